@@ -70,9 +70,7 @@ MODULES = {
         "answer_statistics fidelity fidelity_loss fidelity_rewards quality_preferences "
         "thurstone_probability thurstone_score"
     ),
-    "preference.heatmaps": (
-        "class_disagreement ctrl_u_loss ctrl_u_weight fuse_heatmaps laplace_loss uncertainty_weight"
-    ),
+    "preference.heatmaps": "ctrl_u_loss ctrl_u_weight fuse_heatmaps laplace_loss",
     "preference.ict": "IctLabels hp_loss ict_hp_loss ict_labels ict_loss truncated_score",
     "preference.diversity": "nuclear_diversity",
     "preference.off_policy": "off_policy_pair_weights relative_log_density",

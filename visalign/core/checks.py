@@ -21,7 +21,8 @@ def check_same(note: str = "", /, **tensors: Tensor | None) -> None:
 
 
 def check_axes(**tensors: tuple[Tensor | None, str]) -> None:
-    """Refuse tensors whose axes do not fit together: name -> (tensor, its axes), one letter one size.
+    """Refuse tensors whose axes do not fit together: name -> (tensor, its axes), one letter or number one
+    size.
 
     >>> import torch
     >>> check_axes(reward=(torch.zeros(2), "B"), weight=(torch.zeros(3, 4), "B T"))
@@ -35,7 +36,8 @@ def check_axes(**tensors: tuple[Tensor | None, str]) -> None:
     for shape, axes in shapes.values():
         letters = axes.split()
         if len(letters) != len(shape) or any(
-            sizes.setdefault(letter, size) != size for letter, size in zip(letters, shape, strict=True)
+            size != (int(letter) if letter.isdigit() else sizes.setdefault(letter, size))
+            for letter, size in zip(letters, shape, strict=True)
         ):
             between = " and " if len(shapes) == 2 else ", "
             needed = between.join(f"{name} [{axes.replace(' ', ', ')}]" for name, (_, axes) in shapes.items())

@@ -32,14 +32,14 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from visalign.core import fit_ranking, group_pairs, next_pairs, win_rates
-from visalign.core.preference.pairing import METHODS, Method
+from visalign.core.preference.pairing import Method
 from visalign.core.preference.ranking import Model
 from visalign.data.shapes.preferences import ShapesPreferences, degraded, utility
 from visalign.data.shapes.render import render_many
@@ -212,7 +212,7 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=200)
     parser.add_argument("--size", type=int, default=24)
     parser.add_argument("--budget", type=float, default=0.3)
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--methods", nargs="+", choices=get_args(Method), default=list(get_args(Method)))
     # Pairing rule and priors were chosen on seeds below 224.
     parser.add_argument("--seed", type=int, default=1000, help="of the first group")
     parser.add_argument("--judge", default=None, help="a packaged judge that compares, not a simulated one")

@@ -23,7 +23,6 @@ from visalign.core.preference.ict import (
 )
 from visalign.core.standalone.clip_losses import (
     listwise_choice_loss,
-    paired_cosine,
     pickscore_loss,
     rank_margin_loss,
 )
@@ -64,15 +63,6 @@ class TestPickScore:
             each -= math.log(2) * (label[i].item() == 0.5)
             total += each / 2 / many[i].item() / (1 / many).sum().item()
         assert ours.item() == pytest.approx(total, rel=1e-12)
-
-    def test_many_pairs_of_a_prompt_weigh_as_one(self) -> None:
-        text, left, right = units(3, 5), units(3, 5, seed=1), units(3, 5, seed=2)
-        take = torch.tensor([0, 0, 0, 1, 2])
-        once = pickscore_loss(text, left, right, f64(1, 0, 1), logit_scale=3.0)
-        often = pickscore_loss(
-            text[take], left[take], right[take], f64(1, 1, 1, 0, 1), f64(3, 3, 3, 1, 1), logit_scale=3.0
-        )
-        torch.testing.assert_close(once, often)
 
     @pytest.mark.parametrize("negatives", [False, True])
     def test_gradient(self, negatives: bool) -> None:
@@ -158,8 +148,6 @@ class TestIctLosses:
                     foreign += (images[i, n] @ prompt[1 - n]).item() ** 2 / 6
         ours = ict_loss(easy, refined, images, self.LABELS)
         assert ours.item() == pytest.approx(own + 0.5 * foreign, rel=1e-12)
-        summed = ict_loss(easy, refined, images, self.LABELS, reduction="sum", negative_weight=0)
-        assert summed.item() == pytest.approx(3 * own, rel=1e-12)
 
     def test_lengths_do_not_matter_and_bfloat16_is_upstream(self) -> None:
         easy, refined, images = normal(2, 5), normal(2, 5, seed=1), normal(3, 2, 5, seed=2)
@@ -168,13 +156,9 @@ class TestIctLosses:
         rough = ict_loss(easy, refined, images, self.LABELS, mode="upstream")
         assert 0 < (rough - once).abs() < 1e-2
 
-    def test_the_published_weight_of_negatives_does_nothing_without_a_scale(self) -> None:
-        easy, refined, images = units(2, 5), units(2, 5, seed=1), units(3, 2, 5, seed=2)
-        plain = ict_loss(easy, refined, images, self.LABELS)
-        torch.testing.assert_close(plain, ict_loss(easy, refined, images, self.LABELS, logit_scale=1.0))
-        scaled = ict_loss(easy, refined, images, self.LABELS, logit_scale=90.0)
-        assert scaled < plain
-        assert ict_loss(easy[:1], refined[:1], images[:, :1], IctLabels(*[f64(1.0)] * 6)).isfinite()
+    def test_one_triple_has_no_negatives(self) -> None:
+        one = IctLabels(*[f64(1.0)] * 6)
+        assert ict_loss(units(1, 5), units(1, 5, seed=1), units(3, 1, 5, seed=2), one).isfinite()
 
     def test_gradients(self) -> None:
         leaves = [
@@ -197,28 +181,15 @@ class TestIctLosses:
         assert twice.item() == pytest.approx(0.8)
 
 
-def test_cosine_of_half_precision_towers_is_float32() -> None:
-    one, other = normal(4, 6).half(), normal(4, 6, seed=1).half()
-    found = paired_cosine(one, other)
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found, F.cosine_similarity(one.float(), other.float()))
-
-
 PICKSCORE: Any = pickscore_loss
-ICT: Any = ict_loss
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda: PICKSCORE(*[units(2, 3)] * 3, f64(1), logit_scale=1.0), r"label \[N\]; got .*\(1,\)"),
-        (lambda: PICKSCORE(*[units(2, 3)] * 3, f64(1, 2), logit_scale=1.0), "label must lie in"),
-        (lambda: PICKSCORE(*[units(1, 3)] * 3, f64(1), f64(0), logit_scale=1.0), "at least 1"),
         (lambda: listwise_choice_loss(f64(1, 2), f64(1, 1), [0, 0]), r"sum to 1; got \[2.0\]"),
-        (lambda: listwise_choice_loss(normal(1, 1), normal(1, 1), [0]), r"score must be \[N\]"),
         (lambda: rank_margin_loss(f64(1), f64(1), [0], mode="x"), "mode must be"),  # pyright: ignore[reportArgumentType]
-        (lambda: rank_margin_loss(normal(1, 1), normal(1, 1), [0]), r"score must be \[N\]"),
-        (lambda: truncated_score(f64(1), theta=0), "theta must be positive and finite; got 0"),
         (
             lambda: ict_labels(f64(1), f64(1), f64(1, 2)),
             r"clip1 \(1,\), clip2 \(1,\), clip_prompts \(2,\) must have one shape",
@@ -228,13 +199,8 @@ ICT: Any = ict_loss
             lambda: ict_loss(normal(2, 4), normal(2, 4), normal(2, 2, 4), TestIctLosses.LABELS),
             r"images \[3, N, D\]; got",
         ),
-        (
-            lambda: ICT(normal(2, 4), normal(2, 4), normal(3, 2, 4), TestIctLosses.LABELS, reduction="x"),
-            "reduction must be",
-        ),
-        (lambda: hp_loss(normal(2, 4)), r"must be \[3, N\]; got \(2, 4\)"),
+        (lambda: hp_loss(normal(2, 4)), r"must be \[3, N\]; got shape \(2, 4\)"),
         (lambda: ict_hp_loss(normal(3, 4), normal(3, 3)), r"cosine \(3, 4\) and hp \(3, 3\)"),
-        (lambda: ict_hp_loss(normal(3, 4), normal(3, 4), reduction="x"), "reduction must be"),  # pyright: ignore[reportArgumentType]
     ],
 )
 def test_bad_input(call: Callable[[], object], message: str) -> None:

@@ -78,18 +78,6 @@ def test_robust_is_unbiased_under_flipped_labels() -> None:
     torch.testing.assert_close(0.8 * kept + 0.2 * turned, direct_preference_loss(*answers))
 
 
-def test_answers_of_one_token_need_no_division() -> None:
-    answers, one = [normal(5, seed=seed) for seed in range(4)], torch.ones(5)
-    found = direct_preference_loss(
-        *answers, chosen_length=one, rejected_length=one, row="sigmoid_norm", beta=0.4
-    )
-    torch.testing.assert_close(found, direct_preference_loss(*answers, beta=0.4))
-    twice = direct_preference_loss(
-        *answers, chosen_length=2 * one, rejected_length=2 * one, row="sigmoid_norm", beta=0.4
-    )
-    torch.testing.assert_close(twice, direct_preference_loss(*answers, beta=0.2))
-
-
 def test_far_pairs_stay_finite_and_half_precision_is_computed_in_float32() -> None:
     far = (torch.tensor([-1e4, 0.0]), torch.tensor([0.0, -1e4]))
     zero = torch.zeros(2)
@@ -156,8 +144,6 @@ class TestPower:
         moved = dynamic_labels(label, lead, rate=0.2)
         assert_values(moved, 0.9, 0.95, 0.4, 0.3)
         assert not moved.requires_grad and torch.equal(dynamic_labels(label, lead, rate=0), label)
-        with pytest.raises(ValueError, match=r"rate must lie in \[0, 1\]; got 1.5"):
-            dynamic_labels(label, lead, rate=1.5)
 
 
 class TestVotes:
@@ -180,38 +166,18 @@ class TestVotes:
         (slope,) = torch.autograd.grad(loss.sum(), said)
         assert_values(slope, -0.1 / 4, 0.1 / 4)
 
-    def test_two_votes_are_no_pair(self) -> None:
-        """Their sum has less to say where both are far on their side: its gradient is σ'(r) of each alone."""
-        pair = [f64(4).requires_grad_(), f64(-4).requires_grad_()]
-        votes = kto_loss(torch.cat(pair), f64(0, 0), torch.tensor([True, False]), f64(0)[0], beta=1.0)
-        (slope, _) = torch.autograd.grad(votes.sum(), pair)
-        assert_values(slope, -torch.sigmoid(f64(4)).item() * torch.sigmoid(f64(-4)).item())
-
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"row": "dpo"}, "row must be one of sigmoid, robust, hinge, ipo, sigmoid_norm, simpo, power; got"),
-        ({"row": "kto"}, "got 'kto'"),
-        ({"beta": 0.0}, "beta must be positive and finite; got 0.0"),
-        ({"gamma": -1.0}, "gamma must be finite and ≥ 0; got -1.0"),
-        ({"eps": 0.5}, r"eps is a share of wrong labels in \[0, 1/2\); got 0.5"),
-        (
-            {"eps": 0.1, "row": "ipo"},
-            "row ipo has no place for wrong labels .* sigmoid, robust, sigmoid_norm",
-        ),
-        ({"eta": 0.1}, r"row sigmoid has no η \(0.1\); it is of power"),
-        ({"eta": -0.1, "row": "power"}, "eta must be finite and ≥ 0; got -0.1"),
-        ({"label": f64(1, 1), "row": "ipo"}, "row ipo with eps 0.0 takes no labels; .*: sigmoid, sigmoid_n"),
-        ({"label": f64(1, 1), "eps": 0.1}, "row sigmoid with eps 0.1 takes no labels"),
+        ({"eps": 0.1, "row": "ipo"}, "row ipo with eps=0.1 has no use for eps; leave it out"),
+        ({"eta": 0.1}, "row sigmoid with eps=0.0 has no use for eta"),
+        ({"label": f64(1, 1), "eps": 0.1}, "row sigmoid with eps=0.1 has no use for label"),
         ({"label": f64(1)}, r"rejected \[B\], label \[B\]; got \(2,\), \(2,\), \(1,\)"),
         ({"ref_chosen": None}, "row sigmoid measures from a reference; give ref_log_prob, or take simpo"),
         ({"row": "simpo"}, "row simpo divides by the tokens of a completion; give their number as length"),
         ({"rejected": f64(1)}, r"log_prob must be \[B\] and ref_log_prob \[B\]; got \(1,\) and \(2,\)"),
-        (
-            {"rejected": f64(1), "ref_rejected": f64(1)},
-            r"chosen must be \[B\] and rejected \[B\]; got \(2,\)",
-        ),
     ],
 )
 def test_bad_input_by_its_message(options: dict[str, Any], message: str) -> None:

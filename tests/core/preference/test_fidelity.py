@@ -84,7 +84,7 @@ class TestFidelity:
         assert fidelity_loss(f64(NAN), f64(NAN)).item() == 0
 
     def test_targets_from_quality(self) -> None:
-        found = quality_preferences(f64(3, 1, 3.05, NAN), tie=0.1)
+        found = quality_preferences(f64(3, 1, 3, NAN))
         assert found[0, 1] == 1 and found[1, 0] == 0 and found[0, 2] == 0.5 and found[0, 0] == 0.5
         assert found[3].isnan().all() and found[:, 3].isnan().all()
 
@@ -126,12 +126,6 @@ class TestRewards:
         torch.testing.assert_close(found[:, :3], fidelity_rewards(self.ANSWERS, self.QUALITY))
         assert found[:, 3].isnan().all()
 
-    def test_an_image_without_an_answer_is_not_compared_with(self) -> None:
-        more = torch.cat([self.ANSWERS, torch.full((1, 3), NAN).double()])
-        found = fidelity_rewards(more, torch.cat([self.QUALITY, f64(1)]))
-        torch.testing.assert_close(found[:3], fidelity_rewards(self.ANSWERS, self.QUALITY))
-        assert found[3].isnan().all()
-
     def test_data_sets_are_kept_apart(self) -> None:
         both, quality = torch.cat([self.ANSWERS, 20 * self.ANSWERS]), torch.cat([self.QUALITY, -self.QUALITY])
         found = fidelity_rewards(both, quality, within=["a"] * 3 + ["b"] * 3)
@@ -144,23 +138,11 @@ class TestRewards:
         assert_values(found[:, 0], 1, 1, rtol=1e-9)
         assert fidelity_rewards(f64(3)[:, None], f64(5)).isnan().all()
 
-    def test_the_order_of_images_does_not_matter(self) -> None:
-        order = torch.tensor([2, 0, 1])
-        torch.testing.assert_close(
-            fidelity_rewards(self.ANSWERS[order], self.QUALITY[order]),
-            fidelity_rewards(self.ANSWERS, self.QUALITY)[order],
-        )
-
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda: answer_statistics(f64(1)), r"answers must be \[B, K\]; got shape \(1,\)"),
-        (lambda: answer_statistics(normal(1, 2), ddof=2), "ddof must be 0 .* or 1 .*got 2"),
-        (
-            lambda: thurstone_score(f64(1), f64(1), f64(1), f64(1), floor=0),
-            "floor must be positive and finite",
-        ),
         (lambda: fidelity(f64(1), f64(1), mode="x"), "mode must be"),  # pyright: ignore[reportArgumentType]
         (lambda: fidelity_loss(f64(1), f64(1, 2)), r"score \(1,\) and label \(2,\)"),
         (

@@ -42,24 +42,16 @@ def integral(function: Callable[[float], float], mean: float, std: float) -> flo
     )
 
 
-@pytest.mark.parametrize("std", [0.05, 0.5, 1.0, WIDE, 1.75, 2.0])
-def test_error_below_1e_7_up_to_a_scale_of_2(std: float) -> None:
+@pytest.mark.parametrize("std", [0.05, 1.0, WIDE, 1.75, 6.0, 20.0])
+def test_both_rules_against_adaptive_quadrature(std: float) -> None:
     mean = f64(*MEANS)
     wanted = f64(*(integral(lambda z: float(expit(z)), m, std) for m in MEANS))
     found = log_win_probability(mean, torch.full_like(mean, std))
     assert (found.exp() - wanted).abs().max() < 1e-8
     assert (found - wanted.log()).abs().max() < 1e-7
     upstream = f64(*(integral(lambda z: float(log_expit(z)), m, std) for m in MEANS))
-    assert (mean_log_win(mean, torch.full_like(mean, std)) - upstream).abs().max() < 1e-7
-
-
-@pytest.mark.parametrize("std", [3.0, 6.0, 20.0])
-def test_wide_scales(std: float) -> None:
-    mean = f64(*MEANS)
-    wanted = f64(*(integral(lambda z: float(expit(z)), m, std) for m in MEANS))
-    assert (log_win_probability(mean, torch.full_like(mean, std)) - wanted.log()).abs().max() < 1e-7
-    upstream = f64(*(integral(lambda z: float(log_expit(z)), m, std) for m in MEANS))
-    assert (mean_log_win(mean, torch.full_like(mean, std)) - upstream).abs().max() < 1e-6
+    error = mean_log_win(mean, torch.full_like(mean, std)) - upstream
+    assert error.abs().max() < (1e-6 if std > 2 else 1e-7)
 
 
 def test_the_tail_keeps_its_relative_precision() -> None:
@@ -129,17 +121,6 @@ def test_monte_carlo_agrees_within_its_error() -> None:
     )
     error = draws.std(0) / math.sqrt(60)
     assert ((draws.mean(0) - exact).abs() < 4 * error).all() and (error < 0.02).all()
-    again = uncertain_preference_loss(
-        left,
-        right,
-        std,
-        std,
-        label,
-        mode="upstream_monte_carlo",
-        samples=500,
-        generator=torch.Generator().manual_seed(0),
-    )
-    assert torch.equal(again, draws[0])
 
 
 def test_the_published_form_only_ever_rises_with_the_spread() -> None:
@@ -233,13 +214,9 @@ LOSS: Any = uncertain_preference_loss
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: soft_clamp(f64(0), 1, 1), "low must be below high, both finite; got 1 and 1"),
         (lambda: log_win_probability(f64(0), f64(1, 1)), r"mean \(1,\) and std \(2,\)"),
-        (lambda: log_win_probability(f64(0), f64(1), nodes=1), "nodes must lie in 2 … 300; got 1"),
         (lambda: LOSS(*[f64(1)] * 4, mode="x"), "mode must be"),
-        (lambda: LOSS(*[f64(1)] * 4, mode="upstream_monte_carlo"), "pass a generator"),
         (lambda: uncertain_preference_loss(f64(1), f64(1), f64(1), f64(1, 2)), "must have one shape"),
-        (lambda: LOSS(*[f64(1)] * 4, f64(2)), r"label must lie in \[0, 1\]"),
     ],
 )
 def test_bad_input(call: Callable[[], object], message: str) -> None:

@@ -1,57 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training a judge on pairs: votes as soft labels, Bradley-Terry in its variants, and how pairs are averaged.
-
-Pairs [N] are scores of two samples, `left` and `right`, and `label`, the probability that the left one is
-better: 1 and 0 for clear pairs, between them where people disagreed, NaN where nobody said anything.
-"""
+"""Training a reward on pairs: votes as soft labels, Bradley-Terry in its variants, and how pairs are
+averaged."""
 
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from visalign.core.checks import check_choice, check_not_negative, check_same
+from visalign.core.checks import check_choice, check_same
 from visalign.core.precision import float32
 
 TieModel = Literal["rao_kupper", "davidson"]
 
 
 def soft_labels(left: Tensor, right: Tensor, ties: Tensor | None = None, *, smoothing: float = 0.0) -> Tensor:
-    """Turn votes into the probability that the left sample is better: p = (v_l + v_t/2 + a)/(n + 2a).
+    """Turn votes [N] into the probability that the left sample is better: p = (v_l + v_t/2 + a)/(n + 2a).
 
-    With a = 1/2 (Jeffreys) or 1 (Laplace) few votes do not claim certainty.
-
-    Args:
-        left: [N] votes v_l for the left sample, ≥ 0; fractions allowed.
-        right: [N] votes for the right sample.
-        ties: [N] votes for "equal", or None.
-        smoothing: a ≥ 0, votes added to either side.
-
-    Returns:
-        [N] in [0, 1], float32 or better; NaN where n + 2a is 0.
+    With a = 1/2 (Jeffreys) or 1 (Laplace), votes added to either side, few votes do not claim certainty. NaN
+    where n + 2a is 0; fractions of votes are allowed.
     """
-    won, lost, equal = _votes(left, right, ties)
-    check_not_negative(smoothing=smoothing)
+    won, equal, lost = _votes(left, right, ties)
     total = won + lost + equal + 2 * smoothing
     return torch.where(total > 0, (won + equal / 2 + smoothing) / total.clamp(min=1e-30), math.nan)
 
 
 def vote_shares(left: Tensor, right: Tensor, ties: Tensor, *, smoothing: float = 0.0) -> Tensor:
-    """Shares [N, 3] of (left better, equal, right better) among the votes; NaN where there is none.
-
-    Args:
-        left: [N] votes for the left sample.
-        right: [N] votes for the right sample.
-        ties: [N] votes for "equal".
-        smoothing: votes added to each of the three.
+    """Shares [N, 3] of (left better, equal, right better) among the votes, `smoothing` added to each of the
+    three; NaN where there is none.
     """
-    won, lost, equal = _votes(left, right, ties)
-    check_not_negative(smoothing=smoothing)
-    counts = torch.stack([won, equal, lost], -1) + smoothing
+    counts = torch.stack(_votes(left, right, ties), -1) + smoothing
     total = counts.sum(-1, keepdim=True)
     return torch.where(total > 0, counts / total.clamp(min=1e-30), math.nan)
 
@@ -67,20 +48,10 @@ def bradley_terry_loss(
 ) -> Tensor:
     """Negative log-likelihood of a pair: −p ln σ(l − τ r − m) − (1 − p) ln σ(r − τ l − m) + c (l + r)².
 
-    τ = 1, m = 0, c = 0 is Bradley-Terry; HPSv2's loss is its sum over pairs. m is TRL's margin per pair or
-    HPSv3's constant 0.57, c TRL's centring, τ ≠ 1 HPSv3's "likelihood displacement".
-
-    Args:
-        left: [*] scores of the left samples (the chosen ones, if label is None).
-        right: [*] scores of the right samples.
-        label: [*] p in [0, 1], no gradient; None means 1. Where NaN, the loss is 0 and has no gradient: give
-            such pairs weight 0 in `average_pairs`.
-        margin: m, a number or [*], by which the better sample should lead, in units of the score.
-        centre: c ≥ 0; keeps scores, of which a likelihood knows differences only, near 0. TRL uses 0.01.
-        displacement: τ; HPSv3's code multiplies the rejected score by it.
-
-    Returns:
-        Loss per pair [*], float32 or better.
+    τ = 1, m = 0, c = 0 is Bradley-Terry; HPSv2's loss is its sum over pairs. `margin` m, a number or [*], is
+    the lead of the better sample in TRL, HPSv3's constant 0.57; `centre` c keeps scores, of which a
+    likelihood knows differences only, near 0 (TRL: 0.01); `displacement` τ ≠ 1 is HPSv3's "likelihood
+    displacement". Give pairs without a label weight 0 in `average_pairs`.
 
     Bradley and Terry 1952; InstructGPT, arXiv 2203.02155, eq. 1; margin: Llama 2, 2307.09288, eq. 2;
     centring: 2312.09244; HPSv3, 2508.03789, released code.
@@ -95,28 +66,15 @@ def bradley_terry_loss(
 def tie_log_prob(
     left: Tensor, right: Tensor, strength: Tensor | float, *, model: TieModel = "rao_kupper"
 ) -> Tensor:
-    """Log-probabilities of (left better, equal, right better) under a model that knows ties.
+    """Log-probabilities [*, 3] of (left better, equal, right better) under a model that knows ties.
 
     Rao-Kupper, threshold θ > 1, d = l − r: σ(d − ln θ), (θ² − 1) σ(d − ln θ) σ(−d − ln θ), σ(−d − ln θ).
-    Davidson, ν > 0: e^{d/2}, ν, e^{−d/2}, over their sum.
-
-    Args:
-        left: [*] scores.
-        right: [*] scores.
-        strength: θ or ν, a number or a tensor that broadcasts (it may be learned).
-        model: "rao_kupper" or "davidson".
-
-    Returns:
-        [*, 3], float32 or better; each row's exponentials sum to 1.
+    Davidson, ν > 0: e^{d/2}, ν, e^{−d/2}, over their sum. `strength` is θ or ν, and may be learned.
 
     Rao and Kupper 1967; Davidson 1970. HPSv3's "btt" (arXiv 2508.03789, released code) is Rao-Kupper, θ = 5.
     """
     first, other, _, _ = paired_scores(left, right, None)
-    smallest = {"rao_kupper": 1.0, "davidson": 0.0}
-    check_choice("model", model, smallest)
-    if not isinstance(strength, Tensor) and not smallest[model] < strength < math.inf:
-        name = "θ of Rao-Kupper" if model == "rao_kupper" else "ν of Davidson"
-        raise ValueError(f"strength, the {name}, must be finite and > {smallest[model]:g}; got {strength}.")
+    check_choice("model", model, get_args(TieModel))
     theta = torch.as_tensor(strength, dtype=first.dtype, device=first.device)
     difference = first - other
     if model == "davidson":
@@ -128,29 +86,15 @@ def tie_log_prob(
 
 
 def outcome_loss(log_prob: Tensor, share: Tensor) -> Tensor:
-    """Cross-entropy −Σ_k q_k ln P_k of the outcomes (left, equal, right); 0 where the shares are NaN.
-
-    Args:
-        log_prob: [*, 3] of `tie_log_prob`.
-        share: [*, 3] q, one-hot or of `vote_shares`, no gradient.
-
-    Returns:
-        Loss per pair [*].
+    """Cross-entropy −Σ_k q_k ln P_k of the outcomes (left, equal, right), q [*, 3] of `vote_shares`; 0 where
+    the shares are NaN.
     """
     check_same(log_prob=log_prob, share=share)
     return -(share.detach().nan_to_num(0.0) * log_prob).sum(-1)
 
 
 def margin_ranking_loss(better: Tensor, worse: Tensor, *, margin: float) -> Tensor:
-    """Hinge on a difference: max(0, m − (better − worse)), per pair, float32 or better.
-
-    Args:
-        better: [*] scores of what should rank above.
-        worse: [*] scores of what should rank below.
-        margin: m, the lead at which a pair is content; ICT-HP trains HP with 0.3.
-
-    ICT-HP, arXiv 2507.19002, the HP loss.
-    """
+    """Hinge on a difference: max(0, m − (better − worse)). ICT-HP, arXiv 2507.19002, the HP loss, m = 0.3."""
     first, other, _, _ = paired_scores(better, worse, None)
     return (margin - (first - other)).clamp(min=0)
 
@@ -158,52 +102,31 @@ def margin_ranking_loss(better: Tensor, worse: Tensor, *, margin: float) -> Tens
 def average_pairs(
     loss: Tensor, weight: Tensor | None = None, *, over: Literal["weights", "pairs", "none"] = "weights"
 ) -> Tensor:
-    """Reduce losses of pairs: Σ w ℓ / Σ w, Σ w ℓ / N, or Σ w ℓ.
+    """Reduce losses of pairs: Σ w ℓ / Σ w, Σ w ℓ / N, or Σ w ℓ; 0 where all weights are 0.
 
-    Args:
-        loss: [*] per pair.
-        weight: [*] ≥ 0, no gradient: votes, or 1/(pairs of the prompt) as PickScore has it; None means 1.
-        over: "weights" divides by Σ w; "pairs" by N whatever the weights, as HPSv3 averages with its tie
-            mask; "none" sums, as HPSv2 and ICT-HP do: the gradient then grows with the batch.
-
-    Returns:
-        A number; 0 where all weights are 0.
+    `weight` w: votes, or 1/(pairs of the prompt) as PickScore has it. "pairs" divides by N whatever the
+    weights, as HPSv3 averages with its tie mask; "none" sums, as HPSv2 and ICT-HP do: the gradient then grows
+    with the batch.
     """
+    check_choice("over", over, ("weights", "pairs", "none"))
+    check_same(weight=weight, loss=loss)
     factor = torch.ones_like(loss) if weight is None else weight.detach().to(loss)
-    check_same(weight=factor, loss=loss)
     total = (loss * factor).sum()
     if over == "weights":
         return total / factor.sum().clamp(min=torch.finfo(loss.dtype).tiny)
-    if over == "pairs":
-        return total / max(loss.numel(), 1)
-    if over == "none":
-        return total
-    raise ValueError(f'over must be "weights", "pairs" or "none"; got {over!r}.')
+    return total / max(loss.numel(), 1) if over == "pairs" else total
 
 
 def _votes(left: Tensor, right: Tensor, ties: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Votes for (left, equal, right) as floats."""
     equal = torch.zeros_like(left) if ties is None else ties
-    counts = {"left": left, "right": right, "ties": equal}
-    check_same(**counts)
-    for name, count in counts.items():
-        if not bool((torch.isfinite(count) & (count >= 0)).all()):
-            bad = count[~(count >= 0) | torch.isinf(count)]
-            raise ValueError(f"Votes must be finite and ≥ 0; {name} holds {float(bad[0]):g}.")
-    won, lost, equal = (float32(count).detach() for count in counts.values())
-    return won, lost, equal
+    check_same(left=left, right=right, ties=equal)
+    return float32(left).detach(), float32(equal).detach(), float32(right).detach()
 
 
 def paired_scores(left: Tensor, right: Tensor, label: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Check pairs for the losses here and in the files beside this one.
-
-    Args:
-        left: [*] scores.
-        right: [*] scores.
-        label: [*] p in [0, 1] or NaN; None means 1.
-
-    Returns:
-        (left, right, p without gradient, bool: has a label), [*] in float32 or better; where there is no
-        label the scores are 0, so that a NaN there cannot reach a gradient.
+    """Return (left, right, p, bool: has a label), float32 or better; without a label the scores are 0, so
+    that a NaN there cannot reach a gradient.
     """
     check_same(left=left, right=right, label=label)
     first, other = float32(left), float32(right)

@@ -20,14 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 
-from visalign.core.checks import (
-    check_axes,
-    check_choice,
-    check_not_negative,
-    check_positive,
-    check_same,
-    check_share,
-)
+from visalign.core.checks import check_axes, check_choice, check_same
 from visalign.core.precision import float32
 
 
@@ -38,23 +31,21 @@ class DirectRow:
     source: str
     """Paper, arXiv id, equation."""
     formula: str
-    """Of the loss, in m, β and ε or the label l; of votes in r and z₀."""
+    """Loss in m, β and ε or the label l; of votes in r and z₀."""
     loss: Callable[[Tensor, float, float], Tensor] | None
     """(m, β, ε) -> loss; None for votes without pairs."""
     beta: float = 0.1
-    """β, where none is given."""
     gamma: float = 0.0
-    """γ, where none is given."""
     reference: bool = True
-    """Whether the reward is measured from a reference."""
+    """The reward is measured from a reference."""
     per_token: bool = False
-    """Whether the reward is divided by the tokens of the completion."""
+    """The reward is divided by the tokens of the completion."""
     weighted_entropy: bool = False
-    """Whether the reward of a completion is that of weighted entropy, β (log π + 1) per token."""
+    """The reward of a completion is that of weighted entropy, β (log π + 1) per token."""
     eta: float = 0.0
-    """η, weight of the chosen completion's own likelihood, where none is given."""
+    """η, weight of the chosen completion's own likelihood."""
     smooths: bool = True
-    """Whether it knows wrong labels, ε > 0."""
+    """Knows wrong labels, ε > 0."""
 
     @property
     def labels(self) -> bool:
@@ -134,7 +125,7 @@ DIRECT = {
         smooths=False,
     ),
 }
-"""Row -> method."""
+"""Row -> method; its β, γ and η hold where a call gives None."""
 
 
 def implicit_reward(
@@ -145,29 +136,17 @@ def implicit_reward(
     row: str = "sigmoid",
     beta: float | None = None,
 ) -> Tensor:
-    """The reward that a policy gives a completion, r = β log π(y|x)/π_ref(y|x), per token where the row says.
+    """The reward [B] that a policy gives a completion, r = β log π(y|x)/π_ref(y|x), per token where the row
+    says. `length` [B] counts the tokens of the completions.
 
-    Args:
-        log_prob: [B] log π(y|x), summed over the tokens; differentiable.
-        ref_log_prob: [B] of the reference, no gradient; left aside by rows without one.
-        length: [B] tokens of the completions; needed by rows per token alone.
-        row: of `DIRECT`.
-        beta: β > 0; None is the row's own.
-
-    Returns:
-        [B], float32 or better. Row power: β w (log π + 1) with w = 1/|y|, the reward under which π maximises
-        E_π[r] + β H_w(π), H_w(π) = −Σ_y w(y) π(y) log π(y) Guiaşu's weighted entropy.
-
-    Raises:
-        ValueError: an unknown row, or one whose reference or lengths are not there.
+    Row power: β w (log π + 1) with w = 1/|y|, the reward under which π maximises E_π[r] + β H_w(π),
+    H_w(π) = −Σ_y w(y) π(y) log π(y) Guiaşu's weighted entropy.
 
     DPO, arXiv 2305.18290, eq. 5; per token without a reference: SimPO, arXiv 2405.14734, eq. 4; POWER, arXiv
     2412.09544.
     """
     check_choice("row", row, DIRECT)
     chosen = DIRECT[row]
-    beta = chosen.beta if beta is None else beta
-    check_positive(beta=beta)
     check_axes(log_prob=(log_prob, "B"), ref_log_prob=(ref_log_prob, "B"), length=(length, "B"))
     reward = float32(log_prob)
     if chosen.reference:
@@ -178,7 +157,7 @@ def implicit_reward(
         if length is None:
             raise ValueError(f"row {row} divides by the tokens of a completion; give their number as length.")
         reward = (reward + float(chosen.weighted_entropy)) / length.clamp(min=1)
-    return beta * reward
+    return (chosen.beta if beta is None else beta) * reward
 
 
 def direct_preference_loss(
@@ -196,30 +175,11 @@ def direct_preference_loss(
     eta: float | None = None,
     label: Tensor | None = None,
 ) -> Tensor:
-    """Loss of each pair by a row of `DIRECT`, of the lead m = r_w − r_l − γ; sigmoid: ℓ = −ln σ(m).
+    """Loss [B] of each pair by a row of `DIRECT`, of the lead m = r_w − r_l − γ; sigmoid: ℓ = −ln σ(m).
 
-    IPO is divided by the tokens, as its authors' results are; its eq. 17 has sums. With labels,
-    ℓ = −l ln σ(m) − (1 − l) ln σ(−m), whose derivative σ(m) − l vanishes at the stationary label σ(m).
-
-    Args:
-        chosen: [B] log π(y_w|x), summed over the tokens; differentiable.
-        rejected: [B] log π(y_l|x).
-        ref_chosen: [B] of the reference, no gradient; needed but by rows without one.
-        ref_rejected: [B].
-        chosen_length: [B] tokens of y_w; needed by rows per token.
-        rejected_length: [B].
-        row: one for pairs.
-        beta: β > 0; None is the row's own.
-        gamma: γ ≥ 0, lead that the chosen completion should have; None is the row's own.
-        eps: share of wrong labels, in [0, 1/2).
-        eta: η ≥ 0 of row power; None is the row's own.
-        label: [B] l in [0, 1], how far y_w is the better one, no gradient; None is 1 − ε.
-
-    Returns:
-        [B], float32 or better.
-
-    Raises:
-        ValueError: a row for single votes, ε > 0, η or labels that the row does not know, or labels beside ε.
+    IPO is divided by the tokens, as its authors' results are; its eq. 17 has sums. `eps` is the share of
+    wrong labels, in [0, 1/2). With labels l (None is 1 − ε), ℓ = −l ln σ(m) − (1 − l) ln σ(−m), whose
+    derivative σ(m) − l vanishes at the stationary label σ(m).
 
     The rows' sources; cDPO: Mitchell 2023, "A note on DPO with noisy preferences".
     """
@@ -228,8 +188,10 @@ def direct_preference_loss(
     assert entry.loss is not None
     beta, gamma = entry.beta if beta is None else beta, entry.gamma if gamma is None else gamma
     eta = entry.eta if eta is None else eta
-    check_not_negative(gamma=gamma, eta=eta)
-    _check_extras(row, eps, eta, label)
+    ignored = {"eps": eps and not entry.smooths, "eta": eta and not entry.weighted_entropy}
+    ignored["label"] = label is not None and (eps or not entry.labels)
+    if unused := [option for option, refused in ignored.items() if refused]:
+        raise ValueError(f"row {row} with eps={eps} has no use for {', '.join(unused)}; leave it out.")
     better = implicit_reward(chosen, ref_chosen, chosen_length, row=row, beta=beta)
     worse = implicit_reward(rejected, ref_rejected, rejected_length, row=row, beta=beta)
     check_axes(chosen=(better, "B"), rejected=(worse, "B"), label=(label, "B"))
@@ -243,39 +205,14 @@ def direct_preference_loss(
     return loss
 
 
-def _check_extras(row: str, eps: float, eta: float, label: Tensor | None) -> None:
-    """Refuse ε, η and labels that a row has no place for."""
-    entry = DIRECT[row]
-    if eta and not entry.weighted_entropy:
-        raise ValueError(f"row {row} has no η ({eta}); it is of power.")
-    if label is not None and (eps or not entry.labels):
-        with_labels = ", ".join(name for name, variant in DIRECT.items() if variant.labels)
-        raise ValueError(f"row {row} with eps {eps} takes no labels; these do, with eps 0: {with_labels}.")
-    if not 0 <= eps < 0.5:
-        raise ValueError(f"eps is a share of wrong labels in [0, 1/2); got {eps}.")
-    if eps and not entry.smooths:
-        smoothing = ", ".join(name for name, variant in DIRECT.items() if variant.smooths)
-        raise ValueError(f"row {row} has no place for wrong labels (eps {eps}); these have: {smoothing}.")
-
-
 def dynamic_labels(label: Tensor, lead: Tensor, *, rate: float) -> Tensor:
-    """Labels of pairs after a visit, l + γ (σ(m) − l): they drift to where the pair's gradient vanishes.
+    """Labels [B] of pairs after a visit, l + γ (σ(m) − l), γ = `rate`: they drift to where the pair's
+    gradient vanishes; one whose lead m is NaN stays.
 
     A pair whose lead the policy does not learn loses its pull, however often it is seen. That labels move to
-    stationary ones is of the paper's abstract, this rule is ours.
-
-    Args:
-        label: [B] l in [0, 1].
-        lead: [B] m of `direct_preference_loss`; one that is NaN leaves its label.
-        rate: γ in [0, 1]; 0 leaves all labels, 1 is the stationary label at once.
-
-    Returns:
-        [B] in the dtype of the labels, no gradient.
-
-    POWER-DL, arXiv 2412.09544.
+    stationary ones is of the paper's abstract, this rule is ours. POWER-DL, arXiv 2412.09544.
     """
     check_same(label=label, lead=lead)
-    check_share(rate=rate)
     stationary = torch.sigmoid(lead.detach()).to(label)
     return torch.where(stationary.isnan(), label, label + rate * (stationary - label))
 
@@ -292,21 +229,9 @@ def kto_loss(
 ) -> Tensor:
     """KTO, completions with a vote each: ℓ = λ_D σ(β z₀ − r) for good ones, λ_U σ(r − β z₀) for bad ones.
 
-    Args:
-        log_prob: [B] log π(y|x), summed over the tokens; differentiable.
-        ref_log_prob: [B] of the reference.
-        desirable: bool [B], the votes.
-        reference_point: scalar z₀ ≥ 0, see `kto_reference_point`; no gradient.
-        beta: β > 0; None is 0.1.
-        desirable_weight: λ_D > 0.
-        undesirable_weight: λ_U > 0. With n_D and n_U votes, λ_D n_D / (λ_U n_U) should lie in [1, 4/3].
-
-    Returns:
-        [B], float32 or better.
-
-    Ethayarajh et al., arXiv 2402.01306, section 4.
+    `desirable` bool [B] holds the votes, `reference_point` is z₀. With n_D and n_U votes, λ_D n_D / (λ_U n_U)
+    should lie in [1, 4/3]. Ethayarajh et al., arXiv 2402.01306, section 4.
     """
-    check_positive(desirable_weight=desirable_weight, undesirable_weight=undesirable_weight)
     check_axes(log_prob=(log_prob, "B"), desirable=(desirable, "B"))
     reward = implicit_reward(log_prob, ref_log_prob, row="kto", beta=beta)
     z = (DIRECT["kto"].beta if beta is None else beta) * reference_point.detach()
@@ -317,16 +242,10 @@ def kto_loss(
 
 
 def kto_reference_point(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
-    """KTO's z₀ = max(0, mean log π(y'|x)/π_ref(y'|x)), y' the completions to other prompts.
+    """KTO's z₀ = max(0, mean log π(y'|x)/π_ref(y'|x)), a number without gradient in nats.
 
-    Args:
-        log_prob: [B] log π(y'|x) of mismatched pairs, summed over the tokens; all of an optimizer step.
-        ref_log_prob: [B] of the reference.
-
-    Returns:
-        Scalar without gradient, nats: an estimate of KL(π‖π_ref) of low variance, biased.
-
-    Ethayarajh et al., arXiv 2402.01306, section 4.
+    y' are completions to other prompts, all of an optimizer step: an estimate of KL(π‖π_ref) of low variance,
+    biased. Ethayarajh et al., arXiv 2402.01306, section 4.
     """
     check_axes(log_prob=(log_prob, "B"), ref_log_prob=(ref_log_prob, "B"))
     return (float32(log_prob) - ref_log_prob).detach().mean().clamp(min=0)

@@ -13,7 +13,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from visalign.core.checks import check_axes, check_choice, check_positive, check_same
+from visalign.core.checks import check_axes, check_choice, check_same
 from visalign.core.groups.labels import Labels, group_index
 from visalign.core.groups.moments import present_entries
 from visalign.core.precision import float32_dtype
@@ -21,7 +21,6 @@ from visalign.core.precision import float32_dtype
 FidelityMode = Literal["paper", "upstream"]
 FLOOR = 0.05**2
 """Added to a difference's variance, in squared units of a 1 to 5 scale; the released code has 1e-6."""
-UPSTREAM_EPS = 1e-6
 
 
 @dataclass(frozen=True)
@@ -37,19 +36,10 @@ class AnswerStatistics:
 
 
 def answer_statistics(answers: Tensor, *, valid: Tensor | None = None, ddof: int = 1) -> AnswerStatistics:
-    """Mean and variance of the valid answers of each image.
-
-    Args:
-        answers: [B, K]; what is not finite is no answer.
-        valid: bool [B, K], False for an answer that could not be read.
-        ddof: 1 (unbiased, as released) or 0.
-
-    Returns:
-        The statistics, float32 or better, differentiable in answers.
+    """Mean and variance of the valid answers [B, K] of each image, differentiable; what is not finite, or not
+    `valid` (bool [B, K]), is no answer. `ddof` is 1 (unbiased, as released) or 0.
     """
-    check_axes(answers=(answers, "B K"))
-    if ddof not in (0, 1):
-        raise ValueError(f"ddof must be 0 (biased) or 1 (unbiased); got {ddof!r}.")
+    check_axes(answers=(answers, "B K"), valid=(valid, "B K"))
     present = present_entries(answers, valid)
     value = torch.where(present, answers, 0.0).to(float32_dtype(answers))
     count = present.sum(1)
@@ -65,22 +55,12 @@ def answer_statistics(answers: Tensor, *, valid: Tensor | None = None, ddof: int
 def thurstone_score(
     left: Tensor, right: Tensor, left_variance: Tensor, right_variance: Tensor, *, floor: float = FLOOR
 ) -> Tensor:
-    """Compute Thurstone's lead of the left image in deviations, t = (x_l − x_r)/√(v_l + v_r + γ); P(left
-    better) = Φ(t).
+    """Thurstone's lead of the left image in deviations, t = (x_l − x_r)/√(v_l + v_r + γ); P(left better) =
+    Φ(t).
 
-    Args:
-        left: [*] means, or single answers.
-        right: [*] means; the four shapes broadcast.
-        left_variance: [*] ≥ 0, squared units of the means.
-        right_variance: [*] ≥ 0.
-        floor: γ > 0; with it a pair of single or identical answers has a probability, too.
-
-    Returns:
-        [*] t, float32 or better; `torch.special.ndtr` makes a probability of it, `log_ndtr` its logarithm.
-
-    Thurstone 1927, case V; VisualQuality-R1, arXiv 2505.14460.
+    x are means or single answers, the four shapes broadcast. With γ = `floor` > 0 a pair of single or
+    identical answers has a probability, too. Thurstone 1927, case V; VisualQuality-R1, arXiv 2505.14460.
     """
-    check_positive(floor=floor)
     dtype = float32_dtype(left)
     return (left - right).to(dtype) / (left_variance + right_variance + floor).to(dtype).sqrt()
 
@@ -95,33 +75,21 @@ def thurstone_probability(
 def fidelity(first: Tensor, second: Tensor, *, mode: FidelityMode = "paper") -> Tensor:
     """Likeness of two probabilities of the same event: √(pq) + √((1 − p)(1 − q)), in [0, 1].
 
-    Args:
-        first: [*] p in [0, 1].
-        second: [*] q in [0, 1].
-        mode: "upstream" adds 1e-6 inside each root: a perfect match is worth 1.001, a perfect miss 0.002.
-
-    Returns:
-        [*]. As a reward only: where p or q is 0 or 1 its slope is infinite; train on `fidelity_loss`.
+    "upstream" adds 1e-6 inside each root: a perfect match is worth 1.001, a perfect miss 0.002. As a reward
+    only: where p or q is 0 or 1 its slope is infinite; train on `fidelity_loss`.
 
     Tsai et al., FRank, 2007; VisualQuality-R1, arXiv 2505.14460; released code, `grpo_jsonl.py`.
     """
     check_choice("mode", mode, get_args(FidelityMode))
-    eps = UPSTREAM_EPS if mode == "upstream" else 0.0
+    eps = 1e-6 if mode == "upstream" else 0.0
     return (first * second + eps).sqrt() + ((1 - first) * (1 - second) + eps).sqrt()
 
 
 def fidelity_loss(score: Tensor, label: Tensor) -> Tensor:
-    """1 − √(p Φ(t)) − √((1 − p) Φ(−t)), per pair, with a finite slope everywhere.
+    """1 − √(p Φ(t)) − √((1 − p) Φ(−t)), t of `thurstone_score`, with a finite slope everywhere.
 
     The roots are taken as e^(ln Φ/2): d√Φ/dt = φ/(2√Φ) vanishes in the tail, while √ of a rounded Φ has no
     slope there or an infinite one.
-
-    Args:
-        score: [*] t of `thurstone_score`, differentiable.
-        label: [*] probability p that the left one is better, no gradient; NaN gives a loss of 0.
-
-    Returns:
-        [*] in [0, 1], float32 or better.
     """
     check_same(score=score, label=label)
     labelled = ~torch.isnan(label)
@@ -131,18 +99,12 @@ def fidelity_loss(score: Tensor, label: Tensor) -> Tensor:
     return torch.where(labelled, 1 - prob.sqrt() * won - (1 - prob).sqrt() * lost, 0.0)
 
 
-def quality_preferences(quality: Tensor, *, tie: float = 0.0) -> Tensor:
-    """Compare quality labels: [B, B] of 1 (higher), ½ (|difference| ≤ tie) and 0.
-
-    Args:
-        quality: [B] labels of one scale, e.g. mean opinion scores; NaN where there is none.
-        tie: ≥ 0, the difference up to which two labels are a tie.
-
-    Returns:
-        [B, B], entry (i, j) for i over j; NaN where a label is missing.
+def quality_preferences(quality: Tensor) -> Tensor:
+    """Compare quality labels [B] of one scale: [B, B] of 1 (i higher than j), ½ (equal) and 0; NaN where a
+    label is missing.
     """
     difference = quality[:, None] - quality[None, :]
-    won = torch.where(difference.abs() <= tie, 0.5, (difference > 0).to(difference.dtype))
+    won = torch.where(difference == 0, 0.5, (difference > 0).to(difference.dtype))
     return torch.where(torch.isnan(difference), torch.nan, won)
 
 
@@ -156,10 +118,12 @@ def fidelity_rewards(
     floor: float = FLOOR,
     mode: FidelityMode = "paper",
 ) -> Tensor:
-    """Reward each answer by how well it orders its image among the others of the batch.
+    """Reward each answer by how well it orders its image among the others of the batch; [B, K] without
+    gradient.
 
-    p_k(i, j) = Φ((q_ik − mean_j)/√(v_i + v_j + γ)); r_ik = mean over j ≠ i of fidelity(p_ij, p_k(i, j)).
-    An answer that could not be read takes no part in the mean and variance of its image and has no reward.
+    p_k(i, j) = Φ((q_ik − mean_j)/√(v_i + v_j + γ)); r_ik = mean over j ≠ i of fidelity(p_ij, p_k(i, j)). An
+    answer that could not be read takes no part in the mean and variance of its image and gets NaN, as does
+    one without anything to compare with.
 
     Args:
         answers: [B, K], K ≥ 1 answers per image; what is not finite is no answer.
@@ -170,10 +134,6 @@ def fidelity_rewards(
         ddof: of the variance; 1 as released.
         floor: γ > 0, in squared units of the answers.
         mode: of `fidelity`.
-
-    Returns:
-        [B, K] float32 or better, no gradient; NaN for invalid answers and where there was nothing to compare
-        with.
 
     Wu et al., VisualQuality-R1, arXiv 2505.14460, section 3; released code, `grpo_jsonl.py`.
     """

@@ -4,15 +4,16 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
+from visalign.core.checks import check_choice
+
 from .ranking import RankingFit
 
 Method = Literal["active", "swiss"]
-METHODS = ("active", "swiss")
 CLOSE = 0.7
 """A pair asked once is asked in the other order only while the likelier winner wins with at most this."""
 
@@ -20,29 +21,18 @@ CLOSE = 0.7
 def next_pairs(
     fit: RankingFit, asked: Tensor, count: int, *, method: Method = "active", both_orders: bool = True
 ) -> Tensor:
-    """Choose the next calls: ordered pairs, no image twice in a round while that is possible.
+    """Choose the next calls [M, 2] (left, right), M ≤ count, no image twice in a round while that is
+    possible.
 
     "active": the pairs with the largest √V_ij · Φ(−|s_i − s_j| / √V_ij), V_ij the variance of s_i − s_j: the
     probability that the present order of the two is wrong, times the size of the gap that is at stake.
-    "swiss": neighbours in the present order that have not met. A new pair is shown so that each sample
-    stands on the left about as often as on the right, which keeps the position bias apart from the scores. A
-    pair that was asked is asked again only in the other order and only while it is close (`CLOSE`); a call is
-    never repeated.
-
-    Args:
-        fit: of the comparisons so far; of none in the first round.
-        asked: [N, 2] (left, right) so far, failed calls too.
-        count: how many calls to choose.
-        method: how.
-        both_orders: close pairs may be asked in the other order; False for a judge that averages both itself.
-
-    Returns:
-        [M, 2] (left, right), M ≤ count; fewer when nothing is left to ask.
+    "swiss": neighbours in the present order that have not met. A new pair is shown so that each sample stands
+    on the left about as often as on the right, which keeps the position bias apart from the scores. A pair
+    that was asked is asked again only in the other order (if `both_orders`; not for a judge that averages
+    both itself) and only while it is close (`CLOSE`); a call is never repeated. `asked` [N, 2] are the calls
+    so far, failed ones too; `fit` is of them.
     """
-    if method not in METHODS:
-        raise ValueError(f"method is {method!r}; allowed are {', '.join(METHODS)}.")
-    if count < 1:
-        raise ValueError(f"count is {count}; allowed are whole numbers from 1.")
+    check_choice("method", method, get_args(Method))
     size = len(fit.score)
     met = torch.zeros(size, size, dtype=torch.bool)
     lefts = torch.zeros(size, dtype=torch.int64)
@@ -50,17 +40,12 @@ def next_pairs(
         met[left, right] = True
         lefts[left] += 1
         lefts[right] -= 1
-    allowed = _allowed(fit, met, both_orders)
-    gain = _at_stake(fit) if method == "active" else _nearness(fit)
-    return _matching(gain.masked_fill(~allowed, -math.inf), met, lefts, count)
-
-
-def _allowed(fit: RankingFit, met: Tensor, both_orders: bool) -> Tensor:
-    """[n, n] bool, upper triangle: pairs that may still be asked."""
     win = fit.win_probability()
     close = (torch.maximum(win, win.T) <= CLOSE) & both_orders
     once, twice = met | met.T, met & met.T
-    return torch.ones_like(met).triu(1) & ~twice & (~once | close)
+    allowed = torch.ones_like(met).triu(1) & ~twice & (~once | close)
+    gain = _at_stake(fit) if method == "active" else _nearness(fit)
+    return _matching(gain.masked_fill(~allowed, -math.inf), met, lefts, count)
 
 
 def _at_stake(fit: RankingFit) -> Tensor:

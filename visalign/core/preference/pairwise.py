@@ -15,15 +15,8 @@ from visalign.core.precision import float32_dtype
 
 
 def group_pairs(group: Labels, size: int, device: torch.device | None = None) -> Tensor:
-    """List all pairs i < j of samples of one group.
-
-    Args:
-        group: [B] labels.
-        size: B.
-        device: where the pairs are wanted.
-
-    Returns:
-        [N, 2] int64 sample numbers, in ascending order; G(G − 1)/2 for a group of G.
+    """List all pairs i < j of samples of one group: [N, 2] sample numbers, ascending; G(G − 1)/2 for a group
+    of G.
     """
     index, _ = group_index(group, size, device)
     pairs = torch.triu_indices(size, size, offset=1, device=index.device)
@@ -34,8 +27,8 @@ def win_rates(pairs: Tensor, preference: Tensor, size: int) -> Tensor:
     """Average how often each sample wins: w_i = (Σ_{(i,j)} p + Σ_{(j,i)} (1 − p)) / #comparisons of i.
 
     p is 1 if the first of the pair is better, 0 if the second is, 1/2 for a tie, or anything between if the
-    judge gives a probability. Pref-GRPO has p in {0, 1} and all pairs of a group. Its released code rounds
-    to 3 decimals and counts a failed answer as a tie; here a failure (NaN) is left out of both sums.
+    judge gives a probability. Pref-GRPO has p in {0, 1} and all pairs of a group. Its released code rounds to
+    3 decimals and counts a failed answer as a tie; here a failure (NaN) is left out of both sums.
 
     Args:
         pairs: [N, 2] sample numbers in 0 … size − 1; any subset, any order, repetitions count.
@@ -43,7 +36,7 @@ def win_rates(pairs: Tensor, preference: Tensor, size: int) -> Tensor:
         size: B, samples in all.
 
     Returns:
-        [B] or [B, C] in [0, 1], float32 or better, no gradient; NaN for a sample without a valid comparison.
+        [B] or [B, C] in [0, 1], no gradient; NaN for a sample without a valid comparison.
 
     Wang et al., Pref-GRPO, arXiv 2508.20751, the win rate of a group.
     """

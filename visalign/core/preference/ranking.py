@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from visalign.core.checks import check_integer_pairs
+from visalign.core.checks import check_choice, check_integer_pairs
 
 Model = Literal["bradley_terry", "thurstone", "log_odds"]
-MODELS = ("bradley_terry", "thurstone", "log_odds")
 SPREAD_SCALE = 5.0
 """Scale of the half-Cauchy prior on the spread of the scores (Gelman, Bayesian Analysis 1 (2006) 515)."""
 BIAS_STD = 2.0
@@ -49,13 +48,10 @@ class RankingFit:
         return self.covariance.diagonal().clamp(min=0).sqrt()
 
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
-        """Lower and upper end [n] of the central interval of each score: score ± z std.
-
-        Args:
-            level: probability that the score is inside, in (0, 1).
+        """Lower and upper end [n] of the interval that holds each score with probability `level`: score ± z
+        std.
         """
-        if not 0 < level < 1:
-            raise ValueError(f"level is {level}; allowed are probabilities between 0 and 1, e.g. 0.9.")
+
         z = float(torch.special.ndtri(torch.tensor((1 + level) / 2, dtype=torch.float64)))
         return self.score - z * self.std, self.score + z * self.std
 
@@ -63,11 +59,6 @@ class RankingFit:
         """[n, n] probability that the row beats the column at the fitted scores, without a position bias."""
         gap = self.score[:, None] - self.score[None, :]
         return torch.special.ndtr(gap) if self.model == "thurstone" else gap.sigmoid()
-
-    def round_robin(self) -> Tensor:
-        """[n] expected win rate against all the others: mean over j ≠ i of P(i beats j)."""
-        n = len(self.score)
-        return (self.win_probability().sum(1) - 0.5) / max(n - 1, 1)
 
 
 def fit_ranking(
@@ -86,16 +77,16 @@ def fit_ranking(
     Args:
         pairs: [N, 2] (left, right), sample numbers in 0 … size − 1; repetitions and both orders count.
         prob: [N] probability that the left one is better, 1/2 for a tie, NaN where the judge failed.
-        size: n, samples in all.
+        size: n, samples in all; one without a valid comparison has score 0 and the prior's std.
         model: the link.
         position_bias: estimate b; otherwise it is 0.
 
-    Returns:
-        The fit; a sample without a valid comparison has score 0 and the prior's standard deviation.
-
     Bradley and Terry, Biometrika 39 (1952) 324; Thurstone, Psychological Review 34 (1927) 273, case V.
     """
-    _check(pairs, prob, size, model)
+    check_choice("model", model, get_args(Model))
+    check_integer_pairs(pairs)
+    if prob.shape != pairs.shape[:1]:
+        raise ValueError(f"prob must be [N], N = {len(pairs)} pairs; got {tuple(prob.shape)}.")
     valid = torch.isfinite(prob)
     ends, target = pairs[valid].long().cpu(), prob[valid].detach().double().cpu()
     design = torch.zeros(len(ends), size + 1, dtype=torch.float64)
@@ -103,13 +94,8 @@ def fit_ranking(
     design[rows, ends[:, 0]], design[rows, ends[:, 1]] = 1.0, -1.0
     design[:, size] = float(position_bias)
     spread, noise = _grid(model)
-    prior = torch.cat(
-        [
-            spread.square().reciprocal()[:, None].expand(-1, size),
-            spread.new_full((len(spread), 1), BIAS_STD**-2),
-        ],
-        1,
-    )
+    score_prior = spread.square().reciprocal()[:, None].expand(-1, size)
+    prior = torch.cat([score_prior, spread.new_full((len(spread), 1), BIAS_STD**-2)], 1)
     if model == "log_odds":
         target = torch.logit(target).clamp(-MAX_LOG_ODDS, MAX_LOG_ODDS)
         fitted = _linear(design, target, prior, noise)
@@ -210,21 +196,3 @@ def _derivatives(z: Tensor, target: Tensor, model: Model) -> tuple[Tensor, Tenso
     down = (log_density - torch.special.log_ndtr(-z)).exp()
     slope = target * up - (1 - target) * down
     return slope, target * up * (up + z) + (1 - target) * down * (down - z)
-
-
-def _check(pairs: Tensor, prob: Tensor, size: int, model: str) -> None:
-    """Refuse what cannot be fitted."""
-    if model not in MODELS:
-        raise ValueError(f"model is {model!r}; allowed are {', '.join(MODELS)}.")
-    check_integer_pairs(pairs)
-    if prob.shape != pairs.shape[:1]:
-        raise ValueError(f"prob must be [N], N = {len(pairs)} pairs; got {tuple(prob.shape)}.")
-    if size < 1 or (len(pairs) and not 0 <= int(pairs.min()) <= int(pairs.max()) < size):
-        raise ValueError(f"pairs must hold sample numbers in 0 … {size - 1}, size at least 1; got others.")
-    if bool((pairs[:, 0] == pairs[:, 1]).any()):
-        raise ValueError("pairs compares a sample with itself; leave such pairs out.")
-    finite = prob[torch.isfinite(prob)]
-    if bool(torch.isinf(prob).any()) or (
-        len(finite) and not 0 <= float(finite.min()) <= float(finite.max()) <= 1
-    ):
-        raise ValueError("prob must be probabilities in [0, 1], NaN where the judge failed; got others.")

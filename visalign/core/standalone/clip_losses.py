@@ -19,13 +19,8 @@ from visalign.core.preference.bradley_terry import average_pairs, margin_ranking
 
 
 def paired_cosine(first: Tensor, second: Tensor) -> Tensor:
-    """Compute the cosine of rows, [*] of two [*, D], in float32 or better.
-
-    ICT's score is this between image and prompt, without logit scale (arXiv 2507.19002, released code).
-
-    Args:
-        first: [*, D] embeddings, any length but 0.
-        second: [*, D].
+    """Cosine [*] of two [*, D]; ICT's score is this between image and prompt, without logit scale (arXiv
+    2507.19002, released code).
     """
     first, second, _, _ = paired_scores(first, second, None)
     return (F.normalize(first, dim=-1) * F.normalize(second, dim=-1)).sum(-1)
@@ -41,31 +36,25 @@ def pickscore_loss(
     logit_scale: Tensor | float,
     in_batch_negatives: bool = False,
 ) -> Tensor:
-    """Soft cross-entropy between the two images of a prompt, each prompt weighing alike.
+    """Soft cross-entropy between the two images of a prompt, each prompt weighing alike; a number.
 
     ℓ = −p ln softmax(s)_l − (1 − p) ln softmax(s)_r, s = scale × cosine; from a tie (p = ½) its own entropy
-    ln 2 is taken off, so that 0 is best there too. Weights (1/n_i)/Σ_j (1/n_j). With in-batch negatives the
-    softmax runs over all 2N images, and is averaged with the one over the N prompts per image.
-
-    Args:
-        text: [N, D] normalised embeddings of the prompts.
-        left: [N, D] normalised embeddings of the left images.
-        right: [N, D].
-        label: [N] p, no gradient; 1, ½ or 0 in Pick-a-Pic.
-        pairs_per_prompt: [N] n_i ≥ 1, number of pairs of the pair's prompt in the data set; None means 1.
-        logit_scale: factor of the cosine, exp of the learned parameter (about 100).
-        in_batch_negatives: as released, off by default.
-
-    Returns:
-        A number, float32 or better.
+    ln 2 is taken off, so that 0 is best there too. Weights (1/n_i)/Σ_j (1/n_j), n_i `pairs_per_prompt`. With
+    in-batch negatives, as released, the softmax runs over all 2N images, and is averaged with the one over
+    the N prompts per image. Embeddings are [N, D], normalised; `logit_scale` is exp of the learned parameter
+    (about 100).
 
     Kirstain et al., PickScore, arXiv 2305.01569, section 4; released code.
     """
     size = text.shape[0]
-    check_axes(text=(text, "N D"), left=(left, "N D"), right=(right, "N D"), label=(label, "N"))
+    check_axes(
+        text=(text, "N D"),
+        left=(left, "N D"),
+        right=(right, "N D"),
+        label=(label, "N"),
+        pairs_per_prompt=(pairs_per_prompt, "N"),
+    )
     count = torch.ones_like(label) if pairs_per_prompt is None else pairs_per_prompt
-    if count.shape != label.shape or not bool(((count >= 1) & (label >= 0) & (label <= 1)).all()):
-        raise ValueError("Each label must lie in [0, 1] and each pairs_per_prompt [N] be at least 1.")
     texts, images, _, _ = paired_scores(torch.cat([text, text]), torch.cat([left, right]), None)
     prob = label.detach().to(texts.dtype)
     shares = torch.stack([prob, 1 - prob])
@@ -83,18 +72,11 @@ def pickscore_loss(
 
 
 def listwise_choice_loss(score: Tensor, share: Tensor, group: Labels) -> Tensor:
-    """Cross-entropy of the chosen image of a prompt: −Σ_i q_i ln softmax over the prompt's images.
+    """Cross-entropy [P] of the chosen image of each prompt: −Σ_i q_i ln softmax over the prompt's images.
 
-    Args:
-        score: [N] scores, logit_scale × cosine; prompts may have different numbers of images.
-        share: [N] q, no gradient: 1 for the chosen image, or the share of the votes; sums to 1 per prompt.
-        group: [N] labels of the prompts.
-
-    Returns:
-        Loss per prompt [P], float32 or better; its mean is HPSv2's `PreferenceLoss`.
-
-    Raises:
-        ValueError: shapes that differ, or shares of a prompt that do not sum to 1.
+    `score` [N] is logit_scale × cosine, `share` q [N] 1 for the chosen image, or the share of the votes;
+    `group` labels the prompts, which may have different numbers of images. Its mean is HPSv2's
+    `PreferenceLoss`.
 
     Wu et al., HPS v2, arXiv 2306.09341, released code.
     """
@@ -104,10 +86,7 @@ def listwise_choice_loss(score: Tensor, share: Tensor, group: Labels) -> Tensor:
     target = target.detach()[:, None]
     total = group_sum(target, index, groups)
     if not bool(torch.isclose(total, torch.ones_like(total), atol=1e-4).all()):
-        raise ValueError(
-            f"The shares of each prompt must sum to 1; got {total[:, 0].tolist()[:8]} (prompts in the order "
-            "of their labels)."
-        )
+        raise ValueError(f"The shares of each prompt must sum to 1; got {total[:, 0].tolist()[:8]}.")
     top = -group_min(-value.detach()[:, None], index, groups)
     shifted = value[:, None] - top[index]
     normaliser = group_sum(shifted.exp(), index, groups).log()
@@ -122,21 +101,11 @@ def rank_margin_loss(
     margin: float = 1.0,
     mode: Literal["paper", "upstream"] = "paper",
 ) -> Tensor:
-    """Hinge loss over the pairs of a prompt, whose lead must grow with the difference of their ranks.
+    """Hinge loss [P] over the pairs of a prompt, whose lead must grow with the difference of their ranks.
 
-    Mean over pairs i, j of one prompt of max(0, m − (s_j − s_i)(rank_i − rank_j)). "paper": the pairs of two
-    different ranks. "upstream", for comparison with the released code alone: every prompt is padded to the
-    largest number of images with score −1 and rank 10, and all i ≥ j count, the pair and padding with m.
-
-    Args:
-        score: [N] scores.
-        rank: [N] ranks, 0 is best, no gradient; equal ranks are ties.
-        group: [N] labels of the prompts.
-        margin: m.
-        mode: one of the two.
-
-    Returns:
-        Loss per prompt [P], in the order of `group_index`, float32 or better; 0 where there is no pair.
+    Mean over pairs i, j of one prompt of max(0, m − (s_j − s_i)(rank_i − rank_j)), rank 0 the best; 0 without
+    a pair. "upstream", for comparison with the released code alone: every prompt is padded to the largest
+    number of images with score −1 and rank 10, and all i ≥ j count, the pair and padding with m.
 
     Released code of HPS v2 (arXiv 2306.09341), `RankingLoss`.
     """
@@ -158,4 +127,4 @@ def rank_margin_loss(
         losses.append(
             average_pairs(margin_ranking_loss(lead, torch.zeros_like(lead), margin=margin), counted)
         )
-    return torch.stack(losses) if losses else value.new_zeros(0)
+    return torch.stack(losses)

@@ -168,7 +168,7 @@ def _yes_no(outputs: Outputs, batch: RewardBatch, settings: Settings, _: torch.G
     """Compute the likelihood of the answer on rows, Bradley-Terry on the log-odds (and some likelihood) on
     pairs.
 
-    With mass 1 the former is the likelihood over the vocabulary, `yes_no_loss(over="vocabulary")`.
+    With mass 1 the former is the likelihood over the vocabulary.
     """
     penalty = other_answer_penalty(outputs, settings)
     if batch.target is not None:
