@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -50,6 +50,13 @@ def check_choice(name: str, value: Any, allowed: Iterable[str]) -> None:
     names = tuple(allowed)
     if value not in names:
         raise ValueError(f"{name} must be one of {', '.join(names)}; got {value!r}.")
+
+
+def check_rules(values: Any, rules: Iterable[tuple[Callable[[Any], bool], str]]) -> None:
+    """Refuse a dataclass by the first (condition that is refused, message with its fields) that it meets."""
+    for refused, message in rules:
+        if refused(values):
+            raise ValueError(message.format(**vars(values)))
 
 
 def check_share(**numbers: float) -> None:

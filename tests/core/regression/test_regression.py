@@ -29,7 +29,7 @@ from visalign.core.regression.signals import (
 )
 from visalign.flow.parametrization import flow_sigma, preserving_scale, velocity_of_prediction
 
-NAN, INF = float("nan"), float("inf")
+NAN = float("nan")
 V, OLD, TARGET = normal(5, 2, 3), normal(5, 2, 3, seed=1), normal(5, 2, 3, seed=2)
 SIGMA, A = f64(0.1, 0.4, 0.6, 0.9, 1.0), f64(2, -1, 0, 7, -0.5)
 
@@ -55,7 +55,7 @@ def test_hand_values() -> None:
     soft = preference_loss(error, ref, beta=2, label=f64(0.75))
     assert_values(soft, 0.75 * math.log1p(math.exp(-0.3)) + 0.25 * math.log1p(math.exp(0.3)))
     # ρ = (.1, −.2) and R centred: (.15, −.15), (.5, −.5)
-    assert_values(crd_loss(error[0], ref[0], f64(1, 0), beta=2).reshape(1), (0.3 - 0.5) ** 2 / 2)
+    assert_values(crd_loss(error[0], ref[0], f64(5, -5), beta=2).reshape(1), 5 * (0.3 - 0.5) ** 2 / 2)
     assert_values(covariance_guidance(f64(3, 1)[:, None], f64(1, -1)), -1)
 
 
@@ -134,13 +134,15 @@ def test_two_samples_make_the_covariance_a_finite_difference() -> None:
 
 def test_crd_is_still_where_the_implicit_reward_is_the_real_one() -> None:
     reward, old = f64(0.2, 0.9, 0.4), f64(1, 1, 1)
+    advantage = 10 * (reward - 0.5)
     error = (old - reward / 2).requires_grad_()
     for temperature in (None, 0.5):
         (gradient,) = torch.autograd.grad(
-            crd_loss(error, old, reward, beta=2, temperature=temperature), error
+            crd_loss(error, old, advantage, beta=2, temperature=temperature), error
         )
         assert gradient.abs().max() < 1e-12
-    assert torch.autograd.grad(crd_loss(error, old, reward, beta=2, form="bce"), error)[0].abs().max() < 1e-3
+    bce = crd_loss(error, old, advantage, beta=2, form="bce")
+    assert torch.autograd.grad(bce, error)[0].abs().max() < 5e-3
 
 
 @pytest.mark.parametrize(
@@ -214,7 +216,7 @@ def test_a_row_with_changes() -> None:
     ("name", "changes", "message"),
     [
         ("difusion_nft", {}, "no regression 'difusion_nft'. Did you mean 'diffusion_nft'"),
-        ("awm", {"betta": 1}, "no field 'betta'"),
+        ("awm", {"betta": 1}, "regression 'awm' has no field 'betta'"),
         ("awm", {"loss_options": {"beta": 1}}, "regression loss 'elbo' has no option 'beta'"),
         ("awm", {"anchor": "reference"}, "anchor is 'reference'.*With loss='elbo' it is one of: old"),
         ("ram", {"weighting": "t2"}, "weighting is 't2'"),
@@ -229,8 +231,6 @@ def test_a_row_with_changes() -> None:
         ("diffusion_nft", {"level_range": [0.5, 0.5]}, "0 ≤ low < high ≤ 1"),
         ("gdro", {"noise": "start"}, "noise='start' gives each its own"),
         ("opd", {"levels": 2}, "visited=True learns at the sampler's own states"),
-        ("opd", {"level_range": [0.0, 0.5]}, "chosen by rollout.sde_steps"),
-        ("opd", {"noise": "group"}, "chosen by rollout.sde_steps"),
         ("opd", {"old_decay": [0, 0.001, 0.5]}, "visited=True asks no old policy"),
         ("ram", {"visited": True}, "by loss='distil' alone"),
     ],
@@ -243,15 +243,9 @@ def test_bad_rows_are_refused(name: str, changes: dict[str, Any], message: str) 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: nft_loss(V, OLD, TARGET, SIGMA, A, beta=0), "beta must be positive and finite; got 0"),
-        (lambda: reward_probability(f64(1), bound=INF), "bound must be positive and finite; got inf"),
         (lambda: reward_probability(f64(1), mode="both"), "mode must be one of all, positive_only"),  # type: ignore[arg-type]
         (lambda: matching_error(V, TARGET, SIGMA, weighting="t2"), "weighting must be one of uniform"),  # type: ignore[arg-type]
-        (lambda: preference_loss(A, A), r"\[P, 2\], the better sample first; got \(5,\)"),
-        (lambda: crd_loss(A, A, A, temperature=0), "temperature must be positive"),
-        (lambda: best_share(A, [0] * 5, share=0), "share must be above 0"),
-        (lambda: tilted_weights(A, [0] * 5, temperature=-1), "temperature must be positive"),
-        (lambda: soft_clip(A, 0), "bound must be positive"),
+        (lambda: preference_loss(A, A[:2]), r"error \(5,\) and anchor_error \(2,\) must have one shape"),
     ],
 )
 def test_bad_input(call: Any, message: str) -> None:

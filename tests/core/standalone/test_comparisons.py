@@ -143,14 +143,9 @@ class TestBalance:
             lambda: soft_plackett_luce(f64(1), f64(1)),
             r"score must be \[P, K\] and reward \[P, K\]; got \(1,\) and \(1,\)",
         ),
-        (lambda: soft_plackett_luce(f64(1)[None], f64(1)[None], tau=0), "tau must be positive and finite"),
         (
             lambda: gdro_loss(f64(1)[None], f64(1)[None], f64(1), beta=1, gamma=1),
             r"error must be \[P, K\], ref_error \[P, K\], reward \[P, K\]; got \(1, 1\), \(1, 1\), \(1,\)",
-        ),
-        (
-            lambda: gdro_loss(f64(1)[None], f64(1)[None], f64(1)[None], beta=0, gamma=1),
-            "beta must be positive and finite; got 0",
         ),
         (lambda: min_norm_weights(f64(1)), r"gradient must be \[K, N\]; got shape \(1,\)"),
         (

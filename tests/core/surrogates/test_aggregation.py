@@ -63,10 +63,6 @@ def test_empty_rows_are_left_out_or_kept_as_zero_loss() -> None:
     assert kept.item() == pytest.approx((1.5 + 5 + 4) / 4)
 
 
-def test_length_is_a_constant_of_dr_grpo() -> None:
-    assert reduce(LOSS, WEIGHT, "dr_grpo", length=10).item() == pytest.approx(14 / 30)
-
-
 @settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_micro_batches_sum_to_the_full_batch(data: st.DataObject) -> None:
@@ -136,14 +132,6 @@ def test_absent_decisions_have_exactly_zero_gradient(mode: Any) -> None:
     assert loss.grad[WEIGHT == 0].eq(0).all() and (loss.grad[WEIGHT > 0] > 0).all()
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_nothing_present_is_zero_with_zero_gradient(mode: Any) -> None:
-    loss = LOSS.clone().requires_grad_()
-    value = reduce(loss, torch.zeros_like(WEIGHT), mode)
-    value.backward()
-    assert value == 0 and loss.grad is not None and loss.grad.eq(0).all()
-
-
 def uneven_ranks(rows: int) -> tuple[Tensor, Tensor, list[str], list[slice]]:
     """A step of ragged sequences and groups on three devices that hold 1, 5 and the rest of its rows."""
     generator = torch.Generator().manual_seed(3)
@@ -173,12 +161,6 @@ def test_shares_of_uneven_devices_average_to_the_full_gradient(mode: Any) -> Non
     torch.testing.assert_close(averaged, wanted, rtol=1e-13, atol=1e-16)
 
 
-def test_counts_of_devices_add_field_by_field() -> None:
-    _, weight, _, parts = uneven_ranks(11)
-    counts = [count_step(weight[part], length=4, empty="keep") for part in parts]
-    assert counts[0] + counts[1] + counts[2] == count_step(weight, empty="keep")
-
-
 def test_a_sequence_split_over_micro_batches_keeps_its_own_mean() -> None:
     tokens, counts = row_tokens(WEIGHT), count_step(WEIGHT)
     halves = [
@@ -194,11 +176,6 @@ def test_half_precision_losses_are_summed_in_float32() -> None:
     for mode, value in (("token_sum", 64 * 64 * 1.0078125), ("token_mean", 1.0078125)):
         result = reduce(loss, weight, mode)
         assert result.dtype == torch.float32 and result == value
-
-
-def test_result_has_the_dtype_of_the_loss() -> None:
-    assert reduce(LOSS.float(), WEIGHT, "token_mean").dtype == torch.float32
-    assert reduce(LOSS, WEIGHT != 0, "seq_mean_token_mean").dtype == torch.float64
 
 
 def test_gradcheck() -> None:
@@ -229,9 +206,8 @@ COUNTS = count_step(torch.ones(2, 3), group=[0, 1])
         ),
         (
             lambda x: aggregate(x, x, "seq_mean_token_mean", COUNTS, denominator=x[0]),
-            r"one entry per row, \[2\]; got shape \(3,\)",
+            r"denominator \(3,\) and rows \(2,\) must have one shape",
         ),
-        (lambda x: count_step(x, length=0), "length must be at least 1 decision; got 0"),
         (lambda x: count_step(x, empty=WRONG), "empty must be one of drop, keep; got 'wrong'"),
         (lambda x: count_step(x, group=[0]), "one label per sample, 2 in all; got 1 labels"),
         (lambda x: count_step(x[..., None]), r"weight must be \[B, T\] or \[N\]; got shape \(2, 3, 1\)"),
@@ -240,8 +216,3 @@ COUNTS = count_step(torch.ones(2, 3), group=[0, 1])
 def test_bad_input_is_named(call: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call(torch.ones(2, 3))
-
-
-def test_counts_without_groups_are_refused_by_group_token_mean() -> None:
-    with pytest.raises(ValueError, match="group_token_mean needs count_step"):
-        aggregate(LOSS, WEIGHT, "group_token_mean", count_step(WEIGHT), denominator=row_tokens(WEIGHT))

@@ -112,13 +112,6 @@ def test_flow_balance_is_unharmed_by_absent_rows() -> None:
     assert torch.isfinite(partition).all() and partition[1] == 0
 
 
-def test_half_precision_is_lifted() -> None:
-    d = {name: value.bfloat16() for name, value in draw().items()}
-    loss = flow_balance(d["new"], d["ref"], d["log_z"], d["reward"], WEIGHT.bfloat16(), log_ratio=d["old"])
-    assert loss.dtype == torch.float32
-    assert dro(d["new"], d["old"], d["reward"], beta=1.0).dtype == torch.float32
-
-
 def test_dro_by_hand() -> None:
     """A = 3, β = 0.5, log r = 2, log π = −1: 3 + 0.25·4; slope −3 + 0.5·2."""
     new, old = torch.tensor([-1.0], **DOUBLE), torch.tensor([-3.0], **DOUBLE)
@@ -157,26 +150,8 @@ def test_dro_masks_nan() -> None:
             lambda x, s: flow_balance(x, x, s[:1], s, x),
             r"log_prob must be \[B, T\], log_z \[B\], reward \[B\]; got \(2, 3\), \(1,\), \(2,\)",
         ),
-        (
-            lambda x, s: flow_balance(x, x, s, x, x),
-            r"log_prob must be \[B, T\], log_z \[B\], reward \[B\]; got \(2, 3\), \(2,\), \(2, 3\)",
-        ),
-        (
-            lambda x, s: flow_balance(x, x, s, s, s),
-            r"log_prob \(2, 3\), .*, weight \(2,\) must",
-        ),
         (lambda x, s: flow_balance(x, x, s, s, x, log_ratio=s), r"log_ratio \(2,\) and weight \(2, 3\)"),
-        (lambda x, s: flow_balance(x, x, s, s, x, eps_low=2.0), "got eps_low=2.0, eps_high=0.2"),
-        (
-            lambda x, s: flow_balance(s, s, s, s, s),
-            r"log_prob must be \[B, T\], log_z \[B\], reward \[B\]; got \(2,\), \(2,\), \(2,\)",
-        ),
-        (lambda x, s: dro(x, x, s, beta=-0.1), "beta must be ≥ 0; got -0.1"),
-        (lambda x, s: dro(x, s, s, beta=0.1), r"log_prob \(2, 3\) and log_ratio \(2,\) must have one shape"),
-        (
-            lambda x, s: dro(x, x, s, beta=0.1, weight=s),
-            r"log_prob \(2, 3\), .*, weight \(2,\) must",
-        ),
+        (lambda x, s: dro(x, x, s, beta=0.1, weight=s), r"log_prob \(2, 3\), .*, weight \(2,\) must"),
         (lambda x, s: dro(x, x, x[0], beta=0.1), r"log_ratio \(2, 3\) and advantage \(3,\)"),
     ],
 )

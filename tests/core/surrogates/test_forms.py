@@ -148,14 +148,6 @@ def test_sapo_by_hand() -> None:
     torch.testing.assert_close(grad, torch.tensor(slopes, **DOUBLE))
 
 
-def test_sapo_fades_on_both_sides_and_sooner_for_bad_decisions() -> None:
-    log_r = torch.tensor([-3.0, 0.0, 2.0], **DOUBLE)
-    _, good = slope(lambda r: sapo(r, torch.ones(3), tau_pos=1.0, tau_neg=2.0), log_r)
-    _, bad = slope(lambda r: sapo(r, -torch.ones(3), tau_pos=1.0, tau_neg=2.0), log_r)
-    assert good[1] == -1 and bad[1] == 1
-    assert good[0].abs() < 0.1 and good[2].abs() < 0.1 and bad[2].abs() < good[2].abs()
-
-
 def slow_gmpo(log_r: Tensor, advantage: Tensor, weight: Tensor, low: float, high: float) -> list[float]:
     """One number per row, by loops over numbers."""
     rows = []
@@ -199,19 +191,8 @@ def test_gmpo_masks_nan_and_empty_rows() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda x, s: ppo_kl(x, s, beta=-1.0), "beta must be ≥ 0; got -1.0"),
-        (lambda x, s: ppo_kl(x, s, beta=NAN), "beta must be ≥ 0; got nan"),
         (lambda x, s: ppo_kl(x, s, beta=1.0, kl=s), r"kl \(2,\) and log_ratio \(2, 3\) must have one shape"),
-        (lambda x, s: ppo_kl(x, x[0], beta=1.0), r"log_ratio \(2, 3\) and advantage \(3,\)"),
-        (lambda x, s: gradient_keeping_clip(x, s, eps_low=-1, eps_high=0), "got eps_low=-1"),
-        (lambda x, s: gradient_keeping_clip(x, x[0], **EPS), r"log_ratio \(2, 3\) and advantage \(3,\)"),
-        (lambda x, s: sapo(x, s, tau_pos=0.0), "tau_pos and tau_neg must be > 0; got 0.0 and 1.05"),
         (lambda x, s: sapo(x, x[0]), r"log_ratio \(2, 3\) and advantage \(3,\)"),
-        (lambda x, s: gmpo(x, s, x, eps_low=-0.1), r"both ≥ 0; got -0.1 and 0.4"),
-        (
-            lambda x, s: gmpo(x, s, s),
-            r"log_ratio must be \[B, T\] and weight \[B, T\]; got \(2, 3\) and \(2,\)",
-        ),
         (
             lambda x, s: gmpo(s, s, s),
             r"log_ratio must be \[B, T\] and weight \[B, T\]; got \(2,\) and \(2,\)",

@@ -153,10 +153,8 @@ def test_value_and_gradient_are_separate() -> None:
 
 
 def test_k1_as_a_gradient_is_refused_with_the_reason() -> None:
-    cases: tuple[dict[str, Any], ...] = ({}, {"log_ratio": torch.zeros(2)})
-    for options in cases:
-        with pytest.raises(ValueError, match=r"k1' is refused: .* mean under π is zero.* Use gradient='k2'"):
-            kl_penalty(torch.zeros(2), torch.zeros(2), gradient="k1", **options)
+    with pytest.raises(ValueError, match=r"k1' is refused: .* under π is zero.* Use gradient='k2'"):
+        kl_penalty(torch.zeros(2), torch.zeros(2), gradient="k1")
 
 
 def test_far_off_tokens_stay_finite_and_keep_their_gradient() -> None:
@@ -180,14 +178,6 @@ def test_far_off_tokens_stay_finite_and_keep_their_gradient() -> None:
     torch.testing.assert_close(slopes[1:], cap * ((new - ref).detach()[1:] + 1))
 
 
-def test_low_var_kl_is_k3_below_its_limit_with_the_same_slope() -> None:
-    d = torch.tensor([-2.6, -2.7, 10.9, 11.1, 0.0], requires_grad=True)
-    value = kl_estimate(d, torch.zeros(5), "low_var_kl")
-    assert (value == 10).tolist() == [False, True, False, True, False]
-    slope = torch.autograd.grad(value.sum(), d)[0]
-    torch.testing.assert_close(slope, torch.tensor([1 - math.exp(2.6), 0.0, 1 - math.exp(-10.9), 0.0, 0.0]))
-
-
 def test_small_differences_keep_their_slope_in_float32() -> None:
     d = torch.tensor([1e-6], requires_grad=True)
     slope = torch.autograd.grad(kl_estimate(d, torch.zeros(1)).sum(), d)[0]
@@ -208,14 +198,6 @@ def test_masked_decisions_are_zero_and_nan_there_is_harmless() -> None:
         assert result[weight == 0].eq(0).all() and result[0, 0] > 0
         (slope,) = torch.autograd.grad(result.sum(), new)
         assert slope[weight == 0].eq(0).all() and slope[0, 0] > 0
-
-
-def test_half_precision_is_lifted_and_float64_kept() -> None:
-    new = torch.zeros(2, dtype=torch.bfloat16)
-    for call in (kl_estimate, kl_penalty):
-        assert call(new, new - 0.1).dtype == torch.float32
-        assert call(new.double(), new).dtype == torch.float64
-    assert categorical_kl(new.half(), new.half()).dtype == torch.float32
 
 
 def test_categorical_kl_equals_torch_distributions_both_ways() -> None:
@@ -264,26 +246,16 @@ WRONG: Any = "wrong"
     ("call", "message"),
     [
         (
-            lambda x: kl_estimate(x, x[0]),
-            r"log_prob \(2, 3\) and ref_log_prob \(3,\) must have one shape",
-        ),
-        (
-            lambda x: kl_penalty(x, x, log_ratio=x[0]),
-            r"log_prob \(2, 3\), ref_log_prob \(2, 3\), log_ratio \(3,\) must have one shape",
-        ),
-        (
-            lambda x: kl_penalty(x, x, weight=x[:1]),
-            r"log_prob \(2, 3\), ref_log_prob \(2, 3\), weight \(1, 3\) must have one shape",
+            lambda x: kl_penalty(x, x, log_ratio=x[0], weight=x),
+            r"log_prob .*, log_ratio \(3,\), weight \(2, 3\) must have one shape",
         ),
         (
             lambda x: kl_estimate(x, x, WRONG),
             "estimator must be one of k1, k2, k3, abs, low_var_kl; got 'wrong'",
         ),
-        (lambda x: kl_penalty(x, x, value=WRONG), "value must be one of .* got 'wrong'"),
         (lambda x: kl_penalty(x, x, gradient=WRONG), "gradient must be one of .* got 'wrong'"),
-        (lambda x: categorical_kl(x, x, direction=WRONG), "direction must be 'reverse'.* got 'wrong'"),
+        (lambda x: categorical_kl(x, x, direction=WRONG), "direction must be one of .* got 'wrong'"),
         (lambda x: categorical_kl(x, x[:1]), r"logits \(2, 3\) and ref_logits \(1, 3\) must have one shape"),
-        (lambda x: categorical_kl(x[0, 0], x[0, 0]), "logits must be .* vocabulary last"),
         (
             lambda x: categorical_kl(x, x, weight=x),
             r"logits \(2,\) and weight \(2, 3\) must have one shape, \[\*N\] of logits \[\*N, V\]",
@@ -311,6 +283,3 @@ def test_the_kl_of_velocities_by_hand_and_as_the_gaussian_one_without_its_factor
     factor = (1 + rate * (1 - sigma) / (2 * sigma)) * (sigma_next - sigma)
     exact = gaussian_kl(step.mean, other.mean, step.std, log_prob_reduction="mean")
     assert_near(velocity_kl(new, old) * factor.square() / (2 * step.std.square()), exact)
-    assert velocity_kl(v.detach().half(), ref.detach().half()).dtype == torch.float32
-    with pytest.raises(ValueError, match=r"velocity.*velocity_ref.*one shape"):
-        velocity_kl(new, old[:1])

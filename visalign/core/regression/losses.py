@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, softplus
 
-from visalign.core.checks import check_choice, check_positive
+from visalign.core.checks import check_choice, check_same
 from visalign.core.precision import float32
 
 Weighting = Literal["uniform", "t", "x0", "epsilon", "v", "huber", "ghuber", "adaptive"]
@@ -33,17 +33,7 @@ Mode = Literal["all", "positive_only", "negative_only", "one_only", "binary"]
 
 
 def matching_loss(v: Tensor, anchor: Tensor, guidance: Tensor, gamma: Tensor, weight: Tensor) -> Tensor:
-    """The common form, ℓ = w mean |v − sg(v_anchor + γ guidance)|².
-
-    Args:
-        v: [N, ...], differentiable.
-        anchor: [N, ...] v_anchor.
-        guidance: [N, ...], e.g. u − v_anchor, −∇r(x0), or `covariance_guidance`.
-        gamma: [N] γ.
-        weight: [N] w.
-
-    Returns:
-        [N].
+    """The common form, ℓ = w mean |v − sg(v_anchor + γ guidance)|², γ and w [N].
 
     Reward Score Matching, arXiv 2604.17415.
     """
@@ -55,17 +45,8 @@ def ram_loss(v: Tensor, v_ref: Tensor, target: Tensor, advantage: Tensor, *, sca
     """Reinforce Adjoint Matching, ℓ = mean |v − sg(v_ref + s A (u − v))|².
 
     Its fixed point is v − v_ref = s E[A (u − v) | x_σ], the velocity of the reference tilted by e^{sA} but
-    for the path cost, which is left out.
-
-    Args:
-        v: [N, ...], differentiable.
-        v_ref: [N, ...] of the anchor.
-        target: [N, ...] u = ε − x0.
-        advantage: [N] A. The paper has the reward itself, in [0, 1]; a baseline changes its variance alone.
-        scale: s, one over the strength of the KL to the reference.
-
-    Returns:
-        [N].
+    for the path cost, which is left out. The paper has the reward itself for A, in [0, 1]; a baseline changes
+    its variance alone. s is one over the strength of the KL to the reference.
 
     Bergmeister et al., arXiv 2605.10759, eq. 17.
     """
@@ -73,42 +54,35 @@ def ram_loss(v: Tensor, v_ref: Tensor, target: Tensor, advantage: Tensor, *, sca
 
 
 def covariance_guidance(x0: Tensor, advantage: Tensor) -> Tensor:
-    """The group's direction of better end points, −mean_k A_k (x0_k − mean x0), as a change of velocity.
+    """The group's direction of better end points x0 [K, ...], −mean_k A_k (x0_k − mean x0), as a change [...]
+    of velocity.
 
     With two samples and A = ±1 it is half their difference: a finite difference of the reward.
-
-    Args:
-        x0: [K, ...] end points of one prompt.
-        advantage: [K].
-
-    Returns:
-        [...], one direction for the group.
 
     Reward Score Matching, arXiv 2604.17415, class of group estimates; FDFO, arXiv 2603.12893 (pairs).
     """
     return -(_over(advantage, x0) * (float32(x0) - float32(x0).mean(0))).mean(0).detach()
 
 
+def covariance_loss(v: Tensor, anchor: Tensor, guidance: Tensor, *, scale: float = 1.0) -> Tensor:
+    """Mean |v − sg(v_anchor + s · covariance)|²; the signal is in the `covariance_guidance` already."""
+    return _mean((float32(v) - (anchor + scale * guidance).detach()).square())
+
+
+def distillation_loss(v: Tensor, anchor: Tensor) -> Tensor:
+    """Mean |v − v_expert|², whatever the reward."""
+    return _mean((float32(v) - anchor.detach()).square())
+
+
 def reward_probability(advantage: Tensor, *, bound: float = 5.0, mode: Mode = "all") -> Tensor:
-    """DiffusionNFT's optimality probability of a sample, r = clip(1/2 + A/(2 A_max), 0, 1).
+    """DiffusionNFT's optimality probability of a sample, r = clip(1/2 + A/(2 A_max), 0, 1), without gradient.
 
-    Affine while |A| ≤ A_max: there, probabilities of combined advantages are combined probabilities.
-
-    Args:
-        advantage: any shape; no gradient.
-        bound: A_max > 0, in the unit of the advantage.
-        mode: what A becomes first: "all" itself, "positive_only" and "negative_only" cut at 0, "one_only" 1
-            where A > 0, "binary" its sign.
-
-    Returns:
-        The shape of advantage, in [0, 1], float32 or better; NaN where the advantage is NaN.
-
-    Raises:
-        ValueError: bound is not positive and finite, or an unknown mode.
+    Affine while |A| ≤ A_max = `bound`: there, probabilities of combined advantages are combined
+    probabilities. Before, "positive_only" and "negative_only" cut A at 0, "one_only" makes it 1 where A > 0,
+    "binary" its sign.
 
     Zheng et al., DiffusionNFT, arXiv 2509.16117; MARBLE, arXiv 2605.06507 (A_max = 5).
     """
-    check_positive(bound=bound)
     a = float32(advantage).detach()
     forms = {"all": a, "positive_only": a.clamp(min=0), "negative_only": a.clamp(max=0)}
     forms |= {"one_only": (a > 0).to(a.dtype), "binary": a.sign()}
@@ -130,32 +104,15 @@ def nft_loss(
 ) -> Tensor:
     """DiffusionNFT: good samples pull the velocity, bad ones push it, by a mirrored implicit policy.
 
-    v± = v_old ± β (v − v_old), x̂± = x_σ − σ v±, r the `reward_probability`:
-    ℓ = A_max [r mean |x̂₊ − x0|²/w₊ + (1 − r) mean |x̂₋ − x0|²/w₋] / β, w± = max(mean |x̂± − x0|, 1e-5).
+    v± = v_old ± β (v − v_old), x̂± = x_σ − σ v±, r the `reward_probability`: ℓ = A_max [r mean |x̂₊ − x0|²/w₊
+    + (1 − r) mean |x̂₋ − x0|²/w₋] / β, w± = max(mean |x̂± − x0|, 1e-5).
 
-    Without the weights, with e = x̂_old − x0 and d = σ (v − v_old), it is
-    −2 A mean(e d) + A_max β mean d² + (A_max/β) mean e²: β is the strength of the pull to v_old alone.
-
-    Args:
-        v: [N, ...], differentiable.
-        v_old: [N, ...] of the policy that sampled.
-        target: [N, ...] u = ε − x0.
-        sigma: [N].
-        advantage: [N]; beyond ±A_max it counts as ±A_max.
-        beta: β > 0; published 1, and 0.1 for text in images.
-        bound: A_max.
-        weighted: the published, self-normalised form; False is the closed one.
-        mode: see `reward_probability`.
-
-    Returns:
-        [N].
-
-    Raises:
-        ValueError: a constant out of range.
+    Without the weights (`weighted` False), with e = x̂_old − x0 and d = σ (v − v_old), it is −2 A mean(e d) +
+    A_max β mean d² + (A_max/β) mean e²: β is the strength of the pull to v_old alone. Published β is 1, and
+    0.1 for text in images; A beyond ±A_max = `bound` counts as ±A_max.
 
     Zheng et al., arXiv 2509.16117, eq. 5 and its code.
     """
-    check_positive(beta=beta)
     r = reward_probability(advantage, bound=bound, mode=mode)
     e = (_over(sigma, v) * (target - v_old)).detach()  # x̂_old − x0 = σ (u − v_old)
     d = _over(sigma, v) * (float32(v) - v_old.detach())
@@ -173,21 +130,8 @@ def matching_error(
     """The pretraining loss at one noise level, whose negative stands in for log π(x0).
 
     With m = mean |v − u|²: uniform m; t σ m; x0 σ² m = mean |x̂0 − x0|²; epsilon (1 − σ)² m = mean |ε̂ − ε|²;
-    v ((1 − σ)² + σ²) m, the error of v-prediction; huber σ (√(m + 1e-10) − 1e-5); ghuber
-    σ ((m + 1e-10)^p − 1e-10^p)/p; adaptive mean |x̂0 − x0|² / sg(mean |x̂0 − x0|).
-
-    Args:
-        v: [N, ...], differentiable.
-        target: [N, ...] u = ε − x0.
-        sigma: [N].
-        weighting: see above.
-        power: p of "ghuber".
-
-    Returns:
-        [N].
-
-    Raises:
-        ValueError: an unknown weighting.
+    v ((1 − σ)² + σ²) m, the error of v-prediction; huber σ (√(m + 1e-10) − 1e-5); ghuber, with p = `power`, σ
+    ((m + 1e-10)^p − 1e-10^p)/p; adaptive mean |x̂0 − x0|² / sg(mean |x̂0 − x0|).
 
     AWM, arXiv 2509.25050 (uniform to ghuber, but for epsilon and v); V-GRPO, arXiv 2604.23380, eq. 14
     (adaptive); Diffusion-DPO, arXiv 2311.12908 (epsilon).
@@ -207,16 +151,6 @@ def matching_error(
 def level_weight(sigma: Tensor, weighting: Weighting) -> Tensor:
     """w(σ) by which mean |v − u|² is the error of another prediction, as in `matching_error`: uniform 1; t σ;
     x0 σ²; epsilon (1 − σ)², as ε̂ = x_σ + (1 − σ) v; v (1 − σ)² + σ².
-
-    Args:
-        sigma: [N].
-        weighting: one of these.
-
-    Returns:
-        [N].
-
-    Raises:
-        ValueError: a weighting that depends on more than σ.
     """
     factors = {"uniform": torch.ones_like(sigma), "t": sigma, "x0": sigma**2, "epsilon": (1 - sigma) ** 2}
     factors["v"] = factors["epsilon"] + factors["x0"]
@@ -229,31 +163,15 @@ def preference_loss(
 ) -> Tensor:
     """Diffusion-DPO, ℓ = −ln σ(m), m = −β/2 [(e_w − e_w^ref) − (e_l − e_l^ref)], e a `matching_error`.
 
-    Both samples of a pair are noised to one level, by one noise where the estimate is to be steady. With a
-    label p both directions count, ℓ = −p ln σ(m) − (1 − p) ln σ(−m), as in conservative DPO of texts.
-
-    Args:
-        error: [P, 2] e of the better and the worse sample, differentiable.
-        anchor_error: [P, 2] of the reference, or of the old policy.
-        beta: β > 0; published 2000, with the mean over the latent.
-        label: [P] p in [0, 1], the share of votes for the first sample; None is 1.
-
-    Returns:
-        [P].
-
-    Raises:
-        ValueError: shapes that do not fit, or beta out of range.
+    Errors are [*, 2] of the better and the worse sample, noised to one level, by one noise where the estimate
+    is to be steady; β = 2000 is for the mean over the latent. With a label p [*], the share of votes for the
+    first sample, both directions count, ℓ = −p ln σ(m) − (1 − p) ln σ(−m), as in conservative DPO of texts.
 
     Wallace et al., arXiv 2311.12908, eq. 14; online: pairs of the best and the worst of a group.
     """
-    check_positive(beta=beta)
-    if error.ndim != 2 or error.shape[1] != 2 or anchor_error.shape != error.shape:
-        raise ValueError(
-            f"error and anchor_error are [P, 2], the better sample first; got {tuple(error.shape)} and "
-            f"{tuple(anchor_error.shape)}."
-        )
-    gained = float32(error) - anchor_error.detach()
-    lost = beta / 2 * (gained[:, 0] - gained[:, 1])
+    check_same(error=error, anchor_error=anchor_error)
+    better, worse = (float32(error) - anchor_error.detach()).unbind(-1)
+    lost = beta / 2 * (better - worse)
     # −ln σ(m) = softplus(−m), and −ln σ(−m) is that + m
     return softplus(lost) if label is None else softplus(lost) - (1 - label) * lost
 
@@ -261,41 +179,28 @@ def preference_loss(
 def crd_loss(
     error: Tensor,
     anchor_error: Tensor,
-    reward: Tensor,
+    advantage: Tensor,
     *,
+    bound: float = 5.0,
     beta: float = 1.0,
     temperature: float | None = None,
     form: Literal["mse", "bce"] = "mse",
 ) -> Tensor:
-    """Centred Reward Distillation: the policy's implicit reward matches the real one, each less its mean.
+    """Centred Reward Distillation of the samples [K] of one prompt: the policy's implicit reward matches the
+    real one, each less its mean.
 
-    With ρ = −(e − e_old) and R both centred in the group, ℓ = mean (β ρ − R)² / β, or the cross-entropy of
-    σ(β ρ) with σ(R). A temperature takes the centres twice, over softmax(R/T) and softmax(−R/T), and averages
-    the two losses.
+    With ρ = −(e − e_old) and R = `reward_probability` of the advantage both centred in the group, the loss is
+    A_max mean (β ρ − R)² / β, a number, or the cross-entropy of σ(β ρ) with σ(R). A temperature T takes the
+    centres twice, over softmax(R/T) and softmax(−R/T), and averages the two losses. The centre of ρ carries
+    no gradient.
 
-    Args:
-        error: [K] e of the samples of one prompt, differentiable.
-        anchor_error: [K] of the old policy.
-        reward: [K] R; `reward_probability` of the advantage in the public code.
-        beta: β > 0.
-        temperature: T > 0; None is the plain mean.
-        form: see above.
-
-    Returns:
-        A scalar; its centre of ρ carries no gradient.
-
-    Raises:
-        ValueError: a constant out of range.
-
-    Arxiv 2603.14128; a public implementation scales as here, times A_max.
+    arXiv 2603.14128; R and the factor A_max = `bound` are of a public implementation.
     """
-    check_positive(beta=beta, **({} if temperature is None else {"temperature": temperature}))
     check_choice("form", form, ("mse", "bce"))
     implied = anchor_error.detach() - float32(error)
-    reward = reward.detach().to(implied.dtype)
-    signs = (0.0,) if temperature is None else (1 / temperature, -1 / temperature)
+    reward = reward_probability(advantage, bound=bound).to(implied.dtype)
     losses = []
-    for sign in signs:
+    for sign in (0.0,) if temperature is None else (1 / temperature, -1 / temperature):
         share = (reward * sign).softmax(0)
         actual = beta * (implied - (share * implied).sum().detach())
         target = reward - (share * reward).sum()
@@ -303,7 +208,7 @@ def crd_loss(
         if form == "bce":
             squared = binary_cross_entropy_with_logits(actual, target.sigmoid(), reduction="none")
         losses.append(squared.mean() / beta)
-    return torch.stack(losses).mean()
+    return bound * torch.stack(losses).mean()
 
 
 def _over(value: Tensor, event: Tensor) -> Tensor:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, Literal, get_args
 
@@ -13,23 +13,24 @@ from torch import Tensor
 
 from visalign.core.advantages.combine import gdpo_advantages, normalise_then_sum
 from visalign.core.advantages.group import clamp_advantages, group_advantages
+from visalign.core.checks import check_rules
 from visalign.core.groups.labels import Labels
 from visalign.core.groups.moments import present_entries
-from visalign.core.objective.options import Stage, pick
+from visalign.core.objective.options import Stage, merge_changes, pick
 from visalign.core.surrogates.ppo import ppo_clip
 from visalign.errors import suggestion
 
 from .groupwise import gdro_loss
 from .losses import (
     Weighting,
+    covariance_loss,
     crd_loss,
+    distillation_loss,
     level_weight,
     matching_error,
-    matching_loss,
     nft_loss,
     preference_loss,
     ram_loss,
-    reward_probability,
 )
 from .signals import best_share, old_policy_decay, soft_clip, tilted_weights
 
@@ -54,22 +55,8 @@ class PairOutput:
     """[N, ...] `covariance_guidance` of each sample's group."""
 
 
-def covariance_loss(
-    v: Tensor, anchor: Tensor, guidance: Tensor, sigma: Tensor, *, scale: float = 1.0
-) -> Tensor:
-    """|v − (v_anchor + s · covariance)|²; the signal is in the covariance already."""
-    gamma = torch.full_like(sigma, scale)
-    return matching_loss(v, anchor, guidance, gamma, torch.ones_like(gamma))
-
-
-def distillation_loss(v: Tensor, anchor: Tensor, target: Tensor, sigma: Tensor) -> Tensor:
-    """|v − v_expert|², whatever the reward."""
-    zero = torch.zeros_like(sigma)
-    return matching_loss(v, anchor, target, zero, torch.ones_like(zero))
-
-
 def error_log_ratio(error: Tensor, anchor_error: Tensor) -> Tensor:
-    """log r = −(e − e_old)."""
+    """log r = −(e − e_old), as if −e were log π(x0)."""
     return anchor_error.detach() - error
 
 
@@ -78,33 +65,17 @@ def weighted_error(error: Tensor, signal: Tensor) -> Tensor:
     return signal * error
 
 
-def bounded_crd_loss(
-    error: Tensor,
-    anchor_error: Tensor,
-    signal: Tensor,
-    *,
-    bound: float = 5.0,
-    beta: float = 1.0,
-    temperature: float | None = None,
-    form: Literal["mse", "bce"] = "mse",
-) -> Tensor:
-    """Compute `crd_loss` of advantages: `bound` times that of their `reward_probability`."""
-    reward = reward_probability(signal, bound=bound)
-    return bound * crd_loss(error, anchor_error, reward, beta=beta, temperature=temperature, form=form)
-
-
 def pair_preference_loss(
     error: Tensor, anchor_error: Tensor, signal: Tensor, *, soft: bool = False, beta: float = 2000.0
 ) -> Tensor:
-    """Compute `preference_loss` of two samples, the better first; `soft` takes the signal as the label."""
-    label = signal[:1] if soft else None
-    return preference_loss(error[None], anchor_error[None], label=label, beta=beta)[0]
+    """`preference_loss` of two samples [2], the better first; `soft` takes the signal as the label."""
+    return preference_loss(error, anchor_error, label=signal[0] if soft else None, beta=beta)
 
 
 def group_gdro_loss(
     error: Tensor, anchor_error: Tensor, signal: Tensor, *, beta: float, gamma: float, tau: float = 0.05
 ) -> Tensor:
-    """Compute `gdro_loss` of the samples of one group."""
+    """`gdro_loss` of the samples [K] of one group."""
     return gdro_loss(error[None], anchor_error[None], signal[None], beta=beta, gamma=gamma, tau=tau)[0]
 
 
@@ -121,7 +92,7 @@ ON_ERRORS = {
 }
 """Losses of single pairs on their `matching_error`."""
 OF_GROUPS = {
-    "crd": Stage(bounded_crd_loss),
+    "crd": Stage(crd_loss, advantage="signal"),
     "dpo": Stage(pair_preference_loss),
     "gdro": Stage(group_gdro_loss),
 }
@@ -202,67 +173,20 @@ class Regression:
         for name in ("old_decay", "level_range"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         pick("regression loss", self.loss, LOSSES, self.loss_options)
-        for name, chosen, allowed in (
+        for name, choice, allowed in (
             ("anchor", self.anchor, _ANCHORS[self.loss]),
             ("weighting", self.weighting, (*get_args(Weighting), "prediction")),
             ("signal", self.signal, (*SIGNALS, *MATRIX_SIGNALS)),
             ("noise", self.noise, get_args(Noise)),
         ):
-            if chosen not in allowed:
+            if choice not in allowed:
                 raise ValueError(
-                    f"{name} is {chosen!r}. {suggestion(str(chosen), allowed)}With loss={self.loss!r} it is "
+                    f"{name} is {choice!r}. {suggestion(str(choice), allowed)}With loss={self.loss!r} it is "
                     f"one of: {', '.join(allowed)}."
                 )
         function = {**SIGNALS, **MATRIX_SIGNALS}[self.signal]
         Stage(function).check("regression signal", self.signal, self.signal_options)
-        for name, bound in (("clamp", self.clamp), ("soft_clip", self.soft_clip)):
-            if bound is not None and not bound > 0:
-                raise ValueError(f"{name} is {bound}; it must be above 0, or None.")
-        if self.loss == "nft" and self.weighting != "uniform":
-            raise ValueError(
-                f"weighting is {self.weighting!r}, and loss='nft' has a weight of its own, of the predicted "
-                "x0. Set weighting='uniform'."
-            )
-        if self.levels is not None and self.levels < 1:
-            raise ValueError(f"levels is {self.levels}; train at least 1 noise level of a sample.")
-        if self.reference_guidance is not None and not 0 <= self.reference_guidance < float("inf"):
-            raise ValueError(
-                f"reference_guidance is {self.reference_guidance}; it must be at least 0, or None."
-            )
-        noised = (self.levels, self.continuous, self.level_range, self.noise)
-        if self.visited and (self.loss != "distil" or noised != (None, False, (0.0, 1.0), "sample")):
-            raise ValueError(
-                "visited=True learns at the sampler's own states, by loss='distil' alone, without levels, "
-                "level_range, continuous and noise, which are of noised end points. The sampler's steps are "
-                "chosen by rollout.sde_steps and rollout.train_steps."
-            )
-        if self.visited and self.keeps_old:
-            raise ValueError(
-                f"old_decay is {self.old_decay}, and visited=True asks no old policy. Leave it out."
-            )
-        if self.reference_guidance is not None and not (self.asks_reference or self.anchor == "expert"):
-            raise ValueError(
-                "reference_guidance is set, and nothing leans on the reference. Set kl, e.g. kl=1, or "
-                "anchor='reference'."
-            )
-        if self.kl_until is not None and (self.kl_until < 1 or not self.kl):
-            raise ValueError(
-                f"kl_until is {self.kl_until} with kl={self.kl}; it is an iteration, at least 1, until "
-                "which a kl above 0 falls."
-            )
-        if not 0 <= self.kl < float("inf"):
-            raise ValueError(f"kl is {self.kl}; it must be at least 0 (0 is off).")
-        if len(self.old_decay) != 3 or not 0 <= self.old_decay[2] < 1 or min(self.old_decay) < 0:
-            raise ValueError(
-                f"old_decay is {self.old_decay}; give [start, slope, end], none below 0 and the end below 1, "
-                "e.g. [0, 0.001, 0.5]."
-            )
-        if len(self.level_range) != 2 or not 0 <= self.level_range[0] < self.level_range[1] <= 1:
-            raise ValueError(f"level_range is {self.level_range}; give [low, high] with 0 ≤ low < high ≤ 1.")
-        if self.of_groups and self.noise == "start":
-            raise ValueError(
-                f"loss={self.loss!r} compares samples at one noise; noise='start' gives each its own."
-            )
+        check_rules(self, RULES)
 
     @property
     def of_groups(self) -> bool:
@@ -298,24 +222,12 @@ class Regression:
         return self.levels or max(1, steps - 1)
 
     def prepare(
-        self,
-        reward: Tensor,
-        group: Labels,
-        *,
-        valid: Tensor | None = None,
-        weights: Sequence[float] = (),
+        self, reward: Tensor, group: Labels, *, valid: Tensor | None = None, weights: Sequence[float] = ()
     ) -> tuple[Tensor, Tensor]:
-        """Compute the signal of each sample, over all samples of an iteration.
+        """Compute (signal [B] float64, present bool [B]) over all samples of an iteration.
 
-        Args:
-            reward: [B], or [B, M] for `MATRIX_SIGNALS`, any unit; NaN is missing.
-            group: [B] labels.
-            valid: bool [B].
-            weights: M numbers, for rewards [B, M].
-
-        Returns:
-            (signal [B] float64, present bool [B]); the signal of what is missing is 0, and so is that of
-            groups of equal rewards, but for "reward".
+        `reward` is [B], or [B, M] with M weights for `MATRIX_SIGNALS`; NaN is missing. The signal of what is
+        missing is 0, and so is that of groups of equal rewards, but for "reward".
         """
         if self.signal in MATRIX_SIGNALS:
             counts = torch.tensor([weight != 0 for weight in weights])
@@ -332,20 +244,12 @@ class Regression:
         return torch.where(present, signal, 0.0).double(), present
 
     def pair_loss(self, pairs: PairOutput, signal: Tensor) -> Tensor:
-        """ℓ of single pairs, [N].
-
-        Args:
-            pairs: what is known of them.
-            signal: [N].
-        """
+        """ℓ [N] of single pairs with their signals [N]."""
         signal = signal.to(pairs.sigma.dtype)
-        if self.loss in ON_VELOCITIES:
-            step = SimpleNamespace(**vars(pairs), signal=signal)
-            loss = LOSSES[self.loss](step, self.loss_options)
-            return loss if self.loss == "nft" else level_weight(pairs.sigma, self._weighting) * loss
-        error, anchor_error = self.errors(pairs)
-        step = SimpleNamespace(error=error, anchor_error=anchor_error, signal=signal)
-        return LOSSES[self.loss](step, self.loss_options)
+        if self.loss in ON_ERRORS:
+            return self.group_loss(*self.errors(pairs), signal)
+        loss = LOSSES[self.loss](SimpleNamespace(**vars(pairs), signal=signal), self.loss_options)
+        return loss if self.loss == "nft" else level_weight(pairs.sigma, self._weighting) * loss
 
     @property
     def _weighting(self) -> Any:
@@ -361,15 +265,69 @@ class Regression:
         return error, other
 
     def group_loss(self, error: Tensor, anchor_error: Tensor, signal: Tensor) -> Tensor:
-        """ℓ of samples of one prompt at one level, a scalar.
-
-        Args:
-            error: [K], differentiable; of "dpo" [2], the better first.
-            anchor_error: [K].
-            signal: [K].
-        """
+        """ℓ of samples [K] of one prompt at one level, a scalar; of "dpo" two, the better first."""
         step = SimpleNamespace(error=error, anchor_error=anchor_error, signal=signal.to(error.dtype))
         return LOSSES[self.loss](step, self.loss_options)
+
+
+RULES: tuple[tuple[Callable[[Regression], bool], str], ...] = (
+    *(
+        (lambda r, name=name: getattr(r, name) is not None and not getattr(r, name) > 0, message)
+        for name, message in (
+            ("clamp", "clamp is {clamp}; it must be above 0, or None."),
+            ("soft_clip", "soft_clip is {soft_clip}; it must be above 0, or None."),
+            ("levels", "levels is {levels}; train at least 1 noise level of a sample."),
+        )
+    ),
+    (
+        lambda r: r.loss == "nft" and r.weighting != "uniform",
+        "weighting is {weighting!r}, and loss='nft' has a weight of its own, of the predicted x0. Set "
+        "weighting='uniform'.",
+    ),
+    (
+        lambda r: r.reference_guidance is not None and not 0 <= r.reference_guidance < float("inf"),
+        "reference_guidance is {reference_guidance}; it must be at least 0, or None.",
+    ),
+    (
+        lambda r: r.reference_guidance is not None and not (r.asks_reference or r.anchor == "expert"),
+        "reference_guidance is set, and nothing leans on the reference. Set kl, e.g. kl=1, or "
+        "anchor='reference'.",
+    ),
+    (
+        lambda r: (
+            r.visited
+            and (r.loss, r.levels, r.continuous, r.level_range, r.noise)
+            != ("distil", None, False, (0.0, 1.0), "sample")
+        ),
+        "visited=True learns at the sampler's own states, by loss='distil' alone, without levels, "
+        "level_range, continuous and noise, which are of noised end points. The sampler's steps are chosen "
+        "by rollout.sde_steps and rollout.train_steps.",
+    ),
+    (
+        lambda r: r.visited and r.keeps_old,
+        "old_decay is {old_decay}, and visited=True asks no old policy. Leave it out.",
+    ),
+    (
+        lambda r: r.kl_until is not None and (r.kl_until < 1 or not r.kl),
+        "kl_until is {kl_until} with kl={kl}; it is an iteration, at least 1, until which a kl above 0 "
+        "falls.",
+    ),
+    (lambda r: not 0 <= r.kl < float("inf"), "kl is {kl}; it must be at least 0 (0 is off)."),
+    (
+        lambda r: len(r.old_decay) != 3 or not 0 <= r.old_decay[2] < 1 or min(r.old_decay) < 0,
+        "old_decay is {old_decay}; give [start, slope, end], none below 0 and the end below 1, e.g. "
+        "[0, 0.001, 0.5].",
+    ),
+    (
+        lambda r: len(r.level_range) != 2 or not 0 <= r.level_range[0] < r.level_range[1] <= 1,
+        "level_range is {level_range}; give [low, high] with 0 ≤ low < high ≤ 1.",
+    ),
+    (
+        lambda r: r.of_groups and r.noise == "start",
+        "loss={loss!r} compares samples at one noise; noise='start' gives each its own.",
+    ),
+)
+"""(condition that is refused, message)."""
 
 
 _BATCH = {"scale": "batch", "ddof": 0}
@@ -477,33 +435,14 @@ REGRESSIONS: dict[str, Regression] = {
 
 
 def named_regression(name: str, **changes: Any) -> Regression:
-    """A row of `REGRESSIONS` with changes.
+    """Look up a row of `REGRESSIONS` and change fields of `Regression`.
 
-    Args:
-        name: a key of `REGRESSIONS`.
-        changes: fields of `Regression`; a mapping is merged into the row's, unless its loss or signal is
-            changed too: then it replaces it, and without one there are no options.
-
-    Raises:
-        ValueError: an unknown name or field, with the nearest one, or what `Regression` refuses.
+    A mapping is merged into the row's, unless its loss or signal is changed too: then it replaces it, and
+    without one there are no options.
     """
-    if name not in REGRESSIONS:
-        raise ValueError(
-            f"there is no regression {name!r}. {suggestion(name, REGRESSIONS)}Choose one of: "
-            f"{', '.join(REGRESSIONS)}."
-        )
-    row, names = REGRESSIONS[name], {item.name for item in fields(Regression)}
-    merged = dict(changes)
-    for key, value in changes.items():
-        if key not in names:
-            raise ValueError(
-                f"a regression has no field {key!r}. {suggestion(key, names)}Its fields: "
-                f"{', '.join(sorted(names))}."
-            )
-        choice = key.removesuffix("_options")
-        if choice != key and changes.get(choice, getattr(row, choice)) == getattr(row, choice):
-            merged[key] = {**getattr(row, key), **value}
+    changes = merge_changes("regression", REGRESSIONS, name, changes)
+    row = REGRESSIONS[name]
     for choice in ("loss", "signal"):  # the row's options are another choice's
         if changes.get(choice, getattr(row, choice)) != getattr(row, choice):
-            merged.setdefault(f"{choice}_options", {})
-    return replace(row, **merged)
+            changes.setdefault(f"{choice}_options", {})
+    return replace(row, **changes)

@@ -8,18 +8,12 @@ from torch import Tensor
 
 from visalign.core.advantages.baselines import best_of_group_advantages
 from visalign.core.advantages.group import group_advantages
-from visalign.core.checks import check_positive
 from visalign.core.groups.labels import Labels, group_index, group_min, group_sum
 from visalign.core.groups.moments import present_entries
 
 
 def soft_clip(advantage: Tensor, bound: float) -> Tensor:
-    """η tanh(A/η): V-GRPO's limit of advantages, η = 3 there (arXiv 2604.23380, eq. 17).
-
-    Raises:
-        ValueError: bound is not positive.
-    """
-    check_positive(bound=bound)
+    """η tanh(A/η): V-GRPO's limit of advantages, η = 3 there (arXiv 2604.23380, eq. 17)."""
     return bound * torch.tanh(advantage / bound)
 
 
@@ -28,22 +22,12 @@ def tilted_weights(
 ) -> Tensor:
     """Reward-weighted regression, w_i = n softmax_group(z_i/τ), z the group's z-score.
 
-    Args:
-        reward: [B], any unit; what is not finite is missing.
-        group: [B] labels.
-        temperature: τ > 0, in standard deviations of the group.
-        valid: bool [B].
-
-    Returns:
-        [B] of mean 1 over a group's n samples; 0 where missing and in groups of equal rewards, which say
-        nothing.
-
-    Raises:
-        ValueError: temperature out of range, or labels that do not fit.
+    [B] of mean 1 over a group's n samples; 0 where missing and in groups of equal rewards, which say nothing.
+    τ is in standard deviations of the group.
 
     Lee et al., arXiv 2302.12192; exponential weights: Fan et al., arXiv 2502.06061.
     """
-    check_positive(temperature=temperature)
+
     z = group_advantages(reward.double(), group, ddof=0, valid=valid)
     index, groups = group_index(group, len(reward), reward.device)
     present = present_entries(reward, valid)
@@ -55,27 +39,12 @@ def tilted_weights(
 
 
 def best_share(reward: Tensor, group: Labels, *, share: float = 0.25, valid: Tensor | None = None) -> Tensor:
-    """Rejection fine-tuning: 1 for a group's best samples, 0 for the others.
+    """Rejection fine-tuning: 1 for a group's best samples, 0 for the others and in groups of equal rewards.
 
     The best are those no worse than the ⌈share · n⌉-th of n; of ties all, but never what is no better than
-    the group's worst.
-
-    Args:
-        reward: [B], any unit; what is not finite is missing.
-        group: [B] labels.
-        share: in (0, 1].
-        valid: bool [B].
-
-    Returns:
-        [B] of 0 and 1; 0 in groups of equal rewards.
-
-    Raises:
-        ValueError: share out of range, or labels that do not fit.
-
-    RAFT, arXiv 2304.06767.
+    the group's worst. RAFT, arXiv 2304.06767.
     """
-    if not 0 < share <= 1:
-        raise ValueError(f"share must be above 0 and at most 1; got {share}.")
+
     index, groups = group_index(group, len(reward), reward.device)
     present = present_entries(reward, valid)
     value = torch.where(present, reward.double(), float("-inf"))
@@ -89,15 +58,8 @@ def best_share(reward: Tensor, group: Labels, *, share: float = 0.25, valid: Ten
 
 
 def best_worst_pairs(reward: Tensor, group: Labels, *, valid: Tensor | None = None) -> Tensor:
-    """The best and the worst sample of each group, of ties the first; groups of equal rewards give no pair.
-
-    Args:
-        reward: [B]; what is not finite is missing.
-        group: [B] labels.
-        valid: bool [B].
-
-    Returns:
-        [P, 2] places among the B, the better first, groups in the order of `group_index`.
+    """The best and the worst sample of each group, [P, 2] rows of the B, the better first, in the order of
+    `group_index`; of ties the first; groups of equal rewards give no pair.
 
     Online Diffusion-DPO as compared in Flow-GRPO, arXiv 2505.05470.
     """
@@ -116,8 +78,5 @@ def old_policy_decay(step: int, *, start: int, slope: float, end: float) -> floa
     start), end).
 
     Published for DiffusionNFT (arXiv 2509.16117): (0, 0, 0), (0, 0.001, 0.5) and (75, 0.0075, 0.999).
-
-    >>> old_policy_decay(100, start=75, slope=0.0075, end=0.999)
-    0.1875
     """
     return 0.0 if step < start else min(slope * (step - start), end)

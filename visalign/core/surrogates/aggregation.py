@@ -62,10 +62,7 @@ class Counts:
 
     def to(self, device: torch.device) -> Counts:
         """Move the counts to another device."""
-        return Counts(
-            *(count.to(device) for count in (self.tokens, self.sequences, self.length)),
-            groups=None if self.groups is None else self.groups.to(device),
-        )
+        return Counts(**{k: None if v is None else v.to(device) for k, v in vars(self).items()})
 
 
 def count_step(
@@ -77,17 +74,14 @@ def count_step(
 ) -> Counts:
     """Count tokens, sequences and groups of one optimizer step, or of a part of it.
 
-    Args:
-        weight: [B, T], or [N] for single decisions; 0 for absent ones. A mask is a special case.
-        length: L of "dr_grpo", in decisions, equal for every part; T by default.
-        group: [B] group labels, for "group_token_mean".
-        empty: "drop" (verl) leaves rows and groups without a present decision out of the average; "keep"
-            (TRL) counts them as losses of zero. The papers leave this open.
+    `weight` is [B, T], or [N] for single decisions. `length` is the L of "dr_grpo", in decisions, equal for
+    every part; T by default. `group` labels are for "group_token_mean". "drop" (verl) leaves rows and groups
+    without a present decision out of the average; "keep" (TRL) counts them as losses of zero. The papers
+    leave this open.
     """
     check_choice("empty", empty, ("drop", "keep"))
     rows = _rows("weight", weight)
-    if length is not None and length < 1:
-        raise ValueError(f"length must be at least 1 decision; got {length}.")
+
     present = (rows != 0).any(1)
     total = rows.double()
     groups = None
@@ -119,33 +113,22 @@ def row_tokens(weight: Tensor, group: Labels | None = None) -> Tensor:
 def aggregate(
     loss: Tensor, weight: Tensor, mode: Mode, counts: Counts, *, denominator: Tensor | None = None
 ) -> Tensor:
-    """Aggregate one micro-batch's losses to its exact share of the step's loss, by a formula of `MODES`.
+    """Aggregate one micro-batch's losses to its exact share of the step's loss, a number, by a formula of
+    `MODES`.
 
-    To reweight steps without renormalizing (GRPO-Guard's 1/(−dt)), multiply the loss instead.
-
-    Args:
-        loss: [B, T], or [N] for single decisions, e.g. (image, step) pairs.
-        weight: The shape of loss, ≥ 0.
-        mode: Key of `MODES`.
-        counts: Counts of the whole step, from `count_step`.
-        denominator: [B] from `row_tokens`; required by "group_token_mean", and by "seq_mean_token_mean" if a
-            sequence is split over rows. Without it a row is a whole sequence.
-
-    Returns:
-        0-dim share; 0 with zero gradients if nothing is present.
+    `loss` is [B, T], or [N] for single decisions, e.g. (image, step) pairs; `counts` are of the whole step.
+    `denominator` [B] from `row_tokens` is required by "group_token_mean", and by "seq_mean_token_mean" if a
+    sequence is split over rows; without it a row is a whole sequence. To reweight steps without renormalizing
+    (GRPO-Guard's 1/(−dt)), multiply the loss instead.
 
     Liu et al., Dr.GRPO, arXiv 2503.20783 (dr_grpo); Yu et al., DAPO, arXiv 2503.14476, eq. 8 and 12
-    (group_token_mean as the formulas state it, token_mean as its code averages);
-    Shao et al., DeepSeekMath, arXiv 2402.03300, eq. 3 (seq_mean_token_mean).
+    (group_token_mean as the formulas state it, token_mean as its code averages); Shao et al., DeepSeekMath,
+    arXiv 2402.03300, eq. 3 (seq_mean_token_mean).
     """
     check_choice("mode", mode, MODES)
     check_same(loss=loss, weight=weight)
-    values, rows = _rows("loss", loss), _rows("weight", weight)
-    values = float32(values)
-    if denominator is not None and denominator.shape != rows.shape[:1]:
-        raise ValueError(
-            f"denominator needs one entry per row, [{rows.shape[0]}]; got shape {tuple(denominator.shape)}."
-        )
+    values, rows = float32(_rows("loss", loss)), _rows("weight", weight)
+    check_same(denominator=denominator, rows=rows[:, 0])
     total = (torch.where(rows != 0, values, 0.0) * rows.to(values.dtype)).sum(1)
     if mode in ("seq_mean_token_mean", "group_token_mean"):
         if mode == "group_token_mean" and (counts.groups is None or denominator is None):

@@ -28,54 +28,39 @@ def flow_balance(
     """Compute FlowRL's trajectory balance: match π to π_ref e^{βR}/Z instead of maximizing R.
 
     ℓ_i = sg[ω_i] δ_i², δ_i = log Z(x_i) + (1/n_i) Σ_t log π − β R_i − (1/n_i) Σ_t log π_ref,
-    ω_i = clip(r_i, 1 − ε_low, 1 + ε_high). The released code computes the clipped weight and uses the
-    unclipped one (here ε_low = 1, ε_high = ∞). Without a ratio and with length_normalised=False it is plain
-    trajectory balance.
+    ω_i = clip(r_i, 1 − ε_low, 1 + ε_high), constant along T. The released code computes the clipped weight
+    and uses the unclipped one (here ε_low = 1, ε_high = ∞). Without a ratio and with length_normalised=False
+    it is plain trajectory balance.
 
     Args:
-        log_prob: [B, T] log π of whole sequences, differentiable.
-        ref_log_prob: [B, T] log π_ref; detached.
+        log_prob: [B, T] log π of whole sequences.
+        ref_log_prob: [B, T] log π_ref.
         log_z: [B] learned log-partition of each sample's prompt, differentiable.
         reward: [B], group-normalized in the paper; detached.
-        weight: [B, T], 0 for absent decisions.
-        beta: β in nats per unit of reward; 15 in the paper.
+        weight: [B, T].
+        beta: β in nats per unit of reward.
         log_ratio: [B, T], `ratio_level(…, "sequence_sum")` in the paper; detached. None for ω = 1.
-        eps_low: Distance of the lower bound of ω from 1, in [0, 1].
-        eps_high: Distance of the upper bound of ω from 1, ≥ 0.
-        length_normalised: Divide the sums of log-probs by n_i = Σ_t w, as FlowRL does.
-
-    Returns:
-        [B, T], constant along T, so that "seq_mean_token_mean" averages over sequences.
+        eps_low: ε_low of ω's clip.
+        eps_high: ε_high of ω's clip.
+        length_normalised: divide the sums of log-probs by n_i = Σ_t w, as FlowRL does.
 
     Zhu et al., FlowRL, arXiv 2509.15207; Malkin et al., trajectory balance, arXiv 2201.13259.
     """
     difference = ratios.log_ratio(log_prob, ref_log_prob, weight)
     check_axes(log_prob=(log_prob, "B T"), log_z=(log_z, "B"), reward=(reward, "B"))
     check_same(log_ratio=log_ratio, weight=weight)
-    if not 0 <= eps_low <= 1 or not eps_high >= 0:
-        raise ValueError(
-            "the weight is clipped to [1 − eps_low, 1 + eps_high], eps_low in [0, 1] and eps_high ≥ 0; got "
-            f"eps_low={eps_low}, eps_high={eps_high}."
-        )
     total = ratios.ratio_level(difference, weight, "sequence" if length_normalised else "sequence_sum")
     target = beta * reward.detach().to(total.dtype) - log_z.to(total.dtype)
     present = weight != 0
-    # ω (log Z + Σ_t log π/π_ref − β R)²
-    loss = torch.where(present, total - target[:, None], 0.0).square()
+    loss = torch.where(present, total - target[:, None], 0.0).square()  # (log Z + Σ_t log π/π_ref − β R)²
     if log_ratio is None:
         return loss
-    value = torch.where(present, log_ratio.detach().to(loss.dtype), 0.0)
-    omega = bounded_ratio(value).clamp(1 - eps_low, 1 + eps_high)
-    return omega * loss
+    log_r = torch.where(present, log_ratio.detach().to(loss.dtype), 0.0)
+    return bounded_ratio(log_r).clamp(1 - eps_low, 1 + eps_high) * loss
 
 
 def dro(
-    log_prob: Tensor,
-    log_ratio: Tensor,
-    advantage: Tensor,
-    *,
-    beta: float,
-    weight: Tensor | None = None,
+    log_prob: Tensor, log_ratio: Tensor, advantage: Tensor, *, beta: float, weight: Tensor | None = None
 ) -> Tensor:
     """Compute direct reward optimization: policy gradient with a quadratic pull to the rollout policy.
 
@@ -83,24 +68,11 @@ def dro(
     ½ (A − β log r)², smallest at log r = A/β. The paper uses whole sequences and A = R − V: pass sums over
     the sequence as [B]. Public trainers apply it per token.
 
-    Args:
-        log_prob: [B] or [B, T] log π, differentiable.
-        log_ratio: The shape of log_prob, log π − log π_old, differentiable.
-        advantage: [B], or the shape of log_prob.
-        beta: β ≥ 0, units of advantage per nat.
-        weight: The shape of log_prob, 0 for absent decisions.
-
-    Returns:
-        Loss per decision, the shape of log_prob.
-
     Richemond et al., DRO, arXiv 2405.19107, eq. 4; Kimi k1.5, arXiv 2501.12599.
     """
-    if not beta >= 0:
-        raise ValueError(f"beta must be ≥ 0; got {beta}.")
     score, gain = surrogate_inputs(log_prob, advantage)
     shift, _ = surrogate_inputs(log_ratio, advantage)
     check_same(log_prob=score, log_ratio=shift, weight=weight)
     if weight is not None:
         score, gain, shift = (torch.where(weight != 0, part, 0.0) for part in (score, gain, shift))
-    # −(A log π − (β/2)(log r)²)
     return beta / 2 * shift.square() - gain * score

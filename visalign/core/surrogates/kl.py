@@ -52,23 +52,14 @@ def kl_estimate(
     log_ratio: Tensor | None = None,
     weight: Tensor | None = None,
 ) -> Tensor:
-    """Estimate KL(π‖π_ref) from sampled decisions: k(d), or r k(d) for decisions sampled from π_old.
+    """Estimate KL(π‖π_ref) from sampled decisions, nats: k(d), or r k(d) for decisions sampled from π_old, r
+    live.
 
     For metrics, rewards and parity. As a loss its gradient is the last column of the module's table: use
     `kl_penalty` there.
 
-    Args:
-        log_prob: log π of the sampled decisions, any shape, differentiable.
-        ref_log_prob: The same shape, log π_ref; detached.
-        estimator: "k1", "k2", "k3", "abs" or "low_var_kl".
-        log_ratio: The same shape, log π − log π_old, differentiable; multiplies the estimate by r.
-        weight: The same shape, 0 for absent decisions.
-
-    Returns:
-        Nats per decision, the shape of log_prob.
-
-    Schulman, Approximating KL divergence, 2020 (k1, k2, k3); Shao et al., DeepSeekMath, arXiv 2402.03300,
-    eq. 4 (k3); DeepSeek-V3.2, arXiv 2512.02556, section 3.1 (r k3).
+    Schulman, Approximating KL divergence, 2020 (k1, k2, k3); Shao et al., DeepSeekMath, arXiv 2402.03300, eq.
+    4 (k3); DeepSeek-V3.2, arXiv 2512.02556, section 3.1 (r k3).
     """
     check_choice("estimator", estimator, get_args(Estimator))
     d, ratio = _inputs(log_prob, ref_log_prob, log_ratio, weight)
@@ -86,36 +77,21 @@ def kl_penalty(
     log_ratio: Tensor | None = None,
     weight: Tensor | None = None,
 ) -> Tensor:
-    """Compute a KL loss term with the value of one estimator and the gradient of another.
+    """Compute a KL loss term, to be multiplied by β, with the value of one estimator and the gradient of
+    another.
 
-    ℓ = r [k_value(d) + k'_gradient(d) (d − sg d)], where d − sg d is 0 with gradient ∇log π, and
-    r = sg(π/π_old), 1 without `log_ratio`. The default reports the unbiased k3 and follows ∇KL(π‖π_ref), on
+    ℓ = r [k_value(d) + k'_gradient(d) (d − sg d)], where d − sg d is 0 with gradient ∇log π, and r =
+    sg(π/π_old), 1 without `log_ratio`. The default reports the unbiased k3 and follows ∇KL(π‖π_ref), on
     samples of π, or of π_old with `log_ratio`; then its gradient is that of r k3 with a live r.
     `gradient="k3"` is GRPO as published, which follows ∇KL(π_ref‖π).
 
-    Args:
-        log_prob: log π of the sampled decisions, any shape, differentiable.
-        ref_log_prob: The same shape, log π_ref; detached.
-        value: Estimator of the value: "k1", "k2", "k3", "abs" or "low_var_kl".
-        gradient: Estimator of the gradient: "k2", "k3", "abs" or "low_var_kl".
-        log_ratio: The same shape, log π − log π_old; detached.
-        weight: The same shape, 0 for absent decisions.
-
-    Returns:
-        Nats per decision, the shape of log_prob, to be multiplied by β.
-
-    Raises:
-        ValueError: Different shapes, an unknown estimator, or "k1" as the gradient.
-
-    Table of the module; Tang and Munos, arXiv 2506.09477; Liu et al., Rethinking KL Regularization in
-    RLHF, arXiv 2510.01555; DeepSeek-V3.2, arXiv 2512.02556, section 3.1.
+    Table of the module; Tang and Munos, arXiv 2506.09477; Liu et al., Rethinking KL Regularization in RLHF,
+    arXiv 2510.01555; DeepSeek-V3.2, arXiv 2512.02556, section 3.1.
     """
     if gradient == "k1":
         raise ValueError(
-            "gradient='k1' is refused: the gradient of k1 = log π − log π_ref is the score function ∇log π, "
-            "whose mean under π is zero, so it adds noise and no pull towards the reference. Use "
-            "gradient='k2' (∇KL(π‖π_ref)), with value='k1' if k1 is to be shown, or subtract β·k1 from the "
-            "reward."
+            "gradient='k1' is refused: the mean of ∇log π under π is zero, so it adds noise and no pull "
+            "towards the reference. Use gradient='k2', or subtract β·k1 from the reward."
         )
     check_choice("value", value, get_args(Estimator))
     check_choice("gradient", gradient, get_args(Estimator))
@@ -131,30 +107,15 @@ def kl_penalty(
 def categorical_kl(
     logits: Tensor, ref_logits: Tensor, *, direction: Direction = "reverse", weight: Tensor | None = None
 ) -> Tensor:
-    """Compute the exact KL of two categorical distributions over a whole vocabulary.
+    """Compute the exact KL [*N] of two categorical distributions over a whole vocabulary, from logits [*N,
+    V].
 
-    "reverse": KL(π‖π_ref) = Σ_v π_v (log π_v − log π_ref,v); "forward": KL(π_ref‖π). No
-    sampling noise. A few [*N, V] float32 tensors are alive at once. A logit of −∞ is probability 0: it adds 0
-    in the first argument, and makes the divergence infinite in the second alone.
-
-    Args:
-        logits: [*N, V] logits or log-probabilities of π, differentiable; divide by the temperature first.
-        ref_logits: The same shape, of π_ref; detached.
-        direction: "reverse" or "forward".
-        weight: [*N], 0 for absent decisions.
-
-    Returns:
-        [*N] nats, ≥ 0 up to rounding.
-
-    Kullback and Leibler, 1951.
+    "reverse": KL(π‖π_ref) = Σ_v π_v (log π_v − log π_ref,v); "forward": KL(π_ref‖π). No sampling noise. A few
+    [*N, V] float32 tensors are alive at once. A logit of −∞ is probability 0: it adds 0 in the first
+    argument, and makes the divergence infinite in the second alone. Divide by the temperature first.
     """
-    if direction not in get_args(Direction):
-        raise ValueError(
-            f"direction must be 'reverse', KL(π‖π_ref), or 'forward', KL(π_ref‖π); got {direction!r}."
-        )
+    check_choice("direction", direction, get_args(Direction))
     check_same(logits=logits, ref_logits=ref_logits)
-    if logits.ndim == 0:
-        raise ValueError("logits must be [*N, V] with the vocabulary last; got a 0-dim tensor.")
     if weight is not None:
         check_same(", [*N] of logits [*N, V]", logits=logits[..., 0], weight=weight)
         outside = (weight == 0)[..., None]
@@ -171,19 +132,12 @@ def categorical_kl(
 def gaussian_kl(
     mean: Tensor, mean_ref: Tensor, std: Tensor, *, log_prob_reduction: LogProbReduction
 ) -> Tensor:
-    """Compute the exact KL(N(μ, std²) ‖ N(μ_ref, std²)) = Σ_d (μ_d − μ_ref,d)²/(2 std²), over D for "mean".
+    """Compute the exact KL(N(μ, std²) ‖ N(μ_ref, std²)) = Σ_d (μ_d − μ_ref,d)²/(2 std²), over D for "mean";
+    [*N] nats.
 
-    Published code often leaves √(−dt) out of std; then early denoising steps count too little (Flow-GRPO's
-    paper has it: ‖Δμ‖²/(2 s² Δt)).
-
-    Args:
-        mean: [*N, *event] μ, differentiable.
-        mean_ref: [*N, *event] μ of the reference; detached.
-        std: [*N] total standard deviation of the step, with the √(−dt), > 0; detached.
-        log_prob_reduction: "mean" or "sum" over the event, as in the log-prob; it sets the scale of β.
-
-    Returns:
-        [*N] nats (per element for "mean"), ≥ 0.
+    Means are [*N, *event]; std [*N] is the total standard deviation of the step, with the √(−dt), detached.
+    `log_prob_reduction`, as in the log-prob, sets the scale of β. Published code often leaves √(−dt) out of
+    std; then early denoising steps count too little (Flow-GRPO's paper has it: ‖Δμ‖²/(2 s² Δt)).
 
     Liu et al., Flow-GRPO, arXiv 2505.05470, section 4.
     """
@@ -194,14 +148,8 @@ def gaussian_kl(
 
 
 def velocity_kl(velocity: Tensor, velocity_ref: Tensor) -> Tensor:
-    """Compute mean_d (v_d − v_ref,d)², the Gaussian KL of a step without its σ and dt.
-
-    Args:
-        velocity: [N, *event] v, differentiable.
-        velocity_ref: [N, *event] v of the reference; detached.
-
-    Returns:
-        [N] squared units of v per element, ≥ 0.
+    """Compute mean_d (v_d − v_ref,d)² [N] of velocities [N, *event], the Gaussian KL of a step without its σ
+    and dt.
 
     Zheng et al., DiffusionNFT, arXiv 2509.16117 (the KL loss of its code).
     """

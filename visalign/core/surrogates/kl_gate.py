@@ -10,8 +10,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from visalign.core.checks import check_not_negative, check_positive
-
 WARMUP = 50
 """Steps of the first phase."""
 TARGET = 0.001
@@ -39,7 +37,8 @@ class KLGate:
 
 def next_gate(gate: KLGate, *, kl: float, reward: float) -> KLGate:
     """Update the gate with a step's mean KL(π‖π_ref) (nats per token) and mean reward; ignores non-finite
-    ones."""
+    ones.
+    """
     measured = math.isfinite(reward)
     change = reward - gate.reward if measured and gate.reward is not None else 0.0
     velocity = 0.95 * gate.velocity + 0.05 * change
@@ -61,7 +60,7 @@ def gate_threshold(gate: KLGate, *, base: float = 0.3) -> float:
     Phase: 1.5 during the warm-up, 1.2 while the reward grows faster than the target, 0.8 while it stalls
     (|velocity| ≤ target), else 1. `base` b is in nats per token.
     """
-    check_positive(base=base)
+
     if gate.steps < WARMUP:
         phase = 1.5
     elif gate.velocity > TARGET:
@@ -78,5 +77,5 @@ def gated_coefficient(gate: KLGate, entropy: float, *, scale: float = 0.2, base:
     This is the derivative by the KL of the code's penalty 0.1 (KL − threshold)² · max(0.5, 2/(H + 0.1)),
     which has no gradient there. `entropy` H is the policy's, nats per token; `scale` is twice the code's 0.1.
     """
-    check_not_negative(scale=scale)
+
     return scale * max(0.0, gate.kl - gate_threshold(gate, base=base)) * max(0.5, 2 / (entropy + 0.1))

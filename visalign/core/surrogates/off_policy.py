@@ -2,7 +2,7 @@
 """Correct for rollouts of another policy: an older one, or the same one in an inference engine.
 
 Three policies: μ of the rollout, π_old at the center of the clip range, and π. The log-ratio here is
-log π_old − log μ (log π − log μ where π_old is not recomputed), without gradient.
+log π_old − log μ (log π − log μ where π_old is not recomputed), [B, T] without gradient.
 """
 
 from __future__ import annotations
@@ -33,39 +33,19 @@ class ImportanceWeights:
 
 
 def importance_weights(
-    log_ratio: Tensor,
-    weight: Tensor,
-    *,
-    level: Level,
-    mode: Correction,
-    high: float,
-    low: float = 0.0,
+    log_ratio: Tensor, weight: Tensor, *, level: Level, mode: Correction, high: float, low: float = 0.0
 ) -> ImportanceWeights:
     """Compute truncated (TIS) or masked (MIS) importance weights of a rollout.
 
-    ω = clip(r, low, high) for "truncate"; ω = r · 1[low ≤ r ≤ high] for "mask". r is the ratio of the token,
-    the geometric mean over the sequence ("sequence"), or the product over it ("sequence_sum"). Only the last
-    is unbiased; its spread grows with the length, so a fixed bound rejects long completions first.
-
-    Args:
-        log_ratio: [B, T], log π_old − log μ; detached.
-        weight: [B, T], 0 for absent decisions.
-        level: "token", "sequence" or "sequence_sum"; public trainers call the last one "sequence".
-        mode: "truncate" or "mask".
-        high: Largest ratio C; 2 in TIS.
-        low: Smallest ratio; 0 in TIS, above 0 in two-sided masks (IcePop).
+    ω = clip(r, low, high) for "truncate"; ω = r · 1[low ≤ r ≤ high] for "mask". TIS has high 2 and low 0,
+    two-sided masks (IcePop) low above 0. r is the ratio of the token, the geometric mean over the sequence
+    ("sequence"), or the product over it ("sequence_sum", which public trainers call "sequence"). Only the
+    last is unbiased; its spread grows with the length, so a fixed bound rejects long completions first.
 
     Yao et al., "Your efficient RL framework secretly brings you off-policy RL training", 2025 (TIS); Liu et
     al., "When speed kills stability", 2025 (MIS, sequence level).
     """
     check_choice("mode", mode, get_args(Correction))
-    if level == "sequence_token":
-        raise ValueError(
-            "level 'sequence_token' differs from 'sequence' by its gradient only, and weights have none: "
-            "give 'sequence'."
-        )
-    if not 0 <= low <= high:
-        raise ValueError(f"the bounds are ratios with 0 ≤ low ≤ high; got low={low}, high={high}.")
     ratio = bounded_ratio(ratio_level(log_ratio.detach(), weight, level))
     keep = weight != 0
     if mode == "mask":
@@ -74,23 +54,13 @@ def importance_weights(
 
 
 def off_policy_mask(log_ratio: Tensor, advantage: Tensor, weight: Tensor, *, delta: float) -> Tensor:
-    """Mask bad sequences that the current policy is unlikely to generate.
+    """Mask bad sequences that the current policy is unlikely to generate: what to keep, in the advantage's
+    shape.
 
-    M_i = 0 where A < 0 and −(1/n_i) Σ_t log r_it > δ, else 1.
-
-    Args:
-        log_ratio: [B, T], log π − log μ of the rollout; detached.
-        advantage: [B] or [B, T].
-        weight: [B, T], 0 for absent decisions.
-        delta: Threshold δ in nats per decision, ≥ 0.
-
-    Returns:
-        Bool mask of what to keep, the shape of advantage; empty sequences are kept.
+    M_i = 0 where A < 0 and −(1/n_i) Σ_t log r_it > δ (nats per decision), else 1, r = π/μ of the rollout.
 
     DeepSeek-V3.2, arXiv 2512.02556, off-policy sequence masking.
     """
-    if not delta >= 0:
-        raise ValueError(f"delta must be ≥ 0; got {delta}.")
     if advantage.shape not in (log_ratio.shape, log_ratio.shape[:1]):
         raise ValueError(
             f"advantage must be [B] or [B, T] for log_ratio {tuple(log_ratio.shape)}; got "
@@ -99,28 +69,20 @@ def off_policy_mask(log_ratio: Tensor, advantage: Tensor, weight: Tensor, *, del
     log_r = ratio_level(log_ratio.detach(), weight, "token")
     scale = weight.to(log_r.dtype)
     total = scale.sum(1)
-    # −(1/n_i) Σ_t log r_it > δ
     distant = -(log_r * scale).sum(1) / torch.where(total == 0, 1.0, total) > delta
     return ~((advantage < 0) & (distant if advantage.ndim == 1 else distant[:, None]))
 
 
 def effective_sample_size(log_weight: Tensor, weight: Tensor | None = None) -> Tensor:
-    """Compute Kish's effective sample size of importance weights, (Σ ω)² / Σ ω².
+    """Compute Kish's effective sample size of importance weights from log ω, (Σ ω)² / Σ ω²; a number.
 
-    It lies between 1 and the number of weights (all equal), and is free of their scale.
-
-    Args:
-        log_weight: Any shape, log ω; −∞ for a weight of 0.
-        weight: The same shape; decisions of weight 0 are not counted, others count once.
-
-    Returns:
-        0-dim, without gradient; 0 if every ω is 0 or none is present.
+    It lies between 1 and the number of weights (all equal), and is free of their scale; 0 if every ω is 0.
 
     Kish, Survey Sampling, 1965; Kong, A note on importance sampling, 1992.
     """
+    check_same(log_weight=log_weight, weight=weight)
     value = float32(log_weight.detach())
     if weight is not None:
-        check_same(log_weight=value, weight=weight)
         value = torch.where(weight != 0, value, float("-inf"))
     first, second = value.flatten().logsumexp(0), (2 * value).flatten().logsumexp(0)
     return torch.where(second == float("-inf"), 0.0, torch.exp(2 * first - second))

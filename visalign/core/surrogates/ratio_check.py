@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -35,22 +34,18 @@ class RatioError(RuntimeError):
 def check_log_ratio(log_ratio: Tensor, *, bound: float, strict: bool = True) -> RatioCheck:
     """Check log-ratios that should be 0, e.g. of the first micro-batch of the first update.
 
-    Args:
-        log_ratio: Any shape, not empty.
-        bound: Largest allowed |log ratio|.
-        strict: Raise `RatioError` above the bound; its message names likely causes.
+    `strict` raises `RatioError` above the bound; its message names likely causes.
     """
     distance = log_ratio.detach().double().abs()
     largest = float(distance.max())
-    ok = not math.isnan(largest) and largest <= bound
     check = RatioCheck(
         max_abs_log_ratio=largest,
         mean_abs_log_ratio=float(distance.mean()),
         bound=bound,
         pairs=distance.numel(),
-        ok=ok,
+        ok=largest <= bound,  # NaN is not
     )
-    if strict and not ok:
+    if strict and not check.ok:
         raise RatioError(
             f"Before the first update the ratio must be 1: the largest |log ratio| of {check.pairs} pairs is "
             f"{largest:.3g}, allowed {bound:.3g}. Likely causes: dropout or train mode in one of the passes; "

@@ -9,7 +9,7 @@ divides it by D, as in the published Flow-GRPO. Under "mean" a clip range allows
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -33,36 +33,23 @@ sequence_token."""
 def gaussian_log_prob(
     x: Tensor, mean: Tensor, std: Tensor, *, log_prob_reduction: LogProbReduction
 ) -> Tensor:
-    """Compute the log-density of a Gaussian with one standard deviation per decision.
+    """Compute the log-density [*N] of a Gaussian with one standard deviation per decision.
 
-    log p = Σ_d [−(x_d − μ_d)²/(2 std²) − log std − ½ log 2π], divided by D for "mean".
-
-    Args:
-        x: [*N, *event]; the dimensions beyond those of std are the event.
-        mean: [*N, *event] μ, differentiable.
-        std: [*N] total standard deviation of x', with the √(−dt), > 0.
-        log_prob_reduction: "mean" or "sum" over the event.
-
-    Returns:
-        [*N] log-densities.
+    log p = Σ_d [−(x_d − μ_d)²/(2 std²) − log std − ½ log 2π], divided by D for "mean". x and μ are [*N,
+    *event]; std [*N] is the total standard deviation of x', with the √(−dt); the dimensions beyond its own
+    are the event.
 
     Liu et al., Flow-GRPO, arXiv 2505.05470 (density of its SDE step).
     """
     x, mean, std = float32(x), float32(mean), float32(std)
     scale = expand_over_event(std, x, mean)
-    # log p = Σ_d [−(x_d − μ_d)²/(2 std²) − log std − ½ log 2π]
+
     density = -((x - mean) / scale).square() / 2 - scale.log() - math.log(2 * math.pi) / 2
     return reduce_event(density, std.ndim, log_prob_reduction)
 
 
 def log_ratio(log_prob: Tensor, old_log_prob: Tensor, weight: Tensor | None = None) -> Tensor:
-    """Compute log r = log π − log π_old, with no gradient into π_old.
-
-    Args:
-        log_prob: [B] or [B, T], differentiable.
-        old_log_prob: The same shape, from the rollout.
-        weight: The same shape, 0 for absent decisions.
-    """
+    """Compute log r = log π − log π_old, with no gradient into π_old."""
     check_same(log_prob=log_prob, old_log_prob=old_log_prob, weight=weight)
     difference = float32(log_prob) - float32(old_log_prob).detach()
     if weight is None:
@@ -71,17 +58,12 @@ def log_ratio(log_prob: Tensor, old_log_prob: Tensor, weight: Tensor | None = No
 
 
 def ratio_level(log_ratio: Tensor, weight: Tensor, level: Level) -> Tensor:
-    """Convert log-ratios per decision to the level of a token, a sequence, or both, by `LEVELS`.
+    """Convert log-ratios [B, T] per decision to the level of a token, a sequence, or both, by `LEVELS`.
 
     Every level returns one entry per decision, so that all surrogates and aggregations apply: under
     "seq_mean_token_mean" the "sequence" level counts once per sequence. "sequence_token" has the value of
     "sequence", with each decision's own gradient, for advantages that vary along the sequence. The "sequence"
-    level of denoising steps is Flow-GSPO.
-
-    Args:
-        log_ratio: [B, T] of whole sequences, differentiable.
-        weight: [B, T], 0 for absent decisions; "sequence_sum" needs a mask of 0 and 1 for the true ratio.
-        level: Key of `LEVELS`.
+    level of denoising steps is Flow-GSPO. "sequence_sum" needs a weight of 0 and 1 for the true ratio.
 
     Zheng et al., GSPO, arXiv 2507.18071, eq. 7 (sequence), eq. 14 (sequence_token).
     """
@@ -102,28 +84,15 @@ def ratio_level(log_ratio: Tensor, weight: Tensor, level: Level) -> Tensor:
 
 
 def guard_log_ratio(noise: Tensor, mean: Tensor, mean_old: Tensor, *, batch_dims: int = 1) -> Tensor:
-    """Compute GRPO-Guard's log-ratio, log r = mean_d(ε_d Δμ_d), with Δμ = μ − μ_old.
+    """Compute GRPO-Guard's log-ratio [*N], log r = mean_d(ε_d Δμ_d), with Δμ = μ − μ_old.
 
     It equals ((log p − log p_old) + mean(Δμ²)/(2 std²))·std per sample without the cancellation, and is
-    centered at 0 and free of the step's scale.
-
-    Args:
-        noise: [*N, *event] ε of the rollout, or (x' − μ_old)/std.
-        mean: [*N, *event] μ under the current policy, differentiable.
-        mean_old: [*N, *event] μ under the rollout policy; detached.
-        batch_dims: Number of leading dimensions N.
-
-    Returns:
-        [*N] log-ratios.
+    centered at 0 and free of the step's scale. `noise` is the ε of the rollout, or (x' − μ_old)/std; the
+    first `batch_dims` dimensions are N.
 
     Wang et al., GRPO-Guard, arXiv 2510.22319.
     """
     check_same(mean=mean, mean_old=mean_old, noise=noise)
-    if not 1 <= batch_dims < mean.ndim:
-        raise ValueError(
-            f"batch_dims must leave at least one event dimension; got batch_dims={batch_dims} for shape "
-            f"{tuple(mean.shape)}."
-        )
     product = float32(noise).detach() * (float32(mean) - float32(mean_old).detach())
     return reduce_event(product, batch_dims, "mean")
 
@@ -134,12 +103,9 @@ def guard_step_weight(dt: Tensor) -> Tensor:
 
 
 def expand_over_event(std: Tensor, *tensors: Tensor) -> Tensor:
-    """View std [*N] as [*N, 1, …] for tensors [*N, *event]."""
+    """View std [*N] as [*N, 1, …] for tensors [*N, *event] of one shape."""
     shape = tensors[0].shape
-    if any(t.shape != shape for t in tensors):
-        raise ValueError(
-            f"tensors of one shape are needed; got {', '.join(str(tuple(t.shape)) for t in tensors)}."
-        )
+    check_same(**{f"tensor {i}": t for i, t in enumerate(tensors)})
     if not 0 < std.ndim < len(shape) or std.shape != shape[: std.ndim]:
         raise ValueError(
             f"std must have the leading dimensions of {tuple(shape)}, at least one and not all; got shape "
@@ -150,10 +116,6 @@ def expand_over_event(std: Tensor, *tensors: Tensor) -> Tensor:
 
 def reduce_event(values: Tensor, batch_dims: int, log_prob_reduction: LogProbReduction) -> Tensor:
     """Sum or average over all dimensions after the first batch_dims."""
-    if log_prob_reduction not in ("mean", "sum"):
-        raise ValueError(
-            "log_prob_reduction must be 'mean' (per element, Flow-GRPO) or 'sum' (the density); got "
-            f"{log_prob_reduction!r}."
-        )
+    check_choice("log_prob_reduction", log_prob_reduction, get_args(LogProbReduction))
     flat = values.flatten(batch_dims)
     return flat.mean(-1) if log_prob_reduction == "mean" else flat.sum(-1)

@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from visalign.core.checks import check_positive, check_same
+from visalign.core.checks import check_same
 from visalign.core.precision import float32, float32_dtype
 
 
@@ -22,18 +22,8 @@ def value_loss(
 ) -> Tensor:
     """Compute the squared error of the value function per decision, clipped around the rollout's values.
 
-    ℓ = ½ (V − R)², or with `clip` = ε: ½ max((V − R)², (clip(V, V_old − ε, V_old + ε) − R)²), whose gradient
-    is exactly zero where the clipped error is the larger one.
-
-    Args:
-        values: [B, T] or any shape, V of the current value function, differentiable.
-        returns: The same shape, R in the unit of the reward; detached.
-        old_values: The same shape, V of the rollout; detached.
-        clip: ε > 0, in the unit of the reward.
-        weight: The same shape, 0 for absent decisions.
-
-    Returns:
-        Loss per decision, the shape of values, to be passed to `aggregate`.
+    ℓ = ½ (V − R)², or with `clip` = ε, in the unit of the reward: ½ max((V − R)², (clip(V, V_old ± ε) − R)²),
+    whose gradient is exactly zero where the clipped error is the larger one.
 
     Schulman et al., PPO, arXiv 1707.06347, eq. 9, (without the ½); the clip is in its released code only,
     described by Engstrom et al., arXiv 2005.12729, section 3.
@@ -42,7 +32,7 @@ def value_loss(
     error = (value - target).square() / 2
     if old is None or clip is None:
         return error
-    # ½ max((V − R)², (clip(V, V_old ± ε) − R)²)
+
     clipped = _is_clipped(value, old, clip, target)
     bound = (value.detach().clamp(old - clip, old + clip) - target).square() / 2
     return torch.where(clipped, bound, error)
@@ -51,8 +41,7 @@ def value_loss(
 def value_clip_fraction(
     values: Tensor, returns: Tensor, *, old_values: Tensor, clip: float, weight: Tensor | None = None
 ) -> Tensor:
-    """Compute the share of present decisions whose gradient the clip of `value_loss` removed, 0-dim in [0,
-    1]."""
+    """Compute the share of present decisions whose gradient the clip of `value_loss` removed, a number."""
     value, target, old = _prepare(values.detach(), returns, old_values, clip, weight)
     assert old is not None
     present = torch.ones_like(value, dtype=torch.bool) if weight is None else weight != 0
@@ -61,41 +50,21 @@ def value_clip_fraction(
 
 
 def soft_minimum(values: Tensor, *, temperature: float = 0.3) -> Tensor:
-    """Compute the cautious value of n critics, V = −a [ln Σ_h exp(−v_h/a) − ln n].
+    """Compute the cautious value of n critics [..., n], V = −a [ln Σ_h exp(−v_h/a) − ln n].
 
-    It lies between their minimum (a → 0) and mean (a → ∞).
-
-    Args:
-        values: [..., n], differentiable.
-        temperature: a > 0, in the unit of the values.
-
-    Returns:
-        [...] values.
-
-    Raises:
-        ValueError: no critics, or a temperature that is not positive and finite.
-
-    SAFE, arXiv 2602.04651 (two critics, a = 0.3).
+    It lies between their minimum (a → 0) and mean (a → ∞). SAFE, arXiv 2602.04651 (two critics, a = 0.3).
     """
-    check_positive(temperature=temperature)
-    if not values.ndim or not values.shape[-1]:
-        raise ValueError(f"values must be [..., n] with at least one critic; got {tuple(values.shape)}.")
+
     total = torch.logsumexp(-float32(values) / temperature, -1) - math.log(values.shape[-1])
     return -temperature * total
 
 
 def explained_variance(values: Tensor, returns: Tensor, weight: Tensor | None = None) -> Tensor:
-    """Compute the explained variance of the returns, 1 − Var(R − V)/Var(R), in float64.
+    """Compute the explained variance of the returns, 1 − Var(R − V)/Var(R), in float64; a number without
+    gradient.
 
-    1 is perfect, 0 no better than a constant, below 0 worse.
-
-    Args:
-        values: Any shape.
-        returns: The same shape.
-        weight: The same shape; decisions of weight 0 are not counted, others count once.
-
-    Returns:
-        0-dim without gradient; NaN if the returns do not vary or none is present.
+    1 is perfect, 0 no better than a constant, below 0 worse; NaN if the returns do not vary or none is
+    present. Decisions count once, whatever their weight.
     """
     present = torch.ones_like(values, dtype=torch.bool) if weight is None else weight != 0
     value, target, _ = _prepare(values.detach().double(), returns.double(), None, None, weight)
@@ -123,12 +92,7 @@ def _prepare(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return V, R and V_old in float32 or better, 0 where weight is 0."""
     if (old_values is None) != (clip is None):
-        problem = "clip without old_values" if old_values is None else "old_values without clip"
-        raise ValueError(f"clipping needs old_values and clip, plain squared error neither; got {problem}.")
-    if clip is not None and not clip > 0:
-        raise ValueError(
-            f"clip must be positive, in the unit of the reward; got {clip}. None switches it off."
-        )
+        raise ValueError(f"give old_values and clip, or neither; got clip={clip} and one of the two is None.")
     check_same(values=values, returns=returns, old_values=old_values, weight=weight)
     dtype = float32_dtype(values)
     tensors = [values.to(dtype), returns.detach().to(dtype)]

@@ -2,7 +2,7 @@
 """Surrogates ℓ = −sg[ω] A log π: the gradient flows through log π only.
 
 The weight ω is 1 (REINFORCE, GPG), the ratio, the clipped ratio (CISPO), a smooth function of the sequence's
-ratio (VESPO), or the ratio inside a trust region of the divergence (DPPO).
+ratio (VESPO), or the ratio inside a trust region of the divergence (DPPO). `log_ratio` is detached here.
 """
 
 from __future__ import annotations
@@ -21,22 +21,11 @@ from .ppo import bounded_ratio, surrogate_inputs
 def reinforce(
     log_prob: Tensor, advantage: Tensor, log_ratio: Tensor | None = None, *, weight: Tensor | None = None
 ) -> Tensor:
-    """Compute REINFORCE, optionally weighted by the importance ratio.
+    """Compute REINFORCE, ℓ = −sg[r] A log π, r = 1 without log_ratio.
 
-    ℓ = −sg[r] A log π, r = 1 without log_ratio. GPG has no ratio (its factor α belongs to the advantage).
-
-    Args:
-        log_prob: [B] or [B, T] log π, differentiable.
-        advantage: [B], or the shape of log_prob.
-        log_ratio: The shape of log_prob, any level; detached.
-        weight: The shape of log_prob, 0 for absent decisions.
-
-    Returns:
-        Loss per decision, the shape of log_prob.
-
-    Williams, Machine Learning 8, 1992; Chu et al., GPG, arXiv 2504.02546.
+    GPG has no ratio (its factor α belongs to the advantage). Williams, Machine Learning 8, 1992; Chu et al.,
+    GPG, arXiv 2504.02546.
     """
-    # −sg[r] A log π
     return _weighted(log_prob, advantage, None if log_ratio is None else _ratio(log_ratio), weight)
 
 
@@ -49,31 +38,14 @@ def cispo(
     bound_high: float,
     weight: Tensor | None = None,
 ) -> Tensor:
-    """Compute CISPO: clipped importance weights, so that no decision loses its gradient.
+    """Compute CISPO, ℓ = −sg[clip(r, b_low, b_high)] A log π, in which no decision loses its gradient.
 
-    ℓ = −sg[clip(r, b_low, b_high)] A log π. The bounds are ratios, since three conventions exist: 0 and 1 +
-    ε_high (the paper; 0 and 5 in ScaleRL), 1 − ε_low and 1 + ε_high (0.8 and 1.2 by default in verl), 0 and
-    ε_high (TRL, whose default of 0.2 caps every weight at 0.2).
+    The bounds are ratios, since three conventions exist: 0 and 1 + ε_high (the paper; 0 and 5 in ScaleRL),
+    1 − ε_low and 1 + ε_high (0.8 and 1.2 by default in verl), 0 and ε_high (TRL, whose default of 0.2 caps
+    every weight at 0.2). Infinity allows e^20. "token_mean" is the paper's aggregation.
 
-    Args:
-        log_prob: [B] or [B, T] log π, differentiable.
-        log_ratio: The shape of log_prob, any level; detached.
-        advantage: [B], or the shape of log_prob.
-        bound_low: Smallest weight, ≥ 0.
-        bound_high: Largest weight, ≥ bound_low; infinity allows e^20.
-        weight: The shape of log_prob, 0 for absent decisions.
-
-    Returns:
-        Loss per decision, the shape of log_prob; "token_mean" is the paper's aggregation.
-
-    MiniMax-M1, arXiv 2506.13585, eq. 4 and 5; ScaleRL, arXiv 2510.13786 (0 and 5).
+    MiniMax-M1, arXiv 2506.13585, eq. 4 and 5; ScaleRL, arXiv 2510.13786.
     """
-    if not 0 <= bound_low <= bound_high:
-        raise ValueError(
-            "the bounds are ratios with 0 ≤ bound_low ≤ bound_high (1 ± ε, not ε); got "
-            f"bound_low={bound_low}, bound_high={bound_high}."
-        )
-    # −sg[clip(r, b_low, b_high)] A log π
     return _weighted(log_prob, advantage, _ratio(log_ratio).clamp(bound_low, bound_high), weight)
 
 
@@ -86,32 +58,17 @@ def gamma_weight(
     k_neg: float = 3.0,
     lambda_neg: float = 2.0,
 ) -> Tensor:
-    """Compute VESPO's gamma kernel of a sequence ratio, φ(W) = W^k e^{λ(1 − W)}.
+    """Compute VESPO's gamma kernel of a sequence ratio, φ(W) = W^k e^{λ(1 − W)}, (k, λ) by the sign of A.
 
-    φ(1) = 1, the peak is at W = k/λ, and φ vanishes for W → 0 and W → ∞. (k, λ) depend on the sign of A.
-
-    Args:
-        log_ratio: [B] or [B, T] log W, of whole sequences.
-        advantage: [B], or the shape of log_ratio.
-        k_pos: Exponent for A ≥ 0, ≥ 0.
-        lambda_pos: Rate for A ≥ 0, ≥ 0.
-        k_neg: Exponent for A < 0, ≥ 0.
-        lambda_neg: Rate for A < 0, ≥ 0.
-
-    Returns:
-        φ ≥ 0 without gradient, the shape of log_ratio.
+    φ(1) = 1, the peak is at W = k/λ, and φ vanishes for W → 0 and W → ∞. No gradient.
 
     Shen et al., VESPO, arXiv 2602.10693.
     """
-    parameters = {"k_pos": k_pos, "lambda_pos": lambda_pos, "k_neg": k_neg, "lambda_neg": lambda_neg}
-    if not all(value >= 0 for value in parameters.values()):
-        raise ValueError(f"k and λ must be ≥ 0; got {parameters}.")
-    value, gain = surrogate_inputs(log_ratio.detach(), advantage)
-    worse = gain < 0
+    log_w, gain = surrogate_inputs(log_ratio.detach(), advantage)
     # log φ(W) = k log W − λ (W − 1)
-    log_pos = k_pos * value - lambda_pos * (bounded_ratio(value) - 1)
-    log_neg = k_neg * value - lambda_neg * (bounded_ratio(value) - 1)
-    return bounded_ratio(torch.where(worse, log_neg, log_pos))
+    log_pos = k_pos * log_w - lambda_pos * (bounded_ratio(log_w) - 1)
+    log_neg = k_neg * log_w - lambda_neg * (bounded_ratio(log_w) - 1)
+    return bounded_ratio(torch.where(gain < 0, log_neg, log_pos))
 
 
 def vespo(
@@ -125,29 +82,13 @@ def vespo(
     lambda_neg: float = 2.0,
     weight: Tensor | None = None,
 ) -> Tensor:
-    """Compute VESPO: a policy gradient weighted by a smooth kernel of the sequence's ratio.
+    """Compute VESPO, ℓ = −sg[φ(W)] A log π, W = exp(Σ_t log r) of `ratio_level(…, "sequence_sum")`.
 
-    ℓ = −sg[φ(W)] A log π, W = exp(Σ_t log r), φ from `gamma_weight`.
-
-    Args:
-        log_prob: [B, T] log π per decision (or [B] per sequence), differentiable.
-        log_ratio: The shape of log_prob, from `ratio_level(…, "sequence_sum")`; detached.
-        advantage: [B], or the shape of log_prob.
-        k_pos: Exponent of W for A ≥ 0.
-        lambda_pos: Rate of decay for A ≥ 0.
-        k_neg: Exponent of W for A < 0.
-        lambda_neg: Rate of decay for A < 0.
-        weight: The shape of log_prob, 0 for absent decisions.
-
-    Returns:
-        Loss per decision, the shape of log_prob.
-
-    Shen et al., VESPO, arXiv 2602.10693.
+    φ is `gamma_weight`. Shen et al., arXiv 2602.10693.
     """
     kernel = gamma_weight(
         log_ratio, advantage, k_pos=k_pos, lambda_pos=lambda_pos, k_neg=k_neg, lambda_neg=lambda_neg
     )
-    # −sg[φ(W)] A log π
     return _weighted(log_prob, advantage, kernel, weight)
 
 
@@ -165,85 +106,54 @@ def dppo(
     """Compute DPPO: a policy gradient with a trust region in the divergence instead of the ratio.
 
     ℓ = −M min(r, cap) A, with gradient −M min(r, cap) A ∇log π. M = 0 where the policy has already moved in
-    the direction of A (r > 1 for A > 0, r < 1 for A < 0) and D exceeds the limit, else 1. With log_prob the
-    value is that of the released code, −M sg[min(r, cap)] A log π; the gradient is the same.
+    the direction of A (r > 1 for A > 0, r < 1 for A < 0) and D exceeds `limit_high` or `limit_low`, else 1.
+    With log_prob the value is that of the released code, −M sg[min(r, cap)] A log π; the gradient is the
+    same.
 
-    Args:
-        log_ratio: [B] or [B, T] per decision, differentiable unless log_prob is given.
-        advantage: [B], or the shape of log_ratio.
-        divergence: The shape of log_ratio, D(π_old, π); detached. Tokens: `binary_tv` or `binary_kl`.
-            Denoising steps: `gaussian_kl`, which gives Flow-DPPO.
-        limit_low: Largest D for A < 0, ≥ 0.
-        limit_high: Largest D for A > 0, ≥ 0.
-        cap: Largest ratio, > 0.
-        log_prob: The shape of log_ratio, log π, differentiable.
-        weight: The shape of log_prob, 0 for absent decisions.
-
-    Returns:
-        Loss per decision, the shape of log_ratio.
+    `divergence` is D(π_old, π), detached: of tokens `binary_tv` or `binary_kl`, of denoising steps
+    `gaussian_kl`, which gives Flow-DPPO.
 
     Qi et al., DPPO, arXiv 2602.04879; Flow-DPPO, arXiv 2606.11025 (one limit, no cap).
     """
-    if not (limit_low >= 0 and limit_high >= 0 and cap > 0):
-        raise ValueError(
-            f"limit_low and limit_high must be ≥ 0 and cap > 0; got {limit_low}, {limit_high} and {cap}."
-        )
     check_same(divergence=divergence, log_ratio=log_ratio)
-    value, gain = surrogate_inputs(log_ratio.detach(), advantage)
-    distance = divergence.detach()
-    outside = (gain > 0) & (value > 0) & (distance > limit_high)
-    outside = outside | ((gain < 0) & (value < 0) & (distance > limit_low))
-    # −sg[M min(r, cap)] A log π
-    factor = torch.where(outside, 0.0, bounded_ratio(value).clamp(max=cap))
+    log_r, gain = surrogate_inputs(log_ratio, advantage)
+    moved, distance = log_r.detach(), divergence.detach()
+    outside = (gain > 0) & (moved > 0) & (distance > limit_high)
+    outside = outside | ((gain < 0) & (moved < 0) & (distance > limit_low))
+    factor = torch.where(outside, 0.0, bounded_ratio(moved).clamp(max=cap))  # M min(r, cap)
     if log_prob is None:
-        live, _ = surrogate_inputs(log_ratio, advantage)
-        log_prob = 1 + (live - live.detach())  # value 1, gradient ∇log r
+        log_prob = 1 + (log_r - moved)  # value 1, gradient ∇log r
     return _weighted(log_prob, advantage, factor, weight)
 
 
 def binary_tv(log_prob: Tensor, old_log_prob: Tensor) -> Tensor:
-    """Compute the total variation of "this token" against "any other", D = |π_old − π|.
+    """Compute the total variation of "this token" against "any other", D = |π_old − π|, without gradient.
 
     It is a lower bound of the total variation over the vocabulary. Denoising steps have the exact
-    `gaussian_kl`.
-
-    Args:
-        log_prob: Any shape, log π ≤ 0 (clamped).
-        old_log_prob: The same shape, log π_old.
-
-    Returns:
-        D in [0, 1] without gradient, the shape of log_prob.
-
-    Qi et al., DPPO, arXiv 2602.04879.
+    `gaussian_kl`. Qi et al., DPPO, arXiv 2602.04879.
     """
-    new, old = _probabilities(log_prob, old_log_prob)
+    new, old = _log_probs(log_prob, old_log_prob)
     return (new.exp() - old.exp()).abs()
 
 
 def binary_kl(log_prob: Tensor, old_log_prob: Tensor) -> Tensor:
-    """Compute the KL divergence of "this token" against "any other".
+    """Compute the KL divergence of "this token" against "any other", nats, without gradient.
 
     D = π_old log(π_old/π) + (1 − π_old) log((1 − π_old)/(1 − π)), a lower bound of KL(π_old ‖ π) over the
-    vocabulary; exact also near probability 1.
-
-    Args:
-        log_prob: Any shape, log π ≤ 0 (clamped).
-        old_log_prob: The same shape, log π_old.
-
-    Returns:
-        Nats ≥ 0 without gradient, the shape of log_prob; infinite where π is 1 and π_old is not.
+    vocabulary; exact also near probability 1, infinite where π is 1 and π_old is not.
 
     Qi et al., DPPO, arXiv 2602.04879.
     """
-    new, old = _probabilities(log_prob, old_log_prob)
+    new, old = _log_probs(log_prob, old_log_prob)
     this, other = old.exp(), -torch.expm1(old)
-    # π_old log(π_old/π) + (1 − π_old) log((1 − π_old)/(1 − π)), with 0 log 0 = 0
+    # with 0 log 0 = 0
     this_term = torch.where(this == 0, 0.0, this * (old - new))
     other_term = torch.where(other == 0, 0.0, other * (_log_complement(old) - _log_complement(new)))
     return (this_term + other_term).clamp(min=0)
 
 
-def _probabilities(log_prob: Tensor, old_log_prob: Tensor) -> tuple[Tensor, Tensor]:
+def _log_probs(log_prob: Tensor, old_log_prob: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probs of one dtype, at most 0."""
     check_same(log_prob=log_prob, old_log_prob=old_log_prob)
     dtype = torch.promote_types(torch.promote_types(log_prob.dtype, old_log_prob.dtype), torch.float32)
     return log_prob.detach().to(dtype).clamp(max=0), old_log_prob.detach().to(dtype).clamp(max=0)
