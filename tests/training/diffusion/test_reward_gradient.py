@@ -224,7 +224,10 @@ class _NoGradient(Brightness):
         ({"objective": {"algorithm": "draft", "changes": {"last": 0}}}, "last is 0; it is a whole number"),
         ({"objective": {"algorithm": "refl", "changes": {"last": 2}}}, "Set stop_range=None, or last=1"),
         ({"objective": {"algorithm": "refl", "changes": {"stop_range": [0.5, 0.2]}}}, "low < high"),
-        ({"objective": {"algorithm": "draft", "changes": {"lats": 2}}}, "no field 'lats'. Did you mean 'last'"),
+        (
+            {"objective": {"algorithm": "draft", "changes": {"lats": 2}}},
+            "no field 'lats'. Did you mean 'last'",
+        ),
         ({"objective": {"algorithm": "draft", "step_weights": [1.0]}}, "has no log-probs of steps"),
         ({"rollout": {"sde_window": 2}}, "through the reward's gradient. Set rollout.sde_window=null"),
         ({"rollout": {"guidance": 2.0}}, "rollout.guidance is 2.0"),
