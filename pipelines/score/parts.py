@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Image collections file by file for `--engine ray`: tables, WebDataset's tar files, folders, in batches.
-
-Light to import, since every process that reads does.
-"""
+"""Image collections file by file for `--engine ray`: tables, WebDataset's tar files, folders."""
 
 from __future__ import annotations
 
 import json
-import pickle
 import tarfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,9 +20,6 @@ from .image_rows import IMAGE_ENDINGS, ImageRow, find_images, table_row, with_pr
 
 TARS = (".tar", ".tar.gz", ".tgz")
 """WebDataset's files: neighbours of one name are a sample, `7.jpg` with `7.txt` (prompt) and `7.json`."""
-TOGETHER, BYTES = 8, 16 << 20
-"""Most batches per hand-over to a worker, and bytes of images from which they are fewer: a hand-over costs as
-much as a small reward."""
 IMAGES = 1024
 """Single images per file of scores."""
 
@@ -62,14 +55,11 @@ class Part:
 
 
 def find_parts(items: Sequence[Path], *, clips: bool = False) -> list[Part]:
-    """List the files to score.
+    """List the files to score of tables, tar files, folders and images.
 
-    Args:
-        items: Tables, tar files, folders, images. Of a folder that holds Parquet or tar files, at any depth,
-            only these are read; else the images in it.
-        clips: As in `find_images`.
+    Of a folder that holds Parquet or tar files, at any depth, only these are read; else the images in it.
     """
-    tables: dict[str, Path] = {}
+    parts: list[Part] = []
     others: list[Path] = []
     for item in (item.absolute() for item in items):
         inside = sorted(
@@ -79,22 +69,21 @@ def find_parts(items: Sequence[Path], *, clips: bool = False) -> list[Part]:
         )
         if not inside and not _is_table(item, tuple(READERS)):
             others.append(item)
-            continue
-        for path in inside or [item]:
+        for path in inside or ([] if item in others else [item]):
             name = str(path.relative_to(item)) if inside else path.name
-            name = name if name.endswith(".parquet") else f"{name}.parquet"
-            if tables.setdefault(name, path) != path:
-                raise UserError(
-                    f"The scores of '{tables[name]}' and of '{path}' would both be '{name}'. Name the folder "
-                    "that holds both, or score them one after the other."
-                )
-    parts = [Part(source=path, output=name) for name, path in tables.items()]
+            parts.append(Part(source=path, output=f"{name.removesuffix('.parquet')}.parquet"))
     images = find_images(others, clips=clips) if others or not items else []
     for start in range(0, len(images), IMAGES):
         name = f"images-{start // IMAGES:05}.parquet"
-        if name in tables:
-            raise UserError(f"The scores of '{tables[name]}' and of images would be '{name}'. Rename it.")
         parts.append(Part(source=tuple(images[start : start + IMAGES]), output=name))
+    parts = list(dict.fromkeys(parts))
+    sources: dict[str, Part] = {}
+    for part in parts:
+        if (other := sources.setdefault(part.output, part)) is not part:
+            raise UserError(
+                f"The scores of '{other.source}' and of '{part.source}' would both be '{part.output}'. Name "
+                "the folder that holds both, or score them one after the other."
+            )
     return parts
 
 
@@ -108,13 +97,13 @@ def check_part(part: Part, options: ScoringOptions) -> None:
         with_prompt(part.source[0], options.prompt, options.needs_prompt)
         return
     if part.source.suffix.lower() == ".parquet":
-        first: Row | None = dict.fromkeys(parquet_columns(part.source))
+        rows = [dict.fromkeys(parquet_columns(part.source))]
     else:
-        first = next((row for _, row, _ in _read_rows(part.source, options)), None)
-    if first is not None:
-        needed = ("image",) if options.default_prompt is not None else ("image", "prompt")
-        row = rename_columns(part.source, first, options.names)
-        require_columns(part.source, row, needed, purpose="a table of images")
+        rows = [row for _, row, _ in islice(_read_rows(part.source, options), 1)]
+    needed = ("image",) if options.default_prompt is not None else ("image", "prompt")
+    for row in rows:
+        renamed = rename_columns(part.source, row, options.names)
+        require_columns(part.source, renamed, needed, purpose="a table of images")
 
 
 def read_part(part: Part, options: ScoringOptions) -> Iterator[ImageRow]:
@@ -201,24 +190,3 @@ def _read_member(ending: str, content: bytes, row: Row) -> Row:
         record = json.loads(text)
         return {"metadata": record} | record | row if isinstance(record, dict) else {"metadata": record}
     return {"metadata": text}
-
-
-def read_batches(item: Row, options: ScoringOptions) -> Iterator[Row]:
-    """Read a part in groups of whole batches, which a worker scores; each part starts a new group."""
-    rows, start, number = read_part(pickle.loads(item["part"]), options), 0, 0
-    common: Row = {"place": item["place"], "unread": "", "is_last": False}
-    try:
-        group = list(islice(rows, options.batch_size))
-        while True:
-            following = list(islice(rows, options.batch_size))
-            size = sum(len(row.content or b"") for row in group)
-            if following and len(group) < TOGETHER * options.batch_size and size < BYTES:
-                group += following
-                continue
-            position = {"number": number, "start": start, "is_last": not following}
-            yield common | position | {"rows": pickle.dumps(group)}
-            if not following:
-                return
-            number, start, group = number + 1, start + len(group), following
-    except UserError as error:
-        yield common | {"number": number, "start": start, "rows": pickle.dumps([]), "unread": str(error)}

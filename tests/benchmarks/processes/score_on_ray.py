@@ -39,7 +39,7 @@ from PIL import Image
 from visalign.data.shapes.preferences import ShapesPreferences
 from visalign.data.shapes.render import render
 
-WORKER = b"ray::MapWorker(MapBatches(Judge))"
+WORKER = b"ray::Worker"
 """How the process of a worker calls itself."""
 
 

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import io
-import pickle
 import socket
 import subprocess
 import sys
 import tarfile
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow
@@ -21,32 +22,22 @@ from typer.testing import CliRunner
 from visalign.data.sets.tables import read_rows
 from visalign.errors import UserError
 from visalign.pipelines.cli.app import app
-from visalign.pipelines.score import on_ray, parts
-from visalign.pipelines.score.image_rows import ImageRow, image_rows
+from visalign.pipelines.score import on_ray
+from visalign.pipelines.score.image_rows import image_rows
 from visalign.pipelines.score.on_ray import (
-    DEATHS,
-    Attempts,
-    Scorer,
-    check_address,
+    Worker,
     finished_parts,
     input_digest,
+    ray_running,
     score_on_ray,
-    worker_resources,
     write_scores,
 )
-from visalign.pipelines.score.parts import (
-    Part,
-    ScoringOptions,
-    check_part,
-    find_parts,
-    read_batches,
-    read_part,
-)
+from visalign.pipelines.score.parts import ScoringOptions, check_part, find_parts, read_part
 from visalign.pipelines.score.score import ScoreRow, score_rows
 from visalign.rewards import load_reward
 from visalign.versions import missing_extra
 
-ASKING = ScoringOptions(rewards=["saturation"], batch_size=3)
+OPTIONS = ScoringOptions(rewards=["saturation"], batch_size=3)
 
 
 def image(level: int) -> bytes:
@@ -88,7 +79,7 @@ def test_each_file_has_its_scores_and_loose_images_theirs(data: Path) -> None:
 
 def test_rows_are_those_of_the_local_engine_with_reasons_for_the_rest(data: Path) -> None:
     table, tar, loose = find_parts([Path("tables"), Path("images")])
-    rows = list(read_part(table, ASKING))
+    rows = list(read_part(table, OPTIONS))
     broken = rows.pop(3)
     assert broken.reason == "'prompt' is missing, needed is a text." and broken.image.endswith("a.parquet#4")
     written = pyarrow.parquet.read_table("tables/a.parquet").to_pylist()
@@ -101,7 +92,7 @@ def test_rows_are_those_of_the_local_engine_with_reasons_for_the_rest(data: Path
     assert score_rows(rows, reward) == score_rows(local, reward)
     assert score_rows(rows, reward)[2].reason == f"'{rows[2].image}' holds no image that can be read."
 
-    one, two, three, four = read_part(tar, ASKING)
+    one, two, three, four = read_part(tar, OPTIONS)
     assert one.image == f"{tar.source}/x/1" and one.prompt == "a wall" and one.content == image(9)
     assert two.reason == "'prompt' is missing, needed is a text."
     assert three.prompt == "two" and three.metadata == {"prompt": "two", "tag": "counting"}
@@ -112,30 +103,6 @@ def test_rows_are_those_of_the_local_engine_with_reasons_for_the_rest(data: Path
     assert list(read_part(loose, beside)) == image_rows([data / "images"], needs_prompt=False)
 
 
-def test_batches_are_the_same_however_they_are_spread_and_say_which_is_the_last(
-    data: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    [table] = find_parts([Path("tables/a.parquet")])
-    item = {"place": 5, "part": pickle.dumps(table)}
-
-    def spread() -> list[Any]:
-        found = [(b, len(pickle.loads(b["rows"]))) for b in read_batches(item, ASKING)]
-        return [(b["number"], b["start"], b["is_last"], count) for b, count in found]
-
-    assert spread() == [(0, 0, True, 8)]
-    monkeypatch.setattr(parts, "TOGETHER", 2)
-    assert spread() == [(0, 0, False, 6), (1, 6, True, 2)]
-    monkeypatch.setattr(parts, "BYTES", 1)
-    assert spread() == [(0, 0, False, 3), (1, 3, False, 3), (2, 6, True, 2)]
-    cut = data / "tables/cut.tar"
-    cut.write_bytes((data / "tables/deep/b.tar").read_bytes()[:1700])
-    last = list(read_batches(item | {"part": pickle.dumps(Part(source=cut, output=""))}, ASKING))[-1]
-    assert "cut.tar' cannot be read as a tar file" in last["unread"] and not last["is_last"]
-    pyarrow.parquet.write_table(pyarrow.table({"image": [], "prompt": []}), "none.parquet")
-    item["part"] = pickle.dumps(find_parts([Path("none.parquet")])[0])
-    assert [(b["is_last"], pickle.loads(b["rows"])) for b in read_batches(item, ASKING)] == [(True, [])]
-
-
 class Raises:
     name, unit, range, higher_is_better = "raises", "", (0.0, 1.0), True
 
@@ -143,49 +110,39 @@ class Raises:
         raise KeyError("weights")
 
 
-def test_a_worker_gives_scores_or_words_and_gives_up_what_kills_it(data: Path) -> None:
-    [part] = find_parts([Path("images")])
-    rows = image_rows([data / "images"], "a wall")
-    tries = Attempts()
-    item = {"place": 0, "start": 0, "is_last": True, "unread": "", "rows": pickle.dumps(rows)}
-    batch = pyarrow.Table.from_pylist([item])
-    judge = Scorer(ASKING, ".", tries.begin)
-    judge._rewards = {"saturation": load_reward("saturation")}
-    for _ in range(DEATHS + 1):  # of each batch but the last it is known that it ended well
-        found = pickle.loads(judge(batch)["rows"][0])
-        assert found[:6] == score_rows(rows, judge._rewards, batch_size=3)[:6]
-    assert found[6].value is None and "died 3 times" in found[6].reason
-    for _ in range(DEATHS):
-        tries.begin(0, 3)
-    given_up = pickle.loads(judge(batch)["rows"][0])
-    assert [row.value is None for row in given_up] == [False] * 3 + [True] * 4
-    judge = Scorer(ASKING, "no/such/folder", lambda *_: 1)
-    judge._rewards = {"raises": Raises()}
-    assert "Reward 'raises' raised KeyError: 'weights'" in judge(batch)["stop"][0]
-    assert part.output == "images-00000.parquet"
+def test_a_worker_returns_scores_or_an_error_with_its_message(data: Path, monkeypatch: Any) -> None:
+    loose, tar = find_parts([Path("images")])[0], find_parts([Path("tables/deep/b.tar")])[0]
+    monkeypatch.setattr(on_ray, "loaded_ray", lambda: SimpleNamespace(get_gpu_ids=list))
+    options = replace(OPTIONS, prompt="a wall")
+    expected = score_rows(image_rows([data / "images"], "a wall"), {"saturation": load_reward("saturation")})
+    assert Worker(options, "no/such/folder").score(loose) == expected
+    Path("tables/deep/b.tar").write_bytes(Path("tables/deep/b.tar").read_bytes()[:1700])
+    assert "b.tar' cannot be read as a tar file" in str(Worker(options, ".").score(tar))
+    monkeypatch.setattr(on_ray, "load_reward", lambda *_, **__: Raises())
+    assert "Reward 'saturation' raised KeyError: 'weights'" in str(Worker(options, ".").score(loose))
 
 
 def test_finished_files_stay_and_changed_ones_are_scored_again(data: Path) -> None:
     parts, output = find_parts([Path("tables"), Path("images")]), data / "out"
     rows = score_rows(image_rows([data / "images"], "a wall"), {"saturation": load_reward("saturation")})
     rows.append(ScoreRow(image="x", reward="r", value=None, unit="", reason="why", parts={"half": 0.5}))
-    kept = {"judges": {"saturation": "1"}}
-    assert finished_parts(output, parts, ASKING, kept["judges"]) == set()
+    metadata = {"judges": {"saturation": "1"}}
+    assert finished_parts(output, parts, OPTIONS, metadata["judges"]) == []
     for part in parts[:2]:
-        write_scores(output / part.output, rows, kept | {"input": input_digest(part, ASKING)})
+        write_scores(output / part.output, rows, metadata | {"input": input_digest(part, OPTIONS)})
     read = [row.get("value") for _, row in read_rows(output / "a.parquet")]
     assert read == [row.value for row in rows]
     last = pyarrow.parquet.read_table(output / "a.parquet").to_pylist()[-1]
     assert last["value"] is None and last["reason"] == "why" and last["parts"] == [("half", 0.5)]
-    assert finished_parts(output, parts, ASKING, kept["judges"]) == {0, 1}
+    assert finished_parts(output, parts, OPTIONS, metadata["judges"]) == parts[:2]
     with tarfile.open("tables/deep/b.tar", "a") as tar:
         tar.add("images/1.png")
-    assert finished_parts(output, parts, ASKING, kept["judges"]) == {0}
-    with pytest.raises(UserError, match=r"holds scores of saturation, which are other rewards or other vers"):
-        finished_parts(output, parts, ASKING, {"saturation": "2"})
+    assert finished_parts(output, parts, OPTIONS, metadata["judges"]) == parts[:1]
+    with pytest.raises(UserError, match="holds no scores of saturation, or those of other versions"):
+        finished_parts(output, parts, OPTIONS, {"saturation": "2"})
     pyarrow.parquet.write_table(pyarrow.table({"x": [1]}), output / "a.parquet")
-    with pytest.raises(UserError, match=r"a\.parquet' holds no scores of ours"):
-        finished_parts(output, parts, ASKING, kept["judges"])
+    with pytest.raises(UserError, match=r"a\.parquet' holds no scores"):
+        finished_parts(output, parts, OPTIONS, metadata["judges"])
 
 
 def test_what_cannot_be_scored_is_refused_before_anything_is(data: Path) -> None:
@@ -194,7 +151,7 @@ def test_what_cannot_be_scored_is_refused_before_anything_is(data: Path) -> None
 
     def refused(*items: str, output: str = "out", **more: Any) -> str:
         with pytest.raises(UserError) as error:
-            score_on_ray([Path(item) for item in items], Path(output), ASKING, rewards, **more)
+            score_on_ray([Path(item) for item in items], Path(output), OPTIONS, rewards, **more)
         return str(error.value)
 
     assert "bad.parquet' lacks the column 'image'" in refused("tables", "bad.parquet")
@@ -218,19 +175,14 @@ def _head(path: str, **asking: Any) -> str:
     return str(error.value)
 
 
-def test_an_address_that_does_not_answer_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_that_does_not_answer_is_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on_ray, "loaded_ray", lambda: None)
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
-        free = listening.getsockname()[1]
-    with pytest.raises(UserError, match=rf"No Ray cluster answers at 127\.0\.0\.1:{free} \("):
-        check_address(f"127.0.0.1:{free}")
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        monkeypatch.setattr(on_ray, "WAIT", 0.1)
-        with pytest.raises(UserError, match=r"No Ray cluster answers .* \(timed out\)"):
-            check_address(f"127.0.0.1:{silent.getsockname()[1]}")
-    for bad in ("head", "ray://head:10001", ":6379", "head:x"):
-        with pytest.raises(UserError, match="needed is HOST:PORT"):
-            check_address(bad)
+        free = f"127.0.0.1:{listening.getsockname()[1]}"
+    for address in (free, "head", "head:x"):
+        with pytest.raises(UserError, match=rf"No Ray at {address}: .* HOST:PORT"), ray_running(address):
+            pass
 
 
 def test_the_command_line_names_the_extra_and_keeps_engines_apart(
@@ -248,11 +200,6 @@ def test_the_command_line_names_the_extra_and_keeps_engines_apart(
     monkeypatch.setitem(sys.modules, "ray", None)
     error = said("--engine", "ray", "-o", "out").exception
     assert isinstance(error, ModuleNotFoundError) and "'visalign[ray]'" in str(missing_extra(error))
-
-
-def test_workers_leave_half_of_the_processors_to_reading() -> None:
-    assert worker_resources(4, {"CPU": 4})["num_cpus"] == 0.5
-    assert worker_resources(8, {"CPU": 64, "GPU": 3}) == {"num_cpus": 1.0, "num_gpus": 1 / 3}
 
 
 MINE = """
@@ -298,12 +245,3 @@ def test_a_killed_worker_loses_nothing_and_a_stopped_scoring_goes_on(
     assert [before[n] == Path("out", n).stat().st_mtime_ns for n in names] == [True, False, True]
     values = [pyarrow.parquet.read_table(f"out/{name}")["value"].to_pylist() for name in names]
     assert values[0] == values[1] == values[2]
-
-
-def test_rows_that_have_their_reason_are_never_asked() -> None:
-    rows = [
-        ImageRow(image="x.png", prompt="", reason="too old"),
-        ImageRow(image="y", prompt="", content=b"1"),
-    ]
-    found = score_rows(rows, {"saturation": load_reward("saturation")})
-    assert [row.reason for row in found] == ["too old", "'y' holds no image that can be read."]
