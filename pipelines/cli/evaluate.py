@@ -129,7 +129,7 @@ def show_evaluation(console: Console, result: Mapping[str, Any]) -> None:
     console.print(Text(f"{about['name']}: {about['size']} {what}"))
     for finding in about["findings"]:
         console.print(Text(f"  {finding['message']}"))
-    for name, provenance in (result.get("whose") or {}).items():
+    for name, provenance in (result.get("provenance") or {}).items():
         console.print(Text(provenance_sentence(name, provenance)), soft_wrap=True)
     names = [escape(judge["judge"]["name"]) for judge in judges]
     tables = [table for tables in evaluation_tables(result).values() for table in tables]

@@ -127,7 +127,7 @@ def agree_rewards(
 
 def write_agreement(folder: Path, result: Mapping[str, Any]) -> Path:
     """Write `agreement.json`, `tables/`, and `agreement.html` with its images embedded."""
-    names = dict.fromkeys(row["image"] for pair in result["pairs"] for row in pair["parted"])
+    names = dict.fromkeys(row["image"] for pair in result["pairs"] for row in pair["disagreements"])
     write_atomic(folder / RESULT, pretty(result))
     write_tables(folder / FOLDER, file_tables(result))
     return write_atomic(folder / PAGE, agree_page(result, load_shown_images(names)))
@@ -151,7 +151,7 @@ def _compare_pairs(
     prompts = [row.prompt for row in rows]
     pairs = agreement(labels, values, prompts, seed=seed)
     for entry, (a, b) in zip(pairs, combinations(range(len(labels)), 2), strict=True):
-        entry["parted"] = [
+        entry["disagreements"] = [
             {
                 "image": rows[row].image,
                 "prompt": rows[row].prompt,
@@ -263,7 +263,7 @@ def _reward_record(label: str, reward: PointwiseReward | None, rows: Sequence[Sc
         "higher_is_better": reward is None or reward.higher_is_better,
         "model": None if reward is None else reward_identity(reward).model,
         "digest": None if reward is None else reward_identity(reward).digest,
-        "whose": None if reward is None else provenance(reward),
+        "provenance": None if reward is None else provenance(reward),
         "judged": len(values),
         "failed": len(rows) - len(values),
         "reasons": {reason: reasons.count(reason) for reason in list(dict.fromkeys(reasons))[:3]},

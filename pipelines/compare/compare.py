@@ -74,7 +74,7 @@ def compare_images(
         with Naming(label):
             compare = _compare_scores if isinstance(judge, PointwiseReward) else _compare_orders
             entry = compare(label, judge, images, prompt)
-            entry["whose"] = provenance(judge)
+            entry["provenance"] = provenance(judge)
             entry["notes"] += filter(None, [domain_note(judge, [prompt])])
             entries.append(entry)
     votes: dict[str, list[str]] = {}

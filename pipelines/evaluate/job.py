@@ -179,7 +179,7 @@ def evaluate(options: EvaluateOptions, *, on_batch: OnBatch | None = None) -> di
             "findings": [asdict(finding) for finding in findings],
         },
         "judges": reports,
-        "whose": {name: provenance(reward) for name, reward in rewards.items()},
+        "provenance": {name: provenance(reward) for name, reward in rewards.items()},
         "comparisons": comparisons,
         "leaderboard": leaderboard(source, reported, comparisons, options.settings),
         "fusion": fusion,

@@ -19,8 +19,6 @@ from visalign.errors import UserError
 
 IMAGE_ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 """Endings of images in folders; a file that is named itself may have any."""
-PROMPT_ENDING = ".txt"
-"""Ending of the file with an image's name that holds its prompt."""
 RECORD, SAMPLES = "metadata.jsonl", "samples"
 """GenEval's folders: a record with the prompt, next to the folder of the samples."""
 SAMPLED, SAMPLED_CLIP = "images.jsonl", ".webp"
@@ -46,14 +44,10 @@ class ImageRow:
 
 
 def find_images(items: Sequence[Path], *, clips: bool = False) -> list[Path]:
-    """Find the files to score: those named, and the images in the folders named and below, sorted.
+    """Find the files to score, each once: those named, and the images in the folders named and below, sorted.
 
-    Args:
-        items: Files and folders. A named file that does not exist stays: it becomes a row with its reason.
-        clips: Whether a folder in which `numbered_frames` finds a clip is listed itself, not its frames.
-
-    Returns:
-        Paths, each once, in the order given; a warning lists those named twice.
+    A named file that does not exist stays: it becomes a row with its reason. With `clips`, a folder of
+    `numbered_frames` is listed itself, not its frames.
     """
     paths: dict[Path, None] = {}
     repeated: list[Path] = []
@@ -61,8 +55,7 @@ def find_images(items: Sequence[Path], *, clips: bool = False) -> list[Path]:
         files = list(_walk(item, clips)) if item.is_dir() else [item]
         if not files:
             raise UserError(
-                f"The folder '{item}' holds no image. Allowed endings: {', '.join(IMAGE_ENDINGS)}; "
-                "a file of another ending can be named itself."
+                f"The folder '{item}' holds no image. Allowed endings: {', '.join(IMAGE_ENDINGS)}."
             )
         repeated += [path for path in files if path in paths]
         paths.update(dict.fromkeys(files))
@@ -70,9 +63,8 @@ def find_images(items: Sequence[Path], *, clips: bool = False) -> list[Path]:
         raise UserError("No images were named. Give files or folders.")
     for path in paths:
         require_text_name(path)
-    if count := len(set(repeated)):
-        what = "image was" if count == 1 else "images were"
-        warnings.warn(f"{count} {what} named twice, which counts once: {listed(repeated)}.", stacklevel=2)
+    if repeated:
+        warnings.warn(f"Images named twice count once: {listed(repeated)}.", stacklevel=2)
     return list(paths)
 
 
@@ -81,9 +73,7 @@ def require_text_name(path: Path) -> None:
     try:
         str(path).encode()
     except UnicodeEncodeError as error:
-        raise UserError(
-            f"The name of the image {os.fsencode(path)!r} is not UTF-8, and tables and pages are. Rename it."
-        ) from error
+        raise UserError(f"The name of the image {os.fsencode(path)!r} is not UTF-8. Rename it.") from error
 
 
 def require_still(path: Path) -> None:
@@ -105,15 +95,15 @@ def image_rows(
     names: Mapping[str, str] | None = None,
     clips: bool = False,
 ) -> list[ImageRow]:
-    """Read images with their prompts.
+    """Read images with their prompts from image files, folders, clips and tables.
+
+    Prompts lie next to the images of folders (`cat.png`, `cat.txt`; a clip's frames in `roll`, `roll.txt`),
+    or in GenEval's layout (`00000/metadata.jsonl`, `00000/samples/`). Tables
+    (`visalign.data.sets.tables.READERS`) have the columns image, prompt and, if wanted, metadata (an object,
+    or JSON text); paths in a table start at its folder, and a Parquet table may hold the images.
 
     Args:
-        items: Image files; folders, whose images may have prompts next to them (`cat.png`, `cat.txt`) or
-            GenEval's layout (`00000/metadata.jsonl`, `00000/samples/`); clips likewise (a folder `roll` of
-            frames, `roll.txt` next to it);
-            tables (`visalign.data.sets.tables.READERS`) with the columns image, prompt and, if wanted,
-            metadata (an object, or JSON text). Paths in a table start at its folder; a Parquet table may hold
-            the images.
+        items: Paths.
         prompt: Prompt of all images of files and folders, and of table rows without one.
         needs_prompt: False where no reward uses it; the default is then empty.
         names: Our name of a table's column -> the table's.
@@ -134,8 +124,8 @@ def image_rows(
 def numbered_frames(folder: str | Path) -> list[Path]:
     """List the frames of a folder that holds one clip, by number; empty for any other folder.
 
-    Such a folder has nothing in it, but hidden files, than two or more images whose names differ in their
-    numbers alone: `1.png`, `2.png`, or `roll_001.jpg`, `roll_002.jpg`. GenEval's samples are no clip.
+    Beside hidden files it holds two or more images whose names differ in their numbers alone: `1.png`,
+    `2.png`, or `roll_001.jpg`, `roll_002.jpg`. GenEval's samples are no clip.
     """
     folder = Path(folder)
     if folder.name == SAMPLES and (folder.parent / RECORD).is_file():
@@ -165,17 +155,16 @@ def with_prompt(path: Path, prompt: str | None, needed: bool) -> ImageRow:
         _, metadata = next(read_rows(record), (1, {}))
         if prompt is None and isinstance(metadata.get("prompt"), str):
             prompt = metadata["prompt"]
-    text = Path(f"{path.resolve()}{PROMPT_ENDING}") if path.is_dir() else path.with_suffix(PROMPT_ENDING)
-    if path.suffix != PROMPT_ENDING and prompt is None and text.is_file():
+    text = Path(f"{path.resolve()}.txt") if path.is_dir() else path.with_suffix(".txt")
+    if path != text and prompt is None and text.is_file():
         try:
             prompt = text.read_text(encoding="utf-8").strip()
         except UnicodeDecodeError as error:
             raise UserError(f"'{text}' is not UTF-8 text ({error.reason}); save it as UTF-8.") from error
     if prompt is None and needed:
         raise UserError(
-            f"Missing option '--prompt' / '-p': '{path}' has no prompt. Give it for all images, "
-            f"put a prompt into '{text.name}' next to the image, or give a table with the columns image, "
-            "prompt."
+            f"Missing option '--prompt' / '-p': '{path}' has no prompt. Give it for all images, put a prompt "
+            f"into '{text.name}' next to the image, or give a table with the columns image, prompt."
         )
     return ImageRow(image=str(path), prompt=prompt or "", metadata=metadata)
 
@@ -196,10 +185,10 @@ def table_row(path: Path, number: int, row: Row, prompt: str | None) -> ImageRow
 
 
 def _walk(folder: Path, clips: bool) -> Iterator[Path]:
-    """List the images in a folder and below, sorted at each step.
+    """List the images in a folder and below, sorted at each step, without hidden folders.
 
-    Hidden folders are left out, and the `grid.png` of all samples that GenEval and `visalign sample` write;
-    of its videos the middle frame is listed, or with `clips` the whole.
+    The `grid.png` that GenEval and `visalign sample` write is left out; of sampled videos the middle frame is
+    listed, or with `clips` the whole.
     """
     for folder_path, folders, names in os.walk(folder):
         if clips and numbered_frames(folder_path):
@@ -234,13 +223,10 @@ def _read_table(path: Path, prompt: str | None, names: Mapping[str, str]) -> lis
 
 
 def _read_metadata(value: Any) -> Mapping[str, Any] | None:
-    if value is None or value == "":
-        return None
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except json.JSONDecodeError as error:
-            raise UserError(f"'metadata' is not JSON ({error.msg} at column {error.colno}).") from error
+    try:
+        value = json.loads(value or "null") if isinstance(value, str) else value
+    except json.JSONDecodeError as error:
+        raise UserError(f"'metadata' is not JSON ({error.msg} at column {error.colno}).") from error
     if value is not None and not isinstance(value, Mapping):
         raise UserError(f"'metadata' is a {type(value).__name__}, needed is an object.")
     return value

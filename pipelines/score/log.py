@@ -22,53 +22,43 @@ from .provenance import reward_identity
 from .score import ScoreRow
 
 FORMAT = "visalign scores 1"
-ENDING = ".part"
-"""Ending of the partial file of an output."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Logged:
-    """An answer of a reward."""
+    """Answer of a reward."""
 
     value: float | None
-    """A score, or log-odds for the left image; None where it failed."""
+    """Score, or log-odds for the left image; None where it failed."""
     std: float | None = None
     reason: str | None = None
-    """Why there is no value."""
 
 
 Entry = TypeVar("Entry", Logged, ScoreRow)
 
 
 class ScoreLog(Generic[Entry]):
-    """A JSONL file: the rewards' identities first, then a line per score, flushed with its batch.
+    """JSONL file with the rewards' identities first, then a line per score, flushed with its batch.
 
-    Failed rows are kept for the reader but tried again.
-
-    Args:
-        path: The file; None keeps scores only in memory.
-        identities: Name -> identity of each reward that may be asked.
-        entry: Type of a line, which also holds its key.
+    Without a path scores are kept in memory. Failed rows are written for the reader, but tried again.
     """
 
     def __init__(self, path: Path | None, identities: Mapping[str, Identity], entry: type[Entry]) -> None:
         self._entries: dict[str, Entry] = {}
         self._file: TextIO | None = None
         self._open = ExitStack()
-        if path is not None:
-            with self._open:
-                self._open.enter_context(hold_lock(_lock_path(path), what=f"'{path}'"))
-                self._file = self._open.enter_context(self._open_file(path, identities, entry))
-                self._open = self._open.pop_all()
-
-    def _open_file(self, path: Path, identities: Mapping[str, Identity], entry: type[Entry]) -> TextIO:
-        if path.is_file() and path.stat().st_size:
-            self._read(path, identities, entry)
-        else:
-            judges = {name: {"digest": i.digest, "identity": asdict(i)} for name, i in identities.items()}
-            header = json.dumps({"format": FORMAT, "judges": judges}, ensure_ascii=False, default=str)
-            path.write_text(header + "\n", encoding="utf-8", errors="backslashreplace")
-        return path.open("a", encoding="utf-8", errors="backslashreplace")
+        if path is None:
+            return
+        with self._open:
+            self._open.enter_context(hold_lock(_lock_path(path), what=f"'{path}'"))
+            if path.is_file() and path.stat().st_size:
+                self._read(path, identities, entry)
+            else:
+                judges = {name: {"digest": i.digest, "identity": asdict(i)} for name, i in identities.items()}
+                header = json.dumps({"format": FORMAT, "judges": judges}, ensure_ascii=False, default=str)
+                path.write_text(header + "\n", encoding="utf-8", errors="backslashreplace")
+            self._file = self._open.enter_context(path.open("a", encoding="utf-8", errors="backslashreplace"))
+            self._open = self._open.pop_all()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -93,22 +83,26 @@ class ScoreLog(Generic[Entry]):
     def _read(self, path: Path, identities: Mapping[str, Identity], entry: type[Entry]) -> None:
         raw = path.read_bytes()
         complete = raw[: raw.rfind(b"\n") + 1]  # the rest was cut off while it was written
-        lines = complete.decode("utf-8", errors="replace").split("\n")
-        header = _parse_object(lines[0])
+        first, *lines = complete.decode("utf-8", errors="replace").split("\n")[:-1] or [""]
+        header = _parse_object(first)
         if header.get("format") != FORMAT:
             raise UserError(f"'{path}' holds no scores of ours. Give another --output, or remove it.")
-        _check_identities(path, header.get("judges", {}), identities)
+        for label, identity in identities.items():
+            if header["judges"].get(label, {}).get("digest") != identity.digest:
+                raise UserError(
+                    f"'{path}' holds scores of {', '.join(header['judges'])}, not of this {label!r}. Use the "
+                    "same rewards again, or give another --output."
+                )
         names = {field.name for field in fields(entry)}
-        for number, line in enumerate(lines[1:-1], 2):
+        for number, line in enumerate(lines, 2):
             row = _parse_object(line)
-            if not names <= row.keys() or not isinstance(row.get("key"), str):
+            if not names | {"key"} <= row.keys():
                 raise UserError(
                     f"Line {number} of '{path}' is no score. Remove the line; it is scored again."
                 )
             if row["value"] is not None:
                 self._entries[row["key"]] = entry(**{name: row[name] for name in names})
-        if len(complete) < len(raw):
-            os.truncate(path, len(complete))  # in place: a rewritten file could be lost
+        os.truncate(path, len(complete))  # in place: a rewritten file could be lost
 
 
 class RowLog:
@@ -144,7 +138,7 @@ def _lock_path(path: Path) -> Path:
 
 def partial_path(output: Path) -> Path:
     """Path of the file that collects the scores until the output is complete."""
-    return output.with_name(output.name + ENDING)
+    return output.with_name(f"{output.name}.part")
 
 
 def score_key(images: Sequence[str], prompt: str, metadata: Mapping[str, Any] | None) -> str:
@@ -171,24 +165,6 @@ def _parse_object(line: str) -> dict[str, Any]:
     except json.JSONDecodeError:
         return {}
     return value if isinstance(value, dict) else {}
-
-
-def _check_identities(path: Path, saved: Mapping[str, Any], identities: Mapping[str, Identity]) -> None:
-    for label, identity in identities.items():
-        if label not in saved:
-            raise UserError(
-                f"'{path}' holds scores of {', '.join(saved)}, not of {label!r}. Use the same rewards again, "
-                "or give another --output."
-            )
-        if saved[label].get("digest") == identity.digest:
-            continue
-        current = json.loads(json.dumps(asdict(identity), default=str))
-        earlier = saved[label].get("identity") or {}
-        changed = ", ".join(name for name in current if current[name] != earlier.get(name))
-        raise UserError(
-            f"'{path}' holds scores of another version of {label!r}: they differ in "
-            f"{changed or 'their digest'}. Remove the file, or give another --output."
-        )
 
 
 def _row_key(label: str, row: ImageRow) -> str:

@@ -137,8 +137,9 @@ def score_on_ray(
 ) -> RayResult:
     """Score files of images (`find_parts`) into a folder, a Parquet file for each.
 
-    The folder must be new, or with `resume` keeps its finished files. `rewards` are used for their identities:
-    each worker loads its own. `on_part` is called with the number of finished files and of all. Without an
+    The folder must be new, or with `resume` keeps its finished files. `rewards` are used for their
+    identities: each worker loads its own. `on_part` is called with the number of finished files and of all.
+        Without an
     address (HOST:PORT of a cluster's head) Ray is started on this machine.
     """
     output = output.absolute()
@@ -161,7 +162,9 @@ def score_on_ray(
         with ray_running(address):
             for part, scores in _score_parts(waiting, options, workers):
                 if isinstance(scores, str):
-                    result.unread[part.output if isinstance(part.source, tuple) else str(part.source)] = scores
+                    result.unread[part.output if isinstance(part.source, tuple) else str(part.source)] = (
+                        scores
+                    )
                     continue
                 write_scores(
                     output / part.output, scores, {"input": inputs[part.output], "judges": dict(digests)}

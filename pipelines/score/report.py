@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,56 +35,47 @@ QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 def score_summary(
     rows: Sequence[ScoreRow], rewards: Mapping[str, PointwiseReward], *, seconds: float
 ) -> dict[str, Any]:
-    """Summarize N·M scores of N images by M rewards.
-
-    Returns:
-        JSON-able: `images`, `prompts`, `seconds` and `rewards`, each with `label`, `unit`, its provenance
-        `whose`, `caution` where a packaged reward is out of its domain, `higher_is_better`, `judged`,
-        `failed`, `failures` (reason, count and some images, most frequent first), `mean`, `spread`,
-        `mean_std` of its own uncertainty, `quantiles` {percent: value}, `histogram` (edges and counts),
-        `best` and `worst` rows. Missing values are None.
-    """
-    by_reward: dict[str, list[ScoreRow]] = {label: [] for label in rewards}
-    for row in rows:
-        by_reward[row.reward].append(row)
+    """Summarize N·M scores of N images by M rewards as JSON; missing values are None."""
     return {
         "format": "visalign score summary 1",
-        "images": len(rows) // max(len(by_reward), 1),
+        "images": len(rows) // len(rewards),
         "prompts": len({row.prompt for row in rows}),
         "seconds": round(seconds, 3),
-        "rewards": [_summarize(label, rewards[label], scores) for label, scores in by_reward.items()],
+        "rewards": [
+            _summarize(label, reward, rows[index :: len(rewards)])
+            for index, (label, reward) in enumerate(rewards.items())
+        ],
     }
 
 
 def write_score_page(path: Path, summary: Mapping[str, Any]) -> Path:
     """Write the page with its images embedded."""
-    names = {
-        row["image"] for reward in summary["rewards"] for side in ("best", "worst") for row in reward[side]
-    }
+    names = {row["image"] for reward in summary["rewards"] for row in (*reward["best"], *reward["worst"])}
     return write_atomic(path, score_page(summary, load_shown_images(sorted(names))))
 
 
 def file_tables(rows: Sequence[ScoreRow], summary: Mapping[str, Any]) -> list[FileTable]:
     """Build tables for files: the statistics of each reward, and every score with a row per image."""
     rewards = summary["rewards"]
-    statistics = ("judged", "failed", "mean", "spread", "mean_std")
+    statistics = ("label", "unit", "judged", "failed", "mean", "spread", "mean_std")
     percents = [f"{100 * q:.0f}" for q in QUANTILES]
     values = [
-        [reward["label"], reward["unit"], *(reward[name] for name in statistics)]
-        + [reward["quantiles"].get(percent) for percent in percents]
+        [reward[name] for name in statistics] + [reward["quantiles"].get(percent) for percent in percents]
         for reward in rewards
     ]
-    columns = {reward["label"]: 1 + (reward["mean_std"] is not None) for reward in rewards}
-    images = [rows[start : start + len(columns)] for start in range(0, len(rows), max(len(columns), 1))]
-    scores = [
-        [row[0].image, row[0].prompt, *(v for s in row for v in (s.value, s.std)[: columns[s.reward]])]
-        for row in images
+    with_std = {reward["label"] for reward in rewards if reward["mean_std"] is not None}
+    scores: dict[int, list[Any]] = {}
+    for index, row in enumerate(rows):
+        cells = scores.setdefault(index // len(rewards), [row.image, row.prompt])
+        cells += [row.value, row.std] if row.reward in with_std else [row.value]
+    labels = [reward["label"] for reward in rewards]
+    heads = [
+        name for label in labels for name in (label, f"{label}_std") if name == label or label in with_std
     ]
-    heads = [name for label, count in columns.items() for name in (label, f"{label}_std")[:count]]
-    percentiles = [f"percentile_{percent}" for percent in percents]
+    columns = ("reward", *statistics[1:], *(f"percentile_{percent}" for percent in percents))
     return [
-        FileTable(name="values", columns=("reward", "unit", *statistics, *percentiles), rows=values),
-        FileTable(name="scores", columns=("image", "prompt", *heads), rows=scores),
+        FileTable(name="values", columns=columns, rows=values),
+        FileTable(name="scores", columns=("image", "prompt", *heads), rows=list(scores.values())),
     ]
 
 
@@ -91,11 +83,10 @@ def load_shown_images(names: Iterable[str]) -> dict[str, dict[str, Any] | None]:
     """Load images as `embedded` encodes them; None where one cannot be read any more."""
     images: dict[str, dict[str, Any] | None] = {}
     for name in names:
-        try:
+        image = None
+        with suppress(UserError):
             frames = numbered_frames(name)
             image = load_images([frames[len(frames) // 2] if frames else resolve_image(name)]).images[0]
-        except UserError:
-            image = None
         images[name] = None if image is None else embedded(image, side=SHOWN_SIDE)
     return images
 
@@ -109,9 +100,9 @@ def _summarize(label: str, reward: PointwiseReward, rows: Sequence[ScoreRow]) ->
     stds = [row.std for row in scored if row.std is not None]
     return {
         "label": label,
-        "unit": rows[0].unit if rows else reward.unit,
-        "whose": provenance(reward),
-        "caution": domain_note(reward, [row.prompt for row in rows]),
+        "unit": rows[0].unit,
+        "provenance": provenance(reward),
+        "warning": domain_note(reward, [row.prompt for row in rows]),
         "higher_is_better": bool(reward.higher_is_better),
         "judged": len(scored),
         "failed": len(rows) - len(scored),
@@ -129,8 +120,7 @@ def _summarize(label: str, reward: PointwiseReward, rows: Sequence[ScoreRow]) ->
 def histogram(values: np.ndarray) -> dict[str, list[float]]:
     """Count values in bins of one width, by the Freedman-Diaconis rule, at most `MOST_BINS`.
 
-    Returns:
-        `edges` [K + 1] and `counts` [K]; one bin around the value where all are equal.
+    `edges` [K + 1] and `counts` [K]; one bin around the value where all are equal.
     """
     width = float(np.ptp(values))
     if width <= 1e-12 * float(np.abs(values).max()):
@@ -149,8 +139,7 @@ def _failures(rows: Sequence[ScoreRow]) -> list[dict[str, Any]]:
     images: dict[str, list[str]] = {}
     for row in rows:
         if row.value is None:
-            reason = (row.reason or "the reward gave no reason").replace(row.image, "the image")
-            images.setdefault(reason, []).append(row.image)
+            images.setdefault((row.reason or "").replace(row.image, "the image"), []).append(row.image)
     by_count = sorted(images.items(), key=lambda entry: -len(entry[1]))
     return [{"reason": reason, "count": len(names), "images": names[:NAMED]} for reason, names in by_count]
 

@@ -10,13 +10,13 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from visalign.data.sets.image_references import open_bytes, resolve_image
 from visalign.errors import UserError
 from visalign.escaping import csv_cell
 from visalign.interfaces import PointwiseReward, with_capabilities
-from visalign.rewards.base.failure import Naming
+from visalign.rewards.base.failure import Naming, failure_reasons
 from visalign.rewards.base.images import animation_length, pixels_of
 from visalign.rewards.base.memory import max_pixels
 
@@ -52,40 +52,23 @@ def takes_clips(reward: Any) -> bool:
     return with_capabilities(reward).capabilities.takes_clips
 
 
-class ScoreStore(Protocol):
-    """Store of earlier scores, such as `visalign.pipelines.score.log.RowLog`."""
-
-    def get(self, label: str, row: ImageRow) -> ScoreRow | None:
-        """Return an earlier score."""
-        ...
-
-    def add(self, label: str, rows: Sequence[tuple[ImageRow, ScoreRow]]) -> None:
-        """Store new scores."""
-        ...
-
-
 def score_rows(
     table: Sequence[ImageRow],
     rewards: Mapping[str, PointwiseReward],
     *,
     batch_size: int = 32,
     on_batch: Callable[[int], object] | None = None,
-    store: ScoreStore | None = None,
+    store: Any = None,
 ) -> list[ScoreRow]:
-    """Score N images with their prompts by M rewards.
+    """Score N images with their prompts by M rewards: N·M rows, image by image.
 
     Args:
         table: N images.
         rewards: Label -> reward.
         batch_size: Images held in memory at once; no effect on a score.
         on_batch: Called with the number of images of each finished batch.
-        store: Earlier scores, which are not computed again; receives each batch when it is done.
-
-    Returns:
-        N·M rows, image by image.
+        store: A `visalign.pipelines.score.log.RowLog` with earlier scores, which are not computed again.
     """
-    if batch_size < 1:
-        raise UserError(f"batch_size is {batch_size}; it must be at least 1 image.")
     rows = []
     for start in range(0, len(table), batch_size):
         batch = table[start : start + batch_size]
@@ -97,20 +80,20 @@ def score_rows(
 
 
 def _score_batch(
-    label: str, reward: PointwiseReward, batch: Sequence[ImageRow], store: ScoreStore | None
+    label: str, reward: PointwiseReward, batch: Sequence[ImageRow], store: Any
 ) -> list[ScoreRow]:
     """Collect one reward's rows of a batch: stored ones, unreadable references, and new scores."""
     rows: dict[int, ScoreRow] = {}
     images: dict[int, Any] = {}
     for index, row in enumerate(batch):
-        stored = None if store is None else store.get(label, row)
-        if stored is not None:
+        if store is not None and (stored := store.get(label, row)) is not None:
             rows[index] = stored
             continue
         try:
             images[index] = _load(row, label, reward)
         except UserError as error:
-            rows[index] = _failed(label, reward.unit, row, str(error))
+            failure = {"value": None, "unit": reward.unit, "prompt": row.prompt, "reason": str(error)}
+            rows[index] = ScoreRow(image=row.image, reward=label, **failure)
     for indices in _split_by_pixels(images, pixels_of_clip if takes_clips(reward) else pixels_of):
         scores = _score(label, reward, [batch[i] for i in indices], [images[i] for i in indices])
         new = dict(zip(indices, scores, strict=True))
@@ -130,8 +113,7 @@ def _load(row: ImageRow, label: str, reward: PointwiseReward) -> Any:
     if takes_clips(reward):
         if is_folder and not frames:
             raise UserError(
-                f"'{row.image}' is a folder, but no clip: one holds numbered images alone, of one name and "
-                "ending, such as 1.png, 2.png."
+                f"'{row.image}' is a folder, but no clip, which holds nothing but 1.png, 2.png ..."
             )
         return frames or image
     length = len(frames) or animation_length(image)
@@ -144,10 +126,7 @@ def _load(row: ImageRow, label: str, reward: PointwiseReward) -> Any:
 
 
 def pixels_of_clip(item: Any) -> int:
-    """Count the pixels of all frames of a clip without decoding it, at most the limit of a single image.
-
-    A clip beyond the limit is scored by fewer frames or not at all.
-    """
+    """Count the pixels of all frames of a clip without decoding it, at most the limit of a single image."""
     pixels = sum(map(pixels_of, item)) if isinstance(item, list) else pixels_of(item) * animation_length(item)
     return min(pixels, max_pixels())
 
@@ -175,28 +154,23 @@ def _score(
     with Naming(label):
         scores = reward.score(images, [row.prompt for row in batch], records if any(records) else None)
         judge = reward_identity(reward).line
-    for index, row in enumerate(batch):
+    for index, (row, reason) in enumerate(zip(batch, failure_reasons(scores), strict=True)):
         value = float(scores.value[index])
-        reason = scores.reason[index] if scores.reason else None
-        if scores.valid[index] and not math.isfinite(value):
+        if reason is None and not math.isfinite(value):
             reason = f"the reward returned {value:g}, which is no score"
-        valid = bool(scores.valid[index]) and math.isfinite(value)
+        valid = reason is None
         yield ScoreRow(
             image=row.image,
             reward=label,
             value=value if valid else None,
             unit=scores.unit,
             std=None if scores.std is None or not valid else finite_or_none(scores.std[index]),
-            reason=None if valid else reason or "the reward gave no reason",
+            reason=reason,
             prompt=row.prompt,
             parts={name: finite_or_none(part[index]) for name, part in scores.parts.items()},
             text=scores.text[index] if scores.text else None,
             judge=judge,
         )
-
-
-def _failed(label: str, unit: str, row: ImageRow, reason: str) -> ScoreRow:
-    return ScoreRow(image=row.image, reward=label, value=None, unit=unit, prompt=row.prompt, reason=reason)
 
 
 def finite_or_none(value: Any) -> float | None:

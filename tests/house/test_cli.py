@@ -435,7 +435,7 @@ def test_a_missing_file_is_a_row_with_its_reason(images: Path) -> None:
 
 
 def test_batches_do_not_change_the_rows(images: Path) -> None:
-    with pytest.warns(UserWarning, match=r"1 image was named twice, which counts once: .*b_white\.png"):
+    with pytest.warns(UserWarning, match=r"Images named twice count once: .*b_white\.png"):
         files = find_images([images, images / "b_white.png"])
     assert [file.name for file in files] == ["a_black.png", "b_white.png", "c_broken.JPG"]
     rewards = {"one": Brightness(), "two": Brightness()}

@@ -144,7 +144,7 @@ def test_a_set_is_scored_and_directions_are_turned(tmp_path: Path) -> None:
         -result["pairs"][2]["within"]["estimate"]
     )
     page = write_agreement(tmp_path, result).read_text()
-    assert page.count("<img") == sum(len(pair["parted"]) for pair in result["pairs"]) > 0
+    assert page.count("<img") == sum(len(pair["disagreements"]) for pair in result["pairs"]) > 0
     assert json.loads((tmp_path / "agreement.json").read_text())["set"]["images"] == 20
     [overall, _] = re.findall(r'<figure class="heat">(.*?)</figure>', page)
     kinds = re.findall(r'class="cell (\w+)".*?fill-opacity="([\d.]+)"', overall)
@@ -153,7 +153,7 @@ def test_a_set_is_scored_and_directions_are_turned(tmp_path: Path) -> None:
     third = f"{result['pairs'][1]['overall']['estimate']:.2f}".replace("-", "−")
     assert re.findall(r'class="number".*?>(.*?)<', overall)[:2] == ["−1.00", third]
     two = result | {"rewards": result["rewards"][:2], "pairs": result["pairs"][:1]}
-    absent = {shown["image"]: None for shown in result["pairs"][0]["parted"]}
+    absent = {shown["image"]: None for shown in result["pairs"][0]["disagreements"]}
     assert "<figure" not in agree_page(two, absent), "one number needs no map"
 
 

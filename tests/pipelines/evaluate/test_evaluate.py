@@ -246,7 +246,7 @@ def test_scores_of_another_version_are_refused(tmp_path: Path) -> None:
     pairs, log = shapes_pairs(4), tmp_path / "scores.jsonl"
     score_pairs(pairs, Brightness(), ScoringOptions(log=log))
     before = log.read_bytes()
-    with pytest.raises(UserError, match=r"another version of '\w+': they differ in options"):
+    with pytest.raises(UserError, match=r"not of this '\w+'"):
         score_pairs(pairs, Brightness(version=2), ScoringOptions(log=log))
     assert log.read_bytes() == before
     log.write_text("something else\n")

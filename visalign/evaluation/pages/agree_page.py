@@ -59,8 +59,8 @@ def _facts(result: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for reward in result["rewards"]:
         label, better = reward["label"], "" if reward["higher_is_better"] else " (lower is better)"
         yield f"{label}, unit", f"{reward['unit']}{better}"
-        if reward.get("whose"):
-            yield f"{label} is", reward["whose"]
+        if reward.get("provenance"):
+            yield f"{label} is", reward["provenance"]
         yield f"{label}, mean ± spread", f"{plain(reward['mean'])} ± {plain(reward['spread'])}"
         yield f"{label}, judged / failed", f"{reward['judged']} / {reward['failed']}"
     yield "seconds", plain(result["seconds"])

@@ -84,8 +84,8 @@ def sentences(result: Mapping[str, Any]) -> list[str]:
 
 def provenance_lines(result: Mapping[str, Any]) -> list[str]:
     """Say where the numbers come from, and whether the reward fits these images."""
-    lines = [provenance_sentence(result["judge"], result["whose"])] if result.get("whose") else []
-    return lines + ([result["caution"]] if result.get("caution") else [])
+    lines = [provenance_sentence(result["judge"], result["provenance"])] if result.get("provenance") else []
+    return lines + ([result["warning"]] if result.get("warning") else [])
 
 
 def _calls(result: Mapping[str, Any]) -> str:

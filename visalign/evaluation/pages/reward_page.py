@@ -405,8 +405,8 @@ def _facts(result: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for judge in result["judges"]:
         name = judge["judge"]["name"]
         yield f"{name}, unit", judge["judge"]["unit"]
-        if name in (result.get("whose") or {}):
-            yield f"{name} is", result["whose"][name]
+        if name in (result.get("provenance") or {}):
+            yield f"{name} is", result["provenance"][name]
         for reason, count in judge["counts"]["failures"].items():
             yield f"{name}, {count} failed", reason
     yield "bootstrap draws, seed", f"{about['resamples']}, {about['seed']}"

@@ -41,8 +41,8 @@ def compare_on_preferences(
     Returns:
         JSON-able: `difference` (first − second, with its interval), `mcnemar` (the exact test of the same
         difference, prompts flipped whole), `power` (the pairs that the difference needs), `pairs`,
-        `same_choice` (share of the pairs where both prefer one image), `parted` (at most 20 pairs on which
-        they prefer different images, clearest first).
+        `same_choice` (share of the pairs where both prefer one image), `disagreements` (at most 20 pairs on
+        which they prefer different images, clearest first).
 
     Raises:
         ValueError: No pair was scored by both.
@@ -64,7 +64,7 @@ def compare_on_preferences(
         "mcnemar": mcnemar(credits[0], credits[1], groups),
         "power": power(difference.estimate, std, int(shared.sum()), level=settings.level),
         "same_choice": float(np.mean(np.sign(first.margin[shared]) == np.sign(second.margin[shared]))),
-        "parted": _opposite_choices(pairs, first, second, shared, label),
+        "disagreements": _opposite_choices(pairs, first, second, shared, label),
     }
 
 
