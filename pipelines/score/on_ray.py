@@ -5,21 +5,18 @@ Parquet file of scores for each. A stopped scoring goes on after its finished fi
 
 from __future__ import annotations
 
-import io
-import json
 import os
 import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from visalign.atomic import write_atomic
 from visalign.errors import UserError
 from visalign.interfaces import with_capabilities
 from visalign.locks import LOCK, hold_lock
@@ -28,63 +25,21 @@ from visalign.pipelines.shared.run_folder import check_run_folder
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.catalogue import load_reward
 
-from .log import score_key
-from .parts import Part, ScoringOptions, check_part, find_parts, parquet_columns, read_part
+from .parts import (
+    Part,
+    ScoringOptions,
+    check_part,
+    find_parts,
+    finished_parts,
+    part_metadata,
+    read_part,
+    write_scores,
+)
 from .provenance import reward_identity
 from .score import ScoreRow, score_rows
 
 DEATHS = 3
 """Workers that a file of images may end before it counts as unreadable."""
-METADATA_KEY = b"visalign"
-"""Key of the Parquet metadata that name the inputs and the rewards of a file of scores."""
-
-
-def finished_parts(
-    output: Path, parts: Sequence[Part], options: ScoringOptions, digests: Mapping[str, str]
-) -> list[Part]:
-    """Find the parts whose scores are in the folder, by these rewards, for the files' current content."""
-    import pyarrow.parquet
-
-    finished = []
-    for part in parts:
-        path = output / part.output
-        if not path.is_file():
-            continue
-        parquet_columns(path)  # refuses a damaged file
-        metadata: Any = None
-        with suppress(ValueError):
-            metadata = json.loads((pyarrow.parquet.read_schema(path).metadata or {}).get(METADATA_KEY, b"{}"))
-        if not isinstance(metadata, dict) or metadata.get("judges") != dict(digests):
-            raise UserError(
-                f"'{path}' holds no scores of {', '.join(digests)}, or those of other versions. Give another "
-                "--output, or remove it."
-            )
-        if metadata["input"] == input_digest(part, options):
-            finished.append(part)
-    return finished
-
-
-def input_digest(part: Part, options: ScoringOptions) -> str:
-    """Hash a part's files and the way they are read."""
-    files = part.source if isinstance(part.source, tuple) else (part.source,)
-    return score_key([str(path) for path in files], options.prompt or "", options.names)
-
-
-def write_scores(path: Path, rows: Sequence[ScoreRow], metadata: Mapping[str, Any]) -> None:
-    """Write rows atomically as Parquet, a line per image and reward, with metadata for `finished_parts`."""
-    import pyarrow
-    import pyarrow.parquet
-
-    columns: dict[str, Any] = dict.fromkeys(ScoreRow.__dataclass_fields__, pyarrow.string())
-    columns |= dict.fromkeys(("value", "std"), pyarrow.float64())
-    columns["parts"] = pyarrow.map_(pyarrow.string(), pyarrow.float64())
-    table = pyarrow.Table.from_pylist(
-        [asdict(row) | {"parts": list(row.parts.items())} for row in rows],
-        schema=pyarrow.schema(columns).with_metadata({METADATA_KEY: json.dumps(metadata).encode()}),
-    )
-    file = io.BytesIO()
-    pyarrow.parquet.write_table(table, file)
-    write_atomic(path, file.getvalue())
 
 
 class Worker:
@@ -114,7 +69,7 @@ class RayResult:
     """Counts of a scoring with Ray."""
 
     before: int = 0
-    """Files of scores from an earlier run, of these rewards and these files of images."""
+    """Files of scores from an earlier run."""
     files: int = 0
     """Files of scores that were written."""
     rows: int = 0
@@ -156,19 +111,15 @@ def score_on_ray(
         finished = finished_parts(output, parts, options, digests)
         result = RayResult(before=len(finished))
         waiting = [part for part in parts if part not in finished]
-        inputs = {part.output: input_digest(part, options) for part in waiting}
-        if not waiting:
-            return result
-        with ray_running(address):
+        metadata = {part: part_metadata(part, options, digests) for part in waiting}  # before they are read
+        with ray_running(address) if waiting else nullcontext():
             for part, scores in _score_parts(waiting, options, workers):
                 if isinstance(scores, str):
                     result.unread[part.output if isinstance(part.source, tuple) else str(part.source)] = (
                         scores
                     )
                     continue
-                write_scores(
-                    output / part.output, scores, {"input": inputs[part.output], "judges": dict(digests)}
-                )
+                write_scores(output / part.output, scores, metadata[part])
                 result.files, result.rows = result.files + 1, result.rows + len(scores)
                 result.failed += sum(row.value is None for row in scores)
                 on_part(result.before + result.files, len(parts))
@@ -179,6 +130,8 @@ def _score_parts(
     parts: Sequence[Part], options: ScoringOptions, workers: int
 ) -> Iterator[tuple[Part, list[ScoreRow] | str]]:
     """Yield parts with their scores as they finish, or with the reason of a part that cannot be read."""
+    if not parts:
+        return
     ray = loaded_ray()
     resources = worker_resources(workers, ray.cluster_resources())
     actor = ray.remote(max_restarts=-1, max_task_retries=DEATHS - 1, **resources)(Worker)
@@ -200,8 +153,8 @@ def _score_parts(
                 raise answer
             yield part, str(answer) if isinstance(answer, UserError) else answer
     except ray.exceptions.RayError as error:
-        lines = [line for line in str(error).splitlines() if line.strip()] or ["no reason given"]
-        raise RewardError(f"Ray stopped ({lines[-1].strip()}); what is finished stays.") from error
+        reason = (str(error).strip().splitlines() or ["no reason given"])[-1]
+        raise RewardError(f"Ray stopped ({reason}); what is finished stays.") from error
 
 
 def worker_resources(workers: int, resources: Mapping[str, float]) -> dict[str, Any]:

@@ -1,27 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Image collections file by file for `--engine ray`: tables, WebDataset's tar files, folders."""
+"""Image collections and their scores, file by file for `--engine ray`: tables, WebDataset's tar files, folders."""
 
 from __future__ import annotations
 
+import io
 import json
 import tarfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
+from visalign.atomic import write_atomic
 from visalign.data.sets.columns import rename_columns
 from visalign.data.sets.tables import READERS, Row, read_rows, require_columns
 from visalign.errors import UserError
 
 from .image_rows import IMAGE_ENDINGS, ImageRow, find_images, table_row, with_prompt
+from .log import score_key
+from .score import ScoreRow
 
 TARS = (".tar", ".tar.gz", ".tgz")
 """WebDataset's files: neighbours of one name are a sample, `7.jpg` with `7.txt` (prompt) and `7.json`."""
 IMAGES = 1024
 """Single images per file of scores."""
+METADATA_KEY = b"visalign"
+"""Key in a Parquet file of its `part_metadata`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,3 +197,51 @@ def _read_member(ending: str, content: bytes, row: Row) -> Row:
         record = json.loads(text)
         return {"metadata": record} | record | row if isinstance(record, dict) else {"metadata": record}
     return {"metadata": text}
+
+
+def finished_parts(
+    output: Path, parts: Sequence[Part], options: ScoringOptions, digests: Mapping[str, str]
+) -> list[Part]:
+    """Find the parts whose scores are in the folder, by these rewards, for the files' current content."""
+    import pyarrow.parquet
+
+    finished = []
+    for part in parts:
+        path = output / part.output
+        if not path.is_file():
+            continue
+        parquet_columns(path)  # refuses a damaged file
+        metadata = json.loads((pyarrow.parquet.read_schema(path).metadata or {}).get(METADATA_KEY, b"{}"))
+        expected = part_metadata(part, options, digests)
+        if metadata.get("judges") != expected["judges"]:
+            raise UserError(
+                f"'{path}' holds no scores of {', '.join(digests)}, or those of other versions. Give another "
+                "--output, or remove it."
+            )
+        if metadata == expected:
+            finished.append(part)
+    return finished
+
+
+def part_metadata(part: Part, options: ScoringOptions, digests: Mapping[str, str]) -> dict[str, Any]:
+    """Identify a file of scores: the rewards, the part's files and the way they are read."""
+    files = part.source if isinstance(part.source, tuple) else (part.source,)
+    inputs = score_key([str(path) for path in files], options.prompt or "", options.names)
+    return {"judges": dict(digests), "input": inputs}
+
+
+def write_scores(path: Path, rows: Sequence[ScoreRow], metadata: Mapping[str, Any]) -> None:
+    """Write rows atomically as Parquet, a line per image and reward, with metadata for `finished_parts`."""
+    import pyarrow
+    import pyarrow.parquet
+
+    columns: dict[str, Any] = dict.fromkeys(ScoreRow.__dataclass_fields__, pyarrow.string())
+    columns |= dict.fromkeys(("value", "std"), pyarrow.float64())
+    columns["parts"] = pyarrow.map_(pyarrow.string(), pyarrow.float64())
+    table = pyarrow.Table.from_pylist(
+        [asdict(row) | {"parts": list(row.parts.items())} for row in rows],
+        schema=pyarrow.schema(columns).with_metadata({METADATA_KEY: json.dumps(metadata).encode()}),
+    )
+    file = io.BytesIO()
+    pyarrow.parquet.write_table(table, file)
+    write_atomic(path, file.getvalue())

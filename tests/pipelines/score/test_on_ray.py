@@ -24,15 +24,16 @@ from visalign.errors import UserError
 from visalign.pipelines.cli.app import app
 from visalign.pipelines.score import on_ray
 from visalign.pipelines.score.image_rows import image_rows
-from visalign.pipelines.score.on_ray import (
-    Worker,
+from visalign.pipelines.score.on_ray import Worker, ray_running, score_on_ray
+from visalign.pipelines.score.parts import (
+    ScoringOptions,
+    check_part,
+    find_parts,
     finished_parts,
-    input_digest,
-    ray_running,
-    score_on_ray,
+    part_metadata,
+    read_part,
     write_scores,
 )
-from visalign.pipelines.score.parts import ScoringOptions, check_part, find_parts, read_part
 from visalign.pipelines.score.score import ScoreRow, score_rows
 from visalign.rewards import load_reward
 from visalign.versions import missing_extra
@@ -126,23 +127,23 @@ def test_finished_files_stay_and_changed_ones_are_scored_again(data: Path) -> No
     parts, output = find_parts([Path("tables"), Path("images")]), data / "out"
     rows = score_rows(image_rows([data / "images"], "a wall"), {"saturation": load_reward("saturation")})
     rows.append(ScoreRow(image="x", reward="r", value=None, unit="", reason="why", parts={"half": 0.5}))
-    metadata = {"judges": {"saturation": "1"}}
-    assert finished_parts(output, parts, OPTIONS, metadata["judges"]) == []
+    digests = {"saturation": "1"}
+    assert finished_parts(output, parts, OPTIONS, digests) == []
     for part in parts[:2]:
-        write_scores(output / part.output, rows, metadata | {"input": input_digest(part, OPTIONS)})
+        write_scores(output / part.output, rows, part_metadata(part, OPTIONS, digests))
     read = [row.get("value") for _, row in read_rows(output / "a.parquet")]
     assert read == [row.value for row in rows]
     last = pyarrow.parquet.read_table(output / "a.parquet").to_pylist()[-1]
     assert last["value"] is None and last["reason"] == "why" and last["parts"] == [("half", 0.5)]
-    assert finished_parts(output, parts, OPTIONS, metadata["judges"]) == parts[:2]
+    assert finished_parts(output, parts, OPTIONS, digests) == parts[:2]
     with tarfile.open("tables/deep/b.tar", "a") as tar:
         tar.add("images/1.png")
-    assert finished_parts(output, parts, OPTIONS, metadata["judges"]) == parts[:1]
+    assert finished_parts(output, parts, OPTIONS, digests) == parts[:1]
     with pytest.raises(UserError, match="holds no scores of saturation, or those of other versions"):
         finished_parts(output, parts, OPTIONS, {"saturation": "2"})
     pyarrow.parquet.write_table(pyarrow.table({"x": [1]}), output / "a.parquet")
     with pytest.raises(UserError, match=r"a\.parquet' holds no scores"):
-        finished_parts(output, parts, OPTIONS, metadata["judges"])
+        finished_parts(output, parts, OPTIONS, digests)
 
 
 def test_what_cannot_be_scored_is_refused_before_anything_is(data: Path) -> None:
