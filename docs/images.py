@@ -109,7 +109,7 @@ def voting(browser: Browser) -> None:
         for _ in range(120):
             shown = store.next(name)
             assert shown is not None
-            gap = float(shown.task.more["utility_left"]) - float(shown.task.more["utility_right"])
+            gap = float(shown.task.extra["utility_left"]) - float(shown.task.extra["utility_right"])
             left = draws.random() < 1 / (1 + math.exp(-care * gap * (-1 if shown.swapped else 1)))
             answer = {"choice": "left" if left else "right"}
             store.vote(

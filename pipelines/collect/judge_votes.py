@@ -6,7 +6,7 @@ Source: RLAIF, Lee et al., arXiv 2309.00267: both orders of a pair are asked and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from visalign.data.sets.image_references import resolve_image
@@ -27,17 +27,8 @@ def judge_votes(
     name: str,
     *,
     batch_size: int = 32,
-    progress: Callable[[int], object] = lambda done: None,
 ) -> tuple[int, list[str]]:
     """Have a judge answer all pairs that it has not answered, gold ones included, and store batch by batch.
-
-    Args:
-        store: The votes.
-        judge: A pointwise or pairwise reward; a pairwise one is asked in both orders, and its log-odds are
-            averaged.
-        name: Name of the voter.
-        batch_size: Pairs judged at once.
-        progress: Called with the number of new votes after each batch.
 
     Returns:
         Number of new votes, and the reasons of pairs without one.
@@ -56,7 +47,6 @@ def judge_votes(
             side = "left" if prob >= EVEN else "right" if prob <= 1 - EVEN else "tie"
             answers[task] = {"choice": side, "prob": prob}
         new += store.add_judge_votes(name, answers)
-        progress(new)
     return new, reasons
 
 
@@ -67,7 +57,7 @@ def _compare(
     tasks = [store.tasks[number] for number in batch]
     left, right = ([resolve_image(task.images[side]) for task in tasks] for side in (0, 1))
     prompts = [task.prompt for task in tasks]
-    records = [task.more.get("metadata", task.more.get("record")) for task in tasks]
+    records = [task.extra.get("metadata", task.extra.get("record")) for task in tasks]
     compare = (as_pairwise(judge) if isinstance(judge, PointwiseReward) else judge).compare
     answers = [compare(left, right, prompts, records)]
     if not isinstance(judge, PointwiseReward):

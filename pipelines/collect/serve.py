@@ -15,14 +15,10 @@ from .store import VoteStore
 def serve_votes(
     store: VoteStore, *, host: str = "127.0.0.1", port: int = 8080, on_ready: Callable[[str], object]
 ) -> None:
-    """Serve the page until interrupted.
+    """Serve the page until interrupted; `on_ready` gets its address when the server listens.
 
-    Args:
-        store: The votes.
-        host: Address to listen on. On one that others reach, new voters need the invitation that is a part of
-            the page's address; it is another at each start, and registered voters stay in.
-        port: Port to listen on.
-        on_ready: Called with the page's address when the server listens.
+    On a host that others reach, new voters need the invitation that is a part of the page's address. It is
+    another at each start; registered voters stay in.
     """
     from uvicorn import Server
 

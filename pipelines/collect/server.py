@@ -21,7 +21,6 @@ import hashlib
 import hmac
 import io
 import json
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -51,14 +50,10 @@ PAGES = Path(visalign.evaluation.pages.__file__).parent
 LONGEST_BODY = 64 << 10
 MEDIA = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp", "GIF": "image/gif"}
 """Formats sent unchanged; other images are sent as PNG."""
-STATUS: dict[type[UserError], int] = {
-    UnknownVoter: 401,
-    WrongAssignment: 403,
-    NameTaken: 409,
-    UserError: 422,
-}
+STATUS: dict[type[UserError], int] = {UnknownVoter: 401, WrongAssignment: 403, NameTaken: 409, UserError: 422}
 
 Share = Annotated[float, Strict(), Field(ge=0, le=1)]
+Number = Annotated[int, Strict(), Field(gt=0, lt=2**62)]
 Model = TypeVar("Model", bound=BaseModel)
 
 
@@ -70,20 +65,20 @@ class Join(BaseModel):
     """Body of /join."""
 
     name: str
-    invite: Any = ""
+    invite: str = ""
 
 
 class Back(BaseModel):
     """Body of /back."""
 
-    assignment: Annotated[int, Strict(), Field(gt=0, lt=2**62)] | None = None
+    assignment: Number | None = None
 
 
 class Ballot(BaseModel):
     """Body of /vote."""
 
     client: Annotated[str, Field(min_length=1, max_length=80, pattern=r"^[\x00-\x7f]*$")]
-    assignment: Annotated[int, Strict(), Field(gt=0, lt=2**62)]
+    assignment: Number
     answer: dict[str, Any]
     seconds: Annotated[float, Strict(), Field(ge=0, lt=1e7)] | None = None
 
@@ -91,31 +86,27 @@ class Ballot(BaseModel):
 def vote_server(store: VoteStore, *, invite: str | None = None, hosts: list[str] | None = None) -> Starlette:
     """Build the application for uvicorn.
 
-    Args:
-        store: The votes.
-        invite: Code that new voters need; None lets all in.
-        hosts: Host names that requests may have, which keeps other web pages out of a server on this machine;
-            None allows all.
+    New voters need the code `invite`, if there is one. `hosts`, the host names that requests may have, keep
+    other web pages out of a server on this machine.
     """
     server = _VoteServer(store, invite)
     routes = [Route("/", server.root), Route("/image/{assignment:int}/{side:str}", server.image)]
     for endpoint in (server.join, server.leave, server.next, server.back, server.vote):
         routes.append(Route(f"/{endpoint.__name__}", endpoint, methods=["POST"]))
-    handlers: dict[Any, Callable[..., Any]] = {error: _error_handler(code) for error, code in STATUS.items()}
-    handlers[HTTPException] = _http_error
+    handlers: dict[Any, Any] = {HTTPException: _refuse, UserError: _refuse}
     middleware = [] if hosts is None else [Middleware(TrustedHostMiddleware, allowed_hosts=hosts)]
     return Starlette(routes=routes, exception_handlers=handlers, middleware=middleware)
 
 
 class _VoteServer:
     def __init__(self, store: VoteStore, invite: str | None) -> None:
-        self._store, self._invite, self._cookie = store, invite, f"visalign-{store.name}"
+        self._store, self._invite, self._cookie = store, (invite or "").encode(), f"visalign-{store.name}"
         self._answer = answer_model(store.form, is_pair=store.is_pairs)
         self._page, policy = _render_page(store)
         self._headers = {"Content-Security-Policy": policy, "Referrer-Policy": "no-referrer"}
 
     def _name(self, request: Request) -> str:
-        return self._store.who(request.cookies.get(self._cookie, ""))
+        return self._store.voter(request.cookies.get(self._cookie, ""))
 
     def _remember(self, response: Response, secret: str) -> Response:
         response.set_cookie(self._cookie, secret, max_age=90 * 86_400, httponly=True, samesite="strict")
@@ -125,19 +116,15 @@ class _VoteServer:
         secret = request.query_params.get("me")
         if secret is None:
             return HTMLResponse(self._page, headers=self._headers)
-        try:
-            self._store.who(secret)
-        except UnknownVoter:
-            raise HTTPException(401, "This link belongs to no voter. Ask for a new one.") from None
+        self._store.voter(secret)
         return self._remember(RedirectResponse("/", 303), secret)
 
     async def join(self, request: Request) -> Response:
         body = await _read_body(request, Join)
-        code = str(body.invite).encode(errors="replace")
-        if self._invite is not None and not hmac.compare_digest(code, self._invite.encode()):
+        if self._invite and not hmac.compare_digest(body.invite.encode(errors="replace"), self._invite):
             raise HTTPException(403, "Only invited people may vote. Open the link that you were sent.")
         secret = await run_in_threadpool(self._store.join, body.name)
-        response = JSONResponse({"name": self._store.who(secret), "link": f"/?me={secret}"})
+        response = JSONResponse({"name": self._store.voter(secret), "link": f"/?me={secret}"})
         return self._remember(response, secret)
 
     async def leave(self, request: Request) -> Response:
@@ -160,7 +147,6 @@ class _VoteServer:
 
     async def vote(self, request: Request) -> Response:
         body, name = await _read_body(request, Ballot), self._name(request)
-        self._store.shown(name, body.assignment)
         answer = read_answer(body.answer, self._answer)
         save = partial(self._store.vote, client=body.client, seconds=body.seconds)
         await run_in_threadpool(save, name, body.assignment, answer)
@@ -185,13 +171,8 @@ class _VoteServer:
             return JSONResponse(content | {"done": True})
         number, task = assignment.assignment, assignment.task
         images = {side: f"/image/{number}/{side}" for side in SIDES[: len(task.images)]}
-        content |= {
-            "assignment": number,
-            "prompt": task.prompt,
-            "answer": assignment.answer,
-            "images": images,
-        }
-        return JSONResponse(content)
+        content |= {"assignment": number, "prompt": task.prompt, "answer": assignment.answer}
+        return JSONResponse(content | {"images": images})
 
 
 def _check_box(box: tuple[str, float, float, float, float]) -> tuple[str, float, float, float, float]:
@@ -229,7 +210,7 @@ def read_answer(answer: dict[str, Any], model: type[BaseModel]) -> dict[str, Any
     if values == {"unseen": True}:
         return values
     if isinstance(values.get("text"), str):  # a limit on the length can cut an emoji in two
-        values["text"] = values["text"].encode("utf-8", "replace").decode()
+        values["text"] = _valid_text(values["text"])
     _validate(values, model)
     if not values:
         raise HTTPException(422, "The answer is empty: nothing was set, marked or written.")
@@ -246,7 +227,7 @@ def _validate(values: Any, model: type[Model]) -> Model:
             questions = ", ".join(model.model_fields)
             raise HTTPException(422, f"{name:.200} was not asked; asked were {questions}.") from None
         value = "missing" if first["type"] == "missing" else f"{first['input']!r:.100}"
-        raise HTTPException(422, f"{name:.200} is {value}: {first['msg']}.") from None
+        raise HTTPException(422, f"{name or 'The request':.200} is {value}: {first['msg']}.") from None
 
 
 def image_bytes(reference: str) -> tuple[bytes, str]:
@@ -268,9 +249,8 @@ def image_bytes(reference: str) -> tuple[bytes, str]:
 
 def _render_page(store: VoteStore) -> tuple[str, str]:
     """Render the page and its security policy: only its own script, and nothing from elsewhere."""
-    environment = Environment(
-        loader=FileSystemLoader(PAGES), autoescape=True, undefined=StrictUndefined, trim_blocks=True
-    )
+    options: dict[str, Any] = {"autoescape": True, "undefined": StrictUndefined, "trim_blocks": True}
+    environment = Environment(loader=FileSystemLoader(PAGES), **options)
     script = (PAGES / "collect_page.js").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     page = environment.get_template("collect_page.html.j2").render(
@@ -286,32 +266,28 @@ async def _read_body(request: Request, model: type[Model]) -> Model:
     """Read the JSON object of a request, which a page of another origin cannot send."""
     origin, host = request.headers.get("origin"), request.headers.get("host", "")
     if origin is not None and origin.partition("://")[2] != host:
-        raise HTTPException(
-            403, f"The request comes from {origin:.200}; only the page of this server may ask."
-        )
-    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media_type != "application/json":
-        raise HTTPException(415, f"The content type is {media_type:.100}; send application/json.")
+        raise HTTPException(403, f"Request from {origin:.200}; only the page of this server may ask.")
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise HTTPException(415, "The content type must be application/json.")
     raw = bytearray()
     async for chunk in request.stream():
         raw += chunk
         if len(raw) > LONGEST_BODY:
             raise HTTPException(413, f"The request has more than {LONGEST_BODY} bytes. Write less.")
     try:
-        body = json.loads(bytes(raw))
+        body = json.loads(raw)
     except (ValueError, RecursionError) as error:
         raise HTTPException(400, f"The request is not JSON: {type(error).__name__}.") from error
-    if not isinstance(body, dict):
-        raise HTTPException(400, f"The request is a {type(body).__name__}; needed is an object.")
     return _validate(body, model)
 
 
-async def _http_error(_: Request, error: Any) -> Response:
-    return JSONResponse({"error": error.detail}, error.status_code, error.headers)
+async def _refuse(_: Request, error: Any) -> Response:
+    if isinstance(error, HTTPException):
+        return JSONResponse({"error": _valid_text(error.detail)}, error.status_code, error.headers)
+    status = next(status for kind, status in STATUS.items() if isinstance(error, kind))
+    return JSONResponse({"error": _valid_text(str(error))}, status)
 
 
-def _error_handler(status: int) -> Callable[[Request, Any], Any]:
-    async def handle(_: Request, error: Any) -> Response:
-        return JSONResponse({"error": str(error).encode(errors="replace").decode()}, status)
-
-    return handle
+def _valid_text(text: str) -> str:
+    """Replace half surrogates, which JSON can name and UTF-8 cannot hold."""
+    return text.encode(errors="replace").decode()

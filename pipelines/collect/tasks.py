@@ -9,7 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from visalign.data.sets.image_references import missing_files
 from visalign.data.sets.layouts import PAIR_LAYOUTS, QUALITY_LAYOUTS
@@ -19,23 +21,24 @@ from visalign.data.sets.sources import GENERATED, load_source
 from visalign.data.sets.tables import READERS, Row, listed, read_rows
 from visalign.errors import UserError
 from visalign.pipelines.score.image_rows import SAMPLED, ImageRow, image_rows
+from visalign.settings import settings
 
 QUALITY_WORDS = ("bad", "poor", "fair", "good", "excellent")
 """Words of the slider: the five grades of ITU-T P.910."""
-MOST_QUESTIONS, MOST_LETTERS = 40, 200
+Words = Annotated[str, Field(max_length=200, pattern=r"\S")]
 PAIR_COLUMNS = ("generator_left", "generator_right", "resolution", "category", "split", "prompt_id")
 """Columns of a pair that its votes keep."""
 _VOTE_COLUMNS = ("label", "votes", "votes_left", "votes_right", "votes_tie", "annotator", "ballots")
 _DROPPED = ("prompt", "image_left", "image_right", *_VOTE_COLUMNS)
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings("form")
 class Form:
     """Questions besides the choice of an image, or about the single image."""
 
-    slider: tuple[str, ...] = ()
+    slider: Annotated[tuple[Words, ...], Field(max_length=11)] = ()
     """Words of the grades 1, 2, ...; empty: no slider."""
-    checklist: tuple[str, ...] = ()
+    checklist: Annotated[tuple[Words, ...], Field(max_length=40)] = ()
     """Questions that are answered yes, no, or not at all."""
     boxes: bool = False
     """Whether voters can draw boxes around faults."""
@@ -43,17 +46,11 @@ class Form:
     """Whether voters can write a comment."""
 
     def __post_init__(self) -> None:
-        if len(self.slider) == 1 or len(self.slider) > 11:
-            raise UserError(f"A slider has 2 to 11 words; got {len(self.slider)}: {', '.join(self.slider)}.")
-        if len(self.checklist) > MOST_QUESTIONS:
-            raise UserError(f"{len(self.checklist)} questions; a checklist has at most {MOST_QUESTIONS}.")
-        for name, words in (("slider", self.slider), ("checklist", self.checklist)):
-            invalid = any(not word.strip() or len(word) > MOST_LETTERS for word in words)
-            if invalid or len(set(words)) < len(words):
-                raise UserError(
-                    f"Entries of the {name} are distinct texts of 1 to {MOST_LETTERS} letters; got "
-                    f"{listed(words)}."
-                )
+        if len(self.slider) == 1:
+            raise UserError(f"A slider has 2 to 11 words; got 1: {self.slider[0]}.")
+        for words in (self.slider, self.checklist):
+            if len(set(words)) < len(words):
+                raise UserError(f"Words and questions are distinct; got {listed(words)}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +62,7 @@ class Task:
     """One image, or the left and the right one; as `resolve_image` reads them, with absolute paths."""
     gold: str | None = None
     """ "left", "right" or "tie" where the answer is known; such votes only measure the voter."""
-    more: Mapping[str, Any] = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(default_factory=dict)
     """Other columns, which the export writes again."""
 
     @property
@@ -78,37 +75,34 @@ class Task:
 def read_tasks(
     sources: Sequence[str], *, single: bool, prompt: str | None = None, per_prompt: int = 10, seed: int = 0
 ) -> list[Task]:
-    """Read distinct tasks from sources of images.
+    """Read distinct tasks from sources of images; labels that a set already has are not shown.
 
     Args:
         sources: Images, folders of images, also those of `visalign sample`, tables (prompt, `image_left`,
-            `image_right`; or prompt, image), "LAYOUT:FOLDER", "shapes:pairs", "shapes:quality". Labels that a
-            set already has are not shown.
+            `image_right`; or prompt, image), "LAYOUT:FOLDER", "shapes:pairs", "shapes:quality".
         single: Whether to show one image at a time; else pairs, formed among the images of one prompt.
         prompt: Prompt of images without one.
-        per_prompt: Largest number of pairs among the images of one prompt, drawn so that all images appear
-            about as often.
-        seed: Seed of that draw.
+        per_prompt: Largest number of pairs among the images of one prompt.
+        seed: Seed of their draw.
     """
-    tasks: list[Task] = []
-    rows: list[ImageRow] = []
-    for source in sources:
-        for item in _read(source, prompt):
-            (tasks if isinstance(item, Task) else rows).append(item)  # type: ignore[arg-type]
+    items = [item for source in sources for item in _read(source, prompt)]
+    tasks = [item for item in items if isinstance(item, Task)]
+    rows = [item for item in items if isinstance(item, ImageRow)]
     if single and tasks:
         raise UserError("--single shows one image, and the set holds pairs. Leave --single out.")
     if single:
-        tasks = [Task(prompt=row.prompt, images=(_absolute(row.image),), more=_metadata(row)) for row in rows]
+        tasks = [
+            Task(prompt=row.prompt, images=(_absolute(row.image),), extra=_metadata(row)) for row in rows
+        ]
     else:
         tasks += _pair_images(rows, per_prompt, seed)
     _check_images(tasks)
-    distinct = {task.key: task for task in reversed(tasks)}
-    if not distinct:
+    if not tasks:
         raise UserError(
             "There is nothing to ask: no two images share a prompt. Give images of one prompt, a table "
             "with the columns prompt, image_left, image_right, or --single."
         )
-    return list(distinct.values())[::-1]
+    return list({task.key: task for task in reversed(tasks)}.values())[::-1]
 
 
 def gold_tasks(source: str) -> list[Task]:
@@ -143,8 +137,8 @@ def _check_images(tasks: Sequence[Task]) -> None:
 
 
 def _read(source: str, prompt: str | None) -> Sequence[Task | ImageRow]:
-    layout = source.partition(":")[0]
-    if source in GENERATED or (layout in (*PAIR_LAYOUTS, *QUALITY_LAYOUTS) and ":" in source):
+    layout, colon, _ = source.partition(":")
+    if source in GENERATED or (colon and layout in {**PAIR_LAYOUTS, **QUALITY_LAYOUTS}):
         records = load_source(source)
         if isinstance(records, PreferenceSet):
             return [_pair_task(pair) for pair in records.pairs]
@@ -162,19 +156,16 @@ def _read(source: str, prompt: str | None) -> Sequence[Task | ImageRow]:
 def _pair_task(pair: PreferencePair) -> Task:
     columns = {name: getattr(pair, name) for name in PAIR_COLUMNS if getattr(pair, name) is not None}
     images = (_absolute(pair.image_left), _absolute(pair.image_right))
-    return Task(prompt=pair.prompt, images=images, more=columns | dict(pair.extra))
+    return Task(prompt=pair.prompt, images=images, extra=columns | dict(pair.extra))
 
 
 def _row_task(path: Path, number: int, row: Row, default: str | None) -> Task:
     """Read a pair of a table, which may have no label."""
     prompt, images = row.get("prompt", default), (row.get("image_left"), row.get("image_right"))
     if not isinstance(prompt, str) or not all(isinstance(image, str) and image for image in images):
-        raise UserError(
-            f"Row {number} of '{path}' needs texts in prompt, image_left and image_right; found: "
-            f"{', '.join(row) or 'none'}."
-        )
-    more = {name: value for name, value in row.items() if name not in _DROPPED}
-    return Task(prompt=prompt, images=tuple(_absolute(str(i), path.parent) for i in images), more=more)
+        raise UserError(f"Row {number} of '{path}' needs texts in prompt, image_left and image_right.")
+    extra = {name: value for name, value in row.items() if name not in _DROPPED}
+    return Task(prompt=prompt, images=tuple(_absolute(str(i), path.parent) for i in images), extra=extra)
 
 
 def _metadata(row: ImageRow) -> dict[str, Any]:
@@ -182,15 +173,14 @@ def _metadata(row: ImageRow) -> dict[str, Any]:
 
 
 def _absolute(image: str, folder: Path = Path()) -> str:
-    """Make a path absolute, so that the store can be served from anywhere; other references stay."""
+    """Make a path absolute, so that the votes can be served from anywhere; other references stay."""
     return image if "://" in image else str((folder / image).resolve())
 
 
 def _pair_images(rows: Iterable[ImageRow], limit: int, seed: int) -> list[Task]:
-    """Form pairs of the images of each prompt (for edits: of each prompt and source), at most `most`.
+    """Form at most `limit` pairs of the images of each prompt (for edits: of each prompt and source).
 
-    Neighbours in a shuffled circle come first, then images two apart, and so on, so that all images appear
-    about as often.
+    Neighbours in a shuffled circle come first, then images two apart: all images appear about as often.
     """
     by_prompt: dict[tuple[str, ...], dict[str, ImageRow]] = {}
     for row in rows:
@@ -203,7 +193,8 @@ def _pair_images(rows: Iterable[ImageRow], limit: int, seed: int) -> list[Task]:
         steps = ((i, (i + gap) % count) for gap in range(1, count // 2 + 1) for i in range(count))
         pairs = dict.fromkeys(tuple(sorted((circle[i], circle[j]))) for i, j in steps)
         tasks += [
-            Task(prompt=prompt, images=pair, more=_metadata(images[pair[0]])) for pair in islice(pairs, limit)
+            Task(prompt=prompt, images=pair, extra=_metadata(images[pair[0]]))
+            for pair in islice(pairs, limit)
         ]
     return tasks
 

@@ -39,6 +39,8 @@ from .tasks import PAIR_COLUMNS, Task
 MOST_DISPUTED = 12
 """Pairs that the page shows with their images."""
 FORMAT = "visalign votes report 1"
+FITTED = ("reliability", "reliability_std", "side_bias", "agreement")
+"""Numbers of the annotator model in a voter's entry."""
 
 Array = NDArray[np.float64]
 
@@ -59,16 +61,13 @@ def select_votes(store: VoteStore, leave_out: Collection[str] = ()) -> list[Vote
 
 
 def report(store: VoteStore, votes: Sequence[Vote], settings: IntervalSettings) -> dict[str, Any]:
-    """Analyse the votes.
+    """Analyse the votes as JSON: agreement as Krippendorff's α, each voter's reliability, disputed pairs.
 
-    Returns:
-        JSON-able: `tasks`, `voted`, `votes`, `people`, `judges`; of pairs `alpha` (Krippendorff's, of left,
-        right, tie) and `disputed` tasks; of single images `alphas` of the slider and of each question; and
-        `annotators`: name, is_judge, votes, median seconds, `rest` (agreement with the majority of the
-        others), `repeats` and `gold` (shares of equal and of right answers), and of pairs the share of the
-        left of the screen and the annotator model. `notes` report what is odd.
+    Of each voter: median seconds, `rest` (agreement with the majority of the others), `repeats` and `gold`
+    (shares of equal and of right answers), and of pairs the share of the left of the screen and the annotator
+    model. `notes` report what is odd.
     """
-    first = [vote for vote in votes if not vote.again and store.tasks[vote.task].gold is None]
+    first = _countable(store, votes)
     by_voter: dict[str, list[Vote]] = {}
     for vote in votes:
         by_voter.setdefault(vote.annotator, []).append(vote)
@@ -77,9 +76,15 @@ def report(store: VoteStore, votes: Sequence[Vote], settings: IntervalSettings) 
     statistics, entries = analysis.pop("by_name"), []
     for name, ballots in by_voter.items():
         seconds = [vote.seconds for vote in ballots if vote.seconds is not None]
-        entry = {"name": name, "is_judge": ballots[0].is_judge, "votes": len(ballots)}
-        entry |= {"seconds": median(seconds) if seconds else None, "repeats": _repeats(ballots).to_dict()}
-        entries.append({**entry, "gold": _gold(store, ballots).to_dict(), **statistics.get(name, {})})
+        entry = {
+            "name": name,
+            "is_judge": ballots[0].is_judge,
+            "votes": len(ballots),
+            "seconds": median(seconds) if seconds else None,
+            "repeats": _repeats(ballots).to_dict(),
+            "gold": _gold(store, ballots).to_dict(),
+        }
+        entries.append(entry | statistics.get(name, {}))
     people = sum(not entry["is_judge"] for entry in entries)
     if unseen := store.unseen():
         analysis["notes"].append(f"{unseen} times an image could not be shown: no votes.")
@@ -99,18 +104,12 @@ def report(store: VoteStore, votes: Sequence[Vote], settings: IntervalSettings) 
 def export_rows(store: VoteStore, votes: Sequence[Vote], *, model: bool = False) -> list[dict[str, Any]]:
     """Build rows of a preference set (pairs) or of a quality set (single images, mos = mean of the slider).
 
-    Gold tasks and repeats are left out. Other answers go into `answers`.
-
-    Args:
-        store: The votes' file.
-        votes: Votes from `select_votes`.
-        model: Whether labels of pairs come from the annotator model, the probability that a typical one of
-            these voters prefers the left image, instead of the share of the votes.
+    Gold tasks and repeats are left out. Labels of pairs are shares of the votes, or with `model` the
+    probability, by the annotator model, that a typical one of these voters prefers the left image.
     """
     by_task: dict[int, list[Vote]] = {}
-    for vote in votes:
-        if not vote.again and store.tasks[vote.task].gold is None:
-            by_task.setdefault(vote.task, []).append(vote)
+    for vote in _countable(store, votes):
+        by_task.setdefault(vote.task, []).append(vote)
     if not by_task:
         raise UserError(f"All votes in '{store.path}' are on gold pairs: there is nothing to export.")
     if model and not store.is_pairs:
@@ -137,12 +136,17 @@ def images_of(task: Task) -> list[dict[str, Any] | None]:
     return [None if image is None else embedded(image, side=256) for image in batch.images]
 
 
+def _countable(store: VoteStore, votes: Iterable[Vote]) -> list[Vote]:
+    """Leave out repeats and votes on gold tasks."""
+    return [vote for vote in votes if not vote.is_repeat and store.tasks[vote.task].gold is None]
+
+
 def _pair_row(task: Task, votes: Sequence[Vote], soft: tuple[float, float] | None) -> dict[str, Any]:
     choices = Counter(vote.answer["choice"] for vote in votes)
     counts = (choices["left"], choices["right"], choices["tie"])
     share = (counts[0] + counts[2] / 2) / sum(counts)
-    columns = {name: str(value) for name, value in task.more.items() if name in PAIR_COLUMNS}
-    extra = {name: value for name, value in task.more.items() if name not in PAIR_COLUMNS}
+    columns = {name: str(value) for name, value in task.extra.items() if name in PAIR_COLUMNS}
+    extra = {name: value for name, value in task.extra.items() if name not in PAIR_COLUMNS}
     if soft is not None:
         extra |= {"vote_share": share, "difference_std": soft[1]}
     return PreferencePair(
@@ -159,7 +163,7 @@ def _pair_row(task: Task, votes: Sequence[Vote], soft: tuple[float, float] | Non
 
 def _image_row(task: Task, votes: Sequence[Vote]) -> dict[str, Any]:
     grades = [float(vote.answer["slider"]) for vote in votes if "slider" in vote.answer]
-    extra = dict(task.more) | _other_answers(votes)
+    extra = dict(task.extra) | _other_answers(votes)
     if not grades:
         return {"image": task.images[0], "prompt": task.prompt, **extra}
     std = stdev(grades) if len(grades) > 1 else None
@@ -200,19 +204,13 @@ def _analyse_pairs(
     fit = _fit(first, order)
     by_name: dict[str, dict[str, Any]] = {}
     for number, name in enumerate(dict.fromkeys(vote.annotator for vote in first)):
-        on_left = [
-            vote.answer["choice"] == ("right" if vote.swapped else "left")
-            for vote in first
-            if vote.annotator == name and vote.answer["choice"] != "tie"
-        ]
-        by_name[name] = {
+        chosen = [v for v in first if v.annotator == name and v.answer["choice"] != "tie"]
+        on_left = sum(vote.answer["choice"] == CHOICES[vote.swapped] for vote in chosen)
+        fitted = {key: float(getattr(fit, key)[number]) for key in FITTED}
+        by_name[name] = fitted | {
             "rest": rest[name].to_dict(),
             "ties": float(by_voter[name][:, 2].sum() / by_voter[name].sum()),
-            "left_of_screen": wilson_interval(sum(on_left), len(on_left), level=settings.level).to_dict(),
-            "reliability": float(fit.reliability[number]),
-            "reliability_std": float(fit.reliability_std[number]),
-            "side_bias": float(fit.side_bias[number]),
-            "agreement": float(fit.agreement[number]),
+            "left_of_screen": wilson_interval(on_left, len(chosen), level=settings.level).to_dict(),
         }
     alpha = _alpha(agreement.alpha_sums(votes), agreement.alpha_of_sums, index, clusters, settings)
     majority = votes.max(1, initial=0) / np.maximum(votes.sum(1), 1)
@@ -233,15 +231,16 @@ def _analyse_pairs(
 
 def _pair_notes(votes: Array) -> list[str]:
     left, right, ties = votes.sum(0)
-    notes = []
-    if not left + right:
-        notes.append("All votes are ties: they teach a judge nothing, and no agreement can be computed.")
-    elif not ties and not min(left, right) and left + right > 1:
-        side = "left" if left else "right"
-        notes.append(f"All votes are for the {side} image of the table: check whether its sides were mixed.")
-    if (votes.sum(1) > 1).sum() == 0:
-        notes.append("No pair has two votes, so agreement between voters is not known.")
-    return notes
+    rules = (
+        (
+            not left + right,
+            "All votes are ties: they teach a judge nothing, and no agreement can be computed.",
+        ),
+        (left > 1 and not right + ties, "All votes are for the left image of the table: mix its sides."),
+        (right > 1 and not left + ties, "All votes are for the right image of the table: mix its sides."),
+        (votes.sum(1).max() < 2, "No pair has two votes, so agreement between voters is not known."),
+    )
+    return [note for holds, note in rules if holds]
 
 
 def _analyse_images(
@@ -254,20 +253,21 @@ def _analyse_images(
     index, clusters = cluster_index(prompts)
     if clusters < 2:
         index, clusters = np.arange(len(order)), len(order)
-    answers = {"slider": [(v, v.answer["slider"]) for v in first if "slider" in v.answer]}
-    for question in store.form.checklist:
-        marks = [(vote, vote.answer.get("checklist", {}).get(question)) for vote in first]
-        answers[question] = [(vote, mark) for vote, mark in marks if mark is not None]
-    alphas = {}
-    for question, pairs in answers.items():
-        if pairs:
-            values, items = [float(value) for _, value in pairs], [row[vote.task] for vote, _ in pairs]
-            sums = annotators.rating_sums(values, items, items=len(order))
-            alpha = _alpha(sums, annotators.alpha_of_rating_sums, index, clusters, settings)
-            alphas[question] = alpha.to_dict()
+    answers: dict[str, list[tuple[int, float]]] = {}
     grades: dict[int, dict[str, float]] = {}
-    for vote, value in answers["slider"]:
-        grades.setdefault(vote.task, {})[vote.annotator] = float(value)
+    for vote in first:
+        marks = vote.answer.get("checklist", {})
+        if "slider" in vote.answer:
+            marks = {"slider": vote.answer["slider"], **marks}
+            grades.setdefault(vote.task, {})[vote.annotator] = float(vote.answer["slider"])
+        for question, mark in marks.items():
+            answers.setdefault(question, []).append((row[vote.task], float(mark)))
+    alphas = {}
+    for question in filter(answers.__contains__, ("slider", *store.form.checklist)):
+        items, values = zip(*answers[question], strict=True)
+        sums = annotators.rating_sums(values, items, items=len(order))
+        alpha = _alpha(sums, annotators.alpha_of_rating_sums, index, clusters, settings)
+        alphas[question] = alpha.to_dict()
     by_name = {}
     for name in names:
         gaps = [
@@ -308,16 +308,15 @@ def _fit(first: Sequence[Vote], order: Sequence[int]) -> annotators.AnnotatorFit
 def _repeats(votes: Sequence[Vote]) -> Interval:
     """Share of a voter's repeated tasks with an equal answer: choice, checklist, and a slider within half a
     grade; boxes and texts are not compared."""
-    first = {vote.task: vote.answer for vote in votes if not vote.again}
-    pairs = [(first[vote.task], vote.answer) for vote in votes if vote.again and vote.task in first]
-    compared = {"choice", "slider", "checklist"}
-    same = [_same_answer(a, b) for a, b in pairs if (a.keys() | b.keys()) & compared]
+    first = {vote.task: vote.answer for vote in votes if not vote.is_repeat}
+    same = []
+    for vote in votes:
+        before, again = first.get(vote.task), vote.answer
+        if not vote.is_repeat or before is None or not again.keys() & {"choice", "slider", "checklist"}:
+            continue
+        near = abs(before.get("slider", 0) - again.get("slider", 0)) <= 0.5
+        same.append(near and all(before.get(name) == again.get(name) for name in ("choice", "checklist")))
     return wilson_interval(sum(same), len(same))
-
-
-def _same_answer(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    near = ("slider" in a) == ("slider" in b) and abs(a.get("slider", 0) - b.get("slider", 0)) <= 0.5
-    return near and all(a.get(name) == b.get(name) for name in ("choice", "checklist"))
 
 
 def _gold(store: VoteStore, votes: Sequence[Vote]) -> Interval:
@@ -331,10 +330,9 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     folder = path.resolve().parent
 
     def relative(name: str, value: Any) -> Any:
-        is_path = name.startswith("image") and isinstance(value, str) and "://" not in value
-        return (
-            str(Path(value).relative_to(folder)) if is_path and Path(value).is_relative_to(folder) else value
-        )
+        if name.startswith("image") and isinstance(value, str) and Path(value).is_relative_to(folder):
+            return str(Path(value).relative_to(folder))
+        return value
 
     lines = [json.dumps({k: relative(k, v) for k, v in row.items()}, ensure_ascii=False) for row in rows]
     write_atomic(path, "".join(f"{line}\n" for line in lines))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Image collections and their scores, file by file for `--engine ray`: tables, WebDataset's tar files, folders."""
+"""Image files and their scores, file by file for `--engine ray`: tables, WebDataset's tar files, folders."""
 
 from __future__ import annotations
 

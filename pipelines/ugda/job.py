@@ -302,7 +302,7 @@ def check_votes(store: VoteStore, votes_each: int) -> None:
     """Refuse pairs with too few votes."""
     counts = dict.fromkeys(store.tasks, 0)
     for vote in store.votes():
-        counts[vote.task] += not vote.again
+        counts[vote.task] += not vote.is_repeat
     missing = sum(count < votes_each for count in counts.values())
     if missing:
         raise WaitingForVotes(

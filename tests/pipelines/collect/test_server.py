@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -104,44 +105,38 @@ def test_a_vote_from_the_first_question_to_the_file(store, url):
 
 
 LEFT = {"choice": "left"}
-
-
-@pytest.mark.parametrize(
-    ("changes", "status", "why"),
-    [
-        ({"assignment": 99}, 403, "Task 99 was not given to Ada"),
-        ({"assignment": "1"}, 422, "assignment is '1': Input should be a valid integer"),
-        ({"assignment": 10**30}, 422, "assignment is 1"),
-        ({"assignment": True}, 422, "assignment is True"),
-        ({"client": ""}, 422, "client is '': String should have at least 1 character"),
-        ({"client": "x" * 81}, 422, "at most 80 characters"),
-        ({"client": "ä"}, 422, "client is 'ä'"),
-        ({"seconds": -1}, 422, "seconds is -1: Input should be greater than or equal to 0"),
-        ({"seconds": "NaN"}, 422, "seconds is 'NaN'"),
-        ({"answer": [1]}, 422, r"answer is \[1\]: Input should be a valid dictionary"),
-        ({"answer": {}}, 422, "choice is missing"),
-        ({"answer": {"choice": "LEFT"}}, 422, "choice is 'LEFT': Input should be 'left', 'right' or 'tie'"),
-        ({"answer": {"choice": ["left"]}}, 422, "choice is"),
-        ({"answer": LEFT | {"slider": 3}}, 422, "slider was not asked; asked were choice, checklist"),
-        ({"answer": LEFT | {"<script>": 1}}, 422, "<script> was not asked"),
-        ({"answer": LEFT | {"text": "x" * 4001}}, 422, "at most 4000 characters"),
-        ({"answer": LEFT | {"text": {"a": 1}}}, 422, "text is {'a': 1}: Input should be a valid string"),
-        ({"answer": LEFT | {"checklist": {"Is it red?": "yes"}}}, 422, "valid boolean"),
-        ({"answer": LEFT | {"checklist": {"Is it blue?": True}}}, 422, "checklist.Is it blue"),
-        ({"answer": LEFT | {"boxes": [["left", 0, 0, 2, 1]]}}, 422, "less than or equal to 1"),
-        ({"answer": LEFT | {"boxes": [["top", 0, 0, 1, 1]]}}, 422, "'left' or 'right'"),
-        ({"answer": LEFT | {"boxes": [["left", 1, 0, 0, 1]]}}, 422, "in shares of the image, 0 to 1"),
-        ({"answer": LEFT | {"boxes": [["left", 0, 0, 1, 1]] * 33}}, 422, "at most 32 items"),
-        ({"answer": LEFT | {"boxes": "x"}}, 422, "boxes is 'x': Input should be a valid list"),
-    ],
+REFUSED = (
+    ({"assignment": 99}, 403, "Task 99 was not given to Ada"),
+    ({"assignment": "1"}, 422, "assignment is '1': Input should be a valid integer"),
+    ({"assignment": 10**30}, 422, "assignment is 1"),
+    ({"client": ""}, 422, "client is '': String should have at least 1 character"),
+    ({"client": "ä"}, 422, "client is 'ä'"),
+    ({"seconds": -1}, 422, "seconds is -1: Input should be greater than or equal to 0"),
+    ({"answer": [1]}, 422, r"answer is \[1\]: Input should be a valid dictionary"),
+    ({"answer": {}}, 422, "choice is missing"),
+    ({"answer": {"choice": "LEFT"}}, 422, "choice is 'LEFT': Input should be 'left', 'right' or 'tie'"),
+    ({"answer": LEFT | {"slider": 3}}, 422, "slider was not asked; asked were choice, checklist"),
+    ({"answer": LEFT | {"\ud83d": 1}}, 422, "unable to parse raw data as a unicode string"),
+    ({"answer": LEFT | {"checklist": {"\ud83d": True}}}, 422, r"checklist\.\?"),
+    ({"answer": LEFT | {"text": "x" * 4001}}, 422, "at most 4000 characters"),
+    ({"answer": LEFT | {"checklist": {"Is it red?": "yes"}}}, 422, "valid boolean"),
+    ({"answer": LEFT | {"checklist": {"Is it blue?": True}}}, 422, "checklist.Is it blue"),
+    ({"answer": LEFT | {"boxes": [["left", 0, 0, 2, 1]]}}, 422, "less than or equal to 1"),
+    ({"answer": LEFT | {"boxes": [["top", 0, 0, 1, 1]]}}, 422, "'left' or 'right'"),
+    ({"answer": LEFT | {"boxes": [["left", 1, 0, 0, 1]]}}, 422, "in shares of the image, 0 to 1"),
+    ({"answer": LEFT | {"boxes": [["left", 0, 0, 1, 1]] * 33}}, 422, "at most 32 items"),
 )
-def test_invalid_votes_are_refused_by_name_and_nothing_is_stored(store, url, changes, status, why):
+
+
+def test_invalid_votes_are_refused_by_name_and_nothing_is_stored(store, url):
     ada = joined(url, "Ada")
     number = ada.post("/next", json={}).json()["assignment"]
-    sent = {"client": "c", "assignment": number, "answer": {"choice": "left"}, "seconds": 1}
-    found = ada.post("/vote", json=sent | changes)
-    assert found.status_code == status
-    assert re.search(why, found.json()["error"]) and store.votes() == []
+    for changes, status, why in REFUSED:
+        sent = {"client": "c", "assignment": number, "answer": LEFT, "seconds": 1} | changes
+        head = {"Content-Type": "application/json"}
+        answer = ada.post("/vote", content=json.dumps(sent), headers=head)  # httpx refuses half a surrogate
+        assert answer.status_code == status and re.search(why, answer.json()["error"]), (changes, answer.text)
+    assert store.votes() == []
 
 
 def test_a_text_cut_inside_an_emoji_is_kept():
@@ -163,7 +158,7 @@ def test_another_s_vote_too_much_and_what_is_no_json(store, url):
         (b"x" * 10_000_000, 413),
         (b"{", 400),
         (b"[" * 60_000, 400),
-        (b"[]", 400),
+        (b"[]", 422),
         (b"\xff", 400),
     ):
         assert ada.post("/vote", content=content, headers=head).status_code == status
@@ -232,7 +227,7 @@ def test_pairs_by_keyboard_alone(tmp_path, width, height):
             assert browser.value("document.querySelector('#prompt').textContent").startswith("image <i>")
             browser.until("ready && [...document.images].every((image) => image.style.width)")
             link = browser.value("document.querySelector('#link').href")
-            assert link.startswith(f"{url}/?me=") and store.who(link.partition("=")[2]) == "Ada"
+            assert link.startswith(f"{url}/?me=") and store.voter(link.partition("=")[2]) == "Ada"
             browser.press("Enter", 13)
             browser.until("document.querySelector('#said').textContent.startsWith('Choose an image')")
             browser.press("ArrowLeft", 37)
@@ -349,7 +344,7 @@ def test_single_images_come_twice_and_are_never_kept_by_the_browser(tmp_path):
             sent = {"client": f"c{number}", "assignment": shown["assignment"], "answer": answer, "seconds": 1}
             assert ada.post("/vote", json=sent).status_code == 200
         votes = store.votes()
-        repeats = sum(vote.again for vote in votes)
+        repeats = sum(vote.is_repeat for vote in votes)
     assert repeats >= 1 and store.unseen() == 1 and len(votes) == 8 + repeats
     assert {vote.answer["boxes"][0][0] for vote in votes} == {"left"}
     store.close()

@@ -74,15 +74,15 @@ def test_repeats_come_later_with_sides_exchanged_and_gold_in_its_turn(tmp_path):
     store.join("a")
     seen = answer_all(store, "a")
     votes = store.votes()
-    assert [v.place for v in votes] == list(range(len(seen)))
-    golden = [v.place for v in votes if store.tasks[v.task].gold]
+    assert [v.position for v in votes] == list(range(len(seen)))
+    golden = [v.position for v in votes if store.tasks[v.task].gold]
     assert golden == [4, 9, 14, 19]
-    for vote in (v for v in votes if v.again):
-        assert (vote.place + 1) % 7 == 0
-        (first,) = (v for v in votes if v.task == vote.task and not v.again)
-        assert vote.place - first.place > votes_store.GAP and vote.swapped != first.swapped
+    for vote in (v for v in votes if v.is_repeat):
+        assert (vote.position + 1) % 7 == 0
+        (first,) = (v for v in votes if v.task == vote.task and not v.is_repeat)
+        assert vote.position - first.position > votes_store.GAP and vote.swapped != first.swapped
         assert store.tasks[vote.task].gold is None
-    assert Counter(v.again for v in votes)[True] == sum((p + 1) % 7 == 0 for p in range(len(seen)))
+    assert Counter(v.is_repeat for v in votes)[True] == sum((p + 1) % 7 == 0 for p in range(len(seen)))
 
 
 def test_enough_votes_are_enough_and_what_lapsed_is_given_again(tmp_path, monkeypatch):
@@ -117,7 +117,7 @@ def test_nobody_votes_for_another(tmp_path):
     store = made(tmp_path / "v.sqlite", allowed=("ada", "bob"))
     secret = store.join(" ada ")
     store.join("bob")
-    assert store.who(secret) == "ada"
+    assert store.voter(secret) == "ada"
     with pytest.raises(NameTaken, match="Somebody already votes as 'ada'"):
         store.join("ada")
     with pytest.raises(UserError, match="'eve' is not among the invited voters"):
@@ -125,7 +125,7 @@ def test_nobody_votes_for_another(tmp_path):
     with pytest.raises(UserError, match="A name has 1 to 60 letters; got ''"):
         store.join("  ")
     with pytest.raises(UnknownVoter, match="You are not known here"):
-        store.who("x")
+        store.voter("x")
     shown = given(store, "ada")
     with pytest.raises(WrongAssignment, match=f"Task {shown.assignment} was not given to bob"):
         store.vote("bob", shown.assignment, {"choice": "left"}, client="c", seconds=None)
@@ -147,8 +147,10 @@ def test_files_that_are_none(tmp_path):
         made(path)
     other = tmp_path / "o.sqlite"
     sqlite3.connect(other).execute("CREATE TABLE about (name, value)")
-    with pytest.raises(UserError, match="is None; this version reads 'visalign votes 1'"):
+    with pytest.raises(UserError, match="is None; this version reads 'visalign votes 2'"):
         VoteStore(other)
+    with pytest.raises(UserError, match=r"plan\.votes is -1\. Input should be greater than or equal to 0"):
+        Plan(votes=-1)
     mixed = [Task(prompt="p", images=("/a",)), Task(prompt="p", images=("/a", "/b"))]
     with pytest.raises(UserError, match="pairs or about single images, not about both"):
         VoteStore.create(tmp_path / "m.sqlite", mixed, Form(), Plan())
@@ -181,9 +183,9 @@ while (shown := store.next("a")) is not None:
 
 def test_a_vote_that_was_answered_for_survives_kill_9(tmp_path):
     path = tmp_path / "v.sqlite"
-    made(path, count=4_000, repeat_every=0).join("a")
+    made(path, count=2_000, repeat_every=0).join("a")
     said: list[str] = []
-    for kill in range(3):
+    for kill in range(2):
         with subprocess.Popen(
             [sys.executable, "-c", VOTER, str(path)], stdout=subprocess.PIPE, text=True
         ) as voter:
@@ -194,8 +196,8 @@ def test_a_vote_that_was_answered_for_survives_kill_9(tmp_path):
     kept = [line.split()[1] for line in said if line.startswith("kept")]
     db = sqlite3.connect(path)
     there = [client for (client,) in db.execute("SELECT client FROM votes")]
-    assert len(kept) > 60 and set(kept) <= set(there) and len(set(there)) == len(there)
-    assert len(there) - len(kept) <= 3  # in the file, and not answered for before the kill
+    assert len(kept) > 40 and set(kept) <= set(there) and len(set(there)) == len(there)
+    assert len(there) - len(kept) <= 2  # in the file, and not answered for before the kill
     assert db.execute("SELECT COUNT(*) FROM votes WHERE revision > 1").fetchone() == (0,)
     store = VoteStore(path)
     open_ = store.next("a")
@@ -208,14 +210,6 @@ def test_an_answer_seen_in_a_mirror():
     other = {"choice": "right", "boxes": [["right", 0, 0, 1, 1]], "prob": 0.25, "text": "hand"}
     assert mirror_answer(answer) == other and mirror_answer(other) == answer
     assert mirror_answer({"choice": "tie"}) == {"choice": "tie"}
-
-
-def test_gold_comes_in_its_turn_where_a_repeat_is_due_too(tmp_path):
-    store = made(tmp_path / "v.sqlite", count=40, gold=4, votes=0, gold_every=10, repeat_every=5)
-    store.join("a")
-    seen = answer_all(store, "a")
-    assert [place for place, shown in enumerate(seen) if shown.task.gold] == [9, 19, 29, 39]
-    assert sum(vote.again for vote in store.votes()) >= 2
 
 
 def test_an_image_that_was_not_seen_is_no_vote_and_leaves_the_pair_to_others(tmp_path):
