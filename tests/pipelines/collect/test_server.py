@@ -117,7 +117,7 @@ REFUSED = (
     ({"answer": {"choice": "LEFT"}}, 422, "choice is 'LEFT': Input should be 'left', 'right' or 'tie'"),
     ({"answer": LEFT | {"slider": 3}}, 422, "slider was not asked; asked were choice, checklist"),
     ({"answer": LEFT | {"\ud83d": 1}}, 422, "unable to parse raw data as a unicode string"),
-    ({"answer": LEFT | {"checklist": {"\ud83d": True}}}, 422, r"checklist\.\?"),
+    ({"answer": LEFT | {"checklist": {"\ud83d": True}}}, 422, "checklist.*unable to parse"),
     ({"answer": LEFT | {"text": "x" * 4001}}, 422, "at most 4000 characters"),
     ({"answer": LEFT | {"checklist": {"Is it red?": "yes"}}}, 422, "valid boolean"),
     ({"answer": LEFT | {"checklist": {"Is it blue?": True}}}, 422, "checklist.Is it blue"),
