@@ -11,18 +11,10 @@ from pathlib import Path
 def write_atomic(path: Path, content: bytes | str) -> Path:
     """Write a temporary file, flush it to disk and rename it, so that no reader sees half a file.
 
-    Args:
-        path: Destination; missing folders are created.
-        content: Whole content; text is encoded as UTF-8, surrogates of undecodable file names escaped.
-
-    Returns:
-        The path.
-
-    Raises:
-        OSError: The folder cannot be written or the disk is full. An earlier file survives.
+    Missing folders are created; text becomes UTF-8. An earlier file survives an error. Returns the path.
     """
     if isinstance(content, str):
-        content = content.encode("utf-8", "backslashreplace")
+        content = content.encode("utf-8", "backslashreplace")  # surrogates of undecodable file names
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
@@ -41,9 +33,6 @@ def umask_permissions(path: Path) -> None:
     """Give a file, or every file of a folder, the permissions that the umask gives new files.
 
     Libraries that write a temporary file first (safetensors) leave 0600, which colleagues cannot read.
-
-    Raises:
-        OSError: A file belongs to somebody else.
     """
     mask = os.umask(0)
     os.umask(mask)

@@ -2,9 +2,9 @@
 """Configurations: a frozen dataclass, a YAML file with the differences, `key.sub=value` overrides on top.
 
 The packaged files (the folder `configs/`, installed as `visalign.configs`) are found by name from anywhere.
-YAML and its `${interpolation}` are OmegaConf's, types are checked by pydantic: fields may be any type that it
-knows, among them `Literal`, `Annotated[int, Field(ge=1)]`, and a union of dataclasses that one of their
-fields tells apart, `Annotated[A | B, Field(discriminator="kind")]`, each with the keys that it reads alone.
+YAML and its `${interpolation}` are OmegaConf's. Types are checked by pydantic, among them unions of
+dataclasses that one field tells apart, `Annotated[A | B, Field(discriminator="kind")]`, each with its own
+keys.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from pydantic import TypeAdapter, ValidationError
 
 from .errors import ConfigError, suggestion
 from .schema import STRICT, Source, entry_schema, field_types, refusal, section_schema
@@ -33,29 +34,22 @@ _SHAPE = "A configuration is a list of 'key: value' lines."
 
 
 def config_folder() -> Path:
-    """The folder of the packaged configurations: in the package when installed, beside it in a checkout."""
+    """Return the folder of the packaged configurations: in the package when installed, beside it in a
+    checkout."""
     package = Path(__file__).resolve().parent
     installed = package / "configs"
     return installed if installed.is_dir() else package.parent / "configs"
 
 
 def list_configs() -> list[str]:
-    """Names of the packaged configurations, sorted, without the ending `.yaml`."""
+    """Return the names of the packaged configurations, sorted, without the ending `.yaml`."""
     return sorted(path.stem for path in config_folder().glob("*.yaml"))
 
 
 def resolve_config(name_or_path: str | Path) -> Path:
-    """The file that a name or a path stands for.
+    """Return the existing file of a path, or of a packaged name: `NAME`, `NAME.yaml` or `configs/NAME.yaml`.
 
-    Args:
-        name_or_path: a path to a YAML file, or a packaged name: `NAME`, `NAME.yaml` or `configs/NAME.yaml`.
-            A file that exists under the path as given comes before a packaged one.
-
-    Returns:
-        The path of an existing file.
-
-    Raises:
-        ConfigError: there is no such file and no packaged configuration of that name.
+    A file that exists under the path comes before a packaged one.
     """
     path = Path(name_or_path).expanduser()
     if path.is_file():
@@ -73,14 +67,7 @@ def resolve_config(name_or_path: str | Path) -> Path:
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
-    """The content of one YAML file as plain Python values, not yet checked against a schema.
-
-    Returns:
-        The mapping of the file; empty for an empty file.
-
-    Raises:
-        ConfigError: the file is missing, no valid YAML (names the line), or no mapping at its top.
-    """
+    """Return the content of one YAML file as plain Python values, not yet checked against a schema."""
     file = resolve_config(path)
     try:
         content = OmegaConf.to_container(OmegaConf.load(file))
@@ -92,7 +79,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ConfigError(f"'{file}' is not text in UTF-8: {error.reason}. Give a YAML file.") from error
     except OSError as error:
-        # OmegaConf raises a bare OSError for a file that holds one single value; a real one has an errno.
+        # OmegaConf raises a bare OSError for a file that holds one single value; a real one has an errno
         raise ConfigError(f"'{file}': {error.strerror or 'it holds a single value'}. {_SHAPE}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"'{file}': its top level is a {type(content).__name__}. {_SHAPE}")
@@ -106,17 +93,13 @@ def load_config(schema: type[T], path: str | Path | None = None, overrides: Sequ
     itself; an override with a dotted key edits one entry of it.
 
     Args:
-        schema: a dataclass whose fields all have types that pydantic knows.
-        path: what `resolve_config` takes, or None for the defaults alone.
+        schema: a dataclass.
+        path: see `resolve_config`; None for the defaults.
         overrides: items `key.sub=value`; the value is read as YAML (`1e-4`, `true`, `null`, `[1, 2]`).
-
-    Returns:
-        An instance of `schema`.
 
     Raises:
         ConfigError: an unknown key, a wrong type, an unreadable file or override, or values that the
             dataclass itself refuses; the message names the full key, what was given and what is allowed.
-        TypeError: `schema` is no dataclass.
     """
     values: dict[str, Any] = {}
     sources: list[Source] = []
@@ -134,33 +117,29 @@ def load_config(schema: type[T], path: str | Path | None = None, overrides: Sequ
 
 
 def config_to_yaml(config: Any) -> str:
-    """The configuration as YAML with every field; `load_config` reads it back to an equal instance."""
+    """Write the configuration as YAML with every field; `load_config` reads it back to an equal instance."""
     return OmegaConf.to_yaml(OmegaConf.create(to_plain(config)))
 
 
 def to_plain(config: Any) -> dict[str, Any]:
-    """The configuration as nested dicts of what JSON has: tuples are lists, paths strings."""
+    """Convert the configuration to nested dicts of JSON types: tuples become lists, paths strings."""
     return json.loads(json.dumps(dataclasses.asdict(config), default=str))
 
 
 def flatten(config: Any) -> dict[str, Any]:
-    """Every leaf of a configuration under its dotted key, as plain values (for trackers and tables).
-
-    Returns:
-        dotted key -> value; a list and an empty mapping are leaves.
+    """Return the leaves of a configuration by dotted key, for trackers and tables; a list and an empty
+    mapping are leaves.
 
     >>> flatten({"seed": 1, "reward": {"clip": {"weight": 0.5}}})
     {'seed': 1, 'reward.clip.weight': 0.5}
     """
-    return dict(_leaves(to_plain(config) if dataclasses.is_dataclass(config) else config, ""))
-
-
-def _leaves(node: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    for key, value in node.items():
+    leaves: dict[str, Any] = {}
+    for key, value in (to_plain(config) if dataclasses.is_dataclass(config) else config).items():
         if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{prefix}{key}.")
+            leaves |= {f"{key}.{name}": leaf for name, leaf in flatten(value).items()}
         else:
-            yield f"{prefix}{key}", value
+            leaves[str(key)] = value
+    return leaves
 
 
 def _parse_override(item: str) -> tuple[list[str], Any]:
@@ -179,7 +158,7 @@ def _parse_override(item: str) -> tuple[list[str], Any]:
 
 
 class _Entries(dict[str, Any]):
-    """A mapping given by dotted overrides alone: it edits the default mapping, which others replace."""
+    """A mapping written only by dotted overrides: it edits the default mapping, which others replace."""
 
 
 def _set(data: Any, keys: Sequence[str], value: Any) -> dict[str, Any]:
@@ -189,23 +168,16 @@ def _set(data: Any, keys: Sequence[str], value: Any) -> dict[str, Any]:
 
 
 def _over_defaults(values: Any, hint: Any, default: Any) -> Any:
-    """Merge given values over the defaults; for dicts with free names see `load_config`."""
-    section = section_schema(hint, values, default)
-    if section is not None and isinstance(values, Mapping):
-        fields = {field.name: _default(field) for field in dataclasses.fields(section)}
-        if type(default) is section:
-            fields = {name: getattr(default, name) for name in fields}
-        hints = field_types(section)
-        filled = {
-            name: _over_defaults(value, hints.get(name), fields.get(name)) for name, value in values.items()
+    """Merge written values over the defaults; for dicts with free names see `load_config`."""
+    section, entry = section_schema(hint, values, default), entry_schema(hint)
+    if isinstance(values, Mapping) and (section is not None or entry is not None):
+        edits = isinstance(values, _Entries) and isinstance(default, Mapping)
+        defaults = _defaults(section, default) if section is not None else dict(default) if edits else {}
+        hints = field_types(section) if section is not None else dict.fromkeys(values, entry)
+        merged = {
+            name: _over_defaults(value, hints.get(name), defaults.get(name)) for name, value in values.items()
         }
-        defaults = {name: _plain(value) for name, value in fields.items() if value is not dataclasses.MISSING}
-        return {**defaults, **filled}
-    entry = entry_schema(hint)
-    if entry is not None and isinstance(values, Mapping):
-        old = default if isinstance(values, _Entries) and isinstance(default, Mapping) else {}
-        filled = {name: _over_defaults(value, entry, old.get(name)) for name, value in values.items()}
-        return {**{name: _plain(value) for name, value in old.items()}, **filled}
+        return {**_plain(defaults), **merged}
     if isinstance(values, _Entries) and isinstance(default, Mapping):
         return {**default, **values}
     if any(kind in str(hint) for kind in ("bool", "Any")):
@@ -215,20 +187,25 @@ def _over_defaults(values: Any, hint: Any, default: Any) -> Any:
     return str(values) if isinstance(values, bool) else values  # else pydantic takes true for 1
 
 
-def _default(field: dataclasses.Field[Any]) -> Any:
-    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+def _defaults(section: Any, default: Any) -> dict[str, Any]:
+    """Return the fields of `default` if it is such a section, else the section's own defaults."""
+    if type(default) is section:
+        return {field.name: getattr(default, field.name) for field in dataclasses.fields(section)}
+    made = {
+        field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        for field in dataclasses.fields(section)
+    }
+    return {name: value for name, value in made.items() if value is not dataclasses.MISSING}
 
 
 def _plain(value: Any) -> Any:
-    """Dataclasses and mappings of any class as dicts."""
+    """Convert dataclasses and mappings of any class to dicts."""
     if isinstance(value, Mapping):
         return {name: _plain(part) for name, part in value.items()}
     return dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value  # type: ignore[arg-type]
 
 
 def _build(schema: type[T], data: Mapping[str, Any], sources: Sequence[Source]) -> T:
-    from pydantic import ValidationError
-
     try:
         resolved = OmegaConf.to_container(OmegaConf.create(_plain(data)), resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
@@ -244,7 +221,5 @@ def _build(schema: type[T], data: Mapping[str, Any], sources: Sequence[Source]) 
 
 @lru_cache
 def _adapter(schema: type[T]) -> Any:
-    from pydantic import TypeAdapter
-
     of_one: Any = tuple[schema]  # type: ignore[valid-type]  # a dataclass itself takes no settings here
     return TypeAdapter(of_one, config=STRICT)

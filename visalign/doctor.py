@@ -8,8 +8,6 @@ import os
 import platform
 import re
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,156 +16,90 @@ from visalign.data.assets import PACKAGED, assets_folder
 from .errors import UserError
 from .versions import NEEDED, installed_version, visalign_version
 
-OPTIONAL = ("wandb", "math-verify", "hypothesis", "ruff", "pyright")
-"""Optional distributions."""
-
 _BROKEN = (ImportError, AttributeError, ValueError, TypeError, KeyError, RuntimeError, OSError)
 """Errors of a damaged installation; a check that raises one has failed."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Check:
-    """A check and its result."""
-
-    name: str
-    passed: bool
-    detail: str
-    """What works, or what is wrong and how to fix it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
     """Facts about the machine and the result of every check."""
 
-    facts: tuple[tuple[str, str], ...]
-    """(name, what was found)."""
-    checks: tuple[Check, ...]
+    facts: dict[str, str]
+    checks: dict[str, tuple[bool, str]]
+    """Name -> (passed, what works, or what is wrong and how to fix it)."""
 
     @property
     def passed(self) -> bool:
         """True if every check passed."""
-        return all(check.passed for check in self.checks)
+        return all(passed for passed, _ in self.checks.values())
 
     @property
     def text(self) -> str:
-        """Plain text without the user's home folder in it."""
-        lines = [f"{name + ':':<14}{what}" for name, what in self.facts]
+        """Plain text, with ~ for the user's home folder, so that it can be shown to strangers."""
+        lines = [f"{name + ':':<14}{fact}" for name, fact in self.facts.items()]
         lines += [
-            f"{'PASS' if check.passed else 'FAIL'}  {check.name}: {check.detail}" for check in self.checks
+            f"{'PASS' if ok else 'FAIL'}  {name}: {detail}" for name, (ok, detail) in self.checks.items()
         ]
-        failed = sum(not check.passed for check in self.checks)
+        failed = sum(not passed for passed, _ in self.checks.values())
         lines.append(f"{failed} of {len(self.checks)} checks failed." if failed else "All checks passed.")
-        return hide_home("\n".join(lines))
-
-
-def hide_home(text: str, home: Path | None = None) -> str:
-    """Replace the home folder by ~, so that the text can be shown to strangers.
-
-    Args:
-        text: any text.
-        home: the folder to hide; the user's own by default.
-
-    >>> hide_home("/users/ada/x, /users/adam/y", Path("/users/ada"))
-    '~/x, /users/adam/y'
-    """
-    prefix = str(home or Path.home()).rstrip("/\\")
-    return re.sub(re.escape(prefix) + r"(?![\w.-])", "~", text) if prefix else text
+        return re.sub(re.escape(str(Path.home())) + r"(?![\w.-])", "~", "\n".join(lines))
 
 
 def examine(assets: Path | None = None) -> Report:
-    """Collect the facts and run the checks (two seconds, and what importing torch takes).
+    """Collect the facts and run the checks (two seconds, and the import of torch).
 
     Args:
         assets: folder of the packaged models; None for the one of this installation.
-
-    Returns:
-        The report; nothing is printed.
     """
-    checks = [
-        _run("packages", _packages),
-        _run("wings", _wings),
-        _run("configurations", _configurations),
-        *(
-            _run(f"model {name}", lambda name=name: _model((assets or assets_folder()) / name))
-            for name in PACKAGED
-        ),
-        _run("advantages", _advantages),
-        _run("one SDE step", _sde_step),
-        _run("verifier", _verifier),
-    ]
-    return Report(facts=_facts(), checks=tuple(checks))
+    checks = {
+        "packages": _packages,
+        "wings": _wings,
+        "configurations": _configurations,
+        **{
+            f"model {name}": lambda name=name: _model((assets or assets_folder()) / name) for name in PACKAGED
+        },
+        "advantages": _advantages,
+        "one SDE step": _sde_step,
+        "verifier": _verifier,
+    }
+    results = {}
+    for name, check in checks.items():
+        try:
+            results[name] = True, check()
+        except UserError as error:
+            results[name] = False, str(error)
+        except _BROKEN as error:
+            results[name] = False, f"{type(error).__name__}: {error}"
+    packages = [f"{name} {version}" for name in NEEDED if (version := installed_version(name))]
+    facts = {
+        "visalign": f"{visalign_version()} at {Path(__file__).resolve().parent}",
+        "python": f"{platform.python_version()} at {sys.executable}",
+        "platform": f"{platform.platform()}, {os.cpu_count()} CPU cores",
+        "devices": _devices(),
+        "packages": ", ".join(packages),
+    }
+    return Report(facts=facts, checks=results)
 
 
-def _run(name: str, check: Callable[[], str]) -> Check:
-    begun = time.perf_counter()
-    try:
-        detail, passed = check(), True
-    except _BROKEN as error:
-        kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
-        detail, passed = f"{kind}{error}", False
-    return Check(name=name, passed=passed, detail=f"{detail} ({time.perf_counter() - begun:.2f} s)")
-
-
-def _facts() -> tuple[tuple[str, str], ...]:
-    optional = [f"{name} {installed_version(name) or 'absent'}" for name in OPTIONAL]
-    return (
-        ("visalign", f"{visalign_version()} at {Path(__file__).resolve().parent}"),
-        ("python", f"{platform.python_version()} at {sys.executable}"),
-        ("platform", f"{platform.platform()}, {os.cpu_count()} CPU cores, {_memory()}"),
-        *_torch_facts(),
-        (
-            "packages",
-            ", ".join(f"{name} {installed_version(name)}" for name in NEEDED if installed_version(name)),
-        ),
-        ("optional", ", ".join(optional)),
-        ("code sandbox", _sandbox()),
-    )
-
-
-def _sandbox() -> str:
-    """Name the sandbox of generated code, or the reason for having none."""
-    try:
-        from visalign.rewards.code.sandbox import bubblewrap_problem
-
-        return bubblewrap_problem() or "bubblewrap"
-    except _BROKEN as error:
-        return f"{error}"
-
-
-def _torch_facts() -> tuple[tuple[str, str], ...]:
+def _devices() -> str:
     try:
         import torch
+
+        from visalign.precision import multiplies_bfloat16
     except _BROKEN as error:
-        return (("devices", f"unknown, torch cannot be imported: {error}"),)
-    devices = [f"cpu ({torch.backends.cpu.get_cpu_capability()}, {_cpu_bf16()})"]
+        return f"unknown, torch cannot be imported: {error}"
+    bf16 = "with" if multiplies_bfloat16(torch.device("cpu")) else "without"
+    devices = [f"cpu ({torch.backends.cpu.get_cpu_capability()}, {bf16} bf16 arithmetic)"]
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
-        has_bf16 = "with" if torch.cuda.is_bf16_supported() else "without"
-        devices.append(
-            f"cuda:{index} {properties.name}, {properties.total_memory / 2**30:.0f} GiB, {has_bf16} bf16"
-        )
+        devices.append(f"cuda:{index} {properties.name}, {properties.total_memory / 2**30:.0f} GiB")
     if torch.backends.mps.is_available():
         devices.append("mps")
-    return (("devices", "; ".join(devices)), ("threads", f"{torch.get_num_threads()} of torch"))
-
-
-def _cpu_bf16() -> str:
-    import torch
-
-    from visalign.precision import multiplies_bfloat16
-
-    return f"{'with' if multiplies_bfloat16(torch.device('cpu')) else 'without'} bf16 arithmetic"
-
-
-def _memory() -> str:
-    if not hasattr(os, "sysconf") or "SC_PHYS_PAGES" not in os.sysconf_names:
-        return "memory unknown"
-    return f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.0f} GiB memory"
+    return "; ".join(devices)
 
 
 def _packages() -> str:
-    missing = [name for name in NEEDED if installed_version(name) is None]
-    if missing:
+    if missing := [name for name in NEEDED if installed_version(name) is None]:
         raise UserError(
             f"not installed: {', '.join(missing)}. Run: python -m pip install 'visalign[images]'; the core, "
             "judges of text and clients go without"
@@ -177,7 +109,6 @@ def _packages() -> str:
 
 def _wings() -> str:
     """Check that `visalign.rewards` and `visalign.pipelines` exist: links in a checkout, else folders."""
-    messages = []
     for wing, module in {"rewards": "base.contract", "pipelines": "cli.app"}.items():
         if importlib.util.find_spec(f"visalign.{wing}.{module}") is None:
             raise UserError(f"visalign.{wing} is incomplete. Install it again: python -m pip install -e .")
@@ -187,8 +118,7 @@ def _wings() -> str:
                 f"'{folder}' should be a link to ../{wing}, and is none: editors will not find the wing. "
                 f"Restore it: git config core.symlinks true && git checkout -- visalign/{wing}"
             )
-        messages.append(f"{wing} {'linked' if folder.is_symlink() else 'installed'}")
-    return ", ".join(messages)
+    return "rewards and pipelines are found"
 
 
 def _configurations() -> str:
@@ -201,7 +131,7 @@ def _configurations() -> str:
 
 
 def _model(folder: Path) -> str:
-    """Presence and wholeness of a packaged model: a weight file that was cut short cannot be opened."""
+    """Open the weights of a packaged model: a file that was cut short cannot be opened."""
     from safetensors import SafetensorError, safe_open
 
     weights = sorted(folder.rglob("*.safetensors")) if folder.is_dir() else []
@@ -213,8 +143,7 @@ def _model(folder: Path) -> str:
                 opened.keys()
         except SafetensorError as error:
             raise UserError(f"'{file}' is damaged ({error}). Install visalign again.") from error
-    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    return f"{size / 1e6:.1f} MB, {len(weights)} weight files"
+    return f"{len(weights)} weight files"
 
 
 def _advantages() -> str:

@@ -9,6 +9,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,15 +19,9 @@ from visalign.versions import missing_extra
 
 
 def import_by_path(path: str, *, what: str, error: type[Exception] = UserError) -> Any:
-    """Import the object that `module:Name` or `file.py:Name` names.
+    """Import the object that `module:Name` or `file.py:Name` names; the name may contain dots.
 
-    Args:
-        path: Module or file, a colon, and an attribute, which may contain dots.
-        what: Noun for messages, e.g. "reward".
-        error: Exception type to raise.
-
-    Raises:
-        error: The file, module or attribute does not exist.
+    `what` is a noun for messages, e.g. "reward"; `error` the exception type to raise.
 
     >>> import_by_path("pathlib:Path.cwd", what="function").__name__
     'cwd'
@@ -39,15 +34,13 @@ def import_by_path(path: str, *, what: str, error: type[Exception] = UserError) 
         if module_path.endswith(".py")
         else _import_module(module_path, path, error)
     )
-    target: Any = module
-    for step in attribute.split("."):
-        if not hasattr(target, step):
-            public = [key for key in vars(module) if not key.startswith("_")]
-            raise error(
-                f"{module_path} has no {attribute!r}. {suggestion(attribute, public)}Fix the part after ':'."
-            )
-        target = getattr(target, step)
-    return target
+    try:
+        return attrgetter(attribute)(module)
+    except AttributeError as problem:
+        public = [key for key in vars(module) if not key.startswith("_")]
+        raise error(
+            f"{module_path} has no {attribute!r}. {suggestion(attribute, public)}Fix the part after ':'."
+        ) from problem
 
 
 _PLAIN: Mapping[str, tuple[type, ...]] = {
@@ -65,11 +58,7 @@ def check_options(
 ) -> None:
     """Raise for unknown or missing options of a callable, and for values of a wrong plain type.
 
-    Args:
-        called: Name of the callable in messages, e.g. "Reward 'ocr'".
-        target: Class or function to be called.
-        options: Its keyword arguments.
-        error: Exception type to raise.
+    `called` is its name in messages, e.g. "Reward 'ocr'"; `error` the exception type to raise.
     """
     signature = inspect.signature(target)
     try:
@@ -93,8 +82,7 @@ def _import_file(file: Path, what: str, error: type[Exception]) -> ModuleType:
         )
     digest = hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:12]
     spec = importlib.util.spec_from_file_location(f"visalign_user_{file.stem}_{digest}", file)
-    if spec is None or spec.loader is None:
-        raise error(f"{file} cannot be imported; give a Python file that ends in .py.")
+    assert spec is not None and spec.loader is not None  # a file that ends in .py
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses and pickle look up their module there
     with CaughtError() as importing:
@@ -105,6 +93,20 @@ def _import_file(file: Path, what: str, error: type[Exception]) -> ModuleType:
     return module
 
 
+def _import_module(module: str, path: str, error: type[Exception]) -> ModuleType:
+    with CaughtError() as importing:
+        return importlib.import_module(module)
+    problem = importing.error
+    assert problem is not None
+    missing = problem.name if isinstance(problem, ModuleNotFoundError) else None
+    if missing and (module == missing or module.startswith(missing + ".")):
+        raise error(
+            f"{path!r}: the module {module!r} cannot be imported. Is it installed, or on PYTHONPATH? A file "
+            "can be named directly: 'path/to/file.py:Name'."
+        ) from problem
+    raise _import_error(f"{path!r}: the module {module!r}", problem, error) from problem
+
+
 def _import_error(what: str, problem: BaseException, error: type[Exception]) -> Exception:
     """Build the error for a user's module that raised while it was imported."""
     if isinstance(problem, ModuleNotFoundError):
@@ -112,17 +114,3 @@ def _import_error(what: str, problem: BaseException, error: type[Exception]) -> 
         install = f"It imports {name!r}, which is not installed: python -m pip install {name}"
         return error(f"{what} cannot be imported. {missing_extra(problem) or install}.")
     return error(f"{what} cannot be imported: it raised {describe_error(problem)}.")
-
-
-def _import_module(module: str, path: str, error: type[Exception]) -> ModuleType:
-    with CaughtError() as importing:
-        return importlib.import_module(module)
-    problem, subject = importing.error, f"{path!r}: the module {module!r}"
-    assert problem is not None
-    missing = problem.name if isinstance(problem, ModuleNotFoundError) else None
-    if missing and (module == missing or module.startswith(missing + ".")):
-        raise error(
-            f"{subject} cannot be imported. Is it installed, or on PYTHONPATH? A file can be named "
-            "directly: 'path/to/file.py:Name'."
-        ) from problem
-    raise _import_error(subject, problem, error) from problem

@@ -60,11 +60,7 @@ def nearest(given: str, allowed: Iterable[str], *, limit: int = 3) -> list[str]:
 
 
 def did_you_mean(names: Iterable[str]) -> str:
-    """Ask "Did you mean ...? " with a trailing blank; empty without names.
-
-    >>> did_you_mean(["steps", "step_weights"])
-    "Did you mean 'steps' or 'step_weights'? "
-    """
+    """Ask "Did you mean 'steps' or 'step_weights'? " with a trailing blank; empty without names."""
     choices = " or ".join(repr(name) for name in names)
     return f"Did you mean {choices}? " if choices else ""
 

@@ -27,14 +27,9 @@ def csv_cell(value: Any) -> Any:
     """
     if value is None:
         return ""
-    if isinstance(value, str) and value.startswith(_FORMULA) and not _is_number(value):
-        return f"'{value}"
+    if isinstance(value, str) and value.startswith(_FORMULA):
+        try:
+            float(value)
+        except ValueError:
+            return f"'{value}"
     return value
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True

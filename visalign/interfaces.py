@@ -16,8 +16,6 @@ from visalign.errors import UserError
 
 Metadata = Sequence[Mapping[str, Any] | None]
 """One mapping per sample (GenEval's layout for the shapes world), or None where a prompt has none."""
-
-
 Message = Mapping[str, Any]
 """One turn of a conversation: {role, content}."""
 Prompt = str | Sequence[Message]
@@ -38,9 +36,8 @@ class Scores:
     unit: str
     """What one step of `value` means, e.g. "cosine × 100"."""
     std: Tensor | None = None
-    """[B] float32 standard deviation in the same unit, or None when the judge gives none; NaN where it is not
-    known, which is no certainty. `visalign.rewards.scorers.units.DEVIATIONS` says what it is in each
-    judge."""
+    """[B] float32 standard deviation in the same unit, or None when the judge gives none; NaN where unknown.
+    `visalign.rewards.scorers.units.DEVIATIONS` says what it is in each judge."""
     parts: Mapping[str, Tensor] = field(default_factory=dict)
     """name -> [B] float32, the terms that `value` was made of."""
     text: Sequence[str] | None = None
@@ -117,36 +114,21 @@ class RewardCapabilities:
     """label -> strength λ with which a trainer scales advantages by the part "LABEL.std"."""
 
 
-_FLAGS = ("needs_group", "needs_batch", "needs_prompt", "takes_clips", "both_orders")
-
-
 def with_capabilities(reward: Any) -> Any:
-    """Give a reward without declarations the default `capabilities` and the `identity` None; return it.
-
-    Raises:
-        UserError: the reward declares a flag outside its capabilities, or takes no new attributes.
-    """
-    if not hasattr(reward, "capabilities"):
-        if flags := [flag for flag in _FLAGS if hasattr(reward, flag)]:
-            raise UserError(
-                f"Reward {type(reward).__name__} sets {', '.join(flags)} as an attribute. Declare it in its "
-                f"class: capabilities = visalign.interfaces.RewardCapabilities({flags[0]}=...)."
-            )
-        _set_attribute(reward, "capabilities", RewardCapabilities())
-    # asked of the class first, since an identity may be a property that reads weights
-    if not hasattr(type(reward), "identity") and not hasattr(reward, "identity"):
-        _set_attribute(reward, "identity", None)
-    return reward
-
-
-def _set_attribute(reward: Any, name: str, value: Any) -> None:
-    try:
-        object.__setattr__(reward, name, value)  # works for frozen dataclasses, too
+    """Give a reward without declarations the default `capabilities` and the `identity` None; return it."""
+    # looked up in the class first, since an identity may be a property that reads weights
+    has_identity = hasattr(type(reward), "identity") or hasattr(reward, "identity")
+    try:  # works for frozen dataclasses, too
+        if not hasattr(reward, "capabilities"):
+            object.__setattr__(reward, "capabilities", RewardCapabilities())
+        if not has_identity:
+            object.__setattr__(reward, "identity", None)
     except (AttributeError, TypeError) as error:
         raise UserError(
-            f"Reward {type(reward).__name__} takes no attribute {name!r} (slots?). Declare in its class: "
+            f"Reward {type(reward).__name__} takes no attributes (slots?). Declare in its class: "
             "capabilities = visalign.interfaces.RewardCapabilities() and identity = None."
         ) from error
+    return reward
 
 
 @runtime_checkable

@@ -24,7 +24,6 @@ except ImportError:  # Windows, where nothing is locked
 
 LOCK = ".lock"
 """Name of the lock file inside a folder."""
-_LOCKED_ERRNOS = (errno.EAGAIN, errno.EACCES)
 _own_locks: set[Path] = set()
 
 
@@ -36,18 +35,17 @@ class FolderInUseError(UserError):
 def hold_lock(lock: Path, *, what: str, instead: str = "give another --output") -> Iterator[None]:
     """Hold a lock file for the length of the block, or until the process and its forks are dead.
 
-    Nested blocks of one process share the lock. The file is removed afterwards, and so are folders
-    created for it that stay empty. On Windows, and (with a warning) on file systems without locks, nothing is
-    locked.
+    Nested blocks of one process share the lock. Missing folders are created; afterwards the file is removed,
+    and so are those folders if they are empty. On Windows, and (with a warning) on file systems without
+    locks, nothing is locked.
 
     Args:
-        lock: Lock file; missing folders are created.
+        lock: Lock file.
         what: Subject of the message.
         instead: Alternative to waiting, for the message.
 
     Raises:
-        FolderInUse: The message names the other process, its machine, start and command.
-        OSError: The lock file cannot be written.
+        FolderInUseError: The message names the other process.
     """
     lock = lock.absolute()
     if fcntl is None or lock in _own_locks:
@@ -84,7 +82,7 @@ def _acquire(lock: Path, what: str, instead: str) -> int:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             description = os.pread(descriptor, 4096, 0)
-            if error.errno in _LOCKED_ERRNOS:
+            if error.errno in (errno.EAGAIN, errno.EACCES):
                 os.close(descriptor)
                 raise FolderInUseError(
                     f"{what} is in use by {_describe_holder(description)}. Wait until it ends, or {instead}."

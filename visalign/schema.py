@@ -7,12 +7,11 @@ import dataclasses
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from pydantic import ConfigDict, ValidationError
 
 from .errors import ConfigError, did_you_mean, nearest, suggestion
-
-if TYPE_CHECKING:
-    from pydantic import ConfigDict, ValidationError
 
 STRICT: ConfigDict = {"extra": "forbid", "coerce_numbers_to_str": True}
 """pydantic's settings for all configurations."""
@@ -24,16 +23,15 @@ _UNKNOWN = ("unexpected_keyword_argument", "invalid_key")
 
 
 def field_types(schema: Any) -> dict[str, Any]:
-    """The fields of a dataclass, name -> resolved type, in their order; a TypeError for what is none."""
-    if not (isinstance(schema, type) and dataclasses.is_dataclass(schema)):
-        raise TypeError(f"A configuration schema is a dataclass; got {schema!r}.")
+    """Return the fields of a dataclass, name -> resolved type, in their order."""
     hints = typing.get_type_hints(schema, include_extras=True)
     return {field.name: hints[field.name] for field in dataclasses.fields(schema)}
 
 
 def section_schema(hint: Any, *values: Any) -> Any:
-    """The dataclass D of a field of type D or D | None; of a union of dataclasses the one that the values
-    choose, the first value that says something before the others; else None."""
+    """Return the dataclass D of a field of type D or D | None; of a union of dataclasses the one that the
+    first value with a discriminator chooses; else None.
+    """
     key, variants = _union(hint)
     for value in values if key else ():
         choice = value.get(key) if isinstance(value, Mapping) else getattr(value, key, None)
@@ -48,13 +46,13 @@ def section_schema(hint: Any, *values: Any) -> Any:
 
 
 def entry_schema(hint: Any) -> Any:
-    """The dataclass D of a field of type dict[str, D], else None."""
+    """Return the dataclass D of a field of type dict[str, D], else None."""
     parts = typing.get_args(hint) if typing.get_origin(hint) is dict else ()
     return section_schema(parts[1]) if len(parts) == 2 else None
 
 
 def allowed_keys(schema: Any, prefix: str = "") -> Iterator[str]:
-    """Every dotted key below `prefix` that a schema allows, sections first; `*` stands for a free name."""
+    """Yield every dotted key below `prefix` that a schema allows; `*` stands for a free name."""
     for name, hint in field_types(schema).items():
         yield f"{prefix}{name}"
         variants = [*_union(hint)[1].values()] or [section_schema(hint)]
@@ -65,17 +63,8 @@ def allowed_keys(schema: Any, prefix: str = "") -> Iterator[str]:
 
 
 def refusal(error: ValidationError, schema: Any, data: Any, sources: Sequence[Source]) -> ConfigError:
-    """Describe an error of pydantic in the words of a configuration: unknown keys before wrong values, both
-    before what a dataclass itself refuses.
-
-    Args:
-        error: of validating `data`.
-        schema: the dataclass.
-        data: nested mappings.
-        sources: where its keys stand, later ones over earlier ones.
-
-    Returns:
-        Names the full key, the nearest and all allowed names, or the value and what is expected.
+    """Describe an error of validating `data` by its full key: unknown keys before wrong values, both before
+    what a dataclass itself refuses. `sources` say where keys were written, later ones over earlier ones.
     """
     order = {**dict.fromkeys(_UNKNOWN, 0), "value_error": 2}
     first = min(error.errors(), key=lambda entry: order.get(entry["type"], 1))
@@ -99,13 +88,7 @@ def refusal(error: ValidationError, schema: Any, data: Any, sources: Sequence[So
 
 
 class _Location:
-    """Location of a pydantic error in a configuration.
-
-    Args:
-        schema: a dataclass.
-        data: what was validated.
-        loc: pydantic's way to it, which also names variants of unions and members of containers.
-    """
+    """Location of a pydantic error; its `loc` also names variants of unions and members of containers."""
 
     def __init__(self, schema: Any, data: Any, loc: Sequence[str | int]) -> None:
         self.keys, self.item, self.value, self.hint = list[str](), "", data, schema
@@ -129,40 +112,39 @@ class _Location:
             self.keys.append(name)
             self.value = self.value.get(name)
         key, variants = _union(full)
-        if key and isinstance(self.value, Mapping):  # says the name of none of the variants
+        if key and isinstance(self.value, Mapping):  # its discriminator is none of the variants'
             self.keys.append(key)
             self.value, self.hint = self.value.get(key), typing.Literal[tuple(variants)]
 
     def meets(self, keys: Sequence[str]) -> bool:
         """Return whether a value written under `keys` contains this location or lies in it."""
-        return all(mine == other for mine, other in zip(self.keys, keys, strict=False))
+        return all(key == other for key, other in zip(self.keys, keys, strict=False))
 
 
 def _unknown_key(location: _Location, root: Any, where: str) -> ConfigError:
     *above, key = location.keys
-    full, here, everywhere = (
-        ".".join(location.keys),
-        list(field_types(location.section)),
-        list(allowed_keys(root)),
-    )
-    prefix = full.removesuffix(key)
+    prefix = "".join(f"{name}." for name in above)
+    allowed = list(field_types(location.section))
     kind, variants = _union(location.union)
     readers = [str(name) for name, part in variants.items() if key in field_types(part)]
-    offered = [] if readers else [prefix + name for name in nearest(key, here)]
-    if not offered and not readers:
-        alike = nearest(key, {name.rpartition(".")[2] for name in everywhere}, limit=1)
-        offered = [name for name in everywhere if name.rpartition(".")[2] in alike]
+    if readers:
+        hint = f"It is read where {prefix}{kind} is {' or '.join(readers)}. "
+    else:
+        similar = [prefix + name for name in nearest(key, allowed)]
+        if not similar:
+            names = {full: full.rpartition(".")[2] for full in allowed_keys(root)}
+            alike = nearest(key, set(names.values()), limit=1)
+            similar = [full for full, name in names.items() if name in alike]
+        hint = did_you_mean(similar)
     level = f"under '{'.'.join(above)}'" if above else "at the top level"
     return ConfigError(
-        f"Unknown key '{full}' in {where}. {did_you_mean(offered)}"
-        f"{f'It is read where {prefix}{kind} is ' + ' or '.join(readers) + '. ' if readers else ''}"
-        f"Allowed {level}: {', '.join(here)}."
+        f"Unknown key '{prefix}{key}' in {where}. {hint}Allowed {level}: {', '.join(allowed)}."
     )
 
 
 def _union(hint: Any) -> tuple[str, dict[Any, Any]]:
-    """(the field that tells apart, what it says -> dataclass) of an annotated union of dataclasses; of others
-    ("", {})."""
+    """Return (discriminator field, its value -> dataclass) of an annotated union of dataclasses, else ("",
+    {})."""
     discriminators = (getattr(part, "discriminator", None) for part in getattr(hint, "__metadata__", ()))
     key = str(next(filter(None, discriminators), ""))
     parts = typing.get_args(hint.__origin__) if key else ()

@@ -34,12 +34,8 @@ the settings as `s` and that value as `v`."""
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
 def settings(section: str) -> Callable[[type[T]], type[T]]:
-    """Make a class a frozen, keyword-only pydantic dataclass whose errors in Python are `UserError`s.
-
-    YAML files and overrides get the messages of `visalign.config.load_config`.
-
-    Args:
-        section: the key of the section in configurations, which messages begin with.
+    """Make a class a frozen, keyword-only pydantic dataclass whose errors in Python are `UserError`s that
+    begin with the key of the section; YAML files and overrides get the messages of `load_config`.
     """
 
     def decorate(cls: type[T]) -> type[T]:
@@ -60,22 +56,17 @@ def settings(section: str) -> Callable[[type[T]], type[T]]:
 
 
 def check_rules(values: Any, rules: Rules) -> None:
-    """Refuse settings by the first rule that they break.
-
-    Raises:
-        UserError: the rule's message.
-    """
+    """Refuse settings by the first rule that they break."""
     for broken, message in rules:
         if value := broken(values):
             raise UserError(message.format(s=values, v=value))
 
 
 def _user_error(section: str, error: ValidationError, schema: Any) -> UserError:
-    """Translate the first finding of pydantic; a rule of the settings comes with its own message."""
+    """Translate pydantic's first error; a rule of the settings comes with its own message."""
     first = max(error.errors(), key=lambda entry: len(entry["loc"]))  # of a union, the variant that fits best
-    own = first.get("ctx", {}).get("error")
-    if isinstance(own, UserError):
-        return own
+    if isinstance(rule_error := first.get("ctx", {}).get("error"), UserError):
+        return rule_error
     keys = [str(key) for key in first["loc"] if isinstance(key, int) or key.isidentifier()]
     name, allowed = ".".join(keys), schema.__dataclass_fields__
     if first["type"] == "unexpected_keyword_argument":

@@ -15,10 +15,7 @@ class InterruptFlag:
     """Turn the first Ctrl-C or SIGTERM into a flag that the loop reads; a second one stops at once.
 
     Outside the main thread Python allows no signal handlers, so signals keep their usual meaning. Forked
-    workers of a data loader ignore Ctrl-C and end at SIGTERM.
-
-    Args:
-        notice: Called with one sentence at the first signal.
+    workers of a data loader ignore Ctrl-C and end at SIGTERM. `notice` gets one sentence at the first signal.
     """
 
     def __init__(self, notice: Callable[[str], object] = print) -> None:

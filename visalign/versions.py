@@ -12,40 +12,14 @@ from pathlib import Path
 from typing import Any
 
 NEEDED = (
-    "torch",
-    "diffusers",
-    "transformers",
-    "open-clip-torch",
-    "accelerate",
-    "peft",
-    "safetensors",
-    "numpy",
-    "scipy",
-    "pillow",
-    "omegaconf",
-    "pydantic",
-    "typer",
-    "rich",
-)
+    "torch diffusers transformers open-clip-torch accelerate peft safetensors numpy scipy pillow omegaconf "
+    "pydantic typer rich"
+).split()
 """Required distributions; those that affect numerical results come first."""
 
 IMAGES = frozenset(
-    {
-        "accelerate",
-        "diffusers",
-        "huggingface_hub",
-        "jinja2",
-        "markupsafe",
-        "omegaconf",
-        "open_clip",
-        "peft",
-        "pyarrow",
-        "pydantic",
-        "scipy",
-        "transformers",
-        "typer",
-        "yaml",
-    }
+    "accelerate diffusers huggingface_hub jinja2 markupsafe omegaconf open_clip peft pyarrow pydantic scipy "
+    "transformers typer yaml".split()
 )
 """Modules of the extra `images`; the core, text rewards and clients work without them."""
 
@@ -64,10 +38,7 @@ def missing_extra(error: ModuleNotFoundError) -> str | None:
 
 
 class MissingExtraFinder(MetaPathFinder):
-    """Last import finder: names the extra of a missing module that this package imports.
-
-    Imports by other packages, for example to test whether a module exists, are left alone.
-    """
+    """Last import finder: names the extra of a missing module that this package itself imports."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
         """Raise an error that names the extra, or return None for Python's own error."""
@@ -103,8 +74,5 @@ def visalign_version() -> str:
 def versions() -> dict[str, str]:
     """Return versions of Python, the platform, visalign and required packages ("absent" if missing)."""
     system = {"python": platform.python_version(), "platform": platform.platform()}
-    return (
-        system
-        | {"visalign": visalign_version()}
-        | {name: installed_version(name) or "absent" for name in NEEDED}
-    )
+    packages = {name: installed_version(name) or "absent" for name in NEEDED}
+    return {**system, "visalign": visalign_version(), **packages}

@@ -483,8 +483,8 @@ def test_doctor_passes_on_a_whole_installation(models: Path, monkeypatch: pytest
         f"visalign:     {__version__}",
         "torch 2",
         "cpu (",
-        "rewards linked",
-        "0.0 MB, 1 weight files",
+        "rewards and pipelines are found",
+        "1 weight files",
     ):
         assert text in report.text
     for name in ("advantages", "one SDE step", "verifier", "model shapes-sd3"):
@@ -500,7 +500,7 @@ def test_auto_autocast_is_bfloat16_where_the_device_multiplies_it(monkeypatch: p
             torch.ops, "mkldnn", types.SimpleNamespace(_is_mkldnn_bf16_supported=lambda a=answer: a)
         )
         assert autocast_dtype("auto", cpu) is dtype
-        assert f", {word} bf16 arithmetic" in dict(doctor._torch_facts())["devices"]
+        assert f", {word} bf16 arithmetic" in doctor._devices()
     monkeypatch.setattr(torch.ops, "mkldnn", None)
     assert autocast_dtype("auto", cpu) is None
     assert autocast_dtype("bfloat16", cpu) is torch.bfloat16 and autocast_dtype(None, cpu) is None
@@ -542,11 +542,10 @@ def test_doctor_sees_a_lost_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_doctor_exits_1_on_failure_and_hides_the_home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "home", lambda: Path("/users/ada"))
-    failed = doctor.Check(name="x", passed=False, detail="at /users/ada/x and /users/adam")
-    report = doctor.Report(facts=(("python", "3"),), checks=(failed,))
+    report = doctor.Report(facts={}, checks={"x": (False, "at /users/ada/x and /users/adam")})
     monkeypatch.setattr(doctor, "examine", lambda: report)
     result = visalign("doctor")
     assert result.exit_code == 1
     assert "FAIL  x: at ~/x and /users/adam" in result.stdout and "1 of 1 checks failed." in result.stdout
-    monkeypatch.setattr(doctor, "examine", lambda: doctor.Report(facts=(), checks=()))
+    monkeypatch.setattr(doctor, "examine", lambda: doctor.Report(facts={}, checks={}))
     assert visalign("doctor").exit_code == 0

@@ -331,8 +331,3 @@ def test_flatten_and_the_allowed_keys_agree() -> None:
     allowed = set(allowed_keys(Job))
     assert {key.replace(".shapes.", ".*.") for key in flat} <= allowed
     assert "rewards.*.weight" in allowed
-
-
-def test_a_schema_must_be_a_dataclass() -> None:
-    with pytest.raises(TypeError, match="A configuration schema is a dataclass; got <class 'dict'>"):
-        load_config(dict)
