@@ -20,18 +20,17 @@ from typing import Any
 import torch
 
 from visalign.interfaces import Metadata, Scores
-from visalign.rewards.base.contract import RewardError, make_scores, read_request
+from visalign.rewards.base.contract import RewardError, check_choices, make_scores, read_request
 from visalign.rewards.base.identity import Identity
 from visalign.rewards.reading.numbers import AnswerError
 from visalign.rewards.reading.ratings import FORMS
 from visalign.rewards.vlm.requests import Query, requests
-from visalign.rewards.vlm.template import Template, question
+from visalign.rewards.vlm.template import question
 from visalign.rewards.vlm.yes_no import MIN_MASS
 
-from .judge import ChatJudge, as_template, check_choice, failure_reason
+from .judge import ChatJudge, failure_reason
 from .local import LocalModel
 from .messages import Reply
-from .server import ChatServer
 from .yes_no import check_reading, read_reply_yes_no
 
 TOP_LOGPROBS = 20
@@ -66,9 +65,8 @@ class DeepSeekGRM(ChatJudge):
         reads: how a sample states its score, a key of `rewards.reading.ratings.FORMS`: "boxed", 1 to 10, or
             for judges that were taught another form "answer", 1 to 5, or "yes_no", 1 or 0.
         k_meta: samples that the meta judge keeps; None asks no meta judge.
-        meta: folder of a trained meta judge, loaded here and asked as it was trained.
-        meta_server: server of an untrained one; the judge's own when None.
-        meta_template: replaces our question to it; has {critique}.
+        meta: folder of a trained meta judge, loaded here and asked as it was trained; the judge itself,
+            untrained, when None.
         min_mass: smallest probability of yes and no together that counts as the meta judge's answer.
         **options: of `ChatJudge`, as are the others.
     """
@@ -88,8 +86,6 @@ class DeepSeekGRM(ChatJudge):
         reads: str = "boxed",
         k_meta: int | None = None,
         meta: str | Path | None = None,
-        meta_server: ChatServer | LocalModel | None = None,
-        meta_template: Template | str | None = None,
         min_mass: float = MIN_MASS,
         device: Any = "cpu",
         **options: Any,
@@ -98,20 +94,17 @@ class DeepSeekGRM(ChatJudge):
             raise RewardError(
                 f"{self.name}: k_meta is {k_meta}; allowed are whole numbers from 1 to answers ({answers})."
             )
-        check_choice(self.name, "reads", reads, FORMS)
+        check_choices(self.name, reads=(reads, FORMS))
         check_reading(self.name, top_logprobs=TOP_LOGPROBS, min_mass=min_mass)
         super().__init__(base_url, model, answers=answers, device=device, **options)
+        if meta is not None and k_meta is None:
+            raise RewardError(
+                f"{self.name}: meta is '{meta}' and k_meta None; set how many samples it keeps."
+            )
+        self.meta_server, self.meta_template = self.server, META
         if meta is not None:
-            if k_meta is None or meta_server is not None or meta_template is not None:
-                raise RewardError(
-                    f"{self.name}: meta is '{meta}' and k_meta {k_meta}. A trained meta judge keeps k_meta "
-                    "of the samples, and has its own model and question: set k_meta, and leave meta_server "
-                    "and meta_template out."
-                )
-            meta_server = LocalModel(meta, device=device)
-            meta_template = meta_server.engine.template(META.name, META)
-        self.meta_server = meta_server or self.server
-        self.meta_template = as_template(self.name, meta_template, META, required_fields=("critique",))
+            self.meta_server = LocalModel(meta, device=device)
+            self.meta_template = self.meta_server.engine.template(META.name, META)
         self.k_meta, self.votes, self.min_mass = k_meta, k_meta or answers, min_mass
         self.reader, low, high = FORMS[reads]
         self.unit = f"sum of {self.votes} scores from {low:g} to {high:g}"

@@ -19,13 +19,10 @@ from visalign.rewards.reading.numbers import AnswerError
 from visalign.rewards.reading.ratings import listed_scores
 from visalign.rewards.vlm.published import published_prompt
 from visalign.rewards.vlm.requests import requests
-from visalign.rewards.vlm.template import Template, question
+from visalign.rewards.vlm.template import question
 
-from .judge import Answer, ChatJudge, as_template
+from .judge import Answer, ChatJudge
 from .messages import Reply
-
-HIGH = 25.0
-"""Largest number of the published answers."""
 
 
 class EditScore(ChatJudge):
@@ -40,7 +37,6 @@ class EditScore(ChatJudge):
 
     Args:
         labelled: write "<img1>: " before each image, as checkpoints on Qwen2.5-VL were trained.
-        quality_template: replaces the second question, as `template` does the first.
         **options: of `ChatJudge`, as are the others: a LoRA's base as `model` with the LoRA as `adapter`, in
             this process; upstream samples at temperature 0.7.
     """
@@ -57,7 +53,6 @@ class EditScore(ChatJudge):
         model: str | None = None,
         *,
         labelled: bool = False,
-        quality_template: Template | str | None = None,
         device: Any = "cpu",
         **options: Any,
     ) -> None:
@@ -66,8 +61,8 @@ class EditScore(ChatJudge):
             "edit_score", published_prompt("edit_score_following"), images=labels
         )
         super().__init__(base_url, model, device=device, **options)
-        quality = question("edit_score_quality", published_prompt("edit_score_quality"), images=labels[:1])
-        self.quality = as_template(self.name, quality_template, quality, required_fields=())
+        text = published_prompt("edit_score_quality")
+        self.quality = question("edit_score_quality", text, images=labels[:1])
         self.identity = self.make_identity(quality=self.quality.text, **self.sampling)
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
@@ -89,7 +84,7 @@ _Numbers = tuple[list[float], str]
 
 
 def _read(reply: Reply) -> _Numbers:
-    return [score * 10 / HIGH for score in listed_scores(reply.text, high=HIGH)], reply.text
+    return [score * 10 / 25 for score in listed_scores(reply.text, high=25.0)], reply.text
 
 
 def _combine(following: _Numbers | AnswerError, quality: _Numbers | AnswerError) -> Answer | AnswerError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +48,6 @@ class ChatJudge:
         temperature: of the answers; 0 always takes the likeliest token, so allows one answer.
         max_new_tokens: of an answer; a longer one is a failure.
         **server_options: of `ChatServer`, or of `LocalModel`: precision, attention, device_map, ...
-
-    Raises:
-        RewardError: options that cannot be used.
     """
 
     name: str
@@ -76,9 +73,7 @@ class ChatJudge:
         **server_options: Any,
     ) -> None:
         self.server = connect(self.name, server, base_url, model, server_options, device=device)
-        self.template = as_template(
-            self.name, template, self.default_template, required_fields=self.required_fields
-        )
+        self.template = as_template(self.name, template, self.default_template, self.required_fields)
         self.answers = answers
         self.sampling = {
             "answers": answers,
@@ -102,7 +97,7 @@ class ChatJudge:
         fields: Mapping[str, str] | None = None,
         source: bool = False,
     ) -> Scores:
-        """Ask about B images and average the n readable answers to each (`average_answers`).
+        """Ask about B images and average the readable answers to each (`average_answers`).
 
         Args:
             request: images and prompts.
@@ -118,9 +113,8 @@ class ChatJudge:
         def read_with_text(reply: Reply) -> Answer:
             return read(reply), reply.text
 
-        answers = self.server.ask(
-            self.template, queries, read=read_with_text, top_logprobs=top_logprobs, **self.sampling
-        )
+        options = {"top_logprobs": top_logprobs, **self.sampling}
+        answers = self.server.ask(self.template, queries, read=read_with_text, **options)
         return self.average_answers(request, rows, answers, reasons, unit)
 
     def average_answers(
@@ -171,8 +165,7 @@ def connect(
 ) -> ChatServer | LocalModel:
     """Return the given server, or connect to `base_url` and `model`, else to those of the environment.
 
-    Without an address, a model that is found on disk or on the hub is loaded here. `options` are those of
-    `ChatServer`, or of `LocalModel`.
+    Without an address, a model that is found on disk or on the hub is loaded here.
     """
     if server is not None:
         if base_url is not None or model is not None or options:
@@ -182,13 +175,9 @@ def connect(
         base_url = os.environ[URL]
         options = {"api_key_env": KEY if KEY in os.environ else None, **options}
     model = model if model is not None else os.environ.get(MODEL)
-    if (
-        base_url is None
-        and model is not None
-        and (isinstance(resolve_model(model), Path) or is_hub_id(model))
-    ):
+    if base_url is None and model and (isinstance(resolve_model(model), Path) or is_hub_id(model)):
         return LocalModel(model, device=device, **options)
-    if base_url is None or model is None:
+    if base_url is None or not model:
         raise RewardError(
             f"{name}: base_url is {base_url!r} and model {model!r}; give the address of an OpenAI-compatible "
             'server, e.g. "http://localhost:8000/v1", and the name under which it serves the model, or set '
@@ -200,32 +189,19 @@ def connect(
 
 
 def as_template(
-    name: str,
-    template: Template | str | None,
-    default: Template,
-    *,
-    required_fields: Sequence[str] = ("prompt",),
+    name: str, template: Template | str | None, default: Template, required_fields: Sequence[str]
 ) -> Template:
     """Return the given template, `default` if None; a text becomes a template with the default's images."""
     if isinstance(template, str):
         template = question(default.name, template, images=[""] * default.images, words=default.words)
     template = template or default
     if missing := [field for field in required_fields if field not in template.fields]:
-        raise RewardError(
-            f"{name}: the template has no {{{missing[0]}}}; write it where that text belongs. A template "
-            f"needs {', '.join(f'{{{field}}}' for field in required_fields)}."
-        )
+        raise RewardError(f"{name}: the template has no {{{missing[0]}}}; write it where that text belongs.")
     if template.images != default.images:
         raise RewardError(
             f"{name}: the template has {template.images} slots for images; it needs {default.images}."
         )
     return template
-
-
-def check_choice(name: str, option: str, value: Any, allowed: Collection[str]) -> None:
-    """Raise RewardError for a value outside the allowed ones."""
-    if value not in allowed:
-        raise RewardError(f"{name}: {option} is {value!r}; allowed are {', '.join(allowed)}.")
 
 
 def failure_reason(answers: Sequence[Any]) -> str:

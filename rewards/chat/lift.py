@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from visalign.interfaces import Metadata, Scores
-from visalign.rewards.base.contract import RewardError, make_scores, read_request
+from visalign.rewards.base.contract import make_scores, read_request
 from visalign.rewards.base.failure import failure_reasons
 from visalign.rewards.reading.ratings import LIFT_VALUES, lift_label
 from visalign.rewards.vlm.template import question
@@ -65,10 +65,6 @@ class Lift(ChatJudge):
         **options: Any,
     ) -> None:
         self.questions = dict(QUESTIONS if questions is None else questions)
-        if not self.questions:
-            raise RewardError(
-                f"{self.name}: there are no questions; give at least one as {{respect: question}}."
-            )
         super().__init__(base_url, model, device=device, **options)
         self.identity = self.make_identity(questions=self.questions, **self.sampling)
 

@@ -15,7 +15,7 @@ from visalign.rewards.vlm.engine import VisionLanguageEngine, engine_of
 from visalign.rewards.vlm.requests import Query
 from visalign.rewards.vlm.template import Template
 
-from .messages import CUT_OFF, EMPTY, Reply, read_or_explain
+from .messages import CUT_OFF, EMPTY, Reply, merge_spellings, read_or_explain
 
 T = TypeVar("T")
 
@@ -24,8 +24,7 @@ class LocalModel:
     """Model with the interface of `ChatServer`: the same questions, replies and failures.
 
     Args:
-        model: folder, hub id or packaged name of a model that `rewards.vlm` knows; or a loaded
-            `VisionLanguageEngine`.
+        model: folder, hub id or packaged name of a model that `rewards.vlm` knows; or a loaded engine.
         max_failure_rate: as of `ChatServer`.
         **loading: of `engine_of`: device, precision, attention, device_map, quantization, ...
     """
@@ -58,13 +57,12 @@ class LocalModel:
         else:
             sampling = {"seed": seed, "temperature": temperature, "max_new_tokens": max_new_tokens}
             generated = self.engine.generate(template, queries, answers=answers, **sampling)
+            rows = zip(generated.texts, generated.finished, generated.reasons, strict=True)
             replies = [
                 [_reply(text, ended) for text, ended in zip(texts, finished, strict=True)]
                 if reason is None
                 else [AnswerError(reason)] * answers
-                for texts, finished, reason in zip(
-                    generated.texts, generated.finished, generated.reasons, strict=True
-                )
+                for texts, finished, reason in rows
             ]
         results = [[read_or_explain(reply, read) for reply in row] for row in replies]
         for result in (result for row in results for result in row):
@@ -79,7 +77,7 @@ class LocalModel:
     def _first_tokens(
         self, template: Template, queries: Sequence[Query], count: int
     ) -> list[Reply | AnswerError]:
-        """Return the likeliest first tokens of each request; probabilities of equal spellings are added."""
+        """Return the likeliest first tokens of each request."""
         rows, reasons = self.engine.encode(template, queries)
         valid_rows = [row for row in rows if row is not None]
         if not valid_rows:
@@ -92,12 +90,8 @@ class LocalModel:
             if reason is not None:
                 replies.append(AnswerError(reason))
                 continue
-            first_token: dict[str, torch.Tensor] = {}
-            for value, token_id in zip(*next(tokens), strict=True):
-                token = decode([token_id])
-                before = first_token.get(token, torch.tensor(-torch.inf))
-                first_token[token] = torch.logaddexp(before, torch.tensor(value))
-            replies.append(Reply("", {token: float(value) for token, value in first_token.items()}))
+            spelled = ((decode([token_id]), value) for value, token_id in zip(*next(tokens), strict=True))
+            replies.append(Reply("", merge_spellings(spelled)))
         return replies
 
 

@@ -11,10 +11,11 @@ import hashlib
 import io
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import numpy as np
 from PIL import Image
 from torch import Tensor
 
@@ -63,11 +64,7 @@ def safe_text(text: str) -> str:
 
 
 def chat_messages(template: Template, query: Query, urls: ImageUrls) -> list[dict[str, Any]]:
-    """Return one request as OpenAI messages.
-
-    Each {"type": "image"} takes the next image, and the beginning of the answer, where the template or the
-    query has one, is the last message.
-    """
+    """Return one request as OpenAI messages; the beginning of an answer, if any, is the last message."""
     if len(query.images) != template.images:
         raise RewardError(
             f"The template {template.name!r} has {template.images} slots for images and got "
@@ -78,15 +75,14 @@ def chat_messages(template: Template, query: Query, urls: ImageUrls) -> list[dic
     messages = template.filled({name: safe_text(text) for name, text in fields.items()})
     for message in messages:
         if not isinstance(message["content"], str):
-            message["content"] = [_content_part(part, images, urls) for part in message["content"]]
+            message["content"] = [
+                {"type": "image_url", "image_url": {"url": urls(next(images))}}
+                if part["type"] == "image"
+                else {"type": "text", "text": part["text"]}
+                for part in message["content"]
+            ]
     prefix = template.answer_prefix + query.continuation
     return [*messages, {"role": "assistant", "content": prefix}] if prefix else messages
-
-
-def _content_part(part: dict[str, Any], images: Iterator[Tensor], urls: ImageUrls) -> dict[str, Any]:
-    if part["type"] == "image":
-        return {"type": "image_url", "image_url": {"url": urls(next(images))}}
-    return {"type": "text", "text": part["text"]}
 
 
 FINISHED = (None, "stop", "eos", "end_turn", "stop_sequence")
@@ -112,33 +108,44 @@ class Reply:
 
 
 def read_reply(completion: Mapping[str, Any], *, first_token_only: bool = False) -> Reply:
-    """Read a chat.completion object.
+    """Read a chat.completion object; AnswerError where it is no complete answer.
 
     With `first_token_only` the answer may end at the token limit and have no visible text.
-
-    Raises:
-        AnswerError: no choice, no text, a refusal, or an answer that was cut or filtered.
     """
-    choices = completion.get("choices")
-    if not isinstance(choices, list) or not choices or not isinstance(choices[0], Mapping):
-        raise AnswerError("the server's answer has no choices")
-    choice = choices[0]
-    message = choice.get("message")
-    if not isinstance(message, Mapping):
-        raise AnswerError("the server's answer has no message")
+    try:
+        choice = completion["choices"][0]
+        message, finish_reason = dict(choice["message"]), choice.get("finish_reason")
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError):
+        raise AnswerError("the server's answer has no choices with a message") from None
     if message.get("refusal"):
         raise AnswerError(f"the judge refused: {_quote(message['refusal'])}")
-    finish_reason = choice.get("finish_reason")
     if finish_reason == "content_filter":
         raise AnswerError("the judge refused: the server's content filter stopped the answer")
     if finish_reason == "length" and not first_token_only:
         raise AnswerError(CUT_OFF)
     if finish_reason not in (*FINISHED, "length"):
         raise AnswerError(f"the judge's answer ended with finish_reason {finish_reason!r:.40}, not by itself")
-    text = _message_text(message.get("content"))
-    if not text.strip() and not first_token_only:
-        raise AnswerError(EMPTY)
-    return Reply(text, _first_token(choice.get("logprobs")))
+    text = message.get("content")
+    if isinstance(text, list):  # of parts
+        text = "".join(str(part.get("text") or "") for part in text if isinstance(part, Mapping))
+    if not isinstance(text, str) or not text.strip():
+        if not first_token_only:
+            raise AnswerError(EMPTY)
+        text = ""
+    try:
+        top = choice["logprobs"]["content"][0]["top_logprobs"]
+        first_token = merge_spellings((entry["token"], entry["logprob"]) for entry in top)
+    except (KeyError, IndexError, TypeError):
+        first_token = {}  # not requested, or not given
+    return Reply(text, first_token)
+
+
+def merge_spellings(tokens: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """Return token -> log-prob; ln(e^a + e^b) for tokens of equal spelling."""
+    merged: dict[str, float] = {}
+    for token, log_prob in tokens:
+        merged[token] = float(np.logaddexp(merged.get(token, -math.inf), log_prob))
+    return merged
 
 
 def read_or_explain(reply: Reply | AnswerError, read: Callable[[Reply], T]) -> T | AnswerError:
@@ -150,39 +157,6 @@ def read_or_explain(reply: Reply | AnswerError, read: Callable[[Reply], T]) -> T
     except AnswerError as error:
         refused = _REFUSAL.search(reply.text)
         return AnswerError(f"the judge refused: {_quote(reply.text)}") if refused else error
-
-
-def _message_text(content: Any) -> str:
-    """Return a message's content, which may come in parts."""
-    if isinstance(content, list):
-        return "".join(
-            part["text"]
-            for part in content
-            if isinstance(part, Mapping) and isinstance(part.get("text"), str)
-        )
-    return content if isinstance(content, str) else ""
-
-
-def _first_token(logprobs: Any) -> dict[str, float]:
-    """Return token -> log-prob at the first position; probabilities of equal spellings are added."""
-    positions = logprobs.get("content") if isinstance(logprobs, Mapping) else None
-    if not isinstance(positions, list) or not positions or not isinstance(positions[0], Mapping):
-        return {}
-    alternatives = positions[0].get("top_logprobs")
-    log_probs: dict[str, float] = {}
-    for entry in alternatives if isinstance(alternatives, list) else []:
-        token, value = (entry.get("token"), entry.get("logprob")) if isinstance(entry, Mapping) else (0, 0)
-        if not isinstance(token, str) or isinstance(value, bool) or not isinstance(value, int | float):
-            raise AnswerError(
-                f"the server's top_logprobs hold {_quote(entry)}, which is no token with a log-prob"
-            )
-        before = log_probs.get(token, -math.inf)
-        high = max(before, float(value))
-        # ln(e^before + e^value), shifted by the larger one
-        log_probs[token] = (
-            high + math.log(math.exp(before - high) + math.exp(value - high)) if math.isfinite(high) else high
-        )
-    return log_probs
 
 
 def _quote(value: Any) -> str:

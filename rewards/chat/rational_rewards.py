@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from visalign.interfaces import Metadata, Scores
-from visalign.rewards.base.contract import read_request
+from visalign.rewards.base.contract import check_choices, read_request
 from visalign.rewards.reading.numbers import AnswerError
 from visalign.rewards.reading.ratings import (
     RATIONAL_ASPECTS,
@@ -24,7 +24,7 @@ from visalign.rewards.reading.ratings import (
 from visalign.rewards.vlm.published import published_prompt
 from visalign.rewards.vlm.template import Template
 
-from .judge import ChatJudge, check_choice
+from .judge import ChatJudge
 from .messages import Reply
 
 Mode = Literal["generation", "edit"]
@@ -81,7 +81,7 @@ class RationalRewards(ChatJudge):
         device: Any = "cpu",
         **options: Any,
     ) -> None:
-        check_choice(self.name, "mode", mode, ASPECTS)
+        check_choices(self.name, mode=(mode, ASPECTS))
         self.mode: Mode = mode
         self.default_template = _template(mode)
         super().__init__(base_url, model, device=device, **options)

@@ -13,16 +13,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from visalign.interfaces import Metadata, Scores
-from visalign.rewards.base.contract import RewardError, prompt_problem, read_request
+from visalign.rewards.base.contract import check_counts, prompt_problem, read_request
 from visalign.rewards.reading.numbers import AnswerError, statement
 from visalign.rewards.vlm.requests import Query
-from visalign.rewards.vlm.template import Template, question
+from visalign.rewards.vlm.template import question
 from visalign.rewards.vlm.yes_no import MIN_MASS
 
-from .judge import Answer, ChatJudge, as_template, failure_reason
-from .local import LocalModel
+from .judge import Answer, ChatJudge, failure_reason
 from .messages import Reply
-from .server import ChatServer
 from .yes_no import check_reading, read_reply_yes_no, sigmoid
 
 WRITING = question(
@@ -52,8 +50,6 @@ class Rubric(ChatJudge):
     have images whose prompt got no readable checklist.
 
     Args:
-        writer: writes the checklists; a language model suffices. The judge itself when None.
-        writing_template: replaces our request for a checklist; has {prompt} and no image.
         max_questions: largest number of questions of a checklist; a longer one is a failure.
         top_logprobs: alternatives of the first token to request.
         min_mass: smallest probability of yes and no together that counts as an answer.
@@ -73,34 +69,26 @@ class Rubric(ChatJudge):
         base_url: str | None = None,
         model: str | None = None,
         *,
-        writer: ChatServer | LocalModel | None = None,
-        writing_template: Template | str | None = None,
         max_questions: int = 20,
         top_logprobs: int = 20,
         min_mass: float = MIN_MASS,
         device: Any = "cpu",
         **options: Any,
     ) -> None:
-        if max_questions < 1:
-            raise RewardError(
-                f"{self.name}: max_questions is {max_questions}; allowed are whole numbers from 1."
-            )
+        check_counts(self.name, max_questions=max_questions)
         check_reading(self.name, top_logprobs=top_logprobs, min_mass=min_mass)
         super().__init__(base_url, model, device=device, **options)
-        self.writer = writer or self.server
-        self.writing = as_template(self.name, writing_template, WRITING)
         self.max_questions, self.top_logprobs, self.min_mass = max_questions, top_logprobs, min_mass
         self._written: dict[str, list[str]] = {}
-        fields = {"writer": self.writer.model, "writing": self.writing.text, "max_questions": max_questions}
-        fields |= {"top_logprobs": top_logprobs, "min_mass": min_mass}
-        self.identity = self.make_identity(**fields, **self.sampling)
+        fields = {"max_questions": max_questions, "top_logprobs": top_logprobs, "min_mass": min_mass}
+        self.identity = self.make_identity(writing=WRITING.text, **fields, **self.sampling)
 
     def checklists(self, prompts: Sequence[str]) -> dict[str, list[str] | AnswerError]:
         """Return prompt -> its questions, or why there are none; each prompt's list is written only once."""
         new = [prompt for prompt in dict.fromkeys(prompts) if prompt not in self._written]
         queries = [Query(images=[], prompt=prompt) for prompt in new]
         length = self.sampling["max_new_tokens"]
-        answers = self.writer.ask(self.writing, queries, read=self._read_checklist, max_new_tokens=length)
+        answers = self.server.ask(WRITING, queries, read=self._read_checklist, max_new_tokens=length)
         written = {prompt: answer for prompt, (answer,) in zip(new, answers, strict=True)}
         self._written |= {p: answer for p, answer in written.items() if not isinstance(answer, AnswerError)}
         return self._written | written

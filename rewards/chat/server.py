@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar, get_args
 
 from visalign.remote import ServerConnection, ServerError
-from visalign.rewards.base.contract import RewardError
+from visalign.rewards.base.contract import RewardError, check_choices, check_counts
 from visalign.rewards.base.failure import FailureAlarm
 from visalign.rewards.reading.numbers import AnswerError
 from visalign.rewards.vlm.generation import JudgeAnswers, check_drawing
@@ -50,15 +50,9 @@ class ChatServer:
         deadline: seconds that one attempt may take in all.
         retries: attempts after the first, for connection errors, 429 and 5xx.
         backoff: seconds before the second attempt, doubled for each further one.
-        jitter: share of a pause that is random.
-        retry_seed: seed of the jitter.
         max_failure_rate: share of failures among the last 200 answers above which `RewardError` is raised.
         token_field: "max_tokens", or "max_completion_tokens" for servers that want that.
         extra: further fields of the request; None as a value leaves one of ours out.
-
-    Raises:
-        RewardError: an argument that cannot be used, or a missing environment variable.
-        UserError: an address that is none, or a number out of range.
     """
 
     def __init__(
@@ -73,26 +67,26 @@ class ChatServer:
         deadline: float = 600.0,
         retries: int = 3,
         backoff: float = 1.0,
-        jitter: float = 0.5,
-        retry_seed: int = 0,
         max_failure_rate: float = 0.5,
         token_field: str = "max_tokens",
         extra: Mapping[str, Any] | None = None,
     ) -> None:
-        if dialect not in get_args(Dialect) or not model or parallel < 1:
+        check_choices("ChatServer", dialect=(dialect, get_args(Dialect)))
+        check_counts("ChatServer", parallel=parallel)
+        key = None if api_key_env is None else os.environ.get(api_key_env)
+        if api_key_env is not None and not key:
             raise RewardError(
-                f"dialect is {dialect!r}, model {model!r} and parallel {parallel}; allowed are 'vllm', "
-                "'sglang' and 'openai', the served model's name, and whole numbers from 1."
+                f"api_key_env is {api_key_env!r}, and the environment has no such variable. Set it to the "
+                "server's key; api_key_env takes the name, never the key."
             )
         self.connection = ServerConnection(
             base_url,
-            api_key=_read_key(api_key_env),
+            api_key=key,
             timeout=timeout,
             deadline=deadline,
             retries=retries,
             backoff=backoff,
-            jitter=jitter,
-            seed=retry_seed,
+            jitter=0.5,
         )
         self.name, self.model, self.dialect, self.parallel = model, model, dialect, parallel
         self.token_field, self.extra = token_field, dict(extra or {})
@@ -110,17 +104,10 @@ class ChatServer:
         max_new_tokens: int = 1024,
         top_logprobs: int = 0,
     ) -> list[list[T | AnswerError]]:
-        """Return K answers to each of B requests; a failed one is an AnswerError.
+        """Return K answers to each of B requests, as `read` takes them from replies, or AnswerErrors.
 
-        Args:
-            template: the question.
-            queries: B requests.
-            read: takes from a reply what the judge needs, or raises AnswerError.
-            answers: K.
-            seed: of the first answer; the next answers use the next seeds.
-            temperature: of the answers.
-            max_new_tokens: of an answer.
-            top_logprobs: alternatives of the first token to request; above 0, an answer may be cut off.
+        The k-th answer has the seed `seed` + k. With `top_logprobs`, the number of alternatives of the first
+        token to request, an answer may be cut off.
         """
         check_drawing(answers, temperature, max_new_tokens)
         urls = ImageUrls()
@@ -159,21 +146,15 @@ class ChatServer:
         return [[results[key] for key in query_keys] for query_keys in keys]
 
     def generate(self, template: Template, queries: Sequence[Query], **sampling: Any) -> JudgeAnswers:
-        """Return texts, as `VisionLanguageEngine.generate`, with its options and defaults.
-
-        A failed answer is an unfinished empty text; a request without any answer has its first failure as
-        reason.
-        """
+        """Return texts, as `VisionLanguageEngine.generate`; a failed answer is an unfinished empty text."""
         sampling = {"temperature": 1.0, "max_new_tokens": 256, **sampling}
         answers = self.ask(template, queries, read=lambda reply: reply.text, **sampling)
         texts, finished, reasons = [], [], []
         for row in answers:
-            failures = [answer for answer in row if isinstance(answer, AnswerError)]
-            all_failed = len(failures) == len(row)
-            usable = [] if all_failed else row
-            texts.append(["" if isinstance(answer, AnswerError) else answer for answer in usable])
-            finished.append([not isinstance(answer, AnswerError) for answer in usable])
-            reasons.append(str(failures[0]) if all_failed else None)
+            ended = [not isinstance(answer, AnswerError) for answer in row]
+            reasons.append(None if any(ended) else str(row[0]))
+            finished.append(ended if any(ended) else [])
+            texts.append(["" if isinstance(answer, AnswerError) else answer for answer in row if any(ended)])
         return JudgeAnswers(texts, finished, reasons)
 
     def template(self, kind: str, default: Template) -> Template:
@@ -210,15 +191,3 @@ class ChatServer:
                 )
             body |= {"add_generation_prompt": False, "continue_final_message": True}
         return body
-
-
-def _read_key(name: str | None) -> str | None:
-    if name is None:
-        return None
-    key = os.environ.get(name)
-    if not key:
-        raise RewardError(
-            f"api_key_env is {name!r}, and the environment has no such variable. Set it to the server's key; "
-            "api_key_env takes the name, never the key."
-        )
-    return key

@@ -12,12 +12,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from visalign.interfaces import Metadata, Scores
-from visalign.rewards.base.contract import read_request
+from visalign.rewards.base.contract import check_choices, read_request
 from visalign.rewards.reading.ratings import all_aspects, aspect_mean, final_score, listed_scores
 from visalign.rewards.vlm.published import published_prompt
 from visalign.rewards.vlm.template import question
 
-from .judge import ChatJudge, check_choice
+from .judge import ChatJudge
 from .messages import Reply
 
 Mode = Literal["aspects", "final", "edit_following", "edit_quality"]
@@ -76,7 +76,7 @@ class UnifiedReward(ChatJudge):
         device: Any = "cpu",
         **options: Any,
     ) -> None:
-        check_choice(self.name, "mode", mode, _READERS)
+        check_choices(self.name, mode=(mode, _READERS))
         self.mode = mode
         if mode.startswith("edit"):
             self.unit, self.range = "points from 0 to 25", (0.0, 25.0)

@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from visalign.interfaces import Metadata, Preferences, RewardCapabilities
-from visalign.rewards.base.contract import Request, RewardError, prompt_problem, read_request
+from visalign.rewards.base.contract import Request, check_choices, prompt_problem, read_request
 from visalign.rewards.reading.numbers import AnswerError
 from visalign.rewards.reading.ratings import ASPECTS
 from visalign.rewards.reading.verdicts import aspect_pair_scores, flex_answer, pair_scores, verdict
@@ -24,7 +24,7 @@ from visalign.rewards.vlm.published import published_prompt
 from visalign.rewards.vlm.requests import Query, source_images
 from visalign.rewards.vlm.template import Template, question
 
-from .judge import ChatJudge, check_choice, failure_reason
+from .judge import ChatJudge, failure_reason
 from .messages import Reply
 
 Mode = Literal["rank", "think", "think_qwen3", "score", "flex", "edit_rank"]
@@ -36,7 +36,7 @@ class UnifiedRewardPairs(ChatJudge):
     Modes: "rank", "think" and "think_qwen3" (UnifiedReward-Think on Qwen2.5-VL and on Qwen3-VL), "score",
     "flex", and "edit_rank" for two edits of the record's "source" after the prompt, their instruction. An
     answer gives 1, 0, or 0.5 for a stated tie ("score": the score itself, of version 2.0 the mean over its
-    aspects, which are parts; "flex": the blend of overall and category winners). The probability is the mean
+    aspects, which are parts; "flex": half overall, half category winners). The probability is the mean
     over the answers of both orders, so a judge that only sees the position gives 0.5. The parts hold
     "left_first" and "right_first", P(left better) in each order, and "position_bias", half their difference:
     above 0 it favours the first image.
@@ -44,9 +44,6 @@ class UnifiedRewardPairs(ChatJudge):
     Args:
         mode: see above.
         both_orders: ask each pair in both orders; one order is half the calls and keeps the position bias.
-        overall_weight: weight of Flex's overall winner.
-        dim_weight: weight of the mean over Flex's categories.
-        category_weights: weights of Flex's first categories; 1 for those beyond.
         flex_categories: those that count: "all", or "first_three", as in Pref-GRPO's code.
         **options: of `ChatJudge`, as are the others, with K answers in each order; a template has {prompt}
             and two images (with "edit_rank" the source before them).
@@ -62,21 +59,12 @@ class UnifiedRewardPairs(ChatJudge):
         *,
         mode: Mode = "rank",
         both_orders: bool = True,
-        overall_weight: float = 1.0,
-        dim_weight: float = 1.0,
-        category_weights: Sequence[float] | None = None,
         flex_categories: Literal["all", "first_three"] = "all",
         device: Any = "cpu",
         **options: Any,
     ) -> None:
-        check_choice(self.name, "mode", mode, get_args(Mode))
-        check_choice(self.name, "flex_categories", flex_categories, ("all", "first_three"))
-        weights = [overall_weight, dim_weight, *(category_weights or ())]
-        if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or sum(weights[:2]) <= 0:
-            raise RewardError(
-                f"{self.name}: the weights are {weights}; allowed are finite numbers from 0, and one of "
-                "overall_weight and dim_weight above 0."
-            )
+        allowed = ("all", "first_three")
+        check_choices(self.name, mode=(mode, get_args(Mode)), flex_categories=(flex_categories, allowed))
         self._shows_source = mode == "edit_rank"
         images = [""] * (2 + self._shows_source)
         name = f"unified_reward_{mode}"
@@ -84,14 +72,9 @@ class UnifiedRewardPairs(ChatJudge):
         super().__init__(base_url, model, device=device, **options)
         self.mode, self.both_orders = mode, both_orders
         self.capabilities = RewardCapabilities(both_orders=both_orders)
-        self._blend: dict[str, Any] = {
-            "overall_weight": overall_weight,
-            "dim_weight": dim_weight,
-            "category_weights": tuple(category_weights or ()),
-            "first": 3 if flex_categories == "first_three" else None,
-        }
-        blend = self._blend if mode == "flex" else {}
-        self.identity = self.make_identity(mode=mode, both_orders=both_orders, **self.sampling, **blend)
+        self._categories = 3 if flex_categories == "first_three" else None
+        flex = {"first": self._categories} if mode == "flex" else {}
+        self.identity = self.make_identity(mode=mode, both_orders=both_orders, **self.sampling, **flex)
 
     def compare(
         self, left: Any, right: Any, prompts: Sequence[str], metadata: Metadata | None = None
@@ -124,7 +107,7 @@ class UnifiedRewardPairs(ChatJudge):
             prob = math.fsum(aspects.values()) / len(aspects) if aspects else pair_scores(text)[0]
             return {"prob": prob, **aspects}, text
         if self.mode == "flex":
-            return {"prob": flex_answer(text).preference(**self._blend)}, text
+            return {"prob": flex_answer(text).preference(first=self._categories)}, text
         return {"prob": {1: 1.0, 2: 0.0, 0: 0.5}[verdict(text)]}, text
 
     def _preferences(

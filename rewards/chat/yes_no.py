@@ -21,15 +21,13 @@ import torch
 
 from visalign.core.preference.yes_no import yes_no_answer
 from visalign.interfaces import Metadata, Scores
-from visalign.rewards.base.contract import RewardError, read_request
+from visalign.rewards.base.contract import RewardError, check_choices, read_request
 from visalign.rewards.reading.numbers import AnswerError
 from visalign.rewards.vlm.template import Template, question
 from visalign.rewards.vlm.yes_no import MIN_MASS
 
-from .judge import ChatJudge, check_choice, connect
-from .local import LocalModel
+from .judge import ChatJudge
 from .messages import Reply
-from .server import ChatServer
 
 _MIN_REMAINDER = 1e-7
 """Log-probs come in float32, which cannot tell a smaller remainder from 0."""
@@ -55,11 +53,6 @@ class ListedAnswer:
         """P(yes) / (P(yes) + P(no)) = σ(log_odds); NaN where the log-odds are undefined."""
         return sigmoid(self.log_odds)
 
-    @property
-    def left_over(self) -> float:
-        """Probability of everything else."""
-        return max(0.0, 1 - self.mass)
-
 
 def read_yes_no(
     log_probs: Mapping[str, float],
@@ -74,11 +67,8 @@ def read_yes_no(
         log_probs: token -> log-prob in nats.
         yes: words for yes.
         no: words for no.
-        min_mass: smallest probability of both together that counts as an answer.
-
-    Raises:
-        AnswerError: neither side is listed, both together are too improbable, or a log-prob is no number or
-            above 0.
+        min_mass: smallest probability of both together that counts as an answer; below it, and where neither
+            side is listed, it is an AnswerError.
     """
     for token, value in log_probs.items():
         if math.isnan(value) or value > 1e-3:
@@ -116,8 +106,8 @@ def read_reply_yes_no(reply: Reply, template: Template, min_mass: float) -> List
 
 
 def check_reading(name: str, *, top_logprobs: int, min_mass: float) -> None:
-    """Raise RewardError for options with which no first token can be read."""
-    if not 2 <= top_logprobs or not 0 <= min_mass < 1:
+    """Refuse options with which no first token can be read."""
+    if top_logprobs < 2 or not 0 <= min_mass < 1:
         raise RewardError(
             f"{name}: top_logprobs is {top_logprobs} and min_mass is {min_mass}; allowed are whole numbers "
             "from 2, and probabilities from 0 up to below 1."
@@ -145,12 +135,11 @@ class YesNoServer(ChatJudge):
     the smallest distance from 0 that the list allows (`one_sided="bound"`).
 
     Args:
-        template: replaces ours: a `Template`, whose words "yes" and "no" count, or only its text.
         top_logprobs: alternatives of the first token to request; OpenAI and vLLM allow 20 by default.
         min_mass: smallest probability of yes and no together that counts as an answer.
         one_sided: where yes or no is not among the alternatives, so that the log-odds are undefined:
             "invalid" masks the image, "bound" takes the nearest to 0 that the list allows.
-        **server_options: of `ChatServer` or `LocalModel`; see `ChatJudge` for the others.
+        **options: of `ChatJudge`, as are the others; of a `Template` the words "yes" and "no" count.
     """
 
     name = "yes_no_server"
@@ -166,19 +155,15 @@ class YesNoServer(ChatJudge):
         base_url: str | None = None,
         model: str | None = None,
         *,
-        server: ChatServer | LocalModel | None = None,
-        device: Any = "cpu",
-        template: Template | str | None = None,
         top_logprobs: int = 20,
         min_mass: float = MIN_MASS,
         one_sided: Literal["invalid", "bound"] = "invalid",
-        **server_options: Any,
+        device: Any = "cpu",
+        **options: Any,
     ) -> None:
         check_reading(self.name, top_logprobs=top_logprobs, min_mass=min_mass)
-        check_choice(self.name, "one_sided", one_sided, ("invalid", "bound"))
-        # connected here, so that options of sampling, which a first token has not, are refused
-        server = connect(self.name, server, base_url, model, server_options, device=device)
-        super().__init__(server=server, template=template)
+        check_choices(self.name, one_sided=(one_sided, ("invalid", "bound")))
+        super().__init__(base_url, model, device=device, **options)
         self.top_logprobs, self.min_mass, self.one_sided = top_logprobs, min_mass, one_sided
         self.identity = self.make_identity(top_logprobs=top_logprobs, min_mass=min_mass, one_sided=one_sided)
 
@@ -203,6 +188,6 @@ class YesNoServer(ChatJudge):
             "value": answer.bound,
             "prob": sigmoid(answer.bound),
             "mass": answer.mass,
-            "left_over": answer.left_over,
+            "left_over": max(0.0, 1 - answer.mass),
             "is_bound": float(answer.missing is not None),
         }

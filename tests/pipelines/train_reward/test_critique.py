@@ -22,7 +22,6 @@ from visalign.errors import UserError
 from visalign.pipelines.cli.app import app
 from visalign.pipelines.train_reward.inputs import prepare_reward
 from visalign.pipelines.train_reward.job import TrainRewardConfig, build_judge, run
-from visalign.rewards.base.contract import RewardError
 from visalign.rewards.chat import deepseek_grm
 from visalign.rewards.chat.deepseek_grm import META, DeepSeekGRM
 from visalign.rewards.vlm.requests import Query
@@ -161,12 +160,6 @@ def test_meta_judges_of_other_weights_or_questions_are_other_judges(model, tmp_p
     assert own == again
     assert [own.differences(one) for one in others] == [["options"]] * 2
     assert len({own.digest, *(one.digest for one in others)}) == 3
-
-
-@pytest.mark.parametrize("options", [{}, {"k_meta": 2, "meta_template": "{prompt} {critique}"}])
-def test_a_trained_meta_judge_has_its_own_question_and_a_number_to_keep(model, options):
-    with pytest.raises(RewardError, match=r"meta is 'm' and k_meta .*: set k_meta, and leave meta_server"):
-        DeepSeekGRM(model=str(model), meta="m", **options)
 
 
 def test_the_command_line_takes_a_trained_meta_judge(model, tmp_path, monkeypatch):

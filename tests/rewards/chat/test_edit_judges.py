@@ -13,7 +13,6 @@ from tests.rewards.chat.test_unified_reward import PIXELS, QUICK, bright, light
 from tests.support.judges.vision_language import noise, tiny_judge
 from tests.support.servers.chat import chat, sent_images, serving, words
 from visalign.rewards import check_reward, load_reward
-from visalign.rewards.base.contract import RewardError
 from visalign.rewards.chat.edit_score import EditScore
 from visalign.rewards.chat.local import LocalModel
 from visalign.rewards.chat.rational_rewards import Mode, RationalRewards
@@ -107,7 +106,7 @@ def test_rational_rewards_averages_the_applicable_aspects():
     assert found.parts["text_rendering"][0].isnan() and found.parts["physical_quality"][0] == 3.5
     assert not found.valid[1] and "gives no score for Text Faithfulness, Physical" in str(found.reason)
     assert edits.value[0] == pytest.approx((9.5 / 3 - 1) / 3) and edits.parts["image_faithfulness"][0] == 4
-    with pytest.raises(RewardError, match="mode is 'video'; allowed are generation, edit"):
+    with pytest.raises(ValueError, match="mode is 'video'; allowed are generation, edit"):
         RationalRewards("http://localhost:1/v1", "tiny", mode="video")  # type: ignore[arg-type]
 
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from tests.support.servers.chat import chat, sent_images, serving, words
-from visalign.errors import UserError
 from visalign.remote import ServerConnection, ServerError
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.base.failure import FailureAlarm
@@ -110,9 +109,8 @@ FAILURES = {
     ),
     "text": ("<html>", "did not answer with a JSON object"),
     "list": ([1], "answer with a JSON object"),
-    "choices": ({"choices": []}, "no choices"),
-    "missing": ({"id": "x"}, "no choices"),
-    "message": ({"choices": [{"finish_reason": "stop"}]}, "no message"),
+    "choices": ({"choices": []}, "no choices with a message"),
+    "message": ({"choices": [{"finish_reason": "stop"}]}, "no choices with a message"),
     "null": (chat(None), "wrote nothing"),
     "empty": (chat("  "), "wrote nothing"),
     "length": (chat("The pic", finish="length"), "cut off at the token limit"),
@@ -295,9 +293,6 @@ def test_probabilities_of_equal_spellings_are_added():
     sent["choices"][0]["logprobs"] = {"content": [{"token": "yes", "top_logprobs": top}]}
     found = read_reply(sent, first_token_only=True).first_token
     assert found["yes"] == pytest.approx(-1 + torch.tensor(2.0).log().item()) and found["no"] == -2
-    top[0]["logprob"] = "x"
-    with pytest.raises(AnswerError, match="no token with a log-prob"):
-        read_reply(sent, first_token_only=True)
 
 
 def test_content_in_parts():
@@ -309,14 +304,14 @@ def test_content_in_parts():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dialect": "tgi"}, "dialect is 'tgi'.*allowed are 'vllm'"),
-        ({"parallel": 0}, "parallel 0"),
+        ({"dialect": "tgi"}, "dialect is 'tgi'; allowed are vllm"),
+        ({"parallel": 0}, "parallel is 0"),
         ({"base_url": "localhost:8000"}, "base_url localhost://"),
         ({"max_failure_rate": -1}, "max_failure_rate is -1"),
     ],
 )
 def test_options_refused(options, message):
-    with pytest.raises((RewardError, UserError), match=message):
+    with pytest.raises((RewardError, ValueError), match=message):
         ChatServer(**{"base_url": "http://localhost:1", "model": "tiny", **options})
 
 

@@ -393,7 +393,7 @@ def test_yes_no_list():
         {" Yes": math.log(0.5), "yes": math.log(0.1), "NO": math.log(0.2), "Maybe": math.log(0.1)}
     )
     assert said.log_odds == said.bound == pytest.approx(math.log(3))
-    assert (said.prob, said.mass, said.left_over) == pytest.approx((0.75, 0.8, 0.2))
+    assert (said.prob, said.mass) == pytest.approx((0.75, 0.8))
     assert said.missing is None
 
 
@@ -409,7 +409,7 @@ def test_a_missing_side_leaves_the_log_odds_undefined_and_bounded():
     assert math.isfinite(read_yes_no({"yes": 0.0}).bound)
     assert read_yes_no({"▁ja": -1.0, "Ġnein": -1.0}, yes=("ja",), no=("nein",)).bound == 0
     certain = read_yes_no({"no": 0.0})
-    assert -20 < certain.bound < -10 and certain.left_over == 0
+    assert -20 < certain.bound < -10
     with pytest.raises(AnswerError, match=r"both together have probability 0\.3, and min_mass is 0\.4"):
         read_yes_no({"yes": math.log(0.1), "no": math.log(0.2), "The": math.log(0.7)}, min_mass=0.4)
 
