@@ -35,7 +35,7 @@ class ClipEncoder(nn.Module):
         self.is_open_clip = hasattr(model, "encode_image")
 
     def encode_image(self, pixels: Tensor) -> Tensor:
-        """Projected embeddings [N, D] float32, not normalised, of normalised pixels [N, 3, H, W]."""
+        """Compute projected embeddings [N, D] float32, not normalised, of normalised pixels [N, 3, H, W]."""
         pixels = pixels.to(self.device, self.dtype)
         model: Any = self.model
         if self.is_open_clip:
@@ -43,7 +43,7 @@ class ClipEncoder(nn.Module):
         return model.get_image_features(pixel_values=pixels).pooler_output.float()
 
     def encode_text(self, tokens: Tensor) -> Tensor:
-        """Projected embeddings [N, D] float32, not normalised, of token ids [N, L]."""
+        """Compute projected embeddings [N, D] float32, not normalised, of token ids [N, L]."""
         tokens = tokens.to(self.device)
         model: Any = self.model
         if self.is_open_clip:
@@ -70,7 +70,7 @@ class ClipEncoder(nn.Module):
         return next(p.dtype for p in tower.parameters() if p.ndim == 4)
 
     def train(self, mode: bool = True) -> ClipEncoder:
-        """Training mode for all but batch normalisation."""
+        """Set the training mode of all but batch normalisation."""
         super().train(mode)
         for module in self.modules():
             if isinstance(module, _BatchNorm):
@@ -105,21 +105,14 @@ class ClipParts:
     def save(self, folder: str | Path, dtype: torch.dtype = torch.float16) -> None:
         """Write config, weights and tokenizer into a folder that `load_clip` reads again."""
         model: Any = self.encoder.model
+        tokenizer: Any = getattr(self.tokenizer, "tokenizer", self.tokenizer)
         if self.encoder.is_open_clip:
             if self.model_cfg is None:
                 raise RewardError(
-                    "This open_clip model came by an architecture's name, so its config is not known as "
-                    "data; load it from a folder to save it."
+                    "This open_clip model came by an architecture's name; load it from a folder."
                 )
-            tokenizer: Any = self.tokenizer
-            save_open_clip(
-                folder,
-                model,
-                self.model_cfg,
-                getattr(tokenizer, "tokenizer", tokenizer),
-                preprocess_cfg=self.preprocess,
-                dtype=dtype,
-            )
+            options = {"preprocess_cfg": self.preprocess, "dtype": dtype}
+            save_open_clip(folder, model, self.model_cfg, tokenizer, **options)
             return
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -128,8 +121,7 @@ class ClipParts:
             for key, value in model.state_dict().items()
         }
         model.save_pretrained(folder, state_dict=state)
-        wrapped: Any = self.tokenizer
-        getattr(wrapped, "tokenizer", wrapped).save_pretrained(str(folder))
+        tokenizer.save_pretrained(str(folder))
         processor = {
             "size": {"shortest_edge": self.preprocess["size"]},
             "crop_size": self.preprocess["size"],

@@ -49,12 +49,6 @@ def load_clip(model: str | Path, *, device: str | torch.device = "cpu", precisio
             `load_open_clip` takes.
         device: where the towers go; "meta": shapes alone, no weight is read or fetched.
         precision: of the towers: "fp32", "bf16" or "fp16".
-
-    Raises:
-        ValueError: unknown precision.
-        FileNotFoundError: a folder lacks a part.
-        RewardError: unknown name, not on disk and not to be fetched, weights that do not fit, or a tokenizer
-            that loses the end token.
     """
     dtype_of(precision)
     if Path(model).is_file():
@@ -90,8 +84,7 @@ def load_clip(model: str | Path, *, device: str | torch.device = "cpu", precisio
 
 
 def find_folder(model: str | Path, device: str | torch.device | None = None) -> Path:
-    """The folder of a model: one on this disk, a packaged name's, or the local copy of a hub id, without
-    weights for the device `META`."""
+    """Find the folder of a model: on disk, packaged, or a hub id's local copy (no weights for `META`)."""
     from visalign.data.assets import resolve_model
 
     folder = resolve_model(model)
@@ -101,27 +94,19 @@ def find_folder(model: str | Path, device: str | torch.device | None = None) -> 
 
 
 def load_fine_tuned_clip(
-    model: str | Path,
-    *,
-    subfolder: str = "",
-    device: str | torch.device = "cpu",
-    precision: str = "fp32",
+    model: str | Path, *, subfolder: str = "", device: str | torch.device = "cpu", precision: str = "fp32"
 ) -> ClipParts:
-    """Load a fine-tuned contrastive model: as `ClipParts.save` wrote it (also the changes to a base alone,
-    `save_changes`), or as ICTHP published it, a bare `pytorch_model.bin` of a CLIP ViT-H/14 included.
-    `subfolder` is looked into where the folder has it ("hp_backbone"); one without config.json is read as
-    CLIP ViT-H/14, and its texts by open_clip's tokenizer, as ICTHP's evaluation reads them.
+    """Load a fine-tuned contrastive model.
+
+    As `ClipParts.save` or `save_changes` wrote it, or as ICTHP published it, a bare `pytorch_model.bin` of a
+    CLIP ViT-H/14 included. `subfolder` is looked into where the folder has it ("hp_backbone"); one without
+    config.json is read as CLIP ViT-H/14, and its texts by open_clip's tokenizer, as ICTHP's evaluation does.
     """
     file = Path(model)
+    icthp: dict[str, Any] = {"config": CLIP_VIT_H_14, "tokenizer": "open_clip"}
     if file.is_file():
-        return load_transformers_clip(
-            file.parent,
-            state=_tensors(file, device),
-            config=CLIP_VIT_H_14,
-            device=device,
-            precision=precision,
-            tokenizer="open_clip",
-        )
+        state = _tensors(file, device)
+        return load_transformers_clip(file.parent, state=state, device=device, precision=precision, **icthp)
     folder = find_folder(model, device)
     if subfolder and (folder / subfolder).is_dir():
         folder = folder / subfolder
@@ -129,16 +114,20 @@ def load_fine_tuned_clip(
         return _load_changes(folder, subfolder=subfolder, device=device, precision=precision)
     if (folder / CONFIG).is_file():
         return load_clip(folder, device=device, precision=precision)
-    return load_transformers_clip(
-        folder, config=CLIP_VIT_H_14, device=device, precision=precision, tokenizer="open_clip"
-    )
+    return load_transformers_clip(folder, device=device, precision=precision, **icthp)
 
 
 def save_changes(
     folder: str | Path, parts: ClipParts, base: str, *, subfolder: str = "", dtype: torch.dtype
 ) -> None:
-    """Write a fine-tuned model as its base (packaged name, hub id, or folder or file relative to `folder`)
-    and the tensors that differ from it, a fraction of its size; `dtype` is that of the weights on disk.
+    """Write a fine-tuned model as its base and the tensors that differ from it, a fraction of its size.
+
+    Args:
+        folder: created if missing.
+        parts: the model.
+        base: packaged name, hub id, or folder or file relative to `folder`.
+        subfolder: of the base.
+        dtype: of the weights on disk.
     """
     from safetensors.torch import save_file
 
@@ -165,7 +154,7 @@ def save_changes(
 
 
 def _load_changes(folder: Path, **options: Any) -> ClipParts:
-    """The base with the changed tensors in it, in evaluation mode, without gradients."""
+    """Load the base and put the changed tensors into it."""
     try:
         about = json.loads((folder / BASE).read_text(encoding="utf-8"))
         base, count = str(about["base"]), int(about["changed"])
@@ -174,27 +163,18 @@ def _load_changes(folder: Path, **options: Any) -> ClipParts:
             f"{folder / BASE} names no base ({type(error).__name__}: {error}); it needs "
             '{"base": "...", "changed": number of tensors}.'
         ) from error
-    if (folder / base).resolve() == folder.resolve():
-        raise RewardError(
-            f"{folder / BASE} names its own folder as base ({base!r}); name the model that was fine-tuned."
-        )
+    parts = load_fine_tuned_clip(_place(folder, base), **options)
     if str(options["device"]) == META:
-        return load_fine_tuned_clip(_place(folder, base), **options)
+        return parts
     if count and not (folder / CHANGES).is_file():
         raise FileNotFoundError(f"The model folder {folder} lacks {CHANGES}; copy the folder again.")
-    parts = load_fine_tuned_clip(_place(folder, base), **options)
     state = parts.encoder.model.state_dict()
     changes = read_tensors(folder / CHANGES) if count else {}
-    if len(changes) != count:
+    wrong = [k for k, value in changes.items() if k not in state or value.shape != state[k].shape]
+    if wrong or len(changes) != count:
         raise RewardError(
-            f"{folder / CHANGES} holds {len(changes)} tensors and {BASE} says {count}; copy the folder again."
-        )
-    unknown = sorted(set(changes) - set(state))
-    other = [f"{k} {tuple(v.shape)}" for k, v in changes.items() if k in state and v.shape != state[k].shape]
-    if unknown or other:
-        raise RewardError(
-            f"{folder / CHANGES} does not fit its base {base!r}: unexpected {listed(unknown)}; of another "
-            f"shape {listed(other)}. Name the base that it was fine-tuned from."
+            f"{folder / CHANGES} does not fit {BASE}: {len(changes)} of {count} tensors, base {base!r} has "
+            f"no {listed(wrong)} of that shape. Copy the folder again, or name the base of the fine-tuning."
         )
     with torch.no_grad():
         for key, value in changes.items():

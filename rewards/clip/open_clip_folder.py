@@ -4,11 +4,9 @@
 The folder is open_clip's own hub layout (its `local-dir:` scheme, version 3), without sub-folders:
 
 - `open_clip_config.json`: {"model_cfg": {"embed_dim", "vision_cfg": {...}, "text_cfg": {...}},
-  "preprocess_cfg": {"mean", "std", "interpolation", "resize_mode"}}, and of ours, which open_clip leaves
-  out, "window" (`rewards.weights.resize.model_levels`). The image size is `vision_cfg.image_size`. A
-  text_cfg with any non-empty `hf_tokenizer_name` makes open_clip read the tokenizer from this same folder
-  (the name itself is not used, so nothing is fetched); without it open_clip's built-in BPE of 49408 tokens
-  is used.
+  "preprocess_cfg": {"mean", "std", "interpolation", "resize_mode"}}, and of ours "window"
+  (`rewards.weights.resize.model_levels`). A text_cfg with any non-empty `hf_tokenizer_name` makes open_clip
+  read the tokenizer from this same folder; without it its built-in BPE of 49408 tokens is used.
 - `open_clip_model.safetensors`: the state dict of `open_clip.CLIP`; float16 or bfloat16 are widened on
   loading.
 - `tokenizer.json` and `tokenizer_config.json`, as `PreTrainedTokenizerFast.save_pretrained` writes them. The
@@ -44,10 +42,13 @@ Tokenizer = Callable[..., Tensor]
 def load_open_clip(
     folder_or_name: str | Path, *, device: str | torch.device = "cpu", precision: str = "fp32"
 ) -> tuple[Any, dict[str, Any], Tokenizer]:
-    """(open_clip model in evaluation mode whose parameters do not require gradients, its preprocess_cfg,
-    tokenizer) of a folder in the format above, a name of the package's own models ("shapes-clip"), a hub
-    id "organisation/model" (or "hf-hub:..."), or "architecture:tag" of open_clip ("ViT-B-32:openai"), in
-    "fp32", "bf16" or "fp16".
+    """Load (open_clip model in evaluation mode without gradients, its preprocess_cfg, tokenizer).
+
+    Args:
+        folder_or_name: a folder in the format above, a name of the package's own models ("shapes-clip"), a
+            hub id "organisation/model" (or "hf-hub:..."), or "architecture:tag" ("ViT-B-32:openai").
+        device: where it goes; "meta": shapes alone.
+        precision: "fp32", "bf16" or "fp16".
     """
     import open_clip
     from safetensors import SafetensorError
@@ -64,10 +65,8 @@ def load_open_clip(
     except (RuntimeError, ValueError, TypeError, KeyError, OSError, SafetensorError) as error:
         raise RewardError(
             f"The open_clip model {str(folder_or_name)!r} cannot be loaded: {error}. Check that config, "
-            "weights and tokenizer belong together and are complete, and that names can be fetched from "
-            "here."
+            "weights and tokenizer belong together, and that names can be fetched from here."
         ) from error
-    check_end_token(model, tokenizer)
     return model.eval().requires_grad_(False), dict(model.visual.preprocess_cfg), tokenizer
 
 
@@ -80,9 +79,15 @@ def save_open_clip(
     preprocess_cfg: Mapping[str, Any] | None = None,
     dtype: torch.dtype = torch.float16,
 ) -> None:
-    """Write a model in the format that `load_open_clip` reads. `model_cfg` holds the embed_dim, vision_cfg
-    and text_cfg that it was built from, `preprocess_cfg` (the model's own when None) mean, std,
-    interpolation, resize_mode and window; the tokenizer is transformers' or open_clip's wrapper of one.
+    """Write a model in the format that `load_open_clip` reads.
+
+    Args:
+        folder: created if missing.
+        model: an `open_clip.CLIP`.
+        model_cfg: the embed_dim, vision_cfg and text_cfg that it was built from.
+        tokenizer: transformers' own.
+        preprocess_cfg: mean, std, interpolation, resize_mode and window; the model's own when None.
+        dtype: of the weights on disk.
     """
     from safetensors.torch import save_file
 
@@ -90,11 +95,9 @@ def save_open_clip(
     folder.mkdir(parents=True, exist_ok=True)
     chosen = preprocess_cfg or getattr(model.visual, "preprocess_cfg", {})
     keys = ("mean", "std", "interpolation", "resize_mode", "window")
+    text_cfg = {**model_cfg["text_cfg"], "hf_tokenizer_name": "in this folder"}
     config = {
-        "model_cfg": {
-            **model_cfg,
-            "text_cfg": {**model_cfg["text_cfg"], "hf_tokenizer_name": "in this folder"},
-        },
+        "model_cfg": {**model_cfg, "text_cfg": text_cfg},
         "preprocess_cfg": {key: chosen[key] for key in keys if key in chosen},
     }
     weights = {
@@ -109,44 +112,46 @@ def save_open_clip(
 
 
 def check_end_token(model: torch.nn.Module, tokenizer: Tokenizer) -> int | None:
-    """The id of the end token, after a look that every text, also one that is cut, holds it where the model
-    pools; None for models that pool elsewhere (last or first position, mean).
-    """
+    """Return the id of the end token that the model pools at; None where it pools elsewhere."""
     text_model = getattr(model, "text", None)
     pool = getattr(model, "text_pool_type", None) or getattr(text_model, "pool_type", None)
     if pool not in ("argmax", "eos"):
         return None
+    declared = getattr(model, "text_eos_id", None) or getattr(text_model, "eos_id", None)
+    length = int(getattr(tokenizer, "context_length", 77))
+    return check_pooling(tokenizer, declared if pool == "eos" else None, length)
+
+
+def check_pooling(tokenizer: Any, pooled: int | None, length: int) -> int:
+    """Return the end token's id; short and cut texts must hold it where the text tower pools.
+
+    Args:
+        tokenizer: open_clip's, or one that wraps transformers' as `tokenizer`.
+        pooled: id of the token that the tower pools at; the largest id of a text when None.
+        length: of the context, to which texts are cut.
+    """
     wrapped = getattr(tokenizer, "tokenizer", None)
     end = getattr(tokenizer, "eot_token_id", None) if wrapped is None else wrapped.eos_token_id
-    if pool == "eos":
-        declared = getattr(model, "text_eos_id", None) or getattr(text_model, "eos_id", None)
-        if declared != end:
-            raise RewardError(
-                f"The model pools at token {declared} (text_cfg.eos_id), the tokenizer's end token is {end}; "
-                "set text_cfg.eos_id to the tokenizer's."
-            )
-    length = int(getattr(tokenizer, "context_length", 77))
     for name, text in (("short", "a"), ("long", "a " * (2 * length))):
-        row = tokenizer([text])[0]
-        has_end = end is not None and bool((row == end).any())
-        if not has_end or (pool == "argmax" and int(row.max()) != end):
+        row = tokenizer([text])[0].tolist()
+        if end not in row or (max(row) if pooled is None else pooled) != end:
+            where = f"the largest id, {max(row)}" if pooled is None else f"token {pooled}"
             raise RewardError(
-                f"The tokenizer's end token (id {end}) is not what the model pools at in a {name} text cut "
-                f"to {length} tokens (largest id {int(row.max())}), so scores would come from a wrong "
-                "position. Give the tokenizer a post-processor that ends each text with its eos_token, and "
-                "that token the highest id."
+                f"The text tower pools at {where}, but the tokenizer's end token is {end} and a {name} text "
+                f"ends in {row[-1]}, so scores would come from a wrong position. Give the tokenizer that "
+                "belongs to the weights; it ends each text, also one that is cut, with its eos_token."
             )
     return end
 
 
 def open_clip_place(folder_or_name: str | Path) -> Path | None:
-    """The folder that `load_open_clip` reads, or None where open_clip fetches the model itself."""
+    """Return the folder that `load_open_clip` reads, or None where open_clip fetches the model itself."""
     name, _ = _source(folder_or_name, weights=False)
     return Path(name.removeprefix("local-dir:")) if name.startswith("local-dir:") else None
 
 
 def _source(folder_or_name: str | Path, *, weights: bool = True) -> tuple[str, str | None]:
-    """open_clip's model name and tag for what the user gave; a folder needs its `weights`."""
+    """Return open_clip's model name and tag for what the user gave; a folder needs its `weights`."""
     path = Path(str(folder_or_name).removeprefix("local-dir:"))
     if not path.is_dir():
         from visalign.data.assets import resolve_model
@@ -197,7 +202,4 @@ def _check_folder(folder: Path, *, weights: bool) -> None:
         if text.get("hf_tokenizer_name"):
             missing = [name for name in TOKENIZER if not (folder / name).is_file()]
     if missing:
-        raise FileNotFoundError(
-            f"The model folder {folder} lacks {', '.join(missing)}; needed are {CONFIG}, {WEIGHTS} and the "
-            f"tokenizer's files {', '.join(TOKENIZER)}. Copy the folder again, or build it anew."
-        )
+        raise FileNotFoundError(f"The model folder {folder} lacks {', '.join(missing)}; copy it again.")

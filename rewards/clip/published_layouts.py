@@ -17,6 +17,7 @@ from visalign.rewards.weights.checkpoint_files import drop_suffixes, dtype_of, l
 from visalign.rewards.weights.hub import META
 
 from .encoder import ClipEncoder, ClipParts
+from .open_clip_folder import check_pooling
 
 OPENAI_MEAN = [0.48145466, 0.4578275, 0.40821073]
 OPENAI_STD = [0.26862954, 0.26130258, 0.27577711]
@@ -57,12 +58,11 @@ class TextTokenizer:
     """A transformers tokenizer with open_clip's face: texts -> ids [N, L], the end token kept when cut."""
 
     def __init__(self, tokenizer: Any, context_length: int) -> None:
-        """Wrap a tokenizer that has an eos_token and a padding token; L is the context length."""
         self.tokenizer = tokenizer
         self.context_length = context_length
 
     def __call__(self, texts: list[str], context_length: int | None = None) -> Tensor:
-        """Token ids, padded to the context length behind the end token."""
+        """Tokenize, padded to the context length behind the end token."""
         return self.tokenizer(
             texts,
             padding="max_length",
@@ -81,9 +81,10 @@ def load_transformers_clip(
     precision: str = "fp32",
     tokenizer: str = "transformers",
 ) -> ClipParts:
-    """Load a `CLIPModel` folder, strictly: config.json (or `config`), weights (or `state`), and where there
-    are any tokenizer and preprocessor_config.json. Without a tokenizer a vocabulary of 49408 gets CLIP's
-    own, as `tokenizer` reads texts: "transformers" or "open_clip", which also undoes HTML ("&amp;").
+    """Load a `CLIPModel` folder, strictly: config.json (or `config`), weights (or `state`), preprocessing.
+
+    Without a tokenizer a vocabulary of 49408 gets CLIP's own, as `tokenizer` reads texts: "transformers" or
+    "open_clip", which also undoes HTML ("&amp;").
     """
     from transformers import CLIPConfig, CLIPModel
     from transformers.initialization import no_init_weights
@@ -97,18 +98,24 @@ def load_transformers_clip(
         weights = read_folder(folder) if state is None else state
         load_strict(model, drop_suffixes(weights, POSITION_IDS), str(folder))
     model.to(device=torch.device(device), dtype=dtype_of(precision)).eval().requires_grad_(False)
-    text_tokenizer = _tokenizer(folder, model.config.text_config, tokenizer)
+    text = model.config.text_config
+    text_tokenizer = _tokenizer(folder, text, tokenizer)
     return ClipParts(
         encoder=ClipEncoder(model).eval(),
         preprocess=_preprocessing(folder, int(model.config.vision_config.image_size)),
         tokenizer=text_tokenizer,
-        end=_transformers_end(model.config.text_config, text_tokenizer),
+        # An eos_token_id of 2 stands in old configs, and transformers then pools at the largest id.
+        end=check_pooling(
+            text_tokenizer,
+            None if text.eos_token_id == 2 else text.eos_token_id,
+            text.max_position_embeddings,
+        ),
         folder=folder,
     )
 
 
 def _read_config(folder: Path, config: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """config.json of the folder, or else what was given."""
+    """Read config.json of the folder, or return the default."""
     file = folder / "config.json"
     if not file.is_file():
         if config is None:
@@ -146,25 +153,8 @@ def _tokenizer(folder: Path, text: Any, otherwise: str) -> Callable[..., Tensor]
     return TextTokenizer(CLIPTokenizer(vocab=vocabulary, merges=merges), length)
 
 
-def _transformers_end(text: Any, tokenizer: Any) -> int:
-    """The end token's id, after a look that short and long texts hold it where the model pools."""
-    wrapped = getattr(tokenizer, "tokenizer", None)
-    end = tokenizer.eot_token_id if wrapped is None else wrapped.eos_token_id
-    # An eos_token_id of 2 stands in old configs, and transformers then pools at the largest id.
-    pools_at_largest = text.eos_token_id == 2
-    for name, sample in (("short", "a"), ("long", "a " * (2 * text.max_position_embeddings))):
-        row = tokenizer([sample])[0].tolist()
-        if end not in row or (max(row) != end if pools_at_largest else text.eos_token_id != end):
-            expected = "the largest id" if pools_at_largest else f"token {text.eos_token_id}"
-            raise RewardError(
-                f"The text tower pools at {expected}, but the tokenizer's end token is {end} and a {name} "
-                f"text ends in {row[-1]}; the tokenizer does not belong to these weights."
-            )
-    return int(end)
-
-
 def _preprocessing(folder: Path, image_size: int) -> dict[str, Any]:
-    """open_clip's preprocess_cfg for what the folder says of it; CLIP's own where it says nothing."""
+    """Return open_clip's preprocess_cfg for what the folder says of it; CLIP's own where it says nothing."""
     file = next((folder / name for name in PROCESSORS if (folder / name).is_file()), None)
     settings = json.loads(file.read_text(encoding="utf-8")) if file is not None else {}
     settings = settings.get("image_processor", settings)
@@ -173,15 +163,11 @@ def _preprocessing(folder: Path, image_size: int) -> dict[str, Any]:
     cropped = (crop["height"], crop["width"]) if isinstance(crop, Mapping) else (crop, crop)
     squash = isinstance(size, Mapping) and "height" in size
     edges = (size["height"], size["width"]) if squash else (short, short)
-    if (
-        edges != cropped
-        or cropped != (image_size, image_size)
-        or settings.get("resample", 3) not in _RESAMPLING
-    ):
+    is_square = edges == cropped == (image_size, image_size)
+    if not is_square or settings.get("resample", 3) not in _RESAMPLING:
         raise RewardError(
-            f"{file}: size {size}, crop_size {crop} and resample {settings.get('resample', 3)} are not "
-            f"offered for a model of {image_size} pixels; allowed are resize (resample 2 or 3) and crop "
-            "to that size."
+            f"{file}: size {size}, crop_size {crop} and resample {settings.get('resample', 3)}; allowed are "
+            f"resize (resample 2 or 3) and crop to the model's {image_size} pixels."
         )
     return {
         "size": image_size,

@@ -14,7 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from visalign.interfaces import Metadata, RewardCapabilities, Scores
-from visalign.rewards.base.contract import Request, make_scores, prompt_problem, read_request, scatter
+from visalign.rewards.base.contract import (
+    Request,
+    check_counts,
+    make_scores,
+    prompt_problem,
+    read_request,
+    scatter,
+)
 from visalign.rewards.base.identity import Identity
 from visalign.rewards.catalogue import check_options
 from visalign.rewards.weights.feature_cache import FeatureCache, encode_once, image_key, text_key
@@ -34,6 +41,15 @@ class ClipTowers:
 
     Equal images and equal prompts are encoded once per call, and not again in later calls while their
     features are in the cache. The cache forgets all when a weight of the model changes.
+
+    Args:
+        model: what `load_clip` takes, or a model that is loaded already.
+        device: where the towers run.
+        precision: of the towers: "fp32", "bf16" or "fp16"; cosines are float32 always.
+        batch_size: images or prompts in one forward pass.
+        cache_bytes: limit of the stored features of images, and again of texts; 0 stores nothing.
+        load: makes the model instead of `load_clip`.
+        preprocess: replaces entries of the model's own preprocessing.
     """
 
     def __init__(
@@ -47,22 +63,7 @@ class ClipTowers:
         load: Callable[[], ClipParts] | None = None,
         preprocess: Mapping[str, Any] | None = None,
     ) -> None:
-        """Note what is to be loaded.
-
-        Args:
-            model: what `load_clip` takes, or a model that is loaded already.
-            device: where the towers run.
-            precision: of the towers: "fp32", "bf16" or "fp16"; cosines are float32 always.
-            batch_size: images or prompts in one forward pass.
-            cache_bytes: limit of the stored features of images, and again of texts; 0 stores nothing.
-            load: makes the model instead of `load_clip`.
-            preprocess: replaces entries of the model's own preprocessing.
-
-        Raises:
-            ValueError: batch_size below 1, or cache_bytes below 0.
-        """
-        if batch_size < 1:
-            raise ValueError(f"batch_size is {batch_size}; allowed are whole numbers from 1.")
+        check_counts("ClipTowers", batch_size=batch_size)
         self.source = str(model.folder or "") if isinstance(model, ClipParts) else str(model)
         self.precision = precision
         self.batch_size = batch_size
@@ -77,12 +78,12 @@ class ClipTowers:
 
     @cached_property
     def parts(self) -> ClipParts:
-        """The model with its tokenizer and preprocessing."""
+        """Model with its tokenizer and preprocessing."""
         with torch.inference_mode(False):  # weights that were made inside it could not be told apart
             return self._noted(self._load())
 
     def _noted(self, parts: ClipParts) -> ClipParts:
-        """The same; its weights are those of its files now."""
+        """Remember that the weights are now those of the files."""
         self._print = WeightPrint(parts.encoder, parts.weights)
         return parts
 
@@ -103,9 +104,7 @@ class ClipTowers:
         return str(self._print)
 
     def identity(self, judge: str, *, head: str = "", **options: Any) -> Identity:
-        """Identity of a judge on these towers; `head` is the fingerprint of what it has
-        besides, `options` all else that moves a score.
-        """
+        """Make the identity of a judge on these towers; `head` is the fingerprint of its other weights."""
         return Identity(
             judge=judge,
             model=self.source,
@@ -116,14 +115,10 @@ class ClipTowers:
             options=options,
         )
 
-    def clear_cache(self) -> None:
-        """Forget all stored features."""
-        self.images.clear()
-        self.texts.clear()
-
     def image_features(self, request: Request, reasons: list[str | None]) -> tuple[list[int], Tensor]:
-        """(rows, embeddings [n, D] float32 on the CPU, not normalised) of the images in rows without a
-        reason; notes a reason where an image is refused.
+        """Return (rows, embeddings [n, D] float32 on the CPU, not normalised) of the rows without a reason.
+
+        Notes a reason where an image is refused.
         """
         rows, images = fitting_images(request, reasons, self.preprocess)
         if not rows:
@@ -139,7 +134,7 @@ class ClipTowers:
             return rows, encode_once(keys, encode, cache=self.images, batch_size=self.batch_size)
 
     def text_features(self, prompts: Sequence[str]) -> Tensor:
-        """Embeddings [N, D] float32 on the CPU, not normalised, of N prompts."""
+        """Compute embeddings [N, D] float32 on the CPU, not normalised, of N prompts."""
 
         def encode(positions: list[int]) -> Tensor:
             return self.encoder.encode_text(self.parts.tokenizer([prompts[i] for i in positions])).cpu()
@@ -149,20 +144,11 @@ class ClipTowers:
             return encode_once(keys, encode, cache=self.texts, batch_size=self.batch_size)
 
     def image_features_with_gradient(self, images: Tensor) -> Tensor:
-        """Embeddings [B, D] float32 of images [B, 3, H, W] of one size, not normalised, on the encoder's
-        device, differentiable in their pixels and the weights; the values of `image_features`.
-        """
-        if images.ndim != 4 or images.shape[1] != 3 or not images.is_floating_point():
-            raise ValueError(
-                f"images is {images.dtype} of shape {tuple(images.shape)}; for a gradient give a float "
-                "tensor [B, 3, H, W] in [0, 1]."
-            )
+        """Compute `image_features` of images [B, 3, H, W], differentiable in their pixels and the weights."""
         return self.encoder.encode_image(normalised(model_pixels(images, self.preprocess), self.preprocess))
 
     def cosine_with_gradient(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        """[B] float32 cosines of images [B, 3, H, W] and B prompts, differentiable in the pixels."""
-        if len(images) != len(prompts):
-            raise ValueError(f"{len(images)} images and {len(prompts)} prompts; give one prompt per image.")
+        """Compute [B] float32 cosines of images [B, 3, H, W] and B prompts, differentiable in the pixels."""
         image = self.image_features_with_gradient(images)
         return cosine(image, self.text_features(prompts).to(image.device))
 
@@ -184,7 +170,7 @@ class ClipTowers:
             tokenizer = self.parts.tokenizer
             length = tokenizer(sound[:1]).shape[1]
             full = tokenizer(sound, context_length=4 * length)
-            # A word behind the prompt shows an end token at its end, which padding may look like.
+            # A word behind the prompt tells an end token of the prompt from padding, which may look like it.
             longer = tokenizer([f"{prompt} a" for prompt in sound], context_length=4 * length)
             for number, prompt in enumerate(sound):
                 ids = longer[number].tolist()
@@ -201,17 +187,18 @@ class ClipTowers:
 
     @cached_property
     def _start(self) -> int | None:
-        """The token that every text begins with, if there is one."""
+        """Token that every text begins with, if there is one."""
         first = set(self.parts.tokenizer(["a", "two circles", "!"])[:, 0].tolist())
         return first.pop() if len(first) == 1 else None
 
     @contextmanager
     def _judging(self) -> Iterator[None]:
-        """Evaluation mode without gradients; the caches are emptied if a weight changed since they filled."""
+        """Enter evaluation mode without gradients; empty the caches if a weight changed since they filled."""
         encoder = self.encoder
         state = weight_state(encoder)
         if state != self._weights_seen:
-            self.clear_cache()
+            self.images.clear()
+            self.texts.clear()
             self._weights_seen = state
         in_training = [module for module in encoder.modules() if module.training]
         encoder.eval()
@@ -225,15 +212,14 @@ class ClipTowers:
 
 
 def cosine(left: Tensor, right: Tensor) -> Tensor:
-    """[N] float32 cosines of the rows of two tensors [N, D]."""
+    """Compute [N] float32 cosines of the rows of two tensors [N, D]."""
     product = F.normalize(left.float(), dim=-1) * F.normalize(right.float(), dim=-1)
     # A product of two normalised rows may end a rounding error above 1.
     return product.sum(-1).clamp(-1, 1)
 
 
 class ClipJudge:
-    """A judge on a contrastive model; here, one whose score is the cosine of image and prompt, or a function
-    of it.
+    """Judge on a contrastive model whose score is the cosine of image and prompt, or a function of it.
 
     A prompt longer than the model's context is cut before the end token; the sample's `text` says so, and its
     part "cut" is 1, which is 0 elsewhere. One that spells out the end token in its middle is invalid.
@@ -242,12 +228,7 @@ class ClipJudge:
         model: where nothing else is said a folder of open_clip or transformers, a packaged name, a hub id of
             open_clip, "transformers:organisation/model", or "architecture:tag".
         device: where the towers run.
-        **towers: precision, batch_size, cache_bytes, ... of `ClipTowers`. The model is loaded at the first
-            score; scores are float32 always.
-
-    Raises:
-        RewardError: an unknown option.
-        ValueError: batch_size below 1, or cache_bytes below 0.
+        **towers: precision, batch_size, cache_bytes, ... of `ClipTowers`.
     """
 
     name: str
@@ -262,13 +243,13 @@ class ClipJudge:
 
     @classmethod
     def from_pretrained(cls, model: str | Path, **options: Any) -> Self:
-        """The judge of that folder or name, loaded at once, which shows a broken folder here."""
+        """Load the judge of that folder or name at once, so that a broken folder shows here."""
         judge = cls(model, **options)
         _ = judge.towers.parts
         return judge
 
     def scaled(self, cosine: Tensor) -> Tensor | None:
-        """The score of cosines [n], which are a part then; None where the cosine itself is the score."""
+        """Return the score of cosines [n], which are a part then; None where the cosine is the score."""
         return None
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
@@ -287,7 +268,7 @@ class ClipJudge:
         return make_scores(scatter(scores, rows, len(request)), reasons, self.unit, parts=parts, text=notes)
 
     def score_with_gradient(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        """[B] float32 scores of images [B, 3, H, W] in [0, 1], differentiable in the pixels."""
+        """Score images [B, 3, H, W] in [0, 1], differentiably in the pixels: [B] float32."""
         cosines = self.towers.cosine_with_gradient(images, prompts)
         value = self.scaled(cosines)
         return cosines if value is None else value

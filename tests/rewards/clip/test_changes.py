@@ -117,28 +117,21 @@ def test_the_identity_follows_changes_and_base(base, tmp_path):
 def test_what_does_not_fit_is_named(base, tmp_path):
     fine = tmp_path / "fine"
     moved(base, 7).save(fine, base=str(base))
-    told = json.loads((fine / BASE).read_text())
     kept = load_file(fine / CHANGES)
 
-    save_file({**kept, "visual.other": torch.zeros(1)}, fine / CHANGES)
-    (fine / BASE).write_text(json.dumps({**told, "changed": len(kept) + 1}))
-    with pytest.raises(RewardError, match=r"unexpected visual\.other; of another shape nothing"):
-        load_fine_tuned_clip(fine)
     first = next(iter(kept))
-    save_file({**kept, first: torch.zeros(2, 2, 2)}, fine / CHANGES)
-    (fine / BASE).write_text(json.dumps(told))
-    with pytest.raises(RewardError, match=r"unexpected nothing; of another shape visual\..*\(2, 2, 2\)"):
-        load_fine_tuned_clip(fine)
-    save_file({first: kept[first]}, fine / CHANGES)
-    with pytest.raises(RewardError, match=rf"holds 1 tensors and {BASE} says {len(kept)}; copy the folder"):
-        load_fine_tuned_clip(fine)
+    wrong_sets = {
+        r"has no visual\.other": {**kept, "visual.other": torch.zeros(1)},
+        rf"has no {first} of that shape": {**kept, first: torch.zeros(2, 2, 2)},
+        f"1 of {len(kept)} tensors": {first: kept[first]},
+    }
+    for message, tensors in wrong_sets.items():
+        save_file(tensors, fine / CHANGES)
+        with pytest.raises(RewardError, match=message):
+            load_fine_tuned_clip(fine)
     (fine / CHANGES).unlink()
     with pytest.raises(FileNotFoundError, match=f"lacks {CHANGES}; copy the folder again"):
         load_fine_tuned_clip(fine)
-    for own in (".", "../fine", ""):
-        (fine / BASE).write_text(json.dumps({**told, "base": own}))
-        with pytest.raises(RewardError, match=r"names its own folder as base"):
-            load_fine_tuned_clip(fine)
     (fine / BASE).write_text("{}")
     with pytest.raises(RewardError, match=r"names no base \(KeyError: 'base'\); it needs"):
         load_fine_tuned_clip(fine)

@@ -114,7 +114,7 @@ def test_shards(folder, tmp_path, images):
     ("processor", "message"),
     [
         ({"size": {"shortest_edge": 64}}, "size {'shortest_edge': 64}, crop_size 32"),
-        ({"size": 32, "resample": 1}, "resample 1 are not offered"),
+        ({"size": 32, "resample": 1}, "resample 1; allowed are resize"),
     ],
 )
 def test_preprocessing_that_is_not_offered(folder, tmp_path, processor, message):
