@@ -10,12 +10,12 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from visalign.interfaces import Metadata, Prompt, RewardCapabilities, Scores
-from visalign.rewards.base.contract import RewardError
+from visalign.rewards.base.contract import RewardError, check_choices, check_counts, check_rules
 from visalign.rewards.text.contract import (
     TextVerdict,
     after_marker,
@@ -34,11 +34,8 @@ class UnreadableTests(ValueError):
     """The tests of a sample cannot be read: the ground truth is missing, the code did not fail."""
 
 
-@dataclass(frozen=True)
-class TestResult:
+class Outcome(NamedTuple):
     """Outcome of one test of one completion."""
-
-    __test__ = False  # for pytest: not a test class
 
     passed: bool
     remark: str = ""
@@ -46,14 +43,17 @@ class TestResult:
 
 # Runs in the sandbox. Expected values stay outside, so that code cannot read them or equal everything.
 _RUNNER = """
-import json, numbers, os, sys, types
+import decimal, fractions, json, numbers, os, sys, types
 task = json.load(sys.stdin)
 out, null = os.dup(1), os.open(os.devnull, os.O_RDWR)
 os.dup2(null, 0), os.dup2(null, 1), os.dup2(null, 2)
 def report(**record):
     os.write(out, (task["nonce"] + json.dumps(record) + "\\n").encode())
-def plain(value):  # subclasses as what they equal: a Counter as a dict, an array as a list
+def plain(value):  # subclasses as what they equal: a Counter as a dict, an array as a list, a date as text
     value = value.tolist() if hasattr(value, "tolist") else value
+    value = value.isoformat() if hasattr(value, "isoformat") else value
+    if isinstance(value, decimal.Decimal):
+        value = fractions.Fraction(value) if value.is_finite() else float(value)
     if isinstance(value, dict):
         return {plain(k): plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -104,13 +104,32 @@ class CodeTests:
     A record's field holds a list of tests, or one mapping of the last form:
 
     - {"stdin": text, "stdout": text}: the code is run as a program; trailing blanks do not count;
-    - {"call": "name" or "Class.method", "args": [...], "kwargs": {...}, "expected": JSON value};
+    - {"call": "name" or "Class.method", "args": [...], "kwargs": {...}, "expected": JSON value}, which equals
+      a Decimal or Fraction of that value, and a date or time in ISO 8601;
     - "assert f(2) == 4": Python source, or {"assert": source};
     - {"inputs": [...], "outputs": [...], "fn_name": name or absent}: the layout of APPS.
 
     Output, the values of calls, and asserts of the form "... == literal" are compared outside the sandbox:
     the code never meets what is expected. Any other assert runs in the code's process, so that code written
     to cheat (objects that equal everything) can pass it.
+
+    The parts are "share" and "all"; `text` names the tests that failed. Without tests, or where the sandbox
+    itself broke, a sample is invalid; code that hangs or is missing scores 0.
+
+    Args:
+        field: metadata field with the tests.
+        setup_field: metadata field with source that is put before the code (imports, helpers, the head of a
+            function), or None. Where it cannot run, the sample is invalid.
+        credit: "all" (1 where every test passes, else 0) or "share" (passed / tests).
+        after: only code behind the last occurrence of this marker counts, e.g. "</think>".
+        whole: take the whole completion as code where it has no fenced block.
+        limits: of one run, see `SandboxLimits`.
+        url: of a server with the protocol of SandboxFusion, e.g. "http://HOST:8080/run_code"; None runs
+            bubblewrap on this machine.
+        packages: let the code import the packages installed here (bubblewrap only).
+        workers: runs at the same time.
+        tolerance: relative, and absolute below 1, of floats that calls return; asserts compare as Python.
+        name: for messages and logs.
     """
 
     range = (0.0, 1.0)
@@ -132,40 +151,18 @@ class CodeTests:
         tolerance: float = 1e-9,
         name: str = "code_tests",
     ) -> None:
-        """Choose what counts and what a run may take.
-
-        Args:
-            field: metadata field with the tests.
-            setup_field: metadata field with source that is put before the code (imports, helpers, the head of
-                a function), or None. Where it cannot run, the sample is invalid.
-            credit: "all" (1 where every test passes, else 0) or "share" (passed / tests).
-            after: only code behind the last occurrence of this marker counts, e.g. "</think>".
-            whole: take the whole completion as code where it has no fenced block.
-            limits: of one run, see `SandboxLimits`.
-            url: of a server with the protocol of SandboxFusion, e.g. "http://HOST:8080/run_code"; None runs
-                bubblewrap on this machine.
-            packages: let the code import the packages installed here (bubblewrap only).
-            workers: runs at the same time.
-            tolerance: relative, and absolute below 1, of floats that calls return; asserts compare as Python.
-            name: for messages and logs.
-
-        Raises:
-            ValueError: an option that is not allowed.
-        """
         values: dict[str, Any] = asdict(limits) if isinstance(limits, SandboxLimits) else dict(limits or {})
         keys = [entry.name for entry in fields(SandboxLimits)]
-        positive = values.keys() <= {*keys} and all(
+        are_limits = values.keys() <= {*keys} and all(
             isinstance(value, int | float) and 0 < value < 1e9 for value in values.values()
         )
-        whole_workers = isinstance(workers, int) and workers >= 1
+        check_choices(name, credit=(credit, ("all", "share")))
+        check_counts(name, workers=workers)
         rules = {
-            f"credit is {credit!r}; allowed are 'all' and 'share'": credit in ("all", "share"),
-            f"workers is {workers!r}; allowed are whole numbers from 1": whole_workers,
             f"tolerance is {tolerance!r}; allowed are numbers from 0 to below 1": 0 <= tolerance < 1,
-            f"limits are {values}; allowed are {', '.join(keys)}, each above 0 and below 1e9": positive,
+            f"limits are {values}; allowed are {', '.join(keys)}, each above 0 and below 1e9": are_limits,
         }
-        if broken := [message for message, holds in rules.items() if not holds]:
-            raise ValueError(f"{name}: {broken[0]}.")
+        check_rules(name, rules)
         run_limits = SandboxLimits(**values)
         self.name, self.unit = name, "1 = all tests pass" if credit == "all" else "share of tests"
         self._field, self._setup_field, self._credit = field, setup_field, credit
@@ -180,15 +177,7 @@ class CodeTests:
     def score(
         self, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None = None
     ) -> Scores:
-        """Run the tests of each completion.
-
-        Returns:
-            Scores with the parts "share" and "all"; `text` names the tests that failed. Without tests, or
-            where the sandbox itself broke, a sample is invalid; code that hangs or is missing scores 0.
-
-        Raises:
-            NoSandbox: bubblewrap does not run here and no server is given.
-        """
+        """Run the tests of each completion; `NoSandbox` where nothing can run them."""
         request = read_text_request(self.name, completions, prompts, metadata)
         if self._url is None and len(request) and (problem := bubblewrap_problem()):
             raise NoSandbox(problem)
@@ -199,19 +188,21 @@ class CodeTests:
         parts = {"share": shares, "all": [float(share == 1) for share in shares]}
         return text_scores([verdict for verdict, _ in results], self.unit, parts=parts)
 
-    def run(self, code: str, tests: Any, setup: str = "") -> list[TestResult]:
+    def run(self, code: str, tests: Any, setup: str = "") -> list[Outcome]:
         """Return the result of each test (as in a metadata record) of a piece of Python source."""
         tests, source = read_tests(tests), f"{setup}\n{code}" if setup else code
         inside = iter(self._run_inside(source, [test for test in tests if "stdin" not in test]))
         results = [self._run_program(source, test) if "stdin" in test else next(inside) for test in tests]
-        if setup and not all(result.passed for result in results) and _compiles(setup):
-            setup_run = self._execute(f"{setup}\nprint({_END!r})", "")
-            if _END not in setup_run.stdout:
-                last = setup_run.stderr.strip().rpartition("\n")[2] or "it did not reach its end"
-                raise RewardError(f"the code in {self._setup_field!r} cannot run: {shortened(last)}")
+        if setup and not all(result.passed for result in results):
+            with suppress(SyntaxError):  # of the head of a function whose body is the code
+                ast.parse(setup)
+                setup_run = self._execute(f"{setup}\nprint({_END!r})", "")
+                if _END not in setup_run.stdout:
+                    last = setup_run.stderr.strip().rpartition("\n")[2] or "it did not reach its end"
+                    raise RewardError(f"the code in {self._setup_field!r} cannot run: {shortened(last)}")
         return results
 
-    def _run_inside(self, source: str, tests: list[dict[str, Any]]) -> list[TestResult]:
+    def _run_inside(self, source: str, tests: list[dict[str, Any]]) -> list[Outcome]:
         if not tests:
             return []
         nonce = secrets.token_hex(16)
@@ -230,9 +221,9 @@ class CodeTests:
             missing = {"error": f"the code {load_error['load_error']}"}
         return [self._compare(records.get(str(n), missing), test) for n, test in enumerate(tests)]
 
-    def _compare(self, record: Mapping[str, Any], test: Mapping[str, Any]) -> TestResult:
+    def _compare(self, record: Mapping[str, Any], test: Mapping[str, Any]) -> Outcome:
         if "error" in record or "assert" in test:
-            return TestResult("error" not in record, str(record.get("error", "")))
+            return Outcome("error" not in record, str(record.get("error", "")))
         text = str(record.get("value"))
         try:
             if len(text) > _LONGEST_VALUE:
@@ -245,23 +236,21 @@ class CodeTests:
                 passed = bool(value == expected)
         except (ValueError, TypeError, SyntaxError, ArithmeticError, MemoryError, RecursionError):
             passed = False
-        return TestResult(passed, "" if passed else f"it returned {shortened(text)}")
+        return Outcome(passed, "" if passed else f"it returned {shortened(text)}")
 
-    def _run_program(self, source: str, test: Mapping[str, str]) -> TestResult:
-        run, expected = self._execute(source, test["stdin"]), test["stdout"]
+    def _run_program(self, source: str, test: Mapping[str, str]) -> Outcome:
+        run = self._execute(source, test["stdin"])
         if run.exit_code in _OUT_OF_TIME:
-            return TestResult(False, "the time was over")
+            return Outcome(False, "the time was over")
         if run.exit_code:
             last = run.stderr.strip().rpartition("\n")[2]
-            return TestResult(False, f"it ended with {run.exit_code}: {shortened(last)}")
+            return Outcome(False, f"it ended with {run.exit_code}: {shortened(last)}")
         if len(run.stdout) > self._output_bytes:
-            return TestResult(False, "it printed too much")
-        lines, expected_lines = (
-            [line.rstrip() for line in text.rstrip().splitlines()] for text in (run.stdout, expected)
+            return Outcome(False, "it printed too much")
+        lines, expected = (
+            [line.rstrip() for line in text.rstrip().splitlines()] for text in (run.stdout, test["stdout"])
         )
-        return TestResult(
-            lines == expected_lines, "" if lines == expected_lines else f"it printed {shortened(run.stdout)}"
-        )
+        return Outcome(lines == expected, "" if lines == expected else f"it printed {shortened(run.stdout)}")
 
     def _judge(self, completion: str, tests: Any, setup: Any) -> tuple[TextVerdict, float]:
         """Return a verdict with the share of passed tests."""
@@ -293,12 +282,8 @@ class CodeTests:
 def read_tests(tests: Any) -> list[dict[str, Any]]:
     """Read tests in any of the forms of `CodeTests`, or a JSON string of one.
 
-    Returns:
-        At least one of {"stdin", "stdout"}, {"call", "args", "kwargs", "expected"}, {"eval", "expected"} and
-        {"assert"}.
-
-    Raises:
-        UnreadableTests: another form, or no test.
+    Each becomes one of {"stdin", "stdout"}, {"call", "args", "kwargs", "expected"}, {"eval", "expected"} and
+    {"assert"}; another form, or no test, is `UnreadableTests`.
     """
     if isinstance(tests, str):
         try:
@@ -310,8 +295,8 @@ def read_tests(tests: Any) -> list[dict[str, Any]]:
         if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
             raise UnreadableTests("inputs and outputs must be lists of one length")
         names = ("args", "expected") if function else ("stdin", "stdout")
-        tests = [dict(zip(names, pair, strict=True)) for pair in zip(inputs, outputs, strict=True)]
-        tests = [test | ({"call": function} if function else {}) for test in tests]
+        call = {"call": function} if function else {}
+        tests = [dict(zip(names, pair, strict=True)) | call for pair in zip(inputs, outputs, strict=True)]
     if isinstance(tests, Mapping | str) or not isinstance(tests, Sequence) or not tests:
         raise UnreadableTests(
             f"{shortened(tests)} is not a list of at least one test; a test is {TEST_FORMS}"
@@ -332,13 +317,9 @@ def _read_test(test: Any) -> dict[str, Any]:
             call = {"args": [], "kwargs": {}, **test}
             plain = isinstance(call["args"], list | tuple) and isinstance(call["kwargs"], Mapping)
             if plain and set(call) <= {"call", "eval", "args", "kwargs", "expected"}:
-                try:
-                    json.dumps([call["args"], call["kwargs"]])
-                except (TypeError, ValueError) as error:
-                    raise UnreadableTests(
-                        f"the arguments in {shortened(test)} are not JSON ({error})"
-                    ) from error
-                return call
+                with suppress(TypeError, ValueError):
+                    json.dumps([call["args"], call["kwargs"]])  # as they go into the sandbox
+                    return call
     raise UnreadableTests(f"{shortened(test)} is not a test; a test is {TEST_FORMS}")
 
 
@@ -352,14 +333,6 @@ def _as_comparison(tree: ast.Module) -> dict[str, Any] | None:
                 except (ValueError, TypeError, MemoryError, RecursionError):
                     continue
     return None
-
-
-def _compiles(source: str) -> bool:
-    try:
-        ast.parse(source)
-    except SyntaxError:  # the head of a function whose body is the code
-        return False
-    return True
 
 
 def as_json(value: Any) -> Any:

@@ -62,11 +62,7 @@ class Run:
 
 
 def run_bubblewrap(source: str, stdin: str, *, limits: SandboxLimits, packages: bool = False) -> Run:
-    """Run a Python program in bubblewrap.
-
-    Raises:
-        RewardError: bubblewrap could not start the program.
-    """
+    """Run a Python program in bubblewrap; `RewardError` where it could not be started."""
     with tempfile.TemporaryDirectory(prefix="code_tests") as folder, ExitStack() as stack:
         os.chmod(folder, 0o711)
         program = Path(folder, "program.py")
@@ -107,12 +103,9 @@ def _bubblewrap_command(program: Path, status: int, limits: SandboxLimits, packa
     isolation = [f"--unshare-{name}" for name in ("pid", "net", "ipc", "uts", "cgroup-try")]
     isolation += ["--die-with-parent", "--new-session", "--json-status-fd", str(status)]
     # Python is bound outside its own path, whose parents others than root may not be able to enter
-    folders = {
-        path: path for path in ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/alternatives")
-    }
-    folders |= {sys.base_prefix: "/python"} | (
-        {sysconfig.get_path("purelib"): "/packages"} if packages else {}
-    )
+    system = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/alternatives")
+    folders = {**{path: path for path in system}, sys.base_prefix: "/python"}
+    folders |= {sysconfig.get_path("purelib"): "/packages"} if packages else {}
     binds = [part for source, target in folders.items() for part in ("--ro-bind-try", source, target)]
     megabyte = 1 << 20
     size = ["--size", str(int(limits.file_mb * megabyte)), "--perms", "1777", "--tmpfs", "/tmp"]
@@ -148,11 +141,7 @@ def bubblewrap_problem() -> str:
 
 
 def run_server(url: str, source: str, stdin: str, *, limits: SandboxLimits) -> Run:
-    """Run a Python program on a server with the protocol of SandboxFusion (POST /run_code).
-
-    Raises:
-        RewardError: the server did not answer, or its sandbox failed.
-    """
+    """Run a Python program on a server with the protocol of SandboxFusion (POST /run_code)."""
     request = {"code": source, "language": "python", "stdin": stdin, "run_timeout": limits.wall_seconds}
     request["memory_limit_MB"] = limits.memory_mb
     try:

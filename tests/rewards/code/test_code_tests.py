@@ -92,10 +92,11 @@ def test_every_form_of_a_test():
 @BUBBLEWRAP
 def test_values_compare_as_python_in_asserts_and_as_json_in_calls():
     code = (
-        "import collections, dataclasses, fractions\n"
+        "import collections, dataclasses, datetime, decimal, fractions\n"
         "@dataclasses.dataclass\nclass S:\n    k: 'int' = 0\n    def f(self, k):\n"
         "        return [(1, 2), [1, 2], {1: 2.5}, {3}, None, b'a', 1j, True, collections.Counter('a'),\n"
-        "            fractions.Fraction(1, 2), 0.1 + 0.2, float('inf')][k]\n"
+        "            fractions.Fraction(1, 2), 0.1 + 0.2, float('inf'), decimal.Decimal('0.10'),\n"
+        "            decimal.Decimal('7.0'), datetime.date(2024, 2, 29), decimal.Decimal('-Infinity')][k]\n"
     )
     expected = ["(1, 2)", "[1, 2]", "{1: 2.5}", "{3}", "None", "b'a'", "1j", "True", "{'a': 1}", "0.5"]
     tests = [f"assert S().f({k}) == {value}" for k, value in enumerate(expected)]
@@ -106,7 +107,8 @@ def test_values_compare_as_python_in_asserts_and_as_json_in_calls():
             code, ["assert S().f(0) == [1, 2]", "assert S().f(10) == 0.3"]
         )
     )
-    calls = [([0], [1, 2]), ([2], {"1": 2.5}), ([10], 0.3), ([11], math.inf)]
+    calls = [([0], [1, 2]), ([2], {"1": 2.5}), ([10], 0.3), ([11], math.inf), ([12], 0.1), ([13], 7)]
+    calls += [([14], "2024-02-29"), ([15], -math.inf)]
     calls = [{"call": "S.f", "args": args, "expected": value} for args, value in calls]
     assert all(result.passed for result in CodeTests(limits=QUICK).run(code, calls))
     assert not CodeTests(limits=QUICK, tolerance=0).run(code, calls)[2].passed
@@ -280,14 +282,12 @@ def test_a_server_runs_the_code_instead():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"credit": "half"}, "credit is 'half'; allowed are 'all' and 'share'"),
+        ({"credit": "half"}, "credit is 'half'; allowed are all, share"),
         ({"workers": 0}, "workers is 0"),
         ({"tolerance": 1}, "tolerance is 1"),
         ({"limits": {"time": 1}}, r"limits are \{'time': 1\}; allowed are wall_seconds"),
         ({"limits": {"memory_mb": 0}}, "each above 0"),
-        ({"limits": {"wall_seconds": "ten"}}, "each above 0"),
         ({"limits": {"wall_seconds": math.inf}}, "below 1e9"),
-        ({"workers": "4"}, "workers is '4'"),
     ],
 )
 def test_bad_options(options, message):
