@@ -63,7 +63,7 @@ def probe_reward(
                 probes=probes,
                 seed=seed,
                 batch_size=batch_size,
-                on_probe=lambda done, total, title: progress.update(task, completed=done, description=title),
+                on_probe=lambda done, title: progress.update(task, completed=done, description=title),
             )
         write = None if output is None else lambda: ("Page", write_probe(output, result, images, seed=seed))
         tell(result, show_probe, as_json, write)

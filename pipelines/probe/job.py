@@ -25,14 +25,11 @@ from visalign.pipelines.shared.run_folder import pretty
 
 from .pair_runner import PairRunner
 from .reference import Reference
-from .score_runner import ScoreRunner
+from .runner import ScoreRunner
 
 RESULT, PAGE = "probe.json", "probe.html"
 SHOWN_SIDE = 224
 """Longest side of the example images on the page, in pixels."""
-
-OnProbe = Callable[[int, int, str], object]
-"""Called with the number of finished probes, of all probes, and the title of the next."""
 
 
 def probes_for(
@@ -41,12 +38,12 @@ def probes_for(
     """Select the probes of a reward by its kind; one that can do both is probed as one that scores."""
     if not isinstance(judge, PointwiseReward):
         return select_probes(names, PAIR_PROBES)
-    allowed = {probe.name for probe in PROBES}
+    allowed = [probe.name for probe in PROBES]
     for probe in select_probes(names, PAIR_PROBES) if names else ():
         if probe.name not in allowed:
             raise UserError(
                 f"The probe {probe.name!r} is for judges that compare, and {judge.name} scores single "
-                f"images. Allowed for it: {', '.join(probe.name for probe in PROBES)}."
+                f"images. Allowed for it: {', '.join(allowed)}."
             )
     return select_probes(names, PROBES)
 
@@ -58,23 +55,19 @@ def probe_reward(
     probes: Sequence[Probe] | None = None,
     seed: int = 0,
     batch_size: int = 32,
-    on_probe: OnProbe | None = None,
+    on_probe: Callable[[int, str], object] = lambda done, title: None,
 ) -> dict[str, Any]:
-    """Run probes on a reward.
+    """Run probes on a reward, and return their reports as JSON.
 
-    Returns:
-        JSON-able: `judge`, `reference`, `limits`, `summary` (verdict -> probes), `probes`, `seconds`.
+    `on_probe` is called with the number of finished probes and the title of the next.
     """
     started = time.perf_counter()
     probes = probes_for(judge) if probes is None else probes
-    if isinstance(judge, PointwiseReward):
-        runner: ScoreRunner | PairRunner = ScoreRunner(judge, reference, batch_size)
-    else:
-        runner = PairRunner(judge, reference, batch_size)
+    is_pointwise = isinstance(judge, PointwiseReward)
+    runner = (ScoreRunner if is_pointwise else PairRunner)(judge, reference, batch_size)  # type: ignore[arg-type]
     reports = []
     for index, probe in enumerate(probes):
-        if on_probe is not None:
-            on_probe(index, len(probes), probe.title)
+        on_probe(index, probe.title)
         levels = [runner.run_level(probe, level, seed) for level in probe.levels]
         reports.append(response.probe_report(probe, levels))
     identity = reward_identity(judge)

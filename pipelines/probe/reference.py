@@ -20,8 +20,6 @@ from visalign.evaluation.probes.catalogue import Level, Probe, Sample
 from visalign.pipelines.score.image_rows import ImageRow
 from visalign.rewards.base.images import load_images
 
-COUNT = 64
-"""Default number of reference images."""
 _SPLIT = "heldout"
 _THIRD = 2
 """Stream of the draws of third images; `ShapesPreferences` uses 0 and 1."""
@@ -46,10 +44,7 @@ class Reference:
         return self.others[row] if self.others else ()
 
     def changed(self, probe: Probe, level: Level, row: int, seed: int) -> Sample | None:
-        """Apply a probe's change to a sample; None where it does not apply.
-
-        Without a change of its own the probe takes the prompt of the next sample that has another one.
-        """
+        """Apply a probe's change, or the next other prompt, to a sample; None where it does not apply."""
         sample = self.samples[row]
         if probe.change is not None:
             return probe.change(sample, level, torch.Generator().manual_seed(1_000_003 * seed + row))
@@ -58,7 +53,7 @@ class Reference:
         return None if other is None else Sample(sample.image, other)
 
 
-def shapes_reference_set(count: int = COUNT, *, seed: int = 0) -> Reference:
+def shapes_reference_set(count: int = 64, *, seed: int = 0) -> Reference:
     """Draw images of the shapes world, right and wrong for their prompts, in all its styles and distortions.
 
     Each has two others of its prompt: the right image of its pair, and a third that is drawn freely.
@@ -84,14 +79,14 @@ def read_reference(source: str, rows: Sequence[ImageRow]) -> Reference:
     for row in rows:
         try:
             batch = load_images([resolve_image(row.image)])
+            image, reason = batch.images[0], batch.reasons[0]
         except UserError as error:
-            reasons.append(str(error))
-            continue
-        if (image := batch.images[0]) is None:
-            reasons.append(str(batch.reasons[0]))
-            continue
-        samples.append(Sample(image, row.prompt))
-        metadata.append(row.metadata)
+            image, reason = None, str(error)
+        if image is None:
+            reasons.append(reason)
+        else:
+            samples.append(Sample(image, row.prompt))
+            metadata.append(row.metadata)
     if not samples:
         raise UserError(f"None of the {len(rows)} reference images of {source} can be read: {reasons[0]}")
     others, strangers = _find_rivals(samples)

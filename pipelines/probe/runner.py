@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,13 +14,15 @@ from torch import Tensor
 from visalign.errors import UserError
 from visalign.evaluation.probes import response
 from visalign.evaluation.probes.catalogue import Level, Probe, Sample
+from visalign.interfaces import PointwiseReward
 from visalign.rewards.base.contract import RewardError
-from visalign.rewards.base.failure import Naming
+from visalign.rewards.base.failure import Naming, failure_reasons
 from visalign.rewards.base.images import as_contract, to_pil, to_uint8
+from visalign.rewards.pairs.as_pairwise import check_scores
 
 from .reference import Reference
 
-ALONE = 16
+COMPANY_ROWS = 16
 """Images that are asked about one by one in the probe "neighbours"."""
 FORMS: dict[str, Callable[[Tensor], Any]] = {
     "uint8, channels first": lambda image: image.mul(255).round().to(torch.uint8),
@@ -51,29 +52,24 @@ class ProbeAnswers:
     reasons: list[str | None]
 
 
-class ProbeRunner(ABC):
+class ProbeRunner:
     """Asks a reward about unchanged and changed samples; responses are in units of the unchanged spread."""
 
     kind: str
-    probes: tuple[Probe, ...]
     unit: str
     higher_is_better: bool
     spread: float
     scored: list[int]
     """Rows whose unchanged samples got an answer."""
+    with_records = False
+    """Whether the prompts' records are handed over, because the reward answers only with them."""
 
     def __init__(self, name: str, reference: Reference, batch_size: int) -> None:
         self.name, self.reference, self.batch_size = name, reference, batch_size
-        self.with_records = False
-        """Whether the prompts' records are handed over, because the reward answers only with them."""
 
-    @abstractmethod
     def run_level(self, probe: Probe, level: Level, seed: int) -> LevelResult:
         """Compute the responses at one level of a probe; `seed` is that of random changes."""
-
-    @abstractmethod
-    def _ask(self, sides: list[Any], prompts: list[str], records: list[Any] | None) -> Answer:
-        """Call the reward once with the images of each side."""
+        raise NotImplementedError
 
     def record(self) -> dict[str, Any]:
         """Describe the reference as JSON."""
@@ -92,30 +88,22 @@ class ProbeRunner(ABC):
         tolerant: bool = True,
         form: Callable[[Tensor], Any] | None = None,
     ) -> ProbeAnswers:
-        """Ask about rows in batches; rows without a sample are left out.
+        """Ask about rows in batches, with images in a `form`; rows without a sample are left out.
 
-        Args:
-            rows: Rows of the reference.
-            make: Samples of a row.
-            tolerant: Whether an error of the reward is a failure of its batch instead of the end.
-            form: Conversion of the images; None hands them over as the contract says.
+        An error of a tolerated reward is a failure of its batch instead of the end.
         """
         answered: list[int] = []
-        answers: list[Answer] = []
+        answers: list[Answer] = [(np.zeros(0), [])]
         for start in range(0, len(rows), self.batch_size):
-            samples = {
-                row: new_samples
-                for row in rows[start : start + self.batch_size]
-                if (new_samples := make(row))
-            }
-            if not samples:
-                continue
-            sides = [[s.image for s in side] for side in zip(*samples.values(), strict=True)]
-            images = [[form(image) for image in side] if form else as_contract(side) for side in sides]
-            prompts = [first.prompt for first, *_ in samples.values()]
-            answers.append(self._call(images, prompts, list(samples), tolerant))
-            answered += samples
-        value = np.concatenate([value for value, _ in answers]) if answers else np.zeros(0)
+            made = {row: make(row) for row in rows[start : start + self.batch_size]}
+            samples = {row: sides for row, sides in made.items() if sides}
+            if samples:
+                sides = [[s.image for s in side] for side in zip(*samples.values(), strict=True)]
+                images = [[form(image) for image in side] if form else as_contract(side) for side in sides]
+                prompts = [first.prompt for first, *_ in samples.values()]
+                answers.append(self._call(images, prompts, list(samples), tolerant))
+                answered += samples
+        value = np.concatenate([value for value, _ in answers])
         return ProbeAnswers(answered, value, [reason for _, reasons in answers for reason in reasons])
 
     def ask_in_company(self, rows: list[int], make: MakeSamples, level: Level) -> ProbeAnswers:
@@ -124,14 +112,17 @@ class ProbeRunner(ABC):
             return self.ask(rows[::-1], make)
         white = min(max(self.batch_size, 2), 8) - 1 if level.label == "among white images" else 0
         values, reasons = [], []
-        for row in rows[:ALONE]:
-            samples = make(row)
-            assert samples is not None
+        for row in rows[:COMPANY_ROWS]:
+            samples = make(row) or ()
             images = [as_contract([s.image, *[torch.ones_like(s.image)] * white]) for s in samples]
             value, reason = self._call(images, [samples[0].prompt] * (1 + white), [row] * (1 + white), True)
             values.append(value[0])
             reasons.append(reason[0])
-        return ProbeAnswers(rows[:ALONE], np.array(values), reasons)
+        return ProbeAnswers(rows[:COMPANY_ROWS], np.array(values), reasons)
+
+    def _ask(self, sides: list[Any], prompts: list[str], records: list[Any] | None) -> Answer:
+        """Call the reward once with the images of each side."""
+        raise NotImplementedError
 
     def _call(self, images: list[Any], prompts: list[str], rows: Sequence[int], tolerant: bool) -> Answer:
         records = [self.reference.metadata[row] for row in rows] if self.with_records else None
@@ -143,30 +134,26 @@ class ProbeRunner(ABC):
                 raise
             return np.full(len(prompts), np.nan), [str(error)] * len(prompts)
 
-    def _require_answers(
-        self, values: np.ndarray, reasons: Sequence[str | None], size: int, what: str
-    ) -> None:
-        if len(values) < 2:
+    def _require_unit(self, has_unit: bool, size: int, reasons: Sequence[str | None], what: str) -> None:
+        """Refuse a reward with fewer than two answers, or with answers that are all equal."""
+        if len(self.scored) < 2:
             reason = next((f": {reason}" for reason in reasons if reason), "")
             raise UserError(
-                f"{self.name} judged {len(values)} of {size} {what}, and 2 are needed{reason}. Give images "
-                "with prompts that it judges: --reference."
+                f"{self.name} judged {len(self.scored)} of {size} {what}, and 2 are needed{reason}. Give "
+                "--reference images that it judges."
             )
-
-    def _sample(self, row: int) -> Sample:
-        return self.reference.samples[row]
-
-    def _no_responses(self) -> np.ndarray:
-        return np.full(len(self.reference.samples), np.nan)
+        if not has_unit:
+            raise UserError(
+                f"{self.name} gives all {len(self.scored)} {what} the same answer, so its responses have no "
+                "unit. Give --reference images that it tells apart."
+            )
 
     def _all_rows(self, answers: ProbeAnswers) -> Answer:
         """[N] answers and reasons of all samples, NaN and None for those not asked about."""
-        values = self._no_responses()
-        reasons: list[str | None] = [None] * len(self.reference.samples)
+        values = np.full(len(self.reference.samples), np.nan)
         values[answers.rows] = answers.value
-        for row, reason in zip(answers.rows, answers.reasons, strict=True):
-            reasons[row] = reason
-        return values, reasons
+        reasons = dict(zip(answers.rows, answers.reasons, strict=True))
+        return values, [reasons.get(row) for row in range(len(values))]
 
     def _responses(
         self,
@@ -178,6 +165,61 @@ class ProbeRunner(ABC):
         left_out: int = 0,
     ) -> LevelResult:
         # r = ±change / spread
-        responses, full = change / self.spread * (1 if self.higher_is_better else -1), self._no_responses()
-        full[list(rows)] = responses
+        responses = change / self.spread * (1 if self.higher_is_better else -1)
+        full, _ = self._all_rows(ProbeAnswers(list(rows), responses, list(reasons)))
         return full, response.level_report(level.label, level.x, responses, reasons, left_out=left_out)
+
+
+class ScoreRunner(ProbeRunner):
+    """Runs the probes of a pointwise reward: scores of changed samples against those of the unchanged."""
+
+    kind = "scores"
+
+    def __init__(self, reward: PointwiseReward, reference: Reference, batch_size: int) -> None:
+        super().__init__(reward.name, reference, batch_size)
+        self.reward, self.unit, self.higher_is_better = reward, reward.unit, reward.higher_is_better
+        rows = list(range(len(reference.samples)))
+        unchanged = self.ask(rows, self._unchanged, tolerant=False)
+        if not np.isfinite(unchanged.value).any() and any(reference.metadata):
+            self.with_records = True
+            unchanged = self.ask(rows, self._unchanged, tolerant=False)
+        self.value, self.reasons = unchanged.value, unchanged.reasons
+        self.scored = [row for row in rows if np.isfinite(self.value[row])]
+        scores = self.value[self.scored]
+        self.spread = float(scores.std(ddof=1)) if len(scores) > 1 else 0.0
+        has_unit = self.spread > 1e-9 * max(1.0, float(np.abs(scores).max(initial=0.0)))
+        self._require_unit(has_unit, len(rows), self.reasons, "reference images")
+
+    def run_level(self, probe: Probe, level: Level, seed: int) -> LevelResult:
+        """Compute the responses at one level of a probe; `seed` is that of random changes."""
+        left_out = 0
+        if probe.name == "neighbours":
+            answers = self.ask_in_company(self.scored, self._unchanged, level)
+        elif probe.name == "form":
+            answers = self.ask(self.scored, self._unchanged, form=FORMS[level.label])
+        else:
+
+            def changed(row: int) -> tuple[Sample] | None:
+                sample = self.reference.changed(probe, level, row, seed)
+                return None if sample is None else (sample,)
+
+            answers = self.ask(self.scored, changed)
+            left_out = len(self.scored) - len(answers.rows)
+        change = answers.value - self.value[answers.rows]
+        return self._responses(level, answers.rows, change, answers.reasons, left_out=left_out)
+
+    def record(self) -> dict[str, Any]:
+        """Describe the reference as JSON."""
+        counts = response.reference_counts(self.reasons, len(self.value))
+        return counts | super().record() | {"mean": float(self.value[self.scored].mean())}
+
+    def _unchanged(self, row: int) -> tuple[Sample]:
+        return (self.reference.samples[row],)
+
+    def _ask(self, sides: list[Any], prompts: list[str], records: list[Any] | None) -> Answer:
+        scores = self.reward.score(sides[0], prompts, records)
+        check_scores(self.name, scores, len(prompts))
+        value = np.where(scores.valid.cpu().numpy(), scores.value.detach().cpu().double().numpy(), np.nan)
+        value = np.where(np.isfinite(value), value, np.nan)
+        default = ("the reward gave no finite number" if np.isnan(number) else None for number in value)
+        return value, [reason or why for reason, why in zip(failure_reasons(scores), default, strict=True)]

@@ -58,14 +58,6 @@ def test_the_honest_verifier_passes() -> None:
     json.dumps(result, allow_nan=False)
 
 
-def test_love_of_saturation_is_found() -> None:
-    result = probe_reward(LovesSaturation(), world(), probes=select_probes(SOME))
-    found = verdicts(result)
-    assert found["saturation"] == "fails"
-    assert level(result, "saturation", "× 2.2")["mean"] > 0.1 > 0 > level(result, "saturation", "× 0")["mean"]
-    assert {found["neighbours"], found["form"]} == {"holds"} and found["spelling"] != "fails"
-
-
 def test_love_of_frames_and_captions_is_found() -> None:
     found = verdicts(probe_reward(LovesFrames(), world(), probes=select_probes(SOME)))
     assert found["white_border"] == "fails" and found["pasted_text"] == "fails"
@@ -160,27 +152,18 @@ def test_what_cannot_be_probed_is_said() -> None:
                 value=value, valid=valid, unit="x", reason=[None if self.valid else "no"] * len(prompts)
             )
 
-    with pytest.raises(UserError, match=r"constant gives all 64 reference images the score 0.5, so its"):
+    with pytest.raises(UserError, match="constant gives all 64 reference images the same answer, so its"):
         probe_reward(Constant(), world())
     silent = Constant()
     silent.valid = False
     with pytest.raises(UserError, match="constant judged 0 of 64 reference images, and 2 are needed: no"):
         probe_reward(silent, world())
 
-    class Short(Constant):
-        def score(self, images: Any, prompts: Any, metadata: Any = None) -> Scores:
-            return Scores(value=torch.ones(1), valid=torch.ones(1, dtype=torch.bool), unit="x")
-
-    with pytest.raises(RewardError, match="returned 1 scores for 32 images"):
-        probe_reward(Short(), world())
-
     class Bare(Constant):
         def score(self, images: Any, prompts: Any, metadata: Any = None) -> Any:
             return torch.ones(len(prompts))
 
-    with pytest.raises(
-        RewardError, match=r"'constant' returned a Tensor for 32 images; needed is visalign\.interfaces"
-    ):
+    with pytest.raises(RewardError, match="'constant' did not return one score for each image"):
         probe_reward(Bare(), world())
 
 
@@ -220,7 +203,7 @@ def test_the_command_writes_page_and_json_and_says_when_a_probe_fails(tmp_path: 
     [
         (["shapes_verifer"], "no reward 'shapes_verifer'. Did you mean 'shapes_verifier'?"),
         (["saturation", "--only", "colour"], "There is no probe 'colour'."),
-        (["saturation", "-i", "gone.csv"], "There is no file 'gone.csv'."),
+        (["saturation", "-i", "gone.csv"], "There is no table 'gone.csv'."),
         (["saturation", "--option", "quality"], "write NAME=VALUE"),
     ],
 )
