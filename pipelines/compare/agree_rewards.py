@@ -26,7 +26,7 @@ from visalign.interfaces import PointwiseReward
 from visalign.pipelines.score.image_rows import ImageRow, image_rows
 from visalign.pipelines.score.provenance import provenance, reward_identity
 from visalign.pipelines.score.report import load_shown_images
-from visalign.pipelines.score.score import ScoreRow, finite_or_none, score_rows
+from visalign.pipelines.score.score import MISSING, ScoreRow, finite_or_none, read_number, score_rows
 from visalign.pipelines.shared.run_folder import pretty
 
 RESULT, PAGE, ROWS = "agreement.json", "agreement.html", "scores.jsonl"
@@ -44,11 +44,10 @@ def read_set(
     columns: Columns | None = None,
     scores: Sequence[str] = (),
 ) -> list[ImageRow]:
-    """Read distinct images with prompts from any kind of set.
+    """Read distinct images with prompts from a table (image, prompt), a folder, or a set of `evaluate`.
 
     Args:
-        source: A table with the columns image, prompt; a folder; or a set as `visalign evaluate` takes it: a
-            preference set (both images of each pair, each once) or a quality set.
+        source: Path, or name of a set; of a preference set both images of each pair are read, each once.
         prompt: Prompt of images without one.
         limit: Largest number of images.
         columns: How the columns of a table are read.
@@ -90,21 +89,14 @@ def agree_rewards(
     store: Any = None,
 ) -> dict[str, Any]:
     """Score a set by several rewards, or read their scores (`columns`, as `read_set` kept them), and compare
-    their orders.
-
-    Returns:
-        JSON-able: `set`, `rewards` (unit, direction, counts), `pairs` (as
-        `visalign.evaluation.rewards.agreement` computes them, with the images and `prompts` of largest
-        disagreement), `seconds`.
+    their orders as JSON: `visalign.evaluation.rewards.agreement` and the largest disagreements of every two.
     """
     started = time.perf_counter()
-    if len(rewards) + len(columns) < 2:
+    if len(rewards) + len(columns) < 2 or len(rows) < 3:
         raise UserError(
-            f"{len(rewards) + len(columns)} reward was named; agreement takes two or more. Add --reward NAME "
-            "or --scores NAME."
+            f"Agreement takes at least 2 rewards (--reward, --scores) and 3 images; got "
+            f"{len(rewards) + len(columns)} rewards and {len(rows)} images."
         )
-    if len(rows) < 3:
-        raise UserError(f"The set has {len(rows)} images; a rank correlation needs at least 3.")
     table = {name: [_column_row(name, row) for row in rows] for name in columns}
     if rewards:
         scored = score_rows(rows, rewards, batch_size=batch_size, on_batch=on_batch, store=store)
@@ -112,8 +104,8 @@ def agree_rewards(
     judges = dict.fromkeys(columns, None) | dict(rewards)
     records = [_reward_record(label, judge, table[label]) for label, judge in judges.items()]
     for record in records:
-        if record["failed"] == len(rows):
-            reason = next(iter(record["reasons"]), "no reason given")
+        if not record["judged"]:
+            reason = next(iter(record["reasons"]))
             raise UserError(f"{record['label']} could judge none of the {len(rows)} images: {reason}")
     prompts = {row.prompt for row in rows}
     return {
@@ -141,13 +133,8 @@ def _compare_pairs(
 ) -> list[dict[str, Any]]:
     """Compare every two rewards: agreement, and the images and prompts on which they differ most."""
     labels = list(judges)
-    signs = [1 if judge is None or judge.higher_is_better else -1 for judge in judges.values()]
-    values = np.array(
-        [
-            [np.nan if row.value is None else sign * row.value for row in table[label]]
-            for label, sign in zip(labels, signs, strict=True)
-        ]
-    )
+    values = np.array([[row.value for row in table[label]] for label in labels], dtype=np.float64)
+    values *= [[1 if judge is None or judge.higher_is_better else -1] for judge in judges.values()]
     prompts = [row.prompt for row in rows]
     pairs = agreement(labels, values, prompts, seed=seed)
     for entry, (a, b) in zip(pairs, combinations(range(len(labels)), 2), strict=True):
@@ -167,12 +154,8 @@ def _compare_pairs(
 
 
 def _column_row(name: str, row: ImageRow) -> ScoreRow:
-    value = ((row.metadata or {}).get(_SCORES) or {}).get(name)
-    try:
-        number = finite_or_none(value)
-    except (TypeError, ValueError):
-        number = None
-    reason = "no number in the column" if number is None else None
+    number = finite_or_none(read_number(((row.metadata or {}).get(_SCORES) or {}).get(name)))
+    reason = MISSING if number is None else None
     return ScoreRow(image=row.image, reward=name, value=number, unit="as in the table", reason=reason)
 
 
@@ -257,13 +240,14 @@ def _reward_record(label: str, reward: PointwiseReward | None, rows: Sequence[Sc
     """Describe a reward, or a column of scores (None), and its scores."""
     reasons = [row.reason for row in rows if row.reason]
     values = [row.value for row in rows if row.value is not None]
+    identity = None if reward is None else reward_identity(reward)
     return {
         "label": label,
         "unit": "as in the table" if reward is None else reward.unit,
         "higher_is_better": reward is None or reward.higher_is_better,
-        "model": None if reward is None else reward_identity(reward).model,
-        "digest": None if reward is None else reward_identity(reward).digest,
-        "provenance": None if reward is None else provenance(reward),
+        "model": identity and identity.model,
+        "digest": identity and identity.digest,
+        "provenance": reward and provenance(reward),
         "judged": len(values),
         "failed": len(rows) - len(values),
         "reasons": {reason: reasons.count(reason) for reason in list(dict.fromkeys(reasons))[:3]},

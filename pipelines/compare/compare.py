@@ -11,16 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from visalign.core.preference.ranking import MAX_LOG_ODDS
 from visalign.errors import UserError
-from visalign.interfaces import PairwiseReward, PointwiseReward, Preferences, Scores
+from visalign.interfaces import PairwiseReward, PointwiseReward, Scores
 from visalign.pipelines.score.image_rows import require_still, require_text_name
 from visalign.pipelines.score.provenance import domain_note, provenance
 from visalign.pipelines.score.score import finite_or_none
-from visalign.rewards.base.contract import RewardError
 from visalign.rewards.base.failure import Naming, failure_reasons
 from visalign.rewards.base.images import load_images
-from visalign.rewards.pairs.as_pairwise import TIE, PairsFromScores, logistic_odds, normal_odds
+from visalign.rewards.pairs.as_pairwise import TIE, PairsFromScores, check_scores, logistic_odds, normal_odds
+from visalign.rewards.pairs.asking import check_preferences, read_preferences
 
 SIDES = ("A", "B")
 SURE, EVEN = 0.75, 0.55
@@ -49,34 +48,21 @@ def read_two(paths: Sequence[Path]) -> list[Tensor]:
 def compare_images(
     images: Sequence[Tensor], prompt: str, judges: Mapping[str, PointwiseReward | PairwiseReward]
 ) -> dict[str, Any]:
-    """Ask judges which of two images is better.
+    """Ask judges which of two images, A and B, [3, H, W] in [0, 1], is better; the answers as JSON.
 
     A pointwise judge scores both, in one call; the probability that A is better follows from its standard
     deviations, or from its scores where they are log-odds, as in `visalign.rewards.as_pairwise`. A pairwise
     judge is asked in both orders, and its log-odds are averaged: (ℓ_AB − ℓ_BA)/2 is for A, (ℓ_AB + ℓ_BA)/2
     is its position bias. Each judge is sure, unsure or sees a tie by `RULE`.
-
-    Args:
-        images: A and B, [3, H, W] in [0, 1].
-        prompt: Prompt of both.
-        judges: Label -> judge.
-
-    Returns:
-        JSON-able: `prompt`, `judges` (an entry each), `votes` (winner -> labels), `unsure` (labels), `rule`,
-        `summary`.
     """
-    if len(images) != 2:
-        raise UserError(f"{len(images)} images were given; compare takes two. Use visalign rank for more.")
-    if not judges:
-        raise UserError("No judge was named. Add --reward NAME.")
     entries = []
     for label, judge in judges.items():
         with Naming(label):
             compare = _compare_scores if isinstance(judge, PointwiseReward) else _compare_orders
-            entry = compare(label, judge, images, prompt)
-            entry["provenance"] = provenance(judge)
-            entry["notes"] += filter(None, [domain_note(judge, [prompt])])
-            entries.append(entry)
+            entry = compare(judge, images, prompt)
+        entry = {"label": label, **_NO_RESULT, **entry, "provenance": provenance(judge)}
+        entry["notes"] += filter(None, [domain_note(judge, [prompt])])
+        entries.append(entry)
     votes: dict[str, list[str]] = {}
     for entry in entries:
         votes.setdefault(entry["winner"], []).append(entry["label"])
@@ -94,19 +80,16 @@ def compare_images(
 _NO_RESULT = {"winner": "failed", "sure": None, "prob": None, "difference": None, "difference_std": None}
 
 
-def _compare_scores(label: str, judge: Any, images: Sequence[Tensor], prompt: str) -> dict[str, Any]:
+def _compare_scores(judge: Any, images: Sequence[Tensor], prompt: str) -> dict[str, Any]:
     scores = judge.score(list(images), [prompt] * 2, [None] * 2)
-    if not isinstance(scores, Scores) or len(scores) != 2:
-        raise RewardError(f"Reward {label!r} did not return one score for each image.")
+    check_scores(judge.name, scores, 2)
     sides = {name: _side(scores, row, failure_reasons(scores)[row]) for row, name in enumerate(SIDES)}
     notes = [f"{name}: {side['reason']}" for name, side in sides.items() if side["reason"]]
     entry: dict[str, Any] = {
-        "label": label,
         "kind": "scores",
         "unit": judge.unit,
         "higher_is_better": judge.higher_is_better,
         "sides": sides,
-        **_NO_RESULT,
         "notes": notes,
     }
     values, stds = ([side[name] for side in sides.values()] for name in ("value", "std"))
@@ -165,26 +148,34 @@ def _side(scores: Scores, row: int, reason: str | None) -> dict[str, Any]:
     }
 
 
-def _compare_orders(label: str, judge: Any, images: Sequence[Tensor], prompt: str) -> dict[str, Any]:
+def _compare_orders(judge: Any, images: Sequence[Tensor], prompt: str) -> dict[str, Any]:
     answer = judge.compare(list(images), list(images[::-1]), [prompt] * 2, [None] * 2)
-    if not isinstance(answer, Preferences) or len(answer) != 2:
-        raise RewardError(f"Judge {label!r} did not return one answer for each order.")
-    orders = [_order(answer, row) for row in (0, 1)]
+    read = read_preferences(check_preferences(judge.name, answer, 2))
+    log_odds = [finite_or_none(value) for value in read.log_odds]
+    orders = [
+        {
+            "left": side,
+            "prob": None if log_odds[row] is None else finite_or_none(answer.prob[row]),
+            "log_odds": log_odds[row],
+            "std": None if answer.std is None else finite_or_none(answer.std[row]),
+            "parts": {name: finite_or_none(part[row]) for name, part in answer.parts.items()},
+            "text": answer.text[row] if answer.text else None,
+            "reason": read.reasons[row],
+        }
+        for row, side in enumerate(SIDES)
+    ]
     notes = [f"{order['left']} on the left: {order['reason']}" for order in orders if order["reason"]]
     entry: dict[str, Any] = {
-        "label": label,
         "kind": "comparisons",
         "unit": "log-odds",
         "higher_is_better": True,
         "orders": orders,
-        **_NO_RESULT,
         "position_bias": None,
         "same_winner": None,
         "notes": notes,
     }
     # log-odds for A: negated where B is on the left
-    signed = zip((1, -1), (order["log_odds"] for order in orders), strict=True)
-    odds = [sign * value for sign, value in signed if value is not None]
+    odds = [sign * value for sign, value in zip((1, -1), log_odds, strict=True) if value is not None]
     if not odds:
         return entry
     mean = sum(odds) / len(odds)
@@ -199,26 +190,6 @@ def _compare_orders(label: str, judge: Any, images: Sequence[Tensor], prompt: st
         entry |= {"winner": "undecided", "sure": None}
         notes.append("its winner depends on which image is on the left")
     return entry
-
-
-def _order(answer: Preferences, row: int) -> dict[str, Any]:
-    valid = bool(answer.valid[row])
-    log_odds = answer.prob[row].double().logit() if answer.log_odds is None else answer.log_odds[row].double()
-    bounded = float(log_odds.clamp(-MAX_LOG_ODDS, MAX_LOG_ODDS))
-    value = None if not valid or math.isnan(bounded) else bounded
-    reason = None
-    if value is None:
-        reason = (answer.reason[row] if answer.reason else None) or "no reason given"
-        reason = "the judge gave no finite number" if valid else reason
-    return {
-        "left": SIDES[row],
-        "prob": None if value is None else finite_or_none(answer.prob[row]),
-        "log_odds": value,
-        "std": None if answer.std is None or value is None else finite_or_none(answer.std[row]),
-        "parts": {name: finite_or_none(part[row]) for name, part in answer.parts.items()},
-        "text": answer.text[row] if answer.text else None,
-        "reason": reason,
-    }
 
 
 def _summary(votes: Mapping[str, Sequence[str]], entries: Sequence[Mapping[str, Any]]) -> str:

@@ -18,20 +18,23 @@ from visalign.rewards.pairs.ranking import Ranking
 def ranking_record(
     ranking: Ranking, names: Sequence[str], prompt: str, reward: str, judge: PointwiseReward | PairwiseReward
 ) -> dict[str, Any]:
-    """Convert a ranking to JSON: the judged images in order, then the others with their reasons.
+    """Convert a ranking to JSON: the judged images, best first, then the others with their reasons.
 
-    Returns:
-        `images`, best first, each with `place` (None where not judged), `score`, `low`, `high`, `reason` and,
-        of a pairwise judge, the number of its `calls`; `calls`, `all_pairs` of the readable images,
-        `position_bias` with its deviation, and `asked`: every call with its `left` and `right` image, `prob`
-        that the left one is better, or the `reason` why there is no answer.
+    Of a pairwise judge `asked` lists every call: the probability that the left image is better, or the reason
+    why there is no answer.
     """
     is_pairwise = ranking.pairs is not None
-    compared = set() if ranking.pairs is None else set(ranking.pairs.flatten().tolist())
-    readable = len(compared | set(ranking.order))
-    calls_made = _calls(ranking, names)
+    asked: list[dict[str, Any]] = []
+    if ranking.pairs is not None and ranking.answers is not None:
+        answers = zip(
+            ranking.pairs.tolist(), ranking.answers.prob.tolist(), ranking.answers.reasons, strict=True
+        )
+        for (left, right), prob, reason in answers:
+            pair = {"left": names[left], "right": names[right]}
+            asked.append(pair | {"prob": finite_or_none(prob), "reason": reason})
+    calls = Counter(call[side] for call in asked for side in ("left", "right"))
+    readable = len(calls.keys() | {names[row] for row in ranking.order})
     unjudged = [row for row in range(len(names)) if row not in set(ranking.order)]
-    calls = Counter(call[side] for call in calls_made for side in ("left", "right"))
     rows = []
     for place, row in enumerate([*ranking.order, *unjudged], 1):
         is_judged = place <= len(ranking.order)
@@ -57,7 +60,7 @@ def ranking_record(
         "all_pairs": readable * (readable - 1) // 2,
         "position_bias": ranking.bias,
         "position_bias_std": ranking.bias_std,
-        "asked": calls_made if is_pairwise else None,
+        "asked": asked if is_pairwise else None,
         "images": rows,
     }
 
@@ -65,15 +68,3 @@ def ranking_record(
 def ranking_page(result: Mapping[str, Any]) -> str:
     """Render the page of a ranking with its best images embedded."""
     return rank_page(result, load_shown_images(row["image"] for row in result["images"][:SHOWN]))
-
-
-def _calls(ranking: Ranking, names: Sequence[str]) -> list[dict[str, Any]]:
-    """List every call of a pairwise judge."""
-    if ranking.pairs is None or ranking.answers is None:
-        return []
-    answers = ranking.answers
-    calls = zip(ranking.pairs.tolist(), answers.prob.tolist(), answers.reasons, strict=True)
-    return [
-        {"left": names[left], "right": names[right], "prob": finite_or_none(prob), "reason": reason}
-        for (left, right), prob, reason in calls
-    ]

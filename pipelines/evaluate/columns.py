@@ -3,27 +3,19 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any
-
 from visalign.data.sets.records import PreferenceSet, QualitySet
 from visalign.data.sets.tables import listed
 from visalign.errors import UserError
 from visalign.evaluation.rewards.pair_scores import PairScores, from_probabilities, from_scores
 from visalign.evaluation.rewards.quality import QualityScores, from_values
-
-MISSING = "no number in the column"
+from visalign.pipelines.score.score import MISSING, read_number
 
 
 def column_scores(pairs: PreferenceSet, name: str, *, higher_is_better: bool = True) -> PairScores:
     """Read precomputed scores of a preference set; a row without a number counts as failed.
 
-    Args:
-        pairs: The set.
-        name: Name of the columns: NAME_left and NAME_right (scores; NAME_std_left, NAME_std_right too), or
-            NAME_prob, the probability that the left image is better (with NAME_prob_swapped, the judge's
-            probability for the left side after the images were exchanged).
-        higher_is_better: Direction of scores.
+    Columns are NAME_left and NAME_right (scores; NAME_std_left, NAME_std_right too), or NAME_prob, the
+    probability that the left image is better (with NAME_prob_swapped, the same after an exchange).
     """
     columns = {column for pair in pairs.pairs for column in pair.extra}
     reasons = [MISSING] * len(pairs)
@@ -46,9 +38,8 @@ def column_scores(pairs: PreferenceSet, name: str, *, higher_is_better: bool = T
         )
     if not higher_is_better:
         raise UserError(
-            f"--lower-is-better names {name!r}, whose column {name}_prob is the probability that the "
-            "left image is better and has no other direction. Take it out; if the column says that the "
-            "left image is worse, write 1 - p."
+            f"--lower-is-better names {name!r}, but {name}_prob is the probability that the left image is "
+            "better. Take it out."
         )
     swapped = _column(pairs, f"{name}_prob_swapped") if f"{name}_prob_swapped" in columns else None
     return from_probabilities(name, _column(pairs, f"{name}_prob"), swapped=swapped, reasons=reasons)
@@ -74,12 +65,4 @@ def quality_column_scores(records: QualitySet, name: str, *, higher_is_better: b
 
 def _column(source: PreferenceSet | QualitySet, name: str) -> list[float]:
     records = source.pairs if isinstance(source, PreferenceSet) else source.records
-    return [_float(record.extra.get(name)) for record in records]
-
-
-def _float(value: Any) -> float:
-    """Read a number, or NaN: a missing score is a failure, never 0."""
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        return math.nan
+    return [read_number(record.extra.get(name)) for record in records]

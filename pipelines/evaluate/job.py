@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
@@ -86,10 +86,7 @@ class EvaluateOptions:
     def __post_init__(self) -> None:
         unknown = sorted(set(self.lower_is_better) - set(self.columns))
         rules = (
-            (
-                self.options and not self.rewards,
-                f"--option is {', '.join(self.options)}, and there is no --reward that could take it.",
-            ),
+            (self.options and not self.rewards, "--option is of a --reward, and there is none."),
             (
                 not self.rewards and not self.columns,
                 "Nothing to evaluate: name a reward (--reward) or columns of scores in the set (--scores).",
@@ -98,15 +95,7 @@ class EvaluateOptions:
                 self.fuse and len({*self.rewards, *self.columns}) < 2,
                 "--fuse stacks two or more judges, and one was named. Add --scores or --reward.",
             ),
-            (
-                unknown,
-                f"--lower-is-better names {', '.join(unknown)}, which is no --scores column; a reward "
-                "declares its direction itself.",
-            ),
-            (
-                self.settings.resamples < 100,
-                f"resamples is {self.settings.resamples}; intervals need at least 100.",
-            ),
+            (unknown, f"--lower-is-better names {', '.join(unknown)}, which is no --scores column."),
         )
         for broken, message in rules:
             if broken:
@@ -134,11 +123,9 @@ QUALITY = _Kind(
 
 
 def evaluate(options: EvaluateOptions, *, on_batch: OnBatch | None = None) -> dict[str, Any]:
-    """Run an evaluation.
+    """Run an evaluation: a report per judge, comparisons of every two, a leaderboard, as JSON.
 
-    Returns:
-        JSON-able: `set`, `judges` (a report each), `comparisons` (of every two), `leaderboard`, `fusion`,
-        `seconds`. Written to `evaluation.json` and `evaluation.html` where an output folder is given.
+    With an output folder it is also written there, with a page and tables.
     """
     from visalign.rewards.catalogue import load_judge
 
@@ -152,15 +139,29 @@ def evaluate(options: EvaluateOptions, *, on_batch: OnBatch | None = None) -> di
     if options.fuse:
         fused, fusion = kind.fuse(source, scores)
         scores.append(fused)
-    reports, reported, failed = _reports(kind, source, scores, options.settings)
+    reports, reported, failed = [], [], []
     by_name = {reward.name: reward for reward in rewards.values()}
-    for report, entry in zip(reports, reported, strict=True):
+    for entry in scores:
+        try:
+            report = kind.report(source, entry, options.settings)
+        except ValueError as error:
+            failed.append({"judge": entry.name, "error": str(error)})
+            continue
         report["worst"] = worst_records(source, entry)
-        if (reward := by_name.get(report["judge"]["name"])) is not None:
+        if (reward := by_name.get(entry.name)) is not None:
             identity = reward_identity(reward)
             report["judge"]["identity"] = {"model": identity.model, "digest": identity.digest}
-    comparisons, incomparable = _comparisons(kind, source, reported, options.settings)
-    failed += incomparable
+        reports.append(report)
+        reported.append(entry)
+    if not reports:
+        raise UserError("; ".join(f"{item['judge']}: {item['error']}" for item in failed))
+    comparisons = []
+    for first, second in combinations(reported, 2):
+        try:
+            comparisons.append(kind.compare(source, first, second, options.settings))
+        except ValueError as error:  # no pair that both decided; the reports remain
+            failed.append({"judge": f"{first.name} against {second.name}", "error": str(error)})
+    add_holm(comparisons, level=options.settings.level)
     records = source.pairs if isinstance(source, PreferenceSet) else source.records
     for name, reward in rewards.items():
         if note := domain_note(reward, [record.prompt or "" for record in records]):
@@ -229,10 +230,10 @@ def _load_set(
 def _all_scores(
     kind: _Kind, source: Any, options: EvaluateOptions, rewards: dict[str, Any], on_batch: OnBatch | None
 ) -> list[Any]:
-    scores = []
-    for name in options.columns:
-        better = name not in options.lower_is_better
-        scores.append(kind.read_columns(source, name, higher_is_better=better))
+    scores = [
+        kind.read_columns(source, name, higher_is_better=name not in options.lower_is_better)
+        for name in options.columns
+    ]
     for name, reward in rewards.items():
         file_name = re.sub(r"[^\w.-]+", "-", name).strip("-") or "judge"
         scoring = ScoringOptions(
@@ -243,36 +244,3 @@ def _all_scores(
         )
         scores.append(kind.ask_reward(source, reward, scoring))
     return scores
-
-
-def _reports(
-    kind: _Kind, source: Any, scores: Sequence[Any], settings: IntervalSettings
-) -> tuple[list[dict[str, Any]], list[Any], list[dict[str, str]]]:
-    """Compute (reports, their scores, and the reasons of rewards without a report)."""
-    reports: list[dict[str, Any]] = []
-    reported: list[Any] = []
-    failed: list[dict[str, str]] = []
-    for entry in scores:
-        try:
-            reports.append(kind.report(source, entry, settings))
-            reported.append(entry)
-        except ValueError as error:
-            failed.append({"judge": entry.name, "error": str(error)})
-    if not reports:
-        raise UserError("; ".join(f"{item['judge']}: {item['error']}" for item in failed))
-    return reports, reported, failed
-
-
-def _comparisons(
-    kind: _Kind, source: Any, scores: Sequence[Any], settings: IntervalSettings
-) -> tuple[list[dict[str, Any]], list[dict[str, str]]]:
-    """Compare every two rewards, with p-values corrected by Holm."""
-    comparisons: list[dict[str, Any]] = []
-    failed: list[dict[str, str]] = []
-    for first, second in combinations(scores, 2):
-        try:
-            comparisons.append(kind.compare(source, first, second, settings))
-        except ValueError as error:  # no pair that both decided; the reports remain
-            failed.append({"judge": f"{first.name} against {second.name}", "error": str(error)})
-    add_holm(comparisons, level=settings.level)
-    return comparisons, failed

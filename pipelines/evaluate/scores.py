@@ -24,6 +24,8 @@ from visalign.pipelines.score.provenance import reward_identity
 from visalign.pipelines.score.score import finite_or_none
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.base.failure import FailureAlarm, Naming, failure_reasons
+from visalign.rewards.pairs.as_pairwise import check_scores
+from visalign.rewards.pairs.asking import check_preferences
 
 OnBatch = Callable[[int, int], object]
 """Called with the number of finished scores and of all."""
@@ -118,8 +120,6 @@ def _ask(
 ) -> list[tuple[Logged, ...]]:
     """Answer every request; equal ones are asked once, and those in the log are not asked again."""
     options = options or ScoringOptions()
-    if options.batch_size < 1:
-        raise UserError(f"batch_size is {options.batch_size}; it must be at least 1 request.")
     log = ScoreLog(options.log, {reward.name: reward_identity(reward)}, Logged)
     alarm = FailureAlarm(reward.name, options.max_failure_rate, min_samples=50)
     keys = [tuple(request.key for request in row) for row in rows]
@@ -145,7 +145,7 @@ def _answer_batch(reward: Any, batch: Sequence[tuple[str, _Request]], ask: AskBa
     readable: list[tuple[str, _Request, tuple[Any, ...]]] = []
     for key, request in batch:
         try:
-            readable.append((key, request, tuple(resolve_image(image) for image in request.images)))
+            readable.append((key, request, tuple(map(resolve_image, request.images))))
         except UserError as error:
             answers[key] = Logged(value=None, reason=str(error))
     if readable:
@@ -160,6 +160,7 @@ def _score_batch(
 ) -> list[Logged]:
     prompts, records = [r.prompt for r in requests], [r.metadata for r in requests]
     scores = reward.score([image for (image,) in images], prompts, records)
+    check_scores(reward.name, scores, len(requests))
     stds = [None] * len(requests) if scores.std is None else scores.std
     return list(map(_logged, scores.value, failure_reasons(scores), stds))
 
@@ -169,13 +170,9 @@ def _compare_batch(
 ) -> list[Logged]:
     left, right = map(list, zip(*images, strict=True))
     answer = judge.compare(left, right, [r.prompt for r in requests], [r.metadata for r in requests])
+    check_preferences(judge.name, answer, len(requests))
     odds = answer.prob.double().logit() if answer.log_odds is None else answer.log_odds
-    reasons_given = answer.reason or [None] * len(requests)
-    reasons = [
-        None if valid else why or "no reason given"
-        for valid, why in zip(answer.valid, reasons_given, strict=True)
-    ]
-    return [_logged(value, why, None) for value, why in zip(odds.clamp(-30.0, 30.0), reasons, strict=True)]
+    return list(map(_logged, odds.clamp(-30.0, 30.0), failure_reasons(answer), [None] * len(requests)))
 
 
 def _logged(value: Any, reason: str | None, std: Any) -> Logged:

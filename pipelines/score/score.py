@@ -23,6 +23,9 @@ from visalign.rewards.base.memory import max_pixels
 from .image_rows import ImageRow, numbered_frames
 from .provenance import reward_identity
 
+MISSING = "no number in the column"
+"""Reason of a failure where scores are read from a table."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreRow:
@@ -177,6 +180,14 @@ def finite_or_none(value: Any) -> float | None:
     """Convert a number; NaN and infinities, which JSON does not have, become None."""
     number = float(value)
     return number if math.isfinite(number) else None
+
+
+def read_number(value: Any) -> float:
+    """Read a number of a table's column, or NaN: a missing score is a failure, never 0."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return math.nan
 
 
 def to_json(rows: Sequence[ScoreRow]) -> str:

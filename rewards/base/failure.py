@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections import Counter, deque
 
 from visalign.errors import UserError, describe_error
-from visalign.interfaces import Scores
+from visalign.interfaces import Preferences, Scores
 
 from .contract import RewardError
 
 
-def failure_reasons(scores: Scores) -> list[str | None]:
+def failure_reasons(scores: Scores | Preferences) -> list[str | None]:
     """Return a reason per failed sample, None for the valid ones."""
     reasons = scores.reason or [None] * len(scores)
     return [

@@ -102,17 +102,6 @@ def test_what_is_not_judged_or_not_defined_is_left_out_and_said() -> None:
         agreement(["x", "y"], [[1, 2, 3, 4]], prompts)
 
 
-def test_few_prompts_are_no_false_certainty() -> None:
-    rng = np.random.default_rng(2)
-    x = rng.normal(size=30)
-    [pair] = agreement(["x", "y"], np.stack([x, x + rng.normal(size=30)]), ["one"] * 30)
-    assert pair["overall"]["high"] - pair["overall"]["low"] > 0.2, "images are resampled"
-    assert (
-        pair["within"]["estimate"] == pytest.approx(pair["overall"]["estimate"])
-        and pair["within"]["low"] is None
-    )
-
-
 def test_where_two_part() -> None:
     assert percentiles([3.0, 1.0, NAN, 1.0]).tolist()[:2] == [1.0, 0.25]
     x, y = [0.0, 1.0, 2.0, 3.0, NAN], [3.0, 1.0, 2.0, 0.0, 5.0]
@@ -166,10 +155,8 @@ def test_bad_sets_are_refused_by_message(tmp_path: Path) -> None:
     two = {"a": Brightness(), "b": Brightness()}
     with pytest.raises(UserError, match=r"a could judge none of the 4 images: no such image file"):
         agree_rewards(rows, two)
-    with pytest.raises(UserError, match="The set has 2 images; a rank correlation needs at least 3"):
+    with pytest.raises(UserError, match=r"at least 2 rewards .* and 3 images; got 2 rewards and 2 images"):
         agree_rewards(rows[:2], two)
-    with pytest.raises(UserError, match="1 reward was named; agreement takes two or more"):
-        agree_rewards(rows, {"a": Brightness()})
 
 
 def test_scores_of_several_rewards_as_score_writes_them(tmp_path: Path, monkeypatch: Any) -> None:

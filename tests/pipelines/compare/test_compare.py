@@ -79,11 +79,6 @@ def test_a_probability_is_sure_unsure_or_a_tie(odds: float, winner: str, sure: b
     assert "sure from 75%" in told["rule"]
 
 
-def test_equal_images_are_a_tie() -> None:
-    assert one(Brightness(), list(grey([0.5, 0.5])))["winner"] == "tie"
-    assert one(BrightnessPairs(), list(grey([0.5, 0.5])))["winner"] == "tie"
-
-
 def test_both_orders_take_the_position_bias_out() -> None:
     judge = BrightnessPairs(scale=4.0, bias=1.0)
     entry = one(judge)
@@ -160,10 +155,6 @@ def test_summaries() -> None:
 
 
 def test_what_is_wrong_is_said(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="3 images were given; compare takes two"):
-        compare_images([*TWO, TWO[0]], "x", {"a": Brightness()})
-    with pytest.raises(UserError, match="No judge was named"):
-        compare_images(TWO, "x", {})
     with pytest.raises(UserError, match=r"Image A cannot be read: no such image file: .*gone\.png"):
         read_two([tmp_path / "gone.png", tmp_path / "gone.png"])
 
@@ -173,7 +164,7 @@ def test_what_is_wrong_is_said(tmp_path: Path) -> None:
         def compare(self, left: Any, right: Any, prompts: Any, metadata: Any = None) -> Preferences:
             return Preferences(prob=torch.ones(1), valid=torch.ones(1, dtype=torch.bool))
 
-    with pytest.raises(RewardError, match="'judge' did not return one answer for each order"):
+    with pytest.raises(RewardError, match="Judge 'short' returned 1 of them for 2 pairs"):
         one(Short())
 
 
@@ -210,21 +201,14 @@ def test_the_command_compares_and_writes(images: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["a.png", "c.png", "-r", "saturation"], "Image B cannot be read"),
-        (
-            ["a.png", "b.png", "-r", "saturatoin"],
-            "There is no reward 'saturatoin'. Did you mean 'saturation'?",
-        ),
-        (["a.png", "b.png", "-r", "saturation", "-o", "page.txt"], "'page.txt' ends in '.txt'"),
-        (
-            ["a.png", "b.png", "-r", "saturation", "-r", "jpeg_size", "--option", "quality=5"],
-            "LABEL.NAME=VALUE",
-        ),
-        (["a.png", "b.png", "-r", "jpeg_size", "--option", "qualty=5"], "qualty"),
+        (["c.png", "-r", "saturation"], "Image B cannot be read"),
+        (["b.png", "-r", "saturatoin"], "There is no reward 'saturatoin'. Did you mean 'saturation'?"),
+        (["b.png", "-r", "saturation", "-o", "page.txt"], "'page.txt' ends in '.txt'"),
+        (["b.png", "-r", "saturation", "-r", "jpeg_size", "--option", "quality=5"], "LABEL.NAME=VALUE"),
     ],
 )
 def test_the_command_refuses(images: Path, arguments: list[str], message: str) -> None:
-    done = visalign("compare", "-p", "x", *arguments)
+    done = visalign("compare", "-p", "x", "a.png", *arguments)
     assert done.exit_code == 2 and message in " ".join(done.output.split())
 
 

@@ -6,19 +6,15 @@ from __future__ import annotations
 import json
 import math
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from PIL import Image
-from typer.testing import CliRunner
 
 from tests.support.judges.brightness import Brightness, BrightnessPairs
 from visalign.evaluation.pages.base import short_names
 from visalign.evaluation.pages.rank_page import against_the_order, matrix, sentences
-from visalign.pipelines.cli.app import app
 from visalign.pipelines.compare.rank_images import ranking_page, ranking_record
 from visalign.rewards.pairs.ranking import rank
 
@@ -123,32 +119,6 @@ def test_the_page_shows_images_and_reasons(names: list[str]) -> None:
     blind = record(names[:2], BrightnessPairs(fails=lambda left, right: True))
     empty = ranking_page(blind)
     assert "No image could be scored." in empty and "no answer" in empty
-
-
-def test_the_command_writes_a_page_or_json(names: list[str], tmp_path: Path) -> None:
-    base = ["rank", *names[:3], "-p", "<b>x</b>", "-r", "brightness"]
-    done = CliRunner().invoke(app, [*base, "-o", str(tmp_path / "r.html")])
-    assert done.exit_code == 0 and "Page: " in done.output and "<b>x" not in (tmp_path / "r.html").read_text()
-    wrong = CliRunner().invoke(app, [*base, "-o", str(tmp_path / "r.txt")])
-    assert (
-        wrong.exit_code == 2
-        and "ends in '.txt'; what is written there ends in .html or .json" in wrong.output
-    )
-
-
-def test_the_reason_of_an_image_is_of_its_own_calls(names: list[str]) -> None:
-    class Names(BrightnessPairs):
-        """Fails always, and names what it saw."""
-
-        def compare(self, left: Any, right: Any, prompts: Any, metadata: Any = None) -> Any:
-            found = super().compare(left, right, prompts, metadata)
-            reasons = [f"{first} against {second}" for first, second in self.asked[-len(found) :]]
-            return replace(found, valid=torch.zeros(len(found), dtype=torch.bool), reason=reasons)
-
-    result = record(names[:4], Names(), budget=2)
-    for place, name in enumerate(names[:4]):
-        [row] = [row for row in result["images"] if row["image"] == name]
-        assert str(round(0.2 * (place + 1), 4)) in row["reason"] and " against " in row["reason"]
 
 
 def test_names_lose_only_what_all_share() -> None:

@@ -21,7 +21,6 @@ from visalign.data.sets.records import PreferenceSet
 from visalign.data.sets.sources import shapes_pairs, shapes_quality, write_rows
 from visalign.errors import UserError
 from visalign.evaluation.rewards.judged_pairs import IntervalSettings
-from visalign.evaluation.rewards.pair_scores import from_scores
 from visalign.evaluation.rewards.preferences import evaluate_preferences
 from visalign.interfaces import Preferences, Scores
 from visalign.pipelines.cli.app import app
@@ -29,10 +28,8 @@ from visalign.pipelines.evaluate.columns import column_scores
 from visalign.pipelines.evaluate.job import EvaluateOptions, evaluate
 from visalign.pipelines.evaluate.scores import ScoringOptions, score_pairs, score_quality
 from visalign.pipelines.score.log import Logged, ScoreLog, score_key
-from visalign.pipelines.score.provenance import reward_identity
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.base.identity import Identity
-from visalign.rewards.catalogue import load_judge
 
 FAST = IntervalSettings(resamples=100)
 
@@ -50,6 +47,7 @@ class Brightness:
         if self.stop_after is not None and self.asked >= self.stop_after:
             raise KeyboardInterrupt
         self.asked += len(prompts)
+        self.metadata = metadata
         values = torch.tensor([float(np.asarray(image).mean()) for image in images])
         valid = torch.tensor(["cross" not in prompt for prompt in prompts])
         return Scores(
@@ -58,14 +56,6 @@ class Brightness:
             unit=self.unit,
             reason=[None if ok else "no crosses, please" for ok in valid],
         )
-
-
-class Told(Brightness):
-    """Keeps what it is told of the images."""
-
-    def score(self, images: Any, prompts: Sequence[str], metadata: Any = None) -> Scores:
-        self.told = metadata
-        return super().score(images, prompts, metadata)
 
 
 def test_judges_of_edits_are_told_the_source():
@@ -77,10 +67,10 @@ def test_judges_of_edits_are_told_the_source():
         {},
     ]
     given = [replace(pair, extra=extra) for extra in columns]
-    judge = Told()
+    judge = Brightness()
     score_pairs(PreferenceSet(name="edits", pairs=tuple(given)), judge, ScoringOptions(batch_size=8))
     sources = [{"source": "cup.png"}, {"source": ["cup.png", "table.png"]}, {"tag": "colors"}, None]
-    assert judge.told == [one for one in sources for _ in range(2)]
+    assert judge.metadata == [one for one in sources for _ in range(2)]
 
 
 class Sided:
@@ -141,14 +131,6 @@ def test_a_row_without_a_score_is_no_zero(tmp_path: Path) -> None:
     assert any("have no score" in note for note in judge["notes"])
 
 
-def test_the_same_seed_gives_the_same_intervals(tmp_path: Path) -> None:
-    options = EvaluateOptions(source=str(table(tmp_path)), columns=("good",), settings=FAST)
-    first, second = evaluate(options), evaluate(options)
-    assert first["judges"] == second["judges"]
-    other = evaluate(replace(options, settings=replace(FAST, seed=1)))
-    assert other["judges"] != first["judges"]
-
-
 def test_exchanged_sides_change_no_number(tmp_path: Path) -> None:
     pairs = shapes_pairs(100)
     given = PreferenceSet(
@@ -178,17 +160,8 @@ def test_a_pairwise_judges_columns_are_as_if_it_were_asked(tmp_path: Path) -> No
     np.testing.assert_allclose(column_scores(given, "j").margin, asked.margin, atol=1e-6)
     turned = replace(given, pairs=tuple(pair.swapped() for pair in given.pairs))
     np.testing.assert_allclose(column_scores(turned, "j").margin, -asked.margin, atol=1e-6)
-    with pytest.raises(UserError, match="j_prob is the probability that the left image is better and has no"):
+    with pytest.raises(UserError, match="j_prob is the probability that the left image is better"):
         column_scores(given, "j", higher_is_better=False)
-
-
-def test_a_missing_deviation_is_not_certainty(tmp_path: Path) -> None:
-    known = from_scores("a", "points", [1.0, 2.0], [0.0, 3.0], std_left=[0.5, np.nan], std_right=[0.5, 0.5])
-    assert known.std is None and ((known.prob > 0.2) & (known.prob < 0.8)).all()
-    failed = from_scores(
-        "a", "points", [1.0, np.nan], [0.0, 3.0], std_left=[0.5, np.nan], std_right=[0.5] * 2
-    )
-    assert failed.std is not None and failed.link == "probit"
 
 
 def test_a_score_is_of_the_content_of_a_file(tmp_path: Path) -> None:
@@ -199,14 +172,6 @@ def test_a_score_is_of_the_content_of_a_file(tmp_path: Path) -> None:
     os.utime(path, ns=(1, 1))
     keys |= {score_key([str(path)], "p", None), score_key([f"parquet://{path}#jpg#0"], "p", None)}
     assert len(keys) == 4
-
-
-def test_a_function_that_was_edited_is_another_judge(tmp_path: Path) -> None:
-    path, digests = tmp_path / "mine.py", set()
-    for factor in (1, 2):
-        path.write_text(f"def mine(images, prompts, metadata):\n    return [{factor}.0 for _ in images]\n")
-        digests.add(reward_identity(load_judge(f"{path}:mine")).digest)
-    assert len(digests) == 2
 
 
 def test_a_log_that_was_cut_inside_a_letter_is_read(tmp_path: Path) -> None:
@@ -240,18 +205,6 @@ def test_a_stopped_scoring_goes_on_where_it_was(tmp_path: Path) -> None:
     again = Brightness()
     score_pairs(pairs, again, ScoringOptions(log=log))
     assert again.asked == 2 * sum(p.prompt in failed for p in pairs.pairs)  # only what failed is asked again
-
-
-def test_scores_of_another_version_are_refused(tmp_path: Path) -> None:
-    pairs, log = shapes_pairs(4), tmp_path / "scores.jsonl"
-    score_pairs(pairs, Brightness(), ScoringOptions(log=log))
-    before = log.read_bytes()
-    with pytest.raises(UserError, match=r"not of this '\w+'"):
-        score_pairs(pairs, Brightness(version=2), ScoringOptions(log=log))
-    assert log.read_bytes() == before
-    log.write_text("something else\n")
-    with pytest.raises(UserError, match=r"holds no scores of ours"):
-        score_pairs(pairs, Brightness(), ScoringOptions(log=log))
 
 
 def test_a_pairwise_judge_is_asked_in_both_orders() -> None:
@@ -303,7 +256,6 @@ def test_a_quality_set(tmp_path: Path) -> None:
         ({"columns": ()}, "Nothing to evaluate"),
         ({"columns": ("none",)}, "has no scores 'none'.*Found besides the set's own: coin_prob, good_left"),
         ({"lower_is_better": ("other",)}, "--lower-is-better names other"),
-        ({"settings": IntervalSettings(resamples=10)}, "at least 100"),
         ({"source": "nowhere.jsonl"}, "There is no set 'nowhere.jsonl'"),
     ],
 )
@@ -352,16 +304,6 @@ def test_one_judge_without_a_report_costs_no_other(tmp_path: Path) -> None:
     assert result["failed"][0]["judge"] == "flat" and "flat" in result["set"]["findings"][-1]["message"]
     with pytest.raises(UserError, match="flat"):
         evaluate(EvaluateOptions(source=str(file), columns=("flat",), settings=settings))
-
-
-def test_a_judge_that_tells_nothing_apart_is_said_to(tmp_path: Path) -> None:
-    flat = {"flat_left": lambda p: 1.0, "flat_right": lambda p: 1.0}
-    given = str(table(tmp_path, 40, **flat))
-    options = EvaluateOptions(
-        source=given, columns=("flat", "good"), settings=IntervalSettings(resamples=100)
-    )
-    judges = evaluate(options)["judges"]
-    assert [any("tells none apart" in note for note in judge["notes"]) for judge in judges] == [True, False]
 
 
 def ten_metrics(folder: Path, count: int = 300) -> Path:
@@ -472,25 +414,11 @@ def test_stacking_needs_two_judges_and_twenty_prompts(tmp_path: Path) -> None:
 
 def test_judges_take_options_by_their_label():
     """A judge of one's own weights is one by `model=FOLDER`; here another quality of JPEG is."""
-    found = [
-        evaluate(
-            EvaluateOptions(
-                source="shapes:pairs",
-                limit=12,
-                rewards=("jpeg_size", "sharpness"),
-                options=given,
-                settings=FAST,
-            )
-        )["judges"]
-        for given in ((), ("jpeg_size.quality=20",))
-    ]
-    (usual, one), (other, two) = ([judge["judge"]["identity"] for judge in judges] for judges in found)
-    assert usual != other and one == two
+    two = EvaluateOptions(source="shapes:pairs", limit=12, rewards=("jpeg_size", "sharpness"), settings=FAST)
+    found = [evaluate(replace(two, options=o))["judges"] for o in ((), ("jpeg_size.quality=20",))]
+    (usual, one), (other, same) = ([judge["judge"]["identity"] for judge in judges] for judges in found)
+    assert usual != other and one == same
     with pytest.raises(UserError, match=r"--option is 'quality=20', which names none of the rewards"):
-        evaluate(
-            EvaluateOptions(
-                source="shapes:pairs", rewards=("jpeg_size", "sharpness"), options=("quality=20",)
-            )
-        )
-    with pytest.raises(UserError, match=r"--option is quality=20, and there is no --reward"):
+        evaluate(replace(two, options=("quality=20",)))
+    with pytest.raises(UserError, match="--option is of a --reward, and there is none"):
         EvaluateOptions(source="shapes:pairs", columns=("x",), options=("quality=20",))
