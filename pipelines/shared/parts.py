@@ -190,7 +190,6 @@ def weighted_sum(config: RewardsConfig, rewards: Mapping[str, Any], kind: Any) -
             how=term.uncertainty,
             strength=term.strength,
             reference=term.reference,
-            over="batch" if term.uncertainty == "bhattacharyya" else "pool",
         )
         for label, term in config.terms.items()
     }

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from visalign.interfaces import Metadata, PointwiseReward, Scores, with_capabilities
-from visalign.rewards.base.contract import RewardError, make_scores
+from visalign.rewards.base.contract import RewardError, check_choices, check_rules, make_scores
 from visalign.rewards.base.failure import failure_reasons
 from visalign.rewards.base.identity import Identity
 
@@ -36,10 +36,6 @@ class Calibrated:
         scale: "quantile" or "better".
         device: where a reward given by name runs, if it has a network; see `load_judge`.
         **options: of a reward given by name.
-
-    Raises:
-        ValueError: fewer than two reference scores, values that are not finite, or an unknown scale.
-        RewardError: the file cannot be read.
     """
 
     range = (0.0, 1.0)
@@ -57,30 +53,24 @@ class Calibrated:
     ) -> None:
         from visalign.rewards.catalogue import load_reward
 
-        if scale not in UNITS:
-            raise ValueError(f"scale is {scale!r}; allowed are {', '.join(UNITS)}.")
+        check_choices("calibrated", scale=(scale, UNITS))
         if isinstance(reward, str):
             reward = load_reward(reward, run_device=device, **options)
         self.reward = with_capabilities(reward)
         if isinstance(reference, str | Path):
             reference, std = _read(Path(reference))
         self._value = torch.as_tensor(reference, dtype=torch.float64).flatten()
-        deviations = (
-            torch.zeros_like(self._value) if std is None else torch.as_tensor(std, dtype=torch.float64)
-        )
-        self._std = deviations.flatten()
-        if len(self._value) < 2 or self._std.shape != self._value.shape:
-            raise ValueError(
-                f"{self.reward.name}: {len(self._value)} reference scores and {len(self._std)} deviations; "
-                "give at least two scores, and as many deviations or none."
-            )
-        if not (
-            torch.isfinite(self._value).all() and torch.isfinite(self._std).all() and (self._std >= 0).all()
-        ):
-            raise ValueError(
-                f"{self.reward.name}: the reference holds NaN, infinite or negative deviations; leave "
-                "invalid rows out."
-            )
+        std = torch.zeros_like(self._value) if std is None else torch.as_tensor(std, dtype=torch.float64)
+        self._std = std.flatten()
+        are_numbers = torch.isfinite(self._value).all() and torch.isfinite(self._std).all()
+        rules = {
+            f"{len(self._value)} reference scores and {len(self._std)} deviations; give at least two scores, "
+            "and as many deviations or none": 2 <= len(self._value) and self._std.shape == self._value.shape,
+            "the reference holds NaN, infinite or negative deviations; leave invalid rows out": bool(
+                are_numbers and (self._std >= 0).all()
+            ),
+        }
+        check_rules(self.reward.name, rules)
         self.scale = scale
         self.name, self.unit = f"{self.reward.name}_{scale}", UNITS[scale]
 
@@ -107,7 +97,7 @@ class Calibrated:
 
     @property
     def identity(self) -> Identity | None:
-        """The reward's own, with the reference."""
+        """Identity of the reward with its reference."""
         identity = self.reward.identity
         if not isinstance(identity, Identity):
             return None
@@ -117,7 +107,7 @@ class Calibrated:
         )
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
-        """Place of each image's score among the reference; the raw score is the part "raw"."""
+        """Place each image's score among the reference; the raw score is the part "raw"."""
         scores = self.reward.score(images, prompts, metadata)
         value = scores.value.detach().cpu().double()
         std = torch.zeros_like(value) if scores.std is None else scores.std.detach().cpu().double()
@@ -125,15 +115,15 @@ class Calibrated:
         for row in range(len(reasons)):
             if self.scale == "better" and reasons[row] is None and not bool(torch.isfinite(std[row])):
                 reasons[row] = "the reward gave a value without its standard deviation"
-        rank = self._place(value, std)
+        rank = self._rank(value, std)
         if not self.reward.higher_is_better:
             rank = 1 - rank
         return make_scores(
             rank.float(), reasons, self.unit, parts={"raw": scores.value.cpu().float()}, text=scores.text
         )
 
-    def _place(self, value: Tensor, std: Tensor) -> Tensor:
-        """[B] in [0, 1] for values [B] with deviations [B]; NaN where the value is."""
+    def _rank(self, value: Tensor, std: Tensor) -> Tensor:
+        """Compute [B] in [0, 1] for values [B] with deviations [B]; NaN where the value is."""
         gap = value[:, None] - self._value[None, :]
         step = (gap.sign() + 1) / 2
         if self.scale == "better":

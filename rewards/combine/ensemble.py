@@ -31,8 +31,7 @@ class Ensemble:
     """value = mean | min | mean − λ s | mean − λ s² over the members, s their standard deviation.
 
     "min" is the most careful member, "lower_bound" the lower confidence bound, "uwo" the uncertainty-weighted
-    optimization of Coste et al.; all as seen by one for whom higher is better (where lower is better, "min"
-    is the largest and the penalty is added).
+    optimization of Coste et al. Where lower is better, "min" is the largest and the penalty is added.
 
     `Scores.std` is the total by the law of total variance: √(mean of the members' own variances (aleatoric)
     + variance between the members (epistemic)); a member that never gives a standard deviation counts as
@@ -42,6 +41,17 @@ class Ensemble:
     judged the row.
 
     Coste et al., Reward Model Ensembles Help Mitigate Overoptimization, arXiv 2310.02743.
+
+    Args:
+        members: label -> reward, two or more.
+        how: "mean", "min", "lower_bound" or "uwo".
+        strength: λ ≥ 0 of the last two.
+        ddof: of the variance between members: 1 unbiased, 0 that of the members themselves.
+        min_members: a row is valid if at least so many members judged it; all when None. Fewer than all lets
+            rows be judged by different members, whose levels may differ.
+        calibration: label -> (mean, std) for every member: its score becomes (r − mean)/std, higher better.
+            Needed where units or directions differ.
+        name: of the ensemble.
     """
 
     capabilities = RewardCapabilities()
@@ -59,42 +69,31 @@ class Ensemble:
         calibration: Mapping[str, tuple[float, float]] | None = None,
         name: str = "ensemble",
     ) -> None:
-        """Check that the members can be averaged.
-
-        Args:
-            members: label -> reward, two or more.
-            how: "mean", "min", "lower_bound" or "uwo".
-            strength: λ ≥ 0 of the last two.
-            ddof: of the variance between members: 1 unbiased, 0 that of the members themselves.
-            min_members: a row is valid if at least so many members judged it; all when None. Fewer than all
-                lets rows be judged by different members, whose levels may differ.
-            calibration: label -> (mean, std) for every member: its score becomes (r − mean)/std, higher
-                better. Needed where units or directions differ.
-            name: of the ensemble.
-
-        Raises:
-            ValueError: fewer than two members, an unknown `how`, units or directions that differ without a
-                calibration, or a number out of range.
-        """
         labels = list(members)
         needed = len(labels) if min_members is None else min_members
         minimum = 2 if how in ("lower_bound", "uwo") else 1
         why = ", as one alone has no spread" if minimum == 2 else ""
-        check_rules(
-            name,
-            {
-                f"{len(labels)} members; an ensemble needs at least two": len(labels) >= 2,
-                f"how is {how!r}; allowed are {', '.join(HOW)}": how in HOW,
-                f"strength is {strength}; allowed are finite numbers from 0": 0 <= strength < math.inf,
-                f"ddof is {ddof}; allowed are 0 and 1": ddof in (0, 1),
-                f"min_members is {needed}; allowed are {minimum} to {len(labels)}, the members{why}": (
-                    minimum <= needed <= len(labels)
-                ),
-            },
-        )
-        if calibration is None:
-            _check_same_scale(name, members)
-        else:
+        unknown = [label for label in calibration or () if label not in labels]
+        rules = {
+            f"{len(labels)} members; an ensemble needs at least two": len(labels) >= 2,
+            f"how is {how!r}; allowed are {', '.join(HOW)}": how in HOW,
+            f"strength is {strength}; allowed are finite numbers from 0": 0 <= strength < math.inf,
+            f"ddof is {ddof}; allowed are 0 and 1": ddof in (0, 1),
+            f"min_members is {needed}; allowed are {minimum} to {len(labels)}, the members{why}": (
+                minimum <= needed <= len(labels)
+            ),
+            f"calibration names {', '.join(unknown)}; the members are {', '.join(labels)}": not unknown,
+        }
+        for key, noun in (("unit", "units"), ("higher_is_better", "directions")):
+            values = {label: getattr(member, key) for label, member in members.items()}
+            listed = ", ".join(f"{label}: {value!r}" for label, value in values.items())
+            message = (
+                f"the members have different {noun} ({listed}); give calibration={{label: (mean, std)}} of "
+                "their scores on a common set of samples"
+            )
+            rules[message] = calibration is not None or len(set(values.values())) == 1
+        check_rules(name, rules)
+        if calibration is not None:
             check_scales("calibration", calibration, labels)
         self.name = name
         self.members = {label: with_capabilities(member) for label, member in members.items()}
@@ -110,27 +109,22 @@ class Ensemble:
     def identity(self) -> Identity | None:
         """Identity made of each member's; None where a member has none."""
         identities = {label: member.identity for label, member in self.members.items()}
-        digests = {
-            label: identity.digest for label, identity in identities.items() if isinstance(identity, Identity)
-        }
-        if len(digests) < len(identities):
+        if not all(isinstance(identity, Identity) for identity in identities.values()):
             return None
+        digests: Any = {label: identity.digest for label, identity in identities.items() if identity}
         numbers = {"strength": self.strength, "ddof": self.ddof, "min_members": self.min_members}
         options = {"members": digests, "how": self.how, "scale": self._scale, **numbers}
         return Identity(judge="ensemble", model=" + ".join(digests), options=options)
 
     def _range(self) -> tuple[float, float]:
-        ends = []
-        for label, member in self.members.items():
-            low, high = sorted(self._convert(label, float(end)) for end in member.range)
-            ends.append((low, high))
-        low, high = min(low for low, _ in ends), max(high for _, high in ends)
+        ends = [self._convert(label, end) for label, member in self.members.items() for end in member.range]
+        low, high = min(ends), max(ends)
         if self.how in ("mean", "min") or not self.strength:
             return (low, high)
         return (-math.inf, high) if self.higher_is_better else (low, math.inf)
 
     def _convert(self, label: str, value: Any) -> Any:
-        """A member's score in the ensemble's unit."""
+        """Convert a member's score to the ensemble's unit."""
         mean, std = self._scale[label]
         sign = 1.0 if self.higher_is_better == (self._signs[label] > 0) else -1.0
         return sign * (value - mean) / std
@@ -149,9 +143,10 @@ class Ensemble:
         return self.judged_by(judge, [row for row, _ in readable], list(request.images.reasons))
 
     def judged_by(self, judge: Callable[[Any], Any], usable: list[int], reasons: list[str | None]) -> Scores:
-        """Scores of all B samples: `judge` asks one member for its scores of the usable rows, and `reasons`
-        [B] says why the others are not judged. A member that raises, or does not return one score per sample,
-        is named by its label.
+        """Score all B samples by what `judge` gets from each member for the usable rows.
+
+        `reasons` [B] says why the other rows are not judged. A member that raises, or does not return one
+        score per sample, is named by its label.
         """
         rows, size, count = torch.tensor(usable, dtype=torch.int64), len(reasons), len(self.members)
         mean = torch.full((count, size), torch.nan, dtype=torch.float64)
@@ -194,14 +189,3 @@ class Ensemble:
         total = torch.where(scores.valid, torch.hypot(aleatoric, epistemic).float(), torch.nan)
         # A member's score stays known where the ensemble's is not.
         return replace(scores, std=total, parts=parts | dict(scores.parts))
-
-
-def _check_same_scale(name: str, members: Mapping[str, PointwiseReward]) -> None:
-    for key, noun in (("unit", "units"), ("higher_is_better", "directions")):
-        values = {label: getattr(member, key) for label, member in members.items()}
-        if len(set(values.values())) > 1:
-            listed = ", ".join(f"{label}: {value!r}" for label, value in values.items())
-            raise ValueError(
-                f"{name}: the members have different {noun} ({listed}); give calibration={{label: (mean, "
-                "std)} of their scores on a common set of samples."
-            )

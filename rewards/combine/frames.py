@@ -11,7 +11,7 @@ from torch import Tensor
 
 from visalign.interfaces import Metadata, PointwiseReward, RewardCapabilities, Scores, with_capabilities
 from visalign.rewards.base.clips import listed_clips, read_clip
-from visalign.rewards.base.contract import RewardError, make_scores, read_metadata
+from visalign.rewards.base.contract import RewardError, check_counts, make_scores, read_metadata
 from visalign.rewards.base.failure import Naming, failure_reasons
 from visalign.rewards.base.identity import Identity
 from visalign.rewards.base.images import as_contract
@@ -21,11 +21,8 @@ class Frames:
     """A clip's score as the mean (1/n) Σ r(frame_k) of a judge of images, over n evenly spaced frames.
 
     A clip of F frames is judged at its n = min(frames, F) frames ⌊(k + ½) F / n⌋, k = 0 ... n − 1, the
-    middles of n equal stretches: a single one is the middle frame. A clip is a sequence of images of one
-    size (PIL images, paths, ...), or an array [F, ...], in any form that `load_images` takes; an animated
-    GIF, PNG or WebP (a path or a PIL image) is a clip of its frames, any other single image one of one
-    frame. No order of frames is seen: motion is not judged. The frames of files that are judged, and all of
-    an animation, may together have as many pixels as a single image.
+    middles of n equal stretches: a single one is the middle frame. `rewards.base.clips` says what a clip is.
+    No order of frames is seen: motion is not judged.
 
     The parts are "frames" (n), "lowest" and "highest" (of the n scores), and the judge's own parts, averaged.
 
@@ -34,9 +31,6 @@ class Frames:
         frames: most frames of a clip that are judged.
         device: where a reward given by name runs, if it has a network; see `load_judge`.
         **options: of a reward given by name.
-
-    Raises:
-        RewardError: frames below 1, or a reward that compares inside groups.
     """
 
     def __init__(
@@ -49,8 +43,7 @@ class Frames:
     ) -> None:
         from visalign.rewards.catalogue import load_reward
 
-        if isinstance(frames, bool) or not isinstance(frames, int) or frames < 1:
-            raise RewardError(f"frames is {frames!r}; give how many of a clip are judged, at least 1.")
+        check_counts("frames", frames=frames)
         if isinstance(reward, str):
             reward = load_reward(reward, run_device=device, **options)
         self.reward = with_capabilities(reward)
@@ -76,14 +69,7 @@ class Frames:
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
         """Score B clips against B prompts; one with a frame that cannot be judged has no score.
 
-        Args:
-            images: B clips or images: a sequence, or an array [B, F, ...] or [B, ...].
-            prompts: B texts.
-            metadata: B records, or None.
-
-        Raises:
-            TypeError: no sequence of clips or images.
-            ValueError: a clip of no frames or of mixed sizes, or not one prompt per clip.
+        `images` are clips or images: a sequence, or an array [B, F, ...] or [B, ...].
         """
         clips = listed_clips(self.name, images)
         if len(clips) != len(prompts):
@@ -93,9 +79,9 @@ class Frames:
         rows: list[int] = []
         reasons: list[str | None] = [None] * len(clips)
         for row, clip in enumerate(clips):
-            read, reasons[row] = read_clip(f"{self.name}: images[{row}]", clip, self._chosen)
-            frames += read
-            rows += [row] * len(read)
+            clip_frames, reasons[row] = read_clip(f"{self.name}: images[{row}]", clip, self._chosen)
+            frames += clip_frames
+            rows += [row] * len(clip_frames)
         with Naming(self.reward.name):
             arguments = [prompts[row] for row in rows], [records[row] for row in rows]
             scores = self.reward.score(as_contract(frames), *arguments) if rows else None
@@ -107,7 +93,7 @@ class Frames:
         return [(2 * k + 1) * length // (2 * n) for k in range(n)]
 
     def _averaged(self, scores: Scores | None, rows: list[int], reasons: list[str | None]) -> Scores:
-        """Scores of clips from those of frames; `rows` says whose frame each is."""
+        """Average the scores of frames to those of clips; `rows` says whose frame each is."""
         size, owner = len(reasons), torch.tensor(rows, dtype=torch.long)
         count = torch.bincount(owner, minlength=size).double()
         if scores is None:

@@ -20,6 +20,7 @@ from visalign.rewards.base.contract import (
     make_scores,
     read_metadata,
     read_request,
+    scatter,
     without_group,
 )
 from visalign.rewards.base.failure import Naming, failure_reasons
@@ -41,6 +42,19 @@ class WeightedSum:
     The parts hold, for each m, "m" (raw, in its own unit), "m.weighted" (its term of the sum) and "m.x" for
     each part x of m; "m.std" is the judge's own standard deviation where it gives one. Normalisation within a
     group of one prompt belongs to the advantage (`visalign.core`), which gets the raw columns from the parts.
+
+    Args:
+        rewards: label -> (reward, weight); weights are at least 0, one of them above.
+        normalise: "none"; "batch" (z-scores over the images of one call: a score then depends on its
+            neighbours, and several processes would each have their own scale); or label -> (mean, std) for
+            every reward with a weight.
+        allow_mixed_units: sum raw scores of different units all the same.
+        bounds: label -> what a trainer is to hold the reward's mean at, in its own unit: at least that, or at
+            most where lower is better. `score` does not look at them.
+        advantage_weights: label -> λ, by which a trainer of texts scales advantages with the reward's own
+            standard deviations (`visalign.core.relative_uncertainty_weight`). A sample without one is
+            invalid.
+        name: name of the sum; "weighted_sum", or of texts "weighted_text_sum", when None.
     """
 
     higher_is_better = True
@@ -57,125 +71,106 @@ class WeightedSum:
         advantage_weights: Mapping[str, float] | None = None,
         name: str | None = None,
     ) -> None:
-        """Check the terms.
-
-        Args:
-            rewards: label -> (reward, weight); weights are at least 0, one of them above.
-            normalise: "none"; "batch" (z-scores over the images of one call: then a score depends on its
-                neighbours, which the reward contract otherwise forbids, and several processes would each have
-                their own scale); or label -> (mean, std) for every reward with a weight.
-            allow_mixed_units: sum raw scores of different units all the same.
-            bounds: label -> what a trainer is to hold the reward's mean at, in its own unit: at least that,
-                or at most where lower is better. `score` does not look at them.
-            advantage_weights: label -> λ, by which a trainer of texts scales advantages with the reward's own
-                standard deviations (`visalign.core.relative_uncertainty_weight`). A sample without one
-                is invalid.
-            name: name of the sum; "weighted_sum", or of texts "weighted_text_sum", when None.
-
-        Raises:
-            ValueError: no rewards, a bad weight, an unknown normalisation, different units summed raw,
-                a bound that no trainer could hold, or a λ of nothing that is added.
-        """
-        _check_weights(rewards)
-        name = name or ("weighted_sum" if self.noun == "image" else "weighted_text_sum")
-        self.name = name
+        self.name = name or ("weighted_sum" if self.noun == "image" else "weighted_text_sum")
         self.rewards = {
             label: (with_capabilities(reward), weight) for label, (reward, weight) in rewards.items()
         }
         needs = {label: reward.capabilities for label, (reward, _) in self.rewards.items()}
+        units = {label: reward.unit for label, (reward, weight) in rewards.items() if weight}
+        weights = {label: weight for label, (_, weight) in rewards.items()}
         images = [label for label, term in needs.items() if not term.takes_clips]
         takes_clips = len(images) < len(needs)
-        if takes_clips and images:
-            raise ValueError(
-                f"{name} would add judges of clips and of images: {', '.join(images)} takes no clip. Let "
-                "the reward 'frames' ask it, with frames=1 for the middle frame."
-            )
-        self._normalise = dict(normalise) if isinstance(normalise, Mapping) else normalise
-        units = {label: reward.unit for label, (reward, weight) in rewards.items() if weight}
-        if isinstance(self._normalise, dict):
-            check_scales("normalise", self._normalise, units)
-        elif self._normalise not in ("none", "batch"):
-            raise ValueError(
-                f"normalise is {normalise!r}; allowed are 'none', 'batch', or {{label: (mean, std)}}. "
-                "Normalising within groups is done by the advantage (visalign.core)."
-            )
-        if self._normalise == "none" and len(set(units.values())) > 1 and not allow_mixed_units:
-            listed = ", ".join(f"{label} in {unit!r}" for label, unit in units.items())
-            raise ValueError(
-                f"{name} would add different units: {listed}. Allowed: normalise='batch', normalise={{label: "
-                "(mean, std)}, or allow_mixed_units=True when the weights already convert them."
-            )
-        self.unit = _unit(self._normalise, units)
-        self.range = self._total_range()
-        constraints = {label: self._bound(label, value) for label, value in (bounds or {}).items()}
-        strengths = dict(advantage_weights or {})
-        is_weighable = all(k in units and 0 <= v < math.inf for k, v in strengths.items())
+        self._per_batch = normalise == "batch"
+        self._scales = dict(normalise) if isinstance(normalise, Mapping) else {}
+        is_raw = normalise == "none"
+        bounds, strengths = dict(bounds or {}), dict(advantage_weights or {})
+        terms = ", ".join(units)
+        listed = ", ".join(f"{label} in {unit!r}" for label, unit in units.items())
         rules = {
-            f"advantage_weights are {strengths}; needed are a finite λ ≥ 0 and rewards with a weight above 0 "
-            f"({', '.join(units)})": is_weighable,
+            f"the weights are {weights}; allowed are finite numbers from 0, one above it. The direction is "
+            "the reward's own (higher_is_better), so no weight needs a minus sign": (
+                all(0 <= weight < math.inf for weight in weights.values()) and any(weights.values())
+            ),
+            f"it would add judges of clips and of images: {', '.join(images)} takes no clip. Let the reward "
+            "'frames' ask it, with frames=1 for the middle frame": not (takes_clips and images),
+            f"normalise is {normalise!r}; allowed are 'none', 'batch', or {{label: (mean, std)}}. Within "
+            "groups the advantage normalises (visalign.core)": (
+                isinstance(normalise, Mapping) or normalise in ("none", "batch")
+            ),
+            f"it would add different units: {listed}. Allowed: normalise='batch', normalise={{label: (mean, "
+            "std)}, or allow_mixed_units=True when the weights already convert them": (
+                not is_raw or len(set(units.values())) < 2 or allow_mixed_units
+            ),
+            f"bounds are {bounds}; needed are finite numbers of rewards with a weight above 0 ({terms}), and "
+            "not normalise='batch', whose mean is always 0": (
+                not (bounds and self._per_batch)
+                and all(label in units and math.isfinite(value) for label, value in bounds.items())
+            ),
             "there is a bound on every term, so nothing is maximised; leave one without": (
-                not constraints or not constraints.keys() >= units.keys()
+                not bounds or not bounds.keys() >= units.keys()
+            ),
+            f"advantage_weights are {strengths}; needed are a finite λ ≥ 0 and rewards with a weight above "
+            f"0 ({terms})": all(
+                label in units and 0 <= value < math.inf for label, value in strengths.items()
             ),
         }
-        check_rules(name, rules)
-        terms = self.rewards.items()
+        check_rules(self.name, rules)
+        if isinstance(normalise, Mapping):
+            check_scales("normalise", self._scales, units)
+        self.unit = "batch standard deviations" if self._per_batch else "reference standard deviations"
+        if is_raw:
+            distinct = list(dict.fromkeys(units.values()))
+            self.unit = distinct[0] if len(distinct) == 1 else "mixed: " + " + ".join(distinct)
+        self.range = (-math.inf, math.inf)
+        if not self._per_batch:
+            ends = [sorted(self._term(label, end) for end in rewards[label][0].range) for label in units]
+            self.range = (sum((low for low, _ in ends), 0.0), sum((high for _, high in ends), 0.0))
         self.capabilities = RewardCapabilities(
             needs_group=any(term.needs_group for term in needs.values()),
-            needs_batch=self._normalise == "batch" or any(term.needs_batch for term in needs.values()),
+            needs_batch=self._per_batch or any(term.needs_batch for term in needs.values()),
             takes_clips=takes_clips,
-            term_weights={label: weight for label, (_, weight) in terms if weight},
-            recorded_terms={
-                label: 1.0 if reward.higher_is_better else -1.0
-                for label, (reward, weight) in terms
-                if not weight
-            },
-            constraints=constraints,
+            term_weights={label: weight for label, weight in weights.items() if weight},
+            recorded_terms={label: self._sign(label) for label, weight in weights.items() if not weight},
+            constraints={label: self._term(label, value) for label, value in bounds.items()},
             advantage_weights=strengths,
         )
 
     def gradient_terms(self) -> Iterator[tuple[str, Any, float, float]]:
-        """(label, reward, w_m d_m / std_m, mean_m) of the terms w_m d_m (r_m − mean_m) / std_m.
-
-        Raises:
-            RewardError: the terms are z-scores of the batch, whose gradient couples its images.
-        """
-        if self._normalise == "batch":
+        """(label, reward, w_m d_m / std_m, mean_m) of the terms w_m d_m (r_m − mean_m) / std_m."""
+        if self._per_batch:
             raise RewardError(
                 f"{self.name} brings its terms to z-scores of the batch, which couples the images' "
                 "gradients. Set rewards.normalise to none or to fixed (each term's mean and std)."
             )
         for label, (reward, weight) in self.rewards.items():
             if weight:
-                mean, std = self._normalise[label] if isinstance(self._normalise, dict) else (0.0, 1.0)
-                yield label, reward, weight / std * (1.0 if reward.higher_is_better else -1.0), mean
+                mean, std = self._scales.get(label, (0.0, 1.0))
+                yield label, reward, weight / std * self._sign(label), mean
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
         """Judge with every reward and add up; images are read once for all of them."""
         if self.capabilities.takes_clips:
-            rows = list(range(len(prompts)))
-            arguments = (
-                list(prompts),
-                without_group(read_metadata(self.name, metadata, len(rows), noun="clip")),
-            )
-            return self.add_up(lambda reward: reward.score(images, *arguments), rows, [None] * len(rows))
-        request = read_request(self.name, images, prompts, metadata)
-        usable = [row for row, _ in request.images.readable()]
-        loaded = as_contract([image for _, image in request.images.readable()])
-        texts = [request.prompts[row] for row in usable]
-        records = [request.metadata[row] for row in usable]
+            rows, reasons = list(range(len(prompts))), [None] * len(prompts)
+            records = read_metadata(self.name, metadata, len(rows), noun="clip")
+        else:
+            request = read_request(self.name, images, prompts, metadata)
+            rows, reasons = [row for row, _ in request.images.readable()], request.images.reasons
+            images = as_contract([image for _, image in request.images.readable()])
+            prompts, records = [prompts[row] for row in rows], [request.metadata[row] for row in rows]
 
         def judge(reward: Any) -> Scores:
             metadata = records if reward.capabilities.needs_group else without_group(records)
-            return reward.score(loaded, list(texts), list(metadata))
+            return reward.score(images, list(prompts), list(metadata))
 
-        return self.add_up(judge, usable, request.images.reasons)
+        return self.add_up(judge, rows, reasons)
 
     def add_up(
         self, judge: Callable[[Any], Any], usable: list[int], unusable: Sequence[str | None]
     ) -> Scores:
-        """Scores of all B samples: `judge` asks one reward for its scores of the usable rows, and `unusable`
-        [B] says why the others are not judged. A reward that raises, or does not return one score per
-        sample, is named by its label.
+        """Score all B samples by what `judge` gets from each reward for the usable rows.
+
+        `unusable` [B] says why the other rows are not judged. A reward that raises, or does not return one
+        score per sample, is named by its label.
         """
         total = torch.zeros(len(unusable), dtype=torch.float64)
         reasons = list(unusable)
@@ -191,48 +186,22 @@ class WeightedSum:
             parts |= {f"{label}.{key}": part for key, part in {**stds, **scores.parts}.items()}
             if not weight:
                 continue
-            term = weight * self._oriented(label, scores)
+            value = scores.value.double()
+            term = self._term(label, _standardise(value, scores.valid) if self._per_batch else value)
             parts[f"{label}.weighted"] = term.float()
             total += term
-            _add_reasons(reasons, label, scores)
+            for row, reason in enumerate(failure_reasons(scores)):
+                reasons[row] = reasons[row] or (reason and f"{label}: {reason}")
         # parts keep a validity of their own: a term may be known where the sum is not
         return replace(make_scores(total.float(), reasons, self.unit), parts=parts)
 
-    def _oriented(self, label: str, scores: Scores) -> Tensor:
-        """n_m(r_m) with higher better: [B] float64, NaN where invalid."""
-        value = scores.value.double()
-        if isinstance(self._normalise, dict):
-            mean, std = self._normalise[label]
-            value = (value - mean) / std
-        elif self._normalise == "batch":
-            value = _standardise(value, scores.valid)
-        return value if self.rewards[label][0].higher_is_better else -value
+    def _sign(self, label: str) -> float:
+        return 1.0 if self.rewards[label][0].higher_is_better else -1.0
 
-    def _bound(self, label: str, value: float) -> float:
-        """w d n(b) of a bound b."""
-        reward, weight = self.rewards[label]
-        if self._normalise == "batch" or not weight or not math.isfinite(value):
-            raise ValueError(
-                f"{label!r} has the bound {value}, the weight {weight} and normalise={self._normalise!r}; a "
-                "bound is a finite number of a term with a weight above 0, and not of z-scores of the batch, "
-                "whose mean is always 0."
-            )
-        mean, std = self._normalise[label] if isinstance(self._normalise, dict) else (0.0, 1.0)
-        return weight * (value - mean) / std * (1.0 if reward.higher_is_better else -1.0)
-
-    def _total_range(self) -> tuple[float, float]:
-        if self._normalise == "batch":
-            return (-math.inf, math.inf)
-        low = high = 0.0
-        for label, (reward, weight) in self.rewards.items():
-            if not weight:
-                continue
-            mean, std = self._normalise[label] if isinstance(self._normalise, dict) else (0.0, 1.0)
-            ends = [
-                (end - mean) / std * weight * (1 if reward.higher_is_better else -1) for end in reward.range
-            ]
-            low, high = low + min(ends), high + max(ends)
-        return (low, high)
+    def _term(self, label: str, value: Any) -> Any:
+        """w d (r − mean) / std of a number or tensor r."""
+        mean, std = self._scales.get(label, (0.0, 1.0))
+        return self.rewards[label][1] * ((value - mean) / std) * self._sign(label)
 
 
 ROUNDING = 1e-6
@@ -240,7 +209,7 @@ ROUNDING = 1e-6
 
 
 def _standardise(value: Tensor, valid: Tensor) -> Tensor:
-    """z-scores over the valid entries, population std; exact zeros when they are equal up to rounding."""
+    """Compute z-scores over the valid entries, population std; zeros when they are equal up to rounding."""
     scores = value[valid]
     spread = scores.std(correction=0) if scores.numel() else torch.zeros(())
     if scores.numel() == 0 or bool(spread <= ROUNDING * scores.abs().max()):
@@ -249,47 +218,16 @@ def _standardise(value: Tensor, valid: Tensor) -> Tensor:
 
 
 def _spread(scores: Scores, rows: list[int], size: int) -> Scores:
-    """Scores of a subset of rows as scores of all rows; invalid are rows not asked and values not finite."""
-    index = torch.tensor(rows, dtype=torch.long)
-
-    def fill(column: Tensor) -> Tensor:
-        return torch.full((size,), torch.nan).index_copy(0, index, column.detach().float().cpu())
-
-    finite = torch.isfinite(scores.value).cpu()
-    valid = torch.zeros(size, dtype=torch.bool).index_copy(0, index, scores.valid.cpu() & finite)
+    """Put the scores of some rows among all; invalid are rows not asked and values not finite."""
+    finite = torch.isfinite(scores.value)
     reasons: list[str | None] = ["not judged"] * size
     for row, reason, ok in zip(rows, failure_reasons(scores), finite.tolist(), strict=True):
         reasons[row] = reason if ok or reason is not None else "the score is not a finite number"
-    parts = {key: fill(part) for key, part in scores.parts.items()}
-    std = None if scores.std is None else fill(scores.std)
     return Scores(
-        value=fill(scores.value), valid=valid, unit=scores.unit, std=std, parts=parts, reason=reasons
+        value=scatter(scores.value, rows, size),
+        valid=torch.tensor([reason is None for reason in reasons], dtype=torch.bool),
+        unit=scores.unit,
+        std=None if scores.std is None else scatter(scores.std, rows, size),
+        parts={key: scatter(part, rows, size) for key, part in scores.parts.items()},
+        reason=reasons,
     )
-
-
-def _add_reasons(reasons: list[str | None], label: str, scores: Scores) -> None:
-    for row, reason in enumerate(failure_reasons(scores)):
-        if reason is not None and reasons[row] is None:
-            reasons[row] = f"{label}: {reason}"
-
-
-def _unit(normalise: str | dict[str, tuple[float, float]], units: dict[str, str]) -> str:
-    if normalise == "none":
-        distinct = list(dict.fromkeys(units.values()))
-        return distinct[0] if len(distinct) == 1 else "mixed: " + " + ".join(distinct)
-    return "batch standard deviations" if normalise == "batch" else "reference standard deviations"
-
-
-def _check_weights(rewards: Mapping[str, tuple[Any, float]]) -> None:
-    if not rewards:
-        raise ValueError("A weighted sum of no rewards; give at least one as {label: (reward, weight)}.")
-    for label, (_, weight) in rewards.items():
-        if not (math.isfinite(weight) and weight >= 0):
-            raise ValueError(
-                f"The weight of {label!r} is {weight}; allowed are finite numbers of at least 0. The "
-                "direction is the reward's own (higher_is_better), so no weight needs a minus sign."
-            )
-    if not any(weight for _, weight in rewards.values()):
-        raise ValueError(
-            f"All weights are 0 ({', '.join(rewards)}); give at least one reward a weight above 0."
-        )

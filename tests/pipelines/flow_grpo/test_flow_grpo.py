@@ -327,7 +327,7 @@ def test_resume_under_another_configuration_is_refused(finished, inputs):
         ("data.train=absent.jsonl", r"data\.train: no prompt set 'absent\.jsonl'"),
         ("data.heldout=absent.txt", r"data\.heldout: no prompt set"),
         ("rewards.terms={brightnes: {}}", "There is no reward 'brightnes'"),
-        ("rewards.terms={jpeg_size: {weight: -1}}", "weight of 'jpeg_size' is -1"),
+        ("rewards.terms={jpeg_size: {weight: -1}}", "weights are .*'jpeg_size': -1"),
         ("data.cycle=[color]", r"cycle names \['color'\].*labels are \['colors', 'counting'\]"),
         ("model.path=/absent/model", "absent"),
     ],

@@ -44,7 +44,7 @@ def config(*overrides: str) -> FlowGRPOConfig:
     ("override", "message"),
     [
         ("rewards.terms={jpeg_size: {}, sharpness: {}}", "would add different units: jpeg_size in 'kB'"),
-        ("rewards.terms={jpeg_size: {weight: -1}}", "weight of 'jpeg_size' is -1"),
+        ("rewards.terms={jpeg_size: {weight: -1}}", "weights are .*'jpeg_size': -1"),
         ("rewards.terms={shapes_verifier: {bound: 0.5}}", "a bound on every term"),
         ("data.cycle=[nope]", r"cycle names \['nope'\], which no prompt is labelled with"),
         ("data.train=absent.txt", r"data\.train: no prompt set 'absent\.txt'"),

@@ -142,19 +142,13 @@ def test_identities_follow_members_and_rules() -> None:
     ):
         assert other.identity is not None and other.identity.digest != first.digest
     assert Ensemble({**members, "b": Brightness()}).identity is None
-    pool = torch.zeros(2), torch.ones(2)
     used = [
         UncertaintyUsed(Named("m", std=0.1)),
         UncertaintyUsed(Named("n", std=0.1)),
         UncertaintyUsed(Named("m", std=0.1), strength=2.0),
-        UncertaintyUsed(Named("m", std=0.1), how="bhattacharyya", pool=pool),
-        UncertaintyUsed(Named("m", std=0.1), how="bhattacharyya", pool=(pool[1], pool[1])),
     ]
-    assert len({one.identity.digest for one in used if one.identity is not None}) == 5
-    # What a rolling pool gives depends on earlier calls, so that no identity is true of it.
-    earlier = UncertaintyUsed(Named("m", std=0.1), how="bhattacharyya", remember=True)
-    others = UncertaintyUsed(Named("m", std=0.1), how="bhattacharyya", over="batch")
-    assert earlier.identity is None and not earlier.capabilities.needs_batch
+    assert len({one.identity.digest for one in used if one.identity is not None}) == 3
+    others = UncertaintyUsed(Named("m", std=0.1), how="bhattacharyya")
     assert others.identity is None and others.capabilities.needs_batch
 
 
@@ -180,6 +174,11 @@ def test_ensembles_keep_the_contract() -> None:
             "min_members is 1; allowed are 2 to 2, the members, as one alone has no spread",
         ),
         ({"a": Fixed(1), "b": Fixed(2)}, {"calibration": {"a": (0, 1)}}, "calibration has no .* for b"),
+        (
+            {"a": Fixed(1), "b": Fixed(2)},
+            {"calibration": {key: (0, 1) for key in "abc"}},
+            "calibration names c; the members are a, b",
+        ),
         (
             {"a": Fixed(1), "b": Fixed(2)},
             {"calibration": {"a": (0, 1), "b": (0, 0)}},
@@ -215,30 +214,18 @@ def test_doubt_never_raises_a_reward_below_the_reference_above_it() -> None:
     assert float(lower.value) == pytest.approx(0.75)
 
 
-def test_the_pool_is_other_rewards() -> None:
-    pool = (torch.tensor([1.0, 3.0]), torch.tensor([0.5, 0.5]))
-    reward = UncertaintyUsed(Fixed(2, std=0.5), how="bhattacharyya", strength=0.5, pool=pool)
-    scores = reward.score(grey([0.5]), ["p"])
-    overlap = (1 + math.exp(-4 / (4 * 0.5))) / 2
-    assert float(scores.parts["uncertainty"]) == pytest.approx(overlap)
-    assert float(scores.value) == pytest.approx(1 - 0.5 * overlap)
-
-
-def test_a_rolling_pool_holds_earlier_calls_only_and_forgets() -> None:
-    reward = UncertaintyUsed(Fixed(1, std=0.5), how="bhattacharyya", remember=True, pool_size=3)
-    first = reward.score(grey([0.5, 0.5]), ["p"] * 2)
-    assert first.parts["uncertainty"].tolist() == [0, 0] and len(reward.pool) == 2
-    assert reward.score(grey([0.5]), ["p"]).parts["uncertainty"].tolist() == [1]
-    reward.score(["no.png"], ["p"])
-    reward.score(grey([0.25]), ["p"])
-    assert [mean for mean, _ in reward.pool] == [0.5, 0.5, 0.25]
+def test_the_overlap_is_with_the_other_samples() -> None:
+    reward = UncertaintyUsed(Fixed(2, std=0.5), how="bhattacharyya", strength=0.5)
+    scores = reward.score([*grey([0.5, 1.0]), "no.png"], ["p"] * 3)
+    overlap = math.exp(-1 / (8 * 0.25))  # BC of N(1, .25) and N(2, .25)
+    assert scores.parts["uncertainty"][:2].tolist() == pytest.approx([overlap] * 2, abs=5e-3)
+    assert scores.value[:2].tolist() == pytest.approx([1 - 0.5 * overlap, 2 - 0.5 * overlap], abs=1e-2)
+    assert not scores.valid[2]
 
 
 def test_uncertainty_keeps_the_contract_and_needs_a_std() -> None:
-    for how in ("lower_bound", "weight"):
+    for how in ("lower_bound", "weight", "bhattacharyya"):
         assert check_reward(UncertaintyUsed(Brightness(std=0.2), how=how))
-    pool = (torch.rand(5), torch.rand(5) + 0.1)
-    assert check_reward(UncertaintyUsed(Brightness(std=0.2), how="bhattacharyya", pool=pool))
     members = {"a": Fixed(1), "b": Fixed(2)}
     assert float(UncertaintyUsed(Ensemble(members)).score(grey([0.5]), ["p"]).value) == pytest.approx(
         0.75 - 0.5 / 2**0.5
@@ -252,16 +239,6 @@ def test_uncertainty_keeps_the_contract_and_needs_a_std() -> None:
     assert not UncertaintyUsed(Fixed(1)).capabilities.needs_batch
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"how": "entropy"}, "how is 'entropy'; allowed are lower_bound, weight, bhattacharyya"),
-        ({"strength": NAN}, "strength is nan"),
-        ({"how": "bhattacharyya"}, "needs a pool"),
-        ({"how": "bhattacharyya", "over": "batch", "remember": True}, "over=.batch. without either"),
-        ({"pool": (torch.zeros(2), torch.zeros(3))}, r"two tensors \[M\]"),
-    ],
-)
-def test_bad_options_are_refused(options: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        UncertaintyUsed(Brightness(std=0.1), **options)
+def test_bad_options_are_refused() -> None:
+    with pytest.raises(ValueError, match="how is 'entropy'; allowed are lower_bound, weight, bhattacharyya"):
+        UncertaintyUsed(Brightness(std=0.1), how="entropy")

@@ -89,7 +89,7 @@ def test_a_member_that_raises_or_answers_too_little_is_named() -> None:
     with pytest.raises(RewardError, match=r"'second' .*gone"):
         TextEnsemble({"first": fixed([1.0, 2, 3]), "second": Broken()}).score(TEXTS, PROMPTS)
     short: Any = Doubtful()
-    with pytest.raises(RewardError, match="'short' returned 3 scores for 2 completions"):
+    with pytest.raises(RewardError, match=r"'short' returned 'value' as \[3\] for 2 completions"):
         TextEnsemble({"ok": fixed([1.0, 2]), "short": short}).score(TEXTS[:2], PROMPTS[:2])
 
 

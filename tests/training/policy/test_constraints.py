@@ -122,8 +122,8 @@ def test_refused_beside_other_uses_of_the_terms(objective: dict[str, Any], messa
     ("options", "message"),
     [
         ({"bounds": {"red": 1.0, "light": 0.0}}, "a bound on every term, so nothing is maximised"),
-        ({"bounds": {"red": float("nan")}}, "'red' has the bound nan"),
-        ({"bounds": {"red": 1.0}, "normalise": "batch"}, "not of z-scores of the batch"),
+        ({"bounds": {"red": float("nan")}}, "bounds are {'red': nan}"),
+        ({"bounds": {"red": 1.0}, "normalise": "batch"}, "not normalise='batch'"),
     ],
 )
 def test_sums_that_no_trainer_could_hold(options: dict[str, Any], message: str) -> None:
