@@ -12,14 +12,13 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
-import numpy as np
 import torch
-from torch import Tensor
 
 from visalign.interfaces import Metadata, Preferences, RewardCapabilities, Scores
 from visalign.rewards.base.contract import RewardError, answer_of, columns_of, read_request, scatter
@@ -37,60 +36,49 @@ from .wire import (
     unpack_answer,
 )
 
-_PASSING_STATUSES = (408, 429, 502, 503, 504)
-_CALL_FAILS_STATUSES = (401, 403, 404, 411, 415)
+_RETRIED_STATUSES = (408, 429, 502, 503, 504)
+_FATAL_STATUSES = (401, 403, 404, 411, 415)
+"""Statuses that any request of the call would get."""
 _CONCURRENT_REQUESTS = 2
-"""Requests of one call that are under way at once at each server."""
-_LONGEST_REST = 30.0
-"""Seconds that a server is left alone at most, whatever its Retry-After says."""
+"""Requests of one call under way at each server: while it judges one, the next is packed and sent."""
+_MAX_PAUSE = 30.0
+"""Longest pause, in seconds, before a server is asked again, whatever its Retry-After says."""
 _CONNECT_SECONDS = 10.0
-_SIZES = ("max_batch", "max_rows", "max_pixels", "max_prompt", "max_header")
-_SAME = ("name", "identity", "scores", "compares", "unit")
-"""What the cards of servers of one list have in common."""
+_LIMITS = ("max_batch", "max_rows", "max_pixels", "max_prompt", "max_header")
+_SHARED_FIELDS = ("name", "identity", "scores", "compares", "unit")
+"""Fields in which the cards of servers of one list agree."""
 
 
 class _Server:
     """A server with its state."""
 
-    def __init__(self, url: str, headers: Mapping[str, str], timeout: float) -> None:
+    def __init__(self, url: str, headers: Mapping[str, str]) -> None:
         self.url = url
-        self.client = httpx.Client(
-            base_url=url, timeout=httpx.Timeout(timeout, connect=_CONNECT_SECONDS), headers=headers
-        )
-        self.is_known = False
-        self.under_way = 0
-        """Rows."""
-        self.failures = 0
-        """In a row."""
-        self.rests_until = 0.0
-        self.is_other = False
-        """Came back with another judge."""
+        self.client = httpx.Client(base_url=url, headers=headers)
+        self.set_timeout(30.0)
+        self.rows_under_way = 0
+        self.failures_in_a_row = 0
+        self.retry_at = 0.0
 
-    def rest(self, seconds: float) -> None:
-        self.rests_until = time.monotonic() + min(seconds, _LONGEST_REST)
+    def set_timeout(self, seconds: float) -> None:
+        self.client.timeout = httpx.Timeout(seconds, connect=min(seconds, _CONNECT_SECONDS))
 
-
-class _OtherJudge(RewardError):
-    """A server serves another judge than the one that was asked for."""
-
-
-class _Unanswered(RewardError):
-    """No server at an address, or none that answers now."""
+    def pause(self, seconds: float) -> None:
+        self.retry_at = time.monotonic() + min(seconds, _MAX_PAUSE)
 
 
 class RemoteReward:
     """Scores, or compares, through one server or several of the same judge.
 
-    Name, unit, range and direction are those of the judge that is served. What cannot be read is sorted out
-    here; an image whose request failed after all attempts is invalid with the reason, never a number. Of
-    several servers the one with the fewest rows under way is asked; a request that fails at one goes to
-    another, and one that failed is left alone for a while. Which server answered makes no difference to the
-    scores or to their order.
+    Name, unit, range and direction are those of the judge that is served. Unreadable images are not sent; an
+    image whose request failed after all attempts is invalid with the reason, never a number. Of several
+    servers the one with the fewest rows under way is asked; a request that fails at one goes to another, and
+    one that failed is left out for a while. Scores and their order do not depend on the server that answered.
 
     Args:
         url: of the server, e.g. "http://127.0.0.1:8000"; or a list of them, or several with commas between.
         token: the servers', or None.
-        token_env: name of an environment variable that holds it; wins over nothing, loses to `token`.
+        token_env: name of an environment variable that holds the token, unless `token` is given.
         timeout: seconds for one request; half a minute more than the server allows its judge when None.
         attempts: tries of a request at each server that fails in passing (connection lost, judge died).
         pause: seconds before a server is asked again, doubled for each further failure.
@@ -98,7 +86,7 @@ class RemoteReward:
         batch_size: images in one request; the smallest of the servers' batch sizes when None.
 
     Raises:
-        RewardError: no server can be reached, one is none of ours, or one serves another judge.
+        RewardError: a server cannot be reached, is none of ours, or serves another judge than the others.
         ValueError: attempts or batch_size below 1, no url, a token that cannot be sent.
     """
 
@@ -114,22 +102,40 @@ class RemoteReward:
         patience: float = 600.0,
         batch_size: int | None = None,
     ) -> None:
-        if attempts < 1 or (batch_size is not None and batch_size < 1):
-            raise ValueError(f"attempts is {attempts} and batch_size {batch_size}; both must be at least 1.")
         addresses = url.split(",") if isinstance(url, str) else url
         urls = list(dict.fromkeys(address.strip().rstrip("/") for address in addresses if address.strip()))
-        if not urls:
-            raise ValueError(f"url is {url!r}; give the address of a server, or a list of them.")
+        token = token or (os.environ.get(token_env) if token_env else None) or ""
+        checks = {
+            f"attempts is {attempts} and batch_size {batch_size}; both must be at least 1.": min(
+                attempts, batch_size or attempts
+            )
+            >= 1,
+            f"url is {url!r}; give the address of a server, or a list of them.": bool(urls),
+            "token holds characters that no HTTP header may hold, such as a line break or a space. Give the "
+            "token by itself.": token.isascii() and (token + "_").isprintable() and " " not in token,
+        }
+        for message, holds in checks.items():
+            if not holds:
+                raise ValueError(message)
         self.url = ", ".join(urls)
-        headers = _authorisation(token or (os.environ.get(token_env) if token_env else None))
-        self._servers = [_Server(address, headers, timeout or 30.0) for address in urls]
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._servers = [_Server(address, headers) for address in urls]
         self._end = weakref.finalize(self, _close, self._servers)
-        self._attempts, self._pause, self._patience, self._timeout = attempts, pause, patience, timeout
-        self._choosing = threading.Lock()
-        self._card: Mapping[str, Any] = {}
-        self._sizes: dict[str, int] = {} if batch_size is None else {"max_batch": batch_size}
-        self._meet_all()
-        card = self._card
+        self._attempts, self._pause, self._patience = attempts, pause, patience
+        self._lock = threading.Lock()
+        with ThreadPoolExecutor(len(urls)) as pool:
+            abouts = list(pool.map(self._read_health, self._servers))
+        card = abouts[0]["judge"]
+        limits = [about["limits"] for about in abouts]
+        for server, about in zip(self._servers, abouts, strict=True):
+            if any(about["judge"].get(field) != card.get(field) for field in _SHARED_FIELDS):
+                raise RewardError(
+                    f"{server.url} serves {_describe(about['judge'])}, and {urls[0]} serves "
+                    f"{_describe(card)}; all must serve one version of one judge. Leave it out."
+                )
+            server.set_timeout(timeout or float(about["limits"]["timeout"]) + 30.0)
+        self._limits = {name: min(int(values[name]) for values in limits) for name in _LIMITS}
+        self._max_rows = min(batch_size or self._limits["max_batch"], self._limits["max_rows"])
         self.name = str(card["name"])
         self._scores, self._compares = bool(card["scores"]), bool(card["compares"])
         self.unit = str(card.get("unit", ""))
@@ -145,7 +151,7 @@ class RemoteReward:
         """Score B images."""
         if not self._scores:
             raise RewardError(f"{self.name!r} at {self.url} only compares pairs; use compare.")
-        return self._judged("/v1/score", [images], prompts, metadata)
+        return self._judge("/v1/score", [images], prompts, metadata)
 
     def compare(
         self, left: Any, right: Any, prompts: Sequence[str], metadata: Metadata | None = None
@@ -153,242 +159,154 @@ class RemoteReward:
         """Compare B pairs."""
         if not self._compares:
             raise RewardError(f"{self.name!r} at {self.url} scores single images; use score.")
-        return self._judged("/v1/compare", [left, right], prompts, metadata)
-
-    def _judged(
-        self, path: str, images: Sequence[Any], prompts: Sequence[str], metadata: Metadata | None
-    ) -> Any:
-        sides, texts, records, reasons = read_images(self.name, images, prompts, metadata)
-        rows = [row for row, reason in enumerate(reasons) if reason is None]
-
-        def ask(part: slice) -> Scores | Preferences:
-            first, *other = (side[part] for side in sides)
-            right = other[0] if other else None
-            return self._ask(
-                path, JudgeRequest(images=first, right=right, prompts=texts[part], metadata=records[part])
-            )
-
-        answers = self._in_order(ask, self._chunks(sides, texts, records))
-        return spread(answers, rows, reasons, self.unit if path == "/v1/score" else None)
+        return self._judge("/v1/compare", [left, right], prompts, metadata)
 
     def close(self) -> None:
         """Hang up."""
         self._end()
 
-    def _in_order(
-        self, ask: Callable[[slice], Scores | Preferences], parts: list[slice]
-    ) -> list[Scores | Preferences]:
-        """The answers in order; while a server judges one request the next is packed and sent."""
-        if len(parts) < 2:
-            return [ask(part) for part in parts]
+    def _judge(
+        self, path: str, images: Sequence[Any], prompts: Sequence[str], metadata: Metadata | None
+    ) -> Any:
+        sides, texts, records, reasons = read_images(self.name, images, prompts, metadata)
+        rows = [row for row, reason in enumerate(reasons) if reason is None]
+
+        def ask(chunk: slice) -> Scores | Preferences:
+            left, right = [*(side[chunk] for side in sides), None][:2]
+            assert left is not None  # there is at least one side
+            request = JudgeRequest(images=left, right=right, prompts=texts[chunk], metadata=records[chunk])
+            return self._request(path, request)
+
         pool = ThreadPoolExecutor(_CONCURRENT_REQUESTS * len(self._servers))
         try:
-            return list(pool.map(ask, parts))
+            answers = list(pool.map(ask, self._chunks(sides, texts, records)))
         finally:
             pool.shutdown(cancel_futures=True)
+        return _merge(answers, rows, reasons, self.unit if path == "/v1/score" else None)
 
     def _chunks(
         self, sides: Sequence[Pixels], prompts: Sequence[str], records: Sequence[Mapping[str, Any] | None]
     ) -> list[slice]:
-        """Rows of one request each: at most a batch, and at most as many pixels and as much JSON as every
-        server takes; what will be refused as too large stands alone."""
-        parts, start, pixels, words = [], 0, 0, 0
-        limits = self._sizes
+        """Split rows into requests within the servers' limits; a row that is too large is its own request."""
+        chunks, start, pixels, header = [], 0, 0, 0
+        limits = self._limits
         for row, (prompt, record, *images) in enumerate(zip(prompts, records, *sides, strict=True)):
             area = sum(image.shape[1] * image.shape[2] for image in images)
-            area = area if len(prompt) <= limits["max_prompt"] else limits["max_pixels"] + 1
-            length = _json_bytes(prompt, record, len(images))
-            is_full = row - start >= min(limits["max_batch"], limits["max_rows"])
-            is_large = pixels + area > limits["max_pixels"] or words + length > limits["max_header"]
-            if row > start and (is_full or is_large):
-                parts.append(slice(start, row))
-                start, pixels, words = row, 0, 0
-            pixels += area
-            words += length
-        return [*parts, slice(start, len(sides[0]))] if len(sides[0]) else []
+            if len(prompt) > limits["max_prompt"]:
+                area = limits["max_pixels"] + 1
+            # text is JSON within JSON, and each image has its shape in the header
+            length = len(json.dumps(json.dumps([prompt, record], default=str))) + 120 * len(images)
+            is_large = pixels + area > limits["max_pixels"] or header + length > limits["max_header"]
+            if row > start and (is_large or row - start >= self._max_rows):
+                chunks.append(slice(start, row))
+                start, pixels, header = row, 0, 0
+            pixels, header = pixels + area, header + length
+        return [*chunks, slice(start, len(prompts))] if prompts else []
 
-    def _meet_all(self) -> None:
-        """Read every server's card; who does not answer is met later, when it does."""
-
-        def meet(server: _Server) -> RewardError | None:
+    def _read_health(self, server: _Server) -> Mapping[str, Any]:
+        """Read a server's card and limits."""
+        deadline, failures = time.monotonic() + self._patience, 0
+        while True:
             try:
-                self._meet(server)
-            except _Unanswered as error:
-                return error
-            return None
-
-        with ThreadPoolExecutor(len(self._servers)) as pool:
-            failures = list(pool.map(meet, self._servers))
-        dead = [error for error in failures if error is not None]
-        if len(dead) == len(self._servers):
-            raise RewardError(" ".join(map(str, dead)))
-        for server, error in zip(self._servers, failures, strict=True):
-            if error is not None:
-                server.failures = 1
-                server.rest(self._pause)
-        if dead:
-            warnings.warn(
-                f"{len(dead)} of {len(self._servers)} reward servers do not answer, the others take their "
-                f"work: {' '.join(map(str, dead))}",
-                stacklevel=4,
-            )
-
-    def _meet(self, server: _Server) -> None:
-        """Read a server's card and limits; refuse what does not go with the others."""
-        about = self._health(server)
-        with self._choosing:
-            self._card = self._card or about["judge"]
-            if any(about["judge"].get(name) != self._card.get(name) for name in _SAME):
-                raise _OtherJudge(
-                    f"{server.url} serves {_described(about['judge'])}, and another server of {self.url} "
-                    f"serves {_described(self._card)}; all must serve one version of one judge. Leave it out."
-                )
-            for name in _SIZES:
-                limit = int(about["limits"].get(name, self._sizes.get(name, 1 << 22)))
-                self._sizes[name] = min(limit, self._sizes.get(name, limit))
-        seconds = self._timeout or float(about["limits"]["timeout"]) + 30.0
-        server.client.timeout = httpx.Timeout(seconds, connect=min(seconds, _CONNECT_SECONDS))
-        server.is_known = True
-
-    def _health(self, server: _Server) -> Mapping[str, Any]:
-        about: Any = None
-        status, end, broken = 0, time.monotonic() + self._patience, 0
-        try:
-            while True:
-                try:
-                    reply = server.client.get("/health")
-                except (httpx.ReadError, httpx.RemoteProtocolError):  # a full server closes connections
-                    if (broken := broken + 1) >= self._attempts:
-                        raise
-                else:
-                    if not _is_busy(reply) or time.monotonic() > end:
-                        break
-                time.sleep(self._pause)
-            status = reply.status_code
-            about = reply.json() if status == 200 else None
-        except httpx.TransportError as error:
-            raise _Unanswered(
-                f"No reward server at {server.url} ({type(error).__name__}: {error}). Start one: "
-                "visalign serve-reward NAME."
-            ) from error
-        except ValueError:
-            pass
-        if status in _PASSING_STATUSES:
-            raise _Unanswered(f"{server.url} answers {status} when it is asked for its card.")
-        if not isinstance(about, dict) or "judge" not in about:
+                reply = server.client.get("/health")
+                if not _is_busy(reply) or time.monotonic() > deadline:
+                    break
+            except httpx.TransportError as error:  # a full server closes connections, too
+                failures += 1
+                if failures >= self._attempts:
+                    raise RewardError(
+                        f"No reward server at {server.url} ({type(error).__name__}: {error}). Start one: "
+                        "visalign serve-reward NAME."
+                    ) from error
+            time.sleep(self._pause)
+        about = _json_object(reply) if reply.status_code == 200 else {}
+        if "judge" not in about:
             raise RewardError(
-                f"{server.url} answers, but is no reward server of visalign (no card at /health)."
+                f"{server.url} answers {reply.status_code}, but is no reward server of visalign (no card at "
+                "/health)."
             )
         return about
 
-    def _ask(self, path: str, request: JudgeRequest) -> Scores | Preferences:
-        """The answer, or one of which nothing is valid that says why there is none."""
-
-        def unknown(why: str) -> Scores | Preferences:
-            return spread([], [], [why] * len(request), None if request.right is not None else self.unit)
-
+    def _request(self, path: str, request: JudgeRequest) -> Scores | Preferences:
+        """Return the answer, or one without a valid row whose reason says why there is none."""
         body = pack_request(request)
-        why, failures, end = "", 0, time.monotonic() + self._patience
+        reason, failures, deadline = "", 0, time.monotonic() + self._patience
         allowed = self._attempts * len(self._servers)
-        able = list(self._servers)
         while failures < allowed:
-            server = self._choose(able, len(request))
-            try:
-                if not server.is_known:
-                    self._meet(server)
-                reply = server.client.post(path, content=body, headers={"Content-Type": MEDIA_TYPE})
-            except _OtherJudge as error:
-                self._leave_out(able, server, error)
-                continue
-            except (httpx.TransportError, _Unanswered) as error:
-                why = f"the reward server did not answer ({type(error).__name__}: {error})"
+            with self._next_server(len(request)) as server:
+                try:
+                    reply = server.client.post(path, content=body, headers={"Content-Type": MEDIA_TYPE})
+                except httpx.TransportError as error:
+                    reply = None
+                    reason = f"the reward server did not answer ({type(error).__name__}: {error})"
+            if reply is None:
                 failures += 1
-                self._leave_alone(server, why)
-                continue
-            finally:
-                self._let_go(server, len(request))
-            if reply.status_code == 200:
-                try:
-                    self._check_judge(server, reply.headers.get(JUDGE_HEADER, ""))
-                except _OtherJudge as error:
-                    self._leave_out(able, server, error)
-                    continue
-                server.failures, server.is_other = 0, False
-                try:
-                    return _read_answer(reply.content, request)
-                except WireError as error:
-                    return unknown(f"the reward server's answer is unreadable: {error}")
-            failed = "failed" if reply.status_code >= 500 else "refused it"
-            why = f"the reward server {failed} ({reply.status_code}): {_error_message(reply)}"
-            if reply.status_code in _CALL_FAILS_STATUSES:
-                raise RewardError(f"{self.name!r} at {server.url}: {why}")
-            if reply.status_code == 413 and len(able) > 1:  # one that was met late may take less
-                able.remove(server)
-                continue
-            if reply.status_code not in _PASSING_STATUSES:
-                return unknown(why)
-            rest = _retry_after(reply.headers.get("Retry-After", ""))
-            if _is_busy(reply) and time.monotonic() < end:
-                server.rest(max(rest, self._pause))
+                self._back_off(server, reason)
+            elif reply.status_code == 200:
+                server.failures_in_a_row = 0
+                return self._read_answer(server, reply, request)
             else:
-                failures += 1
-                self._leave_alone(server, why, rest)
-        return unknown(f"{why}; {allowed} attempts")
+                verb = "failed" if reply.status_code >= 500 else "refused it"
+                error = str(_json_object(reply).get("error", reply.text[:200]))
+                reason = f"the reward server {verb} ({reply.status_code}): {error}"
+                if reply.status_code in _FATAL_STATUSES:
+                    raise RewardError(f"{self.name!r} at {server.url}: {reason}")
+                if reply.status_code not in _RETRIED_STATUSES:
+                    return self._without_answer(request, reason)
+                header = reply.headers.get("Retry-After", "")
+                seconds = float(header) if header.isascii() and header.isdecimal() else 0.0
+                if _is_busy(reply) and time.monotonic() < deadline:
+                    server.pause(max(seconds, self._pause))
+                else:
+                    failures += 1
+                    self._back_off(server, reason, seconds)
+        return self._without_answer(request, f"{reason}; {allowed} attempts")
 
-    def _choose(self, servers: Sequence[_Server], rows: int) -> _Server:
-        """The server that rests least, then has least to do; back when its rest is over."""
-        with self._choosing:
-            now = time.monotonic()
-            server = min(
-                servers, key=lambda candidate: (max(now, candidate.rests_until), candidate.under_way)
-            )
-            server.under_way += rows
-            rest = server.rests_until - now
-        if rest > 0:
-            time.sleep(rest)
-        return server
-
-    def _let_go(self, server: _Server, rows: int) -> None:
-        with self._choosing:
-            server.under_way -= rows
-
-    def _leave_alone(self, server: _Server, why: str, seconds: float = 0.0) -> None:
-        """After a failure, for longer each time; the first is told where others take the work."""
-        server.failures += 1
-        server.rest(max(seconds, self._pause * 2.0 ** min(server.failures - 1, 16)))
-        if server.failures == 1 and len(self._servers) > 1:
-            warnings.warn(f"{server.url}: {why}. Other servers take its work.", stacklevel=2)
-
-    def _leave_out(self, able: list[_Server], server: _Server, error: _OtherJudge) -> None:
-        """Go on without a server that came back with another judge, if any other is left."""
-        if len(able) == 1:
-            raise error
-        able.remove(server)
-        if not server.is_other:
-            server.is_other, server.failures = True, 0  # it is told, whatever failed before
-        self._leave_alone(server, str(error))
-
-    def _check_judge(self, server: _Server, digest: str) -> None:
-        """Refuse answers of another judge than the one whose card was read."""
-        if digest != ("" if self.identity is None else self.identity.weights):
-            raise _OtherJudge(
+    def _read_answer(
+        self, server: _Server, reply: httpx.Response, request: JudgeRequest
+    ) -> Scores | Preferences:
+        """Read an answer; refuse one of another judge than the one whose card was read."""
+        if reply.headers.get(JUDGE_HEADER, "") != ("" if self.identity is None else self.identity.weights):
+            raise RewardError(
                 f"The server at {server.url} serves another judge, or another version of it, than "
                 f"{self.name!r} as it was when this client began. Make a new RemoteReward."
             )
+        try:
+            answer = unpack_answer(reply.content, len(request))
+        except WireError as error:
+            return self._without_answer(request, f"the reward server's answer is unreadable: {error}")
+        if isinstance(answer, Scores) == (request.right is None):
+            return answer
+        return self._without_answer(request, "the reward server answered scores for pairs, or the reverse")
+
+    def _without_answer(self, request: JudgeRequest, reason: str) -> Scores | Preferences:
+        return _merge([], [], [reason] * len(request), None if request.right is not None else self.unit)
+
+    @contextmanager
+    def _next_server(self, rows: int) -> Iterator[_Server]:
+        """Choose the server that may be asked soonest, then that with the fewest rows under way."""
+        with self._lock:
+            now = time.monotonic()
+            server = min(self._servers, key=lambda one: (max(now, one.retry_at), one.rows_under_way))
+            server.rows_under_way += rows
+            wait = server.retry_at - now
+        try:
+            if wait > 0:
+                time.sleep(wait)
+            yield server
+        finally:
+            with self._lock:
+                server.rows_under_way -= rows
+
+    def _back_off(self, server: _Server, reason: str, seconds: float = 0.0) -> None:
+        """Leave a server alone after a failure, for longer each time."""
+        server.failures_in_a_row += 1
+        server.pause(max(seconds, self._pause * 2.0 ** min(server.failures_in_a_row - 1, 16)))
+        if server.failures_in_a_row == 1 and len(self._servers) > 1:
+            warnings.warn(f"{server.url}: {reason}. Other servers take its work.", stacklevel=2)
 
 
-def _authorisation(token: str | None) -> dict[str, str]:
-    if not token:
-        return {}
-    if not (token.isascii() and token.isprintable()) or " " in token:
-        raise ValueError(
-            "token holds characters that no HTTP header may hold, a line break or a space perhaps. Give the "
-            "token alone."
-        )
-    return {"Authorization": f"Bearer {token}"}
-
-
-def _described(card: Mapping[str, Any]) -> str:
+def _describe(card: Mapping[str, Any]) -> str:
     return f"{card['name']!r} (identity {card.get('identity')})"
 
 
@@ -397,105 +315,60 @@ def _close(servers: Sequence[_Server]) -> None:
         server.client.close()
 
 
-def spread(
+def _merge(
     answers: Sequence[Scores | Preferences],
     rows: Sequence[int],
     reasons: Sequence[str | None],
     unit: str | None,
 ) -> Scores | Preferences:
-    """The answers to several requests, in order, as one over all B rows; what was not asked about is NaN and
-    invalid with its reason. `unit` is that of scores, None for preferences.
+    """Merge the answers about `rows` into one over all B rows; the others are invalid with their reason.
+
+    `unit` is that of scores, None for preferences.
     """
     size = len(reasons)
     tables = [{**columns_of(answer), "valid": answer.valid.float()} for answer in answers]
-    columns = {
-        name: scatter(
-            torch.cat([table.get(name, torch.full_like(table["valid"], torch.nan)) for table in tables]),
-            rows,
-            size,
-        )
-        for name in dict.fromkeys(name for table in tables for name in table)
-    }
-    empty = torch.full((size,), torch.nan)
+    columns = {"main": torch.full((size,), torch.nan), "valid": torch.zeros(size)}
+    for name in dict.fromkeys(name for table in tables for name in table):
+        parts = [table.get(name, torch.full_like(table["valid"], torch.nan)) for table in tables]
+        columns[name] = scatter(torch.cat(parts), rows, size)
     texts: dict[str, list[Any]] = {"text": [None] * size, "reason": list(reasons)}
     for name, words in texts.items():
         entries = (word for answer in answers for word in getattr(answer, name) or [None] * len(answer))
         for row, word in zip(rows, entries, strict=True):
             words[row] = word
     text = [word or "" for word in texts["text"]] if any(texts["text"]) else None
-    valid = columns.pop("valid", empty) == 1
-    return answer_of({"main": empty, **columns}, valid, unit, text, texts["reason"])
+    return answer_of(columns, columns.pop("valid") == 1, unit, text, texts["reason"])
 
 
 def read_images(
     name: str, sides: Sequence[Any], prompts: Sequence[str], metadata: Metadata | None
 ) -> tuple[list[Pixels], list[str], list[Mapping[str, Any] | None], list[str | None]]:
-    """Prepare what is sent: pixels of each side at 8 bits, prompts and records of the readable rows.
+    """Prepare a request: pixels of each side at 8 bits, prompts and records of the readable rows.
 
     Also returns a reason per row, None for the rows that are sent. Pairs have a left and a right side.
     """
-    levels = [_as_uint8_batch(side) for side in sides]
-    # An image of one pixel stands for what is 8-bit already: prompts and records are checked all the same.
-    stands = [
-        side if bytes_batch is None else torch.zeros(len(bytes_batch), 3, 1, 1)
-        for side, bytes_batch in zip(sides, levels, strict=True)
-    ]
-    request = read_request(name, stands[0], prompts, metadata)
-    batches = [request.images, *(load_images(side) for side in stands[1:])]
+    request = read_request(name, sides[0], prompts, metadata)
+    batches = [request.images, *map(load_images, sides[1:])]
     if any(len(batch) != len(request) for batch in batches):
         raise ValueError(f"{name}: {len(batches[0])} left and {len(batches[1])} right images; give pairs.")
     reasons = [next(filter(None, why), None) for why in zip(*(b.reasons for b in batches), strict=True)]
     rows = [row for row, reason in enumerate(reasons) if reason is None]
-    pixels: list[Pixels] = []
-    for batch, bytes_batch in zip(batches, levels, strict=True):
-        if bytes_batch is None:
-            pixels.append(
-                [to_levels(image) for image in (batch.images[row] for row in rows) if image is not None]
-            )
-        else:
-            pixels.append(bytes_batch if len(rows) == len(request) else bytes_batch[rows])
+    pixels: list[Pixels] = [
+        [to_levels(image) for image in (batch.images[row] for row in rows) if image is not None]
+        for batch in batches
+    ]
     return pixels, [request.prompts[row] for row in rows], [request.metadata[row] for row in rows], reasons
 
 
-def _as_uint8_batch(images: Any) -> Tensor | None:
-    """uint8 [B, 3, H, W] of images that are 8-bit in a layout beyond doubt; else None, for `load_images`."""
-    is_array = isinstance(images, np.ndarray) and images.dtype == np.uint8
-    pixels = torch.from_numpy(np.array(images)) if is_array else images  # a copy can always be written to
-    if not isinstance(pixels, Tensor) or pixels.dtype != torch.uint8 or pixels.ndim != 4 or 0 in pixels.shape:
-        return None
-    first, last = pixels.shape[1] == 3, pixels.shape[3] == 3
-    if first == last:
-        return None
-    return (pixels if first else pixels.permute(0, 3, 1, 2)).cpu().contiguous()
-
-
-def _read_answer(raw: bytes, request: JudgeRequest) -> Scores | Preferences:
-    answer = unpack_answer(raw, len(request))
-    if isinstance(answer, Scores) != (request.right is None):
-        raise WireError("it is of another kind than what was asked for.")
-    return answer
-
-
-def _json_bytes(prompt: str, record: Mapping[str, Any] | None, sides: int) -> int:
-    """Bound the bytes of a request's header for a row: its text (JSON within JSON) and its images' shapes."""
-    return len(json.dumps(json.dumps([prompt, record], default=str))) + 120 * sides
+def _json_object(reply: httpx.Response) -> Mapping[str, Any]:
+    """Return the JSON object of a reply, empty if it has none."""
+    try:
+        value = reply.json()
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def _is_busy(reply: httpx.Response) -> bool:
     """Return True if a server only has no room now."""
-    try:
-        return reply.status_code == 503 and reply.json()["busy"] is True
-    except (ValueError, KeyError, TypeError):
-        return False
-
-
-def _retry_after(header: str) -> float:
-    """Seconds that a server asks to wait; 0 where it does not say."""
-    return float(header) if header.isascii() and header.isdecimal() else 0.0
-
-
-def _error_message(reply: Any) -> str:
-    try:
-        return str(reply.json()["error"])
-    except (ValueError, KeyError, TypeError):
-        return reply.text[:200]
+    return reply.status_code == 503 and _json_object(reply).get("busy") is True

@@ -5,21 +5,18 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from functools import partial
 from typing import Any
 
 from uvicorn import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from visalign.errors import UserError
-
 CONNECTION_BYTES = 320 << 10
 """Bytes that a connection may hold unread: 64 KiB at uvicorn, one read of 256 KiB at asyncio."""
 _BACKLOG = 64
 """Connections that the system accepts before the server looks; they need descriptors beside the open ones."""
-_SPARE_DESCRIPTORS = 32
-"""For the judge's pipe, its process when it is restarted, and files."""
+_SPARE_DESCRIPTORS = 64
+"""Descriptors for the judge's pipe, its process when it is restarted, and files."""
 _GRACE = 1.0
 """Seconds that a new connection has to send its request before it may be closed for another."""
 _FULL = json.dumps({"error": "Busy: too many connections. Try again.", "busy": True}).encode()
@@ -40,24 +37,14 @@ def server_config(app: Any, host: str, port: int, *, connections: int, idle: flo
 
 
 def connections_allowed(requested: int) -> int:
-    """Return the number of connections that leaves descriptors for everything else.
-
-    Raises:
-        UserError: the limit of open files leaves none.
-    """
+    """Return the number of connections that the limit of open files leaves room for."""
     try:
         import resource
-
-        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        open_files = len(os.listdir("/proc/self/fd"))
-    except (ModuleNotFoundError, OSError):
+    except ModuleNotFoundError:  # not a Unix
         return requested
-    room = limit - open_files - 2 * _BACKLOG - _SPARE_DESCRIPTORS if limit > 0 else requested
-    if room < 1:
-        raise UserError(
-            f"The limit of open files is {limit}, which leaves no connection. Raise it: ulimit -n 1024."
-        )
-    return min(requested, room)
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    room = limit - 2 * _BACKLOG - _SPARE_DESCRIPTORS
+    return requested if limit == resource.RLIM_INFINITY else max(1, min(requested, room))
 
 
 class BoundedProtocol(H11Protocol):
@@ -70,13 +57,12 @@ class BoundedProtocol(H11Protocol):
     the new one gets 503.
     """
 
-    _idle_since = 0.0
-    _idle_timer: Any = None
-    _unread_timer: Any = None
-
     def __init__(self, *args: Any, max_connections: int, idle: float, **options: Any) -> None:
         super().__init__(*args, **options)
         self._max_connections, self._idle = max_connections, idle
+        self._idle_since = 0.0
+        self._idle_timer: Any = None
+        self._unread_timer: Any = None
 
     @property
     def is_idle(self) -> bool:
@@ -91,14 +77,10 @@ class BoundedProtocol(H11Protocol):
         self._start_idle_timer()
         if len(self.connections) <= self._max_connections:
             return
-        every: Any = self.connections
-        closable = [other for other in every if other is not self and other.may_close()]
-        oldest = min(
-            closable,
-            key=lambda connection: (connection.cycle is not None, connection._idle_since),
-            default=None,
-        )
-        if oldest is not None:
+        open_connections: Any = self.connections
+        closable = [other for other in open_connections if other is not self and other.may_close()]
+        if closable:
+            oldest = min(closable, key=lambda other: (other.cycle is not None, other._idle_since))
             self.connections.discard(oldest)
             oldest.transport.abort()
             return
@@ -131,7 +113,7 @@ class BoundedProtocol(H11Protocol):
         self._idle_timer = self.loop.call_later(self._idle, self._close_if_idle)
 
     def _close_if_idle(self) -> None:
-        if self.is_idle and not self.transport.is_closing():
+        if self.is_idle:
             self.transport.abort()
 
     def _stop_unread_timer(self) -> None:

@@ -43,14 +43,6 @@ class RequestLimits:
     receive_timeout: float = 60.0
     """Seconds in which a body must have arrived."""
 
-    def __post_init__(self) -> None:
-        largest = self.max_bytes + JSON_GROWTH * min(self.max_bytes, self.max_header)
-        if largest > self.max_total_bytes:
-            raise UserError(
-                f"max_total_bytes is {self.max_total_bytes}, and the largest request may take {largest}: "
-                f"max_bytes and {JSON_GROWTH} times max_header. Raise the one or lower the others."
-            )
-
 
 class QueueFull(RuntimeError):
     """Too much is in progress already."""
@@ -59,13 +51,13 @@ class QueueFull(RuntimeError):
 class ByteBudget:
     """Counts the bytes of the requests in progress."""
 
-    def __init__(self, limits: RequestLimits) -> None:
+    def __init__(self, max_total_bytes: int) -> None:
         self.used = 0
-        self._most = limits.max_total_bytes
+        self._max_total_bytes = max_total_bytes
 
     @contextmanager
     def reserve(self, length: int) -> Iterator[Callable[[int], None]]:
-        """Reserve room for a body of `length` bytes; yields a function to call with the size of its JSON.
+        """Reserve room for a body of `length` bytes; yield a function to call with the size of its JSON.
 
         Raises:
             QueueFull: other requests leave no room.
@@ -74,8 +66,8 @@ class ByteBudget:
 
         def charge(count: int) -> None:
             nonlocal reserved
-            if self.used + count > self._most:
-                raise QueueFull(f"{self.used} bytes are in progress; at most {self._most} may be")
+            if self.used + count > self._max_total_bytes:
+                raise QueueFull(f"{self.used} bytes are in progress; at most {self._max_total_bytes} may be")
             self.used, reserved = self.used + count, reserved + count
 
         charge(length + JSON_GROWTH * min(length, _USUAL_HEADER))
@@ -94,7 +86,7 @@ def limits_for(memory: float | None, *, connections: int, **fields: Any) -> Requ
         **fields: fields of `RequestLimits` that are set.
 
     Raises:
-        UserError: not even 2^20 pixels fit, or the fields do not fit together.
+        UserError: not even 2^20 pixels fit.
     """
     if memory is not None and not math.isfinite(memory):
         raise UserError(f"--memory is {memory}; give a number of GiB.")
@@ -105,10 +97,9 @@ def limits_for(memory: float | None, *, connections: int, **fields: Any) -> Requ
     pixels = min(RequestLimits.max_pixels, size // 2 // BYTES_PER_PIXEL, (body - header) // 3)
     if pixels < _LEAST_PIXELS and "max_pixels" not in fields:
         shares = _LEAST_PIXELS * BYTES_PER_PIXEL, 7 * _LEAST_PIXELS + connections * CONNECTION_BYTES
-        gibibytes = math.ceil(2 * max(shares)) / 2**30
         raise UserError(
             f"--memory leaves {size} bytes, in which {pixels} pixels can be scored. Give at least "
-            f"{gibibytes:.2f} GiB, or --max-pixels."
+            f"{2 * max(shares) / 2**30:.2f} GiB, or --max-pixels."
         )
     derived = {"max_total_bytes": total, "max_header": header, "max_bytes": body, "max_pixels": pixels}
     return RequestLimits(**{**derived, **fields})

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import math
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -67,36 +67,23 @@ class Refused(HTTPException):
 
 
 @dataclass(eq=False)
-class _Waiting:
+class _Pending:
     request: JudgeRequest
     answer: asyncio.Future[Scores | Preferences]
-
-
-@dataclass(kw_only=True)
-class BatchCounts:
-    """Counters of a batcher."""
-
-    requests: int = 0
-    images: int = 0
-    batches: int = 0
-    failed: int = 0
-    given_up: int = 0
-    """Requests whose client went away before they were answered."""
-    largest: int = 0
 
 
 class Batcher:
     """Collects requests until a batch is full or its oldest has waited long enough, then has it judged.
 
-    While a batch is judged the next one collects. A batch that the judge refuses, or dies of, is asked again
+    While a batch is judged the next one collects. A batch that the judge refuses, or dies of, is judged again
     request by request, so that only the one at fault fails.
 
     Args:
-        judge: answers a batch; called in a thread, one batch at a time.
-        max_batch: rows in a batch; a larger single request is its own batch.
+        judge: called in a thread, one batch at a time.
+        max_batch: rows in a batch; a larger single request is its own batch, as is one beyond `max_pixels`.
         max_wait: seconds that the first request of a batch waits for others.
         max_waiting: rows that may wait in all.
-        max_pixels: of the images in a batch; a larger single request is its own batch.
+        max_pixels: of the images in a batch.
         timeout: seconds for one batch.
     """
 
@@ -113,8 +100,8 @@ class Batcher:
         self._judge = judge
         self.max_batch, self.max_wait, self.max_waiting = max_batch, max_wait, max_waiting
         self.max_pixels, self.timeout = max_pixels, timeout
-        self.counts = BatchCounts()
-        self._queue: list[_Waiting] = []
+        self.counts = {"requests": 0, "images": 0, "batches": 0, "given_up": 0}
+        self._queue: list[_Pending] = []
         self._ended = False
         self._arrived = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -122,40 +109,33 @@ class Batcher:
     @property
     def waiting(self) -> int:
         """Rows that wait."""
-        return sum(len(item.request) for item in self._queue)
+        return sum(len(pending.request) for pending in self._queue)
 
     async def submit(self, request: JudgeRequest) -> Scores | Preferences:
-        """Judge a request.
-
-        Raises:
-            QueueFull: too much waits already; nothing was queued.
-            RewardError: what the judge raised of this request.
-            WorkerDied, WorkerTimeout: the judge died of this request, or was too slow for it.
-            WorkerUnavailable: there is no judge now, or the server ends.
-        """
+        """Judge a request; raise `QueueFull` without queueing it, or what `JudgeWorker.ask` raises."""
         if self._ended:
-            raise _ending()
+            raise WorkerUnavailable
         if self._queue and self.waiting + len(request) > self.max_waiting:
             raise QueueFull(f"{self.waiting} images wait already; at most {self.max_waiting} may")
         if self._task is None:
             self._task = asyncio.create_task(self._work())
-        item = _Waiting(request, asyncio.get_running_loop().create_future())
-        self.counts.requests += 1
-        self.counts.images += len(request)
-        self._queue.append(item)
+        pending = _Pending(request, asyncio.get_running_loop().create_future())
+        self.counts["requests"] += 1
+        self.counts["images"] += len(request)
+        self._queue.append(pending)
         self._arrived.set()
         try:
-            return await item.answer
+            return await pending.answer
         except asyncio.CancelledError:
-            self.counts.given_up += 1
-            if item in self._queue:
-                self._queue.remove(item)
+            self.counts["given_up"] += 1
+            if pending in self._queue:
+                self._queue.remove(pending)
             raise
 
     def stop(self) -> None:
         """Refuse what waits and what comes; what is being judged gets its answer."""
         self._ended = True
-        self._fail(self._queue, _ending())
+        _fail(self._queue, WorkerUnavailable())
         self._queue.clear()
 
     async def close(self) -> None:
@@ -175,12 +155,12 @@ class Batcher:
                 self._arrived.clear()
             try:
                 await self._answer(batch)
-            finally:  # closed meanwhile: nobody else would end their waiting
-                self._fail(batch, _ending())
+            finally:  # closed meanwhile: nothing else would end their waiting
+                _fail(batch, WorkerUnavailable())
 
-    def _take(self) -> list[_Waiting]:
-        """The oldest requests of one kind (scores or pairs) that fit into a batch."""
-        batch: list[_Waiting] = []
+    def _take(self) -> list[_Pending]:
+        """Take the oldest requests of one kind (scores or pairs) that fit into a batch."""
+        batch: list[_Pending] = []
         room, pixels = self.max_batch, self.max_pixels
         while self._queue:
             request = self._queue[0].request
@@ -191,46 +171,44 @@ class Batcher:
             batch.append(self._queue.pop(0))
         return batch
 
-    async def _answer(self, batch: list[_Waiting], tries: int = 2) -> None:
-        """Hand each request its rows, or its error. What is alone has failed by itself, but a death is tried
-        once more; where there is no judge, nobody is at fault and nothing is asked again."""
-        batch = [item for item in batch if not item.answer.done()]
+    async def _answer(self, batch: list[_Pending], tries: int = 2) -> None:
+        """Hand each request its rows, or its error.
+
+        A request that fails by itself is at fault, but a death is tried once more. If there is no judge, no
+        request is at fault and none is judged again.
+        """
+        batch = [pending for pending in batch if not pending.answer.done()]
         if not batch:
             return
-        request = concatenate_requests([item.request for item in batch])
-        self.counts.batches += 1
-        self.counts.largest = max(self.counts.largest, len(request))
-        with CaughtError() as asking:  # whatever is raised is the requests', and must not end this task
+        request = concatenate_requests([pending.request for pending in batch])
+        self.counts["batches"] += 1
+        with CaughtError() as asking:  # any error is that of the requests, and must not end this task
             loop = asyncio.get_running_loop()
             answer = await loop.run_in_executor(None, self._judge.ask, request, self.timeout)
             start = 0
-            for item in batch:
-                end = start + len(item.request)
-                if not item.answer.done():
-                    item.answer.set_result(select_rows(answer, slice(start, end)))
+            for pending in batch:
+                end = start + len(pending.request)
+                if not pending.answer.done():
+                    pending.answer.set_result(select_rows(answer, slice(start, end)))
                 start = end
             return
         error = asking.error
-        is_hopeless = self._ended or isinstance(error, WorkerUnavailable)
-        if not is_hopeless and (len(batch) > 1 or (isinstance(error, WorkerDied) and tries > 1)):
-            for item in batch:
-                if not self._ended:
-                    await self._answer([item], tries - 1)
-        elif self._ended and len(batch) > 1:  # the error may be a neighbour's
-            self._fail(batch, _ending())
+        if self._ended:
+            _fail(batch, WorkerUnavailable())  # the error may be that of a neighbour
+        elif isinstance(error, WorkerUnavailable) or (
+            len(batch) == 1 and not (isinstance(error, WorkerDied) and tries > 1)
+        ):
+            _fail(batch, error)
         else:
-            self._fail(batch, error)
-
-    def _fail(self, items: list[_Waiting], error: Exception | SystemExit | None) -> None:
-        """Hand an error to those who still wait."""
-        for item in items:
-            if error is not None and not item.answer.done():
-                item.answer.set_exception(error)
-                self.counts.failed += 1
+            for pending in batch:
+                await self._answer([pending], tries - 1)
 
 
-def _ending() -> WorkerUnavailable:
-    return WorkerUnavailable("the server is ending", 5.0)
+def _fail(batch: list[_Pending], error: Exception | SystemExit | None) -> None:
+    """Hand an error to the requests that still wait."""
+    for pending in batch:
+        if error is not None and not pending.answer.done():
+            pending.answer.set_exception(error)
 
 
 def judge_server(
@@ -241,22 +219,21 @@ def judge_server(
     limits: RequestLimits | None = None,
     **batching: Any,
 ) -> Starlette:
-    """The application, for uvicorn.
+    """Build the ASGI application, for uvicorn.
+
+    `app.state.batcher` is its batcher, and `app.state.stop()`, from any thread or signal handler, has it
+    refuse what waits and what comes.
 
     Args:
-        judge: answers batches, e.g. a `JudgeWorker`.
+        judge: e.g. a `JudgeWorker`.
         card: `judge_card` of it.
         token: that requests must bring as `Authorization: Bearer TOKEN`; None asks for none.
         limits: of a request, and of all together.
-        **batching: max_batch, max_wait, max_waiting of `Batcher`; too much is refused with 503.
-
-    Returns:
-        An ASGI application; `app.state.batcher` is its batcher, and `app.state.stop()`, from any thread or
-        signal handler, has it refuse what waits and what comes.
+        **batching: max_batch, max_wait, max_waiting of `Batcher`.
     """
     bounds = limits or RequestLimits()
     batcher = Batcher(judge, timeout=bounds.timeout, max_pixels=bounds.max_pixels, **batching)
-    budget = ByteBudget(bounds)
+    budget = ByteBudget(bounds.max_total_bytes)
 
     @asynccontextmanager
     async def lifespan(_: Any) -> AsyncIterator[None]:
@@ -265,7 +242,7 @@ def judge_server(
         await batcher.close()
 
     async def health(_: Request) -> Response:
-        counts = asdict(batcher.counts) | {"waiting": batcher.waiting, "bytes": budget.used}
+        counts = batcher.counts | {"waiting": batcher.waiting, "bytes": budget.used}
         about = {
             "judge": card,
             "limits": asdict(bounds) | {"max_batch": batcher.max_batch},
@@ -276,12 +253,11 @@ def judge_server(
         return JSONResponse(about)
 
     async def answer(request: Request, *, is_pair: bool) -> Response:
-        _authorise(request.headers.get("authorization"), token)
-        length = _check_head(request.headers, card, bounds, is_pair)
+        length = _check_head(request.headers, token, card, bounds, is_pair)
         with budget.reserve(length) as charge:
             raw = await _receive(request, length, bounds, charge)
             parsed = await asyncio.to_thread(_read, raw, bounds, is_pair)  # others are served meanwhile
-            packed = await _unless_gone(request, _judged(batcher, parsed))
+            packed = await _submit(batcher, parsed, request)
         return Response(packed, media_type=MEDIA_TYPE, headers={JUDGE_HEADER: card["identity"] or ""})
 
     routes = [
@@ -296,7 +272,7 @@ def judge_server(
 
 
 async def _refusal(_: Request, error: Any) -> Response:
-    """Every refusal in one form; those that are not ours are of another path or method."""
+    # Starlette raises its own for another path or method
     paths = (
         "" if isinstance(error, Refused) else ". There are GET /health, POST /v1/score and POST /v1/compare."
     )
@@ -308,25 +284,23 @@ async def _busy(_: Request, error: Any) -> Response:
     return JSONResponse(about, 503, {"Retry-After": "1"})
 
 
-def _authorise(header: str | None, token: str | None) -> None:
-    if token is None:
-        return
-    scheme, _, sent = (header or "").partition(" ")
-    if scheme.lower() != "bearer" or not hmac.compare_digest(sent.strip().encode(), token.encode()):
+def _check_head(
+    headers: Any, token: str | None, card: dict[str, Any], limits: RequestLimits, is_pair: bool
+) -> int:
+    """Return the length of the body, or refuse the request before a byte of the body is read."""
+    scheme, _, sent = headers.get("authorization", "").partition(" ")
+    is_bearer = scheme.lower() == "bearer"
+    if token is not None and not (is_bearer and hmac.compare_digest(sent.strip().encode(), token.encode())):
         message = "No or a wrong token; send the header 'Authorization: Bearer TOKEN'."
         raise Refused(401, message, WWW_Authenticate="Bearer")
-
-
-def _check_head(headers: Any, card: dict[str, Any], limits: RequestLimits, is_pair: bool) -> int:
-    """Refuse what can be before a byte of the body is read; else the body's length."""
     if not card["compares" if is_pair else "scores"]:
-        able = "compares pairs: POST /v1/compare" if is_pair is False else "scores images: POST /v1/score"
+        able = "scores images: POST /v1/score" if is_pair else "compares pairs: POST /v1/compare"
         raise Refused(404, f"The judge {card['name']!r} cannot do that; it {able}.")
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != MEDIA_TYPE:
         raise Refused(415, f"The content type is {kind or 'missing'!r}; send {MEDIA_TYPE}.")
-    length = headers.get("content-length")
-    if length is None or not length.isdigit():
+    length = headers.get("content-length", "")
+    if not length.isdigit():
         raise Refused(411, "The request has no Content-Length; send the body in one piece.")
     if int(length) > limits.max_bytes:
         raise Refused(413, f"The body has {length} bytes; at most {limits.max_bytes} are allowed. Split it.")
@@ -336,7 +310,7 @@ def _check_head(headers: Any, card: dict[str, Any], limits: RequestLimits, is_pa
 async def _receive(
     request: Any, length: int, limits: RequestLimits, charge: Callable[[int], None]
 ) -> bytearray:
-    """The body; a client that sends too slowly, too much JSON, or goes away is refused."""
+    """Return the body; refuse a client that sends too slowly, too much JSON, or goes away."""
     body = bytearray(length)  # pixels are later read in place, which takes memory that can be written to
     end = 0
     try:
@@ -346,12 +320,11 @@ async def _receive(
                 body[begin:end] = chunk
                 if begin < 8 <= end:
                     header = int.from_bytes(body[:8], "little")
-                    if limits.max_header < header:
-                        raise Refused(
-                            413,
-                            f"The header has {header} bytes (prompts, records); at most {limits.max_header} "
-                            "are allowed. Split the request.",
+                    if header > limits.max_header:
+                        message = (
+                            f"The header has {header} bytes (prompts, records); at most {limits.max_header}"
                         )
+                        raise Refused(413, f"{message} are allowed. Split the request.")
                     charge(header)
     except TimeoutError as error:
         raise Refused(408, f"The body did not arrive within {limits.receive_timeout:g} seconds.") from error
@@ -361,7 +334,7 @@ async def _receive(
 
 
 def _read(raw: bytearray, limits: RequestLimits, is_pair: bool) -> JudgeRequest:
-    """The request in a body, within the limits."""
+    """Read the request in a body and refuse what is beyond the limits."""
     try:
         request = unpack_request(raw)
     except WireError as error:
@@ -370,50 +343,43 @@ def _read(raw: bytearray, limits: RequestLimits, is_pair: bool) -> JudgeRequest:
         raise Refused(400, "The request is empty; send at least one image.")
     if (request.right is not None) != is_pair:
         raise Refused(400, "Single images go to /v1/score, pairs (left and right) to /v1/compare.")
-    if len(request) > limits.max_rows:
-        raise Refused(413, f"{len(request)} rows; at most {limits.max_rows} are allowed. Split the request.")
-    if request.pixels > limits.max_pixels:
-        raise Refused(
-            413, f"{request.pixels} pixels; at most {limits.max_pixels} are allowed. Split the request."
-        )
-    longest = max(map(len, request.prompts))
-    if longest > limits.max_prompt:
-        raise Refused(413, f"A prompt of {longest} characters; at most {limits.max_prompt} are allowed.")
+    for noun, count, limit in (
+        ("rows", len(request), limits.max_rows),
+        ("pixels", request.pixels, limits.max_pixels),
+        ("characters in a prompt", max(map(len, request.prompts)), limits.max_prompt),
+    ):
+        if count > limit:
+            raise Refused(413, f"{count} {noun}; at most {limit} are allowed. Split the request.")
     return request
 
 
-async def _unless_gone(request: Request, judging: Coroutine[Any, Any, bytes]) -> bytes:
-    """The answer; if the client goes away meanwhile, its request is taken out of the queue."""
-    answer, leaving = asyncio.ensure_future(judging), asyncio.ensure_future(_gone(request))
+async def _submit(batcher: Batcher, parsed: JudgeRequest, request: Request) -> bytes:
+    """Return the packed answer; if the client goes away meanwhile, its request leaves the queue."""
+    answer = asyncio.ensure_future(batcher.submit(parsed))
+    leaving = asyncio.ensure_future(_wait_for_disconnect(request))
     try:
         await asyncio.wait({answer, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if answer.done():
-            return answer.result()
+            return pack_answer(answer.result())
         raise Refused(400, "The client went away before its answer.")
-    finally:
-        answer.cancel()
-        leaving.cancel()
-        await asyncio.gather(answer, leaving, return_exceptions=True)
-
-
-async def _gone(request: Request) -> None:
-    """Return when the client has gone."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _judged(batcher: Batcher, request: JudgeRequest) -> bytes:
-    try:
-        return pack_answer(await batcher.submit(request))
     except WorkerUnavailable as error:
-        why = f"There is no judge at the moment: {error}. Try later."
-        raise Refused(503, why, Retry_After=str(max(1, math.ceil(error.retry_after)))) from error
+        message = f"There is no judge at the moment: {error}. Try later."
+        raise Refused(503, message, Retry_After=str(max(1, math.ceil(error.retry_after)))) from error
     except WorkerDied as error:
-        why = f"Twice {error} while it worked on this request. Try later."
-        raise Refused(503, why, Retry_After="1") from error
+        message = f"Twice {error} while it worked on this request. Try later."
+        raise Refused(503, message, Retry_After="1") from error
     except WorkerTimeout as error:
         raise Refused(504, f"Too slow: {error}. Send fewer images at once.") from error
     except (JudgeRefused, ValueError, TypeError) as error:
         raise Refused(422, f"The judge refused the request: {error}") from error
     except RewardError as error:
         raise Refused(500, f"The judge broke on the request: {error}") from error
+    finally:
+        answer.cancel()
+        leaving.cancel()
+        await asyncio.gather(answer, leaving, return_exceptions=True)
+
+
+async def _wait_for_disconnect(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

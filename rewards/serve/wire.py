@@ -29,8 +29,6 @@ FORMAT = "visalign-judge-2"
 MEDIA_TYPE = "application/x-safetensors"
 JUDGE_HEADER = "X-Visalign-Judge"
 """HTTP header of an answer: digest of the identity of the judge that gave it, or empty."""
-_LONGEST_HEADER = 100_000_000
-"""Bytes, as safetensors has it."""
 
 Pixels = Tensor | Sequence[Tensor]
 """uint8 [B, 3, H, W], or B tensors [3, H, W]."""
@@ -45,13 +43,13 @@ class JudgeRequest:
     """B images, or B pairs, with prompts and records."""
 
     images: Pixels
-    """The left ones of pairs."""
+    """The left images if they are pairs."""
     prompts: Sequence[str]
     metadata: Sequence[Mapping[str, Any] | None]
     right: Pixels | None = None
-    """The right ones of pairs; None for single images."""
+    """The right images of pairs; None for single images."""
     messages: tuple[bytes | bytearray, ...] = field(default=(), compare=False, repr=False)
-    """Bytes that it was read from, passed on to the worker as they are."""
+    """Bytes that the request was read from; they go to the worker as they are."""
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -59,24 +57,22 @@ class JudgeRequest:
     @property
     def pixels(self) -> int:
         """Pixels of all images together."""
-        sides = (self.images,) if self.right is None else (self.images, self.right)
-        return sum(_area(side) for side in sides)
+        right = () if self.right is None else self.right
+        return sum(image.shape[-1] * image.shape[-2] for image in (*self.images, *right))
 
 
 def pack_request(request: JudgeRequest) -> bytes:
     """Write a request as safetensors; its records must be JSON values."""
-    tensors: dict[str, Tensor] = {}
     sides = {"image": request.images}
     if request.right is not None:
         sides = {"left": request.images, "right": request.right}
+    tensors: dict[str, Tensor] = {}
     for side, images in sides.items():
         batch = as_batch(images)
         if isinstance(batch, Tensor):
-            tensors[side] = batch.cpu().contiguous()
+            tensors[side] = batch
         else:
-            tensors |= {f"{side}.{i}": image.cpu().contiguous() for i, image in enumerate(batch)}
-    if odd := [name for name, tensor in tensors.items() if tensor.dtype != torch.uint8]:
-        raise ValueError(f"{odd[0]} is {tensors[odd[0]].dtype}; images travel as uint8.")
+            tensors |= {f"{side}.{i}": image for i, image in enumerate(batch)}
     try:
         text = json.dumps({"prompts": list(request.prompts), "metadata": list(request.metadata)})
     except (TypeError, ValueError) as error:
@@ -84,63 +80,58 @@ def pack_request(request: JudgeRequest) -> bytes:
             f"The metadata cannot travel to a server: {error}. Give texts, numbers, lists and "
             "mappings of them."
         ) from error
-    arrays = {name: tensor.numpy() for name, tensor in tensors.items()}  # these may share memory, tensors not
+    # as arrays, which may share memory where safetensors' tensors may not
+    arrays = {name: tensor.cpu().contiguous().numpy() for name, tensor in tensors.items()}
     return save_arrays(arrays, {"format": FORMAT, "request": text})
 
 
 def unpack_request(raw: bytes | bytearray) -> JudgeRequest:
     """Read a request and check its form."""
-    header, tensors = parse_header(raw, "request"), _load(raw)
-    prompts, metadata = header.get("prompts"), header.get("metadata")
+    header, tensors = _load(raw, "request")
+    prompts = header.get("prompts")
     if not isinstance(prompts, list) or not all(isinstance(prompt, str) for prompt in prompts):
         raise WireError("'prompts' must be a list of strings.")
-    size = len(prompts)
-    if metadata is None:
-        none: list[Mapping[str, Any] | None] = [None] * size
-        metadata = none
-    if not isinstance(metadata, list) or not all(
-        record is None or isinstance(record, dict) for record in metadata
-    ):
-        raise WireError("'metadata' must be a list of objects or null.")
-    if len(metadata) != size:
-        raise WireError(f"{size} prompts and {len(metadata)} metadata records; give one each.")
+    metadata = header.get("metadata")
+    records: Any = [None] * len(prompts) if metadata is None else metadata
+    is_list = isinstance(records, list) and len(records) == len(prompts)
+    if not is_list or not all(record is None or isinstance(record, dict) for record in records):
+        raise WireError(f"'metadata' must be a list of {len(prompts)} objects or null, one for each prompt.")
     is_pair = any(name.partition(".")[0] in ("left", "right") for name in tensors)
     sides = ("left", "right") if is_pair else ("image",)
-    expected = {side: [side] if side in tensors else [f"{side}.{i}" for i in range(size)] for side in sides}
-    if odd := sorted(tensors.keys() ^ {name for names in expected.values() for name in names})[:4]:
-        raise WireError(
-            f"{size} prompts need one tensor {' and '.join(map(repr, sides))}, or as many as there are "
-            f"prompts with .0, .1, … after it; missing or extra: {', '.join(odd)}."
-        )
-    for name, image in tensors.items():
-        batch = (size,) if name in sides else ()
-        if image.dtype != torch.uint8 or image.shape[:-2] != (*batch, 3) or 0 in image.shape:
-            needed = f"[{size}, 3, H, W]" if batch else "[3, H, W]"
-            raise WireError(f"{name} is {image.dtype} {tuple(image.shape)}; needed is uint8 {needed}.")
-    columns = [tensors[side] if side in tensors else [tensors[n] for n in expected[side]] for side in sides]
-    return JudgeRequest(
-        images=columns[0],
-        prompts=prompts,
-        metadata=metadata,
-        right=columns[1] if is_pair else None,
-        messages=(raw,),
-    )
+    images, right = [*(_pop_images(tensors, side, len(prompts)) for side in sides), None][:2]
+    if images is None or tensors:
+        raise WireError(f"tensors that a request does not have: {', '.join(sorted(tensors)[:4])}.")
+    return JudgeRequest(images=images, prompts=prompts, metadata=records, right=right, messages=(raw,))
+
+
+def _pop_images(tensors: dict[str, Tensor], side: str, size: int) -> Pixels:
+    is_batch = side in tensors
+    images = [
+        tensors.pop(name, None) for name in ([side] if is_batch else [f"{side}.{i}" for i in range(size)])
+    ]
+    shape = (size, 3) if is_batch else (3,)
+    for image in images:
+        if image is None or image.dtype != torch.uint8 or image.shape[:-2] != shape or 0 in image.shape:
+            raise WireError(
+                f"{size} prompts need {side!r} as uint8 [{size}, 3, H, W], or '{side}.0', '{side}.1', … as "
+                f"uint8 [3, H, W] each; given is "
+                f"{'too few' if image is None else f'{image.dtype} {tuple(image.shape)}'}."
+            )
+    pixels = [image for image in images if image is not None]
+    return pixels[0] if is_batch else pixels
 
 
 def concatenate_requests(requests: Sequence[JudgeRequest]) -> JudgeRequest:
     """Join requests, all of images or all of pairs; nothing is copied."""
     if len(requests) == 1:
         return requests[0]
-    right: list[Tensor] | None = None
-    if requests[0].right is not None:
-        right = [image for request in requests if request.right is not None for image in request.right]
-    is_whole = all(request.messages for request in requests)
+    right = [image for request in requests if request.right is not None for image in request.right]
     return JudgeRequest(
         images=[image for request in requests for image in request.images],
         prompts=[prompt for request in requests for prompt in request.prompts],
         metadata=[record for request in requests for record in request.metadata],
-        right=right,
-        messages=tuple(part for request in requests for part in request.messages) if is_whole else (),
+        right=None if requests[0].right is None else right,
+        messages=tuple(part for request in requests for part in request.messages),
     )
 
 
@@ -151,39 +142,18 @@ def as_batch(images: Pixels) -> Pixels:
     return torch.stack(list(images))
 
 
-def _area(images: Pixels) -> int:
-    if isinstance(images, Tensor):
-        return images.shape[0] * images.shape[2] * images.shape[3]
-    return sum(image.shape[1] * image.shape[2] for image in images)
-
-
-def parse_header(raw: bytes | bytearray, key: str) -> dict[str, Any]:
-    """Read the JSON object under `key` of a message's metadata."""
+def _load(raw: bytes | bytearray, key: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Read the JSON object under `key` of a message's metadata, and the tensors."""
     try:
-        start = 8 + int.from_bytes(raw[:8], "little")
-        has_header = 8 < start <= min(len(raw), _LONGEST_HEADER)
-        metadata = json.loads(raw[8:start]).get("__metadata__", {}) if has_header else {}
-        if metadata.get("format") != FORMAT or key not in metadata:
-            raise WireError(f"this is no {key} in the format {FORMAT}.")
-        content = json.loads(metadata[key])
-    except WireError:
-        raise
-    except (ValueError, RecursionError, AttributeError, TypeError, KeyError) as error:
-        raise _unreadable(error) from error
-    if not isinstance(content, dict):
-        raise WireError(f"the {key} is not a JSON object.")
-    return content
-
-
-def _load(raw: bytes | bytearray) -> dict[str, Tensor]:
-    try:
-        return load(bytes(raw))
-    except (SafetensorError, ValueError, KeyError) as error:
-        raise _unreadable(error) from error
-
-
-def _unreadable(error: Exception) -> WireError:
-    return WireError(f"the body cannot be read as safetensors ({type(error).__name__}: {error}).")
+        metadata = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])["__metadata__"]
+        header = json.loads(metadata[key])
+        if metadata["format"] == FORMAT and isinstance(header, dict):
+            return header, load(bytes(raw))
+    except (SafetensorError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+        raise WireError(
+            f"this is no {key} in the format {FORMAT} ({type(error).__name__}: {error})."
+        ) from error
+    raise WireError(f"this is no {key} in the format {FORMAT}.")
 
 
 def select_rows(answer: Scores | Preferences, rows: slice) -> Scores | Preferences:
@@ -212,21 +182,19 @@ def pack_answer(answer: Scores | Preferences) -> bytes:
 
 def unpack_answer(raw: bytes, size: int) -> Scores | Preferences:
     """Read an answer of `size` rows; a valid row without a finite number becomes invalid."""
-    header, tensors = parse_header(raw, "answer"), _load(raw)
-    if wrong := sorted(name for name, column in tensors.items() if tuple(column.shape) != (size,)):
-        raise WireError(f"the answer's columns {', '.join(wrong[:4])} do not have {size} rows.")
-    if not {"main", "valid"} <= tensors.keys() or header.get("kind") not in ("scores", "preferences"):
-        raise WireError("the answer lacks its columns 'main' and 'valid', or its kind.")
-    for name in ("text", "reason"):
-        words = header.get(name)
-        if words is not None and (not isinstance(words, list) or len(words) != size):
-            raise WireError(f"the answer's entry '{name}' is no list of {size} texts.")
+    header, tensors = _load(raw, "answer")
+    texts = [header.get(name) for name in ("text", "reason")]
+    is_whole = {"main", "valid"} <= tensors.keys() and header.get("kind") in ("scores", "preferences")
+    shapes = {tuple(column.shape) for column in tensors.values()}
+    if not is_whole or shapes != {(size,)} or any(text is not None and len(text) != size for text in texts):
+        raise WireError(f"the answer needs a kind, 'main', 'valid', and {size} rows in each column and text.")
     main, claimed = tensors["main"].float(), tensors.pop("valid").bool()
     valid = claimed & main.isfinite()
-    reason = header.get("reason")
+    text, reason = texts
     for row in (claimed & ~valid).nonzero().flatten().tolist():
-        reason = reason or list[str | None]([None] * size)
+        reason = reason or [None] * size
         reason[row] = f"the judge's answer is {float(main[row])}, which is no score"
     tensors["main"] = torch.where(valid, main, torch.nan)
-    unit = str(header.get("unit")) if header["kind"] == "scores" else None
-    return answer_of(tensors, valid, unit, header.get("text"), reason)
+    return answer_of(
+        tensors, valid, str(header.get("unit")) if header["kind"] == "scores" else None, text, reason
+    )

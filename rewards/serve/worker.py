@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A judge in a process of its own: if it dies, another takes its place and nobody else is harmed.
+"""A judge in a process of its own: if it dies, another takes its place and no other request is harmed.
 
 Requests go to the process as the bytes that they came in, over a plain pipe: nothing is copied, a death is
 known at once with its exit code, and the process ends when the server is gone, however that went.
@@ -44,7 +44,7 @@ class JudgeFailed(RewardError):
 
 
 class WorkerDied(RuntimeError):
-    """The judge's process ended while it worked on a request; a new one is ready."""
+    """The judge's process ended while it worked on a request; the next request starts a new one."""
 
 
 class WorkerTimeout(RuntimeError):
@@ -52,16 +52,17 @@ class WorkerTimeout(RuntimeError):
 
 
 class WorkerUnavailable(RuntimeError):
-    """There is no judge now, whatever is asked; it is tried again after `retry_after` seconds."""
+    """No judge answers any request now; ask again after `retry_after` seconds."""
 
-    def __init__(self, message: str, retry_after: float = 1.0) -> None:
+    def __init__(self, message: str = "the server is ending", retry_after: float = 5.0) -> None:
         super().__init__(message)
         self.retry_after = retry_after
 
 
-_PATIENCE = 4
-"""Deaths in a row after which the judge is given a rest."""
-_LONGEST_REST = 60.0
+_RESTARTS_AT_ONCE = 3
+"""Failures in a row after which the judge is started again at once; then only after a pause."""
+_MAX_PAUSE = 60.0
+"""Longest pause before a restart, in seconds."""
 
 
 class JudgeWorker:
@@ -94,38 +95,40 @@ class JudgeWorker:
         self._load_timeout = load_timeout
         self._lock = threading.Lock()
         self._closed = False
-        self._troubles = 0
+        self._failures = 0
         self._retry_at = 0.0
         self.restarts = 0
         self.down: str | None = None
         self.card = self._start()
 
     def ask(self, request: JudgeRequest, timeout: float | None = None) -> Scores | Preferences:
-        """Judge a request; calls from several threads wait for each other.
+        """Judge a request of at least one row; calls from several threads wait for each other.
 
         Args:
-            request: at least one row.
-            timeout: seconds; None waits for ever.
+            request: Images or pairs.
+            timeout: Seconds; None waits for ever.
 
         Raises:
-            JudgeRefused, JudgeFailed: what the judge raised, or an answer that is none.
-            WorkerDied, WorkerTimeout: the process ended, and a new one is ready.
-            WorkerUnavailable: no new one could be started, several died in a row, or it is closed.
+            JudgeRefused, JudgeFailed: what the judge raised, or its answer is unusable.
+            WorkerDied, WorkerTimeout: the process ended.
+            WorkerUnavailable: it could not be restarted, several died in a row, or it is closed.
         """
         with self._lock:
-            self._make_ready()
+            self._ensure_running()
             try:
                 messages = request.messages or (pack_request(request),)
                 self._link.send(len(messages))
                 for message in messages:
                     self._link.send_bytes(message)
                 if not self._link.poll(timeout):
-                    self._restart()
-                    raise WorkerTimeout(f"the judge did not answer within {timeout:g} seconds")
+                    self._stop(f"the judge did not answer within {timeout:g} seconds")
+                    raise WorkerTimeout(self.down)
                 reply = self._link.recv()
             except (EOFError, OSError) as error:
-                raise self._died() from error
-            self._troubles = 0
+                self._process.join(5.0)
+                self._stop(f"the judge's process ended (exit code {self._process.exitcode})")
+                raise (WorkerUnavailable() if self._closed else WorkerDied(self.down)) from error
+            self._failures = 0
         if isinstance(reply, RewardError):
             raise reply
         try:
@@ -139,19 +142,20 @@ class JudgeWorker:
         return self._process.pid
 
     def close(self) -> None:
-        """End the process; who still waits for it is told so."""
+        """End the process; a request that still waits for it gets `WorkerUnavailable`."""
         self._closed = True
         self._end()
 
     def _end(self) -> None:
         if self._closed and self._lock.locked():
-            self._process.kill()  # a death wakes who waits for an answer, a closed link does not
+            self._process.kill()  # a death wakes a thread that waits for an answer, a closed link does not
         self._link.close()
         self._process.join(2.0)
         self._process.kill()
         self._process.join()
 
     def _start(self) -> dict[str, Any]:
+        """Start the process and return the judge's card."""
         context = multiprocessing.get_context("spawn")
         self._link, child = context.Pipe()
         self._process = context.Process(target=_serve, args=(child, *self._arguments), daemon=True)
@@ -171,53 +175,33 @@ class JudgeWorker:
             )
         return reply
 
-    def _make_ready(self) -> None:
-        """Start the judge again if it is down and has rested."""
+    def _ensure_running(self) -> None:
         if self._closed:
-            raise WorkerUnavailable("the server is ending")
-        rest = self._retry_at - time.monotonic()
-        if self.down is not None and rest > 0:
-            raise WorkerUnavailable(self.down, rest)
-        if self.down is not None:
-            self._restart()
-
-    def _died(self) -> WorkerDied | WorkerUnavailable:
-        """Return the error for a process that ended; a new one is ready, or the error says why not."""
-        self._process.join(5.0)
-        message = f"the judge's process ended (exit code {self._process.exitcode})"
-        if self._troubles + 1 >= _PATIENCE:
-            self._end()
-            return self._rest(f"{message}, {self._troubles + 1} times in a row")
-        self._troubles += 1
-        try:
-            self._restart()
-        except WorkerUnavailable as error:
-            return error
-        return WorkerDied(message)
-
-    def _restart(self) -> None:
-        if self._closed:
-            raise WorkerUnavailable("the server is ending")
-        self._end()
+            raise WorkerUnavailable
+        if self.down is None:
+            return
+        pause = self._retry_at - time.monotonic()
+        if pause > 0:
+            raise WorkerUnavailable(self.down, pause)
         self.restarts += 1
         try:
-            card = self._start()
-            if card != self.card:  # its files have changed: caches know it by the old card
-                self._end()
+            if self._start() != self.card:  # its files have changed: caches know it by the old card
                 raise RewardError(
                     f"The judge {self.card['name']!r} was restarted and is another version now; start "
                     "the server or worker again to use it."
                 )
         except (RewardError, OSError) as error:
-            raise self._rest(str(error)) from error
+            self._stop(str(error))
+            raise WorkerUnavailable(str(error), self._retry_at - time.monotonic()) from error
         self.down = None
 
-    def _rest(self, why: str) -> WorkerUnavailable:
-        """No new process for a while, longer each time."""
-        self._troubles += 1
-        rest = min(2.0 ** max(0, self._troubles - _PATIENCE), _LONGEST_REST)
-        self.down, self._retry_at = why, time.monotonic() + rest
-        return WorkerUnavailable(why, rest)
+    def _stop(self, reason: str) -> None:
+        """End the process after a failure; several failures in a row lengthen the pause before a restart."""
+        self._end()
+        self._failures += 1
+        extra = self._failures - _RESTARTS_AT_ONCE
+        self.down = reason if extra <= 0 else f"{reason}, {self._failures} times in a row"
+        self._retry_at = time.monotonic() + (0.0 if extra <= 0 else min(2.0 ** (extra - 1), _MAX_PAUSE))
 
 
 def _serve(link: Connection, name: str, options: dict[str, Any], threads: int | None) -> None:
@@ -235,7 +219,7 @@ def _serve(link: Connection, name: str, options: dict[str, Any], threads: int | 
         judge = load_judge(name, **options)
         reply = judge_card(judge)
     if loading.error is not None:
-        reply = _named(loading.error)
+        reply = _describe(loading.error)
     try:
         link.send(reply)
         while loading.error is None:
@@ -244,10 +228,10 @@ def _serve(link: Connection, name: str, options: dict[str, Any], threads: int | 
                 request = concatenate_requests([unpack_request(message) for message in messages])
                 reply = pack_answer(answer_request(judge, request))
             if judging.error is not None:
-                is_own = isinstance(judging.error, JudgeRefused | JudgeFailed)
-                reply = judging.error if is_own else JudgeFailed(_named(judging.error))
+                is_described = isinstance(judging.error, JudgeRefused | JudgeFailed)
+                reply = judging.error if is_described else JudgeFailed(_describe(judging.error))
                 if not isinstance(reply, JudgeRefused):
-                    traceback.print_exception(judging.error)  # clients get the message alone
+                    traceback.print_exception(judging.error)  # clients get the message without the lines
             link.send(reply)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
@@ -267,10 +251,9 @@ def judge_card(judge: Any) -> dict[str, Any]:
         "needs_group": judge.capabilities.needs_group,
     }
     if isinstance(judge, PointwiseReward):
-        low, high = judge.range
         card |= {
             "unit": judge.unit,
-            "range": [str(low), str(high)],
+            "range": [str(bound) for bound in judge.range],  # text, since JSON has no infinity
             "higher_is_better": judge.higher_is_better,
         }
     return card
@@ -284,20 +267,17 @@ def answer_request(judge: Any, request: JudgeRequest) -> Scores | Preferences:
         JudgeFailed: it raised anything else.
     """
     is_pair = request.right is not None
-    contract: type = PairwiseReward if is_pair else PointwiseReward
-    if not isinstance(judge, contract):
-        able = (
-            "scores single images and does not compare pairs" if is_pair else "only compares pairs of images"
-        )
+    if not isinstance(judge, PairwiseReward if is_pair else PointwiseReward):
+        able = "scores images and does not compare pairs" if is_pair else "only compares pairs of images"
         raise JudgeRefused(f"{judge.name!r} {able}.")
     with CaughtError() as judging:
         sides = [_readable(side) for side in (request.images, request.right) if side is not None]
         return (judge.compare if is_pair else judge.score)(*sides, request.prompts, request.metadata)
     kind = JudgeRefused if isinstance(judging.error, ValueError | TypeError) else JudgeFailed
-    raise kind(_named(judging.error)) from judging.error
+    raise kind(_describe(judging.error)) from judging.error
 
 
-def _named(error: BaseException | None) -> str:
+def _describe(error: BaseException | None) -> str:
     return f"{type(error).__name__}: {error}"
 
 

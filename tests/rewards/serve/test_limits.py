@@ -14,39 +14,23 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-import torch
 
-from tests.support.servers.rewards import Habits, Inline, serving
+from tests.support.servers.rewards import LEVELS, Habits, Inline, app_of, judge_request, serving
 from visalign.errors import UserError
 from visalign.pipelines.serve_reward import serve_reward
 from visalign.rewards.serve.client import RemoteReward
 from visalign.rewards.serve.limits import ByteBudget, QueueFull, RequestLimits, limits_for
-from visalign.rewards.serve.server import Batcher, judge_server
-from visalign.rewards.serve.wire import MEDIA_TYPE, JudgeRequest, pack_request
-from visalign.rewards.serve.worker import judge_card
+from visalign.rewards.serve.server import Batcher
+from visalign.rewards.serve.wire import MEDIA_TYPE, pack_request
 
 pytest.importorskip("starlette")
 httpx = pytest.importorskip("httpx")
 connections = pytest.importorskip("visalign.rewards.serve.connections")
-LEVELS = torch.randint(0, 256, (4, 3, 8, 8), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
 SMALL: dict[str, Any] = {
     "max_bytes": 40_000,
     "max_header": 20_000,
     "max_total_bytes": 2_380_000,
 }
-
-
-def request(*prompts: str, **changes: Any) -> JudgeRequest:
-    given: dict[str, Any] = {
-        "images": LEVELS[: len(prompts)],
-        "prompts": list(prompts),
-        "metadata": [None] * len(prompts),
-    }
-    return JudgeRequest(**(given | changes))
-
-
-def app_of(judge: Any, **options: Any) -> Any:
-    return judge_server(Inline(judge), judge_card(judge), **options)
 
 
 @contextmanager
@@ -58,19 +42,23 @@ def line_to(url: str, sent: bytes = b"") -> Iterator[socket.socket]:
         yield line
 
 
+def bounded(max_connections: int, *, idle: float) -> Any:
+    return partial(connections.BoundedProtocol, max_connections=max_connections, idle=idle)
+
+
 def unfinished(length: int) -> bytes:
     head = f"POST /v1/score HTTP/1.1\r\nHost: a\r\nContent-Type: {MEDIA_TYPE}\r\nContent-Length: {length}\r\n"
     return head.encode() + b"\r\n\x10"
 
 
-def held(url: str) -> int:
+def bytes_under_way(url: str) -> int:
     return httpx.get(f"{url}/health").json()["counts"]["bytes"]
 
 
-def assert_held(url: str, size: int) -> None:
+def assert_under_way(url: str, size: int) -> None:
     end = time.monotonic() + 10
-    while held(url) != size:
-        assert time.monotonic() < end, f"{held(url)} bytes are in progress, not {size}"
+    while bytes_under_way(url) != size:
+        assert time.monotonic() < end, f"{bytes_under_way(url)} bytes are in progress, not {size}"
         time.sleep(0.01)
 
 
@@ -85,8 +73,8 @@ def test_bytes_under_way_are_bounded_and_the_client_waits_for_room():
     with serving(app_of(Habits(), limits=RequestLimits(**SMALL))) as url, ThreadPoolExecutor(1) as pool:
         prompt = "7" + "x" * 19_500  # of which every request takes 41 bytes each
         with line_to(url, unfinished(40_000)):
-            assert_held(url, whole)
-            sent = pack_request(request(prompt))
+            assert_under_way(url, whole)
+            sent = pack_request(judge_request(prompt))
             reply = httpx.post(f"{url}/v1/score", content=sent, headers={"Content-Type": MEDIA_TYPE})
             assert reply.status_code == 503 and reply.headers["retry-after"] == "1"
             assert f"Busy: {whole} bytes are in progress; at most 2380000 may be" in reply.json()["error"]
@@ -94,13 +82,13 @@ def test_bytes_under_way_are_bounded_and_the_client_waits_for_room():
             assert not given_up.valid.any() and "(503)" in str(given_up.reason)
             waiting = pool.submit(RemoteReward(url, attempts=1).score, LEVELS[:1], [prompt])
             time.sleep(0.3)
-            assert not waiting.done() and held(url) == whole
+            assert not waiting.done() and bytes_under_way(url) == whole
         assert waiting.result().valid.all()
-        assert_held(url, 0)
+        assert_under_way(url, 0)
 
 
 def test_json_is_charged_for_what_it_becomes_and_bounded():
-    budget = ByteBudget(RequestLimits(max_bytes=1 << 20, max_total_bytes=48 << 20, max_header=1 << 20))
+    budget = ByteBudget(48 << 20)
     with budget.reserve(1 << 20) as charge:
         assert budget.used == (1 << 20) + 40 * (64 << 10)
         charge(1 << 20)
@@ -109,19 +97,19 @@ def test_json_is_charged_for_what_it_becomes_and_bounded():
             charge(1 << 20)
     assert budget.used == 0
     with serving(app_of(Habits(), limits=RequestLimits(**SMALL))) as url:
-        sent = pack_request(request("1", metadata=[{"a": "x" * 21_000}]))
+        sent = pack_request(judge_request("1", metadata=[{"a": "x" * 21_000}]))
         reply = httpx.post(f"{url}/v1/score", content=sent, headers={"Content-Type": MEDIA_TYPE})
         assert reply.status_code == 413 and "(prompts, records); at most 20000" in reply.json()["error"]
         prompts = ["1" + "ü" * 900] * 4  # more JSON than one request may have, told before it is sent
-        scores = RemoteReward(url).score(LEVELS, prompts)
-        assert scores.valid.all() and held(url) == 0
+        scores = RemoteReward(url).score(LEVELS[:4], prompts)
+        assert scores.valid.all() and bytes_under_way(url) == 0
 
 
 def test_what_is_judged_together_has_a_bounded_number_of_pixels():
     async def run() -> list[int]:
         judge = Habits()
         batcher = Batcher(Inline(judge), max_wait=0.05, max_pixels=130)
-        await asyncio.gather(*(batcher.submit(request("1")) for _ in range(5)))  # 64 pixels each
+        await asyncio.gather(*(batcher.submit(judge_request("1")) for _ in range(5)))  # 64 pixels each
         await batcher.close()
         return judge.sizes
 
@@ -137,46 +125,34 @@ def test_limits_follow_from_the_memory():
         limits_for(0.2, connections=0)
     assert limits_for(1, connections=100).max_total_bytes == (1 << 29) - 100 * (320 << 10)
     assert limits_for(0.2, connections=0, max_pixels=5000).max_pixels == 5000
-    with pytest.raises(UserError, match="max_total_bytes is 1000, and the largest request may take"):
-        limits_for(1, connections=0, max_total_bytes=1000)
 
 
 def test_silent_connections_make_room_for_those_who_ask():
     with (
-        serving(
-            app_of(Habits()), http=partial(connections.BoundedProtocol, max_connections=8, idle=30.0)
-        ) as url,
+        serving(app_of(Habits()), http=bounded(8, idle=30.0)) as url,
         ExitStack() as open_lines,
     ):
         remote = RemoteReward(url)
         lines = [open_lines.enter_context(line_to(url, b"POST /v1")) for _ in range(30)]
-        assert remote.score(LEVELS, ["1", "2", "3", "4"]).valid.all()
+        assert remote.score(LEVELS[:4], ["1", "2", "3", "4"]).valid.all()
         assert RemoteReward(url).score(LEVELS[:1], ["1"]).valid.all()
         assert_closed(lines[0])
 
 
 def test_a_connection_whose_answers_are_not_read_is_closed():
-    ask = b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"
-    with (
-        serving(
-            app_of(Habits()), http=partial(connections.BoundedProtocol, max_connections=1, idle=2.0)
-        ) as url,
-        line_to(url) as line,
-    ):
-        line.settimeout(0.5)
-        with suppress(OSError):
-            while True:
-                line.send(ask * 2000)
-        end = time.monotonic() + 15
-        while (status := httpx.get(f"{url}/health").status_code) != 200 and time.monotonic() < end:
-            time.sleep(0.2)
-        assert status == 200
+    from starlette.applications import Starlette
+    from starlette.responses import Response
+    from starlette.routing import Route
+
+    app = Starlette(routes=[Route("/", lambda request: Response(bytes(16 << 20)))])
+    with serving(app, http=bounded(1, idle=0.5)) as url, line_to(url, b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"):
+        assert httpx.get(f"{url}/").status_code == 503
+        time.sleep(1.0)
+        assert httpx.get(f"{url}/").status_code == 200
 
 
 def test_a_connection_that_asks_nothing_is_closed():
-    with serving(
-        app_of(Habits()), http=partial(connections.BoundedProtocol, max_connections=8, idle=0.3)
-    ) as url:
+    with serving(app_of(Habits()), http=bounded(8, idle=0.3)) as url:
         with line_to(url) as silent, line_to(url, b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n") as asked:
             assert asked.recv(8) == b"HTTP/1.1"
             for line in (silent, asked):
@@ -185,9 +161,7 @@ def test_a_connection_that_asks_nothing_is_closed():
 
 def test_one_too_many_is_told_to_come_again():
     with (
-        serving(
-            app_of(Habits()), http=partial(connections.BoundedProtocol, max_connections=2, idle=30.0)
-        ) as url,
+        serving(app_of(Habits()), http=bounded(2, idle=30.0)) as url,
         ExitStack() as busy,
     ):
         for _ in range(2):
@@ -199,13 +173,9 @@ def test_one_too_many_is_told_to_come_again():
 
 def test_connections_leave_descriptors_for_the_rest(monkeypatch: pytest.MonkeyPatch):
     resource = pytest.importorskip("resource")
-    monkeypatch.setattr(connections.os, "listdir", lambda place: ["0"] * 20)
-    for limit, allowed in ((256, 76), (1 << 20, 256), (resource.RLIM_INFINITY, 256)):
+    for limit, allowed in ((256, 64), (1 << 20, 256), (resource.RLIM_INFINITY, 256), (100, 1)):
         monkeypatch.setattr(resource, "getrlimit", lambda kind, limit=limit: (limit, limit))
         assert connections.connections_allowed(256) == allowed
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: (100, 100))
-    with pytest.raises(UserError, match="The limit of open files is 100, which leaves no connection"):
-        connections.connections_allowed(256)
 
 
 @pytest.mark.parametrize("token", ["two\nlines", "sésame", "a b", "sesame\n"])

@@ -23,7 +23,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.servers.rewards import Habits, Inline, serving
+from tests.support.servers.rewards import HABITS, LEVELS, Habits, Inline, app_of, serving
+from tests.support.servers.rewards import judge_request as request
 from visalign.interfaces import Scores
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.base.identity import Identity
@@ -33,8 +34,6 @@ from visalign.rewards.serve.limits import RequestLimits
 from visalign.rewards.serve.server import Batcher, judge_server
 from visalign.rewards.serve.wire import FORMAT, MEDIA_TYPE, JudgeRequest, pack_request
 from visalign.rewards.serve.worker import (
-    JudgeFailed,
-    JudgeRefused,
     JudgeWorker,
     WorkerDied,
     WorkerUnavailable,
@@ -44,16 +43,6 @@ from visalign.rewards.serve.worker import (
 pytest.importorskip("starlette")
 httpx = pytest.importorskip("httpx")
 ROOT = Path(__file__).resolve().parents[3]
-HOME = f"{ROOT / 'tests/support/servers/rewards.py'}:Habits"
-LEVELS = torch.randint(0, 256, (4, 3, 8, 8), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
-
-
-def request(*prompts: str) -> JudgeRequest:
-    return JudgeRequest(images=LEVELS[: len(prompts)], prompts=list(prompts), metadata=[None] * len(prompts))
-
-
-def app_of(judge: Any, **options: Any) -> Any:
-    return judge_server(Inline(judge), judge_card(judge), **options)
 
 
 def post(url: str, asked: JudgeRequest) -> Any:
@@ -114,7 +103,7 @@ def test_a_client_that_left_while_its_request_waited_is_not_judged():
         expected = Habits().score(LEVELS[:2], ["8", "9"]).value
         assert first.result().valid.all() and torch.equal(staying.result().value, expected)
     assert gate.seen == ["wait", "8", "9"]
-    assert app.state.batcher.counts.given_up == 1
+    assert app.state.batcher.counts["given_up"] == 1
 
 
 def test_a_client_that_left_while_it_was_judged_harms_nobody():
@@ -125,13 +114,13 @@ def test_a_client_that_left_while_it_was_judged_harms_nobody():
         staying = pool.submit(RemoteReward(url).score, LEVELS[:1], ["5"])
         assert gate.begun.wait(10)
         leaving.close()
-        assert_soon(lambda: app.state.batcher.counts.given_up == 1)
+        assert_soon(lambda: app.state.batcher.counts["given_up"] == 1)
         gate.go.set()
         assert torch.equal(staying.result().value, Habits().score(LEVELS[:1], ["5"]).value)
 
 
 def test_a_judge_that_cannot_be_started_again_is_503_until_it_can():
-    worker = JudgeWorker(HOME, {"version": 7}, threads=1)
+    worker = JudgeWorker(HABITS, {"version": 7}, threads=1)
     right = worker._arguments
     with serving(judge_server(worker, worker.card, max_wait=0.0)) as url:
         worker._arguments = ("no_such_judge", {}, 1)
@@ -153,17 +142,17 @@ def test_a_judge_that_cannot_be_started_again_is_503_until_it_can():
 
 
 def test_a_judge_that_dies_again_and_again_is_given_a_rest(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(judge_worker, "_PATIENCE", 2)
-    worker = JudgeWorker(HOME, {"version": 7}, threads=1)
+    monkeypatch.setattr(judge_worker, "_RESTARTS_AT_ONCE", 1)
+    worker = JudgeWorker(HABITS, {"version": 7}, threads=1)
     with pytest.raises(WorkerDied, match=r"the judge's process ended \(exit code 3\)"):
         worker.ask(request("die"))
-    with pytest.raises(WorkerUnavailable, match=r"\(exit code 3\), 2 times in a row") as found:
+    with pytest.raises(WorkerDied, match=r"\(exit code 3\), 2 times in a row"):
         worker.ask(request("die"))
-    assert found.value.retry_after >= 1 and worker.restarts == 1
-    with pytest.raises(WorkerUnavailable, match="2 times in a row"):
+    with pytest.raises(WorkerUnavailable, match="2 times in a row") as unavailable:
         worker.ask(request("1"))
+    assert 0 < unavailable.value.retry_after <= 1 and worker.restarts == 1
     assert_soon(lambda: time.monotonic() > worker._retry_at)
-    assert worker.ask(request("1")).valid.all() and worker.down is None and worker._troubles == 0
+    assert worker.ask(request("1")).valid.all() and worker.down is None and worker._failures == 0
     worker.close()
     with pytest.raises(WorkerUnavailable, match="the server is ending"):
         worker.ask(request("1"))
@@ -211,7 +200,7 @@ def odd() -> Any:
         (
             "short",
             500,
-            r"the judge's answer is unusable: the answer's columns main, valid do not have 2 rows",
+            r"the judge's answer is unusable: the answer needs a kind, 'main', 'valid', and 2 rows",
         ),
     ],
 )
@@ -220,13 +209,6 @@ def test_statuses_tell_whose_fault_it_is(odd: Any, prompt: str, status: int, mes
     assert reply.status_code == status and message in reply.json()["error"]
     masked = RemoteReward(odd[0]).score(LEVELS[:2], [prompt, "b"])
     assert not masked.valid.any() and f"({status})" in reason_of(masked)
-
-
-def test_the_worker_says_whose_fault_it_is(odd: Any):
-    with pytest.raises(JudgeRefused, match="ValueError: my fault"):
-        odd[1].ask(request("ValueError"))
-    with pytest.raises(JudgeFailed, match="RuntimeError: my fault"):
-        odd[1].ask(request("RuntimeError"))
 
 
 def test_a_valid_nan_is_no_score(odd: Any):
@@ -251,7 +233,7 @@ def test_a_refusal_can_name_what_is_no_text(odd: Any):
     header = json.dumps(head).encode()
     body = len(header).to_bytes(8, "little") + header + b"rgb"
     reply = httpx.post(f"{odd[0]}/v1/score", content=body, headers={"Content-Type": MEDIA_TYPE})
-    assert reply.status_code == 400 and "cannot be read as safetensors" in reply.json()["error"]
+    assert reply.status_code == 400 and "no request in the format" in reply.json()["error"]
 
 
 def test_what_is_too_large_for_the_server_is_invalid_and_its_neighbours_are_judged():
@@ -262,7 +244,7 @@ def test_what_is_too_large_for_the_server_is_invalid_and_its_neighbours_are_judg
         scores = RemoteReward(url, attempts=1).score(images, prompts)
     assert scores.valid.tolist() == [True, False, False, True] and scores.reason is not None
     assert "600 pixels; at most 500" in str(scores.reason[1])
-    assert "51 characters; at most 50" in str(scores.reason[2])
+    assert "51 characters in a prompt; at most 50" in str(scores.reason[2])
     own = Habits().score([images[0], images[3]], ["1", "4"])
     assert torch.equal(scores.value[[0, 3]], own.value)
 
@@ -274,29 +256,11 @@ def test_narrow_images_are_read_as_at_home():
     torch.testing.assert_close(there.value, Habits().score(narrow.float() / 255, ["1", "2"]).value)
 
 
-@pytest.mark.parametrize("form", ["tensor", "array", "last", "read-only", "list", "float"])
-def test_all_forms_of_pixels_arrive_as_they_are(form: str):
-    last = LEVELS.permute(0, 2, 3, 1)
-    frozen = LEVELS.numpy().copy()
-    frozen.flags.writeable = False
-    given = {
-        "tensor": LEVELS,
-        "array": last.contiguous().numpy(),
-        "last": last,
-        "read-only": frozen,
-        "list": list(LEVELS),
-        "float": LEVELS.float() / 255,
-    }[form]
-    with serving(app_of(Habits())) as url:
-        scores = RemoteReward(url).score(given, ["1", "2", "3", "4"])
-    assert torch.equal(scores.value, Habits().score(LEVELS, ["1", "2", "3", "4"]).value)
-
-
 def test_what_cannot_be_sent_is_refused_as_at_home():
     with serving(app_of(Habits())) as url:
         remote = RemoteReward(url)
         for images, prompts, message in (
-            (LEVELS, ["a"], "4 images and 1 prompts"),
+            (LEVELS[:4], ["a"], "4 images and 1 prompts"),
             (LEVELS[:1], "a", "prompts is a str"),
             (np.zeros((1, 3, 5, 3), dtype=np.uint8), ["a"], "may be .B, 3, H, W. or"),
             (LEVELS[:1, :, :0], ["a"], "images without pixels"),
@@ -310,20 +274,20 @@ def test_two_requests_of_a_call_are_under_way_and_come_back_in_order():
     gate = Gate()
     app = app_of(gate, max_batch=1, max_wait=0.0)
     with serving(app) as url, ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(RemoteReward(url).score, LEVELS, ["wait", "2", "3", "4"])
+        waiting = pool.submit(RemoteReward(url).score, LEVELS[:4], ["wait", "2", "3", "4"])
         assert gate.begun.wait(10)
         assert_soon(lambda: app.state.batcher.waiting == 1)
         time.sleep(0.1)
         assert app.state.batcher.waiting == 1, "two are under way, no more"
         gate.go.set()
-        assert torch.equal(waiting.result().value, Habits().score(LEVELS, ["wait", "2", "3", "4"]).value)
+        assert torch.equal(waiting.result().value, Habits().score(LEVELS[:4], ["wait", "2", "3", "4"]).value)
 
 
 def test_a_refusal_that_is_ours_ends_the_whole_call():
     judge = Habits()
     with serving(app_of(judge, max_batch=1, token="sesame")) as url:
         with pytest.raises(RewardError, match=r"refused it \(401\)"):
-            RemoteReward(url, token="wrong").score(LEVELS, ["1", "2", "3", "4"])
+            RemoteReward(url, token="wrong").score(LEVELS[:4], ["1", "2", "3", "4"])
     assert judge.sizes == []
 
 
@@ -382,12 +346,11 @@ def test_the_fault_of_a_neighbour_is_nobody_elses_at_the_end():
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Ctrl-C is a signal to a group of processes")
-@pytest.mark.parametrize("times", [1, 2])
-def test_ctrl_c_at_the_command_line(times: int):
+def test_ctrl_c_twice_at_the_command_line():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "visalign", "serve-reward", HOME, "--threads", "1", "--max-batch", "1"]
+    command = [sys.executable, "-m", "visalign", "serve-reward", HABITS, "--threads", "1", "--max-batch", "1"]
     server = subprocess.Popen(
         [*command, "--port", str(port)], cwd=ROOT, start_new_session=True, stderr=subprocess.PIPE, text=True
     )
@@ -395,17 +358,16 @@ def test_ctrl_c_at_the_command_line(times: int):
     try:
         assert_soon(lambda: _answers(url), 120)
         with ThreadPoolExecutor(2) as pool:
-            prompt = "nap" if times == 1 else "sleep"
-            judged = pool.submit(RemoteReward(url, attempts=1).score, LEVELS[:1], [prompt])
+            judged = pool.submit(RemoteReward(url, attempts=1).score, LEVELS[:1], ["sleep"])
             assert_soon(lambda: httpx.get(f"{url}/health").json()["counts"]["batches"] == 1)
             waiting = pool.submit(RemoteReward(url, attempts=1).score, LEVELS[:1], ["2"])
             assert_soon(lambda: httpx.get(f"{url}/health").json()["counts"]["waiting"] == 1)
             begun = time.monotonic()
-            for _ in range(times):
-                os.killpg(server.pid, signal.SIGINT)
-                time.sleep(0.5)
-            assert "failed (503)" in reason_of(waiting.result())
-            assert bool(judged.result().valid[0]) is (times == 1)
+            os.killpg(server.pid, signal.SIGINT)
+            assert "failed (503)" in reason_of(waiting.result()), "the first refuses what waits"
+            assert not judged.done()
+            os.killpg(server.pid, signal.SIGINT)
+            assert not judged.result().valid[0], "the second ends the judge"
             said = server.communicate(timeout=20)[1]
         assert "Traceback" not in said and time.monotonic() - begun < 20
     finally:

@@ -16,6 +16,12 @@ import torch
 from visalign.interfaces import Preferences, Scores
 from visalign.rewards.base.contract import make_scores, read_request
 from visalign.rewards.base.identity import Identity
+from visalign.rewards.serve.wire import JudgeRequest
+from visalign.rewards.serve.worker import answer_request, judge_card
+
+HABITS = f"{__file__}:Habits"
+"""Name of `Habits` for a worker."""
+LEVELS = torch.randint(0, 256, (9, 3, 8, 8), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
 
 
 class Habits:
@@ -36,8 +42,8 @@ class Habits:
                 os._exit(3)
             if prompt == "raise":
                 raise ValueError("a prompt that I cannot stand")
-            if prompt in ("sleep", "nap"):
-                time.sleep(30 if prompt == "sleep" else 3)
+            if prompt == "sleep":
+                time.sleep(30)
             if prompt == "refuse":
                 reasons[row] = "I do not judge this"
             image = request.images.images[row]
@@ -72,9 +78,24 @@ class Inline:
         self.restarts = 0
 
     def ask(self, request: Any, timeout: float | None = None) -> Any:
-        from visalign.rewards.serve.worker import answer_request
-
         return answer_request(self.judge, request)
+
+
+def judge_request(*prompts: str, **changes: Any) -> JudgeRequest:
+    """A request of as many images of `LEVELS` as there are prompts."""
+    fields: dict[str, Any] = {
+        "images": LEVELS[: len(prompts)],
+        "prompts": list(prompts),
+        "metadata": [None] * len(prompts),
+    }
+    return JudgeRequest(**(fields | changes))
+
+
+def app_of(judge: Any, **options: Any) -> Any:
+    """Server of a judge in this process."""
+    from visalign.rewards.serve.server import judge_server
+
+    return judge_server(Inline(judge), judge_card(judge), **options)
 
 
 @contextmanager
