@@ -157,7 +157,7 @@ def load_text_reward(name: str, *, run_device: str | None = None, **options: Any
     functions in the forms of `visalign.rewards.text.callables` (options: those of `TextFunctionReward`).
 
     Example:
-        >>> load_text_reward("boxed_answer", conflict="refuse").unit
+        >>> load_text_reward("boxed_answer", after="</think>").unit
         '1 = correct'
     """
     if name not in TEXT_CATALOGUE and ":" not in name:

@@ -19,8 +19,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from visalign.errors import CaughtError, describe_error
-from visalign.interfaces import Metadata, Scores
+from visalign.interfaces import Metadata, Prompt, Scores
 from visalign.rewards.base.callables import (
     Parameters,
     pick_arguments,
@@ -29,9 +28,9 @@ from visalign.rewards.base.callables import (
     read_signature,
     unjudged,
 )
-from visalign.rewards.base.contract import RewardError, check_choices
+from visalign.rewards.base.failure import Naming
 
-from .contract import Prompt, TextRequest, TextVerdict, read_text_request, text_scores
+from .contract import TextRequest, TextVerdict, read_text_request, text_scores
 
 _FORMS = "fn(prompts, completions, **columns) with lists, or fn(completion) with one text"
 _WRAPPED = "lambda prompts, completions, **columns: asyncio.run(...)"
@@ -49,8 +48,6 @@ class TextFunctionReward:
         unit: str = "user units",
         range: tuple[float, float] = (-math.inf, math.inf),
         higher_is_better: bool = True,
-        completions_as: str = "text",
-        on_error: str = "raise",
     ) -> None:
         """Read the signature and decide how the function is called.
 
@@ -60,21 +57,10 @@ class TextFunctionReward:
             unit: unit of the numbers.
             range: smallest and largest possible number; one outside is an error of the function.
             higher_is_better: the direction.
-            completions_as: "text", or "messages": each completion as TRL passes it for conversations, a
-                list with one message of the role "assistant".
-            on_error: when the function raises, "raise" stops with its name; "mask" makes the samples of
-                that call invalid (one sample, or the batch of a function that takes lists).
         """
         self.name = name or getattr(function, "__name__", type(function).__name__)
-        check_choices(
-            self.name,
-            completions_as=(completions_as, ("text", "messages")),
-            on_error=(on_error, ("raise", "mask")),
-        )
         self.unit, self.higher_is_better = unit, higher_is_better
         self.range = (float(range[0]), float(range[1]))
-        self._as_messages = completions_as == "messages"
-        self._mask = on_error == "mask"
         self._function = function
         self._parameters = read_signature(self.name, function, forms=_FORMS, wrapped=_WRAPPED)
         self._batched = _takes_lists(self.name, self._parameters)
@@ -82,72 +68,41 @@ class TextFunctionReward:
     def score(
         self, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None = None
     ) -> Scores:
-        """Call the function; rows for which it returns None or NaN are invalid. Exceptions (unless masked),
-        and an answer of another form or outside the range, raise a `RewardError` with the reward's name.
-        """
+        """Call the function; rows for which it returns None or NaN are invalid."""
         request = read_text_request(self.name, completions, prompts, metadata)
         if not len(request):
             return text_scores([], self.unit)
-        answers = self._call_once(request) if self._batched else self._call_each(request)
-        return text_scores([self._verdict(answer) for answer in answers], self.unit)
+        keys = list(dict.fromkeys(key for record in request.metadata if record for key in record))
+        call = self._call_once if self._batched else self._call_each
+        verdicts = []
+        for number in call(request, keys):
+            reason = unjudged(self.name, number, self.range)
+            verdicts.append(TextVerdict(value=number, reason=reason))
+        return text_scores(verdicts, self.unit)
 
-    def _call_once(self, request: TextRequest) -> list[float | str]:
-        """Numbers (or reasons why there is none) of all samples from one call with lists."""
-        size = len(request)
-        columns = {key: request.column(key) for key in _keys(request)}
-        completions = [self._convert(completion) for completion in request.completions]
-        offered = columns | {"prompts": list(request.prompts), "completions": completions}
+    def _call_once(self, request: TextRequest, keys: list[str]) -> list[float]:
+        columns = {key: request.column(key) for key in keys}
+        offered = columns | {"prompts": list(request.prompts), "completions": list(request.completions)}
         arguments = pick_arguments(self.name, self._parameters, offered, ("prompts", "completions"))
-        with CaughtError() as attempt:
+        with Naming(self.name):
             answer = self._function(**arguments)
-        if attempt.error is not None:
-            return [self._failed(attempt.error)] * size
-        return [*read_numbers(self.name, answer, size, noun="completion", position="for completion")]
+        return read_numbers(self.name, answer, len(request), noun="completion", position="for completion")
 
-    def _call_each(self, request: TextRequest) -> list[float | str]:
-        """Numbers (or reasons why there is none) from one call per sample."""
-        keys = _keys(request)
-        answers: list[float | str] = []
-        only = next(iter(self._parameters)) if len(self._parameters) == 1 else None
+    def _call_each(self, request: TextRequest, keys: list[str]) -> list[float]:
+        only = next(iter(self._parameters.values())) if len(self._parameters) == 1 else None
+        numbers = []
         for row, completion in enumerate(request.completions):
             record = request.metadata[row] or {}
             offered = {key: record.get(key) for key in keys}
-            offered |= {"prompt": request.prompts[row], "completion": self._convert(completion)}
-            with CaughtError() as attempt:
-                if only is not None and self._parameters[only].kind in _POSITIONAL:
-                    answer = self._function(offered["completion"])
+            offered |= {"prompt": request.prompts[row], "completion": completion}
+            with Naming(self.name):
+                if only is not None and only.kind in _POSITIONAL:
+                    answer = self._function(completion)
                 else:
                     names = ("prompt", "completion")
                     answer = self._function(**pick_arguments(self.name, self._parameters, offered, names))
-            if isinstance(attempt.error, RewardError):
-                raise attempt.error
-            if attempt.error is not None:
-                answers.append(self._failed(attempt.error))
-            else:
-                answers.append(read_number(self.name, answer, f"for completion {row}"))
-        return answers
-
-    def _convert(self, completion: str) -> Any:
-        return [{"role": "assistant", "content": completion}] if self._as_messages else completion
-
-    def _failed(self, error: BaseException) -> str:
-        """Reason for a masked call; else raise an error that names the reward."""
-        if self._mask:
-            return f"{self.name} raised {describe_error(error)}"
-        raise RewardError(
-            f"Reward {self.name!r} raised {describe_error(error)}. For a completion that cannot be judged "
-            "return None, or set on_error='mask'."
-        ) from error
-
-    def _verdict(self, answer: float | str) -> TextVerdict:
-        if isinstance(answer, str):
-            return TextVerdict(reason=answer)
-        reason = unjudged(self.name, answer, self.range)
-        return TextVerdict(value=answer) if reason is None else TextVerdict(reason=reason)
-
-
-def _keys(request: TextRequest) -> list[str]:
-    return list(dict.fromkeys(key for record in request.metadata if record for key in record))
+            numbers.append(read_number(self.name, answer, f"for completion {row}"))
+        return numbers
 
 
 def _takes_lists(name: str, parameters: Parameters) -> bool:

@@ -24,8 +24,9 @@ def load_classifier(
     precision: str,
     device: torch.device,
 ) -> torch.nn.Module:
-    """Load the classifier (folder, hub name or module) in evaluation mode. `loader` is the transformers class
-    AutoModelFor…Classification, `kind` "sequence" or "token", `precision` that of the weights.
+    """Load the classifier (folder, hub name or module) in evaluation mode.
+
+    `loader` is the transformers class AutoModelFor…Classification, `kind` "sequence" or "token".
     """
     dtype = dtype_of(precision, f"{name}: ")
     if isinstance(model, torch.nn.Module):

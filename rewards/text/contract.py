@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -63,28 +64,40 @@ def read_text_request(
     name: str, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None
 ) -> TextRequest:
     """Check types and lengths of B completions, B prompts and B metadata records (None for none)."""
-    _check_list(name, "completions", completions, "string")
-    _check_list(name, "prompts", prompts, "string or conversation")
-    size = len(completions)
-    if len(prompts) != size:
+    items = (("completions", completions, "string"), ("prompts", prompts, "string or conversation"))
+    for argument, values, item in items:
+        if isinstance(values, str | Mapping) or not isinstance(values, Sequence):
+            raise TypeError(
+                f"{name}: {argument} is a {type(values).__name__}, needed is a list with one {item} per "
+                "completion."
+            )
+    if len(prompts) != len(completions):
         raise ValueError(
-            f"{name}: {size} completions and {len(prompts)} prompts; give one prompt per completion, "
-            "repeated for each sample of its group."
+            f"{name}: {len(completions)} completions and {len(prompts)} prompts; give one prompt per "
+            "completion, repeated for each sample of its group."
         )
-    for index, completion in enumerate(completions):
+    for index, (completion, prompt) in enumerate(zip(completions, prompts, strict=True)):
         if not isinstance(completion, str):
             raise TypeError(
-                f"{name}: completions[{index}] is a {type(completion).__name__}, needed is a string"
-                f"{_completion_hint(completion)}."
+                f"{name}: completions[{index}] is a {type(completion).__name__}, needed is a string: of a "
+                "conversation give the content, and do not score a generation that failed."
             )
-    for index, prompt in enumerate(prompts):
-        if not isinstance(prompt, str) and not _is_conversation(prompt):
+        if not isinstance(prompt, str) and not is_conversation(prompt):
             raise TypeError(
                 f"{name}: prompts[{index}] is {type(prompt).__name__} {shortened(prompt, 40)}; needed is a "
                 "string, or a list of messages such as {'role': 'user', 'content': 'text'}."
             )
-    records = read_metadata(name, metadata, size, noun="completion")
+    records = read_metadata(name, metadata, len(completions), noun="completion")
     return TextRequest(list(completions), list(prompts), records)
+
+
+def is_conversation(prompt: Any) -> bool:
+    """True for a list of at least one message with a role and content."""
+    return (
+        isinstance(prompt, Sequence)
+        and len(prompt) > 0
+        and all(isinstance(part, Mapping) and "role" in part and "content" in part for part in prompt)
+    )
 
 
 def text_scores(
@@ -108,29 +121,15 @@ def after_marker(completion: str, marker: str | None) -> str | None:
     return rest if separator else None
 
 
+def regular_expression(name: str, pattern: str | None) -> re.Pattern[str] | None:
+    """Compile a user's pattern, in which "." matches line ends too."""
+    try:
+        return None if pattern is None else re.compile(pattern, re.DOTALL)
+    except re.error as error:
+        raise ValueError(f"{name}: pattern {pattern!r} is no regular expression ({error}).") from error
+
+
 def shortened(text: object, limit: int = 60) -> str:
     """Quote the start of a text, for a remark."""
     text = text if isinstance(text, str) else repr(text)
     return repr(text if len(text) <= limit else text[:limit] + "…")
-
-
-def _check_list(name: str, argument: str, values: Any, item: str) -> None:
-    if isinstance(values, str | Mapping) or not isinstance(values, Sequence):
-        raise TypeError(
-            f"{name}: {argument} is a {type(values).__name__}, needed is a list with one {item} per "
-            "completion."
-        )
-
-
-def _is_conversation(prompt: Any) -> bool:
-    return (
-        isinstance(prompt, Sequence)
-        and len(prompt) > 0
-        and all(isinstance(part, Mapping) and "role" in part and "content" in part for part in prompt)
-    )
-
-
-def _completion_hint(completion: Any) -> str:
-    if _is_conversation(completion):
-        return "; of a list of messages give the content: completion[0]['content']"
-    return "; mark a generation that failed before it is scored, do not score it"

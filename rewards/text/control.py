@@ -6,10 +6,10 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from visalign.interfaces import Metadata, Scores
+from visalign.interfaces import Metadata, Prompt, Scores
 from visalign.seeds import sample_seed
 
-from .contract import Prompt, TextVerdict, read_text_request, text_scores
+from .contract import TextVerdict, read_text_request, text_scores
 
 
 class RandomReward:
@@ -23,7 +23,7 @@ class RandomReward:
     higher_is_better = True
 
     def __init__(self, share: float = 0.5, *, seed: int = 0, name: str = "random") -> None:
-        """Set the probability `share` of a 1, between 0 and 1, and the random seed."""
+        """Set the probability `share` of a 1, and the random seed."""
         if not 0 < share < 1:
             raise ValueError(f"{name}: share is {share}; allowed are numbers between 0 and 1, without them.")
         self.name, self._share, self._seed = name, share, seed
@@ -33,9 +33,9 @@ class RandomReward:
     ) -> Scores:
         """Draw for each completion."""
         request = read_text_request(self.name, completions, prompts, metadata)
-        keys = [json.dumps(prompt, sort_keys=True, default=str) for prompt in request.prompts]
-        uniform = [
-            sample_seed(self._seed, "random reward", prompt, completion) / 2**63
-            for prompt, completion in zip(keys, request.completions, strict=True)
-        ]
-        return text_scores([TextVerdict(value=float(draw < self._share)) for draw in uniform], self.unit)
+        verdicts = []
+        for prompt, completion in zip(request.prompts, request.completions, strict=True):
+            key = json.dumps(prompt, sort_keys=True, default=str)
+            uniform = sample_seed(self._seed, "random reward", key, completion) / 2**63
+            verdicts.append(TextVerdict(value=float(uniform < self._share)))
+        return text_scores(verdicts, self.unit)

@@ -49,17 +49,15 @@ class TextEnsemble(Ensemble):
             device: default device of the members' networks.
         """
         if not isinstance(members, Mapping):
-            names = members if isinstance(members, list | tuple) else ()
-            if (
-                not names
-                or not all(isinstance(member, str) for member in names)
-                or len({*names}) < len(names)
-            ):
+            names = (
+                [member for member in members if isinstance(member, str)] if isinstance(members, list) else []
+            )
+            if not names or len(set(names)) < len(members):
                 raise RewardError(
                     f"{name}: members is {members!r}; give different names, or {{label: {{name: "
                     "reward, option: value}}}} for one reward with several options."
                 )
-            members = {member: member for member in members}
+            members = {member: member for member in names}
         loaded: Any = {label: _load_member(name, label, member, device) for label, member in members.items()}
         super().__init__(
             loaded,
@@ -97,6 +95,5 @@ def _load_member(name: str, label: str, member: Any, device: str | None) -> Text
         options = {"name": label, **member}
         return load_text_reward(options.pop("name"), run_device=device, **options)
     if not hasattr(member, "score"):
-        text = "empty" if member is None else repr(member)
-        raise RewardError(f"{name}: member {label!r} is {text}; give a reward's name or its options.")
+        raise RewardError(f"{name}: member {label!r} is {member!r}; give a reward's name or its options.")
     return member

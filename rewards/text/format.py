@@ -7,12 +7,12 @@ import importlib
 import importlib.util
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from visalign.rewards.base.contract import RewardError, check_choices
+from visalign.rewards.base.contract import RewardError, check_choices, check_rules
 
-from .contract import TextRule, TextVerdict, shortened
+from .contract import TextRule, TextVerdict, regular_expression, shortened
 from .parsing import fenced_blocks
 
 
@@ -28,7 +28,7 @@ class TextFormat(TextRule):
     def __init__(
         self,
         *,
-        tags: Sequence[str] | None = None,
+        tags: Sequence[str] = ("think", "answer"),
         pattern: str | None = None,
         prefilled: str = "",
         name: str = "text_format",
@@ -36,28 +36,24 @@ class TextFormat(TextRule):
         """Choose the form.
 
         Args:
-            tags: names in order; ("think", "answer") when neither tags nor pattern are given.
-            pattern: regular expression for the stripped text; "." matches line ends too.
+            tags: names in order.
+            pattern: regular expression for the stripped text, instead of tags; "." matches line ends too.
             prefilled: start of the completion that the chat template wrote ("<think>" for some models); put
                 in front before the check.
             name: for messages and logs.
         """
-        if tags is not None and pattern is not None:
-            raise ValueError(f"{name}: give tags or pattern, not both.")
+        is_valid = all(re.fullmatch(r"[\w-]+", tag) for tag in tags) and 0 < len(set(tags)) == len(tags)
+        check_rules(name, {f"tags are {list(tags)}; give at least one, each once, without < and >": is_valid})
         self.name = name
         self._prefilled = prefilled
-        self._pattern = _regular_expression(name, pattern)
-        self._tags = list(tags if tags is not None else ("think", "answer"))
-        if not self._tags or len(set(self._tags)) < len(self._tags):
-            raise ValueError(f"{name}: tags are {self._tags}; give at least one, each once.")
-        for tag in self._tags:
-            if not re.fullmatch(r"[\w-]+", tag):
-                raise ValueError(f"{name}: {tag!r} is no name of a tag; give it without < and >.")
-        self._any_tag = re.compile(f"<(/?)({'|'.join(map(re.escape, self._tags))})>")
+        self._pattern = regular_expression(name, pattern)
+        self._tags = list(tags)
+        self._any_tag = re.compile(f"<(/?)({'|'.join(map(re.escape, tags))})>")
 
     def judge(self, completion: str, record: Mapping[str, Any]) -> TextVerdict:
         """Check the form; the record is ignored."""
-        return _pass_or_fail(self._problem(self._prefilled + completion))
+        problem = self._problem(self._prefilled + completion)
+        return TextVerdict(value=float(problem is None), remark=problem or "")
 
     def _problem(self, text: str) -> str | None:
         if self._pattern is not None:
@@ -88,47 +84,23 @@ class JsonFormat(TextRule):
     unit = "1 = right form"
 
     def __init__(
-        self,
-        *,
-        schema: Mapping[str, Any] | None = None,
-        schema_field: str | None = None,
-        where: str = "whole",
-        name: str = "json_format",
+        self, *, schema: Mapping[str, Any] | None = None, where: str = "whole", name: str = "json_format"
     ) -> None:
         """Choose the schema.
 
         Args:
-            schema: a JSON schema for all samples; None only parses. Needs the package jsonschema.
-            schema_field: metadata field with the sample's own schema.
+            schema: a JSON schema; None only parses. Needs the package jsonschema.
             where: "whole" (the stripped completion) or "fence" (its only fenced block that is
                 marked json, or not marked).
             name: for messages and logs.
         """
-        if schema is not None and schema_field is not None:
-            raise ValueError(f"{name}: give schema or schema_field, not both.")
         check_choices(name, where=(where, ("whole", "fence")))
         self.name = name
-        self._field, self._where = schema_field, where
-        if schema is not None or schema_field is not None:
-            _need_jsonschema(name)
-        self._check = None
-        if schema is not None:
-            try:
-                self._check = self._checker(schema)
-            except ValueError as error:
-                raise ValueError(f"{name}: the schema is not valid: {error}.") from error
+        self._where = where
+        self._validator = None if schema is None else _validator(name, schema)
 
     def judge(self, completion: str, record: Mapping[str, Any]) -> TextVerdict:
-        """Check form and schema; a sample that lacks its schema is invalid."""
-        check = self._check
-        if self._field is not None:
-            schema = record.get(self._field)
-            if schema is None:
-                return TextVerdict(reason=f"its metadata has no {self._field!r}")
-            try:
-                check = self._checker(schema)
-            except ValueError as error:
-                return TextVerdict(reason=f"the schema in {self._field!r} is not valid: {error}")
+        """Check form and schema; the record is ignored."""
         text = completion
         if self._where == "fence":
             blocks = [block for language, block in fenced_blocks(completion) if language in ("json", "")]
@@ -137,35 +109,12 @@ class JsonFormat(TextRule):
             text = blocks[0]
         try:
             value = read_json(text)
+            errors = [] if self._validator is None else list(self._validator.iter_errors(value))
         except (ValueError, RecursionError) as error:
             return TextVerdict(value=0.0, remark=f"no JSON: {error}"[:200])
-        return _pass_or_fail(None if check is None else check(value))
-
-    def _checker(self, schema: Any) -> Callable[[Any], str | None]:
-        """Build a function that says what is wrong with a value; remote references are not fetched."""
-        jsonschema, referencing = (importlib.import_module(part) for part in ("jsonschema", "referencing"))
-        if not isinstance(schema, Mapping):
-            raise ValueError(f"it is a {type(schema).__name__}, needed is a mapping")
-        kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
-        try:
-            kind.check_schema(schema)
-        except jsonschema.exceptions.SchemaError as error:
-            raise ValueError(error.message) from error
-        validator = kind(schema, registry=referencing.Registry())
-
-        def check(value: Any) -> str | None:
-            try:
-                error = jsonschema.exceptions.best_match(validator.iter_errors(value))
-            except referencing.exceptions.Unresolvable as problem:
-                raise RewardError(
-                    f"{self.name}: the schema refers to {problem.ref!r}, which is not in it, and nothing is "
-                    "fetched. Put the part under $defs."
-                ) from problem
-            except RecursionError:
-                return "it nests too deep"
-            return None if error is None else f"{error.json_path}: {error.message}"[:200]
-
-        return check
+        if not errors:
+            return TextVerdict(value=1.0)
+        return TextVerdict(value=0.0, remark=f"{errors[0].json_path}: {errors[0].message}"[:200])
 
 
 def read_json(text: str) -> Any:
@@ -182,22 +131,17 @@ def read_json(text: str) -> Any:
     return json.loads(text, parse_constant=constant, object_pairs_hook=unique)
 
 
-def _pass_or_fail(problem: str | None) -> TextVerdict:
-    return TextVerdict(value=float(problem is None), remark=problem or "")
-
-
-def _regular_expression(name: str, pattern: str | None) -> re.Pattern[str] | None:
-    if pattern is None:
-        return None
-    try:
-        return re.compile(pattern, re.DOTALL)
-    except re.error as error:
-        raise ValueError(f"{name}: pattern {pattern!r} is no regular expression ({error}).") from error
-
-
-def _need_jsonschema(name: str) -> None:
+def _validator(name: str, schema: Mapping[str, Any]) -> Any:
+    """Build the validator of a schema; remote references are not fetched."""
     if importlib.util.find_spec("jsonschema") is None:
         raise RewardError(
             f"{name}: checking a schema needs the package jsonschema, which is not installed: "
-            "python -m pip install jsonschema. Without schema and schema_field JSON is only parsed."
+            "python -m pip install jsonschema. Without a schema JSON is only parsed."
         )
+    jsonschema, referencing = (importlib.import_module(part) for part in ("jsonschema", "referencing"))
+    kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
+    try:
+        kind.check_schema(schema)
+    except jsonschema.exceptions.SchemaError as error:
+        raise ValueError(f"{name}: the schema is not valid: {error.message}.") from error
+    return kind(schema, registry=referencing.Registry())  # an empty registry fetches nothing

@@ -11,6 +11,7 @@ Sources: Yuan et al., "Free process rewards without process labels", arXiv 2412.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from visalign.core.rewards.steps import implicit_step_rewards
+from visalign.rewards.base.contract import check_rules
 from visalign.text.log_ratio import model_log_prob, reference_log_prob
 from visalign.text.policy_protocol import TextPolicy
 from visalign.text.rollout import TextRollout
@@ -68,12 +70,13 @@ class ImplicitProcessReward:
             policy: π_φ, with the token ids of the rollouts that it scores.
             tokenizer: of the policy that writes the rollouts, to find their steps.
             reference: π_ref; `policy.reference()`, the model before training, when None.
-            beta: β > 0, reward per nat, as in its training; 0.05 in PRIME.
+            beta: reward per nat, as in its training; 0.05 in PRIME.
             separator: text that ends a step.
-            name: for messages and logs.
+            name: for messages.
         """
-        if not 0 < beta < float("inf"):
-            raise ValueError(f"{name}: beta is {beta}; it must be positive and finite, 0.05 in PRIME.")
+        check_rules(
+            name, {f"beta is {beta}; it must be positive and finite, 0.05 in PRIME": 0 < beta < math.inf}
+        )
         self.name, self.policy, self.reference_policy = name, policy, reference
         self.tokenizer, self.beta = tokenizer, beta
         self.reading = StepReading(separator=separator)
@@ -106,9 +109,7 @@ class ImplicitProcessReward:
         """Sum the rewards of the tokens of each step."""
         step = step_index(rollout, self.tokenizer, self.reading)
         count = int(step.max()) + 1 if step.numel() else 0
-        column = torch.where(
-            step >= 0, step, count
-        )  # tokens outside the steps go to a column that is cut off
+        column = torch.where(step >= 0, step, count)  # tokens outside the steps: a column that is cut off
         zeros = torch.zeros(len(rollout), count + 1)
         total = zeros.scatter_add(1, column, token)
         exists = zeros.scatter_add(1, column, torch.ones_like(token)) > 0

@@ -4,16 +4,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from visalign.core.rewards.terms import soft_overlong
-from visalign.interfaces import Metadata, Scores
-from visalign.rewards.base.contract import check_choices, check_counts
+from visalign.interfaces import Metadata, Prompt, Scores
+from visalign.rewards.base.contract import check_choices, check_counts, check_rules
 
-from .contract import Prompt, TextRule, TextVerdict, read_text_request, text_scores
+from .contract import TextRule, TextVerdict, read_text_request, text_scores
 
 RULES: dict[str, tuple[set[str], ...]] = {
     "target": ({"target", "scale"}, {"target_field", "scale"}),
@@ -21,6 +21,7 @@ RULES: dict[str, tuple[set[str], ...]] = {
     "soft_overlong": ({"max_length", "cache"},),
 }
 """rule -> sets of options that it takes, one of them exactly."""
+UNITS = ("words", "characters")
 
 
 class LengthReward:
@@ -40,8 +41,7 @@ class LengthReward:
         self,
         rule: str = "soft_overlong",
         *,
-        count: Any = "words",
-        length_field: str | None = None,
+        count: str = "words",
         target: float | None = None,
         target_field: str | None = None,
         scale: float | None = None,
@@ -53,10 +53,7 @@ class LengthReward:
 
         Args:
             rule: see the class.
-            count: "words" (between white space), "characters", a function of the text that returns a number
-                or a list of tokens, or a transformers tokenizer. Tokenizing the text again can give another
-                length than was generated; prefer length_field where the trainer provides it.
-            length_field: metadata field with the number of generated tokens; then nothing is counted.
+            count: unit of length, "words" (between white space) or "characters".
             target: target length, for "target".
             target_field: metadata field with the sample's own target.
             scale: length that costs the full penalty, for "target" and "linear".
@@ -64,54 +61,51 @@ class LengthReward:
             cache: c of "soft_overlong", 1 … L.
             name: for messages and logs.
         """
-        check_choices(name, rule=(rule, RULES))
+        check_choices(name, rule=(rule, RULES), count=(count, UNITS))
         options = {"target": target, "target_field": target_field, "scale": scale}
         options |= {"max_length": max_length, "cache": cache}
         names = {key for key, value in options.items() if value is not None}
-        if names not in RULES[rule]:
-            needed = " or ".join(" and ".join(sorted(option)) for option in RULES[rule])
-            raise ValueError(
-                f"{name}: rule {rule!r} takes {needed}, no more and no less; given: "
-                f"{', '.join(sorted(names)) or 'nothing'}."
-            )
-        for key, value in (("target", target), ("scale", scale)):
-            if value is not None and not (math.isfinite(value) and value > 0):
-                raise ValueError(f"{name}: {key} is {value}; allowed are finite numbers above 0.")
-        if max_length is not None and cache is not None and not 1 <= cache <= max_length:
-            raise ValueError(f"{name}: cache is {cache}; allowed are 1 to max_length, which is {max_length}.")
-        self.name = name
-        self._rule, self._target, self._target_field = rule, target, target_field
-        self._length_field, self._scale = length_field, scale or 1.0
+        needed = " or ".join(" and ".join(sorted(option)) for option in RULES[rule])
+        self._target, self._scale = target, scale or 1.0
         self._max_length, self._cache = max_length or 1, cache or 1
-        self._count = _counter(name, count)
+        check_rules(
+            name,
+            {
+                f"rule {rule!r} takes {needed}, no more and no less; given: "
+                f"{', '.join(sorted(names)) or 'nothing'}": names in RULES[rule],
+                f"target is {target} and scale {scale}; allowed are finite numbers above 0": all(
+                    value is None or 0 < value < math.inf for value in (target, scale)
+                ),
+                f"cache is {cache}; allowed are 1 to max_length, which is {max_length}": 1
+                <= self._cache
+                <= self._max_length,
+            },
+        )
+        self.name = name
+        self._rule, self._count, self._target_field = rule, count, target_field
 
     def score(
         self, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None = None
     ) -> Scores:
         """Penalise each completion; the part "length" has the lengths."""
         request = read_text_request(self.name, completions, prompts, metadata)
-        if self._length_field is None:
-            lengths = [self._count(completion) for completion in request.completions]
-        else:
-            lengths = request.column(self._length_field)
+        lengths = [len(text.split() if self._count == "words" else text) for text in request.completions]
         targets = request.column(self._target_field) if self._target_field else [self._target] * len(request)
-        part = [float(length) if _is_length(length) else math.nan for length in lengths]
-        return text_scores(list(map(self._judge, lengths, targets)), self.unit, parts={"length": part})
+        return text_scores(list(map(self._judge, lengths, targets)), self.unit, parts={"length": lengths})
 
-    def _judge(self, length: Any, target: Any) -> TextVerdict:
-        checked = [(length, self._length_field)]
-        if self._rule == "target":
-            checked.append((target, self._target_field))
-        for value, field in checked:
-            if not _is_length(value):
-                return TextVerdict(reason=f"its metadata has {value!r} as {field!r}, needed is a length")
+    def _judge(self, length: int, target: Any) -> TextVerdict:
         if self._rule == "soft_overlong":
             tensor = torch.tensor([length], dtype=torch.float64)
             value = soft_overlong(tensor, max_length=self._max_length, cache=self._cache).item()
-        else:
-            distance = length if self._rule == "linear" else abs(length - target)
-            value = -min(distance / self._scale, 1.0)
-        return TextVerdict(value=value, remark=f"length {length:g}")
+            return TextVerdict(value=value, remark=f"length {length}")
+        if self._rule == "linear":
+            target = 0
+        elif not isinstance(target, int | float) or not 0 <= target < math.inf:
+            return TextVerdict(
+                reason=f"its metadata has {target!r} as {self._target_field!r}, needed is a length"
+            )
+        value = -min(abs(length - target) / self._scale, 1.0)
+        return TextVerdict(value=value, remark=f"length {length}")
 
 
 class RepetitionPenalty(TextRule):
@@ -125,15 +119,9 @@ class RepetitionPenalty(TextRule):
     unit = "share of repeated n-grams"
 
     def __init__(self, n: int = 3, *, by: str = "words", name: str = "repetition") -> None:
-        """Choose the n-gram.
-
-        Args:
-            n: units in one n-gram.
-            by: "words" (between white space, case-insensitive) or "characters".
-            name: for messages and logs.
-        """
+        """Choose the number n of units in an n-gram, "words" (case-insensitive) or "characters"."""
         check_counts(name, n=n)
-        check_choices(name, by=(by, ("words", "characters")))
+        check_choices(name, by=(by, UNITS))
         self.name = name
         self._n, self._by = n, by
 
@@ -146,27 +134,3 @@ class RepetitionPenalty(TextRule):
             return TextVerdict(value=0.0, remark=f"fewer than {self._n} {self._by}")
         repeated = len(grams) - len(set(grams))
         return TextVerdict(value=-repeated / len(grams), remark=f"{repeated} of {len(grams)} repeat")
-
-
-def _counter(name: str, count: Any) -> Callable[[str], Any]:
-    if count == "words":
-        return lambda text: len(text.split())
-    if count == "characters":
-        return len
-    if hasattr(count, "encode") and not isinstance(count, str):
-        return lambda text: len(count.encode(text, add_special_tokens=False))
-    if not callable(count):
-        raise ValueError(
-            f"{name}: count is {count!r}; allowed are 'words', 'characters', a function of the text, or a "
-            "tokenizer."
-        )
-
-    def measure(text: str) -> Any:
-        length: Any = count(text)
-        return length if isinstance(length, int | float) else len(length)
-
-    return measure
-
-
-def _is_length(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf

@@ -122,18 +122,11 @@ NORMALISERS: dict[str, Callable[[str], str]] = {
 }
 
 
-def parse_number(
-    value: object, *, percent: str = "hundredth", units: tuple[str, ...] = ()
-) -> Fraction | None:
+def parse_number(value: object) -> Fraction | None:
     r"""Parse the exact value of a number, however it is written; None where it is no number.
 
     Accepted are 1234.5, 1,234.5 (groups of three), 3/4, 1 3/4, \frac{3}{4}, 1.5e3, 1.5×10^3, 2^{10},
-    \sqrt{16} (of squares), 50%, a leading currency sign, and a leading "x =".
-
-    Args:
-        value: text, int, float or Fraction.
-        percent: "hundredth" reads 50% as 0.5, "ignore" as 50.
-        units: endings that are removed first, e.g. ("cm", "degrees").
+    \sqrt{16} (of squares), 50% as 0.5, a leading currency sign, and a leading "x =".
 
     >>> parse_number(r"\frac{3}{4}"), parse_number("1,234.5"), parse_number("nan")
     (Fraction(3, 4), Fraction(2469, 2), None)
@@ -144,15 +137,8 @@ def parse_number(
     if len(text) > NUMBER_LIMIT:
         return None
     text = _plain_notation(text)
-    for unit in sorted(units, key=len, reverse=True):
-        if text.casefold().endswith(unit.casefold()):
-            text = text[: -len(unit)].rstrip()
-            break
-    scale = 1
-    if text.endswith("%"):
-        text, scale = text[:-1].rstrip(), 100 if percent == "hundredth" else 1
-    number = _fraction(text)
-    return None if number is None else number / scale
+    number = _fraction(text.removesuffix("%").rstrip())
+    return number / 100 if number is not None and text.endswith("%") else number
 
 
 def names_differ(left: object, right: object) -> bool:
@@ -259,7 +245,7 @@ def has_fence(text: str) -> bool:
 
 
 def fenced_blocks(text: str) -> list[tuple[str, str]]:
-    """List (language or "", content) of the closed fenced blocks in order; one that is cut off is ignored."""
+    """List (language or "", content) of the closed fenced blocks in order."""
     blocks: list[tuple[str, str]] = []
     opened: re.Match[str] | None = None
     for line in _FENCE.finditer(text):

@@ -119,7 +119,17 @@ class ProcessRewardModel:
         self.model: Any = load_classifier(
             name, model, AutoModelForTokenClassification, "token", precision, self.device
         )
-        self._choose_aggregate(aggregate)
+        labels = self.model.config.num_labels
+        if labels not in (1, 2):
+            raise RewardError(
+                f"{name}: the model has {labels} labels; a process reward model has two, wrong and right "
+                "(num_labels=2), or one, the contribution. Choose one that was trained as such."
+            )
+        self.aggregates = get_args(Aggregate) if labels == 2 else CONTRIBUTIONS
+        if labels == 1:
+            self.range, self.unit = (-math.inf, math.inf), "outcome"
+        self.aggregate = aggregate or self.aggregates[0]
+        check_choices(name, aggregate=(self.aggregate, self.aggregates))
         self.tokenizer: Any = load_tokenizer(name, model, tokenizer)
         self._encoder = StepEncoder(self.tokenizer, self.reading)
         self.max_length = longest_text(self.model, self.tokenizer, max_length)
@@ -132,11 +142,18 @@ class ProcessRewardModel:
         reasons: list[str | None] = [None] * len(request)
         encoded: dict[int, StepTokens] = {}
         for row, (prompt, completion) in enumerate(zip(request.prompts, request.completions, strict=True)):
-            tokens = self._encode(prompt, [completion[start:end] for start, end in spans[row]])
-            if isinstance(tokens, str):
-                reasons[row] = tokens
-            else:
+            steps = [completion[start:end] for start, end in spans[row]]
+            reasons[row] = self._problem(steps)
+            if reasons[row] is not None:
+                continue
+            tokens = self._encoder.encode(prompt, steps)
+            length = len(tokens.ids)
+            if length <= self.max_length:
                 encoded[row] = tokens
+            else:
+                reasons[row] = (
+                    f"prompt and steps have {length} tokens; the model reads at most {self.max_length}"
+                )
         order = sorted(encoded, key=lambda row: len(encoded[row].ids))
         for start in range(0, len(order), self.batch_size):
             rows = order[start : start + self.batch_size]
@@ -165,10 +182,10 @@ class ProcessRewardModel:
         return make_scores(parts[self.aggregate], scores.reason, self.unit, parts=parts, text=text)
 
     def score_rollout(self, rollout: TextRollout, *, tokenizer: Any = None) -> StepRewards:
-        """Rewards [B, K] of the steps of a rollout, and the step of each token [B, T].
+        """Score the steps of a rollout; `tokens()` of the result gives process rewards [B, T].
 
-        `tokens()` of the result gives process rewards [B, T]. A completion cut at the length limit is scored
-        with its unfinished last step. `tokenizer` is that of the policy that wrote it; the model's when None.
+        A completion cut at the length limit is scored with its unfinished last step. `tokenizer` is that of
+        the policy that wrote it; the model's when None.
         """
         scores = self.steps(list(rollout.text), list(rollout.prompt))
         step = step_index(rollout, self.tokenizer if tokenizer is None else tokenizer, self.reading)
@@ -180,40 +197,12 @@ class ProcessRewardModel:
             reward=scores.padded(), step=step, valid=scores.valid & rollout.generated, reason=reasons
         )
 
-    def _choose_aggregate(self, aggregate: str | None) -> None:
-        """Set aggregates, range and unit by the number of the model's labels."""
-        name, labels = self.name, self.model.config.num_labels
-        if labels not in (1, 2):
-            raise RewardError(
-                f"{name}: the model has {labels} labels; a process reward model has two, wrong and right "
-                "(num_labels=2), or one, the contribution. Choose one that was trained as such."
-            )
-        self.aggregates = get_args(Aggregate) if labels == 2 else CONTRIBUTIONS
-        if labels == 1:
-            self.range, self.unit = (-math.inf, math.inf), "outcome"
-        self.aggregate = self.aggregates[0] if aggregate is None else aggregate
-        if self.aggregate not in self.aggregates:
-            raise ValueError(
-                f"{name}: aggregate is {aggregate!r}; allowed are {', '.join(self.aggregates)} of a model "
-                f"with {labels} labels."
-            )
-
-    def _encode(self, prompt: Prompt, steps: list[str]) -> StepTokens | str:
-        """Encode prompt and steps; a string is the reason why they cannot be scored."""
+    def _problem(self, steps: list[str]) -> str | None:
+        """Reason why steps cannot be scored, or None."""
         if len(steps) < self.min_steps:
-            return (
-                f"it has {len(steps)} steps, cut at {self.reading.separator!r}; at least {self.min_steps} "
-                "are needed"
-            )
-        forged = next(filter(None, (spelled_out(self.tokenizer, step) for step in steps)), None)
-        if forged is not None:
-            return forged
-        tokens = self._encoder.encode(prompt, steps)
-        if len(tokens.ids) > self.max_length:
-            return (
-                f"prompt and steps have {len(tokens.ids)} tokens; the model reads at most {self.max_length}"
-            )
-        return tokens
+            cut = f"cut at {self.reading.separator!r}"
+            return f"it has {len(steps)} steps, {cut}; at least {self.min_steps} are needed"
+        return next(filter(None, (spelled_out(self.tokenizer, step) for step in steps)), None)
 
     @torch.no_grad()
     def _forward(self, batch: list[StepTokens]) -> list[Tensor]:

@@ -8,14 +8,14 @@ no error, and images are compared over all answers of a call.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from visalign.core.preference.fidelity import FLOOR, answer_statistics, fidelity_rewards
 from visalign.interfaces import Metadata, Prompt, RewardCapabilities, Scores
-from visalign.rewards.base.contract import check_choices
+from visalign.rewards.base.contract import check_choices, check_rules
 from visalign.rewards.reading.numbers import AnswerError
 from visalign.rewards.reading.ratings import FORMS, first_word
 from visalign.rewards.reading.verdicts import OPTIONS, verdict
@@ -64,8 +64,8 @@ class RatingReward:
             name: for messages and logs.
         """
         check_choices(name, rule=(rule, RULES), reads=(reads, FORMS))
-        if not 0 <= form < math.inf or not 0 < floor < math.inf:
-            raise ValueError(f"{name}: form is {form} and floor {floor}; form is ≥ 0 and floor > 0.")
+        bounds = f"form is {form} and floor {floor}; form is ≥ 0 and floor > 0"
+        check_rules(name, {bounds: 0 <= form < math.inf and 0 < floor < math.inf})
         self.name, self.rule, self.form, self.floor = name, rule, form, floor
         self.prefilled, self.range = prefilled, (0.0, 1.0 + form)
         self.reader, self.low, self.high = FORMS[reads]
@@ -76,7 +76,7 @@ class RatingReward:
     ) -> Scores:
         """Score all answers together; the remark and the part "rating" are the rating."""
         request = read_text_request(self.name, completions, prompts, metadata)
-        ratings = [self._read(completion) for completion in request.completions]
+        ratings = [_read_rating(self.reader, self.prefilled + text) for text in request.completions]
         images, labels, sets = (request.column(field) for field in ("image", "mos", "set"))
         problems = [self._record_problem(image, mos) for image, mos in zip(images, labels, strict=True)]
         answers_of: dict[tuple[str, ...], list[int]] = {}
@@ -100,18 +100,9 @@ class RatingReward:
         if not isinstance(image, str) or not math.isfinite(_number(mos)):
             return "its record has no image and finite mos"
         if self.rule == "regression" and not self.low <= mos <= self.high:
-            return (
-                f"its mos is {mos:g}, and regression compares ratings of {self.low:g} to {self.high:g} "
-                "with it"
-            )
+            scale = f"{self.low:g} to {self.high:g}"
+            return f"its mos is {mos:g}, and regression compares ratings of {scale} with it"
         return None
-
-    def _read(self, completion: str) -> tuple[float, str]:
-        """(rating, "") or (NaN, reason)."""
-        try:
-            return self.reader(self.prefilled + completion), ""
-        except AnswerError as error:
-            return math.nan, str(error)
 
     def _values(self, answers: torch.Tensor, target: torch.Tensor, sets: Sequence[str]) -> torch.Tensor:
         """Rewards [B, K] of ratings [B, K]; NaN where there is none."""
@@ -133,10 +124,10 @@ class RatingReward:
 
 
 class VerdictReward(TextRule):
-    """1 for an answer about a pair that agrees with its record's `label`, −1 for others, ties and unreadable
-    ones. `label` is the share of votes for the first image.
+    """1 for an answer about a pair that agrees with its record's `label`, else −1, also if unreadable.
 
-    Rule-based reward of SPCT, DeepSeek-GRM, arXiv 2504.02495.
+    `label` is the share of votes for the first image. Rule-based reward of SPCT (DeepSeek-GRM, arXiv
+    2504.02495).
     """
 
     range = (-1.0, 1.0)
@@ -153,12 +144,11 @@ class VerdictReward(TextRule):
             options: the two sentences that the prompt asks for, "NAME is better".
             name: for messages and logs.
         """
-        for key, pair in (("words", words), ("options", options)):
-            texts = {text for text in pair or () if isinstance(text, str)}
-            if pair is not None and (isinstance(pair, str) or len(pair) != 2 or len(texts) != 2):
+        for key, pair in (("words", OPTIONS if words is None else words), ("options", options)):
+            is_pair = not isinstance(pair, str) and len(pair) == 2 and pair[0] != pair[1]
+            if not is_pair or not all(isinstance(text, str) for text in pair):  # YAML reads yes as True
                 raise ValueError(
-                    f"{name}: {key} is {pair!r}; give two texts that differ, that of the first image first "
-                    "(in YAML 'yes' needs its quotes)."
+                    f"{name}: {key} is {pair!r}; give two texts that differ, the first image's first."
                 )
         self.name, self.words, self.options = name, words, tuple(options)
 
@@ -168,19 +158,31 @@ class VerdictReward(TextRule):
         if not 0 <= label <= 1 or label == 0.5:
             return TextVerdict(reason="its record has no label from 0 to 1 that prefers one of the images")
         try:
-            side = verdict(completion, options=self.options) if self.words is None else self._word(completion)
+            if self.words is None:
+                side = verdict(completion, options=self.options)
+            else:
+                side = _read_word(completion, self.words)
         except AnswerError as error:
             return TextVerdict(value=-1.0, remark=str(error))
         right = side == (1 if label > 0.5 else 2)
         return TextVerdict(value=1.0 if right else -1.0, remark=("a tie", "the first", "the second")[side])
 
-    def _word(self, completion: str) -> int:
-        assert self.words is not None
-        first = first_word(completion)
-        for side, word in enumerate(self.words, 1):
-            if first == word.casefold():
-                return side
-        raise AnswerError(f"the answer begins with neither {self.words[0]!r} nor {self.words[1]!r}")
+
+def _read_rating(reader: Callable[[str], float], text: str) -> tuple[float, str]:
+    """Return (rating, "") or (NaN, reason)."""
+    try:
+        return reader(text), ""
+    except AnswerError as error:
+        return math.nan, str(error)
+
+
+def _read_word(completion: str, words: Sequence[str]) -> int:
+    """Return 1 or 2, the side whose word the answer begins with."""
+    first = first_word(completion)
+    for side, word in enumerate(words, 1):
+        if first == word.casefold():
+            return side
+    raise AnswerError(f"the answer begins with neither {words[0]!r} nor {words[1]!r}")
 
 
 def _number(value: Any) -> float:

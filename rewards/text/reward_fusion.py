@@ -15,11 +15,11 @@ from torch.nn.functional import normalize
 from visalign.core.rewards.fusion import neighbour_weights, reward_fusion
 from visalign.data.sets.prompt_files import load_prompts
 from visalign.interfaces import Metadata, Prompt, RewardCapabilities, Scores, TextReward, with_capabilities
-from visalign.rewards.base.contract import RewardError, make_scores
+from visalign.rewards.base.contract import check_rules, make_scores
 from visalign.rewards.base.failure import Naming, failure_reasons
 from visalign.text.neighbours import hashed_ngrams, prompt_text
 
-from .contract import TextRequest, read_text_request
+from .contract import TextRequest, is_conversation, read_text_request
 
 Embed = Callable[[Sequence[str]], Tensor]
 """N texts -> [N, D]; similar texts have a large cosine."""
@@ -64,22 +64,32 @@ class RewardFusion:
         """
         from visalign.rewards.catalogue import find_target, load_text_reward
 
-        if not 0 < threshold <= 1 or top < 1:
-            raise ValueError(
-                f"reward_fusion: threshold is {threshold} and top {top}; needed are a cosine above 0, at "
-                "most 1, and at least one neighbour."
-            )
+        entries = load_prompts(pool) if isinstance(pool, str | Path) else pool
+        records = [entry if isinstance(entry, Mapping) else {"prompt": entry} for entry in entries]
+        prompts = [record.get("prompt") for record in records]
+        is_text = [isinstance(prompt, str) or is_conversation(prompt) for prompt in prompts]
+        check_rules(
+            "reward_fusion",
+            {
+                f"threshold is {threshold} and top {top}; needed are a cosine above 0, at most 1, and at "
+                "least one neighbour": 0 < threshold <= 1 and top >= 1,
+                'the pool must hold prompts (texts or lists of messages), or records with "prompt"': bool(
+                    records
+                )
+                and all(is_text),
+                f"{', '.join(options)}: options are of a reward given by name": isinstance(reward, str)
+                or not options,
+            },
+        )
         if isinstance(reward, str):
             reward = load_text_reward(reward, run_device=device, **options)
-        elif options:
-            raise ValueError(f"reward_fusion: {', '.join(options)}: options are of a reward given by name.")
         self.reward, self.threshold, self.top = with_capabilities(reward), threshold, top
         self.name, self.unit, self.range = f"{reward.name}_fused", reward.unit, reward.range
         self.higher_is_better = reward.higher_is_better
         needs = self.reward.capabilities
         self.capabilities = RewardCapabilities(needs_group=needs.needs_group, needs_batch=needs.needs_batch)
         self.embed: Embed = find_target(embed) if isinstance(embed, str) else embed or hashed_ngrams
-        record_of = _read_pool(load_prompts(pool) if isinstance(pool, str | Path) else pool)
+        record_of = {_pool_key(record["prompt"]): record for record in reversed(records)}
         self.pool = tuple(record_of.values())
         self._pool_index = {text: index for index, text in enumerate(record_of)}
         self._pool_vectors = self._unit_vectors(list(record_of))
@@ -108,7 +118,7 @@ class RewardFusion:
         if not row_of:
             return torch.zeros(0, 0), torch.zeros(0, 0)
         cosine = self._unit_vectors(list(row_of)) @ self._pool_vectors.T
-        for text in row_of.keys() & self._pool_index.keys():
+        for text in row_of.keys() & self._pool_index.keys():  # a prompt is no neighbour of itself
             cosine[row_of[text], self._pool_index[text]] = -1.0
         values, indices = (part[:, : self.top] for part in cosine.sort(dim=1, descending=True, stable=True))
         rows = torch.tensor([row_of[text] for text in texts])
@@ -131,30 +141,7 @@ class RewardFusion:
         return rewards
 
     def _unit_vectors(self, texts: Sequence[str]) -> Tensor:
-        vectors = self.embed(texts)
-        if not isinstance(vectors, Tensor) or vectors.ndim != 2 or len(vectors) != len(texts):
-            shape = tuple(vectors.shape) if isinstance(vectors, Tensor) else type(vectors).__name__
-            raise RewardError(
-                f"{self.name}: embed gave {shape} for {len(texts)} texts; needed is a tensor [N, D]."
-            )
-        return normalize(vectors.detach().cpu().float(), dim=1)
-
-
-def _read_pool(entries: Sequence[Prompt | Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """Map the text of each prompt to its record; of equal prompts the first counts."""
-    records = [entry if isinstance(entry, Mapping) else {"prompt": entry} for entry in entries]
-    if not records:
-        raise ValueError("reward_fusion: the pool is empty; give a file of prompts, or records.")
-    for index, record in enumerate(records):
-        prompt = record.get("prompt")
-        messages = prompt if isinstance(prompt, list | tuple) else ()
-        is_chat = bool(messages) and all(isinstance(m, Mapping) and "content" in m for m in messages)
-        if not (isinstance(prompt, str) or is_chat):
-            raise ValueError(
-                f"reward_fusion: entry {index} of the pool has the prompt {prompt!r}; needed is text or a "
-                'list of messages, by itself or as "prompt" of a record.'
-            )
-    return {_pool_key(record["prompt"]): record for record in reversed(records)}
+        return normalize(self.embed(texts).detach().cpu().float(), dim=1)
 
 
 def _pool_key(prompt: Prompt) -> str:

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from visalign.interfaces import Metadata, Scores
+from visalign.interfaces import Metadata, Prompt, Scores
 from visalign.rewards.base.contract import RewardError, check_counts
 
 from .classifier import load_classifier, load_tokenizer, longest_text, spelled_out
-from .contract import Prompt, TextVerdict, read_text_request, text_scores
+from .contract import TextVerdict, read_text_request, text_scores
 
 
 class RewardModel:
@@ -40,7 +40,6 @@ class RewardModel:
         precision: str = "fp32",
         batch_size: int = 16,
         max_length: int | None = None,
-        template: bool | None = None,
         name: str = "reward_model",
     ) -> None:
         """Load the model.
@@ -52,7 +51,6 @@ class RewardModel:
             precision: of the weights: "fp32", "bf16" or "fp16".
             batch_size: texts per forward pass.
             max_length: tokens of the longest text; the least of the model's and tokenizer's limits when None.
-            template: True to use the chat template; None: if there is one.
             name: for messages and logs.
         """
         check_counts(name, batch_size=batch_size, max_length=max_length)
@@ -63,10 +61,14 @@ class RewardModel:
             name, model, AutoModelForSequenceClassification, "sequence", precision, self.device
         )
         self.tokenizer: Any = load_tokenizer(name, model, tokenizer)
-        self._check(name, template)
-        self._template = (
-            bool(getattr(self.tokenizer, "chat_template", None)) if template is None else template
-        )
+        labels, pad = self.model.config.num_labels, self.tokenizer.pad_token_id
+        if labels != 1 or (pad is None and batch_size > 1):
+            raise RewardError(
+                f"{name}: the model has {labels} outputs and the tokenizer the pad token {pad}; needed are a "
+                "model that was trained as a reward model (num_labels=1), and its pad token or batch_size=1."
+            )
+        if pad is not None:
+            self.model.config.pad_token_id = pad  # the head reads the last token that is not this one
         self.max_length = longest_text(self.model, self.tokenizer, max_length)
 
     def score(
@@ -77,40 +79,37 @@ class RewardModel:
         verdicts = [TextVerdict()] * len(request)
         encoded: dict[int, list[int]] = {}
         for row, (prompt, completion) in enumerate(zip(request.prompts, request.completions, strict=True)):
-            if (forged := spelled_out(self.tokenizer, completion)) is not None:
-                verdicts[row] = TextVerdict(reason=forged)
-                continue
             tokens = self._encode(prompt, completion)
-            if not 1 <= len(tokens) <= self.max_length:
-                verdicts[row] = TextVerdict(
-                    reason=f"prompt and completion have {len(tokens)} tokens; the model reads 1 to "
-                    f"{self.max_length}"
+            reason = spelled_out(self.tokenizer, completion)
+            if reason is None and not 1 <= len(tokens) <= self.max_length:
+                reason = (
+                    f"prompt and completion have {len(tokens)} tokens; the model reads 1 to {self.max_length}"
                 )
-                continue
-            encoded[row] = tokens
+            if reason is None:
+                encoded[row] = tokens
+            else:
+                verdicts[row] = TextVerdict(reason=reason)
         order = sorted(encoded, key=lambda row: len(encoded[row]))
         for start in range(0, len(order), self.batch_size):
             rows = order[start : start + self.batch_size]
             for row, value in zip(rows, self._forward([encoded[row] for row in rows]), strict=True):
-                finite = math.isfinite(value)
-                verdicts[row] = TextVerdict(
-                    value=value, reason=None if finite else f"the reward model gave {value} for it"
-                )
+                reason = None if math.isfinite(value) else f"the reward model gave {value} for it"
+                verdicts[row] = TextVerdict(value=value, reason=reason)
         return text_scores(verdicts, self.unit)
 
     def _encode(self, prompt: Prompt, completion: str) -> list[int]:
-        if not self._template:
-            if not isinstance(prompt, str):
-                raise RewardError(
-                    f"{self.name}: a prompt is a conversation, and the tokenizer has no chat template or it "
-                    "is switched off. Give plain prompts, or set tokenizer.chat_template."
-                )
+        if getattr(self.tokenizer, "chat_template", None):
+            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+            text = self.tokenizer.apply_chat_template(
+                [*messages, {"role": "assistant", "content": completion}], tokenize=False
+            )
+            return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        if isinstance(prompt, str):
             return list(self.tokenizer(prompt + completion)["input_ids"])
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        text = self.tokenizer.apply_chat_template(
-            [*messages, {"role": "assistant", "content": completion}], tokenize=False
+        raise RewardError(
+            f"{self.name}: a prompt is a conversation, and the tokenizer has no chat template. Give plain "
+            "prompts, or set tokenizer.chat_template."
         )
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     @torch.no_grad()
     def _forward(self, batch: list[list[int]]) -> list[float]:
@@ -124,25 +123,3 @@ class RewardModel:
             attention_mask=torch.tensor(mask, device=self.device),
         )
         return output.logits[:, 0].float().tolist()
-
-    def _check(self, name: str, template: bool | None) -> None:
-        """Refuse a head or a tokenizer that cannot give one number per text."""
-        labels = self.model.config.num_labels
-        if labels != 1:
-            raise RewardError(
-                f"{name}: the model has {labels} outputs; a reward model has one (num_labels=1). Choose one "
-                "that was trained as a reward model."
-            )
-        if template and not getattr(self.tokenizer, "chat_template", None):
-            raise RewardError(
-                f"{name}: template=True, but the tokenizer has no chat template. Set it on the tokenizer, "
-                "or template=False to join prompt and completion."
-            )
-        if self.tokenizer.pad_token_id is None and self.batch_size > 1:
-            raise RewardError(
-                f"{name}: the tokenizer has no pad token, which batches need. Set tokenizer.pad_token to the "
-                "token that the model was trained with, or batch_size=1."
-            )
-        if self.tokenizer.pad_token_id is not None:
-            # The head reads the last token that is not this one.
-            self.model.config.pad_token_id = self.tokenizer.pad_token_id

@@ -53,8 +53,10 @@ def symbolically_equal(answer: str, truth: str) -> bool:
 
 
 def _may_be_equal(answer: str, truth: str) -> bool:
-    """Rule out differences that math-verify overlooks: a variable on one side alone, which it may take for a
-    unit, case of letters, percent signs, kinds of brackets, names.
+    """Rule out differences that math-verify overlooks.
+
+    These are a variable on one side only, which it may take for a unit, the case of letters, percent signs,
+    kinds of brackets, and names.
     """
     bare = [_COMMAND.sub(" ", text) for text in (answer, truth)]
     letters = [set(re.findall(r"[A-Za-z]", text)) for text in bare]
@@ -95,27 +97,21 @@ class _Worker:
 
     def compare(self, answer: str, truth: str) -> bool:
         with self._lock:
-            for _ in range(2):  # a process that died since the last comparison is started again
-                fresh = self._process is None or self._process.poll() is not None
-                if fresh:
-                    self.end()
-                    self._start()
-                    if self._reply("1", "1", START_SECONDS) is not True:
-                        self.end()
-                        raise RewardError("math-verify does not start. Try: python -c 'import math_verify'.")
-                equal = self._reply(answer, truth, SECONDS)
-                if equal is not None:
-                    return equal
-                died = self._process is not None and self._process.poll() is not None
+            if self._process is None or self._process.poll() is not None:
+                self._start()
+            equal = self._reply(answer, truth, SECONDS)
+            if equal is None:  # too slow, or it died of this comparison
                 self.end()
-                if fresh or not died:
-                    break
-        return False
+            return equal is True
 
     def _start(self) -> None:
+        self.end()
         pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
         command = [sys.executable, str(CHILD)]
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=nothing)
+        if self._reply("1", "1", START_SECONDS) is not True:
+            self.end()
+            raise RewardError("math-verify does not start. Try: python -c 'import math_verify'.")
 
     def _reply(self, answer: str, truth: str, seconds: float) -> bool | None:
         """Ask the process; None where there is no reply in time."""

@@ -83,12 +83,6 @@ def test_what_is_no_finite_number_is_none(text):
     assert parse_number(text) is None
 
 
-def test_percent_and_units_are_options():
-    assert parse_number("50%", percent="ignore") == 50
-    assert parse_number("5 cm", units=("cm",)) == 5
-    assert parse_number("5 °C", units=("C", "°C")) == 5
-
-
 @pytest.mark.parametrize(
     ("text", "boxes"),
     [
@@ -119,7 +113,7 @@ def test_boxes(text, boxes):
 )
 @pytest.mark.parametrize("extract", ["boxed", "answer_tag", "last_number"])
 def test_long_texts_take_linear_time(text, extract):
-    reward = VerifiableAnswer(extract=extract, compare="auto")
+    reward = VerifiableAnswer(extract=extract, compare="math")
     begun = time.process_time()
     judge(reward, text, "3")
     assert time.process_time() - begun < 2
@@ -135,12 +129,6 @@ def test_boxed_answer_reads_the_completion_alone_and_the_last_box():
     assert judge(reward, r"\boxed{\dfrac{1}{2}}", "0.5")[0] == 1
     assert judge(reward, r"\boxed{\left(1,\, x\right)}", "(1,x)")[0] == 1
     assert judge(reward, r"\boxed{X}", "x")[0] == 0
-
-
-def test_conflicting_boxes_can_be_refused():
-    reward = load_text_reward("boxed_answer", conflict="refuse")
-    assert judge(reward, r"\boxed{1} \boxed{2}", "2") == (0.0, "conflicting answers '1' and '2'")
-    assert judge(reward, r"\boxed{0.5} \boxed{1/2}", "0.5")[0] == 1
 
 
 def test_exact_answers_after_the_stated_normalisation():
@@ -205,9 +193,6 @@ def test_lists():
     assert judge(reward, "[1, 2, 3]", "1, 2") == (0.0, "3 items, 2 are right")
     assert judge(reward, "[]", [])[0] == 1
     assert judge(reward, "[[1, 2], [3]]", [[1, 2], [3]])[0] == 1
-    loose = load_text_reward("list_answer", ordered=False, absolute=1)
-    assert judge(loose, "1; 2", [2, 3])[0] == 1  # 1 must take 2, so that 2 takes 3
-    assert judge(loose, "1; 1", [1, 3])[0] == 0
     assert parse_list("(1,2),(3,4)") == ["(1,2)", "(3,4)"] and parse_list("{a; b}") == ["a", "b"]
     assert parse_list(r"\{1, 2\}") == ["1", "2"] and parse_list("") is None
     assert judge(reward, "[1, 2)", "(1, 2]")[0] == 0 and judge(reward, "[1, 2)", "[1, 2)")[0] == 1
@@ -244,13 +229,12 @@ def test_without_a_ground_truth_there_is_no_score():
     ("options", "message"),
     [
         ({"extract": "box"}, "extract is 'box'; allowed are whole, last_line, boxed, answer_tag"),
-        ({"compare": "maths"}, "compare is 'maths'; allowed are exact, number, list, auto, math"),
-        ({"absolute": -1.0, "compare": "number"}, "absolute is -1.0; allowed are finite numbers"),
+        ({"compare": "maths"}, "compare is 'maths'; allowed are exact, number, list, math"),
+        ({"absolute": -1.0, "compare": "number"}, "absolute is -1.0 and relative 0.0; allowed are finite"),
         ({"relative": 0.1}, "compare='exact' has no tolerance; choose 'number'"),
-        ({"pattern": "(a)"}, "a pattern goes with extract='pattern'"),
-        ({"extract": "pattern"}, "a pattern goes with extract='pattern'"),
+        ({"pattern": "(a)"}, "goes with extract='pattern'"),
         ({"extract": "pattern", "pattern": "(a"}, "is no regular expression"),
-        ({"extract": "pattern", "pattern": "a"}, "has 0 groups; put the answer into one group"),
+        ({"extract": "pattern", "pattern": "a"}, "a pattern with one group"),
     ],
 )
 def test_bad_options(options, message):

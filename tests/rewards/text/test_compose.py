@@ -100,14 +100,6 @@ def test_a_reward_that_breaks_its_contract_is_named(given, message) -> None:
         total({"mine": (Answering(given), 1.0)})
 
 
-def test_bad_requests_and_an_empty_batch() -> None:
-    judge = WeightedTextSum({"a": (of_text(len), 1.0)}, name="both")
-    with pytest.raises(ValueError, match="both: 2 completions and 1 prompts"):
-        judge.score(["a", "b"], ["?"])
-    assert len(judge.score([], [])) == 0
-    assert len(WeightedTextSum({"a": (of_text(len), 1.0)}, normalise="batch").score([], [])) == 0
-
-
 def test_contract() -> None:
     inner = WeightedTextSum({"length": (of_text(len), 1.0)}, name="inner")
     judge = WeightedTextSum({"inner": (inner, 1.0), "again": (of_text(len), 2.0)})

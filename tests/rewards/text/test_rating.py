@@ -61,14 +61,6 @@ def test_images_of_another_set_are_not_compared():
     assert apart[:, 2].tolist() == [0.0, 0.0, 0.0], "nothing to compare with: no signal"
 
 
-@pytest.mark.parametrize("rule", ["fidelity", "binary", "regression"])
-def test_one_image_alone_is_harmless(rule):
-    scores = RatingReward(rule).score(*given({"a": ANSWERS["a"]}))
-    assert bool(scores.valid.all()) and bool(scores.value.isfinite().all())
-    if rule != "regression":
-        assert scores.value.unique().tolist() == [0.0]
-
-
 def test_the_form_is_paid_or_what_cannot_be_read_is_masked():
     paid, masked = RatingReward(form=0.5).score(*given()), RatingReward().score(*given())
     torch.testing.assert_close(paid.value[masked.valid], masked.value[masked.valid] + 0.5)
