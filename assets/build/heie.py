@@ -31,7 +31,6 @@ from visalign.data.shapes.surroundings import surround
 from visalign.data.shapes.verifier import verify_scene
 from visalign.data.shapes.wrong_regions import wrong_pixels
 from visalign.evaluation.statistics.correlations import srcc
-from visalign.evaluation.statistics.heatmaps import THRESHOLD, heatmap_quality, laplace_coverage
 from visalign.evaluation.statistics.selective import auroc
 from visalign.rewards.heie.heads import HeieHeads, HeieSettings, View, compute_views, draw_maps
 from visalign.rewards.heie.judge import HEADS, Heie
@@ -39,6 +38,7 @@ from visalign.rewards.questions.reward_dance import EXPLAIN
 from visalign.rewards.vlm.engine import Query, VisionLanguageEngine
 from visalign.rewards.vlm.template import JudgeSettings
 
+from .heatmaps import THRESHOLD, heatmap_quality, laplace_coverage
 from .stage import SURROUNDINGS, Plan
 
 CHUNK = 200

@@ -97,7 +97,7 @@ def diagnose(
     records = evenly_spaced(scorer.records, prompts)
     generation = getattr(config, "generation", None) or config.rollout
     policies = _policies(run, second)
-    generators = {name: with_tool(generation, p, p, branching=False) for name, p in policies.items()}
+    generators = {name: with_tool(generation, p, p) for name, p in policies.items()}
     base, tuned = (scorer.sample(g, records, generation, samples, seed) for g in generators.values())
     generator = torch.Generator().manual_seed(seed)
     options = scorer, records, generation.stopping(), margin, noise, seed

@@ -124,7 +124,7 @@ def text_run(
 
     `summary` adds entries to the summary, and `more_metrics` to each evaluation during training.
     """
-    generator = with_tool(generation, policy, policy, branching=False)
+    generator = with_tool(generation, policy, policy)
 
     def measure(records: Records, seeds: Any) -> HeldoutResult:
         def evaluate_part(rank: int, shares: int) -> HeldoutResult:

@@ -429,12 +429,12 @@ def build_server(config: TextConfig, policy: CausalLMPolicy) -> Any:
     )
 
 
-def with_tool(generation: Any, engine: Any, policy: CausalLMPolicy, *, branching: bool = True) -> Any:
+def with_tool(generation: Any, engine: Any, policy: CausalLMPolicy) -> Any:
     """Add `generation.tool` to a generator of completions; without a tool return it unchanged."""
     tool = generation.tool
     if tool is None:
         return engine
-    return ToolPolicy(engine, policy.tokenizer, tool.build(), tool.branch if branching else None)
+    return ToolPolicy(engine, policy.tokenizer, tool.build())
 
 
 def syncing(

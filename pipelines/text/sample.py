@@ -50,7 +50,7 @@ from visalign.training.text.selection import (
     every_valid,
     worth_learning,
 )
-from visalign.training.text.settings import NO_BRANCHES, Text, ToolSettings
+from visalign.training.text.settings import Text, ToolSettings
 from visalign.versions import versions
 
 from .config import PromptsConfig, TextModelConfig
@@ -108,7 +108,6 @@ class GridConfig:
             self.points()
         except UserError as error:
             raise UserError(f"rollout.{error}") from error
-        check_rules(self, GRID_RULES)
 
     def points(self) -> list[GridPoint]:
         """List the points, the seeds of one distribution next to each other; then those with hints."""
@@ -118,9 +117,6 @@ class GridConfig:
     def stopping(self) -> StoppingCriteria:
         """Return the conditions that end a completion."""
         return StoppingCriteria(max_new_tokens=self.max_new_tokens, strings=tuple(self.stop))
-
-
-GRID_RULES = ((lambda s: s.tool and s.tool.branch, f"rollout.{NO_BRANCHES}"),)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

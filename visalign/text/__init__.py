@@ -19,10 +19,9 @@ from .policy_protocol import Distribution, TextPolicy, TokenOutput
 from .rollout import TextRollout, ToolTrace, join_rollouts
 from .stopping import StoppingCriteria, StopReason, StopStrings
 from .token_sets import TokenSets
-from .tools import Branching, ToolPolicy, ToolUse
+from .tools import ToolPolicy, ToolUse
 
 __all__ = [
-    "Branching",
     "Distribution",
     "Message",
     "Prompt",

@@ -28,12 +28,8 @@ LONGEST = 200
 def calculator(text: str) -> str | None:
     """Evaluate the arithmetic expression at the end of a text: numbers, + - * / // %, brackets.
 
-    Args:
-        text: the completion up to the equals sign.
-
-    Returns:
-        The value, exact where it is whole, else with six digits; "error" for a division by zero; None where
-        the text ends with no expression, or with a number alone.
+    The value is exact where it is whole, else has six digits; "error" is a division by zero. None: the text
+    ends with no expression, or with a number alone.
 
     >>> calculator("First 12 * 3 = 36, then 36 + 5")
     '41'

@@ -25,11 +25,7 @@ from visalign.errors import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """Temperature, top-k and top-p that a token is drawn with.
-
-    Raises:
-        UserError: a number out of range.
-    """
+    """Temperature, top-k and top-p that a token is drawn with."""
 
     temperature: float = 1.0
     """τ. 0 takes the most probable token (greedy), for evaluation and ReMax's baseline. Log-probs are then
@@ -40,15 +36,14 @@ class Sampling:
     """Draw only from the fewest most probable tokens that hold at least this share; 1: off."""
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise UserError(
-                f"temperature is {self.temperature}; it must be finite and at least 0. 1 samples the model "
-                "itself, 0 takes the most probable token."
-            )
-        if isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < 0:
-            raise UserError(f"top_k is {self.top_k!r}; it must be a whole number, at least 1, or 0 for off.")
-        if not 0 < self.top_p <= 1:
-            raise UserError(f"top_p is {self.top_p}; it must be above 0 and at most 1, and 1 is off.")
+        ranges = {
+            "temperature": (0 <= self.temperature < math.inf, "finite and at least 0 (greedy)"),
+            "top_k": (self.top_k >= 0, "at least 1, or 0 for off"),
+            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1 (off)"),
+        }
+        for name, (holds, allowed) in ranges.items():
+            if not holds:
+                raise UserError(f"{name} is {getattr(self, name)}; it must be {allowed}.")
 
     @property
     def greedy(self) -> bool:
@@ -82,11 +77,7 @@ def log_distribution(logits: Tensor, temperature: float = 1.0, kept: Tensor | No
 
 
 def kept_tokens(log_p: Tensor, sampling: Sampling) -> Tensor | None:
-    """Compute K, the tokens that may be drawn.
-
-    Args:
-        log_p: [*N, V] of the full vocabulary at the temperature, from `log_distribution`.
-        sampling: top_k and top_p.
+    """Compute K, the tokens that may be drawn, from log-probs [*N, V] of the full vocabulary at τ.
 
     Returns:
         bool [*N, V], at least one True per row; None when nothing is cut off.
@@ -117,18 +108,14 @@ def draw_tokens(log_p: Tensor, uniform: Tensor) -> Tensor:
 
     Returns:
         [N] int64 ids, each of positive probability.
-
-    Raises:
-        ValueError: a row without a single probability above 0, or with NaN.
     """
     cumulative = log_p.double().exp().cumsum(-1)
     total = cumulative[:, -1:]
     usable = torch.isfinite(total[:, 0]) & (total[:, 0] > 0)
     if not bool(usable.all()):
         raise ValueError(
-            f"The model's logits of row {int((~usable).nonzero()[0])} are NaN or all −∞: nothing can "
-            "be drawn. Check the weights (a learning rate that is too high leaves NaN), or use float32 or "
-            "bfloat16 instead of float16."
+            f"The model's logits of row {int((~usable).nonzero()[0])} are NaN or all −∞. Check the weights "
+            "(too high a learning rate leaves NaN), or use float32 or bfloat16 instead of float16."
         )
     # u·total can round up to total, past the last token
     below_total = torch.nextafter(total, torch.zeros_like(total))
@@ -137,15 +124,7 @@ def draw_tokens(log_p: Tensor, uniform: Tensor) -> Tensor:
 
 
 def chosen_log_prob(log_p: Tensor, target: Tensor) -> LogProbEntropy:
-    """Compute the log-prob of the chosen tokens and the entropy of their distribution.
-
-    Args:
-        log_p: [*N, V] from `log_distribution`, differentiable.
-        target: [*N] int64 ids.
-
-    Returns:
-        [*N] each; a token outside K has log-prob −∞.
-    """
+    """Compute the log-prob [*N] of target ids [*N], −∞ outside K, and the entropy of their distribution."""
     finite = log_p.clamp(min=torch.finfo(log_p.dtype).min)
     return LogProbEntropy(
         log_prob=log_p.gather(-1, target[..., None])[..., 0], entropy=-(log_p.exp() * finite).sum(-1)

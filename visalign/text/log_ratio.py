@@ -14,15 +14,9 @@ from .rollout import TextRollout
 
 
 def model_log_prob(policy: TextPolicy, rollout: TextRollout, rows: Tensor | slice | None = None) -> Tensor:
-    """Compute log π(y_t | y_<t) at temperature 1, full vocabulary, experts of the model's own router.
+    """Compute log π(y_t | y_<t) [b, T] at temperature 1, full vocabulary, experts of the model's own router.
 
-    Args:
-        policy: with the token ids of the rollout.
-        rollout: B samples.
-        rows: b of them; None is all.
-
-    Returns:
-        [b, T] float32, differentiable unless gradients are off; 0 where the loss mask is 0.
+    Differentiable unless gradients are off; 0 where the loss mask is 0. Rows None is all samples.
     """
     unmodified = replace(rollout, sampling=Sampling(), kept=None, routes=None)
     return policy.log_probs(unmodified, rows).log_prob

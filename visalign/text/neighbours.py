@@ -35,18 +35,10 @@ def _content_text(content: Any) -> str:
 
 
 def hashed_ngrams(texts: Sequence[str], *, n: int = 3, size: int = 2048) -> Tensor:
-    """Count letter n-grams of texts, hashed into D buckets, and normalise each row to length 1.
+    """Count letter n-grams of N texts, hashed into D = size buckets, rows [N, D] normalised to length 1.
 
     Case and repeated blanks do not count. The product of two rows is the cosine similarity of their texts;
-    n-grams that share a bucket make it a little larger.
-
-    Args:
-        texts: N texts.
-        n: letters of an n-gram.
-        size: D.
-
-    Returns:
-        [N, D] float32, a row of zeros for an empty text.
+    n-grams that share a bucket make it a little larger. An empty text gets zeros.
 
     Example:
         >>> one, same, other = hashed_ngrams(["A red circle", "a  red circle", "two blue squares"])
@@ -109,17 +101,9 @@ def convex_variants(
 
     Hashed n-grams of the copies are projected to a plane, and the vertices of their convex hull stay
     (`visalign.core.rewards.fusion.convex_vertices`), each distinct text once. Deviation: the paper takes the
-    words from a model; here letters are swapped, or words come from a list of synonyms.
-
-    Args:
-        text: text of a training example.
-        seed: seed of the changes, which also depend on the text and the number of the copy.
-        count: number of copies.
-        share: share of the words that change.
-        synonyms: as in `changed_words`.
-
-    Returns:
-        At least one text; the original only where no word of it can be changed.
+    words from a model; here letters are swapped, or words come from a list of synonyms. The seed's changes
+    also depend on the text and the number of the copy. The original is a variant only where no word of it can
+    be changed.
 
     Shen et al., The trickle-down impact of reward (in-)consistency on RLHF, arXiv 2309.16155.
     """

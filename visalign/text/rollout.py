@@ -33,8 +33,6 @@ class ToolTrace:
     """Answers that were cut short."""
     failed: str | None = None
     """Why the tool failed; such a completion is not scored."""
-    shared: int = 0
-    """Length of the prefix shared with the earlier completion that it branched from."""
     answers: Sequence[tuple[int, int]] = ()
     """(begin, end) characters of its text that the tool wrote."""
 
@@ -44,9 +42,6 @@ class TextRollout:
     """B completions to B prompts (the same prompt G times for a group), on the CPU.
 
     The masks alone tell padding apart; padded ids may be any token of the vocabulary.
-
-    Raises:
-        ValueError: tensors or lists that do not fit, named with both shapes.
     """
 
     prompt_ids: Tensor
@@ -81,9 +76,6 @@ class TextRollout:
     """B lists of the images in the prompt, for vision-language models."""
     tools: Sequence[ToolTrace] | None = None
     """B records of tool calls; None without a tool."""
-    shared: Tensor | None = None
-    """[B, T] float32, number of samples that share the drawn token because they branched after it; None
-    where no samples branch."""
     routes: Tensor | None = None
     """[B, S, layers, k] int16, experts of a mixture that the tokens of prompt and completion, without padding
     between them, are sent to in training (`CausalLMPolicy.with_routes`), −1 behind them; None: the router
@@ -91,25 +83,11 @@ class TextRollout:
 
     def __post_init__(self) -> None:
         shape = self.loss_mask.shape
-        kept_count = None if self.kept is None else self.kept.count
-        for name in ("completion_ids", "log_prob", "full_log_prob", "entropy", "shared", "kept"):
-            value = kept_count if name == "kept" else getattr(self, name)
-            if value is not None and value.shape != shape:
-                raise ValueError(
-                    f"{name} must have shape {tuple(shape)}, as loss_mask; got {tuple(value.shape)}."
-                )
-        if self.prompt_ids.shape != self.prompt_mask.shape or self.prompt_ids.shape[:1] != shape[:1]:
-            raise ValueError(
-                f"prompt_ids and prompt_mask must both be [{shape[0]}, L]; got "
-                f"{tuple(self.prompt_ids.shape)} and {tuple(self.prompt_mask.shape)}."
-            )
-        for name in _LISTS:
-            values = getattr(self, name)
-            if values is not None and len(values) != shape[0]:
-                raise ValueError(
-                    f"{name} needs one entry per sample, {shape[0]} as in loss_mask {tuple(shape)}; got "
-                    f"{len(values)}."
-                )
+        lengths = {name: len(values) for name in _LISTS if (values := getattr(self, name)) is not None}
+        columns = (self.completion_ids, self.log_prob, self.full_log_prob, self.entropy)
+        if any(values.shape != shape for values in columns) or set(lengths.values()) != {shape[0]}:
+            shapes = [tuple(values.shape) for values in columns]
+            raise ValueError(f"One row per sample, {tuple(shape)} as in loss_mask; got {shapes}, {lengths}.")
 
     def __len__(self) -> int:
         return self.loss_mask.shape[0]
@@ -124,16 +102,11 @@ class TextRollout:
         """bool [B], False where the prompt was too long to be completed, or a tool failed."""
         return torch.tensor([reason not in NOT_GENERATED for reason in self.stop_reason], dtype=torch.bool)
 
-    @property
-    def weight(self) -> Tensor:
-        """[B, T] loss weight of the drawn tokens; a token that several samples share counts once."""
-        return self.loss_mask if self.shared is None else self.loss_mask / self.shared
-
     def rows(self, index: Tensor | slice) -> TextRollout:
         """Select samples (integers, repeats allowed; booleans or a slice), as wide as the whole rollout."""
         rows = torch.arange(len(self))[index]
         selected: dict[str, Any] = {"kept": None if self.kept is None else self.kept.rows(rows)}
-        for name in (*_TENSORS, "shared", "routes"):
+        for name in (*_TENSORS, "routes"):
             values = getattr(self, name)
             selected[name] = None if values is None else values[rows]
         for name in _LISTS:
@@ -157,23 +130,14 @@ class TextRollout:
                 or another engine sampled. The rollout's own then become `rollout_log_prob`, for the
                 off-policy correction. None: the rollout's own.
             valid: bool [B], False where a reward failed; samples that were not generated are never valid.
-            **more: other fields of `Trajectories`: reward_weights, ref_log_prob, value, process_reward,
-                uniform, or a `weight` [B, T] from `core.filter_overlong`.
-
-        Returns:
-            Trajectories with the group labels and, unless `more` has them, the entropies of the rollout.
-
-        Raises:
-            UserError: for a greedy rollout, which has no ratio.
-            ValueError: shapes that do not fit.
+            **more: other fields of `Trajectories`, such as a `weight` [B, T] from `core.filter_overlong`.
         """
         if self.sampling.greedy:
             raise UserError(
-                "A greedy rollout (temperature 0) cannot be trained on: nothing was drawn, so there is no "
-                "probability to form a ratio with. Sample with a temperature above 0; greedy completions "
-                "are for evaluation and ReMax's greedy_reward."
+                "A greedy rollout (temperature 0) has no probabilities to form a ratio with. Sample with a "
+                "temperature above 0; greedy completions are for evaluation and ReMax's greedy_reward."
             )
-        columns: dict[str, Any] = {"weight": self.weight, "entropy": self.entropy}
+        columns: dict[str, Any] = {"weight": self.loss_mask, "entropy": self.entropy}
         if old_log_prob is not None:
             columns["rollout_log_prob"] = self.log_prob
         return Trajectories(
@@ -201,22 +165,17 @@ def join_rollouts(rollouts: Sequence[TextRollout], *, length: int = 0) -> TextRo
 
     Returns:
         The samples in order, without `routes`.
-
-    Raises:
-        ValueError: no rollout, or different ways of sampling.
     """
-    ways = list(dict.fromkeys(str(rollout.sampling) for rollout in rollouts))
-    if len(ways) != 1:
+    if len({rollout.sampling for rollout in rollouts}) != 1:
         raise ValueError(
-            f"join_rollouts needs rollouts sampled in one way; got {' and '.join(ways) or 'none'}. Train on "
-            "them in separate steps."
+            "join_rollouts needs rollouts sampled in one way; train on others in separate steps."
         )
     length = max(length, *(rollout.loss_mask.shape[1] for rollout in rollouts))
     prompt_length = max(rollout.prompt_ids.shape[1] for rollout in rollouts)
 
-    def widen(values: Tensor, *, left: bool = False, fill: float = 0.0) -> Tensor:
+    def widen(values: Tensor, *, left: bool) -> Tensor:
         gap = (prompt_length if left else length) - values.shape[1]
-        return pad(values, (gap, 0) if left else (0, gap), value=fill)
+        return pad(values, (gap, 0) if left else (0, gap))
 
     joined: dict[str, Any] = {"routes": None}
     for name in _TENSORS:
@@ -230,9 +189,6 @@ def join_rollouts(rollouts: Sequence[TextRollout], *, length: int = 0) -> TextRo
                 for column, rollout in zip(columns, rollouts, strict=True)
                 for entry in ([_ABSENT[name]] * len(rollout) if column is None else column)
             ]
-    if any(rollout.shared is not None for rollout in rollouts):
-        shared = [torch.ones_like(r.loss_mask) if r.shared is None else r.shared for r in rollouts]
-        joined["shared"] = torch.cat([widen(values, fill=1.0) for values in shared])
     kept = [rollout.kept.extended(length) for rollout in rollouts if rollout.kept is not None]
     if kept:
         joined["kept"] = TokenSets(torch.cat([k.ids for k in kept]), torch.cat([k.count for k in kept]))

@@ -36,9 +36,6 @@ class StepEncoder:
 
     A plain-text prompt follows the tokenizer's begin token, if it has one; a conversation goes through its
     chat template, and the steps are the assistant's turn.
-
-    Raises:
-        UserError: the marker becomes no token, or the unknown one.
     """
 
     def __init__(self, tokenizer: Any, reading: StepReading) -> None:
@@ -46,22 +43,13 @@ class StepEncoder:
         self._marker = self._ids(reading.read_after_step)
         unknown = getattr(tokenizer, "unk_token_id", None)
         if not self._marker or (unknown is not None and unknown in self._marker):
-            tokens = "no token" if not self._marker else "the unknown token"
             raise UserError(
-                f"The tokenizer makes {tokens} of {reading.read_after_step!r}, so the ends of steps "
-                "cannot be told. Give a separator that it knows, or marker= one of its tokens."
+                f"The tokenizer has no token for {reading.read_after_step!r}, so the ends of steps cannot be "
+                "told. Give a separator that it knows, or marker= one of its tokens."
             )
 
     def encode(self, prompt: Prompt, steps: Sequence[str]) -> StepTokens:
-        """Tokenize a prompt and its steps.
-
-        Args:
-            prompt: text or conversation.
-            steps: at least one, without their separators.
-
-        Raises:
-            UserError: a conversation with images, or one and the tokenizer has no chat template.
-        """
+        """Tokenize a prompt and its steps, at least one, without their separators."""
         ids, ends = self._prompt_ids(prompt), []
         for step in steps:
             ids = [*ids, *self._ids(step), *self._marker]
@@ -74,10 +62,7 @@ class StepEncoder:
             return [*([] if begin is None else [begin]), *self._ids(prompt)]
         contents = [message["content"] for message in prompt if not isinstance(message["content"], str)]
         if any(part.get("type") != "text" for parts in contents for part in parts):
-            raise UserError(
-                "A prompt shows images, and a process reward model reads text alone. Leave such records "
-                "out, or score whole completions with a reward that takes images."
-            )
+            raise UserError("A prompt shows images, and a process reward model reads text alone.")
         if not getattr(self.tokenizer, "chat_template", None):
             raise UserError(
                 "A prompt is a conversation, and the tokenizer of the process reward model has no chat "
@@ -102,14 +87,11 @@ def step_logits(model: nn.Module, batch: Sequence[StepTokens], *, right_label: i
     Args:
         model: a token classifier: input_ids and attention_mask to an output with `logits` [b, L, 2], or
             [b, L, 1] of a progress estimator. A bidirectional one sees later steps too.
-        batch: b texts; padded on the right.
+        batch: b texts.
         right_label: index of the label "right" of two.
 
     Returns:
         [n] float32, differentiable: the steps of the first text, then those of the second, ...
-
-    Raises:
-        UserError: logits of another shape.
     """
     device = next(model.parameters()).device
     longest = max(len(tokens.ids) for tokens in batch)
@@ -119,8 +101,7 @@ def step_logits(model: nn.Module, batch: Sequence[StepTokens], *, right_label: i
     if logits.shape not in {(*ids.shape, 1), (*ids.shape, 2)}:
         raise UserError(
             f"The process reward model gave logits {tuple(logits.shape)} for tokens {tuple(ids.shape)}; "
-            "needed are two per token, or one of a progress estimator. Load it as a token classifier with "
-            "num_labels=2, or 1."
+            "needed are two per token, or one. Load it as a token classifier with num_labels=2, or 1."
         )
     rows = torch.tensor([row for row, tokens in enumerate(batch) for _ in tokens.ends], device=device)
     ends = torch.tensor([end for tokens in batch for end in tokens.ends], device=device)

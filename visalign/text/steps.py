@@ -28,11 +28,7 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class StepReading:
-    """Separator of steps in a text, and the marker that a process reward model reads after each.
-
-    Raises:
-        UserError: an empty separator or marker.
-    """
+    """Separator of steps in a text, and the marker that a process reward model reads after each."""
 
     separator: str = "\n"
     """Text that ends a step."""
@@ -41,12 +37,10 @@ class StepReading:
     None is the separator itself, as TRL trains."""
 
     def __post_init__(self) -> None:
-        for name in ("separator", "marker"):
-            if getattr(self, name) == "":
-                raise UserError(
-                    f"{name} is empty, so no step would end. Give the text between two steps, "
-                    r'such as "\n" or "\n\n".'
-                )
+        if not self.separator or self.marker == "":
+            raise UserError(
+                r'Neither separator nor marker may be empty; give the text between two steps, such as "\n".'
+            )
 
     @property
     def read_after_step(self) -> str:
@@ -73,18 +67,10 @@ class StepReading:
 
 
 def step_index(rollout: TextRollout, tokenizer: Any, reading: StepReading) -> Tensor:
-    """Number the step that each token of a rollout belongs to.
-
-    Args:
-        rollout: B completions.
-        tokenizer: tokenizer of the policy that wrote them.
-        reading: separator of steps.
+    """Number the step of each token of a rollout, with the tokenizer of the policy that wrote it.
 
     Returns:
         [B, T] int64, −1 where the loss mask is 0 and in completions without a step.
-
-    Raises:
-        UserError: the tokenizer does not give the rollout's texts back.
     """
     rows = [_token_spans(rollout, row, tokenizer, reading) for row in range(len(rollout))]
     count = max([len(spans) for spans in rows], default=0)
@@ -117,8 +103,8 @@ def _token_spans(
     # with a tool the text may end in an answer, behind the last drawn token
     if completed(length) != len(text if rollout.tools is None else decode(length)):
         raise UserError(
-            f"Completion {row} of the rollout is {text[:60]!r}, but this tokenizer reads its tokens "
-            "otherwise. Give the tokenizer of the policy that generated it."
+            f"This tokenizer reads the tokens of completion {row}, {text[:60]!r}, otherwise. Give the "
+            "tokenizer of the policy that generated it."
         )
     spans, begin = [], 0
     pieces = reading.spans(text)
@@ -146,23 +132,14 @@ class StepRewards:
     """Why a completion is invalid; None for the valid ones."""
 
     def tokens(self, place: Place = "last") -> Tensor:
-        """Place the rewards on tokens, for `Trajectories.process_reward`; pass `valid` along with them.
+        """Place the rewards [B, T] on the step's "last" token, on "every" token, or "spread" over them.
 
-        Args:
-            place: on the step's "last" token, on "every" token of it, or "spread" over them.
-
-        Returns:
-            [B, T] float32, 0 outside the steps and in invalid completions.
+        They are 0 outside the steps and in invalid completions: pass `valid` along with them.
         """
         return span_rewards(torch.where(self.valid[:, None], self.reward, 0.0), self.step, place=place)
 
     def bounded(self, *, clip: float | None = None, delta: bool = False) -> StepRewards:
-        """Apply `clip_step_rewards`, then `delta_step_rewards`, so that more steps earn no more.
-
-        Args:
-            clip: η, the reward that a step must reach to cost nothing; None leaves Clip out.
-            delta: count only the difference to the next step.
-        """
+        """Apply `clip_step_rewards` with η = clip, then `delta_step_rewards`: more steps earn no more."""
         exists = torch.isfinite(self.reward)
         reward = torch.where(exists, self.reward, 0.0)
         reward = reward if clip is None else clip_step_rewards(reward, exists, eta=clip)
@@ -170,10 +147,6 @@ class StepRewards:
         return replace(self, reward=torch.where(exists, reward, torch.nan))
 
     def aggregate(self, how: Reduction = "min") -> Tensor:
-        """Reduce to one number per completion: "min", "product", "mean", "sum" or "last".
-
-        Returns:
-            [B] float32, NaN in invalid completions.
-        """
+        """Reduce to one number [B] per completion, NaN in invalid ones."""
         exists = torch.isfinite(self.reward)
         return torch.where(self.valid, aggregate_steps(self.reward, how, exists), torch.nan)

@@ -16,11 +16,7 @@ StopReason = Literal["eos", "stop string", "length", "prompt too long", "tool fa
 
 @dataclass(frozen=True, kw_only=True)
 class StoppingCriteria:
-    """Conditions that end a completion.
-
-    Raises:
-        UserError: no token allowed, or an empty stop string.
-    """
+    """Conditions that end a completion."""
 
     max_new_tokens: int = 256
     """Most tokens of a completion, its end token included; fewer where the model's context ends."""
@@ -30,21 +26,17 @@ class StoppingCriteria:
     """Ids that end the completion; None is the model's own, () none at all."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.max_new_tokens, bool) or self.max_new_tokens < 1:
-            raise UserError(f"max_new_tokens is {self.max_new_tokens}; a completion needs at least 1 token.")
-        if isinstance(self.strings, str) or not all(isinstance(s, str) and s for s in self.strings):
+        if self.max_new_tokens < 1 or isinstance(self.strings, str) or not all(self.strings):
             raise UserError(
-                f"Stop strings are {self.strings!r}; give a tuple of texts, none of them empty, e.g. "
-                '("</answer>",).'
+                f"max_new_tokens is {self.max_new_tokens} and strings are {self.strings!r}; give at least 1 "
+                'token, and a tuple of stop strings that are not empty, such as ("</answer>",).'
             )
 
 
 class StopStrings:
     """Search for stop strings at the end of a completion, token by token.
 
-    Args:
-        strings: stop strings.
-        decode: token ids to text, special tokens included, without tidying of blanks.
+    `decode` must keep special tokens and blanks as they are.
     """
 
     def __init__(self, strings: Sequence[str], decode: Callable[[list[int]], str]) -> None:

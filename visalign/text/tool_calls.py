@@ -42,15 +42,17 @@ class ToolFormat:
     """Time limit of one call; a slower one has failed."""
 
     def __post_init__(self) -> None:
-        if not self.close or self.open == "":
-            raise UserError(f"tool: open is {self.open!r} and close {self.close!r}; neither may be empty.")
-        if "{answer}" not in self.answer:
-            raise UserError(
-                f"tool: answer is {self.answer!r}; it must contain {{answer}}, the tool's answer."
-            )
-        for name in ("max_calls", "max_answer_tokens", "seconds"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise UserError(f"tool: {name} is {getattr(self, name)}; it must be above 0 and finite.")
+        rules = {
+            "open": (self.open != "", "null, or not empty"),
+            "close": (bool(self.close), "not empty"),
+            "answer": ("{answer}" in self.answer, "a text with {answer} in it"),
+            "max_calls": (self.max_calls > 0, "above 0"),
+            "max_answer_tokens": (self.max_answer_tokens > 0, "above 0"),
+            "seconds": (0 < self.seconds < math.inf, "above 0 and finite"),
+        }
+        for name, (holds, allowed) in rules.items():
+            if not holds:
+                raise UserError(f"tool: {name} is {getattr(self, name)!r}; it must be {allowed}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +88,7 @@ def ask_all(use: ToolUse, calls: Sequence[str]) -> dict[str, str | ToolFailure |
     """Answer calls, each distinct one once, `PARALLEL` at a time.
 
     A call fails if it raises, takes longer than `use.seconds`, or answers anything but text. A thread cannot
-    be stopped: a hanging one is left behind, and delays the process no longer than that.
+    be stopped: a hanging one is left behind.
     """
     answers: dict[str, str | ToolFailure | None] = {}
     distinct = list(dict.fromkeys(calls))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Completions with a tool: calls, answers, their replay, branches; tools that hang, raise, flood."""
+"""Completions with a tool: calls, answers, their replay; tools that hang, raise, flood."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from visalign.adapters.causal_lm.policy import CausalLMPolicy
 from visalign.adapters.server.generator import ServerGenerator
 from visalign.core import PolicyOutput, named_objective
 from visalign.errors import UserError
-from visalign.text import Sampling, StoppingCriteria, TextRollout, join_rollouts
+from visalign.text import Sampling, StoppingCriteria, TextRollout
 from visalign.text.calculator import calculator
 from visalign.text.steps import StepReading, step_index
 from visalign.text.tool_calls import ToolUse, ask_all
-from visalign.text.tools import Branching, ToolPolicy
+from visalign.text.tools import ToolPolicy
 
 PROMPTS = ["a", "hello there you", "1+2="]
 STOPPING = StoppingCriteria(max_new_tokens=30, eos_ids=())
@@ -38,8 +38,8 @@ def use(tool: Any = lambda text: f"<{text.count('q')}>", **options: Any) -> Tool
     return ToolUse(**{"tool": tool, "close": "5", "max_calls": 2, **options})
 
 
-def drawn(policy, use: ToolUse | None = None, branching: Branching | None = None, **options) -> TextRollout:
-    source = policy if use is None else ToolPolicy(policy, tiny_tokenizer(), use, branching)
+def drawn(policy, use: ToolUse | None = None, **options) -> TextRollout:
+    source = policy if use is None else ToolPolicy(policy, tiny_tokenizer(), use)
     return source.generate(
         PROMPTS, **{"seeds": 6, "num_generations": 8, "sampling": Sampling(), "stopping": STOPPING, **options}
     )
@@ -107,130 +107,6 @@ def test_tokens_of_answers_have_no_gradient(policy) -> None:
     assert (log_prob.grad[inside] == 0).all() and (log_prob.grad[rollout.loss_mask == 1] != 0).any()
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), TOPPED])
-def test_branches_share_what_stands_before_them(policy, sampling) -> None:
-    rule = Branching(initial=4, probability=1.0)
-    found = drawn(policy, use(), rule, sampling=sampling)
-    assert found.tools is not None and found.shared is not None
-    born = [trace.shared for trace in found.tools]
-    assert sum(n > 0 for n in born) >= 3 and found.group == [n // 8 for n in range(24)]
-    for row, begin in enumerate(born):
-        first = found.completion_ids[row, :begin]
-        family = [n for n in range(24) if n // 8 == row // 8 and n != row]
-        same = [n for n in family if torch.equal(found.completion_ids[n, :begin], first)]
-        assert same or not begin
-    drawn_once = found.weight.sum()
-    assert drawn_once < found.loss_mask.sum() and float(drawn_once) == pytest.approx(round(float(drawn_once)))
-    torch.testing.assert_close(policy.log_probs(found).log_prob, found.log_prob, rtol=0, atol=1e-4)
-    again = ToolPolicy(
-        CausalLMPolicy(tiny_model(), tiny_tokenizer(), generate_batch=3), tiny_tokenizer(), use(), rule
-    )
-    options = {"seeds": 6, "num_generations": 8, "sampling": sampling, "stopping": STOPPING}
-    assert again.generate(PROMPTS, **options).text == found.text
-    part = found.rows(torch.arange(8))
-    joined = join_rollouts([part, found.rows(torch.arange(8, 24))])
-    assert joined.shared is not None and torch.equal(joined.shared, found.shared)
-    with pytest.raises(ValueError, match=r"shared must have shape \(24, "):
-        replace(found, shared=found.shared[:3])
-
-
-def test_behind_an_answer_a_completion_goes_on_in_two_ways_and_no_third(policy) -> None:
-    rule = Branching(initial=8, probability=1.0)
-    found = drawn(policy, use(max_calls=4), rule, num_generations=16, seeds=8)
-    assert found.tools is not None and found.shared is not None
-    begun = [
-        (found.group[row], *found.completion_ids[row, : trace.shared].tolist())
-        for row, trace in enumerate(found.tools)
-        if trace.shared
-    ]
-    assert len(set(begun)) == len(begun) > 3
-    assert found.shared.max() > 2, "a second way may part again behind its own answers"
-
-
-def test_branches_in_a_row_become_rarer(policy) -> None:
-    """(α + β ΔH)·max(0, 1 − p l)."""
-    asked: list[int] = []
-
-    class Watched(Branching):
-        def chance(self, rise: float, in_a_row: int) -> float:
-            asked.append(in_a_row)
-            return super().chance(rise, in_a_row)
-
-    rule = Branching(initial=2, probability=0.6, entropy_weight=2.0, penalty=0.05)
-    assert rule.chance(0.1, 0) == pytest.approx(0.8) and rule.chance(0.1, 3) == pytest.approx(0.8 * 0.85)
-    assert rule.chance(0.1, 21) == 0.0
-    branches, most = {}, {}
-    for initial, penalty in ((1, 0.0), (1, 1.0), (None, 0.0), (None, 1.0)):
-        asked.clear()
-        rule = Watched(initial=initial, probability=1.0, entropy_weight=0.0, balance=0.0, penalty=penalty)
-        found = drawn(policy, use(close="e", max_calls=6), rule, num_generations=16, seeds=8)
-        assert found.tools is not None
-        branches[initial, penalty] = sum(trace.shared > 0 for trace in found.tools)
-        most[initial, penalty] = max(asked)
-    assert branches[1, 1.0] < branches[1, 0.0]
-    assert most == {(1, 0.0): 3, (1, 1.0): 1, (None, 0.0): 2, (None, 1.0): 1}  # after a turn without, anew
-    with pytest.raises(UserError, match=r"branch\.penalty is 2\.0; it must be 0 to 1"):
-        Branching(initial=2, penalty=2.0)
-
-
-def test_a_group_that_does_not_branch_is_filled_up_from_the_prompt(policy) -> None:
-    rule = Branching(initial=2, probability=0.0, entropy_weight=0.0)
-    found, plain = drawn(policy, use(), rule), drawn(policy, use())
-    assert found.text == plain.text and found.shared is not None and (found.shared == 1).all()
-
-
-def _began(found, group: int) -> int:
-    """Completions of a group that began at the prompt."""
-    return sum(trace.shared == 0 for trace in found.tools[8 * group : 8 * group + 8])
-
-
-def test_a_first_completion_decides_how_many_begin_at_the_prompt(policy) -> None:
-    """m = k σ(b (H₀ − H_tool)): half of them at b = 0, all or the first alone at a large b, by the sign."""
-    tokens = {"tokens": 4}
-    half = drawn(policy, use(), Branching(initial=None, balance=0.0, probability=1.0, **tokens))
-    plain = drawn(policy, use())
-    sharp = drawn(policy, use(), Branching(initial=None, balance=1e6, probability=1.0, **tokens))
-    seen = set()
-    for group in range(3):
-        first = 8 * group
-        assert half.text[first] == sharp.text[first] == plain.text[first]
-        mask = plain.loss_mask[first]
-        length = int(mask.nonzero().max()) + 1
-        turns = [n for n in range(1, length) if mask[n] and not mask[n - 1]]
-        if not turns:
-            assert _began(half, group) == _began(sharp, group) == 8
-            continue
-        entropy = plain.entropy[first]
-        drawn_first = entropy[: turns[0]][mask[: turns[0]] == 1][:4].mean()
-        ends = [*turns[1:], length]
-        behind = [entropy[a:b][mask[a:b] == 1][:4].mean() for a, b in zip(turns, ends, strict=True)]
-        rises = bool(torch.stack(behind).mean() > drawn_first)
-        seen.add(rises)
-        assert _began(half, group) >= 4 and _began(sharp, group) >= (1 if rises else 8)
-        assert half.tools is not None and any(trace.shared for trace in half.tools[first : first + 8])
-        if rises:
-            assert _began(sharp, group) < 8
-    assert seen, "a first completion has an answer"
-    torch.testing.assert_close(policy.log_probs(half).log_prob, half.log_prob, rtol=0, atol=1e-4)
-    small = CausalLMPolicy(tiny_model(), tiny_tokenizer(), generate_batch=2)
-    rule = Branching(initial=None, balance=0.0, probability=1.0, **tokens)
-    assert drawn(small, use(), rule).text == half.text
-
-
-def test_a_shared_token_moves_the_policy_by_the_mean_of_its_branches(policy) -> None:
-    found = drawn(policy, use(), Branching(initial=2, probability=1.0))
-    objective = named_objective("grpo", kl=0.0, aggregation="token_mean")
-    reward = torch.randn(24, generator=torch.Generator().manual_seed(0))
-    prepared = objective.prepare(found.trajectories(reward))
-    log_prob = found.log_prob.clone().requires_grad_()
-    objective.loss(prepared, PolicyOutput(log_prob=log_prob)).total.backward()
-    assert found.shared is not None and log_prob.grad is not None
-    advantage = objective.prepare(replace(found, shared=None).trajectories(reward)).advantage
-    advantage = advantage[:, None].expand_as(log_prob) if advantage.ndim == 1 else advantage
-    expected = -advantage * found.weight / found.weight.sum()
-    torch.testing.assert_close(log_prob.grad, expected.float(), rtol=1e-4, atol=1e-7)
-
-
 def test_tools_that_fail_leave_a_completion_that_is_not_judged(policy) -> None:
     def raising(text: str) -> str:
         raise RuntimeError("gone")
@@ -281,14 +157,10 @@ def test_what_is_no_call_hides_no_stop_string(policy, end) -> None:
     assert any(text.endswith(end) and text.count("5") for text in found.text)
 
 
-def test_where_the_context_ends_behind_an_answer_nothing_branches() -> None:
+def test_a_completion_ends_where_the_context_ends_behind_an_answer() -> None:
     model = tiny_model()
     model.config.max_position_embeddings = 20
-    found = drawn(
-        CausalLMPolicy(model, tiny_tokenizer()),
-        use(lambda text: "x" * 9),
-        Branching(initial=2, probability=1.0),
-    )
+    found = drawn(CausalLMPolicy(model, tiny_tokenizer()), use(lambda text: "x" * 9))
     assert found.tools is not None and any(trace.calls for trace in found.tools)
     place = torch.arange(1, found.loss_mask.shape[1] + 1)
     drawn_to = (place * (found.loss_mask != 0)).amax(1) + found.prompt_mask.sum(1)
@@ -302,7 +174,7 @@ def test_steps_are_told_where_an_answer_is_the_end(policy) -> None:
     assert ((step >= 0) == (found.loss_mask != 0)).all()
     for row, text in enumerate(found.text):
         assert int(step[row].max()) + 1 <= len(StepReading().spans(text))
-    with pytest.raises(UserError, match="this tokenizer reads its tokens otherwise"):
+    with pytest.raises(UserError, match=r"tokenizer reads the tokens of completion 0, .* otherwise"):
         step_index(replace(found, text=["?"] * 24), tiny_tokenizer(), StepReading())
 
 
@@ -322,10 +194,6 @@ def test_a_server_goes_on_from_the_answers_too(policy) -> None:
         assert all(
             re.search(r"5<\d+>", text) for text, t in zip(found.text, found.tools, strict=True) if t.calls
         )
-        branched = drawn(engine, use(), Branching(initial=2, probability=1.0), sampling=Sampling(top_k=8))
-        assert branched.tools is not None and any(trace.shared for trace in branched.tools)
-        with pytest.raises(UserError, match=r"the server does not report it\. Set rollout\.top_k"):
-            drawn(engine, use(), Branching(initial=2, probability=1.0))
 
 
 def test_equal_calls_are_asked_once() -> None:
@@ -372,8 +240,8 @@ def test_the_calculator(text, value) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"close": ""}, r"open is None and close ''; neither may be empty"),
-        ({"answer": "result"}, r"answer is 'result'; it must contain \{answer\}"),
+        ({"close": ""}, r"close is ''; it must be not empty"),
+        ({"answer": "result"}, r"answer is 'result'; it must be a text with \{answer\}"),
         ({"max_calls": 0}, "max_calls is 0; it must be above 0"),
         ({"seconds": float("inf")}, "seconds is inf"),
     ],
@@ -381,9 +249,3 @@ def test_the_calculator(text, value) -> None:
 def test_wrong_settings(options, message) -> None:
     with pytest.raises(UserError, match=message):
         use(**options)
-    with pytest.raises(UserError, match=r"branch\.balance is -1"):
-        Branching(initial=None, balance=-1)
-    with pytest.raises(UserError, match=r"branch\.initial is 0"):
-        Branching(initial=0)
-    with pytest.raises(UserError, match=r"branch\.probability is 2"):
-        Branching(initial=1, probability=2)

@@ -7,7 +7,7 @@
     python tests/benchmarks/text/text_claims.py ratio     # GSPO's ratio varies less than GRPO's as texts grow
     python tests/benchmarks/text/text_claims.py parts     # DAPO's parts gain over GRPO, alone and together
     python tests/benchmarks/text/text_claims.py recent    # SPEAR, CANON, COPO, RiskPO gain over GRPO
-    python tests/benchmarks/text/text_claims.py tools     # a calculator, ARPO's and AEPO's branches gain
+    python tests/benchmarks/text/text_claims.py tools     # a calculator gains
     python tests/benchmarks/text/text_claims.py mixture   # experts: GSPO is stable without routing replay
     python tests/benchmarks/text/text_claims.py anchors   # PPO-ptx holds what it had; PPO-KL finds its target
 
@@ -137,8 +137,6 @@ RECENT = {
 TOOLS = {
     "none": (),
     "calculator": ("rollout.tool={}",),
-    "calculator, branches": ("rollout.tool={branch: {initial: 4}}",),
-    "calculator, AEPO's branches": ("rollout.tool={branch: {initial: null}}",),
 }
 """Evaluated with what they are trained with."""
 _EIGHT = ("optimizer.updates_per_iteration=8", "evaluation.prompts_on_the_way=null")

@@ -62,11 +62,6 @@ def test_votes_against_all_others_have_a_negative_reliability():
     assert fit.reliability[3] < -1 and fit.reliability[:3].min() > 1
 
 
-def test_no_votes_are_refused():
-    with pytest.raises(ValueError, match="one entry for each vote, at least one; got 0"):
-        fit_annotators([], [], [], [], pairs=1, annotators=1)
-
-
 def test_alpha_of_ratings_as_krippendorff_prints_it():
     """The reliability data of his section 11.1 (four observers, twelve units): α of interval data is .849."""
     nan = math.nan

@@ -91,8 +91,6 @@ def test_auroc_counts_pairs() -> None:
         repeats = row.astype(int)
         assert value == pytest.approx(auroc(np.repeat(score, repeats), np.repeat(positive, repeats)))
     assert math.isnan(auroc([1.0, 2.0], [True, True]))
-    with pytest.raises(ValueError, match="NaN"):
-        auroc([math.nan], [True])
 
 
 def test_risk_coverage_by_hand() -> None:
@@ -131,9 +129,5 @@ def test_failed_answers_are_no_margins() -> None:
 
 
 def test_bad_probabilities_are_named() -> None:
-    with pytest.raises(ValueError, match=r"probabilities must lie in \[0, 1\]"):
-        reliability([1.2], [1.0])
-    with pytest.raises(ValueError, match="not empty"):
-        nll([], [])
     with pytest.raises(ValueError, match="for scores give those of both images"):
         from_probabilities("judge", [3.0])

@@ -103,13 +103,9 @@ def test_weighted_forms_equal_repeated_samples() -> None:
 
 
 def test_bad_input_is_named() -> None:
-    with pytest.raises(ValueError, match="two vectors of one length"):
-        srcc([1, 2], [1, 2, 3])
-    with pytest.raises(ValueError, match="all values of the second side equal 4"):
+    with pytest.raises(ValueError, match="sides that are not constant"):
         plcc([1, 2, 3], [4, 4, 4])
-    with pytest.raises(ValueError, match=r"at least 2; got \(1,\)"):
-        kendall([1], [2])
-    with pytest.raises(ValueError, match="leave out samples without a score"):
+    with pytest.raises(ValueError, match="finite values; leave out failed samples"):
         srcc([1, np.nan], [1, 2])
-    with pytest.raises(ValueError, match="more than 5 samples"):
+    with pytest.raises(ValueError, match="at least 6 samples"):
         fit_logistic(X[:5], Y[:5])

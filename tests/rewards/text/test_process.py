@@ -97,7 +97,7 @@ def test_a_text_is_cut_at_the_separator_and_blanks_are_no_steps() -> None:
     assert StepReading().spans("whole") == [(0, 5)]
     assert StepReading().spans(" \n\n") == StepReading().spans("") == []
     for options in ({"separator": ""}, {"marker": ""}):
-        with pytest.raises(UserError, match=f"{next(iter(options))} is empty, so no step would end"):
+        with pytest.raises(UserError, match="Neither separator nor marker may be empty"):
             StepReading(**options)
 
 
@@ -131,7 +131,7 @@ def test_tokens_that_hold_an_end_and_a_beginning_or_half_a_letter() -> None:
 
 
 def test_a_tokenizer_that_reads_the_tokens_otherwise_is_refused() -> None:
-    with pytest.raises(UserError, match=r"Completion 0 of the rollout is 'a\\nb', but this tokenizer reads"):
+    with pytest.raises(UserError, match="tokenizer reads the tokens of completion 0"):
         step_index(rollout("a\nb"), Pieces(*[b"z"] * 64), StepReading())
 
 
@@ -171,9 +171,7 @@ def test_a_prompt_its_steps_and_a_marker_after_each() -> None:
     ]
     with pytest.raises(UserError, match="A prompt shows images, and a process reward model reads text alone"):
         StepEncoder(TOKENIZER, StepReading()).encode(shown, ["c"])
-    with pytest.raises(
-        UserError, match="makes the unknown token of '§', so the ends of steps cannot be told"
-    ):
+    with pytest.raises(UserError, match="no token for '§', so the ends of steps cannot be told"):
         StepEncoder(TOKENIZER, StepReading(separator="§"))
 
 
@@ -318,7 +316,7 @@ def test_models_and_options_that_cannot_serve() -> None:
         ({"min_steps": 0}, "min_steps is 0; allowed are whole numbers from 1"),
         ({"precision": "int8"}, "precision is 'int8'; allowed are fp32, bf16, fp16"),
         ({"tokenizer": None}, "a module has no tokenizer; give tokenizer="),
-        ({"separator": ""}, "separator is empty"),
+        ({"separator": ""}, "Neither separator nor marker may be empty"),
     ):
         with pytest.raises(ValueError, match=message):
             judge(**options)

@@ -31,7 +31,7 @@ from visalign.adapters.causal_lm.demonstrations import DemonstrationBatches, wit
 from visalign.adapters.causal_lm.lora import text_lora
 from visalign.rewards import WeightedSum
 from visalign.rewards.text.weighted_sum import WeightedTextSum
-from visalign.text import Branching, ToolPolicy, ToolUse
+from visalign.text import ToolPolicy, ToolUse
 from visalign.training import (
     DPO,
     SFT,
@@ -209,11 +209,11 @@ def images(
     )
 
 
-def tools(folder: Path, accelerator: Accelerator, branching: Branching | None = None) -> Trainer[Any]:
+def tools(folder: Path, accelerator: Accelerator) -> Trainer[Any]:
     """Completions that are longer by their answers, in each process by others."""
     policy = toy_policy()
     use = ToolUse(tool=lambda text: "+" * 3 * len(text), close="e", max_calls=1)
-    writer = ToolPolicy(policy, policy.tokenizer, use, branching)
+    writer = ToolPolicy(policy, policy.tokenizer, use)
     size = {"max_new_tokens": 60, "stop": ["a", "b", "c"]}
     return text(folder, accelerator, "grpo", policy=policy, generator=writer, rollout=size)
 
@@ -250,7 +250,6 @@ JOBS: dict[str, Callable[[Path, Accelerator], Trainer[Any]]] = {
     "ppo+separate": lambda f, a: text(f, a, "ppo", separate_value=True),
     "ppo_ptx": lambda f, a: text(f, a, "ppo_ptx"),
     "grpo+tools": tools,
-    "grpo+branches": lambda f, a: tools(f, a, Branching(initial=2, probability=1.0)),
     "ppo_kl": lambda f, a: text(f, a, "ppo_kl", objective={"target_kl": 0.01}),
     "grpo+head": lambda f, a: text(f, a, "grpo", policy=toy_policy(value=True)),
     "sft": sft,

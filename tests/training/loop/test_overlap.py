@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from tests.support.training.images import Brightness, ToyPolicy, outcome, toy_trainer
-from tests.support.training.text import Letters, toy_policy, toy_text_trainer, weights_of
+from tests.support.training.text import Letters, toy_text_trainer, weights_of
 from visalign.errors import UserError
 from visalign.interfaces import RewardCapabilities, Scores
-from visalign.text import Branching, ToolPolicy, ToolUse
 from visalign.training.loop.judging import RewardFailure, RewardScorer, concatenate_scores
 from visalign.training.loop.metrics import read_metrics
 
@@ -77,15 +76,6 @@ def test_a_stretch_of_shared_noise_holds_whole_groups(tmp_path):
     rollout = {"overlap": 4, "shared_noise": True, "sde_steps": [2]}
     toy_trainer(tmp_path, reward=judge, rollout=rollout, run={"iterations": 1}).train()
     assert [size for _, size in judge.calls] == [16, 16, 8, 8]
-
-
-def test_a_stretch_of_branches_holds_whole_groups(tmp_path):
-    judge, policy = listening("text"), toy_policy()
-    use = ToolUse(tool=lambda text: "", close="e")
-    writer = ToolPolicy(policy, policy.tokenizer, use, Branching(initial=2))
-    given: dict[str, Any] = {"reward": judge, "policy": policy, "generator": writer, "run": {"iterations": 1}}
-    toy_text_trainer(tmp_path, rollout={"overlap": 3}, **given).train()
-    assert [size for _, size in judge.calls] == [12, 6, 6]
 
 
 @pytest.mark.parametrize("kind", MAKERS)

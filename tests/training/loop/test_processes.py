@@ -9,7 +9,7 @@ import signal
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +24,6 @@ from tests.support.training.text import toy_policy, toy_text_trainer
 from visalign.adapters.causal_lm.lora import text_lora
 from visalign.errors import UserError
 from visalign.rewards.base.contract import RewardError
-from visalign.text import Branching, ToolPolicy, ToolUse
 from visalign.training import RewardModeling, RewardObjectiveSettings, read_metrics
 from visalign.training.loop import checkpoint, processes
 from visalign.training.loop.processes import ProcessLost, Shares, process_slice, report_lost_process
@@ -217,13 +216,6 @@ def test_what_of_text_cannot_be_sharded_is_refused_by_name() -> None:
             toy_text_trainer(Path(), row, sharding=True, **given)
     with pytest.raises(UserError, match="sharding divides a model among processes, and one was started"):
         toy_text_trainer(Path(), "grpo", sharding=True, objective=free)
-
-
-def test_branches_need_a_group_for_each_process() -> None:
-    five, policy = cast(Any, _Rank(0, 5)), toy_policy()
-    writer = ToolPolicy(policy, None, ToolUse(tool=str, close="e"), Branching(initial=2))
-    with pytest.raises(UserError, match=r"prompts_per_iteration is 4 for 5 processes.*rollout\.tool\.branch"):
-        toy_text_trainer(Path(), policy=policy, accelerator=five, generator=writer)
 
 
 def test_other_errors_pass_where_a_lost_process_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,82 +93,56 @@ class Comparison:
 def compare(before: HeldoutResult, after: HeldoutResult, *, seed: int = 0, level: float = 0.95) -> Comparison:
     """Pair two evaluations of the same prompts and seeds.
 
-    Args:
-        before: Evaluation of the model before training.
-        after: Evaluation after training.
-        seed: Random seed of the bootstrap; each row has a fresh generator.
-        level: Confidence level of the intervals.
-
-    Raises:
-        UserError: If the samples differ: prompts, categories or seeds.
+    `seed` is that of the bootstrap, with a fresh generator for each row; `level` that of the intervals.
     """
-    _check_pairs(before, after)
-    everything = np.ones(len(before), dtype=bool)
+    keys = before.keys
+    if keys != after.keys or before.tags != after.tags or not np.array_equal(before.seeds, after.seeds):
+        raise UserError(
+            "Before and after were evaluated on different prompts, categories or seeds and cannot be paired: "
+            f"{len(before)} samples of {len(set(keys))} prompts before, {len(after)} of "
+            f"{len(set(after.keys))} after. Evaluate both with the same records and seeds."
+        )
+
+    def change(first: NDArray, second: NDArray, rows: NDArray[np.bool_]) -> Interval:
+        prompts = [keys[row] for row in np.flatnonzero(rows)]
+        generator = torch.Generator().manual_seed(seed)
+        return paired_bootstrap(first[rows], second[rows], prompts, generator=generator, level=level)
+
     old, new = before.outcome(), after.outcome()
+    everything = np.ones(len(before), dtype=bool)
+
+    def accuracy(name: str, rows: NDArray[np.bool_]) -> AccuracyRow:
+        tag = None if rows.all() else name
+        return AccuracyRow(
+            name=name,
+            before=before.interval(tag, level=level),
+            after=after.interval(tag, level=level),
+            change=change(old, new, rows),
+            correct=(int(before.correct[rows].sum()), int(after.correct[rows].sum())),
+            judged=(int(before.judged[rows].sum()), int(after.judged[rows].sum())),
+        )
+
+    def reward(name: str) -> RewardRow:
+        return RewardRow(
+            name=name,
+            unit=after.units[name],
+            before=before.mean(name),
+            after=after.mean(name),
+            change=change(before.scores[name], after.scores[name], everything),
+            invalid=(before.invalid(name), after.invalid(name)),
+            higher_is_better=after.higher_is_better[name],
+            repeats_accuracy=all(
+                result.judged.any() and np.array_equal(result.scores[name], result.outcome(), equal_nan=True)
+                for result in (before, after)
+            ),
+        )
+
     return Comparison(
-        overall=_accuracy("all", before, after, everything, seed, level),
-        categories=tuple(
-            _accuracy(tag, before, after, before.rows(tag), seed, level) for tag in dict.fromkeys(before.tags)
-        ),
-        rewards=tuple(
-            _reward(name, before, after, seed, level) for name in before.scores if name in after.scores
-        ),
+        overall=accuracy("all", everything),
+        categories=tuple(accuracy(tag, before.rows(tag)) for tag in dict.fromkeys(before.tags)),
+        rewards=tuple(reward(name) for name in before.scores if name in after.scores),
         right=np.flatnonzero((old == 1) & (new == 1)),
         improved=np.flatnonzero((old == 0) & (new == 1)),
         worsened=np.flatnonzero((old == 1) & (new == 0)),
         wrong=np.flatnonzero((old == 0) & (new == 0)),
-    )
-
-
-def _accuracy(
-    name: str, before: HeldoutResult, after: HeldoutResult, rows: NDArray[np.bool_], seed: int, level: float
-) -> AccuracyRow:
-    tag = None if rows.all() else name
-    return AccuracyRow(
-        name=name,
-        before=before.interval(tag, level=level),
-        after=after.interval(tag, level=level),
-        change=_change(before, before.outcome(), after.outcome(), rows, seed, level),
-        correct=(int(before.correct[rows].sum()), int(after.correct[rows].sum())),
-        judged=(int(before.judged[rows].sum()), int(after.judged[rows].sum())),
-    )
-
-
-def _reward(name: str, before: HeldoutResult, after: HeldoutResult, seed: int, level: float) -> RewardRow:
-    rows = np.ones(len(before), dtype=bool)
-    return RewardRow(
-        name=name,
-        unit=after.units[name],
-        before=before.mean(name),
-        after=after.mean(name),
-        change=_change(before, before.score(name), after.score(name), rows, seed, level),
-        invalid=(before.invalid(name), after.invalid(name)),
-        higher_is_better=after.higher_is_better[name],
-        repeats_accuracy=all(
-            result.judged.any() and np.array_equal(result.score(name), result.outcome(), equal_nan=True)
-            for result in (before, after)
-        ),
-    )
-
-
-def _change(
-    result: HeldoutResult, first: NDArray, second: NDArray, rows: NDArray[np.bool_], seed: int, level: float
-) -> Interval:
-    keys = result.keys
-    prompts = [keys[row] for row in np.flatnonzero(rows)]
-    generator = torch.Generator().manual_seed(seed)
-    return paired_bootstrap(first[rows], second[rows], prompts, generator=generator, level=level)
-
-
-def _check_pairs(before: HeldoutResult, after: HeldoutResult) -> None:
-    same = (
-        before.keys == after.keys and before.tags == after.tags and np.array_equal(before.seeds, after.seeds)
-    )
-    if same:
-        return
-    raise UserError(
-        "Before and after were evaluated on different samples and cannot be paired: "
-        f"{len(before)} samples of {len(set(before.keys))} prompts before, {len(after)} of "
-        f"{len(set(after.keys))} after, or other prompts, categories or seeds. Evaluate both with the "
-        "same records and seeds."
     )

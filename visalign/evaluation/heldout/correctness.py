@@ -63,25 +63,25 @@ def check_evaluation(
     records: Sequence[Mapping[str, Any]],
     seeds: Sequence[int],
     correctness: str | None,
+    batch_size: int = 1,
 ) -> None:
-    """Refuse an evaluation without records, without or with repeated seeds, or by an unknown reward."""
-    if not records:
-        raise UserError("Held-out evaluation needs at least one prompt record; got none.")
-    for number, record in enumerate(records):
-        if not str(record.get("prompt", "")).strip():
-            raise UserError(
-                f"Held-out record {number} has no prompt; each record needs a non-empty 'prompt'. "
-                f"Keys: {sorted(record)}."
-            )
-    if not seeds or len(set(seeds)) != len(seeds):
-        raise UserError(
-            f"Held-out evaluation needs one or more different seeds; got {list(seeds)}. Write e.g. [0, 1]."
-        )
-    if correctness is not None and correctness not in rewards:
-        raise UserError(
-            f"The reward for correctness '{correctness}' is not among the rewards. "
-            f"{suggestion(correctness, rewards)}Rewards: {', '.join(rewards) or 'none'}. Add it or give None."
-        )
+    """Refuse an evaluation without samples, with empty prompts or repeated seeds, or by an unknown reward."""
+    empty = [number for number, record in enumerate(records) if not str(record.get("prompt", "")).strip()]
+    judge = correctness or ""
+    rules = (
+        (bool(records), "at least one prompt record; got none"),
+        (not empty, f"a 'prompt' in each record, and records {empty[:5]} have none"),
+        (0 < len(seeds) == len(set(seeds)), f"one or more different seeds; got {list(seeds)}"),
+        (batch_size >= 1, f"a batch_size of at least 1; got {batch_size}"),
+        (
+            correctness is None or judge in rewards,
+            f"a reward for correctness, or None; '{judge}' is not among {', '.join(rewards) or 'none'}. "
+            f"{suggestion(judge, rewards)}",
+        ),
+    )
+    for holds, needed in rules:
+        if not holds:
+            raise UserError(f"Held-out evaluation needs {needed}")
 
 
 def record_tags(records: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
@@ -103,11 +103,7 @@ def finite_scores(scores: Scores) -> Tensor:
 
 
 def verdict(name: str, reward: Any, scores: Scores) -> Tensor:
-    """Return the verdicts [B]: the part `correct`; else True for the best value of the range (0, 1).
-
-    Raises:
-        UserError: The scores have no such part, and the range is another.
-    """
+    """Return the verdicts [B]: the part `correct`; else True for the best value of the range (0, 1)."""
     if PART in scores.parts:
         return scores.parts[PART].cpu() > 0.5
     if tuple(reward.range) != (0.0, 1.0):
@@ -120,9 +116,6 @@ def check_judge(name: str, reward: PointwiseReward, record: Mapping[str, Any]) -
 
     A range of (0, 1) is enough; otherwise the reward must give the part for one grey image. A reward that
     cannot score that image is left to the evaluation itself.
-
-    Raises:
-        UserError: It returned a score without the part.
     """
     if tuple(reward.range) == (0.0, 1.0):
         return
@@ -134,6 +127,6 @@ def check_judge(name: str, reward: PointwiseReward, record: Mapping[str, Any]) -
 def _no_verdict(name: str, reward: Any) -> UserError:
     return UserError(
         f"Reward '{name}' cannot say correct or wrong: its range is {tuple(reward.range)} and its scores "
-        f"have no part '{PART}'. Choose a reward with the range (0, 1) or with that part, or none "
-        "(evaluation.correctness=null)."
+        f"have no part '{PART}'. Choose one with the range (0, 1) or that part, or "
+        "evaluation.correctness=null."
     )

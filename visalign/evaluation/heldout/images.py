@@ -46,8 +46,7 @@ def evaluate(
     Args:
         policy: Model to evaluate.
         rewards: name -> reward; each scores every image.
-        records: Prompt records with `prompt`, `source` where an image is edited and, for categories, `tag`;
-            the rewards' metadata.
+        records: Prompt records, the rewards' metadata: `prompt`, `source` where an image is edited, `tag`.
         seeds: One image per prompt and seed.
         sigmas: [T + 1] timestep schedule from 1 to 0.
         batch_size: Samples denoised, decoded and scored at once.
@@ -57,18 +56,16 @@ def evaluate(
         share: (r, w): the r-th of w equal shares of the samples, w at most their number; see `joined`.
         solver: Solver of the ODE, see `ODESolver`.
         progress: Called with (samples done, all samples) after each batch.
-
-    Returns:
-        The result, records in the given order, the seeds of a record next to each other.
     """
-    check_evaluation(rewards, records, seeds, correctness)
+    check_evaluation(rewards, records, seeds, correctness, batch_size)
     total = len(records) * len(seeds)
     first, end = (total * (share[0] + offset) // share[1] for offset in (0, 1))
     metadata = [record for record in records for _ in seeds][first:end]
     prompts = [str(record["prompt"]) for record in metadata]
     sample_seeds = np.tile(seeds, len(records))[first:end]
     sources = ["".join(record_key(record)[1:]) for record in encoder_inputs(policy, records)]
-    image_index, thumbnails = _evenly(total, max_images) - first, []
+    count = min(total, max_images)
+    image_index, thumbnails = np.arange(count, dtype=np.int64) * total // count - first, []  # evenly spaced
     image_index = image_index[(image_index >= 0) & (image_index < len(prompts))]
     tally = Tally(correctness=correctness, samples="images")
     clips = {name for name, reward in rewards.items() if with_capabilities(reward).capabilities.takes_clips}
@@ -127,12 +124,6 @@ def _as_bytes(images: Tensor, side: int) -> NDArray[np.uint8]:
         images = interpolate(images, size=size, mode="area")
     levels = images.clamp(0, 1).mul(255).round().to(torch.uint8)
     return levels.permute(0, 2, 3, 1).contiguous().numpy()
-
-
-def _evenly(total: int, most: int) -> NDArray[np.int64]:
-    """Return at most `most` of range(total), ascending and evenly spaced, with the first."""
-    count = min(total, most)
-    return (np.arange(count, dtype=np.int64) * total) // count
 
 
 @contextmanager

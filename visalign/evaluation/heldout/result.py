@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from visalign.atomic import write_atomic
-from visalign.errors import UserError, suggestion
+from visalign.errors import UserError
 from visalign.evaluation.statistics.intervals import Interval, share_interval
 
 _FORMAT = "visalign held-out result 1"
@@ -61,7 +61,7 @@ class HeldoutResult:
 
     @property
     def keys(self) -> list[tuple[str, ...]]:
-        """[N] identity of the records, see `visalign.data.sets.prompt_files.record_key`."""
+        """[N] identity of the records (`record_key`)."""
         sources = self.sources or [""] * len(self)
         return [(p, s) if s else (p,) for p, s in zip(self.prompts, sources, strict=True)]
 
@@ -84,8 +84,10 @@ class HeldoutResult:
     @property
     def counts(self) -> dict[str, tuple[int, int]]:
         """tag -> (correct, judged), in order of appearance."""
-        rows = {tag: self.rows(tag) for tag in dict.fromkeys(self.tags)}
-        return {tag: (int(self.correct[r].sum()), int(self.judged[r].sum())) for tag, r in rows.items()}
+        counts = dict.fromkeys(self.tags, (0, 0))
+        for tag, correct, judged in zip(self.tags, self.correct.tolist(), self.judged.tolist(), strict=True):
+            counts[tag] = (counts[tag][0] + correct, counts[tag][1] + judged)
+        return counts
 
     def changes(self, before: HeldoutResult, rows: Sequence[int], labels: Iterable[str]) -> dict[str, float]:
         """Return label -> mean change of a reward or of the "accuracy" in standard errors; > 0 is better.
@@ -105,9 +107,10 @@ class HeldoutResult:
             if old < len(before) and (keys[new], self.seeds[new]) == (old_keys[old], before.seeds[old])
         ]
         new_rows, old_rows = [new for new, _ in pairs], [old for _, old in pairs]
+        columns, old_columns = ({**side.scores, "accuracy": side.outcome()} for side in (self, before))
         changes = {}
-        for label in labels:
-            change = self._values(label)[new_rows] - before._values(label)[old_rows]
+        for label in (label for label in labels if label in columns and label in old_columns):
+            change = columns[label][new_rows].astype(np.float64) - old_columns[label][old_rows]
             change = change[np.isfinite(change)] * (1 if self.higher_is_better.get(label, True) else -1)
             if len(change) > 1:
                 error = float(change.std(ddof=1)) / math.sqrt(len(change))
@@ -116,12 +119,6 @@ class HeldoutResult:
                     float(np.sign(change[0])) * len(change) if alike else float(change.mean()) / error
                 )
         return changes
-
-    def _values(self, label: str) -> NDArray[np.float64]:
-        """Return values [N] of a reward, or of the accuracy; NaN where there are none."""
-        if label == "accuracy":
-            return self.outcome()
-        return self.scores.get(label, np.full(len(self), np.nan)).astype(np.float64)
 
     def rows(self, tag: str) -> NDArray[np.bool_]:
         """Return a mask [N] of the samples of one category."""
@@ -144,26 +141,12 @@ class HeldoutResult:
 
     def mean(self, name: str) -> float:
         """Return the mean of a reward over its valid samples; NaN when there is none."""
-        values = self.score(name)
-        valid = np.isfinite(values)
-        return float(values[valid].mean(dtype=np.float64)) if valid.any() else math.nan
+        valid = self.scores[name][np.isfinite(self.scores[name])]
+        return float(valid.mean(dtype=np.float64)) if len(valid) else math.nan
 
     def invalid(self, name: str) -> int:
         """Return the number of samples that a reward could not score."""
-        return int((~np.isfinite(self.score(name))).sum())
-
-    def score(self, name: str) -> NDArray[np.float32]:
-        """Return the scores [N] of a reward, NaN where invalid.
-
-        Raises:
-            UserError: No reward of that name was evaluated.
-        """
-        if name not in self.scores:
-            names = ", ".join(self.scores) or "none"
-            raise UserError(
-                f"No reward '{name}' was evaluated. {suggestion(name, self.scores)}Evaluated: {names}."
-            )
-        return self.scores[name]
+        return int((~np.isfinite(self.scores[name])).sum())
 
     def to_dict(self) -> dict[str, Any]:
         """Return the numbers without the samples, JSON-able; undefined numbers are None."""
@@ -193,11 +176,7 @@ class HeldoutResult:
         """Write everything to one `.npz` file (no pickle), atomically; `load_heldout` reads it back equal."""
         header = {
             "format": _FORMAT,
-            "prompts": self.prompts,
-            "tags": self.tags,
-            "reasons": self.reasons,
-            "completions": self.completions,
-            "sources": self.sources,
+            **{name: getattr(self, name) for name in _TEXTS},
             "names": list(self.scores),
             "units": dict(self.units),
             "higher_is_better": dict(self.higher_is_better),
@@ -214,11 +193,7 @@ _TEXTS = ("prompts", "tags", "reasons", "completions", "sources")
 
 
 def load_heldout(path: Path) -> HeldoutResult:
-    """Read a file of `HeldoutResult.save`.
-
-    Raises:
-        UserError: The file is missing, cut short, or no such result.
-    """
+    """Read a file of `HeldoutResult.save`."""
     try:
         with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as file:
             header = json.loads(str(file["header"]))
@@ -231,11 +206,7 @@ def load_heldout(path: Path) -> HeldoutResult:
             f"{path} is no held-out result, or was cut short ({error}); delete it and evaluate again."
         ) from error
     return HeldoutResult(
-        prompts=tuple(header["prompts"]),
-        tags=tuple(header["tags"]),
-        reasons=tuple(header["reasons"]),
-        completions=tuple(header["completions"]),
-        sources=tuple(header.get("sources", ())),
+        **{name: tuple(header.get(name, ())) for name in _TEXTS},
         scores=scores,
         units=header["units"],
         higher_is_better=header["higher_is_better"],

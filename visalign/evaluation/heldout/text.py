@@ -18,7 +18,7 @@ from visalign.seeds import sample_seed
 from visalign.text import Sampling, StoppingCriteria, TextPolicy, TextRollout
 from visalign.text.tool_calls import without_failed
 
-from .correctness import PART, Tally, check_evaluation, check_size, finite_scores, record_tags, verdict
+from .correctness import Tally, check_evaluation, check_size, finite_scores, record_tags, verdict
 from .result import HeldoutResult
 
 GREEDY, ANY, LENGTH, ENTROPY = "greedy", "any_of_samples", "length", "token_entropy"
@@ -34,15 +34,11 @@ _MEASURES = {
 
 
 def check_labels(rewards: Iterable[str]) -> None:
-    """Refuse a reward under the label of a measure.
-
-    Raises:
-        UserError: A label is taken.
-    """
+    """Refuse a reward under the label of a measure."""
     if taken := sorted(set(rewards) & set(_MEASURES)):
         raise UserError(
-            f"The label {taken[0]!r} is the name of a measure of every evaluation; give the reward another "
-            f"label and its name: {{my_{taken[0]}: {{name: {taken[0]}}}}}."
+            f"The label {taken[0]!r} is the name of a measure of every evaluation; give the reward another, "
+            f"such as {{my_{taken[0]}: {{name: {taken[0]}}}}}."
         )
 
 
@@ -63,14 +59,11 @@ def evaluate_text(
         policy: Policy to evaluate.
         rewards: label -> reward.
         records: Records with "prompt"; "tag" or "task" is the category.
-        seeds: One completion per seed; it does not depend on the other records.
+        seeds: One completion per record and seed; it does not depend on the other records.
         sampling: Sampling of the tokens.
         stopping: Criteria that end a completion.
         correctness: Label of the reward for the verdicts; None for no verdicts.
         measures: Add `GREEDY`, `ANY`, `LENGTH` and `ENTROPY` to the scores.
-
-    Returns:
-        The result, records in the given order, the seeds of a record next to each other, without images.
     """
     check_evaluation(rewards, records, seeds, correctness)
     check_labels(rewards)
@@ -110,15 +103,15 @@ def prompt_text(prompt: Any) -> str:
     >>> prompt_text([{"role": "user", "content": [{"image": "a.png"}, {"text": "How good is it?"}]}])
     '[a.png] How good is it?'
     """
-    return prompt if isinstance(prompt, str) else "\n".join(map(_message_text, prompt))
+    if isinstance(prompt, str):
+        return prompt
+    contents = (message.get("content") for message in prompt)
+    lists = (content if isinstance(content, list | tuple) else [{"text": content}] for content in contents)
+    return "\n".join(" ".join(map(_part_text, parts)) for parts in lists)
 
 
-def _message_text(message: Mapping[str, Any]) -> str:
-    content = message.get("content")
-    if not isinstance(content, list | tuple):
-        return str(content)
-    parts = (f"[{part['image']}]" if "image" in part else str(part.get("text", part)) for part in content)
-    return " ".join(parts)
+def _part_text(part: Mapping[str, Any]) -> str:
+    return f"[{part['image']}]" if "image" in part else str(part.get("text", part))
 
 
 def _score(
@@ -167,11 +160,7 @@ def _greedy(
 
 
 def check_text_judge(name: str, reward: TextReward, record: Mapping[str, Any]) -> None:
-    """Refuse a reward that cannot say right or wrong of one short completion, before anything is sampled.
-
-    Raises:
-        UserError: It gives no score, or has neither the range (0, 1) nor the part `correct`.
-    """
+    """Refuse a reward that cannot say right or wrong of one short completion, before anything is sampled."""
     scores = reward.score(["1"], [record["prompt"]], [record])
     if not bool(scores.valid.any()):
         reason = (scores.reason or [None])[0] or "no reason given"
@@ -179,5 +168,4 @@ def check_text_judge(name: str, reward: TextReward, record: Mapping[str, Any]) -
             f"Reward '{name}' cannot judge the first held-out record ({reason}), so no accuracy can be "
             "measured. Set evaluation.correctness to a reward that reads these records, or to null."
         )
-    if tuple(reward.range) != (0.0, 1.0) and PART not in scores.parts:
-        verdict(name, reward, scores)  # raises
+    verdict(name, reward, scores)

@@ -60,19 +60,11 @@ def agreement(
         of its interval), `kendall_b`, `same_choice` (share of the pairs of one prompt that both put in the
         same order), `pairs`, `note` where something is not defined.
     """
-    table = np.asarray(values, dtype=np.float64)
-    if table.shape != (len(names), len(prompts)):
-        raise ValueError(
-            f"values are {table.shape}; needed are {len(names)} rewards × {len(prompts)} images."
-        )
-    groups, _ = cluster_index(prompts)
+    rows, (groups, _) = np.asarray(values, dtype=np.float64), cluster_index(prompts)
+    pairs = combinations(zip(names, rows, strict=True), 2)
     return [
-        {
-            "first": names[a],
-            "second": names[b],
-            **_pair_agreement(table[a], table[b], groups, seed, resamples),
-        }
-        for a, b in combinations(range(len(names)), 2)
+        {"first": first, "second": second, **_pair_agreement(x, y, groups, seed, resamples)}
+        for (first, x), (second, y) in pairs
     ]
 
 
@@ -98,9 +90,7 @@ def _pair_agreement(
     report["within"] = _ends(correlation_interval(within, draws, enough, level=LEVEL))
     report["same_choice"], report["pairs"] = same_order(x, y, groups)
     if report["within"]["estimate"] is None:
-        report["note"] = (
-            "no prompt has two images that both rewards tell apart, so no correlation within prompts"
-        )
+        report["note"] = "no prompt has two images that both rewards tell apart"
     return report
 
 
@@ -199,11 +189,7 @@ def largest_disagreements(x: ArrayLike, y: ArrayLike, *, most: int = 12) -> list
 
 
 def least_alike_prompts(x: ArrayLike, y: ArrayLike, prompts: Sequence[str]) -> list[dict[str, Any]]:
-    """Find the prompts [N] within which two rewards [N] order the images least alike, at most ten.
-
-    Returns:
-        `prompt`, `same_choice` (share of its pairs in the same order), `pairs`; the least alike first.
-    """
+    """Find at most ten prompts [N] within which two rewards [N] order the images least alike, worst first."""
     first, second = (np.asarray(side, dtype=np.float64) for side in (x, y))
     rows_of: dict[str, list[int]] = {}
     for row in np.flatnonzero(np.isfinite(first) & np.isfinite(second)).tolist():

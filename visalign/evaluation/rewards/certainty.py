@@ -52,8 +52,7 @@ def calibration_numbers(
     """Compute NLL, Brier, ECE, the reliability diagram, and the same after scaling, JSON-able.
 
     The ECE has no interval: noise in the bins only adds to it, so its resamples miss the truth. `ece_noise`
-    is the ECE that noise alone would give a calibrated reward on these clusters. `reading` says how the
-    probability was read from the reward's answer.
+    is the ECE that noise alone would give a calibrated reward on these clusters.
     """
     p, y = both_sides(judged.prob, judged.label)
     curve = reliability(p, y, bins=settings.bins)

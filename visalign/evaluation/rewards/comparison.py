@@ -42,10 +42,7 @@ def compare_on_preferences(
         JSON-able: `difference` (first − second, with its interval), `mcnemar` (the exact test of the same
         difference, prompts flipped whole), `power` (the pairs that the difference needs), `pairs`,
         `same_choice` (share of the pairs where both prefer one image), `disagreements` (at most 20 pairs on
-        which they prefer different images, clearest first).
-
-    Raises:
-        ValueError: No pair was scored by both.
+        which they prefer different images, clearest first). A ValueError names rewards without a common pair.
     """
     settings = settings or IntervalSettings()
     label = pair_labels(pairs)
@@ -76,22 +73,15 @@ def compare_on_quality(
     Returns:
         JSON-able: `difference` of the SRCC (first − second) with its paired interval, `p_value` (Student's t
         of the difference over the deviation of its draws), `power`, `images`, `agreement` (SRCC of the two
-        rewards with one another).
-
-    Raises:
-        ValueError: Fewer than 2 images that both scored, or a reward that gives them all one score.
+        rewards with one another). A ValueError says why no correlation is defined.
     """
     settings = settings or IntervalSettings()
     shared = first.judged & second.judged
-    if shared.sum() < 2:
-        raise ValueError(
-            f"{first.name} and {second.name} both scored {int(shared.sum())} images; 2 are needed."
-        )
     a, b, y = first.oriented[shared], second.oriented[shared], opinions(records)[shared]
     index, clusters = cluster_index(np.array(records.groups)[shared])
+    estimate = srcc(a, y) - srcc(b, y)  # refuses constant scores and fewer than 2 images
     blocks = resample_samples(index, clusters, **settings.drawing())
     draws = np.concatenate([weighted_srcc(a, y, w) - weighted_srcc(b, y, w) for w in blocks])
-    estimate = srcc(a, y) - srcc(b, y)
     std = float(np.nanstd(draws))
     return {
         "first": first.name,
@@ -230,13 +220,9 @@ def _opposite_choices(
         spread = float(np.std(scores.margin[shared])) or 1.0
         size += np.abs(np.nan_to_num(scores.margin)) / spread
     rows = [int(k) for k in np.argsort(-np.where(opposite, size, -1.0), kind="stable")[:20] if opposite[k]]
+    numbers = {"label": label, "first": first.margin, "second": second.margin}
     return [
-        {"pair": row}
-        | _fields(pairs.pairs[row], "prompt", "image_left", "image_right")
-        | {
-            "label": float(label[row]),
-            "first": float(first.margin[row]),
-            "second": float(second.margin[row]),
-        }
+        {"pair": row, **_fields(pairs.pairs[row], "prompt", "image_left", "image_right")}
+        | {name: float(values[row]) for name, values in numbers.items()}
         for row in rows
     ]

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -44,14 +44,10 @@ def fuse_preferences(
     Returns:
         The scores of "fused"; JSON-able: `members`, `weights` (mean over folds, in log-odds per standard
         deviation), `ridges`, `folds`.
-
-    Raises:
-        UserError: Fewer than two rewards, or fewer than 20 prompts.
     """
-    values = np.stack([entry.margin for entry in members], axis=1) if members else np.zeros((0, 0))
+    columns = {entry.name: entry.margin for entry in members}
     groups = [pair.group for pair in pairs.pairs]
-    names = [entry.name for entry in members]
-    log_odds, record = _cross_fit(values, pair_labels(pairs), groups, names, _logistic, _log_loss)
+    log_odds, record = _cross_fit(columns, pair_labels(pairs), groups, _logistic, _log_loss)
     return from_probabilities(NAME, special.expit(log_odds)), record
 
 
@@ -63,30 +59,25 @@ def fuse_quality(
     Folds are by `QualitySet.groups`.
     """
     target = opinions(records)
-    columns = [entry.oriented for entry in members]
-    columns = [x - np.nanmean(x) if np.isfinite(x).any() else x for x in columns]
-    values = np.stack(columns, axis=1) if columns else np.zeros((0, 0))
-    names, mean = [entry.name for entry in members], target.mean()
-    fused, record = _cross_fit(values, target - mean, records.groups, names, _least_squares, _squared_error)
+    columns = {entry.name: entry.oriented for entry in members}
+    columns = {name: x - np.nanmean(x) if np.isfinite(x).any() else x for name, x in columns.items()}
+    mean = target.mean()
+    fused, record = _cross_fit(columns, target - mean, records.groups, _least_squares, _squared_error)
     return from_values(NAME, "opinion, predicted", fused + mean), record
 
 
 def _cross_fit(
-    values: Array, target: Array, groups: Sequence[Hashable], names: list[str], fit: Fit, loss: Loss
+    columns: Mapping[str, Array], target: Array, groups: Sequence[Hashable], fit: Fit, loss: Loss
 ) -> tuple[Array, dict[str, Any]]:
     """Return predictions [N] by weights of the other folds, NaN where no reward has a value, and a record."""
     index, count = cluster_index(groups)
-    if len(names) < 2:
+    silent = [name for name, column in columns.items() if not np.isfinite(column).any()]
+    if len(columns) < 2 or silent or count < FEWEST_GROUPS:
         raise UserError(
-            f"Stacking takes two rewards or more; {len(names)} was named. Add --scores or --reward."
+            f"--fuse needs 2 rewards that score the set, and {FEWEST_GROUPS} prompts or references; there "
+            f"are {len(columns)} rewards ({', '.join(silent) or 'none'} without a score) and {count} prompts."
         )
-    silent = [name for name, column in zip(names, values.T, strict=True) if not np.isfinite(column).any()]
-    if silent:
-        raise UserError(f"{', '.join(silent)} scored nothing of the set; leave it out of --fuse.")
-    if count < FEWEST_GROUPS:
-        raise UserError(
-            f"The set has {count} prompts (or references); stacking needs {FEWEST_GROUPS}. Leave --fuse out."
-        )
+    names, values = list(columns), np.stack(list(columns.values()), axis=1)
     fold, fused = index % FOLDS, np.full(len(target), np.nan)
     weights, ridges = [], []
     for number in range(FOLDS):

@@ -62,13 +62,7 @@ class JudgedPairs:
 
 
 def judged_pairs(pairs: PreferenceSet, scores: PairScores) -> JudgedPairs:
-    """Leave out the pairs of a set that have no score.
-
-    Raises:
-        ValueError: Lengths differ, or no pair has a score.
-    """
-    if len(scores) != len(pairs):
-        raise ValueError(f"{len(scores)} scores for {len(pairs)} pairs; one per pair is needed.")
+    """Leave out the pairs of a set that have no score; a ValueError says why none has one."""
     rows = scores.judged
     if not rows.any():
         reason = next(iter(scores.failures()), "no reason given")

@@ -96,21 +96,10 @@ def from_scores(
     reasons: Sequence[str | None] | None = None,
     higher_is_better: bool = True,
 ) -> PairScores:
-    """Build pair scores from a pointwise reward's scores of both images.
+    """Build pair scores from a pointwise reward's scores [N] of both images, NaN where it failed.
 
-    Args:
-        name: Name of the reward.
-        unit: Unit of its scores.
-        left: [N]; NaN where it failed.
-        right: [N].
-        std_left: [N] standard deviations, or None.
-        std_right: [N].
-        reasons: [N] why a pair has no score.
-        higher_is_better: Direction of the scores.
-
-    Returns:
-        Margins; the std of a margin is √(std_left² + std_right²), errors taken as independent. It counts only
-        where all scored pairs have one: a missing deviation is not certainty.
+    `reasons` [N] say why. The std of a margin is √(std_left² + std_right²), errors taken as independent. It
+    counts only where all scored pairs have one: a missing deviation is not certainty.
     """
     first, second = np.asarray(left, dtype=np.float64), np.asarray(right, dtype=np.float64)
     margin = (first - second) * (1.0 if higher_is_better else -1.0)
@@ -137,14 +126,10 @@ def from_probabilities(
     swapped: ArrayLike | None = None,
     reasons: Sequence[str | None] | None = None,
 ) -> PairScores:
-    """Build pair scores, log-odds as margins, from a pairwise reward's probabilities.
+    """Build pair scores, log-odds as margins, from a pairwise reward's probabilities for the left image.
 
-    Args:
-        name: Name of the reward.
-        prob: [N] that the left image is better, asked in the given order; NaN where it failed.
-        swapped: [N] that the (now) left image is better when the sides are exchanged; both orders are then
-            averaged in log-odds, and a pair counts as scored only where both were.
-        reasons: [N] why a pair has no score.
+    `swapped` [N] are those when the sides are exchanged; both orders are then averaged in log-odds, and a
+    pair counts as scored only where both were. NaN where it failed, with `reasons` [N] why.
     """
     margin, turned = _log_odds(prob), None
     if swapped is not None:

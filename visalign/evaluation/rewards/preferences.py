@@ -31,10 +31,8 @@ def evaluate_preferences(
     """Compute all numbers of one reward on one set; pairs without a score are left out, and counted.
 
     Scores are in the order of the pairs. JSON-able: `judge`, `counts`, `agreement` (policy -> micro, macro),
-    `calibration`, `selective`, `std`, `slices`, `swap`, `people`, `notes`. Undefined numbers are None.
-
-    Raises:
-        ValueError: Lengths differ, or no pair has a score.
+    `calibration`, `selective`, `std`, `slices`, `swap`, `people`, `notes`. Undefined numbers are None. A
+    ValueError says why no pair has a score.
     """
     settings = settings or IntervalSettings()
     judged = judged_pairs(pairs, scores)
@@ -118,8 +116,8 @@ def _notes(report: dict[str, Any]) -> list[str]:
         )
     if report["agreement"][WITHOUT_TIES]["micro"]["estimate"] is None:
         notes.append(
-            "The reward gives both images of every pair the same score: it tells none apart, and numbers "
-            "that forgive ties say nothing about it."
+            "The reward gives both images of every pair the same score: numbers that forgive ties say "
+            "nothing about it."
         )
     if headline["high"] is not None and headline["high"] < 0.5:
         notes.append(

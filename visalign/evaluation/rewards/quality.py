@@ -99,27 +99,18 @@ def evaluate_quality(
 
     Scores are in the order of the images; they and the opinions are turned so that higher is better.
     JSON-able: `judge`, `counts`, `correlations`, `fit` (the logistic maps), `certainty`, `slices`, `points`
-    (a sample of score and opinion for a plot), `notes`. Undefined numbers are None.
-
-    Raises:
-        ValueError: Lengths differ, fewer than 2 images have a score, or all scores are equal.
+    (a sample of score and opinion for a plot), `notes`. Undefined numbers are None. A ValueError says why no
+    correlation is defined.
     """
     settings = settings or IntervalSettings()
-    if len(scores.value) != len(records):
-        raise ValueError(f"{len(scores.value)} scores for {len(records)} images; one per image is needed.")
     rows = scores.judged
-    if rows.sum() < 2:
-        reason = next(iter(scores.failures()), "no reason given")
+    if len(np.unique(scores.value[rows])) < 2:
+        reason = next(iter(scores.failures()), "they are equal")
         raise ValueError(
-            f"{scores.name} scored {rows.sum()} of {len(records)} images, at least 2 are needed; most often "
-            f"because: {reason}."
+            f"{scores.name} scored {rows.sum()} of {len(records)} images, and a correlation needs 2 "
+            f"different scores; most often because: {reason}."
         )
     x, y = scores.oriented[rows], opinions(records)[rows]
-    if np.ptp(x) == 0:
-        raise ValueError(
-            f"{scores.name} gave all {len(x)} images the score {scores.value[rows][0]:g}: no correlation is "
-            "defined. Leave it out, or look why it does not tell them apart."
-        )
     index, clusters = cluster_index(np.array(records.groups)[rows])
     fits = {parameters: _fit(x, y, parameters) for parameters in (4, 5)}
     report = {
@@ -153,13 +144,8 @@ def _fit(x: Array, y: Array, parameters: Any) -> LogisticFit | str:
 def _fit_record(fit: LogisticFit | str) -> dict[str, Any]:
     if isinstance(fit, str):
         return dict.fromkeys(("plcc", "rmse", "parameters", "monotone")) | {"reason": fit}
-    return {
-        "plcc": finite(fit.plcc),
-        "rmse": fit.rmse,
-        "parameters": list(fit.parameters),
-        "monotone": fit.monotone,
-        "reason": None,
-    }
+    numbers = {"plcc": finite(fit.plcc), "rmse": fit.rmse, "parameters": list(fit.parameters)}
+    return numbers | {"monotone": fit.monotone, "reason": None}
 
 
 def _correlations(
@@ -259,10 +245,7 @@ def _notes(report: dict[str, Any]) -> list[str]:
     notes, counts = [], report["counts"]
     if counts["failed"]:
         share = counts["failed"] / counts["images"]
-        notes.append(
-            f"{counts['failed']} of {counts['images']} images ({share:.1%}) have no score; they count "
-            "nowhere."
-        )
+        notes.append(f"{counts['failed']} of {counts['images']} images ({share:.1%}) have no score.")
     overall = report["correlations"]["srcc"]
     if overall["estimate"] < -0.999 or (overall["high"] is not None and overall["high"] < 0):
         notes.append(
@@ -277,8 +260,8 @@ def _notes(report: dict[str, Any]) -> list[str]:
         )
     if report["fit"]["5"]["monotone"] is False:
         notes.append(
-            "The 5-parameter map is not monotone here: it turns within the range of the scores, so its PLCC "
-            "and RMSE credit the reward with an order that it does not give. Read the 4-parameter row."
+            "The 5-parameter map is not monotone here: its PLCC and RMSE credit the reward with an order "
+            "that it does not give. Read the 4-parameter row."
         )
     reasons = {fit["reason"] for fit in report["fit"].values() if fit["reason"]}
     return notes + [f"No logistic fit: {reason}" for reason in sorted(reasons)]

@@ -98,16 +98,10 @@ def policy_credit(name: str, margin: Array, label: Array, threshold: float = 0.0
 
 
 def best_tie_threshold(margin: ArrayLike, label: ArrayLike, *, half: bool = False) -> float:
-    """Find the threshold on |d| that maximises the three-class accuracy (or PickScore's, with half credit).
+    """Find the smallest threshold on |d| that maximises the three-class accuracy; NaN margins are left out.
 
-    Args:
-        margin: [N]; NaN are left out.
-        label: [N].
-        half: Give ½ where exactly one of label and prediction ties.
-
-    Returns:
-        The smallest best threshold among 0 and the values of |d|. It flatters a reward on the pairs it was
-        chosen on: tune it on a validation split, or say so.
+    With `half` PickScore's: ½ where exactly one of label and prediction ties. It flatters a reward on the
+    pairs it was chosen on: tune it on a validation split, or say so.
     """
     margins, labels = np.asarray(margin, dtype=np.float64), np.asarray(label, dtype=np.float64)
     valid = np.isfinite(margins)
@@ -125,11 +119,10 @@ def best_tie_threshold(margin: ArrayLike, label: ArrayLike, *, half: bool = Fals
 
 
 def majority_credit(votes: Array, voters: Array) -> tuple[Array, Array]:
-    """Return credit and count [N] of single votes predicted by the majority of `voters`; a tie earns ½.
+    """Return credit and count [N] of votes [N, 3] predicted by the majority of `voters` [N, 3]; a tie earns
+    ½.
 
-    Args:
-        votes: [N, 3] votes for left, right, tie; those for a tie are not predicted.
-        voters: [N, 3] the votes that predict them. Without any, nothing is counted.
+    Columns are left, right, tie. Votes for a tie are not predicted; without voters nothing is counted.
     """
     majority = np.sign(voters[:, 0] - voters[:, 1])
     counted = voters.sum(1) > 0

@@ -59,11 +59,11 @@ class AnnotatorFit:
 def fit_annotators(
     pair: ArrayLike, annotator: ArrayLike, vote: ArrayLike, side: ArrayLike, *, pairs: int, annotators: int
 ) -> AnnotatorFit:
-    """Fit the model of this module.
+    """Fit the model of this module to V votes.
 
     Args:
-        pair: [V] number of each vote's pair, 0 to N − 1.
-        annotator: [V] number of the voter, 0 to A − 1.
+        pair: [V] number of each vote's pair, 0 to N − 1, where N = pairs.
+        annotator: [V] number of the voter, 0 to A − 1, where A = annotators.
         vote: [V] 1 for the pair's left image, 0 for its right one, ½ for a tie.
         side: [V] 1 where the left image was on the left of the screen, −1 elsewhere.
         pairs: N.
@@ -71,11 +71,6 @@ def fit_annotators(
     """
     rows, voters = (torch.from_numpy(np.asarray(part, dtype=np.int64)) for part in (pair, annotator))
     votes, sides = (torch.from_numpy(np.asarray(part, dtype=np.float64)) for part in (vote, side))
-    if not len(rows) == len(voters) == len(votes) == len(sides) or not len(rows):
-        raise ValueError(
-            f"pair, annotator, vote and side need one entry for each vote, at least one; got {len(rows)}, "
-            f"{len(voters)}, {len(votes)} and {len(sides)}."
-        )
     nodes, weights = np.polynomial.hermite_e.hermegauss(NODES)
     z, log_weight = torch.from_numpy(nodes), torch.from_numpy(np.log(weights / weights.sum()))
 

@@ -55,7 +55,7 @@ def reliability(prob: ArrayLike, outcome: ArrayLike, *, bins: int = 10) -> Relia
 
     Source: Guo et al., arXiv 1706.04599, eq. 3 and 5.
     """
-    p, y = _check(prob, outcome)
+    p, y = np.asarray(prob, dtype=np.float64), np.asarray(outcome, dtype=np.float64)
     columns = np.stack([np.ones_like(p), p, y], axis=1)
     count, confidence, frequency = cluster_sums(columns, bin_index(p, bins), bins).T
     return Reliability(
@@ -74,22 +74,18 @@ def bin_index(prob: Array, bins: int) -> NDArray[np.int64]:
 def both_sides(prob: ArrayLike, outcome: ArrayLike) -> tuple[Array, Array]:
     """Append the mirror image of every pair, [2N] each, so that no result depends on the order of images.
 
-    Args:
-        prob: [N] that the left image is better.
-        outcome: [N] share of the people who say so.
+    `prob` [N] is that the left image is better, `outcome` [N] the share of the people who say so.
     """
     p, y = np.asarray(prob, dtype=np.float64), np.asarray(outcome, dtype=np.float64)
     return np.concatenate([p, 1 - p]), np.concatenate([y, 1 - y])
 
 
 def nll(prob: ArrayLike, outcome: ArrayLike) -> Array:
-    """Compute −y ln p − (1 − y) ln(1 − p) of each sample, in nats.
+    """Compute −y ln p − (1 − y) ln(1 − p) [N] in nats; p is clipped to [`SMALLEST`, 1 − `SMALLEST`].
 
-    Args:
-        prob: [N], clipped to [`SMALLEST`, 1 − `SMALLEST`].
-        outcome: [N] in [0, 1]; with votes this is the cross-entropy to their shares.
+    With shares of votes as outcomes y this is the cross-entropy to them.
     """
-    p, y = _check(prob, outcome)
+    p, y = np.asarray(prob, dtype=np.float64), np.asarray(outcome, dtype=np.float64)
     p = np.clip(p, SMALLEST, 1 - SMALLEST)
     return -(special.xlogy(y, p) + special.xlog1py(1 - y, -p))
 
@@ -99,7 +95,7 @@ def brier(prob: ArrayLike, outcome: ArrayLike) -> Array:
 
     Source: Brier, Monthly Weather Review 78 (1950) 1, for two classes, without its factor 2.
     """
-    p, y = _check(prob, outcome)
+    p, y = np.asarray(prob, dtype=np.float64), np.asarray(outcome, dtype=np.float64)
     return (p - y) ** 2
 
 
@@ -214,23 +210,12 @@ def cross_fitted_temperature(
     With the std [N] of the logits the fit is `fit_noise_scaling`. Put all pairs of a prompt into one fold.
     """
     z, y = np.asarray(logit, dtype=np.float64), np.asarray(outcome, dtype=np.float64)
-    s = None if std is None else np.asarray(std, dtype=np.float64)
     prob = np.empty_like(z)
     for number in np.unique(fold):
-        inside = fold == number
-        if s is None:
-            prob[inside] = fit_temperature(z[~inside], y[~inside]).apply(z[inside])
+        inside, others = fold == number, fold != number
+        if std is None:
+            prob[inside] = fit_temperature(z[others], y[others]).apply(z[inside])
         else:
-            scaling = fit_noise_scaling(z[~inside], s[~inside], y[~inside])
-            prob[inside] = scaling.apply(z[inside], s[inside])
+            s = np.asarray(std, dtype=np.float64)
+            prob[inside] = fit_noise_scaling(z[others], s[others], y[others]).apply(z[inside], s[inside])
     return prob
-
-
-def _check(prob: ArrayLike, outcome: ArrayLike) -> tuple[Array, Array]:
-    p, y = np.asarray(prob, dtype=np.float64), np.asarray(outcome, dtype=np.float64)
-    if p.ndim != 1 or p.shape != y.shape or not len(p):
-        raise ValueError(f"needed are two vectors of one length, not empty; got {p.shape} and {y.shape}.")
-    for name, values in (("probabilities", p), ("outcomes", y)):
-        if not ((values >= 0) & (values <= 1)).all():
-            raise ValueError(f"{name} must lie in [0, 1] without NaN; leave out samples without a score.")
-    return p, y

@@ -21,13 +21,9 @@ def mcnemar(
 ) -> dict[str, int | float]:
     """Test exactly whether two rewards are right equally often on the same samples.
 
-    D_c = Σ (first − second) over cluster c. If neither reward is better, each D_c is as likely as −D_c, so
-    p = P(|Σ ±|D_c|| ≥ |Σ D_c|) over all signs. With one sample per cluster that is McNemar's exact test.
-
-    Args:
-        first: [N] credit of one reward, 0, ½ (a tie) or 1.
-        second: [N] credit of the other.
-        cluster: [N] labels; samples with one label (a prompt) are flipped together. None: each by itself.
+    D_c = Σ (first − second) over cluster c of credits [N] 0, ½ (a tie) or 1. If neither reward is better,
+    each D_c is as likely as −D_c, so p = P(|Σ ±|D_c|| ≥ |Σ D_c|) over all signs. Without clusters (prompts)
+    each sample is one: McNemar's exact test.
 
     Returns:
         `pairs`, N; `first_only` and `second_only`, how often one earns more than the other; `both`, `neither`
@@ -98,12 +94,8 @@ def power(
 ) -> dict[str, float | int | None]:
     """Compute how many samples a difference needs: n = N · ((z_{1−α/2} + z_chance) · std / difference)².
 
-    Args:
-        difference: Measured on N samples.
-        std: Its standard deviation there.
-        samples: N.
-        level: 1 − α of the test.
-        chance: Probability of finding the difference.
+    The difference and its standard deviation are measured on N = samples; the test has the level 1 − α, and
+    `chance` is the probability of finding the difference.
 
     Returns:
         `smallest`: the difference that N samples find with that chance; `needed`: samples that find the

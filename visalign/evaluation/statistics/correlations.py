@@ -77,14 +77,9 @@ def fit_logistic(x: ArrayLike, y: ArrayLike, parameters: Literal[4, 5] = 5) -> L
 
     Scores are standardised first. Given centre and steepness the map is linear in the other parameters, so
     these two are searched on a grid, and its best points are polished by Levenberg-Marquardt; for five
-    parameters the straight line is too.
-
-    Raises:
-        ValueError: As `srcc`; or too few samples.
+    parameters the straight line is too. Needed are more samples than parameters.
     """
-    scores, opinions = _check_sides(x, y)
-    if len(scores) <= parameters:
-        raise ValueError(f"a fit of {parameters} parameters needs more than {parameters} samples.")
+    scores, opinions = _check_sides(x, y, least=parameters + 1)
     z = (scores - scores.mean()) / scores.std()
     fits = [_polished(z, opinions, start) for start in _starts(z, opinions, parameters)]
     best = min(fits, key=lambda beta: rmse(logistic(z, *beta), opinions))
@@ -184,20 +179,17 @@ def _weighted_ranks(values: Array, weights: Array) -> Array:
     return middle[:, value]
 
 
-def _check_sides(x: ArrayLike, y: ArrayLike) -> tuple[Array, Array]:
+def _check_sides(x: ArrayLike, y: ArrayLike, *, least: int = 2) -> tuple[Array, Array]:
+    """Refuse values on which the number is not defined; the message becomes the reason in a report."""
     first, second = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
-    if first.ndim != 1 or first.shape != second.shape or len(first) < 2:
-        raise ValueError(
-            f"a correlation needs two vectors of one length, at least 2; got {first.shape} and "
-            f"{second.shape}."
-        )
-    if not (np.isfinite(first).all() and np.isfinite(second).all()):
-        raise ValueError(
-            "some values are NaN or infinite; leave out samples without a score, and count them."
-        )
-    for name, side in (("the first", first), ("the second", second)):
-        if np.ptp(side) == 0:
-            raise ValueError(f"all values of {name} side equal {side[0]:g}; a correlation is not defined.")
+    rules = (
+        (first.shape == second.shape and len(first) >= least, f"at least {least} samples with both values"),
+        (np.isfinite(first).all() and np.isfinite(second).all(), "finite values; leave out failed samples"),
+        (all(len(side) and np.ptp(side) > 0 for side in (first, second)), "two sides that are not constant"),
+    )
+    for holds, needed in rules:
+        if not holds:
+            raise ValueError(f"a correlation needs {needed}.")
     return first, second
 
 

@@ -13,14 +13,9 @@ def starc_distance(first: Tensor, second: Tensor) -> Tensor:
     """Compute ‖c(R₁) − c(R₂)‖, where c centres a reward and divides it by its L2 norm.
 
     0 for rewards that differ by scale and offset, 2 for opposite ones; √(2 (1 − Pearson)). This is STARC for
-    one decision (a bandit), where no expected future enters the canonical form.
-
-    Args:
-        first: [..., n] finite rewards of the same n samples, any unit.
-        second: [..., n], any other unit.
-
-    Returns:
-        [...] float64 in [0, 2]; 1 between a constant reward and another, 0 between two constant ones.
+    one decision (a bandit), where no expected future enters the canonical form. The rewards [..., n] of the
+    same n samples may have different units. The distance is 1 between a constant reward and another, 0
+    between two constant ones.
 
     Skalse et al., STARC, arXiv 2309.15257.
     """
@@ -50,12 +45,7 @@ class SupportMetrics:
 
 
 def support_metrics(*, preserved: int, expanded: int, shrunk: int) -> SupportMetrics:
-    """Compare the problems that were solvable before and after, each judged with many samples.
-
-    Args:
-        preserved: P, solvable before and after.
-        expanded: E, solvable only after.
-        shrunk: S, solvable only before.
+    """Compare the problems solvable before and after (P), only after (E) and only before (S).
 
     The invisible leash: why RLVR may or may not escape its origin, arXiv 2507.14843.
     """

@@ -35,6 +35,10 @@ class Interval:
     level: float = 0.95
     """Nominal coverage."""
 
+    def __post_init__(self) -> None:
+        if not 0 < self.level < 1:
+            raise ValueError(f"level is {self.level}; it must lie between 0 and 1.")
+
     @property
     def excludes_zero(self) -> bool:
         """True where the whole interval lies on one side of zero; False for NaN ends."""
@@ -50,8 +54,6 @@ def wilson_interval(successes: int, trials: int, *, level: float = 0.95) -> Inte
     """Compute Wilson's score interval of a proportion of independent trials; NaN without trials.
 
     centre = (p + z²/2n) / (1 + z²/n),  half = z/(1 + z²/n) · √(p(1−p)/n + z²/4n²)
-
-    It stays inside [0, 1] and is usable at 0 and 1.
 
     Source: Wilson, J. Am. Stat. Assoc. 22 (1927) 209.
     """
@@ -87,28 +89,23 @@ def paired_bootstrap(
     resamples: int = 10_000,
     level: float = 0.95,
 ) -> Interval:
-    """Compute mean(after) − mean(before) on the same samples with its interval over clusters.
+    """Compute mean(after) − mean(before) on the same samples [N] with its interval over clusters.
 
-    θ* = Σ_c d_c / Σ_c n_c over the drawn clusters c.
+    θ* = Σ_c d_c / Σ_c n_c over the drawn clusters c. Pairs with a NaN on either side are left out; without
+    any left the estimate is NaN, with fewer than two clusters the ends are.
 
     Args:
-        before: [N] outcomes (0/1 or any score); a pair with a NaN on either side is left out.
+        before: [N] outcomes, 0/1 or any score.
         after: [N] outcomes of the same samples in the same order.
         cluster: [N] labels; samples with one label are drawn together.
         generator: CPU generator; the same state gives the same interval.
         resamples: Bootstrap draws.
         level: Nominal coverage in (0, 1).
-
-    Returns:
-        The change in the unit of the input. The estimate is NaN without a complete pair; the ends are NaN
-        with fewer than two clusters.
     """
     first, second = np.asarray(before, dtype=np.float64), np.asarray(after, dtype=np.float64)
-    if first.ndim != 1 or first.shape != second.shape or len(cluster) != len(first):
-        raise ValueError(
-            f"before, after and cluster need one entry per sample in the same order; "
-            f"got shapes {first.shape}, {second.shape} and {len(cluster)} labels."
-        )
+    if not len(first) == len(second) == len(cluster):  # one entry would broadcast
+        sizes = len(first), len(second), len(cluster)
+        raise ValueError(f"before, after and cluster need one entry per sample; got {sizes}.")
     change = second - first
     valid = np.isfinite(change)
     if not valid.any():
@@ -157,13 +154,9 @@ def resample_samples(
 def bootstrap(
     sums: Array, statistic: Callable[[Array], Array], *, generator: torch.Generator, resamples: int = 1_000
 ) -> Array:
-    """Draw numbers [R, K] that are functions of sums over the samples; NaN where undefined.
+    """Draw numbers [R, K] from the sums [C, M] of M columns within each cluster; NaN where undefined.
 
-    Args:
-        sums: [C, M] sums of M columns within each cluster.
-        statistic: Maps the column sums [r, M] of r resamples to [r, K].
-        generator: CPU generator.
-        resamples: R.
+    `statistic` maps the column sums [r, M] of r of the R resamples to [r, K].
     """
     blocks = resample_weights(len(sums), generator=generator, resamples=resamples)
     return np.concatenate([statistic(weights @ sums) for weights in blocks])

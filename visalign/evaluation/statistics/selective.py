@@ -19,18 +19,11 @@ Array = NDArray[np.float64]
 def auroc(score: ArrayLike, positive: ArrayLike) -> float:
     """Compute the probability that a random positive scores above a random negative, ties counted half.
 
-    Args:
-        score: [N], e.g. the standard deviation that a reward gives.
-        positive: [N] bool, e.g. True where it was wrong.
-
-    Returns:
-        The area under the ROC curve; NaN where one class is absent.
+    It is the area under the ROC curve of scores [N] and positives [N]; NaN where one class is absent.
 
     Source: Mann and Whitney, Ann. Math. Statist. 18 (1947) 50: U / (n₁ n₀).
     """
     values, is_positive = np.asarray(score, dtype=np.float64), np.asarray(positive, dtype=bool)
-    if np.isnan(values).any():
-        raise ValueError("some scores are NaN; leave out samples without a score.")
     positives, negatives = values[is_positive], values[~is_positive]
     if not len(positives) or not len(negatives):
         return math.nan
@@ -72,9 +65,8 @@ class RiskCoverage:
 def risk_coverage(uncertainty: ArrayLike, error: ArrayLike) -> RiskCoverage:
     """Sort samples by certainty and accumulate their error.
 
-    Args:
-        uncertainty: [N], higher is less sure: a standard deviation, or minus the size of a margin.
-        error: [N] in [0, 1]; ½ for a predicted tie.
+    The uncertainty [N] is a standard deviation, or minus the size of a margin; the error [N] in [0, 1] is ½
+    for a predicted tie.
 
     Source: El-Yaniv and Wiener, JMLR 11 (2010) 1605.
     """

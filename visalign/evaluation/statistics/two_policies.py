@@ -46,13 +46,8 @@ def doublings(most: int) -> list[int]:
 def pass_at_k_curves(base: Tensor, tuned: Tensor, *, generator: torch.Generator) -> list[AttemptsPoint]:
     """Compute pass@k of two policies at k = 1, 2, 4, ..., n, exact over the subsets of n samples.
 
-    Args:
-        base: [P, n] 1 where a sample solves its problem, 0 where not, NaN where unknown.
-        tuned: [P, n] of the same problems. A problem counts at the k for which both have k known samples.
-        generator: For the bootstrap over problems.
-
-    Returns:
-        A point per k for which some problem has k known samples of both.
+    Values [P, n] are 1 where a sample solves its problem, 0 where not, NaN where unknown. A problem counts at
+    the k for which both policies have k known samples.
 
     Yue et al., Does Reinforcement Learning Really Incentivize Reasoning Capacity, arXiv 2504.13837, figure 2.
     """
@@ -62,11 +57,9 @@ def pass_at_k_curves(base: Tensor, tuned: Tensor, *, generator: torch.Generator)
         solved = solved[:, solved.isfinite().all(0)]
         if not solved.numel():
             break
-        base_k, tuned_k, change = (
-            mean_interval(values, generator=generator)
-            for values in (solved[0], solved[1], solved[1] - solved[0])
-        )
-        points.append(AttemptsPoint(k=k, base=base_k, tuned=tuned_k, change=change))
+        columns = {"base": solved[0], "tuned": solved[1], "change": solved[1] - solved[0]}
+        means = {name: mean_interval(values, generator=generator) for name, values in columns.items()}
+        points.append(AttemptsPoint(k=k, **means))
     return points
 
 
@@ -92,16 +85,8 @@ def crossing(points: Sequence[AttemptsPoint]) -> tuple[int | None, bool]:
 def best_of_n_curve(reward: Tensor, log_prob: Tensor, *, generator: torch.Generator) -> list[BestOfPoint]:
     """Compute reward and KL of the best of 1, 2, 4, ..., N completions of a policy.
 
-    The reward is exact over all subsets. The KL is estimated from N/n picks of a prompt, each the first best
-    of n neighbours.
-
-    Args:
-        reward: [P, N], any unit; prompts with a NaN are left out.
-        log_prob: [P, N] log π(y) of the whole completion.
-        generator: For the bootstrap over prompts.
-
-    Returns:
-        A point per n; nothing where no prompt has all its rewards.
+    The reward [P, N] is exact over all subsets; prompts with a NaN are left out. The KL is estimated from N/n
+    picks of a prompt, each the first best of n neighbours, with log-probs [P, N] of whole completions.
 
     Gao et al., Scaling Laws for Reward Model Overoptimization, arXiv 2210.10760; Beirami et al., 2401.01879.
     """
@@ -134,24 +119,16 @@ def mean_interval(values: Tensor, *, generator: torch.Generator) -> Interval:
 
 
 def runner_up_gap(log_p: Tensor) -> Tensor:
-    """Compute log p₍₁₎ − log p₍₂₎, the gap between the two largest logits.
+    """Compute log p₍₁₎ − log p₍₂₎ [*], the gap in nats between the two largest logits [*, V].
 
-    Args:
-        log_p: [*, V] log-probs or logits, V ≥ 2.
-
-    Returns:
-        [*] nats, ≥ 0; 0 at a tie. An argmax changes only where noise moves two logits by more than this.
+    An argmax changes only where noise moves two logits by more than this.
     """
     first, second = log_p.topk(2, -1).values.unbind(-1)
     return first - second
 
 
 def clip_bias(low: Tensor, high: Tensor) -> dict[str, float]:
-    """Summarise the share of decisions clipped over I iterations, by the sign of the advantage.
-
-    Args:
-        low: [I] share of decisions with A < 0 that the clip left without gradient.
-        high: [I] the same with A > 0.
+    """Summarise the share [I] of decisions clipped over I iterations, with A < 0 (low) and A > 0 (high).
 
     Returns:
         `low` and `high`, the means; `net`, high − low, above 0 where the clip held back more of what raises a
@@ -165,16 +142,9 @@ def clip_bias(low: Tensor, high: Tensor) -> dict[str, float]:
 
 
 def advantage_at_stake(right: Tensor, samples: int) -> Tensor:
-    """Compute Σ over right completions of r − mean(r) = n_c (G − n_c)/G: what a random reward withholds.
+    """Compute Σ over the n_c right of G = samples completions of r − mean(r) = n_c (G − n_c)/G, [P].
 
-    Args:
-        right: [P] n_c, right completions of a prompt.
-        samples: G.
-
-    Returns:
-        [P] float64; under random rewards the expectation of the same sum is 0.
-
-    Chen et al., arXiv 2512.16912, on random rewards.
+    A random reward withholds it: there the expectation of the sum is 0 (Chen et al., arXiv 2512.16912).
     """
     count = right.double()
     return count * (samples - count) / samples

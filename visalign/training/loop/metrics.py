@@ -58,7 +58,7 @@ METRICS: dict[str, str] = {
     "loss/*": "share of one term in the loss, coefficient included, mean over updates: policy, kl, value, "
     "entropy, ptx, replay",
     "tools/*": "means over completions: a tool's answers (calls), of these cut short (cut), completions "
-    "whose tool failed (failed), and those that branched from another (branched)",
+    "whose tool failed (failed)",
     "latent_flow/*": "RLFR: loss of flow matching on right completions, mean over its steps (loss)",
     "replay/*": "self-imitation: completions kept (size) and drawn to be learnt from again (samples), the "
     "baseline of their advantages, the weight of their loss",

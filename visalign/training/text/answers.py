@@ -91,6 +91,5 @@ def _with_tokens(
         entropy=zeros,
         sampling=Sampling(),
         kept=None,
-        shared=None,
         routes=None,  # they belong to other tokens
     )

@@ -104,10 +104,10 @@ def sample_completions(
 ) -> PendingRound:
     """Sample this process's share of P prompts with G completions each, and send each chunk to the reward."""
     batch, settings = sampler.batch(number), parts.rollout
-    shares = Shares.of_groups(len(batch), settings.group_size, parts.accelerator, whole_groups=parts.branches)
+    shares = Shares.of_groups(len(batch), settings.group_size, parts.accelerator)
     group = batch.group_id[shares.own].tolist()
     rollouts, all_records, scores = [], [], []
-    for chunk in parts.scorer.chunks(group, settings.overlap, whole_groups=parts.branches):
+    for chunk in parts.scorer.chunks(group, settings.overlap):
         index = shares.own[chunk]
         # A prompt is named once for all its samples if every group has as many; else once for each sample.
         counts = batch.group_id[index].unique_consecutive(return_counts=True)[1]
@@ -223,7 +223,6 @@ def tool_columns(traces: Sequence[ToolTrace]) -> dict[str, Tensor]:
         "calls": [trace.calls for trace in traces],
         "cut": [trace.cut for trace in traces],
         "failed": [trace.failed is not None for trace in traces],
-        "branched": [trace.shared > 0 for trace in traces],
     }
     return {TOOLS + name: torch.tensor(values).double() for name, values in counts.items()}
 

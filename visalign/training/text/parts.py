@@ -135,11 +135,6 @@ class TextParts:
         return self.rollout.recompute or self.objective.importance_sampling is not None
 
     @property
-    def branches(self) -> bool:
-        """True if completions continue others of their group, which are then generated in one call."""
-        return isinstance(self.generator, ToolPolicy) and self.generator.branching is not None
-
-    @property
     def engine(self) -> Any:
         """The generator without its tool."""
         return self.generator.engine if isinstance(self.generator, ToolPolicy) else self.generator
@@ -166,11 +161,6 @@ def check_sizes(parts: TextParts) -> None:
     """Refuse sample counts that the processes cannot share."""
     world, prompts = parts.accelerator.num_processes, parts.rollout.prompts_per_iteration
     check_batch_algebra(prompts, parts.rollout.group_size, world)
-    if parts.branches and prompts < world:
-        raise UserError(
-            f"rollout.prompts_per_iteration is {prompts} for {world} processes, and with rollout.tool.branch "
-            "a group stays in one. Start fewer processes, or raise it."
-        )
 
 
 def check_parts(parts: TextParts, *, name: str) -> None:

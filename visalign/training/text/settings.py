@@ -24,7 +24,6 @@ from visalign.settings import (
 from visalign.text import Sampling, StoppingCriteria
 from visalign.text.calculator import calculator
 from visalign.text.tool_calls import Tool, ToolFormat, ToolUse
-from visalign.text.tools import Branching
 from visalign.training.policy.settings import ObjectiveSettings, check_stale
 
 Text = Annotated[str, Field(min_length=1)]
@@ -38,10 +37,6 @@ class ToolSettings(ToolFormat):
     """calculator, or package.module:name or FILE.py:name of a function: text of a call -> its answer, or null
     where it is no call. A call that raises or takes longer than `seconds` fails: the completion is not
     scored."""
-    branch: Branching | None = None
-    """ARPO's branches (arXiv 2507.19849): a completion goes on in two ways where its entropy rises after an
-    answer; {initial: 4} draws four of a group from the prompt, {initial: null} as many as AEPO's rule says.
-    A prefix that branches share counts once."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -69,9 +64,6 @@ class GenerationSettings:
     tool: ToolSettings | None = None
     """Tool that answers in the middle of completions; {} is a calculator behind " = "."""
 
-    def __post_init__(self) -> None:
-        check_rules(self, GENERATION_RULES)
-
     @property
     def sampling(self) -> Sampling:
         """Distribution that tokens are drawn from."""
@@ -80,10 +72,6 @@ class GenerationSettings:
     def stopping(self) -> StoppingCriteria:
         """Return the conditions that end a completion."""
         return StoppingCriteria(max_new_tokens=self.max_new_tokens, strings=tuple(self.stop))
-
-
-NO_BRANCHES = "tool.branch belongs to the groups that a policy is trained on. Set it to null here."
-GENERATION_RULES = ((lambda s: s.tool and s.tool.branch, f"generation.{NO_BRANCHES}"),)
 
 
 @settings("rollout")
@@ -131,9 +119,6 @@ class TextRolloutSettings(GenerationSettings):
     """Tool that answers in the middle of completions, in training and in evaluations; {} is a calculator
     that writes what follows " = "."""
 
-    def __post_init__(self) -> None:
-        check_rules(self, ROLLOUT_RULES)
-
     @property
     def scores_in_thread(self) -> bool:
         """True where the reward runs in a thread."""
@@ -143,15 +128,6 @@ class TextRolloutSettings(GenerationSettings):
     def sampling(self) -> Sampling:
         """Distribution that tokens are drawn from."""
         return Sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
-
-
-ROLLOUT_RULES = (
-    (
-        lambda s: s.tool and s.tool.branch and (s.tool.branch.initial or 0) > s.group_size,
-        "rollout.tool.branch.initial is {s.tool.branch.initial}, and rollout.group_size {s.group_size}: a "
-        "group has no more completions. Lower the first, or raise the second.",
-    ),
-)
 
 
 @settings("dynamic")

@@ -71,7 +71,7 @@ def build_trajectories(
     if (nucleus := nucleus_of(objective)) is not None:
         columns["nucleus_entropy"] = _statistic(policy, rollout, nucleus)
     if settings.truncated == "mask":
-        columns["weight"] = filter_overlong(rollout.weight, rollout.truncated)
+        columns["weight"] = filter_overlong(rollout.loss_mask, rollout.truncated)
     if reward.ndim == 2:
         columns["reward_weights"] = list(reward_weights(parts.reward).values())
     return rollout.trajectories(reward, valid=valid, **columns)

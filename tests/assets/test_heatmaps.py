@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from visalign.evaluation.statistics.heatmaps import heatmap_quality, laplace_coverage
+from assets.build.heatmaps import heatmap_quality, laplace_coverage
 
 
 def test_two_maps_by_hand() -> None:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from .correlations import plcc
-from .selective import auroc
+from visalign.evaluation.statistics.correlations import plcc
+from visalign.evaluation.statistics.selective import auroc
 
 THRESHOLD = 0.5
 """Heat from which a cell counts as wrong."""
