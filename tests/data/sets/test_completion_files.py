@@ -67,7 +67,7 @@ def test_votes_come_from_labels_pairs_and_rewards(tmp_path):
 def test_empty_completions_are_refused_or_left_out(load, tmp_path):
     path = _file(tmp_path, PAIR, {**PAIR, "rejected": " "})
     with pytest.raises(
-        UserError, match=r"1 of \d records .* have an empty completion.*rows 2\..*unusable=drop"
+        UserError, match=r"1 of \d records .* have empty completions.*rows 2\..*unusable=drop"
     ):
         load(path)
     assert load(path, unusable="drop").left_out == {"empty": 1}
@@ -75,7 +75,7 @@ def test_empty_completions_are_refused_or_left_out(load, tmp_path):
 
 def test_equal_completions_are_refused_or_left_out(tmp_path):
     path = _file(tmp_path, {**PAIR, "rejected": "good"}, PAIR)
-    with pytest.raises(UserError, match=r"1 of 2 records of .* have two equal completions, .*: rows 1\."):
+    with pytest.raises(UserError, match=r"1 of 2 records of .* have equal completions, .*: rows 1\."):
         load_pairs(path)
     found = load_pairs(path, unusable="drop")
     assert found.records == [PAIR] and found.left_out == {"equal": 1}
@@ -92,15 +92,15 @@ def test_equal_completions_are_refused_or_left_out(tmp_path):
         (load_pairs, VOTE, r"lacks the columns 'chosen', 'rejected', .*or prompt with completion, reward"),
         (load_votes, {"prompt": "p", "completion": "a"}, "lacks the column 'label', needed for votes"),
         (load_votes, {**VOTE, "label": "maybe"}, "Row 1 of .*: label 'maybe' is neither true"),
-        (load_pairs, {**PAIR, "prompt": " "}, "Row 1 of .* has no prompt"),
+        (load_pairs, {**PAIR, "prompt": " "}, "Row 1 of .*: prompt is .* A prompt is a text"),
         (
             load_pairs,
             {**PAIR, "chosen": [{"content": "a"}] * 2},
-            "chosen is neither a text nor a list of one",
+            "chosen is .* a completion a text or a list of one message",
         ),
         (load_pairs, {**PAIR, "chosen": "\ud83d"}, "Line 1 of .* has half a character"),
-        (load_pairs, _judged(("p", "a", "x"))[0], "Row 1 of .*: reward 'x' is no number"),
-        (load_votes, _judged(("p", "a", float("nan")))[0], "Row 1 of .*: reward nan is no number"),
+        (load_pairs, _judged(("p", "a", "x"))[0], "Row 1 of .*: reward is 'x'"),
+        (load_votes, _judged(("p", "a", float("nan")))[0], "Row 1 of .*: reward is 'nan'"),
     ],
 )
 def test_bad_rows_by_their_message(load, row, message, tmp_path):

@@ -249,8 +249,7 @@ def browser() -> Iterator[Browser]:
     found.close()
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("size", "dark"), [("desktop", False), ("phone", True)], ids=SIZES)
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_is_whole_quiet_and_fits(
     browser: Browser, page_of: Callable[[str], Path], name: str, size: str, dark: bool

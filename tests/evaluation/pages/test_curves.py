@@ -16,7 +16,6 @@ from visalign.evaluation.pages.curves import (
     RIGHT,
     WIDTH,
     Curve,
-    at_zero,
     known_curves,
     panels,
     running_mean,
@@ -28,7 +27,7 @@ SHARE = Curve(keys=("low", "high"), title="Clipped", unit="%", meaning="both", f
 
 
 def draw(values: list, curve: Curve = REWARD, key: str = "reward_mean") -> str:
-    return str(panels([{"iteration": n, key: v} for n, v in enumerate(values, 1)], [curve])[0].svg)
+    return str(panels([{"iteration": n, key: v} for n, v in enumerate(values, 1)], [curve])[0][0].svg)
 
 
 def points(svg: str, name: str = "line") -> list[list[tuple[float, float]]]:
@@ -93,7 +92,7 @@ def test_every_svg_is_well_formed_and_speaks() -> None:
     rows = [
         {"iteration": n, **{key: 0.1 * n for curve in CURVES for key in curve.keys}} for n in range(1, 40)
     ]
-    for panel in panels(rows):
+    for panel in panels(rows)[0]:
         root = ElementTree.fromstring(str(panel.svg))
         assert root.get("role") == "img"
         assert (root.get("aria-label") or "").startswith(panel.curve.title)
@@ -103,7 +102,7 @@ def test_every_svg_is_well_formed_and_speaks() -> None:
 
 def test_percent_and_sum_of_keys() -> None:
     rows = [{"iteration": 1, "low": 0.1, "high": 0.2}, {"iteration": 2, "low": 0.05, "high": 0.0}]
-    svg = str(panels(rows, [SHARE])[0].svg)
+    svg = str(panels(rows, [SHARE])[0][0].svg)
     assert "from 30 to 5.0 % at the end, smallest 5, largest 30" in svg
 
 
@@ -112,7 +111,7 @@ def test_sparse_values_are_joined_and_start_counts() -> None:
     rows = [
         {"iteration": n} | ({"heldout/accuracy": 0.5 + n / 100} if n % 10 == 0 else {}) for n in range(1, 31)
     ]
-    panel = panels(rows, [CURVES[1]], start={"heldout/accuracy": 0.4})[0]
+    panel = panels(rows, [CURVES[1]], start={"heldout/accuracy": 0.4})[0][0]
     (stroke,) = points(str(panel.svg))
     assert len(stroke) == 4 and stroke[0][0] == LEFT
     assert str(panel.svg).count('<circle class="dot"') == 4
@@ -121,7 +120,7 @@ def test_sparse_values_are_joined_and_start_counts() -> None:
 
 def test_gaps_break_the_line_and_are_counted() -> None:
     rows = [{"iteration": n, "reward_mean": v} for n, v in enumerate([1.0, 2.0, None, math.inf, 3.0, 4.0], 1)]
-    panel = panels(rows, [REWARD])[0]
+    panel = panels(rows, [REWARD])[0][0]
     assert [len(stroke) for stroke in points(str(panel.svg))] == [2, 2]
     assert panel.note == "2 of 6 values were not finite and are left out"
     assert "nan" not in str(panel.svg) and "inf" not in str(panel.svg)
@@ -130,14 +129,15 @@ def test_gaps_break_the_line_and_are_counted() -> None:
 def test_curves_that_stay_at_zero_are_a_sentence() -> None:
     kl = Curve(keys=("kl",), title="KL", unit="nats", meaning="m", from_zero=True)
     rows = [{"iteration": n, "reward_mean": 0.1 * n, "kl": 0.0} for n in range(1, 4)]
-    assert [panel.curve.title for panel in panels(rows, [REWARD, kl])] == [REWARD.title]
-    assert at_zero(rows, [REWARD, kl]) == "Zero in every iteration, and not drawn: KL."
-    assert at_zero([*rows, {"iteration": 4, "kl": 1e-12}], [REWARD, kl]) == at_zero([], [kl]) == ""
+    drawn, flat = panels(rows, [REWARD, kl])
+    assert [panel.curve.title for panel in drawn] == [REWARD.title]
+    assert flat == "Zero in every iteration, and not drawn: KL."
+    assert panels([*rows, {"iteration": 4, "kl": 1e-12}], [REWARD, kl])[1] == panels([], [kl])[1] == ""
 
 
 def test_nothing_recorded() -> None:
-    assert panels([], [REWARD]) == panels([{"iteration": 1}], [REWARD]) == ()
-    broken = panels([{"iteration": 1, "reward_mean": None}], [REWARD])[0]
+    assert panels([], [REWARD]) == panels([{"iteration": 1}], [REWARD]) == ((), "")
+    broken = panels([{"iteration": 1, "reward_mean": None}], [REWARD])[0][0]
     assert broken.note == "No finite value in 1 rows." and broken.svg == ""
 
 
@@ -152,7 +152,7 @@ def test_odd_ranges_stay_inside(values: list[float], from_zero: bool) -> None:
 
 def test_long_curves_show_raw_and_mean() -> None:
     values = [float(n % 2) for n in range(100)]
-    panel = panels([{"iteration": n, "reward_mean": v} for n, v in enumerate(values, 1)], [REWARD])[0]
+    panel = panels([{"iteration": n, "reward_mean": v} for n, v in enumerate(values, 1)], [REWARD])[0][0]
     assert panel.note == "thin: each iteration; thick: mean of the nearest 11"
     raw, smooth = (np.array(points(str(panel.svg), name)[0])[:, 1] for name in ("raw", "line"))
     assert np.ptp(smooth[5:-5]) < 0.15 * np.ptp(raw)
@@ -173,7 +173,7 @@ def test_titles_are_escaped() -> None:
 def test_what_a_run_names_itself_gets_panels_of_its_own() -> None:
     row = {"agreement/shapes_verifier": 0.5, "recorded/shapes_verifier": 0.7, "reward_part/hps.std": 0.1}
     rows = [{"iteration": 1, **row, "reward_part/hps": 3.0}, {"iteration": 2, "reward_part/std": 0.2}]
-    titles = [panel.curve.title for panel in panels(rows, known_curves(rows))]
+    titles = [panel.curve.title for panel in panels(rows, known_curves(rows))[0]]
     assert titles == [
         "Agreement with shapes verifier",
         "shapes verifier, held out",

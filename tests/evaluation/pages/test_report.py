@@ -20,7 +20,7 @@ from PIL import Image
 
 from tests.support.evaluation_samples import TAGS, blind_result, make_result, make_text_result
 from visalign.evaluation import HeldoutResult, compare, write_report, write_summary
-from visalign.evaluation.pages.base import change, data_uri, duration, number, setting
+from visalign.evaluation.pages.base import data_uri, number
 from visalign.evaluation.pages.samples import collapsed, failures, galleries, take_in_turn
 
 VOID = {"meta", "img", "br", "hr", "link", "input", "line", "circle", "path"}
@@ -102,12 +102,6 @@ def test_numbers_equal_the_inputs(tmp_path: Path) -> None:
         assert f"{100 * (second - first):+.1f}".replace("-", "−") in row
     assert f"{before.mean('clip_score'):.3f}" in page.text and f"{after.mean('clip_score'):.3f}" in page.text
     assert "improved 12" in page.text and "got worse 0" in page.text
-
-
-def test_what_the_monitor_said_stands_above_the_curves(tmp_path: Path) -> None:
-    said = "Stopped: agreement_change/clip_score is -0.4, below monitor.stop.agreement_change (-0.3)."
-    page = report(tmp_path, make_result(0.25), make_result(0.75), warnings=[said])
-    assert page.text.index("last value at the right end") < page.text.index(said)
 
 
 def test_tracks_stand_where_the_intervals_are(tmp_path: Path) -> None:
@@ -280,18 +274,6 @@ def test_long_texts_are_folded_and_whole(tmp_path: Path) -> None:
     assert re.sub(r"\s+", " ", whole) in page.text
 
 
-def test_worse_images_are_shown_too(tmp_path: Path) -> None:
-    before, after = make_result(0.75), make_result(0.25)
-    page = report(tmp_path, before, after)
-    assert (
-        "−50.0 points" in page.text
-        and "The whole interval lies below zero: the model became worse" in page.text
-    )
-    assert "got worse 12" in page.text
-    assert galleries(before, after, compare(before, after))[2]["pairs"]
-    assert 'class="gain down"' in page.source
-
-
 def test_selection_rule_by_hand() -> None:
     """Tags of prompts cycle a, b, c; prompts come once, categories in turn."""
     result = make_result(0.5, prompts=6, seeds=2)
@@ -308,14 +290,6 @@ def test_only_samples_with_an_image_on_both_sides_are_shown() -> None:
     assert {(pair["prompt"], pair["seed"]) for pair in fixed["pairs"]} == {("prompt 1", 0), ("prompt 2", 1)}
 
 
-def test_before_equals_after(tmp_path: Path) -> None:
-    page = report(tmp_path, make_result(0.5), make_result(0.5))
-    assert "0.0 points" in page.text and "95 % interval 0.0 to 0.0" in page.text
-    assert "The interval contains zero: this evaluation shows no change" in page.text
-    assert "No reward moved in the wrong direction" in page.text
-    assert 'class="gain flat"' in page.source
-
-
 def test_a_fallen_reward_is_named(tmp_path: Path) -> None:
     page = report(tmp_path, make_result(0.25), make_result(0.75))
     assert "sharpness moved in the wrong direction, beyond the interval. Look at the images." in page.text
@@ -326,12 +300,6 @@ def test_a_fallen_reward_is_named(tmp_path: Path) -> None:
         make_result(0.75, higher_is_better=turned),
     )
     assert "No reward moved in the wrong direction" in page.text and "lower is better" in page.text
-
-
-def test_the_judge_itself_is_not_listed_again(tmp_path: Path) -> None:
-    before, after = make_result(0.25), make_result(0.75)
-    assert [row.name for row in compare(before, after).rewards if row.repeats_accuracy] == ["shapes_verifier"]
-    assert "shapes verifier" not in report(tmp_path, before, after).text
 
 
 def test_empty_metrics(tmp_path: Path) -> None:
@@ -365,7 +333,7 @@ def test_a_run_with_a_reward_of_ones_own_shows_it_under_the_best_and_worst_image
     )
     page = report(tmp_path, before, after, metrics=[])
     assert "✓" not in page.text and "✗" not in page.text and "no verdict" not in page.text
-    assert "Only 12 prompts: an interval from so few says little" in page.text
+    assert "Only 12 prompts: one lucky prompt" in page.text
     best = next(g for g in galleries(before, after, compare(before, after)) if g["anchor"] == "best")
     top = int(np.argmax(rose))
     assert {(p["prompt"], p["seed"]) for p in best["pairs"]} >= {(after.prompts[top], int(after.seeds[top]))}
@@ -387,22 +355,9 @@ def test_padding_behind_an_answer_is_counted(tmp_path: Path) -> None:
     assert collapsed("<pad> <pad>\n<pad> a <b> c") == "<pad> × 3 a <b> c"
 
 
-def test_a_category_without_verdicts(tmp_path: Path) -> None:
-    before, whole = make_result(0.25), make_result(0.75)
-    judged = ~whole.rows("position")
-    after = make_result(0.75, judged=judged, correct=whole.correct & judged)
-    page = report(tmp_path, before, after)
-    row = re.search(r"position.{0,90}", page.text[page.text.index("Accuracy by category") :])
-    assert row is not None and "–" in row.group() and "0/0" in row.group()
-    assert "0 images before and 8 after have no verdict; they are left out" in page.text
-    assert after.accuracy == whole.correct[judged].mean()
-
-
 def test_unpaired_samples_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"cannot be paired: 24 samples of 12 prompts before, 10 of 5"):
         report(tmp_path, make_result(0.2), make_result(0.5, prompts=5))
-    with pytest.raises(ValueError, match=r"other prompts, categories or seeds\. Evaluate both"):
-        report(tmp_path, make_result(0.2), make_result(0.5, tags=("x",) * 24))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -412,24 +367,6 @@ def test_large_images_are_smoothed_jpegs(tmp_path: Path) -> None:
     assert all((image["src"] or "").startswith("data:image/jpeg") for image in page.all("img"))
     assert page.all("body") == [{}]
     assert report(tmp_path, make_result(0.3), make_result(0.7)).all("body") == [{"class": "pixelated"}]
-
-
-def test_same_input_gives_the_same_bytes(tmp_path: Path) -> None:
-    first = report(tmp_path / "a" / "run", make_result(0.25), make_result(0.75)).source
-    assert first == report(tmp_path / "b" / "run", make_result(0.25), make_result(0.75)).source
-
-
-def test_a_failed_write_keeps_the_old_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    old = report(tmp_path, make_result(0.25), make_result(0.75)).source
-
-    def full(_: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(OSError, match="No space left"):
-        report(tmp_path, make_result(0.25), make_result(0.5))
-    assert [entry.name for entry in tmp_path.iterdir()] == ["report.html"]
-    assert (tmp_path / "report.html").read_text(encoding="utf-8") == old
 
 
 def test_summary_holds_what_was_measured(tmp_path: Path) -> None:
@@ -451,32 +388,3 @@ def test_summary_holds_what_was_measured(tmp_path: Path) -> None:
     assert found["seconds"] == 318.4 and found["peak_memory_bytes"] == {"host": 2.4e9}
     assert found["config"] == {"path": "runs", "lr": 1e-4, "bad": None, "steps": [1, 2], "flag": True}
     assert [entry.name for entry in tmp_path.iterdir()] == ["summary.json"]
-
-
-def test_summary_without_costs_or_verdicts(tmp_path: Path) -> None:
-    blind = blind_result()
-    path = write_summary(tmp_path / "s.json", before=blind, after=blind, costs={}, config={}, versions={})
-    found = json.loads(path.read_text(encoding="utf-8"))
-    assert found["seconds"] is found["forward_equivalents_per_image"] is found["peak_memory_bytes"] is None
-    assert found["after"]["accuracy"] is None and found["gain"]["low"] is None
-
-
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        (0.0, "0"),
-        (1234.5, "1234"),
-        (28.456, "28.46"),
-        (0.012345, "0.01235"),
-        (1e-7, "1e−07"),
-        (math.nan, "–"),
-    ],
-)
-def test_number(value: float, expected: str) -> None:
-    assert number(value) == expected
-
-
-def test_other_formats() -> None:
-    assert change(0.25) == "+0.250" and change(-2.0) == "−2.00" and change(math.inf) == "–"
-    assert [duration(s) for s in (0.4, 41, 312, 3864)] == ["0.4 s", "41 s", "5 min 12 s", "1 h 04 min"]
-    assert [setting(v) for v in (None, True, 1e-4, [1, 2], "x")] == ["null", "true", "0.0001", "[1, 2]", "x"]

@@ -408,7 +408,7 @@ def test_stacking_needs_two_judges_and_twenty_prompts(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--fuse stacks two or more"):
         EvaluateOptions(source="x", columns=("m0",), fuse=True)
     options = EvaluateOptions(source=str(ten_metrics(tmp_path, 30)), columns=SIX, fuse=True, settings=FAST)
-    with pytest.raises(UserError, match=r"10 prompts .* needs 20"):
+    with pytest.raises(UserError, match=r"20 prompts or references; .* and 10 prompts"):
         evaluate(options)
 
 

@@ -23,7 +23,6 @@ Record = dict[str, Any]
 NumberedRecord = tuple[int, Record]
 PAIR, VOTE, SCORED = ("chosen", "rejected"), ("completion", "label"), ("completion", "reward")
 """The columns, besides "prompt", of the three layouts; the first two are TRL's."""
-_FAULTS = {"equal": "two equal completions", "empty": "an empty completion"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +50,7 @@ def load_pairs(path: str | Path, *, unusable: str = "refuse") -> JudgedCompletio
     is_scored = PAIR[0] not in rows[0][1]
     pairs = _best_and_worst(rows) if is_scored else rows
     # equal completions with different rewards are the reward's noise
-    completions = _drop_faults(path, pairs, drop=unusable == "drop" or is_scored)
+    completions = _drop_unusable(path, pairs, drop=unusable == "drop" or is_scored)
     if is_scored:
         completions.left_out["ties"] = len({_key(row) for _, row in rows}) - len(pairs)
     if not completions.records:
@@ -63,11 +62,8 @@ def load_pairs(path: str | Path, *, unusable: str = "refuse") -> JudgedCompletio
 def load_votes(path: str | Path, *, threshold: float = 1.0, unusable: str = "refuse") -> JudgedCompletions:
     """Load completions with a vote each, from a file as `load_pairs` reads it.
 
-    Args:
-        path: Its columns are prompt, completion, label (true is good); or prompt, chosen, rejected, where
-            each pair becomes two votes; or prompt, completion, reward.
-        threshold: Smallest reward of a good completion.
-        unusable: An empty completion is an error ("refuse") or left out ("drop").
+    Its columns are prompt, completion, label (true is good); or prompt, chosen, rejected, where each pair
+    becomes two votes; or prompt, completion, reward, where a good completion has at least the threshold.
     """
     votes: list[NumberedRecord] = []
     for number, row in _read(path, VOTE, "votes"):
@@ -83,7 +79,7 @@ def load_votes(path: str | Path, *, threshold: float = 1.0, unusable: str = "ref
                 f"Row {number} of '{path}': label {row['label']!r} is neither true (good) nor false (bad)."
             )
         votes.append((number, {**row, "label": label}))
-    completions = _drop_faults(path, votes, drop=unusable == "drop")
+    completions = _drop_unusable(path, votes, drop=unusable == "drop")
     check_votes(str(path), completions.records)
     return completions
 
@@ -108,37 +104,33 @@ def _read(path: str | Path, preferred: Sequence[str], purpose: str) -> list[Numb
         if not rows:
             columns = next((layout for layout in layouts if set(layout) <= set(row)), preferred)
         require_columns(path, row, ("prompt", *columns), purpose=f"{purpose} (or prompt with {alternatives})")
-        where = f"Row {number} of '{path}'"
-        if not is_prompt(row["prompt"]):
-            raise UserError(f"{where} has no prompt: a text or a list of messages.")
-        texts = {
-            name: _completion(where, name, row[name]) for name in columns if name not in ("label", "reward")
-        }
-        reward = {"reward": _reward(where, row["reward"])} if "reward" in columns else {}
-        rows.append((number, {**row, **texts, **reward}))
+        values = {name: _text(row[name]) for name in columns if name not in ("label", "reward")}
+        if "reward" in columns:
+            values["reward"] = _number(row["reward"])
+        checked = {"prompt": row["prompt"] if is_prompt(row["prompt"]) else None, **values}
+        if odd := [name for name, value in checked.items() if value is None]:
+            raise UserError(
+                f"Row {number} of '{path}': {odd[0]} is {str(row[odd[0]])[:80]!r}. A prompt is a text or a list of "
+                "messages, a completion a text or a list of one message, a reward a number."
+            )
+        rows.append((number, {**row, **values}))
     if not rows:
         raise UserError(f"'{path}' holds no row.")
     return rows
 
 
-def _completion(where: str, name: str, value: Any) -> str:
-    """Read a text or a conversation of one message; earlier messages belong to the prompt."""
+def _text(value: Any) -> str | None:
+    """Read a completion, a text or a conversation of one message; earlier messages belong to the prompt."""
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], dict):
         value = value[0].get("content")
-    if not isinstance(value, str):
-        raise UserError(
-            f"{where}: {name} is neither a text nor a list of one message; got {str(value)[:80]}."
-        )
-    return value
+    return value if isinstance(value, str) else None
 
 
-def _reward(where: str, value: Any) -> float:
+def _number(value: Any) -> float | None:
     try:
-        if not math.isnan(reward := float(value)):
-            return reward
+        return None if math.isnan(number := float(value)) else number
     except (TypeError, ValueError):
-        pass
-    raise UserError(f"{where}: reward {value!r} is no number. Leave the completion out.")
+        return None
 
 
 def _key(row: Record) -> str:
@@ -158,25 +150,22 @@ def _best_and_worst(rows: Sequence[NumberedRecord]) -> list[NumberedRecord]:
     return pairs
 
 
-def _fault(record: Mapping[str, Any]) -> str | None:
-    texts = [record[name] for name in (*PAIR, "completion") if name in record]
-    if not all(text.strip() for text in texts):
-        return "empty"
-    return "equal" if len(texts) == 2 and texts[0] == texts[1] else None
-
-
-def _drop_faults(path: str | Path, rows: Sequence[NumberedRecord], *, drop: bool) -> JudgedCompletions:
+def _drop_unusable(path: str | Path, rows: Sequence[NumberedRecord], *, drop: bool) -> JudgedCompletions:
     """Leave out empty and equal completions, or refuse them."""
-    faults = [_fault(record) for _, record in rows]
-    records = [record for (_, record), fault in zip(rows, faults, strict=True) if fault is None]
-    left_out = {}
-    for fault, words in _FAULTS.items():
-        numbers = [number for (number, _), reason in zip(rows, faults, strict=True) if reason == fault]
-        if numbers and not drop:
+    records: list[Record] = []
+    faults: dict[str, list[int]] = {}
+    for number, record in rows:
+        texts = [record[name] for name in (*PAIR, "completion") if name in record]
+        if not all(text.strip() for text in texts):
+            faults.setdefault("empty", []).append(number)
+        elif len(texts) == 2 and texts[0] == texts[1]:
+            faults.setdefault("equal", []).append(number)
+        else:
+            records.append(record)
+    for fault, numbers in faults.items():
+        if not drop:
             raise UserError(
-                f"{len(numbers)} of {len(rows)} records of '{path}' have {words}, from which nothing is "
-                f"learnt: rows {listed(numbers)}. Remove them; data.unusable=drop leaves them out."
+                f"{len(numbers)} of {len(rows)} records of '{path}' have {fault} completions, from which nothing "
+                f"is learnt: rows {listed(numbers)}. Remove them; data.unusable=drop leaves them out."
             )
-        if numbers:
-            left_out[fault] = len(numbers)
-    return JudgedCompletions(records=records, left_out=left_out)
+    return JudgedCompletions(records=records, left_out={fault: len(ns) for fault, ns in faults.items()})

@@ -38,7 +38,7 @@ def render_page(
     """Render a page that extends `page.html.j2`: one file, no network, light or dark, any width.
 
     Its script (`page.js`, for sorting, filtering, copying and enlarging) is the only one that the page's
-    security policy lets run, by its hash.
+    security policy lets run, by its hash. Everything in it is escaped, and an undefined name is an error.
 
     Args:
         template: File name of the template in this folder.
@@ -46,9 +46,6 @@ def render_page(
         command: Command for the footer, unless this process runs a whole command line.
         models: (reward, its model and identity), for the footer.
         **values: Values for the template.
-
-    Returns:
-        HTML; everything in it is escaped, and an undefined name is an error.
     """
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
@@ -57,32 +54,21 @@ def render_page(
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    filters = (
-        plain,
-        number,
-        fixed,
-        signed,
-        change,
-        share,
-        whole,
-        points,
-        span,
-        words,
-        duration,
-        provenance_sentence,
-    )
-    environment.filters |= {function.__name__: function for function in filters}
+    filters = (plain, number, fixed, signed, change, share, whole, points, span, words, duration)
+    environment.filters |= {function.__name__: function for function in (*filters, provenance_sentence)}
     environment.globals |= environment.filters | {"rail": rail}
-    origin: dict[str, Any] = {
-        "command": command_line() or command,
-        "version": visalign_version(),
-        "models": list(models),
-    }
-    day = datetime.now(tz=UTC).date().isoformat()
     script = (Path(__file__).parent / "page.js").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    origin |= {"date": day, "script": Markup(script), "script_hash": f"sha256-{digest}"}
-    return environment.get_template(template).render(title=title, **origin, **values)
+    return environment.get_template(template).render(
+        title=title,
+        command=command_line() or command,
+        version=visalign_version(),
+        models=list(models),
+        date=datetime.now(tz=UTC).date().isoformat(),
+        script=Markup(script),
+        script_hash=f"sha256-{digest}",
+        **values,
+    )
 
 
 def command_line() -> str:
@@ -109,20 +95,14 @@ def provenance_sentence(label: str, provenance: str) -> str:
 
 def data_uri(image: NDArray[np.uint8]) -> str:
     """Encode an image [H, W, 3] as a data: URI: PNG up to `PIXELATED_SIDE`, JPEG beyond."""
-    kind = "png" if max(image.shape[:2]) <= PIXELATED_SIDE else "jpeg"
-    buffer = io.BytesIO()
-    Image.fromarray(image).save(
-        buffer, format=kind, **({"optimize": True} if kind == "png" else {"quality": 88})
-    )
+    is_small, buffer = max(image.shape[:2]) <= PIXELATED_SIDE, io.BytesIO()
+    kind, options = ("png", {"optimize": True}) if is_small else ("jpeg", {"quality": 88})
+    Image.fromarray(image).save(buffer, format=kind, **options)
     return f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode('ascii')}"
 
 
 def embedded(image: Tensor, *, side: int = LARGEST_SIDE) -> dict[str, Any]:
-    """Encode an image for a page.
-
-    Args:
-        image: [3, H, W] float in [0, 1].
-        side: Longest side in pixels.
+    """Encode an image [3, H, W] in [0, 1] for a page, its longest side at most `side` pixels.
 
     Returns:
         `source`, a data: URI; `width` and `height` of the image itself; `pixelated`, True where it is small
@@ -133,9 +113,7 @@ def embedded(image: Tensor, *, side: int = LARGEST_SIDE) -> dict[str, Any]:
     if max(height, width) > side:
         factor = side / max(height, width)
         size = (max(1, round(height * factor)), max(1, round(width * factor)))
-        pixels = F.interpolate(pixels[None], size=size, mode="bilinear", antialias=True, align_corners=False)[
-            0
-        ]
+        (pixels,) = F.interpolate(pixels[None], size=size, mode="bilinear", antialias=True)
     levels = pixels.mul(255).round().clamp(0, 255).byte().permute(1, 2, 0).contiguous().numpy()
     return {
         "source": data_uri(np.asarray(levels)),
@@ -230,12 +208,7 @@ def points(value: float | None) -> str:
 
 
 def span(interval: Any, form: Any = signed, between: str = " to ") -> str:
-    """Format the ends of an interval.
-
-    Args:
-        interval: `Interval` or mapping with `low` and `high`, or None.
-        form: Formats an end; a percent sign is left out.
-        between: Text between the ends.
+    """Format the ends of an `Interval`, or of a mapping with `low` and `high`; percent signs are left out.
 
     >>> span({"low": -0.5, "high": 0.25}), span({"low": None, "high": None})
     ('−0.50 to +0.25', 'no interval')
@@ -253,7 +226,7 @@ def _part(interval: Any, name: str) -> float | None:
 
 
 def rail(interval: Any, low: float, high: float, *, key: str = "estimate", side: str = "after") -> Markup:
-    """Draw an interval on a track, in percent of its width; what is beyond the ends is cut.
+    """Draw an interval on a track from `low` to `high`; what is beyond the ends is cut.
 
     Args:
         interval: `Interval` or mapping with `key`, `low` and `high`; None draws nothing.

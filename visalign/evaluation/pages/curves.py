@@ -111,33 +111,21 @@ def panels(
     curves: Sequence[Curve] = CURVES,
     *,
     start: Mapping[str, float] | None = None,
-) -> tuple[Panel, ...]:
-    """Draw every curve that has values.
+) -> tuple[tuple[Panel, ...], str]:
+    """Draw every curve that has values; return its panels, and a sentence that names curves at zero all
+    along.
 
     Args:
         metrics: Rows of metrics.jsonl; a row without a key is skipped, null or a non-finite number leaves a
             gap that the note counts.
         curves: Curves to draw.
         start: key -> value at iteration 0, for numbers measured before training.
-
-    Returns:
-        One panel per recorded curve, in order; curves that stayed at zero are left to `at_zero`.
     """
     series = [(curve, *_series(metrics, curve, start or {})) for curve in curves]
-    return tuple(_panel(curve, x, y) for curve, x, y in series if len(x) and not _is_zero(y))
-
-
-def at_zero(
-    metrics: Sequence[Mapping[str, Any]],
-    curves: Sequence[Curve] = CURVES,
-    start: Mapping[str, float] | None = None,
-) -> str:
-    """Name the curves that were zero all along; empty where there are none."""
-    flat = [curve.title for curve in curves if _is_zero(_series(metrics, curve, start or {})[1])]
-    if not flat:
-        return ""
-    names = flat[0] if len(flat) == 1 else f"{', '.join(flat[:-1])} and {flat[-1]}"
-    return f"Zero in every iteration, and not drawn: {names}."
+    drawn = tuple(_panel(curve, x, y) for curve, x, y in series if len(x) and not _is_zero(y))
+    flat = [curve.title for curve, _, y in series if _is_zero(y)]
+    names = " and ".join(filter(None, (", ".join(flat[:-1]), *flat[-1:])))
+    return drawn, f"Zero in every iteration, and not drawn: {names}." if flat else ""
 
 
 def _is_zero(values: NDArray[np.float64]) -> bool:

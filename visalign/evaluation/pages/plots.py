@@ -67,29 +67,22 @@ class Frame:
         return f'<rect class="{name}" {position} {size}/>'
 
     def svg(self, parts: Sequence[str], alt: str) -> Markup:
-        """Draw the plot: grid, tick labels and names, then the parts.
+        """Draw the plot: grid, tick labels and names, then the parts, whose texts must be escaped.
 
-        Args:
-            parts: Elements from the methods above; texts in them must be escaped.
-            alt: Description of the plot, in words.
+        `alt` describes the plot in words.
         """
         low, high = self.place(self.x[0], self.y[0]), self.place(self.x[1], self.y[1])
         drawn = []
-        for marks, on_x in ((self._x_marks(), True), (ticks(*self.y), False)):
-            step = (
-                marks[1] - marks[0] if len(marks) > 1 else (self.x if on_x else self.y)[1] - marks[0] or 1.0
-            )
-            for mark in marks:
-                x, y = self.place(mark, self.y[0]) if on_x else self.place(self.x[0], mark)
-                end = (x, high[1]) if on_x else (high[0], y)
-                drawn.append(
-                    '<line class="grid" x1="{:.1f}" y1="{:.1f}" x2="{:.1f}" y2="{:.1f}"/>'.format(x, y, *end)
-                )
-                drawn.append(
-                    text(x, y + 17, label(mark, step))
-                    if on_x
-                    else text(x - 7, y + 5, label(mark, step), "end")
-                )
+        grid = '<line class="grid" x1="{:.1f}" y1="{:.1f}" x2="{:.1f}" y2="{:.1f}"/>'
+        x_marks = ticks(*self.x, 5) if self.whole else ticks(*self.x)
+        x_marks = [mark for mark in x_marks if not self.whole or mark.is_integer()]
+        for mark in x_marks:
+            x, y = self.place(mark, self.y[0])
+            drawn += [grid.format(x, y, x, high[1]), text(x, y + 17, label(mark, _step(x_marks, self.x)))]
+        for mark in (y_marks := ticks(*self.y)):
+            x, y = self.place(self.x[0], mark)
+            named = text(x - 7, y + 5, label(mark, _step(y_marks, self.y)), "end")
+            drawn += [grid.format(x, y, high[0], y), named]
         drawn.append(text((low[0] + high[0]) / 2, self.height - 6, _cut(self.x_name, LONGEST_X)))
         if self.y_name:
             turned = text(0.0, 0.0, _cut(self.y_name, LONGEST_Y))
@@ -100,8 +93,10 @@ class Frame:
             f'aria-label="{escape(alt)}">{"".join([*drawn, *parts])}</svg>'
         )
 
-    def _x_marks(self) -> list[float]:
-        return [mark for mark in ticks(*self.x, 5) if mark.is_integer()] if self.whole else ticks(*self.x)
+
+def _step(marks: Sequence[float], ends: Point) -> float:
+    """Return the distance of neighbouring marks."""
+    return marks[1] - marks[0] if len(marks) > 1 else ends[1] - marks[0] or 1.0
 
 
 def text(x: float, y: float, content: str, anchor: str = "middle", name: str = "tick") -> str:

@@ -20,7 +20,7 @@ from visalign.evaluation.heldout.result import HeldoutResult
 
 from . import wording
 from .base import PIXELATED_SIDE, data_uri, render_page, setting
-from .curves import at_zero, known_curves, panels
+from .curves import known_curves, panels
 from .samples import failures, galleries
 
 
@@ -41,13 +41,11 @@ def write_report(
     warnings: Sequence[str] = (),
     over_time: Sequence[tuple[int, Path]] = (),
 ) -> Path:
-    """Write `report.html` into a run's folder and return its path: no network, no script, images inside.
-
-    The samples are images or completions, as the evaluations have them.
+    """Write `report.html` into a run's folder, atomically, and return its path.
 
     Args:
         run_folder: Created if missing.
-        before: Held-out evaluation before training.
+        before: Held-out evaluation before training, of images or completions.
         after: The same prompts and seeds after training.
         metrics: Rows of metrics.jsonl; may be empty.
         config: The run's configuration, nested mappings or a dataclass.
@@ -58,24 +56,35 @@ def write_report(
         title: The page's title.
         load_code: Python that loads the result.
         resume_command: The command that continues the run.
-        start: Metric -> value before training, measured on the same samples as in `metrics`: the first points
-            of the curves.
+        start: Metric -> value before training, on the same samples as in `metrics`: the first points of the
+            curves.
         trained_prompts: Number of held-out prompts that were trained on; None: unknown.
         warnings: Warnings of the monitor during training, or that it stopped the run.
         over_time: (iterations finished, PNG) of the same prompts during training.
-
-    Raises:
-        UserError: Before and after are not of the same samples.
-        OSError: It cannot be written; an older report survives.
     """
+    comparison, kind = compare(before, after), wording.kind_of(after)
+    other_rewards = [row for row in comparison.rewards if not row.repeats_accuracy]
+    height, width = after.images.shape[1:3]
+    curves, at_zero = panels(metrics, known_curves(metrics), start=start)
     page = render_page(
         "report.html.j2",
-        **_results(before, after, trained_prompts),
+        before=before,
+        kind=kind,
+        comparison=comparison,
+        summary=wording.headline(before, after, comparison, trained_prompts=trained_prompts),
+        rows=(comparison.overall, *comparison.categories),
+        others=other_rewards,
+        reward_note=wording.reward_note(other_rewards, kind),
+        galleries=galleries(before, after, comparison),
+        failures=failures(after),
+        has_accuracy=bool(before.judged.any() or after.judged.any()),
+        pixelated=kind is wording.IMAGES and max(height, width) <= PIXELATED_SIDE,
+        image_height=round(256 * height / width),
         title=title,
-        panels=panels(metrics, known_curves(metrics), start=start or {}),
+        panels=curves,
+        at_zero=at_zero,
         warnings=warnings,
         over_time=[(number, data_uri(np.asarray(Image.open(path)))) for number, path in over_time],
-        at_zero=at_zero(metrics, known_curves(metrics), start),
         config=[(name, setting(value)) for name, value in flatten(config).items()],
         versions=versions,
         costs=wording.cost_rows(costs),
@@ -84,28 +93,6 @@ def write_report(
         resume_command=resume_command,
     )
     return write_atomic(run_folder / "report.html", page.encode("utf-8"))
-
-
-def _results(before: HeldoutResult, after: HeldoutResult, trained_prompts: int | None) -> dict[str, Any]:
-    """Return the template values of the two evaluations."""
-    comparison = compare(before, after)
-    other_rewards = [row for row in comparison.rewards if not row.repeats_accuracy]
-    height, width = after.images.shape[1:3]
-    kind = wording.kind_of(after)
-    return {
-        "before": before,
-        "kind": kind,
-        "comparison": comparison,
-        "summary": wording.headline(before, after, comparison, trained_prompts=trained_prompts),
-        "rows": (comparison.overall, *comparison.categories),
-        "others": other_rewards,
-        "reward_note": wording.reward_note(other_rewards, kind),
-        "galleries": galleries(before, after, comparison),
-        "failures": failures(after),
-        "has_accuracy": bool(before.judged.any() or after.judged.any()),
-        "pixelated": kind is wording.IMAGES and max(height, width) <= PIXELATED_SIDE,
-        "image_height": round(256 * height / width),
-    }
 
 
 def write_summary(
@@ -119,14 +106,11 @@ def write_summary(
 ) -> Path:
     """Write `summary.json`, atomically.
 
-    Keys: `before` and `after` (`accuracy`, `by_category`, `rewards` ..., see `HeldoutResult.to_dict`);
-    `gain`, the change of the accuracy with its paired interval; `changes` per category and reward; all of
-    `costs`, where `seconds`, `forward_equivalents_per_image` and `peak_memory_bytes` are null if not given;
-    `config`; `versions`. Non-finite numbers are null.
-
-    Raises:
-        UserError: Before and after are not of the same samples.
-        OSError: It cannot be written; an older file survives.
+    Keys: `before` and `after` (see `HeldoutResult.to_dict`); `gain`, the change of the accuracy with its
+        paired
+    interval; `changes` per category and reward; all of `costs`, where `seconds`,
+    `forward_equivalents_per_image` and `peak_memory_bytes` are null if not given; `config`; `versions`.
+    Non-finite numbers are null.
     """
     comparison = compare(before, after)
     nulls = dict.fromkeys(("seconds", "forward_equivalents_per_image", "peak_memory_bytes"))

@@ -33,32 +33,18 @@ def galleries(
             ("improved", "Wrong before, correct after", "the first that improved", comparison.improved),
             ("worse", "Correct before, wrong after", "the first that got worse", comparison.worsened),
         ]
-    kinds = [
-        (
-            "fixed",
-            f"The same {kind_of(before).plural} in every report",
-            "chosen before looking: the first prompts of each category",
-            np.arange(len(before)),
-        ),
-        *changed,
-    ]
+    same = f"The same {kind_of(before).plural} in every report"
+    first = "chosen before looking: the first prompts of each category"
     sections = []
-    for anchor, title, rule, candidates in kinds:
+    for anchor, title, rule, candidates in [("fixed", same, first, np.arange(len(before))), *changed]:
         rows = take_in_turn(_shown(candidates, before, after), before, limit)
-        rule_text = (
-            f"{len(rows)} of {len(candidates)}: {rule}, one category after the other, each prompt once."
-        )
         pairs = [
-            {
-                "prompt": before.title(row),
-                "tag": before.tags[row],
-                "seed": int(before.seeds[row]),
-                "before": shot(row, before),
-                "after": shot(row, after),
-            }
+            {"prompt": before.title(row), "tag": before.tags[row], "seed": int(before.seeds[row])}
+            | {"before": shot(row, before), "after": shot(row, after)}
             for row in rows
         ]
-        sections.append({"anchor": anchor, "title": title, "rule": rule_text, "pairs": pairs})
+        counted = f"{len(rows)} of {len(candidates)}: {rule}, one category after the other, each prompt once."
+        sections.append({"anchor": anchor, "title": title, "rule": counted, "pairs": pairs})
     return sections
 
 

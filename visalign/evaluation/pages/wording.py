@@ -68,10 +68,7 @@ class Headline:
 def headline(
     before: HeldoutResult, after: HeldoutResult, comparison: Comparison, *, trained_prompts: int | None = None
 ) -> Headline:
-    """Summarize a run in one line and two or three sentences.
-
-    So many of the prompts, `seen`, were trained on; None where that is not known.
-    """
+    """Summarize a run in one line and a few sentences."""
     row, kind = comparison.overall, kind_of(before)
     if not math.isfinite(row.change.estimate):
         return _reward_headline(before, comparison, trained_prompts)
@@ -149,8 +146,8 @@ def _caution(before: HeldoutResult) -> list[str]:
     if count >= FEW:
         return []
     return [
-        f"Only {count} prompts: an interval from so few says little of others, and one lucky prompt moves "
-        "the numbers. Evaluate on more (data.heldout) before you believe them."
+        f"Only {count} prompts: one lucky prompt moves the numbers. Evaluate on more (data.heldout) before "
+        "you believe them."
     ]
 
 
@@ -183,12 +180,8 @@ def reward_note(rows: Sequence[RewardRow], kind: SampleKind) -> str:
 
 def cost_rows(costs: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return (name, amount) of everything in `costs` but the phases."""
-    rows: list[tuple[str, str]] = []
-    for name, value in costs.items():
-        if name == "phases" or value is None:
-            continue
-        rows += _cost(name, value)
-    return rows
+    known = ((name, value) for name, value in costs.items() if name != "phases" and value is not None)
+    return [row for name, value in known for row in _cost(name, value)]
 
 
 def _cost(name: str, value: Any) -> list[tuple[str, str]]:
