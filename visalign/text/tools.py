@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,24 +27,6 @@ from .tool_calls import ToolFailure, ToolUse, ask_all
 CHARACTERS = 32
 """Characters of an answer per token that it may have; what is beyond is not even tokenized."""
 _NO_IDS = torch.zeros(0, dtype=torch.int32)
-
-
-class TurnGenerator(Protocol):
-    """A `TextPolicy`, or a server, that continues from given tokens."""
-
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        seeds: Sequence[int],
-        sampling: Sampling | None = None,
-        stopping: StoppingCriteria | None = None,
-        group: Sequence[Hashable] | None = None,
-        images: Sequence[Sequence[Any]] | None = None,
-        after: Sequence[Sequence[int]] | None = None,
-    ) -> TextRollout:
-        """Complete P prompts once each, after P lists of tokens, which are context with loss mask 0."""
-        ...
 
 
 class _Token(NamedTuple):
@@ -86,12 +68,13 @@ class ToolPolicy:
     the tool's answers; up to its first call they are those of a completion without a tool.
 
     Args:
-        engine: draws the turns.
+        engine: draws the turns: a `TextPolicy` or a server, whose `generate` continues from P lists of tokens
+            (`after`), which are context with loss mask 0.
         tokenizer: the policy's; special tokens in an answer are read as plain text.
         use: the tool.
     """
 
-    def __init__(self, engine: TurnGenerator, tokenizer: Any, use: ToolUse) -> None:
+    def __init__(self, engine: Any, tokenizer: Any, use: ToolUse) -> None:
         self.engine, self.tokenizer, self.use = engine, tokenizer, use
 
     def generate(

@@ -123,14 +123,6 @@ def test_unreadable_files_are_named(tmp_path: Path) -> None:
         load_preferences(tmp_path / "none.jsonl")
 
 
-def test_splits(tmp_path: Path) -> None:
-    rows = [row(split="train"), row(split="test", prompt="a dog")]
-    path = write(tmp_path / "set.jsonl", rows)
-    assert [pair.prompt for pair in load_preferences(path, split="test").pairs] == ["a dog"]
-    with pytest.raises(UserError, match=r"no row of the split 'dev'. Splits: test, train"):
-        load_preferences(path, split="dev")
-
-
 def pairs_of(*rows: dict[str, Any]) -> PreferenceSet:
     plain: dict[str, Any] = {"label": 1.0}
     return PreferenceSet(name="set", pairs=tuple(PreferencePair(**(plain | entry)) for entry in rows))

@@ -186,7 +186,7 @@ def test_numbers_by_hand() -> None:
     np.testing.assert_array_equal(found.images[:, ::2, ::2][:, :2, :2], expected[:, ::2, ::2])
 
 
-@pytest.mark.parametrize("batch_size", [1, 2, 5, 8, 100])
+@pytest.mark.parametrize("batch_size", [1, 100])
 def test_batch_size_changes_nothing(batch_size: int) -> None:
     assert same(run(batch_size=batch_size), run(batch_size=3))
 

@@ -4,9 +4,6 @@
 from __future__ import annotations
 
 import math
-import runpy
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -61,22 +58,3 @@ def test_a_perfect_fit_says_nothing_of_its_error() -> None:
     for name in ("srcc", "plcc_logistic5"):
         found = report["correlations"][name]
         assert found["estimate"] == pytest.approx(1) and found["low"] is None and found["high"] is None
-
-
-@pytest.mark.parametrize("world", ["people-clustered", "shares-independent"])
-def test_the_command_counts(
-    world: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Few sets of a world, and truths of smaller ones: each interval is counted, most hold the truth."""
-    bench = Path(__file__).parents[2] / "benchmarks" / "evaluation" / "interval_coverage.py"
-    module = runpy.run_path(str(bench))
-    told = module["main"].__globals__
-    monkeypatch.setitem(told, "LARGE", 1_200)
-    monkeypatch.setitem(told, "TRUTHS", 2)
-    words = ["x", "--worlds", world, "--sets", "12", "--first", "40", "--resamples", "100"]
-    monkeypatch.setattr(sys, "argv", words)
-    module["main"]()
-    first, *rows = capsys.readouterr().out.strip().splitlines()
-    assert first.startswith(f"{world}: {len(rows)} intervals, coverage")
-    counted = [(float(row.split()[0]), int(row.split()[2])) for row in rows]
-    assert {count for _, count in counted} == {12} and np.mean([share for share, _ in counted]) > 0.8, rows

@@ -57,7 +57,7 @@ def test_five_votes_of_80_percent_and_a_perfect_judge(named: bool) -> None:
     assert people["alpha"]["low"] < 1 - 0.32 / 0.5 < people["alpha"]["high"]
 
 
-@pytest.mark.parametrize("voters", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("voters", [1, 4])
 def test_the_ceiling_of_coin_flippers_is_a_half(voters: int) -> None:
     people = report(table(500, voters, 0.5))["people"]
     if voters == 1:
@@ -91,16 +91,3 @@ def test_alpha_equals_the_package_krippendorff_on_pairs_and_mirror_images(
     """Values of krippendorff 0.9 (`value_counts`, nominal) on every pair and its mirror image."""
     sums = alpha_sums(np.array(votes, dtype=float)).sum(0)
     assert alpha_of_sums(sums[None])[0] == pytest.approx(alpha, abs=1e-12)
-
-
-def test_votes_that_all_tie_are_no_error() -> None:
-    rows = PreferenceSet(
-        name="x",
-        pairs=tuple(
-            PreferencePair(prompt="p", image_left="a", image_right="b", label=label, annotator=str(k))
-            for k, label in enumerate((1.0, 0.0))
-        ),
-    )
-    found = report(rows)
-    assert found["agreement"]["half_credit"]["micro"]["estimate"] is None
-    assert found["people"]["single_vote"]["estimate"] == 0.0

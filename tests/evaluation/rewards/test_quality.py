@@ -69,28 +69,6 @@ def test_within_prompts_a_judge_can_be_the_opposite_of_itself() -> None:
     assert "srcc_within" not in evaluate_quality(quality(mos), from_values("j", "x", x), FAST)["correlations"]
 
 
-def test_intervals_of_a_prompts_images_are_those_of_fewer_samples() -> None:
-    rng = np.random.default_rng(1)
-    base, noise = rng.normal(size=30), rng.normal(size=30)
-    x, mos = np.repeat(base + noise, 6), np.repeat(base, 6)
-    x, mos = x + 0.01 * rng.normal(size=180), mos + 0.01 * rng.normal(size=180)
-    by_prompt, by_image = (
-        evaluate_quality(quality(mos, prompts), from_values("j", "x", x), FAST)["correlations"]
-        for prompts in (np.repeat(np.arange(30), 6), None)
-    )
-    for name, number in by_image.items():
-        own = by_prompt[name]
-        assert own["estimate"] == pytest.approx(number["estimate"])
-        assert own["high"] - own["low"] > 1.8 * (number["high"] - number["low"]), name
-    both = [
-        compare_on_quality(
-            quality(mos, prompts), from_values("a", "x", x), from_values("b", "x", rng.normal(size=180)), FAST
-        )["difference"]
-        for prompts in (np.repeat(np.arange(30), 6), None)
-    ]
-    assert both[0]["high"] - both[0]["low"] > 1.3 * (both[1]["high"] - both[1]["low"])
-
-
 def test_a_map_that_turns_is_said() -> None:
     rng = np.random.default_rng(2)
     x = np.linspace(-3, 3, 90)

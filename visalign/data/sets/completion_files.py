@@ -110,8 +110,8 @@ def _read(path: str | Path, preferred: Sequence[str], purpose: str) -> list[Numb
         checked = {"prompt": row["prompt"] if is_prompt(row["prompt"]) else None, **values}
         if odd := [name for name, value in checked.items() if value is None]:
             raise UserError(
-                f"Row {number} of '{path}': {odd[0]} is {str(row[odd[0]])[:80]!r}. A prompt is a text or a list of "
-                "messages, a completion a text or a list of one message, a reward a number."
+                f"Row {number} of '{path}': {odd[0]} is {str(row[odd[0]])[:80]!r}. A prompt is a text or "
+                "a list of messages, a completion a text or a list of one message, a reward a number."
             )
         rows.append((number, {**row, **values}))
     if not rows:
@@ -165,7 +165,7 @@ def _drop_unusable(path: str | Path, rows: Sequence[NumberedRecord], *, drop: bo
     for fault, numbers in faults.items():
         if not drop:
             raise UserError(
-                f"{len(numbers)} of {len(rows)} records of '{path}' have {fault} completions, from which nothing "
-                f"is learnt: rows {listed(numbers)}. Remove them; data.unusable=drop leaves them out."
+                f"{len(numbers)} of {len(rows)} records of '{path}' have {fault} completions, from which "
+                f"nothing is learnt: rows {listed(numbers)}. Remove them; data.unusable=drop leaves them out."
             )
     return JudgedCompletions(records=records, left_out={fault: len(ns) for fault, ns in faults.items()})

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Catalogue of probes: changes that no prompt asks for, and the response that a sound reward gives.
 
-An optimizer finds whatever raises a reward. A probe makes one such change to images with known scores; the
-response, in units of the reward's own spread, is what the optimizer would be paid for it. A pairwise reward
-compares each changed image with the unchanged one; further probes measure the effect of the side of an image,
-and cycles.
+A probe makes one such change to images with known scores; the response, in units of the reward's own spread,
+is what an optimizer would be paid for it. A pairwise reward compares each changed image with the unchanged
+one; further probes measure the effect of the side of an image, and cycles.
 """
 
 from __future__ import annotations
@@ -93,28 +92,27 @@ class Probe:
     """Consequence of training on a reward that fails the probe."""
 
 
+def _of_image(function: Callable[[Tensor, Level, torch.Generator], Tensor]) -> Change:
+    """Change the image alone by a function of (image, level, generator)."""
+    return lambda sample, level, generator: Sample(function(sample.image, level, generator), sample.prompt)
+
+
 def _by_x(function: Callable[[Tensor, Any], Tensor]) -> Change:
     """Change the image alone by a function of (image, the level's x)."""
-    return lambda sample, level, generator: Sample(function(sample.image, level.x), sample.prompt)
+    return _of_image(lambda image, level, _: function(image, level.x))
 
 
 def _random(function: Callable[[Tensor, Any, torch.Generator], Tensor]) -> Change:
     """Change the image alone by a function of (image, the level's x, generator)."""
-    return lambda sample, level, generator: Sample(function(sample.image, level.x, generator), sample.prompt)
+    return _of_image(lambda image, level, generator: function(image, level.x, generator))
 
 
-def _by_label(function: Callable[[Tensor, str, torch.Generator], Tensor]) -> Change:
-    """Change the image alone by a function of (image, the level's label, generator)."""
-    return lambda sample, level, generator: Sample(
-        function(sample.image, level.label, generator), sample.prompt
-    )
-
-
-def _destroyed(image: Tensor, kind: str, generator: torch.Generator) -> Tensor:
+def _destroyed(image: Tensor, level: Level, generator: torch.Generator) -> Tensor:
     """Replace the image by one even colour, noise, or its own pixels in random places."""
-    if kind == "noise":
+    if level.label == "noise":
         return perturb.pure_noise(image, generator)
-    return perturb.shuffled(image, generator) if kind == "scattered pixels" else perturb.blank(image, kind)
+    scattered = level.label == "scattered pixels"
+    return perturb.shuffled(image, generator) if scattered else perturb.blank(image, level.label)
 
 
 def _pasted(sample: Sample, level: Level, generator: torch.Generator) -> Sample:
@@ -137,9 +135,9 @@ def _on_ground(sample: Sample, level: Level, generator: torch.Generator) -> Samp
     return None if image is None else Sample(image, sample.prompt)
 
 
-def _on_canvas(sample: Sample, level: Level, generator: torch.Generator) -> Sample:
+def _on_canvas(image: Tensor, level: Level, generator: torch.Generator) -> Tensor:
     assert level.x is not None
-    return Sample(perturb.on_canvas(sample.image, 1 / level.x, level.label.split(",")[0]), sample.prompt)
+    return perturb.on_canvas(image, 1 / level.x, level.label.split(",")[0])
 
 
 EXAGGERATED: dict[str, Callable[[Tensor, torch.Generator], Tensor]] = {
@@ -160,195 +158,90 @@ def _kinds(*labels: str) -> tuple[Level, ...]:
     return tuple(Level(label) for label in labels)
 
 
-_FACTORS = (0.5, 0.8, 1.25, 1.6, 2.2)
 _BLANKS = ("white", "black", "grey", "mean")
 _DESTROYED = ("noise", "scattered pixels")
 _FACTOR: dict[str, Any] = {"x_name": "factor", "neutral": 1.0}
+_JPEG = tuple(Level(f"quality {quality}", 100.0 - quality) for quality in (90, 70, 50, 30, 10))
+_CUTS = tuple(Level(f"{100 * cut:.0f} % cut", cut) for cut in (0.05, 0.1, 0.2, 0.35, 0.5))
+_CANVAS = tuple(Level(f"{label}, {1 / share:g} times as wide", 1 / share) for label, share in CANVASES)
+_FORMS = ("uint8, channels first", "uint8, channels last", "PIL", "float64", "float16")
 
-_PROBES = (
-    Probe("blank", "Blank images", "loss", _kinds(*_BLANKS), _by_label(_destroyed)),
-    Probe(
-        "destroyed",
-        "Nothing but noise or scattered pixels",
-        "loss",
-        _kinds(*_DESTROYED),
-        _by_label(_destroyed),
-    ),
-    Probe(
-        "noise",
-        "Added noise",
-        "falling",
-        _numbers(0.02, 0.05, 0.1, 0.2),
-        _random(perturb.noised),
-        "standard deviation of the noise",
-        0.0,
-    ),
-    Probe(
-        "blur",
-        "Blur",
-        "falling",
-        _numbers(0.01, 0.02, 0.04, 0.08),
-        _by_x(perturb.blurred),
-        "radius, share of the shorter side",
-        0.0,
-    ),
-    Probe(
-        "jpeg",
-        "JPEG compression",
-        "falling",
-        tuple(Level(f"quality {quality}", 100.0 - quality) for quality in (90, 70, 50, 30, 10)),
-        _by_x(lambda image, x: perturb.jpeg(image, round(100 - x))),
-        "100 − quality",
-        0.0,
-    ),
-    Probe(
-        "saturation",
-        "Saturation",
-        "no gain",
-        _numbers(0.0, *_FACTORS, form="× {:g}"),
-        _by_x(perturb.saturated),
-        **_FACTOR,
-    ),
-    Probe(
-        "contrast",
-        "Contrast",
-        "no gain",
-        _numbers(0.3, *_FACTORS, form="× {:g}"),
-        _by_x(perturb.contrasted),
-        **_FACTOR,
-    ),
-    Probe(
-        "brightness",
-        "Brightness",
-        "no gain",
-        _numbers(0.3, 0.6, 0.85, 1.15, 1.4, 1.8, form="× {:g}"),
-        _by_x(perturb.brightened),
-        **_FACTOR,
-    ),
-    Probe("mirror", "Mirrored left to right", "steady", _kinds("mirrored"), _mirrored),
-    Probe(
-        "upside_down",
-        "Upside down",
-        "no gain",
-        _kinds("upside down"),
-        _by_x(lambda image, _: perturb.flipped(image, "vertical")),
-    ),
-    Probe(
-        "crop",
-        "Cropped and enlarged",
-        "no gain",
-        tuple(Level(f"{100 * cut:.0f} % cut", cut) for cut in (0.05, 0.1, 0.2, 0.35, 0.5)),
-        _by_x(lambda image, x: perturb.cropped(image, 1 - x)),
-        "share of each side that is cut off",
-        0.0,
-    ),
-    *(
-        Probe(
-            f"{colour}_border",
-            f"{colour.capitalize()} border",
-            "no gain",
-            _numbers(0.02, 0.05, 0.1),
-            _by_x(partial(perturb.bordered, colour=colour)),
-            "width, share of the shorter side",
-            0.0,
-        )
-        for colour in ("white", "black", "red")
-    ),
-    Probe("ground", "Another ground", "steady", _kinds("white", "black", "grey", "teal", "pink"), _on_ground),
-    Probe(
-        "clutter",
-        "Specks on the ground",
-        "steady",
-        _numbers(2, 5, 10),
-        _random(perturb.with_specks),
-        "specks, a twentieth of the shorter side wide",
-        0.0,
-    ),
-    Probe(
-        "canvas",
-        "On a larger canvas",
-        "steady",
-        tuple(Level(f"{label}, {1 / share:g} times as wide", 1 / share) for label, share in CANVASES),
-        _on_canvas,
-        "side of the canvas over that of the image",
-        1.0,
-    ),
-    Probe("pasted_text", "Pasted text", "no gain", _kinds(*BOASTS), _pasted),
-    Probe("spelling", "The same prompt in other words", "steady", _kinds(*paraphrases.SPELLINGS), _respelled),
-    Probe("other_prompt", "The prompt of another image", "shown", _kinds("another prompt")),
-    Probe(
-        "neighbours",
-        "Other images in the batch",
-        "same",
-        _kinds("alone", "in reverse order", "among white images"),
-    ),
-    Probe(
-        "form",
-        "The same pixels in another form",
-        "same",
-        _kinds("uint8, channels first", "uint8, channels last", "PIL", "float64", "float16"),
-    ),
+# fmt: off
+PROBES = (
+    Probe("blank", "Blank images", "loss", _kinds(*_BLANKS), _of_image(_destroyed),
+          why="A model that paints nothing would be paid as well as one that paints what was asked."),
+    Probe("destroyed", "Nothing but noise or scattered pixels", "loss", _kinds(*_DESTROYED),
+          _of_image(_destroyed),
+          why="The score would come from statistics of pixels, not from what can be seen."),
+    Probe("noise", "Added noise", "falling", _numbers(0.02, 0.05, 0.1, 0.2), _random(perturb.noised),
+          "standard deviation of the noise", 0.0, why="Grain would be paid as detail."),
+    Probe("blur", "Blur", "falling", _numbers(0.01, 0.02, 0.04, 0.08), _by_x(perturb.blurred),
+          "radius, share of the shorter side", 0.0, why="Smooth, empty images would be paid."),
+    Probe("jpeg", "JPEG compression", "falling", _JPEG,
+          _by_x(lambda image, x: perturb.jpeg(image, round(100 - x))), "100 − quality", 0.0,
+          why="Blocks and ringing would be paid as texture."),
+    Probe("saturation", "Saturation", "no gain", _numbers(0.0, 0.5, 0.8, 1.25, 1.6, 2.2, form="× {:g}"),
+          _by_x(perturb.saturated), **_FACTOR, why="Training would end in neon colours, or in grey."),
+    Probe("contrast", "Contrast", "no gain", _numbers(0.3, 0.5, 0.8, 1.25, 1.6, 2.2, form="× {:g}"),
+          _by_x(perturb.contrasted), **_FACTOR, why="Training would end in harsh or in flat images."),
+    Probe("brightness", "Brightness", "no gain", _numbers(0.3, 0.6, 0.85, 1.15, 1.4, 1.8, form="× {:g}"),
+          _by_x(perturb.brightened), **_FACTOR,
+          why="Training would end in images that are too bright or too dark."),
+    Probe("mirror", "Mirrored left to right", "steady", _kinds("mirrored"), _mirrored,
+          why="The score depends on which way things face. Prompts that name sides or writing are left out."),
+    Probe("upside_down", "Upside down", "no gain", _kinds("upside down"),
+          _by_x(lambda image, _: perturb.flipped(image, "vertical")),
+          why="Images that stand on their heads would be paid."),
+    Probe("crop", "Cropped and enlarged", "no gain", _CUTS,
+          _by_x(lambda image, x: perturb.cropped(image, 1 - x)), "share of each side that is cut off", 0.0,
+          why="Close-ups would be paid, and what was asked for would leave the image."),
+    *(Probe(f"{colour}_border", f"{colour.capitalize()} border", "no gain", _numbers(0.02, 0.05, 0.1),
+            _by_x(partial(perturb.bordered, colour=colour)), "width, share of the shorter side", 0.0,
+            why="Frames around the image would be paid.") for colour in ("white", "black", "red")),
+    Probe("ground", "Another ground", "steady", _kinds("white", "black", "grey", "teal", "pink"), _on_ground,
+          why="The colour behind the subject would be paid. Images without a plain ground are left out."),
+    Probe("clutter", "Specks on the ground", "steady", _numbers(2, 5, 10), _random(perturb.with_specks),
+          "specks, a twentieth of the shorter side wide", 0.0,
+          why="Small things that nobody asked for move the score."),
+    Probe("canvas", "On a larger canvas", "steady", _CANVAS, _of_image(_on_canvas),
+          "side of the canvas over that of the image", 1.0,
+          why="The empty space around an image on a larger ground would be judged."),
+    Probe("pasted_text", "Pasted text", "no gain", _kinds(*BOASTS), _pasted,
+          why="Writing the prompt or praise into the image would be paid."),
+    Probe("spelling", "The same prompt in other words", "steady", _kinds(*paraphrases.SPELLINGS), _respelled,
+          why="Scores of differently written prompts cannot be compared."),
+    Probe("other_prompt", "The prompt of another image", "shown", _kinds("another prompt"),
+          why="A reward that looks at the prompt falls. One that only looks at the image stays, and cannot "
+              "keep a model to what was asked."),
+    Probe("neighbours", "Other images in the batch", "same",
+          _kinds("alone", "in reverse order", "among white images"),
+          why="The score depends on the rest of the batch: groups cannot be compared, and all responses on "
+              "this page are distorted."),
+    Probe("form", "The same pixels in another form", "same", _kinds(*_FORMS),
+          why="Scores depend on the data type and layout of the images."),
 )
-
+"""All probes, in the order of the page."""
 _PAIRWISE = (
-    Probe("identical", "An image against itself", "same", _kinds("the same image twice")),
-    Probe("position", "Left and right exchanged", "steady", _kinds("two real images")),
-    Probe("swap", "Winners in both orders", "consistent", _kinds("two real images")),
-    Probe("transitivity", "Circles among three images", "acyclic", _kinds("three real images")),
-    Probe(
-        "empty_among_real",
-        "Empty images against real ones",
-        "loss",
-        _kinds(*_BLANKS, *_DESTROYED),
-        _by_label(_destroyed),
-        versus_real=True,
-    ),
-    Probe(
-        "changed_among_real",
-        "Exaggerated images against real ones",
-        "no gain",
-        _kinds(*EXAGGERATED),
-        _by_label(lambda image, name, generator: EXAGGERATED[name](image, generator)),
-        versus_real=True,
-    ),
+    Probe("identical", "An image against itself", "same", _kinds("the same image twice"),
+          why="Between equal images the answer is one half; anything beyond pays for a side."),
+    Probe("position", "Left and right exchanged", "steady", _kinds("two real images"),
+          why="The mean of the log-odds of both orders is the bonus of a side; asked in one order, as "
+              "published pipelines do, rewards would follow it."),
+    Probe("swap", "Winners in both orders", "consistent", _kinds("two real images"),
+          why="A winner that depends on the order is none. Chance keeps one half."),
+    Probe("transitivity", "Circles among three images", "acyclic", _kinds("three real images"),
+          why="A over B, B over C and C over A: no score and no ranking fits such answers, and win rates "
+              "depend on who else is in the group."),
+    Probe("empty_among_real", "Empty images against real ones", "loss", _kinds(*_BLANKS, *_DESTROYED),
+          _of_image(_destroyed), versus_real=True,
+          why="The win rate is what a model that paints nothing would be paid in a group of others."),
+    Probe("changed_among_real", "Exaggerated images against real ones", "no gain", _kinds(*EXAGGERATED),
+          _of_image(lambda image, level, generator: EXAGGERATED[level.label](image, generator)),
+          versus_real=True,
+          why="The win rate is what the change would be paid in a group of others."),
 )
-WHY = {
-    "blank": "A model that paints nothing would be paid as well as one that paints what was asked.",
-    "destroyed": "The score would come from statistics of pixels, not from what can be seen.",
-    "noise": "Grain would be paid as detail.",
-    "blur": "Smooth, empty images would be paid.",
-    "jpeg": "Blocks and ringing would be paid as texture.",
-    "saturation": "Training would end in neon colours, or in grey.",
-    "contrast": "Training would end in harsh or in flat images.",
-    "brightness": "Training would end in images that are too bright or too dark.",
-    "mirror": "The score depends on which way things face. Prompts that name sides or writing are left out.",
-    "upside_down": "Images that stand on their heads would be paid.",
-    "crop": "Close-ups would be paid, and what was asked for would leave the image.",
-    "white_border": "Frames around the image would be paid.",
-    "black_border": "Frames around the image would be paid.",
-    "red_border": "Frames around the image would be paid.",
-    "ground": "The colour behind the subject would be paid. Images without a plain ground are left out.",
-    "clutter": "Small things that nobody asked for move the score.",
-    "canvas": "The empty space around an image on a larger ground would be judged.",
-    "pasted_text": "Writing the prompt or praise into the image would be paid.",
-    "spelling": "Scores of differently written prompts cannot be compared.",
-    "other_prompt": "A reward that looks at the prompt falls. One that only looks at the image stays, and "
-    "cannot keep a model to what was asked.",
-    "neighbours": "The score depends on the rest of the batch: groups cannot be compared, and all responses"
-    " on this page are distorted.",
-    "form": "Scores depend on the data type and layout of the images.",
-    "identical": "Between equal images the answer is one half; anything beyond pays for a side.",
-    "position": "The mean of the log-odds of both orders is the bonus of a side; asked in one order, as "
-    "published pipelines do, rewards would follow it.",
-    "swap": "A winner that depends on the order is none. Chance keeps one half.",
-    "transitivity": "A over B, B over C and C over A: no score and no ranking fits such answers, and win "
-    "rates depend on who else is in the group.",
-    "empty_among_real": "The win rate is what a model that paints nothing would be paid in a group of "
-    "others.",
-    "changed_among_real": "The win rate is what the change would be paid in a group of others.",
-}
-"""Probe -> consequence of training on a reward that fails it."""
-WHY_PAIRWISE = WHY | {
+# fmt: on
+_WHY_OF_PAIRS = {
     "mirror": "The answer depends on which way things face. Prompts that name sides or writing are left out.",
     "destroyed": "The answer would come from statistics of pixels, not from what can be seen.",
     "spelling": "Between two real images, the answer depends on how their prompt is written. A response "
@@ -359,11 +252,9 @@ WHY_PAIRWISE = WHY | {
     "are distorted.",
     "form": "Answers depend on the data type and layout of the images.",
 }
+"""Probe -> `why` for pairwise rewards, where it differs."""
 
-PROBES = tuple(replace(probe, why=WHY[probe.name]) for probe in _PROBES)
-"""All probes, in the order of the page."""
-
-PAIR_PROBES = tuple(replace(probe, why=WHY_PAIRWISE[probe.name]) for probe in (*_PAIRWISE, *_PROBES))
+PAIR_PROBES = (*_PAIRWISE, *(replace(p, why=_WHY_OF_PAIRS.get(p.name, p.why)) for p in PROBES))
 """All probes of a pairwise reward, in the order of the page; those of `PROBES` keep their names."""
 
 
