@@ -37,39 +37,24 @@ class Job:
     """The plan without timed passes, with memory and hours where the job estimates them."""
 
 
-def load_job(name_or_path: str, overrides: Sequence[str] = ()) -> Job:
-    """Read a configuration file, `key.sub=value` items over it, and find the pipeline that it is
-    for; nothing of the job is run yet.
-
-    Raises:
-        ConfigError: the file names no pipeline or an unknown one, or `load_config` refuses it.
-    """
+def load_job(name_or_path: str, overrides: Sequence[str] = (), *, pipeline: str | None = None) -> Job:
+    """Read a configuration file, with `key.sub=value` items over it, of any job or of one pipeline's."""
     path = resolve_config(name_or_path)
-    pipeline = read_config(path).get(PIPELINE_KEY)
-    if pipeline not in PIPELINES:
-        fault = f"names the pipeline '{pipeline}', which does not exist" if pipeline else "names no pipeline"
+    name = read_config(path).get(PIPELINE_KEY)
+    if name not in PIPELINES:
+        fault = f"names the pipeline '{name}', which does not exist" if name else "names no pipeline"
         raise ConfigError(
-            f"'{path}' {fault}. {suggestion(str(pipeline or ''), PIPELINES)}Write a line "
-            f"'pipeline: NAME' with one of: {', '.join(PIPELINES)}."
+            f"'{path}' {fault}. {suggestion(str(name or ''), PIPELINES)}Write a line 'pipeline: NAME' with "
+            f"one of: {', '.join(PIPELINES)}."
         )
-    module_name, _, schema = PIPELINES[pipeline].partition(":")
+    if name != (pipeline or name):
+        raise ConfigError(
+            f"'{path}' is a configuration of the pipeline '{name}', and this command runs '{pipeline}'. Run "
+            "it with visalign train."
+        )
+    module_name, _, schema = PIPELINES[name].partition(":")
     module = importlib.import_module(module_name)
     config = load_config(getattr(module, schema), path, overrides)
     return Job(
         config=config, run=module.run, plan=module.plan, estimate=getattr(module, "estimate", module.plan)
     )
-
-
-def require_pipeline(name_or_path: str, pipeline: str) -> None:
-    """Refuse a configuration of another job than a command's own.
-
-    Raises:
-        ConfigError: it is of another job.
-    """
-    path = resolve_config(name_or_path)
-    actual = read_config(path).get(PIPELINE_KEY)
-    if actual != pipeline:
-        raise ConfigError(
-            f"'{path}' is a configuration of the pipeline '{actual}', and this command runs '{pipeline}'. "
-            f"Run it with visalign train, or write 'pipeline: {pipeline}' into it."
-        )

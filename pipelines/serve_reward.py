@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import ipaddress
 import os
 import socket
@@ -11,12 +10,9 @@ import threading
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from visalign.errors import UserError
-
-if TYPE_CHECKING:
-    from visalign.rewards.serve.limits import RequestLimits
 
 
 def serve_reward(
@@ -27,47 +23,20 @@ def serve_reward(
     port: int = 8000,
     token_env: str | None = None,
     max_batch: int = 64,
-    max_wait: float = 0.005,
     timeout: float = 120.0,
     threads: int | None = None,
     memory: float | None = None,
     max_pixels: int | None = None,
     max_connections: int = 256,
-    idle: float = 30.0,
-    on_ready: Callable[[RequestLimits], object] | None = None,
+    on_ready: Callable[[Any], object] = lambda limits: None,
 ) -> None:
-    """Serve until interrupted.
+    """Serve a judge (`visalign.rewards.load_judge`) until interrupted; the command explains the options.
 
-    Then what is being judged is finished and what waits is refused with 503; a second Ctrl-C ends both.
-
-    Args:
-        name: of the judge, for `visalign.rewards.load_judge`.
-        options: of the judge.
-        host: address to listen on; one that others can reach needs a token.
-        port: to listen on.
-        token_env: environment variable that holds the token.
-        max_batch: images judged together.
-        max_wait: seconds that the first request of a batch waits for others.
-        timeout: seconds that a batch may take.
-        threads: CPU threads of the judge's process.
-        memory: GiB for requests and for the judge's work on them, beside what both processes take when they
-            idle; half of what is free when None. Limits follow from it
-            (`visalign.rewards.serve.limits.limits_for`).
-        max_pixels: of a request and of what is judged together, instead.
-        max_connections: at once; fewer where the limit of open files is lower.
-        idle: seconds after which a connection that asks nothing is closed.
-        on_ready: called with the limits when the judge is loaded and the server listens.
-
-    Raises:
-        UserError: no token where one is needed, or one that cannot be sent; the address cannot be listened
-            on; too little memory or too few open files; or uvicorn is not installed.
-        RewardError: the judge cannot be loaded.
+    Ctrl-C finishes what is being judged and refuses what waits with 503; a second one ends both. Limits of
+    requests follow from the memory (`visalign.rewards.serve.limits.limits_for`); `on_ready` is called with
+    them when the judge is loaded and the server listens.
     """
     token = _token(host, token_env)
-    if importlib.util.find_spec("uvicorn") is None:
-        raise UserError(
-            "A reward server needs uvicorn, which is not installed: python -m pip install 'visalign[serve]'."
-        )
     check_port_free(host, port)
     from uvicorn import Server
 
@@ -81,20 +50,17 @@ def serve_reward(
     try:
         chosen = {"timeout": timeout} | ({} if max_pixels is None else {"max_pixels": max_pixels})
         limits = limits_for(memory, connections=connections, **chosen)
-        app = judge_server(
-            worker, worker.card, token=token, limits=limits, max_batch=max_batch, max_wait=max_wait
-        )
-        server = Server(server_config(app, host, port, connections=connections, idle=idle))
+        app = judge_server(worker, worker.card, token=token, limits=limits, max_batch=max_batch)
+        server = Server(server_config(app, host, port, connections=connections, idle=30.0))
         _end_in_order(server, app, worker)
-        if on_ready is not None:
-            _say_ready(server, partial(on_ready, limits))
+        call_when_ready(server, partial(on_ready, limits))
         server.run()
     finally:
         worker.close()
 
 
-def _say_ready(server: Any, on_ready: Callable[[], object]) -> None:
-    """Call when the server listens, which is after the judge is loaded."""
+def call_when_ready(server: Any, on_ready: Callable[[], object]) -> None:
+    """Have a uvicorn server call `on_ready` when it listens."""
     start = server.startup
 
     async def startup(sockets: Any = None) -> None:
@@ -132,31 +98,27 @@ def check_port_free(host: str, port: int) -> None:
 
 
 def _token(host: str, token_env: str | None) -> str | None:
-    if token_env is not None:
-        token = os.environ.get(token_env)
-        if not token:
+    if token_env is None:
+        if not is_loopback(host):
             raise UserError(
-                f"--token-env names {token_env}, which is empty or not set. Set it: export {token_env}=…"
+                f"--host is {host}, which other machines can reach, and there is no token. Put one into an "
+                "environment variable and name it with --token-env, or listen on 127.0.0.1."
             )
-        if not (token.isascii() and token.isprintable()) or " " in token:
-            raise UserError(
-                f"--token-env names {token_env}, whose value holds characters that no HTTP header may hold, "
-                "a line break, a space or an umlaut perhaps. Use printable ASCII without spaces."
-            )
-        return token
-    if not is_loopback(host):
+        return None
+    token = os.environ.get(token_env)
+    if not token:
+        raise UserError(f"--token-env names {token_env}, which is empty or not set: export {token_env}=…")
+    if not (token.isascii() and token.isprintable()) or " " in token:
         raise UserError(
-            f"--host is {host}, which other machines can reach, and there is no token. Put one into an "
-            "environment variable and name it with --token-env, or listen on 127.0.0.1."
+            f"--token-env names {token_env}, whose value holds characters that no HTTP header may hold. Use "
+            "printable ASCII without spaces."
         )
-    return None
+    return token
 
 
 def is_loopback(host: str) -> bool:
     """Return whether only this machine can reach an address."""
-    if host == "localhost":
-        return True
     try:
-        return ipaddress.ip_address(host).is_loopback
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False

@@ -11,7 +11,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from .messages import user_messages
 from .options import (
     AsJson,
     Batch,
@@ -19,11 +18,13 @@ from .options import (
     LabelOptions,
     MapColumns,
     NewFolder,
+    OptionalRewards,
     Prompt,
     Resume,
+    Scores,
     Seed,
     clean_output,
-    tell,
+    print_result,
 )
 from .score import scoring
 
@@ -37,13 +38,8 @@ def agree(
             show_default=False,
         ),
     ],
-    reward: Annotated[
-        list[str] | None, typer.Option("--reward", "-r", help="Name of a reward; repeat for several.")
-    ] = None,
-    scores: Annotated[
-        list[str] | None,
-        typer.Option("--scores", "-s", help="Scores in a column NAME, or NAME_left and NAME_right; repeat."),
-    ] = None,
+    reward: OptionalRewards = None,
+    scores: Scores = None,
     columns: MapColumns = None,
     prompt: Prompt = None,
     options: LabelOptions = None,
@@ -56,32 +52,31 @@ def agree(
     as_json: AsJson = False,
 ) -> None:
     """Show how far rewards agree on a set: rank correlations, and the images they disagree on."""
-    with user_messages():
-        from visalign.data.sets.columns import Columns, parse_map
-        from visalign.pipelines.compare.agree_rewards import (
-            ROWS,
-            agree_rewards,
-            read_set,
-            write_agreement,
-        )
-        from visalign.pipelines.shared.reward_options import any_needs_prompt, load_each, with_cache
-        from visalign.pipelines.shared.run_folder import check_run_folder
-        from visalign.rewards.catalogue import load_reward
+    from visalign.data.sets.columns import Columns, parse_map
+    from visalign.pipelines.compare.agree_rewards import (
+        ROWS,
+        agree_rewards,
+        read_set,
+        write_agreement,
+    )
+    from visalign.pipelines.shared.reward_options import any_needs_prompt, load_each, with_cache
+    from visalign.pipelines.shared.run_folder import check_run_folder
+    from visalign.rewards.catalogue import load_reward
 
-        if output is not None:
-            check_run_folder(output, resume=resume)
-        with clean_output():
-            loaded = load_each(reward or [], options or [], load_reward)
-        table = Columns(names=parse_map(columns or []), has_images=bool(loaded) and any_needs_prompt(loaded))
-        names = list(dict.fromkeys(scores or []))
-        rows = read_set(source, prompt=prompt, limit=limit, columns=table, scores=names)
-        rewards, log = with_cache(loaded, cache), output / ROWS if output is not None and loaded else None
-        with scoring(log, rewards, len(rows), resume=resume) as keeping, clean_output():
-            result = agree_rewards(
-                rows, rewards, source=source, columns=names, seed=seed, batch_size=batch_size, **keeping
-            )
-        write = None if output is None else lambda: ("Page", write_agreement(output, result))
-        tell(result, show_agreement, as_json, write)
+    if output is not None:
+        check_run_folder(output, resume=resume)
+    with clean_output():
+        loaded = load_each(reward or [], options or [], load_reward)
+    table = Columns(names=parse_map(columns or []), has_images=bool(loaded) and any_needs_prompt(loaded))
+    names = list(dict.fromkeys(scores or []))
+    rows = read_set(source, prompt=prompt, limit=limit, columns=table, scores=names)
+    rewards, log = with_cache(loaded, cache), output / ROWS if output is not None and loaded else None
+    with scoring(log, rewards, len(rows), resume=resume) as keeping, clean_output():
+        result = agree_rewards(
+            rows, rewards, source=source, columns=names, seed=seed, batch_size=batch_size, **keeping
+        )
+    write = None if output is None else lambda: ("Page", write_agreement(output, result))
+    print_result(result, show_agreement, as_json, write)
 
 
 def show_agreement(console: Console, result: Mapping[str, Any]) -> None:

@@ -24,7 +24,7 @@ from .diagnose import diagnose
 from .evaluate import evaluate
 from .export_lora import export_lora
 from .messages import user_messages
-from .options import Command, DryRun, Labels, MapColumns
+from .options import Command, Config, DryRun, Labels, MapColumns, Overrides
 from .plan import plan
 from .probe import probe_reward
 from .sample import sample
@@ -41,15 +41,10 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-QUICKSTART = "shapes_quickstart"
-
 command = partial(app.command, cls=Command)
 
 Output = Annotated[
     Path | None, typer.Option("--output", "-o", help="Results folder. Default: a dated folder in runs/.")
-]
-Overrides = Annotated[
-    list[str] | None, typer.Argument(help="Settings to change: key.sub=value ...", show_default=False)
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue the run in the output folder.")]
 
@@ -88,22 +83,19 @@ def quickstart(
 ) -> None:
     """Improve the packaged text-to-image model in a few minutes on a CPU, and show what changed."""
     then = ["visalign", "train", "shapes_flow_grpo"]
-    _train(QUICKSTART, [f"seed={seed}"], output, resume=False, next_command=then)
+    _train("shapes_quickstart", [f"seed={seed}"], output, next_command=then)
 
 
 @command()
 def train(
-    config: Annotated[str, typer.Argument(help="A name from `visalign configs`, or a YAML file.")],
+    config: Config,
     overrides: Overrides = None,
     output: Output = None,
     resume: Resume = False,
     dry_run: DryRun = False,
 ) -> None:
     """Run the job of a configuration file."""
-    if dry_run:
-        _show_plan(config, overrides or [])
-    else:
-        _train(config, overrides or [], output, resume=resume)
+    _train(config, overrides or [], output, resume=resume, dry_run=dry_run)
 
 
 @command("train-reward")
@@ -117,33 +109,13 @@ def train_reward(
     dry_run: DryRun = False,
 ) -> None:
     """Train a reward model on pairs, votes or quality scores."""
-    with user_messages():
-        from visalign.data.sets.columns import parse_map
-        from visalign.pipelines.jobs import require_pipeline
+    from visalign.data.sets.columns import parse_map
 
-        require_pipeline(config, "train_reward")
-        changes = [
-            f"data.columns.{ours}={json.dumps(theirs)}" for ours, theirs in parse_map(columns or []).items()
-        ]
-        changes += [] if labels is None else [f"data.coding={json.dumps(labels)}"]
-        changes += overrides or []
-    if dry_run:
-        _show_plan(config, changes)
-    else:
-        _train(config, changes, output, resume=resume)
-
-
-def _show_plan(config: str, overrides: list[str]) -> None:
-    with user_messages():
-        from visalign.config import config_to_yaml
-        from visalign.pipelines.jobs import load_job
-
-        from .show import show_plan, show_yaml
-
-        job = load_job(config, overrides)
-        console = Console()
-        show_yaml(console, config_to_yaml(job.config))
-        show_plan(console, job.plan(job.config))
+    names = parse_map(columns or [])
+    changes = [f"data.columns.{ours}={json.dumps(theirs)}" for ours, theirs in names.items()]
+    changes += [] if labels is None else [f"data.coding={json.dumps(labels)}"]
+    changes += overrides or []
+    _train(config, changes, output, resume=resume, dry_run=dry_run, pipeline="train_reward")
 
 
 def _train(
@@ -151,23 +123,31 @@ def _train(
     overrides: list[str],
     output: Path | None,
     *,
-    resume: bool,
+    resume: bool = False,
+    dry_run: bool = False,
+    pipeline: str | None = None,
     next_command: Sequence[str] = (),
 ) -> None:
-    with user_messages():
-        from visalign.pipelines.jobs import load_job
-        from visalign.pipelines.shared.job import resume_command
-        from visalign.pipelines.shared.run_folder import output_folder
-        from visalign.rewards.weights.checkpoint_files import quiet_loading
+    from visalign.config import config_to_yaml
+    from visalign.pipelines.jobs import load_job
+    from visalign.pipelines.shared.job import resume_command
+    from visalign.pipelines.shared.run_folder import output_folder
+    from visalign.rewards.weights.checkpoint_files import quiet_loading
 
-        from .show import show_summary
+    from .show import show_plan, show_summary, show_yaml
 
-        folder = output_folder(output, Path(config).stem, resume=resume)
-        job = load_job(config, overrides)
+    console = Console()
+    if dry_run:
+        job = load_job(config, overrides, pipeline=pipeline)
+        show_yaml(console, config_to_yaml(job.config))
+        show_plan(console, job.plan(job.config))
+        return
+    folder = output_folder(output, Path(config).stem, resume=resume)
+    job = load_job(config, overrides, pipeline=pipeline)
     with user_messages(resume=resume_command(config, overrides, folder)), quiet_loading():
         summary = job.run(job.config, output=folder, resume=resume)
-        if int(os.environ.get("RANK", "0")) == 0:
-            show_summary(Console(), folder, summary, next_command or summary.next_command)
+    if int(os.environ.get("RANK", "0")) == 0:
+        show_summary(console, folder, summary, next_command or summary.next_command)
 
 
 command()(plan)
@@ -201,15 +181,14 @@ def configs(
     ] = None,
 ) -> None:
     """List the packaged configurations, or show one."""
-    with user_messages():
-        from visalign.config import resolve_config
+    from visalign.config import resolve_config
 
-        from .show import show_configs, show_yaml
+    from .show import show_configs, show_yaml
 
-        if name is None:
-            show_configs(Console())
-        else:
-            show_yaml(Console(), resolve_config(name).read_text(encoding="utf-8"))
+    if name is None:
+        show_configs(Console())
+    else:
+        show_yaml(Console(), resolve_config(name).read_text(encoding="utf-8"))
 
 
 @command()

@@ -13,8 +13,7 @@ from rich.text import Text
 
 from visalign.errors import UserError
 
-from .messages import user_messages
-from .options import LabelOptions, Prompt, Seed, Tables, clean_output, keep_tables
+from .options import LabelOptions, Prompt, Seed, Tables, clean_output, write_table_files
 
 if TYPE_CHECKING:
     from visalign.pipelines.collect.store import VoteStore
@@ -80,39 +79,38 @@ def collect(
     ] = None,
 ) -> None:
     """Collect votes on images: a local page for people, judges that vote, agreement, a set to train on."""
-    with user_messages():
-        from visalign.pipelines.collect.store import Plan, VoteStore
+    from visalign.pipelines.collect.store import Plan, VoteStore
 
-        if model and export is None:
-            raise UserError("--model says how --export writes labels. Add --export FILE.jsonl.")
-        if sources:
-            from visalign.pipelines.collect.tasks import QUALITY_WORDS, Form, gold_tasks, read_tasks
+    if model and export is None:
+        raise UserError("--model says how --export writes labels. Add --export FILE.jsonl.")
+    if sources:
+        from visalign.pipelines.collect.tasks import QUALITY_WORDS, Form, gold_tasks, read_tasks
 
-            words = QUALITY_WORDS if slider is None and single and not question else _words(slider)
-            form = Form(slider=words, checklist=tuple(question or ()), boxes=boxes, text=text)
-            plan = Plan(
-                votes=votes_each,
-                gold_every=gold_every,
-                repeat_every=repeat_every,
-                seed=seed,
-                allowed=tuple(voter or ()),
-            )
-            tasks = read_tasks(sources, single=single, prompt=prompt, per_prompt=per_prompt, seed=seed)
-            store = VoteStore.create(votes, [*tasks, *(gold_tasks(gold) if gold else [])], form, plan)
-        else:
-            _only_new(single, slider, question, boxes, text, gold, voter, prompt)
-            store = VoteStore(votes)
-        try:
-            if judge is not None:
-                _judge(store, judge, options or [])
-            if export is not None:
-                _export(store, export, model, leave_out or [])
-            if report is not None or tables is not None:
-                _report(store, report, tables, leave_out or [])
-            if judge is None and export is None and report is None and tables is None:
-                _serve(store, host, port)
-        finally:
-            store.close()
+        words = QUALITY_WORDS if slider is None and single and not question else _words(slider)
+        form = Form(slider=words, checklist=tuple(question or ()), boxes=boxes, text=text)
+        plan = Plan(
+            votes=votes_each,
+            gold_every=gold_every,
+            repeat_every=repeat_every,
+            seed=seed,
+            allowed=tuple(voter or ()),
+        )
+        tasks = read_tasks(sources, single=single, prompt=prompt, per_prompt=per_prompt, seed=seed)
+        store = VoteStore.create(votes, [*tasks, *(gold_tasks(gold) if gold else [])], form, plan)
+    else:
+        _only_new(single, slider, question, boxes, text, gold, voter, prompt)
+        store = VoteStore(votes)
+    try:
+        if judge is not None:
+            _judge(store, judge, options or [])
+        if export is not None:
+            _export(store, export, model, leave_out or [])
+        if report is not None or tables is not None:
+            _report(store, report, tables, leave_out or [])
+        if judge is None and export is None and report is None and tables is None:
+            _serve(store, host, port)
+    finally:
+        store.close()
 
 
 def _words(slider: str | None) -> tuple[str, ...]:
@@ -177,7 +175,7 @@ def _report(store: VoteStore, path: Path | None, tables: Path | None, leave_out:
     new_file(tables)
     result = report(store, select_votes(store, leave_out), IntervalSettings())
     show_report(Console(), result)
-    keep_tables(tables, lambda: file_tables(result))
+    write_table_files(tables, lambda: file_tables(result))
     if path is not None:
         is_page = path.suffix.lower() == ".html"
         write_atomic(path, votes_page(result, with_images(store, result)) if is_page else pretty(result))

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,13 +13,20 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from .messages import user_messages
-from .options import AsJson, Cache, LabelOptions, Prompt, Rewards, Tables, clean_output, keep_tables, tell
+from .options import (
+    AsJson,
+    Cache,
+    LabelOptions,
+    NewFile,
+    Prompt,
+    Rewards,
+    Tables,
+    clean_output,
+    print_result,
+    write_page_or_json,
+    write_table_files,
+)
 from .show import print_provenance
-
-Output = Annotated[
-    Path | None, typer.Option("--output", "-o", help="Output file (must not exist): a page (.html) or .json.")
-]
 
 
 def compare(
@@ -28,50 +35,33 @@ def compare(
     reward: Rewards,
     prompt: Prompt = None,
     options: LabelOptions = None,
-    output: Output = None,
+    output: NewFile = None,
     tables: Tables = None,
     cache: Cache = None,
     as_json: AsJson = False,
 ) -> None:
     """Compare two images: winner, margin, confidence and reasons. Exits with 1 if a judge fails."""
-    with user_messages():
-        from visalign.evaluation.pages.compare_page import compare_page, file_tables
-        from visalign.pipelines.compare.compare import compare_images, read_two
-        from visalign.pipelines.shared.reward_options import load_each, needed_prompt, with_cache
-        from visalign.pipelines.shared.run_folder import new_file
-        from visalign.rewards.catalogue import load_judge
+    from visalign.evaluation.pages.compare_page import compare_page, file_tables
+    from visalign.pipelines.compare.compare import compare_images, read_two
+    from visalign.pipelines.shared.reward_options import load_each, needed_prompt, with_cache
+    from visalign.pipelines.shared.run_folder import new_file
+    from visalign.rewards.catalogue import load_judge
 
-        new_file(output, endings=(".html", ".json"))
-        new_file(tables)
-        images = read_two([first, second])
-        with clean_output():
-            judges = load_each(reward, options or [], load_judge)
-            text = needed_prompt(prompt, judges)
-            result = compare_images(images, text, with_cache(judges, cache))
-        result["images"] = {"A": str(first), "B": str(second)}
-        page = partial(compare_page, result, images, [first.name, second.name])
-        tell(result, show_comparison, as_json, _writer(result, page, output))
-        keep_tables(tables, partial(file_tables, result))
-        print_provenance(judges, [text])
+    new_file(output, endings=(".html", ".json"))
+    new_file(tables)
+    images = read_two([first, second])
+    with clean_output():
+        judges = load_each(reward, options or [], load_judge)
+        text = needed_prompt(prompt, judges)
+        result = compare_images(images, text, with_cache(judges, cache))
+    result["images"] = {"A": str(first), "B": str(second)}
+    page = partial(compare_page, result, images, [first.name, second.name])
+    write = None if output is None else partial(write_page_or_json, output, result, page)
+    print_result(result, show_comparison, as_json, write)
+    write_table_files(tables, partial(file_tables, result))
+    print_provenance(judges, [text])
     if result["votes"].get("failed"):
         raise typer.Exit(1)
-
-
-def _writer(
-    result: Any, page: Callable[[], str], output: Path | None
-) -> Callable[[], tuple[str, Path]] | None:
-    """Return a function that writes a result as a page or as JSON, if a file is given."""
-    if output is None:
-        return None
-
-    def write() -> tuple[str, Path]:
-        from visalign.atomic import write_atomic
-        from visalign.pipelines.shared.run_folder import pretty
-
-        is_page = output.suffix.lower() == ".html"
-        return "Page" if is_page else "JSON", write_atomic(output, page() if is_page else pretty(result))
-
-    return write
 
 
 def show_comparison(console: Console, result: Mapping[str, Any]) -> None:
@@ -92,18 +82,13 @@ def show_comparison(console: Console, result: Mapping[str, Any]) -> None:
         )
     console.print(table)
     for judge in result["judges"]:
-        for what, text in texts_of(judge):
-            console.print(Text(f"{judge['label']}, {what}: {text}"))
+        answers = judge.get("sides") or {f"{order['left']} on the left": order for order in judge["orders"]}
+        for what, answer in answers.items():
+            if answer["text"]:
+                console.print(Text(f"{judge['label']}, {what}: {answer['text']}"))
     console.print(Text(result["summary"]))
     if result["unsure"] or "tie" in result["votes"]:
         console.print(Text(f"The rule: {result['rule']}."))
-
-
-def texts_of(judge: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the explanations that a judge wrote, as (subject, text)."""
-    if judge["kind"] == "scores":
-        return [(side, scores["text"]) for side, scores in judge["sides"].items() if scores["text"]]
-    return [(f"{o['left']} on the left", o["text"]) for o in judge["orders"] if o["text"]]
 
 
 def rank(
@@ -117,35 +102,36 @@ def rank(
         float, typer.Option(help="Calls of a pairwise judge as a share of all pairs, in (0, 2].")
     ] = 0.3,
     level: Annotated[float, typer.Option(help="Confidence level of the intervals.")] = 0.9,
-    output: Output = None,
+    output: NewFile = None,
     tables: Tables = None,
     cache: Cache = None,
     as_json: AsJson = False,
 ) -> None:
     """Rank images of one prompt, best first. Exits with 1 if any image could not be judged."""
-    with user_messages():
-        from visalign.evaluation.pages.rank_page import file_tables
-        from visalign.pipelines.compare.rank_images import ranking_page, ranking_record
-        from visalign.pipelines.score.image_rows import find_images, require_still
-        from visalign.pipelines.shared.reward_options import load_each, needed_prompt, with_cache
-        from visalign.pipelines.shared.run_folder import new_file
-        from visalign.rewards.catalogue import load_judge
-        from visalign.rewards.pairs.ranking import rank as order
+    from visalign.evaluation.pages.rank_page import file_tables
+    from visalign.pipelines.compare.rank_images import ranking_page, ranking_record
+    from visalign.pipelines.score.image_rows import find_images, require_still
+    from visalign.pipelines.shared.reward_options import load_each, needed_prompt, with_cache
+    from visalign.pipelines.shared.run_folder import new_file
+    from visalign.rewards.catalogue import load_judge
+    from visalign.rewards.pairs.ranking import rank as order
 
-        new_file(output, endings=(".html", ".json"))
-        new_file(tables)
-        paths = find_images(images)
-        for path in paths:
-            require_still(path)
-        names = [str(path) for path in paths]
-        with clean_output():
-            loaded = load_each([reward], options or [], load_judge)
-            text, judge = needed_prompt(prompt, loaded), with_cache(loaded, cache)[reward]
-            ranking = order(names, text, judge, budget=budget, level=level)
-        result = ranking_record(ranking, names, text, reward, judge)
-        tell(result, show_ranking, as_json, _writer(result, partial(ranking_page, result), output))
-        keep_tables(tables, partial(file_tables, result))
-        print_provenance({reward: judge}, [text])
+    new_file(output, endings=(".html", ".json"))
+    new_file(tables)
+    paths = find_images(images)
+    for path in paths:
+        require_still(path)
+    names = [str(path) for path in paths]
+    with clean_output():
+        loaded = load_each([reward], options or [], load_judge)
+        text, judge = needed_prompt(prompt, loaded), with_cache(loaded, cache)[reward]
+        ranking = order(names, text, judge, budget=budget, level=level)
+    result = ranking_record(ranking, names, text, reward, judge)
+    page = partial(ranking_page, result)
+    write = None if output is None else partial(write_page_or_json, output, result, page)
+    print_result(result, show_ranking, as_json, write)
+    write_table_files(tables, partial(file_tables, result))
+    print_provenance({reward: judge}, [text])
     failed = sum(row["reason"] is not None for row in result["images"])
     if failed:
         typer.echo(

@@ -12,8 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from .messages import user_messages
-from .options import AsJson, Seed, clean_output, tell
+from .options import AsJson, Seed, clean_output, print_result
 
 
 def diagnose(
@@ -41,21 +40,20 @@ def diagnose(
     as_json: AsJson = False,
 ) -> None:
     """Compare a trained text policy with its base: pass@k, the prompts each solves, reward against KL."""
-    with user_messages():
-        from visalign.pipelines.text.diagnose import diagnose as compared
+    from visalign.pipelines.text.diagnose import diagnose as compared
 
-        with clean_output():
-            result = compared(
-                run,
-                second,
-                samples=samples,
-                prompts=prompts,
-                rewards=reward or (),
-                margin=margin,
-                noise=noise,
-                seed=seed,
-            )
-        tell(result, show_diagnosis, as_json, None)
+    with clean_output():
+        result = compared(
+            run,
+            second,
+            samples=samples,
+            prompts=prompts,
+            rewards=reward or (),
+            margin=margin,
+            noise=noise,
+            seed=seed,
+        )
+    print_result(result, show_diagnosis, as_json)
 
 
 def show_diagnosis(console: Console, result: Mapping[str, Any]) -> None:

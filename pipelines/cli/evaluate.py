@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,7 +14,20 @@ from rich.table import Table
 from rich.text import Text
 
 from .messages import user_messages
-from .options import Batch, Cache, Join, LabelOptions, Labels, MapColumns, NewFolder, Resume, Seed
+from .options import (
+    Batch,
+    Cache,
+    Join,
+    LabelOptions,
+    Labels,
+    MapColumns,
+    NewFolder,
+    OptionalRewards,
+    Resume,
+    Scores,
+    Seed,
+    resume_line,
+)
 
 if TYPE_CHECKING:
     from visalign.pipelines.evaluate.job import EvaluateOptions
@@ -34,16 +45,9 @@ def evaluate(
             show_default=False,
         ),
     ],
-    reward: Annotated[
-        list[str] | None, typer.Option("--reward", "-r", help="Name of a reward; repeat for several.")
-    ] = None,
+    reward: OptionalRewards = None,
     reward_options: LabelOptions = None,
-    scores: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--scores", "-s", help="Scores in the columns NAME_left and NAME_right (quality sets: NAME)."
-        ),
-    ] = None,
+    scores: Scores = None,
     lower_is_better: Annotated[
         list[str] | None, typer.Option(help="Names of --scores where lower is better; repeat.")
     ] = None,
@@ -69,8 +73,7 @@ def evaluate(
     bins: Annotated[int, typer.Option(help="Number of bins in the reliability diagram.", min=1)] = 10,
 ) -> None:
     """Measure rewards on a preference set or a quality set: agreement, calibration, correlation, slices."""
-    command = shlex.join(["visalign", *sys.argv[1:], *([] if resume else ["--resume"])])
-    with user_messages(resume=command if output is not None else None):
+    with user_messages(resume=resume_line(resume) if output is not None else None):
         from visalign.data.sets.columns import Columns, parse_map
         from visalign.evaluation.rewards.judged_pairs import IntervalSettings
         from visalign.pipelines.evaluate.job import EvaluateOptions

@@ -8,8 +8,6 @@ from typing import Annotated
 
 import typer
 
-from .messages import user_messages
-
 
 def export_lora(
     run: Annotated[Path, typer.Argument(help="Run folder, or the folder of its LoRA.")],
@@ -18,12 +16,11 @@ def export_lora(
     ],
 ) -> None:
     """Write a run's LoRA under kohya's keys, for ComfyUI and A1111; diffusers reads the run's own file."""
-    with user_messages():
-        from visalign.adapters.pipeline.kohya import export_kohya
-        from visalign.pipelines.shared.run_folder import new_file
+    from visalign.adapters.pipeline.kohya import export_kohya
+    from visalign.pipelines.shared.run_folder import new_file
 
-        new_file(output, endings=(".safetensors",))
-        folder = run / "lora" if (run / "lora").is_dir() else run
-        output.parent.mkdir(parents=True, exist_ok=True)
-        layers = export_kohya(folder, output)
-        typer.echo(f"{layers} layers under kohya's keys: {output}")
+    new_file(output, endings=(".safetensors",))
+    folder = run / "lora" if (run / "lora").is_dir() else run
+    output.parent.mkdir(parents=True, exist_ok=True)
+    layers = export_kohya(folder, output)
+    typer.echo(f"{layers} layers under kohya's keys: {output}")

@@ -22,20 +22,8 @@ from visalign.signals import Stopped, raise_on_sigterm, signal_name
 USER_ERROR = 2
 """Exit code for input that cannot be used."""
 
-_SYSTEM = {
-    errno.EEXIST,
-    errno.EISDIR,
-    errno.ELOOP,
-    errno.EIO,
-    errno.EMFILE,
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EACCES,
-    errno.EPERM,
-    errno.EROFS,
-    errno.ENOTDIR,
-    errno.ENAMETOOLONG,
-}
+_FIXABLE = "EEXIST EISDIR ELOOP EIO EMFILE ENOSPC EDQUOT EACCES EPERM EROFS ENOTDIR ENAMETOOLONG"
+"""Errors of the system that are reported as a message: the user can fix them."""
 
 
 @contextmanager
@@ -43,10 +31,7 @@ def user_messages(*, resume: str | None = None) -> Iterator[None]:
     """Turn errors that are meant for the user into one message on the error stream and an exit code.
 
     Warnings are printed without their line of code. Unexpected errors keep their traceback, and all errors do
-    when VISALIGN_TRACEBACK is set.
-
-    Args:
-        resume: Command that continues the job, printed after Ctrl-C and SIGTERM.
+    when VISALIGN_TRACEBACK is set. After Ctrl-C and SIGTERM `resume` is printed, the command that continues.
     """
     form = warnings.formatwarning
     if not os.environ.get("VISALIGN_TRACEBACK"):
@@ -77,14 +62,13 @@ def _plain_warning(
 
 
 def is_deliberate(error: BaseException) -> bool:
-    """Return whether an error is meant as a message: it is of our own type, or raised by our code.
+    """Return whether an error is a message: of our own type, raised by our code, or a fault of the system.
 
-    A ValueError that torch raises three calls below us, or a KeyError of a bug, is not; full disks and
-    missing permissions are, because the user can fix them.
+    A ValueError that torch raises three calls below us, or a KeyError of a bug, is none.
     """
     if type(error).__module__.split(".")[0] == "visalign":
         return True
-    if isinstance(error, OSError) and error.errno in _SYSTEM:
+    if isinstance(error, OSError) and errno.errorcode.get(error.errno or 0) in _FIXABLE.split():
         return True
     trace = error.__traceback__
     if type(error).__module__ != "builtins" or trace is None:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options that several commands have, and how a command tells its result."""
+"""Options that several commands have, with their help, and how a command prints its result."""
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout
@@ -13,7 +14,27 @@ import typer
 from rich.console import Console
 from typer.core import TyperCommand, TyperOption
 
+from .messages import user_messages
+
+Config = Annotated[str, typer.Argument(help="A name from `visalign configs`, or a YAML file.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="Settings to change: key.sub=value ...", show_default=False)
+]
+ImageFiles = Annotated[
+    list[Path],
+    typer.Argument(
+        help="Image files, folders of images or clips, tables with the columns image, prompt.",
+        show_default=False,
+    ),
+]
 Rewards = Annotated[list[str], typer.Option("--reward", "-r", help="Name of a reward; repeat for several.")]
+OptionalRewards = Annotated[
+    list[str] | None, typer.Option("--reward", "-r", help="Name of a reward; repeat for several.")
+]
+Scores = Annotated[
+    list[str] | None,
+    typer.Option("--scores", "-s", help="Scores in a column NAME, or NAME_left and NAME_right; repeat."),
+]
 Prompt = Annotated[
     str | None, typer.Option("--prompt", "-p", help="Prompt for images that do not come with one.")
 ]
@@ -44,6 +65,9 @@ NewFolder = Annotated[
     Path | None,
     typer.Option("--output", "-o", help="New folder for page and JSON. Default: print to the terminal."),
 ]
+NewFile = Annotated[
+    Path | None, typer.Option("--output", "-o", help="Output file (must not exist): a page (.html) or .json.")
+]
 Tables = Annotated[Path | None, typer.Option("--tables", help="New folder for every table as CSV and LaTeX.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue the stopped command in --output.")]
 Batch = Annotated[int, typer.Option(help="Images or pairs per batch.", min=1, max=2**32 - 1)]
@@ -53,14 +77,19 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Show configuration and 
 
 
 class Command(TyperCommand):
-    """A command that refuses an option given twice where only the last would count."""
+    """A command that prints errors as messages, and refuses an option given twice that takes one value."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command."""
+        with user_messages():
+            return super().invoke(ctx)
 
     def make_parser(self, ctx: Any) -> Any:
         """Return a parser that counts the options."""
         parser = super().make_parser(ctx)
         parse = parser.parse_args
 
-        def once(args: list[str]) -> Any:
+        def parse_once(args: list[str]) -> Any:
             values, rest, order = parse(args=args)
             for option in dict.fromkeys(order):
                 single = isinstance(option, TyperOption) and not (option.multiple or option.is_flag)
@@ -69,8 +98,13 @@ class Command(TyperCommand):
                     ctx.fail(f"Option {names} was given {order.count(option)} times; it takes one value.")
             return values, rest, order
 
-        parser.parse_args = once
+        parser.parse_args = parse_once
         return parser
+
+
+def resume_line(resume: bool) -> str:
+    """Write the running command with --resume."""
+    return shlex.join(["visalign", *sys.argv[1:], *([] if resume else ["--resume"])])
 
 
 @contextmanager
@@ -80,11 +114,11 @@ def clean_output() -> Iterator[None]:
         yield
 
 
-def tell(
+def print_result(
     result: Any,
     show: Callable[[Console, Any], None],
     as_json: bool,
-    write: Callable[[], tuple[str, Path]] | None,
+    write: Callable[[], tuple[str, Path]] | None = None,
 ) -> None:
     """Print the result, and write it to a file if `write` is given; it returns (kind, path)."""
     from visalign.pipelines.shared.run_folder import pretty
@@ -98,7 +132,16 @@ def tell(
         typer.echo(f"{what}: {path}", err=as_json)
 
 
-def keep_tables(folder: Path | None, tables: Callable[[], Iterable[Any]]) -> None:
+def write_page_or_json(path: Path, result: Any, page: Callable[[], str]) -> tuple[str, Path]:
+    """Write a result by the file's ending; return (kind, path)."""
+    from visalign.atomic import write_atomic
+    from visalign.pipelines.shared.run_folder import pretty
+
+    is_page = path.suffix.lower() == ".html"
+    return "Page" if is_page else "JSON", write_atomic(path, page() if is_page else pretty(result))
+
+
+def write_table_files(folder: Path | None, tables: Callable[[], Iterable[Any]]) -> None:
     """Write tables as CSV and LaTeX if a folder is given, and report it on the error stream."""
     from visalign.evaluation.pages.table_files import write_tables
 

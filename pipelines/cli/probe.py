@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -13,11 +13,7 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
-from .messages import user_messages
-from .options import AsJson, Batch, NewFolder, Options, Prompt, Seed, clean_output, tell
-
-if TYPE_CHECKING:
-    from visalign.pipelines.probe.reference import Reference
+from .options import AsJson, Batch, NewFolder, Options, Prompt, Seed, clean_output, print_result
 
 
 def probe_reward(
@@ -40,45 +36,39 @@ def probe_reward(
     as_json: AsJson = False,
 ) -> None:
     """Find irrelevant changes that shift a judge's scores. Exits with 1 if a probe fails."""
-    with user_messages():
-        from visalign.evaluation.probes.catalogue import PAIR_PROBES, select_probes
-        from visalign.pipelines.probe.job import probe_reward as run
-        from visalign.pipelines.probe.job import probes_for, write_probe
-        from visalign.pipelines.shared.reward_options import parse_options
-        from visalign.pipelines.shared.run_folder import check_run_folder
-        from visalign.rewards.catalogue import load_judge
-
-        if output is not None:
-            check_run_folder(output, resume=False)
-        select_probes(only, PAIR_PROBES)
-        with clean_output():
-            judge = load_judge(reward, **parse_options(options or []))
-        probes = probes_for(judge, only)
-        images = _reference(reference, prompt, count, seed)
-        with Progress(console=Console(stderr=True), transient=True) as progress, clean_output():
-            task = progress.add_task("probing", total=len(probes))
-            result = run(
-                judge,
-                images,
-                probes=probes,
-                seed=seed,
-                batch_size=batch_size,
-                on_probe=lambda done, title: progress.update(task, completed=done, description=title),
-            )
-        write = None if output is None else lambda: ("Page", write_probe(output, result, images, seed=seed))
-        tell(result, show_probe, as_json, write)
-    if result["summary"].get("fails"):
-        raise typer.Exit(1)
-
-
-def _reference(items: list[Path] | None, prompt: str | None, count: int, seed: int) -> Reference:
-    """Read the named images, or generate some of the shapes world."""
+    from visalign.evaluation.probes.catalogue import PAIR_PROBES, select_probes
+    from visalign.pipelines.probe.job import probe_reward as run
+    from visalign.pipelines.probe.job import probes_for, write_probe
     from visalign.pipelines.probe.reference import read_reference, shapes_reference_set
     from visalign.pipelines.score.image_rows import image_rows
+    from visalign.pipelines.shared.reward_options import parse_options
+    from visalign.pipelines.shared.run_folder import check_run_folder
+    from visalign.rewards.catalogue import load_judge
 
-    if not items:
-        return shapes_reference_set(count, seed=seed)
-    return read_reference(", ".join(map(str, items)), image_rows(items, prompt)[:count])
+    if output is not None:
+        check_run_folder(output, resume=False)
+    select_probes(only, PAIR_PROBES)
+    with clean_output():
+        judge = load_judge(reward, **parse_options(options or []))
+    probes = probes_for(judge, only)
+    if reference:
+        images = read_reference(", ".join(map(str, reference)), image_rows(reference, prompt)[:count])
+    else:
+        images = shapes_reference_set(count, seed=seed)
+    with Progress(console=Console(stderr=True), transient=True) as progress, clean_output():
+        task = progress.add_task("probing", total=len(probes))
+        result = run(
+            judge,
+            images,
+            probes=probes,
+            seed=seed,
+            batch_size=batch_size,
+            on_probe=lambda done, title: progress.update(task, completed=done, description=title),
+        )
+    write = None if output is None else lambda: ("Page", write_probe(output, result, images, seed=seed))
+    print_result(result, show_probe, as_json, write)
+    if result["summary"].get("fails"):
+        raise typer.Exit(1)
 
 
 def show_probe(console: Console, result: Mapping[str, Any]) -> None:

@@ -10,8 +10,6 @@ import typer
 
 from visalign.errors import UserError
 
-from .messages import user_messages
-
 
 def sample(
     prompts: Annotated[
@@ -59,48 +57,47 @@ def sample(
     ] = None,
 ) -> None:
     """Sample images or videos into a folder, with a table for `visalign score`, a grid and a page."""
-    with user_messages():
-        from visalign.pipelines.sample.job import (
-            COST,
-            GRID,
-            PAGE,
-            TABLE,
-            SampleSettings,
-            sample_images,
-            search_of,
-        )
-        from visalign.pipelines.shared.reward_options import parse_options
-        from visalign.rewards.catalogue import load_reward
+    from visalign.pipelines.sample.job import (
+        COST,
+        GRID,
+        PAGE,
+        TABLE,
+        SampleSettings,
+        sample_images,
+        search_of,
+    )
+    from visalign.pipelines.shared.reward_options import parse_options
+    from visalign.rewards.catalogue import load_reward
 
-        model_options: dict[str, Any] = parse_options(options or [])
-        if isinstance(model_options.get("image_size"), list):
-            model_options["image_size"] = tuple(model_options["image_size"])
-        searching = parse_options(search_options or [], "--search-option")
-        if search_options and search is None:
-            raise UserError(f"--search-option {search_options[0]} belongs to --search, which is not given.")
-        choices: dict[str, Any] = {"solver": solver, "dtype": dtype}  # checked by their types
-        settings = SampleSettings(
-            model=model,
-            adapter=model_options.pop("adapter", None),
-            lora=lora,
-            seeds=numbers(seeds),
-            best_of=best_of,
-            resample_after=[] if steer is None else numbers(steer, "--steer"),
-            search=None if search is None else search_of(search, searching),
-            strength=strength,
-            steps=steps,
-            batch_size=batch_size,
-            device=device,
-            options=model_options,
-            **choices,
-        )
-        rewards = {name: load_reward(name) for name in dict.fromkeys(reward or [])}
-        rows = sample_images(_records(prompts, settings), settings, output, rewards=rewards)
-        cost = sum(row[COST] for row in rows)
-        typer.echo(
-            f"{len(rows)} images in {output}: {TABLE} for visalign score, {PAGE} and {GRID} to look at. "
-            f"Denoising took {cost} forward-equivalents."
-        )
+    model_options: dict[str, Any] = parse_options(options or [])
+    if isinstance(model_options.get("image_size"), list):
+        model_options["image_size"] = tuple(model_options["image_size"])
+    searching = parse_options(search_options or [], "--search-option")
+    if search_options and search is None:
+        raise UserError(f"--search-option {search_options[0]} belongs to --search, which is not given.")
+    choices: dict[str, Any] = {"solver": solver, "dtype": dtype}  # checked by their types
+    settings = SampleSettings(
+        model=model,
+        adapter=model_options.pop("adapter", None),
+        lora=lora,
+        seeds=numbers(seeds),
+        best_of=best_of,
+        resample_after=[] if steer is None else numbers(steer, "--steer"),
+        search=None if search is None else search_of(search, searching),
+        strength=strength,
+        steps=steps,
+        batch_size=batch_size,
+        device=device,
+        options=model_options,
+        **choices,
+    )
+    rewards = {name: load_reward(name) for name in dict.fromkeys(reward or [])}
+    rows = sample_images(_records(prompts, settings), settings, output, rewards=rewards)
+    cost = sum(row[COST] for row in rows)
+    typer.echo(
+        f"{len(rows)} images in {output}: {TABLE} for visalign score, {PAGE} and {GRID} to look at. "
+        f"Denoising took {cost} forward-equivalents."
+    )
 
 
 def numbers(text: str, option: str = "--seeds") -> list[int]:

@@ -3,14 +3,11 @@
 
 from __future__ import annotations
 
-import enum
-import shlex
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import typer
 from rich.console import Console
@@ -29,27 +26,15 @@ from .options import (
     Rewards,
     Tables,
     clean_output,
-    keep_tables,
+    resume_line,
+    write_table_files,
 )
 
 if TYPE_CHECKING:
     from visalign.pipelines.score.on_ray import RayResult
 
 
-class Format(enum.StrEnum):
-    """Output format of scores."""
-
-    table = "table"
-    json = "json"
-    csv = "csv"
-    jsonl = "jsonl"
-
-
-class Engine(enum.StrEnum):
-    """Runner of the rewards."""
-
-    local = "local"
-    ray = "ray"
+Format = Literal["table", "json", "csv", "jsonl"]
 
 
 def score(
@@ -83,8 +68,9 @@ def score(
     options: LabelOptions = None,
     batch_size: Batch = 32,
     engine: Annotated[
-        Engine, typer.Option(help="ray: many workers, tar files too, a Parquet of scores for each file.")
-    ] = Engine.local,
+        Literal["local", "ray"],
+        typer.Option(help="ray: many workers, tar files too, a Parquet of scores for each file."),
+    ] = "local",
     workers: Annotated[
         int | None, typer.Option(help="With --engine ray: scoring processes. Default: one.", min=1)
     ] = None,
@@ -95,129 +81,101 @@ def score(
 ) -> None:
     """Score images with one or more rewards. Exits with 1 if any image could not be scored; its row gives the
     reason."""
-    again = shlex.join(["visalign", *sys.argv[1:], *([] if resume else ["--resume"])])
-    saved = output or page
-    if engine is Engine.ray:
-        with user_messages(resume=again):
-            local = {"--format": form, "--page": page, "--tables": tables, "--cache": cache}
-            _only("local", local)
-            request = {"prompt": prompt, "options": options or [], "batch_size": batch_size}
-            result = _on_ray(images, reward, output, columns or [], request, resume, workers or 1, address)
-        _tell(result.failed, result.rows, unread=result.unread)
-        return
-    with user_messages(resume=again if saved is not None else None):
-        _only("ray", {"--workers": workers, "--address": address})
-        _check_files(output, page, tables, resume)
+    on_ray, saved = engine == "ray", output or page
+    local_options = {"--format": form, "--page": page, "--tables": tables, "--cache": cache}
+    only_other = local_options if on_ray else {"--workers": workers, "--address": address}
+    if names := [name for name, value in only_other.items() if value is not None]:
+        raise UserError(f"{', '.join(names)} needs --engine {'local' if on_ray else 'ray'}. Leave it out.")
+    with user_messages(resume=resume_line(resume) if saved is not None else None):
         from visalign.data.sets.columns import parse_map
         from visalign.pipelines.score.image_rows import image_rows
         from visalign.pipelines.score.log import partial_path
         from visalign.pipelines.score.report import file_tables, score_summary, write_score_page
         from visalign.pipelines.score.score import score_rows, takes_clips
         from visalign.pipelines.shared.reward_options import any_needs_prompt, load_each, with_cache
+        from visalign.pipelines.shared.run_folder import new_file
         from visalign.rewards.catalogue import load_reward
 
         from .show import print_provenance, show_scores
 
-        started, names = time.perf_counter(), parse_map(columns or [])
+        if on_ray:
+            from visalign.pipelines.score.on_ray import loaded_ray
+
+            loaded_ray()
+            if output is None:
+                raise UserError("--engine ray writes a Parquet of scores for each file. Add --output FOLDER.")
+        else:
+            new_file(output)
+            new_file(page, endings=(".html",))
+            new_file(tables)
+            if resume and saved is None:
+                raise UserError("--resume goes on with the scoring of a file. Add --output FILE.")
+        started = time.perf_counter()
         with clean_output():
             loaded = load_each(reward, options or [], load_reward)
-        clips = any(map(takes_clips, loaded.values()))
-        table = image_rows(images, prompt, needs_prompt=any_needs_prompt(loaded), names=names, clips=clips)
-        rewards = with_cache(loaded, cache)
+        reading: dict[str, Any] = {
+            "needs_prompt": any_needs_prompt(loaded),
+            "names": parse_map(columns or []),
+            "clips": any(map(takes_clips, loaded.values())),
+        }
+        if output is not None and on_ray:
+            request = reading | {"options": options or [], "prompt": prompt, "batch_size": batch_size}
+            result = _score_on_ray(images, output, loaded, request, resume, workers or 1, address)
+            print_provenance(loaded, [])
+            typer.echo(f"Scores: {output} ({result.files} files now, {result.before} before)", err=True)
+            _report_failures(result.failed, result.rows, result.unread)
+            return
+        table, rewards = image_rows(images, prompt, **reading), with_cache(loaded, cache)
         part = None if saved is None else partial_path(saved)
-        with scoring(part, rewards, len(table), resume=resume) as keeping, clean_output():
-            rows = score_rows(table, rewards, batch_size=batch_size, **keeping)
-        show_scores(rows, _form(form, output), output)
+        with scoring(part, rewards, len(table), resume=resume) as store, clean_output():
+            rows = score_rows(table, rewards, batch_size=batch_size, **store)
+        ending = "" if output is None else output.suffix.lower().removeprefix(".")
+        show_scores(rows, form or (ending if ending in get_args(Format) else "table"), output)
         print_provenance(rewards, [row.prompt for row in rows])
         summary = score_summary(rows, rewards, seconds=time.perf_counter() - started)
-        keep_tables(tables, lambda: file_tables(rows, summary))
+        write_table_files(tables, lambda: file_tables(rows, summary))
         if page is not None:
             typer.echo(f"Page: {write_score_page(page, summary)}", err=True)
         if part is not None:
             part.unlink()
-    _tell(sum(row.value is None for row in rows), len(rows))
+    _report_failures(sum(row.value is None for row in rows), len(rows), {})
 
 
-def _tell(failed: int, total: int, *, unread: Mapping[str, str] = {}) -> None:
+def _report_failures(failed: int, total: int, unread: Mapping[str, str]) -> None:
     """Report what could not be scored and exit with 1 if there is any."""
     if failed:
-        what = f"All {total}" if failed == total else f"{failed} of {total}"
-        typer.echo(f"{what} scores failed; their rows give the reasons.", err=True)
+        typer.echo(f"{failed} of {total} scores failed; their rows give the reasons.", err=True)
     for path, reason in unread.items():
         typer.echo(f"No scores of '{path}': {reason}", err=True)
     if failed or unread:
         raise typer.Exit(1)
 
 
-def _only(engine: str, options: Mapping[str, Any]) -> None:
-    """Refuse options that only the other engine has."""
-    if names := [name for name, value in options.items() if value is not None]:
-        raise UserError(f"{', '.join(names)} needs --engine {engine}. Leave it out.")
-
-
-def _on_ray(
+def _score_on_ray(
     images: list[Path],
-    reward: list[str],
-    output: Path | None,
-    columns: list[str],
-    request: dict[str, Any],
+    output: Path,
+    rewards: Mapping[str, Any],
+    request: Mapping[str, Any],
     resume: bool,
     workers: int,
     address: str | None,
 ) -> RayResult:
-    from visalign.data.sets.columns import parse_map
-    from visalign.pipelines.score.on_ray import loaded_ray, score_on_ray
+    from visalign.pipelines.score.on_ray import score_on_ray
     from visalign.pipelines.score.parts import ScoringOptions
-    from visalign.pipelines.score.score import takes_clips
-    from visalign.pipelines.shared.reward_options import any_needs_prompt, load_each
-    from visalign.rewards.catalogue import load_reward
 
-    from .show import print_provenance
-
-    loaded_ray()
-    if output is None:
-        raise UserError("--engine ray writes a file of scores for each file of images. Add --output FOLDER.")
-    with clean_output():
-        loaded = load_each(reward, request["options"], load_reward)
-    needs_prompt, names = any_needs_prompt(loaded), parse_map(columns)
-    clips = any(map(takes_clips, loaded.values()))
-    options = ScoringOptions(rewards=reward, needs_prompt=needs_prompt, names=names, clips=clips, **request)
+    options = ScoringOptions(rewards=list(rewards), **request)
     with Progress(console=Console(stderr=True), transient=True) as progress, clean_output():
         bar = progress.add_task("scoring", total=None)
-        result = score_on_ray(
+        return score_on_ray(
             images,
             output,
             options,
-            loaded,
+            rewards,
             resume=resume,
             workers=workers,
             address=address,
             on_part=lambda done, total: progress.update(bar, completed=done, total=total),
         )
-    print_provenance(loaded, [])
-    typer.echo(f"Scores: {output} ({result.files} files now, {result.before} before)", err=True)
-    return result
-
-
-def _form(form: Format | None, output: Path | None) -> str:
-    """Return the format: the given one, else by the file's ending, else a table."""
-    if form is not None:
-        return form.value
-    ending = "" if output is None else output.suffix.lower().removeprefix(".")
-    return ending if ending in Format.__members__ else Format.table.value
-
-
-def _check_files(output: Path | None, page: Path | None, tables: Path | None, resume: bool) -> None:
-    """Refuse output files that cannot be written, before anything is scored."""
-    from visalign.pipelines.shared.run_folder import new_file
-
-    new_file(output)
-    new_file(page, endings=(".html",))
-    new_file(tables)
-    if output is not None and output.suffix.lower() == ".html":
-        raise UserError(f"'{output}' ends in '.html'. For a page write --page '{output}'.")
-    if resume and output is None and page is None:
-        raise UserError("--resume goes on with the scoring of a file. Add --output FILE.")
 
 
 @contextmanager

@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from visalign.pipelines.shared.reward_options import parse_options
 
-from .messages import user_messages
 from .options import Options
 
 
@@ -36,25 +35,27 @@ def serve_reward(
     max_connections: Annotated[int, typer.Option(help="Maximum number of connections.", min=1)] = 256,
 ) -> None:
     """Serve a reward over HTTP. Clients use it as the reward `remote` with the option url."""
-    with user_messages():
-        from visalign.pipelines.serve_reward import serve_reward as serve
+    from visalign.pipelines.serve_reward import serve_reward as serve
 
-        typer.echo(f"Loading {reward}.", err=True)
-        serve(
-            reward,
-            parse_options(options or []),
-            host=host,
-            port=port,
-            token_env=token_env,
-            max_batch=max_batch,
-            timeout=timeout,
-            threads=threads,
-            memory=memory,
-            max_pixels=max_pixels,
-            max_connections=max_connections,
-            on_ready=lambda limits: typer.echo(
-                f"Ready on http://{host}:{port} (Ctrl-C ends it): {limits.max_pixels / 1e6:.0f} megapixels "
-                f"at once, {limits.max_total_bytes / 2**20:.0f} MiB under way.",
-                err=True,
-            ),
+    def ready(limits: Any) -> None:
+        typer.echo(
+            f"Ready on http://{host}:{port} (Ctrl-C ends it): {limits.max_pixels / 1e6:.0f} megapixels "
+            f"at once, {limits.max_total_bytes / 2**20:.0f} MiB under way.",
+            err=True,
         )
+
+    typer.echo(f"Loading {reward}.", err=True)
+    serve(
+        reward,
+        parse_options(options or []),
+        host=host,
+        port=port,
+        token_env=token_env,
+        max_batch=max_batch,
+        timeout=timeout,
+        threads=threads,
+        memory=memory,
+        max_pixels=max_pixels,
+        max_connections=max_connections,
+        on_ready=ready,
+    )

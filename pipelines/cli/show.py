@@ -7,6 +7,7 @@ import io
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,19 +27,13 @@ if TYPE_CHECKING:
 
 
 def config_header(text: str) -> list[str]:
-    """Return the comment at the head of a YAML file without its marks: title, Command, Hardware and so on.
-
-    Returns:
-        Its lines; the licence line and blank ones at both ends are left out.
+    """Return the comment at the head of a YAML file without its marks and licence: title, Command and so on.
 
     >>> config_header("# SPDX-License-Identifier: Apache-2.0\\n# Counting.\\n# Command: x\\nseed: 1\\n# y\\n")
     ['Counting.', 'Command: x']
     """
-    lines = []
-    for line in text.splitlines():
-        if not line.startswith("#"):
-            break
-        lines.append(line.lstrip("#").strip())
+    head = takewhile(lambda line: line.startswith("#"), text.splitlines())
+    lines = (line.lstrip("#").strip() for line in head)
     return [line for line in lines if line and not line.startswith("SPDX-")]
 
 
@@ -110,7 +105,12 @@ def show_summary(
     parts: list[RenderableType] = []
     if summary.get("before") and summary.get("after"):
         parts.append(before_after(summary["before"], summary["after"]))
-    parts += [Text(line) for line in (gain_line(summary), cost_line(summary)) if line]
+    gain = summary.get("gain") or {}
+    if gain.get("low") is not None:
+        change, low, high = (f"{100 * gain[key]:+.1f}" for key in ("estimate", "low", "high"))
+        interval = f"{gain['level']:.0%} interval {low} to {high} (paired over prompts)"
+        parts.append(Text(f"Held-out accuracy {change} points, {interval}."))
+    parts += [Text(line) for line in [cost_line(summary)] if line]
     files = "\n".join(f"  {path}" for path in result_files(folder))
     parts += [Text(f"\nResults:\n{files}"), Text(f"\nNext:\n  {shlex.join(next_command)}")]
     console.print(Panel(Group(*parts), title="Done", title_align="left", border_style="green"))
@@ -121,9 +121,7 @@ HELDOUT = {"accuracy": "accuracy", "ece": "calibration error", "srcc": "SRCC", "
 
 
 def before_after(before: Mapping[str, Any], after: Mapping[str, Any]) -> Table:
-    """Build a table of held-out accuracy, per category and overall, of a judge's other measures, and of the
-    rewards, before and after.
-    """
+    """Build a table of the held-out measures, per category too, and of the rewards, before and after."""
     measures = [key for key in HELDOUT if key in before and key in after]
     rows = [(f"held-out {HELDOUT[key]}", before[key], after[key]) for key in measures]
     for tag, value in (before.get("by_category") or {}).items():
@@ -142,30 +140,18 @@ def before_after(before: Mapping[str, Any], after: Mapping[str, Any]) -> Table:
     return table
 
 
-def gain_line(summary: Mapping[str, Any]) -> str:
-    """Describe the change of the accuracy with its interval; empty if there is none."""
-    gain = summary.get("gain") or {}
-    if not all(gain.get(key) is not None for key in ("estimate", "low", "high", "level")):
-        return ""
-    estimate, low, high = (100 * gain[key] for key in ("estimate", "low", "high"))
-    return (
-        f"Held-out accuracy {estimate:+.1f} points, {gain['level']:.0%} interval {low:+.1f} to {high:+.1f} "
-        f"(paired over prompts)."
-    )
-
-
 def cost_line(summary: Mapping[str, Any]) -> str:
     """Describe the costs of a run that its summary has.
 
     >>> cost_line({"seconds": 318.2, "peak_memory_bytes": 1.5e9, "forward_equivalents_per_image": None})
     'Cost: 5:18 min, 1.5 GB of memory at most.'
     """
-    formats = {
-        "seconds": lambda value: duration(value),
-        "peak_memory_bytes": lambda value: f"{value / 1e9:.1f} GB of memory at most",
-        "forward_equivalents_per_image": lambda value: f"{value:.1f} forward-equivalents per image",
-    }
-    costs = [say(summary[key]) for key, say in formats.items() if summary.get(key) is not None]
+    seconds, memory, forwards = map(
+        summary.get, ("seconds", "peak_memory_bytes", "forward_equivalents_per_image")
+    )
+    costs = [] if seconds is None else [duration(seconds)]
+    costs += [] if memory is None else [f"{memory / 1e9:.1f} GB of memory at most"]
+    costs += [] if forwards is None else [f"{forwards:.1f} forward-equivalents per image"]
     return f"Cost: {', '.join(costs)}." if costs else ""
 
 
@@ -181,26 +167,23 @@ def duration(seconds: float) -> str:
     return f"{minutes}:{rest:02d} min" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02d} h"
 
 
+RESULTS = {
+    "report.html": "before and after, opens in a browser",
+    "lora": "adapters, loaded by the code in report.html",
+    "judge": "the judge and its card; give this folder as the model of its reward",
+    "model": "for from_pretrained, by the code in report.html",
+    "dataset.jsonl": "the chosen completions; data.train of text_sft",
+    "samples.jsonl": "what was sampled",
+    "points": "the completions of each point of the grid, with their scores",
+    "summary.json": "the numbers",
+    "metrics.jsonl": "a line per iteration",
+}
+"""Files and folders of a run -> their meaning."""
+
+
 def result_files(folder: Path) -> list[str]:
     """List the results in a run's folder."""
-    of_text = (folder / "lora" / "adapter_config.json").exists()
-    kinds = {"model_index.json": "DiffusionPipeline", "modular_model_index.json": "ModularPipeline"}
-    drawn = [kind for index, kind in kinds.items() if (folder / "model" / index).exists()]
-    loader = drawn[0] if drawn else "AutoModelForCausalLM"
-    descriptions = {
-        "report.html": "before and after, opens in a browser",
-        "lora": "for peft.PeftModel.from_pretrained"
-        if of_text
-        else "for diffusers, by the code in report.html",
-        "judge": "the judge and its card; give this folder as the model of its reward",
-        "model": f"for {loader}.from_pretrained",
-        "dataset.jsonl": "the chosen completions; data.train of text_sft",
-        "samples.jsonl": "what was sampled",
-        "points": "the completions of each point of the grid, with their scores",
-        "summary.json": "the numbers",
-        "metrics.jsonl": "a line per iteration",
-    }
-    lines = [f"{folder / name}  ({what})" for name, what in descriptions.items() if (folder / name).exists()]
+    lines = [f"{folder / name}  ({what})" for name, what in RESULTS.items() if (folder / name).exists()]
     return lines or [str(folder)]
 
 
@@ -209,13 +192,15 @@ def show_scores(rows: Sequence[ScoreRow], form: str, output: Path | None) -> Non
     from visalign.pipelines.score.score import to_csv, to_json, to_jsonl
 
     writers = {"json": to_json, "jsonl": to_jsonl, "csv": to_csv}
-    stream = sys.stdout if output is None else io.StringIO()
+    stream = io.StringIO()
     if form in writers:
         stream.write(writers[form](rows))
     else:
-        Console(file=stream).print(score_table(rows))
-    if output is not None and isinstance(stream, io.StringIO):
+        Console(file=sys.stdout if output is None else stream).print(score_table(rows))
+    if output is not None:
         write_atomic(output, stream.getvalue())
+    else:
+        sys.stdout.write(stream.getvalue())
 
 
 def score_table(rows: Sequence[ScoreRow]) -> Group:
@@ -253,5 +238,5 @@ def print_provenance(judges: Mapping[str, Any], prompts: Sequence[str]) -> None:
     console = Console(stderr=True)
     for label, judge in judges.items():
         console.print(Text(provenance_sentence(label, provenance(judge))), soft_wrap=True)
-        if caution := domain_note(judge, prompts):
-            console.print(Text(f"! {label}: {caution}"), soft_wrap=True)
+        if note := domain_note(judge, prompts):
+            console.print(Text(f"! {label}: {note}"), soft_wrap=True)

@@ -6,8 +6,9 @@ from __future__ import annotations
 import secrets
 import socket
 from collections.abc import Callable
+from functools import partial
 
-from visalign.pipelines.serve_reward import check_port_free, is_loopback
+from visalign.pipelines.serve_reward import call_when_ready, check_port_free, is_loopback
 
 from .store import VoteStore
 
@@ -33,14 +34,8 @@ def serve_votes(
     app = vote_server(store, invite=invite, hosts=hosts)
     server = Server(server_config(app, host, port, connections=256, idle=30.0))
     address = _own_address() if host in ("0.0.0.0", "::") else host
-    start = server.startup
-
-    async def startup(sockets: list[socket.socket] | None = None) -> None:
-        await start(sockets=sockets)
-        if server.started:
-            on_ready(f"http://{address}:{port}/" + (f"?invite={invite}" if invite else ""))
-
-    server.startup = startup
+    url = f"http://{address}:{port}/" + (f"?invite={invite}" if invite else "")
+    call_when_ready(server, partial(on_ready, url))
     server.run()
 
 

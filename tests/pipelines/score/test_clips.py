@@ -125,7 +125,7 @@ def test_pixels_are_bounded_over_all_frames(clips: Path, monkeypatch: pytest.Mon
     assert reasons["roll"] is None and reasons["still.png"] is None, "8 frames of 64 pixels each are read"
     _, rows = scored(*asked, "--option", "frames=9")
     reasons = {Path(row["image"]).name: row["reason"] for row in rows}
-    assert reasons["roll"].startswith("the 9 frames that would be judged have more than 512 pixels together")
+    assert reasons["roll"].startswith("the 9 frames to be judged have more than 512 pixels together")
     monkeypatch.setenv("VISALIGN_MAX_PIXELS", str(64 * 11))
     code, rows = scored(*asked)
     assert code == 0, "what is together too much is judged one after the other"

@@ -100,7 +100,6 @@ def test_the_command_writes_the_page_beside_its_output(table: list[ImageRow], tm
     for arguments, message in (
         (["--page", str(page)], "exists, and nothing is overwritten"),
         (["--page", str(tmp_path / "p.txt")], "ends in '.txt'; what is written there ends in .html"),
-        (["-o", str(tmp_path / "p.html")], "For a page write --page"),
         (["--resume"], "--resume goes on with the scoring of a file"),
     ):
         refused = CliRunner().invoke(app, [*base, *arguments])
