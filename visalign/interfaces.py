@@ -22,11 +22,18 @@ Prompt = str | Sequence[Message]
 """Plain text, or a conversation of {role, content} messages that ends where the answer begins."""
 
 
+def _check_pair(what: str, **tensors: Tensor) -> None:
+    """Raise unless both tensors have one shape [B]; others would broadcast."""
+    first, second = (tuple(tensor.shape) for tensor in tensors.values())
+    if len(first) != 1 or first != second:
+        raise ValueError(f"{what} need {' [B] and '.join(tensors)} [B]; got {first} and {second}.")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Scores:
     """Scores of B images from a pointwise reward.
 
-    A sample that could not be judged has `valid` False, a `reason`, and NaN as value: failure is no score.
+    A sample that could not be scored has `valid` False, a `reason`, and NaN as value, never a number.
     """
 
     value: Tensor
@@ -34,7 +41,7 @@ class Scores:
     valid: Tensor
     """[B] bool."""
     unit: str
-    """What one step of `value` means, e.g. "cosine × 100"."""
+    """Unit of `value`, e.g. "cosine × 100"."""
     std: Tensor | None = None
     """[B] float32 standard deviation in the same unit, or None when the judge gives none; NaN where unknown.
     `visalign.rewards.scorers.units.DEVIATIONS` says what it is in each judge."""
@@ -46,11 +53,7 @@ class Scores:
     """Why a sample is invalid; None for the valid ones."""
 
     def __post_init__(self) -> None:
-        if self.value.ndim != 1 or self.value.shape != self.valid.shape:
-            raise ValueError(
-                f"Scores need value [B] and valid [B]; got {tuple(self.value.shape)} and "
-                f"{tuple(self.valid.shape)}."
-            )
+        _check_pair("Scores", value=self.value, valid=self.valid)
 
     def __len__(self) -> int:
         return self.value.shape[0]
@@ -76,11 +79,7 @@ class Preferences:
     """Why a pair is invalid; None for the valid ones."""
 
     def __post_init__(self) -> None:
-        if self.prob.ndim != 1 or self.prob.shape != self.valid.shape:
-            raise ValueError(
-                f"Preferences need prob [B] and valid [B]; got {tuple(self.prob.shape)} and "
-                f"{tuple(self.valid.shape)}."
-            )
+        _check_pair("Preferences", prob=self.prob, valid=self.valid)
 
     def __len__(self) -> int:
         return self.prob.shape[0]
@@ -88,10 +87,10 @@ class Preferences:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardCapabilities:
-    """Inputs that a reward needs beside images or texts, and what it offers beside scores.
+    """Inputs that a reward needs besides images or texts, and what it offers besides scores.
 
-    A reward declares them as its attribute `capabilities`; one that declares none gets these defaults where
-    it enters (`with_capabilities`).
+    A reward declares them as its attribute `capabilities`; `with_capabilities` adds these defaults to one
+    that declares none.
     """
 
     needs_group: bool = False
@@ -105,7 +104,7 @@ class RewardCapabilities:
     both_orders: bool = False
     """A pairwise judge that asks about each pair in both orders itself."""
     term_weights: Mapping[str, float] = field(default_factory=dict)
-    """label -> weight of the terms of a sum; its part "LABEL.weighted" is each by itself."""
+    """label -> weight of the terms of a sum; each term is its part "LABEL.weighted"."""
     recorded_terms: Mapping[str, float] = field(default_factory=dict)
     """label -> 1, or -1 where lower is better, of the terms of weight 0."""
     constraints: Mapping[str, float] = field(default_factory=dict)
@@ -175,7 +174,7 @@ class PairwiseReward(Protocol):
     def compare(
         self, left: Any, right: Any, prompts: Sequence[str], metadata: Metadata | None = None
     ) -> Preferences:
-        """Compare B pairs of images; what is said of a pair does not depend on its neighbours."""
+        """Compare B pairs of images; a preference does not depend on its neighbours in the batch."""
         ...
 
 
@@ -184,7 +183,7 @@ class DifferentiableReward(Protocol):
     """A pointwise reward with a gradient in the pixels."""
 
     def score_with_gradient(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        """[B] float32 scores of images [B, 3, H, W] in [0, 1], differentiable in the pixels."""
+        """Score images [B, 3, H, W] in [0, 1] -> [B] float32, differentiable in the pixels."""
         ...
 
 
@@ -221,24 +220,22 @@ class DiffusionPolicy(Protocol):
     x_t = √ᾱ x0 + √(1 − ᾱ) ε is the same path at another scale, x_t = x_σ / √((1 − σ)² + σ²) with
     σ = √(1 − ᾱ) / (√ᾱ + √(1 − ᾱ)); see `visalign.flow.parametrization`.
 
-    A policy that is to learn from stored images also has `encode_images(images)`, the inverse of `decode`:
-    clean latents [B, ...] in its storage dtype, of B images [3, h, w] in [0, 1] of any size.
-
-    A policy that is to make images of several sizes has `image_size`, in pixels, one side, (height, width)
-    or None for its own, a property that may be set: `latent_shape`, `encode`, `sigmas`, `times`, `decode` and
-    `encode_images` follow.
+    Optional members: `encode_images(images)`, the inverse of `decode`, for learning from stored images: clean
+    latents [B, ...] in the storage dtype of B images [3, h, w] in [0, 1] of any size. `image_size` in pixels
+    (one side, (height, width), or None), settable, for several sizes: `latent_shape`, `encode`, `sigmas`,
+    `times`, `decode` and `encode_images` follow.
     """
 
     latent_shape: tuple[int, ...]
     """Shape of one latent, any: (C, H, W), packed (L, C), channels last (H, W, C), video (C, F, H, W)."""
     storage_dtype: torch.dtype
-    """The dtype in which latents are stored and fed to the model."""
+    """Dtype in which latents are stored and fed to the model."""
     prediction: Prediction
-    """What the network itself predicts; `velocity` returns the velocity whatever it is."""
+    """What the network itself predicts; `velocity` always returns the velocity."""
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """The dtype of the network's matrix products: that of its weights, or of its autocast."""
+        """Dtype of the network's matrix products: that of its weights, or of its autocast."""
         ...
 
     @property
@@ -256,15 +253,14 @@ class DiffusionPolicy(Protocol):
     def velocity(self, x: Tensor, sigma: Tensor, condition: Condition, time: Tensor | None = None) -> Tensor:
         """Guided velocity dx/dσ, float32 [B, ...], of latents x [B, ...] at noise levels sigma [B] in [0, 1].
 
-        It takes the same path with gradient and without, pass by pass: a replay is to find the numbers of its
-        rollout again. `time` [B] is what the network is given, as `times` said; None is `times(sigma)`.
+        It takes the same path with gradient and without, pass by pass, so that a replay gives the numbers of
+        its rollout. `time` [B] is the network's time as of `times`; None is `times(sigma)`.
         """
         ...
 
     def times(self, sigmas: Tensor) -> Tensor:
-        """The time that the network is given at each noise level of a schedule, float32, in its shape.
-
-        Recorded beside sigma and handed back at replay, since it is not 1000 σ everywhere.
+        """The network's time at each noise level of a schedule, float32, in its shape; it is not 1000 σ
+        everywhere, so it is recorded beside sigma and passed back at replay.
         """
         ...
 

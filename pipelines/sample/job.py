@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from PIL import Image
@@ -69,7 +69,7 @@ class SampleSettings:
     """Denoising steps; without noise on the way where nothing is resampled."""
     solver: Solver = "euler"
     """Solver of the steps without noise, "euler" or "dpmpp_2m"; steering and searches take Euler steps."""
-    timestep_schedule: str = "diffusers"
+    timestep_schedule: Literal["diffusers", "plain"] = "diffusers"
     """See `rollout.timestep_schedule`."""
     batch_size: Count = 16
     """Images at once; memory only."""

@@ -64,13 +64,12 @@ def find_adapter(folder_or_id: str | Path, adapter: str | None = None) -> Any:
             f"{', '.join(ADAPTERS)}, or {CUSTOM_ADAPTER}."
         )
     adapter_class = import_by_path(ADAPTERS.get(adapter, adapter), what="adapter")
-    missing = [
-        name for name in ("from_pretrained", *METHODS) if not callable(getattr(adapter_class, name, None))
-    ]
-    if not isinstance(adapter_class, type) or missing:
+    methods = ("from_pretrained", *METHODS)
+    missing = [name for name in methods if not callable(getattr(adapter_class, name, None))]
+    if missing:
         raise AdapterError(
             f"protocol: {adapter!r} is no adapter: a {type(adapter_class).__name__} without the methods "
-            f"{', '.join(missing) or '(it is no class)'}. Add them, or give {CUSTOM_ADAPTER}."
+            f"{', '.join(missing)}. Add them, or give {CUSTOM_ADAPTER}."
         )
     return adapter_class
 
@@ -100,8 +99,7 @@ def load_policy(
         UserError, FileNotFoundError, AdapterError: See `find_adapter`; an option that the adapter does not
             take; an object that is no policy.
     """
-    kind = find_adapter(folder_or_id, adapter)
-    defaults, hint = defaults or {}, ""
+    kind, defaults, hint = find_adapter(folder_or_id, adapter), defaults or {}, ""
     accepted, refused = _split_options(kind, options, defaults)
     if refused and adapter in (None, "sd3"):
         general = find_adapter(folder_or_id, "pipeline")
@@ -127,8 +125,7 @@ def has_two_halves(folder_or_id: str | Path, adapter: str | None, guidance: floa
     """Return True if guidance of this scale runs the network twice."""
     if guidance is None:
         return False
-    family = family_of(folder_or_id, adapter)
-    if family is None:
+    if (family := family_of(folder_or_id, adapter)) is None:
         return guidance > 1
     return guidance > family.off and family.guidance in ("concatenated", "two calls")
 
@@ -141,8 +138,7 @@ def family_of(folder_or_id: str | Path, adapter: str | None) -> Family | None:
 
 def edits_of(folder_or_id: str | Path, adapter: str | None) -> Edits:
     """Return whether a model edits an image: its family's `source`, or a custom adapter's `takes_source`."""
-    family = family_of(folder_or_id, adapter)
-    if family is not None:
+    if (family := family_of(folder_or_id, adapter)) is not None:
         return family.source
     takes_source = getattr(find_adapter(folder_or_id, adapter), "takes_source", False)
     if isinstance(takes_source, property):  # depends on the model
@@ -160,18 +156,15 @@ def joins_sources(folder_or_id: str | Path, adapter: str | None) -> bool:
 def _split_options(
     kind: type, options: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the options to pass to an adapter, without unknown ones at their defaults, and the refused
-    names."""
+    """Return the options to pass to an adapter, without unknown ones at their defaults, and the refused."""
     parameters = _parameters(kind)
     passed = {k: v for k, v in options.items() if k in parameters or k not in defaults or v != defaults[k]}
-    if any(p.kind == p.VAR_KEYWORD for p in parameters.values()):
-        return passed, []
-    return passed, [name for name in passed if name not in parameters]
+    takes_any = any(p.kind == p.VAR_KEYWORD for p in parameters.values())
+    return passed, [] if takes_any else [name for name in passed if name not in parameters]
 
 
 def _parameters(kind: type) -> dict[str, inspect.Parameter]:
-    """Return the parameters of `from_pretrained`, and of the constructor to which it passes further
-    options."""
+    """Return the parameters of `from_pretrained`, and of the constructor that gets its further options."""
     loader: Any = kind
     parameters = dict(inspect.signature(loader.from_pretrained).parameters)
     rest = [name for name, p in parameters.items() if p.kind == p.VAR_KEYWORD]

@@ -1,34 +1,61 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Test an adapter against the contract of `visalign.interfaces.DiffusionPolicy`."""
+"""Test an adapter against the contract of `visalign.interfaces.DiffusionPolicy`.
+
+Each check yields pairs (broken, problem and its fix); the first that is broken is raised.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, get_args
 
 import torch
+from torch import Tensor
 
 from visalign.errors import UserError
-from visalign.interfaces import DiffusionPolicy, Prediction
-
-from .check_training import Probe, check_forward_count, check_gradients, check_reference, check_save
+from visalign.interfaces import Condition, DiffusionPolicy, Prediction
 
 METHODS = "encode velocity times decode sigmas reference trainable_parameters save".split()
 MEMBERS = (
     "latent_shape storage_dtype compute_dtype prediction module device".split() + METHODS + ["forward_count"]
 )
 
+Problems = Generator[tuple[object, str], None, None]
+
 
 class AdapterError(UserError):
     """An adapter breaks its contract; the message says how to fix it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Probe:
+    """Fixed inputs of the checks: three samples of two prompts."""
+
+    policy: DiffusionPolicy
+    prompts: Sequence[str]
+    condition: Condition
+    x: Tensor
+    sigma: Tensor
+    tolerance: float
+
+    def velocity(self, condition: Condition | None = None) -> Tensor:
+        """Compute the velocity without gradient."""
+        with torch.no_grad():
+            return self.policy.velocity(self.x, self.sigma, condition or self.condition)
+
+    def differ(self, a: Tensor, b: Tensor) -> bool:
+        """Return True if the tensors differ by more than the tolerance relative to the largest |b|."""
+        return bool((a - b).abs().max() > self.tolerance * b.abs().max().clamp_min(1e-6))
 
 
 def check_adapter(
     policy: DiffusionPolicy,
     *,
     prompts: Sequence[str] = ("a red circle", "two blue squares"),
-    seed: int = 0,
-    tolerance: float | None = None,
     save: bool = True,
 ) -> list[str]:
     """Run the contract tests on an adapter, and restore its weights and gradients.
@@ -36,8 +63,6 @@ def check_adapter(
     Args:
         policy: Adapter.
         prompts: Two prompts that the model should tell apart.
-        seed: Seed of latents and weight perturbations.
-        tolerance: Relative tolerance of equal values; by default 1e-4, or 0.03 for latents in 16 bits.
         save: Test `save` and, if present, `load` in a temporary folder.
 
     Returns:
@@ -48,195 +73,317 @@ def check_adapter(
     """
     check_members(policy)
     first, second = prompts
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn((3, *policy.latent_shape), generator=generator)
-    if tolerance is None:
-        tolerance = 1e-4 if policy.storage_dtype.itemsize >= 4 else 0.03
-    probe = Probe(
+    x = torch.randn((3, *policy.latent_shape), generator=torch.Generator().manual_seed(0))
+    probe = _Probe(
         policy=policy,
-        prompts=(first, second),
+        prompts=prompts,
         condition=policy.encode([first, second, first]),
         x=x.to(policy.device, policy.storage_dtype),
         sigma=torch.tensor([0.9, 0.5, 0.2], device=policy.device),
-        tolerance=tolerance,
+        tolerance=1e-4 if policy.storage_dtype.itemsize >= 4 else 0.03,
     )
-    for name, check in _CHECKS.items():
-        if name != "save" or save:
-            _fail_with(name, check(probe))
-    return [name for name in ("protocol", "latents", *_CHECKS) if name != "save" or save]
+    checks = {name: check for name, check in _CHECKS.items() if name != "save" or save}
+    for name, check in checks.items():
+        _raise_first(name, check(probe))
+    return ["protocol", "latents", *checks]
 
 
 def check_members(policy: Any) -> None:
-    """Raise `AdapterError` if a member of the contract is missing or declared wrongly; nothing is
-    computed."""
+    """Raise `AdapterError` if a member of the contract is missing or declared wrongly, without computing."""
     missing = [name for name in MEMBERS if not hasattr(policy, name)]
     if missing:
         raise AdapterError(
             f"protocol: {type(policy).__name__} has no {', '.join(missing)}. Add what "
             "visalign.interfaces.DiffusionPolicy lists."
         )
-    shape = policy.latent_shape
-    if not (isinstance(shape, tuple) and shape and all(isinstance(n, int) and n > 0 for n in shape)):
-        _fail_with(
-            "latents",
-            f"latent_shape is {shape!r}. Make it a tuple of positive integers: what follows B, (C, H, W).",
-        )
-    if not policy.storage_dtype.is_floating_point:
-        _fail_with("latents", f"storage_dtype is {policy.storage_dtype}. Make it a floating dtype.")
-    if not isinstance(policy.compute_dtype, torch.dtype):
-        _fail_with("protocol", f"compute_dtype is {policy.compute_dtype!r}. Make it a torch.dtype.")
-    if policy.prediction not in get_args(Prediction):
-        _fail_with(
-            "protocol",
-            f"prediction is {policy.prediction!r}; allowed: {', '.join(get_args(Prediction))}. Declare what "
+    shape, dtype, predictions = policy.latent_shape, policy.storage_dtype, get_args(Prediction)
+    is_shape = isinstance(shape, tuple) and shape and all(isinstance(n, int) and n > 0 for n in shape)
+    for broken, message in (
+        (
+            not is_shape,
+            f"latents: latent_shape is {shape!r}. Make it a tuple of positive integers: what follows B, (C, "
+            "H, W).",
+        ),
+        (not dtype.is_floating_point, f"latents: storage_dtype is {dtype}. Make it a floating dtype."),
+        (
+            not isinstance(policy.compute_dtype, torch.dtype),
+            f"protocol: compute_dtype is {policy.compute_dtype!r}. Make it a torch.dtype.",
+        ),
+        (
+            policy.prediction not in predictions,
+            f"protocol: prediction is {policy.prediction!r}; allowed: {', '.join(predictions)}. Declare what "
             "the network gives; velocity() converts it (visalign.flow.velocity_of_prediction).",
-        )
+        ),
+    ):
+        if broken:
+            raise AdapterError(message)
 
 
-def _fail_with(name: str, problem: str | None) -> None:
-    """Raise the problem that a check returned."""
-    if problem:
-        raise AdapterError(f"{name}: {problem}")
+def _raise_first(name: str, problems: Problems) -> None:
+    for broken, message in problems:
+        if broken:
+            problems.close()  # its blocks restore the weights
+            raise AdapterError(f"{name}: {message}")
 
 
-def _check_sigmas(probe: Probe) -> str | None:
+def _check_sigmas(probe: _Probe) -> Problems:
     for timestep_schedule in ("diffusers", "plain"):
         for steps in (1, 4):
             sigmas = probe.policy.sigmas(steps, timestep_schedule=timestep_schedule)
-            if sigmas.shape != (steps + 1,) or sigmas.dtype != torch.float32:
-                return (
-                    f"sigmas({steps}, timestep_schedule={timestep_schedule!r}) is {sigmas.dtype} "
-                    f"{tuple(sigmas.shape)}. Return float32 [steps + 1], the final 0 included."
-                )
+            call = f"sigmas({steps}, timestep_schedule={timestep_schedule!r})"
+            yield (
+                sigmas.shape != (steps + 1,) or sigmas.dtype != torch.float32,
+                f"{call} is {sigmas.dtype} {tuple(sigmas.shape)}. Return float32 [steps + 1], the final 0 "
+                "included.",
+            )
             starts = sigmas[0] == 1 or (probe.policy.prediction != "velocity" and sigmas[0] < 1)
-            if not starts or sigmas[-1] != 0 or not bool((sigmas.diff() < 0).all()):
-                return (
-                    f"sigmas({steps}, timestep_schedule={timestep_schedule!r}) is {sigmas.tolist()}. It must "
-                    "fall strictly from 1 to 0 (from below 1 where the prediction is not the velocity)."
-                )
+            yield (
+                not starts or sigmas[-1] != 0 or not bool((sigmas.diff() < 0).all()),
+                f"{call} is {sigmas.tolist()}. It must fall strictly from 1 to 0 (from below 1 where the "
+                "prediction is not the velocity).",
+            )
             times = probe.policy.times(sigmas)
-            if times.shape != sigmas.shape or times.dtype != torch.float32:
-                return (
-                    f"times of {steps + 1} noise levels is {times.dtype} {tuple(times.shape)}. Return "
-                    "float32, one time per level."
-                )
-    return None
+            yield (
+                times.shape != sigmas.shape or times.dtype != torch.float32,
+                f"times of {steps + 1} noise levels is {times.dtype} {tuple(times.shape)}. Return float32, "
+                "one time per level.",
+            )
 
 
-def _check_encode(probe: Probe) -> str | None:
-    condition = probe.condition
-    selected = condition.select(torch.zeros(4, dtype=torch.int64))
-    if len(condition) != 3 or len(selected) != 4:
-        return (
-            f"encode of 3 prompts has length {len(condition)}, select of 4 has {len(selected)}. Let __len__ "
-            "count samples, not unique prompts."
-        )
-    return None
+def _check_encode(probe: _Probe) -> Problems:
+    selected = probe.condition.select(torch.zeros(4, dtype=torch.int64))
+    yield (
+        len(probe.condition) != 3 or len(selected) != 4,
+        f"encode of 3 prompts has length {len(probe.condition)}, select of 4 has {len(selected)}. Let "
+        "__len__ count samples, not unique prompts.",
+    )
 
 
-def _check_velocity(probe: Probe) -> str | None:
+def _check_velocity(probe: _Probe) -> Problems:
     v = probe.velocity()
-    if v.shape != probe.x.shape or v.dtype != torch.float32:
-        return (
-            f"velocity is {v.dtype} {tuple(v.shape)} for latents {tuple(probe.x.shape)}. Return float32 in "
-            "the latents' shape (call .float() on the model's output)."
-        )
-    if v.requires_grad or not bool(v.isfinite().all()):
-        return "velocity under no_grad is not finite, or requires grad. Look for NaN weights or enable_grad."
+    yield (
+        v.shape != probe.x.shape or v.dtype != torch.float32,
+        f"velocity is {v.dtype} {tuple(v.shape)} for latents {tuple(probe.x.shape)}. Return float32 in the "
+        "latents' shape (call .float() on the model's output).",
+    )
+    yield (
+        v.requires_grad or not bool(v.isfinite().all()),
+        "velocity under no_grad is not finite, or requires grad. Look for NaN weights or enable_grad.",
+    )
     with torch.enable_grad():
         with_gradient = probe.policy.velocity(probe.x, probe.sigma, probe.condition).detach()
     difference = float((with_gradient - v).abs().max() / v.abs().max().clamp_min(1e-6))
-    if difference > 1e-6:
-        return (
-            f"velocity with gradient differs by {difference:.2g} (relative) from the one without, so no "
-            "ratio is 1. Use the same path in both: guidance in the same number of passes, no dropout."
-        )
-    return None
+    yield (
+        difference > 1e-6,
+        f"velocity with gradient differs by {difference:.2g} (relative) from the one without, so no ratio is "
+        "1. Use the same path in both: guidance in the same number of passes, no dropout.",
+    )
 
 
-def _check_condition(probe: Probe) -> str | None:
-    condition, index = probe.condition, torch.tensor([2, 1, 0, 0])
-    selected = condition.select(index)
+def _check_condition(probe: _Probe) -> Problems:
+    condition, index, policy = probe.condition, torch.tensor([2, 1, 0, 0]), probe.policy
     expected = probe.velocity()
-    policy = probe.policy
     with torch.no_grad():
-        permuted = policy.velocity(probe.x[index], probe.sigma[index], selected)
+        permuted = policy.velocity(probe.x[index], probe.sigma[index], condition.select(index))
         direct = policy.velocity(probe.x[:2], probe.sigma[:2], policy.encode(list(probe.prompts)))
-    if probe.differ(permuted, expected[index]) or probe.differ(direct, expected[:2]):
-        return (
-            "a sample's velocity changes with select() or with the order of prompts. Index the encoded "
-            "prompts by sample: select(index) means self.index[index]."
-        )
-    if not probe.differ(probe.velocity(condition.select(torch.tensor([1, 0, 1]))), expected):
-        return (
-            f"the prompts {probe.prompts} give the same velocity. Pass the condition to the model, or "
-            "give check_adapter two prompts that the model tells apart."
-        )
-    return None
+    yield (
+        probe.differ(permuted, expected[index]) or probe.differ(direct, expected[:2]),
+        "a sample's velocity changes with select() or with the order of prompts. Index the encoded prompts "
+        "by sample: select(index) means self.index[index].",
+    )
+    yield (
+        not probe.differ(probe.velocity(condition.select(torch.tensor([1, 0, 1]))), expected),
+        f"the prompts {probe.prompts} give the same velocity. Pass the condition to the model, or give "
+        "check_adapter two prompts that the model tells apart.",
+    )
 
 
-def _check_neighbours(probe: Probe) -> str | None:
+def _check_neighbours(probe: _Probe) -> Problems:
     batched = probe.velocity()
     for i in range(3):
-        row = slice(i, i + 1)
+        row, condition = slice(i, i + 1), probe.condition.select(torch.tensor([i]))
         with torch.no_grad():
-            single = probe.policy.velocity(
-                probe.x[row], probe.sigma[row], probe.condition.select(torch.tensor([i]))
-            )
-        if probe.differ(single, batched[row]):
-            return (
-                f"the velocity of sample {i} depends on its neighbours in the batch. Remove statistics "
-                "over the batch, padding that is not masked, and one sigma used for all."
-            )
-    return None
+            single = probe.policy.velocity(probe.x[row], probe.sigma[row], condition)
+        yield (
+            probe.differ(single, batched[row]),
+            f"the velocity of sample {i} depends on its neighbours in the batch. Remove statistics over the "
+            "batch, padding that is not masked, and one sigma used for all.",
+        )
 
 
-def _check_decode(probe: Probe) -> str | None:
+def _check_gradients(probe: _Probe) -> Problems:
+    parameters = probe.policy.trainable_parameters()
+    names = [name for name, _ in parameters]
+    yield (
+        not names or len(set(names)) < len(names),
+        f"trainable_parameters() gives {len(names)} names, {len(set(names))} different. Name each once.",
+    )
+    for name, p in parameters:
+        yield (
+            not p.requires_grad,
+            f"{name} is listed as trainable but frozen. List the parameters with requires_grad.",
+        )
+    trainable = {id(p) for _, p in parameters}
+    untrained = [(n, p) for n, p in probe.policy.module.named_parameters() if id(p) not in trainable]
+    saved_gradients = [p.grad for _, p in (*parameters, *untrained)]
+    for _, p in (*parameters, *untrained):
+        p.grad = None
+    try:
+        with torch.enable_grad():
+            probe.policy.velocity(probe.x, probe.sigma, probe.condition).square().sum().backward()
+        unreached = [name for name, p in parameters if p.grad is None]
+        leaked = [name for name, p in untrained if p.grad is not None]
+        dead = all(p.grad is None or not bool(p.grad.any()) for _, p in parameters)
+    finally:
+        for (_, p), grad in zip((*parameters, *untrained), saved_gradients, strict=True):
+            p.grad = grad
+    yield (
+        unreached or dead,
+        f"no gradient reaches {unreached[0] if unreached else 'any parameter'}. Compute velocity with the "
+        "module that trainable_parameters() names, outside of no_grad; leave unused parameters out.",
+    )
+    for name in leaked:
+        yield (
+            True,
+            f"{name} gets a gradient but is not listed as trainable. Freeze it: requires_grad_(False).",
+        )
+
+
+@contextmanager
+def _perturbed(probe: _Probe) -> Iterator[None]:
+    """Add noise to the trainable weights inside the block."""
+    generator = torch.Generator().manual_seed(1)
+    parameters = [p for _, p in probe.policy.trainable_parameters()]
+    original = [p.detach().clone() for p in parameters]
+    with torch.no_grad():
+        for p in parameters:
+            p.add_((0.1 * torch.randn(p.shape, generator=generator)).to(p.device, p.dtype))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for p, value in zip(parameters, original, strict=True):
+                p.copy_(value)
+
+
+def _check_reference(probe: _Probe) -> Problems:
+    policy = probe.policy
+    with policy.reference():
+        before = probe.velocity()
+    with _perturbed(probe):
+        flags = [p.requires_grad for _, p in policy.trainable_parameters()]
+        trained = probe.velocity()
+        with policy.reference():
+            with policy.reference():
+                pass
+            inside = probe.velocity()
+        after = probe.velocity()
+        flags_after = [p.requires_grad for _, p in policy.trainable_parameters()]
+    yield (
+        not probe.differ(trained, before),
+        "changing the trainable parameters does not change the velocity. Check what velocity() calls.",
+    )
+    yield (
+        probe.differ(inside, before),
+        "inside reference(), also after a nested one has ended, the policy must be the model before "
+        "training. Switch adapters off (or the original weights in) at the outermost entry only.",
+    )
+    yield (
+        probe.differ(after, trained) or flags_after != flags,
+        "reference() did not restore the policy: weights and requires_grad must come back. Restore them in a "
+        "finally block.",
+    )
+
+
+def _check_decode(probe: _Probe) -> Problems:
     with torch.no_grad():
         images, single = probe.policy.decode(probe.x), probe.policy.decode(probe.x[1:2])
-    if images.ndim != 4 or images.shape[:2] != (3, 3) or images.dtype != torch.float32:
-        return f"decode of 3 latents is {images.dtype} {tuple(images.shape)}. Return float32 [B, 3, H, W]."
-    if not (bool(images.isfinite().all()) and images.min() >= 0 and images.max() <= 1):
-        return (
-            f"decoded values reach from {float(images.min()):.3g} to {float(images.max()):.3g}. Map the "
-            "autoencoder's [-1, 1] to [0, 1] with (image / 2 + 0.5).clamp(0, 1)."
-        )
-    if probe.differ(single, images[1:2]):
-        return "a decoded image depends on its neighbours in the batch. Put the autoencoder into eval mode."
-    return None
+    yield (
+        images.ndim != 4 or images.shape[:2] != (3, 3) or images.dtype != torch.float32,
+        f"decode of 3 latents is {images.dtype} {tuple(images.shape)}. Return float32 [B, 3, H, W].",
+    )
+    yield (
+        not (bool(images.isfinite().all()) and images.min() >= 0 and images.max() <= 1),
+        f"decoded values reach from {float(images.min()):.3g} to {float(images.max()):.3g}. Map the "
+        "autoencoder's [-1, 1] to [0, 1] with (image / 2 + 0.5).clamp(0, 1).",
+    )
+    yield (
+        probe.differ(single, images[1:2]),
+        "a decoded image depends on its neighbours in the batch. Put the autoencoder into eval mode.",
+    )
 
 
-def _check_encode_images(probe: Probe) -> str | None:
+def _check_encode_images(probe: _Probe) -> Problems:
     policy: Any = probe.policy
     if not hasattr(policy, "encode_images"):
-        return None
+        return
     draw = torch.Generator().manual_seed(0)
     images = [torch.rand(3, *size, generator=draw) for size in ((40, 56), (64, 64))]
     try:
         batched, single = policy.encode_images(images), policy.encode_images(images[1:])
     except UserError:  # a model without an image encoder says so
-        return None
+        return
     expected = (2, *policy.latent_shape)
-    if batched.shape != expected or batched.dtype != policy.storage_dtype:
-        return (
-            f"encode_images of 2 images is {batched.dtype} {tuple(batched.shape)}. Return "
-            f"{policy.storage_dtype} {expected}, as velocity takes latents."
+    yield (
+        batched.shape != expected or batched.dtype != policy.storage_dtype,
+        f"encode_images of 2 images is {batched.dtype} {tuple(batched.shape)}. Return {policy.storage_dtype} "
+        f"{expected}, as velocity takes latents.",
+    )
+    yield (
+        probe.differ(single, batched[1:]),
+        "the latents of an image depend on its neighbours. Take the posterior's mode, not a sample.",
+    )
+
+
+def _check_forward_count(probe: _Probe) -> Problems:
+    def counts() -> tuple[int, int]:
+        return probe.policy.forward_count.forward, probe.policy.forward_count.forward_backward
+
+    start = counts()
+    probe.velocity()
+    middle = counts()
+    with torch.enable_grad():
+        probe.policy.velocity(probe.x, probe.sigma, probe.condition)
+    end = counts()
+    yield (
+        middle[0] - start[0] not in (3, 6) or middle[1] != start[1] or end[1] - middle[1] != 3,
+        f"3 latents without and then with gradient counted (forward, forward_backward) {start} -> {middle} "
+        f"-> {end}. Count latents: forward without gradient (twice under guidance), forward_backward with.",
+    )
+
+
+def _check_save(probe: _Probe) -> Problems:
+    policy: Any = probe.policy
+    with tempfile.TemporaryDirectory() as name, _perturbed(probe):
+        folder = Path(name) / "saved"
+        policy.save(folder)
+        yield (
+            not folder.is_dir() or not any(folder.iterdir()),
+            f"save(folder) wrote nothing to {folder}. Write the trained weights into that folder.",
         )
-    if probe.differ(single, batched[1:]):
-        return "the latents of an image depend on its neighbours. Take the posterior's mode, not a sample."
-    return None
+        if not hasattr(policy, "load"):
+            return
+        saved = probe.velocity()
+        with torch.no_grad():
+            for _, p in policy.trainable_parameters():
+                p.mul_(0.5)
+        policy.load(folder)
+        yield (
+            probe.differ(probe.velocity(), saved),
+            "load(folder) does not restore what save(folder) wrote. Save all of trainable_parameters().",
+        )
 
 
-_CHECKS: dict[str, Callable[[Probe], str | None]] = {
+_CHECKS: dict[str, Callable[[_Probe], Problems]] = {
     "sigmas": _check_sigmas,
     "encode": _check_encode,
     "velocity": _check_velocity,
     "condition": _check_condition,
     "neighbours": _check_neighbours,
-    "gradients": check_gradients,
-    "reference": check_reference,
+    "gradients": _check_gradients,
+    "reference": _check_reference,
     "decode": _check_decode,
     "encode_images": _check_encode_images,
-    "forward_count": check_forward_count,
-    "save": check_save,
+    "forward_count": _check_forward_count,
+    "save": _check_save,
 }

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pipelines without weights: shapes alone, from which passes and memory are counted instead of run.
+"""Pipelines without weights: only shapes, from which passes and memory are counted instead of run.
 
-Inside `hollow_pipelines` diffusers makes a pipeline of its configuration files. Its networks hold their
+Inside `hollow_pipelines` diffusers builds a pipeline from its configuration files. Its networks hold their
 parameters on the meta device; a call goes through them there and comes back with random numbers of the right
 shape, so that tokenisation, packing, masks and guidance are the policy's own.
 """
@@ -12,7 +12,7 @@ import functools
 import importlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -33,28 +33,27 @@ from visalign.adapters.pipeline.quantization import FourBits, by_shapes_alone
 
 META = torch.device("meta")
 LAYOUT = {"img_mask"}
-"""Arguments of networks that say where in a sequence something stands, and so how long it is."""
+"""Arguments of networks whose values give positions in a sequence, and so its length."""
 SIZES = {"grid_thw", "cu_seqlens"}
-"""Arguments of layers whose numbers are read: how a tower's patches belong together."""
+"""Arguments of layers whose values are read: which of a tower's patches belong together."""
 SMALL = 50e6
 """Bytes below which text encoders are loaded."""
 
 
 @dataclass
 class Trace:
-    """Operations and bytes of the networks of a hollow pipeline; a call with gradient also counts in
-    `held`."""
+    """Operations and bytes of the networks of a hollow pipeline."""
 
     flops: dict[str, int] = field(default_factory=dict)
     """Part of the pipeline -> floating-point operations of matrix products (a multiply-add is two) since
-    `clear`, forward alone."""
+    `clear`, without backward."""
     held: int = 0
-    """Bytes that the backward of a network's last call would find stored, weights left out."""
+    """Bytes that the backward of a network's last call with gradient would find stored, without weights."""
     largest_block: int = 0
-    """Bytes that one block computes again at a time under gradient checkpointing; 0 without."""
+    """Bytes that one block recomputes at a time under gradient checkpointing; 0 without."""
 
     def clear(self) -> None:
-        """Count anew."""
+        """Reset the counts."""
         self.flops.clear()
         self.held = self.largest_block = 0
 
@@ -80,8 +79,8 @@ def hollow_pipelines() -> Iterator[Trace]:
             listed = isinstance(entry, list) and entry[0] and name not in options
             if listed and not (name.startswith("text_encoder") and _is_small(Path(folder) / name)):
                 part = _hollow(folder, name, entry, dtypes.get(name, dtypes["default"]))
-                _round(part, rounded.get(name))
                 if part is not None:
+                    _round(part, rounded.get(name))
                     parts[name] = _traced(part, name, trace)
         kind = getattr(diffusers, index["_class_name"])
         return original.__func__(kind, folder, dtype=dtype, **parts, **options)
@@ -115,7 +114,8 @@ def hollow_pipelines() -> Iterator[Trace]:
 @contextmanager
 def traced_network(network: Any, *parts: nn.Module) -> Iterator[Trace]:
     """Trace calls of a network on the meta device, or of its `parts`, inside the block; CPU autocast stands
-    for that of the device. The trace is complete after the block."""
+    for that of the device. The trace is complete after the block.
+    """
     trace, before, autocast = Trace(), functional.scaled_dot_product_attention, torch.autocast
     weights = {weight.untyped_storage()._cdata for weight in network.parameters()}
     torch_itself: Any = torch
@@ -130,7 +130,7 @@ def traced_network(network: Any, *parts: nn.Module) -> Iterator[Trace]:
             device_type.replace("meta", "cpu"), *args, **kw
         )
         for part, part_forward in called:
-            part.forward = _as_autocast_has_it(part, part_forward)
+            part.forward = _under_autocast(part, part_forward)
         with (
             FlopCounterMode(display=False) as counter,
             stored(weights) as stored_bytes,
@@ -148,7 +148,8 @@ def traced_network(network: Any, *parts: nn.Module) -> Iterator[Trace]:
 
 def _is_small(folder: Path) -> bool:
     """Return True if an encoder is loaded anyway: a small one may yield only null tokens, of which the policy
-    keeps one, which changes every number."""
+    keeps one, which changes every number.
+    """
     sizes = [file.stat().st_size for file in folder.glob("*.safetensors")]
     return bool(sizes) and sum(sizes) < SMALL
 
@@ -174,43 +175,42 @@ def _hollow(folder: str, name: str, entry: list[str], dtype: torch.dtype) -> nn.
 
 
 def _round(part: Any, config: Any) -> None:
-    """Round the linear layers as the config of the part says, in place; None rounds nothing."""
-    if isinstance(config, TorchAoConfig):
-        _round_to_eight_bits(part, config)
-    elif isinstance(config, FourBits):
-        _round_to_four_bits(part, config.dtype)
+    """Round the linear layers as diffusers does when it reads them, in place; None rounds nothing.
 
-
-def _round_to_eight_bits(part: Any, config: TorchAoConfig) -> None:
-    """Round the linear layers as diffusers does where it reads them."""
-    from torchao.quantization import quantize_  # type: ignore[import-not-found]  # optional
-
+    bitsandbytes keeps NF4 weights as two in a byte, a float32 scale for 64 of them, and a table of 16 values.
+    """
     float32_names = set(getattr(part, "_keep_in_fp32_modules", None) or ())
-    for path, layer in part.named_modules():
-        if isinstance(layer, nn.Linear) and not float32_names & set(path.split(".")):
-            quantize_(layer, config.quant_type)
-    part.hf_quantizer = SimpleNamespace(quantization_config=config)  # which peft asks
+    linear = [(path, layer) for path, layer in part.named_modules() if isinstance(layer, nn.Linear)]
+    if isinstance(config, TorchAoConfig):
+        from torchao.quantization import quantize_  # type: ignore[import-not-found]  # optional
 
-
-def _round_to_four_bits(part: Any, dtype: torch.dtype) -> None:
-    """Give the linear layers that diffusers replaces what bitsandbytes keeps of NF4 weights: two in a byte, a
-    float32 scale for 64 of them, and the table of 16 values."""
-    config = SimpleNamespace(load_in_4bit=True, bnb_4bit_compute_dtype=dtype)
-    part.hf_quantizer = SimpleNamespace(quantization_config=config)
-    float32_names = getattr(part, "_keep_in_fp32_modules", None) or ()
-    for path, layer in list(part.named_modules()):
-        if isinstance(layer, nn.Linear) and not any(
-            key + "." in path or key == path for key in float32_names
-        ):
+        part.hf_quantizer = SimpleNamespace(quantization_config=config)  # which peft reads
+        for path, layer in linear:
+            if not float32_names & set(path.split(".")):
+                quantize_(layer, config.quant_type)
+    elif isinstance(config, FourBits):
+        four_bits = SimpleNamespace(load_in_4bit=True, bnb_4bit_compute_dtype=config.dtype)
+        part.hf_quantizer = SimpleNamespace(quantization_config=four_bits)
+        for path, layer in linear:
+            if any(key + "." in path or key == path for key in float32_names):
+                continue
             count = layer.weight.numel()
             packed = torch.empty((count + 1) // 2, 1, dtype=torch.uint8, device=META)
             layer.weight = nn.Parameter(packed, requires_grad=False)
             layer.register_buffer("absmax", torch.empty(-(-count // 64), device=META))
             layer.register_buffer("code", torch.empty(16, device=META))
-            layer.__dict__["forward"] = partial(_FourBitsProduct.of, layer, dtype)
+            layer.__dict__["forward"] = partial(_FourBitsProduct.of, layer, config.dtype)
 
 
-class _FourBitsProduct(torch.autograd.Function):
+class _ForwardOnly(torch.autograd.Function):
+    """Base of functions that only count what their backward would keep."""
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError("A hollow pipeline has no backward.")
+
+
+class _FourBitsProduct(_ForwardOnly):
     """x W^T of a weight that is unpacked for the product and again for its backward, which keeps nothing."""
 
     @staticmethod
@@ -223,13 +223,9 @@ class _FourBitsProduct(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, unpacked: Tensor) -> Tensor:
         return functional.linear(x, unpacked)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        raise RuntimeError("A hollow pipeline has no backward.")
-
 
 def _traced(part: Any, name: str, trace: Trace) -> nn.Module:
-    """The part, which says that it is on the CPU and is called with tensors from there."""
+    """Return the part, which claims to be on the CPU and is called with tensors from there."""
     kind = type(part)
     here = {
         "device": property(lambda _: torch.device("cpu")),
@@ -249,16 +245,17 @@ def _traced(part: Any, name: str, trace: Trace) -> nn.Module:
         layout = {key: kwargs.pop(key) for key in LAYOUT & kwargs.keys()}
         args, kwargs = tree_map(_to_meta, (args, kwargs))
         kwargs |= layout
-        call = _as_autocast_has_it(part, forward_of_part)
-        with FlopCounterMode(display=False) as counter:
-            if torch.is_grad_enabled() and not encodes:
-                weights.update(p.untyped_storage()._cdata for p in part.parameters())
-                with stored(weights) as stored_bytes, _checkpoints(part, weights, trace):
-                    out = call(*args, **kwargs)
-                trace.held = sum(stored_bytes.values())
-            else:
-                with torch.no_grad():
-                    out = call(*args, **kwargs)
+        call, grad = _under_autocast(part, forward_of_part), torch.is_grad_enabled() and not encodes
+        weights.update(p.untyped_storage()._cdata for p in part.parameters())
+        with (
+            FlopCounterMode(display=False) as counter,
+            torch.set_grad_enabled(grad),
+            stored(weights) as stored_bytes,
+            _checkpoints(part, weights, trace) if grad else nullcontext(),
+        ):
+            out = call(*args, **kwargs)
+        if grad:
+            trace.held = sum(stored_bytes.values())
         trace.flops[name] = trace.flops.get(name, 0) + counter.get_total_flops()
         return tree_map(_to_numbers, out)
 
@@ -271,64 +268,51 @@ def _traced(part: Any, name: str, trace: Trace) -> nn.Module:
         encode = part.encode
 
         def encoded(x: Tensor, *args: Any, **kwargs: Any) -> SimpleNamespace:
-            encoded_tensors = encode(_to_meta(x), *args, **kwargs)
-            mean = (
-                encoded_tensors.latent_dist.mode()
-                if hasattr(encoded_tensors, "latent_dist")
-                else encoded_tensors.latent
-            )
-            return SimpleNamespace(latents=_to_numbers(mean))  # which pipelines that edit take
+            out = encode(_to_meta(x), *args, **kwargs)
+            latents = out.latent_dist.mode() if hasattr(out, "latent_dist") else out.latent
+            return SimpleNamespace(latents=_to_numbers(latents))  # which pipelines that edit take
 
         part.encode = encoded
     return part
 
 
 def _beside_meta(_: Any, args: Any, kwargs: Any) -> Any:
-    """Arguments on the meta device where one of them is, but those of `SIZES`: masks that a `LAYOUT` has led
-    to go with latents."""
+    """Move arguments to the meta device where one of them is, except `SIZES`: masks that come from a `LAYOUT`
+    go with latents.
+    """
     if not any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves((args, kwargs))):
         return args, kwargs
     sizes = {key: kwargs[key] for key in SIZES & kwargs.keys()}
     return tree_map(_to_meta, args), tree_map(_to_meta, kwargs) | sizes
 
 
-def _as_autocast_has_it(part: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The call, under autocast on tensors without numbers that say they are on a CPU: autocast knows no meta
-    device."""
+def _under_autocast(part: nn.Module, original_forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the call; under autocast, which knows no meta device, on fake tensors that claim to be on a
+    CPU."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_autocast_enabled("cpu"):
-            return forward(*args, **kwargs)
-        return tree_map(_from_fake, _under_autocast(part, forward)(*args, **kwargs))
+            return original_forward(*args, **kwargs)
+        forward, mode, fakes = part.forward, FakeTensorMode(), dict[int, FakeTensor]()
 
-    return call
+        def fake(value: Any) -> Any:
+            if not (isinstance(value, Tensor) and value.is_meta):
+                return value
+            if id(value) not in fakes:  # one tensor at two places stays one
+                fakes[id(value)] = FakeTensor(mode, value, torch.device("cpu"))
+            return fakes[id(value)]
 
+        def to_meta(value: Any) -> Any:
+            is_fake = isinstance(value, FakeTensor)
+            return torch.empty(value.shape, dtype=value.dtype, device=META) if is_fake else value
 
-def _from_fake(value: Any) -> Any:
-    if not isinstance(value, FakeTensor):
-        return value
-    return torch.empty(value.shape, dtype=value.dtype, device=META)
-
-
-def _under_autocast(part: nn.Module, original_forward: Callable[..., Any]) -> Callable[..., Any]:
-    mode, forward = FakeTensorMode(), part.forward
-    cpu, casts = torch.device("cpu"), dict[int, FakeTensor]()
-
-    def fake(value: Any) -> Any:
-        if not (isinstance(value, Tensor) and value.is_meta):
-            return value
-        if id(value) not in casts:  # what is one tensor twice stays one
-            casts[id(value)] = FakeTensor(mode, value, cpu)
-        return casts[id(value)]
-
-    def call(*args: Any, **kwargs: Any) -> Any:
         weights = {name: fake(value) for name, value in [*part.named_parameters(), *part.named_buffers()]}
         args, kwargs = tree_map(fake, (args, kwargs))
         part.forward = original_forward
         try:
             with mode, warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of slower kernels, which run elsewhere
-                return functional_call(part, weights, args, kwargs)
+                return tree_map(to_meta, functional_call(part, weights, args, kwargs))
         finally:
             part.forward = forward
 
@@ -337,7 +321,7 @@ def _under_autocast(part: nn.Module, original_forward: Callable[..., Any]) -> Ca
 
 @contextmanager
 def stored(weights: set[int]) -> Iterator[dict[int, int]]:
-    """Storage -> bytes of what autograd keeps inside the block, each once and no weight."""
+    """Yield storage -> bytes of what autograd keeps inside the block, each once, without weights."""
     sizes: dict[int, int] = {}
     alive: list[Tensor] = []
 
@@ -354,11 +338,8 @@ def stored(weights: set[int]) -> Iterator[dict[int, int]]:
 
 @contextmanager
 def _checkpoints(part: Any, weights: set[int], trace: Trace) -> Iterator[None]:
-    """Let checkpointed blocks store only their inputs inside the block; the largest recomputation is counted
-    separately."""
-    if not getattr(part, "gradient_checkpointing", False) and not any(
-        getattr(m, "gradient_checkpointing", False) for m in part.modules()
-    ):
+    """Let checkpointed layers store only their inputs inside the block; `trace.largest_block` is updated."""
+    if not any(getattr(m, "gradient_checkpointing", False) for m in part.modules()):
         yield
         return
 
@@ -367,11 +348,7 @@ def _checkpoints(part: Any, weights: set[int], trace: Trace) -> Iterator[None]:
         with stored(weights) as stored_bytes:
             out = call(*args)
         trace.largest_block = max(trace.largest_block, sum(stored_bytes.values()))
-        return (
-            _Kept.apply(out, *inputs)
-            if isinstance(out, Tensor)
-            else tuple(_Kept.apply(o, *inputs) if isinstance(o, Tensor) else o for o in out)
-        )
+        return tree_map(lambda o: _Kept.apply(o, *inputs) if isinstance(o, Tensor) else o, out)
 
     owners = [m for m in part.modules() if hasattr(m, "_gradient_checkpointing_func")]
     before = [m._gradient_checkpointing_func for m in owners]
@@ -384,7 +361,7 @@ def _checkpoints(part: Any, weights: set[int], trace: Trace) -> Iterator[None]:
             module._gradient_checkpointing_func = func
 
 
-class _Kept(torch.autograd.Function):
+class _Kept(_ForwardOnly):
     """The identity, which keeps other tensors."""
 
     @staticmethod
@@ -392,12 +369,8 @@ class _Kept(torch.autograd.Function):
         ctx.save_for_backward(*inputs)
         return value.view_as(value)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        raise RuntimeError("A hollow pipeline has no backward.")
 
-
-class _Attention(torch.autograd.Function):
+class _Attention(_ForwardOnly):
     """Attention as fused kernels keep it: queries, keys, values, output, and a number per row."""
 
     @staticmethod
@@ -408,10 +381,6 @@ class _Attention(torch.autograd.Function):
         out = torch.matmul(scores, every[1])
         ctx.save_for_backward(query, key, value, out, query.new_empty(query.shape[:-1], dtype=torch.float32))
         return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        raise RuntimeError("A hollow pipeline has no backward.")
 
 
 def _attention_of() -> Callable[..., Any]:

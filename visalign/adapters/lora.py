@@ -9,32 +9,33 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
+from pydantic import Field
 from torch import Tensor
 
 from visalign.errors import UserError
+from visalign.settings import Count, settings
 
 ADAPTER = "default"
 """Name of our adapter inside the model."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings("lora")
 class LoraSettings:
     """LoRA settings; the defaults are Flow-GRPO's for SD3.5 (arXiv 2505.05470)."""
 
-    rank: int = 32
+    rank: Count = 32
     """Rank r of each adapter."""
-    alpha: float = 64
+    alpha: Annotated[int | float, Field(gt=0)] = 64
     """Scale α; an adapter's output is multiplied by α / r."""
-    target_modules: tuple[str, ...] | None = None
+    target_modules: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
     """Name suffixes of the linear layers to adapt; None: the model's attention projections."""
-    dropout: float = 0.0
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Dropout of an adapter's input in training mode. Above 0 the first ratio is not 1, since replay draws
     again."""
     init: Literal["gaussian", "kaiming"] = "gaussian"
@@ -43,24 +44,10 @@ class LoraSettings:
     seed: int = 0
     """Seed of A; the global generator is not used."""
 
-    def __post_init__(self) -> None:
-        if self.rank < 1 or self.alpha <= 0 or not 0 <= self.dropout < 1 or self.target_modules == ():
-            raise UserError(
-                f"LoRA with rank {self.rank}, alpha {self.alpha}, dropout {self.dropout} and "
-                f"target_modules {self.target_modules} is impossible. Give rank ≥ 1, alpha > 0, 0 ≤ dropout "
-                "< 1 and at least one target module (names as in transformer.named_modules())."
-            )
-        if self.init not in ("gaussian", "kaiming"):
-            raise UserError(f"LoRA's init is {self.init!r}; it must be gaussian or kaiming.")
-
 
 def check_bare(model: Any, merging: str) -> None:
-    """Raise if a model already has adapters, which the reference would lose.
-
-    `merging` is the code that merges the adapters of its library, for the message.
-    """
-    present = sorted(getattr(model, "peft_config", {}))
-    if present:
+    """Raise if a model already has adapters; `merging` is the code that merges them, for the message."""
+    if present := sorted(getattr(model, "peft_config", {})):
         raise UserError(
             f"The {type(model).__name__} already has the adapters {present}, and the reference would "
             f"lose them. Merge them into the weights first ({merging}) and use the result."
@@ -68,19 +55,17 @@ def check_bare(model: Any, merging: str) -> None:
 
 
 def insert_adapters(
-    model: Any, settings: LoraSettings, targets: list[str], *, task: str | None = None
+    model: Any, lora: LoraSettings, targets: list[str], *, task: str | None = None
 ) -> list[LoraLayer]:
-    """Freeze a model and insert trainable float32 adapters into the linear layers named by suffix, in place.
-
-    Returns:
-        Layers with adapters, for `lora_disabled`.
+    """Freeze a model and insert trainable float32 adapters into the linear layers named by suffix, in place;
+    return the layers with adapters, for `lora_disabled`.
     """
     model.requires_grad_(False)
     config = LoraConfig(
-        r=settings.rank,
-        lora_alpha=settings.alpha,  # type: ignore[arg-type]  # peft divides, so a float is as good
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # peft divides, so a float is as good
         target_modules=targets,
-        lora_dropout=settings.dropout,
+        lora_dropout=lora.dropout,
         task_type=task,
     )
     with torch.random.fork_rng(devices=[]):
@@ -89,15 +74,15 @@ def insert_adapters(
         else:  # the model's library has no adapters
             inject_adapter_in_model(config, model, adapter_name=ADAPTER)
             model.peft_config = {ADAPTER: config}
-    generator = torch.Generator().manual_seed(settings.seed)
+    generator = torch.Generator().manual_seed(lora.seed)
     for name, weight in model.named_parameters():
         if not weight.requires_grad:
             continue
         weight.data = weight.data.float()
         if ".lora_A." in name:
             initial, bound = torch.empty(weight.shape), 1 / math.sqrt(weight[0].numel())
-            if settings.init == "gaussian":
-                initial.normal_(std=1 / settings.rank, generator=generator)
+            if lora.init == "gaussian":
+                initial.normal_(std=1 / lora.rank, generator=generator)
             else:
                 initial.uniform_(-bound, bound, generator=generator)
             weight.data.copy_(initial)

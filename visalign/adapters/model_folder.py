@@ -16,22 +16,19 @@ MODULAR_INDEX = "modular_model_index.json"
 
 
 def local_folder(folder_or_id: str | Path, content: str) -> Path | None:
-    """Return the local folder, or None for a hub name `owner/name`; an existing folder takes precedence.
-
-    A string counts as a folder unless it reads `owner/name` and `owner` is no folder here. `content`
-    describes such a folder in the message.
+    """Return the local folder, or None for a string that reads as a hub name `owner/name` and whose owner is
+    no folder here. `content` describes such a folder in the message.
     """
     folder = Path(folder_or_id)
     if folder.is_dir():
         return folder
-    is_hub_name = (
-        isinstance(folder_or_id, str)
-        and len(folder.parts) == 2 == folder_or_id.count("/") + 1
-        and folder_or_id[0] not in "./~"
+    name = str(folder_or_id) if isinstance(folder_or_id, str) else ""
+    if (
+        name.count("/") == 1
+        and len(folder.parts) == 2
+        and name[0] not in "./~"
         and not folder.parent.is_dir()
-        and not folder.exists()
-    )
-    if is_hub_name:
+    ):
         return None
     raise FileNotFoundError(
         f"There is no model folder {folder}. Give a folder that {content} or a hub name of the form "

@@ -19,11 +19,13 @@ from visalign.flow.steering import check_steering, resample_particles
 from visalign.flow.transitions import Kernel, velocity_between
 from visalign.seeds import sample_seed
 
-from .pipeline.arguments import at_least_one
 from .pipeline.call import PipelineCall
 
 Level = tuple[float, float]
 """(σ on the flow, scale): the pipeline's latents times the scale are those of the flow at σ."""
+
+_EXTRA_STEPS = ("stochastic_sampling", "invert_sigmas", "clip_sample", "thresholding")
+"""Settings of a scheduler under which a step is more than an Euler step down the ODE."""
 
 
 class SteeringCallback:
@@ -33,7 +35,7 @@ class SteeringCallback:
         pipe(prompts, num_images_per_prompt=4, callback_on_step_end=steering)
 
     A callback is given the latents after a step and no prediction of the network. But a step of these
-    samplers is an Euler step of an ODE, so two latents in a row say what it was: on the flow's scale
+    samplers is an Euler step of an ODE, so two consecutive latents give the prediction: on the flow's scale
     v = (x' − x) / (σ' − σ) and x̂0 = x − σ v, exact but for the rounding of latents that are stored in half
     precision, which 1 / (σ − σ') enlarges. Particles are drawn as in `steered_rollout`, in proportion to
     exp(λ (r(x̂0) − r_prev)). The sampler draws no noise, so children of one parent would stay equal: a step
@@ -42,9 +44,26 @@ class SteeringCallback:
     s √(σ − σ')·ε), for every particle. All other steps are the pipeline's own; DDIM's `eta` stays 0.
 
     It costs no pass of the network; images are decoded by the call of a copy of the pipeline, which shares
-    its weights.
+    its weights. One callback serves any number of calls, one at a time.
 
     Singhal et al., Feynman-Kac steering, arXiv 2501.06848.
+
+    Args:
+        pipe: a diffusers pipeline of a family in `FAMILIES`, which is not changed.
+        reward: images [B, 3, H, W] -> [B] in the order of the call's images, higher is better, NaN where
+            unknown; such an image has no child, unless its whole group is unknown.
+        particles: images of a group, side by side (`num_images_per_prompt`), at least 2.
+        resample_after: steps of the call, rising, 1 to T − 2: a callback does not get the latents before step
+            0, and after the last step there is no noise.
+        strength: λ, per unit of the reward.
+        schedule: of the noise: "flow", "dance", "cps" or "ddim".
+        noise_level: of the schedule.
+        seed: of the draws and the noise; the same number gives the same images.
+        decode: latents [B, ...] as the pipeline has them, clean -> images [B, 3, H, W] in [0, 1]; None
+            decodes as the pipeline does (of a video the middle frame).
+        image_size: of the call, a square's side or (height, width), where it is not the pipeline's own.
+        num_frames: of the call's videos, where they are not the pipeline's own number.
+        decode_batch: images decoded at once.
     """
 
     def __init__(
@@ -63,78 +82,43 @@ class SteeringCallback:
         num_frames: int | None = None,
         decode_batch: int = 8,
     ) -> None:
-        """Prepare to steer calls of a pipeline; one callback serves any number of calls, one at a time.
-
-        Args:
-            pipe: a diffusers pipeline of a family in `FAMILIES`; nothing of it is changed.
-            reward: images [B, 3, H, W] -> [B] in the order of the call's images, higher is better, NaN
-                where not known; such an image has no child, unless nothing in its group is known.
-            particles: images of a group, side by side (`num_images_per_prompt`), at least 2.
-            resample_after: steps of the call, rising, 1 to T − 2: the latents before step 0 are not shown to
-                a callback, and after the last step there is no noise.
-            strength: λ, per unit of the reward.
-            schedule: of the noise: "flow", "dance", "cps" or "ddim".
-            noise_level: of the schedule.
-            seed: of the draws and the noise; the same number gives the same images.
-            decode: latents [B, ...] as the pipeline has them, clean -> images [B, 3, H, W] in [0, 1]; None
-                decodes as the pipeline does (of a video the middle frame).
-            image_size: of the call, a square's side or (height, width), where it is not the pipeline's own.
-            num_frames: of the call's videos, where they are not the pipeline's own number.
-            decode_batch: images decoded at once.
-
-        Raises:
-            UserError: a pipeline of no known family or whose call takes no callback, a scheduler whose steps
-                do not say what they were.
-            ValueError: particles, steps, strength or noise out of range.
-        """
-        kind = type(pipe)
-        if "callback_on_step_end" not in inspect.signature(kind.__call__).parameters:
+        if "callback_on_step_end" not in inspect.signature(type(pipe).__call__).parameters:
             raise UserError(
-                f"A call of {kind.__name__} takes no callback_on_step_end, so nothing of it can be steered. "
+                f"A call of {type(pipe).__name__} takes no callback_on_step_end, so it cannot be steered. "
                 "Take a classic pipeline of diffusers that has it, or `flow.steered_rollout` with a policy."
             )
         after = list(resample_after)
         check_steering(particles, after, 1, max(after, default=1), strength)
-        _level_of(pipe.scheduler)
+        self._kernel = Kernel(schedule=schedule, noise_level=noise_level)
+        if not self._kernel.std(torch.tensor(0.5), torch.tensor(0.4)) > 0:
+            raise ValueError(
+                f'schedule "{schedule}" at noise_level {noise_level} draws no noise, so children of one '
+                "parent would stay equal. Raise noise_level; flow, dance, cps and ddim draw it."
+            )
+        _levels_of(pipe.scheduler)
         self._reward, self._particles, self._after = reward, particles, after
         self._strength, self._seed = strength, seed
-        self._kernel = _noisy_kernel(schedule, noise_level)
-        self._batch = at_least_one("decode_batch", decode_batch)
         self._shape: tuple[int, ...] | None = None
         self._decode = decode
         if decode is None:
             call = PipelineCall(copy.copy(pipe), image_size=image_size, num_frames=num_frames)
-            self._shape, self._decode = call.latent_shape, lambda latents: call.images(latents, self._batch)
-        self._step = -1
+            self._shape, self._decode = call.latent_shape, lambda latents: call.images(latents, decode_batch)
 
     @torch.no_grad()
     def __call__(
         self, pipe: Any, step: int, timestep: Any, callback_kwargs: dict[str, Any]
     ) -> dict[str, Any]:
-        """Resample after a step; diffusers calls this at each step's end.
-
-        Returns:
-            The latents to go on with.
-
-        Raises:
-            UserError: what the call does does not fit; the message says how to mend it.
-        """
-        latents = callback_kwargs.get("latents")
-        if latents is None:
-            raise UserError("The steering callback needs 'latents' in callback_on_step_end_tensor_inputs.")
+        """Resample after a step; diffusers calls this at each step's end and goes on with these latents."""
+        latents = callback_kwargs["latents"]
         if step == 0:
             self._begin(pipe, latents)
-        elif step != self._step + 1:
-            raise UserError(
-                f"The steering callback saw step {self._step} and then {step}; give it every step."
-            )
         if step in self._after:
-            latents = self._resampled(_level_of(pipe.scheduler)(timestep), latents, step)
-        self._step, self._before = step, latents
+            latents = self._resampled(_levels_of(pipe.scheduler)(pipe.scheduler, timestep), latents, step)
+        self._before = latents
         return {"latents": latents}
 
     def _begin(self, pipe: Any, latents: Tensor) -> None:
-        """Check what can be checked before an image is paid for."""
+        """Check what can be checked before any image is decoded."""
         steps, count = getattr(pipe, "num_timesteps", len(pipe.scheduler.timesteps)), len(latents)
         try:
             check_steering(self._particles, self._after, 1, steps - 2, self._strength)
@@ -151,53 +135,46 @@ class SteeringCallback:
                 f"{list(self._shape)}: give SteeringCallback the image_size (and num_frames) of the call."
             )
         self._seeds = [sample_seed("callback", self._seed, i) for i in range(count)]
-        self._said = torch.zeros(count, dtype=torch.float64)
+        self._last_reward = torch.zeros(count, dtype=torch.float64)
 
     def _resampled(self, levels: tuple[Level, Level], latents: Tensor, step: int) -> Tensor:
-        """The latents after the step, of the children."""
-        (sigma, scale), (onward, scale_next) = levels
+        """Return the latents of the children after the step."""
+        (sigma, scale), (sigma_next, scale_next) = levels
         x = self._before.float() * scale
-        v = velocity_between(x, latents.float() * scale_next, sigma, onward)
+        v = velocity_between(x, latents.float() * scale_next, sigma, sigma_next)
         assert self._decode is not None
         images = self._decode((x - sigma * v).to(latents.dtype)).float().cpu()
-        parents, self._said = resample_particles(
-            self._reward(images), self._said, self._strength, self._particles, self._seeds, step
+        parents, self._last_reward = resample_particles(
+            self._reward(images), self._last_reward, self._strength, self._particles, self._seeds, step
         )
         parents = parents.to(x.device)
         noise = step_noise(self._seeds, step, x.shape[1:])
-        moved = self._kernel.step(x[parents], v[parents], sigma, onward).sample(noise)
+        moved = self._kernel.step(x[parents], v[parents], sigma, sigma_next).sample(noise)
         return (moved / scale_next).to(latents.dtype)
 
 
-def _level_of(scheduler: Any) -> Callable[[Any], tuple[Level, Level]]:
-    """The levels before and after the step that was just taken, from its timestep.
-
-    Raises:
-        UserError: a scheduler whose steps are no Euler steps of an ODE.
-    """
-    kind, config = type(scheduler), scheduler.config
-    if kind not in _LEVELS:
+def _levels_of(scheduler: Any) -> Callable[[Any, Any], tuple[Level, Level]]:
+    """Return the function of the levels before and after a step; raises if a step is no Euler step of an
+    ODE."""
+    kind = type(scheduler)
+    changed = [f"{name}={scheduler.config[name]}" for name in _EXTRA_STEPS if scheduler.config.get(name)]
+    if kind not in _LEVELS or changed:
+        replacement = "FlowMatchEulerDiscrete" if "Flow" in kind.__name__ else "DDIM"
         raise UserError(
-            f"The pipeline samples with {kind.__name__}, whose steps do not say what the network predicted. "
-            f"Steering works with {', '.join(supported.__name__ for supported in _LEVELS)}: set "
-            f"pipe.scheduler = {'FlowMatchEulerDiscrete' if 'Flow' in kind.__name__ else 'DDIM'}Scheduler."
-            "from_config(pipe.scheduler.config)."
+            f"The pipeline samples with {kind.__name__}{' of ' if changed else ''}{', '.join(changed)}, "
+            "whose steps do not say what the network predicted. Steering works with "
+            f"{', '.join(supported.__name__ for supported in _LEVELS)} without {', '.join(_EXTRA_STEPS)}: "
+            f"set pipe.scheduler = {replacement}Scheduler.from_config(pipe.scheduler.config)."
         )
-    changed = [name for name in _PLAIN if config.get(name)]
-    if changed:
-        raise UserError(
-            f"The {kind.__name__} has {', '.join(f'{name}={config[name]}' for name in changed)}, so its "
-            "steps do not say what the network predicted. Set it to False."
-        )
-    return lambda timestep: _LEVELS[kind](scheduler, timestep)
+    return _LEVELS[kind]
 
 
-def _of_flow(scheduler: Any, timestep: Any) -> tuple[Level, Level]:
+def _flow_levels(scheduler: Any, timestep: Any) -> tuple[Level, Level]:
     at = scheduler.step_index  # of the next step
     return (float(scheduler.sigmas[at - 1]), 1.0), (float(scheduler.sigmas[at]), 1.0)
 
 
-def _of_noise(scheduler: Any, timestep: Any) -> tuple[Level, Level]:
+def _ddim_levels(scheduler: Any, timestep: Any) -> tuple[Level, Level]:
     """x_t = √ᾱ x0 + √(1 − ᾱ) ε at t and at the step's end, as DDIM counts."""
     end = int(timestep) - scheduler.config.num_train_timesteps // scheduler.num_inference_steps
     alphas = [scheduler.alphas_cumprod[int(timestep)]]
@@ -207,28 +184,15 @@ def _of_noise(scheduler: Any, timestep: Any) -> tuple[Level, Level]:
     return first, second
 
 
-def _of_variance(scheduler: Any, timestep: Any) -> tuple[Level, Level]:
+def _variance_levels(scheduler: Any, timestep: Any) -> tuple[Level, Level]:
     """x = x0 + s ε, divided by 1 + s, is the flow at σ = s / (1 + s)."""
     at = scheduler.step_index
     before, after = (float(scheduler.sigmas[i]) for i in (at - 1, at))
     return (before / (1 + before), 1 / (1 + before)), (after / (1 + after), 1 / (1 + after))
 
 
-_PLAIN = ("stochastic_sampling", "invert_sigmas", "clip_sample", "thresholding")
-"""Settings of a scheduler under which a step is more than an Euler step down the ODE."""
 _LEVELS: dict[type, Callable[[Any, Any], tuple[Level, Level]]] = {
-    FlowMatchEulerDiscreteScheduler: _of_flow,
-    DDIMScheduler: _of_noise,
-    EulerDiscreteScheduler: _of_variance,
+    FlowMatchEulerDiscreteScheduler: _flow_levels,
+    DDIMScheduler: _ddim_levels,
+    EulerDiscreteScheduler: _variance_levels,
 }
-
-
-def _noisy_kernel(schedule: str, noise_level: float) -> Kernel:
-    """The kernel of the steps that set children of one parent apart."""
-    kernel = Kernel(schedule=schedule, noise_level=noise_level)
-    if not kernel.std(torch.tensor(0.5), torch.tensor(0.4)) > 0:
-        raise ValueError(
-            f'schedule "{schedule}" at noise_level {noise_level} draws no noise, so children of one '
-            "parent would stay equal. Raise noise_level; flow, dance, cps and ddim draw it."
-        )
-    return kernel

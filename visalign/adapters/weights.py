@@ -31,13 +31,10 @@ def swapped_weights(parameters: Sequence[nn.Parameter], stored: Sequence[Tensor]
 
 
 class TrainedWeights:
-    """Trained parameters, and access to the model before training.
+    """Trained parameters (those with `requires_grad`), and access to the model before training.
 
-    Args:
-        model: Model with `requires_grad` set on trained parameters.
-        adapters: LoRA layers, which are disabled for the reference; None if the model's own weights are
-            trained, of which a copy is kept (one more model in memory).
-        reference: Keep that copy; without it `reference()` raises.
+    LoRA layers (`adapters`) are disabled for the reference. Of the model's own weights a copy is kept, one
+    more model in memory, unless `reference` is False.
     """
 
     def __init__(self, model: nn.Module, adapters: list[LoraLayer] | None, *, reference: bool = True) -> None:

@@ -17,11 +17,11 @@ class PatchedImage:
     """An image cut into patches; two are equal if their pixels are."""
 
     digest: str
-    """Of the pixels as they were given."""
+    """Digest of the pixels before resizing."""
     grid: tuple[int, int, int] = field(compare=False)
     """(frames, rows, columns) of patches."""
     tokens: int = field(compare=False)
-    """Places that it takes in the prompt."""
+    """Tokens that it takes in the prompt."""
     patches: Tensor = field(compare=False, repr=False)
     """[rows · columns, numbers of a patch] float32, on the CPU."""
 
@@ -40,24 +40,26 @@ class ImageFeatures:
         return self.embeds.nbytes + sum(layer.nbytes for layer in self.deeper)
 
     def clone(self) -> ImageFeatures:
-        """The same in memory of its own."""
+        """Copy the tensors."""
         return ImageFeatures(self.embeds.clone(), tuple(layer.clone() for layer in self.deeper))
 
 
 def pixel_digest(pixels: Tensor) -> str:
-    """32 hex digits that tell images uint8 [3, H, W] apart."""
+    """Return 32 hex digits that tell images uint8 [3, H, W] apart."""
     shape = f"{tuple(pixels.shape)}".encode()
     content = pixels.cpu().contiguous().numpy().tobytes()
     return hashlib.blake2b(shape + content, digest_size=16).hexdigest()
 
 
 def tower_features(trunk: Any, images: Sequence[PatchedImage]) -> list[ImageFeatures]:
-    """Images through the vision tower of a Qwen-VL model in one pass; with gradient where the model has it.
+    """Pass images through the vision tower of a Qwen-VL model at once; with gradient where the model has it.
 
     Source of the deeper features: DeepStack, arXiv 2406.04334 (Qwen3-VL).
     """
     device = trunk.get_input_embeddings().weight.device
-    sizes = "cpu" if device.type == "meta" else device  # where numbers are read, even of a model without any
+    sizes = (
+        "cpu" if device.type == "meta" else device
+    )  # its values are read, even for a model without weights
     output = trunk.get_image_features(
         torch.cat([image.patches for image in images]).to(device),
         torch.tensor([image.grid for image in images], device=sizes),
@@ -71,9 +73,8 @@ def tower_features(trunk: Any, images: Sequence[PatchedImage]) -> list[ImageFeat
 
 
 def insert_features(embeds: Tensor, places: Tensor, features: Sequence[ImageFeatures]) -> dict[str, Any]:
-    """`inputs_embeds` [b, S, H] in which images stand at the `places` [b, S] of their tokens, row by row,
-    and for DeepStack `visual_pos_masks` and `deepstack_visual_embeds`, as the language part of a model
-    takes them.
+    """Return the input of a language part: `inputs_embeds` [b, S, H] with images at the `places` [b, S] of
+    their tokens, row by row, and for DeepStack `visual_pos_masks` and `deepstack_visual_embeds`.
     """
     if not features:
         return {"inputs_embeds": embeds}

@@ -27,9 +27,9 @@ class PatchCutter:
     merge: int
     """Patches that become one token, on each side."""
     frames: int
-    """Moments of a patch; a still image is repeated so often."""
+    """Frames of a patch; a still image is repeated so often."""
     min_pixels: int
-    """Of the resized image."""
+    """Limit of the resized image, as `max_pixels`."""
     max_pixels: int
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
@@ -42,8 +42,8 @@ class PatchCutter:
 
     @classmethod
     def of(cls, processor: Any, **changes: Any) -> PatchCutter:
-        """The settings of an image processor of the Qwen-VL family, but for `changes`; one that does
-        something to images that is not done here is refused.
+        """Take the settings of an image processor of the Qwen-VL family, but for `changes`; one that does
+        something else to images is refused.
         """
         size = {**processor.size} if isinstance(processor.size, Mapping) else vars(processor.size)
         settings = {
@@ -54,33 +54,28 @@ class PatchCutter:
             "max_pixels": size["longest_edge"],
             "mean": tuple(processor.image_mean),
             "std": tuple(processor.image_std),
-            "resample": {2: "bilinear", 3: "bicubic"}.get(int(processor.resample), str(processor.resample)),
+            "resample": {2: "bilinear", 3: "bicubic"}.get(int(processor.resample)),
         }
-        for name in ("do_resize", "do_rescale", "do_normalize"):
-            if not getattr(processor, name):
-                raise ValueError(f"The image processor has {name}=False; images are judged with it on.")
-        scale = processor.rescale_factor
-        if not math.isclose(scale, 1 / 255, rel_tol=1e-6) or settings["resample"] not in (
-            "bilinear",
-            "bicubic",
-        ):
+        used = {name: getattr(processor, name) for name in ("do_resize", "do_rescale", "do_normalize")}
+        is_rescaled = math.isclose(processor.rescale_factor, 1 / 255, rel_tol=1e-6)
+        if not all(used.values()) or not is_rescaled or settings["resample"] is None:
             raise ValueError(
-                f"The image processor scales by {scale:g} and resamples by {settings['resample']}; known are "
-                "1/255 and bilinear (2) or bicubic (3)."
+                f"The image processor has {used}, rescale_factor={processor.rescale_factor:g} and "
+                f"resample={processor.resample}; supported are True, 1/255 and bilinear (2) or bicubic (3)."
             )
         return cls(**{**settings, **changes})
 
     def settings(self) -> dict[str, Any]:
-        """For the identity of a judge; without `window` where there is none."""
+        """Return the settings for the identity of a judge; without `window` where there is none."""
         return {name: value for name, value in asdict(self).items() if name != "window" or value}
 
     def grid(self, height: int, width: int, *, frames: int = 1) -> tuple[int, int, int]:
-        """(moments, rows, columns) of patches of an image, or of a clip."""
+        """Return (moments, rows, columns) of patches of an image, or of a clip."""
         tall, wide = smart_resize(height, width, self.patch * self.merge, self.min_pixels, self.max_pixels)
         return math.ceil(frames / self.frames), tall // self.patch, wide // self.patch
 
     def tokens(self, grid: tuple[int, int, int]) -> int:
-        """Places that an image takes in the prompt."""
+        """Return the number of tokens that an image takes in the prompt."""
         return grid[0] * grid[1] * grid[2] // self.merge**2
 
     def seen(self, pixels: Tensor) -> Tensor:
@@ -88,20 +83,18 @@ class PatchCutter:
         return seen_window(pixels, self.window) if self.window and pixels.ndim == 3 else pixels
 
     def levels(self, pixels: Tensor) -> Tensor:
-        """Images uint8 [*, 3, H, W] resized: float32 [*, 3, h, w] of whole numbers from 0 to 255."""
+        """Resize images uint8 [*, 3, H, W] to float32 [*, 3, h, w] of whole numbers from 0 to 255."""
         _, rows, columns = self.grid(*pixels.shape[-2:])
         size = (rows * self.patch, columns * self.patch)
         if tuple(pixels.shape[-2:]) == size:
             return pixels.float()
-        shape = (*pixels.shape[:-2], *size)
-        return resize_like_pil(pixels.float().reshape(-1, *pixels.shape[-3:]), size, self.resample).view(
-            shape
-        )
+        flat = pixels.float().reshape(-1, *pixels.shape[-3:])
+        return resize_like_pil(flat, size, self.resample).view(*pixels.shape[:-2], *size)
 
     def cut(self, pixels: Tensor) -> Tensor:
-        """Patches [moments · rows · columns, 3 · frames · patch²] float32 of an image uint8 [3, H, W] or a
-        clip [F, 3, H, W], whose last frame is repeated where a moment lacks one; those of one token stand
-        together.
+        """Return patches [moments · rows · columns, 3 · frames · patch²] float32 of an image uint8 [3, H, W]
+        or a clip [F, 3, H, W], whose last frame is repeated where a moment lacks one; those of one token
+        stand together.
         """
         mean, std = (torch.tensor(of, device=pixels.device).view(3, 1, 1) for of in (self.mean, self.std))
         image = (self.levels(pixels) / 255 - mean) / std
@@ -110,11 +103,7 @@ class PatchCutter:
         elif short := -len(image) % self.frames:
             image = torch.cat([image, image[-1:].expand(short, -1, -1, -1)])
         side, merge = self.patch, self.merge
-        moments, rows, columns = (
-            len(image) // self.frames,
-            image.shape[2] // side,
-            image.shape[3] // side,
-        )
+        moments, rows, columns = len(image) // self.frames, image.shape[2] // side, image.shape[3] // side
         parts = image.reshape(
             moments, self.frames, 3, rows // merge, merge, side, columns // merge, merge, side
         )
@@ -132,9 +121,10 @@ def smart_resize(
     *,
     whole_tokens: bool = False,
 ) -> tuple[int, int]:
-    """Height and width that are multiples of `factor`, with about the image's aspect, within the pixels.
+    """Return a height and width that are multiples of `factor`, with about the image's aspect, within the
+    pixels.
 
-    Halves round to even, as the published processors have it; one multiple at least remains of each side.
+    Halves round to even, as the published processors do; at least one multiple remains of each side.
 
     Args:
         height: of the image, in pixels.
@@ -142,12 +132,9 @@ def smart_resize(
         factor: pixels of a token, on each side.
         min_pixels: of the result; it may end above `max_pixels` where the two leave no room between.
         max_pixels: of the result.
-        whole_tokens: a side below half a token (14 pixels of 28) counts as one token when the limits are
-            looked at, as in qwen-vl-utils and the published HPSv3; in transformers' processors it counts as
-            nothing, so that the image is enlarged.
-
-    Raises:
-        ValueError: one side is more than 200 times the other, or the image has no pixels.
+        whole_tokens: a side below half a token (14 pixels of 28) counts as one token against the limits, as
+            in qwen-vl-utils and the published HPSv3; in transformers' processors it counts as nothing, so
+            that the image is enlarged.
 
     Source: Qwen2-VL, arXiv 2409.12191, section 2.1 (dynamic resolution).
     """

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images as users have them, read into pixels.
+"""Read images of any source into pixels.
 
 EXIF orientation is applied, transparency is laid over white, of an animation the first frame is taken.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -19,11 +18,11 @@ from visalign.errors import UserError
 _DEEP_MODES = ("I", "F")
 _ALPHA_MODES = ("RGBA", "LA", "PA", "La", "RGBa")
 _DECODING = (OSError, SyntaxError, ValueError, EOFError, IndexError, KeyError, Image.DecompressionBombError)
-"""What PIL raises for files that are broken."""
+"""Errors that PIL raises for broken files."""
 
 
 def first_frame_upright(image: Image.Image) -> Image.Image:
-    """The first frame, turned as its EXIF orientation says; the image itself is left as it was."""
+    """Return the first frame, turned by its EXIF orientation; the image itself is left as it was."""
     frame = image.tell() if getattr(image, "n_frames", 1) > 1 else 0
     if frame:
         image.seek(0)
@@ -34,7 +33,7 @@ def first_frame_upright(image: Image.Image) -> Image.Image:
 
 
 def over_white(image: Image.Image) -> Image.Image:
-    """Mode RGB; transparency composited over white."""
+    """Convert to mode RGB, with transparency composited over white."""
     if image.mode in _ALPHA_MODES or "transparency" in image.info:
         straight = image.convert("LA") if image.mode == "La" else image
         rgba = straight.convert("RGBA")
@@ -43,8 +42,8 @@ def over_white(image: Image.Image) -> Image.Image:
 
 
 def read_pixels(image: Any, where: str) -> Tensor:
-    """uint8 [3, H, W] on the CPU of a PIL image, uint8 tensor [3, H, W], or float tensor [3, H, W] in [0, 1],
-    so that a float tensor means the same as its file; `where` says which one it is, for messages.
+    """Return uint8 [3, H, W] on the CPU of a PIL image, uint8 tensor [3, H, W], or float tensor [3, H, W] in
+    [0, 1], so that a float tensor means the same as its file; `where` is its name in messages.
     """
     if isinstance(image, Tensor):
         pixels = _from_tensor(image, where)
@@ -62,9 +61,10 @@ def read_pixels(image: Any, where: str) -> Tensor:
 
 def _from_tensor(image: Tensor, where: str) -> Tensor:
     if image.ndim != 3 or image.shape[0] != 3:
-        hint = " Use image.permute(2, 0, 1)." if image.ndim == 3 and image.shape[-1] == 3 else ""
-        hint = " Give the images of a batch as a list." if image.ndim == 4 else hint
-        raise UserError(f"{where} has shape {tuple(image.shape)}; an image is [3, H, W].{hint}")
+        raise UserError(
+            f"{where} has shape {tuple(image.shape)}; an image is [3, H, W] (image.permute(2, 0, 1)), a "
+            "batch a list of images."
+        )
     pixels = image.detach().cpu()
     if pixels.dtype == torch.uint8 or pixels.numel() == 0:
         return pixels.to(torch.uint8)
@@ -72,14 +72,17 @@ def _from_tensor(image: Tensor, where: str) -> Tensor:
         raise UserError(f"{where} has dtype {image.dtype}; allowed are uint8, or floats in [0, 1].")
     low, high = (float(end) for end in pixels.float().aminmax())
     if not (low >= -1e-6 and high <= 1 + 1e-6):
-        mend = "divide by 255 or pass uint8" if high > 2 else "use (image / 2 + 0.5).clamp(0, 1)"
-        mend = "NaN or infinite pixels are a fault of what made it" if not math.isfinite(low + high) else mend
-        raise UserError(f"{where} has values in [{low:.4g}, {high:.4g}], allowed is [0, 1]: {mend}.")
+        raise UserError(
+            f"{where} has values in [{low:.4g}, {high:.4g}], allowed is [0, 1]: pass uint8 for levels of "
+            "255, and (image / 2 + 0.5).clamp(0, 1) for [-1, 1]."
+        )
     return to_levels(pixels)
 
 
 def to_levels(image: Tensor) -> Tensor:
-    """An image in [0, 1] of any layout as uint8 on the CPU, rounded to the nearest level; uint8 as it is."""
+    """Convert an image in [0, 1] of any layout to uint8 on the CPU, rounded to the nearest level; uint8
+    stays.
+    """
     if image.dtype == torch.uint8:
         return image.cpu()
     return image.detach().cpu().float().mul(255).round().clamp(0, 255).to(torch.uint8)
@@ -88,8 +91,8 @@ def to_levels(image: Tensor) -> Tensor:
 def _from_pil(image: Image.Image, where: str) -> Tensor:
     if image.mode in _DEEP_MODES or image.mode.startswith("I;16"):
         raise UserError(
-            f"{where} is of PIL mode {image.mode}, deeper than 8 bits, and it is not known which value is "
-            "white. Rescale it to a float tensor [3, H, W] in [0, 1]."
+            f"{where} is of PIL mode {image.mode}, deeper than 8 bits, so that the value of white is "
+            "unknown. Rescale it to a float tensor [3, H, W] in [0, 1]."
         )
     try:
         pixels = np.array(over_white(first_frame_upright(image)))

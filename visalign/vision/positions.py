@@ -7,30 +7,18 @@ Source: M-RoPE, Qwen2-VL, arXiv 2409.12191, section 2.1.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-
-class OnGrid(Protocol):
-    """An image, as far as positions go."""
-
-    @property
-    def grid(self) -> tuple[int, int, int]:
-        """(frames, rows, columns) of patches."""
-        ...
-
-    @property
-    def tokens(self) -> int:
-        """Places that it takes in the prompt."""
-        ...
+from .images import PatchedImage
 
 
 def rotary_positions(
-    places: Tensor, mask: Tensor, images: Sequence[Sequence[OnGrid]], merge: int
+    places: Tensor, mask: Tensor, images: Sequence[Sequence[PatchedImage]], merge: int
 ) -> tuple[Tensor, Tensor]:
-    """Positions of tokens on three axes.
+    """Return positions [3, b, S] int64 of tokens on three axes, and offsets [b, 1]: a later token that has n
+    before it is at n + offset.
 
     Text moves on by one on all axes at once. A clip of t × r × c tokens (an image has t = 1) that begins at
     position s has the axes (s + its moment, s + its row, s + its column), and the text behind it goes on at
@@ -41,11 +29,6 @@ def rotary_positions(
         mask: [b, S], 0 for padding, whose positions are 0.
         images: b lists, in the order of their tokens.
         merge: patches that become one token, on each side.
-
-    Returns:
-        (positions [3, b, S] int64, offset [b, 1]: a later token that has n before it is at n + offset).
-
-    Source: Qwen2-VL, arXiv 2409.12191, section 2.1.
     """
     positions = torch.zeros(3, *mask.shape, dtype=torch.int64)
     offset = torch.zeros(len(mask), 1, dtype=torch.int64)
@@ -68,5 +51,5 @@ def rotary_positions(
 
 
 def _steps(count: int, start: int) -> Tensor:
-    """[3, count] positions of text."""
+    """Return [3, count] positions of text."""
     return (torch.arange(count) + start).expand(3, -1)

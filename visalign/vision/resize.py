@@ -20,8 +20,8 @@ _ONE = float(2**22)
 
 
 def resize_like_pil(levels: Tensor, size: tuple[int, int], interpolation: str = "bicubic") -> Tensor:
-    """Antialiased resize of 8-bit levels [N, C, H, W] in any float dtype to float32 levels, the width first,
-    as `PIL.Image.resize` does it ("bicubic" or "bilinear").
+    """Resize 8-bit levels [N, C, H, W] in any float dtype to float32 levels, the width first, antialiased as
+    by `PIL.Image.resize` ("bicubic" or "bilinear").
     """
     height, width = size
     levels = levels.double()  # holds the integer sums exactly
@@ -35,24 +35,17 @@ def resize_like_pil(levels: Tensor, size: tuple[int, int], interpolation: str = 
 
 
 def _to_levels(sums: Tensor) -> Tensor:
-    """Fixed-point sums rounded to levels, halves upwards."""
+    """Round fixed-point sums to levels, halves upwards."""
     return ((sums + _ONE / 2) / _ONE).floor().clamp(0, 255)
 
 
 @lru_cache(maxsize=64)
 def resize_weights(source: int, target: int, interpolation: str) -> Tensor:
-    """The matrix W of a one-dimensional antialiased resize y = W x, in units of 2⁻²².
+    """Return the matrix W [target, source] float64 of a one-dimensional antialiased resize y = W x, in units
+    of 2⁻²².
 
     W_ij ∝ k((j + ½ − c_i) / s) with c_i = (i + ½)·source/target and s = max(source/target, 1), rows summing
-    to 1; k is the triangle ("bilinear") or Keys' cubic with a = −½ ("bicubic"), as PIL has them.
-
-    Args:
-        source: number of pixels given.
-        target: number of pixels wanted.
-        interpolation: "bicubic" or "bilinear".
-
-    Returns:
-        [target, source] float64 whole numbers.
+    to 1; k is the triangle ("bilinear") or Keys' cubic with a = −½ ("bicubic"), as in PIL.
 
     Source: Keys, "Cubic convolution interpolation for digital image processing", IEEE TASSP 1981, eq. 15.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of an image that holds all there is to see, where the rest is a plain border."""
+"""The window of an image that holds its content, where the rest is a plain border."""
 
 from __future__ import annotations
 
@@ -13,11 +13,7 @@ TOLERANCE = 8
 
 
 def check_window(side: Any) -> None:
-    """Refuse what is no side of a window.
-
-    Raises:
-        ValueError: not a whole number from 0.
-    """
+    """Raise for a side that is no whole number from 0."""
     if isinstance(side, bool) or not isinstance(side, int) or side < 0:
         raise ValueError(
             f"window is {side!r}; it is a whole number of pixels, or 0 to read every image whole."
@@ -25,15 +21,12 @@ def check_window(side: Any) -> None:
 
 
 def seen_window(image: Tensor, side: int) -> Tensor:
-    """The `side` × `side` pixels of an image [3, H, W] in which all lies that is not its plain border.
+    """Return the `side` × `side` pixels of an image [3, H, W] (uint8, or float in [0, 1]) that hold all but
+    its plain border.
 
-    A model that sees `side` pixels then reads at its own size what would be shrunk together with the border.
-    The image itself comes back where it is no larger, where no color is that of three of its corners, where
-    nothing differs from that color, and where what differs does not fit.
-
-    Args:
-        image: uint8, or float in [0, 1].
-        side: pixels of the window.
+    A model that takes `side` pixels then reads them unscaled. The image itself comes back where it is no
+    larger, where no color is that of three of its corners, where nothing differs from that color, and where
+    what differs does not fit.
     """
     height, width = image.shape[1:]
     if max(height, width) <= side:
@@ -60,6 +53,8 @@ def seen_window(image: Tensor, side: int) -> Tensor:
 
 
 def _span(first: int, last: int, side: int, size: int) -> tuple[int, int]:
-    """Start and length of `side` of `size` pixels, around `first` to `last` as far as there is room."""
+    """Return start and length of `side` of `size` pixels, around `first` to `last` as far as there is
+    room.
+    """
     long = min(side, size)
     return min(max((first + last - long) // 2, 0), size - long), long

@@ -68,7 +68,7 @@ def test_the_decoder_is_given_what_the_encoder_made(name: str):
     assert vars(policy.pipe.vae).get("decode") is None
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", ["sd15", "flux", "qwen_image_21", "wan"])
 def test_in_16_bits_the_latents_are_those_of_float32(name: str):
     """Of the rounded weights: what the autoencoder makes is computed in float32 and rounded once."""
     half, single = (tiny_pipeline(name)[0] for _ in "ab")
@@ -84,20 +84,7 @@ def test_in_16_bits_the_latents_are_those_of_float32(name: str):
     torch.testing.assert_close(found, expected.bfloat16(), atol=1e-6, rtol=2**-7)
 
 
-def test_in_16_bits_the_latents_of_sd3_are_those_of_float32():
-    pipe, same = tiny_sd3_pipeline(), tiny_sd3_pipeline()
-    for each in (pipe, same):
-        each.vae.register_to_config(scaling_factor=1.5305, shift_factor=0.0609)
-        each.vae.to(torch.bfloat16)
-    pipe.transformer.to(torch.bfloat16)
-    image = torch.rand(3, 64, 64, generator=torch.Generator().manual_seed(0))
-    found = SD3Policy(pipe, lora=LORA).encode_images([image])
-    assert found.dtype == torch.bfloat16 and pipe.vae.dtype == torch.bfloat16
-    expected = (_posterior(same.vae.float(), image[None], False) - 0.0609) * 1.5305
-    assert torch.equal(found, expected.bfloat16())
-
-
-@pytest.mark.parametrize("model", ["shapes-sd3", "shapes-sd15"])
+@pytest.mark.parametrize("model", ["shapes-sd3"])
 def test_packaged_models_give_images_back(model: str):
     policy: Any = load_policy(resolve_model(model), lora=LORA)
     names = [shapes_reference("heldout", 0, "pair", n, "left") for n in range(8)]
@@ -129,9 +116,6 @@ def test_videos_and_what_has_no_inverse_are_refused():
     own = policy.decode
     policy.decode = lambda latents: own(latents.square())
     with pytest.raises(UserError, match=r"StableDiffusion3Pipeline: .*more than to scale, shift and reorder"):
-        ImageEncoder(policy)
-    policy.decode = lambda latents: own(latents[:, [0] * 8])
-    with pytest.raises(UserError, match=r"more than to scale.*encode_images"):
         ImageEncoder(policy)
     del policy.pipe.vae.encoder
     policy.pipe.vae = torch.nn.Identity()

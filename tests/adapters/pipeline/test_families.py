@@ -25,7 +25,6 @@ from visalign.adapters.pipeline.families import FAMILIES
 from visalign.adapters.pipeline.lora import loading_code
 from visalign.adapters.pipeline.policy import PipelinePolicy
 from visalign.errors import UserError
-from visalign.flow.parametrization import preserving_scale
 from visalign.flow.rollout import rollout
 from visalign.vision.pixels import read_pixels
 
@@ -95,10 +94,7 @@ def own_images(
         return torch.as_tensor(pipe(**call, return_dict=False)[0]).float()
 
 
-GUIDED = [name for name, family in FAMILIES.items() if family.guidance in ("concatenated", "two calls")]
-
-
-@pytest.mark.parametrize("name", GUIDED)
+@pytest.mark.parametrize("name", ["sd15", "z_image", "qwen_image", "hunyuan_image", "flux3"])
 def test_without_guidance_the_network_is_asked_once(name):
     policy = policy_of(name, guidance=None)
     assert not policy.guided
@@ -162,13 +158,13 @@ def test_an_edit_of_several_images_is_the_pipelines_own(name):
     alone = policy.encode([{**each, "source": each["source"][0]} for each in records])
     other = rollout(policy, alone, sigmas=policy.sigmas(STEPS), noise=noise)
     assert float((other.latents - made.latents).abs().max()) > 1e-3, "the second image counts"
-    with pytest.raises(UserError, match=r"has 0 images, and .* edits one or several\. Give one\."):
+    with pytest.raises(UserError, match=r"has 0 images, and .* edits one or several\."):
         policy.encode([{"prompt": "a", "source": []}])
 
 
 def test_several_images_for_a_pipeline_that_edits_one_are_refused():
     image = torch.zeros(3, 16, 8)
-    match = r"has 2 images, and FluxKontextPipeline edits one\. Give one, or take .*Flux2KleinPipeline"
+    match = r"has 2 images, and FluxKontextPipeline edits one\. Pipelines that .*Flux2KleinPipeline"
     with pytest.raises(UserError, match=match):
         policy_of("flux_kontext").encode([{"prompt": "a", "source": [image, image]}])
 
@@ -190,7 +186,7 @@ def test_a_velocity_is_silent(name):
         logger.removeHandler(said)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", ["sd15", "flux", "hunyuan_image", "flux3"])
 def test_a_velocity_walks_through_no_model(name, monkeypatch):
     """diffusers looks for hooks in every module, five to ten times a call, longer the larger the model is."""
     policy, walked = policy_of(name), []
@@ -281,7 +277,9 @@ def test_the_contract(name, tmp_path):
     assert float((made - own_images(name, policy, noise, "pt", pipe=loaded)).abs().max()) <= 5e-5
 
 
-@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if not family.own_size])
+@pytest.mark.parametrize(
+    "name", ["sd3", "sd15", "flux", "flux2_klein", "qwen_image_edit", "kandinsky5_image", "wan", "flux3"]
+)
 def test_another_size_is_as_if_built_with_it(name):
     policy = policy_of(name)
     own, kept = policy.image_size, policy.latent_shape
@@ -314,10 +312,3 @@ def test_another_size_is_as_if_built_with_it(name):
     policy.image_size = own
     assert policy.latent_shape == kept
     assert all(torch.equal(one, other) for one, other in zip(before, said(policy), strict=True))
-
-
-def test_latents_between_the_scales():
-    """The noise's path: a pipeline's latents are ours divided by their scale."""
-    policy = policy_of("sd15")
-    assert policy.prediction == "epsilon" and policy.sigmas(4)[0] < 1
-    assert float(preserving_scale(torch.tensor(0.5))) == pytest.approx(0.5**0.5)

@@ -68,23 +68,6 @@ def test_a_scale_that_is_set_later(name):
     assert not torch.allclose(guided, plain, atol=1e-4)
 
 
-def test_the_reference_of_a_network_trained_whole():
-    pipe, options = tiny_pipeline("sd3")
-    policy = PipelinePolicy(pipe, **options)
-    x, sigma, condition = (
-        torch.randn(1, *policy.latent_shape),
-        torch.tensor([0.5]),
-        policy.encode(PROMPTS[:1]),
-    )
-    with torch.no_grad():
-        before = policy.velocity(x, sigma, condition)
-        for _, weight in policy.trainable_parameters():
-            weight.mul_(1.1)
-        assert not torch.allclose(policy.velocity(x, sigma, condition), before, atol=1e-4)
-        with policy.reference():
-            assert torch.equal(policy.velocity(x, sigma, condition), before)
-
-
 def test_times_of_a_shift_that_the_noise_levels_do_not_share():
     """CogView4: σ = μ / (μ + 1/u − 1), t = 1000 u."""
     pipe, options = tiny_pipeline("cogview4")
@@ -171,30 +154,20 @@ def test_what_guidance_costs(folders):
     ("name", "options", "message"),
     [
         ("sd3", {"guidance": 0.5}, r"guidance is 0\.5; it must be at least 1, and 1 switches"),
-        ("z_image", {"guidance": -1.0}, r"guidance is -1\.0; it must be at least 0, and 0 switches"),
         ("flux2_klein", {"guidance": 4.0}, r"Flux2KleinPipeline is distilled: it takes no guidance"),
         ("sd3", {"image_size": 13}, r"image_size is 13; this model makes multiples of 2 pixels"),
         ("sana", {"image_size": (32, 16)}, r"SanaPipeline refuses its call: `height` and `width` have to be"),
         ("sd3", {"num_frames": 5}, r"num_frames is 5, and StableDiffusion3Pipeline makes images"),
-        ("sd3", {"guidance": "high"}, r"guidance is 'high'; it must be at least 1"),
         ("sd3", {"image_size": "big"}, r"image_size is big; this model makes multiples"),
-        ("hidream", {"image_size": 32}, r"brings every size to an area of its own\. Leave image_size out"),
+        ("hidream", {"image_size": 32}, r"makes images of an area of its own\. Leave image_size out"),
         ("wan", {"num_frames": 6}, r"num_frames is 6; this model makes 1 \+ a multiple of 4"),
-        ("sd3", {"decode_batch": 0}, r"decode_batch is 0; it must be at least 1"),
-        ("sd3", {"call": 3}, r"call is 3; give arguments of the pipeline's call by name"),
         ("sd3", {"call": {"skip_guidance_layers": [0]}}, r"call names skip_guidance_layers, which .* be off"),
-        (
-            "sd3",
-            {"call": {"num_inference_steps": 3}},
-            r"call names num_inference_steps, which the policy gives",
-        ),
-        ("lumina2", {"call": {"cfg_trunc_ratio": 0.2}}, r"call names cfg_trunc_ratio, which"),
         (
             "flux2_klein",
             {"negative_prompt": "ugly"},
             r"negative_prompt is 'ugly', and Flux2KleinPipeline is not",
         ),
-        ("sd3", {"call": {"steps": 3}}, r"The call of StableDiffusion3Pipeline takes no steps\. It takes"),
+        ("sd3", {"call": {"steps": 3}}, r"call names steps, which StableDiffusion3Pipeline does not take"),
         ("sd3", {"lora": LoraSettings(target_modules=("to_query",))}, r"\['to_query'\] name no linear layer"),
     ],
 )
@@ -227,8 +200,6 @@ def test_refusals_of_what_is_given(folders, tmp_path):
         policy.velocity(torch.zeros(1, *policy.latent_shape), torch.tensor([0.5]), [1])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="velocity got 2 latents, sigma"):
         policy.velocity(torch.zeros(2, *policy.latent_shape), torch.tensor([0.5]), policy.encode(["a"]))
-    with pytest.raises(UserError, match=r"steps must be at least 1 and timestep_schedule one of"):
-        policy.sigmas(0)
     (tmp_path / "lora").mkdir()
     with pytest.raises(FileNotFoundError, match=r"holds no pytorch_lora_weights"):
         PipelinePolicy.from_pretrained(folders["sd15"], lora_path=tmp_path / "lora")

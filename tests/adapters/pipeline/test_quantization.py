@@ -24,7 +24,7 @@ from visalign.pipelines.shared.plan import weight_bytes
 
 LORA = LoraSettings(rank=2, alpha=4)
 SIZES = {"sd15": (32, 16), "flux": (16, 8), "sd3": (16, 16), "flux3": (16, 8), "qwen_image_21": (16, 8)}
-CLASSIC = ("sd15", "flux", "sd3")
+CLASSIC = ("sd15", "sd3")
 ABSENT: dict[str, Any] = {"sd15": {"safety_checker": None}}
 ABSENT["sd3"] = {"text_encoder_3": None, "tokenizer_3": None}
 NF4 = find_spec("bitsandbytes") is not None
@@ -210,13 +210,7 @@ def test_a_plan_rounds_every_frozen_linear_layer_to_four_bits(folders, name):
             {"quantization": "int3"},
             r"quantization is 'int3'; allowed are torchao_int8, bitsandbytes_4",
         ),
-        (
-            "flux",
-            {"lora": None},
-            r"quantization is 'torchao_int8' without a LoRA, and rounded weights cannot",
-        ),
         ("sd3", {"lora": None}, r"quantization is 'torchao_int8' without a LoRA, and rounded weights cannot"),
-        ("flux", {}, r"quantization 'torchao_int8' needs torchao: pip install torchao"),
         ("sd3", {}, r"quantization 'torchao_int8' needs torchao: pip install torchao"),
         ("sd15", {"quantization": "bitsandbytes_4bit"}, r"'bitsandbytes_4bit' needs bitsandbytes: pip inst"),
     ],

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The SD3 policy against the pipeline itself: same images, same grid, same encodings, exact reference."""
 
+import json
 import os
+import shutil
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -117,7 +119,7 @@ def test_saved_lora_gives_the_same_images_in_a_fresh_pipe(folders, tmp_path, kin
 
 
 @pytest.mark.parametrize("guidance", [1.0, 3.5])
-@pytest.mark.parametrize("kind", ["plain", "sd35", "t5"])
+@pytest.mark.parametrize("kind", ["sd35", "t5"])
 def test_the_general_adapter_computes_the_same(folders, tmp_path, kind, guidance):
     options = {"guidance": guidance, "lora": LORA}
     policy = SD3Policy.from_pretrained(folders[kind], **options, collapse_null_tokens=False)
@@ -287,7 +289,7 @@ def test_height_and_width_apart_equal_the_pipeline():
     condition = policy.encode(PROMPTS[:2])
     images = policy.decode(rollout(policy, condition, sigmas=policy.sigmas(4), noise=x).latents)
     torch.testing.assert_close(images, expected, rtol=0, atol=1e-4)
-    with pytest.raises(UserError, match=r"image_size is \(32, 40\); .* height and width alike or apart"):
+    with pytest.raises(UserError, match=r"image_size is \(32, 40\); .* one number or a pair"):
         SD3Policy(tiny_sd3_pipeline(), image_size=(32, 40))
 
 
@@ -374,34 +376,25 @@ def test_messages_of_the_policy(tmp_path):
     policy = SD3Policy(tiny_sd3_pipeline())
     with pytest.raises(UserError, match=r"guidance is 0.5; it must be at least 1"):
         SD3Policy(tiny_sd3_pipeline(), guidance=0.5)
-    with pytest.raises(UserError, match="give a list of at least one prompt"):
-        policy.encode("a red circle")
-    with pytest.raises(UserError, match=r"encode got \[\]"):
-        policy.encode([])
     with pytest.raises(ValueError, match=r"velocity got 3 latents, sigma \(1,\) and 3 conditions"):
         policy.velocity(noise(), torch.tensor([0.5]), policy.encode(PROMPTS))
     with pytest.raises(TypeError, match="velocity got a list; give what encode"):
         policy.velocity(noise(), torch.ones(3), PROMPTS)  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="timestep_schedule one of"):
-        policy.sigmas(4, timestep_schedule="karras")
-    with pytest.raises(UserError, match="steps must be at least 1"):
-        policy.sigmas(0)
     policy.pipe.scheduler = DDIMScheduler()
     with pytest.raises(UserError, match="samples with DDIMScheduler, which is no plain flow"):
         policy.sigmas(4)
     pipe = tiny_sd3_pipeline()
     pipe.vae = None
-    with pytest.raises(UserError, match="The pipeline has no vae; only T5"):
+    with pytest.raises(UserError, match="got a StableDiffusion3Pipeline without vae; it needs"):
         SD3Policy(pipe)
-    with pytest.raises(UserError, match="got a str; it needs a diffusers StableDiffusion3Pipeline"):
+    with pytest.raises(
+        UserError, match=r"got a str without transformer.*; it needs a diffusers StableDiffusion3Pipeline"
+    ):
         SD3Policy("somewhere")  # type: ignore[arg-type]
 
 
 def test_messages_of_model_folders(folders, tmp_path, monkeypatch):
     def copy(name, **changes):
-        import json
-        import shutil
-
         target = tmp_path / name
         shutil.copytree(folders["plain"], target)
         index = json.loads((target / "model_index.json").read_text())
@@ -428,12 +421,11 @@ def test_messages_of_model_folders(folders, tmp_path, monkeypatch):
         SD3Policy.from_pretrained("nobody/nothing")
     with pytest.raises(FileNotFoundError, match=r"contains no model_index.json"):
         SD3Policy.from_pretrained(folders["plain"] / "transformer")
-    for part in ("transformer", "vae", "text_encoder_2", "tokenizer"):
-        broken = copy(f"without_{part}")
-        for file in (broken / part).iterdir():
-            file.unlink()
-        with pytest.raises(FileNotFoundError, match=rf"lacks {part}\. An SD3 pipeline needs transformer"):
-            SD3Policy.from_pretrained(broken)
+    broken = copy("without_vae")
+    for file in (broken / "vae").iterdir():
+        file.unlink()
+    with pytest.raises(FileNotFoundError, match=r"lacks vae\. An SD3 pipeline needs transformer"):
+        SD3Policy.from_pretrained(broken)
     with pytest.raises(FileNotFoundError, match=r"lacks vae\."):
         SD3Policy.from_pretrained(copy("null_vae", vae=[None, None]))
     with pytest.raises(FileNotFoundError, match=r"lacks text_encoder_3\..*may be absent"):

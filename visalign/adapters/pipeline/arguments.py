@@ -17,15 +17,7 @@ from .families import FAMILIES, PIPELINES, REFUSED, Family
 
 
 def known_family(kind: Any, what: str) -> Family:
-    """The family of a pipeline's class.
-
-    Args:
-        kind: name of the class.
-        what: which is so, for the message.
-
-    Raises:
-        UserError: no family has it.
-    """
+    """Return the family of a pipeline's class name; `what` is the pipeline in the message."""
     if kind in REFUSED:
         raise UserError(f"{what} is a {kind}, which {REFUSED[kind]}.")
     if kind not in PIPELINES:
@@ -44,13 +36,8 @@ def part_dtypes(
     encoder: torch.dtype | None,
     decoder: torch.dtype | None,
 ) -> dict[str, torch.dtype]:
-    """Return the dtype in which diffusers loads each component.
-
-    Args:
-        index: of the pipeline.
-        dtype: of the parts that no other one names.
-        encoder: of the encoders of texts and images; None is `dtype`.
-        decoder: of the autoencoder; None is `dtype`.
+    """Return the dtype in which diffusers loads each component of an index: that of the encoders of texts and
+    images, of the autoencoder, and of all others; None is `dtype`.
     """
     encoders = [part for part in index if part.startswith(("text_encoder", "image_encoder", "prompt_ups"))]
     chosen = {**dict.fromkeys(encoders, encoder), "vae": decoder if "vae" in index else None}
@@ -61,20 +48,12 @@ def part_dtypes(
 
 
 def checked_guidance(pipe: Any, family: Family, guidance: float | None) -> float:
-    """The scale, if the pipeline can be guided by it.
-
-    Args:
-        pipe: the pipeline.
-        family: its family.
-        guidance: as asked for; None is the usual one.
-
-    Raises:
-        UserError: no number or out of range, or the model is distilled.
+    """Return the guidance scale (None: the family's usual one) if the pipeline can be guided by it; raises
+    for one out of range and for a distilled model.
     """
     usual = family.off if family.usual is None else family.usual
     scale = usual if guidance is None else guidance
-    number = isinstance(scale, int | float) and not isinstance(scale, bool) and math.isfinite(scale)
-    if not number or scale < family.off:
+    if not family.off <= scale < math.inf:
         raise UserError(
             f"guidance is {guidance!r}; it must be at least {family.off:g}, and {family.off:g} switches "
             "guidance off."
@@ -104,18 +83,10 @@ def call_arguments(
     num_frames: int | None,
     more: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """Arguments that every call gets.
+    """Return the arguments that every call gets: size, frames and `more` of the user.
 
-    Args:
-        pipe: the pipeline.
-        family: its family.
-        image_size: in pixels, a square's side or (height, width); None is the pipeline's own.
-        num_frames: of a video; None is the pipeline's own.
-        more: the user's.
-
-    Raises:
-        UserError: a size that the patches do not divide, frames of an image or out of step, an argument that
-            is unknown or has a place of its own.
+    Raises `UserError` for a size that the patches do not divide, frames of an image or out of step, an
+    argument that is unknown or that the policy sets itself.
     """
     taken = list(inspect.signature(type(pipe).__call__).parameters)[1:]
     size = {} if image_size is None else _size(pipe, family, image_size)
@@ -124,35 +95,32 @@ def call_arguments(
     if num_frames is not None:
         if family.frames is None:
             raise UserError(f"num_frames is {num_frames}, and {type(pipe).__name__} makes images.")
-        step = getattr(pipe, "vae_scale_factor_temporal", None) or getattr(
-            pipe, "vae_temporal_compression_ratio", 1
-        )
+        step = getattr(pipe, "vae_scale_factor_temporal", None)
+        step = step or getattr(pipe, "vae_temporal_compression_ratio", 1)
         if num_frames < 1 or (num_frames - 1) % step:
             raise UserError(f"num_frames is {num_frames}; this model makes 1 + a multiple of {step} of them.")
         size["num_frames"] = num_frames
-    if more is not None and not isinstance(more, Mapping):
-        raise UserError(f"call is {more!r}; give arguments of the pipeline's call by name: {{NAME: VALUE}}.")
-    unknown = sorted(set(more or ()) - set(taken))
-    if unknown:
-        raise UserError(
-            f"The call of {type(pipe).__name__} takes no {', '.join(unknown)}. It takes {', '.join(taken)}."
-        )
-    reserved = {*_GIVEN, *_BY_INDEX, *family.fixed, family.scale}
-    refused = sorted(n for n in more or () if n in reserved or "prompt" in n or n.startswith("callback"))
+    reserved = {*_RESERVED, *family.fixed, family.scale}
+    refused = [
+        name
+        for name in more or ()
+        if name not in taken or name in reserved or "prompt" in name or name.startswith("callback")
+    ]
     if refused:
         raise UserError(
-            f"call names {', '.join(refused)}, which the policy gives itself or which must be off in "
-            "training. Use guidance, negative_prompt, image_size, num_frames and the settings of the rollout."
+            f"call names {', '.join(refused)}, which {type(pipe).__name__} does not take, the policy sets "
+            "itself, or must be off in training. Use guidance, negative_prompt, image_size, num_frames and "
+            f"the settings of the rollout; the call takes {', '.join(taken)}."
         )
     return {**size, **(more or {}), **family.fixed}
 
 
-_GIVEN = (
+_RESERVED = (
     "latents generator output_type num_inference_steps return_dict height width num_frames image sigmas "
-    "timesteps guidance_scale true_cfg_scale"
+    "timesteps guidance_scale true_cfg_scale skip_guidance_layers cfg_truncation cfg_trunc_ratio"
 ).split()
-_BY_INDEX = ("skip_guidance_layers", "cfg_truncation", "cfg_trunc_ratio")
-"""Guidance that depends on the step's index, which one-step calls do not have."""
+"""Arguments of a call that the policy sets; guidance by the step's index, which a call of one step has "
+"not."""
 
 
 def _size(pipe: Any, family: Family, image_size: Any) -> dict[str, int]:
@@ -160,51 +128,21 @@ def _size(pipe: Any, family: Family, image_size: Any) -> dict[str, int]:
     spatial = getattr(pipe, "vae_scale_factor_spatial", 8)
     unit = (getattr(pipe, "vae_scale_factor", None) or spatial) * family.unit
     pair = isinstance(sides, tuple | list) and len(sides) == 2 and all(isinstance(n, int) for n in sides)
-    if family.own_size:
-        raise UserError(
-            f"image_size is {image_size}, and the call of {type(pipe).__name__} brings every size to an area "
-            "of its own. Leave image_size out."
-        )
-    if not pair or any(side < unit or side % unit for side in sides):
-        raise UserError(
-            f"image_size is {image_size}; this model makes multiples of {unit} pixels, height and width "
-            "alike or apart (one number or a pair)."
-        )
     supported = [(height, width) for width, height in getattr(pipe, "resolutions", None) or ()]
-    if supported and tuple(sides) not in supported:
-        raise UserError(
-            f"image_size is {image_size}; {type(pipe).__name__} brings it to one of its own (height, width): "
-            f"{supported}. Give one of these."
-        )
+    problem = ""
+    if family.own_size:
+        problem = f"{type(pipe).__name__} makes images of an area of its own. Leave image_size out"
+    elif not pair or any(side < unit or side % unit for side in sides):
+        problem = f"this model makes multiples of {unit} pixels, as one number or a pair (height, width)"
+    elif supported and tuple(sides) not in supported:
+        problem = f"{type(pipe).__name__} makes these (height, width): {supported}"
+    if problem:
+        raise UserError(f"image_size is {image_size}; {problem}.")
     return {"height": sides[0], "width": sides[1]}
 
 
-def at_least_one(name: str, value: int) -> int:
-    """The value.
-
-    Args:
-        name: for the message.
-        value: a count.
-
-    Raises:
-        UserError: it is below 1.
-    """
-    if value < 1:
-        raise UserError(f"{name} is {value}; it must be at least 1.")
-    return value
-
-
 def checked_negative(pipe: Any, family: Family, negative_prompt: str | None) -> str | None:
-    """The negative prompt, if the call has a place for it.
-
-    Args:
-        pipe: the pipeline.
-        family: its family.
-        negative_prompt: as asked for; None is the usual one.
-
-    Raises:
-        UserError: nothing is guided by one.
-    """
+    """Return the negative prompt (None: the family's own), if the call has a place for it."""
     if negative_prompt is None:
         return family.negative
     taken = inspect.signature(type(pipe).__call__).parameters
@@ -217,17 +155,10 @@ def checked_negative(pipe: Any, family: Family, negative_prompt: str | None) -> 
 
 
 def checked_source(pipe: Any, family: Family, source: Any, sized: bool) -> Source | None:
-    """The images to edit; None where none is, or none is taken.
+    """Return the images to edit (a source as `image_of` takes it, or a list), None where none is taken.
 
-    Args:
-        pipe: the pipeline.
-        family: its family.
-        source: see `image_of`; or a list of such.
-        sized: whether the size of the result is set.
-
-    Raises:
-        UserError: it is missing, cannot be read, has more images than the pipeline takes, or would decide
-            the size of the result.
+    Raises `UserError` if it is missing, cannot be read, has more images than the pipeline takes, or would
+    decide the size of the result (which is not `sized`).
     """
     if source is None and family.source == "needed":
         raise UserError(
@@ -243,12 +174,9 @@ def checked_source(pipe: Any, family: Family, source: Any, sized: bool) -> Sourc
         )
     images = list(source) if isinstance(source, list | tuple) else [source]
     if not images or (len(images) > 1 and not family.several):
-        supported = ", ".join(
-            kind for other in FAMILIES.values() if other.several for kind in other.pipelines
-        )
+        several = ", ".join(kind for other in FAMILIES.values() if other.several for kind in other.pipelines)
         raise UserError(
             f"The source of a record has {len(images)} images, and {type(pipe).__name__} edits "
-            f"{'one or several' if family.several else 'one'}. Give one"
-            + ("." if family.several else f", or take a pipeline that joins several: {supported}.")
+            f"{'one or several' if family.several else 'one'}. Pipelines that join several: {several}."
         )
     return Source(tuple(image_of(other) for other in images))

@@ -27,12 +27,12 @@ from .remembered import RememberedLookups
 from .schedulers import handing_scheduler
 
 EXCHANGED = ("scheduler", "guider", "ocr_guider")
-"""Parts that a pipeline is given others for while it is driven. Of guiders only plain guidance is left:
-others begin at a step's index, which one call has not."""
+"""Parts that are exchanged while a pipeline is driven. Of guiders only plain guidance is left: others begin
+at a step's index, which one call has not."""
 
 
 class PipelineCall:
-    """Stands where the pipeline makes its timesteps, its start and its embeddings."""
+    """Stands in for the parts in which a pipeline makes its timesteps, its start and its embeddings."""
 
     latent_shape: tuple[int, ...]
     """Of one sample, as the pipeline's `prepare_latents` makes it."""
@@ -48,19 +48,7 @@ class PipelineCall:
         num_frames: int | None = None,
         call: Mapping[str, Any] | None = None,
     ) -> None:
-        """Exchange the pipeline's parts and ask it once for each.
-
-        Args:
-            pipe: of a class in `FAMILIES`.
-            guidance: the scale; None is none, or the usual one of a network that takes it as an input.
-            negative_prompt: of the unconditional half; None is the pipeline's own.
-            image_size: in pixels, a square's side or (height, width); None is the pipeline's own.
-            num_frames: of a video; None is the pipeline's own.
-            call: more arguments of the pipeline's call.
-
-        Raises:
-            UserError: a pipeline of no known family, or arguments that it cannot be called with.
-        """
+        """Exchange the pipeline's parts and run it once for the shapes; arguments as of `PipelinePolicy`."""
         self.pipe, self.family = pipe, known_family(type(pipe).__name__, "The pipeline")
         as_one_call(pipe, self.family)
         self._arguments = inspect.signature(type(pipe).__call__).parameters
@@ -69,44 +57,37 @@ class PipelineCall:
         self.networks: dict[str, Any] = {name: part for name, part in networks.items() if part is not None}
         self.guidance = checked_guidance(pipe, self.family, guidance)
         self.negative_prompt = checked_negative(pipe, self.family, negative_prompt)
-        self._asked = num_frames, call
-        self.fixed = call_arguments(pipe, self.family, image_size, *self._asked)
+        self._size_options = num_frames, call
+        self.fixed = call_arguments(pipe, self.family, image_size, *self._size_options)
         pipe.set_progress_bar_config(disable=True)
-        self._own = {name: part for name, part in pipe.components.items() if name in EXCHANGED and part}
+        self._own_parts = {name: part for name, part in pipe.components.items() if name in EXCHANGED and part}
         self.scheduler = pipe.scheduler = handing_scheduler(pipe.scheduler)
-        if "guider" in self._own:
+        if "guider" in self._own_parts:
             with silent():
                 pipe.guider = pipe.ocr_guider = ClassifierFreeGuidance()
         self._start: Tensor | None = None
         self._lookups = RememberedLookups(pipe, self.networks)
         self._prepares = inspect.signature(pipe.prepare_latents)
         self._prepare, pipe.prepare_latents = pipe.prepare_latents, self._prepared
-        self._ask_encoder, pipe.encode_prompt = pipe.encode_prompt, self._encoded
+        self._own_encode_prompt, pipe.encode_prompt = pipe.encode_prompt, self._encoded
         self._returned: list[tuple[Any, ...]] = []
         blank = Image.new("RGB", (64, 64), "white")
         self._blank = Source((blank,)) if self.family.source == "needed" else None
         if self.family.source != "none":
-            self._ask_source, pipe._encode_vae_image = pipe._encode_vae_image, self._source_encoded
+            self._own_encode_source, pipe._encode_vae_image = pipe._encode_vae_image, self._source_encoded
         self._forget()
 
     def _forget(self) -> None:
-        """Encode anew what may depend on the size: an image to edit is looked at beside it."""
+        """Encode again what may depend on the size: an image to edit is encoded at it."""
         self._null: Encoded = {}
         self.nothing: Encoded = positive(self.encode("", guided=self.guided, source=self._blank))
         """The empty prompt, for calls whose prompt does not matter."""
 
     @torch.no_grad()
     def resize(self, image_size: int | tuple[int, int] | None) -> None:
-        """Make images of another size from now on.
-
-        Args:
-            image_size: as given to the constructor.
-
-        Raises:
-            UserError: a size that the pipeline does not make; it keeps the one that it has.
-        """
+        """Make images of another size from now on; a refused size leaves the present one."""
         previous, done = self.fixed, False
-        self.fixed = call_arguments(self.pipe, self.family, image_size, *self._asked)
+        self.fixed = call_arguments(self.pipe, self.family, image_size, *self._size_options)
         if self._blank is not None:
             self._blank = Source(self._blank.images)
         try:
@@ -123,12 +104,8 @@ class PipelineCall:
         return self.guidance > self.family.off and self.family.guidance in ("concatenated", "two calls")
 
     def encode(self, prompt: str, *, guided: bool, source: Source | None = None) -> Encoded:
-        """Encode one prompt with the arguments that the pipeline's call passes to its `encode_prompt`.
-
-        Args:
-            prompt: the text.
-            guided: with the negative one.
-            source: the images to edit.
+        """Encode one prompt, and the negative one if `guided`, with the arguments that the pipeline's call
+        passes to its `encode_prompt`; `source` are the images to edit.
         """
         self._returned.clear()
         image_input = {} if source is None else {"image": source}
@@ -145,18 +122,13 @@ class PipelineCall:
     def _scale(self, guided: bool) -> dict[str, float]:
         family = self.family
         if family.scale == "-":  # its guider has it
-            if "guider" in self._own:
+            if "guider" in self._own_parts:
                 self.pipe.guider.guidance_scale = self.guidance if guided else family.off
             return {}
         return {family.scale: self.guidance if guided or family.guidance == "embedded" else family.off}
 
     def inputs(self, rows: Sequence[Encoded], *, guided: bool = False) -> dict[str, Any]:
-        """Arguments of the call for n samples.
-
-        Args:
-            rows: one per sample.
-            guided: both halves.
-        """
+        """Return the arguments of the call for n samples, of both halves if `guided`."""
         axes = self.family.batch_axis
         inputs = join(rows, axes)
         if guided:
@@ -177,11 +149,8 @@ class PipelineCall:
         return self._null
 
     def frames(self, latents: Tensor, batch_size: int) -> Tensor:
-        """Images [B, 3, H, W], or videos [B, F, 3, H, W], float32 in [0, 1], as the pipeline decodes them.
-
-        Args:
-            latents: [B, ...].
-            batch_size: latents per pass of the autoencoder.
+        """Decode images [B, 3, H, W], or videos [B, F, 3, H, W], float32 in [0, 1], as the pipeline does,
+        `batch_size` latents per pass of the autoencoder.
         """
         frames = []
         for chunk in latents.split(1 if self.family.alone == "always" else batch_size):
@@ -193,7 +162,7 @@ class PipelineCall:
         return torch.cat(frames)
 
     def images(self, latents: Tensor, batch_size: int) -> Tensor:
-        """Images [B, 3, H, W], of videos their middle frames; see `frames`."""
+        """Decode images [B, 3, H, W], of videos their middle frames; see `frames`."""
         return middle_frames(self.frames(latents, batch_size))
 
     def run(
@@ -205,14 +174,14 @@ class PipelineCall:
         steps: int = 1,
         output_type: str = "latent",
     ) -> Any:
-        """The pipeline's own call; `at` None makes the timesteps, an empty one takes no step.
+        """Run the pipeline's own call.
 
         On given latents it is silent: Qwen-Image warns at every call of what its own encoder left out.
 
         Args:
-            inputs: as `inputs` makes them.
+            inputs: see `inputs`.
             latents: [n, ...] to begin at; None are the pipeline's own.
-            at: the time of the one step.
+            at: time of the one step; None makes the timesteps of `steps` steps, an empty one takes no step.
             steps: T.
             output_type: of the pipeline's call.
         """
@@ -221,7 +190,7 @@ class PipelineCall:
         self._source: Any = inputs.get("image")
         image_input = {}
         if self._source is not None:
-            self._source.asked, image_input = 0, {"image": self._source.image}
+            self._source.used, image_input = 0, {"image": self._source.image}
         arguments = {
             **self.fixed,
             **inputs,
@@ -238,20 +207,22 @@ class PipelineCall:
 
     def _encoded(self, *args: Any, **kwargs: Any) -> Any:
         """Keep the results of the pipeline's encoders for `encode`."""
-        out = self._ask_encoder(*args, **kwargs)
+        out = self._own_encode_prompt(*args, **kwargs)
         self._returned.append(out)
         return out
 
     def _source_encoded(self, image: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """An image to edit, in the autoencoder's dtype; the pipeline has it in that of its text encoders."""
+        """Encode an image to edit in the autoencoder's dtype; the pipeline has it in that of its text
+        encoders.
+        """
 
         def ask() -> Tensor:
-            return self._ask_source(image.to(self.pipe.vae.dtype), *args, **kwargs).to(image.dtype)
+            return self._own_encode_source(image.to(self.pipe.vae.dtype), *args, **kwargs).to(image.dtype)
 
         return self._source.encoded(ask)
 
     def _prepared(self, *args: Any, **kwargs: Any) -> Any:
-        """The pipeline's latents and ids; the latents replaced by those that are asked about."""
+        """Return the pipeline's latents and ids, with the latents replaced by `_start`."""
         bound = self._prepares.bind(*args, **kwargs)
         bound.arguments.pop("latents", None)
         prepared = self._prepare(*bound.args, **bound.kwargs)
@@ -265,7 +236,7 @@ class PipelineCall:
             return prepared
         decoding = self.scheduler.at is not None and not self.scheduler.at.numel()
         start = self._start.to(drawn.device, None if decoding else drawn.dtype)
-        if start.shape != drawn.shape:
+        if start.shape != drawn.shape:  # would broadcast
             raise ValueError(
                 f"The latents are {list(start.shape)}; the pipeline works on {list(drawn.shape)}."
             )
@@ -275,9 +246,9 @@ class PipelineCall:
     @contextmanager
     def handed_back(self) -> Iterator[None]:
         """Give the pipeline its own components back inside the block."""
-        replaced = {name: getattr(self.pipe, name) for name in self._own}
+        replaced = {name: getattr(self.pipe, name) for name in self._own_parts}
         try:
-            for name, part in self._own.items():
+            for name, part in self._own_parts.items():
                 setattr(self.pipe, name, part)
             yield
         finally:

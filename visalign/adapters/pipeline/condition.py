@@ -21,26 +21,27 @@ the `Source`, one for all samples of a call."""
 
 @dataclass(eq=False)
 class Source:
-    """The images that one edit starts from, and what the autoencoder makes of them."""
+    """Images that one edit starts from, and their latents."""
 
     images: tuple[Image.Image, ...]
     latents: dict[int, Any] = field(default_factory=dict)
     """Place -> as the pipeline encodes it."""
-    asked: int = 0
-    """How many of them the present call has asked for: it goes through them in order."""
+    used: int = 0
+    """How many of them the present call has used: it goes through them in order."""
 
     @property
     def image(self) -> Any:
-        """Source as the pipeline's call takes it."""
+        """The images as the pipeline's call takes them."""
         first, *rest = self.images
         return [first, *rest] if rest else first
 
-    def encoded(self, ask: Callable[[], Any]) -> Any:
+    def encoded(self, encode: Callable[[], Any]) -> Any:
         """Return the pipeline's encoding, computed once; it uses the posterior mean, so nothing is
-        sampled."""
-        index, self.asked = self.asked, self.asked + 1
+        sampled.
+        """
+        index, self.used = self.used, self.used + 1
         if index not in self.latents:
-            self.latents[index] = ask()
+            self.latents[index] = encode()
         return self.latents[index]
 
 
@@ -56,26 +57,23 @@ class PipelineCondition:
         return len(self.index)
 
     def select(self, index: Tensor) -> PipelineCondition:
-        """The condition of the samples `index` [N]; repeats allowed."""
+        """Return the condition of the samples `index` [N]; repeats allowed."""
         return replace(self, index=self.index[index.cpu()])
 
     def rows(self) -> list[Encoded]:
-        """Per sample."""
+        """Return the encoded prompt of each sample."""
         return [self.unique[i] for i in self.index.tolist()]
 
 
 def rows_of(x: Tensor, sigma: Tensor, condition: Any) -> list[Encoded]:
-    """Per sample what it is conditioned on.
+    """Return the encoded prompt of each sample; raises if the three do not agree."""
+    check_condition(PipelineCondition, x, sigma, condition)
+    return condition.rows()
 
-    Args:
-        x: [B, ...].
-        sigma: [B].
-        condition: of the B samples.
 
-    Raises:
-        TypeError, ValueError: it is no condition, or the three do not agree.
-    """
-    if not isinstance(condition, PipelineCondition):
+def check_condition(kind: type, x: Tensor, sigma: Tensor, condition: Any) -> None:
+    """Raise if a condition is of another kind, or not of the B samples x [B, ...] and sigma [B]."""
+    if not isinstance(condition, kind):
         raise TypeError(
             f"velocity got a {type(condition).__name__}; give what encode() or select() returned."
         )
@@ -84,15 +82,11 @@ def rows_of(x: Tensor, sigma: Tensor, condition: Any) -> list[Encoded]:
             f"velocity got {len(x)} latents, sigma {tuple(sigma.shape)} and {len(condition)} conditions; "
             "the three must agree. Use sigma.expand(B) and condition.select(index)."
         )
-    return condition.rows()
 
 
 def named(returned: Sequence[tuple[Any, ...]], names: Sequence[str]) -> Encoded:
-    """Map the results of one or two calls of `encode_prompt` to argument names.
-
-    Args:
-        returned: of the prompt, and of the negative one where the pipeline encodes it apart.
-        names: of the outputs, "-" for what is left out.
+    """Map the results of one or two calls of `encode_prompt` (the second of the negative prompt) to argument
+    names; "-" is left out.
     """
     arguments = {}
     for prefix, outputs in zip(("", "negative_"), returned, strict=False):
@@ -103,11 +97,8 @@ def named(returned: Sequence[tuple[Any, ...]], names: Sequence[str]) -> Encoded:
 
 
 def join(rows: Sequence[Encoded], axes: Mapping[str, int]) -> dict[str, Any]:
-    """The arguments of the call for n samples; embeddings that have masks are padded to the longest.
-
-    Args:
-        rows: one per sample, with the same names.
-        axes: argument -> axis of the samples, where it is not the first.
+    """Return the arguments of the call for n samples; embeddings that have masks are padded to the longest.
+    `axes`: argument -> axis of the samples, where it is not the first.
     """
     shared = {"image": rows[0]["image"]} if "image" in rows[0] else {}
     names = [name for name in rows[0] if name not in shared]
@@ -115,12 +106,8 @@ def join(rows: Sequence[Encoded], axes: Mapping[str, int]) -> dict[str, Any]:
 
 
 def lengths(row: Encoded, axes: Mapping[str, int], *, padded: bool = True) -> tuple[int, ...]:
-    """Return what the samples of one call must share: images to edit, and lengths of tensors without a mask.
-
-    Args:
-        row: one sample.
-        axes: see `join`.
-        padded: whether those with a mask may be padded to one length.
+    """Return what the samples of one call must share: images to edit, and lengths of tensors without a mask
+    (of all, if those with a mask may not be `padded`).
     """
     if padded and any("mask" in name for name in row):
         return (id(row.get("image")),)
@@ -148,13 +135,8 @@ def _padded(value: Tensor, axis: int, length: int) -> Tensor:
 
 
 def image_of(source: Any) -> Image.Image:
-    """An image as pipelines take it: upright, over white, as a reward sees it.
-
-    Args:
-        source: a file, a PIL image, or [3, H, W] in [0, 1].
-
-    Raises:
-        UserError: it cannot be read.
+    """Read an image (a file, a PIL image, or [3, H, W] in [0, 1]) as pipelines take it: upright, over
+    white.
     """
     if isinstance(source, Tensor | Image.Image):
         pixels = read_pixels(source, "A source")
@@ -168,11 +150,7 @@ def image_of(source: Any) -> Image.Image:
 
 
 def source_key(source: Any) -> Any:
-    """Key that distinguishes sources in memory without reading their pixels.
-
-    Args:
-        source: of a record.
-    """
+    """Return a key that distinguishes sources in memory without reading their pixels."""
     if isinstance(source, list | tuple) and all(isinstance(item, str) for item in source):
         return tuple(source)
     return source if isinstance(source, str) else id(source)

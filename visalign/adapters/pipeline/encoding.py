@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Clean latents of images: the inverse of a pipeline's way from its latents to its autoencoder.
 
-That way (scaling, shift, means and deviations, packing) is not written down here for each family. What the
-autoencoder is given is watched while a policy decodes latents of known numbers, and where it is a·x + b of
-reordered numbers x, which further latents confirm, it is inverted.
+That way (scaling, shift, means and deviations, packing) is not written down here for each family. The input
+of the autoencoder is recorded while a policy decodes chosen latents x. Where it is a·x + b in another order,
+which further latents confirm, it is inverted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from visalign.errors import UserError
 
 DIGIT = 1024
-"""Base in which the places of a latent are written, so that float32 holds each digit exactly enough."""
+"""Base in which positions in a latent are written, so that float32 holds each digit exactly enough."""
 
 
 class _Watched(Exception):
@@ -28,13 +28,9 @@ class _Watched(Exception):
 
 
 class ImageEncoder:
-    """Images -> latents of a policy that decodes by `pipe.vae`; computed in float32, the posterior's mode.
+    """Encodes images for a policy that decodes by `pipe.vae`; computed in float32, the posterior's mode.
 
-    Args:
-        policy: with `pipe`, `decode` and `latent_shape`.
-
-    Raises:
-        UserError: the way to the autoencoder is none that can be inverted, or it makes videos.
+    Raises `UserError` if the way to the autoencoder cannot be inverted, or it makes videos.
     """
 
     @torch.no_grad()
@@ -68,10 +64,8 @@ class ImageEncoder:
 
     @torch.no_grad()
     def __call__(self, images: Sequence[Tensor]) -> Tensor:
-        """Latents [B, *latent_shape] in the policy's storage dtype.
-
-        Args:
-            images: B of [3, H, W], in [0, 1], of any size; see `fitted`.
+        """Return latents [B, *latent_shape] in the policy's storage dtype of B images [3, H, W] in [0, 1] of
+        any size; see `fitted`.
         """
         batches, policy = [], self.policy
         with _in_float32(self.vae):
@@ -90,7 +84,7 @@ class ImageEncoder:
         return torch.cat(batches)
 
     def _seen(self, latent: Tensor, *, decoded: bool = False) -> tuple[Tensor, Tensor]:
-        """(images, or nothing; what the autoencoder is given) of one latent in float32."""
+        """Return (images if `decoded`, the autoencoder's input) of one latent in float32."""
         original, inputs, is_own = self.vae.decode, [], "decode" in vars(self.vae)
 
         def decode(z: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -117,7 +111,7 @@ class ImageEncoder:
         return self._seen(latent)[1].flatten()
 
     def _digit(self, digit: Tensor) -> Tensor:
-        """[n] where each of the autoencoder's numbers comes from, one digit of it."""
+        """Return one digit of where each of the autoencoder's numbers comes from, [n]."""
         numbers = self._numbers(digit.float().view(self.policy.latent_shape))
         return ((numbers - self._shift) / self._scale).round().long()
 
@@ -131,7 +125,7 @@ class ImageEncoder:
 
 
 def fitted(image: Tensor, size: tuple[int, int]) -> Tensor:
-    """An image [3, H, W] at another size: scaled until it covers it, then cut in the middle."""
+    """Resize an image [3, H, W]: scale it until it covers the size, then cut the middle."""
     height, width = image.shape[-2:]
     scale = max(size[0] / height, size[1] / width)
     if scale != 1:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model families of diffusers: what `PipelinePolicy` must know of each, as data.
+"""The model families of diffusers as data for `PipelinePolicy`.
 
-A family is a row. Its test is made by its name being here: `tests/adapters/pipeline` builds a tiny random
-pipeline of it and holds the policy against the pipeline's own run.
+A family is a row. Each row is tested: `tests/adapters/pipeline` builds a tiny random pipeline of it and holds
+the policy against the pipeline's own run.
 """
 
 from __future__ import annotations

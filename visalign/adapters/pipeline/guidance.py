@@ -19,10 +19,10 @@ from .families import Family
 
 @contextmanager
 def silent(pipe: Any = None) -> Iterator[None]:
-    """Silence diffusers below errors inside the block, and a classic pipeline entirely; exceptions pass.
+    """Silence diffusers below errors inside the block, and a classic `pipe` entirely; exceptions pass.
 
-    Args:
-        pipe: whose calls are many: a level for all of diffusers empties every logger's memory of its own.
+    Of a pipeline with many calls only its own logger is switched: a level for all of diffusers empties every
+    logger's cache.
     """
     if pipe is None or hasattr(pipe, "blocks"):  # blocks of a modular one speak for themselves
         logger = logging.getLogger("diffusers")
@@ -42,33 +42,24 @@ def silent(pipe: Any = None) -> Iterator[None]:
 
 
 class Halves:
-    """Stands before the `forward` of a pipeline's networks while a velocity is computed.
+    """Wraps the `forward` of a pipeline's networks while a velocity is computed, and counts passes in
+    latents.
 
     Guidance needs no gradient through its unconditional half. Two calls are told apart by their order; both
-    halves in one batch are taken apart, with gradient and without, so that a replay takes the rollout's path.
-
-    Args:
-        networks: what denoises.
-        family: how its pipeline guides.
-        count: where passes are counted, in latents.
+    halves in one batch are split, with gradient and without, so that a replay takes the rollout's path.
     """
 
     def __init__(self, networks: Mapping[str, Any], family: Family, count: ForwardCount) -> None:
         self._family, self._count = family, count
         self._samples: int | None = None
         self.apart = True
-        """Take halves apart; False leaves the pipeline's own batch (then both carry gradient)."""
+        """Split the halves; False leaves the pipeline's own batch (then both carry gradient)."""
         for network in networks.values():
             network.forward = self._before(network, network.forward)
 
     @contextmanager
     def velocity_of(self, samples: int, guided: bool) -> Iterator[None]:
-        """Call the networks for one velocity inside the block.
-
-        Args:
-            samples: in the call.
-            guided: whether it has two halves.
-        """
+        """Call the networks for one velocity of `samples` inside the block; `guided`: it has two halves."""
         self._samples, self._guided, self._calls = samples, guided, 0
         try:
             yield
@@ -98,6 +89,7 @@ class Halves:
     def _counted(
         self, forward: Callable[..., Any], args: Any, kwargs: Any, halves: int, is_null: bool
     ) -> Any:
+        """Run the network, without gradient for the unconditional half, and count its latents."""
         assert self._samples is not None
         learning = torch.is_grad_enabled() and not is_null
         with torch.set_grad_enabled(learning):
@@ -109,7 +101,7 @@ class Halves:
         return out
 
     def _part(self, value: Any, half: int, name: str = "") -> Any:
-        """The samples of one half, in whatever holds them."""
+        """Return the samples of one half, of tensors, lists and dicts."""
         count = self._samples
         assert count is not None
         axis = self._family.batch_axis.get(name, 0)
@@ -126,7 +118,7 @@ class Halves:
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """Latents and embeddings in the network's dtype, where encoders have another; times stay."""
+    """Cast latents and embeddings to the network's dtype, where encoders have another; times stay."""
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() and value.ndim > 1 else value
     if isinstance(value, dict):

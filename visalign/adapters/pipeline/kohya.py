@@ -49,18 +49,8 @@ _SINGLE = {
 
 
 def export_kohya(folder: Path, file: Path) -> int:
-    """Write saved adapters under kohya's keys.
-
-    Args:
-        folder: with `pytorch_lora_weights.safetensors`, of a U-Net or of FLUX.1.
-        file: to be written, a .safetensors.
-
-    Returns:
-        How many layers it holds.
-
-    Raises:
-        FileNotFoundError: without that file.
-        UserError: there are no such keys for this network.
+    """Write saved adapters of a U-Net or of FLUX.1 (a folder with `pytorch_lora_weights.safetensors`) under
+    kohya's keys to a .safetensors file; return the number of layers.
     """
     saved, metadata = read_lora(folder)
     part = next(iter(saved), "").partition(".")[0]
@@ -83,7 +73,9 @@ def export_kohya(folder: Path, file: Path) -> int:
 
 
 def _is_flux(saved: Mapping[str, Tensor]) -> bool:
-    """By the names and the width, which no other family shares; its queries are layers of their own."""
+    """Recognize FLUX.1 by names and width, which no other family shares; its queries are layers of their
+    own.
+    """
     matches = [re.match(r"transformer\.(\w+)\.(\d+)\.", name) for name in saved]
     inside = all(match and int(match[2]) < FLUX.get(match[1], 0) for match in matches)
     both = {match[1] for match in matches if match} == set(FLUX)
@@ -92,19 +84,17 @@ def _is_flux(saved: Mapping[str, Tensor]) -> bool:
 
 
 def flux_to_kohya(saved: Mapping[str, Tensor], alpha: float | None) -> dict[str, Tensor]:
-    """FLUX.1's adapters, queries, keys and values as the one layer that they are in kohya's network.
+    """Convert FLUX.1's adapters ("transformer.….lora_A.weight" and lora_B) to kohya's network, in which
+    queries, keys and values are one layer.
 
     With n layers of rank r in one, A is theirs one above the other and B block-diagonal: rank n r, alpha n α.
-
-    Args:
-        saved: names of diffusers, "transformer.….lora_A.weight" and lora_B.
-        alpha: of all layers; None is their rank.
-
-    Raises:
-        UserError: a layer that has no key.
+    `alpha` None is the rank.
     """
     left = {
-        name.removeprefix("transformer.").removesuffix(".lora_A.weight"): (weight, saved[_other(name)])
+        name.removeprefix("transformer.").removesuffix(".lora_A.weight"): (
+            weight,
+            saved[name.replace("lora_A", "lora_B")],
+        )
         for name, weight in saved.items()
         if name.endswith(".lora_A.weight")
     }
@@ -125,23 +115,15 @@ def flux_to_kohya(saved: Mapping[str, Tensor], alpha: float | None) -> dict[str,
             if example is None:
                 continue
             rank, inputs = example[0].shape
-            empty = [
-                (example[0].new_zeros(rank, inputs), example[1].new_zeros(n * WIDTH, rank)) for n in widths
+            complete = [
+                pair or (example[0].new_zeros(rank, inputs), example[1].new_zeros(n * WIDTH, rank))
+                for pair, n in zip(pairs, widths, strict=True)
             ]
-            complete = [pair or none for pair, none in zip(pairs, empty, strict=True)]
             up = torch.block_diag(*(pair[1] for pair in complete))
-            put(
-                key.format(i),
-                torch.cat([pair[0] for pair in complete]),
-                up,
-                1.0 if alpha is None else alpha / rank,
-            )
+            down = torch.cat([pair[0] for pair in complete])
+            put(key.format(i), down, up, 1.0 if alpha is None else alpha / rank)
     if left:
         raise UserError(
             f"The LoRA has adapters that kohya's keys of FLUX.1 have no name for: {', '.join(left)}."
         )
     return converted
-
-
-def _other(name: str) -> str:
-    return name.replace("lora_A", "lora_B")

@@ -28,20 +28,17 @@ def load_pipeline(
     adapters: bool = False,
     without: Collection[str] = (),
 ) -> Any:
-    """A pipeline of a known family, classic or modular.
+    """Load a pipeline of a known family, classic or modular; arguments as of
+    `PipelinePolicy.from_pretrained`.
 
     Args:
         folder_or_id: a folder as `save_pretrained` writes it, or `owner/name`.
-        dtype: of the parts that no other one names.
-        encoder_dtype: of the encoders of texts and images; None is `dtype`.
-        decoder_dtype: of the autoencoder; None is `dtype`.
-        quantization: of the networks, one of `QUANTIZATIONS`; None is none.
+        dtype: of the parts without a dtype of their own.
+        encoder_dtype: of the encoders of texts and images.
+        decoder_dtype: of the autoencoder.
+        quantization: of the networks.
         adapters: whether a LoRA is trained.
         without: parts of a modular one that are not loaded.
-
-    Raises:
-        FileNotFoundError: the folder or a part of it is missing.
-        UserError: no family knows the pipeline, or an option is out of range.
     """
     index = pipeline_index(folder_or_id)
     family = known_family(index.get("_class_name"), str(folder_or_id))

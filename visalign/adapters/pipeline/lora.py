@@ -45,17 +45,9 @@ _OTHER_SCALES = ("use_rslora", "use_dora", "alpha_pattern", "rank_pattern")
 
 
 def make_trainable(pipe: Any, family: Family, lora: LoraSettings | None, *, checkpointing: bool) -> list[Any]:
-    """Freeze a pipeline but for what is trained, in place.
+    """Freeze a pipeline except what is trained, in place, and return the layers that carry adapters.
 
-    Args:
-        pipe: the pipeline.
-        family: its family.
-        lora: adapters to train; None trains the whole of its networks, in float32, but for what the velocity
-            does not depend on.
-        checkpointing: compute activations again in the backward instead of keeping them.
-
-    Returns:
-        The layers that carry adapters.
+    Without `lora` the networks are trained whole, in float32, except what the velocity does not depend on.
     """
     layers: list[Any] = []
     for name, part in pipe.components.items():
@@ -78,19 +70,11 @@ def make_trainable(pipe: Any, family: Family, lora: LoraSettings | None, *, chec
 def add_lora(
     network: Any, settings: LoraSettings, usual: Sequence[str], unused: str | None = None
 ) -> list[LoraLayer]:
-    """Freeze a network and put trainable float32 adapters into it, in place.
+    """Freeze a network of diffusers and put trainable float32 adapters into it, in place; return the layers
+    that carry them.
 
-    Args:
-        network: of diffusers, without adapters.
-        settings: what to add.
-        usual: ends of layer names that get adapters where the settings name none.
-        unused: pattern of layers that nothing depends on, "{last}" being the last block; they get none.
-
-    Returns:
-        The layers that carry adapters.
-
-    Raises:
-        UserError: if a target names no linear layer, or the network has adapters already.
+    Where the settings name no targets, the layers are those that end in a name of `usual`, without `unused`
+    ones (see `Family`).
     """
     check_bare(network, "pipe.fuse_lora(); pipe.unload_lora_weights()")
     linear = [name for name, module in network.named_modules() if isinstance(module, nn.Linear)]
@@ -123,14 +107,13 @@ def _unused(names: Iterable[str], pattern: str | None) -> set[str]:
 
 
 def save_lora(pipeline: Any, networks: Mapping[str, Any], folder: Path) -> None:
-    """Write the adapters so that `loading_code` restores them with their rank and alpha; those of a second
-    network go into a folder of its name in there.
+    """Write the adapters so that `loading_code` restores them with their rank and alpha.
 
     Args:
         pipeline: the diffusers class.
         networks: part of the pipeline -> network with adapters, not wrapped.
         folder: gets `pytorch_lora_weights.safetensors`, and where the class has no loader a folder `peft`
-            with the same in the form that peft reads; made if need be.
+            with the same in peft's format; a second network's go into a folder of its name in there.
     """
     for part, (name, subfolder) in _places(networks, folder).items():
         config = adapter_config(networks[part]).to_dict()
@@ -150,15 +133,11 @@ def save_lora(pipeline: Any, networks: Mapping[str, Any], folder: Path) -> None:
 
 
 def loading_code(kind: str, parts: Sequence[str], folder: str | Path) -> str:
-    """Python that puts what `save_lora` wrote into a diffusers pipeline `pipe`, a line for each network.
+    """Return the Python that loads what `save_lora` wrote into a diffusers pipeline `pipe` (a class name), a
+    line per part.
 
-    diffusers gives neither PixArt nor PRX a loader, and HunyuanImage's network alone: peft reads their
+    diffusers has no loader for PixArt and PRX, and one for HunyuanImage's network only: peft reads their
     adapters, by `from peft import PeftModel`.
-
-    Args:
-        kind: name of the diffusers class.
-        parts: the pipeline's networks.
-        folder: as `save_lora` got it.
     """
     parts_by_folder, lines = _places(dict.fromkeys(parts), Path(folder)), []
     for part, (first, subfolder) in parts_by_folder.items():
@@ -178,15 +157,8 @@ def has_loader(pipeline: Any, part: str) -> bool:
 
 
 def load_lora(networks: Mapping[str, Any], folder: Path) -> None:
-    """Read adapters that `save_lora` (or diffusers) wrote into the ones that the networks have.
-
-    Args:
-        networks: part of the pipeline -> network with adapters of the same rank, alpha and places.
-        folder: with `pytorch_lora_weights.safetensors`.
-
-    Raises:
-        FileNotFoundError: without that file.
-        UserError: if rank, alpha or places differ.
+    """Read adapters that `save_lora` (or diffusers) wrote into the networks' own; rank, alpha and places must
+    agree.
     """
     for part, (name, subfolder) in _places(networks, folder).items():
         saved, metadata = read_lora(subfolder)
@@ -199,22 +171,14 @@ def load_lora(networks: Mapping[str, Any], folder: Path) -> None:
 
 
 def _places(networks: Mapping[str, Any], folder: Path) -> dict[str, tuple[str, Path]]:
-    """part -> (the name that its file gives it, its folder)."""
+    """Return part -> (its name in the file, its folder)."""
     first = next(iter(networks))
     return {part: (first, Path(folder) if part == first else Path(folder) / part) for part in networks}
 
 
 def read_lora(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The adapters of a file that diffusers or `save_lora` wrote, and what it says of them.
-
-    Args:
-        folder: with `pytorch_lora_weights.safetensors`.
-
-    Returns:
-        Weights and settings, both by names that begin with the part of the pipeline.
-
-    Raises:
-        FileNotFoundError: without that file.
+    """Return the adapters and metadata of a file that diffusers or `save_lora` wrote; the names of both begin
+    with the part of the pipeline.
     """
     file = Path(folder) / WEIGHT_FILE
     if not file.is_file():
@@ -228,15 +192,8 @@ def read_lora(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def settings_of(folder: Path, seed: int = 0) -> LoraSettings:
-    """The settings that saved adapters were made with, so that training can go on from them.
-
-    Args:
-        folder: with `pytorch_lora_weights.safetensors`.
-        seed: of what the settings draw.
-
-    Raises:
-        FileNotFoundError: without that file.
-        UserError: it holds adapters of another format.
+    """Return the settings that saved adapters were made with, so that training can go on from them; `seed` is
+    of what the settings draw.
     """
     saved, metadata = read_lora(folder)
     ranks = {name: len(weight) for name, weight in saved.items() if name.endswith("lora_A.weight")}

@@ -36,17 +36,13 @@ def load_modular(
     without: Collection[str] = (),
     quantization_config: Any = None,
 ) -> Any:
-    """A modular pipeline with what its text-to-image blocks need.
+    """Load a modular pipeline with what its text-to-image blocks need.
 
     Args:
         folder_or_id: a folder as `save_pretrained` writes it, or `owner/name`.
-        dtypes: part -> what it is loaded in; "default" is of all others.
+        dtypes: part -> its dtype; "default" is of all others.
         without: parts that are left out, and with them the blocks before the text encoder that need them.
-        quantization_config: of a pipeline: which parts are quantized while they are read.
-
-    Raises:
-        OSError, ValueError: a part is missing or broken.
-        UserError: it cannot do without one that is to be left out.
+        quantization_config: which parts are quantized while they are read.
     """
     with silent():
         pipe: Any = ModularPipeline.from_pretrained(str(folder_or_id), workflow=WORKFLOW)
@@ -73,15 +69,10 @@ def load_modular(
 
 
 def as_one_call(pipe: Any, family: Family) -> None:
-    """Give a modular pipeline `encode_prompt`, `prepare_latents` and a call with gradient, in place.
+    """Give a modular pipeline `encode_prompt`, `prepare_latents` and a call with gradient, in place; a
+    classic family is left as it is.
 
-    Args:
-        pipe: with its parts loaded; blocks before its text encoder (FLUX.3's upsampler of prompts) whose
-            parts are not there are left out.
-        family: its family; one of classic pipelines changes nothing.
-
-    Raises:
-        UserError: it is a classic one, a part is missing, or its guider is no plain guidance.
+    Blocks before the text encoder (FLUX.3's upsampler of prompts) whose parts were not loaded are left out.
     """
     if not family.modular:
         return
@@ -132,8 +123,9 @@ class _OneCall:
         return self.device
 
     def encode_prompt(self: Any, state: Any) -> tuple[Any, ...]:
-        """Run the encoders on a state. A language model's answer to a prompt, where there is one, is kept; an
-        empty prompt, by which a policy asks for shapes, stays empty."""
+        """Run the encoders on a state. A language model's answer to a prompt, where there is one, is cached;
+        an empty prompt, used for shapes, stays empty.
+        """
         prompt = state.get("prompt")
         if prompt not in self._captions:
             for block in self._upsampling:
@@ -155,16 +147,14 @@ class _OneCall:
         parent.save_pretrained(str(folder), overwrite_modular_index=True)
 
     def _run_blocks(self: Any, arguments: dict[str, Any]) -> tuple[Any]:
-        """(images,), or (latents,) for the output type "latent"."""
+        """Return (images,), or (latents,) for the output type "latent"."""
         state, steps = PipelineState(), arguments["num_inference_steps"]
         shipped = self.config.get("sample_sigmas")
         if shipped and len(shipped) != steps:
             arguments["sigmas"] = np.linspace(1.0, 1 / steps, steps).tolist()
         for name, value in arguments.items():
-            prompt = (
-                value[0] if "prompt" in name and isinstance(value, list) else value
-            )  # FLUX.3 reads no list
-            state.set(name, prompt, self._taken.get(name))
+            is_list = "prompt" in name and isinstance(value, list)  # FLUX.3 reads no list
+            state.set(name, value[0] if is_list else value, self._taken.get(name))
         with torch.no_grad():
             if state.get("prompt_embeds") is None:
                 self.encode_prompt(state)
@@ -182,8 +172,9 @@ class _OneCall:
 
 
 def _over_white(images: Tensor) -> Tensor:
-    """[B, 3, H, W] of images with an alpha channel or without: over white, as Qwen-Image 2.1's encoder sees
-    them."""
+    """Lay images [B, 3 or 4, H, W] with an alpha channel over white, as Qwen-Image 2.1's encoder sees
+    them.
+    """
     if images.shape[1] == 3:
         return images
     colours, alpha = images.split((3, 1), 1)
@@ -191,8 +182,9 @@ def _over_white(images: Tensor) -> Tensor:
 
 
 def _row(pipe: Any, absent: Collection[str]) -> list[Any]:
-    """The blocks in order, each a leaf or the loop; without those before the text encoder that need what is
-    absent."""
+    """Return the blocks in order, each a leaf or the loop, without those before the text encoder that need
+    what is absent.
+    """
     blocks = pipe.blocks
     if not any(map(_is_loop, blocks.sub_blocks.values())):
         blocks = blocks.get_workflow(WORKFLOW)
@@ -214,13 +206,13 @@ def _needs(block: Any) -> set[str]:
 
 
 def _with_gradient(block: Any) -> Callable[..., Any]:
-    """A block's call, from under its `torch.no_grad`."""
+    """Return a block's call without its `torch.no_grad`."""
     call: Any = type(block).__call__
     return getattr(call, "__wrapped__", call).__get__(block)
 
 
 def _one_step(loop: Any) -> Callable[..., Any]:
-    """The loop's step, with gradient."""
+    """Return the loop's step, with gradient."""
     steps = [_with_gradient(block) for block in loop.sub_blocks.values()]
 
     def step(components: Any, state: Any, **at: Any) -> tuple[Any, Any]:

@@ -21,11 +21,10 @@ from torch import Tensor, nn
 from visalign.adapters.lora import LoraSettings, leave_casts_to_autocast
 from visalign.adapters.weights import TrainedWeights
 from visalign.atomic import umask_permissions
-from visalign.errors import UserError
 from visalign.flow.parametrization import preserving_scale, velocity_of_prediction
 from visalign.interfaces import Condition, ForwardCount, Prediction
 
-from .arguments import at_least_one, checked_source
+from .arguments import checked_source
 from .call import PipelineCall
 from .condition import Encoded, PipelineCondition, lengths, rows_of, source_key
 from .encoding import ImageEncoder
@@ -34,10 +33,6 @@ from .loading import load_pipeline
 from .lora import load_lora, make_trainable, save_lora, settings_of
 from .quantization import dtype_of
 from .schedulers import time_of
-
-TIMESTEP_SCHEDULES = ("diffusers", "plain")
-"""The pipeline's own schedule, and the paper's: a flow's shift applied once, or a noise schedule's times
-spaced evenly from the last."""
 
 FINE = 1000
 """Steps of the schedule between whose levels times are interpolated."""
@@ -48,7 +43,21 @@ class PipelinePolicy:
 
     With LoRA the network is frozen but for float32 adapters, and the reference is the model without them (or,
     where training goes on from saved adapters, with those). Without, all of it is trained in float32, and the
-    reference is a copy of it. A video is judged by its middle frame, by all where a reward `takes_clips`.
+    reference is a copy of it. A video is judged by its middle frame, by all where a reward `takes_clips`. The
+    pipeline is changed: its scheduler is exchanged, its networks get adapters.
+
+    Args:
+        pipe: of a class in `FAMILIES`, on its device, in its dtype.
+        guidance: the scale; None is none, or the usual one of a network that takes it as an input.
+        negative_prompt: of the unconditional half; None is the pipeline's own.
+        lora: adapters to add and train; None trains the whole network.
+        lora_path: saved adapters to go on from; their rank, alpha and places count.
+        autocast: run the network under autocast in this dtype.
+        image_size: in pixels, a square's side or (height, width); None is the pipeline's own.
+        num_frames: of a video; 1 makes an image. None is the pipeline's own.
+        gradient_checkpointing: compute activations again in the backward instead of keeping them.
+        decode_batch: latents per pass of the autoencoder.
+        call: more arguments of the pipeline's call, such as max_sequence_length.
     """
 
     def __init__(
@@ -66,24 +75,6 @@ class PipelinePolicy:
         decode_batch: int = 8,
         call: Mapping[str, Any] | None = None,
     ) -> None:
-        """Take over a pipeline: its scheduler is exchanged, its networks get adapters.
-
-        Args:
-            pipe: of a class in `FAMILIES`, on its device, in its dtype.
-            guidance: the scale; None is none, or the usual one of a network that takes it as an input.
-            negative_prompt: of the unconditional half; None is the pipeline's own.
-            lora: adapters to add and train; None trains the whole network.
-            lora_path: saved adapters to go on from; their rank, alpha and places count.
-            autocast: run the network under autocast in this dtype.
-            image_size: in pixels, a square's side or (height, width); None is the pipeline's own.
-            num_frames: of a video; 1 makes an image. None is the pipeline's own.
-            gradient_checkpointing: compute activations again in the backward instead of keeping them.
-            decode_batch: latents per pass of the autoencoder.
-            call: more arguments of the pipeline's call, such as max_sequence_length.
-
-        Raises:
-            UserError: a pipeline of no known family, or arguments that it cannot be used with.
-        """
         self._call = PipelineCall(
             pipe,
             guidance=guidance,
@@ -108,14 +99,14 @@ class PipelinePolicy:
         if autocast is not None and network.dtype == torch.float32:
             leave_casts_to_autocast(layers)
         self.module: nn.Module = network if len(self.networks) == 1 else nn.ModuleDict(self.networks)
-        self.lora, self.decode_batch = lora, at_least_one("decode_batch", decode_batch)
+        self.lora, self.decode_batch = lora, decode_batch
         if lora_path is not None:
             load_lora(self.networks, Path(lora_path))
         self._trained = TrainedWeights(self.module, layers if lora_path is None and layers else None)
         self._forward_count = ForwardCount()
         self._halves = Halves(self.networks, self.family, self._forward_count)
         self._times: dict[float, float] = {}
-        self._fine = self._finely()
+        self._fine = self._own_schedule(FINE if self.prediction == "velocity" else 1)
 
     @classmethod
     def from_pretrained(
@@ -134,8 +125,8 @@ class PipelinePolicy:
 
         Args:
             folder_or_id: a folder as `save_pretrained` writes it, or `owner/name`.
-            dtype: of the frozen weights; what is trained is float32 always.
-            device: where everything goes.
+            dtype: of the frozen weights; what is trained is always float32.
+            device: of all parts.
             encoder_dtype: of the text encoders; None is `dtype`.
             decoder_dtype: of the autoencoder; None is `dtype`.
             quantization: of the frozen network under LoRA, one of `QUANTIZATIONS`; None is none.
@@ -144,7 +135,7 @@ class PipelinePolicy:
 
         Raises:
             FileNotFoundError: if the folder or a part of it is missing.
-            UserError: if no family knows the pipeline, or an option is out of range.
+            UserError: if no family has the pipeline, or an option is out of range.
         """
         pipe = load_pipeline(
             folder_or_id,
@@ -174,7 +165,8 @@ class PipelinePolicy:
     @property
     def image_size(self) -> int | tuple[int, int] | None:
         """Image size as passed to the constructor. Setting it changes `latent_shape` and `sigmas`; conditions
-        encoded before belong to the previous size."""
+        encoded before belong to the previous size.
+        """
         return self._image_size
 
     @image_size.setter
@@ -183,7 +175,7 @@ class PipelinePolicy:
             return
         self._call.resize(size)
         self._image_size, self.latent_shape, self._times = size, self._call.latent_shape, {}
-        self._fine = self._finely()
+        self._fine = self._own_schedule(FINE if self.prediction == "velocity" else 1)
         self.__dict__.pop("_encoder", None)  # what it measured was of the other size
 
     @property
@@ -207,12 +199,8 @@ class PipelinePolicy:
         a prompt's encoding does not depend on its neighbours' lengths.
 
         Args:
-            prompts: B texts; or records with "prompt" and "source", the image to edit (a file, a PIL image
-                or [3, H, W] in [0, 1]) or, of a family that joins `several`, a list of them.
-
-        Raises:
-            UserError: an image is missing where the pipeline edits one, or cannot be read, or there are
-                more than it takes.
+            prompts: B texts; or records with "prompt" and "source", the image to edit (a file, a PIL image or
+                [3, H, W] in [0, 1]) or, of a family that joins `several`, a list of them.
         """
         prompt_sources = [
             (p, None) if isinstance(p, str) else (str(p["prompt"]), p.get("source")) for p in prompts
@@ -221,13 +209,11 @@ class PipelinePolicy:
         first = dict(zip(reversed(keys), reversed(prompt_sources), strict=True))
         row_of = {key: i for i, key in enumerate(dict.fromkeys(keys))}
         sized = "height" in self._call.fixed
-        source_of = {key[1]: first[key][1] for key in row_of}
         sources = {
-            name: checked_source(self.pipe, self.family, edited, sized) for name, edited in source_of.items()
+            name: checked_source(self.pipe, self.family, source, sized)
+            for name, source in {key[1]: first[key][1] for key in row_of}.items()
         }
-        null_per_source = (
-            self.guided and self.family.source != "none"
-        )  # the null prompt may look at the image
+        null_per_source = self.guided and self.takes_source  # the null prompt may look at the image
         unique = tuple(
             self._call.encode(first[key][0], guided=null_per_source, source=sources[key[1]]) for key in row_of
         )
@@ -240,20 +226,13 @@ class PipelinePolicy:
 
     @property
     def frame_rate(self) -> float:
-        """Frames a second of its videos: the call's `frame_rate`, else the family's."""
+        """Frames per second of its videos: the call's `frame_rate`, else the family's."""
         return float(self._call.fixed.get("frame_rate", self.family.frame_rate))
 
     def velocity(self, x: Tensor, sigma: Tensor, condition: Condition, time: Tensor | None = None) -> Tensor:
-        """Guided velocity dx/dσ; with gradient, only the conditional half carries it.
+        """Guided velocity dx/dσ [B, ...] float32; with gradient, only the conditional half carries it.
 
-        Args:
-            x: [B, ...] latents.
-            sigma: [B] noise levels in [0, 1].
-            condition: of the B samples, from `encode`.
-            time: [B] as `times` gives it; None computes it.
-
-        Returns:
-            [B, ...] float32.
+        `time` [B] is as `times` gives it; None computes it.
         """
         rows = rows_of(x, sigma, condition)
         time = self.times(sigma) if time is None else time
@@ -272,7 +251,8 @@ class PipelinePolicy:
 
     def times(self, sigmas: Tensor) -> Tensor:
         """Return the network's times at noise levels: exact for the last schedules, interpolated
-        elsewhere."""
+        elsewhere.
+        """
         between = time_of(self._call.scheduler, sigmas, self._fine)
         exact = [
             self._times.get(level, other)
@@ -282,18 +262,9 @@ class PipelinePolicy:
 
     @torch.no_grad()
     def sigmas(self, steps: int, *, timestep_schedule: str = "diffusers") -> Tensor:
-        """The timestep schedule [steps + 1], float32, down to 0.
-
-        Args:
-            steps: at least 1.
-            timestep_schedule: "diffusers" is what the pipeline's scheduler uses, "plain" the paper's. A model
-                that ships levels of its own has these at their number of steps.
+        """The timestep schedule [steps + 1], float32, down to 0: "diffusers" is what the pipeline's scheduler
+        uses, "plain" the paper's. A model that ships levels of its own has these at their number of steps.
         """
-        if steps < 1 or timestep_schedule not in TIMESTEP_SCHEDULES:
-            raise UserError(
-                f"steps={steps}, timestep_schedule={timestep_schedule!r}: steps must be at least 1 and "
-                f"timestep_schedule one of {TIMESTEP_SCHEDULES}."
-            )
         shipped = self.pipe.config.get("sample_sigmas")
         if shipped and len(shipped) != steps and timestep_schedule == "diffusers":
             warnings.warn(
@@ -301,7 +272,7 @@ class PipelinePolicy:
                 f"{steps} take levels that it does not ship. Set the steps to {len(shipped)}.",
                 stacklevel=2,
             )
-        cached, scheduler = self._known(steps), self._call.scheduler
+        cached, scheduler = self._own_schedule(steps), self._call.scheduler
         sigmas, times = cached if timestep_schedule == "diffusers" else scheduler.levels(steps)
         if timestep_schedule == "plain" and self.prediction == "velocity":
             times = time_of(scheduler, sigmas[:-1], self._fine)
@@ -309,32 +280,16 @@ class PipelinePolicy:
         return sigmas
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Images of latents as the pipeline decodes them; of a video the middle frame.
-
-        Args:
-            latents: [B, ...].
-
-        Returns:
-            [B, 3, H, W] float32 in [0, 1].
-        """
+        """Images [B, 3, H, W] float32 in [0, 1] as the pipeline decodes them; of a video the middle frame."""
         return self._call.images(latents, self.decode_batch)
 
     def decode_frames(self, latents: Tensor) -> Tensor:
-        """Images [B, 3, H, W], or videos [B, F, 3, H, W], float32 in [0, 1].
-
-        Args:
-            latents: [B, ...].
-        """
+        """Images [B, 3, H, W], or videos [B, F, 3, H, W], float32 in [0, 1]."""
         return self._call.frames(latents, self.decode_batch)
 
     def encode_images(self, images: Sequence[Tensor]) -> Tensor:
-        """Clean latents [B, ...] of images, see `ImageEncoder`; `decode` is its inverse.
-
-        Args:
-            images: B of [3, h, w] in [0, 1], of any size.
-
-        Raises:
-            UserError: a policy of videos, or of a pipeline whose way to its autoencoder has no inverse.
+        """Clean latents [B, ...] of B images [3, h, w] in [0, 1] of any size, see `ImageEncoder`; `decode` is
+        its inverse.
         """
         return self._encoder(images)
 
@@ -351,11 +306,8 @@ class PipelinePolicy:
         return self._trained.named()
 
     def save(self, folder: Path) -> None:
-        """Write what was trained, in float32.
-
-        Args:
-            folder: with LoRA it gets what `save_lora` writes; without, the whole pipeline as
-                `pipe.save_pretrained` writes it.
+        """Write what was trained, in float32: with LoRA what `save_lora` writes, without, the whole pipeline
+        as `pipe.save_pretrained` does.
         """
         if self.lora is not None:
             save_lora(type(self.pipe), self.networks, Path(folder))
@@ -365,10 +317,8 @@ class PipelinePolicy:
         umask_permissions(Path(folder))
 
     def load(self, folder: Path) -> None:
-        """Read into this policy what `save` of an equally built one wrote; the reference stays what it was.
-
-        Args:
-            folder: as given to `save`.
+        """Read into this policy what `save` of an equally built one wrote; the reference stays what it
+        was.
         """
         if self.lora is not None:
             load_lora(self.networks, Path(folder))
@@ -377,17 +327,14 @@ class PipelinePolicy:
             saved = type(network).from_pretrained(folder, subfolder=part, dtype=self.storage_dtype)
             network.load_state_dict(saved.state_dict())
 
-    def _finely(self) -> tuple[Tensor, Tensor]:
-        return self._known(FINE if self.prediction == "velocity" else 1)
-
     @torch.no_grad()
-    def _known(self, steps: int) -> tuple[Tensor, Tensor]:
-        """The pipeline's own (σ [steps + 1], time [steps])."""
+    def _own_schedule(self, steps: int) -> tuple[Tensor, Tensor]:
+        """Return the pipeline's own (σ [steps + 1], time [steps])."""
         self._call.run(self._call.inputs([self._call.nothing]), None, None, steps=steps)
-        return self._call.scheduler.known
+        return self._call.scheduler.schedule
 
     def _groups(self, rows: Sequence[Encoded], time: Tensor) -> list[list[int]]:
-        """The samples that one call of the pipeline can take, in order of appearance."""
+        """Group the samples that one call of the pipeline can take, in order of appearance."""
         groups: dict[Any, list[int]] = {}
         one_by_one = self.family.alone == "always" or (self.guided and self.family.alone == "guided")
         for i, (row, t) in enumerate(zip(rows, time.tolist(), strict=True)):

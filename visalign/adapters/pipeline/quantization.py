@@ -8,10 +8,11 @@ Source: QLoRA, arXiv 2305.14314: gradients pass through frozen quantized weights
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
@@ -33,10 +34,9 @@ _BY_SHAPES = ContextVar("by_shapes", default=False)
 
 @dataclass(frozen=True)
 class FourBits:
-    """NF4 of a network that is known by its shapes alone."""
+    """NF4 of a network of which only the shapes are known; `dtype` is of the matrix products."""
 
     dtype: torch.dtype
-    """Of the matrix products."""
 
 
 @contextmanager
@@ -52,16 +52,13 @@ def by_shapes_alone() -> Iterator[None]:
 def quantization_of(
     name: str | None, networks: Iterable[str], dtype: torch.dtype, *, adapters: bool
 ) -> dict[str, Any]:
-    """Build the argument of a pipeline's `from_pretrained` that quantizes its networks while they are read.
+    """Return the argument of a pipeline's `from_pretrained` that quantizes its networks while they are read.
 
     Args:
         name: one of `QUANTIZATIONS`; None for none.
         networks: the parts of the pipeline that denoise.
         dtype: of the matrix products.
-        adapters: whether a LoRA is trained.
-
-    Raises:
-        UserError: an unknown name, nothing but quantized weights to train, or no package or device for it.
+        adapters: whether a LoRA is trained; rounded weights cannot be.
     """
     if name is None:
         return {}
@@ -98,8 +95,9 @@ def quantization_of(
 
 
 def dtype_of(network: Any) -> torch.dtype:
-    """The dtype that a network's numbers are in: of a network in 4 bits that of its products, as its weights
-    are bytes, and all of them where no norm or bias is left (FLUX.3)."""
+    """Return the dtype of a network's numbers: in 4 bits that of its products, as its weights are bytes, and
+    all of them where no norm or bias is left (FLUX.3).
+    """
     config: Any = getattr(getattr(network, "hf_quantizer", None), "quantization_config", None)
     return config.bnb_4bit_compute_dtype if getattr(config, "load_in_4bit", False) else network.dtype
 
@@ -109,21 +107,18 @@ def keep_rounded(network: Any) -> None:
 
     Their own linear has autograd keep a copy of each weight in the dtype of its input, of all layers at once,
     which is more than was saved by rounding.
-
-    Args:
-        network: whose layers are frozen.
     """
     for module in network.modules():
         if isinstance(module, nn.Linear) and is_traceable_wrapper_subclass(module.weight):
-            module.__dict__["forward"] = _frozen(module)
-
-
-def _frozen(layer: nn.Linear) -> Callable[[Tensor], Any]:
-    return lambda x: _Frozen.apply(x, layer)
+            module.__dict__["forward"] = partial(_Frozen.of, module)
 
 
 class _Frozen(torch.autograd.Function):
     """x W^T + b; of the backward only dL/dx = dL/dy W."""
+
+    @staticmethod
+    def of(layer: nn.Linear, x: Tensor) -> Any:
+        return _Frozen.apply(x, layer)
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: nn.Linear) -> Tensor:

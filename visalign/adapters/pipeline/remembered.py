@@ -10,27 +10,23 @@ from typing import Any
 from .quantization import dtype_of
 
 LOOKED_UP = ("dtype", "device", "_execution_device")
-"""Properties of a pipeline and of its networks whose values are remembered."""
+"""Properties of a pipeline and of its networks whose values are cached."""
 
 
 class RememberedLookups:
-    """Stands before these properties while a pipeline is called.
+    """Caches these properties while a pipeline is called.
 
     They walk through all modules for hooks (of offloading, of casting layer by layer), five to ten times a
-    call, which takes the longer the larger the model is. What is remembered is diffusers' own value, but for
-    the dtype of a network in 4 bits (`dtype_of`), until the weights move or change their dtype; hooks must be
-    there before the pipeline becomes a policy. Outside of the call each class is its own.
-
-    Args:
-        pipe: the pipeline.
-        networks: its parts that denoise.
+    call, which takes the longer the larger the model is. The cached value is diffusers' own, except the dtype
+    of a network in 4 bits (`dtype_of`), until the weights move or change their dtype; hooks must be there
+    before the pipeline becomes a policy. Outside of the call each class is its own.
     """
 
     def __init__(self, pipe: Any, networks: Mapping[str, Any]) -> None:
         self._networks = list(networks.values())
         self._parts = [pipe, *self._networks]
         self._kinds: dict[type, type] = {}
-        self._known: dict[tuple[int, str], Any] = {}
+        self._values: dict[tuple[int, str], Any] = {}
         self._weights: Any = None
 
     @contextmanager
@@ -38,7 +34,7 @@ class RememberedLookups:
         """Keep the first value of each cached property inside the block."""
         weight = next(self._networks[0].parameters())
         if self._weights != (weight.dtype, weight.device):
-            self._known = {(id(network), "dtype"): dtype_of(network) for network in self._networks}
+            self._values = {(id(network), "dtype"): dtype_of(network) for network in self._networks}
             self._weights = weight.dtype, weight.device
         kinds = [type(part) for part in self._parts]
         try:
@@ -52,7 +48,7 @@ class RememberedLookups:
                 part.__class__ = kind
 
     def _remembering(self, kind: Any) -> type:
-        """A class of the same name."""
+        """Return a class of the same name that caches."""
         changed = {
             name: self._property(getattr(kind, name), name) for name in LOOKED_UP if hasattr(kind, name)
         }
@@ -64,9 +60,9 @@ class RememberedLookups:
     def _property(self, original: Any, name: str) -> Any:
         def value(part: Any) -> Any:
             key = id(part), name
-            if key not in self._known:
-                self._known[key] = original.fget(part)
-            return self._known[key]
+            if key not in self._values:
+                self._values[key] = original.fget(part)
+            return self._values[key]
 
         return property(value)
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedulers a pipeline is given in place of its own: they tell its sigmas and hand over the prediction.
+"""Schedulers that replace a pipeline's own: they record its sigmas and hand over the prediction.
 
-A pipeline calls `set_timesteps` once and `step` at each time. Before a velocity is asked for, `at` holds the
+A pipeline calls `set_timesteps` once and `step` at each time. Before a velocity is computed, `at` holds the
 time; the one step that follows leaves its model output in `taken` and the sample as it was.
 """
 
@@ -21,12 +21,16 @@ from visalign.flow.parametrization import flow_sigma
 from visalign.flow.schedules import timestep_sigmas
 from visalign.interfaces import Prediction
 
+_PREDICTIONS: dict[str, Prediction] = {"epsilon": "epsilon", "v_prediction": "v", "sample": "x0"}
+"""diffusers' `prediction_type` -> our name."""
+
 
 class _Handing:
     """Common part of both schedulers, combined with diffusers' own class."""
 
     at: Tensor | None = None
-    """The time of the one step that is asked for, as the pipeline hands it on; None: no step at all."""
+    """Time of the one step to take, as the pipeline passes it on; None: `set_timesteps` makes the "
+    "schedule."""
     taken: Tensor | None = None
 
     def step(
@@ -46,7 +50,7 @@ class HandingFlow(_Handing, FlowMatchEulerDiscreteScheduler):
 
     prediction: Prediction = "velocity"
     mu: float | None = None
-    """What the pipeline made of the image's size, with dynamic shifting."""
+    """Shift that the pipeline computed from the image's size, with dynamic shifting."""
 
     def set_timesteps(
         self,
@@ -56,17 +60,16 @@ class HandingFlow(_Handing, FlowMatchEulerDiscreteScheduler):
         mu: float | None = None,
         timesteps: Any = None,
     ) -> None:
-        """Make the schedule as diffusers does and remember it; then stand at the one time asked for."""
+        """Make the schedule as diffusers does and keep it; then stand at the time of the one step."""
         if self.at is None:
             single_step = 1 in (num_inference_steps, 0 if sigmas is None else len(sigmas))
             settings: Any = self.config
-            if single_step and settings.shift_terminal:  # which stretches between two levels, and here is one
-                self.known = torch.tensor([1.0, 0.0]), torch.tensor([float(settings.num_train_timesteps)])
+            if single_step and settings.shift_terminal:  # which stretches between two levels; here is one
+                self.schedule = torch.tensor([1.0, 0.0]), torch.tensor([float(settings.num_train_timesteps)])
             else:
-                super().set_timesteps(
-                    num_inference_steps, device="cpu", sigmas=sigmas, mu=mu, timesteps=timesteps
-                )
-                self.known = self.sigmas.float().clone(), self.timesteps.float().clone()
+                options = {"sigmas": sigmas, "mu": mu, "timesteps": timesteps}
+                super().set_timesteps(num_inference_steps, device="cpu", **options)
+                self.schedule = self.sigmas.float().clone(), self.timesteps.float().clone()
             self.mu = mu
         self._stand_at()
         self.sigmas = torch.zeros(len(self.timesteps) + 1)
@@ -91,15 +94,15 @@ class HandingNoise(_Handing, DDIMScheduler):
 
     @property
     def prediction(self) -> Prediction:
-        """In our words."""
+        """Prediction type by our names."""
         settings: Any = self.config
-        return {"epsilon": "epsilon", "v_prediction": "v", "sample": "x0"}[settings.prediction_type]  # type: ignore[return-value]
+        return _PREDICTIONS[settings.prediction_type]
 
     def set_timesteps(self, num_inference_steps: int, device: Any = None) -> None:
         """Set the timesteps as `HandingFlow.set_timesteps` does."""
         if self.at is None:
             super().set_timesteps(num_inference_steps, device="cpu")
-            self.known = self._levels(self.timesteps)
+            self.schedule = self._levels(self.timesteps)
         self._stand_at()
 
     def levels(self, steps: int) -> tuple[Tensor, Tensor]:
@@ -116,29 +119,17 @@ Handing = HandingFlow | HandingNoise
 
 
 def handing_scheduler(scheduler: Any) -> Handing:
-    """The scheduler to exchange a pipeline's own for.
-
-    Args:
-        scheduler: the pipeline's.
-
-    Raises:
-        UserError: it is of neither kind.
-    """
+    """Return the scheduler to exchange a pipeline's own for."""
     config = dict(scheduler.config)
-    result: Any
+    kind: Any = HandingFlow
     if isinstance(scheduler, FlowMatchEulerDiscreteScheduler):
-        result = HandingFlow.from_config(scheduler.config)
-        return result
+        return kind.from_config(scheduler.config)
     if config.get("prediction_type") == "flow_prediction" or config.get("use_flow_sigmas"):
         return HandingFlow(shift=config.get("flow_shift") or 1.0)  # another solver of the same flow
-    if hasattr(scheduler, "alphas_cumprod") and config.get("prediction_type", "epsilon") in (
-        "epsilon",
-        "v_prediction",
-        "sample",
-    ):
-        options = {k: v for k, v in config.items() if k not in ("set_alpha_to_one", "_class_name")}
-        result = HandingNoise.from_config({**options, "set_alpha_to_one": True})
-        return result
+    if hasattr(scheduler, "alphas_cumprod") and config.get("prediction_type", "epsilon") in _PREDICTIONS:
+        kind = HandingNoise
+        options = {name: value for name, value in config.items() if name != "_class_name"}
+        return kind.from_config({**options, "set_alpha_to_one": True})
     raise UserError(
         f"The pipeline samples with {type(scheduler).__name__}, neither a flow nor a noise schedule with "
         "alphas_cumprod. Set pipe.scheduler to a FlowMatchEulerDiscreteScheduler or a DDIMScheduler."
@@ -146,12 +137,8 @@ def handing_scheduler(scheduler: Any) -> Handing:
 
 
 def time_of(scheduler: Handing, sigmas: Tensor, schedule: tuple[Tensor, Tensor]) -> Tensor:
-    """Return the times that the pipeline passes to its network at any noise levels.
-
-    Args:
-        scheduler: Scheduler of the pipeline.
-        sigmas: Noise levels, float32, any shape.
-        schedule: Fine schedule of a flow, σ and times, to interpolate.
+    """Return the times that the pipeline passes to its network at any noise levels; `schedule` is a fine one
+    of a flow, σ and times, to interpolate.
     """
     if isinstance(scheduler, HandingFlow):
         levels, times = (part.numpy() for part in schedule)

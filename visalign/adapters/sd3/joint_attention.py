@@ -13,35 +13,21 @@ The collapsed forward is therefore the same function (and has the same gradients
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from diffusers import SD3Transformer2DModel
-
 
 def collapse_null_tokens(prompt_embeds: Tensor) -> tuple[Tensor, Tensor]:
-    """Keep one token of the trailing run of all-zero tokens.
-
-    Args:
-        prompt_embeds: [B, L, D] context as diffusers' `encode_prompt` returns it.
+    """Keep one token of the trailing run of all-zero tokens of a context [B, L, D].
 
     Returns:
         The context [B, L', D] and the log-multiplicity [L'] float32 of its tokens: log n for the kept null
         token, 0 for every other. A run counts only where it is null in the whole batch; without one the input
         is returned.
-
-    Raises:
-        ValueError: if `prompt_embeds` is not [B, L, D].
     """
-    if prompt_embeds.ndim != 3:
-        raise ValueError(
-            f"prompt_embeds has shape {tuple(prompt_embeds.shape)}; it must be [B, L, D]. Add the missing "
-            "dimension (one prompt is [1, L, D])."
-        )
     length = prompt_embeds.shape[1]
     occupied = prompt_embeds.detach().ne(0).any(dim=-1).any(dim=0).nonzero()
     count = int(occupied[-1]) + 1 if len(occupied) else 0
@@ -55,26 +41,18 @@ def collapse_null_tokens(prompt_embeds: Tensor) -> tuple[Tensor, Tensor]:
 def append_null_token(
     clip_embeds: Tensor, joint_attention_dim: int, count: int = 256
 ) -> tuple[Tensor, Tensor]:
-    """The collapsed context of an SD3 pipeline without T5, from its CLIP tokens; the long one is never built.
+    """Return the collapsed context of an SD3 pipeline without T5, from its CLIP tokens; the long one is never
+    built.
 
     Args:
         clip_embeds: [B, L, D] tokens of the CLIP text encoders, joined along D.
-        joint_attention_dim: the transformer's context width, at least D; the tokens are filled up with zeros.
-        count: how many null tokens the appended one stands for (the pipeline's `max_sequence_length`), at
-            least 1.
+        joint_attention_dim: the transformer's context width; the tokens are filled up with zeros.
+        count: number of null tokens that the appended one stands for (the pipeline's `max_sequence_length`).
 
     Returns:
         The context [B, L + 1, joint_attention_dim] and the log-multiplicity [L + 1] float32 of its tokens.
-
-    Raises:
-        ValueError: if the tokens are wider than the context, or `count` is below 1.
     """
     _, length, width = clip_embeds.shape
-    if width > joint_attention_dim or count < 1:
-        raise ValueError(
-            f"{width}-dimensional tokens with {count} null tokens do not fit a context of width "
-            f"{joint_attention_dim}; the width must be at least that of the tokens and the count at least 1."
-        )
     log_multiplicity = torch.zeros(length + 1, device=clip_embeds.device)
     log_multiplicity[-1] = math.log(count)
     return F.pad(clip_embeds, (0, joint_attention_dim - width, 0, 1)), log_multiplicity
@@ -82,7 +60,7 @@ def append_null_token(
 
 SHORT = 128
 """Keys up to which attention is written out on the CPU. With its backward, in bfloat16, it takes a quarter of
-the fused kernel's time at 29 keys, 0.6 at 64, 0.8 at 128, 1.1 at 256, and it keeps all weights in memory."""
+the fused kernel's time at 29 keys, 0.6 at 64, 0.8 at 128, 1.1 at 256; it keeps all weights in memory."""
 
 
 class WeightedJointAttention:
@@ -103,18 +81,16 @@ class WeightedJointAttention:
         attention_mask: Tensor | None = None,
         context_log_multiplicity: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Joint attention of image tokens [B, N, D] and context tokens [B, L', D].
+        """Joint attention of image tokens [B, N, D] and context tokens [B, L', D], of which both are
+        returned; without context, attention among the image tokens.
 
         Args:
             attn: diffusers' `Attention` layer with its projections and query/key norms.
-            hidden_states: [B, N, D] image tokens.
-            encoder_hidden_states: [B, L', D] context tokens, or None for attention among image tokens alone.
-            attention_mask: not used by SD3; accepted because diffusers passes it to every processor.
+            hidden_states: image tokens.
+            encoder_hidden_states: context tokens.
+            attention_mask: unused; diffusers passes it to every processor.
             context_log_multiplicity: [L'] or [B, L'], log of how many equal tokens each context token stands
                 for.
-
-        Returns:
-            The image tokens, and the context tokens where there were any.
         """
         query, key, value = (
             _split_heads(projection(hidden_states), attn.heads, norm)
@@ -122,7 +98,6 @@ class WeightedJointAttention:
         )
         if encoder_hidden_states is None:
             return _project_out(attn, _merge_heads(_attend(query, key, value)))
-
         context_query, context_key, context_value = (
             _split_heads(projection(encoder_hidden_states), attn.heads, norm)
             for projection, norm in (
@@ -145,14 +120,9 @@ class WeightedJointAttention:
         return _project_out(attn, image), context
 
 
-def use_weighted_attention(transformer: SD3Transformer2DModel) -> None:
-    """Install the processor in every attention layer of an SD3 transformer, in place.
-
-    Args:
-        transformer: the model; its behaviour without `context_log_multiplicity` does not change.
-
-    Raises:
-        ValueError: if a layer has another processor than diffusers' own (PAG, IP-adapter, fused projections).
+def use_weighted_attention(transformer: Any) -> None:
+    """Install the processor in every attention layer of an SD3 transformer, in place; its behaviour without
+    `context_log_multiplicity` does not change.
     """
     names = {type(p).__name__ for p in transformer.attn_processors.values()}
     foreign = names - {"JointAttnProcessor2_0", WeightedJointAttention.__name__}

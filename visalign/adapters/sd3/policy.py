@@ -18,6 +18,7 @@ from diffusers import StableDiffusion3Pipeline
 from torch import Tensor, nn
 
 from visalign.adapters.lora import LoraSettings, leave_casts_to_autocast
+from visalign.adapters.pipeline.condition import check_condition
 from visalign.adapters.pipeline.encoding import ImageEncoder
 from visalign.adapters.pipeline.families import SD3_ATTENTION
 from visalign.adapters.pipeline.lora import add_lora, load_lora, save_lora
@@ -39,8 +40,22 @@ class SD3Policy:
     Sampling with `velocity`, `sigmas` and Euler steps gives the images of `pipe(...)` at the same start
     noise. With LoRA the transformer is frozen but for float32 adapters, and the reference is the model
     without them. Without, all of the transformer is trained in float32 (weights of 16 bits are computed with
-    under autocast in their dtype: AdamW's steps are smaller than their spacing), and the reference is a copy
-    of it (one more transformer in memory).
+    under autocast in their
+    dtype: AdamW's steps are smaller than their spacing), and the reference is a copy of it (one more
+        transformer in
+    memory). The transformer is changed in place (adapters, attention processor).
+
+    Args:
+        pipe: on its device, in its dtype.
+        guidance: w; 1 is no guidance, as in diffusers.
+        lora: adapters to add and train; None trains the whole transformer.
+        max_sequence_length: of the T5 part of the context, the pipeline's argument of that name.
+        collapse_null_tokens: compute the null tokens that stand in for an absent T5 once instead of 256
+            times.
+        autocast: run the transformer, and with bfloat16 the decoder, under autocast in this dtype.
+        image_size: in pixels, a square's side or (height, width); None is the model's own.
+        encode_batch: prompts per pass of the text encoders.
+        decode_batch: latents per pass of the autoencoder.
     """
 
     prediction: Prediction = "velocity"
@@ -58,23 +73,6 @@ class SD3Policy:
         encode_batch: int = 64,
         decode_batch: int = 32,
     ) -> None:
-        """Take over a pipeline; its transformer is changed in place (adapters, attention processor).
-
-        Args:
-            pipe: on its device, in its dtype.
-            guidance: w; 1 is no guidance, as in diffusers.
-            lora: adapters to add and train; None trains the whole transformer.
-            max_sequence_length: of the T5 part of the context, the pipeline's argument of that name.
-            collapse_null_tokens: compute the null tokens that stand in for an absent T5 once instead of 256
-                times.
-            autocast: run the transformer, and with bfloat16 the decoder, under autocast in this dtype.
-            image_size: in pixels, a square's side or (height, width); None is the model's own.
-            encode_batch: prompts per pass of the text encoders.
-            decode_batch: latents per pass of the autoencoder.
-
-        Raises:
-            UserError: if a part is missing or an argument out of range.
-        """
         check_parts(pipe)
         if not math.isfinite(guidance) or guidance < 1:
             raise UserError(f"guidance is {guidance}; it must be at least 1, and 1 switches guidance off.")
@@ -120,9 +118,9 @@ class SD3Policy:
 
         Args:
             folder_or_id: a folder as `save_pretrained` writes it, or `owner/name`.
-            dtype: of the frozen weights; what is trained is float32 always. In full fine-tuning the
+            dtype: of the frozen weights; what is trained is always float32. In full fine-tuning the
                 transformer is computed in it (see the class).
-            device: where everything goes.
+            device: of all parts.
             use_t5: False leaves the third text encoder out.
             quantization: of the frozen transformer under LoRA, "torchao_int8" or "bitsandbytes_4bit".
             **options: of the constructor: guidance, lora, max_sequence_length, collapse_null_tokens, ...
@@ -173,30 +171,14 @@ class SD3Policy:
         return self._text.encode(prompts)
 
     def velocity(self, x: Tensor, sigma: Tensor, condition: Condition, time: Tensor | None = None) -> Tensor:
-        """Guided velocity dx/dσ; with gradient, only the conditional half carries it.
+        """Guided velocity dx/dσ [B, C, H, W] float32; with gradient, only the conditional half carries it.
 
         The halves run one after the other with gradient and without: joined in one batch, a rollout in 16
-        bits is not the function that its replay is (|log r| up to 3e-4).
-
-        Args:
-            x: [B, C, H, W] latents.
-            sigma: [B] noise levels in [0, 1].
-            condition: of the B samples, from `encode`.
-            time: [B] as `times` gives it; None computes it.
-
-        Returns:
-            [B, C, H, W] float32.
+        bits is not the function that its replay is (|log r| up to 3e-4). `time` [B] is as `times` gives it;
+        None computes it.
         """
-        if not isinstance(condition, SD3Condition):
-            raise TypeError(
-                f"velocity got a {type(condition).__name__}; give what encode() or select() returned."
-            )
-        count = x.shape[0]
-        if sigma.shape != (count,) or len(condition) != count:
-            raise ValueError(
-                f"velocity got {count} latents, sigma {tuple(sigma.shape)} and {len(condition)} conditions; "
-                "the three must agree. Use sigma.expand(B) and condition.select(index)."
-            )
+        count = len(x)
+        check_condition(SD3Condition, x, sigma, condition)
         timestep = self.times(sigma) if time is None else time
         weights = condition.log_multiplicity
         null = None
@@ -213,10 +195,8 @@ class SD3Policy:
         return sigmas.float() * self.pipe.scheduler.config.num_train_timesteps
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Images of latents [B, C, H, W], as the pipeline decodes them; in bfloat16 if that is the autocast.
-
-        Returns:
-            [B, 3, H, W] float32 in [0, 1].
+        """Images [B, 3, H, W] float32 in [0, 1] of latents [B, C, H, W], as the pipeline decodes them; in
+        bfloat16 if that is the autocast.
         """
         vae, images = self.pipe.vae, []
         scale, shift = vae.config.scaling_factor, vae.config.shift_factor or 0.0
@@ -230,10 +210,8 @@ class SD3Policy:
         return (torch.cat(images) / 2 + 0.5).clamp(0, 1).contiguous()
 
     def encode_images(self, images: Sequence[Tensor]) -> Tensor:
-        """Clean latents [B, C, H, W] of images, see `ImageEncoder`; `decode` is its inverse.
-
-        Args:
-            images: B of [3, h, w] in [0, 1], of any size.
+        """Clean latents [B, C, H, W] of B images [3, h, w] in [0, 1] of any size, see `ImageEncoder`;
+        `decode` is its inverse.
         """
         return self._encoder(images)
 
@@ -242,12 +220,8 @@ class SD3Policy:
         return ImageEncoder(self)
 
     def sigmas(self, steps: int, *, timestep_schedule: str = "diffusers") -> Tensor:
-        """The timestep schedule [steps + 1], float32, from 1 down to 0.
-
-        Args:
-            steps: at least 1.
-            timestep_schedule: "diffusers" is what the pipeline's scheduler uses (shift applied twice);
-                "plain" applies it once.
+        """The timestep schedule [steps + 1], float32, from 1 down to 0: "diffusers" is what the pipeline's
+        scheduler uses (shift applied twice); "plain" applies it once.
         """
         return sampling_sigmas(self.pipe, steps, timestep_schedule=timestep_schedule, shape=self.latent_shape)
 
@@ -260,11 +234,9 @@ class SD3Policy:
         return self._trained.named()
 
     def save(self, folder: Path) -> None:
-        """Write what was trained, in float32.
-
-        Args:
-            folder: with LoRA it gets the file that `pipe.load_lora_weights(folder)` reads; without, the whole
-                pipeline as `pipe.save_pretrained` writes it (SD3.5 with T5: 21 GB, the transformer 10 of it).
+        """Write what was trained, in float32: with LoRA the file that `pipe.load_lora_weights(folder)` reads;
+        without, the whole pipeline as `pipe.save_pretrained` does (SD3.5 with T5: 21 GB, the transformer 10
+        of it).
         """
         if self.lora is not None:
             save_lora(type(self.pipe), {"transformer": self.transformer}, Path(folder))

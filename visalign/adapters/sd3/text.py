@@ -11,8 +11,6 @@ import torch
 from diffusers import StableDiffusion3Pipeline
 from torch import Tensor
 
-from visalign.errors import UserError
-
 from .joint_attention import collapse_null_tokens
 
 
@@ -33,28 +31,22 @@ class SD3Condition:
         return len(self.index)
 
     def select(self, index: Tensor) -> SD3Condition:
-        """The condition of the samples `index` [N] (repeats allowed); the encoded prompts are shared."""
+        """Return the condition of the samples `index` [N] (repeats allowed); the encoded prompts are
+        shared.
+        """
         return replace(self, index=self.index[index.to(self.index.device)])
 
 
 class SD3TextEncoders:
-    """The two CLIP encoders and T5, if there, behind the pipeline's own `encode_prompt`."""
+    """The two CLIP encoders and T5, if there, behind the pipeline's own `encode_prompt`; frozen. With
+    `collapse` one weighted null token is kept of a run of them; `batch` prompts go through in a pass.
+    """
 
     def __init__(
         self, pipe: StableDiffusion3Pipeline, *, max_sequence_length: int, collapse: bool, batch: int
     ) -> None:
-        """Freeze the text encoders of `pipe`.
-
-        Args:
-            pipe: on its device.
-            max_sequence_length: of the T5 part of the context.
-            collapse: keep one weighted null token where the pipeline has a run of them.
-            batch: prompts per pass.
-        """
-        self._pipe = pipe
-        self._max_sequence_length = max_sequence_length
-        self._collapse = collapse
-        self._batch = batch
+        self._pipe, self._max_sequence_length = pipe, max_sequence_length
+        self._collapse, self._batch = collapse, batch
         self._null: SD3Condition | None = None
         for encoder in (pipe.text_encoder, pipe.text_encoder_2, pipe.text_encoder_3):
             if encoder is not None:
@@ -62,13 +54,7 @@ class SD3TextEncoders:
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[str]) -> SD3Condition:
-        """Encode B prompts, each unique one once, in order of first appearance.
-
-        Raises:
-            UserError: for a bare string or no prompt at all.
-        """
-        if isinstance(prompts, str) or len(prompts) == 0:
-            raise UserError(f"encode got {prompts!r}; give a list of at least one prompt.")
+        """Encode B prompts, each unique one once, in order of first appearance."""
         rows = {prompt: row for row, prompt in enumerate(dict.fromkeys(prompts))}
         unique = list(rows)
         chunks = [self._encode(unique[i : i + self._batch]) for i in range(0, len(unique), self._batch)]
@@ -81,13 +67,15 @@ class SD3TextEncoders:
         return SD3Condition(embeds=embeds, pooled=pooled, log_multiplicity=log_multiplicity, index=index)
 
     def null(self, count: int) -> tuple[Tensor, Tensor]:
-        """The empty prompt for `count` samples, tokens [B, L, D] and pooled [B, Dp], encoded at first use."""
+        """Return the empty prompt for `count` samples, tokens [B, L, D] and pooled [B, Dp], encoded at first
+        use.
+        """
         if self._null is None:
             self._null = self.encode([""])
         return self._null.embeds.expand(count, -1, -1), self._null.pooled.expand(count, -1)
 
     def _encode(self, prompts: list[str]) -> tuple[Tensor, Tensor]:
-        """Tokens [U, L, D] and pooled [U, Dp] as the pipeline computes them."""
+        """Return tokens [U, L, D] and pooled [U, Dp] as the pipeline computes them."""
         encoded: Any = self._pipe.encode_prompt(
             prompt=prompts,
             prompt_2=prompts,
