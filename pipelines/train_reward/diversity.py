@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -12,7 +11,8 @@ from torch import Tensor
 from visalign.core import nuclear_diversity
 from visalign.errors import UserError
 from visalign.rewards.base.contract import RewardError
-from visalign.rewards.hpsv3.ensemble_folders import adapters_of, find_folder
+from visalign.rewards.hpsv3.ensemble_folders import adapters_of
+from visalign.rewards.hpsv3.loading import find_weights
 
 
 class OtherMembers:
@@ -31,7 +31,7 @@ class OtherMembers:
 
     def _read(self, folder: str) -> dict[str, Tensor]:
         try:
-            adapters = adapters_of(Path(find_folder(folder)))
+            adapters = adapters_of(find_weights(folder))
         except (OSError, RewardError) as error:
             raise UserError(
                 f"model.diversity.others names {folder!r}, which has no adapters to be kept apart from "

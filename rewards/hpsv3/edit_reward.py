@@ -28,7 +28,7 @@ from visalign.rewards.vlm.requests import requests
 from visalign.rewards.vlm.template import question
 from visalign.rewards.weights.checkpoint_files import dtype_of
 
-from .head import LAYERS, RanknetHead
+from .head import RanknetHead
 from .loading import find_weights, published_engine
 from .model import REWARD_TOKEN, mark_not_finite
 
@@ -51,9 +51,6 @@ class EditReward:
         base: folder or hub id of the model that it was trained from, whose config and processor are needed
             where the folder has none: "Qwen/Qwen2.5-VL-7B-Instruct", "XiaomiMiMo/MiMo-VL-7B-SFT-2508", ...
         **options: of `engine_of`, as are device and precision; the heads are always float32.
-
-    Raises:
-        ValueError: an unknown precision. Errors of loading come with the first score.
     """
 
     name = "edit_reward"
@@ -77,9 +74,8 @@ class EditReward:
     @cached_property
     def _loaded(self) -> tuple[VisionLanguageEngine, list[RanknetHead]]:
         path = find_weights(self._model)
-        engine, state = published_engine(
-            path, self._base, default_base=None, heads="rm_heads.", **self._options
-        )
+        options = {"default_base": None, "heads": "rm_heads.", **self._options}
+        engine, state = published_engine(path, self._base, **options)
         engine.model.eval().requires_grad_(False)
         heads = [_pop_head(state, number).to(engine.network.device) for number in range(2)]
         if state:
@@ -117,13 +113,6 @@ class EditReward:
 
 def _pop_head(state: dict[str, Tensor], number: int) -> RanknetHead:
     """Build one head from its tensors, which are removed from the state."""
-    tensors = {}
-    for key in [f"{layer}.{part}" for layer in LAYERS for part in ("weight", "bias")]:
-        source = f"rm_heads.head_{number}.{key}"
-        if source not in state:
-            raise RewardError(
-                f"The weights hold no {source}, so they are no EditReward with two heads; give the file as "
-                "it was published."
-            )
-        tensors[f"rm_head.{key}"] = state.pop(source)
-    return RanknetHead.from_state_dict(tensors)
+    prefix = f"rm_heads.head_{number}."
+    keys = [key for key in state if key.startswith(prefix)]
+    return RanknetHead.from_state_dict({f"rm_head.{k.removeprefix(prefix)}": state.pop(k) for k in keys})

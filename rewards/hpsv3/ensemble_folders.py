@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from visalign.atomic import umask_permissions
@@ -26,9 +26,10 @@ from visalign.rewards.base.contract import RewardError
 from visalign.rewards.vlm.engine import VisionLanguageEngine
 from visalign.rewards.vlm.loading import ADAPTER, base_of
 from visalign.rewards.vlm.template import SETTINGS, JudgeSettings
-from visalign.rewards.weights.hub import local_folder
+from visalign.rewards.weights.checkpoint_files import read_tensors
 
 from .ensemble_model import TOKEN, LoraEnsembleModel
+from .loading import find_weights
 from .model import HEAD_FILE, TEMPLATE, pixel_settings, read_clamp
 
 MEMBERS_FILE = "members.safetensors"
@@ -79,15 +80,9 @@ class Member:
         }
 
 
-def find_folder(path_or_id: str | Path) -> Path:
-    """Return an existing folder; packaged names and hub ids are looked up."""
-    folder = resolve_model(path_or_id)
-    return folder if isinstance(folder, Path) else local_folder(folder, ("*",))
-
-
 def read_member(path_or_id: str | Path, base: str | Path | None = None) -> Member:
     """Read a trained judge from a folder, packaged name or hub id; `base` replaces that of its judge.json."""
-    folder = find_folder(path_or_id)
+    folder = find_weights(path_or_id)
     settings = JudgeSettings.read(folder)
     head = settings.rest.get("head")
     kind = head.get("type") if isinstance(head, Mapping) else None
@@ -95,14 +90,9 @@ def read_member(path_or_id: str | Path, base: str | Path | None = None) -> Membe
         raise RewardError(
             f"{folder.name} is no member of a LoRA ensemble: it needs {ADAPTER} and a {SETTINGS} whose head "
             f"is 'ranknet' (it is {kind!r}). Train members with visalign train-reward, model.kind=hpsv3 "
-            "model.train=lora; judges of other kinds go together in visalign.rewards.Ensemble."
+            "model.train=lora."
         )
-    for file in (_ADAPTER_WEIGHTS, HEAD_FILE):
-        if not (folder / file).is_file():
-            raise FileNotFoundError(f"{folder} holds no {file}; copy the folder again.")
-    tensors = {**adapters_of(folder), **load_file(folder / HEAD_FILE)}
-    if TOKEN not in tensors:
-        raise RewardError(f"{folder.name}/{HEAD_FILE} holds no {TOKEN}; save the member again.")
+    tensors = {**adapters_of(folder), **read_tensors(folder / HEAD_FILE)}
     own_base = base_of(folder, settings)
     return Member(
         name=folder.name,
@@ -128,9 +118,9 @@ def stack_members(members: Sequence[Member]) -> tuple[JudgeSettings, dict[str, T
         for name, value in member.shared_facts().items():
             if value != facts[name]:
                 raise RewardError(
-                    f"The members {first.name} and {member.name} differ in {name}: {_shorten(facts[name])} "
-                    f"and {_shorten(value)}. In one pass they must agree; else put them together as "
-                    "visalign.rewards.Ensemble, which asks one after another."
+                    f"The members {first.name} and {member.name} differ in {name}: {facts[name]!s:.120} and "
+                    f"{value!s:.120}. In one pass they must agree; visalign.rewards.Ensemble asks one after "
+                    "another."
                 )
     rank = max(value.shape[0] for m in members for key, value in m.tensors.items() if key.endswith("lora_A"))
     stacked: dict[str, Tensor] = {}
@@ -154,23 +144,17 @@ def stack_members(members: Sequence[Member]) -> tuple[JudgeSettings, dict[str, T
 def adapters_of(folder: Path) -> dict[str, Tensor]:
     """Read `<layer>.lora_A` and `<layer>.lora_B` of a member."""
     adapters: dict[str, Tensor] = {}
-    for key, value in load_file(folder / _ADAPTER_WEIGHTS).items():
+    for key, value in read_tensors(folder / _ADAPTER_WEIGHTS).items():
         match = _KEY.fullmatch(key)
         if match is None:
-            raise RewardError(
-                f"{folder.name}/{_ADAPTER_WEIGHTS} holds {key}, which is no matrix A or B of a LoRA; members "
-                "of an ensemble have nothing else."
-            )
+            raise RewardError(f"{folder.name}/{_ADAPTER_WEIGHTS} holds {key}, no matrix A or B of a LoRA.")
         adapters[f"{match[1]}.lora_{match[2]}"] = value
     return adapters
 
 
 def _scaling(folder: Path) -> float:
     """Return α/r of a plain LoRA."""
-    try:
-        config = json.loads((folder / ADAPTER).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise RewardError(f"{ADAPTER} of {folder.name} is no JSON: {error}.") from error
+    config = json.loads((folder / ADAPTER).read_text(encoding="utf-8"))
     odd = [
         f"{key} {config[key]!r}" for key, plain in _PLAIN.items() if config.get(key) and config[key] != plain
     ]
@@ -188,23 +172,16 @@ def _resolve_base(base: str | Path) -> str | Path:
     return folder.resolve() if isinstance(folder, Path) else folder
 
 
-def _shorten(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 120 else text[:117] + "..."
-
-
 def read_ensemble(folder: Path) -> tuple[JudgeSettings, dict[str, Tensor]]:
     """Read settings and tensors [M, ...] of a folder of `write_ensemble`."""
     settings = JudgeSettings.read(folder)
     head = settings.rest.get("head")
     if not isinstance(head, Mapping) or head.get("type") != HEAD or "scaling" not in settings.rest:
         raise RewardError(
-            f"{folder.name} is no LoRA ensemble: its {SETTINGS} has the head {_shorten(head)}. Join trained "
+            f"{folder.name} is no LoRA ensemble: its {SETTINGS} has the head {head!s:.120}. Join trained "
             "judges: LoraEnsembleReward.from_members([folder, ...]).save(folder)."
         )
-    if not (folder / MEMBERS_FILE).is_file():
-        raise FileNotFoundError(f"{folder} holds no {MEMBERS_FILE}; copy the folder again.")
-    return settings, load_file(folder / MEMBERS_FILE)
+    return settings, read_tensors(folder / MEMBERS_FILE)
 
 
 def build_ensemble(
@@ -215,14 +192,9 @@ def build_ensemble(
     max_tokens_per_batch: int = 8192,
     **options: Any,
 ) -> LoraEnsembleModel:
-    """Build the module from the settings and tensors of an ensemble, on the members' base.
+    """Build the module from the settings and tensors [M, ...] of an ensemble, on the members' base.
 
-    Args:
-        settings: of the ensemble.
-        tensors: [M, ...].
-        base: the model that the members were trained from.
-        max_tokens_per_batch: all members counted.
-        **options: of `VisionLanguageEngine.from_pretrained`.
+    `max_tokens_per_batch` counts all members; `options` are those of `VisionLanguageEngine.from_pretrained`.
     """
     members = max(1, len(tensors.get(TOKEN, ())))
     options = {"settings": settings, "positions": settings.positions, **options}

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from visalign.core.rewards.uncertainty import combine_members
 from visalign.interfaces import Metadata, Scores
-from visalign.rewards.base.contract import RewardError, make_scores, read_request
+from visalign.rewards.base.contract import RewardError, check_choices, check_rules, make_scores, read_request
 from visalign.rewards.base.identity import Identity
 from visalign.rewards.vlm.loading import base_of
 from visalign.rewards.vlm.requests import requests
@@ -45,16 +45,14 @@ from visalign.rewards.weights.fingerprints import WeightPrint
 
 from .ensemble_folders import (
     build_ensemble,
-    find_folder,
     read_ensemble,
     read_member,
     stack_members,
     write_ensemble,
 )
 from .ensemble_model import LoraEnsembleModel
+from .loading import find_weights
 from .model import REWARD_TOKEN
-
-VALUES = ("mean", "min", "lower_bound")
 
 
 class LoraEnsembleReward:
@@ -78,9 +76,6 @@ class LoraEnsembleReward:
         base: the base model, replacing the one that judge.json names.
         **options: of `engine_of`, as are device and precision; max_tokens_per_batch counts all members, and
             adapters and heads are always float32.
-
-    Raises:
-        ValueError: an option that is not allowed. Errors of loading come with the first score.
     """
 
     name = "lora_ensemble"
@@ -100,16 +95,15 @@ class LoraEnsembleReward:
         precision: str = "auto",
         **options: Any,
     ) -> None:
-        if value not in VALUES:
-            raise ValueError(f"{self.name}: value is {value!r}; allowed are {', '.join(VALUES)}.")
-        if not 0 <= beta < math.inf:
-            raise ValueError(f"{self.name}: beta is {beta}; allowed are finite numbers from 0.")
+        check_choices(self.name, value=(value, ("mean", "min", "lower_bound")))
         smallest = 2 if value == "lower_bound" else 1
-        if min_members < smallest:
-            raise ValueError(
-                f"{self.name}: min_members is {min_members}; allowed with value={value!r} is {smallest} or "
-                "more."
-            )
+        rules = {
+            f"beta is {beta}; allowed are finite numbers from 0": 0 <= beta < math.inf,
+            f"min_members is {min_members}; allowed with value={value!r} is {smallest} or more": (
+                min_members >= smallest
+            ),
+        }
+        check_rules(self.name, rules)
         self.value, self.beta, self.min_members = value, beta, min_members
         self._source, self._base = model, base
         self._options = {**options, "device": device, "dtype": dtype_of(precision, f"{self.name}: ", device)}
@@ -125,10 +119,6 @@ class LoraEnsembleReward:
                 writes them for `model.kind=hpsv3 model.train=lora`. Ranks may differ.
             base: the base model, replacing the one that the members name.
             **options: see the class.
-
-        Raises:
-            FileNotFoundError: a part is missing.
-            RewardError: members that differ in base, adapted layers, template, head or pixels.
         """
         judge = cls("", base=base, **options)
         members = [read_member(folder, base) for folder in folders]
@@ -145,11 +135,11 @@ class LoraEnsembleReward:
 
     @cached_property
     def model(self) -> LoraEnsembleModel:
-        """The module, loaded when it is first needed."""
+        """Module, loaded when it is first needed."""
         if isinstance(self._source, LoraEnsembleModel):
             self._set_model(self._source)
             return self._source
-        folder = find_folder(self._source)
+        folder = find_weights(self._source)
         settings, tensors = read_ensemble(folder)
         return self._load(settings, tensors, self._base or base_of(folder, settings), folder.name)
 
@@ -164,9 +154,6 @@ class LoraEnsembleReward:
         Args:
             images: images like those of the members' training; a hundred or more.
             prompts: their prompts.
-
-        Raises:
-            RewardError: fewer than two images were judged by all members, or one gives all the same score.
         """
         scores, model = self.score(images, prompts), self.model
         by_member = torch.stack([scores.parts[f"member_{m}"] for m in range(model.members)]).double()
@@ -191,10 +178,7 @@ class LoraEnsembleReward:
         """
         model = self.model
         if self._base is None:
-            raise ValueError(
-                f"{self.name}: it was made from a module whose base has no name; pass base=, or join member "
-                "folders by from_members."
-            )
+            raise ValueError(f"{self.name}: it was made from a module whose base has no name; pass base=.")
         write_ensemble(Path(folder), model, self._base, dtype)
 
     @property

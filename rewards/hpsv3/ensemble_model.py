@@ -21,9 +21,9 @@ from visalign.rewards.base.contract import RewardError
 from visalign.rewards.vlm.engine import TokenRow, VisionLanguageEngine
 from visalign.rewards.vlm.packing import Batch
 from visalign.rewards.vlm.template import Template
+from visalign.rewards.weights.checkpoint_files import check_fit
 
 from .head import LAYERS, RanknetHead
-from .loading import check_keys
 from .model import REWARD_TOKEN, HPSv3Model
 
 TOKEN = "reward_token"
@@ -43,7 +43,7 @@ class StackedLora(nn.Module):
         self.lora_b = nn.Parameter(torch.zeros(members, base.out_features, rank, **options))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[M·B, ..., in] -> [M·B, ..., out]; row m·B + i belongs to member m."""
+        """Map [M·B, ..., in] to [M·B, ..., out]; row m·B + i belongs to member m."""
         members, dtype = self.lora_a.shape[0], self.lora_a.dtype
         y = self.base(x)
         narrow = torch.bmm(x.reshape(members, -1, x.shape[-1]).to(dtype), self.lora_a.mT)  # A_m x
@@ -79,7 +79,7 @@ class RanknetHeads(nn.Module):
         self.weights, self.biases = nn.ParameterList(weights), nn.ParameterList(biases)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[M, N, 2] float32 of hidden states [M, N, H]."""
+        """Compute [M, N, 2] float32 of hidden states [M, N, H]."""
         for layer, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
             inputs = hidden.relu() if layer else hidden.float()
             hidden = torch.baddbmm(bias[:, None], inputs, weight.mT)  # h_m W_mᵀ + b_m
@@ -105,9 +105,6 @@ class LoraEnsembleModel(nn.Module):
         template: with `REWARD_TOKEN` once.
         scaling: of the adapters, α/r.
         clamp: bounds of the log-deviation (soft), or None.
-
-    Raises:
-        RewardError: tensors that do not fit the model or one another, named; or adapters of the tower.
     """
 
     def __init__(
@@ -142,7 +139,7 @@ class LoraEnsembleModel(nn.Module):
         size = engine.model.config.get_text_config().hidden_size
         self.tokens = nn.Parameter(torch.zeros(members, size, device=device))
         self.stretch = nn.Parameter(torch.ones(members, device=device))
-        check_keys(self.tensors(), tensors)
+        check_fit(self.tensors(), tensors, "the members")
         with torch.no_grad():
             for key, parameter in self.tensors().items():
                 parameter.copy_(tensors[key])
@@ -168,7 +165,7 @@ class LoraEnsembleModel(nn.Module):
         return stretch_scale(mean, log_std, self.stretch[:, None])
 
     def _run(self, batch: Batch) -> Tensor:
-        """[b, S, M·H]: hidden states of all members, concatenated."""
+        """Compute the hidden states of all members, concatenated: [b, S, M·H]."""
         hidden = self.engine.network.hidden(batch, lambda inputs: self._repeat_inputs(inputs, batch.ids))
         return hidden.view(self.members, *batch.ids.shape, -1).permute(1, 2, 0, 3).flatten(2)
 
@@ -196,10 +193,7 @@ def stretch_scale(mean: Tensor, log_std: Tensor, factor: Tensor) -> tuple[Tensor
     With E[σ(z)] ≈ σ(Δ / √(1 + π s²/8)) for z ~ N(Δ, s²), the lead c·Δ and c²(1 + π s²/8) = 1 + π s'²/8 give
     the probability that Δ and s give, and s'² is shared by the two images of a pair.
 
-    Args:
-        mean: μ, [M, N].
-        log_std: ln σ, [M, N].
-        factor: c ≥ 1, broadcast to [M, N].
+    `mean` μ and `log_std` ln σ are [M, N]; `factor` c ≥ 1 is broadcast to them.
 
     MacKay, "The evidence framework applied to classification networks", Neural Computation 4(5), 1992, for
     the approximation.
@@ -216,8 +210,7 @@ def _split_tensors(tensors: Mapping[str, Tensor]) -> tuple[int, dict[str, Tensor
     sizes = sorted({value.shape[0] if value.ndim else 0 for value in tensors.values()})
     if TOKEN not in tensors or len(sizes) != 1:
         raise RewardError(
-            f"The members' tensors do not belong together: members by tensor {sizes}, and {TOKEN} is "
-            f"{'there' if TOKEN in tensors else 'missing'}. Write the folder again: "
-            "LoraEnsembleReward.from_members([...]).save(folder)."
+            f"The members' tensors do not belong together: members by tensor {sizes}, {TOKEN} "
+            f"{'there' if TOKEN in tensors else 'missing'}. Join and save the members again."
         )
     return sizes[0], heads, layers

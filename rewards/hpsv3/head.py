@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from visalign.rewards.base.contract import RewardError
+from visalign.rewards.weights.checkpoint_files import load_strict
 
 Pooling = Literal["special", "last", "mean"]
 HIDDEN = (1024, 16)
@@ -45,32 +46,20 @@ class RanknetHead(nn.Module):
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Tensor]) -> RanknetHead:
-        """Build the float32 head of the tensors `rm_head.{0,3,5}.{weight,bias}`, in evaluation mode.
-
-        Raises:
-            RewardError: missing or unexpected keys, or shapes that do not fit.
-        """
-        expected = {f"rm_head.{layer}.{part}" for layer in LAYERS for part in ("weight", "bias")}
-        if set(state) != expected:
-            raise RewardError(
-                f"The head needs {', '.join(sorted(expected))}: missing {sorted(expected - set(state))}, "
-                f"unexpected {sorted(set(state) - expected)}."
-            )
-        first, second, third = (state[f"rm_head.{layer}.weight"].shape for layer in LAYERS)
+        """Build the float32 head of the tensors `rm_head.{0,3,5}.{weight,bias}`, in evaluation mode."""
+        shapes = [state[key].shape for layer in LAYERS if (key := f"rm_head.{layer}.weight") in state]
+        if len(shapes) < len(LAYERS):
+            raise RewardError(f"The weights are no HPSv3 head, which has rm_head.{LAYERS}.weight.")
+        first, second, third = shapes
         head = cls(first[1], hidden=(first[0], second[0]), outputs=third[0])
-        try:
-            head.load_state_dict({key: value.float() for key, value in state.items()}, strict=True)
-        except RuntimeError as error:
-            raise RewardError(f"The layers of the head do not fit one another: {error}") from error
+        load_strict(head, {key: value.float() for key, value in state.items()}, "the head")
         return head.eval()
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Head outputs [*, 2] of hidden states [*, D] of any dtype, computed in float32."""
-        dtype = self.rm_head[0].weight.dtype
-        if dtype not in (torch.float32, torch.float64):
-            raise ValueError(f"The head must stay in float32; it is {dtype}. Move the tower alone.")
+        """Compute outputs [*, 2] of hidden states [*, D] of any dtype in the head's own, float32."""
         with torch.autocast(hidden.device.type, enabled=False):
-            return self.rm_head(hidden.to(dtype))
+            # a head that was cast to half fails here, rather than to score coarsely
+            return self.rm_head(hidden.to(torch.promote_types(self.rm_head[0].weight.dtype, torch.float32)))
 
     def pooled(
         self,
@@ -82,33 +71,26 @@ class RanknetHead(nn.Module):
         pad_token_id: int | None = None,
         attention_mask: Tensor | None = None,
     ) -> Tensor:
-        """Head outputs [B, outputs] of whole rows.
+        """Compute outputs [B, outputs] of rows of hidden states [B, L, D] and tokens [B, L].
 
         "special": at the reward token, which occurs exactly once in each row. "last": at the last token that
         is no padding. "mean": the outputs averaged over all tokens that are no padding; the released code
         leaves the last of them out.
 
         Args:
-            hidden: [B, L, D] last hidden states.
-            input_ids: [B, L] tokens.
+            hidden: last hidden states.
+            input_ids: tokens.
             pooling: one of the three.
             special_token_id: the reward token, for "special".
             pad_token_id: the padding; without it or an attention_mask every token counts. Without the mask,
                 the row ends before its first padding token.
             attention_mask: [B, L], 0 where there is no token; needed for left padding.
-
-        Raises:
-            ValueError: a row without the reward token or with several, or an empty row.
         """
         rows = torch.arange(len(hidden), device=hidden.device)
         if pooling == "special":
             is_special = input_ids == special_token_id
-            counts = dict(enumerate(is_special.sum(1).tolist()))
-            if bad := {row: count for row, count in counts.items() if count != 1}:
-                raise ValueError(
-                    f"The reward token {special_token_id} must occur once in each row; rows and their "
-                    f"counts: {bad}. Escape it where it is part of a prompt."
-                )
+            if not (is_special.sum(1) == 1).all():
+                raise ValueError(f"The reward token {special_token_id} must occur once in each row.")
             return self(hidden[rows, is_special.int().argmax(1)])
         if attention_mask is not None:
             valid = attention_mask != 0
@@ -116,8 +98,8 @@ class RanknetHead(nn.Module):
             valid = torch.ones_like(input_ids, dtype=torch.bool)
         else:
             valid = (input_ids == pad_token_id).cumsum(1) == 0
-        if empty := (~valid.any(1)).nonzero()[:, 0].tolist():
-            raise ValueError(f"Rows {empty} hold no token; with left padding, pass attention_mask.")
+        if not valid.any(1).all():
+            raise ValueError("A row holds no token; with left padding, pass attention_mask.")
         if pooling == "last":
             positions = torch.arange(valid.shape[1], device=valid.device)
             return self(hidden[rows, torch.where(valid, positions, -1).amax(1)])

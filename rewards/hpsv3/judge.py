@@ -55,9 +55,6 @@ class HPSv3:
         base: config and processor for the published layout; see `loading.load_hpsv3`.
         template: replaces the folder's.
         **options: of `engine_of`, as are device and precision; the head is always float32.
-
-    Raises:
-        ValueError: an unknown precision. Errors of loading come with the first score.
     """
 
     name = "hpsv3"
@@ -82,7 +79,7 @@ class HPSv3:
 
     @cached_property
     def model(self) -> HPSv3Model:
-        """The module, loaded when it is first needed."""
+        """Module, loaded when it is first needed."""
         if isinstance(self._source, HPSv3Model):  # may be in training
             self._print = WeightPrint(self._source, None)
             return self._source

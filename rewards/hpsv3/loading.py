@@ -35,7 +35,7 @@ from visalign.rewards.vlm.loading import (
 )
 from visalign.rewards.vlm.published import published_prompt
 from visalign.rewards.vlm.template import SETTINGS, JudgeSettings, Template, question
-from visalign.rewards.weights.checkpoint_files import listed, quiet_loading, read_tensors
+from visalign.rewards.weights.checkpoint_files import check_fit, quiet_loading, read_tensors
 from visalign.rewards.weights.hub import SMALL_FILES, local_folder, revision_of
 from visalign.vision.patches import smart_resize as _smart_resize
 
@@ -75,10 +75,6 @@ def load_hpsv3(
         device: where it runs.
         dtype: of the vision-language model; the head is always float32.
         **options: of `VisionLanguageEngine.from_pretrained`.
-
-    Raises:
-        FileNotFoundError: a part is missing.
-        RewardError: keys that are missing or unexpected, each named.
     """
     path = find_weights(path_or_id)
     is_ours = path.is_dir() and "head" in JudgeSettings.read(path).rest
@@ -158,7 +154,7 @@ def published_engine(
     if base is None:
         raise RewardError(
             f"{folder} holds no config.json; give as base the model that the weights were trained from "
-            "(folder or hub id), whose config and processor they need."
+            "(folder or hub id)."
         )
     state = read_tensors(file, "model" if file.suffix in (".pt", ".pth") else None, optional=True)
     head_tensors = {key: state.pop(key) for key in list(state) if key.startswith(heads)}
@@ -184,15 +180,9 @@ def engine_of_tensors(
     """Build a model of weights under the names of transformers 4 or 5; its vocabulary ends with `tokens`.
 
     Config and processor come from the folder `source`; positions are plain unless the options say otherwise.
-
-    Raises:
-        RewardError: weights of another model, an `adapter`, or a tokenizer with other ids for the tokens.
     """
     if options.pop("adapter", None) is not None:
-        raise RewardError(
-            "A published file of weights takes no adapter; give a folder of HPSv3Model.save_pretrained, or "
-            "leave adapter out."
-        )
+        raise RewardError("A published file of weights takes no adapter; leave adapter out.")
     processor = load_processor(source)
     placing = {name: options.pop(name) for name in PLACING if name in options}
     model = _build_backbone(source, current_keys(state), placing_options(dtype, device, **placing))
@@ -203,8 +193,7 @@ def engine_of_tensors(
     if ids != list(range(vocabulary - len(tokens), vocabulary)):
         raise RewardError(
             f"The tokenizer of the base gives {', '.join(tokens)} the id {', '.join(map(str, ids))}, and "
-            f"in the weights it is the last of {vocabulary}. Give the processor of the model that they were "
-            "trained from."
+            f"in the weights it is the last of {vocabulary}. Give the base that they were trained from."
         )
     return engine
 
@@ -220,35 +209,17 @@ def _build_backbone(source: str | Path, state: dict[str, Tensor], options: dict[
     config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
     with torch.device("meta"):
         expected = AutoModelForImageTextToText.from_config(config).state_dict()
-    check_keys(expected, state)
+    check_fit(expected, state, "the file")
     kind: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
     with quiet_loading():
         return kind.from_pretrained(None, config=config, state_dict=state, **options)
-
-
-def check_keys(expected: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
-    """Raise RewardError that names each missing, unexpected or ill-shaped weight."""
-    missing, unexpected = sorted(set(expected) - set(state)), sorted(set(state) - set(expected))
-    if missing or unexpected:
-        raise RewardError(
-            f"The weights do not fit the model: missing {listed(missing)}; unexpected "
-            f"{listed(unexpected)}. Give the config of the model that they were trained from."
-        )
-    wrong = [
-        f"{key} {tuple(state[key].shape)} for {tuple(expected[key].shape)}"
-        for key in expected
-        if state[key].shape != expected[key].shape
-    ]
-    if wrong:
-        raise RewardError(f"The weights are of other shapes than the config says: {listed(wrong)}.")
 
 
 def _weight_file(folder: Path) -> Path:
     files = sorted({file for pattern in _FILES for file in folder.glob(pattern)}) if folder.is_dir() else []
     if len(files) != 1:
         raise FileNotFoundError(
-            f"{folder} holds {len(files)} weight files and no {SETTINGS} with a head; give the published "
-            "file itself, or a folder that HPSv3Model.save_pretrained wrote."
+            f"{folder} holds {len(files)} weight files and no {SETTINGS} with a head; give the file itself."
         )
     return files[0]
 
@@ -262,7 +233,7 @@ def find_weights(path_or_id: str | Path) -> Path:
 def smart_resize(
     height: int, width: int, *, factor: int = 28, min_pixels: int = MIN_PIXELS, max_pixels: int = MAX_PIXELS
 ) -> tuple[int, int]:
-    """Height and width to which qwen-vl-utils and the published HPSv3 resize an image.
+    """Compute height and width to which qwen-vl-utils and the published HPSv3 resize an image.
 
     `factor` is 28 for Qwen2-VL and Qwen2.5-VL, 32 for Qwen3-VL; HPSv3 sets both bounds to 200704.
     """
@@ -283,17 +254,8 @@ def current_key(key: str) -> str:
 
 
 def current_keys(state: Mapping[str, V]) -> dict[str, V]:
-    """Rename a state dict to the names of transformers 5, which stay as they are.
-
-    Raises:
-        RewardError: two weights would get the same name, so that one would be lost.
-    """
-    renamed: dict[str, V] = {}
-    for key, value in state.items():
-        new = current_key(key)
-        if new in renamed:
-            raise RewardError(
-                f"The checkpoint holds {new!r} under its old name and its new one; it is a mixture of two."
-            )
-        renamed[new] = value
+    """Rename a state dict to the names of transformers 5, which stay as they are."""
+    renamed = {current_key(key): value for key, value in state.items()}
+    if len(renamed) < len(state):
+        raise RewardError("The checkpoint holds a weight under its old name and its new one.")
     return renamed

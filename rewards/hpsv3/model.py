@@ -58,9 +58,6 @@ class HPSv3Model(nn.Module):
         head: on the model's hidden states, float32.
         template: with `REWARD_TOKEN` once; that of the engine's folder, or `TEMPLATE`, when None.
         clamp: bounds of the log-deviation (soft); None for heads that were trained without.
-
-    Raises:
-        RewardError: a template without the token, a head of another width or number of outputs.
     """
 
     _no_split_modules = ("RanknetHead",)  # of another dtype than the backbone
@@ -124,10 +121,7 @@ class HPSv3Model(nn.Module):
         return self.engine.processor.tokenizer.convert_tokens_to_ids(REWARD_TOKEN)
 
     def encode(self, images: Sequence[Tensor], prompts: Sequence[str]) -> HPSv3Batch:
-        """Tokenise B images [3, H, W], float in [0, 1] or uint8, with their prompts.
-
-        May be done once for a whole training set.
-        """
+        """Tokenise B images [3, H, W], float in [0, 1] or uint8, with their prompts."""
         pairs = zip(images, prompts, strict=True)
         queries = [Query(images=[image], prompt=prompt) for image, prompt in pairs]
         rows, reasons = self.engine.encode(self.template, queries, at=REWARD_TOKEN)
@@ -135,7 +129,7 @@ class HPSv3Model(nn.Module):
         return HPSv3Batch([row for _, row in valid], [index for index, _ in valid], reasons)
 
     def features(self, batch: HPSv3Batch) -> Tensor:
-        """Hidden states [N, H] float32 at the reward tokens: all that training only the head needs."""
+        """Compute hidden states [N, H] float32 at the reward tokens: all that training the head needs."""
         return self.engine.states(batch.rows)
 
     def read(self, features: Tensor) -> tuple[Tensor, Tensor]:
@@ -155,9 +149,6 @@ class HPSv3Model(nn.Module):
             base: where the vision-language model can be found (packaged name, hub id, or folder relative to
                 this one), whose weights are then not written; only a LoRA in it, the head, and the embedding
                 of the token. None writes the whole model and its processor.
-
-        Raises:
-            RewardError: the model holds a LoRA and no base is named.
         """
         from safetensors.torch import save_file
 
@@ -166,10 +157,7 @@ class HPSv3Model(nn.Module):
         model: Any = self.engine.model
         has_adapter = getattr(model, "_hf_peft_config_loaded", False)
         if base is None and has_adapter:
-            raise RewardError(
-                "The model holds a LoRA; name its base: save_pretrained(folder, base=...), so that the LoRA "
-                "is written next to the head."
-            )
+            raise RewardError("The model holds a LoRA; name its base: save_pretrained(folder, base=...).")
         if base is None or has_adapter:
             model.save_pretrained(folder)
         if has_adapter:

@@ -24,7 +24,14 @@ from torch import Tensor
 
 from visalign.interfaces import Metadata, RewardCapabilities, Scores
 from visalign.rewards.base.clips import listed_clips, read_clip
-from visalign.rewards.base.contract import RewardError, make_scores, prompt_problem, read_metadata, scatter
+from visalign.rewards.base.contract import (
+    RewardError,
+    check_rules,
+    make_scores,
+    prompt_problem,
+    read_metadata,
+    scatter,
+)
 from visalign.rewards.base.identity import Identity, fingerprint
 from visalign.rewards.vlm.engine import Query, TokenRow, VisionLanguageEngine, check_loading
 from visalign.rewards.vlm.loading import find_model
@@ -99,10 +106,6 @@ class VideoAlign:
         min_pixels: smallest size of a resized frame.
         max_pixels: largest size of a resized frame; that of the checkpoint when None.
         **options: of `engine_of`, as are device and precision; the head is always float32.
-
-    Raises:
-        RewardError: numbers of frames that are none, or both `fps` and `frames`.
-        ValueError: an unknown precision. Errors of loading come with the first score.
     """
 
     name = "video_align"
@@ -126,11 +129,12 @@ class VideoAlign:
         **options: Any,
     ) -> None:
         check_loading(self.name, options)
-        for option, value in (("clip_fps", clip_fps), ("fps", fps), ("frames", frames)):
-            if value is not None and not _is_rate(value):
-                raise RewardError(f"{self.name}: {option} is {value!r}; allowed are numbers above 0.")
-        if fps is not None and frames is not None:
-            raise RewardError(f"{self.name}: give fps or frames, not both.")
+        rates = {"clip_fps": clip_fps, "fps": fps, "frames": frames}
+        rules = {
+            f"{option} is {value!r}; allowed are numbers above 0": value is None or _is_rate(value)
+            for option, value in rates.items()
+        }
+        check_rules(self.name, rules | {"give fps or frames, not both": fps is None or frames is None})
         self.unit = "standard deviations" if normalise else "logit"
         self._model, self._base, self._normalise = model, base, normalise
         self._clip_fps, self._fps, self._frames = clip_fps, fps, frames
@@ -145,10 +149,7 @@ class VideoAlign:
         config["fps"] = config["fps"] if self._fps is None else self._fps
         config["max_pixels"] = config["max_pixels"] if self._max_pixels is None else self._max_pixels
         if self._normalise and not config["normal"]:
-            raise RewardError(
-                f"{CONFIG} of {root.name} has no inference_config with the means and deviations of VQ, MQ "
-                "and TA; take the head's own outputs by normalise=False."
-            )
+            raise RewardError(f"{CONFIG} of {root.name} has no inference_config; give normalise=False.")
         is_merged = weights.is_file()
         source = find_model(self._base, SMALL_FILES) if is_merged else find_model(self._base)
         state = read_tensors(weights) if is_merged else _read_training(weights, source)
@@ -192,17 +193,7 @@ class VideoAlign:
 
     @torch.no_grad()
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
-        """Score B clips against B prompts.
-
-        Args:
-            images: B clips: a sequence, or an array [B, F, ...].
-            prompts: B texts.
-            metadata: B records, or None; "fps" is how many frames a second a clip shows.
-
-        Raises:
-            TypeError: no sequence of clips.
-            ValueError: a clip of no frames or of mixed sizes, or not one prompt per clip.
-        """
+        """Score B clips (a sequence, or an array [B, F, ...]) against B prompts; records may hold "fps"."""
         clips = listed_clips(self.name, images)
         size = len(clips)
         if size != len(prompts):
@@ -251,7 +242,7 @@ class VideoAlign:
         return resize_smoothly(levels, size).round().clamp(0, 255).to(torch.uint8), None
 
     def _rewards(self, queries: Sequence[Query], rows: Sequence[int], reasons: list[str | None]) -> Tensor:
-        """[N, 3] float32 of N requests at `rows`, NaN where one gets a reason."""
+        """Compute [N, 3] float32 of N requests at `rows`, NaN where one gets a reason."""
         rewards = torch.full((len(queries), len(PARTS)), torch.nan)
         if not queries:
             return rewards
@@ -316,8 +307,7 @@ def _find_files(path: Path) -> tuple[Path, Path]:
     root = next((parent for parent in (folder, folder.parent) if (parent / CONFIG).is_file()), None)
     if root is None:
         raise FileNotFoundError(
-            f"Neither {folder} nor the folder above it holds {CONFIG}; give the folder as it was published "
-            f"({PUBLISHED})."
+            f"Neither {folder} nor the folder above it holds {CONFIG}; give the folder as it was published."
         )
     if path.is_file():
         return root, path
@@ -325,11 +315,6 @@ def _find_files(path: Path) -> tuple[Path, Path]:
     folder = steps[max(steps)] if steps else folder
     if (folder / "model.pth").is_file():
         return root, folder / "model.pth"
-    files = ("adapter_model.safetensors", "non_lora_state_dict.pth")
-    if missing := [name for name in files if not (folder / name).is_file()]:
-        raise FileNotFoundError(
-            f"{folder} holds no model.pth, and for a LoRA it lacks {' and '.join(missing)}; copy it again."
-        )
     return root, folder
 
 
@@ -358,8 +343,7 @@ def _read_config(file: Path) -> dict[str, Any]:
     for name, (value, expected) in required.items():
         if value != expected:
             raise RewardError(
-                f"{file.name} of {file.parent.name} says {name} = {value!r}; known is {expected!r}, as the "
-                f"published {PUBLISHED} has it."
+                f"{file.name} of {file.parent.name} says {name} = {value!r}; allowed is {expected!r}."
             )
     return settings | {"normal": normal}
 

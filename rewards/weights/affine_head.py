@@ -8,7 +8,8 @@ layers are kept for training and the published keys, and collapsed for scoring.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from itertools import pairwise
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -40,17 +41,13 @@ class AffineHead(nn.Module):
         self, input_dim: int, *, widths: Sequence[int] = WIDTHS, activation: Activation = "none"
     ) -> None:
         super().__init__()
-        if activation not in LAYER_INDICES:
-            raise ValueError(f'activation must be "none" or "relu"; got {activation!r}.')
         if len(widths) != len(DROPOUT):
             raise ValueError(f"widths needs {len(DROPOUT)} numbers, one per layer; got {tuple(widths)}.")
         self.activation: Activation = activation
         modules: list[nn.Module] = []
-        sizes = (input_dim, *widths)
-        for layer in range(len(widths)):
-            modules.append(nn.Linear(sizes[layer], sizes[layer + 1]))
-            last = layer == len(widths) - 1
-            if activation == "relu" and not last:
+        for layer, (inputs, outputs) in enumerate(pairwise((input_dim, *widths))):
+            modules.append(nn.Linear(inputs, outputs))
+            if activation == "relu" and layer < len(widths) - 1:
                 modules.append(nn.ReLU())
             if DROPOUT[layer]:
                 modules.append(nn.Dropout(DROPOUT[layer]))
@@ -58,12 +55,7 @@ class AffineHead(nn.Module):
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Tensor]) -> AffineHead:
-        """Build a float32 head in evaluation mode from the keys `layers.<n>.{weight,bias}` of a published
-        file.
-
-        Raises:
-            ValueError: Missing or unexpected keys, or shapes that do not fit together.
-        """
+        """Build a float32 head in evaluation mode from `layers.<n>.{weight,bias}`, else raise ValueError."""
         keys = set(state)
         activation = min(LAYER_INDICES, key=lambda name: len(_keys(LAYER_INDICES[name]) ^ keys))
         expected = _keys(LAYER_INDICES[activation])
@@ -86,11 +78,10 @@ class AffineHead(nn.Module):
 
         The LAION aesthetic needs L2-normalized embeddings, HP and ImageReward do not.
         """
-        dtype = self.layers[0].weight.dtype
-        if dtype not in (torch.float32, torch.float64):
-            raise ValueError(f"The head must stay in float32; it is {dtype}. Cast only the tower.")
+        dtype: Any = self.layers[0].weight.dtype
         with torch.autocast(embedding.device.type, enabled=False):
-            return self.layers(embedding.to(dtype)).squeeze(-1)
+            # a head that was cast to half fails here, rather than to score coarsely
+            return self.layers(embedding.to(torch.promote_types(dtype, torch.float32))).squeeze(-1)
 
     def collapse(self) -> nn.Linear:
         """Multiply the layers out in float64 to one `nn.Linear(D, 1)` in float32; not for the ReLU layout."""
@@ -109,8 +100,7 @@ class AffineHead(nn.Module):
 
 
 def standardise(score: Tensor) -> Tensor:
-    """Standardize ImageReward's raw scores [*] as its released code does, (r − mean)/std (arXiv
-    2304.05977)."""
+    """Standardize ImageReward's raw scores [*] as its released code does, (r − mean)/std."""
     return (score - IMAGEREWARD_MEAN) / IMAGEREWARD_STD
 
 

@@ -59,18 +59,13 @@ def read_tensors(file: str | Path, key: str | None = None, *, optional: bool = F
             f"{file} cannot be read as weights ({type(error).__name__}: {first_sentence(error)}). It must be "
             "complete and contain tensors only; download it again, or store its state dict as .safetensors."
         ) from error
-    if key is not None and not (optional and isinstance(content, Mapping) and key not in content):
-        if not isinstance(content, Mapping) or key not in content:
-            keys = ", ".join(sorted(map(str, content))[:_SHOWN]) if isinstance(content, Mapping) else ""
-            raise RewardError(
-                f"{file} has no {key!r} at its top level (found: {keys or type(content).__name__}); give the "
-                "file as it was published."
-            )
+    if isinstance(content, Mapping) and key in content:
         content = content[key]
+    elif key is not None and not optional:
+        raise RewardError(f"{file} has no {key!r} at its top level; give the file as it was published.")
     if not isinstance(content, Mapping) or not content:
         raise RewardError(f"{file} contains a {type(content).__name__}; it must contain a state dict.")
-    others = [str(name) for name, value in content.items() if not isinstance(value, Tensor)]
-    if others:
+    if others := [str(name) for name, value in content.items() if not isinstance(value, Tensor)]:
         raise RewardError(
             f"{file} contains entries that are no tensors ({listed(others)}); give a file of the model's "
             "weights alone."
@@ -130,32 +125,33 @@ def read_folder(folder: str | Path) -> dict[str, Tensor]:
                 state |= read_tensors(folder / shard)
             return state
     raise FileNotFoundError(
-        f"The folder {folder} contains no weights; it needs one of {', '.join(_SINGLE + _SHARDED)}. Download "
-        "it again, or give another folder."
+        f"The folder {folder} contains no weights; it needs one of {', '.join(_SINGLE + _SHARDED)}."
     )
 
 
 def load_strict(module: torch.nn.Module, state: Mapping[str, Tensor], where: str) -> None:
     """Load a state dict with exactly the module's keys and shapes; the error names all differences."""
-    expected = module.state_dict()
-    missing = [key for key in expected if key not in state]
-    unexpected = [key for key in state if key not in expected]
-    shapes = [
-        f"{key} {tuple(value.shape)} instead of {tuple(expected[key].shape)}"
-        for key, value in state.items()
-        if key in expected and expected[key].shape != value.shape
-    ]
-    problems = [
-        f"{problem}: {listed(keys)}"
-        for problem, keys in (("missing", missing), ("unexpected", unexpected), ("of another shape", shapes))
-        if keys
-    ]
-    if problems:
-        raise RewardError(
-            f"The weights of {where} do not fit the model, {'; '.join(problems)}. Give the checkpoint of "
-            "this reward; nothing is loaded in part."
-        )
+    check_fit(module.state_dict(), state, where)
     module.load_state_dict(dict(state))
+
+
+def check_fit(expected: Mapping[str, Tensor], state: Mapping[str, Tensor], where: str) -> None:
+    """Raise RewardError that names each missing, unexpected or ill-shaped tensor."""
+    differences = {
+        "missing": [key for key in expected if key not in state],
+        "unexpected": [key for key in state if key not in expected],
+        "of another shape": [
+            f"{key} {tuple(value.shape)} instead of {tuple(expected[key].shape)}"
+            for key, value in state.items()
+            if key in expected and expected[key].shape != value.shape
+        ],
+    }
+    if any(differences.values()):
+        problems = "; ".join(f"{problem}: {listed(keys)}" for problem, keys in differences.items() if keys)
+        raise RewardError(
+            f"The weights of {where} do not fit the model, {problems}. Give the checkpoint of this reward, "
+            "or the config that belongs to it; nothing is loaded in part."
+        )
 
 
 def drop_suffixes(state: Mapping[str, Tensor], suffixes: Sequence[str]) -> dict[str, Tensor]:

@@ -29,8 +29,6 @@ class FeatureCache(Generic[V]):
     """Least-recently-used cache of tensors by content key, limited in bytes; counts `hits` and `misses`."""
 
     def __init__(self, max_bytes: int) -> None:
-        if max_bytes < 0:
-            raise ValueError(f"max_bytes is {max_bytes}; it must be at least 0 (no cache).")
         self.max_bytes = max_bytes
         self.hits = self.misses = 0
         self._entries: OrderedDict[Hashable, V] = OrderedDict()
@@ -80,30 +78,17 @@ def encode_once(
     cache: FeatureCache[Tensor],
     batch_size: int,
 ) -> Tensor:
-    """Return features [N, ...] of N ≥ 1 items; encode each distinct one that is not in the cache once.
-
-    Args:
-        keys: Content key of each item.
-        encode: Maps positions of items to their features.
-        cache: Cache to read and fill.
-        batch_size: Largest number of positions per call of `encode`.
-    """
-    features: dict[bytes, Tensor] = {}
-    missing: dict[bytes, int] = {}
+    """Return features [N, ...] of N ≥ 1 items; `encode` maps positions of new, distinct ones to theirs."""
+    first: dict[bytes, int] = {}
     for position, key in enumerate(keys):
-        if key in features or key in missing:
-            continue
-        feature = cache.get(key)
-        if feature is None:
-            missing[key] = position
-        else:
-            features[key] = feature
-    todo = list(missing.items())
-    for start in range(0, len(todo), batch_size):
-        chunk = todo[start : start + batch_size]
-        for (key, _), feature in zip(chunk, encode([position for _, position in chunk]), strict=True):
-            features[key] = feature
-            cache.put(key, feature)
+        first.setdefault(key, position)
+    features = {key: feature for key in first if (feature := cache.get(key)) is not None}
+    missing = [position for key, position in first.items() if key not in features]
+    for start in range(0, len(missing), batch_size):
+        chunk = missing[start : start + batch_size]
+        for position, feature in zip(chunk, encode(chunk), strict=True):
+            features[keys[position]] = feature
+            cache.put(keys[position], feature)
     return torch.stack([features[key] for key in keys])
 
 

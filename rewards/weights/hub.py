@@ -36,19 +36,14 @@ def is_hub_id(name: str | Path) -> bool:
 def local_folder(name: str | Path, patterns: Sequence[str], device: Any = None) -> Path:
     """Return a local folder, or the local copy of a hub repository after fetching its matching files.
 
-    Args:
-        name: Folder, or "organisation/model", optionally with "@" and a branch, tag or commit.
-        patterns: Patterns of file names; weights are fetched in one format only.
-        device: `META` fetches no weights.
+    `name` may end with "@" and a branch, tag or commit; weights are fetched in one format only, and none for
+    the device `META`.
     """
     patterns = SMALL_FILES if str(device) == META else patterns
     if Path(name).is_dir():
         return Path(name)
     if not is_hub_id(name):
-        raise RewardError(
-            f"There is no folder {str(name)!r}. Allowed: an existing folder, or a hub id "
-            "'organisation/model'."
-        )
+        raise RewardError(f"There is no folder {str(name)!r}; give one, or a hub id 'organisation/model'.")
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
@@ -62,7 +57,7 @@ def local_folder(name: str | Path, patterns: Sequence[str], device: Any = None) 
         files = needed_files([sibling.rfilename for sibling in info.siblings or ()], patterns)
         request = {"revision": info.sha, "allow_patterns": files}
     except failures as error:  # no network, no such repository, or no access
-        if _refused(error) and isinstance(error, HfHubHTTPError):
+        if isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403, 404):
             raise RewardError(
                 f"The hub has no model {repository!r} for you{f' at {revision!r}' if revision else ''} "
                 f"({first_sentence(error)}). Check the name; where it is gated, accept its terms on its page "
@@ -96,11 +91,5 @@ def needed_files(names: Iterable[str], patterns: Sequence[str]) -> list[str]:
 
 
 def revision_of(folder: str | Path | None) -> str:
-    """The commit of a repository's local copy, which is the name of its folder; "" for other folders."""
-    name, above = ("", "") if folder is None else (Path(folder).name, Path(folder).parent.name)
-    return name if above == "snapshots" else ""
-
-
-def _refused(error: Exception) -> bool:
-    """Return True if the hub denied access or knows no such repository."""
-    return getattr(getattr(error, "response", None), "status_code", None) in (401, 403, 404)
+    """Return the commit of a repository's local copy, the name of its folder; "" for other folders."""
+    return Path(folder).name if folder is not None and Path(folder).parent.name == "snapshots" else ""

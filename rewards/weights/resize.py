@@ -19,8 +19,9 @@ MAX_GROWTH = 64
 
 
 def resized_shape(height: int, width: int, config: Mapping[str, Any]) -> tuple[int, int]:
-    """Height and width before the crop, by the rules of open_clip's evaluation transform: config's `size`
-    (int or pair) and `resize_mode` ("shortest", "longest", "squash").
+    """Compute height and width before the crop, by the rules of open_clip's evaluation transform.
+
+    They follow from config's `size` (int or pair) and `resize_mode` ("shortest", "longest", "squash").
     """
     tall, wide = target_shape(config)
     mode = config.get("resize_mode") or "shortest"
@@ -54,12 +55,8 @@ def model_levels(image: Tensor, config: Mapping[str, Any]) -> Tensor:
             torchvision up to 0.16 resized tensors unless told otherwise), and `window`, pixels on a side
             that are read instead of the whole where all else is a plain border (`seen_window`).
 
-    Returns:
-        [3, height, width] float32, from 0 to 255; whole numbers with "pil".
-
-    Raises:
-        ValueError: the image is so elongated that the resized one would not fit into memory; or unknown
-            resampling.
+    Returns [3, height, width] float32, from 0 to 255; whole numbers with "pil". An image so elongated that
+    the resized one would not fit into memory is a ValueError.
     """
     if side := config.get("window"):
         image = seen_window(image, side)
@@ -79,19 +76,15 @@ def model_levels(image: Tensor, config: Mapping[str, Any]) -> Tensor:
 
 
 def model_pixels(images: Tensor, config: Mapping[str, Any]) -> Tensor:
-    """Return `model_levels` / 255 for images [B, 3, H, W] in [0, 1] of one size, differentiable in their
-    pixels: [B, 3, height, width] float32.
+    """Return `model_levels` / 255 of images [B, 3, H, W] in [0, 1], differentiable in their pixels.
 
     The values are exactly those of `model_levels`; the gradient is that of the resize without rounding and
     clipping (straight through both).
     """
     if side := config.get("window"):
-        windows, config_without_window = (
-            [seen_window(image, side) for image in images],
-            {**config, "window": 0},
-        )
+        windows = [seen_window(image, side) for image in images]
         if any(window.shape != images.shape[1:] for window in windows):
-            return torch.cat([model_pixels(window[None], config_without_window) for window in windows])
+            return torch.cat([model_pixels(window[None], {**config, "window": 0}) for window in windows])
     shape = checked_shape(images.shape[2], images.shape[3], config)
     with torch.no_grad():
         exact = torch.stack([model_levels(image.float(), config) for image in images]) / 255
@@ -106,7 +99,7 @@ def model_pixels(images: Tensor, config: Mapping[str, Any]) -> Tensor:
 def fitting_images(
     request: Request, reasons: list[str | None], config: Mapping[str, Any]
 ) -> tuple[list[int], list[Tensor]]:
-    """(rows, images [3, H, W]) that have no reason and can be resized; a refused one gets its reason."""
+    """Return (rows, images [3, H, W]) without a reason that can be resized; a refused one gets its reason."""
     rows, images = [], []
     for row, image in request.images.readable():
         if reasons[row] is not None:
@@ -130,8 +123,9 @@ def normalised(pixels: Tensor, config: Mapping[str, Any]) -> Tensor:
 
 
 def resize_smoothly(images: Tensor, size: tuple[int, int], interpolation: str = "bicubic") -> Tensor:
-    """Antialiased resize y = W_H x W_Wᵀ of images [N, C, H, W] of any range with PIL's weights ("bicubic" or
-    "bilinear"), never rounded or clipped; differentiable, dtype kept.
+    """Resize images [N, C, H, W] of any range, y = W_H x W_Wᵀ with PIL's antialiased "bicubic" or "bilinear".
+
+    Never rounded or clipped; differentiable, dtype kept.
     """
     for axis, target in ((3, size[1]), (2, size[0])):
         source = images.shape[axis]
@@ -143,7 +137,7 @@ def resize_smoothly(images: Tensor, size: tuple[int, int], interpolation: str = 
 
 
 def checked_shape(height: int, width: int, config: Mapping[str, Any]) -> tuple[int, int]:
-    """`resized_shape`, refused where it would not fit into memory."""
+    """Compute `resized_shape`, refused where it would not fit into memory."""
     shape = resized_shape(height, width, config)
     target = target_shape(config)
     if shape[0] * shape[1] > MAX_GROWTH * target[0] * target[1]:

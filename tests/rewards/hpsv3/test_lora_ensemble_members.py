@@ -56,11 +56,8 @@ def test_unsupported_adapters_are_refused(place: Path, tmp_path: Path) -> None:
     (member / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
     with pytest.raises(RewardError, match="The LoRA of dora has use_dora True; members"):
         LoraEnsembleReward.from_members([place / "m0", member])
-    (member / "adapter_config.json").write_text("{")
-    with pytest.raises(RewardError, match="of dora is no JSON"):
-        LoraEnsembleReward.from_members([place / "m0", member])
     (member / "adapter_model.safetensors").unlink()
-    with pytest.raises(FileNotFoundError, match=r"holds no adapter_model\.safetensors"):
+    with pytest.raises(FileNotFoundError, match=r"There is no weight file .*adapter_model\.safetensors"):
         LoraEnsembleReward.from_members([place / "m0", member])
 
 
@@ -70,18 +67,18 @@ def test_damaged_folders_and_wrong_options_are_refused(place: Path, tmp_path: Pa
     tensors = load_file(file)
     name = next(key for key in tensors if key.endswith("lora_B"))
     for change, message in (
-        ({name: None}, rf"missing {re.escape(name)}; unexpected nothing"),
-        ({"rm_head.3.bias": None}, r"missing \['rm_head.3.bias'\]"),
-        ({name: tensors[name][:, :5].contiguous()}, r"of other shapes than the config says: .*lora_B"),
+        ({name: None}, rf"missing: {re.escape(name)}"),
+        ({"rm_head.3.bias": None}, "missing: rm_head.3.bias"),
+        ({name: tensors[name][:, :5].contiguous()}, "of another shape: .*lora_B"),
         ({"reward_token": tensors["reward_token"][:1]}, r"members by tensor \[1, 2\]"),
-        ({name.replace("layers.0", "layers.9"): tensors[name].clone()}, "unexpected .*layers.9"),
+        ({name.replace("layers.0", "layers.9"): tensors[name].clone()}, "unexpected: .*layers.9"),
     ):
         both = tensors | change
         save_file({key: value for key, value in both.items() if value is not None}, file)
         with pytest.raises(RewardError, match=message):
             LoraEnsembleReward.from_pretrained(tmp_path / "whole")
     file.unlink()
-    with pytest.raises(FileNotFoundError, match=r"holds no members\.safetensors"):
+    with pytest.raises(FileNotFoundError, match=r"There is no weight file .*members\.safetensors"):
         LoraEnsembleReward.from_pretrained(tmp_path / "whole")
     with pytest.raises(RewardError, match=r"m0 is no LoRA ensemble: .*from_members"):
         LoraEnsembleReward.from_pretrained(place / "m0")

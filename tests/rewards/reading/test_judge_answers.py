@@ -476,7 +476,7 @@ def test_key_map():
     }
     assert current_keys(new) == new
     assert current_key("modelling.x") == "modelling.x"
-    with pytest.raises(RewardError, match=r"'model.visual.a' under its old name and its new one"):
+    with pytest.raises(RewardError, match="a weight under its old name and its new one"):
         current_keys({"visual.a": 1, "model.visual.a": 2})
 
 

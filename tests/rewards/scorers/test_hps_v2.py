@@ -119,7 +119,7 @@ def test_refusals(folder, tmp_path, images):
 def test_keys_are_strict_and_the_wrapper_is_needed(folder, tmp_path, images):
     state = random_state(open_clip_vit(**SIZES))
     torch.save(state, tmp_path / "bare.pt")
-    with pytest.raises(RewardError, match=r"has no 'state_dict' at its top level .found: .*ln_final.bias"):
+    with pytest.raises(RewardError, match=r"has no 'state_dict' at its top level; give the file"):
         tiny(tmp_path / "bare.pt").score(images, PROMPTS)
     del state["visual.ln_post.weight"]
     torch.save({"state_dict": {**state, "module.logit_scale": torch.tensor(1.0)}}, tmp_path / "odd.pt")

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor
@@ -59,7 +57,7 @@ class TestAffineHead:
         assert one(x).dtype == torch.float32 and torch.equal(one(x), one(x.float()))
         with torch.autocast("cpu", torch.bfloat16):
             assert torch.equal(one(x.float()), one(x))
-        with pytest.raises(ValueError, match=r"must stay in float32; it is torch\.bfloat16"):
+        with pytest.raises(RuntimeError, match="same dtype"):
             one.bfloat16()(x)
 
     def test_dropout_only_in_training(self) -> None:
@@ -105,17 +103,15 @@ class TestRanknetHead:
         assert torch.equal(RanknetHead.from_state_dict(one.state_dict())(x), one(x))
         state = one.state_dict()
         state["rm_head.7.bias"] = state.pop("rm_head.5.bias")
-        with pytest.raises(
-            RewardError, match=r"missing \['rm_head.5.bias'\], unexpected \['rm_head.7.bias'\]"
-        ):
+        with pytest.raises(RewardError, match=r"missing: rm_head.5.bias; unexpected: rm_head.7.bias"):
             RanknetHead.from_state_dict(state)
-        with pytest.raises(RewardError, match="do not fit one another"):
+        with pytest.raises(RewardError, match=r"rm_head\.3\.weight \(4, 9\) instead of \(4, 8\)"):
             RanknetHead.from_state_dict(one.state_dict() | {"rm_head.3.weight": torch.zeros(4, 9)})
 
     def test_half_precision_tower(self) -> None:
         one, x = ranknet(), torch.randn(3, 6).bfloat16()
         assert one(x).dtype == torch.float32 and torch.equal(one(x), one(x.float()))
-        with pytest.raises(ValueError, match="must stay in float32"):
+        with pytest.raises(RuntimeError, match="same dtype"):
             one.half()(x)
 
 
@@ -149,9 +145,7 @@ class TestPooling:
         torch.testing.assert_close(
             self.pooled("mean", hidden, ids, attention_mask=mask), every[:, 2:].mean(1)
         )
-        with pytest.raises(
-            ValueError, match=r"Rows \[0\] hold no token; with left padding, pass attention_mask"
-        ):
+        with pytest.raises(ValueError, match=r"A row holds no token; with left padding, pass attention_mask"):
             self.pooled("last", hidden, ids)
 
     def test_padding_and_neighbours_change_nothing(self) -> None:
@@ -161,19 +155,8 @@ class TestPooling:
             alone = self.pooled(pooling, hidden[1:2, :2], self.IDS[1:2, :2])
             torch.testing.assert_close(whole[1:2], alone, rtol=1e-6, atol=1e-7)
 
-    @pytest.mark.parametrize(
-        ("call", "message"),
-        [
-            (
-                lambda: ranknet().pooled(
-                    torch.ones(3, 2, 6), torch.tensor([[9, 1], [1, 1], [9, 9]]), special_token_id=9
-                ),
-                r"counts: \{1: 0, 2: 2\}.*Escape",
-            ),
-            (lambda: AffineHead(4, activation="gelu"), 'activation must be "none" or "relu"; got \'gelu\''),  # pyright: ignore[reportArgumentType]
-            (lambda: AffineHead(4, widths=(3, 1)), r"widths needs 5 numbers.*got \(3, 1\)"),
-        ],
-    )
-    def test_bad_input(self, call: Callable[[], object], message: str) -> None:
-        with pytest.raises(ValueError, match=message):
-            call()
+    def test_bad_input(self) -> None:
+        with pytest.raises(ValueError, match="reward token 9 must occur once in each row"):
+            self.pooled("special", torch.ones(2, 2, 6), torch.tensor([[9, 1], [9, 9]]))
+        with pytest.raises(ValueError, match=r"widths needs 5 numbers.*got \(3, 1\)"):
+            AffineHead(4, widths=(3, 1))
