@@ -24,6 +24,7 @@ from visalign.core import fuse_heatmaps, soft_clamp
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.vlm.requests import Query
 from visalign.rewards.vlm.template import Template
+from visalign.rewards.weights.checkpoint_files import load_strict
 from visalign.rewards.weights.resize import resize_smoothly
 from visalign.vision.pixels import to_levels
 
@@ -50,13 +51,6 @@ class HeieSettings:
     tiles: int = 2
     """n of the n × n tiles that the heads were trained with."""
 
-    def __post_init__(self) -> None:
-        if min(asdict(self).values()) < 1 or self.width % 4 or self.width % self.attention_heads:
-            raise ValueError(
-                f"Sizes of HEIE heads are whole numbers from 1, width divisible by 4 and by attention_heads; "
-                f"got {asdict(self)}."
-            )
-
 
 class MapHead(nn.Module):
     """Heat in [0, 1] and its log-deviation, `cells` × `cells` of them for each feature."""
@@ -77,13 +71,10 @@ class MapHead(nn.Module):
     def forward(
         self, hidden: Tensor, context: Tensor, features: Tensor, grid: tuple[int, int]
     ) -> tuple[Tensor, Tensor]:
-        """Maps [B, rows · cells, columns · cells]: (heat logits, log-deviations).
+        """Compute maps [B, rows · cells, columns · cells]: (heat logits, log-deviations).
 
-        Args:
-            hidden: [B, hidden] of the map's token.
-            context: [B, hidden] of the whole image's; the object that a tile lacks may be in another tile.
-            features: [B, rows · columns, features].
-            grid: (rows, columns).
+        `hidden` [B, hidden] are states of the map's token, `context` those of the whole image, since the
+        object that a tile lacks may be in another tile; `features` are [B, rows · columns, features].
         """
         positions = _position_embedding(*grid, self.norm_token.normalized_shape[0]).to(features)
         tokens = torch.cat([self.token(hidden), self.context(context)], 1)
@@ -113,7 +104,7 @@ class ScoreHead(nn.Module):
         self.out = nn.Sequential(nn.GELU(), nn.Linear(width, 1))
 
     def forward(self, hidden: Tensor, heat: Tensor) -> Tensor:
-        """Logits [B] of plausibility, of hidden states [B, hidden] and heat [B, h, w] in [0, 1]."""
+        """Compute logits [B] of plausibility from hidden states [B, hidden] and heat [B, h, w] in [0, 1]."""
         features = self.heat(heat[:, None])
         pooled = torch.cat([features.mean((2, 3)), features.amax((2, 3))], 1)
         return self.out(self.token(hidden) + self.pooled(pooled))[:, 0]
@@ -141,12 +132,7 @@ class HeieHeads(nn.Module):
 
     @classmethod
     def load(cls, file: str | Path) -> HeieHeads:
-        """Read a file of `save` as float32.
-
-        Raises:
-            FileNotFoundError: there is none.
-            RewardError: another kind of file, or keys that are missing, left over or of other sizes.
-        """
+        """Read a file of `save` as float32."""
         from safetensors import SafetensorError, safe_open
 
         if not Path(file).is_file():
@@ -157,24 +143,18 @@ class HeieHeads(nn.Module):
         try:
             with safe_open(str(file), "pt") as opened:
                 metadata = opened.metadata() or {}
-                state = {key: opened.get_tensor(key) for key in opened.keys()}  # no mapping
-            if metadata.get("format") != FORMAT:
-                raise RewardError(f"{file} has the format {metadata.get('format')!r}; needed is {FORMAT!r}.")
+                state = {key: opened.get_tensor(key).float() for key in opened.keys()}  # no mapping
+            if metadata["format"] != FORMAT:
+                raise ValueError(f"the format is {metadata['format']}")
             heads = cls(HeieSettings(**json.loads(metadata["settings"])))
-            heads.load_state_dict(state)
-        except SafetensorError as error:
-            raise RewardError(f"{file} is no safetensors file: {error}.") from error
-        except (KeyError, TypeError, ValueError) as error:
-            raise RewardError(f"{file} does not say the sizes of HEIE heads: {error}") from error
-        except RuntimeError as error:
-            if isinstance(error, RewardError):
-                raise
-            raise RewardError(f"{file} does not hold exactly the keys of HEIE heads: {error}") from error
+        except (SafetensorError, KeyError, TypeError, ValueError, ArithmeticError, AssertionError) as error:
+            raise RewardError(f"{file} is no file of HEIE heads, {FORMAT}: {error!r}.") from error
+        load_strict(heads, state, str(file))
         return heads.eval()
 
 
 def _position_embedding(rows: int, columns: int, width: int) -> Tensor:
-    """[rows · columns, width]: sines and cosines of row and column, as shares of the image."""
+    """Compute sines and cosines of row and column, as shares of the image: [rows · columns, width]."""
     step = torch.exp(torch.arange(width // 4) * (-math.log(50.0) / max(width // 4 - 1, 1))) * math.pi * 25
     down, across = (((torch.arange(n) + 0.5) / n)[:, None] * step for n in (rows, columns))
     y = torch.cat([down.sin(), down.cos()], 1)[:, None].expand(-1, columns, -1)
@@ -217,18 +197,13 @@ def compute_views(
     """Compute hidden states and features of B images and their n × n tiles (n = 1: only of the whole).
 
     Each tile is enlarged to the image's size and asked about with the same prompt; the template's last
-    position is the map's token.
-
-    Returns:
-        (views or None, reasons or None) of B requests of one image each.
+    position is the map's token. A request has a view or a reason.
     """
     if not queries:
         return [], []
     images = engine.network.images
     if not images.merge:
-        raise RewardError(
-            "heie needs features on a grid, as the Qwen-VL families have them; this model cuts tiles."
-        )
+        raise RewardError("heie needs features on a grid, as Qwen-VL models have them; this one cuts tiles.")
     parts = [[query.images[0], *cut_tiles(query.images[0], tiles)] for query in queries]
     part_queries = [
         replace(query, images=[part]) for query, cut in zip(queries, parts, strict=True) for part in cut

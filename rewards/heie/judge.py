@@ -22,7 +22,7 @@ from torch import Tensor
 
 from visalign.data.assets import resolve_model
 from visalign.interfaces import Metadata, Scores
-from visalign.rewards.base.contract import RewardError, make_scores, read_request
+from visalign.rewards.base.contract import RewardError, check_counts, make_scores, read_request
 from visalign.rewards.base.identity import Identity, fingerprint
 from visalign.rewards.questions.reward_dance import EXPLAIN
 from visalign.rewards.vlm.engine import engine_of
@@ -66,12 +66,6 @@ class Heie:
         write_reasons: let `explain` write them.
         max_new_tokens: of the reasons.
         **loading: of `engine_of`, as are device and precision; the heads are always float32.
-
-    Raises:
-        ValueError: options that are not allowed, heads of other sizes than the model's, or a loaded engine
-            that crops images (`window`).
-        FileNotFoundError: there are no heads.
-        RewardError: model or heads cannot be used.
     """
 
     name = "heie"
@@ -93,17 +87,14 @@ class Heie:
         precision: str = "auto",
         **loading: Any,
     ) -> None:
-        if (tiles is not None and tiles < 1) or size < 1:
-            raise ValueError(
-                f"{self.name}: tiles is {tiles} and size {size}; allowed are whole numbers from 1."
-            )
+        check_counts(self.name, tiles=tiles, size=size)
         if isinstance(model, str | Path):
             loading = {"window": 0, **loading}  # a map is of the whole image
         self.engine = engine_of(model, self.name, device=device, precision=precision, **loading)
         if window := self.engine.network.images.settings().get("window", 0):
             raise ValueError(
-                f"{self.name}: the model reads {window} pixels of an image with a plain border, and a map is "
-                "of the whole image. Load it by VisionLanguageEngine.from_pretrained(..., window=0)."
+                f"{self.name}: the model crops plain borders ({window} pixels), and a map is of the whole "
+                "image. Load it with window=0."
             )
         if isinstance(heads, HeieHeads):
             self.heads, weights = heads, weights_of(heads)
@@ -159,9 +150,8 @@ class Heie:
         parts = {"mean_heat": heat.mean((1, 2)), "max_heat": heat.amax((1, 2)), "mean_std": std.mean((1, 2))}
         text = [""] * size
         if reason_tokens and queries:
-            answers = self.engine.generate(
-                self.template, queries, answers=1, temperature=0.0, max_new_tokens=reason_tokens
-            )
+            drawing = {"answers": 1, "temperature": 0.0, "max_new_tokens": reason_tokens}
+            answers = self.engine.generate(self.template, queries, **drawing)
             for row, texts in zip(rows, answers.texts, strict=True):
                 text[row] = texts[0] if texts else ""
         scores = make_scores(value, reasons, self.unit, parts=parts, text=text if any(text) else None)
@@ -174,7 +164,4 @@ def _find_heads(heads: str | Path | None, model: Any) -> Path:
     folder = resolve_model(model) if isinstance(model, str | Path) else None
     if isinstance(folder, Path):
         return folder / HEADS
-    raise RewardError(
-        "heie: a loaded model and a hub id bring no heads; give heads=, the HeieHeads or the file that "
-        "`train_heads` made."
-    )
+    raise RewardError("heie: a loaded model and a hub id bring no heads; give heads=.")

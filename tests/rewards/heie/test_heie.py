@@ -172,13 +172,13 @@ def test_heads_survive_a_round_trip_through_their_file(tmp_path):
     with pytest.raises(FileNotFoundError, match="no HEIE heads"):
         HeieHeads.load(tmp_path / "none")
     (tmp_path / "bad").write_bytes(b"no")
-    with pytest.raises(RewardError, match="no safetensors file"):
+    with pytest.raises(RewardError, match=r"is no file of HEIE heads, visalign-heie-2: SafetensorError"):
         HeieHeads.load(tmp_path / "bad")
     from safetensors.torch import save_file
 
     state = made.state_dict()
     save_file(state, tmp_path / "other")
-    with pytest.raises(RewardError, match="format None"):
+    with pytest.raises(RewardError, match=r"is no file of HEIE heads, .*format"):
         HeieHeads.load(tmp_path / "other")
     from safetensors import safe_open
 
@@ -186,7 +186,7 @@ def test_heads_survive_a_round_trip_through_their_file(tmp_path):
         metadata = opened.metadata()
     state.pop("mapper.token.weight")
     save_file({**state, "extra": torch.zeros(1)}, tmp_path / "cut", metadata=metadata)
-    with pytest.raises(RewardError, match=r"(?s)mapper\.token\.weight.*extra"):
+    with pytest.raises(RewardError, match=r"missing: mapper\.token\.weight; unexpected: extra"):
         HeieHeads.load(tmp_path / "cut")
 
 
@@ -196,14 +196,10 @@ def test_wrong_options_are_refused():
         Heie(engine, heads=heads(), tiles=0)
     with pytest.raises(ValueError, match="hidden states of 8 numbers and features of 32, this model has 32"):
         Heie(engine, heads=heads(replace(SMALL, hidden=8)))
-    with pytest.raises(ValueError, match="features of 8, this model has 32 of both"):
-        Heie(engine, heads=heads(replace(SMALL, features=8)))
     with pytest.raises(FileNotFoundError, match=r"shapes-vlm.*take the packaged judge 'shapes-heie'"):
         Heie("shapes-vlm")
     with pytest.raises(RewardError, match="bring no heads; give heads="):
         Heie(engine)
-    with pytest.raises(ValueError, match="width divisible by 4"):
-        HeieSettings(hidden=8, features=8, width=30)
 
 
 def test_a_model_whose_features_have_no_grid_is_refused():

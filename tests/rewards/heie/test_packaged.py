@@ -95,9 +95,11 @@ def test_heads_of_other_sizes_than_their_file_says_are_refused(tmp_path):
 
     state = HeieHeads(HeieSettings(hidden=32, features=32, width=32, cells=4)).state_dict()
     for settings, match in (
-        ({"hidden": 32, "features": 32, "width": 64, "cells": 4}, r"size mismatch for mapper\.token\.weight"),
-        ({"hidden": 32, "features": 32, "breadth": 64}, "does not say the sizes.*breadth"),
-        ({"hidden": 32, "features": 0}, "does not say the sizes.*whole numbers from 1"),
+        (
+            {"hidden": 32, "features": 32, "width": 64, "cells": 4},
+            r"of another shape: mapper\.context\.bias \(128,\) instead of \(256,\)",
+        ),
+        ({"hidden": 32, "features": 32, "breadth": 64}, "is no file of HEIE heads.*breadth"),
     ):
         metadata = {"format": FORMAT, "settings": json.dumps(settings)}
         save_file(state, tmp_path / "other", metadata=metadata)

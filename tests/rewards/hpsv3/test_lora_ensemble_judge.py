@@ -249,7 +249,7 @@ def test_rows_that_cannot_be_judged_carry_their_reason(judge: LoraEnsembleReward
 
 def test_the_packaged_ensemble_is_as_good_as_its_card_says() -> None:
     world = ShapesPreferences(11, split="heldout")
-    pairs = [pair for pair in (world.pair(n) for n in range(160)) if pair.is_clear]
+    pairs = [pair for pair in (world.pair(n) for n in range(400)) if pair.is_clear]
     images = np.stack([image for pair in pairs for image in pair.images()])
     scores = load_reward("lora_ensemble").score(images, [pair.prompt for pair in pairs for _ in range(2)])
     better = torch.tensor([pair.utility[0] > pair.utility[1] for pair in pairs])
