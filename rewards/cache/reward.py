@@ -31,12 +31,12 @@ class _Cached:
         if self.judge.capabilities.needs_group:
             raise RewardError(
                 f"Reward {judge.name!r} scores an image against its group, so a score means nothing by "
-                "itself. Cache the judge that it asks instead: CachedJudge(judge, cache)."
+                "itself. Cache the judge that it asks instead."
             )
         if not isinstance(identity or judge.identity, Identity):
             raise RewardError(
                 f"Reward {judge.name!r} has no identity, so a cache cannot know when its scores change. Give "
-                "one: identity=Identity(judge=..., model=..., options={'version': ...})."
+                "one: identity=Identity(judge=..., model=...)."
             )
 
     @property
@@ -70,9 +70,8 @@ class _Cached:
                 else:
                     failures[label] = reason or "no reason given"
             if self.identity == identity:  # a training step meanwhile makes answers of neither judge
-                self.cache.put(
-                    identity, {key: entry for key, entry in fresh.items() if isinstance(key, bytes)}
-                )
+                stored = {key: entry for key, entry in fresh.items() if isinstance(key, bytes)}
+                self.cache.put(identity, stored)
             entries |= fresh
         return _from_entries(
             [entries.get(label) for label in labels], [failures.get(label) for label in labels], unit
@@ -85,13 +84,7 @@ class CachedReward(_Cached):
     A file is known by its bytes, so that a known one is not even decoded; tensors and PIL images by their
     pixels. Name, unit, range and direction are the reward's own.
 
-    Args:
-        reward: has an `identity`, or one is given.
-        cache: where scores are stored.
-        identity: what the scores depend on, where the reward does not say so itself.
-
-    Raises:
-        RewardError: the reward has no identity, or its scores depend on the rest of their group.
+    `identity` says what the scores depend on, where the reward does not say so itself.
     """
 
     def __init__(
@@ -196,18 +189,11 @@ def _select(images: Any, items: list[Any], rows: list[int]) -> Any:
 
 
 def _entries(answer: Scores | Preferences) -> list[dict[str, Any]]:
-    """Convert each row to plain numbers and texts."""
+    """Convert each row to plain numbers and its text."""
     columns = {name: column.tolist() for name, column in columns_of(answer).items()}
-    main, texts = columns.pop("main"), answer.text or [None] * len(answer)
-    optional = {} if isinstance(answer, Scores) else {"log_odds": columns.pop("log_odds", None)}
-    optional["std"] = columns.pop("std", None)
+    texts = answer.text or [None] * len(answer)
     return [
-        {
-            "value" if isinstance(answer, Scores) else "prob": main[row],
-            **{name: None if column is None else column[row] for name, column in optional.items()},
-            "parts": {name.removeprefix("part."): column[row] for name, column in columns.items()},
-            "text": texts[row],
-        }
+        {"columns": {name: column[row] for name, column in columns.items()}, "text": texts[row]}
         for row in range(len(answer))
     ]
 
@@ -216,12 +202,7 @@ def _from_entries(
     entries: Sequence[dict[str, Any] | None], reasons: Sequence[str | None], unit: str | None
 ) -> Scores | Preferences:
     """Reverse `_entries`; a row without an entry is invalid."""
-    rows: list[dict[str, Any]] = [{}] * len(entries)
-    for row, entry in enumerate(entries):
-        if entry is not None:
-            numbers = {"main": entry["prob" if unit is None else "value"]}
-            numbers |= {name: entry[name] for name in ("std", "log_odds") if entry.get(name) is not None}
-            rows[row] = numbers | {f"part.{name}": part for name, part in entry["parts"].items()}
+    rows: list[dict[str, float]] = [{} if entry is None else entry["columns"] for entry in entries]
     names = dict.fromkeys(["main", *(name for row in rows for name in row)])
     columns = {name: torch.tensor([row.get(name, torch.nan) for row in rows]).float() for name in names}
     valid = torch.tensor([entry is not None for entry in entries], dtype=torch.bool)

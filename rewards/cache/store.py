@@ -20,7 +20,7 @@ from typing import Any
 from visalign.rewards.base.identity import Identity
 
 FILE = "judgements.sqlite"
-VERSION = 4
+VERSION = 5
 _CHUNK = 500
 """Keys per query: SQLite limits the parameters of a statement."""
 _TABLE = (
@@ -30,19 +30,7 @@ _TABLE = (
 
 
 class ScoreCache:
-    """Entries (numbers and texts of one sample) by judge and key.
-
-    Args:
-        folder: gets the file `judgements.sqlite`; created if missing.
-
-    Attributes:
-        hits: keys that were stored.
-        misses: keys that were not.
-
-    Raises:
-        ValueError: the file was written by a later version.
-        OSError: the file cannot be opened.
-    """
+    """Entries {"columns": numbers by name, "text"} by judge and key, in a folder's `judgements.sqlite`."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -58,8 +46,7 @@ class ScoreCache:
                     connection.execute(f"PRAGMA user_version = {VERSION}")
         except sqlite3.Error as error:
             raise OSError(
-                f"The cache '{self.path}' cannot be opened: {error}. Free or remove it, or give another "
-                "folder."
+                f"The cache '{self.path}' cannot be opened: {error}. Free or remove it, or give another."
             ) from error
         if version > VERSION:
             raise ValueError(
@@ -132,11 +119,10 @@ def key_of(contents: Iterable[bytes], prompt: str, record: Mapping[str, Any] | N
 
 
 def _read_entry(text: bytes) -> dict[str, Any] | None:
-    """Decode an entry; None where it was altered on the disk so that it makes no sense."""
+    """Decode an entry; None where it was altered on the disk, or written by an earlier version."""
     try:
         entry = json.loads(text)
-        numbers = [entry["value"] if "value" in entry else entry["prob"], *entry["parts"].values()]
-        numbers += [entry[name] for name in ("std", "log_odds") if entry.get(name) is not None]
+        numbers = [entry["columns"]["main"], *entry["columns"].values()]
         is_readable = all(isinstance(number, float | int) for number in numbers)
         return entry if is_readable and isinstance(entry["text"], str | None) else None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):

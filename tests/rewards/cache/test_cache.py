@@ -21,7 +21,6 @@ from visalign.rewards.base.contract import RewardError, make_scores, read_reques
 from visalign.rewards.base.identity import Identity
 from visalign.rewards.cache.reward import CachedJudge, CachedReward, content_digest
 from visalign.rewards.cache.store import FILE, ScoreCache, key_of
-from visalign.rewards.weights import fingerprints as weights_in_memory
 
 PIXELS = torch.randint(0, 256, (4, 3, 8, 8), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
 PROMPTS = ["a", "b", "c", "d"]
@@ -196,7 +195,7 @@ def test_a_killed_writer_leaves_a_whole_cache(tmp_path: Path):
         "from visalign.rewards.base.identity import Identity\n"
         f"cache = ScoreCache({str(tmp_path)!r})\n"
         "one = Identity(judge='mean', model='none')\n"
-        "cache.put(one, {b'k': {'value': 1.0, 'parts': {}, 'text': None}})\n"
+        "cache.put(one, {b'k': {'columns': {'main': 1.0}, 'text': None}})\n"
         "connection = cache._connect()\n"
         "connection.execute('BEGIN IMMEDIATE')\n"
         "connection.execute('INSERT INTO scores VALUES (?, ?, ?)', (one.digest, b'half', '{}'))\n"
@@ -211,11 +210,10 @@ def test_a_killed_writer_leaves_a_whole_cache(tmp_path: Path):
 
 def test_numbers_come_back_as_they_were(tmp_path: Path):
     cache, one = ScoreCache(tmp_path), Identity(judge="a", model="m")
-    said = {"value": 0.1 + 0.2, "std": None, "parts": {"inf": float("inf"), "nan": float("nan")}, "text": "é"}
-    cache.put(one, {b"k": said})
-    found = cache.get(one, [b"k"])[b"k"]
-    assert found["value"] == said["value"] and found["parts"]["inf"] == float("inf") and found["text"] == "é"
-    assert found["parts"]["nan"] != found["parts"]["nan"] and found["std"] is None
+    numbers = {"main": 0.1 + 0.2, "part.inf": float("inf"), "part.nan": float("nan")}
+    cache.put(one, {b"k": {"columns": numbers, "text": "é"}})
+    entry = cache.get(one, [b"k"])[b"k"]
+    assert str(entry["columns"]) == str(numbers) and entry["text"] == "é"
     assert cache.get(Identity(judge="b", model="m"), [b"k"]) == {}
 
 
@@ -258,7 +256,7 @@ def test_refused(tmp_path: Path):
     with sqlite3.connect(tmp_path / FILE) as link:
         link.execute("PRAGMA user_version = 9")
     link.close()
-    with pytest.raises(ValueError, match="of version 9, this program writes 4"):
+    with pytest.raises(ValueError, match="of version 9, this program writes 5"):
         ScoreCache(tmp_path)
 
 
@@ -280,16 +278,7 @@ def test_content_of_every_form():
     assert red.tobytes() == green.tobytes() and content_digest(red) != content_digest(green)
 
 
-def test_a_judge_in_training_is_another_judge_after_each_step(tmp_path: Path):
-    reward = Mean()
-    cached = CachedReward(reward, ScoreCache(tmp_path))
-    cached.score(PIXELS, PROMPTS)
-    reward.identity = Identity(judge="mean", model="none", weights="after a step")
-    cached.score(PIXELS, PROMPTS)
-    assert reward.asked == 8
-
-
-@pytest.mark.parametrize("entry", ["'{'", "x'ff'", '\'{"value": "a", "parts": {}}\'', "'[]'"])
+@pytest.mark.parametrize("entry", ["'{'", "x'ff'", '\'{"columns": {"main": "a"}, "text": null}\'', "'[]'"])
 def test_a_row_that_cannot_be_read_is_computed_again(tmp_path: Path, entry: str):
     reward = Mean()
     cached = CachedReward(reward, ScoreCache(tmp_path))
@@ -327,27 +316,8 @@ def test_a_file_that_fails_in_use_costs_no_score_and_one_warning(
     assert len(warned) == 1 and reward.asked == 12
 
 
-def test_threads_share_a_cache(tmp_path: Path):
-    cache, reward = ScoreCache(tmp_path), Mean()
-
-    def work(start: int) -> None:
-        for n in range(8):
-            images = torch.full((1, 3, 4, 4), start + n, dtype=torch.uint8)
-            assert float(CachedReward(reward, cache).score(images, ["a"]).value[0]) == pytest.approx(
-                start + n + 1
-            )
-
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(work, range(0, 32, 8)))
-    assert len(cache) == 32
-
-
-@pytest.fixture
-def clip() -> Any:
-    return load_reward("clip_score")
-
-
-def test_weights_that_change_in_memory_are_another_judge(tmp_path: Path, clip: Any):
+def test_weights_that_change_in_memory_are_another_judge(tmp_path: Path):
+    clip: Any = load_reward("clip_score")
     cached = CachedReward(clip, ScoreCache(tmp_path))
     prompts = ["a red circle", "a blue square", "x", "y"]
     before = cached.score(PIXELS, prompts)
@@ -361,25 +331,6 @@ def test_weights_that_change_in_memory_are_another_judge(tmp_path: Path, clip: A
     assert not torch.equal(after.value, before.value)
     fresh = CachedReward(load_reward("clip_score"), cached.cache)
     assert torch.equal(fresh.score(PIXELS, prompts).value, before.value) and cached.cache.hits == 8
-
-
-def test_reading_the_identity_costs_nothing_while_no_weight_changes(
-    tmp_path: Path, clip: Any, monkeypatch: pytest.MonkeyPatch
-):
-    summed: list[int] = []
-    plain = weights_in_memory.tensor_print
-    monkeypatch.setattr(weights_in_memory, "tensor_print", lambda tensor: summed.append(1) or plain(tensor))
-    cached = CachedReward(clip, ScoreCache(tmp_path))
-    for images in (PIXELS, PIXELS, PIXELS.flip(0)):
-        cached.score(images, ["a", "b", "c", "d"])
-    assert summed == []
-    with torch.no_grad():
-        next(clip.towers.encoder.parameters()).add_(0.5)
-    cached.score(PIXELS, ["a", "b", "c", "d"])
-    once = len(summed)
-    for images in (PIXELS, PIXELS.flip(0)):
-        cached.score(images, ["a", "b", "c", "d"])
-    assert len(summed) == once > 0
 
 
 @pytest.mark.parametrize("kind", ["reward", "judge"])
