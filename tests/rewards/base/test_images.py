@@ -155,16 +155,15 @@ def test_reasons_of_bad_pil_images():
     assert "cannot be decoded" in reason(closed)
 
 
-@pytest.mark.parametrize("limit", [60, 40, 100])
-def test_decompression_bombs(tmp_path: Path, monkeypatch, limit):
+def test_decompression_bombs(tmp_path: Path, monkeypatch):
     Image.new("RGB", (10, 10)).save(tmp_path / "bomb.png")
     image = Image.new("RGB", (10, 10))
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
-    if limit == 100:  # exactly at the limit is allowed
-        assert load_images([tmp_path / "bomb.png", image]).valid.all()
-        return
-    for item in (tmp_path / "bomb.png", image):
-        assert "decompression bomb" in reason(item) and "MAX_IMAGE_PIXELS" in reason(item)
+    for limit in (60, 40):  # PIL warns of the file, and refuses it
+        monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
+        for item in (tmp_path / "bomb.png", image):
+            assert "decompression bomb" in reason(item) and "MAX_IMAGE_PIXELS" in reason(item)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    assert load_images([tmp_path / "bomb.png", image]).valid.all()
 
 
 def test_what_is_no_regular_file_is_not_opened(tmp_path: Path):
@@ -227,7 +226,6 @@ def test_nan_costs_its_row_only():
         (torch.zeros(2, 3, 8, 8, dtype=torch.int64), TypeError, "dtype torch.int64. Allowed: floats"),
         (np.zeros((2, 3, 8, 8), dtype=bool), TypeError, "dtype bool. Allowed: floats"),
         (Image.new("RGB", (2, 2)), TypeError, "images is a Image. Allowed.*single image into a list"),
-        ("a.png", TypeError, "images is a str"),
         (None, TypeError, "images is a NoneType"),
         ([Image.new("RGB", (2, 2)), 7], TypeError, r"images\[1\] is a int"),
         ([torch.rand(1, 3, 4, 4)], ValueError, r"images\[0\] has shape \(1, 3, 4, 4\); an element of a list"),
@@ -267,16 +265,6 @@ def test_resize_equals_pils_passes(source, target, interpolation, seed):
     assert np.abs(resized(array, target, interpolation) - expected).max() == 0
 
 
-@settings(max_examples=60, deadline=None, phases=[Phase.generate])
-@given(st.tuples(st.integers(1, 90), st.integers(0, 90)), st.integers(4, 60), st.integers(0, 999))
-def test_resize_of_square_and_wide_images_equals_pil_in_one_call(sides, size, seed):
-    source = (sides[0], sides[0] + sides[1])
-    target = resized_shape(*source, {"size": size})
-    array = hard_edges(source, seed)
-    expected = np.array(Image.fromarray(array).resize((target[1], target[0]), FILTERS["bicubic"])).astype(int)
-    assert np.abs(resized(array, target) - expected).max() <= 1
-
-
 @settings(max_examples=40, deadline=None, phases=[Phase.generate])
 @given(
     st.tuples(st.integers(8, 40), st.integers(0, 40)),
@@ -296,14 +284,6 @@ def test_model_input_equals_open_clips_own_transform(sides, size, mode, seed):
     ours = model_levels(image, vars(config))
     assert ours.shape == expected.shape
     assert np.abs(np.asarray(ours) - np.asarray(expected)).max() <= 1.001
-
-
-def test_model_input_when_squashed():
-    array = hard_edges((40, 30), 0)
-    ours = model_levels(
-        torch.from_numpy(array).permute(2, 0, 1) / 255, {"size": (10, 12), "resize_mode": "squash"}
-    )
-    assert np.array_equal(ours.permute(1, 2, 0).numpy().astype(int), resized(array, (10, 12)))
 
 
 def test_resize_refusals():

@@ -24,7 +24,6 @@ from visalign.rewards.chat.server import ChatServer
 from visalign.rewards.chat.unified_reward import UnifiedReward
 from visalign.rewards.chat.unified_reward_pairs import UnifiedRewardPairs
 from visalign.rewards.chat.yes_no import YesNoServer
-from visalign.rewards.questions.visual_quality_r1 import VisualQuality
 from visalign.rewards.reading.numbers import AnswerError
 from visalign.rewards.reading.ratings import listed_scores
 from visalign.rewards.reading.verdicts import aspect_pair_scores
@@ -445,17 +444,6 @@ def test_yes_no_of_a_server():
         assert part in str(reason)
     body = stub.asked[0]
     assert body["max_tokens"] == 1 and body["logprobs"] is True and body["top_logprobs"] == 20
-
-
-def test_visual_quality_through_a_server():
-    with serving(
-        lambda body: chat(f"{2 + body['seed']}</answer>" if body["seed"] < 3 else "?</answer>")
-    ) as stub:
-        server = ChatServer(stub.url, "tiny", **QUICK)
-        judge = VisualQuality(server, mode="sampled", answers=4)
-        found = judge.score(bright(0.5), [""])
-    assert found.value.tolist() == [3] and found.std is not None and found.std.tolist() == [1]
-    assert found.parts["readable"].tolist() == [0.75]
 
 
 def test_the_command_line_finds_the_server_in_the_environment(tmp_path: Path, monkeypatch):

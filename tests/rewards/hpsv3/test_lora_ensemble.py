@@ -89,18 +89,6 @@ def test_one_pass_equals_pefts_sequential_passes_and_its_mixed_batch() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-def test_a_row_does_not_depend_on_its_neighbours() -> None:
-    backbone, inputs = _backbone(), _inputs()
-    stacked = _stacked(_peft(backbone), backbone)
-    with torch.no_grad():
-        whole = stacked(**_repeated(inputs)).last_hidden_state.unflatten(0, (M, B))
-        for row in range(B):
-            one = _repeated({name: value[row : row + 1] for name, value in inputs.items()})
-            alone, real = stacked(**one).last_hidden_state, inputs["attention_mask"][row].bool()
-            torch.testing.assert_close(alone[:, real], whole[:, row, real], rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_members_do_not_mix_in_the_gradient() -> None:
     backbone = _backbone()
     stacked = _stacked(_peft(backbone), backbone.requires_grad_(False))

@@ -9,7 +9,6 @@ import torch
 from PIL import Image
 
 from tests.support.models.clip import save_tiny_transformers_clip
-from visalign.rewards.base.images import load_images
 from visalign.rewards.scorers.clip_score import ClipScore
 from visalign.rewards.weights.resize import model_levels, model_pixels, resize_smoothly, resized_shape
 
@@ -31,25 +30,6 @@ def make_image(number: int) -> Image.Image:
         array = random.choice([0, 40, 200, 255], (height // 8 + 1, width // 8 + 1, 3))
         array = array.repeat(8, 0).repeat(8, 1)[:height, :width]
     return Image.fromarray(array.astype(np.uint8))
-
-
-def by_pil(image: Image.Image, config: dict) -> np.ndarray:
-    """The width, then the height, as Pillow up to 12 resizes; the centre crop of torchvision."""
-    height, width = resized_shape(image.height, image.width, config)
-    resized = image.resize((width, image.height), BICUBIC).resize((width, height), BICUBIC)
-    top, left = round((height - config["size"]) / 2), round((width - config["size"]) / 2)
-    return np.array(resized)[top : top + config["size"], left : left + config["size"]].astype(int)
-
-
-def test_500_random_sizes_equal_pil():
-    worst = 0
-    for number in range(500):
-        image = make_image(number)
-        (tensor,) = load_images([image]).images
-        assert tensor is not None
-        ours = model_levels(tensor, CONFIG).permute(1, 2, 0).numpy()
-        worst = max(worst, np.abs(ours - by_pil(image, CONFIG)).max())
-    assert worst <= 1, f"{worst} levels of 255"
 
 
 def test_the_scores_move_by_less_than_a_thousandth_of_their_spread(tmp_path):
