@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shlex
 import socket
@@ -81,11 +80,11 @@ def _acquire(lock: Path, what: str, instead: str) -> int:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            description = os.pread(descriptor, 4096, 0)
             if error.errno in (errno.EAGAIN, errno.EACCES):
+                holder = os.pread(descriptor, 4096, 0).decode("utf-8", "replace").strip() or "another process"
                 os.close(descriptor)
                 raise FolderInUseError(
-                    f"{what} is in use by {_describe_holder(description)}. Wait until it ends, or {instead}."
+                    f"{what} is in use by {holder}. Wait until it ends, or {instead}."
                 ) from None
             warnings.warn(
                 f"{what} cannot be locked ({error.strerror}). See that no second process writes there.",
@@ -95,20 +94,9 @@ def _acquire(lock: Path, what: str, instead: str) -> int:
             if os.path.samestat(os.fstat(descriptor), os.stat(lock)):
                 break
         os.close(descriptor)  # the previous holder removed this file meanwhile: open the new one
-    holder = {
-        "process": os.getpid(),
-        "machine": socket.gethostname(),
-        "since": f"{datetime.now():%Y-%m-%d %H:%M}",
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])[:1000],
-    }
+    command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])[:1000]
+    since = f"{datetime.now():%Y-%m-%d %H:%M}"
+    holder = f"process {os.getpid()} on {socket.gethostname()} since {since} ({command})\n"
     os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, json.dumps(holder).encode() + b"\n", 0)
+    os.pwrite(descriptor, holder.encode("utf-8", "replace"), 0)
     return descriptor
-
-
-def _describe_holder(description: bytes) -> str:
-    try:
-        holder = json.loads(description)
-        return "process {process} on {machine} since {since} ({command})".format_map(holder)
-    except (ValueError, KeyError, TypeError):  # written by another version, or half written
-        return "another process"

@@ -9,7 +9,6 @@ import torch
 
 from tests.support.models.sd3 import build_tiny_sd3
 from visalign.adapters import (
-    ADAPTERS,
     AdapterError,
     LoraSettings,
     PipelinePolicy,
@@ -17,7 +16,6 @@ from visalign.adapters import (
     check_adapter,
     load_policy,
 )
-from visalign.dotted_path import import_by_path
 from visalign.errors import UserError
 
 OWN = """
@@ -96,12 +94,6 @@ def test_sd3_is_driven_by_the_general_adapter_where_only_that_takes_an_option(fo
         UserError, match=rf"SD3Policy takes no {names}\. .*; model\.adapter=pipeline takes no use_t5\."
     ):
         load_policy(folder, **{**given, "use_t5": False})
-
-
-@pytest.mark.parametrize("name", ADAPTERS)
-def test_every_adapter_of_the_catalogue_is_a_class_with_a_loader(name):
-    found = import_by_path(ADAPTERS[name], what="adapter")
-    assert isinstance(found, type) and callable(found.from_pretrained)
 
 
 def test_a_users_own_class_gets_what_it_takes(own):

@@ -12,7 +12,6 @@ import torch
 from tests.support.flow_policies import GaussianPolicy, Shift
 from tests.support.models.pipelines import tiny_pipeline, tiny_prompts
 from visalign.adapters import LoraSettings, PipelinePolicy, SteeringCallback
-from visalign.data.assets import resolve_model
 from visalign.errors import UserError
 from visalign.flow.parametrization import preserving_scale
 
@@ -96,8 +95,7 @@ def test_the_predicted_image_is_the_networks_own(kind):
         torch.testing.assert_close(images, sampler.seen[step], rtol=1e-4, atol=2e-4)
 
 
-@pytest.mark.parametrize("schedule", ["flow", "dance"])
-@pytest.mark.parametrize("kind", SCHEDULERS)
+@pytest.mark.parametrize(("kind", "schedule"), [("flow", "flow"), ("ddim", "flow"), ("euler", "dance")])
 def test_the_noise_leaves_the_marginal_as_it_is_and_sets_children_apart(kind, schedule):
     """A reward that says nothing: the images are still N(0.5, 0.3²), though all stood in noise 12 times."""
     count, after = 4096, range(2, 38, 3)
@@ -203,27 +201,6 @@ def test_it_decodes_as_the_family_does_and_leaves_the_pipeline_alone(name):
 
 def _network(pipe):
     return "unet" if "unet" in pipe.components else "transformer"
-
-
-@pytest.mark.parametrize("model", ["shapes-sd15"])
-def test_it_pays_on_the_packaged_models(model):
-    """Brightness, which both models can change: steered groups are brighter than the same draws without."""
-    pipe = diffusers.DiffusionPipeline.from_pretrained(resolve_model(model))
-    pipe.set_progress_bar_config(disable=True)
-
-    def brightness(callback):
-        made = pipe(
-            ["a red circle", "two blue squares"],
-            num_images_per_prompt=4,
-            num_inference_steps=8,
-            output_type="pt",
-            generator=torch.Generator().manual_seed(0),
-            callback_on_step_end=callback,
-        )
-        return float(level(made.images).mean())
-
-    callback = SteeringCallback(pipe, level, resample_after=[2, 3, 4, 5], strength=200.0)
-    assert brightness(callback) > brightness(None) + 0.02
 
 
 @pytest.mark.parametrize(

@@ -156,17 +156,6 @@ def test_a_later_policy_is_scored_on_the_tokens_that_could_be_drawn() -> None:
     assert torch.isfinite(found).all() and (found - rollout.log_prob).abs().max() > 0.1
 
 
-def test_rows_are_taken_in_their_order() -> None:
-    given = policy()
-    rollout = rollout_of(given)
-    with torch.no_grad():
-        found = given.log_probs(rollout, torch.tensor([5, 0])).log_prob
-        torch.testing.assert_close(found, rollout.log_prob[[5, 0]], rtol=0, atol=1e-4)
-        mask = torch.tensor([False, True, True, False, False, True])
-        masked = given.log_probs(rollout, mask).log_prob
-        torch.testing.assert_close(masked, rollout.log_prob[mask], rtol=0, atol=1e-4)
-
-
 def test_holes_in_the_weight_are_left_out_but_stay_in_the_context() -> None:
     given = policy()
     rollout = rollout_of(given)

@@ -220,18 +220,6 @@ def test_answers_are_asked_for_again_when_weights_change():
     assert type(policy.pipe) is kind
 
 
-def test_a_cache_of_features_is_still_emptied_behind_a_call(monkeypatch):
-    policy, emptied = policy_of("flux"), []
-    x, sigma = torch.randn(1, *policy.latent_shape), torch.full((1,), 0.5)
-    condition = policy.encode(PROMPTS[:1])
-    monkeypatch.setattr(type(policy.module), "_reset_stateful_cache", lambda part: emptied.append(part))
-    policy.velocity(x, sigma, condition)
-    assert emptied == []
-    monkeypatch.setattr(type(policy.module), "is_cache_enabled", True)
-    policy.velocity(x, sigma, condition)
-    assert emptied == [policy.module]
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_replay_finds_the_rollout(name):
     policy = policy_of(name)

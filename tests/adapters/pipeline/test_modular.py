@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from tests.support.models.modular import (
     GRID,
@@ -23,13 +22,10 @@ from tests.support.models.modular import (
 from tests.support.models.pipelines import tiny_pipeline
 from tests.support.operations import counted_operations
 from visalign.adapters import LoraSettings, PipelinePolicy, load_policy
-from visalign.adapters.catalogue import family_of, has_two_halves
 from visalign.adapters.hollow import hollow_pipelines
 from visalign.adapters.pipeline.families import FAMILIES
 from visalign.errors import UserError
 from visalign.flow.rollout import rollout
-from visalign.pipelines.cli.app import app
-from visalign.pipelines.cli.show import result_files
 
 SIZE: dict[str, Any] = {"height": 16, "width": 8}
 NAMES = [name for name, family in FAMILIES.items() if family.modular]
@@ -141,16 +137,6 @@ def test_a_prompt_is_upsampled_once_and_the_upsampler_may_be_left_out(folders, t
         policy_of(folders["qwen_image_21"], without="vae")
 
 
-def test_a_call_of_one_step_caches_nothing(folders):
-    policy, seen = policy_of(folders["qwen_image_21_turbo"]), []
-    keep = policy.module.register_forward_pre_hook(
-        lambda _, __, given: seen.append(given["kv_cache"]), with_kwargs=True
-    )
-    policy.velocity(torch.randn(1, *policy.latent_shape), torch.tensor([0.5]), policy.encode([PROMPT]))
-    keep.remove()
-    assert seen == [None]
-
-
 def test_parts_that_are_missing_are_named(folders, tmp_path):
     index = json.loads((folders["flux3"] / "modular_model_index.json").read_text())
     part = index["prompt_upsampler"]
@@ -177,11 +163,8 @@ def test_the_whole_network_is_saved_as_diffusers_reads_it(folders, tmp_path):
     with torch.no_grad():
         for _, weight in policy.trainable_parameters():
             weight.mul_(1.1)
-    policy.save(tmp_path / "run" / "model")
-    assert any("ModularPipeline.from_pretrained" in line for line in result_files(tmp_path / "run"))
-    (tmp_path / "run" / "model").rename(
-        tmp_path / "model"
-    )  # the index names the folder that it was written to
+    policy.save(tmp_path / "written")
+    (tmp_path / "written").rename(tmp_path / "model")  # the index names the folder that it was written to
     x, sigma = torch.randn(1, *policy.latent_shape), torch.tensor([0.5])
     again = policy_of(tmp_path / "model", guidance=2.0)
     with torch.no_grad():
@@ -191,20 +174,6 @@ def test_the_whole_network_is_saved_as_diffusers_reads_it(folders, tmp_path):
     other.load(tmp_path / "model")
     pairs = zip(policy.trainable_parameters(), other.trainable_parameters(), strict=True)
     assert all(torch.equal(a, b) for (_, a), (_, b) in pairs)
-
-
-def test_dtypes_of_the_parts(folders):
-    policy = policy_of(folders["flux3"], dtype=torch.bfloat16, encoder_dtype=torch.float32, guidance=3.0)
-    assert [getattr(policy.pipe, name).dtype for name in ("transformer", "text_encoder", "vae")] == [
-        torch.bfloat16,
-        torch.float32,
-        torch.bfloat16,
-    ]
-    v = policy.velocity(
-        torch.randn(2, *policy.latent_shape), torch.tensor([0.9, 0.2]), policy.encode([PROMPT, "a star"])
-    )
-    v.square().mean().backward()
-    assert all(p.dtype == torch.float32 and p.grad is not None for _, p in policy.trainable_parameters())
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -217,20 +186,6 @@ def test_a_network_trained_whole_and_a_rewards_gradient(name):
     without = [n for n, p in policy.trainable_parameters() if p.grad is None or not p.grad.any()]
     frozen = [n for n, p in policy.module.named_parameters() if not p.requires_grad]
     assert without == [] and all(".image_cond." in n for n in frozen) and bool(frozen) == (name == "flux3")
-
-
-def test_what_an_index_says(folders, monkeypatch):
-    assert has_two_halves(folders["flux3"], None, 3.5) and not has_two_halves(folders["flux3"], None, 1.0)
-    assert not has_two_halves(folders["qwen_image_21_turbo"], None, 3.5)
-    assert family_of(folders["flux3"], "own.py:Own") is None
-
-    def absent(name: str) -> None:
-        raise OSError(f"{name} does not appear to have a file named model_index.json")
-
-    monkeypatch.setattr(diffusers.DiffusionPipeline, "load_config", absent)
-    index = {"_class_name": "Flux3ModularPipeline"}
-    monkeypatch.setattr(diffusers.ModularPipeline, "load_config", lambda name: index)
-    assert family_of("owner/name", None) is FAMILIES["flux3"]
 
 
 def test_a_distilled_model_says_what_it_allows(folders):
@@ -287,7 +242,7 @@ def test_a_negative_prompt_leads_away(folders, caplog):
     assert "will be ignored" not in caplog.text  # as diffusers would say at each prompt
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "qwen_image_21_turbo"])
+@pytest.mark.parametrize("name", ["qwen_image_21"])
 def test_a_folder_is_planned_by_shapes(folders, monkeypatch, name):
     """Qwen-Image 2.1 reads off a mask where its tokens stand, and so how many there are."""
     monkeypatch.setattr("visalign.adapters.hollow.SMALL", 0)  # the encoder too
@@ -304,25 +259,3 @@ def test_a_folder_is_planned_by_shapes(folders, monkeypatch, name):
         policy.velocity(x, sigma, own)
     assert policy.forward_count.equivalents == 2 * hollow.forward_count.equivalents
     assert trace.flops["transformer"] == counter.get_total_flops()
-
-
-def test_train_and_sample_by_the_folders_index(folders, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "prompts.txt").write_text(f"a red circle\n{PROMPT}\n")
-    changes = [
-        "data={train: prompts.txt, heldout: prompts.txt}",
-        "model={dtype: float32, guidance: 3.0, image_size: [16, 8], options: {}, lora: {rank: 2, alpha: 4}}",
-        f"model.path={folders['flux3']}",
-        "rewards.terms={jpeg_size: {}}",
-        "rollout={prompts_per_iteration: 2, group_size: 2, steps: 3, sde_steps: [0, 1], sde_window: 1}",
-        "optimizer={updates_per_iteration: 1, ema_every: 1}",
-        "evaluation={seeds: [0], every: 0, correctness: null, rewards: {jpeg_size: {}}}",
-        "run={iterations: 1, device: cpu}",
-    ]
-    done = CliRunner().invoke(app, ["train", "flux1_flow_grpo", *changes, "-o", "run"])
-    assert done.exit_code == 0, done.output
-    assert "ModularPipeline.from_pretrained" in (tmp_path / "run" / "report.html").read_text()
-    given = ["sample", PROMPT, "--model", str(folders["flux3"]), "--lora", "run/lora", "--seeds", "0"]
-    done = CliRunner().invoke(app, [*given, "--option", "image_size=16", "--steps", "2", "-o", "images"])
-    assert done.exit_code == 0, done.output
-    assert len(list((tmp_path / "images").glob("0000_*.png"))) == 1

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
-from types import SimpleNamespace
 from typing import Any
 
 import diffusers
@@ -15,8 +14,8 @@ from tests.support.models.modular import save_modular, tiny_flux3, tiny_qwen_ima
 from tests.support.models.pipelines import tiny_folder
 from tests.support.models.sd3 import tiny_sd3_pipeline
 from tests.support.ratio import ratio_check
-from visalign.adapters import LoraSettings, check_adapter, load_policy
-from visalign.adapters.hollow import hollow_pipelines, stored
+from visalign.adapters import LoraSettings, load_policy
+from visalign.adapters.hollow import hollow_pipelines
 from visalign.adapters.pipeline import quantization
 from visalign.errors import UserError
 from visalign.flow.rollout import rollout
@@ -72,8 +71,7 @@ def test_lora_learns_on_a_rounded_network(folders, name, tmp_path):
         losses.append(float(loss.detach()))
     assert losses[-1] < 0.95 * losses[0]
     assert {n for n, w in network.named_parameters() if w.grad is not None} == {n for n, _ in named}
-    now = dict(network.named_parameters())
-    assert all(torch.equal(plain(now[n]), plain(w)) for n, w in frozen.items())
+    assert all(torch.equal(plain(network.get_parameter(n)), plain(w)) for n, w in frozen.items())
     condition = policy.encode(["a red circle", "two squares"])
     made = rollout(policy, condition, sigmas=policy.sigmas(3), sde_steps=[0, 1], seeds=[1, 2])
     assert ratio_check(policy, condition, made, batch_size=2).ok
@@ -100,20 +98,6 @@ def plain(weight: torch.Tensor) -> torch.Tensor:
 
 
 @needs_torchao
-def test_the_contract_and_a_start_from_saved_adapters(folders, tmp_path):
-    policy = int8(folders, "flux")
-    assert len(check_adapter(policy, prompts=["a red circle", "two squares"])) == 13
-    with torch.no_grad():
-        for _, weight in policy.trainable_parameters():
-            weight.add_(0.1)
-    policy.save(tmp_path)
-    again = int8(folders, "flux", lora=None, lora_path=tmp_path)
-    pairs = asked(policy)
-    with torch.no_grad():
-        assert torch.equal(again.velocity(*pairs), policy.velocity(*pairs))
-
-
-@needs_torchao
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_backward_of_rounded_layers(dtype):
     from torchao.quantization import Int8WeightOnlyConfig, quantize_  # type: ignore[import-not-found]
@@ -134,58 +118,7 @@ def test_the_backward_of_rounded_layers(dtype):
     assert torch.allclose(ours.grad, own.grad, atol=1e-5 if dtype == torch.float32 else 0.05)
 
 
-@needs_torchao
-@pytest.mark.parametrize("name", CLASSIC)
-def test_a_plan_counts_rounded_weights(folders, name):
-    with hollow_pipelines() as trace:
-        hollow = int8(folders, name)
-        hollow.velocity(*asked(hollow))
-        held = trace.held
-        sizes = {k: weight_bytes(p) for k, p in hollow.pipe.components.items() if hasattr(p, "parameters")}
-    with hollow_pipelines() as trace:
-        whole = int8(folders, name, quantization=None)
-        whole.velocity(*asked(whole))
-    policy = int8(folders, name)
-    real = {k: weight_bytes(p) for k, p in policy.pipe.components.items() if hasattr(p, "parameters")}
-    assert sizes == real and held <= trace.held
-    linear = [m.weight for m in whole.module.modules() if isinstance(m, torch.nn.Linear)]
-    frozen = sum(w.numel() for w in linear if not w.requires_grad)
-    fewer = weight_bytes(whole.module) - weight_bytes(policy.module)
-    assert 0.5 * 3 * frozen < fewer <= 3 * frozen  # but for a scale and a zero for each output
-
-
-@pytest.mark.skipif(not NF4, reason="bitsandbytes is not installed")
-@pytest.mark.parametrize("name", ["flux", "sd15"])
-def test_a_plan_counts_four_bits(folders, monkeypatch, name):
-    """Against what bitsandbytes holds on a CPU, where diffusers would not read it."""
-    from bitsandbytes.nn import modules  # type: ignore[import-not-found]  # optional
-    from diffusers.quantizers.bitsandbytes.bnb_quantizer import BnB4BitDiffusersQuantizer as Quantizer
-
-    given = {"quantization": "bitsandbytes_4bit", "dtype": torch.bfloat16}
-    with hollow_pipelines() as trace:
-        hollow = int8(folders, name, **given)
-        hollow.velocity(*asked(hollow))
-    sizes = {k: weight_bytes(p) for k, p in hollow.pipe.components.items() if hasattr(p, "parameters")}
-    monkeypatch.setattr(Quantizer, "validate_environment", lambda *args, **kwargs: None)
-    monkeypatch.setattr(Quantizer, "update_device_map", lambda *args: {"": "cpu"})
-    monkeypatch.setattr(modules, "has_avx512bf16", lambda: False)  # or it packs weights otherwise
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.cuda, "is_available", lambda: True)
-        chosen = quantization.quantization_of(
-            given["quantization"], hollow.networks, torch.bfloat16, adapters=True
-        )
-    monkeypatch.setattr("visalign.adapters.pipeline.loading.quantization_of", lambda *args, **kwargs: chosen)
-    policy = int8(folders, name, **given)
-    policy.velocity(*asked(policy))  # which encodes the null prompt
-    with stored({weight.untyped_storage()._cdata for weight in policy.module.parameters()}) as held:
-        policy.velocity(*asked(policy))
-    assert sizes == {
-        k: weight_bytes(p) for k, p in policy.pipe.components.items() if hasattr(p, "parameters")
-    }
-    assert 0.97 < trace.held / sum(held.values()) < 1.03
-
-
-@pytest.mark.parametrize("name", ["flux", "flux3", "qwen_image_21"])
+@pytest.mark.parametrize("name", ["flux", "flux3"])
 def test_a_plan_rounds_every_frozen_linear_layer_to_four_bits(folders, name):
     """Half a byte in place of two, a float32 for 64 weights, and a table of 16 float32 for a layer."""
     with hollow_pipelines():
@@ -233,21 +166,6 @@ def test_what_does_not_run_where(folders, monkeypatch):
         int8(folders, "flux", quantization="bitsandbytes_4bit")
 
 
-@needs_torchao
-def test_a_modular_network_is_rounded_while_it_is_read(tmp_path):
-    folder = save_modular(tiny_flux3(), tmp_path)
-    given: Any = {"lora": LORA, "image_size": (16, 8), "quantization": "torchao_int8"}
-    policy: Any = load_policy(folder, **given)
-    rounded = [n for n, w in policy.module.named_parameters() if type(w).__name__ == "Int8Tensor"]
-    assert any(".to_q." in n for n in rounded) and all("lora_" not in n for n in rounded)
-    assert not any(type(w).__name__ == "Int8Tensor" for w in policy.pipe.text_encoder.parameters())
-    policy.velocity(*asked(policy)).square().mean().backward()
-    assert all(w.grad is not None for _, w in policy.trainable_parameters())
-    with hollow_pipelines():
-        hollow: Any = load_policy(folder, **given)
-    assert weight_bytes(hollow.module) == weight_bytes(policy.module)
-
-
 def test_a_network_that_is_all_bytes_has_the_dtype_of_its_products(folders):
     """FLUX.3 has no bias and keeps no norm: nothing of it is a floating number but what LoRA adds."""
     with hollow_pipelines():
@@ -255,17 +173,3 @@ def test_a_network_that_is_all_bytes_has_the_dtype_of_its_products(folders):
         assert policy.storage_dtype == policy.compute_dtype == torch.bfloat16
         found = policy.velocity(*asked(policy))
     assert found.dtype == torch.float32
-
-
-def test_the_dtype_of_a_network_that_says_uint8():
-    """As bitsandbytes leaves it."""
-    rounded: Any = SimpleNamespace(dtype=torch.uint8)
-    config = SimpleNamespace(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16)
-    rounded.hf_quantizer = SimpleNamespace(quantization_config=config)
-    assert quantization.dtype_of(rounded) == torch.bfloat16
-    assert quantization.dtype_of(SimpleNamespace(dtype=torch.float16)) == torch.float16
-    eight = SimpleNamespace(
-        load_in_4bit=False, bnb_4bit_compute_dtype=torch.float32
-    )  # what the library fills in at 8 bits
-    norms = SimpleNamespace(dtype=torch.bfloat16, hf_quantizer=SimpleNamespace(quantization_config=eight))
-    assert quantization.dtype_of(norms) == torch.bfloat16

@@ -156,26 +156,20 @@ def test_full_fine_tuning_saves_a_whole_pipeline(folders, tmp_path):
 
 
 @pytest.mark.parametrize("lora", [LORA, None], ids=["lora", "full"])
-def test_reference_nests_survives_errors_and_leaves_gradients_right(lora):
+def test_a_graph_from_before_the_reference_has_the_gradient_of_the_trained_weights(lora):
     policy = SD3Policy(tiny_sd3_pipeline(), lora=lora)
     perturb(policy, 0.1)
     x, sigma, condition = inputs(policy)
     trained = policy.velocity(x, sigma, condition)
     with pytest.raises(RuntimeError, match="inside"), policy.reference():
-        with policy.reference(), torch.no_grad():
-            reference = policy.velocity(x, sigma, condition)
         with torch.no_grad():
-            assert torch.equal(policy.velocity(x, sigma, condition), reference)
+            assert (policy.velocity(x, sigma, condition) - trained).abs().max() > 1e-3
         raise RuntimeError("inside")
-    assert (trained - reference).abs().max() > 1e-3
-    assert torch.equal(policy.velocity(x, sigma, condition), trained)
-    # a graph built before the block gives the gradient of the trained weights after it
     trained.square().sum().backward()
     used = [p.grad.clone() for _, p in policy.trainable_parameters() if p.grad is not None]
     policy.module.zero_grad()
     policy.velocity(x, sigma, condition).square().sum().backward()
     fresh = [p.grad for _, p in policy.trainable_parameters() if p.grad is not None]
-    assert len(used) == len(fresh)
     assert all(torch.equal(a, b) for a, b in zip(used, fresh, strict=True))
 
 
@@ -238,8 +232,7 @@ def test_guidance_counts_and_gradient(guidance, counts):
     assert all(p.grad is None for n, p in policy.module.named_parameters() if "lora" not in n)
 
 
-@pytest.mark.parametrize("shift", [1.0, 3.0])
-@pytest.mark.parametrize("steps", [1, 10])
+@pytest.mark.parametrize(("shift", "steps"), [(1.0, 1), (3.0, 10)])
 def test_grids(shift, steps):
     policy = SD3Policy(tiny_sd3_pipeline(shift=shift))
     scheduler = FlowMatchEulerDiscreteScheduler(shift=shift)
@@ -258,42 +251,22 @@ def test_grid_of_a_scheduler_that_shifts_by_size():
     assert plain[0] == 1 and plain[-1] == 0 and plain[2] > 0.5
 
 
-def test_image_size_and_batched_decoding():
-    policy = SD3Policy(tiny_sd3_pipeline(), image_size=32, decode_batch=2)
-    assert policy.latent_shape == (8, 4, 4)
-    latents = noise(5)[:, :, :4, :4]
-    images = policy.decode(latents)
-    assert images.shape == (5, 3, 32, 32) and images.min() >= 0 and images.max() <= 1
-    torch.testing.assert_close(policy.decode(latents[4:]), images[4:], rtol=0, atol=1e-6)
-    with pytest.raises(
-        UserError, match="image_size is 40; this model makes multiples of 16 up to 128 pixels"
-    ):
-        SD3Policy(tiny_sd3_pipeline(), image_size=40)
-
-
 def test_height_and_width_apart_equal_the_pipeline():
-    pipe = tiny_sd3_pipeline()
+    pipe: Any = tiny_sd3_pipeline()
     x = torch.randn(2, 8, 4, 8, generator=torch.Generator().manual_seed(3))
-    call: Any = pipe
-    expected = call(
-        PROMPTS[:2],
-        height=32,
-        width=64,
-        num_inference_steps=4,
-        guidance_scale=1.0,
-        latents=x,
-        output_type="pt",
-    ).images
-    policy = SD3Policy(pipe, image_size=(32, 64), lora=LORA)
+    call = {"height": 32, "width": 64, "num_inference_steps": 4, "guidance_scale": 1.0, "output_type": "pt"}
+    expected = pipe(PROMPTS[:2], latents=x, **call).images
+    policy = SD3Policy(pipe, image_size=(32, 64), lora=LORA, decode_batch=1)
     assert policy.latent_shape == (8, 4, 8)
     condition = policy.encode(PROMPTS[:2])
     images = policy.decode(rollout(policy, condition, sigmas=policy.sigmas(4), noise=x).latents)
     torch.testing.assert_close(images, expected, rtol=0, atol=1e-4)
-    with pytest.raises(UserError, match=r"image_size is \(32, 40\); .* one number or a pair"):
-        SD3Policy(tiny_sd3_pipeline(), image_size=(32, 40))
+    for size in (40, (32, 40)):
+        with pytest.raises(UserError, match=r"image_size is .*40.*; this model makes multiples of 16 up"):
+            SD3Policy(tiny_sd3_pipeline(), image_size=size)
 
 
-@pytest.mark.parametrize("dtype, autocast", [("bfloat16", None), ("float32", "bfloat16"), ("float32", None)])
+@pytest.mark.parametrize("dtype, autocast", [("bfloat16", None), ("float32", "bfloat16")])
 def test_a_guided_replay_is_its_rollout(dtype, autocast):
     """In 16 bits the two halves in one batch gave |log r| up to 2.6e-4, above the published clip range."""
     cast = None if autocast is None else getattr(torch, autocast)
@@ -401,10 +374,9 @@ def test_messages_of_model_folders(folders, tmp_path, monkeypatch):
         (target / "model_index.json").write_text(json.dumps(index | changes))
         return target
 
-    with pytest.raises(FileNotFoundError, match=r"There is no model folder .*nowhere.*owner/name"):
-        SD3Policy.from_pretrained(tmp_path / "nowhere")
-    with pytest.raises(FileNotFoundError, match=r"no model folder"):
-        SD3Policy.from_pretrained("shapes-sd3-mistyped")
+    for name in (tmp_path / "nowhere", "shapes-sd3-mistyped"):
+        with pytest.raises(FileNotFoundError, match=r"There is no model folder .*owner/name"):
+            SD3Policy.from_pretrained(name)
     (tmp_path / "outputs").mkdir()
     monkeypatch.chdir(tmp_path)  # a folder that is not there yet, where its parent is, is no hub name
     with pytest.raises(FileNotFoundError, match=r"There is no model folder outputs/run\. Give a folder"):

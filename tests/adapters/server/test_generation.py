@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-import socket
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -19,10 +18,10 @@ from visalign.adapters.causal_lm.policy import CausalLMPolicy
 from visalign.adapters.server.completions import Completion, CompletionRequest, find_end
 from visalign.adapters.server.generator import ServerGenerator
 from visalign.adapters.server.logprobs import check_processed
-from visalign.core import PolicyOutput, named_objective
+from visalign.core import named_objective
 from visalign.errors import UserError
 from visalign.remote import ServerError
-from visalign.text import Sampling, StoppingCriteria, TextRollout, join_rollouts
+from visalign.text import Sampling, StoppingCriteria, TextRollout
 
 PROMPTS = ["a", "hello there you", [{"role": "user", "content": "hi"}], "1+2="]
 EVERY = StoppingCriteria(max_new_tokens=14, strings=("b", "7"))
@@ -123,20 +122,6 @@ def test_each_sample_is_a_request_that_leaves_nothing_to_the_servers_defaults(po
     assert {**neutral, **rules, **drawing, **ids}.items() <= body.items()
 
 
-def test_labels_and_own_end_tokens(policy, server) -> None:
-    stopping = StoppingCriteria(max_new_tokens=20, eos_ids=(9, 10, 11))
-    labels = {"prompts": ["a", "b"], "group": ["x", "y"], "num_generations": 4}
-    found = drawn(generator(policy, server), stopping=stopping, **labels)
-    own = drawn(policy, stopping=stopping, **labels)
-    assert found.group == own.group == ["x"] * 4 + ["y"] * 4
-    assert found.stop_reason == own.stop_reason and "eos" in found.stop_reason
-    assert server.completions[0]["stop_token_ids"] == [9, 10, 11]
-    none = drawn(
-        generator(policy, server), stopping=StoppingCriteria(max_new_tokens=9, eos_ids=()), prompts=["a"]
-    )
-    assert set(none.stop_reason) == {"length"} and none.loss_mask.sum() == 27
-
-
 def test_the_server_says_its_context(server) -> None:
     server.max_model_len = 20
     policy, prompt = tiny_policy(), "abcdefghijkl"
@@ -163,16 +148,12 @@ def test_prompts_that_are_too_long_are_masked_where_the_run_should_go_on(server)
     asked = len(server.asked)
     nothing = drawn(masked, prompts=["b" * 20], num_generations=1)
     assert not nothing.generated.any() and len(server.asked) == asked
-    together = join_rollouts([found, nothing])
-    valid = together.trajectories(torch.ones(10)).valid
-    assert valid is not None and valid.sum() == 6
 
 
-@pytest.mark.parametrize("sampling", [Sampling(temperature=0.8), Sampling(top_k=6, top_p=0.9)])
-def test_training_on_a_server_of_older_weights_is_corrected(policy, server, sampling) -> None:
+def test_training_on_a_server_of_older_weights_is_corrected(policy, server) -> None:
     torch.manual_seed(3)
     server.mode = "processed_logprobs"
-    found = drawn(generator(policy, server, logprobs_mode=server.mode), sampling)
+    found = drawn(generator(policy, server, logprobs_mode=server.mode), Sampling(top_k=6, top_p=0.9))
     newer = tiny_policy()
     with torch.no_grad():
         for weight in newer.module.parameters():
@@ -185,10 +166,6 @@ def test_training_on_a_server_of_older_weights_is_corrected(policy, server, samp
     assert prepared.importance_weight is not None
     ratio = (old - found.log_prob).exp().clamp(max=2.0) * (found.loss_mask != 0)
     torch.testing.assert_close(prepared.importance_weight.float(), ratio, rtol=1e-5, atol=1e-6)
-    objective.loss(prepared, PolicyOutput(log_prob=newer.log_probs(found).log_prob)).total.backward()
-    gradients = [p.grad for _, p in newer.trainable_parameters() if p.grad is not None]
-    assert gradients and all(torch.isfinite(g).all() for g in gradients)
-    assert any(float(g.abs().max()) > 0 for g in gradients)
 
 
 @pytest.mark.parametrize(
@@ -243,13 +220,10 @@ BAD = [
     ({"token_ids": None}, r"choices\.0\.token_ids is None\. .*from 0\.10\.2 on"),
     ({"token_ids": [5, -1, 5]}, r"choices\.0\.token_ids\.1 is -1\."),
     ({"token_ids": [5, 64, 5]}, r"sampled token 64, but the policy has 64"),
-    ({"token_ids": []}, r"has 0 tokens; 1 to 3 were requested"),
     ({"token_ids": [5] * 4}, r"has 4 tokens; 1 to 3"),
     ({"token_logprobs": lambda p: p[:-1]}, r"there are 2 token_logprobs and 0 top_logprobs for 3 tokens"),
-    ({"token_logprobs": [-1.0, None, -1.0]}, r"token_logprobs\.1 is None"),
     ({"token_logprobs": [-1.0, -1.0, math.nan]}, r"token_logprobs\.2 is nan"),
     ({"token_logprobs": [3.5, -1.0, -1.0]}, r"token_logprobs\.0 is 3\.5.*--logprobs-mode processed_logprobs"),
-    ({"token_logprobs": [-1.0, -9999.0, -1.0]}, r"token_logprobs\.1 is -9999"),
     ({"logprobs": None}, r"logprobs is None.*--max-logprobs of at least 1"),
     ({"finish_reason": "abort"}, r"finish_reason is 'abort'"),
     ({"finish_reason": "stop"}, r"the server stopped, but its 3 tokens end with \d+, .*\.eos_ids"),
@@ -275,10 +249,7 @@ def test_a_completion_that_cannot_be_trusted_is_refused(policy, server, fields, 
             [{f"token_id:{k}": math.log(1 / 20) for k in range(19)}] * 3,
             r"the 19 tokens listed at token 0 have a total probability of 0\.9500",
         ),
-        (
-            [{f"token_id:{k}": math.log(0.5 if k == 0 else 0.5 / 63) for k in range(64)}] * 3,
-            None,
-        ),
+        ([{f"token_id:{k}": math.log(0.5 if k == 0 else 0.5 / 63) for k in range(64)}] * 3, None),
         (
             [{f"token_id:{k}": math.log([0.5, 0.3][k] if k < 2 else 0.2 / 62) for k in range(64)}] * 3,
             r"the 64 tokens listed at token 0 .* the 2 that could be sampled, and ties",
@@ -304,58 +275,18 @@ def test_the_tokens_that_could_be_drawn_must_be_known(policy, server, top, messa
     ("ids", "finish", "expected"),
     [
         ([5, 6, 1], "stop", (3, "eos")),
-        ([5, 6, 1], "length", (3, "eos")),
         ([5, 1, 6], "length", (2, "eos")),
         ([5, 6, 7, 8], "stop", (3, "stop string")),
-        ([7, 1, 6, 7], "stop", (2, "eos")),
         ([6, 7, 1], "stop", (2, "stop string")),
         ([5, 5], "length", (2, "length")),
     ],
 )
 def test_a_completion_ends_where_stop_says_whatever_came_after(ids, finish, expected) -> None:
     stopping = StoppingCriteria(strings=("bc",))
-    request = CompletionRequest(
-        url="u",
-        model="m",
-        sample=0,
-        prompt=[5],
-        limit=9,
-        sampling=RAW[0],
-        stopping=stopping,
-        ends=(1,),
-        seed=0,
-    )
+    common: Any = {"url": "u", "model": "m", "sample": 0, "prompt": [5], "limit": 9, "seed": 0}
+    request = CompletionRequest(**common, sampling=RAW[0], stopping=stopping, ends=(1,))
     completion = Completion(ids=ids, log_prob=[-1.0] * len(ids), finish=finish, sets=[])
     assert find_end(completion, request, lambda ids: "".join(" <   abcde"[i] for i in ids)) == expected
-
-
-def test_what_a_server_draws_after_the_end_is_cut_off(policy, server) -> None:
-    def longer(reply: dict[str, Any]) -> dict[str, Any]:
-        if reply["choices"][0]["finish_reason"] == "length":
-            return reply
-        more = {"token_ids": 6, "tokens": "token_id:6", "token_logprobs": -3.0, "top_logprobs": {}}
-        return changed(reply, **{name: lambda held, v=value: [*held, v] for name, value in more.items()})
-
-    own = drawn(policy)
-    server.alter = longer
-    found = drawn(generator(policy, server))
-    assert found.text == own.text and found.stop_reason == own.stop_reason
-    assert torch.equal(found.loss_mask, own.loss_mask) and "stop string" in found.stop_reason
-    torch.testing.assert_close(found.log_prob, own.log_prob, rtol=0, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("reply", "message"),
-    [
-        ({"choices": []}, r"the answer's choices is \[\]"),
-        ("<html>", r"did not answer with a JSON object: <html>\. Check that base_url"),
-        ([], r"did not answer with a JSON object: \[\]"),
-    ],
-)
-def test_a_reply_of_another_form_is_refused(policy, server, reply, message) -> None:
-    server.alter = lambda _: reply
-    with pytest.raises(ServerError, match=message):
-        drawn(generator(policy, server))
 
 
 COMPLAINT = '{"error": {"message": "max_tokens is too large", "code": 400}}'
@@ -366,7 +297,6 @@ COMPLAINT = '{"error": {"message": "max_tokens is too large", "code": 400}}'
     [
         (400, COMPLAINT, r"completions answered 400 Bad Request: .*max_tokens is too large"),
         (404, '{"detail": "Not Found"}', r"answered 404 Not Found: .*Not Found.*Check base_url"),
-        (302, "", r"answered 302 Found: \(nothing\)"),
         (400, "x" * 900, r": x{400} …\. Check"),
     ],
 )
@@ -376,50 +306,6 @@ def test_a_refusal_is_final_and_says_what_the_server_said(policy, server, status
         drawn(generator(policy, server), prompts=["a"], num_generations=1)
     assert server.url in str(caught.value) and caught.value.status == status
     assert len(server.completions) == 1
-
-
-def test_passing_failures_are_tried_again(policy, server) -> None:
-    before = drawn(policy, prompts=["a"], num_generations=1)
-    server.failures = [(500, "", {}), (503, "busy", {}), (429, "", {"Retry-After": "0"}), (0, "", {})]
-    found = drawn(generator(policy, server), prompts=["a"], num_generations=1)
-    assert found.text == before.text and len(server.completions) == 5
-    server.failures = [(503, "loading", {})] * 9
-    message = (
-        rf"POST {server.url}/completions failed 3 times, the last time with: 503 .*: loading\. Check that"
-    )
-    with pytest.raises(ServerError, match=message):
-        drawn(generator(policy, server, retries=2), prompts=["a"], num_generations=1)
-    assert len(server.failures) == 6
-
-
-def test_pauses_double_and_the_server_may_ask_for_its_own(policy, server) -> None:
-    server.failures = [(500, "", {})] * 3
-    started = time.monotonic()
-    drawn(generator(policy, server, backoff=0.1), prompts=["a"], num_generations=1)
-    assert time.monotonic() - started > 0.7
-    server.failures = [(429, "", {"Retry-After": "0"}), (503, "", {"Retry-After": "1"})]
-    started = time.monotonic()
-    drawn(generator(policy, server, backoff=30.0), prompts=["a"], num_generations=1)
-    assert 1.0 < time.monotonic() - started < 25
-
-
-def test_a_silent_server_is_not_asked_again(policy, server) -> None:
-    source = generator(policy, server, timeout=0.3)
-    drawn(generator(policy, server), prompts=["a"], num_generations=1)
-    server.asked.clear()
-    server.silence = 1.0
-    with pytest.raises(ServerError, match=r"completions was silent for 0\.3 s\. Raise timeout"):
-        drawn(source, prompts=["a"], num_generations=1)
-    assert len(server.completions) == 1
-
-
-def test_a_server_that_is_not_there(policy) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{free.getsockname()[1]}"
-    source = ServerGenerator(policy, url, "tiny", retries=1, backoff=0.01)
-    with pytest.raises(ServerError, match=rf"GET {url}/v1/models failed 2 times, .*no connection \(Conn"):
-        drawn(source)
 
 
 def test_one_failure_gives_up_the_others(policy, server) -> None:
@@ -471,13 +357,6 @@ def test_what_is_no_address_is_refused_and_hides_its_password(policy, url) -> No
 )
 def test_addresses(policy, base, url) -> None:
     assert ServerGenerator(policy, base, "tiny")._connection.url("completions") == url
-
-
-def test_calls_that_do_not_fit(policy, server) -> None:
-    with pytest.raises(UserError, match="reads no images"):
-        drawn(generator(policy, server), images=[[]] * 4)
-    with pytest.raises(UserError, match=r"seeds has 1 entries for 4 prompts × 3 generations"):
-        drawn(generator(policy, server), seeds=[1])
 
 
 def moved(amount: float, tmp_path) -> CausalLMPolicy:

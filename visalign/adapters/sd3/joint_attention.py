@@ -13,6 +13,7 @@ The collapsed forward is therefore the same function (and has the same gradients
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -92,32 +93,24 @@ class WeightedJointAttention:
             context_log_multiplicity: [L'] or [B, L'], log of how many equal tokens each context token stands
                 for.
         """
-        query, key, value = (
-            _split_heads(projection(hidden_states), attn.heads, norm)
-            for projection, norm in ((attn.to_q, attn.norm_q), (attn.to_k, attn.norm_k), (attn.to_v, None))
-        )
-        if encoder_hidden_states is None:
-            return _project_out(attn, _merge_heads(_attend(query, key, value)))
-        context_query, context_key, context_value = (
-            _split_heads(projection(encoder_hidden_states), attn.heads, norm)
-            for projection, norm in (
-                (attn.add_q_proj, attn.norm_added_q),
-                (attn.add_k_proj, attn.norm_added_k),
-                (attn.add_v_proj, None),
+        count, bias = hidden_states.shape[1], None
+        projections, norms = (attn.to_q, attn.to_k, attn.to_v), (attn.norm_q, attn.norm_k)
+        query, key, value = _heads(hidden_states, projections, norms, attn.heads)
+        if encoder_hidden_states is not None:
+            projections = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
+            norms = (attn.norm_added_q, attn.norm_added_k)
+            context = _heads(encoder_hidden_states, projections, norms, attn.heads)
+            query, key, value = (
+                torch.cat(pair, dim=2) for pair in zip((query, key, value), context, strict=True)
             )
-        )
-        image_tokens = hidden_states.shape[1]
-        query = torch.cat((query, context_query), dim=2)
-        bias = None
-        if context_log_multiplicity is not None:
-            bias = _key_bias(context_log_multiplicity, image_tokens, query)
-        tokens = _attend(
-            query, torch.cat((key, context_key), dim=2), torch.cat((value, context_value), dim=2), bias
-        )
-        image, context = _merge_heads(tokens).split((image_tokens, encoder_hidden_states.shape[1]), dim=1)
-        if not attn.context_pre_only:
-            context = attn.to_add_out(context)
-        return _project_out(attn, image), context
+            if context_log_multiplicity is not None:
+                bias = _key_bias(context_log_multiplicity, count, query)
+        tokens = _attend(query, key, value, bias).transpose(1, 2).flatten(2)
+        linear, dropout = attn.to_out
+        image = dropout(linear(tokens[:, :count]))
+        if encoder_hidden_states is None:
+            return image
+        return image, tokens[:, count:] if attn.context_pre_only else attn.to_add_out(tokens[:, count:])
 
 
 def use_weighted_attention(transformer: Any) -> None:
@@ -136,15 +129,11 @@ def use_weighted_attention(transformer: Any) -> None:
     transformer.set_attn_processor(processor)
 
 
-def _split_heads(x: Tensor, heads: int, norm: torch.nn.Module | None) -> Tensor:
-    """[B, N, D] -> [B, heads, N, D / heads], normalised per head where the model does so (SD3.5)."""
-    x = x.unflatten(-1, (heads, -1)).transpose(1, 2)
-    return x if norm is None else norm(x)
-
-
-def _merge_heads(x: Tensor) -> Tensor:
-    """[B, heads, N, D / heads] -> [B, N, D]."""
-    return x.transpose(1, 2).flatten(2)
+def _heads(x: Tensor, projections: Sequence[Any], norms: Sequence[Any], heads: int) -> list[Tensor]:
+    """Project [B, N, D] to query, key and value [B, heads, N, D / heads], normalised as in SD3.5 if the
+    model is."""
+    parts = [projection(x).unflatten(-1, (heads, -1)).transpose(1, 2) for projection in projections]
+    return [part if norm is None else norm(part) for part, norm in zip(parts, (*norms, None), strict=True)]
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -162,12 +151,6 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = Non
         return (weights @ v).to(value.dtype)
 
 
-def _project_out(attn: Any, x: Tensor) -> Tensor:
-    """Output projection and its dropout."""
-    linear, dropout = attn.to_out
-    return dropout(linear(x))
-
-
 def _key_bias(log_multiplicity: Tensor, image_tokens: int, query: Tensor) -> Tensor:
     """Additive attention bias [B or 1, 1, 1, N + L'] from the context's [L'] or [B, L']."""
     context_tokens = query.shape[2] - image_tokens
@@ -178,6 +161,6 @@ def _key_bias(log_multiplicity: Tensor, image_tokens: int, query: Tensor) -> Ten
         )
     bias = F.pad(log_multiplicity, (image_tokens, 0))
     bias = bias[:, None, None] if bias.ndim == 2 else bias[None, None, None]
-    # On the CPU a float32 mask is exact beside 16-bit queries, and misread beside float64 ones (torch 2.15).
+    # on the CPU a float32 mask is exact beside 16-bit queries, and misread beside float64 ones (torch 2.15)
     keep = query.device.type == "cpu" and query.dtype.itemsize == 2
     return bias.float() if keep else bias.to(query.dtype)
