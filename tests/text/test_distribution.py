@@ -59,11 +59,6 @@ def test_the_chosen_token_is_renormalised() -> None:
     assert sampled_log_prob(SHARES.log(), torch.tensor([0]), Sampling(top_k=2)).log_prob.item() == -math.inf
 
 
-def test_temperature_two_takes_the_root() -> None:
-    found = sampled_log_prob(SHARES.log(), torch.tensor([1]), Sampling(temperature=2))
-    assert found.log_prob.item() == pytest.approx(math.log(0.4**0.5 / SHARES.sqrt().sum().item()), abs=1e-12)
-
-
 @pytest.mark.parametrize("options", [{}, {"top_k": 7}, {"top_p": 0.8}, {"top_k": 9, "top_p": 0.6}])
 def test_equals_the_filters_of_transformers(options) -> None:
     logits = 3 * torch.randn(40, 33, generator=torch.Generator().manual_seed(1))
@@ -121,12 +116,6 @@ def test_drawing_never_takes_an_excluded_token() -> None:
     log_p = torch.tensor([[-math.inf, 0.0, -math.inf], [0.0, -math.inf, -math.inf]])
     for u in (0.0, 0.5, 1 - 2**-53):
         assert draw_tokens(log_p, torch.full((2,), u, dtype=torch.float64)).tolist() == [1, 0]
-
-
-def test_drawn_frequencies_are_the_probabilities() -> None:
-    u = torch.rand(20000, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-    share = torch.bincount(draw_tokens(SHARES.log().expand(20000, 5), u), minlength=5) / 20000
-    assert (share - SHARES[0]).abs().max() < 0.012
 
 
 def test_broken_logits_are_refused() -> None:

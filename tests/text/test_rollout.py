@@ -85,13 +85,6 @@ def test_recomputed_log_probs_leave_the_sampled_ones_for_the_correction() -> Non
     assert given.trajectories(torch.zeros(4), weight=weight).weight.sum() == 2
 
 
-def test_samples_that_were_not_generated_are_not_valid() -> None:
-    given = rollout(stop_reason=["prompt too long", "eos", "eos", "eos"])
-    assert given.generated.tolist() == [False, True, True, True]
-    valid = given.trajectories(torch.zeros(4), valid=torch.tensor([True, True, False, True])).valid
-    assert valid is not None and valid.tolist() == [False, True, False, True]
-
-
 def test_a_greedy_rollout_is_no_training_data() -> None:
     with pytest.raises(UserError, match=r"greedy rollout \(temperature 0\) has no probabilities"):
         rollout(sampling=Sampling(temperature=0)).trajectories(torch.zeros(4))

@@ -238,12 +238,6 @@ def test_no_random_state_moves_and_the_mode_comes_back() -> None:
     assert not policy.module.training
 
 
-def test_records_are_handed_to_the_rewards_as_metadata() -> None:
-    judge = Verdicts()
-    run(rewards={"shapes_verifier": judge})
-    assert judge.metadata == [record for record in RECORDS for _ in range(2)]
-
-
 def test_invalid_scores_are_counted_and_left_out() -> None:
     sighted, found = run(), run(rewards={"shapes_verifier": Verdicts(blind=0.6), "brightness": Brightness()})
     missing = ~found.judged
@@ -338,11 +332,6 @@ def test_a_judge_of_correctness_needs_a_verdict() -> None:
 
 def run_with(judge: Wide) -> HeldoutResult:
     return run(rewards={"wide": judge}, correctness="wide")
-
-
-def test_without_a_judge_of_correctness() -> None:
-    found = run(rewards={"brightness": Brightness()}, correctness=None)
-    assert math.isnan(found.accuracy) and not found.judged.any() and found.reasons == ("",) * 8
 
 
 def test_images_are_bounded_in_number_and_size() -> None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -131,25 +130,6 @@ def _evaluate(folder: Path) -> Path:
     return folder / "evaluate" / "evaluation.html"
 
 
-def _quality(folder: Path) -> Path:
-    rng = np.random.default_rng(0)
-    rows = [
-        {"image": f"{k}.png", "mos": k / 10, "a_score_with_a_long_name_without_spaces": k + 9 * rng.random()}
-        for k in range(40)
-    ]
-    source = folder / "quality.jsonl"
-    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    evaluate(
-        EvaluateOptions(
-            source=str(source),
-            columns=("a_score_with_a_long_name_without_spaces",),
-            output=folder / "quality",
-            settings=IntervalSettings(resamples=100),
-        )
-    )
-    return folder / "quality" / "evaluation.html"
-
-
 def _levels(folder: Path) -> list[str]:
     """Files of even images and one that is broken, with long names."""
     folder.mkdir()
@@ -224,7 +204,6 @@ PAGES: dict[str, Callable[[Path], Path]] = {
     "probe_pairs": _probe_pairs,
     "agree": _agree,
     "evaluate": _evaluate,
-    "quality": _quality,
     "rank": _rank,
     "score": _score,
     "sample": _sample,

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import io
 import json
 import math
 import re
@@ -16,12 +15,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from tests.support.evaluation_samples import TAGS, blind_result, make_result, make_text_result
 from visalign.evaluation import HeldoutResult, compare, write_report, write_summary
 from visalign.evaluation.pages.base import data_uri, number
-from visalign.evaluation.pages.samples import collapsed, failures, galleries, take_in_turn
+from visalign.evaluation.pages.samples import failures, galleries, take_in_turn
 
 VOID = {"meta", "img", "br", "hr", "link", "input", "line", "circle", "path"}
 HOSTILE = '<script>alert("x")</script> & "red" circle\'s'
@@ -104,15 +102,6 @@ def test_numbers_equal_the_inputs(tmp_path: Path) -> None:
     assert "improved 12" in page.text and "got worse 0" in page.text
 
 
-def test_tracks_stand_where_the_intervals_are(tmp_path: Path) -> None:
-    before, after = make_result(0.25), make_result(0.75)
-    page = report(tmp_path, before, after)
-    interval = after.interval()
-    width = 100 * (interval.high - interval.low)
-    assert f'class="ci after" style="left:{100 * interval.low:.2f}%;width:{width:.2f}%"' in page.source
-    assert 'class="dot before" style="left:25.00%"' in page.source
-
-
 def test_costs_config_versions_and_how_to_go_on(tmp_path: Path) -> None:
     page = report(tmp_path / "2026-run", make_result(0.25), make_result(0.5))
     for words in (
@@ -145,17 +134,6 @@ def test_the_page_says_whether_the_prompts_were_trained_on(
     assert words in page.text and "never trained on" not in page.text
     blind = report(tmp_path, blind_result(), blind_result(), trained_prompts=seen)
     assert words.removesuffix(", each drawn") + ", from the same noise" in blind.text
-
-
-def test_the_first_point_of_a_curve_is_what_is_given(tmp_path: Path) -> None:
-    rows = [{"iteration": 1, "heldout/accuracy": 0.5}]
-    given = report(
-        tmp_path, make_result(0.25), make_result(0.5), metrics=rows, start={"heldout/accuracy": 0.1}
-    )
-    assert "over iterations 0 to 1: from 10 to" in given.source
-    assert (
-        "over iterations 1 to 1" in report(tmp_path, make_result(0.25), make_result(0.5), metrics=rows).source
-    )
 
 
 def test_nothing_is_fetched_and_nothing_runs(tmp_path: Path) -> None:
@@ -213,15 +191,6 @@ def test_everything_from_outside_is_escaped(tmp_path: Path) -> None:
     assert len(page.all("script")) == 1 and page.source.count("<script") == 1
     assert page.text.count(HOSTILE) > 20
     assert all(set(image) == {"src", "width", "height", "loading", "alt"} for image in page.all("img"))
-
-
-def test_images_are_the_ones_evaluated(tmp_path: Path) -> None:
-    before, after = make_result(0.25), make_result(0.75, seed=0)
-    page = report(tmp_path, before, after)
-    known = {image.tobytes() for image in (*before.images, *after.images)}
-    for image in page.all("img"):
-        data = base64.b64decode((image["src"] or "").partition(",")[2])
-        assert np.asarray(Image.open(io.BytesIO(data))).tobytes() in known
 
 
 def test_verdicts_and_reasons_stand_beside_the_images() -> None:
@@ -283,13 +252,6 @@ def test_selection_rule_by_hand() -> None:
     assert take_in_turn([], result, 3) == []
 
 
-def test_only_samples_with_an_image_on_both_sides_are_shown() -> None:
-    before = make_result(0.25)
-    few = make_result(0.75, images=before.images[[2, 5]], image_index=np.array([2, 5]))
-    fixed = galleries(before, few, compare(before, few))[0]
-    assert {(pair["prompt"], pair["seed"]) for pair in fixed["pairs"]} == {("prompt 1", 0), ("prompt 2", 1)}
-
-
 def test_a_fallen_reward_is_named(tmp_path: Path) -> None:
     page = report(tmp_path, make_result(0.25), make_result(0.75))
     assert "sharpness moved in the wrong direction, beyond the interval. Look at the images." in page.text
@@ -343,16 +305,6 @@ def test_a_run_with_a_reward_of_ones_own_shows_it_under_the_best_and_worst_image
     )
     anchors = [g["anchor"] for g in galleries(before, after, compare(before, after))]
     assert anchors == ["fixed", "best", "worst", "improved", "worse"]
-
-
-def test_padding_behind_an_answer_is_counted(tmp_path: Path) -> None:
-    result = make_text_result(0.5)
-    padded = replace(
-        result, completions=tuple(f"{text}{'<|endoftext|>' * 40}" for text in result.completions)
-    )
-    page = report(tmp_path, padded, padded)
-    assert "<|endoftext|> × 40" in page.text and "<|endoftext|><|endoftext|>" not in page.text
-    assert collapsed("<pad> <pad>\n<pad> a <b> c") == "<pad> × 3 a <b> c"
 
 
 def test_unpaired_samples_are_refused(tmp_path: Path) -> None:

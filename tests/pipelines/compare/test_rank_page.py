@@ -14,7 +14,7 @@ from PIL import Image
 
 from tests.support.judges.brightness import Brightness, BrightnessPairs
 from visalign.evaluation.pages.base import short_names
-from visalign.evaluation.pages.rank_page import against_the_order, matrix, sentences
+from visalign.evaluation.pages.rank_page import matrix, sentences
 from visalign.pipelines.compare.rank_images import ranking_page, ranking_record
 from visalign.rewards.pairs.ranking import rank
 
@@ -64,35 +64,12 @@ def test_the_position_bias_is_said_with_its_interval(names: list[str]) -> None:
     assert "That interval holds 0: no clear position bias." in none
 
 
-def test_an_answer_against_the_order_is_listed_without_the_bias() -> None:
-    def call(left: str, right: str, prob: float | None) -> dict[str, Any]:
-        return {"left": left, "right": right, "prob": prob, "reason": None if prob else "no answer"}
-
-    result = {
-        "position_bias": 1.0,
-        "images": [
-            {"image": "a", "place": 1},
-            {"image": "b", "place": 2},
-            {"image": "c", "place": 3},
-            {"image": "d", "place": None},
-        ],
-        # c beats a: against. b before a on the left at 0.6: with a bias of 1 that speaks for a. b loses to c:
-        # against. The calls without an answer or place say nothing.
-        "asked": [
-            call("c", "a", 0.9),
-            call("b", "a", 0.6),
-            call("b", "c", 0.1),
-            call("a", "b", None),
-            call("d", "a", 0.9),
-        ],
-    }
-    found = [(c["left"], c["right"]) for c in against_the_order(result)]
-    assert found == [("b", "c"), ("c", "a")]
-    assert against_the_order(result)[0]["left_place"] == 2
-    rows = matrix(result)
-    assert rows is not None
-    assert rows[0]["cells"] == [("itself", ""), ("failed", "×"), ("", ""), ("", "")]
-    assert rows[2]["cells"][0] == ("won", "90") and rows[1]["cells"][2] == ("lost", "10")
+def test_every_call_stands_in_the_square_of_the_images() -> None:
+    images = [{"image": name, "place": place} for place, name in enumerate("abc", 1)]
+    asked = [{"left": "c", "right": "a", "prob": 0.9}, {"left": "a", "right": "b", "prob": None}]
+    rows = matrix({"images": images, "asked": asked})
+    assert rows is not None and rows[0]["cells"] == [("itself", ""), ("failed", "×"), ("", "")]
+    assert rows[2]["cells"] == [("won", "90"), ("", ""), ("itself", "")]
 
 
 def test_images_that_cannot_be_read_are_not_called_scored(names: list[str]) -> None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,10 +16,6 @@ SHOWN = 60
 """Rows of the table that show their image."""
 LARGEST_MATRIX = 30
 """Images up to which a square table shows every call."""
-MOST_AGAINST = 10
-"""Answers against the order in the list."""
-CERTAIN = 1e-6
-"""Distance of probabilities from 0 and 1."""
 LEAST_SCALE = 2e-9
 """Length of the tracks where all ends are one number."""
 
@@ -56,7 +51,6 @@ def rank_page(result: Mapping[str, Any], images: Mapping[str, Mapping[str, Any] 
         names=short_names(row["image"] for row in result["images"]),
         matrix=matrix(result),
         largest_matrix=LARGEST_MATRIX,
-        against=against_the_order(result),
         sentences=[*sentences(result), *provenance_lines(result)],
     )
 
@@ -170,26 +164,6 @@ def _cell(call: Mapping[str, Any] | None) -> tuple[str, str]:
         return "failed", "×"
     kind = "won" if call["prob"] > 0.5 else "lost" if call["prob"] < 0.5 else "even"
     return kind, f"{100 * call['prob']:.0f}"
-
-
-def against_the_order(result: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """List the answers against the order even without the position bias, the surest first.
-
-    Returns:
-        `left`, `right`, their places, and `prob`, the reward's probability for the left one.
-    """
-    place_of = {row["image"]: row["place"] for row in result["images"]}
-    bias, contradictions = result["position_bias"] or 0.0, []
-    for call in result["asked"] or ():
-        first, second = place_of[call["left"]], place_of[call["right"]]
-        if call["prob"] is None or first is None or second is None:
-            continue
-        prob = min(max(call["prob"], CERTAIN), 1 - CERTAIN)
-        odds = math.log(prob / (1 - prob)) - bias
-        if odds * (second - first) < 0:
-            contradictions.append((abs(odds), call | {"left_place": first, "right_place": second}))
-    contradictions.sort(key=lambda entry: -entry[0])
-    return [call for _, call in contradictions[:MOST_AGAINST]]
 
 
 def _ends(placed: Sequence[Mapping[str, Any]]) -> tuple[float, float]:

@@ -31,7 +31,6 @@ CORRELATIONS = {
     "plcc_logistic4": "PLCC after the 4-parameter logistic fit",
     "plcc_logistic5": "PLCC after the 5-parameter logistic fit",
     "kendall_b": "Kendall's τ-b",
-    "kendall_c": "Kendall's τ-c",
 }
 
 

@@ -157,11 +157,11 @@ def _correlations(
     settings: IntervalSettings,
 ) -> dict[str, Any]:
     """Compute correlations with intervals; those after a fit hold the fitted map fixed in every resample."""
-    estimates = {"srcc": srcc(x, y), "plcc": plcc(x, y)}
+    estimates = {"srcc": srcc(x, y), "plcc": plcc(x, y), "kendall_b": kendall(x, y)}
     statistics: dict[str, Callable[[Array], Array]] = {
         "srcc": lambda weights: weighted_srcc(x, y, weights),
         "plcc": lambda weights: weighted_pearson(x, y, weights),
-        "kendall": lambda weights: weighted_kendall(x, y, weights),
+        "kendall_b": lambda weights: weighted_kendall(x, y, weights),
     }
     for parameters, fit in fits.items():
         if isinstance(fit, LogisticFit) and np.isfinite(fit.plcc):
@@ -169,9 +169,6 @@ def _correlations(
             estimates[name] = fit.plcc
             statistics[name] = lambda weights, fitted=fit.fitted: weighted_pearson(fitted, y, weights)
     draws = _draws(statistics, index, clusters, settings)
-    for k, variant in enumerate(("b", "c")):
-        estimates[f"kendall_{variant}"] = kendall(x, y, variant)
-        draws[f"kendall_{variant}"] = draws["kendall"][:, k]
     if clusters < len(x):
         estimates["srcc_within"], draws["srcc_within"] = within_groups(x, y, index, **settings.drawing())
     return {

@@ -151,21 +151,12 @@ def weighted_pearson(x: Array, y: Array, weights: Array) -> Array:
 
 
 def weighted_kendall(x: Array, y: Array, weights: Array) -> Array:
-    """Compute Kendall's τ-b and τ-c [R, 2] of x, y [N] under whole weights [R, N].
-
-    τ_c = 2 (C − D) m / (W² (m − 1)), C − D = τ_b √(P_x P_y), with W the total weight, P the pairs of
-    different values of a side, m the smaller number of distinct values. NaN where a side does not vary.
-    """
-    values = [np.unique(side, return_inverse=True)[1] for side in (x, y)]
-    taus = np.full((len(weights), 2), np.nan)
-    for row, tau in zip(weights, taus, strict=True):
-        counts = [np.bincount(value, weights=row) for value in values]
-        distinct = min(np.count_nonzero(count) for count in counts)
-        if distinct > 1:
-            total = row.sum() ** 2
-            scale = math.sqrt(math.prod((total - count @ count) / 2 for count in counts))
-            tau[0] = stats.kendalltau(*(np.repeat(value, row.astype(np.int64)) for value in values))[0]
-            tau[1] = 2 * tau[0] * scale * distinct / (total * (distinct - 1))
+    """Compute Kendall's τ-b [R] of x, y [N] under whole weights [R, N]; NaN where a side does not vary."""
+    taus = np.full(len(weights), np.nan)
+    for row, repeats in enumerate(weights.astype(np.int64)):
+        first, second = np.repeat(x, repeats), np.repeat(y, repeats)
+        if np.ptp(first) > 0 and np.ptp(second) > 0:
+            taus[row] = stats.kendalltau(first, second)[0]
     return taus
 
 
