@@ -62,15 +62,9 @@ class Sampling:
 
 
 def log_distribution(logits: Tensor, temperature: float = 1.0, kept: Tensor | None = None) -> Tensor:
-    """Compute log p_v = z_v − log Σ_{u∈K} e^z_u of every token, z = logits/τ, and −∞ outside K.
+    """Compute log p_v = z_v − log Σ_{u∈K} e^z_u of every token [*N, V], z = logits/τ, and −∞ outside K.
 
-    Args:
-        logits: [*N, V], differentiable; −∞ excludes a token.
-        temperature: τ > 0.
-        kept: bool [*N, V], True in K; None is the full vocabulary.
-
-    Returns:
-        [*N, V], float32 or better.
+    `kept` is True in K; None is the full vocabulary. The result is float32 or better.
     """
     z = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
     return (z if kept is None else z.masked_fill(~kept, -math.inf)).log_softmax(-1)
@@ -100,14 +94,8 @@ def kept_tokens(log_p: Tensor, sampling: Sampling) -> Tensor | None:
 def draw_tokens(log_p: Tensor, uniform: Tensor) -> Tensor:
     """Draw one token per row by inversion: the first whose cumulative probability is above u.
 
-    A sample's tokens depend on its own numbers and logits alone.
-
-    Args:
-        log_p: [N, V] log-probs, −∞ for tokens that may not be drawn.
-        uniform: [N] float64 in [0, 1).
-
-    Returns:
-        [N] int64 ids, each of positive probability.
+    A sample's tokens depend on its own number u [N], float64 in [0, 1), and log-probs [N, V] alone. The ids
+    [N] have positive probability; −∞ excludes a token.
     """
     cumulative = log_p.double().exp().cumsum(-1)
     total = cumulative[:, -1:]

@@ -59,12 +59,8 @@ def changed_words(
 ) -> str:
     """Change a share of a text's words, at least one that can be changed; blanks stay.
 
-    Args:
-        text: original text.
-        random: source of words and changes.
-        share: share of the words to change.
-        synonyms: word in lower case -> substitutes; only these words change. None: two neighbouring letters
-            within a word of four or more are swapped.
+    With synonyms (word in lower case -> substitutes) only these words change; without, two neighbouring
+    letters within a word of four or more are swapped.
 
     Example:
         >>> changed_words("a red circle", Random(0))

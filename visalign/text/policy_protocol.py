@@ -60,14 +60,8 @@ class TextPolicy(Protocol):
     ) -> TextRollout:
         """Complete P prompts G times each: B = P·G samples, the samples of a prompt next to each other.
 
-        Args:
-            prompts: P texts or conversations.
-            seeds: one seed for the call, or B of them.
-            num_generations: G, at least 1.
-            sampling: distribution to draw from; by default the model's own.
-            stopping: conditions that end a completion.
-            group: P labels of the prompts; by default 0 to P-1.
-            images: P lists of images in the prompts, for vision-language policies.
+        The seeds are one for the call, or B of them. `group` labels the P prompts, by default 0 to P − 1;
+        `images` are P lists of images in the prompts, for vision-language policies.
         """
         ...
 
@@ -81,11 +75,8 @@ class TextPolicy(Protocol):
     ) -> TokenOutput:
         """Compute log-prob and entropy of the rollout's tokens, differentiable unless gradients are off.
 
-        Args:
-            rollout: B samples.
-            rows: indices of samples; None is all.
-            distribution: distribution of the log-probs.
-            statistic: function of that distribution, [n, V] log-probs to [n], called on chunks.
+        Rows None is all samples. `statistic` is a function of that distribution, [n, V] log-probs to [n],
+        called on chunks.
         """
         ...
 

@@ -158,13 +158,8 @@ _ABSENT: dict[str, Any] = {"images": (), "tools": ToolTrace()}
 def join_rollouts(rollouts: Sequence[TextRollout], *, length: int = 0) -> TextRollout:
     """Concatenate rollouts, padded to the longest prompt and completion; group labels are kept.
 
-    Args:
-        rollouts: at least one, all with the same `sampling`; groups of different rollouts need different
-            labels.
-        length: minimum number of tokens of a completion.
-
-    Returns:
-        The samples in order, without `routes`.
+    All must have the same `sampling`, and groups of different rollouts different labels. The samples come in
+    order, without `routes`, their completions at least `length` tokens long.
     """
     if len({rollout.sampling for rollout in rollouts}) != 1:
         raise ValueError(

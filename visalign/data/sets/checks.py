@@ -33,14 +33,9 @@ def check_preferences(
 ) -> list[Finding]:
     """Refuse sets on which a number would mean nothing; report what else is odd.
 
-    Args:
-        pairs: The set.
-        files: Whether the images will be opened, so that missing ones are refused now.
-        judge_sees_sides: Whether the judge sees both images at once and so may prefer a side.
-
-    Returns:
-        Winners all on one side, repeated rows, rows that contradict an earlier one, images compared with
-        themselves, ties.
+    That is: winners all on one side (refused where `judge_sees_sides`, both images at once), repeated rows,
+    rows that contradict an earlier one, images compared with themselves, ties. With `files` the images will
+    be opened, so missing ones are refused now.
     """
     images = [(image, pair.split) for pair in pairs.pairs for image in (pair.image_left, pair.image_right)]
     _refuse_missing([image for image, _ in images], files)

@@ -146,13 +146,11 @@ def load_prompts(source: str | Path, *, edits: Edits = "none", several: bool = T
 
 
 def check_sources(records: Iterable[tuple[str, Record]], *, needed: bool, several: bool, remedy: str) -> None:
-    """Refuse the first record whose source is no image that can be read.
+    """Refuse the first record whose source is no image, or with `several` no list of images, that can be
+    read.
 
-    Args:
-        records: Start of the message for each record, and the record.
-        needed: Whether a record without a source is refused.
-        several: Whether a source may be a list of images.
-        remedy: End of the message about a record without one.
+    Each record comes with the start of its message; `remedy` ends the message about a record without a
+    source.
     """
     images: dict[str, str] = {}  # path -> where it is named
     for where, record in records:
@@ -195,10 +193,8 @@ def load_demonstrations(path: str | Path, field: str | None = None) -> list[Reco
     Unlike `load_prompts` this keeps every record of a prompt: sampling gives several completions of one
     prompt. Blank lines are skipped, texts stay unchanged.
 
-    Args:
-        path: A file in UTF-8. A prompt is a text, or a conversation: a list of messages with "role" and
-            "content".
-        field: Field of the completion; None is "completion", or "solution" where a record has no completion.
+    A prompt is a text, or a conversation: a list of messages with "role" and "content". The completion is in
+    the field; None is "completion", or "solution" where a record has no completion.
     """
     path, name = Path(path), f"file of demonstrations '{path}'"
     if path.suffix != ".jsonl" or not path.is_file():

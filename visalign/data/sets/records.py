@@ -10,6 +10,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
+
 from .tables import Row
 
 
@@ -164,21 +168,17 @@ def mix_sides(pair: PreferencePair) -> PreferencePair:
 
 def _connected_groups(images: Sequence[str], columns: Sequence[Sequence[str | None]]) -> tuple[int, ...]:
     """[N] number of each row's connected component; rows are linked by their image and by each column."""
-    parent: dict[tuple[int, str], tuple[int, str]] = {}
-
-    def root(key: tuple[int, str]) -> tuple[int, str]:
-        while parent.setdefault(key, key) != key:
-            parent[key] = parent[parent[key]]
-            key = parent[key]
-        return key
-
-    for row, image in enumerate(images):
-        for kind, column in enumerate(columns, 1):
-            value = column[row]
-            if value is not None:
-                parent[root((kind, value))] = root((0, image))
-    numbers: dict[tuple[int, str], int] = {}
-    return tuple(numbers.setdefault(root((0, image)), len(numbers)) for image in images)
+    nodes: dict[tuple[int, str], int] = {}  # images first, so that components are numbered by their rows
+    rows = [nodes.setdefault((0, image), len(nodes)) for image in images]
+    edges = [
+        (row, nodes.setdefault((kind, value), len(nodes)))
+        for kind, column in enumerate(columns, 1)
+        for row, value in zip(rows, column, strict=True)
+        if value is not None
+    ]
+    start, end = np.array(edges, dtype=np.int64).reshape(-1, 2).T
+    graph = coo_array((np.ones(len(edges), np.int8), (start, end)), shape=(len(nodes), len(nodes)))
+    return tuple(connected_components(graph, directed=False)[1][rows].tolist())
 
 
 def _swap_column(name: str, value: Any, extra: Mapping[str, Any]) -> tuple[str, Any]:

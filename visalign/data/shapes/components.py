@@ -47,11 +47,9 @@ class Components:
 
 
 def find_components(labels: np.ndarray, min_area: int) -> Components:
-    """Find the components of equal labels that touch along an edge.
+    """Find the components, of `min_area` pixels at least, of equal labels [B, H, W] that touch along an edge.
 
-    Args:
-        labels: [B, H, W] unsigned, 0 is ground.
-        min_area: Pixels of the smallest component that is kept.
+    Label 0 is ground.
     """
     height, width = labels.shape[1:]
     is_object = labels > 0

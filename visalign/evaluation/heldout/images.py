@@ -42,20 +42,10 @@ def evaluate(
     """Sample every record once per seed along the ODE, without noise on the way, and score the images.
 
     The starting noise is a function of prompt, source and seed; no global random state is read or changed.
-
-    Args:
-        policy: Model to evaluate.
-        rewards: name -> reward; each scores every image.
-        records: Prompt records, the rewards' metadata: `prompt`, `source` where an image is edited, `tag`.
-        seeds: One image per prompt and seed.
-        sigmas: [T + 1] timestep schedule from 1 to 0.
-        batch_size: Samples denoised, decoded and scored at once.
-        correctness: Reward for the verdicts: its part `correct`, else its best value is correct.
-        max_images: Images kept for a page, evenly spaced over the samples.
-        image_side: Longer side of a kept image at most.
-        share: (r, w): the r-th of w equal shares of the samples, w at most their number; see `joined`.
-        solver: Solver of the ODE, see `ODESolver`.
-        progress: Called with (samples done, all samples) after each batch.
+    The reward `correctness` gives the verdicts: its part `correct`, else its best value is correct. At most
+    `max_images` images, evenly spaced over the samples, are kept for a page, `image_side` pixels on the
+    longer side at most. `share` (r, w) is the r-th of w equal shares of the samples, see `joined`; `progress`
+    is called with (samples done, all samples) after each batch. A record may name its `source` and `tag`.
     """
     check_evaluation(rewards, records, seeds, correctness, batch_size)
     total = len(records) * len(seeds)

@@ -94,11 +94,7 @@ class HeldoutResult:
 
         Paired over the n samples that have a value on both sides. Where all change alike there is no error;
         the number is then that of one more sample without a change: n or −n. Labels with n < 2 are left out.
-
-        Args:
-            before: An earlier result.
-            rows: [N] index into `before` of each sample here; another prompt or seed there is left out.
-            labels: Labels of rewards, or "accuracy".
+        `rows` [N] is the index into `before` of each sample here; another prompt or seed there is left out.
         """
         keys, old_keys = self.keys, before.keys
         pairs = [

@@ -55,15 +55,9 @@ def evaluate_text(
 ) -> HeldoutResult:
     """Complete every record once per seed, and once greedily, and score the completions.
 
-    Args:
-        policy: Policy to evaluate.
-        rewards: label -> reward.
-        records: Records with "prompt"; "tag" or "task" is the category.
-        seeds: One completion per record and seed; it does not depend on the other records.
-        sampling: Sampling of the tokens.
-        stopping: Criteria that end a completion.
-        correctness: Label of the reward for the verdicts; None for no verdicts.
-        measures: Add `GREEDY`, `ANY`, `LENGTH` and `ENTROPY` to the scores.
+    A completion does not depend on the other records. The reward labelled `correctness` gives the verdicts;
+    with `measures` the scores get `GREEDY`, `ANY`, `LENGTH` and `ENTROPY`. "tag" or "task" is a record's
+    category.
     """
     check_evaluation(rewards, records, seeds, correctness)
     check_labels(rewards)

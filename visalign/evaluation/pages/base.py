@@ -228,12 +228,7 @@ def _part(interval: Any, name: str) -> float | None:
 def rail(interval: Any, low: float, high: float, *, key: str = "estimate", side: str = "after") -> Markup:
     """Draw an interval on a track from `low` to `high`; what is beyond the ends is cut.
 
-    Args:
-        interval: `Interval` or mapping with `key`, `low` and `high`; None draws nothing.
-        low: Left end of the track.
-        high: Right end.
-        key: Key of the estimate.
-        side: Colour: "after" or "before".
+    The interval is an `Interval`, a mapping with `key`, `low` and `high`, or None; `side` names its colour.
     """
     estimate, start, end = (_part(interval, name) for name in (key, "low", "high"))
     if estimate is None or not math.isfinite(estimate):

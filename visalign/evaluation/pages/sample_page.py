@@ -18,11 +18,8 @@ def sample_page(
 ) -> str:
     """Render the result of `visalign sample`; images are linked by their names, and videos play.
 
-    Args:
-        rows: Rows of images.jsonl: the seeds of a prompt next to each other, as many of each.
-        size: Width and height in pixels.
-        rewards: Label -> unit.
-        facts: (name, value) of the settings.
+    The seeds of a prompt lie next to each other in the rows, as many of each. The size is (width, height),
+    `rewards` label -> unit, `facts` the settings.
     """
     columns = len({row["seed"] for row in rows})
     headlines = []

@@ -46,14 +46,10 @@ def agreement(
     seed: int = 0,
     resamples: int = RESAMPLES,
 ) -> list[dict[str, Any]]:
-    """Measure the agreement of every two of M ≥ 2 rewards.
+    """Measure the agreement of every two of M ≥ 2 rewards by scores [M, N], higher better, NaN where one
+    failed.
 
-    Args:
-        names: M rewards.
-        values: [M, N] scores, higher better, NaN where a reward failed.
-        prompts: [N], which group the images.
-        seed: Random seed of the bootstrap over prompts.
-        resamples: Bootstrap draws.
+    Prompts [N] group the images; the bootstrap draws prompts.
 
     Returns:
         Per pair: `first`, `second`, `images` (scored by both), `overall` and `within` (Spearman with the ends

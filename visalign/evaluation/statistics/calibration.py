@@ -107,11 +107,8 @@ def win_probability(
     logistic: P = E σ(m + sε), ε ~ N(0, 1), by Gauss-Hermite quadrature (σ(m) without a std);
     probit: P = Φ(m/s) (Thurstone's case III), a step where s = 0.
 
-    Args:
-        margin: [N] m, left minus right.
-        std: [N] s = √(s_left² + s_right²), or None for 0; the probit link needs it.
-        link: "logistic" or "probit".
-        nodes: Nodes of the quadrature; 32 are exact to 1e-7 for s ≤ 2.
+    m [N] is left minus right, s = √(s_left² + s_right²), which probit needs. 32 nodes are exact to 1e-7 for
+    s ≤ 2.
 
     Source: HPSv3, arXiv 2508.03789, and PURM, arXiv 2503.22480, for the integral.
     """

@@ -91,16 +91,9 @@ def paired_bootstrap(
 ) -> Interval:
     """Compute mean(after) − mean(before) on the same samples [N] with its interval over clusters.
 
-    θ* = Σ_c d_c / Σ_c n_c over the drawn clusters c. Pairs with a NaN on either side are left out; without
-    any left the estimate is NaN, with fewer than two clusters the ends are.
-
-    Args:
-        before: [N] outcomes, 0/1 or any score.
-        after: [N] outcomes of the same samples in the same order.
-        cluster: [N] labels; samples with one label are drawn together.
-        generator: CPU generator; the same state gives the same interval.
-        resamples: Bootstrap draws.
-        level: Nominal coverage in (0, 1).
+    θ* = Σ_c d_c / Σ_c n_c over the drawn clusters c: samples with one label are drawn together. Pairs with a
+    NaN on either side are left out; without any left the estimate is NaN, with fewer than two clusters the
+    ends are. The same state of the CPU generator gives the same interval.
     """
     first, second = np.asarray(before, dtype=np.float64), np.asarray(after, dtype=np.float64)
     if not len(first) == len(second) == len(cluster):  # one entry would broadcast
