@@ -74,12 +74,12 @@ class HeldoutResult:
     @property
     def accuracy(self) -> float:
         """Share correct of the samples with a verdict; NaN without any."""
-        return _share(int(self.correct.sum()), int(self.judged.sum()))
+        return self.accuracy_of(slice(None))
 
     @property
     def by_category(self) -> dict[str, float]:
         """Accuracy per tag, in order of appearance."""
-        return {tag: _share(*pair) for tag, pair in self.counts.items()}
+        return {tag: self.accuracy_of(self.rows(tag)) for tag in dict.fromkeys(self.tags)}
 
     @property
     def counts(self) -> dict[str, tuple[int, int]]:
@@ -126,10 +126,10 @@ class HeldoutResult:
         keys = self.keys
         return share_interval(self.correct[rows], [keys[k] for k in np.flatnonzero(rows)], level=level)
 
-    def accuracy_of(self, rows: Sequence[int]) -> float:
+    def accuracy_of(self, rows: Sequence[int] | slice | NDArray[np.bool_]) -> float:
         """Return the share correct of some samples; NaN where none has a verdict."""
-        index = np.array(rows, dtype=np.int64)
-        return _share(int(self.correct[index].sum()), int(self.judged[index].sum()))
+        judged = int(self.judged[rows].sum())
+        return int(self.correct[rows].sum()) / judged if judged else math.nan
 
     def outcome(self) -> NDArray[np.float64]:
         """Return outcomes [N]: 1 correct, 0 wrong, NaN without a verdict."""
@@ -147,13 +147,9 @@ class HeldoutResult:
     def to_dict(self) -> dict[str, Any]:
         """Return the numbers without the samples, JSON-able; undefined numbers are None."""
         rewards = {
-            name: {
-                "mean": _finite(self.mean(name)),
-                "unit": self.units[name],
-                "higher_is_better": self.higher_is_better[name],
-                "valid": len(self) - self.invalid(name),
-                "invalid": self.invalid(name),
-            }
+            name: {"mean": _finite(self.mean(name)), "unit": self.units[name]}
+            | {"higher_is_better": self.higher_is_better[name]}
+            | {"valid": len(self) - self.invalid(name), "invalid": self.invalid(name)}
             for name in self.scores
         }
         return {
@@ -223,21 +219,17 @@ def joined(parts: Sequence[HeldoutResult]) -> HeldoutResult:
         parts[0],
         **{name: tuple(x for part in parts for x in getattr(part, name)) for name in _TEXTS},
         **{name: np.concatenate([getattr(part, name) for part in parts]) for name in _ARRAYS[:3]},
-        scores={name: _column(parts, name) for name in names},
+        scores={
+            name: np.concatenate(
+                [part.scores.get(name, np.full(len(part), np.nan, np.float32)) for part in parts]
+            )
+            for name in names
+        },
         units={name: unit for part in parts for name, unit in part.units.items()},
         higher_is_better={name: up for part in parts for name, up in part.higher_is_better.items()},
         images=np.concatenate([part.images for part in with_images]),
         image_index=np.concatenate(indices),
     )
-
-
-def _column(parts: Sequence[HeldoutResult], name: str) -> NDArray[np.float32]:
-    blank = (np.full(len(part), np.nan, np.float32) for part in parts)
-    return np.concatenate([part.scores.get(name, none) for part, none in zip(parts, blank, strict=True)])
-
-
-def _share(correct: int, judged: int) -> float:
-    return correct / judged if judged else math.nan
 
 
 def _finite(value: float) -> float | None:

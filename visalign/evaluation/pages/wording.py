@@ -65,100 +65,83 @@ class Headline:
     sentences: tuple[str, ...]
 
 
-def headline(
-    before: HeldoutResult, after: HeldoutResult, comparison: Comparison, *, trained_prompts: int | None = None
-) -> Headline:
-    """Summarize a run in one line and a few sentences."""
-    row, kind = comparison.overall, kind_of(before)
-    if not math.isfinite(row.change.estimate):
-        return _reward_headline(before, comparison, trained_prompts)
-    n_prompts, n_seeds = len(set(before.keys)), len(set(before.seeds.tolist()))
-    times = {1: "once", 2: "twice"}.get(n_seeds, f"{n_seeds} times")
-    counted = (
-        f"{_prompts(n_prompts, trained_prompts)}, each {kind.verb} {times} {kind.same} before and after: "
-        f"{row.correct[0]} of {row.judged[0]} {kind.plural} were correct before training, "
-        f"{row.correct[1]} of {row.judged[1]} after it."
-    )
-    sentences = [counted, _judgement(row.change), *_caution(before)]
-    missing = len(before) - row.judged[0], len(after) - row.judged[1]
-    if any(missing):
-        sentences.append(
-            f"{missing[0]} {kind.plural} before and {missing[1]} after have no verdict; they are left out, "
-            "not counted as wrong."
-        )
-    return Headline(
-        label="Held-out accuracy",
-        before=share(row.before.estimate),
-        after=share(row.after.estimate),
-        change=f"{points(row.change.estimate)} points",
-        interval=_interval(row.change, points),
-        direction=_direction(row.change),
-        sentences=tuple(sentences),
-    )
-
-
-def _prompts(count: int, trained_prompts: int | None) -> str:
-    """Count the prompts, and those that the model knows from training."""
-    if trained_prompts is None:
-        return f"{count} prompts"
-    if trained_prompts == 0:
-        return f"{count} prompts the model was not trained on"
-    overlap = "all" if trained_prompts >= count else trained_prompts
-    return f"{count} prompts, {overlap} of which the model was also trained on"
-
-
-def _reward_headline(before: HeldoutResult, comparison: Comparison, trained_prompts: int | None) -> Headline:
-    """Summarise by the first reward where there are no verdicts."""
-    kind = kind_of(before)
-    if not comparison.rewards:
-        return Headline(
-            label="Held-out evaluation",
-            before=MISSING,
-            after=MISSING,
-            change="nothing to compare",
-            interval="no interval",
-            direction="flat",
-            sentences=(f"No {kind.singular} has a verdict and no reward was evaluated.",),
-        )
-    row = comparison.rewards[0]
-    return Headline(
-        label=f"{words(row.name)} ({row.unit}), held-out mean",
-        before=number(row.before),
-        after=number(row.after),
-        change=change(row.change.estimate),
-        interval=_interval(row.change, change),
-        direction=_direction(row.change),
-        sentences=(
-            f"{len(before)} {kind.plural} of {_prompts(len(set(before.keys)), trained_prompts)}, {kind.same} "
-            "before and after. No reward of this run says correct or wrong, so there is no accuracy.",
-            _judgement(row.change),
-            *_caution(before),
-        ),
-    )
-
-
 FEW = 20
 """Prompts below which a page asks for caution."""
 
 
-def _caution(before: HeldoutResult) -> list[str]:
-    count = len(set(before.keys))
-    if count >= FEW:
+def headline(
+    before: HeldoutResult, after: HeldoutResult, comparison: Comparison, *, trained_prompts: int | None = None
+) -> Headline:
+    """Summarize a run by its accuracy, or without verdicts by the first reward, and a few sentences."""
+    kind, prompts, row = kind_of(before), len(set(before.keys)), comparison.overall
+    counted = f"{prompts} prompts{_trained_on(prompts, trained_prompts)}"
+    if math.isfinite(row.change.estimate):
+        form, label = points, "Held-out accuracy"
+        sides = share(row.before.estimate), share(row.after.estimate), f"{points(row.change.estimate)} points"
+        seeds = len(set(before.seeds.tolist()))
+        times = {1: "once", 2: "twice"}.get(seeds, f"{seeds} times")
+        first = (
+            f"{counted}, each {kind.verb} {times} {kind.same} before and after: {row.correct[0]} of "
+            f"{row.judged[0]} {kind.plural} were correct before training, {row.correct[1]} of "
+            f"{row.judged[1]} after it."
+        )
+    elif comparison.rewards:
+        row, form = comparison.rewards[0], change
+        label = f"{words(row.name)} ({row.unit}), held-out mean"
+        sides = number(row.before), number(row.after), change(row.change.estimate)
+        first = (
+            f"{len(before)} {kind.plural} of {counted}, {kind.same} before and after. No reward of this run "
+            "says correct or wrong, so there is no accuracy."
+        )
+    else:
+        form, label = points, "Held-out evaluation"
+        sides = MISSING, MISSING, "nothing to compare"
+        first = f"No {kind.singular} has a verdict and no reward was evaluated."
+    sentences = [first, *_judgement(row.change)]
+    if prompts < FEW:
+        sentences.append(
+            f"Only {prompts} prompts: one lucky prompt moves the numbers. Evaluate on more (data.heldout) "
+            "before you believe them."
+        )
+    missing = int((~before.judged).sum()), int((~after.judged).sum())
+    if form is points and any(missing):
+        sentences.append(
+            f"{missing[0]} {kind.plural} before and {missing[1]} after have no verdict; they are left out, "
+            "not counted as wrong."
+        )
+    level = f"{100 * row.change.level:g}\u00a0% interval "
+    return Headline(
+        label=label,
+        before=sides[0],
+        after=sides[1],
+        change=sides[2],
+        interval=level + span(row.change, form) if math.isfinite(row.change.low) else "no interval",
+        direction="up" if row.change.low > 0 else "down" if row.change.high < 0 else "flat",
+        sentences=tuple(sentences),
+    )
+
+
+def _trained_on(count: int, trained_prompts: int | None) -> str:
+    """Say how many of the prompts the model knows from training."""
+    if trained_prompts is None:
+        return ""
+    if trained_prompts == 0:
+        return " the model was not trained on"
+    return (
+        f", {'all' if trained_prompts >= count else trained_prompts} of which the model was also trained on"
+    )
+
+
+def _judgement(interval: Interval) -> list[str]:
+    if not math.isfinite(interval.estimate):
         return []
-    return [
-        f"Only {count} prompts: one lucky prompt moves the numbers. Evaluate on more (data.heldout) before "
-        "you believe them."
-    ]
-
-
-def _judgement(interval: Interval) -> str:
     if not math.isfinite(interval.low):
-        return "There are too few prompts for an interval of the change."
+        return ["There are too few prompts for an interval of the change."]
     if interval.low > 0:
-        return "The whole interval lies above zero: other such prompts would very likely show a gain too."
+        return ["The whole interval lies above zero: other such prompts would very likely show a gain too."]
     if interval.high < 0:
-        return "The whole interval lies below zero: the model became worse."
-    return "The interval contains zero: this evaluation shows no change. Use more prompts, or train longer."
+        return ["The whole interval lies below zero: the model became worse."]
+    return ["The interval contains zero: this evaluation shows no change. Use more prompts, or train longer."]
 
 
 def reward_note(rows: Sequence[RewardRow], kind: SampleKind) -> str:
@@ -195,15 +178,3 @@ def _cost(name: str, value: Any) -> list[tuple[str, str]]:
     if isinstance(value, int) and not isinstance(value, bool):
         return [(words(name).capitalize(), f"{value:,}".replace(",", "\u202f"))]
     return [(words(name).capitalize(), number(value) if isinstance(value, float) else setting(value))]
-
-
-def _interval(interval: Interval, form: Any) -> str:
-    if not math.isfinite(interval.low):
-        return "no interval"
-    return f"{100 * interval.level:g}\u00a0% interval {span(interval, form)}"
-
-
-def _direction(interval: Interval) -> str:
-    if not interval.excludes_zero:
-        return "flat"
-    return "up" if interval.low > 0 else "down"
