@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 from markupsafe import Markup
@@ -151,24 +152,22 @@ def comparison_lines(result: Mapping[str, Any]) -> list[str]:
     With a fused reward, its comparison with the best member; else all of up to three rewards, and of more
     those of the leader with the next two.
     """
-    comparisons, board, fusion = result["comparisons"], result.get("leaderboard"), result.get("fusion")
-    if fusion and board:
-        best = next((row["judge"] for row in board["rows"] if row["judge"] in fusion["members"]), "")
-        fused_comparisons = [e for e in comparisons if {e["first"], e["second"]} == {best, "fused"}]
-        return [comparison_line(entry, of=len(comparisons)) for entry in fused_comparisons]
-    if len(comparisons) > 3 and board:
-        first, *next_two = [row["judge"] for row in board["rows"][:3]]
-        fused_comparisons = [{first, other} for other in next_two]
-        comparisons = [
-            entry for entry in comparisons if {entry["first"], entry["second"]} in fused_comparisons
-        ]
-    return [comparison_line(entry, of=len(result["comparisons"])) for entry in comparisons]
+    comparisons, fusion = result["comparisons"], result.get("fusion")
+    ranking = [row["judge"] for row in (result.get("leaderboard") or {"rows": []})["rows"]]
+    named = [{entry["first"], entry["second"]} for entry in comparisons]
+    wanted = named
+    if fusion and ranking:
+        wanted = [{"fused", next((name for name in ranking if name in fusion["members"]), "")}]
+    elif len(comparisons) > 3:
+        wanted = [{ranking[0], other} for other in ranking[1:3]]
+    lines = zip(comparisons, named, strict=True)
+    return [comparison_line(entry, of=len(comparisons)) for entry, names in lines if names in wanted]
 
 
 def comparison_line(comparison: Mapping[str, Any], *, of: int = 1) -> str:
     """Write a comparison as one sentence, with a verdict that holds for all `of` comparisons together."""
-    is_pairs, number = "pairs" in comparison, comparison["difference"]
-    form = _difference_form(comparison)
+    is_pairs, number, needed = "pairs" in comparison, comparison["difference"], comparison["power"]["needed"]
+    form, what = _difference_form(comparison), "pairs" if is_pairs else "images"
     line = f"{comparison['first']} − {comparison['second']}: {form(number['estimate'])} "
     line += "points of accuracy" if is_pairs else "of SRCC"
     if number["low"] is not None:
@@ -177,22 +176,18 @@ def comparison_line(comparison: Mapping[str, Any], *, of: int = 1) -> str:
         test = comparison["mcnemar"]
         line += (
             f"; of {test['pairs']} pairs the first alone is right in {test['first_only']}, the second alone "
-            f"in {test['second_only']}"
         )
+        line += f"in {test['second_only']}"
     correction = f" after Holm's correction for {of} comparisons" if of > 1 else ""
-    line += f"; p = {comparison['p_holm']:.2g}{correction}: "
-    return line + (
-        f"{_ahead(comparison)} is better." if comparison["clear"] else f"not settled{_needs(comparison)}."
+    needs = "" if needed is None else f", such a difference needs about {needed:,} {what}"
+    return f"{line}; p = {comparison['p_holm']:.2g}{correction}: {_verdict(comparison)}" + (
+        "." if comparison["clear"] else f"{needs}."
     )
 
 
-def _ahead(comparison: Mapping[str, Any]) -> str:
-    return comparison["first" if comparison["difference"]["estimate"] > 0 else "second"]
-
-
-def _needs(comparison: Mapping[str, Any]) -> str:
-    needed, what = comparison["power"]["needed"], "pairs" if "pairs" in comparison else "images"
-    return "" if needed is None else f", such a difference needs about {needed:,} {what}"
+def _verdict(comparison: Mapping[str, Any]) -> str:
+    ahead = comparison["first" if comparison["difference"]["estimate"] > 0 else "second"]
+    return f"{ahead} is better" if comparison["clear"] else "not settled"
 
 
 def _difference_form(comparison: Mapping[str, Any]) -> Callable[[float | None], str]:
@@ -221,28 +216,21 @@ def _comparisons(comparisons: Sequence[Mapping[str, Any]]) -> JudgeTable:
     rows = []
     for entry in comparisons:
         form, needed, test = _difference_form(entry), entry["power"]["needed"], entry.get("mcnemar")
-        smallest = _cell(entry["power"]["smallest"], lambda value, form=form: form(value).removeprefix("+"))
-        discordant = [Cell(value=f"{test['first_only']} : {test['second_only']}")] if test else []
+        smallest = entry["power"]["smallest"]
+        scale = 100 if is_pairs else 1  # percentage points in files too
         cells = [
-            _in_points(_cell(entry["difference"], form)) if is_pairs else _cell(entry["difference"], form),
-            *discordant,
+            _cell(entry["difference"], form, scale=scale),
+            *([Cell(value=f"{test['first_only']} : {test['second_only']}")] if test else []),
             _cell(entry["p_holm"], "{:.2g}".format),
             _cell(needed, "{:,}".format),
-            _in_points(smallest) if is_pairs else smallest,
-            Cell(value=f"{_ahead(entry)} is better" if entry["clear"] else "not settled"),
+            _cell(smallest, lambda value, form=form: form(value).removeprefix("+"), scale=scale),
+            Cell(value=_verdict(entry)),
         ]
         rows.append(Row(what=f"{entry['first']} − {entry['second']}", cells=cells))
     what = "pairs" if is_pairs else "images"
     columns = ("Points of accuracy" if is_pairs else "SRCC", *(["Right alone"] if is_pairs else []))
     columns += ("p, Holm", f"{what.capitalize()} it needs", f"Found with these {what}", "Verdict")
     return JudgeTable(title="First − second", heading="", rows=rows, columns=columns)
-
-
-def _in_points(cell: Cell) -> Cell:
-    """Use percentage points in files too."""
-    if isinstance(cell.plain, tuple):
-        return replace(cell, plain=tuple(None if value is None else 100 * value for value in cell.plain))
-    return replace(cell, plain=None if cell.plain is None else 100 * cell.plain)
 
 
 Spec = tuple[str, Callable[[Judge], Any], Callable[[Any], str]]
@@ -258,13 +246,20 @@ def _rows(judges: Sequence[Judge], *specs: Spec) -> list[Row]:
     return rows
 
 
-def _cell(number: Any, form: Callable[[Any], str], more: str = "") -> Cell:
+def _at(*keys: str) -> Callable[[Judge], Any]:
+    """Return a reader of a nested entry of a reward's report, None where a part of the way is missing."""
+    return lambda judge: reduce(lambda entry, key: (entry or {}).get(key), keys, judge)
+
+
+def _cell(number: Any, form: Callable[[Any], str], more: str = "", scale: float = 1) -> Cell:
+    """Format a number, or one with an interval; a file gets it times `scale`."""
     if number is None:
         return Cell(value=MISSING)
     if isinstance(number, Mapping):
-        plain = number["estimate"], number["low"], number["high"]
+        values = (number["estimate"], number["low"], number["high"])
+        plain = tuple(None if value is None else scale * value for value in values)
         return Cell(value=form(number["estimate"]), ends=span(number, form), more=more, plain=plain)
-    return Cell(value=form(number), more=more, plain=number)
+    return Cell(value=form(number), more=more, plain=scale * number if scale != 1 else number)
 
 
 def file_tables(result: Mapping[str, Any]) -> list[FileTable]:
@@ -303,13 +298,9 @@ def _both_orders(judges: Sequence[Judge]) -> Iterator[JudgeTable]:
     if any(judge["swap"] for judge in judges):
         rows = _rows(
             judges,
-            ("Same winner in both orders", lambda j: (j["swap"] or {}).get("same_winner"), share),
-            ("How often the left side wins", lambda j: (j["swap"] or {}).get("left_share"), share),
-            (
-                "Position bias, log-odds for the left side",
-                lambda j: (j["swap"] or {}).get("position_bias"),
-                fixed,
-            ),
+            ("Same winner in both orders", _at("swap", "same_winner"), share),
+            ("How often the left side wins", _at("swap", "left_share"), share),
+            ("Position bias, log-odds for the left side", _at("swap", "position_bias"), fixed),
         )
         yield JudgeTable(title="Pairwise rewards", heading="Asked in both orders", rows=rows)
 
@@ -321,18 +312,18 @@ def _calibration(judges: Sequence[Judge]) -> JudgeTable:
         ("brier", "Brier score (0.25 = a coin)"),
         ("ece", "Expected calibration error"),
     ):
-        specs.append((what, lambda j, k=key: j["calibration"][k], fixed))
-        specs.append(("– after scaling", lambda j, k=key: (j["calibration"]["scaled"] or {}).get(k), fixed))
+        specs.append((what, _at("calibration", key), fixed))
+        specs.append(("– after scaling", _at("calibration", "scaled", key), fixed))
     noise = "– of a calibrated reward, from noise alone"
-    specs.insert(-1, (noise, lambda j: j["calibration"]["ece_noise"], fixed))
-    specs.append(("Largest gap of a bin (MCE)", lambda j: j["calibration"]["mce"], fixed))
-    specs.append(("Temperature  above 1: too sure", lambda j: j["calibration"]["temperature"], fixed))
+    specs.insert(-1, (noise, _at("calibration", "ece_noise"), fixed))
+    specs.append(("Largest gap of a bin (MCE)", _at("calibration", "mce"), fixed))
+    specs.append(("Temperature  above 1: too sure", _at("calibration", "temperature"), fixed))
     for signal, what in SIGNALS.items():
         if any(signal in (judge["selective"] or {}) for judge in judges):
             name = f"AUROC of its errors by {what}  0.5: does not know"
-            specs.append((name, lambda j, s=signal: (j["selective"] or {}).get(s, {}).get("auroc"), fixed))
+            specs.append((name, _at("selective", signal, "auroc"), fixed))
     if any(judge["std"] for judge in judges):
-        specs += [(what, lambda j, k=key: (j["std"] or {}).get(k), fixed) for key, what in STD.items()]
+        specs += [(what, _at("std", key), fixed) for key, what in STD.items()]
     return JudgeTable(title="Calibration", heading="", rows=_rows(judges, *specs))
 
 
@@ -340,9 +331,9 @@ def _people(judges: Sequence[Judge]) -> JudgeTable:
     """Build the table of people's votes; each column counts the pairs that its reward scored."""
     rows = _rows(
         judges,
-        ("One vote, predicted by the reward", lambda j: j["people"]["judge_single_vote"], share),
-        ("– by the majority of the other votes", lambda j: j["people"]["single_vote"], share),
-        ("Krippendorff's alpha", lambda j: j["people"]["alpha"], fixed),
+        ("One vote, predicted by the reward", _at("people", "judge_single_vote"), share),
+        ("– by the majority of the other votes", _at("people", "single_vote"), share),
+        ("Krippendorff's alpha", _at("people", "alpha"), fixed),
     )
     return JudgeTable(title="People", heading="", rows=rows)
 
@@ -351,9 +342,9 @@ def _correlation(judges: Sequence[Judge]) -> JudgeTable:
     std = "Rank correlation of its std with its error"
     rows = _rows(
         judges,
-        *((what, lambda j, k=key: j["correlations"].get(k), fixed) for key, what in CORRELATIONS.items()),
-        ("RMSE after the 5-parameter fit", lambda j: j["fit"]["5"]["rmse"], fixed),
-        (std, lambda j: (j["certainty"] or {}).get("srcc_std_error"), fixed),
+        *((what, _at("correlations", key), fixed) for key, what in CORRELATIONS.items()),
+        ("RMSE after the 5-parameter fit", _at("fit", "5", "rmse"), fixed),
+        (std, _at("certainty", "srcc_std_error"), fixed),
         ("Scored / failed", _judged, str),
     )
     return JudgeTable(title="Correlation with opinions", heading="", rows=rows)
