@@ -36,54 +36,23 @@ def quality(source: str, split: str | None = None) -> QualitySet:
 def test_hpdv2(tmp_path: Path) -> None:
     (tmp_path / "test").mkdir()
     (tmp_path / "test.json").write_text(
-        json.dumps(
-            [
-                {
-                    "prompt": "a cat",
-                    "image_path": ["0.jpg", "1.jpg", "2.jpg"],
-                    "rank": [1, 2, 2],
-                    "raw_annotations": [
-                        {"rank": [1, 2, 3], "user_hash": "u"},
-                        {"rank": [2, 1, 3], "user_hash": "v"},
-                    ],
-                }
-            ]
-        )
+        '[{"prompt": "a cat", "image_path": ["0.jpg", "1.jpg", "2.jpg"], "rank": [1, 2, 2], '
+        '"raw_annotations": [{"rank": [1, 2, 3], "user_hash": "u"}, {"rank": [2, 1, 3], "user_hash": "v"}]}]'
     )
     (tmp_path / "train.json").write_text(
-        json.dumps(
-            [
-                {
-                    "prompt": "a dog",
-                    "file_path": ["a.jpg", "b.jpg"],
-                    "human_preference": [0, 1],
-                    "user_hash": "u",
-                }
-            ]
-        )
+        '[{"prompt": "a dog", "file_path": ["a.jpg", "b.jpg"], "human_preference": [0, 1], "user_hash": "u"}]'
     )
     test = load_layout("hpdv2", tmp_path)
     assert [pair.label for pair in test.pairs] == [1.0, 1.0, 0.5]
     assert [pair.votes for pair in test.pairs] == [(1, 1, 0), (2, 0, 0), (2, 0, 0)]
     assert test.pairs[0].image_left == str(tmp_path / "test" / "0.jpg")
-    train = load_layout("hpdv2", tmp_path, split="train")
-    assert [pair.label for pair in train.pairs] == [0.0]
+    assert [pair.label for pair in load_layout("hpdv2", tmp_path, split="train").pairs] == [0.0]
 
 
 def test_hpdv3_mixes_the_sides_of_its_winners(tmp_path: Path) -> None:
-    rows = [
-        {
-            "prompt": f"prompt {k}",
-            "path1": f"images/{k}-won.jpg",
-            "path2": f"images/{k}-lost.jpg",
-            "model1": "flux",
-            "model2": "sd2",
-            "choice_dist": [12, 7],
-            "confidence": 0.99,
-        }
-        for k in range(60)
-    ]
-    (tmp_path / "test.json").write_text(json.dumps(rows))
+    names = {"model1": "flux", "model2": "sd2", "choice_dist": [12, 7], "confidence": 0.99}
+    rows = [{"prompt": f"prompt {k}", "path1": f"{k}-won.jpg", "path2": f"{k}-lost.jpg"} for k in range(60)]
+    (tmp_path / "test.json").write_text(json.dumps([row | names for row in rows]))
     found = load_layout("hpdv3", tmp_path)
     won = [pair.image_left if pair.label == 1 else pair.image_right for pair in found.pairs]
     assert all("won" in name for name in won)
@@ -122,32 +91,18 @@ def test_pick_a_pic_reads_images_inside_its_files(tmp_path: Path) -> None:
 
 def test_image_reward_in_both_forms(tmp_path: Path) -> None:
     (tmp_path / "data" / "test_images").mkdir(parents=True)
-    rows = [
-        {
-            "id": "5-7",
-            "prompt": "a cat",
-            "generations": ["p/0.webp", "p/1.webp", "p/2.webp"],
-            "ranking": [1, 3, 3],
-        }
-    ]
-    (tmp_path / "data" / "test.json").write_text(json.dumps(rows))
+    (tmp_path / "data" / "test.json").write_text(
+        '[{"id": "5-7", "prompt": "a cat", "generations": ["p/0.webp", "p/1.webp", "p/2.webp"], '
+        '"ranking": [1, 3, 3]}]'
+    )
     found = load_layout("image_reward", tmp_path)
     assert [pair.label for pair in found.pairs] == [1.0, 1.0, 0.5] and found.pairs[0].prompt_id == "5-7"
     assert found.pairs[0].image_left == str(tmp_path / "data" / "test_images" / "p" / "0.webp")
-    database = tmp_path / "db"
-    database.mkdir()
-    table = [
-        {
-            "image_path": f"images/{k}.webp",
-            "prompt_id": "p1",
-            "prompt": "a cat",
-            "classification": "Animals",
-            "rank": rank,
-        }
-        for k, rank in enumerate((2, 1))
-    ]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(table), database / "metadata-test.parquet")
-    pair = load_layout("image_reward", database).pairs[0]
+    names = {"prompt_id": "p1", "prompt": "a cat", "classification": "Animals"}
+    table = [names | {"image_path": f"images/{k}.webp", "rank": rank} for k, rank in enumerate((2, 1))]
+    (tmp_path / "db").mkdir()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(table), tmp_path / "db" / "metadata-test.parquet")
+    pair = load_layout("image_reward", tmp_path / "db").pairs[0]
     assert (pair.label, pair.category, pair.prompt_id) == (0.0, "Animals", "p1")
 
 
@@ -221,29 +176,16 @@ def test_missing_columns_are_named_with_those_found(tmp_path: Path) -> None:
 
 def test_geneval_has_verdicts_of_its_rules(tmp_path: Path) -> None:
     (tmp_path / "00000" / "samples").mkdir(parents=True)
-    (tmp_path / "00000" / "samples" / "0000.png").write_bytes(png(9))
-    lines = [
-        {
-            "filename": f"00000/samples/000{k}.png",
-            "tag": "counting",
-            "prompt": "two cups",
-            "correct": correct,
-            "reason": "" if correct else "expected cup>=2, found 1",
-            "metadata": "{}",
-        }
-        for k, correct in enumerate((True, False))
-    ]
+    (tmp_path / "00000" / "samples" / "0.png").write_bytes(png(9))
     results = tmp_path / "results.jsonl"
-    results.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = quality(f"geneval:{results}")
-    assert [(row.mos, row.prompt, row.category) for row in found.records] == [
-        (1.0, "two cups", "counting"),
-        (0.0, "two cups", "counting"),
-    ]
-    assert [row.image for row in found.records] == [
-        str(tmp_path / "00000/samples/0000.png"),
-        "00000/samples/0001.png",
-    ]
-    assert found.records[1].extra["reason"] == "expected cup>=2, found 1"
+    results.write_text(
+        '{"filename": "00000/samples/0.png", "tag": "counting", "prompt": "two cups", "correct": true}\n'
+        '{"filename": "00000/samples/1.png", "tag": "counting", "prompt": "two cups", "correct": false, '
+        '"reason": "expected cup>=2, found 1", "metadata": "{}"}\n'
+    )
+    first, second = quality(f"geneval:{results}").records
+    assert (first.mos, first.prompt, first.category) == (1.0, "two cups", "counting")
+    assert first.image == str(tmp_path / "00000/samples/0.png") and second.image == "00000/samples/1.png"
+    assert second.mos == 0.0 and second.extra["reason"] == "expected cup>=2, found 1"
     with pytest.raises(UserError, match=r"There is no table"):
         quality(f"geneval:{tmp_path}")

@@ -227,7 +227,7 @@ def test_quality_sets(tmp_path: Path) -> None:
     assert [record.mos for record in found.records] == [1.0, 3.0] and found.higher_is_better
     assert check_quality(found, files=False) == []
     mixed = [entry | {"higher_is_better": k == 0} for k, entry in enumerate(good)]
-    with pytest.raises(UserError, match=r"mixes directions: .* true in row 1 and false in row 2"):
+    with pytest.raises(UserError, match=r"higher_is_better must be true or false, and the same in all rows"):
         load_quality(write(tmp_path / "q.jsonl", mixed))
     lower = load_quality(write(tmp_path / "q.jsonl", [entry | {"higher_is_better": False} for entry in good]))
     assert not lower.higher_is_better

@@ -167,35 +167,22 @@ def _read_set(
     all_rows = chain([(number, first)] if number else [], rows)
     selected = select_split(f"'{path}'", all_rows, split, limit)
     folder, coding = path.parent if columns.has_images else None, columns.coding()
-    pairs: list[PreferencePair] = []
-    records: list[QualityRecord] = []
-    directions: dict[bool, int] = {}  # higher_is_better -> its first row
+    records: list[Any] = []
     for number, row in selected:
         filled = row if columns.has_images else fill_images(number, row)
         try:
-            if kind == "pairs":
-                pairs.append(read_pair(filled, coding, folder))
-            else:
-                records.append(read_quality(filled, folder))
-                directions.setdefault(_higher_is_better(row), number)
+            records.append(
+                read_pair(filled, coding, folder) if kind == "pairs" else read_quality(filled, folder)
+            )
         except UserError as error:
             raise UserError(f"Row {number} of '{path}': {error}") from error
     numbers = tuple(number for number, _ in selected)
     if kind == "pairs":
-        return PreferenceSet(name=name, pairs=tuple(pairs), rows=numbers)
-    if len(directions) > 1:
-        raise UserError(
-            f"'{path}' mixes directions: higher_is_better is true in row {directions[True]} and false in row "
-            f"{directions[False]}. Put scores of different directions into different files, or turn one sign."
-        )
+        return PreferenceSet(name=name, pairs=tuple(records), rows=numbers)
+    directions = {parse_bool(row.get("higher_is_better", True)) for _, row in selected}
+    if len(directions) > 1 or None in directions:
+        raise UserError(f"'{path}': higher_is_better must be true or false, and the same in all rows.")
     return QualitySet(name=name, records=tuple(records), higher_is_better=True in directions, rows=numbers)
-
-
-def _higher_is_better(row: Row) -> bool:
-    value = parse_bool(row.get("higher_is_better", True))
-    if value is None:
-        raise UserError(f"higher_is_better is {row['higher_is_better']!r}, needed is true or false.")
-    return value
 
 
 def join_scores(source: PreferenceSet | QualitySet, path: str | Path) -> PreferenceSet | QualitySet:

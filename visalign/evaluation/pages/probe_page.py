@@ -87,15 +87,8 @@ def file_tables(result: Mapping[str, Any]) -> list[FileTable]:
         for level in probe["levels"]:
             ends = ("share", "share_low", "share_high") if "share" in level else ("mean", "low", "high")
             number = tuple(level.get(key) for key in ends)
-            rows.append(
-                [
-                    probe["title"],
-                    level["label"],
-                    "share" if "share" in level else "mean response",
-                    number,
-                    level["verdict"],
-                ]
-            )
+            what = "share" if "share" in level else "mean response"
+            rows.append([probe["title"], level["label"], what, number, level["verdict"]])
     columns = ("probe", "level", "what", "value", "verdict")
     return [FileTable(name="probes", columns=columns, rows=rows)]
 
