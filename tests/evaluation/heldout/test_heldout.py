@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -154,19 +153,6 @@ def same(first: HeldoutResult, second: HeldoutResult) -> bool:
     )
 
 
-def test_order_and_shapes() -> None:
-    found = run()
-    assert len(found) == 8
-    assert found.prompts[:3] == ("a red circle", "a red circle", "two blue squares")
-    assert found.seeds.tolist() == [0, 7] * 4
-    assert found.images.shape == (8, 8, 8, 3) and found.images.dtype == np.uint8
-    assert found.image_index.tolist() == list(range(8))
-    assert found.judged.all()
-    assert list(found.by_category) == ["colors", "counting", "single_object"]
-    assert found.scores["brightness"].dtype == np.float32
-    assert found.units == {"shapes_verifier": "partial credit", "brightness": "share"}
-
-
 def test_numbers_by_hand() -> None:
     """v = x - m with steps of 1/2 twice: x0 = x/4 + 3m/4, so everything can be worked out from the noise."""
     found = run()
@@ -252,16 +238,6 @@ def test_invalid_scores_are_counted_and_left_out() -> None:
     assert np.array_equal(np.isnan(found.outcome()), missing)
     assert found.to_dict()["without_verdict"] == missing.sum()
     assert found.to_dict()["rewards"]["shapes_verifier"]["invalid"] == missing.sum()
-
-
-def test_all_invalid_is_nan_here_and_none_in_json() -> None:
-    found = run(rewards={"shapes_verifier": Verdicts(blind=2.0)})
-    assert math.isnan(found.accuracy) and math.isnan(found.mean("shapes_verifier"))
-    assert math.isnan(found.interval().low)
-    data = json.loads(json.dumps(found.to_dict(), allow_nan=False))
-    assert data["accuracy"] is None
-    assert data["by_category"] == {"colors": None, "counting": None, "single_object": None}
-    assert data["rewards"]["shapes_verifier"]["mean"] is None
 
 
 def test_a_value_that_is_not_finite_is_invalid() -> None:
@@ -430,9 +406,3 @@ def test_a_fall_of_all_samples_alike_is_the_largest_change():
     but_one = replace(before, correct=np.arange(10) == 3)
     assert fallen.changes(before, range(10), ["accuracy"]) == {"accuracy": -10.0}
     assert but_one.changes(before, range(10), ["accuracy"]) == pytest.approx({"accuracy": -9.0})
-
-
-def test_a_sample_is_titled_by_all_the_images_that_it_edits() -> None:
-    result = make_result(0.5, prompts=3, seeds=1, sources=("", "in/cup.png", "in/cup.png\nin/table.png"))
-    titles = [result.title(row) for row in range(3)]
-    assert titles == ["prompt 0", "prompt 1 (cup.png)", "prompt 2 (cup.png, table.png)"]

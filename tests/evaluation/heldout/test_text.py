@@ -9,7 +9,7 @@ import torch
 
 from tests.support.training.text import RECORDS, Letters, toy_policy
 from visalign.errors import UserError
-from visalign.evaluation import compare, joined
+from visalign.evaluation import joined
 from visalign.evaluation.heldout.text import check_text_judge, evaluate_text
 from visalign.interfaces import Scores
 from visalign.seeds import sample_seed
@@ -81,15 +81,6 @@ def test_stretches_of_processes_make_the_whole_where_one_has_no_verdict(found):
     assert whole.units == found.units and whole.scores.keys() == found.scores.keys()
     for name, values in found.scores.items():
         assert whole.scores[name] == pytest.approx(values, rel=1e-4, nan_ok=True), name
-
-
-def test_before_and_after_can_be_compared(found):
-    same = compare(found, _evaluate())
-    assert same.overall.change.estimate == 0 and len(same.improved) == 0
-
-
-def test_the_measures_can_be_left_out():
-    assert set(_evaluate(measures=False).scores) == {"vowel"}
 
 
 def test_what_cannot_be_evaluated_is_refused():

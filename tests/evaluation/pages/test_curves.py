@@ -56,12 +56,6 @@ def test_ticks_are_round_and_inside(low: float, high: float, expected: list[floa
     assert ticks(low, high) == pytest.approx(expected)
 
 
-def test_ticks_of_tiny_and_huge_ranges() -> None:
-    for low, high in [(0, 3e-7), (1e5, 9e8), (-1e-3, 1e-3)]:
-        found = ticks(low, high)
-        assert 3 <= len(found) <= 6 and low <= min(found) + 1e-12 and max(found) <= high * (1 + 1e-9)
-
-
 @pytest.mark.parametrize(
     ("value", "step", "expected"),
     [(0.0, 0.1, "0"), (0.7, 0.1, "0.7"), (-0.25, 0.05, "−0.25"), (60, 20, "60"), (4e-6, 2e-6, "4e−6"),
@@ -162,12 +156,6 @@ def test_running_mean_by_hand() -> None:
     values = np.array([1.0, 2.0, np.nan, 6.0, 1.0])
     np.testing.assert_allclose(running_mean(values, 3), [1.5, 1.5, np.nan, 3.5, 3.5])
     assert running_mean(values, 1) is values
-
-
-def test_titles_are_escaped() -> None:
-    curve = Curve(keys=("reward_mean",), title='<script>"', unit="u", meaning="m")
-    svg = draw([1.0, 2.0], curve)
-    assert "<script>" not in svg and "&lt;script&gt;&#34;" in svg
 
 
 def test_what_a_run_names_itself_gets_panels_of_its_own() -> None:

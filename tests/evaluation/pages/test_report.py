@@ -264,16 +264,6 @@ def test_a_fallen_reward_is_named(tmp_path: Path) -> None:
     assert "No reward moved in the wrong direction" in page.text and "lower is better" in page.text
 
 
-def test_empty_metrics(tmp_path: Path) -> None:
-    start = {"heldout/accuracy": 0.25}
-    options = {"metrics": [], "costs": {}, "versions": {}, "config": {}, "start": start}
-    page = report(tmp_path, make_result(0.25), make_result(0.75), **options)
-    assert "No metrics were recorded" not in page.text
-    assert len(page.all("svg")) == 1, "held-out accuracy before training is known without metrics"
-    page = report(tmp_path, make_result(0.25), make_result(0.75), **options | {"start": None})
-    assert "No metrics were recorded in this run." in page.text and page.all("svg") == []
-
-
 def test_all_invalid(tmp_path: Path) -> None:
     before, after = blind_result(0.25), blind_result(0.75)
     page = report(tmp_path, before, after, metrics=[])
@@ -311,14 +301,6 @@ def test_unpaired_samples_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"cannot be paired: 24 samples of 12 prompts before, 10 of 5"):
         report(tmp_path, make_result(0.2), make_result(0.5, prompts=5))
     assert list(tmp_path.iterdir()) == []
-
-
-def test_large_images_are_smoothed_jpegs(tmp_path: Path) -> None:
-    big = {"side": 160, "prompts": 3, "seeds": 1}
-    page = report(tmp_path, make_result(0.3, **big), make_result(0.7, **big))
-    assert all((image["src"] or "").startswith("data:image/jpeg") for image in page.all("img"))
-    assert page.all("body") == [{}]
-    assert report(tmp_path, make_result(0.3), make_result(0.7)).all("body") == [{"class": "pixelated"}]
 
 
 def test_summary_holds_what_was_measured(tmp_path: Path) -> None:

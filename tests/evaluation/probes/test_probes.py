@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from visalign.data.shapes.prompts import heldout_prompts, parse_prompt
-from visalign.evaluation.pages.probe_page import headline, in_words
+from visalign.evaluation.pages.probe_page import in_words
 from visalign.evaluation.probes import perturbations as change
 from visalign.evaluation.probes.catalogue import (
     PAIR_PROBES,
@@ -110,15 +110,6 @@ def test_a_canvas_holds_the_whole_image() -> None:
     assert torch.equal(made[:, :16], torch.ones(3, 16, 64)) and made.shape == image.shape
     assert torch.allclose(made[:, 16:48, 16:48].mean((1, 2)), image.mean((1, 2)), atol=0.01)
     assert torch.equal(change.on_canvas(image, 1.0, "white"), image)
-
-
-def test_text_stands_on_the_lower_edge_alone() -> None:
-    image = make_image(64, 64)
-    written = change.with_text(image, "BEST 10/10")
-    assert torch.equal(written[:, :53], image[:, :53])
-    strip = written[:, 54:]
-    assert strip.max() == 1.0 and (strip < 0.5).any(), "white with something dark on it"
-    assert not torch.equal(written, change.with_text(image, "other words"))
 
 
 def test_destroyed_images_keep_what_they_should() -> None:
@@ -312,15 +303,3 @@ def test_the_answer_in_words_names_what_the_verdict_goes_by() -> None:
         "unchanged 50.0 %",
         "another winner in 25.0 %",
     ]
-
-
-def test_the_headline_counts_what_could_not_be_told() -> None:
-    found = ["holds", "unclear", "not judged", "shown"]
-    probes = [{"title": "Blank Images", "verdict": verdict} for verdict in found]
-    assert headline({"probes": probes}) == (
-        "None of 3 probes moves it beyond its limit. Not decided by so few images: 1. "
-        "Too few answers to say anything: 1."
-    )
-    assert headline({"probes": [probes[0], {**probes[0], "verdict": "fails"}]}) == (
-        "1 of 2 probes move it: blank images."
-    )

@@ -78,17 +78,6 @@ def test_a_std_that_knows_is_worth_something_beside_the_margin() -> None:
     assert found["pairs"] == 2_000 and without["std"] is None
 
 
-def test_a_std_of_no_use_is_worth_nothing() -> None:
-    margin, left, std = noisy()
-    shuffled = np.random.default_rng(2).permutation(std)
-    found = report(margin, left, 7, shuffled)["std"]
-    assert found["srcc_votes"]["low"] < 0 < found["srcc_votes"]["high"]
-    assert found["srcc_votes_given_margin"]["low"] < 0 < found["srcc_votes_given_margin"]["high"]
-    assert found["nll_gain"]["low"] < 0.001 and abs(found["nll_gain"]["estimate"]) < 0.005
-    one_vote = report(margin, (left > 3).astype(int), 1, std)["std"]
-    assert one_vote["srcc_votes"]["estimate"] is None and one_vote["nll_gain"]["low"] > 0
-
-
 def test_noise_scaling_finds_thurstones_odds_and_never_loses_to_a_temperature() -> None:
     rng = np.random.default_rng(3)
     margin, std = rng.normal(0, 2, 3_000), np.exp(rng.normal(0, 0.8, 3_000))

@@ -69,15 +69,6 @@ def test_within_prompts_a_judge_can_be_the_opposite_of_itself() -> None:
     assert "srcc_within" not in evaluate_quality(quality(mos), from_values("j", "x", x), FAST)["correlations"]
 
 
-def test_a_map_that_turns_is_said() -> None:
-    rng = np.random.default_rng(2)
-    x = np.linspace(-3, 3, 90)
-    mos = 3 / (1 + np.exp(-4 * x)) - 0.5 * x + rng.normal(0, 0.05, 90)
-    found = evaluate_quality(quality(mos), from_values("j", "x", x), FAST)
-    assert found["fit"]["4"]["monotone"] and not found["fit"]["5"]["monotone"]
-    assert any("not monotone" in note for note in found["notes"])
-
-
 def test_a_fusion_and_a_leaderboard_keep_the_images_of_a_prompt_together() -> None:
     x, mos, prompt = clustered(3, 40, 4)
     other = mos + np.random.default_rng(4).normal(size=160)

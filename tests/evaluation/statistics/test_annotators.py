@@ -56,12 +56,6 @@ def test_one_pair_by_hand():
     assert tied.soft_label == pytest.approx([0.5, 0.5], abs=1e-6)
 
 
-def test_votes_against_all_others_have_a_negative_reliability():
-    _, i, a, said, x = simulated(2, [2.0, 2.0, 2.0, -2.0], [0.0] * 4, 300, 4)
-    fit = fit_annotators(i, a, said, x, pairs=300, annotators=4)
-    assert fit.reliability[3] < -1 and fit.reliability[:3].min() > 1
-
-
 def test_alpha_of_ratings_as_krippendorff_prints_it():
     """The reliability data of his section 11.1 (four observers, twelve units): α of interval data is .849."""
     nan = math.nan

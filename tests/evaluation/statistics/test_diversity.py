@@ -39,12 +39,6 @@ def test_a_constant_reward_says_nothing() -> None:
     assert_values(starc_distance(constant, normal(9)), 1)
 
 
-def test_stacks_equal_single_sets() -> None:
-    rewards = normal(2, 3, 5)
-    distance = starc_distance(rewards[0], rewards[1])
-    torch.testing.assert_close(distance[1], starc_distance(rewards[0, 1], rewards[1, 1]))
-
-
 def test_support_metrics() -> None:
     found = support_metrics(preserved=95, expanded=2, shrunk=5)
     expected = (0.95, 2 / 97, 2 * 0.95 * (2 / 97) / (0.95 + 2 / 97), -3 / 102)

@@ -13,7 +13,6 @@ from visalign.evaluation.statistics.two_policies import (
     best_of_n_curve,
     clip_bias,
     crossing,
-    doublings,
     matching_n,
     pass_at_k_curves,
     runner_up_gap,
@@ -22,10 +21,6 @@ from visalign.evaluation.statistics.two_policies import (
 
 def _generator() -> torch.Generator:
     return torch.Generator().manual_seed(0)
-
-
-def test_attempts_are_doubled_up_to_all() -> None:
-    assert doublings(1) == [1] and doublings(8) == [1, 2, 4, 8] and doublings(6) == [1, 2, 4, 6]
 
 
 def test_curves_by_hand_cross_where_the_base_knows_more() -> None:
