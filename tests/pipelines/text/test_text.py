@@ -254,7 +254,7 @@ def test_a_reward_under_the_label_of_a_measure_is_refused_before_the_run():
     options = "{task_answer: {}, length: {options: {rule: linear, scale: 5}}}"
     with pytest.raises(
         UserError,
-        match=r"label 'length' is the name of a measure .* and its name: {my_length: {name: length}}",
+        match=r"label 'length' is the name of a measure .* such as {my_length: {name: length}}",
     ):
         prepare(_grpo(f"rewards.terms={options}", "rewards.allow_mixed_units=true"))
 
