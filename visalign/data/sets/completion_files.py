@@ -104,7 +104,7 @@ def _read(path: str | Path, preferred: Sequence[str], purpose: str) -> list[Numb
         if not rows:
             columns = next((layout for layout in layouts if set(layout) <= set(row)), preferred)
         require_columns(path, row, ("prompt", *columns), purpose=f"{purpose} (or prompt with {alternatives})")
-        values = {name: _text(row[name]) for name in columns if name not in ("label", "reward")}
+        values: Record = {name: _text(row[name]) for name in columns if name not in ("label", "reward")}
         if "reward" in columns:
             values["reward"] = _number(row["reward"])
         checked = {"prompt": row["prompt"] if is_prompt(row["prompt"]) else None, **values}

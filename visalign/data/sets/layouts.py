@@ -72,10 +72,9 @@ def hpdv2(folder: Path, split: str) -> Fields:
     path = _annotation_file(folder, [f"{split}.json", f"{split}.jsonl"], "HPDv2")
     images = folder / split if (folder / split).is_dir() else folder
     for number, row in _rows(path, ("prompt",), "HPDv2"):
-        names = row.get("image_path", row.get("file_path"))  # the test and the train files differ
-        if names is None:
-            require_columns(path, row, ("image_path",), purpose="HPDv2")
-        paths = [str(images / name) for name in names]
+        column = "file_path" if "file_path" in row else "image_path"  # the test and the train files differ
+        require_columns(path, row, (column,), purpose="HPDv2")
+        paths = [str(images / name) for name in row[column]]
         if "human_preference" in row:
             left, right = map(float, row["human_preference"][:2])
             yield number, _pair(row["prompt"], paths, 0.5 + (left - right) / 2)

@@ -84,7 +84,7 @@ class HeldoutResult:
     @property
     def counts(self) -> dict[str, tuple[int, int]]:
         """tag -> (correct, judged), in order of appearance."""
-        counts = dict.fromkeys(self.tags, (0, 0))
+        counts: dict[str, tuple[int, int]] = dict.fromkeys(self.tags, (0, 0))
         for tag, correct, judged in zip(self.tags, self.correct.tolist(), self.judged.tolist(), strict=True):
             counts[tag] = (counts[tag][0] + correct, counts[tag][1] + judged)
         return counts
