@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import re
-from collections.abc import Iterator
 from typing import Any
 
 Record = dict[str, Any]
@@ -97,53 +96,29 @@ def is_heldout(record: Record) -> bool:
     return int.from_bytes(digest[:8], "big") / 2**64 < HELDOUT_SHARE
 
 
-def _all_single() -> Iterator[Record]:
-    for size, shape in itertools.product((None, *SIZES), SHAPES):
-        yield _one("single_object", (size, None, shape))
-
-
-def _all_two() -> Iterator[Record]:
-    for a, b in itertools.permutations(SHAPES, 2):
-        for size_a, size_b in itertools.product((None, *SIZES), repeat=2):
-            yield _pair("two_objects", (size_a, None, a), (size_b, None, b))
-
-
-def _all_counting() -> Iterator[Record]:
-    for count, color, shape in itertools.product(COUNT_WORDS, (None, *COLORS), SHAPES):
-        yield _count((None, color, shape), count)
-
-
-def _all_colors() -> Iterator[Record]:
-    for size, color, shape in itertools.product((None, *SIZES), COLORS, SHAPES):
-        yield _one("colors", (size, color, shape))
-
-
-def _all_position() -> Iterator[Record]:
-    for relation, (a, b) in itertools.product(RELATIONS, itertools.permutations(SHAPES, 2)):
-        yield _relation((None, None, a), relation, (None, None, b))
-        for color_a, color_b in itertools.product(COLORS, repeat=2):
-            yield _relation((None, color_a, a), relation, (None, color_b, b))
-
-
-def _all_attribution() -> Iterator[Record]:
-    for a, b in itertools.product(SHAPES, repeat=2):
-        for color_a, color_b in itertools.permutations(COLORS, 2):
-            yield _pair("color_attribution", (None, color_a, a), (None, color_b, b))
-
-
-_ENUMERATE = {
-    "single_object": _all_single,
-    "two_objects": _all_two,
-    "counting": _all_counting,
-    "colors": _all_colors,
-    "position": _all_position,
-    "color_attribution": _all_attribution,
-}
-
-
 def all_prompts() -> list[Record]:
     """List every prompt of the world, category by category, in a fixed order."""
-    return [record for category in CATEGORIES for record in _ENUMERATE[category]()]
+    product, pairs = itertools.product, list(itertools.permutations(SHAPES, 2))
+    sizes, colors = (None, *SIZES), list(product(COLORS, repeat=2))
+    return [
+        *(_one("single_object", (size, None, shape)) for size, shape in product(sizes, SHAPES)),
+        *(
+            _pair("two_objects", (size_a, None, a), (size_b, None, b))
+            for (a, b), size_a, size_b in product(pairs, sizes, sizes)
+        ),
+        *(_count((None, *noun), count) for count, *noun in product(COUNT_WORDS, (None, *COLORS), SHAPES)),
+        *(_one("colors", noun) for noun in product(sizes, COLORS, SHAPES)),
+        *(
+            _relation((None, color_a, a), relation, (None, color_b, b))
+            for relation, (a, b) in product(RELATIONS, pairs)
+            for color_a, color_b in [(None, None), *colors]
+        ),
+        *(
+            _pair("color_attribution", (None, color_a, a), (None, color_b, b))
+            for (a, b), (color_a, color_b) in product(product(SHAPES, repeat=2), colors)
+            if color_a != color_b
+        ),
+    ]
 
 
 def train_prompts() -> list[Record]:
@@ -157,12 +132,10 @@ HELDOUT_PER_CATEGORY = 60
 
 def heldout_prompts() -> list[Record]:
     """List a fixed selection of held-out prompts: none of their combinations occurs in `train_prompts`."""
-    chosen: list[Record] = []
-    for category in CATEGORIES:
-        heldout = [record for record in _ENUMERATE[category]() if is_heldout(record)]
-        heldout.sort(key=lambda record: hashlib.sha256(record["prompt"].encode()).digest())
-        chosen += heldout[:HELDOUT_PER_CATEGORY]
-    return chosen
+    heldout = [record for record in all_prompts() if is_heldout(record)]
+    heldout.sort(key=lambda record: hashlib.sha256(record["prompt"].encode()).digest())
+    groups = ([record for record in heldout if record["tag"] == category] for category in CATEGORIES)
+    return [record for group in groups for record in group[:HELDOUT_PER_CATEGORY]]
 
 
 _COLOR, _PLURALS = "|".join(COLORS), "|".join(map(_plural, SHAPES))
