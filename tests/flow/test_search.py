@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.flow_policies import GaussianPolicy, Shift
-from visalign.flow import PathSearch, ZeroOrderSearch, rollout, timestep_sigmas, velocity_between
+from visalign.flow import PathSearch, ZeroOrderSearch, rollout, timestep_sigmas
 from visalign.flow.search import renoise
-from visalign.flow.transitions import sde_step
 
 SIGMAS, BEST = timestep_sigmas(10), 0.9
 
@@ -177,13 +176,6 @@ def test_noised_again_is_the_flow_at_the_higher_level():
     assert float(made.mean()) == pytest.approx(0.3 * clean, abs=0.01)
     assert float(made.std()) == pytest.approx(0.7, abs=0.01)
     assert torch.equal(renoise(first, second, sigma, torch.tensor(1.0)), second)
-
-
-def test_the_velocity_of_an_euler_step_is_found_again():
-    x, v = torch.randn(2, 3, 4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    sigma, onward = torch.tensor([0.9, 0.5, 0.1]), torch.tensor([0.8, 0.2, 0.0])
-    moved = sde_step(x, v, sigma, onward, schedule="none").mean
-    torch.testing.assert_close(velocity_between(x, moved, sigma, onward), v, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(

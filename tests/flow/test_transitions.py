@@ -21,7 +21,6 @@ from visalign.flow import (
     cps_step,
     diffusers_timestep_sigmas,
     initial_noise,
-    noise_rate,
     sde_step,
     step_noise,
     timestep_sigmas,
@@ -53,19 +52,6 @@ def test_cps_step_by_hand():
     assert step.mean.dtype == torch.float64
 
 
-def test_dance_is_flow_with_equal_noise_rate():
-    x, v = latents(3, 4), latents(3, 4, seed=1)
-    sigma = torch.tensor([1.0, 0.6, 0.2], dtype=torch.float64)
-    rate = noise_rate(sigma, 0.9, schedule="flow", noise_level=0.7)
-    flow = sde_step(x, v, sigma, sigma - 0.1, schedule="flow", noise_level=0.7, sigma_max=0.9)
-    for row in range(3):
-        one = slice(row, row + 1)
-        args = (x[one], v[one], sigma[one], sigma[one] - 0.1)
-        dance = sde_step(*args, schedule="dance", noise_level=rate[row].item())
-        torch.testing.assert_close(dance.mean, flow.mean[one], rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(dance.std, flow.std[one], rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.parametrize("schedule", ["flow", "dance", "cps", "ddim"])
 def test_rows_of_different_sigma_are_separate_steps(schedule):
     kernel = Kernel(schedule=schedule, noise_level=LEVELS[schedule], sigma_max=0.95)
@@ -95,13 +81,6 @@ def test_schedule_none_is_the_diffusers_euler_step(steps):
         step = sde_step(x, v, grid[k], grid[k + 1], schedule="none")
         x = step.mean
         assert torch.equal(x, peer) and step.std.tolist() == [0.0, 0.0]
-
-
-def test_cps_at_level_zero_and_flow_at_level_zero_are_the_ode():
-    x, v = latents(2, 5), latents(2, 5, seed=1)
-    ode = sde_step(x, v, 0.7, 0.4, schedule="none").mean
-    torch.testing.assert_close(cps_step(x, v, 0.7, 0.4, noise_level=0.0).mean, ode, rtol=1e-12, atol=1e-12)
-    assert torch.equal(sde_step(x, v, 0.7, 0.4, schedule="flow", noise_level=0.0, sigma_max=0.9).mean, ode)
 
 
 @pytest.mark.parametrize("schedule", ["flow", "dance", "cps", "ddim"])
@@ -167,19 +146,11 @@ def test_last_step_flow_std_is_finite_and_cps_log_prob_is_refused():
     flow = sde_step(x, v, 0.01, 0.0, schedule="flow", noise_level=0.7, sigma_max=0.9)
     assert bool(torch.isfinite(flow.log_prob(x, "mean")).all()) and bool((flow.std > 0).all())
     cps = cps_step(x, v, 0.01, 0.0, noise_level=0.8)
-    with pytest.raises(ValueError, match=r"smallest std is 0, allowed > 0.*last step of CPS"):
+    with pytest.raises(ValueError, match=r"smallest std is 0\..*last step of CPS"):
         cps.log_prob(x, "mean")
     ode = sde_step(x, v, 0.5, 0.4, schedule="none")
     with pytest.raises(ValueError, match="log-probability is undefined"):
         ode.log_prob(x)
-
-
-def test_half_precision_inputs_are_computed_in_float32():
-    x, v = latents(2, 8, dtype=torch.bfloat16), latents(2, 8, seed=1, dtype=torch.float32)
-    step = sde_step(x, v, 0.5, 0.4, schedule="flow", noise_level=0.7, sigma_max=0.9)
-    assert step.mean.dtype == step.std.dtype == step.log_prob(x).dtype == torch.float32
-    exact = sde_step(x.double(), v.double(), 0.5, 0.4, schedule="flow", noise_level=0.7, sigma_max=0.9)
-    torch.testing.assert_close(step.mean.double(), exact.mean, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("schedule", ["flow", "dance", "cps", "ddim"])
@@ -213,35 +184,25 @@ def test_sample_and_log_prob_agree_everywhere(schedule, noise_level, sigma, frac
 
 def test_transitions_refuse_bad_arguments():
     x, v = latents(2, 3), latents(2, 3, seed=1)
-    with pytest.raises(ValueError, match=r"one shape \[B, ...\]; got \(2, 3\) and \(2, 2\)"):
+    with pytest.raises(ValueError, match=r"x \(2, 3\) and v \(2, 2\) must have one shape"):
         sde_step(x, v[:, :2], 0.5, 0.4, schedule="none")
-    with pytest.raises(
-        ValueError, match=r"sigma_next must be a number or one level per row, \[2\]; got shape \[3\]"
-    ):
+    with pytest.raises(ValueError, match=r"sigma_next must be a number or \[2\]; got shape \[3\]"):
         sde_step(x, v, 0.5, torch.zeros(3), schedule="none")
-    with pytest.raises(ValueError, match=r"noise level of CPS must lie in \[0, 1\]; got 1.2"):
-        cps_step(x, v, 0.5, 0.4, noise_level=1.2)
-    step = Transition(x, torch.ones(2))
-    with pytest.raises(ValueError, match="log_prob_reduction must be 'mean'"):
-        step.log_prob(x, "max")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="log_prob_reduction must be one of mean, sum; got 'max'"):
+        Transition(x, torch.ones(2)).log_prob(x, "max")  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            {"schedule": "edm", "noise_level": 1.0},
-            'Unknown noise schedule "edm"; allowed: flow, dance, none, cps',
-        ),
-        ({"schedule": "cps", "noise_level": 1.5}, "noise level of CPS"),
+        ({"schedule": "edm", "noise_level": 1.0}, "schedule must be one of flow, dance, none, cps, ddim"),
+        ({"schedule": "cps", "noise_level": 1.5}, r"noise_level of cps must lie in \[0, 1\]; got 1.5"),
+        ({"schedule": "dance", "noise_level": -1.0}, r"must lie in \[0, inf\]; got -1"),
         ({"schedule": "flow", "noise_level": 0.7, "sigma_max": 1.0}, "sigma_max stands in for σ = 1"),
-        ({"schedule": "dance", "noise_level": -1.0}, "not negative"),
         (
-            {"schedule": "flow", "noise_level": 0.7, "log_prob_reduction": "max"},
-            'Unknown log_prob_reduction "max"; allowed: mean, sum',
+            {"schedule": "flow", "noise_level": 0.7, "log_prob": "quadratic"},
+            "log_prob under schedule flow must be one of gaussian; got 'quadratic'",
         ),
-        ({"schedule": "flow", "noise_level": 0.7, "log_prob": "exact"}, 'Unknown log_prob form "exact"'),
-        ({"schedule": "flow", "noise_level": 0.7, "log_prob": "quadratic"}, "is the form of CPS"),
     ],
 )
 def test_kernel_refuses_bad_settings(arguments, message):
@@ -268,8 +229,6 @@ def test_ddim_is_diffusers_own_step():
             torch.testing.assert_close(
                 ours.std[0] / size_next, (moved - mean).flatten()[0], rtol=1e-4, atol=1e-6
             )
-    with pytest.raises(ValueError, match=r"noise level of DDIM must lie in \[0, 1\]; got 1.5"):
-        ddim_step(x, v, 0.5, 0.4, eta=1.5)
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # diffusers' set_timesteps
@@ -302,5 +261,5 @@ def test_dpm_solver_is_diffusers_own_step():
     euler = sde_step(x, x - 1, sigma, onward, schedule="none").mean
     torch.testing.assert_close(first, euler)  # the first order is exact where x̂0 is held, as is Euler's
     assert (second - first).abs().max() > 1e-3
-    with pytest.raises(ValueError, match='Unknown solver "heun"; allowed: euler, dpmpp_2m'):
+    with pytest.raises(ValueError, match="solver must be one of euler, dpmpp_2m; got 'heun'"):
         ODESolver("heun")

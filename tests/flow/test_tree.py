@@ -100,25 +100,20 @@ def test_stretches_of_trees_are_those_of_one_rollout():
 
 
 @pytest.mark.parametrize(
-    ("nodes", "more", "message"),
+    "nodes",
     [
-        (tree_nodes(GROUP, 3, at=[0], children=4), {}, r"int64 \[5, 8\].*4 steps.*got torch.int64 \[4, 8\]"),
-        (tree_nodes(GROUP, 4, at=[0], children=4).float(), {}, r"got torch.float32 \[5, 8\].*tree_nodes"),
-        (
-            tree_nodes(GROUP, 4, at=[3], children=4),
-            {},
-            r"split at step 3, which has no noise.*now \[0, 1, 2\]",
-        ),
-        (tree_nodes(GROUP, 4, at=[0], children=4) + 1, {}, "name, for each sample, the first"),
-        (tree_nodes(GROUP, 4, at=[0], children=4).flip(0), {}, "samples that have split do not meet again"),
-        (torch.zeros(5, 8, dtype=torch.int64), {}, "share their last latent"),
-        (
-            tree_nodes(GROUP, 4, at=[0], children=4),
-            {"noise": initial_noise(SEEDS, (2, 3, 3))},
-            "join samples that start from different noise",
-        ),
+        tree_nodes(GROUP, 3, at=[0], children=4),  # another number of steps
+        tree_nodes(GROUP, 4, at=[3], children=4),  # split at a step without noise
+        tree_nodes(GROUP, 4, at=[0], children=4) + 1,  # not the first of each
+        tree_nodes(GROUP, 4, at=[0], children=4).flip(0),  # that meet again
+        torch.zeros(5, 8, dtype=torch.int64),  # never apart
     ],
 )
-def test_nodes_that_do_not_fit_are_refused(nodes, more, message):
-    with pytest.raises(ValueError, match=message):
-        run(LinearPolicy(), nodes, **more)
+def test_nodes_that_do_not_fit_are_refused(nodes):
+    with pytest.raises(ValueError, match=r"nodes must be int64 \[5, 8\] as tree_nodes gives them"):
+        run(LinearPolicy(), nodes)
+
+
+def test_nodes_need_one_start_noise():
+    with pytest.raises(ValueError, match="join samples that start from different noise"):
+        run(LinearPolicy(), tree_nodes(GROUP, 4, at=[0], children=4), noise=initial_noise(SEEDS, (2, 3, 3)))

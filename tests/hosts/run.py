@@ -68,10 +68,7 @@ def run(host: str, folder: Path) -> int:
     ).stdout
     named = [line for line in frozen.splitlines() if line.split("==")[0] in (host, "torch", "transformers")]
     print(f"== {host}: {', '.join(named)}", flush=True)
-    settings = {
-        "VISALIGN_HOST": host,
-        "OMP_NUM_THREADS": "1",
-    }
+    settings = {"VISALIGN_HOST": host, "OMP_NUM_THREADS": "1"}
     settings["PYTHONPATH"] = os.pathsep.join([str(ROOT), *source(host, folder)])
     settings |= {"VERL_USE_EXTERNAL_MODULES": "visalign.integrations.verl"} if host == "verl" else {}
     command = [str(python), "-m", "pytest", "-q", "-W", "default", "--confcutdir", "tests/hosts"]

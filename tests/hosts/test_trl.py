@@ -200,12 +200,7 @@ def test_stock_rows_move_as_stock_does(loss_type: str, objective: Objective, tmp
 @pytest.mark.parametrize(
     ("objective", "beta", "config", "why"),
     [
-        (
-            "ppo",
-            0.02,
-            {},
-            r"'ppo' has value=1, which needs value, and TRL's GRPOTrainer has none.*grpo",
-        ),
+        ("ppo", 0.02, {}, r"'ppo' has value=1, which needs value, and TRL's GRPOTrainer has none.*grpo"),
         ("flowrl", 0.1, {}, "needs log_z, and TRL's GRPOTrainer has none"),
         ("flow_grpo", 0.0, {}, "has no meaning on tokens.*Take 'grpo'"),
         ("grpo", 0.0, {}, "GRPOConfig beta=0.*set beta=0.04"),

@@ -111,12 +111,7 @@ def test_loss_and_gradient_in_verl_are_those_of_the_objective(name: str, correct
     data = step()
     row = replace(NAMED[name], length=LENGTH) if NAMED[name].aggregation == "dr_grpo" else NAMED[name]
     changed = replace(
-        row,
-        advantage="given",
-        advantage_options={},
-        kl_in_reward=0.0,
-        value=0.0,
-        drop_zero_signal=False,
+        row, advantage="given", advantage_options={}, kl_in_reward=0.0, value=0.0, drop_zero_signal=False
     )
     prepared = changed.prepare(
         Trajectories(

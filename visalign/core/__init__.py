@@ -57,7 +57,6 @@ MODULES = {
     "groups.labels": "group_index",
     "objective.data": "Decisions",
     "objective.explain": "Explanation",
-    "objective.invariance": "InvarianceReport",
     "objective.loss_statistics": "loss_statistics no_statistics",
     "preference.bradley_terry": (
         "average_pairs bradley_terry_loss margin_ranking_loss outcome_loss soft_labels tie_log_prob "

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -59,36 +58,11 @@ def check_rules(values: Any, rules: Iterable[tuple[Callable[[Any], bool], str]])
             raise ValueError(message.format(**vars(values)))
 
 
-def check_share(**numbers: float) -> None:
-    """Refuse numbers outside [0, 1]."""
-    for name, value in numbers.items():
-        if not 0 <= value <= 1:
-            raise ValueError(f"{name} must lie in [0, 1]; got {value}.")
-
-
-def check_positive(**numbers: float) -> None:
-    """Refuse numbers that are not above 0, or not finite."""
-    for name, value in numbers.items():
-        if not 0 < value < math.inf:
-            raise ValueError(f"{name} must be positive and finite; got {value}.")
-
-
-def check_not_negative(**numbers: float) -> None:
-    """Refuse numbers below 0, or not finite."""
-    for name, value in numbers.items():
-        if not 0 <= value < math.inf:
-            raise ValueError(f"{name} must be finite and ≥ 0; got {value}.")
-
-
 def check_integer_pairs(pairs: Tensor) -> None:
     """Refuse tensors that are not integers [N, 2]."""
-    if pairs.ndim != 2 or pairs.shape[1] != 2 or not is_integer(pairs):
-        raise ValueError(f"pairs must be integers [N, 2]; got {pairs.dtype} {tuple(pairs.shape)}.")
-
-
-def is_integer(values: Tensor) -> bool:
-    """True for tensors of an integer dtype; bool is none."""
-    return not (values.is_floating_point() or values.is_complex() or values.dtype == torch.bool)
+    check_axes(pairs=(pairs, "N 2"))
+    if pairs.is_floating_point() or pairs.dtype == torch.bool:
+        raise ValueError(f"pairs must be integers [N, 2]; got {pairs.dtype}.")
 
 
 def check_embeddings(embedding: Tensor) -> Tensor:

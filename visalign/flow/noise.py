@@ -12,32 +12,17 @@ from visalign.seeds import sample_seed
 
 
 def initial_noise(seeds: Sequence[int] | Tensor, shape: Sequence[int]) -> Tensor:
-    """Draw standard normal noise x_1, row b from a generator seeded with seeds[b].
+    """Draw standard normal noise x_1 [B, *shape], row b from a generator seeded with seeds[b].
 
-    Equal to what diffusers draws in float32 from `[torch.Generator().manual_seed(s) for s in seeds]`.
-
-    Args:
-        seeds: [B] integers in [0, 2⁶³).
-        shape: Shape of one latent, e.g. (C, H, W).
-
-    Returns:
-        [B, *shape] float32 on the CPU, whatever the device of the model: the same image everywhere.
+    Float32 on the CPU whatever the device of the model: the same image everywhere. Equal to what diffusers
+    draws in float32 from `[torch.Generator().manual_seed(s) for s in seeds]`.
     """
     return _normal(check_seeds(seeds), shape)
 
 
 def step_noise(seeds: Sequence[int] | Tensor, step: int, shape: Sequence[int]) -> Tensor:
-    """Draw standard normal noise ε of denoising step `step`, independent of `initial_noise` and other steps.
-
-    It depends on the seed and the step alone, so choosing other stochastic steps leaves it as it is.
-
-    Args:
-        seeds: [B] integers in [0, 2⁶³).
-        step: Index of the denoising step in its timestep schedule.
-        shape: Shape of one latent.
-
-    Returns:
-        [B, *shape] float32 on the CPU.
+    """Draw standard normal noise ε [B, *shape] of denoising step `step`, independent of `initial_noise` and
+    of other steps: choosing other stochastic steps leaves it as it is.
     """
     return _normal([sample_seed("step", seed, step) for seed in check_seeds(seeds)], shape)
 

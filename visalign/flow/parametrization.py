@@ -7,22 +7,17 @@ A deterministic DDIM step between two times is the Euler step of that flow betwe
 
 from __future__ import annotations
 
+from typing import get_args
+
 import torch
 from torch import Tensor
 
+from visalign.core.checks import check_choice
 from visalign.interfaces import Prediction
 
 
 def flow_sigma(alphas_cumprod: Tensor) -> Tensor:
-    """Compute the noise levels σ of a variance-preserving schedule.
-
-    σ = √(1 − ᾱ) / (√ᾱ + √(1 − ᾱ))
-
-    Args:
-        alphas_cumprod: ᾱ in [0, 1], any shape; the `alphas_cumprod` of diffusers' schedulers.
-
-    Returns:
-        σ in [0, 1], same shape and dtype.
+    """Compute the noise levels σ = √(1 − ᾱ) / (√ᾱ + √(1 − ᾱ)) of a variance-preserving schedule.
 
     >>> flow_sigma(torch.tensor([1.0, 0.5, 0.0])).tolist()
     [0.0, 0.5, 1.0]
@@ -32,11 +27,7 @@ def flow_sigma(alphas_cumprod: Tensor) -> Tensor:
 
 
 def preserving_scale(sigma: Tensor) -> Tensor:
-    """Compute √((1 − σ)² + σ²), the std of x_σ where x0 and ε have variance 1; x_t = x_σ / scale.
-
-    Args:
-        sigma: Noise levels in [0, 1], any shape.
-    """
+    """Compute √((1 − σ)² + σ²), the std of x_σ where x0 and ε have variance 1; x_t = x_σ / scale."""
     return torch.hypot(1 - sigma, sigma)
 
 
@@ -46,19 +37,9 @@ def velocity_of_prediction(output: Tensor, x: Tensor, sigma: Tensor, prediction:
     With n = √((1 − σ)² + σ²):
     epsilon: (ε − x) / (1 − σ);  x0: (x − x0) / σ;  v: ((2σ − 1) x / n + v) / n.
 
-    Args:
-        output: [B, ...] of the network: the velocity, ε, v = α ε − s x0, or x0.
-        x: [B, ...] latents on the flow, x_σ = (1 − σ) x0 + σ ε (not the scaled ones that the network saw).
-        sigma: [B] noise levels; below 1 for "epsilon", above 0 for "x0".
-        prediction: Kind of the output.
-
-    Returns:
-        [B, ...] in float32, or float64 if x or the output is.
-
-    Raises:
-        ValueError: A level at which the output does not determine the velocity.
-
-    Source: Salimans and Ho, arXiv 2202.00512 (v); Song et al., DDIM, arXiv 2010.02502, eq. 13.
+    x is on the flow, x_σ = (1 − σ) x0 + σ ε (not scaled as the network saw it); σ [B] is below 1 for
+    "epsilon", above 0 for "x0". v = α ε − s x0. Source: Salimans and Ho, arXiv 2202.00512 (v); Song et al.,
+    DDIM, arXiv 2010.02502, eq. 13.
     """
     dtype = torch.float64 if torch.float64 in (output.dtype, x.dtype) else torch.float32
     output, x = output.to(dtype), x.to(dtype)
@@ -68,8 +49,7 @@ def velocity_of_prediction(output: Tensor, x: Tensor, sigma: Tensor, prediction:
     if prediction == "v":
         scale = preserving_scale(sigma)
         return ((2 * sigma - 1) * x / scale + output) / scale
-    if prediction not in ("epsilon", "x0"):
-        raise ValueError(f'Unknown prediction "{prediction}"; allowed: velocity, epsilon, v, x0.')
+    check_choice("prediction", prediction, get_args(Prediction))
     rest = 1 - sigma if prediction == "epsilon" else sigma
     if not bool((rest > 0).all()):
         raise ValueError(

@@ -45,25 +45,15 @@ def replay(
 ) -> StepStats:
     """Compute statistics of N stored steps x -> x_next under the policy's current weights, differentiable.
 
-    Args:
-        policy: The policy; its velocity is called once, with gradient if enabled.
-        condition: Conditions of the N pairs (`condition.select(sample_index)`).
-        x: [N, ...] stored latents (`Trajectory.pairs`).
-        x_next: [N, ...] stored next latents.
-        sigma: [N] noise levels; rows may differ.
-        sigma_next: [N] next noise levels.
-        kernel: The rollout's kernel, `trajectory.kernel`.
-        time: [N] time input of the network (`Pairs.time`); None is `policy.times(sigma)`.
-
-    Raises:
-        ValueError: When the lengths differ, or a step has no noise.
+    Inputs are flat (sample, step) pairs, `Trajectory.pairs`, with the condition of each pair
+    (`condition.select(sample)`) and the kernel of the rollout. `time` [N] is the time input of the network;
+    None is `policy.times(sigma)`.
     """
-    lengths = {"condition": len(condition), "x": len(x), "x_next": len(x_next)}
-    lengths |= {"sigma": len(sigma), "sigma_next": len(sigma_next)}
-    if len(set(lengths.values())) > 1:
+    lengths = [len(part) for part in (condition, x, x_next, sigma, sigma_next)]
+    if len(set(lengths)) > 1:
         raise ValueError(
-            f"replay takes N flat (sample, step) pairs; the lengths differ: {lengths}. "
-            "Select the condition with the sample index of each pair: condition.select(sample)."
+            "replay takes N flat (sample, step) pairs; the lengths of condition, x, x_next, sigma and "
+            f"sigma_next are {lengths}. Select the condition with the sample index of each pair."
         )
     v = velocity_of(policy, x, sigma, condition, time)
     transition = kernel.step(x, v, sigma, sigma_next)

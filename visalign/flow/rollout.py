@@ -16,7 +16,6 @@ from visalign.interfaces import Condition, DiffusionPolicy
 
 from .noise import check_seeds, initial_noise, step_noise
 from .parametrization import preserving_scale
-from .schedules import LAST_IS_EXACT
 from .trajectory import Trajectory
 from .transitions import Kernel, LogProbForm, ODESolver
 from .tree import check_nodes
@@ -47,31 +46,23 @@ def rollout(
     The log-probability is that of the rounded latent: a replay under unchanged weights reproduces it.
 
     Args:
-        policy: Offers `velocity`, `times`, `latent_shape`, `storage_dtype`, `prediction` and `device`.
-        condition: Encoded prompts of the B samples.
-        sigmas: [T + 1] strictly falling noise levels that end at 0 (`policy.sigmas`, `timestep_sigmas`).
-        sde_steps: Indices in [0, T), rising; empty for a deterministic rollout (evaluation). With bfloat16
+        policy: offers `velocity`, `times`, `latent_shape`, `storage_dtype`, `prediction` and `device`.
+        condition: encoded prompts of the B samples.
+        sigmas: [T + 1].
+        sde_steps: rising indices in [0, T); empty for a deterministic rollout (evaluation). With bfloat16
             storage leave out steps of tiny std (0.006 in diffusers' last one), the size of rounding.
         schedule: "flow", "dance", "cps" or "ddim".
         noise_level: a or η of the schedule.
-        seeds: [B] integers, one per sample (`sample_seed`): initial noise and step noise come from them, so a
-            sample does not depend on its batch. Not needed with `noise` and no stochastic step.
+        seeds: [B]; not needed with `noise` and no stochastic step.
         noise: [B, ...] standard normal noise, instead of `initial_noise(seeds)` (e.g. shared in a group).
         log_prob_reduction: "mean" or "sum", see `Transition.log_prob`.
         log_prob: "gaussian" or (schedule "cps") "quadratic".
         sigma_max: Flow-SDE's stand-in for σ = 1; by default sigmas[1], as in the published code.
-        batch_size: Samples per forward; all B by default. It changes no noise.
+        batch_size: samples per forward.
         nodes: [T + 1, B], see `tree_nodes`: samples of one condition that share their first steps, which are
             computed once, with the noise of the first of them. None: each computes its own.
-        solver: Solver of the ODE, see `ODESolver`; it starts again after a stochastic step.
-        compression: See `visited_steps`.
-
-    Returns:
-        Trajectory on the policy's device.
-
-    Raises:
-        ValueError: For sigmas, sde_steps, seeds, noise or nodes that do not fit, each with what is allowed.
-        FloatingPointError: When a final latent is not finite.
+        solver: solver of the ODE, see `ODESolver`; it starts again after a stochastic step.
+        compression: see `visited_steps`.
     """
     sigmas = _check_sigmas(sigmas)
     steps = _check_sde_steps(sde_steps, len(sigmas) - 1)
@@ -82,7 +73,6 @@ def rollout(
         log_prob_reduction=log_prob_reduction,
         log_prob=log_prob if steps else "gaussian",
     )
-    _check_stochastic(kernel, sigmas, steps)
     tree = check_nodes(nodes, len(condition), len(sigmas) - 1, steps)
     noise = _start_noise(policy, tree[0], seeds, noise, bool(steps))
     times = policy.times(sigmas)
@@ -130,20 +120,8 @@ def complete(
     batch_size: int | None = None,
     solver: str = "euler",
 ) -> Tensor:
-    """Denoise latents along the ODE from the middle of a schedule on, as `rollout` does its ODE steps.
-
-    Args:
-        policy: As in `rollout`.
-        condition: Conditions of the B samples.
-        x: [B, ...] before step `step`, storage dtype.
-        sigmas: [T + 1] noise levels of the whole schedule.
-        step: First step, in [0, T]; T leaves the latents as they are.
-        until: Step before which to stop; None: the end of the schedule.
-        batch_size: Samples per forward; all B by default.
-        solver: See `ODESolver`.
-
-    Returns:
-        [B, ...] storage dtype; clean latents at the end of the schedule.
+    """Denoise latents x [B, ...] before step `step` along the ODE, as `rollout` does its ODE steps, to the
+    end of the schedule, or to the step `until`.
     """
     sigmas = _check_sigmas(sigmas)
     levels, times, chunks = sigmas.to(x.device), policy.times(sigmas).to(x.device), []
@@ -158,12 +136,8 @@ def complete(
 
 
 def predict_clean(trajectory: Trajectory, step: int) -> Tensor:
-    """Compute x̂0 = x − σ v before a stochastic step, [B, ...], storage dtype, without a forward.
-
-    Args:
-        trajectory: B samples.
-        step: Index among the S stochastic steps.
-    """
+    """Compute x̂0 = x − σ v before a stochastic step, counted among the S, without a forward; storage
+    dtype."""
     x = trajectory.x[:, step].to(trajectory.mean.dtype)
     sigma, sigma_next = (s[step].expand(len(x)) for s in (trajectory.sigma, trajectory.sigma_next))
     # the step's mean is linear in v: μ(x, v) = μ(x, 0) + b v
@@ -185,18 +159,14 @@ def check_finite(latents: Tensor) -> None:
     """Raise FloatingPointError unless all latents are finite."""
     if not bool(torch.isfinite(latents).all()):
         raise FloatingPointError(
-            f"The rollout ended in latents that are not finite (stored in {latents.dtype}). Look for "
-            "diverged weights (lower the learning rate, go back to an earlier checkpoint) or an overflow "
-            "(store in bfloat16 or float32)."
+            f"The rollout ended in latents that are not finite (stored in {latents.dtype}): diverged "
+            "weights, or an overflow. Lower the learning rate, or store in bfloat16 or float32."
         )
 
 
 def encoder_inputs(policy: DiffusionPolicy, records: Sequence[Mapping[str, Any]]) -> Sequence[Any]:
-    """Return the inputs of `policy.encode` for records: their prompts, or the records to an editing policy.
-
-    Args:
-        policy: With `takes_source` True if it edits images.
-        records: Each with "prompt", and "source" for an editing policy.
+    """Return the inputs of `policy.encode` for records: their prompts, or the records to an editing policy
+    (`takes_source`), with "prompt" and "source".
     """
     if getattr(policy, "takes_source", False):
         return records
@@ -204,12 +174,8 @@ def encoder_inputs(policy: DiffusionPolicy, records: Sequence[Mapping[str, Any]]
 
 
 def decode_images(policy: DiffusionPolicy, latents: Tensor, *, clips: bool) -> Tensor:
-    """Decode latents [B, ...] to images [B, 3, H, W], or to all frames [B, F, 3, H, W] of a video model.
-
-    Args:
-        policy: With `decode_frames` if it makes videos.
-        latents: [B, ...].
-        clips: Decode all frames, for a reward that takes clips.
+    """Decode latents to images [B, 3, H, W], or with `clips` to all frames [B, F, 3, H, W] of a video model
+    (`decode_frames`).
     """
     decode_frames = getattr(policy, "decode_frames", None)
     return decode_frames(latents) if clips and decode_frames is not None else policy.decode(latents)
@@ -309,21 +275,19 @@ def _start_noise(
     stochastic: bool,
 ) -> Tensor:
     """Return the start noise [B, ...]: `noise`, or drawn from the seeds of the first samples `start` [B]."""
-    shape, count = tuple(policy.latent_shape), len(start)
-    if count == 0:
+    shape = (len(start), *policy.latent_shape)
+    if len(start) == 0:
         raise ValueError("A rollout needs at least one sample; the condition is empty.")
-    if seeds is None and (noise is None or stochastic):
+    if (seeds is None and (noise is None or stochastic)) or (seeds is not None and len(seeds) != len(start)):
+        given = "None" if seeds is None else len(seeds)
         raise ValueError(
-            "A rollout needs seeds, one integer per sample: sample_seed(run_seed, iteration, sample_id)."
+            f"A rollout of {len(start)} samples needs one seed for each, sample_seed(run_seed, iteration, "
+            f"sample_id); got {given}."
         )
-    if seeds is not None and len(seeds) != count:
-        raise ValueError(f"One seed per sample: the condition has {count} samples, seeds has {len(seeds)}.")
     if noise is None:
-        return initial_noise([] if seeds is None else seeds, shape)[start]
-    if noise.shape != (count, *shape):
-        raise ValueError(
-            f"Initial noise must be {[count, *shape]} (samples, *latent_shape); got {list(noise.shape)}."
-        )
+        return initial_noise([] if seeds is None else seeds, policy.latent_shape)[start]
+    if noise.shape != shape:
+        raise ValueError(f"noise must be {list(shape)} (samples, *latent_shape); got {list(noise.shape)}.")
     if not torch.equal(noise[start.to(noise.device)], noise):
         raise ValueError("nodes join samples that start from different noise; give them one in `noise`.")
     return noise
@@ -333,10 +297,9 @@ def _check_sigmas(sigmas: Tensor) -> Tensor:
     sigmas = torch.as_tensor(sigmas).detach().cpu().float()
     falling = sigmas.ndim == 1 and len(sigmas) >= 2 and bool((sigmas[1:] < sigmas[:-1]).all())
     if not falling or sigmas[-1] != 0 or sigmas[0] > 1:
-        levels = [round(value, 4) for value in sigmas.flatten().tolist()]
         raise ValueError(
-            f"sigmas must be at least two noise levels that fall strictly from at most 1 down to 0; got "
-            f"{levels[:12]}{'...' if len(levels) > 12 else ''}. Use timestep_sigmas(steps, shift=...)."
+            "sigmas must be at least two noise levels that fall strictly from at most 1 down to 0; got "
+            f"{[round(value, 4) for value in sigmas.flatten().tolist()[:12]]}. Use timestep_sigmas(steps)."
         )
     return sigmas
 
@@ -344,33 +307,10 @@ def _check_sigmas(sigmas: Tensor) -> Tensor:
 def _check_sde_steps(sde_steps: Sequence[int], total: int) -> tuple[int, ...]:
     steps = tuple(operator.index(step) for step in sde_steps)
     if list(steps) != sorted({step for step in steps if 0 <= step < total}):
-        raise ValueError(
-            f"sde_steps must be rising indices of the {total} steps, 0 to {total - 1}, each once; got "
-            f"{list(steps)}."
-        )
+        raise ValueError(f"sde_steps must be rising indices in 0 to {total - 1}; got {list(steps)}.")
     return steps
-
-
-def _check_stochastic(kernel: Kernel, sigmas: Tensor, steps: tuple[int, ...]) -> None:
-    """Refuse stochastic steps whose std is 0 before any forward is spent."""
-    for step in steps:
-        if kernel.std(sigmas[step], sigmas[step + 1]) > 0:
-            continue
-        if kernel.schedule in LAST_IS_EXACT and kernel.noise_level > 0:
-            raise ValueError(
-                f"{kernel.schedule.upper()} adds no noise in the last step (step {step}, σ' = 0, std = 0), "
-                f"so its log-probability is undefined. Take {step} out of sde_steps, or use flow or dance."
-            )
-        raise ValueError(
-            f'Schedule "{kernel.schedule}" at level {kernel.noise_level} adds no noise in step {step}, so '
-            "its log-probability is undefined. Raise the level, or leave sde_steps empty (deterministic)."
-        )
 
 
 def limit_batch_size(batch_size: int | None, count: int) -> int:
     """Limit the samples of a forward to `count`; None takes all."""
-    if batch_size is not None and batch_size < 1:
-        raise ValueError(
-            f"batch_size must be at least 1 sample per forward (None: all {count}); got {batch_size}."
-        )
     return count if batch_size is None else min(batch_size, count)

@@ -11,6 +11,8 @@ import math
 import torch
 from torch import Tensor
 
+from visalign.core.checks import check_choice
+
 NOISE_SCHEDULES = ("flow", "dance", "none")
 """Noise schedules of the SDE kernel: Flow-SDE, Dance-SDE, and none (the ODE)."""
 LAST_IS_EXACT = ("cps", "ddim")
@@ -19,18 +21,11 @@ KERNELS = (*NOISE_SCHEDULES, *LAST_IS_EXACT)
 
 
 def timestep_sigmas(steps: int, *, shift: float = 1.0) -> Tensor:
-    """Compute noise levels σ = shift·u / (1 + (shift − 1)·u) at u = 1, 1 − 1/steps, ..., 0.
+    """Compute noise levels σ = shift·u / (1 + (shift − 1)·u) at u = 1, 1 − 1/steps, ..., 0; float32.
 
-    Args:
-        steps: Number of denoising steps, at least 1.
-        shift: Timestep shift, positive; 1 leaves the levels uniform, 3 is SD3's.
-
-    Returns:
-        [steps + 1] float32, strictly falling from 1 to 0.
-
-    Source: Esser et al., arXiv 2403.03206, resolution-dependent shifting of timesteps.
+    Shift 1 leaves the levels uniform, 3 is SD3's. Source: Esser et al., arXiv 2403.03206,
+    resolution-dependent shifting of timesteps.
     """
-    _check_arguments(steps, shift)
     u = torch.linspace(1.0, 0.0, steps + 1, dtype=torch.float64)
     return _shifted(u, shift).float()
 
@@ -42,22 +37,9 @@ def diffusers_timestep_sigmas(steps: int, *, shift: float, num_train_timesteps: 
     them, and every level is shifted again; 0 is appended. So the last level above 0 is small (0.0089 at shift
     3) and the others differ from `timestep_sigmas(steps, shift=shift)`.
 
-    Args:
-        steps: Number of denoising steps, at least 1.
-        shift: The scheduler's `shift`, positive.
-        num_train_timesteps: The scheduler's `num_train_timesteps`, at least 2.
-
-    Returns:
-        [steps + 1] float32, from 1 to 0.
-
     Source: diffusers 0.42 (deviation from `timestep_sigmas` described in diffusers issue 13243).
     """
-    _check_arguments(steps, shift)
-    if num_train_timesteps < 2:
-        raise ValueError(
-            f"num_train_timesteps must be at least 2 (diffusers: 1000); got {num_train_timesteps}."
-        )
-    # diffusers keeps the shifted end point in float32; doing the same makes them equal to the last bit.
+    # diffusers keeps the shifted end point in float32; doing the same makes them equal to the last bit
     lowest = _shifted(torch.tensor(1.0) / num_train_timesteps, shift).double()
     u = 1.0 + (lowest - 1.0) * torch.arange(steps, dtype=torch.float64) / max(steps - 1, 1)
     return torch.cat([_shifted(u, shift).float(), torch.zeros(1)])
@@ -67,22 +49,13 @@ def noise_rate(sigma: Tensor, sigma_max: float, *, schedule: str, noise_level: f
     """Compute the noise rate s(σ) of dx = [v + s²/(2σ)·(x + (1 − σ)v)] dσ + s dw, per √σ.
 
     flow: s = a·√(σ/(1 − σ̂)) with σ̂ = `sigma_max` where σ = 1 and σ elsewhere; dance: s = η; none: s = 0.
-
-    Args:
-        sigma: [B] or scalar noise levels in [0, 1], floating.
-        sigma_max: Stand-in for σ = 1, in [0, 1): the published code takes the second of the sigmas, so the
-            noise of the first step depends on the number of steps. Only "flow" uses it.
-        schedule: "flow", "dance" or "none".
-        noise_level: a or η, not negative; ignored by "none".
-
-    Returns:
-        s, in shape and dtype of `sigma`. The total std of the next sample is s·√(−dt).
+        The
+    published code takes the second of the sigmas for sigma_max, so the noise of the first step depends on the
+    number of steps. The total std of the next sample is s·√(−dt).
 
     Source: Flow-GRPO, arXiv 2505.05470, σ_t = a√(t/(1 − t)); DanceGRPO, arXiv 2505.07818, constant η.
     """
-    check_noise(schedule, noise_level, sigma_max)
-    if schedule not in NOISE_SCHEDULES:
-        raise ValueError(f"{schedule!r} has no noise rate; the SDE kernel has {', '.join(NOISE_SCHEDULES)}.")
+    check_choice("schedule", schedule, NOISE_SCHEDULES)
     if schedule == "none":
         return torch.zeros_like(sigma)
     if schedule == "dance":
@@ -92,32 +65,16 @@ def noise_rate(sigma: Tensor, sigma_max: float, *, schedule: str, noise_level: f
 
 
 def check_noise(schedule: str, noise_level: float, sigma_max: float = 0.0) -> None:
-    """Refuse a noise schedule, or a number of it, that no kernel has.
-
-    Args:
-        schedule: "flow", "dance", "none", "cps" or "ddim".
-        noise_level: finite and ≥ 0; at most 1 for "cps" and "ddim".
-        sigma_max: in [0, 1), for "flow".
-    """
-    if schedule not in KERNELS:
-        raise ValueError(f'Unknown noise schedule "{schedule}"; allowed: {", ".join(KERNELS)}.')
-    if schedule in LAST_IS_EXACT and not 0 <= noise_level <= 1:
-        raise ValueError(f"The noise level of {schedule.upper()} must lie in [0, 1]; got {noise_level}.")
-    if schedule != "none" and not 0 <= noise_level < math.inf:
-        raise ValueError(f"The noise level must be finite and not negative; got {noise_level}.")
+    """Refuse a noise schedule, or a number of it, that no kernel has."""
+    check_choice("schedule", schedule, KERNELS)
+    largest = 1.0 if schedule in LAST_IS_EXACT else math.inf
+    if schedule != "none" and not (0 <= noise_level <= largest and noise_level < math.inf):
+        raise ValueError(f"noise_level of {schedule} must lie in [0, {largest:g}]; got {noise_level}.")
     if schedule == "flow" and not 0 <= sigma_max < 1:
         raise ValueError(
-            f"sigma_max stands in for σ = 1 under the root of 1 − σ and must lie in [0, 1); got {sigma_max}. "
-            "Give the second level of the schedule, as Flow-GRPO does."
+            f"sigma_max stands in for σ = 1 under the root of 1 − σ and must lie in [0, 1); got {sigma_max}."
         )
 
 
 def _shifted(u: Tensor, shift: float) -> Tensor:
     return shift * u / (1 + (shift - 1) * u)
-
-
-def _check_arguments(steps: int, shift: float) -> None:
-    if steps < 1:
-        raise ValueError(f"A timestep schedule needs at least 1 step; got {steps}.")
-    if not (math.isfinite(shift) and shift > 0):
-        raise ValueError(f"shift must be positive and finite (1: none, 3: SD3); got {shift}.")

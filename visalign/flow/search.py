@@ -1,20 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Search for noise of a higher reward: around the start noise (zero order), and along the paths."""
+"""Search for noise of a higher reward: around the start noise (zero order), and along the paths.
+
+A reward takes images [M, 3, H, W] and gives [M], higher is better; NaN, unknown, is chosen only where too few
+are known. It is called with one candidate of every sample at a time.
+
+Ma et al., Inference-time scaling beyond denoising steps, arXiv 2501.09732, section 3.2.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from visalign.core.checks import check_rules
 from visalign.interfaces import Condition, DiffusionPolicy
 from visalign.seeds import sample_seed
 
 from .noise import initial_noise
 from .rollout import check_finite, complete, first_latents, limit_batch_size
 from .transitions import velocity_between
+
+Reward = Callable[[Tensor], Tensor]
+
+
+def _count_rules(**smallest: int) -> tuple[tuple[Callable[[Any], bool], str], ...]:
+    """Rules for whole numbers: field -> its smallest value."""
+    return tuple(
+        (
+            lambda s, name=name, low=low: type(getattr(s, name)) is not int or getattr(s, name) < low,
+            f"{name} is {{{name}!r}}; give a whole number of at least {low}.",
+        )
+        for name, low in smallest.items()
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +48,6 @@ class ZeroOrderSearch:
 
     Deviations from the paper: its neighbours only lie at a distance, ours keep the variance; the pivot stays
     if no neighbour is better, so that more rounds are never worse; all candidates take the same steps.
-
-    Ma et al., Inference-time scaling beyond denoising steps, arXiv 2501.09732, section 3.2.
     """
 
     rounds: int = 3
@@ -39,9 +58,7 @@ class ZeroOrderSearch:
     """ρ in (0, 1]: the share of a neighbour's deviation that is new; 1 is best of 1 + K N."""
 
     def __post_init__(self) -> None:
-        _at_least(self, rounds=1, candidates=1)
-        if not isinstance(self.radius, int | float) or not 0 < self.radius <= 1:
-            raise ValueError(f"radius is {self.radius!r}; it must be a number above 0 and at most 1.")
+        check_rules(self, ZERO_ORDER_RULES)
 
     def velocities(self, steps: int) -> int:
         """Number of velocities per sample on a schedule of T steps: T (1 + K N)."""
@@ -52,29 +69,14 @@ class ZeroOrderSearch:
         self,
         policy: DiffusionPolicy,
         condition: Condition,
-        reward: Callable[[Tensor], Tensor],
+        reward: Reward,
         *,
         sigmas: Tensor,
         seeds: Sequence[int],
         batch_size: int | None = None,
     ) -> Tensor:
-        """Search for each sample separately.
-
-        Args:
-            policy: as for `rollout`.
-            condition: B samples.
-            reward: images [B, 3, H, W] -> [B], higher is better, NaN (unknown) is never chosen; called with
-                one candidate of every sample at a time.
-            sigmas: [T + 1], see `rollout`.
-            seeds: one per sample; the first pivot is the start noise of `rollout`.
-            batch_size: samples per forward and per decoding; all at once by default.
-
-        Returns:
-            [B, ...] final latents.
-
-        Raises:
-            FloatingPointError: a final latent is not finite.
-        """
+        """Search for each of B samples separately from the start noise of `rollout`; final latents [B,
+        ...]."""
         sigmas = _sigmas_of(sigmas, condition, seeds)
         count, rows = len(condition), torch.arange(len(condition))
         pivot = initial_noise(seeds, policy.latent_shape)
@@ -101,23 +103,27 @@ class ZeroOrderSearch:
         return latents
 
 
+ZERO_ORDER_RULES = (
+    *_count_rules(rounds=1, candidates=1),
+    (
+        lambda s: not isinstance(s.radius, int | float) or not 0 < s.radius <= 1,
+        "radius is {radius!r}; it must be a number above 0 and at most 1.",
+    ),
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class PathSearch:
     """Add noise to partly denoised paths, denoise them further, and keep those of the highest reward.
 
     N paths of each prompt are denoised along the ODE to step `start`. Then, in rounds, each gets M branches:
-    noised from σ to the level σ' of `back` steps earlier,
+    noised from σ to the level σ' of `back` steps earlier, which keeps the flow's marginal (`renoise`), and
+    denoised by `forward` steps; the N best of the N M by the reward of their predicted images x̂0 = x − σ v
+    continue, until the schedule ends. v is that of the last step, so x̂0 costs no forward. A path costs
+    start + Σ M·(steps of the round)  velocities.
 
-        x' = a·x + √(σ'² − (a σ)²)·ε,  a = (1 − σ') / (1 − σ),
-
-    which keeps the flow's marginal, and denoised by `forward` steps; the N best of the N M by the reward of
-    their predicted images x̂0 = x − σ v continue, until the schedule ends. v is that of the last step, so x̂0
-    costs no forward. A path costs  start + Σ M·(steps of the round)  velocities.
-
-    Deviations from the paper: Δf and Δb are counted in steps; x̂0 comes from the last step, not from one more;
-    the N survivors are returned, the best first (the paper ends with random search).
-
-    Ma et al., Inference-time scaling beyond denoising steps, arXiv 2501.09732, section 3.2.
+    Deviations from the paper: Δf and Δb are counted in steps; x̂0 comes from the last step, not from one
+    more; the N survivors are returned, the best first (the paper ends with random search).
     """
 
     branches: int = 4
@@ -130,18 +136,10 @@ class PathSearch:
     """Δb in steps, above `back`; the last round takes the rest."""
 
     def __post_init__(self) -> None:
-        _at_least(self, branches=1, start=1, back=1, forward=2)
-        if self.back > self.start:
-            raise ValueError(f"back is {self.back}; it must be at most start, {self.start} steps.")
-        if self.forward <= self.back:
-            raise ValueError(f"forward is {self.forward}, back {self.back}: no round would get any further.")
+        check_rules(self, PATH_RULES)
 
     def rounds(self, steps: int) -> list[tuple[int, int, int]]:
-        """List (first step of a round, the step it is noised back to, its last step), until T.
-
-        Raises:
-            ValueError: the timestep schedule ends before the first round.
-        """
+        """List (first step of a round, the step it is noised back to, its last step), until T."""
         if self.start >= steps:
             raise ValueError(f"start is {self.start}; with {steps} steps it must be from 1 to {steps - 1}.")
         rounds, begin = [], self.start
@@ -160,32 +158,15 @@ class PathSearch:
         self,
         policy: DiffusionPolicy,
         condition: Condition,
-        reward: Callable[[Tensor], Tensor],
+        reward: Reward,
         *,
         sigmas: Tensor,
         seeds: Sequence[int],
         paths: int = 1,
         batch_size: int | None = None,
     ) -> Tensor:
-        """Search in groups of `paths` samples.
-
-        Args:
-            policy: as for `rollout`.
-            condition: B · paths samples, those of a group consecutive.
-            reward: images [B · paths, 3, H, W] -> [B · paths], higher is better, NaN is unknown and continues
-                only if too few are known; called with one branch of every path at a time.
-            sigmas: [T + 1], see `rollout`.
-            seeds: one per sample.
-            paths: N, samples of a group.
-            batch_size: samples per forward and per decoding; all at once by default.
-
-        Returns:
-            [B · paths, ...] final latents, the best of each group first.
-
-        Raises:
-            ValueError: seeds or groups that do not fit, or nothing to choose from; see `rounds`.
-            FloatingPointError: a final latent is not finite.
-        """
+        """Search in groups of N = `paths` consecutive samples; final latents, the best of each group
+        first."""
         sigmas = _sigmas_of(sigmas, condition, seeds)
         count, rounds = len(condition), self.rounds(len(sigmas) - 1)
         if paths < 1 or count % paths or paths * self.branches == self.branches == 1:
@@ -196,15 +177,12 @@ class PathSearch:
         x = first_latents(policy, initial_noise(seeds, policy.latent_shape), sigmas)
         x = complete(policy, condition, x, sigmas=sigmas, step=0, until=self.start, batch_size=batch_size)
         repeated = condition.select(torch.arange(count).repeat(self.branches))
+        options: dict[str, Any] = {"sigmas": sigmas, "batch_size": batch_size}
         for number, (begin, up, end) in enumerate(rounds):
             fresh = _fresh_noise(seeds, policy.latent_shape, number, self.branches)
             branches = renoise(x.repeat(self.branches, *_ones(x)), fresh, sigmas[begin], sigmas[up])
-            before = complete(
-                policy, repeated, branches, sigmas=sigmas, step=up, until=end - 1, batch_size=batch_size
-            )
-            branches = complete(
-                policy, repeated, before, sigmas=sigmas, step=end - 1, until=end, batch_size=batch_size
-            )
+            before = complete(policy, repeated, branches, step=up, until=end - 1, **options)
+            branches = complete(policy, repeated, before, step=end - 1, until=end, **options)
             v = velocity_between(before, branches, sigmas[end - 1], sigmas[end])
             clean = (branches - sigmas[end].to(v) * v).to(x.dtype)
             value = _score(policy, clean, reward, count, batch_size)
@@ -213,18 +191,16 @@ class PathSearch:
         return x
 
 
+PATH_RULES = (
+    *_count_rules(branches=1, start=1, back=1, forward=2),
+    (lambda s: s.back > s.start, "back is {back}; it must be at most start, {start} steps."),
+    (lambda s: s.forward <= s.back, "forward is {forward}, back {back}: no round would get any further."),
+)
+
+
 def renoise(x: Tensor, noise: Tensor, sigma: Tensor, sigma_up: Tensor) -> Tensor:
-    """Add noise to latents at σ, up to σ' > σ: x' = a·x + √(σ'² − (a σ)²)·ε with a = (1 − σ') / (1 − σ).
-
-    Args:
-        x: [B, ...] at σ, below 1.
-        noise: [B, ...] standard normal.
-        sigma: Scalar.
-        sigma_up: Scalar in (σ, 1].
-
-    Returns:
-        [B, ...] in the dtype of x.
-    """
+    """Add noise to latents at σ < 1, up to σ' > σ: x' = a·x + √(σ'² − (a σ)²)·ε with a = (1 − σ') / (1 −
+    σ)."""
     scale = (1 - sigma_up.double()) / (1 - sigma.double())
     std = (sigma_up.double().square() - (scale * sigma.double()).square()).sqrt()
     working = torch.promote_types(x.dtype, torch.float32)
@@ -232,11 +208,7 @@ def renoise(x: Tensor, noise: Tensor, sigma: Tensor, sigma_up: Tensor) -> Tensor
 
 
 def _score(
-    policy: DiffusionPolicy,
-    latents: Tensor,
-    reward: Callable[[Tensor], Tensor],
-    count: int,
-    batch_size: int | None,
+    policy: DiffusionPolicy, latents: Tensor, reward: Reward, count: int, batch_size: int | None
 ) -> Tensor:
     """Score [n·B, ...] clean latents: [n, B] float64, −∞ where unknown."""
     chunks = latents.split(limit_batch_size(batch_size, len(latents)))
@@ -267,13 +239,6 @@ def _sigmas_of(sigmas: Tensor, condition: Condition, seeds: Sequence[int]) -> Te
     if not len(condition) or len(seeds) != len(condition):
         raise ValueError(f"{len(condition)} samples and {len(seeds)} seeds: give one seed for each sample.")
     return torch.as_tensor(sigmas).cpu().float()
-
-
-def _at_least(search: ZeroOrderSearch | PathSearch, **minima: int) -> None:
-    for name, low in minima.items():
-        value = getattr(search, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < low:
-            raise ValueError(f"{name} is {value!r}; give a whole number of at least {low}.")
 
 
 def _ones(x: Tensor) -> tuple[int, ...]:

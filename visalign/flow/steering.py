@@ -42,28 +42,26 @@ def steered_rollout(
         policy: as for `rollout`.
         condition: B · particles samples, those of a group consecutive.
         reward: images [B · particles, 3, H, W] -> [B · particles], higher is better, NaN is unknown.
-        sigmas: [T + 1], see `rollout`.
+        sigmas: [T + 1].
         seeds: one per sample.
         particles: samples of a group, at least 2.
         resample_after: rising steps in 0 to T − 3: the noise of the next step separates the children, and the
             last step is the ODE's.
         strength: λ, per unit of the reward.
         schedule: "flow", "dance", "cps" or "ddim".
-        noise_level: noise level of the schedule.
-        batch_size: samples per forward; all by default.
-
-    Returns:
-        [B · particles, ...] final latents.
-
-    Raises:
-        ValueError: particles, steps or strength out of range.
-        FloatingPointError: a final latent is not finite.
+        noise_level: of the schedule.
+        batch_size: samples per forward.
 
     Singhal et al., Feynman-Kac steering, arXiv 2501.06848.
     """
     sigmas = torch.as_tensor(sigmas).cpu().float()
     count, steps, after = len(condition), len(sigmas) - 1, list(resample_after)
-    _check(count, len(seeds), particles, after, steps, strength)
+    if count % max(1, particles) or len(seeds) != count:
+        raise ValueError(
+            f"{count} samples, {len(seeds)} seeds, groups of {particles}: give whole groups of at least 2, "
+            "and a seed for each sample."
+        )
+    check_steering(particles, after, 0, steps - 3, strength)
     kernel = Kernel(schedule=schedule, noise_level=noise_level, sigma_max=sigmas[1].item())
     x = first_latents(policy, initial_noise(seeds, policy.latent_shape), sigmas)
     levels, times = sigmas.to(x.device), policy.times(sigmas).to(x.device)
@@ -96,23 +94,16 @@ def resample_particles(
 ) -> tuple[Tensor, Tensor]:
     """Draw the particles of each group again in proportion to exp(λ (r − r_prev)).
 
-    Args:
-        value: [M] rewards r of the predicted images, not finite where unknown.
-        previous: [M] float64, r_prev, the last known reward of each particle; 0 before the first resampling.
-        strength: λ.
-        particles: samples of a group, consecutive.
-        seeds: [M]; the first of each group decides its draws.
-        step: index of the step, so that no two steps draw the same.
-
-    Returns:
-        [M] index of each particle's parent, and [M] the parent's last known reward.
+    `value` [M] are the rewards r of the predicted images, not finite where unknown; `previous` [M] the last
+    known ones, 0 before the first resampling. The first seed of each group decides its draws, with `step`, so
+    that no two steps draw the same. Returns the index of each particle's parent, and the parent's last known
+    reward.
     """
     value = value.double().cpu()
     if value.shape != previous.shape:
         raise ValueError(f"The reward gave {list(value.shape)} values for {len(previous)} images; give [B].")
-    parents = _draw_parents(
-        strength * (value - previous), particles, [sample_seed("steer", s, step) for s in seeds]
-    )
+    draws = [sample_seed("steer", seed, step) for seed in seeds]
+    parents = _draw_parents(strength * (value - previous), particles, draws)
     return parents, torch.where(value.isfinite(), value, previous)[parents]
 
 
@@ -125,15 +116,6 @@ def check_steering(particles: int, after: Sequence[int], first: int, last: int, 
         raise ValueError(f"resample_after is {steps}; give rising steps among {first} to {last}.")
     if not 0 < strength < float("inf"):
         raise ValueError(f"strength is {strength}; it must be above 0 and finite.")
-
-
-def _check(count: int, seeds: int, particles: int, after: list[int], steps: int, strength: float) -> None:
-    if count % max(1, particles) or seeds != count:
-        raise ValueError(
-            f"{count} samples, {seeds} seeds, groups of {particles}: give whole groups of at least 2, "
-            "and a seed for each sample."
-        )
-    check_steering(particles, after, 0, steps - 3, strength)
 
 
 def _draw_parents(log_weight: Tensor, particles: int, seeds: Sequence[int]) -> Tensor:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from visalign.core.checks import check_axes
+
 from .transitions import Kernel
 
 
@@ -76,26 +78,12 @@ class Trajectory:
         return self.latents[0].numel()
 
     def pairs(self, sample: Tensor, step: Tensor) -> Pairs:
-        """Select the pairs (sample[i], step[i]).
-
-        Args:
-            sample: [N] integers in [0, B).
-            step: [N] integers in [0, S), indices among the stochastic steps (not in sigmas).
-        """
-        if sample.ndim != 1 or sample.shape != step.shape:
-            raise ValueError(
-                f"pairs needs sample [N] and step [N]; got {tuple(sample.shape)} and {tuple(step.shape)}."
-            )
+        """Select the pairs (sample[i], step[i]), [N] each; steps are counted among the S, not in sigmas."""
+        check_axes(sample=(sample, "N"), step=(step, "N"))
         sample, step = sample.to(self.x.device), step.to(self.x.device)
         return Pairs(
-            x=self.x[sample, step],
-            x_next=self.x_next[sample, step],
-            sigma=self.sigma[step],
-            sigma_next=self.sigma_next[step],
-            time=self.time[step],
-            log_prob=self.log_prob[sample, step],
-            mean=self.mean[sample, step],
-            std=self.std[sample, step],
+            **{name: getattr(self, name)[step] for name in ("sigma", "sigma_next", "time")},
+            **{name: getattr(self, name)[sample, step] for name in _PER_SAMPLE[1:]},
         )
 
     def all_pairs(self) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from visalign.core.checks import check_choice, check_same
 from visalign.core.surrogates.ratios import LogProbReduction, gaussian_log_prob, reduce_event
 
 from .schedules import check_noise, noise_rate
@@ -45,26 +46,17 @@ class Transition:
         gaussian: −(x' − μ)²/(2 std²) − log std − ½ log 2π; quadratic: −(x' − μ)², as in the published CPS.
         The quadratic form lacks 1/(2 std²): the exponential of its difference is not a likelihood ratio.
 
-        Args:
-            x_next: [B, ...], already rounded to the dtype in which it is stored.
-            log_prob_reduction: "mean" (Flow-GRPO: per latent dimension) or "sum" (log-density of the whole
-                latent).
-            form: "gaussian" or "quadratic".
-
-        Returns:
-            [B], differentiable with respect to the mean.
-
-        Raises:
-            ValueError: (gaussian) A std that is not positive.
+        x_next [B, ...] is rounded to the dtype in which it is stored. The reduction is "mean" (Flow-GRPO: per
+        latent dimension) or "sum" (log-density of the whole latent).
         """
         x_next = x_next.to(self.mean)
         if form == "quadratic":
             return reduce_event(-(x_next - self.mean).square(), 1, log_prob_reduction)
         if not bool((self.std > 0).all()):
             raise ValueError(
-                f"The log-probability is undefined: the smallest std is {float(self.std.min()):.3g}, allowed "
-                "> 0. A step has std 0 or NaN under the ODE, at noise level 0, where σ' is not below σ, and "
-                "in the last step of CPS and DDIM (σ' = 0). Leave such steps out of sde_steps."
+                f"The log-probability is undefined: the smallest std is {float(self.std.min()):.3g}. A step "
+                "has none under the ODE, at noise level 0, where σ' is not below σ, and in the last step of "
+                "CPS and DDIM (σ' = 0). Leave such steps out of sde_steps."
             )
         return gaussian_log_prob(x_next, self.mean, self.std, log_prob_reduction=log_prob_reduction)
 
@@ -87,12 +79,9 @@ class Kernel:
 
     def __post_init__(self) -> None:
         check_noise(self.schedule, self.noise_level, self.sigma_max)
-        _check_known(self.log_prob_reduction, get_args(LogProbReduction), "log_prob_reduction")
-        _check_known(self.log_prob, get_args(LogProbForm), "log_prob form")
-        if self.log_prob == "quadratic" and self.schedule != "cps":
-            raise ValueError(
-                f'log_prob="quadratic" is the form of CPS; schedule "{self.schedule}" allows "gaussian" only.'
-            )
+        check_choice("log_prob_reduction", self.log_prob_reduction, get_args(LogProbReduction))
+        forms = get_args(LogProbForm) if self.schedule == "cps" else ("gaussian",)
+        check_choice(f"log_prob under schedule {self.schedule}", self.log_prob, forms)
 
     def std(self, sigma: Tensor, sigma_next: Tensor) -> Tensor:
         """Compute the total std of x' for noise levels σ, σ' of equal shape, in their shape and dtype."""
@@ -109,15 +98,8 @@ class Kernel:
             return cps_step(x, v, sigma, sigma_next, noise_level=self.noise_level)
         if self.schedule == "ddim":
             return ddim_step(x, v, sigma, sigma_next, eta=self.noise_level)
-        return sde_step(
-            x,
-            v,
-            sigma,
-            sigma_next,
-            schedule=self.schedule,
-            noise_level=self.noise_level,
-            sigma_max=self.sigma_max,
-        )
+        options = {"noise_level": self.noise_level, "sigma_max": self.sigma_max}
+        return sde_step(x, v, sigma, sigma_next, schedule=self.schedule, **options)
 
     def log_prob_of(self, transition: Transition, x_next: Tensor) -> Tensor:
         """Compute the log-probability [B] of x_next [B, ...] under this kernel's convention."""
@@ -136,23 +118,9 @@ def sde_step(
 ) -> Transition:
     """Take an Euler–Maruyama step of the reverse SDE with the marginals of the flow.
 
-    μ = x·(1 + s²/(2σ)·dt) + v·(1 + s²(1 − σ)/(2σ))·dt,  std = s·√(−dt),  dt = σ' − σ, s = `noise_rate`.
-    With schedule "none" it is the Euler step of the ODE, x + v·dt, with std 0.
-
-    Args:
-        x: [B, ...] latents at σ.
-        v: [B, ...] velocity dx/dσ.
-        sigma: Scalar or [B] noise levels in (0, 1]; rows may differ.
-        sigma_next: Scalar or [B], below sigma.
-        schedule: "flow", "dance" or "none".
-        noise_level: a or η.
-        sigma_max: See `noise_rate`.
-
-    Returns:
-        Transition in float32, or float64 if x or v is float64.
-
-    Source: Flow-GRPO, arXiv 2505.05470, the ODE-to-SDE conversion; DanceGRPO, arXiv 2505.07818
-    (the same mean with s = η).
+    μ = x·(1 + s²/(2σ)·dt) + v·(1 + s²(1 − σ)/(2σ))·dt, std = s·√(−dt), dt = σ' − σ, s = `noise_rate`. With
+    schedule "none" it is the Euler step of the ODE, x + v·dt, with std 0. Source: Flow-GRPO, arXiv
+    2505.05470, the ODE-to-SDE conversion; DanceGRPO, arXiv 2505.07818 (the same mean with s = η).
     """
     x, v, sigma, sigma_next = _working(x, v, sigma, sigma_next)
     rate = noise_rate(sigma, sigma_max, schedule=schedule, noise_level=noise_level)
@@ -165,31 +133,19 @@ def sde_step(
 class ODESolver:
     """Deterministic steps of one path: "euler", x + v·dt, or "dpmpp_2m", DPM-Solver++(2M).
 
-    The latter is linear in x̂0 = x − σv of this step and of the one before, λ = ln((1 − σ)/σ):
-    x' = (σ'/σ)·x − (1 − σ')·(e^(−h) − 1)·(x̂0 + (x̂0 − x̂0_before)·h / (2 h_before)), h = λ' − λ;
-    without the last term in the first step and in the step to σ' = 0, whose h is infinite. After a stochastic
-    step a path needs a new one.
-
-    Args:
-        name: a key of `SOLVERS`.
-
-    Source: Lu et al., DPM-Solver++, arXiv 2211.01095, algorithm 2; diffusers' flow sigmas.
+    The latter is linear in x̂0 = x − σv of this step and of the one before, λ = ln((1 − σ)/σ): x' = (σ'/σ)·x
+    − (1 − σ')·(e^(−h) − 1)·(x̂0 + (x̂0 − x̂0_before)·h / (2 h_before)), h = λ' − λ; without the last term in
+    the first step and in the step to σ' = 0, whose h is infinite. After a stochastic step a path needs a new
+    one. Source: Lu et al., DPM-Solver++, arXiv 2211.01095, algorithm 2; diffusers' flow sigmas.
     """
 
     def __init__(self, name: str = "euler") -> None:
-        _check_known(name, SOLVERS, "solver")
+        check_choice("solver", name, SOLVERS)
         self.name = name
         self._before: tuple[Tensor, Tensor] | None = None
 
     def step(self, x: Tensor, v: Tensor, sigma: Tensor, sigma_next: Tensor) -> Tensor:
-        """[B, ...] at sigma_next, float32 or float64.
-
-        Args:
-            x: [B, ...] at sigma.
-            v: [B, ...] velocity.
-            sigma: [B] in (0, 1].
-            sigma_next: [B] below it.
-        """
+        """Step from x [B, ...] at σ [B] along v to σ'."""
         if self.name == "euler":
             return sde_step(x, v, sigma, sigma_next, schedule="none").mean
         x, v, sigma, sigma_next = _working(x, v, sigma, sigma_next)
@@ -207,18 +163,6 @@ def velocity_between(x: Tensor, x_next: Tensor, sigma: Tensor | float, sigma_nex
     """Compute the velocity of an Euler step of the ODE, v = (x' − x) / (σ' − σ); x̂0 = x − σ v = x' − σ' v.
 
     Rounding of stored latents is enlarged by 1 / (σ − σ').
-
-    Args:
-        x: [B, ...] latents at σ.
-        x_next: [B, ...] after the step.
-        sigma: Scalar or [B] noise levels.
-        sigma_next: Scalar or [B], below sigma.
-
-    Returns:
-        [B, ...] in float32, or float64 if x or x' is float64.
-
-    Raises:
-        ValueError: For shapes that do not fit.
     """
     x, x_next, sigma, sigma_next = _working(x, x_next, sigma, sigma_next)
     return (x_next - x) / _rows(sigma_next - sigma, x)
@@ -232,17 +176,8 @@ def cps_step(
     With x̂0 = x − σv and x̂1 = x + (1 − σ)v:  μ = (1 − σ')·x̂0 + σ' cos(aπ/2)·x̂1,  std = σ' sin(aπ/2).
     In the last step (σ' = 0) std is 0 and the log-probability undefined.
 
-    Args:
-        x: [B, ...] latents at σ.
-        v: [B, ...] velocity dx/dσ.
-        sigma: Scalar or [B] noise levels in [0, 1].
-        sigma_next: Scalar or [B].
-        noise_level: a in [0, 1]: 0 is the ODE, 1 replaces all of the noise.
-
-    Returns:
-        Transition in float32, or float64 if x or v is float64.
-
-    Source: Wang and Yu, Coefficients-Preserving Sampling, arXiv 2509.05952.
+    a = `noise_level` in [0, 1]: 0 is the ODE, 1 replaces all of the noise. Source: Wang and Yu,
+    Coefficients-Preserving Sampling, arXiv 2509.05952.
     """
     check_noise("cps", noise_level)
     x, v, sigma, sigma_next = _working(x, v, sigma, sigma_next)
@@ -255,22 +190,11 @@ def ddim_step(
 ) -> Transition:
     """Take a step of DDIM with η, DDPO's kernel, on the flow's scale: η = 1 is ancestral sampling, 0 the ODE.
 
-    With ᾱ = (1 − σ)² / ((1 − σ)² + σ²) and n = √((1 − σ)² + σ²), the variance of eq. 16 and the mean
-    of eq. 12, std² = η² (1 − ᾱ')/(1 − ᾱ) (1 − ᾱ/ᾱ')  and  μ = √ᾱ' x̂0 + √(1 − ᾱ' − std²) ε̂,  are, times n':
-    std = η σ' (n/σ) √(1 − ((1 − σ) n' / ((1 − σ') n))²),  μ = (1 − σ')·x̂0 + √(σ'² − std²)·x̂1.
-    A log-probability of the scaled latent differs from that of the other by ln n' a dimension, a constant.
-
-    Args:
-        x: [B, ...] latents at σ.
-        v: [B, ...] velocity dx/dσ (`velocity_of_prediction` makes it of ε or v).
-        sigma: Scalar or [B] noise levels in (0, 1].
-        sigma_next: Scalar or [B], below sigma; at 0 std is 0 and the log-probability undefined.
-        eta: η in [0, 1].
-
-    Returns:
-        Transition in float32, or float64 if x or v is float64.
-
-    Source: Song et al., DDIM, arXiv 2010.02502; Black et al., DDPO, arXiv 2305.13301.
+    With ᾱ = (1 − σ)² / ((1 − σ)² + σ²) and n = √((1 − σ)² + σ²), the variance of eq. 16 and the mean of eq.
+    12, std² = η² (1 − ᾱ')/(1 − ᾱ) (1 − ᾱ/ᾱ') and μ = √ᾱ' x̂0 + √(1 − ᾱ' − std²) ε̂, are, times n': std = η σ'
+    (n/σ) √(1 − ((1 − σ) n' / ((1 − σ') n))²), μ = (1 − σ')·x̂0 + √(σ'² − std²)·x̂1. A log-probability of the
+    scaled latent differs from that of the other by ln n' a dimension, a constant. Source: Song et al., DDIM,
+    arXiv 2010.02502; Black et al., DDPO, arXiv 2305.13301.
     """
     check_noise("ddim", eta)
     x, v, sigma, sigma_next = _working(x, v, sigma, sigma_next)
@@ -301,26 +225,16 @@ def _working(
     x: Tensor, v: Tensor, sigma: Tensor | float, sigma_next: Tensor | float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Cast to the working dtype, and expand sigmas to [B]."""
-    if x.shape != v.shape or x.ndim < 2:
-        raise ValueError(
-            f"x and v must be latents of one shape [B, ...]; got {tuple(x.shape)} and {tuple(v.shape)}."
-        )
+    check_same(x=x, v=v)
     dtype = torch.float64 if torch.float64 in (x.dtype, v.dtype) else torch.float32
     levels = []
     for name, value in (("sigma", sigma), ("sigma_next", sigma_next)):
         level = torch.as_tensor(value, dtype=dtype, device=x.device)
         if level.shape not in (torch.Size([]), x.shape[:1]):
-            raise ValueError(
-                f"{name} must be a number or one level per row, [{len(x)}]; got shape {list(level.shape)}."
-            )
+            raise ValueError(f"{name} must be a number or [{len(x)}]; got shape {list(level.shape)}.")
         levels.append(level.expand(x.shape[0]))
     return x.to(dtype), v.to(dtype), levels[0], levels[1]
 
 
 def _rows(per_row: Tensor, like: Tensor) -> Tensor:
     return per_row.reshape(-1, *([1] * (like.ndim - 1)))
-
-
-def _check_known(value: str, allowed: tuple[str, ...], what: str) -> None:
-    if value not in allowed:
-        raise ValueError(f'Unknown {what} "{value}"; allowed: {", ".join(allowed)}.')

@@ -10,19 +10,11 @@ from torch import Tensor
 
 
 def tree_nodes(group: Tensor, steps: int, *, at: Sequence[int], children: int) -> Tensor:
-    """Assign samples to nodes of trees whose paths split into K at some steps.
+    """Assign samples to nodes of trees whose paths split into K = `children` at the steps `at`.
 
-    A tree has K^|at| leaves, consecutive in their group; a group of more samples is several trees, each with
-    its own start.
-
-    Args:
-        group: [B] integer labels, the samples of a group consecutive.
-        steps: T.
-        at: steps at which paths split, in [0, T).
-        children: K, branches of each split.
-
-    Returns:
-        [T + 1, B] int64: the first sample with the same latent, before each step and at the end.
+    Returns [T + 1, B] int64: the first sample with the same latent, before each of T = `steps` steps and at
+    the end. A tree has K^|at| leaves, consecutive in their `group` [B]; a group of more samples is several
+    trees, each with its own start.
 
     >>> tree_nodes(torch.zeros(4, dtype=torch.int64), 3, at=[0, 2], children=2).tolist()
     [[0, 0, 0, 0], [0, 0, 2, 2], [0, 0, 2, 2], [0, 1, 2, 3]]
@@ -35,35 +27,20 @@ def tree_nodes(group: Tensor, steps: int, *, at: Sequence[int], children: int) -
 
 
 def check_nodes(nodes: Tensor | None, count: int, total: int, sde_steps: Sequence[int]) -> Tensor:
-    """Return the nodes [T + 1, B] of a rollout; None: each sample is alone from its start.
-
-    Raises:
-        ValueError: Another shape, a node that is not its own first sample, or samples that meet again or
-            split at a step without noise.
-    """
-    own_indices = torch.arange(count)
+    """Return the nodes [T + 1, B] of a rollout on the CPU; None: each sample is alone from its start."""
+    index = torch.arange(count)
     if nodes is None:
-        return own_indices.expand(total + 1, count)
+        return index.expand(total + 1, count)
     nodes = nodes.cpu()
-    if nodes.shape != (total + 1, count) or nodes.dtype != torch.int64:
+    fits = nodes.shape == (total + 1, count) and nodes.dtype == torch.int64
+    if fits := fits and bool((nodes >= 0).all() & (nodes <= index).all()):
+        splits = (nodes[1:] != nodes[:-1]).any(1).nonzero()[:, 0].tolist()
+        are_firsts = torch.equal(nodes.gather(1, nodes), nodes)
+        never_meet = torch.equal(nodes[:-1].gather(1, nodes[1:]), nodes[:-1])
+        fits = are_firsts and never_meet and {*splits} <= {*sde_steps} and torch.equal(nodes[-1], index)
+    if not fits:
         raise ValueError(
-            f"nodes are int64 {[total + 1, count]}, one row for each of the {total} steps and one for the "
-            f"end; got {nodes.dtype} {list(nodes.shape)}. Use tree_nodes."
+            f"nodes must be int64 {[total + 1, count]} as tree_nodes gives them: for each sample the first "
+            f"with the same latent, split at steps of sde_steps {list(sde_steps)} alone, until all are apart."
         )
-    firsts = bool((nodes >= 0).all() & (nodes <= own_indices).all()) and torch.equal(
-        nodes.gather(1, nodes), nodes
-    )
-    if not firsts or not torch.equal(nodes[:-1].gather(1, nodes[1:]), nodes[:-1]):
-        raise ValueError(
-            "nodes name, for each sample, the first with the same latent, and samples that have split do "
-            "not meet again. Use tree_nodes."
-        )
-    splits = (nodes[1:] != nodes[:-1]).any(1).nonzero()[:, 0].tolist()
-    if noiseless := sorted(set(splits) - set(sde_steps)):
-        raise ValueError(
-            f"Samples split at step {noiseless[0]}, which has no noise to tell them apart. Name it in "
-            f"sde_steps (now {list(sde_steps)}), or split them elsewhere."
-        )
-    if not torch.equal(nodes[-1], own_indices):
-        raise ValueError("Samples share their last latent; split them at a stochastic step.")
     return nodes

@@ -8,8 +8,9 @@ from typing import Literal, get_args
 
 import numpy as np
 
+from visalign.core.checks import check_choice
+
 WindowOrder = Literal["subset", "random", "progressive", "decay", "exp_decay"]
-WINDOW_ORDERS = get_args(WindowOrder)
 
 
 def window_steps(
@@ -26,43 +27,22 @@ def window_steps(
     roll_back: bool = True,
     draw: np.random.Generator | None = None,
 ) -> list[int]:
-    """Choose stochastic steps among the candidates, as rising indices.
+    """Choose stochastic steps among the candidates 0 to `steps` − 1, as rising indices.
 
     subset: `size` indices, uniform over sets (Flow-Factory); random: `size` neighbours, uniform over starts
-    (Flow-GRPO-Fast, MixGRPO random); progressive: neighbours that start at 0 and move on by `stride` after
-    `every` iterations, shorter at the end, then start again (MixGRPO); decay: the same, but a start p stays
-    ⌊every (1 − p/steps) + least p/steps⌋ iterations; exp_decay: a start p above `threshold` stays
-    ⌈every · exp(−rate (p − threshold))⌉.
+    (Flow-GRPO-Fast, MixGRPO random), both drawn from `draw`; progressive: neighbours that start at 0 and move
+    on by `stride` after `every` iterations, shorter at the end, then start again if `roll_back` (MixGRPO);
+    decay: the same, but a start p stays ⌊every (1 − p/steps) + least p/steps⌋ iterations, `least` by default
+        a quarter of
+    `every`; exp_decay: a start p above `threshold` stays ⌈every · exp(−rate (p − threshold))⌉.
 
     Deviation: the published MixGRPO stays one whole turn at an empty window after the last one, and for good
-    without `roll_back`; ours then stays at the last window.
-
-    Args:
-        steps: number of candidates.
-        size: size of the window, 1 to `steps`.
-        iteration: number of finished iterations.
-        order: see above.
-        every: iterations that a window stays.
-        stride: steps that it moves on.
-        least: shortest stay of decay; None: a quarter of `every`, at least 1, as published.
-        threshold: see exp_decay.
-        rate: see exp_decay.
-        roll_back: start a moving window again after its last position.
-        draw: random generator, for subset and random.
-
-    Raises:
-        ValueError: a size, stay or stride out of range.
-
-    Source: MixGRPO, arXiv 2507.21802, section 3.2; Flow-GRPO-Fast, arXiv 2505.05470v4.
+    without `roll_back`; ours then stays at the last window. Source: MixGRPO, arXiv 2507.21802, section 3.2;
+    Flow-GRPO-Fast, arXiv 2505.05470v4.
     """
-    if order not in WINDOW_ORDERS or not 1 <= size <= steps or every < 1 or stride < 1:
-        raise ValueError(
-            f"A window of {size} of {steps} steps, order {order!r}, every {every}, stride {stride}: order "
-            f"is one of {', '.join(WINDOW_ORDERS)}, the size 1 to {steps}, every and stride at least 1."
-        )
+    check_choice("order", order, get_args(WindowOrder))
     if order in ("subset", "random"):
-        if draw is None:
-            raise ValueError(f"The order {order!r} draws: give a numpy Generator.")
+        assert draw is not None
         if order == "subset":
             return sorted(int(step) for step in draw.choice(steps, size, replace=False))
         start = int(draw.integers(0, steps - size + 1))

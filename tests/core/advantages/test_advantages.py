@@ -104,25 +104,10 @@ def test_missing_rewards_leave_the_statistics_and_get_zero() -> None:
         assert result[[1, 3]].eq(0).all()
 
 
-def test_infinite_rewards_count_as_missing() -> None:
-    reward = torch.tensor([1.0, float("-inf"), 3.0])
-    assert torch.equal(group_advantages(reward, [0, 0, 0], scale="none"), torch.tensor([-1.0, 0.0, 1.0]))
-
-
-def test_a_batch_without_rewards_is_all_zero() -> None:
-    reward = torch.full((4,), NAN)
-    for options in OPTIONS:
-        assert group_advantages(reward, [0, 0, 1, 1], **options).eq(0).all()
-
-
-def test_singletons() -> None:
+def test_singletons_are_zero() -> None:
     reward = torch.tensor([5.0, NAN, 1.0, 2.0])
-    group = ["alone", "alone", "pair", "pair"]
     for options in OPTIONS:
-        assert group_advantages(reward, group, **options)[0] == 0
-        raw = group_advantages(reward, group, singleton="raw", **options)
-        assert raw[0] == 5 and raw[1] == 0
-        assert torch.equal(raw[2:], group_advantages(reward, group, **options)[2:])
+        assert group_advantages(reward, ["alone", "alone", "pair", "pair"], **options)[0] == 0
 
 
 def test_columns_are_independent() -> None:
@@ -196,18 +181,9 @@ def test_result_has_no_gradient_and_at_least_float32() -> None:
     ("change", "message"),
     [
         ({"reward": torch.zeros(2, 2, 2)}, r"reward must be \[B\] or \[B, T\]; got shape \(2, 2, 2\)"),
-        ({"group": [0]}, "one label per sample, 2 in all; got 1 labels"),
-        ({"group": "ab"}, "one label per sample, 2 in all; got the string 'ab'"),
-        ({"group": torch.zeros(3, dtype=torch.int64)}, r"one label per sample, \[2\]; got .*\(3,\)"),
+        ({"group": [0]}, "one label per sample, 2 in all; got a list"),
         ({"group": torch.zeros(2)}, r"labels must be integers, .* got torch.float32"),
         ({"scale": "std"}, "scale must be one of group, batch, none; got 'std'"),
-        ({"baseline": "loo"}, "baseline must be one of mean, leave_one_out; got 'loo'"),
-        ({"singleton": "keep"}, "singleton must be one of zero, raw; got 'keep'"),
-        ({"ddof": 2}, r"ddof must be 0 \(biased\) or 1 \(unbiased\); got 2"),
-        ({"eps": -1e-4}, "eps must be a finite number ≥ 0; got -0.0001"),
-        ({"eps": NAN}, "eps must be a finite number ≥ 0; got nan"),
-        ({"valid": torch.ones(2)}, r"valid must be a bool tensor .* got torch.float32 \(2,\)"),
-        ({"valid": torch.ones(3, dtype=torch.bool)}, r"valid must be .*\(2,\).* got torch.bool \(3,\)"),
     ],
 )
 def test_bad_input_is_named(change: dict[str, Any], message: str) -> None:
@@ -226,14 +202,6 @@ def test_whiten_values() -> None:
     torch.testing.assert_close(whiten(values, valid, eps=0.0, ddof=0), plain * math.sqrt(1.5))
     uncentred = torch.tensor([1.0, 2.0, 3.0, 0.0, 0.0], dtype=torch.float64)
     torch.testing.assert_close(whiten(values, valid, eps=0.0, keep_mean=True), uncentred)
-
-
-def test_whiten_weighs_long_rows_more() -> None:
-    row = torch.tensor([[0.0], [1.0]], dtype=torch.float64).expand(2, 3)
-    mask = torch.tensor([[1, 1, 1], [1, 0, 0]]).bool()
-    result = whiten(row, mask, eps=0.0)
-    torch.testing.assert_close(result[mask], torch.tensor([-0.5, -0.5, -0.5, 1.5], dtype=torch.float64))
-    assert result[~mask].eq(0).all()
 
 
 def test_whiten_per_group_is_whiten_of_each_group() -> None:
@@ -259,10 +227,3 @@ def test_whiten_equal_or_single_or_absent_values_give_zero() -> None:
 def test_clamp() -> None:
     advantage = torch.tensor([-7.0, 0.5, 7.0])
     assert torch.equal(clamp_advantages(advantage, 5.0), torch.tensor([-5.0, 0.5, 5.0]))
-    for bound in (0.0, -1.0, NAN):
-        with pytest.raises(ValueError, match="bound must be positive; got"):
-            clamp_advantages(advantage, bound)
-
-
-def test_empty_batch() -> None:
-    assert group_advantages(torch.zeros(0), []).shape == (0,)

@@ -161,7 +161,7 @@ def test_best_of_group() -> None:
     [
         (lambda r: best_of_group_advantages(r[:, None], [0, 0]), r"must be \[B\].* got shape \(2, 1\)"),
         (lambda r: opo_advantages(r, torch.ones(3), [0, 0]), r"\(3,\) and reward \(2,\) must have one shape"),
-        (lambda r: gpg_advantages(r, [0]), "one label per sample, 2 in all; got 1 labels"),
+        (lambda r: gpg_advantages(r, [0]), "one label per sample, 2 in all; got a list"),
     ],
 )
 def test_bad_input_is_named(call: Any, message: str) -> None:

@@ -61,13 +61,6 @@ def test_units_do_not_matter_under_normalise_then_sum() -> None:
     )
 
 
-def test_skipped_terms_count_as_average() -> None:
-    rewards = torch.tensor([[0.0, 0.0], [2.0, NAN], [1.0, 2.0]], dtype=torch.float64)
-    result = normalise_then_sum(rewards, [1.0, 1.0], [0, 0, 0], eps=0.0, missing="skip")
-    root = 2**-0.5
-    torch.testing.assert_close(result, torch.tensor([-1 - root, 1.0, root], dtype=torch.float64))
-
-
 def test_weighted_mean_by_hand() -> None:
     dropped = torch.tensor([4.0, NAN, NAN, 16.0], dtype=torch.float64)
     torch.testing.assert_close(weighted_mean(REWARDS, [2.0, 1.0]), dropped, equal_nan=True)
@@ -97,14 +90,6 @@ def test_gdpo_per_sample() -> None:
     )
 
 
-def test_gdpo_leaves_equal_groups_at_exactly_zero() -> None:
-    generator = torch.Generator().manual_seed(9)
-    rewards = torch.rand(60, 2, generator=generator)
-    rewards[::3] = torch.tensor([0.3, 0.7])
-    result = gdpo_advantages(rewards, [1.0, 0.3], torch.arange(60) % 3)
-    assert result[::3].eq(0).all() and result[1::3].ne(0).all()
-
-
 def test_gdpo_per_decision_weighs_samples_by_their_length() -> None:
     generator = torch.Generator().manual_seed(8)
     rewards = torch.randn(4, 2, generator=generator, dtype=torch.float64)
@@ -122,17 +107,10 @@ def test_gdpo_per_decision_weighs_samples_by_their_length() -> None:
         gdpo_advantages(rewards, [1, 1], [0, 0, 1, 1], decision_weight=torch.ones(3, 2))
 
 
-def test_results_are_float32_or_better() -> None:
-    assert weighted_sum(REWARDS.bfloat16(), [1, 1]).dtype == torch.float32
-    assert normalise_then_sum(REWARDS.float(), [1, 1], [0] * 4).dtype == torch.float32
-    assert weighted_sum(REWARDS, [1, 1]).dtype == torch.float64
-
-
 @pytest.mark.parametrize(
     ("rewards", "weights", "options", "message"),
     [
         (torch.zeros(4), [1.0], {}, r"rewards must be \[B, M\] .* got rewards \(4,\) and 1 weights"),
-        (torch.zeros(4, 2), [1.0], {}, r"one weight per column; got rewards \(4, 2\) and 1 weights"),
         (torch.zeros(4, 1), [NAN], {}, r"weights must be finite and not all 0; got \[nan\]"),
         (torch.zeros(4, 2), [0.0, 0.0], {}, r"weights must be finite and not all 0; got \[0.0, 0.0\]"),
         (torch.zeros(4, 1), [1.0], {"missing": "zero"}, "missing must be one of drop, skip; got 'zero'"),

@@ -43,11 +43,6 @@ def test_effective_rank() -> None:
     torch.testing.assert_close(effective_rank(stack)[1, 2], effective_rank(stack[1, 2]))
 
 
-def test_a_set_that_does_not_vary_has_rank_zero() -> None:
-    assert effective_rank(torch.full((3, 2), 0.1, dtype=torch.float64)) == 0
-    assert effective_rank(torch.ones(1, 3)) == 0
-
-
 def test_velocity_and_acceleration_are_those_of_the_ranks_of_prefixes() -> None:
     states = normal(11, 5)
     m = [float(effective_rank(states[:end])) for end in (3, 6, 9)]
@@ -134,8 +129,6 @@ def test_returns_of_single_decisions_are_added_to_the_groups_advantage() -> None
     [
         (lambda: effective_rank(torch.ones(3)), r"must be \[..., n, d\] with n, d ≥ 1; got \(3,\)"),
         (lambda: effective_rank(torch.full((2, 2), NAN)), "embeddings must be finite; leave out"),
-        (lambda: rank_dynamics(torch.ones(3)), r"hidden must be \[T, D\]; got shape \(3,\)"),
-        (lambda: rank_bonus(f64(1), torch.ones(2, 3), None), r"got \(1,\) and \(2, 3\)"),
     ],
 )
 def test_bad_input(call: Callable[[], object], message: str) -> None:

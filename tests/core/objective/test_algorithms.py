@@ -19,7 +19,7 @@ NO_POLICY_GRADIENT = {"flowrl"}
 @pytest.mark.parametrize("name", NAMED)
 def test_every_algorithm_is_invariant(name: str) -> None:
     report = check_invariance(objectives()[name], *step_for(name))
-    assert report.passed, f"{name}\n{report}"
+    assert max(report.values()) < 1e-6, report
 
 
 @pytest.mark.parametrize("name", sorted(set(NAMED) - NO_POLICY_GRADIENT))

@@ -251,7 +251,7 @@ def test_pear_takes_the_entropy_of_thinking_off_a_right_answer() -> None:
     step[2] = 0
     weight = torch.tensor([[1.0, 1, 1, 0]] * 5).double()
     reward = f64(1, 1, 1, 0.25, 2)
-    found = phase_entropy_reward(reward, entropy, step > 0, weight)
+    found = phase_entropy_reward(reward, entropy, step, weight)
     assert_values(found, 0.5, 1, 0.2, 0.25, 1)
     t = Trajectories(
         weight=weight, old_log_prob=-weight, group=[0] * 5, reward=reward, entropy=entropy, step=step

@@ -45,10 +45,7 @@ def test_riskpo_is_the_golden_case_over_its_std_and_tracks_its_quantiles() -> No
         found = row.prepare(t).advantage[:, 0]
         expected = torch.tensor(case["outputs"]["mixed"]).double() / (score.std() + 1e-6)
         torch.testing.assert_close(found, expected.repeat(5), rtol=1e-6, atol=1e-8)
-        assert_values(
-            tracked(row, t),
-            *[case["outputs"][f"q_{x}_next"] for x in ("down", "up")],
-        )
+        assert_values(tracked(row, t), *[case["outputs"][f"q_{x}_next"] for x in ("down", "up")])
 
 
 def test_canon_copo_and_prl_are_their_golden_cases() -> None:
@@ -111,11 +108,7 @@ def test_riskpo_begins_with_the_rollouts_own_quantiles_and_leaves_out_what_is_mi
     prepared = row.prepare(t)
     assert_values(prepared.advantage[:, 0], *expected[torch.tensor([0, 1, 3, 2, 0, 1, 3])].tolist(), 0, 0)
     assert prepared.weight.bool()[:, 0].tolist() == [True] * 7 + [False] * 2
-    assert_values(
-        tracked(row, t),
-        2.2 + 0.1 * (0.2 - 0.25),
-        4.4 + 0.1 * (0.8 - 0.75),
-    )
+    assert_values(tracked(row, t), 2.2 + 0.1 * (0.2 - 0.25), 4.4 + 0.1 * (0.8 - 0.75))
     same = replace(t, reward=torch.ones(9, dtype=torch.float64))
     assert float(row.prepare(same).advantage.abs().max()) == 0.0
 
@@ -133,10 +126,10 @@ def test_par_is_the_golden_case_before_the_group_and_takes_the_kl_off_what_it_sh
     moved = shaped - 0.1 * f64(2, 0, 0)
     row = named_objective("par", advantage_options=options, kl_in_reward=0.1)
     assert_values(row.prepare(t).advantage[:, 0], *(moved - moved.mean()).tolist())
-    with pytest.raises(ValueError, match=r"reference_reward must be \[B, 1\]; got \(3, 2\)"):
+    with pytest.raises(ValueError, match=r"reference_reward must be \[B, 1\]; got shape \(3, 2\)"):
         named_objective("par").prepare(t)
     with pytest.raises(
-        ValueError, match=r"reference_reward must be \[B, M\] with B = 3 .*; got shape \(2, 2\)"
+        ValueError, match=r"weight must be \[B, T\] and reference_reward \[B, M\]; got \(3, 2\) and \(2, 2\)"
     ):
         replace(t, reference_reward=torch.zeros(2, 2))
 

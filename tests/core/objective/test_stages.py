@@ -62,7 +62,7 @@ def test_advantages_by_key(name: str, options: dict) -> None:
     present = prepared.weight != 0
     assert int(present.sum()) > 20
     torch.testing.assert_close(prepared.advantage[present], expected[present])
-    assert check_invariance(objective, t, policy).passed
+    assert max(check_invariance(objective, t, policy).values()) < 1e-6
     with pytest.raises(ValueError, match=f"advantage='{name}' needs Trajectories"):
         objective.prepare(replace(t, metric=None, entropy=None, ref_log_prob=None))
 
@@ -109,6 +109,6 @@ def test_clip_b_leaves_tokens_out_and_steer_weighs_them() -> None:
         loss.decisions["policy"][inside], (expected * before.decisions["policy"])[inside]
     )
     for objective in (clip_b, steer):
-        assert check_invariance(objective, t, policy).passed
+        assert max(check_invariance(objective, t, policy).values()) < 1e-6
         with pytest.raises(ValueError, match="denoising steps of fixed variance"):
             objective.prepare(replace(t, decisions="denoising_steps"))

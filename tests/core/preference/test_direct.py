@@ -177,7 +177,6 @@ class TestVotes:
         ({"label": f64(1)}, r"rejected \[B\], label \[B\]; got \(2,\), \(2,\), \(1,\)"),
         ({"ref_chosen": None}, "row sigmoid measures from a reference; give ref_log_prob, or take simpo"),
         ({"row": "simpo"}, "row simpo divides by the tokens of a completion; give their number as length"),
-        ({"rejected": f64(1)}, r"log_prob must be \[B\] and ref_log_prob \[B\]; got \(1,\) and \(2,\)"),
     ],
 )
 def test_bad_input_by_its_message(options: dict[str, Any], message: str) -> None:

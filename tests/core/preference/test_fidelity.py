@@ -145,10 +145,6 @@ class TestRewards:
         (lambda: answer_statistics(f64(1)), r"answers must be \[B, K\]; got shape \(1,\)"),
         (lambda: fidelity(f64(1), f64(1), mode="x"), "mode must be"),  # pyright: ignore[reportArgumentType]
         (lambda: fidelity_loss(f64(1), f64(1, 2)), r"score \(1,\) and label \(2,\)"),
-        (
-            lambda: fidelity_rewards(normal(2, 3), f64(1, 2, 3)),
-            r"target must be \[B\] or \[B, B\], B = 2; got \(3,\)",
-        ),
     ],
 )
 def test_bad_input(call: Callable[[], object], message: str) -> None:

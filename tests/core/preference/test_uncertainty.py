@@ -145,11 +145,7 @@ def _fit(mode: str, steps: int) -> Tensor:
     score = torch.zeros(12, dtype=torch.float64, requires_grad=True)
     raw = torch.zeros(2, dtype=torch.float64, requires_grad=True)
     optimizer = torch.optim.LBFGS(
-        [score, raw],
-        max_iter=steps,
-        tolerance_grad=1e-13,
-        tolerance_change=0,
-        line_search_fn="strong_wolfe",
+        [score, raw], max_iter=steps, tolerance_grad=1e-13, tolerance_change=0, line_search_fn="strong_wolfe"
     )
 
     def closure() -> float:

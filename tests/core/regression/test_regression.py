@@ -21,12 +21,7 @@ from visalign.core.regression.losses import (
     reward_probability,
 )
 from visalign.core.regression.rows import REGRESSIONS, PairOutput, named_regression
-from visalign.core.regression.signals import (
-    best_share,
-    best_worst_pairs,
-    soft_clip,
-    tilted_weights,
-)
+from visalign.core.regression.signals import best_share, best_worst_pairs, soft_clip, tilted_weights
 from visalign.flow.parametrization import flow_sigma, preserving_scale, velocity_of_prediction
 
 NAN = float("nan")
@@ -244,7 +239,6 @@ def test_bad_rows_are_refused(name: str, changes: dict[str, Any], message: str) 
     ("call", "message"),
     [
         (lambda: reward_probability(f64(1), mode="both"), "mode must be one of all, positive_only"),  # type: ignore[arg-type]
-        (lambda: matching_error(V, TARGET, SIGMA, weighting="t2"), "weighting must be one of uniform"),  # type: ignore[arg-type]
         (lambda: preference_loss(A, A[:2]), r"error \(5,\) and anchor_error \(2,\) must have one shape"),
     ],
 )

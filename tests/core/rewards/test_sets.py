@@ -77,13 +77,6 @@ def test_gains_are_the_set_with_and_without_each_sample() -> None:
     assert_values(set_gains(lambda rows: rows.sum((-2, -1)), value), *value.sum(1).tolist())
 
 
-def test_a_sample_far_from_the_reference_is_the_worst() -> None:
-    reference = normal(200, 2, seed=2)
-    value = torch.cat([normal(6, 2), torch.tensor([[9.0, 9]], dtype=torch.float64)])
-    gains = frechet_gains(value, reference)
-    assert gains.argmin() == 6 and gains[6] < 0
-
-
 @pytest.mark.parametrize(
     "measure",
     [
@@ -107,7 +100,6 @@ def test_stacks_equal_single_sets(measure: Callable[[Tensor], Tensor]) -> None:
         (lambda: vendi_score(torch.ones(0, 3)), r"got \(0, 3\)"),
         (lambda: vendi_score(torch.zeros(2, 2)), "a row of zeros has no direction"),
         (lambda: frechet_gains(torch.ones(1, 2), torch.ones(3, 2)), "got 1 sample. Give at least 2"),
-        (lambda: frechet_distance(torch.ones(2, 2), torch.ones(3, 4)), r"one set \[m, 2\].*got \(3, 4\)"),
         (lambda: frechet_distance(torch.ones(2, 2) / 0, torch.ones(3, 2)), "embeddings must be finite"),
     ],
 )

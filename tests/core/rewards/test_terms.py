@@ -70,14 +70,6 @@ def test_adaptive_coefficient(kl: float, factor: float) -> None:
     assert adaptive_kl_coefficient(torch.tensor(0.5), torch.tensor(kl), **options).dtype == torch.float32
 
 
-def test_the_adaptive_coefficient_settles_where_the_kl_is_on_target() -> None:
-    """A toy in which KL = 3/β: the fixed point is β = 3/target."""
-    beta = torch.tensor(2.0, dtype=torch.float64)
-    for _ in range(400):
-        beta = adaptive_kl_coefficient(beta, 3 / beta, samples=1000, horizon=4000, target=6.0)
-    assert beta.item() == pytest.approx(0.5, rel=1e-3)
-
-
 @pytest.mark.parametrize(
     ("kl", "factor"), [(0.01, 1.0), (0.0149, 1.0), (0.016, 2.0), (0.006, 0.5), (0.0, 0.5), (NAN, 1.0)]
 )
@@ -117,7 +109,6 @@ MATRIX = torch.zeros(2, 3)
     [
         (lambda: place_terminal(MATRIX, MATRIX), r"reward must be \[B\] .* got \(2, 3\) and \(2, 3\)"),
         (lambda: kl_in_reward(MATRIX, MATRIX, torch.zeros(2), beta=0.1), r"\(2,\) must have one shape"),
-        (lambda: kl_in_reward(MATRIX, MATRIX, MATRIX, beta=0.1, weight=MATRIX.T), "must have one shape"),
         (lambda: adaptive_kl_coefficient(0.1, 1.0, samples=50_000), "got 50000/10000. Use a longer horizon"),
         (lambda: soft_overlong(torch.zeros(2), max_length=10, cache=11), "got cache=11, max_length=10"),
     ],

@@ -14,12 +14,7 @@ from torch.nn import functional as F
 
 from tests.support.core import assert_values, f64, normal
 from visalign.core.preference.diversity import nuclear_diversity
-from visalign.core.preference.heatmaps import (
-    ctrl_u_loss,
-    ctrl_u_weight,
-    fuse_heatmaps,
-    laplace_loss,
-)
+from visalign.core.preference.heatmaps import ctrl_u_loss, ctrl_u_weight, fuse_heatmaps, laplace_loss
 from visalign.core.preference.off_policy import off_policy_pair_weights, relative_log_density
 from visalign.core.rewards.uncertainty import (
     bhattacharyya,
@@ -242,14 +237,9 @@ class TestDiversityOfMembers:
     [
         (lambda: bhattacharyya(f64(1), f64(1, 2), f64(1), f64(1)), r"std \[N\], .*; got \(1,\), \(2,\)"),
         (lambda: penalise(f64(1), f64(1, 2), strength=1), r"mean \(1,\) and uncertainty \(2,\)"),
-        (lambda: combine_members(f64(1)), r"mean must be \[M, B\]; got shape \(1,\)"),
         (lambda: combine_members(normal(2, 2), how="x"), "how must be"),  # pyright: ignore[reportArgumentType]
         (lambda: combine_members(normal(2, 2), how="inverse_variance"), "needs std"),
-        (lambda: relative_uncertainty_weight(f64(1), strength=-1), "strength must be finite and ≥ 0; got -1"),
-        (lambda: relative_uncertainty_weight(normal(1, 2)), r"std must be \[B\]; got shape \(1, 2\)"),
         (lambda: laplace_loss(f64(1), f64(1), f64(1, 2)), "must have one shape"),
-        (lambda: fuse_heatmaps(normal(2, 3), normal(2, 4)), "must have one shape"),
-        (lambda: relative_log_density(f64(1), f64(1, 2)), r"and ref_log_prob \(2,\) must have one shape"),
     ],
 )
 def test_bad_input(call: Callable[[], object], message: str) -> None:

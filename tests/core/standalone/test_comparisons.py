@@ -143,15 +143,6 @@ class TestBalance:
             lambda: soft_plackett_luce(f64(1), f64(1)),
             r"score must be \[P, K\] and reward \[P, K\]; got \(1,\) and \(1,\)",
         ),
-        (
-            lambda: gdro_loss(f64(1)[None], f64(1)[None], f64(1), beta=1, gamma=1),
-            r"error must be \[P, K\], ref_error \[P, K\], reward \[P, K\]; got \(1, 1\), \(1, 1\), \(1,\)",
-        ),
-        (lambda: min_norm_weights(f64(1)), r"gradient must be \[K, N\]; got shape \(1,\)"),
-        (
-            lambda: combine_gradients(torch.ones(2, 2), f64(1)),
-            r"gradient must be \[K, N\] and alpha \[K\]; got \(2, 2\) and \(1,\)",
-        ),
         (lambda: smooth_weights(f64(1), f64(1, 2)), r"previous \(1,\) and alpha \(2,\)"),
     ],
 )

@@ -208,8 +208,7 @@ COUNTS = count_step(torch.ones(2, 3), group=[0, 1])
             lambda x: aggregate(x, x, "seq_mean_token_mean", COUNTS, denominator=x[0]),
             r"denominator \(3,\) and rows \(2,\) must have one shape",
         ),
-        (lambda x: count_step(x, empty=WRONG), "empty must be one of drop, keep; got 'wrong'"),
-        (lambda x: count_step(x, group=[0]), "one label per sample, 2 in all; got 1 labels"),
+        (lambda x: count_step(x, group=[0]), "one label per sample, 2 in all; got a list"),
         (lambda x: count_step(x[..., None]), r"weight must be \[B, T\] or \[N\]; got shape \(2, 3, 1\)"),
     ],
 )

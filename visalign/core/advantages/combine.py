@@ -38,9 +38,8 @@ def weighted_mean(rewards: Tensor, weights: Sequence[float], *, missing: Missing
 
     With "skip" both sums run over the present rewards: a failed term leaves the average, instead of pulling
     it towards 0 as in a sum. With win rates per category it is the blend of Pref-GRPO's flexible judge:
-    weighted_mean([overall, weighted_mean(categories, c)], [w_overall, w_categories]).
-
-    Wang et al., Pref-GRPO, arXiv 2508.20751, released code.
+    weighted_mean([overall, weighted_mean(categories, c)], [w_overall, w_categories]). Wang et al., Pref-GRPO,
+    arXiv 2508.20751, released code.
     """
     usable, row, weight = _usable(rewards, weights, missing)
     if min(weights) < 0:
@@ -62,7 +61,6 @@ def normalise_then_sum(
 
     No reward wins by its unit. Whiten the result over the batch (`whiten(..., eps=eps, eps_inside=False)`),
     per sample or per token. A skipped term counts as average. Returns [B], NaN where the sample is missing.
-
     Liu et al., GDPO, arXiv 2601.05242.
     """
     usable, row, weight = _usable(rewards, weights, missing)
@@ -87,9 +85,7 @@ def gdpo_advantages(
     The batch statistics run over samples (TRL), or over decisions if `decision_weight` [B, T] is given
     (verl): only its zeros matter, and a sample counts as often as it has decisions. Over samples mean_batch Z
     is 0 and groups of equal rewards stay at exactly 0; over decisions of uneven numbers they move. Returns
-    [B], or [B, T] with `decision_weight`.
-
-    Liu et al., GDPO, arXiv 2601.05242.
+    [B], or [B, T] with `decision_weight`. Liu et al., GDPO, arXiv 2601.05242.
     """
     combined = normalise_then_sum(rewards, weights, group, ddof=ddof, eps=eps, missing=missing)
     if decision_weight is None:

@@ -26,9 +26,8 @@ def aem_scale(entropy: Tensor, group: Labels, *, lam: float = 1.0, min_range: fl
     """Compute AEM's factor per response, α = exp(−λ h̃)/mean_g exp(−λ h̃), h̃ = (H − min_g)/(max_g − min_g).
 
     `entropy` [B] is the mean entropy H of each response. The factors of a group have mean 1; missing
-    entropies and groups whose entropies differ by less than `min_range` nats get 1.
-
-    AEM, arXiv 2605.00425 (λ = 1, range 0.1).
+    entropies and groups whose entropies differ by less than `min_range` nats get 1. AEM, arXiv 2605.00425 (λ
+    = 1, range 0.1).
     """
     check_axes(entropy=(entropy, "B"))
     index, groups = group_index(group, entropy.shape[0], entropy.device)
@@ -54,10 +53,9 @@ def aem_advantages(
 def entropy_aware_advantages(advantage: Tensor, entropy: Tensor, weight: Tensor, *, a: float = 0.2) -> Tensor:
     """Weigh uncertain decisions more (AEPO): A′_t = A (1 + a (H_t − mean H)/std H) over the batch.
 
-    `entropy` [B, T] is that of each decision at sampling; a missing one, or a std of 0, leaves A.
-
-    AEPO, arXiv 2510.14545 (a = 0.2). Deviations: the released code recomputes the entropies at each update,
-    and takes mean and std (ddof 1) from each micro-batch. Addition: the factor stays at 0 or above.
+    `entropy` [B, T] is that of each decision at sampling; a missing one, or a std of 0, leaves A. AEPO, arXiv
+    2510.14545 (a = 0.2). Deviations: the released code recomputes the entropies at each update, and takes
+    mean and std (ddof 1) from each micro-batch. Addition: the factor stays at 0 or above.
     """
     check_axes(advantage=(advantage, "B"), entropy=(entropy, "B T"), weight=(weight, "B T"))
     gain, inside = float32(advantage).detach()[:, None], weight != 0
@@ -71,9 +69,8 @@ def empg_scale(entropy: Tensor, weight: Tensor | None = None, *, k: float = 1.0,
     """Compute EMPG's confidence, g = exp(−k H̃)/mean exp(−k H̃), H̃ = (H − min)/(max − min + eps).
 
     `entropy` [B, S] is the mean entropy of each segment, absent where not finite. Minimum, maximum and mean
-    are over all present segments, so that g has mean 1: confident segments move the policy more.
-
-    EMPG, arXiv 2509.09265.
+    are over all present segments, so that g has mean 1: confident segments move the policy more. EMPG, arXiv
+    2509.09265.
     """
     present = _present_segments(entropy, weight)
     confidence = _confidence(entropy, present, k, eps)
@@ -95,9 +92,8 @@ def empg_advantages(
     """Scale each segment by its confidence and reward the clarity of the next present one (EMPG).
 
     A_s = A g_s + ζ exp(−k′ H̃_{s+1}), without the bonus on a row's last segment; then, with `centre`, minus
-    the mean over all present segments. `advantage` is [B]; `entropy` [B, S] is as in `empg_scale`.
-
-    EMPG, arXiv 2509.09265 (k = k′ = 1, ζ = 0.1).
+    the mean over all present segments. `advantage` is [B]; `entropy` [B, S] is as in `empg_scale`. EMPG,
+    arXiv 2509.09265 (k = k′ = 1, ζ = 0.1).
     """
     present = _present_segments(entropy, weight)
     check_axes(entropy=(entropy, "B S"), advantage=(advantage, "B"))
@@ -132,10 +128,9 @@ def perplexity_advantages(
     """Weigh responses of low perplexity more: A′_i = A_i max(0, 1 − α w_i).
 
     w_i = (ln PPL_i − mean)/std (ddof 1) among the responses of a group, ln PPL_i = −mean_t log π_old.
-
     Decomposing the Entropy-Performance Exchange, arXiv 2508.02260 (perplexity). Addition: the factor stays at
-    0 or above, so that no sign turns. α and the scope of the statistics are ours, as
-    we did not find the paper's.
+    0 or above, so that no sign turns. α and the scope of the statistics are ours, as we did not find the
+    paper's.
     """
     check_axes(advantage=(advantage, "B"), log_prob=(log_prob, "B T"), weight=(weight, "B T"))
     inside = weight != 0

@@ -5,7 +5,7 @@ Deliberate deviations from the published code:
 * a group of equal rewards gives exactly 0 in every setting (float32 means give rounding noise divided by
   eps);
 * a missing reward leaves the statistics of its group and gets 0; it is never counted as a reward of 0;
-* a group with one valid member gives 0 unless `singleton="raw"` (verl keeps the raw reward).
+* a group with one valid member gives 0 (verl keeps the raw reward).
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ from torch import Tensor
 
 from visalign.core.checks import check_choice
 from visalign.core.groups.labels import Labels, group_index
-from visalign.core.groups.moments import centre, check_spread, divide, present_entries, spread
+from visalign.core.groups.moments import centre, divide, present_entries, spread
 from visalign.core.precision import float32_dtype
 
 Scale = Literal["group", "batch", "none"]
 Baseline = Literal["mean", "leave_one_out"]
-Singleton = Literal["zero", "raw"]
 
 
 def group_advantages(
@@ -34,34 +33,19 @@ def group_advantages(
     ddof: int = 1,
     eps: float = 1e-4,
     valid: Tensor | None = None,
-    singleton: Singleton = "zero",
 ) -> Tensor:
-    """Compare each reward with the others of its group: A_i = (R_i − mean_g)/(std + eps).
+    """Compare each reward with the others of its group: A_i = (R_i − mean_g)/(std + eps); 0 where missing.
 
-    The mean is over the valid members of i's group g. With baseline "leave_one_out" it is over the other
-    members: R_i − mean_{j≠i} R_j = (R_i − mean_g)·n/(n−1). [B, T] rewards are treated column by column.
-    Statistics are centred before they are squared.
-
-    Args:
-        reward: [B] or [B, T].
-        group: [B] labels.
-        scale: "group" (GRPO), "batch" (one std for all, centred per group), "none" (Dr.GRPO, RLOO).
-        baseline: "mean" or "leave_one_out" (RLOO).
-        ddof: 1 for the unbiased std (TRL, verl), 0 for the biased one (flow_grpo).
-        eps: Added to the std, in units of the reward.
-        valid: Bool [B] or the shape of reward; False means missing.
-        singleton: Advantage of a group with one valid member: "zero", or "raw" for the reward itself.
-
-    Returns:
-        The shape of reward; 0 where the reward is missing.
-
-    Shao et al., DeepSeekMath, arXiv 2402.03300, section 4.1.2; Liu et al., Dr.GRPO, arXiv 2503.20783, section
-    3.2; Ahmadian et al., RLOO, arXiv 2402.14740; Liu et al., Flow-GRPO, arXiv 2505.05470.
+    The mean is over the valid members of i's group g. With baseline "leave_one_out" (RLOO) it is over the
+    other members: R_i − mean_{j≠i} R_j = (R_i − mean_g)·n/(n−1). The std is that of the "group" (GRPO), one
+    for the "batch" of rewards centred per group, or "none" (Dr.GRPO, RLOO). Rewards [B, T] are treated column
+    by column. Statistics are centred before they are squared. Shao et al., DeepSeekMath, arXiv 2402.03300,
+    section 4.1.2; Liu et al., Dr.GRPO, arXiv 2503.20783, section 3.2; Ahmadian et al., RLOO, arXiv
+    2402.14740; Liu et al., Flow-GRPO, arXiv 2505.05470.
     """
     check_choice("scale", scale, get_args(Scale))
     check_choice("baseline", baseline, get_args(Baseline))
-    check_choice("singleton", singleton, get_args(Singleton))
-    check_spread(ddof, eps)
+
     if reward.ndim not in (1, 2):
         raise ValueError(f"reward must be [B] or [B, T]; got shape {tuple(reward.shape)}.")
     index, groups = group_index(group, reward.shape[0], reward.device)
@@ -78,8 +62,7 @@ def group_advantages(
         all_rows = torch.zeros_like(index)
         deviation = centre(values, mask, all_rows, 1)[1]
         result = divide(result, spread(deviation, mask, all_rows, 1, ddof) + eps)
-    singleton_advantage = values if singleton == "raw" else torch.zeros_like(values)
-    result = torch.where(mask, torch.where(count == 1, singleton_advantage, result), 0.0)
+    result = torch.where(mask & (count > 1), result, 0.0)
     return result.reshape(reward.shape).to(float32_dtype(reward))
 
 
@@ -101,7 +84,6 @@ def whiten(
     group. `keep_mean` adds the mean back. Entries that are not finite, or not `valid` (the shape of values or
     its first dimensions), get 0.
     """
-    check_spread(ddof, eps)
     present = present_entries(values, valid)
     flat = torch.where(present, values.detach().double(), 0.0).reshape(-1, 1)
     mask = present.reshape(-1, 1)
@@ -120,6 +102,4 @@ def whiten(
 
 def clamp_advantages(advantage: Tensor, bound: float) -> Tensor:
     """Limit advantages to [−bound, bound]; published Flow-GRPO uses 5."""
-    if not bound > 0:
-        raise ValueError(f"bound must be positive; got {bound}. To switch the clamp off, do not call it.")
     return advantage.clamp(-bound, bound)

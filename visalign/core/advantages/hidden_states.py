@@ -19,9 +19,7 @@ def effective_rank(embedding: Tensor) -> Tensor:
     """Count the directions in which a set varies: exp(−Σ q ln q), q the singular values over their sum.
 
     Sets [..., n, d] are centred first. Returns [...] between 1 (all on a line) and min(n − 1, d); 0 for a set
-    that does not vary.
-
-    Roy and Vetterli, The effective rank, EUSIPCO 2007; used by VERL, arXiv 2509.23808.
+    that does not vary. Roy and Vetterli, The effective rank, EUSIPCO 2007; used by VERL, arXiv 2509.23808.
     """
     value = check_embeddings(embedding)
     value = value - value[..., :1, :]  # equal rows become exact zeros before the mean is taken
@@ -35,9 +33,8 @@ def rank_dynamics(hidden: Tensor, *, stride: int = 40) -> Tensor:
     """Measure rank, velocity and acceleration of a completion's hidden states [T, D]; [3] float64.
 
     With m_j the effective rank of the first j·stride states: rank = that of all states; velocity = mean_{j≥2}
-    δ_j, δ_j = m_j − mean_{k<j} m_k; acceleration = mean_{j≥3} (δ_j − δ_{j−1}); 0 with too few strides.
-
-    VERL, arXiv 2509.23808 (stride 40).
+    δ_j, δ_j = m_j − mean_{k<j} m_k; acceleration = mean_{j≥3} (δ_j − δ_{j−1}); 0 with too few strides. VERL,
+    arXiv 2509.23808 (stride 40).
     """
     check_axes(hidden=(hidden, "T D"))
     dynamics = torch.zeros(3, dtype=torch.float64, device=hidden.device)
@@ -63,7 +60,6 @@ def rank_bonus(
     (`average`, from `rank_average`; None gives no bonus), and β = σ(2 clamp(x_ERA, ±5)): an accelerating rank
     is paid for its height, else for its velocity. The bonus turns no advantage's sign and is never negative,
     so a group's mean is above 0. `rank` is [B, 3] of `rank_dynamics`; a row that is not finite gets no bonus.
-
     VERL, arXiv 2509.23808 (κ = 2).
     """
     check_axes(advantage=(advantage, "B"), rank=(rank, "B n"))
@@ -97,9 +93,7 @@ def flow_deviation(velocity: Tensor, hidden: Tensor, noise: Tensor, *, t: float 
     """Measure how far states are off a learned flow: t/(1−t) · mean_D (v − (h − ε))², [n].
 
     `velocity` v [n, D] is the flow's at x_t = (1−t) ε + t h, for states `hidden` h and start `noise` ε, both
-    [n, D]; time t in (0, 1) is 1 at the state.
-
-    RLFR, arXiv 2510.10201 (t = 0.8).
+    [n, D]; time t in (0, 1) is 1 at the state. RLFR, arXiv 2510.10201 (t = 0.8).
     """
     residual = float32(velocity) - (float32(hidden) - float32(noise))
     return t / (1 - t) * residual.square().mean(-1)
@@ -111,10 +105,9 @@ def flow_rewards(
     """Compute RLFR's token rewards: −scale · s̃_t for the `top` largest s̃ > keep of a row, else 0; [B, T].
 
     s̃ = (s − min)/(max − min) over the row's present tokens, s the `deviation` [B, T] of `flow_deviation`
-    averaged over layers. Rows whose tokens are all alike get 0.
-
-    RLFR, arXiv 2510.10201. Deviation from the released code: its minimum is the second smallest value of the
-    row (the first is taken for padding), and rows of equal scores are 0/0.
+    averaged over layers. Rows whose tokens are all alike get 0. RLFR, arXiv 2510.10201. Deviation from the
+    released code: its minimum is the second smallest value of the row (the first is taken for padding), and
+    rows of equal scores are 0/0.
     """
     check_axes(deviation=(deviation, "B T"), weight=(weight, "B T"))
     present, score = weight != 0, float32(deviation).detach()

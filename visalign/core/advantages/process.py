@@ -13,7 +13,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from visalign.core.checks import check_axes, check_choice, is_integer
+from visalign.core.checks import check_axes, check_choice
 from visalign.core.groups.labels import Labels
 from visalign.core.precision import float32, float32_dtype
 
@@ -64,9 +64,8 @@ def aggregate_steps(reward: Tensor, how: Reduction, exists: Tensor | None = None
 
     "min" is Math-Shepherd's, "product" that of step-wise correctness probabilities; "last" takes the last
     existing step. `exists` is bool [B, K], None if every row has K steps. The result is NaN, missing, if an
-    existing step is not finite or none exists.
-
-    Wang et al., Math-Shepherd, arXiv 2312.08935 (min); Lightman et al., arXiv 2305.20050 (product).
+    existing step is not finite or none exists. Wang et al., Math-Shepherd, arXiv 2312.08935 (min); Lightman
+    et al., arXiv 2305.20050 (product).
     """
     check_choice("how", how, get_args(Reduction))
     exists = torch.ones_like(reward, dtype=torch.bool) if exists is None else exists
@@ -98,9 +97,8 @@ def process_advantages(
     """Sum the standardised rewards of all steps that end at or after a decision (GRPO, process supervision).
 
     r̃_ik = (r_ik − mean)/(std + eps), over all steps of all samples of the group; A_it = Σ_{k: end_k ≥ t}
-    r̃_ik, [B, T]. A sample with a missing reward of an existing step is missing; 0 after the last step.
-
-    Shao et al., DeepSeekMath, arXiv 2402.03300, section 4.1.3.
+    r̃_ik, [B, T]. A sample with a missing reward of an existing step is missing; 0 after the last step. Shao
+    et al., DeepSeekMath, arXiv 2402.03300, section 4.1.3.
     """
     _, _, number = _members(reward, step, weight)
     exists = number > 0
@@ -112,8 +110,6 @@ def process_advantages(
 def _members(reward: Tensor, step: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return the decisions of a step [B, T], their step or K [B, T], and decisions per step [B, K]."""
     check_axes(reward=(reward, "B K"), step=(step, "B T"), weight=(weight, "B T"))
-    if not is_integer(step):
-        raise ValueError(f"step must hold integers, −1 for no step; got {step.dtype}.")
     inside = step >= 0 if weight is None else (step >= 0) & (weight != 0)
     target = torch.where(inside, step, reward.shape[1]).long()
     number = target.new_zeros(reward.shape[0], reward.shape[1] + 1).scatter_add(1, target, inside.long())

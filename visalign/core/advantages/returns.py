@@ -81,9 +81,8 @@ def gae(
 def remax_advantages(reward: Tensor, baseline: Tensor, weight: Tensor | None = None) -> Tensor:
     """Subtract the greedy completion's reward: A_t = Σ_{s≥t} r_s − R(greedy completion of the prompt).
 
-    `reward` is [B, T]; `baseline` [B] is the reward of the greedy (argmax) completion.
-
-    Li et al., ReMax, arXiv 2310.10505, algorithm 1.
+    `reward` is [B, T]; `baseline` [B] is the reward of the greedy (argmax) completion. Li et al., ReMax,
+    arXiv 2310.10505, algorithm 1.
     """
     check_axes(reward=(reward, "B T"), baseline=(baseline, "B"))
     present = _present("reward", reward, weight)
@@ -99,9 +98,8 @@ def reinforce_pp_advantages(
     """Whiten the returns over all decisions of the batch: A = (G − mean)/sqrt(var + eps).
 
     G as in `discounted_returns`; the reward [B, T] holds the KL penalty (`kl_in_reward`). No group is needed.
-    Rewards reach the decisions before a hole (in verl before 0.10 they do not). Missing rows get 0.
-
-    Hu et al., REINFORCE++, arXiv 2501.03262.
+    Rewards reach the decisions before a hole (in verl before 0.10 they do not). Missing rows get 0. Hu et
+    al., REINFORCE++, arXiv 2501.03262.
     """
     present = _present("reward", reward, weight)
     returns = discounted_returns(reward.double(), present, gamma=gamma)
@@ -120,10 +118,9 @@ def reinforce_pp_baseline_advantages(
 ) -> Tensor:
     """Centre rewards in their group, then whiten over all decisions of the batch (REINFORCE++ with baseline).
 
-    C_i = R_i − mean_g, on every present decision of i;  A = (C − mean C)/sqrt(var C + eps). The mean over
-    decisions is not 0 when lengths differ, and moves a group of equal rewards off 0, as published.
-
-    Hu et al., REINFORCE++, arXiv 2501.03262, the baseline variant.
+    C_i = R_i − mean_g, on every present decision of i; A = (C − mean C)/sqrt(var C + eps). The mean over
+    decisions is not 0 when lengths differ, and moves a group of equal rewards off 0, as published. Hu et al.,
+    REINFORCE++, arXiv 2501.03262, the baseline variant.
     """
     check_axes(reward=(reward, "B"), weight=(weight, "B T"))
     centred = group_advantages(reward.double(), group, scale="none", valid=valid)

@@ -34,7 +34,6 @@ def conditional_advantages(
     `metric` [B] (length, entropy, another score; a sample without one is missing). a = `alpha` on the named
     `side` and 1 on the other; below 1 it holds that side back. No direction of the metric is preferred:
     turning its sign changes nothing (even n, no ties, α = 1). μ = 1/2 and α = 1 give R − mean for even n.
-
     CANON, Conditional advantage estimation, arXiv 2509.23962. Deviations from the released code: a group of
     one gives 0, not R; a group of equal metrics has no halves and gives R − mean; no division by a length,
     which is the aggregation's. Equal metrics at the median are split in the order given.
@@ -144,9 +143,8 @@ def online_dpo_advantages(
 def replay_advantages(reward: Tensor, history: Tensor) -> tuple[Tensor, Tensor]:
     """Score replayed samples by today's standard, A = R − median(history) [B], and keep A > 0.
 
-    `history` [H] holds recent mean rewards of groups; what is not finite is left out. There is no std.
-
-    SPEAR, arXiv 2509.22601 (capacity 10240 means, 2048 samples of age ≤ 10 steps).
+    `history` [H] holds recent mean rewards of groups; what is not finite is left out. There is no std. SPEAR,
+    arXiv 2509.22601 (capacity 10240 means, 2048 samples of age ≤ 10 steps).
     """
     check_axes(reward=(reward, "B"))
     if history.ndim != 1 or not len(history):
@@ -164,9 +162,8 @@ def replay_advantages(reward: Tensor, history: Tensor) -> tuple[Tensor, Tensor]:
 def replay_weight(step: Tensor | float, *, warmup: float = 200.0, ceiling: float = 1.0) -> Tensor:
     """Compute SPEAR's weight of the replay loss, c(s) = c₀ (1 − cos(π min(s, T)/T))/2.
 
-    It rises from 0 to the `ceiling` c₀ in `warmup` T optimizer steps; float64 of the shape of `step`.
-
-    SPEAR, arXiv 2509.22601 (T = 200, c₀ = 1 in the released scripts).
+    It rises from 0 to the `ceiling` c₀ in `warmup` T optimizer steps; float64 of the shape of `step`. SPEAR,
+    arXiv 2509.22601 (T = 200, c₀ = 1 in the released scripts).
     """
     part = torch.as_tensor(step, dtype=torch.float64).clamp(0, warmup) / warmup
     return ceiling * (1 - torch.cos(math.pi * part)) / 2

@@ -13,33 +13,21 @@ Labels = Tensor | Sequence[Hashable]
 
 
 def group_index(group: Labels, size: int, device: torch.device | None = None) -> tuple[Tensor, int]:
-    """Number the groups 0 … K-1.
+    """Number the groups 0 … K − 1 by their `size` labels, whose order and values carry no meaning.
 
-    Args:
-        group: B labels; their order and values carry no meaning, equal labels are one group.
-        size: the B that the labels must have.
-        device: device of the index.
-
-    Returns:
-        (index [B] int64, number of groups K).
-
-    Raises:
-        ValueError: wrong number of labels, or a floating-point tensor as labels.
+    Returns (index [B] int64 on the device, number of groups K).
     """
+    shape = tuple(group.shape) if isinstance(group, Tensor) else (len(group),)
+    if isinstance(group, str) or shape != (size,):
+        kind = type(group).__name__
+        raise ValueError(f"group needs one label per sample, {size} in all; got a {kind} of {list(shape)}.")
     if isinstance(group, Tensor):
-        if group.ndim != 1 or group.shape[0] != size:
-            raise ValueError(
-                f"group needs one label per sample, [{size}]; got a tensor of shape {tuple(group.shape)}."
-            )
         if group.is_floating_point() or group.is_complex():
             raise ValueError(
                 f"group labels must be integers, or a list of anything hashable; got {group.dtype}."
             )
         labels, index = torch.unique(group, return_inverse=True)
         return index.to(device), labels.shape[0]
-    if isinstance(group, str) or len(group) != size:
-        got = f"the string {group!r}" if isinstance(group, str) else f"{len(group)} labels"
-        raise ValueError(f"group needs one label per sample, {size} in all; got {got}.")
     numbers: dict[Hashable, int] = {}
     index = [numbers.setdefault(label, len(numbers)) for label in group]
     return torch.tensor(index, dtype=torch.int64, device=device), len(numbers)

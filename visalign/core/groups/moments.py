@@ -45,11 +45,3 @@ def spread(centred: Tensor, mask: Tensor, index: Tensor, groups: int, ddof: int)
 def divide(centred: Tensor, divisor: Tensor) -> Tensor:
     """Divide; 0/0, equal rewards without eps, is 0."""
     return centred / divisor.clamp(min=torch.finfo(divisor.dtype).tiny)
-
-
-def check_spread(ddof: int, eps: float) -> None:
-    """Refuse a ddof other than 0 and 1, and an eps that is negative or infinite."""
-    if ddof not in (0, 1):
-        raise ValueError(f"ddof must be 0 (biased) or 1 (unbiased); got {ddof!r}.")
-    if not 0 <= eps < float("inf"):
-        raise ValueError(f"eps must be a finite number ≥ 0; got {eps}.")

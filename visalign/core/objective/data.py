@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from visalign.core.checks import check_axes
 from visalign.core.groups.labels import Labels
 from visalign.core.surrogates.aggregation import Counts
 
@@ -97,43 +98,28 @@ class Trajectories:
     """Meaning of the axis T."""
 
     def __post_init__(self) -> None:
-        shape = self.weight.shape
-        if len(shape) != 2:
-            raise ValueError(f"weight must be [B, T]; got shape {tuple(shape)}.")
-        for names, expected in ((PER_DECISION, shape), (PER_SAMPLE, shape[:1])):
-            for name in names:
-                value = getattr(self, name)
-                if value is not None and value.shape != expected:
-                    raise ValueError(
-                        f"{name} must have shape {tuple(expected)}, as weight has it; got "
-                        f"{tuple(value.shape)}."
-                    )
-        for name, axes in (("reward", "[B] or [B, M]"), ("reference_reward", "[B, M]")):
+        check_axes(weight=(self.weight, "B T"))
+        rows, full = self.weight.shape[:1], self.weight.shape
+        columns = (len(self.reward_weights),) if self.reward_weights else ()
+        allowed = dict.fromkeys(PER_DECISION, (full,)) | dict.fromkeys(PER_SAMPLE, (rows,))
+        allowed |= {"reward": ((*rows, *columns),), "advantage": (rows, full)}
+        for name, shapes in allowed.items():
             value = getattr(self, name)
-            if value is not None and (value.ndim not in (1, 2) or value.shape[0] != shape[0]):
+            if value is not None and value.shape not in shapes:
+                expected = " or ".join(str(tuple(shape)) for shape in shapes)
                 raise ValueError(
-                    f"{name} must be {axes} with B = {shape[0]} as in weight {tuple(shape)}; got shape "
-                    f"{tuple(value.shape)}."
+                    f"{name} must have shape {expected}, for weight {tuple(full)} and "
+                    f"{len(self.reward_weights)} reward_weights; got {tuple(value.shape)}."
                 )
-        columns = self.reward.shape[1] if self.reward is not None and self.reward.ndim == 2 else 0
-        if self.reward is not None and len(self.reward_weights) != columns:
-            raise ValueError(
-                f"reward {tuple(self.reward.shape)} needs {columns} reward_weights; got "
-                f"{len(self.reward_weights)}."
-            )
-        if self.advantage is not None and self.advantage.shape not in (shape, shape[:1]):
-            raise ValueError(
-                f"advantage must be [B] or [B, T], {tuple(shape[:1])} or {tuple(shape)}; got shape "
-                f"{tuple(self.advantage.shape)}."
-            )
+        check_axes(weight=(self.weight, "B T"), reference_reward=(self.reference_reward, "B M"))
 
     def rows(self, index: Tensor | slice) -> Trajectories:
         """Select the samples `index` (integers, booleans or a slice); ptx_weight stays whole."""
         rows = torch.arange(len(self.weight))[index.cpu() if isinstance(index, Tensor) else index]
         tensors = {
-            f.name: value[rows.to(value.device)]
-            for f in fields(self)
-            if isinstance(value := getattr(self, f.name), Tensor) and f.name != "ptx_weight"
+            name: value[rows.to(value.device)]
+            for name, value in vars(self).items()
+            if isinstance(value, Tensor) and name != "ptx_weight"
         }
         if not isinstance(self.group, Tensor):
             return replace(self, group=[self.group[i] for i in rows.tolist()], **tensors)
@@ -191,8 +177,8 @@ class Prepared:
     """[B, T] off-policy weights ω."""
     keep: Tensor | None = None
     """bool [B, T]: False takes the decision's loss out and leaves the counts."""
-    selected: Tensor | None = None
-    """bool [B, T]: decisions with a penalty (KL-Cov)."""
+    penalty: Tensor | None = None
+    """[B, T] coefficient of each decision's `kl_cov_penalty`."""
     loss_weight: Tensor | None = None
     """[B, T] factor of the policy's loss; 0 where absent."""
     entropy_weight: Tensor | None = None
@@ -230,18 +216,12 @@ class Loss:
 
 
 def check_finite(name: str, value: Tensor, weight: Tensor) -> None:
-    """Refuse NaN and infinities where a decision is present; this waits for the device once.
-
-    Raises:
-        ValueError: with the rows and the first place.
-    """
+    """Refuse NaN and infinities where a decision is present; this waits for the device once."""
     bad = ~torch.isfinite(value.detach()) & (weight != 0)
     if bool(bad.any()):
-        (row, column), *_ = positions = bad.nonzero().tolist()
-        rows = sorted({i for i, _ in positions})
-        listed = ", ".join(map(str, rows[:8])) + (", …" if len(rows) > 8 else "")
+        row, column = bad.nonzero()[0].tolist()
         raise ValueError(
-            f"{name} is not finite at {len(positions)} present decisions of {len(rows)} rows ({listed}); "
+            f"{name} is not finite at {int(bad.sum())} present decisions of {int(bad.any(1).sum())} rows; "
             f"first is row {row}, decision {column}: {float(value[row, column])}. Set their weight to 0, or "
             "the sample's valid to False."
         )

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any, get_args
 
+from visalign.core.checks import check_choice
+
 from . import stages
 from .data import Decisions
 
@@ -81,19 +83,12 @@ TOKEN_SUBSTITUTES = {
 def check_decisions(
     objective: Any, decisions: Decisions, *, name: str = "", available: Collection[str] = ()
 ) -> None:
-    """Refuse an objective that means nothing on these decisions.
+    """Refuse an objective that means nothing on these decisions, with the substitute.
 
-    Args:
-        objective: an `Objective`.
-        decisions: meaning of the axis T.
-        name: the algorithm, for the message and for its substitute.
-        available: fields of `EXTRA` that the caller of denoising steps supplies.
-
-    Raises:
-        ValueError: with the field that does not fit, why, and the substitute.
+    `name` is the algorithm, for the message and for its substitute; `available` are the fields of `EXTRA`
+    that a caller of denoising steps supplies.
     """
-    if decisions not in get_args(Decisions):
-        raise ValueError(f"decisions must be one of {', '.join(get_args(Decisions))}; got {decisions!r}.")
+    check_choice("decisions", decisions, get_args(Decisions))
 
     def refuse(choice: str, why: str, substitute: str) -> None:
         label = f"The algorithm {name!r}" if name else "An objective"
@@ -104,11 +99,13 @@ def check_decisions(
 
     on_steps = decisions == "denoising_steps"
     for (field, refused), (why, substitute) in (ON_STEPS if on_steps else ON_TOKENS).items():
-        value = _field_or_option(objective, field)
+        field, _, option = field.partition(".")
+        value = getattr(objective, field)
+        if option:
+            value = value.get(option, "tv" if objective.surrogate == "dppo" else None)
         if value == refused or (refused is _NONZERO and value):
-            refuse(
-                f"{field}={value!r}", why, substitute if on_steps else TOKEN_SUBSTITUTES.get(name, substitute)
-            )
+            substitute = substitute if on_steps else TOKEN_SUBSTITUTES.get(name, substitute)
+            refuse(f"{option or field}={value!r}", why, substitute)
     if not on_steps:
         return
     if objective.decisions == "tokens":
@@ -116,11 +113,3 @@ def check_decisions(
     for need, choice in {**objective.trajectory_needs(), **objective.output_needs()}.items():
         if need in EXTRA and need not in available:
             refuse(choice, *EXTRA[need])
-
-
-def _field_or_option(objective: Any, field: str) -> Any:
-    name, _, option = field.partition(".")
-    value = getattr(objective, name)
-    if not option:
-        return value
-    return value.get(option, "tv" if objective.surrogate == "dppo" else None)

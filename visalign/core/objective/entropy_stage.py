@@ -57,9 +57,8 @@ def siren(
     """Hold the nucleus entropy of peak tokens at its first value: L = β (H_agg − H_anchor)².
 
     H_agg and the peaks are those of the policy that made the rollout, for all its updates; `p` is that of the
-    nucleus in which the entropies were taken, and `quantile` each completion's own.
-
-    SIREN, arXiv 2509.25133. Deviation from the released code: its H_agg and its anchor are a micro-batch's.
+    nucleus in which the entropies were taken, and `quantile` each completion's own. SIREN, arXiv 2509.25133.
+    Deviation from the released code: its H_agg and its anchor are a micro-batch's.
     """
     peaks = siren_peaks(nucleus_entropy, weight, quantile=quantile)
     measured = aggregate(_product(nucleus_entropy, peaks), weight, "seq_mean_token_mean", counts)
@@ -83,10 +82,8 @@ def epo(
 ) -> EntropyTarget:
     """Reward entropy, and penalise it outside [κ_l, κ_r] times the mean entropy of the earlier rollouts.
 
-    κ_l = low, κ_r = high and λ_s = smoothing: one number for the whole run, not the paper's schedules over
-    turns and epochs.
-
-    EPO, arXiv 2509.22576.
+    λ_s = `smoothing` is one number for the whole run, not the paper's schedules over turns and epochs. EPO,
+    arXiv 2509.22576.
     """
     before = torch.nan if entropy_before is None else entropy_before
     edges = torch.tensor([low * before, high * before], dtype=torch.float64, device=weight.device)
@@ -118,16 +115,10 @@ final `advantage` and `weight`, [B, T] each, and its `counts`."""
 def entropy_loss(
     name: str, coefficient: float, rows: Prepared, policy: PolicyOutput, mode: Mode
 ) -> tuple[Tensor, Mode]:
-    """Compute the loss of each decision [b, T], and how it is aggregated.
+    """Compute the loss of each decision [b, T] of the term `name`, and how it is aggregated; `mode` is the
+    objective's.
 
     bonus: −c H. siren: β(H_agg − anchor)². epo: −c(H − λ_s pen). tea: −c Σ w H, over the step.
-
-    Args:
-        name: a key of `ENTROPY_TERMS`.
-        coefficient: c, or SIREN's β.
-        rows: prepared, of these samples.
-        policy: outputs with their entropies.
-        mode: aggregation of the objective.
     """
     weight, level = rows.entropy_weight, rows.entropy_level
     if name == "siren":
@@ -156,18 +147,11 @@ def remembers(objective: Any) -> str | None:
 
 
 def entropy_memory(objective: Any, t: Trajectories, before: Sequence[float]) -> list[float]:
-    """Update the number that a rule keeps of the rollouts so far.
+    """Update [number that a rule keeps of the rollouts, how many they are] with one; `before` is empty at
+    first.
 
     SIREN keeps H_agg of the first, EPO the mean of the mean entropies of all, ARES a moving average (0.99) of
-    the threshold.
-
-    Args:
-        objective: an `Objective` that `remembers`.
-        t: a whole rollout.
-        before: result for the rollouts before it, empty at the beginning.
-
-    Returns:
-        [the number, how many rollouts it is of]; `before` if this rollout has no present decision.
+    the threshold. A rollout without a present decision changes nothing.
     """
     name = remembers(objective)
     assert t.entropy is not None

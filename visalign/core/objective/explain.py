@@ -52,15 +52,9 @@ class Explanation:
 
 
 def explain(objective: Objective, trajectories: Trajectories, policy: PolicyOutput) -> Explanation:
-    """Trace the gradient of every decision, without a backward pass through the model.
+    """Trace the gradient of every decision of a whole step, without a backward pass through the model.
 
-    Args:
-        objective: the objective.
-        trajectories: samples of the whole step.
-        policy: outputs for all samples; their values are used, not their graph.
-
-    Raises:
-        ValueError: as `Objective.prepare` and `Objective.loss` do.
+    The policy's values for all samples are used, not their graph.
     """
     t, prepared = trajectories, objective.prepare(trajectories)
     leaf = policy.log_prob.detach().clone().requires_grad_()
@@ -77,8 +71,8 @@ def explain(objective: Objective, trajectories: Trajectories, policy: PolicyOutp
         "left out": prepared.weight == 0,
         "clipped": gradient == 0,
     }
-    if prepared.selected is not None:
-        causes["no signal"] = causes["no signal"] & ~prepared.selected
+    if prepared.penalty is not None:
+        causes["no signal"] = causes["no signal"] & (prepared.penalty == 0)
     if prepared.keep is not None:
         causes["left out"] = causes["left out"] | ~prepared.keep
     if prepared.loss_weight is not None:

@@ -80,15 +80,9 @@ def loss_statistics(
 ) -> LossStatistics:
     """Compute the statistics of a micro-batch, without waiting for the device.
 
-    Args:
-        policy_term: 0-dim, the policy's term of the loss, still with its graph; dead decisions are those of
-            this term alone, so that a KL term hides no clip.
-        log_prob: [b, T], as the term has used it.
-        old_log_prob: [b, T].
-        advantage: [b, T].
-        weight: [b, T], 0 for absent decisions.
-        kl: [b, T] exact KL(π‖π_ref).
-        ref_log_prob: [b, T], for k3 where kl is not given.
+    `policy_term` is the policy's term of the loss, still with its graph: dead decisions are those of this
+    term alone, so that a KL term hides no clip. `log_prob` is as the term has used it; `kl` is the exact
+    KL(π‖π_ref), `ref_log_prob` for k3 where it is not given.
     """
     has_graph = log_prob.requires_grad and torch.is_grad_enabled()
     gradient = None

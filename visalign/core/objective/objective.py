@@ -21,11 +21,13 @@ import torch
 from torch import Tensor
 
 from visalign.core.advantages.group import clamp_advantages
+from visalign.core.checks import check_rules
 from visalign.core.surrogates.aggregation import Mode, aggregate, count_step, row_tokens
 from visalign.core.surrogates.kl import Estimator, kl_penalty
 from visalign.core.surrogates.off_policy import off_policy_mask
 from visalign.core.surrogates.ratios import LEVELS, Level, log_ratio, ratio_level
 from visalign.core.surrogates.value import value_loss
+from visalign.core.tokens.selection import kl_cov_penalty
 from visalign.errors import suggestion
 
 from . import stages
@@ -33,13 +35,11 @@ from .data import Decisions, Loss, PolicyOutput, Prepared, Trajectories, check_f
 from .decisions import EXTRA, check_decisions
 from .entropy_stage import ENTROPY_TERMS, EntropyTarget, entropy_loss
 from .loss_statistics import loss_statistics
-from .options import Stage, pick
+from .options import pick
 
 Ratio = Literal["log_prob", "guard"]
 StepWeight = Literal["uniform", "inverse_dt"]
 KLForm = Literal["divergence", "velocity"]
-
-
 CHOICES: dict[str, tuple[Any, ...]] = {
     "ratio": get_args(Ratio),
     "step_weight": get_args(StepWeight),
@@ -56,11 +56,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Objective:
-    """Choices and weights of a policy loss; plain values that can be compared, printed, written as YAML.
-
-    Raises:
-        ValueError: a choice or an option that does not exist, with the nearest name, or a value out of range.
-    """
+    """Choices and weights of a policy loss; plain values that can be compared, printed, written as YAML."""
 
     source: str = ""
     """Paper, arXiv id, equation."""
@@ -136,62 +132,44 @@ class Objective:
                     f"{name} is {value!r}. {suggestion(str(value), filter(None, allowed))}Choose one of: "
                     f"{', '.join(map(str, allowed))}."
                 )
-        for name in ("kl_in_reward", "kl", "value", "entropy", "ptx"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0 (0 is off).")
         pick("advantage", self.advantage, stages.ADVANTAGES, self.advantage_options)
         pick("surrogate", self.surrogate, stages.SURROGATES, self.surrogate_options)
         pick("entropy_term", self.entropy_term, ENTROPY_TERMS, self.entropy_term_options)
         if self.selection is not None:
-            pick("selection", self.selection, stages.SELECTIONS, self._selection_options)
-            stages.KL_COV_PENALTY.check("selection", self.selection, self._penalty_options)
+            pick("selection", self.selection, stages.SELECTIONS, self.selection_options)
         if self.importance_sampling is not None:
-            stages.IMPORTANCE_WEIGHTS.check(
-                "importance_sampling", "importance_weights", self.importance_sampling
-            )
-        for broken, message in RULES:
-            if broken(self):
-                raise ValueError(message.format(**vars(self)))
-
-    @property
-    def _penalty_options(self) -> dict[str, Any]:
-        """Options of the selection's penalty."""
-        defaults = stages.KL_COV_PENALTY.options if self.selection == "kl_cov" else {}
-        return {k: v for k, v in self.selection_options.items() if k in defaults}
-
-    @property
-    def _selection_options(self) -> dict[str, Any]:
-        """Options of the selection itself."""
-        return {k: v for k, v in self.selection_options.items() if k not in self._penalty_options}
+            name = "importance_sampling"
+            stages.IMPORTANCE_WEIGHTS.check(name, "importance_weights", self.importance_sampling)
+        check_rules(self, RULES)
 
     def trajectory_needs(self) -> dict[str, str]:
         """Fields of `Trajectories` that are None by default and that this objective needs -> the choice."""
-        needs = _optional(Trajectories, stages.ADVANTAGES[self.advantage], f"advantage={self.advantage!r}")
-        if self.kl_in_reward:
-            needs["ref_log_prob"] = f"kl_in_reward={self.kl_in_reward:g}"
-        if self.importance_sampling is not None:
-            needs["rollout_log_prob"] = "importance_sampling"
-        if self.ptx:
-            needs["ptx_weight"] = f"ptx={self.ptx:g}"
-        if self.step_weight != "uniform":
-            needs["loss_weight"] = f"step_weight={self.step_weight!r}"
+        optional = {f.name for f in fields(Trajectories) if f.default is None} - {"reward"}
+        chosen = [(f"advantage={self.advantage!r}", stages.ADVANTAGES[self.advantage].needs)]
+        filled = {"advantage"}  # of selections and entropy terms it is the step's own
         if self.entropy:
-            term = ENTROPY_TERMS[self.entropy_term]
-            needs |= _optional(Trajectories, term, f"entropy_term={self.entropy_term!r}", "advantage")
+            needs = set(ENTROPY_TERMS[self.entropy_term].needs) - filled
+            chosen.append((f"entropy_term={self.entropy_term!r}", needs))
         if self.selection is not None:
-            selection = stages.SELECTIONS[self.selection]
-            needs |= _optional(Trajectories, selection, f"selection={self.selection!r}", "advantage")
-        return needs
+            needs = set(stages.SELECTIONS[self.selection].needs) - filled
+            chosen.append((f"selection={self.selection!r}", needs))
+        for choice, is_on, name in (
+            (f"kl_in_reward={self.kl_in_reward:g}", self.kl_in_reward, "ref_log_prob"),
+            ("importance_sampling", self.importance_sampling is not None, "rollout_log_prob"),
+            (f"ptx={self.ptx:g}", self.ptx, "ptx_weight"),
+            (f"step_weight={self.step_weight!r}", self.step_weight != "uniform", "loss_weight"),
+        ):
+            chosen += [(choice, {name})] if is_on else []
+        return {name: choice for choice, names in chosen for name in names if name in optional}
 
     def output_needs(self) -> dict[str, str]:
         """Fields of `PolicyOutput`, or "ref_log_prob", that this objective needs -> the choice.
 
         A KL term needs "ref_log_prob" only where PolicyOutput.kl is None.
         """
+        optional = {f.name for f in fields(PolicyOutput) if f.default is None} | {"ref_log_prob"}
         choice = f"surrogate={self.surrogate!r}"
-        needs = _optional(PolicyOutput, stages.SURROGATES[self.surrogate], choice)
-        if "ref_log_prob" in stages.SURROGATES[self.surrogate].needs:
-            needs["ref_log_prob"] = choice
+        needs = {name: choice for name in stages.SURROGATES[self.surrogate].needs if name in optional}
         if self.value:
             needs["value"] = f"value={self.value:g}"
         if self.entropy:
@@ -201,28 +179,14 @@ class Objective:
         return needs
 
     def prepare(self, trajectories: Trajectories) -> Prepared:
-        """Compute everything that depends on the whole step: advantages, selections, denominators.
-
-        Args:
-            trajectories: samples of the whole optimizer step.
-
-        Returns:
-            Tensors without gradient; micro-batches take their rows.
-
-        Raises:
-            ValueError: a field that this objective needs is missing, or a stage refuses its input.
-        """
+        """Compute everything that depends on the whole step: advantages, selections, denominators."""
         return self.prepare_steps(trajectories, [slice(None)])[0]
 
     def prepare_steps(self, trajectories: Trajectories, steps: Sequence[Tensor | slice]) -> list[Prepared]:
-        """Prepare several optimizer steps on one rollout's samples, as PPO's minibatches are; see `prepare`.
+        """Prepare several optimizer steps, given by their samples, on one rollout, as PPO's minibatches are.
 
-        Args:
-            trajectories: samples of the whole rollout; its ptx_weight is that of each step.
-            steps: the samples of each step, integers or a slice.
-
-        Returns:
-            One entry per step: advantages of the whole rollout, selections and denominators of the step.
+        Advantages are those of the whole rollout, selections and denominators those of the step; ptx_weight
+        is that of each step.
         """
         t = trajectories
         self._check_trajectories(t)
@@ -249,7 +213,7 @@ class Objective:
         selected = stages.Selected()
         if self.selection is not None:
             step = replace(t, advantage=advantage, weight=weight)
-            selected = stages.SELECTIONS[self.selection](step, self._selection_options)
+            selected = stages.SELECTIONS[self.selection](step, self.selection_options)
         weight = weight if selected.weight is None else selected.weight
         group = t.group if self.aggregation == "group_token_mean" else None
         if self.mean_rows is not None:
@@ -259,15 +223,21 @@ class Objective:
         if self.entropy:
             step = SimpleNamespace(**{**vars(t), "advantage": advantage, "weight": weight, "counts": counts})
             target = ENTROPY_TERMS[self.entropy_term](step, self.entropy_term_options)
+        importance_weight = None
+        if self.importance_sampling is not None and t.rollout_log_prob is not None:
+            # ω = f(π_old / μ), μ the engine that sampled
+            off_policy = log_ratio(t.old_log_prob.detach(), t.rollout_log_prob, weight)
+            step = SimpleNamespace(log_ratio=off_policy, weight=weight)
+            importance_weight = stages.IMPORTANCE_WEIGHTS(step, self.importance_sampling).value
         return Prepared(
             weight=weight,
             old_log_prob=t.old_log_prob.detach(),
             advantage=advantage,
             row_tokens=row_tokens(weight, group),
             counts=counts,
-            importance_weight=self._importance_weight(t, weight),
+            importance_weight=importance_weight,
             keep=selected.keep,
-            selected=selected.penalised,
+            penalty=selected.penalty,
             loss_weight=_product(weight, t.loss_weight, selected.loss_weight),
             entropy_weight=target.weight,
             entropy_level=target.level,
@@ -277,27 +247,11 @@ class Objective:
             ptx_counts=None if t.ptx_weight is None else count_step(t.ptx_weight),
         )
 
-    def _importance_weight(self, t: Trajectories, weight: Tensor) -> Tensor | None:
-        if self.importance_sampling is None:
-            return None
-        assert t.rollout_log_prob is not None
-        # ω = f(π_old / μ), μ the engine that sampled
-        off_policy = log_ratio(t.old_log_prob.detach(), t.rollout_log_prob, weight)
-        step = SimpleNamespace(log_ratio=off_policy, weight=weight)
-        return stages.IMPORTANCE_WEIGHTS(step, self.importance_sampling).value
-
     def loss(self, rows: Prepared, policy: PolicyOutput) -> Loss:
-        """Compute the share of a micro-batch in the step's loss.
+        """Compute the share of a micro-batch in the step's loss, from `prepared.rows(index)` and the policy's
+        outputs for the same rows.
 
-        Args:
-            rows: `prepared.rows(index)`, or all of `prepared`.
-            policy: the policy's outputs for the same rows.
-
-        Returns:
-            Differentiable; the shares of any split of the step add up to the same loss and gradient.
-
-        Raises:
-            ValueError: shapes that do not fit, or an output that this objective needs is missing.
+        The shares of any split of the step add up to the same loss and gradient.
         """
         self._check_output(rows, policy)
         mode: Mode = self.aggregation if self.mean_rows is None else "group_token_mean"
@@ -336,9 +290,8 @@ class Objective:
         at_level = ratio_level(token_ratio, rows.weight, self.level)
         step = SimpleNamespace(**{**vars(rows), **vars(policy), "log_ratio": at_level})
         result = stages.SURROGATES[self.surrogate](step, self.surrogate_options)
-        if rows.selected is not None:
-            step = SimpleNamespace(log_ratio=token_ratio, selected=rows.selected)
-            result = result + stages.KL_COV_PENALTY(step, self._penalty_options)
+        if rows.penalty is not None:
+            result = result + kl_cov_penalty(token_ratio, rows.penalty)
         if rows.keep is not None:
             result = torch.where(rows.keep, result, 0.0)
         if self.off_policy_delta is not None:
@@ -395,14 +348,9 @@ class Objective:
         check_finite("log_prob", policy.log_prob, rows.weight)
         needs = self.output_needs()
         if self.kl and policy.kl is None:
-            exact = {"kl_form='velocity'": "velocity_kl"} if self.kl_form == "velocity" else {}
-            exact |= {"ratio='guard'": "gaussian_kl"} if self.ratio == "guard" else {}
-            for choice, function in exact.items():
-                raise ValueError(
-                    f"kl under {choice} needs the exact PolicyOutput.kl, as `{function}` gives it: there are "
-                    "no log-probs to estimate it from."
-                )
-            needs["ref_log_prob"] = "kl (without PolicyOutput.kl)"
+            is_exact = self.kl_form == "velocity" or self.ratio == "guard"  # no log-probs to estimate it from
+            choice = f"kl={self.kl:g} with kl_form={self.kl_form!r}, ratio={self.ratio!r}"
+            needs["kl" if is_exact else "ref_log_prob"] = choice
         for name, choice in needs.items():
             owner, label = (rows, "Trajectories") if name == "ref_log_prob" else (policy, "PolicyOutput")
             if getattr(owner, name) is None:
@@ -416,17 +364,23 @@ FINITE = (
 """Fields of `Trajectories` that must be finite at present decisions."""
 
 RULES: tuple[tuple[Callable[[Objective], bool], str], ...] = (
-    (
-        lambda o: o.advantage_clamp is not None and not o.advantage_clamp > 0,
-        "advantage_clamp is {advantage_clamp}; the bound must be positive, or None.",
+    *(
+        (
+            lambda o, name=name: not getattr(o, name) >= 0,
+            f"{name} is {{{name}}}; it must be at least 0 (0 is off).",
+        )
+        for name in ("kl_in_reward", "kl", "value", "entropy", "ptx")
+    ),
+    *(
+        (
+            lambda o, name=name: getattr(o, name) is not None and not getattr(o, name) > 0,
+            f"{name} is {{{name}}}; it must be positive, or None.",
+        )
+        for name in ("advantage_clamp", "value_clip", "length")
     ),
     (
         lambda o: o.off_policy_delta is not None and not o.off_policy_delta >= 0,
         "off_policy_delta is {off_policy_delta}; delta must be ≥ 0, or None.",
-    ),
-    (
-        lambda o: o.value_clip is not None and not o.value_clip > 0,
-        "value_clip is {value_clip}; clip must be positive, in the unit of the reward, or None.",
     ),
     (
         lambda o: bool(o.value) and o.advantage != "gae",
@@ -454,12 +408,6 @@ RULES: tuple[tuple[Callable[[Objective], bool], str], ...] = (
     ),
 )
 """(condition that is refused, message)."""
-
-
-def _optional(kind: type, stage: Stage, choice: str, *filled: str) -> dict[str, str]:
-    """Fields that a stage needs and that are None by default in `kind`, but for those the objective fills."""
-    optional = {f.name for f in fields(kind) if f.default is None} - {"reward", *filled}
-    return {name: choice for name in stage.needs if name in optional}
 
 
 def _product(weight: Tensor, *factors: Tensor | None) -> Tensor | None:

@@ -44,7 +44,7 @@ class Stage:
 
     A keyword-only parameter is an option unless it is a tensor; every other parameter is an input. `inputs`
     says what fills a parameter that has not the name of its field: another field, a `Stage` that computes it,
-    or None to leave the default.
+    or None to leave the default, of options too.
     """
 
     def __init__(self, function: Callable[..., Any], /, **inputs: str | Stage | None) -> None:
@@ -53,7 +53,9 @@ class Stage:
         self._defaults = {
             name: parameter.default
             for name, parameter in parameters.items()
-            if parameter.kind is parameter.KEYWORD_ONLY and "Tensor" not in str(parameter.annotation)
+            if parameter.kind is parameter.KEYWORD_ONLY
+            and "Tensor" not in str(parameter.annotation)
+            and inputs.get(name, name) is not None
         }
         for name, parameter in parameters.items():
             source = inputs.get(name, name)

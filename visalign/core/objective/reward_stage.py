@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Advantages of rewards that are shaped, or scored together with those of other samples."""
+"""Rewards and advantages that look at several samples, at earlier rollouts, or at the reference."""
 
 from __future__ import annotations
 
@@ -9,14 +9,10 @@ from torch import Tensor
 from visalign.core.advantages import hidden_states
 from visalign.core.advantages.group import Baseline, Scale, group_advantages
 from visalign.core.advantages.risk import bundle_scores, riskpo_advantages, track_quantile
+from visalign.core.checks import check_axes
 from visalign.core.groups.group_statistics import group_mean
 from visalign.core.groups.labels import Labels, group_index
-from visalign.core.rewards.entropy import (
-    difficulty_entropy_reward,
-    difficulty_of,
-    phase_entropy_reward,
-    window_entropy,
-)
+from visalign.core.rewards.entropy import difficulty_entropy_reward, difficulty_of, window_entropy
 from visalign.core.rewards.likelihood import Likelihood, jepo_credit
 from visalign.core.rewards.terms import preference_as_reward
 from visalign.core.tokens.statistics import masked_quantile
@@ -24,27 +20,7 @@ from visalign.core.tokens.statistics import masked_quantile
 from .data import Trajectories
 
 
-def pear(
-    reward: Tensor,
-    entropy: Tensor,
-    step: Tensor,
-    weight: Tensor,
-    group: Labels,
-    valid: Tensor | None,
-    *,
-    alpha: float = 1.0,
-    right_at: float = 1.0,
-    scale: Scale = "group",
-) -> Tensor:
-    """Compute the group's advantage of `phase_entropy_reward`; the first step is the thinking.
-
-    PEAR, arXiv 2510.08026.
-    """
-    shaped = phase_entropy_reward(reward, entropy, step > 0, weight, alpha=alpha, right_at=right_at)
-    return group_advantages(shaped, group, scale=scale, valid=valid)
-
-
-def ares(
+def ares_reward(
     reward: Tensor,
     entropy: Tensor,
     weight: Tensor,
@@ -52,19 +28,16 @@ def ares(
     present: Tensor,
     entropy_before: float | None,
     group: Labels,
-    valid: Tensor | None,
     *,
     window: int = 4,
     quantile: float = 0.95,
     right_at: float = 1.0,
-    scale: Scale = "group",
 ) -> Tensor:
-    """Compute the group's advantage of the reward plus `difficulty_entropy_reward`.
+    """Add `difficulty_entropy_reward` to the reward.
 
     Windows count above a threshold, that of the earlier rollouts (at first the rollout's own); their target
-    is the mean count of the samples of the same difficulty.
-
-    ARES, arXiv 2510.08457, its reward alone; the window is ours.
+    is the mean count of the samples of the same difficulty. ARES, arXiv 2510.08457, its reward alone; the
+    window is ours.
     """
     threshold = entropy_before
     if threshold is None:
@@ -75,8 +48,7 @@ def ares(
     right = present & (reward >= right_at)
     difficulty = difficulty_of(group_mean(right.double(), present, index, groups)[index])
     target = group_mean(count, present, difficulty, 3)[difficulty]
-    shaped = reward + difficulty_entropy_reward(count, target, right, difficulty).to(reward.dtype)
-    return group_advantages(shaped, group, scale=scale, valid=valid)
+    return reward + difficulty_entropy_reward(count, target, right, difficulty).to(reward.dtype)
 
 
 def ares_threshold(entropy: Tensor, weight: Tensor, *, window: int = 4, quantile: float = 0.95) -> Tensor:
@@ -96,14 +68,12 @@ def par(
     references: int = 1,
     scale: Scale = "group",
 ) -> Tensor:
-    """Compute the group's advantage of R′_b = mean_m σ(k (R_b − R_bm)).
-
-    R_bm are the rewards of `references` completions of the start policy.
+    """Compute the group's advantage of R′_b = mean_m σ(k (R_b − R_bm)), R_bm of completions of the start
+    policy.
 
     PAR, arXiv 2502.18770.
     """
-    if reference_reward.shape[1] != references:
-        raise ValueError(f"reference_reward must be [B, {references}]; got {tuple(reference_reward.shape)}.")
+    check_axes(reference_reward=(reference_reward, f"B {references}"))
     shaped = preference_as_reward(raw_reward, reference_reward, k=k) - kl_cost
     gain = group_advantages(shaped, group, scale=scale, valid=valid)
     return torch.where(torch.isfinite(shaped), gain, torch.nan)
@@ -119,12 +89,10 @@ def likelihood(
     scale: Scale = "none",
     baseline: Baseline = "leave_one_out",
 ) -> Tensor:
-    """Compute the group's advantage of R_i = log π(a* | prompt, z_i).
+    """Compute the group's advantage of R_i = log π(a* | prompt, z_i), a* the answer after the completion z_i.
 
-    a* is the record's answer after the completion z_i; a trainer reads `kind`, see `likelihood_reward`. The
-    task's reward plays no part, and the gradient of R itself is left out.
-
-    Likelihood-based reward designs, arXiv 2602.03979.
+    A trainer reads `kind`, see `likelihood_reward`. The task's reward plays no part, and the gradient of R
+    itself is left out. Likelihood-based reward designs, arXiv 2602.03979.
     """
     shaped = likelihood - kl_cost
     gain = group_advantages(shaped, group, scale=scale, baseline=baseline, valid=valid)
@@ -134,9 +102,8 @@ def likelihood(
 def jepo(likelihood: Tensor, kl_cost: Tensor | float, group: Labels, present: Tensor) -> Tensor:
     """A_i = log mean_j exp ℓ_j − log mean_{j≠i} exp ℓ_j, ℓ_i = log π(a* | prompt, z_i) as in likelihood.
 
-    The task's reward plays no part, and the gradient of the bound itself is left out.
-
-    JEPO in arXiv 2602.03979.
+    The task's reward plays no part, and the gradient of the bound itself is left out. JEPO in arXiv
+    2602.03979.
     """
     usable = torch.isfinite(likelihood) & present
     credit = jepo_credit(torch.where(usable, likelihood, torch.nan), group)[1]
@@ -159,9 +126,7 @@ def riskpo(
     """A = (ω CVaR(S) + RVaR(S))/(ω + 1)/std(S), S the scores of bundles of samples of `bundle` prompts each.
 
     The quantiles are those that `riskpo_quantiles` tracked over the earlier rollouts (`rate` is its η), at
-    first this one's own.
-
-    RiskPO, arXiv 2510.00911; see `mixed_value_at_risk`.
+    first this one's own. RiskPO, arXiv 2510.00911; see `mixed_value_at_risk`.
     """
     score, index = bundle_scores(reward, bundle_index, size=bundle)
     low, high = quantiles or _score_quantiles(score, (level_down, level_up))
@@ -189,13 +154,8 @@ def riskpo_quantiles(
 ) -> tuple[float, float]:
     """Track the lower and the upper quantile of the scores of bundles, for RiskPO's next rollout.
 
-    Args:
-        t: a whole rollout, with the quantiles of the earlier ones; None at the first.
-        reward: [B] its rewards, see `sample_reward`.
-        bundle: option of advantage="riskpo", as are the following.
-        rate: η of `track_quantile`.
-        level_down: level of the lower quantile.
-        level_up: level of the upper quantile.
+    `t` is a whole rollout, with the quantiles of the earlier ones, `reward` its `sample_reward`; options are
+    those of advantage="riskpo", `rate` the η of `track_quantile`.
     """
     assert t.bundle is not None
     score, _ = bundle_scores(reward, t.bundle, size=bundle)
@@ -216,11 +176,9 @@ def rank_bonus(
     rate: float = 0.3,
     scale: Scale = "group",
 ) -> Tensor:
-    """Add VERL's bonus (`hidden_states.rank_bonus`) to the group's advantage.
+    """Add VERL's bonus (`hidden_states.rank_bonus`) to the group's advantage; arXiv 2509.23808.
 
     A trainer reads `rate`, that of `rank_average` over the earlier rollouts, and `stride` of `rank_dynamics`.
-
-    VERL, arXiv 2509.23808.
     """
     gain = group_advantages(reward, group, scale=scale, valid=valid)
     return hidden_states.rank_bonus(gain, rank, rank_average, kappa=kappa)

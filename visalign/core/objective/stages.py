@@ -6,7 +6,7 @@ A new choice is one function, whose parameters are named like fields of the step
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -24,8 +24,9 @@ from visalign.core.advantages.entropy import (
     position_advantages,
     step_entropy,
 )
-from visalign.core.advantages.group import Scale, group_advantages, whiten
+from visalign.core.advantages.group import group_advantages, whiten
 from visalign.core.groups.labels import Labels
+from visalign.core.rewards.entropy import phase_entropy_reward
 from visalign.core.rewards.terms import kl_in_reward, place_terminal
 from visalign.core.surrogates import balance, forms, off_policy, weighted
 from visalign.core.surrogates.ppo import ppo_clip
@@ -35,15 +36,12 @@ from visalign.core.tokens.statistics import weighted_mean
 
 from .data import Trajectories
 from .options import Stage
-from .reward_stage import ares, jepo, likelihood, par, pear, rank_bonus, riskpo
+from .reward_stage import ares_reward, jepo, likelihood, par, rank_bonus, riskpo
 
 
 class AdvantageInputs:
-    """Fields that an advantage function may take: those of the trajectories, and rewards after their KL cost.
-
-    Args:
-        t: trajectories of the rollout.
-        kl_in_reward: β of −β k1 in the reward.
+    """Fields that an advantage function may take: those of the trajectories, and rewards after their KL cost,
+    of β = `kl_in_reward`.
     """
 
     def __init__(self, t: Trajectories, kl_in_reward: float) -> None:
@@ -86,8 +84,7 @@ class AdvantageInputs:
     @property
     def outcome_reward(self) -> Tensor:
         """[B] reward without the process rewards."""
-        outcome = decision_reward(self.t, self.beta, process=False)
-        return _single_reward(self.t) if not self.beta else _sum_over_decisions(self.t, outcome)
+        return sample_reward(replace(self.t, process_reward=None), self.beta)
 
     @property
     def length(self) -> Tensor:
@@ -107,26 +104,22 @@ class AdvantageInputs:
 
 def sample_reward(t: Trajectories, beta: float) -> Tensor:
     """Compute the reward of each sample, [B]: the weighted sum, plus process rewards, minus β Σ_t k1."""
+    single = _single_reward(t)
     if beta == 0 and t.process_reward is None:
-        return _single_reward(t)
-    return _sum_over_decisions(t, decision_reward(t, beta))
+        return single
+    # added to the reward: a completion whose every decision is masked keeps its own
+    return single + (decision_reward(t, beta) - place_terminal(single, t.weight)).sum(1)
 
 
-def decision_reward(t: Trajectories, beta: float, *, process: bool = True) -> Tensor:
+def decision_reward(t: Trajectories, beta: float) -> Tensor:
     """Compute rewards [B, T]: the sample's reward at the last decision, plus process rewards, minus β k1."""
     result = place_terminal(_single_reward(t), t.weight)
-    if process and t.process_reward is not None:
+    if t.process_reward is not None:
         result = result + torch.where(t.weight != 0, t.process_reward.detach().to(result.dtype), 0.0)
     if beta:
         assert t.ref_log_prob is not None
         result = kl_in_reward(result, t.old_log_prob, t.ref_log_prob, beta=beta, weight=t.weight)
     return result
-
-
-def _sum_over_decisions(t: Trajectories, reward: Tensor) -> Tensor:
-    # a completion whose every decision is masked keeps its reward
-    single = _single_reward(t)
-    return single + (reward - place_terminal(single, t.weight)).sum(1)
 
 
 def _single_reward(t: Trajectories) -> Tensor:
@@ -140,11 +133,6 @@ def _drop_invalid(t: Trajectories, reward: Tensor) -> Tensor:
         return reward
     valid = t.valid.to(reward.device).bool()
     return torch.where(valid if reward.ndim == 1 else valid[:, None], reward, torch.nan)
-
-
-def group_advantage(reward: Tensor, group: Labels, valid: Tensor | None, *, scale: Scale = "group") -> Tensor:
-    """Compute the group's advantage [B] that a rule starts from."""
-    return group_advantages(reward, group, scale=scale, valid=valid)
 
 
 def present_advantage(advantage: Tensor, present: Tensor) -> Tensor:
@@ -191,9 +179,10 @@ def whitened_gae(
     ddof: int = 0,
     temperature: float = 0.3,
 ) -> tuple[Tensor, Tensor]:
-    """Compute advantages by generalised advantage estimation, whitened over the rollout, and returns.
+    """Compute advantages by generalised advantage estimation, whitened over the rollout, and returns; see
+    `gae`.
 
-    GAE, arXiv 1506.02438, see `gae`. `temperature` is read by a trainer that reduces several critics to one V
+    GAE, arXiv 1506.02438. A trainer that reduces several critics to one V reads `temperature`
     (`soft_minimum`).
     """
     advantage, target = returns.gae(decision_reward, value, weight, gamma=gamma, lam=lam)
@@ -228,7 +217,9 @@ def given(advantage: Tensor) -> Tensor:
     return advantage
 
 
-_GROUP = Stage(group_advantage)
+_GROUP_SCALE: dict[str, Any] = {"baseline": None, "ddof": None, "eps": None}
+"""The group's advantage that a rule starts from has `scale` as its only option."""
+_GROUP = Stage(group_advantages, **_GROUP_SCALE)
 _PRESENT = Stage(present_advantage, advantage=_GROUP)
 _MEAN_ENTROPY = Stage(mean_entropy)
 _REFERENCE = Stage(reference_log_ratio)
@@ -256,8 +247,8 @@ ADVANTAGES = {
     "empg": Stage(empg, advantage=_PRESENT),
     "perplexity": Stage(perplexity_advantages, advantage=_PRESENT, log_prob="old_log_prob"),
     "position": Stage(position_advantages, advantage=_GROUP),
-    "pear": Stage(pear),
-    "ares": Stage(ares),
+    "pear": Stage(group_advantages, reward=Stage(phase_entropy_reward), **_GROUP_SCALE),
+    "ares": Stage(group_advantages, reward=Stage(ares_reward), **_GROUP_SCALE),
     "par": Stage(par),
     "likelihood": Stage(likelihood),
     "jepo": Stage(jepo),
@@ -317,20 +308,19 @@ SURROGATES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Selected:
-    """Changes that a selection makes; None is no change."""
+    """Changes that a selection makes, [B, T]; None is no change."""
 
     weight: Tensor | None = None
     keep: Tensor | None = None
-    penalised: Tensor | None = None
+    penalty: Tensor | None = None
     loss_weight: Tensor | None = None
 
 
 def top_entropy(
     entropy: Tensor, weight: Tensor, thresholds: Any, *, denominator: Literal["all", "kept"] = "all"
 ) -> Selected:
-    """Keep the tokens of the highest entropy: 1/Σ|o_i| Σ 1[H ≥ H_ρ] ℓ.
-
-    The paper's mean counts all tokens; denominator="kept" counts those that are left.
+    """Keep the tokens of the highest entropy: 1/Σ|o_i| Σ 1[H ≥ H_ρ] ℓ; denominator="kept" counts those
+    alone.
     """
     keep = selection.top_entropy_keep(entropy, weight, thresholds)
     return Selected(keep=keep) if denominator == "all" else Selected(weight=weight * keep)
@@ -343,9 +333,12 @@ def clip_cov(
     return Selected(keep=selection.clip_cov_keep(old_log_prob, advantage, weight, uniform, thresholds))
 
 
-def kl_cov(old_log_prob: Tensor, advantage: Tensor, weight: Tensor, thresholds: Any) -> Selected:
-    """Penalise the decisions of the highest covariance; see `KL_COV_PENALTY`."""
-    return Selected(penalised=selection.kl_cov_select(old_log_prob, advantage, weight, thresholds))
+def kl_cov(
+    old_log_prob: Tensor, advantage: Tensor, weight: Tensor, thresholds: Any, *, coefficient: float = 1.0
+) -> Selected:
+    """Penalise the decisions of the highest covariance by `kl_cov_penalty`."""
+    selected = selection.kl_cov_select(old_log_prob, advantage, weight, thresholds)
+    return Selected(penalty=coefficient * selected.to(advantage.dtype))
 
 
 def clip_b(score: Tensor, advantage: Tensor, weight: Tensor, thresholds: Any) -> Selected:
@@ -373,9 +366,8 @@ def entrocraft(
     high_end: float | None = None,
     over: int = 1,
 ) -> Selected:
-    """Leave out samples that would move the mean token entropy away from its band.
-
-    The band goes from (low, high) to (low_end, high_end), where they are given, in `over` iterations.
+    """Leave out samples that would move the mean token entropy away from its band, which goes from (low,
+    high) to (low_end, high_end), where they are given, in `over` iterations.
     """
     share = min(1.0, iteration / over)
     band = [
@@ -414,6 +406,3 @@ SELECTIONS = {
 
 IMPORTANCE_WEIGHTS = Stage(off_policy.importance_weights)
 """Off-policy correction; `Objective.importance_sampling` holds its options."""
-
-KL_COV_PENALTY = Stage(selection.kl_cov_penalty)
-"""Penalty of the decisions that selection="kl_cov" picks; its options are among the selection's."""

@@ -51,10 +51,9 @@ def bradley_terry_loss(
     τ = 1, m = 0, c = 0 is Bradley-Terry; HPSv2's loss is its sum over pairs. `margin` m, a number or [*], is
     the lead of the better sample in TRL, HPSv3's constant 0.57; `centre` c keeps scores, of which a
     likelihood knows differences only, near 0 (TRL: 0.01); `displacement` τ ≠ 1 is HPSv3's "likelihood
-    displacement". Give pairs without a label weight 0 in `average_pairs`.
-
-    Bradley and Terry 1952; InstructGPT, arXiv 2203.02155, eq. 1; margin: Llama 2, 2307.09288, eq. 2;
-    centring: 2312.09244; HPSv3, 2508.03789, released code.
+    displacement". Give pairs without a label weight 0 in `average_pairs`. Bradley and Terry 1952;
+    InstructGPT, arXiv 2203.02155, eq. 1; margin: Llama 2, 2307.09288, eq. 2; centring: 2312.09244; HPSv3,
+    2508.03789, released code.
     """
     first, other, prob, labelled = paired_scores(left, right, label)
     lead = float32(margin) if isinstance(margin, Tensor) else margin
@@ -69,9 +68,8 @@ def tie_log_prob(
     """Log-probabilities [*, 3] of (left better, equal, right better) under a model that knows ties.
 
     Rao-Kupper, threshold θ > 1, d = l − r: σ(d − ln θ), (θ² − 1) σ(d − ln θ) σ(−d − ln θ), σ(−d − ln θ).
-    Davidson, ν > 0: e^{d/2}, ν, e^{−d/2}, over their sum. `strength` is θ or ν, and may be learned.
-
-    Rao and Kupper 1967; Davidson 1970. HPSv3's "btt" (arXiv 2508.03789, released code) is Rao-Kupper, θ = 5.
+    Davidson, ν > 0: e^{d/2}, ν, e^{−d/2}, over their sum. `strength` is θ or ν, and may be learned. Rao and
+    Kupper 1967; Davidson 1970. HPSv3's "btt" (arXiv 2508.03789, released code) is Rao-Kupper, θ = 5.
     """
     first, other, _, _ = paired_scores(left, right, None)
     check_choice("model", model, get_args(TieModel))

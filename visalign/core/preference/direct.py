@@ -139,11 +139,9 @@ def implicit_reward(
     """The reward [B] that a policy gives a completion, r = β log π(y|x)/π_ref(y|x), per token where the row
     says. `length` [B] counts the tokens of the completions.
 
-    Row power: β w (log π + 1) with w = 1/|y|, the reward under which π maximises E_π[r] + β H_w(π),
-    H_w(π) = −Σ_y w(y) π(y) log π(y) Guiaşu's weighted entropy.
-
-    DPO, arXiv 2305.18290, eq. 5; per token without a reference: SimPO, arXiv 2405.14734, eq. 4; POWER, arXiv
-    2412.09544.
+    Row power: β w (log π + 1) with w = 1/|y|, the reward under which π maximises E_π[r] + β H_w(π), H_w(π) =
+    −Σ_y w(y) π(y) log π(y) Guiaşu's weighted entropy. DPO, arXiv 2305.18290, eq. 5; per token without a
+    reference: SimPO, arXiv 2405.14734, eq. 4; POWER, arXiv 2412.09544.
     """
     check_choice("row", row, DIRECT)
     chosen = DIRECT[row]
@@ -179,9 +177,8 @@ def direct_preference_loss(
 
     IPO is divided by the tokens, as its authors' results are; its eq. 17 has sums. `eps` is the share of
     wrong labels, in [0, 1/2). With labels l (None is 1 − ε), ℓ = −l ln σ(m) − (1 − l) ln σ(−m), whose
-    derivative σ(m) − l vanishes at the stationary label σ(m).
-
-    The rows' sources; cDPO: Mitchell 2023, "A note on DPO with noisy preferences".
+    derivative σ(m) − l vanishes at the stationary label σ(m). The rows' sources; cDPO: Mitchell 2023, "A note
+    on DPO with noisy preferences".
     """
     check_choice("row", row, (name for name, variant in DIRECT.items() if variant.loss is not None))
     entry = DIRECT[row]

@@ -17,9 +17,8 @@ def nuclear_diversity(matrices: Sequence[Tensor], *, dim: int = 0) -> Tensor:
 
     ‖C‖_* / (‖C‖_F √min(n, m)) with C [n, m] = [X_1; …; X_M]: 1 where all singular values of C are alike, and
     √(1/M) of that of one member where all members are equal. The paper's is ‖C‖_* itself, which also grows
-    with the matrices; over ‖C‖_F it does not. dim is 0 for LoRA's A [r, in], 1 for its B [out, r].
-
-    Zhai et al., "Uncertainty-penalized RLHF with diverse reward LoRA ensembles", arXiv 2401.00243.
+    with the matrices; over ‖C‖_F it does not. dim is 0 for LoRA's A [r, in], 1 for its B [out, r]. Zhai et
+    al., "Uncertainty-penalized RLHF with diverse reward LoRA ensembles", arXiv 2401.00243.
     """
     joined = torch.cat([matrix.to(float32_dtype(matrix)) for matrix in matrices], dim)
     nuclear, frobenius = torch.linalg.matrix_norm(joined, "nuc"), torch.linalg.matrix_norm(joined)

@@ -76,9 +76,8 @@ def fidelity(first: Tensor, second: Tensor, *, mode: FidelityMode = "paper") -> 
     """Likeness of two probabilities of the same event: √(pq) + √((1 − p)(1 − q)), in [0, 1].
 
     "upstream" adds 1e-6 inside each root: a perfect match is worth 1.001, a perfect miss 0.002. As a reward
-    only: where p or q is 0 or 1 its slope is infinite; train on `fidelity_loss`.
-
-    Tsai et al., FRank, 2007; VisualQuality-R1, arXiv 2505.14460; released code, `grpo_jsonl.py`.
+    only: where p or q is 0 or 1 its slope is infinite; train on `fidelity_loss`. Tsai et al., FRank, 2007;
+    VisualQuality-R1, arXiv 2505.14460; released code, `grpo_jsonl.py`.
     """
     check_choice("mode", mode, get_args(FidelityMode))
     eps = 1e-6 if mode == "upstream" else 0.0

@@ -93,9 +93,8 @@ def fuse_heatmaps(maps: Tensor, scale: Tensor, *, valid: Tensor | None = None) -
     """Merge maps [M, *] of one image, position by position, by how sure each is: weights e^(−s_m)/Σ e^(−s).
 
     `valid` is False where a map does not reach, e.g. a tile beside the map of the whole image. Returns ([*]
-    merged map, [M, *] weights); NaN and weights of 0 where no map reaches.
-
-    HEIE, arXiv 2411.17261, the uncertainty fusion of global and local maps.
+    merged map, [M, *] weights); NaN and weights of 0 where no map reaches. HEIE, arXiv 2411.17261, the
+    uncertainty fusion of global and local maps.
     """
     check_same(maps=maps, scale=scale, valid=valid)
     dtype = float32_dtype(maps)

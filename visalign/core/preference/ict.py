@@ -54,9 +54,8 @@ def ict_labels(
     """Targets of triples, no gradient, from [N] scores of an ordinary CLIP model: CLIP(I1, easy prompt),
     CLIP(I2, easy prompt) and CLIP(easy prompt, refined prompt), text against text.
 
-    "upstream" gives R1 where E2 is meant: the released loader reads that column.
-
-    ICT-HP, arXiv 2507.19002; released code, `icthp_dataset.py`.
+    "upstream" gives R1 where E2 is meant: the released loader reads that column. ICT-HP, arXiv 2507.19002;
+    released code, `icthp_dataset.py`.
     """
     check_same(clip1=clip1, clip2=clip2, clip_prompts=clip_prompts)
     check_choice("mode", mode, get_args(IctMode))
@@ -85,7 +84,6 @@ def ict_loss(
 
     "upstream" rounds the cosines to bfloat16 first. The paper sums over the three images, the released code
     averages, as here; its weight of negatives, 1/(1 + e^(20 (|cos| − 6))), is 1 for any cosine and left out.
-
     ICT-HP, arXiv 2507.19002; released code, `icthp_criterion.py`.
     """
     check_choice("mode", mode, get_args(IctMode))

@@ -16,7 +16,6 @@ def relative_log_density(log_prob: Tensor, ref_log_prob: Tensor, *, alpha: float
     """ln of π/(α π + (1 − α) π_ref) ≤ ln(1/α), the density ratio bounded by 1/α, without leaving log space.
 
     The released code exponentiates summed log-probabilities, which is 0 for any sentence of usual length.
-
     OCRM, arXiv 2507.15507; relative density ratios: Yamada et al., 1106.4729.
     """
     check_same(log_prob=log_prob, ref_log_prob=ref_log_prob)
@@ -39,9 +38,8 @@ def off_policy_pair_weights(
 
     Log-probs are of the policy of today, `ref_*` of the one that made the pairs. α is of the relative density
     d; m = `multiplier` flattens ratios of whole sequences or trajectories, which are huge. `normalise`
-    divides by the mean over the N pairs: give the whole data set, not a batch.
-
-    OCRM, arXiv 2507.15507; released code for m and the mean.
+    divides by the mean over the N pairs: give the whole data set, not a batch. OCRM, arXiv 2507.15507;
+    released code for m and the mean.
     """
     check_same(chosen=chosen, rejected=rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected)
     both = relative_log_density(chosen.detach(), ref_chosen.detach(), alpha=alpha)

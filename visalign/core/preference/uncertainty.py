@@ -55,12 +55,10 @@ def pair_deviation(left: Tensor, right: Tensor) -> Tensor:
 def log_win_probability(mean: Tensor, std: Tensor) -> Tensor:
     """ln E[σ(z)], z ~ N(μ, s²): the log-probability that a score whose lead is uncertain wins.
 
-    Summed in log space: it neither under- nor overflows, and keeps its relative precision in the tail.
-    ln(1 − P) is the same with −μ. In float64 it errs by less than 1e-8 for s up to 20 and μ down to −60; the
-    MacKay approximation σ(μ/√(1 + πs²/8)) errs by up to 1.1. Differentiable in both; `std` s is that of the
-    difference, see `pair_deviation`.
-
-    HPSv3, arXiv 2508.03789; PURM 2503.22480, eq. 4.
+    Summed in log space: it neither under- nor overflows, and keeps its relative precision in the tail. ln(1 −
+    P) is the same with −μ. In float64 it errs by less than 1e-8 for s up to 20 and μ down to −60; the MacKay
+    approximation σ(μ/√(1 + πs²/8)) errs by up to 1.1. Differentiable in both; `std` s is that of the
+    difference, see `pair_deviation`. HPSv3, arXiv 2508.03789; PURM 2503.22480, eq. 4.
     """
     mu, s = _moments(mean, std)
     narrow, wide = _split(s)
@@ -106,9 +104,8 @@ def uncertain_preference_loss(
     HPSv3's and PURM's code; it needs the generator.
 
     Only σ_l² + σ_r² and the ratio of the scores to it can be learned from a pair: σ means something where
-    people disagreed (soft labels, votes) or where an image occurs in several pairs. See `soft_clamp`.
-
-    HPSv3, arXiv 2508.03789; PURM 2503.22480, eq. 4.
+    people disagreed (soft labels, votes) or where an image occurs in several pairs. See `soft_clamp`. HPSv3,
+    arXiv 2508.03789; PURM 2503.22480, eq. 4.
     """
     check_choice("mode", mode, get_args(UncertainForm))
     left_score, other, prob, labelled = paired_scores(left, right, label)

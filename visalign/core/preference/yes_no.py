@@ -48,9 +48,8 @@ def yes_no_answer(
     `yes_ids` and `no_ids` are the tokens that mean either, e.g. of "yes", " yes", "Yes"; none is in both.
     `normalised` logits are log-probabilities already, of a whole vocabulary of which V is a part (a server's
     top tokens); they are then taken as they are, and a set may be empty. The log-odds are ±inf where one set
-    alone has mass, NaN where a set is empty: nothing is known of it.
-
-    RewardDance, arXiv 2509.08826, the reward; VQAScore 2404.01291.
+    alone has mass, NaN where a set is empty: nothing is known of it. RewardDance, arXiv 2509.08826, the
+    reward; VQAScore 2404.01291.
     """
     size, both = logits.shape[-1], [*yes_ids, *no_ids]
     empty = not normalised and not (yes_ids and no_ids)

@@ -46,9 +46,8 @@ def ram_loss(v: Tensor, v_ref: Tensor, target: Tensor, advantage: Tensor, *, sca
 
     Its fixed point is v − v_ref = s E[A (u − v) | x_σ], the velocity of the reference tilted by e^{sA} but
     for the path cost, which is left out. The paper has the reward itself for A, in [0, 1]; a baseline changes
-    its variance alone. s is one over the strength of the KL to the reference.
-
-    Bergmeister et al., arXiv 2605.10759, eq. 17.
+    its variance alone. s is one over the strength of the KL to the reference. Bergmeister et al., arXiv
+    2605.10759, eq. 17.
     """
     return matching_loss(v, v_ref, target - v, scale * advantage, torch.ones_like(advantage))
 
@@ -57,9 +56,8 @@ def covariance_guidance(x0: Tensor, advantage: Tensor) -> Tensor:
     """The group's direction of better end points x0 [K, ...], −mean_k A_k (x0_k − mean x0), as a change [...]
     of velocity.
 
-    With two samples and A = ±1 it is half their difference: a finite difference of the reward.
-
-    Reward Score Matching, arXiv 2604.17415, class of group estimates; FDFO, arXiv 2603.12893 (pairs).
+    With two samples and A = ±1 it is half their difference: a finite difference of the reward. Reward Score
+    Matching, arXiv 2604.17415, class of group estimates; FDFO, arXiv 2603.12893 (pairs).
     """
     return -(_over(advantage, x0) * (float32(x0) - float32(x0).mean(0))).mean(0).detach()
 
@@ -79,9 +77,7 @@ def reward_probability(advantage: Tensor, *, bound: float = 5.0, mode: Mode = "a
 
     Affine while |A| ≤ A_max = `bound`: there, probabilities of combined advantages are combined
     probabilities. Before, "positive_only" and "negative_only" cut A at 0, "one_only" makes it 1 where A > 0,
-    "binary" its sign.
-
-    Zheng et al., DiffusionNFT, arXiv 2509.16117; MARBLE, arXiv 2605.06507 (A_max = 5).
+    "binary" its sign. Zheng et al., DiffusionNFT, arXiv 2509.16117; MARBLE, arXiv 2605.06507 (A_max = 5).
     """
     a = float32(advantage).detach()
     forms = {"all": a, "positive_only": a.clamp(min=0), "negative_only": a.clamp(max=0)}
@@ -109,9 +105,8 @@ def nft_loss(
 
     Without the weights (`weighted` False), with e = x̂_old − x0 and d = σ (v − v_old), it is −2 A mean(e d) +
     A_max β mean d² + (A_max/β) mean e²: β is the strength of the pull to v_old alone. Published β is 1, and
-    0.1 for text in images; A beyond ±A_max = `bound` counts as ±A_max.
-
-    Zheng et al., arXiv 2509.16117, eq. 5 and its code.
+    0.1 for text in images; A beyond ±A_max = `bound` counts as ±A_max. Zheng et al., arXiv 2509.16117, eq. 5
+    and its code.
     """
     r = reward_probability(advantage, bound=bound, mode=mode)
     e = (_over(sigma, v) * (target - v_old)).detach()  # x̂_old − x0 = σ (u − v_old)
@@ -131,10 +126,9 @@ def matching_error(
 
     With m = mean |v − u|²: uniform m; t σ m; x0 σ² m = mean |x̂0 − x0|²; epsilon (1 − σ)² m = mean |ε̂ − ε|²;
     v ((1 − σ)² + σ²) m, the error of v-prediction; huber σ (√(m + 1e-10) − 1e-5); ghuber, with p = `power`, σ
-    ((m + 1e-10)^p − 1e-10^p)/p; adaptive mean |x̂0 − x0|² / sg(mean |x̂0 − x0|).
-
-    AWM, arXiv 2509.25050 (uniform to ghuber, but for epsilon and v); V-GRPO, arXiv 2604.23380, eq. 14
-    (adaptive); Diffusion-DPO, arXiv 2311.12908 (epsilon).
+    ((m + 1e-10)^p − 1e-10^p)/p; adaptive mean |x̂0 − x0|² / sg(mean |x̂0 − x0|). AWM, arXiv 2509.25050
+    (uniform to ghuber, but for epsilon and v); V-GRPO, arXiv 2604.23380, eq. 14 (adaptive); Diffusion-DPO,
+    arXiv 2311.12908 (epsilon).
     """
     difference = float32(v) - target.detach()
     m = _mean(difference.square())
@@ -166,7 +160,6 @@ def preference_loss(
     Errors are [*, 2] of the better and the worse sample, noised to one level, by one noise where the estimate
     is to be steady; β = 2000 is for the mean over the latent. With a label p [*], the share of votes for the
     first sample, both directions count, ℓ = −p ln σ(m) − (1 − p) ln σ(−m), as in conservative DPO of texts.
-
     Wallace et al., arXiv 2311.12908, eq. 14; online: pairs of the best and the worst of a group.
     """
     check_same(error=error, anchor_error=anchor_error)
@@ -192,9 +185,7 @@ def crd_loss(
     With ρ = −(e − e_old) and R = `reward_probability` of the advantage both centred in the group, the loss is
     A_max mean (β ρ − R)² / β, a number, or the cross-entropy of σ(β ρ) with σ(R). A temperature T takes the
     centres twice, over softmax(R/T) and softmax(−R/T), and averages the two losses. The centre of ρ carries
-    no gradient.
-
-    arXiv 2603.14128; R and the factor A_max = `bound` are of a public implementation.
+    no gradient. arXiv 2603.14128; R and the factor A_max = `bound` are of a public implementation.
     """
     check_choice("form", form, ("mse", "bce"))
     implied = anchor_error.detach() - float32(error)

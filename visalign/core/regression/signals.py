@@ -23,9 +23,8 @@ def tilted_weights(
     """Reward-weighted regression, w_i = n softmax_group(z_i/τ), z the group's z-score.
 
     [B] of mean 1 over a group's n samples; 0 where missing and in groups of equal rewards, which say nothing.
-    τ is in standard deviations of the group.
-
-    Lee et al., arXiv 2302.12192; exponential weights: Fan et al., arXiv 2502.06061.
+    τ is in standard deviations of the group. Lee et al., arXiv 2302.12192; exponential weights: Fan et al.,
+    arXiv 2502.06061.
     """
 
     z = group_advantages(reward.double(), group, ddof=0, valid=valid)

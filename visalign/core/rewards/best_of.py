@@ -20,11 +20,10 @@ STIRLING_FROM = 16
 def pass_at_k(samples: Tensor | int, correct: Tensor | int, k: Tensor | int) -> Tensor:
     """Estimate the probability that at least one of k samples is correct: pass@k = 1 − C(n − c, k)/C(n, k).
 
-    `samples` n, `correct` c and k broadcast. Small probabilities keep their relative precision, and with
-    n − c < k the result is exactly 1. Its mean over prompts is the benchmark's pass@k; 1 − (1 − c/n)^k
-    instead is biased low. NaN unless 1 ≤ k ≤ n and 0 ≤ c ≤ n.
-
-    Chen et al., Evaluating Large Language Models Trained on Code, arXiv 2107.03374, eq. 1.
+    `samples` n, `correct` c and k broadcast. Small probabilities keep their relative precision, and with n −
+    c < k the result is exactly 1. Its mean over prompts is the benchmark's pass@k; 1 − (1 − c/n)^k instead is
+    biased low. NaN unless 1 ≤ k ≤ n and 0 ≤ c ≤ n. Chen et al., Evaluating Large Language Models Trained on
+    Code, arXiv 2107.03374, eq. 1.
     """
     device = next((item.device for item in (samples, correct, k) if isinstance(item, Tensor)), None)
     n, c, attempts = torch.broadcast_tensors(
@@ -39,9 +38,8 @@ def expected_best_of_k(reward: Tensor, k: int, *, valid: Tensor | None = None) -
 
     R_(1) ≤ … ≤ R_(n) are the order statistics of the rewards [*, n] of one prompt; missing ones pad ragged
     prompts. With rewards of 0 and 1 this is pass@k. Together with `best_of_n_kl_bound` it draws the best-of-n
-    curve that a trained policy has to beat.
-
-    David and Nagaraja, Order Statistics; the estimator of pass@k (arXiv 2107.03374) for real-valued rewards.
+    curve that a trained policy has to beat. David and Nagaraja, Order Statistics; the estimator of pass@k
+    (arXiv 2107.03374) for real-valued rewards.
     """
     if k < 1 or reward.ndim == 0 or not reward.shape[-1]:
         raise ValueError(f"k must be ≥ 1 and reward [*, n] with n ≥ 1; got {k} and {tuple(reward.shape)}.")
@@ -61,9 +59,8 @@ def best_of_n_kl_bound(n: Tensor | int) -> Tensor:
 
     Often quoted as an equality, which it is only where every single output is improbable. Otherwise the true
     KL can be arbitrarily smaller: it tends to −log π(best output), while the bound grows with log n.
-    `best_of_n_kl_estimate` is the tight one there.
-
-    Beirami et al., Theoretical guarantees on the best-of-n alignment policy, arXiv 2401.01879, section 3.
+    `best_of_n_kl_estimate` is the tight one there. Beirami et al., Theoretical guarantees on the best-of-n
+    alignment policy, arXiv 2401.01879, section 3.
     """
     count = torch.as_tensor(n).double()
     return torch.where(count >= 1, count.log() - (count - 1) / count, float("nan"))
@@ -74,9 +71,8 @@ def best_of_n_kl_estimate(log_prob: Tensor, n: Tensor | int) -> Tensor:
 
     (1 − ε)^n [log n + (n − 1) log(1 − ε) − (n − 1)/n] + [1 − (1 − ε)^n] log([1 − (1 − ε)^n]/ε): exact if y is
     the best output there is and all the others are tiny, the bound as ε → 0, and 0 at ε = 1. `log_prob` is
-    summed over the decisions of the whole output. Average over prompts and draws. Not a bound.
-
-    Beirami et al., arXiv 2401.01879, section 4.
+    summed over the decisions of the whole output. Average over prompts and draws. Not a bound. Beirami et
+    al., arXiv 2401.01879, section 4.
     """
     log_eps, count = log_prob.detach().double(), torch.as_tensor(n).double()
     log_rest = torch.log1p(-log_eps.exp())

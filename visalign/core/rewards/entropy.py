@@ -15,7 +15,7 @@ EASY, MEDIUM, HARD = 0, 1, 2
 def phase_entropy_reward(
     reward: Tensor,
     entropy: Tensor,
-    answers: Tensor,
+    step: Tensor,
     weight: Tensor,
     *,
     alpha: float = 1.0,
@@ -24,19 +24,15 @@ def phase_entropy_reward(
     """Charge a right completion for the entropy of its thinking above that of its answer (PEAR).
 
     R′ = min(1, R − P) where R ≥ `right_at`, else R; P = max(0, H̄_think − α H̄_answer), each the mean over
-    its tokens, 0 without one. `entropy` is [B, T] in nats; `answers` bool [B, T] is True after the end of the
-    thinking.
-
-    PEAR, arXiv 2510.08026 (α = 1).
+    its tokens in nats, 0 without one. The first `step` [B, T] of a completion is its thinking. PEAR, arXiv
+    2510.08026 (α = 1).
     """
-    check_axes(
-        reward=(reward, "B"), entropy=(entropy, "B T"), answers=(answers, "B T"), weight=(weight, "B T")
-    )
+    check_axes(reward=(reward, "B"), entropy=(entropy, "B T"), step=(step, "B T"), weight=(weight, "B T"))
 
     def mean(inside: Tensor) -> Tensor:
         return torch.where(inside, entropy.detach().double(), 0.0).sum(1) / inside.sum(1).clamp(min=1)
 
-    present, value = weight != 0, float32(reward).detach()
+    present, answers, value = weight != 0, step > 0, float32(reward).detach()
     penalty = (mean(present & ~answers) - alpha * mean(present & answers)).clamp(min=0)
     return torch.where(value >= right_at, (value - penalty).clamp(max=1), value).to(value.dtype)
 
@@ -68,9 +64,8 @@ def difficulty_entropy_reward(count: Tensor, target: Tensor, right: Tensor, diff
     0.25, 0.35; κ = 2, 3, 4; τ = 2, 2.5, 3; c = 0.5, 0.5, 0.6; u = 0.6, 0.8, 1.
 
     `count` and `target` [B] are the windows above the threshold and their usual number; `right` is bool [B];
-    `difficulty` [B] is from `difficulty_of`. Returns [B] float64.
-
-    ARES, arXiv 2510.08457, released code. Deviation: there c u σ(·), 0.15 to 0.3 for any wrong answer.
+    `difficulty` [B] is from `difficulty_of`. Returns [B] float64. ARES, arXiv 2510.08457, released code.
+    Deviation: there c u σ(·), 0.15 to 0.3 for any wrong answer.
     """
     check_axes(count=(count, "B"), target=(target, "B"), right=(right, "B"), difficulty=(difficulty, "B"))
     numbers = [(0.15, 2, 2, 0.5, 0.6), (0.25, 3, 2.5, 0.5, 0.8), (0.35, 4, 3, 0.6, 1)]

@@ -23,9 +23,7 @@ def likelihood_reward(log_prob: Tensor, weight: Tensor, *, kind: Likelihood = "l
     π/Σ_t w ("mean_prob"). All samples of a group share the answer, so sums are comparable. R depends on θ
     itself: the exact gradient of E[R] is the policy gradient with R plus the gradient of this value.
     `log_prob` [B, T] is that of the answer's tokens, teacher forced, differentiable; NaN for a row without a
-    token.
-
-    Likelihood-based reward designs, arXiv 2602.03979.
+    token. Likelihood-based reward designs, arXiv 2602.03979.
     """
     check_axes(log_prob=(log_prob, "B T"), weight=(weight, "B T"))
     inside = weight != 0
@@ -44,9 +42,8 @@ def jepo_credit(log_likelihood: Tensor, group: Labels) -> tuple[Tensor, Tensor]:
     bound = log mean_j exp ℓ_j over the group; credit_i = bound − log mean_{j≠i} exp ℓ_j, the advantage, for
     `log_likelihood` [B] ℓ_i = log π(a* | prompt, z_i) in nats. One sample that explains the answer earns
     nearly all of it. Returns (bound [B], NaN for a group without members; credit [B], 0 where missing, alone
-    in the group, or all are equal).
-
-    Likelihood-based reward designs, arXiv 2602.03979 (JEPO with leave-one-out).
+    in the group, or all are equal). Likelihood-based reward designs, arXiv 2602.03979 (JEPO with
+    leave-one-out).
     """
     check_axes(log_likelihood=(log_likelihood, "B"))
     size = log_likelihood.shape[0]

@@ -11,16 +11,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from visalign.core.checks import check_embeddings
+from visalign.core.checks import check_axes, check_embeddings
 
 
 def vendi_score(embedding: Tensor) -> Tensor:
     """Count the effectively different samples, [...]: exp(−Σ λ ln λ), λ the eigenvalues of Z Zᵀ/n.
 
     Rows Z of [..., n, d] are brought to unit norm, so that similarity is the cosine. 1 for copies of one
-    sample, n for n orthogonal ones. Not monotone: another sample can lower it.
-
-    Friedman and Dieng, The Vendi score, arXiv 2210.02410.
+    sample, n for n orthogonal ones. Not monotone: another sample can lower it. Friedman and Dieng, The Vendi
+    score, arXiv 2210.02410.
     """
     value = _unit(check_embeddings(embedding))
     # Z Zᵀ and Zᵀ Z have the same eigenvalues but for zeros: the squared singular values of Z.
@@ -34,9 +33,8 @@ def frechet_distance(embedding: Tensor, reference: Tensor) -> Tensor:
     Sets [..., n, d] against one `reference` [m, d], [...] float64. With Σ = AᵀA and Σ_r = BᵀB the trace of
     the root is the sum of the singular values of A Bᵀ, which exists for sets of any size. Σ divides by n,
     where programs for the FID divide by n − 1, as a set may lose all but one of its samples here. A small set
-    has too small a Σ: compare only sets of one size.
-
-    Heusel et al., FID, arXiv 1706.08500, eq. 6; Dowson and Landau 1982.
+    has too small a Σ: compare only sets of one size. Heusel et al., FID, arXiv 1706.08500, eq. 6; Dowson and
+    Landau 1982.
     """
     value = check_embeddings(embedding)
     return _to_gaussian(value, *_gaussian(reference, value.shape[-1]))
@@ -47,7 +45,6 @@ def set_gains(score: Callable[[Tensor], Tensor], embedding: Tensor) -> Tensor:
 
     A policy gradient with g_i follows the gradient of E[R(S)], as R(S∖{i}) does not depend on sample i.
     `score` is R, from [..., m, d] to [...] for m of n − 1 and n; it is called n + 1 times. n is at least 2.
-
     Rewards of sets: DRAGON, arXiv 2504.15217, which builds a better and a worse set by swapping samples. The
     difference: Wolpert and Tumer 2001.
     """
@@ -79,10 +76,7 @@ def frechet_gains(embedding: Tensor, reference: Tensor) -> Tensor:
 def _gaussian(reference: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """Return μ [d] and B [k, d], Σ = BᵀB, of a set."""
     value = check_embeddings(reference)
-    if value.ndim != 2 or value.shape[-1] != width:
-        raise ValueError(
-            f"the reference is one set [m, {width}], as wide as the embeddings; got {tuple(value.shape)}."
-        )
+    check_axes(reference=(value, f"m {width}"))
     mean = value.mean(0)
     root = (value - mean) / len(value) ** 0.5
     return mean, torch.linalg.qr(root, mode="r").R if len(root) > width else root

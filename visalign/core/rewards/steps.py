@@ -20,9 +20,8 @@ def clip_step_rewards(step_reward: Tensor, weight: Tensor | None = None, *, eta:
     """Clip step rewards so that a step can only cost: r_k ← min(r_k − η, 0).
 
     The sum over steps is at most 0 and no longer grows with their number. η is the reward that a step must
-    reach to cost nothing. The paper's tasks use their own; for another reward take a quantile of it.
-
-    Gao et al., On designing effective RL reward at training time for LLM reasoning, arXiv 2410.15115.
+    reach to cost nothing. The paper's tasks use their own; for another reward take a quantile of it. Gao et
+    al., On designing effective RL reward at training time for LLM reasoning, arXiv 2410.15115.
     """
     value, inside = _present(step_reward.detach(), weight)
     return torch.where(inside, (value - eta).clamp(max=0), 0.0)
@@ -33,9 +32,8 @@ def delta_step_rewards(step_reward: Tensor, weight: Tensor | None = None) -> Ten
 
     r_k ← r_k − r_{k+1} for k < K − 1, r_{K−1} ← r_{K−1}, r_K ← 0, with K the row's own last present step: the
     undiscounted return from step k < K is r_k. The published order is clip, then delta; the outcome reward is
-    added at the last step. Not TP-GRPO's increment R_k − R_{k−1}, which has the opposite sign.
-
-    Gao et al., On designing effective RL reward at training time for LLM reasoning, arXiv 2410.15115.
+    added at the last step. Not TP-GRPO's increment R_k − R_{k−1}, which has the opposite sign. Gao et al., On
+    designing effective RL reward at training time for LLM reasoning, arXiv 2410.15115.
     """
     value, inside = _present(step_reward.detach(), weight)
     following = next_present(inside)
@@ -59,10 +57,8 @@ def implicit_step_rewards(
 ) -> ImplicitRewards:
     """Read step rewards off a reward model that is a policy: r_t = β log(π_φ/π_ref)_t.
 
-    `log_ratio` is log π_φ − log π_ref in nats; PRIME uses β = 0.05.
-
-    Yuan et al., Free process rewards without process labels, arXiv 2412.01981; Cui et al., PRIME, arXiv
-    2502.01456.
+    `log_ratio` is log π_φ − log π_ref in nats; PRIME uses β = 0.05. Yuan et al., Free process rewards without
+    process labels, arXiv 2412.01981; Cui et al., PRIME, arXiv 2502.01456.
     """
     value, _ = _present(log_ratio.detach(), weight)
     step = beta * (value if weight is None else value * weight)
@@ -92,9 +88,8 @@ def implicit_prm_loss(
 def progress_loss(contribution: Tensor, outcome: Tensor, weight: Tensor | None = None) -> Tensor:
     """Train contributions c of steps to add up to the outcome: ℓ = (Σ_k w_k c_k − R)², [B].
 
-    A missing `outcome` [B] R has loss and gradient 0: divide the sum by the number of present outcomes.
-
-    Wang et al., SPA-RL, arXiv 2505.20732: the progress estimator.
+    A missing `outcome` [B] R has loss and gradient 0: divide the sum by the number of present outcomes. Wang
+    et al., SPA-RL, arXiv 2505.20732: the progress estimator.
     """
     check_axes(contribution=(contribution, "B T"), outcome=(outcome, "B"))
     value, _ = _present(contribution, weight)
@@ -138,9 +133,8 @@ def turning_point_rewards(
 
     Balancing keeps as many positive as negative turns, those with the largest |R − R_0| first and, among
     equals, the later entries of [B, n]; if one sign is absent all stay. It needs the whole batch. NaN where
-    one of the R they need is missing, and no turn there.
-
-    Alleviating sparse rewards in flow-based GRPO, arXiv 2602.06422; constants of its launch script.
+    one of the R they need is missing, and no turn there. Alleviating sparse rewards in flow-based GRPO, arXiv
+    2602.06422; constants of its launch script.
     """
     check_axes(reward=(reward, "B"), reward_ode=(reward_ode, "B"), reward_mid=(reward_mid, "B n"))
     final = float32(reward).detach()[:, None]
@@ -165,9 +159,8 @@ def branch_rewards(reward: Tensor, node: Tensor) -> Tensor:
     `node` [B, T] holds integers in [0, B), equal in a column where samples share the step. Standardised
     within its group at each step, it is BranchGRPO's depth-wise advantage. The paper weighs the samples by
     the probability of their paths; they were drawn by it already, and the plain mean, the default of its
-    released code, has E[R | step] for its expectation.
-
-    Li et al., BranchGRPO, arXiv 2509.06040: reward fusion.
+    released code, has E[R | step] for its expectation. Li et al., BranchGRPO, arXiv 2509.06040: reward
+    fusion.
     """
     check_axes(reward=(reward, "B"), node=(node, "B T"))
     value = float32(reward).detach()[:, None].expand(node.shape)

@@ -16,9 +16,8 @@ from visalign.core.precision import float32
 def place_terminal(reward: Tensor, weight: Tensor) -> Tensor:
     """Put the score of a sample on its last present decision, [B, T]: r_t = R·[t = last present].
 
-    A missing score is NaN at that one place.
-
-    Ziegler et al., arXiv 1909.08593, section 2: a score at the end of the completion, KL on every token.
+    A missing score is NaN at that one place. Ziegler et al., arXiv 1909.08593, section 2: a score at the end
+    of the completion, KL on every token.
     """
     check_axes(reward=(reward, "B"), weight=(weight, "B T"))
     present = weight != 0
@@ -40,10 +39,8 @@ def kl_in_reward(
     The estimator is k1, the only one of the usual estimators whose sum over a completion, taken as a reward,
     has the gradient of KL(π‖π_ref). RLOO takes the sum over t of the result as one reward per sample. Where
     the KL of a decision is known exactly (Gaussian steps), subtract β·KL directly. β ≥ 0 is in units of the
-    reward per nat.
-
-    Ouyang et al., InstructGPT, arXiv 2203.02155, eq. 2; Ziegler et al., arXiv 1909.08593, eq. 2. β = 0.04 in
-    GRPO, arXiv 2402.03300 (there in the loss), 0.02 in InstructGPT.
+    reward per nat. Ouyang et al., InstructGPT, arXiv 2203.02155, eq. 2; Ziegler et al., arXiv 1909.08593, eq.
+    2. β = 0.04 in GRPO, arXiv 2402.03300 (there in the loss), 0.02 in InstructGPT.
     """
     check_same(reward=reward, old_log_prob=old_log_prob, ref_log_prob=ref_log_prob, weight=weight)
     k1 = float32(old_log_prob.detach()) - float32(ref_log_prob.detach())
@@ -64,9 +61,7 @@ def adaptive_kl_coefficient(
 
     The paper has K_β = 0.1 in place of samples/horizon; the released code ties it to the completions of the
     step. `kl` is the measured KL(π‖π_ref) in nats per completion; NaN, not measured, leaves β. A step so
-    large that β could turn negative is refused.
-
-    Ziegler et al., arXiv 1909.08593, section 2.2.
+    large that β could turn negative is refused. Ziegler et al., arXiv 1909.08593, section 2.2.
     """
     rate = samples / horizon
     if bound * rate >= 1:
@@ -84,10 +79,9 @@ def penalty_kl_coefficient(
 ) -> Tensor:
     """Halve or double the coefficient of PPO's KL penalty when the step was far from its target.
 
-    β' = β/factor if KL < target/tolerance;  β·factor if KL > target·tolerance;  else β. `kl` is the measured
-    mean KL(π_old‖π) in nats per decision; NaN, not measured, leaves β.
-
-    Schulman et al., PPO, arXiv 1707.06347, section 4, eq. 8 and below.
+    β' = β/factor if KL < target/tolerance; β·factor if KL > target·tolerance; else β. `kl` is the measured
+    mean KL(π_old‖π) in nats per decision; NaN, not measured, leaves β. Schulman et al., PPO, arXiv
+    1707.06347, section 4, eq. 8 and below.
     """
     old, measured = _number(beta), _number(kl)
     lowered = torch.where(measured < target / tolerance, old / factor, old)
@@ -99,9 +93,8 @@ def constraint_multiplier(
 ) -> Tensor:
     """Ascend the dual of max R under C ≥ b: λ' = max(0, λ + η (b − C)), of the Lagrangian R + λ (C − b).
 
-    `value` C is the measured mean of the constrained reward; NaN, not measured, leaves λ.
-
-    Tessler et al., RCPO, arXiv 1805.11074, section 4, for a cost that is to stay below its bound.
+    `value` C is the measured mean of the constrained reward; NaN, not measured, leaves λ. Tessler et al.,
+    RCPO, arXiv 1805.11074, section 4, for a cost that is to stay below its bound.
     """
     old, measured = _number(multiplier), _number(value)
     return torch.where(measured.isnan(), old, (old + rate * (bound - measured)).clamp(min=0))
@@ -113,9 +106,8 @@ def preference_as_reward(reward: Tensor, reference: Tensor, *, k: float = 1.0) -
     R′_b = mean_m σ(k (R_b − R_bm^ref)), differentiable in R. Bounded in (0, 1), steepest at the reference:
     the excess that a hacked reward reports is worth little. An affine map of R would leave a standardised
     group as it is; this one does not. Of the `reference` rewards [B, M] one is enough; missing ones leave the
-    mean. k = 1/std of the reference rewards makes reward models comparable.
-
-    Fu et al., Reward shaping to mitigate reward hacking in RLHF, arXiv 2502.18770 (k = 1, M ≤ 10).
+    mean. k = 1/std of the reference rewards makes reward models comparable. Fu et al., Reward shaping to
+    mitigate reward hacking in RLHF, arXiv 2502.18770 (k = 1, M ≤ 10).
     """
     check_axes(reward=(reward, "B"), reference=(reference, "B M"))
     value, anchor = float32(reward)[:, None], float32(reference).detach()
@@ -131,9 +123,7 @@ def soft_overlong(length: Tensor, *, max_length: int, cache: int) -> Tensor:
     """Punish a completion that comes near its length limit: clip(((L − c) − n)/c, −1, 0), [B].
 
     0 up to L − c tokens, then linear, −1 from `max_length` L on (20480 in DAPO, `cache` c 4096). Add it to
-    the reward of correctness.
-
-    Yu et al., DAPO, arXiv 2503.14476, eq. 13.
+    the reward of correctness. Yu et al., DAPO, arXiv 2503.14476, eq. 13.
     """
     if not 1 <= cache <= max_length:
         raise ValueError(f"cache must be in 1 … max_length; got cache={cache}, max_length={max_length}.")
@@ -145,9 +135,7 @@ def filter_overlong(weight: Tensor, truncated: Tensor) -> Tensor:
 
     The reward of a cut-off completion still enters the statistics of its group; mark it as missing
     (`valid=~truncated`) to take it out there too. Count the step's denominators (`count_step`) with the
-    result.
-
-    Yu et al., DAPO, arXiv 2503.14476, section 3.4.
+    result. Yu et al., DAPO, arXiv 2503.14476, section 3.4.
     """
     check_axes(weight=(weight, "B T"), truncated=(truncated, "B"))
     return torch.where(truncated[:, None], torch.zeros_like(weight), weight)

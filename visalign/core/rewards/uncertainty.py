@@ -11,7 +11,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from visalign.core.checks import check_axes, check_choice, check_not_negative, check_same
+from visalign.core.checks import check_axes, check_choice, check_same
 from visalign.core.precision import float32, float32_dtype
 
 Aggregation = Literal["mean", "min", "lower_bound", "inverse_variance"]
@@ -35,9 +35,7 @@ def bhattacharyya_overlap(
     """Compute PURM's uncertainty: the mean overlap with the other rewards, u_i = mean_{j ≠ i} BC_ij.
 
     `pool_mean` and `pool_std` [M] are earlier rewards to compare with instead of one another; PURM keeps a
-    rolling list. 0 for a single reward without a pool.
-
-    Sun et al., PURM, arXiv 2503.22480.
+    rolling list. 0 for a single reward without a pool. Sun et al., PURM, arXiv 2503.22480.
     """
     if pool_mean is not None and pool_std is not None:
         return bhattacharyya(mean, std, pool_mean, pool_std).mean(1)
@@ -119,12 +117,10 @@ def relative_uncertainty_weight(std: Tensor, *, strength: float = 1.0) -> Tensor
 
     Where the median is 0, u₀ is that of the u above 0. λ = 1 leaves the median sample e^(−1) of its
     advantage; NaN, not known, stays NaN. An adaptation: Ctrl-U weighs the loss of each pixel by e^(−U), U how
-    far two predictions are apart; a reward is one number with a unit, which u₀ takes out.
-
-    After Ctrl-U, arXiv 2410.11236.
+    far two predictions are apart; a reward is one number with a unit, which u₀ takes out. After Ctrl-U, arXiv
+    2410.11236.
     """
     check_axes(std=(std, "B"))
-    check_not_negative(strength=strength)
     u = float32(std.detach())
     finite = u[torch.isfinite(u)]
     if not bool((finite > 0).any()):

@@ -42,9 +42,7 @@ def pickscore_loss(
     ln 2 is taken off, so that 0 is best there too. Weights (1/n_i)/Σ_j (1/n_j), n_i `pairs_per_prompt`. With
     in-batch negatives, as released, the softmax runs over all 2N images, and is averaged with the one over
     the N prompts per image. Embeddings are [N, D], normalised; `logit_scale` is exp of the learned parameter
-    (about 100).
-
-    Kirstain et al., PickScore, arXiv 2305.01569, section 4; released code.
+    (about 100). Kirstain et al., PickScore, arXiv 2305.01569, section 4; released code.
     """
     size = text.shape[0]
     check_axes(
@@ -76,9 +74,7 @@ def listwise_choice_loss(score: Tensor, share: Tensor, group: Labels) -> Tensor:
 
     `score` [N] is logit_scale × cosine, `share` q [N] 1 for the chosen image, or the share of the votes;
     `group` labels the prompts, which may have different numbers of images. Its mean is HPSv2's
-    `PreferenceLoss`.
-
-    Wu et al., HPS v2, arXiv 2306.09341, released code.
+    `PreferenceLoss`. Wu et al., HPS v2, arXiv 2306.09341, released code.
     """
     value, target, _, _ = paired_scores(score, share, None)
     check_axes(score=(score, "N"))
@@ -105,9 +101,8 @@ def rank_margin_loss(
 
     Mean over pairs i, j of one prompt of max(0, m − (s_j − s_i)(rank_i − rank_j)), rank 0 the best; 0 without
     a pair. "upstream", for comparison with the released code alone: every prompt is padded to the largest
-    number of images with score −1 and rank 10, and all i ≥ j count, the pair and padding with m.
-
-    Released code of HPS v2 (arXiv 2306.09341), `RankingLoss`.
+    number of images with score −1 and rank 10, and all i ≥ j count, the pair and padding with m. Released
+    code of HPS v2 (arXiv 2306.09341), `RankingLoss`.
     """
     check_choice("mode", mode, ("paper", "upstream"))
     value, ranks, _, _ = paired_scores(score, rank, None)

@@ -119,11 +119,9 @@ def aggregate(
     `loss` is [B, T], or [N] for single decisions, e.g. (image, step) pairs; `counts` are of the whole step.
     `denominator` [B] from `row_tokens` is required by "group_token_mean", and by "seq_mean_token_mean" if a
     sequence is split over rows; without it a row is a whole sequence. To reweight steps without renormalizing
-    (GRPO-Guard's 1/(−dt)), multiply the loss instead.
-
-    Liu et al., Dr.GRPO, arXiv 2503.20783 (dr_grpo); Yu et al., DAPO, arXiv 2503.14476, eq. 8 and 12
-    (group_token_mean as the formulas state it, token_mean as its code averages); Shao et al., DeepSeekMath,
-    arXiv 2402.03300, eq. 3 (seq_mean_token_mean).
+    (GRPO-Guard's 1/(−dt)), multiply the loss instead. Liu et al., Dr.GRPO, arXiv 2503.20783 (dr_grpo); Yu et
+    al., DAPO, arXiv 2503.14476, eq. 8 and 12 (group_token_mean as the formulas state it, token_mean as its
+    code averages); Shao et al., DeepSeekMath, arXiv 2402.03300, eq. 3 (seq_mean_token_mean).
     """
     check_choice("mode", mode, MODES)
     check_same(loss=loss, weight=weight)

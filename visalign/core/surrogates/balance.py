@@ -64,11 +64,10 @@ def dro(
 ) -> Tensor:
     """Compute direct reward optimization: policy gradient with a quadratic pull to the rollout policy.
 
-    ℓ = −(A log π − (β/2)(log r)²). Up to a constant and the factor β this is the squared residual
-    ½ (A − β log r)², smallest at log r = A/β. The paper uses whole sequences and A = R − V: pass sums over
-    the sequence as [B]. Public trainers apply it per token.
-
-    Richemond et al., DRO, arXiv 2405.19107, eq. 4; Kimi k1.5, arXiv 2501.12599.
+    ℓ = −(A log π − (β/2)(log r)²). Up to a constant and the factor β this is the squared residual ½ (A − β
+    log r)², smallest at log r = A/β. The paper uses whole sequences and A = R − V: pass sums over the
+    sequence as [B]. Public trainers apply it per token. Richemond et al., DRO, arXiv 2405.19107, eq. 4; Kimi
+    k1.5, arXiv 2501.12599.
     """
     score, gain = surrogate_inputs(log_prob, advantage)
     shift, _ = surrogate_inputs(log_ratio, advantage)

@@ -36,9 +36,8 @@ def gradient_keeping_clip(log_ratio: Tensor, advantage: Tensor, *, eps_low: floa
 
     The value is that of `ppo_clip`. Where A > 0 and r > 1 + ε_high the clipped term is (1 + ε_high)/sg(r) ·
     r, with gradient −(1 + ε_high) A ∇log r instead of 0. For A > 0 it is therefore no trust region: add a KL
-    term or take few inner epochs.
-
-    Dong et al., Agentic Entropy-Balanced Policy Optimization (AEPO), arXiv 2510.14545.
+    term or take few inner epochs. Dong et al., Agentic Entropy-Balanced Policy Optimization (AEPO), arXiv
+    2510.14545.
     """
     clipped = ppo_clip(log_ratio, advantage, eps_low=eps_low, eps_high=eps_high)
     log_r, gain = surrogate_inputs(log_ratio, advantage)
@@ -50,10 +49,9 @@ def gradient_keeping_clip(log_ratio: Tensor, advantage: Tensor, *, eps_low: floa
 def sapo(log_ratio: Tensor, advantage: Tensor, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Tensor:
     """Compute the soft adaptive gate of SAPO in place of the clip.
 
-    ℓ = −(4/τ) σ(τ (r − 1)) A, τ = τ_pos where A > 0, else τ_neg; −2 A/τ at r = 1. The gradient's weight
-    4 σ(1 − σ) r is 1 at r = 1 and fades on both sides; τ_neg > τ_pos makes it fade sooner for A < 0.
-
-    Soft Adaptive Policy Optimization, arXiv 2511.20347; the definition of its gate f.
+    ℓ = −(4/τ) σ(τ (r − 1)) A, τ = τ_pos where A > 0, else τ_neg; −2 A/τ at r = 1. The gradient's weight 4 σ(1
+    − σ) r is 1 at r = 1 and fades on both sides; τ_neg > τ_pos makes it fade sooner for A < 0. Soft Adaptive
+    Policy Optimization, arXiv 2511.20347; the definition of its gate f.
     """
     log_r, gain = surrogate_inputs(log_ratio, advantage)
     tau = torch.where(gain > 0, torch.full_like(gain, tau_pos), torch.full_like(gain, tau_neg))
@@ -66,11 +64,10 @@ def gmpo(
 ) -> Tensor:
     """Compute GMPO: the geometric mean of the clipped ratios of a whole sequence [B, T].
 
-    ℓ_it = −s_i A_it, s_i = exp(Σ_t w c_it / Σ_t w), c = min(log r, ε_high) where A > 0 and
-    max(log r, −ε_low) where A < 0: clipped per token in log space, then averaged. With the paper's one
-    advantage per sequence ℓ is constant along it, and "seq_mean_token_mean" gives the paper's loss.
-
-    Zhao et al., Geometric-Mean Policy Optimization, arXiv 2507.20673.
+    ℓ_it = −s_i A_it, s_i = exp(Σ_t w c_it / Σ_t w), c = min(log r, ε_high) where A > 0 and max(log r, −ε_low)
+    where A < 0: clipped per token in log space, then averaged. With the paper's one advantage per sequence ℓ
+    is constant along it, and "seq_mean_token_mean" gives the paper's loss. Zhao et al., Geometric-Mean Policy
+    Optimization, arXiv 2507.20673.
     """
     log_r, gain = surrogate_inputs(log_ratio, advantage)
     clipped = torch.where(gain > 0, log_r.clamp(max=eps_high), log_r)

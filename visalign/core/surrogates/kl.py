@@ -56,10 +56,8 @@ def kl_estimate(
     live.
 
     For metrics, rewards and parity. As a loss its gradient is the last column of the module's table: use
-    `kl_penalty` there.
-
-    Schulman, Approximating KL divergence, 2020 (k1, k2, k3); Shao et al., DeepSeekMath, arXiv 2402.03300, eq.
-    4 (k3); DeepSeek-V3.2, arXiv 2512.02556, section 3.1 (r k3).
+    `kl_penalty` there. Schulman, Approximating KL divergence, 2020 (k1, k2, k3); Shao et al., DeepSeekMath,
+    arXiv 2402.03300, eq. 4 (k3); DeepSeek-V3.2, arXiv 2512.02556, section 3.1 (r k3).
     """
     check_choice("estimator", estimator, get_args(Estimator))
     d, ratio = _inputs(log_prob, ref_log_prob, log_ratio, weight)
@@ -83,10 +81,9 @@ def kl_penalty(
     ℓ = r [k_value(d) + k'_gradient(d) (d − sg d)], where d − sg d is 0 with gradient ∇log π, and r =
     sg(π/π_old), 1 without `log_ratio`. The default reports the unbiased k3 and follows ∇KL(π‖π_ref), on
     samples of π, or of π_old with `log_ratio`; then its gradient is that of r k3 with a live r.
-    `gradient="k3"` is GRPO as published, which follows ∇KL(π_ref‖π).
-
-    Table of the module; Tang and Munos, arXiv 2506.09477; Liu et al., Rethinking KL Regularization in RLHF,
-    arXiv 2510.01555; DeepSeek-V3.2, arXiv 2512.02556, section 3.1.
+    `gradient="k3"` is GRPO as published, which follows ∇KL(π_ref‖π). Table of the module; Tang and Munos,
+    arXiv 2506.09477; Liu et al., Rethinking KL Regularization in RLHF, arXiv 2510.01555; DeepSeek-V3.2, arXiv
+    2512.02556, section 3.1.
     """
     if gradient == "k1":
         raise ValueError(
@@ -137,9 +134,8 @@ def gaussian_kl(
 
     Means are [*N, *event]; std [*N] is the total standard deviation of the step, with the √(−dt), detached.
     `log_prob_reduction`, as in the log-prob, sets the scale of β. Published code often leaves √(−dt) out of
-    std; then early denoising steps count too little (Flow-GRPO's paper has it: ‖Δμ‖²/(2 s² Δt)).
-
-    Liu et al., Flow-GRPO, arXiv 2505.05470, section 4.
+    std; then early denoising steps count too little (Flow-GRPO's paper has it: ‖Δμ‖²/(2 s² Δt)). Liu et al.,
+    Flow-GRPO, arXiv 2505.05470, section 4.
     """
     dtype = float32_dtype(mean)
     difference = mean.to(dtype) - mean_ref.detach().to(dtype)

@@ -40,10 +40,9 @@ def importance_weights(
     ω = clip(r, low, high) for "truncate"; ω = r · 1[low ≤ r ≤ high] for "mask". TIS has high 2 and low 0,
     two-sided masks (IcePop) low above 0. r is the ratio of the token, the geometric mean over the sequence
     ("sequence"), or the product over it ("sequence_sum", which public trainers call "sequence"). Only the
-    last is unbiased; its spread grows with the length, so a fixed bound rejects long completions first.
-
-    Yao et al., "Your efficient RL framework secretly brings you off-policy RL training", 2025 (TIS); Liu et
-    al., "When speed kills stability", 2025 (MIS, sequence level).
+    last is unbiased; its spread grows with the length, so a fixed bound rejects long completions first. Yao
+    et al., "Your efficient RL framework secretly brings you off-policy RL training", 2025 (TIS); Liu et al.,
+    "When speed kills stability", 2025 (MIS, sequence level).
     """
     check_choice("mode", mode, get_args(Correction))
     ratio = bounded_ratio(ratio_level(log_ratio.detach(), weight, level))
@@ -58,7 +57,6 @@ def off_policy_mask(log_ratio: Tensor, advantage: Tensor, weight: Tensor, *, del
     shape.
 
     M_i = 0 where A < 0 and −(1/n_i) Σ_t log r_it > δ (nats per decision), else 1, r = π/μ of the rollout.
-
     DeepSeek-V3.2, arXiv 2512.02556, off-policy sequence masking.
     """
     if advantage.shape not in (log_ratio.shape, log_ratio.shape[:1]):
@@ -77,7 +75,6 @@ def effective_sample_size(log_weight: Tensor, weight: Tensor | None = None) -> T
     """Compute Kish's effective sample size of importance weights from log ω, (Σ ω)² / Σ ω²; a number.
 
     It lies between 1 and the number of weights (all equal), and is free of their scale; 0 if every ω is 0.
-
     Kish, Survey Sampling, 1965; Kong, A note on importance sampling, 1992.
     """
     check_same(log_weight=log_weight, weight=weight)

@@ -37,9 +37,7 @@ def gaussian_log_prob(
 
     log p = Σ_d [−(x_d − μ_d)²/(2 std²) − log std − ½ log 2π], divided by D for "mean". x and μ are [*N,
     *event]; std [*N] is the total standard deviation of x', with the √(−dt); the dimensions beyond its own
-    are the event.
-
-    Liu et al., Flow-GRPO, arXiv 2505.05470 (density of its SDE step).
+    are the event. Liu et al., Flow-GRPO, arXiv 2505.05470 (density of its SDE step).
     """
     x, mean, std = float32(x), float32(mean), float32(std)
     scale = expand_over_event(std, x, mean)
@@ -63,9 +61,8 @@ def ratio_level(log_ratio: Tensor, weight: Tensor, level: Level) -> Tensor:
     Every level returns one entry per decision, so that all surrogates and aggregations apply: under
     "seq_mean_token_mean" the "sequence" level counts once per sequence. "sequence_token" has the value of
     "sequence", with each decision's own gradient, for advantages that vary along the sequence. The "sequence"
-    level of denoising steps is Flow-GSPO. "sequence_sum" needs a weight of 0 and 1 for the true ratio.
-
-    Zheng et al., GSPO, arXiv 2507.18071, eq. 7 (sequence), eq. 14 (sequence_token).
+    level of denoising steps is Flow-GSPO. "sequence_sum" needs a weight of 0 and 1 for the true ratio. Zheng
+    et al., GSPO, arXiv 2507.18071, eq. 7 (sequence), eq. 14 (sequence_token).
     """
     check_choice("level", level, LEVELS)
     check_axes(log_ratio=(log_ratio, "B T"), weight=(weight, "B T"))
@@ -88,9 +85,7 @@ def guard_log_ratio(noise: Tensor, mean: Tensor, mean_old: Tensor, *, batch_dims
 
     It equals ((log p − log p_old) + mean(Δμ²)/(2 std²))·std per sample without the cancellation, and is
     centered at 0 and free of the step's scale. `noise` is the ε of the rollout, or (x' − μ_old)/std; the
-    first `batch_dims` dimensions are N.
-
-    Wang et al., GRPO-Guard, arXiv 2510.22319.
+    first `batch_dims` dimensions are N. Wang et al., GRPO-Guard, arXiv 2510.22319.
     """
     check_same(mean=mean, mean_old=mean_old, noise=noise)
     product = float32(noise).detach() * (float32(mean) - float32(mean_old).detach())

@@ -40,11 +40,10 @@ def cispo(
 ) -> Tensor:
     """Compute CISPO, ℓ = −sg[clip(r, b_low, b_high)] A log π, in which no decision loses its gradient.
 
-    The bounds are ratios, since three conventions exist: 0 and 1 + ε_high (the paper; 0 and 5 in ScaleRL),
-    1 − ε_low and 1 + ε_high (0.8 and 1.2 by default in verl), 0 and ε_high (TRL, whose default of 0.2 caps
-    every weight at 0.2). Infinity allows e^20. "token_mean" is the paper's aggregation.
-
-    MiniMax-M1, arXiv 2506.13585, eq. 4 and 5; ScaleRL, arXiv 2510.13786.
+    The bounds are ratios, since three conventions exist: 0 and 1 + ε_high (the paper; 0 and 5 in ScaleRL), 1
+    − ε_low and 1 + ε_high (0.8 and 1.2 by default in verl), 0 and ε_high (TRL, whose default of 0.2 caps
+    every weight at 0.2). Infinity allows e^20. "token_mean" is the paper's aggregation. MiniMax-M1, arXiv
+    2506.13585, eq. 4 and 5; ScaleRL, arXiv 2510.13786.
     """
     return _weighted(log_prob, advantage, _ratio(log_ratio).clamp(bound_low, bound_high), weight)
 
@@ -60,9 +59,8 @@ def gamma_weight(
 ) -> Tensor:
     """Compute VESPO's gamma kernel of a sequence ratio, φ(W) = W^k e^{λ(1 − W)}, (k, λ) by the sign of A.
 
-    φ(1) = 1, the peak is at W = k/λ, and φ vanishes for W → 0 and W → ∞. No gradient.
-
-    Shen et al., VESPO, arXiv 2602.10693.
+    φ(1) = 1, the peak is at W = k/λ, and φ vanishes for W → 0 and W → ∞. No gradient. Shen et al., VESPO,
+    arXiv 2602.10693.
     """
     log_w, gain = surrogate_inputs(log_ratio.detach(), advantage)
     # log φ(W) = k log W − λ (W − 1)
@@ -111,9 +109,8 @@ def dppo(
     same.
 
     `divergence` is D(π_old, π), detached: of tokens `binary_tv` or `binary_kl`, of denoising steps
-    `gaussian_kl`, which gives Flow-DPPO.
-
-    Qi et al., DPPO, arXiv 2602.04879; Flow-DPPO, arXiv 2606.11025 (one limit, no cap).
+    `gaussian_kl`, which gives Flow-DPPO. Qi et al., DPPO, arXiv 2602.04879; Flow-DPPO, arXiv 2606.11025 (one
+    limit, no cap).
     """
     check_same(divergence=divergence, log_ratio=log_ratio)
     log_r, gain = surrogate_inputs(log_ratio, advantage)
@@ -140,9 +137,8 @@ def binary_kl(log_prob: Tensor, old_log_prob: Tensor) -> Tensor:
     """Compute the KL divergence of "this token" against "any other", nats, without gradient.
 
     D = π_old log(π_old/π) + (1 − π_old) log((1 − π_old)/(1 − π)), a lower bound of KL(π_old ‖ π) over the
-    vocabulary; exact also near probability 1, infinite where π is 1 and π_old is not.
-
-    Qi et al., DPPO, arXiv 2602.04879.
+    vocabulary; exact also near probability 1, infinite where π is 1 and π_old is not. Qi et al., DPPO, arXiv
+    2602.04879.
     """
     new, old = _log_probs(log_prob, old_log_prob)
     this, other = old.exp(), -torch.expm1(old)

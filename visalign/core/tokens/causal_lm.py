@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from visalign.core.checks import check_axes
+
 from .fused_head import LogProbEntropy, log_prob_entropy
 
 
@@ -22,28 +24,25 @@ def token_log_probs(
     soft_cap: float | None = None,
     **inputs: Any,
 ) -> LogProbEntropy:
-    """Compute log π(id_t | id_<t) and entropy of each token of a batch, aligned with the ids.
+    """Compute log π(id_t | id_<t) and entropy [B, T] of each token of a batch, aligned with the ids,
+    differentiable.
 
     The logits before a token, z_{t−1}, are its distribution: log p = log softmax(z_{t−1}/τ)[id_t]. They are
     held for all present tokens; if they do not fit, give the last hidden states to `fused_log_prob_entropy`.
+    Results are 0 with exactly zero gradient at padding and at a row's first token, which nothing predicts.
+    Prompts have log-probs too: `Trajectories.weight` is 0 there.
 
     Args:
-        model: Called as model(input_ids=ids, attention_mask=mask, **inputs), like transformers' causal
+        model: called as model(input_ids=ids, attention_mask=mask, **inputs), like transformers' causal
             models; returns logits [B, T, V], or an object with `logits`.
         ids: [B, T] prompts and completions, padded on either side; padding may hold any id.
         mask: [B, T], 0 for padding; None if all are present. Rows padded on the left get `position_ids` that
             begin at 0 at their first token, unless `inputs` has them.
-        temperature: τ > 0 that the tokens were sampled with.
-        soft_cap: Soft cap of logits that the model has not capped itself.
-        inputs: Other inputs of the model, such as images.
-
-    Returns:
-        [B, T] each, differentiable; 0 with exactly zero gradient at padding and at a row's first token, which
-        nothing predicts. Prompts have log-probs too: `Trajectories.weight` is 0 there.
+        temperature: τ that the tokens were sampled with.
+        soft_cap: of logits that the model has not capped itself.
+        inputs: other inputs of the model, such as images.
     """
-    if ids.ndim != 2 or (mask is not None and mask.shape != ids.shape):
-        mask_shape = "" if mask is None else f" with mask {tuple(mask.shape)}"
-        raise ValueError(f"ids must be [B, T], and mask like them; got ids {tuple(ids.shape)}{mask_shape}.")
+    check_axes(ids=(ids, "B T"), mask=(mask, "B T"))
     present = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask != 0
     if "position_ids" not in inputs and not bool(present[:, :1].all()):
         inputs = {**inputs, "position_ids": (present.long().cumsum(1) - 1).clamp(min=0)}

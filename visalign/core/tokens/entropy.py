@@ -31,9 +31,7 @@ def covariance_statistics(log_prob: Tensor, advantage: Tensor, weight: Tensor) -
     """Measure Cov(log π, A) = Σ w (A − Ā)(log π − mean log π) / Σ w over the whole optimizer step.
 
     `log_prob` is under the policy at the beginning of the step. With w = π over all actions of a state the
-    result is exact.
-
-    Cui et al., The Entropy Mechanism, arXiv 2505.22617, section 4 (covariance).
+    result is exact. Cui et al., The Entropy Mechanism, arXiv 2505.22617, section 4 (covariance).
     """
     value, gain, inside = token_terms(log_prob, advantage, weight)
     share = torch.where(inside, weight.double(), 0.0)
@@ -78,9 +76,8 @@ def fit_entropy_curve(entropy: Tensor, reward: Tensor, valid: Tensor | None = No
     Linear in e^H − 1, so that the intercept is the ceiling itself. The errors hold for independent residuals
     of one size; neighbouring points of one training curve are not independent, and the true errors larger.
     `entropy` (nats) and `reward` are [n], one entry per evaluation; `valid` bool [n]. Fewer than two
-    different entropies give NaN, fewer than three points NaN errors.
-
-    Cui et al., The Entropy Mechanism, arXiv 2505.22617, eq. 6.
+    different entropies give NaN, fewer than three points NaN errors. Cui et al., The Entropy Mechanism, arXiv
+    2505.22617, eq. 6.
     """
     valid = torch.ones_like(entropy, dtype=torch.bool) if valid is None else valid
     check_axes(entropy=(entropy, "n"), reward=(reward, "n"), valid=(valid, "n"))
@@ -125,9 +122,7 @@ def entrocraft_direction(monitor: float | Tensor, low: float | Tensor, high: flo
 
     1 (too much entropy) allows A ≥ 0 only, −1 (too little) A ≤ 0. `monitor` H is one number for the whole
     step: mean token entropy; for images a spread of samples, e.g. the standard deviation of rewards inside
-    groups. The paper moves both edges of the band down linearly.
-
-    Entrocraft, arXiv 2604.26326.
+    groups. The paper moves both edges of the band down linearly. Entrocraft, arXiv 2604.26326.
     """
     value = _number(monitor)
     above, below = value > _number(high), value < _number(low)
@@ -139,7 +134,6 @@ def entrocraft_keep(advantage: Tensor, direction: Tensor) -> Tensor:
 
     Count the step with the accepted samples only; if none is left, skip the step. Deviation from the released
     code, which clamps raw scores instead: with rewards 0 and 1 that would leave nothing to learn from.
-
     Entrocraft, arXiv 2604.26326.
     """
     return direction * advantage.detach().double() >= 0

@@ -35,9 +35,7 @@ def nucleus_entropy(logits: Tensor, *, p: float = 0.8) -> Tensor:
     """Compute the entropy within the nucleus, [...]: H = −Σ_{i ∈ nucleus} q_i log q_i, q_i = p_i/Σ p.
 
     Differentiable in the logits [..., V] of the nucleus; the choice of the nucleus is not. p = 1 gives the
-    entropy.
-
-    SIREN, arXiv 2509.25133 (p = 0.8).
+    entropy. SIREN, arXiv 2509.25133 (p = 0.8).
     """
     value = float32(logits)
     keep = nucleus_mask(value, p=p) & (value.detach() > float("-inf"))
@@ -49,9 +47,8 @@ def nucleus_entropy(logits: Tensor, *, p: float = 0.8) -> Tensor:
 def siren_keep(entropy: Tensor, weight: Tensor, *, quantile: float = 0.8) -> Tensor:
     """Mark the peak tokens of each completion: nucleus entropy above the row's own quantile τ, and present.
 
-    Rows are whole sequences; a row of equal entropies has no peak.
-
-    SIREN, arXiv 2509.25133. Deviation from the released code: there, padding above the quantile is kept too.
+    Rows are whole sequences; a row of equal entropies has no peak. SIREN, arXiv 2509.25133. Deviation from
+    the released code: there, padding above the quantile is kept too.
     """
     check_axes(entropy=(entropy, "B T"))
     threshold = masked_quantile(entropy, weight, quantile, per_row=True)
@@ -80,14 +77,10 @@ def anchored_entropy_loss(
 
         ℓ_t = β (H_agg − H_anchor) [(H_agg − H_anchor) + 2 (H_t − sg H_t)].
 
-    Args:
-        entropy: H_t [B, T] of a micro-batch, from `peak_entropy`, differentiable.
-        measured: H_agg of the whole step: the shares of `aggregate(entropy, weight, "seq_mean_token_mean",
-            counts)` added up. Aggregate the loss with the same weight, mode and counts.
-        anchor: H_anchor; the H_agg of the first step, to be stored in the checkpoint.
-        coefficient: β ≥ 0.
-
-    SIREN, arXiv 2509.25133. Deviation from the released code: its H_agg and its anchor are a micro-batch's.
+    `entropy` H_t [B, T] is of `peak_entropy`; `measured` H_agg is of the whole step: the shares of
+    `aggregate(entropy, weight, "seq_mean_token_mean", counts)` added up. Aggregate the loss with the same
+    weight, mode and counts. `anchor` is the H_agg of the first step, to be stored in the checkpoint. SIREN,
+    arXiv 2509.25133. Deviation from the released code: its H_agg and its anchor are a micro-batch's.
     """
     value = float32(entropy)
     mean, goal = (torch.as_tensor(number, dtype=value.dtype).detach() for number in (measured, anchor))
@@ -102,10 +95,8 @@ def entropy_band_penalty(
 
     pen_i = max(0, H̄_i − high) + max(0, low − H̄_i), H̄_i = Σ_t w H/Σ_t w; gradient ±∂H̄_i outside, 0 inside.
     Rows are whole samples. `low` and `high` are κ times the mean entropy of the past, numbers or [B, 1]; NaN,
-    no past, gives 0.
-
-    EPO, arXiv 2509.22576 (κ = 0.8 and 1.2). Deviation from the released code, whose penalty is a constant
-    outside the band and has no gradient.
+    no past, gives 0. EPO, arXiv 2509.22576 (κ = 0.8 and 1.2). Deviation from the released code, whose penalty
+    is a constant outside the band and has no gradient.
     """
     check_axes(entropy=(entropy, "B T"), weight=(weight, "B T"))
     value, share = torch.where(weight != 0, float32(entropy), 0.0), float32(weight)
@@ -122,10 +113,9 @@ def tea_weights(
 
     Decisions whose likelihood rises with their advantage would lose entropy fastest; they are protected most,
     where Clip-Cov drops them. `covariance` is from `token_covariance`; infinite τ weighs all alike. With
-    `cap` c no weight is above c/n, n present decisions, and the sum is below 1.
-
-    Light-IF, arXiv 2508.03178. Deviation: weights sum to 1, where the paper's n Σ w H grows with the number
-    of decisions and swamps the policy loss. The constants of the paper are not published.
+    `cap` c no weight is above c/n, n present decisions, and the sum is below 1. Light-IF, arXiv 2508.03178.
+    Deviation: weights sum to 1, where the paper's n Σ w H grows with the number of decisions and swamps the
+    policy loss. The constants of the paper are not published.
     """
     check_same(covariance=covariance, weight=weight)
     present = torch.isfinite(covariance) if weight is None else torch.isfinite(covariance) & (weight != 0)

@@ -7,7 +7,6 @@ policy's update; `fused_log_prob_entropy` makes and forgets them tile by tile, f
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from visalign.core.checks import is_integer
+from visalign.core.checks import check_axes
 from visalign.core.precision import float32
 
 from .fused_tiles import TILES, Rows, Transform, head_gradients, softmax_statistics
@@ -36,18 +35,12 @@ class LogProbEntropy:
 def log_prob_entropy(
     logits: Tensor, target: Tensor, *, temperature: float = 1.0, soft_cap: float | None = None
 ) -> LogProbEntropy:
-    """Compute log-prob of the target and entropy from logits [*N, V].
+    """Compute log-prob of the target and entropy from logits [*N, V]; −∞ excludes an entry.
 
     z = c·tanh(logits/c)/τ; log p = z_y − log Σ_v e^z_v; H = −Σ_v p_v log p_v. Several tensors of the size of
-    the logits are made; `fused_log_prob_entropy` avoids them.
-
-    Args:
-        logits: [*N, V], differentiable; −∞ excludes an entry.
-        target: [*N] ids in [0, V).
-        temperature: τ > 0 that the tokens were sampled with.
-        soft_cap: c > 0 of Gemma 2's logit soft-capping (arXiv 2408.00118, section 2); None switches it off.
+    the logits are made; `fused_log_prob_entropy` avoids them. `target` [*N] holds ids, `temperature` τ is
+    that of sampling, `soft_cap` c Gemma 2's logit soft-capping (arXiv 2408.00118, section 2).
     """
-    _check_scales(temperature, soft_cap)
     _check_target(target, None, logits.shape[:-1], logits.shape[-1])
     z = float32(logits)
     if soft_cap is not None:
@@ -89,16 +82,15 @@ def fused_log_prob_entropy(
         weight: [*N]; where it is 0 the results are 0 and cost nothing, the target may be any number, and the
             hidden state may be NaN and gets exactly zero gradient.
         head_bias: [V] b, differentiable; −∞ excludes an entry.
-        temperature: τ > 0 that the tokens were sampled with.
-        soft_cap: c > 0 of Gemma 2's logit soft-capping; None switches it off.
-        sum_p2: Compute Σ_v p_v² too.
+        temperature: τ that the tokens were sampled with.
+        soft_cap: c of Gemma 2's logit soft-capping.
+        sum_p2: compute Σ_v p_v² too.
         tile: (rows, vocabulary entries) per tile; by default `fused_tiles.TILES` of the device. Work memory
             is 2 float32 tiles (3 with a soft-cap) and up to 2 strips [tile[1], H] for bfloat16.
 
     Milakov and Gimelshein, arXiv 1805.02867 (log Σ e^z in one sweep); Wijmans et al., Cut Cross-Entropy,
     arXiv 2411.09009, section 4 (no logits in memory, recomputed for the gradient).
     """
-    _check_scales(temperature, soft_cap)
     _check_head(hidden, head_weight, head_bias)
     _check_target(target, weight, hidden.shape[:-1], head_weight.shape[0])
     tile = tile or TILES.get(hidden.device.type, TILES["cuda"])
@@ -183,32 +175,14 @@ def _place(values: Tensor, index: Tensor, count: int) -> Tensor:
     return values.new_zeros((count, *values.shape[1:])).index_copy_(0, index, values)
 
 
-def _check_scales(temperature: float, soft_cap: float | None) -> None:
-    if not 0 < temperature < math.inf:
-        raise ValueError(
-            f"temperature must be above 0 and finite, the one that the tokens were sampled with; got "
-            f"{temperature}. For greedy tokens use 1."
-        )
-    if soft_cap is not None and not 0 < soft_cap < math.inf:
-        raise ValueError(f"soft_cap must be above 0 and finite, or None for none; got {soft_cap}.")
-
-
 def _check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    if hidden.ndim < 1 or weight.ndim != 2 or hidden.shape[-1] != weight.shape[1] or weight.numel() == 0:
+    if weight.ndim != 2 or hidden.shape[-1:] != weight.shape[1:] or not weight.is_floating_point():
         raise ValueError(
-            "hidden must be [..., H] and head_weight [V, H] with one H ≥ 1, as nn.Linear(H, V).weight is; "
-            f"got hidden {tuple(hidden.shape)} and head_weight {tuple(weight.shape)}."
+            "hidden must be [..., H] and head_weight [V, H] with one H, floating point, as nn.Linear(H, "
+            f"V).weight is; got hidden {tuple(hidden.shape)} and head_weight {tuple(weight.shape)} of "
+            f"{weight.dtype}."
         )
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(
-            f"head_bias needs one entry per vocabulary entry, [{weight.shape[0]}]; got shape "
-            f"{tuple(bias.shape)}."
-        )
-    if not (hidden.is_floating_point() and weight.is_floating_point()):
-        raise ValueError(
-            f"hidden and head_weight must be floating point; got {hidden.dtype} and {weight.dtype}. "
-            "Dequantise the head first."
-        )
+    check_axes(head_weight=(weight, "V H"), head_bias=(bias, "V"))
 
 
 def _check_target(target: Tensor, weight: Tensor | None, shape: torch.Size, count: int) -> None:
@@ -217,14 +191,11 @@ def _check_target(target: Tensor, weight: Tensor | None, shape: torch.Size, coun
             raise ValueError(
                 f"{name} must have one entry per token, {tuple(shape)}; got {tuple(tensor.shape)}."
             )
-    if not is_integer(target):
-        raise ValueError(f"target must hold integer ids; got {target.dtype}.")
     outside = (target < 0) | (target >= count)
     if weight is not None:
         outside &= weight != 0
     if outside.any():
         raise ValueError(
             f"target must hold ids in [0, {count}); {int(outside.sum())} of {target.numel()} are outside: "
-            f"{target[outside][:3].tolist()} first. No id means 'ignore': give positions that do not count "
-            "weight 0, or any id in range where no weight is passed."
+            f"{target[outside][:3].tolist()} first. No id means 'ignore': give such positions weight 0."
         )

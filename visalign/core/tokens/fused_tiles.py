@@ -85,10 +85,9 @@ def softmax_statistics(
 ) -> Statistics:
     """Compute log-prob of the target, entropy and (if asked for) Σ p² of each row, in one sweep of the tiles.
 
-    With the running maximum m: s = Σ e^(z−m), t = Σ e^(z−m) (z−m), q = Σ e^(2(z−m)); then log
-    p = z_y − m − log s, H = log s − t/s, Σ p² = q/s².
-
-    Milakov and Gimelshein, arXiv 1805.02867, algorithm 3 (s); t and q are carried along in the same way.
+    With the running maximum m: s = Σ e^(z−m), t = Σ e^(z−m) (z−m), q = Σ e^(2(z−m)); then log p = z_y − m −
+    log s, H = log s − t/s, Σ p² = q/s². Milakov and Gimelshein, arXiv 1805.02867, algorithm 3 (s); t and q
+    are carried along in the same way.
     """
     work = _Work(rows, weight, bias, transform)
     count, dtype = rows.target.shape[0], work.dtype

@@ -10,14 +10,12 @@ Clip-Cov and KL-Cov: Cui et al., The Entropy Mechanism, arXiv 2505.22617, sectio
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from visalign.core.checks import check_same
 from visalign.core.precision import float32
-from visalign.core.surrogates.ppo import LOG_RATIO_LIMIT
 
 from .entropy import CovarianceStatistics, covariance_statistics, token_covariance
 from .statistics import kth_smallest, masked_quantile, present_decisions, share_count, token_terms
@@ -45,8 +43,8 @@ class ClipCovThresholds:
     """Thresholds of `clip_cov_keep`: means of the step, covariance band, largest `noise` that is drawn."""
 
     statistics: CovarianceStatistics
-    low: Tensor
-    high: Tensor
+    low: float
+    high: float
     noise: Tensor
 
 
@@ -59,36 +57,24 @@ def clip_cov_thresholds(
     ratio: float = 2e-4,
     cov_low: float = 1.0,
     cov_high: float = 5.0,
-    unit: Literal["nats", "quantile"] = "nats",
     excluded: Tensor | None = None,
 ) -> ClipCovThresholds:
     """Decide which tokens of high covariance are taken out of the gradient.
 
     I_clip = ⌊r N⌋ tokens drawn uniformly from {t : cov_t ∈ [ω_low, ω_high]}: those with the smallest `noise`,
-    N counting the present decisions. At least one is drawn, unless r is 0 (as released).
+    N counting the present decisions. At least one is drawn, unless r = `ratio` is 0 (as released).
 
-    Args:
-        log_prob: [B, T] of the whole step, under the policy at its beginning.
-        advantage: [B], or the shape of log_prob.
-        weight: The shape of log_prob.
-        noise: Uniform numbers in the shape of log_prob, drawn once per step: `torch.rand(shape, generator=g,
-            dtype=torch.float64)`.
-        ratio: r in [0, 1], share of the tokens to take out.
-        cov_low: ω_low.
-        cov_high: ω_high.
-        unit: Unit of the band, "nats" (times the advantage) or "quantile" of the step's covariances.
-        excluded: Bool, tokens that cannot be drawn; `ppo_clipped` as released (not in the paper).
+    `log_prob` is that of the whole step, under the policy at its beginning; `noise` holds uniform numbers,
+    drawn once per step: `torch.rand(shape, generator=g, dtype=torch.float64)`; ω is in nats times the
+    advantage. `excluded` tokens cannot be drawn: `ppo_clipped` as released (not in the paper).
     """
+    check_same(noise=noise, log_prob=log_prob)
     statistics = covariance_statistics(log_prob, advantage, weight)
     covariance = token_covariance(log_prob, advantage, weight, statistics)
     inside = token_terms(log_prob, advantage, weight)[2]
-    low, high = covariance.new_tensor(cov_low), covariance.new_tensor(cov_high)
-    if unit == "quantile":
-        low, high = (masked_quantile(covariance, inside, q) for q in (cov_low, cov_high))
-    band = inside & _free(covariance, excluded) & (covariance >= low) & (covariance <= high)
-    check_same(noise=noise, log_prob=log_prob)
+    band = inside & _free(covariance, excluded) & (covariance >= cov_low) & (covariance <= cov_high)
     last = kth_smallest(noise, band, share_count(inside, ratio))
-    return ClipCovThresholds(statistics, low, high, last)
+    return ClipCovThresholds(statistics, cov_low, cov_high, last)
 
 
 def clip_cov_keep(
@@ -100,13 +86,12 @@ def clip_cov_keep(
     *,
     excluded: Tensor | None = None,
 ) -> Tensor:
-    """Keep the tokens that Clip-Cov leaves in: use `torch.where(keep, loss, 0)` and the old counts.
-
-    The arguments are those of `clip_cov_thresholds`, of any micro-batch.
+    """Keep the tokens that Clip-Cov leaves in any micro-batch: use `torch.where(keep, loss, 0)` and the old
+    counts; see `clip_cov_thresholds`.
     """
+    check_same(noise=noise, log_prob=log_prob)
     covariance = token_covariance(log_prob, advantage, weight, thresholds.statistics)
     inside = token_terms(log_prob, advantage, weight)[2]
-    check_same(noise=noise, log_prob=log_prob)
     band = (covariance >= thresholds.low) & (covariance <= thresholds.high) & _free(covariance, excluded)
     return (weight != 0) & ~(inside & band & (noise.double() <= thresholds.noise))
 
@@ -139,23 +124,15 @@ def kl_cov_select(log_prob: Tensor, advantage: Tensor, weight: Tensor, threshold
     return token_terms(log_prob, advantage, weight)[2] & (covariance >= thresholds.covariance)
 
 
-def kl_cov_penalty(
-    log_ratio: Tensor, selected: Tensor, *, coefficient: float = 1.0, form: Literal["abs", "k3"] = "abs"
-) -> Tensor:
-    """Compute β D(π_old, π) of selected tokens, to be added to their unclipped loss −r A; else 0.
+def kl_cov_penalty(log_ratio: Tensor, selected: Tensor, *, coefficient: float = 1.0) -> Tensor:
+    """Compute β |log r| of selected tokens, to be added to their unclipped loss −r A; else 0.
 
-    "abs" is β |log r|, as released and in the paper's listing; "k3" is β (r − 1 − log r), whose mean over
-    π_old is the KL(π_old ‖ π) of the paper's equation. Both have no gradient at r = 1, like the exact KL: at
-    the first update of on-policy data KL-Cov does nothing. `log_ratio` is differentiable; β is 1 in the
-    paper.
+    As released and in the paper's listing, for KL(π_old ‖ π). It has no gradient at r = 1, like the exact KL:
+    at the first update of on-policy data KL-Cov does nothing. `selected` is bool, or the factor of each
+    token; β is 1 in the paper.
     """
     check_same(selected=selected, log_ratio=log_ratio)
-    value = float32(log_ratio)
-    value = torch.where(selected, value, 0.0)
-    if form == "abs":
-        return coefficient * value.abs()
-    excess = (value - LOG_RATIO_LIMIT).clamp(min=0).detach()
-    return coefficient * (torch.expm1(value - excess) - value)
+    return coefficient * selected * torch.where(selected != 0, float32(log_ratio), 0.0).abs()
 
 
 def _free(values: Tensor, excluded: Tensor | None) -> Tensor:

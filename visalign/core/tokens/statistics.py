@@ -48,9 +48,8 @@ def masked_quantile(values: Tensor, weight: Tensor, q: float, *, per_row: bool =
 
     The rank is q (n − 1). Ranks that rounding moves off a whole number are put back, so that a threshold that
     should be a value is that value. Unlike `torch.quantile` it leaves absent values out and has no size
-    limit. 0-dim; with `per_row` [..., 1], one per row of [..., T]. NaN where nothing is present.
-
-    Hyndman and Fan, Sample Quantiles in Statistical Packages, 1996, definition 7.
+    limit. 0-dim; with `per_row` [..., 1], one per row of [..., T]. NaN where nothing is present. Hyndman and
+    Fan, Sample Quantiles in Statistical Packages, 1996, definition 7.
     """
     inside = present_decisions(values, weight)
     present = torch.where(inside, values.detach().double(), float("inf"))

@@ -26,10 +26,9 @@ def steer_change(
 ) -> Tensor:
     """Compute the first-order entropy change of a token's update: Ω = (A/π_old) π (1 − π)(log π + H).
 
-    NaN where a present number is missing. `old_log_prob` is under the rollout policy.
-
-    STEER, arXiv 2510.10150. Deviation from the released code: π is not clamped away from 0 and 1, the ratio
-    is held at e^20.
+    NaN where a present number is missing. `old_log_prob` is under the rollout policy. STEER, arXiv
+    2510.10150. Deviation from the released code: π is not clamped away from 0 and 1, the ratio is held at
+    e^20.
     """
     check_same(log_prob=log_prob, old_log_prob=old_log_prob, entropy=entropy)
     value = log_prob.detach().double().clamp(min=-1e3)
@@ -76,12 +75,10 @@ def steer_weights(
 ) -> Tensor:
     """Weigh a token the less, the more it moves the entropy, in either direction.
 
-    linear: w = w_max − (w_max − w_min)(|Ω| − min)/(max − min), and 1 when all |Ω| are equal; exponential:
-    w = clip(e^(−k |Ω|), w_min, 1), k = −log(w_min)/max(max |Ω|, 0.02). Multiply the loss per token with it
-    and keep the counts of the old weight. NaN where Ω is missing.
-
-    STEER, arXiv 2510.10150. Deviation from the released code: the range is that of the step, not of a
-    micro-batch.
+    linear: w = w_max − (w_max − w_min)(|Ω| − min)/(max − min), and 1 when all |Ω| are equal; exponential: w =
+    clip(e^(−k |Ω|), w_min, 1), k = −log(w_min)/max(max |Ω|, 0.02). Multiply the loss per token with it and
+    keep the counts of the old weight. NaN where Ω is missing. STEER, arXiv 2510.10150. Deviation from the
+    released code: the range is that of the step, not of a micro-batch.
     """
     check_same(change=change, weight=weight)
     size = change.detach().double().abs()
