@@ -20,7 +20,7 @@ class Preset:
     notes: tuple[str, ...] = ()
 
 
-_VERL_GROUP = {"eps": 1e-6, "singleton": "raw"}
+_VERL_GROUP = {"eps": 1e-6}
 _MICRO_BATCH = (
     "Means and the top share are taken per micro-batch: with one sample each, Clip-Cov picks nothing."
 )
@@ -168,6 +168,7 @@ PEERS: dict[str, Preset] = {
             "The vectorised group std is Σx² − (Σx)²/n in float32 with a floor of 1e-6 on the variance: "
             "rewards 1000 + {0, 1, 2, 3}e-3 give advantages of 0.01 instead of 1.16.",
             "Without global batch information the token mean is per micro-batch.",
+            "A group of one keeps its raw reward; here its advantage is 0.",
         ),
     ),
     "verl:gspo": Preset(

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from visalign.core.checks import check_positive
 from visalign.core.rewards.steps import implicit_prm_loss
 from visalign.errors import UserError
 from visalign.text.log_ratio import model_log_prob, reference_log_prob
@@ -59,7 +58,8 @@ def train_implicit_process_reward(
     Raises:
         UserError, ValueError: Labels that do not fit, or none; a bad β, a loss that is not finite.
     """
-    check_positive(beta=beta)
+    if beta <= 0:
+        raise ValueError(f"beta must be positive; got {beta}.")
     labels = torch.as_tensor(label, dtype=torch.float32).cpu()
     if labels.shape != (len(rollout),):
         raise UserError(
