@@ -10,14 +10,12 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from tests.support.models.pipelines import tiny_pipeline
 from tests.support.models.sd3 import tiny_sd3_pipeline
 from visalign.adapters import SD3Policy
 from visalign.adapters.lora import LoraSettings
-from visalign.adapters.pipeline.policy import PipelinePolicy
 from visalign.config import load_config
 from visalign.core.regression.rows import REGRESSIONS
-from visalign.errors import ConfigError, UserError
+from visalign.errors import ConfigError
 from visalign.pipelines.flow_grpo.job import FlowGRPOConfig, plan, run
 from visalign.pipelines.flow_grpo.plan import planned_cost
 from visalign.pipelines.jobs import load_job
@@ -28,7 +26,6 @@ from visalign.training import (
     RunSettings,
     Trainer,
 )
-from visalign.training.diffusion.guidance import check_guidance
 from visalign.training.loop.metrics import read_metrics
 
 RECORDS = [{"prompt": text, "tag": ""} for text in ("a red circle", "two circles", "a blue square")]
@@ -120,17 +117,6 @@ def test_the_shapes_configuration_takes_any_row(name: Any):
     job = load_job("shapes_quickstart", [f"objective.algorithm={name}"])
     assert job.config.objective.regression.loss == REGRESSIONS[name].loss
     assert planned_cost(job.config) >= 10 + 3
-
-
-def test_guidance_that_changes_nothing_is_refused():
-    pipe, options = tiny_pipeline("hunyuan_image")
-    pipe.guider = pipe.ocr_guider = None  # a model without one takes no scale
-    policy = PipelinePolicy(pipe, **{**options, "guidance": None})
-    with pytest.raises(UserError, match=r"guidance of 3.0 changes nothing in this PipelinePolicy"):
-        check_guidance(policy, 3.0, {"prompt": "a red circle"})
-    pipe, options = tiny_pipeline("qwen_image")
-    check_guidance(PipelinePolicy(pipe, **{**options, "guidance": None}), 3.0, {"prompt": "a red circle"})
-    check_guidance(SD3Policy(tiny_sd3_pipeline(), lora=LoraSettings(rank=4)), 3.0, {"prompt": "a red circle"})
 
 
 def test_a_packaged_judges_gradient_moves_the_adapters(tmp_path):

@@ -88,8 +88,6 @@ def test_experts_are_checked(tmp_path, experts):
     ):
         with pytest.raises(UserError, match=message):
             Experts(Kept(), folders, RECORDS)
-    with pytest.raises(UserError, match=r"by policy\.load, which ToyPolicy does not offer"):
-        Experts(ToyPolicy(), experts, RECORDS)
     with pytest.raises(UserError, match="algorithm=opd learns from experts, and there are none"):
         _trainer(tmp_path, {})
     with pytest.raises(UserError, match=r"objective.algorithm=awm has none. Set objective.algorithm=opd"):

@@ -185,7 +185,7 @@ def test_versions_and_memory():
         (
             RolloutSettings,
             {"noise_level": 0.0},
-            r"rollout\.noise_level is 0\.0; without noise .*above 0, or .*objective\.algorithm=diffusion_nft",
+            r"rollout\.noise_level is 0\.0\. Input should be greater than 0",
         ),
         (
             RolloutSettings,
@@ -198,7 +198,7 @@ def test_versions_and_memory():
             r"sde_steps \[0, 3\] holds the last of 4 steps.*Take 3 out",
         ),
         (RolloutSettings, {"sde_steps": [3, 10]}, r"sde_steps is \[3, 10\]; .*\(rollout\.steps is 10\)"),
-        (RolloutSettings, {"sde_steps": []}, r"rollout\.sde_steps is \[\]; without noise .*=diffusion_nft"),
+        (RolloutSettings, {"sde_steps": []}, r"rollout\.sde_steps is \[\]; list different .*=diffusion_nft"),
         (
             RolloutSettings,
             {"sde_steps": [1, 2], "train_steps": [3]},

@@ -100,11 +100,3 @@ def test_by_hand():
     assert found.tolist() == pytest.approx([-2 / 10**0.5, -4 / 10**0.5])
     missing = gradient_influence(sketches, torch.tensor([1.0, torch.nan]))
     assert missing.tolist() == pytest.approx([2 / 10**0.5, 4 / 10**0.5])
-
-
-def test_what_is_refused():
-    weight = torch.zeros(3, requires_grad=True)
-    with pytest.raises(ValueError, match="needs samples and parameters; got 0 and 1"):
-        gradient_sketches(lambda n: weight.sum(), 0, [weight])
-    with pytest.raises(ValueError, match="one tensor for each parameter, of its shape"):
-        gradient_sketches(lambda n: weight.sum(), 1, [weight], second_moment=[torch.zeros(2)])

@@ -219,28 +219,6 @@ def test_a_resumed_fit_is_the_fit(tmp_path: Path) -> None:
     assert train(tmp_path / "two", 2, 4) == train(tmp_path / "one", 4)
 
 
-def test_dropout_acts_in_training_alone() -> None:
-    model = classifier(classifier_dropout=0.5)
-    model.eval()
-    still = evaluate_process_reward(model, TOKENIZER, RECORDS).loss
-    assert still == evaluate_process_reward(model, TOKENIZER, RECORDS).loss
-    (report,) = train_process_reward(model, TOKENIZER, RECORDS)
-    assert abs(report.loss - still) > 1e-3
-
-
-def test_frozen_parameters_stay() -> None:
-    model = classifier()
-    model.model.requires_grad_(False)
-    before = [parameter.clone() for parameter in model.parameters()]
-    train_process_reward(model, TOKENIZER, RECORDS)
-    moved = {
-        name
-        for (name, parameter), old in zip(model.named_parameters(), before, strict=True)
-        if not torch.equal(parameter, old)
-    }
-    assert moved == {"score.weight", "score.bias"}
-
-
 # the progress estimator
 
 
@@ -281,18 +259,10 @@ def test_judged_completions_that_cannot_be_used() -> None:
     for record, message in (
         ({"prompt": "q", "steps": ["1"], "labels": [1]}, "Record 0 has no completion, reward; its keys are"),
         ({"prompt": "q", "completion": "1", "reward": "1"}, "The reward of record 0 is '1'; give a number"),
-        (
-            {"prompt": "q", "completion": "1", "reward": [1]},
-            r"The reward of record 0 is \[1\]; give a number",
-        ),
         ({"prompt": "q", "completion": None, "reward": 1}, "The completion of record 0 is None; needed is"),
         (
             {"prompt": [], "completion": "1", "reward": 1},
             r"The prompt of record 0 is \[\]; needed is text, or",
-        ),
-        (
-            {"prompt": "q", "completion": "1" * 130, "reward": 1},
-            "has 132 tokens; the model reads at most 128",
         ),
     ):
         with pytest.raises(UserError, match=message):
@@ -306,17 +276,15 @@ def test_judged_completions_that_cannot_be_used() -> None:
     ("record", "message"),
     [
         ({"prompt": "q", "completions": ["1"], "labels": [1]}, "has no steps; its keys are prompt, comp"),
-        ({"prompt": "q", "steps": [], "labels": []}, r"has the steps \[\]; needed is a list of at least one"),
-        ({"prompt": "q", "steps": "1", "labels": [1]}, "has the steps '1'; needed is a list"),
-        ({"prompt": "q", "steps": None, "labels": [1]}, "has the steps None; needed is a list"),
-        ({"prompt": "q", "steps": [1], "labels": [1]}, "Record 1 has the step 1; needed are texts"),
-        ({"prompt": "q", "steps": ["1"], "labels": None}, "Record 1 has the labels None; needed is a list"),
+        (
+            {"prompt": "q", "steps": [], "labels": []},
+            r"has the steps \[\] and the labels \[\]; needed",
+        ),
+        ({"prompt": "q", "steps": [1], "labels": [1]}, r"Record 1 has the steps \[1\] and the labels"),
         ({"prompt": None, "steps": ["1"], "labels": [1]}, "The prompt of record 1 is None; needed is text"),
-        ({"prompt": "q", "steps": ["1", "2"], "labels": [1]}, "has 2 steps and 1 labels; give one label per"),
         ({"prompt": "q", "steps": ["1", " "], "labels": [1, 1]}, "Step 1 of record 1 is empty"),
         ({"prompt": "q", "steps": ["1\n2"], "labels": [1]}, r"Step 0 of record 1 has the separator '\\n'"),
         ({"prompt": "q", "steps": ["1"], "labels": [-1]}, "Label 0 of record 1 is -1; allowed are 1"),
-        ({"prompt": "q", "steps": ["1"], "labels": ["+"]}, r"Label 0 of record 1 is '\+'; allowed are 1"),
         ({"prompt": "q", "steps": ["1" * 130], "labels": [1]}, "has 132 tokens; the model reads at most 128"),
     ],
 )
@@ -405,8 +373,8 @@ def test_outcomes_that_do_not_fit() -> None:
     policy = CausalLMPolicy(tiny_model(), TOKENIZER)
     rollout = completions(policy)
     for label, message in (
-        ([1.0], r"label has shape \(1,\) for 16 completions; give one number per completion"),
-        ([2.0] * 16, "A label is 2; allowed are 1"),
+        ([1.0], r"label is \[1\.0\] for 16 completions; give one number per completion"),
+        ([2.0] * 16, r"label is \[2\.0, .* 1 \(right\), 0 \(wrong\)"),
         ([math.nan] * 16, "There are 0 labelled texts"),
     ):
         with pytest.raises(UserError, match=message):

@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import math
-import os
-import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -19,12 +17,11 @@ from torch.nn import functional as F
 from tests.support.training.metric_families import without_times
 from tests.support.training.rewards import ToyJudge, ToyPairs, pair_batch
 from visalign.core import yes_no_answer
-from visalign.core.preference.bradley_terry import bradley_terry_loss, outcome_loss, soft_labels, tie_log_prob
+from visalign.core.preference.bradley_terry import bradley_terry_loss, soft_labels
 from visalign.core.preference.ict import hp_loss, ict_labels, ict_loss
 from visalign.core.preference.uncertainty import uncertain_preference_loss
 from visalign.core.preference.yes_no import yes_no_loss, yes_no_pair_loss
 from visalign.errors import UserError
-from visalign.training.loop import checkpoint
 from visalign.training.loop.metrics import read_metrics
 from visalign.training.loop.trainer import RunSettings, Trainer
 from visalign.training.reward.batch import RewardBatch
@@ -36,7 +33,6 @@ from visalign.training.reward.heldout import (
     score_pairs,
 )
 from visalign.training.reward.settings import (
-    BradleyTerrySettings,
     RewardObjectiveSettings,
     RewardOptimizerSettings,
 )
@@ -117,20 +113,6 @@ def test_uncertainty_is_the_cores_on_the_votes(task, mode):
     assert found == pytest.approx(float(each.mean()))
 
 
-def test_with_a_model_of_ties_a_pair_without_votes_has_its_label():
-    label = torch.tensor([1.0, 0.5, 0.7])
-    votes = torch.tensor([[7.0, 2.0, 1.0], [math.nan] * 3, [math.nan] * 3])
-    batch = replace(PAIRS, label=label, votes=votes)
-    share = torch.tensor([[0.7, 0.1, 0.2], [0.0, 1.0, 0.0], [0.7, 0.0, 0.3]])
-    chances = tie_log_prob(SCORES[:3], SCORES[3:], 2.0, model="davidson")
-    given: dict[str, Any] = {"ties": "davidson", "smoothing": 0.0}
-    found = _loss("bradley_terry", {"value": SCORES}, batch, **given)
-    assert found == pytest.approx(float(outcome_loss(chances, share).mean()))
-    share[0] = torch.tensor([1.0, 0.0, 0.0])
-    found = _loss("bradley_terry", {"value": SCORES}, replace(batch, votes=None), **given)
-    assert found == pytest.approx(float(outcome_loss(chances, share).mean()))
-
-
 def test_a_pair_without_a_label_counts_nothing():
     label = torch.tensor([1.0, math.nan, 0.7])
     batch = RewardBatch(inputs=None, size=3, left=PAIRS.left, right=PAIRS.right, label=label)
@@ -153,16 +135,6 @@ def test_a_pair_counts_as_it_weighs(task):
 def test_hp_on_the_pairs_of_a_triple_is_half_of_the_published_sum():
     """Pairs (I2, I1) and (I3, I2); hp_loss adds both hinges per triple."""
     hp = torch.tensor([[0.0, 1.0], [0.1, 0.4], [0.5, 0.2]])
-    batch = RewardBatch(
-        inputs=None,
-        size=4,
-        left=torch.tensor([2, 3, 0, 1]),
-        right=torch.tensor([0, 1, 2, 3]),
-        label=torch.tensor([1.0, 1.0, 1.0, 1.0]),
-    )
-    values = {"value": torch.cat([hp[0], hp[1]])}
-    first = _loss("hp", values, RewardBatch(**{**batch.__dict__, "size": 2}), margin=0.3)
-    better = torch.tensor([0, 1, 4, 5]), torch.tensor([2, 3, 2, 3])
     triple = RewardBatch(
         inputs=None,
         size=4,
@@ -174,7 +146,6 @@ def test_hp_on_the_pairs_of_a_triple_is_half_of_the_published_sum():
     assert 2 * found == pytest.approx(float(hp_loss(hp, margin=0.3)))
     flipped = RewardBatch(inputs=None, size=4, left=triple.right, right=triple.left, label=torch.zeros(4))
     assert _loss("hp", {"value": hp.flatten()}, flipped, margin=0.3) == pytest.approx(found)
-    assert better and first > 0
 
 
 def test_ict_is_the_cores():
@@ -274,29 +245,6 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path, ema):
     assert one[-1]["samples"] == 6 * 5 * 64
 
 
-def test_another_seed_drops_out_other_numbers(tmp_path):
-    runs = [_trainer(tmp_path / str(seed), 1, seed=seed) for seed in (1, 2)]
-    for run in runs:
-        run.train()
-    assert not torch.equal(_weights(runs[0]), _weights(runs[1]))
-
-
-def test_ctrl_c_finishes_the_iteration_and_saves_it(tmp_path):
-    data = ToyPairs()
-
-    class Interrupting(ToyPairs):
-        def batch(self, number, part=(0, 1)):
-            if number == 7:
-                os.kill(os.getpid(), signal.SIGINT)
-            return data.batch(number, part)
-
-    trainer = _trainer(tmp_path, 6, data=Interrupting())
-    assert trainer.train().stopped == "interrupted"
-    assert trainer.counters.updates == 10
-    folder, _ = checkpoint.newest_intact(tmp_path / "checkpoints")
-    assert folder is not None and folder.name == "step_000002"
-
-
 def _heldout(judge: nn.Module, task: str, batches: int = 8) -> dict[str, float]:
     data = ToyPairs(256, seed=99, micro=256)
     rows = [batch for number in range(batches) for batch in data.batch(number)]
@@ -364,8 +312,6 @@ def test_measures_by_hand():
 def test_wrong_input_by_message(tmp_path):
     with pytest.raises(UserError, match=r"objective.task is 'uncertanty'. Did you mean 'uncertainty'"):
         RewardObjectiveSettings(task="uncertanty")
-    with pytest.raises(ValueError, match=r"objective.tie_strength is 1.0; it must be above 1 for rao_kupper"):
-        BradleyTerrySettings(ties="rao_kupper", tie_strength=1.0)
     with pytest.raises(UserError, match=r"optimizer.decay is 'cosin'. Input should be 'linear' or 'cosine'"):
         RewardOptimizerSettings(decay=cast(Any, "cosin"))
     with pytest.raises(UserError, match="no trainable parameter"):

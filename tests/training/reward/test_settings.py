@@ -17,7 +17,7 @@ from visalign.pipelines.train_reward.config import JUDGE_TASKS, READ, TrainRewar
 from visalign.training.loop.metrics import METRICS
 from visalign.training.loop.progress import SUPERVISED_COLUMNS, TrainingProgress
 from visalign.training.reward.batch import RewardBatch
-from visalign.training.reward.settings import OBJECTIVES, BradleyTerrySettings, RewardObjectiveSettings
+from visalign.training.reward.settings import OBJECTIVES, RewardObjectiveSettings
 from visalign.training.reward.tasks import TASKS
 
 
@@ -36,8 +36,6 @@ CHANGED: dict[str, Any] = {
     "margin": 0.3,
     "centre": 0.1,
     "displacement": 1.2,
-    "ties": "davidson",
-    "tie_strength": 3.0,
     "smoothing": 2.0,
     "pair_weight": "votes",
     "negatives": 0.1,
@@ -97,25 +95,16 @@ def test_every_setting_is_tried():
 @pytest.mark.parametrize("name", CHANGED)
 @pytest.mark.parametrize("task", TASKS)
 def test_a_setting_is_refused_by_the_tasks_whose_loss_does_not_change_with_it(task, name):
-    beside = {"ties": "davidson"} if name == "tie_strength" else {}
-    changes = _loss(task, **beside, **{name: CHANGED[name]}) != pytest.approx(_loss(task, **beside), rel=1e-6)
+    changes = _loss(task, **{name: CHANGED[name]}) != pytest.approx(_loss(task), rel=1e-6)
     assert changes == (task in readers(name))
     if changes:
-        settings = RewardObjectiveSettings(task=task, **beside, **{name: CHANGED[name]})
+        settings = RewardObjectiveSettings(task=task, **{name: CHANGED[name]})
         assert getattr(settings, name) == CHANGED[name]
         return
     with pytest.raises(UserError, match=rf"objective has no setting '{name}'\..*Allowed: task"):
         RewardObjectiveSettings(task=task, **{name: CHANGED[name]})
     with pytest.raises(UserError, match=rf"Unknown key 'objective\.{name}' .*read where objective\.task is"):
         _config(task, f"objective.{name}={CHANGED[name]}")
-
-
-@pytest.mark.parametrize("name", ["margin", "centre", "displacement"])
-def test_models_of_ties_and_the_plain_loss_have_their_own_settings(name):
-    with pytest.raises(ValueError, match=rf"objective.{name} is .*, .* of objective.ties=rao_kupper"):
-        BradleyTerrySettings(ties="rao_kupper", **{name: CHANGED[name]})
-    with pytest.raises(ValueError, match=r"objective.tie_strength is 3.0, and objective.ties is half, which"):
-        BradleyTerrySettings(tie_strength=3.0)
 
 
 GENERATED = [task for task, row in TASKS.items() if row.labels != "answers"]

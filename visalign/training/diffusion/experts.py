@@ -20,11 +20,7 @@ REST = "*"
 
 
 def check_experts(folders: Mapping[str, str | Path], records: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse tags without an expert, experts without a prompt, and missing folders.
-
-    Raises:
-        UserError: with what is allowed.
-    """
+    """Refuse tags without an expert, experts without a prompt, and missing folders."""
     tags = {str(record.get("tag", "")) for record in records}
     unknown, without_expert = sorted(folders.keys() - tags - {REST}), sorted(tags - folders.keys())
     if not folders or unknown or (without_expert and REST not in folders):
@@ -42,24 +38,14 @@ def check_experts(folders: Mapping[str, str | Path], records: Sequence[Mapping[s
 class Experts:
     """Weights of equally built policies, evaluated on the samples of their tags.
 
-    Args:
-        policy: with `load`, which reads the output of `save`.
-        folders: tag of prompt records, or `REST` -> such a folder.
-        records: the training prompts.
-
-    Raises:
-        UserError: no experts, tags without one, experts without a prompt, or weights that do not fit.
+    `policy.load` reads the output of `policy.save` from `folders`: tag of prompt records, or `REST` ->
+    folder.
     """
 
     def __init__(
         self, policy: Any, folders: Mapping[str, str | Path], records: Sequence[Mapping[str, Any]]
     ) -> None:
         check_experts(folders, records)
-        if not hasattr(policy, "load"):
-            raise UserError(
-                f"objective.experts reads weights by policy.load, which {type(policy).__name__} does not "
-                "offer. Add it: it reads the output of save."
-            )
         self._policy, self._folders = policy, {tag: str(folder) for tag, folder in folders.items()}
         trained = self._copy_weights()
         self._weights = {}

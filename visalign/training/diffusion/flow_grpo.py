@@ -97,9 +97,7 @@ class FlowGRPO(ImageAlgorithm):
         self._scores_reference = bool(self.objective.kl_in_reward) or reads_reference_log_prob(self.objective)
         needs_reference = self.objective.kl > 0 or self._scores_reference
         self.module = self.distribute(ReplayModule(self.policy), needs_reference=needs_reference, joins=joins)
-        self._prefetcher: RolloutPrefetcher[tuple[PendingImages, tuple[int, ...]]] = RolloutPrefetcher(
-            self._sample, self.rollout.staleness
-        )
+        self._prefetcher = RolloutPrefetcher(self._sample, self.rollout.staleness)
 
     @property
     def ratio_bound(self) -> float | None:  # type: ignore[override]  # an attribute elsewhere; here it follows the size
@@ -306,8 +304,7 @@ class FlowGRPO(ImageAlgorithm):
     def _pairs(experience: Experience, step: PolicyStep, own: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """List (row, decision, number of samples) of N pairs; a step that samples share is listed once.
 
-        The loss of a shared pair counts for each of its samples, so the update is that of all of them: at
-        every step the mean over paths.
+        The loss of a shared pair counts for each of its samples, so the update is that of all of them.
         """
         steps = len(experience.trained)
         node = experience.node[step.sample[own] - experience.first]
@@ -323,15 +320,14 @@ class FlowGRPO(ImageAlgorithm):
         """Yield all decisions of each sample together, for objectives that join them."""
         steps = len(experience.trained)
         batches = own.split(max(1, size // steps))
-        for number, batch in enumerate(batches):
-            sample = step.sample[batch] - experience.first
+        for batch in batches:
+            sample, last = step.sample[batch] - experience.first, batch is batches[-1]
             rows = step.prepared.rows(batch).to(self.policy.device)
-            last = number == len(batches) - 1
-            if steps <= size:
-                with self._no_sync(last):
-                    yield rows, self._output(experience, sample)
-            else:
+            if steps > size:
                 yield from self._in_two_passes(experience, rows, sample, size, last)
+                continue
+            with self._no_sync(last):
+                yield rows, self._output(experience, sample)
 
     def _no_sync(self, last: bool) -> AbstractContextManager[Any]:
         return no_sync_unless_last(self.module, self.accelerator, last=last)
@@ -341,8 +337,8 @@ class FlowGRPO(ImageAlgorithm):
     ) -> Iterator[tuple[Prepared, PolicyOutput]]:
         """Yield one sample whose steps do not fit into a micro-batch.
 
-        ∂L/∂log π of all its steps comes first, then the network's gradient chunk by chunk. It costs one
-        forward more and gives the same update.
+        ∂L/∂log π of all its steps comes first, then the network's gradient chunk by chunk: one forward more,
+        the same update.
         """
         chunks = torch.arange(len(experience.trained)).split(size)
         with torch.no_grad():
@@ -361,13 +357,8 @@ class FlowGRPO(ImageAlgorithm):
                 torch.autograd.backward([value for value, _ in pairs], [grad for _, grad in pairs])
 
     def _output(self, experience: Experience, sample: Tensor, decision: Tensor | None = None) -> PolicyOutput:
-        """Evaluate the policy on N single decisions [N, 1], or on all decisions of n samples [n, T].
-
-        Args:
-            experience: the stored steps.
-            sample: [N] indices among this process's samples.
-            decision: [N] indices among the trained steps; None for all of each sample.
-        """
+        """Evaluate the policy on single decisions [N, 1] of `sample` [N], or on all decisions of n samples
+        [n, T]."""
         objective, steps = experience.objective, len(experience.trained)
         shape = (len(sample), 1 if decision is not None else steps)
         if decision is None:

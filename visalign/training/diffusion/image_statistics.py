@@ -56,28 +56,20 @@ def mean_distance(features: Tensor) -> Tensor:
 
 
 def group_diversity(features: Tensor, group: Tensor) -> float:
-    """Average the mean pairwise cosine distance over groups of more than one sample; NaN without one.
-
-    Args:
-        features: [B, d].
-        group: [B] integer labels.
-    """
+    """Average the mean pairwise cosine distance of features [B, d] over groups; NaN without one of two
+    samples."""
     sets = [features[group == label] for label in group.unique()]
     distances = [float(mean_distance(rows)) for rows in sets if len(rows) > 1]
     return sum(distances) / len(distances) if distances else math.nan
 
 
 def feature_drift(features: Tensor, base: Tensor) -> dict[str, float]:
-    """Measure how far samples moved from those of the same prompts and seeds before training.
+    """Measure how far samples moved from those of the same prompts and seeds before training, features [N,
+    d].
 
-    Args:
-        features: [N, d], N ≥ 2.
-        base: [N, d], in the same order.
-
-    Returns:
-        "feature_distance", mean cosine distance of a sample from its counterpart; "feature_frechet", the
-        squared Fréchet distance of the two sets, of features of unit norm; "feature_drift", that distance
-        over the mean distance of two of the base's samples.
+    "feature_distance" is the mean cosine distance of a sample from its counterpart; "feature_frechet" the
+    squared Fréchet distance of the two sets, of features of unit norm; "feature_drift" that distance over the
+    mean distance of two of the base's samples.
     """
     z, z0 = (normalize(rows.double(), dim=1) for rows in (features, base))
     distance = float((1 - (z * z0).sum(1)).mean())

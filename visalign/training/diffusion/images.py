@@ -48,13 +48,19 @@ Stored = Callable[[Records], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class PendingImages:
-    """b samples of this process whose scores are being computed."""
+class ImageSamples:
+    """b samples of this process."""
 
     condition: Condition
     trajectory: Trajectory
     batch: Batch
     records: Records
+
+
+@dataclass(frozen=True, kw_only=True)
+class PendingImages(ImageSamples):
+    """Samples whose scores are being computed."""
+
     scores: Sequence[Callable[[], Scores]]
     """One per chunk of samples, in order; a call waits for the chunk's scores."""
     statistics: Tensor | None
@@ -62,14 +68,9 @@ class PendingImages:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScoredImages:
+class ScoredImages(ImageSamples):
     """b samples of this process, and the scores of all B."""
 
-    condition: Condition
-    trajectory: Trajectory
-    batch: Batch
-    records: Records
-    """Records of the b samples."""
     value: Tensor
     """[B] float64 of all processes in rank order, on the CPU."""
     valid: Tensor
@@ -86,11 +87,7 @@ class ScoredImages:
 
 
 def check_sizes(policy: DiffusionPolicy, rollout: RolloutSettings) -> None:
-    """Refuse several image sizes for a policy that has one.
-
-    Raises:
-        UserError: its `image_size` is no property with a setter.
-    """
+    """Refuse several image sizes for a policy whose `image_size` is no property with a setter."""
     if rollout.image_sizes and getattr(getattr(type(policy), "image_size", None), "fset", None) is None:
         raise UserError(
             f"rollout.image_sizes is {rollout.image_sizes}, and {type(policy).__name__} generates images of "
@@ -206,11 +203,7 @@ class ImageSource:
         )
 
     def scored(self, pending: PendingImages, clock: PhaseClock) -> ScoredImages:
-        """Wait for the scores of sampled images and gather those of all processes.
-
-        Raises:
-            RewardFailure: too many samples could not be scored.
-        """
+        """Wait for the scores of sampled images and gather those of all processes."""
         with clock.phase("reward"):
             scores = concatenate_scores([wait() for wait in pending.scores])
         value, valid, parts = self._gather(scores)
@@ -218,7 +211,11 @@ class ImageSource:
         check_failures(scores, valid, self.rollout.max_failure_rate, self.reward.name)
         metrics = score_metrics(self.reward, value, valid, group, parts)
         if pending.statistics is not None:
-            metrics |= self._statistics_metrics(self.gather_all(pending.statistics), group)
+            statistics = self.gather_all(pending.statistics)
+            means = statistics.mean(0).tolist()
+            metrics |= {f"image/{name}": mean for name, mean in zip(STATISTICS, means, strict=False)}
+            if self.features is not None:
+                metrics["diversity"] = group_diversity(statistics[:, len(STATISTICS) :], group)
         return ScoredImages(
             condition=pending.condition,
             trajectory=pending.trajectory,
@@ -260,15 +257,6 @@ class ImageSource:
                 columns.append(self.features(middle_frame(images)).double().cpu())
             return torch.cat(columns, 1)
 
-    def _statistics_metrics(self, statistics: Tensor, group: Tensor) -> dict[str, float]:
-        """Compute metrics from the statistics of all B samples."""
-        count = len(STATISTICS)
-        means = statistics[:, :count].mean(0).tolist()
-        metrics = {f"image/{name}": value for name, value in zip(STATISTICS, means, strict=True)}
-        if self.features is not None:
-            metrics["diversity"] = group_diversity(statistics[:, count:], group)
-        return metrics
-
     def sample_seeds(self, sample_id: Tensor) -> list[int]:
         """Derive the noise seeds of samples."""
         return [sample_seed(self.seed, "sample", i) for i in sample_id.tolist()]
@@ -288,16 +276,9 @@ class ImageSource:
                 self.policy,
                 condition,
                 sigmas=self.sigmas,
-                sde_steps=sde_steps,
-                schedule=settings.schedule,
-                noise_level=settings.noise_level,
                 seeds=self.sample_seeds(batch.sample_id[rows]),
                 noise=self._shared_noise(group) if settings.shared_noise else None,
-                log_prob_reduction=settings.log_prob_reduction,
-                batch_size=settings.batch_size,
-                nodes=settings.nodes(group, sde_steps),
-                solver=settings.solver,
-                compression=settings.ode_compression,
+                **settings.arguments(group, sde_steps),
             )
 
     def _shared_noise(self, group: Tensor) -> Tensor:
@@ -331,17 +312,13 @@ class ImageAlgorithm(Algorithm):
         rollout: sampling.
         objective: algorithm and its changes.
         seed: of the run.
-        accelerator: device, processes and trackers, without mixed precision, which is the policy's own. None
-            creates one on the policy's device.
+        accelerator: device, processes and trackers. None creates one on the policy's device.
         strata: label per record, see `PromptSampler`.
         cycle: see `PromptSampler`.
         sharding: divide the network, its gradients and AdamW's moments among the processes (FSDP2).
-        features: of images [b, 3, H, W], [b, d], for the diversity of a group; None measures none.
+        features: for the diversity of a group; None measures none.
         stored: encoder of stored images that replace samples. Each prompt record then has under "candidates"
             a record for each of the G samples of its group, which is merged into it.
-
-    Raises:
-        UserError: settings that do not fit each other.
     """
 
     algorithms: ClassVar[Mapping[str, Any]] = NAMED
@@ -414,9 +391,6 @@ class ImageAlgorithm(Algorithm):
             module: forward with gradient.
             needs_reference: True where the policy before training is evaluated as well.
             joins: what an objective joins, so that processes differ in their forwards; None: nothing.
-
-        Raises:
-            UserError: sharding with a setting that needs all weights at once, or see `shard`.
         """
         if not self.sharding:
             return share_gradients(module, self.accelerator)

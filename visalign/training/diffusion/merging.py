@@ -19,11 +19,7 @@ from visalign.errors import UserError
 
 
 def mergeable_adapters(network: nn.Module) -> list[Any]:
-    """List the layers of a network for `merged_adapters`.
-
-    Raises:
-        UserError: no adapters, variants of LoRA, or other layers than linear ones of floating-point weights.
-    """
+    """List the layers of a network for `merged_adapters`; refuse others than LoRA on plain linear layers."""
     layers: dict[str, Any] = {n: part for n, part in network.named_modules() if isinstance(part, LoraLayer)}
     bases: list[Any] = [layer.get_base_layer() for layer in layers.values()]
     uses = Counter(id(getattr(base, "weight", base)) for base in bases)
@@ -49,12 +45,9 @@ def mergeable_adapters(network: nn.Module) -> list[Any]:
 def merged_adapters(layers: list[Any]) -> Iterator[None]:
     """Merge adapters into their layers inside the block, W + (α / r) B A; afterwards W again, bit for bit.
 
-    A forward then costs what it costs without adapters; for sampling without gradient. It needs the memory of
-    those weights once more. The sum is rounded to their dtype, where unmerged products are rounded and then
-    added, so outputs differ by rounding. Inside the block there is no reference.
-
-    Args:
-        layers: from `mergeable_adapters`.
+    For sampling without gradient; it needs the memory of those weights once more. The sum is rounded to their
+    dtype, where unmerged products are rounded and then added, so outputs differ by rounding. Inside the block
+    there is no reference.
     """
     bases: list[Any] = [layer.get_base_layer() for layer in layers]
     weights: list[Tensor] = [base.weight.data for base in bases]

@@ -38,7 +38,7 @@ from visalign.training.loop.sharding import local_shard, max_over_processes
 from visalign.training.policy.update import split_updates
 
 from .experts import Experts
-from .guidance import check_guidance, guidance_scale
+from .guidance import guidance_scale
 from .images import ImageAlgorithm, ScoredImages
 from .merging import mergeable_adapters, merged_adapters
 
@@ -109,11 +109,7 @@ class _Outputs:
 
 
 class VelocityRegression(ImageAlgorithm):
-    """Trains a diffusion policy on a reward by one of `REGRESSIONS`; an `Algorithm` for
-    `visalign.training.loop.trainer.Trainer`.
-
-    Its arguments are those of `ImageAlgorithm`; `objective.algorithm` names a regression.
-    """
+    """Trains a diffusion policy on a reward by one of `REGRESSIONS`, which `objective.algorithm` names."""
 
     algorithms = REGRESSIONS
     default = "diffusion_nft"
@@ -135,7 +131,8 @@ class VelocityRegression(ImageAlgorithm):
         self._merged_layers = mergeable_adapters(policy.module) if self.rollout.merge_adapters else []
         self._old: EMA | None = None
         for scale in (self.rollout.guidance, self.row.reference_guidance):
-            check_guidance(policy, scale, self.source.records[0])
+            with guidance_scale(policy, scale):  # refuses a policy without one before anything is sampled
+                pass
 
     def collect(self, run: Context) -> Collected:
         """Sample with the old policy, decode and score one iteration's groups."""
@@ -261,8 +258,8 @@ class VelocityRegression(ImageAlgorithm):
         scale = run.counters.loss_scale * self.accelerator.num_processes * share
         batches = list(_batches(units, experience.levels, run.micro_batch))
         idle, zero = self.idle(len(batches)), torch.zeros(1, dtype=torch.int64)
-        for number, batch in enumerate(batches):
-            last = number == len(batches) - 1
+        for batch in batches:
+            last = batch is batches[-1]
             sums += self._backward_batch(experience, step, batch, run.micro_batch, scale, last)
         for _ in range(idle):
             outputs = self._outputs(experience, step, zero, zero)
@@ -330,14 +327,7 @@ class VelocityRegression(ImageAlgorithm):
     def _outputs(
         self, experience: EndPoints, step: RegressionStep, sample: Tensor, level: Tensor
     ) -> _Outputs:
-        """Evaluate the policies on N pairs.
-
-        Args:
-            experience: the end points.
-            step: of the update.
-            sample: [N] indices among this process's samples.
-            level: [N] index of the level, below S.
-        """
+        """Evaluate the policies on N pairs of this process's `sample` [N] at `level` [N], below S."""
         row, images = self.row, experience.images
         condition = images.condition.select(sample)
         x, target, sigma, time = self._noised(experience, sample, level, step.epoch)

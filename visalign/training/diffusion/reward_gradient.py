@@ -65,11 +65,7 @@ class AscentStep:
 
 
 class RewardGradient(ImageAlgorithm):
-    """Trains a diffusion policy by one of `ASCENTS`; an `Algorithm` for
-    `visalign.training.loop.trainer.Trainer`.
-
-    Its arguments are those of `ImageAlgorithm`; the reward has `score_with_gradient`.
-    """
+    """Trains a diffusion policy by one of `ASCENTS` on a reward that has `score_with_gradient`."""
 
     algorithms = ASCENTS
     default = "draft"
@@ -123,8 +119,8 @@ class RewardGradient(ImageAlgorithm):
         scale = run.counters.loss_scale * process.num_processes / len(step.sample)
         batches = list(own.split(max(1, run.micro_batch))) if len(own) else []
         idle, zero = self.idle(len(batches)), torch.zeros(1, dtype=torch.int64)
-        for number, sample in enumerate(batches):
-            last = number == len(batches) - 1
+        for sample in batches:
+            last = sample is batches[-1]
             value[first + sample], batch_sums = self._backward_batch(experience, step, sample, scale, last)
             sums += batch_sums
         for _ in range(idle):
@@ -269,11 +265,7 @@ def gradient_terms(reward: Any) -> Iterator[tuple[str, Any, float, float]]:
 
 
 def check_differentiable(reward: Any) -> None:
-    """Refuse a reward of which a term cannot be differentiated in the pixels.
-
-    Raises:
-        UserError: naming the term.
-    """
+    """Refuse a reward of which a term cannot be differentiated in the pixels."""
     for label, term, *_ in gradient_terms(reward):
         if not isinstance(term, DifferentiableReward):
             raise UserError(
@@ -285,19 +277,11 @@ def check_differentiable(reward: Any) -> None:
 
 
 def image_gradient(reward: Any, images: Tensor, prompts: Sequence[str], row: Ascent) -> tuple[Tensor, Tensor]:
-    """Compute the rewards of images and their gradient in the pixels.
-
-    Args:
-        reward: each term with `score_with_gradient`.
-        images: [n, 3, H, W] in [0, 1].
-        prompts: [n].
-        row: hinge and normalization.
-
-    Raises:
-        UserError: a reward returned another shape.
+    """Compute the rewards of images [n, 3, H, W] in [0, 1] and their gradient in the pixels.
 
     Returns:
-        ([n] float64 rewards, higher is better, NaN where not finite; [n, 3, H, W] gradient, 0 there).
+        ([n] float64 rewards, higher is better, NaN where not finite; [n, 3, H, W] gradient, 0 there and
+            above the hinge).
     """
     images = images.detach().float()
     value = torch.zeros(len(images), dtype=torch.float64)

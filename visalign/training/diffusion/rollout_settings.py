@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import Field
@@ -20,9 +20,9 @@ from visalign.seeds import sample_seed
 from visalign.settings import (
     MOST,
     Count,
-    Finite,
     Natural,
     NonNegative,
+    Positive,
     PositiveShare,
     Share,
     check_rules,
@@ -30,8 +30,6 @@ from visalign.settings import (
 )
 
 from .branching import BranchSettings
-
-_OTHER_ALGORITHM = "or use an algorithm that needs no log-probs, e.g. objective.algorithm=diffusion_nft"
 
 
 @settings("rollout")
@@ -49,8 +47,8 @@ class RolloutSettings:
     schedule: Literal["flow", "dance", "cps", "ddim"] = "flow"
     """Noise schedule of the stochastic steps: "flow" (Flow-GRPO), "dance" (DanceGRPO), "cps" (coefficients-
     preserving), "ddim" (DDPO)."""
-    noise_level: Finite = 0.7
-    """Noise level a (η for "dance" and "ddim"), above 0."""
+    noise_level: Positive = 0.7
+    """Noise level a (η for "dance" and "ddim")."""
     sde_steps: list[Natural] | None = None
     """Steps that are stochastic, 0 to T-1; the others are deterministic. null: all but the last."""
     sde_window: Count | None = None
@@ -61,10 +59,7 @@ class RolloutSettings:
     (neighbours that move along the timestep schedule, with the last two ever faster, MixGRPO)."""
     sde_window_every: Count = 25
     """Iterations before a moving window moves."""
-    sde_window_stride: Count = 1
-    """Steps that it moves."""
-    sde_window_roll_back: bool = True
-    """Restart a moving window after the end of the schedule; false leaves it there."""
+
     ode_compression: PositiveShare | None = None
     """Share of the steps after the last stochastic one that are taken, along the ODE (MixGRPO-Flash: 0.4,
     with rollout.solver=dpmpp_2m); null: all."""
@@ -95,9 +90,7 @@ class RolloutSettings:
     """Samples that go through the network together while sampling; bounds memory only."""
     overlap: Count = 1
     """Chunks in which an iteration is sampled: while one is sampled, the previous one is scored in a thread.
-    1: sample all, then score all. It helps where the reward runs elsewhere (a server, another GPU, processes
-    that run code), and changes no sample, nor a score that depends neither on the batch nor on torch's global
-    random numbers."""
+    It helps where the reward runs elsewhere (a server, another GPU), and changes no sample."""
     staleness: Literal[0, 1] = 0
     """1: sample an iteration before the update of the previous one, which hides the reward behind it. The
     samples come from weights one iteration old, so the objective needs `importance_sampling`."""
@@ -133,8 +126,6 @@ class RolloutSettings:
             iteration,
             order=self.sde_window_order,
             every=self.sde_window_every,
-            stride=self.sde_window_stride,
-            roll_back=self.sde_window_roll_back,
             draw=np.random.default_rng(sample_seed(seed, "noise steps", iteration)),
         )
         return [steps[index] for index in indices], tuple(range(len(indices)))
@@ -153,8 +144,7 @@ class RolloutSettings:
         if size is None or order == "subset":
             return [steps[-(size or len(steps)) :]]
         last = len(steps) - size if order == "random" else len(steps) - 1
-        stride = 1 if order == "random" else self.sde_window_stride
-        return [steps[start : start + size] for start in range(0, last + 1, stride)]
+        return [steps[start : start + size] for start in range(last + 1)]
 
     def paths(self, step: int) -> int:
         """Count n_k, the different latents of a group before a step, or at the end (T)."""
@@ -162,18 +152,28 @@ class RolloutSettings:
             return self.branch.paths(self.group_size, step)
         return 1 if self.shared_noise and step <= self.stochastic[0] else self.group_size
 
-    def nodes(self, group: Tensor, sde_steps: Sequence[int]) -> Tensor | None:
-        """Map samples to shared latents, [T + 1, B] (`tree_nodes`); None where nothing is shared.
+    def arguments(self, group: Tensor, sde_steps: Sequence[int]) -> dict[str, Any]:
+        """Return the settings' part of the arguments of `visalign.flow.rollout.rollout`.
 
         Args:
-            group: [B] labels.
+            group: [b] labels of the samples.
             sde_steps: the iteration's stochastic steps.
         """
+        nodes = None
         if self.branch is not None:
-            return tree_nodes(group, self.steps, at=self.branch.at, children=self.branch.children)
-        if not self.shared_noise:
-            return None
-        return tree_nodes(group, self.steps, at=sde_steps[:1], children=self.group_size)
+            nodes = tree_nodes(group, self.steps, at=self.branch.at, children=self.branch.children)
+        elif self.shared_noise:
+            nodes = tree_nodes(group, self.steps, at=sde_steps[:1], children=self.group_size)
+        return {
+            "sde_steps": sde_steps,
+            "schedule": self.schedule,
+            "noise_level": self.noise_level,
+            "log_prob_reduction": self.log_prob_reduction,
+            "batch_size": self.batch_size,
+            "nodes": nodes,
+            "solver": self.solver,
+            "compression": self.ode_compression,
+        }
 
     @property
     def completed_per_image(self) -> float:
@@ -188,8 +188,8 @@ class RolloutSettings:
 
     @property
     def pairs_per_image(self) -> float:
-        """Trained (sample, step) pairs per image, Σ_k n_{k+1} / G over the trained steps: shared steps count
-        once, and moving windows are shorter at the end of the schedule."""
+        """Trained (sample, step) pairs per image, Σ_k n_{k+1} / G over the trained steps; mean over
+        windows."""
         if self.branch is not None:
             return sum(self.paths(step + 1) for step in self.trained) / self.group_size
         if self.sde_window is not None:
@@ -201,29 +201,17 @@ def _is_no_subset(steps: Sequence[int] | None, allowed: Collection[int]) -> bool
     return steps is not None and (not steps or len(set(steps)) < len(steps) or not set(steps) <= set(allowed))
 
 
-def _changed_window_setting(s: RolloutSettings) -> str | None:
-    """Find a setting of moving windows that was changed although no window moves."""
-    moves = s.sde_window is not None and s.sde_window_order not in ("subset", "random")
-    defaults = {"sde_window_every": 25, "sde_window_stride": 1, "sde_window_roll_back": True}
-    changed = [name for name, default in defaults.items() if getattr(s, name) != default]
-    return f"{changed[0]} is {getattr(s, changed[0])}" if changed and not moves else None
+def _shared_step(s: RolloutSettings) -> str:
+    """Name a trained step after which all images of a prompt are still one; "" for none."""
+    return next((f"{step}" for step in s.trained if s.branch and s.paths(step + 1) == 1), "")
 
 
 RULES = (
     (
-        lambda s: s.noise_level <= 0,
-        "rollout.noise_level is {s.noise_level}; without noise a step has no log-probability. "
-        f"Set it above 0, {_OTHER_ALGORITHM}.",
-    ),
-    (
-        lambda s: s.sde_steps == [],
-        "rollout.sde_steps is []; without noise a step has no log-probability. List steps from 0 to "
-        f"rollout.steps - 1, {_OTHER_ALGORITHM}.",
-    ),
-    (
         lambda s: _is_no_subset(s.sde_steps, range(s.steps)),
         "rollout.sde_steps is {s.sde_steps}; list different steps from 0 to rollout.steps - 1 "
-        "(rollout.steps is {s.steps}).",
+        "(rollout.steps is {s.steps}), or use an algorithm that needs no noise, e.g. "
+        "objective.algorithm=diffusion_nft.",
     ),
     (
         lambda s: s.schedule in LAST_IS_EXACT and s.noise_level > 1,
@@ -255,15 +243,9 @@ RULES = (
         "its size.",
     ),
     (
-        _changed_window_setting,
-        "rollout.{v}, and no window moves. Set rollout.sde_window to its size and "
-        "rollout.sde_window_order=progressive, decay or exp_decay.",
-    ),
-    (
         lambda s: s.ode_compression is not None and max(s.steps - 1 - w[-1] for w in s.windows) < 2,
         "rollout.ode_compression is {s.ode_compression}, and there are no two steps to compress after the "
-        "stochastic steps {s.stochastic}. Set rollout.sde_steps to earlier steps, or a rollout.sde_window "
-        "with rollout.sde_window_order=progressive.",
+        "stochastic steps {s.stochastic}. Set rollout.sde_steps to earlier steps.",
     ),
     (
         lambda s: s.image_sizes and s.staleness,
@@ -285,9 +267,9 @@ RULES = (
         "{s.branch.at} has {v} images. Take a multiple of {v}, or other rollout.branch.at and children.",
     ),
     (
-        lambda s: s.branch and [step for step in s.trained if s.paths(step + 1) == 1],
-        "rollout.branch.at is {s.branch.at}, and all images of a prompt share step {v[0]}: there is nothing "
-        "to compare it with. Branch there, take {v[0]} out of rollout.sde_steps or train_steps, or let "
+        _shared_step,
+        "rollout.branch.at is {s.branch.at}, and all images of a prompt share step {v}: there is nothing to "
+        "compare it with. Branch there, take {v} out of rollout.sde_steps or train_steps, or let "
         "rollout.group_size hold several trees.",
     ),
 )

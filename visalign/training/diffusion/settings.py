@@ -121,35 +121,25 @@ class DiffusionObjectiveSettings(ObjectiveSettings):
         return replace(objective, advantage="steps", advantage_options={"scale": "group", "ddof": 0})
 
     def check_constrained(self, reward: Any) -> None:
-        """Refuse rewards with a bound where training does not use the sum of all rewards.
-
-        Raises:
-            UserError: with what to set instead.
-        """
-        bounds = reward.capabilities.constraints
-        if not bounds:
+        """Refuse rewards with a bound where training does not use the sum of all rewards."""
+        if not (bounds := reward.capabilities.constraints):
             return
-        name = f"objective.algorithm={self.algorithm}"
+        name, row = f"objective.algorithm={self.algorithm}", self.regression
+        by_term = row is not None and row.signal in MATRIX_SIGNALS
+        if self.is_policy_gradient:
+            by_term = self.build(length=1).advantage in MATRIX_ADVANTAGES
         reasons = {
             f"{name} follows the rewards' own gradients": self.ascent is not None,
             f"objective.balance_every={self.balance_every} weighs them": self.balance_every is not None,
             f"objective.credit={self.credit} scores more than images": self.credit in COMPLETIONS,
-            f"{name} takes each reward by itself": self._takes_columns,
+            f"{name} takes each reward by itself": by_term,
         }
-        for reason, applies in reasons.items():
-            if applies:
-                raise UserError(
-                    f"rewards.terms has a bound ({', '.join(bounds)}), which changes the weight of that "
-                    f"term, and {reason}. Take flow_grpo, grpo_guard, diffusion_nft, awm or ram with one "
-                    "advantage of the sum, or set the bound to null."
-                )
-
-    @property
-    def _takes_columns(self) -> bool:
-        """True where the advantage is computed from the rewards one by one."""
-        if self.regression is not None:
-            return self.regression.signal in MATRIX_SIGNALS
-        return self.is_policy_gradient and self.build(length=1).advantage in MATRIX_ADVANTAGES
+        if reason := next((reason for reason, applies in reasons.items() if applies), None):
+            raise UserError(
+                f"rewards.terms has a bound ({', '.join(bounds)}), which changes the weight of that term, "
+                f"and {reason}. Take flow_grpo, grpo_guard, diffusion_nft, awm or ram with one advantage of "
+                "the sum, or set the bound to null."
+            )
 
 
 def _credit_conflict(s: DiffusionObjectiveSettings, objective: Objective) -> str:
@@ -239,16 +229,8 @@ class _Job:
 def check_sampling(
     objective: DiffusionObjectiveSettings, rollout: RolloutSettings, *, stored: bool = False
 ) -> None:
-    """Refuse an objective and a rollout that do not fit each other.
-
-    Args:
-        objective: the loss.
-        rollout: the sampling.
-        stored: True where stored pairs of images take the place of samples.
-
-    Raises:
-        UserError: with what to set instead.
-    """
+    """Refuse an objective and a rollout, or with `stored` stored pairs of images, that do not fit each
+    other."""
     job = _Job(objective, rollout)
     check_rules(job, (*JOB_RULES, *(STORED_PAIR_RULES if stored else SAMPLED_RULES)))
     if rollout.staleness:
@@ -256,9 +238,8 @@ def check_sampling(
 
 
 _STOCHASTIC_STEPS = (
-    *("sde_steps", "sde_window", "sde_window_order", "sde_window_every", "sde_window_stride"),
-    *("sde_window_roll_back", "ode_compression", "shared_noise", "branch"),
-    *("train_steps", "schedule", "noise_level", "log_prob_reduction"),
+    *("sde_steps", "sde_window", "sde_window_order", "sde_window_every", "ode_compression"),
+    *("shared_noise", "branch", "train_steps", "schedule", "noise_level", "log_prob_reduction"),
 )
 """Settings of stochastic steps; along the ODE one initial noise gives one image."""
 
@@ -304,14 +285,6 @@ def _needs_regression(s: _Job) -> str:
 
 JOB_RULES = (
     (
-        lambda s: (
-            s.objective.changes.get("kl_form", "divergence") != "divergence"
-            and not s.objective.build(length=1).kl
-        ),
-        "objective.changes.kl_form is {s.objective.changes[kl_form]}, and objective.algorithm="
-        "{s.objective.algorithm} has no KL term. Set its weight too, e.g. objective.changes.kl=0.01.",
-    ),
-    (
         lambda s: s.objective.credit == "turning_points" and s.rollout.ode_compression is not None,
         "rollout.ode_compression is {s.rollout.ode_compression}, and objective.credit=turning_points "
         "completes images on all timesteps. Set rollout.ode_compression=null, or objective.credit=one_step.",
@@ -322,14 +295,13 @@ JOB_RULES = (
         "reward's gradient through Euler steps. Set rollout.solver=euler.",
     ),
     (
-        lambda s: s.objective.credit == "branches" and s.rollout.branch is None,
-        "objective.credit is 'branches', and rollout.branch is null. Set rollout.branch={{at: [0], children: "
-        "2}} or other branches, or objective.credit=image.",
-    ),
-    (
-        lambda s: s.objective.is_policy_gradient and s.rollout.branch and s.objective.credit != "branches",
-        "objective.credit is {s.objective.credit!r}, and with rollout.branch a shared step earns the mean of "
-        "its images. Set objective.credit=branches, or rollout.branch=null.",
+        lambda s: (
+            s.objective.is_policy_gradient
+            and (s.objective.credit == "branches") != (s.rollout.branch is not None)
+        ),
+        "objective.credit is {s.objective.credit!r} and rollout.branch is {s.rollout.branch}: a shared step "
+        "earns the mean of its images. Set objective.credit=branches and rollout.branch, e.g. {{at: [0]}}, "
+        "or neither.",
     ),
     (
         lambda s: s.rollout.staleness and s.objective.credit == "turning_points",
@@ -414,11 +386,7 @@ SAMPLED_RULES = (
 
 
 def check_processes(objective: DiffusionObjectiveSettings, rollout: RolloutSettings, world: int) -> None:
-    """Refuse processes that would split a group whose samples are compared.
-
-    Raises:
-        UserError: names a number of prompts that fits.
-    """
+    """Refuse processes that would split a group whose samples are compared."""
     row = objective.regression
     if rollout.branch is not None or (row is not None and (row.of_groups or row.loss == "covariance")):
         check_whole_groups(rollout.prompts_per_iteration, world)
@@ -427,16 +395,8 @@ def check_processes(objective: DiffusionObjectiveSettings, rollout: RolloutSetti
 def check_sharding(
     objective: DiffusionObjectiveSettings, rollout: RolloutSettings, unsupported: Mapping[str, bool] = {}
 ) -> None:
-    """Refuse settings that need all weights at once, which FSDP2 divides.
-
-    Args:
-        objective: the loss.
-        rollout: the sampling.
-        unsupported: further reasons -> True where they apply.
-
-    Raises:
-        UserError: with the name of the first.
-    """
+    """Refuse settings that need all weights at once, which FSDP2 divides; `unsupported` has further
+    reasons."""
     reasons = {
         "rollout.merge_adapters": rollout.merge_adapters,
         "objective.balance_every": objective.balance_every is not None,

@@ -22,13 +22,7 @@ class StoredPreference:
     identity = None
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
-        """Return the records' preferences.
-
-        Args:
-            images: ignored.
-            prompts: ignored.
-            metadata: B records with "preference".
-        """
+        """Return the "preference" of each of the B records."""
         values = [float(record["preference"]) for record in metadata or () if record is not None]
         value = torch.tensor(values, dtype=torch.float32)
         return Scores(value=value, valid=torch.ones(len(value), dtype=torch.bool), unit=self.unit)

@@ -24,18 +24,11 @@ KEY = "reward_balance"
 class RewardBalance:
     """Weights ᾱ of Ā = Σ_k ᾱ_k A_k, A_k the advantage of reward k alone, from one gradient each.
 
-    α = argmin over the simplex of ‖Σ_k α_k g_k/‖g_k‖‖², ᾱ ← 0.7 ᾱ + 0.3 α, equal at first. g_k is the
-    gradient of the iteration's first update with A_k for the advantage, without the KL term, over all
-    processes. The weights of the sum play no part; two rewards have one half each. Combining advantages is
-    combining gradients while the loss is linear in the advantage: in the regressions below their clamp, in
-    PPO where no ratio is clipped.
-
-    Args:
-        reward: a sum of 2 to 12 terms.
-        every: iterations between two measurements.
-
-    Raises:
-        UserError: a reward that is no such sum.
+    α = argmin over the simplex of ‖Σ_k α_k g_k/‖g_k‖‖², ᾱ ← 0.7 ᾱ + 0.3 α every `every` iterations, equal at
+    first. g_k is the gradient of the iteration's first update with A_k for the advantage, without the KL
+    term, over all processes. The weights of the sum play no part; two rewards have one half each. Combining
+    advantages is combining gradients while the loss is linear in the advantage: in the regressions below
+    their clamp, in PPO where no ratio is clipped.
 
     MARBLE, arXiv 2605.06507 (every 10 steps, 0.7).
     """
@@ -73,17 +66,15 @@ class RewardBalance:
         rows = []
         for weights in torch.eye(len(self.labels)).tolist():
             gradient(weights)
-            rows.append(
-                torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for _, p in named])
-            )
+            parts = [torch.zeros_like(p) if p.grad is None else p.grad for _, p in named]
+            rows.append(torch.cat([part.flatten() for part in parts]))
             for _, parameter in named:
                 parameter.grad = None
         gradients = torch.stack(rows)
         if bool(torch.isfinite(gradients).all() & gradients.any()):
             before = torch.tensor(self.weights(run), dtype=torch.float64)
-            run.counters.own[KEY] = smooth_weights(
-                before, min_norm_weights(gradients).cpu().double()
-            ).tolist()
+            measured = min_norm_weights(gradients).cpu().double()
+            run.counters.own[KEY] = smooth_weights(before, measured).tolist()
 
     def prepare(
         self,

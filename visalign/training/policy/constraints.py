@@ -20,13 +20,9 @@ KEY = "reward_multipliers"
 class RewardConstraints:
     """Maximise E[Σ_m w_m n_m] under E[w_k n_k] ≥ c_k for the terms k of a weighted sum that have a bound.
 
-    The objective is Σ_m w_m n_m + Σ_k λ_k w_k n_k, m the terms without a bound. In each iteration
-    λ_k ← max(0, λ_k + η (c_k − mean of w_k n_k)) before the update, λ_k = 0 at first: λ rises while the bound
-    is missed and falls while it holds.
-
-    Args:
-        reward: with `capabilities.constraints`, label -> c_k, as `visalign.rewards.WeightedSum` has them.
-        rate: η, per unit of the weighted term.
+    The objective is Σ_m w_m n_m + Σ_k λ_k w_k n_k, m the terms without a bound. In each iteration λ_k ←
+    max(0, λ_k + η (c_k − mean of w_k n_k)) before the update, λ_k = 0 at first: λ rises while the bound is
+    missed and falls while it holds. η is `rate`, per unit of the weighted term.
 
     Altman, Constrained Markov decision processes, 1999; updates as in RCPO, arXiv 1805.11074, section 4.
     """
@@ -38,15 +34,9 @@ class RewardConstraints:
     def apply(
         self, valid: Tensor, parts: Mapping[str, Tensor], run: Context
     ) -> tuple[Tensor, dict[str, float]]:
-        """Move λ by an iteration's samples, and weight the terms by it.
+        """Move λ by an iteration's samples (valid: bool [B] of all processes), and weight the terms by it.
 
-        Args:
-            valid: bool [B], of all processes.
-            parts: name -> [B], of which "LABEL.weighted" are the terms.
-            run: context that keeps λ.
-
-        Returns:
-            (reward [B], NaN where not valid; λ by reward as metrics).
+        Returns (reward [B], NaN where not valid; λ by reward as metrics).
         """
         terms = {label: parts[f"{label}.weighted"] for label in self.labels}
         before, after = run.counters.own.get(KEY, {}), {}

@@ -39,20 +39,12 @@ def gradient_sketches(
         gain_of: sample number -> its scalar gain, with gradient.
         count: N.
         parameters: trained parameters, D numbers in all.
-        second_moment: v of Adam, one tensor for each parameter; None takes the mean of g² over the samples,
-            for which gradients are computed twice.
+        second_moment: v of Adam, one tensor for each parameter; None takes the mean of g² over the
+            samples, for which gradients are computed twice.
         size: numbers of a sketch; the error of an inner product is about |a| |b| / √size.
         seed: seed of the hash.
         eps: added to √v; the default is far below the trainers' gradients, whose rms is 5e-9 and more.
-
-    Raises:
-        ValueError: no sample, no parameter, or moments of other shapes.
     """
-    shapes = [p.shape for p in parameters]
-    if count < 1 or not shapes:
-        raise ValueError(f"influence needs samples and parameters; got {count} and {len(shapes)}.")
-    if second_moment is not None and [v.shape for v in second_moment] != shapes:
-        raise ValueError("second_moment needs one tensor for each parameter, of its shape.")
 
     def gradient(number: int) -> Tensor:
         gradients = torch.autograd.grad(
@@ -61,7 +53,7 @@ def gradient_sketches(
         return torch.cat([part.detach().flatten().double() for part in gradients])
 
     if second_moment is None:
-        v = torch.stack([gradient(0).square()])[0]
+        v = gradient(0).square()
         for number in range(1, count):
             v += gradient(number).square()
         v /= count

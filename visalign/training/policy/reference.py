@@ -89,8 +89,7 @@ class Reference:
 class GatedKL:
     """SAFE's KL term, whose coefficient follows the measured KL; see `gated_coefficient`.
 
-    Args:
-        base: threshold, nats per token; None is the paper's 0.3.
+    `base` is the threshold in nats per token; None is the paper's 0.3.
     """
 
     def __init__(self, base: float | None) -> None:
@@ -103,12 +102,7 @@ class GatedKL:
         return replace(objective, kl=coefficient)
 
     def move(self, t: Trajectories, kl: float | None) -> None:
-        """Update the gate after an iteration.
-
-        Args:
-            t: samples of the iteration.
-            kl: mean divergence of its updates from the reference; None is unknown.
-        """
+        """Update the gate after an iteration; `kl` is the mean divergence of its updates, None is unknown."""
         reward = sample_reward(t, 0.0)
         valid, present = t.present() & torch.isfinite(reward), t.weight != 0
         mean = float(reward[valid].double().mean()) if bool(valid.any()) else math.nan

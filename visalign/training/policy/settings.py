@@ -61,12 +61,8 @@ class ObjectiveSettings:
     def build(self, *, length: int) -> Objective:
         """Build the objective; with `balance_every` the advantage is the sum of each reward's own.
 
-        Args:
-            length: most decisions of a sample (tokens, or trained denoising steps): Dr.GRPO's length unless
-                `changes` has one.
-
-        Raises:
-            UserError: an unknown algorithm, field or option, with the nearest name, or a value out of range.
+        `length` is the most decisions of a sample (tokens, or trained denoising steps): Dr.GRPO's length
+        unless `changes` has one.
         """
         changes = merge_changes(self.changes_for.get(self.algorithm, {}), self.changes)
         try:
@@ -87,16 +83,13 @@ class ObjectiveSettings:
 
     def _balance(self, objective: Objective) -> Objective:
         self.check_balanced("advantage", objective.advantage, "group")
-        if objective.kl_in_reward:
+        squares = objective.surrogate in ("flow_balance", "dro")
+        if objective.kl_in_reward or squares:
+            reason = "whose loss squares the advantage" if squares else "with kl_in_reward"
             raise UserError(
-                f"objective: kl_in_reward is {objective.kl_in_reward}, and objective.balance_every keeps the "
-                "KL out of the rewards that it weighs. Set objective.changes.kl_in_reward=0 and kl."
-            )
-        if objective.surrogate in ("flow_balance", "dro"):
-            raise UserError(
-                f"objective.balance_every is {self.balance_every}, and surrogate={objective.surrogate!r} "
-                "squares the advantage: the gradient of the rewards' sum is not the sum of their gradients. "
-                "Take 'grpo', or set objective.balance_every=null."
+                f"objective.balance_every is {self.balance_every}, and objective.algorithm={self.algorithm} "
+                f"{reason} is no sum over the rewards. Take 'grpo' with kl_in_reward=0, or set "
+                "objective.balance_every=null."
             )
         return replace(objective, advantage="normalise_then_sum", advantage_options={"ddof": 0})
 
@@ -113,12 +106,7 @@ class ObjectiveSettings:
     def check(self, decisions: Decisions, available: Sequence[str] = ()) -> None:
         """Refuse an algorithm that means nothing for such decisions, or that the trainers cannot feed.
 
-        Args:
-            decisions: meaning of the axis T.
-            available: fields of `core.objective.decisions.EXTRA` that the trainer supplies.
-
-        Raises:
-            UserError: with the algorithm to take instead.
+        `available` are the fields of `core.objective.decisions.EXTRA` that the trainer supplies.
         """
         objective = self.build(length=1)
         try:
@@ -153,11 +141,7 @@ def merge_changes(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[s
 
 
 def check_stale(objective: Objective | None, algorithm: str) -> None:
-    """Refuse samples of older weights for an objective that does not correct for them.
-
-    Raises:
-        UserError: names the correction, or that there is none.
-    """
+    """Refuse samples of older weights for an objective that does not correct for them."""
     stale = f"rollout.staleness=1 trains on samples of older weights, and objective.algorithm={algorithm}"
     if objective is None:
         raise UserError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -39,12 +39,7 @@ class PolicyStep:
     """Further data of the update (PPO-ptx's demonstrations)."""
 
     def local_rows(self, first: int, size: int) -> Tensor:
-        """Return the indices [m], among the n, of this process's live samples.
-
-        Args:
-            first: first sample of this process, among the B.
-            size: number of samples of this process.
-        """
+        """Return the indices [m], among the n, of this process's `size` live samples from `first` on."""
         is_local = (self.sample >= first) & (self.sample < first + size)
         return (self.live & is_local).nonzero()[:, 0]
 
@@ -60,7 +55,9 @@ def prepare_steps(
     whole_groups: bool,
     extras: Sequence[Any] | None = None,
 ) -> tuple[list[PolicyStep], dict[str, float]]:
-    """Prepare the optimizer updates of an iteration; updates without any gradient are left out.
+    """Prepare the optimizer updates of an iteration, and metrics of the advantages.
+
+    Updates without any gradient are left out.
 
     Args:
         objective: the objective.
@@ -71,9 +68,6 @@ def prepare_steps(
         iteration: number of finished iterations.
         whole_groups: keep a group's samples in one update; the advantages are the same either way.
         extras: further data of each update.
-
-    Returns:
-        The updates, and metrics of the advantages.
     """
     keep_groups = whole_groups or objective.aggregation == "group_token_mean"
     parts = list(split_updates(trajectories.group, settings.epochs, updates, seed, iteration, keep_groups))
@@ -121,26 +115,16 @@ def couples_decisions(objective: Objective) -> bool:
 
 
 def flat_rows(rows: Prepared, sample: Tensor, decision: Tensor) -> Prepared:
-    """Select N single decisions as rows of one decision, for objectives that do not couple decisions.
+    """Select N single decisions (sample [N], decision [N]) as rows, for objectives that do not couple
+    decisions.
 
     The denominators are those of the whole update, so the shares of single decisions add up to its loss.
-
-    Args:
-        rows: n samples, T decisions.
-        sample: [N] indices among the n.
-        decision: [N] indices among the T.
     """
     changes = {}
     for name, value in vars(rows).items():
         if isinstance(value, Tensor):
             changes[name] = value[sample, decision][:, None] if value.ndim == 2 else value[sample]
     return replace(rows, **changes)
-
-
-@dataclass(kw_only=True)
-class _Totals:
-    statistics: LossStatistics | None = None
-    terms: dict[str, float] = field(default_factory=dict)
 
 
 def backward(
@@ -157,43 +141,45 @@ def backward(
 
     Args:
         objective: the objective.
-        micro_batches: prepared rows and the policy's outputs for them; each is computed after the backward of
-            the one before.
+        micro_batches: prepared rows and the policy's outputs for them; each is computed after the
+            backward of the one before.
         accelerator: of the processes, whose gradients add up.
         scale: factor of the loss.
 
     Returns:
         The fields of `LossStatistics`, and "loss/TERM" for each term; "reference" only with a reference.
     """
-    totals = _Totals()
+    statistics: LossStatistics | None = None
+    terms: dict[str, float] = {}
     for rows, output in micro_batches:
         usable = torch.isfinite(output.log_prob) | (rows.weight == 0)
         if bool(usable.all()):
             loss = objective.loss(rows, output)
-            total, statistics = loss.total, loss.statistics
+            total, part = loss.total, loss.statistics
         else:
             log_prob = torch.where(usable, output.log_prob, rows.old_log_prob)
             loss = objective.loss(rows, replace(output, log_prob=log_prob))
             total = loss.total + output.log_prob.sum() * math.nan
-            statistics = replace(loss.statistics, largest=loss.statistics.largest * math.nan)
+            part = replace(loss.statistics, largest=loss.statistics.largest * math.nan)
         # DDP averages gradients over the processes, and the loss is a sum over them
         accelerator.backward(total * (scale * accelerator.num_processes))
-        totals.statistics = statistics if totals.statistics is None else totals.statistics.plus(statistics)
+        statistics = part if statistics is None else statistics.plus(part)
         for name, term in loss.terms.items():
-            totals.terms[name] = totals.terms.get(name, 0.0) + float(term.detach())
-    return _reduce(totals, accelerator)
+            terms[name] = terms.get(name, 0.0) + float(term.detach())
+    return _reduce(statistics or no_statistics(accelerator.device), terms, accelerator)
 
 
-def _reduce(totals: _Totals, accelerator: Accelerator) -> dict[str, float]:
-    statistics = totals.statistics or no_statistics(accelerator.device)
-    terms = torch.tensor(list(totals.terms.values()), dtype=torch.float64, device=accelerator.device)
+def _reduce(
+    statistics: LossStatistics, terms: Mapping[str, float], accelerator: Accelerator
+) -> dict[str, float]:
+    values = torch.tensor(list(terms.values()), dtype=torch.float64, device=accelerator.device)
     if accelerator.num_processes > 1:
-        sums: Any = accelerator.reduce(torch.cat([statistics.stack(), terms]), "sum")
+        sums: Any = accelerator.reduce(torch.cat([statistics.stack(), values]), "sum")
         largest: Any = accelerator.gather(statistics.largest[None])
-        statistics = statistics.with_sums(sums[: len(sums) - len(terms)], largest.max())
-        terms = sums[len(sums) - len(terms) :]
+        statistics = statistics.with_sums(sums[: len(sums) - len(values)], largest.max())
+        values = sums[len(sums) - len(values) :]
     fields = {name: float(value) for name, value in vars(statistics).items() if value is not None}
-    return fields | {f"loss/{name}": float(value) for name, value in zip(totals.terms, terms, strict=True)}
+    return fields | {f"loss/{name}": float(value) for name, value in zip(terms, values, strict=True)}
 
 
 def update_metrics(sums: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -37,39 +37,28 @@ def train_implicit_process_reward(
     reference: TextPolicy | None = None,
     trainer: Trainer[LabelFit] | None = None,
 ) -> list[LabelReport]:
-    """Fit a language model to outcomes, in place.
+    """Fit a language model to outcomes, in place; return loss and accuracy of each epoch.
 
     The reference's log-probs are computed once. Log-probs are those of the models themselves, at temperature
-    1 over the full vocabulary, whatever the rollout was sampled with.
+    1 over the full vocabulary. A completion counts as right where q > 0.
 
     Args:
         policy: π_φ, with the token ids of the rollout.
         rollout: B completions, the policy's own or another's.
-        label: [B] 1 right, 0 wrong, or between; NaN where the outcome is unknown. Completions without tokens
-            are left out.
+        label: [B] 1 right, 0 wrong, or between; NaN where the outcome is unknown. Completions without
+            tokens are left out.
         settings: epochs, batches, learning rate, seed.
         beta: β > 0, reward per nat.
         reference: π_ref; `policy.reference()` when None.
         trainer: to continue with, instead of a new one by the settings.
-
-    Returns:
-        Loss and accuracy of each epoch: a completion counts as right where q > 0.
-
-    Raises:
-        UserError, ValueError: Labels that do not fit, or none; a bad β, a loss that is not finite.
     """
     if beta <= 0:
         raise ValueError(f"beta must be positive; got {beta}.")
     labels = torch.as_tensor(label, dtype=torch.float32).cpu()
-    if labels.shape != (len(rollout),):
+    if labels.shape != (len(rollout),) or bool(((labels < 0) | (labels > 1)).any()):
         raise UserError(
-            f"label has shape {tuple(labels.shape)} for {len(rollout)} completions; give one number per "
-            "completion, NaN where the outcome is unknown."
-        )
-    invalid = labels[torch.isfinite(labels) & ((labels < 0) | (labels > 1))]
-    if len(invalid):
-        raise UserError(
-            f"A label is {invalid[0].item():g}; allowed are 1 (right), 0 (wrong), between, or NaN."
+            f"label is {labels.tolist()[:8]} for {len(rollout)} completions; give one number per completion: "
+            "1 (right), 0 (wrong), between, or NaN where the outcome is unknown."
         )
     weight = (rollout.loss_mask != 0).float()
     with_tokens = (weight != 0).any(1) & torch.isfinite(labels)

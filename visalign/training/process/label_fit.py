@@ -182,11 +182,7 @@ def label_trainer(
     *,
     divided: nn.Module | None = None,
 ) -> Trainer[LabelFit]:
-    """Create a trainer for one or more calls of `fit_labels`; its arguments are those of `LabelFit`.
-
-    Raises:
-        UserError: nothing is trainable, or a network that cannot be divided.
-    """
+    """Create a trainer for one or more calls of `fit_labels`; its arguments are those of `LabelFit`."""
     fit = settings or FitSettings()
     return Trainer(
         LabelFit(parameters, fit, divided=divided),
@@ -203,19 +199,12 @@ def label_trainer(
 def fit_labels(
     outputs: Callable[[list[int]], LabelOutputs], rows: Sequence[int], trainer: Trainer[LabelFit]
 ) -> list[LabelReport]:
-    """Minimise the mean loss over the labels of each batch.
+    """Minimise the mean loss over the labels of each batch; return one report per epoch.
 
     Args:
         outputs: rows to losses, with gradient.
         rows: rows with a label.
         trainer: of `label_trainer`; its optimizer and order continue.
-
-    Returns:
-        One report per epoch.
-
-    Raises:
-        UserError: no rows.
-        ValueError: a loss that is not finite, before it moves anything.
     """
     fit = trainer.algorithm
     if not rows:

@@ -50,15 +50,12 @@ StepRecord = Mapping[str, Any]
 
 
 def step_label_loss(odds: Tensor, label: Tensor) -> Tensor:
-    """Compute the cross-entropy of a step's label: ℓ = −y ln σ(z) − (1 − y) ln σ(−z).
+    """Compute the cross-entropy of a step's label: ℓ = −y ln σ(z) − (1 − y) ln σ(−z), per step [n].
 
     Args:
-        odds: [n] z, log-odds that the step is right; differentiable. For a classifier with two logits it is
-            their difference, so that this is its cross-entropy.
+        odds: [n] z, log-odds that the step is right; differentiable. For a classifier with two logits it
+            is their difference, so that this is its cross-entropy.
         label: [n] y in [0, 1]; NaN where there is none, with loss and gradient 0.
-
-    Returns:
-        Loss per step [n], to be averaged over the labelled steps.
 
     Wang et al., Math-Shepherd, arXiv 2312.08935, eq. 2.
     """
@@ -72,8 +69,8 @@ class StepTexts:
     """Tokenized records of a process reward model, and its loss on them, for `LabelFit`.
 
     Args:
-        model: a token classifier with two labels (`AutoModelForTokenClassification`, num_labels=2), or with
-            one, a progress estimator.
+        model: a token classifier with two labels (`AutoModelForTokenClassification`, num_labels=2), or
+            with one, a progress estimator.
         tokenizer: of the model.
         records: labelled texts, or scored completions.
         reading: separator, and marker if the model reads another.
@@ -81,9 +78,6 @@ class StepTexts:
         right_label: which of two labels means right.
         numbers: of the records, in messages; 0, 1, ... when None.
         too_long: records above the model's length are refused ("refuse") or left out ("drop").
-
-    Raises:
-        UserError: a record that cannot be used, by its number.
     """
 
     dropped: int
@@ -157,7 +151,8 @@ def train_process_reward(
 ) -> list[LabelReport]:
     """Fit a token classifier to step labels, or one with a single label to outcomes, in place.
 
-    A run is reproducible by its seed. Afterwards the model's dropout is on or off as before.
+    Returns loss and accuracy of each epoch. A run is reproducible by its seed. Afterwards the model's dropout
+    is on or off as before.
 
     Args:
         model: see `StepTexts`; parameters that do not require a gradient stay fixed.
@@ -168,14 +163,8 @@ def train_process_reward(
         max_length: longest text in tokens; the model's own limit when None.
         right_label: which of two labels means right.
         trainer: to continue with, instead of a new one by the settings.
-        sharding: divide the model, its gradients and AdamW's moments among the processes (FSDP2), for a new
-            trainer; it stays divided.
-
-    Returns:
-        Loss and accuracy of each epoch.
-
-    Raises:
-        UserError: a record that cannot be used, by its number; a model that cannot be divided.
+        sharding: divide the model, its gradients and AdamW's moments among the processes (FSDP2), for a
+            new trainer; it stays divided.
     """
     texts = StepTexts(
         model, tokenizer, records, reading=reading, max_length=max_length, right_label=right_label
@@ -200,11 +189,7 @@ def evaluate_process_reward(
     right_label: int = 1,
     batch_size: int = 16,
 ) -> LabelReport:
-    """Compute loss and accuracy on labelled texts without dropout; arguments as in `train_process_reward`.
-
-    Raises:
-        UserError: a record that cannot be used, by its number.
-    """
+    """Compute loss and accuracy on labelled texts without dropout; arguments as in `train_process_reward`."""
     texts = StepTexts(
         model, tokenizer, records, reading=reading, max_length=max_length, right_label=right_label
     )
@@ -228,11 +213,7 @@ def measure_steps(texts: StepTexts, batch_size: int = 16) -> LabelReport:
 def read_record(
     number: int, record: StepRecord, reading: StepReading, *, outcomes: bool
 ) -> tuple[list[str], list[float]]:
-    """Read the steps of a record, and their labels or the outcome; NaN where there is none.
-
-    Raises:
-        UserError: a record that cannot be used, by its number.
-    """
+    """Read the steps of a record, and their labels or the outcome; NaN where there is none."""
     needed = ("prompt", "completion", "reward") if outcomes else ("prompt", "steps", "labels")
     if missing := [key for key in needed if key not in record]:
         learns = (
@@ -274,16 +255,11 @@ def _read_outcome(number: int, record: StepRecord, reading: StepReading) -> tupl
 def _read_steps(number: int, record: StepRecord, reading: StepReading) -> tuple[list[str], list[float]]:
     """Read steps without separators, and labels as numbers, NaN for None."""
     steps, labels = record["steps"], record["labels"]
-    if isinstance(steps, str) or not hasattr(steps, "__len__") or not len(steps):
-        raise UserError(f"Record {number} has the steps {steps!r}; needed is a list of at least one text.")
-    if invalid := [step for step in steps if not isinstance(step, str)]:
-        raise UserError(f"Record {number} has the step {invalid[0]!r}; needed are texts.")
-    if isinstance(labels, str) or not hasattr(labels, "__len__"):
-        raise UserError(f"Record {number} has the labels {labels!r}; needed is a list, one label per step.")
-    if len(steps) != len(labels):
+    are_lists = isinstance(steps, list | tuple) and isinstance(labels, list | tuple)
+    if not (are_lists and 0 < len(steps) == len(labels) and all(isinstance(step, str) for step in steps)):
         raise UserError(
-            f"Record {number} has {len(steps)} steps and {len(labels)} labels; give one label per step, None "
-            "if unknown."
+            f"Record {number} has the steps {steps!r} and the labels {labels!r}; needed are two lists of "
+            "equal length, texts and one label each, None if unknown."
         )
     texts = []
     for index, step in enumerate(steps):

@@ -47,21 +47,10 @@ class HeldoutPairs:
 
 @torch.no_grad()
 def score_pairs(model: TrainableJudge, batches: Iterable[RewardBatch], task: Task) -> HeldoutPairs:
-    """Score held-out pairs without dropout.
-
-    Args:
-        model: a reward model.
-        batches: pairs, with label (the truth), votes, or both.
-        task: defines the probability of a win.
-
-    Raises:
-        ValueError: a batch without pairs.
-    """
+    """Score held-out pairs, with labels (the truth), votes, or both, without dropout."""
     model.train(False)
     chunks: dict[str, list[Tensor]] = {}
     for batch in batches:
-        if batch.left is None or batch.right is None or batch.label is None:
-            raise ValueError("held-out accuracy needs pairs.")
         for name, value in _columns(model(batch.inputs), batch, task).items():
             value = value.detach().cpu()
             chunks.setdefault(name, []).append(value if value.dtype == torch.bool else value.double())
@@ -140,15 +129,11 @@ def pair_measures(pairs: HeldoutPairs) -> dict[str, float]:
 
 
 def calibration_error(prob: Tensor, share: Tensor, weight: Tensor, *, bins: int = BINS) -> float:
-    """Compute the expected calibration error of P(left better) over equally wide bins.
+    """Compute the expected calibration error of P(left better) over equally wide bins, ECE = Σ_b W_b/W |mean
+    p − mean share|.
 
-    ECE = Σ_b W_b/W |mean p − mean share|. Both orders of each pair count, so swapping sides changes nothing.
-
-    Args:
-        prob: [N] predicted probabilities.
-        share: [N] shares that were observed, 0 and 1 for single outcomes.
-        weight: [N] ≥ 0.
-        bins: over [0, 1].
+    Both orders of each pair count, so swapping sides changes nothing. Shares are those that were observed, 0
+    and 1 for single outcomes.
 
     Guo et al., "On calibration of modern neural networks", arXiv 1706.04599, eq. 3.
     """
@@ -160,13 +145,8 @@ def calibration_error(prob: Tensor, share: Tensor, weight: Tensor, *, bins: int 
 
 
 def auroc(score: Tensor, positive: Tensor, stratum: Tensor | None = None) -> float:
-    """Compute the probability that a positive outscores a negative, ties half; NaN with one class only.
-
-    Args:
-        score: [N].
-        positive: bool [N].
-        stratum: [N] labels; only positives and negatives of one stratum are compared. None: one for all.
-    """
+    """Compute the probability that a positive outscores a negative of its stratum [N], ties half; NaN without
+    both."""
     above, compared = 0.0, 0
     for label in [None] if stratum is None else stratum.unique().tolist():
         rows = slice(None) if stratum is None else stratum == label

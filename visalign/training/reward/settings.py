@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 from pydantic import Field
 
 from visalign.errors import UserError, suggestion
-from visalign.settings import Count, NonNegative, Positive, Share, check_rules, settings
+from visalign.settings import Count, NonNegative, Positive, Share, settings
 from visalign.training.loop.optimizer import AdamWSettings
 
 
@@ -54,39 +54,6 @@ class BradleyTerrySettings(VotesSettings):
     """Weight of (l + r)², which keeps scores of pairs near 0; TRL uses 0.01."""
     displacement: float = 1.0
     """HPSv3's factor τ on the rejected score."""
-    ties: Literal["half", "rao_kupper", "davidson"] = "half"
-    """Model of ties: half a vote for either side, or an outcome of its own under rao_kupper or davidson."""
-    tie_strength: NonNegative = 2.0
-    """θ > 1 of rao_kupper, ν > 0 of davidson."""
-
-    def __post_init__(self) -> None:
-        check_rules(self, BRADLEY_TERRY_RULES)
-
-
-def _plain_loss_setting(s: BradleyTerrySettings) -> str:
-    """Describe a setting of the plain loss that was changed under a model of ties."""
-    defaults = {"margin": 0.0, "centre": 0.0, "displacement": 1.0}
-    changed = [name for name, default in defaults.items() if getattr(s, name) != default]
-    return f"{changed[0]} is {getattr(s, changed[0])!r}" if changed and s.ties != "half" else ""
-
-
-BRADLEY_TERRY_RULES = (
-    (
-        _plain_loss_setting,
-        "objective.{v}, and the likelihood of objective.ties={s.ties} does not use it. Leave it out, or set "
-        "objective.ties=half.",
-    ),
-    (
-        lambda s: s.ties == "half" and s.tie_strength != 2.0,
-        "objective.tie_strength is {s.tie_strength!r}, and objective.ties is half, which does not use it. "
-        "Leave it out, or set objective.ties to rao_kupper or davidson.",
-    ),
-    (
-        lambda s: s.ties != "half" and s.tie_strength <= (s.ties == "rao_kupper"),
-        "objective.tie_strength is {s.tie_strength}; it must be above 1 for rao_kupper, above 0 for "
-        "davidson.",
-    ),
-)
 
 
 @settings("objective")

@@ -17,14 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from visalign.core.preference.bradley_terry import (
-    bradley_terry_loss,
-    margin_ranking_loss,
-    outcome_loss,
-    soft_labels,
-    tie_log_prob,
-    vote_shares,
-)
+from visalign.core.preference.bradley_terry import bradley_terry_loss, margin_ranking_loss, soft_labels
 from visalign.core.preference.fidelity import fidelity_loss, quality_preferences, thurstone_score
 from visalign.core.preference.ict import IctLabels, ict_loss
 from visalign.core.preference.uncertainty import (
@@ -55,8 +48,7 @@ class Task:
 
 def _sides(outputs: Outputs, batch: RewardBatch, name: str = "value") -> tuple[Tensor, Tensor]:
     """Select outputs[name] of the left and right rows, [N] each."""
-    if batch.left is None or batch.right is None:
-        raise ValueError("this task learns from pairs, and the batch has none.")
+    assert batch.left is not None and batch.right is not None
     value = outputs[name]
     return value[batch.left.to(value.device)], value[batch.right.to(value.device)]
 
@@ -80,34 +72,8 @@ def _labels(batch: RewardBatch, settings: Settings, like: Tensor) -> tuple[Tenso
 def _bradley_terry(outputs: Outputs, batch: RewardBatch, settings: Settings, _: torch.Generator) -> Sums:
     left, right = _sides(outputs, batch)
     label, weight = _labels(batch, settings, left)
-    if settings.ties != "half":
-        share = _outcome_shares(batch, settings, left)
-        chances = tie_log_prob(left, right, settings.tie_strength, model=settings.ties)  # type: ignore[arg-type]
-        loss = outcome_loss(chances, share)
-    else:
-        loss = bradley_terry_loss(
-            left,
-            right,
-            label,
-            margin=settings.margin,
-            centre=settings.centre,
-            displacement=settings.displacement,
-        )
-    return (loss * weight).sum(), weight.sum()
-
-
-def _outcome_shares(batch: RewardBatch, settings: Settings, like: Tensor) -> Tensor:
-    """Compute [N, 3] shares of (left, equal, right) from votes, else from the label; ½ is a tie."""
-    assert batch.label is not None
-    label = batch.label.to(like)
-    tied = (label == 0.5).to(like)
-    share = torch.stack([label * (1 - tied), tied, (1 - label) * (1 - tied)], -1)
-    if batch.votes is None:
-        return share
-    voted = torch.isfinite(batch.votes).all(1).to(like.device)
-    counts = batch.votes.nan_to_num(0.0).to(like)
-    vote_share = vote_shares(counts[:, 0], counts[:, 1], counts[:, 2], smoothing=settings.smoothing)
-    return torch.where(voted[:, None], vote_share, share)
+    options = {name: getattr(settings, name) for name in ("margin", "centre", "displacement")}
+    return (bradley_terry_loss(left, right, label, **options) * weight).sum(), weight.sum()
 
 
 def _uncertainty(mode: str) -> Callable[..., Sums]:
@@ -149,8 +115,6 @@ def _hp(outputs: Outputs, batch: RewardBatch, settings: Settings, _: torch.Gener
 
 
 def _ict(outputs: Outputs, batch: RewardBatch, settings: Settings, _: torch.Generator) -> Sums:
-    if batch.ict is None:
-        raise ValueError("the task ict learns from triples, and the batch has none.")
     images = outputs["image"]
     labels = IctLabels(*(getattr(batch.ict, name).to(images) for name in IctLabels.__dataclass_fields__))
     loss = ict_loss(
@@ -196,8 +160,7 @@ def _checklist(outputs: Outputs, batch: RewardBatch, settings: Settings, _: torc
 
 def _rating(outputs: Outputs, batch: RewardBatch, settings: Settings, _: torch.Generator) -> Sums:
     """Compute the squared error of the expectation over the score tokens."""
-    if batch.target is None:
-        raise ValueError("the task rating learns from rated images, and the batch has no target.")
+    assert batch.target is not None
     value = outputs["value"]
     target = batch.target.to(value)
     rated = ~torch.isnan(target)
@@ -207,8 +170,7 @@ def _rating(outputs: Outputs, batch: RewardBatch, settings: Settings, _: torch.G
 
 def _rating_fidelity(outputs: Outputs, batch: RewardBatch, settings: Settings, _: torch.Generator) -> Sums:
     """Compute VisualQuality-R1's fidelity of Thurstone's probability between all images of a micro-batch."""
-    if batch.target is None:
-        raise ValueError("the task rating_fidelity learns from rated images, and the batch has no target.")
+    assert batch.target is not None
     mean, variance = outputs["value"], (2 * outputs["log_std"]).exp()
     label = quality_preferences(batch.target.to(mean)).fill_diagonal_(math.nan)
     score = thurstone_score(mean[:, None], mean[None, :], variance[:, None], variance[None, :])
