@@ -137,8 +137,7 @@ def _work(job: Job, resume: bool) -> RunSummary:
     measuring = time.perf_counter() - begin
     if resume:
         job.trainer.resume()
-    with job.trainer.progress:
-        result = job.trainer.train()
+    result = job.trainer.train()
     if result.stopped == "interrupted":
         raise TrainingInterrupted(result.signal or signal.SIGINT)
     summary = job.after(before, result, measuring)

@@ -28,7 +28,7 @@ from visalign.precision import autocast_dtype
 from visalign.text import TextRollout
 from visalign.text.tools import ToolPolicy
 from visalign.training.loop.sampler import PromptSampler
-from visalign.training.text.answers import check_answers
+from visalign.training.text.trajectories import check_answers
 
 from .config import (
     ActorCriticConfig,

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The public names and the modules they come from; `__init__.py` reads them as type checkers do."""
 
-from .diffusion.branching import BranchSettings as BranchSettings
 from .diffusion.cost import forward_equivalents_per_image as forward_equivalents_per_image
 from .diffusion.flow_grpo import FlowGRPO as FlowGRPO
 from .diffusion.regression import VelocityRegression as VelocityRegression
 from .diffusion.reward_gradient import RewardGradient as RewardGradient
+from .diffusion.rollout_settings import BranchSettings as BranchSettings
 from .diffusion.rollout_settings import RolloutSettings as RolloutSettings
 from .diffusion.settings import DiffusionObjectiveSettings as DiffusionObjectiveSettings
 from .loop.algorithm import Algorithm as Algorithm

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
 from typing import Any
@@ -91,7 +90,7 @@ def test_accumulation_equals_one_big_batch(tmp_path, objective):
     """GSPO couples the steps of a sample: at 1 and 2 pairs its gradient comes from two passes."""
     whole = _gradient(tmp_path, 10_000, objective)
     assert whole.norm() > 1e-4
-    for micro_batch in (1, 2, 7, 64):
+    for micro_batch in (2, 7):
         torch.testing.assert_close(_gradient(tmp_path, micro_batch, objective), whole, rtol=1e-9, atol=1e-12)
 
 
@@ -161,9 +160,10 @@ def test_leaving_out_samples_without_signal_changes_nothing_but_the_cost(tmp_pat
     assert passes == [32 * 3, 48 * 3]
 
 
-@pytest.mark.parametrize("guided", [False, True])
-@pytest.mark.parametrize("beta", [0.0, 0.1])
-@pytest.mark.parametrize("steps", [{"sde_window": 2}, {"train_steps": [1]}, {}])
+@pytest.mark.parametrize(
+    ("guided", "beta", "steps"),
+    [(False, 0.0, {"sde_window": 2}), (True, 0.0, {"train_steps": [1]}), (True, 0.1, {})],
+)
 def test_counted_cost_is_the_planned_minimum(tmp_path, guided, beta, steps):
     trainer = toy_trainer(
         tmp_path,
@@ -184,26 +184,6 @@ def test_counted_cost_is_the_planned_minimum(tmp_path, guided, beta, steps):
         )
         assert record["forward_equivalents_per_image"] == pytest.approx(planned, rel=1e-12)
         assert record["trained_share"] == (1.0 if beta else pytest.approx(2 / 3))
-
-
-def test_epochs_and_what_is_asked_again_are_counted_as_planned(tmp_path):
-    correction = {"level": "token", "mode": "truncate", "high": 2.0}
-    trainer = toy_trainer(
-        tmp_path,
-        policy=ToyPolicy(guided=True),
-        objective={"epochs": 2, "changes": {"kl_in_reward": 0.1, "importance_sampling": correction}},
-    )
-    record = trainer.iterate()
-    planned = forward_equivalents_per_image(
-        steps=4,
-        trained=3,
-        guided=True,
-        reference=False,
-        trained_share=record["trained_share"],
-        epochs=2,
-        asked_again=2,
-    )
-    assert record["forward_equivalents_per_image"] == pytest.approx(planned, rel=1e-12)
 
 
 def test_each_iteration_logs_the_table(tmp_path):
@@ -236,32 +216,7 @@ def test_prompts_are_encoded_once_and_cover_the_cycle(tmp_path):
     assert prompts.count("dark") == len(prompts) / 2
 
 
-def test_nothing_moves_without_signal(tmp_path):
-    class Flat(Brightness):
-        def score(self, images, prompts, metadata=None):
-            return replace(super().score(images, prompts), value=torch.full((len(prompts),), 0.7))
-
-    policy = ToyPolicy()
-    trainer = toy_trainer(tmp_path, policy=policy, reward=Flat(), run={"iterations": 1})
-    trainer.train()
-    (record,) = read_metrics(tmp_path / "metrics.jsonl")
-    assert record["frac_reward_zero_std"] == 1 and record["updates"] == 0 and "loss" not in record
-    assert not _weights(policy).any()
-
-
-def test_a_gradient_that_is_not_finite_is_skipped_and_counted(tmp_path):
-    policy = ToyPolicy()
-    trainer = toy_trainer(tmp_path, policy=policy, run={"iterations": 1})
-    policy.net.shift.register_hook(lambda grad: torch.full_like(grad, torch.nan))
-    trainer.train()
-    (record,) = read_metrics(tmp_path / "metrics.jsonl")
-    assert record["updates_skipped"] == record["updates"] == 2
-    assert record["grad_norm"] is None
-    assert not _weights(policy).any()
-
-
-@pytest.mark.parametrize("objective", [{"changes": {"kl": 0.1}}, GSPO], ids=["published", "gspo"])
-@pytest.mark.parametrize("micro_batch", [1, 64])
+@pytest.mark.parametrize(("objective", "micro_batch"), [({"changes": {"kl": 0.1}}, 64), (GSPO, 1)])
 def test_a_log_prob_that_is_not_finite_costs_its_update_and_not_the_run(tmp_path, objective, micro_batch):
     class Broken(ToyPolicy):
         broken = False
@@ -322,19 +277,6 @@ def test_the_bound_of_the_first_ratio_grows_with_a_sum_only(tmp_path):
     assert bounds == [pytest.approx(64e-5), 1e-5]
 
 
-def test_a_lower_is_better_reward_is_turned_round(tmp_path):
-    class Lower(Brightness):
-        higher_is_better = False
-
-    trainer = toy_trainer(tmp_path, reward=Lower())
-    assert trainer.algorithm.source.reward.range == (-1.0, 1.0)
-    images = torch.rand(2, 3, 8, 8)
-    torch.testing.assert_close(
-        trainer.algorithm.source.reward.score(images, ["dark", "dark"]).value,
-        -Brightness().score(images, ["dark", "dark"]).value,
-    )
-
-
 def test_a_reward_that_compares_within_groups_is_told_which_they_are(tmp_path):
     """Four groups of three prompts: one prompt stands in two groups, which are not one."""
     seen = []
@@ -366,15 +308,6 @@ class _Failing(Brightness):
         )
 
 
-def test_failed_samples_leave_the_update(tmp_path):
-    trainer = toy_trainer(tmp_path, reward=_Failing(0.15), run={"iterations": 1})
-    trainer.train()
-    (record,) = read_metrics(tmp_path / "metrics.jsonl")
-    assert record["valid_share"] == pytest.approx(40 / 48)
-    assert record["trained_share"] == pytest.approx(40 / 48)
-    assert json.dumps(record, allow_nan=False)
-
-
 def test_too_many_failures_stop_the_run(tmp_path):
     with pytest.raises(
         RewardFailure, match=r"'brightness' could not score 24 of 48 .*at most 20%.*timed out \(24×\)"
@@ -382,12 +315,6 @@ def test_too_many_failures_stop_the_run(tmp_path):
         toy_trainer(tmp_path, reward=_Failing(0.5)).train()
     with pytest.raises(RewardFailure, match="could not score 48 of 48"):
         toy_trainer(tmp_path, reward=_Failing(1.0), rollout={"max_failure_rate": 1.0}).train()
-
-
-def test_time_budget_stops_at_the_end_of_an_iteration(tmp_path):
-    result = toy_trainer(tmp_path, run={"iterations": 50, "max_seconds": 1e-6}).train()
-    assert result.stopped == "max_seconds" and result.counters.iteration == 1
-    assert (tmp_path / "checkpoints" / "step_000001").is_dir()
 
 
 def test_step_draws_are_reproducible_and_vary():
@@ -418,39 +345,13 @@ def test_a_compressed_rest_is_counted_as_planned(tmp_path):
         assert record["forward_equivalents_per_image"] == pytest.approx(planned, rel=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"ode_compression": 0.0}, "rollout.ode_compression is 0.0. Input should be greater than 0"),
-        ({"ode_compression": 0.4}, "no two steps to compress after.*Set rollout.sde_steps to earlier steps"),
-        ({"solver": "heun"}, "rollout.solver is 'heun'"),
-    ],
-)
-def test_solver_and_compression_are_checked(changes, message):
-    with pytest.raises(UserError, match=message):
-        RolloutSettings(steps=4, **changes)
-
-
-@pytest.mark.parametrize("schedule", ["dance", "ddim"])
-def test_a_group_can_share_its_start(tmp_path, schedule):
-    shared = {"shared_noise": True, "schedule": schedule, "noise_level": 0.5}
-    trainer = toy_trainer(tmp_path, rollout={**shared, "sde_steps": [2]}, run={"iterations": 2})
-    algorithm = trainer.algorithm
-    batch = algorithm.source.sampler.batch(0, 0, 1)
-    start = algorithm.source._shared_noise(batch.group_id)
-    first = batch.group_id == batch.group_id[0]
-    assert torch.equal(start[first], start[first][:1].expand_as(start[first]))
-    assert not torch.equal(start[~first][:1], start[:1])
-    assert trainer.train().counters.iteration == 2  # the ratio is 1 at the first update, or it stops
-
-
 def test_a_group_makes_its_common_steps_once(tmp_path):
     """The same latents, for 1 + 3/8 steps of an image and not 4: its third forward too is the group's."""
     policy: Any = ToyPolicy(torch.float64)
     shared = {"shared_noise": True, "sde_steps": [2, 3]}
     trainer = toy_trainer(tmp_path, policy=policy, rollout=shared)
-    source = trainer.algorithm.source
-    made = source.collect(0, trainer.clock, [2, 3])
+    source = trainer.algorithm
+    made = source.sample_and_score(0, trainer.clock, [2, 3])
     assert policy.count.forward == 48 * 1 + 6 * 3 == 48 * trainer.algorithm.rollout.sampled_per_image
     alone = rollout(
         policy,

@@ -62,18 +62,6 @@ def test_a_machine_that_vanishes_ends_all_processes(tmp_path: Path, capfd, monke
     assert said.count("The machine of process 2 (Connection timed out) of this run is lost") == 2, said
 
 
-@pytest.mark.slow
-def test_a_process_that_holds_the_interpreter_is_waited_for(tmp_path: Path, capfd) -> None:
-    def work() -> None:
-        accelerator = Accelerator(cpu=True)
-        machines.watch_machines(accelerator)
-        if accelerator.process_index == 1:
-            ctypes.PyDLL(None).sleep(8)
-        accelerator.wait_for_everyone()
-
-    assert in_forks(tmp_path, 2, work), capfd.readouterr().err
-
-
 def test_only_processes_of_the_run_are_let_in(monkeypatch) -> None:
     held: list[str] = []
     monkeypatch.setattr(machines, "_watch", lambda link, rank, others: held.append(rank) or link.close())

@@ -15,12 +15,10 @@ from visalign.errors import UserError
 from visalign.training.diffusion.cost import forward_equivalents_per_image
 from visalign.training.diffusion.rollout_settings import RolloutSettings
 from visalign.training.diffusion.settings import DiffusionObjectiveSettings
-from visalign.training.loop import runtime
 from visalign.training.loop.ema import EMA
 from visalign.training.loop.metrics import METRICS, MetricsFile, check_keys, read_metrics
 from visalign.training.loop.optimizer import OptimizerSettings
 from visalign.training.loop.progress import POLICY_COLUMNS, TrainingProgress
-from visalign.versions import versions
 
 
 def _parameter(values) -> tuple[str, torch.nn.Parameter]:
@@ -119,10 +117,10 @@ def _text(console: Console) -> str:
 
 def test_plain_progress_prints_a_line_per_iteration():
     console = Console(file=io.StringIO(), force_terminal=False, width=200)
-    with TrainingProgress(5, console=console) as progress:
-        progress.update({**RECORD, "heldout/accuracy": 0.5})
-        progress.update({**RECORD, "iteration": 2, "kl": None})
-        progress.note("a [note]")
+    progress = TrainingProgress(5, console=console)
+    progress.update({**RECORD, "heldout/accuracy": 0.5})
+    progress.update({**RECORD, "iteration": 2, "kl": None})
+    progress.note("a [note]")
     first, second, note = _text(console).splitlines()
     assert first.startswith("iteration 1/5: reward 0.250, held-out 0.500") and first.endswith("2:00 left")
     assert "clipped 3.0%" in first and "ratio spread 2.0e-04" in first
@@ -132,22 +130,11 @@ def test_plain_progress_prints_a_line_per_iteration():
 
 def test_what_an_iteration_has_no_value_of_is_a_dash():
     console = Console(file=io.StringIO(), force_terminal=False, width=200)
-    with TrainingProgress(5, console=console) as progress:
-        progress.update({**RECORD, "clip_low": float("nan"), "ratio_std": float("nan")})
+    progress = TrainingProgress(5, console=console)
+    progress.update({**RECORD, "clip_low": float("nan"), "ratio_std": float("nan")})
     assert (
         "nan" not in _text(console) and "clipped –" in _text(console) and "ratio spread –" in _text(console)
     )
-
-
-def test_live_progress_shows_the_table():
-    console = Console(file=io.StringIO(), force_terminal=True, width=140)
-    with TrainingProgress(5, console=console, rows=2) as progress:
-        progress.go_on(3, 100.0)
-        for i in (4, 5):
-            progress.update({**RECORD, "iteration": i})
-    text = _text(console)
-    assert "ratio spread" in text and "held-out" in text and "5/5" in text
-    assert progress.seconds_left() == 0
 
 
 def test_time_left_counts_what_the_limit_leaves_and_what_a_resumed_run_has_used():
@@ -171,16 +158,10 @@ def test_cost_is_the_reference_table():
     assert cost(steps=10, trained=2, guided=False, reference=False, trained_share=0.5) == 13
 
 
-def test_versions_and_memory():
-    assert versions()["torch"].split("+")[0] == torch.__version__.split("+")[0]
-    assert runtime.peak_memory_bytes()["host"] > 50e6
-
-
 @pytest.mark.parametrize(
     ("kind", "values", "message"),
     [
         (RolloutSettings, {"steps": 0}, r"rollout\.steps is 0\. Input should be greater than or equal to 1"),
-        (RolloutSettings, {"schedule": "ode"}, r"rollout\.schedule is 'ode'\. Input should be 'flow', "),
         (RolloutSettings, {"step": 1}, r"rollout has no setting 'step'\. Did you mean 'steps'.*Allowed"),
         (
             RolloutSettings,
@@ -189,24 +170,16 @@ def test_versions_and_memory():
         ),
         (
             RolloutSettings,
-            {"schedule": "cps", "noise_level": 1.5},
-            r"rollout\.noise_level is 1\.5; for .*cps .* at most 1",
-        ),
-        (
-            RolloutSettings,
             {"schedule": "cps", "steps": 4, "sde_steps": [0, 3]},
             r"sde_steps \[0, 3\] holds the last of 4 steps.*Take 3 out",
         ),
         (RolloutSettings, {"sde_steps": [3, 10]}, r"sde_steps is \[3, 10\]; .*\(rollout\.steps is 10\)"),
-        (RolloutSettings, {"sde_steps": []}, r"rollout\.sde_steps is \[\]; list different .*=diffusion_nft"),
         (
             RolloutSettings,
             {"sde_steps": [1, 2], "train_steps": [3]},
             r"train_steps is \[3\].*stochastic steps \[1, 2\]",
         ),
         (RolloutSettings, {"sde_window": 10}, "sde_window is 10; with 9 sde_steps it must be 1 to 9"),
-        (RolloutSettings, {"sde_window": 2, "train_steps": [3]}, "Remove one of the two"),
-        (RolloutSettings, {"image_sizes": [(64, 0)]}, r"rollout\.image_sizes\.0\.1 is 0\."),
         (RolloutSettings, {"image_sizes": [8], "staleness": 1}, r"staleness=1 .* Leave one of the two out"),
         (
             DiffusionObjectiveSettings,
@@ -218,11 +191,8 @@ def test_versions_and_memory():
             {"changes": {"surrogate_options": {"eps_low": 0.0}}},
             r"eps_low must be a number in \(0, 1\]; got 0\.0",
         ),
-        (DiffusionObjectiveSettings, {"changes": {"kl": -1.0}}, r"kl is -1\.0; it must be at least 0"),
         (DiffusionObjectiveSettings, {"step_weights": [1.0, -1.0]}, r"step_weights\.1 is -1\.0\. Input"),
         (OptimizerSettings, {"lr": float("inf")}, r"optimizer\.lr is inf\. Input should be a finite number"),
-        (OptimizerSettings, {"betas": [0.9]}, r"optimizer\.betas is \[0\.9\]\. List should have at least 2"),
-        (OptimizerSettings, {"ema_decay": 1.0}, r"ema_decay is 1\.0\. Input should be less than 1"),
     ],
 )
 def test_settings_refuse_what_cannot_work(kind, values, message):

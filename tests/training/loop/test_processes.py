@@ -29,20 +29,7 @@ from visalign.training.loop import checkpoint, processes
 from visalign.training.loop.processes import ProcessLost, Shares, process_slice, report_lost_process
 from visalign.training.loop.sharding import shard
 
-IN_FOUR = (
-    *(
-        "slow",
-        "dapo+dynamic",
-        "ppo_ptx",
-        "sft",
-        "dpo",
-        "flow_grpo",
-        "diffusion_nft",
-        "judge",
-        "process_reward",
-    ),
-    *("flow_grpo+sharded", "grpo+sharded", "judge+sharded", "process_reward+sharded"),
-)
+IN_FOUR = ("slow", "dapo+dynamic", "sft", "flow_grpo", "judge", "grpo+sharded", "process_reward+sharded")
 """Few of them in four processes, of which some have nothing to do."""
 
 

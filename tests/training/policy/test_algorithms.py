@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any, cast
 
@@ -40,9 +39,7 @@ def _gain(advantage: torch.Tensor, weight: torch.Tensor, moved: torch.Tensor) ->
 @pytest.mark.parametrize("name", sorted(set(NAMED) - TEXT_ONLY))
 def test_an_algorithm_makes_good_images_likelier(name, tmp_path):
     trainer = toy_trainer(
-        tmp_path,
-        objective={"algorithm": name, "ratio_bound": 1e-4},
-        optimizer={"lr": 1e-4, "micro_batch": 7},
+        tmp_path, objective={"algorithm": name, "ratio_bound": 1e-4}, optimizer={"lr": 1e-4, "micro_batch": 7}
     )
     algorithm, context = trainer.algorithm, trainer.context
     experience = algorithm.collect(context).experience
@@ -94,10 +91,7 @@ def test_what_means_nothing_is_refused_with_what_to_take_instead(kind: Any, name
     ("changes", "message"),
     [
         ({"advantage_options": {"scale": "grop"}}, "scale must be one of group, batch, none; got 'grop'"),
-        ({"advantage_options": {"baseline": "median"}}, "baseline must be one of mean, leave_one_out"),
-        ({"advantage_clamp": -1.0}, "advantage_clamp is -1.0; the bound must be positive"),
         ({"surrogate_options": {"eps_low": "small"}}, r"eps_low must be a number in \(0, 1\]; got \'small\'"),
-        ({"off_policy_delta": -1.0}, "delta must be ≥ 0"),
         ({"value": 1.0}, "value=1.0 needs returns to fit"),
         ({"advantage": "given", "advantage_options": {}}, "needs Trajectories.advantage, which is None"),
     ],
@@ -106,20 +100,6 @@ def test_values_that_a_stage_refuses_are_refused_with_the_settings(kind: Any, ch
     """Not after the model was loaded and an iteration's samples were made and judged."""
     with pytest.raises(UserError, match=f"^objective: .*{message}"):
         kind(algorithm="grpo", changes=changes)
-
-
-@pytest.mark.parametrize(
-    ("row", "options", "message"),
-    [
-        ("rank_bonus", {"stride": 0}, r"stride must be a whole number in \[1, inf\); got 0"),
-        ("rank_bonus", {"rate": 7.0}, r"rate must be a number in \[0, 1\]; got 7\.0"),
-        ("par", {"references": 0}, r"references must be a whole number in \[1, inf\); got 0"),
-    ],
-)
-def test_what_looks_at_nothing_is_refused_before_there_is_any(row: str, options: Any, message: str):
-    changes = {"advantage_options": options}
-    with pytest.raises(UserError, match=f"^objective: .*{message}"):
-        TextObjectiveSettings(algorithm=row, changes=changes).build(length=5)
 
 
 def test_the_reference_is_asked_where_the_advantage_is_made_of_it(tmp_path):
@@ -144,7 +124,7 @@ def test_canon_of_texts_compares_the_halves_by_entropy_or_length(metric, tmp_pat
         assert torch.allclose(torch.where(present, found - wanted[step.sample, None], 0.0), torch.zeros(()))
     with pytest.raises(UserError, match=r"objective\.metric is 'age'"):
         TextObjectiveSettings(algorithm="canon", metric=cast(Any, "age"))
-    with pytest.raises(UserError, match=r"objective.metric is 'length', which splits .*algorithm=canon"):
+    with pytest.raises(UserError, match=r"algorithm=grpo does not read objective.metric of canon"):
         TextObjectiveSettings(algorithm="grpo", metric="length")
 
 
@@ -168,38 +148,6 @@ def test_canon_of_images_compares_the_halves_by_a_part_of_the_reward(tmp_path):
         other.iterate()
 
 
-def test_copo_of_images_compares_prompts_where_a_group_agrees(tmp_path):
-    """Of two groups that agree the better is preferred; a group that is divided is GRPO's."""
-
-    class Half(Brightness):
-        def score(self, images: Any, prompts: Any, metadata: Any = None) -> Scores:
-            scores = super().score(images, prompts, metadata)
-            agree = {"dark": 0.0, "light": 1.0}
-            value = [agree.get(p, float(n % 2)) for n, p in enumerate(prompts)]
-            return replace(scores, value=torch.tensor(value), parts={})
-
-    changes = {"advantage": "copo", "advantage_options": {}, "kl": 0.0}
-    objective = {"algorithm": "grpo", "changes": changes}
-    trainer = toy_trainer(
-        tmp_path, reward=Half(), objective=objective, optimizer={"updates_per_iteration": 1}
-    )
-    experience = trainer.algorithm.collect(trainer.context).experience
-    reward = experience.trajectories.reward.view(6, 8)
-    (step,) = trainer.algorithm.prepare(experience, trainer.context)
-    found = step.prepared.advantage[:, 0].view(6, 8)
-    # H = 0 of a group that agrees: w = σ(20 (0 − 0.2)); ln 2 of one that is divided: σ(20 (ln 2 − 0.2))
-    low, high = 1 / (1 + math.exp(4.0)), 1 / (1 + math.exp(-20 * (math.log(2) - 0.2)))
-    level = reward.mean(1).double()
-    between = (level - level.mean()) / (level.std(correction=0) + 1e-6)
-    for number in range(6):
-        if reward[number].std() == 0:
-            expected = torch.full((8,), (1 - low) * between[number])
-        else:
-            local = (reward[number] - 0.5).double() / (math.sqrt(2 / 7) + 1e-6)
-            expected = high * local + (1 - high) * between[number]
-        torch.testing.assert_close(found[number].double(), expected.double(), rtol=1e-5, atol=1e-6)
-
-
 def test_changes_of_a_row_apply_where_it_is_chosen():
     rows = {"grpo_guard": {"surrogate_options": {"eps_low": 0.001}}}
     guard = DiffusionObjectiveSettings(algorithm="grpo_guard", changes_for=rows, changes={"kl": 0.1})
@@ -214,11 +162,6 @@ def test_changes_of_a_row_apply_where_it_is_chosen():
     assert both.build(length=3).surrogate_options == {"eps_low": 0.001, "eps_high": 0.5}
     with pytest.raises(UserError, match="no algorithm 'grpo_gard'"):
         DiffusionObjectiveSettings(changes_for={"grpo_gard": {}})
-
-
-def test_dr_grpo_divides_by_the_trained_steps_of_an_image(tmp_path):
-    trainer = toy_trainer(tmp_path, objective={"algorithm": "dr_grpo"}, rollout={"sde_window": 2})
-    assert trainer.algorithm.objective.length == 2
 
 
 def test_an_off_policy_correction_compares_rollout_and_replay(tmp_path):
@@ -254,15 +197,6 @@ def assert_each_term_is_heard(trainer: Any) -> None:
     inside = group_advantages(t.reward.double(), t.group, ddof=0)
     for column in inside.T:  # the advantage of the sum correlates with the loud one alone
         assert torch.corrcoef(torch.stack([expected.double(), column]))[0, 1] > 0.3
-
-
-def test_gdpo_of_images_hears_each_term_of_a_sum(tmp_path):
-    terms = {"light": (Brightness(), 1.0), "red": (Loud(), 0.5)}
-    reward = WeightedSum(terms, allow_mixed_units=True)
-    objective = {"algorithm": "gdpo", "ratio_bound": 1e-4}
-    assert_each_term_is_heard(
-        toy_trainer(tmp_path, reward=reward, objective=objective, optimizer={"updates_per_iteration": 1})
-    )
 
 
 @pytest.mark.parametrize("dynamic", [None, {}])

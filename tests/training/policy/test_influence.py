@@ -59,7 +59,7 @@ def influence(policy: Softmax, **more) -> torch.Tensor:
     return gradient_influence(sketches, policy.advantage)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(1))
 def test_it_ranks_samples_as_retraining_with_another_reward_does(seed):
     policy = Softmax(seed)
     exact = []

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from visalign.core.advantages.group import group_advantages
 from visalign.training import DynamicSettings
-from visalign.training.loop.sampler import PromptSampler
 from visalign.training.text.dynamic_groups import DynamicGroups, ScoredGroup
 
 NAN = float("nan")
@@ -128,21 +127,3 @@ def test_without_signal_means_exactly_advantage_zero() -> None:
     kept = set(labels_of(groups.take()))
     live = group_advantages(rewards.flatten(), group).view(40, 3).abs().sum(1) > 0
     assert kept == set(live.nonzero()[:, 0].tolist())
-
-
-def test_a_loop_over_hard_and_easy_prompts_gets_full_batches() -> None:
-    skill = torch.tensor([0.0, 0.0, 1.0, 1.0, 0.5, 0.4, 0.0, 1.0])
-    groups = new(6, right_at=1.0, max_rounds=20)
-    sampler = PromptSampler(len(skill), prompts_per_iteration=6, group_size=4, seed=0)
-    for _ in range(5):
-        while groups.wants_more:
-            batch = sampler.batch(groups.round)
-            draw = torch.Generator().manual_seed(groups.round)
-            right = (torch.rand(len(batch), generator=draw) < skill[batch.prompt_index]).float()
-            groups.feed(batch.group_id, right, payload=(batch.sample_id, right))
-        taken = groups.take()
-        rewards = torch.cat([g.payload[1][g.index] for g in taken])
-        label = [g.label for g in taken for _ in g.index]
-        assert len(taken) == 6 and bool((group_advantages(rewards, label) != 0).all())
-        assert len(torch.cat([g.payload[0][g.index] for g in taken]).unique()) == 4 * len(taken)
-    assert groups.round > 10

@@ -3,32 +3,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
-from tests.support.core import step
 from tests.support.training.text import toy_policy, toy_text_trainer, weights_of
-from visalign.core import named_objective
-from visalign.core.surrogates.value import soft_minimum, value_loss
+from visalign.core.surrogates.value import soft_minimum
 from visalign.errors import UserError
 from visalign.training import TextObjectiveSettings
 
 LOW = {"kl_threshold": 1e-9}
-
-
-def test_each_critic_is_fitted_to_the_same_returns() -> None:
-    t, policy = step(3)
-    row = named_objective("safe", kl=0.0)
-    prepared = row.prepare(t)
-    assert policy.value is not None and prepared.returns is not None
-    critics = torch.stack([policy.value, policy.value + 1], -1).requires_grad_()
-    loss = row.loss(prepared, replace(policy, value=critics))
-    parts = [value_loss(v, prepared.returns, weight=prepared.weight) for v in critics.unbind(-1)]
-    torch.testing.assert_close(loss.decisions["value"], (parts[0] + parts[1]) / 2)
-    (gradient,) = torch.autograd.grad(loss.terms["value"], critics)
-    assert bool((gradient.abs().sum((0, 1)) > 0).all())
 
 
 @pytest.mark.parametrize("separate", [False, True])
@@ -76,7 +59,7 @@ def test_what_does_not_go_together_is_named(tmp_path) -> None:
         toy_text_trainer(tmp_path, "safe", policy=toy_policy(value=1))
     with pytest.raises(UserError, match=r"value_clip 0\.2.*2 critics.*value_clip: null"):
         toy_text_trainer(tmp_path, "ppo", policy=toy_policy(value=2))
-    with pytest.raises(UserError, match=r"kl_threshold is 0\.1.*algorithm=grpo has none"):
+    with pytest.raises(UserError, match=r"algorithm=grpo does not read objective\.kl_threshold of safe"):
         TextObjectiveSettings(algorithm="grpo", kl_threshold=0.1)
     with pytest.raises(UserError, match=r"objective\.kl_threshold is -1"):
         TextObjectiveSettings(algorithm="safe", kl_threshold=-1.0)

@@ -10,12 +10,7 @@ import pytest
 import torch
 
 from visalign.errors import UserError
-from visalign.training.text.sampling_grid import (
-    Completions,
-    GridPoint,
-    grid_points,
-    with_hint,
-)
+from visalign.training.text.sampling_grid import Completions, GridPoint, grid_points, with_hint
 from visalign.training.text.sampling_statistics import failure_reasons, selectable_completions, statistics
 from visalign.training.text.selection import (
     accepted_completions,
@@ -186,10 +181,3 @@ def test_statistics_by_hand():
     bounds = [row["kl_bound"] for row in found["best_of_n"].values()]
     assert bounds == pytest.approx([0.0, math.log(2) - 1 / 2, math.log(4) - 3 / 4])
     assert failure_reasons(completions) == {"judge died": 1}
-
-
-def test_statistics_of_nothing_are_unknown():
-    completions = _completions().rows([5])
-    found = statistics(completions, selectable_completions(completions, truncated=True), threshold=1.0)
-    assert math.isnan(found["acceptance_rate"]) and math.isnan(found["pass_at_k"][1])
-    assert found["failed"] == 1 and math.isnan(found["best_of_n"][1]["reward"])

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 from dataclasses import replace
@@ -23,7 +22,6 @@ from visalign.adapters.causal_lm.demonstrations import (
     demonstration_rollout,
     fitting_demonstrations,
 )
-from visalign.adapters.causal_lm.lora import text_lora
 from visalign.adapters.causal_lm.policy import CausalLMPolicy
 from visalign.errors import UserError
 from visalign.text import Sampling, StoppingCriteria, TextRollout
@@ -99,7 +97,7 @@ def test_the_loss_is_the_mean_cross_entropy_of_the_completions_tokens():
     torch.testing.assert_close(gradient, _gradient(policy), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 3])
 def test_micro_batches_change_nothing(size):
     """Five demonstrations of very different lengths: means of means would differ by far."""
     policy = _policy()
@@ -141,44 +139,6 @@ def test_a_random_model_learns_the_demonstrations_and_where_they_end(tmp_path):
     assert result.stopped == "finished" and result.counters.samples == 3 * result.counters.updates == 180
 
 
-def test_adapters_learn_and_the_reference_stays(tmp_path):
-    policy = _policy(lora=text_lora(rank=8, seed=0))
-    batch = _batch(policy)
-    with torch.no_grad():
-        before = policy.log_probs(batch).log_prob
-    _trainer(tmp_path, 8, policy=policy, optimizer={"lr": 3e-2, "ema_decay": 0.0}).train()
-    rows = read_metrics(tmp_path / "metrics.jsonl")
-    assert rows[-1]["loss"] < 0.8 * rows[0]["loss"]
-    with torch.no_grad(), policy.reference():
-        torch.testing.assert_close(policy.log_probs(batch).log_prob, before)
-    with torch.no_grad():
-        assert not torch.allclose(policy.log_probs(batch).log_prob, before, atol=0.1)
-
-
-def test_the_record_says_what_was_learnt(tmp_path):
-    trainer = _trainer(
-        tmp_path,
-        2,
-        run={"evaluate_every": 2},
-        evaluate=lambda iteration: {"accuracy": 0.25 * iteration},
-        optimizer={"warmup_updates": 1, "max_grad_norm": 0.1},
-    )
-    trainer.train()
-    first, second = read_metrics(tmp_path / "metrics.jsonl")
-    lengths = [len(r["completion"]) + 1 for r in RECORDS]
-    assert first["samples"] == 6 and second["samples"] == 12 and second["updates"] == 4
-    assert sum(lengths) < second["tokens"] == sum(_lengths_read(trainer, 4))
-    assert first["length_mean"] == pytest.approx(first["tokens"] / 6)
-    assert first["lr"] == pytest.approx(1e-2) and first["grad_norm"] > 0.1
-    assert math.log(first["perplexity"]) == pytest.approx(first["loss"], rel=0.3)
-    assert "heldout/accuracy" not in first and second["heldout/accuracy"] == 0.5
-
-
-def _lengths_read(trainer: Trainer[SFT], batches: int) -> list[int]:
-    rollouts = [trainer.algorithm.demonstrations.batch(n) for n in range(batches)]
-    return [int(n) for rollout in rollouts for n in rollout.loss_mask.sum(1)]
-
-
 def test_interrupted_and_resumed_equals_uninterrupted_bit_for_bit(tmp_path):
     _trainer(tmp_path / "whole").train()
 
@@ -197,32 +157,6 @@ def test_interrupted_and_resumed_equals_uninterrupted_bit_for_bit(tmp_path):
     assert len(read_metrics(tmp_path / "whole" / "metrics.jsonl")) == 6
 
 
-def test_a_killed_run_goes_on_from_its_checkpoint(tmp_path):
-    """Killed in iteration 4, after the checkpoint of iteration 2: iteration 3 is done again."""
-    _trainer(tmp_path / "whole").train()
-
-    class Dies:
-        def __init__(self, batches: Any) -> None:
-            self.batches = batches
-
-        def batch(self, number: int) -> TextRollout:
-            if number == 7:
-                raise MemoryError
-            return self.batches.batch(number)
-
-    policy = _policy()
-    dies = Dies(DemonstrationBatches(policy, RECORDS, size=3, seed=5))
-    with pytest.raises(MemoryError):
-        _trainer(tmp_path / "cut", policy=policy, batches=dies).train()
-    assert len(read_metrics(tmp_path / "cut" / "metrics.jsonl")) == 3
-    again = _trainer(tmp_path / "cut")
-    again.resume()
-    assert again.counters.iteration == 2
-    again.train()
-    assert outcome(tmp_path / "whole") == outcome(tmp_path / "cut")
-    assert len(read_metrics(tmp_path / "whole" / "metrics.jsonl")) == 6
-
-
 def test_an_update_that_is_not_finite_is_left_out(tmp_path):
     trainer = _trainer(tmp_path, 1)
     with torch.no_grad():
@@ -234,15 +168,6 @@ def test_an_update_that_is_not_finite_is_left_out(tmp_path):
     (row,) = read_metrics(tmp_path / "metrics.jsonl")
     assert row["updates"] == row["updates_skipped"] == 2 and row["loss"] is None and row["grad_norm"] is None
     assert all(torch.equal(p, q) for (_, p), q in zip(trainer.weights.named[1:], kept, strict=True))
-
-
-def test_the_average_is_of_the_trained_weights(tmp_path):
-    trainer = _trainer(tmp_path, 2)
-    trainer.train()
-    own = trainer.weights.named[0][1].detach().clone()
-    with trainer.averaged():
-        assert not torch.equal(trainer.weights.named[0][1], own)
-    assert torch.equal(trainer.weights.named[0][1], own)
 
 
 def test_lengths_are_those_of_the_rollout_and_long_records_are_refused_or_left_out():

@@ -10,41 +10,18 @@ from typing import Any, cast
 import pytest
 import torch
 
-from tests.support.models.language import tiny_model, tiny_tokenizer
-from tests.support.servers.completions import serving
 from tests.support.training.metric_families import TEXT_ONLY, without_times
 from tests.support.training.text import Letters, OtherEngine, toy_policy, toy_text_trainer, weights_of
 from visalign.adapters.causal_lm.demonstrations import demonstration_rollout
-from visalign.adapters.causal_lm.lora import text_lora
 from visalign.adapters.causal_lm.policy import CausalLMPolicy
-from visalign.adapters.server.generator import ServerGenerator
 from visalign.errors import UserError
 from visalign.interfaces import Scores
 from visalign.text import StoppingCriteria
-from visalign.training.loop.judging import RewardFailure
 from visalign.training.loop.metrics import METRICS, check_keys, read_metrics
-from visalign.training.text.settings import DynamicSettings, TextObjectiveSettings, TextRolloutSettings
+from visalign.training.text.settings import TextObjectiveSettings
 from visalign.training.text.trajectories import bundle_index
 
-LEARNERS = [
-    "grpo",
-    "dr_grpo",
-    "rloo",
-    "reinforce_pp",
-    "reinforce_pp_baseline",
-    "remax",
-    "gspo",
-    "dapo",
-    "cispo",
-    "sapo",
-    "gmpo",
-    "flowrl",
-    "clip_cov",
-    "kl_cov",
-    "ppo",
-    "ppo_kl",
-    "ppo_ptx",
-]
+LEARNERS = ["grpo", "remax", "flowrl", "kl_cov", "ppo", "ppo_kl", "ppo_ptx"]
 TRUNCATE = {"level": "token", "mode": "truncate", "high": 5.0}
 CHANGES = {"flowrl": {"heads_lr": 3e-2}, "ppo_ptx": {"changes": {"ptx": 0.01}}}
 
@@ -96,7 +73,7 @@ def test_completions_without_signal_are_not_sent_through_the_model(tmp_path, mon
     assert 0 < live < 24 and sum(seen) == live
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "reinforce_pp", "ppo", "rloo"])
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 def test_a_failed_completion_counts_nowhere_whatever_its_number(algorithm, tmp_path):
     """A judge that fails on some completions may leave any value there: the update is the same."""
 
@@ -123,13 +100,6 @@ def test_a_failed_completion_counts_nowhere_whatever_its_number(algorithm, tmp_p
         ends.append(weights_of(trainer))
     assert not torch.equal(start, ends[0])
     assert torch.equal(ends[0], ends[1]) and torch.equal(ends[0], ends[2])
-
-
-def test_a_reward_that_fails_too_often_stops_the_run(tmp_path):
-    trainer = toy_text_trainer(tmp_path, reward=Letters(fail=lambda text, record: record["prompt"] == "g"))
-    with pytest.raises(RewardFailure, match=r"could not score 6 of 24 samples; .*unreadable \(6×\)"):
-        for _ in range(3):
-            trainer.iterate()
 
 
 def test_prompts_that_are_too_long_are_left_out_and_blamed_on_nobody(tmp_path):
@@ -208,19 +178,6 @@ def test_the_likelihood_of_the_answer_is_that_of_a_text_that_has_it_at_once(tmp_
         algorithm.collect(trainer.context)
 
 
-def test_a_clip_is_seen_beside_a_kl_term(tmp_path):
-    """The KL's gradient flows through clipped tokens too; the share that was clipped is the policy's."""
-    shares = []
-    for kl in (0.0, 0.1):
-        trainer = toy_text_trainer(
-            tmp_path, objective={"epochs": 4, "changes": {"kl": kl}}, optimizer={"lr": 2e-2}
-        )
-        record = trainer.iterate()
-        shares.append(record["clip_low"] + record["clip_high"])
-        assert ("kl" in record) == (kl > 0)
-    assert min(shares) > 0.01
-
-
 def test_whoever_writes_is_told_of_the_weights_after_a_resume(tmp_path):
     toy_text_trainer(tmp_path, run={"iterations": 2}).train()
     told = []
@@ -279,24 +236,6 @@ def test_dynamic_sampling_goes_on_until_groups_carry_signal(tmp_path):
     assert record["frac_reward_zero_std"] == 0.0
 
 
-def test_without_any_signal_nothing_moves(tmp_path):
-    trainer = toy_text_trainer(tmp_path, "dapo", reward=Letters("%"), dynamic={"max_rounds": 2})
-    before = weights_of(trainer)
-    record = trainer.iterate()
-    assert record["groups/kept"] == 0 and record["updates"] == 0
-    assert torch.equal(before, weights_of(trainer))
-
-
-def test_a_separate_value_network_learns(tmp_path):
-    trainer = toy_text_trainer(tmp_path, "ppo", separate_value=True, run={"iterations": 10})
-    trainer.train()
-    records = read_metrics(tmp_path / "metrics.jsonl")
-    explained = [record["value_explained"] for record in records]
-    assert explained[-1] > explained[0] and {"loss/value", "loss/policy"} <= set(records[-1])
-    names = [name for name, _ in trainer.weights.named if name.startswith("value_model.")]
-    assert len(names) > 10
-
-
 def test_rewards_of_single_steps_are_learnt(tmp_path):
     """A completion as a whole is worth nothing, a token "z" is worth 1, those with a "y" are invalid."""
     policy = toy_policy()
@@ -338,10 +277,7 @@ def test_the_penalty_of_ppo_kl_follows_its_target(tmp_path):
     used = {}
     for target in (1e-9, 1e3):
         trainer = toy_text_trainer(
-            tmp_path,
-            "ppo_kl",
-            objective={"target_kl": target},
-            optimizer={"updates_per_iteration": 1},
+            tmp_path, "ppo_kl", objective={"target_kl": target}, optimizer={"updates_per_iteration": 1}
         )
         used[target] = [trainer.iterate()["penalty"] for _ in range(3)]
     assert used[1e-9] == [1.0, 2.0, 4.0] and used[1e3] == [1.0, 0.5, 0.25]
@@ -379,37 +315,12 @@ def test_another_engines_log_probs_are_corrected(tmp_path):
     assert ratio == pytest.approx(math.exp(0.1), rel=1e-4)
 
 
-def test_a_server_writes_the_completions_and_follows_the_weights(tmp_path):
-    """The server holds its own copy of the model; after each update it loads the adapters."""
-
-    def built():
-        return CausalLMPolicy(tiny_model(seed=3), tiny_tokenizer(), lora=text_lora(rank=4))
-
-    policy = built()
-    with serving(built()) as server:
-        generator = ServerGenerator(policy, server.url, "tiny")
-
-        def sync(_iteration):
-            policy.save(tmp_path / "adapter")
-            generator.sync(tmp_path / "adapter")
-
-        trainer = toy_text_trainer(
-            tmp_path,
-            policy=policy,
-            generator=generator,
-            after_update=sync,
-            objective={"changes": {"kl": 0.0, "importance_sampling": TRUNCATE}},
-            optimizer={"lr": 2e-2},
-        )
-        start = weights_of(trainer)
-        records = [trainer.iterate() for _ in range(3)]
-        assert len(server.adapters) == 1 and not torch.equal(start, weights_of(trainer))
-        assert all(record["engine_gap"] < 1e-4 for record in records)
-        assert all(record["ratio_std"] > 0 for record in records)
-        trainer.algorithm.after_update = None
-        with pytest.raises(UserError, match="the server still has other weights"):
-            for _ in range(3):
-                trainer.iterate()
+def test_an_engine_that_is_far_off_stops_the_run(tmp_path):
+    policy = toy_policy()
+    engine = OtherEngine(policy, 0.7)
+    trainer = toy_text_trainer(tmp_path, policy=policy, generator=engine, rollout={"recompute": True})
+    with pytest.raises(UserError, match=r"are 0\.7 nats per token away from the policy's, allowed 0\.5"):
+        trainer.iterate()
 
 
 def test_another_engine_needs_recomputed_log_probs(tmp_path):
@@ -440,37 +351,14 @@ def test_ptx_without_texts_is_refused(tmp_path):
     ("settings", "message"),
     [
         ({"algorithm": "grop"}, "no algorithm 'grop'. Did you mean 'grpo'"),
-        ({"changes": {"klx": 0.1}}, "no field 'klx'"),
-        ({"changes": {"surrogate_options": {"eps_hihg": 0.1}}}, "eps_hihg"),
         ({"changes": {"importance_sampling": {"level": "token", "hihg": 2.0}}}, "Did you mean 'high'"),
-        ({"changes": {"importance_sampling": {"level": "token"}}}, "missing: mode, high"),
-        ({"epochs": 0}, "objective.epochs is 0. Input should be greater than or equal to 1"),
-        ({"target_kl": 0.1}, r"adapts the penalty of ppo_kl, and objective\.algorithm=grpo has another"),
+        ({"target_kl": 0.1}, r"algorithm=grpo does not read objective\.target_kl of ppo_kl"),
         ({"algorithm": "flow_dppo"}, "The algorithm 'flow_dppo'.*Take 'dppo_kl'"),
     ],
 )
 def test_objective_settings_are_refused_by_name(settings, message):
     with pytest.raises(UserError, match=message):
         TextObjectiveSettings(**settings)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"truncated": "drop"}, "rollout.truncated is 'drop'. Input should be 'keep' or 'mask'"),
-        ({"temperature": 0.0}, r"rollout\.temperature is 0\.0\. Input should be greater than 0"),
-    ],
-)
-def test_rollout_settings_are_refused_by_name(settings, message):
-    with pytest.raises(UserError, match=message):
-        TextRolloutSettings(**settings)
-
-
-def test_dr_grpo_takes_the_length_limit_unless_told():
-    settings = TextObjectiveSettings(algorithm="dr_grpo")
-    assert settings.build(length=77).length == 77
-    told = TextObjectiveSettings(algorithm="dr_grpo", changes={"length": 9})
-    assert told.build(length=77).length == 9
 
 
 def test_the_table_of_metrics_lists_what_a_run_logs(tmp_path):
@@ -481,18 +369,6 @@ def test_the_table_of_metrics_lists_what_a_run_logs(tmp_path):
     elsewhere = {"engine_gap", "perplexity", "rewards/*", "logps/*", "label_mean", "replay/*", "tools/*"}
     elsewhere |= {"latent_flow/*"}
     assert set(TEXT_ONLY) - families == elsewhere and families <= set(METRICS)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"rule": "sprad"}, r"^dynamic\.rule is 'sprad'"),
-        ({"rule": "accuracy"}, "dynamic.right_at is null"),
-    ],
-)
-def test_dynamic_settings_are_refused_at_once(settings, message):
-    with pytest.raises(UserError, match=message):
-        DynamicSettings(**settings)
 
 
 def test_a_row_of_steps_needs_a_separator(tmp_path):

@@ -11,7 +11,6 @@ import torch
 
 from tests.support.training.images import outcome
 from tests.support.training.text import Letters, toy_text_trainer
-from visalign.core import PolicyOutput, Trajectories, named_objective
 from visalign.rewards import WeightedTextSum
 from visalign.training.text.collect import uncertainty_weights
 
@@ -65,24 +64,3 @@ def test_certain_rewards_train_as_without_it_bit_for_bit(tmp_path):
     for name, strength in (("unused", None), ("used", 1.0)):
         toy_text_trainer(tmp_path / name, reward=_sum(Doubtful(), strength)).train()
     assert outcome(tmp_path / "unused") != outcome(tmp_path / "used")
-
-
-def test_the_weight_of_a_loss_is_that_of_its_advantage():
-    draw = torch.Generator().manual_seed(0)
-    some = torch.randn(6, 3, generator=draw, dtype=torch.float64)
-    weight = torch.rand(6, 1, generator=draw, dtype=torch.float64).expand(6, 3)
-    t = Trajectories(
-        weight=torch.ones_like(some),
-        old_log_prob=some,
-        group=[0, 0, 0, 1, 1, 1],
-        reward=some[:, 0],
-        loss_weight=weight,
-    )
-    objective, slopes = named_objective("grpo", kl=0.0), []
-    prepared = objective.prepare(t)
-    scaled = replace(prepared, advantage=prepared.advantage * weight, loss_weight=None)
-    for rows in (prepared, scaled):
-        said = (some + 0.3 * some.roll(1, 0)).requires_grad_()
-        objective.loss(rows, PolicyOutput(log_prob=said)).total.backward()
-        slopes.append(said.grad)
-    torch.testing.assert_close(slopes[0], slopes[1])

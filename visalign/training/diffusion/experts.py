@@ -15,8 +15,7 @@ from visalign.flow.rollout import velocity_of
 from visalign.interfaces import Condition
 from visalign.training.policy.reference import swapped_weights
 
-REST = "*"
-"""Tag of all prompts that no other expert is named for."""
+REST = "*"  # Tag of all prompts that no other expert is named for
 
 
 def check_experts(folders: Mapping[str, str | Path], records: Sequence[Mapping[str, Any]]) -> None:

@@ -73,14 +73,10 @@ class Experience:
     objective: Objective
     condition: Condition
     trajectory: Trajectory
-    trained: Tensor
-    """[T] int64, the steps to train on: indices among the stochastic steps of `trajectory`."""
-    trajectories: Trajectories
-    """[B, T] of all processes in rank order, on the CPU."""
-    node: Tensor
-    """[b, T] int64, the first of this process's samples that shares the trained step."""
-    first: int
-    """Index of this process's first sample among the B."""
+    trained: Tensor  # [T] int64, the steps to train on: indices among the stochastic steps of `trajectory`
+    trajectories: Trajectories  # [B, T] of all processes in rank order, on the CPU
+    node: Tensor  # [b, T] int64, the first of this process's samples that shares the trained step
+    first: int  # Index of this process's first sample among the B
     signal: dict[str, float] = field(default_factory=dict)
 
 
@@ -110,13 +106,13 @@ class FlowGRPO(ImageAlgorithm):
     def _sample(self, iteration: int, run: Context) -> tuple[PendingImages, tuple[int, ...]]:
         """Sample an iteration and choose which of its stochastic steps are trained on."""
         sde_steps, trained = self.rollout.choose_steps(self.seed, iteration)
-        return self.source.sample(iteration, run.clock, sde_steps), trained
+        return self.sample(iteration, run.clock, sde_steps), trained
 
     def collect(self, run: Context) -> Collected:
         """Sample, decode and score one iteration's groups; see `ImageSource.collect`."""
         with self.unsharded():
             pending, trained = self._prefetcher.next(run)
-            images = self.constrained(self.source.scored(pending, run.clock), run)
+            images = self.constrained(self.scored(pending, run.clock), run)
             node = images.trajectory.node[:, list(trained)]
             experience = Experience(
                 objective=self.objective,
@@ -129,12 +125,12 @@ class FlowGRPO(ImageAlgorithm):
             )
             with run.clock.phase("replay"):
                 self._add_log_probs(experience, run.micro_batch)
-        return Collected(experience=experience, samples=self.source.samples, metrics=images.metrics)
+        return Collected(experience=experience, samples=self.samples, metrics=images.metrics)
 
     def _trajectories(self, images: ScoredImages, trained: Sequence[int]) -> Trajectories:
         trajectory = images.trajectory
-        old = self.source.gather_all(trajectory.log_prob[:, list(trained)].contiguous())
-        factor = step_weights(self.settings, self.rollout, self.source.sigmas)
+        old = self.gather_all(trajectory.log_prob[:, list(trained)].contiguous())
+        factor = step_weights(self.settings, self.rollout, self.sigmas)
         factor = factor[[trajectory.sde_steps[step] for step in trained]]
         by_column = self.objective.advantage in MATRIX_ADVANTAGES
         is_uniform = self.settings.step_weights is None and self.objective.step_weight == "uniform"
@@ -143,7 +139,7 @@ class FlowGRPO(ImageAlgorithm):
             old_log_prob=torch.zeros_like(old) if self.objective.ratio == "guard" else old,
             group=images.group,
             reward=images.columns if by_column else images.value,
-            reward_weights=list(reward_weights(self.source.reward).values()) if by_column else (),
+            reward_weights=list(reward_weights(self.scorer.reward).values()) if by_column else (),
             valid=images.valid,
             metric=self._metric(images),
             loss_weight=None if is_uniform else factor.to(old.dtype).expand_as(old).contiguous(),
@@ -159,12 +155,12 @@ class FlowGRPO(ImageAlgorithm):
         run: Context,
     ) -> Trajectories:
         """Add a reward of each trained step, where `objective.credit` asks for one."""
-        credit, trajectory, source = self.settings.credit, images.trajectory, self.source
+        credit, trajectory = self.settings.credit, images.trajectory
         if credit == "image":
             return trajectories
         if credit == "branches":
             value = torch.where(images.valid, images.value, torch.nan)
-            step_reward = branch_rewards(value, source.gather_all(node + images.first))
+            step_reward = branch_rewards(value, self.gather_all(node + images.first))
             return _with_step_rewards(trajectories, step_reward)
         levels = []  # R_k: reward of the image that is completed without noise from stochastic step k
         for k, step in enumerate(trajectory.sde_steps):
@@ -176,14 +172,14 @@ class FlowGRPO(ImageAlgorithm):
                         self.policy,
                         images.condition,
                         trajectory.x[:, k],
-                        sigmas=source.sigmas,
+                        sigmas=self.sigmas,
                         step=step,
                         batch_size=self.rollout.batch_size,
                         solver=self.rollout.solver,
                     )
-            scores = source.score(latents, images.records, run.clock)
+            scores = self.score(latents, images.records, run.clock)
             levels.append(torch.where(scores.valid, scores.value, torch.nan).double().cpu())
-        level = source.gather_all(torch.stack(levels, 1))
+        level = self.gather_all(torch.stack(levels, 1))
         # after the last stochastic step the rollout is its own deterministic rest: R_n = R
         middle = torch.cat([level[:, 1:], images.value[:, None]], 1)
         rewards = turning_point_rewards(images.value, level[:, 0], middle)
@@ -195,7 +191,7 @@ class FlowGRPO(ImageAlgorithm):
         name = self.settings.metric
         if name is not None and name not in images.parts:
             raise UserError(
-                f"objective.metric is {name!r}, and the parts of the reward {self.source.reward.name!r} are: "
+                f"objective.metric is {name!r}, and the parts of the reward {self.scorer.reward.name!r} are: "
                 f"{', '.join(images.parts) or 'none'}. Name one of them, or add a term of that label and "
                 "weight 0 to rewards.terms."
             )
@@ -232,7 +228,7 @@ class FlowGRPO(ImageAlgorithm):
         flat = torch.cat(chunks)
         index = (sample.to(flat.device), decision.to(flat.device))
         log_prob = flat.new_empty(node.shape).index_put(index, flat)
-        return self.source.gather_all(log_prob.gather(0, node.to(flat.device)))
+        return self.gather_all(log_prob.gather(0, node.to(flat.device)))
 
     def prepare(self, experience: Experience, run: Context) -> list[PolicyStep]:
         """Compute advantages and denominators over all processes' samples, and split them into updates."""

@@ -63,26 +63,19 @@ class PendingImages(ImageSamples):
 
     scores: Sequence[Callable[[], Scores]]
     """One per chunk of samples, in order; a call waits for the chunk's scores."""
-    statistics: Tensor | None
-    """[b, 4 + d]: `image_statistics`, and features; None for stored images."""
+    statistics: Tensor | None  # [b, 4 + d]: `image_statistics`, and features; None for stored images
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredImages(ImageSamples):
     """b samples of this process, and the scores of all B."""
 
-    value: Tensor
-    """[B] float64 of all processes in rank order, on the CPU."""
-    valid: Tensor
-    """bool [B]."""
-    group: Tensor
-    """[B] int64."""
-    columns: Tensor
-    """[B, M] float64, each term of the reward by itself."""
-    parts: Mapping[str, Tensor]
-    """name -> [B] float64, the parts of the reward."""
-    first: int
-    """Index of this process's first sample among the B."""
+    value: Tensor  # [B] float64 of all processes in rank order, on the CPU
+    valid: Tensor  # bool [B]
+    group: Tensor  # [B] int64
+    columns: Tensor  # [B, M] float64, each term of the reward by itself
+    parts: Mapping[str, Tensor]  # name -> [B] float64, the parts of the reward
+    first: int  # Index of this process's first sample among the B
     metrics: Mapping[str, float]
 
 
@@ -96,8 +89,31 @@ def check_sizes(policy: DiffusionPolicy, rollout: RolloutSettings) -> None:
         )
 
 
-class ImageSource:
-    """Samples and scores images; its arguments are those of `ImageAlgorithm`."""
+class ImageAlgorithm(Algorithm):
+    """Base of the algorithms that train a diffusion policy on scored images.
+
+    A subclass defines `setup`, which runs at the end of `__init__`.
+
+    Args:
+        policy: on the accelerator's device.
+        reward: scores one image at a time; higher is better (or its sign is turned).
+        records: prompt records, each with "prompt"; handed to the reward as metadata.
+        rollout: sampling.
+        objective: algorithm and its changes.
+        seed: of the run.
+        accelerator: device, processes and trackers. None creates one on the policy's device.
+        strata: label per record, see `PromptSampler`.
+        cycle: see `PromptSampler`.
+        sharding: divide the network, its gradients and AdamW's moments among the processes (FSDP2).
+        features: for the diversity of a group; None measures none.
+        stored: encoder of stored images that replace samples. Each prompt record then has under "candidates"
+            a record for each of the G samples of its group, which is merged into it.
+    """
+
+    algorithms: ClassVar[Mapping[str, Any]] = NAMED  # Values of `objective.algorithm` that this class trains
+    default: ClassVar[str] = "flow_grpo"  # `objective.algorithm` where no objective is given
+    divergence: float | None = None
+    """Divergence from the reference in the iteration's updates; None where it was not measured."""
 
     def __init__(
         self,
@@ -105,33 +121,62 @@ class ImageSource:
         reward: PointwiseReward,
         records: Records,
         *,
-        rollout: RolloutSettings,
-        seed: int,
-        accelerator: Accelerator,
+        rollout: RolloutSettings | None = None,
+        objective: DiffusionObjectiveSettings | None = None,
+        seed: int = 0,
+        accelerator: Accelerator | None = None,
         strata: Sequence[str] | None = None,
         cycle: Sequence[str] | None = None,
+        sharding: bool = False,
         features: Features | None = None,
         stored: Stored | None = None,
     ) -> None:
-        self.features, self.stored = features, stored
-        self.policy, self.reward, self.records, self.seed = policy, as_higher_is_better(reward), records, seed
-        self.rollout, self.accelerator = rollout, accelerator
-        self.scorer = RewardScorer(self.reward, what="images", threaded=rollout.scores_in_thread)
-        size = rollout.prompts_per_iteration, rollout.group_size
+        self.sharding = sharding
+        reward = with_capabilities(reward)
+        self.policy, self.seed, self.reward = policy, seed, reward
+        self.settings = objective or DiffusionObjectiveSettings(algorithm=self.default)
+        self.rollout = rollout or RolloutSettings()
+        self.accelerator = get_accelerator(accelerator, policy)
+        self._check(stored is not None)
+        self.records, self.features, self.stored = records, features, stored
+        self.scorer = RewardScorer(
+            as_higher_is_better(reward), what="images", threaded=self.rollout.scores_in_thread
+        )
+        size = self.rollout.prompts_per_iteration, self.rollout.group_size
         self.sampler = PromptSampler(len(records), *size, seed, strata=strata, cycle=cycle)
         self.samples = size[0] * size[1]
-        self.shares = Shares.even(self.samples, accelerator)
+        self.shares = Shares.even(self.samples, self.accelerator)
         self.gather_all = self.shares.gather_all
+        self.first = int(self.shares.own[0])  # this process's first sample among all B
         policy.module.eval()  # with dropout the replay would evaluate another function than the rollout
-        check_sizes(policy, rollout)
+        check_sizes(policy, self.rollout)
         self._default_size = getattr(policy, "image_size", None)
         try:
-            for iteration in range(len(rollout.image_sizes or ())):  # refused before an image is sampled
+            for iteration in range(len(self.rollout.image_sizes or ())):  # refused before an image is sampled
                 self.resize(iteration)
         except UserError as error:
             raise UserError(f"rollout.image_sizes: {error}") from error
         finally:
             self.resize(None)
+        self.reference = Reference(policy, self.settings)
+        self.constraints = RewardConstraints(reward, self.settings.multiplier_rate)
+        every = self.settings.balance_every
+        self.balance = None if every is None else RewardBalance(reward, every)
+        self.setup()
+
+    def _check(self, stored: bool) -> None:
+        if self.settings.algorithm not in self.algorithms:
+            raise UserError(
+                f"objective.algorithm is {self.settings.algorithm}, which {type(self).__name__} does not "
+                f"train; it trains {', '.join(self.algorithms)}. Take FlowGRPO for algorithms on log-probs, "
+                "VelocityRegression for regressions, RewardGradient for draft, draft_lv and refl."
+            )
+        check_sampling(self.settings, self.rollout, stored=stored)
+        check_processes(self.settings, self.rollout, self.accelerator.num_processes)
+        self.settings.check_constrained(self.reward)
+
+    def setup(self) -> None:
+        """Build the objective and the trained module."""
 
     def resize(self, iteration: int | None) -> None:
         """Set the policy to an iteration's image size; None restores its own, as between iterations."""
@@ -145,7 +190,9 @@ class ImageSource:
         self.sigmas = policy.sigmas(steps, timestep_schedule=schedule)
         self.times = policy.times(self.sigmas)
 
-    def collect(self, iteration: int, clock: PhaseClock, sde_steps: Sequence[int] = ()) -> ScoredImages:
+    def sample_and_score(
+        self, iteration: int, clock: PhaseClock, sde_steps: Sequence[int] = ()
+    ) -> ScoredImages:
         """Sample, decode and score the groups of iteration 0, 1, 2, ...; see `sample` and `scored`."""
         return self.scored(self.sample(iteration, clock, sde_steps), clock)
 
@@ -156,7 +203,7 @@ class ImageSource:
         batch = self.sampler.batch(iteration, process.process_index, process.num_processes)
         records = [dict(self.records[i]) for i in batch.prompt_index.tolist()]
         group = batch.group_id.tolist()
-        if self.reward.capabilities.needs_group:  # win rates: a prompt may be in two groups
+        if self.scorer.reward.capabilities.needs_group:  # win rates: a prompt may be in two groups
             for record, label in zip(records, group, strict=True):
                 record["group_id"] = label
         return batch, records, group
@@ -208,8 +255,8 @@ class ImageSource:
             scores = concatenate_scores([wait() for wait in pending.scores])
         value, valid, parts = self._gather(scores)
         group = self.gather_all(pending.batch.group_id)
-        check_failures(scores, valid, self.rollout.max_failure_rate, self.reward.name)
-        metrics = score_metrics(self.reward, value, valid, group, parts)
+        check_failures(scores, valid, self.rollout.max_failure_rate, self.scorer.reward.name)
+        metrics = score_metrics(self.scorer.reward, value, valid, group, parts)
         if pending.statistics is not None:
             statistics = self.gather_all(pending.statistics)
             means = statistics.mean(0).tolist()
@@ -225,7 +272,7 @@ class ImageSource:
             valid=valid,
             group=group,
             parts=parts,
-            columns=self.gather_all(reward_columns(self.reward, scores)),
+            columns=self.gather_all(reward_columns(self.scorer.reward, scores)),
             first=self.first,
             metrics=metrics,
         )
@@ -238,7 +285,7 @@ class ImageSource:
 
     def _decode(self, latents: Tensor, clock: PhaseClock) -> Tensor:
         """Decode to images [b, 3, H, W], or clips [b, F, 3, H, W] for a reward of clips, on the CPU."""
-        clips = self.reward.capabilities.takes_clips
+        clips = self.scorer.reward.capabilities.takes_clips
         with clock.phase("decode"), torch.no_grad(), self.accelerator.autocast():
             chunks = latents.split(min(self.rollout.batch_size, len(latents)))
             return torch.cat(
@@ -294,103 +341,11 @@ class ImageSource:
         valid = self.gather_all(scores.valid.cpu() & torch.isfinite(value))
         return parts.pop(""), valid, parts
 
-    @property
-    def first(self) -> int:
-        """Index of this process's first sample among all B."""
-        return int(self.shares.own[0])
-
-
-class ImageAlgorithm(Algorithm):
-    """Base of the algorithms that train a diffusion policy on scored images.
-
-    A subclass defines `setup`, which runs once policy, settings, rollout, accelerator and source are set.
-
-    Args:
-        policy: on the accelerator's device.
-        reward: scores one image at a time; higher is better (or its sign is turned).
-        records: prompt records, each with "prompt"; handed to the reward as metadata.
-        rollout: sampling.
-        objective: algorithm and its changes.
-        seed: of the run.
-        accelerator: device, processes and trackers. None creates one on the policy's device.
-        strata: label per record, see `PromptSampler`.
-        cycle: see `PromptSampler`.
-        sharding: divide the network, its gradients and AdamW's moments among the processes (FSDP2).
-        features: for the diversity of a group; None measures none.
-        stored: encoder of stored images that replace samples. Each prompt record then has under "candidates"
-            a record for each of the G samples of its group, which is merged into it.
-    """
-
-    algorithms: ClassVar[Mapping[str, Any]] = NAMED
-    """Values of `objective.algorithm` that this class trains."""
-    default: ClassVar[str] = "flow_grpo"
-    """`objective.algorithm` where no objective is given."""
-    divergence: float | None = None
-    """Divergence from the reference in the iteration's updates; None where it was not measured."""
-
-    def __init__(
-        self,
-        policy: DiffusionPolicy,
-        reward: PointwiseReward,
-        records: Records,
-        *,
-        rollout: RolloutSettings | None = None,
-        objective: DiffusionObjectiveSettings | None = None,
-        seed: int = 0,
-        accelerator: Accelerator | None = None,
-        strata: Sequence[str] | None = None,
-        cycle: Sequence[str] | None = None,
-        sharding: bool = False,
-        features: Features | None = None,
-        stored: Stored | None = None,
-    ) -> None:
-        self.sharding = sharding
-        reward = with_capabilities(reward)
-        self.policy, self.seed, self.reward = policy, seed, reward
-        self.settings = objective or DiffusionObjectiveSettings(algorithm=self.default)
-        self.rollout = rollout or RolloutSettings()
-        self.accelerator = get_accelerator(accelerator, policy)
-        self._check(stored is not None)
-        self.source = ImageSource(
-            policy,
-            reward,
-            records,
-            rollout=self.rollout,
-            seed=seed,
-            accelerator=self.accelerator,
-            strata=strata,
-            cycle=cycle,
-            features=features,
-            stored=stored,
-        )
-        self.reference = Reference(policy, self.settings)
-        self.constraints = RewardConstraints(reward, self.settings.multiplier_rate)
-        every = self.settings.balance_every
-        self.balance = None if every is None else RewardBalance(reward, every)
-        self.setup()
-
-    def _check(self, stored: bool) -> None:
-        if self.settings.algorithm not in self.algorithms:
-            raise UserError(
-                f"objective.algorithm is {self.settings.algorithm}, which {type(self).__name__} does not "
-                f"train; it trains {', '.join(self.algorithms)}. Take FlowGRPO for algorithms on log-probs, "
-                "VelocityRegression for regressions, RewardGradient for draft, draft_lv and refl."
-            )
-        check_sampling(self.settings, self.rollout, stored=stored)
-        check_processes(self.settings, self.rollout, self.accelerator.num_processes)
-        self.settings.check_constrained(self.reward)
-
-    def setup(self) -> None:
-        """Build the objective and the trained module."""
-        ...
-
     def distribute(self, module: nn.Module, *, needs_reference: bool, joins: str | None = None) -> nn.Module:
         """Share the module among the processes, or divide its network (FSDP2).
 
-        Args:
-            module: forward with gradient.
-            needs_reference: True where the policy before training is evaluated as well.
-            joins: what an objective joins, so that processes differ in their forwards; None: nothing.
+        `needs_reference`: the policy before training is evaluated as well. `joins`: what an objective joins,
+        so that processes differ in their forwards.
         """
         if not self.sharding:
             return share_gradients(module, self.accelerator)
@@ -421,17 +376,17 @@ class ImageAlgorithm(Algorithm):
         if not self.constraints.bounds:
             return images
         value, multipliers = self.constraints.apply(images.valid, images.parts, run)
-        metrics = score_metrics(self.source.reward, value, images.valid, images.group, images.parts)
+        metrics = score_metrics(self.scorer.reward, value, images.valid, images.group, images.parts)
         return replace(images, value=value, metrics={**images.metrics, **metrics, **multipliers})
 
     def wait_for_rewards(self) -> None:
         """Wait until no reward is running."""
-        self.source.scorer.wait()
+        self.scorer.wait()
 
     def release(self) -> None:
         """Restore the policy's own image size."""
         if self.rollout.image_sizes:
-            self.source.resize(None)
+            self.resize(None)
 
     def finish(self, run: Context) -> None:
         """Reset the reference where it is due."""

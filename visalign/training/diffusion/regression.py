@@ -14,8 +14,9 @@ Deliberate differences from the published code:
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,7 @@ from visalign.core.regression.losses import covariance_guidance
 from visalign.core.regression.rows import MATRIX_SIGNALS, REGRESSIONS, PairOutput
 from visalign.core.regression.signals import best_worst_pairs
 from visalign.core.surrogates.kl import velocity_kl
+from visalign.errors import UserError
 from visalign.flow.noise import initial_noise
 from visalign.flow.rollout import velocity_of
 from visalign.interfaces import Condition, DiffusionPolicy
@@ -38,14 +40,11 @@ from visalign.training.loop.sharding import local_shard, max_over_processes
 from visalign.training.policy.update import split_updates
 
 from .experts import Experts
-from .guidance import guidance_scale
 from .images import ImageAlgorithm, ScoredImages
 from .merging import mergeable_adapters, merged_adapters
 
-OLD = "old"
-"""File stem of the old policy's weights in a checkpoint."""
-SUMS = ("pairs", "loss/policy", "loss/kl", "match_error", "anchor_distance")
-"""Sums over an update's pairs."""
+OLD = "old"  # File stem of the old policy's weights in a checkpoint
+SUMS = ("pairs", "loss/policy", "loss/kl", "match_error", "anchor_distance")  # Sums over an update's pairs
 
 
 class VelocityModule(nn.Module):
@@ -66,46 +65,32 @@ class EndPoints:
     """Training data of an iteration."""
 
     images: ScoredImages
-    signal: Tensor
-    """[B] of all processes: advantage or weight of each sample."""
-    present: Tensor
-    """bool [B]."""
-    value: Tensor
-    """[B] order within a group: the reward, or the combined signal of several rewards."""
-    levels: int
-    """S, noise levels that each sample is trained at."""
+    signal: Tensor  # [B] of all processes: advantage or weight of each sample
+    present: Tensor  # bool [B]
+    value: Tensor  # [B] order within a group: the reward, or the combined signal of several rewards
+    levels: int  # S, noise levels that each sample is trained at
     visited: Sequence[int] = ()
     """For an algorithm that learns at visited states: the S stochastic steps, by index among them."""
     guidance: Tensor | None = None
     """[b, ...] of this process's samples, where the loss takes the group's direction."""
-    kl: float = 0.0
-    """k of this iteration."""
+    kl: float = 0.0  # k of this iteration
     metrics: dict[str, float] = field(default_factory=dict)
+
+
+Outputs = tuple[PairOutput, Tensor, Tensor | None]
+"""Outputs of the policies on N pairs, signal [N], and k · mean |v − v_ref|² [N] where k > 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RegressionStep:
     """One optimizer update."""
 
-    units: list[Tensor]
-    """Samples of one loss term, indices among the B: one each, or those of a group."""
-    count: int
-    """Units that the loss is a mean over, those without a gradient included."""
+    units: list[Tensor]  # Samples of one loss term, indices among the B: one each, or those of a group
+    count: int  # Units that the loss is a mean over, those without a gradient included
     epoch: int
-    kl: float
-    """k of this iteration."""
+    kl: float  # k of this iteration
     on_policy: bool
     """True while the weights are those of the rollout, so that the old policy need not be evaluated."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Outputs:
-    """Outputs of the policies on N pairs."""
-
-    pairs: PairOutput
-    signal: Tensor
-    kl: Tensor | None
-    """[N] k · mean |v − v_ref|²."""
 
 
 class VelocityRegression(ImageAlgorithm):
@@ -122,7 +107,7 @@ class VelocityRegression(ImageAlgorithm):
         self.row = replace(row, weighting=prediction) if row.weighting == "prediction" else row
         self.experts = None
         if self.row.anchor == "expert":
-            self.experts = Experts(policy, self.settings.experts or {}, self.source.records)
+            self.experts = Experts(policy, self.settings.experts or {}, self.records)
         self.module = self.distribute(
             VelocityModule(policy),
             needs_reference=self.row.asks_reference,
@@ -141,18 +126,18 @@ class VelocityRegression(ImageAlgorithm):
         if self._old is None and self.row.anchor == "old" and (self.row.keeps_old or updates > 1):
             self._old = EMA(self.policy.trainable_parameters(), decay=0.5, warmup=False)
         if self._old is not None and not self.row.keeps_old:
-            self._update_old(0.0)
+            self._old.update(1, decay=0.0)
         old = self._with_old() if self.row.keeps_old else nullcontext()
         steps, visited = self.rollout.choose_steps(self.seed, iteration) if self.row.visited else ((), ())
         merged = merged_adapters(self._merged_layers) if self._merged_layers else nullcontext()
         with old, self.unsharded(), merged, guidance_scale(self.policy, self.rollout.guidance):
-            images = self.constrained(self.source.collect(iteration, run.clock, steps), run)
+            images = self.constrained(self.sample_and_score(iteration, run.clock, steps), run)
         if self.balance is None:
-            weights = list(reward_weights(self.source.reward).values())
+            weights = list(reward_weights(self.scorer.reward).values())
         else:
             weights = self.balance.weights(run)
         experience = self._end_points(images, visited, weights)
-        return Collected(experience=experience, samples=self.source.samples, metrics=images.metrics)
+        return Collected(experience=experience, samples=self.samples, metrics=images.metrics)
 
     def _end_points(
         self, images: ScoredImages, visited: Sequence[int], weights: Sequence[float]
@@ -262,8 +247,8 @@ class VelocityRegression(ImageAlgorithm):
             last = batch is batches[-1]
             sums += self._backward_batch(experience, step, batch, run.micro_batch, scale, last)
         for _ in range(idle):
-            outputs = self._outputs(experience, step, zero, zero)
-            self.accelerator.backward(outputs.pairs.v.sum() * 0.0)
+            pairs, *_ = self._outputs(experience, step, zero, zero)
+            self.accelerator.backward(pairs.v.sum() * 0.0)
         if self.accelerator.num_processes > 1:
             sums = torch.as_tensor(self.accelerator.reduce(sums, "sum"))
         named = dict(zip(SUMS, sums.tolist(), strict=True))
@@ -292,41 +277,41 @@ class VelocityRegression(ImageAlgorithm):
         parts = torch.arange(len(sample)).split(size)
         with torch.no_grad():
             chunks = [self._outputs(experience, step, sample[part], level[part]) for part in parts]
-        errors = [self.row.errors(outputs.pairs) for outputs in chunks]
+        errors = [self.row.errors(pairs) for pairs, *_ in chunks]
         leaf = torch.cat([error for error, _ in errors]).requires_grad_()
-        rest = torch.cat([other for _, other in errors]), torch.cat([outputs.signal for outputs in chunks])
+        rest = torch.cat([other for _, other in errors]), torch.cat([signal for _, signal, _ in chunks])
         loss = self.row.group_loss(leaf, *rest)
         (slope,) = torch.autograd.grad(loss, leaf)
         sums = torch.zeros(len(SUMS), dtype=torch.float64, device=self.policy.device)
         for part in parts:
             with no_sync_unless_last(self.module, self.accelerator, last=last and part is parts[-1]):
                 outputs = self._outputs(experience, step, sample[part], level[part])
-                surrogate = (self.row.errors(outputs.pairs)[0] * slope[part]).sum()
+                surrogate = (self.row.errors(outputs[0])[0] * slope[part]).sum()
                 sums += self._backward_sum(outputs, surrogate, share[part], scale)
         sums[SUMS.index("loss/policy")] = float(loss.detach())
         return sums
 
-    def _loss(self, outputs: _Outputs, lengths: Sequence[int]) -> Tensor:
+    def _loss(self, outputs: Outputs, lengths: Sequence[int]) -> Tensor:
         """Sum the units' losses."""
+        pairs, signal, _ = outputs
         if not self.row.of_groups:
-            return self.row.pair_loss(outputs.pairs, outputs.signal).sum()
-        columns = (*self.row.errors(outputs.pairs), outputs.signal)
-        units = zip(*(column.split(list(lengths)) for column in columns), strict=True)
+            return self.row.pair_loss(pairs, signal).sum()
+        units = zip(
+            *(column.split(list(lengths)) for column in (*self.row.errors(pairs), signal)), strict=True
+        )
         return torch.stack([self.row.group_loss(*unit) for unit in units]).sum()
 
-    def _backward_sum(self, outputs: _Outputs, loss: Tensor, share: Tensor, scale: float) -> Tensor:
+    def _backward_sum(self, outputs: Outputs, loss: Tensor, share: Tensor, scale: float) -> Tensor:
         """Backpropagate a micro-batch's sum; return its `SUMS`."""
-        pull = loss.new_zeros(()) if outputs.kl is None else (outputs.kl * share).sum()
+        pairs, _, kl = outputs
+        pull = loss.new_zeros(()) if kl is None else (kl * share).sum()
         self.accelerator.backward((loss + pull) * scale)
         with torch.no_grad():
-            v, anchor = outputs.pairs.v, outputs.pairs.anchor
-            error = _mean_square(v, outputs.pairs.target).sum()
-            moved = error.new_zeros(()) if anchor is None else _mean_square(v, anchor).sum()
-            return torch.stack([error.new_tensor(len(v)), loss, pull, error, moved]).double()
+            error = _mean_square(pairs.v, pairs.target).sum()
+            moved = error.new_zeros(()) if pairs.anchor is None else _mean_square(pairs.v, pairs.anchor).sum()
+            return torch.stack([error.new_tensor(len(pairs.v)), loss, pull, error, moved]).double()
 
-    def _outputs(
-        self, experience: EndPoints, step: RegressionStep, sample: Tensor, level: Tensor
-    ) -> _Outputs:
+    def _outputs(self, experience: EndPoints, step: RegressionStep, sample: Tensor, level: Tensor) -> Outputs:
         """Evaluate the policies on N pairs of this process's `sample` [N] at `level` [N], below S."""
         row, images = self.row, experience.images
         condition = images.condition.select(sample)
@@ -350,14 +335,14 @@ class VelocityRegression(ImageAlgorithm):
         guidance = None if experience.guidance is None else experience.guidance[sample.to(x.device)]
         pairs = PairOutput(v=v, target=target, sigma=sigma, anchor=anchors[row.anchor], guidance=guidance)
         kl = step.kl * velocity_kl(v, v_ref) if step.kl > 0 and v_ref is not None else None
-        return _Outputs(pairs=pairs, signal=experience.signal[images.first + sample].to(v), kl=kl)
+        return pairs, experience.signal[images.first + sample].to(v), kl
 
     def _noised(
         self, experience: EndPoints, sample: Tensor, level: Tensor, epoch: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Noise end points: (x_σ [N, ...] as stored, u = ε − x0, σ [N], time [N]); u is 0 at visited
         states."""
-        row, sigmas, images = self.row, self.source.sigmas, experience.images
+        row, sigmas, images = self.row, self.sigmas, experience.images
         if row.visited:
             pairs = images.trajectory.pairs(sample, torch.tensor(experience.visited)[level])
             return pairs.x, torch.zeros_like(pairs.mean), pairs.sigma, pairs.time
@@ -369,12 +354,12 @@ class VelocityRegression(ImageAlgorithm):
         within = (level + torch.tensor(draws, dtype=torch.float64)) / experience.levels
         position = (low + (high - low) * within) * self.rollout.steps
         step = position.long().clamp(max=self.rollout.steps - 1)
-        sigma, time = sigmas[step], self.source.times[step.to(self.source.times.device)]
+        sigma, time = sigmas[step], self.times[step.to(self.times.device)]
         if row.continuous:
             sigma = torch.lerp(sigmas[step], sigmas[step + 1], (position - step).to(sigmas.dtype))
             time = self.policy.times(sigma)
         if row.noise == "start":
-            seeds = self.source.sample_seeds(images.batch.sample_id[sample])
+            seeds = self.sample_seeds(images.batch.sample_id[sample])
         else:
             seeds = [sample_seed(self.seed, "target noise", label, number, epoch) for label, number in keys]
         latents = images.trajectory.latents
@@ -407,7 +392,8 @@ class VelocityRegression(ImageAlgorithm):
         """Move the old policy towards the new one, and reset the reference where it is due."""
         super().finish(run)
         if self._old is not None and self.row.keeps_old:
-            self._update_old(self.row.decay_at(run.counters.iteration - 1))
+            # θ_old ← decay θ_old + (1 − decay) θ
+            self._old.update(1, decay=self.row.decay_at(run.counters.iteration - 1))
             run.tensors[OLD] = self._old.state()
 
     def restore(self, run: Context) -> None:
@@ -416,12 +402,6 @@ class VelocityRegression(ImageAlgorithm):
         if self.row.keeps_old and self.row.anchor == "old":
             self._old = EMA(self.policy.trainable_parameters(), decay=0.5, warmup=False)
             self._old.load(run.tensors[OLD])
-
-    def _update_old(self, decay: float) -> None:
-        """Update θ_old ← decay θ_old + (1 − decay) θ."""
-        assert self._old is not None
-        self._old.decay = decay
-        self._old.update(1)
 
     def _with_old(self) -> AbstractContextManager[None]:
         """Give the policy the old weights inside the block; without any it stays the current one."""
@@ -463,3 +443,23 @@ def _without_signal(experience: EndPoints) -> Tensor:
 def _mean_square(a: Tensor, b: Tensor) -> Tensor:
     """Compute mean |a − b|² of each row."""
     return (a - b).square().flatten(1).mean(1)
+
+
+@contextmanager
+def guidance_scale(policy: DiffusionPolicy, scale: float | None) -> Iterator[None]:
+    """Set the policy's guidance scale inside the block; None leaves its own."""
+    changed: Any = policy
+    before = getattr(policy, "guidance", None)
+    if scale is None:
+        yield
+        return
+    if not isinstance(before, int | float):
+        raise UserError(
+            f"{type(policy).__name__} has no attribute guidance that can be set, so rollout.guidance and "
+            "reference_guidance must be null."
+        )
+    try:
+        changed.guidance = float(scale)
+        yield
+    finally:
+        changed.guidance = before

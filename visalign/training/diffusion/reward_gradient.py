@@ -45,23 +45,18 @@ class AscentBatch:
     condition: Condition
     prompts: list[str]
     batch: Batch
-    group: Tensor
-    """[B] int64 of all processes in rank order."""
+    group: Tensor  # [B] int64 of all processes in rank order
     iteration: int
-    value: Tensor
-    """[B] float64 rewards that the updates computed, NaN where unknown."""
+    value: Tensor  # [B] float64 rewards that the updates computed, NaN where unknown
 
 
 @dataclass(frozen=True, kw_only=True)
 class AscentStep:
     """One optimizer update."""
 
-    sample: Tensor
-    """Indices among the B."""
-    stop: int
-    """Denoising steps without gradient."""
-    number: int
-    """Index of the update in its iteration."""
+    sample: Tensor  # Indices among the B
+    stop: int  # Denoising steps without gradient
+    number: int  # Index of the update in its iteration
 
 
 class RewardGradient(ImageAlgorithm):
@@ -81,9 +76,9 @@ class RewardGradient(ImageAlgorithm):
     def collect(self, run: Context) -> Collected:
         """Choose and encode the iteration's prompts; each update samples its own images."""
         iteration = run.counters.iteration
-        batch, records, _ = self.source.prompts(iteration)
-        condition = self.source.encode(records, run.clock)
-        group = self.source.gather_all(batch.group_id)
+        batch, records, _ = self.prompts(iteration)
+        condition = self.encode(records, run.clock)
+        group = self.gather_all(batch.group_id)
         experience = AscentBatch(
             condition=condition,
             prompts=[str(record["prompt"]) for record in records],
@@ -92,7 +87,7 @@ class RewardGradient(ImageAlgorithm):
             iteration=iteration,
             value=torch.full((len(group),), torch.nan, dtype=torch.float64),
         )
-        return Collected(experience=experience, samples=self.source.samples)
+        return Collected(experience=experience, samples=self.samples)
 
     def prepare(self, experience: AscentBatch, run: Context) -> list[AscentStep]:
         """Choose the samples of each update, and the step where sampling without gradient stops."""
@@ -111,7 +106,7 @@ class RewardGradient(ImageAlgorithm):
     def backward(self, experience: AscentBatch, step: AscentStep, run: Context) -> dict[str, float]:
         """Generate the update's images and add the gradient of −mean reward, in micro-batches of images."""
         process, size = self.accelerator, len(experience.batch)
-        first = self.source.first
+        first = self.first
         own = step.sample[(first <= step.sample) & (step.sample < first + size)] - first
         value = torch.full((len(experience.group),), torch.nan, dtype=torch.float64)
         sums = torch.zeros(2, dtype=torch.float64)  # Σ image gradient's norm, Σ k |v − v_ref|²
@@ -185,8 +180,8 @@ class RewardGradient(ImageAlgorithm):
 
     def _sampled(self, experience: AscentBatch, step: AscentStep, sample: Tensor) -> Tensor:
         """Sample latents [n, ...] under the current weights, up to where the gradient begins."""
-        policy, sigmas = self.policy, self.source.sigmas
-        seeds = self.source.sample_seeds(experience.batch.sample_id[sample])
+        policy, sigmas = self.policy, self.sigmas
+        seeds = self.sample_seeds(experience.batch.sample_id[sample])
         noise = initial_noise(seeds, policy.latent_shape)
         if policy.prediction != "velocity":
             noise = noise * preserving_scale(sigmas[0]).to(noise)
@@ -201,7 +196,7 @@ class RewardGradient(ImageAlgorithm):
 
     def _clean(self, experience: AscentBatch, step: AscentStep, sample: Tensor) -> tuple[Tensor, Tensor]:
         """Compute (x0 [n, ...] with gradient, KL [n]) by the last steps, or by one prediction."""
-        sigmas, x = self.source.sigmas, self._sampled(experience, step, sample)
+        sigmas, x = self.sigmas, self._sampled(experience, step, sample)
         kl = torch.zeros(len(x), device=x.device)
         to_end = self.row.stop_range is None
         for k in range(step.stop, self.rollout.steps if to_end else step.stop + 1):
@@ -217,7 +212,7 @@ class RewardGradient(ImageAlgorithm):
     ) -> tuple[Tensor, Tensor]:
         """Predict (x0 [n, ...], KL [n]) from clean latents that are noised to the last level."""
         k = self.rollout.steps - 1
-        sigma = self.source.sigmas[k].to(x0)
+        sigma = self.sigmas[k].to(x0)
         ids = experience.batch.sample_id[sample].tolist()
         seeds = [sample_seed(self.seed, "again", i, step.number, number) for i in ids]
         noise = initial_noise(seeds, self.policy.latent_shape).to(x0)
@@ -239,7 +234,7 @@ class RewardGradient(ImageAlgorithm):
 
     def _level(self, k: int, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return (σ [n], time [n]) of step k."""
-        levels = self.source.sigmas[k], self.source.times[k]
+        levels = self.sigmas[k], self.times[k]
         return tuple(level.to(x.device).expand(len(x)) for level in levels)  # type: ignore[return-value]
 
     def record(self, experience: AscentBatch, sums: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -29,7 +29,25 @@ from visalign.settings import (
     settings,
 )
 
-from .branching import BranchSettings
+
+@settings("rollout.branch")
+class BranchSettings:
+    """Steps at which the images of a prompt branch (BranchGRPO, arXiv 2509.06040)."""
+
+    at: list[Natural]
+    """Stochastic steps at which every path splits into `children`, each with its own noise."""
+    children: Annotated[int, Field(ge=2, le=MOST)] = 2
+    """K, children per split. A tree has K^len(at) images; `group_size` holds one or more trees, each with its
+    own initial noise."""
+
+    @property
+    def leaves(self) -> int:
+        """Images of one tree, K^len(at)."""
+        return self.children ** len(self.at)
+
+    def paths(self, group_size: int, step: int) -> int:
+        """Count the different latents of a group before a step: n_k = G / K^#{a ∈ at: a ≥ k}."""
+        return group_size // self.children ** sum(a >= step for a in self.at)
 
 
 @settings("rollout")
@@ -153,12 +171,8 @@ class RolloutSettings:
         return 1 if self.shared_noise and step <= self.stochastic[0] else self.group_size
 
     def arguments(self, group: Tensor, sde_steps: Sequence[int]) -> dict[str, Any]:
-        """Return the settings' part of the arguments of `visalign.flow.rollout.rollout`.
-
-        Args:
-            group: [b] labels of the samples.
-            sde_steps: the iteration's stochastic steps.
-        """
+        """Return the settings' part of the arguments of `visalign.flow.rollout.rollout` for groups [b] of
+        samples."""
         nodes = None
         if self.branch is not None:
             nodes = tree_nodes(group, self.steps, at=self.branch.at, children=self.branch.children)

@@ -15,28 +15,17 @@ from typing import Any, Literal
 from visalign.core import Objective
 from visalign.core.objective.algorithms import NAMED
 from visalign.core.regression.ascents import ASCENTS, Ascent, named_ascent
-from visalign.core.regression.rows import (
-    MATRIX_SIGNALS,
-    REGRESSIONS,
-    Regression,
-    named_regression,
-)
+from visalign.core.regression.rows import MATRIX_SIGNALS, REGRESSIONS, Regression, named_regression
 from visalign.errors import UserError
 from visalign.settings import NonNegative, Positive, check_rules, settings
 from visalign.training.loop.sampler import check_whole_groups
-from visalign.training.policy.settings import (
-    MATRIX_ADVANTAGES,
-    ObjectiveSettings,
-    check_stale,
-    merge_changes,
-)
+from visalign.training.policy.settings import MATRIX_ADVANTAGES, ObjectiveSettings, check_stale, merge_changes
 from visalign.training.policy.update import couples_decisions
 
 from .published import published_alternative
 from .rollout_settings import RolloutSettings
 
-COMPLETIONS = ("turning_points", "one_step")
-"""Credits that score more images than are sampled."""
+COMPLETIONS = ("turning_points", "one_step")  # Credits that score more images than are sampled
 
 
 @settings("objective")
@@ -80,7 +69,6 @@ class DiffusionObjectiveSettings(ObjectiveSettings):
             super().__post_init__()
             extra = {"metric": self.metric is not None, "process_reward": self.credit != "image"}
             self.check("denoising_steps", [name for name, needed in extra.items() if needed])
-            check_rules(self, POLICY_GRADIENT_RULES)
 
     @property
     def is_policy_gradient(self) -> bool:
@@ -159,25 +147,12 @@ def _credit_conflict(s: DiffusionObjectiveSettings, objective: Objective) -> str
     return ""
 
 
-_NEEDS_LOG_PROBS = {
-    "ratio_bound": "no ratio. Set objective.ratio_bound=null",
-    "metric": "no halves of a group. Set objective.metric=null",
-    "step_weights": "no log-probs of steps. Set objective.step_weights=null",
-}
-_INSTEAD_OF_STEP_WEIGHTS = {
-    True: "; objective.changes.weighting weighs noise levels",
-    False: "; objective.changes.stop_range sets where sampling stops",
-}
-
-
-def _needs_log_probs(s: DiffusionObjectiveSettings) -> str:
-    """Describe a setting that means nothing without log-probs of stochastic steps."""
-    for name, missing in _NEEDS_LOG_PROBS.items():
-        if not s.is_policy_gradient and getattr(s, name) is not None:
-            instead = _INSTEAD_OF_STEP_WEIGHTS[s.algorithm in REGRESSIONS] if name == "step_weights" else ""
-            algorithm = f"objective.algorithm={s.algorithm}"
-            return f"objective.{name} is {getattr(s, name)}, and {algorithm} has {missing}{instead}."
-    return ""
+def _log_prob_setting(s: DiffusionObjectiveSettings) -> str | None:
+    """Name a setting that an algorithm without log-probs of stochastic steps would ignore."""
+    if s.is_policy_gradient:
+        return None
+    changed = [name for name in ("ratio_bound", "metric", "step_weights") if getattr(s, name) is not None]
+    return (changed + (["credit"] if s.credit != "image" else []) or [None])[0]
 
 
 OBJECTIVE_RULES = (
@@ -191,23 +166,18 @@ OBJECTIVE_RULES = (
         "objective.algorithm=opd, or objective.experts=null.",
     ),
     (
-        lambda s: s.credit != "image" and not s.is_policy_gradient,
-        "objective.credit is {s.credit!r}, and objective.algorithm={s.algorithm} has no log-probs of steps "
-        "to credit. Set objective.credit=image, or take flow_grpo.",
+        _log_prob_setting,
+        "objective.{v} is for log-probs of steps, which objective.algorithm={s.algorithm} has not. Leave it "
+        "out, or take flow_grpo.",
     ),
-    (_needs_log_probs, "{v}"),
     (
         lambda s: s.ascent is not None and s.balance_every is not None,
         "objective.balance_every is {s.balance_every}, and objective.algorithm={s.algorithm} adds the "
         "rewards' own gradients, with objective.changes.normalise each of length one. Set "
         "objective.balance_every=null.",
     ),
-)
-"""Rules of every objective."""
-
-POLICY_GRADIENT_RULES = (
     (
-        lambda s: s.metric is not None and s.build(length=1).advantage != "canon",
+        lambda s: s.metric is not None and s.is_policy_gradient and s.build(length=1).advantage != "canon",
         "objective.metric is {s.metric!r}, which splits groups with advantage='canon' only. Set "
         "objective.algorithm=canon, or objective.metric=null.",
     ),
@@ -231,8 +201,7 @@ def check_sampling(
 ) -> None:
     """Refuse an objective and a rollout, or with `stored` stored pairs of images, that do not fit each
     other."""
-    job = _Job(objective, rollout)
-    check_rules(job, (*JOB_RULES, *(STORED_PAIR_RULES if stored else SAMPLED_RULES)))
+    check_rules(_Job(objective, rollout), (*JOB_RULES, *(STORED_PAIR_RULES if stored else SAMPLED_RULES)))
     if rollout.staleness:
         check_stale(objective.build(length=1) if objective.is_policy_gradient else None, objective.algorithm)
 
@@ -245,42 +214,12 @@ _STOCHASTIC_STEPS = (
 
 
 def _unused_noise_setting(s: _Job) -> str:
-    """Describe a setting of stochastic steps that an algorithm without them would ignore."""
+    """Name a setting of stochastic steps that an algorithm along the ODE would ignore."""
     if s.objective.is_policy_gradient or (s.row is not None and s.row.visited):
         return ""
-    where = (
-        "at noised end points, objective.changes.levels of an image"
-        if s.row
-        else "through the reward's gradient"
-    )
     defaults = {item.name: item.default for item in fields(RolloutSettings)}
-    for name in _STOCHASTIC_STEPS:
-        if getattr(s.rollout, name) != defaults[name]:
-            return (
-                f"rollout.{name} is {getattr(s.rollout, name)}, and objective.algorithm="
-                f"{s.objective.algorithm} samples along the ODE and trains {where}. Set "
-                f"rollout.{name}={json.dumps(defaults[name])}."
-            )
-    return ""
-
-
-def _needs_regression(s: _Job) -> str:
-    """Describe a rollout setting that makes the sampling policy another one than the trained policy."""
-    if s.row is not None:
-        return ""
-    why = "needs log-probs of" if s.objective.is_policy_gradient else "differentiates the reward through"
-    changed = {
-        "guidance": (s.rollout.guidance, "rollout.guidance=null and model.guidance"),
-        "merge_adapters": (s.rollout.merge_adapters or None, "rollout.merge_adapters=false"),
-    }
-    for name, (value, default) in changed.items():
-        if value is not None:
-            return (
-                f"rollout.{name} is {value}, and objective.algorithm={s.objective.algorithm} {why} the "
-                f"policy that sampled. Set {default}, or take a regression, e.g. "
-                f"objective.algorithm=diffusion_nft."
-            )
-    return ""
+    changed = (name for name in _STOCHASTIC_STEPS if getattr(s.rollout, name) != defaults[name])
+    return next((f"{name}={json.dumps(defaults[name])}" for name in changed), "")
 
 
 JOB_RULES = (
@@ -308,8 +247,17 @@ JOB_RULES = (
         "objective.credit=turning_points completes images with the current weights, and rollout.staleness=1 "
         "sampled them with older ones. Set rollout.staleness=0, or objective.credit=one_step.",
     ),
-    (_needs_regression, "{v}"),
-    (_unused_noise_setting, "{v}"),
+    (
+        lambda s: s.row is None and (s.rollout.guidance is not None or s.rollout.merge_adapters),
+        "rollout.guidance and rollout.merge_adapters sample with another policy than the trained one, whose "
+        "log-probs or gradient objective.algorithm={s.objective.algorithm} needs. Leave them out, or take a "
+        "regression, e.g. objective.algorithm=diffusion_nft.",
+    ),
+    (
+        _unused_noise_setting,
+        "objective.algorithm={s.objective.algorithm} samples along the ODE, without stochastic steps. Set "
+        "rollout.{v}.",
+    ),
     (
         lambda s: s.row and s.row.anchor == "expert" and not s.objective.experts,
         "objective.algorithm={s.objective.algorithm} learns from experts, and there are none. Set "
@@ -342,33 +290,21 @@ JOB_RULES = (
 """Rules over objective and rollout, in the order in which they are checked."""
 
 
-_STORED_PAIR_LOSSES = ("dpo", "gdro", "weighted")
-"""Losses whose samples another policy may have made."""
-
-
-def _off_policy_conflict(s: _Job) -> str:
-    """Describe why an algorithm cannot learn from stored images; "" where it can."""
+def _needs_samples(s: _Job) -> bool:
+    """Return True where an algorithm cannot learn from images that another policy may have made."""
     row = s.row
-    if row is None or row.loss not in _STORED_PAIR_LOSSES:
-        return "learns from samples of the policy itself"
-    reasons = {
-        "with anchor='old' relies on the policy that sampled": row.anchor == "old",
-        "with noise='start' takes the initial noise of a sample": row.noise == "start",
-        f"with objective.balance_every={s.objective.balance_every} weighs several rewards": (
-            s.objective.balance_every is not None
-        ),
-        f"with signal={row.signal!r} learns from rewards of many samples": (
-            row.signal not in ("reward", "tilt", "best")
-        ),
-    }
-    return next((reason for reason, applies in reasons.items() if applies), "")
+    if row is None or row.loss not in ("dpo", "gdro", "weighted") or row.anchor == "old":
+        return True
+    several = s.objective.balance_every is not None or row.signal not in ("reward", "tilt", "best")
+    return several or row.noise == "start"
 
 
 STORED_PAIR_RULES = (
     (
-        _off_policy_conflict,
-        "objective.algorithm={s.objective.algorithm} {v}, and data.pairs holds images from elsewhere. Take "
-        "diffusion_dpo, gdro, reward_weighted or rejection as published, or leave data.pairs out.",
+        _needs_samples,
+        "objective.algorithm={s.objective.algorithm} learns from samples of the policy itself, or does so by "
+        "objective.changes, and data.pairs holds images from elsewhere. Take diffusion_dpo, gdro, "
+        "reward_weighted or rejection as published, or leave data.pairs out.",
     ),
     (
         lambda s: s.rollout.group_size != 2,

@@ -44,8 +44,7 @@ class Counters:
 class Collected:
     """Training data of an iteration."""
 
-    experience: Any
-    """For `Algorithm.prepare`; None where there is nothing to learn from."""
+    experience: Any  # For `Algorithm.prepare`; None where there is nothing to learn from
     samples: int | None = None
     """Generated or read, all processes; None where the updates count them, as "samples"."""
     tokens: int = 0

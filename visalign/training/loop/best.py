@@ -12,8 +12,7 @@ from typing import Any
 
 from visalign.errors import UserError, suggestion
 
-BEST = "best"
-"""File stem of the best weights in a checkpoint, and their entry in `Counters.own`."""
+BEST = "best"  # File stem of the best weights in a checkpoint, and their entry in `Counters.own`
 
 
 def update_best(by: str, evaluated: Mapping[str, Any], iteration: int, own: dict[str, Any]) -> bool:

@@ -33,8 +33,7 @@ _TEMPORARY = ".writing_"
 _SHARDS = "sharded"
 _HINT = " Delete this folder and resume: the newest whole checkpoint before it will be used."
 
-Tensors = Mapping[str, Mapping[str, Tensor]]
-"""File stem -> tensor name -> tensor."""
+Tensors = Mapping[str, Mapping[str, Tensor]]  # File stem -> tensor name -> tensor
 
 
 class CheckpointError(UserError):
@@ -70,22 +69,16 @@ def save(
     *,
     keep: int = 2,
 ) -> Path:
-    """Write the checkpoint of `step`; delete later ones and all but the newest `keep` that are whole.
+    """Write the checkpoint of `step` iterations; delete later ones and all but the newest `keep` that are
+    whole.
 
-    The first process calls it; all do where tensors are divided among them.
-
-    Args:
-        root: folder of the run's checkpoints; created when missing.
-        step: iterations finished.
-        tensors: of the run; on any device.
-        state: JSON values.
-        config: the run's configuration, JSON values; a resume with another one is refused.
-        keep: checkpoints to keep, at least 1.
+    The first process calls it; all do where tensors are divided among them. A resume under another `config`
+    is refused.
 
     Raises:
-        CheckpointError: writing failed, for example because the disk is full. What was written is removed;
-            earlier checkpoints are untouched. With divided tensors all processes raise it, also when they do
-            not share `root`.
+        CheckpointError: writing failed, for example because the disk is full. What was written is
+            removed; earlier checkpoints are untouched. With divided tensors all processes raise it, also when
+            they do not share `root`.
         OSError: the checkpoint is written, but an old one could not be deleted.
     """
     temporary, folder = root / f"{_TEMPORARY}{step:06d}", step_folder(root, step)
@@ -242,15 +235,8 @@ def load(
 ) -> Checkpoint:
     """Read a checkpoint after verifying it, in any number of processes.
 
-    Args:
-        folder: of the checkpoint.
-        config: the configuration of the run that wants to resume.
-        free: dotted keys that may differ, such as the number of iterations.
-        divided: parameters that are divided among the processes, by name; each process reads its part of
-            them and of their averages and moments.
-
-    Raises:
-        CheckpointError: damaged, or written under another configuration; the message lists the keys.
+    `free` are dotted keys of the configuration that may differ. Of the parameters `divided` among the
+    processes, each reads its part, and that of their averages and moments.
     """
     manifest = verify(folder)
     check_same_config(manifest["config"], config, free=free, where=str(folder))

@@ -41,11 +41,11 @@ class EMA:
         return min(self.decay, (1 + n) / (10 + n)) if self.warmup else self.decay
 
     @torch.no_grad()
-    def update(self, updates: int) -> None:
+    def update(self, updates: int, *, decay: float | None = None) -> None:
         """Average in the parameters after `updates` optimizer updates (1, 2, ...)."""
         if self._is_identity or updates % self.every:
             return
-        decay = self.decay_at(updates)
+        decay = self.decay_at(updates) if decay is None else decay
         for name, parameter in self._parameters:
             self._average[name].lerp_(parameter.float(), 1.0 - decay)
 

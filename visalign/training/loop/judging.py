@@ -117,12 +117,10 @@ Rollout = TypeVar("Rollout")
 class RolloutPrefetcher(Generic[Rollout]):
     """Sample the next iteration's rollout before the weights move, so that it is scored during the update.
 
-    A rollout is one iteration old at most. Nothing is prefetched before a scheduled checkpoint, so that a run
-    resumed from it begins as an uninterrupted one continues; a run stopped in between samples it again.
-
-    Args:
-        sample: (iterations finished, run) -> rollout under the current weights, submitted to the reward.
-        staleness: 0: sample each iteration when it begins; 1: one iteration ahead.
+    With staleness 1 a rollout is one iteration old at most; with 0 nothing is prefetched. Nothing is
+    prefetched before a scheduled checkpoint, so that a run resumed from it begins as an uninterrupted one
+    continues; a run stopped in between samples it again. `sample` takes (iterations finished, run), and
+    submits to the reward.
     """
 
     def __init__(self, sample: Callable[[int, Context], Rollout], staleness: int) -> None:
@@ -143,17 +141,7 @@ class RolloutPrefetcher(Generic[Rollout]):
 
 
 def check_failures(scores: Scores, valid: Tensor, limit: float, name: str) -> None:
-    """Stop a run whose reward fails on more than `limit` of all processes' samples, or on all of them.
-
-    Args:
-        scores: of this process, whose reasons the message counts.
-        valid: bool [B] of all processes.
-        limit: largest share that may fail.
-        name: of the reward.
-
-    Raises:
-        RewardFailure: too many failed.
-    """
+    """Stop a run whose reward fails on more than `limit` of all processes' samples, or on all of them."""
     failed = int((~valid).sum())
     if failed <= limit * len(valid) and failed < len(valid):
         return

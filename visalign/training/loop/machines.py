@@ -17,8 +17,7 @@ from accelerate.utils import broadcast_object_list
 
 IDLE, INTERVAL, PROBES = 20, 10, 4
 """Seconds until the first probe, seconds between two, and unanswered probes that end the run: 60 s in all."""
-GREETING_SECONDS = 30.0
-"""Longest wait for a connection and its greeting."""
+GREETING_SECONDS = 30.0  # Longest wait for a connection and its greeting
 
 
 def watch_machines(accelerator: Accelerator) -> None:

@@ -18,8 +18,7 @@ from visalign.settings import Count, Finite, settings
 
 from .progress import TrainingProgress
 
-KEY = "monitor"
-"""Entry of `Counters.own`, and so of checkpoints, with the monitor's state."""
+KEY = "monitor"  # Entry of `Counters.own`, and so of checkpoints, with the monitor's state
 
 UPPER_LIMITS = ("judge_std_ratio", "feature_drift")
 """Limits that are crossed upwards; the others are crossed downwards."""

@@ -19,8 +19,7 @@ from .sharding import distribute_like, gathered
 
 Named = Sequence[tuple[str, nn.Parameter]]
 
-MOMENTS = ("step", "exp_avg", "exp_avg_sq")
-"""State of AdamW for each parameter."""
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # State of AdamW for each parameter
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 

@@ -147,8 +147,7 @@ class Shares:
     """Assignment of B samples to processes."""
 
     accelerator: Accelerator
-    indices: Sequence[Tensor]
-    """[b] int64 indices among the B for each process, ascending."""
+    indices: Sequence[Tensor]  # [b] int64 indices among the B for each process, ascending
 
     @classmethod
     def even(cls, count: int, accelerator: Accelerator) -> Shares:

@@ -20,12 +20,9 @@ from .processes import process_slice
 class Batch:
     """One process's share of an iteration: b of the P·G samples."""
 
-    prompt_index: Tensor
-    """[b] int64, index into the prompt set."""
-    group_id: Tensor
-    """[b] int64, unique in the whole run; the samples of one group share one prompt."""
-    sample_id: Tensor
-    """[b] int64, unique in the whole run; seeds the noise of the sample."""
+    prompt_index: Tensor  # [b] int64, index into the prompt set
+    group_id: Tensor  # [b] int64, unique in the whole run; the samples of one group share one prompt
+    sample_id: Tensor  # [b] int64, unique in the whole run; seeds the noise of the sample
 
     def __len__(self) -> int:
         return self.prompt_index.shape[0]

@@ -37,21 +37,17 @@ from .algorithm import Algorithm, Context, Counters
 from .best import BEST, best_checkpoint_note, update_best
 from .checkpoint import CheckpointError
 from .ema import EMA
-from .memory import explain_out_of_memory
 from .metrics import MetricsFile
 from .monitor import Monitor, MonitorSettings
 from .optimizer import AdamWSettings, OptimizerSettings, TrainedWeights
 from .processes import check_accelerator, report_lost_process
 from .progress import TrainingProgress
-from .runtime import PhaseClock
+from .runtime import PhaseClock, explain_out_of_memory
 
-Evaluate = Callable[[int], Mapping[str, float]]
-"""Iterations finished -> name -> number."""
+Evaluate = Callable[[int], Mapping[str, float]]  # Iterations finished -> name -> number
 
-FIRST_LOSS_SCALE = 2.0**16
-"""Initial loss scale of networks that compute in float16, as in torch's GradScaler."""
-LEAST_LOSS_SCALE = 2.0
-"""Smallest loss scale; overflows at it have another cause."""
+FIRST_LOSS_SCALE = 2.0**16  # Initial loss scale of networks that compute in float16, as in torch's GradScaler
+LEAST_LOSS_SCALE = 2.0  # Smallest loss scale; overflows at it have another cause
 SCALE_AGAIN_AFTER = 2000
 """Updates in a row without an overflow after which the loss scale doubles, as in torch's GradScaler."""
 A = TypeVar("A", bound=Algorithm)

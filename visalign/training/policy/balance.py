@@ -17,8 +17,7 @@ from visalign.training.loop.judging import reward_weights
 
 from .update import PolicyStep
 
-KEY = "reward_balance"
-"""Key of ᾱ in the counters and in a checkpoint."""
+KEY = "reward_balance"  # Key of ᾱ in the counters and in a checkpoint
 
 
 class RewardBalance:
@@ -58,10 +57,7 @@ class RewardBalance:
     ) -> None:
         """Measure the rewards' gradients and move ᾱ, unless one is not finite or all are 0.
 
-        Args:
-            run: context that keeps ᾱ.
-            named: trained parameters, whose gradients are cleared.
-            gradient: adds the gradient of an update under given weights of the rewards.
+        `gradient` adds the gradient of an update under given weights of the rewards.
         """
         rows = []
         for weights in torch.eye(len(self.labels)).tolist():
@@ -86,12 +82,7 @@ class RewardBalance:
     ) -> list[PolicyStep]:
         """Prepare the updates of an iteration under ᾱ, which is measured first if due.
 
-        Args:
-            experience: with `trajectories` of several rewards, and `signal`.
-            run: context that keeps ᾱ.
-            named: trained parameters.
-            steps: experience -> its updates.
-            alone: adds the gradient of an experience's update on given samples, of the rewards alone.
+        `alone` adds the gradient of an experience's update on given samples, of the rewards alone.
         """
 
         def under(weights: Sequence[float]) -> Any:

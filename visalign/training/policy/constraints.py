@@ -13,8 +13,7 @@ from visalign.core.rewards.terms import constraint_multiplier
 from visalign.training.loop.algorithm import Context
 from visalign.training.loop.judging import reward_weights
 
-KEY = "reward_multipliers"
-"""Key of λ in the counters and in a checkpoint."""
+KEY = "reward_multipliers"  # Key of λ in the counters and in a checkpoint
 
 
 class RewardConstraints:

@@ -16,8 +16,7 @@ from visalign.core.regression.rows import REGRESSIONS, named_regression
 from visalign.errors import UserError
 from visalign.settings import Count, Positive, settings
 
-MATRIX_ADVANTAGES = ("gdpo", "normalise_then_sum")
-"""Advantages of several rewards, [B, M]."""
+MATRIX_ADVANTAGES = ("gdpo", "normalise_then_sum")  # Advantages of several rewards, [B, M]
 
 
 @settings("objective")
@@ -97,10 +96,10 @@ class ObjectiveSettings:
         """Refuse an algorithm whose loss does not add up over several advantages."""
         if value not in (required, "normalise_then_sum"):
             raise UserError(
-                f"objective.balance_every is {self.balance_every}, and objective.algorithm="
-                f"{self.algorithm} has {field}={value!r}: it weighs advantages, {field}={required!r}. Take "
-                "flow_grpo, grpo_guard, diffusion_nft, awm, v_grpo or ram of images, grpo, gspo or dapo of "
-                "texts, or set objective.balance_every=null."
+                f"objective.balance_every is {self.balance_every}, and objective.algorithm={self.algorithm} "
+                f"has {field}={value!r}: it weighs advantages, {field}={required!r}. Take flow_grpo, "
+                "diffusion_nft or awm of images, grpo, gspo or dapo of texts, or set "
+                "objective.balance_every=null."
             )
 
     def check(self, decisions: Decisions, available: Sequence[str] = ()) -> None:
@@ -141,15 +140,11 @@ def merge_changes(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[s
 
 
 def check_stale(objective: Objective | None, algorithm: str) -> None:
-    """Refuse samples of older weights for an objective that does not correct for them."""
-    stale = f"rollout.staleness=1 trains on samples of older weights, and objective.algorithm={algorithm}"
-    if objective is None:
+    """Refuse samples of older weights for an objective (None: without log-probs) that does not correct
+    them."""
+    if objective is None or objective.importance_sampling is None:
         raise UserError(
-            f"{stale} has no log-probs to correct them by. Set rollout.staleness=0; rollout.overlap hides "
-            "the reward's time without it."
-        )
-    if objective.importance_sampling is None:
-        raise UserError(
-            f"{stale} takes them for the policy's own. Set objective.changes={{importance_sampling: {{level: "
-            "token, mode: truncate, high: 2.0}}, or rollout.staleness=0."
+            f"rollout.staleness=1 trains on samples of older weights, and objective.algorithm={algorithm} "
+            "takes them for the policy's own. Set rollout.staleness=0, or for an algorithm on log-probs "
+            "objective.changes={importance_sampling: {level: token, mode: truncate, high: 2.0}}."
         )

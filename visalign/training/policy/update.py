@@ -29,14 +29,10 @@ from .settings import ObjectiveSettings
 class PolicyStep:
     """Optimizer update on n of the iteration's B samples, of all processes."""
 
-    prepared: Prepared
-    """Prepared tensors of the n samples, on the CPU."""
-    sample: Tensor
-    """[n] int64, indices among the B samples."""
-    live: Tensor
-    """[n] bool: samples that have a gradient."""
-    extra: Any = None
-    """Further data of the update (PPO-ptx's demonstrations)."""
+    prepared: Prepared  # Prepared tensors of the n samples, on the CPU
+    sample: Tensor  # [n] int64, indices among the B samples
+    live: Tensor  # [n] bool: samples that have a gradient
+    extra: Any = None  # Further data of the update (PPO-ptx's demonstrations)
 
     def local_rows(self, first: int, size: int) -> Tensor:
         """Return the indices [m], among the n, of this process's `size` live samples from `first` on."""
@@ -55,19 +51,11 @@ def prepare_steps(
     whole_groups: bool,
     extras: Sequence[Any] | None = None,
 ) -> tuple[list[PolicyStep], dict[str, float]]:
-    """Prepare the optimizer updates of an iteration, and metrics of the advantages.
+    """Prepare an iteration's optimizer updates, `updates` per epoch, and metrics of the advantages.
 
-    Updates without any gradient are left out.
-
-    Args:
-        objective: the objective.
-        settings: for the number of epochs.
-        trajectories: B samples of all processes, on the CPU.
-        updates: updates per epoch.
-        seed: seed of the run; the split is drawn from (seed, iteration, epoch).
-        iteration: number of finished iterations.
-        whole_groups: keep a group's samples in one update; the advantages are the same either way.
-        extras: further data of each update.
+    The split is drawn from (seed, iteration, epoch); with `whole_groups` a group stays in one update, and the
+    advantages are the same either way. Updates without any gradient are left out. `extras` are further data
+    of each update.
     """
     keep_groups = whole_groups or objective.aggregation == "group_token_mean"
     parts = list(split_updates(trajectories.group, settings.epochs, updates, seed, iteration, keep_groups))
@@ -136,18 +124,9 @@ def backward(
 ) -> dict[str, float]:
     """Add the gradient of one optimizer update, and sum its statistics over all processes.
 
-    A log-prob that is not finite makes the gradient NaN, so that all processes skip and count the update, and
-    the run continues.
-
-    Args:
-        objective: the objective.
-        micro_batches: prepared rows and the policy's outputs for them; each is computed after the
-            backward of the one before.
-        accelerator: of the processes, whose gradients add up.
-        scale: factor of the loss.
-
-    Returns:
-        The fields of `LossStatistics`, and "loss/TERM" for each term; "reference" only with a reference.
+    Each micro-batch is computed after the backward of the one before. A log-prob that is not finite makes the
+    gradient NaN, so that all processes skip and count the update, and the run continues. Returns the fields
+    of `LossStatistics`, and "loss/TERM" for each term; "reference" only with a reference.
     """
     statistics: LossStatistics | None = None
     terms: dict[str, float] = {}

@@ -85,10 +85,8 @@ class LabelFit(Algorithm):
             moments among the processes (FSDP2); `outputs` uses each of its weights whatever the rows.
     """
 
-    outputs: Callable[[list[int]], LabelOutputs]
-    """Map rows to losses, with gradient."""
-    rows: Sequence[int]
-    """Rows with a label."""
+    outputs: Callable[[list[int]], LabelOutputs]  # Map rows to losses, with gradient
+    rows: Sequence[int]  # Rows with a label
 
     def __init__(
         self,
@@ -129,9 +127,8 @@ class LabelFit(Algorithm):
         process = self.accelerator
         own = step[process.process_index :: process.num_processes]
         devices = sorted({p.device.index or 0 for _, p in self.named if p.device.type == "cuda"})
-        with torch.random.fork_rng(
-            devices
-        ):  # seeded by the update, so that a resumed run has the same dropout
+        with torch.random.fork_rng(devices):
+            # seeded by the update, so that a resumed run has the same dropout
             torch.manual_seed(self.settings.seed + run.counters.updates)
             outputs = self._outputs(own, step)
         sums = torch.stack([outputs.loss.detach().sum(), torch.isfinite(outputs.label).sum()]).double()
@@ -140,9 +137,8 @@ class LabelFit(Algorithm):
         loss = float(total / labels)
         if not math.isfinite(loss):
             raise ValueError(
-                f"The loss of the texts {sorted(step)[:8]} is {loss}; a log-odds or log-prob is not "
-                "finite. Lower the learning rate, or check these texts. The weights are those before the "
-                "update."
+                f"The loss of the texts {sorted(step)[:8]} is {loss}. Lower the learning rate, or check "
+                "these texts. The weights are those before the update."
             )
         if outputs.loss.requires_grad:
             # FSDP2 averages gradients over the processes
@@ -188,10 +184,7 @@ def label_trainer(
         LabelFit(parameters, fit, divided=divided),
         run=RunSettings(folder=Path(), iterations=fit.epochs),  # nothing is written
         optimizer=AdamWSettings(
-            lr=fit.learning_rate,
-            weight_decay=fit.weight_decay,
-            max_grad_norm=fit.max_grad_norm,
-            eps=1e-8,
+            lr=fit.learning_rate, weight_decay=fit.weight_decay, max_grad_norm=fit.max_grad_norm, eps=1e-8
         ),
     )
 
@@ -199,13 +192,8 @@ def label_trainer(
 def fit_labels(
     outputs: Callable[[list[int]], LabelOutputs], rows: Sequence[int], trainer: Trainer[LabelFit]
 ) -> list[LabelReport]:
-    """Minimise the mean loss over the labels of each batch; return one report per epoch.
-
-    Args:
-        outputs: rows to losses, with gradient.
-        rows: rows with a label.
-        trainer: of `label_trainer`; its optimizer and order continue.
-    """
+    """Minimise the mean loss over the labels of each batch of labelled `rows`; return one report per
+    epoch."""
     fit = trainer.algorithm
     if not rows:
         raise UserError(

@@ -80,8 +80,7 @@ class StepTexts:
         too_long: records above the model's length are refused ("refuse") or left out ("drop").
     """
 
-    dropped: int
-    """Records that were too long."""
+    dropped: int  # Records that were too long
 
     def __init__(
         self,
@@ -149,22 +148,12 @@ def train_process_reward(
     trainer: Trainer[LabelFit] | None = None,
     sharding: bool = False,
 ) -> list[LabelReport]:
-    """Fit a token classifier to step labels, or one with a single label to outcomes, in place.
+    """Fit a token classifier to step labels, or one with a single label to outcomes, in place; report each
+    epoch.
 
-    Returns loss and accuracy of each epoch. A run is reproducible by its seed. Afterwards the model's dropout
-    is on or off as before.
-
-    Args:
-        model: see `StepTexts`; parameters that do not require a gradient stay fixed.
-        tokenizer: of the model.
-        records: labelled texts; those without any label are left out.
-        settings: epochs, batches, learning rate, seed.
-        reading: separator, and marker if the model reads another.
-        max_length: longest text in tokens; the model's own limit when None.
-        right_label: which of two labels means right.
-        trainer: to continue with, instead of a new one by the settings.
-        sharding: divide the model, its gradients and AdamW's moments among the processes (FSDP2), for a
-            new trainer; it stays divided.
+    The data are described at `StepTexts`. A run is reproducible by its seed; afterwards the model's dropout
+    is on or off as before. With `trainer` a fit continues, else one begins by the settings, with `sharding`
+    on a model that is divided among the processes (FSDP2) and stays so.
     """
     texts = StepTexts(
         model, tokenizer, records, reading=reading, max_length=max_length, right_label=right_label
@@ -217,14 +206,14 @@ def read_record(
     needed = ("prompt", "completion", "reward") if outcomes else ("prompt", "steps", "labels")
     if missing := [key for key in needed if key not in record]:
         learns = (
-            'A progress estimator (num_labels=1) learns from "prompt", "completion" and "reward", as the '
-            "dataset.jsonl of text_sample with selection.rule=all has them."
+            "A progress estimator (num_labels=1) reads the dataset.jsonl of text_sample with "
+            "selection.rule=all."
             if outcomes
-            else 'Needed are "prompt", "steps" and "labels" (TRL calls the steps "completions").'
+            else 'TRL calls the steps "completions".'
         )
         raise UserError(
-            f"Record {number} has no {', '.join(missing)}; its keys are {', '.join(map(str, record))}. "
-            f"{learns}"
+            f"Record {number} has no {', '.join(missing)}; its keys are {', '.join(map(str, record))}, and "
+            f"needed are {', '.join(needed)}. {learns}"
         )
     if not _is_prompt(record["prompt"]):
         raise UserError(
@@ -243,10 +232,11 @@ def _is_prompt(prompt: Any) -> bool:
 def _read_outcome(number: int, record: StepRecord, reading: StepReading) -> tuple[list[str], list[float]]:
     """Read the steps of a scored completion and its reward; NaN without a reward or a step."""
     reward, completion = record["reward"], record["completion"]
-    if not isinstance(completion, str):
-        raise UserError(f"The completion of record {number} is {completion!r}; needed is text.")
-    if not (reward is None or isinstance(reward, SupportsFloat)):
-        raise UserError(f"The reward of record {number} is {reward!r}; give a number, or null for none.")
+    if not isinstance(completion, str) or not (reward is None or isinstance(reward, SupportsFloat)):
+        raise UserError(
+            f"Record {number} has the completion {completion!r} and the reward {reward!r}; needed are text, "
+            "and a number or null."
+        )
     steps = reading.split(completion)
     outcome = math.nan if reward is None or not steps else float(reward)
     return steps, [outcome if math.isfinite(outcome) else math.nan]

@@ -44,29 +44,17 @@ class RewardBatch:
 
 
 class TrainableJudge(Protocol):
-    """A reward model as the trainer sees it; `train()` is that of torch modules."""
+    """A reward model as the trainer sees it; `train` is that of torch modules."""
 
-    def trainable_parameters(self) -> Sequence[tuple[str, nn.Parameter]]:
-        """Return names and trained parameters, in a fixed order."""
-        ...
+    def trainable_parameters(self) -> Sequence[tuple[str, nn.Parameter]]: ...
 
-    def __call__(self, inputs: Any) -> Outputs:
-        """Evaluate the rows of a batch, with gradient where gradients are enabled."""
-        ...
+    def __call__(self, inputs: Any) -> Outputs: ...
 
-    def train(self, mode: bool = True) -> Any:
-        """Switch dropout on or off."""
-        ...
+    def train(self, mode: bool = True) -> Any: ...
 
 
 class RewardData(Protocol):
-    """Labelled examples in batches that are functions of their number."""
+    """Labelled examples in batches 0, 1, 2, ... that are functions of their number; `part` (i, n) is the i-th
+    of n shares of a batch, for n processes. A batch comes in micro-batches."""
 
-    def batch(self, number: int, part: tuple[int, int] = (0, 1)) -> Iterable[RewardBatch]:
-        """Yield batch 0, 1, 2, ... in micro-batches.
-
-        Args:
-            number: of the optimizer update.
-            part: (i, n): the i-th of n shares of the batch, for n processes.
-        """
-        ...
+    def batch(self, number: int, part: tuple[int, int] = (0, 1)) -> Iterable[RewardBatch]: ...

@@ -16,10 +16,8 @@ from visalign.core.preference.uncertainty import pair_deviation
 from .batch import Outputs, RewardBatch, TrainableJudge
 from .tasks import Task
 
-BINS = 10
-"""Bins of the calibration error, equally wide over [0, 1]."""
-LOW = 0.01
-"""Quantile of the answers' probability mass that is reported."""
+BINS = 10  # Bins of the calibration error, equally wide over [0, 1]
+LOW = 0.01  # Quantile of the answers' probability mass that is reported
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,8 +33,7 @@ from .parts import Records, TextParts
 from .self_imitation import Replay
 from .trajectories import build_trajectories, bundle_index, engine_gap
 
-TOOLS = "tools/"
-"""Prefix of the columns of `ToolTrace` counts, whose means are logged."""
+TOOLS = "tools/"  # Prefix of the columns of `ToolTrace` counts, whose means are logged
 GROUP_COUNTS = ("rounds", "generated", "kept", "dropped_right", "dropped_wrong", "dropped_flat", "surplus")
 """Counts of `DynamicGroups` that are logged."""
 
@@ -43,32 +42,22 @@ GROUP_COUNTS = ("rounds", "generated", "kept", "dropped_right", "dropped_wrong",
 class TextExperience:
     """Scored completions of an iteration, for its updates."""
 
-    rollout: TextRollout
-    """This process's b samples, T tokens wide."""
-    trajectories: Trajectories
-    """[B, T] of all processes, in the order of one, on the CPU."""
-    shares: Shares
-    """Owner of each of the B samples."""
-    features: Tensor | None
-    """[b, H] of the prompts, for a log-partition head."""
-    signal: dict[str, float] = field(default_factory=dict)
-    """Metrics of the advantages."""
-    replays: Sequence[Replay | None] | None = None
-    """Self-imitation's replay of each update."""
+    rollout: TextRollout  # This process's b samples, T tokens wide
+    trajectories: Trajectories  # [B, T] of all processes, in the order of one, on the CPU
+    shares: Shares  # Owner of each of the B samples
+    features: Tensor | None  # [b, H] of the prompts, for a log-partition head
+    signal: dict[str, float] = field(default_factory=dict)  # Metrics of the advantages
+    replays: Sequence[Replay | None] | None = None  # Self-imitation's replay of each update
 
 
 @dataclass(frozen=True, kw_only=True)
 class PendingRound:
     """Completions of a round that are being scored."""
 
-    rollout: TextRollout
-    """This process's b samples."""
-    records: Records
-    """[b] prompt records."""
-    shares: Shares
-    """Owner of each of the round's B samples."""
-    group: list[int]
-    """[B] labels."""
+    rollout: TextRollout  # This process's b samples
+    records: Records  # [b] prompt records
+    shares: Shares  # Owner of each of the round's B samples
+    group: list[int]  # [B] labels
     scores: Sequence[Callable[[], Scores]]
     """Functions that wait for the scores of consecutive chunks of the b samples."""
 
@@ -77,26 +66,19 @@ class PendingRound:
 class _Scored:
     """Scored samples of a round, or those that are trained on."""
 
-    rollout: TextRollout
-    """This process's b samples."""
-    shares: Shares
-    """Owner of each of the B samples."""
-    group: list[int]
-    """[B] labels."""
-    reward: Tensor
-    """[B], or [B, M] where the objective normalises the terms one by one."""
-    valid: Tensor
-    """bool [B]."""
+    rollout: TextRollout  # This process's b samples
+    shares: Shares  # Owner of each of the B samples
+    group: list[int]  # [B] labels
+    reward: Tensor  # [B], or [B, M] where the objective normalises the terms one by one
+    valid: Tensor  # bool [B]
     columns: Mapping[str, Tensor]
     """name -> [B] float64: value, length, truncated, entropy (summed over tokens), and part/NAME."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Round(_Scored):
-    records: Records
-    """[b] prompt records."""
-    tokens: Tensor
-    """[B, T] int64, −1 for none."""
+    records: Records  # [b] prompt records
+    tokens: Tensor  # [B, T] int64, −1 for none
 
 
 def sample_completions(
@@ -280,13 +262,8 @@ def _experience(
 def uncertainty_weights(
     columns: Mapping[str, Tensor], valid: Tensor, strengths: Mapping[str, float]
 ) -> Tensor:
-    """Compute factors [B] of the advantages, the product over rewards of `relative_uncertainty_weight`.
-
-    Args:
-        columns: with "part/LABEL.std", [B].
-        valid: bool [B]; the factor of invalid samples is 0.
-        strengths: label -> λ.
-    """
+    """Compute factors [B] of the advantages, Π `relative_uncertainty_weight` of "part/LABEL.std"; 0 if not
+    valid."""
     weights = valid.double()
     for label, strength in strengths.items():
         std = torch.where(valid, columns[f"part/{label}.std"].double(), torch.nan)

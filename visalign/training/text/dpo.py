@@ -9,6 +9,7 @@ a label of its own that moves once per visit; checkpoints hold the labels.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal
@@ -36,12 +37,14 @@ from visalign.training.loop.sharding import pad_batches
 from .parts import CompletionPairs
 from .replay import TextAlgorithm, TextReplay, distribute
 
-MEANS = ("loss", "chosen", "rejected", "right", "logps_chosen", "logps_rejected", "label")
-"""Quantities summed over a batch; chosen and rejected completions of votes have counts of their own."""
-KEY = "labels"
-"""File stem of the pairs' labels in a checkpoint."""
-RECORDS_AT_ONCE = 256
-"""Records whose log-probs are computed in one call; memory only."""
+MEANS = (
+    *("loss", "rewards/chosen", "rewards/rejected", "rewards/accuracies"),
+    *("logps/chosen", "logps/rejected", "label_mean"),
+)
+"""Metrics that are means over a batch; TRL's names, but for the label's. Chosen and rejected completions of
+votes have counts of their own."""
+KEY = "labels"  # File stem of the pairs' labels in a checkpoint
+RECORDS_AT_ONCE = 256  # Records whose log-probs are computed in one call; memory only
 
 
 @settings("loss")
@@ -112,10 +115,8 @@ class PreferenceData:
     """A stream of completions with the reference's log-probs."""
 
     completions: CompletionPairs
-    ref: Tensor
-    """[N, 2] summed log-probs of the reference."""
-    good: Tensor | None
-    """bool [N], the votes; None for pairs."""
+    ref: Tensor  # [N, 2] summed log-probs of the reference
+    good: Tensor | None  # bool [N], the votes; None for pairs
 
     def select(self, rollout: TextRollout) -> tuple[Tensor, Tensor | None]:
         """Return (ref [n, 2], good [n]) of the n records of a rollout."""
@@ -153,8 +154,7 @@ class DPO(TextAlgorithm):
         self.accelerator = get_accelerator(accelerator, policy)
         self.policy, self.settings = policy, settings or DPOSettings()
         self.data = self._with_reference(completions, good)
-        self.labels: Tensor | None = None
-        """[N] of the pairs, where they move; the same in all processes."""
+        self.labels: Tensor | None = None  # [N] of the pairs, where they move; the same in all processes
         if self.settings.label_rate:
             self.labels = torch.full((len(completions),), 1 - self.settings.label_smoothing)
         self.heldout = None if heldout is None else self._with_reference(heldout, heldout_good)
@@ -279,7 +279,7 @@ class DPO(TextAlgorithm):
             means[name] = sum(values) / len(values)
         length = means.pop("tokens") / means.pop("samples")
         del means["grad_norm"]
-        return {**_named(means), "length_mean": length}
+        return {**_with_margins(means), "length_mean": length}
 
     def finish(self, run: Context) -> None:
         """Save the labels for a checkpoint."""
@@ -303,25 +303,12 @@ class DPO(TextAlgorithm):
         rows = slice(None if good is None else len(log_prob))  # of votes without the mismatched completions
         length = rollout.loss_mask.sum(1)[rows]
         _, sums, _ = self._loss(log_prob.T.flatten()[rows], length, ref, good, point)
-        return _named(_means(sums))
+        return _with_margins(_means(sums))
 
 
-METRIC_NAMES = {
-    "chosen": "rewards/chosen",
-    "rejected": "rewards/rejected",
-    "right": "rewards/accuracies",
-    "logps_chosen": "logps/chosen",
-    "logps_rejected": "logps/rejected",
-    "label": "label_mean",
-}
-"""Mean -> metric; TRL's names, but for the label's."""
-
-
-def _named(means: Mapping[str, float]) -> dict[str, float]:
-    metrics = {METRIC_NAMES.get(name, name): value for name, value in means.items()}
-    if "chosen" in means and "rejected" in means:
-        metrics["rewards/margins"] = means["chosen"] - means["rejected"]
-    return metrics
+def _with_margins(means: Mapping[str, float]) -> dict[str, float]:
+    chosen, rejected = (means.get(f"rewards/{side}", math.nan) for side in ("chosen", "rejected"))
+    return dict(means) if math.isnan(chosen - rejected) else {**means, "rewards/margins": chosen - rejected}
 
 
 def _means(sums: Tensor) -> dict[str, float]:

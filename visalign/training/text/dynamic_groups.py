@@ -36,12 +36,9 @@ class ScoredGroup:
     """Group of scored samples with signal."""
 
     label: Hashable
-    index: Tensor
-    """[G] int64, positions of its samples in the round."""
-    valid: Tensor
-    """[G] bool; False where the reward is missing."""
-    payload: Any
-    """The round's payload, as it was fed."""
+    index: Tensor  # [G] int64, positions of its samples in the round
+    valid: Tensor  # [G] bool; False where the reward is missing
+    payload: Any  # The round's payload, as it was fed
 
 
 @dataclass(kw_only=True)
@@ -50,18 +47,12 @@ class GroupCounts:
 
     rounds: int = 0
     generated: int = 0
-    kept: int = 0
-    """Groups with signal."""
-    dropped_right: int = 0
-    """Groups without signal, all samples right."""
-    dropped_wrong: int = 0
-    """Groups without signal, all samples wrong."""
-    dropped_flat: int = 0
-    """Groups without signal, neither all right nor all wrong, or no `right_at` is set."""
-    failed: int = 0
-    """Groups with fewer than two rewards."""
-    surplus: int = 0
-    """Groups with signal beyond `wanted`."""
+    kept: int = 0  # Groups with signal
+    dropped_right: int = 0  # Groups without signal, all samples right
+    dropped_wrong: int = 0  # Groups without signal, all samples wrong
+    dropped_flat: int = 0  # Groups without signal, neither all right nor all wrong, or no `right_at` is set
+    failed: int = 0  # Groups with fewer than two rewards
+    surplus: int = 0  # Groups with signal beyond `wanted`
 
 
 class DynamicGroups:
@@ -83,13 +74,11 @@ class DynamicGroups:
     def feed(
         self, group: Labels, rewards: Tensor, valid: Tensor | None = None, *, payload: Any = None
     ) -> None:
-        """Add a round of scored samples; groups may have any sizes, and come whole.
+        """Add a round of scored samples; groups may have any sizes, and come whole, under labels never used
+        before.
 
-        Args:
-            group: B labels, a new one for each group (as `PromptSampler.group_id`).
-            rewards: [B]; a value that is not finite is a missing one.
-            valid: [B] bool, False where the reward is missing.
-            payload: anything, handed out again with the groups of this round.
+        A reward that is not valid or not finite is a missing one. `payload` is handed out again with the
+        groups.
         """
         rewards = rewards.cpu().double()
         present = rewards.isfinite() if valid is None else valid.cpu() & rewards.isfinite()

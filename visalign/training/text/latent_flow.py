@@ -31,12 +31,10 @@ from visalign.training.policy.reference import Reference
 from .settings import LatentFlowSettings
 from .trajectories import hidden_states_of
 
-KEY = "latent_flow"
-"""File stem of the networks in a checkpoint."""
+KEY = "latent_flow"  # File stem of the networks in a checkpoint
 DEPTHS = (0.25, 0.5, 0.75)
 """Shares of the layers behind which states are taken; the paper's, as the constants below."""
-TIME = 0.8
-"""Time at which a state is compared with the flow."""
+TIME = 0.8  # Time at which a state is compared with the flow
 KEEP, TOP, SCALE = 0.6, 15, 0.01
 """Share of a completion's range of deviations below which a token is not penalised, most tokens of a
 completion that are, and the penalty of the most deviant one in units of the advantage."""
@@ -46,10 +44,8 @@ completion that are, and the penalty of the most deviant one in units of the adv
 class TokenRewards:
     """Rewards of single tokens, as `StepScores`."""
 
-    reward: Tensor
-    """[B, T]."""
-    valid: Tensor
-    """[B] bool."""
+    reward: Tensor  # [B, T]
+    valid: Tensor  # [B] bool
 
     def tokens(self, place: Any = "last") -> Tensor:
         """Return the rewards [B, T]; each token is a step."""

@@ -35,75 +35,57 @@ class CompletionGenerator(Protocol):
         sampling: Sampling | None = None,
         stopping: StoppingCriteria | None = None,
         group: Sequence[Hashable] | None = None,
-    ) -> TextRollout:
-        """Complete P prompts G times each, as `TextPolicy.generate`."""
-        ...
+    ) -> TextRollout: ...
 
 
 class ValueFunction(Protocol):
-    """Separate value network (`visalign.adapters.causal_lm.value_head.ValueModel`)."""
+    """Separate value network (`visalign.adapters.causal_lm.value_head.ValueModel`), V before each token [b,
+    T]."""
 
-    def values(self, rollout: TextRollout, rows: Tensor | slice | None = None) -> Tensor:
-        """Compute V before each token, [b, T], differentiable."""
-        ...
+    def values(self, rollout: TextRollout, rows: Tensor | slice | None = None) -> Tensor: ...
 
-    def named_parameters(self) -> Any:
-        """Return names and parameters."""
-        ...
+    def named_parameters(self) -> Any: ...
 
 
 class LogPartition(Protocol):
-    """FlowRL's learned log Z of a prompt."""
+    """FlowRL's learned log Z of a prompt: features [B, H] without gradient, and a head [b, H] -> [b]."""
 
-    def features(self, rollout: TextRollout) -> Tensor:
-        """Compute features [B, H] of the prompts, without gradient."""
-        ...
+    def features(self, rollout: TextRollout) -> Tensor: ...
 
     @property
-    def head(self) -> nn.Module:
-        """[b, H] -> [b] log Z."""
-        ...
+    def head(self) -> nn.Module: ...
 
 
 class StepScores(Protocol):
     """Rewards of the steps of B completions (`visalign.text.steps.StepRewards`)."""
 
-    valid: Tensor
-    """[B] bool."""
+    valid: Tensor  # [B] bool
 
-    def tokens(self, place: Any = "last") -> Tensor:
-        """Return rewards [B, T], on the last token of each step; 0 elsewhere and in invalid completions."""
-        ...
+    # [B, T], on the last token of each step; 0 elsewhere and in invalid completions
+    def tokens(self, place: Any = "last") -> Tensor: ...
 
 
 class ProcessReward(Protocol):
-    """Process reward model of the policy's rollouts. One with `replaces = True` takes the place of the
-    reward of the whole completion; else the two are added."""
+    """Process reward model of the policy's rollouts. One with `replaces = True` takes the place of the reward
+    of the whole completion; else the two are added."""
 
-    def score_rollout(self, rollout: TextRollout) -> StepScores:
-        """Score the steps of every completion."""
-        ...
+    def score_rollout(self, rollout: TextRollout) -> StepScores: ...
 
 
 class Demonstrations(Protocol):
-    """Stream of demonstrations: batch n is the same in every run of a seed."""
+    """Stream of demonstrations, loss mask 1 on the tokens to learn: batch n is the same in every run of a
+    seed."""
 
-    def batch(self, number: int) -> TextRollout:
-        """Return demonstrations, with loss mask 1 on the tokens to learn."""
-        ...
+    def batch(self, number: int) -> TextRollout: ...
 
 
 class CompletionPairs(Demonstrations, Protocol):
-    """Stream of records with two completions each: a batch has the first of all its records, then the second,
-    and its groups are the indices of the records."""
+    """Stream of N records with two completions each: a batch (or `rows`) has the first of all its records,
+    then the second, and its groups are the indices of the records."""
 
-    def __len__(self) -> int:
-        """Return the number of records N."""
-        ...
+    def __len__(self) -> int: ...
 
-    def rows(self, index: Sequence[int]) -> TextRollout:
-        """Return selected records, laid out as a batch."""
-        ...
+    def rows(self, index: Sequence[int]) -> TextRollout: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,16 +94,12 @@ class TextParts:
 
     policy: TextPolicy
     reference: Reference
-    generator: CompletionGenerator
-    """The policy itself unless a server generates."""
-    reward: Any
-    """`TextReward` with `capabilities`; higher is better."""
+    generator: CompletionGenerator  # The policy itself unless a server generates
+    reward: Any  # `TextReward` with `capabilities`; higher is better
     scorer: RewardScorer
-    records: Records
-    """Prompt records, each with "prompt"; handed to the reward as metadata."""
+    records: Records  # Prompt records, each with "prompt"; handed to the reward as metadata
     rollout: TextRolloutSettings
-    objective: Objective
-    """Before the coefficients that move (PPO-KL, SAFE)."""
+    objective: Objective  # Before the coefficients that move (PPO-KL, SAFE)
     value_model: ValueFunction | None
     log_partition: LogPartition | None
     process: ProcessReward | None

@@ -25,8 +25,7 @@ class TextAlgorithm(Algorithm):
     """Base of the trainings of a text policy: its parameters, precision and division among processes."""
 
     policy: TextPolicy
-    module: nn.Module
-    """`TextReplay` of the policy as the processes share it."""
+    module: nn.Module  # `TextReplay` of the policy as the processes share it
 
     def unsharded(self) -> AbstractContextManager[Any]:
         """Give each process the whole model within the context."""
@@ -42,14 +41,10 @@ class TextAlgorithm(Algorithm):
 
 
 class TextReplay(nn.Module):
-    """Module that computes log-probs, values and log Z of completions.
+    """Module that computes log-probs, and where asked values, log Z and nucleus entropies (SIREN) of
+    completions.
 
-    Args:
-        policy: with `module`.
-        value: compute values.
-        value_model: value network used in place of the policy's own head.
-        log_partition: FlowRL's.
-        nucleus: log-probs of the vocabulary to the nucleus entropy, for SIREN.
+    A `value_model` takes the place of the policy's own head.
     """
 
     may_skip: bool

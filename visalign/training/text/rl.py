@@ -23,14 +23,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from visalign.core import (
-    Objective,
-    PolicyOutput,
-    Prepared,
-    Trajectories,
-    count_step,
-    penalty_kl_coefficient,
-)
+from visalign.core import Objective, PolicyOutput, Prepared, Trajectories, count_step, penalty_kl_coefficient
 from visalign.core.advantages.hidden_states import rank_average
 from visalign.core.objective.entropy_stage import entropy_memory, remembers
 from visalign.core.objective.reward_stage import riskpo_quantiles
@@ -191,7 +184,7 @@ class TextRL(TextAlgorithm):
         self.gate = GatedKL(self.settings.kl_threshold) if self.settings.algorithm == "safe" else None
         self._kl_penalty: float | None = None
         self._last_kl: float | None = None
-        self._had_updates, self._entropies = False, list[float]()
+        self._had_updates = False
 
     def _check_sharding(self) -> None:
         """Refuse to divide a model that another part reads whole."""
@@ -258,8 +251,8 @@ class TextRL(TextAlgorithm):
         """Add what the objective remembers of earlier iterations, and remember this one."""
         objective, t, memory = self.parts.objective, experience.trajectories, run.counters.own
         if remembers(objective) is not None:
-            before = self._entropies
-            self._entropies = entropy_memory(objective, t, before)
+            before = memory.get("entropies", [])
+            memory["entropies"] = entropy_memory(objective, t, before)
             t = replace(t, entropy_before=before[0] if before else None)
         if objective.advantage == "riskpo":
             t = replace(t, quantiles=memory.get("quantiles"))
@@ -429,8 +422,7 @@ class TextRL(TextAlgorithm):
             own["penalty"] = self._kl_penalty
         if self.gate is not None:
             own["kl_gate"] = self.gate.state()
-        if self._entropies:
-            own["entropies"] = self._entropies
+
         for key, part in self._stateful():
             run.tensors[key] = part.state()
         if self.after_update is not None and self._had_updates:
@@ -442,7 +434,7 @@ class TextRL(TextAlgorithm):
         own = run.counters.own
         self.parts.reference.restore(run)
         self._kl_penalty = own.get("penalty")
-        self._entropies = own.get("entropies", [])
+
         if self.gate is not None and "kl_gate" in own:
             self.gate.load(own["kl_gate"])
         if self.groups is not None:

@@ -29,32 +29,22 @@ from visalign.training.policy.update import PolicyStep
 
 from .settings import SelfImitationSettings, TextRolloutSettings
 
-KEY = "self_imitation"
-"""File stem of the buffer in a checkpoint."""
-HISTORY = 10240
-"""Groups whose mean rewards are stored, the newest; as SPEAR's scripts."""
+KEY = "self_imitation"  # File stem of the buffer in a checkpoint
+HISTORY = 10240  # Groups whose mean rewards are stored, the newest; as SPEAR's scripts
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredCompletion:
     """A completion of T tokens to a prompt of L."""
 
-    prompt: Tensor
-    """[L] int32."""
-    completion: Tensor
-    """[T] int32."""
-    weight: Tensor
-    """[T] float32."""
-    log_prob: Tensor
-    """[T] float32, log π_old."""
-    kept: Tensor
-    """[M] int32, ids of the tokens that could be drawn, decision after decision."""
-    kept_count: Tensor
-    """[T] int32 of these per decision; empty where all could."""
-    reward: Tensor
-    """[1] float32."""
-    born: Tensor
-    """[1] int32, iterations before the one that sampled it."""
+    prompt: Tensor  # [L] int32
+    completion: Tensor  # [T] int32
+    weight: Tensor  # [T] float32
+    log_prob: Tensor  # [T] float32, log π_old
+    kept: Tensor  # [M] int32, ids of the tokens that could be drawn, decision after decision
+    kept_count: Tensor  # [T] int32 of these per decision; empty where all could
+    reward: Tensor  # [1] float32
+    born: Tensor  # [1] int32, iterations before the one that sampled it
 
 
 _NAMES = tuple(f.name for f in fields(StoredCompletion))
@@ -64,10 +54,8 @@ _NAMES = tuple(f.name for f in fields(StoredCompletion))
 class Replay:
     """Stored completions of an update, the same in all processes."""
 
-    rollout: TextRollout
-    """n completions."""
-    prepared: Prepared
-    """[n, T]."""
+    rollout: TextRollout  # n completions
+    prepared: Prepared  # [n, T]
 
 
 class SelfImitation:
@@ -90,11 +78,7 @@ class SelfImitation:
     def draw(self, t: Trajectories, run: Context, updates: int, epochs: int) -> list[Replay | None]:
         """Draw what each update of an iteration replays; None for nothing. All epochs replay the same.
 
-        Args:
-            t: the iteration's own samples of all processes, whose mean rewards count already.
-            run: state of the run.
-            updates: updates of an epoch.
-            epochs: epochs of an iteration.
+        The mean rewards of the iteration's own samples `t`, of all processes, count already.
         """
         iteration, settings = run.counters.iteration, self._settings
         self._means.extend(_group_means(t))
@@ -137,12 +121,7 @@ class SelfImitation:
     ) -> None:
         """Store the iteration's completions with A > 0; the oldest leave a full buffer.
 
-        Args:
-            rollout: this process's b samples.
-            index: [b] positions of these among the B.
-            t: trajectories of all B.
-            steps: the iteration's updates.
-            run: state of the run.
+        `index` [b] are the positions of this process's samples among the B of `t`.
         """
         positive = torch.zeros(len(t.weight), dtype=torch.bool)
         for step in steps:

@@ -45,6 +45,8 @@ class ToolSettings(ToolFormat):
     def build(self) -> ToolUse:
         """Load the tool."""
         tool: Any = calculator if self.use == "calculator" else import_by_path(self.use, what="tool")
+        if not callable(tool):
+            raise UserError(f"rollout.tool.use is {self.use!r}, which names no function.")
         tool_format = {f.name: getattr(self, f.name) for f in fields(ToolFormat)}
         return ToolUse(tool=cast("Tool", tool), name=self.use, **tool_format)
 
@@ -238,21 +240,22 @@ class TextObjectiveSettings(ObjectiveSettings):
         check_rules(self, OBJECTIVE_RULES)
 
 
+def _unread_setting(s: TextObjectiveSettings) -> str:
+    """Name a setting, and the one algorithm that reads it, where another one is chosen."""
+    objective = s.build(length=1)
+    read = {
+        "metric of canon": s.metric is None or objective.advantage == "canon",
+        "kl_threshold of safe": s.kl_threshold is None or s.algorithm == "safe",
+        "target_kl of ppo_kl": s.target_kl is None or objective.surrogate == "ppo_kl",
+    }
+    return next((name for name, is_read in read.items() if not is_read), "")
+
+
 OBJECTIVE_RULES = (
     (
-        lambda s: s.metric is not None and s.build(length=1).advantage != "canon",
-        "objective.metric is {s.metric!r}, which splits the groups of advantage='canon' alone. Set "
-        "objective.algorithm=canon, or objective.metric=null.",
-    ),
-    (
-        lambda s: s.kl_threshold is not None and s.algorithm != "safe",
-        "objective.kl_threshold is {s.kl_threshold}, the threshold of SAFE's gate, and "
-        "objective.algorithm={s.algorithm} has none. Set objective.algorithm=safe, or kl_threshold=null.",
-    ),
-    (
-        lambda s: s.target_kl is not None and s.build(length=1).surrogate != "ppo_kl",
-        "objective.target_kl adapts the penalty of ppo_kl, and objective.algorithm={s.algorithm} has another "
-        "surrogate. Set objective.algorithm=ppo_kl, or leave target_kl null.",
+        _unread_setting,
+        "objective.algorithm={s.algorithm} does not read objective.{v}. Take that algorithm, or leave it "
+        "out.",
     ),
 )
 

@@ -79,12 +79,7 @@ class SFT(TextAlgorithm):
 
 
 def backward_nll(
-    module: nn.Module,
-    batch: TextRollout,
-    accelerator: Accelerator,
-    *,
-    micro_batch: int,
-    scale: float = 1.0,
+    module: nn.Module, batch: TextRollout, accelerator: Accelerator, *, micro_batch: int, scale: float = 1.0
 ) -> float:
     """Add the gradient of L = −Σ w log π / Σ w over a batch of demonstrations, w their loss mask [B, T];
     return L."""
