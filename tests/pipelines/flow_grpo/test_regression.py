@@ -107,7 +107,7 @@ def test_two_experts_become_one_policy(tmp_path):
 
 def test_a_file_of_stochastic_steps_is_refused_with_what_to_set():
     with pytest.raises(
-        ConfigError, match=r"rollout.sde_steps is \[0, 1, 2, 3, 4\].*Set rollout.sde_steps=null"
+        ConfigError, match=r"diffusion_nft samples along the ODE, .*Set rollout.sde_steps=null"
     ):
         load_job("shapes_grpo_guard", ["objective.algorithm=diffusion_nft", "objective.ratio_bound=null"])
 

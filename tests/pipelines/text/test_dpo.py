@@ -118,7 +118,7 @@ def test_records_that_are_too_long_can_be_left_out(inputs, tmp_path):
     [
         ("data.pairs_heldout=1", "data.pairs_heldout.*got 1"),
         ("evaluation.rewards={}", "evaluation.rewards is empty"),
-        ("loss.row=simpo2", "loss.row is 'simpo2'"),
+        ("loss.row=simpo2", "got 'simpo2'.*Did you mean 'simpo'"),
         ("loss.lable_smoothing=0.1", "Did you mean '.*label_smoothing'"),
     ],
 )

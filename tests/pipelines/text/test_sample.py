@@ -264,7 +264,7 @@ def test_resume_needs_a_run_and_says_which_completions_are_damaged(finished, inp
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("rollout.temperatures=[0.0]", "rollout.temperatures holds 0"),
+        ("rollout.temperatures=[0.0]", r"temperatures is \[0\.0\] .*give temperatures above 0"),
         ("rollout.top_p=[]", r"rollout.top_p is \[\]; give at least one number"),
         ("rollout.top_p=[1.2]", "rollout.top_p is 1.2; it must be above 0"),
         ("rollout.samples=0", "Key 'rollout.samples' .*got 0 .*greater than or equal to 1"),

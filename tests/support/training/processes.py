@@ -221,7 +221,6 @@ def tools(folder: Path, accelerator: Accelerator) -> Trainer[Any]:
 MIXED = {"a": (Letters("a"), 1.0), "b": (Letters("b"), 0.5)}
 JOBS: dict[str, Callable[[Path, Accelerator], Trainer[Any]]] = {
     "slow": slow,
-    "gspo+lora": lambda f, a: text(f, a, "gspo", policy=toy_policy(lora=text_lora(rank=2, alpha=4.0))),
     "dapo+dynamic": lambda f, a: text(f, a, "dapo", dynamic={"max_rounds": 3}, reward=FewLetters("a")),
     "kl_cov": lambda f, a: text(f, a, "kl_cov"),
     "grpo+doubt": lambda f, a: text(
@@ -238,13 +237,11 @@ JOBS: dict[str, Callable[[Path, Accelerator], Trainer[Any]]] = {
         rollout={"top_p": 0.9},
         run={"iterations": 3},
     ),
-    "remax": lambda f, a: text(f, a, "remax"),
     # its head begins at 0, with gradients that are rounding: AdamW's steps must not be blown up by it
     "flowrl": lambda f, a: text(f, a, "flowrl", optimizer={"eps": 1e-2}),
     "ppo": lambda f, a: text(
         f, a, "ppo", objective={"epochs": 2}, rollout={"truncated": "mask", "max_new_tokens": 24}
     ),
-    "ppo+separate": lambda f, a: text(f, a, "ppo", separate_value=True),
     "ppo_ptx": lambda f, a: text(f, a, "ppo_ptx"),
     "grpo+tools": tools,
     "ppo_kl": lambda f, a: text(f, a, "ppo_kl", objective={"target_kl": 0.01}),
@@ -254,11 +251,9 @@ JOBS: dict[str, Callable[[Path, Accelerator], Trainer[Any]]] = {
     "judge": judge,
     "process_reward": process_reward,
     "flow_grpo": lambda f, a: images(f, a, "flow_grpo"),
-    "flow_gspo": lambda f, a: images(f, a, "flow_gspo"),
     "flow_grpo+branches": lambda f, a: images(f, a, "flow_grpo", rollout=BRANCHES, credit="branches"),
     "flow_grpo+sharded": lambda f, a: images(f, a, "flow_grpo", sharding=True),
     "diffusion_nft+sharded": lambda f, a: images(f, a, "diffusion_nft", sharding=True),
-    "draft+sharded": lambda f, a: images(f, a, "draft", sharding=True),
     "grpo+sharded": lambda f, a: text(f, a, "grpo", objective={"changes": {"kl": 0.0}}, sharding=True),
     "gspo+lora+sharded": lambda f, a: text(
         f,

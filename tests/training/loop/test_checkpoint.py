@@ -5,13 +5,7 @@ from __future__ import annotations
 
 import errno
 import json
-import re
 import resource
-import subprocess
-import sys
-from datetime import timedelta
-from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +14,6 @@ from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from tests.support.training.processes import ROOT, in_forks
 from visalign.training.loop import checkpoint
 from visalign.training.loop.checkpoint import (
     CheckpointError,
@@ -184,70 +177,6 @@ def test_a_part_that_cannot_be_written_leaves_the_previous_checkpoint(tmp_path, 
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]
     assert load(previous, CONFIG).step == 1
-
-
-def _fail(error, *_):
-    raise error
-
-
-NO_SPACE = OSError(errno.ENOSPC, "No space left on device")
-SAID = {
-    "below a file/ckpt": (None, "CheckpointError: could not write checkpoint .*Not a directory.*--resume"),
-    "full": (("_write_json", NO_SPACE), "CheckpointError: could not write checkpoint .*the disk is full"),
-    "apart": (None, "CheckpointError: not all processes see this folder: .* lacks parts of trainable/w that"),
-    "fault": (("_write_json", TypeError("odd")), "TypeError: odd|RuntimeError: the first process failed"),
-    "locked": (("_prune", OSError(errno.EIO, "locked")), r"OSError: \[Errno 5\] locked"),
-    "well": (None, "nothing"),
-}
-"""Folder -> what fails in the first process, what each then says."""
-
-
-def _save_in_processes(root):
-    """After step 1 write step 2, divided, in each folder of SAID; what is raised goes to ROOT/RANK.json."""
-    distributed.init_process_group("gloo", timeout=timedelta(seconds=20))
-    rank, mesh = distributed.get_rank(), init_device_mesh("cpu", (distributed.get_world_size(),))
-    tensors = {"trainable": {"w": distribute_tensor(torch.arange(6.0), mesh, [Shard(0)]), "v": torch.ones(1)}}
-    said = {}
-    for name, (failure, _) in SAID.items():
-        folder = root / name / str(rank) if name == "apart" else root / name
-        with pytest.MonkeyPatch.context() as patch:
-            if rank == 0 and "/" not in name:
-                _save(folder, 1)
-            if rank == 0 and failure:
-                patch.setattr(checkpoint, failure[0], partial(_fail, failure[1]))
-            said[name] = "nothing"
-            try:
-                save(folder, 2, tensors, {}, CONFIG, keep=1)
-            except (CheckpointError, OSError, TypeError, RuntimeError) as error:
-                said[name] = f"{type(error).__name__}: {error}"
-    (root / f"{rank}.json").write_text(json.dumps(said))
-
-
-@pytest.mark.slow
-def test_where_one_process_fails_all_say_so_and_the_previous_checkpoint_stands(tmp_path):
-    (tmp_path / "below a file").touch()
-    code = f"from {__name__} import run_in_two; run_in_two({str(tmp_path)!r})"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=200, cwd=ROOT)
-    told = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
-    for name, (_, message) in SAID.items():
-        assert all(re.match(message, said[name]) for said in told), [said[name] for said in told]
-        if name not in ("apart", "fault"):
-            assert told[0][name] == told[1][name]
-    left = {path.parent.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("manifest.json")}
-    assert left == {f"{name}/step_000001" for name in ("full", "apart/0", "fault", "locked")} | {
-        f"{name}/step_000002" for name in ("locked", "well")
-    }
-    rests = [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob(".writing*")]
-    assert rests == ["fault/.writing_000002"]
-    assert torch.equal(
-        load(tmp_path / "well" / "step_000002", CONFIG).tensors["trainable"]["w"], torch.arange(6.0)
-    )
-
-
-def run_in_two(root):
-    """`_save_in_processes` in two."""
-    if not in_forks(Path(root), 2, partial(_save_in_processes, Path(root))):
-        sys.exit("a process ended badly")
 
 
 def test_a_weight_that_is_not_finite_is_found_where_it_is(divided):

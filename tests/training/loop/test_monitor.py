@@ -15,7 +15,6 @@ from scipy.stats import kendalltau
 from tests.support.training.images import Brightness, outcome, toy_trainer
 from visalign.config import load_config
 from visalign.errors import ConfigError, UserError
-from visalign.interfaces import Scores
 from visalign.pipelines.text.config import TextGRPOConfig
 from visalign.rewards.combine.weighted_sum import WeightedSum
 from visalign.training.loop.judging import rank_agreement, score_metrics
@@ -53,23 +52,6 @@ def test_recorded_rewards_are_turned_so_that_higher_is_better():
     assert found["agreement/b"] == -1 and found["recorded/b"] == -5 and found["reward_part/b"] == 5
     assert found["recorded_std/b"] == 1
     assert found["reward_mean"] == 2 and found["reward_group_std"] == pytest.approx(0.25)
-
-
-class Unsure(Brightness):
-    """Says how sure it is."""
-
-    def score(self, images, prompts, metadata=None):
-        scores = super().score(images, prompts)
-        return Scores(
-            value=scores.value, valid=scores.valid, unit="level", std=torch.arange(1.0, 1 + len(scores))
-        )
-
-
-@pytest.mark.parametrize("summed", [True, False])
-def test_a_run_logs_what_the_judge_says_of_its_own_certainty(summed, tmp_path):
-    reward = WeightedSum({"unsure": (Unsure(), 1.0)}) if summed else Unsure()
-    record = toy_trainer(tmp_path, reward=reward).iterate()
-    assert record["reward_part/unsure.std" if summed else "reward_part/std"] == 24.5  # of 1 to 48
 
 
 def _followed(rows: list[dict[str, float]], **settings: Any) -> tuple[dict[str, float], list[str], dict]:

@@ -209,6 +209,8 @@ def test_settings_defaults_are_the_published_ones():
     assert OptimizerSettings().lr_at(0) == OptimizerSettings().lr_at(10_000) == 3e-4
     falling = OptimizerSettings(lr=1.0, decay_updates=4, lr_end=0.2)
     assert [falling.lr_at(i) for i in range(6)] == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2, 0.2])
+    cosine = OptimizerSettings(lr=1.0, decay_updates=10, decay="cosine", lr_end=0.0)
+    assert [cosine.lr_at(n) for n in (0, 5, 10)] == pytest.approx([1.0, 0.5, 0.0])
     assert all(
         dataclasses.fields(kind) for kind in (RolloutSettings, DiffusionObjectiveSettings, OptimizerSettings)
     )

@@ -4,18 +4,15 @@ is refused."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.support.training.images import Brightness, Loud, toy_trainer
 from tests.support.training.metric_families import without_times
 from visalign.errors import UserError
-from visalign.interfaces import Scores
 from visalign.rewards import WeightedSum
 from visalign.training import read_metrics
 from visalign.training.loop import checkpoint
@@ -76,31 +73,6 @@ def test_a_resume_is_exact_and_the_value_is_the_lagrangian(name: str, tmp_path) 
         expected = row["reward_part/light.weighted"] + last * row["reward_part/red.weighted"]
         assert row["reward_mean"] == pytest.approx(expected, abs=1e-6)
     assert trainer.counters.own[KEY] == {"red": pytest.approx(last, abs=1e-6)} and last > 0
-
-
-class Share(Brightness):
-    """How light the whole image is, turned round, or how red."""
-
-    def __init__(self, *, dark: bool) -> None:
-        self.dark = dark
-
-    def score(self, images: Tensor, prompts: Sequence[str], metadata: Any = None) -> Scores:
-        value = -images.mean((1, 2, 3)) if self.dark else images[:, 0].mean((1, 2))
-        return Scores(value=value, valid=torch.ones(len(value), dtype=torch.bool), unit="level")
-
-
-def test_a_bound_that_was_missed_is_met_again_while_the_other_reward_rises(tmp_path) -> None:
-    """Darker images are less red too, until the multiplier has grown."""
-    both = WeightedSum(
-        {"dark": (Share(dark=True), 1.0), "red": (Share(dark=False), 1.0)}, bounds={"red": 0.5}
-    )
-    trainer = toy_trainer(tmp_path, reward=both, objective={"multiplier_rate": 2.0}, run={"iterations": 18})
-    trainer.train()
-    rows = read_metrics(tmp_path / "metrics.jsonl")
-    red = [row["reward_part/red"] for row in rows]
-    assert min(red) < 0.44 and red[-1] > 0.5
-    assert rows[-1]["reward_part/dark"] > rows[0]["reward_part/dark"] + 0.05
-    assert max(row["reward_multiplier/red"] for row in rows) > 1
 
 
 @pytest.mark.parametrize(

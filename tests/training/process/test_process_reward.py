@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-import random
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,9 @@ from transformers import Qwen3ForTokenClassification
 
 from tests.support.models.language import tiny_config, tiny_model, tiny_tokenizer
 from visalign.adapters.causal_lm.policy import CausalLMPolicy
-from visalign.data.text_tasks.tasks import text_tasks
 from visalign.errors import UserError
-from visalign.rewards import ImplicitProcessReward, ProcessRewardModel
+from visalign.rewards import ImplicitProcessReward
 from visalign.text import Sampling, StoppingCriteria
-from visalign.text.steps import StepReading
 from visalign.training.loop.metrics import read_metrics
 from visalign.training.loop.optimizer import AdamWSettings
 from visalign.training.loop.trainer import RunSettings, Trainer
@@ -47,21 +44,6 @@ def classifier(seed: int = 0, **changes: Any) -> Qwen3ForTokenClassification:
         torch.manual_seed(seed)
         settings = {"num_labels": 2, "max_position_embeddings": 128, "initializer_range": 0.2}
         return Qwen3ForTokenClassification(tiny_config(**{**settings, **changes}))
-
-
-def parity_records(split: Any, count: int) -> list[dict[str, Any]]:
-    """Workings of "keep the even numbers", a step each number; about half of the steps are made wrong."""
-    rng, other = random.Random(split), {"odd": "even", "even": "odd"}
-    records = []
-    for task in text_tasks(count, split=split, tasks=["evens"], levels=(2,)):
-        steps = [step.split(" ") for step in task["solution"].split(".")[0].split(", ")]
-        labels = [rng.randrange(2) for _ in steps]
-        written = [
-            f"{number} {kind if label else other[kind]}"
-            for (number, kind), label in zip(steps, labels, strict=True)
-        ]
-        records.append({"prompt": "odd or even?\n", "steps": written, "labels": labels})
-    return records
 
 
 # the loss
@@ -120,22 +102,6 @@ def test_the_first_batch_by_hand() -> None:
 
 
 # learning
-
-
-def test_it_learns_to_tell_right_steps_from_wrong_ones() -> None:
-    model, reading = classifier(), StepReading()
-    settings = FitSettings(epochs=5, batch_size=16, learning_rate=5e-3)
-    reports = train_process_reward(model, TOKENIZER, parity_records("train", 384), settings=settings)
-    assert len(reports) == 5 and reports[-1].loss < 0.5 * reports[0].loss
-    heldout = parity_records("heldout", 64)
-    report = evaluate_process_reward(model, TOKENIZER, heldout, reading=reading)
-    assert report.accuracy > 0.85 and report.accuracy_wrong > 0.8 and report.accuracy_right > 0.8
-    judge = ProcessRewardModel(model, tokenizer=TOKENIZER)
-    judged = judge.steps(["\n".join(r["steps"]) for r in heldout], [r["prompt"] for r in heldout])
-    hits = torch.cat(
-        [(p > 0.5) == torch.tensor(r["labels"]) for p, r in zip(judged.prob, heldout, strict=True)]
-    )
-    assert hits.float().mean().item() == pytest.approx(report.accuracy, abs=0.01)
 
 
 def test_one_update_by_hand() -> None:

@@ -242,26 +242,6 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path, ema):
     assert one[-1]["samples"] == 6 * 5 * 64
 
 
-def _heldout(judge: nn.Module, task: str, batches: int = 8) -> dict[str, float]:
-    data = ToyPairs(256, seed=99, micro=256)
-    rows = [batch for number in range(batches) for batch in data.batch(number)]
-    return pair_measures(score_pairs(judge, rows, TASKS[task]))  # type: ignore[arg-type]
-
-
-def test_a_judge_learns_from_votes_and_its_deviation_knows_where_it_errs(tmp_path):
-    judge = ToyJudge(dropout=0.0)
-    before = _heldout(judge, "uncertainty")
-    _trainer(tmp_path, 40, judge=judge, optimizer={"updates_per_iteration": 10, "decay_updates": 400}).train()
-    after = _heldout(judge, "uncertainty")
-    assert before["accuracy"] < 0.8 < 0.93 < after["accuracy"]
-    assert after["nll"] < before["nll"] and after["ece"] < 0.03
-    noisy, quiet = (
-        judge(torch.tensor([[x / 10, noise] for x in range(-9, 10)]))["log_std"].exp().mean()
-        for noise in (0.95, 0.05)
-    )
-    assert noisy > 1.3 * quiet  # the vote's noise is 2.0 and 0.2 there
-
-
 def test_measures_by_hand():
     class Fixed(nn.Module):
         def forward(self, inputs: Tensor) -> dict[str, Tensor]:
@@ -303,39 +283,3 @@ def test_wrong_input_by_message(tmp_path):
 
     with pytest.raises(UserError, match="Batch 0 has 2 examples and none with a label to learn from"):
         _trainer(tmp_path, data=Ties(), task="hp").train()
-
-
-class _Low(ToyJudge):
-    """Gradients of its scores pass through float16, where what is above 65504 is infinite."""
-
-    def forward(self, inputs: Tensor) -> dict[str, Tensor]:
-        found = super().forward(inputs)
-        found["value"].register_hook(lambda grad: (8 * grad).half().float() / 8)
-        return found
-
-
-def test_a_judge_in_float16_has_its_loss_scaled_and_survives_the_first_overflows(tmp_path):
-    """The scale starts high on purpose: a first update that overflows halves it, and is no divergence."""
-    low = RewardModeling(
-        _Low(),
-        ToyPairs(),
-        objective=RewardObjectiveSettings(task="hp"),
-        accelerator=Accelerator(cpu=True),
-        compute_dtype=torch.float16,
-    )
-    trainer = Trainer(
-        low,
-        optimizer=RewardOptimizerSettings(updates_per_iteration=1),
-        run=RunSettings(folder=tmp_path, iterations=12, config={}),
-    )
-    trainer.train()
-    records = read_metrics(tmp_path / "metrics.jsonl")
-    assert records[0]["updates_skipped"] == 1 and records[0]["loss_scale"] < 2**16
-    assert trainer.counters.skipped < trainer.counters.updates == 12
-
-
-def test_cosine_and_linear_decay():
-    pace = RewardOptimizerSettings(lr=1.0, warmup_updates=4, decay_updates=10, lr_end=0.1)
-    assert [pace.lr_at(n) for n in (0, 5, 10, 50)] == pytest.approx([0.2, 0.55, 0.1, 0.1])
-    cosine = RewardOptimizerSettings(lr=1.0, decay_updates=10, decay="cosine")
-    assert [cosine.lr_at(n) for n in (0, 5, 10)] == pytest.approx([1.0, 0.5, 0.0])

@@ -109,20 +109,6 @@ def test_nothing_older_than_its_age_is_kept(tmp_path):
     assert born[0] == [0] and born[2] == [1, 2] and born[3] == [2, 3]
 
 
-def test_without_weight_the_run_is_the_one_without_replay(tmp_path):
-    ends = []
-    for number, trainer in enumerate(
-        (
-            _trainer(tmp_path / "0", imitation={"weight": 0.0}),
-            toy_text_trainer(tmp_path / "1", reward=FirstHalf()),
-        )
-    ):
-        for _ in range(2):
-            assert ("loss/replay" in trainer.iterate()) == (number == 2)
-        ends.append(weights_of(trainer))
-    assert torch.equal(*ends)
-
-
 @pytest.mark.parametrize("algorithm", ["ppo", "flowrl"])
 def test_what_cannot_be_replayed_is_refused_by_name(algorithm, tmp_path):
     with pytest.raises(

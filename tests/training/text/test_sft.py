@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import signal
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,9 @@ from tests.support.models.language import tiny_model, tiny_tokenizer
 from tests.support.training.images import outcome
 from visalign.adapters.causal_lm.demonstrations import (
     DemonstrationBatches,
-    demonstration_lengths,
     demonstration_rollout,
-    fitting_demonstrations,
 )
 from visalign.adapters.causal_lm.policy import CausalLMPolicy
-from visalign.errors import UserError
 from visalign.text import Sampling, StoppingCriteria, TextRollout
 from visalign.training.loop import checkpoint
 from visalign.training.loop.metrics import read_metrics
@@ -109,19 +105,6 @@ def test_micro_batches_change_nothing(size):
     assert float((_gradient(policy) - expected).norm()) < 1e-5 * float(expected.norm())
 
 
-def test_demonstrations_of_weight_zero_cost_nothing_and_change_nothing():
-    policy = _policy()
-    batch = _batch(policy)
-    weight = batch.loss_mask.clone()
-    weight[2] = 0.0
-    loss = backward_nll(policy, replace(batch, loss_mask=weight), micro_batch=2)
-    rows = torch.tensor([0, 1, 3, 4])
-    policy.model.zero_grad()
-    assert loss == pytest.approx(backward_nll(policy, batch.rows(rows), micro_batch=2), rel=1e-5)
-    with pytest.raises(UserError, match="5 demonstrations is masked everywhere: there is no token to learn"):
-        backward_nll(policy, replace(batch, loss_mask=torch.zeros_like(weight)), micro_batch=2)
-
-
 def _greedy(policy: CausalLMPolicy) -> list[str]:
     prompts = [r["prompt"] for r in RECORDS]
     stopping = StoppingCriteria(max_new_tokens=20)
@@ -168,30 +151,3 @@ def test_an_update_that_is_not_finite_is_left_out(tmp_path):
     (row,) = read_metrics(tmp_path / "metrics.jsonl")
     assert row["updates"] == row["updates_skipped"] == 2 and row["loss"] is None and row["grad_norm"] is None
     assert all(torch.equal(p, q) for (_, p), q in zip(trainer.weights.named[1:], kept, strict=True))
-
-
-def test_lengths_are_those_of_the_rollout_and_long_records_are_refused_or_left_out():
-    policy = _policy()
-    batch = _batch(policy)
-    assert demonstration_lengths(policy, RECORDS) == [
-        int(n) for n in batch.prompt_mask.sum(1) + batch.loss_mask.sum(1)
-    ]
-    fits, long = {"prompt": "ab", "completion": "c" * 61}, {"prompt": "ab", "completion": "c" * 62}
-    assert fitting_demonstrations(policy, [fits]) == [fits]  # 2 + 61 + the end token = 64
-    with pytest.raises(UserError, match=r"1 of 3 records are longer than the 64 tokens .* record 1 has 65"):
-        fitting_demonstrations(policy, [fits, long, fits])
-    assert fitting_demonstrations(policy, [fits, long], too_long="drop") == [fits]
-    with pytest.raises(UserError, match=r"None of the 2 records fits the 64 tokens .* shortest has 65"):
-        fitting_demonstrations(policy, [long, long], too_long="drop")
-    with pytest.raises(UserError, match=r"2 \+ 63 tokens, and the model reads 64 at most"):
-        DemonstrationBatches(policy, [long], size=1, seed=0).batch(0)
-
-
-def test_records_without_a_completion_are_refused():
-    policy = _policy()
-    with pytest.raises(
-        UserError, match="Record 1 has no text in the field 'completion': its fields are prompt"
-    ):
-        DemonstrationBatches(policy, [RECORDS[0], {"prompt": "x"}], size=1, seed=0)
-    with pytest.raises(UserError, match="0 records in batches of 2"):
-        DemonstrationBatches(policy, [], size=2, seed=0)

@@ -16,30 +16,14 @@ from visalign.adapters.causal_lm.demonstrations import demonstration_rollout
 from visalign.adapters.causal_lm.policy import CausalLMPolicy
 from visalign.errors import UserError
 from visalign.interfaces import Scores
-from visalign.text import StoppingCriteria
 from visalign.training.loop.metrics import METRICS, check_keys, read_metrics
 from visalign.training.text.settings import TextObjectiveSettings
 from visalign.training.text.trajectories import bundle_index
 
-LEARNERS = ["grpo", "remax", "flowrl", "kl_cov", "ppo", "ppo_kl", "ppo_ptx"]
 TRUNCATE = {"level": "token", "mode": "truncate", "high": 5.0}
-CHANGES = {"flowrl": {"heads_lr": 3e-2}, "ppo_ptx": {"changes": {"ptx": 0.01}}}
 
 
-@pytest.mark.parametrize("algorithm", LEARNERS)
-def test_every_named_algorithm_learns_the_letter(algorithm, tmp_path):
-    trainer = toy_text_trainer(tmp_path, algorithm, objective=CHANGES.get(algorithm), run={"iterations": 12})
-    trainer.train()
-    records = read_metrics(tmp_path / "metrics.jsonl")
-    rewards = [record["reward_mean"] for record in records]
-    first, last = sum(rewards[:2]) / 2, sum(rewards[-3:]) / 3
-    assert last > first + 0.1, rewards
-    for record in records:
-        check_keys(record)
-    assert records[0]["ratio_floor"] < 1e-4
-
-
-CUTS = ["grpo", "dapo", "gspo", "kl_cov", "clip_cov", "flowrl", "ppo_ptx"]
+CUTS = ["grpo", "gspo", "kl_cov", "ppo_ptx"]
 
 
 @pytest.mark.parametrize("algorithm", CUTS)
@@ -186,7 +170,7 @@ def test_whoever_writes_is_told_of_the_weights_after_a_resume(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "dynamic"), [("ppo", None), ("siren", None), ("riskpo", None), ("dapo", {"max_rounds": 3})]
+    ("algorithm", "dynamic"), [("ppo", None), ("riskpo", None), ("dapo", {"max_rounds": 3})]
 )
 def test_a_resumed_run_is_the_uninterrupted_one(algorithm, dynamic, tmp_path):
     def trainer(folder, iterations):
@@ -236,8 +220,8 @@ def test_dynamic_sampling_goes_on_until_groups_carry_signal(tmp_path):
     assert record["frac_reward_zero_std"] == 0.0
 
 
-def test_rewards_of_single_steps_are_learnt(tmp_path):
-    """A completion as a whole is worth nothing, a token "z" is worth 1, those with a "y" are invalid."""
+def test_rewards_of_single_steps_reach_the_objective(tmp_path):
+    """A token "z" is worth 1, and completions with a "y" are invalid."""
     policy = toy_policy()
     z, y = (policy.tokenizer.convert_tokens_to_ids(letter) for letter in "zy")
 
@@ -253,21 +237,10 @@ def test_rewards_of_single_steps_are_learnt(tmp_path):
         def score_rollout(self, rollout):
             return Judged(rollout)
 
-    trainer = toy_text_trainer(
-        tmp_path, "reinforce_pp", policy=policy, reward=Letters("%"), process=Judge(), optimizer={"lr": 1e-2}
-    )
-    prompts = [record["prompt"] for record in trainer.algorithm.parts.records]
-
-    def share():
-        rollout = policy.generate(
-            prompts, seeds=5, num_generations=40, stopping=StoppingCriteria(max_new_tokens=5)
-        )
-        return float(((rollout.completion_ids == z) * rollout.loss_mask).sum() / rollout.loss_mask.sum())
-
-    before = share()
-    records = [trainer.iterate() for _ in range(15)]
-    assert share() > before + 0.2
-    assert min(record["trained_share"] for record in records) < 1  # completions with a "y" are left out
+    trainer = toy_text_trainer(tmp_path, "reinforce_pp", policy=policy, process=Judge())
+    experience = trainer.algorithm.collect(trainer.context).experience
+    judged, t = Judged(experience.rollout), experience.trajectories
+    assert torch.equal(t.process_reward, judged.reward) and torch.equal(t.valid, judged.valid)
     with pytest.raises(UserError, match="grpo has one advantage per completion"):
         toy_text_trainer(tmp_path, "grpo", process=Judge())
 

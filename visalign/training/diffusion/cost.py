@@ -23,20 +23,20 @@ def forward_equivalents_per_image(
 
     T·g + a·S·g + m·q·S·(g + 2) + E·q·S·(g − 1 + 3 + r·g) with g = 2 under guidance and 1 without: sampling;
     passes over all trained steps before the update; gradients of single rewards; per epoch and trained step
-    one forward and one backward of the conditional half, one forward of the unconditional half, and the
-    other policies. Old log-probabilities come from the rollout and cost nothing.
+    one forward and one backward of the conditional half, one forward of the unconditional half, and the other
+    policies. Old log-probabilities come from the rollout and cost nothing.
 
     Args:
-        steps: T, denoising steps of the sampling, without those that carry a gradient. Shared steps count
-            once: Σ_{k<T} n_k / G, a group of G having n_k latents before step k.
-        trained: S, steps of an image that are trained on; likewise Σ n_{k+1} / G.
+        steps: T, denoising steps of the sampling, without those that carry a gradient; shared steps count
+            once.
+        trained: S, steps of an image that are trained on; likewise.
         guided: True where the guidance scale is above 1.
-        reference: r, other policies evaluated at each trained step: the reference for a KL (β > 0) or as
-            anchor, the old policy; a share where only some updates need it.
+        reference: r, other policies evaluated at each trained step (reference, anchor, old policy), or
+            their mean.
         trained_share: q, share of the samples that are back-propagated; the rest have no signal.
         epochs: E, passes over the samples of an iteration.
-        asked_again: a, passes over every trained step before the update: the reference's log-prob for a KL
-            in the reward, the policy's own for an off-policy correction.
+        asked_again: a, passes over every trained step before the update (KL in the reward, off-policy
+            correction).
         guided_rollout: guidance while sampling; None: as `guided`.
         measured: m, gradients of single rewards in which an image takes part, for their balance.
 
@@ -45,8 +45,6 @@ def forward_equivalents_per_image(
 
         >>> forward_equivalents_per_image(steps=10, trained=9, guided=True, reference=True)
         74.0
-        >>> forward_equivalents_per_image(steps=10, trained=3, guided=False, reference=False)
-        19.0
     """
     passes = 2 if guided else 1
     pair = passes - 1 + 3 + reference * passes
@@ -60,14 +58,10 @@ def forward_equivalents_per_image(
 def planned_passes(
     row: Regression, updates: int, *, passes: int, reference: int, iterations: int = 1
 ) -> float:
-    """Compute r of `forward_equivalents_per_image`: passes of other policies at each pair, in own passes.
+    """Compute r of `forward_equivalents_per_image` in own passes, averaged over the iterations of the run.
 
-    Args:
-        row: the regression.
-        updates: optimizer updates per iteration, in all epochs.
-        passes: passes of the policy itself: 2 under guidance.
-        reference: passes of the reference, and of an expert.
-        iterations: of the run, over which `Regression.kl_until` and `old_decay` are averaged.
+    `passes` are those of the policy itself (2 under guidance), `reference` those of the reference or an
+    expert, `updates` those of an iteration in all epochs.
     """
     until = None if row.anchor == "reference" else row.kl_until
     kl_share = 1.0 if until is None else min(1.0, until / iterations)

@@ -71,8 +71,8 @@ class Context:
 
 
 class Algorithm(Protocol):
-    """Kind of training. The inherited methods are the simple case: one learning rate, float32, one update
-    for each entry of the experience, no ratio, no state."""
+    """Kind of training. The inherited methods are the simple case: one learning rate, float32, one update for
+    each entry of the experience, no ratio, no state."""
 
     accelerator: Accelerator
     """Device, processes, trackers; without mixed precision, which is the model's own."""

@@ -50,10 +50,8 @@ class MonitorLimits:
 
 
 def default_warnings() -> MonitorLimits:
-    """Return wide limits that rather miss a slow drift than warn of an honest run.
-
-    tests/benchmarks/images/reward_hacking.py measures them.
-    """
+    """Return wide limits that rather miss a slow drift than warn of an honest run (measured by
+    tests/benchmarks)."""
     return MonitorLimits(
         agreement_change=-0.3,
         recorded_change=-0.3,

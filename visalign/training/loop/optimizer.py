@@ -152,10 +152,8 @@ class TrainedWeights:
 
     @torch.no_grad()
     def resolution(self) -> float:
-        """Compute the median of √v̂ / ε over about 100,000 numbers that had a gradient; NaN without one.
-
-        Near 1 and below, ε swallows the steps.
-        """
+        """Compute the median of √v̂ / ε over about 100,000 numbers; near 1 and below, ε swallows the steps.
+        NaN: none."""
         total = sum(master.numel() for _, master in self.masters)
         stride, samples = max(1, total // 100_000), []
         for group in self.optimizer.param_groups:

@@ -108,25 +108,13 @@ def sample_point(
     prompts: Sequence[Prompt] | None = None,
     after_call: Callable[[int], object] | None = None,
 ) -> Completions:
-    """Complete every record `samples` times at one grid point, and score the completions.
+    """Complete every record `samples` times at one grid point, and score the completions; those of a prompt
+    side by side.
 
     A completion's tokens are a function of (seed, point, prompt, number): neither the other points nor the
-    other records change them, and different points draw different numbers.
-
-    Args:
-        policy: generator of the completions.
-        reward: higher is better.
-        records: each has "prompt"; they are handed to the reward as metadata.
-        point: distribution and seed.
-        samples: n, completions per prompt.
-        stopping: conditions that end a completion.
-        seed: seed of the run.
-        prompts_per_call: prompts that are completed and scored together; memory only.
-        prompts: prompts completed in place of the records' own, one for each.
-        after_call: called with the number of prompts done so far.
-
-    Returns:
-        P·n completions, those of a prompt next to each other.
+    other records change them, and different points draw different numbers. `prompts` take the place of the
+    records' own; `prompts_per_call` bounds memory, and after each call `after_call` gets the number of
+    prompts done.
     """
     prompts = [record["prompt"] for record in records] if prompts is None else prompts
     draw = (seed, "grid", repr(float(point.temperature)), repr(float(point.top_p)), point.seed)

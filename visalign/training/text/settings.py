@@ -102,19 +102,16 @@ class TextRolloutSettings(GenerationSettings):
     which a server needs."""
     routing_replay: bool = False
     """For a mixture of experts: every update of an iteration sends each token to the experts that it went to
-    before the first one (GSPO, arXiv 2507.18071, section 5.3), at the cost of a forward pass. Without it, the
-    router's changes move ratios by whole experts."""
+    before the first one (GSPO, arXiv 2507.18071, section 5.3), at the cost of a forward pass."""
     allowed_gap: Annotated[float, Field(ge=0)] = 0.5
     """Largest mean |log π_old − log μ| per token, nats, between the policy and another engine. Beyond it the
     engine has other weights or reports other log-probs, and the run stops."""
     overlap: Count = 1
     """Chunks that an iteration's samples are drawn in: while one is drawn, a thread scores the one before.
-    1: all are drawn, then all are scored. It helps where the reward works elsewhere (a server, another GPU,
-    processes that run code), and changes neither a sample nor a score, unless the score depends on its batch
-    or on torch's own random numbers."""
+    It helps where the reward works elsewhere (a server, another GPU), and changes no sample."""
     staleness: Literal[0, 1] = 0
-    """1: draw the samples of an iteration before the update of the one before, which hides the time of the
-    reward. They come from weights one iteration old, so the objective needs `importance_sampling`."""
+    """1: draw an iteration's samples before the update of the one before, which hides the reward's time.
+    Their weights are one iteration old, so the objective needs `importance_sampling`."""
     max_failure_rate: Share = 0.1
     """Share of completions that may fail to be scored before the run stops."""
     tool: ToolSettings | None = None
