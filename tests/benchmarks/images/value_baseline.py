@@ -28,22 +28,24 @@ from visalign.flow.rollout import predict_clean
 from visalign.pipelines.flow_grpo.config import FlowGRPOConfig
 from visalign.pipelines.flow_grpo.inputs import prepare
 from visalign.pipelines.flow_grpo.parts import build_policy
-from visalign.training.diffusion.images import ImageSource, ScoredImages
+from visalign.training import FlowGRPO
+from visalign.training.diffusion.images import ScoredImages
 from visalign.training.loop.runtime import PhaseClock
 
 TREES = 3
 """Latents of a prompt at which the trees of the floor part, into the rest of its images."""
 
 
-def source_of(changes: list[str]) -> tuple[ImageSource, list[int]]:
+def source_of(changes: list[str]) -> tuple[FlowGRPO, list[int]]:
     """The images of a configuration, and its stochastic steps."""
     config = load_config(FlowGRPOConfig, resolve_config("shapes_grpo_guard"), changes)
     inputs, accelerator = prepare(config, 1), Accelerator(cpu=True)
-    source = ImageSource(
+    source = FlowGRPO(
         build_policy(config.model, accelerator.device, config.seed),
         inputs.reward,
         inputs.records,
         rollout=config.rollout,
+        objective=config.objective,
         seed=config.seed,
         accelerator=accelerator,
         strata=inputs.strata,
@@ -66,7 +68,7 @@ def floor(step: int, prompts: int, clock: PhaseClock) -> tuple[float, float]:
         "objective.credit=branches",
     ]
     source, steps = source_of(tree)
-    made = source.collect(0, clock, steps)
+    made = source.sample_and_score(0, clock, steps)
     value = made.value.view(prompts, TREES, -1)
     within = value.var(2).mean()
     # between latents: the variance of their means, less what is within them
@@ -91,7 +93,7 @@ def learnt(iterations: int, clock: PhaseClock) -> Tensor:
     above: list[Tensor] = []
     left = torch.zeros(3, len(steps), dtype=torch.float64)
     for number in range(iterations):
-        made = source.collect(number, clock, steps)
+        made = source.sample_and_score(number, clock, steps)
         found = [predict_clean(made.trajectory, k) for k in range(len(steps))]
         others, rest = others_mean(made), made.value - others_mean(made)
         now = []  # per baseline and step [B, d]

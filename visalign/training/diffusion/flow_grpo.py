@@ -109,7 +109,7 @@ class FlowGRPO(ImageAlgorithm):
         return self.sample(iteration, run.clock, sde_steps), trained
 
     def collect(self, run: Context) -> Collected:
-        """Sample, decode and score one iteration's groups; see `ImageSource.collect`."""
+        """Sample, decode and score one iteration's groups."""
         with self.unsharded():
             pending, trained = self._prefetcher.next(run)
             images = self.constrained(self.scored(pending, run.clock), run)
