@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,11 +26,11 @@ from visalign.evaluation.statistics.correlations import weighted_srcc
 from visalign.evaluation.statistics.intervals import (
     Interval,
     bootstrap,
+    bootstrap_samples,
     cluster_index,
     interval,
     paired_bootstrap,
     ratio,
-    resample_samples,
 )
 from visalign.evaluation.statistics.selective import auroc, risk_coverage, weighted_auroc
 
@@ -148,8 +149,8 @@ def _signal_numbers(
     area = Interval(estimate=math.nan)
     if decided.any():
         numbers, clusters = cluster_index(index[decided])
-        blocks = resample_samples(numbers, clusters, **settings.drawing())
-        draws = np.concatenate([weighted_auroc(signal, wrong, weights) for weights in blocks])
+        areas = partial(weighted_auroc, signal, wrong)
+        draws = bootstrap_samples(areas, numbers, clusters, **settings.drawing())
         area = interval(auroc(signal, wrong), draws, clusters, level=settings.level)
     curve = risk_coverage(uncertainty, 1 - credit)
     step = max(1, len(curve.coverage) // 100)
@@ -182,9 +183,9 @@ def std_numbers(judged: JudgedPairs, settings: IntervalSettings) -> dict[str, An
     sides = [disagreement[repeated], judged.std[repeated], np.abs(judged.margin[repeated])]
     if repeated.sum() > 2 and all(np.ptp(side) > 0 for side in sides[:2]):
         index, clusters = cluster_index(judged.index[repeated])
-        blocks = resample_samples(index, clusters, **settings.drawing())
-        draws = np.concatenate([_rank_correlations(sides, weights) for weights in blocks])
-        estimates = _rank_correlations(sides, np.ones((1, len(index))))[0]
+        correlations = partial(_rank_correlations, sides)
+        draws = bootstrap_samples(correlations, index, clusters, **settings.drawing())
+        estimates = correlations(np.ones((1, len(index))))[0]
         for k, name in enumerate(("srcc_votes", "srcc_votes_given_margin")):
             numbers[name] = interval(float(estimates[k]), draws[:, k], clusters, level=settings.level)
     by_margin, by_both = (cross_fitted(judged, std) for std in (None, judged.std))

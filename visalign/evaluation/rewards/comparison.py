@@ -16,10 +16,10 @@ from visalign.evaluation.statistics.correlations import srcc, weighted_srcc
 from visalign.evaluation.statistics.intervals import (
     Interval,
     RatioTable,
+    bootstrap_samples,
     cluster_index,
     interval,
     paired_bootstrap,
-    resample_samples,
 )
 
 from .judged_pairs import IntervalSettings, pair_labels
@@ -80,8 +80,11 @@ def compare_on_quality(
     a, b, y = first.oriented[shared], second.oriented[shared], opinions(records)[shared]
     index, clusters = cluster_index(np.array(records.groups)[shared])
     estimate = srcc(a, y) - srcc(b, y)  # refuses constant scores and fewer than 2 images
-    blocks = resample_samples(index, clusters, **settings.drawing())
-    draws = np.concatenate([weighted_srcc(a, y, w) - weighted_srcc(b, y, w) for w in blocks])
+
+    def difference(weights: Array) -> Array:
+        return weighted_srcc(a, y, weights) - weighted_srcc(b, y, weights)
+
+    draws = bootstrap_samples(difference, index, clusters, **settings.drawing())
     std = float(np.nanstd(draws))
     return {
         "first": first.name,
@@ -166,8 +169,11 @@ def _srccs(
     if any(np.ptp(column) == 0 for column in (y, *values)):
         return None  # no rank correlation
     index, clusters = cluster_index(np.array(records.groups)[shared])
-    blocks = resample_samples(index, clusters, **settings.drawing())
-    draws = np.concatenate([np.stack([weighted_srcc(x, y, w) for x in values], axis=1) for w in blocks])
+
+    def correlations(weights: Array) -> Array:
+        return np.stack([weighted_srcc(x, y, weights) for x in values], axis=1)
+
+    draws = bootstrap_samples(correlations, index, clusters, **settings.drawing())
     numbers = [interval(srcc(x, y), draws[:, k], clusters, level=level) for k, x in enumerate(values)]
     return int(shared.sum()), numbers
 

@@ -17,7 +17,7 @@ from .certainty import calibration_numbers, selective_numbers, std_numbers
 from .judged_pairs import IntervalSettings, JudgedPairs, judged_pairs
 from .pair_scores import PairScores, swap_consistency
 from .people import people_numbers
-from .slices import pair_slices
+from .slices import slice_masks
 
 Array = NDArray[np.float64]
 
@@ -65,7 +65,8 @@ def _accuracies(
     pairs: PreferenceSet, judged: JudgedPairs, settings: IntervalSettings
 ) -> tuple[dict[str, Any], dict[str, list[dict[str, Any]]], dict[str, Any]]:
     """Return agreement by policy, accuracy by slice, and mean NLL and Brier score, from one set of draws."""
-    thresholds, parts = _thresholds(judged), pair_slices(pairs)
+    thresholds = _thresholds(judged)
+    masks = slice_masks(pairs.pairs, ("generator_left", "generator_right"))
     table, agreement, slices = RatioTable(judged.index, judged.clusters), {}, {}
     for policy, about in POLICIES.items():
         threshold = thresholds.get(policy, 0.0)
@@ -74,18 +75,21 @@ def _accuracies(
         table.add_macro(("macro", policy), credit, count)
         agreement[policy] = {"pairs": int(count.sum()), "threshold": threshold, "meaning": about.meaning}
     credit, count = policy_credit(HEADLINE, judged.margin, judged.label)
-    for part in parts:
-        rows = part.rows[judged.rows]
-        table.add((part.kind, part.name), credit * rows, count * rows)
+    for key, mask in masks.items():
+        table.add(key, credit * mask[judged.rows], count * mask[judged.rows])
     for name, loss in (("mean_nll", nll), ("mean_brier", brier)):
         values = loss(judged.prob, judged.label)
         table.add(name, values, np.ones_like(values), share=False)
     numbers = table.intervals(**settings.drawing(), level=settings.level)
     for policy, entry in agreement.items():
         entry |= {kind: numbers[kind, policy].to_dict() for kind in ("micro", "macro")}
-    for part in parts:
-        size, accuracy = int(part.rows[judged.rows].sum()), numbers[part.kind, part.name].to_dict()
-        slices.setdefault(part.kind, []).append({"name": part.name, "pairs": size, "accuracy": accuracy})
+    for (kind, name), mask in masks.items():
+        entry = {
+            "name": name,
+            "pairs": int(mask[judged.rows].sum()),
+            "accuracy": numbers[kind, name].to_dict(),
+        }
+        slices.setdefault(kind, []).append(entry)
     return agreement, slices, {name: numbers[name] for name in ("mean_nll", "mean_brier")}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,14 +22,14 @@ from visalign.evaluation.statistics.correlations import (
     weighted_pearson,
     weighted_srcc,
 )
-from visalign.evaluation.statistics.intervals import cluster_index, correlation_interval, resample_samples
+from visalign.evaluation.statistics.intervals import bootstrap_samples, cluster_index, correlation_interval
 from visalign.evaluation.statistics.selective import risk_coverage
 
 from .agreement import within_groups
 from .certainty import COVERAGES, finite
 from .judged_pairs import IntervalSettings
 from .pair_scores import count_reasons, fill_reasons
-from .slices import quality_slices
+from .slices import slice_masks
 
 Array = NDArray[np.float64]
 
@@ -159,35 +160,27 @@ def _correlations(
     """Compute correlations with intervals; those after a fit hold the fitted map fixed in every resample."""
     estimates = {"srcc": srcc(x, y), "plcc": plcc(x, y), "kendall_b": kendall(x, y)}
     statistics: dict[str, Callable[[Array], Array]] = {
-        "srcc": lambda weights: weighted_srcc(x, y, weights),
-        "plcc": lambda weights: weighted_pearson(x, y, weights),
-        "kendall_b": lambda weights: weighted_kendall(x, y, weights),
+        "srcc": partial(weighted_srcc, x, y),
+        "plcc": partial(weighted_pearson, x, y),
+        "kendall_b": partial(weighted_kendall, x, y),
     }
     for parameters, fit in fits.items():
         if isinstance(fit, LogisticFit) and np.isfinite(fit.plcc):
             name = f"plcc_logistic{parameters}"
             estimates[name] = fit.plcc
-            statistics[name] = lambda weights, fitted=fit.fitted: weighted_pearson(fitted, y, weights)
-    draws = _draws(statistics, index, clusters, settings)
+            statistics[name] = partial(weighted_pearson, fit.fitted, y)
+
+    def all_statistics(weights: Array) -> Array:
+        return np.stack([statistic(weights) for statistic in statistics.values()], axis=1)
+
+    table = bootstrap_samples(all_statistics, index, clusters, **settings.drawing())
+    draws = dict(zip(statistics, table.T, strict=True))
     if clusters < len(x):
         estimates["srcc_within"], draws["srcc_within"] = within_groups(x, y, index, **settings.drawing())
     return {
         name: correlation_interval(estimate, draws[name], clusters, level=settings.level).to_dict()
         for name, estimate in estimates.items()
     }
-
-
-def _draws(
-    statistics: dict[str, Callable[[Array], Array]],
-    index: NDArray[np.int64],
-    clusters: int,
-    settings: IntervalSettings,
-) -> dict[str, Array]:
-    parts: dict[str, list[Array]] = {name: [] for name in statistics}
-    for weights in resample_samples(index, clusters, **settings.drawing()):
-        for name, statistic in statistics.items():
-            parts[name].append(statistic(weights))
-    return {name: np.concatenate(blocks) for name, blocks in parts.items()}
 
 
 def _certainty(
@@ -215,16 +208,16 @@ def _slices(
     settings: IntervalSettings,
 ) -> dict[str, list[dict[str, Any]]]:
     slices: dict[str, list[dict[str, Any]]] = {}
-    for part in quality_slices(records):
-        inside = part.rows[rows]
+    for (kind, name), slice_rows in slice_masks(records.records, ("generator",)).items():
+        inside = slice_rows[rows]
         a, b = x[inside], y[inside]
-        entry: dict[str, Any] = {"name": part.name, "images": len(a), "srcc": None}
+        entry: dict[str, Any] = {"name": name, "images": len(a), "srcc": None}
         if len(a) >= SMALLEST_SLICE and np.ptp(a) > 0 and np.ptp(b) > 0:
             numbers, clusters = cluster_index(index[inside])
-            draws = _draws({"srcc": lambda w, a=a, b=b: weighted_srcc(a, b, w)}, numbers, clusters, settings)
-            number = correlation_interval(srcc(a, b), draws["srcc"], clusters, level=settings.level)
+            draws = bootstrap_samples(partial(weighted_srcc, a, b), numbers, clusters, **settings.drawing())
+            number = correlation_interval(srcc(a, b), draws, clusters, level=settings.level)
             entry |= {"srcc": number.to_dict(), "clusters": clusters}
-        slices.setdefault(part.kind, []).append(entry)
+        slices.setdefault(kind, []).append(entry)
     return slices
 
 

@@ -5,43 +5,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
-from visalign.data.sets.records import PreferenceSet, QualitySet
 
 LARGEST = 24
 """Most frequent values of one kind that get a slice."""
 
 WORDS = (5, 10, 20, 40)
 """Upper ends of the prompt lengths, in words."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Slice:
-    """Subset of N records."""
-
-    kind: str
-    """ "category", "generator", "resolution", "prompt_length", or "split"."""
-    name: str
-    rows: NDArray[np.bool_]
-    """[N]."""
-
-
-def pair_slices(pairs: PreferenceSet) -> list[Slice]:
-    """Slice a preference set; a kind with a single value is left out.
-
-    A pair belongs to the slice of each of its generators.
-    """
-    return _slices(pairs.pairs, ("generator_left", "generator_right"))
-
-
-def quality_slices(records: QualitySet) -> list[Slice]:
-    """Slice a quality set; a kind with a single value is left out."""
-    return _slices(records.records, ("generator",))
 
 
 def length_name(prompt: str) -> str:
@@ -61,7 +34,13 @@ def length_name(prompt: str) -> str:
 _LENGTHS = tuple(length_name("word " * count) for count in (*WORDS, WORDS[-1] + 1))
 
 
-def _slices(records: Sequence[Any], generators: Sequence[str]) -> list[Slice]:
+def slice_masks(
+    records: Sequence[Any], generators: Sequence[str]
+) -> dict[tuple[str, str], NDArray[np.bool_]]:
+    """Slice N records: (kind, name) -> mask [N]; a kind with a single value is left out.
+
+    A record belongs to the slice of each of the generators in its fields `generators`.
+    """
     columns: dict[str, list[tuple[str | None, ...]]] = {
         "category": [(record.category,) for record in records],
         "generator": [tuple(getattr(record, name) for name in generators) for record in records],
@@ -69,14 +48,11 @@ def _slices(records: Sequence[Any], generators: Sequence[str]) -> list[Slice]:
         "prompt_length": [(length_name(r.prompt) if r.prompt else None,) for r in records],
         "split": [(record.split,) for record in records],
     }
-    slices = []
+    masks = {}
     for kind, column in columns.items():
         names = Counter(name for values in column for name in set(values) if name is not None)
-        if len(names) < 2:
-            continue
         largest = [name for name, _ in names.most_common(LARGEST)]
-        for name in (
-            [length for length in _LENGTHS if length in largest] if kind == "prompt_length" else largest
-        ):
-            slices.append(Slice(kind=kind, name=name, rows=np.array([name in values for values in column])))
-    return slices
+        ordered = [name for name in _LENGTHS if name in largest] if kind == "prompt_length" else largest
+        for name in ordered if len(names) > 1 else ():
+            masks[kind, name] = np.array([name in values for values in column])
+    return masks

@@ -134,14 +134,22 @@ def resample_weights(count: int, *, generator: torch.Generator, resamples: int =
         yield np.bincount(drawn.ravel(), minlength=block * count).reshape(block, count).astype(np.float64)
 
 
-def resample_samples(
-    index: NDArray[np.int64], count: int, *, generator: torch.Generator, resamples: int = 1_000
-) -> Iterator[Array]:
-    """Yield blocks [r, N] of how often each sample is drawn when its cluster `index` [N] is drawn whole."""
+def bootstrap_samples(
+    statistic: Callable[[Array], Array],
+    index: NDArray[np.int64],
+    count: int,
+    *,
+    generator: torch.Generator,
+    resamples: int = 1_000,
+) -> Array:
+    """Draw R numbers from samples in `count` whole clusters `index` [N]; NaN where undefined.
+
+    `statistic` maps how often each sample is drawn, [r, N], to r numbers or rows of numbers.
+    """
     rows = max(1, _CHUNK // max(len(index), 1))
-    for block in resample_weights(count, generator=generator, resamples=resamples):
-        for start in range(0, len(block), rows):
-            yield block[start : start + rows, index]
+    blocks = resample_weights(count, generator=generator, resamples=resamples)
+    parts = (block[start : start + rows, index] for block in blocks for start in range(0, len(block), rows))
+    return np.concatenate([statistic(weights) for weights in parts])
 
 
 def bootstrap(
