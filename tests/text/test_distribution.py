@@ -31,23 +31,19 @@ def sampled_log_prob(logits, target, sampling, kept=None):
     return chosen_log_prob(log_distribution(logits, sampling.scale, kept), target)
 
 
-def kept(**options) -> list[bool]:
+@pytest.mark.parametrize(
+    ("options", "tokens"),
+    [
+        ({"top_p": 0.7 - 1e-9}, [1, 3]),
+        ({"top_p": 0.7 + 1e-9}, [1, 3, 4]),
+        ({"top_p": 1e-6}, [1]),
+        ({"top_k": 2, "top_p": 0.5}, [1]),  # top-k comes first and leaves 4/7 and 3/7
+        ({"top_k": 99}, [0, 1, 2, 3, 4]),
+    ],
+)
+def test_the_fewest_tokens_that_hold_the_share_are_kept(options, tokens) -> None:
     found = kept_tokens(SHARES.log(), Sampling(**options))
-    assert found is not None
-    return found[0].tolist()
-
-
-def test_top_p_keeps_the_fewest_tokens_that_hold_the_share() -> None:
-    assert kept(top_p=0.7 - 1e-9) == [False, True, False, True, False]
-    assert kept(top_p=0.7 + 1e-9) == [False, True, False, True, True]
-    assert kept(top_p=1e-6) == [False, True, False, False, False]
-
-
-def test_top_k_comes_before_top_p() -> None:
-    # the two best hold 4/7 and 3/7 of what top-k leaves: the first alone has 0.57 of it, and 0.4 of all
-    assert kept(top_k=2, top_p=0.5) == [False, True, False, False, False]
-    assert kept(top_p=0.5) == [False, True, False, True, False]
-    assert kept(top_k=99) == [True] * 5
+    assert found is not None and found[0].nonzero()[:, 0].tolist() == tokens
 
 
 def test_the_chosen_token_is_renormalised() -> None:
@@ -106,16 +102,12 @@ def test_remembered_sets_keep_a_token_that_left_the_nucleus() -> None:
     assert found.log_prob.item() == pytest.approx(math.log(0.03 / held), abs=1e-6)
 
 
-def test_drawing_inverts_the_cumulative_probability() -> None:
-    log_p = SHARES.log().expand(6, 5)
+def test_drawing_inverts_the_cumulative_probability_and_never_takes_an_excluded_token() -> None:
     u = torch.tensor([0.0, 0.0999, 0.1001, 0.4999, 0.5001, 1 - 1e-12], dtype=torch.float64)
-    assert draw_tokens(log_p, u).tolist() == [0, 0, 1, 1, 2, 4]
-
-
-def test_drawing_never_takes_an_excluded_token() -> None:
+    assert draw_tokens(SHARES.log().expand(6, 5), u).tolist() == [0, 0, 1, 1, 2, 4]
     log_p = torch.tensor([[-math.inf, 0.0, -math.inf], [0.0, -math.inf, -math.inf]])
-    for u in (0.0, 0.5, 1 - 2**-53):
-        assert draw_tokens(log_p, torch.full((2,), u, dtype=torch.float64)).tolist() == [1, 0]
+    for value in (0.0, 0.5, 1 - 2**-53):
+        assert draw_tokens(log_p, torch.full((2,), value, dtype=torch.float64)).tolist() == [1, 0]
 
 
 def test_broken_logits_are_refused() -> None:
@@ -136,12 +128,6 @@ def test_broken_logits_are_refused() -> None:
 def test_bad_sampling_is_refused(options, message) -> None:
     with pytest.raises(UserError, match=message):
         Sampling(**options)
-
-
-def test_what_sampling_says_of_itself() -> None:
-    assert Sampling().truncates is False and Sampling(top_k=3).truncates and Sampling(top_p=0.5).truncates
-    greedy = Sampling(temperature=0, top_p=0.5)
-    assert greedy.greedy and not greedy.truncates and greedy.scale == 1
 
 
 def test_a_seed_gives_its_own_numbers_whatever_the_batch() -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,7 @@ def pairs_of(*rows: dict[str, Any]) -> PreferenceSet:
 
 
 BASE: dict[str, Any] = {"prompt": "a cat", "image_left": "l.png", "image_right": "r.png"}
+MIRRORED = BASE | {"image_left": "r.png", "image_right": "l.png"}
 
 
 def test_what_means_nothing_is_refused() -> None:
@@ -145,18 +147,13 @@ def test_what_means_nothing_is_refused() -> None:
 
 
 def test_what_is_odd_is_reported() -> None:
-    mirrored: dict[str, Any] = {"prompt": "a cat", "image_left": "r.png", "image_right": "l.png"}
-    found = check_preferences(
-        pairs_of(BASE, BASE, mirrored | {"label": 0.0}, mirrored, BASE | {"label": 0.5}), files=False
-    )
+    rows = pairs_of(BASE, BASE, MIRRORED | {"label": 0.0}, MIRRORED, BASE | {"label": 0.5})
+    found = check_preferences(rows, files=False)
     counts = {finding.kind: finding.count for finding in found}
     assert counts == {"disagreement": 1, "ties": 1}
     same = check_preferences(pairs_of(BASE, BASE | {"image_left": "r.png", "label": 0.0}), files=False)
     assert [finding.kind for finding in same] == ["same_image"]
     assert [finding.kind for finding in check_preferences(pairs_of(BASE), files=False)] == ["one_side"]
-
-
-MIRRORED: dict[str, Any] = {"prompt": "a cat", "image_left": "r.png", "image_right": "l.png"}
 
 
 def test_rows_of_annotators_are_votes_and_only_the_same_voice_repeats_itself() -> None:
@@ -246,8 +243,6 @@ def test_quality_sets(tmp_path: Path) -> None:
 
 
 def test_images_inside_parquet_files(tmp_path: Path) -> None:
-    import io
-
     images = []
     for level in range(5):
         buffer = io.BytesIO()
@@ -255,9 +250,8 @@ def test_images_inside_parquet_files(tmp_path: Path) -> None:
         images.append({"jpg": buffer.getvalue()})
     path = tmp_path / "x.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(images), path, row_group_size=2)
-    assert [np.asarray(resolve_image(parquet_reference(path, "jpg", k)))[0, 0, 0] for k in range(5)] == list(
-        range(5)
-    )
+    levels = [np.asarray(resolve_image(parquet_reference(path, "jpg", k)))[0, 0, 0] for k in range(5)]
+    assert levels == [0, 1, 2, 3, 4]
     for broken in (parquet_reference(path, "jpg", 9), parquet_reference(path, "png", 1), "parquet://x"):
         with pytest.raises(UserError, match=r"leads to no image"):
             resolve_image(broken)

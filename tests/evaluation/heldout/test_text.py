@@ -33,9 +33,11 @@ class HasVowel(Letters):
         )
 
 
-def _evaluate(records=RECORDS, seeds=(0, 1, 2), **options):
-    given = {"sampling": Sampling(), "stopping": STOP, "correctness": "vowel", **options}
-    return evaluate_text(toy_policy(), {"vowel": HasVowel()}, records, seeds=seeds, **given)
+def _evaluate(records=RECORDS, seeds=(0, 1, 2), policy=None, rewards=None, **options):
+    settled = {"sampling": Sampling(), "stopping": STOP, "correctness": "vowel", **options}
+    return evaluate_text(
+        policy or toy_policy(), rewards or {"vowel": HasVowel()}, records, seeds=seeds, **settled
+    )
 
 
 @pytest.fixture(scope="module")
@@ -86,19 +88,8 @@ def test_stretches_of_processes_make_the_whole_where_one_has_no_verdict(found):
 def test_what_cannot_be_evaluated_is_refused():
     with pytest.raises(UserError, match=r"'vowels' is not among vowel\. Did you mean 'vowel'"):
         _evaluate(correctness="vowels")
-
-
-def test_a_reward_may_not_take_a_measures_label():
     with pytest.raises(UserError, match="label 'length' is the name of a measure"):
-        evaluate_text(
-            toy_policy(),
-            {"length": Letters()},
-            RECORDS,
-            seeds=[0],
-            sampling=Sampling(),
-            stopping=STOP,
-            correctness=None,
-        )
+        _evaluate(rewards={"length": Letters()}, correctness=None)
 
 
 def test_a_reward_that_cannot_say_right_or_wrong_is_no_judge():
@@ -113,16 +104,7 @@ def test_a_reward_that_cannot_say_right_or_wrong_is_no_judge():
 
 
 def test_a_prompt_that_was_too_long_has_no_verdict():
-    policy = toy_policy(max_prompt_tokens=3, long_prompts="mask")
-    found = evaluate_text(
-        policy,
-        {"vowel": HasVowel()},
-        RECORDS,
-        seeds=[0],
-        sampling=Sampling(),
-        stopping=STOP,
-        correctness="vowel",
-    )
+    found = _evaluate(seeds=[0], policy=toy_policy(max_prompt_tokens=3, long_prompts="mask"))
     long = np.array([len(prompt) > 3 for prompt in found.prompts])
     assert long.sum() == 2 and not found.judged[long].any() and found.judged[~long].any()
     assert {found.reasons[i] for i in np.flatnonzero(long)} == {"prompt too long"}

@@ -74,14 +74,12 @@ def test_thresholds_maximise_the_three_class_accuracy() -> None:
 
 
 def test_the_bootstrap_resamples_whole_clusters() -> None:
-    weights = np.concatenate(
-        list(resample_weights(50, generator=torch.Generator().manual_seed(1), resamples=300))
+    weights, again = (
+        np.concatenate(list(resample_weights(50, generator=torch.Generator().manual_seed(1), resamples=300)))
+        for _ in range(2)
     )
     assert weights.shape == (300, 50) and (weights.sum(1) == 50).all()
     assert abs(weights.var(0).mean() - 0.98) < 0.1  # multinomial: 1 − 1/50
-    again = np.concatenate(
-        list(resample_weights(50, generator=torch.Generator().manual_seed(1), resamples=300))
-    )
     assert np.array_equal(weights, again)
 
 

@@ -56,7 +56,6 @@ def test_power_says_how_many_pairs_a_difference_needs() -> None:
     found = sum(mcnemar(*draw(int(needed)))["p_value"] < 0.05 for _ in range(300)) / 300
     assert found == pytest.approx(0.8, abs=0.07)
     smallest = power(difference, std, len(first))["smallest"]
-    assert smallest is not None and power(smallest, std, len(first))["needed"] == pytest.approx(
-        len(first), abs=1
-    )
+    assert smallest is not None
+    assert power(smallest, std, len(first))["needed"] == pytest.approx(len(first), abs=1)
     assert power(0.0, std, 10)["needed"] is None

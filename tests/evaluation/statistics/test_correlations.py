@@ -16,6 +16,7 @@ from visalign.evaluation.statistics.correlations import (
     plcc,
     rmse,
     srcc,
+    weighted_kendall,
     weighted_pearson,
     weighted_srcc,
 )
@@ -90,6 +91,25 @@ def test_weighted_forms_equal_repeated_samples() -> None:
         assert spearman == pytest.approx(srcc(x, y), abs=1e-12)
         assert pearson == pytest.approx(plcc(x, y), abs=1e-12)
     assert np.isnan(weighted_srcc(np.ones(4), np.arange(4.0), np.ones((1, 4)))).all()
+
+
+@pytest.mark.parametrize("step", [0.0, 0.5])
+def test_weighted_kendall_equals_scipy_on_repeated_samples(step: float) -> None:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=256)
+    y = x + rng.normal(size=256)
+    if step:
+        x, y = np.round(x / step) * step, np.round(y)
+    weights = rng.integers(0, 4, (3, 256)).astype(float)
+    for row, tau in zip(weights.astype(int), weighted_kendall(x, y, weights), strict=True):
+        assert tau == pytest.approx(stats.kendalltau(np.repeat(x, row), np.repeat(y, row))[0], abs=1e-12)
+
+
+def test_weighted_kendall_by_hand_and_where_it_is_not_defined() -> None:
+    # Order 1 < 2 < 3 against 10, 30, 20: two pairs in order, one not.
+    sides = np.array([1.0, 2, 3]), np.array([10.0, 30, 20])
+    found = weighted_kendall(*sides, np.array([[1.0, 1, 1], [1, 1, 0], [1, 0, 0]]))
+    assert found[:2] == pytest.approx([1 / 3, 1]) and np.isnan(found[2])
 
 
 def test_bad_input_is_named() -> None:
