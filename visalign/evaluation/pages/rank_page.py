@@ -14,8 +14,6 @@ from .table_files import FileTable
 
 SHOWN = 60
 """Rows of the table that show their image."""
-LARGEST_MATRIX = 30
-"""Images up to which a square table shows every call."""
 LEAST_SCALE = 2e-9
 """Length of the tracks where all ends are one number."""
 
@@ -49,8 +47,6 @@ def rank_page(result: Mapping[str, Any], images: Mapping[str, Mapping[str, Any] 
         images=images,
         shown=SHOWN,
         names=short_names(row["image"] for row in result["images"]),
-        matrix=matrix(result),
-        largest_matrix=LARGEST_MATRIX,
         sentences=[*sentences(result), *provenance_lines(result)],
     )
 
@@ -131,39 +127,6 @@ def _best(result: Mapping[str, Any], placed: Sequence[Mapping[str, Any]]) -> lis
         return [f"The interval of {name} lies apart from all others: it is the best."]
     number = "interval" if rivals == 1 else "intervals"
     return [f"The first place is open: {rivals} other {number} overlap with that of the first."]
-
-
-def matrix(result: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """Arrange every call of a ranking in a square table, images in their order; None with too many.
-
-    A row for each image on the left: `image`, `place` and `cells`, one for each image on the right: (kind,
-    text), both empty where not asked; kind is "won", "lost", "even", "failed" or "itself", the text how
-    likely the left one is better, in percent.
-    """
-    rows = result["images"]
-    if not result["asked"] or len(rows) > LARGEST_MATRIX:
-        return None
-    calls = {(call["left"], call["right"]): call for call in result["asked"]}
-    return [
-        {
-            "image": left["image"],
-            "place": left["place"],
-            "cells": [
-                ("itself", "") if left is right else _cell(calls.get((left["image"], right["image"])))
-                for right in rows
-            ],
-        }
-        for left in rows
-    ]
-
-
-def _cell(call: Mapping[str, Any] | None) -> tuple[str, str]:
-    if call is None:
-        return "", ""
-    if call["prob"] is None:
-        return "failed", "×"
-    kind = "won" if call["prob"] > 0.5 else "lost" if call["prob"] < 0.5 else "even"
-    return kind, f"{100 * call['prob']:.0f}"
 
 
 def _ends(placed: Sequence[Mapping[str, Any]]) -> tuple[float, float]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterator, Sequence
+from functools import partial
 from itertools import combinations
 from typing import Any
 
@@ -21,11 +22,11 @@ from visalign.evaluation.statistics.correlations import kendall, srcc, weighted_
 from visalign.evaluation.statistics.intervals import (
     Interval,
     bootstrap,
+    bootstrap_samples,
     cluster_index,
     cluster_sums,
     correlation_interval,
     ratio,
-    resample_weights,
 )
 
 RESAMPLES = 400
@@ -100,8 +101,8 @@ def _overall_draws(
         rows = np.linspace(0, len(x) - 1, MOST_IMAGES).astype(int)
         x, y, groups = x[rows], y[rows], cluster_index(groups[rows])[0]
     generator, clusters = torch.Generator().manual_seed(seed), int(groups.max()) + 1
-    blocks = resample_weights(clusters, generator=generator, resamples=resamples)
-    return clusters, np.concatenate([weighted_srcc(x, y, block[:, groups]) for block in blocks])
+    draw = partial(weighted_srcc, x, y)
+    return clusters, bootstrap_samples(draw, groups, clusters, generator=generator, resamples=resamples)
 
 
 def _ends(number: Interval) -> dict[str, float | None]:

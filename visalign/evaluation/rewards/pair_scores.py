@@ -152,7 +152,7 @@ def swap_consistency(scores: PairScores) -> dict[str, float] | None:
     Returns:
         `same_winner`: share of the pairs with one winner in both orders; `position_bias`: mean log-odds that
         the side alone adds, positive for the left; `left_share`: how often the left side wins over both
-        orders; `mean_gap`: mean |p − p'| of the two probabilities for one image. None for other rewards.
+        orders. None for other rewards.
     """
     if scores.swapped is None or not scores.judged.any():
         return None
@@ -162,7 +162,6 @@ def swap_consistency(scores: PairScores) -> dict[str, float] | None:
         "same_winner": float(np.mean(np.sign(straight) == np.sign(turned))),
         "position_bias": float(np.mean(straight - turned) / 2),
         "left_share": float(np.mean(np.sign([straight, -turned]) + 1) / 2),
-        "mean_gap": float(np.mean(np.abs(special.expit(straight) - special.expit(turned)))),
     }
 
 
