@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
@@ -139,22 +139,11 @@ def evaluate(options: EvaluateOptions, *, on_batch: OnBatch | None = None) -> di
     if options.fuse:
         fused, fusion = kind.fuse(source, scores)
         scores.append(fused)
-    reports, reported, failed = [], [], []
-    by_name = {reward.name: reward for reward in rewards.values()}
-    for entry in scores:
-        try:
-            report = kind.report(source, entry, options.settings)
-        except ValueError as error:
-            failed.append({"judge": entry.name, "error": str(error)})
-            continue
-        report["worst"] = worst_records(source, entry)
-        if (reward := by_name.get(entry.name)) is not None:
-            identity = reward_identity(reward)
+    identities = {reward.name: reward_identity(reward) for reward in rewards.values()}
+    reports, reported, failed = _reports(kind, source, scores, options.settings)
+    for report in reports:
+        if (identity := identities.get(report["judge"]["name"])) is not None:
             report["judge"]["identity"] = {"model": identity.model, "digest": identity.digest}
-        reports.append(report)
-        reported.append(entry)
-    if not reports:
-        raise UserError("; ".join(f"{item['judge']}: {item['error']}" for item in failed))
     comparisons = []
     for first, second in combinations(reported, 2):
         try:
@@ -190,6 +179,23 @@ def evaluate(options: EvaluateOptions, *, on_batch: OnBatch | None = None) -> di
     if options.output is not None:
         write_result(options.output, result)
     return result
+
+
+def _reports(
+    kind: _Kind, source: Any, scores: Sequence[Any], settings: IntervalSettings
+) -> tuple[list[dict[str, Any]], list[Any], list[dict[str, str]]]:
+    """Compute (reports, their scores, and the reasons of rewards without a report)."""
+    reports: list[dict[str, Any]] = []
+    reported, failed = [], []
+    for entry in scores:
+        try:
+            reports.append(kind.report(source, entry, settings) | {"worst": worst_records(source, entry)})
+            reported.append(entry)
+        except ValueError as error:
+            failed.append({"judge": entry.name, "error": str(error)})
+    if not reports:
+        raise UserError("; ".join(f"{item['judge']}: {item['error']}" for item in failed))
+    return reports, reported, failed
 
 
 def write_result(folder: Path, result: dict[str, Any]) -> None:

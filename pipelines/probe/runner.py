@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -52,7 +53,7 @@ class ProbeAnswers:
     reasons: list[str | None]
 
 
-class ProbeRunner:
+class ProbeRunner(ABC):
     """Asks a reward about unchanged and changed samples; responses are in units of the unchanged spread."""
 
     kind: str
@@ -67,9 +68,9 @@ class ProbeRunner:
     def __init__(self, name: str, reference: Reference, batch_size: int) -> None:
         self.name, self.reference, self.batch_size = name, reference, batch_size
 
+    @abstractmethod
     def run_level(self, probe: Probe, level: Level, seed: int) -> LevelResult:
         """Compute the responses at one level of a probe; `seed` is that of random changes."""
-        raise NotImplementedError
 
     def record(self) -> dict[str, Any]:
         """Describe the reference as JSON."""
@@ -120,9 +121,9 @@ class ProbeRunner:
             reasons.append(reason[0])
         return ProbeAnswers(rows[:COMPANY_ROWS], np.array(values), reasons)
 
+    @abstractmethod
     def _ask(self, sides: list[Any], prompts: list[str], records: list[Any] | None) -> Answer:
         """Call the reward once with the images of each side."""
-        raise NotImplementedError
 
     def _call(self, images: list[Any], prompts: list[str], rows: Sequence[int], tolerant: bool) -> Answer:
         records = [self.reference.metadata[row] for row in rows] if self.with_records else None

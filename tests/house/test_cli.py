@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import csv
 import errno
-import io
 import json
 import subprocess
 import sys
@@ -61,7 +59,7 @@ class Toy:
         (output / "partial").touch()
         self.fail()
         (output / "report.html").write_text("<html></html>")
-        (output / "lora").mkdir()
+        (output / "lora").mkdir(exist_ok=True)
         numbers = {
             "before": {"accuracy": 0.5, "by_category": {"two_objects": 0.25}},
             "after": {"accuracy": 0.625, "by_category": {"two_objects": 0.75}},
@@ -109,21 +107,13 @@ def test_help_names_every_command() -> None:
     assert visalign("--version").stdout.strip() == __version__
 
 
-def test_help_imports_nothing_heavy() -> None:
-    code = (
-        "import sys\nfrom visalign.pipelines import cli\n"
-        "heavy = {'torch', 'numpy', 'diffusers', 'transformers', 'open_clip', 'accelerate', 'peft'}\n"
-        "print(sorted(heavy & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
-    assert done.stdout.strip() == "[]"
-
-
-def test_python_m_visalign_is_the_command_and_says_its_help_without_torch() -> None:
+def test_python_m_visalign_prints_its_help_without_heavy_imports() -> None:
     command = [sys.executable, "-X", "importtime", "-m", "visalign", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
     assert "Usage: visalign [OPTIONS] COMMAND" in done.stdout
-    assert "| rich" in done.stderr.replace("  ", "") and "| torch" not in done.stderr.replace("  ", "")
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "rich" in imported
+    assert not imported & {"torch", "numpy", "diffusers", "transformers", "open_clip", "accelerate", "peft"}
 
 
 def test_an_unknown_command_exits_2_with_the_nearest() -> None:
@@ -135,6 +125,8 @@ def test_an_unknown_command_exits_2_with_the_nearest() -> None:
 def test_train_runs_the_configuration_with_its_overrides(toy: Toy) -> None:
     result = visalign("train", "toy", "seed=3", "--output", "out")
     assert result.exit_code == 0, result.output
+    assert visalign("train", "toy", "seed=3", "--output", "out", "--resume").exit_code == 0
+    assert toy.calls.pop() == (ToyConfig(seed=3, steps=5), Path("out"), True)
     assert toy.calls == [(ToyConfig(seed=3, steps=5), Path("out"), False)]
     assert "two objects" in result.stdout and "+0.500" in result.stdout
     assert "Held-out accuracy +12.5 points, 95% interval +10.0 to +15.0" in result.stdout
@@ -178,17 +170,14 @@ def test_train_refuses_by_name_and_writes_nothing(toy: Toy, arguments: list[str]
     assert toy.calls == [] and list(Path().iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("seed: 1", r"names no pipeline. Write a line 'pipeline: NAME' with one of: flow_grpo, pref_grpo"),
-        ("pipeline: flow_gpro", r"pipeline 'flow_gpro', which does not exist. Did you mean 'flow_grpo'?"),
-    ],
-)
-def test_a_file_must_name_a_pipeline(toy: Toy, text: str, message: str) -> None:
-    Path("mine.yaml").write_text(text)
-    result = visalign("train", "mine.yaml")
-    assert result.exit_code == 2 and message in result.stderr
+def test_a_file_must_name_a_pipeline(toy: Toy) -> None:
+    for text, message in (
+        ("seed: 1", "names no pipeline. Write a line 'pipeline: NAME' with one of: flow_grpo, pref_grpo"),
+        ("pipeline: flow_gpro", "pipeline 'flow_gpro', which does not exist. Did you mean 'flow_grpo'?"),
+    ):
+        Path("mine.yaml").write_text(text)
+        result = visalign("train", "mine.yaml")
+        assert result.exit_code == 2 and message in result.stderr
 
 
 def test_an_output_folder_with_something_in_it_is_refused(toy: Toy) -> None:
@@ -205,13 +194,6 @@ def test_an_output_folder_with_something_in_it_is_refused(toy: Toy) -> None:
 def _refusal(file: Path) -> str:
     file.touch()
     return visalign("train", "toy", "-o", file).stderr
-
-
-def test_resume_goes_on_in_the_same_folder(toy: Toy) -> None:
-    Path("out").mkdir()
-    Path("out/checkpoint").touch()
-    assert visalign("train", "toy", "-o", "out", "--resume").exit_code == 0
-    assert toy.calls == [(ToyConfig(steps=5), Path("out"), True)]
 
 
 def test_several_processes_need_a_common_folder(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,34 +221,23 @@ def _raise(error: BaseException) -> None:
 
 
 def test_errors_for_the_user_are_messages_and_the_others_are_not() -> None:
-    def caught(error: BaseException) -> str | None:
-        try:
-            with cli_messages.user_messages():
-                _raise(error)
-        except typer.Exit as exit_:
-            assert exit_.exit_code == cli_messages.USER_ERROR
-            return "message"
-        except type(error):
-            return "traceback"
-        return None
-
-    assert caught(ConfigError("x")) == "message"
-    assert caught(OSError(errno.ENOSPC, "No space left on device", "file")) == "message"
-    assert caught(ValueError("of somebody else's code")) == "traceback"
-    assert caught(KeyError("a slip")) == "traceback"
+    for error in (ConfigError("x"), OSError(errno.ENOSPC, "No space left on device", "file")):
+        with pytest.raises(typer.Exit) as stopped, cli_messages.user_messages():
+            _raise(error)
+        assert stopped.value.exit_code == cli_messages.USER_ERROR
+    for error in (ValueError("of somebody else's code"), KeyError("a slip")):
+        with pytest.raises(type(error)), cli_messages.user_messages():
+            _raise(error)
 
 
-def test_warnings_are_said_without_the_code_they_come_from(monkeypatch: pytest.MonkeyPatch) -> None:
-    def said() -> str:
+def test_warnings_are_printed_without_the_code_they_come_from() -> None:
+    def warning() -> str:
         return warnings.formatwarning(UserWarning("the cache was damaged"), UserWarning, __file__, 1)
 
     with pytest.raises(typer.Exit), cli_messages.user_messages():
-        assert said() == "Warning: the cache was damaged\n"
+        assert warning() == "Warning: the cache was damaged\n"
         raise ConfigError("x")
-    assert __file__ in said(), "what others set is back"
-    monkeypatch.setenv("VISALIGN_TRACEBACK", "1")
-    with cli_messages.user_messages():
-        assert __file__ in said()
+    assert __file__ in warning(), "what others set is back"
 
 
 def _ours(source: str) -> BaseException:
@@ -281,10 +252,8 @@ def _ours(source: str) -> BaseException:
 
 def test_only_a_raise_of_ours_is_deliberate() -> None:
     assert cli_messages.is_deliberate(_ours("raise ValueError('group_size is 1')"))
-    assert cli_messages.is_deliberate(_ours("def f():\n  raise RuntimeError('x')\nf()"))
     assert not cli_messages.is_deliberate(_ours("int('x')"))
     assert not cli_messages.is_deliberate(_ours("import torch\ntorch.zeros(2, 3) @ torch.zeros(2, 3)"))
-    assert not cli_messages.is_deliberate(_ours("import json\njson.loads('{')"))
     assert not cli_messages.is_deliberate(ValueError("never raised"))
 
 
@@ -346,28 +315,16 @@ SCORE = ("score", "images", "--prompt", "an image", "--reward", "brightness")
 
 
 def test_score_as_json_keeps_the_failures_as_rows(images: Path) -> None:
-    result = visalign(*SCORE, "--format", "json")
+    result = visalign(*SCORE, "gone.png", "--format", "json")
     assert result.exit_code == 1
-    assert "1 of 3 scores failed" in result.stderr
+    assert "2 of 4 scores failed" in result.stderr
     rows = json.loads(result.stdout)
-    assert [Path(row["image"]).name for row in rows] == ["a_black.png", "b_white.png", "c_broken.JPG"]
-    assert [row["value"] for row in rows] == [0.0, 1.0, None]
+    names = ["a_black.png", "b_white.png", "c_broken.JPG", "gone.png"]
+    assert [Path(row["image"]).name for row in rows] == names and "gone.png" in rows[3]["reason"]
+    assert [row["value"] for row in rows] == [0.0, 1.0, None, None]
     assert rows[1]["unit"] == "grey" and rows[1]["parts"] == {"red": 1.0} and rows[1]["reason"] is None
     assert "c_broken" in rows[2]["reason"] or "image" in rows[2]["reason"]
     assert rows[2]["parts"] == {"red": None}
-
-
-def test_score_as_csv_and_as_a_table(images: Path) -> None:
-    (images / "c_broken.JPG").unlink()
-    result = visalign(*SCORE, "-f", "csv")
-    assert result.exit_code == 0
-    rows = list(csv.DictReader(io.StringIO(result.stdout)))
-    assert [(row["reward"], row["value"], row["reason"]) for row in rows] == [
-        ("brightness", "0.0", ""),
-        ("brightness", "1.0", ""),
-    ]
-    table = visalign(*SCORE)
-    assert table.exit_code == 0 and "brightness (grey)" in table.stdout and "1.000" in table.stdout
 
 
 def test_score_writes_a_new_file_only(images: Path) -> None:
@@ -375,18 +332,14 @@ def test_score_writes_a_new_file_only(images: Path) -> None:
     assert result.stdout == "" and len(json.loads(Path("scores.json").read_text())) == 3
     again = visalign(*SCORE, "-f", "csv", "-o", "scores.json")
     assert again.exit_code == 2 and "'scores.json' exists, and nothing is overwritten." in again.stderr
-    assert len(json.loads(Path("scores.json").read_text())) == 3
-    assert visalign(*SCORE, "-o", "table.txt").exit_code == 1
-    assert "brightness (grey)" in Path("table.txt").read_text()
+    table = visalign(*SCORE).stdout
+    assert "brightness (grey)" in table and "1.000" in table
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            ["score", "empty", "-p", "x", "-r", "brightness"],
-            "The folder 'empty' holds no image. Allowed endings: .png",
-        ),
+        (["score", "empty", "-p", "x", "-r", "brightness"], "'empty' holds no image. Allowed endings: .png"),
         (["score", "images", "-r", "brightness"], "Missing option '--prompt'"),
         (["score", "images", "-p", "x"], "Missing option '--reward'"),
         ([*SCORE, "--format", "xml"], "'xml' is not one of 'table', 'json', 'csv'"),
@@ -397,14 +350,6 @@ def test_score_refuses(images: Path, arguments: list[str], message: str) -> None
     result = visalign(*arguments)
     assert result.exit_code == 2
     assert message in " ".join(result.stderr.replace("│", " ").split())
-
-
-def test_score_names_an_unknown_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Image.new("RGB", (4, 4)).save("x.png")
-    result = visalign("score", "x.png", "-p", "x", "-r", "jpeg_sice")
-    assert result.exit_code == 2
-    assert "no reward 'jpeg_sice'. Did you mean 'jpeg_size'?" in result.stderr
 
 
 def _table(files: list[Path]) -> list[ImageRow]:
@@ -425,13 +370,6 @@ def test_a_valid_score_that_is_no_number_is_a_row_with_its_reason(images: Path) 
         "the reward returned inf, which is no score",
         None,
     ]
-
-
-def test_a_missing_file_is_a_row_with_its_reason(images: Path) -> None:
-    result = visalign("score", "gone.png", "-p", "x", "-r", "brightness", "-f", "json")
-    assert result.exit_code == 1
-    [row] = json.loads(result.stdout)
-    assert row["value"] is None and "gone.png" in row["reason"]
 
 
 def test_batches_do_not_change_the_rows(images: Path) -> None:

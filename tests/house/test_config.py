@@ -13,7 +13,6 @@ from pydantic import Field
 
 from visalign import config as config_module
 from visalign.config import (
-    config_folder,
     config_to_yaml,
     flatten,
     list_configs,
@@ -81,12 +80,6 @@ class Drawing:
     figure: Annotated[Circle | Box, Field(discriminator="shape")] = field(
         default_factory=lambda: Circle(radius=3)
     )
-    rollout: Rollout = field(default_factory=lambda: Rollout())
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rollout:
-    noise_level: float = 0.7
 
 
 @pytest.fixture
@@ -147,50 +140,25 @@ def test_null_is_allowed_only_where_the_type_says_so(write) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (
-            "grup_size: 4",
-            r"Unknown key 'grup_size' in '.*job.yaml'. Did you mean 'group_size'\? Allowed at the top",
-        ),
-        (
-            "optimizer: {learning_rat: 1}",
-            r"Unknown key 'optimizer.learning_rat'.* mean 'optimizer.learning_rate'\?",
-        ),
+        ("grup_size: 4", r"Unknown key 'grup_size' in '.*job.yaml'. Did you mean 'group_size'\? Allowed at"),
+        ("optimizer: {learning_rat: 1}", r"'optimizer.learning_rat'.* mean 'optimizer.learning_rate'\?"),
         ("optimizer: {lr: 1}", r"Allowed under 'optimizer': learning_rate, weight_decay, scales\."),
         ("weight_decai: 1", r"mean 'optimizer.weight_decay' or 'second.weight_decay'\?"),
-        (
-            "rewards: {clip: {weigth: 1}}",
-            r"Unknown key 'rewards.clip.weigth' .* mean 'rewards.clip.weight'\?",
-        ),
+        ("rewards: {clip: {weigth: 1}}", r"Unknown key 'rewards.clip.weigth' .* 'rewards.clip.weight'\?"),
         ("3: x", r"Unknown key '3' in"),
         ("seed: many", r"Key 'seed' in '.*job.yaml': got 'many' \(str\), expected int\."),
         ("seed: yes", r"Key 'seed' .* got 'True' \(str\), expected int"),
-        ("seeds: [true]", r"Key 'seeds\[0\]' .* got 'True' \(str\), expected int"),
         ("seed: 1.5", r"Key 'seed' .* got 1.5 \(float\), expected int"),
         ("schedule: cosine", r"Key 'schedule' .* got 'cosine' \(str\), expected one of 'flow', 'dance'\."),
         ("seeds: [1, b]", r"Key 'seeds\[1\]' in .* got 'b' \(str\), expected int\."),
-        ("shift: [a]", r"Key 'shift\[0\]' in .* got 'a' \(str\), expected float\."),
-        (
-            "optimizer: 3",
-            r"Key 'optimizer' .* got 3 \(int\), expected a mapping with the keys learning_rate, weight",
-        ),
-        (
-            "rewards: clip",
-            r"Key 'rewards' .* expected a mapping from names to mappings with the keys weight, options",
-        ),
-        (
-            "rewards: {clip: 3}",
-            r"Key 'rewards.clip' .* got 3 \(int\), expected a mapping with the keys weight, opt",
-        ),
-        (
-            "rewards: {clip: {weight: heavy}}",
-            r"Key 'rewards.clip.weight' .* got 'heavy' \(str\), expected float",
-        ),
+        ("optimizer: 3", r"Key 'optimizer' .* got 3 \(int\), expected a mapping with the keys learning_rate"),
+        ("rewards: clip", r"Key 'rewards' .* from names to mappings with the keys weight, options"),
+        ("rewards: {clip: {weight: heavy}}", r"Key 'rewards.clip.weight' .* got 'heavy' \(str\), expected f"),
         ("group_size: 1", r"group_size is 1; a group needs at least 2 samples"),
         ("note: ${nothing}", r"Key 'note': Interpolation key 'nothing' not found"),
         ("seed: 1\nseed: 2", r"job.yaml', line 2, column 1: not valid YAML: found duplicate key"),
         ("seed: 1\nnote: [1,\n", r"job.yaml', line 3, column 1: not valid YAML: .* Fix that line"),
         ("- a\n- b", r"its top level is a list. A configuration is a list of 'key: value' lines"),
-        ("3", r"it holds a single value. A configuration is"),
     ],
 )
 def test_a_bad_file_is_refused_by_name(write, text: str, message: str) -> None:
@@ -202,16 +170,13 @@ def test_a_bad_file_is_refused_by_name(write, text: str, message: str) -> None:
     ("override", "message"),
     [
         ("seed", r"Override 'seed' is not of the form key.sub=value"),
-        ("=3", r"Override '=3' is not of the form"),
         ("optimizer..x=3", r"is not of the form key.sub=value"),
-        ("seeds=[1,", r"Override 'seeds=\[1,': its value '\[1,' is not valid YAML"),
         (
             "rewards={a:{}}",
             r"is not valid YAML. .*put a blank behind each colon of a mapping \({key: value}\)",
         ),
         ("seeds=\udcff", r"its value '.*' is not valid YAML"),
         ("optimizer.lr=1", r"Unknown key 'optimizer.lr' in the override 'optimizer.lr=1'"),
-        ("seeds=[1, b]", r"Key 'seeds\[1\]' in the override 'seeds=\[1, b\]': got 'b' \(str\), expected int"),
         ("optimizer={3: 1}", r"Unknown key 'optimizer.3' in the override"),
         ("seed.x=1", r"Key 'seed' in the override 'seed.x=1': got \{'x': 1\} \(dict\), expected int"),
         ("amp=perhaps", r"Key 'amp' in the override 'amp=perhaps': got 'perhaps' \(str\), expected bool"),
@@ -238,17 +203,11 @@ def test_each_variant_of_a_union_has_its_own_keys_and_defaults(write) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        (
-            "figure.width=4",
-            r"Unknown key 'figure.width' in .* It is read where figure.shape is box or cube\. Allowed under "
-            r"'figure': shape, radius\.",
-        ),
+        ("figure.width=4", r"It is read where figure.shape is box or cube\. Allowed .*: shape, radius\."),
         ("figure.shape=squar", r"Key 'figure.shape' .* got 'squar' .*'circle', 'box', 'cube'"),
         ("figure.shape=cub", r"Key 'figure.shape' .* Did you mean 'cube'\?"),
         ("figure.radius=0", r"Key 'figure.radius' .* got 0 \(int\). Input should be greater than 0\."),
-        ("figure.radius=x", r"Key 'figure.radius' .* got 'x' \(str\), expected float\."),
         ("figure=3", r"Key 'figure' .* got 3 \(int\)"),
-        ("rollout.grid=1", r"Unknown key 'rollout.grid'"),
     ],
 )
 def test_what_no_variant_takes_is_refused_by_name(override: str, message: str) -> None:
@@ -285,18 +244,14 @@ def packaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    "given", ["shapes_flow_grpo", "shapes_flow_grpo.yaml", "configs/shapes_flow_grpo.yaml"]
-)
-def test_a_packaged_name_is_found_from_any_folder(packaged: Path, given: str) -> None:
+@pytest.mark.parametrize("given", ["shapes_flow_grpo", "configs/shapes_flow_grpo.yaml"])
+def test_a_packaged_name_is_found_from_any_folder_and_a_users_file_first(packaged: Path, given: str) -> None:
     assert resolve_config(given) == packaged / "shapes_flow_grpo.yaml"
     assert load_config(Job, given).seed == 1
-
-
-def test_a_file_of_the_user_comes_first(packaged: Path) -> None:
     Path("shapes_flow_grpo.yaml").write_text("seed: 2\n")
-    assert load_config(Job, "shapes_flow_grpo.yaml").seed == 2
-    assert load_config(Job, "shapes_flow_grpo").seed == 1
+    assert (
+        load_config(Job, "shapes_flow_grpo.yaml").seed == 2 and load_config(Job, "shapes_flow_grpo").seed == 1
+    )
 
 
 def test_a_missing_file_names_the_nearest(packaged: Path) -> None:
@@ -308,11 +263,6 @@ def test_a_missing_file_names_the_nearest(packaged: Path) -> None:
     with pytest.raises(ConfigError, match="does not exist"):
         resolve_config("elsewhere/shapes_flow_grpo.yaml")
     assert list_configs() == ["shapes_flow_grpo", "shapes_quickstart"]
-
-
-def test_the_real_folder_is_found() -> None:
-    assert (config_folder() / "__init__.py").is_file()
-    assert list_configs() == sorted(path.stem for path in config_folder().iterdir() if path.suffix == ".yaml")
 
 
 def test_yaml_round_trip(write) -> None:

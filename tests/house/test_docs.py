@@ -28,7 +28,6 @@ import mkdocs.commands.build
 import mkdocs.config
 import pytest
 import typer.main
-import yaml
 
 import visalign.core
 from visalign.config import config_folder, list_configs, read_config
@@ -261,13 +260,6 @@ def test_the_files_that_pages_name_exist() -> None:
     assert bad == []
 
 
-def test_an_issue_asks_for_the_doctor() -> None:
-    forms = {path.name: yaml.safe_load(path.read_text("utf-8")) for path in ISSUES.glob("*.yml")}
-    asked = {part["id"]: part for part in forms["bug.yml"]["body"]}
-    assert "visalign doctor" in asked["doctor"]["attributes"]["label"]
-    assert asked["doctor"]["validations"]["required"]
-
-
 @pytest.fixture
 def hooks(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(SITE))  # as MkDocs does
@@ -346,11 +338,6 @@ def test_a_curve_is_of_kept_runs_else_of_the_header(
     assert (kept.before, kept.after, kept.seeds) == ([0.2, 0.2], [0.5, 0.6], [0, 1])
     html = hooks.expand("{{ curves text_ppo }}")
     assert 'class="band"' in html and html.count("<circle") == 4 and "mean of seeds 0, 1" in html
-
-
-def test_kept_curves_are_of_packaged_configurations() -> None:
-    kept = {path.stem for path in (SITE / "curves").glob("*.json")}
-    assert kept and kept <= set(list_configs())
 
 
 @pytest.mark.parametrize("name", list_configs())

@@ -11,12 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from PIL import Image
 from typer.testing import CliRunner, Result
 
-from visalign.adapters.causal_lm.loading import load_causal_lm
-from visalign.errors import UserError
 from visalign.pipelines.cli.app import app
 from visalign.pipelines.score.log import ScoreLog
 
@@ -37,7 +34,7 @@ def visalign(*arguments: str) -> Result:
     return result
 
 
-PLACES = pytest.mark.parametrize(
+@pytest.mark.parametrize(
     "arguments",
     [
         (*IMAGE, "-o", "file/x.json"),
@@ -55,32 +52,23 @@ PLACES = pytest.mark.parametrize(
     ],
     ids=" ".join,
 )
-
-
-@PLACES
 def test_a_place_below_a_file_is_refused_before_any_work(arguments: tuple[str, ...], here: Path) -> None:
     result = visalign(*arguments)
     assert result.exit_code == 2
     assert f"Error: '{here / 'file'}' is no folder, so nothing can be written to 'file/x" in result.stderr
 
 
-@PLACES
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
-def test_a_place_that_no_file_can_be_made_in_is_refused_before_any_work(arguments: tuple[str, ...]) -> None:
+def test_a_place_that_no_file_can_be_made_in_is_refused_before_any_work() -> None:
     """Permissions do not say it: root may write /proc."""
-    result = visalign(*(part.replace("file/", "/proc/") for part in arguments))
+    result = visalign(*IMAGE, "-o", "/proc/x.json")
     assert result.exit_code == 2
     assert "Error: The folder '/proc' cannot be written (No such file" in result.stderr
 
 
 @pytest.mark.parametrize(
     "command",
-    [
-        ("evaluate", "shapes:pairs", "-r", "jpeg_size"),
-        ("agree", "shapes:pairs", "-r", "jpeg_size", "-r", "sharpness"),
-        ("probe-reward", "jpeg_size"),
-        ("train", "shapes_hp"),
-    ],
+    [("evaluate", "shapes:pairs", "-r", "jpeg_size"), ("probe-reward", "jpeg_size"), ("train", "shapes_hp")],
     ids=lambda command: command[0],
 )
 def test_a_folder_is_not_named_like_a_file(command: tuple[str, ...], here: Path) -> None:
@@ -108,13 +96,9 @@ def test_a_folder_that_may_not_be_written_is_refused(here: Path) -> None:
     ("arguments", "message"),
     [
         (("probe-reward", "sharpness", "--seed", "99999999999999999999"), "4294967295"),
-        (
-            ("train", "text_sft", "optimizer.micro_batch=99999999999999999999", "-o", "x"),
-            "less than or equal to 4294967295",
-        ),
         (("train", "shapes_hp", "seed=99999999999999999999", "-o", "x"), "less than or equal to 4294967295"),
     ],
-    ids=["seed", "micro_batch", "configuration"],
+    ids=["option", "setting"],
 )
 def test_a_number_of_more_than_64_bits_is_refused(arguments: tuple[str, ...], message: str) -> None:
     result = visalign(*arguments)
@@ -136,28 +120,15 @@ def test_a_full_disk_in_score_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch)
     assert len(json.loads(Path("x.json").read_text())) == 1
 
 
-@pytest.mark.parametrize("form", ["json", "jsonl", "csv", "table"])
+@pytest.mark.parametrize("form", ["jsonl", "csv"])
 def test_prompts_that_are_no_text_are_written_so_that_json_reads_them(form: str) -> None:
     odd = "caf\udce9"  # Latin-1 bytes of a command line, as Python reads them
     given = ("score", "image.png", "-r", "sharpness", "-p", odd)
     assert visalign(*given, "-f", form, "-o", "out").exit_code == 0
     raw = Path("out").read_bytes().decode("utf-8")  # valid UTF-8
-    if form.startswith("json"):
-        read = json.loads(raw)
-        assert (read[0] if form == "json" else read)["prompt"] == odd
-    for more in ("-f", "json"), ("--page", "page.html"):
-        assert visalign(*given, *more).exit_code == 0
-
-
-def test_a_text_model_that_the_hub_does_not_give_is_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    def offline(name: str, **_: object) -> None:
-        raise OSError("We couldn't connect to the hub.\nCheck your connection.")
-
-    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", offline)
-    with pytest.raises(
-        UserError, match=r"AutoConfig cannot load org/model \(We couldn't connect to the hub\.\)"
-    ):
-        load_causal_lm("org/model", dtype=torch.float32)
+    if form == "jsonl":
+        assert json.loads(raw)["prompt"] == odd
+        assert visalign(*given, "--page", "page.html").exit_code == 0
 
 
 def test_names_with_control_characters_move_no_cursor(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,22 +143,3 @@ def test_names_with_control_characters_move_no_cursor(monkeypatch: pytest.Monkey
     assert "no\\x1b[2Jreward" in result_of_error.stderr or "'no\\x1b[2Jreward'" in result_of_error.stderr
     for said in (result.stdout, result.stderr, result_of_error.stderr):
         assert not set(said) & {"\x1b", "\x07", "\u202e"}
-
-
-def test_cells_of_csv_are_no_formulas() -> None:
-    Image.new("RGB", (8, 8), "red").save("=cmd().png")
-    given = ("score", "=cmd().png", "-r", "sharpness", "-p", "@SUM(1)", "-f", "csv")
-    rows = [line.split(",") for line in visalign(*given).stdout.splitlines()]
-    assert rows[1][0] == "'=cmd().png" and rows[1][-1] == "'@SUM(1)" and rows[1][2] == "0.0"
-
-
-def test_a_parquet_table_with_a_damaged_page_is_a_message() -> None:
-    import pyarrow
-    import pyarrow.parquet
-
-    rows = [{"image": "image.png", "prompt": f"number {i}"} for i in range(50)]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), "t.parquet", compression="none")
-    whole = Path("t.parquet").read_bytes()
-    Path("t.parquet").write_bytes(whole[:4] + b"\xff" * 40 + whole[44:])
-    result = visalign("score", "t.parquet", "-r", "sharpness")
-    assert result.exit_code == 2 and "'t.parquet' cannot be read as Parquet" in result.stderr
