@@ -68,7 +68,7 @@ class DeepSeekGRM(ChatJudge):
         meta: folder of a trained meta judge, loaded here and asked as it was trained; the judge itself,
             untrained, when None.
         min_mass: smallest probability of yes and no together that counts as the meta judge's answer.
-        **options: of `ChatJudge`, as are the others.
+        **options: of `ChatJudge`, as is the address.
     """
 
     name = "deepseek_grm"
@@ -79,9 +79,7 @@ class DeepSeekGRM(ChatJudge):
 
     def __init__(
         self,
-        base_url: str | None = None,
-        model: str | None = None,
-        *,
+        *address: str,
         answers: int = 8,
         reads: str = "boxed",
         k_meta: int | None = None,
@@ -96,7 +94,7 @@ class DeepSeekGRM(ChatJudge):
             )
         check_choices(self.name, reads=(reads, FORMS))
         check_reading(self.name, top_logprobs=TOP_LOGPROBS, min_mass=min_mass)
-        super().__init__(base_url, model, answers=answers, device=device, **options)
+        super().__init__(*address, answers=answers, device=device, **options)
         if meta is not None and k_meta is None:
             raise RewardError(
                 f"{self.name}: meta is '{meta}' and k_meta None; set how many samples it keeps."

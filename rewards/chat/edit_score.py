@@ -37,7 +37,7 @@ class EditScore(ChatJudge):
 
     Args:
         labelled: write "<img1>: " before each image, as checkpoints on Qwen2.5-VL were trained.
-        **options: of `ChatJudge`, as are the others: a LoRA's base as `model` with the LoRA as `adapter`, in
+        **options: of `ChatJudge`, as is the address: a LoRA's base as `model` with the LoRA as `adapter`, in
             this process; upstream samples at temperature 0.7.
     """
 
@@ -47,20 +47,12 @@ class EditScore(ChatJudge):
     higher_is_better = True
     default_max_new_tokens = 512
 
-    def __init__(
-        self,
-        base_url: str | None = None,
-        model: str | None = None,
-        *,
-        labelled: bool = False,
-        device: Any = "cpu",
-        **options: Any,
-    ) -> None:
+    def __init__(self, *address: str, labelled: bool = False, device: Any = "cpu", **options: Any) -> None:
         labels = ["<img1>: ", "<img2>: "] if labelled else ["", ""]
         self.default_template = question(
             "edit_score", published_prompt("edit_score_following"), images=labels
         )
-        super().__init__(base_url, model, device=device, **options)
+        super().__init__(*address, device=device, **options)
         text = published_prompt("edit_score_quality")
         self.quality = question("edit_score_quality", text, images=labels[:1])
         self.identity = self.make_identity(quality=self.quality.text, **self.sampling)

@@ -44,7 +44,7 @@ class Lift(ChatJudge):
 
     Args:
         questions: respect -> question, instead of ours.
-        **options: of `ChatJudge`, as are the others; a template has {prompt} and {question}.
+        **options: of `ChatJudge`, as is the address; a template has {prompt} and {question}.
     """
 
     name = "lift"
@@ -56,16 +56,10 @@ class Lift(ChatJudge):
     default_max_new_tokens = 512
 
     def __init__(
-        self,
-        base_url: str | None = None,
-        model: str | None = None,
-        *,
-        questions: Mapping[str, str] | None = None,
-        device: Any = "cpu",
-        **options: Any,
+        self, *address: str, questions: Mapping[str, str] | None = None, device: Any = "cpu", **options: Any
     ) -> None:
         self.questions = dict(QUESTIONS if questions is None else questions)
-        super().__init__(base_url, model, device=device, **options)
+        super().__init__(*address, device=device, **options)
         self.identity = self.make_identity(questions=self.questions, **self.sampling)
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:

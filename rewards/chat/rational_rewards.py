@@ -63,7 +63,7 @@ class RationalRewards(ChatJudge):
 
     Args:
         mode: "generation" or "edit".
-        **options: of `ChatJudge`, as are the others; upstream samples at temperature 0.1.
+        **options: of `ChatJudge`, as is the address; upstream samples at temperature 0.1.
     """
 
     name = "rational_rewards"
@@ -72,19 +72,11 @@ class RationalRewards(ChatJudge):
     higher_is_better = True
     default_max_new_tokens = 2048
 
-    def __init__(
-        self,
-        base_url: str | None = None,
-        model: str | None = None,
-        *,
-        mode: Mode = "generation",
-        device: Any = "cpu",
-        **options: Any,
-    ) -> None:
+    def __init__(self, *address: str, mode: Mode = "generation", device: Any = "cpu", **options: Any) -> None:
         check_choices(self.name, mode=(mode, ASPECTS))
         self.mode: Mode = mode
         self.default_template = _template(mode)
-        super().__init__(base_url, model, device=device, **options)
+        super().__init__(*address, device=device, **options)
         self.identity = self.make_identity(mode=mode, **self.sampling)
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:

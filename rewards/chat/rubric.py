@@ -53,7 +53,7 @@ class Rubric(ChatJudge):
         max_questions: largest number of questions of a checklist; a longer one is a failure.
         top_logprobs: alternatives of the first token to request.
         min_mass: smallest probability of yes and no together that counts as an answer.
-        **options: of `ChatJudge`, as are the others; a template has {question}, and max_new_tokens is that of
+        **options: of `ChatJudge`, as is the address; a template has {question}, and max_new_tokens is that of
             a checklist.
     """
 
@@ -66,9 +66,7 @@ class Rubric(ChatJudge):
 
     def __init__(
         self,
-        base_url: str | None = None,
-        model: str | None = None,
-        *,
+        *address: str,
         max_questions: int = 20,
         top_logprobs: int = 20,
         min_mass: float = MIN_MASS,
@@ -77,7 +75,7 @@ class Rubric(ChatJudge):
     ) -> None:
         check_counts(self.name, max_questions=max_questions)
         check_reading(self.name, top_logprobs=top_logprobs, min_mass=min_mass)
-        super().__init__(base_url, model, device=device, **options)
+        super().__init__(*address, device=device, **options)
         self.max_questions, self.top_logprobs, self.min_mass = max_questions, top_logprobs, min_mass
         self._written: dict[str, list[str]] = {}
         fields = {"max_questions": max_questions, "top_logprobs": top_logprobs, "min_mass": min_mass}

@@ -59,7 +59,7 @@ class UnifiedReward(ChatJudge):
 
     Args:
         mode: "aspects", "final", "edit_following" or "edit_quality".
-        **options: of `ChatJudge`, as are the others; a template has {prompt} where the published one does.
+        **options: of `ChatJudge`, as is the address; a template has {prompt} where the published one does.
     """
 
     name = "unified_reward"
@@ -67,15 +67,7 @@ class UnifiedReward(ChatJudge):
     range = (1.0, 5.0)
     higher_is_better = True
 
-    def __init__(
-        self,
-        base_url: str | None = None,
-        model: str | None = None,
-        *,
-        mode: Mode = "aspects",
-        device: Any = "cpu",
-        **options: Any,
-    ) -> None:
+    def __init__(self, *address: str, mode: Mode = "aspects", device: Any = "cpu", **options: Any) -> None:
         check_choices(self.name, mode=(mode, _READERS))
         self.mode = mode
         if mode.startswith("edit"):
@@ -85,7 +77,7 @@ class UnifiedReward(ChatJudge):
         name = f"unified_reward_{mode}"
         self.default_template = question(name, published_prompt(name), images=images)
         self.required_fields = () if mode == "edit_quality" else ("prompt",)
-        super().__init__(base_url, model, device=device, **options)
+        super().__init__(*address, device=device, **options)
         self.identity = self.make_identity(mode=mode, **self.sampling)
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:

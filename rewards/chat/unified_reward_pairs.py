@@ -45,7 +45,7 @@ class UnifiedRewardPairs(ChatJudge):
         mode: see above.
         both_orders: ask each pair in both orders; one order is half the calls and keeps the position bias.
         flex_categories: those that count: "all", or "first_three", as in Pref-GRPO's code.
-        **options: of `ChatJudge`, as are the others, with K answers in each order; a template has {prompt}
+        **options: of `ChatJudge`, as is the address, with K answers in each order; a template has {prompt}
             and two images (with "edit_rank" the source before them).
     """
 
@@ -54,9 +54,7 @@ class UnifiedRewardPairs(ChatJudge):
 
     def __init__(
         self,
-        base_url: str | None = None,
-        model: str | None = None,
-        *,
+        *address: str,
         mode: Mode = "rank",
         both_orders: bool = True,
         flex_categories: Literal["all", "first_three"] = "all",
@@ -69,7 +67,7 @@ class UnifiedRewardPairs(ChatJudge):
         images = [""] * (2 + self._shows_source)
         name = f"unified_reward_{mode}"
         self.default_template = question(name, published_prompt(name), images=images)
-        super().__init__(base_url, model, device=device, **options)
+        super().__init__(*address, device=device, **options)
         self.mode, self.both_orders = mode, both_orders
         self.capabilities = RewardCapabilities(both_orders=both_orders)
         self._categories = 3 if flex_categories == "first_three" else None

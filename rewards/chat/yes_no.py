@@ -139,7 +139,7 @@ class YesNoServer(ChatJudge):
         min_mass: smallest probability of yes and no together that counts as an answer.
         one_sided: where yes or no is not among the alternatives, so that the log-odds are undefined:
             "invalid" masks the image, "bound" takes the nearest to 0 that the list allows.
-        **options: of `ChatJudge`, as are the others; of a `Template` the words "yes" and "no" count.
+        **options: of `ChatJudge`, as is the address; of a `Template` the words "yes" and "no" count.
     """
 
     name = "yes_no_server"
@@ -152,9 +152,7 @@ class YesNoServer(ChatJudge):
 
     def __init__(
         self,
-        base_url: str | None = None,
-        model: str | None = None,
-        *,
+        *address: str,
         top_logprobs: int = 20,
         min_mass: float = MIN_MASS,
         one_sided: Literal["invalid", "bound"] = "invalid",
@@ -163,7 +161,7 @@ class YesNoServer(ChatJudge):
     ) -> None:
         check_reading(self.name, top_logprobs=top_logprobs, min_mass=min_mass)
         check_choices(self.name, one_sided=(one_sided, ("invalid", "bound")))
-        super().__init__(base_url, model, device=device, **options)
+        super().__init__(*address, device=device, **options)
         self.top_logprobs, self.min_mass, self.one_sided = top_logprobs, min_mass, one_sided
         self.identity = self.make_identity(top_logprobs=top_logprobs, min_mass=min_mass, one_sided=one_sided)
 

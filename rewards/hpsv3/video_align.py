@@ -37,16 +37,16 @@ from visalign.rewards.vlm.engine import Query, TokenRow, VisionLanguageEngine, c
 from visalign.rewards.vlm.loading import find_model
 from visalign.rewards.vlm.published import published_prompt
 from visalign.rewards.vlm.template import JudgeSettings, question
-from visalign.rewards.weights.checkpoint_files import dtype_of, read_folder, read_tensors
+from visalign.rewards.weights.checkpoint_files import dtype_of, read_tensors
 from visalign.rewards.weights.hub import SMALL_FILES, revision_of
 from visalign.rewards.weights.resize import resize_smoothly
 
-from .loading import current_keys, engine_of_tensors, find_weights, smart_resize
+from .loading import engine_of_tensors, find_weights, smart_resize
 
 PUBLISHED = "KwaiVGI/VideoReward"
 """Hub id of the published weights."""
 BASE = "Qwen/Qwen2-VL-2B-Instruct"
-"""Hub id of the base: config and processor, and weights where only a LoRA was saved."""
+"""Hub id of the base, for config and processor."""
 CONFIG = "model_config.json"
 PARTS = ("VQ", "MQ", "TA")
 TOKENS = tuple(f"<|{part}_reward|>" for part in PARTS)
@@ -97,8 +97,8 @@ class VideoAlign:
 
     Args:
         model: the published folder or hub id (`PUBLISHED`), one of its checkpoint folders, or the file of
-            weights in one; or the folder of a training that saved only the LoRA.
-        base: folder or hub id of the model that it was trained from.
+            weights in one.
+        base: folder or hub id of the model that it was trained from, whose config and processor are read.
         clip_fps: frames a second that the clips show, where a clip's record has no "fps".
         fps: frames a second that are judged; those of the checkpoint when None.
         frames: number of judged frames instead, evenly spaced.
@@ -150,10 +150,8 @@ class VideoAlign:
         config["max_pixels"] = config["max_pixels"] if self._max_pixels is None else self._max_pixels
         if self._normalise and not config["normal"]:
             raise RewardError(f"{CONFIG} of {root.name} has no inference_config; give normalise=False.")
-        is_merged = weights.is_file()
-        source = find_model(self._base, SMALL_FILES) if is_merged else find_model(self._base)
-        state = read_tensors(weights) if is_merged else _read_training(weights, source)
-        state = merge_lora(state, config["lora_scale"], self._options["dtype"])
+        source = find_model(self._base, SMALL_FILES)
+        state = merge_lora(read_tensors(weights), config["lora_scale"], self._options["dtype"])
         head = state.pop("rm_head.weight", None)
         if head is None or head.ndim != 2 or len(head) not in (1, len(PARTS)):
             shape = "no rm_head.weight" if head is None else f"an rm_head.weight of shape {tuple(head.shape)}"
@@ -291,31 +289,16 @@ def merge_lora(state: Mapping[str, Tensor], scale: float, dtype: torch.dtype) ->
     return plain
 
 
-def _read_training(folder: Path, base: Path) -> dict[str, Tensor]:
-    """Read the base's weights, overwritten by those of a training: its LoRA and the ones it changed whole."""
-    state: dict[str, Tensor] = current_keys(read_folder(base))
-    for name in ("non_lora_state_dict.pth", "adapter_model.safetensors"):
-        tensors = read_tensors(folder / name)
-        state |= current_keys({k.removeprefix("base_model.model."): value for k, value in tensors.items()})
-    # the language head, tied in the base and never read here, is as long as the embeddings
-    return state | {"lm_head.weight": state["model.language_model.embed_tokens.weight"]}
-
-
 def _find_files(path: Path) -> tuple[Path, Path]:
-    """(folder of the config; file of merged weights, or folder of a LoRA with the other trained weights)."""
+    """Return (folder of the config, file of the weights) of a checkpoint."""
     folder = path if path.is_dir() else path.parent
     root = next((parent for parent in (folder, folder.parent) if (parent / CONFIG).is_file()), None)
     if root is None:
         raise FileNotFoundError(
             f"Neither {folder} nor the folder above it holds {CONFIG}; give the folder as it was published."
         )
-    if path.is_file():
-        return root, path
     steps = {int(f.name[11:]): f for f in folder.glob("checkpoint-*") if f.name[11:].isdigit()}
-    folder = steps[max(steps)] if steps else folder
-    if (folder / "model.pth").is_file():
-        return root, folder / "model.pth"
-    return root, folder
+    return root, path if path.is_file() else (steps[max(steps)] if steps else folder) / "model.pth"
 
 
 def _read_config(file: Path) -> dict[str, Any]:

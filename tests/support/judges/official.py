@@ -369,12 +369,11 @@ def hpsv3(folder: Path) -> tuple[Any, Callable[[], Tensor]]:
     return HPSv3(folder / "hpsv3" / "HPSv3.safetensors", base=base, **PIXELS), official
 
 
-def video_align(folder: Path, *, saved: str = "whole") -> tuple[Any, Callable[[], Tensor]]:
+def video_align(folder: Path) -> tuple[Any, Callable[[], Tensor]]:
     """The released forward on transformers' and peft's own classes: two frames a second, resized by
     torchvision, a video's tokens, plain positions, the head at three tokens, the sum in deviations.
     """
     from peft import LoraConfig, get_peft_model
-    from safetensors.torch import load_file, save_file
 
     from visalign.rewards.hpsv3.video_align import TEMPLATE as QUESTION
     from visalign.rewards.hpsv3.video_align import TOKENS, VideoAlign
@@ -400,19 +399,7 @@ def video_align(folder: Path, *, saved: str = "whole") -> tuple[Any, Callable[[]
         key.replace("model.model.visual.", "model.visual.").replace("model.language_model.", "model."): held
         for key, held in (state | {"base_model.model.rm_head.weight": head}).items()
     }
-    if saved == "whole":
-        torch.save({key: held.clone() for key, held in old.items()}, checkpoint / "model.pth")
-    else:
-        low = {key.replace(".default.", "."): held for key, held in old.items() if ".lora_" in key}
-        save_file(low, checkpoint / "adapter_model.safetensors")
-        beside = {k: held for k, held in old.items() if ".lora_" not in k and ".base_layer." not in k}
-        torch.save(beside, checkpoint / "non_lora_state_dict.pth")
-        plain = {
-            key.removeprefix("base_model.model.").replace(".base_layer.", "."): held
-            for key, held in old.items()
-            if ".base_layer." in key
-        }
-        save_file(load_file(base / "model.safetensors") | plain, base / "model.safetensors")
+    torch.save({key: held.clone() for key, held in old.items()}, checkpoint / "model.pth")
     normal = {"VQ_mean": 3.7, "VQ_std": 2.2, "MQ_mean": 1.2, "MQ_std": 1.4, "TA_mean": 2.8, "TA_std": 2.5}
     told = {
         "data_config": {"eval_dim": ["VQ", "MQ", "TA"], "prompt_template_type": "detailed_special"},
