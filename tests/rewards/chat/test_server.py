@@ -142,24 +142,6 @@ def test_every_failure_costs_only_its_own_row():
             assert said == name
 
 
-def test_only_transient_failures_are_retried():
-    seen: dict[str, int] = {}
-
-    def answer(body):
-        name = words(body)[8:-1]
-        seen[name] = seen.get(name, 0) + 1
-        if seen[name] > 2:
-            return chat("at last")
-        return {"busy": (503, "", {}), "limit": (429, "", {"Retry-After": "0"}), "shut": "!close"}.get(
-            name, (400, "", {})
-        )
-
-    with serving(answer) as stub:
-        found = texts(client(stub.url, retries=2), "busy", "limit", "shut", "wrong")
-    assert found[:3] == ["at last"] * 3 and isinstance(found[3], AnswerError)
-    assert seen == {"busy": 3, "limit": 3, "shut": 3, "wrong": 1}
-
-
 def test_pauses_grow_and_their_jitter_follows_the_seed(monkeypatch):
     pauses: list[float | None] = []
 

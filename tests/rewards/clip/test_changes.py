@@ -74,22 +74,6 @@ def test_changes_may_be_kept_on_changes(base, tmp_path):
     )
 
 
-def test_the_base_may_be_a_folder_as_hp_was_published(base, tmp_path):
-    shutil.copytree(base, tmp_path / "published" / "hp_backbone")
-    judge = moved(tmp_path / "published", 10)
-    judge.save(tmp_path / "fine", base=base_name(str(tmp_path / "published"), tmp_path / "fine"))
-    assert json.loads((tmp_path / "fine" / BASE).read_text())["base"] == "../published"
-    torch.testing.assert_close(
-        scores(Hp.from_pretrained(tmp_path / "fine")), scores(judge), rtol=1e-5, atol=1e-6
-    )
-
-
-def test_a_weight_file_is_named_by_the_way_to_it(tmp_path):
-    (tmp_path / "pytorch_model.bin").touch()
-    name = base_name(str(tmp_path / "pytorch_model.bin"), tmp_path / "run" / "judge")
-    assert name == "../../pytorch_model.bin"
-
-
 def test_an_unchanged_tower_is_the_base_alone(base, tmp_path):
     judge = moved(base, 5, names="nothing")
     judge.save(tmp_path / "fine", base=str(base))

@@ -67,11 +67,7 @@ def test_it_is_a_reward_like_any_other(tmp_path: Path):
 def test_failures_stay_failures():
     made = Calibrated(Brightness(), REFERENCE)
     scores = made.score(["none.png"], ["p"])
-    assert (
-        not scores.valid[0]
-        and scores.value.isnan().all()
-        and "no such image" in str((scores.reason or [""])[0])
-    )
+    assert not scores.valid[0] and scores.value.isnan().all() and "no such image" in str(scores.reason)
     unsure = Calibrated(Brightness(std=math.nan), REFERENCE).score(grey([0.5]), ["p"])
     assert not unsure.valid[0] and "without its standard deviation" in str((unsure.reason or [""])[0])
 

@@ -34,11 +34,7 @@ def total(rewards, **options) -> Scores:
 
 def test_sum_by_hand_with_breakdown():
     scores = total({"a": (fixed([1.0, 2, 3, 4]), 2.0), "b": (fixed([10.0, 0, 0, 10]), 0.5)})
-    assert (
-        scores.value.tolist() == [7, 4, 6, 13]
-        and scores.unit == "points"
-        and scores.value.dtype == torch.float32
-    )
+    assert scores.value.tolist() == [7, 4, 6, 13] and scores.unit == "points"
     assert scores.parts["a"].tolist() == [1, 2, 3, 4]
     assert scores.parts["b.weighted"].tolist() == [5, 0, 0, 5]
     assert torch.equal(scores.parts["a.weighted"] + scores.parts["b.weighted"], scores.value)
@@ -88,9 +84,8 @@ def test_unreadable_image_and_nested_parts():
     inner = WeightedSum({"size": (JpegSize(), 1.0)})
     items = [Image.new("RGB", (8, 8)), "missing.png", Image.new("RGB", (9, 8))]
     scores = WeightedSum({"inner": (inner, 1.0)}).score(items, ["p"] * 3)
-    assert scores.valid.tolist() == [True, False, True] and "no such image file" in str(
-        failure_reasons(scores)[1]
-    )
+    assert scores.valid.tolist() == [True, False, True]
+    assert "no such image file" in str(failure_reasons(scores)[1])
     assert scores.parts["inner.size"][0] == scores.value[0] > 0
     assert scores.parts["inner.size"][1].isnan()
 

@@ -116,14 +116,6 @@ def test_a_member_that_fails() -> None:
     assert one.reason is not None and one.reason[0] == "no such image file: no.png"
 
 
-def test_one_member_alone_is_not_certain() -> None:
-    members = {"a": Fixed(1), "b": Fixed(2, limit=0.4)}
-    scores = Ensemble(members, min_members=1).score(grey([0.2, 0.5]), ["p"] * 2)
-    assert scores.valid.all() and scores.value.tolist() == pytest.approx([0.2, 0.75])
-    assert scores.std is not None and scores.std.isnan().tolist() == [True, False]
-    assert scores.parts["epistemic"].isnan().tolist() == [True, False]
-
-
 class Named(Brightness):
     def __init__(self, model: str, std: float | None = None) -> None:
         super().__init__(std=std)

@@ -21,7 +21,7 @@ from visalign.rewards.hpsv3.judge import TEMPLATE, HPSv3, HPSv3Model
 from visalign.rewards.hpsv3.loading import current_keys, load_hpsv3
 from visalign.rewards.vlm.engine import VisionLanguageEngine
 from visalign.rewards.vlm.template import JudgeSettings
-from visalign.rewards.weights.checkpoint_files import check_fit, dtype_of
+from visalign.rewards.weights.checkpoint_files import check_fit
 
 IMAGES = [noise(16, 24, 1), noise(40, 8, 2), noise(16, 24, 3)]
 PROMPTS = ["a cat", "a red dog", "a cat"]
@@ -85,27 +85,6 @@ def test_config_and_processor_come_from_the_base_of_the_published_model(tmp_path
     own = HPSv3(file, base=tmp_path / "base", **options).score(IMAGES, PROMPTS)
     assert torch.equal(found.value, own.value)
     assert "weights" not in " ".join(log) and "safetensors" not in " ".join(log), "small files alone"
-
-
-def test_options_of_the_weights(tmp_path) -> None:
-    file, _ = published(tmp_path)
-    base: dict[str, Any] = {"base": tmp_path / "base", "template": TEMPLATE}
-    base |= {"min_pixels": 64, "max_pixels": 4096}
-    plain = HPSv3(file, **base).score(IMAGES, PROMPTS).value
-    several: list[dict[str, Any]] = [
-        {"device_map": {"": "cpu"}},
-        {"attention": "eager"},
-        {"max_tokens_per_batch": 40},
-    ]
-    for options in several:
-        found = HPSv3(file, **base, **options).score(IMAGES, PROMPTS).value
-        torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-5)
-    with pytest.raises(RewardError, match="Did you mean 'device_map'"):
-        HPSv3(file, **base, devicemap="auto")
-    with pytest.raises(RewardError, match="quantization is 'int2'; allowed are int8, int4, or none"):
-        HPSv3.from_pretrained(file, **base, quantization="int2")
-    assert dtype_of("auto", device="cpu") == torch.float32
-    assert dtype_of("auto", device="cuda:1") == torch.bfloat16
 
 
 @pytest.mark.parametrize(

@@ -19,11 +19,9 @@ from visalign.data.shapes.preferences import ShapesPreferences
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.catalogue import load_reward
 from visalign.rewards.checks import check_reward
-from visalign.rewards.combine.uncertainty import UncertaintyUsed
 from visalign.rewards.hpsv3.ensemble_judge import LoraEnsembleReward
 from visalign.rewards.hpsv3.ensemble_model import LoraEnsembleModel, stretch_scale
 from visalign.rewards.hpsv3.judge import HPSv3, HPSv3Model
-from visalign.rewards.pairs.as_pairwise import as_pairwise
 from visalign.rewards.vlm.template import JudgeSettings
 
 IMAGES = [noise(16, 24, 1), noise(40, 8, 2), noise(16, 24, 1), noise(24, 24, 3)]
@@ -105,17 +103,6 @@ def test_the_judge_keeps_the_contract_of_rewards(judge: LoraEnsembleReward) -> N
     check_reward(LoraEnsembleReward(judge.model, value="lower_bound", beta=0.5))
 
 
-def test_the_score_of_an_image_does_not_depend_on_its_neighbours(place, judge) -> None:
-    images = [noise(8 * (1 + n % 5), 8 * (1 + n % 3), n) for n in range(9)]
-    prompts = ["x" * (3 * n + 1) for n in range(9)]
-    together = judge.score(images, prompts)
-    narrow = joined(place, MEMBERS, max_tokens_per_batch=1)
-    for row in range(9):
-        alone = narrow.score([images[row]], [prompts[row]])
-        for name in ("member_0", "member_2", "epistemic"):
-            torch.testing.assert_close(together.parts[name][row], alone.parts[name][0], rtol=2e-6, atol=2e-6)
-
-
 def test_min_and_lower_bound(judge) -> None:
     mean = judge.score(IMAGES, PROMPTS)
     careful = LoraEnsembleReward(judge.model, value="min").score(IMAGES, PROMPTS)
@@ -123,14 +110,6 @@ def test_min_and_lower_bound(judge) -> None:
     assert torch.equal(careful.value, mean.parts["min"]) and torch.equal(careful.parts["mean"], mean.value)
     torch.testing.assert_close(bound.value, mean.value - 0.5 * mean.parts["epistemic"])
     assert torch.equal(given(bound.std), given(mean.std))
-
-
-def test_uncertainty_is_used_as_by_ctrl_u_and_purm(judge) -> None:
-    plain = judge.score(IMAGES, PROMPTS)
-    weighted = UncertaintyUsed(judge, how="weight", strength=0.3).score(IMAGES, PROMPTS)
-    torch.testing.assert_close(weighted.value, plain.value * (-0.3 * given(plain.std)).exp())
-    pair = as_pairwise(judge).compare(IMAGES[:1], IMAGES[1:2], PROMPTS[:1])
-    assert 0 < float(pair.prob[0]) < 1
 
 
 def test_one_folder_gives_the_same_scores(place: Path, judge: LoraEnsembleReward, tmp_path: Path) -> None:
@@ -236,15 +215,6 @@ def test_stretching_keeps_the_probability_of_every_pair() -> None:
         assert float((chances(wide, log_wide) - plain).abs().max()) < 0.025
         assert factor == 1 or float((chances(factor * mean, log_std) - plain).abs().max()) > 0.05
     assert torch.equal(stretch_scale(mean, log_std, torch.tensor(1.0))[1], log_std)
-
-
-def test_rows_that_cannot_be_judged_carry_their_reason(judge: LoraEnsembleReward) -> None:
-    scores = judge.score([IMAGES[0], noise(2, 500), IMAGES[1], "none.png"], ["a", "b", " ", "c"])
-    assert scores.valid.tolist() == [True, False, False, False]
-    assert given(scores.std)[1:].isnan().all() and scores.parts["epistemic"][1:].isnan().all()
-    for row, part in ((1, "200 times"), (2, "prompt is empty"), (3, "no such image")):
-        assert part in why(scores, row)
-    assert len(judge.score([], [])) == 0
 
 
 def test_the_packaged_ensemble_is_as_good_as_its_card_says() -> None:
