@@ -18,7 +18,7 @@ from visalign.remote import ServerConnection, ServerError
 from visalign.rewards.base.contract import RewardError, check_choices, check_counts
 from visalign.rewards.base.failure import FailureAlarm
 from visalign.rewards.reading.numbers import AnswerError
-from visalign.rewards.vlm.generation import JudgeAnswers, check_drawing
+from visalign.rewards.vlm.generation import check_drawing
 from visalign.rewards.vlm.requests import Query
 from visalign.rewards.vlm.template import Template
 
@@ -35,7 +35,7 @@ _FATAL_STATUS = (401, 403, 404)
 
 
 class ChatServer:
-    """Asks a served vision-language model; may stand in for a `VisionLanguageEngine` that generates.
+    """Asks a served vision-language model.
 
     Equal requests are sent once. An answer depends only on its request, its number and the seed, as far as
     the server respects the seed.
@@ -144,22 +144,6 @@ class ChatServer:
         )
         results = dict(zip(bodies, map(parse, responses), strict=True))
         return [[results[key] for key in query_keys] for query_keys in keys]
-
-    def generate(self, template: Template, queries: Sequence[Query], **sampling: Any) -> JudgeAnswers:
-        """Return texts, as `VisionLanguageEngine.generate`; a failed answer is an unfinished empty text."""
-        sampling = {"temperature": 1.0, "max_new_tokens": 256, **sampling}
-        answers = self.ask(template, queries, read=lambda reply: reply.text, **sampling)
-        texts, finished, reasons = [], [], []
-        for row in answers:
-            ended = [not isinstance(answer, AnswerError) for answer in row]
-            reasons.append(None if any(ended) else str(row[0]))
-            finished.append(ended if any(ended) else [])
-            texts.append(["" if isinstance(answer, AnswerError) else answer for answer in row if any(ended)])
-        return JudgeAnswers(texts, finished, reasons)
-
-    def template(self, kind: str, default: Template) -> Template:
-        """Return the default: a server has no model folder with templates."""
-        return default
 
     def identity_fields(self, template: Template, **options: Any) -> dict[str, Any]:
         """Return the arguments of `Identity` except `judge`: the served model's name, not the address."""

@@ -15,13 +15,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from visalign.core.preference.yes_no import yes_no_answer
 from visalign.interfaces import Metadata, Scores
-from visalign.rewards.base.contract import RewardError, check_choices, read_request
+from visalign.rewards.base.contract import RewardError, read_request
 from visalign.rewards.reading.numbers import AnswerError
 from visalign.rewards.vlm.template import Template, question
 from visalign.rewards.vlm.yes_no import MIN_MASS
@@ -130,15 +130,12 @@ QUESTION = question(
 class YesNoServer(ChatJudge):
     """Log-odds of yes against no in nats.
 
-    The parts hold "prob", P(yes) of the two, σ of the value; "mass", the probability of both together;
-    "left_over", that of everything else; "is_bound", 1 where the list holds one side only and the value is
-    the smallest distance from 0 that the list allows (`one_sided="bound"`).
+    The parts hold "prob", P(yes) of the two, σ of the value; "mass", the probability of both together. Where
+    yes or no is not among the alternatives the log-odds are undefined, and the image has no score.
 
     Args:
         top_logprobs: alternatives of the first token to request; OpenAI and vLLM allow 20 by default.
         min_mass: smallest probability of yes and no together that counts as an answer.
-        one_sided: where yes or no is not among the alternatives, so that the log-odds are undefined:
-            "invalid" masks the image, "bound" takes the nearest to 0 that the list allows.
         **options: of `ChatJudge`, as is the address; of a `Template` the words "yes" and "no" count.
     """
 
@@ -155,15 +152,13 @@ class YesNoServer(ChatJudge):
         *address: str,
         top_logprobs: int = 20,
         min_mass: float = MIN_MASS,
-        one_sided: Literal["invalid", "bound"] = "invalid",
         device: Any = "cpu",
         **options: Any,
     ) -> None:
         check_reading(self.name, top_logprobs=top_logprobs, min_mass=min_mass)
-        check_choices(self.name, one_sided=(one_sided, ("invalid", "bound")))
         super().__init__(*address, device=device, **options)
-        self.top_logprobs, self.min_mass, self.one_sided = top_logprobs, min_mass, one_sided
-        self.identity = self.make_identity(top_logprobs=top_logprobs, min_mass=min_mass, one_sided=one_sided)
+        self.top_logprobs, self.min_mass = top_logprobs, min_mass
+        self.identity = self.make_identity(top_logprobs=top_logprobs, min_mass=min_mass)
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
         """Score B images by their log-odds; metadata is ignored."""
@@ -177,15 +172,9 @@ class YesNoServer(ChatJudge):
                 f"{self.top_logprobs}, or use one that gives them"
             )
         answer = read_reply_yes_no(reply, self.template, self.min_mass)
-        if answer.missing and self.one_sided == "invalid":
+        if answer.missing:
             raise AnswerError(
                 f"{answer.missing} is not among the {len(reply.first_token)} likeliest first tokens, so the "
-                "log-odds are undefined; ask for more top_logprobs, or take one_sided='bound'"
+                "log-odds are undefined; ask for more top_logprobs"
             )
-        return {
-            "value": answer.bound,
-            "prob": sigmoid(answer.bound),
-            "mass": answer.mass,
-            "left_over": max(0.0, 1 - answer.mass),
-            "is_bound": float(answer.missing is not None),
-        }
+        return {"value": answer.log_odds, "prob": answer.prob, "mass": answer.mass}

@@ -14,7 +14,7 @@ With data from files the seed changes only the order and the new weights; split 
 Pairs do not determine a reward's level: a constant added to all scores changes no comparison. They hardly
 determine its scale: leads c times as large, with a deviation to match, predict the same for every pair. So
 each member has its own level and scale, and the distance between these is no uncertainty. `align` removes it,
-on images like those of the training; call it before `save` if "epistemic", "min" or "lower_bound" are used.
+on images like those of the training; call it before `save` if "epistemic" or "min" are used.
 
 Sources: Zhai et al., UP-RLHF, arXiv 2401.00243 (LoRA ensembles of reward models); Coste et al., arXiv
 2310.02743 (mean, worst case, lower bound); Lakshminarayanan et al., arXiv 1612.01474 (total variance of
@@ -35,7 +35,7 @@ from torch import Tensor
 
 from visalign.core.rewards.uncertainty import combine_members
 from visalign.interfaces import Metadata, Scores
-from visalign.rewards.base.contract import RewardError, check_choices, check_rules, make_scores, read_request
+from visalign.rewards.base.contract import RewardError, check_counts, make_scores, read_request
 from visalign.rewards.base.identity import Identity
 from visalign.rewards.vlm.loading import base_of
 from visalign.rewards.vlm.requests import requests
@@ -63,16 +63,13 @@ class LoraEnsembleReward:
     are `member_0`, `member_1`, ..., "mean", "min" (the most careful member), "epistemic", "aleatoric", and
     "members", the number of members that judged the row.
 
-    A member without finite numbers for a row is left out there, and the row's text says so. Use the
-    uncertainty by `value`, or by `UncertaintyUsed` around this reward (Ctrl-U, PURM). The model is loaded at
-    the first score.
+    A member without finite numbers for a row is left out there, and the row's text says so. `UncertaintyUsed`
+    around this reward uses the uncertainty (bound, Ctrl-U, PURM). The model is loaded at the first score.
 
     Args:
         model: packaged name, folder that `save` wrote, hub id, or the module.
-        value: what is scored: "mean"; "min" over the members; "lower_bound", mean − β·s.
-        beta: β ≥ 0 of the lower bound.
-        min_members: a row that fewer members judged is invalid; from 1, and from 2 for "lower_bound". A
-            single member's score has no known deviation.
+        min_members: a row that fewer members judged is invalid. A single member's score has no known
+            deviation.
         base: the base model, replacing the one that judge.json names.
         **options: of `engine_of`, as are device and precision; max_tokens_per_batch counts all members, and
             adapters and heads are always float32.
@@ -87,24 +84,14 @@ class LoraEnsembleReward:
         self,
         model: str | Path | LoraEnsembleModel = "shapes-hpsv3-ensemble",
         *,
-        value: str = "mean",
-        beta: float = 1.0,
         min_members: int = 2,
         base: str | Path | None = None,
         device: str | torch.device = "cpu",
         precision: str = "auto",
         **options: Any,
     ) -> None:
-        check_choices(self.name, value=(value, ("mean", "min", "lower_bound")))
-        smallest = 2 if value == "lower_bound" else 1
-        rules = {
-            f"beta is {beta}; allowed are finite numbers from 0": 0 <= beta < math.inf,
-            f"min_members is {min_members}; allowed with value={value!r} is {smallest} or more": (
-                min_members >= smallest
-            ),
-        }
-        check_rules(self.name, rules)
-        self.value, self.beta, self.min_members = value, beta, min_members
+        check_counts(self.name, min_members=min_members)
+        self.min_members = min_members
         self._source, self._base = model, base
         self._options = {**options, "device": device, "dtype": dtype_of(precision, f"{self.name}: ", device)}
 
@@ -185,7 +172,7 @@ class LoraEnsembleReward:
     def identity(self) -> Identity:
         """Identity of the scores; the weights are those of the base and of all members."""
         model = self.model
-        options = {"clamp": model.clamp, "members": model.members, "value": self.value, "beta": self.beta}
+        options = {"clamp": model.clamp, "members": model.members}
         fields = model.engine.identity_fields(model.template, min_members=self.min_members, **options)
         return Identity(judge=self.name, **{**fields, "weights": str(self._print)})
 
@@ -222,14 +209,13 @@ class LoraEnsembleReward:
                 if count[row] < self.min_members:
                     reasons[row] = f"{int(count[row])} of {len(mean)} members judged it: {left_out}"
         mean = torch.where(is_finite, mean, torch.nan)
-        rule: Any = self.value
-        value, spread = combine_members(mean, how=rule, strength=self.beta)
-        average, smallest = (combine_members(mean, how=how)[0] for how in ("mean", "min"))
+        value, spread = combine_members(mean, how="mean")
+        smallest, _ = combine_members(mean, how="min")
         epistemic = torch.where(count > 1, spread, torch.nan)
         # √(mean of σ_m²) over the members that judged the row
         aleatoric = (torch.where(is_finite, std.square(), 0.0).sum(0) / count.clamp(min=1)).sqrt()
         parts = {f"member_{m}": part for m, part in enumerate(mean)}
-        parts |= {"mean": average, "min": smallest, "epistemic": epistemic, "aleatoric": aleatoric}
+        parts |= {"mean": value, "min": smallest, "epistemic": epistemic, "aleatoric": aleatoric}
         parts["members"] = count
         return make_scores(
             value.float(),

@@ -92,8 +92,7 @@ class VideoAlign:
 
     The parts "VQ", "MQ" and "TA" are the three, each minus its mean and over its deviation on the authors'
     validation set, which the checkpoint's `model_config.json` holds; "frames" is the number of judged frames.
-    With normalise=False they are the head's raw outputs, in Bradley-Terry logits. Clips come in any form that
-    `Frames` takes. The model is loaded at the first score.
+    Clips come in any form that `Frames` takes. The model is loaded at the first score.
 
     Args:
         model: the published folder or hub id (`PUBLISHED`), one of its checkpoint folders, or the file of
@@ -102,13 +101,13 @@ class VideoAlign:
         clip_fps: frames a second that the clips show, where a clip's record has no "fps".
         fps: frames a second that are judged; those of the checkpoint when None.
         frames: number of judged frames instead, evenly spaced.
-        normalise: express the parts in standard deviations.
         min_pixels: smallest size of a resized frame.
         max_pixels: largest size of a resized frame; that of the checkpoint when None.
         **options: of `engine_of`, as are device and precision; the head is always float32.
     """
 
     name = "video_align"
+    unit = "standard deviations"
     range = (-math.inf, math.inf)
     higher_is_better = True
     capabilities = RewardCapabilities(takes_clips=True)
@@ -121,7 +120,6 @@ class VideoAlign:
         clip_fps: float | None = None,
         fps: float | None = None,
         frames: int | None = None,
-        normalise: bool = True,
         min_pixels: int = MIN_PIXELS,
         max_pixels: int | None = None,
         device: str | torch.device = "cpu",
@@ -135,8 +133,7 @@ class VideoAlign:
             for option, value in rates.items()
         }
         check_rules(self.name, rules | {"give fps or frames, not both": fps is None or frames is None})
-        self.unit = "standard deviations" if normalise else "logit"
-        self._model, self._base, self._normalise = model, base, normalise
+        self._model, self._base = model, base
         self._clip_fps, self._fps, self._frames = clip_fps, fps, frames
         self._min_pixels, self._max_pixels = min_pixels, max_pixels
         self._options = {"device": device, "dtype": dtype_of(precision, "video_align: ", device), **options}
@@ -148,8 +145,6 @@ class VideoAlign:
         config = _read_config(root / CONFIG)
         config["fps"] = config["fps"] if self._fps is None else self._fps
         config["max_pixels"] = config["max_pixels"] if self._max_pixels is None else self._max_pixels
-        if self._normalise and not config["normal"]:
-            raise RewardError(f"{CONFIG} of {root.name} has no inference_config; give normalise=False.")
         source = find_model(self._base, SMALL_FILES)
         state = merge_lora(read_tensors(weights), config["lora_scale"], self._options["dtype"])
         head = state.pop("rm_head.weight", None)
@@ -181,7 +176,7 @@ class VideoAlign:
         engine, _, config = self._loaded
         fields = engine.identity_fields(
             engine.template("video_align", TEMPLATE),
-            normal=config["normal"] if self._normalise else None,
+            normal=config["normal"],
             clip_fps=self._clip_fps,
             fps=config["fps"],
             frames=self._frames,
@@ -258,12 +253,10 @@ class VideoAlign:
             token_rows = [row for index in valid for column in by_token if (row := column[index]) is not None]
             states = engine.states(token_rows).view(len(valid), len(PARTS), -1)
             rewards[valid] = (states * head).sum(-1).float().cpu()  # a row of the head per token, or one
-        if self._normalise:
-            mean, std = (
-                torch.tensor([config["normal"][f"{part}_{key}"] for part in PARTS]) for key in ("mean", "std")
-            )
-            rewards = (rewards - mean) / std
-        return rewards
+        mean, std = (
+            torch.tensor([config["normal"][f"{part}_{key}"] for part in PARTS]) for key in ("mean", "std")
+        )
+        return (rewards - mean) / std
 
 
 def merge_lora(state: Mapping[str, Tensor], scale: float, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -314,10 +307,8 @@ def _read_config(file: Path) -> dict[str, Any]:
         }
         rank = lora["lora_r"]
         scale = lora["lora_alpha"] / (math.sqrt(rank) if lora.get("use_rslora") else rank)
-        normal = config.get("inference_config")
-        normal = normal and {
-            f"{p}_{key}": float(normal[f"{p}_{key}"]) for p in PARTS for key in ("mean", "std")
-        }
+        inference = config["inference_config"]
+        normal = {key: float(inference[key]) for p in PARTS for key in (f"{p}_mean", f"{p}_std")}
         settings = {"fps": data["fps"], "max_pixels": data["max_frame_pixels"], "lora_scale": scale}
     except (ValueError, KeyError, TypeError, ZeroDivisionError) as error:
         raise RewardError(

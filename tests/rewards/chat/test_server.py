@@ -212,16 +212,6 @@ def test_an_unreadable_answer_is_a_failure_and_a_refusal_is_named():
     assert str(found[1][0]) == "no number"
 
 
-def test_generate_returns_what_an_engine_returns():
-    with serving(
-        lambda body: chat("ok") if body["seed"] < 2 and "bad" not in words(body) else "!close"
-    ) as stub:
-        said = client(stub.url).generate(SHOW, asks("good", "bad"), answers=3, temperature=1.0)
-    assert said.texts == [["ok", "ok", ""], []]
-    assert said.finished == [[True, True, False], []]
-    assert said.reasons[0] is None and "broke off" in str(said.reasons[1])
-
-
 def test_an_answer_prefix_is_continued():
     begun = Template(
         name="begun", messages=SHOW.messages, answer_prefix="<answer>", chat={"enable_thinking": False}

@@ -100,16 +100,6 @@ def test_one_pass_encodes_each_image_once(place: Path) -> None:
 
 def test_the_judge_keeps_the_contract_of_rewards(judge: LoraEnsembleReward) -> None:
     check_reward(judge)
-    check_reward(LoraEnsembleReward(judge.model, value="lower_bound", beta=0.5))
-
-
-def test_min_and_lower_bound(judge) -> None:
-    mean = judge.score(IMAGES, PROMPTS)
-    careful = LoraEnsembleReward(judge.model, value="min").score(IMAGES, PROMPTS)
-    bound = LoraEnsembleReward(judge.model, value="lower_bound", beta=0.5).score(IMAGES, PROMPTS)
-    assert torch.equal(careful.value, mean.parts["min"]) and torch.equal(careful.parts["mean"], mean.value)
-    torch.testing.assert_close(bound.value, mean.value - 0.5 * mean.parts["epistemic"])
-    assert torch.equal(given(bound.std), given(mean.std))
 
 
 def test_one_folder_gives_the_same_scores(place: Path, judge: LoraEnsembleReward, tmp_path: Path) -> None:
@@ -139,7 +129,7 @@ def test_one_folder_gives_the_same_scores(place: Path, judge: LoraEnsembleReward
 def test_the_identity_follows_the_weights_and_the_options(place: Path) -> None:
     judge, other = joined(place), joined(place)
     assert judge.identity == other.identity
-    assert joined(place, beta=2.0).identity.differences(judge.identity) == ["options"]
+    assert joined(place, min_members=1).identity.differences(judge.identity) == ["options"]
     reversed_ = LoraEnsembleReward.from_members([place / "m1", place / "m0"])
     assert set(reversed_.identity.differences(judge.identity)) == {"model", "weights"}
     with torch.no_grad():

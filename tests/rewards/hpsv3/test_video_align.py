@@ -64,12 +64,6 @@ def test_parts_add_up_in_deviations_and_clips_are_independent(folder) -> None:
     assert found.valid.all() and found.unit == "standard deviations"
     assert torch.equal(found.value, found.parts["VQ"] + found.parts["MQ"] + found.parts["TA"])
     assert found.parts["frames"].tolist() == [4, 4, 10, 18]
-    raw = judge(folder, normalise=False).score(shown, prompts)
-    normal = json.loads((folder / "VideoReward" / "model_config.json").read_text())["inference_config"]
-    for part in PARTS:
-        wanted = found.parts[part] * normal[f"{part}_std"] + normal[f"{part}_mean"]
-        torch.testing.assert_close(raw.parts[part], wanted, rtol=1e-5, atol=1e-5)
-    assert raw.unit == "logit"
     alone = judge(folder).score(shown[1:2], prompts[1:2]).value
     torch.testing.assert_close(alone, found.value[1:2], rtol=1e-4, atol=1e-4)
     backwards = judge(folder).score([shown[1][::-1].copy()], prompts[1:2]).value
@@ -160,10 +154,6 @@ def test_other_checkpoints_are_refused_by_name(folder, tmp_path) -> None:
         with pytest.raises(kind, match=match):
             judge(tmp_path, base=folder / "base").score(clips()[:1], ["a"])
 
-    del told["inference_config"]
-    file.write_text(json.dumps(told))
-    refused(RewardError, r"has no inference_config; give normalise=False")
-    assert judge(tmp_path, base=folder / "base", normalise=False).score(clips()[:1], ["a"]).valid.all()
     told["data_config"]["prompt_template_type"] = "simple"
     file.write_text(json.dumps(told))
     refused(RewardError, "says prompt_template_type = 'simple'; allowed is 'detailed_special'")
