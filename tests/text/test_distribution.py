@@ -108,12 +108,8 @@ def test_drawing_inverts_the_cumulative_probability_and_never_takes_an_excluded_
     log_p = torch.tensor([[-math.inf, 0.0, -math.inf], [0.0, -math.inf, -math.inf]])
     for value in (0.0, 0.5, 1 - 2**-53):
         assert draw_tokens(log_p, torch.full((2,), value, dtype=torch.float64)).tolist() == [1, 0]
-
-
-def test_broken_logits_are_refused() -> None:
-    log_p = torch.tensor([[0.0, -1.0], [math.nan, 0.0]])
     with pytest.raises(ValueError, match="logits of row 1 are NaN"):
-        draw_tokens(log_p, torch.zeros(2, dtype=torch.float64))
+        draw_tokens(torch.tensor([[0.0, -1.0], [math.nan, 0.0]]), u[:2])
 
 
 @pytest.mark.parametrize(
@@ -138,10 +134,10 @@ def test_a_seed_gives_its_own_numbers_whatever_the_batch() -> None:
     assert len(set(draw_seeds(0, 1000))) == 1000
 
 
-@pytest.mark.parametrize("seed", [-1, 2**63, 1.0, True])
-def test_bad_seeds_are_refused(seed) -> None:
-    with pytest.raises(ValueError, match="Seeds are one integer in"):
-        check_seeds([1, seed])
+def test_bad_seeds_are_refused() -> None:
+    for seed in (-1, 2**63, 1.0, True):
+        with pytest.raises(ValueError, match="Seeds are one integer in"):
+            check_seeds([1, seed])
 
 
 def test_token_sets_give_back_their_masks() -> None:

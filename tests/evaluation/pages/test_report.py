@@ -162,25 +162,20 @@ def test_nothing_is_fetched_and_nothing_runs(tmp_path: Path) -> None:
 def test_everything_from_outside_is_escaped(tmp_path: Path) -> None:
     def hostile(share: float) -> HeldoutResult:
         plain = make_result(share)
-        count = len(plain)
-        return make_result(
-            share,
-            prompts=12,
-            tags=(HOSTILE,) * count,
-            reasons=(HOSTILE,) * count,
+        return replace(
+            plain,
+            prompts=tuple(f"{HOSTILE} {prompt}" for prompt in plain.prompts),
+            tags=(HOSTILE,) * len(plain),
+            reasons=(HOSTILE,) * len(plain),
             scores={HOSTILE: plain.scores["clip_score"]},
             units={HOSTILE: HOSTILE},
             higher_is_better={HOSTILE: True},
         )
 
-    before, after = hostile(0.25), hostile(0.75)
-    names = tuple(f"{HOSTILE} {prompt}" for prompt in before.prompts)
-    object.__setattr__(before, "prompts", names)
-    object.__setattr__(after, "prompts", names)
     page = report(
         tmp_path,
-        before,
-        after,
+        hostile(0.25),
+        hostile(0.75),
         title=HOSTILE,
         config={HOSTILE: HOSTILE, "model": HOSTILE},
         versions={HOSTILE: HOSTILE},

@@ -131,10 +131,7 @@ def compare(before: HeldoutResult, after: HeldoutResult, *, seed: int = 0, level
             change=change(before.scores[name], after.scores[name], everything),
             invalid=(before.invalid(name), after.invalid(name)),
             higher_is_better=after.higher_is_better[name],
-            repeats_accuracy=all(
-                result.judged.any() and np.array_equal(result.scores[name], result.outcome(), equal_nan=True)
-                for result in (before, after)
-            ),
+            repeats_accuracy=before.is_verdict(name) and after.is_verdict(name),
         )
 
     return Comparison(

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from visalign.atomic import write_atomic
 from visalign.errors import UserError
-from visalign.evaluation.statistics.intervals import Interval, share_interval
+from visalign.evaluation.statistics.intervals import Interval, finite, share_interval
 
 _FORMAT = "visalign held-out result 1"
 
@@ -79,7 +79,7 @@ class HeldoutResult:
     @property
     def by_category(self) -> dict[str, float]:
         """Accuracy per tag, in order of appearance."""
-        return {tag: self.accuracy_of(self.rows(tag)) for tag in dict.fromkeys(self.tags)}
+        return {tag: k / n if n else math.nan for tag, (k, n) in self.counts.items()}
 
     @property
     def counts(self) -> dict[str, tuple[int, int]]:
@@ -126,7 +126,7 @@ class HeldoutResult:
         keys = self.keys
         return share_interval(self.correct[rows], [keys[k] for k in np.flatnonzero(rows)], level=level)
 
-    def accuracy_of(self, rows: Sequence[int] | slice | NDArray[np.bool_]) -> float:
+    def accuracy_of(self, rows: Sequence[int] | slice) -> float:
         """Return the share correct of some samples; NaN where none has a verdict."""
         judged = int(self.judged[rows].sum())
         return int(self.correct[rows].sum()) / judged if judged else math.nan
@@ -134,6 +134,10 @@ class HeldoutResult:
     def outcome(self) -> NDArray[np.float64]:
         """Return outcomes [N]: 1 correct, 0 wrong, NaN without a verdict."""
         return np.where(self.judged, self.correct.astype(np.float64), np.nan)
+
+    def is_verdict(self, name: str) -> bool:
+        """Check whether a reward's scores are the verdicts themselves."""
+        return bool(self.judged.any()) and np.array_equal(self.scores[name], self.outcome(), equal_nan=True)
 
     def mean(self, name: str) -> float:
         """Return the mean of a reward over its valid samples; NaN when there is none."""
@@ -147,15 +151,15 @@ class HeldoutResult:
     def to_dict(self) -> dict[str, Any]:
         """Return the numbers without the samples, JSON-able; undefined numbers are None."""
         rewards = {
-            name: {"mean": _finite(self.mean(name)), "unit": self.units[name]}
+            name: {"mean": finite(self.mean(name)), "unit": self.units[name]}
             | {"higher_is_better": self.higher_is_better[name]}
             | {"valid": len(self) - self.invalid(name), "invalid": self.invalid(name)}
             for name in self.scores
         }
         return {
-            "accuracy": _finite(self.accuracy),
+            "accuracy": finite(self.accuracy),
             "accuracy_interval": self.interval().to_dict(),
-            "by_category": {tag: _finite(value) for tag, value in self.by_category.items()},
+            "by_category": {tag: finite(value) for tag, value in self.by_category.items()},
             "counts": {tag: {"correct": k, "judged": n} for tag, (k, n) in self.counts.items()},
             "rewards": rewards,
             "samples": len(self),
@@ -230,7 +234,3 @@ def joined(parts: Sequence[HeldoutResult]) -> HeldoutResult:
         images=np.concatenate([part.images for part in with_images]),
         image_index=np.concatenate(indices),
     )
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

@@ -121,19 +121,13 @@ def shot(row: int, result: HeldoutResult) -> dict[str, Any]:
     """
     verdict = "no verdict" if not result.judged[row] else "correct" if result.correct[row] else "wrong"
     entry = {"verdict": verdict, "reason": "" if verdict == "correct" else result.reasons[row]}
-    names = (key for key in result.scores if key not in (GREEDY, ANY) and not _is_verdict(result, key))
-    scores = [(key, float(result.scores[key][row])) for key in names]
+    scores = {name: float(values[row]) for name, values in result.scores.items()}
     if result.completions:
-        return entry | {"source": "", "text": collapsed(result.completions[row]), "scores": scores}
-    index = int(np.searchsorted(result.image_index, row))
-    return entry | {"source": data_uri(result.images[index]), "text": "", "scores": scores}
-
-
-def _is_verdict(result: HeldoutResult, name: str) -> bool:
-    """Return True where the scores of images repeat the verdicts."""
-    rows = result.judged
-    same = bool((result.scores[name][rows] == result.correct[rows]).all())
-    return same and bool(rows.any()) and not result.completions
+        shown = [item for item in scores.items() if item[0] not in (GREEDY, ANY)]
+        return entry | {"source": "", "text": collapsed(result.completions[row]), "scores": shown}
+    shown = [item for item in scores.items() if not result.is_verdict(item[0])]
+    image = result.images[int(np.searchsorted(result.image_index, row))]
+    return entry | {"source": data_uri(image), "text": "", "scores": shown}
 
 
 def _shown(candidates: NDArray[np.int64], *results: HeldoutResult) -> NDArray[np.int64]:

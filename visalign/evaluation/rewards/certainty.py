@@ -28,6 +28,7 @@ from visalign.evaluation.statistics.intervals import (
     bootstrap,
     bootstrap_samples,
     cluster_index,
+    finite,
     interval,
     paired_bootstrap,
     ratio,
@@ -206,8 +207,3 @@ def _rank_correlations(sides: Sequence[Array], weights: Array) -> Array:
     ab, ac, bc = (weighted_srcc(x, y, weights) for x, y in ((a, b), (a, c), (b, c)))
     # partial correlation: (ρ_ab − ρ_ac ρ_bc) / √((1 − ρ_ac²)(1 − ρ_bc²))
     return np.stack([ab, ratio(ab - ac * bc, np.sqrt((1 - ac**2) * (1 - bc**2)))], axis=1)
-
-
-def finite(value: float) -> float | None:
-    """Return the number, or None where JSON has none."""
-    return float(value) if math.isfinite(value) else None

@@ -22,11 +22,16 @@ from visalign.evaluation.statistics.correlations import (
     weighted_pearson,
     weighted_srcc,
 )
-from visalign.evaluation.statistics.intervals import bootstrap_samples, cluster_index, correlation_interval
+from visalign.evaluation.statistics.intervals import (
+    bootstrap_samples,
+    cluster_index,
+    correlation_interval,
+    finite,
+)
 from visalign.evaluation.statistics.selective import risk_coverage
 
 from .agreement import within_groups
-from .certainty import COVERAGES, finite
+from .certainty import COVERAGES
 from .judged_pairs import IntervalSettings
 from .pair_scores import count_reasons, fill_reasons
 from .slices import slice_masks

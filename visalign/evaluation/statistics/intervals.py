@@ -47,7 +47,12 @@ class Interval:
     def to_dict(self) -> dict[str, float | None]:
         """Return the four numbers, JSON-able; NaN becomes None."""
         values = {"estimate": self.estimate, "low": self.low, "high": self.high, "level": self.level}
-        return {name: value if math.isfinite(value) else None for name, value in values.items()}
+        return {name: finite(value) for name, value in values.items()}
+
+
+def finite(value: float) -> float | None:
+    """Return the number, or None where JSON has none."""
+    return float(value) if math.isfinite(value) else None
 
 
 def wilson_interval(successes: int, trials: int, *, level: float = 0.95) -> Interval:
