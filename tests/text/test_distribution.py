@@ -137,7 +137,7 @@ def test_a_seed_gives_its_own_numbers_whatever_the_batch() -> None:
 def test_bad_seeds_are_refused() -> None:
     for seed in (-1, 2**63, 1.0, True):
         with pytest.raises(ValueError, match="Seeds are one integer in"):
-            check_seeds([1, seed])
+            check_seeds([1, seed])  # type: ignore[list-item]
 
 
 def test_token_sets_give_back_their_masks() -> None:

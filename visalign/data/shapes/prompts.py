@@ -106,7 +106,10 @@ def all_prompts() -> list[Record]:
             _pair("two_objects", (size_a, None, a), (size_b, None, b))
             for (a, b), size_a, size_b in product(pairs, sizes, sizes)
         ),
-        *(_count((None, *noun), count) for count, *noun in product(COUNT_WORDS, (None, *COLORS), SHAPES)),
+        *(
+            _count((None, color, shape), count)
+            for count, color, shape in product(COUNT_WORDS, (None, *COLORS), SHAPES)
+        ),
         *(_one("colors", noun) for noun in product(sizes, COLORS, SHAPES)),
         *(
             _relation((None, color_a, a), relation, (None, color_b, b))

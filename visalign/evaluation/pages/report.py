@@ -50,14 +50,12 @@ def write_report(
         metrics: Rows of metrics.jsonl; may be empty.
         config: The run's configuration, nested mappings or a dataclass.
         versions: Package -> version.
-        costs: Costs of the run, each entry optional: `seconds` (in all), `phases` {name: seconds},
-            `forward_equivalents_per_image`, `images` or `samples` (for training), `peak_memory_bytes`
-            (or {"host": ..., "cuda": ...}); others are shown under their names.
+        costs: Each optional: `seconds`, `phases` {name: seconds}, `forward_equivalents_per_image`,
+            `peak_memory_bytes` (or {"host": ..., "cuda": ...}); others are shown under their names.
         title: The page's title.
         load_code: Python that loads the result.
         resume_command: The command that continues the run.
-        start: Metric -> value before training, on the same samples as in `metrics`: the first points of the
-            curves.
+        start: Metric -> value before training: the first points of the curves.
         trained_prompts: Number of held-out prompts that were trained on; None: unknown.
         warnings: Warnings of the monitor during training, or that it stopped the run.
         over_time: (iterations finished, PNG) of the same prompts during training.
