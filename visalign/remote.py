@@ -22,6 +22,8 @@ CONNECT_SECONDS = 10.0
 """Longest wait for a connection, in seconds; an answer may take `timeout`."""
 MAX_BACKOFF = 60.0
 """Longest wait before a retry, in seconds, whatever the server's Retry-After says."""
+JITTER = 0.5
+"""Random share of a pause."""
 UNAVAILABLE = (None, 502, 503, 504)
 """Statuses of an unavailable server: no or a broken connection (None), or a proxy's word."""
 
@@ -57,8 +59,6 @@ class ServerConnection:
         timeout: Seconds that the server may be silent.
         retries: Attempts after the first.
         backoff: Seconds before the second attempt, doubled each time. Retry-After takes precedence.
-        jitter: Random share of a pause, 0 to 1, so that requests that failed together do not return together.
-        seed: Seed of the jitter.
         deadline: Seconds for one whole attempt, against servers that trickle bytes; None for no limit.
         patience: Seconds for which a server that has answered once may be unavailable while it restarts,
             without using up a retry.
@@ -75,15 +75,13 @@ class ServerConnection:
         timeout: float = 600.0,
         retries: int = 4,
         backoff: float = 1.0,
-        jitter: float = 0.0,
-        seed: int = 0,
         deadline: float | None = None,
         patience: float = 0.0,
     ) -> None:
         self._address = _api_address(base_url)
         self.base_url = base_url
         self.timeout, self.retries, self.backoff = timeout, retries, backoff
-        self.jitter, self.seed, self.deadline, self.patience = jitter, seed, deadline, patience
+        self.deadline, self.patience = deadline, patience
         self.outages, self._has_answered, self._warned = 0, False, False
         self._headers = {"Content-Type": "application/json"}
         if api_key is not None:
@@ -147,9 +145,7 @@ class ServerConnection:
                 try:
                     async with slots:
                         payload = json.dumps(bodies[index]).encode()
-                        return self._parse_object(
-                            await self._send(client, "POST", path, payload, index), path
-                        )
+                        return self._parse_object(await self._send(client, "POST", path, payload), path)
                 except ServerError as error:
                     return error
 
@@ -191,10 +187,9 @@ class ServerConnection:
                     cancel[0]()
 
     async def _send(
-        self, client: httpx.AsyncClient, method: str, path: str, payload: bytes | None = None, index: int = 0
+        self, client: httpx.AsyncClient, method: str, path: str, payload: bytes | None = None
     ) -> bytes:
-        """Send until there is an answer, and return its body; request `index` has a jitter of its own."""
-        draw = random.Random(self.seed * 1_000_003 + index)
+        """Send until there is an answer, and return its body."""
         pause, failures, outage_start = self.backoff, 0, None
         for attempt in itertools.count(1):
             try:
@@ -216,7 +211,8 @@ class ServerConnection:
                         f"Check that the server runs, its log, and base_url ({self.base_url}).",
                         status=failure.status,
                     ) from failure
-                jittered = pause * (1 - self.jitter * draw.random())
+                # requests that failed together must not return together; Python's own draws stay as they are
+                jittered = pause * (1 - JITTER * random.SystemRandom().random())
                 await asyncio.sleep(min(jittered if failure.pause is None else failure.pause, MAX_BACKOFF))
                 pause *= 2
         raise AssertionError("unreachable")

@@ -86,7 +86,6 @@ class ChatServer:
             deadline=deadline,
             retries=retries,
             backoff=backoff,
-            jitter=0.5,
         )
         self.name, self.model, self.dialect, self.parallel = model, model, dialect, parallel
         self.token_field, self.extra = token_field, dict(extra or {})

@@ -33,7 +33,6 @@ LOOK_AGAIN_LINES = 500
 LOOK_AGAIN_FUNCTION = 60
 LOOKED_AT = {
     "visalign/training/text/rl.py:__init__": "a third is its arguments, and each part is built once",
-    "visalign/adapters/pipeline/policy.py:__init__": "half describes its arguments; parts are built once",
     "pipelines/cli/collect.py:collect": "an option a line, and the calls of four uses",
     "pipelines/cli/evaluate.py:evaluate": "an option a line, and one call",
     "pipelines/cli/sample.py:sample": "an option a line, and one call",
@@ -41,7 +40,6 @@ LOOKED_AT = {
     "rewards/combine/uncertainty.py:__init__": "most of it describes its arguments",
     "rewards/combine/weighted_sum.py:__init__": "most of it describes its arguments",
     "rewards/serve/client.py": "one protocol, its retries and its messages",
-    "visalign/adapters/causal_lm/demonstrations.py:demonstration_rollout": "half describes its arguments",
     "visalign/core/regression/rows.py": "one table of regression objectives with their formulas",
     "visalign/core/regression/rows.py:__post_init__": "one check a line, each with its message",
     "visalign/evaluation/pages/report.py:write_report": "its arguments, and one call of the template",

@@ -126,28 +126,25 @@ def _raise_first(name: str, problems: Problems) -> None:
             raise AdapterError(f"{name}: {message}")
 
 
+def _other(what: str, tensor: Tensor, shape: Sequence[int], hint: str = "") -> tuple[bool, str]:
+    """Return whether a tensor is not float32 of this shape, and the problem."""
+    broken = tuple(tensor.shape) != tuple(shape) or tensor.dtype != torch.float32
+    return broken, f"{what} is {tensor.dtype} {tuple(tensor.shape)}. Return float32 {tuple(shape)}{hint}."
+
+
 def _check_sigmas(probe: _Probe) -> Problems:
     for timestep_schedule in ("diffusers", "plain"):
         for steps in (1, 4):
             sigmas = probe.policy.sigmas(steps, timestep_schedule=timestep_schedule)
             call = f"sigmas({steps}, timestep_schedule={timestep_schedule!r})"
-            yield (
-                sigmas.shape != (steps + 1,) or sigmas.dtype != torch.float32,
-                f"{call} is {sigmas.dtype} {tuple(sigmas.shape)}. Return float32 [steps + 1], the final 0 "
-                "included.",
-            )
+            yield _other(call, sigmas, (steps + 1,), ", the final 0 included")
             starts = sigmas[0] == 1 or (probe.policy.prediction != "velocity" and sigmas[0] < 1)
             yield (
                 not starts or sigmas[-1] != 0 or not bool((sigmas.diff() < 0).all()),
                 f"{call} is {sigmas.tolist()}. It must fall strictly from 1 to 0 (from below 1 where the "
                 "prediction is not the velocity).",
             )
-            times = probe.policy.times(sigmas)
-            yield (
-                times.shape != sigmas.shape or times.dtype != torch.float32,
-                f"times of {steps + 1} noise levels is {times.dtype} {tuple(times.shape)}. Return float32, "
-                "one time per level.",
-            )
+            yield _other("times of noise levels", probe.policy.times(sigmas), sigmas.shape)
 
 
 def _check_encode(probe: _Probe) -> Problems:
@@ -161,11 +158,7 @@ def _check_encode(probe: _Probe) -> Problems:
 
 def _check_velocity(probe: _Probe) -> Problems:
     v = probe.velocity()
-    yield (
-        v.shape != probe.x.shape or v.dtype != torch.float32,
-        f"velocity is {v.dtype} {tuple(v.shape)} for latents {tuple(probe.x.shape)}. Return float32 in the "
-        "latents' shape (call .float() on the model's output).",
-    )
+    yield _other("velocity", v, probe.x.shape, " (call .float() on the model's output)")
     yield (
         v.requires_grad or not bool(v.isfinite().all()),
         "velocity under no_grad is not finite, or requires grad. Look for NaN weights or enable_grad.",
@@ -298,10 +291,7 @@ def _check_reference(probe: _Probe) -> Problems:
 def _check_decode(probe: _Probe) -> Problems:
     with torch.no_grad():
         images, single = probe.policy.decode(probe.x), probe.policy.decode(probe.x[1:2])
-    yield (
-        images.ndim != 4 or images.shape[:2] != (3, 3) or images.dtype != torch.float32,
-        f"decode of 3 latents is {images.dtype} {tuple(images.shape)}. Return float32 [B, 3, H, W].",
-    )
+    yield _other("decode of 3 latents [B, 3, H, W]", images, (3, 3, *images.shape[2:4]))
     yield (
         not (bool(images.isfinite().all()) and images.min() >= 0 and images.max() <= 1),
         f"decoded values reach from {float(images.min()):.3g} to {float(images.max()):.3g}. Map the "

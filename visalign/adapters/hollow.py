@@ -12,12 +12,13 @@ import functools
 import importlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from diffusers import ConfigMixin, DiffusionPipeline, TorchAoConfig
@@ -65,7 +66,7 @@ def hollow_pipelines() -> Iterator[Trace]:
     Tokenizers, schedulers and text encoders below 50 MB are loaded as they are. Outside of the block the
     pipelines cannot be called.
     """
-    trace, original, attention = Trace(), DiffusionPipeline.__dict__["from_pretrained"], _attention_of()
+    trace, original, own_load = Trace(), DiffusionPipeline.__dict__["from_pretrained"], ComponentSpec.load
     diffusers: Any = importlib.import_module("diffusers")
 
     def from_pretrained(
@@ -85,8 +86,6 @@ def hollow_pipelines() -> Iterator[Trace]:
         kind = getattr(diffusers, index["_class_name"])
         return original.__func__(kind, folder, dtype=dtype, **parts, **options)
 
-    own_load: Any = ComponentSpec.load
-
     def load(self: Any, *, dtype: torch.dtype, quantization_config: Any = None) -> Any:
         folder, kind = self.pretrained_model_name_or_path, self.type_hint
         small = self.name.startswith("text_encoder") and _is_small(Path(folder) / self.name)
@@ -98,17 +97,13 @@ def hollow_pipelines() -> Iterator[Trace]:
         part._diffusers_load_id = self.load_id  # type: ignore[assignment]  # by which diffusers knows it
         return _traced(part, self.name, trace)
 
-    changed: Any = DiffusionPipeline
-    specified: Any = ComponentSpec
-    before = functional.scaled_dot_product_attention
-    try:
-        changed.from_pretrained, specified.load = classmethod(from_pretrained), load
-        functional.scaled_dot_product_attention = attention
-        with by_shapes_alone():
-            yield trace
-    finally:
-        changed.from_pretrained, specified.load = original, own_load
-        functional.scaled_dot_product_attention = before
+    with (
+        patch.object(DiffusionPipeline, "from_pretrained", classmethod(from_pretrained)),
+        patch.object(ComponentSpec, "load", load),
+        patch.object(functional, "scaled_dot_product_attention", _attention_of()),
+        by_shapes_alone(),
+    ):
+        yield trace
 
 
 @contextmanager
@@ -116,33 +111,24 @@ def traced_network(network: Any, *parts: nn.Module) -> Iterator[Trace]:
     """Trace calls of a network on the meta device, or of its `parts`, inside the block; CPU autocast stands
     for that of the device. The trace is complete after the block.
     """
-    trace, before, autocast = Trace(), functional.scaled_dot_product_attention, torch.autocast
+    trace, autocast = Trace(), torch.autocast
     weights = {weight.untyped_storage()._cdata for weight in network.parameters()}
-    torch_itself: Any = torch
-    called = [(part, part.forward) for part in parts or (network,)]
-    hooks = [
-        inner.register_forward_pre_hook(_beside_meta, with_kwargs=True)
-        for inner in list(network.modules())[1:]
-    ]
-    try:
-        functional.scaled_dot_product_attention = _attention_of()
-        torch_itself.autocast = lambda device_type, *args, **kw: autocast(
-            device_type.replace("meta", "cpu"), *args, **kw
-        )
-        for part, part_forward in called:
-            part.forward = _under_autocast(part, part_forward)
-        with (
-            FlopCounterMode(display=False) as counter,
-            stored(weights) as stored_bytes,
-            _checkpoints(network, weights, trace),
-        ):
-            yield trace
-    finally:
-        functional.scaled_dot_product_attention, torch_itself.autocast = before, autocast
-        for part, part_forward in called:
-            part.forward = part_forward
-        for hook in hooks:
-            hook.remove()
+
+    def cpu_autocast(device_type: str, *args: Any, **kwargs: Any) -> Any:
+        return autocast(device_type.replace("meta", "cpu"), *args, **kwargs)
+
+    with ExitStack() as stack:
+        for inner in list(network.modules())[1:]:
+            hook = inner.register_forward_pre_hook(_beside_meta, with_kwargs=True)
+            stack.callback(hook.remove)
+        stack.enter_context(patch.object(functional, "scaled_dot_product_attention", _attention_of()))
+        stack.enter_context(patch.object(torch, "autocast", cpu_autocast))
+        for part in parts or (network,):
+            stack.enter_context(patch.object(part, "forward", _under_autocast(part, part.forward)))
+        counter = stack.enter_context(FlopCounterMode(display=False))
+        stored_bytes = stack.enter_context(stored(weights))
+        stack.enter_context(_checkpoints(network, weights, trace))
+        yield trace
     trace.flops["network"], trace.held = counter.get_total_flops(), sum(stored_bytes.values())
 
 
@@ -287,8 +273,9 @@ def _beside_meta(_: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _under_autocast(part: nn.Module, original_forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the call; under autocast, which knows no meta device, on fake tensors that claim to be on a
-    CPU."""
+    """Return the call; under autocast, which knows no meta device, it runs on fake tensors that claim to be
+    on a CPU.
+    """
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_autocast_enabled("cpu"):
@@ -350,15 +337,11 @@ def _checkpoints(part: Any, weights: set[int], trace: Trace) -> Iterator[None]:
         trace.largest_block = max(trace.largest_block, sum(stored_bytes.values()))
         return tree_map(lambda o: _Kept.apply(o, *inputs) if isinstance(o, Tensor) else o, out)
 
-    owners = [m for m in part.modules() if hasattr(m, "_gradient_checkpointing_func")]
-    before = [m._gradient_checkpointing_func for m in owners]
-    try:
-        for module in owners:
-            module._gradient_checkpointing_func = block
+    with ExitStack() as stack:
+        for module in part.modules():
+            if hasattr(module, "_gradient_checkpointing_func"):
+                stack.enter_context(patch.object(module, "_gradient_checkpointing_func", block))
         yield
-    finally:
-        for module, func in zip(owners, before, strict=True):
-            module._gradient_checkpointing_func = func
 
 
 class _Kept(_ForwardOnly):

@@ -126,14 +126,6 @@ def test_seeds_groups_and_prompts_stand_in_order(shared) -> None:
     assert one.loss_mask.tolist() == [[1.0]]
 
 
-def test_the_best_token_alone_is_certain(shared) -> None:
-    rollout = sampled(shared, Sampling(top_k=1))
-    greedy = sampled(shared, Sampling(temperature=0))
-    assert rollout.completion_ids.tolist() == greedy.completion_ids.tolist()
-    assert rollout.log_prob.abs().max() == 0 and rollout.entropy.abs().max() == 0
-    assert greedy.log_prob.min() < -0.1
-
-
 def test_equal_prompts_are_read_once_and_ended_completions_leave(monkeypatch) -> None:
     given = policy()
     sizes, features = [], given._network.features

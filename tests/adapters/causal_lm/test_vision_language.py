@@ -126,7 +126,7 @@ def test_positions_by_hand() -> None:
     ids = torch.tensor([[0, 7, *[IMAGE] * 6, 8, IMAGE], [7, 8, 9, 7, 8, 9, 7, 8, 9, 7]])
     mask = torch.ones_like(ids)
     mask[0, 0] = 0
-    encoder: Any = given._encoder
+    encoder: Any = given._image_prompts
     encoded_images = [encoder.encode([user(SLOT)], [[make_image(24, 16)]]).encoded_images[0], []]
     seen = sight.see(ids, mask, encoded_images)
     positions = seen.inputs["position_ids"]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.support.models.language import tiny_model, tiny_tokenizer
+from tests.support.models.language import tiny_model
 from tests.support.models.vision_language import (
     IMAGES,
     PROMPTS,
@@ -43,7 +43,7 @@ def answer(given: CausalLMPolicy, prompt: Any, images: Any = None) -> Any:
 
 
 def test_tokens_and_patches_are_those_of_the_processor(shared) -> None:
-    found = shared._encoder.encode(PROMPTS, IMAGES)
+    found = shared._image_prompts.encode(PROMPTS, IMAGES)
     assert found.encoded_images is not None and found.images == IMAGES
     for place in range(len(PROMPTS)):
         own = own_inputs(shared, place)
@@ -176,16 +176,13 @@ def test_a_model_without_its_processor_reads_text_alone(tmp_path) -> None:
     assert torch.equal(answer(blind, "hello").log_prob, answer(policy(), "hello").log_prob), (
         "text needs no processor"
     )
-    message = r"Qwen2VLForConditionalGeneration is used as a text policy .* with the model's processor"
+    message = r"Qwen2VLForConditionalGeneration is used as a text policy .* build it with the processor"
     with pytest.raises(UserError, match=message):
         answer(blind, "hello", [make_image(8, 8)])
     with pytest.raises(UserError, match=message):
         answer(blind, user({"type": "image", "image": make_image(8, 8)}))
-    text = CausalLMPolicy(tiny_model(), tiny_tokenizer())
-    with pytest.raises(
-        UserError, match=r"Qwen3ForCausalLM is used as a text policy .*\. Leave images out\.$"
-    ):
-        answer(text, "hello", [make_image(8, 8)])
+    with pytest.raises(UserError, match="The rollout has images, and this policy reads only text"):
+        blind.log_probs(sampled(policy()))
     tiny_seeing_model().save_pretrained(tmp_path)
     tiny_seeing_tokenizer().save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"cannot load|without its processor"):

@@ -160,18 +160,6 @@ def test_append_is_collapse_of_the_long_context():
     assert clip.grad is not None and torch.equal(clip.grad, torch.ones(2, 4, 3))
 
 
-def test_per_sample_multiplicity():
-    model = make_transformer(**SD3)
-    use_weighted_attention(model)
-    inputs = make_inputs(1)
-    one = model(**inputs, joint_attention_kwargs={"context_log_multiplicity": torch.zeros(6)})[0]
-    weights = torch.zeros(2, 6)
-    weights[1, -1] = 3.0
-    mixed = model(**inputs, joint_attention_kwargs={"context_log_multiplicity": weights})[0]
-    torch.testing.assert_close(mixed[0], one[0], rtol=1e-5, atol=1e-5)
-    assert (mixed[1] - one[1]).abs().max() > 1e-3
-
-
 def test_messages():
     model = make_transformer(**SD3)
     use_weighted_attention(model)

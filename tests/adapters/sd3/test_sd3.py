@@ -360,10 +360,6 @@ def test_messages_of_the_policy(tmp_path):
     pipe.vae = None
     with pytest.raises(UserError, match="got a StableDiffusion3Pipeline without vae; it needs"):
         SD3Policy(pipe)
-    with pytest.raises(
-        UserError, match=r"got a str without transformer.*; it needs a diffusers StableDiffusion3Pipeline"
-    ):
-        SD3Policy("somewhere")  # type: ignore[arg-type]
 
 
 def test_messages_of_model_folders(folders, tmp_path, monkeypatch):
@@ -393,12 +389,7 @@ def test_messages_of_model_folders(folders, tmp_path, monkeypatch):
         SD3Policy.from_pretrained("nobody/nothing")
     with pytest.raises(FileNotFoundError, match=r"contains no model_index.json"):
         SD3Policy.from_pretrained(folders["plain"] / "transformer")
-    broken = copy("without_vae")
-    for file in (broken / "vae").iterdir():
-        file.unlink()
     with pytest.raises(FileNotFoundError, match=r"lacks vae\. An SD3 pipeline needs transformer"):
-        SD3Policy.from_pretrained(broken)
-    with pytest.raises(FileNotFoundError, match=r"lacks vae\."):
         SD3Policy.from_pretrained(copy("null_vae", vae=[None, None]))
     with pytest.raises(FileNotFoundError, match=r"lacks text_encoder_3\..*may be absent"):
         SD3Policy.from_pretrained(copy("half_t5", text_encoder_3=["transformers", "T5EncoderModel"]))
@@ -418,10 +409,3 @@ def test_a_null_t5_is_an_absent_one(folders, tmp_path):
     policy = SD3Policy.from_pretrained(folder, guidance=2.0)
     assert policy.encode(PROMPTS).embeds.shape == (2, 17, 24)
     torch.testing.assert_close(sample(policy), expected, rtol=0, atol=1e-4)
-
-
-def test_t5_can_be_left_out(folders):
-    policy = SD3Policy.from_pretrained(folders["t5"], use_t5=False)
-    assert policy.pipe.text_encoder_3 is None
-    assert policy.encode(PROMPTS).log_multiplicity is not None
-    assert SD3Policy.from_pretrained(folders["t5"]).encode(PROMPTS).log_multiplicity is None

@@ -41,7 +41,8 @@ def demonstration_rollout(
     end: bool = True,
     answers: Sequence[Spans] | None = None,
 ) -> TextRollout:
-    """Put given completions in the form of a rollout, so that `policy.log_probs` scores them.
+    """Put given completions in the form of a rollout, so that `policy.log_probs` scores them: loss mask 1 on
+    the completions' tokens, log-probs and entropies 0, as nothing was drawn.
 
     Args:
         policy: whose tokenizer and prompt encoding are used.
@@ -49,10 +50,6 @@ def demonstration_rollout(
         completions: B texts, tokenised apart from the prompt, without special tokens.
         end: put the model's end token after each completion.
         answers: B lists of the spans of a completion that a tool wrote: loss mask 0.
-
-    Returns:
-        B samples, loss mask 1 on the completions' other tokens; log-probs and entropies are 0, nothing was
-        drawn.
 
     Raises:
         UserError: a completion without tokens, or one that is too long for the model.

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from visalign.errors import UserError
 from visalign.text import (
     Sampling,
     StopReason,
@@ -113,11 +114,12 @@ def generate_completions(
             token[:, None], mask[:, : width + step + 1], cache=cache, caching=True
         )
         logits = network.logits(features[:, -1])
-    columns = numbers.cpu()
-    return [
-        Completion(ids[row], reasons[row], *columns[:, row, : len(ids[row])], kept[row])
-        for row in range(count)
-    ]
+    columns = dict(zip(("log_prob", "full_log_prob", "entropy"), numbers.cpu(), strict=True))
+    completions = []
+    for row, tokens in enumerate(ids):
+        values = {name: column[row, : len(tokens)] for name, column in columns.items()}
+        completions.append(Completion(ids=tokens, reason=reasons[row], kept=kept[row], **values))
+    return completions
 
 
 def _first_pass(
@@ -129,7 +131,11 @@ def _first_pass(
     ids, mask = (block.to(network.model.device) for block in padded)
     encoded_images = [prompt.encoded_images for prompt in row_of]
     features, cache = network.features(ids, mask, encoded_images=encoded_images, caching=True)
-    cache.check(type(network.model).__name__)
+    if not hasattr(cache.keys, "reorder_cache"):
+        raise UserError(
+            f"{type(network.model).__name__} returned no key-value cache that completions can share and "
+            "leave. Generate with a server for this model, or choose a model with attention."
+        )
     index = torch.tensor([row_of[prompt] for prompt in prompts], device=ids.device)
     cache.reorder(index)
     room = torch.zeros(len(prompts), longest, dtype=mask.dtype, device=mask.device)

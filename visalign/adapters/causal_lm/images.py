@@ -34,8 +34,7 @@ from visalign.vision.positions import rotary_positions
 
 from .chat import PromptEncoder, image_parts
 from .loading import VISION_LANGUAGE
-from .network import ImageInputs
-from .prompts import EncodedPrompts, Encoder, TextPrompts
+from .prompts import EncodedPrompts, ImageInputs
 
 MEMORY = 1 << 28
 """Bytes of patches that are cached: images are met again at each update of a rollout."""
@@ -98,7 +97,7 @@ def _open(image: Any, where: str) -> Any:
 
 
 class ImagePrompts:
-    """Prompts of a model that reads images; `image_token` is the id that stands for images."""
+    """Encoder of the prompts of a model that reads images; `image_token` is the id that stands for images."""
 
     def __init__(self, prompts: PromptEncoder, processor: ProcessorMixin, image_token: int) -> None:
         self._prompts, self._image_token = prompts, image_token
@@ -139,7 +138,9 @@ class ImagePrompts:
     def encoded_images(
         self, images: Sequence[Sequence[Any]], ids: Sequence[Sequence[int]], samples: Sequence[int]
     ) -> list[list[PatchedImage]]:
-        """See `Encoder`."""
+        """Encode the images (`EncodedPrompts.images`) of b prompts whose tokens are known; `samples` are
+        their numbers, for messages.
+        """
         patched = [self._read(row, f"sample {n}") for n, row in zip(samples, images, strict=True)]
         for sample, row, tokens in zip(samples, patched, ids, strict=True):
             expected, marks = sum(image.tokens for image in row), list(tokens).count(self._image_token)
@@ -173,16 +174,6 @@ class ImagePrompts:
 
     def _read(self, images: Sequence[Any], where: str) -> list[PatchedImage]:
         return [self._images(image, f"image {number} of {where}") for number, image in enumerate(images)]
-
-
-def encoder_of(model: PreTrainedModel, prompts: PromptEncoder, processor: ProcessorMixin | None) -> Encoder:
-    """Create the encoder of a model's prompts, which reads images too if given its processor."""
-    if processor is not None:
-        return ImagePrompts(prompts, processor, model.config.image_token_id)
-    name, instead = type(model).__name__, "Leave images out."
-    if model.config.model_type in VISION_LANGUAGE:
-        instead = "Build it with the model's processor in place of the tokenizer, or leave images out."
-    return TextPrompts(prompts, name, instead)
 
 
 def _without_empty_keys(prompt: Prompt) -> Prompt:

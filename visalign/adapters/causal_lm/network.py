@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,8 @@ from visalign.core import fused_log_prob_entropy
 from visalign.core.tokens.fused_head import LogProbEntropy
 from visalign.errors import UserError
 from visalign.vision.images import PatchedImage
+
+from .images import QwenSight
 
 STRIP = 16384
 """Rows of a 16-bit head that are lifted to float32 at a time."""
@@ -72,27 +74,6 @@ class LinearHead:
         )
 
 
-@dataclass(frozen=True)
-class ImageInputs:
-    """Prompts with their images, as the language part of a model takes them."""
-
-    inputs: dict[str, Any]
-    """In place of token ids and positions."""
-    offset: Tensor
-    """[b, 1] how far the position of a later token is from the number of tokens before it."""
-
-
-class Sight(Protocol):
-    """The vision part of a model."""
-
-    language: nn.Module
-    """The part that reads image features and text: the trunk."""
-
-    def see(self, ids: Tensor, mask: Tensor, encoded_images: Sequence[Sequence[PatchedImage]]) -> ImageInputs:
-        """Read tokens [b, S] from the beginning, with a mask of them and b lists of images."""
-        ...
-
-
 @dataclass
 class PromptCache:
     """Keys and values of the tokens so far, which samples share and leave."""
@@ -107,14 +88,6 @@ class PromptCache:
         self.keys.reorder_cache(index)
         self.offset = None if self.offset is None else self.offset[index]
 
-    def check(self, name: str) -> None:
-        """Refuse the cache of a model whose samples cannot share it."""
-        if not hasattr(self.keys, "reorder_cache"):
-            raise UserError(
-                f"{name} returned no key-value cache that completions can share and leave. Generate with a "
-                "server for this model, or choose a model with attention."
-            )
-
 
 class CausalNetwork:
     """Forward passes of a causal model on its device; `features` are last hidden states, or logits where
@@ -122,7 +95,7 @@ class CausalNetwork:
     """
 
     def __init__(
-        self, model: PreTrainedModel, *, autocast: torch.dtype | None = None, sight: Sight | None = None
+        self, model: PreTrainedModel, *, autocast: torch.dtype | None = None, sight: QwenSight | None = None
     ) -> None:
         self.model, self.autocast, self._sight = model, autocast, sight
         self._trunk: nn.Module = model.base_model if sight is None else sight.language

@@ -21,8 +21,8 @@ from visalign.errors import UserError
 from visalign.text import Distribution, Prompt, Sampling, StoppingCriteria, TextRollout, TokenOutput
 
 from .batches import PromptBatch, generate_rollout
-from .chat import PromptEncoder
-from .images import QwenSight, encoder_of
+from .chat import PromptEncoder, image_parts
+from .images import ImagePrompts, QwenSight
 from .loading import check_causal_lm, context_length, end_tokens, load_causal_lm, pad_id
 from .lora import add_text_lora, load_text_lora
 from .network import CausalNetwork, enable_recomputation, recomputed_layers
@@ -85,7 +85,9 @@ class CausalLMPolicy:
         self.model, self.tokenizer, self.lora = model.eval(), text_tokenizer, lora
         sight = None if self.processor is None else QwenSight(model)
         self.prompts = prompts or PromptEncoder(tokenizer)
-        self._encoder = encoder_of(model, self.prompts, self.processor)
+        self._image_prompts: ImagePrompts | None = None
+        if self.processor is not None:
+            self._image_prompts = ImagePrompts(self.prompts, self.processor, model.config.image_token_id)
         self.long_prompts, self.generate_batch, self.score_batch = long_prompts, generate_batch, score_batch
         self.context_length, self.max_prompt_tokens = context_length(model), max_prompt_tokens
         adapters = None if lora is None else add_text_lora(model, lora, getattr(sight, "language", None))
@@ -154,7 +156,17 @@ class CausalLMPolicy:
 
     def encode(self, prompts: Sequence[Prompt]) -> EncodedPrompts:
         """Tokens of P prompts, and the images that their conversations hold."""
-        return self._encoder.encode(prompts, None)
+        return self._encode(prompts, None)
+
+    def _encode(self, prompts: Sequence[Prompt], images: Sequence[Sequence[Any]] | None) -> EncodedPrompts:
+        if self._image_prompts is not None:
+            return self._image_prompts.encode(prompts, images)
+        if images is not None or any(image_parts(prompt) for prompt in prompts):
+            raise UserError(
+                f"{type(self.model).__name__} is used as a text policy and reads no images. Leave images "
+                "out, or build it with the processor of a vision-language model in place of the tokenizer."
+            )
+        return EncodedPrompts(self.prompts.encode(prompts))
 
     def generate(
         self,
@@ -174,8 +186,8 @@ class CausalLMPolicy:
         float rounding only. Where the context ends first, it ends there with the reason "length".
 
         Args:
-            prompts: P texts or conversations; the parts {"type": "image"} of a conversation stand for
-                images, and may hold them as "image".
+            prompts: P texts or conversations; the parts {"type": "image"} of a conversation stand for images,
+                and may hold them as "image".
             seeds: one for the call (`draw_seeds` derives those of the samples), or B of them.
             num_generations: G.
             sampling: how tokens are drawn; by default from the model itself.
@@ -183,15 +195,11 @@ class CausalLMPolicy:
             group: P labels of the prompts; by default 0 to P-1.
             images: P lists of images for image parts that hold none: PIL, or [3, H, W] in [0, 1] or uint8.
             after: B lists of tokens that the completions begin with: context with loss mask 0, in the limit.
-
-        Raises:
-            UserError: no prompts, counts that do not fit, a prompt that cannot be encoded or is too long,
-                images for a policy that reads only text or that cannot be read, or no end token.
         """
         stopping = stopping or StoppingCriteria()
         batch = PromptBatch.build(
             prompts,
-            self._encoder.encode(prompts, images),
+            self._encode(prompts, images),
             seeds=seeds,
             num_generations=num_generations,
             group=group,
@@ -220,7 +228,8 @@ class CausalLMPolicy:
         distribution: Distribution = "sampled",
         statistic: Callable[[Tensor], Tensor] | None = None,
     ) -> TokenOutput:
-        """Log-prob and entropy (and V with a value head) of the rollout's tokens, by the present weights.
+        """Log-prob and entropy (and V with a value head) of the rollout's tokens, by the present weights: [b,
+        T] each, float32, 0 where the loss mask is 0; differentiable unless gradients are off.
 
         "sampled" is renormalised over the tokens that the rollout could have drawn, so that its ratio to
         `rollout.log_prob` is that of the distribution that was sampled; "full" is over the whole vocabulary,
@@ -234,12 +243,6 @@ class CausalLMPolicy:
             statistic: of that distribution, [n, V] log-probs, −∞ outside it, to [n]. A quantile of the
                 vocabulary needs all logits of a token at once; they are computed in pieces, again for the
                 gradient.
-
-        Returns:
-            [b, T] each, float32, 0 where the loss mask is 0; differentiable unless gradients are off.
-
-        Raises:
-            UserError: a truncated rollout that did not keep its token sets.
         """
         sampling = scored_sampling(rollout, distribution)
         chosen = torch.arange(len(rollout))[slice(None) if rows is None else rows]
@@ -252,7 +255,7 @@ class CausalLMPolicy:
                 rollout,
                 chosen,
                 sampling=sampling,
-                encoder=self._encoder,
+                encoder=self._image_prompts,
                 value=self.value_head,
                 statistic=statistic,
                 batch=None if grad else self.score_batch,
@@ -270,25 +273,20 @@ class CausalLMPolicy:
         """Record the experts that a rollout's tokens go to now; `log_probs` of the result sends them there
         again, whatever the router has learnt since (routing replay, GSPO, arXiv 2507.18071, section 5.3).
         """
-        context = self._network, rollout, self.check_routes(), self._encoder
+        context = self._network, rollout, self.check_routes(), self._image_prompts
         return replace(rollout, routes=expert_routes(*context, self.score_batch))
 
     @torch.no_grad()
     def hidden_states(
         self, rollout: TextRollout, *, depths: Sequence[float] = (1.0,)
     ) -> Iterator[tuple[int, Tensor]]:
-        """The states that the tokens of a rollout were predicted from, sample by sample.
-
-        Args:
-            rollout: B samples; those without a token of loss mask 1 are left out.
-            depths: shares of the layers, 1 is behind the last.
-
-        Yields:
-            (sample, [T, L, H] float32), T its tokens of loss mask 1.
+        """Yield (sample, [T, L, H] float32), the states that a sample's T tokens of loss mask 1 were
+        predicted from, of the samples that have such; `depths` are shares of the layers, 1 is behind the
+        last.
         """
         live = (rollout.loss_mask != 0).any(1).nonzero()[:, 0]
         for part in live.split(self.score_batch):
-            yield from layer_states(self._network, rollout, part, depths, self._encoder)
+            yield from layer_states(self._network, rollout, part, depths, self._image_prompts)
 
     def reference(self) -> AbstractContextManager[None]:
         """Restore the model from before training inside the block; nestable. Call backward outside."""
@@ -300,11 +298,9 @@ class CausalLMPolicy:
         return [*self._trained.named(), *((f"value_head.{name}", parameter) for name, parameter in head)]
 
     def save(self, folder: Path) -> None:
-        """Write what was trained, the tokenizer or processor, and the value head where there is one.
-
-        Args:
-            folder: with LoRA it gets the adapter as `peft.PeftModel.from_pretrained(base, folder)` reads it;
-                without, the whole model for `from_pretrained` of this class or of transformers.
+        """Write what was trained, the tokenizer or processor, and the value head where there is one: with
+        LoRA the adapter as `peft.PeftModel.from_pretrained(base, folder)` reads it; without, the whole model
+        for `from_pretrained` of this class or of transformers.
         """
         self.model.save_pretrained(folder)
         (self.processor or self.tokenizer).save_pretrained(folder)

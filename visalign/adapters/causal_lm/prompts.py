@@ -5,16 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from visalign.errors import UserError
-from visalign.text import Prompt
 from visalign.vision.images import PatchedImage
-
-from .chat import PromptEncoder, image_parts
 
 
 @dataclass(frozen=True)
@@ -44,39 +40,14 @@ class EncodedPrompts:
         return EncodedPrompt((*self.ids[index], *more), images)
 
 
-class Encoder(Protocol):
-    """Turns prompts into what a network reads."""
+@dataclass(frozen=True)
+class ImageInputs:
+    """Prompts with their images, as the language part of a model takes them."""
 
-    def encode(self, prompts: Sequence[Prompt], images: Sequence[Sequence[Any]] | None) -> EncodedPrompts:
-        """Encode P prompts with P lists of images, or none."""
-        ...
-
-    def encoded_images(
-        self, images: Sequence[Sequence[Any]], ids: Sequence[Sequence[int]], samples: Sequence[int]
-    ) -> list[list[PatchedImage]]:
-        """Encode the images (`EncodedPrompts.images`) of b prompts whose tokens are known; `samples` are
-        their numbers, for messages.
-        """
-        ...
-
-
-class TextPrompts:
-    """Prompts of a model that reads text alone; `instead` says what to do instead of giving images."""
-
-    def __init__(self, prompts: PromptEncoder, name: str, instead: str) -> None:
-        self._prompts, self._name, self._instead = prompts, name, instead
-
-    def encode(self, prompts: Sequence[Prompt], images: Sequence[Sequence[Any]] | None) -> EncodedPrompts:
-        """See `Encoder`."""
-        if images is not None or any(image_parts(prompt) for prompt in prompts):
-            raise UserError(f"{self._name} is used as a text policy and reads no images. {self._instead}")
-        return EncodedPrompts(self._prompts.encode(prompts))
-
-    def encoded_images(
-        self, images: Sequence[Sequence[Any]], ids: Sequence[Sequence[int]], samples: Sequence[int]
-    ) -> list[list[PatchedImage]]:
-        """See `Encoder`."""
-        return [[] for _ in images]
+    inputs: dict[str, Any]
+    """In place of token ids and positions."""
+    offset: Tensor
+    """[b, 1] how far the position of a later token is from the number of tokens before it."""
 
 
 def left_pad(prompts: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:

@@ -16,8 +16,8 @@ from visalign.text import Sampling, TextRollout, TokenOutput, TokenSets
 from visalign.text.distribution import chosen_log_prob, log_distribution
 from visalign.vision.images import PatchedImage
 
+from .images import ImagePrompts
 from .network import CausalNetwork
-from .prompts import Encoder
 from .routing import ExpertRouting
 
 LOGIT_NUMBERS = 1 << 24
@@ -90,7 +90,7 @@ def token_output(
     chosen: Tensor,
     *,
     sampling: Sampling,
-    encoder: Encoder,
+    encoder: ImagePrompts | None,
     value: Callable[[Tensor], Tensor] | None = None,
     statistic: Callable[[Tensor], Tensor] | None = None,
     batch: int | None = None,
@@ -137,7 +137,11 @@ def token_output(
 
 
 def layer_states(
-    network: CausalNetwork, rollout: TextRollout, part: Tensor, depths: Sequence[float], encoder: Encoder
+    network: CausalNetwork,
+    rollout: TextRollout,
+    part: Tensor,
+    depths: Sequence[float],
+    encoder: ImagePrompts | None,
 ) -> Iterator[tuple[int, Tensor]]:
     """(sample, [T, L, H] float32) of some samples, each with a token of loss mask 1, behind some layers."""
     packed, device = pack(rollout, part), network.model.device
@@ -149,7 +153,11 @@ def layer_states(
 
 
 def expert_routes(
-    network: CausalNetwork, rollout: TextRollout, routing: ExpertRouting, encoder: Encoder, batch: int
+    network: CausalNetwork,
+    rollout: TextRollout,
+    routing: ExpertRouting,
+    encoder: ImagePrompts | None,
+    batch: int,
 ) -> Tensor:
     """[B, S, L, k] int16, see `TextRollout.routes`; `batch` samples go through the model at a time."""
     recorded = []
@@ -172,11 +180,17 @@ def expert_routes(
     return routes
 
 
-def _images(encoder: Encoder, rollout: TextRollout, rows: Tensor) -> list[list[PatchedImage]] | None:
+def _images(
+    encoder: ImagePrompts | None, rollout: TextRollout, rows: Tensor
+) -> list[list[PatchedImage]] | None:
     """Return the images of some samples, or None for a rollout without images."""
-    if rollout.images is None:
-        return None
     samples = rows.tolist()
+    if rollout.images is None or not any(len(rollout.images[sample]) for sample in samples):
+        return None
+    if encoder is None:  # image tokens would be read as text
+        raise UserError(
+            "The rollout has images, and this policy reads only text. Build it with the model's processor."
+        )
     ids = [rollout.prompt_ids[sample, rollout.prompt_mask[sample] != 0].tolist() for sample in samples]
     return encoder.encoded_images([rollout.images[sample] for sample in samples], ids, samples)
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from PIL import Image
 from torch import Tensor
 
 from visalign.errors import UserError
+from visalign.interfaces import Condition
 from visalign.vision.pixels import read_pixels
 
+T = TypeVar("T", bound=Condition)
 Encoded = Mapping[str, Any]
 """One prompt: argument of the pipeline's call -> tensor of one sample, or a list of one tensor; `image` is
 the `Source`, one for all samples of a call."""
@@ -67,12 +69,11 @@ class PipelineCondition:
 
 def rows_of(x: Tensor, sigma: Tensor, condition: Any) -> list[Encoded]:
     """Return the encoded prompt of each sample; raises if the three do not agree."""
-    check_condition(PipelineCondition, x, sigma, condition)
-    return condition.rows()
+    return check_condition(PipelineCondition, x, sigma, condition).rows()
 
 
-def check_condition(kind: type, x: Tensor, sigma: Tensor, condition: Any) -> None:
-    """Raise if a condition is of another kind, or not of the B samples x [B, ...] and sigma [B]."""
+def check_condition(kind: type[T], x: Tensor, sigma: Tensor, condition: Any) -> T:
+    """Return the condition; raises if it is of another kind, or not of the samples x [B, ...], sigma [B]."""
     if not isinstance(condition, kind):
         raise TypeError(
             f"velocity got a {type(condition).__name__}; give what encode() or select() returned."
@@ -82,6 +83,7 @@ def check_condition(kind: type, x: Tensor, sigma: Tensor, condition: Any) -> Non
             f"velocity got {len(x)} latents, sigma {tuple(sigma.shape)} and {len(condition)} conditions; "
             "the three must agree. Use sigma.expand(B) and condition.select(index)."
         )
+    return condition
 
 
 def named(returned: Sequence[tuple[Any, ...]], names: Sequence[str]) -> Encoded:

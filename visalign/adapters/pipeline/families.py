@@ -38,7 +38,7 @@ class Family:
     usual: float | None = None
     """The scale where none is asked for, of networks that take it as an input; None is `off`."""
     unconditional: int = 0
-    """Which half of the batch, or which of the two calls, is the unconditional one."""
+    """Which half of a batch of both is the unconditional one; of two calls it is the second."""
     negative: str | None = None
     """The negative prompt where none is given, of a call that has none itself and would not guide without."""
     mixed: bool = True
@@ -51,7 +51,7 @@ class Family:
     """The parts of the pipeline that denoise; absent ones are skipped."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of every call."""
-    unit: int = 1
+    unit: int = 2
     """Height and width are multiples of this times the autoencoder's factor."""
     lora: tuple[str, ...] = ATTENTION
     """Ends of the names of the layers that get adapters, where none are asked for."""
@@ -77,14 +77,12 @@ class Family:
         return [part for part in self.networks if any(index.get(part) or ())]
 
 
-_FLUX = {"guidance": "embedded", "usual": 3.5, "unit": 2, "lora": JOINT}
+_FLUX = {"guidance": "embedded", "usual": 3.5, "lora": JOINT}
 _QWEN = {
     "encodes": "prompt_embeds prompt_embeds_mask",
     "guidance": "two calls",
     "scale": "true_cfg_scale",
     "negative": " ",
-    "unconditional": 1,
-    "unit": 2,
     "lora": JOINT,
     "unused": r"transformer_blocks\.{last}\.attn\.(add_q_proj|to_add_out)",
 }
@@ -94,9 +92,7 @@ _KANDINSKY5 = Family(
     pipelines=("Kandinsky5T2IPipeline",),
     encodes="prompt_embeds_qwen prompt_embeds_clip prompt_cu_seqlens",
     guidance="two calls",
-    unconditional=1,
     mixed=False,
-    unit=2,
     lora=("to_query", "to_key", "to_value", "out_layer"),
 )
 
@@ -108,9 +104,7 @@ _QWEN_21 = Family(
     ),
     guidance="two calls",
     scale="-",
-    unconditional=1,
     fixed={"use_kv_cache": False},  # across steps, of which a call has one
-    unit=2,
     modular=True,
     padded=False,
 )
@@ -120,7 +114,6 @@ FAMILIES: dict[str, Family] = {
         pipelines=("StableDiffusion3Pipeline",),
         encodes=_POOLED,
         guidance="concatenated",
-        unit=2,
         lora=SD3_ATTENTION,
     ),
     "sd15": Family(
@@ -128,15 +121,21 @@ FAMILIES: dict[str, Family] = {
         encodes="prompt_embeds negative_prompt_embeds",
         guidance="concatenated",
         networks=("unet",),
+        unit=1,
     ),
     "sdxl": Family(
-        pipelines=("StableDiffusionXLPipeline",), encodes=_POOLED, guidance="concatenated", networks=("unet",)
+        pipelines=("StableDiffusionXLPipeline",),
+        encodes=_POOLED,
+        guidance="concatenated",
+        networks=("unet",),
+        unit=1,
     ),
     "pixart": Family(
         pipelines=("PixArtSigmaPipeline",),
         encodes=_MASKED,
         guidance="concatenated",
         fixed={"use_resolution_binning": False},
+        unit=1,
     ),
     "flux": Family(
         pipelines=("FluxPipeline",),
@@ -156,17 +155,14 @@ FAMILIES: dict[str, Family] = {
         usual=4.0,
         source="optional",
         several=True,
-        unit=2,
         lora=(*JOINT, "to_out", "to_qkv_mlp_proj"),
     ),
     "flux2_klein": Family(
         pipelines=("Flux2KleinPipeline",),
         encodes="prompt_embeds -",
         guidance="two calls",
-        unconditional=1,
         source="optional",
         several=True,
-        unit=2,
         lora=(*JOINT, "to_out", "to_qkv_mlp_proj"),
     ),
     "flux3": Family(
@@ -174,8 +170,6 @@ FAMILIES: dict[str, Family] = {
         encodes="prompt_embeds negative_prompt_embeds",
         guidance="two calls",
         scale="-",
-        unconditional=1,
-        unit=2,
         unused=r"\.image_cond\.",  # of images to edit, which are not given
         modular=True,
     ),
@@ -202,21 +196,19 @@ FAMILIES: dict[str, Family] = {
         off=0.0,  # v(prompt) + g (v(prompt) - v(negative))
         unconditional=1,
         mixed=False,
-        unit=2,
     ),
     "sana": Family(
         pipelines=("SanaPipeline",),
         encodes=_MASKED,
         guidance="concatenated",
         fixed={"use_resolution_binning": False},
+        unit=1,
     ),
     "lumina2": Family(
         pipelines=("Lumina2Pipeline",),
         encodes=_MASKED,
         guidance="two calls",
-        unconditional=1,
         fixed={"cfg_trunc_ratio": 1.0},
-        unit=2,
     ),
     "chroma": Family(
         pipelines=("ChromaPipeline",),
@@ -224,23 +216,18 @@ FAMILIES: dict[str, Family] = {
             "prompt_embeds - prompt_attention_mask negative_prompt_embeds - negative_prompt_attention_mask"
         ),
         guidance="two calls",
-        unconditional=1,
-        unit=2,
         lora=JOINT,
     ),
     "cogview4": Family(
         pipelines=("CogView4Pipeline",),
         encodes="prompt_embeds negative_prompt_embeds",
         guidance="two calls",
-        unconditional=1,
-        unit=2,
     ),
     "auraflow": Family(
         pipelines=("AuraFlowPipeline",),
         encodes=_MASKED,
         guidance="concatenated",
         mixed=False,
-        unit=2,
         lora=JOINT,
     ),
     "hidream": Family(
@@ -255,7 +242,6 @@ FAMILIES: dict[str, Family] = {
             "negative_prompt_embeds_llama3": 1,
             "encoder_hidden_states_llama3": 1,
         },
-        unit=2,
         own_size=True,
         lora=("to_q", "to_k", "to_v", "to_out", "to_q_t", "to_k_t", "to_v_t", "to_out_t"),
     ),
@@ -264,8 +250,6 @@ FAMILIES: dict[str, Family] = {
         encodes="prompt_embeds prompt_embeds_mask",
         guidance="two calls",
         off=0.0,  # as Z-Image
-        unconditional=1,
-        unit=2,
     ),
     "kandinsky5": replace(_KANDINSKY5, pipelines=("Kandinsky5T2VPipeline",), frames=121, frame_rate=24.0),
     "kandinsky5_image": _KANDINSKY5,
@@ -276,7 +260,6 @@ FAMILIES: dict[str, Family] = {
         mixed=False,
         alone="guided",
         fixed={"use_resolution_binning": False},
-        unit=2,
         lora=("img_qkv_proj", "txt_kv_proj", "to_out.0"),
     ),
     "hunyuan_image": Family(
@@ -285,16 +268,14 @@ FAMILIES: dict[str, Family] = {
         guidance="two calls",
         scale="-",  # its guider has it
         negative="",
-        unconditional=1,
         lora=JOINT,
+        unit=1,
     ),
     "wan": Family(
         pipelines=("WanPipeline",),
         encodes="prompt_embeds negative_prompt_embeds",
         guidance="two calls",
-        unconditional=1,
         networks=("transformer", "transformer_2"),
-        unit=2,
         frames=81,
         frame_rate=16.0,
     ),
@@ -303,7 +284,6 @@ FAMILIES: dict[str, Family] = {
         encodes="prompt_embeds pooled_prompt_embeds prompt_attention_mask",
         guidance="embedded",
         usual=6.0,
-        unit=2,
         lora=JOINT,
         frames=129,
         frame_rate=15.0,
@@ -314,6 +294,7 @@ FAMILIES: dict[str, Family] = {
         guidance="concatenated",
         frames=161,
         frame_rate=25.0,
+        unit=1,
     ),
 }
 """name -> family."""

@@ -77,7 +77,7 @@ class Halves:
             if joined and self.apart:
                 halves = [self._half(forward, args, kwargs, half) for half in (0, 1)]
                 return tuple(_cat(parts) for parts in zip(*halves, strict=True))
-            is_null = self._guided and not joined and number == self._family.unconditional
+            is_null = self._guided and not joined and number == 1
             return self._counted(forward, args, kwargs, 2 if joined else 1, is_null)
 
         return called

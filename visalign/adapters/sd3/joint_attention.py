@@ -67,7 +67,7 @@ the fused kernel's time at 29 keys, 0.6 at 64, 0.8 at 128, 1.1 at 256; it keeps 
 class WeightedJointAttention:
     """Attention processor for SD3 whose context tokens may stand for several equal ones.
 
-    The weights arrive as `joint_attention_kwargs={"context_log_multiplicity": [L'] or [B, L']}` in the
+    The weights arrive as `joint_attention_kwargs={"context_log_multiplicity": [L']}` in the
     transformer's forward; left out, the processor equals diffusers' `JointAttnProcessor2_0`. Attention
     without context (the second one of SD3.5's dual blocks) ignores them. On CUDA they are rounded to the
     dtype of the queries, as the fused kernels demand; in bfloat16 that is 1.4 % of the weight of a token that
@@ -90,7 +90,7 @@ class WeightedJointAttention:
             hidden_states: image tokens.
             encoder_hidden_states: context tokens.
             attention_mask: unused; diffusers passes it to every processor.
-            context_log_multiplicity: [L'] or [B, L'], log of how many equal tokens each context token stands
+            context_log_multiplicity: [L'], log of how many equal tokens each context token stands
                 for.
         """
         count, bias = hidden_states.shape[1], None
@@ -152,15 +152,14 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = Non
 
 
 def _key_bias(log_multiplicity: Tensor, image_tokens: int, query: Tensor) -> Tensor:
-    """Additive attention bias [B or 1, 1, 1, N + L'] from the context's [L'] or [B, L']."""
+    """Additive attention bias [1, 1, 1, N + L'] from the context's [L']."""
     context_tokens = query.shape[2] - image_tokens
     if log_multiplicity.shape[-1] != context_tokens:
         raise ValueError(
             f"context_log_multiplicity is for {log_multiplicity.shape[-1]} context tokens, but the context "
             f"has {context_tokens}. Pass the pair that collapse_null_tokens returned."
         )
-    bias = F.pad(log_multiplicity, (image_tokens, 0))
-    bias = bias[:, None, None] if bias.ndim == 2 else bias[None, None, None]
+    bias = F.pad(log_multiplicity, (image_tokens, 0))[None, None, None]
     # on the CPU a float32 mask is exact beside 16-bit queries, and misread beside float64 ones (torch 2.15)
     keep = query.device.type == "cpu" and query.dtype.itemsize == 2
     return bias.float() if keep else bias.to(query.dtype)

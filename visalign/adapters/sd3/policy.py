@@ -178,14 +178,14 @@ class SD3Policy:
         None computes it.
         """
         count = len(x)
-        check_condition(SD3Condition, x, sigma, condition)
+        encoded = check_condition(SD3Condition, x, sigma, condition)
         timestep = self.times(sigma) if time is None else time
-        weights = condition.log_multiplicity
+        weights = encoded.log_multiplicity
         null = None
         if self.guidance != 1:
             with torch.no_grad():
                 null = self._forward(x, timestep, *self._text.null(count), weights)
-        embeds, pooled = condition.embeds[condition.index], condition.pooled[condition.index]
+        embeds, pooled = encoded.embeds[encoded.index], encoded.pooled[encoded.index]
         prompted = self._forward(x, timestep, embeds, pooled, weights)
         # v(∅) + w (v(prompt) − v(∅))
         return prompted if null is None else null + self.guidance * (prompted - null)

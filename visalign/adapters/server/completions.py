@@ -188,20 +188,10 @@ def _read_set(
 def find_end(
     completion: Completion, request: CompletionRequest, decode: Callable[[list[int]], str]
 ) -> tuple[int, StopReason]:
-    """Find where the completion ends by the rules of `StoppingCriteria`, even if the server sampled on.
+    """Return the number of tokens to keep and the stop reason, by the rules of `StoppingCriteria`, even if
+    the server sampled on; `decode` converts ids to text, special tokens included.
 
     Cutting at the first end changes no probability, since it depends only on the tokens up to it.
-
-    Args:
-        completion: Sampled tokens.
-        request: Its request.
-        decode: Converts ids to text, special tokens included.
-
-    Returns:
-        Number of tokens to keep, and the stop reason.
-
-    Raises:
-        ServerError: The server stopped, and its tokens show no reason.
     """
     ids, strings = completion.ids, request.stopping.strings
     end = next((n for n, token in enumerate(ids, 1) if token in request.ends), len(ids) + 1)

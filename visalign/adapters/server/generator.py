@@ -93,14 +93,8 @@ class ServerGenerator:
         """Complete P prompts G times each, as `CausalLMPolicy.generate` does; images are refused.
 
         Each sample is a request with its own seed; whether a seed repeats its completion is up to the server.
-
-        Returns:
-            Rollout of B samples. NaN: `entropy` without top_k, `full_log_prob` with it; the policy's
-            `log_probs` gives its own entropy.
-
-        Raises:
-            UserError: See `CausalLMPolicy.generate`; sampling whose log-probs this server does not give.
-            ServerError: Failure of the server, with the URL.
+        NaN in the rollout: `entropy` without top_k, `full_log_prob` with it; the policy's `log_probs` gives
+        its own entropy.
         """
         policy, sampling, stopping = self._policy, sampling or Sampling(), stopping or StoppingCriteria()
         check_sampling(sampling, self.logprobs_mode, self.max_logprobs)
@@ -123,21 +117,11 @@ class ServerGenerator:
         return assemble_rollout(batch, completions, self.tokenizer, sampling, pad_id(self.tokenizer, ends))
 
     def sync(self, folder: str | Path, *, server_folder: str | None = None) -> str:
-        """Let a vLLM server load the LoRA adapter that `policy.save(folder)` wrote, and generate with it.
+        """Let a vLLM server load the LoRA adapter that `policy.save(folder)` wrote, and generate with it;
+        returns its name on the server, from now on `model`.
 
         The previous adapter is unloaded. Keep the folder until the next `sync`: a restarted server is given
-        it again.
-
-        Args:
-            folder: Folder with adapter_config.json and the adapter's weights.
-            server_folder: Path of the same folder on the server, if it differs.
-
-        Returns:
-            Name of the adapter on the server, from now on `model`.
-
-        Raises:
-            UserError: No adapter in the folder.
-            ServerError: The server refused; says how it must be started.
+        it again. `server_folder` is the path of the same folder on the server, if it differs.
         """
         name = adapter_name(Path(folder))
         if name == self.model:
@@ -150,11 +134,7 @@ class ServerGenerator:
         return name
 
     def reload(self, folder: str | Path) -> None:
-        """Let a vLLM server reload the whole model from the folder that it was started on.
-
-        Raises:
-            ServerError: The server refused; says how it must be started.
-        """
+        """Let a vLLM server reload the whole model from the folder that it was started on."""
         self.weights_folder = str(folder)
         reload_weights(self._connection)
 

@@ -53,15 +53,10 @@ def check_sampling(sampling: Sampling, mode: LogprobsMode, max_logprobs: int) ->
 
 
 def check_processed(connection: ServerConnection, model: str, prompt: list[int]) -> bool:
-    """Probe whether log-probs follow the temperature, by one token at temperature 1 and one at 2.
+    """Probe whether log-probs follow the temperature, by one token at temperature 1 and one at 2; False if
+    the tokens are about equally probable, so that the probe cannot tell.
 
     Processed log-probs of two tokens differ half as much at temperature 2, raw ones equally.
-
-    Returns:
-        False if the probe cannot tell, because the tokens are about equally probable.
-
-    Raises:
-        ServerError: The log-probs are not processed.
     """
     requests = [
         CompletionRequest(
