@@ -20,11 +20,7 @@ INSTALL = {
 
 
 def host(module: str) -> Any:
-    """A module of a host.
-
-    Raises:
-        ModuleNotFoundError: the host is not installed here, with where it comes from.
-    """
+    """A module of a host; where that is not installed, the error says where it comes from."""
     package = module.partition(".")[0]
     try:
         return importlib.import_module(module)
@@ -55,14 +51,8 @@ def asked_by(objective: Objective) -> dict[str, str]:
 
 
 def refuse_what_is_missing(name: str, objective: Objective, available: Collection[str], where: str) -> None:
-    """Raise if an algorithm has no meaning on tokens or needs inputs that a host lacks.
-
-    Args:
-        name: Name of the algorithm.
-        objective: The algorithm.
-        available: Fields of `Trajectories` and `PolicyOutput` that the host has.
-        where: Name of the host, for the message.
-    """
+    """Raise if an algorithm has no meaning on tokens, or needs fields of `Trajectories` or `PolicyOutput`
+    that are not available in a host; `where` is its name."""
     check_decisions(objective, "tokens", name=name)
     for field, choice in asked_by(objective).items():
         if field not in available:

@@ -21,18 +21,8 @@ def text_scores(
     metadata: Metadata,
     on_failure: OnFailure = "nan",
 ) -> list[float | None]:
-    """Score completions: one number each, larger is better, None where scoring failed.
-
-    Args:
-        judge: any judge of text.
-        completions: B texts, or conversations whose last message is the answer.
-        prompts: B texts or conversations.
-        metadata: B records.
-        on_failure: "raise", or "nan" for the None.
-
-    Raises:
-        RewardError: a sample could not be judged and on_failure is "raise".
-    """
+    """Score texts, or conversations whose last message is the answer: one number each, larger is better,
+    None where scoring failed."""
     texts = [text if isinstance(text, str) else text[-1]["content"] for text in completions]
     scores = judge.score(texts, prompts, metadata)
     _say_failures(judge.name, scores, on_failure)
@@ -47,11 +37,6 @@ def numbers(judge: PointwiseReward | TextReward, scores: Scores) -> list[float |
 
 
 def _say_failures(name: str, scores: Scores, on_failure: OnFailure) -> None:
-    """Refuse failed samples unless they may be NaN.
-
-    Raises:
-        RewardError: with how many failed, and the first reason.
-    """
     failed = [row for row, valid in enumerate(scores.valid.tolist()) if not valid]
     if failed and on_failure == "raise":
         reason = scores.reason[failed[0]] if scores.reason else None
@@ -69,18 +54,7 @@ def image_scores(
     metadata: Metadata | None = None,
     on_failure: OnFailure = "raise",
 ) -> list[float]:
-    """Score images: one number each, larger is better.
-
-    Args:
-        judge: any judge of images.
-        images: B images in any form that a judge takes.
-        prompts: B texts.
-        metadata: B records.
-        on_failure: "raise" or "nan".
-
-    Raises:
-        RewardError: a sample could not be judged and on_failure is "raise".
-    """
+    """Score images in any form that a judge takes: larger is better, NaN where it failed."""
     scores = judge.score(images, list(prompts), metadata)
     _say_failures(judge.name, scores, on_failure)
     return [float("nan") if value is None else value for value in numbers(judge, scores)]
@@ -93,17 +67,12 @@ def flow_grpo(
 
     Args:
         name: as in `visalign.rewards.load_reward`; `remote` with its url is a judge of `serve-reward`.
-        on_failure: as in `image_scores`.
+        on_failure: "raise", or "nan" for a sample that could not be judged.
         **options: of the judge.
 
     Returns:
         `f(images, prompts, metadata)` -> (B numbers, {}), what an entry of `flow_grpo.rewards.multi_score`
         makes; metadata are B records, or one for all.
-
-    Example:
-        >>> import torch
-        >>> flow_grpo("jpeg_size")(torch.zeros(2, 3, 16, 16), ["a", "b"], [{}, {}])[1]
-        {}
     """
     judge = load_reward(name, **options)
 

@@ -29,17 +29,9 @@ GIVEN = ("entropy", "uniform", "ref_log_prob", "rollout_log_prob")
 _COUNTS = tuple(f.name for f in fields(Counts))
 _ROWS = tuple(f.name for f in fields(Prepared) if f.name not in ("counts", "ptx_counts"))
 _INPUTS = (
-    "pixel_values",
-    "image_grid_thw",
-    "num_images",
-    "pixel_attention_mask",
-    "spatial_shapes",
-    "num_tiles",
-    "image_sizes",
-    "token_type_ids",
-    "mm_token_type_ids",
-    "image_position_ids",
-)
+    "pixel_values image_grid_thw num_images pixel_attention_mask spatial_shapes num_tiles image_sizes "
+    "token_type_ids mm_token_type_ids image_position_ids"
+).split()
 """What TRL hands to a model beside tokens."""
 
 
@@ -55,14 +47,9 @@ class GRPOTrainer(Base):
     Each generation takes one pass more than TRL's own, for log-probs and entropies under the policy that
     sampled. A reward function's None leaves its sample out.
 
-    Args:
-        *args: TRL's.
-        objective: a row of `visalign.core.NAMED` by name, or an `Objective`.
-        **named: TRL's.
-
-    Raises:
-        ValueError: the row asks for what TRL has not (a value function, log Z, ...), or an option of TRL
-            would do what the row decides.
+    `objective` is a row of `visalign.core.NAMED` by name, or an `Objective`; the rest is TRL's. What the row
+    asks for and TRL has not (a value function, log Z) is refused, as are options of TRL that would do what
+    the row decides.
     """
 
     def __init__(self, *args: Any, objective: Objective | str, **options: Any) -> None:
@@ -114,22 +101,21 @@ class GRPOTrainer(Base):
         with torch.no_grad():
             old, entropy = self._log_probs(self.model, out, batch_size=batch)
 
-        def whole(x: Tensor | None) -> Tensor | None:
+        def whole(x: Tensor | None) -> Any:
             """Gather from all processes, padded to the widest."""
-            if x is None:
-                return None
-            return self.accelerator.gather(self.accelerator.pad_across_processes(x, dim=1))
+            return (
+                x if x is None else self.accelerator.gather(self.accelerator.pad_across_processes(x, dim=1))
+            )
 
-        w, old, entropy = whole(weight), whole(old), whole(entropy)
-        assert w is not None and old is not None
+        w = whole(weight)
         drawn = torch.rand(w.shape, generator=torch.Generator().manual_seed(self.state.global_step))
         per_prompt = self.num_generations if training else self.num_generations_eval
         first = self.accelerator.process_index * size
         prepared = self.objective.prepare(
             Trajectories(
                 weight=w,
-                old_log_prob=old,
-                entropy=entropy,
+                old_log_prob=whole(old),
+                entropy=whole(entropy),
                 group=torch.arange(len(w)) // per_prompt,
                 reward=self._rewards,
                 reward_weights=self.reward_weights.tolist(),
@@ -138,12 +124,10 @@ class GRPOTrainer(Base):
                 rollout_log_prob=whole(out.get("sampling_per_token_logps")),
             )
         ).rows(slice(first, first + size))
-        for field in _ROWS:
-            if (value := getattr(prepared, field)) is not None:
-                out[f"visalign_{field}"] = value[:, :T] if value.ndim == 2 else value
-        for field in _COUNTS:
-            if (value := getattr(prepared.counts, field)) is not None:
-                out[f"visalign_count_{field}"] = value
+        named = {f"visalign_{field}": getattr(prepared, field) for field in _ROWS}
+        out |= {k: v[:, :T] if v.ndim == 2 else v for k, v in named.items() if v is not None}
+        counts = {f"visalign_count_{field}": getattr(prepared.counts, field) for field in _COUNTS}
+        out |= {k: v for k, v in counts.items() if v is not None}
         if "visalign_importance_weight" not in out and "importance_sampling_ratio" in out:
             out["visalign_importance_weight"] = out["importance_sampling_ratio"]  # vLLM's, as TRL corrects it
         return out
@@ -182,26 +166,18 @@ _OF_THE_TRAINER = ("completion_ids", "trainer_state", "log_extra", "log_metric",
 
 
 def reward_function(name: str, **options: Any) -> Callable[..., list[float | None]]:
-    """A judge of text as a reward function of TRL.
+    """A judge of text, by its name in `visalign.rewards.load_text_reward`, as a reward function of TRL.
 
-    Args:
-        name: as in `visalign.rewards.load_text_reward`.
-        **options: of the judge.
-
-    Returns:
-        `f(prompts, completions, **columns)` -> one number per completion, None where the judge failed. The
-        columns of the data set are the judge's metadata. Conversations are read by their last message.
-
-    Raises:
-        RewardError: as in `load_text_reward`.
+    `f(prompts, completions, **columns)` gives one number per completion, None where the judge failed. The
+    columns of the data set are the judge's metadata. Conversations are read by their last message.
     """
     from visalign.rewards.catalogue import load_text_reward
 
     judge = load_text_reward(name, **options)
 
     def score(prompts: Any, completions: Any, **columns: Any) -> list[float | None]:
-        record_columns = {key: column for key, column in columns.items() if key not in _OF_THE_TRAINER}
-        metadata = [{key: column[i] for key, column in record_columns.items()} for i in range(len(prompts))]
+        told = columns.keys() - set(_OF_THE_TRAINER)
+        metadata = [{key: columns[key][i] for key in told} for i in range(len(prompts))]
         return text_scores(judge, completions, prompts, metadata)
 
     score.__name__ = judge.name  # TRL logs under it

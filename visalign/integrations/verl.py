@@ -45,46 +45,51 @@ _ESTIMATORS = {("k3", "k3"): "low_var_kl", ("k3", "k2"): "k3+", ("k1", "k2"): "k
 """(kl_value, kl_gradient) of a row -> verl's kl_loss_type."""
 
 
+_STEPS = "it is a row of denoising steps; its decisions are no tokens"
+
+
 def no_loss(row: Objective) -> str | None:
     """Why a row's loss cannot be computed in verl; None where it can."""
-    if row.decisions == "denoising_steps":
-        return "it is a row of denoising steps; its decisions are no tokens"
-    if "temperature" in row.advantage_options and row.advantage == "gae":
-        return "it takes the soft minimum of two critics and a KL term with a gate, and verl has neither"
-    if row.selection is not None:
-        return f"selection={row.selection!r} needs thresholds over the whole optimizer step"
-    if row.entropy and row.entropy_term != "bonus":
-        return f"entropy_term={row.entropy_term!r} is settled over the whole optimizer step"
-    if row.aggregation == "group_token_mean" or row.mean_rows is not None:
-        return "its mean is taken per group of samples, whose tokens lie in several micro-batches"
-    if row.ptx:
-        return "it learns on pretraining tokens, which verl does not hand to a policy loss"
-    if row.kl_weighted:
-        return "its KL term is weighted by the ratio, and verl's KL term is not"
-    for field in ("log_z", "divergence", "loss_weight"):
-        if field in asked_by(row):
-            return f"{asked_by(row)[field]} needs {field}, which verl does not have"
-    return None
+    asked = asked_by(row)
+    absent = next((field for field in ("log_z", "divergence", "loss_weight") if field in asked), None)
+    reasons = {
+        _STEPS: row.decisions == "denoising_steps",
+        "it takes the soft minimum of two critics and a KL term with a gate, and verl has neither": (
+            row.advantage == "gae" and "temperature" in row.advantage_options
+        ),
+        f"selection={row.selection!r} needs thresholds over the whole optimizer step": row.selection,
+        f"entropy_term={row.entropy_term!r} is settled over the whole optimizer step": (
+            row.entropy and row.entropy_term != "bonus"
+        ),
+        "its mean is taken per group of samples, whose tokens lie in several micro-batches": (
+            row.aggregation == "group_token_mean" or row.mean_rows
+        ),
+        "it learns on pretraining tokens, which verl does not hand to a policy loss": row.ptx,
+        "its KL term is weighted by the ratio, and verl's KL term is not": row.kl_weighted,
+        f"{asked.get(absent or '')} needs {absent}, which verl does not have": absent,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def no_advantage(row: Objective) -> str | None:
     """Why a row's advantages cannot be computed in verl; None where they can."""
-    if row.decisions == "denoising_steps":
-        return "it is a row of denoising steps; its decisions are no tokens"
-    if row.advantage == "gae":
-        return "verl's own algorithm.adv_estimator=gae has the value function"
-    if row.advantage in ("gdpo", "normalise_then_sum"):
-        return f"advantage={row.advantage!r} needs several rewards apart, and verl hands on their sum"
-    if row.advantage == "remax":
-        return "verl generates greedy baselines only for its own algorithm.adv_estimator=remax"
-    needs = asked_by(replace(row, surrogate="reinforce", surrogate_options={}, selection=None, kl=0, ptx=0))
-    absent = "metric process_reward advantage entropy bundle reference_reward likelihood rank"
-    for field in absent.split():
-        if field in needs:
-            return f"{needs[field]} needs {field}, which verl does not hand to an estimator"
-    unsaid = "ref_log_prob" if "ref_log_prob" in ADVANTAGES[row.advantage].needs else None
-    unsaid = "old_log_prob" if row.advantage == "perplexity" else unsaid
-    return unsaid and f"advantage={row.advantage!r} needs {unsaid}, which verl does not hand on"
+    name = row.advantage
+    asked = asked_by(replace(row, surrogate="reinforce", surrogate_options={}, selection=None, kl=0, ptx=0))
+    fields = "metric process_reward advantage entropy bundle reference_reward likelihood rank".split()
+    absent = next((field for field in fields if field in asked), None)
+    unsaid = "ref_log_prob" if "ref_log_prob" in ADVANTAGES[name].needs else None
+    unsaid = "old_log_prob" if name == "perplexity" else unsaid
+    reasons = {
+        _STEPS: row.decisions == "denoising_steps",
+        "verl's own algorithm.adv_estimator=gae has the value function": name == "gae",
+        f"advantage={name!r} needs several rewards apart, and verl hands on their sum": (
+            name in ("gdpo", "normalise_then_sum")
+        ),
+        "verl generates greedy baselines only for its own algorithm.adv_estimator=remax": name == "remax",
+        f"{asked.get(absent or '')} needs {absent}, which verl does not hand to an estimator": absent,
+        f"advantage={name!r} needs {unsaid}, which verl does not hand on": unsaid,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def policy_loss(row: Objective) -> Callable[..., tuple[Tensor, dict[str, float]]]:
@@ -112,11 +117,14 @@ def policy_loss(row: Objective) -> Callable[..., tuple[Tensor, dict[str, float]]
                 "This row divides by a fixed length, and without one each micro-batch would divide by its "
                 "own width. Set actor_rollout_ref.actor.loss_scale_factor to the longest response."
             )
-        tokens, rows = step.get("batch_num_tokens"), step.get("global_batch_size")
+
+        def count(value: Any) -> Tensor:
+            return torch.as_tensor(value, dtype=torch.float64, device=weight.device)
+
         counts = Counts(
-            tokens=_count(weight.sum() if tokens is None else tokens, weight),
-            sequences=_count((weight != 0).any(1).sum() if rows is None else rows, weight),
-            length=_count(length or weight.shape[1], weight),
+            tokens=count(step.get("batch_num_tokens", weight.sum())),
+            sequences=count(step.get("global_batch_size", (weight != 0).any(1).sum())),
+            length=count(length or weight.shape[1]),
         )
         prepared = Prepared(
             weight=weight,
@@ -135,10 +143,6 @@ def policy_loss(row: Objective) -> Callable[..., tuple[Tensor, dict[str, float]]
         return result.total * step.get("dp_size", 1), metrics
 
     return loss
-
-
-def _count(value: Any, like: Tensor) -> Tensor:
-    return torch.as_tensor(value, dtype=torch.float64, device=like.device)
 
 
 def advantage_estimator(row: Objective) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -180,24 +184,24 @@ def advantage_estimator(row: Objective) -> Callable[..., tuple[Tensor, Tensor]]:
     return estimate
 
 
+def _refusal(name: str, why: str, what: str) -> ValueError:
+    fitting = [key for key, row in NAMED.items() if no_loss(row) is None and no_advantage(row) is None]
+    return ValueError(
+        f"{PREFIX}{name} cannot be {what} in verl: {why}. Rows that can be both: {', '.join(fitting)}."
+    )
+
+
 def _refuses(name: str, why: str, what: str) -> Callable[..., Any]:
     def refuse(*_: Any, **__: Any) -> Any:
-        raise ValueError(f"{PREFIX}{name} cannot be {what} in verl: {why}. {_offered()}")
+        raise _refusal(name, why, what)
 
     return refuse
 
 
-def _offered() -> str:
-    fitting = [name for name, row in NAMED.items() if no_loss(row) is None and no_advantage(row) is None]
-    return f"Rows that can be both: {', '.join(fitting)}."
-
-
 def register(name: str, row: Objective) -> None:
-    """Register one row as `visalign:NAME`, as a policy loss and as an advantage estimator.
+    """Register one row as `visalign:NAME`, as a policy loss and as an advantage estimator, or again.
 
-    Args:
-        name: any; registering it again replaces it.
-        row: what cannot be done in verl raises, with the reason, when verl calls it.
+    What cannot be done in verl raises, with the reason, when verl calls it.
     """
     key = PREFIX + name
     why = no_loss(row)
@@ -209,21 +213,14 @@ def register(name: str, row: Objective) -> None:
 
 
 def settings(name: str, *, length: int | None = None) -> list[str]:
-    """verl's options that make it train a named row.
-
-    Args:
-        name: a key of `visalign.core.NAMED`.
-        length: the longest response in tokens, for rows that divide by a fixed length.
-
-    Raises:
-        ValueError: the row's loss cannot be computed there, or a length is needed.
-    """
+    """verl's options that make it train a named row; `length` is the longest response in tokens, for rows
+    that divide by a fixed length."""
     row = NAMED[name]
     if (why := no_loss(row)) is not None:
-        raise ValueError(f"{PREFIX}{name} cannot be a loss in verl: {why}. {_offered()}")
+        raise _refusal(name, why, "a loss")
     estimator = {"gae": "gae", "remax": "remax"}.get(row.advantage)
     if estimator is None and (why := no_advantage(row)) is not None:
-        raise ValueError(f"{PREFIX}{name} cannot be an advantage estimator in verl: {why}. {_offered()}")
+        raise _refusal(name, why, "an advantage estimator")
     actor = "actor_rollout_ref.actor"
     lines = [
         f"{actor}.policy_loss.loss_mode={PREFIX}{name}",
@@ -291,9 +288,6 @@ def compute_score(
 
     Returns:
         The score; larger is better.
-
-    Raises:
-        RewardError: the judge cannot be loaded, or the sample not judged.
     """
     of_verl = ("reward_router_address", "reward_model_tokenizer", "model_name")
     options_of_judge = {key: value for key, value in options.items() if key not in of_verl}
