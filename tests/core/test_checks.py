@@ -15,7 +15,7 @@ from visalign.core.checks import (
     check_same,
 )
 
-B, BT, BT_OTHER = torch.zeros(2), torch.zeros(2, 3), torch.zeros(4, 3)
+B, BT = torch.zeros(2), torch.zeros(2, 3)
 
 
 def test_what_fits_passes() -> None:

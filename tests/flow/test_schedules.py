@@ -3,20 +3,16 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
 import torch
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 from diffusers.utils.torch_utils import randn_tensor
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from visalign.flow import (
     diffusers_timestep_sigmas,
     initial_noise,
-    noise_rate,
     sample_seed,
     step_noise,
     timestep_sigmas,
@@ -36,22 +32,6 @@ def test_diffusers_timestep_sigmas_equals_the_scheduler_to_the_last_bit(steps, s
     scheduler: Any = FlowMatchEulerDiscreteScheduler(shift=shift)
     scheduler.set_timesteps(steps)
     assert torch.equal(diffusers_timestep_sigmas(steps, shift=shift), scheduler.sigmas)
-
-
-@settings(deadline=None, max_examples=50)
-@given(steps=st.integers(1, 60), shift=st.floats(0.1, 20))
-def test_they_fall_strictly_from_one_to_zero(steps, shift):
-    for grid in (timestep_sigmas(steps, shift=shift), diffusers_timestep_sigmas(steps, shift=shift)):
-        assert grid.shape == (steps + 1,) and grid[0] == 1 and grid[-1] == 0
-        assert bool((grid[1:] < grid[:-1]).all())
-
-
-def test_noise_rate_by_hand():
-    sigma = torch.tensor([1.0, 0.8, 0.5], dtype=torch.float64)
-    expected = 0.7 * torch.tensor([math.sqrt(1 / 0.1), 2.0, 1.0], dtype=torch.float64)
-    torch.testing.assert_close(noise_rate(sigma, 0.9, schedule="flow", noise_level=0.7), expected)
-    assert noise_rate(sigma, 0.9, schedule="dance", noise_level=0.3).tolist() == [0.3, 0.3, 0.3]
-    assert noise_rate(sigma, 0.9, schedule="none", noise_level=0.3).tolist() == [0.0, 0.0, 0.0]
 
 
 def test_sample_seed_is_frozen_and_separates():

@@ -7,12 +7,9 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.support.flow_policies import GaussianPolicy, Shift
 from visalign.flow import PathSearch, ZeroOrderSearch, rollout, timestep_sigmas
-from visalign.flow.search import renoise
 
 SIGMAS, BEST = timestep_sigmas(10), 0.9
 
@@ -115,18 +112,6 @@ def test_the_cost_is_what_the_formula_says(search, velocities):
     assert spent == 6 * velocities and made.shape == (6, 1, 1, 1)
 
 
-@given(st.integers(2, 30), st.data())
-@settings(max_examples=60, deadline=None)
-def test_rounds_of_paths_join_and_end_with_the_grid(steps, data):
-    start = data.draw(st.integers(1, steps - 1))
-    back = data.draw(st.integers(1, start))
-    search = PathSearch(start=start, back=back, forward=back + data.draw(st.integers(1, 5)))
-    rounds = search.rounds(steps)
-    assert rounds[0][0] == start and rounds[-1][2] == steps
-    assert all(0 <= up < at < end for at, up, end in rounds)
-    assert all(a[2] == b[0] for a, b in pairwise(rounds))
-
-
 @pytest.mark.parametrize(
     "search", [ZeroOrderSearch(rounds=6, candidates=2, radius=1.0), PathSearch(branches=8, start=2)]
 )
@@ -164,18 +149,6 @@ def test_the_noise_of_neighbours_and_paths_leaves_the_distribution_as_it_is():
         assert made.mean() == pytest.approx(float(own.mean()), abs=0.02)
         assert made.std() == pytest.approx(float(own.std()), rel=0.04)
         assert torch.corrcoef(torch.stack([made.flatten(), own.flatten()]))[0, 1] < 0.9, "it moved"
-
-
-def test_noised_again_is_the_flow_at_the_higher_level():
-    """x_σ = (1 − σ) x0 + σ ε goes to (1 − σ') x0 with variance σ'²; at σ' = 1 nothing of it is left."""
-    sigma, up = torch.tensor(0.6), torch.tensor(0.7)
-    clean, count = 2.0, 200_000
-    draw = torch.Generator().manual_seed(0)
-    first, second = torch.randn(2, count, 1, generator=draw, dtype=torch.float64)
-    made = renoise((1 - 0.6) * clean + 0.6 * first, second, sigma, up)
-    assert float(made.mean()) == pytest.approx(0.3 * clean, abs=0.01)
-    assert float(made.std()) == pytest.approx(0.7, abs=0.01)
-    assert torch.equal(renoise(first, second, sigma, torch.tensor(1.0)), second)
 
 
 @pytest.mark.parametrize(

@@ -52,23 +52,6 @@ def test_cps_step_by_hand():
     assert step.mean.dtype == torch.float64
 
 
-@pytest.mark.parametrize("schedule", ["flow", "dance", "cps", "ddim"])
-def test_rows_of_different_sigma_are_separate_steps(schedule):
-    kernel = Kernel(schedule=schedule, noise_level=LEVELS[schedule], sigma_max=0.95)
-    x, v, x_next = (latents(3, 2, 2, seed=seed) for seed in range(3))
-    sigma = torch.tensor([1.0, 0.6, 0.2], dtype=torch.float64)
-    sigma_next = torch.tensor([0.9, 0.3, 0.1], dtype=torch.float64)
-    together = kernel.step(x, v, sigma, sigma_next)
-    torch.testing.assert_close(together.std, kernel.std(sigma, sigma_next))
-    for row in range(3):
-        one = slice(row, row + 1)
-        alone = kernel.step(x[one], v[one], sigma[row].item(), sigma_next[row].item())
-        torch.testing.assert_close(alone.mean, together.mean[one])
-        torch.testing.assert_close(
-            kernel.log_prob_of(alone, x_next[one]), kernel.log_prob_of(together, x_next)[one]
-        )
-
-
 @pytest.mark.parametrize("steps", [1, 4, 10])
 def test_schedule_none_is_the_diffusers_euler_step(steps):
     scheduler: Any = FlowMatchEulerDiscreteScheduler(shift=3.0)
@@ -131,16 +114,6 @@ def test_sde_and_ode_have_the_marginals_of_the_flow(schedule, noise_level):
             assert abs(x.std() - std) < 0.012
 
 
-def test_cps_keeps_the_coefficients_of_the_flow():
-    """Data that is one point: the noise in x' has exactly the std σ' of the flow."""
-    samples, sigma, sigma_next = 100_000, 0.7, 0.4
-    noise = latents(samples, 1)
-    x = (1 - sigma) * 0.5 + sigma * noise
-    x_next = cps_step(x, noise - 0.5, sigma, sigma_next, noise_level=0.8).sample(latents(samples, 1, seed=1))
-    assert abs(x_next.mean() - (1 - sigma_next) * 0.5) < 0.006
-    assert abs(x_next.std() / sigma_next - 1) < 0.01
-
-
 def test_last_step_flow_std_is_finite_and_cps_log_prob_is_refused():
     x, v = latents(2, 3), latents(2, 3, seed=1)
     flow = sde_step(x, v, 0.01, 0.0, schedule="flow", noise_level=0.7, sigma_max=0.9)
@@ -151,17 +124,6 @@ def test_last_step_flow_std_is_finite_and_cps_log_prob_is_refused():
     ode = sde_step(x, v, 0.5, 0.4, schedule="none")
     with pytest.raises(ValueError, match="log-probability is undefined"):
         ode.log_prob(x)
-
-
-@pytest.mark.parametrize("schedule", ["flow", "dance", "cps", "ddim"])
-def test_log_prob_gradient(schedule):
-    kernel = Kernel(schedule=schedule, noise_level=LEVELS[schedule], sigma_max=0.95)
-    x, x_next = latents(2, 3), latents(2, 3, seed=2)
-    sigma, sigma_next = torch.tensor([1.0, 0.5]), torch.tensor([0.9, 0.3])
-    assert torch.autograd.gradcheck(
-        lambda v: kernel.log_prob_of(kernel.step(x, v, sigma, sigma_next), x_next),
-        latents(2, 3, seed=1).requires_grad_(),
-    )
 
 
 @settings(deadline=None, max_examples=60)

@@ -85,39 +85,6 @@ def test_gae_equals_the_recursion(length: int, gamma: float, lam: float) -> None
     torch.testing.assert_close(discounted_returns(reward, weight, gamma=gamma), expected, **CLOSE)
 
 
-def test_identities_of_gae() -> None:
-    reward, value, weight = sample(40, seed=1)
-    present = weight != 0
-    monte_carlo, returns = gae(reward, value, weight, gamma=0.97, lam=1.0)
-    total = discounted_returns(reward, weight, gamma=0.97)
-    torch.testing.assert_close(returns, total, **CLOSE)
-    torch.testing.assert_close(
-        monte_carlo, torch.where(present, total - value.masked_fill(~present, 0), 0), **CLOSE
-    )
-    last = torch.arange(5, dtype=torch.float64)
-    index = torch.where(present, torch.arange(40), -1).amax(1)
-    paid = reward.clone()
-    rows_there = index >= 0
-    paid[rows_there, index[rows_there]] += 0.97 * last[rows_there]
-    cut = gae(reward, value, weight, gamma=0.97, last_value=last)
-    whole = gae(paid, value, weight, gamma=0.97)
-    torch.testing.assert_close(cut, whole, **CLOSE)
-
-
-def test_where_the_absent_decisions_stand_does_not_matter() -> None:
-    reward, value = torch.randn(2, 6, dtype=torch.float64), torch.randn(2, 6, dtype=torch.float64)
-    dense = gae(reward, value, gamma=0.9, lam=0.8)
-    for places in ([0, 1, 2, 3, 4, 5], [4, 5, 6, 7, 8, 9], [0, 3, 4, 6, 8, 9]):
-        wide_reward, wide_value = torch.full((2, 10), NAN).double(), torch.full((2, 10), NAN).double()
-        weight = torch.zeros(2, 10)
-        wide_reward[:, places], wide_value[:, places], weight[:, places] = reward, value, 1
-        for ours, expected in zip(
-            gae(wide_reward, wide_value, weight, gamma=0.9, lam=0.8), dense, strict=True
-        ):
-            assert torch.equal(ours[:, places], expected)
-            assert ours.sum() == pytest.approx(expected.sum().item())
-
-
 def test_a_long_row_does_not_drift() -> None:
     reward = torch.full((1, 5000), 0.1, dtype=torch.float64)
     expected = 0.1 * torch.arange(5000, 0, -1, dtype=torch.float64)[None]
@@ -186,22 +153,6 @@ def test_reinforce_pp_baseline() -> None:
     plain = reinforce_pp_baseline_advantages(reward[:4], group[:4], equal[:4])
     per_sample = whiten(group_advantages(reward[:4], group[:4], scale="none")[:, None].expand(4, 3))
     torch.testing.assert_close(plain, per_sample)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.int64])
-def test_results_are_float32_and_carry_no_gradient(dtype: torch.dtype) -> None:
-    reward = torch.tensor([[1, 0, 2]]).to(dtype)
-    value = torch.ones(1, 3, requires_grad=True)
-    advantages, returns = gae(reward, value)
-    others = (
-        discounted_returns(reward),
-        remax_advantages(reward, torch.zeros(1)),
-        reinforce_pp_advantages(reward),
-        reinforce_pp_baseline_advantages(reward[0], [0, 0, 0], torch.ones(3, 2)),
-    )
-    for result in (advantages, returns, *others):
-        assert result.dtype == torch.float32 and not result.requires_grad
-    assert gae(reward, value.double())[0].dtype == torch.float64
 
 
 @pytest.mark.parametrize(

@@ -75,21 +75,12 @@ class TestBradleyTerry:
                 bradley_terry_loss(right, left, 1 - label, **options),
             )
 
-    def test_equals_binary_cross_entropy(self) -> None:
-        left, right, label = normal(20), normal(20, seed=1), torch.rand(20).double()
-        theirs = F.binary_cross_entropy_with_logits(left - right, label, reduction="none")
-        torch.testing.assert_close(bradley_terry_loss(left, right, label), theirs)
-
     def test_a_pair_without_label_costs_nothing_even_with_nan_scores(self) -> None:
         left, right = f64(NAN, 1).requires_grad_(), f64(2, 0)
         loss = bradley_terry_loss(left, right, f64(NAN, 1), centre=0.1)
         assert loss[0] == 0 and loss[1] > 0
         (slope,) = torch.autograd.grad(loss.sum(), left)
         assert slope[0] == 0 and slope[1] != 0
-
-    def test_far_apart(self) -> None:
-        loss = bradley_terry_loss(torch.tensor([-1e4, 1e4]), torch.zeros(2))
-        assert_values(loss.double(), 1e4, 0)
 
     def test_gradient(self) -> None:
         left, right = (normal(5, seed=s).requires_grad_() for s in (0, 1))

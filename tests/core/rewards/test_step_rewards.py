@@ -81,18 +81,6 @@ def test_implicit_rewards_by_hand() -> None:
     assert_hand(implicit_prm_loss(0 * log_ratio, f64(0.3)), math.log(2))
 
 
-def test_implicit_loss_gradient() -> None:
-    generator = torch.Generator().manual_seed(0)
-    log_ratio = torch.randn(3, 4, dtype=torch.float64, generator=generator).requires_grad_()
-    label, weight = f64(1, 0, 0.3), torch.tensor([[1, 1, 1, 1], [1, 0, 1, 0], [0, 1, 1, 0]])
-    assert torch.autograd.gradcheck(
-        lambda x: implicit_prm_loss(x, label, weight, beta=0.7).sum(), (log_ratio,)
-    )
-    (slope,) = torch.autograd.grad(implicit_prm_loss(log_ratio, label, weight).sum(), log_ratio)
-    q = implicit_step_rewards(log_ratio, weight).total
-    torch.testing.assert_close(slope, 0.05 * (q.sigmoid() - label)[:, None] * weight)
-
-
 def test_implicit_loss_with_missing_labels_absent_nan_and_extremes() -> None:
     log_ratio = torch.tensor([[1e6, NAN], [1e6, NAN], [NAN, NAN]], requires_grad=True)
     weight = torch.tensor([[1, 0], [1, 0], [0, 0]])
@@ -114,24 +102,6 @@ def test_turning_points_by_hand() -> None:
     torch.testing.assert_close(added.step_reward, result.increment + result.bonus)
     half = turning_point_rewards(f64(0.7, 0.6), f64(0.5, 0.5), middle, balanced=False, eta=0.5)
     torch.testing.assert_close(half.bonus, result.bonus / 2)
-
-
-def test_turning_points_agree_with_loops_and_telescope() -> None:
-    generator = torch.Generator().manual_seed(1)
-    final, start = torch.rand(2, 30, dtype=torch.float64, generator=generator)
-    middle = torch.rand(30, 6, dtype=torch.float64, generator=generator)
-    result = turning_point_rewards(final, start, middle, balanced=False)
-    for b in range(30):
-        levels = [start[b].item(), *middle[b].tolist()]
-        whole = final[b].item() - levels[0]
-        for k in range(1, 7):
-            step, rest = levels[k] - levels[k - 1], final[b].item() - levels[k]
-            before = levels[k - 1] - levels[k - 2] if k > 1 else 0.0
-            turns = step * rest > 0 and (k == 1 or (before * whole < 0 < step * whole))
-            expected = final[b].item() - levels[k - 1] if turns else step
-            assert result.step_reward[b, k - 1].item() == pytest.approx(expected, abs=1e-12)
-    plain = turning_point_rewards(final, start, middle, eta=0, replace=False)
-    torch.testing.assert_close(plain.step_reward.sum(1), middle[:, -1] - start)
 
 
 def test_balancing_keeps_the_largest_of_the_commoner_sign() -> None:

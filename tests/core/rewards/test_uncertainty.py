@@ -50,10 +50,6 @@ class TestOverlap:
         assert_values(pool, loops[0])
         assert bhattacharyya_overlap(mean[:1], std[:1]).item() == 0
 
-    def test_no_deviation_and_far_apart(self) -> None:
-        result = bhattacharyya(f64(0, 1), f64(0, 0), f64(0, 1), f64(0, 0))
-        assert_values(result.flatten(), 1, 0, 0, 1)
-
     def test_penalty_is_a_lower_bound(self) -> None:
         assert_values(penalise(f64(2, 1), f64(0.5, 0), strength=2), 1, 1)
 
@@ -81,13 +77,6 @@ class TestMembers:
         vague = torch.tensor([[1e20], [2e20]], dtype=torch.float64)
         assert_values(combine_members(f64(0, 5)[:, None], std=vague, how="inverse_variance")[0], 1)
 
-    def test_a_member_that_failed_counts_for_nothing(self) -> None:
-        valid = torch.tensor([[True] * 3, [True] * 3, [False] * 3])
-        mean, spread = combine_members(self.MEAN, valid=valid)
-        assert_values(mean[:2], 2, 2)
-        assert_values(spread[:2], math.sqrt(2), 0)
-        assert_values(combine_members(self.MEAN, ddof=0)[1][:1], math.sqrt(8 / 3))
-
     def test_weights(self) -> None:
         assert_values(inverse_variance_weights(f64(0, 0.5), floor=0.1), 100, 1 / 0.26)
 
@@ -105,21 +94,12 @@ class TestWeightsOfAdvantages:
         assert_values(result, 1, 1, 1, math.exp(-1.5), math.exp(-0.5))
         assert_values(relative_uncertainty_weight(f64(0, 0)), 1, 1)
 
-    def test_the_unit_of_the_reward_plays_no_part(self) -> None:
-        u = normal(9).abs()
-        torch.testing.assert_close(relative_uncertainty_weight(1e3 * u), relative_uncertainty_weight(u))
-
 
 class TestCtrlU:
     def test_disagreement_is_a_kl(self) -> None:
         one, other, labels = normal(2, 4, 3), normal(2, 4, 3, seed=1), torch.zeros(2, 3, dtype=torch.int64)
         wanted = F.kl_div(one.log_softmax(1), other.softmax(1), reduction="none").sum(1).mean()
         torch.testing.assert_close(ctrl_u_loss(one, other, labels).uncertainty, wanted)
-
-    def test_far_half_precision_logits(self) -> None:
-        one = torch.tensor([[300.0, -300.0]]).half()  # in float16 the softmax of far logits is 0
-        far = ctrl_u_loss(one, -one, torch.zeros(1, dtype=torch.int64))
-        assert far.uncertainty.item() == pytest.approx(600)
 
     def test_agreement_is_plain_cross_entropy_of_what_counts(self) -> None:
         logits, labels = normal(3, 4, 2, 2), torch.tensor([0, 3, 255, 1]).reshape(1, 2, 2).expand(3, 2, 2)
@@ -128,11 +108,6 @@ class TestCtrlU:
         torch.testing.assert_close(result.reward, torch.stack(each).mean())
         torch.testing.assert_close(result.total, 0.3 * result.reward)
         assert result.uncertainty.abs() < 1e-15
-
-    def test_nothing_counts(self) -> None:
-        logits = normal(1, 4, 2, 2).requires_grad_()
-        result = ctrl_u_loss(logits, -logits, torch.full((1, 2, 2), 255), counted=f64(0))
-        assert result.total.item() == 0 and torch.autograd.grad(result.total, logits)[0].eq(0).all()
 
     def test_without_detaching_disagreement_lowers_the_weighted_loss(self) -> None:
         primary, auxiliary = normal(2, 4, 3).requires_grad_(), normal(2, 4, 3, seed=1).requires_grad_()
@@ -174,15 +149,6 @@ class TestMaps:
         one = fuse_heatmaps(maps, scale, valid=torch.tensor([[True] * 3, [False] * 3]))[0]
         assert_values(one, 0, 1, 1)
 
-    def test_fusion_gradient_passes_masked_places(self) -> None:
-        maps, scale = normal(3, 4).requires_grad_(), normal(3, 4, seed=1).abs().requires_grad_()
-        valid = torch.tensor(
-            [[True, True, False, False], [True, False, True, False], [True, True, True, False]]
-        )
-        merged = fuse_heatmaps(maps, scale, valid=valid)[0]
-        slopes = torch.autograd.grad(merged[:3].sum(), (maps, scale))
-        assert all(slope.isfinite().all() and slope[~valid].eq(0).all() for slope in slopes)
-
 
 class TestOldPairs:
     def test_by_hand(self) -> None:
@@ -192,13 +158,6 @@ class TestOldPairs:
             *[f64(math.log(0.4))] * 2, *[f64(math.log(0.1))] * 2, alpha=0.2, multiplier=0.5, normalise=False
         )
         assert_values(weight, 2.5)
-
-    def test_long_sequences_do_not_underflow(self) -> None:
-        log_prob, ref = f64(-5000, -5000, -5100), f64(-5000, -5100, -5000)
-        result = relative_log_density(log_prob, ref)
-        assert_values(result, 0, math.log(10), -100 - math.log(0.9))
-        single = relative_log_density(log_prob.float(), ref.float())
-        assert single.isfinite().all()
 
     def test_an_unmoved_policy_weighs_all_alike_and_the_mean_is_one(self) -> None:
         logs = [normal(7, seed=s) * 5 for s in range(4)]

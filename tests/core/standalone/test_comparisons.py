@@ -38,15 +38,6 @@ class TestRanking:
                 total += math.log(sum(math.exp(score[row, j].item()) for j in rest)) - target
             assert ours[row].item() == pytest.approx(total, abs=1e-10)
 
-    def test_permutation_shift_and_gradient(self) -> None:
-        score, reward = normal(3, 5).requires_grad_(), normal(3, 5, seed=1)
-        loss = soft_plackett_luce(score, reward)
-        order = torch.randperm(5, generator=torch.Generator().manual_seed(2))
-        torch.testing.assert_close(soft_plackett_luce(score[:, order] - 7, reward[:, order] + 3), loss)
-        (slope,) = torch.autograd.grad(loss.sum(), score)
-        assert slope.sum(1).abs().max() < 1e-12
-        assert torch.autograd.gradcheck(lambda s: soft_plackett_luce(s, reward, tau=0.5), (score,))
-
     def test_missing_samples_leave_the_list(self) -> None:
         score = torch.tensor([[NAN, 0.3, -0.4, 9], [1, NAN, NAN, NAN], [NAN] * 4], dtype=torch.float64)
         score.requires_grad_()
@@ -57,10 +48,6 @@ class TestRanking:
         assert slope[reward.isnan()].eq(0).all()
         assert_values(slope[0, 1:3], -1 / (1 + math.exp(0.7)), 1 / (1 + math.exp(0.7)))
         assert soft_plackett_luce(torch.ones(2, 1), torch.ones(2, 1)).tolist() == [0, 0]
-
-    def test_extreme_scores_and_half_precision(self) -> None:
-        loss = soft_plackett_luce(torch.tensor([[-3e4, 3e4]]).half(), torch.tensor([[1.0, 0.0]]).half())
-        assert loss.dtype == torch.float32 and loss.item() == pytest.approx(6e4, rel=1e-3)
 
     def test_gdro(self) -> None:
         error, ref, reward = normal(3, 4).square(), normal(3, 4, seed=1).square(), normal(3, 4, seed=2)

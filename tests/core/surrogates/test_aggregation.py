@@ -96,34 +96,6 @@ def test_counts_of_parts_add_up() -> None:
     assert whole == parts
 
 
-def test_flat_pairs_equal_rows() -> None:
-    """Flat (image, step) pairs, as diffusion trains on, give the row's formula with the image's own count."""
-    keep = WEIGHT.flatten() != 0
-    flat, weight = LOSS.flatten()[keep], WEIGHT.flatten()[keep]
-    per_row = row_tokens(WEIGHT)[:, None].expand(4, 3).flatten()[keep]
-    counts = count_step(WEIGHT)
-    for mode in MODES:
-        if mode == "group_token_mean":
-            continue
-        divide = per_row if mode == "seq_mean_token_mean" else None
-        share = aggregate(flat, weight, mode, counts, denominator=divide)  # type: ignore[arg-type]
-        torch.testing.assert_close(share, reduce(LOSS, WEIGHT, mode))
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_invariances(mode: Any) -> None:
-    value = reduce(LOSS, WEIGHT, mode, length=3)
-    order = [3, 1, 0, 2]
-    torch.testing.assert_close(reduce(LOSS[order], WEIGHT[order], mode, length=3), value)
-    torch.testing.assert_close(reduce(LOSS.flip(1), WEIGHT.flip(1), mode, length=3), value)
-    padding = torch.full((4, 2), NAN, dtype=torch.float64)
-    for parts in ([padding, LOSS], [LOSS, padding]):
-        weights = [torch.zeros_like(p) if p is padding else WEIGHT for p in parts]
-        torch.testing.assert_close(reduce(torch.cat(parts, 1), torch.cat(weights, 1), mode, length=3), value)
-    twice = reduce(torch.cat([LOSS, LOSS]), torch.cat([WEIGHT, WEIGHT]), mode, length=3)
-    torch.testing.assert_close(twice, value * (2 if mode == "token_sum" else 1))
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_absent_decisions_have_exactly_zero_gradient(mode: Any) -> None:
     loss = LOSS.clone().requires_grad_()
@@ -168,20 +140,6 @@ def test_a_sequence_split_over_micro_batches_keeps_its_own_mean() -> None:
         for part in (slice(0, 1), slice(1, 3))
     ]
     torch.testing.assert_close(halves[0] + halves[1], reduce(LOSS, WEIGHT, "seq_mean_token_mean"))
-
-
-def test_half_precision_losses_are_summed_in_float32() -> None:
-    loss = torch.full((64, 64), 1.0078125, dtype=torch.bfloat16, requires_grad=True)
-    weight = torch.ones(64, 64, dtype=torch.bfloat16)
-    for mode, value in (("token_sum", 64 * 64 * 1.0078125), ("token_mean", 1.0078125)):
-        result = reduce(loss, weight, mode)
-        assert result.dtype == torch.float32 and result == value
-
-
-def test_gradcheck() -> None:
-    loss = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
-    for mode in MODES:
-        assert torch.autograd.gradcheck(lambda x, m=mode: reduce(x, WEIGHT, m), (loss,))
 
 
 WRONG: Any = "wrong"

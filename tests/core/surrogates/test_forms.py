@@ -14,7 +14,6 @@ from torch import Tensor
 from visalign.core import aggregate, count_step, gaussian_kl, gaussian_log_prob, log_ratio, ppo_clip
 from visalign.core.surrogates.forms import gmpo, gradient_keeping_clip, ppo_kl, sapo
 
-NAN = float("nan")
 DOUBLE: dict[str, Any] = {"dtype": torch.float64}
 EPS: dict[str, float] = {"eps_low": 0.2, "eps_high": 0.28}
 
@@ -95,12 +94,6 @@ def test_ppo_kl_estimates_the_divergence_and_its_gradient() -> None:
     )
 
 
-def test_ppo_kl_near_the_old_policy_is_exact_in_float32() -> None:
-    """1e-4 nats of log-ratio are 5e-9 nats of divergence, far below the rounding of r."""
-    value = ppo_kl(torch.tensor([1e-4]), torch.zeros(1), beta=1.0)
-    assert value.item() == pytest.approx(5e-9, rel=5e-3)
-
-
 def test_ppo_kl_takes_the_exact_divergence_of_a_denoising_step() -> None:
     generator = torch.Generator().manual_seed(3)
     mean_old, change, noise = torch.randn(3, 4, 8, generator=generator, **DOUBLE)
@@ -176,16 +169,6 @@ def test_gmpo_clips_before_it_averages() -> None:
     expected = -math.exp((0.4 - 0.2) / 2)
     torch.testing.assert_close(value, torch.full((1, 2), expected, **DOUBLE))
     torch.testing.assert_close(grad, torch.tensor([[0.0, expected]], **DOUBLE))
-
-
-def test_gmpo_masks_nan_and_empty_rows() -> None:
-    log_r = torch.tensor([[0.1, NAN], [NAN, NAN]], **DOUBLE)
-    weight = torch.tensor([[1.0, 0], [0, 0]])
-    advantage = torch.tensor([[1.0, NAN], [NAN, NAN]])
-    value, grad = slope(lambda r: gmpo(r, advantage, weight), log_r)
-    expected = torch.tensor([[-math.exp(0.1), 0], [0, 0]], **DOUBLE)
-    torch.testing.assert_close(value, expected)
-    torch.testing.assert_close(grad, expected)
 
 
 @pytest.mark.parametrize(

@@ -83,43 +83,6 @@ def test_gradient_times_a_live_ratio() -> None:
             assert min((gradient(estimator) - g).abs().max() for g in (REVERSE, FORWARD)) > 1e-3
 
 
-def test_penalty_off_policy_follows_the_same_divergence() -> None:
-    for estimator, expected in (("k2", REVERSE), ("k3", FORWARD), ("abs", L1)):
-        options: Any = {"gradient": estimator}
-        loss = lambda p, o=options: kl_penalty(p, REF, log_ratio=p - OLD, **o)  # noqa: E731
-        assert_near(gradient_of_expectation(loss, OLD), expected)
-
-
-def test_ratio_times_k3_is_k2_with_an_importance_weight_sample_by_sample() -> None:
-    new, ref, old = draw(3, 4, 5).requires_grad_(), draw(4, 4, 5), draw(5, 4, 5)
-    live = kl_estimate(new, ref, "k3", log_ratio=new - old)
-    split = kl_penalty(new, ref, value="k3", gradient="k2", log_ratio=new - old)
-    assert_near(live, split)
-    slope = ((new - old).exp() * (new - ref)).detach()
-    for loss in (live, split):
-        assert_near(torch.autograd.grad(loss.sum(), new)[0], slope)
-
-
-def test_along_a_sequence_only_the_reward_form_sees_later_states() -> None:
-    first, second = draw(6, 3).requires_grad_(), draw(7, 3, 3).requires_grad_()
-    ref1, ref2 = draw(8, 3).log_softmax(0), draw(9, 3, 3).log_softmax(1)
-    p1, p2 = first.log_softmax(0), second.log_softmax(1)
-    chance = (p1[:, None] + p2).exp()
-    exact = torch.autograd.grad((chance * (p1[:, None] + p2 - ref1[:, None] - ref2)).sum(), (first, second))
-    p1, p2 = first.log_softmax(0), second.log_softmax(1)
-    seen, chance = p1[:, None].expand(3, 3), chance.detach()
-    per_token = kl_penalty(seen, ref1[:, None].expand(3, 3)) + kl_penalty(p2, ref2)
-    ours = torch.autograd.grad((chance * per_token).sum(), (first, second))
-    assert_near(ours[1], exact[1])
-    assert (ours[0] - exact[0]).abs().max() > 1e-3
-    p1, p2 = first.log_softmax(0), second.log_softmax(1)
-    late = kl_estimate(p2, ref2, "k1").detach()
-    to_go = late + kl_estimate(p1, ref1, "k1").detach()[:, None]
-    reward_form = torch.autograd.grad((chance * (to_go * p1[:, None] + late * p2)).sum(), (first, second))
-    assert_near(reward_form[0], exact[0])
-    assert_near(reward_form[1], exact[1])
-
-
 @pytest.mark.parametrize(
     ("estimator", "value", "slope"),
     [

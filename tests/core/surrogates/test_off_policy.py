@@ -41,25 +41,6 @@ def test_importance_weights_by_hand(
     assert not found.value.requires_grad
 
 
-def test_sequence_weights_are_unbiased_where_token_weights_are_not() -> None:
-    """E_μ[ω R] over all pairs of tokens, for R = 1 on one pair: exact for the product ratio alone."""
-    generator = torch.Generator().manual_seed(0)
-    first, second = torch.randn(2, 2, 3, 3, generator=generator, **DOUBLE).log_softmax(-1)
-    pairs = [(a, b) for a in range(3) for b in range(3)]
-    policies = [
-        torch.stack([torch.stack([p[0][0, a], p[1][a, b]]) for a, b in pairs]) for p in (first, second)
-    ]
-    train, rollout = policies
-    chance, ones = rollout.sum(1).exp(), torch.ones(9, 2)
-    reward = torch.arange(9.0, **DOUBLE)
-    truth = (train.sum(1).exp() * reward).sum()
-    options: dict[str, Any] = {"mode": "truncate", "high": math.inf}
-    whole = importance_weights(train - rollout, ones, level="sequence_sum", **options).value[:, 0]
-    torch.testing.assert_close((chance * whole * reward).sum(), truth)
-    last = importance_weights(train - rollout, ones, level="token", **options).value[:, 1]
-    assert ((chance * last * reward).sum() - truth).abs() > 0.05
-
-
 def test_weights_are_bounded_without_overflow_and_in_float32() -> None:
     log_ratio = torch.tensor([[300.0, -300.0]]).half()
     found = importance_weights(log_ratio, torch.ones(1, 2), level="token", mode="truncate", high=2.0)

@@ -78,15 +78,6 @@ def test_gradients() -> None:
     )
 
 
-def test_kl_is_zero_at_home_and_moves_only_the_policy() -> None:
-    _, mean, mean_ref, std = (t.requires_grad_() for t in step())
-    kl = gaussian_kl(mean, mean_ref, std, log_prob_reduction="mean")
-    assert (kl > 0).all()
-    kl.sum().backward()
-    assert mean.grad is not None and mean_ref.grad is None and std.grad is None
-    assert gaussian_kl(mean, mean, std, log_prob_reduction="mean").eq(0).all()
-
-
 def test_guard_log_ratio_identity() -> None:
     """mean(ε Δμ) = (Δ log p + mean(Δμ²)/(2 std²))·std for each row, whatever its own std."""
     x, mean, mean_old, std = step()
@@ -95,13 +86,6 @@ def test_guard_log_ratio_identity() -> None:
     old = gaussian_log_prob(x, mean_old, std, log_prob_reduction="mean")
     drift = (mean - mean_old).square().mean((1, 2, 3)) / (2 * std.square())
     torch.testing.assert_close(guard_log_ratio(noise, mean, mean_old), (new - old + drift) * std)
-
-
-def test_guard_gradient_reaches_only_the_new_mean() -> None:
-    x, mean, mean_old, _ = (t.requires_grad_() for t in step())
-    guard_log_ratio(x, mean, mean_old).sum().backward()
-    assert mean.grad is not None and mean_old.grad is None and x.grad is None
-    torch.testing.assert_close(mean.grad, x.detach() / 24)
 
 
 def test_guard_step_weight() -> None:
@@ -117,14 +101,6 @@ def test_log_ratio_detaches_the_old_and_survives_nan_padding() -> None:
     (ratio.exp() * ratio).sum().backward()
     assert old.grad is None and new.grad is not None
     assert new.grad[0, 2] == 0 and torch.isfinite(new.grad).all() and new.grad[0, 0] > 0
-
-
-def test_half_precision_is_subtracted_in_float32() -> None:
-    new, old = torch.tensor([-10.0625]).bfloat16(), torch.tensor([-10.001])
-    torch.testing.assert_close(log_ratio(new, old), torch.tensor([-0.0615]), rtol=1e-4, atol=0)
-    x = torch.full((1, 2), 1.0078125).bfloat16()
-    result = gaussian_log_prob(x, torch.zeros(1, 2).bfloat16(), torch.ones(1), log_prob_reduction="mean")
-    torch.testing.assert_close(result.item(), -(1.0078125**2) / 2 - math.log(2 * math.pi) / 2)
 
 
 ROWS = torch.tensor([[1.0, 2.0, NAN], [NAN, NAN, NAN], [4.0, NAN, 8.0], [NAN, 0.5, -0.25]], **DOUBLE)
@@ -153,14 +129,6 @@ def test_ratio_levels_by_hand(level: Any, expected: list[list[float]]) -> None:
     torch.testing.assert_close(slope, wanted[level])
 
 
-def test_ratio_level_gradients() -> None:
-    new = torch.randn(3, 4, requires_grad=True, **DOUBLE)
-    weight = torch.tensor([[2.0, 1, 0, 0], [0, 1, 0, 0.5], [0, 0, 0, 0]], **DOUBLE)
-    for level in ("token", "sequence", "sequence_sum"):
-        chosen: Any = level
-        assert torch.autograd.gradcheck(lambda n, c=chosen: ratio_level(n, weight, c), (new,))
-
-
 def gspo(new: Tensor, old: Tensor, weight: Tensor, advantage: Tensor, level: Any) -> tuple[Tensor, Tensor]:
     new = new.clone().requires_grad_()
     ratio = ratio_level(log_ratio(new, old, weight), weight, level)
@@ -183,18 +151,6 @@ def test_gspo_token_is_gspo_where_the_advantage_is_constant() -> None:
     token = gspo(old + 0.2 * step_, old, weight, uneven, "sequence_token")
     torch.testing.assert_close(whole[0], token[0])
     assert (whole[1] - token[1]).abs().max() > 0.01
-
-
-def test_sequence_level_of_denoising_steps_is_flow_gspo() -> None:
-    """The mean over steps of the step's log-density differences, each over the elements of the latent."""
-    x, mean, mean_old, std = step((3, 4))
-    new = gaussian_log_prob(x, mean, std, log_prob_reduction="mean")
-    old = gaussian_log_prob(x, mean_old, std, log_prob_reduction="mean")
-    result = ratio_level(log_ratio(new, old), torch.ones(3, 4), "sequence")
-    scale = std.reshape(3, 4, 1, 1, 1)
-    change = ((x - mean_old).square() - (x - mean).square()) / (2 * scale.square())
-    expected = change.flatten(1).mean(1)
-    torch.testing.assert_close(result, expected[:, None].expand(3, 4))
 
 
 @pytest.mark.parametrize(

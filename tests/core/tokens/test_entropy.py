@@ -70,22 +70,6 @@ def test_nothing_present_is_missing_and_not_zero() -> None:
     assert empty.covariance.isnan()
 
 
-@pytest.mark.parametrize("plain", [False, True])
-def test_covariance_is_the_first_order_of_an_exact_softmax_step(plain: bool) -> None:
-    """Natural policy gradient moves logits by η A, the plain one by η π A; entropy by enumeration."""
-    logits, advantage = random(6), random(6, seed=1)
-    log_p = logits.log_softmax(0)
-    p = log_p.exp()
-    advantage = advantage - (p * advantage).sum()
-    step = p * advantage if plain else advantage
-    statistics = covariance_statistics(log_p[None], step[None], p[None])
-    eta = 1e-5
-    exact = (entropy_of(logits + eta * step) - entropy_of(logits - eta * step)) / 2
-    predicted = -eta * statistics.covariance  # arXiv 2505.22617, theorems 1 and 2
-    torch.testing.assert_close(predicted, exact, rtol=1e-6, atol=0)
-    assert predicted.abs() > 1e-7
-
-
 def test_fit_and_its_errors_are_scipys() -> None:
     entropy = random(30).abs()
     reward = 0.7 - 0.1 * entropy.exp() + 0.02 * random(30, seed=1)

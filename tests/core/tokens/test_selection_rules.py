@@ -199,32 +199,6 @@ def test_anchored_loss_over_micro_batches_is_the_square_in_value_and_gradient() 
     assert none.tolist() == [[0, 0, 0]]
 
 
-def test_micro_batches_equal_the_whole() -> None:
-    log_prob, entropy, advantage = -random(9, 7).abs(), random(9, 7, seed=1).abs(), random(9, seed=2)
-    expected, old = random(9, 7, seed=3), -random(9, 7, seed=4).abs()
-    weight = (random(9, 7, seed=5) > -1).double()
-    score = entropy_discriminator(log_prob, entropy)
-    change = steer_change(log_prob, old, entropy, advantage, weight)
-    b = clip_b_thresholds(score, weight, mu=0.5)
-    v = clip_v_thresholds(score, expected, advantage, weight, mu=0.1, max_fraction=0.1)
-    s = steer_thresholds(change, weight)
-
-    def run(rows: slice) -> list[Tensor]:
-        part = log_prob[rows], old[rows], entropy[rows], advantage[rows], weight[rows]
-        part_score, part_change = entropy_discriminator(part[0], part[2]), steer_change(*part)
-        return [
-            clip_b_keep(part_score, advantage[rows], weight[rows], b),
-            clip_v_keep(part_score, expected[rows], advantage[rows], weight[rows], v),
-            steer_weights(part_change, weight[rows], s),
-            steer_weights(part_change, weight[rows], s, decay="exponential"),
-        ]
-
-    pieces = zip(*(run(slice(a, a + 2)) for a in range(0, 9, 2)), strict=True)
-    for whole, parts in zip(run(slice(None)), pieces, strict=True):
-        assert torch.equal(whole, torch.cat(parts))
-        assert (whole[weight == 0] == 0).all() and len(whole[weight != 0].unique()) > 1
-
-
 ONES = torch.ones(2, 3)
 
 
@@ -239,6 +213,3 @@ ONES = torch.ones(2, 3)
 def test_bad_input_is_named(call: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
-
-
-FLAT = steer_thresholds(ONES, ONES)
