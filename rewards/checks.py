@@ -85,12 +85,7 @@ def check_text_reward(
 ) -> list[str]:
     """Try a reward for text against the contract, as `check_reward` does.
 
-    Args:
-        reward: an object with the contract, a name for `load_text_reward`, or a plain function.
-        completions: B ≥ 2 completions that it can judge; four short texts, one of them empty, when None.
-        prompts: their prompts; "2 + 2 = ?" when None.
-        metadata: their records.
-        tolerance: as in `check_reward`.
+    Without `completions` four short texts are tried, one of them empty; without `prompts` "2 + 2 = ?".
 
     Example:
         >>> check_text_reward("repetition")[0]

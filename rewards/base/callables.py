@@ -3,12 +3,11 @@
 
 The parameters' names decide what a function is given:
 
-- `images` or `completions`: the B images; `prompts`: the B prompts; `metadata`: the B records (None where
-  missing);
-- any other name, and everything that fits into `**kwargs`: a column of the metadata, as TRL passes the
-  columns of its dataset: a list with one entry per image, None where a record lacks the key;
-- no known name, but three parameters: they are (images, prompts, metadata) in flow_grpo's order;
-- flow_grpo's factories (no parameter, or only `device`) are called once and what they return is the function.
+- `images` or `completions`, `prompts`, `metadata`: B images, prompts, and records (None where missing);
+- any other name, and all that fits into `**kwargs`: a column of the metadata, as TRL passes its dataset's: a
+  list with an entry per image, None where a record lacks the key;
+- three unknown names: (images, prompts, metadata) in flow_grpo's order;
+- flow_grpo's factories (no parameter, or only `device`) are called once and return the function.
 
 It may return a list, array or tensor of B numbers, None or NaN for an image that it could not judge; also
 flow_grpo's pair (scores, info), and its mapping name -> B numbers, of which "avg" (or the only entry) is the

@@ -102,11 +102,8 @@ class Request:
 def read_request(name: str, images: Any, prompts: Sequence[str], metadata: Metadata | None) -> Request:
     """Check what a reward was asked to judge: TypeError or ValueError where it fits no reward.
 
-    Args:
-        name: the reward's name, for messages.
-        images: B images in any form that `load_images` takes.
-        prompts: B strings.
-        metadata: B mappings or None each, or None for all.
+    `name` is the reward's, for messages; `images` come in any form that `load_images` takes; `metadata` holds
+    a mapping or None for each, or is None.
     """
     if isinstance(prompts, str) or not isinstance(prompts, Sequence):
         raise TypeError(

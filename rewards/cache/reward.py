@@ -15,7 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 from visalign.interfaces import Metadata, PointwiseReward, Preferences, Scores, with_capabilities
-from visalign.rewards.base.contract import RewardError, answer_of, columns_of
+from visalign.rewards.base.contract import RewardError, answer_of, columns_of, read_metadata
 from visalign.rewards.base.identity import Identity
 from visalign.rewards.base.images import animation_length, load_animation
 
@@ -177,10 +177,7 @@ def _as_lists(
         raise ValueError(
             f"{name}: {len(items)} images and {len(prompts)} prompts; give one prompt per image."
         )
-    records: list[Mapping[str, Any] | None] = [None] * len(items) if metadata is None else list(metadata)
-    if len(records) != len(items):
-        raise ValueError(f"{name}: {len(records)} metadata records for {len(items)} images; give one each.")
-    return items, records
+    return items, read_metadata(name, metadata, len(items), noun="image")
 
 
 def _select(images: Any, items: list[Any], rows: list[int]) -> Any:

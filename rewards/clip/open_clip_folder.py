@@ -131,7 +131,7 @@ def check_pooling(tokenizer: Any, pooled: int | None, length: int) -> int:
         length: of the context, to which texts are cut.
     """
     wrapped = getattr(tokenizer, "tokenizer", None)
-    end = getattr(tokenizer, "eot_token_id", None) if wrapped is None else wrapped.eos_token_id
+    end: Any = getattr(tokenizer, "eot_token_id", None) if wrapped is None else wrapped.eos_token_id
     for name, text in (("short", "a"), ("long", "a " * (2 * length))):
         row = tokenizer([text])[0].tolist()
         if end not in row or (max(row) if pooled is None else pooled) != end:

@@ -166,28 +166,20 @@ def _position_embedding(rows: int, columns: int, width: int) -> Tensor:
 class View:
     """Inputs of the heads for one image: the whole first, then its tiles row by row."""
 
-    hidden: Tensor
-    """[1 + n², hidden] float32."""
-    features: Tensor
-    """[1 + n², rows · columns, features] float32."""
-    grid: tuple[int, int]
-    """(rows, columns) of features."""
+    hidden: Tensor  # [1 + n², hidden] float32
+    features: Tensor  # [1 + n², rows · columns, features] float32
+    grid: tuple[int, int]  # (rows, columns) of features
 
 
 @dataclass(frozen=True)
 class Maps:
     """Maps of B images of one grid."""
 
-    whole: tuple[Tensor, Tensor]
-    """(heat logits, log-deviations) [B, h, w] each."""
-    tiles: tuple[Tensor, Tensor] | None
-    """The same of the tiles, side by side, [B, n·h, n·w]; None without tiles."""
-    heat: Tensor
-    """[B, n·h, n·w] fused, in [0, 1]."""
-    std: Tensor
-    """[B, n·h, n·w] fused."""
-    score: Tensor
-    """[B] logits of plausibility."""
+    whole: tuple[Tensor, Tensor]  # (heat logits, log-deviations) [B, h, w] each
+    tiles: tuple[Tensor, Tensor] | None  # the same of the tiles, side by side, [B, n·h, n·w]
+    heat: Tensor  # [B, n·h, n·w] fused, in [0, 1]
+    std: Tensor  # [B, n·h, n·w] fused
+    score: Tensor  # [B] logits of plausibility
 
 
 @torch.no_grad()

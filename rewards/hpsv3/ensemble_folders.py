@@ -57,8 +57,6 @@ class Member:
     settings: JudgeSettings
     base: str | Path
     """Folder of the base, or its name."""
-    base_name: str
-    """The base as the member names it, for comparing."""
 
     def shared_facts(self) -> dict[str, Any]:
         """Return what all members must share, by its name in a message."""
@@ -70,7 +68,7 @@ class Member:
         }
         head_shapes = [tuple(value.shape) for key, value in sorted(self.tensors.items()) if "rm_head" in key]
         return {
-            "base": self.base_name,
+            "base": str(self.base),
             "adapted layers": widths,
             "template": self.settings.templates.get("hpsv3", TEMPLATE).text,
             "positions": self.settings.positions,
@@ -80,8 +78,8 @@ class Member:
         }
 
 
-def read_member(path_or_id: str | Path, base: str | Path | None = None) -> Member:
-    """Read a trained judge from a folder, packaged name or hub id; `base` replaces that of its judge.json."""
+def read_member(path_or_id: str | Path) -> Member:
+    """Read a trained judge from a folder, packaged name or hub id."""
     folder = find_weights(path_or_id)
     settings = JudgeSettings.read(folder)
     head = settings.rest.get("head")
@@ -92,15 +90,13 @@ def read_member(path_or_id: str | Path, base: str | Path | None = None) -> Membe
             f"is 'ranknet' (it is {kind!r}). Train members with visalign train-reward, model.kind=hpsv3 "
             "model.train=lora."
         )
-    tensors = {**adapters_of(folder), **read_tensors(folder / HEAD_FILE)}
-    own_base = base_of(folder, settings)
+    base = resolve_model(base_of(folder, settings))
     return Member(
         name=folder.name,
-        tensors=tensors,
+        tensors={**adapters_of(folder), **read_tensors(folder / HEAD_FILE)},
         scaling=_scaling(folder),
         settings=settings,
-        base=_resolve_base(own_base if base is None else base),
-        base_name=str(_resolve_base(own_base)) if base is None else Path(str(own_base)).name,
+        base=base.resolve() if isinstance(base, Path) else base,
     )
 
 
@@ -164,12 +160,6 @@ def _scaling(folder: Path) -> float:
             "LoRAs of one rank in all layers, α/r times B A and nothing else."
         )
     return float(config["lora_alpha"]) / int(config["r"])
-
-
-def _resolve_base(base: str | Path) -> str | Path:
-    """Return the folder of a base that is on this disk, or its name."""
-    folder = resolve_model(base)
-    return folder.resolve() if isinstance(folder, Path) else folder
 
 
 def read_ensemble(folder: Path) -> tuple[JudgeSettings, dict[str, Tensor]]:

@@ -96,19 +96,14 @@ class LoraEnsembleReward:
         self._options = {**options, "device": device, "dtype": dtype_of(precision, f"{self.name}: ", device)}
 
     @classmethod
-    def from_members(
-        cls, folders: Sequence[str | Path], *, base: str | Path | None = None, **options: Any
-    ) -> LoraEnsembleReward:
-        """Join trained judges that share their base.
+    def from_members(cls, folders: Sequence[str | Path], **options: Any) -> LoraEnsembleReward:
+        """Join two or more trained judges that share their base, with the options of the class.
 
-        Args:
-            folders: of the members, two or more: adapters, head and judge.json, as `visalign train-reward`
-                writes them for `model.kind=hpsv3 model.train=lora`. Ranks may differ.
-            base: the base model, replacing the one that the members name.
-            **options: see the class.
+        A member's folder is as `visalign train-reward` writes it for `model.kind=hpsv3 model.train=lora`;
+        ranks may differ.
         """
-        judge = cls("", base=base, **options)
-        members = [read_member(folder, base) for folder in folders]
+        judge = cls("", **options)
+        members = [read_member(folder) for folder in folders]
         settings, tensors = stack_members(members)
         judge._load(settings, tensors, members[0].base, " + ".join(member.name for member in members))
         return judge

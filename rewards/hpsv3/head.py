@@ -7,7 +7,7 @@ The position is selected before the head runs, on [B, D] instead of [B, L, D].
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -57,9 +57,10 @@ class RanknetHead(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Compute outputs [*, 2] of hidden states [*, D] of any dtype in the head's own, float32."""
+        dtype: Any = self.rm_head[0].weight.dtype
         with torch.autocast(hidden.device.type, enabled=False):
             # a head that was cast to half fails here, rather than to score coarsely
-            return self.rm_head(hidden.to(torch.promote_types(self.rm_head[0].weight.dtype, torch.float32)))
+            return self.rm_head(hidden.to(torch.promote_types(dtype, torch.float32)))
 
     def pooled(
         self,
