@@ -188,12 +188,8 @@ def test_an_output_folder_with_something_in_it_is_refused(toy: Toy) -> None:
     assert result.exit_code == 2
     assert "The output folder 'out' is not empty, and nothing is overwritten." in result.stderr
     assert sorted(path.name for path in Path("out").iterdir()) == before and len(toy.calls) == 1
-    assert "The output 'toy.txt' is a file." in _refusal(Path("toy.txt"))
-
-
-def _refusal(file: Path) -> str:
-    file.touch()
-    return visalign("train", "toy", "-o", file).stderr
+    Path("toy.txt").touch()
+    assert "The output 'toy.txt' is a file." in visalign("train", "toy", "-o", "toy.txt").stderr
 
 
 def test_several_processes_need_a_common_folder(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -362,29 +358,20 @@ def test_a_valid_score_that_is_no_number_is_a_row_with_its_reason(images: Path) 
             value = torch.tensor([float("nan"), float("inf"), 0.5])
             return Scores(value=value, valid=torch.ones(3, dtype=torch.bool), unit="grey")
 
-    files = find_images([images])
-    rows = score.score_rows(_table(files), {"wild": Wild()})
-    assert [row.value for row in rows] == [None, None, 0.5]
-    assert [row.reason for row in rows] == [
-        "the reward returned nan, which is no score",
-        "the reward returned inf, which is no score",
-        None,
-    ]
+    rows = score.score_rows(_table(find_images([images])), {"wild": Wild()})
+    reasons = [f"the reward returned {value}, which is no score" for value in ("nan", "inf")]
+    assert [(row.value, row.reason) for row in rows] == [*((None, why) for why in reasons), (0.5, None)]
 
 
 def test_batches_do_not_change_the_rows(images: Path) -> None:
     with pytest.warns(UserWarning, match=r"Images named twice count once: .*b_white\.png"):
         files = find_images([images, images / "b_white.png"])
-    assert [file.name for file in files] == ["a_black.png", "b_white.png", "c_broken.JPG"]
     rewards = {"one": Brightness(), "two": Brightness()}
     seen: list[int] = []
     rows = score.score_rows(_table(files), rewards, batch_size=2, on_batch=seen.append)
     assert rows == score.score_rows(_table(files), rewards) and seen == [2, 1]
-    assert [(Path(row.image).name, row.reward) for row in rows[:3]] == [
-        ("a_black.png", "one"),
-        ("a_black.png", "two"),
-        ("b_white.png", "one"),
-    ]
+    names = [(Path(row.image).stem, row.reward) for row in rows[:3]]
+    assert names == [("a_black", "one"), ("a_black", "two"), ("b_white", "one")]
     with pytest.raises(UserError, match="No images were named"):
         find_images([])
 
@@ -392,11 +379,7 @@ def test_batches_do_not_change_the_rows(images: Path) -> None:
 def test_configs_lists_and_shows(toy: Toy) -> None:
     listed = visalign("configs")
     assert listed.exit_code == 0
-    assert (
-        "toy" in listed.stdout
-        and "Toy job." in listed.stdout
-        and "Command: visalign train toy" in listed.stdout
-    )
+    assert "Toy job." in listed.stdout and "Command: visalign train toy" in listed.stdout
     shown = visalign("configs", "toy")
     assert shown.stdout == f"{HEADER}pipeline: toy\nsteps: 5\n"
     refused = visalign("configs", "toi")
@@ -468,13 +451,9 @@ def test_doctor_names_what_is_broken(models: Path, monkeypatch: pytest.MonkeyPat
 
 def test_doctor_sees_a_lost_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "visalign").mkdir()
-    (tmp_path / "visalign" / "rewards").write_text(
-        "../rewards"
-    )  # what git leaves where links are not supported
+    (tmp_path / "visalign" / "rewards").write_text("../rewards")  # as git writes it without support of links
     monkeypatch.setattr(doctor, "__file__", str(tmp_path / "visalign" / "doctor.py"))
-    with pytest.raises(
-        UserError, match=r"should be a link to ../rewards, and is none.* git config core.symlinks"
-    ):
+    with pytest.raises(UserError, match=r"should be a link to ../rewards.* git config core.symlinks"):
         doctor._wings()
 
 

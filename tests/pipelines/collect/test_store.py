@@ -184,20 +184,17 @@ while (shown := store.next("a")) is not None:
 def test_a_vote_that_was_answered_for_survives_kill_9(tmp_path):
     path = tmp_path / "v.sqlite"
     made(path, count=2_000, repeat_every=0).join("a")
-    said: list[str] = []
-    for kill in range(2):
-        with subprocess.Popen(
-            [sys.executable, "-c", VOTER, str(path)], stdout=subprocess.PIPE, text=True
-        ) as voter:
-            assert voter.stdout is not None
-            lines = [voter.stdout.readline() for _ in range(40 + 17 * kill)]
-            os.kill(voter.pid, signal.SIGKILL)
-            said += [*lines, *voter.stdout]
+    command = [sys.executable, "-c", VOTER, str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as voter:
+        assert voter.stdout is not None
+        lines = [voter.stdout.readline() for _ in range(97)]
+        os.kill(voter.pid, signal.SIGKILL)
+        said = [*lines, *voter.stdout]
     kept = [line.split()[1] for line in said if line.startswith("kept")]
     db = sqlite3.connect(path)
     there = [client for (client,) in db.execute("SELECT client FROM votes")]
     assert len(kept) > 40 and set(kept) <= set(there) and len(set(there)) == len(there)
-    assert len(there) - len(kept) <= 2  # in the file, and not answered for before the kill
+    assert len(there) - len(kept) <= 1  # in the file, and not answered for before the kill
     assert db.execute("SELECT COUNT(*) FROM votes WHERE revision > 1").fetchone() == (0,)
     store = VoteStore(path)
     open_ = store.next("a")

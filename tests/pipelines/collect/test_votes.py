@@ -97,18 +97,6 @@ def test_gold_is_asked_for_the_voter_alone(tmp_path):
     assert "All votes are for the left image of the table" in " ".join(found["notes"])
 
 
-def test_ties_alone_teach_nothing_and_it_is_said(tmp_path):
-    store = made(tmp_path)
-    for name in "ab":
-        vote_all(store, name, lambda task: {"choice": "tie"})
-    found = report(store, select_votes(store), SETTINGS)
-    assert found["alpha"]["estimate"] is None and found["notes"][0].startswith("All votes are ties")
-    path = tmp_path / "ties.jsonl"
-    write_rows(path, export_rows(store, select_votes(store)))
-    with pytest.raises(UserError, match="All 8 pairs of 'ties' are ties"):
-        check_preferences(load_preferences(path))
-
-
 def test_the_export_is_a_preference_set_with_all_that_was_said(tmp_path):
     store = made(tmp_path, text=True, checklist=("bright?",))
     vote_all(store, "a", lambda task: {"choice": "right", "text": "dark", "checklist": {"bright?": False}})
@@ -221,18 +209,3 @@ def test_the_command(tmp_path):
     ):
         found = run.invoke(app, ["collect", *arguments])
         assert found.exit_code == 2 and why in found.output.replace("\n", " "), found.output
-
-
-def test_repeats_of_a_checklist_are_compared_and_of_words_are_not(tmp_path):
-    said = iter(range(100))
-    for form, answer in (
-        ({"checklist": ("Red?",)}, lambda: {"checklist": {"Red?": next(said) % 2 == 0}}),
-        ({"text": True}, lambda: {"text": str(next(said))}),
-    ):
-        (tmp_path / "v.sqlite").unlink(missing_ok=True)
-        store = made(tmp_path, single=True, **form)
-        vote_all(store, "a", lambda task, answer=answer: answer())
-        (entry,) = report(store, select_votes(store), SETTINGS)["annotators"]
-        repeats = entry["repeats"]["estimate"]
-        assert repeats is None or math.isnan(repeats) if "text" in form else repeats < 1
-        store.close()

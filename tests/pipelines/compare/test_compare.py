@@ -237,21 +237,6 @@ def test_an_option_of_one_value_given_twice_is_refused(images: Path) -> None:
     assert both.exit_code == 0 and len(json.loads(both.stdout)["judges"]) == 2
 
 
-def test_rank_asks_a_pairwise_judge_on_a_budget(images: Path) -> None:
-    (images / "judge.py").write_text(
-        "from tests.support.judges.brightness import BrightnessPairs\njudge = BrightnessPairs(bias=0.7)\n"
-    )
-    for level in range(6):
-        Image.new("RGB", (8, 8), (40 * level,) * 3).save(images / f"g{level}.png")
-    files = [f"g{level}.png" for level in range(6)]
-    done = visalign("rank", *files, "-p", "x", "-r", "judge.py:judge", "--budget", "1", "--json")
-    assert done.exit_code == 0, done.output
-    result = json.loads(done.stdout)
-    assert [row["image"] for row in result["images"]] == files[::-1]
-    assert result["calls"] == 15 and result["position_bias"] > 0
-    assert all(row["low"] < row["score"] < row["high"] for row in result["images"])
-
-
 def test_tables_of_compare_rank_and_score_are_csv_and_latex(images: Path) -> None:
     base = ("-p", "x", "-r", "saturation", "--tables")
     assert visalign("compare", "a.png", "b.png", *base, "two").exit_code == 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,7 +26,7 @@ from visalign.pipelines.cli.app import app
 from visalign.pipelines.evaluate.columns import column_scores
 from visalign.pipelines.evaluate.job import EvaluateOptions, evaluate
 from visalign.pipelines.evaluate.scores import ScoringOptions, score_pairs, score_quality
-from visalign.pipelines.score.log import Logged, ScoreLog, score_key
+from visalign.pipelines.score.log import Logged, ScoreLog
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.base.identity import Identity
 
@@ -162,16 +161,6 @@ def test_a_pairwise_judges_columns_are_as_if_it_were_asked(tmp_path: Path) -> No
     np.testing.assert_allclose(column_scores(turned, "j").margin, -asked.margin, atol=1e-6)
     with pytest.raises(UserError, match="j_prob is the probability that the left image is better"):
         column_scores(given, "j", higher_is_better=False)
-
-
-def test_a_score_is_of_the_content_of_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "a.bmp"
-    path.write_bytes(b"one")
-    keys = {score_key([str(path)], "p", None), score_key([f"parquet://{path}#jpg#0"], "p", None)}
-    path.write_bytes(b"two")  # as long as before
-    os.utime(path, ns=(1, 1))
-    keys |= {score_key([str(path)], "p", None), score_key([f"parquet://{path}#jpg#0"], "p", None)}
-    assert len(keys) == 4
 
 
 def test_a_log_that_was_cut_inside_a_letter_is_read(tmp_path: Path) -> None:
@@ -360,34 +349,6 @@ def test_stacked_judges_beat_each_of_them_on_prompts_that_set_no_weight(tmp_path
     assert set(result["fusion"]["weights"]) == set(SIX) and min(result["fusion"]["weights"].values()) > 0
 
 
-def test_stacking_noise_finds_nothing(tmp_path: Path) -> None:
-    """Weights that had seen their own prompts would call noise better than a coin."""
-    path, rng = ten_metrics(tmp_path, 200), np.random.default_rng(1)
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    for row in rows:
-        row |= {f"n{k}_{side}": rng.normal() for k in range(30) for side in ("left", "right")}
-    path.write_text("\n".join(map(json.dumps, rows)))
-    names = tuple(f"n{k}" for k in range(30))
-    result = evaluate(EvaluateOptions(source=str(path), columns=names, fuse=True, settings=FAST))
-    fused = result["judges"][-1]["agreement"]["half_credit"]["micro"]
-    assert fused["low"] < 0.5 < fused["high"]
-
-
-def test_a_quality_set_is_stacked_too(tmp_path: Path) -> None:
-    rng = np.random.default_rng(0)
-    records = []
-    for record in shapes_quality(150).records:
-        extra = {"half": record.mos + rng.normal(0, 1), "other": -1e3 * (record.mos + rng.normal(0, 1))}
-        records.append(replace(record, extra=extra))
-    source = str(write_rows(tmp_path / "q.jsonl", records))
-    options = EvaluateOptions(
-        source=source, columns=("half", "other"), lower_is_better=("other",), fuse=True, settings=FAST
-    )
-    result = evaluate(options)
-    assert result["leaderboard"]["rows"][0]["judge"] == "fused"
-    assert all(entry["power"]["needed"] > 0 for entry in result["comparisons"])
-
-
 def test_the_worst_pairs_of_each_judge_are_shown(tmp_path: Path) -> None:
     source = str(table(tmp_path))
     options = EvaluateOptions(source=source, columns=("good", "coin"), output=tmp_path / "o", settings=FAST)
@@ -422,3 +383,18 @@ def test_judges_take_options_by_their_label():
         evaluate(replace(two, options=("quality=20",)))
     with pytest.raises(UserError, match="--option is of a --reward, and there is none"):
         EvaluateOptions(source="shapes:pairs", columns=("x",), options=("quality=20",))
+
+
+def test_a_quality_set_is_stacked_too(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    records = []
+    for record in shapes_quality(150).records:
+        extra = {"half": record.mos + rng.normal(0, 1), "other": -1e3 * (record.mos + rng.normal(0, 1))}
+        records.append(replace(record, extra=extra))
+    source = str(write_rows(tmp_path / "q.jsonl", records))
+    options = EvaluateOptions(
+        source=source, columns=("half", "other"), lower_is_better=("other",), fuse=True, settings=FAST
+    )
+    result = evaluate(options)
+    assert result["leaderboard"]["rows"][0]["judge"] == "fused"
+    assert all(entry["power"]["needed"] > 0 for entry in result["comparisons"])

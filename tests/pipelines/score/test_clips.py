@@ -106,14 +106,6 @@ def test_a_folder_is_a_clip_where_it_holds_numbered_frames_alone(clips: Path) ->
     assert not numbered_frames("a\0b") and not numbered_frames(clips / "move.gif")
 
 
-def test_tables_name_clips_and_other_folders_are_refused(clips: Path) -> None:
-    (clips / "empty").mkdir()
-    Path("table.csv").write_text("image,prompt\nclips/roll,a\nclips/empty,b\nclips/move.webp,c\n")
-    code, rows = scored("table.csv", "-r", "frames", "--option", "reward=light.py:light")
-    assert code == 1 and [row["value"] is None for row in rows] == [False, True, False]
-    assert rows[1]["reason"].startswith("'clips/empty' is a folder, but no clip, which holds")
-
-
 def test_pixels_are_bounded_over_all_frames(clips: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = ["clips", "-p", "x", "-r", "frames", "--option", "reward=light.py:light"]
     monkeypatch.setenv("VISALIGN_MAX_PIXELS", str(64 * 8))

@@ -111,12 +111,6 @@ def test_a_reward_that_looks_at_no_prompt_needs_none(images: Path) -> None:
         assert refused.exit_code == 2 and "'--prompt'" in refused.output
 
 
-def test_names_are_listed() -> None:
-    found = visalign("rewards").stdout
-    assert "sharpness" in found and "hpsv3" in found and "code_tests" in found
-    assert "destroyed" in visalign("probes").stdout
-
-
 def test_agree_reads_scores_from_columns(images: Path) -> None:
     rows = "".join(f"{k},{k % 5},{(k * 7) % 5},p{k // 4}\n" for k in range(20))
     Path("s.csv").write_text("id,up,other,prompt\n" + rows)
@@ -133,17 +127,6 @@ def test_agree_reads_scores_from_columns(images: Path) -> None:
     mixed = visalign("agree", "i.csv", "-s", "known", "-r", "saturation", "--map", "image=file", "--json")
     assert mixed.exit_code == 0, mixed.output
     assert json.loads(mixed.stdout)["pairs"][0]["overall"]["estimate"] == pytest.approx(1.0)
-
-
-def test_evaluate_joins_what_score_wrote(images: Path) -> None:
-    rows = [f"p,{one}.png,{two}.png,{side}" for one, two, side in ("abB", "bcB", "caA")]
-    Path("set.csv").write_text("text,one,two,choice\n" + "\n".join(rows) + "\n")
-    assert visalign("score", "a.png", "b.png", "c.png", "-r", "saturation", "-o", "s.csv").exit_code == 0
-    names = [f"--map={item}" for item in ("prompt=text", "image_left=one", "image_right=two", "label=choice")]
-    done = visalign("evaluate", "set.csv", *names, "--join", "s.csv", "-s", "saturation", "-o", "out")
-    assert done.exit_code == 0, done.output
-    judge = json.loads(Path("out/evaluation.json").read_text())["judges"][0]
-    assert judge["counts"]["judged"] == 3 and judge["agreement"]["half_credit"]["micro"]["estimate"] == 1.0
 
 
 def test_a_data_frame_is_a_set_and_back() -> None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 from pathlib import Path
@@ -15,12 +14,10 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from tests.support.judges.brightness import Brightness
-from visalign.evaluation.pages.table_files import write_tables
 from visalign.pipelines.cli.app import app
 from visalign.pipelines.score.image_rows import ImageRow
 from visalign.pipelines.score.report import (
     MOST_BINS,
-    file_tables,
     histogram,
     score_summary,
     write_score_page,
@@ -104,20 +101,3 @@ def test_the_command_writes_the_page_beside_its_output(table: list[ImageRow], tm
     ):
         refused = CliRunner().invoke(app, [*base, *arguments])
         assert refused.exit_code == 2 and message in " ".join(refused.output.split()), refused.output
-
-
-def test_every_table_becomes_csv_and_latex(table: list[ImageRow], tmp_path: Path) -> None:
-    rewards = {"up": Brightness(std=0.25), "down": Brightness(higher_is_better=False)}
-    rows = score_rows(table, rewards)
-    write_tables(tmp_path / "t", file_tables(rows, score_summary(rows, rewards, seconds=1.0)))
-    read = {
-        path.stem: list(csv.DictReader(path.read_text().splitlines()))
-        for path in (tmp_path / "t").glob("*.csv")
-    }
-    assert sorted(read) == ["scores", "values"] == sorted(path.stem for path in tmp_path.rglob("*.tex"))
-    up, down = read["values"]
-    assert (up["reward"], up["judged"], up["failed"], up["mean_std"]) == ("up", "6", "3", "0.25")
-    assert float(up["percentile_50"]) == pytest.approx(0.5) and down["mean_std"] == ""
-    assert [*read["scores"][0]] == ["image", "prompt", "up", "up_std", "down"]
-    assert [row["up"] for row in read["scores"]][5:7] == ["1.0", ""], "what failed is no number"
-    assert "0.500" in (tmp_path / "t/values.tex").read_text()
