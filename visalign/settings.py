@@ -4,7 +4,7 @@ table."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import field
 from functools import wraps
 from typing import Annotated, Any, TypeVar, dataclass_transform
@@ -60,6 +60,16 @@ def check_rules(values: Any, rules: Rules) -> None:
     for broken, message in rules:
         if value := broken(values):
             raise UserError(message.format(s=values, v=value))
+
+
+def refuse(messages: Iterable[str]) -> None:
+    """Raise the first of the messages, which a generator yields for the rules that settings break.
+
+    Raises:
+        UserError: the message.
+    """
+    for message in messages:
+        raise UserError(message)
 
 
 def _user_error(section: str, error: ValidationError, schema: Any) -> UserError:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 from pydantic import Field
 
 from visalign.errors import UserError, suggestion
-from visalign.settings import Count, NonNegative, Positive, Share, settings
+from visalign.settings import Count, Finite, NonNegative, Positive, Share, settings
 from visalign.training.loop.optimizer import AdamWSettings
 
 
@@ -52,7 +52,7 @@ class BradleyTerrySettings(VotesSettings):
     """Lead by which the better answer should win, in units of the score."""
     centre: NonNegative = 0.0
     """Weight of (l + r)², which keeps scores of pairs near 0; TRL uses 0.01."""
-    displacement: float = 1.0
+    displacement: Finite = 1.0
     """HPSv3's factor τ on the rejected score."""
 
 
