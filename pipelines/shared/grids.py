@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same prompts and seed at each evaluation, side by side: a PNG in the run folder, and in trackers."""
+"""Grids of the same prompts and seed at each evaluation: PNG files in the run folder, and in trackers."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,14 +34,14 @@ class SampleGrids:
     heldout: Records
     """Prompt records of the evaluations on the way."""
     seed: int
-    most: int
-    """Images side by side."""
+    columns: int
+    """Images side by side; 0 writes no grid."""
     keys: list[tuple[str, ...]] = field(default_factory=list)
     """Keys of the prompts from left to right; chosen from the first result's images."""
 
     def keep(self, iteration: int, result: HeldoutResult) -> None:
         """Write the grid of an evaluation, once per iteration, and hand it to trackers that take images."""
-        if not self.accelerator.is_main_process or not self.most:
+        if not self.accelerator.is_main_process or not self.columns:
             return
         keys = result.keys
         index_of = {
@@ -50,8 +49,8 @@ class SampleGrids:
             for index, row in reversed([*enumerate(result.image_index.tolist())])
         }
         if not self.keys:
-            there = [key for key in map(record_key, self.heldout) if (key, self.seed) in index_of]
-            self.keys = list(dict.fromkeys(evenly_spaced(there, self.most)))
+            sampled = [key for key in map(record_key, self.heldout) if (key, self.seed) in index_of]
+            self.keys = list(dict.fromkeys(evenly_spaced(sampled, self.columns)))
         path = self.output / FOLDER / f"{iteration:06d}.png"
         if path.is_file() or not self.keys:
             return
@@ -60,13 +59,13 @@ class SampleGrids:
         Image.fromarray(grid).save(buffer, "PNG")
         write_atomic(path, buffer.getvalue())
         for tracker in self.accelerator.trackers:
-            log = getattr(tracker, "log_images", None)
-            if log is not None:
-                more = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}
-                log({FOLDER: grid if tracker.name == "aim" else grid[None]}, step=iteration, **more)
+            if hasattr(tracker, "log_images"):
+                layout = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}
+                images = {FOLDER: grid if tracker.name == "aim" else grid[None]}
+                tracker.log_images(images, step=iteration, **layout)
 
-    def files(self, most: int = 12) -> list[tuple[int, Path]]:
-        """(iterations finished, file) of at most so many evaluations, evenly spaced, with both ends."""
-        files: Sequence[Path] = sorted((self.output / FOLDER).glob("*.png"))
-        indices = np.linspace(0, len(files) - 1, min(most, len(files))).round().astype(int)
+    def files(self, limit: int = 12) -> list[tuple[int, Path]]:
+        """List (iterations finished, file) of at most `limit` evaluations, evenly spaced, with both ends."""
+        files = sorted((self.output / FOLDER).glob("*.png"))
+        indices = np.linspace(0, len(files) - 1, min(limit, len(files))).round().astype(int)
         return [(int(files[index].stem), files[index]) for index in indices]

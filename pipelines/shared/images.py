@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The images of a set's rows: checked before anything is loaded, read when they are needed."""
+"""Images of a set's rows: checked before anything is loaded, read when they are needed."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from torch import Tensor
 
 from visalign.data.sets.image_references import resolve_image
 from visalign.errors import UserError
+
+from .parts import name_key
 
 
 class Row(NamedTuple):
@@ -25,7 +27,7 @@ class Row(NamedTuple):
 
 
 def read_images(references: Sequence[str], where: str) -> tuple[Tensor, ...]:
-    """The images of a row."""
+    """Read the images of a row."""
     from visalign.rewards.base.images import load_images
 
     batch = load_images([resolve_image(reference) for reference in references])
@@ -37,25 +39,12 @@ def read_images(references: Sequence[str], where: str) -> tuple[Tensor, ...]:
     return tuple(image for image in batch.images if image is not None)
 
 
-def check_images(rows: Iterable[Row], name: str) -> None:
-    """Refuse an image that is none, naming its row.
-
-    Of each image file the beginning is read; one that breaks off later is refused when it is needed.
-
-    Args:
-        rows: of a file.
-        name: of the setting that names the file.
-    """
-    checked: set[str] = set()
-    for row in rows:
-        for reference in row.images:
-            if "://" in reference or reference in checked:
-                continue
-            checked.add(reference)
-            try:
-                Image.open(reference).close()
-            except (OSError, ValueError, Image.DecompressionBombError):
-                try:
-                    read_images([reference], row.where)  # says what is wrong with it
-                except UserError as error:
-                    raise UserError(f"{name}: {error}") from error
+def check_images(rows: Iterable[Row], key: str) -> None:
+    """Refuse rows with a file that begins like no image; `key` is the setting that names the set."""
+    where = {reference: row.where for row in rows for reference in row.images if "://" not in reference}
+    for reference, row in where.items():
+        try:
+            Image.open(reference).close()
+        except (OSError, ValueError, Image.DecompressionBombError):
+            with name_key(key):
+                read_images([reference], row)  # raises with the reason

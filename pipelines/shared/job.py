@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The frame of every job that trains: measure, train, measure again, save, write summary and report."""
+"""Frame of every job that trains: measure, train, measure again, save, write summary and report."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from visalign.training.loop.monitor import monitor_messages
 from visalign.training.loop.runtime import peak_memory_bytes
 from visalign.versions import versions
 
-from .parts import Records, check_alike, evenly_spaced, heldout_metrics, no_loading_bars
+from .parts import Records, check_alike, evenly_spaced, no_loading_bars
 from .run_folder import RunSummary, check_unchanged, claimed, summary_json, write_beginning, write_once
 from .sections import FREE_KEYS
 
@@ -35,13 +35,16 @@ if TYPE_CHECKING:
 
     from .grids import SampleGrids
 
+JUDGE = "judge"
+"""Folder of a trained judge inside the run's folder."""
+
 
 class TrainingInterrupted(Stopped):
     """Ctrl-C or SIGTERM: the iteration was finished and saved; the command line says how to go on."""
 
 
 def resume_command(config: str, overrides: Sequence[str], folder: Path) -> str:
-    """The command line that continues a run, quoted for a shell.
+    """Write the command line that continues a run, quoted for a shell.
 
     >>> resume_command("shapes_quickstart", ["seed=1"], Path("my runs"))
     "visalign train shapes_quickstart seed=1 --output 'my runs' --resume"
@@ -51,7 +54,7 @@ def resume_command(config: str, overrides: Sequence[str], folder: Path) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Job(ABC):
-    """The objects of a run; all processes call `before` and `after`."""
+    """Objects of a run; all processes call `before` and `after`."""
 
     config: Any
     output: Path
@@ -87,68 +90,58 @@ def run_job(config: Any, output: Path, resume: bool, build: Callable[[Any, Path]
     """Run a job; nothing is written before everything that can be checked has been.
 
     Args:
-        config: the configuration, with a section `run` and the name of its `pipeline`.
-        output: run folder; new or empty, or with `resume` that of the run to continue.
-        resume: continue from the newest whole checkpoint. The result is that of an uninterrupted run.
-        build: makes the objects; reads, writes nothing.
+        config: Configuration with a section `run` and the name of its `pipeline`.
+        output: Run folder; new or empty, or with `resume` that of the run to continue.
+        resume: Continue from the newest whole checkpoint. The result is that of an uninterrupted run.
+        build: Function that makes the objects; it writes nothing.
 
     Returns:
         The content of summary.json; empty in all processes but the first.
 
     Raises:
-        UserError: something in the configuration or the folder cannot be used.
-        TrainingInterrupted: after Ctrl-C or SIGTERM.
+        UserError: Something in the configuration or the folder cannot be used.
+        TrainingInterrupted: After Ctrl-C or SIGTERM.
     """
+    import torch
+    from accelerate.utils import gather_object
+
     from visalign.training.loop.processes import report_lost_process
 
-    output = Path(output)
     with claimed(config, output, resume=resume, free=FREE_KEYS), report_lost_process():
-        return _run_claimed(config, output, resume, build)
-
-
-def _run_claimed(config: Any, output: Path, resume: bool, build: Callable[[Any, Path], Job]) -> RunSummary:
-    import torch
-
-    if config.run.threads is not None:
-        torch.set_num_threads(config.run.threads)
-    job = build(config, output)
-    accelerator = job.trainer.accelerator
-    if accelerator.num_processes > 1:
-        from accelerate.utils import gather_object
-
-        check_alike(gather_object([{"--resume": resume, **job.fingerprints}]))
-    if resume:
-        check_unchanged(output, job.fingerprints)
-    if accelerator.is_main_process:
-        write_beginning(output, config, config.pipeline, job.fingerprints)
-    accelerator.wait_for_everyone()
-    if not config.run.trackers:
-        return _work(job, resume)
-    accelerator.init_trackers("visalign", config={k: str(v) for k, v in flatten(config).items()})
-    try:
-        return _work(job, resume)
-    finally:
-        accelerator.end_training()
-
-
-def _work(job: Job, resume: bool) -> RunSummary:
-    begin = time.perf_counter()
-    before = job.before()
-    measuring = time.perf_counter() - begin
-    if resume:
-        job.trainer.resume()
-    result = job.trainer.train()
-    if result.stopped == "interrupted":
-        raise TrainingInterrupted(result.signal or signal.SIGINT)
-    summary = job.after(before, result, measuring)
-    job.trainer.accelerator.wait_for_everyone()
-    return RunSummary(summary, job.next_command)
+        if config.run.threads is not None:
+            torch.set_num_threads(config.run.threads)
+        job = build(config, output)
+        trainer, accelerator = job.trainer, job.trainer.accelerator
+        if accelerator.num_processes > 1:
+            check_alike(gather_object([{"--resume": resume, **job.fingerprints}]))
+        if resume:
+            check_unchanged(output, job.fingerprints)
+        if accelerator.is_main_process:
+            write_beginning(output, config, job.fingerprints)
+        accelerator.wait_for_everyone()
+        if config.run.trackers:
+            accelerator.init_trackers("visalign", config={k: str(v) for k, v in flatten(config).items()})
+        try:
+            begin = time.perf_counter()
+            before = job.before()
+            measuring = time.perf_counter() - begin
+            if resume:
+                trainer.resume()
+            result = trainer.train()
+            if result.stopped == "interrupted":
+                raise TrainingInterrupted(result.signal or signal.SIGINT)
+            summary = job.after(before, result, measuring)
+            accelerator.wait_for_everyone()
+            return RunSummary(summary, job.next_command)
+        finally:
+            if config.run.trackers:
+                accelerator.end_training()
 
 
 def build_trainer(
     config: Any, output: Path, algorithm: Any, evaluate: Callable[[int], Mapping[str, float]], **progress: Any
 ) -> Trainer:
-    """The trainer of an algorithm by the sections optimizer, evaluation and run of a configuration."""
+    """Build the trainer of an algorithm by the sections optimizer, evaluation and run of a configuration."""
     from visalign.training import RunSettings, Trainer, TrainingProgress
 
     length = config.run
@@ -188,7 +181,7 @@ Measure = Callable[[Records, Sequence[int]], "HeldoutResult"]
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyRun(Job):
-    """A policy that is evaluated on held-out prompts before and after."""
+    """Run of a policy that is evaluated on held-out prompts before and after."""
 
     title: str
     policy: Any
@@ -206,35 +199,37 @@ class PolicyRun(Job):
     """Grids of images to keep at each evaluation; None for texts."""
 
     def before(self) -> HeldoutResult | None:
-        """The evaluation before training, kept in the run folder; None in all processes but the first."""
+        """Evaluate before training, or read the file of it; None in all processes but the first."""
         from accelerate.utils import broadcast_object_list
 
         from visalign.evaluation import load_heldout
 
-        path, first = self.output / "before.npz", self.trainer.accelerator.is_main_process
-        (is_known,) = broadcast_object_list([path.is_file()])  # as the first process sees it
-        if not first:
-            if not is_known:
-                self._measured()
+        path, note = self.output / "before.npz", self.trainer.progress.note
+        (is_stored,) = broadcast_object_list([path.is_file()])  # as the first process sees it
+        if not self.trainer.accelerator.is_main_process:
+            if not is_stored:
+                self._evaluate()
             return None
-        note, count, seeds = self.trainer.progress.note, len(self.heldout), self.config.evaluation.seeds
         if self.seen:
             note(
-                f"Warning: {self.seen} of {count} held-out prompts are trained on as well, so the accuracy "
-                "is partly one of memory. Take them out of what is trained on or of data.heldout."
+                f"Warning: {self.seen} of {len(self.heldout)} held-out prompts are trained on as well, so "
+                "the accuracy is partly one of memory. Take them out of the training data or data.heldout."
             )
-        if is_known:
+        if is_stored:
             result = load_heldout(path)
         else:
-            note(f"Evaluating {count} held-out prompts × {len(seeds)} {self.samples} before training.")
-            result = self._measured()
+            size = (
+                f"{len(self.heldout)} held-out prompts × {len(self.config.evaluation.seeds)} {self.samples}"
+            )
+            note(f"Evaluating {size} before training.")
+            result = self._evaluate()
             result.save(path)
         if self.grids is not None:
             self.grids.keep(0, result)
         return result
 
-    def _measured(self) -> HeldoutResult:
-        """The evaluation of all held-out prompts under the present weights; all processes take part."""
+    def _evaluate(self) -> HeldoutResult:
+        """Evaluate all held-out prompts under the present weights; all processes take part."""
         with self.trainer.measuring():
             return self.measure(self.heldout, self.config.evaluation.seeds)
 
@@ -247,7 +242,7 @@ class PolicyRun(Job):
             with unsharded_state(self.policy.module), no_loading_bars():
                 if before is not None:
                     self.policy.save(result_folder(self.config, self.output))
-            after = self._measured()
+            after = self._evaluate()
         if before is None:
             return {}
         if self.grids is not None:
@@ -258,31 +253,25 @@ class PolicyRun(Job):
     def _write(
         self, before: HeldoutResult, after: HeldoutResult, result: TrainResult, evaluating: float
     ) -> dict[str, Any]:
-        """summary.json and report.html, whose curve starts with the accuracy before on the same prompts."""
+        """Write summary.json, and report.html, whose curve starts with the accuracy before training."""
         from visalign.evaluation import write_report, write_summary
 
-        output, package_versions, way = self.output, versions(), self.config.evaluation
-        metrics, phases = read_metrics(output / "metrics.jsonl"), {"evaluation": 0.0}
+        output, evaluation, state = self.output, self.config.evaluation, result.counters.own
+        metrics, phases = read_metrics(output / "metrics.jsonl"), {"evaluation": evaluating}
         for key, value in (entry for record in metrics for entry in record.items()):
             if key.startswith("seconds/") and value is not None:
                 name = key.removeprefix("seconds/")
                 phases[name] = phases.get(name, 0.0) + value
-        phases["evaluation"] += evaluating
-        state, by = result.counters.own, self.config.run.best_by
         warnings = monitor_messages(state)
-        costs = {
-            **self.costs(result, evaluating),
-            "phases": phases,
-            **self.counts(result.counters),
-        }
-        spent = costs if self.seen is None else {**costs, "heldout_prompts_trained_on": self.seen}
-        spent = {**spent, "warnings": warnings, **best_summary(state)}
-        shared: dict[str, Any] = {"config": asdict(self.config), "versions": package_versions}
+        costs = {**self.costs(result, evaluating), "phases": phases, **self.counts(result.counters)}
+        trained_on = {} if self.seen is None else {"heldout_prompts_trained_on": self.seen}
+        spent = {**costs, **trained_on, "warnings": warnings, **best_summary(state)}
+        shared: dict[str, Any] = {"config": asdict(self.config), "versions": versions()}
         path = write_summary(output / "summary.json", before=before, after=after, costs=spent, **shared)
         accuracy = math.nan
-        if way.every:
-            some = evenly_spaced(range(len(self.heldout)), way.prompts_on_the_way)
-            accuracy = before.accuracy_of([number * len(way.seeds) for number in some])
+        if evaluation.every:
+            some = evenly_spaced(range(len(self.heldout)), evaluation.prompts_on_the_way)
+            accuracy = before.accuracy_of([number * len(evaluation.seeds) for number in some])
         write_report(
             output,
             before=before,
@@ -294,52 +283,41 @@ class PolicyRun(Job):
             resume_command=resume_command(str(output / "config.yaml"), [], output),
             start={"heldout/accuracy": accuracy} if math.isfinite(accuracy) else None,
             trained_prompts=self.seen,
-            warnings=[*warnings, *best_checkpoint_note(by, state)],
+            warnings=[*warnings, *best_checkpoint_note(self.config.run.best_by, state)],
             over_time=() if self.grids is None else self.grids.files(),
             **shared,
         )
         return json.loads(path.read_text(encoding="utf-8"))
 
 
-JUDGE = "judge"
-"""Folder of a trained judge inside the run's folder."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class JudgeRun(Job):
-    """A judge that is measured on held-out labels before and after."""
+    """Run of a judge that is measured on held-out labels before and after."""
 
     measure: Callable[..., dict[str, Any]]
     """(final) -> name -> number, of the weights that the judge has."""
     heldout: int
     """Examples that it measures on."""
+    save: Callable[[Path], None]
+    """Write the judge into a folder."""
+    counts: Callable[[TrainResult], Mapping[str, Any]]
+    """More entries of the summary."""
+    notes: Callable[[], Any] = list
+    """Lines about the weights for the card, while the judge has those of the result."""
+    card: Callable[[Mapping[str, Any], Any], str] | None = None
+    """(summary, notes) -> text of README.md beside the judge; None writes none."""
     network: Any = None
     """The module whose weights may be divided among the processes; None: none may."""
 
-    @abstractmethod
-    def save(self, folder: Path) -> None:
-        """Write the judge."""
-
-    @abstractmethod
-    def counts(self, result: TrainResult) -> dict[str, Any]:
-        """More entries of the summary."""
-
-    def notes(self) -> Any:
-        """Return lines about the weights for the card, while the judge has those of the result."""
-
-    def write_card(self, summary: Mapping[str, Any], notes: Any, folder: Path) -> None:
-        """Beside the judge; by default none."""
-
     def before(self) -> dict[str, Any]:
-        """The numbers before training: those of the file, or measured and written there."""
+        """Measure before training, or read the file of it."""
         path, accelerator = self.output / "before.json", self.trainer.accelerator
-        is_known = path.is_file()
+        is_stored = path.is_file()
         accelerator.wait_for_everyone()  # all have looked before one writes
-        if is_known:
+        if is_stored:
             return json.loads(path.read_text(encoding="utf-8"))
         if self.heldout:
-            note = f"Measuring on {self.heldout} held-out examples before training."
-            self.trainer.progress.note(note)
+            self.trainer.progress.note(f"Measuring on {self.heldout} held-out examples before training.")
         with self.trainer.measuring():
             before = self.measure()
         if accelerator.is_main_process:
@@ -369,7 +347,8 @@ class JudgeRun(Job):
             "versions": versions(),
         }
         if is_first:
-            self.write_card(summary, notes, self.output / JUDGE)
+            if self.card is not None:
+                write_atomic(self.output / JUDGE / "README.md", self.card(summary, notes).encode())
             write_atomic(self.output / "summary.json", summary_json(summary).encode())
         return json.loads(summary_json(summary))
 
@@ -378,30 +357,38 @@ def on_the_way(
     config: Any,
     measure: Measure,
     heldout: Records,
+    before: Path,
     keep: Callable[[int, HeldoutResult], None] = lambda *_: None,
     more: Callable[[HeldoutResult], Mapping[str, float]] = lambda _: {},
-    before: Path | None = None,
 ) -> Callable[[int], dict[str, float]]:
-    """The evaluation while a policy is trained: some held-out prompts, the first seed; `keep` gets the
-    iterations finished and the result, and `more` makes numbers of it. With the file of the evaluation before
-    training: what has changed of the accuracy and of rewards of weight 0."""
+    """Return the evaluation while a policy is trained: some held-out prompts, the first seed.
+
+    Its metrics are accuracy, accuracy of each tag, mean of each reward, and the change since `before`, the
+    file of the evaluation before training, of accuracy and of rewards of weight 0. `keep` gets the iterations
+    finished and the result; `more` adds metrics.
+    """
     numbers = evenly_spaced(range(len(heldout)), config.evaluation.prompts_on_the_way)
     some = [heldout[number] for number in numbers]
     rows = [number * len(config.evaluation.seeds) for number in numbers]
     terms = config.rewards.terms if hasattr(config, "rewards") else {}
-    watched = ["accuracy", *(label for label, term in terms.items() if term.weight == 0)]
-    first: list[HeldoutResult] = []
+    watched = [label for label, term in terms.items() if term.weight == 0]
+    start: list[HeldoutResult] = []
 
     def evaluate(iteration: int) -> dict[str, float]:
         result = measure(some, config.evaluation.seeds[:1])
         keep(iteration, result)
-        if before is not None and not first and before.is_file():
+        if not start and before.is_file():
             from visalign.evaluation import load_heldout
 
-            first.append(load_heldout(before))
-        measured = [label for label in watched if label == "accuracy" or label in result.scores]
-        changed = result.changes(first[0], rows, measured) if first else {}
-        changed = {f"change/{label}": value for label, value in changed.items()}
-        return {**heldout_metrics(result), **changed, **more(result)}
+            start.append(load_heldout(before))
+        measured = ["accuracy", *(label for label in watched if label in result.scores)]
+        changes = result.changes(start[0], rows, measured) if start else {}
+        return {
+            "accuracy": result.accuracy,
+            **{f"accuracy.{tag}": value for tag, value in result.by_category.items()},
+            **{name: result.mean(name) for name in result.scores},
+            **{f"change/{label}": value for label, value in changes.items()},
+            **more(result),
+        }
 
     return evaluate

@@ -19,9 +19,10 @@ from visalign.errors import UserError
 from visalign.interfaces import PairwiseReward, PointwiseReward
 from visalign.versions import versions
 
-from .sections import RewardsConfig, RewardTerm, RunConfig
+from .sections import MachineConfig, RewardsConfig, RewardTerm, RunConfig
 
 if TYPE_CHECKING:
+    import torch
     from accelerate import Accelerator
 
     from visalign.evaluation import HeldoutResult
@@ -34,14 +35,15 @@ PATIENCE = timedelta(hours=12)
 
 
 def build_accelerator(config: Any, folder: Path) -> Accelerator:
-    """Device, processes and trackers; the model's own `autocast` sets the precision.
+    """Build device, processes and trackers; the model's own `autocast` sets the precision.
 
     Several processes on a machine without CUDA are several processes on its CPU (gloo).
     """
     import torch
     from accelerate import Accelerator, InitProcessGroupKwargs
-    from accelerate.utils import parse_flag_from_env
+    from accelerate.utils import gather_object, parse_flag_from_env
 
+    from visalign.training.loop.machines import watch_machines
     from visalign.training.loop.processes import check_engine
     from visalign.training.loop.sharding import check_several
 
@@ -69,15 +71,16 @@ def build_accelerator(config: Any, folder: Path) -> Accelerator:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise UserError(
             f"The processes cannot meet at {where} (MASTER_ADDR:MASTER_PORT): {str(error).splitlines()[0]} "
-            "Where the port is in use, give another one: --master_port of torchrun, --main_process_port of "
-            "accelerate launch, MASTER_PORT elsewhere."
+            "If the port is in use, give another one: --master_port of torchrun, --main_process_port of "
+            "accelerate launch."
         ) from error
-    _check_trackers(run.trackers, [str(tracker) for tracker in accelerator.log_with])
+    available = [str(tracker) for tracker in accelerator.log_with]  # accelerate drops those not installed
+    if missing := [name for name in run.trackers if name not in ("all", *available)]:
+        raise UserError(
+            f"run.trackers names {', '.join(missing)}, which is not installed. Run: python -m pip install "
+            f"{' '.join(missing)}; or take it out of run.trackers."
+        )
     if accelerator.num_processes > 1:
-        from accelerate.utils import gather_object
-
-        from visalign.training.loop.machines import watch_machines
-
         watch_machines(accelerator)
         packages = {name: version for name, version in versions().items() if name != "platform"}
         check_alike(gather_object([{**flatten(asdict(config)), "--output": str(folder), **packages}]))
@@ -86,17 +89,16 @@ def build_accelerator(config: Any, folder: Path) -> Accelerator:
 
 def check_alike(processes: Sequence[Mapping[str, Any]]) -> None:
     """Refuse processes that were started with other settings or packages than the first."""
-    first, missing = processes[0], "(absent)"
+    first = processes[0]
     differing = [
-        f"{name}: {first.get(name, missing)!r} in process 0, {other.get(name, missing)!r} in process {number}"
+        f"{name}: {first.get(name)!r} in process 0, {other.get(name)!r} in process {number}"
         for number, other in enumerate(processes)
         for name in sorted(first.keys() | other.keys())
-        if first.get(name, missing) != other.get(name, missing)
+        if first.get(name) != other.get(name)
     ]
     if differing:
-        more = f"; and {len(differing) - 6} more" if len(differing) > 6 else ""
         raise UserError(
-            f"The {len(processes)} processes of this run differ: {'; '.join(differing[:6])}{more}. Start all "
+            f"The {len(processes)} processes of this run differ: {'; '.join(differing[:6])}. Start all "
             "with one command, and with the same packages and files on every machine."
         )
 
@@ -104,12 +106,9 @@ def check_alike(processes: Sequence[Mapping[str, Any]]) -> None:
 def spread(
     accelerator: Accelerator, count: int, evaluate: Callable[[int, int], HeldoutResult]
 ) -> HeldoutResult:
-    """Divide an evaluation among all processes, which all call this and get the whole result.
+    """Divide an evaluation of `count` items among all processes, which all get the whole result.
 
-    Args:
-        accelerator: of the processes.
-        count: what there is to divide among them.
-        evaluate: (r, w) -> the r-th of w equal stretches.
+    `evaluate` takes (r, w) and evaluates the r-th of w equal stretches.
     """
     from accelerate.utils import gather_object
 
@@ -119,32 +118,20 @@ def spread(
     return joined(gather_object([evaluate(rank, shares)] if rank < shares else []))
 
 
-def _check_trackers(requested: Sequence[str], available: Sequence[str]) -> None:
-    """Refuse trackers that accelerate has left out without an error, as their package is not installed."""
-    missing = [name for name in requested if name != "all" and name not in available]
-    if missing:
-        raise UserError(
-            f"run.trackers names {', '.join(missing)}, which is not installed. Run: python -m pip install "
-            f"{' '.join(missing)}; or take it out of run.trackers (found: {', '.join(available) or 'none'})."
-        )
-
-
 @contextmanager
 def no_loading_bars() -> Iterator[None]:
     """Hide the libraries' loading bars, which would break the run's own display."""
     import diffusers.utils.logging as diffusers_logging
     import transformers.utils.logging as transformers_logging
 
-    modules = [
-        module for module in (diffusers_logging, transformers_logging) if module.is_progress_bar_enabled()
-    ]
-    for module in modules:
-        module.disable_progress_bar()
+    active = [log for log in (diffusers_logging, transformers_logging) if log.is_progress_bar_enabled()]
+    for log in active:
+        log.disable_progress_bar()
     try:
         yield
     finally:
-        for module in modules:
-            module.enable_progress_bar()
+        for log in active:
+            log.enable_progress_bar()
 
 
 def load_terms(
@@ -163,87 +150,91 @@ def pointwise_only(
     pointwise = {label: judge for label, judge in judges.items() if isinstance(judge, PointwiseReward)}
     if missing := [label for label in needed if label not in pointwise]:
         raise UserError(
-            f"{', '.join(missing)} only compare{'s' if len(missing) == 1 else ''} images and give"
-            f"{'s' if len(missing) == 1 else ''} no score. Train on win rates with 'pipeline: pref_grpo', or "
-            "choose a reward that scores."
+            f"{', '.join(missing)} only compares images and gives no score. Train on win rates with "
+            "'pipeline: pref_grpo', or choose a reward that scores."
         )
     return pointwise
 
 
 def weighted_sum(config: RewardsConfig, rewards: Mapping[str, Any], kind: Any) -> Any:
-    """The weighted sum of the loaded rewards, of the `kind` for images or for text."""
+    """Build the weighted sum of loaded rewards, of the `kind` for images or for text."""
     from visalign.rewards.combine.uncertainty import UncertaintyUsed
 
-    terms = config.terms.items()
-    doubted = {label: term.strength for label, term in terms if term.uncertainty == "advantage"}
+    terms = config.terms
+    doubted = {label: term.strength for label, term in terms.items() if term.uncertainty == "advantage"}
     if doubted and kind.noun == "image":
         raise UserError(
             f"rewards.terms.{next(iter(doubted))}.uncertainty is advantage, which weighs the advantages of "
-            "texts alone. Take weight or lower_bound."
+            "texts only. Take weight or lower_bound."
         )
-    fixed = {label: (term.mean, term.std) for label, term in config.terms.items()}
-    used = {
-        label: rewards[label]
-        if term.uncertainty in ("none", "advantage")
-        else UncertaintyUsed(
+
+    def summand(label: str, term: RewardTerm) -> Any:
+        if term.uncertainty in ("none", "advantage"):
+            return rewards[label]
+        return UncertaintyUsed(
             rewards[label],
             how=term.uncertainty,
             strength=term.strength,
             reference=term.reference,
         )
-        for label, term in config.terms.items()
-    }
+
+    fixed = {label: (term.mean, term.std) for label, term in terms.items()}
     return kind(
-        {label: (used[label], term.weight) for label, term in config.terms.items()},
-        bounds={label: term.bound for label, term in config.terms.items() if term.bound is not None},
+        {label: (summand(label, term), term.weight) for label, term in terms.items()},
+        bounds={label: term.bound for label, term in terms.items() if term.bound is not None},
         advantage_weights=doubted,
         normalise=fixed if config.normalise == "fixed" else config.normalise,
         allow_mixed_units=config.allow_mixed_units,
     )
 
 
-def build_records(source: str, field: str, *, edits: Edits = "none", several: bool = True) -> Records:
-    """Prompt records of a set or file."""
+@contextmanager
+def name_key(key: str) -> Iterator[None]:
+    """Prefix user errors within the context by a configuration key."""
     try:
-        return check_texts(load_prompts(source, edits=edits, several=several))
+        yield
     except UserError as error:
-        raise UserError(f"{field}: {error}") from error
+        raise UserError(f"{key}: {error}") from error
+
+
+def build_records(source: str, field: str, *, edits: Edits = "none", several: bool = True) -> Records:
+    """Load prompt records of a set or file."""
+    with name_key(field):
+        return check_texts(load_prompts(source, edits=edits, several=several))
 
 
 def check_texts(records: Records) -> Records:
-    """The records, if every prompt can be written as UTF-8."""
+    """Return the records if every prompt can be written as UTF-8."""
     for record in records:
         if any("\ud800" <= sign <= "\udfff" for sign in record["prompt"]):
             raise UserError(
                 f"The prompt {record['prompt']!r:.80} is no text in Unicode: it holds half of a surrogate "
-                "pair, as a byte that is not UTF-8 becomes one. Correct or leave it out."
+                "pair. Correct it or leave it out."
             )
     return records
 
 
-def evenly_spaced(records: Sequence[T], most: int | None) -> Sequence[T]:
-    """At most `most` records, evenly spaced over all, so that every category keeps its share."""
-    if most is None or most >= len(records):
+def run_device(run: MachineConfig) -> torch.device:
+    """Return the device of a job of one process, which needs no accelerator."""
+    import torch
+
+    return torch.device("cuda" if run.device == "auto" and torch.cuda.is_available() else "cpu")
+
+
+def evenly_spaced(records: Sequence[T], limit: int | None) -> Sequence[T]:
+    """Return at most `limit` records, evenly spaced over all, so that every category keeps its share."""
+    if limit is None or limit >= len(records):
         return records
-    return [records[i * len(records) // most] for i in range(most)]
-
-
-def heldout_metrics(result: HeldoutResult) -> dict[str, float]:
-    """Return an evaluation's metrics: accuracy, accuracy of each tag, mean of each reward."""
-    return {
-        "accuracy": result.accuracy,
-        **{f"accuracy.{tag}": value for tag, value in result.by_category.items()},
-        **{name: result.mean(name) for name in result.scores},
-    }
+    return [records[i * len(records) // limit] for i in range(limit)]
 
 
 def ends_by(run: Any, iteration: float | None = None) -> str:
     """Describe the limit that ends a run, given the seconds of an iteration where known."""
-    count, most = run.iterations, run.max_seconds
-    if most is None:
+    count, limit = run.iterations, run.max_seconds
+    if limit is None:
         return f"run.iterations = {count}"
     if iteration is None:
-        return f"run.iterations = {count} or run.max_seconds = {most:g}, whichever comes first"
-    if iteration * count <= most:
-        return f"run.iterations = {count} (run.max_seconds = {most:g} leaves time)"
-    return f"run.max_seconds = {most:g}, after about {math.ceil(most / iteration)} of {count} iterations"
+        return f"run.iterations = {count} or run.max_seconds = {limit:g}, whichever comes first"
+    if iteration * count <= limit:
+        return f"run.iterations = {count} (run.max_seconds = {limit:g} leaves time)"
+    return f"run.max_seconds = {limit:g}, after about {math.ceil(limit / iteration)} of {count} iterations"

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import inspect
+import math
+import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -12,8 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 GB = 1e9
 PEAK_SHARE = 0.215
-"""Share of the peak that whole iterations of Flow-GRPO reached on one H200 (SD3.5-medium's size, batch 16).
-Measure yours: `visalign train CONFIG --dry-run`."""
+"""Share of the peak that whole iterations of Flow-GRPO reached on one H200 (SD3.5-medium, batch 16)."""
 
 
 class Device(NamedTuple):
@@ -50,12 +51,7 @@ def hours_by_device(operations: float, memory: float) -> dict[str, float | str]:
 
 
 def tokens_by_device(rows: int, read: float) -> dict[str, float | str]:
-    """Bound the tokens a second of growing completions on one device of each kind.
-
-    Args:
-        rows: completions that grow together.
-        read: bytes that a step reads: all weights, and the keys and values so far.
-    """
+    """Bound the tokens a second of `rows` completions that grow together; a step reads `read` bytes."""
     tokens: dict[str, float | str] = {n: rows * device.bandwidth / read for n, device in DEVICES.items()}
     return tokens | {"basis": "each step reads weights, keys and values once at the data sheet's bandwidth"}
 
@@ -101,10 +97,7 @@ TRAINED = (
 def trained_memory(trained: Sequence[Tensor], *, ema: bool, copies: int) -> dict[str, float]:
     """Compute the GB of trained weights and of what AdamW and the averages keep for them.
 
-    Args:
-        trained: the parameters.
-        ema: whether they are averaged.
-        copies: float32 copies that the algorithm keeps: a reference, an old policy.
+    `copies` are float32 copies that the algorithm keeps: a reference, an old policy.
     """
     numbers = sum(weight.numel() for weight in trained)
     stored = sum(weight.numel() * weight.element_size() for weight in trained)
@@ -118,13 +111,13 @@ def on_each_device(
 ) -> dict[str, float]:
     """Compute the GB that each of several processes holds, by part.
 
-    DDP holds everything, and the gradients once more in its buckets. FSDP2 holds a share of the network and
-    of its training state, and gathers the whole network while sampling.
+    DDP holds everything, and the gradients once more in its buckets. FSDP2 (`sharding`) holds a share of the
+    network and of its training state, and gathers the whole network while sampling.
 
     Args:
-        memory: parts of a run in one process.
-        network: the parts that are weights of the trained network, frozen ones too.
-        world: processes.
+        memory: Parts of a run in one process.
+        network: Names of the parts that are weights of the trained network, frozen ones too.
+        world: Processes.
         sharding: FSDP2 in place of DDP.
         spare: GB of `memory` that are free while sampling.
     """
@@ -135,6 +128,41 @@ def on_each_device(
     divided = {*network, *TRAINED}
     parts = {name: size / world if name in divided else size for name, size in memory.items()}
     return parts | {"network_gathered": max(0.0, sum(memory[name] for name in network) - spare)}
+
+
+def per_device(
+    memory: Mapping[str, float],
+    network: Collection[str],
+    rewards: Mapping[str, Any],
+    operations: float,
+    *,
+    sharding: bool,
+    not_counted: str,
+    spare: float = 0.0,
+    details: Mapping[str, float] | None = None,
+) -> dict[str, Any]:
+    """Compute a plan's groups of memory (see `on_each_device`) and hours on each device.
+
+    Args:
+        memory: GB of the parts of a run in one process, without rewards.
+        network: Names of the parts that are weights of the trained network.
+        rewards: Loaded rewards.
+        operations: Operations of the whole run.
+        sharding: FSDP2 in place of DDP.
+        not_counted: What the memory leaves out, but for rewards that load their networks later.
+        spare: GB of `memory` that are free while sampling.
+        details: GB that are parts of others.
+    """
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    parts = on_each_device(memory, network, world=world, sharding=sharding, spare=spare)
+    judges, later = judge_bytes(rewards)
+    parts["judges"] = judges / GB
+    parts["in_all"] = math.fsum(parts.values())
+    missing = ", ".join([not_counted, *later])
+    return {
+        "memory_in_GB": {**parts, **(details or {}), "not_counted": missing},
+        "hours": hours_by_device(operations / world, parts["in_all"]),
+    }
 
 
 def judge_bytes(judges: Mapping[str, Any]) -> tuple[int, list[str]]:

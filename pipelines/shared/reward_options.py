@@ -13,7 +13,7 @@ from .run_folder import check_place
 
 
 def parse_options(items: list[str], option: str = "--option") -> dict[str, Any]:
-    """`NAME=VALUE` items as options, the value read as YAML.
+    """Parse `NAME=VALUE` items, the values as YAML.
 
     >>> parse_options(["quality=90", "prefer=smaller"])
     {'quality': 90, 'prefer': 'smaller'}
@@ -33,40 +33,34 @@ def parse_options(items: list[str], option: str = "--option") -> dict[str, Any]:
 
 
 def reward_options(items: Sequence[str], names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Name of a reward, which is its label, -> its options.
-
-    Args:
-        items: `LABEL.NAME=VALUE` as typed; `NAME=VALUE` where there is one reward alone. Values are YAML.
-        names: the rewards'.
+    """Parse `LABEL.NAME=VALUE` items (`NAME=VALUE` for a single reward) into label -> options.
 
     >>> reward_options(["jpeg_size.quality=90"], ["jpeg_size", "sharpness"])
     {'jpeg_size': {'quality': 90}, 'sharpness': {}}
     """
     items_of: dict[str, list[str]] = {name: [] for name in names}
+    longest_first = sorted(items_of, key=len, reverse=True)  # a label may be the beginning of another
     for item in items:
-        owner = next(
-            (name for name in sorted(items_of, key=len, reverse=True) if item.startswith(name + ".")), ""
-        )
-        if owner:
-            items_of[owner].append(item[len(owner) + 1 :])
+        label = next((name for name in longest_first if item.startswith(name + ".")), None)
+        if label is not None:
+            items_of[label].append(item[len(label) + 1 :])
         elif len(items_of) == 1 and "." not in item.partition("=")[0]:
             items_of[names[0]].append(item)
         else:
-            hint = suggestion(item.split(".")[0], items_of)
             raise UserError(
-                f"--option is {item!r}, which names none of the rewards. {hint}Write LABEL.NAME=VALUE with "
-                f"LABEL one of {', '.join(items_of)}."
+                f"--option is {item!r}, which names none of the rewards. "
+                f"{suggestion(item.split('.')[0], items_of)}Write LABEL.NAME=VALUE with LABEL one of "
+                f"{', '.join(items_of)}."
             )
     return {name: parse_options(entries) for name, entries in items_of.items()}
 
 
 def load_each(names: Sequence[str], options: Sequence[str], load: Callable[..., Any]) -> dict[str, Any]:
-    """Name -> reward, each loaded once with its options (as `reward_options` takes them)."""
+    """Load each reward once with its options (as `reward_options` takes them): name -> reward."""
     from visalign.interfaces import with_capabilities
 
-    unique = list(dict.fromkeys(names))
-    chosen = reward_options(options, unique)
-    return {name: with_capabilities(load(name, **chosen[name])) for name in unique}
+    chosen = reward_options(options, list(dict.fromkeys(names)))
+    return {name: with_capabilities(load(name, **chosen[name])) for name in chosen}
 
 
 def any_needs_prompt(rewards: Mapping[str, Any]) -> bool:
@@ -77,7 +71,7 @@ def any_needs_prompt(rewards: Mapping[str, Any]) -> bool:
 def needed_prompt(prompt: str | None, rewards: Mapping[str, Any]) -> str:
     """Return the prompt, empty if none was given and no reward reads it."""
     if prompt is None and any_needs_prompt(rewards):
-        raise UserError("Missing option '--prompt' / '-p': say with it what the images should show.")
+        raise UserError("Missing option '--prompt' / '-p': the text that the images should show.")
     return prompt or ""
 
 

@@ -20,8 +20,6 @@ from visalign.config import config_to_yaml, load_config
 from visalign.errors import UserError
 from visalign.locks import LOCK, check_unlocked, hold_lock
 
-FILE_ENDINGS = (".json", ".jsonl", ".csv", ".tsv", ".html", ".txt", ".parquet")
-"""No new folder is named so."""
 FINGERPRINTS = "inputs.json"
 """File of a run folder: what was read -> SHA-256 of its content."""
 
@@ -36,13 +34,8 @@ class RunSummary(dict[str, Any]):
         self.next_command = tuple(next_command)
 
 
-def dated_folder(name: str) -> Path:
-    """`runs/NAME-YYYYmmdd-HHMMSS` under the current folder; not created."""
-    return Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
-
-
 def output_folder(output: Path | None, name: str, *, resume: bool) -> Path:
-    """Return the given folder, or a dated one of that name, checked by `check_run_folder`."""
+    """Return the given folder, or `runs/NAME-YYYYmmdd-HHMMSS`, checked by `check_run_folder`."""
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     if output is None and (resume or processes > 1):
         why = (
@@ -51,7 +44,7 @@ def output_folder(output: Path | None, name: str, *, resume: bool) -> Path:
             else f"{processes} processes share one folder"
         )
         raise UserError(f"No output folder given, but {why}. Add --output DIR.")
-    folder = output or dated_folder(name)
+    folder = output or Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
     check_run_folder(folder, resume=resume)
     return folder
 
@@ -60,23 +53,16 @@ def check_run_folder(folder: Path, *, resume: bool) -> None:
     """Refuse whatever would overwrite or lose results; nothing is created."""
     if folder.exists() and not folder.is_dir():
         raise UserError(f"The output '{folder}' is a file. Give a folder with --output.")
-    if folder.suffix.lower() in FILE_ENDINGS and not folder.exists():
-        raise UserError(
-            f"The output '{folder}' is named like a file, and several files are written into a folder. Give "
-            f"a folder, such as '{folder.with_suffix('')}'."
-        )
     check_place(folder)
     if resume and not folder.is_dir():
-        raise UserError(
-            f"There is no folder '{folder}' to resume. Give its path, or start again without --resume."
-        )
+        raise UserError(f"There is no folder '{folder}' to resume. Give its path, or leave out --resume.")
     if _is_first() and folder.is_dir():
         check_unlocked(folder / LOCK, what=f"The output folder '{folder}'")
-    if not resume and _is_first() and folder.is_dir() and _content(folder):
-        raise UserError(
-            f"The output folder '{folder}' is not empty, and nothing is overwritten. Give another --output, "
-            "or continue its run with --resume."
-        )
+        if not resume and _content(folder):
+            raise UserError(
+                f"The output folder '{folder}' is not empty, and nothing is overwritten. Give another "
+                "--output, or continue its run with --resume."
+            )
 
 
 @contextmanager
@@ -89,9 +75,7 @@ def claimed(config: Any, output: Path, *, resume: bool, free: Collection[str]) -
         check_run_folder(output, resume=resume)  # another process may have written in the meantime
         if resume and _content(output):
             if not (output / "config.yaml").is_file():
-                raise UserError(
-                    f"There is no run in '{output}' to resume: it has no config.yaml. Give a run's folder."
-                )
+                raise UserError(f"There is no run in '{output}' to resume: it has no config.yaml.")
             saved = load_config(type(config), output / "config.yaml")
             check_same_config(asdict(saved), asdict(config), free=free, where=f"the run in '{output}'")
         yield
@@ -113,12 +97,7 @@ def fingerprint(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 def check_unchanged(output: Path, fingerprints: Mapping[str, str]) -> None:
-    """Refuse to continue a run whose prompts or rewards have another content than when it began.
-
-    Args:
-        output: the run's folder; one without the file is of an earlier version, and is not checked.
-        fingerprints: of the present content.
-    """
+    """Refuse to continue a run whose prompts or rewards have another content than when it began."""
     from visalign.training.loop.checkpoint import check_same_config
 
     path = output / FINGERPRINTS
@@ -127,15 +106,14 @@ def check_unchanged(output: Path, fingerprints: Mapping[str, str]) -> None:
         check_same_config(saved, fingerprints, where=f"the run in '{output}' (SHA-256 of its inputs)")
 
 
-def write_beginning(output: Path, config: Any, pipeline: str, fingerprints: Mapping[str, str]) -> None:
-    """The run's own copy of its configuration, which can be run again, and what it has read."""
-    write_once(output / "config.yaml", f"pipeline: {pipeline}\n" + config_to_yaml(config))
-    prints = json.dumps(dict(fingerprints), indent=1, sort_keys=True)
-    write_once(output / FINGERPRINTS, prints + "\n")
+def write_beginning(output: Path, config: Any, fingerprints: Mapping[str, str]) -> None:
+    """Write the run's copy of its configuration, which can be run again, and the hashes of its inputs."""
+    write_once(output / "config.yaml", f"pipeline: {config.pipeline}\n" + config_to_yaml(config))
+    write_once(output / FINGERPRINTS, json.dumps(dict(fingerprints), indent=1, sort_keys=True) + "\n")
 
 
 def write_once(path: Path, text: str) -> None:
-    """Write a file whole, and leave one that holds this text already as it is."""
+    """Write a file unless it holds this text already."""
     if not path.is_file() or path.read_text(encoding="utf-8") != text:
         write_atomic(path, text.encode("utf-8"))
 
@@ -162,7 +140,7 @@ def check_place(path: Path) -> None:
         raise UserError(
             f"'{existing}' is no folder, so nothing can be written to '{path}'. Give another folder."
         )
-    try:  # root, read-only and virtual file systems: permissions alone do not say it
+    try:  # permissions say too little of root, read-only and virtual file systems
         with tempfile.TemporaryFile(dir=existing):
             pass
     except OSError as error:
@@ -173,12 +151,12 @@ def check_place(path: Path) -> None:
 
 
 def pretty(result: Any) -> str:
-    """A result as indented JSON with a line feed; a number that is not finite is an error."""
+    """Format a result as indented JSON; a number that is not finite is an error."""
     return json.dumps(result, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def summary_json(summary: Any) -> str:
-    """A summary as indented JSON; what is not a finite number is null."""
+    """Format a summary as indented JSON; a number that is not finite becomes null."""
     return json.dumps(_finite(summary), indent=2, allow_nan=False, ensure_ascii=False) + "\n"
 
 

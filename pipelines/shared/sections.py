@@ -3,21 +3,21 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from visalign.errors import UserError, suggestion
 from visalign.schema import STRICT
-from visalign.settings import Count, Natural, PositiveShare
+from visalign.settings import Count, Finite, Natural, Positive, PositiveShare
 from visalign.training.loop.monitor import MonitorLimits, MonitorSettings
 
 Dtype = Literal["float32", "bfloat16", "float16"]
+_SYNONYMS = TypeAdapter(dict[str, list[str]])
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -26,7 +26,7 @@ class LoraConfig:
 
     rank: int = 32
     """r, inner width; Flow-GRPO uses 32."""
-    alpha: float = 64.0
+    alpha: Finite = 64.0
     """α; an adapter's output is scaled by α / r."""
     target_modules: list[str] | None = None
     """Ends of the names of the layers that get an adapter; null: the attention projections."""
@@ -43,22 +43,22 @@ class RewardTerm:
     """Catalogue name, package.module:Name or path/to/file.py:Name; null: the label of the term."""
     options: dict[str, Any] = field(default_factory=dict)
     """Arguments of the reward."""
-    mean: float = 0.0
+    mean: Finite = 0.0
     """With rewards.normalise=fixed: what is taken off ..."""
-    std: float = 1.0
+    std: Finite = 1.0
     """... and what divides."""
     uncertainty: Literal["none", "lower_bound", "weight", "bhattacharyya", "advantage"] = "none"
     """Use of the standard deviation σ that a judge gives: lower_bound (μ − λ σ), weight (Ctrl-U's exp(−λ σ)
     on what it says beyond `reference`), bhattacharyya (PURM's μ − λ u, u the mean overlap of N(μ, σ²) with
     those of the iteration's other samples; one process only) or, in trainings of texts, advantage (Ctrl-U's
     weight adapted: advantages times exp(−λ σ/σ₀), σ₀ the iteration's median)."""
-    strength: float = 1.0
+    strength: Finite = 1.0
     """λ."""
-    bound: float | None = None
+    bound: Finite | None = None
     """A constraint in place of a wish, in trainings of images: hold the reward's mean at least here, in its
     own unit (at most, where lower is better), and maximise the terms without a bound. What it takes is
     learnt, see `objective.multiplier_rate`; `weight` is then its unit alone. null: none."""
-    reference: float = 0.0
+    reference: Finite = 0.0
     """For the weight: the value of a judge that knows nothing, in its unit."""
 
 
@@ -73,38 +73,30 @@ class RewardsConfig:
     allow_mixed_units: bool = False
     """Sum raw scores of different units all the same."""
 
-    def __post_init__(self) -> None:
-        if not self.terms:
-            raise UserError(
-                "rewards.terms is empty; name at least one reward, e.g. shapes_verifier: {weight: 1}."
-            )
-
     def check_processes(self, world: int) -> None:
         """Refuse what compares all samples of an iteration where several processes judge them."""
-        if self.normalise == "batch" and world > 1:
+        together = {"rewards.normalise is batch": self.normalise == "batch"} | {
+            f"rewards.terms.{label}.uncertainty is bhattacharyya": term.uncertainty == "bhattacharyya"
+            for label, term in self.terms.items()
+        }
+        if world > 1 and (settings := [setting for setting, applies in together.items() if applies]):
             raise UserError(
-                f"rewards.normalise is batch and there are {world} processes, each of which would have its "
-                "own scale. Set rewards.normalise to fixed (each term's mean and std) or none, or use one "
-                "process."
+                f"{settings[0]} and there are {world} processes, each of which would compare its own samples "
+                "only. Choose another value, or use one process."
             )
-        for label, term in self.terms.items():
-            if term.uncertainty == "bhattacharyya" and world > 1:
-                raise UserError(
-                    f"rewards.terms.{label}.uncertainty is bhattacharyya and there are {world} processes, "
-                    "each of which would compare with its own samples. Set it to lower_bound or weight, or "
-                    "use one process."
-                )
 
     def check_monitor(
         self, monitor: MonitorSettings, evaluation: HeldoutConfig, **more: tuple[bool, str]
     ) -> None:
         """Refuse a monitor that would stop by what is not measured; `more` as `MonitorSettings.check`."""
         remedy = "Hold a reward out with rewards.terms.LABEL.weight=0, or leave it null."
-        recorded = any(term.weight == 0 for term in self.terms.values()), remedy
-        paired = evaluation.every > 0 and (recorded[0] or evaluation.correctness is not None)
-        both = f"Set evaluation.every above 0. {remedy}"
-        measured = dict.fromkeys(("agreement", "agreement_change", "recorded_change"), recorded)
-        monitor.check({**measured, "heldout_change": (paired, both), **more})
+        recorded = any(term.weight == 0 for term in self.terms.values())
+        paired = evaluation.every > 0 and (recorded or evaluation.correctness is not None)
+        measured: dict[str, tuple[bool, str]] = dict.fromkeys(
+            ("agreement", "agreement_change", "recorded_change"), (recorded, remedy)
+        )
+        measured["heldout_change"] = paired, f"Set evaluation.every above 0. {remedy}"
+        monitor.check({**measured, **more})
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -122,25 +114,19 @@ class HeldoutConfig:
     correctness: str | None = None
     """The reward that says right or wrong; null where none does."""
 
-    def __post_init__(self) -> None:
+    def check_rewards(self, *trained: str) -> None:
+        """Refuse seeds or labels that repeat, and a correctness that is no reward here or `trained` on."""
         if len(set(self.seeds)) != len(self.seeds):
-            raise UserError(
-                f"evaluation.seeds is {self.seeds}; give different numbers from 0 up, e.g. [0, 1]."
-            )
-
-    def check_correctness(self, *trained: str) -> None:
-        """Refuse a judge of correctness that is none of the rewards here or of the `others`, trained on;
-        and a reward whose numbers would stand where the verdicts' do."""
+            raise UserError(f"evaluation.seeds is {self.seeds}; give different numbers, e.g. [0, 1].")
         labels, judge = {**dict.fromkeys(trained), **self.rewards}, self.correctness
         if "accuracy" in labels:
             raise UserError(
                 "A reward's label is 'accuracy', which names the share of right verdicts in evaluations; "
-                "give the reward another one and its name: {my_accuracy: {name: REWARD}}."
+                "give it another label and its name: {my_accuracy: {name: REWARD}}."
             )
         if judge is not None and judge not in labels:
-            where = "rewards.terms or evaluation.rewards" if trained else "evaluation.rewards"
             raise UserError(
-                f"evaluation.correctness is {judge!r}, which is no label of {where}. "
+                f"evaluation.correctness is {judge!r}, which is no label of a reward. "
                 f"{suggestion(judge, labels)}Labels: {', '.join(labels)}; or null."
             )
 
@@ -162,22 +148,17 @@ class ConvexDAConfig:
         """Return the texts that replace each prompt, at least one for each."""
         from visalign.text.neighbours import convex_variants
 
-        words = None
+        words: dict[str, list[str]] | None = None
         if self.synonyms is not None:
             try:
-                words = json.loads(Path(self.synonyms).read_text(encoding="utf-8"))
-                words = {str(word): [str(other) for other in synonyms] for word, synonyms in words.items()}
-            except (OSError, ValueError, AttributeError, TypeError) as error:
+                words = _SYNONYMS.validate_json(Path(self.synonyms).read_bytes())
+            except (OSError, ValidationError) as error:
                 raise UserError(
                     f"data.convex_da.synonyms: '{self.synonyms}' cannot be read ({error}). Give a JSON file "
                     'such as {"big": ["large", "huge"]}.'
                 ) from error
-        for number, prompt in enumerate(prompts):
-            if not isinstance(prompt, str):
-                raise UserError(
-                    f"data.convex_da changes words of prompts, and prompt {number} is a conversation. Leave "
-                    "data.convex_da out."
-                )
+        if any(not isinstance(prompt, str) for prompt in prompts):
+            raise UserError("data.convex_da changes words of prompts, and a prompt is a conversation.")
         options: dict[str, Any] = {"count": self.copies, "share": self.share, "synonyms": words, "seed": seed}
         texts = {prompt: convex_variants(prompt, **options) for prompt in dict.fromkeys(prompts)}
         return [texts[prompt] for prompt in prompts]
@@ -199,7 +180,7 @@ class RunConfig(MachineConfig):
 
     iterations: Count = 100
     """Iterations: each samples, judges and updates."""
-    max_seconds: Annotated[float, Field(gt=0)] | None = None
+    max_seconds: Positive | None = None
     """Stop training at the end of the iteration that reaches this; makes the length depend on the machine.
     A run that has used it up trains on only when it is resumed with more."""
     checkpoint_every: Count = 10

@@ -66,18 +66,6 @@ def test_a_place_that_no_file_can_be_made_in_is_refused_before_any_work() -> Non
     assert "Error: The folder '/proc' cannot be written (No such file" in result.stderr
 
 
-@pytest.mark.parametrize(
-    "command",
-    [("evaluate", "shapes:pairs", "-r", "jpeg_size"), ("probe-reward", "jpeg_size"), ("train", "shapes_hp")],
-    ids=lambda command: command[0],
-)
-def test_a_folder_is_not_named_like_a_file(command: tuple[str, ...], here: Path) -> None:
-    result = visalign(*command, "-o", "new.json")
-    assert result.exit_code == 2 and not (here / "new.json").exists()
-    assert "The output 'new.json' is named like a file" in result.stderr
-    assert "Give a folder, such as 'new'." in result.stderr
-
-
 def test_a_cache_that_is_a_file_is_refused() -> None:
     result = visalign(*IMAGE, "--cache", "file")
     assert (

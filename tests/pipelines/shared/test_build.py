@@ -18,6 +18,7 @@ from visalign.interfaces import Scores
 from visalign.pipelines.flow_grpo import job as flow_grpo
 from visalign.pipelines.flow_grpo.config import FlowGRPOConfig
 from visalign.pipelines.shared import parts as build
+from visalign.pipelines.shared.job import TrainingInterrupted
 from visalign.pipelines.shared.parts import weighted_sum
 from visalign.pipelines.shared.sections import PolicyRunConfig, RewardsConfig, RewardTerm, RunConfig
 from visalign.rewards import WeightedSum
@@ -63,14 +64,14 @@ def test_trackers_are_closed_after_an_interruption(tmp_path: Path, monkeypatch: 
         init_trackers=lambda *_, **__: calls.append("begin"),
         end_training=lambda: calls.append("end"),
     )
-    job = SimpleNamespace(trainer=SimpleNamespace(accelerator=accelerator), fingerprints={})
 
-    def stop(*_: Any) -> dict[str, Any]:
-        raise flow_grpo.TrainingInterrupted
+    def stop() -> None:
+        raise TrainingInterrupted
 
+    trainer = SimpleNamespace(accelerator=accelerator)
+    job = SimpleNamespace(trainer=trainer, fingerprints={}, before=stop)
     monkeypatch.setattr(flow_grpo, "_build", lambda *_: cast(Any, job))
-    monkeypatch.setattr("visalign.pipelines.shared.job._work", stop)
-    with pytest.raises(flow_grpo.TrainingInterrupted):
+    with pytest.raises(TrainingInterrupted):
         flow_grpo.run(FlowGRPOConfig(run=PolicyRunConfig(trackers=["tensorboard"])), tmp_path / "run")
     assert calls == ["begin", "end"]
 
@@ -107,5 +108,5 @@ def test_a_term_uses_its_judges_standard_deviation(term: dict[str, Any], expecte
 
 def test_advantages_of_images_are_not_weighed():
     config = RewardsConfig(terms={"a": RewardTerm(uncertainty="advantage")})
-    with pytest.raises(UserError, match=r"rewards.terms.a.uncertainty is advantage, .* texts alone"):
+    with pytest.raises(UserError, match=r"rewards.terms.a.uncertainty is advantage, .* texts only"):
         weighted_sum(config, {"a": _Doubtful()}, WeightedSum)
