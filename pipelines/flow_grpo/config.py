@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The configurations of Flow-GRPO and Pref-GRPO jobs. YAML files hold only what differs from these."""
+"""Configurations of Flow-GRPO and Pref-GRPO jobs. YAML files hold only what differs from these."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import field
 from typing import Any, ClassVar
 
@@ -21,7 +21,7 @@ from visalign.pipelines.shared.sections import (
 )
 from visalign.precision import Autocast
 from visalign.schema import STRICT
-from visalign.settings import Count, Natural, NonNegative, PositiveShare, check_rules
+from visalign.settings import Count, Natural, NonNegative, PositiveShare, refuse
 from visalign.training.diffusion.rollout_settings import RolloutSettings
 from visalign.training.diffusion.settings import DiffusionObjectiveSettings, check_sampling, check_sharding
 from visalign.training.loop.monitor import MonitorSettings
@@ -79,12 +79,10 @@ class DataConfig:
     """shapes:train, or a .txt or .jsonl file."""
     pairs: str | None = None
     """Learn from stored pairs of images in place of samples (objective.algorithm diffusion_dpo, gdro,
-    reward_weighted or rejection, rollout.group_size=2): a preference set as `visalign evaluate` and
-    `train-reward` read it, such as `visalign collect --export` writes, or LAYOUT:FOLDER of a published one,
-    e.g. pick_a_pic; for a model that edits with a column "source". Then data.train and rewards are
+    reward_weighted or rejection, rollout.group_size=2): a preference set as `visalign evaluate` reads it,
+    such as `visalign collect --export` writes, or LAYOUT:FOLDER of a published one, e.g. pick_a_pic, of which
+    the split train is read; for a model that edits with a column "source". Then data.train and rewards are
     unused; evaluation.rewards names what is reported."""
-    pairs_split: str | None = None
-    """Split of data.pairs; null: all of a file, train of others."""
     pairs_size: Count | None = None
     """At most so many of data.pairs; null: all, and 400 of shapes:pairs."""
     heldout: str = "shapes:heldout"
@@ -174,15 +172,10 @@ class FlowGRPOConfig:
 
     def __post_init__(self) -> None:
         check_sampling(self.objective, self.rollout, stored=self.data.pairs is not None)
-        check_rules(self, RULES)
+        refuse(_broken_rules(self))
         if self.run.sharding:
             check_sharding(self.objective, self.rollout)
-        self.evaluation.check_correctness(*self.rewarded)
-
-    @property
-    def size_count(self) -> int:
-        """Number of image sizes that the iterations take in turn."""
-        return len(self.rollout.image_sizes or [0])
+        self.evaluation.check_rewards(*self.rewarded)
 
     @property
     def rewarded(self) -> Mapping[str, RewardTerm]:
@@ -190,47 +183,32 @@ class FlowGRPOConfig:
         return self.rewards.terms if self.data.pairs is None else {}
 
 
-def _uneven_window(s: FlowGRPOConfig) -> int:
-    """Return the next monitor.window that holds each image size equally often, 0 if the present one does."""
-    count = s.size_count
-    return math.ceil(s.monitor.window / count) * count if s.monitor.window % count else 0
-
-
-def _uneven_balance(s: FlowGRPOConfig) -> int:
-    """Return the next objective.balance_every that visits all image sizes, 0 if the present one does."""
-    every, count = s.objective.balance_every, s.size_count
-    if every is None or math.gcd(every, count) == 1:
-        return 0
-    return next(n for n in range(every + 1, every + count + 2) if math.gcd(n, count) == 1)
-
-
-RULES = (
-    (
-        lambda s: s.data.cycle is not None and not s.data.balance,
-        "data.cycle orders the tags of a balanced set; set data.balance=true with it.",
-    ),
-    (
-        lambda s: s.comparison is not None and s.comparison.budget is not None and s.comparison.hard,
-        "comparison.budget and comparison.hard are both set; a budget estimates the win rates by a fit, "
-        "which has no hard wins. Leave one of them out.",
-    ),
-    (
-        lambda s: s.data.pairs is not None and s.comparison is not None,
-        "data.pairs are compared already, and comparison says how samples are. Leave comparison out "
-        "(pipeline: flow_grpo), or data.pairs.",
-    ),
-    (
-        _uneven_window,
-        "monitor.window is {s.monitor.window} and rollout.image_sizes has {s.size_count}: what the latest "
-        "iterations are compared with would be of another mix of sizes. Set monitor.window={v}, or another "
-        "multiple of {s.size_count}.",
-    ),
-    (
-        _uneven_balance,
-        "objective.balance_every is {s.objective.balance_every} and rollout.image_sizes has {s.size_count}: "
-        "rewards would be measured at some of the sizes alone. Set objective.balance_every={v}.",
-    ),
-)
+def _broken_rules(s: FlowGRPOConfig) -> Iterator[str]:
+    if s.data.cycle is not None and not s.data.balance:
+        yield "data.cycle orders the tags of a balanced set; set data.balance=true with it."
+    if s.comparison is not None and s.comparison.budget is not None and s.comparison.hard:
+        yield (
+            "comparison.budget and comparison.hard are both set; a budget estimates the win rates by a fit, "
+            "which has no hard wins. Leave one of them out."
+        )
+    if s.data.pairs is not None and s.comparison is not None:
+        yield (
+            "data.pairs are compared already, and comparison says how samples are. Leave one of them out "
+            "(pipeline: flow_grpo)."
+        )
+    sizes = len(s.rollout.image_sizes or [0])
+    if s.monitor.window % sizes:
+        yield (
+            f"monitor.window is {s.monitor.window} and rollout.image_sizes has {sizes}: iterations would be "
+            f"compared with another mix of sizes. Set monitor.window to a multiple of {sizes}."
+        )
+    every = s.objective.balance_every
+    if every is not None and math.gcd(every, sizes) > 1:
+        yield (
+            f"objective.balance_every is {every} and rollout.image_sizes has {sizes}: rewards would be "
+            "measured at some of the sizes only. Set objective.balance_every to a number without a common "
+            "divisor."
+        )
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

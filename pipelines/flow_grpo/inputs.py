@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts and rewards of a Flow-GRPO job, read and checked with the settings before the model is loaded."""
+"""Prompts and rewards of a Flow-GRPO job, read and checked before the model is loaded."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from visalign.interfaces import PairwiseReward, PointwiseReward
 from visalign.pipelines.shared.parts import Records, build_records, load_terms, pointwise_only, weighted_sum
 from visalign.pipelines.shared.run_folder import fingerprint
 from visalign.pipelines.shared.sections import RewardsConfig
+from visalign.settings import refuse
 from visalign.training.diffusion.experts import check_experts
 from visalign.training.diffusion.images import Features
 from visalign.training.diffusion.reward_gradient import check_differentiable
@@ -58,23 +59,34 @@ class Inputs:
 def prepare(config: FlowGRPOConfig, world: int, device: str | None = None) -> Inputs:
     """Read and check all inputs that a run of `world` processes has without its model."""
     from visalign.rewards.catalogue import load_judge
+    from visalign.rewards.combine.weighted_sum import WeightedSum
 
-    data = config.data
+    data, evaluation = config.data, config.evaluation
     model = resolve_model(config.model.path), config.model.adapter
     edits, several = edits_of(*model), joins_sources(*model)
     read = partial(build_records, edits=edits, several=several)
     pairs = None if data.pairs is None else read_stored(data, edits, several=several)
     records = read(data.train, "data.train") if pairs is None else pairs.records
     heldout = read(data.heldout, "data.heldout")
-    judges = load_terms({**config.evaluation.rewards, **config.rewarded}, load_judge, device)
-    rewards = _heldout_rewards(judges, config.evaluation.rewards)
-    reward = _optimized_sum(config, judges) if pairs is None else StoredPreference()
+    judges = load_terms({**evaluation.rewards, **config.rewarded}, load_judge, device)
+    pointwise = pointwise_only(judges, needed=evaluation.rewards)
+    rewards = {label: reward for label, reward in pointwise.items() if not reward.capabilities.needs_group}
+    refuse(_unfit_rewards(config, judges, rewards, world))
+    if pairs is not None:
+        reward: Any = StoredPreference()
+    elif config.comparison is None:
+        reward = weighted_sum(
+            config.rewards, pointwise_only(judges, needed=config.rewards.terms), WeightedSum
+        )
+    else:
+        rates = build_win_rates(config.comparison, config.rewards, judges)
+        reward = weighted_sum(config.rewards, rates, WeightedSum)
     strata = [str(record.get("tag", "")) for record in records] if data.balance else None
     _check_method(config, reward, records, strata, world)
-    if pairs is None:
-        _check_processes(config, judges, world)
-    if (correctness := config.evaluation.correctness) is not None:
-        check_judge(correctness, rewards[correctness], heldout[0])
+    if any(judges[label].capabilities.needs_group for label in config.rewarded):
+        check_whole_groups(config.rollout.prompts_per_iteration, world)
+    if evaluation.correctness is not None:
+        check_judge(evaluation.correctness, rewards[evaluation.correctness], heldout[0])
     return Inputs(
         records=records,
         heldout=heldout,
@@ -88,14 +100,20 @@ def prepare(config: FlowGRPOConfig, world: int, device: str | None = None) -> In
     )
 
 
-def _optimized_sum(config: FlowGRPOConfig, judges: Mapping[str, Any]) -> PointwiseReward:
-    from visalign.rewards.combine.weighted_sum import WeightedSum
-
-    if config.comparison is None:
-        terms = pointwise_only(judges, needed=config.rewards.terms)
-    else:
-        terms = build_win_rates(config.comparison, config.rewards, judges)
-    return weighted_sum(config.rewards, terms, WeightedSum)
+def _unfit_rewards(
+    config: FlowGRPOConfig, judges: Mapping[str, Any], rewards: Mapping[str, Any], world: int
+) -> Iterator[str]:
+    if sets := [label for label in config.evaluation.rewards if label not in rewards]:
+        yield (
+            f"evaluation.rewards names {', '.join(sets)}, which judges sets of a training and no held-out "
+            "image. Name it in rewards.terms only."
+        )
+    for label in config.rewarded:
+        if world > 1 and judges[label].capabilities.needs_batch:
+            yield (
+                f"rewards.terms.{label} judges all images of an iteration as one set, and {world} processes "
+                f"would each have their own. Set its options.over=group, or use one process."
+            )
 
 
 def _check_method(
@@ -103,30 +121,19 @@ def _check_method(
 ) -> None:
     """Refuse an algorithm that the reward, the prompts or the processes do not fit."""
     rollout, objective = config.rollout, config.objective
-    check_batch_algebra(rollout.prompts_per_iteration, rollout.group_size, world)
-    check_processes(objective, rollout, world)
     size = rollout.prompts_per_iteration, rollout.group_size
+    check_batch_algebra(*size, world)
+    check_processes(objective, rollout, world)
+    if config.data.pairs is None:
+        config.rewards.check_processes(world)
+    if config.comparison is not None:
+        check_whole_groups(rollout.prompts_per_iteration, world)
     PromptSampler(len(records), *size, config.seed, strata=strata, cycle=config.data.cycle)
     objective.check_constrained(reward)
     if objective.ascent is not None:
         check_differentiable(reward)
     if objective.experts:
         check_experts(objective.experts, records)
-
-
-def _check_processes(config: FlowGRPOConfig, judges: Mapping[str, Any], world: int) -> None:
-    """Refuse processes that would each see a part of what is compared."""
-    config.rewards.check_processes(world)
-    capabilities = {label: judges[label].capabilities for label in config.rewards.terms}
-    batch = [label for label, needs in capabilities.items() if needs.needs_batch]
-    if batch and world > 1:
-        raise UserError(
-            f"rewards.terms.{batch[0]} judges all images of an iteration as one set, and {world} processes "
-            f"would each have their own. Set rewards.terms.{batch[0]}.options.over=group, or use one process."
-        )
-    groups = config.comparison is not None or config.rollout.branch is not None
-    if groups or any(needs.needs_group for needs in capabilities.values()):
-        check_whole_groups(config.rollout.prompts_per_iteration, world)
 
 
 def build_features(config: FlowGRPOConfig, judges: Mapping[str, Any], device: str | None) -> Features | None:
@@ -163,18 +170,15 @@ def _check_monitor(config: FlowGRPOConfig, *, features: bool) -> None:
         "diversity_ratio": (features, f"{remedy}, or leave it null."),
         "feature_drift": (drift, f"{remedy} and evaluation.every above 0."),
     }
-    unscored = {
-        "The reward's gradient is all that its samples are asked for; take group_std_ratio.": (
-            config.objective.ascent is not None
-        ),
-        "Stored pairs are not judged; hold an evaluation to heldout_change or feature_drift.": (
-            config.data.pairs is not None
-        ),
-    }
-    names = ("agreement", "agreement_change", "recorded_change", "judge_std_ratio", "diversity_ratio")
-    for substitute, applies in unscored.items():
-        if applies:
-            measured |= dict.fromkeys(names, (False, substitute))
+    unscored = ("agreement", "agreement_change", "recorded_change", "judge_std_ratio", "diversity_ratio")
+    if config.objective.ascent is not None:
+        measured |= dict.fromkeys(
+            unscored, (False, "Its samples are asked for the reward's gradient only; take group_std_ratio.")
+        )
+    if config.data.pairs is not None:
+        measured |= dict.fromkeys(
+            unscored, (False, "Stored pairs are not judged; limit heldout_change or feature_drift.")
+        )
     config.rewards.check_monitor(config.monitor, config.evaluation, **measured)
 
 
@@ -186,25 +190,21 @@ def _prompts(records: Records) -> set[tuple[str, ...]]:
 
 def _fingerprints(config: FlowGRPOConfig, records: Records, heldout: Records) -> dict[str, str]:
     """Hash prompt records, the sizes of their image files (not in Parquet), and the user's reward files."""
-    train = "data.train" if config.data.pairs is None else "data.pairs"
-    inputs = {train: records, "data.heldout": heldout}
+    stored = config.data.pairs is not None
+    inputs = {"data.pairs" if stored else "data.train": records, "data.heldout": heldout}
     hashes = {name: fingerprint(rows) for name, rows in inputs.items()}
     for name, rows in inputs.items():
-        stored = name == "data.pairs"
-        if sizes := [Path(file).stat().st_size for record in rows for file in _image_files(record, stored)]:
-            hashes[f"images of {name}"] = fingerprint([{"bytes": sizes}])
+        images = [image for record in rows for image in listed_sources(record.get("source"))]
+        if name == "data.pairs":
+            images += [candidate["image"] for record in rows for candidate in record["candidates"]]
+        files = [image for image in images if isinstance(image, str | Path) and os.path.isfile(image)]
+        if files:
+            hashes[f"images of {name}"] = fingerprint([{"bytes": [Path(f).stat().st_size for f in files]}])
     for label, term in {**config.evaluation.rewards, **config.rewarded}.items():
         file = Path((term.name or label).rpartition(":")[0])
         if file.suffix == ".py":
             hashes[f"reward {label}"] = hashlib.sha256(file.read_bytes()).hexdigest()
     return hashes
-
-
-def _image_files(record: Mapping[str, Any], stored: bool) -> Iterable[str | Path]:
-    """List the image files of a record: its sources, and both images of a stored pair."""
-    images = [candidate["image"] for candidate in record["candidates"]] if stored else []
-    images += listed_sources(record.get("source"))
-    return [image for image in images if isinstance(image, str | Path) and os.path.isfile(image)]
 
 
 def build_win_rates(
@@ -217,50 +217,36 @@ def build_win_rates(
     from visalign.rewards.pairs.as_pairwise import as_pairwise
     from visalign.rewards.pairs.as_pointwise import GroupWinRate
 
-    for label in config.scores:
-        if label not in rewards.terms:
-            raise UserError(
-                f"comparison.scores names {label!r}, which is no term. {suggestion(label, rewards.terms)}"
-                f"Terms: {', '.join(rewards.terms)}."
-            )
-    if set(config.scores) >= set(rewards.terms):
-        raise UserError(
-            "comparison.scores names every term, so nothing is compared. Take one out, or write "
-            "'pipeline: flow_grpo' to train on scores."
-        )
-    terms: dict[str, PointwiseReward] = {}
-    for label, term in rewards.terms.items():
+    refuse(_unfit_comparison(config, rewards, judges))
+    terms: dict[str, Any] = {}
+    for label in rewards.terms:
         judge: Any = judges[label]
         if label in config.scores:
-            if not isinstance(judge, PointwiseReward):
-                raise UserError(
-                    f"comparison.scores names {label!r}, a judge that only compares; take it out."
-                )
             terms[label] = judge
-            continue
-        if term.bound is not None:
-            raise UserError(
-                f"rewards.terms.{label}.bound is {term.bound}, and the mean of its win rates is always 0.5. "
-                f"Name it in comparison.scores: [{label}], or set the bound to null."
-            )
-        if judge.capabilities.needs_group:
-            raise UserError(
-                f"rewards.terms.{label} judges sets of images, and no two can be compared by it. Name it in "
-                f"comparison.scores: [{label}]."
-            )
-        pairwise = judge if isinstance(judge, PairwiseReward) else as_pairwise(judge)
-        options: dict[str, Any] = {"both_orders": config.both_orders, "hard": config.hard}
-        terms[label] = GroupWinRate(pairwise, budget=config.budget, **options)
+        else:
+            pairwise = judge if isinstance(judge, PairwiseReward) else as_pairwise(judge)
+            options: dict[str, Any] = {"both_orders": config.both_orders, "hard": config.hard}
+            terms[label] = GroupWinRate(pairwise, budget=config.budget, **options)
     return terms
 
 
-def _heldout_rewards(judges: Mapping[str, Any], needed: Iterable[str]) -> dict[str, PointwiseReward]:
-    """Select the rewards that score a held-out image by itself."""
-    pointwise: dict[str, Any] = pointwise_only(judges, needed=needed)
-    rewards = {label: reward for label, reward in pointwise.items() if not reward.capabilities.needs_group}
-    if sets := [label for label in needed if label not in rewards]:
-        raise UserError(
-            f"evaluation.rewards names {', '.join(sets)}, which judges sets of a training and no held-out "
-            "image. Leave it in rewards.terms alone."
-        )
-    return rewards
+def _unfit_comparison(
+    config: ComparisonConfig, rewards: RewardsConfig, judges: Mapping[str, Any]
+) -> Iterator[str]:
+    for label in config.scores:
+        if label not in rewards.terms:
+            yield (
+                f"comparison.scores names {label!r}, which is no term. {suggestion(label, rewards.terms)}"
+                f"Terms: {', '.join(rewards.terms)}."
+            )
+        if not isinstance(judges[label], PointwiseReward):
+            yield f"comparison.scores names {label!r}, a judge that only compares; take it out."
+    compared = {label: term for label, term in rewards.terms.items() if label not in config.scores}
+    if not compared:
+        yield "comparison.scores names every term, so nothing is compared. Take one out, or train on scores."
+    for label, term in compared.items():
+        remedy = f"Name it in comparison.scores: [{label}]."
+        if term.bound is not None:
+            yield (f"rewards.terms.{label}.bound is {term.bound}, and win rates have the mean 0.5. {remedy}")
+        if judges[label].capabilities.needs_group:
+            yield f"rewards.terms.{label} judges sets of images, and no two can be compared by it. {remedy}"

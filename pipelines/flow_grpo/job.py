@@ -5,24 +5,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 from visalign.adapters.catalogue import family_of
 from visalign.adapters.model_folder import pipeline_index
 from visalign.data.assets import resolve_model
 from visalign.data.sets.prompt_files import record_key
 from visalign.pipelines.shared.grids import SampleGrids
-from visalign.pipelines.shared.job import (
-    PolicyRun,
-    TrainingInterrupted,
-    build_trainer,
-    on_the_way,
-    result_folder,
-    run_job,
-)
+from visalign.pipelines.shared.job import PolicyRun, build_trainer, on_the_way, result_folder, run_job
 from visalign.pipelines.shared.parts import Records, build_accelerator, evenly_spaced
 from visalign.pipelines.shared.run_folder import RunSummary
-from visalign.training.loop.algorithm import Counters
 
 from .config import FlowGRPOConfig, PrefGRPOConfig
 from .inputs import prepare
@@ -30,7 +21,7 @@ from .parts import build_drift, build_evaluator, build_policy
 from .plan import estimate, plan
 from .stored_pairs import stored_latents
 
-__all__ = ["FlowGRPOConfig", "PrefGRPOConfig", "TrainingInterrupted", "estimate", "plan", "run"]
+__all__ = ["FlowGRPOConfig", "PrefGRPOConfig", "estimate", "plan", "run"]
 
 
 def run(config: FlowGRPOConfig, output: Path, resume: bool = False) -> RunSummary:
@@ -39,7 +30,7 @@ def run(config: FlowGRPOConfig, output: Path, resume: bool = False) -> RunSummar
 
 
 def _build(config: FlowGRPOConfig, output: Path) -> PolicyRun:
-    """Everything a run needs; reads, writes nothing."""
+    """Build the objects of a run, without writing anything."""
     from visalign.training import FlowGRPO, RewardGradient, VelocityRegression
 
     accelerator = build_accelerator(config, output)
@@ -58,19 +49,17 @@ def _build(config: FlowGRPOConfig, output: Path) -> PolicyRun:
         accelerator=accelerator,
         heldout=evenly_spaced(inputs.heldout, config.evaluation.prompts_on_the_way),
         seed=config.evaluation.seeds[0],
-        most=config.evaluation.grid,
+        columns=config.evaluation.grid,
     )
-    before = output / "before.npz"
+    before, objective = output / "before.npz", config.objective
     drift = build_drift(inputs.features, before, accelerator.is_main_process)
-    way = on_the_way(config, measure, inputs.heldout, grids.keep, drift, before)
-    objective = config.objective
     kind = VelocityRegression if objective.regression else RewardGradient if objective.ascent else FlowGRPO
     algorithm = kind(
         policy,
         inputs.reward,
         inputs.records,
         rollout=config.rollout,
-        objective=config.objective,
+        objective=objective,
         seed=config.seed,
         accelerator=accelerator,
         strata=inputs.strata,
@@ -79,22 +68,27 @@ def _build(config: FlowGRPOConfig, output: Path) -> PolicyRun:
         features=inputs.features,
         stored=None if config.data.pairs is None else stored_latents(policy, inputs.records[0]),
     )
-    trainer = build_trainer(config, output, algorithm, way)
+    evaluate = on_the_way(config, measure, inputs.heldout, before, grids.keep, drift)
+    trainer = build_trainer(config, output, algorithm, evaluate)
     for note in inputs.notes:
         trainer.progress.note(note)
+    named = objective.regression or objective.ascent
     return PolicyRun(
         config=config,
         output=output,
         trainer=trainer,
         fingerprints=inputs.fingerprints,
-        title=f"{_title(config)} on {config.model.path}",
+        title=f"{objective.algorithm if named else 'Flow-GRPO'} on {config.model.path}",
         policy=policy,
         measure=measure,
         heldout=inputs.heldout,
         samples="images",
         load_code=load_code(config, output),
         next_command=sample_command(config, output, inputs.heldout),
-        counts=_counts,
+        counts=lambda counters: {
+            "images": counters.samples,
+            "forward_equivalents_per_image": counters.forward_equivalents / max(1, counters.samples),
+        },
         seen=inputs.seen,
         grids=grids,
     )
@@ -113,18 +107,8 @@ def sample_command(config: FlowGRPOConfig, output: Path, heldout: Records) -> li
     return ["visalign", "sample", *prompts, *weights, *flags, "--output", str(output / "images")]
 
 
-def _counts(counters: Counters) -> dict[str, Any]:
-    per_image = counters.forward_equivalents / max(1, counters.samples)
-    return {"images": counters.samples, "forward_equivalents_per_image": per_image}
-
-
-def _title(config: FlowGRPOConfig) -> str:
-    algorithm = config.objective.regression or config.objective.ascent
-    return config.objective.algorithm if algorithm else "Flow-GRPO"
-
-
 def load_code(config: FlowGRPOConfig, output: Path) -> str:
-    """Python that loads the result into diffusers, run from where the job was."""
+    """Write Python that loads the result into diffusers, for the job's working directory."""
     from visalign.adapters.pipeline.lora import loading_code
     from visalign.adapters.sd3.loading import T5_PARTS
 
@@ -135,7 +119,7 @@ def load_code(config: FlowGRPOConfig, output: Path) -> str:
         return (
             "from visalign.adapters import load_policy\n\n"
             f"policy = load_policy({path}, adapter={adapter})\n"
-            f"policy.load({folder})  # where the adapter offers it: load is no part of the contract"
+            f"policy.load({folder})  # not every adapter has it"
         )
     index, family = pipeline_index(model), family_of(model, None)
     assert family is not None

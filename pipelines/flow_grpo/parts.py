@@ -27,22 +27,9 @@ if TYPE_CHECKING:
 
 
 def build_policy(model: ModelConfig, device: torch.device, seed: int) -> DiffusionPolicy:
-    """The model on its device, as the policy that `model.adapter` or its folder names."""
+    """Load the model on its device, as the policy that `model.adapter` or its folder names."""
     from visalign.adapters.catalogue import load_policy
-    from visalign.adapters.lora import LoraSettings
     from visalign.adapters.speed import speed_up
-
-    def options(model: ModelConfig) -> dict[str, Any]:
-        lora = None
-        if model.lora is not None:
-            targets = model.lora.target_modules
-            chosen: dict[str, Any] = {} if targets is None else {"target_modules": tuple(targets)}
-            lora = LoraSettings(rank=model.lora.rank, alpha=model.lora.alpha, seed=seed, **chosen)
-        names = ("use_t5", "guidance", "max_sequence_length", "image_size", "decode_batch", "quantization")
-        values = {name: getattr(model, name) for name in names}
-        values |= {"lora": lora, "autocast": autocast_dtype(model.autocast, device)}
-        values |= {k: _dtype(v) if k.endswith("dtype") else v for k, v in model.options.items()}
-        return {name: value for name, value in values.items() if value is not None}
 
     with no_loading_bars():
         policy = load_policy(
@@ -50,24 +37,32 @@ def build_policy(model: ModelConfig, device: torch.device, seed: int) -> Diffusi
             adapter=model.adapter,
             dtype=getattr(torch, model.dtype),
             device=device,
-            defaults=options(ModelConfig()),
-            **options(model),
+            defaults=_adapter_options(ModelConfig(), device, seed),
+            **_adapter_options(model, device, seed),
         )
     speed_up(
-        policy.module,
-        compiled=model.compile,
-        attention=model.attention,
-        channels_last=model.channels_last,
+        policy.module, compiled=model.compile, attention=model.attention, channels_last=model.channels_last
     )
     return policy
 
 
-def _dtype(name: Any) -> Any:
-    """A dtype by its name, for options that are one."""
-    dtype = getattr(torch, str(name), None)
-    if not isinstance(dtype, torch.dtype):
-        raise UserError(f"model.options has the dtype {name!r}; give float32, bfloat16 or float16.")
-    return dtype
+def _adapter_options(model: ModelConfig, device: torch.device, seed: int) -> dict[str, Any]:
+    """Collect the options of the adapter, without those that are null."""
+    from visalign.adapters.lora import LoraSettings
+
+    names = ("use_t5", "guidance", "max_sequence_length", "image_size", "decode_batch", "quantization")
+    values = {name: getattr(model, name) for name in names}
+    values["autocast"] = autocast_dtype(model.autocast, device)
+    if (lora := model.lora) is not None:
+        targets = {} if lora.target_modules is None else {"target_modules": tuple(lora.target_modules)}
+        values["lora"] = LoraSettings(rank=lora.rank, alpha=lora.alpha, seed=seed, **targets)
+    for name, value in model.options.items():
+        if name.endswith("dtype"):
+            value = getattr(torch, str(value), None)
+            if not isinstance(value, torch.dtype):
+                raise UserError(f"model.options.{name} is no dtype; give float32, bfloat16 or float16.")
+        values[name] = value
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def build_evaluator(
@@ -79,12 +74,13 @@ def build_evaluator(
     timestep_schedule: str,
     accelerator: Accelerator,
 ) -> Callable[..., HeldoutResult]:
-    """A function of (records, seeds) that evaluates the policy with the weights it has, its images spread
-    over the processes; all of them call it and get the whole result."""
+    """Return a function of (records, seeds) that evaluates the policy with the weights it has.
+
+    Its images are spread over the processes; all of them call it and get the whole result.
+    """
+    from visalign.evaluation import evaluate
 
     def measure(records: Records, seeds: Sequence[int]) -> HeldoutResult:
-        from visalign.evaluation import evaluate
-
         sigmas = policy.sigmas(config.steps or steps, timestep_schedule=timestep_schedule)
 
         def stretch(rank: int, shares: int) -> HeldoutResult:
@@ -111,9 +107,9 @@ def build_drift(
     """Return a function that measures the feature drift of an evaluation's images since before training.
 
     Args:
-        features: image features; None measures nothing.
-        before: file of the evaluation before training, with the same prompts and seeds.
-        first: whether this process has that file; the others measure nothing.
+        features: Image features; None measures nothing.
+        before: File of the evaluation before training, with the same prompts and seeds.
+        first: Whether this process has that file; the others measure nothing.
     """
     base: dict[tuple[Any, int], torch.Tensor] = {}
 

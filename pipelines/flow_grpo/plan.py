@@ -16,16 +16,8 @@ from visalign.adapters.catalogue import has_two_halves
 from visalign.data.assets import resolve_model
 from visalign.errors import UserError
 from visalign.flow.rollout import encoder_inputs
-from visalign.pipelines.shared.parts import Records, ends_by, evenly_spaced
-from visalign.pipelines.shared.plan import (
-    GB,
-    dtype_name,
-    hours_by_device,
-    judge_bytes,
-    on_each_device,
-    trained_memory,
-    weight_bytes,
-)
+from visalign.pipelines.shared.parts import Records, ends_by, evenly_spaced, run_device
+from visalign.pipelines.shared.plan import GB, dtype_name, per_device, trained_memory, weight_bytes
 from visalign.training.diffusion.cost import forward_equivalents_per_image, planned_passes
 from visalign.training.diffusion.images import check_sizes
 from visalign.training.policy.settings import reads_reference_log_prob
@@ -59,14 +51,15 @@ def estimate(config: FlowGRPOConfig) -> dict[str, Any]:
 
 def _arithmetic(config: FlowGRPOConfig) -> tuple[dict[str, Any], Inputs]:
     rollout, optimizer, evaluation = config.rollout, config.optimizer, config.evaluation
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    world, iterations = int(os.environ.get("WORLD_SIZE", "1")), config.run.iterations
     inputs = prepare(config, world)
-    heldout = len(inputs.heldout)
+    heldout, seeds = len(inputs.heldout), len(evaluation.seeds)
     images = rollout.prompts_per_iteration * rollout.group_size
     pairs = round(images * trained_per_image(config))
+    pairs_per_update = pairs / optimizer.updates_per_iteration
     updates = config.objective.epochs * optimizer.updates_per_iteration
     during = len(evenly_spaced(inputs.heldout, evaluation.prompts_on_the_way))
-    evaluations = config.run.iterations // evaluation.every if evaluation.every else 0
+    evaluations = iterations // evaluation.every if evaluation.every else 0
     groups: dict[str, Any] = {
         "batch": {
             "processes": world,
@@ -74,21 +67,19 @@ def _arithmetic(config: FlowGRPOConfig) -> tuple[dict[str, Any], Inputs]:
             "images_per_iteration": images,
             "pairs_per_iteration": pairs,
             "updates_per_iteration": updates,
-            "pairs_per_update": pairs / optimizer.updates_per_iteration,
-            "micro_batches_per_update": math.ceil(
-                pairs / world / optimizer.updates_per_iteration / optimizer.micro_batch
-            ),
-            "iterations": config.run.iterations,
-            "images": images * config.run.iterations,
-            "updates": updates * config.run.iterations,
+            "pairs_per_update": pairs_per_update,
+            "micro_batches_per_update": math.ceil(pairs_per_update / world / optimizer.micro_batch),
+            "iterations": iterations,
+            "images": images * iterations,
+            "updates": updates * iterations,
         },
         "cost": {"forward_equivalents_per_image": planned_cost(config)},
         "evaluation": {
             "heldout_prompts": heldout,
             "heldout_prompts_trained_on": inputs.seen,
-            "seeds": len(evaluation.seeds),
+            "seeds": seeds,
             "evaluations_on_the_way": evaluations,
-            "images": 2 * heldout * len(evaluation.seeds) + evaluations * during,
+            "images": 2 * heldout * seeds + evaluations * during,
         },
     }
     return groups, inputs
@@ -100,7 +91,10 @@ def planned_cost(config: FlowGRPOConfig, trained_share: float = 1.0) -> float:
     sampled = _sampled(config) if objective.ascent is None else objective.ascent.counted(rollout.steps)[0]
     if objective.credit == "turning_points":
         sampled += rollout.completed_per_image
-    rewards = sum(term.weight > 0 for term in config.rewards.terms.values()) if objective.balance_every else 0
+    measured = 0.0
+    if objective.balance_every:
+        rewards = sum(term.weight > 0 for term in config.rewards.terms.values())
+        measured = rewards / objective.balance_every / config.optimizer.updates_per_iteration
     return forward_equivalents_per_image(
         steps=sampled,
         trained=trained_per_image(config),
@@ -110,7 +104,7 @@ def planned_cost(config: FlowGRPOConfig, trained_share: float = 1.0) -> float:
         epochs=objective.epochs,
         asked_again=_passes_before_update(config),
         guided_rollout=None if rollout.guidance is None else _passes(config, rollout.guidance) > 1,
-        measured=rewards / (objective.balance_every or 1) / config.optimizer.updates_per_iteration,
+        measured=measured,
     )
 
 
@@ -125,7 +119,7 @@ def trained_per_image(config: FlowGRPOConfig) -> float:
 
 
 def _passes(config: FlowGRPOConfig, guidance: float | None) -> int:
-    """Passes of the network at a guidance scale; None is the model's own."""
+    """Count the passes of a velocity at a guidance scale; None is the model's own."""
     scale = config.model.guidance if guidance is None else guidance
     return 1 + has_two_halves(resolve_model(config.model.path), config.model.adapter, scale)
 
@@ -167,8 +161,7 @@ def _timed_run(config: FlowGRPOConfig, records: Records, images: float, evaluate
     """Extrapolate timed passes to `images` per iteration and `evaluated` images; rewards come on top."""
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
-    cuda = config.run.device == "auto" and torch.cuda.is_available()
-    policy: Any = build_policy(config.model, torch.device("cuda" if cuda else "cpu"), config.seed)
+    policy: Any = build_policy(config.model, run_device(config.run), config.seed)
     check_sizes(policy, config.rollout)
     probe = records[:PROBE]
     sample, _, decode = own_size = _seconds_per_sample(policy, probe)
@@ -183,19 +176,18 @@ def _timed_run(config: FlowGRPOConfig, records: Records, images: float, evaluate
     per_step += config.objective.epochs * (train + _other_policies(config) * sample)
     iteration = images * (_sampled(config) * sample + decode + trained_per_image(config) * per_step)
     total = min(config.run.iterations * iteration, config.run.max_seconds or math.inf)
-    basis = f"fastest of 3 passes of {len(probe)} samples, just now on {policy.device.type}"
-    if not cuda:
-        basis += f" with {torch.get_num_threads()} threads"
+    threads = f" with {torch.get_num_threads()} threads" if policy.device.type == "cpu" else ""
     return {
         "seconds_per_iteration_without_rewards": iteration,
         "seconds_of_evaluation_without_rewards": evaluation,
         "seconds_in_all_without_rewards": total + evaluation,
-        "basis": f"{basis}; rewards are not timed",
+        "basis": f"fastest of 3 passes of {len(probe)} samples, just now on {policy.device.type}{threads}; "
+        "rewards are not timed",
         "ends_by": ends_by(config.run, iteration),
     }
 
 
-def _seconds_per_sample(policy: Any, records: Records) -> tuple[float, float, float]:
+def _seconds_per_sample(policy: Any, records: Records) -> tuple[float, ...]:
     """Time a forward, a forward with backward, and a decoding, per sample."""
     condition = policy.encode(encoder_inputs(policy, records))
     count = len(condition)
@@ -215,8 +207,7 @@ def _seconds_per_sample(policy: Any, records: Records) -> tuple[float, float, fl
     def decode() -> None:
         policy.decode(x)
 
-    sample, train, decoding = (_fastest(work) / count for work in (forward, both, decode))
-    return sample, train, decoding
+    return tuple(_fastest(work) / count for work in (forward, both, decode))
 
 
 def _fastest(work: Callable[[], None]) -> float:
@@ -231,11 +222,11 @@ def _fastest(work: Callable[[], None]) -> float:
     return min(times[1:])
 
 
-# Memory and hours, from shapes alone
+# Memory and hours, from shapes only
 
 
 class Pass(NamedTuple):
-    """A velocity of the network without weights."""
+    """Velocity of the network without weights."""
 
     flops: float
     """Operations of a pass for one sample."""
@@ -255,40 +246,46 @@ def _footprint(config: FlowGRPOConfig, inputs: Inputs, evaluated: int) -> dict[s
     """
     from visalign.adapters.hollow import hollow_pipelines
 
-    world, rollout = int(os.environ.get("WORLD_SIZE", "1")), config.rollout
+    world, rollout, objective = int(os.environ.get("WORLD_SIZE", "1")), config.rollout, config.objective
     images = rollout.prompts_per_iteration * rollout.group_size
-    pairs_per_update = images * trained_per_image(config) / world / config.optimizer.updates_per_iteration
+    trained = trained_per_image(config)
+    pairs_per_update = images * trained / world / config.optimizer.updates_per_iteration
     pairs = min(config.optimizer.micro_batch, math.ceil(pairs_per_update))
     try:
         with hollow_pipelines() as trace:
-            policy, own_size, trained = _hollow_passes(config, inputs.records[0], pairs, trace)
+            policy, own_size, passes = _hollow_passes(config, inputs.records[0], pairs, trace)
     except (RuntimeError, TypeError) as error:
         raise UserError(
             f"visalign plan follows a model by shapes alone, and {config.model.path} asks for numbers there "
             f"({str(error).splitlines()[0]}). `visalign train CONFIG --dry-run` loads it and times passes."
         ) from error
-    memory, later = _memory(config, policy, inputs, images / world, trained)
-    cost = planned_cost(config)
-    run = cost * images * config.run.iterations
-    recomputed = trained_per_image(config) * images * config.run.iterations * config.objective.epochs
-    evaluation = evaluated * (config.evaluation.steps or rollout.steps) * (1 + _guided(policy))
-    flops = math.fsum(velocity.flops for velocity in trained) / len(trained)
-    checkpointed = any(velocity.largest_block for velocity in trained)
-    operations = (run + recomputed * checkpointed) * flops + evaluation * own_size.flops
+    memory, network = _memory(config, policy, images / world, passes)
+    cost, iterations = planned_cost(config), config.run.iterations
+    recomputed = trained * images * iterations * objective.epochs * any(p.largest_block for p in passes)
+    guided = policy.guided if hasattr(policy, "guided") else policy.guidance != 1
+    evaluation = evaluated * (config.evaluation.steps or rollout.steps) * (1 + guided)
+    flops = math.fsum(p.flops for p in passes) / len(passes)
     return {
         "model": {
             "trained_parameters": sum(w.numel() for _, w in policy.trainable_parameters()),
             "operations_per_forward": flops,
             "latent": list(policy.latent_shape),
         },
-        "memory_in_GB": {**memory, "not_counted": ", ".join([NOT_COUNTED, *later])},
         "forward_equivalents": {
             "per_image": cost,
             "per_iteration": cost * images,
-            "of_the_run": run,
+            "of_the_run": cost * images * iterations,
             "of_evaluation": evaluation,
         },
-        "hours": hours_by_device(operations / world, memory["in_all"]),
+        **per_device(
+            memory,
+            network,
+            {**inputs.rewards, "the sum": inputs.reward},
+            (cost * images * iterations + recomputed) * flops + evaluation * own_size.flops,
+            sharding=config.run.sharding,
+            not_counted=NOT_COUNTED,
+            spare=memory["activations_of_a_micro_batch"],
+        ),
     }
 
 
@@ -330,15 +327,10 @@ def _networks(policy: Any) -> list[str]:
     return list(getattr(policy, "networks", ["transformer"]))
 
 
-def _guided(policy: Any) -> bool:
-    """Return whether a velocity takes two passes."""
-    return policy.guided if hasattr(policy, "guided") else policy.guidance != 1
-
-
 def _memory(
-    config: FlowGRPOConfig, policy: Any, inputs: Inputs, images: float, trained: list[Pass]
+    config: FlowGRPOConfig, policy: Any, images: float, passes: list[Pass]
 ) -> tuple[dict[str, float], list[str]]:
-    """Compute the GB on each device by part, and name the rewards whose networks are loaded later."""
+    """Compute the GB of a process by part, and name the parts that are weights of the trained network."""
     from visalign.training.diffusion.merging import mergeable_adapters
 
     objective, rollout, optimizer = config.objective, config.rollout, config.optimizer
@@ -348,34 +340,24 @@ def _memory(
     for name, part in policy.pipe.components.items():
         if isinstance(part, torch.nn.Module) and (size := weight_bytes(part, trained_ids)):
             memory[f"{name}, {dtype_name(part, trained_ids)}"] = size / GB
-    regression = objective.regression
+    network = [name for name in memory if name.partition(", ")[0] in _networks(policy)] + ["trained_weights"]
+    row, ascent = objective.regression, objective.ascent
     updates = objective.epochs * optimizer.updates_per_iteration
-    keeps_old = (
-        regression is not None and regression.anchor == "old" and (regression.keeps_old or updates > 1)
-    )
+    keeps_old = row is not None and row.anchor == "old" and (row.keeps_old or updates > 1)
     copies = (config.model.lora is None) + keeps_old + len(set((objective.experts or {}).values()))
     memory |= trained_memory(weights, ema=bool(optimizer.ema_decay), copies=copies)
 
     # rollout records: the latents as stored, and per recorded step x and x' as stored and the mean in float32
-    recorded = objective.ascent is None if regression is None else regression.visited
+    recorded = ascent is None if row is None else row.visited
     steps = (rollout.sde_window or len(rollout.stochastic)) if recorded else 0
     width = policy.storage_dtype.itemsize
-    memory["rollout_records"] = (
-        images * math.prod(policy.latent_shape) * (width + steps * (2 * width + 4)) / GB
-    )
+    numbers = images * math.prod(policy.latent_shape)
+    memory["rollout_records"] = numbers * (width + steps * (2 * width + 4)) / GB
 
-    ascent = objective.ascent
     graphs = 1 if ascent is None or ascent.stop_range else min(ascent.last, rollout.steps)
-    largest, block = max(v.held for v in trained), max(v.largest_block for v in trained)
+    largest, block = max(p.held for p in passes), max(p.largest_block for p in passes)
     activations = memory["activations_of_a_micro_batch"] = (largest * graphs + block) / GB
     if rollout.merge_adapters:  # merged weights exist only while sampling, when no activations are held
         merged = sum(layer.get_base_layer().weight.nbytes for layer in mergeable_adapters(policy.module))
         memory["merged_adapters"] = max(0.0, merged / GB - activations)
-    divided = {*_networks(policy), "trained_weights"}
-    network = [name for name in memory if name.partition(", ")[0] in divided]
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    memory = on_each_device(memory, network, world=world, sharding=config.run.sharding, spare=activations)
-    judges, later = judge_bytes({**inputs.rewards, "the sum": inputs.reward})
-    memory["judges"] = judges / GB
-    memory["in_all"] = math.fsum(memory.values())
-    return memory, later
+    return memory, network

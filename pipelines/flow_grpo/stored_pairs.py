@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A set of compared images as what a policy learns from in place of its samples."""
+"""Sets of compared images that a policy learns from in place of its samples."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from visalign.data.sets.records import PreferenceSet
 from visalign.data.sets.sources import load_source
 from visalign.errors import UserError
 from visalign.pipelines.shared.images import Row, check_images, read_images
-from visalign.pipelines.shared.parts import Records, check_texts
+from visalign.pipelines.shared.parts import Records, check_texts, name_key
 from visalign.training.diffusion.images import Stored
 
 from .config import DataConfig
@@ -26,13 +25,12 @@ from .config import DataConfig
 READ = 32
 """Images that are in memory as files have them."""
 _SOURCES = (
-    'Give each pair one in a column "source", a path such as cup.png from where the command runs, or as '
-    '`visalign sample` leaves it, {"source": PATH} in "metadata"; or leave data.pairs out.'
+    'Give each pair one in a column "source", a path such as cup.png, or as `visalign sample` leaves it, '
+    '{"source": PATH} in "metadata"; or leave data.pairs out.'
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class StoredPairs:
+class StoredPairs(NamedTuple):
     """Pairs that prefer one side."""
 
     records: Records
@@ -43,48 +41,45 @@ class StoredPairs:
 
 
 def read_stored(data: DataConfig, edits: Edits, *, several: bool = True) -> StoredPairs:
-    """The pairs of a set with the votes of each summed, without ties; images are looked for, not read, but
-    those to edit are.
+    """Read the pairs of `data.pairs` with the votes of each summed, without ties; images are not read yet.
 
     Args:
-        data: with `pairs`, as `load_source` takes it.
-        edits: whether the model edits images.
-        several: whether it joins several.
+        data: The section.
+        edits: Whether the model edits images.
+        several: Whether it joins several.
     """
     source = str(data.pairs)
-    split = data.pairs_split or (None if Path(source).is_file() else "train")
-    try:
+    with name_key("data.pairs"):
+        split = None if Path(source).is_file() else "train"
         source_set = load_source(source, split=split, limit=data.pairs_size)
         if not isinstance(source_set, PreferenceSet):
             raise UserError("the set holds single rated images. Give one with image_left and image_right.")
         findings = check_preferences(source_set, files=False)
         pairs, summed = summed_votes(without_duplicates(source_set))
         check_texts([{"prompt": pair.prompt} for pair in pairs.pairs])
-    except UserError as error:
-        raise UserError(f"data.pairs: {error}") from error
-    sources = {} if edits == "none" else _sources(source_set)
-    rows, records = [], []
-    for number, pair in enumerate(pairs.pairs):
-        if pair.label == 0.5:
-            continue
-        images = pair.image_left, pair.image_right
-        rows.append(Row(f"row {pairs.row(number)} of '{pairs.name}'", pair.prompt, images))
-        sides = zip(images, (pair.label, 1 - pair.label), strict=True)
-        where = rows[-1].where
-        candidates = [{"image": image, "preference": share, "where": where} for image, share in sides]
-        records.append({"prompt": pair.prompt, "tag": pair.category or "", "candidates": candidates})
-        if (edited := sources.get((pair.prompt, frozenset(images)))) is not None:
-            records[-1]["source"] = edited
-    if not records:
-        raise UserError(f"data.pairs: the votes on each of {len(pairs)} pairs are ties. Give more votes.")
+        sources = {} if edits == "none" else _sources(source_set)
+        rows, records = [], []
+        for number, pair in enumerate(pairs.pairs):
+            if pair.label == 0.5:
+                continue
+            images = pair.image_left, pair.image_right
+            where = f"row {pairs.row(number)} of '{pairs.name}'"
+            rows.append(Row(where, pair.prompt, images))
+            sides = zip(images, (pair.label, 1 - pair.label), strict=True)
+            candidates = [{"image": image, "preference": share, "where": where} for image, share in sides]
+            records.append({"prompt": pair.prompt, "tag": pair.category or "", "candidates": candidates})
+            if (edited := sources.get((pair.prompt, frozenset(images)))) is not None:
+                records[-1]["source"] = edited
+        if not records:
+            raise UserError(f"the votes on each of {len(pairs)} pairs are ties. Give more votes.")
     check_images(rows, "data.pairs")
     if edits != "none":
-        rows_named = [(f"data.pairs: {row.where}", record) for row, record in zip(rows, records, strict=True)]
-        check_sources(rows_named, needed=edits == "needed", several=several, remedy=_SOURCES)
+        labelled = [(f"data.pairs: {row.where}", record) for row, record in zip(rows, records, strict=True)]
+        check_sources(labelled, needed=edits == "needed", several=several, remedy=_SOURCES)
     notes = [finding.message for finding in (*findings, *summed) if finding.kind not in ("ties", "one_side")]
     if ties := len(pairs) - len(records):
         notes.append(f"{ties} of {len(pairs)} pairs are ties and left out.")
-    return StoredPairs(records=records, notes=tuple(f"data.pairs: {note}" for note in notes))
+    return StoredPairs(records, tuple(f"data.pairs: {note}" for note in notes))
 
 
 def _sources(pairs: PreferenceSet) -> dict[Any, Any]:
@@ -96,8 +91,8 @@ def _sources(pairs: PreferenceSet) -> dict[Any, Any]:
             first, row = sources.setdefault(key, (source, pairs.row(number)))
             if first != source:
                 raise UserError(
-                    f"data.pairs: rows {row} and {pairs.row(number)} of '{pairs.name}' have the same two "
-                    f"images, as edits of {first!r} and of {source!r}. Keep the right one."
+                    f"rows {row} and {pairs.row(number)} of '{pairs.name}' have the same two images, as "
+                    f"edits of {first!r} and of {source!r}. Keep the right one."
                 )
     return {key: source for key, (source, _) in sources.items()}
 

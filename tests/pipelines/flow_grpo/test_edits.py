@@ -66,10 +66,9 @@ def _config(folder: Path, *changes: str) -> FlowGRPOConfig:
     return load_config(FlowGRPOConfig, None, [*CHANGES, *own, *files, *changes])
 
 
-@pytest.mark.parametrize("algorithm", ["flow_grpo", "diffusion_nft"])
-def test_one_instruction_for_two_sources_is_trained(folder, tmp_path, algorithm):
+def test_one_instruction_for_two_sources_is_trained(folder, tmp_path):
     output = tmp_path / "run"
-    summary = run(_config(folder, f"objective.algorithm={algorithm}"), output)
+    summary = run(_config(folder), output)
     rows = read_metrics(output / "metrics.jsonl")
     assert len(rows) == 2 and all(row["grad_norm"] > 0 for row in rows)
     adapters = load_file(output / "lora" / "pytorch_lora_weights.safetensors")
@@ -100,10 +99,6 @@ def test_edits_of_several_sizes_go_on_where_they_were(folder, tmp_path):
     (folder / "dark.png").write_bytes((folder / "dark.png").read_bytes() + b"0")  # as another image has
     with pytest.raises(CheckpointError, match=r"keys: images of data\.heldout: .*; images of data\.train: "):
         run(config, output, resume=True)
-    one = tmp_path / "one"
-    run(_config(folder, "optimizer.decay_updates=3", "run.iterations=3"), one)
-    other = load_file(one / "lora" / "pytorch_lora_weights.safetensors")
-    assert any(not np.array_equal(ends[0][name], other[name]) for name in other)
 
 
 def test_a_source_that_cannot_be_read_is_refused_before_the_model_is_loaded(folder, tmp_path):

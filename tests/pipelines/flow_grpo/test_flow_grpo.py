@@ -13,18 +13,18 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from safetensors.torch import load_file
 
 from tests.support.models.sd3 import tiny_sd3_pipeline
 from tests.support.training.metric_families import without_times
 from visalign.config import load_config
 from visalign.errors import UserError
 from visalign.pipelines.cli.show import before_after, result_files, show_summary
-from visalign.pipelines.flow_grpo.job import FlowGRPOConfig, TrainingInterrupted, plan, run, sample_command
+from visalign.pipelines.flow_grpo.job import FlowGRPOConfig, plan, run, sample_command
 from visalign.pipelines.flow_grpo.plan import planned_cost
+from visalign.pipelines.shared.job import TrainingInterrupted
 from visalign.pipelines.shared.parts import evenly_spaced
 from visalign.pipelines.text.sft import TextSFTConfig
-from visalign.training.loop.checkpoint import CheckpointError, step_folder
+from visalign.training.loop.checkpoint import step_folder
 from visalign.training.loop.metrics import read_metrics
 from visalign.training.loop.trainer import Trainer
 
@@ -134,33 +134,6 @@ def test_a_run_that_the_monitor_stops_is_whole_and_goes_on_under_another_limit(i
     assert "Stopped: feature_drift is" in (output / "report.html").read_text()
     again = run(_config(inputs, "monitor.stop.feature_drift=9"), output, resume=True)
     assert again["stopped"] == "finished" and again["iterations"] == 2
-
-
-def test_resume_notices_other_prompts_under_the_same_name(finished, inputs):
-    output, _ = finished
-    file = inputs / "train.jsonl"
-    text = file.read_text()
-    kept = (output / "config.yaml").stat().st_mtime_ns
-    try:
-        file.write_text(text.replace("three circles", "four circles"))
-        with pytest.raises(CheckpointError, match=r"data\.train: '\w+' there, '\w+' now"):
-            run(_config(inputs, "run.iterations=9"), output, resume=True)
-    finally:
-        file.write_text(text)
-    assert (output / "config.yaml").stat().st_mtime_ns == kept
-
-
-def test_a_run_out_of_time_resumes_to_the_same_result(inputs, tmp_path):
-    config = _config(inputs, "run={iterations: 5, max_seconds: 1e-3, device: cpu}", "evaluation.every=0")
-    output = tmp_path / "my run"
-    first = run(config, output)
-    lora = load_file(output / "lora" / "pytorch_lora_weights.safetensors")
-    again = run(config, output, resume=True)
-    assert first["iterations"] == again["iterations"] == 1 and again["stopped"] == "max_seconds"
-    assert first["after"] == again["after"] and first["before"] == again["before"]
-    saved = load_file(output / "lora" / "pytorch_lora_weights.safetensors")
-    assert lora and saved.keys() == lora.keys() and all(torch.equal(saved[key], lora[key]) for key in lora)
-    assert f"--output &#39;{output}&#39; --resume" in (output / "report.html").read_text()
 
 
 def test_the_closing_panel_shows_what_the_run_wrote(finished):
@@ -302,73 +275,21 @@ def test_full_fine_tuning_saves_a_pipeline(inputs, tmp_path):
     assert result_files(tmp_path / "run")[1].endswith("model  (for DiffusionPipeline.from_pretrained)")
 
 
-def test_a_folder_with_something_in_it_is_refused(inputs, tmp_path):
-    (tmp_path / "note.txt").write_text("mine")
-    with pytest.raises(UserError, match=r"is not empty, and nothing is overwritten.*--resume"):
-        run(_config(inputs), tmp_path)
-    with pytest.raises(UserError, match=r"no run in .* to resume: it has no config\.yaml"):
-        run(_config(inputs), tmp_path, resume=True)
-    with pytest.raises(UserError, match="is a file"):
-        run(_config(inputs), tmp_path / "note.txt")
-    assert [path.name for path in tmp_path.iterdir()] == ["note.txt"]
-
-
-def test_resume_under_another_configuration_is_refused(finished, inputs):
-    output, _ = finished
-    before = sorted((p, p.stat().st_mtime_ns) for p in output.rglob("*"))
-    with pytest.raises(CheckpointError, match=r"optimizer\.lr: 0\.001 there, 0\.002 now"):
-        run(_config(inputs, "optimizer.lr=2e-3", "run.iterations=9"), output, resume=True)
-    assert before == sorted((p, p.stat().st_mtime_ns) for p in output.rglob("*"))
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("data.train=absent.jsonl", r"data\.train: no prompt set 'absent\.jsonl'"),
-        ("data.heldout=absent.txt", r"data\.heldout: no prompt set"),
-        ("rewards.terms={brightnes: {}}", "There is no reward 'brightnes'"),
-        ("rewards.terms={jpeg_size: {weight: -1}}", "weights are .*'jpeg_size': -1"),
-        ("data.cycle=[color]", r"cycle names \['color'\].*labels are \['colors', 'counting'\]"),
-        ("model.path=/absent/model", "absent"),
-    ],
-)
-def test_nothing_is_written_when_something_cannot_be_used(inputs, tmp_path, override, message):
-    config = _config(inputs, override)
-    with pytest.raises((ValueError, OSError, RuntimeError), match=message):
-        run(config, tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.parametrize(
     ("override", "message"),
     [
         ("rollout.group_size=1", "group_size' .*got 1 .*greater than or equal to 2"),
-        ("rollout.grop_size=2", "group_size"),
-        ("rollout.steps=ten", r"rollout\.steps"),
-        (
-            "model.dtype=float23",
-            r"Key 'model\.dtype' .*got 'float23'.*one of 'float32'.*Did you mean",
-        ),
-        ("model.guidance=-0.5", r"Key 'model\.guidance' .*got -0\.5 .*greater than or equal to 0"),
+        ("model.dtype=float23", r"Key 'model\.dtype' .*got 'float23'.*one of 'float32'.*Did you mean"),
         ("evaluation.correctness=clip", r"evaluation.correctness is 'clip', which is no label"),
         ("evaluation.seeds=[1, 1]", r"evaluation\.seeds is \[1, 1\]"),
-        ("rewards.normalise=zscore", r"got 'zscore' .*one of 'none', 'fixed', 'batch'"),
-        ("rewards.terms={}", r"rewards\.terms is empty"),
-        ("run.iterations=0", r"Key 'run\.iterations' .*got 0 .*greater than or equal to 1"),
-        ("run.device=gpu", r"got 'gpu' .*expected one of 'auto', 'cpu'"),
         ("run.max_seconds=0", r"Key 'run\.max_seconds' .*got 0 .*greater than 0"),
-        ("seed=-1", "Key 'seed' .*got -1 .*greater than or equal to 0"),
         ("seed=99999999999999999999", "Key 'seed' .*less than or equal to 4294967295"),
+        ("data={cycle: [colors], balance: false}", r"set data\.balance=true"),
     ],
 )
 def test_configurations_that_cannot_work_are_refused_at_once(inputs, override, message):
     with pytest.raises(UserError, match=message):
         _config(inputs, override)
-
-
-def test_a_cycle_needs_balance():
-    with pytest.raises(UserError, match=r"set data\.balance=true"):
-        load_config(FlowGRPOConfig, None, ["data.cycle=[colors]"])
 
 
 def test_the_plan_refuses_more_processes_than_images(inputs, monkeypatch):

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import os
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +17,7 @@ from tests.support.evaluation_samples import make_result
 from tests.support.models.pipelines import tiny_folder, trained_weights
 from tests.support.models.sd3 import build_tiny_sd3
 from visalign.config import load_config
-from visalign.errors import ConfigError, UserError
+from visalign.errors import UserError
 from visalign.pipelines.flow_grpo.inputs import prepare
 from visalign.pipelines.flow_grpo.job import FlowGRPOConfig, load_code, plan, run
 from visalign.pipelines.flow_grpo.parts import build_policy
@@ -44,7 +43,6 @@ def config(*overrides: str) -> FlowGRPOConfig:
     ("override", "message"),
     [
         ("rewards.terms={jpeg_size: {}, sharpness: {}}", "would add different units: jpeg_size in 'kB'"),
-        ("rewards.terms={jpeg_size: {weight: -1}}", "weights are .*'jpeg_size': -1"),
         ("rewards.terms={shapes_verifier: {bound: 0.5}}", "a bound on every term"),
         ("data.cycle=[nope]", r"cycle names \['nope'\], which no prompt is labelled with"),
         ("data.train=absent.txt", r"data\.train: no prompt set 'absent\.txt'"),
@@ -67,9 +65,7 @@ def test_what_the_run_refuses_the_plan_refuses(tmp_path: Path, override: str, me
     ("override", "message"),
     [
         ("objective.step_weights=[1.0]", r"step_weights is \[1\.0\] for 3 steps"),
-        ("rollout.timestep_schedule=nope", r"'rollout\.timestep_schedule' .*expected one of 'diffusers'"),
         ("rollout={steps: 4, schedule: cps, noise_level: 1.5}", r"rollout\.noise_level is 1\.5"),
-        ("optimizer.lr=.inf", r"'optimizer\.lr' .*got inf .*finite"),
         ("model.guidance=.inf", r"Key 'model\.guidance' .*got inf .*finite"),
     ],
 )
@@ -179,36 +175,6 @@ def test_changed_prompts_and_rewards_are_noticed(tmp_path: Path) -> None:
     reward.write_text("def f(images):\n    return [2.0] * len(images)\n")
     with pytest.raises(CheckpointError, match="reward mine: "):
         check_unchanged(output, prepare(given, 1).fingerprints)
-
-
-def test_a_file_is_written_whole_and_only_when_it_changes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "config.yaml"
-    write_once(path, "seed: 1\n")
-    os.utime(path, (1, 1))
-    write_once(path, "seed: 1\n")
-    assert path.stat().st_mtime == 1
-
-    def fail(*_: object) -> None:
-        raise OSError("disk full")
-
-    monkeypatch.setattr(os, "replace", fail)
-    with pytest.raises(OSError, match="disk full"):
-        write_once(path, "seed: 2\n")
-    assert path.read_text() == "seed: 1\n" and [p.name for p in tmp_path.iterdir()] == ["config.yaml"]
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("objective.algorithm=top_entropy", "no meaning on denoising steps.*Take"),
-        ("objective.algorithm=grop", "no algorithm 'grop'. Did you mean 'grpo'"),
-    ],
-)
-def test_algorithms_that_do_not_apply_are_refused_when_read(override: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        config(override)
 
 
 def test_the_code_that_loads_the_result_has_its_path() -> None:

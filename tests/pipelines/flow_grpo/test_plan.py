@@ -49,7 +49,7 @@ FLOW = "objective.changes.surrogate_options={eps_low: 1.0, eps_high: 1.0}"
 def folders(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     tiny_sd3_pipeline().save_pretrained(folder / "sd3")
-    for name in ("sd15", "sdxl", "flux", "pixart"):
+    for name in ("sd15", "flux", "pixart"):
         tiny_folder(name, folder / name)
     (folder / "prompts.txt").write_text("a red circle\ntwo circles\n")
     return folder
@@ -73,12 +73,8 @@ def asked(policy: Any, count: int) -> Any:
     [
         ("sd3", {"guidance": 2.0}, 0.75, 1.01),  # the CPU keeps the probabilities of masked attention
         ("sd15", {"guidance": 2.0}, 0.95, 1.06),
-        ("sdxl", {}, 0.95, 1.06),
         ("flux", {}, 0.99, 1.01),
-        ("flux", {"dtype": torch.bfloat16}, 0.94, 1.06),
         ("shapes-sd3", {"autocast": torch.bfloat16}, 0.99, 1.01),  # two bytes more for each frozen weight
-        ("shapes-sd3", {"autocast": torch.bfloat16, "lora": None}, 0.99, 1.01),
-        ("shapes-sd15", {"autocast": torch.bfloat16}, 0.97, 1.03),
         ("flux", {"autocast": torch.bfloat16, "gradient_checkpointing": True}, 0.99, 1.01),
         ("pixart", {"autocast": torch.bfloat16, "guidance": 3.0}, 0.97, 1.03),
     ],
@@ -107,31 +103,6 @@ def test_operations_and_stored_bytes_are_those_of_a_real_velocity(folders, name,
     assert sizes == real
 
 
-def test_four_bits_are_planned_without_their_package_and_a_gpu(folders):
-    """Two weights a byte, a float32 scale for 64, a table of 16 for each layer; all else as it was."""
-    with hollow_pipelines() as trace:
-        whole: Any = load_policy(folders / "flux", lora=LoraSettings(rank=4), dtype=torch.bfloat16)
-        whole.velocity(*asked(whole, 3))
-        held, flops = trace.held, trace.flops
-        linear = [m for m in whole.module.modules() if isinstance(m, torch.nn.Linear)]
-        frozen = [m.weight.numel() for m in linear if not m.weight.requires_grad]
-    less = sum(2 * n - (n + 1) // 2 - 4 * -(-n // 64) - 4 * 16 for n in frozen)
-    with hollow_pipelines() as trace:
-        policy: Any = load_policy(
-            folders / "flux",
-            lora=LoraSettings(rank=4),
-            dtype=torch.bfloat16,
-            quantization="bitsandbytes_4bit",
-        )
-        policy.velocity(*asked(policy, 3))
-    assert weight_bytes(whole.module) - weight_bytes(policy.module) == less > 0
-    assert trace.flops == flops and trace.held <= held
-    changes = ("model.dtype=bfloat16", "model.quantization=bitsandbytes_4bit")
-    memory = estimate(configured(folders, "flux", *changes))["memory_in_GB"]
-    own = {id(w) for _, w in policy.trainable_parameters()}
-    assert memory["transformer, uint8"] * GB == pytest.approx(weight_bytes(policy.module, own))
-
-
 def test_autocast_is_planned_as_a_gpu_has_it(folders):
     found = {}
     for name in ("null", "bfloat16", "auto"):
@@ -144,8 +115,6 @@ def test_autocast_is_planned_as_a_gpu_has_it(folders):
     "changes",
     [
         (FLOW, "objective.changes.kl=0.01", "model.guidance=2.0"),
-        (FLOW, "objective.epochs=2", "rollout.sde_window=1"),
-        ("objective.algorithm=diffusion_nft",),
         ("objective.algorithm=diffusion_nft", "objective.changes.old_decay=[1, 0.5, 0.5]"),
         ("objective.algorithm=ram", "model.guidance=2.0", "rollout.guidance=1.0"),
         ("objective.algorithm=draft", "objective.changes.last=2", "rewards.terms={clip_score: {}}"),
@@ -210,10 +179,13 @@ def test_several_sizes_are_planned_by_the_largest_and_their_mean(folders):
     ]
     assert timed["seconds_per_iteration_without_rewards"] > 0
     for changes, said in (
-        (["rollout.image_sizes=[16, 32]"], r"window is 5 and .* has 2: .*Set monitor\.window=6"),
+        (
+            ["rollout.image_sizes=[16, 32]"],
+            r"window is 5 and .* has 2: .*Set monitor\.window to a multiple of 2",
+        ),
         (
             ["rollout.image_sizes=[16, 32]", "monitor.window=4", "objective.balance_every=10"],
-            r"balance_every is 10 and .* has 2: .* Set objective\.balance_every=11",
+            r"balance_every is 10 and .* has 2: .* without a common",
         ),
     ):
         with pytest.raises(ConfigError, match=said):

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -98,12 +97,8 @@ def test_votes_are_summed_ties_left_out_and_sides_told_apart(tmp_path):
     assert [Path(one["image"]).name for one in second["candidates"]] == ["a.png", "c.png"]
     assert any("1 of 3 pairs are ties" in note for note in pairs.notes)
     assert any("votes on 3 pairs" in note for note in pairs.notes)
-    generated = DataConfig(pairs="shapes:pairs", pairs_size=50)
-    trained, others = (
-        {one["prompt"] for one in read_stored(replace(generated, pairs_split=split), "none").records}
-        for split in (None, "heldout")
-    )
-    assert trained.isdisjoint(others) and 10 < len(trained) <= 50
+    generated = read_stored(DataConfig(pairs="shapes:pairs", pairs_size=50), "none").records
+    assert 10 < len({record["prompt"] for record in generated}) <= 50
 
 
 def test_images_come_in_the_policys_size_and_layout(tmp_path):
@@ -156,18 +151,12 @@ def test_a_bad_row_is_named_before_a_model_is_loaded(tmp_path, changes: Any, mes
         (["monitor.stop.agreement=0.1"], "Stored pairs are not judged"),
         (["data.pairs=shapes:quality"], "data.pairs: the set holds single rated images"),
         (["data.pairs=absent.jsonl"], "data.pairs: There is no set 'absent.jsonl'"),
-        (["evaluation.correctness=shapes_verifier"], "is no label of evaluation.rewards"),
+        (["evaluation.correctness=shapes_verifier"], "is no label of a reward"),
     ],
 )
 def test_what_does_not_go_with_pairs_is_refused(overrides: list[str], message: str):
     with pytest.raises((UserError, ConfigError), match=message):
         prepare(_config("data.pairs=shapes:pairs", *overrides), 1)
-
-
-def test_several_processes_want_whole_pairs():
-    config = _config("data.pairs=shapes:pairs", "rollout.prompts_per_iteration=3")
-    with pytest.raises(UserError, match=r"prompts_per_iteration is 3 and there are 2 processes: some group"):
-        prepare(config, 2)
 
 
 def _edited(folder: Path, **changes: Any) -> Path:
@@ -201,18 +190,6 @@ def test_pairs_of_edits_are_learnt_from_with_what_they_edit(tmp_path, monkeypatc
     assert {Path(source).name for source in sources} == {"a.png", "c.png"}
     log = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert all(row["grad_norm"] > 0 for row in log)
-    name = "lora/pytorch_lora_weights.safetensors"
-    first = load_file(tmp_path / "run" / name)
-    Image.new("RGB", (20, 30), "white").save(tmp_path / "set" / "d.png")
-    other = _edited(tmp_path / "set", metadata={"source": f"{tmp_path}/set/d.png"})
-    assert other == path
-    run(_config(*given), tmp_path / "other")
-    second = load_file(tmp_path / "other" / name)
-    assert any(not torch.equal(first[key], second[key]) for key in first), (
-        "the source is part of the condition"
-    )
-    with pytest.raises(CheckpointError, match=r"data\.pairs"):
-        run(_config(*given, "run.iterations=3"), tmp_path / "run", resume=True)
 
 
 @pytest.mark.parametrize(
