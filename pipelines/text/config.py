@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configuration of jobs that train a text policy. YAML files hold only what differs from these defaults."""
+"""Configurations of jobs that train a text policy. YAML files hold only what differs from these defaults."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -12,6 +13,7 @@ from pydantic.dataclasses import dataclass
 
 from visalign.core import Objective
 from visalign.data.assets import assets_folder
+from visalign.errors import UserError
 from visalign.pipelines.shared.sections import (
     Dtype,
     HeldoutConfig,
@@ -22,7 +24,7 @@ from visalign.pipelines.shared.sections import (
 )
 from visalign.precision import Autocast
 from visalign.schema import STRICT
-from visalign.settings import Count, Natural, NonNegative, Positive, check_rules
+from visalign.settings import Count, Finite, Natural, NonNegative, Positive, refuse
 from visalign.training.loop.monitor import MonitorSettings
 from visalign.training.loop.optimizer import OptimizerSettings
 from visalign.training.loop.sampler import check_batch_algebra
@@ -34,6 +36,13 @@ from visalign.training.text.settings import (
     TextObjectiveSettings,
     TextRolloutSettings,
 )
+
+
+def text_optimizer(lr: float) -> OptimizerSettings:
+    """Return the default optimizer of a text policy."""
+    return OptimizerSettings(
+        lr=lr, weight_decay=0.0, updates_per_iteration=1, micro_batch=32, ema_decay=0.0, ema_every=1
+    )
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -76,15 +85,10 @@ class ActorCriticConfig(TextModelConfig):
     """Heads of the value function, each fitted to the returns; V is their soft minimum (SAFE has two)."""
 
     def __post_init__(self) -> None:
-        check_rules(self, MODEL_RULES)
-
-
-MODEL_RULES = (
-    (
-        lambda s: s.critics > 1 and s.value == "none",
-        "model.critics is {s.critics} and model.value none. Set model.value=separate.",
-    ),
-)
+        if self.critics > 1 and self.value == "none":
+            raise UserError(
+                f"model.critics is {self.critics} and model.value none. Set model.value=separate."
+            )
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -156,17 +160,9 @@ class SupervisedConfig:
     """Length, checkpoints, machine."""
 
     def __post_init__(self) -> None:
-        check_rules(self, SUPERVISED_RULES)
-        self.evaluation.check_correctness()
-
-
-SUPERVISED_RULES = (
-    (
-        lambda s: not s.evaluation.rewards,
-        "evaluation.rewards is empty; name at least one reward for the held-out completions, e.g. "
-        "{{exact_answer: {{}}}}.",
-    ),
-)
+        if not self.evaluation.rewards:
+            raise UserError("evaluation.rewards is empty; name at least one reward, e.g. {exact_answer: {}}.")
+        self.evaluation.check_rewards()
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -178,7 +174,7 @@ class ProcessConfig:
     estimator (SPA-RL, arXiv 2505.20732). The job text_process leaves either in its folder `judge`."""
     separator: str = "\n"
     """Text that ends a step in a completion."""
-    clip: float | None = None
+    clip: Finite | None = None
     """η of Clip (arXiv 2410.15115): a step's reward is min(r − η, 0), so that a step can only cost. For a
     probability of being right it is between 0 and 1; null leaves it out."""
     delta: bool = False
@@ -214,8 +210,6 @@ class ServerConfig:
     """Seconds for one completion."""
     patience: NonNegative = 600.0
     """Seconds for which a server that has answered once may be away while it restarts."""
-    sync_every: Count = 1
-    """Iterations between two loads of the adapters into the server; above 1 is off-policy on purpose."""
     server_folder: str | None = None
     """Path on the server of the run's folder `server_adapter`; null: the same path."""
     model_folder: str | None = None
@@ -253,11 +247,7 @@ class TextConfig:
     """RLFR's rewards of tokens by a flow over hidden states; {} has the paper's numbers, null: none."""
     objective: TextObjectiveSettings = field(default_factory=TextObjectiveSettings)
     """Loss."""
-    optimizer: OptimizerSettings = field(
-        default_factory=lambda: OptimizerSettings(
-            lr=1e-5, weight_decay=0.0, updates_per_iteration=1, micro_batch=32, ema_decay=0.0, ema_every=1
-        )
-    )
+    optimizer: OptimizerSettings = field(default_factory=lambda: text_optimizer(1e-5))
     """Optimizer; micro_batch counts completions, ema_decay 0 leaves averaging out."""
     evaluation: TextEvaluationConfig = field(default_factory=TextEvaluationConfig)
     """Evaluation before, during, and after training."""
@@ -268,60 +258,60 @@ class TextConfig:
 
     def __post_init__(self) -> None:
         check_batch_algebra(self.rollout.prompts_per_iteration, self.rollout.group_size)
-        self.evaluation.check_correctness(*self.rewards.terms)
+        self.evaluation.check_rewards(*self.rewards.terms)
         self.rewards.check_monitor(self.monitor, self.evaluation, feature_drift=(False, "It is of images."))
-        check_rules(self, TEXT_RULES)
+        refuse(_broken_rules(self))
+
+    @property
+    def generation(self) -> TextRolloutSettings:
+        """Generation of the held-out completions, by the name that supervised jobs have for it."""
+        return self.rollout
 
     @property
     def built_objective(self) -> Objective:
         """The objective of the run's length of completions."""
         return self.objective.build(length=self.rollout.max_new_tokens)
 
-    @property
-    def overwrites_model(self) -> bool:
-        """True if the server's folder is that of the model that the run begins with."""
-        folder = None if self.server is None else self.server.model_folder
-        starts = (Path(self.model.path).resolve(), (assets_folder() / self.model.path).resolve())
-        return folder is not None and Path(folder).resolve() in starts
 
-
-TEXT_RULES = (
-    (
-        lambda s: s.self_imitation is not None and s.data.question is not None,
-        "self_imitation stores tokens, and data.question asks about images. Set one of the two to null.",
-    ),
-    (
-        lambda s: s.built_objective.value and s.model.value == "none",
-        "objective.algorithm={s.objective.algorithm} fits a value function, and model.value is none. Set "
-        "model.value to shared (a head on the policy) or separate (a network of its own).",
-    ),
-    (
-        lambda s: s.server and s.server.model_folder is None and s.model.lora is None,
-        "server.model_folder is null, and so is model.lora: nothing could be handed over between two "
-        "iterations. Set model.lora={{rank: 16, alpha: 32}}, or copy the model into a folder, start the "
-        "server on it, and set server.model_folder to it.",
-    ),
-    (
-        lambda s: s.server and s.server.model_folder is not None and s.model.lora is not None,
-        "server.model_folder takes whole models, and model.lora trains adapters, which are handed over by "
-        "themselves. Leave one of the two out.",
-    ),
-    (
-        lambda s: s.overwrites_model,
-        "server.model_folder is {s.server.model_folder}, which is model.path: the run would write over the "
-        "model that it begins with. Copy it, and start the server on the copy.",
-    ),
-    (
-        lambda s: s.server and s.built_objective.importance_sampling is None,
-        "server: another engine's log-probs differ a little from the policy's, and nothing corrects for it. "
-        "Set objective.changes={{importance_sampling: {{level: token, mode: truncate, high: 2.0}}}}.",
-    ),
-    (
-        lambda s: s.built_objective.ptx and s.data.demonstrations is None,
-        "objective.algorithm={s.objective.algorithm} has a ptx term, and data.demonstrations is null. Set "
-        "data.demonstrations to a file of records with prompt and completion, or to tasks:train.",
-    ),
-)
+def _broken_rules(s: TextConfig) -> Iterator[str]:
+    objective, server = s.built_objective, s.server
+    if s.self_imitation is not None and s.data.question is not None:
+        yield "self_imitation stores tokens, and data.question asks about images. Set one of the two to null."
+    if objective.value and s.model.value == "none":
+        yield (
+            f"objective.algorithm={s.objective.algorithm} fits a value function, and model.value is none. "
+            "Set model.value to shared (a head on the policy) or separate (a network of its own)."
+        )
+    if objective.ptx and s.data.demonstrations is None:
+        yield (
+            f"objective.algorithm={s.objective.algorithm} has a ptx term, and data.demonstrations is null. "
+            "Set data.demonstrations to a file of records with prompt and completion, or to tasks:train."
+        )
+    if server is None:
+        return
+    if server.model_folder is None and s.model.lora is None:
+        yield (
+            "server.model_folder is null, and so is model.lora: nothing could be handed over between two "
+            "iterations. Set model.lora={rank: 16, alpha: 32}, or server.model_folder to a copy of the model "
+            "that the server was started on."
+        )
+    if server.model_folder is not None:
+        if s.model.lora is not None:
+            yield (
+                "server.model_folder takes whole models, and model.lora trains adapters, which are handed "
+                "over by themselves. Leave one of the two out."
+            )
+        start = Path(s.model.path).resolve(), (assets_folder() / s.model.path).resolve()
+        if Path(server.model_folder).resolve() in start:
+            yield (
+                f"server.model_folder is {server.model_folder}, which is model.path: the run would write "
+                "over the model that it begins with. Copy it, and start the server on the copy."
+            )
+    if objective.importance_sampling is None:
+        yield (
+            "server: another engine's log-probs differ a little from the policy's, and nothing corrects for "
+            "it. Set objective.changes={importance_sampling: {level: token, mode: truncate, high: 2.0}}."
+        )
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -352,13 +342,9 @@ class TextPPOConfig(TextConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_rules(self, PPO_RULES)
-
-
-PPO_RULES = (
-    (
-        lambda s: (advantage := s.built_objective.advantage) != "gae" and advantage,
-        "objective.algorithm={s.objective.algorithm} has no value function (advantage {v}), and this is the "
-        "pipeline text_ppo. Use ppo, ppo_kl or ppo_ptx here, or write 'pipeline: text_grpo' in the file.",
-    ),
-)
+        if (advantage := self.built_objective.advantage) != "gae":
+            raise UserError(
+                f"objective.algorithm={self.objective.algorithm} has no value function (advantage "
+                f"{advantage}). Use ppo, ppo_kl or ppo_ptx in the pipeline text_ppo, or write "
+                "'pipeline: text_grpo'."
+            )

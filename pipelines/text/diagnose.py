@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,8 +30,8 @@ from visalign.evaluation.statistics.two_policies import (
 )
 from visalign.interfaces import Scores
 from visalign.pipelines.jobs import load_job
-from visalign.pipelines.shared.job import result_folder
-from visalign.pipelines.shared.parts import Records, evenly_spaced, no_loading_bars
+from visalign.pipelines.shared.job import result_folder, resume_command
+from visalign.pipelines.shared.parts import Records, evenly_spaced, no_loading_bars, run_device
 from visalign.pipelines.shared.run_folder import summary_json
 from visalign.pipelines.shared.sections import RewardTerm
 from visalign.seeds import sample_seed
@@ -46,8 +46,7 @@ TRAINED = ("text_dpo", "text_grpo", "text_ppo", "text_sft")
 """Pipelines whose runs leave a text policy."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _ScoredCompletions:
+class _ScoredCompletions(NamedTuple):
     """P·n scored completions of one policy; the completions of a prompt are neighbours."""
 
     rollout: TextRollout
@@ -75,28 +74,36 @@ def diagnose(
     Prompts, rewards and the sampled distribution are those of the held-out evaluation of the last run.
 
     Args:
-        run: folder of a finished run of a text policy.
-        second: a later run, whose policy is then the tuned one, and that of `run` the base. None: the tuned
+        run: Folder of a finished run of a text policy.
+        second: A later run, whose policy is then the tuned one, and that of `run` the base. None: the tuned
             policy is that of `run`, the base the model that it began with.
         samples: n, completions of each policy to a prompt.
-        prompts: most held-out prompts, evenly spaced; None: all.
-        rewards: names of more text rewards.
-        margin: nats between the first and second choice of a token below which it is a near tie.
-        noise: scale β of the Gumbel noise on the logits under which greedy completions are repeated.
-        seed: seed of the completions and the intervals.
+        prompts: Most held-out prompts, evenly spaced; None: all.
+        rewards: Names of more text rewards.
+        margin: Nats between the first and second choice of a token below which it is a near tie.
+        noise: Scale β of the Gumbel noise on the logits under which greedy completions are repeated.
+        seed: Seed of the completions and the intervals.
 
     Returns:
         JSON-able: policies, `support`, `best_of_n`, `rewards` (a distance per pair), `clip`, `greedy`.
 
     Raises:
-        UserError: a folder without a finished run of a text policy, two models whose tokens differ, or
+        UserError: A folder without a finished run of a text policy, two models whose tokens differ, or
             completions that cannot be scored.
     """
     config, first_config = _config(second or run), _config(run)
     scorer = _Scorer(config, rewards)
-    records = evenly_spaced(scorer.records, prompts)
-    generation = getattr(config, "generation", None) or config.rollout
-    policies = _policies(run, second)
+    records, generation = evenly_spaced(scorer.records, prompts), config.generation
+    policies = {
+        "base": _policy(first_config, None if second is None else run),
+        "tuned": _policy(config, second or run),
+    }
+    vocabularies = [policy.tokenizer.get_vocab() for policy in policies.values()]
+    if vocabularies[0] != vocabularies[1]:
+        raise UserError(
+            f"'{run}' and '{second}' are of models with different tokens: no log-probs to compare. "
+            "Diagnose each against the model that it began with."
+        )
     generators = {name: with_tool(generation, p, p) for name, p in policies.items()}
     base, tuned = (scorer.sample(g, records, generation, samples, seed) for g in generators.values())
     generator = torch.Generator().manual_seed(seed)
@@ -129,8 +136,7 @@ class _Scorer:
             config.data, config.evaluation, config.seed, None, trained=terms
         )
         added = text_rewards({name: RewardTerm(name=name) for name in more if name not in rewards})
-        self.rewards = {**rewards, **added}
-        self.correctness = config.evaluation.correctness
+        self.rewards, self.correctness = {**rewards, **added}, config.evaluation.correctness
         if self.correctness is None:
             raise UserError(
                 "The run's evaluation.correctness is null, so nothing says which completions solve a prompt. "
@@ -153,9 +159,7 @@ class _Scorer:
             )
         return self.score(rollout, [r for r in records for _ in range(samples)], samples)
 
-    def score(
-        self, rollout: TextRollout, records: Sequence[Mapping[str, Any]], samples: int
-    ) -> _ScoredCompletions:
+    def score(self, rollout: TextRollout, records: Records, samples: int) -> _ScoredCompletions:
         """Score a rollout to the records [B]."""
         texts, prompts = list(rollout.text), list(rollout.prompt)
         scores = {label: reward.score(texts, prompts, records) for label, reward in self.rewards.items()}
@@ -167,16 +171,11 @@ class _Scorer:
             return torch.where(rollout.generated, values, torch.nan).reshape(-1, samples)
 
         if not bool((right + _value(total)).isfinite().any()):
-            reasons = correct.reason or total.reason or []
-            why = next((reason for reason in reasons if reason), "no reason given")
+            why = next(filter(None, correct.reason or total.reason or []), "no reason given")
             raise UserError(f"None of {len(records)} completions could be scored ({why}).")
         signs = {label: 1 if reward.higher_is_better else -1 for label, reward in self.rewards.items()}
-        return _ScoredCompletions(
-            rollout=rollout,
-            reward=table(_value(total)),
-            solved=table(right),
-            values={label: table(signs[label] * _value(score)) for label, score in scores.items()},
-        )
+        values = {label: table(signs[label] * _value(score)) for label, score in scores.items()}
+        return _ScoredCompletions(rollout, table(_value(total)), table(right), values)
 
 
 def _value(scores: Scores) -> Tensor:
@@ -186,11 +185,10 @@ def _value(scores: Scores) -> Tensor:
 
 def _config(run: Path) -> Any:
     """Load the configuration of a finished run of a text policy."""
-    if not (run / "config.yaml").is_file():
-        raise UserError(
-            f"There is no run in '{run}': it has no config.yaml. Give the folder that `visalign train` wrote."
-        )
-    config = load_job(str(run / "config.yaml")).config
+    path = run / "config.yaml"
+    if not path.is_file():
+        raise UserError(f"There is no run in '{run}': it has no config.yaml. Give a run folder.")
+    config = load_job(str(path)).config
     if config.pipeline not in TRAINED:
         raise UserError(
             f"'{run}' is a run of {config.pipeline}, which trains no text policy. Give a run of "
@@ -199,37 +197,20 @@ def _config(run: Path) -> Any:
     if not result_folder(config, run).is_dir():
         raise UserError(
             f"The run in '{run}' is not finished: {result_folder(config, run)} is missing. Go on with "
-            f"visalign train {run / 'config.yaml'} --output {run} --resume."
+            f"{resume_command(str(path), [], run)}."
         )
     return config
 
 
 def _policy(config: Any, run: Path | None) -> Any:
     """Load the policy that a run began with, or with `run` its result."""
-    model = replace(config.model, value="none") if hasattr(config.model, "value") else config.model
-    cuda = config.run.device == "auto" and torch.cuda.is_available()
-    if run is None:
-        model = replace(model, lora=None)
-    policy = build_text_policy(model, torch.device("cuda" if cuda else "cpu"), config.seed, reference=False)
+    changes = {"value": "none"} if hasattr(config.model, "value") else {}
+    model = replace(config.model, **changes, **({"lora": None} if run is None else {}))
+    policy = build_text_policy(model, run_device(config.run), config.seed, reference=False)
     if run is not None:
         with no_loading_bars():
             policy.load(result_folder(config, run))
     return policy
-
-
-def _policies(run: Path, second: Path | None) -> dict[str, Any]:
-    """Load the two policies, which must have the same tokens."""
-    policies = {
-        "base": _policy(_config(run), None if second is None else run),
-        "tuned": _policy(_config(second or run), second or run),
-    }
-    vocabularies = [policy.tokenizer.get_vocab() for policy in policies.values()]
-    if vocabularies[0] != vocabularies[1]:
-        raise UserError(
-            f"'{run}' and '{second}' are of models with different tokens: no log-probs to compare. "
-            "Diagnose each against the model that it began with."
-        )
-    return policies
 
 
 def _support(
@@ -241,7 +222,7 @@ def _support(
     """Compute pass@k of both, the crossing of the curves, and the prompts that only one of them solves."""
     points = pass_at_k_curves(base.solved, tuned.solved, generator=generator)
     scored = base.solved.isfinite().all(1) & tuned.solved.isfinite().all(1)
-    before, after = ((completions.solved == 1).any(1) & scored for completions in (base, tuned))
+    before, after = ((scores.solved == 1).any(1) & scored for scores in (base, tuned))
     crossing_k, is_shown = crossing(points)
     counts = {
         "preserved": int((before & after).sum()),

@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass as plain_dataclass
 from dataclasses import field
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 from pydantic import Field
@@ -16,17 +16,16 @@ from pydantic.dataclasses import dataclass
 from visalign.data.sets.completion_files import JudgedCompletions, check_votes, load_pairs, load_votes
 from visalign.errors import UserError
 from visalign.pipelines.shared.job import PolicyRun, run_job
-from visalign.pipelines.shared.parts import Records, build_accelerator, ends_by
+from visalign.pipelines.shared.parts import Records, build_accelerator, name_key
 from visalign.schema import STRICT
 from visalign.seeds import sample_seed
-from visalign.settings import Count
+from visalign.settings import Count, Finite
 from visalign.training.loop.optimizer import OptimizerSettings
-from visalign.training.loop.progress import SUPERVISED_COLUMNS
 from visalign.training.text.dpo import DPOSettings
 
-from .config import HeldoutPromptsConfig, SupervisedConfig
-from .job import planned_evaluation, text_run
-from .parts import build_text_policy, heldout_inputs, name_key, prompt_keys, text_records
+from .config import HeldoutPromptsConfig, SupervisedConfig, text_optimizer
+from .job import supervised_plan, text_run
+from .parts import build_text_policy, heldout_inputs, prompt_keys, text_records
 
 __all__ = ["TextDPOConfig", "plan", "run"]
 
@@ -40,7 +39,7 @@ class CompletionsDataConfig(HeldoutPromptsConfig):
     completion, label (kto); or prompt, completion, reward, such as the dataset.jsonl of text_sample with
     selection.rule=all, of which the best and the worst completion to each prompt become a pair. Or
     tasks:train, which pairs the solution of each task with that of another."""
-    threshold: float = 1.0
+    threshold: Finite = 1.0
     """With kto, reward from which a scored completion is good."""
     unusable: Literal["refuse", "drop"] = "refuse"
     """Treatment of pairs of equal completions and of empty ones: an error (refuse), or left out (drop)."""
@@ -63,16 +62,11 @@ class TextDPOConfig(SupervisedConfig):
     """Completions."""
     loss: DPOSettings = field(default_factory=DPOSettings)
     """Loss."""
-    optimizer: OptimizerSettings = field(
-        default_factory=lambda: OptimizerSettings(
-            lr=1e-5, weight_decay=0.0, updates_per_iteration=1, micro_batch=32, ema_decay=0.0, ema_every=1
-        )
-    )
+    optimizer: OptimizerSettings = field(default_factory=lambda: text_optimizer(1e-5))
     """Optimizer; micro_batch counts pairs or votes, ema_decay 0 leaves averaging out."""
 
 
-@plain_dataclass(frozen=True, kw_only=True)
-class DPOInputs:
+class DPOInputs(NamedTuple):
     """Completions, held-out records and rewards of a job."""
 
     completions: JudgedCompletions
@@ -87,16 +81,15 @@ def prepare_dpo(config: TextDPOConfig, device: str | None = None) -> DPOInputs:
     """Read and check the sources of the configuration, without the model."""
     data = config.data
     heldout, rewards = heldout_inputs(data, config.evaluation, config.seed, device)
-    if data.train.startswith("tasks:"):
-        completions = JudgedCompletions(records=_packaged(config))
-    else:
-        with name_key("data.train"):
-            if config.loss.votes:
-                completions = load_votes(data.train, threshold=data.threshold, unusable=data.unusable)
-            else:
-                completions = load_pairs(data.train, unusable=data.unusable)
+    with name_key("data.train"):
+        if data.train.startswith("tasks:"):
+            completions = JudgedCompletions(records=_packaged(config))
+        elif config.loss.votes:
+            completions = load_votes(data.train, threshold=data.threshold, unusable=data.unusable)
+        else:
+            completions = load_pairs(data.train, unusable=data.unusable)
     seen = len(prompt_keys(completions.records) & prompt_keys(heldout))
-    return DPOInputs(completions=completions, heldout=heldout, rewards=rewards, seen=seen)
+    return DPOInputs(completions, heldout, rewards, seen)
 
 
 def _packaged(config: TextDPOConfig) -> list[dict[str, Any]]:
@@ -105,12 +98,10 @@ def _packaged(config: TextDPOConfig) -> list[dict[str, Any]]:
     records: list[dict[str, Any]] = []
     for index, task in enumerate(tasks):
         prompt, chosen = task["prompt"], task["solution"]
-        others = (tasks[(index + step) % len(tasks)] for step in range(1, len(tasks)))
-        rejected = next((other["solution"] for other in others if other["answer"] != task["answer"]), None)
+        following = (tasks[(index + step) % len(tasks)] for step in range(1, len(tasks)))
+        rejected = next((other["solution"] for other in following if other["answer"] != task["answer"]), None)
         if rejected is None:
-            raise UserError(
-                "data.train: all tasks have one answer, so no solution is wrong; raise data.size."
-            )
+            raise UserError("all tasks have one answer, so no solution is wrong; raise data.size.")
         if config.loss.votes:
             votes = ((chosen, True), (rejected, False))
             records += [{"prompt": prompt, "completion": text, "label": good} for text, good in votes]
@@ -121,7 +112,7 @@ def _packaged(config: TextDPOConfig) -> list[dict[str, Any]]:
 
 def split_records(records: Records, share: float, seed: int) -> tuple[Records, Records]:
     """Split records by prompt into (trained, heldout); of two prompts or more at least one is held out."""
-    keys = [prompt_keys([record]).pop() for record in records]
+    keys = [json.dumps(record["prompt"], sort_keys=True) for record in records]
     prompts = list(dict.fromkeys(keys))
     count = min(max(1, round(share * len(prompts))), len(prompts) - 1) if share else 0
     order = np.random.default_rng(sample_seed(seed, "pairs", 0)).permutation(len(prompts))
@@ -137,14 +128,21 @@ def run(config: TextDPOConfig, output: Path, resume: bool = False) -> dict[str, 
 
 def _build(config: TextDPOConfig, output: Path) -> PolicyRun:
     """Build the objects of a run, without writing anything."""
+    from visalign.adapters.causal_lm.demonstrations import fitting_demonstrations, with_mismatched
     from visalign.training import DPO
 
     accelerator = build_accelerator(config, output)
     inputs = prepare_dpo(config, str(accelerator.device))
     policy = build_text_policy(config.model, accelerator.device, config.seed, reference=False)
-    fitting = _fitting(config, policy, inputs.completions.records)
+    votes, records = config.loss.votes, inputs.completions.records
+    fitting: Records = records
+    with name_key("data.train"):
+        for name in ("completion",) if votes else config.loss.fields:
+            fitting = fitting_demonstrations(policy, fitting, too_long=config.data.too_long, field=name)
+        if votes:  # each gets a completion to another prompt, for kto's KL
+            fitting = with_mismatched(policy, fitting)
     trained, heldout = split_records(fitting, config.data.pairs_heldout, config.seed)
-    if config.loss.votes:
+    if votes:
         check_votes("data.train", trained)
     stream, good = _stream(config, policy, trained)
     heldout_stream, heldout_good = _stream(config, policy, heldout)
@@ -159,8 +157,8 @@ def _build(config: TextDPOConfig, output: Path) -> PolicyRun:
         sharding=config.run.sharding,
     )
     left_out = dict(inputs.completions.left_out)
-    if len(fitting) < len(inputs.completions.records):
-        left_out["too_long"] = len(inputs.completions.records) - len(fitting)
+    if len(fitting) < len(records):
+        left_out["too_long"] = len(records) - len(fitting)
     return text_run(
         config,
         output,
@@ -168,9 +166,7 @@ def _build(config: TextDPOConfig, output: Path) -> PolicyRun:
         policy,
         algorithm,
         inputs.rewards,
-        inputs.heldout,
-        config.generation,
-        {"data.train": inputs.completions.records, "data.heldout": inputs.heldout},
+        {"data.train": records, "data.heldout": inputs.heldout},
         summary=lambda counters: {
             "completions": len(trained),
             "completions_heldout": len(heldout),
@@ -178,20 +174,8 @@ def _build(config: TextDPOConfig, output: Path) -> PolicyRun:
             "epochs": counters.samples / len(trained),
         },
         seen=inputs.seen,
-        columns=SUPERVISED_COLUMNS,
         more_metrics=algorithm.measure,
     )
-
-
-def _fitting(config: TextDPOConfig, policy: Any, records: Records) -> Records:
-    """Select the records that fit the context; votes get a completion to another prompt."""
-    from visalign.adapters.causal_lm.demonstrations import fitting_demonstrations, with_mismatched
-
-    votes = config.loss.votes
-    with name_key("data.train"):
-        for name in ("completion",) if votes else config.loss.fields:
-            records = fitting_demonstrations(policy, records, too_long=config.data.too_long, field=name)
-        return with_mismatched(policy, records) if votes else records
 
 
 def _stream(config: TextDPOConfig, policy: Any, records: Records) -> tuple[Any, list[bool] | None]:
@@ -207,22 +191,13 @@ def _stream(config: TextDPOConfig, policy: Any, records: Records) -> tuple[Any, 
 
 def plan(config: TextDPOConfig) -> dict[str, Any]:
     """Plan the batches of a job, in groups of entries."""
-    inputs, length = prepare_dpo(config), config.run.iterations
-    updates = length * config.optimizer.updates_per_iteration
+    inputs, noun = prepare_dpo(config), "votes" if config.loss.votes else "pairs"
     trained, heldout = split_records(inputs.completions.records, config.data.pairs_heldout, config.seed)
-    kind = "votes" if config.loss.votes else "pairs"
-    return {
-        "batch": {
-            kind: len(trained),
-            f"{kind}_heldout": len(heldout),
-            **{f"left_out_{why}": count for why, count in inputs.completions.left_out.items()},
-            "prompts": len(prompt_keys(trained)),
-            "heldout_prompts_trained_on": inputs.seen,
-            f"{kind}_per_update": config.data.batch,
-            "updates": updates,
-            "epochs": updates * config.data.batch / len(trained),
-            "iterations": length,
-            "ends_by": ends_by(config.run),
-        },
-        "evaluation": planned_evaluation(config, inputs.heldout),
+    counts = {
+        noun: len(trained),
+        f"{noun}_heldout": len(heldout),
+        **{f"left_out_{why}": count for why, count in inputs.completions.left_out.items()},
+        "prompts": len(prompt_keys(trained)),
+        "heldout_prompts_trained_on": inputs.seen,
     }
+    return supervised_plan(config, counts, noun, len(trained), inputs.heldout)

@@ -4,32 +4,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from visalign.errors import UserError
 from visalign.evaluation import HeldoutResult
 from visalign.evaluation.heldout.text import evaluate_text
-from visalign.pipelines.shared.job import (
-    PolicyRun,
-    TrainingInterrupted,
-    build_trainer,
-    on_the_way,
-    result_folder,
-    run_job,
-)
-from visalign.pipelines.shared.parts import (
-    Records,
-    build_accelerator,
-    ends_by,
-    evenly_spaced,
-    spread,
-)
+from visalign.pipelines.shared.job import PolicyRun, build_trainer, on_the_way, result_folder, run_job
+from visalign.pipelines.shared.parts import Records, build_accelerator, ends_by, evenly_spaced, spread
 from visalign.pipelines.shared.run_folder import fingerprint
-from visalign.training.loop.progress import POLICY_COLUMNS
+from visalign.training.loop.progress import POLICY_COLUMNS, SUPERVISED_COLUMNS
 
-from .config import TextConfig, TextGRPOConfig, TextPPOConfig
+from .config import SupervisedConfig, TextConfig, TextGRPOConfig, TextPPOConfig
 from .footprint import footprint
 from .parts import (
     build_demonstrations,
@@ -43,7 +30,7 @@ from .parts import (
     with_tool,
 )
 
-__all__ = ["TextGRPOConfig", "TextPPOConfig", "TrainingInterrupted", "estimate", "plan", "run"]
+__all__ = ["TextGRPOConfig", "TextPPOConfig", "estimate", "plan", "run"]
 
 
 def run(config: TextConfig, output: Path, resume: bool = False) -> dict[str, Any]:
@@ -64,11 +51,9 @@ def _build(config: TextConfig, output: Path) -> PolicyRun:
             f"{inputs.reward.name} scores all completions of an iteration together, and each of "
             f"{accelerator.num_processes} processes would score its own. Use one process."
         )
-    objective = config.built_objective
-    has_reference = needs_reference(objective) or config.latent_flow is not None
+    has_reference = needs_reference(config.built_objective) or config.latent_flow is not None
     policy = build_text_policy(config.model, accelerator.device, config.seed, reference=has_reference)
     server = build_server(config, policy)
-    generator = with_tool(config.rollout, server or policy, policy)
     algorithm = TextRL(
         policy,
         inputs.reward,
@@ -80,7 +65,7 @@ def _build(config: TextConfig, output: Path) -> PolicyRun:
         dynamic=config.dynamic,
         self_imitation=config.self_imitation,
         latent_flow=config.latent_flow,
-        generator=generator,
+        generator=with_tool(config.rollout, server or policy, policy),
         after_update=syncing(config, policy, server, output, accelerator),
         value_model=build_value_model(config.model, accelerator.device),
         log_partition=build_log_partition(config, policy),
@@ -91,39 +76,37 @@ def _build(config: TextConfig, output: Path) -> PolicyRun:
     sources = {"data.train": inputs.records, "data.heldout": inputs.heldout}
     if inputs.demonstrations is not None:
         sources["data.demonstrations"] = inputs.demonstrations
-    return text_run(
-        config,
-        output,
-        config.method,
-        policy,
-        algorithm,
-        inputs.rewards,
-        inputs.heldout,
-        config.rollout,
-        sources,
-    )
+    return text_run(config, output, config.method, policy, algorithm, inputs.rewards, sources)
 
 
 def text_run(
-    config: Any,
+    config: TextConfig | SupervisedConfig,
     output: Path,
     method: str,
     policy: Any,
     algorithm: Any,
     rewards: Mapping[str, Any],
-    heldout: Records,
-    generation: Any,
     sources: Mapping[str, Records],
     *,
     summary: Callable[[Any], Mapping[str, Any]] = lambda _: {},
     seen: int | None = None,
     more_metrics: Callable[[], Mapping[str, float]] = dict,
-    columns: Sequence[tuple[str, str, str]] = POLICY_COLUMNS,
 ) -> PolicyRun:
     """Build the run of a text policy.
 
-    `summary` adds entries to the summary, and `more_metrics` to each evaluation during training.
+    Args:
+        config: The configuration.
+        output: Run folder.
+        method: Method in the title of the report.
+        policy: The policy.
+        algorithm: The algorithm that trains it.
+        rewards: Rewards of the evaluation.
+        sources: Key of each source -> its records.
+        summary: Entries of the summary, from the counters.
+        seen: Held-out prompts that are trained on as well.
+        more_metrics: Metrics for each evaluation during training.
     """
+    heldout, generation = sources["data.heldout"], config.generation
     generator = with_tool(generation, policy, policy)
 
     def measure(records: Records, seeds: Any) -> HeldoutResult:
@@ -141,13 +124,12 @@ def text_run(
 
         return spread(algorithm.accelerator, len(records), evaluate_part)
 
-    evaluate = on_the_way(config, measure, heldout, before=output / "before.npz")
+    evaluate = on_the_way(config, measure, heldout, output / "before.npz", more=lambda _: more_metrics())
+    columns = SUPERVISED_COLUMNS if isinstance(config, SupervisedConfig) else POLICY_COLUMNS
     return PolicyRun(
         config=config,
         output=output,
-        trainer=build_trainer(
-            config, output, algorithm, lambda done: {**evaluate(done), **more_metrics()}, columns=columns
-        ),
+        trainer=build_trainer(config, output, algorithm, evaluate, columns=columns),
         fingerprints={key: fingerprint(records) for key, records in sources.items()},
         title=f"{method} on {config.model.path}",
         policy=policy,
@@ -188,9 +170,10 @@ def load_code(config: Any, output: Path, *, takes_images: bool = False) -> str:
     return "\n".join([*lines, f"{reader.removeprefix('Auto').lower()} = {reader}.from_pretrained({folder})"])
 
 
-def planned_evaluation(config: Any, heldout: Records, *, greedy: bool = True) -> dict[str, int]:
-    """Count the completions of the evaluations; `greedy` adds one per prompt."""
+def planned_evaluation(config: Any, heldout: Records) -> dict[str, int]:
+    """Count the completions of the evaluations; with a verdict, one of each prompt's is greedy."""
     evaluation = config.evaluation
+    greedy = isinstance(config, SupervisedConfig) or evaluation.correctness is not None
     prompts = len(evenly_spaced(heldout, evaluation.prompts_on_the_way))
     visits = config.run.iterations // evaluation.every if evaluation.every else 0
     before_and_after = 2 * len(heldout) * (len(evaluation.seeds) + greedy)
@@ -217,9 +200,26 @@ def plan(config: TextConfig) -> dict[str, Any]:
             "ends_by": ends_by(config.run),
         },
         "objective": {"algorithm": config.objective.algorithm, "source": config.built_objective.source},
-        "evaluation": planned_evaluation(
-            config, inputs.heldout, greedy=config.evaluation.correctness is not None
-        ),
+        "evaluation": planned_evaluation(config, inputs.heldout),
+    }
+
+
+def supervised_plan(
+    config: Any, counts: Mapping[str, Any], noun: str, trained: int, heldout: Records
+) -> dict[str, Any]:
+    """Plan a job that reads `trained` records per epoch, called `noun`; `counts` come first."""
+    length = config.run.iterations
+    updates = length * config.optimizer.updates_per_iteration
+    return {
+        "batch": {
+            **counts,
+            f"{noun}_per_update": config.data.batch,
+            "updates": updates,
+            "epochs": updates * config.data.batch / trained,
+            "iterations": length,
+            "ends_by": ends_by(config.run),
+        },
+        "evaluation": planned_evaluation(config, heldout),
     }
 
 

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build the objects of a text job from its configuration: policy, heads, records, rewards, server."""
+"""Objects of a text job, built from its configuration: policy, heads, records, rewards, server."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,12 +16,19 @@ import torch
 from visalign.data.assets import resolve_model
 from visalign.data.sets.checks import check_preferences, check_quality
 from visalign.data.sets.prompt_files import load_demonstrations, with_completion
-from visalign.data.sets.records import PreferencePair, PreferenceSet, QualityRecord, QualitySet
+from visalign.data.sets.records import PreferencePair, PreferenceSet, QualitySet
 from visalign.data.sets.sources import GENERATED, load_source, shapes_pairs, shapes_quality
 from visalign.data.text_tasks.tasks import HELDOUT_PER_TASK, TASKS, heldout_tasks, text_tasks
 from visalign.errors import UserError
 from visalign.evaluation.heldout.text import check_labels, check_text_judge
-from visalign.pipelines.shared.parts import Records, build_records, load_terms, no_loading_bars, weighted_sum
+from visalign.pipelines.shared.parts import (
+    Records,
+    build_records,
+    load_terms,
+    name_key,
+    no_loading_bars,
+    weighted_sum,
+)
 from visalign.pipelines.shared.sections import RewardsConfig, RewardTerm
 from visalign.precision import autocast_dtype
 from visalign.text import TextRollout
@@ -44,9 +50,6 @@ if TYPE_CHECKING:
 
     from visalign.adapters.causal_lm.policy import CausalLMPolicy
 
-TASKS_TRAIN, TASKS_HELDOUT = "tasks:train", "tasks:heldout"
-"""Names of the packaged records."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class TextInputs:
@@ -62,22 +65,8 @@ class TextInputs:
     """Demonstrations for the ptx term, each with prompt and completion."""
 
 
-@contextmanager
-def name_key(key: str) -> Iterator[None]:
-    """Prefix user errors within the context by a configuration key."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(f"{key}: {error}") from error
-
-
 def prepare(config: TextConfig, device: str | None = None) -> TextInputs:
-    """Read and check the sources of the configuration, without the model.
-
-    Raises:
-        UserError, ValueError: something cannot be used, or does not fit the rest.
-        RewardError: a reward that cannot be loaded.
-    """
+    """Read and check the sources of the configuration, without the model."""
     data, seed = config.data, config.seed
     records = text_records("train", data, seed)
     heldout, rewards = heldout_inputs(data, config.evaluation, seed, device, trained=config.rewards.terms)
@@ -112,50 +101,44 @@ def heldout_inputs(
 
 
 def text_records(key: str, data: PromptsConfig, seed: int) -> Records:
-    """Load prompt records, packaged ones or those of a file; `key` is that of the source in `data`."""
-    source, tasks = getattr(data, key), TASKS if data.tasks is None else tuple(data.tasks)
+    """Load prompt records, packaged ones, those of a file, or questions about the images of a set.
+
+    Records about rated images have image, mos (higher is better), set, task and caption (their prompt); those
+    about pairs have the label, the share of the votes for the first image, and no ties.
+
+    Args:
+        key: Key of the source in `data`.
+        data: The section.
+        seed: Seed of generated records for training.
+    """
+    source = getattr(data, key)
     if data.question is not None:
-        size = data.size if key == "train" else data.heldout_size  # type: ignore[attr-defined]
-        return image_questions(key, source, data.question, size, seed)
-    options: dict[str, Any] = {} if data.levels is None else {"levels": tuple(data.levels)}
+        images = _images(key, data, seed)
+        if isinstance(images, PreferenceSet):
+            return [_ask_about_pair(pair, data.question) for pair in images.pairs if pair.label != 0.5]
+        return _ask_about_images(images, data.question)
+    options: dict[str, Any] = {"tasks": TASKS if data.tasks is None else tuple(data.tasks)}
+    if data.levels is not None:
+        options["levels"] = tuple(data.levels)
     with name_key(f"data.{key}"):
-        if source == TASKS_TRAIN:
-            return text_tasks(data.size, seed=seed, split="train", tasks=tasks, **options)
-        if source == TASKS_HELDOUT:
-            return heldout_tasks(getattr(data, "heldout_per_task", HELDOUT_PER_TASK), tasks=tasks, **options)
-    if source.startswith("tasks:"):
-        raise UserError(
-            f"data.{key} is {source!r}; the packaged records are {TASKS_TRAIN} and {TASKS_HELDOUT}, anything "
-            "else is a .jsonl file."
-        )
+        if source == "tasks:train":
+            return text_tasks(data.size, seed=seed, split="train", **options)
+        if source == "tasks:heldout":
+            return heldout_tasks(getattr(data, "heldout_per_task", HELDOUT_PER_TASK), **options)
+        if source.startswith("tasks:"):
+            raise UserError(
+                f"there is no {source!r}; the packaged records are tasks:train and tasks:heldout."
+            )
     return build_records(source, f"data.{key}")
 
 
-def image_questions(key: str, source: str, question: str, size: int, seed: int) -> Records:
-    """Ask about the images of a set.
-
-    Rated images have image, mos (higher is better), set, task and caption (their prompt); pairs have the
-    label, the share of the votes for the first image, and no ties.
-
-    Args:
-        key: key of the source in `data`.
-        source: as `visalign.data.sets.sources.load_source` takes it.
-        question: text after the images; {prompt} in it is theirs.
-        size: most records.
-        seed: seed of generated ones for training.
-    """
-    images = _images(key, source, size, seed)
-    if isinstance(images, PreferenceSet):
-        return [_ask_about_pair(pair, question) for pair in images.pairs if pair.label != 0.5]
-    return [_ask_about_image(images, record, question) for record in images.records]
-
-
-def _images(key: str, source: str, size: int, seed: int) -> PreferenceSet | QualitySet:
+def _images(key: str, data: PromptsConfig, seed: int) -> PreferenceSet | QualitySet:
     """Load and check the set of a source."""
+    source, train = getattr(data, key), key == "train"
+    size = data.size if train else data.heldout_size  # type: ignore[attr-defined]
     with name_key(f"data.{key}"):
         if source in GENERATED:
             generate = {"shapes:pairs": shapes_pairs, "shapes:quality": shapes_quality}[source]
-            train = key == "train"
             images = generate(size, seed=seed if train else 0, split="train" if train else "heldout")
         else:
             images = load_source(source, limit=size)
@@ -174,20 +157,16 @@ def decided_pairs(
     """Ask about pairs, with the decision of the votes as completion, followed by a teacher's reason.
 
     Args:
-        key: key of the source in `data`.
-        data: the section, with a question.
-        words: for "the first is better" and for "the second is better".
-        reason: column of the reasons; None: decisions alone.
-        seed: seed of generated pairs.
+        key: Key of the source in `data`.
+        data: The section, with a question.
+        words: Words for "the first is better" and for "the second is better".
+        reason: Column of the reasons; None: decisions without one.
+        seed: Seed of generated pairs.
     """
     assert data.question is not None
-    source = getattr(data, key)
-    images, records = _images(key, source, data.size, seed), []
+    images, records = _images(key, data, seed), []
     if not isinstance(images, PreferenceSet):
-        raise UserError(
-            f"data.decision decides between two images, and data.{key} is '{source}', a set of rated ones. "
-            "Give pairs, or take data.decision out."
-        )
+        raise UserError(f"data.decision decides between two images, and data.{key} is a set of rated ones.")
     for number, pair in enumerate(images.pairs):
         if pair.label == 0.5:
             continue
@@ -196,31 +175,34 @@ def decided_pairs(
             text = pair.extra.get(reason)
             if not isinstance(text, str) or not text.strip():
                 raise UserError(
-                    f"data.{key}: row {images.row(number)} of '{source}' has no text in the column "
-                    f"{reason!r} (data.field); its other columns are {', '.join(pair.extra) or 'none'}. "
-                    "Take out pairs without a reason, or set data.field to null."
+                    f"data.{key}: row {images.row(number)} has no text in the column {reason!r} "
+                    f"(data.field); its other columns are {', '.join(pair.extra) or 'none'}. Set data.field "
+                    "to null to learn decisions without reasons."
                 )
             completion = f"{completion}, {text.strip()}"
         records.append({**_ask_about_pair(pair, data.question), "completion": completion})
     return records
 
 
-def _ask_about_image(images: QualitySet, record: QualityRecord, question: str) -> dict[str, Any]:
-    return {
-        "prompt": _conversation([record.image], question.replace("{prompt}", record.prompt)),
-        "image": record.image,
-        "mos": record.mos if images.higher_is_better else -record.mos,
-        "set": images.name,
-        **({} if record.category is None else {"task": record.category}),
-        **({"caption": record.prompt} if record.prompt else {}),
-    }
+def _ask_about_images(images: QualitySet, question: str) -> Records:
+    sign = 1 if images.higher_is_better else -1
+    return [
+        {
+            "prompt": _conversation([record.image], question.replace("{prompt}", record.prompt)),
+            "image": record.image,
+            "mos": sign * record.mos,
+            "set": images.name,
+            **({} if record.category is None else {"task": record.category}),
+            **({"caption": record.prompt} if record.prompt else {}),
+        }
+        for record in images.records
+    ]
 
 
 def _ask_about_pair(pair: PreferencePair, question: str) -> dict[str, Any]:
+    text = question.replace("{prompt}", pair.prompt)
     return {
-        "prompt": _conversation(
-            [pair.image_left, pair.image_right], question.replace("{prompt}", pair.prompt)
-        ),
+        "prompt": _conversation([pair.image_left, pair.image_right], text),
         "label": pair.label,
         **({} if pair.category is None else {"task": pair.category}),
     }
@@ -237,25 +219,22 @@ def text_demonstrations(
     """Load records with prompt and completion; a file may hold several for a prompt.
 
     Args:
-        key: key of the source in `data`.
-        data: the section.
-        seed: seed of the packaged records.
-        packaged: field of their completions; None: completion, or solution.
-        written: the same for a file.
+        key: Key of the source in `data`.
+        data: The section.
+        seed: Seed of the packaged records.
+        packaged: Field of their completions; None: completion, or solution.
+        written: The same for a file.
     """
     source, decision = getattr(data, key), getattr(data, "decision", None)
     if decision is not None:
         return decided_pairs(key, data, decision, written, seed)
-    if source.startswith("tasks:"):
-        if data.question is not None:
-            raise UserError(
-                f"data.{key} is '{source}', whose records show no images, and data.question asks about "
-                "some. Give a .jsonl file of answers about images, such as the dataset.jsonl of text_sample."
-            )
-        records = text_records(key, data, seed)
-        return [with_completion(r, f"data.{key}: record {i}", packaged) for i, r in enumerate(records)]
     with name_key(f"data.{key}"):
-        return load_demonstrations(source, written)
+        if not source.startswith("tasks:"):
+            return load_demonstrations(source, written)
+        if data.question is not None:
+            raise UserError(f"'{source}' shows no images, and data.question asks about some. Give a file.")
+    records = text_records(key, data, seed)
+    return [with_completion(r, f"data.{key}: record {i}", packaged) for i, r in enumerate(records)]
 
 
 def prompt_keys(records: Records) -> set[str]:
@@ -286,11 +265,9 @@ def text_sum(config: RewardsConfig, rewards: Mapping[str, Any]) -> Any:
 def build_text_policy(
     model: TextModelConfig, device: torch.device, seed: int, *, reference: bool = True
 ) -> CausalLMPolicy:
-    """Load the language model on its device, with adapters (new weights by the seed) and value head;
-    `reference` keeps what `reference()` needs.
+    """Load the language model on its device, with adapters (new weights by the seed) and value head.
 
-    Raises:
-        UserError, FileNotFoundError: a folder that is missing, incomplete, or of another kind.
+    `reference` keeps what `reference()` needs.
     """
     from visalign.adapters.causal_lm.loading import load_causal_lm
     from visalign.adapters.causal_lm.policy import CausalLMPolicy
@@ -305,7 +282,7 @@ def build_text_policy(
     return CausalLMPolicy(
         moved.to(device),
         tokenizer,
-        lora=_lora(model, seed),
+        lora=lora_settings(model, seed),
         prompts=prompt_encoder(model, tokenizer),
         value_head=head,
         max_prompt_tokens=model.max_prompt_tokens,
@@ -318,21 +295,16 @@ def build_text_policy(
     )
 
 
-def _lora(model: TextModelConfig, seed: int) -> Any:
+def lora_settings(model: TextModelConfig, seed: int) -> Any:
+    """Return the configured adapters, or None."""
     from visalign.adapters.causal_lm.lora import text_lora
 
-    if model.lora is None:
+    if (lora := model.lora) is None:
         return None
-    targets = model.lora.target_modules
-    options: dict[str, Any] = {} if targets is None else {"target_modules": tuple(targets)}
-    return text_lora(rank=model.lora.rank, alpha=model.lora.alpha, seed=seed, **options)
-
-
-def text_adapters(model: TextModelConfig, network: Any, seed: int) -> None:
-    """Freeze a network and add the configured adapters, in place."""
-    from visalign.adapters.causal_lm.lora import add_text_lora
-
-    add_text_lora(network, _lora(model, seed))
+    targets: dict[str, Any] = (
+        {} if lora.target_modules is None else {"target_modules": tuple(lora.target_modules)}
+    )
+    return text_lora(rank=lora.rank, alpha=lora.alpha, seed=seed, **targets)
 
 
 def prompt_encoder(model: TextModelConfig, tokenizer: Any) -> Any:
@@ -345,41 +317,32 @@ def prompt_encoder(model: TextModelConfig, tokenizer: Any) -> Any:
 
 def build_value_model(model: ActorCriticConfig, device: torch.device) -> Any:
     """Load a separate value network, or return None."""
-    if model.value != "separate":
-        return None
     from visalign.adapters.causal_lm.value_head import ValueModel
 
+    if model.value != "separate":
+        return None
+    path, dtype = resolve_model(model.path), getattr(torch, model.dtype)
     with no_loading_bars():
-        return ValueModel.from_pretrained(
-            resolve_model(model.path),
-            dtype=getattr(torch, model.dtype),
-            device=str(device),
-            critics=model.critics,
-        )
+        return ValueModel.from_pretrained(path, dtype=dtype, device=str(device), critics=model.critics)
 
 
 def build_log_partition(config: TextConfig, policy: CausalLMPolicy) -> Any:
     """Build log Z for an objective of trajectory balance, else None."""
-    if config.built_objective.surrogate != "flow_balance":
-        return None
     from visalign.adapters.causal_lm.log_partition import PromptLogPartition
 
-    return PromptLogPartition(policy, seed=config.seed)
+    balances = config.built_objective.surrogate == "flow_balance"
+    return PromptLogPartition(policy, seed=config.seed) if balances else None
 
 
-def build_demonstrations(
-    config: TextConfig, policy: CausalLMPolicy, demonstrations: Sequence[Any] | None
-) -> Any:
+def build_demonstrations(config: TextConfig, policy: CausalLMPolicy, records: Sequence[Any] | None) -> Any:
     """Build the stream of demonstrations, or None."""
-    if demonstrations is None:
-        return None
     from visalign.adapters.causal_lm.demonstrations import DemonstrationBatches, fitting_demonstrations
 
+    if records is None:
+        return None
     with name_key("data.demonstrations"):
-        fitting_demonstrations(policy, demonstrations, too_long="refuse")
-    return DemonstrationBatches(
-        policy, demonstrations, size=config.data.demonstrations_batch, seed=config.seed
-    )
+        fitting_demonstrations(policy, records, too_long="refuse")
+    return DemonstrationBatches(policy, records, size=config.data.demonstrations_batch, seed=config.seed)
 
 
 def build_process(config: TextConfig, policy: CausalLMPolicy) -> Any:
@@ -400,11 +363,7 @@ def build_process(config: TextConfig, policy: CausalLMPolicy) -> Any:
 
 
 def build_server(config: TextConfig, policy: CausalLMPolicy) -> Any:
-    """Build the client of the server that generates the completions, or None.
-
-    Raises:
-        UserError: the environment variable of the key is not set, or an option the generator refuses.
-    """
+    """Build the client of the server that generates the completions, or None."""
     server = config.server
     if server is None:
         return None
@@ -443,31 +402,23 @@ def syncing(
     """Return a function that hands the weights to the server after an iteration, or None without a server.
 
     The first process does so; all processes call it, wait, and use the new adapter from then on.
-
-    Raises:
-        UserError: `server.model_folder` is no folder with a model.
     """
-    server = config.server
-    if server is None:
-        return None
     from accelerate import utils
 
     from visalign.adapters.server.weights import replace_weights
     from visalign.training.loop.sharding import unsharded_state
 
+    server = config.server
+    if server is None:
+        return None
     folder = Path(server.model_folder or output / "server_adapter")
     if server.model_folder and not (folder / "config.json").is_file():
         raise UserError(
             f"server.model_folder is {folder}, which holds no model. Copy the one that is trained there, "
             "and start the server on it."
         )
-    last_sync: int | None = None
 
-    def sync(iteration: int) -> None:
-        nonlocal last_sync
-        if last_sync is not None and iteration - last_sync < server.sync_every:
-            return
-        last_sync = iteration
+    def sync(_: int) -> None:
         with unsharded_state(policy.module), no_loading_bars():
             if accelerator.is_main_process:
                 with replace_weights(folder) as temporary:

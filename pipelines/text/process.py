@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training of a process reward model: a token classifier on a language model, from judged completions or from
-labels of steps; measured on held-out prompts before and after, and saved as `process.model` reads it.
+"""Training of a process reward model, a token classifier, from judged completions or labels of steps.
+
+It is measured on held-out prompts before and after, and saved as `process.model` reads it.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, field
-from dataclasses import dataclass as plain_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -19,22 +20,21 @@ from visalign.data.assets import resolve_model
 from visalign.data.sets.tables import read_rows
 from visalign.errors import UserError
 from visalign.pipelines.shared.job import JUDGE, JudgeRun, build_trainer, run_job
-from visalign.pipelines.shared.parts import Records, build_accelerator, ends_by, no_loading_bars
+from visalign.pipelines.shared.parts import build_accelerator, ends_by, name_key, no_loading_bars
+from visalign.pipelines.shared.plan import GB, per_device
 from visalign.pipelines.shared.run_folder import fingerprint
 from visalign.pipelines.shared.sections import ConvexDAConfig, Dtype, PolicyRunConfig
 from visalign.schema import STRICT
-from visalign.settings import Count, Natural, check_rules
+from visalign.settings import Count, Natural
 from visalign.text.steps import StepReading
 from visalign.training.loop.optimizer import AdamWSettings
 
 from .dpo import split_records
-from .parts import name_key
 
 if TYPE_CHECKING:
-    from visalign.training import TrainResult
     from visalign.training.process.trainer import StepTexts
 
-__all__ = ["TextProcessConfig", "plan", "run"]
+__all__ = ["TextProcessConfig", "estimate", "plan", "run"]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -101,16 +101,15 @@ class TextProcessConfig:
     """Length, checkpoints, machine; an iteration is a pass over the records."""
 
     def __post_init__(self) -> None:
-        check_rules(self, PROCESS_RULES)
+        if (updates := self.optimizer.updates_per_iteration) != 1:
+            raise UserError(
+                f"optimizer.updates_per_iteration is {updates}; an iteration is a pass over the records, "
+                "with an update for each data.batch of them. Leave it at 1."
+            )
 
 
-PROCESS_RULES = (
-    (
-        lambda s: s.optimizer.updates_per_iteration != 1,
-        "optimizer.updates_per_iteration is {s.optimizer.updates_per_iteration}; an iteration is a pass over "
-        "the records, with an update for each data.batch of them. Leave it at 1.",
-    ),
-)
+Numbered = Sequence[tuple[int, Mapping[str, Any]]]
+"""Records with their row numbers in the file."""
 
 
 def run(config: TextProcessConfig, output: Path, resume: bool = False) -> dict[str, Any]:
@@ -118,20 +117,7 @@ def run(config: TextProcessConfig, output: Path, resume: bool = False) -> dict[s
     return run_job(config, output, resume, _build)
 
 
-@plain_dataclass(frozen=True, kw_only=True)
-class StepRecords:
-    """Records and their row numbers in the file, for messages."""
-
-    rows: Records
-    numbers: list[int]
-
-    @classmethod
-    def from_pairs(cls, pairs: Sequence[tuple[int, Mapping[str, Any]]]) -> StepRecords:
-        """Build from (number, record) pairs."""
-        return cls(rows=[record for _, record in pairs], numbers=[number for number, _ in pairs])
-
-
-def _read(config: TextProcessConfig) -> tuple[StepRecords, StepRecords]:
+def read_steps(config: TextProcessConfig) -> tuple[Numbered, Numbered]:
     """Read and check the records, split into (trained, heldout)."""
     from visalign.training.process.trainer import read_record
 
@@ -149,34 +135,23 @@ def _read(config: TextProcessConfig) -> tuple[StepRecords, StepRecords]:
         variants = settings.variants([record["prompt"] for _, record in trained], config.seed)
         pairs = zip(trained, variants, strict=True)
         trained = [(n, {**record, "prompt": prompt}) for (n, record), prompts in pairs for prompt in prompts]
-    return StepRecords.from_pairs(trained), StepRecords.from_pairs(heldout)
+    return trained, heldout
 
 
-def _build(config: TextProcessConfig, output: Path) -> ProcessRun:
+def _build(config: TextProcessConfig, output: Path) -> JudgeRun:
     """Build the objects of a run, without writing anything."""
-    import torch
-    from transformers import AutoModelForTokenClassification, AutoTokenizer
-
-    from visalign.adapters.causal_lm.loading import from_pretrained
-    from visalign.rewards.weights.checkpoint_files import quiet_loading
     from visalign.training.loop.progress import SUPERVISED_COLUMNS
     from visalign.training.process.label_fit import FitSettings, LabelFit
     from visalign.training.process.trainer import measure_steps
 
-    trained, measured = _read(config)
+    trained, measured = read_steps(config)
     accelerator = build_accelerator(config, output)
-    folder = str(resolve_model(config.model.path))
-    with quiet_loading(), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)
-        options = {"num_labels": _labels(config), "dtype": getattr(torch, config.model.dtype)}
-        model: Any = from_pretrained(AutoModelForTokenClassification, folder, **options)
-        tokenizer = from_pretrained(AutoTokenizer, folder)
-    _freeze(config, model)
+    model, tokenizer = _load(config)
     model.to(accelerator.device).train()
     texts, heldout = (_texts(config, model, tokenizer, side) for side in (trained, measured))
     if not texts.rows:
         raise UserError(
-            f"data.train: none of the {len(trained.rows)} records has a step and a finite reward or label."
+            f"data.train: none of the {len(trained)} records has a step and a finite reward or label."
         )
     parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     settings = FitSettings(batch_size=config.data.batch, seed=config.seed)
@@ -187,78 +162,109 @@ def _build(config: TextProcessConfig, output: Path) -> ProcessRun:
     def measure(*, final: bool = False) -> dict[str, float]:
         return asdict(measure_steps(heldout, config.data.batch)) if heldout.rows else {}
 
-    return ProcessRun(
+    def save(folder: Path) -> None:
+        with no_loading_bars():
+            model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+    left_out = len(texts.texts) + texts.dropped - len(texts.rows)
+    keys = {"model": output / JUDGE, "separator": json.dumps(config.data.separator)}
+    keys |= {"replaces": "true"} if config.learns == "outcomes" else {}
+    return JudgeRun(
         config=config,
         output=output,
         trainer=build_trainer(config, output, fit, lambda _: measure(), columns=SUPERVISED_COLUMNS),
-        fingerprints={"data.train": fingerprint([*trained.rows, *measured.rows])},
-        texts=texts,
+        fingerprints={"data.train": fingerprint([record for _, record in (*trained, *measured)])},
         network=model,
-        tokenizer=tokenizer,
         measure=measure,
         heldout=len(heldout.rows),
-        next_command=_next_command(config, output),
+        save=save,
+        counts=lambda result: {
+            "records": len(texts.rows),
+            "records_left_out": left_out,
+            "samples": result.counters.samples,
+        },
+        next_command=["visalign", "train", "text_ppo", *(f"process.{k}={v}" for k, v in keys.items())],
     )
 
 
-def _next_command(config: TextProcessConfig, output: Path) -> list[str]:
-    """Build the command that trains a policy with this judge of steps."""
-    keys = {"model": output / JUDGE, "separator": json.dumps(config.data.separator)}
-    keys |= {"replaces": "true"} if config.learns == "outcomes" else {}
-    return ["visalign", "train", "text_ppo", *(f"process.{key}={value}" for key, value in keys.items())]
+def _load(config: TextProcessConfig, *, hollow: bool = False) -> tuple[Any, Any]:
+    """Load the classifier, partly frozen, and its tokenizer; `hollow`: without weights."""
+    import torch
+    from transformers import AutoConfig, AutoModelForTokenClassification, AutoTokenizer
 
+    from visalign.adapters.causal_lm.loading import from_pretrained
+    from visalign.rewards.weights.checkpoint_files import quiet_loading
 
-def _labels(config: TextProcessConfig) -> int:
-    return 1 if config.learns == "outcomes" else 2
-
-
-def _freeze(config: TextProcessConfig, model: Any) -> None:
-    """Freeze the weights that are not trained."""
+    folder, dtype = str(resolve_model(config.model.path)), getattr(torch, config.model.dtype)
+    labels = 1 if config.learns == "outcomes" else 2
+    with quiet_loading(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        if hollow:
+            settings = from_pretrained(AutoConfig, folder, num_labels=labels)
+            with torch.device("meta"):
+                model: Any = AutoModelForTokenClassification.from_config(settings, dtype=dtype)
+        else:
+            model = from_pretrained(AutoModelForTokenClassification, folder, num_labels=labels, dtype=dtype)
+        tokenizer = from_pretrained(AutoTokenizer, folder)
     for name, parameter in model.named_parameters():
         in_head = not name.startswith(model.base_model_prefix + ".")
         parameter.requires_grad_(config.model.train == "full" or in_head)
+    return model, tokenizer
 
 
-def _texts(config: TextProcessConfig, model: Any, tokenizer: Any, side: StepRecords) -> StepTexts:
+def _texts(config: TextProcessConfig, model: Any, tokenizer: Any, records: Numbered) -> StepTexts:
     """Tokenize records for the model."""
     from visalign.training.process.trainer import StepTexts
 
-    reading = StepReading(separator=config.data.separator)
-    options = {"reading": reading, "too_long": config.data.too_long}
     with name_key("data.train"):
-        return StepTexts(model, tokenizer, side.rows, numbers=side.numbers, **options)
+        return StepTexts(
+            model,
+            tokenizer,
+            [record for _, record in records],
+            numbers=[number for number, _ in records],
+            reading=StepReading(separator=config.data.separator),
+            too_long=config.data.too_long,
+        )
 
 
-@plain_dataclass(frozen=True, kw_only=True)
-class ProcessRun(JudgeRun):
-    """Run of a process reward model."""
-
-    texts: StepTexts
-    """Training records."""
-    tokenizer: Any
-
-    def save(self, folder: Path) -> None:
-        """Save in the format of transformers."""
-        with no_loading_bars():
-            self.network.save_pretrained(folder)
-        self.tokenizer.save_pretrained(folder)
-
-    def counts(self, result: TrainResult) -> dict[str, Any]:
-        """Count records."""
-        count = len(self.texts.rows)
-        left_out = len(self.texts.texts) + self.texts.dropped - count
-        return {"records": count, "records_left_out": left_out, "samples": result.counters.samples}
-
-
-def plan(config: TextProcessConfig) -> Mapping[str, Any]:
+def plan(config: TextProcessConfig) -> dict[str, Any]:
     """Plan the records and length of a job, in groups of entries."""
-    train, heldout = (len(side.rows) for side in _read(config))
-    batches = -(-train // config.data.batch)
+    train, heldout = (len(side) for side in read_steps(config))
     return {
         "records": {"train": train, "heldout": heldout, "per_update": config.data.batch},
         "length": {
             "iterations": config.run.iterations,
-            "updates_at_most": config.run.iterations * batches,
+            "updates_at_most": config.run.iterations * math.ceil(train / config.data.batch),
             "ends_by": ends_by(config.run),
         },
+    }
+
+
+def estimate(config: TextProcessConfig) -> dict[str, Any]:
+    """Extend the plan by memory and hours by device, each text as long as the longest."""
+    from .footprint import trace_forward, training_memory
+
+    model, tokenizer = _load(config, hollow=True)
+    records, _ = read_steps(config)
+    longest = max(len(tokens.ids) for tokens, _ in _texts(config, model, tokenizer, records).texts)
+    activations, flops = trace_forward(model, min(config.data.batch, len(records)), longest)
+    memory = training_memory(model, ema=False)
+    network = [name for name in memory if name.startswith("frozen_weights") or name == "trained_weights"]
+    memory["activations_of_an_update"] = activations / GB
+    passes = 3 if config.model.train == "full" else 1  # a frozen trunk has no backward pass
+    return {
+        **plan(config),
+        "model": {
+            "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
+            "longest_text": longest,
+        },
+        **per_device(
+            memory,
+            network,
+            {},
+            passes * flops * len(records) * config.run.iterations,
+            sharding=config.run.sharding,
+            not_counted="kernels' workspaces, the allocator's gaps, the optimizer's temporary values",
+        ),
     }

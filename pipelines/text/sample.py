@@ -6,10 +6,10 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, field, replace
+from collections.abc import Sequence
+from dataclasses import asdict, field, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic.dataclasses import dataclass
@@ -20,7 +20,7 @@ from visalign.atomic import write_atomic
 from visalign.data.sets.prompt_files import TOOL_ANSWERS, demonstrations_jsonl
 from visalign.errors import UserError
 from visalign.interfaces import Scores
-from visalign.pipelines.shared.parts import Records
+from visalign.pipelines.shared.parts import Records, run_device
 from visalign.pipelines.shared.run_folder import (
     RunSummary,
     check_unchanged,
@@ -31,7 +31,7 @@ from visalign.pipelines.shared.run_folder import (
 )
 from visalign.pipelines.shared.sections import MachineConfig, RewardsConfig, RewardTerm
 from visalign.schema import STRICT
-from visalign.settings import Count, Natural, Share, check_rules
+from visalign.settings import Count, Finite, Natural, Share
 from visalign.text import StoppingCriteria
 from visalign.training.loop.judging import check_failures
 from visalign.training.loop.processes import one_process
@@ -62,7 +62,8 @@ DATASET = "dataset.jsonl"
 POINTS = "points"
 """Folder of scored completions, a file per grid point, which a resumed run does not sample again."""
 FREE_KEYS = (
-    *(f"selection.{key}" for key in ("rule", "threshold", "per_prompt", "skip_solved", "truncated", "seed")),
+    *("selection.rule", "selection.threshold", "selection.per_prompt", "selection.skip_solved"),
+    *("selection.truncated", "selection.seed"),
     "rollout.prompts_per_call",
     "rollout.max_failure_rate",
 )
@@ -126,7 +127,7 @@ class SelectionConfig:
     rule: Literal["all", "best_of_n", "rejection"] = "rejection"
     """Rule: all; best_of_n (the highest reward of each prompt over the whole grid, ties at random);
     or rejection (rewards of at least the threshold)."""
-    threshold: float = 1.0
+    threshold: Finite = 1.0
     """Reward from which a completion is accepted; pass@k counts by it under every rule."""
     per_prompt: Count | None = 4
     """With rejection, most completions of one prompt, distinct ones first; null: no limit."""
@@ -137,17 +138,6 @@ class SelectionConfig:
     """Allow completions that met the length limit. A dataset takes them for whole."""
     seed: Natural = 0
     """Seed of random choices."""
-
-    def __post_init__(self) -> None:
-        check_rules(self, SELECTION_RULES)
-
-
-SELECTION_RULES = (
-    (
-        lambda s: math.isnan(s.threshold),
-        "selection.threshold is not a number; give the smallest reward to accept.",
-    ),
-)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -172,39 +162,36 @@ class TextSampleConfig:
     """Machine."""
 
 
-class _Inputs(NamedTuple):
-    records: Records
-    reward: Any
-
-
 def run(config: TextSampleConfig, output: Path, resume: bool = False) -> RunSummary:
     """Run the job; nothing is written before everything that can be checked has been.
 
     Args:
-        config: the configuration.
-        output: run folder; new or empty, or with `resume` that of the run to continue.
-        resume: read the grid points that are there, and select again; `selection` may have changed.
-
-    Returns:
-        The content of summary.json.
-
-    Raises:
-        UserError: the configuration or the folder cannot be used, or nothing was selected.
+        config: Configuration.
+        output: Run folder; new or empty, or with `resume` that of the run to continue.
+        resume: Read the grid points that are there, and select again; `selection` may have changed.
     """
     one_process("Completions are sampled and selected")
-    begin, output = time.perf_counter(), Path(output)
+    begin = time.perf_counter()
     with claimed(config, output, resume=resume, free=FREE_KEYS):
-        inputs = _prepare(config)
-        prints = {"data.train": fingerprint(inputs.records)}
+        records, reward = _prepare(config)
+        prints = {"data.train": fingerprint(records)}
         if resume:
             check_unchanged(output, prints)
         if config.run.threads is not None:
             torch.set_num_threads(config.run.threads)
-        completions = _sample(config, inputs, output, prints)
-        return _select(config, inputs, completions, output, begin)
+        files = [output / POINTS / f"{number:03d}.json" for number in range(len(config.rollout.points()))]
+        missing = [number for number, file in enumerate(files) if not file.is_file()]
+        policy = None
+        if missing:
+            policy = build_text_policy(config.model, run_device(config.run), config.seed, reference=False)
+        write_beginning(output, config, prints)
+        for number in missing:
+            save_point(files[number], _sample_point(config, records, reward, policy, number))
+        completions = join_completions([load_point(file) for file in files])
+        return _select(config, records, completions, output, begin)
 
 
-def _prepare(config: TextSampleConfig) -> _Inputs:
+def _prepare(config: TextSampleConfig) -> tuple[Records, Any]:
     """Load and check prompts and reward."""
     records = text_records("train", config.data, config.seed)
     reward = text_sum(config.rewards, text_rewards(config.rewards.terms))
@@ -214,81 +201,62 @@ def _prepare(config: TextSampleConfig) -> _Inputs:
             "advantages. Take weight or lower_bound."
         )
     for number, record in enumerate(records):
-        if taken := [name for name in OWN_FIELDS if name in record]:
+        if clashes := [name for name in OWN_FIELDS if name in record]:
             raise UserError(
-                f"data.train: record {number} has the field {taken[0]!r}, which the dataset writes itself "
+                f"data.train: record {number} has the field {clashes[0]!r}, which the dataset writes itself "
                 f"({', '.join(OWN_FIELDS)}). Rename it."
             )
-    most = float(reward.range[1])
-    if config.selection.threshold > most:
+    highest = float(reward.range[1])
+    if config.selection.threshold > highest:
         raise UserError(
-            f"selection.threshold is {config.selection.threshold:g}, and the rewards reach {most:g} at most: "
-            "no completion could be accepted. Lower the threshold, or change rewards.terms."
+            f"selection.threshold is {config.selection.threshold:g}, and the rewards reach {highest:g} at "
+            "most: no completion could be accepted. Lower the threshold, or change rewards.terms."
         )
-    _prompts(records, config.rollout.hint)
-    return _Inputs(records=records, reward=reward)
+    _hinted_prompts(records, config.rollout.hint)
+    return records, reward
 
 
-def _prompts(records: Records, hint: str | None) -> list[Any] | None:
-    """Append the hint to the prompts; None without one."""
-    return None if hint is None else [with_hint(record, hint) for record in records]
+def _hinted_prompts(records: Records, hint: str | None) -> list[Any]:
+    """Append the hint to the prompts; without one there are none."""
+    return [] if hint is None else [with_hint(record, hint) for record in records]
 
 
-def _sample(
-    config: TextSampleConfig, inputs: _Inputs, output: Path, prints: Mapping[str, str]
+def _sample_point(
+    config: TextSampleConfig, records: Records, reward: Any, policy: Any, number: int
 ) -> Completions:
-    """Sample the grid points that are not on disk; return all completions."""
-    points = config.rollout.points()
-    missing = [i for i in range(len(points)) if not point_file(output, i).is_file()]
-    policy = None
-    if missing:
-        cuda = config.run.device == "auto" and torch.cuda.is_available()
-        device = torch.device("cuda" if cuda else "cpu")
-        policy = build_text_policy(config.model, device, config.seed, reference=False)
-    write_beginning(output, config, config.pipeline, prints)
-    for number in missing:
-        _sample_point(config, inputs, policy, number, point_file(output, number))
-    return join_completions([load_point(point_file(output, i)) for i in range(len(points))])
-
-
-def _sample_point(config: TextSampleConfig, inputs: _Inputs, policy: Any, number: int, path: Path) -> None:
-    """Sample, score and write the completions of one grid point."""
+    """Sample and score the completions of one grid point."""
     begin, rollout = time.perf_counter(), config.rollout
     points = rollout.points()
     point, title, console = points[number], f"point {number + 1} of {len(points)}", Console()
     with console.status(title) as status:
         completions = sample_point(
             with_tool(rollout, policy, policy),
-            inputs.reward,
-            inputs.records,
+            reward,
+            records,
             point,
             samples=rollout.samples,
             stopping=rollout.stopping(),
             seed=config.seed,
             prompts_per_call=rollout.prompts_per_call,
-            prompts=_prompts(inputs.records, rollout.hint) if point.hinted else None,
-            after_call=lambda done: status.update(f"{title}: {done} of {len(inputs.records)} prompts"),
+            prompts=_hinted_prompts(records, rollout.hint) if point.hinted else None,
+            after_call=lambda done: status.update(f"{title}: {done} of {len(records)} prompts"),
         )
     scores = Scores(
-        value=completions.reward,
-        valid=completions.scored,
-        unit=inputs.reward.unit,
-        reason=list(completions.reason),
+        value=completions.reward, valid=completions.scored, unit=reward.unit, reason=list(completions.reason)
     )
-    check_failures(scores, completions.scored, rollout.max_failure_rate, inputs.reward.name)
-    save_point(path, completions)
-    mean, seconds = float(completions.reward.nanmean()), time.perf_counter() - begin
+    check_failures(scores, completions.scored, rollout.max_failure_rate, reward.name)
     console.print(
         f"temperature {point.temperature:g}, top-p {point.top_p:g}, seed {point.seed}"
-        f"{', with the hint' if point.hinted else ''}: "
-        f"{len(completions)} completions, mean reward {mean:.3f}, {seconds:.0f} s",
+        f"{', with the hint' if point.hinted else ''}: {len(completions)} completions, mean reward "
+        f"{float(completions.reward.nanmean()):.3f}, {time.perf_counter() - begin:.0f} s",
         markup=False,
         highlight=False,
     )
+    return completions
 
 
 def _select(
-    config: TextSampleConfig, inputs: _Inputs, completions: Completions, output: Path, begin: float
+    config: TextSampleConfig, records: Records, completions: Completions, output: Path, begin: float
 ) -> RunSummary:
     """Select completions, and write the dataset and the summary."""
     rule = config.selection
@@ -296,30 +264,34 @@ def _select(
     candidates = selectable & worth_learning(
         completions, selectable, threshold=rule.threshold, skip_solved=rule.skip_solved
     )
-    chosen = choose_completions(rule, completions, candidates)
-    chosen.sort(key=lambda i: (completions.prompt[i], i))
+    chosen = _choose(rule, completions, candidates)
+    truncated, length = int(completions.truncated.sum()), len(completions)
     if not chosen:
-        raise nothing_chosen(rule, completions, selectable, output)
-    write_atomic(
-        output / DATASET, demonstrations_jsonl(dataset_record(inputs.records, completions, i) for i in chosen)
-    )
-    rewards = completions.reward[chosen].double()
+        highest = float(completions.reward.nan_to_num(-math.inf).max())
+        raise UserError(
+            f"None of {length} completions was selected: {truncated} met the length limit "
+            f"(selection.truncated is {rule.truncated}), the highest reward is {highest:g} "
+            f"(selection.threshold is {rule.threshold:g}), and selection.skip_solved is {rule.skip_solved}. "
+            f"No dataset was written. Change selection and go on with --resume, or sample more."
+        )
+    lines = demonstrations_jsonl(_dataset_record(records, completions, i) for i in chosen)
+    write_atomic(output / DATASET, lines)
     hinted = () if config.rollout.hint is None else ("hinted",)
     rows = completions, selectable, chosen, rule.threshold
     summary = {
         "dataset": DATASET,
         "records": len(chosen),
-        "prompts": len(inputs.records),
+        "prompts": len(records),
         "prompts_covered": len({completions.prompt[i] for i in chosen}),
-        "reward_mean": float(rewards.mean()),
+        "reward_mean": float(completions.reward[chosen].double().mean()),
         "length_mean": sum(completions.tokens[i] for i in chosen) / len(chosen),
-        "completions": len(completions),
+        "completions": length,
         "failed": int((~completions.scored).sum()),
         "failure_reasons": failure_reasons(completions),
-        "truncated": int(completions.truncated.sum()),
+        "truncated": truncated,
         "accepted": int((selectable & (completions.reward >= rule.threshold)).sum()),
-        "distributions": table(*rows, ("temperature", "top_p", *hinted)),
-        "points": table(*rows, ("temperature", "top_p", "seed", *hinted)),
+        "distributions": _table(*rows, ("temperature", "top_p", *hinted)),
+        "points": _table(*rows, ("temperature", "top_p", "seed", *hinted)),
         "seconds": time.perf_counter() - begin,
         "config": asdict(config),
         "versions": versions(),
@@ -329,15 +301,35 @@ def _select(
     return RunSummary(json.loads(text), ["visalign", "train", "text_sft", *_sft_keys(config, output)])
 
 
+def _choose(rule: SelectionConfig, completions: Completions, candidates: Tensor) -> list[int]:
+    """Return indices of the completions that become the dataset, by prompt, among candidates (bool [B])."""
+    if rule.rule == "all":
+        chosen = every_valid(candidates)
+    elif rule.rule == "best_of_n":
+        chosen = best_of_group(completions.reward, completions.prompt, seed=rule.seed, valid=candidates)
+    else:
+        chosen = accepted_completions(
+            completions.reward,
+            completions.prompt,
+            completions.text,
+            threshold=rule.threshold,
+            per_group=rule.per_prompt,
+            seed=rule.seed,
+            valid=candidates,
+        )
+    return sorted(chosen, key=lambda i: (completions.prompt[i], i))
+
+
 def _sft_keys(config: TextSampleConfig, output: Path) -> list[str]:
     """Build keys of text_sft for the dataset: its model and, of images, its question and rewards."""
     keys = [f"data.train={output / DATASET}"]
     if config.model.path != TextModelConfig().path:
         keys.insert(0, f"model.path={config.model.path}")
     if config.data.question is not None:
-        terms = config.rewards.terms.items()
-        entries = {label: {"name": term.name, "options": term.options} for label, term in terms}
-        rewards = {label: {k: v for k, v in entry.items() if v} for label, entry in entries.items()}
+        rewards = {
+            label: {key: value for key in ("name", "options") if (value := getattr(term, key))}
+            for label, term in config.rewards.terms.items()
+        }
         heldout = config.data.train if config.data.train.startswith("shapes:") else "HELDOUT"
         keys += [
             f"data.heldout={heldout}",
@@ -349,65 +341,41 @@ def _sft_keys(config: TextSampleConfig, output: Path) -> list[str]:
 
 def plan(config: TextSampleConfig) -> dict[str, Any]:
     """Plan the samples of a job, in groups of entries."""
-    inputs, rollout, rule = _prepare(config), config.rollout, config.selection
+    (records, _), rollout, rule = _prepare(config), config.rollout, config.selection
     points = len(rollout.points())
     per_prompt = points * rollout.samples
     limit = {"all": per_prompt, "best_of_n": 1, "rejection": rule.per_prompt or per_prompt}[rule.rule]
     return {
         "sampling": {
-            "prompts": len(inputs.records),
+            "prompts": len(records),
             "grid_points": points,
             "completions_per_prompt": per_prompt,
-            "completions": per_prompt * len(inputs.records),
+            "completions": per_prompt * len(records),
         },
-        "selection": {"rule": rule.rule, "records_at_most": min(limit, per_prompt) * len(inputs.records)},
+        "selection": {"rule": rule.rule, "records_at_most": min(limit, per_prompt) * len(records)},
     }
-
-
-def point_file(output: Path, number: int) -> Path:
-    """Return the file of the completions of a grid point."""
-    return output / POINTS / f"{number:03d}.json"
 
 
 def save_point(path: Path, completions: Completions) -> None:
-    """Write the completions of one grid point atomically."""
-    rewards = [value if math.isfinite(value) else None for value in completions.reward.tolist()]
-    point = completions.point[0]
-    content = {
-        "point": asdict(point),
-        "prompt": list(completions.prompt),
-        "number": list(completions.number),
-        "text": list(completions.text),
-        "reward": rewards,
-        "tokens": list(completions.tokens),
-        "truncated": completions.truncated.tolist(),
-        "reason": list(completions.reason),
-        "answers": [[list(span) for span in spans] for spans in completions.answers],
+    """Write the completions of one grid point atomically; a failed reward is null."""
+    columns = {field.name: getattr(completions, field.name) for field in fields(completions)}
+    content: dict[str, Any] = {
+        n: v.tolist() if isinstance(v, Tensor) else list(v) for n, v in columns.items()
     }
+    content["reward"] = [value if math.isfinite(value) else None for value in content["reward"]]
+    content["point"] = asdict(completions.point[0])
     write_atomic(path, json.dumps(content, ensure_ascii=False, allow_nan=False).encode("utf-8"))
 
 
 def load_point(path: Path) -> Completions:
-    """Read a file of `save_point`.
-
-    Raises:
-        UserError: the file was changed.
-    """
+    """Read a file of `save_point`."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        size = len(content["text"])
         reward = [math.nan if value is None else value for value in content["reward"]]
-        return Completions(
-            prompt=content["prompt"],
-            number=content["number"],
-            point=[GridPoint(**content["point"])] * size,
-            text=content["text"],
-            reward=torch.tensor(reward, dtype=torch.float32),
-            tokens=content["tokens"],
-            truncated=torch.tensor(content["truncated"], dtype=torch.bool),
-            reason=content["reason"],
-            answers=content.get("answers") or [()] * size,
-        )
+        content["reward"] = torch.tensor(reward, dtype=torch.float32)
+        content["truncated"] = torch.tensor(content["truncated"], dtype=torch.bool)
+        content["point"] = [GridPoint(**content["point"])] * len(reward)
+        return Completions(**content)
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"The completions in '{path}' cannot be read ({error}). Delete the file and resume: they are "
@@ -415,49 +383,7 @@ def load_point(path: Path) -> Completions:
         ) from error
 
 
-def choose_completions(rule: SelectionConfig, completions: Completions, candidates: Tensor) -> list[int]:
-    """Return indices of the completions that become the dataset, among candidates (bool [B])."""
-    if rule.rule == "all":
-        return every_valid(candidates)
-    if rule.rule == "best_of_n":
-        return best_of_group(completions.reward, completions.prompt, seed=rule.seed, valid=candidates)
-    return accepted_completions(
-        completions.reward,
-        completions.prompt,
-        completions.text,
-        threshold=rule.threshold,
-        per_group=rule.per_prompt,
-        seed=rule.seed,
-        valid=candidates,
-    )
-
-
-def nothing_chosen(
-    rule: SelectionConfig, completions: Completions, selectable: Tensor, output: Path
-) -> UserError:
-    """Word the error that no completion was chosen."""
-    if not bool(selectable.any()):
-        cut = int(completions.truncated.sum())
-        return UserError(
-            f"None of the {len(completions)} completions may be chosen: {cut} of them met the length limit. "
-            "No dataset was written. Raise rollout.max_new_tokens in a new run, or set "
-            "selection.truncated=true and go on with --resume."
-        )
-    best = float(completions.reward[selectable].max())
-    if rule.skip_solved and best >= rule.threshold:
-        return UserError(
-            f"Every prompt of which a completion reached {rule.threshold:g} had no other, and "
-            f"selection.skip_solved leaves these out. No dataset was written; the completions are kept in "
-            f"'{output}'. Set selection.skip_solved=false and go on with --resume, or sample harder prompts."
-        )
-    return UserError(
-        f"None of the {len(completions)} completions was accepted: the highest reward is {best:g}, and "
-        f"selection.threshold is {rule.threshold:g}. No dataset was written; the completions are kept in "
-        f"'{output}'. Lower the threshold and go on with --resume, or sample more."
-    )
-
-
-def dataset_record(records: Records, completions: Completions, index: int) -> dict[str, Any]:
+def _dataset_record(records: Records, completions: Completions, index: int) -> dict[str, Any]:
     """Build a line of the dataset: prompt, completion, its origin, and the rest of the prompt's record."""
     point, record = completions.point[index], records[completions.prompt[index]]
     answers = completions.answers[index]
@@ -475,7 +401,7 @@ def dataset_record(records: Records, completions: Completions, index: int) -> di
     return {"prompt": record["prompt"], **origin, **{k: v for k, v in record.items() if k != "prompt"}}
 
 
-def table(
+def _table(
     completions: Completions, selectable: Tensor, chosen: Sequence[int], threshold: float, by: Sequence[str]
 ) -> list[dict[str, Any]]:
     """Tabulate statistics of the completions grouped by the fields `by` of their points."""

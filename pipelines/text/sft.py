@@ -3,24 +3,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass as plain_dataclass
+from collections.abc import Iterator, Mapping
 from dataclasses import field
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic.dataclasses import dataclass
 
 from visalign.pipelines.shared.job import PolicyRun, run_job
-from visalign.pipelines.shared.parts import Records, build_accelerator, ends_by
+from visalign.pipelines.shared.parts import Records, build_accelerator, name_key
 from visalign.schema import STRICT
-from visalign.settings import Count, check_rules
+from visalign.settings import Count, refuse
 from visalign.training.loop.optimizer import OptimizerSettings
-from visalign.training.loop.progress import SUPERVISED_COLUMNS
 
-from .config import HeldoutPromptsConfig, SupervisedConfig
-from .job import planned_evaluation, text_run
-from .parts import build_text_policy, heldout_inputs, name_key, prompt_keys, text_demonstrations
+from .config import HeldoutPromptsConfig, SupervisedConfig, text_optimizer
+from .job import supervised_plan, text_run
+from .parts import build_text_policy, heldout_inputs, prompt_keys, text_demonstrations
 
 __all__ = ["TextSFTConfig", "plan", "run"]
 
@@ -44,26 +42,23 @@ class DemonstrationsDataConfig(HeldoutPromptsConfig):
     """Demonstrations per update; each epoch reads every record once, in a new order."""
 
     def __post_init__(self) -> None:
-        check_rules(self, DATA_RULES)
+        refuse(self._broken_rules())
 
-
-def _distinct_words(words: list[Any]) -> int:
-    return len({word.strip().casefold() for word in words if isinstance(word, str)} - {""})
-
-
-DATA_RULES = (
-    (lambda s: s.field == "", "data.field is empty; name the field of the completions, or null."),
-    (
-        lambda s: s.decision is not None and (len(s.decision) != 2 or _distinct_words(s.decision) != 2),
-        "data.decision is {s.decision}; give two different words, e.g. ['no', 'yes'] for the question "
-        "whether the second image is better (without quotes YAML reads yes as true).",
-    ),
-    (
-        lambda s: s.decision is not None and s.question is None,
-        "data.decision says how pairs of images are decided, and data.question, which asks about them, is "
-        "null. Set data.question, or take data.decision out.",
-    ),
-)
+    def _broken_rules(self) -> Iterator[str]:
+        words = self.decision
+        if self.field == "":
+            yield "data.field is empty; name the field of the completions, or null."
+        if words is not None and not (
+            len(words)
+            == 2
+            == len({word.strip().casefold() for word in words if isinstance(word, str)} - {""})
+        ):
+            yield (
+                f"data.decision is {words}; give two different words, e.g. ['no', 'yes'] for the question "
+                "whether the second image is better (without quotes YAML reads yes as true)."
+            )
+        if words is not None and self.question is None:
+            yield "data.decision decides between images, and data.question, which asks about them, is null."
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -74,16 +69,11 @@ class TextSFTConfig(SupervisedConfig):
 
     data: DemonstrationsDataConfig = field(default_factory=DemonstrationsDataConfig)
     """Demonstrations."""
-    optimizer: OptimizerSettings = field(
-        default_factory=lambda: OptimizerSettings(
-            lr=1e-4, weight_decay=0.0, updates_per_iteration=1, micro_batch=32, ema_decay=0.0, ema_every=1
-        )
-    )
+    optimizer: OptimizerSettings = field(default_factory=lambda: text_optimizer(1e-4))
     """Optimizer; micro_batch counts demonstrations, ema_decay 0 leaves averaging out."""
 
 
-@plain_dataclass(frozen=True, kw_only=True)
-class SFTInputs:
+class SFTInputs(NamedTuple):
     """Demonstrations, held-out records and rewards of a job."""
 
     demonstrations: Records
@@ -101,7 +91,7 @@ def prepare_sft(config: TextSFTConfig, device: str | None = None) -> SFTInputs:
     heldout, rewards = heldout_inputs(data, config.evaluation, config.seed, device)
     demonstrations = text_demonstrations("train", data, config.seed, data.field, data.field)
     seen = len(prompt_keys(demonstrations) & prompt_keys(heldout))
-    return SFTInputs(demonstrations=demonstrations, heldout=heldout, rewards=rewards, seen=seen)
+    return SFTInputs(demonstrations, heldout, rewards, seen)
 
 
 def run(config: TextSFTConfig, output: Path, resume: bool = False) -> dict[str, Any]:
@@ -127,8 +117,6 @@ def _build(config: TextSFTConfig, output: Path) -> PolicyRun:
         policy,
         SFT(policy, batches, accelerator=accelerator, sharding=config.run.sharding),
         inputs.rewards,
-        inputs.heldout,
-        config.generation,
         {"data.train": inputs.demonstrations, "data.heldout": inputs.heldout},
         summary=lambda counters: {
             "demonstrations": len(fitting),
@@ -136,24 +124,15 @@ def _build(config: TextSFTConfig, output: Path) -> PolicyRun:
             "epochs": counters.samples / len(fitting),
         },
         seen=inputs.seen,
-        columns=SUPERVISED_COLUMNS,
     )
 
 
 def plan(config: TextSFTConfig) -> dict[str, Any]:
     """Plan the batches of a job, in groups of entries."""
-    inputs, length = prepare_sft(config), config.run.iterations
-    updates = length * config.optimizer.updates_per_iteration
-    return {
-        "batch": {
-            "demonstrations": len(inputs.demonstrations),
-            "prompts": len(prompt_keys(inputs.demonstrations)),
-            "heldout_prompts_trained_on": inputs.seen,
-            "demonstrations_per_update": config.data.batch,
-            "updates": updates,
-            "epochs": updates * config.data.batch / len(inputs.demonstrations),
-            "iterations": length,
-            "ends_by": ends_by(config.run),
-        },
-        "evaluation": planned_evaluation(config, inputs.heldout),
+    inputs = prepare_sft(config)
+    counts = {
+        "demonstrations": len(inputs.demonstrations),
+        "prompts": len(prompt_keys(inputs.demonstrations)),
+        "heldout_prompts_trained_on": inputs.seen,
     }
+    return supervised_plan(config, counts, "demonstrations", len(inputs.demonstrations), inputs.heldout)

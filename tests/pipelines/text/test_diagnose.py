@@ -67,7 +67,7 @@ def runs(tmp_path_factory) -> Path:
         ],
     )
     sft(config, inputs / "tuned")
-    write_beginning(inputs / "idle", config, "text_sft", {})
+    write_beginning(inputs / "idle", config, {})
     shutil.copytree(inputs / "model", inputs / "idle" / "model")
     return inputs
 

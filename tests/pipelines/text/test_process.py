@@ -17,7 +17,7 @@ from visalign.config import load_config
 from visalign.errors import UserError
 from visalign.pipelines.text.config import TextGRPOConfig
 from visalign.pipelines.text.parts import build_process
-from visalign.pipelines.text.process import TextProcessConfig, _read, plan, run
+from visalign.pipelines.text.process import TextProcessConfig, estimate, plan, read_steps, run
 from visalign.rewards import ProcessRewardModel
 from visalign.training.loop.metrics import read_metrics
 
@@ -143,18 +143,22 @@ def test_labels_of_steps_train_the_other_kind(inputs: Path, tmp_path: Path) -> N
 def test_prompts_are_changed_where_they_are_learnt_from_alone(inputs: Path, tmp_path: Path) -> None:
     (tmp_path / "words.json").write_text(json.dumps({f"q{n}": [f"Q{n}", f"question {n}"] for n in range(12)}))
     changed = _config(inputs, f"data.convex_da={{synonyms: {tmp_path}/words.json}}")
-    learnt, measured = (side.rows for side in _read(changed))
-    plain, same = (side.rows for side in _read(_config(inputs)))
+    learnt, measured = ([r for _, r in side] for side in read_steps(changed))
+    plain, same = ([r for _, r in side] for side in read_steps(_config(inputs)))
     assert measured == same and {r["prompt"] for r in plain}.isdisjoint(r["prompt"] for r in learnt)
     assert len(plain) < len(learnt) <= 2 * len(plain) and {r["completion"] for r in learnt} >= {*TEXTS}
     file = tmp_path / "chat.jsonl"
     file.write_text(json.dumps({**JUDGED[0], "prompt": [{"role": "user", "content": "q"}]}))
-    with pytest.raises(UserError, match="convex_da changes words of prompts, and prompt 0 is a conversation"):
+    with pytest.raises(UserError, match="convex_da changes words of prompts, and a prompt is a conversation"):
         plan(_config(inputs, f"data.train={file}", "data.convex_da={}"))
 
 
 def test_what_it_would_do_and_what_it_refuses(inputs: Path, tmp_path: Path) -> None:
-    planned = plan(_config(inputs))
+    planned = estimate(_config(inputs))
+    memory = planned["memory_in_GB"]
+    assert memory["in_all"] > memory["adamw_moments"] == 2 * memory["trained_weights"] > 0
+    assert planned["hours"]["H100 SXM"] > 0 and planned["model"]["longest_text"] <= 48
+    assert estimate(_config(inputs, "model.train=head"))["memory_in_GB"]["in_all"] < memory["in_all"]
     assert planned["records"] == {"train": 90, "heldout": 8, "per_update": 8}
     assert planned["length"]["updates_at_most"] == 10 * 12
     for overrides, message in (

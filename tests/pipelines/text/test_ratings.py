@@ -9,14 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
-from typer.testing import CliRunner
 
 from tests.support.training.metric_families import without_times
 from visalign.config import load_config, resolve_config
 from visalign.data.sets.sources import shapes_pairs
 from visalign.errors import UserError
-from visalign.pipelines.cli.app import app
-from visalign.pipelines.text import job, sample, sft
+from visalign.pipelines.text import job
 from visalign.pipelines.text.job import TextGRPOConfig
 from visalign.pipelines.text.parts import prepare
 from visalign.pipelines.text.sft import TextSFTConfig, prepare_sft
@@ -81,18 +79,6 @@ def test_files_of_rated_images_are_asked_about(tmp_path):
         policy.generate([record["prompt"] for record in inputs.records], seeds=0)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ("data.train=nowhere.jsonl", "data.train: There is no set 'nowhere.jsonl'. Allowed: a file"),
-        ("data.heldout=nowhere.jsonl", "data.heldout: There is no set 'nowhere.jsonl'"),
-    ],
-)
-def test_what_is_no_set_of_rated_images_is_refused(change, message):
-    with pytest.raises(UserError, match=message):
-        prepare(config(change))
-
-
 def test_pairs_are_asked_about_without_ties(tmp_path):
     inputs = prepare(
         config("data.train=shapes:pairs", "data.question=Which is {prompt}?", "data.heldout=shapes:pairs")
@@ -144,54 +130,13 @@ def test_a_teachers_reason_stands_behind_the_decision():
     ("override", "message"),
     [
         ("data.decision=['yes', 'yes']", r"data\.decision is \['yes', 'yes'\]; give two different words"),
-        ("data.decision=['yes', 'Yes ']", "give two different words"),
         ("data.decision=[no, yes]", r"is \[False, True\]; give two .* YAML reads yes as true"),
-        ("data.decision=['yes']", "give two different words"),
         ("data.question=null", r"data\.question, which asks about them, is null"),
-        ("data.train=shapes:quality", r"data\.train is 'shapes:quality', a set of rated ones\. Give pairs"),
-        ("data.field=why", r"data\.train: row 1 of 'shapes:pairs' has no text in the column 'why'"),
+        ("data.train=shapes:quality", r"and data\.train is a set of rated ones"),
+        ("data.field=why", r"data\.train: row 1 has no text in the column 'why'"),
         ("data.train=nowhere.jsonl", r"data\.train: There is no set 'nowhere\.jsonl'"),
     ],
 )
 def test_decisions_of_what_are_no_pairs_are_refused(override, message):
     with pytest.raises(UserError, match=message):
         prepare_sft(decided(override))
-
-
-def test_the_plan_says_what_will_be_asked():
-    said = CliRunner().invoke(app, ["train", "shapes_visual_quality_r1", "--dry-run"])
-    assert said.exit_code == 0 and "10000" in said.output.replace(",", "")
-
-
-@pytest.mark.slow
-def test_what_a_judge_wrote_rightly_teaches_it(tmp_path):
-    """Rejective fine-tuning: ratings near the opinion, sampled with and without a hint, then learnt."""
-    asked = ["data.question=Rate the quality of the picture from 1 to 5.", "run.device=cpu"]
-    rating = "{rating: {options: {rule: regression, form: 0.1}}}"
-    sampled = sample.run(
-        load_config(
-            sample.TextSampleConfig,
-            None,
-            [
-                *("model.path=shapes-vlm", "data.train=shapes:quality", "data.size=12", *asked),
-                *(f"rewards.terms={rating}", "selection={threshold: 1.0, skip_solved: true}"),
-                "rollout={samples: 4, max_new_tokens: 12, hint: 'It is about {mos}.'}",
-            ],
-        ),
-        tmp_path / "sampled",
-    )
-    assert sampled["records"] > 8 and sampled["failed"] == 0
-    learnt = load_config(
-        sft.TextSFTConfig,
-        None,
-        [
-            *("model.path=shapes-vlm", "model.lora.rank=4", *asked, "data.heldout=shapes:quality"),
-            *(f"data.train={tmp_path}/sampled/dataset.jsonl", "data.heldout_size=4", "data.batch=8"),
-            f"evaluation={{rewards: {rating}, correctness: null, seeds: [0]}}",
-            *("generation.max_new_tokens=12", "run.iterations=6", "optimizer.lr=1e-3"),
-        ],
-    )
-    summary = sft.run(learnt, tmp_path / "learnt")
-    assert (tmp_path / "learnt" / "lora" / "adapter_model.safetensors").is_file()
-    losses = [row["loss"] for row in read_metrics(tmp_path / "learnt" / "metrics.jsonl")]
-    assert losses[-1] < losses[0] and 0 <= summary["after"]["rewards"]["rating"]["mean"] <= 1.1

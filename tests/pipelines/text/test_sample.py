@@ -186,23 +186,12 @@ def test_nothing_accepted_is_an_error_that_writes_no_dataset(inputs, tmp_path):
     output = tmp_path / "out"
     grid = "rollout={samples: 1, max_new_tokens: 6, max_failure_rate: 0.9}"
     with pytest.raises(
-        UserError, match=r"None of the 8 completions was accepted: the highest reward is .*threshold"
+        UserError, match=r"None of 8 completions was selected: .* the highest reward is .*threshold is 1"
     ):
         run(_config(inputs, grid, "selection.threshold=1.0"), output)
     assert not (output / "dataset.jsonl").exists() and not (output / "summary.json").exists()
     summary = run(_config(inputs, grid, "selection.threshold=0.0"), output, resume=True)
     assert summary["records"] > 0
-    with pytest.raises(
-        UserError, match=r"None of the 8 completions may be chosen: 8 of them met the length limit"
-    ):
-        run(
-            _config(
-                inputs,
-                "rollout={samples: 1, max_new_tokens: 1, max_failure_rate: 0.9}",
-                "selection.truncated=false",
-            ),
-            tmp_path / "b",
-        )
 
 
 def test_too_many_failed_judgements_stop_the_run(inputs, tmp_path):
@@ -218,7 +207,7 @@ def _write(folder: Path, *records: Any) -> str:
     return f"data.train={file}"
 
 
-def test_what_cannot_be_used_is_refused_before_anything_is_written(finished, inputs, tmp_path):
+def test_what_cannot_be_used_is_refused_before_anything_is_written(inputs, tmp_path):
     output = tmp_path / "out"
     refused = {
         "selection.threshold=1.5": "selection.threshold is 1.5, and the rewards reach 1 at most",
@@ -231,8 +220,6 @@ def test_what_cannot_be_used_is_refused_before_anything_is_written(finished, inp
         with pytest.raises((UserError, FileNotFoundError), match=message):
             run(_config(inputs, override), output)
         assert not output.exists()
-    with pytest.raises(UserError, match="is not empty, and nothing is overwritten"):
-        run(_config(inputs), finished[0])
 
 
 def test_resume_refuses_other_completions_and_notices_other_prompts(finished, inputs):
@@ -248,11 +235,7 @@ def test_resume_refuses_other_completions_and_notices_other_prompts(finished, in
         file.write_text(text)
 
 
-def test_resume_needs_a_run_and_says_which_completions_are_damaged(finished, inputs, tmp_path):
-    (tmp_path / "x").mkdir()
-    (tmp_path / "x" / "a").write_text("b")
-    with pytest.raises(UserError, match=r"There is no run in .* it has no config.yaml"):
-        run(_config(inputs), tmp_path / "x", resume=True)
+def test_resume_says_which_completions_are_damaged(finished, inputs, tmp_path):
     import shutil
 
     copy = shutil.copytree(finished[0], tmp_path / "copy")
@@ -267,18 +250,8 @@ def test_resume_needs_a_run_and_says_which_completions_are_damaged(finished, inp
         ("rollout.temperatures=[0.0]", r"temperatures is \[0\.0\] .*give temperatures above 0"),
         ("rollout.top_p=[]", r"rollout.top_p is \[\]; give at least one number"),
         ("rollout.top_p=[1.2]", "rollout.top_p is 1.2; it must be above 0"),
-        ("rollout.samples=0", "Key 'rollout.samples' .*got 0 .*greater than or equal to 1"),
-        ("rollout.max_new_tokens=0", "max_new_tokens.*got 0"),
-        ("rollout.max_failure_rate=2", "Key 'rollout.max_failure_rate' .*got 2 .*less than or equal to 1"),
-        (
-            "selection.rule=reject",
-            "'selection.rule' .*got 'reject' .*one of .*Did you mean 'rejection'",
-        ),
-        ("selection.per_prompt=0", "Key 'selection.per_prompt' .*got 0 "),
-        ("selection.threshold=.nan", "selection.threshold is not a number"),
-        ("run.device=gpu", "Key 'run.device' .*got 'gpu' .*one of 'auto', 'cpu'"),
+        ("selection.threshold=.nan", "Key 'selection.threshold' .*got nan .*finite"),
         ("model.value=shared", "Unknown key 'model.value' .*Allowed under 'model': path, lora"),
-        ("rollout.sample=4", "Did you mean 'rollout.samples'"),
     ],
 )
 def test_settings_that_cannot_be(override, message, inputs):
@@ -336,7 +309,7 @@ def test_hinted_completions_stand_in_where_none_was_right(inputs, finished, tmp_
     harder = run(_config(inputs, *hinted, "selection.skip_solved=true"), output, resume=True)
     assert harder["records"] <= summary["records"] and harder["accepted"] == summary["accepted"]
     easy = ("selection.threshold=0.0", "selection.skip_solved=true")
-    with pytest.raises(UserError, match=r"skip_solved leaves these out.*Set selection\.skip_solved=false"):
+    with pytest.raises(UserError, match=r"was selected: .*selection\.skip_solved is True"):
         run(_config(inputs, *easy), tmp_path / "easy")
     with pytest.raises(UserError, match="names the field 'solution', which a record lacks"):
         run(_config(inputs, "rollout.hint='{solution}'"), tmp_path / "lacking")

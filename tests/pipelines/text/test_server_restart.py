@@ -113,20 +113,6 @@ def test_a_run_is_that_of_a_server_that_stayed(steady: Any, place: str, number: 
     assert found == texts and measured == metrics
 
 
-def test_a_start_that_nobody_sees_loses_adapters_and_reads_the_folder(steady: Any, tmp_path: Path) -> None:
-    whole, texts, metrics = steady
-
-    def dies(server: TinyServer) -> Callable[[str, int], bool]:
-        if whole:
-            server.start = lambda: server.policy.load(cast(Path, server.folder))
-        return lambda path, count: bool(path == ASKED and count == 17 and server.start())
-
-    found, measured, server = run(tmp_path, whole, dies)
-    assert found == texts and measured == metrics
-    given = [path for path, _ in server.asked if path in ("/collective_rpc", "/v1/load_lora_adapter")]
-    assert len(given) == (3 if whole else 4)
-
-
 def test_an_adapter_that_stays_unknown_ends_the_call(tmp_path: Path) -> None:
     trained = policy(False)
     trained.save(tmp_path)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,7 @@ from tests.support.training.text_jobs import text_inputs
 from visalign.config import load_config
 from visalign.errors import UserError
 from visalign.evaluation import load_heldout
-from visalign.pipelines.text.sample import TextSampleConfig
-from visalign.pipelines.text.sample import run as sample
 from visalign.pipelines.text.sft import TextSFTConfig, plan, run
-from visalign.training.loop.checkpoint import CheckpointError
 from visalign.training.loop.metrics import read_metrics
 
 BASE = (
@@ -52,11 +48,6 @@ def _config(inputs: Path, *overrides: str) -> TextSFTConfig:
 def finished(inputs, tmp_path_factory) -> tuple[Path, dict[str, Any]]:
     output = tmp_path_factory.mktemp("runs") / "finished"
     return output, run(_config(inputs), output)
-
-
-def test_the_log_says_the_loss(inputs, tmp_path, capsys):
-    run(_config(inputs, "run.iterations=1"), tmp_path / "out")
-    assert re.search(r"iteration 1/1: loss \d+\.\d+, ", capsys.readouterr().out)
 
 
 def test_a_cold_start_raises_the_accuracy_of_a_random_model(finished):
@@ -97,32 +88,6 @@ def test_a_run_out_of_time_resumes_to_the_result_of_one_that_was_not(finished, i
     assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
     rows = [[without_times(row) for row in read_metrics(p / "metrics.jsonl")] for p in (output, finished[0])]
     assert rows[0] == rows[1]
-
-
-def test_adapters_are_saved_alone(inputs, tmp_path):
-    run(_config(inputs, "model.lora={rank: 4}", "run.iterations=1", "evaluation.every=0"), tmp_path / "run")
-    assert (tmp_path / "run" / "lora" / "adapter_model.safetensors").is_file()
-    assert not (tmp_path / "run" / "model").exists()
-
-
-def test_a_dataset_of_text_sample_is_what_it_learns_from(inputs, tmp_path):
-    """Right completions of the trained model, learnt by the random one."""
-    teacher = tmp_path / "teacher"
-    run(_config(inputs, "evaluation.every=0"), teacher)
-    grid = [
-        f"model.path={teacher}/model",
-        f"data.train={inputs}/prompts.jsonl",
-        "rewards.terms={exact_answer: {}}",
-        "rollout={temperatures: [0.8, 1.2], samples: 4, max_new_tokens: 4}",
-        "selection.per_prompt=2",
-        "run.device=cpu",
-    ]
-    made = sample(load_config(TextSampleConfig, None, grid), tmp_path / "samples")
-    assert made["records"] == 2 * made["prompts_covered"] >= 14
-    data = f"data.train={tmp_path}/samples/dataset.jsonl"
-    summary = run(_config(inputs, data, "evaluation.every=0"), tmp_path / "student")
-    assert summary["demonstrations"] == made["records"]
-    assert summary["before"]["accuracy"] < 0.2 and summary["after"]["accuracy"] > 0.8
 
 
 def test_the_packaged_tasks_are_learnt_from_their_solutions(inputs):
@@ -182,46 +147,26 @@ def test_records_that_are_too_long_can_be_left_out(inputs, tmp_path):
     assert summary["demonstrations"] == 1 and summary["demonstrations_left_out"] == 1
 
 
-def test_other_inputs_are_refused(finished, inputs, tmp_path):
+def test_other_inputs_are_refused(inputs, tmp_path):
     output = tmp_path / "out"
     for override, message in {
         "data.heldout=nowhere.jsonl": "data.heldout: no prompt set 'nowhere.jsonl'",
-        "data.train=nowhere.jsonl": "data.train: there is no file of demonstrations 'nowhere.jsonl'",
-        "data.train=tasks:trian": "data.train is 'tasks:trian'; the packaged records are",
+        "data.train=tasks:trian": "data.train: no 'tasks:trian'; the packaged records are",
     }.items():
         with pytest.raises(UserError, match=message):
             run(_config(inputs, override), output)
         assert not output.exists()
     images = ("data.question=How is it?", "data.heldout=shapes:quality", "data.heldout_size=2")
     images += ("evaluation={rewards: {rating: {}}, correctness: null}",)
-    with pytest.raises(UserError, match=r"'tasks:train', whose records show no images, and data\.question"):
+    with pytest.raises(UserError, match=r"'tasks:train' shows no images, and data\.question"):
         run(_config(inputs, *images, "data.train=tasks:train"), output)
-    with pytest.raises(UserError, match="is not empty, and nothing is overwritten"):
-        run(_config(inputs), finished[0])
-
-
-def test_resume_notices_other_demonstrations_under_the_same_name(finished, inputs):
-    file = inputs / "demonstrations.jsonl"
-    text = file.read_text()
-    try:
-        file.write_text(text.replace('"completion": "a"', '"completion": "b"'))
-        with pytest.raises(CheckpointError, match=r"data\.train: '\w+' there, '\w+' now"):
-            run(_config(inputs, "run.iterations=9"), finished[0], resume=True)
-    finally:
-        file.write_text(text)
-    with pytest.raises(CheckpointError, match=r"data\.batch: 8 there, 7 now"):
-        run(_config(inputs, "data.batch=7"), finished[0], resume=True)
 
 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("model.value=shared", "Unknown key 'model.value' .*Allowed under 'model': path, lora"),
-        ("data.batch=0", "Key 'data.batch' .*got 0 "),
-        ("data.too_long=cut", "Key 'data.too_long' .*got 'cut' .*one of 'refuse', 'drop'"),
         ("data.field=''", "data.field is empty"),
-        ("generation.temperature=0", "temperature.*got 0"),
-        ("generation.max_new_tokens=0", "max_new_tokens.*got 0"),
+        ("generation.temperature=0", "generation.temperature is 0; greedy completions are measured besides"),
         ("evaluation.rewards={}", "evaluation.rewards is empty"),
         ("evaluation.correctness=exact", "Did you mean 'exact_answer'"),
     ],
