@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The card of a trained judge: data, steps, time, held-out numbers as measured."""
+"""Card of a trained judge: data, steps, time, held-out numbers as measured."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from visalign.training.reward.tasks import TASKS
-
-from .config import TrainedModel, TrainRewardConfig
+from .config import JUDGE_KINDS, TrainRewardConfig
 
 MEANING = {
     "accuracy": "pairs on the right side, where the truth is clear",
@@ -28,64 +26,35 @@ MEANING = {
     "critique_nll": "negative log-likelihood of whether an answer is right, nats",
 }
 
-READERS = {
-    "hpsv3": "visalign.rewards.hpsv3.judge.HPSv3",
-    "yes_no": "visalign.rewards.questions.reward_dance.RewardDance",
-    "pair": "visalign.rewards.questions.reward_dance.RewardDancePairs",
-    "rating": "visalign.rewards.questions.visual_quality_r1.VisualQuality",
-    "critique": "visalign.rewards.chat.deepseek_grm.DeepSeekGRM` as `meta",
-    "checklist": "visalign.rewards.questions.vision_reward.VisionReward",
-    "ict": "visalign.rewards.scorers.ict.Ict",
-    "hp": "visalign.rewards.scorers.hp.Hp",
-}
-
-"""Kind of a model -> what reads it."""
-
-NAMES = {
-    "hpsv3": "hpsv3",
-    "yes_no": "reward_dance",
-    "pair": "reward_dance_pairs",
-    "rating": "visual_quality_r1",
-    "critique": None,  # judges the answers of another reward
-    "checklist": "vision_reward",
-    "ict": "ict",
-    "hp": "hp",
-}
-"""Kind of a model -> name of its reward in the catalogue."""
-
 
 def reward_card(
-    config: TrainRewardConfig, summary: Mapping[str, Any], examples: int, notes: Sequence[str] = ()
+    config: TrainRewardConfig, summary: Mapping[str, Any], examples: int, notes: list[str]
 ) -> str:
-    """The text of README.md."""
+    """Write the text of README.md."""
     model, data = config.model, config.data
     before, after = summary["before"], summary["after"]
-    rows = [
-        f"| {MEANING.get(name, name)} | {_number(before.get(name))} | {_number(value)} |"
-        for name, value in after.items()
-    ]
-    labels = kinds = ""
-    if TASKS[config.objective.task].labels == "triples":
+    labels = ""
+    if config.reads == "triples":
         labels = f", labels: cosines of `{model.path}` truncated at {data.theta:g}"
     elif data.train == "shapes:pairs":
-        labels = f", labels: {data.labels}"
-        kinds = f", pairs that differ in {', '.join(data.kinds)}"
+        labels = f", labels: {data.labels}, pairs that differ in {', '.join(data.kinds)}"
+    trained_part = model.train + "".join(f" but `{name}`" for name in model.frozen)
     lines = [
         f"# A judge of kind {model.kind}",
         "",
-        f"Trained from `{model.path}` ({_moved(model)}, {summary['trainable_parameters']:,} parameters "
-        f"moved); read by `{READERS[model.kind]}`.",
+        f"Trained from `{model.path}` ({trained_part}, {summary['trainable_parameters']:,} parameters "
+        f"moved); read by `{JUDGE_KINDS[model.kind].reader}`.",
         "",
         "## Training",
         "",
-        f"- Data: `{data.train}`, {examples:,} examples{labels}{kinds}; {summary['examples']:,} read "
+        f"- Data: `{data.train}`, {examples:,} examples{labels}; {summary['examples']:,} read "
         f"({summary['epochs']:.2f} epochs).",
         f"- Loss: {config.objective.task}; {summary['updates']} updates of {data.batch} examples.",
         f"- {summary['training_seconds']:.0f} s of training, the evaluations on the way included.",
         "- Made by `visalign train-reward`; the run's config.yaml holds every setting.",
         "",
     ]
-    if rows:
+    if after:
         lines += [
             "## How good it is",
             "",
@@ -93,16 +62,15 @@ def reward_card(
             "",
             "| measure | before | after |",
             "|---|---|---|",
-            *rows,
+            *(
+                f"| {MEANING.get(name, name)} | {_number(before.get(name))} | {_number(value)} |"
+                for name, value in after.items()
+            ),
             "",
             "The first column was measured on the first examples alone while the judge was untrained.",
             "",
         ]
     return "\n".join([*lines, *notes])
-
-
-def _moved(model: TrainedModel) -> str:
-    return model.train + "".join(f" but `{name}`" for name in model.frozen)
 
 
 def _number(value: Any) -> str:

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checklist judge to be trained: the weights of its answers alone, or with adapters that change the
-answers."""
+"""Checklist judge to be trained: the weights of its answers, or with adapters also the answers."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ from visalign.rewards.vlm.requests import check_fields
 from visalign.rewards.vlm.template import Template
 from visalign.training.reward.batch import Outputs, RewardBatch
 
-from .config import ChecklistModel
+from .config import TrainRewardConfig
 from .examples import Example, Examples, pair_batch, pair_images
 from .judges import SeeingJudge, moving, refuse
 from .vlm_judges import yes_and_no
@@ -39,19 +38,18 @@ class ChecklistJudge(SeeingJudge):
     VisionReward, arXiv 2412.21059, section 3.
     """
 
-    def __init__(self, model: ChecklistModel, seed: int, device: torch.device) -> None:
-        super().__init__(model, device)
-        self.checklist: Checklist = checklist_of(model.checklist, self.engine)
+    def __init__(self, config: TrainRewardConfig, device: torch.device) -> None:
+        super().__init__(config, device)
+        self.checklist: Checklist = checklist_of(self.settings.checklist, self.engine)
         self.asked = Questions(self, self.checklist)
         signed = torch.tensor(list(self.checklist.rule.weights), device=device)
         self.sign = torch.where(signed < 0, -1.0, 1.0)
         self.module = nn.ModuleDict({"model": self.engine.model})
         self.module.register_parameter("weights", nn.Parameter(signed.abs()))
-        self.frozen = model.train == "head"
-        if not self.frozen:
-            with torch.random.fork_rng():
-                torch.manual_seed(seed)
-                self.add_lora()
+        self.frozen = self.settings.train == "head"
+        with torch.random.fork_rng():
+            torch.manual_seed(config.seed)
+            self.unfreeze()
 
     @property
     def weights(self) -> Any:
@@ -73,8 +71,7 @@ class ChecklistJudge(SeeingJudge):
         self.weights.clamp_(min=0.0)
 
     def remember(self, examples: Examples) -> Examples:
-        """The examples with their answers in the images' stead, each asked at its first use and kept, where
-        the model that answers is frozen."""
+        """Put answers in the images' stead where the model is frozen; each is asked at its first use."""
 
         @cache
         def answered(number: int) -> Example:
@@ -84,7 +81,7 @@ class ChecklistJudge(SeeingJudge):
         return replace(examples, example=answered) if self.frozen else examples
 
     def encode(self, examples: Sequence[Example], *, heldout: bool = False) -> RewardBatch:
-        """Pairs: all left images, then all right ones."""
+        """Encode pairs: all left images, then all right ones."""
         inputs: Any
         if self.frozen:
             features = [e.features for e in examples if e.features is not None]
@@ -114,12 +111,12 @@ class ChecklistJudge(SeeingJudge):
         return replace(self.checklist, rule=replace(self.checklist.rule, weights=weights))
 
     def first_notes(self) -> list[str]:
-        """Why the first iterations take longer."""
-        once = "Each image is asked about once, when it is first read"
-        return [f"{once}: the first iterations take the longest."] if self.frozen else []
+        """Explain why the first iterations take longer."""
+        note = "Each image is asked about once, when it is first read: the first iterations take the longest."
+        return [note] if self.frozen else []
 
     def card_notes(self) -> list[str]:
-        """Lines for the card: what each answer weighs."""
+        """List the weight of each answer for the card."""
         checklist = self.learnt()
         names = ["(alignment)"] if checklist.rule.has_alignment else []
         names += [q for number, q in enumerate(checklist.questions) if number not in checklist.rule.masked]
@@ -133,7 +130,7 @@ class ChecklistJudge(SeeingJudge):
 
 
 class Questions:
-    """A checklist's questions to one judge's model, and what its answers count."""
+    """Questions of a checklist to a judge's model, and the features of its answers."""
 
     def __init__(self, judge: SeeingJudge, checklist: Checklist) -> None:
         self.judge, self.checklist, engine = judge, checklist, judge.engine
@@ -148,14 +145,11 @@ class Questions:
 
     @torch.no_grad()
     def features(self, example: Example) -> Tensor:
-        """[images, F] what the rule multiplies with its weights, as `VisionReward` scores; equal images
-        are asked once. A model on the meta device says 0.
+        """[images, F] factors of the rule's weights, as `VisionReward` scores; equal images are asked once.
 
         Each image is asked by itself, so that its last bits do not depend on what it was asked with.
         """
         rows = []
-        if self.judge.device.type == "meta":
-            return torch.zeros(len(example.images), len(self.checklist.rule.weights))
         for image in example.images:
             text = example.prompt if self._of_prompt else ""
             key = hashlib.blake2b(image.contiguous().numpy().tobytes() + repr((image.shape, text)).encode())
@@ -173,7 +167,7 @@ class Questions:
         return rule.features(rule.fill_unanswered((answers + 1) / 2), aligned)[0].float()
 
     def rows(self, images: Sequence[Tensor], prompts: Sequence[str]) -> tuple[list[Any], int]:
-        """(rows of all questions image by image, then of the alignment; number of images)."""
+        """Encode (rows of all questions image by image, then of the alignment; number of images)."""
         both = list(zip(images, prompts, strict=True))
         asks = [
             Query(images=[image], prompt=prompt, fields={"question": question.replace("{prompt}", prompt)})
@@ -192,8 +186,7 @@ class Questions:
         return rows, len(both)
 
     def live(self, rows: list[Any], count: int) -> tuple[Tensor, Tensor]:
-        """(features [count, F], ln P(yes or no) [count], its mean over the questions) of `rows`, with
-        gradient where it is enabled."""
+        """Compute (features [count, F], mean ln P(yes or no) over the questions [count]), with gradient."""
         states = self.judge.engine.states(rows)
         questions = count * len(self.checklist.questions)
         odds, log_mass = self.judge.odds(states[:questions], *self._words[0])

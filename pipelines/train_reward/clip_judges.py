@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ICT and HP as the reward trainer sees them: contrastive towers, and a head on the image's embedding."""
+"""ICT and HP to be trained: contrastive towers, and a head on the image's embedding."""
 
 from __future__ import annotations
 
@@ -17,25 +17,28 @@ from visalign.rewards.scorers.hp import Hp
 from visalign.rewards.scorers.ict import Ict
 from visalign.training.reward.batch import Outputs, RewardBatch
 
-from .config import HpModel, IctModel
+from .config import TrainRewardConfig
 from .examples import Example, pair_batch, pair_images
 from .judges import TrainedJudge, base_name, freeze
 
 
 class IctJudge(TrainedJudge):
-    """Two towers that learn the truncated cosines of what they were before; from the score `theta` on an
-    image counts as containing all of its prompt."""
+    """Two towers that learn the truncated cosines of what they were before.
 
-    def __init__(self, model: IctModel, theta: float, device: torch.device) -> None:
-        self.judge, self.theta = Ict.from_pretrained(model.path, device=device, cache_bytes=0), theta
-        super().__init__(model, self.judge.module, device)
+    From the score `data.theta` on an image counts as containing all of its prompt.
+    """
+
+    def __init__(self, config: TrainRewardConfig, device: torch.device) -> None:
+        self.judge = Ict.from_pretrained(config.model.path, device=device, cache_bytes=0)
+        self.theta = config.data.theta
+        super().__init__(config, self.judge.module, device)
         self.teacher = copy.deepcopy(self.module).eval().requires_grad_(False)
         self.module.requires_grad_(True)
-        freeze(self.module.encoder.model, model.frozen)
+        freeze(self.module.encoder.model, config.model.frozen)
         self.module.encoder.logit_scale.requires_grad_(False)  # the cosine has none
 
     def encode(self, examples: Sequence[Example], *, heldout: bool = False) -> RewardBatch:
-        """Triples, with the labels that the teacher gives them; or pairs, to be measured on."""
+        """Encode triples, with the labels that the teacher gives them; or pairs, to be measured on."""
         towers = self.judge.towers
         easy = towers.tokens([example.prompt for example in examples])
         pixels = towers.pixels(pair_images(examples))
@@ -46,7 +49,7 @@ class IctJudge(TrainedJudge):
         return RewardBatch(
             inputs={"pixels": pixels, "easy": easy, "refined": refined},
             size=len(examples),
-            ict=None if self.device.type == "meta" else self._labels(pixels, easy, refined),
+            ict=self._labels(pixels, easy, refined),
         )
 
     @torch.no_grad()
@@ -55,11 +58,9 @@ class IctJudge(TrainedJudge):
         with self.precision():
             images = self.teacher.image_features(pixels[: 2 * count])
             texts = self.teacher.text_features(easy)
-            between = (
-                torch.ones(count)
-                if refined is easy
-                else cosine(texts, self.teacher.text_features(refined)).cpu()
-            )
+            between = torch.ones(count)
+            if refined is not easy:
+                between = cosine(texts, self.teacher.text_features(refined)).cpu()
         scores = cosine(images, texts.repeat(2, 1)).cpu()
         return ict_labels(scores[:count], scores[count:], between, theta=self.theta)
 
@@ -83,27 +84,24 @@ class IctJudge(TrainedJudge):
 class HpJudge(TrainedJudge):
     """A tower and a new head that score the image alone."""
 
-    def __init__(self, model: HpModel, seed: int, device: torch.device) -> None:
+    def __init__(self, config: TrainRewardConfig, device: torch.device) -> None:
+        model: Any = config.model
         widths = None if model.head is None else [*model.head, 1]
         with torch.random.fork_rng():
-            torch.manual_seed(seed)
+            torch.manual_seed(config.seed)
             self.judge = Hp.untrained(model.path, widths=widths, device=device, cache_bytes=0)
-        super().__init__(model, self.judge.module, device)
+        super().__init__(config, self.judge.module, device)
         self.module.requires_grad_(False)
         self.module.head.requires_grad_(True)
         if model.train == "full":
-            self._image_tower().requires_grad_(True)
-            freeze(self.module.encoder.model, model.frozen)
-
-    def _image_tower(self) -> nn.Module:
-        """The part of the encoder that images go through."""
-        model: Any = self.module.encoder.model
-        if self.module.encoder.is_open_clip:
-            return model.visual
-        return nn.ModuleList([model.vision_model, model.visual_projection])
+            encoder: Any = self.module.encoder.model
+            is_open = self.module.encoder.is_open_clip
+            tower = [encoder.visual] if is_open else [encoder.vision_model, encoder.visual_projection]
+            nn.ModuleList(tower).requires_grad_(True)
+            freeze(encoder, model.frozen)
 
     def encode(self, examples: Sequence[Example], *, heldout: bool = False) -> RewardBatch:
-        """Pairs."""
+        """Encode pairs."""
         return pair_batch(self.judge.towers.pixels(pair_images(examples)), examples, heldout=heldout)
 
     def __call__(self, inputs: Any) -> Outputs:

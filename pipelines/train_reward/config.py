@@ -1,44 +1,56 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The configuration of the training of a judge. YAML files hold only what differs from these.
+"""Configuration of the training of a judge. YAML files hold only what differs from these.
 
-`model.kind` chooses one of the dataclasses of a model; each has the settings that its judge reads, so others
-cannot be written down.
+`model.kind` chooses one of the dataclasses of a model; each has only the settings that its judge reads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import MISSING, field, fields
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from visalign.data.sets.sources import GENERATED
 from visalign.data.shapes.preferences import KINDS, Kind
-from visalign.pipelines.shared.sections import (
-    ConvexDAConfig,
-    Dtype,
-    LoraConfig,
-    PolicyRunConfig,
-)
+from visalign.pipelines.shared.sections import ConvexDAConfig, Dtype, LoraConfig, PolicyRunConfig
 from visalign.precision import Autocast
 from visalign.schema import STRICT
-from visalign.settings import Count, Natural, PositiveShare, Share, check_rules
+from visalign.settings import Count, Finite, Natural, NonNegative, Positive, PositiveShare, Share, refuse
 from visalign.training.reward.settings import AnyObjective, RewardOptimizerSettings, UncertaintySettings
 from visalign.training.reward.tasks import TASKS
 
-JUDGE_TASKS = {
-    "hpsv3": ("uncertainty", "uncertainty_upstream", "upstream_monte_carlo", "bradley_terry"),
-    "yes_no": ("yes_no",),
-    "pair": ("yes_no",),
-    "rating": ("rating", "rating_fidelity"),
-    "critique": ("critique",),
-    "checklist": ("checklist",),
-    "ict": ("ict",),
-    "hp": ("hp", "bradley_terry"),
+
+class JudgeKind(NamedTuple):
+    """Kind of judge."""
+
+    tasks: tuple[str, ...]
+    """Tasks of its objective, the usual one first."""
+    reader: str
+    """Class that reads the trained judge."""
+    reward: str | None
+    """Name of that class in the catalogue; None: it judges the answers of another reward."""
+
+
+_QUESTIONS = "visalign.rewards.questions"
+JUDGE_KINDS = {
+    "hpsv3": JudgeKind(
+        ("uncertainty", "uncertainty_upstream", "upstream_monte_carlo", "bradley_terry"),
+        "visalign.rewards.hpsv3.judge.HPSv3",
+        "hpsv3",
+    ),
+    "yes_no": JudgeKind(("yes_no",), f"{_QUESTIONS}.reward_dance.RewardDance", "reward_dance"),
+    "pair": JudgeKind(("yes_no",), f"{_QUESTIONS}.reward_dance.RewardDancePairs", "reward_dance_pairs"),
+    "rating": JudgeKind(
+        ("rating", "rating_fidelity"), f"{_QUESTIONS}.visual_quality_r1.VisualQuality", "visual_quality_r1"
+    ),
+    "critique": JudgeKind(("critique",), "visalign.rewards.chat.deepseek_grm.DeepSeekGRM` as `meta", None),
+    "checklist": JudgeKind(("checklist",), f"{_QUESTIONS}.vision_reward.VisionReward", "vision_reward"),
+    "ict": JudgeKind(("ict",), "visalign.rewards.scorers.ict.Ict", "ict"),
+    "hp": JudgeKind(("hp", "bradley_terry"), "visalign.rewards.scorers.hp.Hp", "hp"),
 }
-"""Kind of judge -> tasks of its objective, the usual one first."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -98,7 +110,7 @@ class DiversityConfig:
 
     others: Annotated[list[str], Field(min_length=1)]
     """Folders of the members, trained from the same base with adapters of the same layers."""
-    weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    weight: Positive = 1.0
     """Beside a loss in nats."""
 
 
@@ -161,7 +173,7 @@ class OffPolicyConfig:
 
     alpha: Annotated[float, Field(gt=0, lt=1)] = 0.1
     """α; d is at most 1/α."""
-    multiplier: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.01
+    multiplier: NonNegative = 0.01
     """m: ratios of whole samples are huge."""
     least_effective: Share = 0.1
     """Share of the pairs below which their effective sample size, (Σ w)²/Σ w², is refused."""
@@ -211,7 +223,7 @@ class RewardDataConfig:
     """Examples that go through the network together; memory only, but for ict's negatives."""
     theta: PositiveShare = 0.7
     """ict: CLIP score from which an image counts as containing all of its prompt."""
-    right: float = 1.0
+    right: Finite = 1.0
     """critique: reward from which an answer counts as right."""
 
 
@@ -249,98 +261,12 @@ class TrainRewardConfig:
     """Length, checkpoints, machine."""
 
     def __post_init__(self) -> None:
-        check_rules(self, RULES)
+        refuse(_broken_rules(self))
 
     @property
     def reads(self) -> str:
         """Kind of labels that the task reads: pairs, triples, rows (rated images) or answers."""
         return TASKS[self.objective.task].labels
-
-    @property
-    def sources(self) -> dict[str, str | None]:
-        """Key of each set -> its source."""
-        return {"data.train": self.data.train, "data.heldout": self.data.heldout}
-
-    def from_files(self, *keys: str) -> bool:
-        """Return whether one of these sets comes from files of pairs or of rated images."""
-        return self.reads != "answers" and any(self.sources[key] not in (None, *GENERATED) for key in keys)
-
-
-def _task_of_another_kind(s: TrainRewardConfig) -> str:
-    tasks = JUDGE_TASKS[s.model.kind]
-    return "" if s.objective.task in tasks else ", ".join(tasks)
-
-
-def _source(*sources: str, reads: Callable[[str], bool]) -> Callable[[TrainRewardConfig], str]:
-    """Name the first set with one of these sources, under a task whose kind of labels does not fit it."""
-
-    def find(s: TrainRewardConfig) -> str:
-        names = (f"{key} is {source}" for key, source in s.sources.items() if source in sources)
-        return next(names, "") if reads(s.reads) else ""
-
-    return find
-
-
-def _reads_shapes_pairs(s: TrainRewardConfig) -> bool:
-    return s.reads == "pairs" and "shapes:pairs" in s.sources.values()
-
-
-def _reads_pair_file(s: TrainRewardConfig) -> bool:
-    return s.reads == "pairs" and s.data.train not in GENERATED
-
-
-READ: dict[str, tuple[Callable[[TrainRewardConfig], bool], str]] = {
-    "theta": (lambda s: s.objective.task == "ict", "by the task ict alone"),
-    "right": (lambda s: s.reads == "answers", "by the task critique alone"),
-    "kinds": (
-        lambda s: s.reads == "pairs" and s.data.train == "shapes:pairs",
-        "where data.train is shapes:pairs and the task learns from pairs (data.heldout has heldout_kinds)",
-    ),
-    "heldout_kinds": (lambda s: s.data.heldout == "shapes:pairs", "where data.heldout is shapes:pairs"),
-    "labels": (
-        _reads_shapes_pairs,
-        "where data.train or data.heldout is shapes:pairs and the task learns from pairs",
-    ),
-    "annotators": (
-        lambda s: (
-            (_reads_shapes_pairs(s) and s.data.labels == "votes") or "shapes:quality" in s.sources.values()
-        ),
-        "by shapes:quality, and by shapes:pairs where data.labels is votes and the task learns from pairs",
-    ),
-    "off_policy": (
-        lambda s: _reads_pair_file(s) and s.model.kind != "pair",
-        "where data.train is a file of pairs and the task compares what the judge says of either image",
-    ),
-    "convex_da": (
-        lambda s: _reads_pair_file(s) and s.model.kind != "hp",
-        "where data.train is a file of pairs and the judge reads the prompt",
-    ),
-    "columns": (
-        lambda s: s.from_files("data.train", "data.heldout"),
-        "where data.train or data.heldout is a file of pairs or of rated images",
-    ),
-    "coding": (
-        lambda s: s.from_files("data.train", "data.heldout"),
-        "where data.train or data.heldout is a file of pairs",
-    ),
-    "train_split": (
-        lambda s: s.from_files("data.train"),
-        "where data.train is a file or layout of pairs or of rated images",
-    ),
-    "heldout_split": (
-        lambda s: s.from_files("data.heldout"),
-        "where data.heldout is a file or layout of pairs or of rated images",
-    ),
-}
-"""Setting of `data` that only some tasks or sources read -> (when it is read, the same in words)."""
-
-UNREAD = {
-    ("pair", "lora"): ("smoothing", "pair_weight", "likelihood", "model.kind is yes_no"),
-    ("pair", "full"): ("smoothing", "pair_weight", "likelihood", "model.kind is yes_no"),
-    ("checklist", "head"): ("mass", "model.train is lora"),
-}
-"""(kind, trained part) -> settings of the task that the judge does not read, then where they are read. A
-judge of kind pair learns the share of the votes."""
 
 
 def _changed(section: Any, name: str) -> bool:
@@ -349,75 +275,93 @@ def _changed(section: Any, name: str) -> bool:
     return getattr(section, name) != default
 
 
-def _unread_data(s: TrainRewardConfig) -> str:
-    """Describe a changed setting of `data` that the job would not read."""
-    for name, (is_read, where) in READ.items():
-        if _changed(s.data, name) and not is_read(s):
-            return (
-                f"data.{name} is {getattr(s.data, name)!r}, and the task {s.objective.task} on data.train "
-                f"{s.data.train} and data.heldout {s.data.heldout} does not read it: it is used {where}"
+def _readers(s: TrainRewardConfig) -> dict[str, tuple[bool, str]]:
+    """Setting of `data` that only some tasks or sources read -> (True if it is read, by what)."""
+    data, pairs, kind = s.data, s.reads == "pairs", s.model.kind
+    sources = data.train, data.heldout
+    files = [s.reads != "answers" and source not in (None, *GENERATED) for source in sources]
+    pair_file, shapes_pairs = pairs and data.train not in GENERATED, pairs and "shapes:pairs" in sources
+    votes = (shapes_pairs and data.labels == "votes") or "shapes:quality" in sources
+    return {
+        "theta": (s.objective.task == "ict", "the task ict"),
+        "right": (s.reads == "answers", "the task critique"),
+        "kinds": (pairs and data.train == "shapes:pairs", "tasks on pairs where data.train is shapes:pairs"),
+        "heldout_kinds": (data.heldout == "shapes:pairs", "data.heldout=shapes:pairs"),
+        "labels": (shapes_pairs, "tasks on pairs with shapes:pairs"),
+        "annotators": (votes, "shapes:quality, and shapes:pairs with data.labels=votes"),
+        "off_policy": (pair_file and kind != "pair", "tasks that compare two scores, on a file of pairs"),
+        "convex_da": (pair_file and kind != "hp", "judges that read the prompt, on a file of pairs"),
+        "columns": (any(files), "files of pairs or of rated images"),
+        "coding": (any(files), "files of pairs"),
+        "train_split": (files[0], "a file or layout in data.train"),
+        "heldout_split": (files[1], "a file or layout in data.heldout"),
+    }
+
+
+UNREAD = {
+    ("pair", "lora"): ("smoothing", "pair_weight", "likelihood"),  # it learns the share of the votes
+    ("pair", "full"): ("smoothing", "pair_weight", "likelihood"),
+    ("checklist", "head"): ("mass",),
+}
+"""(kind, trained part) -> settings of the task that the judge does not read."""
+
+
+def _broken_rules(s: TrainRewardConfig) -> Iterator[str]:
+    model, task = s.model, s.objective.task
+    weights_only = model.kind == "checklist" and model.train == "head"
+    diverse = isinstance(model, SeeingModel) and model.diversity is not None
+    if model.frozen and model.train != "full":
+        yield (
+            f"model.frozen is {model.frozen} and model.train is {model.train!r}, which moves none of these "
+            "weights. Set train: full, or take frozen out."
+        )
+    if diverse and model.train != "lora":
+        yield (
+            f"model.diversity keeps adapters apart, and model.train is {model.train!r}, which has none. Set "
+            "train: lora, or leave it out."
+        )
+    if weights_only and model.autocast:
+        yield (
+            f"model.autocast is {model.autocast!r}, and the answers of a frozen model are read without it. "
+            "Leave it out, or set train: lora."
+        )
+    if task not in (tasks := JUDGE_KINDS[model.kind].tasks):
+        yield (
+            f"objective.task is {task!r}; a judge of kind {model.kind} learns by {', '.join(tasks)}. Set "
+            "objective.task, or another model.kind."
+        )
+    if s.run.sharding and diverse:
+        yield "run.sharding goes without model.diversity. Leave one of the two out."
+    if s.run.sharding and weights_only:
+        yield (
+            "run.sharding divides a network that is trained, and model.train head of a checklist trains the "
+            "weights of the answers alone. Set model.train: lora, or leave run.sharding out."
+        )
+    for name, (is_read, reader) in _readers(s).items():
+        if _changed(s.data, name) and not is_read:
+            yield (
+                f"data.{name} is {getattr(s.data, name)!r}, and the task {task} on data.train {s.data.train} "
+                f"and data.heldout {s.data.heldout} does not read it: it is used by {reader}. Leave it out."
             )
-    return ""
-
-
-def _unread_objective(s: TrainRewardConfig) -> str:
-    """Describe a changed setting of the objective that the judge would not read."""
-    *names, where = UNREAD.get((s.model.kind, s.model.train), ("",))
-    for name in names:
+    for name in UNREAD.get((model.kind, model.train), ()):
         if _changed(s.objective, name):
-            return (
-                f"objective.{name} is {getattr(s.objective, name)!r}, and a judge of kind {s.model.kind} "
-                f"with model.train {s.model.train} does not use it: the task {s.objective.task} uses it "
-                f"where {where}"
+            yield (
+                f"objective.{name} is {getattr(s.objective, name)!r}, and a judge of kind {model.kind} with "
+                f"model.train {model.train} does not use it. Leave it out."
             )
-    return ""
-
-
-RULES = (
-    (
-        lambda s: s.model.frozen and s.model.train != "full",
-        "model.frozen is {s.model.frozen} and model.train is {s.model.train!r}, which moves none of these "
-        "weights. Set train: full, or take frozen out.",
-    ),
-    (
-        lambda s: isinstance(s.model, SeeingModel) and s.model.diversity and s.model.train != "lora",
-        "model.diversity keeps adapters apart, and model.train is {s.model.train!r}, which has none. Set "
-        "train: lora, or leave it out.",
-    ),
-    (
-        lambda s: s.model.kind == "checklist" and s.model.train == "head" and s.model.autocast,
-        "model.autocast is {v!r}, and the answers of a frozen model are read without it. Leave it out, or "
-        "set train: lora.",
-    ),
-    (
-        _task_of_another_kind,
-        "objective.task is {s.objective.task!r}; a judge of kind {s.model.kind} learns by {v}. Set "
-        "objective.task, or another model.kind.",
-    ),
-    (
-        lambda s: s.run.sharding and isinstance(s.model, SeeingModel) and s.model.diversity,
-        "run.sharding goes without model.diversity. Leave one of the two out.",
-    ),
-    (
-        lambda s: s.run.sharding and s.model.kind == "checklist" and s.model.train == "head",
-        "run.sharding divides a network that is trained, and model.train head of a checklist trains the "
-        "weights of the answers alone. Set model.train: lora, or leave run.sharding out.",
-    ),
-    (_unread_data, "{v}. Leave it out."),
-    (_unread_objective, "{v}. Leave it out."),
-    (
-        _source(*GENERATED, reads=lambda labels: labels == "answers"),
-        "{v}, and a judge of kind {s.model.kind} learns from what another one wrote. Give the "
-        "dataset.jsonl of text_sample (selection.rule=all, with data.question).",
-    ),
-    (
-        _source("shapes:quality", reads=lambda labels: labels != "rows"),
-        "{v}, which holds single rated images, and {s.objective.task} learns from "
-        "{s.reads}. Give shapes:pairs or a file of pairs.",
-    ),
-    (
-        _source("shapes:pairs", reads=lambda labels: labels == "rows"),
-        "{v}, and a judge of kind {s.model.kind} learns from rated images. Give "
-        "shapes:quality or a file with image and mos.",
-    ),
-)
+    for key, source in (("data.train", s.data.train), ("data.heldout", s.data.heldout)):
+        if s.reads == "answers" and source in GENERATED:
+            yield (
+                f"{key} is {source}, and a judge of kind {model.kind} learns from what another one wrote. "
+                "Give the dataset.jsonl of text_sample (selection.rule=all, with data.question)."
+            )
+        if s.reads != "rows" and source == "shapes:quality":
+            yield (
+                f"{key} is {source}, which holds single rated images, and {task} learns from {s.reads}. Give "
+                "shapes:pairs or a file of pairs."
+            )
+        if s.reads == "rows" and source == "shapes:pairs":
+            yield (
+                f"{key} is {source}, and a judge of kind {model.kind} learns from rated images. Give "
+                "shapes:quality or a file with image and mos."
+            )

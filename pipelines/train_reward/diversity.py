@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The adapters of an ensemble's earlier members, from which those of the next one are kept apart."""
+"""Diversity of the adapters of an ensemble's next member and those of its earlier ones."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class OtherMembers:
     """Nuclear diversity of the trained LoRA matrices and those of earlier members.
 
     Args:
-        folders: judges that were trained with adapters.
-        own: parameters that are trained, by name; those that are no LoRA matrices are left out.
+        folders: Judges that were trained with adapters.
+        trained: Parameters that are trained, by name; only LoRA matrices count.
     """
 
     def __init__(self, folders: Sequence[str], trained: Mapping[str, Tensor]) -> None:
@@ -38,22 +38,18 @@ class OtherMembers:
                 f"({error}). Give folders of judges that were trained with model.train lora."
             ) from error
         for name, value in self.trained.items():
-            theirs = adapters.get(name)
-            axis = 1 if name.endswith("lora_A") else 0
-            if theirs is None or theirs.shape[axis] != value.shape[axis]:
+            axis = 1 if name.endswith("lora_A") else 0  # ranks may differ
+            if name not in adapters or adapters[name].shape[axis] != value.shape[axis]:
                 raise UserError(
-                    f"model.diversity.others names {folder!r}, whose adapters have "
-                    f"{'no' if theirs is None else f'{tuple(theirs.shape)} at'} {name}, and those that are "
-                    f"trained {tuple(value.shape)}. Members have one base and model.lora.target_modules."
+                    f"model.diversity.others names {folder!r}, whose adapters have no {name} of the trained "
+                    "size. Members have one base and model.lora.target_modules."
                 )
         return {name: adapters[name].to(value.device).float() for name, value in self.trained.items()}
 
     def diversity(self) -> Tensor:
         """Mean over the matrices A and B of all layers."""
-        values = [
-            nuclear_diversity(
-                [*(other[name] for other in self.others), value], dim=int(name.endswith("lora_B"))
-            )
-            for name, value in self.trained.items()
-        ]
+        values = []
+        for name, value in self.trained.items():
+            matrices = [*(other[name] for other in self.others), value]
+            values.append(nuclear_diversity(matrices, dim=int(name.endswith("lora_B"))))
         return torch.stack(values).mean()

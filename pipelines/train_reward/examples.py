@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from pydantic import BaseModel, ValidationError
 from torch import Tensor
 
 from visalign.data.sets.records import PreferenceSet, QualitySet
@@ -21,6 +22,7 @@ from visalign.data.shapes.render import render
 from visalign.data.shapes.scenes import STYLES, Scene, sample_scene
 from visalign.errors import UserError
 from visalign.pipelines.shared.images import Row, read_images
+from visalign.settings import Finite
 from visalign.training.reward.batch import RewardBatch
 
 
@@ -57,7 +59,7 @@ class Examples:
 
     count: int
     example: Callable[[int], Example]
-    """Number n of the set."""
+    """Number -> example."""
     prompts: frozenset[str]
     """All prompts of the set, or of where it is drawn from, as `plain` writes them; of rated images from
     files, which need not have prompts, and of answers, the images or their references."""
@@ -73,25 +75,24 @@ class Examples:
         return self.example(number)
 
     def first(self, count: int) -> Examples:
-        """The first `count` of the set."""
+        """Return the first `count` of the set."""
         return replace(self, count=count)
 
 
 def as_image(image: np.ndarray) -> Tensor:
-    """float32 [3, H, W] in [0, 1] of uint8 [H, W, 3]."""
+    """Convert uint8 [H, W, 3] to float32 [3, H, W] in [0, 1]."""
     return torch.from_numpy(np.array(image)).permute(2, 0, 1).float().div_(255)
 
 
 def plain(prompt: str) -> str:
-    """A prompt without what does not count when prompts are compared."""
+    """Return a prompt without what does not count when prompts are compared."""
     return " ".join(prompt.split()).casefold()
 
 
 def _shapes(count: int, split: str, example: Callable[[int], Example]) -> Examples:
     records = train_prompts() if split == "train" else heldout_prompts()
-    return Examples(
-        count=count, example=example, prompts=frozenset(plain(record["prompt"]) for record in records)
-    )
+    prompts = frozenset(plain(record["prompt"]) for record in records)
+    return Examples(count=count, example=example, prompts=prompts)
 
 
 def shapes_pairs(
@@ -104,7 +105,7 @@ def shapes_pairs(
     kinds: Sequence[str] = KINDS,
     surroundings: float = 0.0,
 ) -> Examples:
-    """`count` pairs of the shapes world, labelled by votes of annotators, the truth or the probability."""
+    """Draw pairs of the shapes world, labelled by votes of annotators, the truth or the probability."""
     world = ShapesPreferences(
         seed, split=split, annotators=annotators, kinds=kinds, surroundings=surroundings
     )
@@ -127,7 +128,7 @@ def shapes_pairs(
 
 
 def shapes_triples(seed: int, count: int, *, split: str = "train", surroundings: float = 0.0) -> Examples:
-    """Three images of one prompt, ascending: of another prompt or spoilt; right but poor; right and rich.
+    """Draw three images of a prompt, ascending: of another prompt or spoilt; right but poor; right and rich.
 
     The world has no words for what makes an image rich, so the refined prompt is the prompt.
     """
@@ -151,87 +152,78 @@ def shapes_triples(seed: int, count: int, *, split: str = "train", surroundings:
 def shapes_ratings(
     seed: int, count: int, *, split: str = "train", annotators: int = 9, surroundings: float = 0.0
 ) -> Examples:
-    """`count` images of the shapes world, rated by annotators."""
+    """Draw images of the shapes world, rated by annotators."""
     world = ShapesPreferences(seed, split=split, annotators=annotators, surroundings=surroundings)
 
     def example(number: int) -> Example:
         rated = world.quality(number)
-        return Example(
-            prompt=rated.scene.record["prompt"],
-            images=(as_image(render(rated.scene)),),
-            target=rated.mos,
-        )
+        image = as_image(render(rated.scene))
+        return Example(prompt=rated.scene.record["prompt"], images=(image,), target=rated.mos)
 
     return _shapes(count, split, example)
 
 
-def file_pairs(
-    pairs: PreferenceSet, *, triples: Path | None = None, weights: Sequence[float] | None = None
-) -> Examples:
-    """Pairs of a preference set; triples need a column `image_refined`, and may have `prompt_refined`.
-
-    Args:
-        pairs: the set, checked.
-        triples: to make triples, the worse image, the better one, the refined one: the folder where
-            relative paths of refined images begin.
-        weights: of the pairs; None: 1 each.
-    """
-    if triples is not None:
-        lacking = [n for n, pair in enumerate(pairs.pairs) if "image_refined" not in pair.extra]
-        if lacking:
-            raise UserError(
-                f"{len(lacking)} rows of '{pairs.name}' have no column image_refined (the first is row "
-                f"{pairs.row(lacking[0])}); ict learns from triples: image_left and image_right, of which "
-                "one is better, and image_refined, made from a richer prompt."
-            )
-        tied = [n for n, pair in enumerate(pairs.pairs) if pair.label == 0.5]
-        if tied:
-            raise UserError(
-                f"{len(tied)} rows of '{pairs.name}' are ties (the first is row {pairs.row(tied[0])}); ict "
-                "learns that one of image_left and image_right is better. Take them out."
-            )
-    rows = []
-    for number, pair in enumerate(pairs.pairs):
-        refined = () if triples is None else (str(triples / str(pair.extra["image_refined"])),)
-        where = f"row {pairs.row(number)} of '{pairs.name}'"
-        rows.append(Row(where, pair.prompt, (pair.image_left, pair.image_right, *refined)))
+def file_pairs(pairs: PreferenceSet, *, weights: Sequence[float] | None = None) -> Examples:
+    """Pairs of a checked preference set with their weights; None: 1 each."""
+    rows = [
+        Row(f"row {pairs.row(number)} of '{pairs.name}'", pair.prompt, (pair.image_left, pair.image_right))
+        for number, pair in enumerate(pairs.pairs)
+    ]
 
     def example(number: int) -> Example:
-        pair, row = pairs.pairs[number], rows[number]
-        if triples is not None:
-            left, right, best = row.images
-            names = [right, left, best] if pair.label > 0.5 else [left, right, best]
-            refined = pair.extra.get("prompt_refined")
-            return Example(
-                prompt=pair.prompt,
-                images=read_images(names, row.where),
-                refined=None if refined is None else str(refined),
-            )
+        pair = pairs.pairs[number]
         return Example(
             prompt=pair.prompt,
-            images=read_images(row.images, row.where),
+            images=read_images(rows[number].images, rows[number].where),
             label=pair.label,
             truth=pair.label if pair.label == 0.5 else float(pair.label > 0.5),
             votes=pair.votes,
             weight=1.0 if weights is None else weights[number],
         )
 
+    return _file_examples(example, (plain(pair.prompt) for pair in pairs.pairs), rows, pairs.pairs)
+
+
+def file_triples(pairs: PreferenceSet, folder: Path) -> Examples:
+    """Triples of a checked preference set: the worse image, the better one, the refined one.
+
+    The column `image_refined` holds paths relative to `folder`; a column `prompt_refined` may be there.
+    """
+    rows = []
+    for number, pair in enumerate(pairs.pairs):
+        where = f"row {pairs.row(number)} of '{pairs.name}'"
+        if pair.label == 0.5 or "image_refined" not in pair.extra:
+            raise UserError(
+                f"{where} is a tie or has no column image_refined; ict learns from triples: image_left and "
+                "image_right, of which one is better, and image_refined, made from a richer prompt."
+            )
+        worse, better = pair.image_left, pair.image_right
+        if pair.label > 0.5:
+            worse, better = better, worse
+        rows.append(Row(where, pair.prompt, (worse, better, str(folder / str(pair.extra["image_refined"])))))
+
+    def example(number: int) -> Example:
+        refined = pairs.pairs[number].extra.get("prompt_refined")
+        return Example(
+            prompt=pairs.pairs[number].prompt,
+            images=read_images(rows[number].images, rows[number].where),
+            refined=None if refined is None else str(refined),
+        )
+
+    return _file_examples(example, (plain(pair.prompt) for pair in pairs.pairs), rows, pairs.pairs)
+
+
+def _file_examples(
+    example: Callable[[int], Example], prompts: Iterable[str], rows: Sequence[Row], records: Sequence[Any]
+) -> Examples:
+    content = tuple(record.to_row() for record in records)
     return Examples(
-        count=len(pairs),
-        example=example,
-        prompts=frozenset(plain(pair.prompt) for pair in pairs.pairs),
-        rows=tuple(rows),
-        content=tuple(pair.to_row() for pair in pairs.pairs),
+        count=len(rows), example=example, prompts=frozenset(prompts), rows=tuple(rows), content=content
     )
 
 
 def with_prompts(examples: Examples, variants: Sequence[Sequence[str]]) -> Examples:
-    """The same images and labels under other prompts.
-
-    Args:
-        examples: a set from files.
-        variants: prompts of each, in place of its own.
-    """
+    """Repeat examples from files under other prompts, `variants` of each in place of its own."""
     sources = [(number, prompt) for number, prompts in enumerate(variants) for prompt in prompts]
 
     def example(number: int) -> Example:
@@ -246,55 +238,53 @@ def with_prompts(examples: Examples, variants: Sequence[Sequence[str]]) -> Examp
 def file_ratings(records: QualitySet) -> Examples:
     """Rated images of a quality set, in its unit."""
     sign = 1.0 if records.higher_is_better else -1.0
-    rows = tuple(
+    rows = [
         Row(f"row {records.row(number)} of '{records.name}'", None, (record.image,))
         for number, record in enumerate(records.records)
-    )
+    ]
 
     def example(number: int) -> Example:
-        record = records.records[number]
-        return Example(
-            prompt=record.prompt,
-            images=read_images(rows[number].images, rows[number].where),
-            target=sign * record.mos,
-        )
+        record, row = records.records[number], rows[number]
+        images = read_images(row.images, row.where)
+        return Example(prompt=record.prompt, images=images, target=sign * record.mos)
 
-    return Examples(
-        count=len(records),
-        example=example,
-        prompts=frozenset(record.origin for record in records.records),
-        rows=rows,
-        content=tuple(record.to_row() for record in records.records),
-    )
+    return _file_examples(example, (record.origin for record in records.records), rows, records.records)
+
+
+class _Answer(BaseModel, strict=True):
+    image: str
+    caption: str
+    completion: str
+    reward: Finite
 
 
 def file_answers(records: Sequence[Mapping[str, Any]], *, name: str, right: float) -> Examples:
     """Answers of a judge about single images, and whether each is right.
 
     Args:
-        records: of the dataset of text_sample, with image, caption, completion and reward.
-        name: of the file, for messages.
-        right: reward from which an answer is right.
+        records: Lines of the dataset of text_sample, with image, caption, completion and reward.
+        name: Name of the file, for messages.
+        right: Reward from which an answer is right.
     """
     rows = []
     for number, record in enumerate(records, start=1):
-        for field, kind in (("image", str), ("caption", str), ("completion", str), ("reward", int | float)):
-            value: Any = record.get(field)
-            valid = isinstance(value, kind) and not isinstance(value, bool)
-            if not valid or (field == "reward" and not math.isfinite(value)):
-                raise UserError(
-                    f"row {number} of '{name}' has {value!r} under {field!r}; needed are image, "
-                    "caption, completion and reward, as text_sample writes them with data.question about "
-                    "rated images that have prompts."
-                )
+        try:
+            _Answer.model_validate(dict(record))
+        except ValidationError as error:
+            field = str(error.errors()[0]["loc"][0])
+            raise UserError(
+                f"row {number} of '{name}' has {record.get(field)!r} under {field!r}; needed are image, "
+                "caption, completion and reward, as text_sample writes them with data.question about rated "
+                "images that have prompts."
+            ) from error
         rows.append(Row(f"row {number} of '{name}'", record["caption"], (record["image"],)))
     target = [float(record["reward"] >= right) for record in records]
     if len(set(target)) < 2:
+        rewards = [record["reward"] for record in records]
         raise UserError(
             f"{'all' if target[0] else 'none'} of the {len(records)} answers of '{name}' are right by "
-            f"data.right {right:g}; a judge of them learns from both kinds. Rewards go from "
-            f"{min(r['reward'] for r in records):g} to {max(r['reward'] for r in records):g}: set data.right "
-            "between, and in text_sample selection.rule=all."
+            f"data.right {right:g}; a judge of them learns from both kinds. Rewards go from {min(rewards):g} "
+            f"to {max(rewards):g}: set data.right between, and in text_sample selection.rule=all."
         )
 
     def example(number: int) -> Example:
@@ -306,14 +296,13 @@ def file_answers(records: Sequence[Mapping[str, Any]], *, name: str, right: floa
             critique=record["completion"],
         )
 
+    keys = "image", "caption", "completion", "reward"
     return Examples(
         count=len(records),
         example=example,
         prompts=frozenset(record["image"] for record in records),
         rows=tuple(rows),
-        content=tuple(
-            {key: record[key] for key in ("image", "caption", "completion", "reward")} for record in records
-        ),
+        content=tuple({key: record[key] for key in keys} for record in records),
     )
 
 
@@ -322,8 +311,10 @@ Encode = Callable[[Sequence[Example]], RewardBatch]
 
 
 class ExampleBatches:
-    """The stream that a trainer reads: epoch after epoch in a new order, every example once in each. Batch
-    `number` of `size` examples in micro-batches of `micro` is a function of (seed, number) alone."""
+    """Stream of examples, epoch after epoch in a new order, every example once in each.
+
+    Batch `number` of `size` examples in micro-batches of `micro` is a function of (seed, number) alone.
+    """
 
     def __init__(self, examples: Examples, encode: Encode, *, size: int, micro: int, seed: int) -> None:
         self.examples, self.encode, self.size, self.micro, self.seed = examples, encode, size, micro, seed
@@ -335,7 +326,7 @@ class ExampleBatches:
         return [int(_order(self.seed, index // total, total)[index % total]) for index in indices]
 
     def batch(self, number: int, part: tuple[int, int] = (0, 1)) -> Iterator[RewardBatch]:
-        """The micro-batches of share `part` of batch `number`, made when they are asked for."""
+        """Yield the micro-batches of share `part` of batch `number`."""
         numbers = self.numbers(number)[part[0] :: part[1]]
         for start in range(0, len(numbers), self.micro):
             yield self.encode([self.examples[i] for i in numbers[start : start + self.micro]])
@@ -349,13 +340,9 @@ def _order(seed: int, epoch: int, total: int) -> np.ndarray:
 def in_order(
     examples: Examples, encode: Encode, *, size: int, part: tuple[int, int] = (0, 1)
 ) -> Iterator[tuple[int, RewardBatch]]:
-    """(number, batch) of all examples once, as they stand.
+    """Yield (number, batch) of all examples once, as they stand.
 
-    Args:
-        examples: the set.
-        encode: of the judge.
-        size: examples per batch.
-        part: (i, n): every n-th batch from the i-th on, for n processes.
+    `part` (i, n): every n-th batch from the i-th on, for n processes.
     """
     for number in range(part[0], -(-len(examples) // size), part[1]):
         last = min((number + 1) * size, len(examples))
@@ -363,16 +350,13 @@ def in_order(
 
 
 def pair_batch(inputs: Any, examples: Sequence[Example], *, heldout: bool) -> RewardBatch:
-    """Pairs whose rows are all the left ones, then all the right ones.
+    """Build a batch of pairs whose rows are all the left ones, then all the right ones.
 
-    Args:
-        inputs: the rows, or None.
-        examples: the pairs.
-        heldout: whether they are measured on, not learnt; the label is then the truth.
+    With `heldout` they are measured on, and the label is the truth.
     """
     count, votes = len(examples), None
     if any(example.votes is not None for example in examples):
-        unknown = (float("nan"),) * 3
+        unknown = (math.nan,) * 3
         votes = torch.tensor([example.votes or unknown for example in examples], dtype=torch.float32)
     label = [example.truth if heldout else example.label for example in examples]
     return RewardBatch(
@@ -388,5 +372,5 @@ def pair_batch(inputs: Any, examples: Sequence[Example], *, heldout: bool) -> Re
 
 
 def pair_images(examples: Sequence[Example]) -> list[Tensor]:
-    """All first images, then all second ones, ..."""
+    """List all first images, then all second ones, ..."""
     return [example.images[side] for side in range(len(examples[0].images)) for example in examples]

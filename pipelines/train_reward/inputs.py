@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checked training and held-out examples of a reward's training."""
+"""Training and held-out examples of a reward's training, read and checked."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ from visalign.data.sets.sources import GENERATED, load_source
 from visalign.data.sets.tables import listed
 from visalign.errors import UserError
 from visalign.pipelines.shared.images import check_images
+from visalign.pipelines.shared.parts import name_key
 from visalign.pipelines.shared.run_folder import fingerprint
-from visalign.training.reward.tasks import TASKS
+from visalign.rewards.questions.checklist import Checklist
 
 from .config import ChecklistModel, OffPolicyConfig, TrainRewardConfig
 from .examples import (
@@ -36,6 +37,7 @@ from .examples import (
     file_answers,
     file_pairs,
     file_ratings,
+    file_triples,
     shapes_pairs,
     shapes_ratings,
     shapes_triples,
@@ -61,20 +63,13 @@ class RewardInputs:
 def prepare_reward(config: TrainRewardConfig) -> RewardInputs:
     """Read what the configuration names and check it: all that can be known without the judge."""
     data, notes = config.data, list[str]()
-    generated = data.train in GENERATED
-    train = _generated(config) if generated else _read(config, "train", notes)
-    heldout: Examples | None = None
-    if data.heldout in GENERATED:
-        heldout = _generated(config, heldout=True)
-    elif data.heldout is not None:
-        heldout = _read(config, "heldout", notes)
+    train = _load(config, "train", notes)
+    heldout = None if data.heldout is None else _load(config, "heldout", notes)
     if heldout is not None:
-        shared = sorted(train.prompts & heldout.prompts)
-        if shared:
+        if shared := sorted(train.prompts & heldout.prompts):
             raise UserError(
                 f"{len(shared)} prompts (of rated images: references) of data.heldout are also in "
-                f"data.train: {listed([repr(prompt) for prompt in shared])}. Training and test would share "
-                "them. Put each prompt into one of the two."
+                f"data.train: {listed([repr(prompt) for prompt in shared])}. Put each into one of the two."
             )
         both = {"data.heldout": heldout, "data.train": train}
         sets = {name: [ref for row in side.rows for ref in row.images] for name, side in both.items()}
@@ -86,7 +81,13 @@ def prepare_reward(config: TrainRewardConfig) -> RewardInputs:
     prints: dict[str, str] = {}
     for name, examples in (("data.train", train), ("data.heldout", heldout)):
         if examples is not None and examples.rows:
-            _check_rows(config, examples, name)
+            for where, prompt, _ in examples.rows:
+                if prompt is not None and not prompt.strip() and config.model.kind != "hp":
+                    raise UserError(
+                        f"{name}: the prompt in {where} is {prompt!r}, and a judge of kind "
+                        f"{config.model.kind} reads it. Write one, or take the row out."
+                    )
+            check_images(examples.rows, name)
             prints[name] = fingerprint(examples.content)
     if len(train) < data.batch:
         notes.append(
@@ -94,99 +95,77 @@ def prepare_reward(config: TrainRewardConfig) -> RewardInputs:
             "some of them more than once."
         )
     if isinstance(config.model, ChecklistModel) and config.model.checklist is not None:
-        prints["model.checklist"] = _checklist_print(config.model.checklist)
+        try:
+            checklist = Checklist.read(config.model.checklist)
+        except (FileNotFoundError, ValueError) as error:
+            raise UserError(f"model.checklist: {error}") from error
+        prints["model.checklist"] = fingerprint([checklist.to_dict()])
     return RewardInputs(train=train, heldout=heldout, notes=tuple(notes), fingerprints=prints)
 
 
-def _checklist_print(file: str) -> str:
-    """Fingerprint of a checklist that can be read."""
-    from visalign.rewards.questions.checklist import Checklist
-
-    try:
-        return fingerprint([Checklist.read(file).to_dict()])
-    except (FileNotFoundError, ValueError) as error:
-        raise UserError(f"model.checklist: {error}") from error
-
-
-def _check_rows(config: TrainRewardConfig, examples: Examples, name: str) -> None:
-    """Refuse an image that is none or a prompt without a visible character, naming the row."""
-    for where, prompt, _ in examples.rows:
-        if prompt is not None and not prompt.strip() and config.model.kind != "hp":
-            raise UserError(
-                f"{name}: the prompt in {where} is {prompt!r}, and a judge of kind {config.model.kind} reads "
-                "it. Write one, or take the row out."
-            )
-    check_images(examples.rows, name)
+def _load(config: TrainRewardConfig, side: str, notes: list[str]) -> Examples:
+    """Load and check data.train or data.heldout; oddities go into `notes`."""
+    data, is_train = config.data, side == "train"
+    source = str(getattr(data, side))
+    limit, split = (data.size, data.train_split) if is_train else (data.heldout_size, data.heldout_split)
+    if source in GENERATED:
+        return _generated(config, source, limit, is_train=is_train)
+    with name_key(f"data.{side}"):
+        if config.reads == "answers":
+            return file_answers(load_demonstrations(source)[:limit], name=Path(source).name, right=data.right)
+        columns = Columns(names=data.columns, labels=data.coding)
+        records = load_source(source, split=split, limit=limit, columns=columns)
+        if isinstance(records, QualitySet):
+            return _ratings(config, records)
+        return _pairs(config, records, side, notes)
 
 
-def _generated(config: TrainRewardConfig, *, heldout: bool = False) -> Examples:
+def _generated(config: TrainRewardConfig, source: str, count: int | None, *, is_train: bool) -> Examples:
     data = config.data
-    source = data.heldout if heldout else data.train
-    count = (data.heldout_size if heldout else data.size) or 0
-    if not count:
-        raise UserError(
-            f"data.{'heldout_size' if heldout else 'size'} is null, and {source} has no end; give a number."
-        )
-    seed = config.seed + (_HELDOUT_SEED if heldout else 0)
-    split = "heldout" if heldout else "train"
-    around = {"split": split, "surroundings": 0.0 if heldout else data.surroundings}
+    if count is None:
+        raise UserError(f"{source} has no end; give numbers for data.size and data.heldout_size.")
+    seed = config.seed + (0 if is_train else _HELDOUT_SEED)
+    around = {
+        "split": "train" if is_train else "heldout",
+        "surroundings": data.surroundings if is_train else 0.0,
+    }
     if source == "shapes:quality":
         return shapes_ratings(seed, count, annotators=data.annotators, **around)
-    if TASKS[config.objective.task].labels == "triples" and not heldout:
+    if config.reads == "triples" and is_train:
         return shapes_triples(seed, count, **around)
-    kinds = (data.heldout_kinds or data.kinds) if heldout else data.kinds
+    kinds = data.kinds if is_train else data.heldout_kinds or data.kinds
     return shapes_pairs(seed, count, labels=data.labels, annotators=data.annotators, kinds=kinds, **around)
 
 
-def _read(config: TrainRewardConfig, which: str, notes: list[str]) -> Examples:
-    """A set of files, checked."""
-    data, name = config.data, f"data.{which}"
-    source = getattr(data, which)
-    limit = data.size if which == "train" else data.heldout_size
-    split = data.train_split if which == "train" else data.heldout_split
-    columns = Columns(names=data.columns, labels=data.coding)
-    try:
-        if TASKS[config.objective.task].labels == "answers":
-            return file_answers(load_demonstrations(source)[:limit], name=Path(source).name, right=data.right)
-        records = load_source(source, split=split, limit=limit, columns=columns)
-        if isinstance(records, QualitySet):
-            return _ratings(config, records, name)
-        return _pairs(config, records, which, notes)
-    except UserError as error:
-        raise UserError(f"{name}: {error}") from error
-
-
-def _ratings(config: TrainRewardConfig, records: QualitySet, name: str) -> Examples:
-    if config.model.kind != "rating":
+def _ratings(config: TrainRewardConfig, records: QualitySet) -> Examples:
+    if config.reads != "rows":
         raise UserError(
             f"the set holds single rated images, and a judge of kind {config.model.kind} learns from "
             "pairs. Give a set with image_left and image_right, or model.kind rating."
         )
     check_quality(records)
-    low = min(record.mos for record in records.records)
-    high = max(record.mos for record in records.records)
-    if not (1 <= low and high <= 5):
+    scores = [record.mos for record in records.records]
+    if not (1 <= min(scores) and max(scores) <= 5):
         raise UserError(
-            f"mos of the set goes from {low:g} to {high:g}; this judge answers from 1 to 5. Rescale the "
-            "column."
+            f"mos of the set goes from {min(scores):g} to {max(scores):g}; this judge answers from 1 to 5. "
+            "Rescale the column."
         )
     return file_ratings(records)
 
 
-def _pairs(config: TrainRewardConfig, pairs: PreferenceSet, which: str, notes: list[str]) -> Examples:
-    if config.model.kind == "rating":
+def _pairs(config: TrainRewardConfig, pairs: PreferenceSet, side: str, notes: list[str]) -> Examples:
+    if config.reads == "rows":
         raise UserError("the set holds pairs, and a judge of kind rating learns from image and mos.")
     findings = check_preferences(pairs, judge_sees_sides=config.model.kind == "pair")
     _refuse_contradictions(pairs)
-    notes += [f"data.{which}: {finding.message}" for finding in findings]
-    triples = which == "train" and TASKS[config.objective.task].labels == "triples"
-    folder = Path(str(getattr(config.data, which))).parent
     pairs, summed = summed_votes(without_duplicates(pairs))
-    notes += [f"data.{which}: {finding.message}" for finding in summed]
-    weights = None
-    if which == "train" and (settings := config.data.off_policy) is not None:
-        weights = _off_policy_weights(pairs, settings, notes)
-    return file_pairs(pairs, triples=folder if triples else None, weights=weights)
+    notes += [f"data.{side}: {finding.message}" for finding in (*findings, *summed)]
+    if side == "heldout":
+        return file_pairs(pairs)
+    if config.reads == "triples":
+        return file_triples(pairs, Path(config.data.train).parent)
+    settings = config.data.off_policy
+    return file_pairs(pairs, weights=settings and _off_policy_weights(pairs, settings, notes))
 
 
 def _off_policy_weights(pairs: PreferenceSet, settings: OffPolicyConfig, notes: list[str]) -> list[float]:
@@ -202,8 +181,7 @@ def _off_policy_weights(pairs: PreferenceSet, settings: OffPolicyConfig, notes: 
             raise UserError(
                 f"row {pairs.row(number)} has log_ratio_left {values[0]!r} and log_ratio_right "
                 f"{values[1]!r}, and data.off_policy weighs pairs by them: ln of the probability of an "
-                "image under the policy of today over that under its maker. Add them, or leave "
-                "data.off_policy out."
+                "image under the policy of today over that under its maker."
             )
     left, right = torch.tensor(ratios, dtype=torch.float64).T
     zeros = torch.zeros_like(left)
@@ -222,7 +200,7 @@ def _off_policy_weights(pairs: PreferenceSet, settings: OffPolicyConfig, notes: 
 
 
 def _refuse_contradictions(pairs: PreferenceSet) -> None:
-    """Single labels that say the opposite of one another; disagreement belongs into votes."""
+    """Refuse single labels that say the opposite of one another; disagreement belongs into votes."""
     wins_of: dict[tuple[str, ...], Counter[bool]] = {}
     for pair in pairs.pairs:
         if pair.votes is not None or pair.annotator is not None or pair.label not in (0.0, 1.0):
@@ -230,10 +208,10 @@ def _refuse_contradictions(pairs: PreferenceSet) -> None:
         first, second = sorted((pair.image_left, pair.image_right))
         wins = (pair.label == 1.0) == (pair.image_left == first)
         wins_of.setdefault((pair.prompt, first, second), Counter())[wins] += 1
-    odd = [key for key, counts in wins_of.items() if len(counts) == 2 and counts[True] == counts[False]]
-    if odd:
+    split = [key for key, counts in wins_of.items() if len(counts) == 2 and counts[True] == counts[False]]
+    if split:
         raise UserError(
-            f"{len(odd)} pairs of '{pairs.name}' are judged as often one way as the other, by single labels: "
-            f"{listed([f'{key[1]} and {key[2]}' for key in odd])}. Count them as votes of one row "
+            f"{len(split)} pairs of '{pairs.name}' are judged as often one way as the other, by single "
+            f"labels: {listed([f'{key[1]} and {key[2]}' for key in split])}. Count them as votes of one row "
             "(votes_left, votes_right), or take them out."
         )

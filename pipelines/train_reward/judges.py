@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A judge that is trained: its weights loaded, partly frozen, given adapters, computed with, saved."""
+"""Judges that are trained: their weights loaded, partly frozen, given adapters, computed with, saved."""
 
 from __future__ import annotations
 
@@ -20,10 +20,7 @@ from visalign.rewards.vlm.loading import name_base
 from visalign.rewards.vlm.template import JudgeSettings, Template
 from visalign.training.reward.batch import Outputs, RewardBatch
 
-from .config import (
-    SeeingModel,
-    TrainedModel,
-)
+from .config import TrainRewardConfig
 from .diversity import OtherMembers
 from .examples import Example, Examples
 
@@ -36,8 +33,9 @@ _TOKENS = 1 << 16
 class TrainedJudge(ABC):
     """A judge with its reading of examples and its folder; a `TrainableJudge`."""
 
-    def __init__(self, model: TrainedModel, module: Any, device: torch.device) -> None:
-        self.settings, self.module, self.device = model, module, device
+    def __init__(self, config: TrainRewardConfig, module: Any, device: torch.device) -> None:
+        self.settings: Any = config.model
+        self.module, self.device = module, device
 
     def trainable_parameters(self) -> Sequence[tuple[str, nn.Parameter]]:
         """Names and parameters that are trained."""
@@ -60,12 +58,11 @@ class TrainedJudge(ABC):
         """Write what the judge's `from_pretrained` reads."""
 
     def divide(self) -> Sequence[nn.Parameter]:
-        """Become one that processes may share, which use each weight equally often then; returns the weights
-        for which that does not hold."""
+        """Prepare for sharing among processes; returns the weights that they do not use equally often."""
         return ()
 
     def remember(self, examples: Examples) -> Examples:
-        """The examples as the judge keeps them: one whose model is frozen reads each image once."""
+        """Return examples that are cached where the judge's model is frozen and reads each image once."""
         return examples
 
     def first_notes(self) -> list[str]:
@@ -86,6 +83,12 @@ class TrainedJudge(ABC):
         return torch.autocast(self.device.type, dtype or torch.float32, enabled=dtype is not None)
 
     @property
+    def compute_dtype(self) -> torch.dtype:
+        """Dtype of matrix products while training: that of autocast, else of the weights."""
+        dtype = autocast_dtype(self.settings.autocast, self.device)
+        return dtype or getattr(torch, getattr(self.settings, "dtype", "float32"))
+
+    @property
     def save_dtype(self) -> torch.dtype:
         """Dtype of the saved weights."""
         return getattr(torch, self.settings.save_dtype)
@@ -94,69 +97,71 @@ class TrainedJudge(ABC):
 class SeeingJudge(TrainedJudge):
     """A judge on a vision-language model, nothing of it trainable yet."""
 
-    settings: SeeingModel
-
-    def __init__(self, model: SeeingModel, device: torch.device) -> None:
+    def __init__(self, config: TrainRewardConfig, device: torch.device) -> None:
+        path, dtype = config.model.path, getattr(torch, config.model.dtype)  # type: ignore[union-attr]
         self.engine = VisionLanguageEngine.from_pretrained(
-            model.path, device=device, dtype=getattr(torch, model.dtype), max_tokens_per_batch=_TOKENS
+            path, device=device, dtype=dtype, max_tokens_per_batch=_TOKENS
         )
-        super().__init__(model, self.engine.model, device)
+        super().__init__(config, self.engine.model, device)
         self._apart: OtherMembers | None = None
 
     def train(self, mode: bool = True) -> None:
-        """Dropout on or off; what a tower that is trained said before is forgotten."""
+        """Dropout on or off; features of a tower that is trained are forgotten."""
         super().train(mode)
         if not mode and self._tower_moves():
             self.engine.clear_features()
 
     def divide(self) -> Sequence[nn.Parameter]:
-        """Each batch becomes one pass; a frozen tower stays whole, as it sees new images alone."""
+        """Make each batch one pass; a frozen tower stays whole, as it sees new images alone."""
         self.engine.network.in_one_pass = True
         return () if self._tower_moves() else self.engine.network.tower
 
     def _tower_moves(self) -> bool:
         return any(parameter.requires_grad for parameter in self.engine.network.tower)
 
-    def add_lora(self) -> None:
-        """Put new adapters into the model; their start comes from torch's global generator."""
+    def unfreeze(self) -> None:
+        """Train what `model.train` names: all, or new adapters, drawn from torch's global generator."""
+        model = self.engine.model
+        if self.settings.train == "full":
+            model.requires_grad_(True)
+            freeze(model, self.settings.frozen)
+        if self.settings.train != "lora":
+            return
         from peft import LoraConfig
 
         lora = self.settings.lora
         targets = LANGUAGE if lora.target_modules is None else list(lora.target_modules)
         alpha: Any = lora.alpha  # peft divides by the rank; fractions are fine
-        settings = LoraConfig(r=lora.rank, lora_alpha=alpha, target_modules=targets, lora_dropout=0.0)
         try:
-            self.engine.model.add_adapter(settings)
+            model.add_adapter(
+                LoraConfig(r=lora.rank, lora_alpha=alpha, target_modules=targets, lora_dropout=0.0)
+            )
         except ValueError as error:
             raise UserError(
                 f"model.lora cannot be added to {self.settings.path!r}: {error} Name linear layers of this "
                 "model in model.lora.target_modules, or leave it out."
             ) from error
         if self.settings.diversity is not None:
-            trained = dict(moving(self.engine.model))
-            self._apart = OtherMembers(self.settings.diversity.others, trained)
+            self._apart = OtherMembers(self.settings.diversity.others, dict(moving(model)))
 
     def penalty(self) -> Tensor | None:
         """−weight times how different the adapters are from those of the members before."""
-        if self._apart is None or self.settings.diversity is None:
-            return None
-        return -self.settings.diversity.weight * self._apart.diversity()
+        return None if self._apart is None else -self.settings.diversity.weight * self._apart.diversity()
 
     def odds(self, states: Tensor, yes: Sequence[int], no: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Log-odds of yes over no where an answer begins, and the log of what both have of all words."""
+        """Log-odds of yes over no where an answer begins, and the log of their total probability."""
         logits, log_mass = self.answers(states, [*yes, *no])
         return logits[:, : len(yes)].logsumexp(-1) - logits[:, len(yes) :].logsumexp(-1), log_mass
 
     def answers(self, states: Tensor, ids: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Logits of some words where an answer begins, and the logarithm of what they have of all words."""
+        """Logits of some words where an answer begins, and the log of their total probability."""
         logits = self.engine.network.head_logits(states, list(ids))
         return logits, (logits.logsumexp(-1) - self.engine.network.log_total(states)).clamp(max=0.0)
 
     def write(
         self, folder: Path, questions: Sequence[Template], more: Mapping[str, Any] | None = None
     ) -> None:
-        """`judge.json` with the questions asked and more entries, beside the adapters, the whole model, or
-        nothing but the base's name."""
+        """Write `judge.json` with questions and more entries, beside adapters, whole model or base's name."""
         model, settings, train = self.engine.model.eval(), self.engine.settings, self.settings.train
         folder.mkdir(parents=True, exist_ok=True)
         rest = {**settings.rest, "base": base_name(self.settings.path, folder), **(more or {})}
@@ -174,13 +179,13 @@ class SeeingJudge(TrainedJudge):
 
 
 def freeze(model: nn.Module, beginnings: Sequence[str]) -> None:
-    """Keep the parameters whose names begin so as they are."""
+    """Freeze the parameters whose names begin so."""
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     for beginning in beginnings:
         if not any(name.startswith(beginning) for name in names):
             first = sorted({".".join(name.split(".")[:2]) for name in names})
             raise UserError(
-                f"model.frozen has {beginning!r}, and no name of a parameter that would move begins so. "
+                f"model.frozen has {beginning!r}, and no name of a trained parameter begins so. "
                 f"{suggestion(beginning, first)}They begin with {', '.join(first)}."
             )
     for name, parameter in model.named_parameters():
@@ -191,11 +196,6 @@ def freeze(model: nn.Module, beginnings: Sequence[str]) -> None:
 def moving(network: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Names and parameters that are trained."""
     return [(name, parameter) for name, parameter in network.named_parameters() if parameter.requires_grad]
-
-
-def compute_dtype(model: TrainedModel, device: torch.device) -> torch.dtype:
-    """Return the dtype of matrix products while training: that of autocast, else of the weights."""
-    return autocast_dtype(model.autocast, device) or getattr(torch, getattr(model, "dtype", "float32"))
 
 
 def cast(network: nn.Module, dtype: torch.dtype) -> None:

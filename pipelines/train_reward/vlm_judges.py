@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Judges on a vision-language model, to be trained: HPSv3's head, yes/no answers, ratings, critics."""
+"""Judges on a vision-language model to be trained: HPSv3's head, yes/no answers, ratings, critics."""
 
 from __future__ import annotations
 
@@ -22,36 +22,31 @@ from visalign.rewards.vlm.template import Template
 from visalign.rewards.vlm.yes_no import NO, YES, token_set
 from visalign.training.reward.batch import Outputs, RewardBatch
 
-from .config import AnswerModel, Hpsv3Model
+from .config import TrainRewardConfig
 from .examples import Example, pair_batch, pair_images
-from .judges import SeeingJudge, base_name, cast, freeze, moving, refuse, shrink
+from .judges import SeeingJudge, base_name, cast, moving, refuse, shrink
 
 
 class Hpsv3Judge(SeeingJudge):
     """Mean and log-deviation, read at the reward token by a new head.
 
-    The token's embedding is trained with every setting but head; it is a parameter of its own, put in place
-    of the model's row where the token is read.
+    The token's embedding is trained with every setting but head; with adapters it is a parameter of its own,
+    put in place of the model's row where the token is read.
     """
 
-    def __init__(self, model: Hpsv3Model, seed: int, device: torch.device) -> None:
-        super().__init__(model, device)
-        network = self.engine.model
-        size = network.config.get_text_config().hidden_size
+    def __init__(self, config: TrainRewardConfig, device: torch.device) -> None:
+        super().__init__(config, device)
+        size = self.engine.model.config.get_text_config().hidden_size
         with torch.random.fork_rng():
-            torch.manual_seed(seed)
-            widths = model.head or HIDDEN
+            torch.manual_seed(config.seed)
+            widths = self.settings.head or HIDDEN
             head = RanknetHead(size, hidden=(widths[0], widths[1]))
             self.judge = HPSv3Model(self.engine, head.to(device))
             self.judge.add_token()
-            if model.train == "lora":
-                self.add_lora()
-            elif model.train == "full":
-                network.requires_grad_(True)
-                freeze(network, model.frozen)
+            self.unfreeze()
         self.judge.head.requires_grad_(True)
         self.module = self.judge
-        if model.train == "lora":
+        if self.settings.train == "lora":
             self._own_token()
 
     @property
@@ -76,7 +71,7 @@ class Hpsv3Judge(SeeingJudge):
         return parameters if self.token is None else [*parameters, ("reward_token", self.token)]
 
     def encode(self, examples: Sequence[Example], *, heldout: bool = False) -> RewardBatch:
-        """Pairs: all left images, then all right ones."""
+        """Encode pairs: all left images, then all right ones."""
         prompts = [example.prompt for example in examples]
         batch = self.judge.encode(pair_images(examples), [*prompts, *prompts])
         refuse(batch.reasons, [*prompts, *prompts])
@@ -103,70 +98,55 @@ class Hpsv3Judge(SeeingJudge):
 
 
 class AnswerJudge(SeeingJudge):
-    """A judge that is read where its answer begins: yes/no on an image, on two, or on what was written of
-    one; or a rating."""
+    """A judge that is read where its answer begins: yes/no on one or two images or on a text, or a rating."""
 
-    def __init__(self, model: AnswerModel, seed: int, device: torch.device) -> None:
-        super().__init__(model, device)
-        self.kind = model.kind
-        name, default = {
-            "yes_no": ("yes_no", YES_NO),
-            "pair": ("pair", PAIR),
-            "rating": ("rating", RATING),
-            "critique": (META.name, META),
-        }[self.kind]
-        self.template: Template = self.engine.template(name, default)
+    def __init__(self, config: TrainRewardConfig, device: torch.device) -> None:
+        super().__init__(config, device)
+        self.kind = config.model.kind
+        names = {"yes_no": YES_NO, "pair": PAIR, "rating": RATING, "critique": META}
+        default = names[self.kind]
+        self.template = self.engine.template(META.name if self.kind == "critique" else self.kind, default)
         self._fields = check_fields(self.template)
         if self.kind == "rating":
             words = self.template.words["scores"]
-            self.template = replace(
-                self.template, words={"scores": words}
-            )  # whole ratings are what is learnt
+            self.template = replace(self.template, words={"scores": words})  # whole ratings are learnt
             self.scores = torch.tensor([float(str(word)) for word in words])
             self.ids = self.engine.token_ids([str(word) for word in words])
         else:
             self.yes, self.no = yes_and_no(self.engine, self.template)
-        if model.train == "lora":
-            with torch.random.fork_rng():
-                torch.manual_seed(seed)
-                self.add_lora()
-        else:
-            self.engine.model.requires_grad_(True)
-            freeze(self.engine.model, model.frozen)
+        with torch.random.fork_rng():
+            torch.manual_seed(config.seed)
+            self.unfreeze()
 
     def encode(self, examples: Sequence[Example], *, heldout: bool = False) -> RewardBatch:
-        """Images of pairs one by one, pairs in both orders, rated images, or answers about images."""
-        count, prompts = len(examples), [example.prompt for example in examples]
+        """Encode images of pairs one by one, pairs in both orders, rated images, or answers about images."""
         if self.kind == "rating":
-            rows = self._rows([Query(images=[e.images[0]], prompt="-") for e in examples])
-            target = torch.tensor([example.target for example in examples])
-            return RewardBatch(inputs=(rows, 1.0), size=count, target=target)
-        if self.kind == "critique":
+            asks = [Query(images=[e.images[0]], prompt="-") for e in examples]
+        elif self.kind == "critique":
             asks = [
                 Query(images=[e.images[0]], prompt=e.prompt, fields={"critique": e.critique})
                 for e in examples
             ]
-            target = torch.tensor([example.target for example in examples])
-            return RewardBatch(inputs=(self._rows(asks), 1.0), size=count, target=target)
-        if self.kind == "yes_no":
+        elif self.kind == "yes_no":
+            prompts = [example.prompt for example in examples] * 2
             images = pair_images(examples)
-            asks = [Query(images=[i], prompt=p) for i, p in zip(images, [*prompts, *prompts], strict=True)]
-            return pair_batch((self._rows(asks), 1.0), examples, heldout=heldout)
-        asks = [Query(images=[e.images[1], e.images[0]], prompt=e.prompt) for e in examples]
-        asks += [Query(images=[e.images[0], e.images[1]], prompt=e.prompt) for e in examples]
-        rows = self._rows(asks)
-        if heldout:  # half the difference of both orders
-            return pair_batch((rows, 0.5), examples, heldout=True)
-        first = torch.tensor([example.label for example in examples])
-        return RewardBatch(inputs=(rows, 1.0), size=count, target=torch.cat([first, 1 - first]))
-
-    def _rows(self, asks: list[Query]) -> list[Any]:
-        asks = [
-            replace(ask, fields={**ask.fields, **self._fields}) for ask in asks
-        ]  # as the judge that is saved asks
+            asks = [Query(images=[i], prompt=p) for i, p in zip(images, prompts, strict=True)]
+        else:
+            asks = [Query(images=[e.images[1], e.images[0]], prompt=e.prompt) for e in examples]
+            asks += [Query(images=[e.images[0], e.images[1]], prompt=e.prompt) for e in examples]
+        asks = [replace(ask, fields={**ask.fields, **self._fields}) for ask in asks]  # as if saved
         rows, reasons = self.engine.encode(self.template, asks)
         refuse(reasons, [ask.prompt for ask in asks])
-        return rows
+        if self.kind == "yes_no":
+            return pair_batch((rows, 1.0), examples, heldout=heldout)
+        if self.kind == "pair" and heldout:  # half the difference of both orders
+            return pair_batch((rows, 0.5), examples, heldout=True)
+        if self.kind == "pair":
+            first = torch.tensor([example.label for example in examples])
+            target = torch.cat([first, 1 - first])
+        else:
+            target = torch.tensor([example.target for example in examples])
+        return RewardBatch(inputs=(rows, 1.0), size=len(examples), target=target)
 
     def __call__(self, inputs: Any) -> Outputs:
         rows, scale = inputs
@@ -179,8 +159,8 @@ class AnswerJudge(SeeingJudge):
         prob = logits.softmax(-1)
         scores = self.scores.to(prob)
         mean = prob @ scores
-        spread = (prob * (scores - mean[:, None]).square()).sum(-1)
-        return {"value": mean, "log_std": 0.5 * spread.clamp(min=1e-12).log(), "log_mass": log_mass}
+        variance = (prob * (scores - mean[:, None]).square()).sum(-1)
+        return {"value": mean, "log_std": 0.5 * variance.clamp(min=1e-12).log(), "log_mass": log_mass}
 
     @torch.no_grad()
     def save(self, folder: Path) -> None:

@@ -11,14 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from accelerate import Accelerator
 from PIL import Image
 from torch import nn
 from typer.testing import CliRunner
 
 from tests.support.models.clip import tiny_config, tiny_tokenizer
-from tests.support.training.metric_families import without_times
-from tests.support.training.rewards import ToyJudge, ToyPairs
 from visalign.config import load_config
 from visalign.data.sets.records import QualitySet
 from visalign.data.sets.sources import load_source
@@ -29,10 +26,6 @@ from visalign.pipelines.train_reward.inputs import prepare_reward
 from visalign.pipelines.train_reward.job import TrainRewardConfig, build_judge, run
 from visalign.pipelines.train_reward.judges import refuse
 from visalign.rewards.clip.open_clip_folder import save_open_clip
-from visalign.training.loop.metrics import read_metrics
-from visalign.training.loop.trainer import RunSettings, Trainer
-from visalign.training.reward.settings import RewardObjectiveSettings, RewardOptimizerSettings
-from visalign.training.reward.trainer import RewardModeling
 
 
 @pytest.fixture
@@ -103,9 +96,7 @@ def test_columns_of_other_names_and_labels_are_read_as_evaluate_reads_them(tmp_p
     assert [row[1:] for row in found.rows] == [row[1:] for row in wanted.rows]
     with pytest.raises(UserError, match=r"data\.train: .* has no column 'txt', which --map prompt=txt names"):
         prepare_reward(_config(tmp_path, theirs, *mapped, "data.columns.prompt=txt"))
-    with pytest.raises(
-        UserError, match=r"data\.columns is .* used where data\.train or data\.heldout is a file"
-    ):
+    with pytest.raises(UserError, match=r"data\.columns is .* used by files of pairs"):
         load_config(TrainRewardConfig, None, ["data.columns.mos=score"])
     options = ["--map", "mos=a score", "--labels", "1=left,2=right", "--dry-run"]
     said = CliRunner().invoke(
@@ -133,12 +124,6 @@ def test_prompts_with_changed_words_stand_for_the_given_ones(tmp_path, rows):
         prepare_reward(_config(tmp_path, rows, f"data.convex_da.synonyms={tmp_path}/words.json"))
 
 
-def test_few_examples_are_told_of(tmp_path, rows):
-    few = prepare_reward(_config(tmp_path, rows[:1], "data.batch=4")).notes
-    assert "data.train holds 1 examples, fewer than data.batch 4: each update reads" in few[-1]
-    assert not any("fewer than" in note for note in prepare_reward(_config(tmp_path, rows)).notes)
-
-
 def test_old_pairs_weigh_as_the_policy_of_today_makes_them(tmp_path, rows):
     """d = 1/(α + (1 − α)/r) of ratios r; w = (d d')^m over the mean; swapped sides change nothing."""
     ratios = [(0.0, 0.0), (-40.0, -2.0), (3.0, 1.0), (-900.0, -900.0)]
@@ -164,9 +149,7 @@ def test_old_pairs_weigh_as_the_policy_of_today_makes_them(tmp_path, rows):
     del rows[1]["log_ratio_left"]
     with pytest.raises(UserError, match=r"row 2 has log_ratio_left None"):
         prepare_reward(_config(tmp_path, rows, *off_policy))
-    with pytest.raises(
-        UserError, match=r"data\.off_policy is .* it is used where data\.train is a file of pairs"
-    ):
+    with pytest.raises(UserError, match=r"data\.off_policy is .* it is used by tasks that compare"):
         load_config(TrainRewardConfig, None, off_policy)
 
 
@@ -175,28 +158,6 @@ def test_a_huge_prompt_is_not_printed_whole():
         refuse(["too long"], ["word " * 5000])
     assert "(25,000 characters)' cannot be learnt: too long" in str(refused.value)
     assert len(str(refused.value)) < 250
-
-
-def test_a_run_whose_gradients_are_not_finite_stops(tmp_path):
-    class Broken(ToyJudge):
-        def forward(self, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
-            said = super().forward(inputs)
-            return {**said, "value": said["value"] * float("nan")}
-
-    algorithm = RewardModeling(
-        Broken(),
-        ToyPairs(),
-        objective=RewardObjectiveSettings(task="bradley_terry"),
-        accelerator=Accelerator(cpu=True),
-    )
-    trainer = Trainer(
-        algorithm,
-        optimizer=RewardOptimizerSettings(updates_per_iteration=3),
-        run=RunSettings(folder=tmp_path, iterations=2, config={}),
-    )
-    with pytest.raises(UserError, match="None of the 3 updates 0 to 2 had a finite gradient; their mean"):
-        trainer.train()
-    assert not (tmp_path / "checkpoints").exists()
 
 
 @pytest.fixture(scope="module")
@@ -216,25 +177,9 @@ def residual(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("kind", "train", "task"), [("hp", "head", "hp"), ("ict", "full", "ict")])
-def test_batch_statistics_stay_and_a_resumed_run_is_the_run(residual, tmp_path, kind, train, task):
-    def go(name: str, iterations: int, resume: bool = False) -> Any:
-        given = [f"model.kind={kind}", f"model.train={train}", f"objective.task={task}", "run.device=cpu"]
-        given += [f"model.path={residual}", f"run.iterations={iterations}", "run.checkpoint_every=1"]
-        given += ["data.size=8", "data.heldout_size=4", "data.batch=4", "optimizer.updates_per_iteration=2"]
-        given += [] if kind == "ict" else ["model.head=[8,4,4,4]"]
-        return run(load_config(TrainRewardConfig, None, given), tmp_path / name, resume)
-
-    whole = go("whole", 2)
-    go("cut", 1)
-    assert go("cut", 2, resume=True)["after"] == whole["after"]
-    one, other = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("whole", "cut"))
-    assert [without_times(record) for record in one] == [without_times(record) for record in other]
-    config = load_config(
-        TrainRewardConfig,
-        None,
-        [f"model.kind={kind}", f"model.train={train}", f"objective.task={task}", f"model.path={residual}"],
-    )
-    judge: Any = build_judge(config, torch.device("cpu"))
+def test_batch_statistics_stay(residual, kind, train, task):
+    given = [f"model.kind={kind}", f"model.train={train}", f"objective.task={task}", f"model.path={residual}"]
+    judge: Any = build_judge(load_config(TrainRewardConfig, None, given), torch.device("cpu"))
     judge.train(True)
     layers = [part for part in judge.module.modules() if isinstance(part, nn.BatchNorm2d)]
     assert layers and not any(layer.training for layer in layers) and judge.module.training

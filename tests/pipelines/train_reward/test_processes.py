@@ -17,9 +17,8 @@ from safetensors.torch import load_file
 from tests.support.models.vision_language import save_tiny_seeing_model
 from tests.support.training.metric_families import without_times
 from visalign.config import load_config
-from visalign.pipelines.train_reward.examples import Examples
+from visalign.pipelines.train_reward.examples import Examples, in_order
 from visalign.pipelines.train_reward.job import TrainRewardConfig, run
-from visalign.pipelines.train_reward.measure import Measure
 from visalign.training.loop.metrics import read_metrics
 from visalign.training.reward.heldout import HeldoutPairs, concatenate_pairs, pair_measures
 
@@ -104,16 +103,10 @@ def test_two_processes_are_one_run_and_go_on_as_one(tmp_path):
 def test_the_shares_of_processes_are_all_pairs_once():
     """Three processes measure seven pairs in batches of two, gathered by hand."""
 
-    class Judge:
-        def encode(self, examples: list[int], heldout: bool = False) -> list[int]:
-            return examples
-
-    config = load_config(TrainRewardConfig, None, ["evaluation.batch=2"])
     numbered: Any = Examples(count=7, example=lambda number: number, prompts=frozenset())  # type: ignore[arg-type]
     shares = []
     for process in range(3):
-        measure = Measure(config, Judge(), numbered, (process, 3))  # type: ignore[arg-type]
-        shares.append(list(measure._batches(7)))
+        shares.append(list(in_order(numbered, list, size=2, part=(process, 3))))
     assert shares == [[(0, [0, 1]), (3, [6])], [(1, [2, 3])], [(2, [4, 5])]]
 
 

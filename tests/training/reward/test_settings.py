@@ -13,7 +13,7 @@ from rich.console import Console
 from visalign.config import load_config
 from visalign.core.preference.ict import ict_labels
 from visalign.errors import UserError
-from visalign.pipelines.train_reward.config import JUDGE_TASKS, TrainRewardConfig
+from visalign.pipelines.train_reward.config import JUDGE_KINDS, TrainRewardConfig
 from visalign.training.loop.metrics import METRICS
 from visalign.training.loop.progress import SUPERVISED_COLUMNS, TrainingProgress
 from visalign.training.reward.batch import RewardBatch
@@ -108,7 +108,7 @@ def test_a_setting_is_refused_by_the_tasks_whose_loss_does_not_change_with_it(ta
 
 
 def _config(task: str, *more: str) -> TrainRewardConfig:
-    kind = next(kind for kind, tasks in JUDGE_TASKS.items() if task in tasks)
+    kind = next(name for name, kind in JUDGE_KINDS.items() if task in kind.tasks)
     sources = {"rows": "shapes:quality", "answers": "written.jsonl"}
     source = sources.get(TASKS[task].labels, "shapes:pairs")
     train = "full" if kind == "ict" else {"hp": "head"}.get(kind, "lora")
