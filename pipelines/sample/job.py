@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images or videos of prompts from a model and its adapters, into a folder; the best of many by rewards."""
+"""Sampling of images or videos into a folder, from a model and its adapters; the best of many by rewards."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from PIL import Image
@@ -24,13 +24,13 @@ from visalign.flow.search import PathSearch, ZeroOrderSearch
 from visalign.flow.steering import steered_rollout
 from visalign.flow.transitions import Solver
 from visalign.interfaces import Condition, DiffusionPolicy, PointwiseReward, Scores, with_capabilities
-from visalign.pipelines.shared.parts import check_texts
+from visalign.pipelines.shared.parts import check_texts, no_loading_bars
 from visalign.pipelines.shared.run_folder import check_place
 from visalign.pipelines.shared.sections import Dtype
 from visalign.precision import check_device
 from visalign.rewards.base.images import to_pil
 from visalign.seeds import sample_seed
-from visalign.settings import Count, Positive, check_rules, settings
+from visalign.settings import Count, Positive, refuse, settings
 
 TABLE, COST = "images.jsonl", "forward_equivalents"
 GRID, PAGE = "grid.png", "index.html"
@@ -81,75 +81,44 @@ class SampleSettings:
     """Further options of the adapter: guidance, image_size, negative_prompt, ..."""
 
     def __post_init__(self) -> None:
-        check_rules(self, RULES)
+        refuse(self._broken_rules())
         check_device(self.device)
 
-
-def _misfit_search(s: SampleSettings) -> str:
-    """Describe why a search does not fit the steps."""
-    try:
-        if s.search is not None:
-            s.search.velocities(s.steps)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def _last_steering_step(s: SampleSettings) -> str:
-    """Return the last step after which draws may be resampled, if `resample_after` does not keep to it."""
-    after, last = list(s.resample_after), s.steps - 3
-    return (
-        str(last) if after and (after != sorted(set(after)) or not 0 <= after[0] <= after[-1] <= last) else ""
-    )
-
-
-def _wrong_size(s: SampleSettings) -> bool:
-    size = s.options.get("image_size", 1)
-    pair = isinstance(size, list | tuple) and len(size) == 2 and all(isinstance(n, int) for n in size)
-    return not (isinstance(size, int) or pair)
-
-
-RULES = (
-    (
-        lambda s: not s.seeds or min(s.seeds) < 0 or len(set(s.seeds)) != len(s.seeds),
-        "The seeds are {s.seeds}; give different numbers from 0 up.",
-    ),
-    (
-        lambda s: ", ".join(sorted({"dtype", "device", "lora", "model"} & set(s.options))),
-        "--option names {v}, which is an option of its own (--{v}).",
-    ),
-    (
-        lambda s: not isinstance(s.options.get("guidance", 1.0), int | float),
-        "guidance is {s.options[guidance]!r}; give a number.",
-    ),
-    (_wrong_size, "image_size is {s.options[image_size]!r}; give one number or [height, width]."),
-    (
-        lambda s: s.solver != "euler" and ("--steer" if s.resample_after else s.search and "--search"),
-        "--solver is {s.solver}, and {v} takes Euler steps. Leave one of the two out.",
-    ),
-    (
-        _last_steering_step,
-        "Draws are to be resampled (--steer) after the steps {s.resample_after}; of {s.steps} steps give "
-        "rising ones from 0 to {v}: the noise of the next step sets them apart.",
-    ),
-    (
-        lambda s: s.resample_after and s.best_of < 2,
-        "--steer resamples the draws of a seed: give best_of (--best-of) of 2 or more.",
-    ),
-    (
-        lambda s: s.search is not None and s.resample_after,
-        "--search and --steer are two ways to one image; give one of them.",
-    ),
-    (_misfit_search, "The search does not fit: {v}"),
-    (
-        lambda s: isinstance(s.search, PathSearch) and s.best_of * s.search.branches < 2,
-        "One path of one branch leaves nothing to choose: give branches=2 or --best-of 2.",
-    ),
-)
+    def _broken_rules(self) -> Iterator[str]:
+        seeds, after, last = list(self.seeds), list(self.resample_after), self.steps - 3
+        if not seeds or min(seeds) < 0 or len(set(seeds)) != len(seeds):
+            yield f"The seeds are {seeds}; give different numbers from 0 up."
+        if options := sorted({"dtype", "device", "lora", "model"} & set(self.options)):
+            yield f"--option names {', '.join(options)}, which is an option of its own (--{options[0]})."
+        if not isinstance(guidance := self.options.get("guidance", 1.0), int | float):
+            yield f"guidance is {guidance!r}; give a number."
+        size = self.options.get("image_size", 1)
+        sides = size if isinstance(size, list | tuple) else [size, size]
+        if len(sides) != 2 or not all(isinstance(side, int) for side in sides):
+            yield f"image_size is {size!r}; give one number or [height, width]."
+        if self.solver != "euler" and (after or self.search is not None):
+            option = "--steer" if after else "--search"
+            yield f"--solver is {self.solver}, and {option} takes Euler steps. Leave one of the two out."
+        if after and (after != sorted(set(after)) or not 0 <= after[0] <= after[-1] <= last):
+            yield (
+                f"Draws are to be resampled (--steer) after the steps {after}; of {self.steps} steps give "
+                f"rising ones from 0 to {last}: the noise of the next step sets them apart."
+            )
+        if after and self.best_of < 2:
+            yield "--steer resamples the draws of a seed: give best_of (--best-of) of 2 or more."
+        if self.search is not None and after:
+            yield "--search and --steer are two ways to one image; give one of them."
+        if self.search is not None:
+            try:
+                self.search.velocities(self.steps)
+            except ValueError as error:
+                yield f"The search does not fit: {error}"
+        if isinstance(self.search, PathSearch) and self.best_of * self.search.branches < 2:
+            yield "One path of one branch leaves nothing to choose: give branches=2 or --best-of 2."
 
 
 def search_of(name: str, options: Mapping[str, Any]) -> ZeroOrderSearch | PathSearch:
-    """A search by its name.
+    """Build a search by its name.
 
     >>> search_of("zero_order", {"rounds": 2})
     ZeroOrderSearch(rounds=2, candidates=1, radius=0.5)
@@ -169,11 +138,10 @@ def search_of(name: str, options: Mapping[str, Any]) -> ZeroOrderSearch | PathSe
 
 
 def load_sampler(settings: SampleSettings) -> DiffusionPolicy:
-    """The model with its adapters."""
+    """Load the model with its adapters."""
     from visalign.adapters.catalogue import load_policy
     from visalign.adapters.lora import LoraSettings
     from visalign.adapters.pipeline.lora import settings_of
-    from visalign.pipelines.shared.parts import no_loading_bars
 
     none = LoraSettings(rank=1)
     with no_loading_bars():
@@ -205,18 +173,14 @@ def sample_images(
     judged only where none could. What is steered or searched goes by the same sum.
 
     Args:
-        records: with "prompt"; handed to the rewards as metadata.
-        settings: the model and how to sample.
-        output: a new or empty folder.
+        records: Records with "prompt"; handed to the rewards as metadata.
+        settings: Model and sampling.
+        output: A new or empty folder.
         rewards: label -> reward, for the table and for `best_of`.
 
     Returns:
         The rows of images.jsonl: image, of a video also clip, prompt, seed, each reward's value (null where
-        it failed), of an edit the source as metadata, and the forward-equivalents that the image took, of
-        all that was drawn for it.
-
-    Raises:
-        UserError: the folder is not empty, `best_of` without a reward, or see `load_sampler`.
+        it failed), of an edit the source as metadata, and the forward-equivalents of all that was drawn.
     """
     rewards = rewards or {}
     if (settings.best_of > 1 or settings.search is not None) and not rewards:
@@ -231,7 +195,7 @@ def sample_images(
     output.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
     thumbnails: list[Image.Image] = []
-    for row, sample in _drawn(policy, records, settings, sigmas, rewards):
+    for row, sample in _draw(policy, records, settings, sigmas, rewards):
         number = len(rows) // len(settings.seeds)
         name, image = f"{number:04d}_{row['seed']}", to_pil(middle_frames(sample[None])[0])
         files = {"image": f"{name}.png"}
@@ -251,21 +215,22 @@ def sample_images(
     return rows
 
 
-def _drawn(
+def _draw(
     policy: DiffusionPolicy,
     records: Sequence[Mapping[str, Any]],
     settings: SampleSettings,
     sigmas: Tensor,
     rewards: Mapping[str, PointwiseReward],
 ) -> Iterator[tuple[dict[str, Any], Tensor]]:
-    """(row, image [3, H, W] or video [F, 3, H, W]), seeds of a prompt side by side.
+    """Yield (row, image [3, H, W] or video [F, 3, H, W]), seeds of a prompt side by side.
 
-    Of a seed's draws the best so far alone is kept, so that memory does not grow with their number; of draws
+    Only the best so far of a seed's draws is kept, so that memory does not grow with their number; of draws
     that meet on the way, the latents are.
     """
     count = settings.best_of
     requests = [(record, seed) for record in records for seed in settings.seeds]
     together = max(1, settings.batch_size // count)
+    declared = {label: with_capabilities(reward) for label, reward in rewards.items()}
     for start in range(0, len(requests), together):
         chunk = requests[start : start + together]
         part = [(record, seed, i) for record, seed in chunk for i in range(count)]
@@ -274,14 +239,13 @@ def _drawn(
             sample_seed("sample", *record_key(entry), s, i)
             for entry, (_, s, i) in zip(inputs, part, strict=True)
         ]
-        declared = {label: with_capabilities(reward) for label, reward in rewards.items()}
         judge = _Judge(declared, [dict(record) for record, _, _ in part])
         best: dict[int, _Draw] = {}
         with torch.no_grad():
             condition = policy.encode(inputs)
             before = policy.forward_count.equivalents
             for rows, latents in _latents(policy, condition, settings, sigmas, seeds, judge):
-                _keep_best(best, _decoded(policy, latents, settings.batch_size), judge.of(rows), rows, count)
+                _keep_best(best, _decode(policy, latents, settings.batch_size), judge.of(rows), rows, count)
             spent = policy.forward_count.equivalents - before
         for index, draw in best.items():
             record, seed, _ = part[index * count]
@@ -293,65 +257,56 @@ def _drawn(
             yield row, draw.sample
 
 
-@dataclass(frozen=True)
-class _Draw:
-    """The best so far of a seed's draws."""
+def _decode(policy: DiffusionPolicy, latents: Tensor, batch_size: int) -> Tensor:
+    """Decode latents [N, ...] to images or videos, float32 on the CPU."""
+    batches = latents.split(batch_size)
+    samples = [decode_images(policy, batch, clips=True).float().cpu() for batch in batches]
+    return samples[0] if len(samples) == 1 else torch.cat(samples)  # no second copy in memory
+
+
+class _Draw(NamedTuple):
+    """Best so far of a seed's draws."""
 
     sample: Tensor
     scores: dict[str, float | None]
-    liked: float
+    total: float
 
 
-@dataclass(frozen=True)
-class _Judge:
+class _Judge(NamedTuple):
     """Scores of images or videos by the rewards, for the prompts of some records."""
 
     rewards: Mapping[str, Any]
     records: Sequence[Mapping[str, Any]]
 
     def of(self, rows: slice) -> _Judge:
-        """For a part of them."""
-        return replace(self, records=self.records[rows])
-
-    @property
-    def compares(self) -> bool:
-        """Return whether a reward needs all draws of a prompt together."""
-        needs = [reward.capabilities for reward in self.rewards.values()]
-        return any(capability.needs_group or capability.needs_batch for capability in needs)
+        """Return the judge of a part of the records."""
+        return _Judge(self.rewards, self.records[rows])
 
     def __call__(self, samples: Tensor) -> tuple[dict[str, Scores], Tensor]:
-        """(label -> scores, [N] their sum with lower-is-better turned round, −∞ where one failed).
+        """Score samples [N, 3, H, W], or videos [N, F, 3, H, W], which judges of clips see whole.
 
-        Args:
-            samples: [N, 3, H, W], or videos [N, F, 3, H, W], which judges of clips see whole.
+        Returns:
+            (label -> scores, [N] their sum with lower-is-better turned round, −∞ where one failed).
         """
         stills, prompts = middle_frames(samples), [str(record["prompt"]) for record in self.records]
-        scores = {
-            name: r.score(samples if r.capabilities.takes_clips else stills, prompts, self.records)
-            for name, r in self.rewards.items()
-        }
-        liked = torch.zeros(len(samples))
-        for name, score in scores.items():
-            sign = 1.0 if self.rewards[name].higher_is_better else -1.0
-            liked += torch.where(score.valid, sign * score.value, -torch.inf).cpu()
-        return scores, liked
+        scores: dict[str, Scores] = {}
+        total = torch.zeros(len(samples))
+        for name, reward in self.rewards.items():
+            images = samples if reward.capabilities.takes_clips else stills
+            score = scores[name] = reward.score(images, prompts, self.records)
+            sign = 1.0 if reward.higher_is_better else -1.0
+            total += torch.where(score.valid, sign * score.value, -torch.inf).cpu()
+        return scores, total
 
 
 def _keep_best(best: dict[int, _Draw], samples: Tensor, judge: _Judge, rows: slice, count: int) -> None:
-    """Put a draw of `rows` in its seed's place in `best` where it is the first or liked better."""
-    scores, liked = judge(samples)
-    for i, value in enumerate(liked.tolist()):
+    """Put a draw of `rows` in its seed's place in `best` where it is the first or scores higher."""
+    scores, totals = judge(samples)
+    for i, total in enumerate(totals.tolist()):
         index = (rows.start + i) // count
-        if index in best and not value > best[index].liked:
-            continue
-        values = {n: float(s.value[i]) if bool(s.valid[i]) else None for n, s in scores.items()}
-        best[index] = _Draw(samples[i].clone(), values, value)  # a view would keep its whole batch
-
-
-def _decoded(policy: DiffusionPolicy, latents: Tensor, batch_size: int) -> Tensor:
-    """Images or videos of latents [N, ...], float32 on the CPU."""
-    samples = [decode_images(policy, chunk, clips=True).float().cpu() for chunk in latents.split(batch_size)]
-    return samples[0] if len(samples) == 1 else torch.cat(samples)
+        if index not in best or total > best[index].total:
+            values = {n: float(s.value[i]) if bool(s.valid[i]) else None for n, s in scores.items()}
+            best[index] = _Draw(samples[i].clone(), values, total)  # a view would keep its whole batch
 
 
 def _latents(
@@ -362,20 +317,22 @@ def _latents(
     seeds: Sequence[int],
     judge: _Judge,
 ) -> Iterator[tuple[slice, Tensor]]:
-    """(rows, their final latents), batch by batch; where a reward compares the draws, all together."""
-    size = len(seeds) if judge.compares else settings.batch_size
-    parts = [slice(first, min(first + size, len(seeds))) for first in range(0, len(seeds), size)]
+    """Yield (rows, their final latents), batch by batch; where a reward compares the draws, all together."""
+    capabilities = [reward.capabilities for reward in judge.rewards.values()]
+    compares = any(needs.needs_group or needs.needs_batch for needs in capabilities)
     meet = bool(settings.resample_after) or isinstance(settings.search, PathSearch)
-    latents = _denoised(policy, condition, settings, sigmas, seeds, judge) if meet else None
+    size = len(seeds) if compares else settings.batch_size
+    parts = [slice(first, min(first + size, len(seeds))) for first in range(0, len(seeds), size)]
+    latents = _denoise(policy, condition, settings, sigmas, seeds, judge) if meet else None
     for rows in parts:
         if latents is not None:
             yield rows, latents[rows]
-            continue
-        part = condition.select(torch.arange(rows.start, rows.stop))
-        yield rows, _denoised(policy, part, settings, sigmas, seeds[rows], judge.of(rows))
+        else:
+            part = condition.select(torch.arange(rows.start, rows.stop))
+            yield rows, _denoise(policy, part, settings, sigmas, seeds[rows], judge.of(rows))
 
 
-def _denoised(
+def _denoise(
     policy: DiffusionPolicy,
     condition: Condition,
     settings: SampleSettings,
@@ -383,33 +340,26 @@ def _denoised(
     seeds: Sequence[int],
     judge: _Judge,
 ) -> Tensor:
-    """[N, ...] final latents: along the ODE, steered, or searched for."""
+    """Compute [N, ...] final latents: along the ODE, steered, or searched for."""
+    common: dict[str, Any] = {"sigmas": sigmas, "seeds": seeds, "batch_size": settings.batch_size}
+
+    def total(images: Tensor) -> Tensor:
+        return judge(images)[1]
+
     if settings.search is not None:
-        groups = {"paths": settings.best_of} if isinstance(settings.search, PathSearch) else {}
-        return settings.search(
-            policy,
-            condition,
-            lambda images: judge(images)[1],
-            sigmas=sigmas,
-            seeds=seeds,
-            batch_size=settings.batch_size,
-            **groups,
-        )
+        common |= {"paths": settings.best_of} if isinstance(settings.search, PathSearch) else {}
+        return settings.search(policy, condition, total, **common)
     if not settings.resample_after:
-        size, solver = settings.batch_size, settings.solver
-        drawn = rollout(policy, condition, sigmas=sigmas, seeds=seeds, batch_size=size, solver=solver)
-        return drawn.latents
+        return rollout(policy, condition, solver=settings.solver, **common).latents
     return steered_rollout(
         policy,
         condition,
-        lambda images: judge(images)[1],
-        sigmas=sigmas,
-        seeds=seeds,
+        total,
         particles=settings.best_of,
         resample_after=settings.resample_after,
         strength=settings.strength,
         noise_level=settings.noise_level,
-        batch_size=settings.batch_size,
+        **common,
     )
 
 
@@ -429,15 +379,14 @@ def _facts(settings: SampleSettings) -> list[tuple[str, Any]]:
 def _save_clip(frames: Tensor, path: Path, frame_rate: float) -> None:
     """Write [F, 3, H, W] as an animated WebP that plays again and again."""
     first, *rest = (to_pil(frame) for frame in frames)
-    lossless = max(first.size) <= PIXELATED_SIDE
-    milliseconds = round(1000 / frame_rate)
+    lossless, duration = max(first.size) <= PIXELATED_SIDE, round(1000 / frame_rate)  # milliseconds
     first.save(
-        path, save_all=True, append_images=rest, duration=milliseconds, loop=0, lossless=lossless, quality=90
+        path, save_all=True, append_images=rest, duration=duration, loop=0, lossless=lossless, quality=90
     )
 
 
 def _as_grid(images: Sequence[Image.Image], columns: int) -> Image.Image:
-    """A row per prompt, a column per seed."""
+    """Paste images into a sheet, a row per prompt and a column per seed."""
     width, height = images[0].size
     sheet = Image.new("RGB", (columns * width, -(-len(images) // columns) * height), "white")
     for i, image in enumerate(images):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The configuration of UGDA rounds. YAML files hold only what differs from these."""
+"""Configuration of UGDA rounds. YAML files hold only what differs from these."""
 
 from __future__ import annotations
 
@@ -26,14 +26,10 @@ class LabelConfig:
     first: Count = 150
     """Pairs of the first round, drawn at random, as there is no ensemble yet."""
     more: Count = 75
-    """Pairs of each later round at most, where both shares leave so many."""
+    """Pairs of each later round at most."""
     select: Literal["ugda", "uncertainty", "random"] = "ugda"
     """Selection rule. ugda: half of the pairs by the ensemble's variance, of these half by influence;
     uncertainty: by the variance alone; random."""
-    uncertain: PositiveShare = 0.5
-    """PositiveShare of the pairs that is kept by the ensemble's variance of their difference."""
-    influential: PositiveShare = 0.5
-    """PositiveShare of these that is kept by the influence on the policy."""
     by: str = "truth"
     """Labeller: truth (the verifier of the shapes world), people (visalign collect), or a judge's name."""
     options: dict[str, Any] = field(default_factory=dict)
@@ -41,7 +37,7 @@ class LabelConfig:
     votes: Count = 1
     """Votes wanted for each pair where people label."""
     max_failure_rate: PositiveShare = 0.1
-    """PositiveShare of a round's pairs that a labeller may fail on before the run stops."""
+    """Share of a round's pairs that a labeller may fail on before the run stops."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -102,11 +98,7 @@ class UGDAConfig:
     """Training of the policy: a configuration of flow_grpo; its rewards.terms become the ensemble."""
 
     def __post_init__(self) -> None:
-        for name, part in (("ensemble", self.ensemble), ("policy", self.policy)):
-            wrong = [
-                change
-                for change in part.changes
-                if any(change.startswith(key) or key.startswith(f"{change}.") for key in SET_BY_ROUND[name])
-            ]
-            if wrong:
-                raise UserError(f"{name}.changes sets {', '.join(wrong)}, which each round sets itself.")
+        for name, keys in SET_BY_ROUND.items():
+            for change in getattr(self, name).changes:
+                if any(change.startswith(key) or key.startswith(f"{change}.") for key in keys):
+                    raise UserError(f"{name}.changes sets {change}, which each round sets itself.")

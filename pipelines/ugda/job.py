@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -50,14 +52,14 @@ from visalign.rewards.combine.ensemble import Ensemble
 from visalign.seeds import sample_seed
 from visalign.training.loop.processes import one_process
 
-from .config import PartConfig, UGDAConfig
+from .config import LabelConfig, PartConfig, UGDAConfig
 from .selection import Candidate, draw_candidates, log_ratios, most_uncertain, score_candidates, select_ugda
 
 __all__ = ["UGDAConfig", "plan", "run"]
 
 SUMMARY, ROUND = "summary.json", "round.json"
 CANDIDATES, QUEUE, LABELS, PAIRS = "candidates.jsonl", "queue.jsonl", "labels.jsonl", "pairs.jsonl"
-VOTES = "votes.sqlite"
+SIDES = "image_left", "image_right"
 REPORTED_PAIRS = 12
 """Pairs of the last round in the report."""
 
@@ -84,16 +86,16 @@ def run(config: UGDAConfig, output: Path, resume: bool = False) -> RunSummary:
     """Run the rounds; with `resume` continue with the first step that has left no file.
 
     Raises:
-        WaitingForVotes: people label, and some pair has fewer votes than wanted; continue with `resume`.
-        UserError, TrainingInterrupted: as the jobs do.
+        WaitingForVotes: People label, and some pair has fewer votes than wanted; continue with `resume`.
+        UserError, TrainingInterrupted: As the jobs do.
     """
     one_process("UGDA's rounds run")
-    output, policy = Path(output), _policy_job(config, []).config
+    policy = _policy_job(config, []).config
     if edits_of(resolve_model(policy.model.path), policy.model.adapter) == "needed":
         raise UserError(f"{policy.model.path} edits images, and UGDA's rounds start from prompts alone.")
     with claimed(config, output, resume=resume, free=()):
         prompts = build_records(policy.data.train, "policy data.train")
-        write_beginning(output, config, config.pipeline, {})
+        write_beginning(output, config, {})
         rounds = [Round(config, output, number).run(prompts) for number in range(config.rounds)]
         before, after = rounds[0]["policy"]["before"], rounds[-1]["policy"]["after"]
         summary = {"rounds": rounds, "before": before, "after": after}
@@ -116,14 +118,10 @@ class Round:
         return self.output / f"round_{self.number:02d}"
 
     @property
-    def previous(self) -> Round:
-        """The round before this one."""
-        return Round(self.config, self.output, self.number - 1)
-
-    @property
-    def lora(self) -> Path | None:
-        """Adapters of the policy that this round samples from; None for the base model."""
-        return self.previous.folder / "policy" / "lora" if self.number else None
+    def sampling(self) -> SampleSettings:
+        """Sampling of the policy so far: the base model, or with the adapters of the round before."""
+        lora = Round(self.config, self.output, self.number - 1).folder / "policy" / "lora"
+        return sample_settings(self.config, lora if self.number else None)
 
     @property
     def members(self) -> list[Path]:
@@ -137,16 +135,20 @@ class Round:
             self.sample(prompts)
             self.queue()
             labels = self.label()
-            earlier = [_read_pairs(self.output / f"round_{n:02d}" / LABELS) for n in range(self.number)]
+            earlier = [Round(self.config, self.output, number) for number in range(self.number)]
+            pairs = [_read_pairs(part.folder / LABELS) for part in earlier]
             if self.config.ensemble.off_policy is not None:
-                self._weigh(earlier, labels)
-            write_rows(self.folder / PAIRS, [row for rows in (*earlier, labels) for row in rows])
+                self._weigh(earlier, pairs, labels)
+            write_rows(self.folder / PAIRS, [row for rows in (*pairs, labels) for row in rows])
             for member, folder in enumerate(self.members):
                 _run_part(_judge_job(self.config, member, self.folder), folder)
             policy = _policy_job(self.config, [folder / "judge" for folder in self.members])
             _run_part(policy, self.folder / "policy")
             write_atomic(self.folder / ROUND, summary_json(self._record(labels)))
-            self._report()
+            records = [_read_json(part.folder / ROUND) for part in (*earlier, self)]
+            tasks = read_tasks([str(self.folder / LABELS)], single=False)[:REPORTED_PAIRS]
+            reported = [{"prompt": task.prompt, "images": images_of(task)} for task in tasks]
+            write_atomic(self.output / "report.html", ugda_page(records, reported))
         return _read_json(self.folder / ROUND)
 
     def sample(self, prompts: Records) -> None:
@@ -157,7 +159,7 @@ class Round:
         shutil.rmtree(samples, ignore_errors=True)  # an interrupted sampling: its images come out the same
         draw = torch.Generator().manual_seed(sample_seed(self.config.seed, "prompts", self.number) % 2**63)
         order = torch.randperm(len(prompts), generator=draw)[: self.config.labels.prompts].tolist()
-        sample_images([prompts[i] for i in order], sample_settings(self.config, self.lora), samples)
+        sample_images([prompts[i] for i in order], self.sampling, samples)
 
     def queue(self) -> None:
         """Choose the pairs to label."""
@@ -166,57 +168,52 @@ class Round:
         labels, seed = self.config.labels, self.config.seed
         tasks = read_tasks([str(self.folder / "samples")], single=False, per_prompt=10**6)
         if self.number == 0:
-            pool = [Candidate(task=task) for task in tasks]
+            pool, count = [Candidate(task=task) for task in tasks], labels.first
         else:
-            judge = self.config.ensemble.judge
-            judges = {str(n): str(f / "judge") for n, f in enumerate(self.previous.members)}
-            ensemble = Ensemble({name: load_reward(judge, model=path) for name, path in judges.items()})
-            pool = score_candidates(tasks, ensemble, sample_settings(self.config, self.lora), seed=seed)
-        count = labels.more if self.number else labels.first
+            judge, members = (
+                self.config.ensemble.judge,
+                Round(self.config, self.output, self.number - 1).members,
+            )
+            loaded = {str(n): load_reward(judge, model=str(f / "judge")) for n, f in enumerate(members)}
+            pool = score_candidates(tasks, Ensemble(loaded), self.sampling, seed=seed)
+            count = labels.more
         if self.number == 0 or labels.select == "random":
             chosen = draw_candidates(pool, count, seed=sample_seed(seed, "lot", self.number))
         elif labels.select == "uncertainty":
             chosen = most_uncertain(pool, count)
         else:
-            shares = {"uncertain": labels.uncertain, "influential": labels.influential}
-            chosen = select_ugda(pool, count, **shares)
+            chosen = select_ugda(pool, count)
         write_rows(self.folder / CANDIDATES, [c.row() | {"queued": c in chosen} for c in pool])
         write_rows(self.folder / QUEUE, [candidate.row() for candidate in chosen])
 
     def label(self) -> list[dict[str, Any]]:
         """Return the labelled pairs of the queue, as rows of a preference set; nobody is asked twice."""
-        path, labels = self.folder / VOTES, self.config.labels
+        path, labels = self.folder / "votes.sqlite", self.config.labels
         if not (self.folder / LABELS).is_file():
             if not path.is_file():
                 queue = read_tasks([str(self.folder / QUEUE)], single=False)
                 votes = labels.votes if labels.by == "people" else 1
                 settings = Plan(votes=votes, repeat_every=0, seed=self.config.seed)
                 VoteStore.create(path, queue, Form(), settings).close()
-            store = VoteStore(path)
-            try:
+            with closing(VoteStore(path)) as store:
                 if labels.by == "people":
                     check_votes(store, labels.votes)
-                elif labels.by == "truth":
-                    check_failures(self.config, vote_truth(store), len(store.tasks))
                 else:
-                    _, reasons = judge_votes(store, load_judge(labels.by, **labels.options), labels.by)
-                    check_failures(self.config, reasons, len(store.tasks))
+                    check_failures(labels, vote(store, labels), len(store.tasks))
                 write_rows(self.folder / LABELS, export_rows(store, select_votes(store)))
-            finally:
-                store.close()
         return _read_pairs(self.folder / LABELS)
 
-    def _weigh(self, earlier: Sequence[list[dict[str, Any]]], labels: list[dict[str, Any]]) -> None:
+    def _weigh(
+        self, earlier: list[Round], pairs: list[list[dict[str, Any]]], labels: list[dict[str, Any]]
+    ) -> None:
         """Add to each pair the log ratios of its images under this round's policy; its own pairs have 0."""
-        sides = "left", "right"
         for row in labels:
-            row |= {f"log_ratio_{side}": 0.0 for side in sides}
-        now = sample_settings(self.config, self.lora)
-        for number, rows in enumerate(earlier):
-            source = sample_settings(self.config, Round(self.config, self.output, number).lora)
-            images = [row[f"image_{side}"] for side in sides for row in rows]
+            row |= {"log_ratio_left": 0.0, "log_ratio_right": 0.0}
+        for source, rows in zip(earlier, pairs, strict=True):
+            images = [row[side] for side in SIDES for row in rows]
             prompts = [row["prompt"] for row in rows] * 2
-            ratios = log_ratios(source, now, images, prompts, seed=self.config.seed).tolist()
+            seed = self.config.seed
+            ratios = log_ratios(source.sampling, self.sampling, images, prompts, seed=seed).tolist()
             for i, row in enumerate(rows):
                 row |= {"log_ratio_left": ratios[i], "log_ratio_right": ratios[i + len(rows)]}
 
@@ -246,15 +243,9 @@ class Round:
             "policy": {when: policy[when] for when in ("before", "after")},
         }
 
-    def _report(self) -> None:
-        records = [_read_json(self.output / f"round_{n:02d}" / ROUND) for n in range(self.number + 1)]
-        tasks = read_tasks([str(self.folder / LABELS)], single=False)[:REPORTED_PAIRS]
-        pairs = [{"prompt": task.prompt, "images": images_of(task)} for task in tasks]
-        write_atomic(self.output / "report.html", ugda_page(records, pairs))
-
 
 def sample_settings(config: UGDAConfig, lora: Path | None) -> SampleSettings:
-    """Sampling of the policy with these adapters, as its training samples."""
+    """Return the sampling of the policy with these adapters, as its training samples."""
     policy = _policy_job(config, []).config
     model = policy.model
     options = {"guidance": model.guidance, "image_size": model.image_size}
@@ -271,14 +262,16 @@ def sample_settings(config: UGDAConfig, lora: Path | None) -> SampleSettings:
     )
 
 
-def vote_truth(store: VoteStore) -> list[str]:
-    """Vote for the image that passes more of the verifier's checks; return why pairs have no vote."""
+def vote(store: VoteStore, labels: LabelConfig) -> list[str]:
+    """Vote on each pair by a judge or the verifier of the shapes world; return why pairs have no vote."""
+    if labels.by != "truth":
+        return judge_votes(store, load_judge(labels.by, **labels.options), labels.by)[1]
     verifier = load_reward("shapes_verifier", mode="mixed")
     answers, reasons = {}, []
     for number, task in store.tasks.items():
         scores = verifier.score(list(task.images), [task.prompt] * 2, [parse_prompt(task.prompt)] * 2)
         if not bool(scores.valid.all()):
-            reason = next((reason for reason in scores.reason or [] if reason), "no reason given")
+            reason = next(filter(None, scores.reason or []), "no reason given")
             reasons.append(f"{task.images[0]}: {reason}")
             continue
         left, right = scores.value.tolist()
@@ -287,32 +280,29 @@ def vote_truth(store: VoteStore) -> list[str]:
     return reasons
 
 
-def check_failures(config: UGDAConfig, reasons: Sequence[str], queue: int) -> None:
+def check_failures(labels: LabelConfig, reasons: Sequence[str], queue: int) -> None:
     """Refuse a labeller that failed too often; its votes stay, the other pairs are asked again."""
-    limit = config.labels.max_failure_rate
-    if len(reasons) > limit * queue:
+    if len(reasons) > labels.max_failure_rate * queue:
         raise UserError(
-            f"{config.labels.by!r} could not label {len(reasons)} of {queue} pairs; at most {limit:.0%} may "
-            f"stay without (labels.max_failure_rate). The first: {reasons[0]}. Fix it, then continue with "
-            "--resume."
+            f"{labels.by!r} could not label {len(reasons)} of {queue} pairs; at most "
+            f"{labels.max_failure_rate:.0%} may stay without (labels.max_failure_rate). The first: "
+            f"{reasons[0]}. Fix it, then continue with --resume."
         )
 
 
 def check_votes(store: VoteStore, votes_each: int) -> None:
     """Refuse pairs with too few votes."""
-    counts = dict.fromkeys(store.tasks, 0)
-    for vote in store.votes():
-        counts[vote.task] += not vote.is_repeat
-    missing = sum(count < votes_each for count in counts.values())
+    counts = Counter(entry.task for entry in store.votes() if not entry.is_repeat)
+    missing = sum(counts[task] < votes_each for task in store.tasks)
     if missing:
         raise WaitingForVotes(
-            f"{missing} of {len(counts)} pairs wait for votes. Collect them: visalign collect {store.path}; "
-            "then run the same command with --resume."
+            f"{missing} of {len(store.tasks)} pairs wait for votes. Collect them: visalign collect "
+            f"{store.path}; then run the same command with --resume."
         )
 
 
 def _judge_job(config: UGDAConfig, member: int, folder: Path) -> Job:
-    """Training of a member in the round of `folder`."""
+    """Build the training of a member in the round of `folder`."""
     ensemble = config.ensemble
     changes: dict[str, Any] = {"data.train": str(folder / PAIRS), "data.heldout": None}
     changes["seed"] = config.seed + member
@@ -325,7 +315,7 @@ def _judge_job(config: UGDAConfig, member: int, folder: Path) -> Job:
 
 
 def _policy_job(config: UGDAConfig, judges: Sequence[Path]) -> Job:
-    """Training of the policy on the mean of these judges."""
+    """Build the training of the policy on the mean of these judges."""
     changes: dict[str, Any] = {"seed": config.seed}
     if judges:
         term = {"name": config.ensemble.judge, "weight": 1 / len(judges)}
@@ -358,6 +348,5 @@ def _read_pairs(path: Path) -> list[dict[str, Any]]:
     """Read rows that this job wrote, with absolute paths of their images."""
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     for row in rows:
-        for side in ("image_left", "image_right"):
-            row[side] = str((path.parent / row[side]).resolve())
+        row |= {side: str((path.parent / row[side]).resolve()) for side in SIDES}
     return rows

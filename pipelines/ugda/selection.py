@@ -24,6 +24,8 @@ from visalign.training.policy.influence import gradient_influence, gradient_sket
 
 LEVELS = 4
 """Noise levels at which a sample's gradient is taken, in equal parts of [0, 1]."""
+SHARE = 0.5
+"""Share of the pairs that UGDA keeps by variance, and of these by influence."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,10 +54,10 @@ def score_candidates(
     """Compute margin, deviation and influence of pairs; pairs that a member cannot judge are left out.
 
     Args:
-        tasks: pairs of images that `sample_images` made, PROMPT_SEED.png.
-        ensemble: members of the reward.
-        sampling: settings by which the policy made the images.
-        seed: seed of the noise at which gradients are taken, and of the sketches.
+        tasks: Pairs of images that `sample_images` made, PROMPT_SEED.png.
+        ensemble: Members of the reward.
+        sampling: Settings by which the policy made the images.
+        seed: Seed of the noise at which gradients are taken, and of the sketches.
     """
     prompt_of = {image: task.prompt for task in tasks for image in task.images}
     images, prompts = list(prompt_of), list(prompt_of.values())
@@ -68,26 +70,20 @@ def score_candidates(
         left, right = (row[image] for image in task.images)
         margins = members[:, left] - members[:, right]
         if bool(margins.isfinite().all()):
-            candidates.append(
-                Candidate(
-                    task=task,
-                    margin=float(margins.mean()),
-                    deviation=float(margins.std()),
-                    influence=float(influence[left] + influence[right]),
-                )
-            )
+            mean, std = float(margins.mean()), float(margins.std())
+            both = float(influence[left] + influence[right])
+            candidates.append(Candidate(task=task, margin=mean, deviation=std, influence=both))
     return candidates
 
 
 def member_scores(ensemble: Ensemble, images: Sequence[str], prompts: Sequence[str]) -> Tensor:
     """Score images with each member: [M, N] float64, NaN where it could not judge."""
-    parts: list[list[Tensor]] = [[] for _ in ensemble.members]
+    batches = []
     for start in range(0, len(images), 64):
         batch, texts = list(images[start : start + 64]), list(prompts[start : start + 64])
-        for number, member in enumerate(ensemble.members.values()):
-            scores = member.score(batch, texts, [None] * len(batch))
-            parts[number].append(torch.where(scores.valid, scores.value.double(), torch.nan).cpu())
-    return torch.stack([torch.cat(part) for part in parts])
+        scores = [member.score(batch, texts, [None] * len(batch)) for member in ensemble.members.values()]
+        batches.append(torch.stack([torch.where(s.valid, s.value.double(), torch.nan).cpu() for s in scores]))
+    return torch.cat(batches, 1)
 
 
 def image_influence(
@@ -116,22 +112,27 @@ def image_influence(
 
 
 def log_ratios(
-    made: SampleSettings, now: SampleSettings, images: Sequence[str], prompts: Sequence[str], *, seed: int = 0
+    source: SampleSettings,
+    now: SampleSettings,
+    images: Sequence[str],
+    prompts: Sequence[str],
+    *,
+    seed: int = 0,
 ) -> Tensor:
-    """Estimate ln π_now/π_made [N] of samples: −D/2 · (error_now − error_made), D the size of a latent.
+    """Estimate ln π_now/π_source [N] of samples: −D/2 · (error_now − error_source), D the size of a latent.
 
     Errors are means over the same `LEVELS` levels and noises, |v_θ − (ε − x0)|² per number: the flow's
     evidence bound with each level's weight 1, in place of log-probs, which sampling without noise has not.
 
     Args:
-        made: sampling of the policy that made the samples.
-        now: sampling of the present policy.
-        images: files of the samples, PROMPT_SEED.png.
+        source: Sampling of the policy that made the samples.
+        now: Sampling of the present policy.
+        images: Files of the samples, PROMPT_SEED.png.
         prompts: [N].
-        seed: seed of the noise.
+        seed: Seed of the noise.
     """
-    policy = load_sampler(made)
-    latents = _redrawn(policy, made, images, prompts)
+    policy = load_sampler(source)
+    latents = _redrawn(policy, source, images, prompts)
 
     def errors(policy: DiffusionPolicy) -> Tensor:
         with torch.no_grad():
@@ -154,14 +155,9 @@ def _redrawn(
     seeds = [sample_seed("sample", prompt, draw, 0) for prompt, draw in zip(prompts, draws, strict=True)]
     with torch.no_grad():
         condition = policy.encode(encoder_inputs(policy, [{"prompt": prompt} for prompt in prompts]))
-        return rollout(
-            policy,
-            condition,
-            sigmas=sigmas,
-            seeds=seeds,
-            batch_size=sampling.batch_size,
-            solver=sampling.solver,
-        ).latents
+        size, solver = sampling.batch_size, sampling.solver
+        drawn = rollout(policy, condition, sigmas=sigmas, seeds=seeds, batch_size=size, solver=solver)
+    return drawn.latents
 
 
 def _matching_error(policy: DiffusionPolicy, prompt: str, latent: Tensor, seed: int) -> Tensor:
@@ -177,16 +173,14 @@ def _matching_error(policy: DiffusionPolicy, prompt: str, latent: Tensor, seed: 
     return (v - (noise - x0)).square().mean()
 
 
-def select_ugda(
-    candidates: Sequence[Candidate], count: int, *, uncertain: float, influential: float
-) -> list[Candidate]:
-    """Keep the most uncertain share, of these the most influential share, of these the first `count`.
+def select_ugda(candidates: Sequence[Candidate], count: int) -> list[Candidate]:
+    """Keep the most uncertain half, of these the most influential half, of these the first `count`.
 
     Sun et al., UGDA, ICLR 2025: half by the variance of the ensemble, then half by the gradient influence.
     """
-    unsure = most_uncertain(candidates, math.ceil(uncertain * len(candidates)))
+    unsure = most_uncertain(candidates, math.ceil(SHARE * len(candidates)))
     influence = sorted(unsure, key=lambda c: -(c.influence or 0.0))
-    return influence[: math.ceil(influential * len(unsure))][:count]
+    return influence[: math.ceil(SHARE * len(unsure))][:count]
 
 
 def most_uncertain(candidates: Sequence[Candidate], count: int) -> list[Candidate]:

@@ -98,7 +98,7 @@ def chosen(arm: str, found: list[Candidate], count: int, seed: int) -> list[Cand
         return draw_candidates(found, count, seed=seed)
     if arm == "uncertainty":
         return most_uncertain(found, count)
-    return select_ugda(found, count, uncertain=0.5, influential=0.5)
+    return select_ugda(found, count)
 
 
 def fitted(folder: Path, rows: list[dict[str, Any]], seed: int, *, weighed: bool) -> Ensemble:

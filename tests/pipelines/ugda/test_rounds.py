@@ -47,11 +47,9 @@ def test_half_by_deviation_then_half_by_influence():
     found = [candidate(n, d, i) for n, (d, i) in enumerate(
         [(1, 999), (2, 50), (3, 1), (4, 1), (5, 10), (6, 40), (7, 20), (8, 30)]
     )]  # fmt: skip
-    chosen = select_ugda(found, 75, uncertain=0.5, influential=0.5)
+    chosen = select_ugda(found, 75)
     assert [c.task.prompt for c in chosen] == ["p5", "p7"]
-    assert select_ugda(found, 1, uncertain=0.5, influential=0.5) == chosen[:1]
-    alone = select_ugda(found, 75, uncertain=0.5, influential=1.0)
-    assert {c.task.prompt for c in alone} == {"p4", "p5", "p6", "p7"}
+    assert select_ugda(found, 1) == chosen[:1]
     assert [c.task.prompt for c in most_uncertain(found, 2)] == ["p7", "p6"], "influence has no say"
 
 
@@ -196,16 +194,16 @@ def test_what_is_refused(tmp_path):
 
 
 def test_labellers_that_fail_are_counted_and_stop_the_run(tmp_path):
-    from visalign.pipelines.ugda.job import check_failures, vote_truth
+    from visalign.pipelines.ugda.job import check_failures, vote
 
     good, bad = tmp_path / "good.png", tmp_path / "bad.png"
     Image.new("RGB", (64, 64)).save(good)
     bad.write_bytes(b"no image")
     tasks = [Task(prompt="a red circle", images=(str(good), str(bad)))]
     store = VoteStore.create(tmp_path / "v.sqlite", tasks, Form(), Plan())
-    reasons = vote_truth(store)
+    reasons = vote(store, LabelConfig())
     assert len(reasons) == 1 and not store.votes(), "what cannot be read is no label"
-    config = tiny(tmp_path, by="hpsv3")
+    config = LabelConfig(by="hpsv3")
     check_failures(config, reasons, 10)
     with pytest.raises(UserError, match=r"'hpsv3' could not label 1 of 9 pairs; at most 10% .*good\.png"):
         check_failures(config, reasons, 9)
