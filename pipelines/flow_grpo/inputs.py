@@ -69,7 +69,7 @@ def prepare(config: FlowGRPOConfig, world: int, device: str | None = None) -> In
     records = read(data.train, "data.train") if pairs is None else pairs.records
     heldout = read(data.heldout, "data.heldout")
     judges = load_terms({**evaluation.rewards, **config.rewarded}, load_judge, device)
-    pointwise = pointwise_only(judges, needed=evaluation.rewards)
+    pointwise: dict[str, Any] = pointwise_only(judges, needed=evaluation.rewards)
     rewards = {label: reward for label, reward in pointwise.items() if not reward.capabilities.needs_group}
     refuse(_unfit_rewards(config, judges, rewards, world))
     if pairs is not None:

@@ -54,8 +54,10 @@ def _adapter_options(model: ModelConfig, device: torch.device, seed: int) -> dic
     values = {name: getattr(model, name) for name in names}
     values["autocast"] = autocast_dtype(model.autocast, device)
     if (lora := model.lora) is not None:
-        targets = {} if lora.target_modules is None else {"target_modules": tuple(lora.target_modules)}
-        values["lora"] = LoraSettings(rank=lora.rank, alpha=lora.alpha, seed=seed, **targets)
+        chosen: dict[str, Any] = {"rank": lora.rank, "alpha": lora.alpha, "seed": seed}
+        if lora.target_modules is not None:
+            chosen["target_modules"] = tuple(lora.target_modules)
+        values["lora"] = LoraSettings(**chosen)
     for name, value in model.options.items():
         if name.endswith("dtype"):
             value = getattr(torch, str(value), None)

@@ -301,10 +301,10 @@ def lora_settings(model: TextModelConfig, seed: int) -> Any:
 
     if (lora := model.lora) is None:
         return None
-    targets: dict[str, Any] = (
-        {} if lora.target_modules is None else {"target_modules": tuple(lora.target_modules)}
-    )
-    return text_lora(rank=lora.rank, alpha=lora.alpha, seed=seed, **targets)
+    chosen: dict[str, Any] = {"rank": lora.rank, "alpha": lora.alpha, "seed": seed}
+    if lora.target_modules is not None:
+        chosen["target_modules"] = tuple(lora.target_modules)
+    return text_lora(**chosen)
 
 
 def prompt_encoder(model: TextModelConfig, tokenizer: Any) -> Any:

@@ -127,8 +127,8 @@ class TestOnlineDpo:
         assert online_dpo_advantages(f64(1, 1, 2), f64(0, 0, 0), [0, 0, 1]).eq(0).all()
         assert online_dpo_advantages(f64(NAN, 1), f64(0, 0), [0, 0]).eq(0).all()
         assert_values(online_dpo_advantages(f64(0, 1), f64(0, 0), [0, 0], beta=0.2), -0.2, 0.2)
-        with pytest.raises(ValueError, match=r"row .*sigmoid"):
-            online_dpo_advantages(f64(0, 1), f64(0, 0), [0, 0], row="simpo")
+        with pytest.raises(ValueError, match=r"row must be one of sigmoid, robust, hinge; got 'simpo'"):
+            named_objective("online_dpo", advantage_options={"row": "simpo"})
 
 
 class TestReplay:

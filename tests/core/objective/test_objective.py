@@ -256,6 +256,7 @@ def test_a_mean_over_blocks_is_the_micro_batch_mean_of_a_peer() -> None:
             {"surrogate_options": {"eps_hi": 1}},
             r"'ppo_clip' has no option 'eps_hi'\. Did you mean 'eps_high'",
         ),
+        ({"surrogate_options": {**CLIP, "dual_clip": 3.0, "delta": 4.0}}, "dual_clip and delta both bound r"),
         ({"level": "tokens"}, r"level is 'tokens'\. Did you mean 'token'"),
         ({"aggregation": "mean"}, r"aggregation is 'mean'.*token_mean"),
         ({"kl_gradient": "k4"}, r"kl_gradient is 'k4'.*k1, k2, k3"),

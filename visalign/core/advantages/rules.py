@@ -9,11 +9,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from visalign.core.checks import check_axes, check_choice
+from visalign.core.checks import check_axes
 from visalign.core.groups.group_statistics import group_centre, group_extremes, group_mean
 from visalign.core.groups.labels import Labels, group_index
 from visalign.core.precision import float32, float32_dtype
-from visalign.core.preference.direct import DIRECT, direct_preference_loss
+from visalign.core.preference.direct import direct_preference_loss
 from visalign.core.rewards.steps import next_present
 
 from .returns import discounted_returns
@@ -101,7 +101,7 @@ def online_dpo_advantages(
     group: Labels,
     *,
     beta: float = 0.1,
-    row: str = "sigmoid",
+    row: Literal["sigmoid", "robust", "hinge"] = "sigmoid",
     eps: float = 0.0,
 ) -> Tensor:
     """Treat best and worst of a group as a pair of DPO; others get 0, as does a group without a preference.
@@ -122,7 +122,6 @@ def online_dpo_advantages(
     Online AI feedback, arXiv 2402.04792, section 3; DPO, arXiv 2305.18290, eq. 7.
     """
     check_axes(reward=(reward, "B"), log_ratio=(log_ratio, "B"))
-    check_choice("row", row, [n for n, r in DIRECT.items() if r.loss and r.reference and not r.per_token])
     value, ratio = reward.detach().double(), log_ratio.detach().double()
     index, groups = group_index(group, len(value), value.device)
     present = torch.isfinite(value) & torch.isfinite(ratio)

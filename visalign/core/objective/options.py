@@ -111,6 +111,8 @@ class Stage:
             ends = values.get(low), values.get(high)
             if all(isinstance(end, int | float) for end in ends) and ends[0] > ends[1]:
                 raise ValueError(f"{low} must be ≤ {high}; got {ends[0]} and {ends[1]} ({label} {name!r}).")
+        if values.get("dual_clip") is not None and values.get("delta") is not None:
+            raise ValueError(f"dual_clip and delta both bound r where A < 0; give one ({label} {name!r}).")
         required = [k for k, default in self.options.items() if default is inspect.Parameter.empty]
         if missing := [option for option in required if option not in options]:
             raise ValueError(
