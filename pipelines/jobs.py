@@ -14,12 +14,12 @@ from visalign.errors import ConfigError, suggestion
 PIPELINES = {
     "flow_grpo": "visalign.pipelines.flow_grpo.job:FlowGRPOConfig",
     "pref_grpo": "visalign.pipelines.flow_grpo.job:PrefGRPOConfig",
-    "text_dpo": "visalign.pipelines.text.dpo:TextDPOConfig",
+    "text_dpo": "visalign.pipelines.text.supervised:TextDPOConfig",
     "text_grpo": "visalign.pipelines.text.job:TextGRPOConfig",
     "text_ppo": "visalign.pipelines.text.job:TextPPOConfig",
     "text_process": "visalign.pipelines.text.process:TextProcessConfig",
     "text_sample": "visalign.pipelines.text.sample:TextSampleConfig",
-    "text_sft": "visalign.pipelines.text.sft:TextSFTConfig",
+    "text_sft": "visalign.pipelines.text.supervised:TextSFTConfig",
     "train_reward": "visalign.pipelines.train_reward.job:TrainRewardConfig",
     "ugda": "visalign.pipelines.ugda.job:UGDAConfig",
 }

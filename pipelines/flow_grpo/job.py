@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 from visalign.adapters.catalogue import family_of
@@ -13,7 +14,6 @@ from visalign.data.sets.prompt_files import record_key
 from visalign.pipelines.shared.grids import SampleGrids
 from visalign.pipelines.shared.job import PolicyRun, build_trainer, on_the_way, result_folder, run_job
 from visalign.pipelines.shared.parts import Records, build_accelerator, evenly_spaced
-from visalign.pipelines.shared.run_folder import RunSummary
 
 from .config import FlowGRPOConfig, PrefGRPOConfig
 from .inputs import prepare
@@ -22,11 +22,6 @@ from .plan import estimate, plan
 from .stored_pairs import stored_latents
 
 __all__ = ["FlowGRPOConfig", "PrefGRPOConfig", "estimate", "plan", "run"]
-
-
-def run(config: FlowGRPOConfig, output: Path, resume: bool = False) -> RunSummary:
-    """Run the job; see `visalign.pipelines.shared.job.run_job`."""
-    return run_job(config, output, resume, _build)
 
 
 def _build(config: FlowGRPOConfig, output: Path) -> PolicyRun:
@@ -92,6 +87,9 @@ def _build(config: FlowGRPOConfig, output: Path) -> PolicyRun:
         seen=inputs.seen,
         grids=grids,
     )
+
+
+run = partial(run_job, build=_build)
 
 
 def sample_command(config: FlowGRPOConfig, output: Path, heldout: Records) -> list[str]:

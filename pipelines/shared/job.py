@@ -86,7 +86,9 @@ class Job(ABC):
         }
 
 
-def run_job(config: Any, output: Path, resume: bool, build: Callable[[Any, Path], Job]) -> RunSummary:
+def run_job(
+    config: Any, output: Path, resume: bool = False, *, build: Callable[[Any, Path], Job]
+) -> RunSummary:
     """Run a job; nothing is written before everything that can be checked has been.
 
     Args:

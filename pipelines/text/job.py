@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,6 @@ from .parts import (
 )
 
 __all__ = ["TextGRPOConfig", "TextPPOConfig", "estimate", "plan", "run"]
-
-
-def run(config: TextConfig, output: Path, resume: bool = False) -> dict[str, Any]:
-    """Run the job; see `visalign.pipelines.shared.job.run_job`."""
-    return run_job(config, output, resume, _build)
 
 
 def _build(config: TextConfig, output: Path) -> PolicyRun:
@@ -77,6 +73,9 @@ def _build(config: TextConfig, output: Path) -> PolicyRun:
     if inputs.demonstrations is not None:
         sources["data.demonstrations"] = inputs.demonstrations
     return text_run(config, output, config.method, policy, algorithm, inputs.rewards, sources)
+
+
+run = partial(run_job, build=_build)
 
 
 def text_run(
@@ -201,25 +200,6 @@ def plan(config: TextConfig) -> dict[str, Any]:
         },
         "objective": {"algorithm": config.objective.algorithm, "source": config.built_objective.source},
         "evaluation": planned_evaluation(config, inputs.heldout),
-    }
-
-
-def supervised_plan(
-    config: Any, counts: Mapping[str, Any], noun: str, trained: int, heldout: Records
-) -> dict[str, Any]:
-    """Plan a job that reads `trained` records per epoch, called `noun`; `counts` come first."""
-    length = config.run.iterations
-    updates = length * config.optimizer.updates_per_iteration
-    return {
-        "batch": {
-            **counts,
-            f"{noun}_per_update": config.data.batch,
-            "updates": updates,
-            "epochs": updates * config.data.batch / trained,
-            "iterations": length,
-            "ends_by": ends_by(config.run),
-        },
-        "evaluation": planned_evaluation(config, heldout),
     }
 
 

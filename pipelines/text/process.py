@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -29,7 +30,7 @@ from visalign.settings import Count, Natural
 from visalign.text.steps import StepReading
 from visalign.training.loop.optimizer import AdamWSettings
 
-from .dpo import split_records
+from .supervised import split_records
 
 if TYPE_CHECKING:
     from visalign.training.process.trainer import StepTexts
@@ -112,11 +113,6 @@ Numbered = Sequence[tuple[int, Mapping[str, Any]]]
 """Records with their row numbers in the file."""
 
 
-def run(config: TextProcessConfig, output: Path, resume: bool = False) -> dict[str, Any]:
-    """Run the job; see `visalign.pipelines.shared.job.run_job`."""
-    return run_job(config, output, resume, _build)
-
-
 def read_steps(config: TextProcessConfig) -> tuple[Numbered, Numbered]:
     """Read and check the records, split into (trained, heldout)."""
     from visalign.training.process.trainer import read_record
@@ -186,6 +182,9 @@ def _build(config: TextProcessConfig, output: Path) -> JudgeRun:
         },
         next_command=["visalign", "train", "text_ppo", *(f"process.{k}={v}" for k, v in keys.items())],
     )
+
+
+run = partial(run_job, build=_build)
 
 
 def _load(config: TextProcessConfig, *, hollow: bool = False) -> tuple[Any, Any]:

@@ -31,7 +31,7 @@ class Example:
     """A pair (two images), triple (three, ascending), rated image (one) or answer about an image."""
 
     prompt: str
-    images: tuple[Tensor, ...]
+    images: tuple[Tensor, ...] = ()
     """Each float32 [3, H, W] in [0, 1]."""
     label: float = math.nan
     """Pairs: probability that the first is better, for training."""
@@ -163,25 +163,43 @@ def shapes_ratings(
     return _shapes(count, split, example)
 
 
-def file_pairs(pairs: PreferenceSet, *, weights: Sequence[float] | None = None) -> Examples:
-    """Pairs of a checked preference set with their weights; None: 1 each."""
-    rows = [
-        Row(f"row {pairs.row(number)} of '{pairs.name}'", pair.prompt, (pair.image_left, pair.image_right))
-        for number, pair in enumerate(pairs.pairs)
-    ]
+def _from_files(
+    rows: Sequence[Row],
+    labels: Sequence[Example],
+    prompts: Iterable[str],
+    content: Iterable[dict[str, object]],
+) -> Examples:
+    """Build a set whose examples are labels with the images of their row, read when they are needed."""
 
     def example(number: int) -> Example:
-        pair = pairs.pairs[number]
-        return Example(
-            prompt=pair.prompt,
-            images=read_images(rows[number].images, rows[number].where),
-            label=pair.label,
-            truth=pair.label if pair.label == 0.5 else float(pair.label > 0.5),
-            votes=pair.votes,
-            weight=1.0 if weights is None else weights[number],
-        )
+        return replace(labels[number], images=read_images(rows[number].images, rows[number].where))
 
-    return _file_examples(example, (plain(pair.prompt) for pair in pairs.pairs), rows, pairs.pairs)
+    return Examples(
+        count=len(rows),
+        example=example,
+        prompts=frozenset(prompts),
+        rows=tuple(rows),
+        content=tuple(content),
+    )
+
+
+def file_pairs(pairs: PreferenceSet, *, weights: Sequence[float] | None = None) -> Examples:
+    """Pairs of a checked preference set with their weights; None: 1 each."""
+    rows, labels = [], []
+    for number, pair in enumerate(pairs.pairs):
+        where = f"row {pairs.row(number)} of '{pairs.name}'"
+        rows.append(Row(where, pair.prompt, (pair.image_left, pair.image_right)))
+        labels.append(
+            Example(
+                prompt=pair.prompt,
+                label=pair.label,
+                truth=pair.label if pair.label == 0.5 else float(pair.label > 0.5),
+                votes=pair.votes,
+                weight=1.0 if weights is None else weights[number],
+            )
+        )
+    prompts = (plain(pair.prompt) for pair in pairs.pairs)
+    return _from_files(rows, labels, prompts, (pair.to_row() for pair in pairs.pairs))
 
 
 def file_triples(pairs: PreferenceSet, folder: Path) -> Examples:
@@ -189,7 +207,7 @@ def file_triples(pairs: PreferenceSet, folder: Path) -> Examples:
 
     The column `image_refined` holds paths relative to `folder`; a column `prompt_refined` may be there.
     """
-    rows = []
+    rows, labels = [], []
     for number, pair in enumerate(pairs.pairs):
         where = f"row {pairs.row(number)} of '{pairs.name}'"
         if pair.label == 0.5 or "image_refined" not in pair.extra:
@@ -201,25 +219,10 @@ def file_triples(pairs: PreferenceSet, folder: Path) -> Examples:
         if pair.label > 0.5:
             worse, better = better, worse
         rows.append(Row(where, pair.prompt, (worse, better, str(folder / str(pair.extra["image_refined"])))))
-
-    def example(number: int) -> Example:
-        refined = pairs.pairs[number].extra.get("prompt_refined")
-        return Example(
-            prompt=pairs.pairs[number].prompt,
-            images=read_images(rows[number].images, rows[number].where),
-            refined=None if refined is None else str(refined),
-        )
-
-    return _file_examples(example, (plain(pair.prompt) for pair in pairs.pairs), rows, pairs.pairs)
-
-
-def _file_examples(
-    example: Callable[[int], Example], prompts: Iterable[str], rows: Sequence[Row], records: Sequence[Any]
-) -> Examples:
-    content = tuple(record.to_row() for record in records)
-    return Examples(
-        count=len(rows), example=example, prompts=frozenset(prompts), rows=tuple(rows), content=content
-    )
+        refined = pair.extra.get("prompt_refined")
+        labels.append(Example(prompt=pair.prompt, refined=None if refined is None else str(refined)))
+    prompts = (plain(pair.prompt) for pair in pairs.pairs)
+    return _from_files(rows, labels, prompts, (pair.to_row() for pair in pairs.pairs))
 
 
 def with_prompts(examples: Examples, variants: Sequence[Sequence[str]]) -> Examples:
@@ -242,13 +245,9 @@ def file_ratings(records: QualitySet) -> Examples:
         Row(f"row {records.row(number)} of '{records.name}'", None, (record.image,))
         for number, record in enumerate(records.records)
     ]
-
-    def example(number: int) -> Example:
-        record, row = records.records[number], rows[number]
-        images = read_images(row.images, row.where)
-        return Example(prompt=record.prompt, images=images, target=sign * record.mos)
-
-    return _file_examples(example, (record.origin for record in records.records), rows, records.records)
+    labels = [Example(prompt=record.prompt, target=sign * record.mos) for record in records.records]
+    origins = (record.origin for record in records.records)
+    return _from_files(rows, labels, origins, (record.to_row() for record in records.records))
 
 
 class _Answer(BaseModel, strict=True):
@@ -278,7 +277,7 @@ def file_answers(records: Sequence[Mapping[str, Any]], *, name: str, right: floa
                 "images that have prompts."
             ) from error
         rows.append(Row(f"row {number} of '{name}'", record["caption"], (record["image"],)))
-    target = [float(record["reward"] >= right) for record in records]
+    target = [record["reward"] >= right for record in records]
     if len(set(target)) < 2:
         rewards = [record["reward"] for record in records]
         raise UserError(
@@ -287,23 +286,13 @@ def file_answers(records: Sequence[Mapping[str, Any]], *, name: str, right: floa
             f"to {max(rewards):g}: set data.right between, and in text_sample selection.rule=all."
         )
 
-    def example(number: int) -> Example:
-        record, row = records[number], rows[number]
-        return Example(
-            prompt=record["caption"],
-            images=read_images(row.images, row.where),
-            target=target[number],
-            critique=record["completion"],
-        )
-
+    labels = [
+        Example(prompt=record["caption"], target=float(is_right), critique=record["completion"])
+        for record, is_right in zip(records, target, strict=True)
+    ]
     keys = "image", "caption", "completion", "reward"
-    return Examples(
-        count=len(records),
-        example=example,
-        prompts=frozenset(record["image"] for record in records),
-        rows=tuple(rows),
-        content=tuple({key: record[key] for key in keys} for record in records),
-    )
+    content = ({key: record[key] for key in keys} for record in records)
+    return _from_files(rows, labels, (record["image"] for record in records), content)
 
 
 Encode = Callable[[Sequence[Example]], RewardBatch]

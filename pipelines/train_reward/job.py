@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from visalign.pipelines.shared.job import JUDGE, JudgeRun, build_trainer, run_job
 from visalign.pipelines.shared.parts import build_accelerator, ends_by
-from visalign.pipelines.shared.run_folder import RunSummary, check_unchanged
 
 from .config import JUDGE_KINDS, TrainRewardConfig
 from .inputs import prepare_reward
@@ -21,16 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["JUDGE", "TrainRewardConfig", "plan", "run"]
 
 
-def run(config: TrainRewardConfig, output: Path, resume: bool = False) -> RunSummary:
-    """Run the job; see `visalign.pipelines.shared.job.run_job`."""
-
-    def build(config: TrainRewardConfig, output: Path) -> JudgeRun:
-        return _build(config, output, resume)
-
-    return run_job(config, output, resume, build)
-
-
-def _build(config: TrainRewardConfig, output: Path, resume: bool) -> JudgeRun:
+def _build(config: TrainRewardConfig, output: Path) -> JudgeRun:
     """Build the objects of a run, without writing anything."""
     from visalign.training import RewardModeling
     from visalign.training.loop.progress import SUPERVISED_COLUMNS
@@ -40,8 +31,6 @@ def _build(config: TrainRewardConfig, output: Path, resume: bool) -> JudgeRun:
     from .measure import Measure
 
     inputs = prepare_reward(config)
-    if resume:
-        check_unchanged(output, inputs.fingerprints)  # before the judge is loaded
     accelerator = build_accelerator(config, output)
     judge, data, count = build_judge(config, accelerator.device), config.data, len(inputs.train)
     heldout = None if inputs.heldout is None else judge.remember(inputs.heldout)
@@ -79,6 +68,9 @@ def _build(config: TrainRewardConfig, output: Path, resume: bool) -> JudgeRun:
         card=lambda summary, notes: reward_card(config, summary, count, notes),
         next_command=evaluate_command(config, output),
     )
+
+
+run = partial(run_job, build=_build)
 
 
 def build_judge(config: TrainRewardConfig, device: torch.device) -> TrainedJudge:

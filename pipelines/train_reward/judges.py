@@ -13,15 +13,18 @@ import torch
 from torch import Tensor, nn
 
 from visalign.atomic import umask_permissions
+from visalign.core import nuclear_diversity
 from visalign.errors import UserError, suggestion
 from visalign.precision import autocast_dtype
+from visalign.rewards.base.contract import RewardError
+from visalign.rewards.hpsv3.ensemble_folders import adapters_of
+from visalign.rewards.hpsv3.loading import find_weights
 from visalign.rewards.vlm.engine import VisionLanguageEngine
 from visalign.rewards.vlm.loading import name_base
 from visalign.rewards.vlm.template import JudgeSettings, Template
 from visalign.training.reward.batch import Outputs, RewardBatch
 
 from .config import TrainRewardConfig
-from .diversity import OtherMembers
 from .examples import Example, Examples
 
 LANGUAGE = r"(.*\.)?language_model\..*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
@@ -176,6 +179,46 @@ class SeeingJudge(TrainedJudge):
         templates = {**settings.templates, **{template.name: template for template in questions}}
         JudgeSettings(templates=templates, positions=self.engine.positions, rest=rest).write(folder)
         shrink(folder, self.save_dtype)
+
+
+class OtherMembers:
+    """Nuclear diversity of the trained LoRA matrices and those of earlier members.
+
+    Args:
+        folders: Judges that were trained with adapters.
+        trained: Parameters that are trained, by name; only LoRA matrices count.
+    """
+
+    def __init__(self, folders: Sequence[str], trained: Mapping[str, Tensor]) -> None:
+        self.trained = {
+            name.removesuffix(".default.weight"): value for name, value in trained.items() if ".lora_" in name
+        }
+        self.others = [self._read(folder) for folder in folders]
+
+    def _read(self, folder: str) -> dict[str, Tensor]:
+        try:
+            adapters = adapters_of(find_weights(folder))
+        except (OSError, RewardError) as error:
+            raise UserError(
+                f"model.diversity.others names {folder!r}, which has no adapters to be kept apart from "
+                f"({error}). Give folders of judges that were trained with model.train lora."
+            ) from error
+        for name, value in self.trained.items():
+            axis = 1 if name.endswith("lora_A") else 0  # ranks may differ
+            if name not in adapters or adapters[name].shape[axis] != value.shape[axis]:
+                raise UserError(
+                    f"model.diversity.others names {folder!r}, whose adapters have no {name} of the trained "
+                    "size. Members have one base and model.lora.target_modules."
+                )
+        return {name: adapters[name].to(value.device).float() for name, value in self.trained.items()}
+
+    def diversity(self) -> Tensor:
+        """Mean over the matrices A and B of all layers."""
+        values = []
+        for name, value in self.trained.items():
+            matrices = [*(other[name] for other in self.others), value]
+            values.append(nuclear_diversity(matrices, dim=int(name.endswith("lora_B"))))
+        return torch.stack(values).mean()
 
 
 def freeze(model: nn.Module, beginnings: Sequence[str]) -> None:

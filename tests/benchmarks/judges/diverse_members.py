@@ -32,7 +32,7 @@ sys.path.insert(0, str(ROOT))
 from tests.benchmarks.judges.shared_blind_spots import DRAWS, drawn, lora_members
 from visalign.data.shapes.preferences import ShapesPair
 from visalign.pipelines.jobs import load_job
-from visalign.pipelines.train_reward.diversity import OtherMembers
+from visalign.pipelines.train_reward.judges import OtherMembers
 from visalign.rewards.hpsv3.ensemble_folders import adapters_of
 from visalign.rewards.hpsv3.ensemble_judge import LoraEnsembleReward
 from visalign.training.reward.heldout import auroc

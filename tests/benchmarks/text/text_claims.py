@@ -52,11 +52,11 @@ from visalign.data.text_tasks.tasks import (
     text_tasks,
 )
 from visalign.pipelines.text import job as text_grpo
-from visalign.pipelines.text import sft as text_sft
+from visalign.pipelines.text import supervised as text_sft
 from visalign.pipelines.text.config import TextModelConfig
 from visalign.pipelines.text.job import TextGRPOConfig
 from visalign.pipelines.text.parts import build_text_policy
-from visalign.pipelines.text.sft import TextSFTConfig
+from visalign.pipelines.text.supervised import TextSFTConfig
 from visalign.seeds import sample_seed
 from visalign.text import StoppingCriteria
 from visalign.training.loop.metrics import read_metrics

@@ -23,7 +23,7 @@ from visalign.pipelines.flow_grpo.job import FlowGRPOConfig, plan, run, sample_c
 from visalign.pipelines.flow_grpo.plan import planned_cost
 from visalign.pipelines.shared.job import TrainingInterrupted
 from visalign.pipelines.shared.parts import evenly_spaced
-from visalign.pipelines.text.sft import TextSFTConfig
+from visalign.pipelines.text.supervised import TextSFTConfig
 from visalign.training.loop.checkpoint import step_folder
 from visalign.training.loop.metrics import read_metrics
 from visalign.training.loop.trainer import Trainer
@@ -176,16 +176,6 @@ def test_answers_about_images_are_learnt_by_what_gave_them(tmp_path):
         assert made.data.train == f"{tmp_path}/dataset.jsonl"
         assert (made.data.heldout, made.data.question) == (heldout, "Rate: 1")
         assert made.evaluation.rewards["rating"].options == {"rule": "regression"}
-
-
-def test_a_judge_of_steps_goes_to_a_policy(tmp_path):
-    from visalign.pipelines.text.process import TextProcessConfig, _next_command
-
-    for learns, more in (("outcomes", ["process.replaces=true"]), ("labels", [])):
-        given = ["data={train: x.jsonl, separator: ', '}", f"learns={learns}"]
-        command = _next_command(load_config(TextProcessConfig, None, given), tmp_path)
-        keys = [f"process.model={tmp_path}/judge", 'process.separator=", "']
-        assert command == ["visalign", "train", "text_ppo", *keys, *more]
 
 
 def test_a_model_that_learnt_to_rate_is_evaluated_as_a_judge(tmp_path):

@@ -93,9 +93,8 @@ def test_each_evaluation_leaves_a_grid_of_the_same_prompts(finished):
 
 
 def test_trackers_that_take_images_get_them(finished, tmp_path):
-    shown, other = Shown(), Shown()
-    other.log_images = None  # type: ignore[assignment,method-assign]
-    accelerator = Accelerator(cpu=True, log_with=[shown, other])
+    shown = Shown()
+    accelerator = Accelerator(cpu=True, log_with=[shown])
     accelerator.init_trackers("test")
     records = [{"prompt": prompt} for prompt in PROMPTS]
     grids = SampleGrids(output=tmp_path, accelerator=accelerator, heldout=records, seed=3, columns=2)

@@ -15,10 +15,9 @@ from accelerate.state import AcceleratorState
 
 from visalign.errors import UserError
 from visalign.interfaces import Scores
-from visalign.pipelines.flow_grpo import job as flow_grpo
 from visalign.pipelines.flow_grpo.config import FlowGRPOConfig
 from visalign.pipelines.shared import parts as build
-from visalign.pipelines.shared.job import TrainingInterrupted
+from visalign.pipelines.shared.job import TrainingInterrupted, run_job
 from visalign.pipelines.shared.parts import weighted_sum
 from visalign.pipelines.shared.sections import PolicyRunConfig, RewardsConfig, RewardTerm, RunConfig
 from visalign.rewards import WeightedSum
@@ -55,7 +54,7 @@ def test_a_tracker_that_is_not_installed_is_refused(tmp_path: Path, monkeypatch:
         build.build_accelerator(SimpleNamespace(run=RunConfig(device="cpu", trackers=["nope"])), tmp_path)
 
 
-def test_trackers_are_closed_after_an_interruption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trackers_are_closed_after_an_interruption(tmp_path: Path) -> None:
     calls: list[str] = []
     accelerator = SimpleNamespace(
         num_processes=1,
@@ -70,9 +69,9 @@ def test_trackers_are_closed_after_an_interruption(tmp_path: Path, monkeypatch: 
 
     trainer = SimpleNamespace(accelerator=accelerator)
     job = SimpleNamespace(trainer=trainer, fingerprints={}, before=stop)
-    monkeypatch.setattr(flow_grpo, "_build", lambda *_: cast(Any, job))
+    config = FlowGRPOConfig(run=PolicyRunConfig(trackers=["tensorboard"]))
     with pytest.raises(TrainingInterrupted):
-        flow_grpo.run(FlowGRPOConfig(run=PolicyRunConfig(trackers=["tensorboard"])), tmp_path / "run")
+        run_job(config, tmp_path / "run", build=lambda *_: cast(Any, job))
     assert calls == ["begin", "end"]
 
 

@@ -14,8 +14,8 @@ from tests.support.training.text_jobs import QUESTIONS, text_inputs
 from visalign.config import load_config
 from visalign.pipelines.cli.app import app
 from visalign.pipelines.shared.run_folder import write_beginning
-from visalign.pipelines.text.sft import TextSFTConfig
-from visalign.pipelines.text.sft import run as sft
+from visalign.pipelines.text.supervised import TextSFTConfig
+from visalign.pipelines.text.supervised import run as sft
 
 JUDGE = '''
 import torch

@@ -12,7 +12,7 @@ import pytest
 from tests.support.training.text_jobs import QUESTIONS, text_inputs
 from visalign.config import load_config
 from visalign.errors import UserError
-from visalign.pipelines.text.dpo import TextDPOConfig, plan, run, split_records
+from visalign.pipelines.text.supervised import TextDPOConfig, plan, run, split_records
 from visalign.training.loop.metrics import read_metrics
 
 BASE = (
@@ -109,7 +109,7 @@ def test_completions_that_cannot_be_used_are_refused_before_anything_is_written(
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("loss.row=simpo2", "loss.row is 'simpo2'"),
+        ("loss.row=simpo2", "'loss.row' .*got 'simpo2'"),
         ("loss.lable_smoothing=0.1", "Did you mean '.*label_smoothing'"),
     ],
 )

@@ -17,7 +17,7 @@ from visalign.errors import UserError
 from visalign.pipelines.text import job
 from visalign.pipelines.text.job import TextGRPOConfig
 from visalign.pipelines.text.parts import prepare
-from visalign.pipelines.text.sft import TextSFTConfig, prepare_sft
+from visalign.pipelines.text.supervised import TextSFTConfig, prepare_supervised
 from visalign.rewards.catalogue import load_reward
 from visalign.training.loop.metrics import read_metrics
 
@@ -117,7 +117,7 @@ def decided(*overrides: str) -> TextSFTConfig:
 def test_a_teachers_reason_stands_behind_the_decision():
     pairs = [pair for pair in shapes_pairs(12, split="train").pairs if pair.label != 0.5]
     for field in ("reason", None):
-        made = prepare_sft(decided(f"data.field={field or 'null'}")).demonstrations
+        made = prepare_supervised(decided(f"data.field={field or 'null'}")).records
         assert len(made) == len(pairs)
         for record, pair in zip(made, pairs, strict=True):
             said = "no" if pair.label > 0.5 else "yes"  # whether the second, the right one, is better
@@ -139,4 +139,4 @@ def test_a_teachers_reason_stands_behind_the_decision():
 )
 def test_decisions_of_what_are_no_pairs_are_refused(override, message):
     with pytest.raises(UserError, match=message):
-        prepare_sft(decided(override))
+        prepare_supervised(decided(override))

@@ -17,7 +17,7 @@ from tests.support.training.text_jobs import text_inputs
 from visalign.config import load_config
 from visalign.errors import UserError
 from visalign.evaluation import load_heldout
-from visalign.pipelines.text.sft import TextSFTConfig, plan, run
+from visalign.pipelines.text.supervised import TextSFTConfig, plan, run
 from visalign.training.loop.metrics import read_metrics
 
 BASE = (
@@ -151,7 +151,7 @@ def test_other_inputs_are_refused(inputs, tmp_path):
     output = tmp_path / "out"
     for override, message in {
         "data.heldout=nowhere.jsonl": "data.heldout: no prompt set 'nowhere.jsonl'",
-        "data.train=tasks:trian": "data.train: no 'tasks:trian'; the packaged records are",
+        "data.train=tasks:trian": "data.train: there is no 'tasks:trian'; the packaged records are",
     }.items():
         with pytest.raises(UserError, match=message):
             run(_config(inputs, override), output)
@@ -166,7 +166,6 @@ def test_other_inputs_are_refused(inputs, tmp_path):
     ("override", "message"),
     [
         ("data.field=''", "data.field is empty"),
-        ("generation.temperature=0", "generation.temperature is 0; greedy completions are measured besides"),
         ("evaluation.rewards={}", "evaluation.rewards is empty"),
         ("evaluation.correctness=exact", "Did you mean 'exact_answer'"),
     ],

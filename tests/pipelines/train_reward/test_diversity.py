@@ -12,8 +12,8 @@ import torch
 from tests.support.models.vision_language import save_tiny_seeing_model
 from visalign.config import load_config
 from visalign.errors import UserError
-from visalign.pipelines.train_reward.diversity import OtherMembers
 from visalign.pipelines.train_reward.job import TrainRewardConfig, build_judge, run
+from visalign.pipelines.train_reward.judges import OtherMembers
 from visalign.rewards.hpsv3.ensemble_folders import adapters_of
 
 

@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Jobs of learning from records: supervised fine-tuning and direct preference optimisation.
+
+They evaluate, learn demonstrations, pairs or votes, evaluate again, and save the model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import field
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+
+import numpy as np
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from visalign.data.sets.completion_files import JudgedCompletions, check_votes, load_pairs, load_votes
+from visalign.errors import UserError
+from visalign.pipelines.shared.job import PolicyRun, run_job
+from visalign.pipelines.shared.parts import Records, build_accelerator, ends_by, name_key
+from visalign.schema import STRICT
+from visalign.seeds import sample_seed
+from visalign.settings import Count, Finite, refuse
+from visalign.training.loop.optimizer import OptimizerSettings
+from visalign.training.text.dpo import DPOSettings
+
+from .config import HeldoutPromptsConfig, SupervisedConfig, text_optimizer
+from .job import planned_evaluation, text_run
+from .parts import build_text_policy, heldout_inputs, prompt_keys, text_demonstrations, text_records
+
+__all__ = ["TextDPOConfig", "TextSFTConfig", "plan", "run"]
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class RecordsDataConfig(HeldoutPromptsConfig):
+    """Records to learn from, and prompts of the evaluation."""
+
+    too_long: Literal["refuse", "drop"] = "refuse"
+    """Treatment of records longer than the model's context: an error (refuse), or left out (drop); none is
+    cut."""
+    batch: Count = 32
+    """Records per update; each epoch reads every record once, in a new order."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class DemonstrationsDataConfig(RecordsDataConfig):
+    """Demonstrations, and prompts of the evaluation."""
+
+    train: str = "tasks:train"
+    """tasks:train, or a .jsonl file of records with "prompt" and a completion, such as the dataset.jsonl of
+    the job text_sample; a prompt may have several."""
+    field: str | None = None
+    """Field of the completion in a record; null: completion, or solution where there is none."""
+    decision: list[Any] | None = None
+    """For pairs of images, with a question: the words for "the first is better" and "the second is better".
+    The completion is the word that the votes prefer, then ", " and the column `field`, a teacher's reason
+    (RewardDance, arXiv 2509.08826). null: data.train holds completions."""
+
+    def __post_init__(self) -> None:
+        refuse(self._broken_rules())
+
+    def _broken_rules(self) -> Iterator[str]:
+        words = self.decision
+        if self.field == "":
+            yield "data.field is empty; name the field of the completions, or null."
+        if words is None:
+            return
+        if not len(words) == 2 == len({w.strip().casefold() for w in words if isinstance(w, str)} - {""}):
+            yield (
+                f"data.decision is {words}; give two different words, e.g. ['no', 'yes'] for the question "
+                "whether the second image is better (without quotes YAML reads yes as true)."
+            )
+        if self.question is None:
+            yield "data.decision decides between images, and data.question, which asks about them, is null."
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class CompletionsDataConfig(RecordsDataConfig):
+    """Completions with preferences, and prompts of the evaluation."""
+
+    train: str = "tasks:train"
+    """A .jsonl, .json, .csv, .tsv or .parquet file with the columns prompt, chosen, rejected; or prompt,
+    completion, label (kto); or prompt, completion, reward, such as the dataset.jsonl of text_sample with
+    selection.rule=all, of which the best and the worst completion to each prompt become a pair. Or
+    tasks:train, which pairs the solution of each task with that of another."""
+    threshold: Finite = 1.0
+    """With kto, reward from which a scored completion is good."""
+    unusable: Literal["refuse", "drop"] = "refuse"
+    """Treatment of pairs of equal completions and of empty ones: an error (refuse), or left out (drop)."""
+    pairs_heldout: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    """Share of the prompts whose pairs (or votes) are held out, for each evaluation."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class TextSFTConfig(SupervisedConfig):
+    """Learn demonstrations: a cold start, or one round of rejection sampling."""
+
+    pipeline: ClassVar[str] = "text_sft"
+
+    data: DemonstrationsDataConfig = field(default_factory=DemonstrationsDataConfig)
+    """Demonstrations."""
+    optimizer: OptimizerSettings = field(default_factory=lambda: text_optimizer(1e-4))
+    """Optimizer; micro_batch counts demonstrations, ema_decay 0 leaves averaging out."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class TextDPOConfig(SupervisedConfig):
+    """Learn from pairs of completions of which one is better, or from votes for single ones."""
+
+    pipeline: ClassVar[str] = "text_dpo"
+
+    data: CompletionsDataConfig = field(default_factory=CompletionsDataConfig)
+    """Completions."""
+    loss: DPOSettings = field(default_factory=DPOSettings)
+    """Loss."""
+    optimizer: OptimizerSettings = field(default_factory=lambda: text_optimizer(1e-5))
+    """Optimizer; micro_batch counts pairs or votes, ema_decay 0 leaves averaging out."""
+
+
+class SupervisedInputs(NamedTuple):
+    """Records of a job and what its evaluation needs."""
+
+    records: Records
+    """Each with prompt and completion, a pair of completions, or completion and label."""
+    left_out: Mapping[str, int]
+    """Reason -> records that are not used."""
+    heldout: Records
+    rewards: Mapping[str, Any]
+    """label -> reward of the evaluation."""
+    seen: int
+    """Held-out prompts that are trained on."""
+
+
+def prepare_supervised(config: TextSFTConfig | TextDPOConfig, device: str | None = None) -> SupervisedInputs:
+    """Read and check the sources of the configuration, without the model."""
+    heldout, rewards = heldout_inputs(config.data, config.evaluation, config.seed, device)
+    left_out: Mapping[str, int] = {}
+    if isinstance(config, TextSFTConfig):
+        name = config.data.field
+        records = text_demonstrations("train", config.data, config.seed, name, name)
+    else:
+        with name_key("data.train"):
+            completions = _completions(config)
+        records, left_out = completions.records, completions.left_out
+    seen = len(prompt_keys(records) & prompt_keys(heldout))
+    return SupervisedInputs(records, left_out, heldout, rewards, seen)
+
+
+def _completions(config: TextDPOConfig) -> JudgedCompletions:
+    """Read pairs or votes; of packaged tasks a solution is paired with the next one of another answer."""
+    data = config.data
+    if not data.train.startswith("tasks:"):
+        if config.loss.votes:
+            return load_votes(data.train, threshold=data.threshold, unusable=data.unusable)
+        return load_pairs(data.train, unusable=data.unusable)
+    tasks = text_records("train", data, config.seed)
+    records: list[dict[str, Any]] = []
+    for index, task in enumerate(tasks):
+        prompt, chosen = task["prompt"], task["solution"]
+        following = (tasks[(index + step) % len(tasks)] for step in range(1, len(tasks)))
+        rejected = next((other["solution"] for other in following if other["answer"] != task["answer"]), None)
+        if rejected is None:
+            raise UserError("all tasks have one answer, so no solution is wrong; raise data.size.")
+        if config.loss.votes:
+            votes = ((chosen, True), (rejected, False))
+            records += [{"prompt": prompt, "completion": text, "label": good} for text, good in votes]
+        else:
+            records.append({"prompt": prompt, "chosen": chosen, "rejected": rejected})
+    return JudgedCompletions(records=records)
+
+
+def split_records(records: Records, share: float, seed: int) -> tuple[Records, Records]:
+    """Split records by prompt into (trained, heldout); of two prompts or more at least one is held out."""
+    keys = [json.dumps(record["prompt"], sort_keys=True) for record in records]
+    prompts = list(dict.fromkeys(keys))
+    count = min(max(1, round(share * len(prompts))), len(prompts) - 1) if share else 0
+    order = np.random.default_rng(sample_seed(seed, "pairs", 0)).permutation(len(prompts))
+    heldout = {prompts[i] for i in order[:count]}
+    pairs = list(zip(records, keys, strict=True))
+    return [r for r, key in pairs if key not in heldout], [r for r, key in pairs if key in heldout]
+
+
+def _build(config: TextSFTConfig | TextDPOConfig, output: Path) -> PolicyRun:
+    """Build the objects of a run, without writing anything."""
+    accelerator = build_accelerator(config, output)
+    inputs = prepare_supervised(config, str(accelerator.device))
+    policy = build_text_policy(config.model, accelerator.device, config.seed, reference=False)
+    build = _build_sft if isinstance(config, TextSFTConfig) else _build_dpo
+    method, algorithm, count, entries = build(config, policy, inputs, accelerator)  # type: ignore[arg-type]
+    return text_run(
+        config,
+        output,
+        method,
+        policy,
+        algorithm,
+        inputs.rewards,
+        {"data.train": inputs.records, "data.heldout": inputs.heldout},
+        summary=lambda counters: {**entries, "epochs": counters.samples / count},
+        seen=inputs.seen,
+        more_metrics=getattr(algorithm, "measure", dict),
+    )
+
+
+Built = tuple[str, Any, int, dict[str, Any]]
+"""(method for the title, algorithm, records that are trained on, entries of the summary)."""
+
+
+def _build_sft(config: TextSFTConfig, policy: Any, inputs: SupervisedInputs, accelerator: Any) -> Built:
+    from visalign.adapters.causal_lm.demonstrations import DemonstrationBatches, fitting_demonstrations
+    from visalign.training import SFT
+
+    with name_key("data.train"):
+        fitting = fitting_demonstrations(policy, inputs.records, too_long=config.data.too_long)
+    batches = DemonstrationBatches(policy, fitting, size=config.data.batch, seed=config.seed)
+    algorithm = SFT(policy, batches, accelerator=accelerator, sharding=config.run.sharding)
+    left_out = len(inputs.records) - len(fitting)
+    entries = {"demonstrations": len(fitting), "demonstrations_left_out": left_out}
+    return "Supervised fine-tuning", algorithm, len(fitting), entries
+
+
+def _build_dpo(config: TextDPOConfig, policy: Any, inputs: SupervisedInputs, accelerator: Any) -> Built:
+    from visalign.adapters.causal_lm.demonstrations import (
+        DemonstrationBatches,
+        fitting_demonstrations,
+        with_mismatched,
+    )
+    from visalign.training import DPO
+
+    votes, fitting = config.loss.votes, inputs.records
+    with name_key("data.train"):
+        for name in ("completion",) if votes else config.loss.fields:
+            fitting = fitting_demonstrations(policy, fitting, too_long=config.data.too_long, field=name)
+        if votes:  # each gets a completion to another prompt, for kto's KL
+            fitting = with_mismatched(policy, fitting)
+    sides = split_records(fitting, config.data.pairs_heldout, config.seed)
+    if votes:
+        check_votes("data.train", sides[0])
+    size, fields = config.data.batch, config.loss.fields
+    stream, heldout = (
+        DemonstrationBatches(policy, side, size=size, seed=config.seed, field=fields) if side else None
+        for side in sides
+    )
+    good, heldout_good = ([record["label"] for record in side] if votes and side else None for side in sides)
+    algorithm = DPO(
+        policy,
+        stream,
+        settings=config.loss,
+        good=good,
+        heldout=heldout,
+        heldout_good=heldout_good,
+        accelerator=accelerator,
+        sharding=config.run.sharding,
+    )
+    left_out = dict(inputs.left_out)
+    if len(fitting) < len(inputs.records):
+        left_out["too_long"] = len(inputs.records) - len(fitting)
+    trained, measured = map(len, sides)
+    entries = {
+        "completions": trained,
+        "completions_heldout": measured,
+        "completions_left_out": left_out,
+    }
+    return f"Direct preference optimisation ({config.loss.row})", algorithm, trained, entries
+
+
+run = partial(run_job, build=_build)
+
+
+def plan(config: TextSFTConfig | TextDPOConfig) -> dict[str, Any]:
+    """Plan the batches of a job, in groups of entries."""
+    inputs, length = prepare_supervised(config), config.run.iterations
+    noun, trained = "demonstrations", inputs.records
+    counts: dict[str, int] = {}
+    if isinstance(config, TextDPOConfig):
+        noun = "votes" if config.loss.votes else "pairs"
+        trained, heldout = split_records(inputs.records, config.data.pairs_heldout, config.seed)
+        counts = {f"{noun}_heldout": len(heldout)}
+        counts |= {f"left_out_{why}": count for why, count in inputs.left_out.items()}
+    updates = length * config.optimizer.updates_per_iteration
+    return {
+        "batch": {
+            noun: len(trained),
+            **counts,
+            "prompts": len(prompt_keys(trained)),
+            "heldout_prompts_trained_on": inputs.seen,
+            f"{noun}_per_update": config.data.batch,
+            "updates": updates,
+            "epochs": updates * config.data.batch / len(trained),
+            "iterations": length,
+            "ends_by": ends_by(config.run),
+        },
+        "evaluation": planned_evaluation(config, inputs.heldout),
+    }
