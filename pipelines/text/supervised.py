@@ -238,11 +238,9 @@ def _build_dpo(config: TextDPOConfig, policy: Any, inputs: SupervisedInputs, acc
     sides = split_records(fitting, config.data.pairs_heldout, config.seed)
     if votes:
         check_votes("data.train", sides[0])
-    size, fields = config.data.batch, config.loss.fields
-    stream, heldout = (
-        DemonstrationBatches(policy, side, size=size, seed=config.seed, field=fields) if side else None
-        for side in sides
-    )
+    options: dict[str, Any] = {"size": config.data.batch, "seed": config.seed, "field": config.loss.fields}
+    stream = DemonstrationBatches(policy, sides[0], **options)
+    heldout = DemonstrationBatches(policy, sides[1], **options) if sides[1] else None
     good, heldout_good = ([record["label"] for record in side] if votes and side else None for side in sides)
     algorithm = DPO(
         policy,

@@ -104,9 +104,8 @@ def test_the_shares_of_processes_are_all_pairs_once():
     """Three processes measure seven pairs in batches of two, gathered by hand."""
 
     numbered: Any = Examples(count=7, example=lambda number: number, prompts=frozenset())  # type: ignore[arg-type]
-    shares = []
-    for process in range(3):
-        shares.append(list(in_order(numbered, list, size=2, part=(process, 3))))
+    encode: Any = list
+    shares = [list(in_order(numbered, encode, size=2, part=(process, 3))) for process in range(3)]
     assert shares == [[(0, [0, 1]), (3, [6])], [(1, [2, 3])], [(2, [4, 5])]]
 
 
