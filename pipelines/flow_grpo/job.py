@@ -31,14 +31,6 @@ def _build(config: FlowGRPOConfig, output: Path) -> PolicyRun:
     accelerator = build_accelerator(config, output)
     inputs = prepare(config, accelerator.num_processes, str(accelerator.device))
     policy = build_policy(config.model, accelerator.device, config.seed)
-    measure = build_evaluator(
-        config.evaluation,
-        policy,
-        inputs.rewards,
-        steps=config.rollout.steps,
-        timestep_schedule=config.rollout.timestep_schedule,
-        accelerator=accelerator,
-    )
     grids = SampleGrids(
         output=output,
         accelerator=accelerator,
@@ -46,14 +38,15 @@ def _build(config: FlowGRPOConfig, output: Path) -> PolicyRun:
         seed=config.evaluation.seeds[0],
         columns=config.evaluation.grid,
     )
-    before, objective = output / "before.npz", config.objective
-    drift = build_drift(inputs.features, before, accelerator.is_main_process)
+    before, objective, rollout = output / "before.npz", config.objective, config.rollout
+    sampling = {"steps": rollout.steps, "timestep_schedule": rollout.timestep_schedule}
+    measure = build_evaluator(config.evaluation, policy, inputs.rewards, accelerator=accelerator, **sampling)
     kind = VelocityRegression if objective.regression else RewardGradient if objective.ascent else FlowGRPO
     algorithm = kind(
         policy,
         inputs.reward,
         inputs.records,
-        rollout=config.rollout,
+        rollout=rollout,
         objective=objective,
         seed=config.seed,
         accelerator=accelerator,
@@ -63,26 +56,26 @@ def _build(config: FlowGRPOConfig, output: Path) -> PolicyRun:
         features=inputs.features,
         stored=None if config.data.pairs is None else stored_latents(policy, inputs.records[0]),
     )
+    drift = build_drift(inputs.features, before, accelerator.is_main_process)
     evaluate = on_the_way(config, measure, inputs.heldout, before, grids.keep, drift)
     trainer = build_trainer(config, output, algorithm, evaluate)
     for note in inputs.notes:
         trainer.progress.note(note)
-    named = objective.regression or objective.ascent
     return PolicyRun(
         config=config,
         output=output,
         trainer=trainer,
         fingerprints=inputs.fingerprints,
-        title=f"{objective.algorithm if named else 'Flow-GRPO'} on {config.model.path}",
+        title=f"{objective.algorithm} on {config.model.path}",
         policy=policy,
         measure=measure,
         heldout=inputs.heldout,
         samples="images",
         load_code=load_code(config, output),
         next_command=sample_command(config, output, inputs.heldout),
-        counts=lambda counters: {
-            "images": counters.samples,
-            "forward_equivalents_per_image": counters.forward_equivalents / max(1, counters.samples),
+        counts=lambda c: {
+            "images": c.samples,
+            "forward_equivalents_per_image": c.forward_equivalents / max(1, c.samples),
         },
         seen=inputs.seen,
         grids=grids,

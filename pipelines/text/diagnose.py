@@ -78,7 +78,7 @@ def diagnose(
         second: A later run, whose policy is then the tuned one, and that of `run` the base. None: the tuned
             policy is that of `run`, the base the model that it began with.
         samples: n, completions of each policy to a prompt.
-        prompts: Most held-out prompts, evenly spaced; None: all.
+        prompts: Limit of held-out prompts, evenly spaced.
         rewards: Names of more text rewards.
         margin: Nats between the first and second choice of a token below which it is a near tie.
         noise: Scale β of the Gumbel noise on the logits under which greedy completions are repeated.
@@ -86,10 +86,6 @@ def diagnose(
 
     Returns:
         JSON-able: policies, `support`, `best_of_n`, `rewards` (a distance per pair), `clip`, `greedy`.
-
-    Raises:
-        UserError: A folder without a finished run of a text policy, two models whose tokens differ, or
-            completions that cannot be scored.
     """
     config, first_config = _config(second or run), _config(run)
     scorer = _Scorer(config, rewards)
@@ -98,12 +94,8 @@ def diagnose(
         "base": _policy(first_config, None if second is None else run),
         "tuned": _policy(config, second or run),
     }
-    vocabularies = [policy.tokenizer.get_vocab() for policy in policies.values()]
-    if vocabularies[0] != vocabularies[1]:
-        raise UserError(
-            f"'{run}' and '{second}' are of models with different tokens: no log-probs to compare. "
-            "Diagnose each against the model that it began with."
-        )
+    if policies["base"].tokenizer.get_vocab() != policies["tuned"].tokenizer.get_vocab():
+        raise UserError(f"'{run}' and '{second}' are of models with different tokens: nothing to compare.")
     generators = {name: with_tool(generation, p, p) for name, p in policies.items()}
     base, tuned = (scorer.sample(g, records, generation, samples, seed) for g in generators.values())
     generator = torch.Generator().manual_seed(seed)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from visalign.pipelines.shared.plan import (
 )
 from visalign.precision import autocast_dtype
 
-from .config import TextConfig
+from .config import TextConfig, TextModelConfig
 from .parts import TextInputs, lora_settings, prompt_encoder
 
 PROMPTS = 256
@@ -48,20 +48,16 @@ def footprint(config: TextConfig, inputs: TextInputs) -> dict[str, Any]:
     if model.lora is not None:
         add_text_lora(network, lora_settings(model, config.seed))
     encoder = prompt_encoder(model, from_pretrained(AutoTokenizer, name))
-    prompts = encoder.encode([record["prompt"] for record in inputs.records[:PROMPTS]])
-    longest_prompt = max(map(len, prompts))
+    longest_prompt = max(map(len, encoder.encode([r["prompt"] for r in inputs.records[:PROMPTS]])))
     length = longest_prompt + rollout.max_new_tokens
     completions = rollout.prompts_per_iteration * rollout.group_size
     rows = 0 if config.server is not None else min(model.generate_batch, completions)
-    autocast = "bfloat16" if model.autocast == "auto" else model.autocast  # as GPUs have it
-    low = autocast_dtype(autocast, torch.device("cpu"))
-    with torch.autocast("cpu", low) if low else nullcontext():
+    with _autocast(model):
         cache = _cache_bytes(network, rows, length) if rows else 0
         micro_batch = min(config.optimizer.micro_batch, completions)
         activations, flops = trace_forward(network, micro_batch, length, model.gradient_checkpointing)
     flops += 2 * network.get_output_embeddings().weight.numel() * rollout.max_new_tokens
     logits = 4 * rows * network.config.vocab_size
-
     memory = training_memory(network, ema=bool(config.optimizer.ema_decay))
     weights = [name for name in memory if name.startswith("frozen_weights") or name == "trained_weights"]
     has_reference = needs_reference(objective)
@@ -70,10 +66,9 @@ def footprint(config: TextConfig, inputs: TextInputs) -> dict[str, Any]:
         trunk = [w for name, w in network.base_model.named_parameters() if "lora_" not in name]
         memory["value_network_and_its_optimizer"] = sum(trained_memory(trunk, ema=False, copies=0).values())
     memory["generation_or_activations_of_a_micro_batch"] = max(cache + logits, activations) / GB
-
     update = (3 + model.gradient_checkpointing) * config.objective.epochs
-    passes = bool(rows) + has_reference + rollout.recompute + rollout.routing_replay + update
-    passes += (model.value == "separate") * (1 + update)
+    before = bool(rows) + has_reference + rollout.recompute + rollout.routing_replay
+    passes = before + update + (model.value == "separate") * (1 + update)
     replayed = 0 if config.self_imitation is None else config.self_imitation.batch or completions
     speed = tokens_by_device(rows, weight_bytes(network) + cache / 2) if rows else None
     return {
@@ -93,6 +88,12 @@ def footprint(config: TextConfig, inputs: TextInputs) -> dict[str, Any]:
         ),
         **({"tokens_per_second_at_most": speed} if rows else {}),
     }
+
+
+def _autocast(model: TextModelConfig) -> AbstractContextManager[Any]:
+    """Return the run's autocast as GPUs have it."""
+    low = autocast_dtype("bfloat16" if model.autocast == "auto" else model.autocast, torch.device("cpu"))
+    return torch.autocast("cpu", low) if low else nullcontext()
 
 
 def training_memory(network: Any, *, ema: bool) -> dict[str, float]:

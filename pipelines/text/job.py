@@ -93,17 +93,9 @@ def text_run(
 ) -> PolicyRun:
     """Build the run of a text policy.
 
-    Args:
-        config: The configuration.
-        output: Run folder.
-        method: Method in the title of the report.
-        policy: The policy.
-        algorithm: The algorithm that trains it.
-        rewards: Rewards of the evaluation.
-        sources: Key of each source -> its records.
-        summary: Entries of the summary, from the counters.
-        seen: Held-out prompts that are trained on as well.
-        more_metrics: Metrics for each evaluation during training.
+    `method` stands in the report's title, `sources` has the records of each source by its key, `summary` adds
+    entries made of the counters, `seen` counts the held-out prompts that are trained on as well, and
+    `more_metrics` are added to each evaluation during training.
     """
     heldout, generation = sources["data.heldout"], config.generation
     generator = with_tool(generation, policy, policy)

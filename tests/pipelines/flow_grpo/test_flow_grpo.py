@@ -262,7 +262,9 @@ def test_full_fine_tuning_saves_a_pipeline(inputs, tmp_path):
     assert (tmp_path / "run" / "model" / "model_index.json").is_file()
     page = (tmp_path / "run" / "report.html").read_text()
     assert f"from_pretrained(&#34;{tmp_path}/run/model&#34;" in page and "load_lora_weights" not in page
-    assert result_files(tmp_path / "run")[1].endswith("model  (for DiffusionPipeline.from_pretrained)")
+    assert result_files(tmp_path / "run")[1].endswith(
+        "model  (for from_pretrained, by the code in report.html)"
+    )
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,7 @@ def test_a_run_leaves_the_page_of_an_image_run(finished):
     exec(code, scope)
     assert [line.split("  (")[1] for line in result_files(output)][:2] == [
         "before and after, opens in a browser)",
-        "for AutoModelForCausalLM.from_pretrained)",
+        "for from_pretrained, by the code in report.html)",
     ]
     assert scope["model"].config.vocab_size and scope["tokenizer"].chat_template
 
