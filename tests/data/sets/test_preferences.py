@@ -189,12 +189,12 @@ def test_rows_without_a_name_are_votes_and_tallies_repeat() -> None:
 
 
 def test_tables_of_votes_are_read_and_written(tmp_path: Path) -> None:
-    names = {"model_left": "sd3", "model_right": "flux"}
+    names = {"generator_left": "sd3", "generator_right": "flux"}
     rows = [row(annotator=7, **names), row(annotator=8, label="right", **names), row(model_left="1.5")]
     found = load_preferences(write(tmp_path / "set.jsonl", rows))
     assert [pair.annotator for pair in found.pairs] == ["7", "8", None]
     assert (found.pairs[0].generator_left, found.pairs[0].generator_right) == ("sd3", "flux")
-    assert found.pairs[2].generator_left is None and found.pairs[2].extra == {"model_left": "1.5"}  # a score
+    assert found.pairs[2].generator_left is None and found.pairs[2].extra == {"model_left": "1.5"}
     summed, _ = summed_votes(found)
     again = load_preferences(write_rows(tmp_path / "again.jsonl", summed.pairs))
     assert again.pairs == summed.pairs and again.pairs[0].ballots == (("7", 1.0), ("8", 0.0))

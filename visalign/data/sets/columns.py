@@ -117,7 +117,7 @@ def read_pair(
         label=label,
         votes=votes,
         ballots=_read_ballots(row.get("ballots")),
-        **_other_fields(PreferencePair, _with_generators(row), _PAIR_COLUMNS),
+        **_other_fields(PreferencePair, row, _PAIR_COLUMNS),
     )
 
 
@@ -202,14 +202,6 @@ def _read_ballots(value: Any) -> tuple[tuple[str, float], ...]:
     except (TypeError, ValueError):
         pass
     raise UserError(f"ballots must be pairs [annotator, share for the left, 0 to 1]; got {value!r}.")
-
-
-def _with_generators(row: Row) -> Row:
-    """Take model_left and model_right as generators, unless they are numbers: scores of a reward "model"."""
-    names = {f"model_{side}": f"generator_{side}" for side in ("left", "right")}
-    if any(ours in row for ours in names.values()) or all(_is_number(row.get(name, 0)) for name in names):
-        return row
-    return {names.get(name, name): value for name, value in row.items()}
 
 
 def _other_fields(record: type, row: Row, columns: Collection[str]) -> dict[str, Any]:

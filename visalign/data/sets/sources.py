@@ -71,9 +71,8 @@ def load_preferences(
     the share for the left image, 0 to 1; others as `Columns.labels` says), or counts of votes, `votes` [left,
     right, tie] or `votes_left`, `votes_right` and perhaps `votes_tie`; next to votes the label wins.
     Optional: `annotator` (a row per annotator: `visalign.data.sets.checks.summed_votes` makes one record of a
-    pair's rows), `generator_left` and `generator_right` (or `model_left`, `model_right`), `resolution`,
-    `category`, `split`, `prompt_id`. All others are kept in `extra`. Relative image paths are taken from the
-    file's folder.
+    pair's rows), `generator_left` and `generator_right`, `resolution`, `category`, `split`, `prompt_id`. All
+    others are kept in `extra`. Relative image paths are taken from the file's folder.
     """
     pairs = _read_file(path, "pairs", split, limit, columns)
     assert isinstance(pairs, PreferenceSet)
