@@ -21,7 +21,7 @@ from visalign.data.sets.tables import READERS, Row, listed, read_rows
 from visalign.errors import UserError, suggestion
 from visalign.evaluation.pages.agree_page import agree_page, file_tables
 from visalign.evaluation.pages.table_files import FOLDER, write_tables
-from visalign.evaluation.rewards.agreement import LEVEL, agreement, largest_disagreements, least_alike_prompts
+from visalign.evaluation.rewards.agreement import LEVEL, agreement, largest_disagreements
 from visalign.interfaces import PointwiseReward
 from visalign.pipelines.score.image_rows import ImageRow, image_rows
 from visalign.pipelines.score.provenance import provenance, reward_identity
@@ -149,7 +149,6 @@ def _compare_pairs(
             }
             for row, first, second in largest_disagreements(values[a], values[b], most=SHOWN)
         ]
-        entry["prompts"] = least_alike_prompts(values[a], values[b], prompts)
     return pairs
 
 

@@ -23,7 +23,6 @@ from visalign.evaluation.rewards.agreement import (
     _within_ranks,
     agreement,
     largest_disagreements,
-    least_alike_prompts,
     percentiles,
     same_order,
 )
@@ -88,10 +87,6 @@ def test_where_two_part() -> None:
     rows = largest_disagreements(x, y, most=2)
     assert rows == [(3, 1.0, 0.0), (0, 0.0, 1.0)], "both directions take turns"
     assert largest_disagreements([1.0, 2.0], [1.0, 2.0]) == []
-    apart = least_alike_prompts(
-        [1.0, 2.0, 1.0, 2.0], [1.0, 2.0, 2.0, 1.0], ["same", "same", "other", "other"]
-    )
-    assert apart == [{"prompt": "other", "same_choice": 0.0, "pairs": 1}]
 
 
 def test_a_set_is_scored_and_directions_are_turned(tmp_path: Path) -> None:

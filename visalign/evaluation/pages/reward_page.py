@@ -12,7 +12,7 @@ from markupsafe import Markup
 
 from visalign.evaluation.statistics.agreement import HEADLINE
 
-from .base import MISSING, fixed, model_name, points, rail, render_page, share, signed, span, words
+from .base import MISSING, fixed, model_name, points, render_page, share, signed, span, words
 from .plots import reliability_plot, risk_plot, scatter_plot
 from .table_files import FileTable
 
@@ -59,8 +59,6 @@ class Row:
     what: str
     cells: list[Cell]
     detail: str = ""
-    rails: tuple[Markup, ...] = ()
-    """Intervals of the first two rewards on one track."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +70,6 @@ class JudgeTable:
     heading: str
     """Heading on the page; may be empty."""
     rows: list[Row]
-    scale: tuple[str, ...] = ()
-    """Marks of the tracks."""
     columns: tuple[str, ...] = ()
     """Names of the columns; empty where each is a reward."""
 
@@ -269,7 +265,8 @@ def file_tables(result: Mapping[str, Any]) -> list[FileTable]:
     for section, tables in evaluation_tables(result).items():
         for table in tables:
             rows = [[row.what, *map(_plain, row.cells)] for row in table.rows]
-            name = section if len(tables) == 1 or (table is tables[0] and not table.scale) else table.title
+            is_first = table is tables[0] and section != "slices"
+            name = section if len(tables) == 1 or is_first else table.title
             columns = (table.title, *(table.columns or names))
             files.append(FileTable(name=name, columns=columns, rows=rows))
     return files
@@ -355,25 +352,18 @@ def _judged(judge: Judge) -> str:
 
 
 def _slices(judges: Sequence[Judge], key: str, size: str) -> list[JudgeTable]:
-    form, low, scale = (
-        (share, 0, ("0", "50", "100\u00a0%")) if key == "accuracy" else (fixed, -1, ("−1", "0", "1"))
-    )
-    tables = []
+    form, tables = share if key == "accuracy" else fixed, []
     for kind, slices in judges[0]["slices"].items():
-        rows = []
-        for number, part in enumerate(slices):
-            numbers = [judge["slices"][kind][number][key] for judge in judges]
-            sides = zip(numbers[:2], ("after", "before"), strict=False)
-            rows.append(
-                Row(
-                    what=part["name"],
-                    detail=f"{part[size]} {size}",
-                    cells=[_cell(number, form) for number in numbers],
-                    rails=tuple(rail(number, low, 1, side=side) for number, side in sides),
-                )
+        rows = [
+            Row(
+                what=part["name"],
+                detail=f"{part[size]} {size}",
+                cells=[_cell(judge["slices"][kind][number][key], form) for judge in judges],
             )
+            for number, part in enumerate(slices)
+        ]
         kind = words(kind)
-        tables.append(JudgeTable(title=f"{key} by {kind}", heading=f"By {kind}", rows=rows, scale=scale))
+        tables.append(JudgeTable(title=f"{key} by {kind}", heading=f"By {kind}", rows=rows))
     return tables
 
 

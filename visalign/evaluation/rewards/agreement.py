@@ -183,17 +183,3 @@ def largest_disagreements(x: ArrayLike, y: ArrayLike, *, most: int = 12) -> list
     turns = [row for pair in zip(up, down, strict=False) for row in pair]
     turns += up[len(down) :] + down[len(up) :]
     return [(int(row), float(first[row]), float(second[row])) for row in turns[:most]]
-
-
-def least_alike_prompts(x: ArrayLike, y: ArrayLike, prompts: Sequence[str]) -> list[dict[str, Any]]:
-    """Find at most ten prompts [N] within which two rewards [N] order the images least alike, worst first."""
-    first, second = (np.asarray(side, dtype=np.float64) for side in (x, y))
-    rows_of: dict[str, list[int]] = {}
-    for row in np.flatnonzero(np.isfinite(first) & np.isfinite(second)).tolist():
-        rows_of.setdefault(prompts[row], []).append(row)
-    entries = []
-    for prompt, rows in rows_of.items():
-        same, pairs = same_order(first[rows], second[rows], np.zeros(len(rows), dtype=np.int64))
-        if same is not None and same < 1:
-            entries.append({"prompt": prompt, "same_choice": same, "pairs": pairs})
-    return sorted(entries, key=lambda entry: (entry["same_choice"], -entry["pairs"]))[:10]

@@ -40,9 +40,8 @@ def compare_on_preferences(
 
     Returns:
         JSON-able: `difference` (first − second, with its interval), `mcnemar` (the exact test of the same
-        difference, prompts flipped whole), `power` (the pairs that the difference needs), `pairs`,
-        `same_choice` (share of the pairs where both prefer one image), `disagreements` (at most 20 pairs on
-        which they prefer different images, clearest first). A ValueError names rewards without a common pair.
+        difference, prompts flipped whole), `power` (the pairs that the difference needs), `pairs`. A
+        ValueError names rewards without a common pair.
     """
     settings = settings or IntervalSettings()
     label = pair_labels(pairs)
@@ -60,8 +59,6 @@ def compare_on_preferences(
         "difference": difference.to_dict(),
         "mcnemar": mcnemar(credits[0], credits[1], groups),
         "power": power(difference.estimate, std, int(shared.sum()), level=settings.level),
-        "same_choice": float(np.mean(np.sign(first.margin[shared]) == np.sign(second.margin[shared]))),
-        "disagreements": _opposite_choices(pairs, first, second, shared, label),
     }
 
 
@@ -214,21 +211,3 @@ def worst_records(
 
 def _fields(record: Any, *names: str) -> dict[str, Any]:
     return {name: getattr(record, name) for name in names}
-
-
-def _opposite_choices(
-    pairs: PreferenceSet, first: PairScores, second: PairScores, shared: NDArray[np.bool_], label: Array
-) -> list[dict[str, Any]]:
-    """Find pairs on which the rewards prefer different images, those first where both margins are large."""
-    opposite = shared & (np.sign(first.margin) * np.sign(second.margin) < 0)
-    size = np.zeros(len(pairs))
-    for scores in (first, second):
-        spread = float(np.std(scores.margin[shared])) or 1.0
-        size += np.abs(np.nan_to_num(scores.margin)) / spread
-    rows = [int(k) for k in np.argsort(-np.where(opposite, size, -1.0), kind="stable")[:20] if opposite[k]]
-    numbers = {"label": label, "first": first.margin, "second": second.margin}
-    return [
-        {"pair": row, **_fields(pairs.pairs[row], "prompt", "image_left", "image_right")}
-        | {name: float(values[row]) for name, values in numbers.items()}
-        for row in rows
-    ]
