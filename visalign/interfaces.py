@@ -44,7 +44,7 @@ class Scores:
     """Unit of `value`, e.g. "cosine × 100"."""
     std: Tensor | None = None
     """[B] float32 standard deviation in the same unit, or None when the judge gives none; NaN where unknown.
-    `visalign.rewards.scorers.units.DEVIATIONS` says what it is in each judge."""
+    Its judge says whether it is the spread of one judgement or the standard error of a mean."""
     parts: Mapping[str, Tensor] = field(default_factory=dict)
     """name -> [B] float32, the terms that `value` was made of."""
     text: Sequence[str] | None = None

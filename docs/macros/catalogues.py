@@ -36,12 +36,9 @@ OFFERS = ("score", "compare", "score_with_gradient")
 
 def judges() -> str:
     """Build the table of judges of images."""
-    units = importlib.import_module("visalign.rewards.scorers.units").JUDGE_UNITS
     rows = []
     for name, kind, options, file in entries("CATALOGUE"):
-        unit = (
-            units[name].unit if name in units else getattr(kind(**options) if options else kind, "unit", "")
-        )
+        unit = getattr(kind(**options) if options else kind, "unit", "")
         has = [
             word
             for word in ("score", "compare", "score_with_gradient")

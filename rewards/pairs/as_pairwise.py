@@ -11,15 +11,8 @@ import torch
 from torch import Tensor
 
 from visalign.core.preference.uncertainty import log_win_probability
-from visalign.interfaces import (
-    Metadata,
-    PairwiseReward,
-    PointwiseReward,
-    Preferences,
-    Scores,
-    with_capabilities,
-)
-from visalign.rewards.base.contract import Request, RewardError, read_pairs, read_request
+from visalign.interfaces import Metadata, PairwiseReward, PointwiseReward, Preferences, with_capabilities
+from visalign.rewards.base.contract import Request, check_answer, check_choices, read_pairs, read_request
 from visalign.rewards.base.failure import Naming, failure_reasons
 from visalign.rewards.base.identity import Identity
 from visalign.rewards.base.images import as_contract
@@ -44,32 +37,24 @@ def as_pairwise(reward: PointwiseReward, *, link: Link = "auto") -> PairwiseRewa
     - "normal" (Thurstone), for all other units: Φ(d / s); without a standard deviation 1, 0, or 1/2 for
       scores that are equal up to rounding.
 
-    The reward decides what σ is, the spread of one judgement or the standard error of a mean
-    (`units.DEVIATIONS`); P is of a judgement or of the means accordingly. Each distinct (image, prompt,
+    The reward decides what σ is, the spread of one judgement or the standard error of a mean; P is of a
+    judgement or of the means accordingly. Each distinct (image, prompt,
     record) is scored once. A pair is invalid, with the reason, if either image could not be scored or its
     standard deviation is NaN. The parts hold the two scores, "left" and "right", in the reward's unit.
 
     Args:
         reward: any pointwise reward.
         link: "auto" takes "logistic" where the unit says "Bradley-Terry", "log-odds" or "logit".
-
-    Returns:
-        An object with `compare`, and with `compare_pairs` for numbered images.
-
-    Raises:
-        ValueError: an unknown link.
     """
     return PairsFromScores(reward, link=link)
 
 
 class PairsFromScores:
-    """Pairwise judge of `as_pairwise`; `floor` is added to s²."""
+    """Pairwise judge of `as_pairwise`."""
 
-    def __init__(self, reward: PointwiseReward, *, link: Link = "auto", floor: float = 0.0) -> None:
-        if link not in get_args(Link):
-            raise ValueError(f"link is {link!r}; allowed are {', '.join(get_args(Link))}.")
-        self.reward, self.floor = with_capabilities(reward), floor
-        self.name = f"{reward.name}_compared"
+    def __init__(self, reward: PointwiseReward, *, link: Link = "auto") -> None:
+        self.reward, self.name = with_capabilities(reward), f"{reward.name}_compared"
+        check_choices(self.name, link=(link, get_args(Link)))
         is_logit = any(word in reward.unit.lower() for word in LOGIT_WORDS)
         self.link = ("logistic" if is_logit else "normal") if link == "auto" else link
 
@@ -97,7 +82,7 @@ class PairsFromScores:
         value, std, reasons = self._score(request)
         left, right = pairs.cpu().unbind(1)
         gap = (value[left] - value[right]) * (1 if self.reward.higher_is_better else -1)  # d
-        spread = (std[left].square() + std[right].square() + self.floor).sqrt()  # s
+        spread = (std[left].square() + std[right].square()).sqrt()  # s
         scale = torch.maximum(value[left].abs(), value[right].abs())
         log_odds = logistic_odds(gap, spread) if self.link == "logistic" else normal_odds(gap, spread, scale)
         pair_reasons: list[str | None] = []
@@ -131,7 +116,7 @@ class PairsFromScores:
                 [request.prompts[row] for row, _ in distinct],
                 [request.metadata[row] for row, _ in distinct],
             )
-        check_scores(self.reward.name, scores, len(distinct))
+        check_answer(self.reward.name, scores, len(distinct), "image")
         rows = [row for row, _ in readable]
         value[rows] = torch.where(scores.valid, scores.value, torch.nan).detach().cpu().double()[index]
         if scores.std is not None:
@@ -144,18 +129,10 @@ class PairsFromScores:
         return value, std.nan_to_num(0.0), reasons
 
 
-def check_scores(name: str, scores: Any, size: int) -> None:
-    """Raise RewardError unless a reward returned one score per image."""
-    if not isinstance(scores, Scores) or len(scores) != size:
-        raise RewardError(f"Reward {name!r} did not return one score for each image.")
-
-
 def logistic_odds(gap: Tensor, spread: Tensor) -> Tensor:
     """ln(p / (1 − p)) of p = E[σ(d + s z)], z ~ N(0, 1), by 32-node Gauss-Hermite quadrature.
 
-    Args:
-        gap: [N] float64, d.
-        spread: [N] s ≥ 0; 0 gives d itself.
+    `gap` is d [N] float64 and `spread` s ≥ 0 [N]; 0 gives d itself.
     """
     return log_win_probability(gap, spread) - log_win_probability(-gap, spread)
 
@@ -163,10 +140,7 @@ def logistic_odds(gap: Tensor, spread: Tensor) -> Tensor:
 def normal_odds(gap: Tensor, spread: Tensor, scale: Tensor) -> Tensor:
     """ln(p / (1 − p)) of p = Φ(d / s); where s is 0, ±∞ by the sign of d, or 0 for a tie.
 
-    Args:
-        gap: [N] float64, d.
-        spread: [N] s ≥ 0.
-        scale: [N] size of the scores; a gap up to `TIE` times it is a tie.
+    `gap` is d [N] float64, `spread` s ≥ 0 [N]; a gap up to `TIE` times the scores' size `scale` [N] is a tie.
     """
     z = gap / spread.clamp(min=1e-300)
     graded = torch.special.log_ndtr(z) - torch.special.log_ndtr(-z)

@@ -15,8 +15,9 @@ from torch import Tensor
 from visalign.core import group_pairs, win_rates
 from visalign.interfaces import Metadata, PairwiseReward, RewardCapabilities, Scores, with_capabilities
 from visalign.rewards.base.contract import (
-    GROUP_KEY,
     Request,
+    check_choices,
+    check_rules,
     group_labels,
     make_scores,
     read_request,
@@ -36,9 +37,9 @@ def as_pointwise(judge: PairwiseReward, **options: Any) -> GroupWinRate:
 class GroupWinRate:
     """Win rate of each image against the others of its group, in [0, 1].
 
-    A group is the images of one `metadata["group_id"]`, which trainers fill in: two groups may have the same
-    prompt. Where no record has the key, it is the images of one prompt, or of one edit. By definition a score
-    depends on the group: give `score` whole groups, never parts of them. Without a budget each pair of
+    A group is the images of one `metadata["group_id"]`, which trainers fill in and the judge does not see:
+    two groups may have the same prompt. Where no record has the key, it is the images of one prompt, or of
+    one edit. A score depends on the group: give `score` whole groups. Without a budget each pair of
     distinct images is asked once, and by default in both orders, the two log-odds averaged: ½ (ℓ_ij − ℓ_ji),
     so that a judge's bias for one side cancels. With a budget the pairs are chosen in rounds
     (`visalign.core.preference.pairing`), the position bias is a fitted parameter, and the value is the win
@@ -61,11 +62,7 @@ class GroupWinRate:
             itself is the share of a win.
         budget: share of the G(G − 1)/2 pairs of a group that may be asked as single calls, in (0, 1]; None
             for all pairs.
-        group_key: key of the metadata whose value names the group; the judge does not see it.
         name: for messages and logs.
-
-    Raises:
-        ValueError: a budget outside (0, 1], or options that exclude each other.
     """
 
     unit = "win rate"
@@ -81,50 +78,37 @@ class GroupWinRate:
         both_orders: bool | None = None,
         hard: bool = False,
         budget: float | None = None,
-        group_key: str = GROUP_KEY,
         name: str | None = None,
     ) -> None:
-        self.published = rule == "published"
-        rules = [
-            (rule not in ("own", "published"), f"rule is {rule!r}; allowed are 'own' and 'published'"),
-            (
-                self.published and (both_orders or budget is not None),
-                "rule 'published' asks every pair once; leave out both_orders and budget",
-            ),
-            (
-                budget is not None and not 0 < budget <= 1,
-                f"budget is {budget}; allowed are shares in (0, 1], or None for all pairs",
-            ),
-            (
-                budget is not None and hard,
-                "hard with a budget: the fit's win rates are expected ones; leave one of them out",
-            ),
-        ]
-        for is_broken, message in rules:
-            if is_broken:
-                raise ValueError(f"{message}.")
+        self.name = name or f"{judge.name}_win_rate"
+        check_choices(self.name, rule=(rule, ("own", "published")))
+        self.published, has_budget = rule == "published", budget is not None
+        contradicts_rule = self.published and (both_orders or has_budget)
+        in_range = budget is None or 0 < budget <= 1
+        rules = {
+            "rule 'published' asks every pair once; leave out both_orders and budget": not contradicts_rule,
+            f"budget is {budget}; allowed are shares in (0, 1], or None for all pairs": in_range,
+            "hard with a budget: the fit's win rates are expected; leave one out": not (has_budget and hard),
+        }
+        check_rules(self.name, rules)
         if self.published:
             both_orders, hard = False, True
         self.judge, self.hard = with_capabilities(judge), hard
         self.both_orders = not self.judge.capabilities.both_orders if both_orders is None else both_orders
-        self.budget, self.group_key = budget, group_key
-        self.name = name or f"{judge.name}_win_rate"
+        self.budget = budget
         self.identity = self.judge.identity
         self.calls = 0
         """Comparisons asked since the reward was created."""
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
-        """Score B images by their win rates.
-
-        Groups may come in any order; all records or none have the group's key, and a group has one prompt.
-        """
+        """Score B images by their win rates; groups may come in any order."""
         request = read_request(self.name, images, prompts, metadata)
-        labels = group_labels(self.name, request, self.group_key)
+        labels = group_labels(self.name, request)
         readable = request.images.readable()
         rows = [row for row, _ in readable]
         first, index = distinct_images([image for _, image in readable], [labels[row] for row in rows])
         first_rows = [rows[i] for i in first]
-        records = without_group([request.metadata[row] for row in first_rows], self.group_key)
+        records = without_group([request.metadata[row] for row in first_rows])
         distinct = [readable[i][1] for i in first]
         asker = PairAsker(self.judge, distinct, [request.prompts[row] for row in first_rows], records)
         ask = self._round_robin if self.budget is None else self._budgeted
@@ -138,10 +122,8 @@ class GroupWinRate:
             answers = asker.ask(torch.cat([pairs, pairs.flip(1)]))
             forward, backward = answers.log_odds.view(2, -1)
             both_reasons = zip(answers.reasons[: len(pairs)], answers.reasons[len(pairs) :], strict=True)
-            # ½ (ℓ_ij − ℓ_ji)
-            answers = PairAnswers(
-                (forward - backward) / 2, [first or second for first, second in both_reasons]
-            )
+            reasons = [first or second for first, second in both_reasons]
+            answers = PairAnswers((forward - backward) / 2, reasons)  # ½ (ℓ_ij − ℓ_ji)
         else:
             if not self.published:
                 # swap odd pairs, so that each image is on either side about equally often

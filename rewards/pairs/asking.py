@@ -93,11 +93,9 @@ def check_preferences(name: str, preferences: Any, size: int) -> Preferences:
     """Return what a judge returned, checked to be one preference per pair."""
     if isinstance(preferences, Preferences) and len(preferences) == size:
         return preferences
-    is_short = isinstance(preferences, Preferences)
-    returned = f"{len(preferences)} of them" if is_short else type(preferences).__name__
     raise RewardError(
-        f"Judge {name!r} returned {returned} for {size} pairs; it must return one "
-        "visalign.interfaces.Preferences with an entry per pair."
+        f"Judge {name!r} returned a {type(preferences).__name__}; it must return "
+        f"visalign.interfaces.Preferences with {size} entries, one per pair."
     )
 
 

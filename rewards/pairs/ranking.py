@@ -15,11 +15,10 @@ from torch import Tensor
 from visalign.core.preference.pairing import Method, next_pairs
 from visalign.core.preference.ranking import Model, RankingFit, fit_ranking
 from visalign.interfaces import PairwiseReward, PointwiseReward, with_capabilities
-from visalign.rewards.base.contract import Request, read_request
+from visalign.rewards.base.contract import Request, check_answer, check_rules, read_request
 from visalign.rewards.base.failure import Naming, failure_reasons
 from visalign.rewards.base.images import as_contract
 
-from .as_pairwise import check_scores
 from .asking import PairAnswers, PairAsker, distinct_images
 
 BUDGET = 0.3
@@ -98,21 +97,12 @@ def rank(
 
     Returns:
         The ranking; equal images are one item of the fit and keep their order.
-
-    Raises:
-        ValueError: budget or level out of range.
-        TypeError: `judge` has neither `score` nor `compare`.
-        RewardError: the judge raised, or returned the wrong number of answers.
     """
-    if not 0 < budget <= 2:
-        raise ValueError(f"budget is {budget}; allowed are shares of n(n − 1)/2 in (0, 2].")
-    if not 0 < level < 1:
-        raise ValueError(f"level is {level}; allowed are probabilities between 0 and 1, e.g. 0.9.")
-    if not isinstance(judge, PointwiseReward | PairwiseReward):
-        raise TypeError(
-            f"{type(judge).__name__} has neither score nor compare, so it is no reward; see "
-            "visalign.interfaces.PointwiseReward and PairwiseReward."
-        )
+    rules = {
+        f"budget is {budget}; allowed are shares of n(n − 1)/2 in (0, 2]": 0 < budget <= 2,
+        f"level is {level}; allowed are probabilities between 0 and 1, e.g. 0.9": 0 < level < 1,
+    }
+    check_rules(judge.name, rules)
     request = read_request(judge.name, images, [prompt] * len(images), [metadata] * len(images))
     if isinstance(judge, PointwiseReward):
         return _rank_scores(judge, request, level)
@@ -128,7 +118,7 @@ def _rank_scores(judge: PointwiseReward, request: Request, level: float) -> Rank
         prompts, records = [request.prompts[row] for row in rows], [request.metadata[row] for row in rows]
         with Naming(judge.name):
             scores = judge.score(as_contract([image for _, image in readable]), prompts, records)
-        check_scores(judge.name, scores, len(readable))
+        check_answer(judge.name, scores, len(readable), "image")
         score[rows] = torch.where(scores.valid, scores.value, torch.nan).detach().cpu()
         if scores.std is not None:
             z = float(torch.special.ndtri(torch.tensor((1 + level) / 2, dtype=torch.float64)))

@@ -59,31 +59,16 @@ class ChecklistRule:
         )
 
     def score(self, yes: Tensor, alignment: Tensor | None = None) -> Tensor:
-        """Score B images; differentiable in both arguments.
+        """Score B images [B]; differentiable in both arguments.
 
-        Args:
-            yes: [B, N] in [0, 1], 1 for yes, 0 for no, or the probability of yes; NaN makes its row NaN.
-            alignment: [B], if the rule has it.
-
-        Returns:
-            [B] in the dtype of `yes`.
+        `yes` [B, N] is 1 for yes, 0 for no, or the probability of yes; NaN makes its row NaN.
         """
         columns = self.features(yes, alignment)
         weights = torch.tensor(list(self.weights), dtype=columns.dtype, device=columns.device)
         return (columns * weights).sum(1) + self.intercept
 
     def features(self, yes: Tensor, alignment: Tensor | None = None) -> Tensor:
-        """[B, F] factors of the weights: the alignment, if the rule has it, then x_f·m_f; differentiable.
-
-        Raises:
-            ValueError: the answers or the alignment do not fit the weights and masks.
-        """
-        if yes.ndim != 2 or (alignment is not None) != self.has_alignment:
-            raise ValueError(
-                f"The answers are {tuple(yes.shape)} and the alignment is "
-                f"{'missing' if alignment is None else 'given'}; needed are [B, N], and an alignment "
-                f"{'[B]' if self.has_alignment else 'left out'}."
-            )
+        """[B, F] factors of the weights: the alignment, if the rule has it, then x_f·m_f; differentiable."""
         features = self.feature_questions(yes.shape[1])
         applies = torch.ones_like(yes)
         for question, masked in self.masked.items():
@@ -131,11 +116,7 @@ class Checklist:
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> Checklist:
-        """Read {"questions": [...], and the keys of `ChecklistRule.from_dict`}.
-
-        Raises:
-            ValueError: keys or numbers that do not fit.
-        """
+        """Read {"questions": [...], and the keys of `ChecklistRule.from_dict`}."""
         if not isinstance(record.get("questions"), list | tuple):
             raise ValueError('A checklist is an object with "questions", a list of strings, and "coef".')
         rule = {key: value for key, value in record.items() if key != "questions"}
@@ -171,10 +152,6 @@ class Checklist:
             questions: e.g. VisionReward_image_qa_select.txt.
             weights: e.g. weight_select.json; its first coefficient is that of the alignment.
             masks: question -> the questions that count only where its answer is yes.
-
-        Raises:
-            FileNotFoundError: a file is missing.
-            ValueError: the numbers of questions and weights do not fit.
         """
         lines = Path(questions).read_text(encoding="utf-8").splitlines()
         record = _read_object(Path(weights))
@@ -205,12 +182,10 @@ pairs, rounded; questions about faults and flat shapes then got the opposite sig
 
 
 def _read_object(file: Path) -> Mapping[str, Any]:
-    if not file.is_file():
-        raise FileNotFoundError(f"There is no checklist file {file}; give a JSON file.")
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is no JSON: {error}.") from error
+    except (OSError, ValueError) as error:
+        raise ValueError(f"The checklist file {file} cannot be read: {error}.") from error
     if not isinstance(record, Mapping):
         raise ValueError(f"{file} holds a {type(record).__name__}; it must hold an object.")
     return record

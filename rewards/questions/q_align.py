@@ -18,7 +18,15 @@ from typing import Any, Literal, get_args
 import torch
 
 from visalign.interfaces import Metadata, Scores
-from visalign.rewards.base.contract import Request, RewardError, make_scores, read_request, scatter
+from visalign.rewards.base.contract import (
+    Request,
+    RewardError,
+    check_choices,
+    check_rules,
+    make_scores,
+    read_request,
+    scatter,
+)
 from visalign.rewards.base.identity import Identity
 from visalign.rewards.vlm.engine import engine_of
 from visalign.rewards.vlm.requests import requests
@@ -67,10 +75,9 @@ class QAlign:
         precision: str = "auto",
         **loading: Any,
     ) -> None:
-        if task not in get_args(Task):
-            raise RewardError(f"{self.name}: task is {task!r}; allowed are {', '.join(get_args(Task))}.")
-        if not 0 <= min_mass < 1:
-            raise ValueError(f"min_mass is {min_mass}; allowed are probabilities from 0 up to below 1.")
+        check_choices(self.name, task=(task, get_args(Task)))
+        bounds = f"min_mass is {min_mass}; allowed are probabilities below 1"
+        check_rules(self.name, {bounds: 0 <= min_mass < 1})
         self.engine = engine_of(model, self.name, device=device, precision=precision, **loading)
         self.template = template or self.engine.template(f"q_align_{task}", _question(task))
         self.min_mass, self._level_ids = min_mass, _first_tokens(self.engine.processor.tokenizer)

@@ -22,6 +22,8 @@ from visalign.core import both_orders
 from visalign.interfaces import Metadata, Preferences, RewardCapabilities, Scores
 from visalign.rewards.base.contract import (
     Request,
+    check_choices,
+    check_rules,
     make_scores,
     prompt_problem,
     read_pairs,
@@ -96,11 +98,8 @@ class _YesNoJudge:
         options: Mapping[str, Any],
         **loading: Any,
     ) -> None:
-        if write_reasons and not decision_first:
-            raise ValueError(
-                f"{self.name}: write_reasons without decision_first: the question then asks for one word. "
-                "Set both."
-            )
+        one_word = "write_reasons without decision_first: the question then asks for one word; set both"
+        check_rules(self.name, {one_word: decision_first or not write_reasons})
         self.engine = engine_of(model, self.name, device=device, precision=precision, **loading)
         default = self.long_question if decision_first else self.short_question
         self.template = template or self.engine.template(default.name, default)
@@ -156,7 +155,7 @@ class RewardDance(_YesNoJudge):
         device: str | torch.device = "cpu",
         **options: Any,
     ) -> None:
-        check_value(self.name, value)
+        check_choices(self.name, value=(value, UNITS))
         self.value, self.unit, self.range = value, *UNITS[value]
         super().__init__(model, device=device, options={"value": value}, **options)
 
@@ -169,12 +168,8 @@ class RewardDance(_YesNoJudge):
         for row, reason in zip(rows, odds.reasons, strict=True):
             reasons[row] = reason
         prob = odds.log_odds.sigmoid()
-        columns = {
-            "log_odds": odds.log_odds,
-            "prob": prob,
-            "mass": odds.mass,
-            "prob_vocabulary": prob * odds.mass,
-        }
+        columns = {"log_odds": odds.log_odds, "prob": prob, "mass": odds.mass}
+        columns["prob_vocabulary"] = prob * odds.mass
         parts = {key: scatter(column, rows, len(request)) for key, column in columns.items()}
         text = self._write_reasons(rows, len(request), queries, odds)
         return make_scores(parts[self.value], reasons, self.unit, parts=parts, text=text)
@@ -236,9 +231,8 @@ class RewardDancePairs(_YesNoJudge):
         for index, row in enumerate(rows):
             reasons[row] = next(filter(None, odds.reasons[index * orders : (index + 1) * orders]), None)
         left_second = odds.log_odds[::orders]
-        right_second = (
-            odds.log_odds[1::orders] if self.both_orders else torch.full_like(left_second, torch.nan)
-        )
+        unasked = torch.full_like(left_second, torch.nan)
+        right_second = odds.log_odds[1::orders] if self.both_orders else unasked
         log_odds, bias = both_orders(left_second, right_second)
         columns = {
             "left_second": left_second,
@@ -266,9 +260,3 @@ class RewardDancePairs(_YesNoJudge):
         if request.prompts[left] != request.prompts[right]:
             return "the two images have different prompts"
         return prompt_problem(request.prompts[left])
-
-
-def check_value(name: str, value: str) -> None:
-    """Raise ValueError for an unknown `value` option."""
-    if value not in UNITS:
-        raise ValueError(f"{name}: value is {value!r}; allowed are {', '.join(UNITS)}.")

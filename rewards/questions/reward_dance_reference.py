@@ -16,13 +16,13 @@ from torch import Tensor
 
 from visalign.core import group_pairs
 from visalign.interfaces import Metadata, PairwiseReward, Scores, with_capabilities
-from visalign.rewards.base.contract import make_scores, read_request
+from visalign.rewards.base.contract import check_choices, make_scores, read_request
 from visalign.rewards.base.identity import Identity
 from visalign.rewards.base.images import as_contract, load_images
 from visalign.rewards.pairs.asking import PairAsker, read_preferences
 from visalign.rewards.weights.feature_cache import image_key
 
-from .reward_dance import UNITS, check_value
+from .reward_dance import UNITS
 
 _NO_REFERENCE = (
     "there is no readable reference image for this prompt; give it in references or in the metadata under "
@@ -56,7 +56,7 @@ class ReferenceReward:
         name: str | None = None,
     ) -> None:
         self.name = name or f"{judge.name}_reference"
-        check_value(self.name, value)
+        check_choices(self.name, value=(value, UNITS))
         self.judge, self.references, self.value = with_capabilities(judge), dict(references or {}), value
         self.unit, self.range = UNITS[value]
 
@@ -66,12 +66,10 @@ class ReferenceReward:
         identity = self.judge.identity
         if not isinstance(identity, Identity):
             return None
-        digests = {
-            prompt: [
-                None if image is None else image_key(image).hex() for image in load_images(images).images
-            ]
-            for prompt, images in sorted(self.references.items())
-        }
+        digests = {}
+        for prompt, references in sorted(self.references.items()):
+            images = load_images(references).images
+            digests[prompt] = [None if image is None else image_key(image).hex() for image in images]
         return replace(identity, options={**identity.options, "against": self.value, "references": digests})
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
@@ -108,9 +106,8 @@ class ReferenceReward:
                 count[row], value[row] = len(valid), valid.mean()
                 std[row] = valid.std() if len(valid) > 1 else torch.nan
         parts = {"log_odds": value, "references": count, "spread": std}
-        return make_scores(
-            value.sigmoid() if self.value == "prob" else value, reasons, self.unit, parts=parts
-        )
+        value = value.sigmoid() if self.value == "prob" else value
+        return make_scores(value, reasons, self.unit, parts=parts)
 
 
 @dataclass(frozen=True)
@@ -141,16 +138,14 @@ def select_references(
         judge: any pairwise judge.
         images: N ≥ 2 images in any form of `load_images`; unreadable ones are never chosen.
         prompt: prompt of all images.
-        top_k: number of references, in 1 … N; the paper takes 2 of 16.
+        top_k: number of references; the paper takes 2 of 16.
         metadata: the prompt's record.
 
     Raises:
-        ValueError: fewer than two images, or a top_k outside 1 … N, or more than could be ranked.
+        ValueError: fewer images than `top_k` could be ranked.
     """
     batch = load_images(images)
     size = len(batch)
-    if size < 2 or not 1 <= top_k <= size:
-        raise ValueError(f"{size} images and top_k={top_k}; needed are at least 2 images and 1 ≤ top_k ≤ N.")
     rows = [row for row, _ in batch.readable()]
     readable = [image for _, image in batch.readable()]
     asker = PairAsker(judge, readable, [prompt] * len(rows), [metadata] * len(rows))

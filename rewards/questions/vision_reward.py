@@ -19,7 +19,15 @@ import torch
 from torch import Tensor
 
 from visalign.interfaces import Metadata, PointwiseReward, Scores, with_capabilities
-from visalign.rewards.base.contract import Request, make_scores, prompt_problem, read_request, scatter
+from visalign.rewards.base.contract import (
+    Request,
+    check_choices,
+    check_rules,
+    make_scores,
+    prompt_problem,
+    read_request,
+    scatter,
+)
 from visalign.rewards.base.failure import Naming, failure_reasons
 from visalign.rewards.base.identity import Identity
 from visalign.rewards.base.images import as_contract
@@ -77,19 +85,14 @@ class VisionReward:
         precision: str = "auto",
         **loading: Any,
     ) -> None:
-        if answers not in ("soft", "hard"):
-            raise ValueError(f"{self.name}: answers is {answers!r}; allowed are 'soft' and 'hard'.")
-        if not 0 <= max_unanswered <= 1:
-            raise ValueError(
-                f"{self.name}: max_unanswered is {max_unanswered}; allowed are shares in [0, 1]."
-            )
+        check_choices(self.name, answers=(answers, ("soft", "hard")))
+        shares = f"max_unanswered is {max_unanswered}; allowed are shares in [0, 1]"
+        check_rules(self.name, {shares: 0 <= max_unanswered <= 1})
         self.engine = engine_of(model, self.name, device=device, precision=precision, **loading)
         self.checklist = checklist_of(checklist, self.engine)
         self.template = template or self.engine.template("checklist", CHECKLIST)
-        if "question" not in self.template.fields:
-            raise ValueError(
-                f"The template {self.template.name!r} has no {{question}}; write it into its text."
-            )
+        place = f"the template {self.template.name!r} has no {{question}}; write it into its text"
+        check_rules(self.name, {place: "question" in self.template.fields})
         words: dict[str, Any] = {"yes": yes, "no": no, "min_mass": min_mass}
         self._read = YesNoReader(self.engine, self.template, **words)
         self.answers, self.max_unanswered, self.min_mass = answers, max_unanswered, min_mass
@@ -141,13 +144,12 @@ class VisionReward:
             for row, prompt in enumerate(request.prompts):
                 reasons[row] = reasons[row] or prompt_problem(prompt)
         rows, queries = requests(request, self.template, reasons)
-        odds = self._read(
-            [
-                replace(query, fields={"question": wording.replace("{prompt}", query.prompt)})
-                for query in queries
-                for wording in questions
-            ]
-        )
+        asked = [
+            replace(query, fields={"question": wording.replace("{prompt}", query.prompt)})
+            for query in queries
+            for wording in questions
+        ]
+        odds = self._read(asked)
         log_odds = odds.log_odds.double().view(len(rows), count)
         yes = log_odds.sigmoid()
         if self.answers == "hard":

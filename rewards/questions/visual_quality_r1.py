@@ -13,17 +13,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from visalign.core.preference.fidelity import FLOOR
-from visalign.interfaces import Metadata, Preferences, Scores
-from visalign.rewards.base.contract import Request, RewardError, make_scores, read_request, scatter
+from visalign.interfaces import Metadata, Scores
+from visalign.rewards.base.contract import (
+    Request,
+    RewardError,
+    check_choices,
+    check_rules,
+    make_scores,
+    read_request,
+    scatter,
+)
 from visalign.rewards.base.identity import Identity
-from visalign.rewards.pairs.as_pairwise import PairsFromScores
 from visalign.rewards.reading.numbers import AnswerError
 from visalign.rewards.reading.ratings import quality_score
 from visalign.rewards.vlm.engine import engine_of
@@ -32,6 +38,8 @@ from visalign.rewards.vlm.template import Template, question
 from visalign.rewards.vlm.yes_no import MIN_MASS
 
 LOW, HIGH = 1.0, 5.0
+Ratings = tuple[dict[str, Tensor], list[str], list[str | None]]
+"""(columns [B] float32: "value", "std" if there is one, and parts; readable texts; reasons) of B images."""
 
 _ASK = (
     "Rate the overall visual quality of this picture. The rating is a number between 1 and 5 with two "
@@ -54,14 +62,13 @@ RATING_THINKING = question(
 class VisualQuality:
     """Rating of an image's quality from 1 to 5 with its standard deviation; the prompt is ignored.
 
-    `std` is the spread of one answer, not the error of their mean, as in Thurstone's model.
+    `std` is the spread of one answer, not the error of their mean, as in Thurstone's model; compared are two
+    images by `as_pairwise`.
     Direct: value Σ p·s and std √Σ p·(s − value)² over the ratings s that the model may write next; the parts
     hold "mass", the probability of all scores among everything it may write, "left_over", the rest, and for
     ratings with decimals "digit_mass", the share of what begins as a rating that goes on with digits.
     Sampled: mean and standard deviation (ddof 1) of the readable answers; the parts hold "readable", their
     share, and `text` is the first of them.
-
-    `compare` is Thurstone's model: P(left better) = Φ((μ_l − μ_r) / √(σ_l² + σ_r² + γ)).
 
     Args:
         model: folder, hub id or packaged name; or a loaded `rewards.vlm.VisionLanguageEngine`.
@@ -75,7 +82,6 @@ class VisualQuality:
             one token, and "digits" the ten digits where ratings have two decimal places.
         min_mass: smallest probability of all scores together that counts as a rating ("direct"), and smallest
             "digit_mass".
-        variance_floor: γ of the comparison, in squared rating steps.
         **loading: of `engine_of`, as are device and precision.
     """
 
@@ -96,32 +102,25 @@ class VisualQuality:
         max_new_tokens: int | None = None,
         template: Template | None = None,
         min_mass: float = MIN_MASS,
-        variance_floor: float = FLOOR,
         device: str | torch.device = "cpu",
         precision: str = "auto",
         **loading: Any,
     ) -> None:
-        rules = [
-            (mode not in ("direct", "sampled"), f"mode is {mode!r}; allowed are 'direct' and 'sampled'"),
-            (thinking and mode == "direct", "thinking needs mode='sampled': a thought is written first"),
-            (answers < 1, f"answers is {answers}; allowed are whole numbers from 1"),
-            (not 0 <= min_mass < 1, f"min_mass is {min_mass}; allowed are probabilities from 0 to below 1"),
-            (not variance_floor > 0, f"variance_floor is {variance_floor}; allowed are numbers above 0"),
-        ]
-        for is_broken, message in rules:
-            if is_broken:
-                raise ValueError(f"{self.name}: {message}.")
+        check_choices(self.name, mode=(mode, ("direct", "sampled")))
+        rules = {
+            "thinking needs mode='sampled': a thought is written first": not thinking or mode == "sampled",
+            f"min_mass is {min_mass}; allowed are probabilities below 1": 0 <= min_mass < 1,
+        }
+        check_rules(self.name, rules)
         self.engine = engine_of(model, self.name, device=device, precision=precision, **loading)
         default = RATING_THINKING if thinking else RATING
         self.template = template or self.engine.template(default.name, default)
-        self.mode, self.answers = mode, answers
-        self.variance_floor, self.min_mass = variance_floor, min_mass
-        self._pairs = PairsFromScores(self, link="normal", floor=variance_floor)
-        self._digits = RatingDigits(self.engine, self.template, LOW, HIGH) if mode == "direct" else None
+        self.mode, self.answers, self.min_mass = mode, answers, min_mass
+        self._digits = RatingDigits(self.engine, self.template, min_mass) if mode == "direct" else None
         self._sampling = {"answers": answers, "seed": seed, "temperature": temperature}
         self._sampling["max_new_tokens"] = max_new_tokens or (2048 if thinking else 16)
         options = {"min_mass": min_mass} if mode == "direct" else self._sampling
-        self._options: dict[str, Any] = {"mode": mode, "variance_floor": variance_floor, **options}
+        self._options: dict[str, Any] = {"mode": mode, **options}
 
     @property
     def identity(self) -> Identity:
@@ -135,27 +134,17 @@ class VisualQuality:
         reasons, texts = list(request.images.reasons), [""] * size
         promptless = Request(request.images, ["-"] * size, request.metadata)
         rows, queries = requests(promptless, self.template, reasons)
-        ratings = self._sample(queries) if self._digits is None else self._digits(queries, self.min_mass)
-        columns = {key: scatter(column, rows, size) for key, column in ratings.columns.items()}
-        for row, reason, text in zip(rows, ratings.reasons, ratings.texts, strict=True):
+        read = self._sample if self._digits is None else self._digits
+        ratings, row_texts, row_reasons = read(queries)
+        columns = {key: scatter(column, rows, size) for key, column in ratings.items()}
+        for row, reason, text in zip(rows, row_reasons, row_texts, strict=True):
             reasons[row], texts[row] = reason, text
         value, std = columns.pop("value"), columns.pop("std", None)
         text = texts if any(texts) else None
         return make_scores(value, reasons, self.unit, std=std, parts=columns, text=text)
 
-    def compare(
-        self, left: Any, right: Any, prompts: Sequence[str], metadata: Metadata | None = None
-    ) -> Preferences:
-        """Compare B pairs of images."""
-        return self._pairs.compare(left, right, prompts, metadata)
-
-    def compare_pairs(
-        self, images: Any, pairs: Tensor, prompts: Sequence[str], metadata: Metadata | None = None
-    ) -> Preferences:
-        """Compare numbered images, each rated once: n images, pairs [N, 2] (left, right)."""
-        return self._pairs.compare_pairs(images, pairs, prompts, metadata)
-
     def _sample(self, queries: list[Query]) -> Ratings:
+        """Average the readable answers of each request."""
         generated = self.engine.generate(self.template, queries, **self._sampling)
         value, std, readable = (torch.full((len(queries),), torch.nan) for _ in range(3))
         reasons, texts = list(generated.reasons), [""] * len(queries)
@@ -177,7 +166,7 @@ class VisualQuality:
         columns = {"value": value, "std": std, "readable": readable}
         if self.answers == 1:
             del columns["std"]
-        return Ratings(columns, texts, reasons)
+        return columns, texts, reasons
 
 
 def read_ratings(answers: Sequence[str]) -> tuple[list[float], str, str]:
@@ -195,18 +184,6 @@ def read_ratings(answers: Sequence[str]) -> tuple[list[float], str, str]:
     return ratings, failure, text
 
 
-@dataclass(frozen=True)
-class Ratings:
-    """Ratings of B images; NaN where there is a reason."""
-
-    columns: dict[str, Tensor]
-    """[B] float32 each: "value", "std" if there is one, and further parts of the score."""
-    texts: list[str]
-    """Readable text, or ""."""
-    reasons: list[str | None]
-    """Reason why an image has no rating."""
-
-
 class RatingDigits:
     """Ratings as expectations over the digits that a model would write: no sampling, and a variance.
 
@@ -219,52 +196,39 @@ class RatingDigits:
         engine: `rewards.vlm.VisionLanguageEngine`.
         template: ends where the rating begins; its words "scores" are whole ratings, "digits" the digits 0
             to 9 in order, where ratings have two decimal places.
-        low: smallest rating.
-        high: largest rating.
-
-    Raises:
-        ValueError: no scores, scores that are no numbers in [low, high], or digits that are not 0 to 9.
-        RewardError: a score or digit that is not one token of the model.
+        min_mass: smallest probability of all scores together that counts as a rating, and smallest share of
+            what begins as a rating that goes on with digits.
     """
 
-    def __init__(self, engine: Any, template: Template, low: float, high: float) -> None:
+    def __init__(self, engine: Any, template: Template, min_mass: float) -> None:
         self._scores = tuple(template.words.get("scores", ()))
         digits = tuple(template.words.get("digits", ()))
         self.values = [_number(word) for word in self._scores]
-        is_on_scale = all(low <= value <= high for value in self.values)
-        if not self._scores or not is_on_scale or len(set(self.values)) != len(self._scores):
+        is_on_scale = all(LOW <= value <= HIGH for value in self.values)
+        is_different = len(set(self.values)) == len(self._scores) > 0
+        if not is_on_scale or not is_different or digits not in ((), tuple("0123456789")):
             raise ValueError(
-                f"The template {template.name!r} has the scores {list(self._scores)}; needed are different "
-                f'numbers from {low:g} to {high:g}: "scores": ["1", "2", ...].'
+                f"The template {template.name!r} has the scores {list(self._scores)} and digits "
+                f"{list(digits)}; needed are different numbers from {LOW:g} to {HIGH:g}: "
+                '"scores": ["1", "2", ...], and no digits or "0" to "9".'
             )
-        if digits and digits != tuple("0123456789"):
-            raise ValueError(
-                f"The digits of template {template.name!r} are {list(digits)}; they must be '0' to '9' in "
-                "order."
-            )
-        self.engine, self.template, self.high = engine, template, high
+        self.engine, self.template, self.min_mass = engine, template, min_mass
         self._columns = ("value", "std", "mass", "left_over", *(("digit_mass",) if digits else ()))
         self._score_ids = _token_ids(engine, self._scores)
         self._digit_ids = _token_ids(engine, digits) if digits else []
 
-    def __call__(self, queries: Sequence[Query], min_mass: float) -> Ratings:
-        """Rate B images.
-
-        `min_mass` is the smallest probability of all scores together that counts as a rating, and the
-        smallest share of what begins as a rating that goes on with digits.
-        """
+    def __call__(self, queries: Sequence[Query]) -> Ratings:
+        """Rate B images."""
         if not queries:
-            return Ratings(dict.fromkeys(self._columns, torch.zeros(0)), [], [])
+            return dict.fromkeys(self._columns, torch.zeros(0)), [], []
         answer = self.engine.answer_logits(self.template, queries, self._score_ids, left_over=True)
         logits = answer.logits.double().cpu()
         mass = (logits.logsumexp(-1) - answer.log_total.double().cpu()).exp().clamp(max=1.0)
         reasons = list(answer.reasons)
         for row, row_mass in enumerate(mass.tolist()):
-            if reasons[row] is None and not row_mass >= min_mass:
-                reasons[row] = (
-                    f"the model writes no rating: scores have {row_mass:.2g} of the probability, and "
-                    f"min_mass is {min_mass:g}"
-                )
+            if reasons[row] is None and not row_mass >= self.min_mass:
+                share = f"{row_mass:.2g} of the probability, and min_mass is {self.min_mass:g}"
+                reasons[row] = f"the model writes no rating: scores have {share}"
         rows = [row for row, reason in enumerate(reasons) if reason is None]
         mean = torch.full((len(queries),), torch.nan, dtype=torch.float64)
         std, digit_mass = mean.clone(), mean.clone()
@@ -276,15 +240,15 @@ class RatingDigits:
             std[rows] = (prob * (values - mean[rows, None]).square()).sum(-1).sqrt()
         for row in rows:
             row_mass = float(digit_mass[row].nan_to_num(0.0))
-            if not row_mass >= min_mass or not math.isfinite(float(mean[row])):
+            if not row_mass >= self.min_mass or not math.isfinite(float(mean[row])):
                 reasons[row] = (
                     "the model writes no digits behind the point of its rating: complete ratings have "
                     f"{row_mass:.2g} of the probability of all that begin as one, and min_mass is "
-                    f"{min_mass:g}"
+                    f"{self.min_mass:g}"
                 )
                 mean[row] = std[row] = torch.nan
         columns = {"value": mean, "std": std, "mass": mass, "left_over": 1 - mass, "digit_mass": digit_mass}
-        return Ratings({k: columns[k].float() for k in self._columns}, [""] * len(queries), reasons)
+        return {key: columns[key].float() for key in self._columns}, [""] * len(queries), reasons
 
     def _distribution(self, queries: list[Query], prob: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Split the probabilities of whole numbers [b, scores] by their decimals.
@@ -295,8 +259,8 @@ class RatingDigits:
         values = torch.tensor(self.values, dtype=torch.float64)
         if not self._digit_ids:
             return values, prob, torch.ones(len(prob), dtype=torch.float64)
-        integers = [n for n, value in enumerate(self.values) if value < self.high]
-        top = [n for n, value in enumerate(self.values) if value >= self.high]
+        integers = [n for n, value in enumerate(self.values) if value < HIGH]
+        top = [n for n, value in enumerate(self.values) if value >= HIGH]
         tenths, tenths_mass = self._next_digits(queries, [f"{self._scores[n]}." for n in integers])
         stems = [f"{self._scores[n]}.{digit}" for n in integers for digit in range(10)]
         hundredths, hundredths_mass = self._next_digits(queries, stems)

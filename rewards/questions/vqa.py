@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from visalign.interfaces import Metadata, Scores
-from visalign.rewards.base.contract import RewardError, make_scores, read_request
+from visalign.rewards.base.contract import RewardError, check_choices, check_rules, make_scores, read_request
 from visalign.rewards.base.identity import Identity
 from visalign.rewards.vlm.engine import engine_of
 from visalign.rewards.vlm.requests import Query, requests
@@ -31,11 +31,6 @@ AFFIRMED = ("Yes", "yes", " yes", " Yes")
 SHOWS = question("vqa_score", 'Does this figure show "{prompt}"? Please answer Yes or No.')
 GENEVAL2 = question("vqa_score", 'Does this image show "{prompt}"? Answer the question with Yes or No.')
 ONE_WORD = question("soft_tifa", "{question} Answer in one word.")
-
-
-def _check_choice(judge: str, option: str, value: str, allowed: tuple[str, str]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{judge}: {option} is {value!r}; allowed are {allowed[0]!r} and {allowed[1]!r}.")
 
 
 class _NextWordJudge:
@@ -93,7 +88,7 @@ class VqaScore(_NextWordJudge):
         precision: str = "auto",
         **loading: Any,
     ) -> None:
-        _check_choice(self.name, "rule", rule, ("vqascore", "geneval2"))
+        check_choices(self.name, rule=(rule, ("vqascore", "geneval2")))
         super().__init__(model, SHOWS, device=device, precision=precision, loading=loading)
         if rule == "geneval2":
             template = template or GENEVAL2
@@ -148,14 +143,15 @@ class SoftTifa(_NextWordJudge):
         precision: str = "auto",
         **loading: Any,
     ) -> None:
-        _check_choice(self.name, "mean", mean, ("geometric", "arithmetic"))
-        _check_choice(self.name, "spellings", spellings, ("tokens", "published"))
+        choices = {
+            "mean": (mean, ("geometric", "arithmetic")),
+            "spellings": (spellings, ("tokens", "published")),
+        }
+        check_choices(self.name, **choices)
         super().__init__(model, ONE_WORD, device=device, precision=precision, loading=loading)
         self.template = template or self.template
-        if "question" not in self.template.fields:
-            raise RewardError(
-                f"The template {self.template.name!r} has no {{question}}; write it into its text."
-            )
+        place = f"the template {self.template.name!r} has no {{question}}; write it into its text"
+        check_rules(self.name, {place: "question" in self.template.fields})
         self.mean, self.spellings = mean, spellings
         self.identity = self._make_identity(mean=mean, spellings=spellings)
 

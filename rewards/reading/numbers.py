@@ -37,7 +37,7 @@ _STATED = re.compile(
 
 
 class AnswerError(ValueError):
-    """A judge's text does not say what was asked for; the message is the reason that its sample gets."""
+    """The judge's text lacks what it should say; the message is the reason that its sample gets."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,7 @@ class Statement:
 
 
 def statement(text: str) -> Statement:
-    """The last complete <answer> block, or without one the text outside <think>; AnswerError where the text
-    ends inside its thinking or its answer.
-    """
+    """Find the last complete <answer> block, or without one the text outside <think>."""
     if not text.strip():
         raise AnswerError("the judge wrote nothing")
     blocks = _ANSWER.findall(text)
@@ -93,8 +91,8 @@ def json_object(text: str, key: str) -> dict[str, Any]:
 
 
 def check_range(value: float, low: float, high: float) -> float:
-    """`value`, if it is a finite number in [low, high]; else AnswerError."""
-    if not math.isfinite(value) or not low <= value <= high:
+    """Return `value` if it is in [low, high]; else raise AnswerError."""
+    if not low <= value <= high or math.isinf(value):
         raise AnswerError(f"the judge's number {value:g} is outside [{low:g}, {high:g}]")
     return value
 
@@ -119,12 +117,8 @@ def single_number(answer: Statement, low: float, high: float) -> float:
     if not numbers:
         raise AnswerError("the judge's answer holds no number")
     if len(set(numbers)) > 1:
-        raise AnswerError(
-            f"the judge's answer holds several numbers ({', '.join(f'{n:g}' for n in numbers)})"
-        )
-    free_number = _FREE.fullmatch(body.strip(" \t\r\n*_.`'\""))
-    if not answer.in_block and free_number is None:
-        raise AnswerError(
-            f"the judge wrote {numbers[0]:g} without an <answer> block and without calling it the score"
-        )
+        listed = ", ".join(f"{number:g}" for number in numbers)
+        raise AnswerError(f"the judge's answer holds several numbers ({listed})")
+    if not answer.in_block and _FREE.fullmatch(body.strip(" \t\r\n*_.`'\"")) is None:
+        raise AnswerError(f"the judge wrote {numbers[0]:g} without <answer> and without calling it the score")
     return check_range(numbers[0], low, high)

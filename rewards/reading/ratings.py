@@ -84,18 +84,14 @@ def aspect_scores(
 
     Returns:
         Aspect -> score; empty where the text names none.
-
-    Raises:
-        AnswerError: an aspect with two different numbers, or a number outside the limits.
     """
     by_name: dict[str, list[float]] = {}
     for match in (_PUBLISHED_ASPECT if published_form else _ASPECT).finditer(text):
         by_name.setdefault(match["name"].lower(), []).append(float(match["number"]))
     if lenient and not published_form and not by_name:
         numbers = re.findall(NUMBER, text)
-        by_name = (
-            {name: [float(n)] for name, n in zip(ASPECTS, numbers, strict=False)} if len(numbers) >= 3 else {}
-        )
+        if len(numbers) >= 3:
+            by_name = {name: [float(number)] for name, number in zip(ASPECTS, numbers, strict=False)}
     scores = {name: values[-1] if lenient else _one(name, values) for name, values in by_name.items()}
     if limits is not None:
         for value in scores.values():
@@ -120,10 +116,9 @@ def aspect_mean(scores: Mapping[str, float]) -> tuple[float, float]:
 
 
 def tagged_score(text: str, *, low: float = 1, high: float = 5, first: bool = False) -> float:
-    """The whole number in <Score>n</Score>, the form that flow_grpo asks a general model for.
+    """Read the whole number in <Score>n</Score>, the form that flow_grpo asks a general model for.
 
-    The rule for several tags: equal numbers are one, and two that differ are no score, since nobody knows
-    which of them the judge means. The peer takes the first whatever the others say; so does `first`.
+    Two different numbers are no score; with `first` the first counts, as at the peer.
     """
     ratings = [float(number) for number in _TAG.findall(text)]
     if not ratings:
@@ -137,9 +132,7 @@ def quality_score(text: str, *, low: float = 1.0, high: float = 5.0) -> float:
 
 
 def lift_label(text: str) -> str:
-    """The one label of LiFT's three that a text states as a word; "not Bad" is no statement of Bad, and one
-    that may be denied is none.
-    """
+    """Find the single label of LiFT's three that a text states as a word; "not Bad" does not state Bad."""
     labels: dict[str, str] = {}
     for match in _LABEL.finditer(text):
         clause = _clause(text[: match.start()])
@@ -158,8 +151,8 @@ def lift_label(text: str) -> str:
 def rational_scores(
     text: str, aspects: Mapping[str, str] = RATIONAL_ASPECTS
 ) -> dict[str, float | str | None]:
-    """RationalRewards' aspect scores by every key of `aspects`: a number, "N/A", or None where the judgement
-    has none; what follows "# Summary:" is left out.
+    """Read RationalRewards' aspect scores: a number, "N/A", or None where the judgement before "# Summary:"
+    has none.
     """
     lines = text.split("# Summary:")[0].splitlines()
     numbered = {key: re.compile(rf"\s*{n}\..*{name}") for n, (key, name) in enumerate(aspects.items(), 1)}

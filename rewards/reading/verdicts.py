@@ -70,9 +70,6 @@ def verdict(text: str, *, options: Sequence[str] = OPTIONS) -> int:
     Args:
         text: what the judge wrote; its last complete <answer> counts, else what stands outside <think>.
         options: the two sentences that were asked for, "NAME is better".
-
-    Raises:
-        AnswerError: cut off, no option asserted, both, or a tie beside an option.
     """
     answer = statement(text)
     names = [_subject(option, side) for side, option in enumerate(options, 1)]
@@ -94,23 +91,16 @@ def verdict(text: str, *, options: Sequence[str] = OPTIONS) -> int:
         return 0
     if sides:
         raise AnswerError("the judge calls both pictures better")
-    if any(re.search(rf"{name}\s+{_IS}", clause, re.IGNORECASE) for clause in clauses for name in names):
-        raise AnswerError(
-            f"the judge's answer asserts neither {options[0]!r} nor {options[1]!r}: it denies or doubts one, "
-            "which leaves a tie open"
-        )
-    raise AnswerError(f"the judge's answer says neither {options[0]!r} nor {options[1]!r}")
+    forms = [re.compile(rf"{name}\s+{_IS}", re.IGNORECASE) for name in names]
+    denied = any(form.search(clause) for form in forms for clause in clauses)
+    doubt = ": it denies or doubts one, which leaves a tie open" if denied else ""
+    raise AnswerError(f"the judge's answer asserts neither {options[0]!r} nor {options[1]!r}{doubt}")
 
 
 def pair_scores(text: str, *, total: float | None = 1.0) -> tuple[float, float]:
-    """The two scores of a pair, each after "Image 1" or "Image 2".
+    """Read the two scores of a pair, each after "Image 1" or "Image 2".
 
-    Args:
-        text: what the judge wrote.
-        total: what the two must add up to within 0.02, both then being at least 0; None for free scores.
-
-    Raises:
-        AnswerError: a score missing, given twice, or another sum.
+    Unless `total` is None, they are at least 0 and add up to it within 0.02.
     """
     answer = statement(text).text
     scores = []

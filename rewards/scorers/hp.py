@@ -52,6 +52,11 @@ class Hp(ClipJudge):
     """Output r of the HP head, float32, the scale of its training margins; prompts are ignored.
 
     ICTHP's evaluation script prints σ(r) instead; `IctHp(mode="upstream")` uses that.
+
+    Args:
+        model: a folder that `save` wrote, a packaged name, the folder of 8y/HP, or its hub id.
+        precision: of the tower: "fp32", "bf16" or "fp16"; the head is always float32.
+        **towers: options of `ClipJudge`.
     """
 
     name = "hp"
@@ -66,14 +71,6 @@ class Hp(ClipJudge):
         precision: str = "fp32",
         **towers: Any,
     ) -> None:
-        """Note the model, which is loaded at the first score.
-
-        Args:
-            model: a folder that `save` wrote, a packaged name, the folder of 8y/HP, or its hub id.
-            device: device of the tower.
-            precision: of the tower: "fp32", "bf16" or "fp16"; the head is always float32.
-            **towers: options of `ClipJudge`.
-        """
         self._model = model
         self._head: AffineHead | None = None
         self._collapsed: tuple[int, nn.Linear] | None = None
@@ -98,10 +95,8 @@ class Hp(ClipJudge):
     ) -> Hp:
         """Create a reward to train: the towers of a contrastive model and a new head.
 
-        Args:
-            model: see `load_fine_tuned_clip`.
-            widths: output widths of the head's five layers, the last 1; the published ones when None.
-            **options: of the constructor. The head's weights come from torch's global generator.
+        `widths` are the output widths of the head's five layers, the last 1; the published ones when None.
+        The head's weights come from torch's global generator.
         """
         reward = cls(model, **options)
         towers = reward.towers

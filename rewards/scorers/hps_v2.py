@@ -35,6 +35,15 @@ class HpsV2(ClipJudge):
     Upstream resizes tensors (shortest edge, then centre crop), so its input depends on torchvision:
     antialiased without rounding from 0.17 on ("float", the default), not antialiased before ("aliased");
     "pil" is what CLIP itself was trained with.
+
+    Args:
+        model: the published .pt file, a folder that holds it, the hub id, an open_clip folder, or a packaged
+            name.
+        version: "2.0" or "2.1", the file of a folder or hub id.
+        resampling: "float", "aliased" or "pil", as above.
+        architecture: of the .pt file: a name of open_clip, or its model_cfg.
+        precision: of the towers: "fp32", "bf16" or "fp16"; the cosine is always float32.
+        **towers: options of `ClipJudge`.
     """
 
     name = "hps_v2"
@@ -50,18 +59,6 @@ class HpsV2(ClipJudge):
         precision: str = "fp32",
         **towers: Any,
     ) -> None:
-        """Note the model, which is loaded at the first score.
-
-        Args:
-            model: the published .pt file, a folder that holds it, the hub id, an open_clip folder, or a
-                packaged name.
-            version: "2.0" or "2.1", the file of a folder or hub id.
-            resampling: "float", "aliased" or "pil", as above.
-            architecture: of the .pt file: a name of open_clip, or its model_cfg.
-            device: device of the towers.
-            precision: of the towers: "fp32", "bf16" or "fp16"; the cosine is always float32.
-            **towers: options of `ClipJudge`.
-        """
         check_choices(
             self.name,
             version=(version, FILES),
@@ -99,18 +96,13 @@ def _load(
         return load_clip(path, device=device, precision=precision)
     if not path.is_file():
         path = local_folder(model, (FILES[version],)) / FILES[version]
-        if not path.is_file():
-            raise FileNotFoundError(
-                f"The folder {path.parent} lacks {FILES[version]}; download it from xswu/HPSv2, or give the "
-                "path of the .pt file as the model."
-            )
     import open_clip
 
     config = open_clip.get_model_config(architecture) if isinstance(architecture, str) else architecture
-    if config is None:
+    if config is None or not path.is_file():
         raise RewardError(
-            f"open_clip knows no architecture {architecture!r}; HPSv2 is 'ViT-H-14'. Give that, or a "
-            "model_cfg."
+            f"{path} is no file, or open_clip knows no architecture {architecture!r}; needed are "
+            f"{FILES[version]} of xswu/HPSv2, and 'ViT-H-14' or a model_cfg."
         )
     network = open_clip.CLIP(**{key: config[key] for key in ("embed_dim", "vision_cfg", "text_cfg")})
     load_strict(network, read_tensors(path, "state_dict"), str(path))

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from visalign.core.preference.ict import truncated_score
+from visalign.rewards.base.contract import check_rules
 from visalign.rewards.base.identity import Identity
 from visalign.rewards.clip.encoder import ClipEncoder
 from visalign.rewards.clip.loading import load_fine_tuned_clip
@@ -46,6 +47,13 @@ class Ict(ClipJudge):
 
     The paper labels images by a plain CLIP model and θ, E = min(cos/θ, 1), and trains the towers to predict
     them; so θ belongs to plain towers (`Ict("shapes-clip", threshold=...)`), not to trained ones.
+
+    Args:
+        model: a folder that `save` wrote, a packaged name, the folder of 8y/ICT, its hub id, or its
+            pytorch_model.bin by itself.
+        threshold: θ in (0, 1], or None for the cosine itself.
+        precision: of the towers: "fp32", "bf16" or "fp16"; the cosine is always float32.
+        **towers: options of `ClipJudge`.
     """
 
     name = "ict"
@@ -59,18 +67,8 @@ class Ict(ClipJudge):
         precision: str = "fp32",
         **towers: Any,
     ) -> None:
-        """Note the model, which is loaded at the first score.
-
-        Args:
-            model: a folder that `save` wrote, a packaged name, the folder of 8y/ICT, its hub id, or its
-                pytorch_model.bin alone.
-            threshold: θ in (0, 1], or None for the cosine itself.
-            device: device of the towers.
-            precision: of the towers: "fp32", "bf16" or "fp16"; the cosine is always float32.
-            **towers: options of `ClipJudge`.
-        """
-        if threshold is not None and not 0 < threshold <= 1:
-            raise ValueError(f"ict: threshold is {threshold}; allowed are numbers above 0 up to 1, or None.")
+        bounds = f"threshold is {threshold}; allowed are numbers above 0 up to 1, or None"
+        check_rules(self.name, {bounds: threshold is None or 0 < threshold <= 1})
         self.threshold = threshold
         self.unit = "cosine" if threshold is None else "cosine / θ, at most 1"
         self.range = (-1.0, 1.0) if threshold is None else (-1.0 / threshold, 1.0)

@@ -15,14 +15,12 @@ import torch
 from torch import Tensor
 
 from visalign.interfaces import Metadata, Scores
-from visalign.rewards.base.contract import make_scores
+from visalign.rewards.base.contract import check_choices, make_scores
 from visalign.rewards.base.identity import Identity
 
 from .hp import Hp
 from .ict import Ict
 from .units import INFINITE
-
-MODES = ("paper", "upstream")
 
 
 class IctHp:
@@ -30,9 +28,16 @@ class IctHp:
 
     The sign of r is arbitrary, because the head was trained on differences. With "paper" a negative r
     reverses the order of the ICT scores; the sigmoid keeps it. So the released form is the default.
+
+    Args:
+        ict: the model of `Ict`.
+        hp: the model of `Hp`.
+        mode: "upstream" or "paper".
+        **towers: options of `ClipJudge`, for each of the two.
     """
 
     name = "ict_hp"
+    unit = "cosine × probability"
     higher_is_better = True
 
     def __init__(
@@ -44,21 +49,9 @@ class IctHp:
         device: str | torch.device = "cpu",
         **towers: Any,
     ) -> None:
-        """Note the models, which are loaded at the first score.
-
-        Args:
-            ict: the model of `Ict`.
-            hp: the model of `Hp`.
-            mode: "upstream" or "paper".
-            device: device of the towers.
-            **towers: options of `ClipJudge`, for each of the two.
-        """
-        if mode not in MODES:
-            raise ValueError(
-                f"ict_hp: mode is {mode!r}; allowed are 'paper' (ICT·r) and 'upstream' (ICT·σ(r))."
-            )
+        check_choices(self.name, mode=(mode, ("paper", "upstream")))
         self.mode = mode
-        self.unit = "cosine × HP score" if mode == "paper" else "cosine × probability"
+        self.unit = "cosine × HP score" if mode == "paper" else self.unit
         self.range = INFINITE if mode == "paper" else (-1.0, 1.0)
         self.ict, self.hp = Ict(ict, device=device, **towers), Hp(hp, device=device, **towers)
 

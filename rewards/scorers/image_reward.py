@@ -94,6 +94,16 @@ class ImageReward:
 
     The image tower runs once per image, whatever the number of its prompts. A truncated prompt gets a note
     in `text` and 1 in the part "cut"; special tokens in a prompt are read as plain text.
+
+    Args:
+        model: ImageReward.pt, its folder with med_config.json, or its hub id.
+        tokenizer: folder or hub id of BERT's uncased tokenizer; the model's folder if it holds one, else
+            google-bert/bert-base-uncased.
+        max_tokens: length to which prompts are truncated; the model was trained with 35.
+        vision_heads: attention heads of the image tower; width / 64 when None.
+        precision: of the towers: "fp32", "bf16" or "fp16"; the head is always float32.
+        batch_size: images, or (image, prompt) pairs, in one forward pass.
+        cache_bytes: cache size for patch features (0.8 MB an image); 0 for no cache.
     """
 
     name = "image_reward"
@@ -113,22 +123,7 @@ class ImageReward:
         batch_size: int = 16,
         cache_bytes: int = 256 << 20,
     ) -> None:
-        """Note the model, which is loaded at the first score.
-
-        Args:
-            model: ImageReward.pt, its folder with med_config.json, or its hub id.
-            tokenizer: folder or hub id of BERT's uncased tokenizer; the model's folder if it holds one, else
-                google-bert/bert-base-uncased.
-            max_tokens: length to which prompts are truncated; the model was trained with 35.
-            vision_heads: attention heads of the image tower; width / 64 when None.
-            device: device of the towers.
-            precision: of the towers: "fp32", "bf16" or "fp16"; the head is always float32.
-            batch_size: images, or (image, prompt) pairs, in one forward pass.
-            cache_bytes: cache size for patch features (0.8 MB an image); 0 for no cache.
-        """
-        if max_tokens < 3:
-            raise ValueError(f"image_reward: max_tokens is {max_tokens}; allowed are whole numbers from 3.")
-        check_counts(self.name, batch_size=batch_size)
+        check_counts(self.name, batch_size=batch_size, max_tokens=max_tokens)
         dtype_of(precision, "image_reward: ")
         self.source = str(model)
         self.max_tokens = max_tokens
@@ -175,13 +170,13 @@ class ImageReward:
     def preprocess(self) -> dict[str, Any]:
         """Resize of the shorter edge by PIL's bicubic, centre crop, CLIP's mean and std."""
         config: Any = self.model.vision.config
-        return {
-            "size": int(config.image_size),
+        fixed = {
             "mean": OPENAI_MEAN,
             "std": OPENAI_STD,
             "interpolation": "bicubic",
             "resize_mode": "shortest",
         }
+        return {"size": int(config.image_size), **fixed}
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
         """Score each (image, prompt), with the raw output among the parts; metadata is ignored."""
@@ -202,8 +197,6 @@ class ImageReward:
 
     def score_with_gradient(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         """Scores [B] float32 of images [B, 3, H, W] in [0, 1], differentiable in the pixels."""
-        if len(images) != len(prompts):
-            raise ValueError(f"{len(images)} images and {len(prompts)} prompts; give one prompt per image.")
         tokens, mask, _ = self._tokens(prompts)
         patches = self.model.encode_image(self._normalised(model_pixels(images, self.preprocess)))
         return standardise(self.model(patches, tokens.to(self.device), mask.to(self.device)))
@@ -318,10 +311,7 @@ def build(
     layers = sorted(int(key.split(".")[2]) for key in renamed if re.match(r"head\.layers\.\d+\.bias$", key))
     widths = [renamed[f"head.layers.{layer}.bias"].shape[0] for layer in layers]
     if layers != [0, 2, 4, 6, 7]:
-        raise RewardError(
-            f"{where}: the head has layers {layers}, needed are mlp.layers.0, 2, 4, 6 and 7 with weight and "
-            "bias."
-        )
+        raise RewardError(f"{where}: the head has layers {layers}, needed are mlp.layers.0, 2, 4, 6 and 7.")
     with no_init_weights():
         model = ImageRewardModel(vision, text, widths)
     load_strict(model, renamed, where)
@@ -338,22 +328,16 @@ def rename(key: str) -> str:
 
 
 def _vision_settings(state: Mapping[str, Tensor], where: str, heads: int | None) -> dict[str, Any]:
-    needed = [
-        "vision.embeddings.position_embedding",
-        "vision.embeddings.patch_embedding.weight",
-        "vision.encoder.layers.0.mlp.fc1.weight",
-    ]
-    missing = [key for key in needed if key not in state]
-    if missing:
-        raise RewardError(
-            f"{where} is no ImageReward checkpoint: missing (by transformers' names) {', '.join(missing)}."
-        )
-    positions, width = state[needed[0]].shape[1:]
-    patch = state[needed[1]].shape[-1]
+    try:
+        positions, width = state["vision.embeddings.position_embedding"].shape[1:]
+        patch = state["vision.embeddings.patch_embedding.weight"].shape[-1]
+        intermediate = state["vision.encoder.layers.0.mlp.fc1.weight"].shape[0]
+    except KeyError as error:
+        raise RewardError(f"{where} is no ImageReward checkpoint: missing (by our names) {error}.") from error
     layers = {key.split(".")[3] for key in state if key.startswith("vision.encoder.layers.")}
     return {
         "hidden_size": width,
-        "intermediate_size": state[needed[2]].shape[0],
+        "intermediate_size": intermediate,
         "num_hidden_layers": len(layers),
         "num_attention_heads": heads or max(1, width // HEAD_WIDTH),
         "image_size": round((positions - 1) ** 0.5) * patch,

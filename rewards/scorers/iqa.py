@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -29,6 +29,10 @@ class Iqa:
 
     A full-reference metric compares with the record's "source". An image that the metric refuses, or for
     which it returns no finite number, is invalid.
+
+    Args:
+        metric: a name of `pyiqa.list_models()`.
+        **options: of pyiqa's `create_metric`, such as pretrained_model_path for your own weights.
     """
 
     name = "iqa"
@@ -37,13 +41,6 @@ class Iqa:
     higher_is_better = True
 
     def __init__(self, metric: str = "musiq", *, device: str | torch.device = "cpu", **options: Any) -> None:
-        """Find the metric; its network is created at the first score.
-
-        Args:
-            metric: a name of `pyiqa.list_models()`.
-            device: device of the metric.
-            **options: of pyiqa's `create_metric`, such as pretrained_model_path for your own weights.
-        """
         try:
             # an extra, so it may be missing
             from pyiqa.default_model_configs import DEFAULT_CONFIGS as configs  # type: ignore[import-not-found]
@@ -73,18 +70,14 @@ class Iqa:
         except (OSError, TypeError) as error:
             raise RewardError(
                 f"{self.name}: pyiqa cannot make {self.metric!r} ({type(error).__name__}: {error}). It "
-                "fetches its weights itself; where there is no network, put them where pyiqa keeps them, or "
-                "name a file by pretrained_model_path. Other options are those of its architecture."
+                "fetches its weights itself; without a network name a file by pretrained_model_path."
             ) from error
 
     @property
     def identity(self) -> Identity:
         """Everything that the scores depend on."""
-        try:
-            library = f"pyiqa {version('pyiqa')}"
-        except PackageNotFoundError:
-            library = "pyiqa"
-        return Identity(judge=self.name, model=f"{library}: {self.metric}", options=dict(self._options))
+        model = f"pyiqa {version('pyiqa')}: {self.metric}"
+        return Identity(judge=self.name, model=model, options=dict(self._options))
 
     @torch.no_grad()
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:

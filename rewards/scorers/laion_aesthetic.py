@@ -8,7 +8,7 @@ Source: Schuhmann, christophschuhmann/improved-aesthetic-predictor (`sac+logos+a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,14 @@ Head = Callable[[Tensor], Tensor]
 
 
 class LaionAesthetic(ClipJudge):
-    """Predicted mean rating of an image on 1 to 10, float32, unbounded; prompts are ignored."""
+    """Predicted mean rating of an image on 1 to 10, float32, unbounded; prompts are ignored.
+
+    Args:
+        model: see `load_clip`: clip-vit-large-patch14 as a folder, its weight file or its hub id, or
+            "ViT-L-14:openai" of open_clip.
+        head: the .pth file, or a folder or hub id that holds `PUBLISHED_HEAD`.
+        **towers: options of `ClipJudge`.
+    """
 
     name = "laion_aesthetic"
     capabilities = RewardCapabilities(needs_prompt=False)
@@ -51,15 +58,6 @@ class LaionAesthetic(ClipJudge):
         device: str | torch.device = "cpu",
         **towers: Any,
     ) -> None:
-        """Note the models, which are loaded at the first score.
-
-        Args:
-            model: see `load_clip`: clip-vit-large-patch14 as a folder, its weight file or its hub id, or
-                "ViT-L-14:openai" of open_clip.
-            head: the .pth file, or a folder or hub id that holds `PUBLISHED_HEAD`.
-            device: device of the tower.
-            **towers: options of `ClipJudge`.
-        """
         self._head_source = head
         self._head: tuple[int, Head] | None = None
         # Both repositories use OpenAI's transform, which crops as torchvision does.
@@ -119,7 +117,10 @@ def read_head(file: str | Path) -> tuple[int, Head]:
         )
     state = read_tensors(file)
     if set(state) == {"weight", "bias"}:
-        return _linear_head(state, file)
+        weight, bias = state["weight"].float(), state["bias"].float()
+        if weight.shape[:-1] != (1,) or bias.shape != (1,):
+            raise RewardError(f"{file} is no linear head: weight must have shape (1, D) and bias (1,).")
+        return weight.shape[1], lambda embedding: F.linear(embedding, weight, bias).squeeze(-1)
     try:
         layers = AffineHead.from_state_dict(state)
     except ValueError as error:
@@ -130,13 +131,3 @@ def read_head(file: str | Path) -> tuple[int, Head]:
         return width, layers
     affine_map = layers.collapse()
     return width, lambda embedding: affine_map(embedding).squeeze(-1)
-
-
-def _linear_head(state: Mapping[str, Tensor], file: Path) -> tuple[int, Head]:
-    weight, bias = state["weight"].float(), state["bias"].float()
-    if weight.ndim != 2 or weight.shape[0] != 1 or bias.shape != (1,):
-        raise RewardError(
-            f"{file}: weight has shape {tuple(weight.shape)} and bias {tuple(bias.shape)}; a linear head has "
-            "(1, D) and (1,)."
-        )
-    return weight.shape[1], lambda embedding: F.linear(embedding, weight, bias).squeeze(-1)

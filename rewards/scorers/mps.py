@@ -105,6 +105,14 @@ class Mps:
 
     A word of the prompt is attended to if its largest product with a word of the condition is above
     `threshold` of the prompt's largest. The difference of two scores is the log-odds of the preference.
+
+    Args:
+        model: `MPS_overall_checkpoint.pth`, or a state dict of it as .safetensors; config.json and tokenizer
+            in its folder replace CLIP ViT-H/14's.
+        condition: words for the aspect of the preference.
+        threshold: of a word's similarity to the condition; 0.3 in upstream's evaluation, 0.01 in training.
+        precision: of the weights: "fp32", "bf16" or "fp16".
+        **towers: options of `ClipTowers`: batch_size.
     """
 
     name = "mps"
@@ -122,18 +130,6 @@ class Mps:
         precision: str = "fp32",
         **towers: Any,
     ) -> None:
-        """Note the model, which is loaded at the first score.
-
-        Args:
-            model: `MPS_overall_checkpoint.pth`, or a state dict of it as .safetensors; config.json and
-                tokenizer in its folder replace CLIP ViT-H/14's.
-            condition: words for the aspect of the preference.
-            threshold: of a word's similarity to the condition; 0.3 in upstream's evaluation, 0.01 in its
-                training.
-            device: device of the model.
-            precision: of the weights: "fp32", "bf16" or "fp16".
-            **towers: options of `ClipTowers`: batch_size.
-        """
         check_options(self.name, ClipTowers, {"model": model, "device": device, **towers})
         self.file, self.condition, self.threshold = Path(model), condition, threshold
         self._device, self._precision = device, precision
@@ -196,9 +192,7 @@ class Mps:
             if key.startswith(prefix)
         }
         if not layers:
-            raise RewardError(
-                f"{self.file} holds no cross_model, so it is no MPS; give the file as published."
-            )
+            raise RewardError(f"{self.file} is no MPS: it has no cross_model. Give the file as published.")
         self._cross = _cross_model(layers, self.file.name).to(parts.encoder.device, parts.encoder.dtype)
         return parts
 

@@ -18,7 +18,7 @@ from visalign.rewards.base.identity import Identity
 from visalign.rewards.clip.loading import TRANSFORMERS
 from visalign.rewards.clip.towers import ClipJudge
 
-from .units import JUDGE_UNITS, SCALES, convert
+from .units import INFINITE, SCALES, convert
 
 PUBLISHED = TRANSFORMERS + "yuvalkirstain/PickScore_v1"
 
@@ -26,10 +26,18 @@ PUBLISHED = TRANSFORMERS + "yuvalkirstain/PickScore_v1"
 class PickScore(ClipJudge):
     """exp(logit_scale) · cos(image, prompt), float32; about 17 to 24 with the published checkpoint.
 
-    The factor is read from the checkpoint. `scale` converts to another project's scale, see `units.SCALES`.
+    The factor is read from the checkpoint.
+
+    Args:
+        model: the folder of PickScore_v1, its hub id after "transformers:", or any model of `load_clip`
+            ("shapes-clip").
+        scale: that of another project, see `units.SCALES`: "logit" (as published), "cosine", "cosine × 100",
+            "logit / 26" or "(logit − 18) / 8".
+        **towers: options of `ClipJudge`.
     """
 
     name = "pick_score"
+    unit = "cosine × exp(logit_scale)"
 
     def __init__(
         self,
@@ -39,21 +47,12 @@ class PickScore(ClipJudge):
         device: str | torch.device = "cpu",
         **towers: Any,
     ) -> None:
-        """Note the model, which is loaded at the first score.
-
-        Args:
-            model: the folder of PickScore_v1, its hub id after "transformers:", or any model of `load_clip`
-                ("shapes-clip").
-            scale: "logit" (as published), "cosine", "cosine × 100", "logit / 26" or "(logit − 18) / 8".
-            device: device of the towers.
-            **towers: options of `ClipJudge`.
-        """
         allowed = [key for key, row in SCALES.items() if row.family == "cosine" and not row.refusal]
         check_choices(self.name, scale=(scale, allowed))
         self.scale = scale
-        self.unit = JUDGE_UNITS[self.name].unit if scale == "logit" else scale
+        self.unit = self.unit if scale == "logit" else scale
         ends = {"cosine": (-1.0, 1.0), "cosine × 100": (-100.0, 100.0)}
-        self.range = ends.get(scale, JUDGE_UNITS[self.name].range)
+        self.range = ends.get(scale, INFINITE)
         super().__init__(model, device=device, **towers)
 
     @property

@@ -42,8 +42,7 @@ class VendiGain:
         model: model of the image tower, as for `clip_score`.
         over: "group", the images of one prompt, or "batch", all images of a call (then there must be only one
             process).
-        device: device of the tower.
-        **towers: precision, batch_size, ... of `ClipTowers`.
+        **towers: options of `ClipTowers`.
 
     DRAGON, arXiv 2504.15217; Vendi score, arXiv 2210.02410.
     """
@@ -102,10 +101,7 @@ class FrechetGain(VendiGain):
 
     Args:
         reference: folder with at least two images, subfolders included.
-        model: see `vendi_gain`.
-        over: see `vendi_gain`.
-        device: device of the tower.
-        **towers: precision, batch_size, ... of `ClipTowers`.
+        model, over, **towers: as for `VendiGain`.
 
     DRAGON, arXiv 2504.15217; FID, arXiv 1706.08500, by the embeddings of `model` instead of Inception's.
     """
@@ -140,7 +136,5 @@ class FrechetGain(VendiGain):
             _, self._reference = self.towers.image_features(request, reasons)
             for file, reason in zip(self._files, reasons, strict=True):
                 if reason:
-                    raise RewardError(
-                        f"{self.name}: {file}: {reason}. Remove it from the reference or fix it."
-                    )
+                    raise RewardError(f"{self.name}: the reference {file} cannot be read: {reason}.")
         return frechet_gains(embedding, self._reference), frechet_distance(embedding, self._reference)

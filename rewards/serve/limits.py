@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +16,6 @@ from .connections import CONNECTION_BYTES
 
 JSON_GROWTH = 40
 """Bytes of memory that a byte of JSON may take when it is read; measured were 37.8, of `{"":{"":` nested."""
-_USUAL_HEADER = 64 << 10
-"""Bytes of JSON for which every request is charged in advance."""
 _LEAST_PIXELS = 1 << 20
 
 
@@ -27,7 +25,7 @@ class RequestLimits:
 
     max_bytes: int = 256 << 20
     """Bytes in the body of a request."""
-    max_header: int = 4 << 20
+    max_header: int = 1 << 20
     """Bytes of JSON in it: prompts, records, shapes."""
     max_total_bytes: int = 1 << 30
     """Bytes of all requests in progress, from their first byte to their answer; a byte of JSON counts
@@ -51,42 +49,33 @@ class QueueFull(RuntimeError):
 class ByteBudget:
     """Counts the bytes of the requests in progress."""
 
-    def __init__(self, max_total_bytes: int) -> None:
-        self.used = 0
-        self._max_total_bytes = max_total_bytes
+    def __init__(self, limits: RequestLimits) -> None:
+        self.used, self._limits = 0, limits
 
     @contextmanager
-    def reserve(self, length: int) -> Iterator[Callable[[int], None]]:
-        """Reserve room for a body of `length` bytes; yield a function to call with the size of its JSON.
+    def reserve(self, length: int) -> Iterator[None]:
+        """Reserve room for a body of `length` bytes and all the JSON that it may hold.
 
         Raises:
             QueueFull: other requests leave no room.
         """
-        reserved = 0
-
-        def charge(count: int) -> None:
-            nonlocal reserved
-            if self.used + count > self._max_total_bytes:
-                raise QueueFull(f"{self.used} bytes are in progress; at most {self._max_total_bytes} may be")
-            self.used, reserved = self.used + count, reserved + count
-
-        charge(length + JSON_GROWTH * min(length, _USUAL_HEADER))
+        count = length + JSON_GROWTH * min(length, self._limits.max_header)
+        most = self._limits.max_total_bytes
+        if self.used + count > most:
+            raise QueueFull(f"{self.used} bytes are in progress; at most {most} may be")
+        self.used += count
         try:
-            yield lambda header: charge(JSON_GROWTH * max(0, header - _USUAL_HEADER))
+            yield
         finally:
-            self.used -= reserved
+            self.used -= count
 
 
 def limits_for(memory: float | None, *, connections: int, **fields: Any) -> RequestLimits:
     """Derive limits from memory: half for requests and connections, half for the judge's work on one batch.
 
-    Args:
-        memory: GiB beside those that the processes take when they idle; half of what is free when None.
-        connections: that may be open; each may hold `CONNECTION_BYTES` that no request is charged for.
-        **fields: fields of `RequestLimits` that are set.
-
-    Raises:
-        UserError: not even 2^20 pixels fit.
+    `memory` is in GiB, beside those that the processes take when they idle; None takes half of what is free.
+    Each open connection may hold `CONNECTION_BYTES` that no request is charged for. `fields` of
+    `RequestLimits` are kept.
     """
     if memory is not None and not math.isfinite(memory):
         raise UserError(f"--memory is {memory}; give a number of GiB.")

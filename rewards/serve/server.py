@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import math
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -78,13 +78,9 @@ class Batcher:
     While a batch is judged the next one collects. A batch that the judge refuses, or dies of, is judged again
     request by request, so that only the one at fault fails.
 
-    Args:
-        judge: called in a thread, one batch at a time.
-        max_batch: rows in a batch; a larger single request is its own batch, as is one beyond `max_pixels`.
-        max_wait: seconds that the first request of a batch waits for others.
-        max_waiting: rows that may wait in all.
-        max_pixels: of the images in a batch.
-        timeout: seconds for one batch.
+    A batch has at most `max_batch` rows and `max_pixels`; a larger request is its own batch. Its first
+    request waits `max_wait` seconds for others, and `max_waiting` rows may wait in all. The judge is called
+    in a thread.
     """
 
     def __init__(
@@ -222,18 +218,12 @@ def judge_server(
     """Build the ASGI application, for uvicorn.
 
     `app.state.batcher` is its batcher, and `app.state.stop()`, from any thread or signal handler, has it
-    refuse what waits and what comes.
-
-    Args:
-        judge: e.g. a `JudgeWorker`.
-        card: `judge_card` of it.
-        token: that requests must bring as `Authorization: Bearer TOKEN`; None asks for none.
-        limits: of a request, and of all together.
-        **batching: max_batch, max_wait, max_waiting of `Batcher`.
+    refuse what waits and what comes. `card` is `judge_card` of the judge; requests must bring `token` as
+    `Authorization: Bearer TOKEN`, and `batching` are max_batch, max_wait and max_waiting of `Batcher`.
     """
     bounds = limits or RequestLimits()
     batcher = Batcher(judge, timeout=bounds.timeout, max_pixels=bounds.max_pixels, **batching)
-    budget = ByteBudget(bounds.max_total_bytes)
+    budget = ByteBudget(bounds)
 
     @asynccontextmanager
     async def lifespan(_: Any) -> AsyncIterator[None]:
@@ -254,8 +244,8 @@ def judge_server(
 
     async def answer(request: Request, *, is_pair: bool) -> Response:
         length = _check_head(request.headers, token, card, bounds, is_pair)
-        with budget.reserve(length) as charge:
-            raw = await _receive(request, length, bounds, charge)
+        with budget.reserve(length):
+            raw = await _receive(request, length, bounds)
             parsed = await asyncio.to_thread(_read, raw, bounds, is_pair)  # others are served meanwhile
             packed = await _submit(batcher, parsed, request)
         return Response(packed, media_type=MEDIA_TYPE, headers={JUDGE_HEADER: card["identity"] or ""})
@@ -307,9 +297,7 @@ def _check_head(
     return int(length)
 
 
-async def _receive(
-    request: Any, length: int, limits: RequestLimits, charge: Callable[[int], None]
-) -> bytearray:
+async def _receive(request: Any, length: int, limits: RequestLimits) -> bytearray:
     """Return the body; refuse a client that sends too slowly, too much JSON, or goes away."""
     body = bytearray(length)  # pixels are later read in place, which takes memory that can be written to
     end = 0
@@ -325,7 +313,6 @@ async def _receive(
                             f"The header has {header} bytes (prompts, records); at most {limits.max_header}"
                         )
                         raise Refused(413, f"{message} are allowed. Split the request.")
-                    charge(header)
     except TimeoutError as error:
         raise Refused(408, f"The body did not arrive within {limits.receive_timeout:g} seconds.") from error
     except ClientDisconnect as error:

@@ -66,21 +66,10 @@ _MAX_PAUSE = 60.0
 
 
 class JudgeWorker:
-    """A judge in a child process, which is restarted when it dies.
+    """The judge `load_judge(name, **options)` in a child process, which is restarted when it dies.
 
-    Args:
-        name: for `load_judge`.
-        options: its options.
-        threads: CPU threads of the process; None as torch chooses.
-        load_timeout: seconds for the judge to be ready.
-
-    Attributes:
-        card: `judge_card` of the judge.
-        restarts: number of restarts.
-        down: why there is no judge now, or None.
-
-    Raises:
-        RewardError: the judge cannot be loaded.
+    `card` describes it, `restarts` counts, and `down` says why there is no judge now, or is None. `threads`
+    are the CPU threads of the process, and `load_timeout` the seconds for the judge to be ready.
     """
 
     def __init__(
@@ -103,10 +92,6 @@ class JudgeWorker:
 
     def ask(self, request: JudgeRequest, timeout: float | None = None) -> Scores | Preferences:
         """Judge a request of at least one row; calls from several threads wait for each other.
-
-        Args:
-            request: Images or pairs.
-            timeout: Seconds; None waits for ever.
 
         Raises:
             JudgeRefused, JudgeFailed: what the judge raised, or its answer is unusable.

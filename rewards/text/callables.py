@@ -38,7 +38,13 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 
 
 class TextFunctionReward:
-    """Text reward that calls a plain function."""
+    """Text reward that calls a plain function.
+
+    Args:
+        function: the user's function.
+        unit: unit of the numbers.
+        range: smallest and largest possible number; one outside is an error of the function.
+    """
 
     def __init__(
         self,
@@ -49,15 +55,6 @@ class TextFunctionReward:
         range: tuple[float, float] = (-math.inf, math.inf),
         higher_is_better: bool = True,
     ) -> None:
-        """Read the signature and decide how the function is called.
-
-        Args:
-            function: the user's function.
-            name: for messages and logs; the function's own name when None.
-            unit: unit of the numbers.
-            range: smallest and largest possible number; one outside is an error of the function.
-            higher_is_better: the direction.
-        """
         self.name = name or getattr(function, "__name__", type(function).__name__)
         self.unit, self.higher_is_better = unit, higher_is_better
         self.range = (float(range[0]), float(range[1]))

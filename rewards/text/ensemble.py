@@ -19,6 +19,15 @@ class TextEnsemble(Ensemble):
     `Ensemble` for completions: the same formulas, options and parts. Reward models of other seeds or data
     give the deviation that `rewards.terms.LABEL.uncertainty` uses. A completion that some member could not
     score is invalid, unless `min_members` allows it.
+
+    Args:
+        members: two or more names for `load_text_reward`, or label -> a reward, its name, or its options
+            (their `name` is the reward; the label when missing).
+        how: "mean", "min", "lower_bound" or "uwo", see `Ensemble`.
+        strength: λ ≥ 0 of the last two.
+        ddof: of the variance between members.
+        min_members: least number of members that scored a completion; all when None.
+        calibration: label -> (mean, std) for every member.
     """
 
     noun = "completion"
@@ -35,19 +44,6 @@ class TextEnsemble(Ensemble):
         name: str = "ensemble",
         device: str | None = None,
     ) -> None:
-        """Load the members and check that they can be averaged.
-
-        Args:
-            members: two or more names for `load_text_reward`, or label -> a reward, its name, or its options
-                (their `name` is the reward; the label when missing).
-            how: "mean", "min", "lower_bound" or "uwo", see `Ensemble`.
-            strength: λ ≥ 0 of the last two.
-            ddof: of the variance between members.
-            min_members: least number of members that scored a completion; all when None.
-            calibration: label -> (mean, std) for every member.
-            name: of the ensemble.
-            device: default device of the members' networks.
-        """
         if not isinstance(members, Mapping):
             names = (
                 [member for member in members if isinstance(member, str)] if isinstance(members, list) else []

@@ -21,6 +21,12 @@ class TextFormat(TextRule):
 
     With `tags`: each <tag>…</tag> occurs exactly once, in this order, not nested and not empty, with nothing
     but white space around. With `pattern`: the regular expression matches the whole text.
+
+    Args:
+        tags: names in order.
+        pattern: regular expression for the stripped text, instead of tags; "." matches line ends too.
+        prefilled: start of the completion that the chat template wrote ("<think>" for some models); put
+            in front before the check.
     """
 
     unit = "1 = right form"
@@ -33,15 +39,6 @@ class TextFormat(TextRule):
         prefilled: str = "",
         name: str = "text_format",
     ) -> None:
-        """Choose the form.
-
-        Args:
-            tags: names in order.
-            pattern: regular expression for the stripped text, instead of tags; "." matches line ends too.
-            prefilled: start of the completion that the chat template wrote ("<think>" for some models); put
-                in front before the check.
-            name: for messages and logs.
-        """
         is_valid = all(re.fullmatch(r"[\w-]+", tag) for tag in tags) and 0 < len(set(tags)) == len(tags)
         check_rules(name, {f"tags are {list(tags)}; give at least one, each once, without < and >": is_valid})
         self.name = name
@@ -79,6 +76,11 @@ class JsonFormat(TextRule):
     """1 for a completion that is JSON and meets the schema, else 0.
 
     JSON as in RFC 8259: NaN, Infinity and repeated keys in one object are refused.
+
+    Args:
+        schema: a JSON schema; None only parses. Needs the package jsonschema.
+        where: "whole" (the stripped completion) or "fence" (its only fenced block that is
+            marked json, or not marked).
     """
 
     unit = "1 = right form"
@@ -86,14 +88,6 @@ class JsonFormat(TextRule):
     def __init__(
         self, *, schema: Mapping[str, Any] | None = None, where: str = "whole", name: str = "json_format"
     ) -> None:
-        """Choose the schema.
-
-        Args:
-            schema: a JSON schema; None only parses. Needs the package jsonschema.
-            where: "whole" (the stripped completion) or "fence" (its only fenced block that is
-                marked json, or not marked).
-            name: for messages and logs.
-        """
         check_choices(name, where=(where, ("whole", "fence")))
         self.name = name
         self._where = where

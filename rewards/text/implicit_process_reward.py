@@ -49,6 +49,13 @@ class ImplicitProcessReward:
 
     The log-probs are those of the models themselves, at temperature 1 over the full vocabulary, whatever the
     rollout was sampled with. The end token counts, as part of the last step.
+
+    Args:
+        policy: π_φ, with the token ids of the rollouts that it scores.
+        tokenizer: of the policy that writes the rollouts, to find their steps.
+        reference: π_ref; `policy.reference()`, the model before training, when None.
+        beta: reward per nat, as in its training; 0.05 in PRIME.
+        separator: text that ends a step.
     """
 
     higher_is_better = True
@@ -64,16 +71,6 @@ class ImplicitProcessReward:
         separator: str = "\n",
         name: str = "implicit_process_reward",
     ) -> None:
-        """Take a trained model.
-
-        Args:
-            policy: π_φ, with the token ids of the rollouts that it scores.
-            tokenizer: of the policy that writes the rollouts, to find their steps.
-            reference: π_ref; `policy.reference()`, the model before training, when None.
-            beta: reward per nat, as in its training; 0.05 in PRIME.
-            separator: text that ends a step.
-            name: for messages.
-        """
         check_rules(
             name, {f"beta is {beta}; it must be positive and finite, 0.05 in PRIME": 0 < beta < math.inf}
         )

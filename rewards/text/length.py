@@ -31,6 +31,15 @@ class LengthReward:
       bounded here;
     - "linear": -min(n / scale, 1): shorter is better;
     - "soft_overlong": `visalign.core.soft_overlong`, 0 up to max_length - cache, -1 from max_length on.
+
+    Args:
+        rule: see the class.
+        count: unit of length, "words" (between white space) or "characters".
+        target: target length, for "target".
+        target_field: metadata field with the sample's own target.
+        scale: length that costs the full penalty, for "target" and "linear".
+        max_length: L of "soft_overlong".
+        cache: c of "soft_overlong", 1 … L.
     """
 
     range = (-1.0, 0.0)
@@ -49,18 +58,6 @@ class LengthReward:
         cache: int | None = None,
         name: str = "length",
     ) -> None:
-        """Choose the rule and the unit of length.
-
-        Args:
-            rule: see the class.
-            count: unit of length, "words" (between white space) or "characters".
-            target: target length, for "target".
-            target_field: metadata field with the sample's own target.
-            scale: length that costs the full penalty, for "target" and "linear".
-            max_length: L of "soft_overlong".
-            cache: c of "soft_overlong", 1 … L.
-            name: for messages and logs.
-        """
         check_choices(name, rule=(rule, RULES), count=(count, UNITS))
         options = {"target": target, "target_field": target_field, "scale": scale}
         options |= {"max_length": max_length, "cache": cache}

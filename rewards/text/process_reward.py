@@ -72,6 +72,19 @@ class ProcessRewardModel:
 
     Texts longer than the model's limit are invalid, not cut; so are texts without a step, and texts that
     spell out a special token, with which a policy could forge turns.
+
+    Args:
+        model: folder or hub name of a token classification model with two labels, or with one (a
+            progress estimator), or the module.
+        tokenizer: folder, hub name or object; that of the model when None.
+        separator: text that ends a step in a completion.
+        marker: text that the model reads after each step; the separator when None.
+        aggregate: "min" (default), "product", "mean" or "last"; "sum" for contributions.
+        min_steps: completions with fewer steps are invalid.
+        right_label: which of two labels means right, 0 or 1.
+        precision: of the weights: "fp32", "bf16" or "fp16".
+        batch_size: texts per forward pass.
+        max_length: tokens of the longest text; the least of the model's and tokenizer's limits when None.
     """
 
     range = (0.0, 1.0)
@@ -94,23 +107,6 @@ class ProcessRewardModel:
         max_length: int | None = None,
         name: str = "process_reward",
     ) -> None:
-        """Load the model.
-
-        Args:
-            model: folder or hub name of a token classification model with two labels, or with one (a
-                progress estimator), or the module.
-            tokenizer: folder, hub name or object; that of the model when None.
-            separator: text that ends a step in a completion.
-            marker: text that the model reads after each step; the separator when None.
-            aggregate: "min" (default), "product", "mean" or "last"; "sum" for contributions.
-            min_steps: completions with fewer steps are invalid.
-            right_label: which of two labels means right, 0 or 1.
-            device: device of the model.
-            precision: of the weights: "fp32", "bf16" or "fp16".
-            batch_size: texts per forward pass.
-            max_length: tokens of the longest text; the least of the model's and tokenizer's limits when None.
-            name: for messages and logs.
-        """
         check_counts(name, batch_size=batch_size, max_length=max_length, min_steps=min_steps)
         check_choices(name, right_label=(right_label, (0, 1)))
         self.name, self.device, self.batch_size = name, torch.device(device), batch_size

@@ -37,6 +37,14 @@ class RatingReward:
     image's mean; it scores 0 where there is a bonus for the form, and is masked without.
 
     Wu et al., VisualQuality-R1, arXiv 2505.14460, section 3; its ablations.
+
+    Args:
+        rule: see the class.
+        form: bonus for a readable answer, ≥ 0.
+        reads: form of the rating, a key of `rewards.reading.ratings.FORMS`: "answer" (1 to 5), "boxed"
+            (1 to 10) or "yes_no" (1 or 0).
+        prefilled: start of the answer that the prompt wrote, e.g. "<answer>".
+        floor: γ of "fidelity", in squared rating steps.
     """
 
     higher_is_better = True
@@ -52,17 +60,6 @@ class RatingReward:
         floor: float = FLOOR,
         name: str = "rating",
     ) -> None:
-        """Choose the rule.
-
-        Args:
-            rule: see the class.
-            form: bonus for a readable answer, ≥ 0.
-            reads: form of the rating, a key of `rewards.reading.ratings.FORMS`: "answer" (1 to 5), "boxed"
-                (1 to 10) or "yes_no" (1 or 0).
-            prefilled: start of the answer that the prompt wrote, e.g. "<answer>".
-            floor: γ of "fidelity", in squared rating steps.
-            name: for messages and logs.
-        """
         check_choices(name, rule=(rule, RULES), reads=(reads, FORMS))
         bounds = f"form is {form} and floor {floor}; form is ≥ 0 and floor > 0"
         check_rules(name, {bounds: 0 <= form < math.inf and 0 < floor < math.inf})
@@ -128,6 +125,11 @@ class VerdictReward(TextRule):
 
     `label` is the share of votes for the first image. Rule-based reward of SPCT (DeepSeek-GRM, arXiv
     2504.02495).
+
+    Args:
+        words: two words with which an answer may begin, that of the first image first; None: the answer
+            asserts one of `options`.
+        options: the two sentences that the prompt asks for, "NAME is better".
     """
 
     range = (-1.0, 1.0)
@@ -136,14 +138,6 @@ class VerdictReward(TextRule):
     def __init__(
         self, *, words: Sequence[str] | None = None, options: Sequence[str] = OPTIONS, name: str = "verdict"
     ) -> None:
-        """Choose how answers are read.
-
-        Args:
-            words: two words with which an answer may begin, that of the first image first; None: the answer
-                asserts one of `options`.
-            options: the two sentences that the prompt asks for, "NAME is better".
-            name: for messages and logs.
-        """
         for key, pair in (("words", OPTIONS if words is None else words), ("options", options)):
             is_pair = not isinstance(pair, str) and len(pair) == 2 and pair[0] != pair[1]
             if not is_pair or not all(isinstance(text, str) for text in pair):  # YAML reads yes as True

@@ -36,6 +36,16 @@ class RewardFusion:
     Parts are "own", R, and "neighbours", their number. Unit, range and direction are the reward's.
 
     Shen et al., The trickle-down impact of reward (in-)consistency on RLHF, arXiv 2309.16155.
+
+    Args:
+        reward: the reward, or its name for `load_text_reward`.
+        pool: a .txt or .jsonl file of prompts, such as that of data.train; or prompts, or records with
+            "prompt". Other fields of a record are the metadata under that prompt.
+        threshold: least cosine of a neighbour, in (0, 1].
+        top: most neighbours.
+        embed: texts to vectors, or the name of such a function (package.module:name, file.py:name);
+            hashed runs of three letters when None.
+        **options: of a reward given by name.
     """
 
     def __init__(
@@ -49,19 +59,6 @@ class RewardFusion:
         device: str | None = None,
         **options: Any,
     ) -> None:
-        """Read the pool.
-
-        Args:
-            reward: the reward, or its name for `load_text_reward`.
-            pool: a .txt or .jsonl file of prompts, such as that of data.train; or prompts, or records with
-                "prompt". Other fields of a record are the metadata under that prompt.
-            threshold: least cosine of a neighbour, in (0, 1].
-            top: most neighbours.
-            embed: texts to vectors, or the name of such a function (package.module:name, file.py:name);
-                hashed runs of three letters when None.
-            device: device of a reward given by name, if it has a network.
-            **options: of a reward given by name.
-        """
         from visalign.rewards.catalogue import find_target, load_text_reward
 
         entries = load_prompts(pool) if isinstance(pool, str | Path) else pool

@@ -25,6 +25,13 @@ class RewardModel:
     template they are concatenated. Texts longer than the model's limit are invalid, not cut: the lost part
     could be what matters. So are completions that spell out a special token, with which a policy could forge
     turns of the conversation.
+
+    Args:
+        model: folder or hub name of a sequence classification model with one label, or the module.
+        tokenizer: folder, hub name or object; that of the model when None.
+        precision: of the weights: "fp32", "bf16" or "fp16".
+        batch_size: texts per forward pass.
+        max_length: tokens of the longest text; the least of the model's and tokenizer's limits when None.
     """
 
     range = (-math.inf, math.inf)
@@ -42,17 +49,6 @@ class RewardModel:
         max_length: int | None = None,
         name: str = "reward_model",
     ) -> None:
-        """Load the model.
-
-        Args:
-            model: folder or hub name of a sequence classification model with one label, or the module.
-            tokenizer: folder, hub name or object; that of the model when None.
-            device: device of the model.
-            precision: of the weights: "fp32", "bf16" or "fp16".
-            batch_size: texts per forward pass.
-            max_length: tokens of the longest text; the least of the model's and tokenizer's limits when None.
-            name: for messages and logs.
-        """
         check_counts(name, batch_size=batch_size, max_length=max_length)
         self.name = name
         self.device = torch.device(device)

@@ -37,6 +37,18 @@ class VerifiableAnswer(TextRule):
       Decimals are exact: 0.333 is not 1/3.
 
     For all but "list" the ground truth may be a list of alternatives, of which one must match.
+
+    Args:
+        extract: "whole", "last_line", "boxed" (\\boxed{…} or \\fbox{…}), "answer_tag"
+            (<answer>…</answer>), "last_number", or "pattern".
+        compare: see the class.
+        field: metadata field with the ground truth.
+        pattern: regular expression whose only group is the answer. Avoid nested repetitions: a policy can
+            write text on which they take for ever.
+        after: only the text behind the last occurrence of this marker counts, e.g. "</think>".
+        normalise: "text", "latex" or "none", see `visalign.rewards.text.parsing`.
+        absolute: tolerance in the unit of the answer; 0 compares exactly, so 0.333 is not 1/3.
+        relative: tolerance as a share of the ground truth.
     """
 
     unit = "1 = correct"
@@ -54,21 +66,6 @@ class VerifiableAnswer(TextRule):
         relative: float = 0.0,
         name: str = "verifiable_answer",
     ) -> None:
-        """Choose how the answer is extracted and compared; of several answers the last counts.
-
-        Args:
-            extract: "whole", "last_line", "boxed" (\\boxed{…} or \\fbox{…}), "answer_tag"
-                (<answer>…</answer>), "last_number", or "pattern".
-            compare: see the class.
-            field: metadata field with the ground truth.
-            pattern: regular expression whose only group is the answer. Avoid nested repetitions: a policy can
-                write text on which they take for ever.
-            after: only the text behind the last occurrence of this marker counts, e.g. "</think>".
-            normalise: "text", "latex" or "none", see `visalign.rewards.text.parsing`.
-            absolute: tolerance in the unit of the answer; 0 compares exactly, so 0.333 is not 1/3.
-            relative: tolerance as a share of the ground truth.
-            name: for messages and logs.
-        """
         check_choices(
             name,
             extract=(extract, (*EXTRACTORS, "pattern")),

@@ -21,7 +21,14 @@ from torch import Tensor
 
 from visalign.data.assets import resolve_model
 from visalign.interfaces import Metadata, Scores
-from visalign.rewards.base.contract import Request, check_choices, make_scores, read_request, scatter
+from visalign.rewards.base.contract import (
+    Request,
+    check_choices,
+    check_rules,
+    make_scores,
+    read_request,
+    scatter,
+)
 from visalign.rewards.base.identity import Identity, fingerprint
 from visalign.rewards.base.images import ImageBatch
 from visalign.rewards.clip.towers import ClipTowers
@@ -30,8 +37,6 @@ from .geneval_detectors import Detector, Found, TransformersDetector
 from .geneval_rules import (
     COLORS,
     COUNTING_THRESHOLD,
-    MAX_OBJECTS,
-    POSITION_THRESHOLD,
     THRESHOLD,
     Detected,
     GenEvalVerdict,
@@ -59,6 +64,16 @@ class GenEval:
     The parts hold "correct", "strict", "partial" (see `geneval_rules.GenEvalVerdict`), and one column per
     kind of check, "count", "color", "position", "exclude": 1 if all its checks hold, else 0; NaN if there is
     none. `text` says what is wrong. A row without a readable record is invalid.
+
+    Args:
+        detector: folder or hub id of a detector or instance segmenter of transformers, or an object with
+            `detect` (`geneval_detectors.Detector`).
+        clip: model for the colours, see `load_clip`; loaded where a record asks for a colour.
+        value: "correct" (GenEval), "strict" (exact counts), or "partial" (a share, as a softer reward).
+        batch_size: images in one pass of the detector.
+        threshold: least confidence of a box.
+        counting_threshold: the same for records with the tag "counting".
+        nms: IoU from which the less confident of two boxes of a class is dropped; 1 drops none.
     """
 
     name = "geneval"
@@ -75,30 +90,12 @@ class GenEval:
         batch_size: int = 8,
         threshold: float = THRESHOLD,
         counting_threshold: float = COUNTING_THRESHOLD,
-        max_objects: int = MAX_OBJECTS,
         nms: float = 1.0,
-        position_threshold: float = POSITION_THRESHOLD,
     ) -> None:
-        """Note the models, which are loaded at first use; CLIP only where a record asks for a colour.
-
-        Args:
-            detector: folder or hub id of a detector or instance segmenter of transformers, or an object with
-                `detect` (`geneval_detectors.Detector`).
-            clip: model for the colours, see `load_clip`.
-            value: "correct" (GenEval), "strict" (exact counts), or "partial" (a share, as a softer reward).
-            device: device of the models.
-            batch_size: images in one pass of the detector.
-            threshold: least confidence of a box.
-            counting_threshold: the same for records with the tag "counting".
-            max_objects: most boxes per class.
-            nms: IoU from which the less confident of two boxes of a class is dropped; 1 drops none.
-            position_threshold: see `relative_position`.
-        """
         check_choices(self.name, value=(value, VALUES))
-        limits = {"threshold": threshold, "counting_threshold": counting_threshold, "nms": nms}
-        for key, limit in limits.items():
-            if not 0 <= limit <= 1:
-                raise ValueError(f"geneval: {key} is {limit}; allowed are numbers in [0, 1].")
+        self._limits = {"threshold": threshold, "counting_threshold": counting_threshold, "nms": nms}
+        in_range = all(0 <= limit <= 1 for limit in self._limits.values())
+        check_rules(self.name, {f"the limits are {self._limits}; allowed are numbers in [0, 1]": in_range})
         self.detector: Detector = (
             TransformersDetector(detector, device=device, batch_size=batch_size)
             if isinstance(detector, str | Path)
@@ -106,7 +103,6 @@ class GenEval:
         )
         self.towers = ClipTowers(clip, device=device)
         self.value, self.unit = value, VALUES[value]
-        self._limits = limits | {"max_objects": max_objects, "position_threshold": position_threshold}
 
     @cached_property
     def identity(self) -> Identity:
@@ -166,9 +162,8 @@ class GenEval:
             objects[number][kind][at] = replace(objects[number][kind][at], color=color)
             if problem is not None:
                 problems[number] = f"the color of a {kind} cannot be read: {problem}"
-        limit = self._limits["position_threshold"]
         return [
-            problems.get(number) or judge(detected, record, position_threshold=limit)
+            problems.get(number) or judge(detected, record)
             for number, (detected, record) in enumerate(zip(objects, records, strict=True))
         ]
 
@@ -178,7 +173,6 @@ class GenEval:
             boxes.boxes.tolist(),
             boxes.scores.tolist(),
             threshold=limits["counting_threshold" if tag == "counting" else "threshold"],
-            max_objects=int(limits["max_objects"]),
             nms=limits["nms"],
         )
 

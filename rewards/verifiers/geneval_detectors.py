@@ -15,12 +15,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from visalign.rewards.base.contract import RewardError, check_choices, check_counts
+from visalign.rewards.base.contract import RewardError, check_counts
 from visalign.rewards.base.identity import fingerprint
 from visalign.rewards.base.images import to_pil
 from visalign.rewards.weights.checkpoint_files import quiet_loading
 
-KINDS = ("detection", "segmentation", "zero_shot")
+MIN_SCORE = 0.05
+"""Least confidence of reported boxes; below all thresholds in use."""
+PROMPT = "a photo of a {}"
+"""Prompt of a zero-shot model for a class."""
 ALIASES = {
     "airplane": "aeroplane",
     "computer keyboard": "keyboard",
@@ -63,35 +66,27 @@ class Detector(Protocol):
 
 
 class TransformersDetector:
-    """Detector of transformers; images of one size share a forward pass, so none is padded."""
+    """Detector of transformers; images of one size share a forward pass, so none is padded.
+
+    Its kind is read from the configuration: "detection" (DETR, RT-DETR, YOLOS), "segmentation" (Mask2Former,
+    MaskFormer: boxes around masks), or "zero_shot" (OWL-ViT, OWLv2, Grounding DINO: one class at a time).
+
+    Args:
+        model: folder or hub id.
+        device: device of the model.
+        batch_size: images, or (image, class) pairs for a zero-shot model, in one pass.
+    """
 
     def __init__(
         self,
         model: str | Path,
         *,
-        kind: str | None = None,
         device: str | torch.device = "cpu",
         batch_size: int = 8,
-        min_score: float = 0.05,
-        prompt: str = "a photo of a {}",
     ) -> None:
-        """Note the model, which is loaded at first use.
-
-        Args:
-            model: folder or hub id.
-            kind: "detection" (DETR, RT-DETR, YOLOS), "segmentation" (Mask2Former, MaskFormer: boxes around
-                masks), "zero_shot" (OWL-ViT, OWLv2, Grounding DINO: one class at a time); None reads it from
-                the configuration.
-            device: device of the model.
-            batch_size: images, or (image, class) pairs for a zero-shot model, in one pass.
-            min_score: least confidence of reported boxes; below all thresholds in use.
-            prompt: of a zero-shot model, with {} for the class.
-        """
-        check_choices("geneval", kind=(kind, (*KINDS, None)))
         check_counts("geneval", batch_size=batch_size)
-        self.source = str(model)
-        self.batch_size, self.min_score, self.prompt = batch_size, min_score, prompt
-        self._kind, self._device = kind, torch.device(device)
+        self.source, self.batch_size = str(model), batch_size
+        self._device = torch.device(device)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -105,7 +100,7 @@ class TransformersDetector:
 
         try:
             config = transformers.AutoConfig.from_pretrained(self.source)
-            kind = self._kind or _kind_of(config)
+            kind = _kind_of(config)
             maker = {
                 "detection": transformers.AutoModelForObjectDetection,
                 "segmentation": transformers.AutoModelForUniversalSegmentation,
@@ -174,25 +169,23 @@ class TransformersDetector:
         sizes = [(image.shape[1], image.shape[2]) for image in images]
         options: dict[str, Any] = {"images": [to_pil(image) for image in images], "return_tensors": "pt"}
         if kind == "zero_shot":
-            options["text"] = [[self.prompt.format(class_name)]] * len(images)
+            options["text"] = [[PROMPT.format(class_name)]] * len(images)
             options["padding"] = True
         inputs = processor(**options).to(self._device)
         outputs = model(**inputs)
         if kind == "segmentation":
             items = processor.post_process_instance_segmentation(
-                outputs, threshold=self.min_score, target_sizes=sizes, return_binary_maps=True
+                outputs, threshold=MIN_SCORE, target_sizes=sizes, return_binary_maps=True
             )
             return [_mask_boxes(item, size) for item, size in zip(items, sizes, strict=True)]
         if kind == "zero_shot":
             items = processor.post_process_grounded_object_detection(
-                outputs, threshold=self.min_score, target_sizes=sizes
+                outputs, threshold=MIN_SCORE, target_sizes=sizes
             )
             for item in items:
                 item["labels"] = torch.zeros(len(item["scores"]), dtype=torch.long)
         else:
-            items = processor.post_process_object_detection(
-                outputs, threshold=self.min_score, target_sizes=sizes
-            )
+            items = processor.post_process_object_detection(outputs, threshold=MIN_SCORE, target_sizes=sizes)
         return [(item["boxes"].cpu(), item["scores"].cpu(), item["labels"].cpu(), None) for item in items]
 
 

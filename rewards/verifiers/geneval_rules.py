@@ -105,17 +105,14 @@ def keep_boxes(
 def record_problem(record: Any) -> str | None:
     """Reason why a record cannot be read, or None."""
     form = 'needed is GenEval\'s layout, include: [{"class": "cat", "count": 1}, ...]'
-    if not isinstance(record, Mapping) or not isinstance(record.get("include"), list | tuple):
+    if not isinstance(record, Mapping) or not record.get("include"):
         return f"no metadata with 'include'; {form}"
-    if not record["include"]:
-        return f"the metadata's include is empty; {form}"
     for part in ("include", "exclude"):
         clauses = record.get(part) or []
         if not isinstance(clauses, list | tuple):
             return f"the metadata's {part} is {clauses!r}; {form}"
         for number, clause in enumerate(clauses):
-            problem = _clause_problem(clause, number)
-            if problem is not None:
+            if problem := _clause_problem(clause, number):
                 return f"{part}[{number}] {problem}; {form}"
     return None
 
@@ -123,20 +120,16 @@ def record_problem(record: Any) -> str | None:
 def _clause_problem(clause: Any, number: int) -> str | None:
     if not isinstance(clause, Mapping) or not isinstance(clause.get("class"), str):
         return "has no class"
-    count = clause.get("count")
-    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+    count, color, position = (clause.get(key) for key in ("count", "color", "position"))
+    if type(count) is not int or count < 1:
         return f"has the count {count!r}, which must be a whole number from 1"
-    color = clause.get("color")
     if color is not None and color not in COLORS:
         return f"has the color {color!r}; allowed are {', '.join(COLORS)}"
-    position = clause.get("position")
     if position is None:
         return None
-    if not isinstance(position, list | tuple) or len(position) != 2 or position[0] not in RELATIONS:
-        return f"has the position {position!r}; allowed is [{' | '.join(RELATIONS)}, clause number]"
-    target = position[1]
-    if not isinstance(target, int) or isinstance(target, bool) or not 0 <= target < number:
-        return f"is positioned against clause {target!r}; it must be an earlier one"
+    is_pair = isinstance(position, list | tuple) and len(position) == 2 and position[0] in RELATIONS
+    if not is_pair or position[1] not in range(number):
+        return f"has the position {position!r}; allowed is [{' | '.join(RELATIONS)}, an earlier clause]"
     return None
 
 
@@ -171,7 +164,7 @@ def judge(
         outcome.add(number, clause, list(objects.get(clause["class"], ())), position_threshold)
     for number, clause in enumerate(record.get("exclude") or []):
         present = len(objects.get(clause["class"], ()))
-        outcome.check(f"exclude[{number}]", present < clause["count"])
+        outcome.checks[f"exclude[{number}]"] = present < clause["count"]
         if present >= clause["count"]:
             outcome.reasons.append(f"expected {clause['class']}<{clause['count']}, found {present}")
     return GenEvalVerdict(
@@ -195,21 +188,18 @@ class _Outcome:
         """Boxes of each include clause that holds; None where it failed."""
         self._matched_strictly: list[bool] = []
 
-    def check(self, name: str, holds: bool) -> None:
-        self.checks[name] = holds
-
     def add(self, number: int, clause: Mapping[str, Any], boxes: list[Detected], threshold: float) -> None:
         """Check an include clause."""
         name, kind, count = f"include[{number}]", clause["class"], clause["count"]
         used = boxes[:count]
         is_met, is_exact = len(used) == count, len(boxes) == count
-        self.check(f"{name}.count", is_met)
+        self.checks[f"{name}.count"] = is_met
         self.credit.append(_share(len(boxes), count))
         if not is_met:
             self.reasons.append(f"expected {kind}>={count}, found {len(boxes)}")
         if clause.get("color") is not None:
             right = sum(item.color == clause["color"] for item in used) if is_met else 0
-            self.check(f"{name}.color", right >= count)
+            self.checks[f"{name}.color"] = right >= count
             self.credit.append(_share(right, count) if is_exact else 0.0)
             if is_met and right < count:
                 colors = ", ".join(str(item.color) for item in used)
@@ -218,7 +208,7 @@ class _Outcome:
             is_exact = is_exact and is_met
         if clause.get("position") is not None:
             holds, strictly = self._position(clause, used if is_met else None, threshold)
-            self.check(f"{name}.position", holds)
+            self.checks[f"{name}.position"] = holds
             self.credit.append(float(is_exact and strictly))
             is_met, is_exact = is_met and holds, is_exact and strictly
         self._matched.append(used if is_met else None)

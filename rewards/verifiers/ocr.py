@@ -9,12 +9,20 @@ import re
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import numpy as np
 
 from visalign.interfaces import Metadata, Scores
-from visalign.rewards.base.contract import RewardError, check_choices, make_scores, read_request, scatter
+from visalign.rewards.base.contract import (
+    RewardError,
+    check_choices,
+    check_rules,
+    make_scores,
+    read_request,
+    scatter,
+)
 from visalign.rewards.base.failure import Naming
 from visalign.rewards.base.identity import Identity
 from visalign.rewards.base.images import to_uint8
@@ -42,6 +50,12 @@ class OcrReward:
     characters beyond the wanted number.
 
     `text_score` has the rules. The default, "window", charges for every extra character.
+
+    Args:
+        engine: reads an image; RapidOCR (PP-OCR models inside the package, on onnxruntime) when None, loaded
+            at the first score.
+        rule: of `text_score`: "window", "plain", "flow_grpo" or "verl_omni".
+        min_confidence: least confidence of RapidOCR's lines; unused with your own engine.
     """
 
     name = "ocr"
@@ -52,22 +66,9 @@ class OcrReward:
     def __init__(
         self, engine: Engine | None = None, *, rule: str = "window", min_confidence: float = 0.5
     ) -> None:
-        """Choose engine and rule.
-
-        Args:
-            engine: reads an image; RapidOCR (PP-OCR models inside the package, on onnxruntime) when None,
-                loaded at the first score.
-            rule: of `text_score`: "window", "plain", "flow_grpo" or "verl_omni".
-            min_confidence: least confidence of RapidOCR's lines; unused with your own engine.
-        """
         check_choices(self.name, rule=(rule, RULES))
-        if not 0 <= min_confidence <= 1:
-            raise ValueError(f"ocr: min_confidence is {min_confidence}; allowed are numbers in [0, 1].")
-        if engine is not None and not callable(engine):
-            raise TypeError(
-                f"ocr: engine is a {type(engine).__name__}; give a function from a uint8 image [H, W, 3] "
-                "to the text in it, or None for RapidOCR."
-            )
+        bounds = f"min_confidence is {min_confidence}; allowed are numbers in [0, 1]"
+        check_rules(self.name, {bounds: 0 <= min_confidence <= 1})
         self.rule, self.min_confidence = rule, min_confidence
         self._user_engine = engine
 
@@ -115,12 +116,9 @@ class OcrReward:
     def _read(self, image: np.ndarray) -> str:
         with Naming(self.name):
             text = self.engine(image)
-        if not isinstance(text, str):
-            raise RewardError(
-                f"ocr: the engine returned a {type(text).__name__}; it must return the text in the image "
-                'as a string, "" for none.'
-            )
-        return text
+        if isinstance(text, str):
+            return text
+        raise RewardError(f"ocr: the engine returned a {type(text).__name__}; it must return a string.")
 
 
 def wanted_texts(prompt: str, record: Mapping[str, Any] | None) -> list[str] | str:
@@ -158,8 +156,6 @@ def load_rapidocr(min_confidence: float = 0.5) -> Engine:
 
 
 def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
     try:
         return f"rapidocr {version('rapidocr')}"
     except PackageNotFoundError:
@@ -220,19 +216,12 @@ def text_score(target: str | Sequence[str], recognised: str, *, rule: str = "win
       with text satisfies it.
     - "verl_omni": the same without any white space.
 
-    Args:
-        target: wanted text, or several (which the last three rules join).
-        recognised: all text in the image.
-        rule: see above.
-
-    Returns:
-        The score; None for a target without characters. "plain" and "verl_omni" then give 1 if no text was
-        recognised, else 0, as verl-omni's code does.
+    Several wanted texts are joined in the last three rules. A target without characters gives None; "plain"
+    and "verl_omni" then give 1 if no text was recognised, else 0, as verl-omni's code does.
 
     Levenshtein 1966; the two named rules are those of the released code of flow_grpo (arXiv 2505.05470) and
     verl-omni.
     """
-    check_choices("ocr", rule=(rule, RULES))
     texts = [target] if isinstance(target, str) else list(target)
     if rule == "window":
         targets, text = [normal_text(part) for part in texts], normal_text(recognised)

@@ -26,6 +26,10 @@ class ShapesVerifier:
     """1 for a correct image and 0 otherwise, or the share of the prompt's checks that hold.
 
     The checks come from the metadata record (GenEval's layout), or from the prompt without one.
+
+    Args:
+        mode: "correct" (0 or 1), "partial" (credit in [0, 1]), or "mixed", the mean of both: a signal
+            before anything is correct, with the largest step for the last check. Parts hold both.
     """
 
     name = "shapes_verifier"
@@ -33,12 +37,6 @@ class ShapesVerifier:
     higher_is_better = True
 
     def __init__(self, mode: str = "correct") -> None:
-        """Choose the value.
-
-        Args:
-            mode: "correct" (0 or 1), "partial" (credit in [0, 1]), or "mixed", the mean of both: a signal
-                before anything is correct, with the largest step for the last check. Parts hold both.
-        """
         check_choices(self.name, mode=(mode, UNITS))
         self.mode, self.unit = mode, UNITS[mode]
         self.identity = Identity(judge=self.name, model="rules of GenEval", options={"mode": mode})

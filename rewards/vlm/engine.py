@@ -19,18 +19,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from visalign.dotted_path import check_options
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.weights.checkpoint_files import dtype_of
 from visalign.rewards.weights.fingerprints import WeightPrint
 
 from .generation import JudgeAnswers, generate_answers
-from .loading import load_seeing_model
+from .loading import PLACING, load_seeing_model
 from .network import SeeingNetwork, image_encoder
 from .requests import Query, RowEncoder, SeenImage, TokenRow
 from .template import JudgeSettings, Template, check_positions
 
 __all__ = ["AnswerLogits", "HiddenStates", "JudgeAnswers", "Query", "TokenRow", "VisionLanguageEngine"]
+
+LOADING = (
+    *("positions", "adapter", *PLACING, "max_tokens_per_batch", "max_tokens", "feature_bytes"),
+    *("min_pixels", "max_pixels", "window"),
+)
+"""Options of a judge that `VisionLanguageEngine.from_pretrained` takes."""
 
 
 @dataclass(frozen=True)
@@ -88,11 +93,6 @@ class VisionLanguageEngine:
         weights: str = "",
         **pixels: int,
     ) -> None:
-        if max_tokens_per_batch < 1 or feature_bytes < 0:
-            raise RewardError(
-                f"max_tokens_per_batch is {max_tokens_per_batch} and feature_bytes {feature_bytes}; allowed "
-                "are whole numbers from 1, and from 0."
-            )
         self.model, self.processor, self.name, self.revision = model, processor, name, ""
         self.set_fingerprint(weights)
         self.settings = settings or JudgeSettings()
@@ -125,28 +125,15 @@ class VisionLanguageEngine:
         quantization: str | None = None,
         **options: Any,
     ) -> VisionLanguageEngine:
-        """Load a model with its processor and its `judge.json`.
+        """Load a model with its processor and its `judge.json`; `**options` are those of the class.
 
-        Args:
-            folder_or_id: a folder as `save_pretrained` writes it, a packaged name, or a hub id.
-            device: device of the model; "meta": shapes alone, no weight is read or fetched.
-            dtype: of the weights.
-            positions: see the class.
-            adapter: a LoRA as peft saves it, merged into the weights.
-            attention: an implementation of transformers: "sdpa", "flash_attention_2", "eager", ...
-            device_map: of transformers, instead of `device`: "auto" spreads a model over all GPUs.
-            quantization: "int8" or "int4" for the language part, by bitsandbytes.
-            **options: see the class.
+        A device "meta" reads no weight, only shapes. `adapter` is a LoRA as peft saves it, merged into the
+        weights; `attention` an implementation of transformers ("sdpa", "flash_attention_2", ...);
+        `device_map` that of transformers, instead of `device`; `quantization` "int8" or "int4" for the
+        language part, by bitsandbytes.
         """
-        loaded = load_seeing_model(
-            folder_or_id,
-            device=device,
-            dtype=dtype,
-            adapter=adapter,
-            attention=attention,
-            device_map=device_map,
-            quantization=quantization,
-        )
+        placing = {"attention": attention, "device_map": device_map, "quantization": quantization}
+        loaded = load_seeing_model(folder_or_id, device=device, dtype=dtype, adapter=adapter, **placing)
         options = {"name": loaded.name, "settings": loaded.settings, "weights": loaded.weights, **options}
         engine = cls(loaded.model, loaded.processor, positions=positions, **options)
         engine.revision = loaded.revision
@@ -175,8 +162,9 @@ class VisionLanguageEngine:
     def encode(
         self, template: Template, queries: Sequence[Query], *, at: str | None = None
     ) -> tuple[list[TokenRow | None], list[str | None]]:
-        """Encode B requests as (rows or None, reasons or None); the model is not run. `at` is the special
-        token at which the row ends; None for the last token.
+        """Encode B requests as (rows or None, reasons or None); the model is not run.
+
+        `at` is the special token at which the row ends; None for the last token.
         """
         rows: list[TokenRow | None] = []
         reasons: list[str | None] = []
@@ -205,9 +193,7 @@ class VisionLanguageEngine:
     def answer_logits(
         self, template: Template, queries: Sequence[Query], ids: Sequence[int], *, left_over: bool = False
     ) -> AnswerLogits:
-        """Logits of K tokens at the start of the answer; with `left_over` also the logsumexp over the
-        vocabulary.
-        """
+        """Compute the logits of K tokens at the start of the answer; `left_over` adds `log_total`."""
         rows, reasons = self.encode(template, queries)
 
         def compute(rows: Sequence[TokenRow]) -> Tensor:
@@ -228,7 +214,8 @@ class VisionLanguageEngine:
         temperature: float = 1.0,
         max_new_tokens: int = 256,
     ) -> JudgeAnswers:
-        """Generate K `answers` to each request; each depends on its request, its number and the seed alone.
+        """Generate K `answers` to each request; each depends on its request, its number and the seed only.
+
         Temperature 0 is greedy.
         """
         rows, reasons = self.encode(template, queries)
@@ -273,15 +260,8 @@ def engine_of(
 ) -> Any:
     """Return a judge's engine: the given one (judges may share it), or one loaded from a folder or hub id.
 
-    Log-odds and scores are float32 whatever the precision of the weights.
-
-    Args:
-        model: engine, folder, hub id or packaged name.
-        name: of the judge, for messages.
-        device: device of the model.
-        precision: of its weights: "fp32", "bf16", "fp16", or "auto": bf16, but fp32 on the CPU.
-        **loading: of `VisionLanguageEngine.from_pretrained`: attention, device_map, quantization,
-            max_tokens_per_batch, min_pixels, max_pixels, window, ...
+    Log-odds and scores are float32 whatever the `precision` of the weights: "fp32", "bf16", "fp16", or
+    "auto", which is bf16, but fp32 on the CPU. `loading` are options of `LOADING`.
     """
     dtype = dtype_of(precision, f"{name}: ", device)
     if not isinstance(model, str | Path):
@@ -297,22 +277,8 @@ def engine_of(
 
 def check_loading(name: str, options: Mapping[str, Any]) -> None:
     """Refuse options of a judge that `VisionLanguageEngine.from_pretrained` does not know."""
-
-    def loading(
-        positions: Any = 0,
-        adapter: Any = 0,
-        attention: Any = 0,
-        device_map: Any = 0,
-        quantization: Any = 0,
-        max_tokens_per_batch: Any = 0,
-        max_tokens: Any = 0,
-        feature_bytes: Any = 0,
-        min_pixels: Any = 0,
-        max_pixels: Any = 0,
-        window: Any = 0,
-    ) -> None: ...
-
-    check_options(name, loading, options, RewardError)
+    if unknown := [option for option in options if option not in LOADING]:
+        raise RewardError(f"{name} has no option {', '.join(unknown)}. Its options: {', '.join(LOADING)}.")
 
 
 def _quantization(model: Any) -> dict[str, str]:

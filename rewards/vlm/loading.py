@@ -33,8 +33,6 @@ from .template import SETTINGS, JudgeSettings
 
 PLACING = ("attention", "device_map", "quantization")
 """Options of a vision-language judge for placing and quantizing its weights."""
-QUANTIZATIONS = ("int8", "int4")
-"""Quantizations of the language part's linear layers, by bitsandbytes; vision part and head are kept."""
 ADAPTER = "adapter_config.json"
 """File that marks the folder of a peft LoRA."""
 
@@ -67,7 +65,7 @@ def load_seeing_model(
     source = resolve_model(folder_or_id)
     folders = [source] if isinstance(source, Path) else []
     adapters = [] if adapter is None else [_adapter_folder(adapter)]
-    while folders and has_base(folders[-1]):  # the base of a LoRA or of settings may have a base itself
+    while folders and _has_base(folders[-1]):  # the base of a LoRA or of settings may have a base itself
         if is_adapter(folders[-1]):
             adapters.insert(0, folders[-1])
         folder_or_id = base_of(folders[-1], JudgeSettings.read(folders[-1]))
@@ -82,27 +80,23 @@ def load_seeing_model(
     options = placing_options(dtype, device, **placing)
     try:
         with quiet_loading():
-            loaded: Any
+            info: dict[str, Any] = {}
             if str(device) == META:  # a LoRA does not change the shapes
                 with torch.device(META):
                     config = AutoConfig.from_pretrained(str(folder))
-                    loaded, adapters = (AutoModelForImageTextToText.from_config(config, **options), {}), []
+                    model: Any = AutoModelForImageTextToText.from_config(config, **options)
+                adapters = []
             else:
-                loaded = AutoModelForImageTextToText.from_pretrained(
+                model, info = AutoModelForImageTextToText.from_pretrained(
                     str(folder), output_loading_info=True, **options
                 )
+        # transformers fills missing weights with random numbers
+        _check_keys(info.get("missing_keys", ()), info.get("unexpected_keys", ()))
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         raise RewardError(
-            f"The vision-language model {str(folder_or_id)!r} cannot be loaded: {error}. Check that config "
-            "and weights belong together and are complete."
+            f"The vision-language model {str(folder_or_id)!r} cannot be loaded: {error}. Give config and "
+            "weights of one model, complete."
         ) from error
-    model, info = loaded
-    # transformers fills missing weights with random numbers
-    if problem := _key_problem(info.get("missing_keys", ()), info.get("unexpected_keys", ())):
-        raise RewardError(
-            f"The weights of {str(folder_or_id)!r} do not fit its config: {problem}. Give config and weights "
-            "of one model, complete."
-        )
     for lora in adapters:
         model = add_adapter(model, lora)
     return LoadedModel(
@@ -123,29 +117,27 @@ def placing_options(
     device_map: Any = None,
     quantization: str | None = None,
 ) -> dict[str, Any]:
-    """Arguments of transformers' from_pretrained for the options `PLACING`."""
+    """Arguments of transformers' from_pretrained for the options `PLACING`.
+
+    The language part's linear layers are quantized, by bitsandbytes; vision part and head are not.
+    """
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention}
     if quantization is not None:
-        if quantization not in QUANTIZATIONS:
+        settings: dict[str, dict[str, Any]] = {
+            "int8": {"load_in_8bit": True},
+            "int4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": dtype},
+        }
+        if quantization not in settings or find_spec("bitsandbytes") is None:
             raise RewardError(
-                f"quantization is {quantization!r}; allowed are {', '.join(QUANTIZATIONS)}, or none."
-            )
-        if find_spec("bitsandbytes") is None:
-            raise RewardError(
-                f"quantization {quantization!r} needs bitsandbytes: pip install bitsandbytes. Or give a "
-                "checkpoint that is stored quantised."
+                f"quantization is {quantization!r}; allowed are {', '.join(settings)}, or none. They need "
+                "bitsandbytes: pip install bitsandbytes."
             )
         from transformers import BitsAndBytesConfig
 
-        settings: dict[str, Any] = {"load_in_8bit": True}
-        if quantization == "int4":
-            settings = {
-                "load_in_4bit": True,
-                "bnb_4bit_quant_type": "nf4",
-                "bnb_4bit_compute_dtype": dtype,
-            }
         skipped = ["visual", "vision_tower", "multi_modal_projector", "lm_head"]
-        options["quantization_config"] = BitsAndBytesConfig(**settings, llm_int8_skip_modules=skipped)
+        options["quantization_config"] = BitsAndBytesConfig(
+            **settings[quantization], llm_int8_skip_modules=skipped
+        )
         device_map = device_map if device_map is not None else {"": str(device)}
     return options if device_map is None else {**options, "device_map": device_map}
 
@@ -167,15 +159,10 @@ def find_model(folder_or_id: str | Path, patterns: Sequence[str] = TRANSFORMERS_
     folder = resolve_model(folder_or_id)
     if not isinstance(folder, Path) and is_hub_id(folder):
         folder = local_folder(folder, patterns)
-    if not isinstance(folder, Path):
+    if not isinstance(folder, Path) or not (folder / "config.json").is_file():
         raise FileNotFoundError(
-            f"There is no model folder {folder}. Give a folder with config.json, weights and processor, a "
-            "packaged name, or a hub id owner/name."
-        )
-    if not (folder / "config.json").is_file():
-        raise FileNotFoundError(
-            f"{folder} holds no config.json, so it is no transformers model. Give the folder that "
-            "save_pretrained wrote; for a LoRA alone give its base model here and the LoRA as adapter."
+            f"There is no model folder {folder} with a config.json. Give a folder of save_pretrained, a "
+            "packaged name, or a hub id owner/name; for a LoRA give its base model, and the LoRA as adapter."
         )
     return folder
 
@@ -222,15 +209,10 @@ def add_adapter(model: Any, adapter: str | Path) -> Any:
     from safetensors import SafetensorError
 
     folder = Path(adapter)
-    if not (folder / "adapter_config.json").is_file() and (
-        folder.exists() or str(adapter).count("/") != 1 or str(adapter)[0] in "./~"
-    ):
-        raise FileNotFoundError(f"{adapter} holds no adapter_config.json; give the folder of a peft LoRA.")
-    if folder.is_dir() and not any(
-        (folder / f"adapter_model.{end}").is_file() for end in ("safetensors", "bin")
-    ):
+    is_whole = (folder / ADAPTER).is_file() and any(folder.glob("adapter_model.*"))
+    if not is_whole and (folder.exists() or not is_hub_id(adapter)):
         raise FileNotFoundError(
-            f"{adapter} lacks adapter_model.safetensors; copy the folder of the LoRA again."
+            f"{adapter} holds no {ADAPTER} with adapter_model.safetensors; give the folder of a peft LoRA."
         )
     try:
         with warnings.catch_warnings(), quiet_loading():
@@ -239,27 +221,26 @@ def add_adapter(model: Any, adapter: str | Path) -> Any:
             warnings.filterwarnings("ignore", "Found missing adapter keys", UserWarning)
             wrapped: Any = PeftModel.from_pretrained(model, str(adapter))
             info = wrapped.load_adapter(str(adapter), "default")  # again: only this reports the keys
+        _check_keys(info.missing_keys, info.unexpected_keys)
     except (ValueError, RuntimeError, KeyError, OSError, SafetensorError) as error:
         raise RewardError(
-            f"The LoRA {adapter} does not fit the model: {error}. Give the adapter of this base model."
-        ) from error
-    if problem := _key_problem(info.missing_keys, info.unexpected_keys):
-        raise RewardError(
-            f"The LoRA {adapter} does not fit the model: {problem}. Give the adapter of this base model, "
+            f"The LoRA {adapter} does not fit the model: {error}. Give the adapter of this base model, "
             "complete."
-        )
+        ) from error
     return wrapped.merge_and_unload()
 
 
-def _key_problem(missing: Iterable[Any], unexpected: Iterable[Any]) -> str:
-    """List missing and unexpected keys; "" where there are none."""
+def _check_keys(missing: Iterable[Any], unexpected: Iterable[Any]) -> None:
     keys = [sorted(map(str, part)) for part in (missing, unexpected)]
-    return f"missing {listed(keys[0])}; unexpected {listed(keys[1])}" if any(keys) else ""
+    if any(keys):
+        raise ValueError(f"missing {listed(keys[0])}; unexpected {listed(keys[1])}")
 
 
 def base_of(folder: Path, settings: JudgeSettings) -> str | Path:
-    """Find the base of a folder's LoRA: "base" of `judge.json` (packaged name, hub id, or folder relative to
-    this one), else the base in peft's file, else the folder itself.
+    """Find the base of a folder's LoRA, or the folder itself.
+
+    It is "base" of `judge.json` (packaged name, hub id, or folder relative to this one), else that of peft's
+    file.
     """
     base = settings.rest.get("base")
     if base is None and is_adapter(folder):
@@ -278,11 +259,10 @@ def is_adapter(folder: Path) -> bool:
     return (folder / ADAPTER).is_file() and not (folder / "config.json").is_file()
 
 
-def has_base(folder: Path) -> bool:
+def _has_base(folder: Path) -> bool:
     """True for a folder without a model, but with a LoRA or a `judge.json` that names a base."""
-    if (folder / "config.json").is_file():
-        return False
-    return is_adapter(folder) or "base" in JudgeSettings.read(folder).rest
+    has_model = (folder / "config.json").is_file()
+    return not has_model and (is_adapter(folder) or "base" in JudgeSettings.read(folder).rest)
 
 
 def name_base(folder: Path, base: str) -> None:

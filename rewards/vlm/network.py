@@ -41,15 +41,10 @@ def image_encoder(model: Any, processor: Any, **changes: Any) -> ImageEncoder:
 
 
 class SeeingNetwork:
-    """Hidden states of rows, and logits of the requested tokens alone.
+    """Hidden states of rows, and logits of the requested tokens only.
 
-    Args:
-        model: transformers model with language head, on its device.
-        images: encoder of its images.
-        positions: "mrope" or "1d".
-        pad: id of padding tokens.
-        max_tokens: of one pass, with padding.
-        feature_bytes: cache size for image features.
+    `positions` are "mrope" or "1d", `pad` is the id of padding tokens, `max_tokens` are those of one pass,
+    with padding, and `feature_bytes` is the cache size for image features.
     """
 
     def __init__(

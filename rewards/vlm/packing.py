@@ -63,8 +63,9 @@ class Batch:
 
 
 def pack_rows(rows: Sequence[TokenRow], image_token: int, *, share: bool = True) -> list[Pack]:
-    """Pack N rows by common prefixes that hold all image tokens, longest packs first; with `share=False` each
-    row has its own pack.
+    """Pack N rows by common prefixes that hold all image tokens, longest packs first.
+
+    With `share=False` each row has its own pack.
     """
     groups: dict[tuple[str, ...], list[int]] = {}
     for number, row in enumerate(rows):
@@ -130,8 +131,9 @@ def batch_packs(packs: Sequence[Pack], max_tokens: int) -> list[list[Pack]]:
 
 
 def collate(packs: Sequence[Pack], image_token: int, pad: int, merge: int) -> Batch:
-    """Collate packs, padded with `pad` on the right; `merge` is the number of patches per token and side
-    where positions have three axes, else 0.
+    """Collate packs, padded with `pad` on the right.
+
+    `merge` is the number of patches per token and side where positions have three axes, else 0.
     """
     width, several = max(pack.length for pack in packs), any(len(pack.rows) > 1 for pack in packs)
     ids = torch.full((len(packs), width), pad, dtype=torch.int64)

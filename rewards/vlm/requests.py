@@ -11,7 +11,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,28 +42,11 @@ class SeenImage:
     """uint8 [3, H, W], or [F, 3, H, W] of a clip."""
 
 
-class ImageEncoder(Protocol):
-    """Image processing of a family of models."""
-
-    merge: int
-    """Patches per token, on each side; 0 where positions have no grid."""
-
-    def measure(self, pixels: Tensor) -> SeenImage:
-        """Measure an image or clip in tokens; ValueError with the reason where the model cannot take it."""
-        ...
-
-    def features(self, trunk: Any, images: Sequence[SeenImage]) -> list[ImageFeatures]:
-        """Encode images in one pass through the tower."""
-        ...
-
-    def settings(self) -> dict[str, Any]:
-        """Settings of the preprocessing, for the identity."""
-        ...
-
-
 class PatchEncoder:
-    """Patches of a resized image, for Qwen2-VL, Qwen2.5-VL and Qwen3-VL; `changes` are fields of
-    `PatchCutter`, e.g. min_pixels and max_pixels.
+    """Patches of a resized image, for Qwen2-VL, Qwen2.5-VL and Qwen3-VL.
+
+    `changes` are fields of `PatchCutter`, e.g. min_pixels and max_pixels. `merge` is the number of patches
+    per token, on each side.
     """
 
     def __init__(self, image_processor: Any, **changes: Any) -> None:
@@ -71,20 +54,23 @@ class PatchEncoder:
         self.merge = self.cutter.merge
 
     def measure(self, pixels: Tensor) -> SeenImage:
+        """Measure an image or clip in tokens; ValueError with the reason where the model cannot take it."""
         pixels = self.cutter.seen(pixels)
         grid = self.cutter.grid(*pixels.shape[-2:], frames=len(pixels) if pixels.ndim == 4 else 1)
         return SeenImage(pixel_digest(pixels), grid, self.cutter.tokens(grid), pixels)
 
     def features(self, trunk: Any, images: Sequence[SeenImage]) -> list[ImageFeatures]:
+        """Encode images in one pass through the tower."""
         cut = [PatchedImage(i.digest, i.grid, i.tokens, self.cutter.cut(i.pixels)) for i in images]
         return tower_features(trunk, cut)
 
     def settings(self) -> dict[str, Any]:
+        """Settings of the preprocessing, for the identity."""
         return self.cutter.settings()
 
 
 class TileEncoder:
-    """Tiles of one size, cut by the library's processor, for InternVL."""
+    """Tiles of one size, cut by the library's processor, for InternVL; its positions have no grid."""
 
     merge = 0
 
@@ -107,6 +93,9 @@ class TileEncoder:
     def settings(self) -> dict[str, Any]:
         names = ("size", "image_mean", "image_std", "resample", "min_patches", "max_patches")
         return {name: str(getattr(self._images, name, None)) for name in names}
+
+
+ImageEncoder = PatchEncoder | TileEncoder
 
 
 def by_patches(images: Sequence[SeenImage]) -> list[list[SeenImage]]:
@@ -173,9 +162,10 @@ class RowEncoder:
     def __call__(
         self, template: Template, query: Query, at: str | None, measured: dict[int, SeenImage] | None = None
     ) -> TokenRow:
-        """Encode a request; ValueError with the reason why it cannot be judged, RewardError where the
-        template does not fit. `at` is the special token at which the row ends, None for the last token;
-        `measured` caches images by the id() of their tensor.
+        """Encode a request; ValueError with the reason why it cannot be judged.
+
+        `at` is the special token at which the row ends, None for the last token; `measured` caches images by
+        the id() of their tensor.
         """
         if len(query.images) != template.images:
             raise RewardError(
@@ -202,8 +192,9 @@ class RowEncoder:
         return TokenRow(tuple(ids[: end + 1]), images)
 
     def word_ids(self, words: Sequence[str], *, skip_missing: bool = False) -> list[int]:
-        """Ids of words (blanks included) that are one token each, without repeats; `skip_missing` drops words
-        of several tokens instead of raising.
+        """Return the ids of words (blanks included) that are one token each, without repeats.
+
+        `skip_missing` drops words of several tokens instead of raising.
         """
         word_ids: dict[int, None] = {}
         for word in words:
@@ -227,15 +218,15 @@ class RowEncoder:
             self._texts.move_to_end(key)
             return self._texts[key]
         fields = {"prompt": query.prompt, **query.fields}
-        missing = template.fields & {"prompt", "question"} - set(fields)
-        if missing:
-            raise RewardError(f"The template {template.name!r} needs {', '.join(sorted(missing))}.")
+        if "question" in template.fields - set(fields):
+            raise RewardError(f"The template {template.name!r} needs question.")
         for name, text in fields.items():
             if any("\ud800" <= character <= "\udfff" for character in text):
                 raise ValueError(f"the {name} is no text in Unicode: it holds half of a surrogate pair")
         safe = {name: escape(text, self.specials) for name, text in fields.items()}
         ids = self._tokens(template, safe, query.continuation)
-        if self._count_specials(ids) != self._template_specials(template, fields, query.continuation):
+        bare = self._template_specials(template, fields, query.continuation)
+        if sum(token in self._ids for token in ids) != bare:
             raise ValueError("the prompt spells out special tokens of the model; take them out")
         if ids.count(self.image_token) != template.images:
             raise RewardError(
@@ -254,11 +245,8 @@ class RowEncoder:
             if len(self._special_counts) >= TEXTS:
                 self._special_counts.clear()
             ids = self._tokens(template, dict.fromkeys(fields, ""), continuation)
-            self._special_counts[key] = self._count_specials(ids)
+            self._special_counts[key] = sum(token in self._ids for token in ids)
         return self._special_counts[key]
-
-    def _count_specials(self, ids: Sequence[int]) -> int:
-        return sum(token in self._ids for token in ids)
 
     def _tokens(self, template: Template, fields: Mapping[str, str], continuation: str) -> tuple[int, ...]:
         owners = (self.processor, self.tokenizer)
@@ -275,22 +263,16 @@ class RowEncoder:
         # verbose=False: rows that are too long get a reason, so that transformers need not warn of them
         return tuple(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
-    def _position(self, ids: Sequence[int], token: str, template: Template) -> int:
+    def _position(self, ids: list[int], token: str, template: Template) -> int:
         """Find the position of the one special token that is read."""
-        if token not in self.specials:
-            raise RewardError(f"The tokenizer has no token {token!r}, at which this judge reads.")
-        positions = [position for position, token_id in enumerate(ids) if token_id == self.specials[token]]
-        if len(positions) != 1:
+        token_id = self.specials.get(token)
+        count = 0 if token_id is None else ids.count(token_id)
+        if token_id is None or count != 1 or self.image_token in ids[ids.index(token_id) :]:
             raise RewardError(
-                f"The template {template.name!r} holds {token} {len(positions)} times; a judge reads at "
-                "exactly one."
+                f"The template {template.name!r} holds {token} {count} times; a judge reads at exactly one, "
+                "which is a token of its tokenizer, after all images."
             )
-        if self.image_token in ids[positions[0] :]:
-            raise RewardError(
-                f"The template {template.name!r} shows an image after {token}, where the judge no longer "
-                "sees it. Write the images first."
-            )
-        return positions[0]
+        return ids.index(token_id)
 
 
 def _tokens_around(processor: Any) -> tuple[list[int], list[int]]:
@@ -350,16 +332,10 @@ def source_images(
 
 def check_fields(template: Template, *, instruction: str = "") -> dict[str, str]:
     """Fields for a template's own names; the user's instruction fills `{instruction}`."""
-    if "question" in template.fields:
+    has_place = "instruction" in template.fields
+    if "question" in template.fields or (instruction and not has_place):
         raise ValueError(
-            f"The template {template.name!r} has {{question}}, which this judge does not fill; write the "
-            "question itself into its text. Judges with several questions, such as vision_reward, fill it."
+            f"The template {template.name!r} has the names {', '.join(sorted(template.fields))}; this judge "
+            "fills no {question} (write it into the text), and an instruction needs {instruction}."
         )
-    if instruction and "instruction" not in template.fields:
-        raise ValueError(
-            f"The template {template.name!r} has no place for an instruction; write {{instruction}} into its "
-            "text."
-        )
-    if "instruction" not in template.fields:
-        return {}
-    return {"instruction": f"\n{instruction}" if instruction else ""}
+    return {"instruction": f"\n{instruction}" if instruction else ""} if has_place else {}

@@ -45,33 +45,29 @@ class Template:
     messages: Sequence[Mapping[str, Any]]
     """Conversation with slots for images."""
     name: str = "template"
-    """Name for error messages."""
     answer_prefix: str = ""
-    """Start of the assistant's answer."""
     chat: Mapping[str, Any] = field(default_factory=dict)
-    """Further arguments of the chat template."""
     words: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """name -> words that are looked for in the answer."""
 
     @classmethod
     def from_dict(cls, name: str, data: Any) -> Template:
         """Read a template of `judge.json`."""
-        if not isinstance(data, Mapping) or not isinstance(data.get("messages"), list):
-            raise RewardError(f"template {name!r} needs a list 'messages'; given is {_short(data)}.")
-        for number, message in enumerate(data["messages"]):
-            _check_message(f"template {name!r}, message {number}", message)
-        prefix, chat = data.get("answer_prefix", ""), data.get("chat", {})
-        if not isinstance(prefix, str) or not isinstance(chat, Mapping):
-            raise RewardError(f"template {name!r}: answer_prefix is a string and chat an object.")
-        words = {key: data[key] for key in data if key not in ("messages", "answer_prefix", "chat")}
-        for key, value in words.items():
-            if not isinstance(value, list) or not all(isinstance(word, str) and word for word in value):
-                raise RewardError(
-                    f"template {name!r}: {key!r} is {_short(value)}; other keys than messages, answer_prefix "
-                    "and chat take lists of words."
-                )
-            words[key] = tuple(value)
-        return cls(name=name, messages=data["messages"], answer_prefix=prefix, chat=chat, words=words)
+        fields = {**data} if isinstance(data, Mapping) else {}
+        messages, prefix = fields.pop("messages", None), fields.pop("answer_prefix", "")
+        chat = fields.pop("chat", {})
+        is_chat = isinstance(messages, list) and all(map(_is_message, messages))
+        if not (is_chat and isinstance(prefix, str) and isinstance(chat, Mapping)):
+            raise RewardError(
+                f"template {name!r} is {_short(data)}; it needs a list 'messages' of a role and a content (a "
+                'string or a list of {"type": "image"} and {"type": "text", "text": "..."}), a string '
+                "answer_prefix and an object chat."
+            )
+        for key, words in fields.items():
+            if not isinstance(words, list) or not all(isinstance(word, str) and word for word in words):
+                raise RewardError(f"template {name!r}: {key!r} is {_short(words)}; it takes a list of words.")
+        words_of = {key: tuple(words) for key, words in fields.items()}
+        return cls(name=name, messages=messages, answer_prefix=prefix, chat=chat, words=words_of)
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to the object of `judge.json`."""
@@ -145,20 +141,16 @@ class JudgeSettings:
             raise RewardError(f"{file.name} of {file.parent.name} is no JSON: {error}.") from error
         if not isinstance(data, Mapping) or not isinstance(data.get("templates", {}), Mapping):
             raise RewardError(f"{file.name} needs an object with an object 'templates'.")
-        positions = data.get("positions")
-        if positions is not None:
+        if (positions := data.get("positions")) is not None:
             check_positions(positions)
-        templates = {
-            name: Template.from_dict(name, value) for name, value in data.get("templates", {}).items()
-        }
+        templates = {name: Template.from_dict(name, item) for name, item in data.get("templates", {}).items()}
         rest = {key: data[key] for key in data if key not in ("templates", "positions")}
         return cls(templates=templates, positions=positions, rest=rest)
 
     def write(self, folder: str | Path) -> None:
         """Write `judge.json`."""
-        data: dict[str, Any] = {
-            "templates": {name: template.to_dict() for name, template in self.templates.items()}
-        }
+        templates = {name: template.to_dict() for name, template in self.templates.items()}
+        data: dict[str, Any] = {"templates": templates}
         if self.positions is not None:
             data["positions"] = self.positions
         text = json.dumps({**data, **self.rest}, indent=2, ensure_ascii=False)
@@ -187,26 +179,22 @@ def escape(text: str, specials: Iterable[str]) -> str:
     return text
 
 
-def _check_message(where: str, message: Any) -> None:
+def _is_message(message: Any) -> bool:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise RewardError(f"{where} is {_short(message)}; it needs a role and a content.")
+        return False
     content = message.get("content")
-    if isinstance(content, str):
-        return
-    if not isinstance(content, list):
-        raise RewardError(f"{where}: content is {_short(content)}; allowed are a string or a list of parts.")
-    for part in content:
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if not (kind == "image" or (kind == "text" and isinstance(part.get("text"), str))):
-            raise RewardError(
-                f'{where}: a part is {_short(part)}; allowed are {{"type": "image"}} and {{"type": "text", '
-                '"text": "..."}}.'
-            )
+    return isinstance(content, str) or (isinstance(content, list) and all(map(_is_part, content)))
+
+
+def _is_part(part: Any) -> bool:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    return kind == "image" or (kind == "text" and isinstance(part.get("text"), str))
 
 
 def question(name: str, text: str, *, images: Sequence[str] = ("",), **fields: Any) -> Template:
-    """Create a template of one user message: images, each after its label ("" for none), then the text with
-    `{prompt}` and other names in braces; `fields` are other fields of the template.
+    """Create a template of one user message: images, each after its label ("" for none), then the text.
+
+    `fields` are other fields of the template.
     """
     content: list[dict[str, str]] = []
     for label in images:

@@ -64,16 +64,15 @@ class YesNoReader:
         no: Sequence[str] | None = None,
         min_mass: float = MIN_MASS,
     ) -> None:
-        if not 0 <= min_mass < 1:
-            raise ValueError(f"min_mass is {min_mass}; allowed are probabilities from 0 up to below 1.")
         self.engine, self.template, self.min_mass = engine, template, min_mass
         self._yes = token_set(engine, template.words.get("yes") if yes is None else yes, YES)
         self._no = token_set(engine, template.words.get("no") if no is None else no, NO)
         both = sorted(set(self._yes) & set(self._no))
-        if both:
+        if both or not 0 <= min_mass < 1:
+            words = engine.processor.tokenizer.convert_ids_to_tokens(both)
             raise ValueError(
-                f"The tokens {both} ({engine.processor.tokenizer.convert_ids_to_tokens(both)}) mean both yes "
-                "and no; give sets of words without a common token."
+                f"min_mass is {min_mass}, and {words} are tokens of both yes and no; allowed are "
+                "probabilities below 1, and sets of words without a common token."
             )
         self.ids = [*self._yes, *self._no]
 

@@ -39,7 +39,6 @@ LOOKED_AT = {
     "pipelines/cli/score.py:score": "an option a line, and one call",
     "rewards/combine/uncertainty.py:__init__": "most of it describes its arguments",
     "rewards/combine/weighted_sum.py:__init__": "most of it describes its arguments",
-    "rewards/serve/client.py": "one protocol, its retries and its messages",
     "visalign/core/regression/rows.py": "one table of regression objectives with their formulas",
     "visalign/core/regression/rows.py:__post_init__": "one check a line, each with its message",
     "visalign/evaluation/pages/report.py:write_report": "its arguments, and one call of the template",

@@ -13,7 +13,7 @@ from scipy.integrate import quad
 from scipy.stats import norm
 
 from tests.support.judges.brightness import Brightness, BrightnessPairs, grey
-from visalign.interfaces import PairwiseReward, PointwiseReward, Preferences, RewardCapabilities
+from visalign.interfaces import PairwiseReward, PointwiseReward, Preferences
 from visalign.rewards import FunctionReward, RewardError, WeightedSum, check_reward
 from visalign.rewards.pairs.as_pairwise import as_pairwise
 from visalign.rewards.pairs.as_pointwise import GroupWinRate, as_pointwise
@@ -128,7 +128,7 @@ def test_the_published_rule_by_name() -> None:
     assert rates.valid.all() and rates.parts["compared"].tolist() == [2, 3, 3, 2]
     own = GroupWinRate(judge, both_orders=False, hard=True).score(grey(levels), ["a"] * 4)
     assert own.value.tolist() != rates.value.tolist(), "there odd pairs are turned round"
-    with pytest.raises(ValueError, match="rule is 'theirs'; allowed are 'own' and 'published'"):
+    with pytest.raises(ValueError, match="rule is 'theirs'; allowed are own, published"):
         GroupWinRate(judge, rule="theirs")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="asks every pair once; leave out both_orders and budget"):
         GroupWinRate(judge, rule="published", budget=0.5)
@@ -139,16 +139,6 @@ def test_hard_rounds_the_averaged_answer_and_contradictions_tie() -> None:
     assert as_pointwise(judge).score(grey([0.2, 0.5]), ["p"] * 2).value.tolist() == [0.5, 0.5]
     soft = BrightnessPairs(scale=1, bias=5)
     assert as_pointwise(soft, hard=True).score(grey([0.2, 0.5]), ["p"] * 2).value.tolist() == [0, 1]
-
-
-def test_a_judge_that_averages_both_orders_is_asked_once() -> None:
-    judge: Any = BrightnessPairs(scale=10)
-    judge.capabilities = RewardCapabilities(both_orders=True)
-    reward = as_pointwise(judge)
-    scores = reward.score(grey([0.2, 0.5, 0.6]), ["p"] * 3)
-    assert len(judge.asked) == 3 and not reward.both_orders and scores.value.argmax() == 2
-    budgeted = as_pointwise(judge, budget=1.0).score(grey([0.50, 0.51, 0.52]), ["p"] * 3)
-    assert len(judge.asked) == 6 and bool(budgeted.valid.all())
 
 
 def test_groups_are_prompts_or_a_key() -> None:
@@ -164,11 +154,9 @@ def test_groups_are_prompts_or_a_key() -> None:
         ValueError, match=r"metadata\[1\] has no 'group_id'; give each image its group, or no"
     ):
         as_pointwise(judge).score(images[:2], ["a", "a"], [{"group_id": 1}, {}])
-    keyed = as_pointwise(BrightnessPairs(hard=True), group_key="set")
-    records = [{"set": k} for k in (0, 0, 1, 1, 1)]
+    keyed = as_pointwise(BrightnessPairs(hard=True))
+    records = [{"group_id": k} for k in (0, 0, 1, 1, 1)]
     assert keyed.score(images, ["a"] * 5, records).value.tolist() == [0, 1, 0, 1, 0.5]
-    with pytest.raises(ValueError, match="metadata\\[0\\] has no 'set'"):
-        keyed.score(images, ["a"] * 5)
     with pytest.raises(ValueError, match="group 0 has the prompts 'a' and 'b'"):
         keyed.score(images[:2], ["a", "b"], records[:2])
 
@@ -245,15 +233,6 @@ def test_a_budget_with_failures_masks_images_never_compared() -> None:
     assert scores.value[[0, 3, 2]].tolist() == sorted(scores.value[[0, 3, 2]].tolist())
 
 
-def test_scores_to_preferences_to_win_rates_keep_the_order() -> None:
-    values = [0.3, 0.9, 0.1, 0.5]
-    reward = as_pointwise(as_pairwise(Brightness(std=0.2)))
-    scores = reward.score(grey(values), ["p"] * 4)
-    assert scores.value.argsort().tolist() == [2, 0, 3, 1]
-    mean = sum(norm.cdf((0.3 - other) / (0.2 * 2**0.5)) for other in (0.9, 0.1, 0.5)) / 3
-    assert float(scores.value[0]) == pytest.approx(mean, abs=1e-6)
-
-
 def test_a_group_score_passes_all_contract_checks_but_independence() -> None:
     reward = as_pointwise(BrightnessPairs())
     kept = check_reward(reward, prompts=["p"] * 4)
@@ -274,7 +253,7 @@ def test_wrong_options_and_wrong_judges_are_refused() -> None:
                 raise KeyError("first_index")
             return Preferences(prob=torch.ones(1), valid=torch.ones(1, dtype=torch.bool))
 
-    with pytest.raises(RewardError, match="Judge 'short' returned 1 of them for 2 pairs"):
+    with pytest.raises(RewardError, match=r"Judge 'short' returned a Preferences; .* with 2 entries"):
         as_pointwise(Short()).score(grey([0.1, 0.2]), ["p"] * 2)
     with pytest.raises(RewardError, match="Reward 'short' raised KeyError"):
         as_pointwise(Short()).score(grey([0.1, 0.2]), ["boom"] * 2)

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from tests.support.judges.brightness import Brightness, BrightnessPairs, grey
-from visalign.rewards.pairs.as_pairwise import as_pairwise
 from visalign.rewards.pairs.asking import PairAsker
 from visalign.rewards.pairs.ranking import ask_in_rounds, count_calls, rank
 
@@ -47,11 +46,6 @@ def test_hard_answers_are_fitted_as_votes() -> None:
     assert bool((narrow.high - narrow.low < found.high - found.low).all())
     thurstone = rank(grey(VALUES), "p", BrightnessPairs(hard=True), budget=1.0, model="thurstone")
     assert thurstone.unit == "standard normal units" and thurstone.order == BEST_FIRST
-
-
-def test_a_pointwise_reward_can_be_ranked_by_comparisons() -> None:
-    found = rank(grey(VALUES), "p", as_pairwise(Brightness(std=0.1)), budget=0.5)
-    assert found.order == BEST_FIRST and abs(found.bias or 0.0) < 0.05
 
 
 def test_failed_calls_count_but_are_left_out_of_the_fit() -> None:
@@ -95,5 +89,3 @@ def test_bad_arguments_are_refused() -> None:
         rank(grey([0.1, 0.2]), "p", BrightnessPairs(), budget=0)
     with pytest.raises(ValueError, match="level is 95"):
         rank(grey([0.1, 0.2]), "p", BrightnessPairs(), level=95)
-    with pytest.raises(TypeError, match="object has neither score nor compare"):
-        rank(grey([0.1, 0.2]), "p", object())  # type: ignore[arg-type]  # that is the point

@@ -154,11 +154,8 @@ def test_wrong_data_is_refused(tmp_path):
         Checklist.from_dict({"questions": ["a"], "coef": [1, 1], "has_alignment": False})
     with pytest.raises(ValueError, match='object with "questions"'):
         Checklist.from_dict({"coef": [1]})
-    with pytest.raises(FileNotFoundError, match="no checklist file"):
+    with pytest.raises(ValueError, match=r"none\.json cannot be read"):
         Checklist.read(tmp_path / "none.json")
-    (tmp_path / "bad.json").write_text("{", encoding="utf-8")
-    with pytest.raises(ValueError, match="is no JSON"):
-        Checklist.read(tmp_path / "bad.json")
     (tmp_path / "bad.json").write_text("[]", encoding="utf-8")
     with pytest.raises(ValueError, match="holds a list"):
         Checklist.read(tmp_path / "bad.json")
@@ -174,27 +171,11 @@ def test_wrong_data_is_refused(tmp_path):
         VisionReward(engine({}), yes=["sí"])
 
 
-def test_identity_tells_questions_weights_and_answers():
-    base = VisionReward(engine({}), checklist={**FACE, **RULE}).identity
-    other = {**FACE, **RULE, "coef": [2.0, 0.5, 1.5]}
-    changes: list[dict[str, Any]] = [{"checklist": other}, {"checklist": {**FACE, **RULE}, "answers": "hard"}]
-    for options in changes:
-        assert VisionReward(engine({}), **options).identity.digest != base.digest
-    assert VisionReward(engine({}), checklist={**FACE, **RULE}).identity.digest == base.digest
-
-
 def test_the_contract_holds_on_a_model():
     align = {**FACE, **RULE, "has_alignment": True, "coef": [1.0, 2.0, 0.5, 1.0]}
     folder = JudgeSettings(templates={"yes_no": ask_text("ok {prompt}")})
     judge = VisionReward(tiny_engine(settings=folder), checklist=align, template=QUESTION, **LETTERS)
     check_reward(judge, images=images(4), prompts=PROMPTS)
-
-
-def test_the_images_are_seen_once_for_all_questions():
-    model = tiny_engine()
-    judge = VisionReward(model, checklist={**FACE, **RULE}, template=QUESTION, **LETTERS)
-    judge.score(images(3), PROMPTS[:3])
-    assert model.network.cache.misses == 3
 
 
 def test_each_answer_equals_that_of_the_question_alone():

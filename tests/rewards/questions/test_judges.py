@@ -70,11 +70,6 @@ def test_verifier_judges_a_rendered_scene():
     assert scores.value.tolist() == [1, 0] and scores.parts["partial"][1] < 1
 
 
-def test_verifier_says_what_is_missing_in_a_blank_image():
-    scores = ShapesVerifier().score(torch.full((1, 3, 64, 64), 0.5), ["a red circle"])
-    assert scores.value.tolist() == [0] and scores.text is not None and "circle" in scores.text[0]
-
-
 def test_verifier_other_size_is_invalid():
     scores = ShapesVerifier().score([torch.rand(3, 64, 48)], ["a red circle"])
     assert scores.reason == ["the shapes verifier reads 64×64 images, this one has 48×64"]
@@ -120,14 +115,6 @@ def test_an_image_that_jpeg_cannot_hold_is_invalid_alone():
     assert "jpeg_size cannot measure an image of 70000×1 pixels: " in str(failure_reasons(scores)[0])
 
 
-def test_jpeg_size_direction_and_refusals():
-    assert JpegSize().higher_is_better and not JpegSize(prefer="smaller").higher_is_better
-    with pytest.raises(ValueError, match="quality is 96; allowed are whole numbers from 1 to 95"):
-        JpegSize(quality=96)
-    with pytest.raises(ValueError, match="prefer is 'less'; allowed are larger, smaller"):
-        JpegSize(prefer="less")
-
-
 # sharpness
 
 
@@ -157,26 +144,6 @@ def test_sharpness_of_a_single_pixel_is_invalid():
 
 
 # the request
-
-
-@pytest.mark.parametrize(
-    ("prompts", "metadata", "error", "message"),
-    [
-        ("abc", None, TypeError, r"sharpness: prompts is a str, needed is a list.*\[prompt\] \* B"),
-        (["a", "b", 3], None, TypeError, r"prompts\[2\] is a int, needed is a string"),
-        (["a"], None, ValueError, "3 images and 1 prompts; give one prompt per image"),
-        (["a"] * 3, {"include": []}, TypeError, "metadata is a dict, needed is a list"),
-        (["a"] * 3, [None], ValueError, "1 metadata records for 3 images; give one each, or None"),
-        (["a"] * 3, [None, None, 4], TypeError, r"metadata\[2\] is a int, needed is a mapping or None"),
-    ],
-)
-def test_request_refused(prompts, metadata, error, message):
-    with pytest.raises(error, match=message):
-        Sharpness().score(IMAGES, prompts, metadata)
-
-
-def test_empty_request():
-    assert len(Sharpness().score([], [])) == 0
 
 
 # check_reward
@@ -244,23 +211,16 @@ def nan_failure(self, images):
     return Scores(value=value, valid=value < 0.5, unit="1")
 
 
-def test_correct_reward_passes():
-    assert len(check_reward(Brightness())) == 11
-
-
 @pytest.mark.parametrize(
     ("reward", "message"),
     [
-        (broken(unit=""), "unit is '': make it a non-empty string"),
         (broken(range=(1.0, 0.0)), r"range is \(1.0, 0.0\): make it a pair"),
-        (broken(higher_is_better=1), "higher_is_better is 1: make it True or False"),
         (object(), "it has no unit: set it on the class"),
         (broken(score=lambda self, images: None), "raised TypeError"),
         (
             broken(score=batchwise(lambda self, images: [0.0])),
             "returned a list: return visalign.interfaces.Scores",
         ),
-        (broken(score=batchwise(lambda self, images: valid(torch.zeros(2)))), "gave 2 values for 4 images"),
         (
             broken(score=batchwise(lambda self, x: valid(mean(x).double()))),
             "value has dtype torch.float64: make it",
@@ -274,29 +234,16 @@ def test_correct_reward_passes():
             "carries a gradient graph",
         ),
         (
-            broken(score=batchwise(lambda self, x: valid(mean(x), std=torch.zeros(1)))),
-            r"'std' has shape \(1,\): make it \[4\]",
-        ),
-        (
-            broken(score=batchwise(lambda self, x: valid(mean(x), text=["a"]))),
-            "text has 1 entries for 4 images",
-        ),
-        (
             broken(score=batchwise(lambda self, x: valid(mean(x) * torch.nan))),
             "a valid score is NaN or infinite",
         ),
         (broken(score=batchwise(nan_failure)), "an invalid sample has a number as its value"),
-        (broken(score=batchwise(nan_failure)), "an invalid sample has no reason"),
         (
             broken(score=batchwise(lambda self, x: make_scores(mean(x), ["no idea"] * len(x), "1"))),
             r"judged none of the images \(no idea\): give check_reward images=",
         ),
         (broken(value=lambda self, images: images.flatten(1).sum(1)), "outside the declared range"),
         (Restless(), "same images got other scores the second time"),
-        (
-            broken(score=batchwise(lambda self, x: valid(mean(x) - mean(x).mean() + 0.5))),
-            "an image alone scores otherwise",
-        ),
         (
             broken(score=batchwise(lambda self, x: valid(torch.linspace(0, 1, len(x))))),
             "do not follow the images when their order is reversed",

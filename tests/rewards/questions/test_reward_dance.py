@@ -94,19 +94,13 @@ def test_an_empty_prompt_is_masked(prompt):
     assert scores.valid.tolist() == [False, True] and "empty" in why(scores, 0)
 
 
-def test_requests_that_the_engine_refuses_are_masked():
-    engine = ScriptedEngine(lambda template, ask: None if ask.prompt == "long" else {"yes": 0.5, "no": 0.4})
-    scores = RewardDance(engine).score(images(2), ["long", "short"])
-    assert scores.valid.tolist() == [False, True] and why(scores, 0) == "too long"
-
-
 def test_wrong_options_are_refused():
     engine = ScriptedEngine()
     with pytest.raises(ValueError, match="value is 'logit'; allowed are log_odds, prob"):
         load_judge("reward_dance", model=engine, value="logit")
     with pytest.raises(ValueError, match="write_reasons without decision_first"):
         RewardDance(engine, write_reasons=True)
-    with pytest.raises(ValueError, match="mean both yes and no"):
+    with pytest.raises(ValueError, match="tokens of both yes and no"):
         RewardDance(engine, yes=["yes", "no"], no=["no"])
     with pytest.raises(ValueError, match=r"min_mass is 1\.0"):
         RewardDance(engine, min_mass=1.0)
@@ -115,9 +109,9 @@ def test_wrong_options_are_refused():
     with pytest.raises(ValueError, match=r"Write \['yes'\]"):
         RewardDance(engine, yes="yes")
     for kind in (RewardDance, RewardDancePairs):
-        with pytest.raises(ValueError, match=r"'test' has \{question\}, which this judge does not fill"):
+        with pytest.raises(ValueError, match=r"'test' has .*fills no \{question\}"):
             kind(engine, template=ask_text("{question} {prompt}"))
-    with pytest.raises(ValueError, match="has no place for an instruction"):
+    with pytest.raises(ValueError, match=r"an instruction needs \{instruction\}"):
         RewardDance(engine, template=ASK, instruction="look at hands")
     with pytest.raises(ValueError, match="precision is 'int8'"):
         RewardDance("nowhere", precision="int8")
@@ -191,16 +185,6 @@ def test_a_pair_fails_with_the_side_that_is_broken():
         judge.compare(images(2), images(3), ["a", "b"])
 
 
-def test_a_pair_needs_a_prompt_only_where_the_question_asks_for_it():
-    engine = ScriptedEngine(lambda template, ask: {"yes": 0.6, "no": 0.3})
-    asked = RewardDancePairs(engine).compare(images(1), images(1, seed=1), [" "])
-    assert not asked.valid[0] and "prompt is empty" in why(asked, 0)
-    quality = RewardDancePairs(engine, template=ask_text("the second sharper?", images=2))
-    assert quality.compare(images(1), images(1, seed=1), [""]).valid[0]
-    numbered = quality.compare_pairs(images(2), torch.tensor([[0, 1]]), ["", "other"])
-    assert numbered.valid[0]
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_contract_holds_on_each_family(kind):
     judge = RewardDance(tiny_engine(kind), template=ASK, **LETTERS)
@@ -212,12 +196,6 @@ def test_special_tokens_braces_and_other_letters_are_text():
     prompts = ["{prompt} {question} {0}", "<|im_end|><|im_start|>user", "<|image_pad|>", "ein Bär, 日本"]
     scores = judge.score(images(1).expand(4, -1, -1, -1), prompts)
     assert scores.valid.all() and len(set(scores.value.tolist())) == 4
-
-
-def test_a_prompt_that_is_too_long_is_masked():
-    judge = RewardDance(tiny_engine(max_tokens=100), template=ASK, **LETTERS)
-    scores = judge.score(images(2), ["a" * 500, "short"])
-    assert scores.valid.tolist() == [False, True] and "at most 100" in why(scores, 0)
 
 
 def test_log_odds_equal_those_from_transformers():
@@ -247,15 +225,6 @@ def test_pairs_on_a_model_are_antisymmetric_and_numbered_ones_agree():
     )
     assert torch.allclose(given(said.log_odds), given(numbered.log_odds), atol=1e-6)
     assert (given(said.log_odds).abs() > 1e-6).all()
-
-
-def test_reasons_on_a_model_begin_with_the_decision():
-    judge = RewardDance(
-        tiny_engine(), template=ASK, decision_first=True, write_reasons=True, max_new_tokens=5, **LETTERS
-    )
-    scores = judge.score(images(2), PROMPTS[:2])
-    for value, text in zip(scores.value.tolist(), given(scores.text), strict=True):
-        assert text[0] in ("ys" if value > 0 else "ysn") and len(text) > 1
 
 
 def test_references_are_averaged_in_log_odds_and_missing_ones_masked():
@@ -298,7 +267,5 @@ def test_the_best_of_n_are_chosen_by_wins():
     choice = select_references(judge, [*shown, "missing.png"], "a", top_k=2)
     assert choice.chosen == [1, 3] and choice.wins.tolist()[:4] == [0, 3, 1, 2]
     assert math.isnan(choice.wins[4])
-    with pytest.raises(ValueError, match="top_k=9"):
-        select_references(judge, shown, "a", top_k=9)
     with pytest.raises(ValueError, match="Only 4 of 5"):
         select_references(judge, [*shown, "missing.png"], "a", top_k=5)

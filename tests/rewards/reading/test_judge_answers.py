@@ -449,7 +449,6 @@ def test_checklist_by_hand():
     ("rule", "yes", "alignment", "reason"),
     [
         ({"coef": [1.0]}, [[1.0, 0.0]], [0.0], "1 weights for 2 features and the alignment: 3 are needed"),
-        ({"coef": [1.0, 1.0, 1.0]}, [[1.0, 0.0]], None, "alignment is missing"),
         ({"coef": [1.0, 1.0], "masked_features": {"0": [7]}}, [[1.0, 0.0]], [0.0], "question 7; there are 2"),
     ],
 )

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 from pathlib import Path
@@ -61,38 +60,6 @@ def test_value_equals_open_clip_by_hand(folder, reward, images):
     torch.testing.assert_close(scores.value, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_score_does_not_depend_on_the_batch(folder, images):
-    reward = ClipScore(folder, cache_bytes=0)
-    together = reward.score(images, PROMPTS).value
-    alone = torch.cat([reward.score(images[[row]], [PROMPTS[row]]).value for row in range(5)])
-    torch.testing.assert_close(together, alone, rtol=1e-6, atol=0)
-
-
-def test_batch_size_changes_nothing(folder, reward, images):
-    small = ClipScore(folder, batch_size=2)
-    torch.testing.assert_close(
-        small.score(images, PROMPTS).value, reward.score(images, PROMPTS).value, rtol=1e-6, atol=0
-    )
-
-
-def test_each_unique_image_and_prompt_is_encoded_once(folder, images, monkeypatch):
-    reward = ClipScore(folder)
-    seen = {"image": 0, "text": 0}
-    encoder = reward.towers.encoder
-    encode_image, encode_text = encoder.encode_image, encoder.encode_text
-    monkeypatch.setattr(
-        encoder, "encode_image", lambda x: seen.update(image=seen["image"] + len(x)) or encode_image(x)
-    )
-    monkeypatch.setattr(
-        encoder, "encode_text", lambda x: seen.update(text=seen["text"] + len(x)) or encode_text(x)
-    )
-    scores = reward.score(
-        images[[0, 1, 0, 0]], ["a red circle", "two circles", "two circles", "a red circle"]
-    )
-    assert seen == {"image": 2, "text": 2}
-    assert scores.value[0] == scores.value[3] and scores.value[0] != scores.value[2]
-
-
 def test_mixed_sizes_and_a_bad_image(reward, images):
     items = [to_pil(images[0]), "missing.png", to_pil(images[1][:, :17, :30])]
     scores = reward.score(items, PROMPTS[:3])
@@ -106,25 +73,6 @@ def test_mixed_sizes_and_a_bad_image(reward, images):
 def test_elongated_image_is_invalid_alone(reward, images):
     scores = reward.score([images[0], torch.zeros(3, 1, 400)], PROMPTS[:2])
     assert scores.valid.tolist() == [True, False] and "too elongated" in scores.reason[1]
-
-
-def test_long_prompts_keep_the_end_token_and_say_that_they_are_cut(reward, images):
-    fits = " ".join(["red"] * (CONTEXT - 2))
-    scores = reward.score(images[[0, 0, 0]], ["a red circle", fits, fits + " blue square"])
-    assert list(scores.text) == ["", "", f"the prompt was cut to {CONTEXT} tokens"]
-    assert scores.value[1] == scores.value[2]
-    assert reward.towers.parts.tokenizer([fits + " blue"])[0, -1] == reward.towers.parts.end
-
-
-def test_prompt_with_the_end_token_is_invalid(reward, images):
-    scores = reward.score(images[:2], ["a red circle <end> blue", "a red circle"])
-    assert scores.valid.tolist() == [False, True] and "spells out the model's end token" in scores.reason[0]
-
-
-def test_half_precision_towers(folder, reward, images):
-    half = ClipScore(folder, precision="bf16").score(images, PROMPTS)
-    assert half.value.dtype == torch.float32
-    torch.testing.assert_close(half.value, reward.score(images, PROMPTS).value, rtol=0, atol=0.03)
 
 
 def test_contract(folder):
@@ -157,15 +105,6 @@ def test_weights_cut_short(folder, tmp_path):
     with pytest.raises(
         RewardError, match=r"cannot be loaded.*Check that config, weights and tokenizer belong together"
     ):
-        load_open_clip(copy)
-
-
-def test_weights_of_another_model(folder, tmp_path):
-    copy = shutil.copytree(folder, tmp_path / "copy")
-    config = json.loads((copy / "open_clip_config.json").read_text())
-    config["model_cfg"]["embed_dim"] = 24
-    (copy / "open_clip_config.json").write_text(json.dumps(config))
-    with pytest.raises(RewardError, match=r"(?s)cannot be loaded.*size mismatch"):
         load_open_clip(copy)
 
 
@@ -218,8 +157,3 @@ def test_unknown_names(packaged):
         load_open_clip("ViT-B-99")
     with pytest.raises(RewardError, match=r"'ViT-B-32:nothing' cannot be loaded"):
         load_open_clip("ViT-B-32:nothing")
-
-
-def test_batch_size_refused(folder):
-    with pytest.raises(ValueError, match=r"batch_size is 0; allowed are whole numbers from 1"):
-        ClipScore(folder, batch_size=0)

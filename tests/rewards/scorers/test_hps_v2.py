@@ -110,7 +110,7 @@ def test_refusals(folder, tmp_path, images):
     ):
         with pytest.raises(ValueError, match=message):
             tiny(folder, **options)
-    with pytest.raises(FileNotFoundError, match=r"lacks HPS_v2.1_compressed.pt; download it from xswu/HPSv2"):
+    with pytest.raises(RewardError, match=r"is no file.* needed are HPS_v2.1_compressed.pt of xswu/HPSv2"):
         tiny(tmp_path).score(images, PROMPTS)
     with pytest.raises(RewardError, match="open_clip knows no architecture 'ViT-Z'"):
         HpsV2(folder, architecture="ViT-Z").score(images, PROMPTS)
@@ -125,9 +125,3 @@ def test_keys_are_strict_and_the_wrapper_is_needed(folder, tmp_path, images):
     torch.save({"state_dict": {**state, "module.logit_scale": torch.tensor(1.0)}}, tmp_path / "odd.pt")
     with pytest.raises(RewardError, match=r"missing: visual.ln_post.weight; unexpected: module.logit_scale"):
         tiny(tmp_path / "odd.pt").score(images, PROMPTS)
-
-
-def test_files_that_hold_more_than_tensors_are_refused(tmp_path, images):
-    torch.save({"state_dict": {"logit_scale": Path("code")}}, tmp_path / "code.pt")
-    with pytest.raises(RewardError, match=r"cannot be read as weights.*contain tensors only"):
-        tiny(tmp_path / "code.pt").score(images, PROMPTS)

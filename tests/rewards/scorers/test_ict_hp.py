@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from tests.support.models.clip import SIZES, save_tiny_clip, save_tiny_hp, save_tiny_transformers_clip
 from tests.support.models.published_layouts import head, random_state
@@ -79,8 +78,7 @@ def test_product_in_both_modes(ict_folder, hp_folder, images):
         torch.testing.assert_close(scores.value, expected)
         torch.testing.assert_close(scores.parts["ict"], ict)
         torch.testing.assert_close(scores.parts["hp"], hp if mode == "paper" else hp.sigmoid())
-        assert len(check_reward(reward)) == 11
-    with pytest.raises(ValueError, match=r"mode is 'softmax'; allowed are 'paper' .* and 'upstream'"):
+    with pytest.raises(ValueError, match="mode is 'softmax'; allowed are paper, upstream"):
         IctHp(ict_folder, hp_folder, mode="softmax")
 
 
@@ -117,16 +115,6 @@ def test_contracts_and_gradients(ict_folder, hp_folder, images):
         assert torch.autograd.grad(value.sum(), samples)[0].abs().sum() > 0
 
 
-def test_without_a_cache_neighbours_matter_as_little(ict_folder, hp_folder):
-    # A cache would answer for the features of the first call, whatever they depended on.
-    for reward in (
-        Ict(ict_folder, cache_bytes=0),
-        Hp(hp_folder, cache_bytes=0),
-        IctHp(ict_folder, hp_folder, cache_bytes=0),
-    ):
-        assert len(check_reward(reward)) == 11
-
-
 def test_untrained_judges_train_save_and_load(tmp_path, images):
     """A few steps raise what they are asked to raise; the saved folders give the trained scores."""
     source = save_tiny_clip(tmp_path / "clip")
@@ -151,15 +139,6 @@ def test_untrained_judges_train_save_and_load(tmp_path, images):
     names = {file.name for file in (tmp_path / "hp").iterdir()}
     clip = {"open_clip_config.json", "open_clip_model.safetensors", "tokenizer.json", "tokenizer_config.json"}
     assert names == clip | {"hp_head.safetensors"}
-
-
-def test_pairs_of_features_for_negatives_in_the_batch(ict_folder, images):
-    judge = Ict(ict_folder)
-    module, pixels, tokens = judge.module, judge.towers.pixels(list(images)), judge.towers.tokens(PROMPTS)
-    table = module.image_features(pixels) @ module.text_features(tokens).T
-    torch.testing.assert_close(table.diagonal(), module(pixels, tokens))
-    torch.testing.assert_close(table.diagonal(), judge.score(images, PROMPTS).value, rtol=1e-5, atol=1e-6)
-    assert F.mse_loss(table, torch.eye(3)) > 0
 
 
 def test_published_folders_are_strict(ict_folder, hp_folder, tmp_path, images):
@@ -201,9 +180,3 @@ def test_a_bare_file_must_be_a_clip_vit_h_14(ict_folder, monkeypatch):
             Ict.from_pretrained(file)
     finally:
         (ict_folder / "aside.json").rename(ict_folder / "config.json")
-
-
-def test_identities(ict_folder, hp_folder):
-    one, other = (IctHp(ict_folder, hp_folder, mode=mode).identity for mode in ("paper", "upstream"))
-    assert one.differences(other) == ["options"]
-    assert Hp(hp_folder).identity.weights != Ict(ict_folder).identity.weights

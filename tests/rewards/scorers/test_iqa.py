@@ -43,6 +43,7 @@ class Made(torch.nn.Module):
 def stub(monkeypatch):
     library, configs = ModuleType("pyiqa"), ModuleType("pyiqa.default_model_configs")
     library.create_metric, configs.DEFAULT_CONFIGS = Made, CONFIGS  # type: ignore[attr-defined]
+    monkeypatch.setattr("visalign.rewards.scorers.iqa.version", lambda name: "0.1")
     monkeypatch.setitem(sys.modules, "pyiqa", library)
     monkeypatch.setitem(sys.modules, "pyiqa.default_model_configs", configs)
 

@@ -49,5 +49,5 @@ def test_the_condition_counts_and_other_files_are_refused(tmp_path) -> None:
     assert alone.value[0] == pytest.approx(float(result.value[0]), rel=1e-5), "neighbours do not matter"
     clip = {k: v for k, v in read_module(judge.file).items() if k.startswith("model.")}
     torch.save(clip, tmp_path / "clip.pth")
-    with pytest.raises(RewardError, match=r"clip\.pth holds no cross_model"):
+    with pytest.raises(RewardError, match=r"clip\.pth is no MPS: it has no cross_model"):
         Mps(tmp_path / "clip.pth").score(images()[:1], PROMPTS[:1])

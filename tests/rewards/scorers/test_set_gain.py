@@ -104,5 +104,5 @@ def test_refused(folder: Path, reference: Path, tmp_path: Path) -> None:
     for number in range(2):
         (tmp_path / f"{number}.png").write_bytes(b"no image")
     broken = load_reward("frechet_gain", reference=tmp_path, model=folder)
-    with pytest.raises(RewardError, match=r"0\.png: .*Remove it from the reference"):
+    with pytest.raises(RewardError, match=r"0\.png cannot be read: .*cannot be decoded"):
         broken.score(make_images(2), ["a", "a"], [{"group_id": 0}] * 2)

@@ -29,7 +29,7 @@ connections = pytest.importorskip("visalign.rewards.serve.connections")
 SMALL: dict[str, Any] = {
     "max_bytes": 40_000,
     "max_header": 20_000,
-    "max_total_bytes": 2_380_000,
+    "max_total_bytes": 1_500_000,
 }
 
 
@@ -69,7 +69,7 @@ def assert_closed(line: socket.socket) -> None:
 
 
 def test_bytes_under_way_are_bounded_and_the_client_waits_for_room():
-    whole = 41 * 40_000
+    whole = 40_000 + 40 * 20_000
     with serving(app_of(Habits(), limits=RequestLimits(**SMALL))) as url, ThreadPoolExecutor(1) as pool:
         prompt = "7" + "x" * 19_500  # of which every request takes 41 bytes each
         with line_to(url, unfinished(40_000)):
@@ -77,7 +77,7 @@ def test_bytes_under_way_are_bounded_and_the_client_waits_for_room():
             sent = pack_request(judge_request(prompt))
             reply = httpx.post(f"{url}/v1/score", content=sent, headers={"Content-Type": MEDIA_TYPE})
             assert reply.status_code == 503 and reply.headers["retry-after"] == "1"
-            assert f"Busy: {whole} bytes are in progress; at most 2380000 may be" in reply.json()["error"]
+            assert f"Busy: {whole} bytes are in progress; at most 1500000 may be" in reply.json()["error"]
             given_up = RemoteReward(url, attempts=1, patience=0.0).score(LEVELS[:1], [prompt])
             assert not given_up.valid.any() and "(503)" in str(given_up.reason)
             waiting = pool.submit(RemoteReward(url, attempts=1).score, LEVELS[:1], [prompt])
@@ -88,13 +88,11 @@ def test_bytes_under_way_are_bounded_and_the_client_waits_for_room():
 
 
 def test_json_is_charged_for_what_it_becomes_and_bounded():
-    budget = ByteBudget(48 << 20)
-    with budget.reserve(1 << 20) as charge:
-        assert budget.used == (1 << 20) + 40 * (64 << 10)
-        charge(1 << 20)
-        assert budget.used == 41 << 20
-        with pytest.raises(QueueFull, match="42991616 bytes are in progress"):
-            charge(1 << 20)
+    budget = ByteBudget(RequestLimits(max_total_bytes=48 << 20))
+    with budget.reserve(2 << 20):
+        assert budget.used == 42 << 20
+        with pytest.raises(QueueFull, match="44040192 bytes are in progress"), budget.reserve(1 << 20):
+            pass
     assert budget.used == 0
     with serving(app_of(Habits(), limits=RequestLimits(**SMALL))) as url:
         sent = pack_request(judge_request("1", metadata=[{"a": "x" * 21_000}]))

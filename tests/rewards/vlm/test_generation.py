@@ -61,20 +61,6 @@ def test_answers_depend_on_request_and_seed_alone(positions) -> None:
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
-def test_later_tokens_are_drawn_from_the_models_distribution() -> None:
-    judge = tiny_judge()
-    ask = ASKS[0]
-    first = judge.generate(ONE, [ask], temperature=0, max_new_tokens=6).texts[0][0]
-    ids = judge.processor.tokenizer(first, add_special_tokens=False)["input_ids"]
-    assert ids
-    longer = Query(images=ask.images, prompt=ask.prompt, continuation=first)
-    every = list(range(len(judge.model.get_output_embeddings().weight)))
-    logits = judge.answer_logits(ONE, [longer], every).logits[0]
-    follow = judge.generate(ONE, [ask], temperature=0, max_new_tokens=len(ids) + 1).texts[0][0]
-    token = judge.processor.tokenizer.decode([int(logits.argmax())], skip_special_tokens=True)
-    assert follow == first + token
-
-
 def test_draws_invert_the_cumulative_distribution() -> None:
     logits = torch.tensor([[0.2, 0.5, 0.3]]).log().expand(6, -1)
     uniform = torch.tensor([0.0, 0.19, 0.21, 0.69, 0.71, 0.999], dtype=torch.float64)
@@ -89,10 +75,8 @@ def test_refused_requests_have_no_answers_and_options_are_checked() -> None:
     assert result.texts[1] == [] and result.finished[1] == [] and "200 times" in (result.reasons[1] or "")
     with pytest.raises(RewardError, match="answers is 0"):
         judge.generate(ONE, ASKS, answers=0)
-    with pytest.raises(RewardError, match="temperature 0 gives the same answer 2 times"):
+    with pytest.raises(RewardError, match=r"temperature 0; .* from 0, which gives one answer"):
         judge.generate(ONE, ASKS, answers=2, temperature=0)
-    with pytest.raises(RewardError, match="temperature -1"):
-        judge.generate(ONE, ASKS, temperature=-1)
     two = judge.generate(
         TWO, [Query(images=[noise(8, 8), noise(8, 16)], prompt="a", fields={"question": "b"})]
     )

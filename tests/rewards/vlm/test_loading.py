@@ -2,7 +2,6 @@
 """Judges that see from a folder: settings, templates, adapters, and what is refused by message."""
 
 import json
-import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -62,16 +61,6 @@ def test_the_identity_names_all_that_moves_a_score(tmp_path) -> None:
     assert first.differences(second) == ["preprocessing", "dtype", "options"]
 
 
-def test_half_precision_runs_and_stays_close(tmp_path) -> None:
-    folder = save_tiny_seeing_model(tmp_path)
-    result = [
-        VisionLanguageEngine.from_pretrained(folder, dtype=dtype).answer_logits(ONE, [ASK], [7, 9]).logits
-        for dtype in (torch.float32, torch.bfloat16)
-    ]
-    assert result[1].dtype == torch.float32
-    torch.testing.assert_close(*result, rtol=0.1, atol=0.1)
-
-
 def test_an_adapter_is_merged(tmp_path) -> None:
     base = save_tiny_seeing_model(tmp_path / "base")
     judge = VisionLanguageEngine.from_pretrained(base)
@@ -90,16 +79,14 @@ def test_an_adapter_is_merged(tmp_path) -> None:
 
 
 def test_missing_parts_are_named(tmp_path) -> None:
-    with pytest.raises(FileNotFoundError, match="There is no model folder nowhere"):
+    with pytest.raises(FileNotFoundError, match=r"There is no model folder nowhere with a config\.json"):
         VisionLanguageEngine.from_pretrained("nowhere")
-    with pytest.raises(FileNotFoundError, match=r"holds no config\.json"):
-        VisionLanguageEngine.from_pretrained(tmp_path)
     tiny_seeing_model().save_pretrained(tmp_path)
     with pytest.raises(RewardError, match="has no processor of a vision-language model"):
         VisionLanguageEngine.from_pretrained(tmp_path)
     save_tiny_seeing_model(tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(RewardError, match=r"cannot be loaded: .*Check that config and weights"):
+    with pytest.raises(RewardError, match=r"cannot be loaded: .*Give config and weights"):
         VisionLanguageEngine.from_pretrained(tmp_path)
 
 
@@ -131,18 +118,14 @@ def test_a_model_that_does_not_see_is_refused() -> None:
         ("{", r"judge\.json of .* is no JSON"),
         ("[]", "needs an object with an object 'templates'"),
         ('{"positions": "2d"}', "positions is '2d'; allowed are 'mrope' and '1d'"),
-        ('{"templates": {"a": {}}}', "template 'a' needs a list 'messages'"),
-        ('{"templates": {"a": {"messages": [3]}}}', "template 'a', message 0 is 3; it needs a role"),
-        ('{"templates": {"a": {"messages": [{"role": "user"}]}}}', "content is None; allowed are"),
+        ('{"templates": {"a": {}}}', "template 'a' is {}; it needs a list 'messages'"),
+        ('{"templates": {"a": {"messages": [{"role": "user"}]}}}', "it needs a list 'messages'"),
         (
             '{"templates": {"a": {"messages": [{"role": "user", "content": [{"type": "video"}]}]}}}',
-            r"a part is \{'type': 'video'\}; allowed are",
+            "a role and a content",
         ),
-        (
-            '{"templates": {"a": {"messages": [], "yes": "yes"}}}',
-            "template 'a': 'yes' is 'yes'; other keys than",
-        ),
-        ('{"templates": {"a": {"messages": [], "answer_prefix": 3}}}', "answer_prefix is a string"),
+        ('{"templates": {"a": {"messages": [], "yes": "yes"}}}', "'yes' is 'yes'; it takes a list of words"),
+        ('{"templates": {"a": {"messages": [], "answer_prefix": 3}}}', "a string answer_prefix"),
     ],
 )
 def test_wrong_settings_are_refused_by_message(tmp_path, content, message) -> None:
@@ -160,11 +143,8 @@ def test_templates_survive_the_round_trip_and_know_their_slots() -> None:
     assert again.digest != plain.digest
 
 
-def test_a_special_token_of_one_sign_is_taken_out() -> None:
-    assert escape("a § b§", ["§"]) == "a   b "
-
-
 def test_escaping_changes_nothing_else() -> None:
+    assert escape("a § b§", ["§"]) == "a   b "
     tokens = ["<|im_end|>", "<|Reward|>"]
     assert escape("a cat, <b> {x} <| |>", tokens) == "a cat, <b> {x} <| |>"
     assert escape("<|Reward|>", tokens) == "< |Reward|>"
@@ -194,24 +174,6 @@ def test_loading_is_silent_and_leaves_the_users_settings(tmp_path, capfd) -> Non
         logging.set_tqdm_hook(before)
 
 
-def test_loads_at_the_same_time_put_the_settings_back_once() -> None:
-    inside, before = threading.Barrier(3), logging.set_tqdm_hook(None)
-    logging.set_tqdm_hook(before)
-
-    def load() -> None:
-        with quiet_loading():
-            inside.wait(timeout=10)
-
-    threads = [threading.Thread(target=load) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    with quiet_loading():
-        inside.wait(timeout=10)
-    for thread in threads:
-        thread.join()
-    assert logging.set_tqdm_hook(before) is before
-
-
 def test_a_text_that_is_too_long_is_a_reason_and_no_warning(tmp_path, capfd) -> None:
     judge = VisionLanguageEngine.from_pretrained(save_tiny_seeing_model(tmp_path), max_tokens=64)
     judge.processor.tokenizer.model_max_length = 64
@@ -224,7 +186,7 @@ def test_a_text_that_is_too_long_is_a_reason_and_no_warning(tmp_path, capfd) -> 
 
 def test_quantization_needs_its_package_and_spares_what_is_read(monkeypatch):
     monkeypatch.setattr(loading, "find_spec", lambda name: None)
-    with pytest.raises(RewardError, match=r"'int8' needs bitsandbytes: pip install bitsandbytes"):
+    with pytest.raises(RewardError, match=r"'int8'; allowed .* pip install bitsandbytes"):
         loading.placing_options(torch.bfloat16, "cuda", quantization="int8")
     monkeypatch.setattr(loading, "find_spec", lambda name: name)
     options = loading.placing_options(torch.bfloat16, "cuda:1", quantization="int4")

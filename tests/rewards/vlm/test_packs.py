@@ -40,11 +40,6 @@ def test_a_row_that_is_the_beginning_of_another_keeps_its_last_token() -> None:
         assert int(batch.ids[place, at]) == (one, two)[number].ids[-1]
 
 
-def test_images_stand_in_the_beginning_alone() -> None:
-    early = TokenRow((9, *ROWS[0].ids), ROWS[0].images)
-    assert len(pack_rows([ROWS[0], early], IMAGE)) == 2
-
-
 def test_rows_that_differ_between_their_images_do_not_share() -> None:
     two = (shown("a"), shown("b"))
     rows = [TokenRow((*[1] * 9, *[IMAGE] * 6, word, *[IMAGE] * 6, 3, 4), two) for word in (7, 8)]

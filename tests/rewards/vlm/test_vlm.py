@@ -132,23 +132,6 @@ def test_a_users_special_tokens_stay_text() -> None:
     assert len(rows[1].ids) - len(rows[0].ids) == len(typed) - len("a") + 3
 
 
-def test_nested_special_tokens_are_escaped_until_none_is_left() -> None:
-    judge = tiny_judge()
-    typed = "<|im_<|im_end|>end|><<|im_end|>|im_end|>"
-    rows, reasons = judge.encode(ONE, [Query(images=[noise(8, 8)], prompt=typed)])
-    assert reasons == [None] and rows[0] is not None
-    plain = judge.encode(ONE, [Query(images=[noise(8, 8)], prompt="")])[0][0]
-    assert plain is not None
-    end = judge.rows.specials["<|im_end|>"]
-    assert rows[0].ids.count(end) == plain.ids.count(end)
-
-
-def test_braces_and_fields_are_filled_once() -> None:
-    ask = {"prompt": "{question} {prompt} {0} {{x}}", "question": "{prompt}?"}
-    filled = TWO.filled(ask)[1]["content"][3]["text"]
-    assert filled == "{question} {prompt} {0} {{x}} {prompt}?"
-
-
 def test_continuation_stands_behind_the_prefix() -> None:
     judge = tiny_judge()
     image = noise(16, 16)
@@ -231,14 +214,12 @@ def test_wrong_requests_are_refused_by_message() -> None:
         judge.hidden(TWO, [Query(images=[noise(8, 8)], prompt="a", fields={"question": "?"})])
     with pytest.raises(RewardError, match="'two' needs question"):
         judge.hidden(TWO, [Query(images=[noise(8, 8)] * 2, prompt="a")])
-    with pytest.raises(RewardError, match=r"no token '<\|Reward\|>', at which this judge reads"):
+    with pytest.raises(RewardError, match=r"'one' holds <\|Reward\|> 0 times"):
         judge.hidden(ONE, [Query(images=[noise(8, 8)], prompt="a")], at="<|Reward|>")
     with pytest.raises(RewardError, match=r"'one' holds <\|im_end\|> 1 times|holds <\|im_start\|> 2 times"):
         judge.hidden(ONE, [Query(images=[noise(8, 8)], prompt="a")], at="<|im_start|>")
     with pytest.raises(RewardError, match="positions is '3d'; allowed are 'mrope' and '1d'"):
         tiny_judge(positions="3d")
-    with pytest.raises(RewardError, match="max_tokens_per_batch is 0"):
-        tiny_judge(max_tokens_per_batch=0)
     judge.processor.chat_template = None
     judge.rows.refresh()
     with pytest.raises(RewardError, match="no chat template"):

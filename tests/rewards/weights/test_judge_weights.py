@@ -18,7 +18,6 @@ from visalign.rewards.hpsv3.judge import HPSv3, HPSv3Model
 from visalign.rewards.pairs.as_pairwise import as_pairwise
 from visalign.rewards.questions.reward_dance import RewardDance, RewardDancePairs
 from visalign.rewards.questions.reward_dance_reference import ReferenceReward
-from visalign.rewards.questions.visual_quality_r1 import VisualQuality
 from visalign.rewards.scorers.clip_score import ClipScore
 from visalign.rewards.scorers.hp import Hp
 from visalign.rewards.weights.fingerprints import WeightPrint, tensor_print, weights_of
@@ -146,11 +145,6 @@ def test_links_and_references_are_part_of_an_identity() -> None:
     assert ReferenceReward(Pairs(), {"p": bright}).identity == against[0].identity
 
 
-def test_the_floor_of_a_comparison_is_part_of_the_identity() -> None:
-    engine, template = tiny_engine("qwen2_vl"), ask_text("rate")
-    options: dict[str, Any] = {"mode": "sampled", "template": template}
-    one, two = (VisualQuality(engine, variance_floor=floor, **options).identity for floor in (0.01, 0.1))
-    assert one.differences(two) == ["options"]
 
 
 ODD = [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool, torch.complex64]
