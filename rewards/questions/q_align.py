@@ -37,12 +37,6 @@ Task = Literal["quality", "aesthetics"]
 LEVELS = {"excellent": 5.0, "good": 4.0, "fair": 3.0, "poor": 2.0, "bad": 1.0}
 
 
-def _question(task: str) -> Template:
-    text = {"type": "text", "text": f"How would you rate the {task} of this image?\n"}
-    messages = [{"role": "user", "content": [text, {"type": "image"}]}]
-    return Template(name=f"q_align_{task}", messages=messages, answer_prefix=f"The {task} of the image is")
-
-
 class QAlign:
     """Σ p·s over the levels s = 5 to 1, with p the softmax over the five words; the prompt is ignored.
 
@@ -79,7 +73,10 @@ class QAlign:
         bounds = f"min_mass is {min_mass}; allowed are probabilities below 1"
         check_rules(self.name, {bounds: 0 <= min_mass < 1})
         self.engine = engine_of(model, self.name, device=device, precision=precision, **loading)
-        self.template = template or self.engine.template(f"q_align_{task}", _question(task))
+        name, text = f"q_align_{task}", f"How would you rate the {task} of this image?\n"
+        messages = [{"role": "user", "content": [{"type": "text", "text": text}, {"type": "image"}]}]
+        published = Template(name=name, messages=messages, answer_prefix=f"The {task} of the image is")
+        self.template = template or self.engine.template(name, published)
         self.min_mass, self._level_ids = min_mass, _first_tokens(self.engine.processor.tokenizer)
 
     @property

@@ -54,7 +54,9 @@ class TextEnsemble(Ensemble):
                     "reward, option: value}}}} for one reward with several options."
                 )
             members = {member: member for member in names}
-        loaded: Any = {label: _load_member(name, label, member, device) for label, member in members.items()}
+        loaded: Any = {}
+        for label, member in members.items():  # YAML reads a label 1 as a number
+            loaded[str(label)] = _load_member(name, str(label), member, device)
         super().__init__(
             loaded,
             how=how,

@@ -127,7 +127,10 @@ class GenEval:
         records: list[Mapping[str, Any]] = []
         for row, image in request.images.readable():
             record = request.metadata[row]
-            reasons[row] = record_problem(record) or self._class_problem(record or {})
+            reasons[row] = record_problem(record)
+            if reasons[row] is None:
+                unknown = map(self.detector.problem, _kinds(record or {}))
+                reasons[row] = next(filter(None, unknown), None)
             if reasons[row] is None:
                 rows.append(row)
                 readable_images.append(image)
@@ -136,10 +139,6 @@ class GenEval:
         for row, verdict in zip(rows, verdicts, strict=True):
             reasons[row] = verdict if isinstance(verdict, str) else None
         return self._scores(rows, verdicts, reasons)
-
-    def _class_problem(self, record: Mapping[str, Any]) -> str | None:
-        """Reason why a class of the record cannot be detected, or None."""
-        return next(filter(None, (self.detector.problem(kind) for kind in _kinds(record))), None)
 
     def _check(self, images: list[Tensor], records: list[Mapping[str, Any]]) -> list[GenEvalVerdict | str]:
         """Verdict for each image, or the reason why there is none."""

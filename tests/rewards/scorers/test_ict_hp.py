@@ -55,20 +55,6 @@ def test_ict_with_a_threshold_is_truncated(ict_folder, images):
             Ict(ict_folder, threshold=wrong)
 
 
-def test_hp_is_the_head_on_the_embedding_that_is_not_normalised(hp_folder, images):
-    reward = Hp.from_pretrained(hp_folder)
-    with torch.no_grad():
-        features = reward.towers.encoder.encode_image(reward.towers.pixels(list(images)))
-    x = features
-    state = torch.load(hp_folder / "hp_scorer" / "mlp_pytorch_model.bin", weights_only=True)
-    for place in (0, 2, 4, 6, 7):
-        x = x @ state[f"layers.{place}.weight"].T + state[f"layers.{place}.bias"]
-    scores = reward.score(images, PROMPTS)
-    torch.testing.assert_close(scores.value, x[:, 0], rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(reward.module(reward.towers.pixels(list(images))), x[:, 0])
-    assert torch.equal(scores.value, reward.score(images, ["other"] * 3).value)
-
-
 def test_product_in_both_modes(ict_folder, hp_folder, images):
     ict = Ict(ict_folder).score(images, PROMPTS).value
     hp = Hp(hp_folder).score(images, PROMPTS).value

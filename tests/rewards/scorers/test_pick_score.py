@@ -57,11 +57,6 @@ def test_scales_of_the_peers(folder, images, scale, expected):
     assert scores.unit == scale
 
 
-def test_scales_that_are_not_affine_are_refused():
-    with pytest.raises(ValueError, match=r"scale is 'softmax'; allowed are cosine, cosine × 100, logit"):
-        PickScore("anywhere", scale="softmax")
-
-
 def test_gradient_path(folder, images):
     reward = PickScore(folder)
     samples = images.clone().requires_grad_()

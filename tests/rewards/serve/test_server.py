@@ -8,7 +8,6 @@ import json
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load, save
 
-from tests.support.servers.rewards import HABITS, LEVELS, Habits, Inline, Pairs, app_of, serving
+from tests.support.servers.rewards import HABITS, LEVELS, Habits, Pairs, app_of, serving
 from tests.support.servers.rewards import judge_request as request
 from visalign.errors import UserError
 from visalign.interfaces import Scores
@@ -40,10 +39,7 @@ from visalign.rewards.serve.wire import (
 from visalign.rewards.serve.worker import (
     JudgeRefused,
     JudgeWorker,
-    WorkerDied,
     WorkerTimeout,
-    WorkerUnavailable,
-    judge_card,
 )
 
 pytest.importorskip("starlette")
@@ -218,20 +214,6 @@ def test_one_bad_request_fails_alone():
     assert "refused it (422)" in reason and "a prompt that I cannot stand" in reason
 
 
-def test_an_unforeseen_error_ends_one_request_and_not_the_server():
-    class Frail(Inline):
-        def ask(self, request: Any, timeout: float | None = None) -> Any:
-            if request.prompts == ["13"]:
-                raise OSError("no process can be started now")
-            return super().ask(request, timeout)
-
-    judge = Habits()
-    with serving(judge_server(Frail(judge), judge_card(judge))) as url:
-        send = {"content": pack_request(request("13")), "headers": {"Content-Type": MEDIA_TYPE}}
-        assert httpx.post(f"{url}/v1/score", timeout=5, **send).status_code == 500
-        assert RemoteReward(url, timeout=5, attempts=1).score(LEVELS[:1], ["1"]).valid.all()
-
-
 def test_a_worker_that_dies_is_replaced_and_harms_nobody(worker: JudgeWorker):
     assert worker.card["identity"] == Habits(version=7).identity.digest
     with serving(judge_server(worker, worker.card, max_wait=0.2)) as url:
@@ -268,26 +250,6 @@ def test_a_worker_says_what_it_cannot_do(worker: JudgeWorker):
         worker.ask(request("a", right=[LEVELS[0]]))
     with pytest.raises(RewardError, match=r"could not be loaded .* no reward 'nothing'"):
         JudgeWorker("nothing")
-
-
-def test_a_client_refuses_the_answers_of_another_judge():
-    judge = Habits()
-    with serving(app_of(judge)) as url:
-        remote = RemoteReward(url)
-        remote.identity = replace(remote.identity, weights="what was served before")
-        with pytest.raises(RewardError, match=r"serves another judge, or another .*Make a new Rem"):
-            remote.score(LEVELS[:1], ["1"])
-
-
-def test_a_worker_whose_files_changed_meanwhile_is_not_mixed_with_the_old_one():
-    worker = JudgeWorker(HABITS, {"version": 7}, threads=1)
-    worker._arguments = (HABITS, {"version": 8}, 1)  # as if the weights on disk were others now
-    with pytest.raises(WorkerDied):
-        worker.ask(request("die"), 30)
-    with pytest.raises(WorkerUnavailable, match="'habits' was restarted and is another version now"):
-        worker.ask(request("1"), 30)
-    assert worker.down is not None and "another version" in worker.down
-    worker.close()
 
 
 def test_a_body_that_breaks_off_is_a_refusal():

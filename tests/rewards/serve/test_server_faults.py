@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -31,7 +32,14 @@ from visalign.rewards.serve import worker as judge_worker
 from visalign.rewards.serve.client import RemoteReward
 from visalign.rewards.serve.limits import RequestLimits
 from visalign.rewards.serve.server import Batcher, judge_server
-from visalign.rewards.serve.wire import FORMAT, MEDIA_TYPE, JudgeRequest, pack_request
+from visalign.rewards.serve.wire import (
+    FORMAT,
+    MEDIA_TYPE,
+    JudgeRequest,
+    pack_answer,
+    pack_request,
+    unpack_request,
+)
 from visalign.rewards.serve.worker import (
     JudgeWorker,
     WorkerDied,
@@ -140,9 +148,32 @@ def test_a_judge_that_cannot_be_started_again_is_503_until_it_can():
     worker.close()
 
 
+class Unstable(JudgeWorker):
+    """A worker whose process, which is none, dies of the prompt "die"; `next_card` is that of a restart."""
+
+    def __init__(self) -> None:
+        self.next_card: Any = {"name": "unstable"}
+        self.prompts: Any = ()
+        super().__init__("stub")
+
+    def _start(self) -> Any:
+        self._process: Any = SimpleNamespace(exitcode=3, kill=lambda: None, join=lambda timeout=None: None)
+        self._link: Any = SimpleNamespace(send=lambda count: None, send_bytes=self._read, close=lambda: None)
+        self._link.poll, self._link.recv = lambda timeout: True, self._answer
+        return self.next_card
+
+    def _read(self, raw: bytes) -> None:
+        self.prompts = unpack_request(raw).prompts
+
+    def _answer(self) -> bytes:
+        if "die" in self.prompts:
+            raise EOFError
+        return pack_answer(Habits().score(LEVELS[: len(self.prompts)], self.prompts))
+
+
 def test_a_judge_that_dies_again_and_again_is_given_a_rest(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(judge_worker, "_RESTARTS_AT_ONCE", 1)
-    worker = JudgeWorker(HABITS, {"version": 7}, threads=1)
+    worker = Unstable()
     with pytest.raises(WorkerDied, match=r"the judge's process ended \(exit code 3\)"):
         worker.ask(request("die"))
     with pytest.raises(WorkerDied, match=r"\(exit code 3\), 2 times in a row"):
@@ -150,11 +181,21 @@ def test_a_judge_that_dies_again_and_again_is_given_a_rest(monkeypatch: pytest.M
     with pytest.raises(WorkerUnavailable, match="2 times in a row") as unavailable:
         worker.ask(request("1"))
     assert 0 < unavailable.value.retry_after <= 1 and worker.restarts == 1
-    assert_soon(lambda: time.monotonic() > worker._retry_at)
+    worker._retry_at = 0.0
     assert worker.ask(request("1")).valid.all() and worker.down is None and worker._failures == 0
     worker.close()
     with pytest.raises(WorkerUnavailable, match="the server is ending"):
         worker.ask(request("1"))
+
+
+def test_a_worker_whose_files_changed_meanwhile_is_not_mixed_with_the_old_one():
+    worker = Unstable()
+    worker.next_card = {"name": "unstable", "identity": "of other weights"}
+    with pytest.raises(WorkerDied):
+        worker.ask(request("die"))
+    with pytest.raises(WorkerUnavailable, match="'unstable' was restarted and is another version now"):
+        worker.ask(request("1"))
+    assert worker.down is not None and "another version" in worker.down
 
 
 _RAISED = {kind.__name__: kind for kind in (RuntimeError, RewardError, MemoryError, ValueError, TypeError)}

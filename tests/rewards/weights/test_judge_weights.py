@@ -145,8 +145,6 @@ def test_links_and_references_are_part_of_an_identity() -> None:
     assert ReferenceReward(Pairs(), {"p": bright}).identity == against[0].identity
 
 
-
-
 ODD = [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool, torch.complex64]
 
 
