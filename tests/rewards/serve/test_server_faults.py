@@ -152,7 +152,7 @@ class Unstable(JudgeWorker):
     """A worker whose process, which is none, dies of the prompt "die"; `next_card` is that of a restart."""
 
     def __init__(self) -> None:
-        self.next_card: Any = {"name": "unstable"}
+        self.next_card: Any = judge_card(Habits())
         self.prompts: Any = ()
         super().__init__("stub")
 
@@ -188,12 +188,22 @@ def test_a_judge_that_dies_again_and_again_is_given_a_rest(monkeypatch: pytest.M
         worker.ask(request("1"))
 
 
+def test_a_worker_that_dies_is_replaced_and_harms_nobody():
+    worker = Unstable()
+    with serving(judge_server(worker, worker.card, max_wait=0.2)) as url:
+        with ThreadPoolExecutor(3) as pool:
+            jobs = [pool.submit(RemoteReward(url).score, LEVELS[:1], [p]) for p in ("1", "die", "3")]
+        scores = [job.result() for job in jobs]
+    assert [bool(answer.valid[0]) for answer in scores] == [True, False, True]
+    assert "the judge's process ended (exit code 3)" in reason_of(scores[1]) and worker.restarts >= 2
+
+
 def test_a_worker_whose_files_changed_meanwhile_is_not_mixed_with_the_old_one():
     worker = Unstable()
-    worker.next_card = {"name": "unstable", "identity": "of other weights"}
+    worker.next_card = {"name": "habits", "identity": "of other weights"}
     with pytest.raises(WorkerDied):
         worker.ask(request("die"))
-    with pytest.raises(WorkerUnavailable, match="'unstable' was restarted and is another version now"):
+    with pytest.raises(WorkerUnavailable, match="'habits' was restarted and is another version now"):
         worker.ask(request("1"))
     assert worker.down is not None and "another version" in worker.down
 
