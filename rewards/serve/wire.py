@@ -183,18 +183,17 @@ def pack_answer(answer: Scores | Preferences) -> bytes:
 def unpack_answer(raw: bytes, size: int) -> Scores | Preferences:
     """Read an answer of `size` rows; a valid row without a finite number becomes invalid."""
     header, tensors = _load(raw, "answer")
-    texts = [header.get(name) for name in ("text", "reason")]
+    texts = (header.get("text"), header.get("reason"))
     is_whole = {"main", "valid"} <= tensors.keys() and header.get("kind") in ("scores", "preferences")
     shapes = {tuple(column.shape) for column in tensors.values()}
     if not is_whole or shapes != {(size,)} or any(text is not None and len(text) != size for text in texts):
         raise WireError(f"the answer needs a kind, 'main', 'valid', and {size} rows in each column and text.")
     main, claimed = tensors["main"].float(), tensors.pop("valid").bool()
     valid = claimed & main.isfinite()
-    text, reason = texts
+    text, reason = header.get("text"), header.get("reason")
     for row in (claimed & ~valid).nonzero().flatten().tolist():
-        reason = reason or [None] * size
+        reason = reason or list[str | None]([None] * size)
         reason[row] = f"the judge's answer is {float(main[row])}, which is no score"
     tensors["main"] = torch.where(valid, main, torch.nan)
-    return answer_of(
-        tensors, valid, str(header.get("unit")) if header["kind"] == "scores" else None, text, reason
-    )
+    unit = str(header.get("unit")) if header["kind"] == "scores" else None
+    return answer_of(tensors, valid, unit, text, reason)

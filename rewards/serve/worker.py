@@ -252,7 +252,8 @@ def answer_request(judge: Any, request: JudgeRequest) -> Scores | Preferences:
         JudgeFailed: it raised anything else.
     """
     is_pair = request.right is not None
-    if not isinstance(judge, PairwiseReward if is_pair else PointwiseReward):
+    contract: type = PairwiseReward if is_pair else PointwiseReward
+    if not isinstance(judge, contract):
         able = "scores images and does not compare pairs" if is_pair else "only compares pairs of images"
         raise JudgeRefused(f"{judge.name!r} {able}.")
     with CaughtError() as judging:

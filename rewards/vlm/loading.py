@@ -87,9 +87,10 @@ def load_seeing_model(
                     model: Any = AutoModelForImageTextToText.from_config(config, **options)
                 adapters = []
             else:
-                model, info = AutoModelForImageTextToText.from_pretrained(
+                loaded: Any = AutoModelForImageTextToText.from_pretrained(
                     str(folder), output_loading_info=True, **options
                 )
+                model, info = loaded
         # transformers fills missing weights with random numbers
         _check_keys(info.get("missing_keys", ()), info.get("unexpected_keys", ()))
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
