@@ -16,9 +16,10 @@ from visalign.interfaces import PairwiseReward, PointwiseReward, Scores
 from visalign.pipelines.score.image_rows import require_still, require_text_name
 from visalign.pipelines.score.provenance import domain_note, provenance
 from visalign.pipelines.score.score import finite_or_none
+from visalign.rewards.base.contract import check_answer
 from visalign.rewards.base.failure import Naming, failure_reasons
 from visalign.rewards.base.images import load_images
-from visalign.rewards.pairs.as_pairwise import TIE, PairsFromScores, check_scores, logistic_odds, normal_odds
+from visalign.rewards.pairs.as_pairwise import TIE, PairsFromScores, logistic_odds, normal_odds
 from visalign.rewards.pairs.asking import check_preferences, read_preferences
 
 SIDES = ("A", "B")
@@ -82,7 +83,7 @@ _NO_RESULT = {"winner": "failed", "sure": None, "prob": None, "difference": None
 
 def _compare_scores(judge: Any, images: Sequence[Tensor], prompt: str) -> dict[str, Any]:
     scores = judge.score(list(images), [prompt] * 2, [None] * 2)
-    check_scores(judge.name, scores, 2)
+    check_answer(judge.name, scores, 2, "image")
     sides = {name: _side(scores, row, failure_reasons(scores)[row]) for row, name in enumerate(SIDES)}
     notes = [f"{name}: {side['reason']}" for name, side in sides.items() if side["reason"]]
     entry: dict[str, Any] = {

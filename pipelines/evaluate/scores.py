@@ -22,9 +22,8 @@ from visalign.interfaces import PairwiseReward, PointwiseReward
 from visalign.pipelines.score.log import Logged, ScoreLog, score_key
 from visalign.pipelines.score.provenance import reward_identity
 from visalign.pipelines.score.score import finite_or_none
-from visalign.rewards.base.contract import RewardError
+from visalign.rewards.base.contract import RewardError, check_answer
 from visalign.rewards.base.failure import FailureAlarm, Naming, failure_reasons
-from visalign.rewards.pairs.as_pairwise import check_scores
 from visalign.rewards.pairs.asking import check_preferences
 
 OnBatch = Callable[[int, int], object]
@@ -160,7 +159,7 @@ def _score_batch(
 ) -> list[Logged]:
     prompts, records = [r.prompt for r in requests], [r.metadata for r in requests]
     scores = reward.score([image for (image,) in images], prompts, records)
-    check_scores(reward.name, scores, len(requests))
+    check_answer(reward.name, scores, len(requests), "image")
     stds = [None] * len(requests) if scores.std is None else scores.std
     return list(map(_logged, scores.value, failure_reasons(scores), stds))
 

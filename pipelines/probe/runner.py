@@ -16,10 +16,9 @@ from visalign.errors import UserError
 from visalign.evaluation.probes import response
 from visalign.evaluation.probes.catalogue import Level, Probe, Sample
 from visalign.interfaces import PointwiseReward
-from visalign.rewards.base.contract import RewardError
+from visalign.rewards.base.contract import RewardError, check_answer
 from visalign.rewards.base.failure import Naming, failure_reasons
 from visalign.rewards.base.images import as_contract, to_pil, to_uint8
-from visalign.rewards.pairs.as_pairwise import check_scores
 
 from .reference import Reference
 
@@ -219,7 +218,7 @@ class ScoreRunner(ProbeRunner):
 
     def _ask(self, sides: list[Any], prompts: list[str], records: list[Any] | None) -> Answer:
         scores = self.reward.score(sides[0], prompts, records)
-        check_scores(self.name, scores, len(prompts))
+        check_answer(self.name, scores, len(prompts), "image")
         value = np.where(scores.valid.cpu().numpy(), scores.value.detach().cpu().double().numpy(), np.nan)
         value = np.where(np.isfinite(value), value, np.nan)
         default = ("the reward gave no finite number" if np.isnan(number) else None for number in value)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -171,7 +172,8 @@ def _positions(pack: Pack, image_token: int, merge: int) -> Tensor:
     if not merge:
         return torch.arange(len(longest.ids)).expand(3, -1)
     ids = torch.tensor([longest.ids])
-    positions, _ = rotary_positions(ids == image_token, torch.ones_like(ids), [longest.images], merge)
+    images: Any = [longest.images]  # only their grids are read
+    positions, _ = rotary_positions(ids == image_token, torch.ones_like(ids), images, merge)
     return positions[:, 0]
 
 

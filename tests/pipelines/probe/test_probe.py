@@ -163,7 +163,7 @@ def test_what_cannot_be_probed_is_said() -> None:
         def score(self, images: Any, prompts: Any, metadata: Any = None) -> Any:
             return torch.ones(len(prompts))
 
-    with pytest.raises(RewardError, match="'constant' did not return one score for each image"):
+    with pytest.raises(RewardError, match="'constant' returned a Tensor; it must return"):
         probe_reward(Bare(), world())
 
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packs: what is shared, where rows are read, at which positions, and what sees what."""
 
+from typing import Any
+
 import torch
 
 from visalign.rewards.vlm.packing import attention_mask, batch_packs, collate, pack_rows
@@ -54,7 +56,8 @@ def test_marked_places_positions_and_segments() -> None:
     assert batch.positions is not None and batch.segments is not None
     for (place, at), number in zip(batch.ends.tolist(), batch.numbers, strict=True):
         own = torch.tensor([ROWS[number].ids])
-        expected, _ = rotary_positions(own == IMAGE, torch.ones_like(own), [ROWS[number].images], MERGE)
+        images: Any = [ROWS[number].images]
+        expected, _ = rotary_positions(own == IMAGE, torch.ones_like(own), images, MERGE)
         assert int(batch.ids[place, at]) == ROWS[number].ids[-1]
         segment = int(batch.segments[place, at])
         seen = (batch.segments[place] == segment) | (batch.segments[place] == 0)
