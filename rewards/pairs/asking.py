@@ -93,9 +93,10 @@ def check_preferences(name: str, preferences: Any, size: int) -> Preferences:
     """Return what a judge returned, checked to be one preference per pair."""
     if isinstance(preferences, Preferences) and len(preferences) == size:
         return preferences
+    count = len(preferences) if isinstance(preferences, Preferences) else f"a {type(preferences).__name__}"
     raise RewardError(
-        f"Judge {name!r} returned a {type(preferences).__name__}; it must return "
-        f"visalign.interfaces.Preferences with {size} entries, one per pair."
+        f"Judge {name!r} returned {count} for {size} pairs; it must return one "
+        "visalign.interfaces.Preferences with an entry per pair."
     )
 
 

@@ -164,7 +164,7 @@ def test_what_is_wrong_is_said(tmp_path: Path) -> None:
         def compare(self, left: Any, right: Any, prompts: Any, metadata: Any = None) -> Preferences:
             return Preferences(prob=torch.ones(1), valid=torch.ones(1, dtype=torch.bool))
 
-    with pytest.raises(RewardError, match="Judge 'short' returned 1 of them for 2 pairs"):
+    with pytest.raises(RewardError, match="Judge 'short' returned 1 for 2 pairs"):
         one(Short())
 
 

@@ -199,7 +199,7 @@ def test_what_cannot_be_probed_is_said() -> None:
         def compare(self, left: Any, right: Any, prompts: Any, metadata: Any = None) -> Preferences:
             return super().compare(left[:1], right[:1], prompts[:1])
 
-    with pytest.raises(RewardError, match="returned 1 of them for 3 pairs; it must return one"):
+    with pytest.raises(RewardError, match="returned 1 for 3 pairs; it must return one"):
         probe_reward(Short(), by_hand(0.2, 0.4, 0.6))
     with pytest.raises(
         UserError, match="The probe 'swap' is for judges that compare, and shapes_verifier scores"
