@@ -71,16 +71,11 @@ def read_config(path: str | Path) -> dict[str, Any]:
     file = resolve_config(path)
     try:
         content = OmegaConf.to_container(OmegaConf.load(file))
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        what = getattr(error, "problem", None) or str(error)
-        raise ConfigError(f"'{file}'{where}: not valid YAML: {what}. Fix that line.") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"'{file}' is not text in UTF-8: {error.reason}. Give a YAML file.") from error
-    except OSError as error:
-        # OmegaConf raises a bare OSError for a file that holds one single value; a real one has an errno
-        raise ConfigError(f"'{file}': {error.strerror or 'it holds a single value'}. {_SHAPE}") from error
+        what = getattr(error, "problem", None) or str(error)  # OmegaConf's OSError names a single value
+        raise ConfigError(f"'{file}'{where}: not valid YAML: {what}. {_SHAPE}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"'{file}': its top level is a {type(content).__name__}. {_SHAPE}")
     return {str(key): value for key, value in content.items()}

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from visalign.data.assets import PACKAGED, assets_folder
 
-from .errors import UserError
 from .versions import NEEDED, installed_version, visalign_version
 
 _BROKEN = (ImportError, AttributeError, ValueError, TypeError, KeyError, RuntimeError, OSError)
@@ -65,9 +64,7 @@ def examine(assets: Path | None = None) -> Report:
     results = {}
     for name, check in checks.items():
         try:
-            results[name] = True, check()
-        except UserError as error:
-            results[name] = False, str(error)
+            results[name] = check()
         except _BROKEN as error:
             results[name] = False, f"{type(error).__name__}: {error}"
     packages = [f"{name} {version}" for name in NEEDED if (version := installed_version(name))]
@@ -98,66 +95,56 @@ def _devices() -> str:
     return "; ".join(devices)
 
 
-def _packages() -> str:
-    if missing := [name for name in NEEDED if installed_version(name) is None]:
-        raise UserError(
-            f"not installed: {', '.join(missing)}. Run: python -m pip install 'visalign[images]'; the core, "
-            "judges of text and clients go without"
-        )
-    return f"all {len(NEEDED)} needed are installed"
+def _packages() -> tuple[bool, str]:
+    missing = [name for name in NEEDED if installed_version(name) is None]
+    install = "Run: python -m pip install 'visalign[images]'; the core, judges of text and clients go without"
+    return not missing, f"not installed: {', '.join(missing) or 'none'}. {install if missing else ''}"
 
 
-def _wings() -> str:
+def _wings() -> tuple[bool, str]:
     """Check that `visalign.rewards` and `visalign.pipelines` exist: links in a checkout, else folders."""
     for wing, module in {"rewards": "base.contract", "pipelines": "cli.app"}.items():
-        if importlib.util.find_spec(f"visalign.{wing}.{module}") is None:
-            raise UserError(f"visalign.{wing} is incomplete. Install it again: python -m pip install -e .")
         folder = Path(__file__).resolve().parent / wing
         if not folder.is_dir():
-            raise UserError(
+            return False, (
                 f"'{folder}' should be a link to ../{wing}, and is none: editors will not find the wing. "
                 f"Restore it: git config core.symlinks true && git checkout -- visalign/{wing}"
             )
-    return "rewards and pipelines are found"
+        if importlib.util.find_spec(f"visalign.{wing}.{module}") is None:
+            return False, f"visalign.{wing} is incomplete. Install it again: python -m pip install -e ."
+    return True, "rewards and pipelines are found"
 
 
-def _configurations() -> str:
+def _configurations() -> tuple[bool, str]:
     from .config import config_folder, list_configs
 
-    names = list_configs()
-    if not names:
-        raise UserError(f"no YAML file in '{config_folder()}'. Install visalign again.")
-    return f"{len(names)} in '{config_folder()}'"
+    return bool(list_configs()), f"{len(list_configs())} YAML files in '{config_folder()}'"
 
 
-def _model(folder: Path) -> str:
+def _model(folder: Path) -> tuple[bool, str]:
     """Open the weights of a packaged model: a file that was cut short cannot be opened."""
     from safetensors import SafetensorError, safe_open
 
     weights = sorted(folder.rglob("*.safetensors")) if folder.is_dir() else []
-    if not weights:
-        raise UserError(f"no weights in '{folder}'. Install visalign again.")
     for file in weights:
         try:
             with safe_open(file, framework="numpy") as opened:
                 opened.keys()
         except SafetensorError as error:
-            raise UserError(f"'{file}' is damaged ({error}). Install visalign again.") from error
-    return f"{len(weights)} weight files"
+            return False, f"'{file}' is damaged ({error}). Install visalign again."
+    return bool(weights), f"{len(weights)} weight files in '{folder}'"
 
 
-def _advantages() -> str:
+def _advantages() -> tuple[bool, str]:
     import torch
 
     from visalign.core.advantages.group import group_advantages
 
     got = group_advantages(torch.tensor([1.0, 3.0, 7.0, 7.0]), torch.tensor([0, 0, 1, 1]), scale="none")
-    if got.tolist() != [-1.0, 1.0, 0.0, 0.0]:
-        raise UserError(f"rewards 1, 3 | 7, 7 gave {got.tolist()}, not -1, 1 | 0, 0. Report this.")
-    return "centred per group, exactly zero where all are equal"
+    return got.tolist() == [-1.0, 1.0, 0.0, 0.0], f"rewards 1, 3 | 7, 7 give {got.tolist()}"
 
 
-def _sde_step() -> str:
+def _sde_step() -> tuple[bool, str]:
     import torch
 
     from visalign.flow.transitions import sde_step
@@ -172,12 +159,10 @@ def _sde_step() -> str:
     ]
     new = torch.cat([row.log_prob(x_next[i : i + 1], log_prob_reduction="sum") for i, row in enumerate(rows)])
     worst = float((new - old).exp().sub(1).abs().max())
-    if not worst < 1e-3:
-        raise UserError(f"replayed one by one, a step's ratio is off 1 by {worst:.1e}. Report this.")
-    return f"ratio 1 under replay, within {worst:.0e}"
+    return worst < 1e-3, f"ratio 1 under replay, within {worst:.0e}"
 
 
-def _verifier() -> str:
+def _verifier() -> tuple[bool, str]:
     import numpy as np
 
     from visalign.data.shapes.prompts import parse_prompt
@@ -188,6 +173,4 @@ def _verifier() -> str:
     record, other = parse_prompt("two red circles"), parse_prompt("three blue squares")
     image = render(sample_scene(record, np.random.default_rng(0), style="flat"))
     right, wrong = verify(np.stack([image, image]), [record, other])
-    if not right.correct or wrong.correct:
-        raise UserError(f"an image of two red circles: right is {right}, wrong is {wrong}. Report this.")
-    return "tells two red circles from three blue squares"
+    return right.correct and not wrong.correct, "tells two red circles from three blue squares"

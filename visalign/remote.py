@@ -59,7 +59,6 @@ class ServerConnection:
         timeout: Seconds that the server may be silent.
         retries: Attempts after the first.
         backoff: Seconds before the second attempt, doubled each time. Retry-After takes precedence.
-        deadline: Seconds for one whole attempt, against servers that trickle bytes; None for no limit.
         patience: Seconds for which a server that has answered once may be unavailable while it restarts,
             without using up a retry.
 
@@ -75,13 +74,12 @@ class ServerConnection:
         timeout: float = 600.0,
         retries: int = 4,
         backoff: float = 1.0,
-        deadline: float | None = None,
         patience: float = 0.0,
     ) -> None:
         self._address = _api_address(base_url)
         self.base_url = base_url
         self.timeout, self.retries, self.backoff = timeout, retries, backoff
-        self.deadline, self.patience = deadline, patience
+        self.patience = patience
         self.outages, self._has_answered, self._warned = 0, False, False
         self._headers = {"Content-Type": "application/json"}
         if api_key is not None:
@@ -223,13 +221,7 @@ class ServerConnection:
         """Send once and return the body of a successful answer."""
         request = f"{method} {self.url(path)}"
         try:
-            async with asyncio.timeout(self.deadline):
-                response = await client.request(method, self.url(path), content=payload)
-        except TimeoutError as error:
-            raise ServerError(
-                f"{request} had not answered in full after {self.deadline:g} s. Raise deadline, or lower "
-                "max_new_tokens."
-            ) from error
+            response = await client.request(method, self.url(path), content=payload)
         except (httpx.ReadTimeout, httpx.WriteTimeout) as error:
             raise ServerError(
                 f"{request} was silent for {self.timeout:g} s. Raise timeout, or lower max_new_tokens or "

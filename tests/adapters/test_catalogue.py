@@ -136,7 +136,7 @@ def test_refusals_say_what_exists(folder, own, tmp_path):
     other = tmp_path / "flux"
     other.mkdir()
     (other / "model_index.json").write_text(json.dumps({"_class_name": "PRXPixelPipeline"}))
-    message = r"is a PRXPixelPipeline; adapters exist for .*FluxPipeline \(flux\).*file\.py:Class"
+    message = r"is a PRXPixelPipeline, which is of no family .*FluxPipeline \(flux\).*file\.py:Class"
     with pytest.raises(UserError, match=message):
         load_policy(other)
     with pytest.raises(FileNotFoundError, match=r"There is no model folder .*absent"):

@@ -157,7 +157,7 @@ def test_null_is_allowed_only_where_the_type_says_so(write) -> None:
         ("group_size: 1", r"group_size is 1; a group needs at least 2 samples"),
         ("note: ${nothing}", r"Key 'note': Interpolation key 'nothing' not found"),
         ("seed: 1\nseed: 2", r"job.yaml', line 2, column 1: not valid YAML: found duplicate key"),
-        ("seed: 1\nnote: [1,\n", r"job.yaml', line 3, column 1: not valid YAML: .* Fix that line"),
+        ("seed: 1\nnote: [1,\n", r"job.yaml', line 3, column 1: not valid YAML: .*list of .key: value. lines"),
         ("- a\n- b", r"its top level is a list. A configuration is a list of 'key: value' lines"),
     ],
 )
@@ -223,7 +223,7 @@ def test_a_required_key_is_asked_for() -> None:
 
 def test_a_file_that_is_no_text_or_a_folder(tmp_path: Path) -> None:
     (tmp_path / "image.yaml").write_bytes(b"\xff\xfe\x00\x80")
-    with pytest.raises(ConfigError, match=r"image.yaml' is not text in UTF-8|not valid YAML"):
+    with pytest.raises(ConfigError, match=r"image.yaml'.*not valid YAML"):
         load_config(Job, tmp_path / "image.yaml")
     with pytest.raises(ConfigError, match=r"is a folder, not a YAML file"):
         load_config(Job, tmp_path)

@@ -17,7 +17,8 @@ from visalign.interfaces import DiffusionPolicy
 
 from .check import METHODS, AdapterError, check_members
 from .model_folder import pipeline_index
-from .pipeline.families import FAMILIES, REFUSED, Family
+from .pipeline.arguments import CUSTOM_ADAPTER, known_family
+from .pipeline.families import FAMILIES, Family
 from .pipeline.families import PIPELINES as FAMILY_OF
 
 ADAPTERS = {
@@ -27,12 +28,6 @@ ADAPTERS = {
 """Adapters by name, imported when used."""
 PIPELINES = {**dict.fromkeys(FAMILY_OF, "pipeline"), "StableDiffusion3Pipeline": "sd3"}
 """Name of the adapter by the pipeline's `_class_name`."""
-
-CUSTOM_ADAPTER = (
-    "your own as 'package.module:Class' or 'path/to/file.py:Class' (model.adapter=...), a class with "
-    "from_pretrained(folder_or_id, *, dtype, device, **options) whose objects are a "
-    "visalign.interfaces.DiffusionPolicy; visalign.adapters.check_adapter(policy) tests it"
-)
 
 
 def find_adapter(folder_or_id: str | Path, adapter: str | None = None) -> Any:
@@ -49,15 +44,8 @@ def find_adapter(folder_or_id: str | Path, adapter: str | None = None) -> Any:
     """
     if adapter is None:
         kind = pipeline_index(folder_or_id).get("_class_name")
-        if kind in REFUSED:
-            raise UserError(f"{folder_or_id} is a {kind}, which {REFUSED[kind]}.")
-        if kind not in PIPELINES:
-            supported = ", ".join(f"{name} ({FAMILY_OF[name]})" for name in PIPELINES)
-            raise UserError(
-                f"{folder_or_id} is a {kind}; adapters exist for {supported}. Give one of these, an "
-                f"entry in visalign/adapters/pipeline/families.py, or {CUSTOM_ADAPTER}."
-            )
-        adapter = PIPELINES[kind]
+        known_family(kind, str(folder_or_id))
+        adapter = PIPELINES[str(kind)]
     if adapter not in ADAPTERS and ":" not in adapter:
         raise UserError(
             f"There is no adapter {adapter!r}. {suggestion(adapter, ADAPTERS)}Allowed: "

@@ -15,18 +15,23 @@ from visalign.errors import UserError
 from .condition import Source, image_of
 from .families import FAMILIES, PIPELINES, REFUSED, Family
 
+CUSTOM_ADAPTER = (
+    "your own as 'package.module:Class' or 'path/to/file.py:Class' (model.adapter=...), a class with "
+    "from_pretrained(folder_or_id, *, dtype, device, **options) whose objects are a "
+    "visalign.interfaces.DiffusionPolicy; visalign.adapters.check_adapter(policy) tests it"
+)
+
 
 def known_family(kind: Any, what: str) -> Family:
     """Return the family of a pipeline's class name; `what` is the pipeline in the message."""
-    if kind in REFUSED:
-        raise UserError(f"{what} is a {kind}, which {REFUSED[kind]}.")
-    if kind not in PIPELINES:
-        supported = ", ".join(f"{pipeline} ({name})" for pipeline, name in PIPELINES.items())
-        raise UserError(
-            f"{what} is a {kind}, of no family that is known: {supported}. Add a row to "
-            "visalign/adapters/pipeline/families.py, or name your own adapter (model.adapter=file.py:Class)."
-        )
-    return FAMILIES[PIPELINES[kind]]
+    if kind in PIPELINES:
+        return FAMILIES[PIPELINES[kind]]
+    supported = ", ".join(f"{pipeline} ({name})" for pipeline, name in PIPELINES.items())
+    problem = REFUSED.get(kind, f"is of no family that is known: {supported}")
+    raise UserError(
+        f"{what} is a {kind}, which {problem}. Add a row to visalign/adapters/pipeline/families.py, or give "
+        f"{CUSTOM_ADAPTER}."
+    )
 
 
 def part_dtypes(
@@ -53,27 +58,28 @@ def checked_guidance(pipe: Any, family: Family, guidance: float | None) -> float
     """
     usual = family.off if family.usual is None else family.usual
     scale = usual if guidance is None else guidance
-    if not family.off <= scale < math.inf:
-        raise UserError(
-            f"guidance is {guidance!r}; it must be at least {family.off:g}, and {family.off:g} switches "
-            "guidance off."
-        )
     config = getattr(pipe, family.networks[0]).config
-    if getattr(config, "use_meanflow", False) or getattr(config, "flow_map", False):
-        raise UserError(
-            f"This {type(pipe).__name__} predicts the mean velocity of a whole step, which no single time "
-            "has. Take the model that is not distilled."
-        )
     embeds = family.guidance != "embedded" or getattr(config, "guidance_embeds", True)
     guides = family.scale != "-" or pipe.components.get("guider") is not None
-    if pipe.config.get("is_distilled") or not embeds or not guides:
-        if guidance is not None and scale > family.off:
-            raise UserError(
-                f"This {type(pipe).__name__} is distilled: it takes no guidance, and guidance is {guidance}. "
-                "Leave model.guidance out."
-            )
-        return family.off
-    return float(scale)
+    is_distilled = pipe.config.get("is_distilled") or not embeds or not guides
+    for broken, problem in (
+        (
+            not family.off <= scale < math.inf,
+            f"is guided by at least {family.off:g}, and {family.off:g} switches guidance off",
+        ),
+        (
+            getattr(config, "use_meanflow", False) or getattr(config, "flow_map", False),
+            "predicts the mean velocity of a whole step, which no single time has. Take the model that is "
+            "not distilled",
+        ),
+        (
+            is_distilled and guidance is not None and scale > family.off,
+            "is distilled: it takes no guidance. Leave model.guidance out",
+        ),
+    ):
+        if broken:
+            raise UserError(f"This {type(pipe).__name__} {problem}; guidance is {guidance!r}.")
+    return float(family.off if is_distilled else scale)
 
 
 def call_arguments(
@@ -93,12 +99,11 @@ def call_arguments(
     if size and "max_area" in taken:
         size["max_area"] = size["height"] * size["width"]
     if num_frames is not None:
-        if family.frames is None:
-            raise UserError(f"num_frames is {num_frames}, and {type(pipe).__name__} makes images.")
         step = getattr(pipe, "vae_scale_factor_temporal", None)
         step = step or getattr(pipe, "vae_temporal_compression_ratio", 1)
-        if num_frames < 1 or (num_frames - 1) % step:
-            raise UserError(f"num_frames is {num_frames}; this model makes 1 + a multiple of {step} of them.")
+        if family.frames is None or num_frames < 1 or (num_frames - 1) % step:
+            allowed = "images" if family.frames is None else f"1 + a multiple of {step} frames"
+            raise UserError(f"num_frames is {num_frames}; {type(pipe).__name__} makes {allowed}.")
         size["num_frames"] = num_frames
     reserved = {*_RESERVED, *family.fixed, family.scale}
     refused = [
@@ -119,8 +124,7 @@ _RESERVED = (
     "latents generator output_type num_inference_steps return_dict height width num_frames image sigmas "
     "timesteps guidance_scale true_cfg_scale skip_guidance_layers cfg_truncation cfg_trunc_ratio"
 ).split()
-"""Arguments of a call that the policy sets; guidance by the step's index, which a call of one step has "
-"not."""
+"""Arguments of a call that the policy sets; guidance by the step's index, which a call of one step lacks."""
 
 
 def _size(pipe: Any, family: Family, image_size: Any) -> dict[str, int]:

@@ -197,16 +197,11 @@ def settings_of(folder: Path, seed: int = 0) -> LoraSettings:
     """
     saved, metadata = read_lora(folder)
     ranks = {name: len(weight) for name, weight in saved.items() if name.endswith("lora_A.weight")}
-    if not ranks or len(set(ranks.values())) > 1:
+    other_scales = [k for k, v in metadata.items() if v and k.rpartition(".")[2] in _OTHER_SCALES]
+    if len(set(ranks.values())) != 1 or other_scales:
         raise UserError(
-            f"{Path(folder) / WEIGHT_FILE} holds no adapters of one rank in diffusers' format (names that "
-            "end in lora_A.weight). Load it with pipe.load_lora_weights and save it with "
-            "pipe.save_lora_weights."
-        )
-    odd = [k for k, v in metadata.items() if v and k.rpartition(".")[2] in _OTHER_SCALES]
-    if odd:
-        raise UserError(
-            f"The LoRA in {folder} was made with {', '.join(odd)}, and training goes on with one α for all. "
+            f"{Path(folder) / WEIGHT_FILE} holds no adapters of one rank and one α in diffusers' format "
+            f"(names that end in lora_A.weight){' but ' if other_scales else ''}{', '.join(other_scales)}. "
             "Fuse it into the model (pipe.fuse_lora(); pipe.save_pretrained) and add a new one."
         )
     rank = next(iter(ranks.values()))

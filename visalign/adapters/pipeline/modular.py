@@ -76,27 +76,22 @@ def as_one_call(pipe: Any, family: Family) -> None:
     """
     if not family.modular:
         return
-    kind, encodes = type(pipe), family.encodes.split()
+    kind, encodes, guider = type(pipe), family.encodes.split(), pipe.components.get("guider")
+    problem, row = "", list[Any]()
     if not issubclass(kind, ModularPipeline):
-        raise UserError(
-            f"A {kind.__name__} is driven by its blocks. Load its folder as a diffusers.ModularPipeline, or "
-            "by PipelinePolicy.from_pretrained."
+        problem = "is driven by its blocks. Load its folder as a diffusers.ModularPipeline"
+    elif guider is not None and type(guider) is not ClassifierFreeGuidance:
+        problem = (
+            f"has a {type(guider).__name__} as guider, which may go by the step's index; one velocity has "
+            "none. Set another: pipe.update_components(guider=ClassifierFreeGuidance())"
         )
-    guider = pipe.components.get("guider")
-    if guider is not None and type(guider) is not ClassifierFreeGuidance:
-        raise UserError(
-            f"The guider of this {kind.__name__} is a {type(guider).__name__}; guiders may go by the step's "
-            "index, which one velocity has not. Set another: pipe.update_components(guider="
-            "ClassifierFreeGuidance())."
-        )
-    absent = [name for name, part in pipe.components.items() if part is None]
-    row = _row(pipe, absent)
-    missing = sorted({name for block in row for name in _needs(block)} & {*absent})
-    if missing:
-        raise UserError(
-            f"This {kind.__name__} has no {', '.join(missing)}. Load its parts (pipe.load_components()), or "
-            "give PipelinePolicy.from_pretrained a folder that holds them."
-        )
+    else:
+        absent = [name for name, part in pipe.components.items() if part is None]
+        row = _row(pipe, absent)
+        if missing := sorted({name for block in row for name in _needs(block)} & {*absent}):
+            problem = f"has no {', '.join(missing)}. Load its parts (pipe.load_components())"
+    if problem:
+        raise UserError(f"This {kind.__name__} {problem}, or use PipelinePolicy.from_pretrained.")
     text, loop = _text_encoder(row), next(i for i, block in enumerate(row) if _is_loop(block))
     row[loop].set_progress_bar_config(disable=True)
     row[loop].loop_step = _one_step(row[loop])

@@ -62,31 +62,36 @@ def quantization_of(
     """
     if name is None:
         return {}
-    if name not in QUANTIZATIONS:
-        raise UserError(f"quantization is {name!r}; allowed are {', '.join(QUANTIZATIONS)}, or none.")
-    if not adapters:
-        raise UserError(
-            f"quantization is {name!r} without a LoRA, and rounded weights cannot be trained. Set "
-            "model.lora, or leave model.quantization out."
-        )
-    package = QUANTIZATIONS[name]
-    if package == "bitsandbytes" and _BY_SHAPES.get():
+    package = QUANTIZATIONS.get(name, "")
+    by_shapes = package == "bitsandbytes" and _BY_SHAPES.get()
+    for broken, message in (
+        (not package, f"allowed are {', '.join(QUANTIZATIONS)}, or none"),
+        (not adapters, "rounded weights cannot be trained. Set model.lora, or leave model.quantization out"),
+        (
+            not by_shapes and package and find_spec(package) is None,
+            f"it needs {package}: pip install {package}. Or leave it out",
+        ),
+        (
+            package == "torchao" and int(os.environ.get("WORLD_SIZE", "1")) > 1,
+            "DistributedDataParallel cannot share weights that torchao rounded. Train in one process, or "
+            "take 'bitsandbytes_4bit'",
+        ),
+        (
+            package == "bitsandbytes" and not by_shapes and not torch.cuda.is_available(),
+            "diffusers reads it only on a GPU. On a CPU take 'torchao_int8'",
+        ),
+    ):
+        if broken:
+            raise UserError(f"quantization is {name!r}; {message}.")
+    chosen: Any
+    if by_shapes:
         shapes = SimpleNamespace(quant_mapping=dict.fromkeys(networks, FourBits(dtype)))
         return {"quantization_config": shapes}
-    if find_spec(package) is None:
-        raise UserError(f"quantization {name!r} needs {package}: pip install {package}. Or leave it out.")
-    if package == "torchao" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UserError(
-            "DistributedDataParallel cannot share weights that torchao rounded. Train in one process, or "
-            "take 'bitsandbytes_4bit'."
-        )
     if package == "torchao":
         from torchao.quantization import Int8WeightOnlyConfig  # type: ignore[import-not-found]  # optional
 
-        chosen: Any = TorchAoConfig(Int8WeightOnlyConfig(version=2))
+        chosen = TorchAoConfig(Int8WeightOnlyConfig(version=2))
     else:
-        if not torch.cuda.is_available():
-            raise UserError(f"diffusers reads {name!r} on a GPU alone. On a CPU take 'torchao_int8'.")
         chosen = BitsAndBytesConfig(
             load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
         )
