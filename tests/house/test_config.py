@@ -157,7 +157,10 @@ def test_null_is_allowed_only_where_the_type_says_so(write) -> None:
         ("group_size: 1", r"group_size is 1; a group needs at least 2 samples"),
         ("note: ${nothing}", r"Key 'note': Interpolation key 'nothing' not found"),
         ("seed: 1\nseed: 2", r"job.yaml', line 2, column 1: not valid YAML: found duplicate key"),
-        ("seed: 1\nnote: [1,\n", r"job.yaml', line 3, column 1: not valid YAML: .*list of .key: value. lines"),
+        (
+            "seed: 1\nnote: [1,\n",
+            r"job.yaml', line 3, column 1: not valid YAML: .*list of .key: value. lines",
+        ),
         ("- a\n- b", r"its top level is a list. A configuration is a list of 'key: value' lines"),
     ],
 )
