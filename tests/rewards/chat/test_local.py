@@ -15,12 +15,10 @@ from visalign.rewards.base.contract import RewardError
 from visalign.rewards.catalogue import load_judge
 from visalign.rewards.chat.local import LocalModel
 from visalign.rewards.chat.unified_reward import UnifiedReward
-from visalign.rewards.chat.unified_reward_pairs import UnifiedRewardPairs
 from visalign.rewards.chat.yes_no import YesNoServer
 from visalign.rewards.questions.reward_dance import RewardDance
 from visalign.rewards.reading.numbers import AnswerError
 from visalign.rewards.vlm.engine import Query
-from visalign.rewards.vlm.generation import JudgeAnswers
 
 IMAGES = [noise(16, 24, 1), noise(40, 8, 2), noise(16, 24, 3)]
 PROMPTS = ["a cat", "a red dog", "a cat"]
@@ -66,17 +64,3 @@ def test_a_folder_is_loaded_in_this_process(tmp_path, monkeypatch):
     assert pairs.compare(IMAGES, IMAGES[::-1], PROMPTS).valid.tolist() == [False] * 3
     with pytest.raises(RewardError, match="Did you mean 'attention'"):
         UnifiedReward(model=str(folder), atention="eager")
-
-
-def test_its_answers_become_scores(monkeypatch):
-    engine, asked = tiny_judge(), []
-
-    def generate(_template, queries, *, answers, **drawing):
-        asked.append((answers, drawing, [len(query.images) for query in queries]))
-        texts = [["<answer>Image 1 is better</answer>"] * answers for _ in queries]
-        return JudgeAnswers(texts, [[True] * answers for _ in queries], [None] * len(queries))
-
-    monkeypatch.setattr(engine, "generate", generate)
-    judge = UnifiedRewardPairs(server=LocalModel(engine), mode="think", both_orders=False)
-    assert judge.compare(IMAGES, IMAGES[::-1], PROMPTS).prob.tolist() == [1, 1, 1]
-    assert asked == [(1, {"seed": 0, "temperature": 0.0, "max_new_tokens": 2048}, [2, 2, 2])]

@@ -131,7 +131,6 @@ def test_one_rule_for_prompts_without_a_visible_character(judges, name) -> None:
 
 
 @pytest.mark.parametrize("device", ["meta", "abacus"])
-@pytest.mark.parametrize("name", ["clip_score", "reward_dance"])
-def test_a_device_that_cannot_compute_is_refused_before_anything_is_loaded(name, device):
+def test_a_device_that_cannot_compute_is_refused_before_anything_is_loaded(device):
     with pytest.raises(RewardError, match=f"The device '{device}' cannot be used"):
-        load_judge(name, device=device)
+        load_judge("clip_score", device=device)

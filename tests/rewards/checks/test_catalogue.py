@@ -12,13 +12,7 @@ import pytest
 import torch
 
 from visalign.interfaces import PointwiseReward
-from visalign.rewards import (
-    FunctionReward,
-    RewardError,
-    check_reward,
-    load_reward,
-    load_text_reward,
-)
+from visalign.rewards import FunctionReward, RewardError, check_reward, load_reward, load_text_reward
 
 IMAGES = torch.rand(3, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 PROMPTS = ["a", "bb", "ccc"]
@@ -271,10 +265,7 @@ def test_a_file_that_cannot_be_imported_is_named_with_its_line(tmp_path, monkeyp
         (["1", "2", "3"], r"returned '1' \(str\) at position 0; needed is a number, or None"),
         (None, "returned a NoneType; needed is a list of 3 numbers"),
         ("abc", "returned a str"),
-        (
-            {"a": [1, 2, 3], "b": [1, 2, 3]},
-            'keys a, b; it cannot be told which is the reward. Add the key "a',
-        ),
+        ({"a": [1, 2, 3], "b": [1, 2, 3]}, "keys a, b; it cannot be told which is the reward. Add the key"),
         ({}, "cannot be told which is the reward"),
         ({"avg": [1, 2, 3], "b": [1]}, "returned 1 scores for 3 images"),
     ],

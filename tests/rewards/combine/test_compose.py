@@ -10,13 +10,7 @@ import torch
 from PIL import Image
 
 from visalign.interfaces import Scores
-from visalign.rewards import (
-    FunctionReward,
-    RewardError,
-    WeightedSum,
-    check_reward,
-    failure_reasons,
-)
+from visalign.rewards import FunctionReward, RewardError, WeightedSum, check_reward, failure_reasons
 from visalign.rewards.statistics import JpegSize, Sharpness
 
 IMAGES = torch.rand(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
@@ -200,14 +194,3 @@ def test_contract():
     assert over_batch.capabilities.needs_batch and len(check_reward(over_batch)) == 10
     with pytest.raises(RewardError, match="an image alone scores otherwise than in a batch"):
         check_reward(lambda images, **_: [float(len(images))] * len(images))
-
-
-def judged(*reasons: str | None) -> Scores:
-    valid = torch.tensor([reason is None for reason in reasons])
-    return Scores(value=torch.where(valid, 1.0, torch.nan), valid=valid, unit="1", reason=reasons)
-
-
-def test_failure_reasons():
-    assert failure_reasons(judged(None, "late")) == [None, "late"]
-    nameless = Scores(value=torch.tensor([torch.nan]), valid=torch.tensor([False]), unit="1")
-    assert failure_reasons(nameless) == ["no reason given"]

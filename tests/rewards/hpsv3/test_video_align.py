@@ -12,19 +12,10 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.support.hub import hub
 from tests.support.judges.official import PIXELS, RATE, clips, video_align
 from tests.support.models.vision_language import save_tiny_seeing_model
 from visalign.rewards import RewardError, load_judge
-from visalign.rewards.hpsv3.video_align import (
-    BASE,
-    PARTS,
-    PUBLISHED,
-    TEMPLATE,
-    VideoAlign,
-    merge_lora,
-    sample_frames,
-)
+from visalign.rewards.hpsv3.video_align import PARTS, TEMPLATE, VideoAlign, merge_lora, sample_frames
 
 
 @pytest.fixture(scope="module")
@@ -121,15 +112,6 @@ def test_parts_of_the_published_folder_are_read_alike(folder) -> None:
     wanted = judge(folder).score(clips()[:1], ["a cat"]).value
     for place in ("VideoReward/checkpoint-20", "VideoReward/checkpoint-20/model.pth"):
         assert torch.equal(judge(folder, place).score(clips()[:1], ["a cat"]).value, wanted)
-
-
-def test_a_hub_id_fetches_weights_and_only_small_files_of_the_base(folder, monkeypatch) -> None:
-    log = hub(monkeypatch, {PUBLISHED: folder / "VideoReward", BASE: folder / "base"})
-    options = {"clip_fps": RATE, "min_pixels": PIXELS["min_pixels"]}
-    found = VideoAlign(PUBLISHED, **options).score(clips()[:1], ["a cat"])
-    assert torch.equal(found.value, judge(folder).score(clips()[:1], ["a cat"]).value)
-    assert [entry for entry in log if entry.startswith("list")] == [f"list {PUBLISHED}", f"list {BASE}"]
-    assert not any("model.safetensors" in entry for entry in log)
 
 
 def test_halves_of_a_lora_are_refused() -> None:
