@@ -118,7 +118,7 @@ def sft(folder: Path, accelerator: Accelerator, sharding: bool = False) -> Train
 
 
 def dpo(
-    folder: Path, accelerator: Accelerator, loss: str, sharding: bool = False, rate: float = 0.0
+    folder: Path, accelerator: Accelerator, loss: Any, sharding: bool = False, rate: float = 0.0
 ) -> Trainer[Any]:
     """Batches of three pairs or votes, of which four are there."""
     policy, settings = toy_policy(), DPOSettings(row=loss, label_rate=rate)

@@ -14,6 +14,7 @@ from tests.support.training.images import Brightness, ToyPolicy, outcome, toy_tr
 from tests.support.training.text import Letters, toy_text_trainer, weights_of
 from visalign.errors import UserError
 from visalign.interfaces import RewardCapabilities, Scores
+from visalign.training import RolloutSettings
 from visalign.training.loop.judging import RewardScorer, concatenate_scores
 from visalign.training.loop.metrics import read_metrics
 
@@ -192,4 +193,6 @@ def test_scores_of_stretches_are_joined_with_what_one_of_them_lacks():
         "b": [True, False, False],
     }
     assert found.reason == [None, None, None] and found.text is None
-    assert RewardScorer(Brightness(), what="images", threaded=False).chunks([0, 0, 1], 9)[2].tolist() == [2]
+    assert RewardScorer(Brightness(), RolloutSettings(), what="images").chunks([0, 0, 1], 9)[2].tolist() == [
+        2
+    ]

@@ -139,9 +139,7 @@ class ImageAlgorithm(Algorithm):
         self.accelerator = get_accelerator(accelerator, policy)
         self._check(stored is not None)
         self.records, self.features, self.stored = records, features, stored
-        self.scorer = RewardScorer(
-            as_higher_is_better(reward), what="images", threaded=self.rollout.scores_in_thread
-        )
+        self.scorer = RewardScorer(as_higher_is_better(reward), self.rollout, what="images")
         size = self.rollout.prompts_per_iteration, self.rollout.group_size
         self.sampler = PromptSampler(len(records), *size, seed, strata=strata, cycle=cycle)
         self.samples = size[0] * size[1]

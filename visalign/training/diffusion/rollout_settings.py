@@ -77,7 +77,6 @@ class RolloutSettings:
     (neighbours that move along the timestep schedule, with the last two ever faster, MixGRPO)."""
     sde_window_every: Count = 25
     """Iterations before a moving window moves."""
-
     ode_compression: PositiveShare | None = None
     """Share of the steps after the last stochastic one that are taken, along the ODE (MixGRPO-Flash: 0.4,
     with rollout.solver=dpmpp_2m); null: all."""
@@ -117,11 +116,6 @@ class RolloutSettings:
 
     def __post_init__(self) -> None:
         check_rules(self, RULES)
-
-    @property
-    def scores_in_thread(self) -> bool:
-        """True where the reward runs in a thread."""
-        return self.overlap > 1 or self.staleness > 0
 
     @property
     def stochastic(self) -> list[int]:

@@ -19,7 +19,12 @@ from visalign.core.regression.rows import MATRIX_SIGNALS, REGRESSIONS, Regressio
 from visalign.errors import UserError
 from visalign.settings import NonNegative, Positive, check_rules, settings
 from visalign.training.loop.sampler import check_whole_groups
-from visalign.training.policy.settings import MATRIX_ADVANTAGES, ObjectiveSettings, check_stale, merge_changes
+from visalign.training.policy.settings import (
+    MATRIX_ADVANTAGES,
+    ObjectiveSettings,
+    merge_changes,
+    stale_message,
+)
 from visalign.training.policy.update import couples_decisions
 
 from .published import published_alternative
@@ -202,8 +207,6 @@ def check_sampling(
     """Refuse an objective and a rollout, or with `stored` stored pairs of images, that do not fit each
     other."""
     check_rules(_Job(objective, rollout), (*JOB_RULES, *(STORED_PAIR_RULES if stored else SAMPLED_RULES)))
-    if rollout.staleness:
-        check_stale(objective.build(length=1) if objective.is_policy_gradient else None, objective.algorithm)
 
 
 _STOCHASTIC_STEPS = (
@@ -220,6 +223,13 @@ def _unused_noise_setting(s: _Job) -> str:
     defaults = {item.name: item.default for item in fields(RolloutSettings)}
     changed = (name for name in _STOCHASTIC_STEPS if getattr(s.rollout, name) != defaults[name])
     return next((f"{name}={json.dumps(defaults[name])}" for name in changed), "")
+
+
+def _uncorrected(s: _Job) -> str:
+    """Describe an algorithm that does not correct for samples of older weights, where there are any."""
+    objective = s.objective.build(length=1) if s.objective.is_policy_gradient else None
+    corrects = objective is not None and objective.importance_sampling is not None
+    return stale_message(s.objective.algorithm) if s.rollout.staleness and not corrects else ""
 
 
 JOB_RULES = (
@@ -281,6 +291,7 @@ JOB_RULES = (
         "objective.changes.last is {s.objective.ascent.last}, and rollout.steps is {s.rollout.steps}. Take "
         "at most {s.rollout.steps}.",
     ),
+    (_uncorrected, "{v}"),
     (
         lambda s: s.objective.step_weights is not None and len(s.objective.step_weights) != s.rollout.steps,
         "objective.step_weights is {s.objective.step_weights} for {s.rollout.steps} steps; give one weight "

@@ -139,12 +139,10 @@ def merge_changes(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[s
     return merged
 
 
-def check_stale(objective: Objective | None, algorithm: str) -> None:
-    """Refuse samples of older weights for an objective (None: without log-probs) that does not correct
-    them."""
-    if objective is None or objective.importance_sampling is None:
-        raise UserError(
-            f"rollout.staleness=1 trains on samples of older weights, and objective.algorithm={algorithm} "
-            "takes them for the policy's own. Set rollout.staleness=0, or for an algorithm on log-probs "
-            "objective.changes={importance_sampling: {level: token, mode: truncate, high: 2.0}}."
-        )
+def stale_message(algorithm: str) -> str:
+    """Say what to set where an algorithm does not correct for samples of older weights."""
+    return (
+        f"rollout.staleness=1 trains on samples of older weights, and objective.algorithm={algorithm} takes "
+        "them for the policy's own. Set rollout.staleness=0, or for an algorithm on log-probs "
+        "objective.changes={importance_sampling: {level: token, mode: truncate, high: 2.0}}."
+    )

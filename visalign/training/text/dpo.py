@@ -177,13 +177,7 @@ class DPO(TextAlgorithm):
 
     def collect(self, run: Context) -> Collected:
         """Read the next batches of the stream."""
-        first, count = run.counters.updates, run.optimizer.updates_per_iteration
-        batches = [self.data.completions.batch(first + i) for i in range(count)]
-        return Collected(
-            experience=batches,
-            samples=sum(len(batch) for batch in batches) // 2,
-            tokens=sum(int(batch.loss_mask.sum()) for batch in batches),
-        )
+        return self.next_batches(self.data.completions, run, per_record=2)
 
     def backward(self, experience: Any, step: TextRollout, run: Context) -> dict[str, float]:
         """Add the gradient of the mean loss of a batch."""

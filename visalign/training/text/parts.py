@@ -15,8 +15,8 @@ from visalign.core.objective.stages import ADVANTAGES
 from visalign.errors import UserError
 from visalign.text import Prompt, Sampling, StoppingCriteria, TextPolicy, TextRollout, ToolPolicy
 from visalign.training.loop.judging import RewardScorer
-from visalign.training.loop.sampler import check_batch_algebra
 from visalign.training.policy.reference import Reference
+from visalign.training.policy.settings import stale_message
 
 from .settings import TextRolloutSettings
 
@@ -113,11 +113,6 @@ class TextParts:
         return self.rollout.recompute or self.objective.importance_sampling is not None
 
     @property
-    def engine(self) -> Any:
-        """The generator without its tool."""
-        return self.generator.engine if isinstance(self.generator, ToolPolicy) else self.generator
-
-    @property
     def policy_generator(self) -> CompletionGenerator:
         """The policy itself, with the tool where completions have one."""
         if not isinstance(self.generator, ToolPolicy):
@@ -135,13 +130,7 @@ PER_DECISION = ("gae", "remax", "reinforce_pp", "group_returns")
 """Advantages that take rewards of single tokens."""
 
 
-def check_sizes(parts: TextParts) -> None:
-    """Refuse sample counts that the processes cannot share."""
-    world, prompts = parts.accelerator.num_processes, parts.rollout.prompts_per_iteration
-    check_batch_algebra(prompts, parts.rollout.group_size, world)
-
-
-def check_parts(parts: TextParts, *, name: str) -> None:
+def check_parts(parts: TextParts, *, name: str, dynamic: bool) -> None:
     """Refuse the algorithm `name` if it lacks a part, or parts that do not suit it."""
     policy, objective, rollout = parts.policy, parts.objective, parts.rollout
     needs = ADVANTAGES[objective.advantage].needs
@@ -149,6 +138,7 @@ def check_parts(parts: TextParts, *, name: str) -> None:
     head = value_head if value_model is None else getattr(value_model, "head", None)
     critics = getattr(getattr(head, "linear", None), "out_features", 1)
 
+    engine = parts.generator.engine if isinstance(parts.generator, ToolPolicy) else parts.generator
     algorithm = f"objective.algorithm={name}"
     rules = (
         (
@@ -192,8 +182,14 @@ def check_parts(parts: TextParts, *, name: str) -> None:
             "rollout.routing_replay goes without demonstrations (ptx), whose tokens were never routed. Leave "
             "one of the two out.",
         ),
+        (rollout.staleness > 0 and objective.importance_sampling is None, stale_message(name)),
         (
-            parts.engine is not policy and not parts.recomputes,
+            rollout.staleness > 0 and dynamic,
+            "rollout.staleness=1 draws completions before the last ones are scored, and dynamic.enabled "
+            "decides by scores how many there are. Leave one of the two out.",
+        ),
+        (
+            engine is not policy and not parts.recomputes,
             "Another engine writes the completions, so its log-probs are not the policy's. Set "
             "rollout.recompute=true, and importance_sampling in objective.changes for what is left between "
             "the two.",

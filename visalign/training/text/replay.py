@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from visalign.core import PolicyOutput
 from visalign.errors import UserError
 from visalign.text import Sampling, TextPolicy, TextRollout
-from visalign.training.loop.algorithm import Algorithm
+from visalign.training.loop.algorithm import Algorithm, Collected, Context
 from visalign.training.loop.processes import share_gradients
 from visalign.training.loop.sharding import is_divided, shard, unsharded
 
-from .parts import LogPartition, ValueFunction
+from .parts import Demonstrations, LogPartition, ValueFunction
 
 
 class TextAlgorithm(Algorithm):
@@ -30,6 +30,14 @@ class TextAlgorithm(Algorithm):
     def unsharded(self) -> AbstractContextManager[Any]:
         """Give each process the whole model within the context."""
         return unsharded(self.module)
+
+    def next_batches(self, stream: Demonstrations, run: Context, *, per_record: int = 1) -> Collected:
+        """Read an iteration's batches of a stream, whose records have `per_record` completions."""
+        first, count = run.counters.updates, run.optimizer.updates_per_iteration
+        batches = [stream.batch(first + i) for i in range(count)]
+        samples = sum(len(batch) for batch in batches) // per_record
+        tokens = sum(int((batch.loss_mask != 0).sum()) for batch in batches)
+        return Collected(experience=batches, samples=samples, tokens=tokens)
 
     def parameters(self) -> Sequence[tuple[str, nn.Parameter]]:
         """Return the policy's trained parameters."""

@@ -52,7 +52,6 @@ from .parts import (
     TextParts,
     ValueFunction,
     check_parts,
-    check_sizes,
 )
 from .replay import TextAlgorithm, TextReplay, distribute
 from .self_imitation import KEY as IMITATION_KEY
@@ -63,7 +62,6 @@ from .settings import (
     SelfImitationSettings,
     TextObjectiveSettings,
     TextRolloutSettings,
-    check_staleness,
 )
 from .trajectories import needs_reference, nucleus_of
 
@@ -129,7 +127,7 @@ class TextRL(TextAlgorithm):
         self.settings = objective or TextObjectiveSettings()
         base = self.settings.build(length=self.rollout.max_new_tokens)
         self.policy = policy
-        check_staleness(self.rollout, self.settings, dynamic is not None and dynamic.enabled)
+
         self._prefetcher = RolloutPrefetcher[PendingRound](self._sample, self.rollout.staleness)
         reward, reference = as_higher_is_better(reward), Reference(policy, self.settings)
         self.flow: LatentFlow | None = None
@@ -142,7 +140,7 @@ class TextRL(TextAlgorithm):
             reference=reference,
             generator=policy if generator is None else generator,
             reward=reward,
-            scorer=RewardScorer(reward, what="completions", threaded=self.rollout.scores_in_thread),
+            scorer=RewardScorer(reward, self.rollout, what="completions"),
             records=records,
             rollout=self.rollout,
             objective=base,
@@ -153,11 +151,10 @@ class TextRL(TextAlgorithm):
             seed=seed,
             accelerator=self.accelerator,
         )
-        check_parts(self.parts, name=self.settings.algorithm)
-        size = self.rollout.prompts_per_iteration, self.rollout.group_size
-        check_sizes(self.parts)
-        self.sampler = PromptSampler(len(records), *size, seed)
-        self.groups = DynamicGroups(size[0], dynamic) if dynamic is not None and dynamic.enabled else None
+        prompts = self.rollout.prompts_per_iteration
+        self.sampler = PromptSampler(len(records), prompts, self.rollout.group_size, seed)
+        self.groups = DynamicGroups(prompts, dynamic) if dynamic is not None and dynamic.enabled else None
+        check_parts(self.parts, name=self.settings.algorithm, dynamic=self.groups is not None)
         self.imitation: SelfImitation | None = None
         if self_imitation is not None:
             if self.parts.objective.value or self.parts.objective.surrogate == "flow_balance":

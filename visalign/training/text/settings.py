@@ -24,7 +24,7 @@ from visalign.settings import (
 from visalign.text import Sampling, StoppingCriteria
 from visalign.text.calculator import calculator
 from visalign.text.tool_calls import Tool, ToolFormat, ToolUse
-from visalign.training.policy.settings import ObjectiveSettings, check_stale
+from visalign.training.policy.settings import ObjectiveSettings
 
 Text = Annotated[str, Field(min_length=1)]
 
@@ -117,11 +117,6 @@ class TextRolloutSettings(GenerationSettings):
     tool: ToolSettings | None = None
     """Tool that answers in the middle of completions, in training and in evaluations; {} is a calculator
     that writes what follows " = "."""
-
-    @property
-    def scores_in_thread(self) -> bool:
-        """True where the reward runs in a thread."""
-        return self.overlap > 1 or self.staleness > 0
 
     @property
     def sampling(self) -> Sampling:
@@ -255,15 +250,3 @@ OBJECTIVE_RULES = (
         "out.",
     ),
 )
-
-
-def check_staleness(rollout: TextRolloutSettings, objective: TextObjectiveSettings, dynamic: bool) -> None:
-    """Refuse stale completions where nothing corrects for them, or their number is not known in advance."""
-    if not rollout.staleness:
-        return
-    check_stale(objective.build(length=1), objective.algorithm)
-    if dynamic:
-        raise UserError(
-            "rollout.staleness=1 draws completions before the last ones are scored, and dynamic.enabled "
-            "decides by scores how many there are. Leave one of the two out."
-        )

@@ -53,13 +53,7 @@ class SFT(TextAlgorithm):
 
     def collect(self, run: Context) -> Collected:
         """Read the next batches of the stream."""
-        first, count = run.counters.updates, run.optimizer.updates_per_iteration
-        batches = [self.demonstrations.batch(first + i) for i in range(count)]
-        return Collected(
-            experience=batches,
-            samples=sum(len(batch) for batch in batches),
-            tokens=sum(int((batch.loss_mask != 0).sum()) for batch in batches),
-        )
+        return self.next_batches(self.demonstrations, run)
 
     def backward(self, experience: Any, step: TextRollout, run: Context) -> dict[str, float]:
         """Add the gradient of the mean of −log π over a batch's tokens."""
