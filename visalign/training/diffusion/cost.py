@@ -68,5 +68,5 @@ def planned_passes(
     # an iteration's first update is on-policy where the old policy is the current one, bit for bit
     on_policy = sum(not row.keeps_old or i == 0 or row.decay_at(i - 1) == 0 for i in range(iterations))
     old = 1 - on_policy / iterations / updates if row.anchor == "old" else 0.0
-    others = row.asks_reference * kl_share + (row.anchor == "expert")
-    return others * reference / passes + old
+    other_policies = row.asks_reference * kl_share + (row.anchor == "expert")
+    return other_policies * reference / passes + old

@@ -276,18 +276,18 @@ class FlowGRPO(ImageAlgorithm):
         self, experience: Experience, step: PolicyStep, size: int
     ) -> Iterator[tuple[Prepared, PolicyOutput]]:
         """Yield rows and the policy's outputs for them; rows of weight 0 where this process is `idle`."""
-        own = step.local_rows(experience.first, len(experience.trajectory))
-        row, decision, count = self._pairs(experience, step, own)
+        local = step.local_rows(experience.first, len(experience.trajectory))
+        row, decision, count = self._pairs(experience, step, local)
         idle = self.idle(math.ceil(len(row) / size))
         zero = torch.zeros(1, dtype=torch.int64)
         first = flat_rows(step.prepared, zero, zero)
         weightless = replace(first, weight=torch.zeros_like(first.weight)).to(self.policy.device)
         for _ in range(idle):
             yield weightless, self._output(experience, zero, zero)
-        if not len(own):
+        if not len(local):
             return
         if couples_decisions(experience.objective):
-            yield from self._whole_samples(experience, step, own, size)
+            yield from self._whole_samples(experience, step, local, size)
             return
         for batch in torch.arange(len(row)).split(size):
             rows = flat_rows(step.prepared, row[batch], decision[batch])
@@ -297,25 +297,25 @@ class FlowGRPO(ImageAlgorithm):
                 yield rows, self._output(experience, sample, decision[batch])
 
     @staticmethod
-    def _pairs(experience: Experience, step: PolicyStep, own: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _pairs(experience: Experience, step: PolicyStep, local: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """List (row, decision, number of samples) of N pairs; a step that samples share is listed once.
 
         The loss of a shared pair counts for each of its samples, so the update is that of all of them.
         """
         steps = len(experience.trained)
-        node = experience.node[step.sample[own] - experience.first]
+        node = experience.node[step.sample[local] - experience.first]
         label, position = (node * steps + torch.arange(steps)).flatten(), torch.arange(node.numel())
         labels, index, count = label.unique(return_inverse=True, return_counts=True)
         first = torch.full_like(labels, len(position)).scatter_reduce(0, index, position, "amin")
         first = first.sort().values
-        return own[first // steps], first % steps, count[index[first]]
+        return local[first // steps], first % steps, count[index[first]]
 
     def _whole_samples(
-        self, experience: Experience, step: PolicyStep, own: Tensor, size: int
+        self, experience: Experience, step: PolicyStep, local: Tensor, size: int
     ) -> Iterator[tuple[Prepared, PolicyOutput]]:
         """Yield all decisions of each sample together, for objectives that join them."""
         steps = len(experience.trained)
-        batches = own.split(max(1, size // steps))
+        batches = local.split(max(1, size // steps))
         for batch in batches:
             sample, last = step.sample[batch] - experience.first, batch is batches[-1]
             rows = step.prepared.rows(batch).to(self.policy.device)

@@ -23,7 +23,7 @@ def image_statistics(images: Tensor) -> Tensor:
     for a flat image.
     """
     images = middle_frame(images).double()
-    most, smallest = images.amax(1), images.amin(1)
+    brightest, darkest = images.amax(1), images.amin(1)
     luma = torch.einsum("bchw,c->bhw", images, images.new_tensor([0.299, 0.587, 0.114]))
     mean = luma.mean((1, 2))
     energy = torch.fft.fft2(luma - mean[:, None, None]).abs().square()
@@ -35,7 +35,7 @@ def image_statistics(images: Tensor) -> Tensor:
     return torch.stack(
         [
             mean,
-            ((most - smallest) / torch.where(most > 0, most, 1.0)).mean((1, 2)),
+            ((brightest - darkest) / torch.where(brightest > 0, brightest, 1.0)).mean((1, 2)),
             luma.std((1, 2), correction=0),
             torch.where(flat, 0.0, share),
         ],

@@ -251,8 +251,8 @@ class VelocityRegression(ImageAlgorithm):
             self.accelerator.backward(pairs.v.sum() * 0.0)
         if self.accelerator.num_processes > 1:
             sums = torch.as_tensor(self.accelerator.reduce(sums, "sum"))
-        named = dict(zip(SUMS, sums.tolist(), strict=True))
-        return {**named, "loss/policy": named["loss/policy"] * share, "loss/kl": named["loss/kl"] * share}
+        totals = dict(zip(SUMS, sums.tolist(), strict=True))
+        return {**totals, "loss/policy": totals["loss/policy"] * share, "loss/kl": totals["loss/kl"] * share}
 
     def _backward_batch(
         self,

@@ -107,12 +107,12 @@ class RewardGradient(ImageAlgorithm):
         """Generate the update's images and add the gradient of −mean reward, in micro-batches of images."""
         process, size = self.accelerator, len(experience.batch)
         first = self.first
-        own = step.sample[(first <= step.sample) & (step.sample < first + size)] - first
+        local = step.sample[(first <= step.sample) & (step.sample < first + size)] - first
         value = torch.full((len(experience.group),), torch.nan, dtype=torch.float64)
         sums = torch.zeros(2, dtype=torch.float64)  # Σ image gradient's norm, Σ k |v − v_ref|²
         # DDP averages over the processes, and the loss is a mean over all of them
         scale = run.counters.loss_scale * process.num_processes / len(step.sample)
-        batches = list(own.split(max(1, run.micro_batch))) if len(own) else []
+        batches = list(local.split(max(1, run.micro_batch))) if len(local) else []
         idle, zero = self.idle(len(batches)), torch.zeros(1, dtype=torch.int64)
         for sample in batches:
             last = sample is batches[-1]

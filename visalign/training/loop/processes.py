@@ -201,12 +201,12 @@ class Shares:
         """Gather [b, ...] of this process's samples to [B, ...] of all, on the CPU; all processes call it."""
         if len(self.indices) == 1:
             return value.cpu()
-        most = max(map(len, self.indices))
-        padded = value.new_zeros(most, *value.shape[1:])
+        longest = max(map(len, self.indices))
+        padded = value.new_zeros(longest, *value.shape[1:])
         padded[: len(value)] = value
         blocks: Any = self.accelerator.gather(padded.to(self.accelerator.device))
         gathered = torch.empty(sum(map(len, self.indices)), *value.shape[1:], dtype=value.dtype)
-        for index, block in zip(self.indices, blocks.cpu().split(most), strict=True):
+        for index, block in zip(self.indices, blocks.cpu().split(longest), strict=True):
             gathered[index] = block[: len(index)]
         return gathered
 

@@ -91,8 +91,8 @@ class TrainingProgress:
             values["clip"] = values.get("clip_low", 0.0) + values.get("clip_high", 0.0)
         self._last |= values
         fresh = {k: v for k, v in self._last.items() if k in values or not k.startswith("heldout/")}
-        shown = [(title, form, fresh[key]) for title, key, form in self._columns if key in fresh]
-        cells = ", ".join(f"{title} {_cell(form, value)}" for title, form, value in shown)
+        columns = [(title, form, fresh[key]) for title, key, form in self._columns if key in fresh]
+        cells = ", ".join(f"{title} {_cell(form, value)}" for title, form, value in columns)
         left = clock_text(self.seconds_left())
         if self.enabled:
             line = f"iteration {self._done}/{self._total}: {cells}, {left} left"

@@ -120,12 +120,12 @@ class Trainer(Generic[A]):
                 "(run.iterations), or leave best_by out."
             )
         settings = OptimizerSettings() if optimizer is None else optimizer
-        named = list(algorithm.parameters())
-        if not named:
+        parameters = list(algorithm.parameters())
+        if not parameters:
             raise UserError(
                 "The model has no trainable parameter. Train its head, its adapters, or all of it."
             )
-        self.weights = TrainedWeights(named, settings, rates=algorithm.rates(settings.lr))
+        self.weights = TrainedWeights(parameters, settings, rates=algorithm.rates(settings.lr))
         self.ema = EMA(
             self.weights.masters,
             decay=settings.ema_decay,

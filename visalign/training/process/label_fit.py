@@ -125,12 +125,12 @@ class LabelFit(Algorithm):
     def backward(self, experience: Any, step: list[int], run: Context) -> dict[str, float]:
         """Add the gradient of the mean loss over the labels of a batch."""
         process = self.accelerator
-        own = step[process.process_index :: process.num_processes]
+        local = step[process.process_index :: process.num_processes]
         devices = sorted({p.device.index or 0 for _, p in self.named if p.device.type == "cuda"})
         with torch.random.fork_rng(devices):
             # seeded by the update, so that a resumed run has the same dropout
             torch.manual_seed(self.settings.seed + run.counters.updates)
-            outputs = self._outputs(own, step)
+            outputs = self._outputs(local, step)
         sums = torch.stack([outputs.loss.detach().sum(), torch.isfinite(outputs.label).sum()]).double()
         total, labels = torch.as_tensor(process.reduce(sums.to(process.device), "sum"))
         labels = labels.clamp(min=1)
@@ -149,17 +149,17 @@ class LabelFit(Algorithm):
         self.recorded.append(replace(outputs, odds=outputs.odds.detach(), loss=outputs.loss.detach()))
         return {"loss": loss}
 
-    def _outputs(self, own: list[int], step: list[int]) -> LabelOutputs:
+    def _outputs(self, local: list[int], step: list[int]) -> LabelOutputs:
         """Evaluate this process's rows of a batch.
 
         Without rows, a divided network still runs with a loss of 0, since the others wait for its weights.
         """
         if self.divided is not None:
-            outputs = LabelOutputs(**self.divided(own or step[:1]))
+            outputs = LabelOutputs(**self.divided(local or step[:1]))
             unlabelled = {"label": torch.full_like(outputs.label, math.nan), "loss": outputs.loss * 0.0}
-            return outputs if own else replace(outputs, **unlabelled)
+            return outputs if local else replace(outputs, **unlabelled)
         empty = torch.zeros(0)
-        return self.outputs(own) if own else LabelOutputs(odds=empty, label=empty, loss=empty)
+        return self.outputs(local) if local else LabelOutputs(odds=empty, label=empty, loss=empty)
 
     def record(self, experience: Any, sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
         """Average the loss over the labels of all processes."""

@@ -30,8 +30,8 @@ def distinct_pairs(tokens: Tensor, group: Tensor) -> float:
 def _pair_ids(ids: Tensor, apart: int) -> Tensor:
     """Number pairs of ids `apart` positions apart, [B, T − apart]; −1 where one is missing."""
     first, second = ids[:, :-apart], ids[:, apart:]
-    most = int(ids.max()) + 1 if ids.numel() else 1
-    numbers = torch.unique(first * most + second, return_inverse=True)[1]
+    radix = int(ids.max()) + 1 if ids.numel() else 1
+    numbers = torch.unique(first * radix + second, return_inverse=True)[1]
     return torch.where((first < 0) | (second < 0), -1, numbers)
 
 

@@ -221,12 +221,12 @@ class TextRL(TextAlgorithm):
     def parameters(self) -> Sequence[tuple[str, nn.Parameter]]:
         """Return parameters of the policy, a value network and a log-partition head."""
         parts = self.parts
-        named = list(self.policy.trainable_parameters())
+        parameters = list(self.policy.trainable_parameters())
         if parts.value_model is not None:
-            named += [(f"value_model.{n}", p) for n, p in parts.value_model.named_parameters()]
+            parameters += [(f"value_model.{n}", p) for n, p in parts.value_model.named_parameters()]
         if parts.log_partition is not None:
-            named += [(f"log_partition.{n}", p) for n, p in parts.log_partition.head.named_parameters()]
-        return named
+            parameters += [(f"log_partition.{n}", p) for n, p in parts.log_partition.head.named_parameters()]
+        return parameters
 
     def collect(self, run: Context) -> Collected:
         """Sample and score completions and, with dynamic sampling, select groups."""
@@ -411,14 +411,14 @@ class TextRL(TextAlgorithm):
 
     def finish(self, run: Context) -> None:
         """Save the state for a checkpoint, and hand the weights to a server."""
-        own = run.counters.own
+        memory = run.counters.own
         self.parts.reference.finish(run, self._last_kl)
         if self.groups is not None:
-            own["rounds"] = self.groups.round
+            memory["rounds"] = self.groups.round
         if self._kl_penalty is not None:
-            own["penalty"] = self._kl_penalty
+            memory["penalty"] = self._kl_penalty
         if self.gate is not None:
-            own["kl_gate"] = self.gate.state()
+            memory["kl_gate"] = self.gate.state()
 
         for key, part in self._stateful():
             run.tensors[key] = part.state()
@@ -428,14 +428,14 @@ class TextRL(TextAlgorithm):
 
     def restore(self, run: Context) -> None:
         """Continue from a checkpoint; a server still has other weights."""
-        own = run.counters.own
+        memory = run.counters.own
         self.parts.reference.restore(run)
-        self._kl_penalty = own.get("penalty")
+        self._kl_penalty = memory.get("penalty")
 
-        if self.gate is not None and "kl_gate" in own:
-            self.gate.load(own["kl_gate"])
+        if self.gate is not None and "kl_gate" in memory:
+            self.gate.load(memory["kl_gate"])
         if self.groups is not None:
-            self.groups.round = own.get("rounds", 0)
+            self.groups.round = memory.get("rounds", 0)
         for key, part in self._stateful():
             if key in run.tensors:
                 part.load(run.tensors[key])

@@ -138,8 +138,8 @@ def sample_point(
         reasons: list[str | None] = [None] * len(metadata)
         for i in (~valid).nonzero()[:, 0].tolist():
             is_too_long = rollout.stop_reason[i] == "prompt too long"
-            given = scores.reason[i] if scores.reason else None
-            reasons[i] = "prompt too long" if is_too_long else given or "value not finite"
+            failure = scores.reason[i] if scores.reason else None
+            reasons[i] = "prompt too long" if is_too_long else failure or "value not finite"
         parts.append(
             Completions(
                 prompt=[i for i in index for _ in range(samples)],

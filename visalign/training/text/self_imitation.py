@@ -159,9 +159,9 @@ class SelfImitation:
 
 def _group_means(t: Trajectories) -> list[float]:
     reward = sample_reward(t, 0.0).double()
-    known = torch.isfinite(reward) & t.present()
+    valid = torch.isfinite(reward) & t.present()
     index, groups = group_index(t.group, len(reward))
-    return group_mean(reward, known, index, groups)[index[known].unique()].tolist()
+    return group_mean(reward, valid, index, groups)[index[valid].unique()].tolist()
 
 
 def _store(
