@@ -91,8 +91,8 @@ class VisionReward:
         self.engine = engine_of(model, self.name, device=device, precision=precision, **loading)
         self.checklist = checklist_of(checklist, self.engine)
         self.template = template or self.engine.template("checklist", CHECKLIST)
-        place = f"the template {self.template.name!r} has no {{question}}; write it into its text"
-        check_rules(self.name, {place: "question" in self.template.fields})
+        message = f"the template {self.template.name!r} has no {{question}}; write it into its text"
+        check_rules(self.name, {message: "question" in self.template.fields})
         words: dict[str, Any] = {"yes": yes, "no": no, "min_mass": min_mass}
         self._read = YesNoReader(self.engine, self.template, **words)
         self.answers, self.max_unanswered, self.min_mass = answers, max_unanswered, min_mass
@@ -144,12 +144,12 @@ class VisionReward:
             for row, prompt in enumerate(request.prompts):
                 reasons[row] = reasons[row] or prompt_problem(prompt)
         rows, queries = requests(request, self.template, reasons)
-        asked = [
+        question_queries = [
             replace(query, fields={"question": wording.replace("{prompt}", query.prompt)})
             for query in queries
             for wording in questions
         ]
-        odds = self._read(asked)
+        odds = self._read(question_queries)
         log_odds = odds.log_odds.double().view(len(rows), count)
         yes = log_odds.sigmoid()
         if self.answers == "hard":

@@ -150,8 +150,8 @@ class SoftTifa(_NextWordJudge):
         check_choices(self.name, **choices)
         super().__init__(model, ONE_WORD, device=device, precision=precision, loading=loading)
         self.template = template or self.template
-        place = f"the template {self.template.name!r} has no {{question}}; write it into its text"
-        check_rules(self.name, {place: "question" in self.template.fields})
+        message = f"the template {self.template.name!r} has no {{question}}; write it into its text"
+        check_rules(self.name, {message: "question" in self.template.fields})
         self.mean, self.spellings = mean, spellings
         self.identity = self._make_identity(mean=mean, spellings=spellings)
 

@@ -287,7 +287,7 @@ class RemoteReward:
         """Choose the server that may be asked soonest, then that with the fewest rows under way."""
         with self._lock:
             now = time.monotonic()
-            server = min(self._servers, key=lambda one: (max(now, one.retry_at), one.rows_under_way))
+            server = min(self._servers, key=lambda server: (max(now, server.retry_at), server.rows_under_way))
             server.rows_under_way += rows
             wait = server.retry_at - now
         try:

@@ -60,9 +60,9 @@ class ByteBudget:
             QueueFull: other requests leave no room.
         """
         count = length + JSON_GROWTH * min(length, self._limits.max_header)
-        most = self._limits.max_total_bytes
-        if self.used + count > most:
-            raise QueueFull(f"{self.used} bytes are in progress; at most {most} may be")
+        limit = self._limits.max_total_bytes
+        if self.used + count > limit:
+            raise QueueFull(f"{self.used} bytes are in progress; at most {limit} may be")
         self.used += count
         try:
             yield

@@ -127,17 +127,6 @@ def test_the_instruction_reaches_the_question():
     assert "Caption: a hand\nCount the fingers.\n" in text
 
 
-def test_the_folder_and_the_argument_replace_the_question():
-    folder = ask_text("folder {prompt}", words={"yes": ("Yes",), "no": ("No",)})
-    engine = ScriptedEngine(lambda template, ask: {"Yes": 0.6, "No": 0.3}, templates={"yes_no": folder})
-    judge = RewardDance(engine)
-    assert judge.template is folder and judge.score(images(1), ["a"]).value[0] == pytest.approx(math.log(2))
-    other = RewardDance(engine, template=ASK)
-    assert other.template is ASK
-    assert judge.identity.digest != other.identity.digest
-    assert judge.identity.template != other.identity.template
-
-
 def test_reasons_are_written_behind_the_decision_and_change_no_score():
     def probability(template, ask):
         assert template is EXPLAIN

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from tests.support.models.published_layouts import head, random_state
 from visalign.rewards import RewardError, check_reward, load_reward
 from visalign.rewards.base.contract import read_request
 from visalign.rewards.scorers.clip_score import ClipScore
-from visalign.rewards.scorers.laion_aesthetic import PUBLISHED_HEAD, LaionAesthetic, read_head
+from visalign.rewards.scorers.laion_aesthetic import LaionAesthetic, read_head
 from visalign.rewards.weights.resize import model_levels
 
 WIDTH = SIZES["embed"]
@@ -68,12 +67,6 @@ def test_the_crop_is_torchvisions(folder):
     same = LaionAesthetic(folder, head=folder / "single.pth").score(torch.zeros(1, 3, size, size), [""])
     assert torch.equal(reward.score(wide, [""]).value, same.value)
     assert model_levels(wide[0], ClipScore(folder).towers.preprocess).any(), "transformers' crop keeps one"
-
-
-def test_the_head_of_a_folder(folder, tmp_path, images):
-    shutil.copy(folder / "linear.pth", tmp_path / PUBLISHED_HEAD)
-    file = LaionAesthetic(folder, head=folder / "linear.pth").score(images, PROMPTS).value
-    assert torch.equal(LaionAesthetic(folder, head=tmp_path).score(images, PROMPTS).value, file)
 
 
 def test_one_linear_layer(folder, images):

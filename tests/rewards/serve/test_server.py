@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import socket
 import threading
@@ -26,7 +25,7 @@ from visalign.rewards import check_reward, load_reward
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.serve.client import RemoteReward
 from visalign.rewards.serve.limits import RequestLimits
-from visalign.rewards.serve.server import Refused, _receive, judge_server
+from visalign.rewards.serve.server import judge_server
 from visalign.rewards.serve.wire import (
     FORMAT,
     MEDIA_TYPE,
@@ -239,18 +238,6 @@ def test_a_worker_says_what_it_cannot_do(worker: JudgeWorker):
         worker.ask(request("a", right=[LEVELS[0]]))
     with pytest.raises(RewardError, match=r"could not be loaded .* no reward 'nothing'"):
         JudgeWorker("nothing")
-
-
-def test_a_body_that_breaks_off_is_a_refusal():
-    from starlette.requests import ClientDisconnect
-
-    class Broken:
-        async def stream(self) -> Any:
-            yield b"abc"
-            raise ClientDisconnect
-
-    with pytest.raises(Refused, match="ended before the body did"):
-        asyncio.run(_receive(Broken(), 100, RequestLimits()))
 
 
 @pytest.mark.parametrize(
