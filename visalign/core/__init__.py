@@ -104,7 +104,8 @@ tokens.selection_rules: clip_b_keep clip_b_thresholds clip_v_keep clip_v_thresho
 tokens.statistics: ppo_clipped
 tokens.steer: steer_change steer_thresholds steer_weights
 """
-MODULES = dict(room.split(": ") for room in _ROOMS.replace("\n    ", " ").strip().split("\n"))
+_LINES = _ROOMS.replace("\n    ", " ").strip().split("\n")
+MODULES = {module: names for module, _, names in (line.partition(": ") for line in _LINES)}
 """Module -> further names that `visalign.core` offers."""
 
 _MODULE_OF = {name: module for module, names in MODULES.items() for name in names.split()}

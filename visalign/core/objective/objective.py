@@ -145,7 +145,9 @@ class Objective:
     def trajectory_needs(self) -> dict[str, str]:
         """Fields of `Trajectories` that are None by default and that this objective needs -> the choice."""
         optional = {f.name for f in fields(Trajectories) if f.default is None} - {"reward"}
-        chosen = [(f"advantage={self.advantage!r}", stages.ADVANTAGES[self.advantage].needs)]
+        chosen: list[tuple[str, Any]] = [
+            (f"advantage={self.advantage!r}", stages.ADVANTAGES[self.advantage].needs)
+        ]
         filled = {"advantage"}  # of selections and entropy terms it is the step's own
         if self.entropy:
             needs = set(ENTROPY_TERMS[self.entropy_term].needs) - filled

@@ -108,9 +108,9 @@ class Stage:
             if values.get(f"{bound}_end", 0) is None:
                 values[f"{bound}_end"] = values[bound]
         for low, high in PAIRS:
-            ends = values.get(low), values.get(high)
-            if all(isinstance(end, int | float) for end in ends) and ends[0] > ends[1]:
-                raise ValueError(f"{low} must be ≤ {high}; got {ends[0]} and {ends[1]} ({label} {name!r}).")
+            a, b = values.get(low), values.get(high)
+            if isinstance(a, int | float) and isinstance(b, int | float) and a > b:
+                raise ValueError(f"{low} must be ≤ {high}; got {a} and {b} ({label} {name!r}).")
         if values.get("dual_clip") is not None and values.get("delta") is not None:
             raise ValueError(f"dual_clip and delta both bound r where A < 0; give one ({label} {name!r}).")
         required = [k for k, default in self.options.items() if default is inspect.Parameter.empty]

@@ -55,14 +55,13 @@ class Ascent:
 
 
 RULES: tuple[tuple[Callable[[Ascent], bool], str], ...] = (
-    *(
-        (
-            lambda a, name=name, smallest=smallest: (
-                type(getattr(a, name)) is not int or getattr(a, name) < smallest
-            ),
-            f"{name} is {{{name}!r}}; it is a whole number of at least {smallest}.",
-        )
-        for name, smallest in (("last", 1), ("renoised", 0))
+    (
+        lambda a: type(a.last) is not int or a.last < 1,
+        "last is {last!r}; it is a whole number of at least 1.",
+    ),
+    (
+        lambda a: type(a.renoised) is not int or a.renoised < 0,
+        "renoised is {renoised!r}; it is a whole number of at least 0.",
     ),
     (lambda a: type(a.normalise) is not bool, "normalise is {normalise!r}; it is true or false."),
     (lambda a: not 0 <= a.kl < math.inf, "kl is {kl}; it is finite and not negative."),
@@ -71,7 +70,7 @@ RULES: tuple[tuple[Callable[[Ascent], bool], str], ...] = (
         "hinge is {hinge}; it is a value of the reward, or None.",
     ),
     (
-        lambda a: a.stop_range is not None and (a.last > 1 or a.renoised),
+        lambda a: a.stop_range is not None and (a.last > 1 or a.renoised > 0),
         "stop_range is {stop_range}, with last={last} and renoised={renoised}: where sampling stops early, "
         "one step predicts the image. Set stop_range=None, or last=1 and renoised=0.",
     ),

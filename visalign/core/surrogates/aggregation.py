@@ -13,7 +13,7 @@ each, and use `count_step(tokens, group=labels, length=L)` and `row_tokens(token
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -62,7 +62,8 @@ class Counts:
 
     def to(self, device: torch.device) -> Counts:
         """Move the counts to another device."""
-        return Counts(**{k: None if v is None else v.to(device) for k, v in vars(self).items()})
+        moved: dict[str, Any] = {k: None if v is None else v.to(device) for k, v in vars(self).items()}
+        return Counts(**moved)
 
 
 def count_step(
