@@ -50,8 +50,6 @@ class SD3Policy:
         guidance: w; 1 is no guidance, as in diffusers.
         lora: adapters to add and train; None trains the whole transformer.
         max_sequence_length: of the T5 part of the context, the pipeline's argument of that name.
-        collapse_null_tokens: compute the null tokens that stand in for an absent T5 once instead of 256
-            times.
         autocast: run the transformer, and with bfloat16 the decoder, under autocast in this dtype.
         image_size: in pixels, a square's side or (height, width); None is the model's own.
         encode_batch: prompts per pass of the text encoders.
@@ -67,7 +65,6 @@ class SD3Policy:
         guidance: float = 1.0,
         lora: LoraSettings | None = None,
         max_sequence_length: int = 256,
-        collapse_null_tokens: bool = True,
         autocast: torch.dtype | None = None,
         image_size: int | tuple[int, int] | None = None,
         encode_batch: int = 64,
@@ -87,13 +84,10 @@ class SD3Policy:
         self.decode_batch = decode_batch
         self._image_size, self.latent_shape = image_size, latent_shape(pipe, image_size)
         self.storage_dtype: torch.dtype = self.transformer.dtype
-        self._text = SD3TextEncoders(
-            pipe, max_sequence_length=max_sequence_length, collapse=collapse_null_tokens, batch=encode_batch
-        )
+        self._text = SD3TextEncoders(pipe, max_sequence_length=max_sequence_length, batch=encode_batch)
         pipe.vae.requires_grad_(False).eval()
         self.transformer.eval()
-        if collapse_null_tokens:
-            use_weighted_attention(self.transformer)
+        use_weighted_attention(self.transformer)
         self.lora = lora
         self._lora_layers = None if lora is None else add_lora(self.transformer, lora, SD3_ATTENTION)
         if self._lora_layers is None:
@@ -123,7 +117,7 @@ class SD3Policy:
             device: of all parts.
             use_t5: False leaves the third text encoder out.
             quantization: of the frozen transformer under LoRA, "torchao_int8" or "bitsandbytes_4bit".
-            **options: of the constructor: guidance, lora, max_sequence_length, collapse_null_tokens, ...
+            **options: of the constructor: guidance, lora, max_sequence_length, ...
 
         Raises:
             FileNotFoundError: if the folder or a part of it is missing.

@@ -38,15 +38,12 @@ class SD3Condition:
 
 
 class SD3TextEncoders:
-    """The two CLIP encoders and T5, if there, behind the pipeline's own `encode_prompt`; frozen. With
-    `collapse` one weighted null token is kept of a run of them; `batch` prompts go through in a pass.
+    """The two CLIP encoders and T5, if there, behind the pipeline's own `encode_prompt`; frozen. Of a run of
+    null tokens one weighted token is kept; `batch` prompts go through in a pass.
     """
 
-    def __init__(
-        self, pipe: StableDiffusion3Pipeline, *, max_sequence_length: int, collapse: bool, batch: int
-    ) -> None:
-        self._pipe, self._max_sequence_length = pipe, max_sequence_length
-        self._collapse, self._batch = collapse, batch
+    def __init__(self, pipe: StableDiffusion3Pipeline, *, max_sequence_length: int, batch: int) -> None:
+        self._pipe, self._max_sequence_length, self._batch = pipe, max_sequence_length, batch
         self._null: SD3Condition | None = None
         for encoder in (pipe.text_encoder, pipe.text_encoder_2, pipe.text_encoder_3):
             if encoder is not None:
@@ -59,10 +56,8 @@ class SD3TextEncoders:
         unique = list(rows)
         chunks = [self._encode(unique[i : i + self._batch]) for i in range(0, len(unique), self._batch)]
         embeds, pooled = (torch.cat(tensors) for tensors in zip(*chunks, strict=True))
-        log_multiplicity = None
-        if self._collapse:
-            embeds, weights = collapse_null_tokens(embeds)
-            log_multiplicity = weights if weights.any() else None
+        embeds, weights = collapse_null_tokens(embeds)
+        log_multiplicity = weights if weights.any() else None
         index = torch.tensor([rows[prompt] for prompt in prompts], device=embeds.device)
         return SD3Condition(embeds=embeds, pooled=pooled, log_multiplicity=log_multiplicity, index=index)
 
