@@ -13,7 +13,7 @@ from rich.text import Text
 
 from visalign.errors import UserError
 
-from .options import LabelOptions, Prompt, Seed, Tables, clean_output, write_table_files
+from .options import LabelOptions, Prompt, Seed, Tables, clean_output, write_page_or_json, write_table_files
 
 if TYPE_CHECKING:
     from visalign.pipelines.collect.store import VoteStore
@@ -86,7 +86,8 @@ def collect(
     if sources:
         from visalign.pipelines.collect.tasks import QUALITY_WORDS, Form, gold_tasks, read_tasks
 
-        words = QUALITY_WORDS if slider is None and single and not question else _words(slider)
+        words = QUALITY_WORDS if slider is None and single and not question else ()
+        words = tuple(word.strip() for word in slider.split(",")) if slider else words
         form = Form(slider=words, checklist=tuple(question or ()), boxes=boxes, text=text)
         plan = Plan(
             votes=votes_each,
@@ -97,8 +98,12 @@ def collect(
         )
         tasks = read_tasks(sources, single=single, prompt=prompt, per_prompt=per_prompt, seed=seed)
         store = VoteStore.create(votes, [*tasks, *(gold_tasks(gold) if gold else [])], form, plan)
+    elif any((single, slider, question, boxes, text, gold, voter, prompt)):
+        raise UserError(
+            "The questions and voters of this file were fixed when it was created. To ask something else, "
+            "start another file: visalign collect OTHER.sqlite SOURCE …"
+        )
     else:
-        _only_new(single, slider, question, boxes, text, gold, voter, prompt)
         store = VoteStore(votes)
     try:
         if judge is not None:
@@ -111,18 +116,6 @@ def collect(
             _serve(store, host, port)
     finally:
         store.close()
-
-
-def _words(slider: str | None) -> tuple[str, ...]:
-    return tuple(word.strip() for word in slider.split(",")) if slider else ()
-
-
-def _only_new(*options: Any) -> None:
-    if any(options):
-        raise UserError(
-            "The questions and voters of this file were fixed when it was created. To ask something else, "
-            "start another file: visalign collect OTHER.sqlite SOURCE …"
-        )
 
 
 def _serve(store: VoteStore, host: str, port: int) -> None:
@@ -165,11 +158,10 @@ def _export(store: VoteStore, path: Path, model: bool, leave_out: list[str]) -> 
 
 
 def _report(store: VoteStore, path: Path | None, tables: Path | None, leave_out: list[str]) -> None:
-    from visalign.atomic import write_atomic
     from visalign.evaluation.pages.votes_page import file_tables, votes_page
     from visalign.evaluation.rewards.judged_pairs import IntervalSettings
     from visalign.pipelines.collect.votes import report, select_votes, with_images
-    from visalign.pipelines.shared.run_folder import new_file, pretty
+    from visalign.pipelines.shared.run_folder import new_file
 
     new_file(path, endings=(".html", ".json"))
     new_file(tables)
@@ -177,9 +169,8 @@ def _report(store: VoteStore, path: Path | None, tables: Path | None, leave_out:
     show_report(Console(), result)
     write_table_files(tables, lambda: file_tables(result))
     if path is not None:
-        is_page = path.suffix.lower() == ".html"
-        write_atomic(path, votes_page(result, with_images(store, result)) if is_page else pretty(result))
-        typer.echo(f"{'Page' if is_page else 'JSON'}: {path}")
+        kind, _ = write_page_or_json(path, result, lambda: votes_page(result, with_images(store, result)))
+        typer.echo(f"{kind}: {path}")
 
 
 def show_report(console: Console, result: dict[str, Any]) -> None:

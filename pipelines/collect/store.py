@@ -80,7 +80,7 @@ class NameTaken(UserError):
 
 
 class WrongAssignment(UserError):
-    """The assignment belongs to another voter, or to nobody."""
+    """The assignment belongs to another voter."""
 
 
 @settings("plan")
@@ -99,7 +99,7 @@ class Plan:
     """Names that may vote; empty: all."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Assignment:
     """A task as one voter sees it."""
 
@@ -116,7 +116,7 @@ class Assignment:
         return self.task.images[1 - index if self.swapped else index]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Vote:
     """The last answer to an assignment, sides as in the task."""
 
@@ -279,22 +279,13 @@ class VoteStore:
 
     def votes(self) -> list[Vote]:
         """List all votes that count, by voter in the order of their tasks; `UNSEEN` does not count."""
-        columns = ("task", "name", "is_judge", "is_repeat", "swapped", "position", "answer", "seconds")
         rows = self._fetch(
-            f"SELECT {', '.join(columns)} FROM last_votes WHERE NOT is_unseen ORDER BY annotator, position"
+            "SELECT task, name, is_judge, is_repeat, swapped, position, answer, seconds FROM last_votes "
+            "WHERE NOT is_unseen ORDER BY annotator, position"
         )
         return [
-            Vote(
-                task=task,
-                annotator=name,
-                is_judge=bool(is_judge),
-                is_repeat=bool(is_repeat),
-                swapped=bool(swapped),
-                position=position,
-                answer=json.loads(answer),
-                seconds=seconds,
-            )
-            for task, name, is_judge, is_repeat, swapped, position, answer, seconds in rows
+            Vote(task, name, bool(judge), bool(again), bool(swapped), position, json.loads(answer), seconds)
+            for task, name, judge, again, swapped, position, answer, seconds in rows
         ]
 
     def unseen(self) -> int:
@@ -358,14 +349,12 @@ class VoteStore:
 
     def _assignments(self, where: str, *values: Any) -> list[Assignment]:
         rows = self._fetch(f"SELECT assignment, task, swapped, answer FROM last_votes WHERE {where}", *values)
-        found = []
+        assignments = []
         for number, task, swapped, text in rows:
-            answer = None if text is None else json.loads(text)
+            answer = text and json.loads(text)
             answer = mirror_answer(answer) if answer and swapped else answer
-            found.append(
-                Assignment(assignment=number, task=self.tasks[task], swapped=bool(swapped), answer=answer)
-            )
-        return found
+            assignments.append(Assignment(number, self.tasks[task], bool(swapped), answer))
+        return assignments
 
     def _fetch(self, query: str, *values: Any) -> list[Any]:
         with self._lock:

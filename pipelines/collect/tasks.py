@@ -111,18 +111,13 @@ def gold_tasks(source: str) -> list[Task]:
     if not isinstance(pairs, PreferenceSet):
         raise UserError(f"--gold is '{source}', which holds no pairs; needed are pairs with a label.")
     sides = {1.0: "left", 0.0: "right", 0.5: "tie"}
-    unclear = [pairs.row(index) for index, pair in enumerate(pairs.pairs) if pair.label not in sides]
-    if unclear:
-        raise UserError(
-            f"Rows {listed(unclear)} of '{source}' are split votes; the answer to a gold pair is left, right "
-            "or tie."
-        )
     tasks: dict[str, Task] = {}
-    for pair in pairs.pairs:
-        task = replace(_pair_task(pair), gold=sides[pair.label])
-        if tasks.setdefault(task.key, task).gold != task.gold:
+    for index, pair in enumerate(pairs.pairs):
+        task = replace(_pair_task(pair), gold=sides.get(pair.label))
+        if task.gold is None or tasks.setdefault(task.key, task).gold != task.gold:
             raise UserError(
-                f"'{source}' has two answers to the pair {listed(task.images)}; a gold pair has one."
+                f"Row {pairs.row(index)} of '{source}' is a split vote, or has another answer to an earlier "
+                "pair; a gold pair has one: left, right or tie."
             )
     _check_images(list(tasks.values()))
     return list(tasks.values())

@@ -126,8 +126,10 @@ def export_rows(store: VoteStore, votes: Sequence[Vote], *, model: bool = False)
 
 def with_images(store: VoteStore, result: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Add prompts and images to the disputed pairs of a report."""
-    tasks = [(pair, store.tasks[pair["task"]]) for pair in result.get("disputed", ())]
-    return [{**pair, "prompt": task.prompt, "images": images_of(task)} for pair, task in tasks]
+    return [
+        {**pair, "prompt": store.tasks[pair["task"]].prompt, "images": images_of(store.tasks[pair["task"]])}
+        for pair in result.get("disputed", ())
+    ]
 
 
 def images_of(task: Task) -> list[dict[str, Any] | None]:
@@ -163,12 +165,11 @@ def _pair_row(task: Task, votes: Sequence[Vote], soft: tuple[float, float] | Non
 
 def _image_row(task: Task, votes: Sequence[Vote]) -> dict[str, Any]:
     grades = [float(vote.answer["slider"]) for vote in votes if "slider" in vote.answer]
-    extra = dict(task.extra) | _other_answers(votes)
+    image, extra = task.images[0], dict(task.extra) | _other_answers(votes)
     if not grades:
-        return {"image": task.images[0], "prompt": task.prompt, **extra}
+        return {"image": image, "prompt": task.prompt, **extra}
     std = stdev(grades) if len(grades) > 1 else None
-    record = QualityRecord(image=task.images[0], mos=fmean(grades), std=std, prompt=task.prompt, extra=extra)
-    return record.to_row()
+    return QualityRecord(image=image, mos=fmean(grades), std=std, prompt=task.prompt, extra=extra).to_row()
 
 
 def _other_answers(votes: Iterable[Vote]) -> dict[str, Any]:

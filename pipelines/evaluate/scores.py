@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,17 +43,12 @@ class ScoringOptions:
     on_batch: OnBatch | None = None
 
 
-@dataclass(frozen=True)
-class _Request:
+class _Request(NamedTuple):
     """A request to a reward: one or two images, a prompt and its record."""
 
     images: tuple[str, ...]
     prompt: str
     metadata: Mapping[str, Any] | None
-
-    @property
-    def key(self) -> str:
-        return score_key(self.images, self.prompt, self.metadata)
 
 
 def score_pairs(
@@ -121,8 +117,8 @@ def _ask(
     options = options or ScoringOptions()
     log = ScoreLog(options.log, {reward.name: reward_identity(reward)}, Logged)
     alarm = FailureAlarm(reward.name, options.max_failure_rate, min_samples=50)
-    keys = [tuple(request.key for request in row) for row in rows]
-    distinct = {key: request for row in rows for request in row for key in (request.key,)}
+    keys = [tuple(score_key(*request) for request in row) for row in rows]
+    distinct = dict(zip(chain(*keys), chain(*rows), strict=True))
     answers = {key: entry for key in distinct if (entry := log.get(key)) is not None}
     remaining = [(key, request) for key, request in distinct.items() if key not in answers]
     try:

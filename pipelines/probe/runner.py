@@ -113,7 +113,8 @@ class ProbeRunner(ABC):
         white = min(max(self.batch_size, 2), 8) - 1 if level.label == "among white images" else 0
         values, reasons = [], []
         for row in rows[:COMPANY_ROWS]:
-            samples = make(row) or ()
+            samples = make(row)
+            assert samples, "the unchanged samples always apply"
             images = [as_contract([s.image, *[torch.ones_like(s.image)] * white]) for s in samples]
             value, reason = self._call(images, [samples[0].prompt] * (1 + white), [row] * (1 + white), True)
             values.append(value[0])

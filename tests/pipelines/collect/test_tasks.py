@@ -85,7 +85,7 @@ def test_single_of_pairs_split_gold_and_forms_are_refused(images, tmp_path):
     pair = {"prompt": "x", "image_left": "a.png", "image_right": "b.png", "votes": [2, 1, 0]}
     with pytest.raises(UserError, match="--single shows one image, and the set holds pairs"):
         read_tasks([table(tmp_path, pair)], single=True)
-    with pytest.raises(UserError, match=r"Rows 1 of .* are split votes"):
+    with pytest.raises(UserError, match=r"Row 1 of .* is a split vote"):
         gold_tasks(table(tmp_path, pair))
     with pytest.raises(UserError, match="A slider has 2 to 11 words; got 1: bad"):
         Form(slider=("bad",))
@@ -99,7 +99,7 @@ def test_gold_pairs_are_held_to_what_others_are(images, tmp_path):
     row = {"prompt": "x", "image_left": "a.png", "image_right": "b.png", "label": 1}
     assert len(gold_tasks(table(tmp_path, row, row))) == 1
     for rows, why in (
-        ([row, {**row, "label": 0}], r"has two answers to the pair .*a\.png"),
+        ([row, {**row, "label": 0}], r"Row 2 of .* has another answer to an earlier pair"),
         ([{**row, "image_right": "z.png"}], "1 images do not exist: .*z.png"),
         ([{**row, "image_right": "a.png"}], "1 pairs show the same image twice"),
     ):
