@@ -129,7 +129,7 @@ def test_images_are_the_pipelines_own(name):
     assert policy.decode(made).shape[:2] == (3, 3)
 
 
-@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.several])
+@pytest.mark.parametrize("name", ["flux2_klein", "qwen_image_edit_plus"])
 def test_an_edit_of_several_images_is_the_pipelines_own(name):
     """Samples of one source stand in one call, and each image is encoded once."""
     policy, sides = policy_of(name), ((64, 64), (96, 64), (64, 128))
@@ -169,12 +169,10 @@ def test_several_images_for_a_pipeline_that_edits_one_are_refused():
         policy_of("flux_kontext").encode([{"prompt": "a", "source": [image, image]}])
 
 
-@pytest.mark.parametrize("name", ["qwen_image", "hunyuan_image"])
-def test_a_velocity_is_silent(name):
-    """Qwen-Image's pipeline warns of the mask that its own encoder left out, at every call; HunyuanImage's
-    guider when it is made."""
-    policy, said = policy_of(name), logging.handlers.BufferingHandler(100)
-    condition = policy.encode(tiny_prompts(name, PROMPTS[:1]))
+def test_a_velocity_is_silent():
+    """Qwen-Image's pipeline warns of the mask that its own encoder left out, at every call."""
+    policy, said = policy_of("qwen_image"), logging.handlers.BufferingHandler(100)
+    condition = policy.encode(PROMPTS[:1])
     logger = logging.getLogger("diffusers")
     logger.addHandler(said)
     try:
@@ -220,7 +218,10 @@ def test_answers_are_asked_for_again_when_weights_change():
     assert type(policy.pipe) is kind
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+ONE_OF_EACH_KIND = "sd3 sd15 flux flux2_klein flux3 qwen_image z_image hidream prx kandinsky5 wan".split()
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH_KIND)
 def test_a_replay_finds_the_rollout(name):
     policy = policy_of(name)
     condition = policy.encode(tiny_prompts(name, PROMPTS))

@@ -20,32 +20,22 @@ from .lora import WEIGHT_FILE, read_lora
 FLUX = {"transformer_blocks": 19, "single_transformer_blocks": 38}
 """FLUX.1's blocks, all of width 3072."""
 WIDTH = 3072
-_JOINED = {
-    "double_blocks_{}_img_attn_qkv": ("transformer_blocks.{}.attn.", ("to_q", "to_k", "to_v"), (1, 1, 1)),
-    "double_blocks_{}_txt_attn_qkv": (
-        "transformer_blocks.{}.attn.",
-        ("add_q_proj", "add_k_proj", "add_v_proj"),
-        (1, 1, 1),
-    ),
-    "single_blocks_{}_linear1": (
-        "single_transformer_blocks.{}.",
-        ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp"),
-        (1, 1, 1, 4),
-    ),
+_LAYERS = {
+    "double_blocks_{}_img_attn_qkv": "transformer_blocks.{}.attn. to_q to_k to_v",
+    "double_blocks_{}_txt_attn_qkv": "transformer_blocks.{}.attn. add_q_proj add_k_proj add_v_proj",
+    "double_blocks_{}_img_attn_proj": "transformer_blocks.{}.attn. to_out.0",
+    "double_blocks_{}_img_mlp_0": "transformer_blocks.{}.ff. net.0.proj",
+    "double_blocks_{}_img_mlp_2": "transformer_blocks.{}.ff. net.2",
+    "double_blocks_{}_img_mod_lin": "transformer_blocks.{}.norm1. linear",
+    "double_blocks_{}_txt_attn_proj": "transformer_blocks.{}.attn. to_add_out",
+    "double_blocks_{}_txt_mlp_0": "transformer_blocks.{}.ff_context. net.0.proj",
+    "double_blocks_{}_txt_mlp_2": "transformer_blocks.{}.ff_context. net.2",
+    "double_blocks_{}_txt_mod_lin": "transformer_blocks.{}.norm1_context. linear",
+    "single_blocks_{}_linear1": "single_transformer_blocks.{}. attn.to_q attn.to_k attn.to_v proj_mlp",
+    "single_blocks_{}_linear2": "single_transformer_blocks.{}. proj_out",
+    "single_blocks_{}_modulation_lin": "single_transformer_blocks.{}. norm.linear",
 }
-"""kohya's layer -> diffusers' layers that it is made of, with their outputs in widths."""
-_SINGLE = {
-    "double_blocks_{}_img_attn_proj": "transformer_blocks.{}.attn.to_out.0",
-    "double_blocks_{}_img_mlp_0": "transformer_blocks.{}.ff.net.0.proj",
-    "double_blocks_{}_img_mlp_2": "transformer_blocks.{}.ff.net.2",
-    "double_blocks_{}_img_mod_lin": "transformer_blocks.{}.norm1.linear",
-    "double_blocks_{}_txt_attn_proj": "transformer_blocks.{}.attn.to_add_out",
-    "double_blocks_{}_txt_mlp_0": "transformer_blocks.{}.ff_context.net.0.proj",
-    "double_blocks_{}_txt_mlp_2": "transformer_blocks.{}.ff_context.net.2",
-    "double_blocks_{}_txt_mod_lin": "transformer_blocks.{}.norm1_context.linear",
-    "single_blocks_{}_linear2": "single_transformer_blocks.{}.proj_out",
-    "single_blocks_{}_modulation_lin": "single_transformer_blocks.{}.norm.linear",
-}
+"""kohya's layer -> prefix and names of diffusers' layers that it joins."""
 
 
 def export_kohya(folder: Path, file: Path) -> int:
@@ -99,29 +89,23 @@ def flux_to_kohya(saved: Mapping[str, Tensor], alpha: float | None) -> dict[str,
         if name.endswith(".lora_A.weight")
     }
     converted: dict[str, Tensor] = {}
-
-    def put(key: str, down: Tensor, up: Tensor, scale: float) -> None:
-        name = f"lora_unet_{key}"
-        converted[f"{name}.lora_down.weight"], converted[f"{name}.lora_up.weight"] = down, up
-        converted[f"{name}.alpha"] = torch.tensor(scale * len(down))
-
     for i in range(max(FLUX.values())):
-        for key, name in _SINGLE.items():
-            if pair := left.pop(name.format(i), None):
-                put(key.format(i), *pair, 1.0 if alpha is None else alpha / len(pair[0]))
-        for key, (start, names, widths) in _JOINED.items():
-            pairs = [left.pop(start.format(i) + name, None) for name in names]
+        for key, layers in _LAYERS.items():
+            prefix, *names = layers.format(i).split()
+            pairs = [left.pop(prefix + name, None) for name in names]
             example = next((pair for pair in pairs if pair), None)
             if example is None:
                 continue
             rank, inputs = example[0].shape
-            complete = [
-                pair or (example[0].new_zeros(rank, inputs), example[1].new_zeros(n * WIDTH, rank))
-                for pair, n in zip(pairs, widths, strict=True)
+            outputs = [WIDTH * (4 if name == "proj_mlp" else 1) for name in names]
+            complete = [  # a layer without an adapter is one of zeros in the joined layer
+                pair or (example[0].new_zeros(rank, inputs), example[1].new_zeros(n, rank))
+                for pair, n in zip(pairs, outputs, strict=True)
             ]
-            up = torch.block_diag(*(pair[1] for pair in complete))
-            down = torch.cat([pair[0] for pair in complete])
-            put(key.format(i), down, up, 1.0 if alpha is None else alpha / rank)
+            name, down = f"lora_unet_{key.format(i)}", torch.cat([pair[0] for pair in complete])
+            converted[f"{name}.lora_down.weight"] = down
+            converted[f"{name}.lora_up.weight"] = torch.block_diag(*(pair[1] for pair in complete))
+            converted[f"{name}.alpha"] = torch.tensor((1.0 if alpha is None else alpha / rank) * len(down))
     if left:
         raise UserError(
             f"The LoRA has adapters that kohya's keys of FLUX.1 have no name for: {', '.join(left)}."

@@ -49,29 +49,26 @@ class RememberedLookups:
 
     def _remembering(self, kind: Any) -> type:
         """Return a class of the same name that caches."""
-        changed = {
-            name: self._property(getattr(kind, name), name) for name in LOOKED_UP if hasattr(kind, name)
-        }
-        if hasattr(kind, "maybe_free_model_hooks"):
-            changed["maybe_free_model_hooks"] = self._free_hooks(kind.maybe_free_model_hooks)
-        names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-        return type(kind.__name__, (kind,), {**names, **changed})
 
-    def _property(self, original: Any, name: str) -> Any:
-        def value(part: Any) -> Any:
-            key = id(part), name
-            if key not in self._values:
-                self._values[key] = original.fget(part)
-            return self._values[key]
+        def cached(name: str) -> property:
+            original = getattr(kind, name)
 
-        return property(value)
+            def value(part: Any) -> Any:
+                key = id(part), name
+                if key not in self._values:
+                    self._values[key] = original.fget(part)
+                return self._values[key]
 
-    def _free_hooks(self, original: Any) -> Any:
-        """Skip the end-of-call hook that offloads components and empties feature caches."""
+            return property(value)
 
         def free(pipe: Any) -> None:
-            cached = any(getattr(network, "is_cache_enabled", False) for network in self._networks)
-            if cached or getattr(pipe, "_all_hooks", None):
-                original(pipe)
+            """Skip the end-of-call hook where no component is offloaded and no feature cache is on."""
+            has_cache = any(getattr(network, "is_cache_enabled", False) for network in self._networks)
+            if has_cache or getattr(pipe, "_all_hooks", None):
+                kind.maybe_free_model_hooks(pipe)
 
-        return free
+        members: dict[str, Any] = {name: cached(name) for name in LOOKED_UP if hasattr(kind, name)}
+        if hasattr(kind, "maybe_free_model_hooks"):
+            members["maybe_free_model_hooks"] = free
+        names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+        return type(kind.__name__, (kind,), {**names, **members})
