@@ -11,16 +11,13 @@ trains it by cross-entropy on which votes were right.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from visalign.interfaces import Metadata, Scores
-from visalign.rewards.base.contract import RewardError, check_choices, make_scores, read_request
+from visalign.rewards.base.contract import RewardError, check_choices, read_request
 from visalign.rewards.base.identity import Identity
 from visalign.rewards.reading.numbers import AnswerError
 from visalign.rewards.reading.ratings import FORMS
@@ -28,13 +25,12 @@ from visalign.rewards.vlm.requests import Query, requests
 from visalign.rewards.vlm.template import question
 from visalign.rewards.vlm.yes_no import MIN_MASS
 
-from .judge import ChatJudge, failure_reason
+from .judge import Answer, ChatJudge, failure_reason
 from .local import LocalModel
 from .messages import Reply
 from .yes_no import check_reading, read_reply_yes_no
 
 TOP_LOGPROBS = 20
-_COLUMNS = ("value", "std", "mean", "votes", "meta")
 
 CRITIQUE = question(
     "deepseek_grm",
@@ -56,9 +52,9 @@ class DeepSeekGRM(ChatJudge):
     """Sum of the scores of K samples, or of the k_meta that a meta judge rates highest.
 
     Where samples are unreadable the sum is scaled to the full number, K·mean, so that a failure is no low
-    vote; at least two must be readable. `std` is the standard error of that sum, K·s/√n. The parts hold
-    "mean", the mean score; "votes", the number of samples summed; with a meta judge "meta", the mean log-odds
-    of the samples summed.
+    vote; at least two must be readable. `std` is the standard error of that sum, K·s/√n. The parts hold,
+    beside those of `average_answers`, "mean", the mean score; "votes", the number of samples summed; with a
+    meta judge "meta", the mean log-odds of the samples summed.
 
     Args:
         answers: K samples of each image.
@@ -117,30 +113,17 @@ class DeepSeekGRM(ChatJudge):
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
         """Sum the votes for each of B images; metadata is ignored."""
         request = read_request(self.name, images, prompts, metadata)
-        reasons, size = list(request.images.reasons), len(request)
+        reasons = list(request.images.reasons)
         rows, queries = requests(request, self.template, reasons)
         answers = self.server.ask(self.template, queries, read=self._read, **self.sampling)
         samples = [[answer for answer in row if not isinstance(answer, AnswerError)] for row in answers]
-        for index, row in enumerate(rows):
-            if len(samples[index]) < self.min_readable:
-                reasons[row] = failure_reason(answers[index])
-                samples[index] = []
-        meta_scores = [None] * len(rows) if self.k_meta is None else self._ask_meta(queries, samples)
-        columns = {name: torch.full((size,), torch.nan) for name in _COLUMNS}
-        texts = [""] * size
-        for row, row_samples, row_meta in zip(rows, samples, meta_scores, strict=True):
-            if reasons[row] is not None:
-                continue
-            votes, reasons[row] = _select_votes(row_samples, row_meta, self.votes)
-            if votes:
-                texts[row] = votes[0][1]
-                for name, number in self._sum_votes(votes).items():
-                    columns[name][row] = number
-        value, std = columns.pop("value"), columns.pop("std")
-        if self.k_meta is None:
-            del columns["meta"]
-        std = std if self.answers > 1 else None
-        return make_scores(value, reasons, self.unit, std=std, parts=columns, text=texts)
+        samples = [row if len(row) >= self.min_readable else [] for row in samples]
+        metas = [None] * len(rows) if self.k_meta is None else self._ask_meta(queries, samples)
+        votes = [
+            self._select_votes(row_samples, row_meta) if row_samples else [AnswerError(failure_reason(row))]
+            for row, row_samples, row_meta in zip(answers, samples, metas, strict=True)
+        ]
+        return self.average_answers(request, rows, votes, reasons, self.unit, min_readable=1)
 
     def _read(self, reply: Reply) -> tuple[float, str]:
         return self.reader(reply.text), reply.text
@@ -162,29 +145,22 @@ class DeepSeekGRM(ChatJudge):
         answers = iter(self.meta_server.ask(self.meta_template, meta_queries, read=read, **options))
         return [[next(answers)[0] for _ in row_samples] for row_samples in samples]
 
-    def _sum_votes(self, votes: Sequence[tuple[float, str, float]]) -> dict[str, float]:
-        count = len(votes)
-        mean = math.fsum(score for score, _, _ in votes) / count
-        meta = math.fsum(meta for _, _, meta in votes) / count
-        columns = {"value": self.votes * mean, "mean": mean, "votes": float(count), "meta": meta}
-        if count > 1:
-            spread = math.sqrt(math.fsum((score - mean) ** 2 for score, _, _ in votes) / (count - 1))
-            columns["std"] = self.votes * spread / math.sqrt(count)  # K·s/√n
-        return columns
-
-
-def _select_votes(
-    samples: Sequence[tuple[float, str]], meta_scores: Sequence[float | AnswerError] | None, votes: int
-) -> tuple[Sequence[tuple[float, str, float]], str | None]:
-    """Return (score, text, meta score) of the samples that count, best first; or why there is none."""
-    if meta_scores is None:
-        return [(score, text, math.nan) for score, text in samples], None
-    rated = [
-        (score, text, meta)
-        for (score, text), meta in zip(samples, meta_scores, strict=True)
-        if not isinstance(meta, AnswerError)
-    ]
-    if not rated:
-        reason = failure_reason(meta_scores)
-        return [], f"the meta judge rated none of {len(samples)} samples: {reason}"
-    return sorted(rated, key=lambda sample: -sample[2])[:votes], None
+    def _select_votes(
+        self, samples: Sequence[tuple[float, str]], metas: Sequence[float | AnswerError] | None
+    ) -> list[Answer | AnswerError]:
+        """Return the samples that count, best first, as K times their scores, whose mean is the sum."""
+        rated = [(score, text, {}) for score, text in samples]
+        if metas is not None:
+            rated = [
+                (score, text, {"meta": meta})
+                for (score, text), meta in zip(samples, metas, strict=True)
+                if not isinstance(meta, AnswerError)
+            ]
+            if not rated:
+                reason = failure_reason(metas)
+                return [AnswerError(f"the meta judge rated none of {len(samples)} samples: {reason}")]
+            rated = sorted(rated, key=lambda sample: -sample[2]["meta"])[: self.votes]
+        return [
+            ({"value": self.votes * score, "mean": score, "votes": float(len(rated)), **meta}, text)
+            for score, text, meta in rated
+        ]

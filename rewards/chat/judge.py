@@ -124,6 +124,8 @@ class ChatJudge:
         answers: Sequence[Sequence[Answer | AnswerError]],
         reasons: list[str | None],
         unit: str,
+        *,
+        min_readable: int | None = None,
     ) -> Scores:
         """Average K answers to each of `rows`; a row with too few readable answers gets its reason.
 
@@ -136,7 +138,7 @@ class ChatJudge:
         texts = [""] * size
         for row, row_answers in zip(rows, answers, strict=True):
             readable = [answer for answer in row_answers if not isinstance(answer, AnswerError)]
-            if len(readable) < self.min_readable:
+            if len(readable) < (self.min_readable if min_readable is None else min_readable):
                 reasons[row] = failure_reason(row_answers)
                 continue
             texts[row] = readable[0][1]
@@ -144,7 +146,7 @@ class ChatJudge:
             means = {key: math.fsum(parts[key] for parts, _ in readable) / count for key in readable[0][0]}
             if self.answers > 1:
                 values = torch.tensor([parts["value"] for parts, _ in readable], dtype=torch.float64)
-                spread = float(values.std())
+                spread = float(values.std()) if count > 1 else math.nan
                 means |= {"readable": count / len(row_answers), "spread": spread}
                 means["std"] = spread / math.sqrt(count)
             for key, mean in means.items():

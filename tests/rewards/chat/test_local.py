@@ -62,5 +62,5 @@ def test_a_folder_is_loaded_in_this_process(tmp_path, monkeypatch):
     assert judge.identity.model == "judge" and judge.identity.weights.strip("+")
     pairs: Any = load_judge("unified_reward_pairs", model=str(folder), run_device="cpu", **options)
     assert pairs.compare(IMAGES, IMAGES[::-1], PROMPTS).valid.tolist() == [False] * 3
-    with pytest.raises(RewardError, match="Did you mean 'attention'"):
+    with pytest.raises(RewardError, match="has no option atention"):
         UnifiedReward(model=str(folder), atention="eager")

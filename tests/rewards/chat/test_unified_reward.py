@@ -333,7 +333,7 @@ def test_grm_sums_votes_and_scales_for_those_that_fail():
         and found.parts["votes"].tolist() == [3]
     )
     assert found.std is not None and found.std.tolist() == pytest.approx([4 * 2 / math.sqrt(3)])
-    assert set(found.parts) == {"mean", "votes"}
+    assert set(found.parts) == {"mean", "votes", "readable", "spread"}
 
 
 def test_the_meta_judge_keeps_the_best_samples():
