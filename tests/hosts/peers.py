@@ -60,12 +60,11 @@ PEERS: dict[str, Preset] = {
     "trl:bnpo": Preset(
         replace(
             named_objective("grpo", kl=0.0),
-            source="TRL 1.16.0, loss_type='bnpo', with the default per_device_train_batch_size of 8",
+            source="TRL 1.16.0, loss_type='bnpo'",
             aggregation="token_mean",
-            mean_rows=8,
             empty="keep",
         ),
-        ("The blocks are the micro-batches of each device: mean_rows is per_device_train_batch_size.", *_TRL),
+        ("The mean is taken over each device's micro-batch, and these are averaged.", *_TRL),
     ),
     "trl:gspo": Preset(
         replace(

@@ -62,7 +62,7 @@ def no_loss(row: Objective) -> str | None:
             row.entropy and row.entropy_term != "bonus"
         ),
         "its mean is taken per group of samples, whose tokens lie in several micro-batches": (
-            row.aggregation == "group_token_mean" or row.mean_rows
+            row.aggregation == "group_token_mean"
         ),
         "it learns on pretraining tokens, which verl does not hand to a policy loss": row.ptx,
         "its KL term is weighted by the ratio, and verl's KL term is not": row.kl_weighted,

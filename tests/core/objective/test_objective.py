@@ -226,27 +226,6 @@ def test_completions_without_a_token_stay_in_the_mean_or_leave_it() -> None:
     torch.testing.assert_close(gradients[0], gradients[1] * 24 / 22)
 
 
-def test_a_mean_over_blocks_is_the_micro_batch_mean_of_a_peer() -> None:
-    trajectories, policy = step(2)
-    base = named_objective("grpo", kl=0.0, aggregation="token_mean")
-    losses = base.loss(base.prepare(trajectories), policy).decisions["policy"]
-    present = base.prepare(trajectories).weight != 0
-    means = [losses[rows][present[rows]].mean() for rows in (slice(0, 3), slice(3, 6), slice(6, 8))]
-    blocks = replace(base, mean_rows=3)
-    prepared = blocks.prepare(trajectories)
-    torch.testing.assert_close(blocks.loss(prepared, policy).total, torch.stack(means).mean())
-    shares = [
-        blocks.loss(prepared.rows(rows), PolicyOutput(log_prob=policy.log_prob[rows])).total
-        for rows in (slice(0, 4), slice(4, 8))
-    ]
-    torch.testing.assert_close(torch.stack(shares).sum(), torch.stack(means).mean())
-    alone = replace(trajectories, weight=torch.where(torch.arange(8)[:, None] < 3, 0.0, trajectories.weight))
-    for empty, count in (("drop", 2), ("keep", 3)):
-        assert float(replace(blocks, empty=empty).prepare(alone).counts.groups or 0) == count
-    with pytest.raises(ValueError, match=r"mean_rows is a number of samples.*token_mean.*got mean_rows=3"):
-        replace(base, mean_rows=3, aggregation="dr_grpo")
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -109,10 +109,6 @@ class Objective:
     sequences or groups: "drop" averages over what takes part, as the papers' sums of non-empty completions
     do; "keep" counts every sample that was handed in as a loss of 0 (TRL): 2 of 24 empty, 22/24 of the
     step."""
-    mean_rows: int | None = None
-    """For "token_mean": take it over blocks of so many samples, in their order, and average the blocks, as
-    TRL's "bnpo" does with a device's micro-batch: tokens of a block of short completions count more, and the
-    loss depends on how samples were dealt out. None: over the whole step, whatever the micro-batches."""
     value: float = 0.0
     """Weight of the value loss, which is averaged over decisions."""
     value_clip: float | None = None
@@ -218,8 +214,6 @@ class Objective:
             selected = stages.SELECTIONS[self.selection](step, self.selection_options)
         weight = weight if selected.weight is None else selected.weight
         group = t.group if self.aggregation == "group_token_mean" else None
-        if self.mean_rows is not None:
-            group = torch.arange(len(weight)) // self.mean_rows
         counts = count_step(weight, length=self.length, group=group, empty=self.empty)
         target = EntropyTarget()
         if self.entropy:
@@ -256,14 +250,13 @@ class Objective:
         The shares of any split of the step add up to the same loss and gradient.
         """
         self._check_output(rows, policy)
-        mode: Mode = self.aggregation if self.mean_rows is None else "group_token_mean"
-        modes: dict[str, Mode] = {"policy": mode, "kl": mode}
+        modes: dict[str, Mode] = {"policy": self.aggregation, "kl": self.aggregation}
         losses = {"policy": self._policy_loss(rows, policy)}
         if self.kl:
             losses["kl"] = self.kl * self._kl(rows, policy)
         if self.entropy:
             losses["entropy"], modes["entropy"] = entropy_loss(
-                self.entropy_term, self.entropy, rows, policy, mode
+                self.entropy_term, self.entropy, rows, policy, self.aggregation
             )
         terms = {
             name: aggregate(value, rows.weight, modes[name], rows.counts, denominator=rows.row_tokens)
@@ -387,11 +380,6 @@ RULES: tuple[tuple[Callable[[Objective], bool], str], ...] = (
     (
         lambda o: bool(o.value) and o.advantage != "gae",
         "value={value} needs returns to fit, which advantage='gae' gives; got advantage={advantage!r}.",
-    ),
-    (
-        lambda o: o.mean_rows is not None and (o.mean_rows < 1 or o.aggregation != "token_mean"),
-        "mean_rows is a number of samples, at least 1, and needs aggregation='token_mean'; got "
-        "mean_rows={mean_rows}, aggregation={aggregation!r}.",
     ),
     (
         lambda o: o.advantage == "ares" and bool(o.entropy) and o.entropy_term in ("siren", "epo"),

@@ -180,7 +180,6 @@ class SelfImitationSettings:
             selection_options=selection if self.cov_share else {},
             aggregation=objective.aggregation,
             length=objective.length,
-            mean_rows=objective.mean_rows,
         )
 
 
