@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from visalign.adapters.catalogue import family_of
 from visalign.adapters.model_folder import pipeline_index
@@ -15,7 +16,7 @@ from visalign.pipelines.shared.grids import SampleGrids
 from visalign.pipelines.shared.job import PolicyRun, build_trainer, on_the_way, result_folder, run_job
 from visalign.pipelines.shared.parts import Records, build_accelerator, evenly_spaced
 
-from .config import FlowGRPOConfig, PrefGRPOConfig
+from .config import FlowGRPOConfig, ModelConfig, PrefGRPOConfig
 from .inputs import prepare
 from .parts import build_drift, build_evaluator, build_policy
 from .plan import estimate, plan
@@ -91,11 +92,16 @@ def sample_command(config: FlowGRPOConfig, output: Path, heldout: Records) -> li
     edits = config.data.heldout.endswith(".jsonl") and any(len(record_key(record)) > 1 for record in heldout)
     prompts = [config.data.heldout, "--seeds", "0"] if edits else ["a red circle"]  # edits need their sources
     weights = ["--model", result] if model.lora is None else ["--model", model.path, "--lora", result]
-    options = {name: getattr(model, name) for name in ("adapter", "guidance", "image_size")}
-    options |= {name: model.options.get(name) for name in ("negative_prompt", "num_frames", "call")}
-    words = [f"{name}={json.dumps(value)}" for name, value in options.items() if value is not None]
+    words = [f"{name}={json.dumps(value)}" for name, value in sampling_options(model).items()]
     flags = [word for option in words for word in ("--option", option)]
     return ["visalign", "sample", *prompts, *weights, *flags, "--output", str(output / "images")]
+
+
+def sampling_options(model: ModelConfig) -> dict[str, Any]:
+    """Return the options by which a model samples outside of a run as in it, without those that are null."""
+    options = {name: getattr(model, name) for name in ("adapter", "guidance", "image_size")}
+    options |= {name: model.options.get(name) for name in ("negative_prompt", "num_frames", "call")}
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def load_code(config: FlowGRPOConfig, output: Path) -> str:

@@ -36,7 +36,7 @@ from visalign.pipelines.collect.judge_votes import judge_votes
 from visalign.pipelines.collect.store import Plan, VoteStore
 from visalign.pipelines.collect.tasks import Form, read_tasks
 from visalign.pipelines.collect.votes import export_rows, images_of, select_votes, write_rows
-from visalign.pipelines.flow_grpo.job import sample_command
+from visalign.pipelines.flow_grpo.job import sample_command, sampling_options
 from visalign.pipelines.jobs import Job, load_job
 from visalign.pipelines.sample.job import SampleSettings, sample_images
 from visalign.pipelines.shared.parts import Records, build_records
@@ -247,18 +247,16 @@ class Round:
 def sample_settings(config: UGDAConfig, lora: Path | None) -> SampleSettings:
     """Return the sampling of the policy with these adapters, as its training samples."""
     policy = _policy_job(config, []).config
-    model = policy.model
-    options = {"guidance": model.guidance, "image_size": model.image_size}
-    options |= {name: model.options.get(name) for name in ("negative_prompt", "num_frames", "call")}
+    options = sampling_options(policy.model)
     return SampleSettings(
-        model=model.path,
-        adapter=model.adapter,
+        model=policy.model.path,
+        adapter=options.pop("adapter", None),
         lora=lora,
         seeds=range(config.labels.images),
         steps=policy.rollout.steps,
         timestep_schedule=policy.rollout.timestep_schedule,
         batch_size=policy.rollout.batch_size,
-        options={name: value for name, value in options.items() if value is not None},
+        options=options,
     )
 
 

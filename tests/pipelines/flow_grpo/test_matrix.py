@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ from visalign.adapters.pipeline.policy import PipelinePolicy
 from visalign.config import load_config
 from visalign.core import NAMED, REGRESSIONS, Objective
 from visalign.core.objective.decisions import check_decisions
-from visalign.errors import UserError
 from visalign.pipelines.flow_grpo.config import FlowGRPOConfig
 from visalign.pipelines.flow_grpo.plan import planned_cost
 from visalign.rewards import FunctionReward
@@ -185,92 +183,6 @@ def test_two_updates(family: str, name: str, tmp_path: Path) -> None:
     planned = sum(planned_cost(config, record.get("trained_share", 1.0)) for record in records)
     counted = sum(record["forward_equivalents_per_image"] for record in records)
     assert counted == pytest.approx(planned, rel=1e-12)
-
-
-KINDS = ("grpo_guard", "diffusion_nft", "draft")
-SIZED = [(family, name) for name in KINDS for family in FAMILIES]
-
-
-@pytest.mark.parametrize(
-    ("family", "name"),
-    [pytest.param(*case, marks=() if case[0] in ("flux", "sd3") else pytest.mark.slow) for case in SIZED],
-)
-def test_iterations_take_sizes_in_turn(family: str, name: str, tmp_path: Path) -> None:
-    policy = _begun(family)
-    own = policy.image_size
-    height, width = policy.decode(torch.zeros(1, *policy.latent_shape)).shape[2:]
-    side = 2 * max(height, width)
-    sizes = [[height, 2 * width], side]
-    given = (
-        *EVERYWHERE.get(name, ()),
-        f"rollout.image_sizes={sizes}",
-        "run.iterations=3",
-        "monitor.window=2",
-    )
-    config = _config(policy, given, tmp_path / "model")
-    objective = config.objective
-    kind = VelocityRegression if objective.regression else RewardGradient if objective.ascent else FlowGRPO
-    shown: list[tuple[int, ...]] = []
-
-    class Seen(Brightness):
-        ends = False
-
-        def score(self, images: Any, *args: Any, **kwargs: Any) -> Any:
-            if self.ends:
-                raise KeyboardInterrupt
-            shown.append(tuple(images.shape[2:]))
-            return super().score(images, *args, **kwargs)
-
-        def score_with_gradient(self, images: Any, *args: Any, **kwargs: Any) -> Any:
-            if self.ends:
-                raise KeyboardInterrupt
-            shown.append(tuple(images.shape[2:]))
-            return super().score_with_gradient(images, *args, **kwargs)
-
-    algorithm: Any = kind(
-        policy,
-        Seen(),
-        RECORDS,
-        rollout=config.rollout,
-        objective=objective,
-        accelerator=Accelerator(cpu=True),
-    )
-    run = RunSettings(folder=tmp_path, iterations=3)
-    trainer: Trainer[Any] = Trainer(algorithm, run=run, optimizer=config.optimizer)
-    schedules = []
-    for size in [*sizes, sizes[0]]:
-        shown.clear()
-        policy.sigmas = recorded(policy.sigmas, schedules)
-        record = trainer.iterate()
-        del policy.sigmas
-        assert set(shown) == {(size, size) if isinstance(size, int) else tuple(size)}
-        assert record["grad_norm"] > 0 and record.get("ratio_floor", 0) <= 1e-5
-        assert policy.image_size == own
-    Seen.ends = True
-    with pytest.raises(KeyboardInterrupt):
-        trainer.iterate()
-    assert policy.image_size == own
-    with pytest.raises(UserError, match=r"rollout\.image_sizes: .*7"):
-        kind(
-            policy,
-            Seen(),
-            RECORDS,
-            rollout=replace(config.rollout, image_sizes=[side, 7]),
-            objective=objective,
-        )
-    assert policy.image_size == own
-    wide, square = schedules[0], schedules[2]  # and the policy's own between
-    assert torch.equal(wide, square) == (family not in ("flux", "qwen_image"))  # shifted by the size
-
-
-def recorded(sigmas: Any, schedules: list[torch.Tensor]) -> Any:
-    """`policy.sigmas`, whose answers are kept."""
-
-    def asked(*args: Any, **kwargs: Any) -> torch.Tensor:
-        schedules.append(sigmas(*args, **kwargs))
-        return schedules[-1]
-
-    return asked
 
 
 def _config(policy: Any, overrides: tuple[str, ...], folder: Path) -> FlowGRPOConfig:

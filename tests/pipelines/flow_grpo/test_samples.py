@@ -5,23 +5,16 @@ evaluations whose images several processes share."""
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker
 from PIL import Image
-from safetensors.torch import load_file
 
 from tests.support.models.sd3 import tiny_sd3_pipeline
-from tests.support.training.processes import in_forks
 from visalign.config import load_config
 from visalign.evaluation import load_heldout
 from visalign.pipelines.flow_grpo.job import FlowGRPOConfig, run
@@ -105,41 +98,3 @@ def test_trackers_that_take_images_get_them(finished, tmp_path):
     height, width = result.images.shape[1:3]
     assert shown.images[0][1][FOLDER].shape == (1, height, 2 * width, 3)
     assert [number for number, _ in grids.files()] == [0, 5]
-
-
-def test_without_a_grid_nothing_is_kept(finished, tmp_path):
-    accelerator = Accelerator(cpu=True)
-    grids = SampleGrids(output=tmp_path, accelerator=accelerator, heldout=[], seed=3, columns=0)
-    grids.keep(0, load_heldout(finished / "before.npz"))
-    assert grids.files() == [] and not (tmp_path / FOLDER).exists()
-
-
-def in_two(output: str, changes: list[str]) -> None:
-    """The run in two forks of this process, which import once."""
-    config = load_config(FlowGRPOConfig, None, changes)
-    if not in_forks(Path(output).parent / "forks", 2, partial(run, config, Path(output))):
-        sys.exit("a process ended badly")
-
-
-@pytest.mark.slow
-def test_two_processes_that_divide_the_model_evaluate_and_save_as_one(finished, changes, tmp_path):
-    given = (str(tmp_path / "two"), [*changes, "run.sharding=true"])
-    command = [sys.executable, "-c", f"from {__name__} import in_two; in_two(*{given!r})"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    for name in ("before", "after"):
-        one, two = (load_heldout(folder / f"{name}.npz") for folder in (finished, tmp_path / "two"))
-        assert one.prompts == two.prompts and one.seeds.tolist() == two.seeds.tolist()
-        assert one.correct.tolist() == two.correct.tolist()
-        assert one.image_index.tolist() == two.image_index.tolist()
-        for label, score in one.scores.items():
-            np.testing.assert_allclose(two.scores[label], score, rtol=1e-4, atol=1e-6)
-    assert len(list((tmp_path / "two" / FOLDER).iterdir())) == 3
-    mine, other = (
-        load_file(folder / "lora/pytorch_lora_weights.safetensors") for folder in (finished, tmp_path / "two")
-    )
-    assert mine.keys() == other.keys()
-    difference = torch.cat([(mine[name] - other[name]).flatten() for name in mine])
-    moved = torch.cat([mine[name].flatten() for name in mine if "lora_B" in name or "lora.up" in name])
-    assert difference.abs().mean() < 1e-3 * moved.abs().mean()

@@ -214,13 +214,6 @@ def test_a_pair_without_a_source_that_can_be_read_is_named(tmp_path, changes, me
     assert len(read_stored(data, "none").records) == 2  # a model that edits nothing does not look at them
 
 
-def test_a_model_that_may_edit_takes_pairs_with_and_without(tmp_path):
-    for changes in ({"metadata": None}, {"metadata": "shot on film", "source": "coco"}):
-        data = DataConfig(pairs=str(_edited(tmp_path, **changes)))
-        first, second = read_stored(data, "optional").records
-        assert first["source"] == f"{tmp_path}/a.png" and "source" not in second
-
-
 def test_rows_of_a_pair_are_edits_of_one_image(tmp_path):
     again = {"image_left": "b.png", "image_right": "a.png", "label": "left", "metadata": None}
     [record] = read_stored(DataConfig(pairs=str(_edited(tmp_path, **again))), "needed").records

@@ -144,12 +144,6 @@ def test_what_the_clip_took_is_read_from_the_metrics(runs):
     assert "the clip took 12.500% with A < 0, 25.000% with A > 0 (net +12.500%)" in said
 
 
-def test_a_run_against_itself_costs_nothing(runs):
-    found = json.loads(_said(runs / "idle", "--samples", 2, "--json"))
-    assert found["best_of_n"]["tuned"]["kl"]["estimate"] == pytest.approx(0, abs=1e-4)
-    assert all(point["change"]["estimate"] == 0 for point in found["support"]["pass_at_k"])
-
-
 def test_what_is_no_run_of_a_text_policy_is_refused(runs, tmp_path):
     assert "There is no run in" in _said(tmp_path, code=2)
     (tmp_path / "config.yaml").write_text("pipeline: flow_grpo\n")

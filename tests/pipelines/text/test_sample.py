@@ -163,25 +163,6 @@ def test_a_stopped_run_samples_only_what_is_missing(finished, inputs, tmp_path, 
     assert (tmp_path / "cut" / "dataset.jsonl").read_bytes() == (finished[0] / "dataset.jsonl").read_bytes()
 
 
-def test_best_of_n_is_the_best_of_each_prompt(finished, inputs, tmp_path):
-    everything = _all(inputs, finished, tmp_path)
-    best, summary = _selected(inputs, finished, tmp_path, "selection.rule=best_of_n")
-    assert [line["group"] for line in best] == list(range(8)) and summary["records"] == 8
-    for line in best:
-        assert line["reward"] == max(r["reward"] for r in everything if r["group"] == line["group"])
-
-
-def test_completions_that_were_cut_off_are_left_out(finished, inputs, tmp_path):
-    """The random model hardly ever ends by itself."""
-    kept = _all(inputs, finished, tmp_path)
-    whole, summary = _selected(
-        inputs, finished, tmp_path, "selection={rule: all, truncated: false, threshold: 0.3}"
-    )
-    assert 0 < len(whole) < len(kept)
-    assert len(whole) >= summary["completions"] - summary["failed"] - summary["truncated"]
-    assert all(line in kept for line in whole)
-
-
 def test_nothing_accepted_is_an_error_that_writes_no_dataset(inputs, tmp_path):
     output = tmp_path / "out"
     grid = "rollout={samples: 1, max_new_tokens: 6, max_failure_rate: 0.9}"

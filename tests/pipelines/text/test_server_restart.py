@@ -93,7 +93,7 @@ def steady(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.mark.filterwarnings("ignore:.*is unavailable")
-@pytest.mark.parametrize(("place", "number"), [(ASKED, 12), (ASKED, 17), ("hand over", 1), ("hand over", 2)])
+@pytest.mark.parametrize(("place", "number"), [(ASKED, 17), ("hand over", 2)])
 def test_a_run_is_that_of_a_server_that_stayed(steady: Any, place: str, number: int, tmp_path: Path) -> None:
     """Killed among an iteration's completions, before its first, or as it gets new weights."""
     whole, texts, metrics = steady

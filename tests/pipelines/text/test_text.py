@@ -14,17 +14,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForTokenClassification
-from typer.testing import CliRunner
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.support.models.language import tiny_config, tiny_tokenizer
 from tests.support.training.metric_families import without_times
-from tests.support.training.text import toy_policy, toy_text_trainer
 from visalign.config import list_configs, load_config
 from visalign.data.assets import assets_folder, resolve_model
 from visalign.errors import ConfigError, UserError
 from visalign.evaluation import load_heldout
-from visalign.pipelines.cli.app import app
 from visalign.pipelines.cli.show import result_files
 from visalign.pipelines.jobs import load_job
 from visalign.pipelines.shared.job import TrainingInterrupted
@@ -32,9 +28,8 @@ from visalign.pipelines.text import job as text_grpo
 from visalign.pipelines.text import job as text_ppo
 from visalign.pipelines.text.config import ServerConfig
 from visalign.pipelines.text.job import TextGRPOConfig, TextPPOConfig, load_code
-from visalign.pipelines.text.parts import build_text_policy, prepare, syncing
+from visalign.pipelines.text.parts import prepare, syncing
 from visalign.rewards.base.contract import RewardError
-from visalign.seeds import sample_seed
 from visalign.training.loop.judging import RewardFailure
 from visalign.training.loop.metrics import read_metrics
 from visalign.training.loop.trainer import Trainer
@@ -101,28 +96,6 @@ def test_a_run_leaves_the_page_of_an_image_run(finished):
     assert scope["model"].config.vocab_size and scope["tokenizer"].chat_template
 
 
-def test_clip_and_delta_reach_the_rewards_of_steps(tmp_path):
-    """One iteration with a process reward model, its rewards clipped."""
-    from visalign.pipelines.text.parts import build_process
-
-    torch.manual_seed(0)
-    Qwen3ForTokenClassification(tiny_config(num_labels=2)).save_pretrained(tmp_path / "prm")
-    tiny_tokenizer().save_pretrained(tmp_path / "prm")
-    bounds = ["process.clip=2.0", "process.delta=true", "process.separator=e"]
-    config = _grpo("objective.algorithm=reinforce_pp", f"process.model={tmp_path / 'prm'}", *bounds)
-    policy = toy_policy()
-    trainer = toy_text_trainer(
-        tmp_path / "run", "reinforce_pp", policy=policy, process=build_process(config, policy)
-    )
-    found = trainer.algorithm.collect(trainer.context).experience.trajectories
-    assert found.process_reward is not None
-    lone = (found.process_reward != 0).sum(1) == 0  # a single step is the last one
-    assert bool(lone.any()) and not bool(lone.all())
-    returns = found.process_reward.flip(1).cumsum(1).flip(1)
-    assert -2 < float(returns.min()) < -1 and float(returns.max()) < 1e-6
-    assert trainer.iterate()["updates"] == 2
-
-
 def test_the_code_loads_adapters_and_models_that_see():
     adapters = load_code(_grpo("model.lora={}"), Path("runs/a"))
     assert 'PeftModel.from_pretrained(base, "runs/a/lora")' in adapters
@@ -130,30 +103,6 @@ def test_the_code_loads_adapters_and_models_that_see():
     assert 'processor = AutoProcessor.from_pretrained("runs/a/model")' in seeing
     for code in (adapters, seeing):
         compile(code, "report", "exec")
-
-
-def test_the_accuracy_is_the_checkers(finished):
-    """The held-out problems are completed and checked again, without the evaluation."""
-    from visalign.data.text_tasks.tasks import check_answer
-    from visalign.text import StoppingCriteria
-
-    output, summary = finished
-    before = load_heldout(output / "before.npz")
-    assert len(before) == 6 * 2 and before.judged.all()
-    assert summary["before"]["accuracy"] == pytest.approx(before.scores["task_answer"].mean())
-    config = _grpo()
-    policy, records = build_text_policy(config.model, torch.device("cpu"), 0), prepare(config).heldout
-    seeds = [sample_seed("heldout", record["prompt"], s) for record in records for s in (0, 1)]
-    prompts = [record["prompt"] for record in records]
-    again = policy.generate(
-        prompts, seeds=seeds, num_generations=2, stopping=StoppingCriteria(max_new_tokens=48)
-    )
-    asked = [dict(record) for record in records for _ in (0, 1)]
-    right = [check_answer(text, record)[0] for text, record in zip(again.text, asked, strict=True)]
-    assert before.correct.tolist() == right
-    by_prompt = before.scores["any_of_samples"].reshape(6, 2)
-    some = before.correct.reshape(6, 2).any(1)
-    assert (by_prompt[:, 0] == some).all() and (by_prompt[:, 0] == by_prompt[:, 1]).all()
 
 
 def test_interrupted_and_resumed_equals_uninterrupted(finished, tmp_path, monkeypatch):
@@ -285,13 +234,6 @@ def test_text_ppo_refuses_an_algorithm_without_a_value_function():
         load_config(TextPPOConfig, None, ["objective.algorithm=grpo"])
 
 
-def test_dry_run_says_what_would_be_done():
-    found = CliRunner().invoke(app, ["train", "text_grpo", "--dry-run", *SMALL])
-    assert found.exit_code == 0, found.output
-    assert re.search("completions +│ 36 ", found.output), found.output  # 2 × 6 problems × (2 seeds + greedy)
-    assert "completions per iteration" in found.output and "2402.03300" in found.output
-
-
 @pytest.mark.parametrize("first", [True, False])
 def test_the_first_process_hands_the_adapters_over_and_all_ask_for_them(
     first: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -345,26 +287,3 @@ def test_a_tool_that_breaks_stops_the_run_and_says_why(tmp_path):
     config = _grpo(f"rollout.tool={{use: '{tmp_path}/broken.py:search'}}", "run.iterations=1")
     with pytest.raises(RewardFailure, match=r"at most 10% may fail .*search raised RuntimeError: no network"):
         text_grpo.run(config, tmp_path / "run")
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ("rollout.tool={use: search}", r"'search' names no tool; write 'package\.module:Name'"),
-        ("rollout.tool={close: ''}", r"tool: close is ''; it must be not empty"),
-    ],
-)
-def test_wrong_tools_are_refused_before_anything_is_loaded(change, message):
-    with pytest.raises(UserError, match=message):
-        _grpo(change)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("row", ["likelihood", "par"])
-def test_rows_that_ask_for_more_completions_or_answers_go_with_tools(row, tmp_path):
-    """The tool takes part in each of PAR's reference completions."""
-    tool = "rollout.tool={}"
-    config = _grpo(tool, f"objective.algorithm={row}", "run.iterations=1", "data.tasks=[multiply]")
-    text_grpo.run(config, tmp_path / "run")
-    (record,) = read_metrics(tmp_path / "run" / "metrics.jsonl")
-    assert record["tools/calls"] > 0 and record["ratio_floor"] < 1e-3

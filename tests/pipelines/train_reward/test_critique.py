@@ -5,21 +5,16 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from PIL import Image
-from typer.testing import CliRunner
 
-from tests.support.models.vision_language import save_tiny_seeing_model, tiny_seeing_model
+from tests.support.models.vision_language import save_tiny_seeing_model
 from visalign.config import load_config
 from visalign.data.sets.image_references import shapes_reference
-from visalign.data.shapes.preferences import ShapesPreferences
 from visalign.errors import UserError
-from visalign.pipelines.cli.app import app
 from visalign.pipelines.train_reward.inputs import prepare_reward
 from visalign.pipelines.train_reward.job import TrainRewardConfig, build_judge, run
 from visalign.rewards.chat import deepseek_grm
@@ -135,44 +130,3 @@ def test_other_sources_and_settings_are_refused(model, tmp_path):
         prepare_reward(_config(model, train, train))
     with pytest.raises(UserError, match=r"no file of demonstrations '.*nowhere.jsonl'"):
         prepare_reward(_config(model, tmp_path / "nowhere.jsonl", None))
-
-
-def test_meta_judges_of_other_weights_or_questions_are_other_judges(model, tmp_path):
-    other = shutil.copytree(model, tmp_path / "other" / model.name)
-    tiny_seeing_model("qwen2_vl", seed=1).save_pretrained(other)
-    same = shutil.copytree(model, tmp_path / "same" / model.name)
-    asked = shutil.copytree(model, tmp_path / "asked" / model.name)
-    asked_as = (asked / "judge.json").read_text()
-    (asked / "judge.json").write_text(asked_as.replace("{prompt}: {critique}", "{critique} of {prompt}"))
-    own, again, *others = (
-        DeepSeekGRM(model=str(model), meta=folder, k_meta=2).identity
-        for folder in (model, same, other, asked)
-    )
-    assert own == again
-    assert [own.differences(one) for one in others] == [["options"]] * 2
-    assert len({own.digest, *(one.digest for one in others)}) == 3
-
-
-def test_the_command_line_takes_a_trained_meta_judge(model, tmp_path, monkeypatch):
-    """Its folder is `--option meta`, and of eight votes the one counts that it rates highest."""
-    pair = ShapesPreferences(0).pair(0)
-    Image.fromarray(pair.images()[0]).save(tmp_path / "0.png")
-    given: dict[str, Any] = {
-        "model": "shapes-vlm", "reads": "yes_no", "answers": 8, "max_new_tokens": 40, "meta": model,
-        "template": "Does the picture show {prompt}? Answer, then say why.", "min_mass": 0,
-    }  # fmt: skip
-    options = [part for name, value in given.items() for part in ("--option", f"{name}={value}")]
-    arguments = ["score", str(tmp_path / "0.png"), "-p", pair.prompt, "-r", "deepseek_grm", *options]
-    refused = CliRunner().invoke(app, arguments, env={"COLUMNS": "400"})
-    assert refused.exit_code == 2 and f"meta is '{model}' and k_meta None" in " ".join(refused.output.split())
-    monkeypatch.setattr(deepseek_grm, "TOP_LOGPROBS", 1000)  # a random model says anything
-    out = tmp_path / "scores.jsonl"
-    done = CliRunner().invoke(app, [*arguments, "--option", "k_meta=1", "-o", str(out)])
-    assert done.exit_code == 0, done.output
-    row = json.loads(out.read_text())
-    all_votes, kept = (
-        DeepSeekGRM(**given, k_meta=count).score([tmp_path / "0.png"], [pair.prompt]).parts["meta"].item()
-        for count in (given["answers"], 1)
-    )
-    assert row["parts"]["votes"] == 1 and row["value"] in (0, 1)
-    assert row["parts"]["meta"] == pytest.approx(kept, abs=1e-5) and kept > all_votes

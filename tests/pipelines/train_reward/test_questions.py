@@ -3,18 +3,15 @@
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 
 from visalign.config import load_config
 from visalign.errors import UserError
-from visalign.pipelines.cli.show import show_summary
 from visalign.pipelines.train_reward.inputs import prepare_reward
 from visalign.pipelines.train_reward.job import TrainRewardConfig, build_judge
 from visalign.rewards import load_judge
@@ -48,19 +45,6 @@ def test_adapters_that_find_no_layer_are_refused(kind):
     )
     with pytest.raises(UserError, match=r"model\.lora cannot be added to 'shapes-vlm': .*target_modules, or"):
         build_judge(config, torch.device("cpu"))
-
-
-def test_the_closing_panel_shows_what_was_measured_and_where_the_judge_is(tmp_path):
-    numbers = {"mae": 0.5, "srcc": 0.25, "mass_low": 0.9}
-    (tmp_path / "judge").mkdir()
-    console = Console(record=True, width=200, file=io.StringIO())
-    summary = {"before": numbers, "after": {**numbers, "mae": 0.375}}
-    show_summary(console, tmp_path, summary, ["visalign", "configs"])
-    text = console.export_text()
-    assert "held-out SRCC" in text and "held-out accuracy" not in text and "-0.125" in text
-    assert f"{tmp_path / 'judge'}  (the judge and its card" in text
-    show_summary(console, tmp_path, {"before": {}, "after": {}}, ["visalign", "configs"])
-    assert "before" not in console.export_text()
 
 
 @pytest.mark.parametrize("kind", list(NAMES))

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 from functools import partial
@@ -15,13 +14,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support.training.images import outcome
 from tests.support.training.metric_families import without_times
 from tests.support.training.processes import ROOT, in_forks
 from visalign.errors import UserError
 from visalign.pipelines.train_reward import judges
 from visalign.pipelines.train_reward.job import build_judge, run
-from visalign.training.loop import checkpoint
 from visalign.training.loop.metrics import read_metrics
 
 from .test_processes import assert_close
@@ -29,17 +26,8 @@ from .test_train_reward import _config, _examples, models
 
 __all__ = ["models"]
 
-DIVIDED = [
-    ("hp", "head", "hp"),
-    ("ict", "full", "ict"),
-    ("hpsv3", "lora", "uncertainty"),
-    ("hpsv3", "full", "bradley_terry"),
-    ("pair", "lora", "yes_no"),
-    ("rating", "full", "rating_fidelity"),
-    ("checklist", "lora", "checklist"),
-]
-"""Each model, and of each what may be trained: a head, adapters, all weights."""
-RESUMED = [("hpsv3", "lora", "uncertainty"), ("checklist", "lora", "checklist")]
+DIVIDED = [("hp", "head", "hp"), ("hpsv3", "full", "bradley_terry"), ("checklist", "lora", "checklist")]
+"""A head, all weights, adapters."""
 
 
 def _train(models: Path, root: Path, which: list[Any], *, resume: bool = False, **given: Any) -> None:
@@ -83,13 +71,6 @@ def runs(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def _weights(run_folder: Path) -> dict[str, torch.Tensor]:
-    """Of the second checkpoint."""
-    folder = checkpoint.step_folder(run_folder / "checkpoints", 2)
-    config = json.loads((folder / "manifest.json").read_text())["config"]
-    return dict(checkpoint.load(folder, config).tensors["trainable"])
-
-
 def _numbers(record: dict[str, Any]) -> dict[str, Any]:
     """Without times, and without what is null in so small a set."""
     return {name: value for name, value in without_times(record).items() if value is not None}
@@ -121,28 +102,6 @@ def test_a_divided_judge_is_the_judge(judge, runs):
             torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-5)
     cards = [(one / "judge" / "README.md").read_text().partition("## Weights")[0] for one in (ddp, fsdp)]
     assert all("How good it is" in card for card in cards)
-
-
-@pytest.mark.slow
-def test_a_divided_judge_goes_on_in_any_number_of_processes(runs, models, tmp_path):
-    """Bit for bit in two processes; in one and from the other kind of checkpoint up to rounding, where no
-    dropout is drawn by process."""
-    for judge in RESUMED:
-        for folder, source in (("two", "fsdp"), ("one", "fsdp"), ("whole", "ddp")):
-            shutil.copytree(runs / source / "-".join(judge), tmp_path / folder / "-".join(judge))
-            shutil.rmtree(checkpoint.step_folder(tmp_path / folder / "-".join(judge) / "checkpoints", 2))
-    given = {"sharding": True, "resume": True}
-    _start(*((str(models), str(tmp_path / name), RESUMED, given) for name in ("two", "whole")))
-    _train(models, tmp_path / "one", RESUMED, resume=True)
-    for judge in map("-".join, RESUMED):
-        assert outcome(tmp_path / "two" / judge) == outcome(runs / "fsdp" / judge)
-    name = "-".join(RESUMED[1])
-    kept, *rest = (
-        _weights(folder / name) for folder in (runs / "fsdp", tmp_path / "one", tmp_path / "whole")
-    )
-    for found in rest:
-        for key, value in kept.items():
-            torch.testing.assert_close(found[key], value, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize(

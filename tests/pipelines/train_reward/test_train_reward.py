@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from typer.testing import CliRunner
 
 from tests.support.models.clip import save_tiny_clip
 from tests.support.models.vision_language import save_tiny_seeing_model
@@ -19,9 +18,7 @@ from tests.support.training.metric_families import without_times
 from visalign.config import load_config, resolve_config
 from visalign.data.shapes.preferences import ShapesPreferences
 from visalign.errors import UserError
-from visalign.pipelines.cli.app import app
 from visalign.pipelines.train_reward.examples import (
-    ExampleBatches,
     shapes_pairs,
     shapes_ratings,
     shapes_triples,
@@ -224,12 +221,6 @@ def test_a_resumed_run_is_the_run(models, tmp_path):
         assert first.read_bytes() == second.read_bytes()
 
 
-def test_each_epoch_reads_every_example_once_in_a_new_order():
-    batches = ExampleBatches(shapes_pairs(0, 10), lambda _: None, size=4, micro=4, seed=1)  # type: ignore[arg-type]
-    read = [number for batch in range(5) for number in batches.numbers(batch)]
-    assert sorted(read[:10]) == sorted(read[10:]) == list(range(10)) and read[:10] != read[10:]
-
-
 def test_the_generated_sets_are_what_they_say():
     pairs = shapes_pairs(0, 40, labels="truth", split="heldout")
     world = ShapesPreferences(0, split="heldout")
@@ -388,11 +379,3 @@ def test_the_packaged_configurations_are_planned(name):
     planned = plan(config)
     assert planned["length"]["epochs"] > 0.3
     assert config.optimizer.decay_updates == planned["length"]["updates"]
-
-
-def test_the_command_plans_and_refuses_other_jobs():
-    shown = CliRunner().invoke(app, ["train-reward", "shapes_hp", "seed=3", "--dry-run"])
-    assert shown.exit_code == 0 and "epochs" in shown.stdout and "seed: 3" in shown.stdout
-    other = CliRunner().invoke(app, ["train-reward", "shapes_quickstart"])
-    assert other.exit_code == 2
-    assert "is a configuration of the pipeline 'flow_grpo'" in " ".join(other.stderr.split())
