@@ -50,15 +50,13 @@ GSPO = {
 GUARD = {"algorithm": "grpo_guard", "step_weights": [1.0, 2.0, 0.5, 0.0], "changes": {"kl": 0.1}}
 
 
-def _gradient(tmp_path, micro_batch: int, objective: dict, *, all_live: bool = False) -> torch.Tensor:
+def _gradient(tmp_path, micro_batch: int, objective: dict) -> torch.Tensor:
     """The sum of the gradients of an iteration's two updates, in float64, the policy moved in between."""
     policy = ToyPolicy(torch.float64, guided=True)
     with torch.no_grad():
         policy.net.shift.normal_(generator=torch.Generator().manual_seed(1)).mul_(0.01)
-    trainer = toy_trainer(
-        tmp_path, policy=policy, objective=objective, optimizer={"micro_batch": micro_batch}
-    )
-    return _two_updates(trainer, policy, all_live)
+    cut = {"micro_batch": micro_batch}
+    return _two_updates(toy_trainer(tmp_path, policy=policy, objective=objective, optimizer=cut), policy)
 
 
 def _two_updates(trainer: Trainer[FlowGRPO], policy: ToyPolicy, all_live: bool = False) -> torch.Tensor:
@@ -104,7 +102,7 @@ _WHOLE = {"updates_per_iteration": 1}
 VELOCITY = {"kl": 0.5, "kl_form": "velocity"}
 
 
-@pytest.mark.parametrize("algorithm", ["flow_grpo", "grpo_guard", "flow_gspo"])
+@pytest.mark.parametrize("algorithm", ["flow_grpo", "flow_gspo"])
 def test_the_kl_of_velocities_is_what_the_weights_moved_them_by(tmp_path, algorithm):
     """v − v_ref of the toy is the shift of the prompt in each channel, at all places and steps."""
     policy = ToyPolicy(torch.float64)
@@ -151,11 +149,16 @@ def test_leaving_out_samples_without_signal_changes_nothing_but_the_cost(tmp_pat
     assert passes == [32 * 3, 48 * 3]
 
 
+FLASH = {"sde_steps": [0, 1], "sde_window": 1, "sde_window_order": "progressive", "sde_window_every": 1}
+FLASH |= {"ode_compression": 0.5, "solver": "dpmpp_2m"}
+
+
 @pytest.mark.parametrize(
     ("guided", "beta", "steps"),
-    [(False, 0.0, {"sde_window": 2}), (True, 0.0, {"train_steps": [1]}), (True, 0.1, {})],
+    [(False, 0.0, FLASH), (True, 0.0, {"train_steps": [1]}), (True, 0.1, {})],
 )
 def test_counted_cost_is_the_planned_minimum(tmp_path, guided, beta, steps):
+    """MixGRPO-Flash by DPM-Solver: windows at 0 and at 1, of whose 3 and 2 steps behind 2 and 1 stay."""
     trainer = toy_trainer(
         tmp_path,
         policy=ToyPolicy(guided=guided),
@@ -167,7 +170,7 @@ def test_counted_cost_is_the_planned_minimum(tmp_path, guided, beta, steps):
     trainer.train()
     for record in read_metrics(tmp_path / "metrics.jsonl"):
         planned = forward_equivalents_per_image(
-            steps=4,
+            steps=3 if steps is FLASH else 4,
             trained=trainer.algorithm.rollout.trained_per_image,
             guided=guided,
             reference=beta > 0,
@@ -276,14 +279,14 @@ def test_a_reward_that_compares_within_groups_is_told_which_they_are(tmp_path):
         capabilities = RewardCapabilities(needs_group=True)
 
         def score(self, images, prompts, metadata=None):
-            seen.append(
-                [(record["group_id"], prompt) for record, prompt in zip(metadata, prompts, strict=True)]
+            seen.extend(
+                (record["group_id"], prompt) for record, prompt in zip(metadata, prompts, strict=True)
             )
             return super().score(images, prompts, metadata)
 
     toy_trainer(tmp_path, reward=Grouped(), run={"iterations": 1}).train()
-    groups = set(seen[0])
-    assert len(groups) == 6 > len({prompt for _, prompt in groups}) and len(seen[0]) == 48
+    groups = set(seen)
+    assert len(groups) == 6 > len({prompt for _, prompt in groups}) and len(seen) == 48
 
 
 class _Failing(Brightness):
@@ -294,15 +297,13 @@ class _Failing(Brightness):
         scores = super().score(images, prompts)
         failed = torch.arange(len(prompts)) < self.share * len(prompts)
         value = torch.where(failed, torch.nan, scores.value)
-        return replace(
-            scores, value=value, valid=~failed, reason=["judge timed out" if f else None for f in failed]
-        )
+        reason = ["judge timed out" if f else None for f in failed]
+        return replace(scores, value=value, valid=~failed, reason=reason)
 
 
 def test_too_many_failures_stop_the_run(tmp_path):
-    with pytest.raises(
-        RewardFailure, match=r"'brightness' could not score 24 of 48 .*at most 20%.*timed out \(24×\)"
-    ):
+    message = r"'brightness' could not score 24 of 48 .*at most 20%.*timed out \(24×\)"
+    with pytest.raises(RewardFailure, match=message):
         toy_trainer(tmp_path, reward=_Failing(0.5)).train()
     with pytest.raises(RewardFailure, match="could not score 48 of 48"):
         toy_trainer(tmp_path, reward=_Failing(1.0), rollout={"max_failure_rate": 1.0}).train()
@@ -320,20 +321,6 @@ def test_step_draws_are_reproducible_and_vary():
     )
     assert [moving.choose_steps(0, i)[0] for i in range(4)] == [[1, 2], [2, 4], [4], [1, 2]]
     assert moving.pairs_per_image == (2 + 2 + 1) / 3 and moving.trained_per_image == 2
-
-
-def test_a_compressed_rest_is_counted_as_planned(tmp_path):
-    """MixGRPO-Flash by DPM-Solver: windows at 0 and at 1, of whose 3 and 2 steps behind 2 and 1 stay."""
-    window = {"sde_steps": [0, 1], "sde_window": 1, "sde_window_order": "progressive", "sde_window_every": 1}
-    flash = {**window, "ode_compression": 0.5, "solver": "dpmpp_2m"}
-    trainer = toy_trainer(tmp_path, reward=_Constant(), rollout=flash, run={"iterations": 2})
-    assert trainer.algorithm.rollout.sampled_per_image == 3
-    trainer.train()
-    for record in read_metrics(tmp_path / "metrics.jsonl"):
-        planned = forward_equivalents_per_image(
-            steps=3, trained=1, guided=False, reference=False, trained_share=record["trained_share"]
-        )
-        assert record["forward_equivalents_per_image"] == pytest.approx(planned, rel=1e-12)
 
 
 def test_a_group_makes_its_common_steps_once(tmp_path):

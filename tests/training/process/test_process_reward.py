@@ -55,22 +55,15 @@ def test_the_loss_is_the_cross_entropy_of_two_labels() -> None:
     loss = step_label_loss(logits[:, 1] - logits[:, 0], label.double())
     expected = nn.functional.cross_entropy(logits, label, reduction="none")
     assert torch.allclose(loss, expected) and loss[2].item() == pytest.approx(math.log(2))
-    assert torch.allclose(torch.autograd.grad(loss.sum(), logits)[0], _gradient(expected, logits))
+    slopes = [torch.autograd.grad(each.sum(), logits)[0] for each in (loss, expected)]
+    assert torch.allclose(*slopes)
     soft = step_label_loss(torch.tensor([1.0]), torch.tensor([0.25]))
     by_hand = 0.25 * math.log1p(math.exp(-1)) + 0.75 * math.log1p(math.e)
     assert soft.item() == pytest.approx(by_hand)
-
-
-def _gradient(loss: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    return torch.autograd.grad(loss.sum(), logits)[0]
-
-
-def test_a_step_without_a_label_has_no_loss_and_no_gradient() -> None:
     odds = torch.tensor([1.0, -2.0], requires_grad=True)
-    loss = step_label_loss(odds, torch.tensor([math.nan, 0.0]))
-    loss.sum().backward()
-    assert loss[0] == 0 and loss[1] > 0 and odds.grad is not None
-    assert odds.grad[0] == 0 and odds.grad[1].item() == pytest.approx(1 / (1 + math.exp(2)))
+    unknown = step_label_loss(odds, torch.tensor([math.nan, 0.0]))
+    (slope,) = torch.autograd.grad(unknown.sum(), odds)
+    assert unknown[0] == slope[0] == 0 and slope[1].item() == pytest.approx(1 / (1 + math.exp(2)))
 
 
 def test_the_report_by_hand() -> None:
@@ -81,39 +74,25 @@ def test_the_report_by_hand() -> None:
     assert math.isnan(report_labels([]).accuracy)
 
 
-def test_the_first_batch_by_hand() -> None:
-    """One batch of all: the mean over its labelled steps, of the logits at the separators."""
-    model = classifier(classifier_dropout=0.0)
-    wanted = []
-    with torch.no_grad():
-        for text, ends, labels in (
-            ("q1+1=2\n2+2=5\n", (6, 12), (1.0, 0.0)),
-            ("q3\n", (2,), (1.0,)),
-            ("q4\n5\n6\n", (4, 6), (0.25, 1.0)),
-        ):
-            log_p = model(torch.tensor([TOKENIZER(text)["input_ids"]])).logits[0].log_softmax(-1)
-            wanted += [-y * log_p[e, 1] - (1 - y) * log_p[e, 0] for e, y in zip(ends, labels, strict=True)]
-    expected = torch.stack(wanted).mean().item()
-    assert evaluate_process_reward(model, TOKENIZER, RECORDS, batch_size=2).loss == pytest.approx(
-        expected, abs=1e-5
-    )
-    (report,) = train_process_reward(model, TOKENIZER, RECORDS)
-    assert report.loss == pytest.approx(expected, abs=1e-5) and report.labels == 5
-
-
 # learning
 
 
-def test_one_update_by_hand() -> None:
-    """The bias of "right" moves by rate · mean (y − σ(z)) over the labelled steps of the batch."""
+def test_one_batch_by_hand() -> None:
+    """The mean over its labelled steps, of the logits at the separators; by one update the bias of "right"
+    moves by rate · mean (y − σ(z))."""
     model = classifier(classifier_dropout=0.0)
     before = model.score.bias.detach().clone()
     texts = (("q1+1=2\n2+2=5\n", (6, 12)), ("q3\n", (2,)), ("q4\n5\n6\n", (4, 6)))
     with torch.no_grad():
         logits = [model(torch.tensor([TOKENIZER(text)["input_ids"]])).logits[0, list(e)] for text, e in texts]
-    odds = torch.cat([pair[:, 1] - pair[:, 0] for pair in logits])
-    mean = (torch.tensor([1, 0, 1, 0.25, 1]) - torch.sigmoid(odds)).mean()
-    train_process_reward(model, TOKENIZER, RECORDS, trainer=plain_descent(model.named_parameters(), lr=0.1))
+    odds, label = torch.cat([pair[:, 1] - pair[:, 0] for pair in logits]), torch.tensor([1, 0, 1, 0.25, 1])
+    expected = nn.functional.binary_cross_entropy_with_logits(odds, label).item()
+    report = evaluate_process_reward(model, TOKENIZER, RECORDS, batch_size=2)
+    assert report.loss == pytest.approx(expected, abs=1e-5)
+    descent = plain_descent(model.named_parameters(), lr=0.1)
+    (report,) = train_process_reward(model, TOKENIZER, RECORDS, trainer=descent)
+    assert report.loss == pytest.approx(expected, abs=1e-5) and report.labels == 5
+    mean = (label - torch.sigmoid(odds)).mean()
     assert torch.allclose(model.score.bias - before, 0.1 * mean * torch.tensor([-1.0, 1.0]), atol=1e-6)
 
 
@@ -196,14 +175,7 @@ def test_judged_completions_that_cannot_be_used() -> None:
     for record, message in (
         ({"prompt": "q", "steps": ["1"], "labels": [1]}, "Record 0 has no completion, reward; its keys are"),
         ({"prompt": "q", "completion": "1", "reward": "1"}, "completion '1' and the reward '1'; needed are"),
-        (
-            {"prompt": "q", "completion": None, "reward": 1},
-            "Record 0 has the completion None and the reward 1",
-        ),
-        (
-            {"prompt": [], "completion": "1", "reward": 1},
-            r"The prompt of record 0 is \[\]; needed is text, or",
-        ),
+        ({"prompt": "q", "completion": None, "reward": 1}, "the completion None and the reward 1"),
     ):
         with pytest.raises(UserError, match=message):
             train_process_reward(classifier(num_labels=1), TOKENIZER, [record])
@@ -217,7 +189,6 @@ def test_judged_completions_that_cannot_be_used() -> None:
     [
         ({"prompt": "q", "completions": ["1"], "labels": [1]}, "has no steps; its keys are prompt, comp"),
         ({"prompt": "q", "steps": [], "labels": []}, r"has the steps \[\] and the labels \[\]; needed"),
-        ({"prompt": "q", "steps": [1], "labels": [1]}, r"Record 1 has the steps \[1\] and the labels"),
         ({"prompt": None, "steps": ["1"], "labels": [1]}, "The prompt of record 1 is None; needed is text"),
         ({"prompt": "q", "steps": ["1", " "], "labels": [1, 1]}, "Step 1 of record 1 is empty"),
         ({"prompt": "q", "steps": ["1\n2"], "labels": [1]}, r"Step 0 of record 1 has the separator '\\n'"),
@@ -255,13 +226,8 @@ def test_a_loss_that_is_no_number_moves_nothing() -> None:
 
 def completions(policy: CausalLMPolicy) -> Any:
     sampling = Sampling(temperature=0.8, top_k=20)
-    return policy.generate(
-        ["q", "1+1"],
-        seeds=0,
-        num_generations=8,
-        sampling=sampling,
-        stopping=StoppingCriteria(max_new_tokens=8),
-    )
+    stopping = StoppingCriteria(max_new_tokens=8)
+    return policy.generate(["q", "1+1"], seeds=0, num_generations=8, sampling=sampling, stopping=stopping)
 
 
 def test_outcomes_alone_teach_the_implicit_reward() -> None:
@@ -288,12 +254,8 @@ def test_one_implicit_update_by_hand() -> None:
     parameters = [parameter for _, parameter in policy.trainable_parameters()]
     score = 0
     for row, sign in ((0, 1), (1, -1), (2, 1)):
-        ids = torch.cat(
-            [
-                rollout.prompt_ids[row, rollout.prompt_mask[row] != 0],
-                rollout.completion_ids[row, rollout.loss_mask[row] != 0],
-            ]
-        )
+        prompt = rollout.prompt_ids[row, rollout.prompt_mask[row] != 0]
+        ids = torch.cat([prompt, rollout.completion_ids[row, rollout.loss_mask[row] != 0]])
         count = int(rollout.loss_mask[row].sum())
         log_p = policy.model(ids[None]).logits[0].log_softmax(-1)[-count - 1 : -1]
         score = score + sign * 0.5 * 0.1 * log_p.gather(1, ids[-count:, None]).sum() / 3

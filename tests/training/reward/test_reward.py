@@ -112,7 +112,7 @@ def test_uncertainty_is_the_cores_on_the_votes(task, mode):
 
 def test_a_pair_without_a_label_counts_nothing():
     label = torch.tensor([1.0, math.nan, 0.7])
-    batch = RewardBatch(inputs=None, size=3, left=PAIRS.left, right=PAIRS.right, label=label)
+    batch = replace(PAIRS, label=label, votes=None)
     kept = [0, 2]
     each = bradley_terry_loss(SCORES[:3][kept], SCORES[3:][kept], label[kept])
     assert _loss("bradley_terry", {"value": SCORES}, batch) == pytest.approx(float(each.mean()))
@@ -132,16 +132,11 @@ def test_a_pair_counts_as_it_weighs(task):
 def test_hp_on_the_pairs_of_a_triple_is_half_of_the_published_sum():
     """Pairs (I2, I1) and (I3, I2); hp_loss adds both hinges per triple."""
     hp = torch.tensor([[0.0, 1.0], [0.1, 0.4], [0.5, 0.2]])
-    triple = RewardBatch(
-        inputs=None,
-        size=4,
-        left=torch.tensor([2, 3, 4, 5]),
-        right=torch.tensor([0, 1, 2, 3]),
-        label=torch.ones(4),
-    )
+    left, right = torch.arange(2, 6), torch.arange(4)
+    triple = RewardBatch(inputs=None, size=4, left=left, right=right, label=torch.ones(4))
     found = _loss("hp", {"value": hp.flatten()}, triple, margin=0.3)
     assert 2 * found == pytest.approx(float(hp_loss(hp, margin=0.3)))
-    flipped = RewardBatch(inputs=None, size=4, left=triple.right, right=triple.left, label=torch.zeros(4))
+    flipped = replace(triple, left=right, right=left, label=torch.zeros(4))
     assert _loss("hp", {"value": hp.flatten()}, flipped, margin=0.3) == pytest.approx(found)
 
 
@@ -149,9 +144,8 @@ def test_ict_is_the_cores():
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(9, 5, generator=generator)
     easy, refined = torch.randn(3, 5, generator=generator), torch.randn(3, 5, generator=generator)
-    labels = ict_labels(
-        torch.tensor([0.2, 0.5, 0.1]), torch.tensor([0.6, 0.9, 0.3]), torch.ones(3), theta=0.7
-    )
+    easy_hp, refined_hp = torch.tensor([0.2, 0.5, 0.1]), torch.tensor([0.6, 0.9, 0.3])
+    labels = ict_labels(easy_hp, refined_hp, torch.ones(3), theta=0.7)
     batch = RewardBatch(inputs=None, size=3, ict=labels)
     outputs = {"value": images[:, 0], "image": images, "easy": easy, "refined": refined}
     expected = ict_loss(easy, refined, images.view(3, 3, 5), labels, negative_weight=0.25)
@@ -194,13 +188,8 @@ def test_saying_something_else_costs_its_logarithm():
     ratio = _loss("yes_no", value, rows, mass=0.0)
     assert _loss("yes_no", value, rows, mass=2.0) - ratio == pytest.approx(2 * 0.8 / 3, rel=1e-4)
 
-    pairs = RewardBatch(
-        inputs=None,
-        size=2,
-        left=torch.tensor([0, 1]),
-        right=torch.tensor([2, 3]),
-        label=torch.tensor([1.0, 0.0]),
-    )
+    left, right = torch.arange(2), torch.arange(2, 4)
+    pairs = RewardBatch(inputs=None, size=2, left=left, right=right, label=torch.tensor([1.0, 0.0]))
     assert _loss("yes_no", value, pairs) - _loss("yes_no", value, pairs, mass=0.0) == pytest.approx(3.8 / 4)
 
     rated = RewardBatch(inputs=None, size=4, target=torch.tensor([1.0, 2.0, math.nan, 4.0]))
@@ -257,9 +246,7 @@ def test_measures_by_hand():
     assert found["std_auroc"] == 1.0
     prob, share = torch.tensor([0.9, 0.9, 0.1]), torch.tensor([1.0, 0.5, 0.0])
     gap = calibration_error(prob.double(), share.double(), torch.ones(3, dtype=torch.float64))
-    assert gap == pytest.approx(
-        (2.7 - 2.5) / 3, rel=1e-5
-    )  # all three fall into one bin, in one order or the other
+    assert gap == pytest.approx((2.7 - 2.5) / 3, rel=1e-5)  # all three fall into one bin
     assert auroc(torch.tensor([1.0, 2.0, 2.0, 3.0]), torch.tensor([False, True, False, True])) == 0.875
     assert math.isnan(auroc(torch.ones(2), torch.tensor([True, True])))
     apart = torch.tensor([0, 0, 1, 1])  # 1 < 2 in the first, 3 > 2 in the second: both rightly

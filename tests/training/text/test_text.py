@@ -150,15 +150,11 @@ def test_the_likelihood_of_the_answer_is_that_of_a_text_that_has_it_at_once(tmp_
     with torch.no_grad():
         log_prob = policy.log_probs(given).log_prob
     length = given.loss_mask.sum(1).long()
-    last = [
-        float(row[n - len(asked[p]) : n].sum())
-        for row, n, (_, p) in zip(log_prob, length, pairs, strict=True)
-    ]
+    rows = zip(log_prob, length, pairs, strict=True)
+    last = [float(row[n - len(asked[p]) : n].sum()) for row, n, (_, p) in rows]
     torch.testing.assert_close(experience.trajectories.likelihood, torch.tensor(last))
     algorithm.parts = replace(algorithm.parts, records=[{"prompt": "g"}] * 6)
-    with pytest.raises(
-        UserError, match=r"The record of the prompt 'g' has no text \"answer\" \(it is None\)"
-    ):
+    with pytest.raises(UserError, match=r"prompt 'g' has no text \"answer\" \(it is None\)"):
         algorithm.collect(trainer.context)
 
 
@@ -206,11 +202,8 @@ def test_dynamic_sampling_goes_on_until_groups_carry_signal(tmp_path):
     class Some(Letters):
         def score(self, completions, prompts, metadata=None):
             found = super().score(completions, prompts, metadata)
-            wanted = torch.tensor(
-                [bool(record) and record["prompt"] in ("g", "n") for record in metadata or ()]
-            )
-            found.value.mul_(wanted)
-            return found
+            wanted = [bool(record) and record["prompt"] in ("g", "n") for record in metadata or ()]
+            return replace(found, value=found.value * torch.tensor(wanted))
 
     trainer = toy_text_trainer(tmp_path, "dapo", reward=Some(), dynamic={"max_rounds": 4})
     record = trainer.iterate()
@@ -294,12 +287,8 @@ def test_an_engine_that_is_far_off_stops_the_run(tmp_path):
     trainer = toy_text_trainer(tmp_path, policy=policy, generator=engine, rollout={"recompute": True})
     with pytest.raises(UserError, match=r"are 0\.7 nats per token away from the policy's, allowed 0\.5"):
         trainer.iterate()
-
-
-def test_another_engine_needs_recomputed_log_probs(tmp_path):
-    policy = toy_policy()
     with pytest.raises(UserError, match=r"Another engine writes the completions.*rollout\.recompute=true"):
-        toy_text_trainer(tmp_path, policy=policy, generator=OtherEngine(policy, 0.0))
+        toy_text_trainer(tmp_path, policy=policy, generator=engine)
 
 
 @pytest.mark.parametrize(
@@ -307,17 +296,18 @@ def test_another_engine_needs_recomputed_log_probs(tmp_path):
     [
         ("ppo", "needs a value function"),
         ("flowrl", "needs a log-partition head"),
-        ("ppo_ptx", "needs a value function"),
+        ("ppo_ptx", r"has a ptx term \(γ = 27.8\) and no text"),
+        ("empg", r"rollout\.separator is ''. "),
     ],
 )
 def test_an_algorithm_without_its_parts_is_refused(algorithm, message, tmp_path):
+    policy, rollout = (
+        toy_policy(value=algorithm == "ppo_ptx"),
+        {"separator": ""} if algorithm == "empg" else {},
+    )
+    parts = {"policy": policy, "log_partition": None, "demonstrations": None}
     with pytest.raises(UserError, match=message):
-        toy_text_trainer(tmp_path, algorithm, policy=toy_policy(), log_partition=None)
-
-
-def test_ptx_without_texts_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"has a ptx term \(γ = 27.8\) and no text"):
-        toy_text_trainer(tmp_path, "ppo_ptx", policy=toy_policy(value=True), demonstrations=None)
+        toy_text_trainer(tmp_path, algorithm, rollout=rollout, **parts)
 
 
 @pytest.mark.parametrize(
@@ -342,11 +332,6 @@ def test_the_table_of_metrics_lists_what_a_run_logs(tmp_path):
     elsewhere = {"engine_gap", "perplexity", "rewards/*", "logps/*", "label_mean", "replay/*", "tools/*"}
     elsewhere |= {"latent_flow/*"}
     assert set(TEXT_ONLY) - families == elsewhere and families <= set(METRICS)
-
-
-def test_a_row_of_steps_needs_a_separator(tmp_path):
-    with pytest.raises(UserError, match=r"rollout\.separator is ''. "):
-        toy_text_trainer(tmp_path, "empg", rollout={"separator": ""})
 
 
 @pytest.mark.parametrize(("name", "separator"), [("empg", "a"), ("pear", "a"), ("pear", None)])
