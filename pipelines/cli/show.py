@@ -189,18 +189,15 @@ def result_files(folder: Path) -> list[str]:
 
 def show_scores(rows: Sequence[ScoreRow], form: str, output: Path | None) -> None:
     """Write scores to the screen or to a file."""
-    from visalign.pipelines.score.score import to_csv, to_json, to_jsonl
+    from visalign.pipelines.score.score import encode_rows
 
-    writers = {"json": to_json, "jsonl": to_jsonl, "csv": to_csv}
-    stream = io.StringIO()
-    if form in writers:
-        stream.write(writers[form](rows))
+    stream = sys.stdout if output is None else io.StringIO()
+    if form == "table":
+        Console(file=stream).print(score_table(rows))
     else:
-        Console(file=sys.stdout if output is None else stream).print(score_table(rows))
-    if output is not None:
+        stream.write(encode_rows(rows, form))
+    if output is not None and isinstance(stream, io.StringIO):
         write_atomic(output, stream.getvalue())
-    else:
-        sys.stdout.write(stream.getvalue())
 
 
 def score_table(rows: Sequence[ScoreRow]) -> Group:

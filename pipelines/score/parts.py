@@ -185,7 +185,7 @@ def _read_tar(path: Path) -> Iterator[tuple[int, Row, str]]:
 
 
 def _read_member(ending: str, content: bytes, row: Row) -> Row:
-    """Read the columns that a file adds to its sample; unreadable JSON stays text, refused later."""
+    """Read the columns that a file adds to its sample; text that is no JSON is refused later."""
     if ending in IMAGE_ENDINGS:
         return {"image": content} if not isinstance(row.get("image"), bytes) else {}
     text = content.decode(errors="replace")

@@ -27,7 +27,12 @@ def domain_note(reward: Any, prompts: Iterable[str]) -> str | None:
     """Warn where a packaged reward is asked about prompts outside of the shapes world."""
     packaged = _packaged(reward_identity(reward).model)
     distinct = [prompt for prompt in dict.fromkeys(prompts) if packaged and prompt.strip()]
-    outside = [prompt for prompt in distinct if not _is_shapes_prompt(prompt)]
+    outside = []
+    for prompt in distinct:
+        try:
+            parse_prompt(prompt)
+        except ValueError:
+            outside.append(prompt)
     if not outside:
         return None
     return (
@@ -58,11 +63,3 @@ def _packaged(model: str) -> list[str]:
     """List the packaged models among those that an identity names."""
     words = model.replace("×", " ").replace("+", " ").replace("/", " ").split()
     return [name for name in PACKAGED if name in words]
-
-
-def _is_shapes_prompt(prompt: str) -> bool:
-    try:
-        parse_prompt(prompt)
-    except ValueError:
-        return False
-    return True

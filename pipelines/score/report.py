@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -118,19 +119,14 @@ def _summarize(label: str, reward: PointwiseReward, rows: Sequence[ScoreRow]) ->
 
 
 def histogram(values: np.ndarray) -> dict[str, list[float]]:
-    """Count values in bins of one width, by the Freedman-Diaconis rule, at most `MOST_BINS`.
+    """Count values in √n bins of one width, at most `MOST_BINS`: `edges` [K + 1] and `counts` [K].
 
-    `edges` [K + 1] and `counts` [K]; one bin around the value where all are equal.
+    Equal values have one bin around them.
     """
-    width = float(np.ptp(values))
-    if width <= 1e-12 * float(np.abs(values).max()):
+    if float(np.ptp(values)) <= 1e-12 * float(np.abs(values).max()):
         half = abs(float(values[0])) / 10 or 0.5
         return {"edges": [float(values[0]) - half, float(values[0]) + half], "counts": [float(len(values))]}
-    # By hand: a single far outlier would ask numpy's rule for millions of bins.
-    low, high = np.quantile(values, [0.25, 0.75])
-    step = 2 * float(high - low) / len(values) ** (1 / 3)
-    bins = min(max(int(np.ceil(width / step)), 1), MOST_BINS) if step > width / MOST_BINS else MOST_BINS
-    counts, edges = np.histogram(values, bins=max(bins, min(5, len(values))))
+    counts, edges = np.histogram(values, bins=min(max(math.ceil(math.sqrt(len(values))), 5), MOST_BINS))
     return {"edges": edges.tolist(), "counts": counts.astype(float).tolist()}
 
 

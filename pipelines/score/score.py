@@ -190,18 +190,12 @@ def read_number(value: Any) -> float:
         return math.nan
 
 
-def to_json(rows: Sequence[ScoreRow]) -> str:
-    """Encode rows as a JSON list of objects."""
-    return json.dumps([asdict(row) for row in rows], indent=2, ensure_ascii=False) + "\n"
-
-
-def to_jsonl(rows: Sequence[ScoreRow]) -> str:
-    """Encode rows as JSON objects, one per line."""
-    return "".join(json.dumps(asdict(row), ensure_ascii=False) + "\n" for row in rows)
-
-
-def to_csv(rows: Sequence[ScoreRow]) -> str:
-    """Encode rows as CSV (RFC 4180 quoting), one line per image and reward, without parts and text."""
+def encode_rows(rows: Sequence[ScoreRow], form: str) -> str:
+    """Encode rows as "json" (a list), "jsonl", or "csv" (RFC 4180 quoting) without parts and text."""
+    if form == "json":
+        return json.dumps([asdict(row) for row in rows], indent=2, ensure_ascii=False) + "\n"
+    if form == "jsonl":
+        return "".join(json.dumps(asdict(row), ensure_ascii=False) + "\n" for row in rows)
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
     names = ("image", "reward", "value", "unit", "std", "reason", "prompt")

@@ -243,6 +243,8 @@ def test_a_quality_set(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"columns": ()}, "Nothing to evaluate"),
+        ({"fuse": True}, "--fuse stacks two or more"),
+        ({"columns": ("good", "coin"), "fuse": True}, r"20 prompts .* and 6 prompts"),
         ({"columns": ("none",)}, "has no scores 'none'.*Found besides the set's own: coin_prob, good_left"),
         ({"lower_is_better": ("other",)}, "--lower-is-better names other"),
         ({"source": "nowhere.jsonl"}, "There is no set 'nowhere.jsonl'"),
@@ -269,17 +271,6 @@ def test_the_command_writes_a_page_and_refuses_to_overwrite(tmp_path: Path) -> N
     again = CliRunner().invoke(app, arguments)
     assert again.exit_code == 2 and "nothing is overwritten" in again.output
     assert CliRunner().invoke(app, [*arguments, "--resume"]).exit_code == 0
-
-
-def test_ctrl_c_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def stop(*_: Any, **__: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("visalign.pipelines.evaluate.job._all_scores", stop)
-    ran = CliRunner().invoke(
-        app, ["evaluate", "shapes:pairs", "--limit", "4", "-r", "jpeg_size", "-o", str(tmp_path / "o")]
-    )
-    assert ran.exit_code == 130 and "--resume" in ran.output
 
 
 def test_one_judge_without_a_report_costs_no_other(tmp_path: Path) -> None:
@@ -363,14 +354,6 @@ def test_the_worst_pairs_of_each_judge_are_shown(tmp_path: Path) -> None:
     )["judges"]
     gaps = [abs(row["place"] - row["place_mos"]) for row in quality["worst"]]
     assert gaps == sorted(gaps, reverse=True) and len(gaps) == 6 and gaps[0] <= 1
-
-
-def test_stacking_needs_two_judges_and_twenty_prompts(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="--fuse stacks two or more"):
-        EvaluateOptions(source="x", columns=("m0",), fuse=True)
-    options = EvaluateOptions(source=str(ten_metrics(tmp_path, 30)), columns=SIX, fuse=True, settings=FAST)
-    with pytest.raises(UserError, match=r"20 prompts or references; .* and 10 prompts"):
-        evaluate(options)
 
 
 def test_judges_take_options_by_their_label():

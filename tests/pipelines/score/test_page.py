@@ -65,7 +65,8 @@ def test_failures_are_counted_by_reason_without_the_name(table: list[ImageRow]) 
 
 def test_a_far_outlier_costs_no_memory_and_equal_values_one_bin() -> None:
     values = np.append(np.random.default_rng(0).normal(size=1000), 1e9)
-    assert len(histogram(values)["counts"]) == MOST_BINS and sum(histogram(values)["counts"]) == 1001
+    assert len(histogram(values)["counts"]) == 32 and sum(histogram(values)["counts"]) == 1001
+    assert len(histogram(np.arange(1e4))["counts"]) == MOST_BINS
     assert histogram(np.full(5, 3.0)) == {"edges": [2.7, 3.3], "counts": [5.0]}
     assert histogram(np.zeros(2))["edges"] == [-0.5, 0.5]
     assert histogram(np.array([7.0]))["counts"] == [1.0]
