@@ -8,8 +8,6 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from visalign.errors import UserError
 
 from .condition import Source, image_of
@@ -32,24 +30,6 @@ def known_family(kind: Any, what: str) -> Family:
         f"{what} is a {kind}, which {problem}. Add a row to visalign/adapters/pipeline/families.py, or give "
         f"{CUSTOM_ADAPTER}."
     )
-
-
-def part_dtypes(
-    index: Mapping[str, Any],
-    dtype: torch.dtype,
-    *,
-    encoder: torch.dtype | None,
-    decoder: torch.dtype | None,
-) -> dict[str, torch.dtype]:
-    """Return the dtype in which diffusers loads each component of an index: that of the encoders of texts and
-    images, of the autoencoder, and of all others; None is `dtype`.
-    """
-    encoders = [part for part in index if part.startswith(("text_encoder", "image_encoder", "prompt_ups"))]
-    chosen = {**dict.fromkeys(encoders, encoder), "vae": decoder if "vae" in index else None}
-    return {
-        "default": dtype,
-        **{part: dtype_of_part for part, dtype_of_part in chosen.items() if dtype_of_part is not None},
-    }
 
 
 def checked_guidance(pipe: Any, family: Family, guidance: float | None) -> float:

@@ -13,7 +13,7 @@ from diffusers import DiffusionPipeline
 from visalign.adapters.model_folder import pipeline_index
 from visalign.errors import UserError
 
-from .arguments import known_family, part_dtypes
+from .arguments import known_family
 from .modular import load_modular
 from .quantization import quantization_of
 
@@ -43,7 +43,12 @@ def load_pipeline(
     index = pipeline_index(folder_or_id)
     family = known_family(index.get("_class_name"), str(folder_or_id))
     quantized = quantization_of(quantization, family.present(index), dtype, adapters=adapters)
-    dtypes = part_dtypes(index, dtype, encoder=encoder_dtype, decoder=decoder_dtype)
+    dtypes = {"default": dtype}
+    if encoder_dtype is not None:
+        encoders = ("text_encoder", "image_encoder", "prompt_upsampler")
+        dtypes |= {part: encoder_dtype for part in index if part.startswith(encoders)}
+    if decoder_dtype is not None and "vae" in index:
+        dtypes["vae"] = decoder_dtype
     if without and not family.modular:
         raise UserError(
             f"without is {without!r}, and a {index['_class_name']} is loaded whole. Leave without out."
