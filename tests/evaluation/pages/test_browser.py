@@ -21,7 +21,7 @@ from visalign.data.sets.sources import shapes_pairs, write_rows
 from visalign.evaluation.pages.compare_page import compare_page
 from visalign.evaluation.pages.report import write_report
 from visalign.evaluation.pages.sample_page import sample_page
-from visalign.evaluation.probes.catalogue import PAIR_PROBES, select_probes
+from visalign.evaluation.probes.catalogue import select_probes
 from visalign.evaluation.rewards.judged_pairs import IntervalSettings
 from visalign.pipelines.compare.agree_rewards import agree_rewards, read_set, write_agreement
 from visalign.pipelines.compare.compare import compare_images, read_two
@@ -86,15 +86,6 @@ def _probe(folder: Path) -> Path:
     names = ["saturation", "blank", "white_border", "spelling", "neighbours"]
     result = probe_reward(LovesSaturation(), reference, probes=select_probes(names))
     return write_probe(folder / "probe", result, reference)
-
-
-def _probe_pairs(folder: Path) -> Path:
-    reference = shapes_reference_set(8)
-    names = ["identical", "position", "swap", "transitivity", "empty_among_real", "brightness", "spelling"]
-    judge = BrightnessPairs(bias=0.5)
-    judge.name = "pairs_with_a_long_name_without_spaces"
-    result = probe_reward(judge, reference, probes=select_probes(names, PAIR_PROBES))
-    return write_probe(folder / "probe_pairs", result, reference)
 
 
 def _agree(folder: Path) -> Path:
@@ -200,7 +191,6 @@ def _report(folder: Path, make: Callable[..., Any] = make_result, **options: Any
 PAGES: dict[str, Callable[[Path], Path]] = {
     "compare": _compare,
     "probe": _probe,
-    "probe_pairs": _probe_pairs,
     "agree": _agree,
     "evaluate": _evaluate,
     "rank": _rank,

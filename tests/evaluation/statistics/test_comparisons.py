@@ -16,8 +16,7 @@ def test_mcnemar_is_the_exact_binomial_test() -> None:
     first = [True] * 8 + [False] * 2 + [True] * 5
     second = [False] * 8 + [True] * 2 + [True] * 5
     found = mcnemar(first, second)
-    keys = ("pairs", "first_only", "second_only", "both", "neither")
-    assert [found[key] for key in keys] == [15, 8, 2, 5, 0]
+    assert [found[key] for key in ("pairs", "first_only", "second_only")] == [15, 8, 2]
     assert found["p_value"] == pytest.approx(2 * stats.binom.cdf(2, 10, 0.5))
     assert mcnemar([True], [True])["p_value"] == 1.0
 

@@ -26,8 +26,8 @@ def mcnemar(
     each sample is one: McNemar's exact test.
 
     Returns:
-        `pairs`, N; `first_only` and `second_only`, how often one earns more than the other; `both`, `neither`
-        where they earn the same (at least ½, less); `p_value`, two-sided, 1 where they never differ.
+        `pairs`, N; `first_only` and `second_only`, how often one earns more than the other; `p_value`,
+        two-sided, 1 where they never differ.
 
     Source: McNemar, Psychometrika 12 (1947) 153, in its exact form.
     """
@@ -35,13 +35,10 @@ def mcnemar(
     halves = 2 * (a - b)
     if cluster is not None:
         halves = cluster_sums(halves, *cluster_index(cluster))[:, 0]
-    same = a == b
     return {
         "pairs": len(a),
         "first_only": int((a > b).sum()),
         "second_only": int((a < b).sum()),
-        "both": int((same & (a >= 0.5)).sum()),
-        "neither": int((same & (a < 0.5)).sum()),
         "p_value": _sign_flip_test(np.round(halves).astype(np.int64)),
     }
 
