@@ -168,7 +168,7 @@ def moved(kind: Callable[..., Any], folder: Path, *, config: dict[str, Any], **n
     return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
 
 
-SLOPE = {"optim": "sgd", "learning_rate": 1e-2}
+SLOPE = {"optim": "sgd", "learning_rate": 1e-2, "num_iterations": 2}
 """Steps along the gradient; AdamW makes a step of a gradient that is but rounding."""
 
 
@@ -183,15 +183,9 @@ SLOPE = {"optim": "sgd", "learning_rate": 1e-2}
 def test_stock_rows_move_as_stock_does(loss_type: str, objective: Objective, tmp_path: Path) -> None:
     scale = {"dr_grpo": "none"}.get(loss_type, "group")
     high = {"dapo": 0.28}.get(loss_type, 0.2)
-    config = {
-        "loss_type": loss_type,
-        "scale_rewards": scale,
-        "epsilon_high": high,
-        "num_iterations": 2,
-        **SLOPE,
-    }
-    stock = moved(Stock, tmp_path / "a", config=config)
-    ours = moved(GRPOTrainer, tmp_path / "b", config={"num_iterations": 2, **SLOPE}, objective=objective)
+    named = {"loss_type": loss_type, "scale_rewards": scale, "epsilon_high": high}
+    stock = moved(Stock, tmp_path / "a", config=named | SLOPE)
+    ours = moved(GRPOTrainer, tmp_path / "b", config=SLOPE, objective=objective)
     assert float((ours - stock).abs().max()) <= 1e-6
     start = torch.cat([p.flatten() for p in AutoModelForCausalLM.from_pretrained(FOLDER).parameters()])
     assert float((stock - start).abs().max()) > 1e-3
@@ -204,17 +198,9 @@ def test_stock_rows_move_as_stock_does(loss_type: str, objective: Objective, tmp
         ("flowrl", 0.1, {}, "needs log_z, and TRL's GRPOTrainer has none"),
         ("flow_grpo", 0.0, {}, "has no meaning on tokens.*Take 'grpo'"),
         ("grpo", 0.0, {}, "GRPOConfig beta=0.*set beta=0.04"),
-        ("dapo", 0.1, {}, "GRPOConfig beta=0.1.*set beta=0"),
         ("prl", 0.0, {}, "advantage=.prl.*set beta=1"),
-        ("dapo", 0.0, {"top_entropy_quantile": 0.2}, "top_entropy_quantile changes TRL's own loss"),
         ("dapo", 0.0, {"delta": 1.5}, "delta changes TRL's own loss"),
-        (
-            "dapo",
-            0.0,
-            {"steps_per_generation": 8},
-            "steps_per_generation is 8 and gradient_accumulation_steps 4",
-        ),
-        ("dapoo", 0.0, {}, "no algorithm 'dapoo'. Did you mean 'dapo'"),
+        ("dapo", 0.0, {"steps_per_generation": 8}, "steps_per_generation is 8 and gradient_acc"),
     ],
 )
 def test_what_does_not_fit_is_refused(
@@ -233,16 +219,6 @@ def test_judges_are_reward_functions(tmp_path: Path) -> None:
     trainer = trainer_of(GRPOTrainer, tmp_path, judge, objective="dapo")
     trainer.train()
     assert any(f"rewards/{judge.__name__}/mean" in line for line in trainer.state.log_history)
-
-
-def failing(completions: list[str]) -> list[float | None]:
-    """No number of the second."""
-    return [None if i == 1 else 1.0 for i in range(len(completions))]
-
-
-def test_a_failed_judge_is_none() -> None:
-    judge = reward_function(f"{__file__}:failing")
-    assert judge(prompts=["a"] * 3, completions=["x"] * 3) == [1.0, None, 1.0]
 
 
 def test_two_processes_move_as_one(tmp_path: Path) -> None:
