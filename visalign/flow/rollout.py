@@ -136,8 +136,7 @@ def complete(
 
 
 def predict_clean(trajectory: Trajectory, step: int) -> Tensor:
-    """Compute x̂0 = x − σ v before a stochastic step, counted among the S, without a forward; storage
-    dtype."""
+    """Compute x̂0 = x − σ v before a stochastic step, counted among the S, without a forward."""
     x = trajectory.x[:, step].to(trajectory.mean.dtype)
     sigma, sigma_next = (s[step].expand(len(x)) for s in (trajectory.sigma, trajectory.sigma_next))
     # the step's mean is linear in v: μ(x, v) = μ(x, 0) + b v
@@ -174,9 +173,7 @@ def encoder_inputs(policy: DiffusionPolicy, records: Sequence[Mapping[str, Any]]
 
 
 def decode_images(policy: DiffusionPolicy, latents: Tensor, *, clips: bool) -> Tensor:
-    """Decode latents to images [B, 3, H, W], or with `clips` to all frames [B, F, 3, H, W] of a video model
-    (`decode_frames`).
-    """
+    """Decode latents to images [B, 3, H, W], or with `clips` to all frames [B, F, 3, H, W] of a video."""
     decode_frames = getattr(policy, "decode_frames", None)
     return decode_frames(latents) if clips and decode_frames is not None else policy.decode(latents)
 

@@ -75,8 +75,7 @@ class ZeroOrderSearch:
         seeds: Sequence[int],
         batch_size: int | None = None,
     ) -> Tensor:
-        """Search for each of B samples separately from the start noise of `rollout`; final latents [B,
-        ...]."""
+        """Search for each of B samples apart from the start noise of `rollout`; final latents [B, ...]."""
         sigmas = _sigmas_of(sigmas, condition, seeds)
         count, rows = len(condition), torch.arange(len(condition))
         pivot = initial_noise(seeds, policy.latent_shape)
@@ -165,8 +164,7 @@ class PathSearch:
         paths: int = 1,
         batch_size: int | None = None,
     ) -> Tensor:
-        """Search in groups of N = `paths` consecutive samples; final latents, the best of each group
-        first."""
+        """Search in groups of N = `paths` consecutive samples; final latents, each group's best first."""
         sigmas = _sigmas_of(sigmas, condition, seeds)
         count, rounds = len(condition), self.rounds(len(sigmas) - 1)
         if paths < 1 or count % paths or paths * self.branches == self.branches == 1:
@@ -199,8 +197,7 @@ PATH_RULES = (
 
 
 def renoise(x: Tensor, noise: Tensor, sigma: Tensor, sigma_up: Tensor) -> Tensor:
-    """Add noise to latents at σ < 1, up to σ' > σ: x' = a·x + √(σ'² − (a σ)²)·ε with a = (1 − σ') / (1 −
-    σ)."""
+    """Noise latents at σ < 1 up to σ' > σ: x' = a·x + √(σ'² − (a σ)²)·ε with a = (1 − σ') / (1 − σ)."""
     scale = (1 - sigma_up.double()) / (1 - sigma.double())
     std = (sigma_up.double().square() - (scale * sigma.double()).square()).sqrt()
     working = torch.promote_types(x.dtype, torch.float32)

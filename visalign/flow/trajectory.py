@@ -66,8 +66,7 @@ class Trajectory:
     kernel: Kernel
     """The kernel of the stochastic steps; `replay` needs the same."""
     node: Tensor
-    """[B, S] int64 on the CPU, the first of the samples that share this step and its noise; the sample
-    itself if it is alone."""
+    """[B, S] int64 on the CPU, the first of the samples that share this step and its noise, or itself."""
 
     def __len__(self) -> int:
         return self.latents.shape[0]

@@ -68,8 +68,7 @@ class Kernel:
     schedule: str
     """"flow", "dance", "none" (noise schedules of the SDE kernel), "cps" or "ddim"."""
     noise_level: float
-    """a of Flow-SDE (paper: 0.7), η of Dance (0.3), a of CPS (0.8) and η of DDIM (1) in [0, 1]; ignored by
-    "none"."""
+    """a of Flow-SDE (paper: 0.7), η of Dance (0.3), a of CPS (0.8), η of DDIM (1); not read by "none"."""
     sigma_max: float = 0.0
     """Flow-SDE's stand-in for σ = 1, in [0, 1); the others ignore it."""
     log_prob_reduction: LogProbReduction = "mean"

@@ -21,8 +21,7 @@ def text_scores(
     metadata: Metadata,
     on_failure: OnFailure = "nan",
 ) -> list[float | None]:
-    """Score texts, or conversations whose last message is the answer: one number each, larger is better,
-    None where scoring failed."""
+    """Score texts or conversations (the last message): larger is better, None where scoring failed."""
     texts = [text if isinstance(text, str) else text[-1]["content"] for text in completions]
     scores = judge.score(texts, prompts, metadata)
     _say_failures(judge.name, scores, on_failure)

@@ -90,9 +90,7 @@ class Stage:
         return {k: v for stage in self._computed for k, v in stage.types.items()} | alternatives
 
     def check(self, label: str, name: str, options: Mapping[str, Any]) -> None:
-        """Refuse options of the choice `name` of a stage `label` that do not exist, are missing, or are
-        outside their type and range.
-        """
+        """Refuse options of a choice that do not exist, are missing, or are outside their type or range."""
         for option, value in options.items():
             if option not in self.options:
                 raise ValueError(

@@ -40,9 +40,7 @@ from .reward_stage import ares_reward, jepo, likelihood, par, rank_bonus, riskpo
 
 
 class AdvantageInputs:
-    """Fields that an advantage function may take: those of the trajectories, and rewards after their KL cost,
-    of β = `kl_in_reward`.
-    """
+    """Fields that an advantage function may take: the trajectories', and rewards after their KL cost."""
 
     def __init__(self, t: Trajectories, kl_in_reward: float) -> None:
         self.t, self.beta = t, kl_in_reward
@@ -319,9 +317,7 @@ class Selected:
 def top_entropy(
     entropy: Tensor, weight: Tensor, thresholds: Any, *, denominator: Literal["all", "kept"] = "all"
 ) -> Selected:
-    """Keep the tokens of the highest entropy: 1/Σ|o_i| Σ 1[H ≥ H_ρ] ℓ; denominator="kept" counts those
-    alone.
-    """
+    """Keep the tokens of the highest entropy: 1/Σ|o_i| Σ 1[H ≥ H_ρ] ℓ; "kept" counts those alone."""
     keep = selection.top_entropy_keep(entropy, weight, thresholds)
     return Selected(keep=keep) if denominator == "all" else Selected(weight=weight * keep)
 

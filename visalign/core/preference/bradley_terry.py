@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training a reward on pairs: votes as soft labels, Bradley-Terry in its variants, and how pairs are
-averaged."""
+"""Training a reward on pairs: votes as soft labels, Bradley-Terry in its variants, averages of pairs."""
 
 from __future__ import annotations
 
@@ -84,9 +83,7 @@ def tie_log_prob(
 
 
 def outcome_loss(log_prob: Tensor, share: Tensor) -> Tensor:
-    """Cross-entropy −Σ_k q_k ln P_k of the outcomes (left, equal, right), q [*, 3] of `vote_shares`; 0 where
-    the shares are NaN.
-    """
+    """−Σ_k q_k ln P_k of the outcomes (left, equal, right), q [*, 3] of `vote_shares`; 0 where q is NaN."""
     check_same(log_prob=log_prob, share=share)
     return -(share.detach().nan_to_num(0.0) * log_prob).sum(-1)
 

@@ -99,9 +99,7 @@ def fidelity_loss(score: Tensor, label: Tensor) -> Tensor:
 
 
 def quality_preferences(quality: Tensor) -> Tensor:
-    """Compare quality labels [B] of one scale: [B, B] of 1 (i higher than j), ½ (equal) and 0; NaN where a
-    label is missing.
-    """
+    """Compare quality labels [B]: [B, B] of 1 (i higher than j), ½ and 0; NaN where one is missing."""
     difference = quality[:, None] - quality[None, :]
     won = torch.where(difference == 0, 0.5, (difference > 0).to(difference.dtype))
     return torch.where(torch.isnan(difference), torch.nan, won)

@@ -15,9 +15,7 @@ from visalign.core.precision import float32_dtype
 
 
 def group_pairs(group: Labels, size: int, device: torch.device | None = None) -> Tensor:
-    """List all pairs i < j of samples of one group: [N, 2] sample numbers, ascending; G(G − 1)/2 for a group
-    of G.
-    """
+    """List all pairs i < j of samples of one group: [N, 2] ascending; G(G − 1)/2 of a group of G."""
     index, _ = group_index(group, size, device)
     pairs = torch.triu_indices(size, size, offset=1, device=index.device)
     return pairs[:, index[pairs[0]] == index[pairs[1]]].T

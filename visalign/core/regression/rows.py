@@ -154,16 +154,14 @@ class Regression:
     continuous: bool = False
     """Levels between those of the sampler's timestep schedule too."""
     noise: Noise = "sample"
-    """Level and noise are drawn per "sample", or once for a "group"; "start" takes the noise that the sample
-    was made from."""
+    """Level and noise are drawn per "sample", once for a "group", or are the sample's own ("start")."""
     old_decay: tuple[float, float, float] = (0, 0.0, 0.0)
     """(start, slope, end) of `old_policy_decay`: how much of the old policy, which samples, stays after an
     iteration; (0, 0, 0) makes it the newest one."""
     kl: float = 0.0
     """k of k · mean |v − v_ref|², the pull to the reference."""
     kl_until: int | None = None
-    """Iteration at which the pull is gone and the reference asked no more, k falling linearly from the first
-    on; None: it stays."""
+    """Iteration from which the reference is not asked, k falling linearly to 0 until it; None: it stays."""
     reference_guidance: float | None = None
     """Guidance scale w of the reference and of experts, v_ref = v(∅) + w (v(prompt) − v(∅)), so that a policy
     that samples without guidance is drawn to what guidance gives (`kl_cfg` of CRD's code); None: the

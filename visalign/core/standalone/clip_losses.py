@@ -19,9 +19,7 @@ from visalign.core.preference.bradley_terry import average_pairs, margin_ranking
 
 
 def paired_cosine(first: Tensor, second: Tensor) -> Tensor:
-    """Cosine [*] of two [*, D]; ICT's score is this between image and prompt, without logit scale (arXiv
-    2507.19002, released code).
-    """
+    """Cosine [*] of two [*, D]; ICT's score is that of image and prompt (arXiv 2507.19002's code)."""
     first, second, _, _ = paired_scores(first, second, None)
     return (F.normalize(first, dim=-1) * F.normalize(second, dim=-1)).sum(-1)
 

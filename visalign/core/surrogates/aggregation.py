@@ -34,8 +34,7 @@ MODES: dict[str, str] = {
     "token_sum": "Σ w ℓ",
     "group_token_mean": "mean_g (Σ_{i∈g} Σ_t w ℓ / Σ_{i∈g} n_i)",
 }
-"""Formula of each mode. GRPO: seq_mean_token_mean; DAPO as released: token_mean, as written:
-group_token_mean."""
+"""Formula of each mode. GRPO: seq_mean_token_mean; DAPO: token_mean (released), group_token_mean."""
 
 
 @dataclass(frozen=True)

@@ -36,9 +36,7 @@ class KLGate:
 
 
 def next_gate(gate: KLGate, *, kl: float, reward: float) -> KLGate:
-    """Update the gate with a step's mean KL(π‖π_ref) (nats per token) and mean reward; ignores non-finite
-    ones.
-    """
+    """Update the gate with a step's mean KL(π‖π_ref), nats per token, and mean reward, where finite."""
     measured = math.isfinite(reward)
     change = reward - gate.reward if measured and gate.reward is not None else 0.0
     velocity = 0.95 * gate.velocity + 0.05 * change
