@@ -74,10 +74,8 @@ def test_a_stretch_holds_what_its_judge_compares(tmp_path, capabilities, sizes):
 
 @pytest.mark.parametrize("kind", MAKERS)
 def test_samples_made_ahead_are_of_the_weights_before_and_corrected(tmp_path, kind):
-    objective = (
-        {"algorithm": "grpo", **CORRECTED} if kind == "text" else {"algorithm": "flow_grpo", **CORRECTED}
-    )
-    objective["changes"] = {**CORRECTED["changes"], "kl": 0.0}
+    changes = {**CORRECTED["changes"], "kl": 0.0}
+    objective = {"algorithm": "grpo" if kind == "text" else "flow_grpo", "changes": changes}
     run = {"iterations": 4, "checkpoint_every": 100}
     means = []
     for staleness in (0, 1):

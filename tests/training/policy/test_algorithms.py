@@ -142,9 +142,7 @@ def test_canon_of_images_compares_the_halves_by_a_part_of_the_reward(tmp_path):
     torch.testing.assert_close(found[low], value[low] - value[high].mean())
     torch.testing.assert_close(found[high], value[high] - value[low].mean())
     other = toy_trainer(tmp_path, reward=reward, objective={**objective, "metric": "blue"})
-    with pytest.raises(
-        UserError, match=r"objective.metric is 'blue', and the parts .*light, .*red.*weight 0"
-    ):
+    with pytest.raises(UserError, match=r"metric is 'blue', and the parts .*light, .*red.*weight 0"):
         other.iterate()
 
 
@@ -203,8 +201,6 @@ def assert_each_term_is_heard(trainer: Any) -> None:
 def test_gdpo_of_texts_hears_each_term_of_a_sum(dynamic, tmp_path):
     terms = {"a": (Letters("a"), 1.0), "e": (_LoudLetters("e"), 0.5)}
     reward = WeightedTextSum(terms, allow_mixed_units=True)
-    assert_each_term_is_heard(
-        toy_text_trainer(
-            tmp_path, "gdpo", reward=reward, dynamic=dynamic, optimizer={"updates_per_iteration": 1}
-        )
-    )
+    one = {"updates_per_iteration": 1}
+    trainer = toy_text_trainer(tmp_path, "gdpo", reward=reward, dynamic=dynamic, optimizer=one)
+    assert_each_term_is_heard(trainer)

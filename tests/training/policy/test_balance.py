@@ -17,18 +17,6 @@ from visalign.rewards import WeightedSum, WeightedTextSum
 from visalign.training import DiffusionObjectiveSettings, TextObjectiveSettings, forward_equivalents_per_image
 from visalign.training.policy.balance import KEY, RewardBalance
 
-ROWS = (
-    "flow_grpo",
-    "grpo_guard",
-    "flow_gspo",
-    "diffusion_nft",
-    "awm",
-    "v_grpo",
-    "ram",
-    "crd",
-    "group_covariance",
-)
-
 
 def _several() -> WeightedSum:
     """The second drowns the first in a sum."""
@@ -138,33 +126,26 @@ def test_gdpo_of_a_regression_hears_each_term_of_a_sum(tmp_path):
     assert both[0] > 0.3 and both[0] > both[1] + 0.1
 
 
+OF_TEXTS = {
+    "flowrl": "algorithm=flowrl whose loss squares the advantage is no sum .*Take 'grpo'",
+    "ppo": "has advantage='gae': it weighs advantages.* grpo, gspo or dapo of texts",
+}
+
+
 @pytest.mark.parametrize(
     ("objective", "message"),
     [
-        (
-            {"algorithm": "gdpo"},
-            "has advantage='gdpo': it weighs advantages, advantage='group'. Take flow_grpo",
-        ),
+        ({"algorithm": "gdpo"}, "advantage='gdpo': it weighs advantages, advantage='group'. Take flow_grpo"),
+        *(({"algorithm": name}, message) for name, message in OF_TEXTS.items()),
         ({"algorithm": "gdro"}, "has signal='reward': it weighs advantages, signal='advantage'. Take"),
         ({"algorithm": "rloo"}, "algorithm=rloo with kl_in_reward is no sum over the rewards"),
         ({"algorithm": "draft"}, "adds the rewards' own gradients.*Set objective.balance_every=null"),
     ],
 )
 def test_what_cannot_be_balanced_is_refused(objective: dict[str, Any], message: str):
+    of_text = objective["algorithm"] in OF_TEXTS
     with pytest.raises(UserError, match=message):
-        DiffusionObjectiveSettings(**{"balance_every": 10, **objective})
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("flowrl", "algorithm=flowrl whose loss squares the advantage is no sum .*Take 'grpo'"),
-        ("ppo", "has advantage='gae': it weighs advantages.* grpo, gspo or dapo of texts"),
-    ],
-)
-def test_texts_that_cannot_be_balanced_are_refused(name: str, message: str):
-    with pytest.raises(UserError, match=message):
-        TextObjectiveSettings(algorithm=name, balance_every=10)
+        (TextObjectiveSettings if of_text else DiffusionObjectiveSettings)(balance_every=10, **objective)
 
 
 def test_one_reward_has_nothing_to_balance(tmp_path):
