@@ -52,7 +52,7 @@ class DemonstrationsDataConfig(RecordsDataConfig):
     train: str = "tasks:train"
     """tasks:train, or a .jsonl file of records with "prompt" and a completion, such as the dataset.jsonl of
     the job text_sample; a prompt may have several."""
-    field: str | None = None
+    field: Annotated[str, Field(min_length=1)] | None = None
     """Field of the completion in a record; null: completion, or solution where there is none."""
     decision: list[Any] | None = None
     """For pairs of images, with a question: the words for "the first is better" and "the second is better".
@@ -64,8 +64,6 @@ class DemonstrationsDataConfig(RecordsDataConfig):
 
     def _broken_rules(self) -> Iterator[str]:
         words = self.decision
-        if self.field == "":
-            yield "data.field is empty; name the field of the completions, or null."
         if words is None:
             return
         if not len(words) == 2 == len({w.strip().casefold() for w in words if isinstance(w, str)} - {""}):

@@ -175,8 +175,6 @@ class OffPolicyConfig:
     """α; d is at most 1/α."""
     multiplier: NonNegative = 0.01
     """m: ratios of whole samples are huge."""
-    least_effective: Share = 0.1
-    """Share of the pairs below which their effective sample size, (Σ w)²/Σ w², is refused."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -189,12 +189,6 @@ def _off_policy_weights(pairs: PreferenceSet, settings: OffPolicyConfig, notes: 
         left, right, zeros, zeros, alpha=settings.alpha, multiplier=settings.multiplier
     )
     size, count = float(effective_sample_size(weights.log())), len(pairs)
-    if not size >= settings.least_effective * count:
-        raise UserError(
-            f"of {count} pairs only {size:.1f} count for the policy of today (effective sample size), less "
-            f"than data.off_policy.least_effective {settings.least_effective:g} of them. Label samples of "
-            f"the policy of today, or lower data.off_policy.multiplier, now {settings.multiplier:g}."
-        )
     notes.append(f"data.train: {size:.1f} of {count} pairs count for the policy of today.")
     return weights.tolist()
 
