@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Regressions by the job that Flow-GRPO has: runs, plans, refusals, and a judge's own gradient."""
+"""Regressions by the job that Flow-GRPO has: runs, plans, refusals."""
 
 from __future__ import annotations
 

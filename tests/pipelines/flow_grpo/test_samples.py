@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run shows on the way: grids of the same prompts, in its folder, its report and its trackers; and
-evaluations whose images several processes share."""
+"""Grids of the same prompts on the way: in the run folder, the report and the trackers."""
 
 from __future__ import annotations
 
