@@ -20,6 +20,7 @@ from visalign.training.loop.progress import POLICY_COLUMNS, SUPERVISED_COLUMNS
 from .config import SupervisedConfig, TextConfig, TextGRPOConfig, TextPPOConfig
 from .footprint import footprint
 from .parts import (
+    TextInputs,
     build_demonstrations,
     build_log_partition,
     build_process,
@@ -175,9 +176,10 @@ def planned_evaluation(config: Any, heldout: Records) -> dict[str, int]:
     }
 
 
-def plan(config: TextConfig) -> dict[str, Any]:
+def plan(config: TextConfig, inputs: TextInputs | None = None) -> dict[str, Any]:
     """Plan the batches of a job, in groups of entries."""
-    inputs, rollout, per_iteration = prepare(config), config.rollout, config.optimizer.updates_per_iteration
+    inputs = inputs or prepare(config)
+    rollout, per_iteration = config.rollout, config.optimizer.updates_per_iteration
     completions = rollout.prompts_per_iteration * rollout.group_size
     return {
         "batch": {
@@ -197,4 +199,5 @@ def plan(config: TextConfig) -> dict[str, Any]:
 
 def estimate(config: TextConfig) -> dict[str, Any]:
     """Extend the plan by memory, operations, hours and tokens a second by device; no model is loaded."""
-    return {**plan(config), **footprint(config, prepare(config))}
+    inputs = prepare(config)  # once: it loads the rewards
+    return {**plan(config, inputs), **footprint(config, inputs)}
