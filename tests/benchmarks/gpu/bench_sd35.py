@@ -60,15 +60,13 @@ if not (FOLDER / "model_index.json").exists():
 emit(bench="ready")
 
 
-def load(form, dtype=torch.bfloat16, use_t5=True, **more):
+def load(form, dtype=torch.bfloat16):
     policy = load_policy(
         str(FOLDER),
         dtype=dtype,
         device=DEVICE,
         lora=LoraSettings(rank=32, alpha=64),
         image_size=SIZE,
-        use_t5=use_t5,
-        **more,
     )
     g = torch.Generator().manual_seed(1)
     for name, w in policy.trainable_parameters():  # a LoRA that has learnt something
@@ -377,15 +375,6 @@ if "emulate" in a.steps:
     free()
 if "profile" in a.steps:
     trainer("diffusion_nft; cast, eager", *nft, form=CastLora, profiled=True)
-if "text" in a.steps:
-    for name, more in (
-        ("78 tokens, collapsed null token with its bias", {}),
-        ("333 tokens, null tokens kept, no bias", {"collapse_null_tokens": False}),
-    ):
-        policy = load(CastLora, use_t5=False, **more)
-        limits(f"no T5, {name}, cast, eager", policy)
-        policy = None
-        free()
 if "dynamic" in a.steps:
     policy = load(CastLora)
     with attempt("dynamic"):
