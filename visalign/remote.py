@@ -271,8 +271,7 @@ def _api_address(base_url: str) -> httpx.URL:
     if url.scheme not in ("http", "https") or not url.host or url.userinfo or url.query or url.fragment:
         raise UserError(  # the address may hold a password or a key
             f"base_url {url.scheme}://{url.host} must be the http or https address of a server's API, such "
-            "as "
-            '"http://localhost:8000/v1", without a user name, ? or #. A key goes into api_key.'
+            'as "http://localhost:8000/v1", without a user name, ? or #. A key goes into api_key.'
         )
     return url.copy_with(path=(url.path.rstrip("/") or "/v1") + "/")
 

@@ -158,6 +158,8 @@ def _load_changes(folder: Path, **options: Any) -> ClipParts:
     try:
         about = json.loads((folder / BASE).read_text(encoding="utf-8"))
         base, count = str(about["base"]), int(about["changed"])
+        if Path(_place(folder, base)).resolve() == folder.resolve():
+            raise ValueError("it names its own folder")
     except (ValueError, KeyError, TypeError) as error:
         raise RewardError(
             f"{folder / BASE} names no base ({type(error).__name__}: {error}); it needs "

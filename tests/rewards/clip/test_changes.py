@@ -119,6 +119,9 @@ def test_what_does_not_fit_is_named(base, tmp_path):
     (fine / BASE).write_text("{}")
     with pytest.raises(RewardError, match=r"names no base \(KeyError: 'base'\); it needs"):
         load_fine_tuned_clip(fine)
+    (fine / BASE).write_text('{"base": ".", "changed": 0}')
+    with pytest.raises(RewardError, match="it names its own folder"):
+        load_fine_tuned_clip(fine)
 
 
 def test_another_models_base_is_refused(base, tmp_path):

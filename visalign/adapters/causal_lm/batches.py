@@ -142,8 +142,7 @@ def _check_lengths(encoded: EncodedPrompts, longest: int, context: int | None) -
         raise UserError(
             f"Prompt {long[0]} has {len(encoded.ids[long[0]])} tokens{share}, and at most {longest} are "
             f"allowed (the model's context is {context}); {len(long)} of {len(encoded.ids)} prompts are too "
-            "long. "
-            'Shorten or drop them, or set long_prompts="mask" to mask their samples.'
+            'long. Shorten or drop them, or set long_prompts="mask" to mask their samples.'
         )
 
 

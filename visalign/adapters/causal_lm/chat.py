@@ -133,7 +133,6 @@ def _messages(prompt: Prompt, index: int) -> list[dict[str, Any]]:
     if bad or not messages:
         raise UserError(
             f"Prompt {index} holds {bad[0] if bad else 'no message'!r}; a conversation is a list of messages "
-            "of "
-            'the form {"role": "user", "content": "…"}. A plain prompt is a string.'
+            'of the form {"role": "user", "content": "…"}. A plain prompt is a string.'
         )
     return messages
