@@ -16,7 +16,7 @@ from PIL import Image
 
 from visalign.errors import UserError
 from visalign.rewards.base import memory
-from visalign.rewards.base.images import load_images, pixels_of, to_pil
+from visalign.rewards.base.images import load_images, pixels_of
 from visalign.rewards.weights.resize import model_levels, resized_shape
 from visalign.vision.resize import resize_like_pil
 
@@ -54,11 +54,6 @@ def test_tensor_forms_agree():
         assert torch.equal(torch.stack([image for _, image in batch.readable()]), expected)
     items = [expected[0], uint8[1], np.asarray(channels_last[2])]
     assert torch.equal(torch.stack([image for _, image in load_images(items).readable()]), expected)
-
-
-def test_empty_batches():
-    assert len(load_images([])) == 0
-    assert len(load_images(torch.zeros(0, 3, 4, 4))) == 0
 
 
 @pytest.mark.parametrize("mode", ["RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV", "P"])
@@ -206,19 +201,14 @@ def test_nan_costs_its_row_only():
             ValueError,
             "channels first with 3 channels. Use images.permute",
         ),
-        (torch.rand(2, 1, 8, 8), ValueError, "channels first with 3 channels"),
         (torch.zeros(2, 4, 8, 8, dtype=torch.uint8), ValueError, "no dimension of 3 channels"),
         (torch.zeros(2, 3, 8, 3, dtype=torch.uint8), ValueError, r"may be \[B, 3, H, W\] or \[B, H, W, 3\]"),
-        (torch.zeros(2, 3, 0, 8), ValueError, "images without pixels"),
         (torch.rand(2, 3, 8, 8) * 2 - 1, ValueError, r"allowed is \[0, 1\].*images / 2 \+ 0.5"),
         (torch.rand(2, 3, 8, 8) * 255, ValueError, "divide by 255 or pass uint8"),
         (torch.zeros(2, 3, 8, 8, dtype=torch.int64), TypeError, "dtype torch.int64. Allowed: floats"),
-        (np.zeros((2, 3, 8, 8), dtype=bool), TypeError, "dtype bool. Allowed: floats"),
         (Image.new("RGB", (2, 2)), TypeError, "images is a Image. Allowed.*single image into a list"),
-        (None, TypeError, "images is a NoneType"),
         ([Image.new("RGB", (2, 2)), 7], TypeError, r"images\[1\] is a int"),
         ([torch.rand(1, 3, 4, 4)], ValueError, r"images\[0\] has shape \(1, 3, 4, 4\); an element of a list"),
-        ([torch.rand(4, 4, 3)], ValueError, r"images\[0\] of shape \(4, 4, 3\) .* channels first with 3"),
     ],
 )
 def test_refused(items, error, message):
@@ -280,7 +270,3 @@ def test_resize_refusals():
         resized_shape(4, 4, {"size": 8, "resize_mode": "fit"})
     with pytest.raises(ValueError, match="300×1 is too elongated"):
         model_levels(torch.zeros(3, 1, 300), {"size": 8})
-
-
-def test_to_pil_rounds():
-    assert to_pil(torch.full((3, 1, 1), 0.999)).getpixel((0, 0)) == (255, 255, 255)

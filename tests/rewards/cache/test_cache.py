@@ -98,12 +98,6 @@ def test_the_second_time_nothing_is_asked_and_all_is_equal(tmp_path: Path):
     assert second.text == ["dd", "cc", "bb", "aa"]
 
 
-def test_equal_content_is_asked_once_in_a_call(tmp_path: Path):
-    reward = Mean()
-    scores = CachedReward(reward, ScoreCache(tmp_path)).score(PIXELS[[0, 0, 1, 0]], ["a", "a", "a", "bb"])
-    assert reward.asked == 3 and scores.value[0] == scores.value[1] != scores.value[3]
-
-
 def test_everything_that_matters_is_in_the_address(tmp_path: Path):
     reward, cache = Mean(), ScoreCache(tmp_path)
     cached = CachedReward(reward, cache)
@@ -208,15 +202,6 @@ def test_a_killed_writer_leaves_a_whole_cache(tmp_path: Path):
     assert list(cache.get(Identity(judge="mean", model="none"), [b"k", b"half"])) == [b"k"]
 
 
-def test_numbers_come_back_as_they_were(tmp_path: Path):
-    cache, one = ScoreCache(tmp_path), Identity(judge="a", model="m")
-    numbers = {"main": 0.1 + 0.2, "part.inf": float("inf"), "part.nan": float("nan")}
-    cache.put(one, {b"k": {"columns": numbers, "text": "é"}})
-    entry = cache.get(one, [b"k"])[b"k"]
-    assert str(entry["columns"]) == str(numbers) and entry["text"] == "é"
-    assert cache.get(Identity(judge="b", model="m"), [b"k"]) == {}
-
-
 def test_a_file_that_cannot_be_opened_is_refused_and_left_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -278,7 +263,7 @@ def test_content_of_every_form():
     assert red.tobytes() == green.tobytes() and content_digest(red) != content_digest(green)
 
 
-@pytest.mark.parametrize("entry", ["'{'", "x'ff'", '\'{"columns": {"main": "a"}, "text": null}\'', "'[]'"])
+@pytest.mark.parametrize("entry", ["'{'", '\'{"columns": {"main": "a"}, "text": null}\''])
 def test_a_row_that_cannot_be_read_is_computed_again(tmp_path: Path, entry: str):
     reward = Mean()
     cached = CachedReward(reward, ScoreCache(tmp_path))
@@ -314,23 +299,6 @@ def test_a_file_that_fails_in_use_costs_no_score_and_one_warning(
         for _ in range(2):
             same(cached.score(PIXELS, PROMPTS), expected)
     assert len(warned) == 1 and reward.asked == 12
-
-
-def test_weights_that_change_in_memory_are_another_judge(tmp_path: Path):
-    clip: Any = load_reward("clip_score")
-    cached = CachedReward(clip, ScoreCache(tmp_path))
-    prompts = ["a red circle", "a blue square", "x", "y"]
-    before = cached.score(PIXELS, prompts)
-    cached.score(PIXELS, prompts)
-    assert (cached.cache.hits, cached.cache.misses) == (4, 4)
-    with torch.no_grad():
-        next(p for p in clip.towers.encoder.parameters() if p.ndim > 1).mul_(1.5)
-    after = cached.score(PIXELS, prompts)
-    assert (cached.cache.hits, cached.cache.misses) == (4, 8)
-    assert torch.equal(after.value, clip.score(PIXELS, prompts).value)
-    assert not torch.equal(after.value, before.value)
-    fresh = CachedReward(load_reward("clip_score"), cached.cache)
-    assert torch.equal(fresh.score(PIXELS, prompts).value, before.value) and cached.cache.hits == 8
 
 
 @pytest.mark.parametrize("kind", ["reward", "judge"])

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 
 import pytest
@@ -172,14 +171,6 @@ def test_pauses_double_and_differ(monkeypatch):
     assert pauses[1] != 2 * pauses[0]
 
 
-def test_a_notebook_with_a_running_event_loop_can_ask():
-    async def inside():
-        return texts(client(stub.url), "a", "b")
-
-    with serving(lambda body: chat(words(body))) as stub:
-        assert asyncio.run(inside()) == ["What of a?", "What of b?"]
-
-
 @pytest.mark.parametrize(("status", "said"), [(401, "api_key"), (404, "model")])
 def test_a_fatal_status_ends_the_call(status, said):
     with serving(lambda body: (status, "no", {})) as stub:
@@ -260,17 +251,10 @@ def test_probabilities_of_equal_spellings_are_added():
     assert found["yes"] == pytest.approx(-1 + torch.tensor(2.0).log().item()) and found["no"] == -2
 
 
-def test_content_in_parts():
-    sent = chat(None)
-    sent["choices"][0]["message"]["content"] = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    assert read_reply(sent).text == "ab"
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"dialect": "tgi"}, "dialect is 'tgi'; allowed are vllm"),
-        ({"parallel": 0}, "parallel is 0"),
         ({"base_url": "localhost:8000"}, "base_url localhost://"),
         ({"max_failure_rate": -1}, "max_failure_rate is -1"),
     ],

@@ -77,24 +77,12 @@ def test_catalogue_names_load_lazily():
         assert isinstance(load_reward(name), PointwiseReward) and load_reward(name).name == name
 
 
-def test_dotted_paths(tmp_path):
-    assert load_reward(here("Constant"), level=2.0).score(IMAGES, PROMPTS).value.tolist() == [2, 2, 2]
-    assert load_reward(here("an_object")) is an_object
-    reward = load_reward(here("flow_grpo_style"), unit="letters", range=(0, 9))
-    assert (reward.name, reward.unit) == ("flow_grpo_style", "letters")
-    assert reward.score(IMAGES, PROMPTS).value.tolist() == [1, 2, 3]
-    (tmp_path / "mine.py").write_text("def f(images):\n    return [7] * len(images)\n")
-    assert load_reward(f"{tmp_path}/mine.py:f").score(IMAGES, PROMPTS).value.tolist() == [7, 7, 7]
-
-
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
         ("sharpnes", {}, r"no reward 'sharpnes'. Did you mean 'sharpness'\? Allowed: shapes_verifier"),
         ("no_such_module:f", {}, "module 'no_such_module' cannot be imported. Is it installed, or on"),
         ("nowhere.py:f", {}, "nowhere.py does not exist"),
-        ("nowhere.py:", {}, "'nowhere.py:' names no reward; write"),
-        (":f", {}, "':f' names no reward; write"),
         ("visalign.rewards.statistics:JpegSiz", {}, r"has no 'JpegSiz'. Did you mean 'JpegSize'\?"),
         ("jpeg_size", {"qualty": 3}, r"argument 'qualty'. Did you mean 'quality'\? Its options: quality"),
         (here("an_object"), {"level": 1}, "is an object already, so it takes no options; given: level"),
@@ -178,11 +166,6 @@ def test_factory_and_mapping():
     assert value(lambda images: {"only": [1, 2, 3]}) == [1, 2, 3]
 
 
-def test_number_types():
-    numbers = [np.float32(1.0), torch.tensor(2.0, requires_grad=True), True]
-    assert value(lambda images: numbers) == [1, 2, 1]
-
-
 def test_image_forms():
     assert value(lambda images: [i.size[0] for i in images], images_as="pil") == [8, 8, 8]
     assert (
@@ -243,7 +226,6 @@ def test_a_reward_that_ends_the_program_does_not():
     ("source", "message"),
     [
         ("def f(images:", r"it raised SyntaxError: '\(' was never closed \(.*torn\.py, line 1\)\."),
-        ("x = 1\n1 / 0", r"it raised ZeroDivisionError: division by zero \(.*torn\.py, line 2\)\."),
         ("import sys\nsys.exit(0)", r"it raised sys\.exit\(\.\.\.\): 0 \(.*torn\.py, line 2\)\."),
         ("import no_such_package", "It imports 'no_such_package', which is not installed: python -m pip"),
     ],
@@ -263,11 +245,8 @@ def test_a_file_that_cannot_be_imported_is_named_with_its_line(tmp_path, monkeyp
         ([1, 2], "returned 2 scores for 3 images; return one number per image"),
         (np.zeros((3, 2)), r"returned the shape \[3, 2\]; needed is \[3\], one number per image\."),
         (["1", "2", "3"], r"returned '1' \(str\) at position 0; needed is a number, or None"),
-        (None, "returned a NoneType; needed is a list of 3 numbers"),
         ("abc", "returned a str"),
         ({"a": [1, 2, 3], "b": [1, 2, 3]}, "keys a, b; it cannot be told which is the reward. Add the key"),
-        ({}, "cannot be told which is the reward"),
-        ({"avg": [1, 2, 3], "b": [1]}, "returned 1 scores for 3 images"),
     ],
 )
 def test_wrong_answers(answer, message):

@@ -82,22 +82,6 @@ def test_an_unchanged_tower_is_the_base_alone(base, tmp_path):
     torch.testing.assert_close(scores(Hp.from_pretrained(tmp_path / "fine")), scores(judge))
 
 
-def test_the_identity_follows_changes_and_base(base, tmp_path):
-    moved(base, 6).save(tmp_path / "one", base=str(base))
-    moved(base, 6, names="visual.proj").save(tmp_path / "two", base=str(base))
-    other = save_tiny_clip(tmp_path / "other")
-    state = load_file(other / "open_clip_model.safetensors")
-    save_file(
-        {k: v + 1 if k == "visual.class_embedding" else v for k, v in state.items()}, other / "w.safetensors"
-    )
-    (other / "w.safetensors").replace(other / "open_clip_model.safetensors")
-    shutil.copytree(tmp_path / "one", tmp_path / "three")
-    told = json.loads((tmp_path / "one" / BASE).read_text())
-    (tmp_path / "three" / BASE).write_text(json.dumps({**told, "base": str(other)}))
-    prints = {Hp.from_pretrained(tmp_path / name).identity.weights for name in ("one", "two", "three")}
-    assert len(prints) == 3
-
-
 def test_what_does_not_fit_is_named(base, tmp_path):
     fine = tmp_path / "fine"
     moved(base, 7).save(fine, base=str(base))

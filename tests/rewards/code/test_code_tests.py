@@ -42,7 +42,6 @@ def program(code, **limits):
         ("```python\na\n```\n```py\nb\n```", "b\n"),
         ("```python\na\n```\n```\nb\n```", "a\n"),
         ("```\na\n```", "a\n"),
-        ("```bash\nls\n```", None),
         ("```python\na", None),
         ("no fence", None),
         ("~~~python\na\n```\nb\n~~~", "a\n```\nb\n"),
@@ -176,8 +175,6 @@ LIAR = "class E:\n    __eq__ = lambda *_: True\n    __repr__ = lambda _: '4'\n"
     [
         ("while True: pass", "the time was over before its result"),
         ("import os\nos._exit(0)", "the program ended (0) before its result"),
-        ("import sys\nsys.exit(0)", "the code raised SystemExit"),
-        ("1 / 0", "the code raised ZeroDivisionError"),
         ("def f(): return object()", "it returned '<object object"),
         (LIAR.replace("'4'", "'5'") + "def f(): return E()", "it returned '5'"),
         ("print('passed')", "raised NameError"),
@@ -195,7 +192,6 @@ def test_code_that_breaks_or_lies_fails_with_its_reason(code, remark):
     [
         ("import socket\nsocket.create_connection(('127.0.0.1', 9))", "ConnectionRefused|unreachable"),
         ("open('/usr/x', 'w')", "Read-only"),
-        ("open('/x', 'w')", "Read-only"),
         ("open('/tmp/a', 'w').write('x' * (3 << 20))", "too large"),
         ("for i in range(9): open(f'/tmp/{i}', 'w').write('x' * (1 << 20))", "No space left"),
         ("print('x' * 100000)", "printed too much"),
@@ -286,7 +282,6 @@ def test_a_server_runs_the_code_instead():
         ({"workers": 0}, "workers is 0"),
         ({"tolerance": 1}, "tolerance is 1"),
         ({"limits": {"time": 1}}, r"limits are \{'time': 1\}; allowed are wall_seconds"),
-        ({"limits": {"memory_mb": 0}}, "each above 0"),
         ({"limits": {"wall_seconds": math.inf}}, "below 1e9"),
     ],
 )

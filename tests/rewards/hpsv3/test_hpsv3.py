@@ -15,7 +15,7 @@ from visalign.core.preference.uncertainty import soft_clamp
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.checks import check_reward
 from visalign.rewards.hpsv3.head import RanknetHead
-from visalign.rewards.hpsv3.judge import REWARD_TOKEN, TEMPLATE, HPSv3, HPSv3Model
+from visalign.rewards.hpsv3.judge import REWARD_TOKEN, HPSv3, HPSv3Model
 from visalign.rewards.vlm.engine import VisionLanguageEngine
 from visalign.rewards.vlm.template import JudgeSettings, Template
 
@@ -53,21 +53,6 @@ def test_the_score_is_the_head_at_the_reward_token(shared) -> None:
         torch.testing.assert_close(scores.value[row], mean, rtol=1e-5, atol=1e-5)
         assert scores.std is not None
         torch.testing.assert_close(scores.std[row], soft_clamp(raw).exp(), rtol=1e-5, atol=1e-5)
-
-
-def test_positions_move_the_score_and_are_part_of_the_identity(shared) -> None:
-    axes = HPSv3(tiny_hpsv3(positions="mrope"))
-    plain = HPSv3(shared)
-    assert not torch.allclose(axes.score(IMAGES, PROMPTS).value, plain.score(IMAGES, PROMPTS).value)
-    assert plain.identity.options["positions"] == "1d" and axes.identity.differences(plain.identity) == [
-        "options"
-    ]
-    assert plain.identity.template == TEMPLATE.text
-    other = tiny_hpsv3()
-    assert HPSv3(other).identity == plain.identity
-    with torch.no_grad():
-        next(other.head.parameters()).mul_(2)
-    assert HPSv3(other).identity.differences(plain.identity) == ["weights"]
 
 
 def test_a_typed_reward_token_is_escaped(shared) -> None:
@@ -143,15 +128,6 @@ def test_a_lora_and_a_head_are_saved_with_the_name_of_their_base(tmp_path) -> No
     assert not (tmp_path / "lora" / "model.safetensors").exists()
     again = HPSv3(tmp_path / "lora").score(IMAGES, PROMPTS)
     torch.testing.assert_close(again.value, mean.detach(), rtol=1e-4, atol=1e-5)
-
-
-def test_the_model_is_loaded_at_the_first_score() -> None:
-    judge = HPSv3("nowhere")
-    assert judge.unit == "logit"
-    with pytest.raises(RewardError, match="There is no folder 'nowhere'"):
-        judge.score(IMAGES, PROMPTS)
-    with pytest.raises(ValueError, match="precision is 'int8'; allowed are fp32, bf16, fp16"):
-        HPSv3("nowhere", precision="int8")
 
 
 def test_a_new_token_gets_the_mean_embedding() -> None:

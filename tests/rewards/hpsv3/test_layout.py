@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForImageTextToText, Qwen2VLConfig
 
-from tests.support.hub import hub, offline
+from tests.support.hub import offline
 from tests.support.judges.vision_language import noise
 from tests.support.models.vision_language import tiny_processor, tiny_seeing_model
 from visalign.rewards.base.contract import RewardError
@@ -69,22 +69,6 @@ def test_the_published_layout(tmp_path) -> None:
         torch.save(state, tmp_path / "HPSv3.pt")
         again = HPSv3(tmp_path / "HPSv3.pt", **options)
         torch.testing.assert_close(again.score(IMAGES, PROMPTS).value, scores.value)
-
-
-def test_a_published_file_takes_no_adapter(tmp_path) -> None:
-    file, _ = published(tmp_path)
-    with pytest.raises(RewardError, match="A published file of weights takes no adapter"):
-        HPSv3.from_pretrained(file, base=tmp_path / "base", adapter=tmp_path)
-
-
-def test_config_and_processor_come_from_the_base_of_the_published_model(tmp_path, monkeypatch) -> None:
-    file, _ = published(tmp_path)
-    log = hub(monkeypatch, {"Qwen/Qwen2-VL-7B-Instruct": tmp_path / "base"})
-    options: dict[str, Any] = {"min_pixels": 64, "max_pixels": 4096, "template": TEMPLATE}
-    found = HPSv3(file, **options).score(IMAGES, PROMPTS)
-    own = HPSv3(file, base=tmp_path / "base", **options).score(IMAGES, PROMPTS)
-    assert torch.equal(found.value, own.value)
-    assert "weights" not in " ".join(log) and "safetensors" not in " ".join(log), "small files alone"
 
 
 @pytest.mark.parametrize(

@@ -88,18 +88,6 @@ def test_one_pass_equals_pefts_sequential_passes_and_its_mixed_batch() -> None:
     assert float((found[:B] - found[B : 2 * B])[real[:B]].abs().max()) > 1e-2
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-def test_members_do_not_mix_in_the_gradient() -> None:
-    backbone = _backbone()
-    stacked = _stacked(_peft(backbone), backbone.requires_grad_(False))
-    stacked(**_repeated(_inputs())).last_hidden_state[B : 2 * B].sum().backward()
-    trained = {name: one for name, one in stacked.named_parameters() if one.requires_grad}
-    assert len(trained) == 2 * 2 * 2 and all("lora_" in name for name in trained)
-    for name, parameter in trained.items():
-        assert parameter.grad is not None and float(parameter.grad[1].abs().sum()) > 0, name
-        assert float(parameter.grad[[0, 2]].abs().sum()) == 0, name
-
-
 def test_gradients_of_the_grouped_product() -> None:
     layer = StackedLora(torch.nn.Linear(3, 4), 2, 2, 0.5).double()
     torch.nn.init.normal_(layer.lora_a)

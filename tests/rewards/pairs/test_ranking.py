@@ -79,11 +79,6 @@ def test_several_groups_go_through_the_same_rounds() -> None:
     assert all(any({a, b} <= members for members in groups) for a, b in judge.asked)
 
 
-def test_calls_of_a_budget() -> None:
-    assert count_calls(24, 0.3) == 82 and count_calls(24, 1.0) == 276 and count_calls(24, 2.0) == 552
-    assert count_calls(2, 0.1) == 1 and count_calls(1, 1.0) == 0
-
-
 def test_bad_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="budget is 0; allowed are shares"):
         rank(grey([0.1, 0.2]), "p", BrightnessPairs(), budget=0)

@@ -53,13 +53,6 @@ def test_soft_score_is_the_weighted_sum_with_its_mask():
     assert scores.parts["unanswered"][0] == 0 and scores.text is None
 
 
-def test_hard_answers_are_plus_and_minus_one():
-    answers = {"face": 0.6, "eyes good": 0.9, "sharp": 0.2, "a cat": 0.75}
-    assert score(answers, answers="hard").value[0] == pytest.approx(0.25 + 2 - 0.5 + 1)
-    hidden = {**answers, "face": 0.4}
-    assert score(hidden, answers="hard").value[0] == pytest.approx(0.25 + 0 - 0.5 + 1)
-
-
 def test_an_unanswered_question_counts_zero_and_is_named():
     scores = score({"face": 1.0 - 1e-9, "eyes good": 0.9, "sharp": None, "a cat": 0.75})
     assert scores.valid[0] and scores.value[0] == pytest.approx(0.25 + 2 * 0.8 + 0.5, abs=1e-4)
@@ -176,13 +169,3 @@ def test_the_contract_holds_on_a_model():
     folder = JudgeSettings(templates={"yes_no": ask_text("ok {prompt}")})
     judge = VisionReward(tiny_engine(settings=folder), checklist=align, template=QUESTION, **LETTERS)
     check_reward(judge, images=images(4), prompts=PROMPTS)
-
-
-def test_each_answer_equals_that_of_the_question_alone():
-    judge = VisionReward(tiny_engine(), checklist={**FACE, **RULE}, template=QUESTION, **LETTERS)
-    scores = judge.score(images(2), PROMPTS[:2])
-    for number, question in enumerate(FACE["questions"]):
-        single = {"questions": [question], "coef": [1.0], "has_alignment": False}
-        alone = VisionReward(judge.engine, checklist=single, template=QUESTION, **LETTERS)
-        found = alone.score(images(2), PROMPTS[:2]).value
-        assert torch.allclose(found, scores.parts[question], atol=1e-5), number

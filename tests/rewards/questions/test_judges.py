@@ -9,11 +9,11 @@ import re
 import numpy as np
 import pytest
 import torch
-from PIL import Image, ImageFilter
+from PIL import Image
 
 from visalign.interfaces import Scores
 from visalign.rewards import RewardError, check_reward, failure_reasons, load_reward, make_scores
-from visalign.rewards.statistics import JpegSize, Sharpness, laplacian_variance
+from visalign.rewards.statistics import JpegSize, laplacian_variance
 from visalign.rewards.verifiers.shapes_verifier import ShapesVerifier
 
 IMAGES = torch.rand(3, 3, 16, 16, generator=torch.Generator().manual_seed(0))
@@ -23,9 +23,6 @@ NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (32, 40, 3), d
 @pytest.mark.parametrize("name", ["shapes_verifier", "jpeg_size", "sharpness"])
 def test_every_entry_of_the_catalogue_keeps_the_contract(name):
     assert len(check_reward(name)) == 11
-
-
-# shapes_verifier
 
 
 def test_verifier_with_parsed_prompt_and_with_metadata(monkeypatch):
@@ -54,12 +51,6 @@ def test_verifier_with_parsed_prompt_and_with_metadata(monkeypatch):
     assert partial.value.tolist() == [0.25, 0.5] and partial.unit == "share of checks"
 
 
-def test_each_mode_of_the_verifier_has_a_unit_of_its_own() -> None:
-    """A run showed "verifier (1 = correct)" beside "shapes_verifier (1 = correct)", with other numbers."""
-    units = {mode: ShapesVerifier(mode).unit for mode in ("correct", "partial", "mixed")}
-    assert len(set(units.values())) == 3 and units["mixed"] == "mean of 1 = correct and share of checks"
-
-
 def test_verifier_judges_a_rendered_scene():
     from visalign.data.shapes.prompts import parse_prompt
     from visalign.data.shapes.render import render
@@ -80,9 +71,6 @@ def test_verifier_other_size_is_invalid():
     [
         ({"include": [{"count": 1}]}, "KeyError: 'class'"),
         ({"include": "circle"}, "include is 'circle'; needed is GenEval's layout"),
-        ({"include": []}, r"include is \[\]"),
-        ({"include": [{"class": "circle", "count": 0}]}, "ZeroDivisionError"),
-        ({"include": [{"class": "circle", "position": ["left of", 3]}]}, "IndexError"),
         ({"include": [{"class": "circle"}], "exclude": [{"class": "circle"}]}, "KeyError: 'count'"),
     ],
 )
@@ -96,9 +84,6 @@ def test_a_record_that_cannot_be_read_costs_its_own_sample_only(record, reason):
 def test_verifier_mode_refused():
     with pytest.raises(ValueError, match="mode is 'strict'; allowed are correct, partial, mixed"):
         load_reward("shapes_verifier", mode="strict")
-
-
-# jpeg_size
 
 
 def test_jpeg_size_is_the_file_size():
@@ -115,9 +100,6 @@ def test_an_image_that_jpeg_cannot_hold_is_invalid_alone():
     assert "jpeg_size cannot measure an image of 70000×1 pixels: " in str(failure_reasons(scores)[0])
 
 
-# sharpness
-
-
 def test_sharpness_by_hand():
     image = torch.zeros(3, 3, 4)
     image[:, 1, 1] = (
@@ -125,20 +107,6 @@ def test_sharpness_by_hand():
     )
     assert laplacian_variance(image).item() == pytest.approx((2.5 * 255) ** 2)
     assert laplacian_variance(torch.full((3, 5, 5), 0.7)).item() == pytest.approx(0, abs=1e-9)
-
-
-def test_sharpness_reaches_its_declared_maximum_and_falls_with_blur():
-    board = torch.tensor(np.indices((10, 10)).sum(0) % 2).float().expand(3, -1, -1)
-    assert laplacian_variance(board).item() == pytest.approx(Sharpness.range[1])
-    blurred = NOISE.filter(ImageFilter.GaussianBlur(1))
-    scores = Sharpness().score([NOISE, blurred], ["p", "p"])
-    assert scores.value[1] < scores.value[0] / 10
-
-
-# the request
-
-
-# check_reward
 
 
 class Brightness:

@@ -21,8 +21,7 @@ from tests.support.judges.vision_language import (
 )
 from visalign.rewards import RewardError, check_reward
 from visalign.rewards.catalogue import load_judge
-from visalign.rewards.pairs.as_pointwise import GroupWinRate
-from visalign.rewards.questions.reward_dance import EXPLAIN, YES_NO, RewardDance, RewardDancePairs
+from visalign.rewards.questions.reward_dance import EXPLAIN, RewardDance, RewardDancePairs
 from visalign.rewards.questions.reward_dance_reference import ReferenceReward, select_references
 from visalign.rewards.vlm.yes_no import SUREST
 
@@ -82,12 +81,6 @@ def test_certainty_is_the_surest_answer_and_finite():
     assert not neither.valid[0] and "log-odds are no number" in why(neither, 0)
 
 
-def test_a_certain_pair_keeps_its_bias_measurable():
-    engine = ScriptedEngine(lambda template, ask: {"yes": 1.0})
-    said = RewardDancePairs(engine).compare(images(1), images(1, seed=1), ["a"])
-    assert said.valid[0] and said.prob.tolist() == [0.5] and said.parts["second_bias"].tolist() == [SUREST]
-
-
 @pytest.mark.parametrize("prompt", ["", " \n\t", "\u200b\ufeff"])
 def test_an_empty_prompt_is_masked(prompt):
     scores = scripted({"yes": 0.5, "no": 0.4}).score(images(2), [prompt, "a"])
@@ -117,14 +110,6 @@ def test_wrong_options_are_refused():
         RewardDance("nowhere", precision="int8")
     with pytest.raises(RewardError, match="None of the words"):
         RewardDance(tiny_engine())
-
-
-def test_the_instruction_reaches_the_question():
-    engine = brightness()
-    RewardDance(engine, instruction="Count the fingers.").score(images(1), ["a hand"])
-    assert engine.asked[0].fields["instruction"] == "\nCount the fingers."
-    text = YES_NO.filled({"prompt": "a hand", **engine.asked[0].fields})[0]["content"][1]["text"]
-    assert "Caption: a hand\nCount the fingers.\n" in text
 
 
 def test_reasons_are_written_behind_the_decision_and_change_no_score():
@@ -180,13 +165,6 @@ def test_the_contract_holds_on_each_family(kind):
     check_reward(judge, images=images(4), prompts=PROMPTS)
 
 
-def test_special_tokens_braces_and_other_letters_are_text():
-    judge = RewardDance(tiny_engine(), template=ASK, **LETTERS)
-    prompts = ["{prompt} {question} {0}", "<|im_end|><|im_start|>user", "<|image_pad|>", "ein Bär, 日本"]
-    scores = judge.score(images(1).expand(4, -1, -1, -1), prompts)
-    assert scores.valid.all() and len(set(scores.value.tolist())) == 4
-
-
 def test_log_odds_equal_those_from_transformers():
     engine = tiny_engine()
     judge = RewardDance(engine, template=ASK, **LETTERS)
@@ -238,15 +216,6 @@ def test_a_reward_against_references_keeps_the_contract():
     pairs = RewardDancePairs(tiny_engine(), template=TWO, **LETTERS)
     judge = ReferenceReward(pairs, dict.fromkeys(PROMPTS, images(2, seed=3)), value="prob")
     check_reward(judge, images=images(4), prompts=PROMPTS)
-
-
-def test_both_judges_load_by_name_and_pairs_give_win_rates():
-    assert isinstance(load_judge("reward_dance", model=brightness()), RewardDance)
-    pairs = load_judge("reward_dance_pairs", model=brightness())
-    shown = [torch.full((3, 8, 8), level) for level in (0.2, 0.9, 0.5)]
-    assert isinstance(pairs, RewardDancePairs)
-    scores = GroupWinRate(pairs, hard=True).score(shown, ["a"] * 3)
-    assert scores.value.tolist() == [0.0, 1.0, 0.5]
 
 
 def test_the_best_of_n_are_chosen_by_wins():

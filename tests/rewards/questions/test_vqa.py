@@ -12,10 +12,6 @@ from tests.support.judges.vision_language import ONE, ScriptedEngine, images, no
 from visalign.rewards import RewardError, check_reward, load_reward
 from visalign.rewards.questions.vqa import GENEVAL2, SHOWS, SoftTifa, VqaScore
 from visalign.rewards.vlm.engine import Query
-from visalign.rewards.vlm.template import Template
-
-CONTENT = [{"type": "image"}, {"type": "text", "text": "{question}"}]
-ASK = Template(name="ask", messages=[{"role": "user", "content": CONTENT}])
 
 
 def test_vqa_score_is_the_probability_of_yes_among_all_words():
@@ -69,17 +65,6 @@ def test_soft_tifa_by_hand():
     assert "is no [question, answer]" in str(hard.reason[2])
     with pytest.raises(ValueError, match="mean is 'median'; allowed are"):
         SoftTifa(engine, mean="median")  # type: ignore[arg-type]
-
-
-def test_soft_tifa_of_a_model_counts_each_answer_among_all_words():
-    engine = tiny_judge()
-    judge = SoftTifa(engine, template=ASK)
-    image = noise(16, 24, 1)
-    found = judge.score([image], ["-"], [{"vqa_list": [["a b?", "y"], ["c?", "n"]]}])
-    alone = [
-        judge.score([image], ["-"], [{"vqa_list": [pair]}]).value[0] for pair in (["a b?", "y"], ["c?", "n"])
-    ]
-    torch.testing.assert_close(found.value[0], (alone[0] * alone[1]).sqrt(), rtol=1e-5, atol=1e-7)
 
 
 def test_the_contract():

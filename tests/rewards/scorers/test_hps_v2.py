@@ -39,11 +39,6 @@ def folder(tmp_path_factory) -> Path:
     return place
 
 
-@pytest.fixture
-def images() -> torch.Tensor:
-    return torch.rand(3, 3, 47, 60, generator=torch.Generator().manual_seed(2)).mul(255).round() / 255
-
-
 def tiny(folder: Path, **options: Any) -> HpsV2:
     return HpsV2(folder, architecture=TINY, **options)
 

@@ -31,11 +31,6 @@ def folder(tmp_path_factory) -> Path:
     return place
 
 
-@pytest.fixture
-def images() -> torch.Tensor:
-    return torch.rand(3, 3, 36, 50, generator=torch.Generator().manual_seed(2)).mul(255).round() / 255
-
-
 def by_hand(state: dict[str, torch.Tensor], features: torch.Tensor, relu: bool) -> torch.Tensor:
     x = F.normalize(features, dim=-1)
     places = (0, 3, 6, 9, 11) if relu else (0, 2, 4, 6, 7)
@@ -74,17 +69,6 @@ def test_one_linear_layer(folder, images):
     _, features = reward.towers.image_features(read_request("test", images, PROMPTS, None), [None] * 3)
     expected = 0.5 * F.normalize(features, dim=-1).sum(1) + 3
     torch.testing.assert_close(reward.score(images, PROMPTS).value, expected)
-
-
-@pytest.mark.parametrize("relu", [False, True])
-def test_published_layout_at_its_size(tmp_path, relu):
-    """768-1024-128-64-16-1 with keys layers.{0,2,4,6,7}, with ReLU {0,3,6,9,11}."""
-    state = random_state(head(768, relu=relu), 3, scale=0.03)
-    torch.save(state, tmp_path / "head.pth")
-    width, rate = read_head(tmp_path / "head.pth")
-    features = F.normalize(torch.randn(5, 768, generator=torch.Generator().manual_seed(0)), dim=-1)
-    assert width == 768
-    torch.testing.assert_close(rate(features), by_hand(state, features, relu), rtol=1e-5, atol=1e-6)
 
 
 def test_gradient_path(folder, images):

@@ -139,7 +139,6 @@ def test_one_completion_at_a_time():
     [
         ([1.0], "returned 1 scores for 2 completions; return one number per completion"),
         (3.0, "returned a float; needed is a list of 2 numbers"),
-        (["1", 2], r"returned '1' \(str\) for completion 0; needed is a number, or None"),
         (
             torch.ones(2, 1),
             r"returned the shape \[2, 1\]; needed is \[2\], one number per completion",
@@ -253,7 +252,6 @@ class Unnamed:
     [
         (Unnamed(), "it has no name: set it on the class"),
         (Ranked(), "the scores do not follow the completions"),
-        (Ranked(), "a completion alone scores otherwise than in a batch"),
         (Changing(), "it changed the completions, prompts or metadata that it was given: work on copies"),
         (lambda completions: [1.0], "raised RewardError: Reward '<lambda>' returned 1 scores for 4"),
         (lambda completion: None, "it judged none of the completions"),

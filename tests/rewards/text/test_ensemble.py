@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from visalign.interfaces import RewardCapabilities, Scores
+from visalign.interfaces import Scores
 from visalign.pipelines.shared.sections import RewardsConfig, RewardTerm
 from visalign.pipelines.text.parts import text_sum
 from visalign.rewards import RewardError, TextEnsemble, TextFunctionReward, WeightedTextSum
@@ -76,13 +76,6 @@ def test_members_by_name_with_options() -> None:
 def test_members_that_cannot_be(members: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         TextEnsemble(members)
-
-
-def test_what_an_ensemble_must_have_together_it_passes_on() -> None:
-    compares: Any = Doubtful()
-    compares.capabilities = RewardCapabilities(needs_group=True)
-    needs = TextEnsemble({"a": compares, "b": Doubtful()}).capabilities
-    assert needs.needs_group and not needs.needs_batch
 
 
 @pytest.mark.parametrize(

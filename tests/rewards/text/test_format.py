@@ -33,17 +33,14 @@ def remark(reward, completion):
     ("text", "problem"),
     [
         ("<think>a</think><answer>b</answer>", ""),
-        ("\n<think>a</think>\n<answer>b</answer> ", ""),
         ("<think>a</think>", "<answer> occurs 0 times, needed is once"),
         (
             "<think>a</think><answer>b</answer><answer>c</answer>",
             "<answer> occurs 2 times, needed is once",
         ),
         ("<answer>b</answer><think>a</think>", "the tags are out of order"),
-        ("<think>a<answer>b</think></answer>", "the tags are out of order"),
         ("<think> </think><answer>b</answer>", "a tag is empty"),
         ("<think>a</think>so <answer>b</answer>", "text outside the tags: 'so'"),
-        ("x<think>a</think><answer>b</answer>", "text outside the tags: 'x'"),
         ("<think>a</think><answer>b</answer>x", "text outside the tags: 'x'"),
         ("<think>a</think><answer>b", "</answer> occurs 0 times, needed is once"),
     ],
@@ -152,14 +149,12 @@ def test_soft_overlong_is_the_core_function():
             {"target": 3},
             "takes scale and target or scale and target_field, no more and no less; given: target",
         ),
-        ("linear", {}, "rule 'linear' takes scale, no more and no less; given: nothing"),
         ("linear", {"scale": 0}, "scale 0; allowed are finite numbers above 0"),
         (
             "soft_overlong",
             {"max_length": 4, "cache": 5},
             "cache is 5; allowed are 1 to max_length, which is 4",
         ),
-        ("linear", {"scale": 1, "count": "tokens"}, "count is 'tokens'; allowed are words, characters"),
     ],
 )
 def test_bad_length_options(rule, options, message):

@@ -100,19 +100,6 @@ def test_records_without_a_label_are_said():
         RatingReward(form=-1)
 
 
-def test_regression_asks_for_opinions_on_the_scale_of_the_answers():
-    texts, prompts, records = given({"a": (["3"], 72.0), "b": (["3"], 3.0), "c": (["3"], math.nan)})
-    scores = RatingReward("regression").score(texts, prompts, records)
-    assert scores.valid.tolist() == [False, True, False] and scores.reason is not None
-    assert "its mos is 72" in str(scores.reason[0]) and "finite mos" in str(scores.reason[2])
-    assert RatingReward().score(texts, prompts, records).valid.tolist() == [True, True, False]
-    odd = [{"image": ["a"], "mos": 3.0}, *records[1:]]
-    assert not RatingReward().score(texts, prompts, odd).valid[0]
-    two = [{"image": "a", "mos": mos, "set": "s"} for mos in (1.0, 5.0, 3.0)]
-    result = RatingReward("binary").score(["<answer>1</answer>", *texts[1:]], prompts, two)
-    assert result.value.tolist()[0] == 1.0, "an image with another opinion is another image"
-
-
 def test_boxed_scores_go_from_1_to_10():
     """1 − |7 − 9.25| / 9 = .75; what the other form writes is no score."""
     reward = RatingReward("regression", reads="boxed")

@@ -87,15 +87,6 @@ def test_scores_do_not_depend_on_their_order_and_the_pool_stays() -> None:
     assert [record["prompt"] for record in reward.pool] == ["far", "next", "near"]
 
 
-def test_a_file_of_prompts_is_the_pool(tmp_path: Path) -> None:
-    lines = ['{"prompt": "What is 2 + 2, please?", "answer": "5"}', '{"prompt": "Name a colour."}']
-    (tmp_path / "pool.jsonl").write_text("\n".join(lines))
-    options = {"reward": "exact_answer", "pool": str(tmp_path / "pool.jsonl"), "threshold": 0.6}
-    reward = load_text_reward("reward_fusion", **options)
-    scores = reward.score(["4"], ["What is 2 + 2?"], [{"answer": "4"}])
-    assert 0.5 < scores.value.item() < 0.6, "right here, wrong under the neighbour's record"
-
-
 def test_a_prompt_is_no_neighbour_of_itself_when_its_file_lost_the_blanks_at_its_ends(tmp_path: Path) -> None:
     (tmp_path / "pool.jsonl").write_text(json.dumps({"prompt": "What is 2 + 2?\n", "answer": "5"}))
     reward = load_text_reward("reward_fusion", reward="exact_answer", pool=str(tmp_path / "pool.jsonl"))

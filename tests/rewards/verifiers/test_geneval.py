@@ -104,7 +104,6 @@ def test_positions_hold_for_all_pairs_and_need_a_matched_target() -> None:
     [
         (None, "no metadata with 'include'"),
         ({"include": "cat"}, "include is 'cat'"),
-        ({"include": [CAT], "exclude": {"class": "cat"}}, "exclude is"),
         ({"include": [{"count": 1}]}, "include[0] has no class"),
         ({"include": [{"class": "cat", "count": 0}]}, "has the count 0"),
         ({"include": [CAT | {"color": "beige"}]}, "has the color 'beige'; allowed are red"),

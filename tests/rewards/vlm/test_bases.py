@@ -13,8 +13,7 @@ from tests.support.judges.vision_language import ONE, noise
 from tests.support.models.vision_language import save_tiny_seeing_model
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.vlm.engine import Query, VisionLanguageEngine
-from visalign.rewards.vlm.loading import base_of, is_adapter, name_base
-from visalign.rewards.vlm.template import JudgeSettings
+from visalign.rewards.vlm.loading import is_adapter, name_base
 
 ASK = Query(images=[noise(16, 24)], prompt="a cat")
 TARGET = r".*language_model.*\.(q_proj|v_proj)"
@@ -110,11 +109,3 @@ def test_a_lora_is_strict(models):
     file.unlink()
     with pytest.raises(FileNotFoundError, match=r"with adapter_model\.safetensors; give the folder"):
         VisionLanguageEngine.from_pretrained(models / "lora")
-
-
-def test_the_settings_name_comes_first(tmp_path):
-    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "a/b"}))
-    assert base_of(tmp_path, JudgeSettings()) == "a/b"
-    assert base_of(tmp_path, JudgeSettings(rest={"base": "c/d"})) == "c/d"
-    (tmp_path / "config.json").write_text("{}")
-    assert base_of(tmp_path, JudgeSettings()) == tmp_path

@@ -60,11 +60,6 @@ class TestAffineHead:
         with pytest.raises(RuntimeError, match="same dtype"):
             one.bfloat16()(x)
 
-    def test_dropout_only_in_training(self) -> None:
-        one, x = head().train(), torch.randn(5, 6)
-        assert not torch.equal(one(x), one(x))
-        assert torch.equal(one.eval()(x), one(x))
-
     def test_wrong_files_are_refused_by_name(self) -> None:
         state = head().state_dict()
         del state["layers.6.bias"]
@@ -107,12 +102,6 @@ class TestRanknetHead:
             RanknetHead.from_state_dict(state)
         with pytest.raises(RewardError, match=r"rm_head\.3\.weight \(4, 9\) instead of \(4, 8\)"):
             RanknetHead.from_state_dict(one.state_dict() | {"rm_head.3.weight": torch.zeros(4, 9)})
-
-    def test_half_precision_tower(self) -> None:
-        one, x = ranknet(), torch.randn(3, 6).bfloat16()
-        assert one(x).dtype == torch.float32 and torch.equal(one(x), one(x.float()))
-        with pytest.raises(RuntimeError, match="same dtype"):
-            one.half()(x)
 
 
 class TestPooling:

@@ -60,18 +60,6 @@ def test_gradient_path_has_the_values_of_the_score(resampling, rounding):
     torch.testing.assert_close(pixels * 255, levels, rtol=0, atol=1e-4)
 
 
-def test_smooth_resize_is_within_rounding_of_pil_where_nothing_is_clipped():
-    images = torch.rand(2, 3, 90, 70, generator=torch.Generator().manual_seed(0)) * 100 + 70
-    smooth = resize_smoothly(images.round(), (31, 24))
-    assert (smooth - by_levels(images.round())).abs().max() <= 1.2
-
-
-def by_levels(levels: torch.Tensor) -> torch.Tensor:
-    from visalign.vision.resize import resize_like_pil
-
-    return resize_like_pil(levels, (31, 24))
-
-
 def test_gradients_of_the_smooth_resize():
     images = torch.rand(1, 2, 9, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     assert torch.autograd.gradcheck(lambda x: resize_smoothly(x, (4, 5)), images.requires_grad_())
