@@ -98,6 +98,12 @@ def test_the_second_time_nothing_is_asked_and_all_is_equal(tmp_path: Path):
     assert second.text == ["dd", "cc", "bb", "aa"]
 
 
+def test_equal_content_is_asked_once_in_a_call(tmp_path: Path):
+    reward = Mean()
+    scores = CachedReward(reward, ScoreCache(tmp_path)).score(PIXELS[[0, 0, 1, 0]], ["a", "a", "a", "bb"])
+    assert reward.asked == 3 and scores.value[0] == scores.value[1] != scores.value[3]
+
+
 def test_everything_that_matters_is_in_the_address(tmp_path: Path):
     reward, cache = Mean(), ScoreCache(tmp_path)
     cached = CachedReward(reward, cache)
@@ -200,6 +206,15 @@ def test_a_killed_writer_leaves_a_whole_cache(tmp_path: Path):
     cache = ScoreCache(tmp_path)
     assert len(cache) == 1
     assert list(cache.get(Identity(judge="mean", model="none"), [b"k", b"half"])) == [b"k"]
+
+
+def test_numbers_come_back_as_they_were(tmp_path: Path):
+    cache, one = ScoreCache(tmp_path), Identity(judge="a", model="m")
+    numbers = {"main": 0.1 + 0.2, "part.inf": float("inf"), "part.nan": float("nan")}
+    cache.put(one, {b"k": {"columns": numbers, "text": "é"}})
+    entry = cache.get(one, [b"k"])[b"k"]
+    assert str(entry["columns"]) == str(numbers) and entry["text"] == "é"
+    assert cache.get(Identity(judge="b", model="m"), [b"k"]) == {}
 
 
 def test_a_file_that_cannot_be_opened_is_refused_and_left_as_it_is(

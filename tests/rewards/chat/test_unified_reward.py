@@ -118,6 +118,19 @@ def test_the_contract(name):
     assert identity.judge == name and identity.model == "tiny"
 
 
+def test_identity_changes_with_everything_that_changes_a_score():
+    base = UnifiedReward("http://a", "m").identity
+    assert base == UnifiedReward("http://b", "m").identity
+    others = [
+        UnifiedReward("http://a", "n").identity,
+        UnifiedReward("http://a", "m", mode="final").identity,
+        UnifiedReward("http://a", "m", template="Rate {prompt}").identity,
+        UnifiedReward("http://a", "m", seed=1).identity,
+        UnifiedReward("http://a", "m", extra={"top_k": 1}).identity,
+    ]
+    assert len({base.digest, *(other.digest for other in others)}) == 6
+
+
 def prefer_brighter(body) -> str:
     first, second = light(body)
     return (
@@ -289,6 +302,13 @@ def test_lift():
     assert not found.valid[1] and found.reason is not None
     assert str(found.reason[1]).startswith("fidelity: the judge must state one of Good, Normal, Bad")
     assert own.value.item() == pytest.approx(0.9) and list(own.parts) == ["motion"]
+
+
+def test_lift_spread():
+    with serving(lambda body: chat(("Good", "Bad")[body["seed"]])) as stub:
+        found = Lift(stub.url, "tiny", answers=2, temperature=1.0, **QUICK).score(bright(0.2), ["a"])
+    error = 0.85 / math.sqrt(2) / math.sqrt(2)  # of two answers to one question; the value is the mean of two
+    assert found.std is not None and found.std.item() == pytest.approx(error * math.sqrt(2) / 2)
 
 
 def test_grm_sums_votes_and_scales_for_those_that_fail():

@@ -123,11 +123,6 @@ def test_programs_read_stdin_and_print():
     assert "ValueError" in results[3].remark
 
 
-def test_the_layout_of_apps_is_read():
-    functions = {"inputs": [[1, 2]], "outputs": [3], "fn_name": "add"}
-    assert read_tests(functions) == [{"call": "add", "args": [1, 2], "kwargs": {}, "expected": 3}]
-
-
 @pytest.mark.parametrize(
     "tests",
     [
@@ -174,7 +169,6 @@ LIAR = "class E:\n    __eq__ = lambda *_: True\n    __repr__ = lambda _: '4'\n"
     ("code", "remark"),
     [
         ("while True: pass", "the time was over before its result"),
-        ("import os\nos._exit(0)", "the program ended (0) before its result"),
         ("def f(): return object()", "it returned '<object object"),
         (LIAR.replace("'4'", "'5'") + "def f(): return E()", "it returned '5'"),
         ("print('passed')", "raised NameError"),
@@ -192,7 +186,6 @@ def test_code_that_breaks_or_lies_fails_with_its_reason(code, remark):
     [
         ("import socket\nsocket.create_connection(('127.0.0.1', 9))", "ConnectionRefused|unreachable"),
         ("open('/usr/x', 'w')", "Read-only"),
-        ("open('/tmp/a', 'w').write('x' * (3 << 20))", "too large"),
         ("for i in range(9): open(f'/tmp/{i}', 'w').write('x' * (1 << 20))", "No space left"),
         ("print('x' * 100000)", "printed too much"),
         ("while True: print('x' * 100000)", "too large"),

@@ -34,6 +34,12 @@ def test_sum_by_hand_with_breakdown():
     assert torch.equal(scores.parts["a.weighted"] + scores.parts["b.weighted"], scores.value)
 
 
+def test_lower_is_better_enters_with_a_minus():
+    scores = total({"a": (fixed([1.0, 2, 3, 4], higher_is_better=False), 2.0)})
+    assert scores.value.tolist() == [-2, -4, -6, -8]
+    assert WeightedSum({"a": (fixed([1.0]), 1)}).higher_is_better is True
+
+
 def test_fixed_normalisation():
     scores = total({"a": (fixed([1.0, 2, 3, 4]), 3.0)}, normalise={"a": (2.0, 0.5)})
     assert scores.value.tolist() == [-6, 0, 6, 12] and scores.unit == "reference standard deviations"

@@ -12,6 +12,7 @@ import torch
 from tests.support.judges.brightness import Brightness, grey
 from visalign.interfaces import RewardCapabilities, Scores
 from visalign.rewards import RewardError, check_reward, load_images
+from visalign.rewards.base.identity import Identity
 from visalign.rewards.combine.ensemble import Ensemble
 from visalign.rewards.combine.uncertainty import UncertaintyUsed
 
@@ -113,6 +114,34 @@ def test_a_member_that_fails() -> None:
     assert lenient.value.tolist() == pytest.approx([0.3, 1.0]) and lenient.parts["members"].tolist() == [2, 3]
     one = Ensemble(members, min_members=2).score(["no.png", grey([0.5])[0]], ["p"] * 2)
     assert one.reason is not None and one.reason[0] == "no such image file: no.png"
+
+
+class Named(Brightness):
+    def __init__(self, model: str, std: float | None = None) -> None:
+        super().__init__(std=std)
+        self.identity = Identity(judge="brightness", model=model)
+
+
+def test_identities_follow_members_and_rules() -> None:
+    members = {"a": Named("m"), "b": Named("n")}
+    first = Ensemble(members).identity
+    assert first is not None and first == Ensemble(dict(members)).identity
+    for other in (
+        Ensemble(members, how="min"),
+        Ensemble({**members, "b": Named("o")}),
+        Ensemble(members, min_members=1),
+        Ensemble(members, calibration={"a": (0.0, 1.0), "b": (0.0, 2.0)}),
+    ):
+        assert other.identity is not None and other.identity.digest != first.digest
+    assert Ensemble({**members, "b": Brightness()}).identity is None
+    used = [
+        UncertaintyUsed(Named("m", std=0.1)),
+        UncertaintyUsed(Named("n", std=0.1)),
+        UncertaintyUsed(Named("m", std=0.1), strength=2.0),
+    ]
+    assert len({one.identity.digest for one in used if one.identity is not None}) == 3
+    others = UncertaintyUsed(Named("m", std=0.1), how="bhattacharyya")
+    assert others.identity is None and others.capabilities.needs_batch
 
 
 def test_ensembles_keep_the_contract() -> None:

@@ -198,6 +198,17 @@ def test_a_model_whose_features_have_no_grid_is_refused():
         judge.score(images(1), ["a"])
 
 
+def test_identity_tells_heads_and_tiles():
+    engine = tiny_engine()
+    made = [
+        Heie(engine, heads=heads(), template=ASK),
+        Heie(engine, heads=heads(seed=1), template=ASK),
+        Heie(engine, heads=heads(), template=ASK, tiles=1),
+    ]
+    assert len({judge.identity.digest for judge in made}) == 3
+    assert Heie(engine, heads=heads(), template=ASK).identity.digest == made[0].identity.digest
+
+
 def patched(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Grey images, half of them with a bright patch that is wrong: (images, heat, score)."""
     rng = np.random.default_rng(seed)

@@ -71,6 +71,12 @@ def test_the_published_layout(tmp_path) -> None:
         torch.testing.assert_close(again.score(IMAGES, PROMPTS).value, scores.value)
 
 
+def test_a_published_file_takes_no_adapter(tmp_path) -> None:
+    file, _ = published(tmp_path)
+    with pytest.raises(RewardError, match="A published file of weights takes no adapter"):
+        HPSv3.from_pretrained(file, base=tmp_path / "base", adapter=tmp_path)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

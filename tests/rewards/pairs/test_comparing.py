@@ -58,6 +58,13 @@ def test_without_std_better_is_certain_and_equal_is_a_tie() -> None:
     assert chosen.prob[0] == pytest.approx(1 / (1 + math.exp(-0.5)))
 
 
+def test_tails_keep_their_log_odds() -> None:
+    found = _compare(Brightness(std=0.02), [0.9], [0.1])
+    expected = norm.logcdf(0.8 / (0.02 * 2**0.5)) - norm.logsf(0.8 / (0.02 * 2**0.5))
+    assert found.prob[0] == 1 and found.log_odds is not None
+    assert float(found.log_odds[0]) == pytest.approx(expected, rel=1e-4) and float(found.log_odds[0]) > 400
+
+
 def test_a_failed_image_fails_its_pairs_with_the_side_and_reason() -> None:
     judge = as_pairwise(Brightness())
     found = judge.compare([grey([0.5])[0], "no.png"], ["none.png", grey([0.5])[0]], ["p", "p"])

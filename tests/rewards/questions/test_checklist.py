@@ -60,11 +60,6 @@ def test_an_unanswered_question_counts_zero_and_is_named():
     assert "'sharp'" in given(scores.text)[0] and "neither yes nor no" in given(scores.text)[0]
 
 
-def test_an_unanswered_mask_hides_the_questions_it_masks():
-    scores = score({"face": None, "eyes good": 0.9, "sharp": 0.2, "a cat": 0.75})
-    assert scores.value[0] == pytest.approx(0.25 - 0.3 + 0.5, abs=1e-5)
-
-
 def test_too_many_unanswered_questions_mask_the_image():
     none = {"face": None, "eyes good": None, "sharp": None}
     scores = score(none)

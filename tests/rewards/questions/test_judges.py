@@ -16,7 +16,6 @@ from visalign.rewards import RewardError, check_reward, failure_reasons, load_re
 from visalign.rewards.statistics import JpegSize, laplacian_variance
 from visalign.rewards.verifiers.shapes_verifier import ShapesVerifier
 
-IMAGES = torch.rand(3, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (32, 40, 3), dtype=np.uint8))
 
 

@@ -212,12 +212,6 @@ def test_references_are_averaged_in_log_odds_and_missing_ones_masked():
         ReferenceReward(judge.judge, value=unknown)
 
 
-def test_a_reward_against_references_keeps_the_contract():
-    pairs = RewardDancePairs(tiny_engine(), template=TWO, **LETTERS)
-    judge = ReferenceReward(pairs, dict.fromkeys(PROMPTS, images(2, seed=3)), value="prob")
-    check_reward(judge, images=images(4), prompts=PROMPTS)
-
-
 def test_the_best_of_n_are_chosen_by_wins():
     levels = torch.tensor([0.2, 0.9, 0.5, 0.7])
     shown = [level.expand(3, 8, 8) for level in levels]

@@ -13,9 +13,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.support.models.clip import save_tiny_clip
+from tests.support.models.clip import save_tiny_clip, tiny_tokenizer
 from visalign.rewards import RewardError, check_reward, load_reward
 from visalign.rewards.base.images import to_pil
+from visalign.rewards.clip.loading import load_clip
 from visalign.rewards.clip.open_clip_folder import check_end_token, load_open_clip
 from visalign.rewards.scorers.clip_score import ClipScore
 
@@ -88,6 +89,13 @@ def test_broken_config(folder, tmp_path, text):
     (copy / "open_clip_config.json").write_text(text)
     with pytest.raises(RewardError, match=r"is no open_clip config.*needs model_cfg with"):
         load_open_clip(copy)
+
+
+@pytest.mark.parametrize("tokenizer", [tiny_tokenizer(end_token=False), tiny_tokenizer(end_last=False)])
+def test_tokenizer_that_loses_the_end_token(tmp_path, tokenizer):
+    save_tiny_clip(tmp_path / "bad", tokenizer)
+    with pytest.raises(RewardError, match=r"pools at .*, but the tokenizer's end token .* a wrong position"):
+        load_clip(tmp_path / "bad")
 
 
 def test_end_token_of_other_poolings(reward):

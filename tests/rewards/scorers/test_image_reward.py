@@ -95,6 +95,10 @@ def test_long_prompts_are_cut_and_noted(folder, images):
     assert scores.value[0] == scores.value[1]
     assert tiny(folder, max_tokens=20).score(images[[0]], [long]).value[0] != scores.value[0]
     assert ImageReward(folder).max_tokens == 35
+    bad = tiny(folder).score(images[[0, 1, 0]], [long, "\u200b ", "a \ud800"])
+    assert bad.valid.tolist() == [True, False, False] and bad.parts["cut"][0] == 1
+    assert bad.reason is not None and "prompt is empty" in str(bad.reason[1])
+    assert "surrogate" in str(bad.reason[2])
 
 
 def test_gradient_path(folder, images):

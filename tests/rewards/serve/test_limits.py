@@ -149,6 +149,14 @@ def test_a_connection_whose_answers_are_not_read_is_closed():
         assert httpx.get(f"{url}/").status_code == 200
 
 
+def test_a_connection_that_asks_nothing_is_closed():
+    with serving(app_of(Habits()), http=bounded(8, idle=0.3)) as url:
+        with line_to(url) as silent, line_to(url, b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n") as asked:
+            assert asked.recv(8) == b"HTTP/1.1"
+            for line in (silent, asked):
+                assert_closed(line)
+
+
 def test_one_too_many_is_told_to_come_again():
     with (
         serving(app_of(Habits()), http=bounded(2, idle=30.0)) as url,

@@ -238,19 +238,6 @@ def test_what_is_too_large_for_the_server_is_invalid_and_its_neighbours_are_judg
     assert torch.equal(scores.value[[0, 3]], own.value)
 
 
-def test_two_requests_of_a_call_are_under_way_and_come_back_in_order():
-    gate = Gate()
-    app = app_of(gate, max_batch=1, max_wait=0.0)
-    with serving(app) as url, ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(RemoteReward(url).score, LEVELS[:4], ["wait", "2", "3", "4"])
-        assert gate.begun.wait(10)
-        assert_soon(lambda: app.state.batcher.waiting == 1)
-        time.sleep(0.1)
-        assert app.state.batcher.waiting == 1, "two are under way, no more"
-        gate.go.set()
-        assert torch.equal(waiting.result().value, Habits().score(LEVELS[:4], ["wait", "2", "3", "4"]).value)
-
-
 def test_retry_after_is_obeyed(monkeypatch: pytest.MonkeyPatch):
     slept: list[float] = []
     judge = Inline(Habits())

@@ -41,19 +41,6 @@ def test_sum_by_hand_with_breakdown() -> None:
     assert torch.equal(scores.parts["a.weighted"] + scores.parts["length.weighted"], scores.value)
 
 
-def test_weight_zero_only_records_and_prompts_reach_every_reward() -> None:
-    def asked(prompt, completion):
-        return float(len(prompt))
-
-    chat = [{"role": "user", "content": "?"}]
-    judge = WeightedTextSum(
-        {"a": (of_text(len), 1.0), "b": (of_text(asked, unit="other"), 0), "c": (of_text(len), 3.0)}
-    )
-    scores = judge.score(["x", "yy"], [chat, "long"])
-    assert scores.value.tolist() == [4, 8] and scores.parts["b"].tolist() == [1, 4]
-    assert "b.weighted" not in scores.parts
-
-
 def test_contract() -> None:
     inner = WeightedTextSum({"length": (of_text(len), 1.0)}, name="inner")
     judge = WeightedTextSum({"inner": (inner, 1.0), "again": (of_text(len), 2.0)})

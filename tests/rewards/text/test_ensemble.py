@@ -67,10 +67,8 @@ def test_members_by_name_with_options() -> None:
             "ensemble: members is .*; give different names, or {label: {name",
         ),
         ("length", RewardError, "members is 'length'; give different names"),
-        (["exact_answer"], ValueError, "1 members; an ensemble needs at least two"),
         (["exact_answer", "exat"], RewardError, "no text reward 'exat'"),
         ({"a": 3, "b": "length"}, RewardError, "member 'a' is 3; give a reward's name or its options"),
-        ({"a": fixed([1]), "b": fixed([1], unit="m")}, ValueError, "the members have different units"),
     ],
 )
 def test_members_that_cannot_be(members: Any, error: type[Exception], message: str) -> None:

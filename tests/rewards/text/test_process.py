@@ -87,9 +87,6 @@ def rollout(*texts: str, ids: list[list[int]] | None = None, **changes: Any) -> 
     return TextRollout(**{**fields, **changes})
 
 
-# cutting texts
-
-
 def test_a_text_is_cut_at_the_separator_and_blanks_are_no_steps() -> None:
     assert StepReading().spans("a = 1\n\n  b\n") == [(0, 5), (7, 10)]
     assert StepReading().split("a = 1\n\n  b\n") == ["a = 1", "  b"]
@@ -130,6 +127,11 @@ def test_tokens_that_hold_an_end_and_a_beginning_or_half_a_letter() -> None:
     assert steps.tolist() == [[0, 0, 1, 2, 2], [0, 0, -1, -1, -1], [0, -1, -1, -1, -1]]
 
 
+def test_a_tokenizer_that_reads_the_tokens_otherwise_is_refused() -> None:
+    with pytest.raises(UserError, match="tokenizer reads the tokens of completion 0"):
+        step_index(rollout("a\nb"), Pieces(*[b"z"] * 64), StepReading())
+
+
 def test_step_rewards_as_tokens_and_as_one_number() -> None:
     rewards = StepRewards(
         reward=torch.tensor([[0.5, 0.25], [0.5, math.nan], [math.nan, math.nan]]),
@@ -141,9 +143,6 @@ def test_step_rewards_as_tokens_and_as_one_number() -> None:
     assert rewards.tokens("every").tolist() == [[0.5, 0.5, 0.25], [0.5, 0.5, 0], [0, 0, 0]]
     assert rewards.aggregate("product")[:2].tolist() == [0.125, 0.5]
     assert rewards.aggregate("last")[:2].tolist() == [0.25, 0.5] and rewards.aggregate()[2].isnan()
-
-
-# what the model reads
 
 
 def test_a_prompt_its_steps_and_a_marker_after_each() -> None:
@@ -168,9 +167,6 @@ def test_a_prompt_its_steps_and_a_marker_after_each() -> None:
         StepEncoder(TOKENIZER, StepReading()).encode(shown, ["c"])
     with pytest.raises(UserError, match="no token for '§', so the ends of steps cannot be told"):
         StepEncoder(TOKENIZER, StepReading(separator="§"))
-
-
-# the token classifier
 
 
 def test_probabilities_by_hand() -> None:
@@ -306,9 +302,6 @@ def test_models_and_options_that_cannot_serve() -> None:
             judge(**options)
 
 
-# the implicit one
-
-
 def trained_and_not() -> tuple[CausalLMPolicy, TextRollout]:
     """A policy that has moved away from its reference, and a rollout of sharpened, truncated sampling."""
     policy = CausalLMPolicy(tiny_model(), TOKENIZER)
@@ -372,3 +365,24 @@ def test_answers_without_tokens_or_steps() -> None:
     assert scores.total[0].isnan() and scores.total[1].isfinite() and (scores.token[0] == 0).all()
     assert scores.steps.valid.tolist() == [False, False]
     assert scores.steps.reason[1] == "it has no step: blanks alone"
+
+
+class Certain:
+    """A policy that gives its first answer probability 0."""
+
+    def log_probs(self, rollout: TextRollout, rows: Any = None) -> Any:
+        log_prob = torch.zeros(rollout.loss_mask.shape)
+        log_prob[0, 0] = -math.inf
+        return SimpleNamespace(log_prob=log_prob)
+
+
+def test_an_answer_of_probability_zero_is_invalid_alone() -> None:
+    policy: Any = Certain()
+    other = CausalLMPolicy(tiny_model(), TOKENIZER)
+    reward = ImplicitProcessReward(policy, tokenizer=TOKENIZER, reference=other)
+    scores = reward.score_rollout(rollout("a\nb", "c"))
+    assert scores.valid.tolist() == scores.steps.valid.tolist() == [False, True]
+    assert scores.reason == ["a log-prob is not finite", None] and scores.total[0].isnan()
+    assert scores.steps.reward[0].isnan().all() and (scores.token[0] == 0).all()
+    with pytest.raises(ValueError, match="beta is 0; it must be positive and finite"):
+        ImplicitProcessReward(other, tokenizer=TOKENIZER, beta=0)

@@ -22,10 +22,16 @@ from visalign.rewards.verifiers.ocr import (
     normal_text,
     quoted_texts,
     text_score,
+    wanted_texts,
     window_distance,
 )
 
 BLANK = torch.ones(1, 3, 8, 8)
+
+
+def test_levenshtein_by_hand() -> None:
+    assert levenshtein("kitten", "sitting") == 3 and levenshtein("", "abc") == 3
+    assert levenshtein("flaw", "lawn") == 2 and levenshtein("same", "same") == 0
 
 
 def test_the_window_is_the_best_stretch() -> None:
@@ -107,6 +113,11 @@ def test_no_wanted_text_is_a_failure_with_its_reason(prompt: str, record: Any, r
     scores = OcrReward(lambda image: "x").score(BLANK, [prompt], [record])
     assert not scores.valid[0] and bool(scores.value.isnan()[0])
     assert scores.reason is not None and reason in str(scores.reason[0])
+
+
+def test_wanted_texts_of_a_record_come_first() -> None:
+    assert wanted_texts('a "b"', {"text": "c"}) == ["c"] and wanted_texts('a "b"', {"tag": 1}) == ["b"]
+    assert wanted_texts("a", {"text": ["c", "d"]}) == ["c", "d"]
 
 
 def test_scores_parts_and_one_reading_per_image() -> None:

@@ -85,3 +85,10 @@ def test_batches_keep_to_their_tokens() -> None:
         assert sum(map(len, batches)) == 40
         for batch in batches:
             assert len(batch) == 1 or max(pack.length for pack in batch) * len(batch) <= limit
+
+
+def test_long_packs_are_split() -> None:
+    rows = [row("a", [7 + n, *[8] * 300]) for n in range(10)]
+    packs = pack_rows(rows, IMAGE)
+    assert 1 < len(packs) < 10 and all(pack.length <= 1024 for pack in packs)
+    assert sorted(n for pack in packs for n in pack.numbers) == list(range(10))

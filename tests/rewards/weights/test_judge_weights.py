@@ -10,9 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.judges.brightness import Brightness, BrightnessPairs
 from tests.support.judges.vision_language import noise, tiny_judge
 from tests.support.models.clip import save_tiny_hp, save_tiny_transformers_clip
+from visalign.rewards.base.identity import Identity
 from visalign.rewards.hpsv3.judge import HPSv3, HPSv3Model
+from visalign.rewards.pairs.as_pairwise import as_pairwise
+from visalign.rewards.questions.reward_dance_reference import ReferenceReward
 from visalign.rewards.scorers.clip_score import ClipScore
 from visalign.rewards.scorers.hp import Hp
 from visalign.rewards.weights.fingerprints import WeightPrint, tensor_print, weights_of
@@ -94,6 +98,38 @@ def test_scoring_leaves_hpsv3_in_training_as_it_was() -> None:
     value = HPSv3(model).score([noise(16, 24)], ["a cat"]).value
     assert model.training and model.head.training and not model.backbone.training
     assert torch.equal(value, HPSv3(model).score([noise(16, 24)], ["a cat"]).value)
+
+
+class Known(Brightness):
+    """A reward with an identity that must not be asked for before it is needed."""
+
+    asked = 0
+
+    @property
+    def identity(self) -> Identity:
+        type(self).asked += 1
+        return Identity(judge="brightness", model="mean")
+
+
+def test_links_and_references_are_part_of_an_identity() -> None:
+    reward = Known()
+    pairs = [as_pairwise(reward, link=link) for link in ("logistic", "normal")]
+    assert Known.asked == 0
+    found = [pair.identity for pair in pairs]  # type: ignore[attr-defined]
+    assert found[0].differences(found[1]) == ["options"] and found[0] != reward.identity
+
+    class Pairs(BrightnessPairs):
+        identity = Identity(judge="pairs", model="mean")
+
+    bright, dark = torch.full((1, 3, 8, 8), 0.9), torch.full((1, 3, 8, 8), 0.1)
+    against = [
+        ReferenceReward(Pairs(), {"p": bright}),
+        ReferenceReward(Pairs(), {"p": dark}),
+        ReferenceReward(Pairs(), {"p": bright}, value="prob"),
+    ]
+    digests = {one.identity.digest for one in against if one.identity is not None}
+    assert len(digests) == 3 and Pairs.identity.digest not in digests
+    assert ReferenceReward(Pairs(), {"p": bright}).identity == against[0].identity
 
 
 ODD = [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool, torch.complex64]
