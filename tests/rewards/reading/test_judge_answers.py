@@ -42,24 +42,8 @@ def test_the_last_complete_answer_counts(text, found):
     assert statement(text).text == found
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("", "wrote nothing"),
-        ("<think>a long thought", "inside its thinking"),
-        ("<think>a thought</think>", "gave no answer"),
-        ("<answer>3", "<answer> is not closed"),
-        ("<answer> </answer>", "<answer> is empty"),
-    ],
-)
-def test_no_answer(text, reason):
-    with pytest.raises(AnswerError, match=reason):
-        statement(text)
-
-
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
+VALUES = {
+    quality_score: [
         ("<answer>3.75</answer>", 3.75),
         ("<think>maybe 2</think><answer>4</answer>", 4),
         ("<answer>Score: 4.10 / 5</answer>", 4.1),
@@ -67,14 +51,49 @@ def test_no_answer(text, reason):
         ("<answer>On a scale of 1 to 5 I give 3.5</answer>", 3.5),
         ("2 cats, and I rate it 4", 4),
     ],
-)
-def test_quality_score(text, value):
-    assert quality_score(text) == value
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
+    final_score: [
+        ("Final Score: 4.5", 4.5),
+        ("cat (animal): 1\n**Final Score:** 3", 3),
+        ("Final Score: 2/5", 2),
+    ],
+    lift_label: [
+        ("Good", "Good"),
+        ("**Normal**.", "Normal"),
+        ("It isn't Good. It is Bad", "Bad"),
+        ("The video is Good, not Bad", "Good"),
+        ("I would not say it is Good. It is Normal.", "Normal"),
+        ("It is not blurry and the quality is Good", "Good"),
+        ("I doubt that it is Good. Normal", "Normal"),
+    ],
+    verdict: [
+        ("Image 1 is better", 1),
+        ("<think>Image 1 is better in colour.</think><answer>Image 2 is better</answer>", 2),
+        ("<answer>I do not agree that Image 1 is better; Image 2 is better</answer>", 2),
+        ("Image 1 is worse", 2),
+        ("<answer>Image 2</answer>", 2),
+        ("I prefer Image 1", 1),
+        ("Both images are equally good", 0),
+        ("Neither image is better", 0),
+        ("Image 1 is better? No, Image 2 is better.", 2),
+        ("I first thought Image 1 is better, but Image 2 is better", 2),
+        ("They are not equally good: Image 1 is better", 1),
+        ("Image 1 is better in colour, but overall Image 2 is better", 2),
+        ("Image 1 is better in colour. Image 2 is better in detail. Overall, Image 1 is better.", 1),
+        ("<answer>Image 2 is better</answer> no: <answer>Image 1 is better</answer>", 1),
+        ("<answer>The second image</answer>", 2),
+        ("The first image is worse than the second one", 2),
+        ("Image 1 is better because the text in Image 2 is wrong", 1),
+    ],
+}
+REFUSED = {
+    statement: [
+        ("", "wrote nothing"),
+        ("<think>a long thought", "inside its thinking"),
+        ("<think>a thought</think>", "gave no answer"),
+        ("<answer>3", "<answer> is not closed"),
+        ("<answer> </answer>", "<answer> is empty"),
+    ],
+    quality_score: [
         ("<answer>-2.5</answer>", r"-2.5 is outside \[1, 5\]"),
         ("<answer>NaN</answer>", "no number"),
         ("<answer>3,5</answer>", "decimal comma"),
@@ -82,33 +101,58 @@ def test_quality_score(text, value):
         ("<answer>8/10</answer>", "scale that ends at 5"),
         ("I see 3 dogs", "without calling it the score"),
     ],
-)
-def test_quality_score_refuses(text, reason):
-    with pytest.raises(AnswerError, match=reason):
-        quality_score(text)
-
-
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [("Final Score: 4.5", 4.5), ("cat (animal): 1\n**Final Score:** 3", 3), ("Final Score: 2/5", 2)],
-)
-def test_final_score(text, value):
-    assert final_score(text) == value
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
+    final_score: [
         ("Final Score: 7", "outside"),
         ("final score: 3", "no 'Final Score:'"),
         ("Final Score: 3,5", "no 'Final Score:'"),
         ("Final Score: 3\nFinal Score: 4", "twice: 3 and 4"),
         ("Final Score: 4/10", "not on the scale"),
     ],
+    lift_label: [
+        ("", "must state one of Good, Normal, Bad"),
+        ("good", "must state one of Good, Normal, Bad"),
+        ("Normal but Bad in places", "must state one of Good, Normal, Bad"),
+        ("not Good", "must state one of Good, Normal, Bad"),
+        ("I would not say it is Good", "must state one of Good, Normal, Bad"),
+        ("The picture is not blurry and Good", "must state one of Good, Normal, Bad"),
+        ("It is not really sharp enough to be Good", "may deny the label it names: .* Good"),
+        ("Only if it were sharper would it be Good", "may deny the label it names: .* Good"),
+    ],
+    all_aspects: [
+        ("Alignment Score (1-5): 5", "no score for coherence, style"),
+        ("Alignment Score: 6\nCoherence Score: 3\nStyle Score: 2", "6 is outside"),
+        (
+            "Alignment Score: 4\nAlignment Score: 2\nCoherence Score: 3\nStyle Score: 2",
+            "alignment twice: 4 and 2",
+        ),
+    ],
+    verdict: [
+        ("", "nothing"),
+        ("Image 1 is better and Image 2 is better", "calls both pictures better"),
+        ("Is Image 1 is better?", "neither"),
+        ("Image 1 is not better", "neither 'Image 1 is better' nor"),
+        ("I cannot say whether Image 1 is better", "neither"),
+        ("Image 10 is better", "neither"),
+        ("Saying that Image 1 is better would be wrong", "denies or doubts one"),
+        ("Image 2 is not better than Image 1", "denies or doubts one, which leaves a tie open"),
+        ("Image 1 is better. All in all they are equally good.", "one picture better and both equal"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("read", "text", "value"), [(read, *row) for read, rows in VALUES.items() for row in rows]
 )
-def test_final_score_refuses(text, reason):
+def test_what_is_clear_is_read(read, text, value):
+    assert read(text) == value
+
+
+@pytest.mark.parametrize(
+    ("read", "text", "reason"), [(read, *row) for read, rows in REFUSED.items() for row in rows]
+)
+def test_what_is_unclear_is_refused(read, text, reason):
     with pytest.raises(AnswerError, match=reason):
-        final_score(text)
+        read(text)
 
 
 def test_aspects():
@@ -119,22 +163,6 @@ def test_aspects():
     assert aspect_scores("scores 4, 3, 2") == {}
     assert aspect_scores("scores 4, 3, 2", lenient=True) == {"alignment": 4, "coherence": 3, "style": 2}
     assert aspect_scores("Style Score: 2", published_form=True) == {}
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("Alignment Score (1-5): 5", "no score for coherence, style"),
-        ("Alignment Score: 6\nCoherence Score: 3\nStyle Score: 2", "6 is outside"),
-        (
-            "Alignment Score: 4\nAlignment Score: 2\nCoherence Score: 3\nStyle Score: 2",
-            "alignment twice: 4 and 2",
-        ),
-    ],
-)
-def test_aspects_refuse(text, reason):
-    with pytest.raises(AnswerError, match=reason):
-        all_aspects(text)
 
 
 def test_aspect_mean_of_nothing():
@@ -155,45 +183,6 @@ def test_tagged_score():
     ):
         with pytest.raises(AnswerError, match=reason):
             tagged_score(text)
-
-
-@pytest.mark.parametrize(
-    ("text", "label"),
-    [
-        ("Good", "Good"),
-        ("**Normal**.", "Normal"),
-        ("The video is Good, not Bad", "Good"),
-        ("I would not say it is Good. It is Normal.", "Normal"),
-        ("It is not blurry and the quality is Good", "Good"),
-        ("I doubt that it is Good. Normal", "Normal"),
-    ],
-)
-def test_lift_label(text, label):
-    assert lift_label(text) == label
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "good",
-        "Normal but Bad in places",
-        "not Good",
-        "I would not say it is Good",
-        "The picture is not blurry and Good",
-    ],
-)
-def test_lift_label_refuses(text):
-    with pytest.raises(AnswerError, match="must state one of Good, Normal, Bad"):
-        lift_label(text)
-
-
-@pytest.mark.parametrize(
-    "text", ["It is not really sharp enough to be Good", "Only if it were sharper would it be Good"]
-)
-def test_a_label_that_may_be_denied_is_refused(text):
-    with pytest.raises(AnswerError, match=r"may deny the label it names: .* Good"):
-        lift_label(text)
 
 
 def test_rational_rewards():
@@ -221,45 +210,6 @@ def test_boxed_scores():
     ):
         with pytest.raises(AnswerError, match=reason):
             boxed_scores(text)
-
-
-@pytest.mark.parametrize(
-    ("text", "side"),
-    [
-        ("Image 1 is better", 1),
-        ("<think>Image 1 is better in colour.</think><answer>Image 2 is better</answer>", 2),
-        ("<answer>I do not agree that Image 1 is better; Image 2 is better</answer>", 2),
-        ("Image 1 is worse", 2),
-        ("<answer>Image 2</answer>", 2),
-        ("Both images are equally good", 0),
-        ("They are not equally good: Image 1 is better", 1),
-        ("Image 1 is better in colour, but overall Image 2 is better", 2),
-        ("Image 1 is better in colour. Image 2 is better in detail. Overall, Image 1 is better.", 1),
-        ("<answer>Image 2 is better</answer> no: <answer>Image 1 is better</answer>", 1),
-        ("<answer>The second image</answer>", 2),
-        ("The first image is worse than the second one", 2),
-        ("Image 1 is better because the text in Image 2 is wrong", 1),
-    ],
-)
-def test_verdict(text, side):
-    assert verdict(text) == side
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("", "nothing"),
-        ("Image 1 is better and Image 2 is better", "calls both pictures better"),
-        ("Is Image 1 is better?", "neither"),
-        ("Image 1 is not better", "neither 'Image 1 is better' nor"),
-        ("Image 10 is better", "neither"),
-        ("Image 2 is not better than Image 1", "denies or doubts one, which leaves a tie open"),
-        ("Image 1 is better. All in all they are equally good.", "one picture better and both equal"),
-    ],
-)
-def test_verdict_refuses(text, reason):
-    with pytest.raises(AnswerError, match=reason):
-        verdict(text)
 
 
 def test_verdict_of_other_names():
