@@ -63,15 +63,6 @@ def test_score_equals_transformers_own_pipeline(folder, images):
     torch.testing.assert_close(scores.value, F.cosine_similarity(sample, text), rtol=1e-5, atol=1e-6)
 
 
-def test_neighbours_order_and_batch_size_change_nothing(folder, images):
-    together = ClipScore(folder).score(images, PROMPTS).value
-    for other in (ClipScore(folder, cache_bytes=0), ClipScore(folder, batch_size=3, cache_bytes=0)):
-        alone = torch.cat([other.score(images[[row]], [PROMPTS[row]]).value for row in range(4)])
-        torch.testing.assert_close(together, alone, rtol=1e-6, atol=0)
-        back = other.score(images.flip(0), PROMPTS[::-1]).value.flip(0)
-        torch.testing.assert_close(together, back, rtol=1e-6, atol=0)
-
-
 def test_each_image_and_prompt_is_encoded_once_and_kept(folder, images, monkeypatch):
     reward = ClipScore(folder)
     seen = count_encoded(reward.towers, monkeypatch)
