@@ -65,7 +65,8 @@ def clip() -> tuple[Way, Way]:
     model.eval()
 
     def ours(levels: list[Tensor], images: list[Image.Image], prompts: list[str]) -> Tensor:
-        reward.towers.clear_cache()
+        reward.towers.images.clear()
+        reward.towers.texts.clear()
         return reward.score(images, prompts).value
 
     @torch.no_grad()
