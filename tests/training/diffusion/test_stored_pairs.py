@@ -74,16 +74,14 @@ def test_the_loss_of_a_flow_is_equation_14(soft: bool, tmp_path):
     policy = ToyPolicy(torch.float64)
     with torch.no_grad():
         policy.net.shift.normal_(generator=torch.Generator().manual_seed(1)).mul_(0.1)
+    changes = {"levels": 1, "loss_options": {"beta": 20.0, "soft": soft}}
     trainer = toy_trainer(
         tmp_path,
         policy=policy,
         reward=StoredPreference(),
         stored=_stored(torch.float64),
         records=_records(share=0.75)[:1],
-        objective={
-            "algorithm": "diffusion_dpo",
-            "changes": {"levels": 1, "loss_options": {"beta": 20.0, "soft": soft}},
-        },
+        objective={"algorithm": "diffusion_dpo", "changes": changes},
         rollout={"prompts_per_iteration": 1, "group_size": 2},
         optimizer={"updates_per_iteration": 1},
     )
@@ -145,9 +143,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
 )
 def test_what_needs_the_policys_own_samples_is_refused(objective: Any):
     settings = DiffusionObjectiveSettings(**objective)
-    with pytest.raises(
-        UserError, match=r"learns from samples of the policy itself.*Take diffusion_dpo, gdro"
-    ):
+    with pytest.raises(UserError, match=r"learns from samples of the policy itself.*Take diffusion_dpo"):
         check_sampling(settings, RolloutSettings(group_size=2), stored=True)
 
 

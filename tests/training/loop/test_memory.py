@@ -38,23 +38,14 @@ class Narrow(ToyPolicy):
 
 
 def _trainer(folder: Path, policy: ToyPolicy, sizes: dict[str, Any] | None = None, **arguments: Any) -> Any:
-    sizes = {"batch_size": 48, "micro_batch": 64, **(sizes or {})}
-    config = {
+    sizes = {"batch_size": 48, "micro_batch": 64, "decode_batch": None, **(sizes or {})}
+    own = {
         "rollout": {"batch_size": sizes["batch_size"]},
         "optimizer": {"micro_batch": sizes["micro_batch"]},
-        "evaluation": {"batch_size": 1},
-        "data": {"micro_batch": 8},
-        "model": {"decode_batch": sizes.pop("decode_batch", None)},
     }
-    run = {"config": config, "free_keys": FREE_KEYS, "checkpoint_every": 1, "iterations": 2}
-    return toy_trainer(
-        folder,
-        policy=policy,
-        rollout={"batch_size": sizes["batch_size"]},
-        optimizer={"micro_batch": sizes["micro_batch"]},
-        run={**run, **arguments.pop("run", {})},
-        **arguments,
-    )
+    others = {"evaluation": {"batch_size": 1}, "model": {"decode_batch": sizes["decode_batch"]}}
+    run = {"config": own | others, "free_keys": FREE_KEYS, "checkpoint_every": 1, "iterations": 2}
+    return toy_trainer(folder, policy=policy, run={**run, **arguments.pop("run", {})}, **own, **arguments)
 
 
 @pytest.mark.parametrize(
@@ -62,29 +53,28 @@ def _trainer(folder: Path, policy: ToyPolicy, sizes: dict[str, Any] | None = Non
     [
         (
             Narrow(CUDA, without=24),
-            {"batch_size": 24},
-            "while sampling (Tried to allocate 2.00 GiB). rollout.batch_size is 48.",
+            "batch_size",
+            "sampling (Tried to allocate 2.00 GiB). rollout.batch_size is 48.",
         ),
-        (
-            Narrow(CPU, within=32),
-            {"micro_batch": 32},
-            "in an update (tried to allocate 9 bytes). optimizer.micro_batch is 64.",
-        ),
+        (Narrow(CPU, within=32), "micro_batch", "(tried to allocate 9 bytes). optimizer.micro_batch is 64."),
     ],
     ids=["rollout", "update"],
 )
 def test_the_setting_is_named_and_a_resume_with_half_of_it_goes_on(
-    narrow: Narrow, smaller: dict[str, int], said: str, tmp_path: Path
+    narrow: Narrow, smaller: str, said: str, tmp_path: Path
 ) -> None:
     _trainer(tmp_path, narrow, run={"iterations": 1}).train()
     narrow.full = True
     stopped = _trainer(tmp_path, narrow)
     assert stopped.resume()
-    (key, half), same = smaller.popitem(), "memory only: samples and updates stay the same"
-    with pytest.raises(OutOfMemory, match=f"{re.escape(said)} .*{same}.*{key}={half} and --resume"):
+    half, same = (
+        {"batch_size": 24, "micro_batch": 32}[smaller],
+        "memory only: samples and updates stay the same",
+    )
+    with pytest.raises(OutOfMemory, match=f"{re.escape(said)} .*{same}.*{smaller}={half} and --resume"):
         stopped.train()
     assert [path.name for path in checkpoint.folders(tmp_path / "checkpoints")] == ["step_000001"]
-    resumed = _trainer(tmp_path, narrow, {key: half})
+    resumed = _trainer(tmp_path, narrow, {smaller: half})
     assert resumed.resume() and resumed.train().counters.iteration == 2
 
 
@@ -92,9 +82,7 @@ def test_an_evaluation_is_named_on_the_way_and_before_the_training(tmp_path: Pat
     def evaluate(_: int) -> dict[str, float]:
         raise CUDA
 
-    said = (
-        r"in an evaluation .*evaluation\.batch_size is 1 already\. Take model\.dtype=bfloat16, train a LoRA"
-    )
+    said = r"evaluation .*evaluation\.batch_size is 1 already\. Take model\.dtype=bfloat16, train a LoRA"
     trainer = _trainer(tmp_path, ToyPolicy(), evaluate=evaluate, run={"evaluate_every": 1})
     with pytest.raises(OutOfMemory, match=said):
         trainer.train()
@@ -105,10 +93,7 @@ def test_an_evaluation_is_named_on_the_way_and_before_the_training(tmp_path: Pat
 @pytest.mark.parametrize(
     ("decode_batch", "said"),
     [
-        (
-            None,
-            r"decode_batch is null, the model's own number\. It bounds .*model\.decode_batch=1 and --resume",
-        ),
+        (None, r"decode_batch is null, the model's own number\. .*model\.decode_batch=1 and --resume"),
         (8, r"decode_batch is 8\. It bounds .*model\.decode_batch=4 and --resume"),
         (1, r"decode_batch is 1 already\. Take model\.dtype=bfloat16, .*smaller images \(model\.image_size,"),
     ],

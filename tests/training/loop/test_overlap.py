@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.training.images import Brightness, ToyPolicy, outcome, toy_trainer
+from tests.support.training.images import Brightness, ToyPolicy, toy_trainer, whole_and_resumed
 from tests.support.training.text import Letters, toy_text_trainer, weights_of
 from visalign.errors import UserError
 from visalign.interfaces import RewardCapabilities, Scores
@@ -95,13 +95,12 @@ def test_samples_made_ahead_are_of_the_weights_before_and_corrected(tmp_path, ki
 
 def test_a_resumed_run_that_makes_samples_ahead_equals_one_that_went_on(tmp_path):
     how: dict[str, Any] = {"rollout": {"staleness": 1, "overlap": 2}, "objective": CORRECTED}
-    every = {"checkpoint_every": 2}
-    toy_trainer(tmp_path / "whole", **how, run={"iterations": 6, **every}).train()
-    toy_trainer(tmp_path / "cut", **how, run={"iterations": 4, **every}).train()
-    again = toy_trainer(tmp_path / "cut", **how, run={"iterations": 6, **every})
-    assert again.resume()
-    again.train()
-    assert outcome(tmp_path / "cut") == outcome(tmp_path / "whole")
+
+    def make(folder, iterations):
+        return toy_trainer(folder, **how, run={"iterations": iterations, "checkpoint_every": 2})
+
+    whole, resumed, _ = whole_and_resumed(make, tmp_path, 4, 6)
+    assert whole == resumed
 
 
 class Heard(ToyPolicy):

@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.support.training.metric_families import without_times
+from tests.support.training.images import whole_and_resumed
 from tests.support.training.rewards import ToyJudge, ToyPairs, pair_batch
 from visalign.core import yes_no_answer
 from visalign.core.preference.bradley_terry import bradley_terry_loss, soft_labels
@@ -22,7 +22,6 @@ from visalign.core.preference.ict import hp_loss, ict_labels, ict_loss
 from visalign.core.preference.uncertainty import uncertain_preference_loss
 from visalign.core.preference.yes_no import yes_no_loss, yes_no_pair_loss
 from visalign.errors import UserError
-from visalign.training.loop.metrics import read_metrics
 from visalign.training.loop.trainer import RunSettings, Trainer
 from visalign.training.reward.batch import RewardBatch
 from visalign.training.reward.heldout import (
@@ -66,10 +65,6 @@ def _trainer(
         run=RunSettings(folder=folder, iterations=iterations, **kept),
         **more,
     )
-
-
-def _weights(trainer: Trainer) -> Tensor:
-    return torch.cat([parameter.detach().flatten() for _, parameter in trainer.weights.named])
 
 
 def _loss(task: str, outputs: dict[str, Tensor], batch: RewardBatch, **settings: Any) -> float:
@@ -218,17 +213,13 @@ def test_micro_batches_and_processes_add_up_to_the_batch(tmp_path):
 @pytest.mark.parametrize("ema", [0.0, 0.9])
 def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path, ema):
     pace = {"ema_decay": ema, "decay_updates": 20, "decay": "cosine"}
-    whole = _trainer(tmp_path / "whole", 6, optimizer=pace)
-    whole.train()
-    _trainer(tmp_path / "cut", 2, optimizer=pace).train()
-    torch.rand(7)  # whatever else draws between two runs
-    cut = _trainer(tmp_path / "cut", 6, optimizer=pace)
-    assert cut.resume() and cut.counters.updates == 10
-    cut.train()
-    assert torch.equal(_weights(whole), _weights(cut))
-    one, other = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("whole", "cut"))
-    assert [without_times(record) for record in one] == [without_times(record) for record in other]
-    assert one[-1]["samples"] == 6 * 5 * 64
+
+    def make(folder, iterations):
+        torch.rand(7)  # whatever else draws between two runs
+        return _trainer(folder, iterations, optimizer=pace)
+
+    whole, resumed, _ = whole_and_resumed(make, tmp_path, 2, 6)
+    assert whole == resumed and whole[2][-1]["samples"] == 6 * 5 * 64
 
 
 def test_measures_by_hand():

@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from torch.nn.functional import logsigmoid
 
 from tests.support.models.language import tiny_model, tiny_tokenizer
-from tests.support.training.images import outcome
+from tests.support.training.images import whole_and_resumed
 from visalign.adapters.causal_lm.demonstrations import DemonstrationBatches, with_mismatched
 from visalign.adapters.causal_lm.policy import CausalLMPolicy
 from visalign.core.preference.direct import DIRECT, implicit_reward
@@ -170,12 +170,8 @@ def test_the_reference_point_is_of_mismatched_answers_of_the_whole_batch():
 def test_interrupted_and_resumed_equals_uninterrupted_bit_for_bit(loss, tmp_path):
     """The whole model is trained: the reference of the resumed run is still that of before training; labels
     go on from where they were."""
-    _trainer(tmp_path / "whole", 4, **loss).train()
-    _trainer(tmp_path / "cut", 2, **loss).train()
-    again = _trainer(tmp_path / "cut", 4, **loss)
-    assert again.resume()
-    again.train()
-    assert outcome(tmp_path / "whole") == outcome(tmp_path / "cut")
+    whole, resumed, _ = whole_and_resumed(lambda f, n: _trainer(f, n, **loss), tmp_path, 2, 4)
+    assert whole == resumed
 
 
 @pytest.mark.parametrize("row", ["sigmoid", "power"])

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.training.metric_families import without_times
-from tests.support.training.text import Letters, toy_text_trainer, weights_of
+from tests.support.training.images import whole_and_resumed
+from tests.support.training.text import Letters, toy_text_trainer
 from visalign.errors import UserError
 from visalign.interfaces import Scores
 from visalign.training import SelfImitationSettings
-from visalign.training.loop.metrics import check_keys, read_metrics
+from visalign.training.loop.metrics import check_keys
 from visalign.training.text.self_imitation import KEY
 
 PACE = {"weight": 0.5, "warmup": 2}
@@ -73,31 +73,19 @@ def test_the_replays_gradient_is_the_clipped_surrogate_of_what_beats_the_median(
 
 @pytest.mark.parametrize(("algorithm", "rollout"), [("grpo", {"top_p": 0.8}), ("clip_cov", {})])
 def test_a_resumed_replay_is_the_uninterrupted_one(algorithm, rollout, tmp_path):
-    def trainer(folder, iterations):
-        own = {"capacity": 12, "max_age": 2, "batch": 5}
-        return _trainer(
-            tmp_path / folder, algorithm, imitation=own, rollout=rollout, run={"iterations": iterations}
-        )
+    own = {"capacity": 12, "max_age": 2, "batch": 5}
 
-    whole = trainer("whole", 5)
-    whole.train()
-    trainer("parts", 3).train()
-    second = trainer("parts", 5)
-    assert second.resume()
-    second.train()
-    assert torch.equal(weights_of(whole), weights_of(second))
-    rows = [
-        [without_times(r) for r in read_metrics(tmp_path / f / "metrics.jsonl")] for f in ("whole", "parts")
-    ]
-    assert rows[0] == rows[1]
-    for row in rows[0]:
+    def make(folder, iterations):
+        return _trainer(folder, algorithm, imitation=own, rollout=rollout, run={"iterations": iterations})
+
+    whole, resumed, _ = whole_and_resumed(make, tmp_path, 3, 5)
+    assert whole == resumed and f"{KEY}.safetensors" in whole[1]
+    rows = whole[2]
+    for row in rows:
         check_keys(row)
-    assert [row["replay/weight"] for row in rows[0]] == pytest.approx([0, 0.25, 0.5, 0.5, 0.5])
-    assert [row.get("replay/samples", 0) for row in rows[0]] == [0, 5, 5, 5, 5]
-    assert max(row["replay/size"] for row in rows[0]) == 12
-    held = whole.context.tensors[KEY]
-    assert held.keys() == second.context.tensors[KEY].keys()
-    assert all(torch.equal(held[name], second.context.tensors[KEY][name]) for name in held)
+    assert [row["replay/weight"] for row in rows] == pytest.approx([0, 0.25, 0.5, 0.5, 0.5])
+    assert [row.get("replay/samples", 0) for row in rows] == [0, 5, 5, 5, 5]
+    assert max(row["replay/size"] for row in rows) == 12
 
 
 def test_nothing_older_than_its_age_is_kept(tmp_path):

@@ -10,13 +10,14 @@ from typing import Any, cast
 import pytest
 import torch
 
-from tests.support.training.metric_families import TEXT_ONLY, without_times
+from tests.support.training.images import whole_and_resumed
+from tests.support.training.metric_families import TEXT_ONLY
 from tests.support.training.text import Letters, OtherEngine, toy_policy, toy_text_trainer, weights_of
 from visalign.adapters.causal_lm.demonstrations import demonstration_rollout
 from visalign.adapters.causal_lm.policy import CausalLMPolicy
 from visalign.errors import UserError
 from visalign.interfaces import Scores
-from visalign.training.loop.metrics import METRICS, check_keys, read_metrics
+from visalign.training.loop.metrics import METRICS, check_keys
 from visalign.training.text.settings import TextObjectiveSettings
 from visalign.training.text.trajectories import bundle_index
 
@@ -169,25 +170,12 @@ def test_whoever_writes_is_told_of_the_weights_after_a_resume(tmp_path):
     ("algorithm", "dynamic"), [("ppo", None), ("riskpo", None), ("dapo", {"max_rounds": 3})]
 )
 def test_a_resumed_run_is_the_uninterrupted_one(algorithm, dynamic, tmp_path):
-    def trainer(folder, iterations):
-        keeping = {"iterations": iterations, "free_keys": ()}
-        return toy_text_trainer(tmp_path / folder, algorithm, dynamic=dynamic, run=keeping)
+    def make(folder, iterations):
+        return toy_text_trainer(folder, algorithm, dynamic=dynamic, run={"iterations": iterations})
 
-    whole = trainer("whole", 4)
-    whole.train()
-    trainer("parts", 2).train()
-    second = trainer("parts", 4)
-    assert second.resume() and second.counters.iteration == 2
-    second.train()
-    assert torch.equal(weights_of(whole), weights_of(second))
-    lines = [
-        [without_times(r) for r in read_metrics(tmp_path / f / "metrics.jsonl")] for f in ("whole", "parts")
-    ]
-    assert lines[0] == lines[1] and len(lines[0]) == 4
-    if dynamic:
-        one, other = whole.algorithm.groups, second.algorithm.groups
-        assert one is not None and other is not None
-        assert one.round == other.round >= 4
+    whole, resumed, trainer = whole_and_resumed(make, tmp_path, 2, 4)
+    assert whole == resumed and len(whole[2]) == 4
+    assert dynamic is None or trainer.algorithm.groups.round >= 4
 
 
 def test_riskpos_bundles_have_one_sample_of_each_prompt() -> None:
