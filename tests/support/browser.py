@@ -44,13 +44,9 @@ class Browser:
             os.close(fd)
         self._in, self._out = to_read[0], to_write[1]
         command = [
-            path,
-            "--headless",
-            "--no-sandbox",
-            "--disable-gpu",
-            "--disable-dev-shm-usage",
+            path, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
             "--no-first-run",
-        ]
+        ]  # fmt: skip
         command += [
             "--disable-extensions",
             "--disable-background-networking",

@@ -15,13 +15,7 @@ TAGS = ("single_object", "counting", "position")
 
 
 def make_result(
-    share: float,
-    *,
-    prompts: int = 12,
-    seeds: int = 2,
-    side: int = 8,
-    seed: int = 0,
-    **changes: Any,
+    share: float, *, prompts: int = 12, seeds: int = 2, side: int = 8, seed: int = 0, **changes: Any
 ) -> HeldoutResult:
     """A result in which sample i is correct where a fixed number u_i in [0, 1) lies below `share`.
 

@@ -3,13 +3,10 @@
 
     python tests/benchmarks/evaluation/interval_coverage.py [--sets 400] [--worlds NAME ...] [--json FILE]
 
-Every entry of a report with an estimate and two ends is an interval that is printed; the truth is the mean
-of its estimates on eight very large sets of the same world. In a clustered world four pairs or images
-share a prompt and part of everything that is random: how hard they are, what the judge and what people get
-wrong. A table of the share of sets whose interval holds the truth is printed, per world; with 200 sets a
-true .95 gives .93 to .97 in 95 % of the cases. Of judges that are stacked, and of a gain that a fit to the
-set itself brings, cross-fitted, the truth is its mean over the sets: what such a fit is worth at their
-size. Intervals of a leaderboard count as one, which holds where all of them hold: `together`.
+The truth of an interval is the mean estimate on eight very large sets of the same world; of stacked judges
+and of gains by a cross-fit the mean over the sets. In a clustered world four pairs or images share a prompt
+and part of everything random. Printed is the share of sets whose interval holds the truth; with 200 sets a
+true .95 gives .93 to .97 in 95 % of the cases. A leaderboard's intervals count as one, `together`.
 """
 
 from __future__ import annotations
@@ -29,11 +26,7 @@ from scipy import special
 from visalign.data.sets.records import PreferencePair, PreferenceSet, QualityRecord, QualitySet
 from visalign.evaluation.rewards.agreement import agreement
 from visalign.evaluation.rewards.certainty import std_numbers
-from visalign.evaluation.rewards.comparison import (
-    compare_on_preferences,
-    compare_on_quality,
-    leaderboard,
-)
+from visalign.evaluation.rewards.comparison import compare_on_preferences, compare_on_quality, leaderboard
 from visalign.evaluation.rewards.fusion import fuse_preferences, fuse_quality
 from visalign.evaluation.rewards.judged_pairs import IntervalSettings, judged_pairs
 from visalign.evaluation.rewards.pair_scores import PairScores, from_scores

@@ -5,15 +5,9 @@
     python tests/benchmarks/evaluation/ranking_budget.py --judge reward_dance_pairs --groups 20
     python tests/benchmarks/evaluation/ranking_budget.py --peers    # needs `pip install choix trueskill`
 
-With --judge the packaged judge of that name ranks groups of images of one held-out prompt each (`rank`),
-the true scores are their utilities, and `cover` is left out, as utilities have another unit. Otherwise the
-judge is simulated.
-
-True scores are normal with the stated spread (logits); a judge's log-odds for an ordered pair are the
-difference of the scores plus a bias for the left side plus logistic noise, drawn once per ordered pair, so
-that a repeated call repeats its answer. "probabilities" are σ of those log-odds, "votes" their sign (with
-noise 1 votes follow Bradley-Terry exactly). The full round robin asks each unordered pair once, each image on
-either side equally often, and orders by win rate; every call of the budget is counted, both orders as two.
+A simulated judge's log-odds for an ordered pair are the difference of normal true scores plus a bias for the
+left side plus logistic noise, drawn once per ordered pair; "votes" are their sign. With --judge a packaged
+judge ranks images of a held-out prompt. The round robin asks each pair once and orders by win rate.
 
     accuracy   share of the judge's answers that name the truly better one
     swap       share of pairs for which both orders name the same image
@@ -22,9 +16,8 @@ either side equally often, and orders by win rate; every call of the budget is c
     truth      Spearman with the true scores: on the budget, and of the full round robin
     cover      share of true scores inside their 90 % intervals, on the budget
 
-With --peers the same simulated votes go to what is used elsewhere, on the same number of calls: choix's
-Bradley-Terry fit of random pairs, TrueSkill with the pair that is nearest to a draw next, and insertion by
-bisection, which stops where the calls end (the rest keeps its order). `round_robin` asks each pair once.
+With --peers choix's Bradley-Terry fit of random pairs, TrueSkill with the pair nearest to a draw next, and
+insertion by bisection get the same simulated votes and as many calls.
 """
 
 from __future__ import annotations

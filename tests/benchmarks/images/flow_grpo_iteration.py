@@ -5,12 +5,9 @@
     python tests/benchmarks/images/flow_grpo_iteration.py ../before
     python tests/benchmarks/images/flow_grpo_iteration.py ../before --config shapes_grpo_guard
 
-Both sides train the same configuration by their own `visalign train`, in processes that take turns (this,
-other; other, this; ...), so that both see the same machine. The first iteration of each process warms up and
-is left out. Seconds are those of metrics.jsonl without evaluation and checkpoints, by default CPU seconds of
-the process (`--wall`: wall clock), as a busy machine moves them less. Overrides are given to both sides, so
-their keys must exist in both. Printed are the median of each side, the ratio of each round with its median,
-and the forward-equivalents per image.
+Both sides train the same configuration and overrides by their own `visalign train`, in turns; the first
+iteration of a process is left out. Printed are medians, the ratio of each round, and forward-equivalents per
+image; seconds are CPU seconds without evaluation and checkpoints (`--wall`: wall clock).
 """
 
 from __future__ import annotations
@@ -32,14 +29,9 @@ HELDOUT = {
     "include": [{"class": "circle", "count": 1, "color": "red"}],
 }
 OVERRIDES = (
-    "evaluation.every=0",
-    "evaluation.rewards={}",
-    "evaluation.correctness=null",
-    "evaluation.seeds=[0]",
-    "run.max_seconds=null",
-    "run.checkpoint_every=1000",
-    "run.device=cpu",
-)
+    "evaluation.every=0", "evaluation.rewards={}", "evaluation.correctness=null", "evaluation.seeds=[0]",
+    "run.max_seconds=null", "run.checkpoint_every=1000", "run.device=cpu",
+)  # fmt: skip
 TRAIN = """
 import sys, time
 if sys.argv.pop(1) == "cpu":

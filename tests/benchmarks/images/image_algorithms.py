@@ -10,7 +10,6 @@ run again. A row is its published loss on these batches, at this rate; none was 
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import subprocess
@@ -21,6 +20,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))
 
+from tests.support.benchmarks import argument_parser, read_rows
 from visalign.config import load_config, resolve_config
 from visalign.pipelines.flow_grpo.job import FlowGRPOConfig, plan
 
@@ -152,7 +152,7 @@ def numbers(folders: dict[str, list[Path]]) -> dict[str, dict[str, list[float]]]
                 "forward_equivalents": [
                     round(one["images"] * one["forward_equivalents_per_image"]) for one in said
                 ],
-                "seconds": [fastest(read(run)) for run in done],
+                "seconds": [fastest(read_rows(run / "metrics.jsonl")) for run in done],
             }
     return found
 
@@ -190,15 +190,8 @@ def table(folders: dict[str, list[Path]]) -> str:
     return "\n".join([*lines, *(line for _, line in sorted(found))])
 
 
-def read(folder: Path) -> list[dict[str, float]]:
-    """The lines of metrics.jsonl."""
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--budget", type=float, default=60000, help="forward-equivalents of a run")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])

@@ -2,38 +2,28 @@
 """Scores against win rates where both judges have a planted liking: does comparing protect from it?
 
     python tests/benchmarks/images/planted_liking.py --output runs/planted --seeds 0 1 2
-
-Pref-GRPO (arXiv 2508.20751) says that scores of one image at a time are hacked because differences that
-mean nothing are divided by their group's standard deviation, and that win rates are not. Here a judge likes
-u = q + λ g/s: q the verifier's mixed score, g the image's brightness or saturation, s what g spreads within
-groups before training, λ = 0.3, as much as q itself spreads. White or gaudy images get far more than any
-right one. `shapes_grpo_guard` with 8 prompts × 8 images is trained on
-
-- score: u + 0.15 n, n ~ N(0, 1) of the image;
-- win rate: votes u_left - u_right + 0.15 √2 n > 0, n of the pair, each pair asked once and decided, as
-  published: another judge, as accurate on a pair, with mistakes of its own;
-- score, one deviation: the scores again, divided by the deviation of the batch in place of the group's, what
-  would help if the group's were to blame.
-
-Both judges come with either liking, so that each rule meets each, and a pair of runs never shares mistakes.
-Seeds × likings are the repeats. **The claim is refuted** where the interval (mean ± t of the repeats, 95 %)
-of the verified accuracy under win rates less that under scores holds 0 or lies below it, at equal iterations
-and at equal KL (the smaller one of the two ends). It cannot be told where the scores' own run loses nothing.
-
     python tests/benchmarks/images/planted_liking.py --start 150
 
-trains nothing: groups of 8 of the packaged model's images, and what the first update would be taught, by
-the slopes of a standardised advantage on truth and liking, each standardised in its group. The explanation of
-the claim is refuted where groups without true difference teach the liking under win rates as under scores.
+Pref-GRPO (arXiv 2508.20751) says that scores are hacked because meaningless differences are divided by their
+group's deviation, and that win rates are not. A judge likes u = q + λ g/s: q the verifier's mixed score, g
+brightness or saturation, s its spread within groups, λ = 0.3. `shapes_grpo_guard` learns from
+
+- score: u + 0.15 n, n ~ N(0, 1) of the image;
+- win rate: votes u_left - u_right + 0.15 √2 n > 0, n of the pair, by a judge with mistakes of its own;
+- score, one deviation: the scores divided by the deviation of the batch.
+
+**The claim is refuted** where the interval (mean ± t of seeds × likings, 95 %) of the verified accuracy under
+win rates less that under scores holds 0 or lies below, at equal iterations and at equal KL; it cannot be told
+where the scores' own run loses nothing. --start trains nothing: slopes of the first advantages on truth and
+liking; the explanation is refuted where groups without true difference teach the liking under win rates as
+under scores.
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import math
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -46,6 +36,7 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))
 
+from tests.support.benchmarks import argument_parser, visalign
 from visalign.config import load_config, resolve_config
 from visalign.interfaces import Metadata, Preferences, RewardCapabilities, Scores
 from visalign.pipelines.flow_grpo.job import FlowGRPOConfig
@@ -160,19 +151,15 @@ def run(folder: Path, arm: str, liking: str, seed: int, iterations: int) -> None
         f"saturation: {{weight: 0}}, sharpness: {{weight: 0}}, tied: {{name: '{THIS}:Tied', weight: 0}}"
     )
     planted = f"judge: {{name: '{THIS}:{judge}', options: {{liking: {liking}, seed: {own}}}}}"
-    command = [
-        *(sys.executable, "-m", "visalign", "train", "shapes_grpo_guard"),
+    visalign(
+        *("train", "shapes_grpo_guard"),
         f"rewards.terms={{{planted}, {watched}}}",
         *(f"seed={seed}", f"run.iterations={iterations}", "run.max_seconds=null", "run.threads=1"),
         *("rollout.prompts_per_iteration=8", "rollout.group_size=8", "evaluation.every=0"),
         "objective.changes={kl: 1.0e-9}",  # measures the divergence and moves nothing
         *changes,
         *("-o", str(folder)),
-        *(["--resume"] if folder.exists() else []),
-    ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)}: {done.stderr[-2000:]}")
+    )
 
 
 def read(folder: Path, liking: str) -> dict[str, Any]:
@@ -357,9 +344,7 @@ def followed(advantage: np.ndarray, truth: np.ndarray, style: np.ndarray, tied: 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__)
     parser.add_argument("--output", type=Path, help="runs that are there are not repeated")
     parser.add_argument("--start", type=int, metavar="PROMPTS", help="train nothing: before the first update")
     parser.add_argument("--iterations", type=int, default=40)

@@ -32,13 +32,9 @@ def configs(iterations: int, seed: int, every: int, overrides: list[str]) -> dic
     path = resolve_config("shapes_pref_grpo")
     watched = ", ".join(f"{name}: {{}}" for name in ("shapes_verifier", *WATCHED))
     shared = [
-        f"seed={seed}",
-        f"run.iterations={iterations}",
-        "run.max_seconds=null",
-        f"evaluation.every={every}",
-        f"evaluation.rewards={{{watched}}}",
-        *overrides,
-    ]
+        f"seed={seed}", f"run.iterations={iterations}", "run.max_seconds=null",
+        f"evaluation.every={every}", f"evaluation.rewards={{{watched}}}", *overrides,
+    ]  # fmt: skip
     plain = ROOT / "configs" / ".score_instead_of_win_rate.yaml"
     text = path.read_text(encoding="utf-8").replace("pipeline: pref_grpo", "pipeline: flow_grpo")
     try:

@@ -4,16 +4,12 @@
     python tests/benchmarks/images/published_loop.py                          without guidance, and at 4.5
     python tests/benchmarks/images/published_loop.py --guidance 4.5 --kl 0    one row
 
-The other side is no copy of that code: it is its passes, restated from what it is known to do (arXiv
-2505.05470 and its repository), on the same packaged model by the same transformer, with the same context,
-batches, steps, groups, reward and optimizer:
+The other side restates the passes of arXiv 2505.05470 and its repository on the same model and settings:
 * every copy of a prompt is encoded, batch by batch; both halves of guidance go through the network in one;
 * a step of training is one time of one batch: both halves with gradient, then the reference's two without,
-  where the KL counts; gradients add up over times and batches, and the optimizer moves twice an iteration;
+  where the KL counts; the optimizer moves twice an iteration;
 * the KL is the squared distance of the means over twice the squared noise rate; averages every 8th update.
-The old log-probabilities are the rollout's on both sides. Attention, adapters and arithmetic are ours on both
-sides, so what differs is the loop alone. The two take turns in one process, one thread, CPU seconds; the
-first iteration of each warms up. Printed are medians, and of the ratio the median over the rounds.
+Sides take turns in one process, one thread, CPU seconds; the first iterations warm up; medians are printed.
 """
 
 from __future__ import annotations

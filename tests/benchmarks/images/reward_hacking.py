@@ -3,23 +3,17 @@
 
     python tests/benchmarks/images/reward_hacking.py --output runs/hacking --seeds 0 1 2
 
-`shapes_grpo_guard` with 12 prompts × 12 images an iteration, rewarded by the verifier (an honest run), by
-the images' brightness, and by the packaged LoRA ensemble, which likes richness as well as what was asked
-for: its mean alone, or with one of the four uses of its standard deviation. CLIP score is held out, as a user
-without a verifier would; the verifier is recorded as the truth. The truth falls at the first evaluation on
-the way whose accuracy, and that of all later ones, is five points below the one before training.
-
-The claim "the monitor warns before the truth falls" is refuted by runs in which the first warning is not
-earlier, and "it does not cry wolf" by warnings in honest runs. "σ protects" is refuted where the interval of
-the gain in verified accuracy over the mean alone holds 0 (means of seeds, ± 1.96 standard errors).
+`shapes_grpo_guard` is rewarded by the verifier (honest), by brightness, and by the packaged LoRA ensemble,
+its mean alone or with a use of its σ; CLIP score is held out, the verifier is the recorded truth. It falls at
+the evaluation from which on accuracy stays five points below the start. Refuted are "the monitor warns before
+the truth falls" by runs where it does not, "it does not cry wolf" by warnings in honest runs, and "σ
+protects" where the interval of the gain over the mean alone holds 0 (± 1.96 standard errors).
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,6 +26,7 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))
 
+from tests.support.benchmarks import argument_parser, visalign
 from visalign.training.loop.metrics import read_metrics
 from visalign.training.loop.monitor import UPPER_LIMITS, default_warnings
 
@@ -56,19 +51,11 @@ def run(folder: Path, arm: str, seed: int, iterations: int) -> None:
     if (folder / "summary.json").is_file():
         return
     given = [
-        "shapes_grpo_guard",
-        f"rewards.terms={{{ARMS[arm]}, {HELDOUT}}}",
-        f"seed={seed}",
-        f"run.iterations={iterations}",
-        "rollout.prompts_per_iteration=12",
-        "run.max_seconds=null",
+        "shapes_grpo_guard", f"rewards.terms={{{ARMS[arm]}, {HELDOUT}}}", f"seed={seed}",
+        f"run.iterations={iterations}", "rollout.prompts_per_iteration=12", "run.max_seconds=null",
         "evaluation={every: 3, prompts_on_the_way: 208, seeds: [0]}",
-    ]
-    resumed = ["--resume"] if folder.exists() else []
-    command = [sys.executable, "-m", "visalign", "train", *given, "-o", str(folder), *resumed]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)}: {done.stderr[-2000:]}")
+    ]  # fmt: skip
+    visalign("train", *given, "-o", str(folder))
 
 
 def fall(rows: list[dict[str, Any]], before: float) -> float:
@@ -168,9 +155,7 @@ def _cell(value: Any) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__)
     parser.add_argument("--output", type=Path, required=True, help="runs that are there are not repeated")
     parser.add_argument("--iterations", type=int, default=30)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])

@@ -3,21 +3,16 @@
 
     python tests/benchmarks/judges/diverse_members.py --output runs/diverse --seeds 0 1 2
 
-Members are judges of HPSv3's kind, adapters on `shapes-vlm`, that learn the same few pairs once. Two
-ensembles of three share the first; the other two have other seeds alone, or the same seeds and
-`model.diversity` (UP-RLHF, arXiv 2401.00243) against the members before them. Leads are divided by each
-member's spread on training pairs. On held-out pairs whose truth is clear, on the world's own grounds and on
-pink, which no training image comes near: accuracy of the mean lead, deviation of the members' leads, and
-its AUROC for errors of the mean; 95 % intervals by bootstrap over the pairs of all seeds, paired.
-
-Before it was run: "diversity makes σ tell errors" is refuted on a ground where the interval of what the AUROC
-gains by it holds 0 or lies below. Where the diversity that is maximised did not grow nothing is tested.
+Two ensembles of three HPSv3 judges share the first member; the others have other seeds alone, or the same
+seeds and `model.diversity` (UP-RLHF, arXiv 2401.00243). On clear held-out pairs, on own grounds and on pink:
+accuracy of the mean lead, deviation of the leads, its AUROC for errors; 95 % by bootstrap over the pairs of
+all seeds, paired. Before it was run: "diversity makes σ tell errors" is refuted on a ground where the
+interval of the AUROC's gain holds 0 or lies below; where the diversity did not grow nothing is tested.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
@@ -30,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))
 
 from tests.benchmarks.judges.shared_blind_spots import DRAWS, drawn, lora_members
+from tests.support.benchmarks import argument_parser, write_rows
 from visalign.data.shapes.preferences import ShapesPair
 from visalign.pipelines.jobs import load_job
 from visalign.pipelines.train_reward.judges import OtherMembers
@@ -57,8 +53,7 @@ def written(folder: Path, pairs: list[ShapesPair]) -> Path:
             row[f"image_{side}"] = f"images/{number}_{side}.png"
             Image.fromarray(image).save(folder / row[f"image_{side}"])
         rows.append(row)
-    table.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return table
+    return write_rows(table, rows)
 
 
 def learnt(folder: Path, table: Path, pairs: int, seed: int, weight: float, others: list[Path]) -> Path:
@@ -123,9 +118,7 @@ def cell(value: float, draws: np.ndarray, form: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__)
     parser.add_argument("--output", type=Path, required=True, help="runs that are there are not repeated")
     parser.add_argument("--pairs", type=int, default=1536, help="to learn from")
     parser.add_argument("--heldout", type=int, default=1000, help="pairs on each ground")

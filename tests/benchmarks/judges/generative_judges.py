@@ -3,24 +3,17 @@
 
     python tests/benchmarks/judges/generative_judges.py --output runs/judges --seeds 0 1 2
 
-Five judges from the packaged vision-language model, each by adapters of the same size on the same labelled
-pairs, seen once: a new head by Bradley-Terry; P(yes) of one image by Bradley-Terry; P(yes) to "is the
-second image better" by cross-entropy, of the vote as `train-reward` has it, of the written decision alone,
-and of the decision with a teacher's reason behind it. Measured is the accuracy on held-out pairs whose truth
-is clear, drawn as in training, and on other grounds, which none of them has seen. The judges of one image
-then reward a policy: what is left of the spread within groups, and the verified accuracy.
-
-RewardDance's claims (arXiv 2509.08826) are refuted where the interval of a lead over the seeds holds 0 (means
-± 1.96 standard errors): pair and point over the head, the pair over the point, reasons over decisions alone,
-and the spread within groups that a generative reward keeps over the head's.
+Five judges, adapters of one size on the packaged vision-language model, learn the same pairs once: a head and
+P(yes) of one image by Bradley-Terry; P(yes) of a pair by the vote, by written decisions, by decisions with
+reasons. Measured are accuracy on clear held-out pairs, on known and on other grounds, and for judges of one
+image what a policy that they reward comes to. RewardDance's claims (arXiv 2509.08826) are refuted where the
+interval of a lead of LEADS, or of the spread left over the head's, holds 0 (± 1.96 standard errors).
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,6 +26,7 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))
 
+from tests.support.benchmarks import argument_parser, visalign
 from visalign.data.shapes.preferences import KINDS, ShapesPair, ShapesPreferences
 from visalign.rewards import load_judge
 from visalign.training.loop.metrics import read_metrics
@@ -56,16 +50,6 @@ LEADS = (
 BATCH = 64
 
 
-def command(*arguments: str) -> None:
-    """Run `visalign` with arguments that end with the output folder; a training that is there goes on."""
-    resume = ["--resume"] * (arguments[0].startswith("train") and Path(arguments[-1]).is_dir())
-    done = subprocess.run(
-        [sys.executable, "-m", "visalign", *arguments, *resume], cwd=ROOT, capture_output=True, text=True
-    )
-    if done.returncode:
-        raise SystemExit(f"visalign {' '.join(arguments)}: {done.stderr[-2000:]}")
-
-
 def trained(folder: Path, name: str, pairs: int, seed: int) -> Path:
     """The folder of a judge."""
     written = "decisions" in name
@@ -76,7 +60,7 @@ def trained(folder: Path, name: str, pairs: int, seed: int) -> Path:
     common = [f"seed={seed}", f"data.size={pairs}", "-o", str(folder)]
     if written:
         reasons = "reasons" in name
-        command(
+        visalign(
             "train", "shapes_reward_dance_reasons", f"data.question={WHY if reasons else BETTER}",
             f"data.field={'reason' if reasons else 'null'}", "data.heldout_size=20",
             f"run.iterations={updates}", f"optimizer.decay_updates={updates}", *common,
@@ -84,7 +68,7 @@ def trained(folder: Path, name: str, pairs: int, seed: int) -> Path:
         return made
     config = {"head": "shapes_hpsv3", "P(yes), one image": "shapes_reward_dance"}.get(name.split(", B")[0])
     given = ["objective.task=bradley_terry"] if config == "shapes_hpsv3" else []
-    command(
+    visalign(
         "train-reward", config or "shapes_reward_dance_pairs", *given, "data.surroundings=0",
         "data.heldout_size=100", "evaluation.every=0", "optimizer.updates_per_iteration=1",
         "optimizer.lr=2e-3", f"optimizer.decay_updates={updates}", f"run.iterations={updates}", *common,
@@ -115,7 +99,7 @@ def policy(folder: Path, name: str, judge: Path, seed: int, iterations: int) -> 
     """What rewarding by it comes to."""
     if not (folder / "summary.json").is_file():
         terms = f"{{judge: {{name: {JUDGES[name][0]}, options: {{model: {judge}}}}}}}"
-        command(
+        visalign(
             "train", "shapes_grpo_guard", f"rewards.terms={terms}", f"seed={seed}", "evaluation.every=0",
             "rollout.prompts_per_iteration=12", f"run.iterations={iterations}", "run.max_seconds=null",
             "-o", str(folder),
@@ -149,9 +133,7 @@ def lead(rows: list[dict[str, Any]], key: str, one: str, other: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__)
     parser.add_argument("--output", type=Path, required=True, help="runs that are there are not repeated")
     parser.add_argument("--pairs", type=int, default=4000)
     parser.add_argument("--heldout", type=int, default=600)

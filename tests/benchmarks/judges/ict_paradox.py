@@ -4,23 +4,15 @@
     python tests/benchmarks/judges/ict_paradox.py --scenes 500
     python tests/benchmarks/judges/ict_paradox.py --clutter --output runs/ict
 
-Each held-out scene satisfies its prompt and is drawn in all four styles, poorest to richest: what is shown is
-the same, richness alone differs. A CLIP score that takes detail which no prompt asks for as mismatch falls
-along the axis (Ba et al., arXiv 2507.19002). Beside it: the score truncated at θ, the towers that
-were trained on truncated labels (ICT), the head on the image alone (HP), and their product. The last column
-asks whether a judge still tells a right image from one of a prompt that differs in a word.
-
-With --clutter the case that the paper describes: prompts do not say that nothing else may be there, and the
-axis is 0 to 4 small extra objects of shapes that the prompt does not name, so that a right image stays
-right. The packaged CLIP has seen none (specks, which are smaller than any object, alone). ICT learns from
-triples of which the third image has clutter, with its labels truncated at θ, the median of the CLIP's
-cosines with right images; HP from the pairs of the same triples. Then a policy learns from each as its
-reward, and the verified accuracy and the objects beyond those asked for are counted on held-out prompts.
+Scenes of held-out prompts are drawn in all four styles, poorest to richest; a CLIP score falls along the axis
+(Ba et al., arXiv 2507.19002). Beside it the score truncated at θ, ICT, HP, and their product; the last column
+asks for the right image against one of a prompt that differs in a word. With --clutter the axis is 0 to 4
+small extra objects, which the prompts allow; ICT learns from triples truncated at the CLIP's median cosine,
+HP from their pairs, and a policy from each.
 
 Before it was run: the paradox is refuted where the interval of the CLIP's slope over clutter reaches 0; the
-cure where ICT's slope is not above the CLIP's, or where it tells right from wrong less often; its use as a
-reward where the verified accuracy that it comes to is not above the CLIP's, or its images have no more
-objects beyond those asked for (95 % intervals by bootstrap over scenes, or over prompts, paired).
+cure where ICT's slope is not above it, or ICT tells right from wrong less often; its use as a reward where
+the verified accuracy is not above the CLIP's, or images have no more extra objects (95 %, bootstrap, paired).
 """
 
 from __future__ import annotations
@@ -41,7 +33,8 @@ from PIL import Image
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))
 
-from tests.benchmarks.judges.generative_judges import command
+
+from tests.support.benchmarks import argument_parser, read_rows, visalign, write_rows
 from visalign.data.shapes.detector import detect
 from visalign.data.shapes.preferences import ShapesPreferences
 from visalign.data.shapes.prompts import COLORS, SHAPES, Record, heldout_prompts, train_prompts
@@ -235,7 +228,7 @@ def triples(folder: Path, seed: int, count: int) -> dict[str, Path]:
         rows["triples"].append({**pair, "image_refined": names[2]})
         rows["pairs"] += [pair, {**pair, "image_left": names[1], "image_right": names[2]}]
     for name, file in files.items():
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows[name]), encoding="utf-8")
+        write_rows(file, rows[name])
     return files
 
 
@@ -250,7 +243,7 @@ def trained(folder: Path, given: argparse.Namespace) -> dict[str, tuple[str, dic
         "hp": [f"data.train={files['pairs']}", "data.kinds=[alignment,quality,richness,mixed]"],
     }.items():  # fmt: skip
         if not (folder / kind / "summary.json").is_file():
-            command(
+            visalign(
                 "train-reward", f"shapes_{kind}", f"model.path={CLIP}", "data.size=null", "data.heldout=null",
                 "data.heldout_kinds=null", "data.surroundings=0", f"seed={seed}", *changes,
                 "optimizer.updates_per_iteration=1", f"optimizer.decay_updates={updates}",
@@ -279,14 +272,12 @@ def policies(folder: Path, judges: dict[str, tuple[str, dict[str, Any]]], given:
     prompts = {}
     held = heldout_prompts()
     for name, records in (("train", train_prompts()), ("heldout", held), ("few", held[::40])):
-        prompts[name] = folder / f"{name}_prompts.jsonl"
-        rows = "".join(json.dumps(free(record)) + "\n" for record in records)
-        prompts[name].write_text(rows, encoding="utf-8")
+        prompts[name] = write_rows(folder / f"{name}_prompts.jsonl", map(free, records))
     loras: dict[str, list[str]] = {"before": []}
     for name, (kind, options) in judges.items():
         made = folder / "policies" / "".join(c if c.isalnum() else "_" for c in name)
         if not (made / "summary.json").is_file():
-            command(
+            visalign(
                 "train", "shapes_grpo_guard", f"data.train={prompts['train']}",
                 f"data.heldout={prompts['few']}",
                 f"rewards.terms={{judge: {{name: {kind}, options: {json.dumps(options)}}}}}",
@@ -313,11 +304,11 @@ def counted(folder: Path, prompts: Path, lora: list[str]) -> np.ndarray:
     """[P, 2] of held-out prompts: share of right images, mean number of extra objects."""
     if not (folder / "images.jsonl").is_file():
         shutil.rmtree(folder, ignore_errors=True)  # what was broken off
-        command("sample", str(prompts), "--seeds", "0-1", *lora, "-o", str(folder))
-    records = [json.loads(row) for row in prompts.read_text(encoding="utf-8").splitlines()]
+        visalign("sample", str(prompts), "--seeds", "0-1", *lora, "-o", str(folder))
+    records = read_rows(prompts)
     by_prompt: dict[str, list[tuple[float, float]]] = {record["prompt"]: [] for record in records}
     wanted = {record["prompt"]: record for record in records}
-    rows = [json.loads(row) for row in (folder / "images.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = read_rows(folder / "images.jsonl")
     images = np.array([np.array(Image.open(folder / row["image"]).convert("RGB")) for row in rows])
     for row, objects in zip(rows, detect(images), strict=True):
         record = wanted[row["prompt"]]
@@ -328,9 +319,7 @@ def counted(folder: Path, prompts: Path, lora: list[str]) -> np.ndarray:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__)
     parser.add_argument("--scenes", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--theta", type=float, default=0.7, help="of the truncation of the plain score")

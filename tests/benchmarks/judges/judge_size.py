@@ -3,26 +3,14 @@
 
     python tests/benchmarks/judges/judge_size.py --output runs/size --seeds 0 1 2
 
-RewardDance's claims (arXiv 2509.08826, tables 2, 7 and 8). Three sizes of one judge: `shapes-vlm` with the
-first 1, 2 or all 4 of its language layers; the vision part, the embeddings and the last norm stay. All are
-fine-tuned whole, alike, on the same pairs that differ in what was asked for: P(yes) of one image, by
-Bradley-Terry. The layers that are left were trained to feed those that are gone, so that a small judge is
-worse by more than its size; what is tested is the way from a judge's size to a policy, not a law of
-pre-training.
+RewardDance's claims (arXiv 2509.08826, tables 2, 7 and 8). One judge in three sizes, `shapes-vlm` with its
+first 1, 2 or 4 language layers, fine-tuned alike: P(yes) of one image. Each is the quickstart's only reward,
+without the guided reference. The largest also rewards by the log-odds over two references of a prompt: the
+best or the worst two of 8 samples. Beside it, added afterwards: the sample of 8 that a judge rates highest.
 
-Each judge is the only reward of the quickstart's trainer, for the same iterations on the same prompts,
-without the guided reference, which would draw the policy up whatever the judge says. The largest size,
-trained on the same pairs as a judge of two images, rewards by the log-odds that an image beats two
-references of its prompt, asked in the paper's one order: the best two of 8 samples of the policy before
-training, ranked by that judge (`select_references`), or, as in table 8, the worst two. No reference is P(yes)
-of one image. Beside it, added when the first policies had hardly moved in 12 iterations, the paper's
-scaling at test time: of 8 samples of a held-out prompt the one that the judge rates highest; references are
-other samples of that prompt.
-
-Before it was run: the claim of size is refuted where the interval of the verified accuracy that the largest
-judge leads to over the smallest one's holds 0 or lies below it; that of references where the best two do not
-lead to more than no reference; that of their choice where they do not lead to more than the worst two.
-Intervals of 95 % by bootstrap over held-out prompts, paired, over all seeds.
+Before it was run: size is refuted where the interval of the largest judge's lead in verified accuracy over
+the smallest's holds 0 or lies below it; references where the best two do not beat none; their choice where
+they do not beat the worst two. 95 % by bootstrap over held-out prompts, paired, over all seeds.
 """
 
 from __future__ import annotations
@@ -44,7 +32,8 @@ from safetensors.torch import load_file, save_file
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))
 
-from tests.benchmarks.judges.generative_judges import BATCH, accuracy, clear_pairs, command
+from tests.benchmarks.judges.generative_judges import BATCH, accuracy, clear_pairs
+from tests.support.benchmarks import argument_parser, read_rows, visalign, write_rows
 from visalign.data.assets import assets_folder
 from visalign.data.shapes.prompts import CATEGORIES, heldout_prompts, train_prompts
 from visalign.evaluation.heldout.result import load_heldout
@@ -105,7 +94,7 @@ def trained(folder: Path, kind: str, model: Path, pairs: int, seed: int) -> Path
     """The folder of a judge."""
     if not (folder / "summary.json").is_file():
         updates = math.ceil(pairs / BATCH)
-        command(
+        visalign(
             "train-reward", "shapes_reward_dance" if kind == ALONE else "shapes_reward_dance_pairs",
             f"model.path={model}", "model.train=full", "data.kinds=[alignment]", "data.surroundings=0",
             f"data.size={pairs}", "data.heldout_size=100", "evaluation.every=0", "optimizer.lr=1e-3",
@@ -131,21 +120,11 @@ def sampled(folder: Path, asked: Path, first: int = 0) -> dict[str, list[str]]:
     """Prompt -> its samples by the packaged generator."""
     if not (folder / "images.jsonl").is_file():
         seeds = f"{first}-{first + SAMPLES - 1}"
-        command("sample", str(asked), "--seeds", seeds, "--batch-size", "96", "-o", str(folder))
+        visalign("sample", str(asked), "--seeds", seeds, "--batch-size", "96", "-o", str(folder))
     found: dict[str, list[str]] = {}
     for row in read_rows(folder / "images.jsonl"):
         found.setdefault(row["prompt"], []).append(str(folder / row["image"]))
     return found
-
-
-def read_rows(table: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in table.read_text(encoding="utf-8").splitlines()]
-
-
-def write_rows(table: Path, rows: list[Any]) -> Path:
-    table.parent.mkdir(parents=True, exist_ok=True)
-    table.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return table
 
 
 def references(folder: Path, asked: Path, samples: Path, judge: Path) -> dict[str, Path]:
@@ -168,7 +147,7 @@ def policy(folder: Path, reward: str, judge: Path, table: Path, seed: int, itera
     """The quickstart's trainer with a judge as its only reward."""
     if not (folder / "summary.json").is_file():
         row = "objective.changes_for.diffusion_nft_closed"
-        command(
+        visalign(
             "train", "shapes_quickstart", f"data.train={table}",
             f"rewards.terms={{judge: {{name: '{reward}', options: {{model: '{judge}'}}}}}}",
             f"{row}.reference_guidance=null", f"{row}.kl_until={iterations // 4}", f"seed={seed}",
@@ -267,9 +246,7 @@ def measured(output: Path, folders: list[Path], arm: str, given: argparse.Namesp
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__)
     parser.add_argument("--output", type=Path, required=True, help="runs that are there are not repeated")
     parser.add_argument("--pairs", type=int, default=2000)
     parser.add_argument("--heldout", type=int, default=600, help="pairs")

@@ -1,20 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """How good a LoRA ensemble is, and what its deviations tell: two Markdown tables, as in its model card.
 
-Trained judges are joined, their levels and scales aligned on images of training prompts, and the folder
-saved; what is measured is that folder, read again:
-
     visalign train-reward shapes_hpsv3 seed=1 --output members/1
     visalign train-reward shapes_hpsv3 seed=2 --output members/2
     python tests/benchmarks/judges/lora_ensemble_quality.py \\
         --members shapes-hpsv3 members/1/judge members/2/judge --output ensemble
 
-Without members, a packaged ensemble is measured: `--judge shapes-hpsv3-ensemble`.
-
-First table: held-out pairs of the shapes world, the members alone, what can be made of them together, and a
-single judge beside. AUROC of a deviation: for pairs on the wrong side; at equal lead: for pairs against the
-majority of votes among pairs of alike lead; both with 95 % bootstrap intervals over pairs. Second table:
-images unlike those of the training, and whether the deviations tell them from held-out ones.
+joins trained judges, aligns them on images of training prompts, saves the folder and measures it; without
+members the packaged ensemble of --judge. First table: held-out pairs, AUROC of a deviation for pairs on the
+wrong side, and at equal lead. Second: images unlike those of the training, told apart by the deviations.
 """
 
 from __future__ import annotations

@@ -3,17 +3,11 @@
 
     python tests/benchmarks/judges/meta_judge.py --output runs/meta --seeds 0 1 2
 
-The packaged vision-language model is asked whether an image shows its prompt, answers at temperature 1 with
-yes or no and the reason, and does so several times for images of training prompts. A vote is right where
-the verifier says the same; the meta judge, the packaged model again, learns which are by cross-entropy (SPCT,
-arXiv 2504.02495). Of held-out pairs, of which one image shows the prompt and the other does not, each
-image gets K votes; the sum of all is set against the sum of the half of them that the meta judge rates
-highest, as `deepseek_grm` does it with k_meta. Beside it: the meta judge before its training, half of the
-votes by lot, the half that is right where there is one, which no meta judge can beat, and P(yes) of the
-judge itself, which needs no votes. Images have the packaged model's distortions and surroundings.
-
-That a meta judge is worth having is refuted where the interval of what the half that it keeps leads by over
-all K votes holds 0: 95 %, by bootstrap over the pairs of all seeds, paired.
+The packaged model writes yes or no and the reason several times for each image; the meta judge learns which
+votes the verifier shares (SPCT, arXiv 2504.02495). On held-out pairs of which one image shows the prompt, the
+sum of all K votes is set against that of the half that the meta judge rates highest (`deepseek_grm`'s
+k_meta); beside it the untrained meta judge, lots, the right half, and P(yes). A meta judge is refuted where
+the interval of its half's lead over all votes holds 0: 95 %, bootstrap over the pairs of all seeds, paired.
 """
 
 from __future__ import annotations
@@ -31,6 +25,7 @@ from PIL import Image
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))
 
+from tests.support.benchmarks import argument_parser, write_rows
 from visalign.data.shapes.preferences import ShapesPair, ShapesPreferences
 from visalign.data.shapes.verifier import verify_scene
 from visalign.pipelines.jobs import load_job
@@ -66,8 +61,7 @@ def voted(folder: Path, name: str, split: str, seed: int, count: int) -> Path:
             place = images / f"{number}.png"
             Image.fromarray(pair.images()[side]).save(place)
             rows.append({"image": str(place), "prompt": pair.prompt, "mos": float(shown(pair)[side])})
-        table = folder / f"{name}.jsonl"
-        table.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        table = write_rows(folder / f"{name}.jsonl", rows)
         done(
             "text_sample", made, f"model.path={MODEL}", f"data.train={table}", f"data.size={count}",
             f"data.question={QUESTION}", f"seed={seed}", f"rollout.samples={SAMPLES}",
@@ -179,9 +173,7 @@ def told_apart(seed: int, count: int) -> list[ShapesPair]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__)
     parser.add_argument("--output", type=Path, required=True, help="runs that are there are not repeated")
     parser.add_argument("--images", type=int, default=1500, help="with votes to learn from")
     parser.add_argument("--heldout", type=int, default=500, help="pairs")

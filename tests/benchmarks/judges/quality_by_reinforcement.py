@@ -3,20 +3,15 @@
 
     python tests/benchmarks/judges/quality_by_reinforcement.py --output runs/quality --seeds 0 1 2
 
-The packaged vision-language model writes ratings of rated images, six for each, and learns by GRPO from
-how well each rating orders its image among the others (VisualQuality-R1, arXiv 2505.14460), from whether
-the order is right, or from its distance to the mean opinion; beside them the same number of updates on the
-squared error of the expected rating. Training images are undistorted, blurred or compressed ones of
-training prompts; measured is SRCC of the expected rating with the opinions on held-out prompts, of these
-distortions and of noise and contrast, which are not trained on here (the model has met them before). The
-claim that fidelity is the best of the three is refuted where the interval of its lead over another one on
-the new distortions holds 0 or lies below; 95 %, by bootstrap over images, paired, of the mean over seeds.
+The packaged model writes six ratings an image and learns by GRPO from their order (VisualQuality-R1, arXiv
+2505.14460), from whether it is right, or from the distance to the mean opinion; beside them as many updates
+on the squared error. Measured is SRCC on held-out prompts, with the distortions of training and with new
+ones. Fidelity is refuted where the interval of its lead over another reward on the new ones holds 0 or lies
+below; 95 %, by bootstrap over images, paired, of the mean over seeds.
 """
 
 from __future__ import annotations
 
-import argparse
-import subprocess
 import sys
 from pathlib import Path
 
@@ -25,6 +20,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))
 
+from tests.support.benchmarks import argument_parser, visalign
 from visalign.data.sets.image_references import resolve_image
 from visalign.data.sets.records import QualityRecord
 from visalign.data.sets.sources import shapes_quality, write_rows
@@ -35,19 +31,11 @@ KNOWN, NEW = ("none", "blur", "jpeg"), ("noise", "contrast")
 ARMS = ("fidelity", "binary", "regression")
 
 
-def command(*arguments: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "visalign", *arguments], cwd=ROOT, capture_output=True, text=True
-    )
-    if done.returncode:
-        raise SystemExit(f"visalign {' '.join(arguments)}: {done.stderr[-2000:]}")
-
-
 def trained(output: Path, arm: str, seed: int, iterations: int, rows: Path) -> Path:
     """The folder of a judge that learnt by one reward."""
     folder = output / f"{arm}_{seed}"
     if not (folder / "summary.json").is_file():
-        command(
+        visalign(
             "train", "shapes_visual_quality_r1", f"seed={seed}", f"run.iterations={iterations}",
             f"optimizer.decay_updates={iterations}", "run.max_seconds=null",
             f"data.train={rows}", f"data.heldout={rows}", "data.heldout_size=20", "evaluation.every=0",
@@ -60,7 +48,7 @@ def supervised(output: Path, seed: int, updates: int, rows: Path) -> Path:
     """The same model after as many updates on the squared error of the expectation."""
     folder = output / f"supervised_{seed}"
     if not (folder / "summary.json").is_file():
-        command(
+        visalign(
             "train-reward", "shapes_visual_quality", f"seed={seed}", f"data.train={rows}",
             "data.heldout=null", "data.surroundings=0", "data.batch=48", f"run.iterations={updates // 10}",
             "optimizer.updates_per_iteration=10", f"optimizer.decay_updates={updates}", "-o", str(folder),
@@ -78,9 +66,7 @@ def ratings(model: Path | str, samples: list[QualityRecord]) -> np.ndarray:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--iterations", type=int, default=100)

@@ -3,16 +3,11 @@
 
     python tests/benchmarks/judges/shared_blind_spots.py --seeds 0 1 2
 
-A member is a head of HPSv3's kind on the frozen states of a packaged model, by Bradley-Terry on votes. An
-ensemble has three: other seeds; thirds of the pairs; thirds of which one is on the world's own grounds, one
-on white and one on teal ones; or three models (`shapes-vlm`, `shapes-clip`, and `shapes-ict`, which was made
-from the latter). Beside them the packaged LoRA ensemble, three adapters and heads from other seeds. Leads of
-members are divided by their spread on the training pairs. On held-out pairs whose truth is clear, on the
-world's own grounds and on pink, which no training image of any packaged model comes near: accuracy of the
-mean lead, and whether the members' deviation of it is larger where it is wrong.
-
-That other data, grounds or towers cure what a shared tower does not see is refuted where the interval of
-their AUROC on pink does not lie above that of seeds; 95 %, by bootstrap over the pairs of all seeds.
+A member is a head of HPSv3's kind on the frozen states of a packaged model; an ensemble has three, by other
+seeds, thirds of the pairs, thirds on three grounds, or three models; beside them the packaged LoRA ensemble.
+On clear held-out pairs, on own grounds and on pink: accuracy of the mean lead, AUROC of the deviation for its
+errors. That other data, grounds or towers cure a shared blind spot is refuted where the interval of their
+AUROC on pink does not lie above that of seeds; 95 %, by bootstrap over the pairs of all seeds.
 """
 
 from __future__ import annotations
@@ -32,6 +27,7 @@ sys.path.insert(0, str(ROOT))
 
 from tests.benchmarks.judges.lora_ensemble_quality import ask
 from tests.benchmarks.judges.uncertainty_loss import FeaturePairs, train_head
+from tests.support.benchmarks import argument_parser
 from visalign.data.shapes.preferences import ShapesPair, ShapesPreferences
 from visalign.data.shapes.surroundings import GROUNDS, is_visible
 from visalign.pipelines.train_reward.examples import as_image
@@ -186,9 +182,7 @@ def one_seed(seed: int, given: argparse.Namespace) -> dict[str, list[tuple[Tenso
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__)
     parser.add_argument("--pairs", type=int, default=3000, help="to learn from")
     parser.add_argument("--heldout", type=int, default=500, help="pairs on each ground")
     parser.add_argument("--epochs", type=float, default=15.0)

@@ -1,22 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Three losses for a judge that says how sure it is, side by side on the same noisy votes.
 
-The packaged vision-language model is frozen; its hidden states at three questions (what the image shows,
-its quality, its style) are computed once, and one head of HPSv3's kind is trained on them per loss: the
-likelihood by quadrature, Bradley-Terry, and the Monte-Carlo form of HPSv3's released code. Votes of an
-annotator are noisier where an image is degraded, so a standard deviation can be right or wrong.
-
     python tests/benchmarks/judges/uncertainty_loss.py --pairs 20000
     python tests/benchmarks/judges/uncertainty_loss.py --pairs 6000 --labels
     python tests/benchmarks/judges/uncertainty_loss.py --pairs 5000 --heldout 2000 --clutter
 
-With --labels Bradley-Terry alone, on pairs of one, three or nine votes, which are told to it in four ways.
-That soft labels and counts of votes beat a filter by agreement is refuted where the interval of what it loses
-against them holds 0.
-
-With --clutter the noise can be known from the images and goes with nothing else (`ClutteredPairs`). That a
-likelihood with a deviation is worth having is refuted where σ does not rank the noise, or where it tells
-errors no better than chance among pairs of equal lead, or costs accuracy or likelihood.
+One head of HPSv3's kind is trained per loss on the frozen states of the packaged model: the likelihood by
+quadrature, Bradley-Terry, and HPSv3's released Monte-Carlo form. Votes are noisier where an image is
+degraded. --labels: Bradley-Terry on pairs of one, three or nine votes, told in four ways; that soft labels
+and counts beat a filter by agreement is refuted where the interval of their lead holds 0. --clutter: the
+noise can be seen in the images (`ClutteredPairs`); a deviation is refuted where σ does not rank the noise,
+tells errors at equal lead no better than chance, or costs accuracy or likelihood.
 """
 
 from __future__ import annotations

@@ -3,21 +3,14 @@
 
     python tests/benchmarks/judges/votes_to_policy.py --output runs/votes --votes 300 --seeds 0 1 2
 
-Images of training prompts by the packaged generator, four to a prompt; pairs of them go to three voters
-through the file of votes. A voter prefers the image that the verifier finds nearer to its prompt with
-probability σ(γ (u_left − u_right)), u in [0, 1]; γ is 12, 6 and 0, so the third clicks without looking. The
-export trains a judge from the packaged vision-language model, which no vote has touched before: one that says
-yes or no, of which the model knows something already, or HPSv3's head, which begins with nothing. The
-quickstart's trainer follows that judge alone, without the guided reference that would draw it up whatever the
-judge says. Held-out prompts are checked by the verifier. The claim is
-refuted where the interval of the gain holds 0. Beside it: the yes/no judge untrained, in the same trainer.
+Three voters (VOTERS) compare images of training prompts, and prefer the one nearer to its prompt with
+probability σ(γ (u_left − u_right)). The export trains a judge that says yes or no, or HPSv3's head, which the
+quickstart follows alone, without the guided reference; beside it the yes/no judge untrained. The claim is
+refuted where the interval of the gain on held-out prompts holds 0.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -27,6 +20,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))
 
+from tests.support.benchmarks import argument_parser, visalign
 from visalign.data.shapes.prompts import Record, heldout_prompts, parse_prompt, train_prompts
 from visalign.pipelines.collect.store import Plan, VoteStore
 from visalign.pipelines.collect.tasks import Form, read_tasks
@@ -38,22 +32,13 @@ IMAGES = 4
 """Of each prompt."""
 
 
-def command(*arguments: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "visalign", *arguments], cwd=ROOT, capture_output=True, text=True
-    )
-    if done.returncode:
-        raise SystemExit(f"visalign {' '.join(arguments)}: {done.stderr[-2000:]}")
-
-
 def images(folder: Path, known: list[Record], prompts: int, seed: int) -> None:
     """Samples of the packaged generator, with their records."""
     order = torch.randperm(len(known), generator=torch.Generator().manual_seed(seed)).tolist()
     records = folder.with_suffix(".jsonl")
-    lines = [json.dumps(known[place]) for place in order[:prompts]]
     records.parent.mkdir(parents=True, exist_ok=True)
-    records.write_text("".join(f"{line}\n" for line in lines))
-    command("sample", str(records), "-o", str(folder), "--seeds", f"0-{IMAGES - 1}", "--batch-size", "96")
+    write_rows(records, (known[place] for place in order[:prompts]))
+    visalign("sample", str(records), "-o", str(folder), "--seeds", f"0-{IMAGES - 1}", "--batch-size", "96")
 
 
 def collect(folder: Path, path: Path, votes: int, seed: int) -> None:
@@ -94,7 +79,7 @@ def run(output: Path, votes: int, seed: int, iterations: int, kind: str) -> None
         collect(folder / "test_images", folder / "test.sqlite", 240, seed)
     if not (folder / "judge" / "summary.json").is_file():
         data = [f"data.train={folder / 'votes.jsonl'}", heldout, f"seed={seed}"]
-        command("train-reward", f"shapes_{kind}", *data, f"run.iterations={iterations}", "run.threads=2",
+        visalign("train-reward", f"shapes_{kind}", *data, f"run.iterations={iterations}", "run.threads=2",
                 "optimizer.decay_updates=" + str(12 * iterations), "-o", str(folder / "judge"))  # fmt: skip
     for name, options in (
         ("trained", f"{{model: {folder / 'judge' / 'judge'}}}"),
@@ -104,22 +89,12 @@ def run(output: Path, votes: int, seed: int, iterations: int, kind: str) -> None
         if not (place / "summary.json").is_file():
             judge = f"rewards.terms={{judge: {{name: {kind}, options: {options}}}}}"
             plain = "objective.changes_for.diffusion_nft_closed.reference_guidance=null"
-            command(
-                "train",
-                "shapes_quickstart",
-                judge,
-                plain,
-                f"seed={seed}",
-                "run.max_seconds=null",
-                "-o",
-                str(place),
-            )
+            given = ["shapes_quickstart", judge, plain, f"seed={seed}", "run.max_seconds=null"]
+            visalign("train", *given, "-o", str(place))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--votes", type=int, default=300)
     parser.add_argument("--iterations", type=int, default=3, help="Of the judge; 12 updates of 64 each.")

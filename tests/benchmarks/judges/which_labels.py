@@ -3,20 +3,15 @@
 
     python tests/benchmarks/judges/which_labels.py --output runs/labels --seeds 0 1 2
 
-A policy learns from an ensemble that was fitted on few labels of the packaged generator's images, without
-the guided reference that would draw it up whatever the judge says. Pairs of its samples are labelled by the
-verifier, as many for each way to choose them, and the ensemble is fitted anew on old and new labels. Measured
-is how often the ensemble's mean prefers the better image of pairs of the same policy on held-out prompts
-that the verifier tells apart. UGDA's choice (Sun et al., ICLR 2025) is refuted where the interval of its lead
-over lots holds 0 or lies below, OCRM's weights (arXiv 2507.15507) where that of their lead over equal weights
-does; intervals by bootstrap over the prompts of all seeds, paired.
+A policy follows an ensemble of few labels; as many pairs of its samples are labelled for each way to choose
+them, and the ensemble is fitted anew. Measured is how often its mean prefers the better image of pairs of
+that policy on held-out prompts. UGDA's choice (Sun et al., ICLR 2025) is refuted where the interval of its
+lead over lots holds 0 or lies below, OCRM's weights (arXiv 2507.15507) where that over equal weights does;
+bootstrap over the prompts of all seeds, paired.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -27,6 +22,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))
 
+from tests.support.benchmarks import argument_parser, read_rows, visalign, write_rows
 from visalign.data.shapes.prompts import Record, heldout_prompts, parse_prompt, train_prompts
 from visalign.pipelines.collect.tasks import Task, read_tasks
 from visalign.pipelines.sample.job import SampleSettings, sample_images
@@ -48,14 +44,6 @@ IMAGES = 4
 """Of each prompt."""
 
 
-def command(*arguments: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "visalign", *arguments], cwd=ROOT, capture_output=True, text=True
-    )
-    if done.returncode:
-        raise SystemExit(f"visalign {' '.join(arguments)}: {done.stderr[-2000:]}")
-
-
 def first_round(folder: Path, seed: int, labels: int) -> None:
     """Few labels, an ensemble, and a policy that follows it."""
     if (folder / "summary.json").is_file():
@@ -65,7 +53,7 @@ def first_round(folder: Path, seed: int, labels: int) -> None:
         "objective.changes_for.diffusion_nft_closed.reference_guidance: null}"
     )
     given = [f"seed={seed}", "rounds=1", f"labels.first={labels}", f"policy.changes={changes}"]
-    command("train", "shapes_ugda", *given, "-o", str(folder), *(["--resume"] if folder.exists() else []))
+    visalign("train", "shapes_ugda", *given, "-o", str(folder))
 
 
 def sampled(folder: Path, records: list[Record], lora: Path, seed: int, prompts: int) -> list[Task]:
@@ -104,14 +92,14 @@ def chosen(arm: str, found: list[Candidate], count: int, seed: int) -> list[Cand
 def fitted(folder: Path, rows: list[dict[str, Any]], seed: int, *, weighed: bool) -> Ensemble:
     """The ensemble on these labels."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(folder / "pairs.jsonl", rows)
     for member in range(MEMBERS):
         place = folder / str(member)
         if not (place / "summary.json").is_file():
             given = [f"data.train={folder / 'pairs.jsonl'}", "data.heldout=null", f"seed={seed + member}",
                      "run.iterations=3", "optimizer.decay_updates=36"]  # fmt: skip
             given += ["data.off_policy={}"] if weighed else []
-            command("train-reward", "shapes_reward_dance", *given, "-o", str(place))
+            visalign("train-reward", "shapes_reward_dance", *given, "-o", str(place))
     return ensemble_of([folder / str(member) for member in range(MEMBERS)])
 
 
@@ -144,7 +132,7 @@ def one_seed(output: Path, seed: int, first: int, more: int) -> dict[str, np.nda
     before = ensemble_of([start / "members" / str(member) for member in range(MEMBERS)])
     found = score_candidates(tasks, before, sampling(lora), seed=seed)
     word = dict(zip([c.task.images for c in found], truth([c.task for c in found]), strict=True))
-    old = [json.loads(line) for line in (start / "pairs.jsonl").read_text().splitlines()]
+    old = read_rows(start / "pairs.jsonl")
     for row in old:
         row |= {side: str((start / row[side]).resolve()) for side in ("image_left", "image_right")}
     images = [row[f"image_{side}"] for side in ("left", "right") for row in old]
@@ -172,9 +160,7 @@ def one_seed(output: Path, seed: int, first: int, more: int) -> dict[str, np.nda
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--first", type=int, default=40, help="labels before the policy moves")

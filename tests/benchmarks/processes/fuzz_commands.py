@@ -40,62 +40,17 @@ CODES = (0, 1, 2, 130)
 TRAININGS = 0.2
 """Share of the commands of `train` that train; the others print the plan."""
 ODD = (
-    *(
-        "",
-        " ",
-        "x",
-        "\x1b[2J",
-        "=1+1",
-        "\u202e",
-        "\udcff",
-        "é" * 50,
-        "x" * 5000,
-        "[red]a[/red]",
-        "{{ 7 }}",
-        "<b>",
-    ),
-    *(
-        "nan",
-        "-1",
-        "1e999",
-        "0",
-        "None",
-        "null",
-        "[]",
-        "{}",
-        "'",
-        '"',
-        "\\",
-        "a\nb",
-        "..",
-        "/",
-        "%s",
-        "$HOME",
-    ),
-)
+    "", " ", "x", "\x1b[2J", "=1+1", "\u202e", "\udcff", "é" * 50, "x" * 5000, "[red]a[/red]", "{{ 7 }}",
+    "<b>", "nan", "-1", "1e999", "0", "None", "null", "[]", "{}", "'", '"', "\\", "a\nb", "..", "/",
+    "%s", "$HOME",
+)  # fmt: skip
 NUMBERS = ("0", "1", "2", "3", "100", "-1", "nan", "1e10", "x", "", "0.5", "99999999999999999999")
 REWARDS = (
-    *(
-        "sharpness",
-        "jpeg_size",
-        "shapes_verifier",
-        "no_such",
-        "own.py:ok",
-        "own.py:none",
-        "own.py:wide",
-        "own.py:",
-    ),
-    *(
-        "own.py:text",
-        "own.py:raises",
-        "own.py:leaves",
-        "own.py:short",
-        "own.py:prints",
-        "broken.py:f",
-        "own.py:Judge",
-    ),
-    *("no_file.py:f", "sharpness,jpeg_size", ":", "os:getcwd", "own.py:nan", "own.py:bool", "own.py:huge"),
-)
+    "sharpness", "jpeg_size", "shapes_verifier", "no_such", "own.py:ok", "own.py:none", "own.py:wide",
+    "own.py:", "own.py:text", "own.py:raises", "own.py:leaves", "own.py:short", "own.py:prints",
+    "broken.py:f", "own.py:Judge", "no_file.py:f", "sharpness,jpeg_size", ":", "os:getcwd", "own.py:nan",
+    "own.py:bool", "own.py:huge",
+)  # fmt: skip
 OWN = """
 import sys
 def ok(images, prompts, metadata): return [0.5 + i for i in range(len(images))]
@@ -255,20 +210,10 @@ def arguments(r: random.Random) -> list[str]:
     more = (("--limit", number), ("--seed", number), ("--resume", flag), ("--json", flag))
     command = r.choice(
         (
-            "score",
-            "score",
-            "compare",
-            "rank",
-            "agree",
-            "evaluate",
-            "evaluate",
-            "probe-reward",
-            "train",
-            "train-reward",
-            "plan",
-            "sample",
+            "score", "score", "compare", "rank", "agree", "evaluate", "evaluate", "probe-reward", "train",
+            "train-reward", "plan", "sample",
         )
-    )
+    )  # fmt: skip
     if command == "score":
         what = [image() if r.random() < 0.7 else table(r, "images") for _ in range(r.choice((1, 1, 2, 4)))]
         form = ("-f", lambda: r.choice(("json", "jsonl", "csv", "table", "xml")))
@@ -394,14 +339,8 @@ CHANGES = (
 
 
 PLANNED = (
-    "sd35_flow_grpo",
-    "qwen_image_flow_grpo",
-    "wan_flow_grpo",
-    "shapes_ddpo",
-    "text_ppo",
-    "own.py",
-    "file",
-)
+    "sd35_flow_grpo", "qwen_image_flow_grpo", "wan_flow_grpo", "shapes_ddpo", "text_ppo", "own.py", "file",
+)  # fmt: skip
 
 
 def _changes(r: random.Random) -> list[str]:

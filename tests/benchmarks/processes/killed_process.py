@@ -4,16 +4,13 @@
     python tests/benchmarks/processes/killed_process.py --moments 20
     python tests/benchmarks/processes/killed_process.py --moments 20 --jobs flow_grpo+sharded
 
-Two tiny trainings, of text and of images, run one after the other in two processes (gloo, CPU), with a
-reward that pauses; or those of `tests.support.training.processes` that are named. At each moment, drawn over
-the time that they take, kill -9 ends a process drawn by lot; timed is how long the other lives on, and noted
-is whether it says why. Two processes then resume, and one: the former must leave the weights and metrics of a
-run that was not killed bit for bit, the latter up to rounding.
+Tiny trainings (`tests.support.training.processes`) run in two processes (gloo, CPU). At each moment kill -9
+ends one of them; timed is how long the other lives on, and noted whether it says why. Two processes then
+resume, which must leave the weights and metrics of an unbroken run bit for bit, and one, up to rounding.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import shutil
@@ -28,6 +25,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
+from tests.support.benchmarks import argument_parser
 from tests.support.training.images import outcome
 from tests.support.training.processes import PAUSE, forked
 from visalign.training.loop import checkpoint
@@ -65,9 +63,7 @@ def killed(folder: Path, jobs: Sequence[str], rank: int, delay: float) -> tuple[
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__)
     parser.add_argument("--moments", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", nargs="+", default=JOBS)

@@ -3,24 +3,13 @@
 
     python tests/benchmarks/processes/reward_server.py --seconds 120
 
-First throughput at full batches: the same judge called directly and through the server, in turns, the order
-changed each round, on the same number of threads: those of the direct call are those of the judge's process.
-A call has `--requests` full batches of fresh images (the client keeps two requests under way, as it always
-does). Two ratios are printed. "wall" is of the medians of seconds: client and server run in this process
-and share the machine's cores with the judge's process, so with as many threads as cores they take time from
-it, and other work on the machine counts against both. "cpu" is of the processor seconds of all processes
-together, which is what an image costs, whatever else runs. With --profile it prints what each step of a
-request costs.
+First throughput at full batches, directly and through the server in turns on as many threads: "wall" is of
+the medians of seconds, "cpu" of the processor seconds of all processes together. --profile prints what each
+step of a request costs. Then the load: requests of random size whose answers are known, clients and the
+judge's process killed now and then; lost and mixed answers are counted.
 
-Then the load: clients send requests of random size, each image carrying its own expected answer; some clients
-are killed in the middle of a request, and the judge's process is killed now and then. Counts lost and mixed
-answers.
-
-With --memory GIB instead of all that: `visalign serve-reward` with so much memory. Every client sends the
-largest request that is allowed, again and again, while the judge's process is killed; the memory of the
-server and of the judge's process, beyond what they take when they idle, is compared with the budget. Then the
-server at 256 open files and three hundred connections that say nothing: others are served, its log stays
-short.
+With --memory GIB instead: the largest requests that are allowed while the judge's process is killed, the
+memory beyond idle against the budget; then 300 silent connections at 256 open files beside one client.
 """
 
 from __future__ import annotations

@@ -3,17 +3,14 @@
 
     python tests/benchmarks/processes/score_on_ray.py --count 10000 --workers 2 --rounds 3
 
-Needs `visalign[ray]`. The same Parquet files of shapes, 64 pixels, are scored by as many plain processes as
-there are workers, each its share of the files; by Ray, both in turn so many rounds; and at last by Ray while
-kill -9 ends one worker once half of the files are done. Every row must be there once and have the plain
-processes' number, but for the rounding of what a judge computes for a prompt in other company. Said are the
-seconds of the commands, and the rate from the time when a tenth of the rows is judged, which leaves out what
-each takes to start; medians of the rounds.
+Needs `visalign[ray]`. The same Parquet files are scored by as many plain processes as there are workers and
+by Ray, in turns; at last by Ray while one worker is killed once half of the files are done. Every row must be
+there once with the plain processes' number, up to rounding. Printed are seconds, and the rate from the time
+when a tenth of the rows is judged; medians of the rounds.
 """
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 import os
@@ -36,6 +33,7 @@ import pyarrow
 import pyarrow.parquet
 from PIL import Image
 
+from tests.support.benchmarks import argument_parser
 from visalign.data.shapes.preferences import ShapesPreferences
 from visalign.data.shapes.render import render
 
@@ -98,9 +96,7 @@ def ancestors(number: int, parents: dict[int, int]) -> list[int]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__)
     parser.add_argument("--count", type=int, default=10_000)
     parser.add_argument("--size", type=int, default=128)
     parser.add_argument("--workers", type=int, default=2)

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))
 
+from tests.support.benchmarks import argument_parser
 from tests.support.training.images import ToyPolicy, toy_trainer
 from visalign.training import end_processes
 
@@ -121,9 +122,7 @@ def work(kind: str) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--work", choices=("ddp", "fsdp"), help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -3,10 +3,9 @@
 
     python tests/benchmarks/processes/two_processes.py --cores 0,1
 
-The same configuration by `visalign train`, once in one process and once in two (torchrun, gloo, CPU, one
-thread each), which take turns on two cores. The first iteration of each warms up and is left out. Seconds are
-those of metrics.jsonl without evaluation and checkpoints. Beside the wall clock, which other work on the
-machine moves, stand the CPU seconds of the first process: what one of two is spared.
+The same configuration by `visalign train` in one process and in two (torchrun, gloo, CPU, one thread each),
+in turns on two cores, the first iteration left out. Seconds are those of metrics.jsonl without evaluation and
+checkpoints; beside them the CPU seconds of the first process.
 """
 
 from __future__ import annotations

@@ -3,15 +3,12 @@
 
     OMP_NUM_THREADS=1 python tests/benchmarks/text/fused_head.py
 
-Every variant runs in a process of its own; the rounds go around the variants, one at a time, so that all see
-the same machine, and medians are printed. Work memory is the peak of resident memory (VmHWM, reset before
-each round; on CUDA the allocator's peak) above what was there before and above the gradients that every
-variant has to return. The loss is the policy gradient −Σ_n A_n r_n / N at ratio r = 1 over N = 4·T tokens.
-
-The other libraries are optional and best put beside the environment, not into it:
-
     python -m pip install --no-deps --target PEERS "trl==1.16.*" "liger-kernel==0.8.5"
     PYTHONPATH=PEERS OMP_NUM_THREADS=1 python tests/benchmarks/text/fused_head.py
+
+Each variant runs in a process of its own, in turns; medians are printed. Work memory is the peak (VmHWM, on
+CUDA the allocator's) above what was there before and above the gradients that every variant returns. The loss
+is the policy gradient −Σ_n A_n r_n / N at ratio r = 1 over N = 4·T tokens.
 """
 
 from __future__ import annotations

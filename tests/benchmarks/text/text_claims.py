@@ -11,15 +11,12 @@
     python tests/benchmarks/text/text_claims.py mixture   # experts: GSPO is stable without routing replay
     python tests/benchmarks/text/text_claims.py anchors   # PPO-ptx holds what it had; PPO-KL finds its target
 
-Parts, recent and tools compare at equal completions and at equal tokens: held-out accuracy on the way,
-between the two evaluations that lie around what the cheapest run made. A gain is refuted where its interval
-holds 0: means of seeds, ± 1.96 standard errors of the difference over seeds.
-Anchors: PPO-ptx is refuted where the loss of the text beside rises as much as without it; PPO-KL where half
-of the second half's divergences lie further than a factor of two from the target. A mixture: GSPO where its
-end with replay is better than without, GRPO where replay changes nothing.
-Sources: Clip-Cov and KL-Cov, arXiv 2505.22617; clip-higher, DAPO, arXiv 2503.14476; FlowRL, arXiv 2509.15207;
-GSPO, arXiv 2507.18071; SPEAR 2509.22601; CANON 2509.23962; COPO 2508.04138; RiskPO 2510.00911. Each prints
-its table and writes it to --output as JSON, however it comes out.
+Parts, recent and tools compare held-out accuracy at equal completions and tokens; a gain is refuted where its
+interval (± 1.96 standard errors over seeds) holds 0. PPO-ptx is refuted where the loss of the text beside
+rises as much as without it; PPO-KL where half of the later divergences are off the target by more than a
+factor of two; a mixture's GSPO where replay betters its end, GRPO where replay changes nothing. Sources:
+Clip-Cov and KL-Cov, arXiv 2505.22617; DAPO 2503.14476; FlowRL 2509.15207; GSPO 2507.18071; SPEAR 2509.22601;
+CANON 2509.23962; COPO 2508.04138; RiskPO 2510.00911.
 """
 
 from __future__ import annotations
@@ -44,13 +41,7 @@ from visalign.adapters.causal_lm.demonstrations import demonstration_rollout
 from visalign.config import load_config
 from visalign.core import fit_entropy_curve, ratio_level
 from visalign.data.text_tasks.kinds import MANY_ANSWERS
-from visalign.data.text_tasks.tasks import (
-    TASKS,
-    canonical_answer,
-    check_answer,
-    heldout_tasks,
-    text_tasks,
-)
+from visalign.data.text_tasks.tasks import TASKS, canonical_answer, check_answer, heldout_tasks, text_tasks
 from visalign.pipelines.text import job as text_grpo
 from visalign.pipelines.text import supervised as text_sft
 from visalign.pipelines.text.config import TextModelConfig
@@ -62,13 +53,9 @@ from visalign.text import StoppingCriteria
 from visalign.training.loop.metrics import read_metrics
 
 COMMON = (
-    "rollout.prompts_per_iteration=32",
-    "rollout.group_size=8",
-    "rollout.max_new_tokens=96",
-    "optimizer.lr=1e-4",
-    "optimizer.micro_batch=64",
-    "run.device=cpu",
-)
+    "rollout.prompts_per_iteration=32", "rollout.group_size=8", "rollout.max_new_tokens=96",
+    "optimizer.lr=1e-4", "optimizer.micro_batch=64", "run.device=cpu",
+)  # fmt: skip
 ENTROPY = {
     "grpo": ("objective.algorithm=grpo", "objective.changes={kl: 0.0, aggregation: token_mean}"),
     "clip_higher": (
@@ -134,10 +121,7 @@ RECENT = {
     "riskpo": ("objective.algorithm=riskpo",),
 }
 """All without a KL term; SPEAR's warm-up is shortened with the run, from 200 iterations."""
-TOOLS = {
-    "none": (),
-    "calculator": ("rollout.tool={}",),
-}
+TOOLS = {"none": (), "calculator": ("rollout.tool={}",)}
 """Evaluated with what they are trained with."""
 _EIGHT = ("optimizer.updates_per_iteration=8", "evaluation.prompts_on_the_way=null")
 MIXTURE = {

@@ -5,24 +5,12 @@
     python tests/benchmarks/text/text_step.py --reward alternating --beta 0.04 no completion is passed over
     python tests/benchmarks/text/text_step.py --width 512 --layers 8 --prompts 4    42 M random, 32k tokens
 
-TRL is optional: pip install trl==1.16.0. Without it our own numbers are printed alone.
-
-A step is P prompts completed G times, judged, and the optimizer updates on these completions. Both sides run
-in one command, each in a process of its own that waits while the other works; steps alternate, so that both
-see the same machine. The same for both: model folder in float32, prompts of each step (their token ids are
-compared), G, length limit, end tokens, temperature 1 without top-k and top-p, reward, completions per
-generation and per micro-batch, updates, AdamW without weight decay at a constant learning rate, gradient norm
-clipped to 1, no recomputation of activations, threads. TRL generates with `transformers.generate` (its
-default), with dataloader workers, logging, checkpoints and trackers off; our metrics are computed and not
-written.
-
-What differs, and is meant to: the completions are drawn independently, so their lengths differ (see the
-seconds per 1000 tokens); ours keeps the sampler's log-probs, and spends no backward pass on completions
-without signal where β is 0 (`--reward alternating` gives every completion signal).
-
-Memory is the peak of resident memory (VmHWM, what ru_maxrss reports) above what was resident when the
-imports were done and the model was loaded: the trainer, gradients, moments, copies of the weights, the
-key-value cache, activations. Linux only.
+Needs `pip install trl==1.16.0`; without it our own numbers are printed alone. A step is P prompts completed G
+times, judged, and the updates on them. Each side runs in a process of its own, steps alternate. Model,
+prompts (token ids are compared), lengths, sampling, reward, micro-batches, AdamW and threads are the same;
+TRL generates by `transformers.generate`. Completions are drawn independently, so lengths differ: see the
+seconds per 1000 tokens; ours spends no backward pass on completions without signal where β is 0. Memory is
+VmHWM above what was resident once the model was loaded. Linux only.
 """
 
 from __future__ import annotations

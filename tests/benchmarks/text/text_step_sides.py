@@ -143,15 +143,11 @@ def ours(options: argparse.Namespace, meter: Meter, folder: Path) -> None:
     trainer = Trainer(
         algorithm,
         optimizer=OptimizerSettings(
-            lr=options.lr,
-            weight_decay=0.0,
-            updates_per_iteration=options.updates,
-            micro_batch=options.micro,
-            ema_decay=0.0,
-            ema_every=1,
+            lr=options.lr, weight_decay=0.0, updates_per_iteration=options.updates,
+            micro_batch=options.micro, ema_decay=0.0, ema_every=1,
         ),
         run=RunSettings(folder=folder, iterations=len(order), config={}),
-    )
+    )  # fmt: skip
     meter.ready(prompts.encode([records[i]["prompt"] for i in order]))
     made = 0
     while meter.wait():

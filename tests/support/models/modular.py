@@ -40,14 +40,9 @@ def tiny_flux3(*, upsampler: bool = False, **changes: Any) -> Any:
         }
     )
     autoencoder = diffusers.AutoencoderKLFlux2(
-        sample_size=32,
-        down_block_types=("DownEncoderBlock2D",),
-        up_block_types=("UpDecoderBlock2D",),
-        block_out_channels=(4,),
-        layers_per_block=1,
-        latent_channels=4,
-        norm_num_groups=1,
-    ).eval()
+        sample_size=32, down_block_types=("DownEncoderBlock2D",), up_block_types=("UpDecoderBlock2D",),
+        block_out_channels=(4,), layers_per_block=1, latent_channels=4, norm_num_groups=1,
+    ).eval()  # fmt: skip
     return _pipeline(
         "Flux3DistilledAutoBlocks" if changes.get("flow_map") else "Flux3AutoBlocks",
         text_encoder=tiny_seeing_model("qwen3_vl", num_hidden_layers=32),
@@ -70,25 +65,14 @@ def tiny_qwen_image_21(*, turbo: bool = False) -> Any:
 def qwen_image_21_parts(*, turbo: bool) -> dict[str, Any]:
     """What the classic pipeline is made of, too."""
     transformer = diffusers.QwenImage21Transformer2DModel(
-        in_channels=8,
-        out_channels=8,
-        num_layers=2,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        context_in_dim=32,
-        axes_dims_rope=(4, 6, 6),
-    )
+        in_channels=8, out_channels=8, num_layers=2, attention_head_dim=16, num_attention_heads=2,
+        context_in_dim=32, axes_dims_rope=(4, 6, 6),
+    )  # fmt: skip
     autoencoder = diffusers.AutoencoderKLQwenImage21(
-        base_dim=8,
-        decoder_base_dim=8,
-        z_dim=8,
-        dim_mult=[1, 2, 2],
-        num_res_blocks=1,
-        temperal_downsample=[False, True],
-        latents_mean=[0.1] * 8,
-        latents_std=[1.5] * 8,
+        base_dim=8, decoder_base_dim=8, z_dim=8, dim_mult=[1, 2, 2], num_res_blocks=1,
+        temperal_downsample=[False, True], latents_mean=[0.1] * 8, latents_std=[1.5] * 8,
         scale_factor_spatial=4,
-    ).eval()
+    ).eval()  # fmt: skip
     shift = {} if turbo else {"use_dynamic_shifting": True, "shift_terminal": 0.02}
     return {
         "text_encoder": tiny_seeing_model("qwen3_vl"),

@@ -163,14 +163,9 @@ def _autoencoder(channels: int, blocks: tuple[int, ...] = (4,), **config: Any) -
 
 def _qwen_autoencoder() -> Any:
     return diffusers.AutoencoderKLQwenImage(
-        base_dim=24,
-        z_dim=4,
-        dim_mult=[1, 2, 4],
-        num_res_blocks=1,
-        temperal_downsample=[False, True],
-        latents_mean=[0.1] * 4,
-        latents_std=[1.5] * 4,
-    ).eval()
+        base_dim=24, z_dim=4, dim_mult=[1, 2, 4], num_res_blocks=1, temperal_downsample=[False, True],
+        latents_mean=[0.1] * 4, latents_std=[1.5] * 4,
+    ).eval()  # fmt: skip
 
 
 def _hunyuan_autoencoder(channels: int, blocks: tuple[int, ...]) -> Any:
@@ -190,17 +185,9 @@ def _hunyuan_autoencoder(channels: int, blocks: tuple[int, ...]) -> Any:
 
 def _sd3() -> Made:
     transformer = diffusers.SD3Transformer2DModel(
-        sample_size=32,
-        patch_size=2,
-        in_channels=4,
-        out_channels=4,
-        num_layers=2,
-        attention_head_dim=8,
-        num_attention_heads=4,
-        caption_projection_dim=32,
-        joint_attention_dim=32,
-        pooled_projection_dim=64,
-    )
+        sample_size=32, patch_size=2, in_channels=4, out_channels=4, num_layers=2, attention_head_dim=8,
+        num_attention_heads=4, caption_projection_dim=32, joint_attention_dim=32, pooled_projection_dim=64,
+    )  # fmt: skip
     pipe = diffusers.StableDiffusion3Pipeline(
         transformer, _flow(shift=3.0), _autoencoder(4), *[NO] * 6, NO, NO
     )
@@ -210,17 +197,10 @@ def _sd3() -> Made:
 
 def _flux() -> Made:
     transformer = diffusers.FluxTransformer2DModel(
-        patch_size=1,
-        in_channels=16,
-        num_layers=1,
-        num_single_layers=1,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        joint_attention_dim=24,
-        pooled_projection_dim=32,
-        axes_dims_rope=(4, 4, 8),
+        patch_size=1, in_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=16,
+        num_attention_heads=2, joint_attention_dim=24, pooled_projection_dim=32, axes_dims_rope=(4, 4, 8),
         guidance_embeds=True,
-    )
+    )  # fmt: skip
     pipe = diffusers.FluxPipeline(
         _flow(use_dynamic_shifting=True), _autoencoder(4), NO, NO, NO, NO, transformer
     )
@@ -236,26 +216,14 @@ def _flux_kontext() -> Made:
 
 def _flux2_parts(guidance_embeds: bool) -> tuple[Any, Any]:
     transformer = diffusers.Flux2Transformer2DModel(
-        patch_size=1,
-        in_channels=16,
-        num_layers=1,
-        num_single_layers=1,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        joint_attention_dim=16,
-        timestep_guidance_channels=32,
-        axes_dims_rope=(4, 4, 4, 4),
-        guidance_embeds=guidance_embeds,
-    )
+        patch_size=1, in_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=16,
+        num_attention_heads=2, joint_attention_dim=16, timestep_guidance_channels=32,
+        axes_dims_rope=(4, 4, 4, 4), guidance_embeds=guidance_embeds,
+    )  # fmt: skip
     autoencoder = diffusers.AutoencoderKLFlux2(
-        sample_size=32,
-        down_block_types=("DownEncoderBlock2D",),
-        up_block_types=("UpDecoderBlock2D",),
-        block_out_channels=(4,),
-        layers_per_block=1,
-        latent_channels=4,
-        norm_num_groups=1,
-    ).eval()
+        sample_size=32, down_block_types=("DownEncoderBlock2D",), up_block_types=("UpDecoderBlock2D",),
+        block_out_channels=(4,), layers_per_block=1, latent_channels=4, norm_num_groups=1,
+    ).eval()  # fmt: skip
     return transformer, autoencoder
 
 
@@ -273,15 +241,9 @@ def _flux2_klein() -> Made:
 
 def _qwen_image() -> Made:
     transformer = diffusers.QwenImageTransformer2DModel(
-        patch_size=2,
-        in_channels=16,
-        out_channels=4,
-        num_layers=2,
-        attention_head_dim=16,
-        num_attention_heads=3,
-        joint_attention_dim=16,
-        axes_dims_rope=(8, 4, 4),
-    )
+        patch_size=2, in_channels=16, out_channels=4, num_layers=2, attention_head_dim=16,
+        num_attention_heads=3, joint_attention_dim=16, axes_dims_rope=(8, 4, 4),
+    )  # fmt: skip
     scheduler = _flow(use_dynamic_shifting=True, shift_terminal=0.02)
     pipe = diffusers.QwenImagePipeline(scheduler, _qwen_autoencoder(), NO, NO, transformer)
     shapes = {"prompt_embeds": (0, 16), "prompt_embeds_mask": (0,)}
@@ -322,16 +284,9 @@ def _qwen_image_21_turbo() -> Made:
 
 def _z_image() -> Made:
     transformer = diffusers.ZImageTransformer2DModel(
-        in_channels=16,
-        dim=32,
-        n_layers=2,
-        n_refiner_layers=1,
-        n_heads=2,
-        n_kv_heads=2,
-        cap_feat_dim=16,
-        axes_dims=[8, 4, 4],
-        axes_lens=[256, 32, 32],
-    )
+        in_channels=16, dim=32, n_layers=2, n_refiner_layers=1, n_heads=2, n_kv_heads=2, cap_feat_dim=16,
+        axes_dims=[8, 4, 4], axes_lens=[256, 32, 32],
+    )  # fmt: skip
     pipe = diffusers.ZImagePipeline(_flow(shift=3.0), _autoencoder(16, (32, 64)), NO, NO, transformer)
     return pipe, {"prompt_embeds": (-1, 16)}, {"guidance": 5.0, "image_size": (32, 16)}
 
@@ -339,14 +294,9 @@ def _z_image() -> Made:
 def _wan() -> Made:
     def transformer() -> Any:
         return diffusers.WanTransformer3DModel(
-            num_attention_heads=2,
-            attention_head_dim=12,
-            text_dim=32,
-            freq_dim=32,
-            ffn_dim=32,
-            num_layers=2,
-            rope_max_seq_len=32,
-        )
+            num_attention_heads=2, attention_head_dim=12, text_dim=32, freq_dim=32, ffn_dim=32,
+            num_layers=2, rope_max_seq_len=32,
+        )  # fmt: skip
 
     autoencoder = diffusers.AutoencoderKLWan(
         base_dim=3, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1, temperal_downsample=[False, True, True]
@@ -359,35 +309,18 @@ def _wan() -> Made:
 
 def _sana() -> Made:
     transformer = diffusers.SanaTransformer2DModel(
-        patch_size=1,
-        in_channels=4,
-        out_channels=4,
-        num_layers=1,
-        num_attention_heads=2,
-        attention_head_dim=4,
-        num_cross_attention_heads=2,
-        cross_attention_head_dim=4,
-        cross_attention_dim=8,
-        caption_channels=8,
-        sample_size=32,
-    )
+        patch_size=1, in_channels=4, out_channels=4, num_layers=1, num_attention_heads=2,
+        attention_head_dim=4, num_cross_attention_heads=2, cross_attention_head_dim=4,
+        cross_attention_dim=8, caption_channels=8, sample_size=32,
+    )  # fmt: skip
     autoencoder = diffusers.AutoencoderDC(
-        latent_channels=4,
-        attention_head_dim=2,
-        encoder_block_types=("ResBlock", "EfficientViTBlock"),
-        decoder_block_types=("ResBlock", "EfficientViTBlock"),
-        encoder_block_out_channels=(8, 8),
-        decoder_block_out_channels=(8, 8),
-        encoder_qkv_multiscales=((), (5,)),
-        decoder_qkv_multiscales=((), (5,)),
-        encoder_layers_per_block=(1, 1),
-        decoder_layers_per_block=(1, 1),
-        downsample_block_type="conv",
-        upsample_block_type="interpolate",
-        decoder_norm_types="rms_norm",
-        decoder_act_fns="silu",
-        scaling_factor=0.41407,
-    ).eval()
+        latent_channels=4, attention_head_dim=2, encoder_block_types=("ResBlock", "EfficientViTBlock"),
+        decoder_block_types=("ResBlock", "EfficientViTBlock"), encoder_block_out_channels=(8, 8),
+        decoder_block_out_channels=(8, 8), encoder_qkv_multiscales=((), (5,)),
+        decoder_qkv_multiscales=((), (5,)), encoder_layers_per_block=(1, 1),
+        decoder_layers_per_block=(1, 1), downsample_block_type="conv", upsample_block_type="interpolate",
+        decoder_norm_types="rms_norm", decoder_act_fns="silu", scaling_factor=0.41407,
+    ).eval()  # fmt: skip
     solver = diffusers.DPMSolverMultistepScheduler(
         prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
     )
@@ -398,16 +331,9 @@ def _sana() -> Made:
 
 def _lumina2() -> Made:
     transformer = diffusers.Lumina2Transformer2DModel(
-        sample_size=4,
-        in_channels=4,
-        hidden_size=8,
-        num_layers=2,
-        num_attention_heads=1,
-        num_kv_heads=1,
-        multiple_of=16,
-        axes_dim_rope=(4, 2, 2),
-        cap_feat_dim=8,
-    )
+        sample_size=4, in_channels=4, hidden_size=8, num_layers=2, num_attention_heads=1, num_kv_heads=1,
+        multiple_of=16, axes_dim_rope=(4, 2, 2), cap_feat_dim=8,
+    )  # fmt: skip
     pipe = diffusers.Lumina2Pipeline(transformer, _flow(), _autoencoder(4), NO, NO)
     shapes = {"prompt_embeds": (7, 8), "prompt_attention_mask": (7,)}
     return pipe, shapes, {"guidance": 4.0, "image_size": (32, 16)}
@@ -415,18 +341,10 @@ def _lumina2() -> Made:
 
 def _chroma() -> Made:
     transformer = diffusers.ChromaTransformer2DModel(
-        patch_size=1,
-        in_channels=16,
-        num_layers=1,
-        num_single_layers=1,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        joint_attention_dim=32,
-        axes_dims_rope=(4, 4, 8),
-        approximator_hidden_dim=32,
-        approximator_layers=1,
-        approximator_num_channels=16,
-    )
+        patch_size=1, in_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=16,
+        num_attention_heads=2, joint_attention_dim=32, axes_dims_rope=(4, 4, 8),
+        approximator_hidden_dim=32, approximator_layers=1, approximator_num_channels=16,
+    )  # fmt: skip
     pipe = diffusers.ChromaPipeline(_flow(), _autoencoder(4), NO, NO, transformer)
     shapes = {"prompt_embeds": (7, 32), "prompt_attention_mask": (7, 1)}
     return pipe, shapes, {"guidance": 5.0, "image_size": (16, 8)}
@@ -434,15 +352,9 @@ def _chroma() -> Made:
 
 def _cogview4() -> Made:
     transformer = diffusers.CogView4Transformer2DModel(
-        in_channels=4,
-        num_layers=2,
-        attention_head_dim=4,
-        num_attention_heads=4,
-        out_channels=4,
-        text_embed_dim=32,
-        time_embed_dim=8,
-        condition_dim=4,
-    )
+        in_channels=4, num_layers=2, attention_head_dim=4, num_attention_heads=4, out_channels=4,
+        text_embed_dim=32, time_embed_dim=8, condition_dim=4,
+    )  # fmt: skip
     scheduler = _flow(
         base_shift=0.25,
         max_shift=0.75,
@@ -456,16 +368,10 @@ def _cogview4() -> Made:
 
 def _auraflow() -> Made:
     transformer = diffusers.AuraFlowTransformer2DModel(
-        sample_size=32,
-        num_mmdit_layers=1,
-        num_single_dit_layers=1,
-        attention_head_dim=8,
-        num_attention_heads=4,
-        caption_projection_dim=32,
-        joint_attention_dim=32,
-        out_channels=4,
+        sample_size=32, num_mmdit_layers=1, num_single_dit_layers=1, attention_head_dim=8,
+        num_attention_heads=4, caption_projection_dim=32, joint_attention_dim=32, out_channels=4,
         pos_embed_max_size=256,
-    )
+    )  # fmt: skip
     pipe = diffusers.AuraFlowPipeline(NO, NO, _autoencoder(4, (32, 64)), transformer, _flow())
     shapes = {"prompt_embeds": (7, 32), "prompt_attention_mask": (7,)}
     return pipe, shapes, {"guidance": 3.5, "image_size": (32, 16)}
@@ -473,21 +379,11 @@ def _auraflow() -> Made:
 
 def _hidream() -> Made:
     transformer = diffusers.HiDreamImageTransformer2DModel(
-        patch_size=2,
-        in_channels=4,
-        out_channels=4,
-        num_layers=1,
-        num_single_layers=1,
-        attention_head_dim=8,
-        num_attention_heads=4,
-        caption_channels=[32, 16],
-        text_emb_dim=64,
-        num_routed_experts=4,
-        num_activated_experts=2,
-        axes_dims_rope=(4, 2, 2),
-        max_resolution=(32, 32),
+        patch_size=2, in_channels=4, out_channels=4, num_layers=1, num_single_layers=1,
+        attention_head_dim=8, num_attention_heads=4, caption_channels=[32, 16], text_emb_dim=64,
+        num_routed_experts=4, num_activated_experts=2, axes_dims_rope=(4, 2, 2), max_resolution=(32, 32),
         llama_layers=[0, 1],
-    )
+    )  # fmt: skip
     pipe = diffusers.HiDreamImagePipeline(_flow(shift=3.0), _autoencoder(4), *[NO] * 8, transformer)
     pipe.default_sample_size = 16
     shapes = {
@@ -500,23 +396,12 @@ def _hidream() -> Made:
 
 def _krea2() -> Made:
     transformer = diffusers.Krea2Transformer2DModel(
-        in_channels=16,
-        num_layers=2,
-        attention_head_dim=8,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=32,
-        timestep_embed_dim=8,
-        text_hidden_dim=16,
-        num_text_layers=3,
-        text_num_attention_heads=2,
-        text_num_key_value_heads=1,
-        text_intermediate_size=16,
-        num_layerwise_text_blocks=1,
-        num_refiner_text_blocks=1,
-        axes_dims_rope=(4, 2, 2),
+        in_channels=16, num_layers=2, attention_head_dim=8, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=32, timestep_embed_dim=8, text_hidden_dim=16, num_text_layers=3,
+        text_num_attention_heads=2, text_num_key_value_heads=1, text_intermediate_size=16,
+        num_layerwise_text_blocks=1, num_refiner_text_blocks=1, axes_dims_rope=(4, 2, 2),
         rope_theta=1000.0,
-    )
+    )  # fmt: skip
     scheduler = _flow(use_dynamic_shifting=True, base_shift=0.5, max_shift=1.15, max_image_seq_len=6400)
     pipe = diffusers.Krea2Pipeline(scheduler, _qwen_autoencoder(), NO, NO, transformer, (0, 1, 2))
     shapes = {"prompt_embeds": (7, 3, 16), "prompt_embeds_mask": (7, 1)}
@@ -525,18 +410,10 @@ def _krea2() -> Made:
 
 def _hunyuan_video() -> Made:
     transformer = diffusers.HunyuanVideoTransformer3DModel(
-        in_channels=4,
-        out_channels=4,
-        num_attention_heads=2,
-        attention_head_dim=10,
-        num_layers=1,
-        num_single_layers=1,
-        num_refiner_layers=1,
-        patch_size=1,
-        text_embed_dim=16,
-        pooled_projection_dim=8,
-        rope_axes_dim=(2, 4, 4),
-    )
+        in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=10, num_layers=1,
+        num_single_layers=1, num_refiner_layers=1, patch_size=1, text_embed_dim=16,
+        pooled_projection_dim=8, rope_axes_dim=(2, 4, 4),
+    )  # fmt: skip
     autoencoder = _hunyuan_autoencoder(4, (8, 8, 8, 8))
     pipe = diffusers.HunyuanVideoPipeline(NO, NO, transformer, autoencoder, _flow(shift=7.0), NO, NO)
     shapes = {"prompt_embeds": (7, 16), "pooled_prompt_embeds": (8,), "prompt_attention_mask": (7,)}
@@ -545,27 +422,16 @@ def _hunyuan_video() -> Made:
 
 def _ltx() -> Made:
     transformer = diffusers.LTXVideoTransformer3DModel(
-        in_channels=8,
-        out_channels=8,
-        num_attention_heads=4,
-        attention_head_dim=8,
-        cross_attention_dim=32,
-        num_layers=1,
-        caption_channels=32,
-    )
+        in_channels=8, out_channels=8, num_attention_heads=4, attention_head_dim=8, cross_attention_dim=32,
+        num_layers=1, caption_channels=32,
+    )  # fmt: skip
     autoencoder = diffusers.AutoencoderKLLTXVideo(
-        latent_channels=8,
-        block_out_channels=(8,) * 4,
-        decoder_block_out_channels=(8,) * 4,
-        layers_per_block=(1,) * 5,
-        decoder_layers_per_block=(1,) * 5,
+        latent_channels=8, block_out_channels=(8,) * 4, decoder_block_out_channels=(8,) * 4,
+        layers_per_block=(1,) * 5, decoder_layers_per_block=(1,) * 5,
         spatio_temporal_scaling=(True, True, False, False),
-        decoder_spatio_temporal_scaling=(True, True, False, False),
-        decoder_inject_noise=(False,) * 5,
-        upsample_residual=(False,) * 4,
-        upsample_factor=(1,) * 4,
-        patch_size=1,
-    ).eval()
+        decoder_spatio_temporal_scaling=(True, True, False, False), decoder_inject_noise=(False,) * 5,
+        upsample_residual=(False,) * 4, upsample_factor=(1,) * 4, patch_size=1,
+    ).eval()  # fmt: skip
     autoencoder.use_framewise_encoding = autoencoder.use_framewise_decoding = False
     pipe = diffusers.LTXPipeline(_flow(), autoencoder, NO, NO, transformer)
     shapes = {"prompt_embeds": (7, 32), "prompt_attention_mask": (7,)}
@@ -574,18 +440,9 @@ def _ltx() -> Made:
 
 def _kandinsky5() -> Made:
     transformer = diffusers.Kandinsky5Transformer3DModel(
-        in_visual_dim=16,
-        in_text_dim=32,
-        in_text_dim2=16,
-        time_dim=16,
-        out_visual_dim=16,
-        model_dim=16,
-        ff_dim=32,
-        num_text_blocks=1,
-        num_visual_blocks=2,
-        axes_dims=(1, 1, 2),
-        visual_cond=True,
-    )
+        in_visual_dim=16, in_text_dim=32, in_text_dim2=16, time_dim=16, out_visual_dim=16, model_dim=16,
+        ff_dim=32, num_text_blocks=1, num_visual_blocks=2, axes_dims=(1, 1, 2), visual_cond=True,
+    )  # fmt: skip
     autoencoder = _hunyuan_autoencoder(16, (32, 64))
     pipe = diffusers.Kandinsky5T2VPipeline(transformer, autoencoder, NO, NO, NO, NO, _flow(shift=7.0))
     shapes = {"prompt_embeds_qwen": (7, 32), "prompt_embeds_clip": (16,), "prompt_cu_seqlens": (7,)}
@@ -616,16 +473,11 @@ def _prx() -> Made:
 
 def _unet(**config: Any) -> Any:
     return diffusers.UNet2DConditionModel(
-        block_out_channels=(16, 32),
-        layers_per_block=1,
-        sample_size=16,
+        block_out_channels=(16, 32), layers_per_block=1, sample_size=16,
         down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
-        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
-        attention_head_dim=(2, 4),
-        cross_attention_dim=32,
-        norm_num_groups=4,
-        **config,
-    )
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"), attention_head_dim=(2, 4),
+        cross_attention_dim=32, norm_num_groups=4, **config,
+    )  # fmt: skip
 
 
 def _sd15() -> Made:
@@ -651,14 +503,9 @@ def _sdxl() -> Made:
 
 def _pixart() -> Made:
     transformer = diffusers.PixArtTransformer2DModel(
-        sample_size=8,
-        num_layers=2,
-        attention_head_dim=8,
-        num_attention_heads=3,
-        caption_channels=24,
-        cross_attention_dim=24,
-        out_channels=8,
-    )
+        sample_size=8, num_layers=2, attention_head_dim=8, num_attention_heads=3, caption_channels=24,
+        cross_attention_dim=24, out_channels=8,
+    )  # fmt: skip
     pipe = diffusers.PixArtSigmaPipeline(NO, NO, _autoencoder(4, (32,)), transformer, _noise())
     shapes = {"prompt_embeds": (7, 24), "prompt_attention_mask": (7,)}
     return pipe, shapes, {"guidance": 4.5, "image_size": (16, 8)}
@@ -666,29 +513,14 @@ def _pixart() -> Made:
 
 def _hunyuan_image() -> Made:
     transformer = diffusers.HunyuanImageTransformer2DModel(
-        in_channels=4,
-        out_channels=4,
-        num_attention_heads=4,
-        attention_head_dim=8,
-        num_layers=1,
-        num_single_layers=1,
-        num_refiner_layers=1,
-        patch_size=(1, 1),
-        guidance_embeds=False,
-        text_embed_dim=32,
-        text_embed_2_dim=32,
-        rope_axes_dim=(4, 4),
-    )
+        in_channels=4, out_channels=4, num_attention_heads=4, attention_head_dim=8, num_layers=1,
+        num_single_layers=1, num_refiner_layers=1, patch_size=(1, 1), guidance_embeds=False,
+        text_embed_dim=32, text_embed_2_dim=32, rope_axes_dim=(4, 4),
+    )  # fmt: skip
     autoencoder = diffusers.AutoencoderKLHunyuanImage(
-        in_channels=3,
-        out_channels=3,
-        latent_channels=4,
-        block_out_channels=(32, 64, 64, 64),
-        layers_per_block=1,
-        scaling_factor=0.476986,
-        spatial_compression_ratio=8,
-        sample_size=128,
-    ).eval()
+        in_channels=3, out_channels=3, latent_channels=4, block_out_channels=(32, 64, 64, 64),
+        layers_per_block=1, scaling_factor=0.476986, spatial_compression_ratio=8, sample_size=128,
+    ).eval()  # fmt: skip
     guider = diffusers.AdaptiveProjectedMixGuidance
     pipe = diffusers.HunyuanImagePipeline(
         _flow(shift=7.0), autoencoder, NO, NO, NO, NO, transformer, guider(), guider()

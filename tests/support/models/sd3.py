@@ -49,17 +49,10 @@ def tiny_tokenizer() -> CLIPTokenizer:
 
 def tiny_text_encoder(width: int, vocabulary: int) -> CLIPTextModelWithProjection:
     config = CLIPTextConfig(
-        vocab_size=vocabulary,
-        hidden_size=width,
-        intermediate_size=2 * width,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=TOKENS,
-        projection_dim=width,
-        bos_token_id=0,
-        eos_token_id=1,
-        pad_token_id=1,
-    )
+        vocab_size=vocabulary, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=2,
+        num_attention_heads=2, max_position_embeddings=TOKENS, projection_dim=width, bos_token_id=0,
+        eos_token_id=1, pad_token_id=1,
+    )  # fmt: skip
     return CLIPTextModelWithProjection(config).eval()
 
 
@@ -100,16 +93,9 @@ def tiny_sd3_pipeline(
             "block_out_channels": (4, 4, 4, 4),
         }
         vae = AutoencoderKL(
-            **four_blocks,
-            latent_channels=8,
-            layers_per_block=1,
-            norm_num_groups=2,
-            sample_size=64,
-            scaling_factor=0.8,
-            shift_factor=0.1,
-            use_quant_conv=False,
-            use_post_quant_conv=False,
-        )
+            **four_blocks, latent_channels=8, layers_per_block=1, norm_num_groups=2, sample_size=64,
+            scaling_factor=0.8, shift_factor=0.1, use_quant_conv=False, use_post_quant_conv=False,
+        )  # fmt: skip
         with torch.no_grad():  # a fresh transformer hardly listens to its prompt; make it
             for name, weight in transformer.named_parameters():
                 if name.startswith(("context_embedder", "transformer_blocks", "norm_out", "proj_out")):

@@ -29,14 +29,9 @@ from visalign.adapters.causal_lm.policy import CausalLMPolicy
 from visalign.text import Sampling, StoppingCriteria, TextRollout
 
 SPECIAL = (
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|image_pad|>",
+    "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>",
     "<|video_pad|>",
-)
+)  # fmt: skip
 IMAGE = SPECIAL.index("<|image_pad|>")
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"

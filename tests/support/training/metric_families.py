@@ -7,23 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 TEXT_ONLY = (
-    "tokens",
-    "length_mean",
-    "repetition",
-    "truncated_share",
-    "entropy",
-    "engine_gap",
-    "groups/*",
-    "tools/*",
-    "latent_flow/*",
-    "replay/*",
-    "penalty",
-    "value_explained",
-    "perplexity",
-    "rewards/*",
-    "logps/*",
-    "label_mean",
-)
+    "tokens", "length_mean", "repetition", "truncated_share", "entropy", "engine_gap", "groups/*",
+    "tools/*", "latent_flow/*", "replay/*", "penalty", "value_explained", "perplexity", "rewards/*",
+    "logps/*", "label_mean",
+)  # fmt: skip
 """Keys of text policies only."""
 
 REGRESSION_ONLY = ("match_error", "anchor_distance")
@@ -33,16 +20,9 @@ ASCENT_ONLY = ("reward_gradient",)
 """Keys of training through the reward's gradient only."""
 
 MONITOR_ONLY = (
-    "agreement/*",
-    "recorded/*",
-    "recorded_std/*",
-    "agreement_change/*",
-    "recorded_change/*",
-    "group_std_ratio",
-    "judge_std_ratio/*",
-    "diversity",
-    "diversity_ratio",
-)
+    "agreement/*", "recorded/*", "recorded_std/*", "agreement_change/*", "recorded_change/*",
+    "group_std_ratio", "judge_std_ratio/*", "diversity", "diversity_ratio",
+)  # fmt: skip
 """Keys that need a reward of weight 0, or the run's monitor."""
 
 TIMES = ("seconds", "samples_per_second")

@@ -49,9 +49,7 @@ class ToyPairs:
             rows = chosen[start : start + self.micro]
             votes = np.stack([won[rows], self.votes - won[rows], 0 * won[rows]], 1) if self.votes else None
             yield pair_batch(
-                points[rows],
-                label=(utility[rows, 0] > utility[rows, 1]).astype(np.float32),
-                votes=votes,
+                points[rows], label=(utility[rows, 0] > utility[rows, 1]).astype(np.float32), votes=votes
             )
 
 
