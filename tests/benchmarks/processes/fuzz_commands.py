@@ -84,13 +84,8 @@ class Case:
 
 def images(r: random.Random) -> list[str]:
     """Files that are images, nearly images, or none."""
-    for name, mode in (
-        ("rgb.png", "RGB"),
-        ("l.png", "L"),
-        ("p.png", "P"),
-        ("rgba.webp", "RGBA"),
-        ("c.jpg", "CMYK"),
-    ):
+    modes = {"rgb.png": "RGB", "l.png": "L", "p.png": "P", "rgba.webp": "RGBA", "c.jpg": "CMYK"}
+    for name, mode in modes.items():
         Image.new(mode, (r.choice((1, 2, 8, 33)), r.choice((1, 8, 33)))).save(name)
     Image.effect_noise((24, 24), 60).save("noise.png")
     whole = Path("noise.png").read_bytes()
@@ -226,15 +221,8 @@ def arguments(r: random.Random) -> list[str]:
         ]
     if command in ("compare", "rank"):
         what = [image() for _ in range(r.choice((1, 2, 2, 3, 4)))]
-        return [
-            command,
-            *what,
-            "-r",
-            judge(),
-            "-p",
-            "x",
-            *some(r, *shared[:4], ("--json", flag), ("--level", number)),
-        ]
+        levels = (("--json", flag), ("--level", number))
+        return [command, *what, "-r", judge(), "-p", "x", *some(r, *shared[:4], *levels)]
     if command == "agree":
         what = r.choice((lambda: ".", lambda: "deep", lambda: table(r, "images"), image))()
         return [command, what, "-r", judge(), "-r", judge(), "-p", "x", *some(r, *shared, *more, ("-s", odd))]
@@ -244,13 +232,8 @@ def arguments(r: random.Random) -> list[str]:
         kind = r.random() < 0.7
         asked = ["-r", judge()] if kind else r.choice((["-s", "hp"], ["-s", "score"], []))
         draws = ("--resamples", lambda: r.choice(("100", "100", "100", "1", "x")))
-        rest = (
-            draws,
-            ("--bins", number),
-            ("--max-failure-rate", number),
-            ("--fuse", flag),
-            ("--labels", odd),
-        )
+        rest = (draws, ("--bins", number), ("--max-failure-rate", number))
+        rest = (*rest, ("--fuse", flag), ("--labels", odd))
         own = (("-o", output), ("--cache", output), ("--batch-size", number), ("--swap-sides", flag))
         return [command, what, *asked, *some(r, *own, *rest, *more[:3])]
     if command == "probe-reward":
@@ -278,12 +261,8 @@ def _probing(
     rest += ["--option", r.choice(("quality=3", "a.b.c", "=", *ODD))] if r.random() < 0.1 else []
     rest += ["--seed", r.choice(NUMBERS)] if r.random() < 0.2 else []
     rest += ["--batch-size", batch] if r.random() < 0.3 else []
-    given = [
-        part
-        for name, parts in (("-i", reference), ("--only", asked))
-        for one in parts
-        for part in (name, one)
-    ]
+    pairs = [("-i", image) for image in reference] + [("--only", name) for name in asked]
+    given = [part for pair in pairs for part in pair]
     return [*given, "--count", count, *rest, *more]
 
 

@@ -157,6 +157,11 @@ def train(overrides: Sequence[str], folder: Path) -> tuple[dict[str, Any], list[
     return summary, read_metrics(folder / "metrics.jsonl")
 
 
+def means(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of each column."""
+    return {key: float(np.mean([row[key] for row in rows])) for key in rows[0]}
+
+
 def entropy(folder: Path, iterations: int, seeds: Sequence[int]) -> list[dict[str, Any]]:
     """Entropy and held-out accuracy at the end of equal runs; four updates per iteration, so that ratios
     leave 1 and a clip can act."""
@@ -165,21 +170,18 @@ def entropy(folder: Path, iterations: int, seeds: Sequence[int]) -> list[dict[st
         runs = []
         for seed in seeds:
             more = (f"seed={seed}", f"run.iterations={iterations}", "optimizer.updates_per_iteration=4")
-            summary, records = train([*overrides, *more], folder / f"{name}_{seed}")
-            runs.append((summary, records))
-        first = [r[0]["entropy"] for _, r in runs]
-        last = [float(np.mean([record["entropy"] for record in r[-5:]])) for _, r in runs]
-        rows.append(
+            runs.append(train([*overrides, *more], folder / f"{name}_{seed}"))
+        found = [
             {
-                "rule": name,
-                "entropy at the start": float(np.mean(first)),
-                "at the end": float(np.mean(last)),
-                "sd": float(np.std(last)),
-                "accuracy before": float(np.mean([s["before"]["accuracy"] for s, _ in runs])),
-                "after": float(np.mean([s["after"]["accuracy"] for s, _ in runs])),
-                "sd after": float(np.std([s["after"]["accuracy"] for s, _ in runs])),
+                "entropy at the start": log[0]["entropy"],
+                "at the end": float(np.mean([record["entropy"] for record in log[-5:]])),
+                "accuracy before": summary["before"]["accuracy"],
+                "after": summary["after"]["accuracy"],
             }
-        )
+            for summary, log in runs
+        ]
+        spread = {key: float(np.std([row[key] for row in found])) for key in ("at the end", "after")}
+        rows.append({"rule": name, **means(found), "sd": spread["at the end"], "sd after": spread["after"]})
     return rows
 
 
@@ -212,7 +214,7 @@ def collapse(folder: Path, iterations: int, seeds: Sequence[int]) -> list[dict[s
                     "best reached": float(accuracy.max()),
                 }
             )
-        rows.append({"rule": name, **{k: float(np.mean([f[k] for f in found])) for k in found[0]}})
+        rows.append({"rule": name, **means(found)})
         rows[-1]["sd of the end"] = float(np.std([f["end, 16 samples"] for f in found]))
     rows.append({"rule": "before", "pass@16": _distinct(None, records, 16)["solved"]})
     return rows
@@ -238,9 +240,8 @@ def diversity(folder: Path, iterations: int, seeds: Sequence[int], samples: int 
     rows: list[dict[str, Any]] = [{"policy": "base", **base}]
     for name, runs in curves.items():
         ends = [curve[-1] for curve in runs]
-        means = {key: float(np.mean([end[key] for end in ends])) for key in base}
         equal = [_distinct_at(curve, reached) for curve in runs]
-        row = {"policy": name, **means, f"distinct at accuracy {reached:.3f}": float(np.mean(equal))}
+        row = {"policy": name, **means(ends), f"distinct at accuracy {reached:.3f}": float(np.mean(equal))}
         rows.append({**row, "of each seed": [round(each, 2) for each in equal], "curves": runs})
     return rows
 
@@ -350,7 +351,7 @@ def anchors(folder: Path, iterations: int, seeds: Sequence[int]) -> list[dict[st
             more = (f"seed={seed}", f"run.iterations={iterations}", f"data.tasks=[{', '.join(_TRAINED)}]")
             train([*overrides, *_PPO, *text_beside, *more, "data.size=1900"], folder / f"{name}_{seed}")
             found.append(measured(folder / f"{name}_{seed}" / "model"))
-        rows.append({"rule": name, **{k: float(np.mean([f[k] for f in found])) for k in found[0]}})
+        rows.append({"rule": name, **means(found)})
         rows[-1] |= {f"sd, {k}": float(np.std([f[k] for f in found])) for k in found[0]}
     for target in TARGETS:
         settled, used = [], []
@@ -411,7 +412,7 @@ def mixture(folder: Path, iterations: int, seeds: Sequence[int]) -> list[dict[st
                     "grad norm": float(np.median([r["grad_norm"] for r in last])),
                 }
             )
-        rows.append({"rule": name, **{k: float(np.mean([f[k] for f in found])) for k in found[0]}})
+        rows.append({"rule": name, **means(found)})
         rows[-1]["sd after"] = float(np.std([f["after"] for f in found]))
     rows.append({"rule": "experts changed by one iteration", "share": _rerouted(start, folder / "one")})
     return rows
@@ -496,27 +497,17 @@ def compared(arms: Mapping[str, Sequence[str]]) -> Callable[..., list[dict[str, 
 
 
 CLAIMS = {
-    "entropy": entropy,
-    "collapse": collapse,
-    "diversity": diversity,
-    "ratio": ratio,
-    "parts": compared(PARTS),
-    "recent": compared(RECENT),
-    "tools": compared(TOOLS),
-    "mixture": mixture,
-    "anchors": anchors,
+    "entropy": (entropy, 60),
+    "collapse": (collapse, 250),
+    "diversity": (diversity, 50),
+    "ratio": (ratio, 5),
+    "parts": (compared(PARTS), 60),
+    "recent": (compared(RECENT), 60),
+    "tools": (compared(TOOLS), 40),
+    "mixture": (mixture, 40),
+    "anchors": (anchors, 40),
 }
-ITERATIONS = {
-    "entropy": 60,
-    "collapse": 250,
-    "diversity": 50,
-    "ratio": 5,
-    "parts": 60,
-    "recent": 60,
-    "tools": 40,
-    "mixture": 40,
-    "anchors": 40,
-}
+"""Name -> (what measures it, iterations of a run)."""
 
 
 def show(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -540,9 +531,10 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, help="keep the runs here; those that are there are not repeated")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
-    iterations = given.iterations or ITERATIONS[given.claim]
+    measure, usual = CLAIMS[given.claim]
+    iterations = given.iterations or usual
     with tempfile.TemporaryDirectory() as folder:
-        rows = CLAIMS[given.claim](given.runs or Path(folder), iterations, given.seeds)
+        rows = measure(given.runs or Path(folder), iterations, given.seeds)
     show(f"{given.claim}: {iterations} iterations, seeds {given.seeds}", rows)
     if given.output is not None:
         given.output.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
