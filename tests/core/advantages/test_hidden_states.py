@@ -9,9 +9,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
-from tests.support.core import LABELS, assert_values, f64, step
+from tests.support.core import LABELS, assert_values, f64, normal, step
 from visalign.core.advantages.group import group_advantages
 from visalign.core.advantages.hidden_states import (
     effective_rank,
@@ -24,10 +23,6 @@ from visalign.core.advantages.hidden_states import (
 from visalign.core.objective.algorithms import named_objective
 
 NAN = float("nan")
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def test_effective_rank() -> None:

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
@@ -27,19 +25,6 @@ INF = float("inf")
 class TestConditional:
     reward = f64(1, 0, 1, 1)
     metric = f64(0.1, 0.2, 0.3, 0.4)
-
-    @pytest.mark.parametrize(
-        ("options", "expected"),
-        [
-            ({}, (0, -1, 0.5, 0.5)),
-            ({"mu": 0.5}, (0.25, -0.75, 0.25, 0.25)),
-            ({"mu": 0.0}, (0.5, -0.5, 0, 0)),
-            ({"alpha": 0.9}, (0.1, -0.9, 0.4, 0.4)),
-            ({"alpha": 0.9, "side": "low"}, (-0.1, -1, 0.55, 0.55)),
-        ],
-    )
-    def test_hand_values(self, options: dict[str, float], expected: tuple[float, ...]) -> None:
-        assert_values(conditional_advantages(self.reward, self.metric, [0] * 4, **options), *expected)  # type: ignore[arg-type]
 
     def test_equals_loops_over_interleaved_groups(self) -> None:
         reward, metric = normal(23), normal(23, seed=1)
@@ -68,13 +53,6 @@ class TestConditional:
 
 
 class TestPrl:
-    log_ratio = f64(0.4, -0.2, 1.0)[None]
-
-    def test_hand_values(self) -> None:
-        assert_values(prl_advantages(f64(1), self.log_ratio, eta=2)[0], 0.4, 0.6, 0.5)
-        assert_values(prl_advantages(f64(1), self.log_ratio, eta=2, block=2)[0], 0.6, 0.6, 0.5)
-        assert_values(prl_advantages(f64(1), self.log_ratio, eta=2, block=9)[0], 0.5, 0.5, 0.5)
-
     def test_a_block_that_ends_in_zero_is_a_block(self) -> None:
         """Its value is exactly 0 and must not be taken for a block without an end."""
         assert_values(prl_advantages(f64(0), f64(5, 0, 3, 0)[None], eta=1, block=2)[0], -3, -3, 0, 0)
@@ -145,18 +123,3 @@ class TestReplay:
         assert keep.tolist() == [False, True, False]
         advantage, keep = replay_advantages(torch.ones(2).half(), torch.tensor([NAN]))
         assert advantage.dtype == torch.float32 and advantage.eq(0).all() and not keep.any()
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: conditional_advantages(f64(1, 2), f64(1), [0, 0]), r"metric \[B\]; got \(2,\) and \(1,\)"),
-        (
-            lambda: conditional_advantages(f64(1), f64(1), [0, 1]),
-            "one label per sample, 1 in all; got a list",
-        ),
-    ],
-)
-def test_bad_input(call: Callable[[], object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        call()

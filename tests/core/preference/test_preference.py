@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -147,20 +146,6 @@ def test_averages() -> None:
     assert average_pairs(loss[:0], over="pairs").item() == 0
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (
-            lambda: soft_labels(f64(1), f64(1, 2)),
-            r"left \(1,\), right \(2,\), ties \(1,\) must have one shape",
-        ),
-        (lambda: bradley_terry_loss(f64(1, 2), f64(1, 2), f64(0, 1.5)), r"lie in \[0, 1\].*got 0 to 1.5"),
-        (lambda: tie_log_prob(f64(1), f64(1), 2.0, model="x"), "model must be"),  # pyright: ignore[reportArgumentType]
-        (lambda: outcome_loss(f64(1), f64(1, 2)), r"log_prob \(1,\) and share \(2,\)"),
-        (lambda: average_pairs(f64(1), f64(1, 2)), r"weight \(2,\) and loss \(1,\)"),
-        (lambda: average_pairs(f64(1), over="x"), "over must be"),  # pyright: ignore[reportArgumentType]
-    ],
-)
-def test_bad_input(call: Callable[[], object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        call()
+def test_bad_input() -> None:
+    with pytest.raises(ValueError, match=r"lie in \[0, 1\].*got 0 to 1.5"):
+        bradley_terry_loss(f64(1, 2), f64(1, 2), f64(0, 1.5))

@@ -68,14 +68,6 @@ def test_two_samples_that_split_their_games_are_equal_and_the_rest_is_bias() -> 
     assert fair.score[0] > 1 and abs(fair.bias) < 1e-9
 
 
-def test_log_odds_without_noise_give_the_scores_and_the_bias() -> None:
-    true, odds = _answers(8, 0, spread=1.5, bias=0.7, noise=1e-4)
-    pairs = group_pairs([0] * 8, 8)
-    fit = fit_ranking(pairs, odds[pairs[:, 0], pairs[:, 1]].sigmoid(), 8, model="log_odds")
-    torch.testing.assert_close(fit.score, true, atol=0.05, rtol=0)
-    assert fit.bias == pytest.approx(0.7, abs=0.05) and fit.noise < 0.2
-
-
 def test_the_normal_model_is_bayes_rule_on_the_grid() -> None:
     """Evidence and posterior of the linear model, by the marginal normal density and by conditioning."""
     _, odds = _answers(4, 1, spread=1, bias=0.3, noise=0.5)
@@ -182,14 +174,6 @@ def test_only_close_pairs_are_asked_in_both_orders_and_no_call_twice() -> None:
     assert len(next_pairs(fit, torch.cat([asked, again]), 6)) == 0
 
 
-@pytest.mark.parametrize(
-    ("pairs", "prob", "size", "options", "message"),
-    [
-        ([[0, 1]], [0.5], 2, {"model": "elo"}, "model must be one of bradley_terry"),
-        ([[0.0, 1.0]], [0.5], 2, {}, r"pairs must be integers \[N, 2\]"),
-        ([[0, 1]], [0.5, 1], 2, {}, r"prob must be \[N\], N = 1 pairs"),
-    ],
-)
-def test_bad_comparisons_are_refused(pairs: Any, prob: Any, size: int, options: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        fit_ranking(torch.tensor(pairs), torch.tensor(prob, dtype=torch.float64), size, **options)
+def test_bad_comparisons_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"prob must be \[N\], N = 1 pairs"):
+        fit_ranking(torch.tensor([[0, 1]]), torch.tensor([0.5, 1]), 2)

@@ -6,9 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from scipy.integrate import quad
@@ -18,7 +16,6 @@ from tests.support.core import assert_values, f64, normal
 from visalign.core.preference.bradley_terry import bradley_terry_loss
 from visalign.core.preference.uncertainty import (
     WIDE,
-    gauss_hermite,
     log_win_probability,
     mean_log_win,
     soft_clamp,
@@ -119,28 +116,3 @@ class TestSoftClamp:
         (slope,) = torch.autograd.grad(soft_clamp(value).sum(), value)
         assert (slope > 1e-8).all() and slope.max() < 1
         assert torch.autograd.gradcheck(soft_clamp, (normal(9).mul(8).requires_grad_(),))
-
-
-def test_gauss_hermite_against_numpy() -> None:
-    nodes, log_weights = gauss_hermite(32)
-    x, w = np.polynomial.hermite_e.hermegauss(32)
-    assert_values(nodes, *x, rtol=1e-12, atol=1e-13)
-    assert_values(log_weights, *np.log(w / math.sqrt(2 * math.pi)), rtol=1e-10)
-    for power, moment in ((0, 1.0), (2, 1.0), (4, 3.0), (20, 654729075.0)):
-        assert (log_weights.exp() @ nodes**power).item() == pytest.approx(moment, rel=1e-11)
-
-
-LOSS: Any = uncertain_preference_loss
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: log_win_probability(f64(0), f64(1, 1)), r"mean \(1,\) and std \(2,\)"),
-        (lambda: LOSS(*[f64(1)] * 4, mode="x"), "mode must be"),
-        (lambda: uncertain_preference_loss(f64(1), f64(1), f64(1), f64(1, 2)), "must have one shape"),
-    ],
-)
-def test_bad_input(call: Callable[[], object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        call()

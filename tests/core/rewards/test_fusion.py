@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 import torch
@@ -63,13 +61,6 @@ class TestConvexVertices:
             assert convex_vertices(points).tolist() == sorted(ConvexHull(plane).vertices.tolist())
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: neighbour_weights(f64(1)), r"similarity must be \[B, M\].*\(1,\)"),
-        (lambda: convex_vertices(f64(NAN)[None]), "embedding holds a number that is not finite"),
-    ],
-)
-def test_bad_input(call: Callable[[], object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        call()
+def test_bad_input() -> None:
+    with pytest.raises(ValueError, match="embedding holds a number that is not finite"):
+        convex_vertices(f64(NAN)[None])

@@ -12,17 +12,12 @@ import scipy.linalg
 import torch
 from torch import Tensor
 
+from tests.support.core import f64, normal
 from visalign.core.rewards.sets import frechet_distance, frechet_gains, vendi_gains, vendi_score
 
 
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
 def assert_values(ours: Tensor, *expected: float) -> None:
-    torch.testing.assert_close(
-        ours, torch.tensor(expected, dtype=torch.float64).reshape(ours.shape), rtol=1e-6, atol=1e-9
-    )
+    torch.testing.assert_close(ours, f64(*expected).reshape(ours.shape), rtol=1e-6, atol=1e-9)
 
 
 def test_vendi_score() -> None:
@@ -88,7 +83,6 @@ def test_stacks_equal_single_sets(measure: Callable[[Tensor], Tensor]) -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: vendi_score(torch.ones(0, 3)), r"got \(0, 3\)"),
         (lambda: vendi_score(torch.zeros(2, 2)), "a row of zeros has no direction"),
         (lambda: frechet_gains(torch.ones(1, 2), torch.ones(3, 2)), "got 1 sample. Give at least 2"),
         (lambda: frechet_distance(torch.ones(2, 2) / 0, torch.ones(3, 2)), "embeddings must be finite"),

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -128,14 +127,3 @@ def test_contributions_that_add_up_to_the_outcome() -> None:
     torch.testing.assert_close(slope, f64(*[2.0] * 4, -0.2, 0, -0.2, -0.2, *[0.0] * 4).reshape(3, 4))
     assert progress_loss(f64(NAN)[None], f64(1)).isnan(), "what an estimator says is not hidden"
     assert progress_loss(f64(NAN)[None], f64(NAN)).item() == 0
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: delta_step_rewards(f64(1)), r"steps must be \[B, T\]; got shape \(1,\)"),
-    ],
-)
-def test_bad_input(call: Callable[[], object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        call()

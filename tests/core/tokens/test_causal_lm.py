@@ -3,11 +3,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from visalign.core import token_log_probs
@@ -51,27 +48,3 @@ def test_padding_on_either_side_changes_nothing_and_gets_no_gradient(left: int) 
     token_log_probs(lambda **_: logits, ids, mask).log_prob.sum().backward()
     assert logits.grad is not None
     assert bool((logits.grad[mask == 0] == 0).all()) and bool(torch.isfinite(logits.grad).all())
-
-
-def test_more_inputs_reach_the_model_and_a_plain_tensor_is_enough() -> None:
-    seen: dict[str, Any] = {}
-
-    def model(**inputs: Any) -> Tensor:
-        seen.update(inputs)
-        return torch.zeros(2, 5, 7)
-
-    result = token_log_probs(model, IDS, images="two")
-    assert seen["images"] == "two" and seen["attention_mask"].tolist() == [[1] * 5] * 2
-    assert "position_ids" not in seen
-    torch.testing.assert_close(result.log_prob[:, 1:], torch.full((2, 4), 1 / 7).log())
-
-
-@pytest.mark.parametrize(
-    ("model", "ids", "mask", "message"),
-    [
-        (gpt2, IDS[0], None, r"ids must be \[B, T\].*got shape \(5,\)"),
-    ],
-)
-def test_bad_input_is_named(model: Any, ids: Tensor, mask: Tensor | None, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        token_log_probs(model(), ids, mask)

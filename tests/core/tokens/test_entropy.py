@@ -14,8 +14,6 @@ from torch import Tensor
 from visalign.core.surrogates.aggregation import aggregate, count_step
 from visalign.core.tokens.entropy import (
     covariance_statistics,
-    entrocraft_direction,
-    entrocraft_keep,
     entropy_bonus,
     fit_entropy_curve,
     token_covariance,
@@ -30,17 +28,6 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 def entropy_of(logits: Tensor) -> Tensor:
     return torch.distributions.Categorical(logits=logits).entropy()
-
-
-def test_covariance_by_hand() -> None:
-    log_prob = torch.tensor([[-0.1, -2.0], [-0.1, -2.0]], dtype=torch.float64)
-    advantage, weight = torch.tensor([1.0, -1.0]), torch.ones(2, 2)
-    statistics = covariance_statistics(log_prob, advantage, weight)
-    assert statistics.mean_log_prob.item() == pytest.approx(-1.05)
-    assert statistics.mean_advantage == 0
-    expected = torch.tensor([[0.95, -0.95], [-0.95, 0.95]], dtype=torch.float64)
-    torch.testing.assert_close(token_covariance(log_prob, advantage, weight, statistics), expected)
-    assert statistics.covariance.item() == pytest.approx(0.0, abs=1e-15)
 
 
 def test_covariance_is_numpys_over_what_is_present() -> None:
@@ -121,21 +108,3 @@ def test_bonus_raises_the_entropy() -> None:
     assert (gradient[weight == 0] == 0).all()
     tensor = entropy_bonus(torch.ones(2, dtype=torch.bfloat16), torch.tensor(0.5))
     assert tensor.dtype == torch.float32 and tensor.tolist() == [-0.5, -0.5]
-
-
-@pytest.mark.parametrize(
-    ("monitor", "m", "keep"),
-    [(0.3, -1, [0, 0, 1, 1, 1, 0]), (0.9, 1, [1, 1, 0, 0, 1, 0]), (0.6, 0, [1, 1, 1, 1, 1, 0])],
-)
-def test_entrocraft_accepts_by_the_sign_of_the_advantage(monitor: float, m: int, keep: list[int]) -> None:
-    direction = entrocraft_direction(monitor, 0.5, 0.7)
-    assert direction.item() == m
-    advantage = torch.tensor([1.2, 0.3, -0.4, -1.1, 0.0, NAN])
-    assert entrocraft_keep(advantage, direction).tolist() == keep
-
-
-def test_bad_input_is_named() -> None:
-    with pytest.raises(ValueError, match=r"values \(2, 3\), weight \(2, 3\), advantage \(3,\)"):
-        covariance_statistics(torch.zeros(2, 3), torch.zeros(3), torch.ones(2, 3))
-    with pytest.raises(ValueError, match=r"entropy must be \[n\], reward \[n\].*got \(2,\), \(3,\), \(2,\)"):
-        fit_entropy_curve(torch.zeros(2), torch.zeros(3))

@@ -113,14 +113,6 @@ def test_shapes_strides_and_integer_ids() -> None:
     assert torch.equal(grad, torch.zeros_like(head))
 
 
-def test_tied_head_gets_both_gradients() -> None:
-    _, head, _, target = problem()
-    head = head.detach().requires_grad_()
-    ours = gradients(fused_log_prob_entropy(head[target], head, target.roll(1)), [head])
-    theirs = gradients(dense(head[target], head, target.roll(1)), [head])
-    torch.testing.assert_close(ours[0], theirs[0], rtol=1e-11, atol=1e-12)
-
-
 def test_no_second_derivative() -> None:
     hidden, head, _, target = problem()
     loss = fused_log_prob_entropy(hidden, head, target).log_prob.square().sum()
@@ -133,9 +125,7 @@ def test_no_second_derivative() -> None:
     ("change", "message"),
     [
         ({"target": torch.tensor([0, -100])}, r"ids in \[0, 4\); 1 of 2 are outside: \[-100\] first"),
-        ({"target": torch.tensor([4, 5])}, r"ids in \[0, 4\); 2 of 2 .*\[4, 5\]"),
         ({"target": torch.tensor([4, 0]), "weight": torch.ones(2)}, r"\[0, 4\).* weight 0"),
-        ({"target": torch.zeros(3, dtype=torch.long)}, r"must have one entry per token, \(2,\); got \(3,\)"),
         ({"head_weight": torch.ones(3, 4)}, r"hidden \(2, 3\) and head_weight \(3, 4\)"),
     ],
 )

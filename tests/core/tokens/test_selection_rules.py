@@ -20,8 +20,6 @@ from visalign.core.tokens.entropy_terms import (
     siren_keep,
 )
 from visalign.core.tokens.selection_rules import (
-    clip_b_keep,
-    clip_b_thresholds,
     clip_v_keep,
     clip_v_thresholds,
     discriminator_scores,
@@ -59,15 +57,6 @@ def test_discriminator_gives_the_exact_entropy_change_of_a_logit_step() -> None:
         direction = torch.nn.functional.one_hot(torch.tensor(k), 6) - p
         exact = (entropy_of(logits + step * direction) - entropy_of(logits - step * direction)) / (2 * step)
         torch.testing.assert_close(change[:, k], exact, rtol=1e-6, atol=1e-9)
-
-
-@pytest.mark.parametrize(("mu", "last"), [(2.5, True), (2.0, False)])
-def test_clip_b_worked_example(mu: float, last: bool) -> None:
-    score, weight = torch.tensor([[0, 0.01, -0.01, 0, 0.02, -0.30]]), torch.ones(1, 6)
-    thresholds = clip_b_thresholds(score, weight, mu=mu)
-    assert ((score[0, -1] - thresholds.mean) / thresholds.std).item() == pytest.approx(-2.2286, abs=1e-4)
-    assert clip_b_keep(score, torch.tensor([-1.0]), weight, thresholds).tolist() == [[True] * 5 + [last]]
-    assert clip_b_keep(score, torch.tensor([0.0]), weight, thresholds).all()
 
 
 def test_clip_v_drops_the_largest_and_never_more_than_allowed() -> None:
@@ -197,19 +186,3 @@ def test_anchored_loss_over_micro_batches_is_the_square_in_value_and_gradient() 
     assert (torch.autograd.grad(at_anchor.sum(), whole)[0] == 0).all()
     none = peak_entropy(torch.full((1, 3), NAN), torch.ones(1, 3), torch.zeros(1, 3, dtype=torch.bool))
     assert none.tolist() == [[0, 0, 0]]
-
-
-ONES = torch.ones(2, 3)
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: entropy_discriminator(ONES, ONES[0]), r"\(2, 3\) and entropy \(3,\) must have one shape"),
-        (lambda: steer_change(ONES, ONES[0], ONES, ONES, ONES), r"old_log_prob \(3,\)"),
-        (lambda: siren_keep(ONES[0], ONES[0]), r"entropy must be \[B, T\].*got shape \(3,\)"),
-    ],
-)
-def test_bad_input_is_named(call: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        call()
