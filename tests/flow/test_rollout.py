@@ -169,13 +169,8 @@ def test_ratio_error_names_causes_and_carries_the_measurement():
     assert not ratio_check(policy, CONDITION, found, strict=False).ok
 
 
-def test_check_log_ratio():
-    check = check_log_ratio(torch.tensor([[0.0, -3e-6], [1e-6, 0.0]]), bound=1e-5)
-    assert (
-        check.ok
-        and check.max_abs_log_ratio == pytest.approx(3e-6)
-        and check.mean_abs_log_ratio == pytest.approx(1e-6)
-    )
+def test_a_log_ratio_that_is_no_number_is_not_one():
+    assert check_log_ratio(torch.tensor([[0.0, -3e-6]]), bound=1e-5).max_abs_log_ratio == pytest.approx(3e-6)
     assert not check_log_ratio(torch.tensor([0.0, math.nan]), bound=1e-5, strict=False).ok
 
 
@@ -256,24 +251,13 @@ def test_steps_behind_the_last_noise_can_be_fewer():
     assert ratio_check(policy, CONDITION, solved, bound=0.0).ok
 
 
-def test_initial_noise_can_be_shared_while_step_noise_differs():
-    policy = GaussianPolicy(latent_shape=(2, 3, 3), storage_dtype=torch.float32)
-    shared = initial_noise([9], (2, 3, 3)).expand(5, -1, -1, -1)
-    found = run(policy, noise=shared)
-    assert torch.equal(found.x[:, 0], shared)
-    assert (found.x_next[0, 0] - found.x_next[1, 0]).abs().max() > 0.1
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"sde_steps": (0, 6)}, r"rising indices in 0 to 5; got \[0, 6\]"),
         ({"schedule": "cps", "sde_steps": (5,)}, "last step of CPS"),
-        ({"noise_level": 0.0}, "at noise level 0"),
-        ({"schedule": "edm"}, "schedule must be one of flow, dance, none, cps, ddim; got 'edm'"),
         ({"sigmas": torch.tensor([1.0, 0.5])}, "fall strictly from at most 1 down to 0; got .1.0, 0.5"),
         ({"seeds": [1, 2]}, "of 5 samples needs one seed for each, .*got 2"),
-        ({"seeds": None, "noise": torch.zeros(5, 2, 3, 3)}, "got None"),
         ({"noise": torch.zeros(5, 2, 3, 4)}, r"must be \[5, 2, 3, 3\].*got \[5, 2, 3, 4\]"),
     ],
 )
@@ -302,9 +286,6 @@ def test_a_policy_that_breaks_the_velocity_contract_is_refused(monkeypatch):
     monkeypatch.setattr(policy, "velocity", lambda *given: given[0].bfloat16())
     with pytest.raises(ValueError, match=r"must return float32 \[5, 2, 3, 3\].*got torch.bfloat16"):
         run(policy)
-    monkeypatch.setattr(policy, "velocity", lambda *given: given[0][:, :1])
-    with pytest.raises(ValueError, match=r"got torch.float32 \[5, 1, 3, 3\]"):
-        run(policy)
 
 
 def test_replay_and_pairs_refuse_lengths_that_differ():
@@ -313,5 +294,3 @@ def test_replay_and_pairs_refuse_lengths_that_differ():
     pairs = found.pairs(torch.tensor([0, 1]), torch.tensor([0, 2]))
     with pytest.raises(ValueError, match=r"flat .sample, step. pairs; the lengths .*are \[5, 2, 2, 2, 2\]"):
         replay(policy, CONDITION, pairs.x, pairs.x_next, pairs.sigma, pairs.sigma_next, kernel=found.kernel)
-    with pytest.raises(ValueError, match=r"sample must be \[N\] and step \[N\]; got \(2,\)"):
-        found.pairs(torch.tensor([0, 1]), torch.tensor([0]))

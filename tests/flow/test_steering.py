@@ -11,7 +11,7 @@ import torch
 from visalign.flow import steered_rollout
 from visalign.flow.steering import _draw_parents
 
-PARTICLES, DEVIATION = 2048, 0.5
+PARTICLES, DEVIATION = 1024, 0.5
 
 
 class Gaussian:
@@ -110,8 +110,6 @@ def test_batches_change_nothing():
     [
         ({"particles": 1}, "groups of at least 2"),
         ({"resample_after": [38]}, "rising steps among 0 to 37"),
-        ({"resample_after": [5, 3]}, "rising steps"),
-        ({"strength": 0.0}, "strength is 0.0; it must be above 0"),
     ],
 )
 def test_what_cannot_be_is_refused(changes, message):

@@ -10,18 +10,13 @@ import pytest
 import torch
 from diffusers import DDIMScheduler, DPMSolverMultistepScheduler
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.support.flow_policies import GaussianPolicy, Shift
 from visalign.flow import (
     Kernel,
-    Transition,
     cps_step,
     diffusers_timestep_sigmas,
-    initial_noise,
     sde_step,
-    step_noise,
     timestep_sigmas,
 )
 from visalign.flow.parametrization import flow_sigma, preserving_scale, velocity_of_prediction
@@ -110,40 +105,16 @@ def test_last_step_flow_std_is_finite_and_cps_log_prob_is_refused():
         ode.log_prob(x)
 
 
-@settings(deadline=None, max_examples=60)
-@given(
-    schedule=st.sampled_from(["flow", "dance", "cps"]),
-    noise_level=st.floats(0.05, 1.0),
-    sigma=st.floats(0.02, 1.0),
-    fraction=st.floats(0.01, 0.99),
-)
-def test_sample_and_log_prob_agree_everywhere(schedule, noise_level, sigma, fraction):
-    kernel = Kernel(schedule=schedule, noise_level=noise_level, sigma_max=0.98)
-    noise = step_noise([1, 2], 0, (6,)).double()
-    x = initial_noise([1, 2], (6,)).double()
-    step = kernel.step(x, -x, sigma, sigma * fraction)
-    found = step.log_prob(step.sample(noise), "mean")
-    expected = -(noise**2).mean(1) / 2 - step.std.log() - math.log(2 * math.pi) / 2
-    torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-7)
-    assert bool((step.std > 0).all())
-
-
 def test_transitions_refuse_bad_arguments():
     x, v = latents(2, 3), latents(2, 3, seed=1)
-    with pytest.raises(ValueError, match=r"x \(2, 3\) and v \(2, 2\) must have one shape"):
-        sde_step(x, v[:, :2], 0.5, 0.4, schedule="none")
     with pytest.raises(ValueError, match=r"sigma_next must be a number or \[2\]; got shape \[3\]"):
         sde_step(x, v, 0.5, torch.zeros(3), schedule="none")
-    with pytest.raises(ValueError, match="log_prob_reduction must be one of mean, sum; got 'max'"):
-        Transition(x, torch.ones(2)).log_prob(x, "max")  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"schedule": "edm", "noise_level": 1.0}, "schedule must be one of flow, dance, none, cps, ddim"),
         ({"schedule": "cps", "noise_level": 1.5}, r"noise_level of cps must lie in \[0, 1\]; got 1.5"),
-        ({"schedule": "dance", "noise_level": -1.0}, r"must lie in \[0, inf\]; got -1"),
         ({"schedule": "flow", "noise_level": 0.7, "sigma_max": 1.0}, "sigma_max stands in for σ = 1"),
         (
             {"schedule": "flow", "noise_level": 0.7, "log_prob": "quadratic"},

@@ -103,9 +103,7 @@ def test_stretches_of_trees_are_those_of_one_rollout():
     "nodes",
     [
         tree_nodes(GROUP, 3, at=[0], children=4),  # another number of steps
-        tree_nodes(GROUP, 4, at=[3], children=4),  # split at a step without noise
         tree_nodes(GROUP, 4, at=[0], children=4) + 1,  # not the first of each
-        tree_nodes(GROUP, 4, at=[0], children=4).flip(0),  # that meet again
         torch.zeros(5, 8, dtype=torch.int64),  # never apart
     ],
 )
