@@ -195,12 +195,9 @@ def test_stock_rows_move_as_stock_does(loss_type: str, objective: Objective, tmp
     ("objective", "beta", "config", "why"),
     [
         ("ppo", 0.02, {}, r"'ppo' has value=1, which needs value, and TRL's GRPOTrainer has none.*grpo"),
-        ("flowrl", 0.1, {}, "needs log_z, and TRL's GRPOTrainer has none"),
         ("flow_grpo", 0.0, {}, "has no meaning on tokens.*Take 'grpo'"),
         ("grpo", 0.0, {}, "GRPOConfig beta=0.*set beta=0.04"),
-        ("prl", 0.0, {}, "advantage=.prl.*set beta=1"),
         ("dapo", 0.0, {"delta": 1.5}, "delta changes TRL's own loss"),
-        ("dapo", 0.0, {"steps_per_generation": 8}, "steps_per_generation is 8 and gradient_acc"),
     ],
 )
 def test_what_does_not_fit_is_refused(

@@ -194,7 +194,6 @@ def test_advantages_in_verl_are_those_of_the_objective(name: str, per_token: boo
     ("name", "why"),
     [
         ("clip_cov", "visalign:clip_cov cannot be a loss in verl: selection='clip_cov' needs thres"),
-        ("flowrl", "surrogate='flow_balance' needs log_z, which verl does not have"),
         ("flow_grpo", "it is a row of denoising steps"),
     ],
 )

@@ -67,13 +67,12 @@ def test_other_separators_are_seen(tmp_path: Path, sign: str) -> None:
     assert [row for _, row in read_rows(tmp_path / "a.csv")] == [{"image": "a, b.png", "mos": "1"}]
 
 
-@pytest.mark.parametrize("has_images", [True, False])
-def test_another_separator_is_said_to_be_none(tmp_path: Path, has_images: bool) -> None:
+def test_another_separator_is_said_to_be_none(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("prompt^image_left^image_right^label\na^1^2^left\n")
     with pytest.raises(
         UserError, match=r"There is one column; those of a CSV are separated by , ; \| or tabs"
     ):
-        load_preferences(tmp_path / "a.csv", columns=Columns(has_images=has_images))
+        load_preferences(tmp_path / "a.csv")
 
 
 def test_a_set_without_images_is_read_where_none_is_opened(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from visalign.data.shapes.preferences import (
     annotator_noise,
     utility,
 )
-from visalign.data.shapes.prompts import heldout_prompts, parse_prompt, train_prompts
+from visalign.data.shapes.prompts import parse_prompt, train_prompts
 from visalign.data.shapes.scenes import sample_scene
 from visalign.errors import UserError
 
@@ -89,13 +89,6 @@ def test_ratings_follow_quality():
         [item.std for item in given if item.scene.quality == 1]
     )
     assert ShapesPreferences(0, annotators=1).quality(0).std == 0
-
-
-def test_splits_share_no_prompt():
-    world = ShapesPreferences(0, split="heldout")
-    held = {world.pair(n).prompt for n in range(200)}
-    assert held <= {record["prompt"] for record in heldout_prompts()}
-    assert not held & {record["prompt"] for record in train_prompts()}
 
 
 def test_neighbours_differ_in_one_word():

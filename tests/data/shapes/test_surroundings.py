@@ -28,9 +28,9 @@ def scenes(count: int, seed: int = 5) -> list:
 
 def test_specks_are_no_objects_to_the_verifier() -> None:
     rng = np.random.default_rng(3)
-    drawn = scenes(150)
+    drawn = scenes(75)
     speckled = [with_specks(scene, rng) for scene in drawn]
-    assert sum(len(scene.specks) for scene in speckled) > 300
+    assert sum(len(scene.specks) for scene in speckled) > 150
     plain, changed = (
         [verdict.correct for verdict in verify(render_many(some), [s.record for s in drawn])]
         for some in (drawn, speckled)

