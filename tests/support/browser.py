@@ -44,22 +44,14 @@ class Browser:
             os.close(fd)
         self._in, self._out = to_read[0], to_write[1]
         command = [
-            path, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
-            "--no-first-run",
+            path, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
+            "--disable-extensions", "--disable-background-networking", "--force-prefers-reduced-motion",
+            f"--user-data-dir={self._home.name}", "--remote-debugging-pipe", "about:blank",
         ]  # fmt: skip
-        command += [
-            "--disable-extensions",
-            "--disable-background-networking",
-            "--force-prefers-reduced-motion",
-        ]
-        command += [f"--user-data-dir={self._home.name}", "--remote-debugging-pipe", "about:blank"]
         self._process = subprocess.Popen(
-            ["bash", "-c", f'exec "$@" 3<&{ends[0]} 4>&{ends[1]}', "browser", *command],
-            pass_fds=ends,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+            ["bash", "-c", f'exec "$@" 3<&{ends[0]} 4>&{ends[1]}', "browser", *command], pass_fds=ends,
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
         for fd in ends:
             os.close(fd)
         self._session: str | None = None

@@ -69,9 +69,7 @@ def blind_result(share: float = 0.5) -> HeldoutResult:
     result = make_result(share)
     missing = np.full(len(result), math.nan, dtype=np.float32)
     return make_result(
-        share,
-        correct=np.zeros(len(result), dtype=bool),
-        judged=np.zeros(len(result), dtype=bool),
+        share, correct=np.zeros(len(result), dtype=bool), judged=np.zeros(len(result), dtype=bool),
         reasons=("cannot see",) * len(result),
         scores=dict(result.scores) | {"shapes_verifier": missing, "sharpness": missing},
-    )
+    )  # fmt: skip

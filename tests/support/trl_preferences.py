@@ -50,18 +50,10 @@ def draw(seed: int) -> dict[str, Tensor]:
 def trainer(**settings: Any) -> Any:
     """What `_compute_loss` reads of a trainer."""
     return SimpleNamespace(
-        accelerator=Accelerator(cpu=True),
-        model=torch.nn.Identity(),
-        precompute_ref_logps=True,
-        ld_alpha=None,
-        aux_loss_enabled=False,
-        use_weighting=False,
-        f_divergence_type="reverse_kl",
-        _metrics={"train": defaultdict(list)},
-        _total_train_tokens=0,
-        _tp_size=1,
-        **settings,
-    )
+        accelerator=Accelerator(cpu=True), model=torch.nn.Identity(), precompute_ref_logps=True,
+        ld_alpha=None, aux_loss_enabled=False, use_weighting=False, f_divergence_type="reverse_kl",
+        _metrics={"train": defaultdict(list)}, _total_train_tokens=0, _tp_size=1, **settings,
+    )  # fmt: skip
 
 
 class Answers(torch.nn.Module):
@@ -135,13 +127,9 @@ def reference_free_case(row: str, seed: int) -> dict[str, Any]:
     count = given["mask"].sum(1)
     said = leaf.sum(1) / count if simple else leaf.sum(1) - given["ref_log_prob"]
     own = SimpleNamespace(
-        alpha=0.0,
-        accelerator=Accelerator(cpu=True),
-        loss_type=params["row"],
-        beta=params["beta"],
-        simpo_gamma=params.get("gamma"),
-        label_smoothing=params.get("eps", 0.0),
-    )
+        alpha=0.0, accelerator=Accelerator(cpu=True), loss_type=params["row"], beta=params["beta"],
+        simpo_gamma=params.get("gamma"), label_smoothing=params.get("eps", 0.0),
+    )  # fmt: skip
     losses, chosen, rejected = CPO.cpo_loss(own, *said.chunk(2))
     (slope,) = torch.autograd.grad(losses.mean(), leaf)
     outputs = {

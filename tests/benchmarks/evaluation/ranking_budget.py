@@ -51,14 +51,10 @@ class Judge:
 
 
 JUDGES = (
-    Judge("probabilities", 2.0, 0.5, 0.3),
-    Judge("probabilities", 2.0, 0.5, 0.6),
-    Judge("probabilities", 2.0, 1.5, 0.6),
-    Judge("probabilities", 2.0, 0.5, 1.0),
-    Judge("votes", 2.0, 0.5, 1.0),
-    Judge("votes", 5.0, 1.0, 1.0),
-    Judge("votes", 8.0, 1.0, 1.0),
-)
+    Judge("probabilities", 2.0, 0.5, 0.3), Judge("probabilities", 2.0, 0.5, 0.6),
+    Judge("probabilities", 2.0, 1.5, 0.6), Judge("probabilities", 2.0, 0.5, 1.0),
+    Judge("votes", 2.0, 0.5, 1.0), Judge("votes", 5.0, 1.0, 1.0), Judge("votes", 8.0, 1.0, 1.0),
+)  # fmt: skip
 
 
 def spearman(first: Tensor, second: Tensor) -> float:

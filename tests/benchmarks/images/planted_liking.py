@@ -263,14 +263,9 @@ def images_of(prompts: int) -> tuple[Tensor, list[str], list[dict[str, Any]]]:
     policy = build_policy(config.model, torch.device("cpu"), 0)
     verifier = {"shapes_verifier": load_reward("shapes_verifier")}
     made = evaluate(
-        policy,
-        verifier,
-        chosen,
-        seeds=range(8),
-        sigmas=policy.sigmas(config.rollout.steps),
-        batch_size=160,
-        correctness="shapes_verifier",
-    )
+        policy, verifier, chosen, seeds=range(8), sigmas=policy.sigmas(config.rollout.steps),
+        batch_size=160, correctness="shapes_verifier",
+    )  # fmt: skip
     images = torch.from_numpy(made.images[made.image_index]).permute(0, 3, 1, 2).float() / 255
     places = {record["prompt"]: number for number, record in enumerate(chosen)}
     return images, list(made.prompts), [{"group_id": places[prompt]} for prompt in made.prompts]

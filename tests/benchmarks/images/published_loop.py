@@ -91,12 +91,9 @@ class Published:
         if self.policy.guidance == 1:
             return self.policy._forward(x, time, embeds, pooled, weights)
         halves = self.policy._forward(
-            torch.cat([x, x]),
-            torch.cat([time, time]),
-            torch.cat([null, embeds]),
-            torch.cat([null_pooled, pooled]),
-            weights,
-        )
+            torch.cat([x, x]), torch.cat([time, time]), torch.cat([null, embeds]),
+            torch.cat([null_pooled, pooled]), weights,
+        )  # fmt: skip
         without, prompted = halves.chunk(2)
         return without + self.policy.guidance * (prompted - without)
 
@@ -143,12 +140,9 @@ class Published:
 def ours(policy: Any, options: argparse.Namespace, folder: Path) -> Trainer[FlowGRPO]:
     """The same work by the package's own loop."""
     rollout = RolloutSettings(
-        prompts_per_iteration=options.prompts,
-        group_size=options.group,
-        steps=options.steps,
-        batch_size=options.batch,
-        noise_level=0.7,
-    )
+        prompts_per_iteration=options.prompts, group_size=options.group, steps=options.steps,
+        batch_size=options.batch, noise_level=0.7,
+    )  # fmt: skip
     objective = DiffusionObjectiveSettings(
         algorithm="flow_grpo", changes={"kl": options.kl}, ratio_bound=1e-3
     )

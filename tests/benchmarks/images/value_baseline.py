@@ -41,15 +41,10 @@ def source_of(changes: list[str]) -> tuple[FlowGRPO, list[int]]:
     config = load_config(FlowGRPOConfig, resolve_config("shapes_grpo_guard"), changes)
     inputs, accelerator = prepare(config, 1), Accelerator(cpu=True)
     source = FlowGRPO(
-        build_policy(config.model, accelerator.device, config.seed),
-        inputs.reward,
-        inputs.records,
-        rollout=config.rollout,
-        objective=config.objective,
-        seed=config.seed,
-        accelerator=accelerator,
+        build_policy(config.model, accelerator.device, config.seed), inputs.reward, inputs.records,
+        rollout=config.rollout, objective=config.objective, seed=config.seed, accelerator=accelerator,
         strata=inputs.strata,
-    )
+    )  # fmt: skip
     return source, config.rollout.stochastic
 
 

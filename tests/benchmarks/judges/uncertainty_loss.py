@@ -216,14 +216,10 @@ class FeaturePairs:
         assert self.labels.clear is not None
         both = torch.cat([self.features[chosen], self.features[chosen + self.labels.size]])
         return RewardBatch(
-            inputs=both,
-            size=len(chosen),
-            left=torch.arange(len(chosen)),
-            right=torch.arange(len(chosen), 2 * len(chosen)),
-            label=self.labels.label[chosen],
-            votes=self.labels.votes[chosen],
-            clear=self.labels.clear[chosen],
-        )
+            inputs=both, size=len(chosen), left=torch.arange(len(chosen)),
+            right=torch.arange(len(chosen), 2 * len(chosen)), label=self.labels.label[chosen],
+            votes=self.labels.votes[chosen], clear=self.labels.clear[chosen],
+        )  # fmt: skip
 
 
 def train_head(
@@ -237,21 +233,15 @@ def train_head(
     with tempfile.TemporaryDirectory() as folder:
         Trainer(
             RewardModeling(
-                judge,
-                train,
-                objective=RewardObjectiveSettings(task=task, **plain),
-                accelerator=Accelerator(cpu=True),
-                seed=seed,
+                judge, train, objective=RewardObjectiveSettings(task=task, **plain),
+                accelerator=Accelerator(cpu=True), seed=seed,
             ),
             optimizer=RewardOptimizerSettings(
-                lr=lr,
-                warmup_updates=50,
-                decay_updates=updates,
-                updates_per_iteration=updates,
+                lr=lr, warmup_updates=50, decay_updates=updates, updates_per_iteration=updates,
                 weight_decay=1e-3,
             ),
             run=RunSettings(folder=Path(folder), iterations=1, config={}),
-        ).train()
+        ).train()  # fmt: skip
     return judge
 
 
@@ -300,12 +290,9 @@ def labelled(train: FeaturePairs, kind: str, seed: int) -> FeaturePairs:
     chosen = torch.from_numpy(np.flatnonzero(kept))
     given = torch.from_numpy(np.concatenate((counts, 0 * counts[:, :1]), 1)).float()
     own = replace(
-        labels,
-        size=len(chosen),
-        label=(given[:, 0] / given.sum(1))[chosen],
-        votes=given[chosen],
+        labels, size=len(chosen), label=(given[:, 0] / given.sum(1))[chosen], votes=given[chosen],
         clear=labels.clear[chosen],
-    )
+    )  # fmt: skip
     both = train.features.view(2, labels.size, -1)[:, chosen]
     return FeaturePairs(both.flatten(0, 1), own, seed)
 

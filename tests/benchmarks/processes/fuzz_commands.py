@@ -213,12 +213,8 @@ def arguments(r: random.Random) -> list[str]:
         what = [image() if r.random() < 0.7 else table(r, "images") for _ in range(r.choice((1, 1, 2, 4)))]
         form = ("-f", lambda: r.choice(("json", "jsonl", "csv", "table", "xml")))
         return [
-            command,
-            *what,
-            "-r",
-            judge(),
-            *some(r, *shared, form, ("--page", output), ("--resume", flag)),
-        ]
+            command, *what, "-r", judge(), *some(r, *shared, form, ("--page", output), ("--resume", flag)),
+        ]  # fmt: skip
     if command in ("compare", "rank"):
         what = [image() for _ in range(r.choice((1, 2, 2, 3, 4)))]
         levels = (("--json", flag), ("--level", number))

@@ -53,13 +53,8 @@ def run(job: str, processes: int, iterations: int, folder: Path, more: Sequence[
     if processes > 1:
         start += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
     settings = [
-        *SHARED,
-        *JOBS[job],
-        "run.device=cpu",
-        "run.threads=1",
-        f"run.iterations={iterations + 1}",
-        *more,
-    ]
+        *SHARED, *JOBS[job], "run.device=cpu", "run.threads=1", f"run.iterations={iterations + 1}", *more,
+    ]  # fmt: skip
     command = [*start, str(script), "train", job, *settings, "--output", str(output)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)

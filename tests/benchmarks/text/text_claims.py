@@ -78,12 +78,9 @@ COLLAPSE = {
 }
 """Eight updates of a rollout; ratio is ten times that of the rows, for a rollout has few tokens."""
 LONG = (
-    "rollout.prompts_per_iteration=16",
-    "optimizer.updates_per_iteration=8",
-    "evaluation.seeds=[0]",
-    "evaluation.prompts_on_the_way=null",
-    "run.max_seconds=null",
-)
+    "rollout.prompts_per_iteration=16", "optimizer.updates_per_iteration=8", "evaluation.seeds=[0]",
+    "evaluation.prompts_on_the_way=null", "run.max_seconds=null",
+)  # fmt: skip
 DIVERSITY = {
     "grpo": ("objective.algorithm=grpo",),
     **{

@@ -43,19 +43,12 @@ def random_model(options: argparse.Namespace, folder: Path) -> Path:
     tokenizer = AutoTokenizer.from_pretrained(EMBEDDED)
     heads = max(1, options.width // 64)
     config = Qwen3Config(
-        vocab_size=options.vocab,
-        hidden_size=options.width,
-        intermediate_size=3 * options.width,
-        num_hidden_layers=options.layers,
-        num_attention_heads=heads,
-        num_key_value_heads=max(1, heads // 2),
-        head_dim=64,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
+        vocab_size=options.vocab, hidden_size=options.width, intermediate_size=3 * options.width,
+        num_hidden_layers=options.layers, num_attention_heads=heads,
+        num_key_value_heads=max(1, heads // 2), head_dim=64, max_position_embeddings=1024,
+        tie_word_embeddings=True, bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-    )
+    )  # fmt: skip
     torch.manual_seed(0)
     Qwen3ForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)

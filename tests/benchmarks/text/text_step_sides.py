@@ -120,13 +120,9 @@ def ours(options: argparse.Namespace, meter: Meter, folder: Path) -> None:
     completions = options.prompts * options.group
     prompts = PromptEncoder(tokenizer, plain_as_chat=True)
     policy = CausalLMPolicy(
-        model,
-        tokenizer,
-        prompts=prompts,
-        reference=bool(options.beta),
-        generate_batch=completions,
+        model, tokenizer, prompts=prompts, reference=bool(options.beta), generate_batch=completions,
         score_batch=options.micro,
-    )
+    )  # fmt: skip
     algorithm = TextRL(
         policy,
         REWARDS[options.reward](),
@@ -180,35 +176,18 @@ def trl_settings(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """What GRPOConfig has to be told to do what our trainer does, and to write nothing."""
     completions = options.prompts * options.group
     return {
-        "output_dir": str(folder),
-        "num_generations": options.group,
-        "max_completion_length": options.max_new_tokens,
-        "temperature": 1.0,
-        "top_p": 1.0,
-        "top_k": 0,
-        "beta": options.beta,
-        "loss_type": "grpo",
-        "scale_rewards": "group",
+        "output_dir": str(folder), "num_generations": options.group,
+        "max_completion_length": options.max_new_tokens, "temperature": 1.0, "top_p": 1.0, "top_k": 0,
+        "beta": options.beta, "loss_type": "grpo", "scale_rewards": "group",
         "per_device_train_batch_size": options.micro,
         "gradient_accumulation_steps": completions // (options.updates * options.micro),
         "generation_batch_size": completions,
-        "max_steps": options.updates * (options.warmup + options.rounds),
-        "learning_rate": options.lr,
-        "lr_scheduler_type": "constant",
-        "weight_decay": 0.0,
-        "max_grad_norm": 1.0,
-        "shuffle_dataset": False,
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "dataloader_num_workers": 0,
-        "dataloader_pin_memory": False,
-        "logging_strategy": "no",
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "seed": SEED,
-    }
+        "max_steps": options.updates * (options.warmup + options.rounds), "learning_rate": options.lr,
+        "lr_scheduler_type": "constant", "weight_decay": 0.0, "max_grad_norm": 1.0,
+        "shuffle_dataset": False, "use_cpu": True, "bf16": False, "gradient_checkpointing": False,
+        "dataloader_num_workers": 0, "dataloader_pin_memory": False, "logging_strategy": "no",
+        "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "seed": SEED,
+    }  # fmt: skip
 
 
 def trl(options: argparse.Namespace, meter: Meter, folder: Path) -> None:
@@ -231,12 +210,10 @@ def trl(options: argparse.Namespace, meter: Meter, folder: Path) -> None:
 
     asked = [[{"role": "user", "content": records[i]["prompt"]}] for i in order]
     trainer: Any = GRPOTrainer(
-        model=model,
-        processing_class=tokenizer,
-        reward_funcs=judge,
+        model=model, processing_class=tokenizer, reward_funcs=judge,
         args=GRPOConfig(**trl_settings(options, folder)),
         train_dataset=Dataset.from_dict({"prompt": asked, "index": order}),
-    )
+    )  # fmt: skip
     generate = trainer._generate
 
     def timed(*arguments: Any, **named: Any) -> Any:

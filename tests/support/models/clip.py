@@ -36,12 +36,9 @@ def tiny_tokenizer(*, end_token: bool = True, end_last: bool = True) -> PreTrain
             single="<start> $A <end>", special_tokens=pairs
         )  # type: ignore[assignment]
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token="<start>",
-        eos_token="<end>",
-        pad_token="<pad>",
+        tokenizer_object=tokenizer, bos_token="<start>", eos_token="<end>", pad_token="<pad>",
         unk_token="<unk>",
-    )
+    )  # fmt: skip
 
 
 def tiny_config() -> dict[str, Any]:

@@ -148,17 +148,10 @@ def _noise(**config: Any) -> Any:
 
 def _autoencoder(channels: int, blocks: tuple[int, ...] = (4,), **config: Any) -> Any:
     return diffusers.AutoencoderKL(
-        sample_size=32,
-        block_out_channels=blocks,
-        down_block_types=("DownEncoderBlock2D",) * len(blocks),
-        up_block_types=("UpDecoderBlock2D",) * len(blocks),
-        layers_per_block=1,
-        latent_channels=channels,
-        norm_num_groups=1,
-        shift_factor=0.06,
-        scaling_factor=1.5,
-        **config,
-    ).eval()
+        sample_size=32, block_out_channels=blocks, down_block_types=("DownEncoderBlock2D",) * len(blocks),
+        up_block_types=("UpDecoderBlock2D",) * len(blocks), layers_per_block=1, latent_channels=channels,
+        norm_num_groups=1, shift_factor=0.06, scaling_factor=1.5, **config,
+    ).eval()  # fmt: skip
 
 
 def _qwen_autoencoder() -> Any:
@@ -170,17 +163,11 @@ def _qwen_autoencoder() -> Any:
 
 def _hunyuan_autoencoder(channels: int, blocks: tuple[int, ...]) -> Any:
     return diffusers.AutoencoderKLHunyuanVideo(
-        latent_channels=channels,
-        down_block_types=("HunyuanVideoDownBlock3D",) * len(blocks),
-        up_block_types=("HunyuanVideoUpBlock3D",) * len(blocks),
-        block_out_channels=blocks,
-        layers_per_block=1,
-        norm_num_groups=4,
-        scaling_factor=0.476986,
-        spatial_compression_ratio=8,
-        temporal_compression_ratio=4,
-        mid_block_add_attention=True,
-    ).eval()
+        latent_channels=channels, down_block_types=("HunyuanVideoDownBlock3D",) * len(blocks),
+        up_block_types=("HunyuanVideoUpBlock3D",) * len(blocks), block_out_channels=blocks,
+        layers_per_block=1, norm_num_groups=4, scaling_factor=0.476986, spatial_compression_ratio=8,
+        temporal_compression_ratio=4, mid_block_add_attention=True,
+    ).eval()  # fmt: skip
 
 
 def _sd3() -> Made:
@@ -356,12 +343,9 @@ def _cogview4() -> Made:
         text_embed_dim=32, time_embed_dim=8, condition_dim=4,
     )  # fmt: skip
     scheduler = _flow(
-        base_shift=0.25,
-        max_shift=0.75,
-        base_image_seq_len=256,
-        use_dynamic_shifting=True,
+        base_shift=0.25, max_shift=0.75, base_image_seq_len=256, use_dynamic_shifting=True,
         time_shift_type="linear",
-    )
+    )  # fmt: skip
     pipe = diffusers.CogView4Pipeline(NO, NO, _autoencoder(4, (32, 64)), transformer, scheduler)
     return pipe, {"prompt_embeds": (0, 32)}, {"guidance": 5.0, "image_size": (32, 16)}
 
@@ -489,12 +473,9 @@ def _sd15() -> Made:
 
 def _sdxl() -> Made:
     network = _unet(
-        use_linear_projection=True,
-        addition_embed_type="text_time",
-        addition_time_embed_dim=8,
-        transformer_layers_per_block=(1, 2),
-        projection_class_embeddings_input_dim=48 + 16,
-    )
+        use_linear_projection=True, addition_embed_type="text_time", addition_time_embed_dim=8,
+        transformer_layers_per_block=(1, 2), projection_class_embeddings_input_dim=48 + 16,
+    )  # fmt: skip
     scheduler = _noise(prediction_type="v_prediction")
     pipe = diffusers.StableDiffusionXLPipeline(_autoencoder(4, (8, 16)), NO, NO, NO, NO, network, scheduler)
     shapes = {"prompt_embeds": (7, 32), "pooled_prompt_embeds": (16,)}

@@ -105,12 +105,9 @@ class TinyServer:
         base = body["model"] == "tiny" and self.policy.lora is not None
         with self.policy.reference() if base else nullcontext():
             rollout = self.policy.generate(
-                [tokenizer.decode(given[:prompt])],
-                seeds=[body["seed"]],
-                sampling=sampling,
-                stopping=stopping,
-                after=[given[prompt:]],
-            )
+                [tokenizer.decode(given[:prompt])], seeds=[body["seed"]], sampling=sampling,
+                stopping=stopping, after=[given[prompt:]],
+            )  # fmt: skip
             assert rollout.prompt_ids[0].tolist() == given[:prompt]
             ids = rollout.completion_ids[0, rollout.loss_mask[0] == 1].tolist()
             log_prob, top = self._log_probs(rollout, given, ids, body["logprobs"])
