@@ -53,11 +53,23 @@ def test_soft_score_is_the_weighted_sum_with_its_mask():
     assert scores.parts["unanswered"][0] == 0 and scores.text is None
 
 
+def test_hard_answers_are_plus_and_minus_one():
+    answers = {"face": 0.6, "eyes good": 0.9, "sharp": 0.2, "a cat": 0.75}
+    assert score(answers, answers="hard").value[0] == pytest.approx(0.25 + 2 - 0.5 + 1)
+    hidden = {**answers, "face": 0.4}
+    assert score(hidden, answers="hard").value[0] == pytest.approx(0.25 + 0 - 0.5 + 1)
+
+
 def test_an_unanswered_question_counts_zero_and_is_named():
     scores = score({"face": 1.0 - 1e-9, "eyes good": 0.9, "sharp": None, "a cat": 0.75})
     assert scores.valid[0] and scores.value[0] == pytest.approx(0.25 + 2 * 0.8 + 0.5, abs=1e-4)
     assert math.isnan(scores.parts["sharp"][0]) and scores.parts["unanswered"][0] == 1
     assert "'sharp'" in given(scores.text)[0] and "neither yes nor no" in given(scores.text)[0]
+
+
+def test_an_unanswered_mask_hides_the_questions_it_masks():
+    scores = score({"face": None, "eyes good": 0.9, "sharp": 0.2, "a cat": 0.75})
+    assert scores.value[0] == pytest.approx(0.25 - 0.3 + 0.5, abs=1e-5)
 
 
 def test_too_many_unanswered_questions_mask_the_image():

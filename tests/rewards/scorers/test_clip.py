@@ -73,21 +73,18 @@ def test_folder_without_a_part(folder, tmp_path, part):
         load_open_clip(copy)
 
 
-def test_weights_cut_short(folder, tmp_path):
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("open_clip_model.safetensors", "cut", "cannot be loaded.*Check that config, weights and tokenizer"),
+        ("open_clip_config.json", "not json", "is no open_clip config.*needs model_cfg with"),
+        ("open_clip_config.json", '{"model_cfg": {}}', "is no open_clip config.*needs model_cfg with"),
+    ],
+)
+def test_a_broken_part(folder, tmp_path, file, content, message):
     copy = shutil.copytree(folder, tmp_path / "copy")
-    whole = (copy / "open_clip_model.safetensors").read_bytes()
-    (copy / "open_clip_model.safetensors").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(
-        RewardError, match=r"cannot be loaded.*Check that config, weights and tokenizer belong together"
-    ):
-        load_open_clip(copy)
-
-
-@pytest.mark.parametrize("text", ["not json", '{"model_cfg": {}}', "[]"])
-def test_broken_config(folder, tmp_path, text):
-    copy = shutil.copytree(folder, tmp_path / "copy")
-    (copy / "open_clip_config.json").write_text(text)
-    with pytest.raises(RewardError, match=r"is no open_clip config.*needs model_cfg with"):
+    (copy / file).write_text(content)
+    with pytest.raises(RewardError, match=message):
         load_open_clip(copy)
 
 
@@ -107,13 +104,8 @@ def test_end_token_of_other_poolings(reward):
         check_end_token(Pooled(), reward.towers.parts.tokenizer)
     Pooled.text_pool_type = "last"
     assert check_end_token(Pooled(), reward.towers.parts.tokenizer) is None
-
-
-def test_end_token_of_open_clips_own_tokenizer():
-    class Clip(torch.nn.Module):
-        text_pool_type = "argmax"
-
-    assert check_end_token(Clip(), open_clip.SimpleTokenizer()) == 49407
+    Pooled.text_pool_type = "argmax"
+    assert check_end_token(Pooled(), open_clip.SimpleTokenizer()) == 49407
 
 
 @pytest.fixture

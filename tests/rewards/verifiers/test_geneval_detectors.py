@@ -19,6 +19,8 @@ from visalign.rewards.verifiers.geneval_detectors import TransformersDetector, _
 LIBRARY: Any = transformers
 """Its configurations take more than their signatures tell a type checker."""
 CLASSES = {0: "cat", 1: "dog", 2: "motorbike"}
+LABELS = {"id2label": CLASSES, "label2id": {name: number for number, name in CLASSES.items()}}
+SMALL = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
 def save_detr(folder: Path) -> Path:
@@ -40,8 +42,7 @@ def save_detr(folder: Path) -> Path:
         encoder_ffn_dim=16,
         decoder_ffn_dim=16,
         num_queries=6,
-        id2label=CLASSES,
-        label2id={name: number for number, name in CLASSES.items()},
+        **LABELS,
     )
     model = transformers.DetrForObjectDetection(config)
     with torch.no_grad():
@@ -75,8 +76,7 @@ def save_mask2former(folder: Path) -> Path:
         decoder_layers=2,
         num_attention_heads=2,
         num_queries=6,
-        id2label=CLASSES,
-        label2id={name: number for number, name in CLASSES.items()},
+        **LABELS,
     )
     model = transformers.Mask2FormerForUniversalSegmentation(config)
     with torch.no_grad():
@@ -96,23 +96,13 @@ def save_owlv2(folder: Path) -> Path:
     config = transformers.Owlv2Config(
         text_config={
             "vocab_size": len(vocabulary),
-            "hidden_size": 16,
-            "intermediate_size": 16,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
+            **SMALL,
             "max_position_embeddings": 32,
             "bos_token_id": len(vocabulary) - 2,
             "eos_token_id": len(vocabulary) - 1,
             "pad_token_id": 0,
         },
-        vision_config={
-            "hidden_size": 16,
-            "intermediate_size": 16,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "image_size": 32,
-            "patch_size": 8,
-        },
+        vision_config={**SMALL, "image_size": 32, "patch_size": 8},
         projection_dim=16,
     )
     transformers.Owlv2ForObjectDetection(config).save_pretrained(folder)
