@@ -41,7 +41,7 @@ def by_hand(state: dict[str, torch.Tensor], features: torch.Tensor, relu: bool) 
 
 
 @pytest.mark.parametrize("kind", ["linear", "relu"])
-def test_score_equals_the_layers_by_hand(folder, images, kind):
+def test_score_equals_the_layers_by_hand_and_has_a_gradient(folder, images, kind):
     reward = LaionAesthetic(folder, head=folder / f"{kind}.pth")
     request = read_request("test", images, PROMPTS, None)
     _, features = reward.towers.image_features(request, [None] * 3)
@@ -50,6 +50,10 @@ def test_score_equals_the_layers_by_hand(folder, images, kind):
     assert scores.unit == "rating 1-10"
     torch.testing.assert_close(scores.value, by_hand(state, features, kind == "relu"), rtol=1e-5, atol=1e-6)
     assert (features.norm(dim=1) - 1).abs().min() > 0.05, "the tower's embedding must not be of length 1"
+    samples = images.clone().requires_grad_()
+    value = reward.score_with_gradient(samples)
+    torch.testing.assert_close(value.detach(), scores.value, rtol=1e-5, atol=1e-6)
+    assert torch.autograd.grad(value.sum(), samples)[0].abs().sum() > 0
 
 
 def test_the_crop_is_torchvisions(folder):
@@ -71,15 +75,6 @@ def test_one_linear_layer(folder, images):
     torch.testing.assert_close(reward.score(images, PROMPTS).value, expected)
 
 
-def test_gradient_path(folder, images):
-    for kind in ("linear", "relu"):
-        reward = LaionAesthetic(folder, head=folder / f"{kind}.pth")
-        samples = images.clone().requires_grad_()
-        value = reward.score_with_gradient(samples)
-        torch.testing.assert_close(value.detach(), reward.score(images, PROMPTS).value, rtol=1e-5, atol=1e-6)
-        assert torch.autograd.grad(value.sum(), samples)[0].abs().sum() > 0
-
-
 def test_contract_and_identity(folder):
     one = LaionAesthetic(folder, head=folder / "linear.pth")
     assert len(check_reward(one)) == 11
@@ -92,11 +87,6 @@ def test_refusals(folder, tmp_path, images):
         FileNotFoundError, match=r"no aesthetic head 'sac\+logos\+ava1-l14-linearMSE.pth'. Download"
     ):
         load_reward("laion_aesthetic", model=folder).score(images, PROMPTS)
-    state = random_state(head(WIDTH, NARROW), 1)
-    del state["layers.4.bias"]
-    torch.save({**state, "layers.9.bias": torch.zeros(1)}, tmp_path / "odd.pth")
-    with pytest.raises(RewardError, match=r"missing \['layers.4.bias'\], unexpected \['layers.9.bias'\]"):
-        read_head(tmp_path / "odd.pth")
     torch.save({"weight": torch.zeros(2, 4), "bias": torch.zeros(2)}, tmp_path / "two.pth")
     with pytest.raises(RewardError, match=r"no linear head: weight must have shape \(1, D\)"):
         read_head(tmp_path / "two.pth")

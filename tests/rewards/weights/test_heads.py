@@ -26,14 +26,6 @@ class TestAffineHead:
             shapes = [tuple(state[f"layers.{n}.weight"].shape) for n in places]
             assert shapes == [(1024, 768), (128, 1024), (64, 128), (16, 64), (1, 16)]
 
-    @pytest.mark.parametrize("activation", ["none", "relu"])
-    def test_a_file_tells_its_layout(self, activation: str) -> None:
-        one = head(activation)
-        other = AffineHead.from_state_dict(one.state_dict())
-        assert other.activation == activation and not other.training
-        x = torch.randn(5, 6)
-        assert torch.equal(one(x), other(x))
-
     def test_collapse_is_the_same_map(self) -> None:
         one, x = head(), torch.randn(50, 6)
         affine = one.collapse()
@@ -41,16 +33,8 @@ class TestAffineHead:
         assert not any(p.requires_grad for p in affine.parameters())
         torch.testing.assert_close(affine(x)[:, 0], one(x), rtol=1e-5, atol=1e-6)
         assert (affine(x)[:, 0] - one.double()(x)).abs().max() < 1e-6
-
-    def test_relu_is_between_the_layers_and_does_not_collapse(self) -> None:
-        one, x = head("relu"), torch.randn(5, 6)
-        linear = [one.layers[n] for n in (0, 3, 6, 9, 11)]
-        by_hand = x
-        for n, layer in enumerate(linear):
-            by_hand = layer(by_hand) if n == 4 else torch.relu(layer(by_hand))
-        torch.testing.assert_close(one(x), by_hand[:, 0])
         with pytest.raises(ValueError, match="no affine map; score with the layers"):
-            one.collapse()
+            head("relu").collapse()
 
     def test_half_precision_in_float32_inside(self) -> None:
         one, x = head(), torch.randn(5, 6).bfloat16()
