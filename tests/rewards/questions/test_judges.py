@@ -11,6 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.support.judges.brightness import Brightness
 from visalign.interfaces import Scores
 from visalign.rewards import RewardError, check_reward, failure_reasons, load_reward, make_scores
 from visalign.rewards.statistics import JpegSize, laplacian_variance
@@ -106,24 +107,6 @@ def test_sharpness_by_hand():
     assert laplacian_variance(torch.full((3, 5, 5), 0.7)).item() == pytest.approx(0, abs=1e-9)
 
 
-class Brightness:
-    """A correct reward, for tests to break in one place."""
-
-    name, unit, range, higher_is_better = "brightness", "1", (0.0, 1.0), True
-
-    def value(self, images):
-        return images.flatten(1).mean(1)
-
-    def score(self, images, prompts, metadata=None):
-        from visalign.rewards import read_request
-
-        request = read_request(self.name, images, prompts, metadata)
-        value = torch.full((len(request),), torch.nan)
-        for row, image in request.images.readable():
-            value[row] = self.value(image[None])[0]
-        return make_scores(value, request.images.reasons, self.unit)
-
-
 def broken(**changes):
     return type("Broken", (Brightness,), changes)()
 
@@ -134,7 +117,9 @@ def batchwise(make):
 
 
 def valid(value: torch.Tensor, **options) -> Scores:
-    return Scores(value=value, valid=torch.ones(len(value), dtype=torch.bool), **{"unit": "1", **options})
+    return Scores(
+        value=value, valid=torch.ones(len(value), dtype=torch.bool), **{"unit": "brightness", **options}
+    )
 
 
 def mean(images) -> torch.Tensor:
@@ -142,11 +127,9 @@ def mean(images) -> torch.Tensor:
 
 
 class Restless(Brightness):
-    calls = 0
-
-    def value(self, images):
-        self.calls += 1
-        return super().value(images) * 0 + min(1.0, self.calls / 100)
+    def score(self, images, prompts, metadata=None):
+        scores = super().score(images, prompts, metadata)
+        return make_scores(scores.value * 0 + min(1.0, self.seen / 100), scores.reason, self.unit)
 
 
 def vandal(self, images, prompts, metadata=None):
@@ -161,13 +144,15 @@ def careless(self, images, prompts, metadata=None):
 
 def nan_failure(images):
     value = mean(images)
-    return Scores(value=value, valid=value < 0.5, unit="1")
+    return Scores(value=value, valid=value < 0.5, unit="brightness")
 
 
 class Zeroing(Brightness):
     def score(self, images, prompts, metadata=None):
         scores = super().score(images, prompts, metadata)
-        return scores if scores.valid.all() else make_scores(scores.value * 0, [None] * len(scores), "1")
+        return (
+            scores if scores.valid.all() else make_scores(scores.value * 0, [None] * len(scores), self.unit)
+        )
 
 
 PLAIN = batchwise(lambda x: valid(mean(x)))
@@ -181,15 +166,15 @@ PLAIN = batchwise(lambda x: valid(mean(x)))
         (broken(score=lambda self, images: None), "raised TypeError"),
         (batchwise(lambda x: [0.0]), "returned a list: return visalign.interfaces.Scores"),
         (batchwise(lambda x: valid(mean(x).double())), "value has dtype torch.float64: make it"),
-        (batchwise(lambda x: valid(mean(x), unit="kB")), "Scores.unit is 'kB', the reward declares '1'"),
+        (batchwise(lambda x: valid(mean(x), unit="kB")), "Scores.unit is 'kB', the reward declares 'bri"),
         (batchwise(lambda x: valid(mean(x).requires_grad_())), "carries a gradient graph"),
         (batchwise(lambda x: valid(mean(x) * torch.nan)), "a valid score is NaN or infinite"),
         (batchwise(nan_failure), "an invalid sample has a number as its value"),
         (
-            batchwise(lambda x: make_scores(mean(x), ["no idea"] * len(x), "1")),
+            batchwise(lambda x: make_scores(mean(x), ["no idea"] * len(x), "brightness")),
             r"judged none of the images \(no idea\): give check_reward images=",
         ),
-        (broken(value=lambda self, images: images.flatten(1).sum(1)), "outside the declared range"),
+        (broken(range=(0.0, 0.01)), "outside the declared range"),
         (Restless(), "same images got other scores the second time"),
         (batchwise(lambda x: valid(torch.linspace(0, 1, len(x)))), "do not follow the images when their"),
         (broken(score=vandal), "changed the images, prompts or metadata"),
