@@ -150,9 +150,7 @@ def nan_failure(images):
 class Zeroing(Brightness):
     def score(self, images, prompts, metadata=None):
         scores = super().score(images, prompts, metadata)
-        return (
-            scores if scores.valid.all() else make_scores(scores.value * 0, [None] * len(scores), self.unit)
-        )
+        return scores if scores.valid.all() else valid(scores.value * 0)
 
 
 PLAIN = batchwise(lambda x: valid(mean(x)))
