@@ -653,17 +653,12 @@ _SPELLED = ["a red circle", "two squares", "a cat on a mat", "x"]
 JUDGES = {
     **{"pick_score": pick_score, "ict": ict, "hp": hp, "laion_aesthetic": laion_aesthetic, "hps_v2": hps_v2},
     **{
-        "vqa_score": vqa_score,
-        "soft_tifa": soft_tifa,
-        "hpsv3": hpsv3,
-        "edit_reward": edit_reward,
-        "video_align": video_align,
-        "mps": mps,
-        "image_reward": image_reward,
+        "vqa_score": vqa_score, "soft_tifa": soft_tifa, "hpsv3": hpsv3, "edit_reward": edit_reward,
+        "video_align": video_align, "mps": mps, "image_reward": image_reward,
         "unified_reward": partial(unified_reward, mode="aspects"),
         "unified_reward_final": partial(unified_reward, mode="final"),
     },
-}
+}  # fmt: skip
 """Name -> (our judge on a checkpoint that it makes in a folder, the official scores of it)."""
 
 

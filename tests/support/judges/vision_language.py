@@ -64,28 +64,15 @@ def tiny_judge(kind: str = "qwen2_vl", seed: int = 0, **options: Any) -> VisionL
 def tiny_tile_model(seed: int = 0) -> PreTrainedModel:
     """InternVL with tiles of 16 × 16 pixels."""
     language = {
-        "model_type": "qwen2",
-        "vocab_size": 80,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "max_position_embeddings": 512,
-        "initializer_range": 0.3,
-        "bos_token_id": None,
-        "eos_token_id": 2,
+        "model_type": "qwen2", "vocab_size": 80, "hidden_size": 32, "intermediate_size": 48,
+        "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
+        "max_position_embeddings": 512, "initializer_range": 0.3, "bos_token_id": None, "eos_token_id": 2,
         "pad_token_id": 0,
-    }
+    }  # fmt: skip
     tower = {
-        "hidden_size": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "intermediate_size": 24,
-        "image_size": [16, 16],
-        "patch_size": [4, 4],
-        "initializer_range": 0.3,
-    }
+        "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24,
+        "image_size": [16, 16], "patch_size": [4, 4], "initializer_range": 0.3,
+    }  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         config = InternVLConfig(

@@ -73,14 +73,9 @@ def save_tiny_clip(folder: Path, tokenizer: PreTrainedTokenizerFast | None = Non
 
 
 SIZES: dict[str, Any] = {
-    "text": (32, 64, 2),
-    "vision": (32, 64, 2),
-    "embed": 16,
-    "vocabulary": len(WORDS) + 4,
-    "context": CONTEXT,
-    "patch": 8,
-    "image": 32,
-}
+    "text": (32, 64, 2), "vision": (32, 64, 2), "embed": 16, "vocabulary": len(WORDS) + 4,
+    "context": CONTEXT, "patch": 8, "image": 32,
+}  # fmt: skip
 END = len(WORDS) + 3
 
 

@@ -43,20 +43,11 @@ def tiny_tokenizer(
 def tiny_config(**changes: Any) -> Qwen3Config:
     """Two layers of width 32, sharp enough not to be uniform."""
     settings: dict[str, Any] = {
-        "vocab_size": 64,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "max_position_embeddings": 64,
-        "initializer_range": 0.3,
-        "tie_word_embeddings": True,
-        "eos_token_id": 1,
-        "pad_token_id": 0,
+        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
+        "initializer_range": 0.3, "tie_word_embeddings": True, "eos_token_id": 1, "pad_token_id": 0,
         "bos_token_id": None,
-    }
+    }  # fmt: skip
     return Qwen3Config(**{**settings, **changes})
 
 

@@ -45,12 +45,9 @@ def tiny_flux3(*, upsampler: bool = False, **changes: Any) -> Any:
     ).eval()  # fmt: skip
     return _pipeline(
         "Flux3DistilledAutoBlocks" if changes.get("flow_map") else "Flux3AutoBlocks",
-        text_encoder=tiny_seeing_model("qwen3_vl", num_hidden_layers=32),
-        tokenizer=_processor(),
-        transformer=transformer,
-        vae=autoencoder,
-        **(_upsampler() if upsampler else {}),
-    )
+        text_encoder=tiny_seeing_model("qwen3_vl", num_hidden_layers=32), tokenizer=_processor(),
+        transformer=transformer, vae=autoencoder, **(_upsampler() if upsampler else {}),
+    )  # fmt: skip
 
 
 def tiny_qwen_image_21(*, turbo: bool = False) -> Any:

@@ -73,20 +73,11 @@ def tiny_sd3_pipeline(
         torch.manual_seed(seed)
         tokenizer = tiny_tokenizer()
         transformer = SD3Transformer2DModel(
-            sample_size=8,
-            patch_size=2,
-            in_channels=8,
-            out_channels=8,
-            num_layers=2,
-            attention_head_dim=8,
-            num_attention_heads=2,
-            joint_attention_dim=CONTEXT,
-            caption_projection_dim=16,
-            pooled_projection_dim=16,
-            pos_embed_max_size=8,
-            dual_attention_layers=(0,) if sd35 else (),
+            sample_size=8, patch_size=2, in_channels=8, out_channels=8, num_layers=2, attention_head_dim=8,
+            num_attention_heads=2, joint_attention_dim=CONTEXT, caption_projection_dim=16,
+            pooled_projection_dim=16, pos_embed_max_size=8, dual_attention_layers=(0,) if sd35 else (),
             qk_norm="rms_norm" if sd35 else None,
-        )
+        )  # fmt: skip
         four_blocks: Any = {  # diffusers annotates these as tuples of one
             "down_block_types": ("DownEncoderBlock2D",) * 4,
             "up_block_types": ("UpDecoderBlock2D",) * 4,

@@ -58,10 +58,7 @@ def pair_batch(points: np.ndarray, *, label: Any, votes: Any = None) -> RewardBa
     count = len(points)
     rows = torch.tensor(points, dtype=torch.float32).transpose(0, 1).reshape(2 * count, 2)
     return RewardBatch(
-        inputs=rows,
-        size=count,
-        left=torch.arange(count),
-        right=torch.arange(count, 2 * count),
+        inputs=rows, size=count, left=torch.arange(count), right=torch.arange(count, 2 * count),
         label=torch.as_tensor(label, dtype=torch.float32),
         votes=None if votes is None else torch.tensor(votes, dtype=torch.float32),
-    )
+    )  # fmt: skip

@@ -36,13 +36,9 @@ DEMONSTRATIONS = [{"prompt": prompt, "completion": "zz"} for prompt in ("b c", "
 
 ROLLOUT = {"prompts_per_iteration": 4, "group_size": 6, "max_new_tokens": 5}
 OPTIMIZER = {
-    "lr": 3e-3,
-    "weight_decay": 0.0,
-    "updates_per_iteration": 2,
-    "micro_batch": 8,
-    "ema_decay": 0.0,
+    "lr": 3e-3, "weight_decay": 0.0, "updates_per_iteration": 2, "micro_batch": 8, "ema_decay": 0.0,
     "ema_every": 1,
-}
+}  # fmt: skip
 
 
 class Letters:
