@@ -20,7 +20,7 @@ def argument_parser(description: str | None) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(description=description, formatter_class=raw)
 
 
-def visalign(*arguments: str) -> None:
+def run_visalign(*arguments: str) -> None:
     """Run `visalign` with arguments that end with the output folder; a training that is there goes on."""
     resume = ["--resume"] * (arguments[0].startswith("train") and Path(arguments[-1]).is_dir())
     command = [sys.executable, "-m", "visalign", *arguments, *resume]

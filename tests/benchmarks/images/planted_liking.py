@@ -33,10 +33,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from tests.support.benchmarks import argument_parser, visalign
+from tests.support.benchmarks import argument_parser, run_visalign
 from visalign.config import load_config, resolve_config
 from visalign.interfaces import Metadata, Preferences, RewardCapabilities, Scores
 from visalign.pipelines.flow_grpo.job import FlowGRPOConfig
@@ -151,7 +150,7 @@ def run(folder: Path, arm: str, liking: str, seed: int, iterations: int) -> None
         f"saturation: {{weight: 0}}, sharpness: {{weight: 0}}, tied: {{name: '{THIS}:Tied', weight: 0}}"
     )
     planted = f"judge: {{name: '{THIS}:{judge}', options: {{liking: {liking}, seed: {own}}}}}"
-    visalign(
+    run_visalign(
         *("train", "shapes_grpo_guard"),
         f"rewards.terms={{{planted}, {watched}}}",
         *(f"seed={seed}", f"run.iterations={iterations}", "run.max_seconds=null", "run.threads=1"),

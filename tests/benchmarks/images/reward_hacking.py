@@ -23,10 +23,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from tests.support.benchmarks import argument_parser, visalign
+from tests.support.benchmarks import argument_parser, run_visalign
 from visalign.training.loop.metrics import read_metrics
 from visalign.training.loop.monitor import UPPER_LIMITS, default_warnings
 
@@ -55,7 +54,7 @@ def run(folder: Path, arm: str, seed: int, iterations: int) -> None:
         f"run.iterations={iterations}", "rollout.prompts_per_iteration=12", "run.max_seconds=null",
         "evaluation={every: 3, prompts_on_the_way: 208, seeds: [0]}",
     ]  # fmt: skip
-    visalign("train", *given, "-o", str(folder))
+    run_visalign("train", *given, "-o", str(folder))
 
 
 def fall(rows: list[dict[str, Any]], before: float) -> float:

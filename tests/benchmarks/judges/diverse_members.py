@@ -21,8 +21,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from tests.benchmarks.judges.shared_blind_spots import DRAWS, drawn, lora_members
 from tests.support.benchmarks import argument_parser, write_rows

@@ -23,10 +23,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from tests.support.benchmarks import argument_parser, visalign
+from tests.support.benchmarks import argument_parser, run_visalign
 from visalign.data.shapes.preferences import KINDS, ShapesPair, ShapesPreferences
 from visalign.rewards import load_judge
 from visalign.training.loop.metrics import read_metrics
@@ -60,7 +59,7 @@ def trained(folder: Path, name: str, pairs: int, seed: int) -> Path:
     common = [f"seed={seed}", f"data.size={pairs}", "-o", str(folder)]
     if written:
         reasons = "reasons" in name
-        visalign(
+        run_visalign(
             "train", "shapes_reward_dance_reasons", f"data.question={WHY if reasons else BETTER}",
             f"data.field={'reason' if reasons else 'null'}", "data.heldout_size=20",
             f"run.iterations={updates}", f"optimizer.decay_updates={updates}", *common,
@@ -68,7 +67,7 @@ def trained(folder: Path, name: str, pairs: int, seed: int) -> Path:
         return made
     config = {"head": "shapes_hpsv3", "P(yes), one image": "shapes_reward_dance"}.get(name.split(", B")[0])
     given = ["objective.task=bradley_terry"] if config == "shapes_hpsv3" else []
-    visalign(
+    run_visalign(
         "train-reward", config or "shapes_reward_dance_pairs", *given, "data.surroundings=0",
         "data.heldout_size=100", "evaluation.every=0", "optimizer.updates_per_iteration=1",
         "optimizer.lr=2e-3", f"optimizer.decay_updates={updates}", f"run.iterations={updates}", *common,
@@ -99,7 +98,7 @@ def policy(folder: Path, name: str, judge: Path, seed: int, iterations: int) -> 
     """What rewarding by it comes to."""
     if not (folder / "summary.json").is_file():
         terms = f"{{judge: {{name: {JUDGES[name][0]}, options: {{model: {judge}}}}}}}"
-        visalign(
+        run_visalign(
             "train", "shapes_grpo_guard", f"rewards.terms={terms}", f"seed={seed}", "evaluation.every=0",
             "rollout.prompts_per_iteration=12", f"run.iterations={iterations}", "run.max_seconds=null",
             "-o", str(folder),

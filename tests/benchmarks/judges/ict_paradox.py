@@ -30,11 +30,10 @@ import numpy as np
 import torch
 from PIL import Image
 
-ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 
-from tests.support.benchmarks import argument_parser, read_rows, visalign, write_rows
+from tests.support.benchmarks import argument_parser, read_rows, run_visalign, write_rows
 from visalign.data.shapes.detector import detect
 from visalign.data.shapes.preferences import ShapesPreferences
 from visalign.data.shapes.prompts import COLORS, SHAPES, Record, heldout_prompts, train_prompts
@@ -243,7 +242,7 @@ def trained(folder: Path, given: argparse.Namespace) -> dict[str, tuple[str, dic
         "hp": [f"data.train={files['pairs']}", "data.kinds=[alignment,quality,richness,mixed]"],
     }.items():  # fmt: skip
         if not (folder / kind / "summary.json").is_file():
-            visalign(
+            run_visalign(
                 "train-reward", f"shapes_{kind}", f"model.path={CLIP}", "data.size=null", "data.heldout=null",
                 "data.heldout_kinds=null", "data.surroundings=0", f"seed={seed}", *changes,
                 "optimizer.updates_per_iteration=1", f"optimizer.decay_updates={updates}",
@@ -277,7 +276,7 @@ def policies(folder: Path, judges: dict[str, tuple[str, dict[str, Any]]], given:
     for name, (kind, options) in judges.items():
         made = folder / "policies" / "".join(c if c.isalnum() else "_" for c in name)
         if not (made / "summary.json").is_file():
-            visalign(
+            run_visalign(
                 "train", "shapes_grpo_guard", f"data.train={prompts['train']}",
                 f"data.heldout={prompts['few']}",
                 f"rewards.terms={{judge: {{name: {kind}, options: {json.dumps(options)}}}}}",
@@ -304,7 +303,7 @@ def counted(folder: Path, prompts: Path, lora: list[str]) -> np.ndarray:
     """[P, 2] of held-out prompts: share of right images, mean number of extra objects."""
     if not (folder / "images.jsonl").is_file():
         shutil.rmtree(folder, ignore_errors=True)  # what was broken off
-        visalign("sample", str(prompts), "--seeds", "0-1", *lora, "-o", str(folder))
+        run_visalign("sample", str(prompts), "--seeds", "0-1", *lora, "-o", str(folder))
     records = read_rows(prompts)
     by_prompt: dict[str, list[tuple[float, float]]] = {record["prompt"]: [] for record in records}
     wanted = {record["prompt"]: record for record in records}

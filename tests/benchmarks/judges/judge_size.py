@@ -29,11 +29,10 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file, save_file
 
-ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from tests.benchmarks.judges.generative_judges import BATCH, accuracy, clear_pairs
-from tests.support.benchmarks import argument_parser, read_rows, visalign, write_rows
+from tests.support.benchmarks import argument_parser, read_rows, run_visalign, write_rows
 from visalign.data.assets import assets_folder
 from visalign.data.shapes.prompts import CATEGORIES, heldout_prompts, train_prompts
 from visalign.evaluation.heldout.result import load_heldout
@@ -94,7 +93,7 @@ def trained(folder: Path, kind: str, model: Path, pairs: int, seed: int) -> Path
     """The folder of a judge."""
     if not (folder / "summary.json").is_file():
         updates = math.ceil(pairs / BATCH)
-        visalign(
+        run_visalign(
             "train-reward", "shapes_reward_dance" if kind == ALONE else "shapes_reward_dance_pairs",
             f"model.path={model}", "model.train=full", "data.kinds=[alignment]", "data.surroundings=0",
             f"data.size={pairs}", "data.heldout_size=100", "evaluation.every=0", "optimizer.lr=1e-3",
@@ -120,7 +119,7 @@ def sampled(folder: Path, asked: Path, first: int = 0) -> dict[str, list[str]]:
     """Prompt -> its samples by the packaged generator."""
     if not (folder / "images.jsonl").is_file():
         seeds = f"{first}-{first + SAMPLES - 1}"
-        visalign("sample", str(asked), "--seeds", seeds, "--batch-size", "96", "-o", str(folder))
+        run_visalign("sample", str(asked), "--seeds", seeds, "--batch-size", "96", "-o", str(folder))
     found: dict[str, list[str]] = {}
     for row in read_rows(folder / "images.jsonl"):
         found.setdefault(row["prompt"], []).append(str(folder / row["image"]))
@@ -147,7 +146,7 @@ def policy(folder: Path, reward: str, judge: Path, table: Path, seed: int, itera
     """The quickstart's trainer with a judge as its only reward."""
     if not (folder / "summary.json").is_file():
         row = "objective.changes_for.diffusion_nft_closed"
-        visalign(
+        run_visalign(
             "train", "shapes_quickstart", f"data.train={table}",
             f"rewards.terms={{judge: {{name: '{reward}', options: {{model: '{judge}'}}}}}}",
             f"{row}.reference_guidance=null", f"{row}.kl_until={iterations // 4}", f"seed={seed}",

@@ -22,8 +22,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from tests.support.benchmarks import argument_parser, write_rows
 from visalign.data.shapes.preferences import ShapesPair, ShapesPreferences

@@ -17,10 +17,9 @@ from pathlib import Path
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from tests.support.benchmarks import argument_parser, visalign
+from tests.support.benchmarks import argument_parser, run_visalign
 from visalign.data.sets.image_references import resolve_image
 from visalign.data.sets.records import QualityRecord
 from visalign.data.sets.sources import shapes_quality, write_rows
@@ -35,7 +34,7 @@ def trained(output: Path, arm: str, seed: int, iterations: int, rows: Path) -> P
     """The folder of a judge that learnt by one reward."""
     folder = output / f"{arm}_{seed}"
     if not (folder / "summary.json").is_file():
-        visalign(
+        run_visalign(
             "train", "shapes_visual_quality_r1", f"seed={seed}", f"run.iterations={iterations}",
             f"optimizer.decay_updates={iterations}", "run.max_seconds=null",
             f"data.train={rows}", f"data.heldout={rows}", "data.heldout_size=20", "evaluation.every=0",
@@ -48,7 +47,7 @@ def supervised(output: Path, seed: int, updates: int, rows: Path) -> Path:
     """The same model after as many updates on the squared error of the expectation."""
     folder = output / f"supervised_{seed}"
     if not (folder / "summary.json").is_file():
-        visalign(
+        run_visalign(
             "train-reward", "shapes_visual_quality", f"seed={seed}", f"data.train={rows}",
             "data.heldout=null", "data.surroundings=0", "data.batch=48", f"run.iterations={updates // 10}",
             "optimizer.updates_per_iteration=10", f"optimizer.decay_updates={updates}", "-o", str(folder),

@@ -22,8 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from tests.benchmarks.judges.lora_ensemble_quality import ask
 from tests.benchmarks.judges.uncertainty_loss import FeaturePairs, train_head

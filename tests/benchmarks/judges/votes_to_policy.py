@@ -17,10 +17,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from tests.support.benchmarks import argument_parser, visalign
+from tests.support.benchmarks import argument_parser, run_visalign
 from visalign.data.shapes.prompts import Record, heldout_prompts, parse_prompt, train_prompts
 from visalign.pipelines.collect.store import Plan, VoteStore
 from visalign.pipelines.collect.tasks import Form, read_tasks
@@ -38,7 +37,9 @@ def images(folder: Path, known: list[Record], prompts: int, seed: int) -> None:
     records = folder.with_suffix(".jsonl")
     records.parent.mkdir(parents=True, exist_ok=True)
     write_rows(records, (known[place] for place in order[:prompts]))
-    visalign("sample", str(records), "-o", str(folder), "--seeds", f"0-{IMAGES - 1}", "--batch-size", "96")
+    run_visalign(
+        "sample", str(records), "-o", str(folder), "--seeds", f"0-{IMAGES - 1}", "--batch-size", "96"
+    )
 
 
 def collect(folder: Path, path: Path, votes: int, seed: int) -> None:
@@ -79,7 +80,7 @@ def run(output: Path, votes: int, seed: int, iterations: int, kind: str) -> None
         collect(folder / "test_images", folder / "test.sqlite", 240, seed)
     if not (folder / "judge" / "summary.json").is_file():
         data = [f"data.train={folder / 'votes.jsonl'}", heldout, f"seed={seed}"]
-        visalign("train-reward", f"shapes_{kind}", *data, f"run.iterations={iterations}", "run.threads=2",
+        run_visalign("train-reward", f"shapes_{kind}", *data, f"run.iterations={iterations}", "run.threads=2",
                 "optimizer.decay_updates=" + str(12 * iterations), "-o", str(folder / "judge"))  # fmt: skip
     for name, options in (
         ("trained", f"{{model: {folder / 'judge' / 'judge'}}}"),
@@ -90,7 +91,7 @@ def run(output: Path, votes: int, seed: int, iterations: int, kind: str) -> None
             judge = f"rewards.terms={{judge: {{name: {kind}, options: {options}}}}}"
             plain = "objective.changes_for.diffusion_nft_closed.reference_guidance=null"
             given = ["shapes_quickstart", judge, plain, f"seed={seed}", "run.max_seconds=null"]
-            visalign("train", *given, "-o", str(place))
+            run_visalign("train", *given, "-o", str(place))
 
 
 def main() -> None:

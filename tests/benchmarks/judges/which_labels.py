@@ -19,10 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 
-ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from tests.support.benchmarks import argument_parser, read_rows, visalign, write_rows
+from tests.support.benchmarks import argument_parser, read_rows, run_visalign, write_rows
 from visalign.data.shapes.prompts import Record, heldout_prompts, parse_prompt, train_prompts
 from visalign.pipelines.collect.tasks import Task, read_tasks
 from visalign.pipelines.sample.job import SampleSettings, sample_images
@@ -53,7 +52,7 @@ def first_round(folder: Path, seed: int, labels: int) -> None:
         "objective.changes_for.diffusion_nft_closed.reference_guidance: null}"
     )
     given = [f"seed={seed}", "rounds=1", f"labels.first={labels}", f"policy.changes={changes}"]
-    visalign("train", "shapes_ugda", *given, "-o", str(folder))
+    run_visalign("train", "shapes_ugda", *given, "-o", str(folder))
 
 
 def sampled(folder: Path, records: list[Record], lora: Path, seed: int, prompts: int) -> list[Task]:
@@ -99,7 +98,7 @@ def fitted(folder: Path, rows: list[dict[str, Any]], seed: int, *, weighed: bool
             given = [f"data.train={folder / 'pairs.jsonl'}", "data.heldout=null", f"seed={seed + member}",
                      "run.iterations=3", "optimizer.decay_updates=36"]  # fmt: skip
             given += ["data.off_policy={}"] if weighed else []
-            visalign("train-reward", "shapes_reward_dance", *given, "-o", str(place))
+            run_visalign("train-reward", "shapes_reward_dance", *given, "-o", str(place))
     return ensemble_of([folder / str(member) for member in range(MEMBERS)])
 
 

@@ -12,8 +12,7 @@ from pathlib import Path
 import torch
 from PIL import Image
 
-ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from visalign.data.shapes.preferences import ShapesPreferences
 from visalign.rewards import load_reward
