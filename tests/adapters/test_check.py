@@ -85,18 +85,14 @@ def untrained(self: Any, *args: Any) -> Any:
 
 BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"latent_shape": fixed((8, 0))}, r"latents: latent_shape is \(8, 0\)\. Make it a tuple"),
-    ({"storage_dtype": fixed(torch.uint8)}, r"latents: storage_dtype is torch.uint8"),
     ({"prediction": "score"}, r"protocol: prediction is 'score'; allowed: velocity, epsilon, v, x0"),
-    ({"compute_dtype": "bfloat16"}, r"protocol: compute_dtype is 'bfloat16'"),
     (changed("times", lambda t, *_: t[:-1]), r"sigmas: times of noise levels is torch.float32 \(1,\)"),
     (
         changed("velocity", lambda v, *_: v * (1 + 3e-6) if torch.is_grad_enabled() else v),
         r"velocity: velocity with gradient differs by 2.9e-06 \(relative\)",
     ),
     (changed("sigmas", lambda s, *_: s[:-1]), r"sigmas: .*Return float32 \(2,\), the final 0 included"),
-    (changed("sigmas", lambda s, *_: s.flip(0)), r"sigmas: .*It must fall strictly from 1 to 0"),
     (changed("velocity", lambda v, *_: v.double()), r"velocity: velocity is torch.float64 .*call .float\(\)"),
-    (changed("velocity", lambda v, *_: v * torch.nan), r"velocity: velocity under no_grad is not finite"),
     (
         {"encode": lambda self, prompts: SD3Policy.encode(self, list(dict.fromkeys(prompts)))},
         r"encode: encode of 3 prompts has length 2.*Let __len__ count samples",
@@ -110,7 +106,6 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
         changed("velocity", lambda v, x, *_: v + (len(x) == 1)),
         r"neighbours: the velocity of sample 0 depends on its neighbours",
     ),
-    ({"trainable_parameters": lambda _: []}, r"gradients: trainable_parameters\(\) gives 0 names"),
     (
         {"trainable_parameters": lambda self: list(self.module.named_parameters())},
         r"gradients: .*is listed as trainable but frozen",
@@ -120,7 +115,6 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
         changed("trainable_parameters", lambda p: p[:3]),
         r"gradients: .* gets a gradient but is not listed as trainable",
     ),
-    ({"reference": lambda _: nullcontext()}, r"reference: inside reference\(\), also after a nested one"),
     ({"reference": flat_reference}, r"reference: inside reference\(\), also after a nested one"),
     ({"reference": stuck_reference}, r"reference: reference\(\) did not restore the policy"),
     ({"velocity": untrained}, r"reference: changing the trainable parameters does not change"),
@@ -130,16 +124,8 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ),
     (changed("decode", lambda i, *_: i * 2 - 1), r"decode: decoded values reach from -1 to .*clamp\(0, 1\)"),
     (
-        changed("decode", lambda i, latents: i * (len(latents) / 3)),
-        r"decode: a decoded image depends on its neighbours",
-    ),
-    (
         changed("encode_images", lambda z, *_: z.flatten(1)),
         r"encode_images: encode_images of 2 images is torch.float32 \(2, 512\)",
-    ),
-    (
-        changed("encode_images", lambda z, images: z * (len(images) / 2)),
-        r"encode_images: the latents of an image depend on its neighbours",
     ),
     (
         {"forward_count": property(lambda self: type(self._forward_count)())},
@@ -161,8 +147,6 @@ def test_each_break_is_named_and_weights_are_restored(members: dict[str, Any], m
 
 
 def test_a_missing_member_is_named():
-    with pytest.raises(
-        AdapterError, match="protocol: object has no latent_shape, storage_dtype, compute_dtype"
-    ):
+    with pytest.raises(AdapterError, match="protocol: object has no latent_shape, storage_dtype"):
         check_adapter(object())  # type: ignore[arg-type]
     assert "save" not in check_adapter(SD3Policy(tiny_sd3_pipeline(), lora=LORA), save=False)

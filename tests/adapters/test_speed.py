@@ -77,9 +77,7 @@ def test_it_is_the_same_function(name: str, how: dict[str, Any], monkeypatch: py
 
 def test_what_it_cannot_do_is_refused():
     sd15, flux = policy_of("sd15").module, policy_of("flux").module
-    with pytest.raises(
-        UserError, match=r"'native', but no layer of this UNet2DConditionModel takes a backend"
-    ):
+    with pytest.raises(UserError, match=r"'native', but no layer of this UNet2DConditionModel"):
         speed_up(sd15, attention="native")
     with pytest.raises(UserError, match=r"model\.attention is 'fastest': .* must be one of the following"):
         speed_up(flux, attention="fastest")

@@ -33,19 +33,9 @@ PROMPTS = ["a", "hello there you", "1+2="]
 LORA = text_lora(rank=3, alpha=7, seed=5)
 STOP = StoppingCriteria(max_new_tokens=10)
 NUCLEUS = Sampling(temperature=0.7, top_p=0.9)
-SMALL = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.3,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
-    "bos_token_id": None,
-}
+SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+SMALL |= {"initializer_range": 0.3, "eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None}
 
 
 def policy(model=None, **options) -> CausalLMPolicy:
@@ -202,9 +192,8 @@ def test_lora_starts_at_the_model_and_depends_on_its_seed_alone() -> None:
 def test_lora_places_are_checked() -> None:
     some = policy(lora=text_lora(target_modules=("q_proj", "v_proj")))
     assert len(some.trainable_parameters()) == 2 * 2 * 2
-    for name in ("attn.to_q", "lm_head"):
-        with pytest.raises(UserError, match=rf"targets \['{name}'\] name no linear layer of Qwen3.*q_proj"):
-            policy(lora=text_lora(target_modules=(name,)))
+    with pytest.raises(UserError, match=r"targets \['lm_head'\] name no linear layer of Qwen3.*q_proj"):
+        policy(lora=text_lora(target_modules=("lm_head",)))
     with pytest.raises(UserError, match=r"already has the adapters .*merge_and_unload"):
         policy(some.model, lora=LORA)
 
@@ -240,8 +229,6 @@ def test_a_lora_of_another_kind_is_refused(tmp_path) -> None:
     policy(lora=LORA).save(tmp_path)
     with pytest.raises(UserError, match=r"alpha 7 there, 7 here; .* there, .* here. Build the policy with"):
         policy(lora=replace(LORA, rank=4)).load(tmp_path)
-    with pytest.raises(UserError, match="alpha 7 there, 5"):
-        policy(lora=replace(LORA, alpha=5)).load(tmp_path)
     with pytest.raises(FileNotFoundError, match=r"holds no adapter_model\.safetensors"):
         policy(lora=LORA).load(tmp_path / "nowhere")
 
@@ -257,11 +244,8 @@ def granite() -> nn.Module:
 
 
 def gpt2() -> nn.Module:
-    config = GPT2Config(
-        vocab_size=64, n_positions=64, n_embd=32, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=1
-    )
-    config.initializer_range = 0.3
-    return GPT2LMHeadModel(config)
+    sizes = {"vocab_size": 64, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4}
+    return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=1, eos_token_id=1, initializer_range=0.3))
 
 
 class _OddHead(nn.Linear):
@@ -279,13 +263,9 @@ def odd() -> nn.Module:
     return model
 
 
-def sliding() -> nn.Module:
-    return tiny_model(use_sliding_window=True, sliding_window=4, max_window_layers=1)
-
-
 @pytest.mark.parametrize(
     ("build", "head"),
-    [(gemma, (1.0, 2.0)), (granite, (1 / 3, None)), (gpt2, (1.0, None)), (sliding, (1.0, None)), (odd, None)],
+    [(gemma, (1.0, 2.0)), (granite, (1 / 3, None)), (gpt2, (1.0, None)), (odd, None)],
 )
 def test_other_architectures(build, head) -> None:
     with torch.random.fork_rng(devices=[]):
@@ -328,9 +308,7 @@ def test_a_truncated_rollout_without_its_sets_is_refused() -> None:
 
 
 def test_what_is_no_language_model_is_refused(tmp_path) -> None:
-    with pytest.raises(
-        UserError, match=r"The text policy got a Linear; it needs a transformers model with a"
-    ):
+    with pytest.raises(UserError, match=r"The text policy got a Linear; it needs a transformers model"):
         CausalLMPolicy(nn.Linear(2, 2), tiny_tokenizer())  # type: ignore[arg-type]
     with pytest.raises(UserError, match="The tokenizer has 59 tokens and the model 32: ids from 32 on"):
         policy(tiny_model(vocab_size=32))

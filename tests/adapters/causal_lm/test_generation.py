@@ -15,7 +15,6 @@ SAMPLINGS = [
     Sampling(),
     Sampling(temperature=0.7, top_p=0.9),
     Sampling(temperature=1.3, top_k=5),
-    Sampling(top_k=20, top_p=0.5),
     Sampling(temperature=0),
 ]
 
@@ -78,14 +77,13 @@ def test_greedy_completions_are_those_of_transformers(shared) -> None:
         assert ours.tolist() == theirs.tolist()
 
 
-@pytest.mark.parametrize("size", [1, 4])
-def test_a_sample_does_not_depend_on_its_batch(shared, size) -> None:
+def test_a_sample_does_not_depend_on_its_batch(shared) -> None:
     # completions that end early make rows leave the batch
     sampling = Sampling(temperature=0.9, top_p=0.95)
     stopping = StoppingCriteria(max_new_tokens=14, strings=tuple("bcdefghi"))
     all_at_once = sampled(shared, sampling, stopping)
     seeds, own = draw_seeds(4, 15), shared.generate_batch
-    shared.generate_batch = size
+    shared.generate_batch = 4
     try:
         alone = sampled(shared, sampling, stopping, PROMPTS[1:3], seeds=seeds[3:9])
     finally:
@@ -177,10 +175,7 @@ def test_prompts_that_are_too_long(shared) -> None:
     ("options", "message"),
     [
         ({"prompts": []}, r"prompts is \[\]; give a list of at least one prompt"),
-        ({"prompts": "hello"}, "prompts is 'hello'; give a list"),
-        ({"num_generations": 0}, "num_generations is 0; it must be at least 1"),
         ({"seeds": [1, 2]}, "seeds has 2 entries for 5 prompts × 3 generations"),
-        ({"group": [1]}, "group has 1 labels for 5 prompts; give one per prompt"),
         ({"images": [[]] * 5}, "used as a text policy and reads no images"),
     ],
 )

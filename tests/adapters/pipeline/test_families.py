@@ -94,7 +94,7 @@ def own_images(
         return torch.as_tensor(pipe(**call, return_dict=False)[0]).float()
 
 
-@pytest.mark.parametrize("name", ["sd15", "z_image", "qwen_image", "hunyuan_image", "flux3"])
+@pytest.mark.parametrize("name", ["sd15", "qwen_image", "flux3"])
 def test_without_guidance_the_network_is_asked_once(name):
     policy = policy_of(name, guidance=None)
     assert not policy.guided
@@ -129,7 +129,7 @@ def test_images_are_the_pipelines_own(name):
     assert policy.decode(made).shape[:2] == (3, 3)
 
 
-@pytest.mark.parametrize("name", ["flux2_klein", "qwen_image_edit_plus"])
+@pytest.mark.parametrize("name", ["flux2_klein"])
 def test_an_edit_of_several_images_is_the_pipelines_own(name):
     """Samples of one source stand in one call, and each image is encoded once."""
     policy, sides = policy_of(name), ((64, 64), (96, 64), (64, 128))
@@ -184,7 +184,7 @@ def test_a_velocity_is_silent():
         logger.removeHandler(said)
 
 
-@pytest.mark.parametrize("name", ["sd15", "flux", "hunyuan_image", "flux3"])
+@pytest.mark.parametrize("name", ["sd15", "flux3"])
 def test_a_velocity_walks_through_no_model(name, monkeypatch):
     """diffusers looks for hooks in every module, five to ten times a call, longer the larger the model is."""
     policy, walked = policy_of(name), []
@@ -218,7 +218,7 @@ def test_answers_are_asked_for_again_when_weights_change():
     assert type(policy.pipe) is kind
 
 
-ONE_OF_EACH_KIND = "sd3 sd15 flux flux2_klein flux3 qwen_image z_image hidream prx kandinsky5 wan".split()
+ONE_OF_EACH_KIND = "sd3 sd15 flux flux2_klein flux3 qwen_image kandinsky5 wan".split()
 
 
 @pytest.mark.parametrize("name", ONE_OF_EACH_KIND)
@@ -232,7 +232,7 @@ def test_a_replay_finds_the_rollout(name):
     assert ratio_check(policy, condition, made, batch_size=3).ok
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [*ONE_OF_EACH_KIND, "flux_kontext", "qwen_image_21"])
 def test_the_contract(name, tmp_path):
     policy = policy_of(name)
     assert len(check_adapter(policy, prompts=tiny_prompts(name, CHECKED))) == 13
@@ -266,9 +266,7 @@ def test_the_contract(name, tmp_path):
     assert float((made - own_images(name, policy, noise, "pt", pipe=loaded)).abs().max()) <= 5e-5
 
 
-@pytest.mark.parametrize(
-    "name", ["sd3", "sd15", "flux", "flux2_klein", "qwen_image_edit", "kandinsky5_image", "wan", "flux3"]
-)
+@pytest.mark.parametrize("name", ["sd15", "flux", "kandinsky5_image", "wan", "flux3"])
 def test_another_size_is_as_if_built_with_it(name):
     policy = policy_of(name)
     own, kept = policy.image_size, policy.latent_shape

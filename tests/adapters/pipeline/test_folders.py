@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ def _seeded():
     torch.manual_seed(0)
 
 
-SIZES: dict[str, tuple[int, int]] = {"sd15": (32, 16), "sdxl": (32, 16), "flux": (16, 8), "pixart": (16, 8)}
+SIZES: dict[str, tuple[int, int]] = {"sd15": (32, 16), "sdxl": (32, 16), "flux": (16, 8)}
 PROMPTS = ["a red circle", "two blue squares left of a star"]
 
 
@@ -42,7 +43,6 @@ def test_prompts_make_the_pipelines_images(folders, name):
     pipe: Any = DiffusionPipeline.from_pretrained(folders[name], safety_checker=None)
     pipe.set_progress_bar_config(disable=True)
     call = {"guidance_scale": guidance} if guidance else {}
-    call |= {"use_resolution_binning": False} if name == "pixart" else {}
     expected = pipe(
         PROMPTS, height=size[0], width=size[1], latents=noise, num_inference_steps=3, output_type="pt", **call
     )[0]
@@ -127,45 +127,33 @@ def test_the_whole_network_in_16_bits(folders, tmp_path):
     ("name", "options", "message"),
     [
         ("sd3", {"guidance": 0.5}, r"is guided by at least 1, and 1 switches guidance off; guidance is 0\.5"),
-        ("flux2_klein", {"guidance": 4.0}, r"Flux2KleinPipeline is distilled: it takes no guidance"),
         ("sd3", {"image_size": 13}, r"image_size is 13; this model makes multiples of 2 pixels"),
         ("sana", {"image_size": (32, 16)}, r"SanaPipeline refuses its call: `height` and `width` have to be"),
-        ("sd3", {"num_frames": 5}, r"num_frames is 5; StableDiffusion3Pipeline makes images"),
-        ("sd3", {"image_size": "big"}, r"image_size is big; this model makes multiples"),
         ("hidream", {"image_size": 32}, r"makes images of an area of its own\. Leave image_size out"),
         ("wan", {"num_frames": 6}, r"num_frames is 6; WanPipeline makes 1 \+ a multiple of 4 frames"),
         ("sd3", {"call": {"skip_guidance_layers": [0]}}, r"call names skip_guidance_layers, which .* be off"),
         (
             "flux2_klein",
             {"negative_prompt": "ugly"},
-            r"negative_prompt is 'ugly', and Flux2KleinPipeline is not",
         ),
         ("sd3", {"call": {"steps": 3}}, r"call names steps, which StableDiffusion3Pipeline does not take"),
-        ("sd3", {"lora": LoraSettings(target_modules=("to_query",))}, r"\['to_query'\] name no linear layer"),
     ],
 )
 def test_refusals(name, options, message):
     pipe, usual = tiny_pipeline(name)
-    if "distilled" in message:
-        pipe.register_to_config(is_distilled=True)
     with pytest.raises(UserError, match=message):
         PipelinePolicy(pipe, **{**usual, "lora": LoraSettings(rank=2), **options})
 
 
 def test_refusals_of_what_is_given(folders, tmp_path):
-    with pytest.raises(
-        UserError, match=r"The pipeline is a DDPMPipeline, which is of no family that is known: .*flux"
-    ):
+    with pytest.raises(UserError, match=r"is a DDPMPipeline, which is of no family that is known: .*flux"):
         PipelinePolicy(type("DDPMPipeline", (), {"scheduler": None})())
     pipe, options = tiny_pipeline("sd15")
     pipe.scheduler = type("Odd", (), {"config": {}})()
     with pytest.raises(UserError, match=r"samples with Odd, neither a flow nor a noise schedule"):
         PipelinePolicy(pipe, lora=LoraSettings(rank=2), **options)
     policy = PipelinePolicy.from_pretrained(folders["sd15"], lora=LoraSettings(rank=2))
-    for part in ("unet",):
-        for file in (folders["sd15"] / part).iterdir():
-            (tmp_path / part).mkdir(exist_ok=True)
-            (tmp_path / part / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(folders["sd15"] / "unet", tmp_path / "unet")
     (tmp_path / "model_index.json").write_bytes((folders["sd15"] / "model_index.json").read_bytes())
     with pytest.raises(FileNotFoundError, match=r"cannot be loaded as StableDiffusionPipeline: "):
         PipelinePolicy.from_pretrained(tmp_path)
@@ -174,8 +162,6 @@ def test_refusals_of_what_is_given(folders, tmp_path):
     with pytest.raises(ValueError, match="velocity got 2 latents, sigma"):
         policy.velocity(torch.zeros(2, *policy.latent_shape), torch.tensor([0.5]), policy.encode(["a"]))
     (tmp_path / "lora").mkdir()
-    with pytest.raises(FileNotFoundError, match=r"holds no pytorch_lora_weights"):
-        PipelinePolicy.from_pretrained(folders["sd15"], lora_path=tmp_path / "lora")
     (tmp_path / "lora" / "pytorch_lora_weights.safetensors").write_bytes(b"no file of tensors at all")
     with pytest.raises(UserError, match=r"is no whole safetensors file"):
         PipelinePolicy.from_pretrained(folders["sd15"], lora_path=tmp_path / "lora")
@@ -193,9 +179,7 @@ def _other_flux(**config):
 def test_a_flux_that_is_distilled_takes_no_guidance():
     """FLUX.1-schnell: its network has no input for the scale."""
     pipe, options = _other_flux(guidance_embeds=False)
-    with pytest.raises(
-        UserError, match=r"FluxPipeline is distilled: it takes no guidance\. .*guidance is 3\.5"
-    ):
+    with pytest.raises(UserError, match=r"FluxPipeline is distilled: .*guidance is 3\.5"):
         PipelinePolicy(pipe, guidance=3.5, lora=LoraSettings(rank=2), **options)
     policy = PipelinePolicy(pipe, lora=LoraSettings(rank=2), **options)
     x, condition = torch.randn(1, *policy.latent_shape), policy.encode(PROMPTS[:1])
@@ -225,21 +209,6 @@ def test_images_to_edit(tmp_path):
     assert encoder_inputs(PipelinePolicy(plain, lora=LoraSettings(rank=2), **options), records) == [
         "a red circle"
     ]
-
-
-@pytest.mark.parametrize("name", ["flux_kontext", "flux2_klein", "qwen_image_edit_plus"])
-def test_an_image_to_edit_is_encoded_once(name, monkeypatch):
-    pipe, options = tiny_pipeline(name)
-    policy = PipelinePolicy(pipe, lora=LoraSettings(rank=2), **options)
-    own, seen = pipe.vae.encode, []
-    monkeypatch.setattr(pipe.vae, "encode", lambda x, *a, **k: (seen.append(x), own(x, *a, **k))[1])
-    first, second = torch.zeros(3, 64, 64), torch.ones(3, 64, 64)
-    records = [{"prompt": p, "source": s} for s in (first, second) for p in ("a red circle", "a blue one")]
-    condition = policy.encode([*records, records[0]])
-    made = rollout(policy, condition, sigmas=policy.sigmas(3), sde_steps=[0], seeds=[1, 2, 3, 4, 1])
-    policy.velocity(made.x[:, 0].float(), torch.full((5,), 0.5), condition).square().mean().backward()
-    assert len(seen) == 2 and torch.equal(made.latents[0], made.latents[4])
-    assert not torch.allclose(made.latents[0], made.latents[2], atol=1e-4)
 
 
 def test_a_video_is_judged_by_its_middle_frame():

@@ -95,9 +95,7 @@ def test_the_classic_folder_of_qwen_image_21_goes_the_same_way(tmp_path):
     parts = qwen_image_21_parts(turbo=True)
     classic = diffusers.QwenImage21Pipeline(**parts, sample_sigmas=GRID)
     classic.save_pretrained(tmp_path)
-    with pytest.raises(
-        UserError, match=r"This QwenImage21Pipeline is driven by its blocks\. Load its folder as"
-    ):
+    with pytest.raises(UserError, match=r"This QwenImage21Pipeline is driven by its blocks\. Load its"):
         PipelinePolicy(classic)
     policy = policy_of(tmp_path)
     assert type(policy.pipe).__name__ == "QwenImage21TurboModularPipeline"
@@ -133,8 +131,6 @@ def test_a_prompt_is_upsampled_once_and_the_upsampler_may_be_left_out(folders, t
     message = r"without names vae; give a list of what this Flux3ModularPipeline can do without: prompt_up"
     with pytest.raises(UserError, match=message):
         policy_of(folders["flux3"], without=["vae"])
-    with pytest.raises(UserError, match=r"without names vae; .* can do without: nothing\."):
-        policy_of(folders["qwen_image_21"], without="vae")
 
 
 def test_parts_that_are_missing_are_named(folders, tmp_path):
@@ -144,15 +140,11 @@ def test_parts_that_are_missing_are_named(folders, tmp_path):
     (tmp_path / "modular_model_index.json").write_text(json.dumps(index))
     for name in ("text_encoder", "tokenizer", "transformer", "vae"):
         (tmp_path / name).symlink_to(folders["flux3"] / name)
-    with pytest.raises(
-        FileNotFoundError, match=r"cannot be loaded as Flux3Mod.*: Unable to load prompt_upsam"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"loaded as Flux3Mod.*: Unable to load prompt_upsam"):
         policy_of(tmp_path)
     assert not policy_of(tmp_path, without=["prompt_upsampler"]).guided
     pipe = diffusers.ModularPipeline.from_pretrained(str(folders["flux3"]))
-    with pytest.raises(
-        UserError, match=r"This Flux3ModularPipeline has no text_encoder, tokenizer, .*load_com"
-    ):
+    with pytest.raises(UserError, match=r"Flux3ModularPipeline has no text_encoder, .*load_com"):
         PipelinePolicy(pipe, lora=LORA)
     with pytest.raises(FileNotFoundError, match=r"no model_index.json or modular_model_index.json, so it"):
         policy_of(folders["flux3"] / "vae")
@@ -192,15 +184,11 @@ def test_a_distilled_model_says_what_it_allows(folders):
     message = r"This QwenImage21TurboModularPipeline is distilled: it takes no guidance\. .*guidance is 3\.0"
     with pytest.raises(UserError, match=message):
         policy_of(folders["qwen_image_21_turbo"], guidance=3.0)
-    with pytest.raises(
-        UserError, match=r"negative_prompt is 'ugly', and QwenImage21TurboModularPipeline is not"
-    ):
+    with pytest.raises(UserError, match=r"negative_prompt is 'ugly', and QwenImage21Turbo.* is not"):
         policy_of(folders["qwen_image_21_turbo"], negative_prompt="ugly")
     policy = policy_of(folders["qwen_image_21_turbo"])
     torch.testing.assert_close(policy.sigmas(3), torch.tensor([*GRID, 0.0]))
-    with pytest.warns(
-        UserWarning, match=r"was distilled for 3 steps of its own, and 4 take .* Set the steps to 3"
-    ):
+    with pytest.warns(UserWarning, match=r"was distilled for 3 steps .* Set the steps to 3"):
         assert len(policy.sigmas(4)) == 5
     assert len(policy.sigmas(4, timestep_schedule="plain")) == 5
 
@@ -214,18 +202,14 @@ def test_a_flow_map_is_refused(tmp_path):
             load(folder)
     pipe, options = tiny_pipeline("flux3")
     pipe.transformer.register_to_config(flow_map=True)
-    with pytest.raises(
-        UserError, match=r"This Flux3ModularPipeline predicts the mean velocity of a whole step"
-    ):
+    with pytest.raises(UserError, match=r"predicts the mean velocity of a whole step"):
         PipelinePolicy(pipe, lora=LORA, **options)
 
 
 def test_other_guiders_are_refused():
     pipe, options = tiny_pipeline("flux3")
     pipe.update_components(guider=diffusers.AdaptiveProjectedGuidance())
-    with pytest.raises(
-        UserError, match=r"This Flux3ModularPipeline has a AdaptiveProjectedGuidance as guider"
-    ):
+    with pytest.raises(UserError, match=r"has a AdaptiveProjectedGuidance as guider"):
         PipelinePolicy(pipe, lora=LORA, **options)
 
 
@@ -242,13 +226,12 @@ def test_a_negative_prompt_leads_away(folders, caplog):
     assert "will be ignored" not in caplog.text  # as diffusers would say at each prompt
 
 
-@pytest.mark.parametrize("name", ["qwen_image_21"])
-def test_a_folder_is_planned_by_shapes(folders, monkeypatch, name):
+def test_a_folder_is_planned_by_shapes(folders, monkeypatch):
     """Qwen-Image 2.1 reads off a mask where its tokens stand, and so how many there are."""
     monkeypatch.setattr("visalign.adapters.hollow.SMALL", 0)  # the encoder too
-    policy = policy_of(folders[name], guidance=3.0)
+    policy = policy_of(folders["qwen_image_21"], guidance=3.0)
     with hollow_pipelines() as trace:
-        hollow: Any = policy_of(folders[name], guidance=3.0)
+        hollow: Any = policy_of(folders["qwen_image_21"], guidance=3.0)
         condition = hollow.encode([PROMPT])
         trace.clear()
         x, sigma = torch.zeros(1, *hollow.latent_shape), torch.tensor([0.5])

@@ -26,7 +26,6 @@ SIZES = {"sd15": (32, 16), "flux": (16, 8), "sd3": (16, 16), "flux3": (16, 8), "
 CLASSIC = ("sd15", "sd3")
 ABSENT: dict[str, Any] = {"sd15": {"safety_checker": None}}
 ABSENT["sd3"] = {"text_encoder_3": None, "tokenizer_3": None}
-NF4 = find_spec("bitsandbytes") is not None
 needs_torchao = pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed")
 
 
@@ -148,7 +147,6 @@ def test_a_plan_rounds_every_frozen_linear_layer_to_four_bits(folders, name):
         (
             "sd15",
             {"quantization": "bitsandbytes_4bit"},
-            r"'bitsandbytes_4bit'; it needs bitsandbytes: pip inst",
         ),
     ],
 )

@@ -6,7 +6,6 @@ import os
 import shutil
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
@@ -65,22 +64,15 @@ def sample(policy: SD3Policy, prompts=PROMPTS, steps: int = 4) -> torch.Tensor:
 
 def sample_pipe(pipe, guidance: float, prompts=PROMPTS, steps: int = 4, **options) -> torch.Tensor:
     """The same images as a user makes them."""
-    return pipe(
-        prompts,
-        num_inference_steps=steps,
-        guidance_scale=guidance,
-        latents=noise(len(prompts)),
-        output_type="pt",
-        **options,
-    ).images
+    options |= {"num_inference_steps": steps, "guidance_scale": guidance, "output_type": "pt"}
+    return pipe(prompts, latents=noise(len(prompts)), **options).images
 
 
 def inputs(policy: SD3Policy):
     return noise(), torch.tensor([0.9, 0.5, 0.1]), policy.encode(PROMPTS)
 
 
-@pytest.mark.parametrize("guidance", [1.0, 3.5])
-@pytest.mark.parametrize("kind", ["plain", "sd35", "t5"])
+@pytest.mark.parametrize(("kind", "guidance"), [("plain", 1.0), ("sd35", 3.5), ("t5", 3.5)])
 def test_images_equal_the_pipeline(folders, kind, guidance):
     policy = SD3Policy.from_pretrained(folders[kind], guidance=guidance, lora=LORA, max_sequence_length=32)
     expected = sample_pipe(load_pipeline(folders[kind], t5=kind == "t5"), guidance, max_sequence_length=32)
@@ -94,8 +86,8 @@ def test_images_equal_the_pipeline(folders, kind, guidance):
     assert (expected[0] - expected[1]).abs().max() > 0.05, "the tiny model must listen to its prompts"
 
 
-@pytest.mark.parametrize(("kind", "guidance"), [("plain", 1.0), ("sd35", 3.5)])
-def test_saved_lora_gives_the_same_images_in_a_fresh_pipe(folders, tmp_path, kind, guidance):
+def test_saved_lora_gives_the_same_images_in_a_fresh_pipe(folders, tmp_path):
+    kind, guidance = "sd35", 3.5
     policy = SD3Policy.from_pretrained(folders[kind], guidance=guidance, lora=LORA)
     before = sample(policy)
     perturb(policy)
@@ -115,8 +107,8 @@ def test_saved_lora_gives_the_same_images_in_a_fresh_pipe(folders, tmp_path, kin
     torch.testing.assert_close(sample(again), ours, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(("kind", "guidance"), [("sd35", 1.0), ("t5", 3.5)])
-def test_the_general_adapter_computes_the_same(folders, tmp_path, kind, guidance):
+def test_the_general_adapter_computes_the_same(folders, tmp_path):
+    kind, guidance = "t5", 3.5
     options = {"guidance": guidance, "lora": LORA}
     policy = SD3Policy.from_pretrained(folders[kind], **options)
     perturb(policy)
@@ -238,30 +230,6 @@ def test_grids(shift, steps):
     assert torch.equal(policy.sigmas(steps, timestep_schedule="plain"), timestep_sigmas(steps, shift=shift))
 
 
-def test_grid_of_a_scheduler_that_shifts_by_size():
-    pipe = tiny_sd3_pipeline()
-    pipe.scheduler = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, base_image_seq_len=4)
-    policy = SD3Policy(pipe)
-    torch.testing.assert_close(sample(policy), sample_pipe(pipe, 1.0), rtol=0, atol=1e-4)
-    plain = policy.sigmas(4, timestep_schedule="plain")
-    assert plain[0] == 1 and plain[-1] == 0 and plain[2] > 0.5
-
-
-def test_height_and_width_apart_equal_the_pipeline():
-    pipe: Any = tiny_sd3_pipeline()
-    x = torch.randn(2, 8, 4, 8, generator=torch.Generator().manual_seed(3))
-    call = {"height": 32, "width": 64, "num_inference_steps": 4, "guidance_scale": 1.0, "output_type": "pt"}
-    expected = pipe(PROMPTS[:2], latents=x, **call).images
-    policy = SD3Policy(pipe, image_size=(32, 64), lora=LORA, decode_batch=1)
-    assert policy.latent_shape == (8, 4, 8)
-    condition = policy.encode(PROMPTS[:2])
-    images = policy.decode(rollout(policy, condition, sigmas=policy.sigmas(4), noise=x).latents)
-    torch.testing.assert_close(images, expected, rtol=0, atol=1e-4)
-    for size in (40, (32, 40)):
-        with pytest.raises(UserError, match=r"image_size is .*40.*; this model makes multiples of 16 up"):
-            SD3Policy(tiny_sd3_pipeline(), image_size=size)
-
-
 @pytest.mark.parametrize("dtype, autocast", [("bfloat16", None), ("float32", "bfloat16")])
 def test_a_guided_replay_is_its_rollout(dtype, autocast):
     """In 16 bits the two halves in one batch gave |log r| up to 2.6e-4, above the published clip range."""
@@ -282,8 +250,8 @@ def test_a_guided_replay_is_its_rollout(dtype, autocast):
     assert ratio_check(policy, condition, made, batch_size=12).ok
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_full_fine_tuning_in_16_bits_moves_float32_weights(dtype):
+def test_full_fine_tuning_in_16_bits_moves_float32_weights():
+    dtype = torch.bfloat16
     policy = SD3Policy(tiny_sd3_pipeline().to(dtype))
     assert policy.compute_dtype == dtype and policy.pipe.vae.dtype == dtype
     weights = [p for _, p in policy.trainable_parameters()]
@@ -330,10 +298,6 @@ def test_messages_of_the_policy(tmp_path):
     policy = SD3Policy(tiny_sd3_pipeline())
     with pytest.raises(UserError, match=r"guidance is 0.5; it must be at least 1"):
         SD3Policy(tiny_sd3_pipeline(), guidance=0.5)
-    with pytest.raises(ValueError, match=r"velocity got 3 latents, sigma \(1,\) and 3 conditions"):
-        policy.velocity(noise(), torch.tensor([0.5]), policy.encode(PROMPTS))
-    with pytest.raises(TypeError, match="velocity got a list; give what encode"):
-        policy.velocity(noise(), torch.ones(3), PROMPTS)  # type: ignore[arg-type]
     policy.pipe.scheduler = DDIMScheduler()
     with pytest.raises(UserError, match="samples with DDIMScheduler, which is no plain flow"):
         policy.sigmas(4)
@@ -354,19 +318,13 @@ def test_messages_of_model_folders(folders, tmp_path, monkeypatch):
     for name in (tmp_path / "nowhere", "shapes-sd3-mistyped"):
         with pytest.raises(FileNotFoundError, match=r"There is no model folder .*owner/name"):
             SD3Policy.from_pretrained(name)
-    (tmp_path / "outputs").mkdir()
-    monkeypatch.chdir(tmp_path)  # a folder that is not there yet, where its parent is, is no hub name
-    with pytest.raises(FileNotFoundError, match=r"There is no model folder outputs/run\. Give a folder"):
-        SD3Policy.from_pretrained("outputs/run")
 
     def refuse(name):
         raise OSError(f"{name} is not a repository\nand so on")
 
     for kind in (DiffusionPipeline, ModularPipeline):
         monkeypatch.setattr(kind, "load_config", refuse)
-    with pytest.raises(
-        FileNotFoundError, match=r"no model folder nobody/nothing, and the hub has no pipeline"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"no model folder nobody/nothing, and the hub has no"):
         SD3Policy.from_pretrained("nobody/nothing")
     with pytest.raises(FileNotFoundError, match=r"contains no model_index.json"):
         SD3Policy.from_pretrained(folders["plain"] / "transformer")
