@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tests.golden_families import Outputs, Row, family, gradients
 from visalign.core import (
     MODES,
     aggregate,
@@ -27,8 +27,6 @@ from visalign.core import (
     weighted_sum,
     whiten,
 )
-
-Outputs = dict[str, Any]
 
 
 def _group_norm(case: Any) -> Outputs | None:
@@ -116,9 +114,7 @@ def _ppo_mode(case: Any, mode: Any, empty: Any) -> Outputs:
         ratio = ratio_level(ratio, weight, "sequence")
     bounds = {"eps_low": case.params["eps_low"], "eps_high": case.params["eps_high"]}
     losses = ppo_clip(ratio, case.tensor("advantages"), **bounds)
-    loss = aggregate(losses, weight, mode, count_step(weight, empty=empty))
-    (gradient,) = torch.autograd.grad(loss, new)
-    return {"loss": loss, "grad_log_prob": gradient}
+    return gradients(aggregate(losses, weight, mode, count_step(weight, empty=empty)), log_prob=new)
 
 
 def _aggregate(case: Any) -> Outputs:
@@ -164,34 +160,31 @@ def _flow_grpo(case: Any) -> Outputs:
     losses = _clipped(case, log_ratio(new, case.tensor("old_log_prob")))
     if "weights" in case.inputs:
         losses = losses * case.tensor("weights")
-    loss = _mean(losses)
-    (gradient,) = torch.autograd.grad(loss, new)
+    found = gradients(_mean(losses), log_prob=new)
     if "beta" not in case.params:
-        return {"loss": loss, "grad_log_prob": gradient}
+        return found
     std = case.tensor("s") * (-case.tensor("dt")).sqrt()
     kl = gaussian_kl(case.tensor("mean"), case.tensor("mean_ref"), std, log_prob_reduction="mean")
-    total = loss + case.params["beta"] * _mean(kl)
-    peer = {"policy_loss": loss, "grad_log_prob": gradient}
+    policy_loss = found.pop("loss")
+    total = policy_loss + case.params["beta"] * _mean(kl)
+    peer = {"policy_loss": policy_loss, **found}
     return {"kl_per_sample": kl, "kl_loss": _mean(kl), "loss": total, "outputs_peer": peer}
 
 
 def _kl(case: Any) -> Outputs:
     mean = case.tensor("mean").requires_grad_()
     std = case.tensor("std" if "std" in case.inputs else "s").expand(mean.shape[0])
-    loss = _mean(gaussian_kl(mean, case.tensor("mean_ref"), std, log_prob_reduction="mean"))
-    (gradient,) = torch.autograd.grad(loss, mean)
-    return {"loss": loss, "grad_mean": gradient}
+    return gradients(
+        _mean(gaussian_kl(mean, case.tensor("mean_ref"), std, log_prob_reduction="mean")), mean=mean
+    )
 
 
 def _guard(case: Any) -> Outputs:
     mean = case.tensor("mean").requires_grad_()
     ratio = guard_log_ratio(case.tensor("noise"), mean, case.tensor("mean_old"))
     loss = _mean(_clipped(case, ratio) * guard_step_weight(case.tensor("dt")))
-    (gradient,) = torch.autograd.grad(loss, mean)
-    return {"loss": loss, "grad_mean": gradient, "log_ratio": ratio, "ratio": ratio.exp()}
+    return {**gradients(loss, mean=mean), "log_ratio": ratio, "ratio": ratio.exp()}
 
-
-Row = tuple[str, Callable[[Any], Outputs | None], tuple[str, ...], tuple[str, ...]]
 
 CLIP = ("eps_low", "eps_high")
 STEP = ("clip", "adv_clip_max")
@@ -206,12 +199,7 @@ ADVANTAGES: tuple[Row, ...] = (
         ("weights", "ddof", "eps"),
         ("rewards_per_function", "group"),
     ),
-    (
-        r"verl_gdpo_tokenwhiten",
-        _gdpo_tokens,
-        ("weights", "eps"),
-        ("rewards_per_function", "group", "mask"),
-    ),
+    (r"verl_gdpo_tokenwhiten", _gdpo_tokens, ("weights", "eps"), ("rewards_per_function", "group", "mask")),
     (r"trl_rloo(_normalized|_missing)?", _rloo, (), ("rewards", "group")),
     (r"verl_(grpo|drgrpo|rloo)_(ragged|singleton)\w*", _ragged, ("ddof", "eps"), ("rewards", "group")),
     (r"verl_reinforce_pp_baseline", _reinforce_baseline, (), ("rewards", "group", "mask")),
@@ -232,29 +220,11 @@ AGGREGATION: tuple[Row, ...] = (
 DIFFUSION: tuple[Row, ...] = (
     (r"flow_grpo_(vec|mat)", _flow_grpo, STEP, ("log_prob", "old_log_prob", "advantages")),
     (r"flow_grpo_weighted", _flow_grpo, STEP, ("log_prob", "old_log_prob", "advantages", "weights")),
-    (
-        r"flow_grpo_with_kl",
-        _flow_grpo,
-        (*STEP, "beta"),
-        ("log_prob", "old_log_prob", "advantages", "mean", "mean_ref", "s", "dt"),
-    ),
+    (r"flow_grpo_with_kl", _flow_grpo, (*STEP, "beta"), (*TOKENS[:3], "mean", "mean_ref", "s", "dt")),
     (r"verl_omni_kl", _kl, (), ("mean", "mean_ref", "s")),
     (r"pref_grpo_kl", _kl, (), ("mean", "mean_ref", "std")),
     (r"grpo_guard_(same|mixed)|pref_grpo_rationorm", _guard, STEP, MOVED),
 )
-
-
-def _family(rows: tuple[Row, ...]) -> Callable[[Any], Outputs | None]:
-    """The first row whose pattern is the whole variant name and whose parameters and inputs are there."""
-
-    def run(case: Any) -> Outputs | None:
-        for pattern, function, params, inputs in rows:
-            if re.fullmatch(pattern, case.variant):
-                there = set(params) <= set(case.params) and set(inputs) <= set(case.inputs)
-                return function(case) if there else None
-        return None
-
-    return run
 
 
 def _tolerance(case: Any, key: str) -> tuple[float, float, str] | None:
@@ -266,9 +236,9 @@ def _tolerance(case: Any, key: str) -> tuple[float, float, str] | None:
 
 
 FAMILIES: Mapping[str, Callable[[Any], Outputs | None]] = {
-    "A_advantages": _family(ADVANTAGES),
-    "B_surrogates": _family(SURROGATES),
-    "B_value_aggregation": _family(AGGREGATION),
-    "E_diffusion_losses": _family(DIFFUSION),
+    "A_advantages": family(ADVANTAGES),
+    "B_surrogates": family(SURROGATES),
+    "B_value_aggregation": family(AGGREGATION),
+    "E_diffusion_losses": family(DIFFUSION),
 }
 TOLERANCES = {"A_advantages": _tolerance, "E_diffusion_losses": _tolerance}

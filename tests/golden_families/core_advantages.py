@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
+from tests.golden_families import Outputs, Row, family
 from visalign.core.advantages.baselines import (
     best_of_group_advantages,
     gpg_advantages,
@@ -26,7 +26,6 @@ from visalign.core.advantages.returns import (
 from visalign.core.preference.pairwise import win_rates
 from visalign.core.rewards.terms import adaptive_kl_coefficient, kl_in_reward, soft_overlong
 
-Outputs = dict[str, Any]
 NAN = float("nan")
 
 
@@ -50,13 +49,8 @@ def _pass_at_k(case: Any) -> Outputs | None:
 
 
 def _gpg(case: Any) -> Outputs:
-    result = gpg_advantages(
-        case.tensor("rewards"),
-        case.inputs["group"],
-        f_norm=case.params["f_norm"],
-        counted="nonzero_reward",
-    )
-    return {"advantages": result}
+    options: Any = {"f_norm": case.params["f_norm"], "counted": "nonzero_reward"}
+    return {"advantages": gpg_advantages(case.tensor("rewards"), case.inputs["group"], **options)}
 
 
 def _remax(case: Any) -> Outputs:
@@ -77,13 +71,8 @@ def _reinforce_pp(case: Any) -> Outputs:
 
 def _gae(case: Any) -> Outputs:
     mask = _mask(case)
-    raw, returns = gae(
-        case.tensor("token_rewards"),
-        case.tensor("values"),
-        mask,
-        gamma=case.params["gamma"],
-        lam=case.params["lam"],
-    )
+    options = {"gamma": case.params["gamma"], "lam": case.params["lam"]}
+    raw, returns = gae(case.tensor("token_rewards"), case.tensor("values"), mask, **options)
     whitened = whiten(raw, None if mask is None else mask != 0)
     return {"advantages_raw": raw, "returns": returns, "advantages_whitened": whitened}
 
@@ -101,14 +90,8 @@ def _tracker(case: Any) -> Outputs | None:
 def _kl_in_reward(case: Any) -> Outputs | None:
     if case.params["kl"] != "k1":
         return None
-    result = kl_in_reward(
-        case.tensor("token_scores"),
-        case.tensor("old_log_prob"),
-        case.tensor("ref_log_prob"),
-        beta=case.params["beta"],
-        weight=_mask(case),
-    )
-    return {"token_rewards": result}
+    parts = (case.tensor(name) for name in ("token_scores", "old_log_prob", "ref_log_prob"))
+    return {"token_rewards": kl_in_reward(*parts, beta=case.params["beta"], weight=_mask(case))}
 
 
 def _adaptive_kl(case: Any) -> Outputs:
@@ -187,8 +170,6 @@ def _soft_overlong(case: Any) -> Outputs | None:
     return {"reward": soft_overlong(case.tensor("lengths"), max_length=limit, cache=cache)}
 
 
-Row = tuple[str, Callable[[Any], Outputs | None], tuple[str, ...], tuple[str, ...]]
-
 ADVANTAGES: tuple[Row, ...] = (
     (r"verl_opo_(ragged|singleton)\w*", _opo, (), ("rewards", "group", "lengths")),
     (r"verl_passk(_nostd)?", _pass_at_k, ("normalize",), ("rewards", "group")),
@@ -197,12 +178,7 @@ ADVANTAGES: tuple[Row, ...] = (
     (r"verl_reinforce_pp\w*", _reinforce_pp, ("gamma",), ("token_rewards",)),
     (r"verl_gae\w*", _gae, ("gamma", "lam"), ("token_rewards", "values")),
     (r"flow_grpo_tracker_\w+", _tracker, ("type",), ("rewards", "group")),
-    (
-        r"verl_kl_in_reward",
-        _kl_in_reward,
-        ("beta", "kl"),
-        ("token_scores", "old_log_prob", "ref_log_prob"),
-    ),
+    (r"verl_kl_in_reward", _kl_in_reward, ("beta", "kl"), ("token_scores", "old_log_prob", "ref_log_prob")),
     (r"verl_adaptive_kl", _adaptive_kl, ("init", "target", "horizon"), ("kl", "n_steps")),
 )
 PAIRWISE: tuple[Row, ...] = (
@@ -224,19 +200,6 @@ PAIRWISE: tuple[Row, ...] = (
 OVERLONG: tuple[Row, ...] = ((r"soft_overlong", _soft_overlong, ("max_length", "cache"), ("lengths",)),)
 
 
-def _family(rows: tuple[Row, ...]) -> Callable[[Any], Outputs | None]:
-    """The first row whose pattern is the whole variant name and whose parameters and inputs are there."""
-
-    def run(case: Any) -> Outputs | None:
-        for pattern, function, params, inputs in rows:
-            if re.fullmatch(pattern, case.variant):
-                there = set(params) <= set(case.params) and set(inputs) <= set(case.inputs)
-                return function(case) if there else None
-        return None
-
-    return run
-
-
 def _tolerance(case: Any, key: str) -> tuple[float, float, str] | None:
     """The usual 1e-6, but of the largest element, for what a peer computed in float32 near zero."""
     single = case.params.get("dtype") == "float32" and not key.startswith("outputs_float64")
@@ -244,8 +207,8 @@ def _tolerance(case: Any, key: str) -> tuple[float, float, str] | None:
 
 
 FAMILIES: Mapping[str, Callable[[Any], Outputs | None]] = {
-    "A_advantages": _family(ADVANTAGES),
-    "F_pairwise_multireward": _family(PAIRWISE),
-    "C_kl_overlong_passk": _family(OVERLONG),
+    "A_advantages": family(ADVANTAGES),
+    "F_pairwise_multireward": family(PAIRWISE),
+    "C_kl_overlong_passk": family(OVERLONG),
 }
 TOLERANCES = {"F_pairwise_multireward": _tolerance}

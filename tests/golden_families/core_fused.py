@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.golden_families import Outputs
 from visalign.core.tokens.fused_head import fused_log_prob_entropy, log_prob_entropy
-
-Outputs = dict[str, Any]
 
 SIZES = {"N", "H", "V", "B", "T", "shape", "dtype"}
 SCALES = {"temperature", "soft_cap"}

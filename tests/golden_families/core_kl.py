@@ -9,6 +9,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
+from tests.golden_families import Outputs, Row, family
 from visalign.core.rewards.best_of import best_of_n_kl_bound, expected_best_of_k, pass_at_k
 from visalign.core.surrogates.aggregation import MODES, aggregate, count_step, row_tokens
 from visalign.core.surrogates.kl import Estimator, categorical_kl, kl_estimate, kl_penalty
@@ -16,7 +17,6 @@ from visalign.core.surrogates.ppo import ppo_clip
 from visalign.core.surrogates.ratios import log_ratio
 from visalign.core.surrogates.value import value_clip_fraction, value_loss
 
-Outputs = dict[str, Any]
 ESTIMATORS = get_args(Estimator)
 
 
@@ -139,37 +139,21 @@ def _aggregate(case: Any) -> Outputs | None:
     }
 
 
-Row = tuple[Callable[[Any], Outputs | None], tuple[str, ...], tuple[str, ...]]
-
 KL: tuple[Row, ...] = (
-    (_kl, ("estimator",), ("log_prob", "ref_log_prob")),
-    (_expected_gradients, (), ("logits", "ref_log_prob")),
-    (_pass_at_k, (), ("n", "c", "k")),
-    (_best_of_k, (), ("scores",)),
+    (".*", _kl, ("estimator",), ("log_prob", "ref_log_prob")),
+    (".*", _expected_gradients, (), ("logits", "ref_log_prob")),
+    (".*", _pass_at_k, (), ("n", "c", "k")),
+    (".*", _best_of_k, (), ("scores",)),
 )
 VALUE: tuple[Row, ...] = (
-    (_value, ("clip",), ("values", "returns", "mask")),
-    (_aggregate, (), ("loss", "mask")),
+    (".*", _value, ("clip",), ("values", "returns", "mask")),
+    (".*", _aggregate, (), ("loss", "mask")),
 )
-PAPERS: tuple[Row, ...] = ((_bound, (), ("N",)),)
-
-
-def _family(rows: tuple[Row, ...], prefix: str = "") -> Callable[[Any], Outputs | None]:
-    """The first row whose parameters and inputs are there, for variants of that prefix."""
-
-    def run(case: Any) -> Outputs | None:
-        if not case.variant.startswith(prefix):
-            return None
-        for function, params, inputs in rows:
-            if set(params) <= set(case.params) and set(inputs) <= set(case.inputs):
-                return function(case)
-        return None
-
-    return run
+PAPERS: tuple[Row, ...] = (("bon_kl_bound.*", _bound, (), ("N",)),)
 
 
 FAMILIES: Mapping[str, Callable[[Any], Outputs | None]] = {
-    "B_value_aggregation": _family(VALUE),
-    "C_kl_overlong_passk": _family(KL),
-    "H_paper_rules": _family(PAPERS, "bon_kl_bound"),
+    "B_value_aggregation": family(VALUE),
+    "C_kl_overlong_passk": family(KL),
+    "H_paper_rules": family(PAPERS),
 }

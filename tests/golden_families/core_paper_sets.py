@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from tests.golden_families import Outputs, Row, family, gradients
 from visalign.core.advantages.combine import normalise_then_sum, weighted_sum
 from visalign.core.advantages.gradient_balance import combine_gradients, min_norm_weights, smooth_weights
 from visalign.core.advantages.group import group_advantages, whiten
@@ -18,8 +17,6 @@ from visalign.core.regression.losses import reward_probability
 from visalign.core.rewards.fusion import neighbour_weights, reward_fusion
 from visalign.core.rewards.sets import vendi_gains, vendi_score
 from visalign.evaluation.statistics.diversity import starc_distance, support_metrics
-
-Outputs = dict[str, Any]
 
 
 def _marble(case: Any) -> Outputs:
@@ -54,16 +51,14 @@ def _gdro(case: Any) -> Outputs:
     score = case.tensor("scores").requires_grad_()
     rows, reward = torch.atleast_2d(score), torch.atleast_2d(case.tensor("rewards"))
     loss = soft_plackett_luce(rows, reward, tau=case.params["tau"]).mean()
-    (gradient,) = torch.autograd.grad(loss, score)
-    return {"loss": loss, "grad_scores": gradient}
+    return gradients(loss, scores=score)
 
 
 def _gdro_full(case: Any) -> Outputs:
     error = case.tensor("error").requires_grad_()
     options: Any = {name: case.params[name] for name in ("beta", "gamma", "tau")}
     loss = gdro_loss(error, case.tensor("error_ref"), case.tensor("rewards"), **options).mean()
-    (gradient,) = torch.autograd.grad(loss, error)
-    return {"loss": loss, "grad_error": gradient}
+    return gradients(loss, error=error)
 
 
 def _starc(case: Any) -> Outputs:
@@ -118,8 +113,6 @@ def _flow_factory(case: Any) -> Outputs | None:
     return {"advantages": group_advantages(combined, group, scale=scale, ddof=ddof, eps=0.0)}
 
 
-Row = tuple[str, Callable[[Any], Outputs | None], tuple[str, ...], tuple[str, ...]]
-
 SETS: tuple[Row, ...] = (
     (
         r"reward_fusion(_worked)?",
@@ -146,17 +139,4 @@ STEPS: tuple[Row, ...] = (
 )
 
 
-def _family(rows: tuple[Row, ...]) -> Callable[[Any], Outputs | None]:
-    """The first row whose pattern is the whole variant name and that knows all parameters of the case."""
-
-    def run(case: Any) -> Outputs | None:
-        for pattern, function, params, inputs in rows:
-            if re.fullmatch(pattern, case.variant):
-                known = set(params) == set(case.params) and set(inputs) <= set(case.inputs)
-                return function(case) if known else None
-        return None
-
-    return run
-
-
-FAMILIES = {"H_paper_rules": _family(SETS), "E_windows_steps": _family(STEPS)}
+FAMILIES = {"H_paper_rules": family(SETS, exact=True), "E_windows_steps": family(STEPS, exact=True)}

@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from tests.golden_families import Outputs, Row, family
 from visalign.core.advantages.copo import (
     between_group_advantages,
     consistency_entropy,
@@ -42,8 +41,6 @@ from visalign.core.rewards.terms import preference_as_reward
 from visalign.core.surrogates.value import soft_minimum
 from visalign.core.tokens.entropy import covariance_statistics, token_covariance
 from visalign.core.tokens.entropy_terms import tea_weights
-
-Outputs = dict[str, Any]
 
 
 def _par(case: Any) -> Outputs:
@@ -235,8 +232,6 @@ def _soft_minimum(case: Any) -> Outputs:
     return {"V": soft_minimum(case.tensor("values"), temperature=case.params["a"])}
 
 
-Row = tuple[str, Callable[[Any], Outputs | None], tuple[str, ...], tuple[str, ...]]
-
 PAPERS: tuple[Row, ...] = (
     (r"par(_worked)?", _par, ("k",), ("rewards", "reference_rewards")),
     (r"par_zscore", _par_zscore, ("ref", "ddof"), ("x",)),
@@ -265,17 +260,4 @@ STEPS: tuple[Row, ...] = (
 )
 
 
-def _family(rows: tuple[Row, ...]) -> Callable[[Any], Outputs | None]:
-    """The first row whose pattern is the whole variant name and that knows all parameters of the case."""
-
-    def run(case: Any) -> Outputs | None:
-        for pattern, function, params, inputs in rows:
-            if re.fullmatch(pattern, case.variant):
-                known = set(params) == set(case.params) and set(inputs) <= set(case.inputs)
-                return function(case) if known else None
-        return None
-
-    return run
-
-
-FAMILIES = {"H_paper_rules": _family(PAPERS), "E_windows_steps": _family(STEPS)}
+FAMILIES = {"H_paper_rules": family(PAPERS, exact=True), "E_windows_steps": family(STEPS, exact=True)}

@@ -31,15 +31,8 @@ def _family(case: Any) -> dict[str, Any] | None:
         found, better, worse = {"kl": z}, reward[good], reward[~good]
     else:
         refs = (None, None) if ref is None else ref.chunk(2)
-        loss = direct_preference_loss(
-            *said.chunk(2),
-            *refs,
-            *length.chunk(2),
-            row=row,
-            beta=beta,
-            gamma=params.get("gamma"),
-            eps=params.get("eps", 0.0),
-        ).mean()
+        options = {"row": row, "beta": beta, "gamma": params.get("gamma"), "eps": params.get("eps", 0.0)}
+        loss = direct_preference_loss(*said.chunk(2), *refs, *length.chunk(2), **options).mean()
         better, worse = reward.chunk(2)
         found = {
             "rewards_margins": (better - worse).mean(),

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.golden_families import Outputs
 from visalign.core.regression.losses import (
     matching_error,
     nft_loss,
@@ -18,7 +19,6 @@ from visalign.core.regression.losses import (
 )
 from visalign.core.regression.signals import best_worst_pairs, old_policy_decay
 
-Outputs = dict[str, Any]
 _WEIGHTING = {"Uniform": "uniform", "t": "t", "t**2": "x0", "huber": "huber", "ghuber": "ghuber"}
 
 

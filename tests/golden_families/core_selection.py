@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tests.golden_families import Outputs, Row, family
 from visalign.core.surrogates.aggregation import MODES, aggregate, count_step
 from visalign.core.surrogates.ppo import ppo_clip
 from visalign.core.surrogates.ratios import log_ratio
@@ -40,8 +40,6 @@ from visalign.core.tokens.selection_rules import (
 )
 from visalign.core.tokens.statistics import ppo_clipped
 from visalign.core.tokens.steer import steer_change, steer_thresholds, steer_weights
-
-Outputs = dict[str, Any]
 
 
 def _clip_cov(case: Any) -> Outputs | None:
@@ -180,8 +178,6 @@ def _weight(case: Any, like: str) -> Tensor:
     return case.tensor("mask") if "mask" in case.inputs else torch.ones_like(case.tensor(like))
 
 
-Row = tuple[str, Callable[[Any], Outputs | None], tuple[str, ...], tuple[str, ...]]
-
 POLICY = ("log_prob", "old_log_prob", "advantages", "mask")
 SURROGATES: tuple[Row, ...] = (
     (r"clip_cov_\w+", _clip_cov, ("eps_low", "eps_high", "cov_low", "cov_high", "ratio"), POLICY),
@@ -200,20 +196,7 @@ RULES: tuple[Row, ...] = (
 )
 
 
-def _family(rows: tuple[Row, ...]) -> Callable[[Any], Outputs | None]:
-    """The first row whose pattern is the whole variant name and whose parameters and inputs are there."""
-
-    def run(case: Any) -> Outputs | None:
-        for pattern, function, params, inputs in rows:
-            if re.fullmatch(pattern, case.variant):
-                if set(params) <= set(case.params) and set(inputs) <= set(case.inputs):
-                    return function(case)
-        return None
-
-    return run
-
-
 FAMILIES: Mapping[str, Callable[[Any], Outputs | None]] = {
-    "B_surrogates": _family(SURROGATES),
-    "H_paper_rules": _family(RULES),
+    "B_surrogates": family(SURROGATES),
+    "H_paper_rules": family(RULES),
 }

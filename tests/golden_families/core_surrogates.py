@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tests.golden_families import Outputs, gradients
 from visalign.core.surrogates.aggregation import MODES, aggregate, count_step
 from visalign.core.surrogates.balance import dro, flow_balance
 from visalign.core.surrogates.forms import gmpo, gradient_keeping_clip, sapo
@@ -26,8 +27,6 @@ from visalign.core.surrogates.weighted import (
     reinforce,
     vespo,
 )
-
-Outputs = dict[str, Any]
 
 TOKENS = ("log_prob", "old_log_prob", "advantages", "mask")
 NEUTRAL = ("mask_kind", "dtype", "empty_rows")
@@ -187,8 +186,7 @@ def _form(case: Any) -> Form | None:
 
 def _aggregated(losses: Tensor, tokens: Tokens, mode: Any, empty: Any) -> Outputs:
     loss = aggregate(losses, tokens.weight, mode, count_step(tokens.weight, empty=empty))
-    (gradient,) = torch.autograd.grad(loss, tokens.new)
-    return {"loss": loss, "grad_log_prob": gradient}
+    return gradients(loss, log_prob=tokens.new)
 
 
 def _empty(case: Any, key: str) -> str:
@@ -245,28 +243,17 @@ def _flowrl(case: Any) -> Outputs | None:
 def _balance(case: Any, eps_low: float, eps_high: float) -> Outputs:
     new, weight = case.tensor("log_prob").requires_grad_(), case.tensor("mask")
     whole = ratio_level(log_ratio(new, case.tensor("old_log_prob"), weight), weight, "sequence_sum")
-    losses = flow_balance(
-        new,
-        case.tensor("ref_log_prob"),
-        case.tensor("log_z"),
-        case.tensor("reward"),
-        weight,
-        beta=case.params["beta"],
-        log_ratio=whole,
-        eps_low=eps_low,
-        eps_high=eps_high,
-    )
-    loss = aggregate(losses, weight, "seq_mean_token_mean", count_step(weight))
-    (gradient,) = torch.autograd.grad(loss, new)
-    return {"loss": loss, "grad_log_prob": gradient}
+    parts = (case.tensor(name) for name in ("ref_log_prob", "log_z", "reward"))
+    options = {"beta": case.params["beta"], "log_ratio": whole, "eps_low": eps_low, "eps_high": eps_high}
+    losses = flow_balance(new, *parts, weight, **options)
+    return gradients(aggregate(losses, weight, "seq_mean_token_mean", count_step(weight)), log_prob=new)
 
 
 def _aepo(case: Any) -> Outputs:
     new = case.tensor("log_prob").requires_grad_()
     ratio = log_ratio(new, case.tensor("old_log_prob"))
     losses = gradient_keeping_clip(ratio, case.tensor("advantages"), **_eps(case.params))
-    (gradient,) = torch.autograd.grad(losses.sum(), new)
-    return {"loss_per_token": losses, "grad_of_sum": gradient}
+    return {"loss_per_token": losses, "grad_of_sum": torch.autograd.grad(losses.sum(), new)[0]}
 
 
 def _flow_dppo(case: Any) -> Outputs | None:
@@ -280,8 +267,7 @@ def _flow_dppo(case: Any) -> Outputs | None:
     limits = {"limit_low": limit, "limit_high": limit, "cap": float("inf")}
     losses = dppo(ratio, case.tensor("advantages"), kl, **limits)
     loss = aggregate(losses, torch.ones_like(losses), "token_mean", count_step(torch.ones_like(losses)))
-    (gradient,) = torch.autograd.grad(loss, mean)
-    return {"loss": loss, "grad_mean": gradient, "kl": kl, "ratio": ratio.exp()}
+    return {**gradients(loss, mean=mean), "kl": kl, "ratio": ratio.exp()}
 
 
 FAMILIES: Mapping[str, Callable[[Any], Outputs | None]] = {

@@ -14,14 +14,8 @@ from visalign.flow.parametrization import flow_sigma, preserving_scale, velocity
 from visalign.flow.windows import window_steps
 
 _GRIDS = ("diffusers", "plain")
-_SCHEDULES = {
-    "flow": "flow",
-    "Flow-SDE": "flow",
-    "dance": "dance",
-    "Dance-SDE": "dance",
-    "cps": "cps",
-    "CPS": "cps",
-}
+_SCHEDULES = {"flow": "flow", "Flow-SDE": "flow", "dance": "dance", "Dance-SDE": "dance"}
+_SCHEDULES |= {"cps": "cps", "CPS": "cps"}
 _KNOWN_TABLE = {"shift", "steps", "num_train_timesteps"}
 _KNOWN_STEP = {"kind", "noise_level", "shift", "steps", "step_index", "sigma_max", "dtype"}
 
@@ -48,12 +42,8 @@ def sde_steps(case: Any) -> dict[str, Any] | None:
     schedule = _SCHEDULES[params["kind"]]
     if schedule == "flow" and "sigma_max" not in params:
         return None
-    kernel = Kernel(
-        schedule=schedule,
-        noise_level=params["noise_level"],
-        sigma_max=params.get("sigma_max", 0.0),
-        log_prob_reduction="mean",
-    )
+    sizes = {"noise_level": params["noise_level"], "sigma_max": params.get("sigma_max", 0.0)}
+    kernel = Kernel(schedule=schedule, **sizes, log_prob_reduction="mean")
     dtype = torch.float64 if params.get("dtype") == "float64" else torch.float32
     names = ("sample", "prev_sample", "sigma", "sigma_next")
     x, x_next, sigma, sigma_next = (case.tensor(name, dtype) for name in names)

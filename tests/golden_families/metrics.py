@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
+from tests.golden_families import Outputs
 from visalign.evaluation.statistics.agreement import policy_credit
 from visalign.evaluation.statistics.calibration import both_sides, brier, nll, reliability
 from visalign.evaluation.statistics.correlations import kendall, plcc, rmse, srcc
-
-Outputs = dict[str, Any]
 
 
 def _array(case: Any, name: str) -> np.ndarray:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tests.golden_families import Outputs, gradients
 from visalign.core.preference.bradley_terry import (
     average_pairs,
     bradley_terry_loss,
@@ -44,14 +45,7 @@ from visalign.core.standalone.clip_losses import (
 from visalign.rewards.hpsv3.head import RanknetHead
 from visalign.rewards.weights.affine_head import AffineHead, standardise
 
-Outputs = dict[str, Any]
 COLLAPSED = Path(__file__).resolve().parent.parent / "golden" / "laion_affine.npz"
-
-
-def _gradients(loss: Tensor, **leaves: Tensor) -> Outputs:
-    """The loss and grad_<name> of each leaf."""
-    found = torch.autograd.grad(loss, list(leaves.values()))
-    return {"loss": loss, **{f"grad_{name}": slope for name, slope in zip(leaves, found, strict=True)}}
 
 
 def _hpsv3(case: Any) -> Outputs | None:
@@ -66,16 +60,16 @@ def _hpsv3(case: Any) -> Outputs | None:
     name = params["loss_type"]
     if name in options:
         loss = average_pairs(bradley_terry_loss(chosen, rejected, **options[name]), untied, over="pairs")
-        return _columns(_gradients(loss, chosen=chosen, rejected=rejected))
+        return _columns(gradients(loss, chosen=chosen, rejected=rejected))
     if name == "btt":
         share = torch.stack([untied, 1 - untied, torch.zeros_like(untied)], -1)
         loss = outcome_loss(tie_log_prob(chosen, rejected, params["k"]), share).mean()
-        return _columns(_gradients(loss, chosen=chosen, rejected=rejected))
+        return _columns(gradients(loss, chosen=chosen, rejected=rejected))
     if name == "hpsv2":
         loss = bradley_terry_loss(chosen, rejected).sum()
         shares = torch.stack([chosen, rejected]).softmax(0)
         twice = bradley_terry_loss(shares[0], shares[1]).sum()
-        peer = _columns(_gradients(twice, chosen=chosen, rejected=rejected))
+        peer = _columns(gradients(twice, chosen=chosen, rejected=rejected))
         return {"loss": loss, "outputs_peer": peer}
     return None
 
@@ -122,7 +116,7 @@ def _trl(case: Any) -> Outputs:
     margin = 0.0 if case.inputs["margin"] is None else case.tensor("margin")
     centre = case.params["center_coefficient"] or 0.0
     loss = bradley_terry_loss(chosen, rejected, margin=margin, centre=centre).mean()
-    return _gradients(loss, chosen=chosen, rejected=rejected)
+    return gradients(loss, chosen=chosen, rejected=rejected)
 
 
 def _ict_hp(case: Any) -> Outputs:
@@ -155,16 +149,9 @@ def _pickscore(case: Any) -> Outputs | None:
     if not torch.equal(label + case.tensor("label1"), torch.ones_like(label)):
         return None
     text, image = case.tensor("text").requires_grad_(), case.tensor("image0").requires_grad_()
-    loss = pickscore_loss(
-        text,
-        image,
-        case.tensor("image1"),
-        label,
-        case.tensor("n_per_prompt"),
-        logit_scale=case.params["logit_scale"],
-        in_batch_negatives=case.params["in_batch_negatives"],
-    )
-    return _gradients(loss, text=text, image0=image)
+    other, count = case.tensor("image1"), case.tensor("n_per_prompt")
+    loss = pickscore_loss(text, image, other, label, count, **case.params)
+    return gradients(loss, text=text, image0=image)
 
 
 def _hps_pairs(case: Any) -> Outputs | None:
@@ -174,7 +161,7 @@ def _hps_pairs(case: Any) -> Outputs | None:
         return None
     left, right = (logits[:, start : start + size].diagonal() for start in (0, size))
     loss = bradley_terry_loss(left, right, labels[:size]).sum()
-    return _gradients(loss, text_logits=logits)
+    return gradients(loss, text_logits=logits)
 
 
 def _hps_groups(case: Any) -> tuple[Tensor, Tensor, list[int]]:
@@ -192,7 +179,7 @@ def _hps_best(case: Any) -> Outputs:
         share[start + best] = 1
         start += count
     loss = listwise_choice_loss(score, share.detach(), group).mean()
-    return _gradients(loss, logits=logits)
+    return gradients(loss, logits=logits)
 
 
 def _hps_ranks(case: Any) -> Outputs:
@@ -200,7 +187,7 @@ def _hps_ranks(case: Any) -> Outputs:
     loss = rank_margin_loss(
         score, case.tensor("ranks"), group, margin=case.params["margin"], mode="upstream"
     ).mean()
-    return {"outputs_peer": _gradients(loss, logits=logits)}
+    return {"outputs_peer": gradients(loss, logits=logits)}
 
 
 def _layered(case: Any) -> Outputs | None:
@@ -212,13 +199,10 @@ def _layered(case: Any) -> Outputs | None:
     head = AffineHead.from_state_dict({key: torch.tensor(case.arrays[key]) for key in keys})
     exact = head.collapse()
     score = head(x.float())
-    if "affine_weight" in case.arrays:
-        torch.testing.assert_close(
-            exact.weight.double(), torch.tensor(case.arrays["affine_weight"]), rtol=1e-6, atol=1e-8
-        )
-        torch.testing.assert_close(
-            exact.bias.double(), torch.tensor(case.arrays["affine_bias"]), rtol=1e-6, atol=1e-8
-        )
+    for name in ("weight", "bias"):
+        if f"affine_{name}" in case.arrays:
+            affine = torch.tensor(case.arrays[f"affine_{name}"])
+            torch.testing.assert_close(getattr(exact, name).double(), affine, rtol=1e-6, atol=1e-8)
     torch.testing.assert_close(exact(x.float())[:, 0], score, rtol=1e-5, atol=1e-6)
     doubled = head.double()(x)
     return {"score": score, "score_float64": doubled, "sigmoid": torch.sigmoid(doubled)}
@@ -254,14 +238,9 @@ def _hpsv3_pooling(case: Any) -> Outputs:
     state = {name: torch.tensor(value) for name, value in case.inputs["state_dict"].items()}
     head = RanknetHead.from_state_dict(state).double()
     hidden, ids = case.tensor("hidden"), case.tensor("input_ids", torch.int64)
+    tokens = {name: case.params[name] for name in ("special_token_id", "pad_token_id")}
     found = {
-        pooling: head.pooled(
-            hidden,
-            ids,
-            pooling=pooling,
-            special_token_id=case.params["special_token_id"],
-            pad_token_id=case.params["pad_token_id"],
-        )
+        pooling: head.pooled(hidden, ids, pooling=pooling, **tokens)
         for pooling in ("special", "last", "mean")
     }
     return {"mean": found.pop("mean"), "outputs": found}
@@ -272,9 +251,8 @@ def _fidelity(case: Any) -> Outputs:
     answers, truth = case.tensor("predictions"), case.tensor("ground_truth")
 
     def rewards(**changes: Any) -> Tensor:
-        return fidelity_rewards(
-            answers, truth, **({"ddof": params["ddof"], "floor": params["gamma"]} | changes)
-        )
+        options = {"ddof": params["ddof"], "floor": params["gamma"], **changes}
+        return fidelity_rewards(answers, truth, **options)
 
     return {
         "reward": rewards(),
@@ -362,20 +340,8 @@ LOSSES: tuple[Row, ...] = (
     (_trl, {"center_coefficient"}, {"chosen", "rejected", "margin"}),
     (
         _ict_hp,
-        {
-            "neg_weight",
-            "margin",
-            "ict_weight",
-            "hp_weight",
-            "icthp_weight",
-            "loss_ict",
-            "loss_hp",
-            "loss_icthp",
-        },
-        {
-            *("text_easy", "text_refined", "image1", "image2", "image3"),
-            *("hp1", "hp2", "hp3", "E1", "E2", "R1", "R2"),
-        },
+        set("neg_weight margin ict_weight hp_weight icthp_weight loss_ict loss_hp loss_icthp".split()),
+        set("text_easy text_refined image1 image2 image3 hp1 hp2 hp3 E1 E2 R1 R2".split()),
     ),
     (
         _pickscore,
@@ -398,11 +364,7 @@ HEADS: tuple[Row, ...] = (
     ),
 )
 RULES: tuple[Row, ...] = (
-    (
-        _fidelity,
-        {"gamma", "ddof", "?eps_inside_roots_peer", "?dtype"},
-        {"predictions", "ground_truth"},
-    ),
+    (_fidelity, {"gamma", "ddof", "?eps_inside_roots_peer", "?dtype"}, {"predictions", "ground_truth"}),
     (_top_log_probs, set(), {"top_logprobs"}),
     (_logits, {"yes_ids", "no_ids"}, {"logits"}),
     (
@@ -451,13 +413,7 @@ def _rule_tolerance(case: Any, key: str) -> tuple[float, float, str] | None:
     return (1e-4, 1e-5, "element") if key == "outputs_peer.reward" else None
 
 
-FAMILIES = {
-    "G_reward_losses": _family(LOSSES),
-    "G_reward_heads": _family(HEADS),
-    "G_reward_rules": _family(RULES),
-}
-TOLERANCES = {
-    "G_reward_losses": _loss_tolerance,
-    "G_reward_heads": _head_tolerance,
-    "G_reward_rules": _rule_tolerance,
-}
+FAMILIES = {"G_reward_losses": _family(LOSSES), "G_reward_heads": _family(HEADS)}
+FAMILIES["G_reward_rules"] = _family(RULES)
+TOLERANCES = {"G_reward_losses": _loss_tolerance, "G_reward_heads": _head_tolerance}
+TOLERANCES["G_reward_rules"] = _rule_tolerance

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from tests.golden_families import Outputs, Row, family
 from visalign.rewards.chat.yes_no import read_yes_no
 from visalign.rewards.hpsv3.loading import current_key, smart_resize
 from visalign.rewards.questions.checklist import ChecklistRule
@@ -29,7 +30,6 @@ from visalign.rewards.reading.ratings import (
 )
 from visalign.rewards.reading.verdicts import flex_answer, verdict
 
-Outputs = dict[str, Any]
 UP_TO_SIX = (0.0, math.nextafter(6.0, 0.0))
 """Pref-GRPO's pattern takes a first digit of 0 to 5 with any decimals."""
 
@@ -122,40 +122,25 @@ def _flex_strings(case: Any) -> Outputs:
     return {"winner": [_or(lambda t=t: flex_answer(t).winner, None) or None for t in _texts(case)]}
 
 
-Row = tuple[str, Callable[[Any], Outputs], tuple[str, ...], tuple[str, ...]]
-
 RULES: tuple[Row, ...] = (
-    ("smart_resize", _smart_resize, ("factor", "min_pixels", "max_pixels"), ("height_width",)),
-    ("state_dict_keys", _keys, (), ("old",)),
-    ("answer_parsing", _quality, ("valid_range",), ("text",)),
-    ("p_yes_top_logprobs", _yes_no_list, (), ("top_logprobs",)),
+    (".*smart_resize.*", _smart_resize, ("factor", "min_pixels", "max_pixels"), ("height_width",)),
+    (".*state_dict_keys.*", _keys, (), ("old",)),
+    (".*answer_parsing.*", _quality, ("valid_range",), ("text",)),
+    (".*p_yes_top_logprobs.*", _yes_no_list, (), ("top_logprobs",)),
     (
-        "visionreward_checklist",
+        ".*visionreward_checklist.*",
         _checklist,
         ("mask_questions", "masked_features", "coef", "intercept"),
         ("answers_yes", "alignment"),
     ),
-    ("unifiedreward_parse", _unified, (), ("text",)),
-    ("lift_labels", _lift, (), ("text",)),
-    ("rational_rewards_parse", _rational, (), ("text",)),
+    (".*unifiedreward_parse.*", _unified, (), ("text",)),
+    (".*lift_labels.*", _lift, (), ("text",)),
+    (".*rational_rewards_parse.*", _rational, (), ("text",)),
 )
 PAIRS: tuple[Row, ...] = (
-    ("flex_winner_strings", _flex_strings, (), ("text",)),
-    ("judge_strings", _judge_strings, ("sentences",), ("text",)),
+    (".*flex_winner_strings.*", _flex_strings, (), ("text",)),
+    (".*judge_strings.*", _judge_strings, ("sentences",), ("text",)),
 )
 
 
-def _family(rows: tuple[Row, ...]) -> Callable[[Any], Outputs | None]:
-    """The first row whose name is in the variant's and whose params and inputs are exactly the case's."""
-
-    def run(case: Any) -> Outputs | None:
-        for name, function, params, inputs in rows:
-            if name in case.variant:
-                known = set(params) == set(case.params) and set(inputs) == set(case.inputs)
-                return function(case) if known else None
-        return None
-
-    return run
-
-
-FAMILIES = {"G_reward_rules": _family(RULES), "F_pairwise_multireward": _family(PAIRS)}
+FAMILIES = {"G_reward_rules": family(RULES, exact=True), "F_pairwise_multireward": family(PAIRS, exact=True)}
