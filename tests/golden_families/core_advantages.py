@@ -90,8 +90,8 @@ def _tracker(case: Any) -> Outputs | None:
 def _kl_in_reward(case: Any) -> Outputs | None:
     if case.params["kl"] != "k1":
         return None
-    parts = (case.tensor(name) for name in ("token_scores", "old_log_prob", "ref_log_prob"))
-    return {"token_rewards": kl_in_reward(*parts, beta=case.params["beta"], weight=_mask(case))}
+    score, old, ref = (case.tensor(name) for name in ("token_scores", "old_log_prob", "ref_log_prob"))
+    return {"token_rewards": kl_in_reward(score, old, ref, beta=case.params["beta"], weight=_mask(case))}
 
 
 def _adaptive_kl(case: Any) -> Outputs:

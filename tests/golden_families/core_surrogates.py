@@ -243,9 +243,9 @@ def _flowrl(case: Any) -> Outputs | None:
 def _balance(case: Any, eps_low: float, eps_high: float) -> Outputs:
     new, weight = case.tensor("log_prob").requires_grad_(), case.tensor("mask")
     whole = ratio_level(log_ratio(new, case.tensor("old_log_prob"), weight), weight, "sequence_sum")
-    parts = (case.tensor(name) for name in ("ref_log_prob", "log_z", "reward"))
+    ref, log_z, reward = (case.tensor(name) for name in ("ref_log_prob", "log_z", "reward"))
     options = {"beta": case.params["beta"], "log_ratio": whole, "eps_low": eps_low, "eps_high": eps_high}
-    losses = flow_balance(new, *parts, weight, **options)
+    losses = flow_balance(new, ref, log_z, reward, weight, **options)
     return gradients(aggregate(losses, weight, "seq_mean_token_mean", count_step(weight)), log_prob=new)
 
 

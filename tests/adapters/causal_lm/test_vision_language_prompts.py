@@ -114,10 +114,6 @@ def test_patches_are_remembered_by_content_within_a_limit(monkeypatch) -> None:
             [make_image(8, 8)],
             r"Prompt 0 has 2 image parts without an image, and images\[0\] hol",
         ),
-        (
-            user({"type": "image", "image": make_image(8, 8)}),
-            [make_image(8, 8)],
-        ),
         ("text", [make_image(8, 8)], r"Prompt 0 marks 0 images by <\|image_pad\|>, and 1 are given"),
         ("<|image_pad|>" * 2, [make_image(8, 8)] * 2, r"Prompt 0 shows two images with nothing between them"),
         (

@@ -132,10 +132,6 @@ def test_the_whole_network_in_16_bits(folders, tmp_path):
         ("hidream", {"image_size": 32}, r"makes images of an area of its own\. Leave image_size out"),
         ("wan", {"num_frames": 6}, r"num_frames is 6; WanPipeline makes 1 \+ a multiple of 4 frames"),
         ("sd3", {"call": {"skip_guidance_layers": [0]}}, r"call names skip_guidance_layers, which .* be off"),
-        (
-            "flux2_klein",
-            {"negative_prompt": "ugly"},
-        ),
         ("sd3", {"call": {"steps": 3}}, r"call names steps, which StableDiffusion3Pipeline does not take"),
     ],
 )

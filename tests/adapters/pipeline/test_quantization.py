@@ -144,10 +144,6 @@ def test_a_plan_rounds_every_frozen_linear_layer_to_four_bits(folders, name):
         ),
         ("sd3", {"lora": None}, r"quantization is 'torchao_int8'; rounded weights cannot be trained"),
         ("sd3", {}, r"quantization is 'torchao_int8'; it needs torchao: pip install torchao"),
-        (
-            "sd15",
-            {"quantization": "bitsandbytes_4bit"},
-        ),
     ],
 )
 def test_refusals(folders, monkeypatch, name, options, message):
