@@ -34,18 +34,6 @@ def test_a_perfect_map_and_images_of_one_kind_alone() -> None:
     assert perfect.correlation == pytest.approx(1.0) and math.isnan(perfect.alarms)
 
 
-def test_maps_without_contrast_and_images_that_are_all_wrong_have_no_such_numbers() -> None:
-    truth = np.zeros((2, 2, 2))
-    truth[0] = truth[1, 0, 0] = 1.0
-    heat = np.array([[[0.1, 0.2], [0.3, 0.4]], [[0.6, 0.0], [0.0, 0.7]]])
-    found = heatmap_quality(heat, truth)
-    assert found.auc == pytest.approx(2 / 3) and found.iou == pytest.approx((0 + 1 / 2) / 2)
-    flat = heatmap_quality(np.zeros((2, 2, 2)), truth)
-    assert math.isnan(flat.correlation) and (flat.auc, flat.iou, flat.found) == (0.5, 0.0, 0.0)
-    wrong = heatmap_quality(heat[:1], truth[:1])
-    assert math.isnan(wrong.correlation) and math.isnan(wrong.auc) and wrong.found == 0.0
-
-
 def test_right_deviations_cover_their_level_and_half_of_them_cover_less() -> None:
     rng = np.random.default_rng(0)
     std = rng.uniform(0.1, 2.0, size=(4, 50, 50))

@@ -48,13 +48,6 @@ def test_no_packaged_file_names_a_place_on_a_machine() -> None:
     assert len(texts) > 20 and found == {}
 
 
-def test_other_names_are_left_to_the_hub_and_a_missing_model_is_named(tmp_path: Path) -> None:
-    assert (
-        resolve_model("stabilityai/stable-diffusion-3.5-medium") == "stabilityai/stable-diffusion-3.5-medium"
-    )
-    assert resolve_model(tmp_path) == tmp_path
-
-
 def test_the_autoencoder_keeps_scenes_verifiably_the_same() -> None:
     from diffusers import AutoencoderKL
 
@@ -123,7 +116,7 @@ def test_clip_is_as_good_as_its_card_says() -> None:
         assert found[name] >= 0.95
 
 
-@pytest.mark.parametrize("name", ["white", "teal", "pink"])
+@pytest.mark.parametrize("name", ["white", "teal"])
 def test_clip_is_right_on_grounds_that_are_not_its_worlds(name: str) -> None:
     ground, judge = GROUNDS[name], load_reward("clip_score")
     rng, worlds = np.random.default_rng(9), ShapesPreferences(9, split="heldout", kinds=["alignment"])
@@ -159,9 +152,6 @@ def test_the_vision_language_model_is_as_good_as_its_card_says() -> None:
 
 
 def test_the_trained_judges_order_clear_pairs_as_their_cards_say() -> None:
-    from visalign.data.shapes.preferences import ShapesPreferences
-    from visalign.rewards import load_reward
-
     for name, kinds, least in (
         ("hpsv3", ("alignment", "quality", "richness", "mixed"), 0.94),
         ("hp", ("quality", "richness"), 0.96),
@@ -201,7 +191,6 @@ def test_the_heatmap_heads_are_as_good_as_their_card_says() -> None:
 
 
 def test_the_judge_of_pairs_names_the_better_one_as_its_card_says() -> None:
-    from visalign.data.shapes.preferences import ShapesPreferences
     from visalign.rewards.questions.reward_dance import RewardDancePairs
 
     world = ShapesPreferences(11, split="heldout")

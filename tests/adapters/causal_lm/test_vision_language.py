@@ -12,11 +12,9 @@ from tests.support.models.vision_language import (
     IMAGES,
     KINDS,
     NUCLEUS,
-    PROMPTS,
     SLOT,
     drawn,
     make_image,
-    own_inputs,
     own_logits,
     policy,
     sampled,
@@ -24,7 +22,7 @@ from tests.support.models.vision_language import (
     user,
 )
 from visalign.adapters.causal_lm.policy import CausalLMPolicy
-from visalign.text import Sampling, StoppingCriteria, draw_seeds
+from visalign.text import Sampling
 from visalign.vision.images import PatchedImage
 from visalign.vision.positions import rotary_positions
 
@@ -58,42 +56,6 @@ def test_log_probs_equal_a_recomputation_and_the_models_own(shared, sampling) ->
             torch.testing.assert_close(rollout.log_prob[row, : len(completion)], own, rtol=0, atol=1e-4)
         compared += 1
     assert compared >= 6 and len(set(rollout.text)) > 6
-
-
-def test_greedy_completions_are_those_of_transformers(shared) -> None:
-    rollout = sampled(shared, Sampling(temperature=0), num_generations=1)
-    for row in range(len(PROMPTS)):
-        inputs = own_inputs(shared, row)
-        theirs = shared.model.generate(**inputs, max_new_tokens=12, do_sample=False)
-        assert drawn(rollout, row).tolist() == theirs[0, inputs["input_ids"].shape[1] :].tolist()
-    # what the library left in the model (rope_deltas) is not used
-    again = sampled(shared, Sampling(temperature=0), num_generations=1)
-    assert again.text == rollout.text and torch.equal(again.log_prob, rollout.log_prob)
-
-
-def test_a_sample_does_not_depend_on_its_batch(shared) -> None:
-    # completions that end early make rows leave the batch
-    sampling = Sampling(temperature=1.2)
-    stopping = StoppingCriteria(max_new_tokens=12, strings=tuple("abcdefghijklm+"))
-    whole = sampled(shared, sampling, stopping=stopping, num_generations=4)
-    own, shared.generate_batch = shared.generate_batch, 4
-    try:
-        part = sampled(
-            shared,
-            sampling,
-            prompts=PROMPTS[1:3],
-            images=IMAGES[1:3],
-            seeds=draw_seeds(4, 16)[4:12],
-            stopping=stopping,
-            num_generations=4,
-        )
-    finally:
-        shared.generate_batch = own
-    width = part.loss_mask.shape[1]
-    assert part.text == whole.text[4:12] and part.stop_reason == whole.stop_reason[4:12]
-    torch.testing.assert_close(part.log_prob, whole.log_prob[4:12, :width], rtol=0, atol=1e-5)
-    lengths = whole.loss_mask.sum(1)
-    assert lengths.max() - lengths.min() >= 4
 
 
 @torch.no_grad()

@@ -190,9 +190,8 @@ def test_numbers_by_hand() -> None:
     np.testing.assert_array_equal(found.images[:, ::2, ::2][:, :2, :2], expected[:, ::2, ::2])
 
 
-@pytest.mark.parametrize("batch_size", [1, 100])
-def test_batch_size_changes_nothing(batch_size: int) -> None:
-    assert same(run(batch_size=batch_size), run(batch_size=3))
+def test_batch_size_changes_nothing() -> None:
+    assert same(run(batch_size=1), run(batch_size=3))
 
 
 def test_the_images_are_those_of_the_solver() -> None:
@@ -321,8 +320,6 @@ def test_damaged_and_missing_files_are_named(tmp_path: Path) -> None:
     [
         ({"records": []}, "at least one prompt record; got none"),
         ({"records": [{"prompt": "a"}, {"prompt": " "}]}, r"records \[1\] have none"),
-        ({"batch_size": 0}, "a batch_size of at least 1; got 0"),
-        ({"seeds": [1, 1]}, r"one or more different seeds; got \[1, 1\]"),
         ({"correctness": "shape_verifier"}, "'shape_verifier' is not among.*Did you mean 'shapes_verifier'"),
         (
             {"rewards": {"short": Values(lambda _: [0.0])}, "correctness": None},
@@ -371,11 +368,3 @@ def test_changes_are_paired_and_in_standard_errors():
         }
     )
     assert then.changes(then, range(8), ["clip_score"]) == {"clip_score": 0.0}
-
-
-def test_a_fall_of_all_samples_alike_is_the_largest_change():
-    before = make_result(1.0, prompts=10, seeds=1)
-    fallen = replace(before, correct=np.zeros(10, dtype=bool))
-    but_one = replace(before, correct=np.arange(10) == 3)
-    assert fallen.changes(before, range(10), ["accuracy"]) == {"accuracy": -10.0}
-    assert but_one.changes(before, range(10), ["accuracy"]) == pytest.approx({"accuracy": -9.0})

@@ -68,13 +68,6 @@ def test_every_number_is_counted_again_by_hand(found):
         assert found.scores["token_entropy"][rows] == pytest.approx(mean, rel=1e-5)
 
 
-def test_a_record_does_not_depend_on_the_others(found):
-    alone = _evaluate([RECORDS[1]])
-    rows = found.rows(RECORDS[1]["tag"])
-    assert alone.correct.tolist() == found.correct[rows].tolist()
-    assert alone.scores["token_entropy"] == pytest.approx(found.scores["token_entropy"][rows], rel=1e-4)
-
-
 def test_stretches_of_processes_make_the_whole_where_one_has_no_verdict(found):
     parts = [_evaluate(RECORDS[:2]), _evaluate(RECORDS[2:3]), _evaluate(RECORDS[3:])]
     assert "any_of_samples" not in parts[1].scores

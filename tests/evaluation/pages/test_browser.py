@@ -23,9 +23,7 @@ from visalign.evaluation.pages.report import write_report
 from visalign.evaluation.pages.sample_page import sample_page
 from visalign.evaluation.probes.catalogue import select_probes
 from visalign.evaluation.rewards.judged_pairs import IntervalSettings
-from visalign.pipelines.compare.agree_rewards import agree_rewards, read_set, write_agreement
 from visalign.pipelines.compare.compare import compare_images, read_two
-from visalign.pipelines.compare.rank_images import ranking_page, ranking_record
 from visalign.pipelines.evaluate.job import EvaluateOptions, evaluate
 from visalign.pipelines.probe.job import probe_reward, write_probe
 from visalign.pipelines.probe.reference import shapes_reference_set
@@ -33,7 +31,6 @@ from visalign.pipelines.score.image_rows import ImageRow
 from visalign.pipelines.score.report import score_summary, write_score_page
 from visalign.pipelines.score.score import score_rows
 from visalign.rewards.catalogue import load_reward
-from visalign.rewards.pairs.ranking import rank
 
 PATH = find_browser()
 pytestmark = [
@@ -88,14 +85,6 @@ def _probe(folder: Path) -> Path:
     return write_probe(folder / "probe", result, reference)
 
 
-def _agree(folder: Path) -> Path:
-    rewards = {
-        name: load_reward(name) for name in ("saturation", "colourfulness", "brightness", "edge_density")
-    }
-    rows = read_set("shapes:pairs", limit=24)
-    return write_agreement(folder / "agree", agree_rewards(rows, rewards, source="shapes:pairs"))
-
-
 def _evaluate(folder: Path) -> Path:
     rng = np.random.default_rng(0)
 
@@ -128,16 +117,6 @@ def _levels(folder: Path) -> list[str]:
         Image.new("RGB", (96, 64) if level % 2 else (300, 200), (30 * level,) * 3).save(name)
     names[-1].write_bytes(b"no image")
     return [str(name) for name in names]
-
-
-def _rank(folder: Path) -> Path:
-    names = _levels(folder / "rank")
-    judge = BrightnessPairs(bias=0.5, fails=lambda left, right: left - right > 0.7)
-    prompt = "a wall that is as bright as it can be"
-    found = rank(names, prompt, judge, budget=1.5)
-    page = folder / "rank.html"
-    page.write_text(ranking_page(ranking_record(found, names, prompt, "brightness_pairs", judge)))
-    return page
 
 
 def _score(folder: Path) -> Path:
@@ -191,9 +170,7 @@ def _report(folder: Path, make: Callable[..., Any] = make_result, **options: Any
 PAGES: dict[str, Callable[[Path], Path]] = {
     "compare": _compare,
     "probe": _probe,
-    "agree": _agree,
     "evaluate": _evaluate,
-    "rank": _rank,
     "score": _score,
     "sample": _sample,
     "report": _report,

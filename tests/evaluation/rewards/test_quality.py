@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -102,34 +101,6 @@ def test_judges_that_share_nothing_or_say_one_value_are_no_crash() -> None:
     silent = from_values("silent", "x", np.full(160, np.nan))
     with pytest.raises(UserError, match=r"there are 2 rewards \(silent without a score\)"):
         fuse_quality(records, [first, silent])
-
-
-def ratings(seed: int, prompts: int, each: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Opinions, two equally good judges' scores, prompts: most of what they err in is the prompt's."""
-    rng = np.random.default_rng(seed)
-    index = np.repeat(np.arange(prompts), each)
-
-    def noise() -> np.ndarray:
-        shared = 0.8 if each > 1 else 0.0
-        common, own = rng.normal(size=prompts)[index], rng.normal(size=len(index))
-        return math.sqrt(shared) * common + math.sqrt(1 - shared) * own
-
-    good = noise()
-    return np.tanh(good) + 0.2 * noise(), good + noise(), good + noise(), index
-
-
-def test_prompts_are_drawn_whole() -> None:
-    """The interval of the difference of equals holds 0 where the images of a prompt go together."""
-    sets, held = 120, {"prompts": 0, "images": 0}
-    for seed in range(sets):
-        mos, x, other, index = ratings(seed, 30, 6)
-        judges = from_values("a", "x", x), from_values("b", "x", other)
-        settings = IntervalSettings(seed=seed, resamples=150)
-        for kind, prompts in (("prompts", index), ("images", None)):
-            number = compare_on_quality(quality(mos, prompts), *judges, settings)["difference"]
-            held[kind] += number["low"] <= 0 <= number["high"]
-    assert held["prompts"] >= sets * (0.95 - 3 * math.sqrt(0.95 * 0.05 / sets)), held
-    assert held["images"] < 0.75 * sets, "the sets would not show that images are drawn one by one"
 
 
 def test_a_perfect_fit_says_nothing_of_its_error() -> None:

@@ -83,19 +83,6 @@ def test_the_bootstrap_resamples_whole_clusters() -> None:
     assert np.array_equal(weights, again)
 
 
-def test_the_interval_of_a_share_covers_it_as_often_as_it_says() -> None:
-    rng = np.random.default_rng(0)
-    hits = 0
-    for trial in range(200):
-        rate = rng.beta(7, 3, 60).repeat(5)  # pairs of a prompt go together
-        right = (rng.random(300) < rate).astype(float)
-        table = RatioTable(np.arange(300) // 5, 60)
-        table.add("share", right, np.ones(300))
-        found = table.intervals(generator=torch.Generator().manual_seed(trial), resamples=400)["share"]
-        hits += found.low <= 0.7 <= found.high
-    assert 0.90 <= hits / 200 <= 0.99
-
-
 def test_a_share_of_one_counts_each_prompt_once_and_a_ratio_may_exceed_one() -> None:
     index = np.arange(48) // 4
     right = (np.random.default_rng(1).random(48) < 0.7).astype(float)

@@ -11,7 +11,6 @@ from scipy import integrate, stats
 
 from visalign.evaluation.rewards.pair_scores import from_probabilities, from_scores, swap_consistency
 from visalign.evaluation.statistics.calibration import (
-    both_sides,
     brier,
     cross_fitted_temperature,
     fit_temperature,
@@ -41,12 +40,6 @@ def test_nll_and_brier() -> None:
     assert nll([0.8], [0.25])[0] == pytest.approx(-0.25 * math.log(0.8) - 0.75 * math.log(0.2))
     assert np.isfinite(nll([0.0, 1.0], [1.0, 0.0])).all()
     assert brier([0.8], [1.0])[0] == pytest.approx(0.04)
-
-
-def test_both_sides_makes_the_numbers_blind_to_sides() -> None:
-    rng = np.random.default_rng(0)
-    p, y = rng.random(50), (rng.random(50) < 0.5).astype(float)
-    assert reliability(*both_sides(p, y)).ece == pytest.approx(reliability(*both_sides(1 - p, 1 - y)).ece)
 
 
 def test_win_probability_is_the_integral() -> None:

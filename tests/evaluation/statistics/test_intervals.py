@@ -58,8 +58,8 @@ def clustered(rng: np.random.Generator, prompts: int, seeds: int) -> tuple[NDArr
 
 
 def test_bootstrap_covers_the_truth() -> None:
-    """500 simulated evaluations: coverage of the 95 % interval within three standard errors of 0.95."""
-    rng, hits, runs = np.random.default_rng(0), 0, 500
+    """300 simulated evaluations: coverage of the 95 % interval within three standard errors of 0.95."""
+    rng, hits, runs = np.random.default_rng(0), 0, 300
     for run in range(runs):
         before, after, cluster = clustered(rng, 25, 4)
         found = paired_bootstrap(before, after, cluster, generator=seeded(run), resamples=600)
