@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.models.language import SPECIAL, tiny_model, tiny_tokenizer
+from tests.support.models.language import tiny_model, tiny_tokenizer
 from tests.support.servers.completions import serving
-from visalign.adapters.causal_lm.demonstrations import demonstration_rollout
 from visalign.adapters.causal_lm.policy import CausalLMPolicy
 from visalign.adapters.server.generator import ServerGenerator
 from visalign.errors import UserError
@@ -61,27 +60,6 @@ def test_an_answer_stands_behind_its_call_and_was_not_drawn(policy, sampling) ->
         again = policy.log_probs(found)
         torch.testing.assert_close(again.log_prob, found.log_prob, rtol=0, atol=1e-4)
         torch.testing.assert_close(again.entropy, found.entropy, rtol=0, atol=1e-4)
-
-
-def test_as_demonstrations_completions_are_learnt_but_for_what_the_tool_wrote(policy) -> None:
-    """The same tokens with the same mask as when they were drawn."""
-    found = drawn(policy, use(), stopping=replace(STOPPING, max_new_tokens=12), num_generations=60)
-    assert found.tools is not None
-    spans = [trace.answers for trace in found.tools]
-    assert any(len(own) == 2 for own in spans) and any(not own for own in spans)
-    for text, own in zip(found.text, spans, strict=True):
-        assert all(re.fullmatch(r"<\d*>?", text[begin:end]) for begin, end in own)
-    given = demonstration_rollout(policy, found.text, found.text, end=False, answers=spans)
-    compared = 0
-    for row in range(len(found)):
-        length = int(given.loss_mask[row].nonzero().max()) + 1
-        tokens = found.completion_ids[row, :length]
-        said = (tokens >= len(SPECIAL)) & (tokens < len(policy.tokenizer) - 1)
-        if bool(said.all()):  # by the text
-            assert torch.equal(given.completion_ids[row, :length], tokens)
-            assert torch.equal(given.loss_mask[row, :length], found.loss_mask[row, :length])
-            compared += bool(spans[row])
-    assert compared
 
 
 def test_a_sample_does_not_depend_on_its_batch(policy) -> None:

@@ -81,27 +81,6 @@ def test_image_tokens_that_a_completion_draws_are_text(shared) -> None:
     torch.testing.assert_close(found, rollout.log_prob[rows], rtol=0, atol=1e-4)
 
 
-def test_positions_by_hand() -> None:
-    given = policy()
-    sight: Any = given._network._sight
-    # a, image of 2 rows and 3 columns, b, c; padded on the left, below it text alone
-    ids = torch.tensor([[0, 7, *[IMAGE] * 6, 8, IMAGE], [7, 8, 9, 7, 8, 9, 7, 8, 9, 7]])
-    mask = torch.ones_like(ids)
-    mask[0, 0] = 0
-    encoder: Any = given._image_prompts
-    encoded_images = [encoder.encode([user(SLOT)], [[make_image(24, 16)]]).encoded_images[0], []]
-    seen = sight.see(ids, mask, encoded_images)
-    positions = seen.inputs["position_ids"]
-    assert positions[:, 0, 1:].tolist() == [
-        [0, 1, 1, 1, 1, 1, 1, 4, 5],
-        [0, 1, 1, 1, 2, 2, 2, 4, 5],
-        [0, 1, 2, 3, 1, 2, 3, 4, 5],
-    ]
-    assert positions[:, 1].tolist() == [list(range(10))] * 3
-    assert seen.offset.tolist() == [[5 + 1 - 9], [0]]
-    assert (positions[:, 0, 0] == 0).all()
-
-
 def test_each_image_is_read_once(shared, monkeypatch) -> None:
     trunk, seen = shared.model.base_model, []
     read = trunk.get_image_features

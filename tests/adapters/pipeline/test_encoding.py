@@ -5,19 +5,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from tests.support.models.pipelines import tiny_pipeline
 from tests.support.models.sd3 import tiny_sd3_pipeline
-from visalign.adapters import LoraSettings, SD3Policy, load_policy
+from visalign.adapters import LoraSettings, SD3Policy
 from visalign.adapters.pipeline.encoding import ImageEncoder, fitted
 from visalign.adapters.pipeline.families import FAMILIES
 from visalign.adapters.pipeline.policy import PipelinePolicy
-from visalign.data.assets import resolve_model
-from visalign.data.sets.image_references import resolve_image, shapes_reference
 from visalign.errors import UserError
 
 pytestmark = [
@@ -68,7 +65,7 @@ def test_the_decoder_is_given_what_the_encoder_made(name: str):
     assert vars(policy.pipe.vae).get("decode") is None
 
 
-@pytest.mark.parametrize("name", ["sd15", "flux", "qwen_image_21", "wan"])
+@pytest.mark.parametrize("name", ["sd15", "wan"])
 def test_in_16_bits_the_latents_are_those_of_float32(name: str):
     """Of the rounded weights: what the autoencoder makes is computed in float32 and rounded once."""
     half, single = (tiny_pipeline(name)[0] for _ in "ab")
@@ -82,22 +79,6 @@ def test_in_16_bits_the_latents_are_those_of_float32(name: str):
     found, expected = policy.encode_images([image]), other.encode_images([image])
     assert found.dtype == torch.bfloat16 and half.vae.dtype == torch.bfloat16
     torch.testing.assert_close(found, expected.bfloat16(), atol=1e-6, rtol=2**-7)
-
-
-@pytest.mark.parametrize("model", ["shapes-sd3"])
-def test_packaged_models_give_images_back(model: str):
-    policy: Any = load_policy(resolve_model(model), lora=LORA)
-    names = [shapes_reference("heldout", 0, "pair", n, "left") for n in range(8)]
-    samples = [torch.from_numpy(np.array(resolve_image(name))) for name in names]
-    images = [one.permute(2, 0, 1).float() / 255 for one in samples]
-    latents = policy.encode_images(images)
-    assert latents.shape == (8, *policy.latent_shape)
-    assert abs(float(latents.std()) - 1) < 0.25 and abs(float(latents.mean())) < 0.15
-    back = policy.decode(latents)
-    assert float((back - torch.stack(images)).abs().mean()) < 0.04
-    with torch.no_grad():  # what the autoencoder alone makes of them
-        own = policy.pipe.vae.decode(_posterior(policy.pipe.vae, torch.stack(images), False)).sample
-    torch.testing.assert_close(back, (own / 2 + 0.5).clamp(0, 1), atol=1e-4, rtol=0)
 
 
 def test_images_of_any_size_are_scaled_and_cut_in_the_middle():

@@ -348,3 +348,16 @@ def test_a_null_t5_is_an_absent_one(folders, tmp_path):
     policy = SD3Policy.from_pretrained(folder, guidance=2.0)
     assert policy.encode(PROMPTS).embeds.shape == (2, 17, 24)
     torch.testing.assert_close(sample(policy), expected, rtol=0, atol=1e-4)
+
+
+def test_decoding_follows_bfloat16_autocast_and_no_other():
+    policy = SD3Policy(tiny_sd3_pipeline(), decode_batch=2)
+    latents = torch.randn(5, 8, 8, 8, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        exact = policy.decode(latents)
+        policy.autocast = torch.bfloat16
+        low = policy.decode(latents)
+        policy.autocast = torch.float16
+        assert torch.equal(policy.decode(latents), exact)
+    assert low.dtype == torch.float32 and low.is_contiguous() and exact.is_contiguous()
+    assert 0 < (low - exact).abs().mean() < 1 / 255

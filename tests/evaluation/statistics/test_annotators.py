@@ -32,20 +32,6 @@ def test_a_careless_voter_and_a_side_are_found():
     assert abs(fit.agreement[3] - 0.5) < 0.1 and fit.agreement[0] > 0.72
 
 
-def test_soft_labels_are_nearer_the_truth_than_shares_of_votes():
-    gamma = [2.5, 2.0, 0.0, 0.0]
-    d, i, a, said, x = simulated(1, gamma, [0.0] * 4, 500, 3)
-    fit = fit_annotators(i, a, said, x, pairs=500, annotators=4)
-    truth = 1 / (1 + np.exp(-np.mean(gamma) * d))
-    share = (np.bincount(i, said, 500) + 0.5) / 4
-
-    def cross_entropy(p):
-        return -(truth * np.log(p) + (1 - truth) * np.log(1 - p)).mean()
-
-    assert cross_entropy(fit.soft_label) < cross_entropy(share) - 0.02
-    assert ((fit.soft_label > 0.5) == (d > 0)).mean() > ((share > 0.5) == (d > 0)).mean() + 0.02
-
-
 def test_one_pair_by_hand():
     """γ = 0 for nobody: one vote for the left moves the label above ½, its mirror below by as much."""
     both = [fit_annotators([0], [0], [said], [1], pairs=2, annotators=1) for said in (1.0, 0.0)]
