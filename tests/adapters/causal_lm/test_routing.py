@@ -21,29 +21,16 @@ from visalign.text import StoppingCriteria, TextRollout
 from visalign.text.log_ratio import model_log_prob
 
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
-LATENT = {
-    "kv_lora_rank": 8,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-    "q_lora_rank": None,
-}
+LATENT = {"kv_lora_rank": 8, "q_lora_rank": None}
+LATENT |= {name: 8 for name in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")}
+GROUPS = {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 6, "norm_topk_prob": True},
-    "gpt_oss": {
-        "num_local_experts": 6,
-        "sliding_window": 16,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-    },
-    "deepseek_v3": {
-        "n_routed_experts": 8,
-        "n_group": 2,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-        **LATENT,
-    },
+    "gpt_oss": {"num_local_experts": 6, "sliding_window": 16, "rope_parameters": ROPE},
+    "deepseek_v3": {**GROUPS, **LATENT},
 }
-"""Softmax before and after the top-k, sigmoids with biases and groups of experts, dense layers between."""
+"""Softmax before and after the top-k, sigmoids with biases and groups of experts."""
 
 
 def _mixture(family: str) -> PreTrainedModel:

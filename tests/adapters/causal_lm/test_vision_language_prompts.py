@@ -140,18 +140,12 @@ def test_wrong_images_are_named(shared, prompt, images, message) -> None:
         answer(shared, prompt, images)
 
 
-@torch.no_grad()
-def test_prompts_that_images_make_too_long(shared) -> None:
+def test_prompts_that_images_make_too_long() -> None:
     big = [[make_image(64, 64)], [], [make_image(8, 8)], []]
     given = policy(max_prompt_tokens=70)
     prompts = [user(SLOT), *PROMPTS[1:]]
     with pytest.raises(UserError, match=r"Prompt 0 has 85 tokens \(64 of them for its images\)"):
         sampled(given, prompts=prompts, images=big)
-    given.long_prompts = "mask"
-    rollout = sampled(given, prompts=prompts, images=big)
-    assert rollout.stop_reason[:3] == ["prompt too long"] * 3 and rollout.loss_mask[:3].sum() == 0
-    assert rollout.generated.tolist() == [False] * 3 + [True] * 9
-    torch.testing.assert_close(given.log_probs(rollout).log_prob, rollout.log_prob, rtol=0, atol=1e-4)
 
 
 def test_images_of_another_rollout_are_refused(shared) -> None:
