@@ -31,7 +31,7 @@ LORA = text_lora(rank=3, alpha=7, seed=5)
 ONE, OTHER = make_image(24, 16, 1), make_image(24, 16, 2)
 
 
-@pytest.mark.parametrize(("kind", "checkpointing"), zip(KINDS, [False, True, True], strict=True))
+@pytest.mark.parametrize(("kind", "checkpointing"), [*zip(KINDS, [False, True, True], strict=True)])
 def test_gradients_are_those_of_the_models_logits(kind, checkpointing) -> None:
     given = policy(kind, gradient_checkpointing=checkpointing)
     rollout = sampled(given, Sampling(temperature=1.5), num_generations=8)
