@@ -69,11 +69,6 @@ def test_a_table_keeps_its_other_columns_and_forgets_what_was_said(images, tmp_p
             [{"prompt": "x", "image_left": "a.png"}],
             "Row 1 of .* needs texts in prompt, image_left and image_right",
         ),
-        (
-            [{"prompt": "x", "image": "a.png"}, {"prompt": "y", "image": "b.png"}],
-            "no two images share a prompt",
-        ),
-        ([], "holds no row"),
     ],
 )
 def test_what_is_refused(images, tmp_path, rows, why):

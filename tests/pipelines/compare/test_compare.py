@@ -203,8 +203,6 @@ def test_the_command_compares_and_writes(images: Path) -> None:
     [
         (["c.png", "-r", "saturation"], "Image B cannot be read"),
         (["b.png", "-r", "saturatoin"], "There is no reward 'saturatoin'. Did you mean 'saturation'?"),
-        (["b.png", "-r", "saturation", "-o", "page.txt"], "'page.txt' ends in '.txt'"),
-        (["b.png", "-r", "saturation", "-r", "jpeg_size", "--option", "quality=5"], "LABEL.NAME=VALUE"),
     ],
 )
 def test_the_command_refuses(images: Path, arguments: list[str], message: str) -> None:

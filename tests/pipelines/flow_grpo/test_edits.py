@@ -80,6 +80,7 @@ def test_one_instruction_for_two_sources_is_trained(folder, tmp_path):
     assert not np.array_equal(*before.images)
     grid = np.asarray(Image.open(output / "samples" / "000000.png"))
     assert np.array_equal(grid, np.concatenate([*before.images], axis=1))
+    assert [path.name for path in sorted((output / "samples").iterdir())] == [f"{n:06}.png" for n in range(3)]
     page = (output / "report.html").read_text()
     assert "make it blue (dark.png)" in page and "make it blue (light.png)" in page
 
@@ -105,15 +106,10 @@ def test_a_source_that_cannot_be_read_is_refused_before_the_model_is_loaded(fold
     cut = tmp_path / "cut.png"
     Image.effect_noise((64, 64), 50).save(cut)
     cut.write_bytes(cut.read_bytes()[:-200])
-    jpeg = tmp_path / "cut.jpg"
-    Image.effect_noise((64, 64), 50).save(jpeg)
-    jpeg.write_bytes(jpeg.read_bytes()[:-200])
     file = tmp_path / "edits.jsonl"
     for source, reason in (
         (f"{tmp_path}/absent.png", "there is no such file"),
         (str(cut), "truncated"),
-        (str(jpeg), "truncated"),
-        (f"{folder}/edits.jsonl", "cannot identify"),
         (None, "has no 'source', the image that the model edits"),
         (["a.png", "b.png"], r"the source is \['a.png', 'b.png'\].* the model edits one image"),
         (5, r"the source is 5; give the path of an image"),

@@ -116,15 +116,6 @@ def test_the_monitor_is_in_log_report_and_summary(finished):
         assert f"<h4>{title}</h4>" in page, title
 
 
-def test_a_run_that_the_monitor_stops_is_whole_and_goes_on_under_another_limit(inputs, tmp_path):
-    stop, output = "monitor.stop.feature_drift=0", tmp_path / "run"
-    first = run(_config(inputs, stop), output)
-    assert first["stopped"] == "monitor" and first["iterations"] == 1
-    assert "Stopped: feature_drift is" in (output / "report.html").read_text()
-    again = run(_config(inputs, "monitor.stop.feature_drift=9"), output, resume=True)
-    assert again["stopped"] == "finished" and again["iterations"] == 2
-
-
 def test_the_next_command_samples_as_the_run_evaluates(tmp_path):
     config = _config(tmp_path, "model.path=my/sd3", "model.guidance=null")
     lora, images = f"--lora {tmp_path}/lora", f"--output {tmp_path}/images"
@@ -153,15 +144,6 @@ def test_answers_about_images_are_learnt_by_what_gave_them(tmp_path):
         assert made.data.train == f"{tmp_path}/dataset.jsonl"
         assert (made.data.heldout, made.data.question) == (heldout, "Rate: 1")
         assert made.evaluation.rewards["rating"].options == {"rule": "regression"}
-
-
-def test_a_model_that_learnt_to_rate_is_evaluated_as_a_judge(tmp_path):
-    from visalign.pipelines.text.config import TextGRPOConfig
-    from visalign.pipelines.text.job import _next_command
-
-    given = ["model.lora=null", "data.heldout=x.jsonl", "rewards.terms={rating: {}}"]
-    command = shlex.join(_next_command(load_config(TextGRPOConfig, None, given), tmp_path))
-    assert command == f"visalign evaluate x.jsonl -r visual_quality_r1 --option model={tmp_path}/model"
 
 
 def test_counted_cost_is_the_planned_one(finished, inputs):
@@ -231,11 +213,7 @@ def test_full_fine_tuning_saves_a_pipeline(inputs, tmp_path):
     ("override", "message"),
     [
         ("rollout.group_size=1", "group_size' .*got 1 .*greater than or equal to 2"),
-        ("model.dtype=float23", r"Key 'model\.dtype' .*got 'float23'.*one of 'float32'.*Did you mean"),
         ("evaluation.correctness=clip", r"evaluation.correctness is 'clip', which is no label"),
-        ("evaluation.seeds=[1, 1]", r"evaluation\.seeds is \[1, 1\]"),
-        ("run.max_seconds=0", r"Key 'run\.max_seconds' .*got 0 .*greater than 0"),
-        ("seed=99999999999999999999", "Key 'seed' .*less than or equal to 4294967295"),
         ("data={cycle: [colors], balance: false}", r"set data\.balance=true"),
         ("rollout.image_sizes=[16, 32]", r"window is 1 and .* has 2: .* to a multiple of 2"),
     ],

@@ -4,16 +4,12 @@
 from __future__ import annotations
 
 import json
-from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-from tests.support.evaluation_samples import make_result
 from tests.support.models.pipelines import tiny_folder, trained_weights
 from tests.support.models.sd3 import build_tiny_sd3
 from visalign.config import load_config
@@ -21,11 +17,9 @@ from visalign.errors import UserError
 from visalign.pipelines.flow_grpo.inputs import prepare
 from visalign.pipelines.flow_grpo.job import FlowGRPOConfig, load_code, plan, run
 from visalign.pipelines.flow_grpo.parts import build_policy
-from visalign.pipelines.shared.job import PolicyRun, result_folder
+from visalign.pipelines.shared.job import result_folder
 from visalign.pipelines.shared.run_folder import FINGERPRINTS, check_unchanged, write_once
-from visalign.training.loop.algorithm import Counters
 from visalign.training.loop.checkpoint import CheckpointError
-from visalign.training.loop.trainer import TrainResult
 
 SMALL = (
     "rollout={prompts_per_iteration: 3, group_size: 4, steps: 3}",
@@ -42,14 +36,9 @@ def config(*overrides: str) -> FlowGRPOConfig:
     ("override", "message"),
     [
         ("rewards.terms={jpeg_size: {}, sharpness: {}}", "would add different units: jpeg_size in 'kB'"),
-        ("rewards.terms={shapes_verifier: {bound: 0.5}}", "a bound on every term"),
         ("data.cycle=[nope]", r"cycle names \['nope'\], which no prompt is labelled with"),
-        ("data.train=absent.txt", r"data\.train: no prompt set 'absent\.txt'"),
-        ("evaluation.rewards={sharpnes: {}}", "There is no reward 'sharpnes'"),
         ("evaluation.correctness=sharpness", r"'sharpness' cannot say correct or wrong"),
         ("monitor.stop.agreement_change=-0.2", r"-0.2, and this run does not measure it. Hold a reward out"),
-        ("monitor={features: null, stop: {diversity_ratio: 0.5}}", "Set monitor.features to a CLIP model"),
-        ("monitor.stop.feature_drift=1", "Set monitor.features to a CLIP model and evaluation.every above 0"),
     ],
 )
 def test_what_the_run_refuses_the_plan_refuses(tmp_path: Path, override: str, message: str) -> None:
@@ -58,19 +47,6 @@ def test_what_the_run_refuses_the_plan_refuses(tmp_path: Path, override: str, me
         with pytest.raises((ValueError, RuntimeError), match=message):
             attempt()
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("objective.step_weights=[1.0]", r"step_weights is \[1\.0\] for 3 steps"),
-        ("rollout={steps: 4, schedule: cps, noise_level: 1.5}", r"rollout\.noise_level is 1\.5"),
-        ("model.guidance=.inf", r"Key 'model\.guidance' .*got inf .*finite"),
-    ],
-)
-def test_settings_are_refused_when_they_are_read(override: str, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        config(override)
 
 
 def test_one_process_is_refused_before_a_divided_model_is_loaded(
@@ -156,10 +132,10 @@ def test_the_code_that_loads_the_result_has_its_path() -> None:
         compile(code, "report", "exec")
 
 
-LOADED = [(name, "{rank: 2}") for name in ("wan", "pixart", "sd3", "sd3 without T5", "flux")]
-
-
-@pytest.mark.parametrize(("name", "lora"), [*LOADED, ("sd3 without T5", "null")])
+@pytest.mark.parametrize(
+    ("name", "lora"),
+    [("wan", "{rank: 2}"), ("flux", "{rank: 2}"), ("sd3 without T5", "{rank: 2}"), ("sd3", "null")],
+)
 def test_the_code_that_loads_the_result_loads_what_was_trained(name: str, lora: str, tmp_path: Path) -> None:
     model = tmp_path / "a model"
     if name.startswith("sd3"):
@@ -181,35 +157,3 @@ def test_the_code_that_loads_the_result_loads_what_was_trained(name: str, lora: 
         assert expected and expected.keys() == loaded.keys()
         for layer, weight in expected.items():
             torch.testing.assert_close(loaded[layer], weight, rtol=0, atol=1e-7)
-
-
-def test_without_t5_the_code_leaves_it_out() -> None:
-    code = load_code(config("model.use_t5=false"), Path("runs/first"))
-    assert 'resolve_model("shapes-sd3"), text_encoder_3=None, tokenizer_3=None)' in code
-
-
-def test_the_curve_starts_with_the_samples_of_its_later_points(tmp_path: Path) -> None:
-    before = make_result(0.6, prompts=12, seeds=2)
-    heldout = [{"prompt": f"prompt {number}"} for number in range(12)]
-    given = config("evaluation={seeds: [0, 1], every: 1, prompts_on_the_way: 3}")
-    rows = [0, 8, 16]  # prompts 0, 4 and 8 with seed 0
-    expected = before.correct[rows].mean()
-    assert expected != before.accuracy
-    for asked, seen in ((given, f"over iterations 0 to 0: from {100 * expected:.3g} to"), (config(), None)):
-        ends = PolicyRun(
-            config=asked,
-            output=tmp_path,
-            fingerprints={},
-            title="a run",
-            policy=SimpleNamespace(save=lambda _: None, module=nn.Identity()),
-            trainer=cast(Any, SimpleNamespace(result=nullcontext, measuring=nullcontext)),
-            measure=lambda *_: make_result(0.75, prompts=12, seeds=2),
-            heldout=heldout,
-            samples="images",
-            load_code="pass",
-            counts=lambda _: {"images": 0},
-            next_command=(),
-        )
-        ends.after(before, TrainResult(counters=Counters(), stopped="finished"), 1.0)
-        page = (tmp_path / "report.html").read_text(encoding="utf-8")
-        assert seen in page if seen else "over iterations" not in page

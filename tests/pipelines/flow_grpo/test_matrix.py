@@ -48,7 +48,7 @@ BASE = (
 IMPORTANCE = "{kl: 0, importance_sampling: {level: token, mode: truncate, high: 2.0}}"
 TREE = "rollout.branch={at: [0], children: 2}"
 DEEP = "rollout.branch={at: [0, 1], children: 2}"
-EVERYWHERE: dict[str, tuple[str, ...]] = {
+KINDS: dict[str, tuple[str, ...]] = {
     "flow_grpo": (),
     "grpo_guard": ("objective.algorithm=grpo_guard",),
     "flow_gspo": ("objective.algorithm=flow_gspo",),
@@ -64,9 +64,6 @@ EVERYWHERE: dict[str, tuple[str, ...]] = {
     "draft": ("objective={algorithm: draft, changes: {last: 2, kl: 0.1}}",),
     "draft_lv": ("objective={algorithm: draft_lv}",),
     "refl": ("objective={algorithm: refl, changes: {stop_range: [0.3, 1.0]}}",),
-}
-"""Kinds that ask the model in a way of their own."""
-SOMEWHERE: dict[str, tuple[str, ...]] = {
     "window": ("rollout.sde_window=1",),
     "shared_noise": ("rollout.shared_noise=true",),
     "epochs": ("objective.epochs=2",),
@@ -77,7 +74,7 @@ SOMEWHERE: dict[str, tuple[str, ...]] = {
         "rollout.guidance=3.0",
     ),
 }
-"""Those whose statistics or losses alone differ, each on one family in turn."""
+"""Settings of a kind; algorithms that need none are added below."""
 
 
 def _on_steps(name: str, row: Objective) -> bool:
@@ -88,21 +85,24 @@ def _on_steps(name: str, row: Objective) -> bool:
     return True
 
 
-_SEEN = {*EVERYWHERE, *SOMEWHERE, "reinforce_pp"}
-SOMEWHERE |= {
+_SEEN = {*KINDS, "reinforce_pp"}
+KINDS |= {
     name: (f"objective={{algorithm: {name}, changes: {{levels: 2}}}}",)
     for name, row in REGRESSIONS.items()
     if name not in _SEEN and row.anchor != "expert"
 }
-SOMEWHERE |= {
+KINDS |= {
     name: (f"objective.algorithm={name}",)
     for name, row in NAMED.items()
     if name not in _SEEN and _on_steps(name, row)
 }
-FAST = [("sd3", "flow_grpo"), ("flux", "tree"), ("z_image", "diffusion_nft"), ("sd15", "one_step")]
+FAST = ("flow_grpo", "tree", "diffusion_nft", "one_step")
 """In the fast set too."""
-CASES = [(family, name) for name in EVERYWHERE for family in FAMILIES]
-CASES += [([*FAMILIES][place % len(FAMILIES)], name) for place, name in enumerate(SOMEWHERE)]
+CASES = [
+    pytest.param([*FAMILIES][place % len(FAMILIES)], name, marks=() if name in FAST else pytest.mark.slow)
+    for place, name in enumerate(KINDS)
+]
+"""Each algorithm on one family in turn."""
 
 
 @pytest.fixture(autouse=True)
@@ -146,13 +146,10 @@ def _reward(config: FlowGRPOConfig) -> Any:
     return WeightedSum({"places": (places, 1.0), "light": (Brightness(), 1.0)}, allow_mixed_units=True)
 
 
-@pytest.mark.parametrize(
-    ("family", "name"),
-    [pytest.param(*case, marks=() if case in FAST else pytest.mark.slow) for case in CASES],
-)
+@pytest.mark.parametrize(("family", "name"), CASES)
 def test_two_updates(family: str, name: str, tmp_path: Path) -> None:
     policy, given = _begun(family), _policy(family)[1]
-    config = _config(policy, (EVERYWHERE | SOMEWHERE)[name], tmp_path / "model")
+    config = _config(policy, KINDS[name], tmp_path / "model")
     objective = config.objective
     kind = VelocityRegression if objective.regression else RewardGradient if objective.ascent else FlowGRPO
     algorithm: Any = kind(

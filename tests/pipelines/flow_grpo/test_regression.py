@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -12,7 +10,6 @@ from tests.support.models.sd3 import tiny_sd3_pipeline
 from visalign.adapters import SD3Policy
 from visalign.adapters.lora import LoraSettings
 from visalign.config import load_config
-from visalign.core.regression.rows import REGRESSIONS
 from visalign.errors import ConfigError
 from visalign.pipelines.flow_grpo.job import FlowGRPOConfig, plan, run
 from visalign.pipelines.flow_grpo.plan import planned_cost
@@ -28,9 +25,6 @@ BASE = (
     "evaluation={seeds: [0], rewards: {shapes_verifier: {}}}",
     "run={iterations: 2, checkpoint_every: 1, device: cpu}",
 )
-
-
-REWARDED = [name for name, row in REGRESSIONS.items() if row.anchor != "expert"]
 
 
 def _config(*overrides: str) -> FlowGRPOConfig:
@@ -101,10 +95,3 @@ def test_a_file_of_stochastic_steps_is_refused_with_what_to_set():
         ConfigError, match=r"diffusion_nft samples along the ODE, .*Set rollout.sde_steps=null"
     ):
         load_job("shapes_grpo_guard", ["objective.algorithm=diffusion_nft", "objective.ratio_bound=null"])
-
-
-@pytest.mark.parametrize("name", REWARDED)
-def test_the_shapes_configuration_takes_any_row(name: Any):
-    job = load_job("shapes_quickstart", [f"objective.algorithm={name}"])
-    assert job.config.objective.regression.loss == REGRESSIONS[name].loss
-    assert planned_cost(job.config) >= 10 + 3

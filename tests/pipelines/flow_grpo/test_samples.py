@@ -1,34 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grids of the same prompts on the way: in the run folder, the report and the trackers."""
+"""Grids of the same prompts on the way, in the folder and the trackers; by a run: test_edits.py."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pytest
 from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker
-from PIL import Image
 
-from tests.support.models.sd3 import tiny_sd3_pipeline
-from visalign.config import load_config
-from visalign.evaluation import load_heldout
-from visalign.pipelines.flow_grpo.job import FlowGRPOConfig, run
+from tests.support.evaluation_samples import make_result
 from visalign.pipelines.shared.grids import FOLDER, SampleGrids
 
-ROOT = Path(__file__).resolve().parents[3]
-PROMPTS = ["a red circle", "two circles", "a blue square", "a cross", "three green squares"]
-CHANGES = (
-    "model.lora.rank=4",
-    "rewards.terms={sharpness: {weight: 1.0}}",
-    "rollout={prompts_per_iteration: 2, group_size: 2, steps: 2, batch_size: 4}",
-    "optimizer={lr: 1e-3, updates_per_iteration: 1, micro_batch: 8, ema_every: 1}",
-    "evaluation={seeds: [3, 1], every: 1, prompts_on_the_way: 4, grid: 3, rewards: {shapes_verifier: {}}}",
-    "run={iterations: 2, checkpoint_every: 1, device: cpu}",
-)
+PROMPTS = [f"prompt {n}" for n in range(5)]
 
 
 class Shown(GeneralTracker):
@@ -54,43 +37,13 @@ class Shown(GeneralTracker):
         self.images.append((step, values))
 
 
-@pytest.fixture(scope="module")
-def changes(tmp_path_factory) -> list[str]:
-    folder = tmp_path_factory.mktemp("inputs")
-    tiny_sd3_pipeline().save_pretrained(folder / "model")
-    what = {"class": "circle", "count": 1, "color": "red"}
-    lines = [json.dumps({"prompt": p, "tag": "colors", "include": [what]}) for p in PROMPTS]
-    (folder / "prompts.jsonl").write_text("\n".join(lines))
-    files = (f"data.{name}={folder}/prompts.jsonl" for name in ("train", "heldout"))
-    return [*CHANGES, f"model.path={folder}/model", *files]
-
-
-@pytest.fixture(scope="module")
-def finished(changes, tmp_path_factory) -> Path:
-    output = tmp_path_factory.mktemp("runs") / "one"
-    run(load_config(FlowGRPOConfig, None, changes), output)
-    return output
-
-
-def test_each_evaluation_leaves_a_grid_of_the_same_prompts(finished):
-    files = sorted((finished / FOLDER).iterdir())
-    assert [file.name for file in files] == ["000000.png", "000001.png", "000002.png"]
-    before = load_heldout(finished / "before.npz")
-    places = [before.prompts.index(PROMPTS[i]) for i in (0, 1, 2)]  # three of four, their first seed
-    expected = np.concatenate([before.images[place] for place in places], axis=1)
-    np.testing.assert_array_equal(np.asarray(Image.open(files[0])), expected)
-    assert not np.array_equal(np.asarray(Image.open(files[2])), expected)
-    page = (finished / "report.html").read_text()
-    assert "The same prompts over time" in page and page.count('class="over-time"') == 3
-
-
-def test_trackers_that_take_images_get_them(finished, tmp_path):
+def test_trackers_that_take_images_get_them(tmp_path):
     shown = Shown()
     accelerator = Accelerator(cpu=True, log_with=[shown])
     accelerator.init_trackers("test")
     records = [{"prompt": prompt} for prompt in PROMPTS]
-    grids = SampleGrids(output=tmp_path, accelerator=accelerator, heldout=records, seed=3, columns=2)
-    result = load_heldout(finished / "before.npz")
+    grids = SampleGrids(output=tmp_path, accelerator=accelerator, heldout=records, seed=0, columns=2)
+    result = make_result(0.5, prompts=len(PROMPTS), seeds=1)
     for iteration in (0, 5, 5):
         grids.keep(iteration, result)
     assert [step for step, _ in shown.images] == [0, 5]

@@ -109,18 +109,6 @@ def test_the_estimator_pays_a_policy_by_the_step_in_place_of_the_outcome(
     torch.testing.assert_close(paid.process_reward, 2 * alone)
 
 
-def test_records_that_are_too_long_can_be_left_out(inputs: Path, tmp_path: Path) -> None:
-    file = tmp_path / "long.jsonl"
-    long = {"prompt": "q99", "completion": "a" * 60, "reward": 1.0}
-    file.write_text("\n".join(map(json.dumps, [*JUDGED, long])))
-    few = f"data.train={file}", "data.heldout=0", "run.iterations=1", "evaluation.every=0"
-    with pytest.raises(UserError, match=r"has 6\d tokens; .* at most 48\. .*data\.too_long=drop"):
-        run(_config(inputs, *few), tmp_path / "refused")
-    assert not (tmp_path / "refused").exists()
-    summary = run(_config(inputs, *few, "data.too_long=drop"), tmp_path / "dropped")
-    assert (summary["records"], summary["records_left_out"]) == (96, 1)
-
-
 def test_labels_of_steps_train_the_other_kind(inputs: Path, tmp_path: Path) -> None:
     records = [
         {"prompt": f"q{n}", "steps": list(steps), "labels": [step == "a" for step in steps]}

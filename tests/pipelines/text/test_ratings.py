@@ -129,12 +129,9 @@ def test_a_teachers_reason_stands_behind_the_decision():
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("data.decision=['yes', 'yes']", r"data\.decision is \['yes', 'yes'\]; give two different words"),
         ("data.decision=[no, yes]", r"is \[False, True\]; give two .* YAML reads yes as true"),
         ("data.question=null", r"data\.question, which asks about them, is null"),
-        ("data.train=shapes:quality", r"and data\.train is a set of rated ones"),
         ("data.field=why", r"data\.train: row 1 has no text in the column 'why'"),
-        ("data.train=nowhere.jsonl", r"data\.train: There is no set 'nowhere\.jsonl'"),
     ],
 )
 def test_decisions_of_what_are_no_pairs_are_refused(override, message):

@@ -129,20 +129,6 @@ def test_the_same_seed_gives_the_same_dataset_however_it_is_cut(finished, inputs
     assert (other / "dataset.jsonl").read_bytes() != (finished[0] / "dataset.jsonl").read_bytes()
 
 
-def test_points_of_the_grid_draw_their_own_numbers_and_do_not_change_each_other(finished, inputs, tmp_path):
-    lines = _all(inputs, finished, tmp_path)
-    by_point: dict[Any, dict[Any, str]] = {}
-    for line in lines:
-        place = (line["group"], line["sample"])
-        by_point.setdefault((line["temperature"], line["seed"]), {})[place] = line["completion"]
-    assert len(by_point) == 4
-    alone = tmp_path / "alone"
-    grid = "rollout={temperatures: [1.5], seeds: [3], samples: 4, max_new_tokens: 6, max_failure_rate: 0.9}"
-    run(_config(inputs, grid, "selection.rule=all"), alone)
-    assert {(r["group"], r["sample"]): r["completion"] for r in _lines(alone)} == by_point[1.5, 3]
-    assert by_point[1.5, 3] != by_point[1.5, 0]
-
-
 def test_a_stopped_run_samples_only_what_is_missing(finished, inputs, tmp_path, monkeypatch):
     done: list[int] = []
     sample = text_sample.sample_point
@@ -216,21 +202,11 @@ def test_resume_refuses_other_completions_and_notices_other_prompts(finished, in
         file.write_text(text)
 
 
-def test_resume_says_which_completions_are_damaged(finished, inputs, tmp_path):
-    import shutil
-
-    copy = shutil.copytree(finished[0], tmp_path / "copy")
-    (copy / "points" / "001.json").write_text('{"text": ')
-    with pytest.raises(UserError, match=r"001.json' cannot be read .* Delete the file and resume"):
-        run(_config(inputs), copy, resume=True)
-
-
 @pytest.mark.parametrize(
     ("override", "message"),
     [
         ("rollout.temperatures=[0.0]", r"temperatures is \[0\.0\] .*give temperatures above 0"),
         ("selection.threshold=.nan", "Key 'selection.threshold' .*got nan .*finite"),
-        ("model.value=shared", "Unknown key 'model.value' .*Allowed under 'model': path, lora"),
     ],
 )
 def test_settings_that_cannot_be(override, message, inputs):

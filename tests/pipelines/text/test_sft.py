@@ -165,7 +165,6 @@ def test_other_inputs_are_refused(inputs, tmp_path):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("data.field=''", "'data.field' .*at least 1 character"),
         ("evaluation.rewards={}", "evaluation.rewards is empty"),
         ("evaluation.correctness=exact", "Did you mean 'exact_answer'"),
     ],

@@ -145,23 +145,7 @@ def test_ppo_with_lora_and_ptx_writes_an_adapter(tmp_path):
     assert all(record["loss/ptx"] > 0 and "loss/value" in record for record in records)
 
 
-def test_records_of_a_file_are_read(tmp_path):
-    path = tmp_path / "mine.jsonl"
-    lines = [{"prompt": f"What is {n} + 1?", "answer": str(n + 1), "tag": "mine"} for n in range(5)]
-    path.write_text("\n".join(json.dumps(line) for line in lines))
-    inputs = prepare(
-        _grpo(
-            f"data.train={path}",
-            f"data.heldout={path}",
-            "rewards.terms={boxed_answer: {}}",
-            "evaluation.rewards={}",
-            "evaluation.correctness=boxed_answer",
-        )
-    )
-    assert [record["answer"] for record in inputs.records] == ["1", "2", "3", "4", "5"]
-
-
-@pytest.mark.parametrize("row", ["likelihood", "jepo"])
+@pytest.mark.parametrize("row", ["likelihood"])
 def test_a_record_without_the_answer_whose_likelihood_is_asked_is_refused_before_the_run(row, tmp_path):
     path = tmp_path / "mine.jsonl"
     path.write_text('{"prompt": "What is 1 + 1?", "answer": "2"}\n{"prompt": "What is 2 + 1?", "answer": 3}')
@@ -180,7 +164,7 @@ def test_a_reward_under_the_label_of_a_measure_is_refused_before_the_run():
         prepare(_grpo(f"rewards.terms={options}", "rewards.allow_mixed_units=true"))
 
 
-@pytest.mark.parametrize("where", ["rewards.terms", "evaluation.rewards"])
+@pytest.mark.parametrize("where", ["rewards.terms"])
 def test_a_reward_under_the_label_of_the_verdicts_is_refused(where):
     with pytest.raises(UserError, match=r"A reward's label is 'accuracy', which names .* {my_accuracy: "):
         _grpo(f"{where}={{task_answer: {{}}, accuracy: {{name: task_answer, weight: 0}}}}")
@@ -205,23 +189,14 @@ def test_packaged_configurations_are_whole(name, tmp_path):
     [
         ("objective.algorithm=grop", "Did you mean 'grpo'"),
         ("objective.algorithm=ppo", r"fits a value function, and model\.value is none"),
-        ("model.value=seperate", "Did you mean 'separate'"),
-        ("model.chat=templated", "Key 'model.chat' .*got 'templated' .*one of 'auto', 'plain', 'chat'"),
-        ("model.dtype=float8", "Key 'model.dtype' .*got 'float8' .*one of 'float32', 'bfloat16', 'float16'"),
         ("data.train=tasks:test", "the packaged records are tasks:train and tasks:heldout"),
-        ("data.tasks=[adds]", "adds"),
-        ("data.levels=[9]", "level"),
-        ("rollout.group_size=1", "needs at least 2 samples"),
         ("evaluation.correctness=boxed", "evaluation.correctness is 'boxed'"),
-        ("evaluation.seeds=[1, 1]", "give different numbers"),
-        ("rewards.terms={task_anwser: {}}", "task_answer"),
         ("rewards.terms={task_answer: {bound: 0.5}}", "constraints are held in trainings of images alone"),
         ("server={base_url: 'http://x/v1', model: m}", "nothing could be handed over between two"),
         (
             f"server={{base_url: 'http://x/v1', model: m, model_folder: '{assets_folder()}/tasks-qwen3'}}",
             "the run would write over the model that it begins with",
         ),
-        ("objective.changes={ptx: 0.1}", r"has a ptx term, and data\.demonstrations is null"),
     ],
 )
 def test_a_configuration_that_cannot_work_is_refused(override, message):
@@ -271,15 +246,6 @@ def test_a_whole_model_is_handed_over_in_the_folder_of_the_server(tmp_path: Path
         "config.json",
         "model.safetensors",
     ]
-
-
-def test_a_run_with_a_calculator_is_evaluated_with_it(tmp_path):
-    output = tmp_path / "run"
-    tool = "rollout.tool={max_calls: 3}"
-    hard = "run.iterations=1", "data.tasks=[multiply]", "data.heldout_per_task=8", "rollout.temperature=1.3"
-    text_grpo.run(_grpo(tool, *hard), output)
-    (record,) = read_metrics(output / "metrics.jsonl")
-    assert record["tools/calls"] > 0 and record["tools/failed"] == 0
 
 
 def test_a_tool_that_breaks_stops_the_run_and_says_why(tmp_path):

@@ -111,10 +111,7 @@ def test_its_folder_rates_as_it_did(model, tmp_path, monkeypatch):
             {"reward": 0.5},
             r"none of the 8 answers of 'train.jsonl' are right by data.right 1.*from 0.5 to 0.5",
         ),
-        ({"reward": 2}, r"all of the 8 answers of 'train.jsonl' are right by data.right 1"),
-        ({"caption": None}, r"row 1 of 'train.jsonl' has None under 'caption'; needed are image, caption"),
         ({"reward": math.nan}, r"row 1 of 'train.jsonl' has nan under 'reward'; needed are image, caption"),
-        ({"caption": " "}, r"the prompt in row 1 of 'train.jsonl' is ' '"),
     ],
 )
 def test_answers_that_teach_nothing_are_refused(model, tmp_path, change, message):

@@ -24,7 +24,6 @@ from visalign.pipelines.cli.app import app
 from visalign.pipelines.train_reward.examples import file_ratings
 from visalign.pipelines.train_reward.inputs import prepare_reward
 from visalign.pipelines.train_reward.job import TrainRewardConfig, build_judge, run
-from visalign.pipelines.train_reward.judges import refuse
 from visalign.rewards.clip.open_clip_folder import save_open_clip
 
 
@@ -149,13 +148,6 @@ def test_old_pairs_weigh_as_the_policy_of_today_makes_them(tmp_path, rows):
         load_config(TrainRewardConfig, None, off_policy)
 
 
-def test_a_huge_prompt_is_not_printed_whole():
-    with pytest.raises(UserError) as refused:
-        refuse(["too long"], ["word " * 5000])
-    assert "(25,000 characters)' cannot be learnt: too long" in str(refused.value)
-    assert len(str(refused.value)) < 250
-
-
 @pytest.fixture(scope="module")
 def residual(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny contrastive model whose image tower normalises batches, as shapes-clip's does."""
@@ -172,7 +164,7 @@ def residual(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("kind", "train", "task"), [("hp", "head", "hp"), ("ict", "full", "ict")])
+@pytest.mark.parametrize(("kind", "train", "task"), [("ict", "full", "ict")])
 def test_batch_statistics_stay(residual, kind, train, task):
     given = [f"model.kind={kind}", f"model.train={train}", f"objective.task={task}", f"model.path={residual}"]
     judge: Any = build_judge(load_config(TrainRewardConfig, None, given), torch.device("cpu"))

@@ -33,7 +33,7 @@ def _config(model: Path, kind: str) -> TrainRewardConfig:
     return load_config(TrainRewardConfig, None, [*given, *sets, "model.save_dtype=float32"])
 
 
-@pytest.mark.parametrize("kind", ["yes_no", "checklist"])
+@pytest.mark.parametrize("kind", ["yes_no"])
 def test_adapters_that_find_no_layer_are_refused(kind):
     config = load_config(
         TrainRewardConfig,
@@ -47,7 +47,7 @@ def test_adapters_that_find_no_layer_are_refused(kind):
         build_judge(config, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("kind", list(NAMES))
+@pytest.mark.parametrize("kind", ["pair", "checklist"])
 def test_our_own_questions_are_asked_alike_in_training_and_by_the_saved_judge(tmp_path, kind):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "judge.json").write_text(json.dumps({"base": "shapes-vlm"}))

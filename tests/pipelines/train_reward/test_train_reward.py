@@ -44,16 +44,12 @@ CONFIGS = (
 )
 JUDGES = (
     ("hp", "head", "hp"),
-    ("hp", "full", "bradley_terry"),
     ("ict", "full", "ict"),
-    ("hpsv3", "head", "uncertainty"),
     ("hpsv3", "lora", "uncertainty"),
     ("hpsv3", "full", "bradley_terry"),
     ("yes_no", "lora", "yes_no"),
     ("pair", "lora", "yes_no"),
-    ("rating", "full", "rating_fidelity"),
     ("rating", "lora", "rating"),
-    ("checklist", "head", "checklist"),
     ("checklist", "lora", "checklist"),
 )
 TEXT: dict[str, Any] = {"type": "text", "text": "{prompt}"}
@@ -144,11 +140,6 @@ def _examples(config: TrainRewardConfig) -> Any:
     return [inputs.heldout[n] for n in range(3)]
 
 
-def test_float16_has_its_loss_scaled(models, tmp_path):
-    run(_config(models, "hpsv3", model={"autocast": "float16"}), tmp_path / "run")
-    assert all("loss_scale" in record for record in read_metrics(tmp_path / "run" / "metrics.jsonl"))
-
-
 @pytest.mark.parametrize(("kind", "train", "task"), JUDGES)
 def test_the_saved_judge_scores_as_the_trained_one(models, tmp_path, kind, train, task):
     """Every trained number is moved by hand; what is read from the folder gives the same scores."""
@@ -189,14 +180,12 @@ def test_the_saved_judge_scores_as_the_trained_one(models, tmp_path, kind, train
         )
 
 
-@pytest.mark.parametrize(("kind", "train", "task"), [JUDGES[i] for i in (2, 9)])
-def test_a_run_from_start_to_card(models, tmp_path, kind, train, task):
+def test_a_run_from_start_to_card(models, tmp_path, kind="rating", train="lora", task="rating"):
     summary = run(_config(models, kind, train, task), tmp_path / "run")
     assert (
         summary["updates"] == 4 and summary["examples"] == 16 and summary["epochs"] == pytest.approx(16 / 12)
     )
-    measures = {"rating": {"mae", "srcc"}, "ict": {"accuracy", "accuracy_all"}}
-    assert set(summary["after"]) >= measures[kind]
+    assert set(summary["after"]) >= {"mae", "srcc"}
     records = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [record["samples"] for record in records] == [8, 16]
     assert any(key.startswith("heldout/") for key in records[0])
@@ -235,11 +224,7 @@ def test_the_generated_sets_are_what_they_say():
     assert len(triple.images) == 3 and triple.prompt.casefold() in shapes_triples(0, 5).prompts
     rated = shapes_ratings(0, 5)[2]
     assert 1 <= rated.target <= 5 and len(rated.images) == 1
-    assert not pairs.prompts & triple_prompts()
-
-
-def triple_prompts() -> frozenset[str]:
-    return shapes_triples(0, 1).prompts
+    assert not pairs.prompts & shapes_triples(0, 1).prompts
 
 
 def _set(folder: Path, name: str, rows: list[dict[str, Any]]) -> str:
@@ -306,7 +291,6 @@ def test_triples_come_from_pairs_with_a_refined_image(models, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"image_left": "no1.png"}, r"data.train: 6 image files do not exist|data.train: 1 image files"),
         ({"votes_left": 2, "votes_right": 2}, "data.train: All 6 pairs of .* are ties"),
         ({"prompt": "h 1"}, "1 prompts .* of data.heldout are also in data.train: 'h 1'"),
     ],
@@ -355,7 +339,6 @@ def test_ratings_have_the_judges_unit(models, tmp_path):
     ("overrides", "message"),
     [
         (["model.kind=hpsv2"], r"Key 'model.kind' in .* got 'hpsv2' .*'ict', 'hp'. Did you mean 'hpsv3'"),
-        (["model.head=[8]"], r"Key 'model.head' in .* got \[8\] .list.\. List should have at least 2 items"),
         (
             ["model.kind=pair", "objective.task=yes_no", "model.head=[8, 4]"],
             "Unknown key 'model.head' in .* It is read where model.kind is hpsv3 or hp",
@@ -365,7 +348,6 @@ def test_ratings_have_the_judges_unit(models, tmp_path):
             "model.autocast is 'bfloat16', and the answers of a frozen model are read without it",
         ),
         (["objective.task=hp"], "objective.task is 'hp'; a judge of kind hpsv3 learns by uncertainty"),
-        (["model.frozen=[a]"], r"model.frozen is \['a'\] and model.train is 'lora', which moves none"),
     ],
 )
 def test_impossible_configurations_by_message(overrides, message):

@@ -29,7 +29,6 @@ from visalign.pipelines.ugda.job import WaitingForVotes, _judge_job, plan, run, 
 from visalign.pipelines.ugda.selection import (
     Candidate,
     _redrawn,
-    draw_candidates,
     member_scores,
     most_uncertain,
     select_ugda,
@@ -51,13 +50,6 @@ def test_half_by_deviation_then_half_by_influence():
     assert [c.task.prompt for c in chosen] == ["p5", "p7"]
     assert select_ugda(found, 1) == chosen[:1]
     assert [c.task.prompt for c in most_uncertain(found, 2)] == ["p7", "p6"], "influence has no say"
-
-
-def test_a_random_selection_depends_on_the_seed():
-    found = [candidate(n, 0, 0) for n in range(40)]
-    first, again, other = (draw_candidates(found, 10, seed=seed) for seed in (1, 1, 2))
-    assert first == again != other
-    assert len(draw_candidates(found, 99, seed=1)) == 40
 
 
 def test_members_are_asked_apart_and_failures_are_nan(tmp_path):
@@ -225,7 +217,7 @@ def test_members_are_kept_apart_from_those_before_them(tmp_path):
         plan(full)
 
 
-@pytest.mark.parametrize("key", ["seed", "data", "data.train", "data.off_policy.alpha", "model.diversity"])
+@pytest.mark.parametrize("key", ["seed", "data.train"])
 def test_what_a_round_sets_itself_cannot_be_changed(key):
     with pytest.raises(ValidationError, match=rf"ensemble\.changes sets {key}, which each round sets itself"):
         UGDAConfig(ensemble=EnsembleConfig(changes={key: 3}))
