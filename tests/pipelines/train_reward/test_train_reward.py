@@ -164,7 +164,7 @@ def test_the_saved_judge_scores_as_the_trained_one(models, tmp_path, kind, train
     if kind in ("yes_no", "pair", "checklist"):
         reader._read.min_mass = 0.0  # a random model says anything
     if kind == "rating":
-        reader.min_mass = 0.0
+        reader._digits.min_mass = 0.0
     left = [example.images[0] for example in examples]
     if kind == "pair":
         right = [example.images[1] for example in examples]
