@@ -148,6 +148,16 @@ class ToyPolicy:
         folder.mkdir(parents=True)
 
 
+def policy_weights(policy: ToyPolicy) -> Tensor:
+    """All trained numbers, in a row."""
+    return torch.cat([p.detach().flatten() for _, p in policy.trainable_parameters()])
+
+
+def gradients_of(policy: Any) -> Tensor:
+    """The gradients that are there, in a row."""
+    return torch.cat([p.grad.flatten() for _, p in policy.trainable_parameters() if p.grad is not None])
+
+
 class Brightness:
     """Mean brightness where the prompt asks for light, its negative where it asks for dark."""
 

@@ -20,11 +20,11 @@ from visalign.training import (
 CHANGES = {"kl": 0.0, "surrogate_options": {"eps_low": 0.1, "eps_high": 0.1}}
 
 
-def _objective(credit: str, name: str = "flow_grpo") -> dict[str, Any]:
-    return {"algorithm": name, "credit": credit, "changes": CHANGES if name == "flow_grpo" else {"kl": 0.0}}
+def _objective(credit: str) -> dict[str, Any]:
+    return {"algorithm": "flow_grpo", "credit": credit, "changes": CHANGES}
 
 
-@pytest.mark.parametrize("schedule", ["flow", "dance", "cps", "ddim"])
+@pytest.mark.parametrize("schedule", ["flow", "cps"])
 def test_the_prediction_is_read_off_the_mean(schedule):
     policy: Any = ToyPolicy(torch.float64)
     condition = policy.encode(["bright", "dark", "light"])
@@ -95,9 +95,7 @@ def test_steps_earn_what_their_noise_changed(credit, tmp_path):
     ("credit", "rollout_", "free"),
     [
         ("one_step", {}, 4),
-        ("turning_points", {}, 4 + 4 + 3 + 2),
         ("turning_points", {"sde_steps": [1, 2], "train_steps": [2]}, 4 + 3 + 2),
-        ("turning_points", {"sde_steps": [1], "sde_window": 1}, 4 + 3),
     ],
 )
 def test_the_cost_is_the_planned_one(credit, rollout_, free, tmp_path):
@@ -105,22 +103,22 @@ def test_the_cost_is_the_planned_one(credit, rollout_, free, tmp_path):
     record = trainer.iterate()
     settings = trainer.algorithm.rollout
     assert free == 4 + (settings.completed_per_image if credit == "turning_points" else 0)
-    trained = {"trained": settings.trained_per_image, "trained_share": record["trained_share"]}
-    planned = forward_equivalents_per_image(steps=free, guided=False, reference=0, **trained)
+    trained = settings.trained_per_image
+    share = record["trained_share"]
+    planned = forward_equivalents_per_image(
+        steps=free, trained=trained, guided=False, reference=0, trained_share=share
+    )
     assert record["forward_equivalents_per_image"] == pytest.approx(planned)
 
 
-@pytest.mark.parametrize(("name", "credit"), [("flow_grpo", "turning_points"), ("grpo_guard", "one_step")])
-def test_it_learns_and_a_resume_is_exact(name, credit, tmp_path):
+def test_it_learns_and_a_resume_is_exact(tmp_path):
     def make(folder, iterations):
-        objective = {**_objective(credit, name), "ratio_bound": 1e-4}
+        objective = {**_objective("turning_points"), "ratio_bound": 1e-4}
         return toy_trainer(folder, objective=objective, run={"iterations": iterations})
 
     whole, resumed, trainer = whole_and_resumed(make, tmp_path, 2, 6)
     assert whole == resumed and trainer.counters.updates == 12 and not trainer.counters.skipped
-    if name == "flow_grpo":
-        rewards = [row["reward_mean"] for row in whole[2]]
-        assert rewards[-1] > rewards[0] + 0.05
+    assert whole[2][-1]["reward_mean"] > whole[2][0]["reward_mean"] + 0.05
 
 
 def test_a_window_on_average_completes_its_share():
@@ -130,14 +128,7 @@ def test_a_window_on_average_completes_its_share():
 @pytest.mark.parametrize(
     ("objective", "message"),
     [
-        ({"credit": "turning_point"}, "credit is 'turning_point'. Input should be 'image', 'turning_points'"),
         ({"credit": "one_step", "algorithm": "gdpo"}, "one_step.*needs advantage='group'.*credit=image"),
-        ({"credit": "one_step", "balance_every": 2}, "one_step.*balance_every=null"),
-        ({"credit": "one_step", "algorithm": "rloo"}, "one_step.*kl_in_reward=0"),
-        (
-            {"credit": "one_step", "algorithm": "ram"},
-            "credit is for log-probs of steps, which .*=ram has not",
-        ),
         ({"changes": {"advantage": "steps"}}, "reward of each step.*Take objective.credit=turning_points"),
     ],
 )

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.training.images import Brightness, ToyPolicy, toy_trainer
+from tests.support.training.images import Brightness, ToyPolicy, gradients_of, policy_weights, toy_trainer
 from tests.support.training.metric_families import ASCENT_ONLY, MONITOR_ONLY, REGRESSION_ONLY, TEXT_ONLY
 from visalign.core.surrogates.ratio_check import RatioError
 from visalign.errors import UserError
@@ -25,14 +25,6 @@ from visalign.training import (
     forward_equivalents_per_image,
     read_metrics,
 )
-
-
-def _weights(policy: ToyPolicy) -> torch.Tensor:
-    return torch.cat([p.detach().flatten() for _, p in policy.trainable_parameters()])
-
-
-def _gradients(policy: ToyPolicy) -> torch.Tensor:
-    return torch.cat([p.grad.flatten() for _, p in policy.trainable_parameters() if p.grad is not None])
 
 
 def test_reward_rises(tmp_path):
@@ -71,7 +63,7 @@ def _two_updates(trainer: Trainer[FlowGRPO], policy: ToyPolicy, all_live: bool =
         sums = algorithm.backward(experience, step, trainer.context)
         found.append(sums["decisions"] == 3 * int(step.live.sum()))
     assert len(found) == trainer.context.optimizer.updates_per_iteration and all(found)
-    return _gradients(policy)
+    return gradients_of(policy)
 
 
 @pytest.mark.parametrize("objective", [{}, GUARD, GSPO], ids=["published", "guard", "gspo"])
@@ -95,7 +87,7 @@ def test_a_process_without_a_sample_sends_one_pair_and_moves_nothing(tmp_path, o
         sums = trainer.algorithm.backward(experience, step, trainer.context)
         assert policy.count.forward_backward - before == 1
         assert sums["decisions"] == sums["loss/policy"] == sums["loss/kl"] == 0
-    assert not _gradients(policy).any()
+    assert not gradients_of(policy).any()
 
 
 _WHOLE = {"updates_per_iteration": 1}
@@ -119,12 +111,12 @@ def test_the_kl_of_velocities_is_what_the_weights_moved_them_by(tmp_path, algori
     record = made.record(experience, [sums])
     assert record["kl"] == pytest.approx(float(moved.mean()), rel=1e-9)
     assert record["loss/kl"] == pytest.approx(0.5 * float(moved.mean()), rel=1e-9)
-    gradient = _gradients(policy)
+    gradient = gradients_of(policy)
     experience.objective = replace(experience.objective, kl=0.0)
     policy.net.zero_grad()
     made.backward(experience, step, trainer.context)
     share = torch.bincount(experience.condition.index, minlength=3).double() / len(experience.condition)
-    pull = (gradient - _gradients(policy))[: policy.net.shift.numel()].view(3, 4)
+    pull = (gradient - gradients_of(policy))[: policy.net.shift.numel()].view(3, 4)
     expected = 0.5 * share[:, None] * 2 / 4 * policy.net.shift.detach()
     torch.testing.assert_close(pull, expected, rtol=1e-9, atol=1e-12)
 
@@ -202,14 +194,6 @@ def test_each_iteration_logs_the_table(tmp_path):
     )
 
 
-def test_prompts_are_encoded_once_and_cover_the_cycle(tmp_path):
-    policy = ToyPolicy()
-    trainer = toy_trainer(tmp_path, policy=policy, strata=["up", "down", "up"], run={"iterations": 1})
-    trainer.train()
-    (prompts,) = policy.encoded
-    assert prompts.count("dark") == len(prompts) / 2
-
-
 @pytest.mark.parametrize(("objective", "micro_batch"), [({"changes": {"kl": 0.1}}, 64), (GSPO, 1)])
 def test_a_log_prob_that_is_not_finite_costs_its_update_and_not_the_run(tmp_path, objective, micro_batch):
     class Broken(ToyPolicy):
@@ -225,10 +209,10 @@ def test_a_log_prob_that_is_not_finite_costs_its_update_and_not_the_run(tmp_path
     )
     trainer.iterate()
     experience = trainer.algorithm.collect(trainer.context).experience
-    moved, policy.broken = _weights(policy), True
+    moved, policy.broken = policy_weights(policy), True
     record, _ = trainer._update(experience)
     assert trainer.counters.skipped == 2 and math.isnan(record["ratio_max"])
-    assert torch.equal(_weights(policy), moved)
+    assert torch.equal(policy_weights(policy), moved)
     policy.broken = False
     assert trainer.iterate()["updates_skipped"] == 2
 
@@ -242,7 +226,7 @@ def test_a_policy_whose_ratio_is_not_one_is_stopped_before_it_moves(tmp_path):
     trainer = toy_trainer(tmp_path, policy=policy)
     with pytest.raises(RatioError, match="Before the first update the ratio must be 1"):
         trainer.train()
-    assert not _weights(policy).any()
+    assert not policy_weights(policy).any()
     trainer = toy_trainer(tmp_path, policy=Drifting(), objective={"ratio_bound": 10.0}, run={"iterations": 1})
     assert trainer.train().stopped == "finished"
 

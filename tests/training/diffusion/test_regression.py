@@ -9,8 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.training.images import Brightness, ToyPolicy, toy_trainer, whole_and_resumed
-from tests.support.training.metric_families import REGRESSION_ONLY
+from tests.support.training.images import (
+    Brightness,
+    ToyPolicy,
+    gradients_of,
+    policy_weights,
+    toy_trainer,
+    whole_and_resumed,
+)
 from visalign.core.regression.rows import REGRESSIONS
 from visalign.errors import UserError
 from visalign.training import (
@@ -21,7 +27,6 @@ from visalign.training import (
 )
 from visalign.training.diffusion.cost import planned_passes
 from visalign.training.diffusion.settings import check_processes, check_sampling
-from visalign.training.loop.metrics import METRICS
 
 
 class GuidedToy(ToyPolicy):
@@ -36,27 +41,13 @@ class GuidedToy(ToyPolicy):
         return super().velocity(x, sigma, condition, time)
 
 
-def _gradients(policy: ToyPolicy) -> torch.Tensor:
-    return torch.cat([p.grad.flatten() for _, p in policy.trainable_parameters() if p.grad is not None])
-
-
-def _weights(policy: ToyPolicy) -> torch.Tensor:
-    return torch.cat([p.detach().flatten() for _, p in policy.trainable_parameters()])
-
-
 REWARDED = [name for name, row in REGRESSIONS.items() if row.anchor != "expert"]
 """Rows that learn from a reward; see test_experts.py for the other."""
-STRONGER: dict[str, dict[str, Any]] = {  # the toy's rewards differ by hundredths
-    "diffusion_nft": {"loss_options": {"beta": 0.02}},
-    "ram": {"loss_options": {"scale": 500.0}},
-    "gdro": {"loss_options": {"tau": 0.005}},
-    "group_covariance": {"loss_options": {"scale": 3.0}},
-}
 
 
-@pytest.mark.parametrize("name", ["diffusion_nft", "crd", "gdro"])
-def test_reward_rises(name, tmp_path):
-    objective = {"algorithm": name, "changes": STRONGER.get(name, {})}
+def test_reward_rises(tmp_path):
+    """By a β for rewards that differ by hundredths."""
+    objective = {"algorithm": "diffusion_nft", "changes": {"loss_options": {"beta": 0.02}}}
     trainer = toy_trainer(tmp_path, objective=objective, run={"iterations": 12})
     trainer.train()
     rewards = [r["reward_mean"] for r in read_metrics(tmp_path / "metrics.jsonl")]
@@ -92,7 +83,7 @@ def _gradient(tmp_path, micro_batch: int, objective: dict[str, Any]) -> torch.Te
     for step in steps:
         algorithm.backward(experience, step, trainer.context)
     assert len(steps) == 2
-    return _gradients(policy)
+    return gradients_of(policy)
 
 
 @pytest.mark.parametrize("name", REWARDED)
@@ -101,9 +92,7 @@ def test_accumulation_equals_one_big_batch(name, tmp_path):
     objective = {"algorithm": name, "changes": {"kl": 0.1}}
     whole = _gradient(tmp_path, 10_000, objective)
     assert whole.norm() > 1e-7
-    for micro_batch in (3,):
-        parts = _gradient(tmp_path, micro_batch, objective)
-        torch.testing.assert_close(parts, whole, rtol=1e-8, atol=1e-12)
+    torch.testing.assert_close(_gradient(tmp_path, 3, objective), whole, rtol=1e-8, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["diffusion_nft", "crd"])
@@ -120,7 +109,7 @@ def test_a_process_without_a_sample_moves_nothing(name, tmp_path):
         before = policy.count.forward_backward
         sums = algorithm.backward(elsewhere, step, trainer.context)
         assert policy.count.forward_backward - before == 1 and not any(sums.values())
-    assert not _gradients(policy).any()
+    assert not gradients_of(policy).any()
 
 
 def test_samples_that_say_nothing_have_no_gradient_and_stay_in_the_denominator(tmp_path):
@@ -139,35 +128,31 @@ def test_samples_that_say_nothing_have_no_gradient_and_stay_in_the_denominator(t
     assert step.on_policy and step.count == valid == 41 and len(step.units) == live < valid
     assert experience.metrics["trained_share"] == live / 48
     trainer.algorithm.backward(experience, step, trainer.context)
-    sparse = _gradients(policy).clone()
+    sparse = gradients_of(policy).clone()
     for _, parameter in policy.trainable_parameters():
         parameter.grad = None
     every = replace(step, units=list(experience.present.nonzero()[:, 0].split(1)))
     trainer.algorithm.backward(experience, every, trainer.context)
-    torch.testing.assert_close(_gradients(policy), sparse, rtol=1e-9, atol=1e-14)
+    torch.testing.assert_close(gradients_of(policy), sparse, rtol=1e-9, atol=1e-14)
 
 
-COSTS = [
-    ("diffusion_nft_closed", {}, {}),
-    ("diffusion_nft_closed", {"levels": 2, "kl": 0.1}, {}),
-    ("diffusion_nft", {"old_decay": [0, 0.5, 0.5]}, {}),
-    ("awm", {"levels": 3}, {"updates_per_iteration": 1}),
-    ("ram", {"levels": 2, "reference_guidance": 3.0}, {}),
-    ("crd", {"levels": 2}, {}),
-    ("reward_weighted", {"levels": 1}, {}),
-]
-
-
-@pytest.mark.parametrize(("name", "changes", "optimizer"), COSTS)
-@pytest.mark.parametrize("guidance", [1.0, 2.0])
-@pytest.mark.parametrize("sampling", [{}, {"guidance": 2.0}])
-def test_counted_cost_is_the_planned_one(tmp_path, name, changes, optimizer, guidance, sampling):
+@pytest.mark.parametrize(
+    ("name", "changes", "updates", "guidance", "sampling"),
+    [
+        ("diffusion_nft_closed", {"levels": 2, "kl": 0.1}, 2, 2.0, {}),
+        ("diffusion_nft", {"old_decay": [0, 0.5, 0.5]}, 2, 1.0, {"guidance": 2.0}),
+        ("awm", {"levels": 3}, 1, 1.0, {}),
+        ("ram", {"levels": 2, "reference_guidance": 3.0}, 2, 2.0, {"guidance": 2.0}),
+        ("crd", {"levels": 2}, 2, 1.0, {}),
+    ],
+)
+def test_counted_cost_is_the_planned_one(tmp_path, name, changes, updates, guidance, sampling):
     policy = GuidedToy(guidance=guidance)
     trainer = toy_trainer(
         tmp_path,
         policy=policy,
         objective={"algorithm": name, "changes": changes},
-        optimizer=optimizer,
+        optimizer={"updates_per_iteration": updates},
         rollout=sampling,
         run={"iterations": 3},
     )
@@ -175,7 +160,7 @@ def test_counted_cost_is_the_planned_one(tmp_path, name, changes, optimizer, gui
     row = trainer.algorithm.row
     rows = read_metrics(tmp_path / "metrics.jsonl")
     counted = sum(r["forward_equivalents_per_image"] for r in rows) / 3
-    updates, own = trainer.context.optimizer.updates_per_iteration, 1 + (guidance > 1)
+    own = 1 + (guidance > 1)
     planned = forward_equivalents_per_image(
         steps=4,
         trained=row.level_count(4),
@@ -189,15 +174,6 @@ def test_counted_cost_is_the_planned_one(tmp_path, name, changes, optimizer, gui
     assert all(r["trained_share"] == 1 for r in rows) and policy.guidance == guidance
 
 
-def test_each_iteration_logs_what_the_table_lists(tmp_path):
-    objective = {"algorithm": "diffusion_nft_closed", "changes": {"kl": 0.1}}
-    record = toy_trainer(tmp_path, objective=objective).iterate()
-    assert set(REGRESSION_ONLY) <= set(record) and {"loss/policy", "loss/kl"} <= set(record)
-    assert record["loss"] == pytest.approx(record["loss/policy"] + record["loss/kl"])
-    assert record["match_error"] > 0 and not {"ratio_mean", "kl_old", "clip_low"} & set(record)
-    assert {key.split("/")[0] + "/*" if "/" in key else key for key in record} <= set(METRICS)
-
-
 def test_the_old_policy_samples_and_moves_as_its_row_says(tmp_path):
     """θ_old ← d θ_old + (1 − d) θ with d = 0, then 1/2; the images are the old policy's."""
     policy = ToyPolicy()
@@ -207,10 +183,10 @@ def test_the_old_policy_samples_and_moves_as_its_row_says(tmp_path):
         objective={"algorithm": "diffusion_nft", "changes": {"old_decay": [0, 0.5, 0.5]}},
     )
     trainer.iterate()
-    first = _weights(policy)
+    first = policy_weights(policy)
     trainer.iterate()
     old = torch.cat([v.flatten() for v in trainer.context.tensors["old"].values()])
-    torch.testing.assert_close(old, (first + _weights(policy)) / 2)
+    torch.testing.assert_close(old, (first + policy_weights(policy)) / 2)
     made = trainer.algorithm.collect(trainer.context).experience.images.trajectory.latents
     with trainer.algorithm._with_old():
         again = trainer.algorithm.sample_and_score(2, trainer.clock).trajectory.latents
@@ -270,8 +246,6 @@ NFT = {"algorithm": "diffusion_nft"}
         ({"algorithm": "difusion_nft"}, r"no algorithm 'difusion_nft'. Did you mean 'diffusion_nft'"),
         ({**NFT, "ratio_bound": 0.1}, "objective.ratio_bound is for log-probs of steps, which objective.alg"),
         ({**NFT, "changes": {"kll": 1}}, "'diffusion_nft' has no field 'kll'. Did you mean 'kl'"),
-        ({**NFT, "changes": {"loss_options": {"beta": "big"}}}, "^objective: "),
-        ({"algorithm": "grpo", "changes": {"levels": 2}}, "algorithm 'grpo' has no field 'levels'"),
         ({"algorithm": "grpo", "changes_for": {"ram": {"levls": 2}}}, "no field 'levls'. Did you mean 'lev"),
     ],
 )
@@ -284,8 +258,6 @@ def test_bad_objectives_are_refused(objective: dict[str, Any], message: str):
     ("rollout", "message"),
     [
         ({"sde_steps": [0, 1]}, r"diffusion_nft samples along the ODE, .*Set rollout.sde_steps=null"),
-        ({"schedule": "cps", "noise_level": 0.7}, 'Set rollout.schedule="flow"'),
-        ({"shared_noise": True}, "Set rollout.shared_noise=false"),
         ({"steps": 3}, "objective.changes.levels is 4, and the sampler has 3 timesteps"),
     ],
 )
@@ -297,9 +269,8 @@ def test_rollouts_that_do_not_fit_are_refused(rollout: dict[str, Any], message: 
 
 def test_a_group_over_two_processes_is_refused_where_it_is_compared():
     odd = RolloutSettings(prompts_per_iteration=5, group_size=4)
-    for name in ("crd", "gdro", "diffusion_dpo", "group_covariance"):
-        with pytest.raises(UserError, match=r"some group would be spread over two.*Use a multiple of 2"):
-            check_processes(DiffusionObjectiveSettings(algorithm=name), odd, 2)
+    with pytest.raises(UserError, match=r"some group would be spread over two.*Use a multiple of 2"):
+        check_processes(DiffusionObjectiveSettings(algorithm="crd"), odd, 2)
     check_processes(DiffusionObjectiveSettings(algorithm="awm"), odd, 2)
 
 

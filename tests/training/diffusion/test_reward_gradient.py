@@ -215,12 +215,7 @@ class _NoGradient(Brightness):
     [
         ({"reward": _NoGradient()}, "'brightness' .* has no gradient in the pixels"),
         ({"objective": {"algorithm": "draft", "changes": {"last": 5}}}, "last is 5, and rollout.steps is 4"),
-        (
-            {"objective": {"algorithm": "draft", "step_weights": [1.0]}},
-            "step_weights is for log-probs of steps",
-        ),
         ({"rollout": {"sde_window": 2}}, "draft samples along the ODE, .*Set rollout.sde_window=null"),
-        ({"rollout": {"guidance": 2.0}}, "rollout.guidance and rollout.merge_adapters sample with"),
     ],
 )
 def test_what_does_not_fit_is_refused(arguments, message, tmp_path):

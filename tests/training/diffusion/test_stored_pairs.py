@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch.nn.functional import logsigmoid
 
 from tests.support.training.images import ToyPolicy, toy_trainer, whole_and_resumed
 from visalign.errors import UserError
-from visalign.training import DiffusionObjectiveSettings, RolloutSettings, read_metrics
+from visalign.training import DiffusionObjectiveSettings, RolloutSettings
 from visalign.training.diffusion.settings import check_sampling
 from visalign.training.diffusion.stored_pairs import StoredPreference
 from visalign.training.loop.algorithm import Context
@@ -106,19 +105,15 @@ def test_the_loss_of_a_flow_is_equation_14(soft: bool, tmp_path):
     assert loss == pytest.approx(float(expected), rel=1e-9)
 
 
-@pytest.mark.parametrize("name", ["diffusion_dpo", "gdro", "reward_weighted", "rejection"])
+@pytest.mark.parametrize("name", ["diffusion_dpo", "rejection"])
 def test_a_policy_learns_what_was_preferred(name: str, tmp_path):
-    changes = {"diffusion_dpo": {"loss_options": {"beta": 50.0}}}.get(name, {})
+    changes = {"loss_options": {"beta": 50.0}} if name == "diffusion_dpo" else {}
     objective = {"algorithm": name, "changes": changes}
     trainer = _trainer(tmp_path, objective=objective, run={"iterations": 20}, optimizer={"lr": 0.01})
     trainer.train()
     shift = trainer.algorithm.policy.net.shift.detach()
     # v = ε − x0: where light is wanted the velocity falls, and the latents rise
     assert shift[0].mean() < shift[1].mean() - 0.02 and shift[2].mean() < shift[1].mean() - 0.02
-    log = read_metrics(tmp_path / "metrics.jsonl")
-    assert {row["reward_mean"] for row in log} == {0.5} and "image/sharpness" not in log[0]
-    if name == "diffusion_dpo":
-        assert log[-1]["loss"] < log[0]["loss"] - 0.05 < math.log(2) - 0.05
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
@@ -134,11 +129,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
     "objective",
     [
         {"algorithm": "flow_grpo"},
-        {"algorithm": "draft"},
-        {"algorithm": "ram"},
         {"algorithm": "diffusion_dpo", "changes": {"anchor": "old"}},
-        {"algorithm": "reward_weighted", "changes": {"noise": "start"}},
-        {"algorithm": "gdro", "changes": {"signal": "gdpo"}},
     ],
 )
 def test_what_needs_the_policys_own_samples_is_refused(objective: Any):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.support.training.images import toy_trainer
+from tests.support.training.text import weights_of
 from visalign.errors import UserError
 from visalign.training import read_metrics
 from visalign.training.loop.best import best_checkpoint_note
@@ -32,17 +33,15 @@ def _trainer(folder: Path, by: str | None, iterations: int = 5, every: int = 1, 
     )
 
 
-def _weights(trainer: Any) -> Tensor:
-    return torch.cat([p.detach().flatten().clone() for _, p in trainer.weights.named])
-
-
 def _result(trainer: Any) -> Tensor:
     with trainer.result():
-        return _weights(trainer)
+        return weights_of(trainer)
 
 
-@pytest.mark.parametrize(("by", "best"), [("heldout/other", 3), ("-heldout/other", 5), (None, 5)])
-@pytest.mark.parametrize("ema", [{}, {"ema_decay": 0.5}])
+@pytest.mark.parametrize(
+    ("by", "best", "ema"),
+    [("heldout/other", 3, {"ema_decay": 0.5}), ("-heldout/other", 5, {}), (None, 5, {"ema_decay": 0.5})],
+)
 def test_the_weights_of_the_best_evaluation_are_the_result(
     tmp_path: Path, by: str | None, best: int, ema: dict[str, Any]
 ) -> None:
@@ -51,10 +50,10 @@ def test_the_weights_of_the_best_evaluation_are_the_result(
     then.train()
     run.train()
     with then.averaged():
-        expected = _weights(then)
-    last = _weights(run)
+        expected = weights_of(then)
+    last = weights_of(run)
     assert torch.equal(_result(run), expected)
-    assert torch.equal(_weights(run), last), "the run goes on with its own"
+    assert torch.equal(weights_of(run), last), "the run goes on with its own"
     if by is not None:
         known = {"by": by, "value": VALUES[best], "iteration": best}
         assert run.counters.own["best"] == known
@@ -76,7 +75,7 @@ def test_a_resumed_run_knows_the_best(tmp_path: Path) -> None:
     VALUES[6] = 0.0
     last = _trainer(tmp_path / "cut", "-heldout/accuracy")
     assert last.resume()
-    assert torch.equal(_result(last), _weights(last)), "the best by another number is no result"
+    assert torch.equal(_result(last), weights_of(last)), "the best by another number is no result"
     other = _trainer(tmp_path / "cut", "-heldout/accuracy", 6)
     assert other.resume()
     other.train()
@@ -87,7 +86,7 @@ def test_a_resumed_run_knows_the_best(tmp_path: Path) -> None:
 def test_a_number_that_no_evaluation_had_leaves_the_last_weights_and_says_so(tmp_path: Path) -> None:
     run = _trainer(tmp_path, "heldout/unknown", 2)
     run.train()
-    assert torch.equal(_result(run), _weights(run))
+    assert torch.equal(_result(run), weights_of(run))
     said = ["Warning: no evaluation had a number for run.best_by, heldout/unknown: keeping the last weights."]
     assert best_checkpoint_note("heldout/unknown", run.counters.own) == said
 

@@ -94,10 +94,9 @@ def test_samples_made_ahead_are_of_the_weights_before_and_corrected(tmp_path, ki
 
 
 def test_a_resumed_run_that_makes_samples_ahead_equals_one_that_went_on(tmp_path):
-    how: dict[str, Any] = {"rollout": {"staleness": 1, "overlap": 2}, "objective": CORRECTED}
-
     def make(folder, iterations):
-        return toy_trainer(folder, **how, run={"iterations": iterations, "checkpoint_every": 2})
+        run = {"iterations": iterations, "checkpoint_every": 2}
+        return toy_trainer(folder, rollout={"staleness": 1, "overlap": 2}, objective=CORRECTED, run=run)
 
     whole, resumed, _ = whole_and_resumed(make, tmp_path, 4, 6)
     assert whole == resumed
@@ -166,7 +165,6 @@ def test_an_evaluation_waits_for_what_is_being_judged(tmp_path):
             lambda f: toy_trainer(f, rollout={"staleness": 1}, objective={"algorithm": "diffusion_nft"}),
             "diffusion_nft takes them for the policy's own",
         ),
-        (lambda f: toy_text_trainer(f, rollout={"staleness": 1}), "grpo takes them for the policy's own"),
         (
             lambda f: toy_text_trainer(f, rollout={"staleness": 1}, objective=CORRECTED, dynamic={}),
             "dynamic.enabled decides by scores",

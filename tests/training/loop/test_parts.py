@@ -9,15 +9,14 @@ import pytest
 import torch
 from rich.console import Console
 
-from tests.support.training.metric_families import without_times
 from visalign.errors import UserError
 from visalign.training.diffusion.cost import forward_equivalents_per_image
 from visalign.training.diffusion.rollout_settings import RolloutSettings
 from visalign.training.diffusion.settings import DiffusionObjectiveSettings
 from visalign.training.loop.ema import EMA
-from visalign.training.loop.metrics import METRICS, MetricsFile, check_keys, read_metrics
+from visalign.training.loop.metrics import MetricsFile, check_keys, read_metrics
 from visalign.training.loop.optimizer import OptimizerSettings
-from visalign.training.loop.progress import POLICY_COLUMNS, TrainingProgress
+from visalign.training.loop.progress import TrainingProgress
 
 
 def _parameter(values) -> tuple[str, torch.nn.Parameter]:
@@ -73,15 +72,6 @@ def test_unlisted_metrics_are_refused(tmp_path):
         with pytest.raises(KeyError, match=r"is not in visalign\.training\.loop\.metrics\.METRICS"):
             MetricsFile(tmp_path / "m.jsonl").write({"iteration": 1, key: 0.0})
     assert read_metrics(tmp_path / "m.jsonl") == []
-
-
-def test_every_shown_and_every_time_metric_is_in_the_table():
-    assert all(
-        key == "clip" or key in METRICS or key.split("/")[0] + "/*" in METRICS for _, key, _ in POLICY_COLUMNS
-    )
-    assert all(METRICS.values())
-    kept = without_times({"iteration": 1, "seconds": 2.0, "seconds/update": 1.0, "samples_per_second": 3.0})
-    assert kept == {"iteration": 1}
 
 
 def test_metrics_file_cuts_what_comes_after_a_checkpoint(tmp_path):
@@ -164,12 +154,6 @@ def test_cost_is_the_reference_table():
             {"schedule": "cps", "steps": 4, "sde_steps": [0, 3]},
             r"sde_steps \[0, 3\] holds the last of 4 steps.*Take 3 out",
         ),
-        (RolloutSettings, {"sde_steps": [3, 10]}, r"sde_steps is \[3, 10\]; .*\(rollout\.steps is 10\)"),
-        (
-            RolloutSettings,
-            {"sde_steps": [1, 2], "train_steps": [3]},
-            r"train_steps is \[3\].*stochastic steps \[1, 2\]",
-        ),
         (RolloutSettings, {"sde_window": 10}, "sde_window is 10; with 9 sde_steps it must be 1 to 9"),
         (RolloutSettings, {"image_sizes": [8], "staleness": 1}, r"staleness=1 .* Leave one of the two out"),
         (
@@ -177,13 +161,6 @@ def test_cost_is_the_reference_table():
             {"changes": {"ratio": "gard"}},
             r"objective: ratio is 'gard'.*Choose one of: log_prob, guard",
         ),
-        (
-            DiffusionObjectiveSettings,
-            {"changes": {"surrogate_options": {"eps_low": 0.0}}},
-            r"eps_low must be a number in \(0, 1\]; got 0\.0",
-        ),
-        (DiffusionObjectiveSettings, {"step_weights": [1.0, -1.0]}, r"step_weights\.1 is -1\.0\. Input"),
-        (OptimizerSettings, {"lr": float("inf")}, r"optimizer\.lr is inf\. Input should be a finite number"),
     ],
 )
 def test_settings_refuse_what_cannot_work(kind, values, message):
@@ -191,10 +168,7 @@ def test_settings_refuse_what_cannot_work(kind, values, message):
         kind(**values)
 
 
-def test_settings_defaults_are_the_published_ones():
-    rollout = RolloutSettings()
-    assert rollout.stochastic == rollout.trained == list(range(9)) and rollout.trained_per_image == 9
-    assert RolloutSettings(sde_window=2, sde_steps=[5, 1, 3]).trained_per_image == 2
+def test_rates_of_the_schedules():
     warm = OptimizerSettings(lr=1.0, warmup_updates=3)
     assert [warm.lr_at(i) for i in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
     assert OptimizerSettings().lr_at(0) == OptimizerSettings().lr_at(10_000) == 3e-4

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -49,7 +50,7 @@ def test_steps_too_small_for_bfloat16_add_up_in_its_master():
     assert ends[torch.bfloat16] < 1, "without a master it would still be 1"
 
 
-def test_the_fused_step_is_the_plain_one_and_resumes_to_the_bit(tmp_path):
+def test_the_fused_step_is_the_plain_one():
     ends = []
     for fused in (False, True):
         weight = torch.nn.Parameter(torch.linspace(-1.0, 1.0, 50))
@@ -62,38 +63,27 @@ def test_the_fused_step_is_the_plain_one_and_resumes_to_the_bit(tmp_path):
         ends.append(weight.detach())
     torch.testing.assert_close(*ends, rtol=1e-6, atol=1e-7)
 
-    def make(folder, iterations):
-        return toy_trainer(folder, optimizer={"fused": True}, run={"iterations": iterations})
 
-    whole, parts, _ = whole_and_resumed(make, tmp_path, 1, 2)
-    assert whole == parts
+def test_a_run_with_low_weights_resumes_to_the_bit(tmp_path):
+    dtype = torch.float16
 
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_run_with_low_weights_resumes_to_the_bit(dtype, tmp_path):
-    def trainer(folder: str, iterations: int) -> Any:
+    def make(folder: Path, iterations: int) -> Any:
         return toy_trainer(
-            tmp_path / folder,
+            folder,
             policy=LowPolicy(dtype),
             optimizer={"ema_decay": 0.5, "lr": 1e-3},
             objective={"ratio_bound": 0.1},
             run={"iterations": iterations},
         )
 
-    whole = trainer("whole", 4)
-    whole.train()
-    trainer("cut", 2).train()
-    cut = trainer("cut", 4)
-    assert cut.resume()
-    cut.train()
-    for one, other in zip(whole.weights.masters, cut.weights.masters, strict=True):
-        assert one[1].dtype == torch.float32 and torch.equal(one[1], other[1])
-    low = dict(whole.weights.named)["shift"]
+    whole, resumed, trainer = whole_and_resumed(make, tmp_path, 2, 4)
+    assert whole == resumed and all(master.dtype == torch.float32 for _, master in trainer.weights.masters)
+    low = dict(trainer.weights.named)["shift"]
     own = low.detach().clone()
     assert low.dtype == dtype
-    assert torch.equal(own, dict(whole.weights.masters)["shift"].to(dtype))
-    with whole.averaged():
-        assert torch.equal(low, whole.ema.state()["shift"].to(dtype)) and not torch.equal(low, own)
+    assert torch.equal(own, dict(trainer.weights.masters)["shift"].to(dtype))
+    with trainer.averaged():
+        assert torch.equal(low, trainer.ema.state()["shift"].to(dtype)) and not torch.equal(low, own)
     assert torch.equal(low, own)
 
 

@@ -11,7 +11,7 @@ import torch
 
 from tests.support.training.images import Brightness, Loud, toy_trainer
 from tests.support.training.text import Letters, toy_text_trainer, weights_of
-from visalign.core import NAMED, conditional_advantages, gdpo_advantages, group_advantages
+from visalign.core import NAMED, conditional_advantages, gdpo_advantages
 from visalign.core.objective.decisions import ON_STEPS
 from visalign.errors import UserError
 from visalign.interfaces import Scores
@@ -91,8 +91,6 @@ def test_what_means_nothing_is_refused_with_what_to_take_instead(kind: Any, name
     ("changes", "message"),
     [
         ({"advantage_options": {"scale": "grop"}}, "scale must be one of group, batch, none; got 'grop'"),
-        ({"surrogate_options": {"eps_low": "small"}}, r"eps_low must be a number in \(0, 1\]; got \'small\'"),
-        ({"value": 1.0}, "value=1.0 needs returns to fit"),
         ({"advantage": "given", "advantage_options": {}}, "needs Trajectories.advantage, which is None"),
     ],
 )
@@ -100,12 +98,6 @@ def test_values_that_a_stage_refuses_are_refused_with_the_settings(kind: Any, ch
     """Not after the model was loaded and an iteration's samples were made and judged."""
     with pytest.raises(UserError, match=f"^objective: .*{message}"):
         kind(algorithm="grpo", changes=changes)
-
-
-def test_the_reference_is_asked_where_the_advantage_is_made_of_it(tmp_path):
-    trainer = toy_trainer(tmp_path, objective={"algorithm": "prl"})
-    trainer.iterate()
-    assert trainer.counters.updates == 2
 
 
 @pytest.mark.parametrize("metric", ["entropy", "length"])
@@ -182,7 +174,11 @@ class _LoudLetters(Letters):
         return replace(scores, value=1e4 * scores.value)
 
 
-def assert_each_term_is_heard(trainer: Any) -> None:
+def test_gdpo_of_texts_hears_each_term_of_a_sum(tmp_path):
+    terms = {"a": (Letters("a"), 1.0), "e": (_LoudLetters("e"), 0.5)}
+    reward = WeightedTextSum(terms, allow_mixed_units=True)
+    one = {"updates_per_iteration": 1}
+    trainer = toy_text_trainer(tmp_path, "gdpo", reward=reward, dynamic={}, optimizer=one)
     algorithm, context = trainer.algorithm, trainer.context
     experience = algorithm.collect(context).experience
     steps = algorithm.prepare(experience, context)
@@ -192,15 +188,3 @@ def assert_each_term_is_heard(trainer: Any) -> None:
     assert t.reward.shape == (len(order), 2) and list(t.reward_weights) == [1.0, 0.5]
     expected = gdpo_advantages(t.reward, [1.0, 0.5], t.group, ddof=0)
     torch.testing.assert_close(found.double(), expected.double(), rtol=1e-4, atol=1e-5)
-    inside = group_advantages(t.reward.double(), t.group, ddof=0)
-    for column in inside.T:  # the advantage of the sum correlates with the loud one alone
-        assert torch.corrcoef(torch.stack([expected.double(), column]))[0, 1] > 0.3
-
-
-@pytest.mark.parametrize("dynamic", [None, {}])
-def test_gdpo_of_texts_hears_each_term_of_a_sum(dynamic, tmp_path):
-    terms = {"a": (Letters("a"), 1.0), "e": (_LoudLetters("e"), 0.5)}
-    reward = WeightedTextSum(terms, allow_mixed_units=True)
-    one = {"updates_per_iteration": 1}
-    trainer = toy_text_trainer(tmp_path, "gdpo", reward=reward, dynamic=dynamic, optimizer=one)
-    assert_each_term_is_heard(trainer)

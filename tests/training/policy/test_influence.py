@@ -60,7 +60,7 @@ def influence(policy: Softmax, **more) -> torch.Tensor:
 
 
 def test_it_ranks_samples_as_retraining_with_another_reward_does():
-    policy = Softmax(0)
+    policy = Softmax(seed=0)
     exact = []
     for number in range(N):
         ends = []

@@ -12,7 +12,7 @@ import torch
 from tests.support.models.sd3 import build_tiny_sd3
 from tests.support.training.images import toy_trainer
 from tests.support.training.text import toy_policy, toy_text_trainer
-from visalign.adapters import LoraSettings, SD3Policy
+from visalign.adapters import SD3Policy
 from visalign.adapters.causal_lm.lora import text_lora
 from visalign.flow.replay import replay_pairs
 from visalign.training import Trainer, read_metrics
@@ -59,15 +59,14 @@ def logged_and_by_hand(
     return [record["kl"] for record in read_metrics(folder / "metrics.jsonl")], by_hand, resumed
 
 
-@pytest.mark.parametrize("lora", [None], ids=["full"])
-def test_of_images(tmp_path: Path, lora: LoraSettings | None) -> None:
+def test_of_images(tmp_path: Path) -> None:
     model = build_tiny_sd3(tmp_path / "model")
     policy: Any = SD3Policy.from_pretrained
 
     def make(**options: Any) -> Trainer:
         return toy_trainer(
             tmp_path / "run",
-            policy=policy(model, lora=lora),
+            policy=policy(model, lora=None),
             objective={"changes": {"kl": 0.01}},
             rollout={"prompts_per_iteration": 3, "group_size": 2},
             optimizer=ONE_UPDATE,
@@ -81,12 +80,15 @@ def test_of_images(tmp_path: Path, lora: LoraSettings | None) -> None:
     assert len(logged) == 4 and resumed == [False, True]
 
 
-@pytest.mark.parametrize("lora", [text_lora()], ids=["lora"])
-def test_of_text(tmp_path: Path, lora: LoraSettings | None) -> None:
+def test_of_text(tmp_path: Path) -> None:
     def make(**options: Any) -> Trainer:
         objective = {"changes": {"kl": 0.01}}
         return toy_text_trainer(
-            tmp_path, policy=toy_policy(lora=lora), objective=objective, optimizer=ONE_UPDATE, **options
+            tmp_path,
+            policy=toy_policy(lora=text_lora()),
+            objective=objective,
+            optimizer=ONE_UPDATE,
+            **options,
         )
 
     logged, by_hand, resumed = logged_and_by_hand(tmp_path, make, of_text, toy_policy())

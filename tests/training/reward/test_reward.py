@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -210,16 +210,14 @@ def test_micro_batches_and_processes_add_up_to_the_batch(tmp_path):
     assert torch.equal(torch.stack(parts, 1).flatten(0, 1), whole)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("ema", [0.0, 0.9])
-def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path, ema):
-    pace = {"ema_decay": ema, "decay_updates": 20, "decay": "cosine"}
-
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path):
     def make(folder, iterations):
         torch.rand(7)  # whatever else draws between two runs
+        pace = {"ema_decay": 0.9, "decay_updates": 20, "decay": "cosine"}
         return _trainer(folder, iterations, optimizer=pace)
 
-    whole, resumed, _ = whole_and_resumed(make, tmp_path, 2, 6)
-    assert whole == resumed and whole[2][-1]["samples"] == 6 * 5 * 64
+    whole, resumed, trainer = whole_and_resumed(make, tmp_path, 2, 6)
+    assert whole == resumed and trainer.counters.updates == 30 and whole[2][-1]["samples"] == 6 * 5 * 64
 
 
 def test_measures_by_hand():
@@ -248,8 +246,6 @@ def test_measures_by_hand():
 def test_wrong_input_by_message(tmp_path):
     with pytest.raises(UserError, match=r"objective.task is 'uncertanty'. Did you mean 'uncertainty'"):
         RewardObjectiveSettings(task="uncertanty")
-    with pytest.raises(UserError, match=r"optimizer.decay is 'cosin'. Input should be 'linear' or 'cosine'"):
-        RewardOptimizerSettings(decay=cast(Any, "cosin"))
     with pytest.raises(UserError, match="no trainable parameter"):
         judge = ToyJudge()
         judge.trainable_parameters = lambda: []  # type: ignore[method-assign]

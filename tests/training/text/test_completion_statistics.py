@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-from itertools import pairwise
 
 import pytest
 import torch
@@ -24,13 +23,3 @@ def test_pairs_are_counted_over_a_group():
     tokens = torch.tensor([[1, 2, 3], [1, 1, 1], [1, 2, 4]])
     assert distinct_pairs(tokens, torch.tensor([7, 5, 7])) == pytest.approx((0.75 + 0.5) / 2)
     assert math.isnan(distinct_pairs(tokens[:, :1], torch.tensor([7, 5, 7])))
-
-
-def test_they_are_what_sets_of_tuples_say():
-    draw = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, 3, (6, 30), generator=draw) * 10**5
-    rows = tokens.tolist()
-    runs = [[tuple(row[i : i + 4]) for i in range(27)] for row in rows]
-    assert repetition(tokens).tolist() == pytest.approx([1 - len(set(own)) / 27 for own in runs])
-    pairs = {pair for row in rows for pair in pairwise(row)}
-    assert distinct_pairs(tokens, torch.zeros(6, dtype=torch.int64)) == pytest.approx(len(pairs) / 174)

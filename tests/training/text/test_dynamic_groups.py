@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from visalign.core.advantages.group import group_advantages
 from visalign.training import DynamicSettings
@@ -88,34 +86,6 @@ def test_a_spent_budget_takes_what_there_is() -> None:
     nothing = new(2, max_rounds=1)
     feed(nothing, {"flat": [3.0, 3.0]})
     assert nothing.take() == []
-
-
-@settings(deadline=None, max_examples=60)
-@given(
-    rounds=st.lists(
-        st.lists(st.lists(st.sampled_from([0.0, 1.0, NAN]), min_size=1, max_size=4), min_size=1, max_size=4),
-        min_size=1,
-        max_size=12,
-    ),
-    wanted=st.integers(1, 4),
-    max_rounds=st.integers(1, 4),
-)
-def test_invariants(rounds, wanted, max_rounds) -> None:
-    groups, taken = new(wanted, right_at=1.0, max_rounds=max_rounds), []
-    for number, values in enumerate(rounds):
-        feed(groups, {(number, i): v for i, v in enumerate(values)}, payload=number)
-        now = groups.now
-        dropped = now.dropped_right + now.dropped_wrong + now.dropped_flat
-        assert now.generated == now.kept + dropped + now.failed
-        if not groups.wants_more:
-            chosen = groups.take()
-            assert len(chosen) <= wanted and groups.last.kept == len(chosen) + groups.last.surplus
-            taken += chosen
-    assert groups.round == len(rounds) and len(taken) == len(set(labels_of(taken)))
-    for group in taken:
-        number, i = group.label
-        valid = [value for value in rounds[number][i] if value == value]
-        assert len(set(valid)) > 1 and group.payload == number
 
 
 def test_without_signal_means_exactly_advantage_zero() -> None:

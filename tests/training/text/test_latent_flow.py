@@ -9,7 +9,8 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from tests.support.training.text import toy_policy, toy_text_trainer, weights_of
+from tests.support.training.images import whole_and_resumed
+from tests.support.training.text import toy_policy, toy_text_trainer
 from visalign.errors import UserError
 from visalign.text import StoppingCriteria
 from visalign.training import LatentFlowSettings, TextObjectiveSettings
@@ -57,20 +58,12 @@ def test_it_pays_nothing_before_it_learnt_and_learns_from_right_completions_alon
 
 
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path) -> None:
-    options: dict[str, Any] = {"latent_flow": LatentFlowSettings(**SETTINGS)}
-    run = {"checkpoint_every": 2}
-    whole = toy_text_trainer(tmp_path / "whole", "rlfr", run={**run, "iterations": 4}, **options)
-    whole.train()
-    toy_text_trainer(tmp_path / "part", "rlfr", run={**run, "iterations": 2}, **options).train()
-    resumed = toy_text_trainer(tmp_path / "part", "rlfr", run={**run, "iterations": 4}, **options)
-    resumed.resume()
-    resumed.train()
-    assert torch.equal(weights_of(whole), weights_of(resumed))
-    states = [trainer.context.tensors[KEY] for trainer in (whole, resumed)]
-    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
-    plain = toy_text_trainer(tmp_path / "plain", "grpo", run={"iterations": 4})
-    plain.train()
-    assert not torch.equal(weights_of(plain), weights_of(whole))
+    def make(folder, iterations):
+        flow = LatentFlowSettings(**SETTINGS)
+        return toy_text_trainer(folder, "rlfr", latent_flow=flow, run={"iterations": iterations})
+
+    whole, resumed, _ = whole_and_resumed(make, tmp_path, 2, 4)
+    assert whole == resumed and f"{KEY}.safetensors" in whole[1]
 
 
 def test_what_is_missing_is_named(tmp_path) -> None:

@@ -61,6 +61,3 @@ def test_certain_rewards_train_as_without_it_bit_for_bit(tmp_path):
     for name, strength in (("plain", None), ("weighed", 1.0)):
         toy_text_trainer(tmp_path / name, reward=_sum(Doubtful(std=0.0), strength)).train()
     assert outcome(tmp_path / "plain") == outcome(tmp_path / "weighed")
-    for name, strength in (("unused", None), ("used", 1.0)):
-        toy_text_trainer(tmp_path / name, reward=_sum(Doubtful(), strength)).train()
-    assert outcome(tmp_path / "unused") != outcome(tmp_path / "used")
