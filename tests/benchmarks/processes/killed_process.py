@@ -2,7 +2,7 @@
 """One of two processes is killed at random moments, and the run goes on.
 
     python tests/benchmarks/processes/killed_process.py --moments 20
-    python tests/benchmarks/processes/killed_process.py --moments 20 --jobs flow_grpo+sharded
+    python tests/benchmarks/processes/killed_process.py --moments 20 --jobs diffusion_nft+sharded
 
 Tiny trainings (`tests.support.training.processes`) run in two processes (gloo, CPU). At each moment kill -9
 ends one of them; timed is how long the other lives on, and noted whether it says why. Two processes then

@@ -13,7 +13,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,12 +23,11 @@ from accelerate.state import AcceleratorState
 from torch.distributed.tensor import DTensor
 
 from tests.support.models.language import tiny_config, tiny_tokenizer
-from tests.support.training.images import Brightness, Loud, toy_trainer
+from tests.support.training.images import toy_trainer
 from tests.support.training.rewards import ToyJudge, ToyPairs
 from tests.support.training.text import DEMONSTRATIONS, Letters, toy_policy, toy_text_trainer
 from visalign.adapters.causal_lm.demonstrations import DemonstrationBatches, with_mismatched
 from visalign.adapters.causal_lm.lora import text_lora
-from visalign.rewards import WeightedSum
 from visalign.rewards.text.weighted_sum import WeightedTextSum
 from visalign.text import ToolPolicy, ToolUse
 from visalign.training import (
@@ -59,15 +57,6 @@ STEPS = [
     {"prompt": "q", "steps": ["3"], "labels": [True]},
     {"prompt": "q", "steps": ["4", "5", "6"], "labels": [None, 0.25, 1]},
 ]
-
-
-class Doubtful(Letters):
-    """Letters, in doubt of every b."""
-
-    def score(self, completions: Any, prompts: Any, metadata: Any = None) -> Any:
-        """With a standard deviation."""
-        std = torch.tensor([text.count("b") + 0.5 for text in completions])
-        return replace(super().score(completions, prompts, metadata), std=std)
 
 
 class SlowLetters(Letters):
@@ -102,6 +91,13 @@ def slow(folder: Path, accelerator: Accelerator) -> Trainer[Any]:
     return text(folder, accelerator, "grpo", **options)
 
 
+SUPERVISED_PACE = OptimizerSettings(lr=1e-3, micro_batch=1, ema_decay=0.5, ema_every=1)
+
+
+def _run(folder: Path) -> RunSettings:
+    return RunSettings(folder=folder, iterations=2, checkpoint_every=1)
+
+
 def sft(folder: Path, accelerator: Accelerator, sharding: bool = False) -> Trainer[Any]:
     """Batches of three demonstrations."""
     policy = toy_policy()
@@ -112,31 +108,23 @@ def sft(folder: Path, accelerator: Accelerator, sharding: bool = False) -> Train
             accelerator=accelerator,
             sharding=sharding and accelerator.num_processes > 1,
         ),
-        optimizer=OptimizerSettings(lr=1e-3, micro_batch=1, ema_decay=0.5, ema_every=1),
-        run=RunSettings(folder=folder, iterations=2, checkpoint_every=1),
+        optimizer=SUPERVISED_PACE,
+        run=_run(folder),
     )
 
 
-def dpo(
-    folder: Path, accelerator: Accelerator, loss: Any, sharding: bool = False, rate: float = 0.0
-) -> Trainer[Any]:
-    """Batches of three pairs or votes, of which four are there."""
-    policy, settings = toy_policy(), DPOSettings(row=loss, label_rate=rate)
-    records = [{**r, "chosen": "zz", "rejected": "a b"} for r in (*DEMONSTRATIONS, DEMONSTRATIONS[0])]
-    votes = [number % 2 == 0 for number in range(4)] if settings.votes else None
-    records = with_mismatched(policy, records) if settings.votes else records
-    return Trainer(
-        DPO(
-            policy,
-            DemonstrationBatches(policy, records, size=3, seed=5, field=settings.fields),
-            settings=settings,
-            good=votes,
-            accelerator=accelerator,
-            sharding=sharding and accelerator.num_processes > 1,
-        ),
-        optimizer=OptimizerSettings(lr=1e-3, micro_batch=1, ema_decay=0.5, ema_every=1),
-        run=RunSettings(folder=folder, iterations=2, checkpoint_every=1),
+def kto(folder: Path, accelerator: Accelerator) -> Trainer[Any]:
+    """Batches of three votes, of which four are there."""
+    policy, settings = toy_policy(), DPOSettings(row="kto")
+    records = with_mismatched(policy, [*DEMONSTRATIONS, DEMONSTRATIONS[0]])
+    algorithm = DPO(
+        policy,
+        DemonstrationBatches(policy, records, size=3, seed=5, field=settings.fields),
+        settings=settings,
+        good=[True, False, True, False],
+        accelerator=accelerator,
     )
+    return Trainer(algorithm, optimizer=SUPERVISED_PACE, run=_run(folder))
 
 
 def judge(folder: Path, accelerator: Accelerator, sharding: bool = False) -> Trainer[Any]:
@@ -150,8 +138,7 @@ def judge(folder: Path, accelerator: Accelerator, sharding: bool = False) -> Tra
     )
     # pairs know nothing of a bias, whose gradient is rounding: AdamW's steps must not be blown up by it
     pace = OptimizerSettings(lr=1e-3, eps=1e-2, ema_decay=0.5, ema_every=1)
-    run = RunSettings(folder=folder, iterations=2, checkpoint_every=1)
-    return Trainer(algorithm, optimizer=pace, run=run)
+    return Trainer(algorithm, optimizer=pace, run=_run(folder))
 
 
 def process_reward(folder: Path, accelerator: Accelerator, sharding: bool = False) -> Trainer[Any]:
@@ -188,8 +175,6 @@ def images(
     **objective: Any,
 ) -> Trainer[Any]:
     """A trainer of images; where a row lets it be, on samples that no number of processes divides."""
-    several = "balance_every" in objective
-    terms = {"light": (Brightness(), 1.0), "red": (Loud(), 0.5), "blue": (Loud(2), 1.0)}
     changes: dict[str, Any] = {"kl": 0.01}
     if "flow" in row:
         changes |= {"surrogate_options": {"eps_low": 0.1, "eps_high": 0.1}}
@@ -201,7 +186,6 @@ def images(
         folder,
         accelerator=accelerator,
         objective={"algorithm": row, "changes": changes, **objective},
-        reward=WeightedSum(terms, allow_mixed_units=True) if several else None,
         rollout=rollout or ({} if row == "crd" else UNEVEN),
         optimizer={"micro_batch": 7, "lr": 1e-3},
         run={"iterations": 2, "checkpoint_every": 1},
@@ -222,10 +206,6 @@ MIXED = {"a": (Letters("a"), 1.0), "b": (Letters("b"), 0.5)}
 JOBS: dict[str, Callable[[Path, Accelerator], Trainer[Any]]] = {
     "slow": slow,
     "dapo+dynamic": lambda f, a: text(f, a, "dapo", dynamic={"max_rounds": 3}, reward=FewLetters("a")),
-    "kl_cov": lambda f, a: text(f, a, "kl_cov"),
-    "grpo+doubt": lambda f, a: text(
-        f, a, "grpo", reward=WeightedTextSum({"d": (Doubtful(), 1.0)}, advantage_weights={"d": 1.0})
-    ),
     "grpo+balance": lambda f, a: text(
         f, a, "grpo", reward=WeightedTextSum(MIXED), objective={"balance_every": 1}
     ),
@@ -242,19 +222,14 @@ JOBS: dict[str, Callable[[Path, Accelerator], Trainer[Any]]] = {
     "ppo": lambda f, a: text(
         f, a, "ppo", objective={"epochs": 2}, rollout={"truncated": "mask", "max_new_tokens": 24}
     ),
-    "ppo_ptx": lambda f, a: text(f, a, "ppo_ptx"),
     "grpo+tools": tools,
-    "ppo_kl": lambda f, a: text(f, a, "ppo_kl", objective={"target_kl": 0.01}),
     "sft": sft,
-    "dpo": lambda f, a: dpo(f, a, "sigmoid"),
-    "kto": lambda f, a: dpo(f, a, "kto"),
+    "kto": kto,
     "judge": judge,
     "process_reward": process_reward,
     "flow_grpo": lambda f, a: images(f, a, "flow_grpo"),
     "flow_grpo+branches": lambda f, a: images(f, a, "flow_grpo", rollout=BRANCHES, credit="branches"),
-    "flow_grpo+sharded": lambda f, a: images(f, a, "flow_grpo", sharding=True),
     "diffusion_nft+sharded": lambda f, a: images(f, a, "diffusion_nft", sharding=True),
-    "grpo+sharded": lambda f, a: text(f, a, "grpo", objective={"changes": {"kl": 0.0}}, sharding=True),
     "gspo+lora+sharded": lambda f, a: text(
         f,
         a,
@@ -269,8 +244,6 @@ JOBS: dict[str, Callable[[Path, Accelerator], Trainer[Any]]] = {
     "diffusion_nft": lambda f, a: images(f, a, "diffusion_nft"),
     "crd": lambda f, a: images(f, a, "crd"),
     "draft": lambda f, a: images(f, a, "draft"),
-    "diffusion_nft+balance": lambda f, a: images(f, a, "diffusion_nft", balance_every=1),
-    "flow_grpo+credit": lambda f, a: images(f, a, "flow_grpo", credit="turning_points"),
 }
 
 

@@ -14,14 +14,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.distributed.fsdp import FSDPModule
 
 from tests.support.training.images import outcome, toy_trainer
 from tests.support.training.metric_families import without_times
 from tests.support.training.processes import JOBS, PAUSE, run, start
 from tests.support.training.rewards import ToyPairs
-from tests.support.training.text import toy_policy, toy_text_trainer
-from visalign.adapters.causal_lm.lora import text_lora
+from tests.support.training.text import toy_text_trainer
 from visalign.errors import UserError
 from visalign.rewards.base.contract import RewardError
 from visalign.training import RewardModeling, RewardObjectiveSettings, read_metrics
@@ -29,7 +27,7 @@ from visalign.training.loop import checkpoint, processes
 from visalign.training.loop.processes import ProcessLost, Shares, process_slice, report_lost_process
 from visalign.training.loop.sharding import shard
 
-IN_FOUR = ("slow", "dapo+dynamic", "sft", "flow_grpo", "judge", "grpo+sharded", "process_reward+sharded")
+IN_FOUR = ("dapo+dynamic", "flow_grpo", "judge", "process_reward+sharded")
 """Few of them in four processes, of which some have nothing to do."""
 
 
@@ -49,8 +47,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_updates_of_several_processes_are_those_of_one(name: str, world: int, runs: Path) -> None:
     one, many = (torch.load(runs / str(count) / name / "gradients.pt") for count in (1, world))
     assert len(one) == len(many) > 1
-    if name == "kl_cov":  # from its second iteration on rounding may decide which of two tokens is the first
-        one, many = one[:2], many[:2]
     for number, (mine, other) in enumerate(zip(one, many, strict=True)):
         # the first from equal weights; of the others Adam's steps have spread what was rounding
         assert float((mine - other).norm()) <= (2e-6 if number == 0 else 1e-4) * float(mine.norm())
@@ -64,7 +60,7 @@ def test_the_updates_of_several_processes_are_those_of_one(name: str, world: int
         torch.testing.assert_close(kept[1], kept[0], rtol=1e-3, atol=1e-5)
     rows = [read_metrics(runs / str(count) / name / "metrics.jsonl") for count in (1, world)]
     assert len(rows[0]) == len(rows[1]) >= 2
-    for mine, other in zip(*(given[:1] if name == "kl_cov" else given for given in rows), strict=True):
+    for mine, other in zip(*rows, strict=True):
         for record in (mine, other):  # a process without samples looks at one all the same
             record.pop("forward_equivalents_per_image", None)
         if "adam_resolution" in mine:  # a median over weights whose gradient may be rounding
@@ -107,26 +103,23 @@ def test_a_killed_process_ends_the_others_and_any_number_goes_on(runs: Path, tmp
 def test_a_sharded_run_goes_on_in_any_number_of_processes(runs: Path, tmp_path: Path) -> None:
     """From one checkpoint two processes are bit for bit the run that went through; one is up to rounding, and
     so are two from the whole checkpoint of one process."""
-    names = ("diffusion_nft+sharded", "judge+sharded")
+    name = "diffusion_nft+sharded"
     for count, source in (("one", "2"), ("two", "2"), ("whole", "1")):
-        for name in names:
-            shutil.copytree(runs / source / name, tmp_path / count / name)
-            shutil.rmtree(checkpoint.step_folder(tmp_path / count / name / "checkpoints", 2))
-    started = start(*((tmp_path / folder, 2, names) for folder in ("two", "whole")))
-    run(tmp_path / "one", names)
+        shutil.copytree(runs / source / name, tmp_path / count / name)
+        shutil.rmtree(checkpoint.step_folder(tmp_path / count / name / "checkpoints", 2))
+    started = start(*((tmp_path / folder, 2, [name]) for folder in ("two", "whole")))
+    run(tmp_path / "one", [name])
     said, _ = started.communicate(timeout=500)
     assert started.returncode == 0, said
-    for name in names:
-        assert outcome(tmp_path / "two" / name) == outcome(runs / "2" / name)
-        one, whole, kept = (
-            checkpoint.load(checkpoint.step_folder(folder / name / "checkpoints", 2), config).tensors
-            for folder in (tmp_path / "one", tmp_path / "whole", runs / "2")
-            for config in ({} if name == "judge+sharded" else {"seed": 0},)
-        )
-        for stem in ("trainable", "ema"):
-            for key, weight in kept[stem].items():
-                torch.testing.assert_close(one[stem][key], weight, rtol=1e-3, atol=1e-5)
-                torch.testing.assert_close(whole[stem][key], weight, rtol=1e-3, atol=1e-5)
+    assert outcome(tmp_path / "two" / name) == outcome(runs / "2" / name)
+    one, whole, kept = (
+        checkpoint.load(checkpoint.step_folder(folder / name / "checkpoints", 2), {"seed": 0}).tensors
+        for folder in (tmp_path / "one", tmp_path / "whole", runs / "2")
+    )
+    for stem in ("trainable", "ema"):
+        for key, weight in kept[stem].items():
+            torch.testing.assert_close(one[stem][key], weight, rtol=1e-3, atol=1e-5)
+            torch.testing.assert_close(whole[stem][key], weight, rtol=1e-3, atol=1e-5)
 
 
 class _Rank:
@@ -136,7 +129,7 @@ class _Rank:
         self.process_index, self.num_processes = rank, world
 
 
-@pytest.mark.parametrize(("count", "world"), [(15, 1), (15, 2), (15, 4), (8, 4), (5, 5)])
+@pytest.mark.parametrize(("count", "world"), [(15, 1), (15, 4), (5, 5)])
 def test_stretches_are_all_samples_once_and_differ_by_one(count: int, world: int) -> None:
     shares = [Shares.even(count, _Rank(rank, world)) for rank in range(world)]  # type: ignore[arg-type]
     assert torch.equal(torch.cat([share.own for share in shares]), torch.arange(count))
@@ -154,7 +147,7 @@ def test_more_processes_than_samples_are_refused() -> None:
         process_slice(6, 0, 7)
 
 
-def test_what_cannot_be_sharded_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_sharded_is_refused_by_name() -> None:
     two: Any = _Rank(0, 2)
     with pytest.raises(UserError, match="sharding divides a model among processes, and one was started"):
         shard(torch.nn.Linear(2, 2), _Rank(0, 1))  # type: ignore[arg-type]
@@ -162,14 +155,6 @@ def test_what_cannot_be_sharded_is_refused_by_name(monkeypatch: pytest.MonkeyPat
     bits.weight.data = torch.zeros(2, 2, dtype=torch.uint8)
     with pytest.raises(UserError, match=r"cannot divide weight, which is torch\.uint8.*quantization"):
         shard(bits, two)
-    single = torch.nn.Module()
-    single.register_parameter("scale", torch.nn.Parameter(torch.tensor(1.0)))
-    with pytest.raises(UserError, match=r"cannot divide scale, which is a single number\. Freeze it"):
-        shard(single, two)
-    with monkeypatch.context() as patch:
-        patch.delattr(FSDPModule, "reset_iter_state")
-        with pytest.raises(UserError, match=r"needs FSDP2 with reset_iter_state.*Update torch"):
-            shard(single, two)
     beside: Any = SimpleNamespace(trainable_parameters=lambda: [("head", torch.nn.Parameter(torch.ones(1)))])
     task = RewardObjectiveSettings(task="bradley_terry")
     with pytest.raises(UserError, match=r"cannot divide head, which SimpleNamespace holds outside a torch"):
@@ -177,32 +162,19 @@ def test_what_cannot_be_sharded_is_refused_by_name(monkeypatch: pytest.MonkeyPat
     for objective, said in (
         ({"algorithm": "crd", "changes": {"kl": 0.0}}, "the algorithm 'crd', which joins the samples"),
         ({"algorithm": "diffusion_nft", "changes": {"kl": 0.1}}, r"a reference .* without LoRA"),
-        ({"algorithm": "flow_gspo", "changes": {"kl": 0.0}}, "the algorithm 'flow_gspo', which joins"),
-        ({"changes": {"kl": 0.1}}, r"a reference .* without LoRA"),
     ):
         with pytest.raises(UserError, match=f"sharding does not work with {said}"):
             toy_trainer(Path(), objective=objective, sharding=True)
 
 
 def test_what_of_text_cannot_be_sharded_is_refused_by_name() -> None:
-    free, lora = {"changes": {"kl": 0.0}}, text_lora(rank=2, alpha=4.0)
     refused: list[tuple[str, dict[str, Any], str]] = [
         ("grpo", {}, r"a reference \(objective\.changes\.kl\) without LoRA"),
-        (
-            "grpo",
-            {"objective": {"changes": {"kl": 0.1}, "reset_reference_every": 1}},
-            "objective.reset_reference_every",
-        ),
-        ("ppo", {"objective": free, "separate_value": True}, "a value model"),
-        ("grpo", {"objective": free, "policy": toy_policy(value=True)}, "experts, images in prompts and a"),
-        ("flowrl", {"policy": toy_policy(lora=lora)}, "a log-partition head"),
-        ("ppo_ptx", {"policy": toy_policy(lora=lora, value=True)}, r"demonstrations \(ptx\)"),
+        ("ppo", {"objective": {"changes": {"kl": 0.0}}, "separate_value": True}, "a value model"),
     ]
     for row, given, said in refused:
         with pytest.raises(UserError, match=f"sharding goes without {said}"):
             toy_text_trainer(Path(), row, sharding=True, **given)
-    with pytest.raises(UserError, match="sharding divides a model among processes, and one was started"):
-        toy_text_trainer(Path(), "grpo", sharding=True, objective=free)
 
 
 def test_other_errors_pass_where_a_lost_process_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
