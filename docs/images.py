@@ -31,9 +31,7 @@ from visalign.pipelines.collect.tasks import Form, read_tasks
 FOLDER = Path(__file__).parent / "images"
 WIDTH, HEIGHT, SHOWN = 1180, 860, 1000
 """Width of the window and of the image, in pixels."""
-LOADED = (
-    "Promise.all([...document.images].map(i => { i.loading = 'eager'; return i.decode() })).then(() => 0)"
-)
+LOADED = "Promise.all([...document.images].map(i => { i.loading = 'eager'; return i.decode() })).then(() => 0)"
 """Images below the fold load when they are scrolled to, and nobody scrolls here."""
 PROMPT = "a red circle left of a blue square"
 JUDGES = ("-r", "clip_score", "-r", "hpsv3", "-r", "saturation")
@@ -112,9 +110,7 @@ def voting(browser: Browser) -> None:
             gap = float(shown.task.extra["utility_left"]) - float(shown.task.extra["utility_right"])
             left = draws.random() < 1 / (1 + math.exp(-care * gap * (-1 if shown.swapped else 1)))
             answer = {"choice": "left" if left else "right"}
-            store.vote(
-                name, shown.assignment, answer, client=str(shown.assignment), seconds=draws.expovariate(0.3)
-            )
+            store.vote(name, shown.assignment, answer, client=str(shown.assignment), seconds=draws.expovariate(0.3))
     with serving(vote_server(store)) as url:
         browser.call(
             "Emulation.setDeviceMetricsOverride",
@@ -126,9 +122,7 @@ def voting(browser: Browser) -> None:
         browser.visit(url)
         browser.value("document.querySelector('#name').value = 'Zoe'")
         browser.value("document.querySelector('#join form').requestSubmit()")
-        while not browser.value(
-            "document.images.length && [...document.images].every((i) => i.naturalWidth)"
-        ):
+        while not browser.value("document.images.length && [...document.images].every((i) => i.naturalWidth)"):
             time.sleep(0.1)
         browser.press("ArrowLeft", 37)
         browser.value("document.querySelectorAll('.add')[1].click()")

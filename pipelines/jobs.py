@@ -55,6 +55,4 @@ def load_job(name_or_path: str, overrides: Sequence[str] = (), *, pipeline: str 
     module_name, _, schema = PIPELINES[name].partition(":")
     module = importlib.import_module(module_name)
     config = load_config(getattr(module, schema), path, overrides)
-    return Job(
-        config=config, run=module.run, plan=module.plan, estimate=getattr(module, "estimate", module.plan)
-    )
+    return Job(config=config, run=module.run, plan=module.plan, estimate=getattr(module, "estimate", module.plan))

@@ -126,9 +126,7 @@ def load_reward(name: str, *, run_device: str | None = None, **options: Any) -> 
     )
 
 
-def load_judge(
-    name: str, *, run_device: str | None = None, **options: Any
-) -> PointwiseReward | PairwiseReward:
+def load_judge(name: str, *, run_device: str | None = None, **options: Any) -> PointwiseReward | PairwiseReward:
     """Load a reward or pairwise judge by name or dotted path.
 
     Args:
@@ -181,9 +179,7 @@ def _make(
         target, options = _construct(name, target, options, run_device), {}
     if callable(target) and not hasattr(target, "score") and not hasattr(target, "compare"):
         wrapper = find_target(function)
-        return _construct(
-            name, wrapper, {"function": target, "name": name.rpartition(":")[2], **options}, run_device
-        )
+        return _construct(name, wrapper, {"function": target, "name": name.rpartition(":")[2], **options}, run_device)
     if options:
         raise RewardError(
             f"{noun} {name!r} is an object already, so it takes no options; given: {', '.join(options)}. "

@@ -269,17 +269,13 @@ def _in_range(case: _Case) -> Iterator[str]:
     low, high = case.reward.range
     outside = [v for v in case.scores.value[case.scores.valid].tolist() if not low <= v <= high]
     if outside:
-        yield (
-            f"the score {outside[0]:g} is outside the declared range ({low:g}, {high:g}): declare the true "
-            "range"
-        )
+        yield (f"the score {outside[0]:g} is outside the declared range ({low:g}, {high:g}): declare the true range")
 
 
 def _determinism(case: _Case) -> Iterator[str]:
     if not case.agrees(case.run(case.rows), case.rows):
         yield (
-            f"the same {case.words.noun}s got other scores the second time: seed it, and put a model into "
-            "eval() mode"
+            f"the same {case.words.noun}s got other scores the second time: seed it, and put a model into eval() mode"
         )
 
 
@@ -345,10 +341,7 @@ def _unreadable_image(case: _Case) -> Iterator[str]:
     if attempt.error is not None:
         yield f"one unreadable image stopped the batch ({attempt.error!r}): give valid=False and a reason"
     elif scores.valid[0] or not agrees:
-        yield (
-            "an unreadable image must be invalid and leave the other scores alone: read images with "
-            "load_images"
-        )
+        yield ("an unreadable image must be invalid and leave the other scores alone: read images with load_images")
 
 
 _PROBES: dict[str, _Probe] = {

@@ -279,9 +279,7 @@ def difference(ours: Any, theirs: Any, tolerance: tuple[float, float, str]) -> D
     bound = atol + rtol * size
     relative = error / np.maximum(size, max(atol / rtol if rtol else 0.0, np.finfo(np.float64).tiny))
     worst = int(np.argmax(error - bound))
-    reason = (
-        f"got {mine.flat[worst]:.9g}, expected {wanted.flat[worst]:.9g} (allowed {bound.flat[worst]:.2g})"
-    )
+    reason = f"got {mine.flat[worst]:.9g}, expected {wanted.flat[worst]:.9g} (allowed {bound.flat[worst]:.2g})"
     return Difference(bool((error <= bound).all()), float(error.max()), float(relative.max()), reason)
 
 
@@ -351,9 +349,7 @@ def run_folder(folder: Path, families: Mapping[str, Family], say: Callable[[str]
 def main(arguments: list[str] | None = None) -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description="Run golden numbers through visalign's public functions.")
-    parser.add_argument(
-        "folder", type=Path, help="folder with *.json (and *.npz) of format visalign-golden-1"
-    )
+    parser.add_argument("folder", type=Path, help="folder with *.json (and *.npz) of format visalign-golden-1")
     folder = parser.parse_args(arguments).folder
     if not folder.is_dir():
         print(f"{folder} is no folder; give one that holds *.json of format {FORMAT}")

@@ -34,8 +34,7 @@ _SHAPE = "A configuration is a list of 'key: value' lines."
 
 
 def config_folder() -> Path:
-    """Return the folder of the packaged configurations: in the package when installed, beside it in a
-    checkout."""
+    """Return the folder of the packaged configurations: in the package when installed, beside it in a checkout."""
     package = Path(__file__).resolve().parent
     installed = package / "configs"
     return installed if installed.is_dir() else package.parent / "configs"
@@ -169,9 +168,7 @@ def _over_defaults(values: Any, hint: Any, default: Any) -> Any:
         edits = isinstance(values, _Entries) and isinstance(default, Mapping)
         defaults = _defaults(section, default) if section is not None else dict(default) if edits else {}
         hints = field_types(section) if section is not None else dict.fromkeys(values, entry)
-        merged = {
-            name: _over_defaults(value, hints.get(name), defaults.get(name)) for name, value in values.items()
-        }
+        merged = {name: _over_defaults(value, hints.get(name), defaults.get(name)) for name, value in values.items()}
         return {**_plain(defaults), **merged}
     if isinstance(values, _Entries) and isinstance(default, Mapping):
         return {**default, **values}
@@ -205,9 +202,7 @@ def _build(schema: type[T], data: Mapping[str, Any], sources: Sequence[Source]) 
         resolved = OmegaConf.to_container(OmegaConf.create(_plain(data)), resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         message = str(error).splitlines()[0]
-        raise ConfigError(
-            f"Key '{error.full_key}': {message}. Set it in the file or as an override."
-        ) from error
+        raise ConfigError(f"Key '{error.full_key}': {message}. Set it in the file or as an override.") from error
     try:
         return _adapter(schema).validate_python((resolved,))[0]
     except ValidationError as error:

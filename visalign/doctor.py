@@ -36,9 +36,7 @@ class Report:
     def text(self) -> str:
         """Plain text, with ~ for the user's home folder, so that it can be shown to strangers."""
         lines = [f"{name + ':':<14}{fact}" for name, fact in self.facts.items()]
-        lines += [
-            f"{'PASS' if ok else 'FAIL'}  {name}: {detail}" for name, (ok, detail) in self.checks.items()
-        ]
+        lines += [f"{'PASS' if ok else 'FAIL'}  {name}: {detail}" for name, (ok, detail) in self.checks.items()]
         failed = sum(not passed for passed, _ in self.checks.values())
         lines.append(f"{failed} of {len(self.checks)} checks failed." if failed else "All checks passed.")
         return re.sub(re.escape(str(Path.home())) + r"(?![\w.-])", "~", "\n".join(lines))
@@ -54,9 +52,7 @@ def examine(assets: Path | None = None) -> Report:
         "packages": _packages,
         "wings": _wings,
         "configurations": _configurations,
-        **{
-            f"model {name}": lambda name=name: _model((assets or assets_folder()) / name) for name in PACKAGED
-        },
+        **{f"model {name}": lambda name=name: _model((assets or assets_folder()) / name) for name in PACKAGED},
         "advantages": _advantages,
         "one SDE step": _sde_step,
         "verifier": _verifier,
@@ -154,9 +150,7 @@ def _sde_step() -> tuple[bool, str]:
     step = sde_step(x, v, 0.8, 0.7, schedule="flow", noise_level=0.7)
     x_next = step.sample(noise).bfloat16()
     old = step.log_prob(x_next, log_prob_reduction="sum")
-    rows = [
-        sde_step(x[i : i + 1], v[i : i + 1], 0.8, 0.7, schedule="flow", noise_level=0.7) for i in range(4)
-    ]
+    rows = [sde_step(x[i : i + 1], v[i : i + 1], 0.8, 0.7, schedule="flow", noise_level=0.7) for i in range(4)]
     new = torch.cat([row.log_prob(x_next[i : i + 1], log_prob_reduction="sum") for i, row in enumerate(rows)])
     worst = float((new - old).exp().sub(1).abs().max())
     return worst < 1e-3, f"ratio 1 under replay, within {worst:.0e}"

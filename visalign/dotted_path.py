@@ -77,9 +77,7 @@ def check_options(
 
 def _import_file(file: Path, what: str, error: type[Exception]) -> ModuleType:
     if not file.is_file():
-        raise error(
-            f"{file} does not exist; give the path of the file with your {what}, relative to this folder."
-        )
+        raise error(f"{file} does not exist; give the path of the file with your {what}, relative to this folder.")
     digest = hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:12]
     spec = importlib.util.spec_from_file_location(f"visalign_user_{file.stem}_{digest}", file)
     assert spec is not None and spec.loader is not None  # a file that ends in .py

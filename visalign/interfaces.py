@@ -158,9 +158,7 @@ class TextReward(Protocol):
     """Smallest and largest possible value; infinities allowed."""
     higher_is_better: bool
 
-    def score(
-        self, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None = None
-    ) -> Scores:
+    def score(self, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None = None) -> Scores:
         """Score B completions of B prompts; a score does not depend on its neighbours in the batch."""
         ...
 
@@ -171,9 +169,7 @@ class PairwiseReward(Protocol):
 
     name: str
 
-    def compare(
-        self, left: Any, right: Any, prompts: Sequence[str], metadata: Metadata | None = None
-    ) -> Preferences:
+    def compare(self, left: Any, right: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Preferences:
         """Compare B pairs of images; a preference does not depend on its neighbours in the batch."""
         ...
 

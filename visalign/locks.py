@@ -83,9 +83,7 @@ def _acquire(lock: Path, what: str, instead: str) -> int:
             if error.errno in (errno.EAGAIN, errno.EACCES):
                 holder = os.pread(descriptor, 4096, 0).decode("utf-8", "replace").strip() or "another process"
                 os.close(descriptor)
-                raise FolderInUseError(
-                    f"{what} is in use by {holder}. Wait until it ends, or {instead}."
-                ) from None
+                raise FolderInUseError(f"{what} is in use by {holder}. Wait until it ends, or {instead}.") from None
             warnings.warn(
                 f"{what} cannot be locked ({error.strerror}). See that no second process writes there.",
                 stacklevel=3,

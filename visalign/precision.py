@@ -38,8 +38,7 @@ def multiplies_bfloat16(device: torch.device) -> bool:
 
 
 def autocast_dtype(name: Autocast | None, device: torch.device) -> torch.dtype | None:
-    """Return the autocast dtype, or None for no autocast; "auto" is bfloat16 where the hardware multiplies
-    it."""
+    """Return the autocast dtype, or None for no autocast; "auto" is bfloat16 where the hardware multiplies it."""
     import torch
 
     if name == "auto":

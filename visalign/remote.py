@@ -84,9 +84,7 @@ class ServerConnection:
         self._headers = {"Content-Type": "application/json"}
         if api_key is not None:
             if not (api_key.isascii() and api_key.isprintable()):  # httpx would print it in its error
-                raise UserError(
-                    "api_key contains characters that no HTTP header can carry. Give the key alone."
-                )
+                raise UserError("api_key contains characters that no HTTP header can carry. Give the key alone.")
             self._headers["Authorization"] = f"Bearer {api_key}"
         # the system's certificates, as other clients use them
         self._tls = ssl.create_default_context() if self._address.scheme == "https" else False
@@ -103,9 +101,7 @@ class ServerConnection:
         """Post an object and ignore the answer's body; raises `ServerError` for a status of failure."""
         self._run(lambda client: self._send(client, "POST", path, json.dumps(body).encode()))
 
-    def post_all(
-        self, path: str, bodies: Sequence[Mapping[str, Any]], *, parallel: int
-    ) -> list[Mapping[str, Any]]:
+    def post_all(self, path: str, bodies: Sequence[Mapping[str, Any]], *, parallel: int) -> list[Mapping[str, Any]]:
         """Post several objects, `parallel` at once; the first failure cancels the rest and is raised."""
 
         def raise_failure(answer: Mapping[str, Any] | ServerError) -> None:
@@ -184,9 +180,7 @@ class ServerConnection:
                 if not future.done() and cancel:
                     cancel[0]()
 
-    async def _send(
-        self, client: httpx.AsyncClient, method: str, path: str, payload: bytes | None = None
-    ) -> bytes:
+    async def _send(self, client: httpx.AsyncClient, method: str, path: str, payload: bytes | None = None) -> bytes:
         """Send until there is an answer, and return its body."""
         pause, failures, outage_start = self.backoff, 0, None
         for attempt in itertools.count(1):
@@ -215,17 +209,14 @@ class ServerConnection:
                 pause *= 2
         raise AssertionError("unreachable")
 
-    async def _attempt(
-        self, client: httpx.AsyncClient, method: str, path: str, payload: bytes | None
-    ) -> bytes:
+    async def _attempt(self, client: httpx.AsyncClient, method: str, path: str, payload: bytes | None) -> bytes:
         """Send once and return the body of a successful answer."""
         request = f"{method} {self.url(path)}"
         try:
             response = await client.request(method, self.url(path), content=payload)
         except (httpx.ReadTimeout, httpx.WriteTimeout) as error:
             raise ServerError(
-                f"{request} was silent for {self.timeout:g} s. Raise timeout, or lower max_new_tokens or "
-                "parallel."
+                f"{request} was silent for {self.timeout:g} s. Raise timeout, or lower max_new_tokens or parallel."
             ) from error
         except httpx.TransportError as error:
             refused = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)

@@ -137,14 +137,11 @@ def _unknown_key(location: _Location, root: Any, where: str) -> ConfigError:
             similar = [full for full, name in names.items() if name in alike]
         hint = did_you_mean(similar)
     level = f"under '{'.'.join(above)}'" if above else "at the top level"
-    return ConfigError(
-        f"Unknown key '{prefix}{key}' in {where}. {hint}Allowed {level}: {', '.join(allowed)}."
-    )
+    return ConfigError(f"Unknown key '{prefix}{key}' in {where}. {hint}Allowed {level}: {', '.join(allowed)}.")
 
 
 def _union(hint: Any) -> tuple[str, dict[Any, Any]]:
-    """Return (discriminator field, its value -> dataclass) of an annotated union of dataclasses, else ("",
-    {})."""
+    """Return (discriminator field, its value -> dataclass) of an annotated union of dataclasses, else ("", {})."""
     discriminators = (getattr(part, "discriminator", None) for part in getattr(hint, "__metadata__", ()))
     key = str(next(filter(None, discriminators), ""))
     parts = typing.get_args(hint.__origin__) if key else ()

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Declare a section of settings once: ranges and choices in the field types, cross-setting rules in a
-table."""
+"""Declare a section of settings once: ranges and choices in the field types, cross-setting rules in a table."""
 
 from __future__ import annotations
 

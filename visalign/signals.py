@@ -43,9 +43,7 @@ class InterruptFlag:
             raise Stopped(number)
         self.raised, self.by = True, number
         again = "press again" if number == signal.SIGINT else "send it again"
-        self._notice(
-            f"{signal_name(number)}: finishing this iteration and saving it; {again} to stop at once."
-        )
+        self._notice(f"{signal_name(number)}: finishing this iteration and saving it; {again} to stop at once.")
 
 
 class Stopped(KeyboardInterrupt):

@@ -35,9 +35,7 @@ def _differences(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def reconstruction_loss(output: Tensor, target: Tensor) -> Tensor:
     """Mean absolute error + SQUARE_WEIGHT × squared error + EDGE_WEIGHT × error of finite differences."""
-    horizontal, vertical = (
-        F.l1_loss(a, b) for a, b in zip(_differences(output), _differences(target), strict=True)
-    )
+    horizontal, vertical = (F.l1_loss(a, b) for a, b in zip(_differences(output), _differences(target), strict=True))
     pixels = F.l1_loss(output, target) + SQUARE_WEIGHT * F.mse_loss(output, target)
     return pixels + EDGE_WEIGHT * (horizontal + vertical)
 

@@ -74,9 +74,7 @@ def _either_fits(a: Scene, b: Scene) -> bool:
 
 
 @torch.no_grad()
-def retrieval(
-    model: open_clip.CLIP, *, captions: int = 64, draws: int = 20, seed: int = 7
-) -> dict[str, float]:
+def retrieval(model: open_clip.CLIP, *, captions: int = 64, draws: int = 20, seed: int = 7) -> dict[str, float]:
     """Top-1 retrieval among held-out captions in both directions, mean over draws of the captions.
 
     The pairs are those of `distinct_pairs`: exactly one caption is true of each image.

@@ -209,9 +209,7 @@ def save_pipeline(pipeline: Any, folder: Path) -> None:
     tidy(folder)
 
 
-def pipeline_accuracy(
-    pipe: Any, guidance: float, *, seeds: Sequence[int] = SEEDS, every: int = 1
-) -> dict[str, float]:
+def pipeline_accuracy(pipe: Any, guidance: float, *, seeds: Sequence[int] = SEEDS, every: int = 1) -> dict[str, float]:
     """Share of correct images of every n-th held-out prompt, the pipeline called as a user calls it."""
     pipe.set_progress_bar_config(disable=True)
     records = heldout_prompts()[::every]

@@ -46,9 +46,7 @@ def heatmap_quality(heat: ArrayLike, truth: ArrayLike) -> HeatmapQuality:
     hot, wrong = maps >= THRESHOLD, target >= THRESHOLD
     faulty = wrong.any((1, 2))
     mixed = faulty & ~wrong.all((1, 2))
-    areas = [
-        auroc(cells.ravel(), labels.ravel()) for cells, labels in zip(maps[mixed], wrong[mixed], strict=True)
-    ]
+    areas = [auroc(cells.ravel(), labels.ravel()) for cells, labels in zip(maps[mixed], wrong[mixed], strict=True)]
     some = bool(faulty.any())
     varies = some and all(np.ptp(side[faulty]) > 0 for side in (maps, target))
     both, either = (hot & wrong)[faulty].sum((1, 2)), (hot | wrong)[faulty].sum((1, 2))

@@ -170,10 +170,9 @@ def heie_measures(judge: Heie, faults: ShapesFaults) -> dict[str, float]:
     """Measure how heat, deviation and score agree with the truth.
 
     Returns:
-        "correlation", "auc", "iou", "found", "alarms", "error" of the map (`evaluation.heatmaps`);
-        "coverage 0.9" of all cells and "wrong coverage 0.9" of the wrong ones; "srcc" of score and
-        plausibility; "srcc quality" over images that match; "auc right" of matching against wrong images
-        that are not distorted.
+        "correlation", "auc", "iou", "found", "alarms", "error" of the map (`evaluation.heatmaps`); "coverage 0.9" of
+        all cells and "wrong coverage 0.9" of the wrong ones; "srcc" of score and plausibility; "srcc quality" over
+        images that match; "auc right" of matching against wrong images that are not distorted.
     """
     data = faults_data(judge.engine, faults, tiles=judge.tiles)
     maps = draw_maps(judge.heads, data.views)
@@ -190,9 +189,7 @@ def heie_measures(judge: Heie, faults: ShapesFaults) -> dict[str, float]:
     return measures
 
 
-def train_heads(
-    heads: HeieHeads, data: HeieData, *, steps: int, batch: int = BATCH, seed: int = 0
-) -> list[float]:
+def train_heads(heads: HeieHeads, data: HeieData, *, steps: int, batch: int = BATCH, seed: int = 0) -> list[float]:
     """Train the heads in place, AdamW with a cosine to zero; return the loss of each step."""
     optimizer = torch.optim.AdamW(heads.parameters(), lr=2e-3, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(

@@ -84,9 +84,7 @@ class CellHead(nn.Module):
         loss = F.binary_cross_entropy_with_logits(there[..., 0], target[..., 0].float(), pos_weight=weight)
         for logits, column in ((shape, 1), (color, 2), (size, 3)):
             loss = loss + 0.3 * F.cross_entropy(logits.flatten(0, 2), target[..., column].flatten())
-        style, kind, severity = (
-            self.whole(features.mean(1)).float().split((len(STYLES), len(DISTORTIONS), 1), -1)
-        )
+        style, kind, severity = self.whole(features.mean(1)).float().split((len(STYLES), len(DISTORTIONS), 1), -1)
         loss = loss + 0.2 * F.cross_entropy(style, torch.tensor([STYLES.index(s.style) for s in scenes]))
         kinds = torch.tensor([DISTORTIONS.index(s.distortion.kind) for s in scenes])
         strength = torch.tensor([s.distortion.severity for s in scenes])
@@ -181,8 +179,6 @@ def question_loss(
         features = see(learner.model, render_many(images))
         single = answer_loss(learner.model, pack_questions(tokenizer, texts, 1, TOKENS), features[:batch])
         both = features[batch:].reshape(len(pairs), 2 * TOKENS, -1)
-        double = answer_loss(
-            learner.model, pack_questions(tokenizer, [pair[2] for pair in pairs], 2, TOKENS), both
-        )
+        double = answer_loss(learner.model, pack_questions(tokenizer, [pair[2] for pair in pairs], 2, TOKENS), both)
         cell_loss = learner.cells(features[:batch], scenes)
     return single[0] / single[1] + double[0] / double[1] + cells * cell_loss

@@ -107,9 +107,7 @@ class Questions:
 def better(first: Scene, second: Scene, record: Record, rng: np.random.Generator) -> Question:
     """Whether one annotator prefers the second image."""
     seen = [utility(s, record) + annotator_noise(s) * rng.normal() for s in (first, second)]
-    return Question(
-        text=BETTER.replace("{prompt}", record["prompt"]), answer=YES if seen[1] > seen[0] else NO
-    )
+    return Question(text=BETTER.replace("{prompt}", record["prompt"]), answer=YES if seen[1] > seen[0] else NO)
 
 
 def part(scene: Scene, rng: np.random.Generator) -> Question:

@@ -69,12 +69,8 @@ def answer_accuracy(
 
     clear = (pair for pair in map(world.pair, itertools.count()) if pair.is_clear)
     chosen = list(itertools.islice(clear, pairs))
-    left, right_side = (
-        render_many(list(side)) for side in zip(*((p.left, p.right) for p in chosen), strict=True)
-    )
-    odds = (
-        RewardDancePairs(engine, min_mass=0.0).compare(left, right_side, [p.prompt for p in chosen]).log_odds
-    )
+    left, right_side = (render_many(list(side)) for side in zip(*((p.left, p.right) for p in chosen), strict=True))
+    odds = RewardDancePairs(engine, min_mass=0.0).compare(left, right_side, [p.prompt for p in chosen]).log_odds
     better = torch.tensor([pair.utility[0] > pair.utility[1] for pair in chosen])
     measures["pair"] = float(((odds > 0) == better).float().mean())
 

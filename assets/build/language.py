@@ -203,16 +203,12 @@ class Accuracy:
     """task -> (greedy, sampled, mixed)."""
 
 
-def accuracy(
-    model: Any, tokenizer: Any, records: Sequence[Record], *, samples: int = 8, seed: int = 0
-) -> Accuracy:
+def accuracy(model: Any, tokenizer: Any, records: Sequence[Record], *, samples: int = 8, seed: int = 0) -> Accuracy:
     """Measure a model on records."""
     prompts = [record["prompt"] for record in records]
     runs = [complete(model, tokenizer, prompts, temperature=0.0)]
     runs += [complete(model, tokenizer, prompts, seed=seed * 1000 + i) for i in range(samples)]
-    right = np.array(
-        [[check_answer(text, r)[0] for text, r in zip(run, records, strict=True)] for run in runs]
-    )
+    right = np.array([[check_answer(text, r)[0] for text, r in zip(run, records, strict=True)] for run in runs])
     sampled = right[1:].mean(axis=0)
     rows = np.stack([right[0], sampled, (sampled > 0) & (sampled < 1)])
     names = np.array([record["task"] for record in records])
@@ -242,6 +238,4 @@ def language_measures(folder: Path, per_task: int, samples: int = 8) -> dict[str
     result = accuracy(model.eval(), tokenizer, heldout_tasks(per_task), samples=samples)
     rows = {"all": (result.greedy, result.sampled, result.mixed)} | result.by_task
     names = ("greedy", "sampled", "mixed")
-    return {
-        f"{task} {name}": value for task, row in rows.items() for name, value in zip(names, row, strict=True)
-    }
+    return {f"{task} {name}": value for task, row in rows.items() for name, value in zip(names, row, strict=True)}

@@ -39,11 +39,7 @@ def judges() -> str:
     rows = []
     for name, kind, options, file in entries("CATALOGUE"):
         unit = getattr(kind(**options) if options else kind, "unit", "")
-        has = [
-            word
-            for word in ("score", "compare", "score_with_gradient")
-            if callable(getattr(kind, word, None))
-        ]
+        has = [word for word in ("score", "compare", "score_with_gradient") if callable(getattr(kind, word, None))]
         starts = [option.default for option in inspect.signature(kind).parameters.values()]
         packaged = [code(value) for value in starts if isinstance(value, str) and value in PACKAGED]
         rows.append(

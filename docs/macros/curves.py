@@ -130,9 +130,7 @@ def _figure(name: str, curve: Curve) -> str:
     if curve.points:
         seeds = ", ".join(str(seed) for seed in curve.seeds or [])
         near = f", mean of the nearest {window} iterations" if window > 1 else ""
-        legend = (
-            f"line: {title}, mean of seeds {seeds}{near}; band: lowest to highest seed; {legend}, each seed"
-        )
+        legend = f"line: {title}, mean of seeds {seeds}{near}; band: lowest to highest seed; {legend}, each seed"
     else:
         legend += ", with seeds or a 95 % interval where the header of the configuration states them"
     drawn = frame.svg(parts, f"{name}: {legend}")
@@ -176,9 +174,7 @@ def _costs(found: dict[str, dict[str, list[float]]], key: str, name: str, unit: 
         after, (left, height) = found[row]["after"], frame.place(*end)
         parts.append(frame.path("change", [(0.0, before), end]))
         parts.append(frame.path("range", [(end[0], min(after)), (end[0], max(after))]))
-        parts.append(
-            f'<path class="leader" d="M{left + 5:.1f} {height:.1f}L{frame.width - 226:.1f} {y:.1f}"/>'
-        )
+        parts.append(f'<path class="leader" d="M{left + 5:.1f} {height:.1f}L{frame.width - 226:.1f} {y:.1f}"/>')
         parts += [frame.dots([end]), text(frame.width - 222, y + 4, row, "start")]
     seeds = max(len(result["after"]) for result in found.values())
     legend = f"dots: mean of {seeds} seeds; bars: lowest to highest seed; lines begin at the untrained model"

@@ -23,9 +23,7 @@ def metrics(*patterns: str) -> str:
     for pattern in patterns:
         if not fnmatch.filter(known, pattern) and pattern not in known:
             raise ValueError(f"no metric matches {pattern!r}")
-    chosen = [
-        key for key in known if not patterns or any(key == p or fnmatch.fnmatch(key, p) for p in patterns)
-    ]
+    chosen = [key for key in known if not patterns or any(key == p or fnmatch.fnmatch(key, p) for p in patterns)]
     return table(("metric", "meaning"), [(code(key), prose(known[key])) for key in chosen])
 
 
@@ -54,9 +52,7 @@ def configs(*pipelines: str) -> str:
     for name in list_configs():
         if not pipelines or read_config(name).get("pipeline") in pipelines:
             told = header(name)
-            rows.append(
-                (code(name), *(prose(told.get(word, "")) for word in ("what", "Duration", "Expected")))
-            )
+            rows.append((code(name), *(prose(told.get(word, "")) for word in ("what", "Duration", "Expected"))))
     if not rows:
         raise ValueError(f"no configuration of {', '.join(pipelines)}")
     return table(("configuration", "what", "duration", "expected"), rows)

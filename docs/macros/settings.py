@@ -76,8 +76,6 @@ def _section(schema: type, prefix: str, shown: set[type]) -> Iterator[str]:
         shown.update(new)
         rows.append((code(key), default_of(field), prose(texts.get(field.name, ""))))
     title = f"**{prefix[:-1]}**" if prefix else "**the run**"
-    yield f"{title}: {prose((schema.__doc__ or '').splitlines()[0])}\n\n" + table(
-        ("key", "default", "meaning"), rows
-    )
+    yield f"{title}: {prose((schema.__doc__ or '').splitlines()[0])}\n\n" + table(("key", "default", "meaning"), rows)
     for kind, below in deeper:
         yield from _section(kind, below, shown)

@@ -176,9 +176,7 @@ def doctor() -> None:
 
 @command()
 def configs(
-    name: Annotated[
-        str | None, typer.Argument(help="Name of the configuration to show.", show_default=False)
-    ] = None,
+    name: Annotated[str | None, typer.Argument(help="Name of the configuration to show.", show_default=False)] = None,
 ) -> None:
     """List the packaged configurations, or show one."""
     from visalign.config import resolve_config

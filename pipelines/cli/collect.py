@@ -20,9 +20,7 @@ if TYPE_CHECKING:
 
 
 def collect(
-    votes: Annotated[
-        Path, typer.Argument(help="SQLite file of the votes; created if missing.", show_default=False)
-    ],
+    votes: Annotated[Path, typer.Argument(help="SQLite file of the votes; created if missing.", show_default=False)],
     sources: Annotated[
         list[str] | None,
         typer.Argument(
@@ -30,9 +28,7 @@ def collect(
             show_default=False,
         ),
     ] = None,
-    single: Annotated[
-        bool, typer.Option("--single", help="Show one image at a time instead of two.")
-    ] = False,
+    single: Annotated[bool, typer.Option("--single", help="Show one image at a time instead of two.")] = False,
     prompt: Prompt = None,
     slider: Annotated[
         str | None,
@@ -46,9 +42,7 @@ def collect(
     gold: Annotated[str | None, typer.Option(help="Preference set of pairs with a known answer.")] = None,
     votes_each: Annotated[int, typer.Option(help="Votes per task; 0: one from every voter.", min=0)] = 3,
     gold_every: Annotated[int, typer.Option(help="Make every n-th task a gold one; 0: none.", min=0)] = 10,
-    repeat_every: Annotated[
-        int, typer.Option(help="Repeat an earlier task every n tasks; 0: never.", min=0)
-    ] = 15,
+    repeat_every: Annotated[int, typer.Option(help="Repeat an earlier task every n tasks; 0: never.", min=0)] = 15,
     per_prompt: Annotated[int, typer.Option(help="Maximum number of pairs per prompt.", min=1)] = 10,
     voter: Annotated[
         list[str] | None,

@@ -92,15 +92,11 @@ def show_comparison(console: Console, result: Mapping[str, Any]) -> None:
 
 
 def rank(
-    images: Annotated[
-        list[Path], typer.Argument(help="Image files or folders of images.", show_default=False)
-    ],
+    images: Annotated[list[Path], typer.Argument(help="Image files or folders of images.", show_default=False)],
     reward: Annotated[str, typer.Option("--reward", "-r", help="A judge's name.")],
     prompt: Prompt = None,
     options: LabelOptions = None,
-    budget: Annotated[
-        float, typer.Option(help="Calls of a pairwise judge as a share of all pairs, in (0, 2].")
-    ] = 0.3,
+    budget: Annotated[float, typer.Option(help="Calls of a pairwise judge as a share of all pairs, in (0, 2].")] = 0.3,
     level: Annotated[float, typer.Option(help="Confidence level of the intervals.")] = 0.9,
     output: NewFile = None,
     tables: Tables = None,
@@ -134,9 +130,7 @@ def rank(
     print_provenance({reward: judge}, [text])
     failed = sum(row["reason"] is not None for row in result["images"])
     if failed:
-        typer.echo(
-            f"{failed} of {len(paths)} images could not be judged; their rows give the reasons.", err=True
-        )
+        typer.echo(f"{failed} of {len(paths)} images could not be judged; their rows give the reasons.", err=True)
         raise typer.Exit(1)
 
 

@@ -120,9 +120,7 @@ def _show_best_of_n(console: Console, result: Mapping[str, Any]) -> None:
     else:
         less = "less" if result["cheaper_than_bound"] else "more"
         n = result["equal_n"]
-        console.print(
-            Text(f"Best of {n} of the base reaches it; the tuned policy moved {less} than its bound.")
-        )
+        console.print(Text(f"Best of {n} of the base reaches it; the tuned policy moved {less} than its bound."))
 
 
 def _show_distances(console: Console, pairs: Sequence[Mapping[str, Any]]) -> None:
@@ -147,9 +145,7 @@ def _show_greedy(console: Console, result: Mapping[str, Any]) -> None:
     table = Table("policy", tie, noise, "reward", "its change", "size of it", title=title, box=None)
     table.title_justify = "left"
     for name, row in result["policies"].items():
-        shares = [
-            f"{share(row[key]['estimate'])} ({span(row[key], whole)})" for key in ("near_tie", "changed")
-        ]
+        shares = [f"{share(row[key]['estimate'])} ({span(row[key], whole)})" for key in ("near_tie", "changed")]
         paid = [signed(row[key]["estimate"], 3) for key in ("reward", "reward_change", "reward_change_abs")]
         table.add_row(name, *shares, *paid)
     console.print(table)

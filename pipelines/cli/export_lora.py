@@ -11,9 +11,7 @@ import typer
 
 def export_lora(
     run: Annotated[Path, typer.Argument(help="Run folder, or the folder of its LoRA.")],
-    output: Annotated[
-        Path, typer.Option("--output", "-o", help="Output .safetensors file (must not exist).")
-    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Output .safetensors file (must not exist).")],
 ) -> None:
     """Write a run's LoRA under kohya's keys, for ComfyUI and A1111; diffusers reads the run's own file."""
     from visalign.adapters.pipeline.kohya import export_kohya

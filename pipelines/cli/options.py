@@ -35,27 +35,19 @@ Scores = Annotated[
     list[str] | None,
     typer.Option("--scores", "-s", help="Scores in a column NAME, or NAME_left and NAME_right; repeat."),
 ]
-Prompt = Annotated[
-    str | None, typer.Option("--prompt", "-p", help="Prompt for images that do not come with one.")
-]
+Prompt = Annotated[str | None, typer.Option("--prompt", "-p", help="Prompt for images that do not come with one.")]
 LabelOptions = Annotated[
     list[str] | None, typer.Option("--option", help="LABEL.NAME=VALUE for a reward; repeat for several.")
 ]
-Options = Annotated[
-    list[str] | None, typer.Option("--option", help="NAME=VALUE for the reward; repeat for several.")
-]
-Cache = Annotated[
-    Path | None, typer.Option("--cache", help="Folder of cached scores, reused by later commands.")
-]
+Options = Annotated[list[str] | None, typer.Option("--option", help="NAME=VALUE for the reward; repeat for several.")]
+Cache = Annotated[Path | None, typer.Option("--cache", help="Folder of cached scores, reused by later commands.")]
 MapColumns = Annotated[
     list[str] | None,
     typer.Option("--map", help="OURS=THEIRS: a column's name in the table, such as mos=score; repeat."),
 ]
 Labels = Annotated[
     str | None,
-    typer.Option(
-        "--labels", help="Meaning of the labels: share, margin, or words, such as 1=left,2=right,0=tie."
-    ),
+    typer.Option("--labels", help="Meaning of the labels: share, margin, or words, such as 1=left,2=right,0=tie."),
 ]
 Join = Annotated[
     list[Path] | None,

@@ -20,9 +20,7 @@ def probe_reward(
     reward: Annotated[str, typer.Argument(help="A judge's name, module:Name or file.py:Name.")],
     reference: Annotated[
         list[Path] | None,
-        typer.Option(
-            "--reference", "-i", help="Table, folder or image to probe on. Default: the shapes world."
-        ),
+        typer.Option("--reference", "-i", help="Table, folder or image to probe on. Default: the shapes world."),
     ] = None,
     prompt: Prompt = None,
     options: Options = None,

@@ -18,13 +18,9 @@ def sample(
     output: Annotated[
         Path, typer.Option("--output", "-o", help="Output folder (must not exist).", show_default=False)
     ],
-    model: Annotated[
-        str, typer.Option("--model", "-m", help="Packaged model, folder, or hub id.")
-    ] = "shapes-sd3",
+    model: Annotated[str, typer.Option("--model", "-m", help="Packaged model, folder, or hub id.")] = "shapes-sd3",
     lora: Annotated[Path | None, typer.Option(help="Folder of a LoRA, such as runs/.../lora.")] = None,
-    seeds: Annotated[
-        str, typer.Option(help="Seeds such as 0,1,2 or 0-7; one image per prompt and seed.")
-    ] = "0-3",
+    seeds: Annotated[str, typer.Option(help="Seeds such as 0,1,2 or 0-7; one image per prompt and seed.")] = "0-3",
     steps: Annotated[int, typer.Option(help="Denoising steps.", min=1)] = 10,
     solver: Annotated[
         str, typer.Option(help="Solver: euler, or the second-order dpmpp_2m for 10 steps or more.")

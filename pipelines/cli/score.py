@@ -49,9 +49,7 @@ def score(
     prompt: Prompt = None,
     form: Annotated[
         Format | None,
-        typer.Option(
-            "--format", "-f", help="Format of the scores. Default: by the ending of --output, or a table."
-        ),
+        typer.Option("--format", "-f", help="Format of the scores. Default: by the ending of --output, or a table."),
     ] = None,
     output: Annotated[
         Path | None,
@@ -179,9 +177,7 @@ def _score_on_ray(
 
 
 @contextmanager
-def scoring(
-    path: Path | None, rewards: Mapping[str, Any], total: int, *, resume: bool
-) -> Iterator[dict[str, Any]]:
+def scoring(path: Path | None, rewards: Mapping[str, Any], total: int, *, resume: bool) -> Iterator[dict[str, Any]]:
     """Progress bar on the error stream and a file that receives each finished batch, for `score_rows`."""
     from visalign.pipelines.score.log import RowLog
 

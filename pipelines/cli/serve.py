@@ -25,9 +25,7 @@ def serve_reward(
     threads: Annotated[int | None, typer.Option(help="CPU threads of the reward.", min=1)] = None,
     memory: Annotated[
         float | None,
-        typer.Option(
-            help="Memory for requests and scoring in GiB. Default: half of the free memory.", min=0.0
-        ),
+        typer.Option(help="Memory for requests and scoring in GiB. Default: half of the free memory.", min=0.0),
     ] = None,
     max_pixels: Annotated[
         int | None, typer.Option(help="Pixels scored together. Default: from the memory.", min=1)

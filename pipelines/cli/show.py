@@ -67,9 +67,7 @@ def show_probes(console: Console) -> None:
         ("that scores", PROBES, WANTED),
         ("that compares", PAIR_PROBES, WANTED_OF_PAIRS),
     ):
-        table = Table(
-            "name", "what is changed", "expected", title=f"Probes of a judge {title}", title_justify="left"
-        )
+        table = Table("name", "what is changed", "expected", title=f"Probes of a judge {title}", title_justify="left")
         for probe in probes:
             table.add_row(Text(probe.name), Text(probe.title), Text(expectations[probe.wanted]))
         console.print(table)
@@ -92,15 +90,11 @@ def show_plan(console: Console, plan: Mapping[str, Any]) -> None:
         table = Table("", "", title=title, title_justify="left", show_header=False)
         for name, value in rows.items():
             in_seconds = "seconds" in name and isinstance(value, float)
-            table.add_row(
-                Text(name.replace("_", " ")), Text(duration(value) if in_seconds else number(value))
-            )
+            table.add_row(Text(name.replace("_", " ")), Text(duration(value) if in_seconds else number(value)))
         console.print(table)
 
 
-def show_summary(
-    console: Console, folder: Path, summary: Mapping[str, Any], next_command: Sequence[str]
-) -> None:
+def show_summary(console: Console, folder: Path, summary: Mapping[str, Any], next_command: Sequence[str]) -> None:
     """Print the closing panel of a run: held-out numbers before and after, files, the next command."""
     parts: list[RenderableType] = []
     if summary.get("before") and summary.get("after"):
@@ -146,9 +140,7 @@ def cost_line(summary: Mapping[str, Any]) -> str:
     >>> cost_line({"seconds": 318.2, "peak_memory_bytes": 1.5e9, "forward_equivalents_per_image": None})
     'Cost: 5:18 min, 1.5 GB of memory at most.'
     """
-    seconds, memory, forwards = map(
-        summary.get, ("seconds", "peak_memory_bytes", "forward_equivalents_per_image")
-    )
+    seconds, memory, forwards = map(summary.get, ("seconds", "peak_memory_bytes", "forward_equivalents_per_image"))
     costs = [] if seconds is None else [duration(seconds)]
     costs += [] if memory is None else [f"{memory / 1e9:.1f} GB of memory at most"]
     costs += [] if forwards is None else [f"{forwards:.1f} forward-equivalents per image"]

@@ -91,9 +91,7 @@ def read_tasks(
     if single and tasks:
         raise UserError("--single shows one image, and the set holds pairs. Leave --single out.")
     if single:
-        tasks = [
-            Task(prompt=row.prompt, images=(_absolute(row.image),), extra=_metadata(row)) for row in rows
-        ]
+        tasks = [Task(prompt=row.prompt, images=(_absolute(row.image),), extra=_metadata(row)) for row in rows]
     else:
         tasks += _pair_images(rows, per_prompt, seed)
     _check_images(tasks)
@@ -187,10 +185,7 @@ def _pair_images(rows: Iterable[ImageRow], limit: int, seed: int) -> list[Task]:
         count = len(circle)
         steps = ((i, (i + gap) % count) for gap in range(1, count // 2 + 1) for i in range(count))
         pairs = dict.fromkeys(tuple(sorted((circle[i], circle[j]))) for i, j in steps)
-        tasks += [
-            Task(prompt=prompt, images=pair, extra=_metadata(images[pair[0]]))
-            for pair in islice(pairs, limit)
-        ]
+        tasks += [Task(prompt=prompt, images=pair, extra=_metadata(images[pair[0]])) for pair in islice(pairs, limit)]
     return tasks
 
 

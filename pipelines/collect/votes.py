@@ -51,9 +51,7 @@ def select_votes(store: VoteStore, leave_out: Collection[str] = ()) -> list[Vote
     names = {vote.annotator for vote in votes}
     for name in leave_out:
         if name not in names:
-            raise UserError(
-                f"Nobody voted as {name!r}. {suggestion(name, names)}Voters: {', '.join(sorted(names))}."
-            )
+            raise UserError(f"Nobody voted as {name!r}. {suggestion(name, names)}Voters: {', '.join(sorted(names))}.")
     selected = [vote for vote in votes if vote.annotator not in leave_out]
     if not selected:
         raise UserError(f"'{store.path}' holds no vote{' besides those left out' if leave_out else ' yet'}.")

@@ -26,9 +26,7 @@ def ranking_record(
     is_pairwise = ranking.pairs is not None
     asked: list[dict[str, Any]] = []
     if ranking.pairs is not None and ranking.answers is not None:
-        answers = zip(
-            ranking.pairs.tolist(), ranking.answers.prob.tolist(), ranking.answers.reasons, strict=True
-        )
+        answers = zip(ranking.pairs.tolist(), ranking.answers.prob.tolist(), ranking.answers.reasons, strict=True)
         for (left, right), prob, reason in answers:
             pair = {"left": names[left], "right": names[right]}
             asked.append(pair | {"prob": finite_or_none(prob), "reason": reason})

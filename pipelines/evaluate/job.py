@@ -117,9 +117,7 @@ class _Kind:
 PREFERENCES = _Kind(
     "preferences", column_scores, score_pairs, evaluate_preferences, compare_on_preferences, fuse_preferences
 )
-QUALITY = _Kind(
-    "quality", quality_column_scores, score_quality, evaluate_quality, compare_on_quality, fuse_quality
-)
+QUALITY = _Kind("quality", quality_column_scores, score_quality, evaluate_quality, compare_on_quality, fuse_quality)
 
 
 def evaluate(options: EvaluateOptions, *, on_batch: OnBatch | None = None) -> dict[str, Any]:
@@ -206,16 +204,12 @@ def write_result(folder: Path, result: dict[str, Any]) -> None:
     write_atomic(folder / RESULT, pretty(result))
     write_tables(folder / FOLDER, file_tables(result))
     columns = ("image", "image_left", "image_right")
-    names = [
-        row[key] for judge in result["judges"] for row in judge["worst"] for key in columns if key in row
-    ]
+    names = [row[key] for judge in result["judges"] for row in judge["worst"] for key in columns if key in row]
     images = load_shown_images(dict.fromkeys(names))
     write_atomic(folder / PAGE, evaluation_page(result, images=images))
 
 
-def _load_set(
-    options: EvaluateOptions, rewards: dict[str, Any]
-) -> tuple[PreferenceSet | QualitySet, list[Finding]]:
+def _load_set(options: EvaluateOptions, rewards: dict[str, Any]) -> tuple[PreferenceSet | QualitySet, list[Finding]]:
     """Load and check the set; votes of a pair are summed."""
     table = replace(options.table, has_images=bool(rewards or options.join))
     source = load_source(options.source, split=options.split, limit=options.limit, columns=table)

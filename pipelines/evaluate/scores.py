@@ -68,9 +68,7 @@ def score_pairs(
         prob, swapped = (special.expit(_column(answers, order, "value")) for order in (0, 1))
         reasons = [first.reason or second.reason for first, second in answers]
         return from_probabilities(reward.name, prob, swapped=swapped, reasons=reasons)
-    requests = [
-        tuple(_Request((image,), pair.prompt, record) for image in images) for pair, images, record in rows
-    ]
+    requests = [tuple(_Request((image,), pair.prompt, record) for image in images) for pair, images, record in rows]
     answers = _ask(reward, requests, options, _score_batch)
     has_std = any(answer.std is not None for row in answers for answer in row)
     return from_scores(

@@ -108,9 +108,7 @@ class EvaluationConfig(HeldoutConfig):
     """Held-out prompts, evenly spaced, whose image of the first seed goes into samples/ at each evaluation,
     side by side; 0: none."""
     rewards: dict[str, RewardTerm] = field(
-        default_factory=lambda: {
-            name: RewardTerm() for name in ("shapes_verifier", "clip_score", "sharpness")
-        }
+        default_factory=lambda: {name: RewardTerm() for name in ("shapes_verifier", "clip_score", "sharpness")}
     )
     """label -> reward to report besides those trained on; weights play no part."""
     correctness: str | None = "shapes_verifier"
@@ -122,9 +120,8 @@ class ImageMonitorConfig(MonitorSettings):
     """Limits of the monitored metrics that warn or stop a run."""
 
     features: str | None = "auto"
-    """Image features for distances: the label of a judge with a CLIP image tower, a CLIP model as
-    clip_score takes it, or null for none. auto: the first such judge of evaluation.rewards and
-    rewards.terms."""
+    """Image features for distances: the label of a judge with a CLIP image tower, a CLIP model as clip_score takes it,
+    or null for none. auto: the first such judge of evaluation.rewards and rewards.terms."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -223,9 +220,7 @@ class PrefGRPOConfig(FlowGRPOConfig):
 
     pipeline: ClassVar[str] = "pref_grpo"
 
-    rewards: RewardsConfig = field(
-        default_factory=lambda: RewardsConfig(terms={"reward_dance_pairs": RewardTerm()})
-    )
+    rewards: RewardsConfig = field(default_factory=lambda: RewardsConfig(terms={"reward_dance_pairs": RewardTerm()}))
     """The judges, pairwise or pointwise; the sum is over their win rates."""
     objective: DiffusionObjectiveSettings = field(
         default_factory=lambda: DiffusionObjectiveSettings(algorithm="pref_grpo")

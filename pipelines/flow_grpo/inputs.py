@@ -75,9 +75,7 @@ def prepare(config: FlowGRPOConfig, world: int, device: str | None = None) -> In
     if pairs is not None:
         reward: Any = StoredPreference()
     elif config.comparison is None:
-        reward = weighted_sum(
-            config.rewards, pointwise_only(judges, needed=config.rewards.terms), WeightedSum
-        )
+        reward = weighted_sum(config.rewards, pointwise_only(judges, needed=config.rewards.terms), WeightedSum)
     else:
         rates = build_win_rates(config.comparison, config.rewards, judges)
         reward = weighted_sum(config.rewards, rates, WeightedSum)
@@ -116,9 +114,7 @@ def _unfit_rewards(
             )
 
 
-def _check_method(
-    config: FlowGRPOConfig, reward: Any, records: Records, strata: list[str] | None, world: int
-) -> None:
+def _check_method(config: FlowGRPOConfig, reward: Any, records: Records, strata: list[str] | None, world: int) -> None:
     """Refuse an algorithm that the reward, the prompts or the processes do not fit."""
     rollout, objective = config.rollout, config.objective
     size = rollout.prompts_per_iteration, rollout.group_size
@@ -230,9 +226,7 @@ def build_win_rates(
     return terms
 
 
-def _unfit_comparison(
-    config: ComparisonConfig, rewards: RewardsConfig, judges: Mapping[str, Any]
-) -> Iterator[str]:
+def _unfit_comparison(config: ComparisonConfig, rewards: RewardsConfig, judges: Mapping[str, Any]) -> Iterator[str]:
     for label in config.scores:
         if label not in rewards.terms:
             yield (

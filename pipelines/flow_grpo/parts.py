@@ -40,9 +40,7 @@ def build_policy(model: ModelConfig, device: torch.device, seed: int) -> Diffusi
             defaults=_adapter_options(ModelConfig(), device, seed),
             **_adapter_options(model, device, seed),
         )
-    speed_up(
-        policy.module, compiled=model.compile, attention=model.attention, channels_last=model.channels_last
-    )
+    speed_up(policy.module, compiled=model.compile, attention=model.attention, channels_last=model.channels_last)
     return policy
 
 
@@ -103,9 +101,7 @@ def build_evaluator(
     return measure
 
 
-def build_drift(
-    features: Features | None, before: Path, first: bool
-) -> Callable[[HeldoutResult], dict[str, float]]:
+def build_drift(features: Features | None, before: Path, first: bool) -> Callable[[HeldoutResult], dict[str, float]]:
     """Return a function that measures the feature drift of an evaluation's images since before training.
 
     Args:

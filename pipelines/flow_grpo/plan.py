@@ -28,9 +28,7 @@ from .parts import build_policy
 
 PROBE = 32
 """Samples in the passes that are timed."""
-NOT_COUNTED = (
-    "kernels' workspaces, the allocator's gaps, activations of sampling, of the autoencoder and of judges"
-)
+NOT_COUNTED = "kernels' workspaces, the allocator's gaps, activations of sampling, of the autoencoder and of judges"
 
 
 def plan(config: FlowGRPOConfig, *, measure: bool = True) -> dict[str, Any]:
@@ -289,9 +287,7 @@ def _footprint(config: FlowGRPOConfig, inputs: Inputs, evaluated: int) -> dict[s
     }
 
 
-def _hollow_passes(
-    config: FlowGRPOConfig, record: Any, pairs: int, trace: Any
-) -> tuple[Any, Pass, list[Pass]]:
+def _hollow_passes(config: FlowGRPOConfig, record: Any, pairs: int, trace: Any) -> tuple[Any, Pass, list[Pass]]:
     """Build the policy without weights, at its largest training size, and trace a velocity of `pairs`.
 
     Returns:

@@ -32,9 +32,7 @@ SHOWN_SIDE = 224
 """Longest side of the example images on the page, in pixels."""
 
 
-def probes_for(
-    judge: PointwiseReward | PairwiseReward, names: Sequence[str] | None = None
-) -> tuple[Probe, ...]:
+def probes_for(judge: PointwiseReward | PairwiseReward, names: Sequence[str] | None = None) -> tuple[Probe, ...]:
     """Select the probes of a reward by its kind; one that can do both is probed as one that scores."""
     if not isinstance(judge, PointwiseReward):
         return select_probes(names, PAIR_PROBES)

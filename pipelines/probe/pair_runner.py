@@ -126,9 +126,7 @@ class PairRunner(ProbeRunner):
         second, _ = self._all_rows(ProbeAnswers(pairs.rows, pairs.second, pairs.reasons))
         return PairAnswers(list(range(len(first))), first, second, reasons)
 
-    def _ask_both_orders(
-        self, rows: Sequence[int], make: MakeSamples, *, tolerant: bool = True
-    ) -> PairAnswers:
+    def _ask_both_orders(self, rows: Sequence[int], make: MakeSamples, *, tolerant: bool = True) -> PairAnswers:
         straight = self.ask(rows, make, tolerant=tolerant)
         if self.one_order:
             return PairAnswers(straight.rows, straight.value, -straight.value, straight.reasons)

@@ -236,8 +236,7 @@ def _draw(
         part = [(record, seed, i) for record, seed in chunk for i in range(count)]
         inputs = encoder_inputs(policy, [record for record, _, _ in part])
         seeds = [
-            sample_seed("sample", *record_key(entry), s, i)
-            for entry, (_, s, i) in zip(inputs, part, strict=True)
+            sample_seed("sample", *record_key(entry), s, i) for entry, (_, s, i) in zip(inputs, part, strict=True)
         ]
         judge = _Judge(declared, [dict(record) for record, _, _ in part])
         best: dict[int, _Draw] = {}
@@ -380,9 +379,7 @@ def _save_clip(frames: Tensor, path: Path, frame_rate: float) -> None:
     """Write [F, 3, H, W] as an animated WebP that plays again and again."""
     first, *rest = (to_pil(frame) for frame in frames)
     lossless, duration = max(first.size) <= PIXELATED_SIDE, round(1000 / frame_rate)  # milliseconds
-    first.save(
-        path, save_all=True, append_images=rest, duration=duration, loop=0, lossless=lossless, quality=90
-    )
+    first.save(path, save_all=True, append_images=rest, duration=duration, loop=0, lossless=lossless, quality=90)
 
 
 def _as_grid(images: Sequence[Image.Image], columns: int) -> Image.Image:

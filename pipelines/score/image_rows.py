@@ -54,9 +54,7 @@ def find_images(items: Sequence[Path], *, clips: bool = False) -> list[Path]:
     for item in items:
         files = list(_walk(item, clips)) if item.is_dir() else [item]
         if not files:
-            raise UserError(
-                f"The folder '{item}' holds no image. Allowed endings: {', '.join(IMAGE_ENDINGS)}."
-            )
+            raise UserError(f"The folder '{item}' holds no image. Allowed endings: {', '.join(IMAGE_ENDINGS)}.")
         repeated += [path for path in files if path in paths]
         paths.update(dict.fromkeys(files))
     if not paths:
@@ -201,9 +199,7 @@ def _walk(folder: Path, clips: bool) -> Iterator[Path]:
             videos = {Path(name).stem for name in names if name.endswith(SAMPLED_CLIP)}
             other = ".png" if clips else SAMPLED_CLIP
             names = [name for name in names if not (name.endswith(other) and Path(name).stem in videos)]
-        yield from (
-            Path(folder_path, name) for name in sorted(names) if Path(name).suffix.lower() in IMAGE_ENDINGS
-        )
+        yield from (Path(folder_path, name) for name in sorted(names) if Path(name).suffix.lower() in IMAGE_ENDINGS)
 
 
 def _read_table(path: Path, prompt: str | None, names: Mapping[str, str]) -> list[ImageRow]:

@@ -97,9 +97,7 @@ class ScoreLog(Generic[Entry]):
         for number, line in enumerate(lines, 2):
             row = _parse_object(line)
             if not names | {"key"} <= row.keys():
-                raise UserError(
-                    f"Line {number} of '{path}' is no score. Remove the line; it is scored again."
-                )
+                raise UserError(f"Line {number} of '{path}' is no score. Remove the line; it is scored again.")
             if row["value"] is not None:
                 self._entries[row["key"]] = entry(**{name: row[name] for name in names})
         os.truncate(path, len(complete))  # in place: a rewritten file could be lost
@@ -111,9 +109,7 @@ class RowLog:
     def __init__(self, path: Path, rewards: Mapping[str, Any], *, resume: bool) -> None:
         check_unlocked(_lock_path(path), what=f"'{path}'")
         if not resume and path.is_file() and path.stat().st_size:
-            raise UserError(
-                f"'{path}' holds the scores of a run that was stopped. Go on with --resume, or remove it."
-            )
+            raise UserError(f"'{path}' holds the scores of a run that was stopped. Go on with --resume, or remove it.")
         identities = {label: reward_identity(reward) for label, reward in rewards.items()}
         self._log = ScoreLog(path, identities, ScoreRow)
 

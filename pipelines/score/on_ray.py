@@ -115,9 +115,7 @@ def score_on_ray(
         with ray_running(address) if waiting else nullcontext():
             for part, scores in _score_parts(waiting, options, workers):
                 if isinstance(scores, str):
-                    result.unread[part.output if isinstance(part.source, tuple) else str(part.source)] = (
-                        scores
-                    )
+                    result.unread[part.output if isinstance(part.source, tuple) else str(part.source)] = scores
                     continue
                 write_scores(output / part.output, scores, metadata[part])
                 result.files, result.rows = result.files + 1, result.rows + len(scores)

@@ -70,9 +70,7 @@ def file_tables(rows: Sequence[ScoreRow], summary: Mapping[str, Any]) -> list[Fi
         cells = scores.setdefault(index // len(rewards), [row.image, row.prompt])
         cells += [row.value, row.std] if row.reward in with_std else [row.value]
     labels = [reward["label"] for reward in rewards]
-    heads = [
-        name for label in labels for name in (label, f"{label}_std") if name == label or label in with_std
-    ]
+    heads = [name for label in labels for name in (label, f"{label}_std") if name == label or label in with_std]
     columns = ("reward", *statistics[1:], *(f"percentile_{percent}" for percent in percents))
     return [
         FileTable(name="values", columns=columns, rows=values),

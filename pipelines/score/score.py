@@ -82,9 +82,7 @@ def score_rows(
     return rows
 
 
-def _score_batch(
-    label: str, reward: PointwiseReward, batch: Sequence[ImageRow], store: Any
-) -> list[ScoreRow]:
+def _score_batch(label: str, reward: PointwiseReward, batch: Sequence[ImageRow], store: Any) -> list[ScoreRow]:
     """Collect one reward's rows of a batch: stored ones, unreadable references, and new scores."""
     rows: dict[int, ScoreRow] = {}
     images: dict[int, Any] = {}
@@ -115,9 +113,7 @@ def _load(row: ImageRow, label: str, reward: PointwiseReward) -> Any:
     frames = numbered_frames(row.image) if is_folder else []
     if takes_clips(reward):
         if is_folder and not frames:
-            raise UserError(
-                f"'{row.image}' is a folder, but no clip, which holds nothing but 1.png, 2.png ..."
-            )
+            raise UserError(f"'{row.image}' is a folder, but no clip, which holds nothing but 1.png, 2.png ...")
         return frames or image
     length = len(frames) or animation_length(image)
     if length > 1:
@@ -150,9 +146,7 @@ def _split_by_pixels(images: Mapping[int, Any], pixels_of: Callable[[Any], int])
         yield indices
 
 
-def _score(
-    label: str, reward: PointwiseReward, batch: Sequence[ImageRow], images: list[Any]
-) -> Iterator[ScoreRow]:
+def _score(label: str, reward: PointwiseReward, batch: Sequence[ImageRow], images: list[Any]) -> Iterator[ScoreRow]:
     records = [row.metadata for row in batch]
     with Naming(label):
         scores = reward.score(images, [row.prompt for row in batch], records if any(records) else None)

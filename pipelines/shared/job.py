@@ -86,9 +86,7 @@ class Job(ABC):
         }
 
 
-def run_job(
-    config: Any, output: Path, resume: bool = False, *, build: Callable[[Any, Path], Job]
-) -> RunSummary:
+def run_job(config: Any, output: Path, resume: bool = False, *, build: Callable[[Any, Path], Job]) -> RunSummary:
     """Run a job; nothing is written before everything that can be checked has been.
 
     Args:
@@ -220,9 +218,7 @@ class PolicyRun(Job):
         if is_stored:
             result = load_heldout(path)
         else:
-            size = (
-                f"{len(self.heldout)} held-out prompts × {len(self.config.evaluation.seeds)} {self.samples}"
-            )
+            size = f"{len(self.heldout)} held-out prompts × {len(self.config.evaluation.seeds)} {self.samples}"
             note(f"Evaluating {size} before training.")
             result = self._evaluate()
             result.save(path)

@@ -103,9 +103,7 @@ def check_alike(processes: Sequence[Mapping[str, Any]]) -> None:
         )
 
 
-def spread(
-    accelerator: Accelerator, count: int, evaluate: Callable[[int, int], HeldoutResult]
-) -> HeldoutResult:
+def spread(accelerator: Accelerator, count: int, evaluate: Callable[[int, int], HeldoutResult]) -> HeldoutResult:
     """Divide an evaluation of `count` items among all processes, which all get the whole result.
 
     `evaluate` takes (r, w) and evaluates the r-th of w equal stretches.
@@ -134,13 +132,9 @@ def no_loading_bars() -> Iterator[None]:
             log.enable_progress_bar()
 
 
-def load_terms(
-    terms: Mapping[str, RewardTerm], load: Callable[..., Any], device: str | None
-) -> dict[str, Any]:
+def load_terms(terms: Mapping[str, RewardTerm], load: Callable[..., Any], device: str | None) -> dict[str, Any]:
     """Load the rewards of a section by label, on the run's device where their options name no other."""
-    return {
-        label: load(term.name or label, run_device=device, **term.options) for label, term in terms.items()
-    }
+    return {label: load(term.name or label, run_device=device, **term.options) for label, term in terms.items()}
 
 
 def pointwise_only(

@@ -88,8 +88,6 @@ def with_cache(rewards: dict[str, Any], folder: Path | None) -> dict[str, Any]:
     check_place(folder)
     cache = ScoreCache(folder)
     return {
-        label: CachedReward(reward, cache)
-        if isinstance(reward, PointwiseReward)
-        else CachedJudge(reward, cache)
+        label: CachedReward(reward, cache) if isinstance(reward, PointwiseReward) else CachedJudge(reward, cache)
         for label, reward in rewards.items()
     }

@@ -38,11 +38,7 @@ def output_folder(output: Path | None, name: str, *, resume: bool) -> Path:
     """Return the given folder, or `runs/NAME-YYYYmmdd-HHMMSS`, checked by `check_run_folder`."""
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     if output is None and (resume or processes > 1):
-        why = (
-            "--resume continues the run of one folder"
-            if resume
-            else f"{processes} processes share one folder"
-        )
+        why = "--resume continues the run of one folder" if resume else f"{processes} processes share one folder"
         raise UserError(f"No output folder given, but {why}. Add --output DIR.")
     folder = output or Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
     check_run_folder(folder, resume=resume)
@@ -123,9 +119,7 @@ def new_file(path: Path | None, *, endings: Sequence[str] = ()) -> None:
     if path is None:
         return
     if endings and path.suffix.lower() not in endings:
-        raise UserError(
-            f"'{path}' ends in '{path.suffix}'; what is written there ends in {' or '.join(endings)}."
-        )
+        raise UserError(f"'{path}' ends in '{path.suffix}'; what is written there ends in {' or '.join(endings)}.")
     check_place(path)
     if path.exists():
         raise UserError(f"'{path}' exists, and nothing is overwritten. Give another name or remove it.")
@@ -137,16 +131,13 @@ def check_place(path: Path) -> None:
     folders = (full, *full.parents) if full.is_dir() else full.parents
     existing = next((folder for folder in folders if os.path.lexists(folder)), Path("/"))
     if not existing.is_dir():
-        raise UserError(
-            f"'{existing}' is no folder, so nothing can be written to '{path}'. Give another folder."
-        )
+        raise UserError(f"'{existing}' is no folder, so nothing can be written to '{path}'. Give another folder.")
     try:  # permissions say too little of root, read-only and virtual file systems
         with tempfile.TemporaryFile(dir=existing):
             pass
     except OSError as error:
         raise UserError(
-            f"The folder '{existing}' cannot be written ({error.strerror}), so '{path}' cannot. "
-            "Give another folder."
+            f"The folder '{existing}' cannot be written ({error.strerror}), so '{path}' cannot. Give another folder."
         ) from None
 
 

@@ -85,9 +85,7 @@ class RewardsConfig:
                 "only. Choose another value, or use one process."
             )
 
-    def check_monitor(
-        self, monitor: MonitorSettings, evaluation: HeldoutConfig, **more: tuple[bool, str]
-    ) -> None:
+    def check_monitor(self, monitor: MonitorSettings, evaluation: HeldoutConfig, **more: tuple[bool, str]) -> None:
         """Refuse a monitor that would stop by what is not measured; `more` as `MonitorSettings.check`."""
         remedy = "Hold a reward out with rewards.terms.LABEL.weight=0, or leave it null."
         recorded = any(term.weight == 0 for term in self.terms.values())

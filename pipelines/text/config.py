@@ -86,9 +86,7 @@ class ActorCriticConfig(TextModelConfig):
 
     def __post_init__(self) -> None:
         if self.critics > 1 and self.value == "none":
-            raise UserError(
-                f"model.critics is {self.critics} and model.value none. Set model.value=separate."
-            )
+            raise UserError(f"model.critics is {self.critics} and model.value none. Set model.value=separate.")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -96,8 +94,7 @@ class PromptsConfig:
     """Prompts to complete."""
 
     train: str = "tasks:train"
-    """tasks:train, tasks:heldout, or a .jsonl file of records with "prompt" and the fields that the rewards
-    read."""
+    """tasks:train, tasks:heldout, or a .jsonl file of records with "prompt" and the fields that the rewards read."""
     tasks: list[str] | None = None
     """Kinds of the packaged tasks; null: all."""
     levels: list[int] | None = None
@@ -335,9 +332,7 @@ class TextPPOConfig(TextConfig):
         default_factory=lambda: TextRolloutSettings(prompts_per_iteration=64, group_size=2)
     )
     """Sampling of the completions; groups serve dynamic sampling and statistics alone."""
-    objective: TextObjectiveSettings = field(
-        default_factory=lambda: TextObjectiveSettings(algorithm="ppo", epochs=2)
-    )
+    objective: TextObjectiveSettings = field(default_factory=lambda: TextObjectiveSettings(algorithm="ppo", epochs=2))
     """Loss."""
 
     def __post_init__(self) -> None:

@@ -124,9 +124,7 @@ class _Scorer:
 
     def __init__(self, config: Any, more: Sequence[str]) -> None:
         terms = config.rewards.terms if hasattr(config, "rewards") else None
-        self.records, rewards = heldout_inputs(
-            config.data, config.evaluation, config.seed, None, trained=terms
-        )
+        self.records, rewards = heldout_inputs(config.data, config.evaluation, config.seed, None, trained=terms)
         added = text_rewards({name: RewardTerm(name=name) for name in more if name not in rewards})
         self.rewards, self.correctness = {**rewards, **added}, config.evaluation.correctness
         if self.correctness is None:
@@ -136,9 +134,7 @@ class _Scorer:
             )
         self.reward = rewards[self.correctness] if terms is None else text_sum(config.rewards, rewards)
 
-    def sample(
-        self, policy: Any, records: Records, generation: Any, samples: int, seed: int
-    ) -> _ScoredCompletions:
+    def sample(self, policy: Any, records: Records, generation: Any, samples: int, seed: int) -> _ScoredCompletions:
         """Sample and score `samples` completions of a policy to each record; a seed for each."""
         seeds = [sample_seed(seed, prompt_text(r["prompt"]), i) for r in records for i in range(samples)]
         with torch.no_grad():
@@ -183,8 +179,7 @@ def _config(run: Path) -> Any:
     config = load_job(str(path)).config
     if config.pipeline not in TRAINED:
         raise UserError(
-            f"'{run}' is a run of {config.pipeline}, which trains no text policy. Give a run of "
-            f"{', '.join(TRAINED)}."
+            f"'{run}' is a run of {config.pipeline}, which trains no text policy. Give a run of {', '.join(TRAINED)}."
         )
     if not result_folder(config, run).is_dir():
         raise UserError(
@@ -227,8 +222,7 @@ def _support(
     }
     return {
         "pass_at_k": [
-            {"k": p.k, **{name: getattr(p, name).to_dict() for name in ("base", "tuned", "change")}}
-            for p in points
+            {"k": p.k, **{name: getattr(p, name).to_dict() for name in ("base", "tuned", "change")}} for p in points
         ],
         "crossing": {"k": crossing_k, "shown": is_shown},
         "problems": int(scored.sum()),

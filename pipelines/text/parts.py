@@ -126,9 +126,7 @@ def text_records(key: str, data: PromptsConfig, seed: int) -> Records:
         if source == "tasks:heldout":
             return heldout_tasks(getattr(data, "heldout_per_task", HELDOUT_PER_TASK), **options)
         if source.startswith("tasks:"):
-            raise UserError(
-                f"there is no {source!r}; the packaged records are tasks:train and tasks:heldout."
-            )
+            raise UserError(f"there is no {source!r}; the packaged records are tasks:train and tasks:heldout.")
     return build_records(source, f"data.{key}")
 
 
@@ -151,9 +149,7 @@ def _images(key: str, data: PromptsConfig, seed: int) -> PreferenceSet | Quality
     return images
 
 
-def decided_pairs(
-    key: str, data: PromptsConfig, words: Sequence[str], reason: str | None, seed: int
-) -> Records:
+def decided_pairs(key: str, data: PromptsConfig, words: Sequence[str], reason: str | None, seed: int) -> Records:
     """Ask about pairs, with the decision of the votes as completion, followed by a teacher's reason.
 
     Args:
@@ -396,9 +392,7 @@ def with_tool(generation: Any, engine: Any, policy: CausalLMPolicy) -> Any:
     return ToolPolicy(engine, policy.tokenizer, tool.build())
 
 
-def syncing(
-    config: TextConfig, policy: CausalLMPolicy, generator: Any, output: Path, accelerator: Accelerator
-) -> Any:
+def syncing(config: TextConfig, policy: CausalLMPolicy, generator: Any, output: Path, accelerator: Accelerator) -> Any:
     """Return a function that hands the weights to the server after an iteration, or None without a server.
 
     The first process does so; all processes call it, wait, and use the new adapter from then on.

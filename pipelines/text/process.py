@@ -92,9 +92,7 @@ class TextProcessConfig:
     """Model."""
     data: StepDataConfig
     """Records."""
-    optimizer: AdamWSettings = field(
-        default_factory=lambda: AdamWSettings(lr=1e-4, eps=1e-8, weight_decay=0.0)
-    )
+    optimizer: AdamWSettings = field(default_factory=lambda: AdamWSettings(lr=1e-4, eps=1e-8, weight_decay=0.0))
     """Optimizer; updates_per_iteration stays 1: an iteration has an update for each batch."""
     evaluation: StepEvaluationConfig = field(default_factory=StepEvaluationConfig)
     """Held-out evaluation."""
@@ -146,9 +144,7 @@ def _build(config: TextProcessConfig, output: Path) -> JudgeRun:
     model.to(accelerator.device).train()
     texts, heldout = (_texts(config, model, tokenizer, side) for side in (trained, measured))
     if not texts.rows:
-        raise UserError(
-            f"data.train: none of the {len(trained)} records has a step and a finite reward or label."
-        )
+        raise UserError(f"data.train: none of the {len(trained)} records has a step and a finite reward or label.")
     parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     settings = FitSettings(batch_size=config.data.batch, seed=config.seed)
     divided = model if config.run.sharding else None

@@ -72,9 +72,8 @@ OWN_FIELDS = (
     *("completion", "reward", "temperature", "top_p", "seed", "sample", "group", "hinted"),
     TOOL_ANSWERS,
 )
-"""Fields that the dataset adds to a prompt's record; `sample` counts the completions of one point to one
-prompt, `group` is the number of the prompt; `hinted` only where it is true, `tool_answers` where there are
-some."""
+"""Fields that the dataset adds to a prompt's record; `sample` counts the completions of one point to one prompt,
+`group` is the number of the prompt; `hinted` only where it is true, `tool_answers` where there are some."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -221,9 +220,7 @@ def _hinted_prompts(records: Records, hint: str | None) -> list[Any]:
     return [] if hint is None else [with_hint(record, hint) for record in records]
 
 
-def _sample_point(
-    config: TextSampleConfig, records: Records, reward: Any, policy: Any, number: int
-) -> Completions:
+def _sample_point(config: TextSampleConfig, records: Records, reward: Any, policy: Any, number: int) -> Completions:
     """Sample and score the completions of one grid point."""
     begin, rollout = time.perf_counter(), config.rollout
     points = rollout.points()
@@ -359,9 +356,7 @@ def plan(config: TextSampleConfig) -> dict[str, Any]:
 def save_point(path: Path, completions: Completions) -> None:
     """Write the completions of one grid point atomically; a failed reward is null."""
     columns = {field.name: getattr(completions, field.name) for field in fields(completions)}
-    content: dict[str, Any] = {
-        n: v.tolist() if isinstance(v, Tensor) else list(v) for n, v in columns.items()
-    }
+    content: dict[str, Any] = {n: v.tolist() if isinstance(v, Tensor) else list(v) for n, v in columns.items()}
     content["reward"] = [value if math.isfinite(value) else None for value in content["reward"]]
     content["point"] = asdict(completions.point[0])
     write_atomic(path, json.dumps(content, ensure_ascii=False, allow_nan=False).encode("utf-8"))

@@ -39,8 +39,7 @@ class RecordsDataConfig(HeldoutPromptsConfig):
     """Records to learn from, and prompts of the evaluation."""
 
     too_long: Literal["refuse", "drop"] = "refuse"
-    """Treatment of records longer than the model's context: an error (refuse), or left out (drop); none is
-    cut."""
+    """Treatment of records longer than the model's context: an error (refuse), or left out (drop); none is cut."""
     batch: Count = 32
     """Records per update; each epoch reads every record once, in a new order."""
 

@@ -27,9 +27,7 @@ MEANING = {
 }
 
 
-def reward_card(
-    config: TrainRewardConfig, summary: Mapping[str, Any], examples: int, notes: list[str]
-) -> str:
+def reward_card(config: TrainRewardConfig, summary: Mapping[str, Any], examples: int, notes: list[str]) -> str:
     """Write the text of README.md."""
     model, data = config.model, config.data
     before, after = summary["before"], summary["after"]

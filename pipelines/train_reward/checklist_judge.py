@@ -31,9 +31,8 @@ from .vlm_judges import yes_and_no
 class ChecklistJudge(SeeingJudge):
     """Weights w ≥ 0 of a checklist, with signs that stay; with train=lora also what the model answers.
 
-    A question whose given weight is negative speaks of a fault and keeps its sign, so that w ≥ 0 says that no
-    question turns round. After each update w is projected, w ← max(w, 0): with train=head the problem is
-    convex.
+    A question whose given weight is negative speaks of a fault and keeps its sign, so that w ≥ 0 says that no question
+    turns round. After each update w is projected, w ← max(w, 0): with train=head the problem is convex.
 
     VisionReward, arXiv 2412.21059, section 3.
     """

@@ -64,11 +64,9 @@ class TrainedModel:
     path: str = "shapes-vlm"
     """A packaged model, a folder, or a hub id: a vision-language model, or a CLIP model for ict and hp."""
     frozen: list[str] = field(default_factory=list)
-    """Beginnings of names of parameters that stay as they are with train=full, e.g. visual.attnpool of
-    shapes-clip."""
+    """Beginnings of names of parameters that stay as they are with train=full, e.g. visual.attnpool of shapes-clip."""
     autocast: Autocast | None = None
-    """Precision of matrix products while training, e.g. bfloat16; heads stay float32. null: that of
-    the weights."""
+    """Precision of matrix products while training, e.g. bfloat16; heads stay float32. null: that of the weights."""
     save_dtype: Dtype = "float16"
     """Dtype of the saved weights."""
 
@@ -104,8 +102,7 @@ class DiversityConfig:
     """Diversity loss of an ensemble's next member: −weight times the mean over the adapted layers of
     `visalign.core.nuclear_diversity` of their LoRA matrices and its own.
 
-    Zhai et al., arXiv 2401.00243, whose members are trained together; here one after another, the earlier
-    ones fixed.
+    Zhai et al., arXiv 2401.00243, whose members are trained together; here one after another, the earlier ones fixed.
     """
 
     others: Annotated[list[str], Field(min_length=1)]
@@ -119,8 +116,7 @@ class SeeingModel(TrainedModel):
     """A judge on a vision-language model."""
 
     lora: LoraConfig = field(default_factory=lambda: LoraConfig(rank=8, alpha=16.0))
-    """The adapters, with train=lora; target_modules null: attention and MLP projections of the language
-    part."""
+    """The adapters, with train=lora; target_modules null: attention and MLP projections of the language part."""
     dtype: Dtype = "float32"
     """Dtype of the weights while training."""
     diversity: DiversityConfig | None = None
@@ -243,9 +239,9 @@ class TrainRewardConfig:
 
     seed: Natural = 0
     """Random seed of generated data, order, new weights and dropout."""
-    model: Annotated[
-        Hpsv3Model | AnswerModel | ChecklistModel | IctModel | HpModel, Field(discriminator="kind")
-    ] = field(default_factory=Hpsv3Model)
+    model: Annotated[Hpsv3Model | AnswerModel | ChecklistModel | IctModel | HpModel, Field(discriminator="kind")] = (
+        field(default_factory=Hpsv3Model)
+    )
     """The judge."""
     data: RewardDataConfig = field(default_factory=RewardDataConfig)
     """The labels."""

@@ -106,9 +106,7 @@ def shapes_pairs(
     surroundings: float = 0.0,
 ) -> Examples:
     """Draw pairs of the shapes world, labelled by votes of annotators, the truth or the probability."""
-    world = ShapesPreferences(
-        seed, split=split, annotators=annotators, kinds=kinds, surroundings=surroundings
-    )
+    world = ShapesPreferences(seed, split=split, annotators=annotators, kinds=kinds, surroundings=surroundings)
 
     def example(number: int) -> Example:
         pair = world.pair(number)

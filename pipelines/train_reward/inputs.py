@@ -185,9 +185,7 @@ def _off_policy_weights(pairs: PreferenceSet, settings: OffPolicyConfig, notes: 
             )
     left, right = torch.tensor(ratios, dtype=torch.float64).T
     zeros = torch.zeros_like(left)
-    weights = off_policy_pair_weights(
-        left, right, zeros, zeros, alpha=settings.alpha, multiplier=settings.multiplier
-    )
+    weights = off_policy_pair_weights(left, right, zeros, zeros, alpha=settings.alpha, multiplier=settings.multiplier)
     size, count = float(effective_sample_size(weights.log())), len(pairs)
     notes.append(f"data.train: {size:.1f} of {count} pairs count for the policy of today.")
     return weights.tolist()

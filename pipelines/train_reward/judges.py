@@ -136,9 +136,7 @@ class SeeingJudge(TrainedJudge):
         targets = LANGUAGE if lora.target_modules is None else list(lora.target_modules)
         alpha: Any = lora.alpha  # peft divides by the rank; fractions are fine
         try:
-            model.add_adapter(
-                LoraConfig(r=lora.rank, lora_alpha=alpha, target_modules=targets, lora_dropout=0.0)
-            )
+            model.add_adapter(LoraConfig(r=lora.rank, lora_alpha=alpha, target_modules=targets, lora_dropout=0.0))
         except ValueError as error:
             raise UserError(
                 f"model.lora cannot be added to {self.settings.path!r}: {error} Name linear layers of this "
@@ -161,9 +159,7 @@ class SeeingJudge(TrainedJudge):
         logits = self.engine.network.head_logits(states, list(ids))
         return logits, (logits.logsumexp(-1) - self.engine.network.log_total(states)).clamp(max=0.0)
 
-    def write(
-        self, folder: Path, questions: Sequence[Template], more: Mapping[str, Any] | None = None
-    ) -> None:
+    def write(self, folder: Path, questions: Sequence[Template], more: Mapping[str, Any] | None = None) -> None:
         """Write `judge.json` with questions and more entries, beside adapters, whole model or base's name."""
         model, settings, train = self.engine.model.eval(), self.engine.settings, self.settings.train
         folder.mkdir(parents=True, exist_ok=True)

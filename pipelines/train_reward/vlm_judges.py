@@ -123,10 +123,7 @@ class AnswerJudge(SeeingJudge):
         if self.kind == "rating":
             asks = [Query(images=[e.images[0]], prompt="-") for e in examples]
         elif self.kind == "critique":
-            asks = [
-                Query(images=[e.images[0]], prompt=e.prompt, fields={"critique": e.critique})
-                for e in examples
-            ]
+            asks = [Query(images=[e.images[0]], prompt=e.prompt, fields={"critique": e.critique}) for e in examples]
         elif self.kind == "yes_no":
             prompts = [example.prompt for example in examples] * 2
             images = pair_images(examples)

@@ -203,9 +203,7 @@ class Round:
                 write_rows(self.folder / LABELS, export_rows(store, select_votes(store)))
         return _read_pairs(self.folder / LABELS)
 
-    def _weigh(
-        self, earlier: list[Round], pairs: list[list[dict[str, Any]]], labels: list[dict[str, Any]]
-    ) -> None:
+    def _weigh(self, earlier: list[Round], pairs: list[list[dict[str, Any]]], labels: list[dict[str, Any]]) -> None:
         """Add to each pair the log ratios of its images under this round's policy; its own pairs have 0."""
         for row in labels:
             row |= {"log_ratio_left": 0.0, "log_ratio_right": 0.0}

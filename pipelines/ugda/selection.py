@@ -104,9 +104,7 @@ def image_influence(
     parameters = [parameter for _, parameter in policy.trainable_parameters()]
 
     def gain(number: int) -> Tensor:
-        return -_matching_error(
-            policy, prompts[number], latents[number], sample_seed(seed, "influence", number)
-        )
+        return -_matching_error(policy, prompts[number], latents[number], sample_seed(seed, "influence", number))
 
     return gradient_influence(gradient_sketches(gain, len(images), parameters, seed=seed), advantage)
 

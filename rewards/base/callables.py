@@ -86,14 +86,12 @@ def read_numbers(name: str, answer: Any, size: int, *, noun: str, position: str)
     if isinstance(answer, Tensor | np.ndarray):
         if answer.ndim != 1:
             raise RewardError(
-                f"Reward {name!r} returned the shape {list(answer.shape)}; needed is [{size}], one number "
-                f"per {noun}."
+                f"Reward {name!r} returned the shape {list(answer.shape)}; needed is [{size}], one number per {noun}."
             )
         answer = answer.tolist()
     if isinstance(answer, str) or not isinstance(answer, Sequence):
         raise RewardError(
-            f"Reward {name!r} returned a {type(answer).__name__}; needed is a list of {size} numbers, one "
-            f"per {noun}."
+            f"Reward {name!r} returned a {type(answer).__name__}; needed is a list of {size} numbers, one per {noun}."
         )
     if len(answer) != size:
         raise RewardError(

@@ -24,8 +24,7 @@ def listed_clips(name: str, images: Any) -> list[Any]:
     is_array = isinstance(images, Tensor | np.ndarray)
     if is_array and images.ndim not in (4, 5):
         raise ValueError(
-            f"{name}: images has shape {tuple(images.shape)}; give clips [B, F, 3, H, W] or images "
-            "[B, 3, H, W]."
+            f"{name}: images has shape {tuple(images.shape)}; give clips [B, F, 3, H, W] or images [B, 3, H, W]."
         )
     if not is_array and (not isinstance(images, Sequence) or isinstance(images, str | bytes)):
         raise TypeError(
@@ -35,9 +34,7 @@ def listed_clips(name: str, images: Any) -> list[Any]:
     return list(images)
 
 
-def read_clip(
-    where: str, clip: Any, choose: Callable[[int], Sequence[int] | str]
-) -> tuple[list[Tensor], str | None]:
+def read_clip(where: str, clip: Any, choose: Callable[[int], Sequence[int] | str]) -> tuple[list[Tensor], str | None]:
     """Read the frames of a clip that are judged, [3, H, W] float32 in [0, 1] each; or none of them, and why.
 
     The files that are judged, and all frames of an animation, may together have as many pixels as one image.

@@ -61,9 +61,7 @@ def check_scales(name: str, scales: Mapping[str, tuple[float, float]], labels: I
         raise ValueError(f"{name} has no (mean, std) for {', '.join(missing)}; give one for each reward.")
     for label, (mean, std) in scales.items():
         if not (math.isfinite(mean) and math.isfinite(std) and std > 0):
-            raise ValueError(
-                f"{name}[{label!r}] is ({mean}, {std}); needed are finite numbers with std above 0."
-            )
+            raise ValueError(f"{name}[{label!r}] is ({mean}, {std}); needed are finite numbers with std above 0.")
 
 
 def check_answer(label: str, answer: Any, size: int, noun: str) -> Scores:
@@ -116,8 +114,7 @@ def read_request(name: str, images: Any, prompts: Sequence[str], metadata: Metad
     batch = load_images(images)
     if len(batch) != len(prompts):
         raise ValueError(
-            f"{name}: {len(batch)} images and {len(prompts)} prompts; give one prompt per image, repeated if "
-            "need be."
+            f"{name}: {len(batch)} images and {len(prompts)} prompts; give one prompt per image, repeated if need be."
         )
     return Request(batch, list(prompts), read_metadata(name, metadata, len(prompts), noun="image"))
 
@@ -143,26 +140,19 @@ def prompt_problem(prompt: str) -> str | None:
     return "the prompt is empty, so there is nothing to compare the image with"
 
 
-def read_metadata(
-    name: str, metadata: Metadata | None, size: int, *, noun: str
-) -> list[Mapping[str, Any] | None]:
+def read_metadata(name: str, metadata: Metadata | None, size: int, *, noun: str) -> list[Mapping[str, Any] | None]:
     """Check the metadata: one record or None per sample; `noun` names a sample in messages."""
     if metadata is None:
         return [None] * size
     if isinstance(metadata, Mapping | str) or not isinstance(metadata, Sequence):
         raise TypeError(
-            f"{name}: metadata is a {type(metadata).__name__}, needed is a list with one mapping or None per "
-            f"{noun}."
+            f"{name}: metadata is a {type(metadata).__name__}, needed is a list with one mapping or None per {noun}."
         )
     if len(metadata) != size:
-        raise ValueError(
-            f"{name}: {len(metadata)} metadata records for {size} {noun}s; give one each, or None."
-        )
+        raise ValueError(f"{name}: {len(metadata)} metadata records for {size} {noun}s; give one each, or None.")
     for index, record in enumerate(metadata):
         if not isinstance(record, Mapping | None):
-            raise TypeError(
-                f"{name}: metadata[{index}] is a {type(record).__name__}, needed is a mapping or None."
-            )
+            raise TypeError(f"{name}: metadata[{index}] is a {type(record).__name__}, needed is a mapping or None.")
     return list(metadata)
 
 
@@ -192,9 +182,7 @@ def without_group(
     metadata: Sequence[Mapping[str, Any] | None], key: str = GROUP_KEY
 ) -> list[Mapping[str, Any] | None]:
     """Drop the group's name from records, as it is no property of the prompt."""
-    return [
-        record and {field: value for field, value in record.items() if field != key} for record in metadata
-    ]
+    return [record and {field: value for field, value in record.items() if field != key} for record in metadata]
 
 
 def scatter(values: Sequence[float] | Tensor, rows: Sequence[int], size: int) -> Tensor:

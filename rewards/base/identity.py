@@ -64,9 +64,7 @@ def fingerprint(folder: str | Path) -> str:
     that lies between two blocks is not seen.
     """
     path = Path(folder)
-    files = (
-        [path] if path.is_file() else sorted({file for pattern in _WEIGHTS for file in path.rglob(pattern)})
-    )
+    files = [path] if path.is_file() else sorted({file for pattern in _WEIGHTS for file in path.rglob(pattern)})
     if not files:
         return ""
     digest = hashlib.sha256()

@@ -210,9 +210,7 @@ def _explain(error: BaseException, item: Any, *, counted: str = "pixels") -> str
     if isinstance(error, FileNotFoundError):
         hint = "; URLs are not read, download it first" if "://" in name else ""
         return f"no such image file: {name}{hint}"
-    return (
-        f"{name} cannot be decoded ({type(error).__name__}: {error}); give a PNG, JPEG or WebP that PIL opens"
-    )
+    return f"{name} cannot be decoded ({type(error).__name__}: {error}); give a PNG, JPEG or WebP that PIL opens"
 
 
 def _from_pil(image: Image.Image) -> Tensor:
@@ -287,9 +285,7 @@ def _check_values(pixels: Tensor, where: str) -> ImageBatch:
     if values.numel() and (values.min() < -SLACK or values.max() > 1 + SLACK):
         low, high = values.min().item(), values.max().item()
         mend = "divide by 255 or pass uint8" if high > 2 else "use (images / 2 + 0.5).clamp(0, 1)"
-        raise ValueError(
-            f"{where} has values in [{low:.4g}, {high:.4g}], allowed is [0, 1]: for such images {mend}."
-        )
+        raise ValueError(f"{where} has values in [{low:.4g}, {high:.4g}], allowed is [0, 1]: for such images {mend}.")
     complete = finite.flatten(1).all(1).tolist()
     pixels = pixels.clamp(0, 1)
     return ImageBatch(

@@ -73,9 +73,7 @@ class _Cached:
                 stored = {key: entry for key, entry in fresh.items() if isinstance(key, bytes)}
                 self.cache.put(identity, stored)
             entries |= fresh
-        return _from_entries(
-            [entries.get(label) for label in labels], [failures.get(label) for label in labels], unit
-        )
+        return _from_entries([entries.get(label) for label in labels], [failures.get(label) for label in labels], unit)
 
 
 class CachedReward(_Cached):
@@ -87,9 +85,7 @@ class CachedReward(_Cached):
     `identity` says what the scores depend on, where the reward does not say so itself.
     """
 
-    def __init__(
-        self, reward: PointwiseReward, cache: ScoreCache, *, identity: Identity | None = None
-    ) -> None:
+    def __init__(self, reward: PointwiseReward, cache: ScoreCache, *, identity: Identity | None = None) -> None:
         super().__init__(reward, cache, identity=identity)
         self.reward, self.unit, self.range = self.judge, reward.unit, reward.range
         self.higher_is_better = reward.higher_is_better
@@ -109,9 +105,7 @@ class CachedReward(_Cached):
 class CachedJudge(_Cached):
     """A pairwise judge whose valid preferences are stored on disk; see `CachedReward`."""
 
-    def compare(
-        self, left: Any, right: Any, prompts: Sequence[str], metadata: Metadata | None = None
-    ) -> Preferences:
+    def compare(self, left: Any, right: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Preferences:
         """Compare B pairs; the order of a pair is part of its key."""
         first, records = _as_lists(self.name, left, prompts, metadata)
         second, _ = _as_lists(self.name, right, prompts, metadata)
@@ -174,9 +168,7 @@ def _as_lists(
         raise TypeError(f"{name}: images is a single {type(images).__name__}; put it into a list.")
     items = list(images)
     if len(items) != len(prompts):
-        raise ValueError(
-            f"{name}: {len(items)} images and {len(prompts)} prompts; give one prompt per image."
-        )
+        raise ValueError(f"{name}: {len(items)} images and {len(prompts)} prompts; give one prompt per image.")
     return items, read_metadata(name, metadata, len(items), noun="image")
 
 

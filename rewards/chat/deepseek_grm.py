@@ -92,9 +92,7 @@ class DeepSeekGRM(ChatJudge):
         check_reading(self.name, top_logprobs=TOP_LOGPROBS, min_mass=min_mass)
         super().__init__(*address, answers=answers, device=device, **options)
         if meta is not None and k_meta is None:
-            raise RewardError(
-                f"{self.name}: meta is '{meta}' and k_meta None; set how many samples it keeps."
-            )
+            raise RewardError(f"{self.name}: meta is '{meta}' and k_meta None; set how many samples it keeps.")
         self.meta_server, self.meta_template = self.server, META
         if meta is not None:
             self.meta_server = LocalModel(meta, device=device)

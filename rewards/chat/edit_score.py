@@ -28,12 +28,11 @@ from .messages import Reply
 class EditScore(ChatJudge):
     """√(following · quality) of an edit, from 0 to 10; the source image is the record's "source".
 
-    Two questions are asked, each answered by two numbers from 0 to 25, which are divided by 2.5. About source
-    and edit: how well the instruction is followed ("prompt_following") and how little else changed
-    ("consistency"). About the edit alone: its naturalness and its freedom from artifacts. Following is the
-    smaller of the first two, quality ("perceptual_quality") of the last two. With more than one answer the
-    score is the mean of the passes, as upstream's num_pass, with its standard error; a pass with an
-    unreadable answer is left out.
+    Two questions are asked, each answered by two numbers from 0 to 25, which are divided by 2.5. About source and
+    edit: how well the instruction is followed ("prompt_following") and how little else changed ("consistency"). About
+    the edit alone: its naturalness and its freedom from artifacts. Following is the smaller of the first two, quality
+    ("perceptual_quality") of the last two. With more than one answer the score is the mean of the passes, as
+    upstream's num_pass, with its standard error; a pass with an unreadable answer is left out.
 
     Args:
         labelled: write "<img1>: " before each image, as checkpoints on Qwen2.5-VL were trained.
@@ -49,9 +48,7 @@ class EditScore(ChatJudge):
 
     def __init__(self, *address: str, labelled: bool = False, device: Any = "cpu", **options: Any) -> None:
         labels = ["<img1>: ", "<img2>: "] if labelled else ["", ""]
-        self.default_template = question(
-            "edit_score", published_prompt("edit_score_following"), images=labels
-        )
+        self.default_template = question("edit_score", published_prompt("edit_score_following"), images=labels)
         super().__init__(*address, device=device, **options)
         text = published_prompt("edit_score_quality")
         self.quality = question("edit_score_quality", text, images=labels[:1])

@@ -200,9 +200,7 @@ def as_template(
     if missing := [field for field in required_fields if field not in template.fields]:
         raise RewardError(f"{name}: the template has no {{{missing[0]}}}; write it where that text belongs.")
     if template.images != default.images:
-        raise RewardError(
-            f"{name}: the template has {template.images} slots for images; it needs {default.images}."
-        )
+        raise RewardError(f"{name}: the template has {template.images} slots for images; it needs {default.images}.")
     return template
 
 

@@ -74,9 +74,7 @@ class LocalModel:
         return self.engine.identity_fields(template, **options)
 
     @torch.no_grad()
-    def _first_tokens(
-        self, template: Template, queries: Sequence[Query], count: int
-    ) -> list[Reply | AnswerError]:
+    def _first_tokens(self, template: Template, queries: Sequence[Query], count: int) -> list[Reply | AnswerError]:
         """Return the likeliest first tokens of each request."""
         rows, reasons = self.engine.encode(template, queries)
         valid_rows = [row for row in rows if row is not None]

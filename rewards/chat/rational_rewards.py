@@ -56,10 +56,9 @@ def _template(mode: Mode) -> Template:
 class RationalRewards(ChatJudge):
     """(m − 1)/3, from 0 to 1, with m the mean of the aspects' scores, each clipped to [1, 4].
 
-    "generation": faithfulness to the text, physical and visual quality, rendering of text. "edit": also
-    faithfulness to the source image, which is the record's "source". An aspect that does not apply ("N/A")
-    is left out of the mean and NaN among the parts; a judgement that skips an aspect is a failure. The
-    judgement is in `text`.
+    "generation": faithfulness to the text, physical and visual quality, rendering of text. "edit": also faithfulness
+    to the source image, which is the record's "source". An aspect that does not apply ("N/A") is left out of the mean
+    and NaN among the parts; a judgement that skips an aspect is a failure. The judgement is in `text`.
 
     Args:
         mode: "generation" or "edit".

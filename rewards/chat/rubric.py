@@ -118,18 +118,14 @@ class Rubric(ChatJudge):
         ]
         options = {"top_logprobs": self.top_logprobs, "max_new_tokens": 1}
         answers = iter(self.server.ask(self.template, queries, read=self._read_probability, **options))
-        results = [
-            [_mean_answer(checklists[row], [next(answers)[0] for _ in checklists[row]])] for row in rows
-        ]
+        results = [[_mean_answer(checklists[row], [next(answers)[0] for _ in checklists[row]])] for row in rows]
         return self.average_answers(request, rows, results, reasons, self.unit)
 
     def _read_checklist(self, reply: Reply) -> list[str]:
         items = _LIST_ITEM.finditer(statement(reply.text).text)
         questions = list(dict.fromkeys(item["text"] for item in items))
         if not 1 <= len(questions) <= self.max_questions:
-            raise AnswerError(
-                f"the model wrote {len(questions)} questions; allowed are 1 to {self.max_questions}"
-            )
+            raise AnswerError(f"the model wrote {len(questions)} questions; allowed are 1 to {self.max_questions}")
         return questions
 
     def _read_probability(self, reply: Reply) -> float:

@@ -151,9 +151,7 @@ class ChatServer:
             "options": {"dialect": self.dialect, "extra": self.extra, **options},
         }
 
-    def _common_body(
-        self, template: Template, messages: list[dict[str, Any]], top_logprobs: int
-    ) -> dict[str, Any]:
+    def _common_body(self, template: Template, messages: list[dict[str, Any]], top_logprobs: int) -> dict[str, Any]:
         """Return the fields that all answers to a question share."""
         body: dict[str, Any] = {"model": self.model, "messages": messages}
         body |= {"n": 1, "stream": False, "top_p": 1.0}

@@ -33,13 +33,12 @@ Mode = Literal["rank", "think", "think_qwen3", "score", "flex", "edit_rank"]
 class UnifiedRewardPairs(ChatJudge):
     """Probability that the left of two images is better, asked in both orders.
 
-    Modes: "rank", "think" and "think_qwen3" (UnifiedReward-Think on Qwen2.5-VL and on Qwen3-VL), "score",
-    "flex", and "edit_rank" for two edits of the record's "source" after the prompt, their instruction. An
-    answer gives 1, 0, or 0.5 for a stated tie ("score": the score itself, of version 2.0 the mean over its
-    aspects, which are parts; "flex": half overall, half category winners). The probability is the mean
-    over the answers of both orders, so a judge that only sees the position gives 0.5. The parts hold
-    "left_first" and "right_first", P(left better) in each order, and "position_bias", half their difference:
-    above 0 it favours the first image.
+    Modes: "rank", "think" and "think_qwen3" (UnifiedReward-Think on Qwen2.5-VL and on Qwen3-VL), "score", "flex", and
+    "edit_rank" for two edits of the record's "source" after the prompt, their instruction. An answer gives 1, 0, or
+    0.5 for a stated tie ("score": the score itself, of version 2.0 the mean over its aspects, which are parts; "flex":
+    half overall, half category winners). The probability is the mean over the answers of both orders, so a judge that
+    only sees the position gives 0.5. The parts hold "left_first" and "right_first", P(left better) in each order, and
+    "position_bias", half their difference: above 0 it favours the first image.
 
     Args:
         mode: see above.
@@ -74,9 +73,7 @@ class UnifiedRewardPairs(ChatJudge):
         flex = {"first": self._categories} if mode == "flex" else {}
         self.identity = self.make_identity(mode=mode, both_orders=both_orders, **self.sampling, **flex)
 
-    def compare(
-        self, left: Any, right: Any, prompts: Sequence[str], metadata: Metadata | None = None
-    ) -> Preferences:
+    def compare(self, left: Any, right: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Preferences:
         """Compare B pairs; of the metadata only the "source" of edits is read."""
         left_request = read_request(self.name, left, prompts, metadata)
         right_request = read_request(self.name, right, prompts, metadata)
@@ -108,9 +105,7 @@ class UnifiedRewardPairs(ChatJudge):
             return {"prob": flex_answer(text).preference(first=self._categories)}, text
         return {"prob": {1: 1.0, 2: 0.0, 0: 0.5}[verdict(text)]}, text
 
-    def _preferences(
-        self, rows: list[int], reasons: list[str | None], answers: list[list[Any]]
-    ) -> Preferences:
+    def _preferences(self, rows: list[int], reasons: list[str | None], answers: list[list[Any]]) -> Preferences:
         """Combine the answers of all pairs `rows` in the first order, then of all in the second."""
         size = len(reasons)
         names = ("prob", "std", "left_first", "right_first", "position_bias")
@@ -125,9 +120,7 @@ class UnifiedRewardPairs(ChatJudge):
                     reasons[row] = f"with {order}: {failure_reason(order_answers)}"
                     break
                 texts[row] = texts[row] or readable[0][1]
-                votes.append(
-                    [{key: 1 - p if is_swapped else p for key, p in probs.items()} for probs, _ in readable]
-                )
+                votes.append([{key: 1 - p if is_swapped else p for key, p in probs.items()} for probs, _ in readable])
             else:
                 for name, value in _average_orders(votes).items():
                     columns.setdefault(name, torch.full((size,), torch.nan))[row] = value

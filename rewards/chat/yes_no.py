@@ -83,9 +83,7 @@ def read_yes_no(
     log_yes, log_no, mass = float(answer.log_yes), float(answer.log_no), float(answer.mass)
     if log_yes == log_no == -math.inf:
         first = max(log_probs, key=lambda token: log_probs[token], default=None)
-        raise AnswerError(
-            f"neither yes nor no is among the {len(log_probs)} likeliest first tokens ({first!r} leads)"
-        )
+        raise AnswerError(f"neither yes nor no is among the {len(log_probs)} likeliest first tokens ({first!r} leads)")
     if not mass >= min_mass:
         raise AnswerError(
             f"the model answers neither yes nor no: both together have probability {mass:.3g}, "

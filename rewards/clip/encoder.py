@@ -108,17 +108,14 @@ class ClipParts:
         tokenizer: Any = getattr(self.tokenizer, "tokenizer", self.tokenizer)
         if self.encoder.is_open_clip:
             if self.model_cfg is None:
-                raise RewardError(
-                    "This open_clip model came by an architecture's name; load it from a folder."
-                )
+                raise RewardError("This open_clip model came by an architecture's name; load it from a folder.")
             options = {"preprocess_cfg": self.preprocess, "dtype": dtype}
             save_open_clip(folder, model, self.model_cfg, tokenizer, **options)
             return
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         state = {
-            key: value.to(dtype) if value.is_floating_point() else value
-            for key, value in model.state_dict().items()
+            key: value.to(dtype) if value.is_floating_point() else value for key, value in model.state_dict().items()
         }
         model.save_pretrained(folder, state_dict=state)
         tokenizer.save_pretrained(str(folder))

@@ -42,20 +42,17 @@ def load_clip(model: str | Path, *, device: str | torch.device = "cpu", precisio
     """Load a contrastive model in evaluation mode, without gradients, from wherever it lies.
 
     Args:
-        model: a folder of open_clip (`open_clip_folder` describes it) or of transformers (config.json of
-            model_type "clip"), or the weight file of the latter (without a config.json beside it CLIP
-            ViT-H/14's); a name of the package's own models; a hub id "organisation/model", which is read as
-            what it holds, open_clip's files first, or after "transformers:" as that alone; or what else
-            `load_open_clip` takes.
+        model: a folder of open_clip (`open_clip_folder` describes it) or of transformers (config.json of model_type
+            "clip"), or the weight file of the latter (without a config.json beside it CLIP ViT-H/14's); a name of the
+            package's own models; a hub id "organisation/model", which is read as what it holds, open_clip's files
+            first, or after "transformers:" as that alone; or what else `load_open_clip` takes.
         device: where the towers go; "meta": shapes alone, no weight is read or fetched.
         precision: of the towers: "fp32", "bf16" or "fp16".
     """
     dtype_of(precision)
     if Path(model).is_file():
         state, folder = _tensors(model, device), Path(model).parent
-        return load_transformers_clip(
-            folder, state=state, config=CLIP_VIT_H_14, device=device, precision=precision
-        )
+        return load_transformers_clip(folder, state=state, config=CLIP_VIT_H_14, device=device, precision=precision)
     if str(model).startswith(TRANSFORMERS):
         folder = local_folder(str(model).removeprefix(TRANSFORMERS), HUB_FILES, device)
         return load_transformers_clip(folder, device=device, precision=precision)
@@ -117,9 +114,7 @@ def load_fine_tuned_clip(
     return load_transformers_clip(folder, device=device, precision=precision, **icthp)
 
 
-def save_changes(
-    folder: str | Path, parts: ClipParts, base: str, *, subfolder: str = "", dtype: torch.dtype
-) -> None:
+def save_changes(folder: str | Path, parts: ClipParts, base: str, *, subfolder: str = "", dtype: torch.dtype) -> None:
     """Write a fine-tuned model as its base and the tensors that differ from it, a fraction of its size.
 
     Args:

@@ -174,9 +174,7 @@ class CodeTests:
             else partial(run_bubblewrap, limits=run_limits, packages=packages)
         )
 
-    def score(
-        self, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None = None
-    ) -> Scores:
+    def score(self, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None = None) -> Scores:
         """Run the tests of each completion; `NoSandbox` where nothing can run them."""
         request = read_text_request(self.name, completions, prompts, metadata)
         if self._url is None and len(request) and (problem := bubblewrap_problem()):
@@ -298,9 +296,7 @@ def read_tests(tests: Any) -> list[dict[str, Any]]:
         call = {"call": function} if function else {}
         tests = [dict(zip(names, pair, strict=True)) | call for pair in zip(inputs, outputs, strict=True)]
     if isinstance(tests, Mapping | str) or not isinstance(tests, Sequence) or not tests:
-        raise UnreadableTests(
-            f"{shortened(tests)} is not a list of at least one test; a test is {TEST_FORMS}"
-        )
+        raise UnreadableTests(f"{shortened(tests)} is not a list of at least one test; a test is {TEST_FORMS}")
     return [_read_test({"assert": test} if isinstance(test, str) else test) for test in tests]
 
 

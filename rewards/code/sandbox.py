@@ -88,9 +88,7 @@ def run_bubblewrap(source: str, stdin: str, *, limits: SandboxLimits, packages: 
         finally:
             process.kill()
             process.wait()
-        stdout, stderr = (
-            Path(folder, name).read_bytes().decode("utf-8", "replace") for name in ("stdout", "stderr")
-        )
+        stdout, stderr = (Path(folder, name).read_bytes().decode("utf-8", "replace") for name in ("stdout", "stderr"))
         # bwrap reports an exit code only where it started the program
         if exit_code is not None and "exit-code" not in Path(folder, "status").read_text():
             raise RewardError(f"bubblewrap did not start the program: {stderr.strip()[-300:]}")

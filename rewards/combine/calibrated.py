@@ -30,8 +30,7 @@ class Calibrated:
 
     Args:
         reward: the reward, or its name for `load_reward`.
-        reference: N ≥ 2 valid scores of the reward, or a JSON file {"value": [...], "std": [...]} as `save`
-            writes it.
+        reference: N ≥ 2 valid scores of the reward, or a JSON file {"value": [...], "std": [...]} as `save` writes it.
         std: N standard deviations of the reference scores; 0 when None.
         scale: "quantile" or "better".
         device: where a reward given by name runs, if it has a network; see `load_judge`.
@@ -102,9 +101,7 @@ class Calibrated:
         if not isinstance(identity, Identity):
             return None
         reference = [self._value.tolist(), self._std.tolist()]
-        return Identity(
-            judge=self.name, model=identity.digest, options={"scale": self.scale, "reference": reference}
-        )
+        return Identity(judge=self.name, model=identity.digest, options={"scale": self.scale, "reference": reference})
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
         """Place each image's score among the reference; the raw score is the part "raw"."""

@@ -166,9 +166,7 @@ class Ensemble:
                     failures[row].append(f"{label}: {reason}")
         return self._combine(mean, variance, reasons, failures)
 
-    def _combine(
-        self, mean: Tensor, variance: Tensor, reasons: list[str | None], failures: list[list[str]]
-    ) -> Scores:
+    def _combine(self, mean: Tensor, variance: Tensor, reasons: list[str | None], failures: list[list[str]]) -> Scores:
         present = torch.isfinite(mean)
         number = present.sum(0)
         for row in (number < self.min_members).nonzero().flatten().tolist():

@@ -35,9 +35,8 @@ Noun = Literal["image", "completion"]
 class WeightedSum:
     """value = Σ_m w_m · d_m · n_m(r_m) over rewards m; d_m is −1 where lower is better, so higher always is.
 
-    n_m is the identity, (r − mean_m) / std_m with fixed numbers, or the z-score over the valid images of the
-    batch. A sample is invalid when any reward with w_m > 0 could not judge it. A weight of 0 only records a
-    reward.
+    n_m is the identity, (r − mean_m) / std_m with fixed numbers, or the z-score over the valid images of the batch. A
+    sample is invalid when any reward with w_m > 0 could not judge it. A weight of 0 only records a reward.
 
     The parts hold, for each m, "m" (raw, in its own unit), "m.weighted" (its term of the sum) and "m.x" for
     each part x of m; "m.std" is the judge's own standard deviation where it gives one. Normalisation within a
@@ -45,15 +44,13 @@ class WeightedSum:
 
     Args:
         rewards: label -> (reward, weight); weights are at least 0, one of them above.
-        normalise: "none"; "batch" (z-scores over the images of one call: a score then depends on its
-            neighbours, and several processes would each have their own scale); or label -> (mean, std) for
-            every reward with a weight.
+        normalise: "none"; "batch" (z-scores over the images of one call: a score then depends on its neighbours, and
+            several processes would each have their own scale); or label -> (mean, std) for every reward with a weight.
         allow_mixed_units: sum raw scores of different units all the same.
         bounds: label -> what a trainer is to hold the reward's mean at, in its own unit: at least that, or at
             most where lower is better. `score` does not look at them.
-        advantage_weights: label -> λ, by which a trainer of texts scales advantages with the reward's own
-            standard deviations (`visalign.core.relative_uncertainty_weight`). A sample without one is
-            invalid.
+        advantage_weights: label -> λ, by which a trainer of texts scales advantages with the reward's own standard
+            deviations (`visalign.core.relative_uncertainty_weight`). A sample without one is invalid.
         name: name of the sum; "weighted_sum", or of texts "weighted_text_sum", when None.
     """
 
@@ -72,9 +69,7 @@ class WeightedSum:
         name: str | None = None,
     ) -> None:
         self.name = name or ("weighted_sum" if self.noun == "image" else "weighted_text_sum")
-        self.rewards = {
-            label: (with_capabilities(reward), weight) for label, (reward, weight) in rewards.items()
-        }
+        self.rewards = {label: (with_capabilities(reward), weight) for label, (reward, weight) in rewards.items()}
         needs = {label: reward.capabilities for label, (reward, _) in self.rewards.items()}
         units = {label: reward.unit for label, (reward, weight) in rewards.items() if weight}
         weights = {label: weight for label, (_, weight) in rewards.items()}
@@ -110,9 +105,7 @@ class WeightedSum:
                 not bounds or not bounds.keys() >= units.keys()
             ),
             f"advantage_weights are {strengths}; needed are a finite λ ≥ 0 and rewards with a weight above "
-            f"0 ({terms})": all(
-                label in units and 0 <= value < math.inf for label, value in strengths.items()
-            ),
+            f"0 ({terms})": all(label in units and 0 <= value < math.inf for label, value in strengths.items()),
         }
         check_rules(self.name, rules)
         if isinstance(normalise, Mapping):
@@ -164,9 +157,7 @@ class WeightedSum:
 
         return self.add_up(judge, rows, reasons)
 
-    def add_up(
-        self, judge: Callable[[Any], Any], usable: list[int], unusable: Sequence[str | None]
-    ) -> Scores:
+    def add_up(self, judge: Callable[[Any], Any], usable: list[int], unusable: Sequence[str | None]) -> Scores:
         """Score all B samples by what `judge` gets from each reward for the usable rows.
 
         `unusable` [B] says why the other rows are not judged. A reward that raises, or does not return one

@@ -124,9 +124,7 @@ class HeieHeads(nn.Module):
 
         metadata = {"format": FORMAT, "settings": json.dumps(asdict(self.settings))}
         dtype = torch.float16 if half else torch.float32
-        state = {
-            key: value.detach().to("cpu", dtype).contiguous() for key, value in self.state_dict().items()
-        }
+        state = {key: value.detach().to("cpu", dtype).contiguous() for key, value in self.state_dict().items()}
         save_file(state, str(file), metadata=metadata)
         umask_permissions(Path(file))
 
@@ -197,9 +195,7 @@ def compute_views(
     if not images.merge:
         raise RewardError("heie needs features on a grid, as Qwen-VL models have them; this one cuts tiles.")
     parts = [[query.images[0], *cut_tiles(query.images[0], tiles)] for query in queries]
-    part_queries = [
-        replace(query, images=[part]) for query, cut in zip(queries, parts, strict=True) for part in cut
-    ]
+    part_queries = [replace(query, images=[part]) for query, cut in zip(queries, parts, strict=True) for part in cut]
     hidden = engine.hidden(template, part_queries)
     result: list[View | None] = []
     reasons: list[str | None] = []
@@ -235,9 +231,7 @@ def draw_maps(heads: HeieHeads, views: Sequence[View]) -> Maps:
     features = torch.stack([view.features for view in views])
     batch, parts = hidden.shape[:2]
     context = hidden[:, :1].expand_as(hidden)
-    logits, log_std = heads.mapper(
-        hidden.flatten(0, 1), context.flatten(0, 1), features.flatten(0, 1), views[0].grid
-    )
+    logits, log_std = heads.mapper(hidden.flatten(0, 1), context.flatten(0, 1), features.flatten(0, 1), views[0].grid)
     logits, log_std = (part.view(batch, parts, *part.shape[1:]) for part in (logits, log_std))
     whole = logits[:, 0], log_std[:, 0]
     if parts == 1:

@@ -119,9 +119,7 @@ class Heie:
         """Score B images for their prompts; parts are the map's "mean_heat", "max_heat" and "mean_std"."""
         return self._judge(images, prompts, metadata, 0).scores
 
-    def explain(
-        self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None
-    ) -> HeatmapExplanation:
+    def explain(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> HeatmapExplanation:
         """Return plausibility, heatmap and reasons of B images for their prompts."""
         return self._judge(images, prompts, metadata, self._reason_tokens)
 

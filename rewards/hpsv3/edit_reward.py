@@ -42,9 +42,8 @@ QUESTIONS = (
 class EditReward:
     """Mean of two heads' rewards in Bradley-Terry logits, unbounded; the source is the record's "source".
 
-    The parts "following" and "quality" are the heads' means. `std` is the geometric mean of the heads'
-    deviations, as published; it is trained like HPSv3's, and is as uninformative. The model is loaded at the
-    first score.
+    The parts "following" and "quality" are the heads' means. `std` is the geometric mean of the heads' deviations, as
+    published; it is trained like HPSv3's, and is as uninformative. The model is loaded at the first score.
 
     Args:
         model: the published file, its folder, or hub id.

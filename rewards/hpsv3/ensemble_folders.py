@@ -151,9 +151,7 @@ def adapters_of(folder: Path) -> dict[str, Tensor]:
 def _scaling(folder: Path) -> float:
     """Return α/r of a plain LoRA."""
     config = json.loads((folder / ADAPTER).read_text(encoding="utf-8"))
-    odd = [
-        f"{key} {config[key]!r}" for key, plain in _PLAIN.items() if config.get(key) and config[key] != plain
-    ]
+    odd = [f"{key} {config[key]!r}" for key, plain in _PLAIN.items() if config.get(key) and config[key] != plain]
     if odd or not config.get("r") or not config.get("lora_alpha"):
         raise RewardError(
             f"The LoRA of {folder.name} has {', '.join(odd) or 'no rank or no alpha'}; members are plain "
@@ -200,9 +198,7 @@ def build_ensemble(
     ).eval()
 
 
-def write_ensemble(
-    folder: Path, model: LoraEnsembleModel, base: str | Path, dtype: torch.dtype | None = None
-) -> None:
+def write_ensemble(folder: Path, model: LoraEnsembleModel, base: str | Path, dtype: torch.dtype | None = None) -> None:
     """Write the folder that `read_ensemble` reads; a base that is a folder is named relative to it.
 
     Weights are float16 where that loses nothing, else float32, unless `dtype` says otherwise.

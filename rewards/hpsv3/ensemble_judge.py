@@ -68,8 +68,7 @@ class LoraEnsembleReward:
 
     Args:
         model: packaged name, folder that `save` wrote, hub id, or the module.
-        min_members: a row that fewer members judged is invalid. A single member's score has no known
-            deviation.
+        min_members: a row that fewer members judged is invalid. A single member's score has no known deviation.
         base: the base model, replacing the one that judge.json names.
         **options: of `engine_of`, as are device and precision; max_tokens_per_batch counts all members, and
             adapters and heads are always float32.
@@ -232,9 +231,7 @@ class LoraEnsembleReward:
     def _set_model(self, model: LoraEnsembleModel) -> None:
         """Set the module and fingerprint its current weights."""
         if self.min_members > model.members:
-            raise RewardError(
-                f"{self.name}: min_members is {self.min_members}, and the ensemble has {model.members}."
-            )
+            raise RewardError(f"{self.name}: min_members is {self.min_members}, and the ensemble has {model.members}.")
         digest = hashlib.sha256(str(model.scaling).encode())
         for key, value in sorted(model.tensors().items()):
             digest.update(key.encode() + value.detach().float().cpu().contiguous().numpy().tobytes())

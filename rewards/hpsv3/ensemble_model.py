@@ -98,8 +98,7 @@ class LoraEnsembleModel(nn.Module):
     the embedding of the reward token and in their adapters. Each member has its own head.
 
     Args:
-        engine: the vision-language model, whose layers get the adapters in place; it serves nothing else
-            afterwards.
+        engine: the vision-language model, whose layers get the adapters in place; it serves nothing else afterwards.
         tensors: of all members: `<layer>.lora_A` [M, r, in], `<layer>.lora_B` [M, out, r],
             `rm_head.{0,3,5}.{weight,bias}` [M, ...], `reward_token` [M, H], and perhaps `stretch` [M].
         template: with `REWARD_TOKEN` once.

@@ -118,9 +118,7 @@ def _load_ours(
     return model
 
 
-def _load_published(
-    path: Path, base: str | Path | None, template: Template | None, **options: Any
-) -> HPSv3Model:
+def _load_published(path: Path, base: str | Path | None, template: Template | None, **options: Any) -> HPSv3Model:
     engine, tensors = published_engine(path, base, default_base=BASE, heads="rm_head.", **options)
     head = RanknetHead.from_state_dict(tensors).to(engine.network.device)
     template = template or engine.template("hpsv3", PUBLISHED_TEMPLATE)

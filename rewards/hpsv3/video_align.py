@@ -60,9 +60,7 @@ PAIR = 2
 TEMPLATE = question("video_align", published_prompt("video_align"))
 
 
-def sample_frames(
-    length: int, *, clip_fps: float | None, fps: float, frames: int | None = None
-) -> list[int] | str:
+def sample_frames(length: int, *, clip_fps: float | None, fps: float, frames: int | None = None) -> list[int] | str:
     """Choose frames of a clip evenly from the first to the last; or return why it cannot be judged.
 
     Their number is `frames`, or length / clip_fps · fps between 4 and 768; rounded to an even number, at most
@@ -150,9 +148,7 @@ class VideoAlign:
         head = state.pop("rm_head.weight", None)
         if head is None or head.ndim != 2 or len(head) not in (1, len(PARTS)):
             shape = "no rm_head.weight" if head is None else f"an rm_head.weight of shape {tuple(head.shape)}"
-            raise RewardError(
-                f"{weights.name} holds {shape}; the head of VideoAlign is [1 or {len(PARTS)}, width]."
-            )
+            raise RewardError(f"{weights.name} holds {shape}; the head of VideoAlign is [1 or {len(PARTS)}, width].")
         engine = engine_of_tensors(
             state,
             source,
@@ -162,9 +158,7 @@ class VideoAlign:
             **{"min_pixels": 1, "max_pixels": 1 << 40, **self._options},  # frames are resized in `_read_clip`
         )
         if (kind := engine.model.config.model_type) != "qwen2_vl":
-            raise RewardError(
-                f"The base is a {kind!r}, which counts a clip's moments otherwise; give {BASE}."
-            )
+            raise RewardError(f"The base is a {kind!r}, which counts a clip's moments otherwise; give {BASE}.")
         engine.set_fingerprint(fingerprint(weights))
         engine.revision = revision_of(root)
         engine.model.eval().requires_grad_(False)
@@ -210,9 +204,7 @@ class VideoAlign:
         counts = scatter([len(query.images[0]) for query in queries], rows, size)
         return make_scores(value, reasons, self.unit, parts=parts | {"frames": counts})
 
-    def _read_clip(
-        self, where: str, clip: Any, record: Mapping[str, Any]
-    ) -> tuple[Tensor | None, str | None]:
+    def _read_clip(self, where: str, clip: Any, record: Mapping[str, Any]) -> tuple[Tensor | None, str | None]:
         """Return the judged frames, uint8 [n, 3, h, w], resized as torchvision does; or the reason."""
         clip_fps = record.get("fps", self._clip_fps)
         if clip_fps is not None and not _is_rate(clip_fps):
@@ -253,9 +245,7 @@ class VideoAlign:
             token_rows = [row for index in valid for column in by_token if (row := column[index]) is not None]
             states = engine.states(token_rows).view(len(valid), len(PARTS), -1)
             rewards[valid] = (states * head).sum(-1).float().cpu()  # a row of the head per token, or one
-        mean, std = (
-            torch.tensor([config["normal"][f"{part}_{key}"] for part in PARTS]) for key in ("mean", "std")
-        )
+        mean, std = (torch.tensor([config["normal"][f"{part}_{key}"] for part in PARTS]) for key in ("mean", "std"))
         return (rewards - mean) / std
 
 
@@ -316,9 +306,7 @@ def _read_config(file: Path) -> dict[str, Any]:
         ) from error
     for name, (value, expected) in required.items():
         if value != expected:
-            raise RewardError(
-                f"{file.name} of {file.parent.name} says {name} = {value!r}; allowed is {expected!r}."
-            )
+            raise RewardError(f"{file.name} of {file.parent.name} says {name} = {value!r}; allowed is {expected!r}.")
     return settings | {"normal": normal}
 
 

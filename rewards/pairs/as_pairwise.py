@@ -29,8 +29,7 @@ TIE = 1e-6
 def as_pairwise(reward: PointwiseReward, *, link: Link = "auto") -> PairwiseReward:
     """Make a pairwise judge that compares the two images' scores.
 
-    P(left better), with d = μ_left − μ_right, or its opposite where lower is better, and s² = σ_left² +
-    σ_right²:
+    P(left better), with d = μ_left − μ_right, or its opposite where lower is better, and s² = σ_left² + σ_right²:
 
     - "logistic", for rewards in a Bradley-Terry unit: E[σ(d + s z)] over z ~ N(0, 1), 32-node Gauss-Hermite;
       σ(d) without a standard deviation;
@@ -66,9 +65,7 @@ class PairsFromScores:
             return None
         return replace(identity, options={**identity.options, "compared_by": self.link})
 
-    def compare(
-        self, left: Any, right: Any, prompts: Sequence[str], metadata: Metadata | None = None
-    ) -> Preferences:
+    def compare(self, left: Any, right: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Preferences:
         """Compare B pairs of images, B prompts, B records."""
         return self._compare(*read_pairs(self.name, left, right, prompts, metadata))
 

@@ -37,13 +37,12 @@ def as_pointwise(judge: PairwiseReward, **options: Any) -> GroupWinRate:
 class GroupWinRate:
     """Win rate of each image against the others of its group, in [0, 1].
 
-    A group is the images of one `metadata["group_id"]`, which trainers fill in and the judge does not see:
-    two groups may have the same prompt. Where no record has the key, it is the images of one prompt, or of
-    one edit. A score depends on the group: give `score` whole groups. Without a budget each pair of
-    distinct images is asked once, and by default in both orders, the two log-odds averaged: ½ (ℓ_ij − ℓ_ji),
-    so that a judge's bias for one side cancels. With a budget the pairs are chosen in rounds
-    (`visalign.core.preference.pairing`), the position bias is a fitted parameter, and the value is the win
-    rate that the fit expects against all others.
+    A group is the images of one `metadata["group_id"]`, which trainers fill in and the judge does not see: two groups
+    may have the same prompt. Where no record has the key, it is the images of one prompt, or of one edit. A score
+    depends on the group: give `score` whole groups. Without a budget each pair of distinct images is asked once, and
+    by default in both orders, the two log-odds averaged: ½ (ℓ_ij − ℓ_ji), so that a judge's bias for one side cancels.
+    With a budget the pairs are chosen in rounds (`visalign.core.preference.pairing`), the position bias is a fitted
+    parameter, and the value is the win rate that the fit expects against all others.
 
     A failed comparison is left out, and never a tie. An image without a valid comparison is invalid, and so
     is the only image of its group. Equal images are asked about once and tie with each other. The part
@@ -140,8 +139,7 @@ class GroupWinRate:
     def _budgeted(self, asker: PairAsker, groups: list[Hashable]) -> _Outcome:
         size = len(groups)
         sets = [
-            torch.tensor([i for i, group in enumerate(groups) if group == label])
-            for label in dict.fromkeys(groups)
+            torch.tensor([i for i, group in enumerate(groups) if group == label]) for label in dict.fromkeys(groups)
         ]
         calls = [count_calls(len(members), self.budget or 1.0) for members in sets]
         expected = torch.full((size, size), torch.nan, dtype=torch.float64)

@@ -111,9 +111,7 @@ def read_preferences(preferences: Preferences) -> PairAnswers:
     log_odds = torch.where(valid, log_odds.clamp(-MAX_LOG_ODDS, MAX_LOG_ODDS), torch.nan)
     reasons: list[str | None] = []
     given_reasons = preferences.reason or [None] * len(prob)
-    for is_valid, claims_valid, reason in zip(
-        valid.tolist(), preferences.valid.tolist(), given_reasons, strict=True
-    ):
+    for is_valid, claims_valid, reason in zip(valid.tolist(), preferences.valid.tolist(), given_reasons, strict=True):
         default = "the preference is no probability" if claims_valid else "no reason given"
         reasons.append(None if is_valid else reason or default)
     return PairAnswers(log_odds, reasons)

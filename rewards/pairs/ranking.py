@@ -77,11 +77,10 @@ def rank(
 ) -> Ranking:
     """Order the images of one prompt.
 
-    A pointwise judge (one with `score`) orders by its mean, with mean ± z std as interval. A pairwise judge
-    (`compare` alone) is asked in rounds of at most n/2 calls (`visalign.core.preference.pairing`), and the
-    scores, the position bias and the intervals come from one fit (`visalign.core.preference.ranking`); a
-    failed call counts as a call and is left out of the fit. A judge that offers both is asked for scores;
-    wrap it to have it compare.
+    A pointwise judge (one with `score`) orders by its mean, with mean ± z std as interval. A pairwise judge (`compare`
+    alone) is asked in rounds of at most n/2 calls (`visalign.core.preference.pairing`), and the scores, the position
+    bias and the intervals come from one fit (`visalign.core.preference.ranking`); a failed call counts as a call and
+    is left out of the fit. A judge that offers both is asked for scores; wrap it to have it compare.
 
     Args:
         images: n images in any accepted form.
@@ -238,9 +237,7 @@ def ask_in_rounds(
             round_pairs.append(chosen)
         if all(is_done):
             break
-        answers = asker.ask(
-            torch.cat([members[chosen] for members, chosen in zip(sets, round_pairs, strict=True)])
-        )
+        answers = asker.ask(torch.cat([members[chosen] for members, chosen in zip(sets, round_pairs, strict=True)]))
         start = 0
         for group, chosen in enumerate(round_pairs):
             end = start + len(chosen)
@@ -250,8 +247,7 @@ def ask_in_rounds(
             start = end
     fits = [_fit(pairs[group], log_odds[group], len(members), model) for group, members in enumerate(sets)]
     return [
-        Comparisons(pairs[group], PairAnswers(log_odds[group], reasons[group]), fit)
-        for group, fit in enumerate(fits)
+        Comparisons(pairs[group], PairAnswers(log_odds[group], reasons[group]), fit) for group, fit in enumerate(fits)
     ]
 
 

@@ -120,6 +120,5 @@ def _first_tokens(tokenizer: Any) -> list[int]:
         if len(set(ids)) == len(LEVELS):
             return ids
     raise RewardError(
-        f"The levels {', '.join(LEVELS)} do not begin with five different tokens of this model; give another "
-        "model."
+        f"The levels {', '.join(LEVELS)} do not begin with five different tokens of this model; give another model."
     )

@@ -114,9 +114,7 @@ class _YesNoJudge:
         """Identity of the scores."""
         return Identity(judge=self.name, **self.engine.identity_fields(self.template, **self._options))
 
-    def _write_reasons(
-        self, rows: list[int], size: int, queries: Sequence[Query], odds: Odds
-    ) -> list[str] | None:
+    def _write_reasons(self, rows: list[int], size: int, queries: Sequence[Query], odds: Odds) -> list[str] | None:
         """Generate the reasons greedily, decision included; None where they are not asked for."""
         if not self._reason_tokens:
             return None
@@ -178,10 +176,9 @@ class RewardDance(_YesNoJudge):
 class RewardDancePairs(_YesNoJudge):
     """Probability that the left of two images is better: the question with a reference, in both orders.
 
-    With ℓ(a, b) the log-odds of yes to "is b better than the reference a", the left image's log-odds are
-    ½ (ℓ(right, left) − ℓ(left, right)), so a bias for one position cancels. Parts: "left_second",
-    ℓ(right, left), "left_first", −ℓ(left, right), "second_bias", half of their difference, and "mass", the
-    smaller one of both orders.
+    With ℓ(a, b) the log-odds of yes to "is b better than the reference a", the left image's log-odds are ½ (ℓ(right,
+    left) − ℓ(left, right)), so a bias for one position cancels. Parts: "left_second", ℓ(right, left), "left_first",
+    −ℓ(left, right), "second_bias", half of their difference, and "mass", the smaller one of both orders.
 
     Args:
         both_orders: ask in both orders; otherwise once, with the right image as the reference, as the paper.
@@ -205,9 +202,7 @@ class RewardDancePairs(_YesNoJudge):
         self.capabilities = RewardCapabilities(both_orders=both_orders)
         super().__init__(model, device=device, options={"both_orders": both_orders}, **options)
 
-    def compare(
-        self, left: Any, right: Any, prompts: Sequence[str], metadata: Metadata | None = None
-    ) -> Preferences:
+    def compare(self, left: Any, right: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Preferences:
         """Compare B pairs of images; metadata is ignored."""
         return self._compare(*read_pairs(self.name, left, right, prompts, metadata))
 
@@ -246,9 +241,7 @@ class RewardDancePairs(_YesNoJudge):
         value = parts.pop("value")
         first_order = Odds(left_second, odds.mass[::orders], odds.decision[::orders], odds.reasons[::orders])
         text = self._write_reasons(rows, size, queries[::orders], first_order)
-        return Preferences(
-            prob=value.sigmoid(), valid=valid, log_odds=value, parts=parts, text=text, reason=reasons
-        )
+        return Preferences(prob=value.sigmoid(), valid=valid, log_odds=value, parts=parts, text=text, reason=reasons)
 
     def _pair_reason(self, request: Request, left: int, right: int) -> str | None:
         """Return why a pair cannot be asked about; prompts count only where the template has one."""

@@ -25,18 +25,16 @@ from visalign.rewards.weights.feature_cache import image_key
 from .reward_dance import UNITS
 
 _NO_REFERENCE = (
-    "there is no readable reference image for this prompt; give it in references or in the metadata under "
-    "'references'"
+    "there is no readable reference image for this prompt; give it in references or in the metadata under 'references'"
 )
 
 
 class ReferenceReward:
     """Mean log-odds (or its σ) that an image beats the reference images of its prompt.
 
-    The references are `metadata[i]["references"]`, else those given at the start for the prompt. A failed
-    comparison is left out; an image without references, or without a valid comparison, is invalid. Parts:
-    "log_odds", "references" (number of valid comparisons) and "spread" (the standard deviation of their
-    log-odds, NaN below two).
+    The references are `metadata[i]["references"]`, else those given at the start for the prompt. A failed comparison
+    is left out; an image without references, or without a valid comparison, is invalid. Parts: "log_odds",
+    "references" (number of valid comparisons) and "spread" (the standard deviation of their log-odds, NaN below two).
 
     Args:
         judge: any pairwise judge, e.g. `RewardDancePairs`.

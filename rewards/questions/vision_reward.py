@@ -45,10 +45,9 @@ CHECKLIST = question("checklist", "{question} Answer yes or no.")
 class VisionReward:
     """Weighted sum of the answers to a checklist, in the unit of its weights (log-odds, as they are fitted).
 
-    An answer counts x = 2p − 1 with p the probability of yes ("soft"), or ±1 ("hard", as published). A
-    question that the model answers with neither yes nor no counts 0 and is named in `text`; if it masks
-    others, they count 0 too. The parts hold each question's x (NaN if unanswered), "alignment" and
-    "unanswered".
+    An answer counts x = 2p − 1 with p the probability of yes ("soft"), or ±1 ("hard", as published). A question that
+    the model answers with neither yes nor no counts 0 and is named in `text`; if it masks others, they count 0 too.
+    The parts hold each question's x (NaN if unanswered), "alignment" and "unanswered".
 
     Args:
         model: folder, hub id or packaged name; or a loaded `rewards.vlm.VisionLanguageEngine`.

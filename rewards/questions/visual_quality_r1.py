@@ -53,8 +53,7 @@ RATING = question(
 )
 RATING_THINKING = question(
     "rating_thinking",
-    _ASK
-    + "First think it through between <think> and </think>, then write the rating alone between <answer> "
+    _ASK + "First think it through between <think> and </think>, then write the rating alone between <answer> "
     "and </answer>.",
 )
 

@@ -24,9 +24,7 @@ _SCALE = re.compile(
     r"|(?:on|from|using)\s+a\s+scale\s+(?:of|from)\s+\d+(?:\.\d+)?\s*(?:-|–|to)\s*\d+(?:\.\d+)?",
     re.IGNORECASE,
 )
-_OUT_OF = re.compile(
-    rf"(?P<number>{NUMBER})\s*(?:/|out\s+of)\s*(?P<whole>\d+(?:\.\d+)?)(?![\d.]\d)", re.IGNORECASE
-)
+_OUT_OF = re.compile(rf"(?P<number>{NUMBER})\s*(?:/|out\s+of)\s*(?P<whole>\d+(?:\.\d+)?)(?![\d.]\d)", re.IGNORECASE)
 _FREE = re.compile(rf"(?<![\w.]){NUMBER}(?!\w|\.\d)")
 _STATED = re.compile(
     rf"(?:\b(?:score|rating|grade)\b[\s*_]*(?:is|of|=|:|-(?=\s))?|\brated?\s+(?:(?:it|this)\s+)?(?:at|as|a)?)"

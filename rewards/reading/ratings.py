@@ -148,12 +148,8 @@ def lift_label(text: str) -> str:
     return label
 
 
-def rational_scores(
-    text: str, aspects: Mapping[str, str] = RATIONAL_ASPECTS
-) -> dict[str, float | str | None]:
-    """Read RationalRewards' aspect scores: a number, "N/A", or None where the judgement before "# Summary:"
-    has none.
-    """
+def rational_scores(text: str, aspects: Mapping[str, str] = RATIONAL_ASPECTS) -> dict[str, float | str | None]:
+    """Read RationalRewards' aspect scores: a number, "N/A", or None where the text before "# Summary:" has none."""
     lines = text.split("# Summary:")[0].splitlines()
     numbered = {key: re.compile(rf"\s*{n}\..*{name}") for n, (key, name) in enumerate(aspects.items(), 1)}
     plain = {key: re.compile(rf".*{name}:") for key, name in aspects.items()}

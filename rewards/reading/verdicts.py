@@ -19,13 +19,9 @@ from .numbers import NUMBER, AnswerError, json_object, statement
 OPTIONS = ("Image 1 is better", "Image 2 is better")
 """The two sentences that UnifiedReward writes."""
 
-_CLAUSE = re.compile(
-    r"(.*?)([.;:!?\n,]|\b(?:but|however|while|whereas|although|though|and)\b|$)", re.IGNORECASE
-)
+_CLAUSE = re.compile(r"(.*?)([.;:!?\n,]|\b(?:but|however|while|whereas|although|though|and)\b|$)", re.IGNORECASE)
 """A clause and what ends it."""
-_OVERALL = re.compile(
-    r"\b(?:overall|all\s+in\s+all|in\s+total|in\s+conclusion|therefore|finally)\b", re.IGNORECASE
-)
+_OVERALL = re.compile(r"\b(?:overall|all\s+in\s+all|in\s+total|in\s+conclusion|therefore|finally)\b", re.IGNORECASE)
 _DOUBT = re.compile(
     r"\b(?:not|never|no(?!\s+doubt\b)|neither|nor|hardly|scarcely|cannot|disagree|deny|(?<!no\s)(?<!without\s)doubt|whether|if|unless"
     r"|unclear|unsure|wrong|false"
@@ -221,9 +217,7 @@ def _asserted(clause: str, names: Sequence[str]) -> set[int]:
     """Sides that a clause calls better."""
     sides = set()
     for side, name in enumerate(names, 1):
-        chosen = (
-            rf"\b(?:prefer|choose|pick|winner\s+is|better\s+(?:one|image|video)\s+is)\s+(?:the\s+)?{name}"
-        )
+        chosen = rf"\b(?:prefer|choose|pick|winner\s+is|better\s+(?:one|image|video)\s+is)\s+(?:the\s+)?{name}"
         for form, wins in (
             (rf"\b{name}\s+{_IS}\s+{_BETTER}\b", side),
             (rf"\b{name}\s+{_IS}\s+{_WORSE}\b", 3 - side),

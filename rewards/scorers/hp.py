@@ -90,9 +90,7 @@ class Hp(ClipJudge):
         return reward
 
     @classmethod
-    def untrained(
-        cls, model: str | Path = "shapes-clip", widths: Sequence[int] | None = None, **options: Any
-    ) -> Hp:
+    def untrained(cls, model: str | Path = "shapes-clip", widths: Sequence[int] | None = None, **options: Any) -> Hp:
         """Create a reward to train: the towers of a contrastive model and a new head.
 
         `widths` are the output widths of the head's five layers, the last 1; the published ones when None.
@@ -126,9 +124,7 @@ class Hp(ClipJudge):
         """Network for a trainer; it shares this reward's weights."""
         return HpModel(self.towers.encoder, self.head)
 
-    def save(
-        self, folder: str | Path, dtype: torch.dtype = torch.float16, *, base: str | None = None
-    ) -> None:
+    def save(self, folder: str | Path, dtype: torch.dtype = torch.float16, *, base: str | None = None) -> None:
         """Save towers (as `dtype`), config, tokenizer and head (float32) for `from_pretrained`.
 
         With `base` (packaged name, hub id, or folder relative to `folder`), the model that the towers were

@@ -37,8 +37,7 @@ class HpsV2(ClipJudge):
     "pil" is what CLIP itself was trained with.
 
     Args:
-        model: the published .pt file, a folder that holds it, the hub id, an open_clip folder, or a packaged
-            name.
+        model: the published .pt file, a folder that holds it, the hub id, an open_clip folder, or a packaged name.
         version: "2.0" or "2.1", the file of a folder or hub id.
         resampling: "float", "aliased" or "pil", as above.
         architecture: of the .pt file: a name of open_clip, or its model_cfg.

@@ -76,9 +76,7 @@ class Ict(ClipJudge):
             model,
             device=device,
             precision=precision,
-            load=lambda: load_fine_tuned_clip(
-                model, subfolder="ict_model", device=device, precision=precision
-            ),
+            load=lambda: load_fine_tuned_clip(model, subfolder="ict_model", device=device, precision=precision),
             **towers,
         )
 

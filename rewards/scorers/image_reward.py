@@ -241,9 +241,7 @@ class ImageReward:
             empty = torch.zeros(0, self.max_tokens, dtype=torch.long)
             return empty, empty, []
         options = {"split_special_tokens": True, "truncation": True}
-        cut = self.tokenizer(
-            texts, padding="max_length", max_length=self.max_tokens, return_tensors="pt", **options
-        )
+        cut = self.tokenizer(texts, padding="max_length", max_length=self.max_tokens, return_tensors="pt", **options)
         longer = self.tokenizer(texts, max_length=self.max_tokens + 1, **options)["input_ids"]
         note = f"the prompt was cut to {self.max_tokens} tokens"
         notes = [note if len(ids) > self.max_tokens else "" for ids in longer]
@@ -285,9 +283,7 @@ class ImageRewardModel(nn.Module):
 
     def forward(self, patches: Tensor, tokens: Tensor, mask: Tensor) -> Tensor:
         """Raw scores [N] float32 of patches [N, 1 + P, D], token ids [N, L] ("[CLS]" first) and mask."""
-        output = self.text(
-            input_ids=tokens, attention_mask=mask, encoder_hidden_states=patches, is_decoder=False
-        )
+        output = self.text(input_ids=tokens, attention_mask=mask, encoder_hidden_states=patches, is_decoder=False)
         return self.head(output.last_hidden_state[:, 0].float())
 
 

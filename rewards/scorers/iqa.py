@@ -46,15 +46,12 @@ class Iqa:
             from pyiqa.default_model_configs import DEFAULT_CONFIGS as configs  # type: ignore[import-not-found]
         except ImportError as error:
             raise RewardError(
-                f"{self.name}: pyiqa cannot be imported ({error}). Install it: python -m pip install "
-                '"visalign[iqa]".'
+                f'{self.name}: pyiqa cannot be imported ({error}). Install it: python -m pip install "visalign[iqa]".'
             ) from error
         metrics = {key: value for key, value in configs.items() if not key.startswith(("fid", "inception"))}
         if metric not in metrics:
             hint = did_you_mean(nearest(metric, metrics, limit=3))
-            raise RewardError(
-                f"{self.name}: pyiqa has no metric {metric!r} of single images. {hint}".rstrip()
-            )
+            raise RewardError(f"{self.name}: pyiqa has no metric {metric!r} of single images. {hint}".rstrip())
         self.metric, self._device, self._options = metric, torch.device(device), options
         self.unit = f"{metric} of pyiqa"
         self.higher_is_better = not metrics[metric].get("lower_better", False)

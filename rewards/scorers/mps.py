@@ -57,9 +57,7 @@ class CrossAttention(nn.Module):
         self.to_q = nn.Linear(width, head * heads, bias=False)
         self.to_kv = nn.Linear(width, 2 * head, bias=False)
         self.to_out = nn.Linear(head * heads, width, bias=False)
-        self.ff = nn.Sequential(
-            nn.Linear(width, 2 * inner, bias=False), Gated(), nn.Linear(inner, width, bias=False)
-        )
+        self.ff = nn.Sequential(nn.Linear(width, 2 * inner, bias=False), Gated(), nn.Linear(inner, width, bias=False))
 
     def forward(self, x: Tensor, context: Tensor, mask: Tensor) -> Tensor:
         """Attend from x [B, n, D] to context [B, m, D] with an additive mask [B, 1, 1, m]."""
@@ -180,9 +178,7 @@ class Mps:
 
     def _load(self) -> ClipParts:
         state = read_module(self.file)
-        clip = {
-            key.removeprefix("model."): tensor for key, tensor in state.items() if key.startswith("model.")
-        }
+        clip = {key.removeprefix("model."): tensor for key, tensor in state.items() if key.startswith("model.")}
         options: Any = {"config": CLIP_VIT_H_14, "device": self._device, "precision": self._precision}
         parts = load_transformers_clip(self.file.parent, state=clip, **options)
         prefix = "cross_model.layers."
@@ -203,8 +199,6 @@ def _cross_model(state: Mapping[str, Tensor], where: str) -> nn.Module:
     sizes = (query[1], head, query[0] // head, state["layers.0.0.ff.2.weight"].shape[1])
     count = 1 + max(int(key.split(".")[1]) for key in state)
     module = nn.Module()
-    module.layers = nn.ModuleList(
-        nn.ModuleList([CrossAttention(*sizes), ParallelBlock(*sizes)]) for _ in range(count)
-    )
+    module.layers = nn.ModuleList(nn.ModuleList([CrossAttention(*sizes), ParallelBlock(*sizes)]) for _ in range(count))
     load_strict(module, {key: tensor.float() for key, tensor in state.items()}, where)
     return module.eval().requires_grad_(False)

@@ -84,9 +84,7 @@ def convert(value: Value, source: str, target: str, *, logit_scale: float | None
     start, end = SCALES[source], SCALES[target]
     if source == target:
         return value
-    refused = [
-        f"{name!r} is not affine: {SCALES[name].refusal}" for name in (source, target) if SCALES[name].refusal
-    ]
+    refused = [f"{name!r} is not affine: {SCALES[name].refusal}" for name in (source, target) if SCALES[name].refusal]
     if start.family != end.family:
         refused.append(f"{source!r} and {target!r} measure different things")
     if refused:

@@ -153,9 +153,7 @@ class RemoteReward:
             raise RewardError(f"{self.name!r} at {self.url} only compares pairs; use compare.")
         return self._judge("/v1/score", [images], prompts, metadata)
 
-    def compare(
-        self, left: Any, right: Any, prompts: Sequence[str], metadata: Metadata | None = None
-    ) -> Preferences:
+    def compare(self, left: Any, right: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Preferences:
         """Compare B pairs."""
         if not self._compares:
             raise RewardError(f"{self.name!r} at {self.url} scores single images; use score.")
@@ -165,9 +163,7 @@ class RemoteReward:
         """Hang up."""
         self._end()
 
-    def _judge(
-        self, path: str, images: Sequence[Any], prompts: Sequence[str], metadata: Metadata | None
-    ) -> Any:
+    def _judge(self, path: str, images: Sequence[Any], prompts: Sequence[str], metadata: Metadata | None) -> Any:
         sides, texts, records, reasons = read_images(self.name, images, prompts, metadata)
         rows = [row for row, reason in enumerate(reasons) if reason is None]
 
@@ -222,8 +218,7 @@ class RemoteReward:
         about = _json_object(reply) if reply.status_code == 200 else {}
         if "judge" not in about:
             raise RewardError(
-                f"{server.url} answers {reply.status_code}, but is no reward server of visalign (no card at "
-                "/health)."
+                f"{server.url} answers {reply.status_code}, but is no reward server of visalign (no card at /health)."
             )
         return about
 
@@ -262,9 +257,7 @@ class RemoteReward:
                     self._back_off(server, reason, seconds)
         return self._without_answer(request, f"{reason}; {allowed} attempts")
 
-    def _read_answer(
-        self, server: _Server, reply: httpx.Response, request: JudgeRequest
-    ) -> Scores | Preferences:
+    def _read_answer(self, server: _Server, reply: httpx.Response, request: JudgeRequest) -> Scores | Preferences:
         """Read an answer; refuse one of another judge than the one whose card was read."""
         if reply.headers.get(JUDGE_HEADER, "") != ("" if self.identity is None else self.identity.weights):
             raise RewardError(
@@ -354,8 +347,7 @@ def read_images(
     reasons = [next(filter(None, why), None) for why in zip(*(b.reasons for b in batches), strict=True)]
     rows = [row for row, reason in enumerate(reasons) if reason is None]
     pixels: list[Pixels] = [
-        [to_levels(image) for image in (batch.images[row] for row in rows) if image is not None]
-        for batch in batches
+        [to_levels(image) for image in (batch.images[row] for row in rows) if image is not None] for batch in batches
     ]
     return pixels, [request.prompts[row] for row in rows], [request.metadata[row] for row in rows], reasons
 

@@ -78,9 +78,8 @@ class Batcher:
     While a batch is judged the next one collects. A batch that the judge refuses, or dies of, is judged again
     request by request, so that only the one at fault fails.
 
-    A batch has at most `max_batch` rows and `max_pixels`; a larger request is its own batch. Its first
-    request waits `max_wait` seconds for others, and `max_waiting` rows may wait in all. The judge is called
-    in a thread.
+    A batch has at most `max_batch` rows and `max_pixels`; a larger request is its own batch. Its first request waits
+    `max_wait` seconds for others, and `max_waiting` rows may wait in all. The judge is called in a thread.
     """
 
     def __init__(
@@ -263,9 +262,7 @@ def judge_server(
 
 async def _refusal(_: Request, error: Any) -> Response:
     # Starlette raises its own for another path or method
-    paths = (
-        "" if isinstance(error, Refused) else ". There are GET /health, POST /v1/score and POST /v1/compare."
-    )
+    paths = "" if isinstance(error, Refused) else ". There are GET /health, POST /v1/score and POST /v1/compare."
     return JSONResponse({"error": f"{error.detail}{paths}"}, error.status_code, error.headers)
 
 
@@ -274,9 +271,7 @@ async def _busy(_: Request, error: Any) -> Response:
     return JSONResponse(about, 503, {"Retry-After": "1"})
 
 
-def _check_head(
-    headers: Any, token: str | None, card: dict[str, Any], limits: RequestLimits, is_pair: bool
-) -> int:
+def _check_head(headers: Any, token: str | None, card: dict[str, Any], limits: RequestLimits, is_pair: bool) -> int:
     """Return the length of the body, or refuse the request before a byte of the body is read."""
     scheme, _, sent = headers.get("authorization", "").partition(" ")
     is_bearer = scheme.lower() == "bearer"
@@ -309,9 +304,7 @@ async def _receive(request: Any, length: int, limits: RequestLimits) -> bytearra
                 if begin < 8 <= end:
                     header = int.from_bytes(body[:8], "little")
                     if header > limits.max_header:
-                        message = (
-                            f"The header has {header} bytes (prompts, records); at most {limits.max_header}"
-                        )
+                        message = f"The header has {header} bytes (prompts, records); at most {limits.max_header}"
                         raise Refused(413, f"{message} are allowed. Split the request.")
     except TimeoutError as error:
         raise Refused(408, f"The body did not arrive within {limits.receive_timeout:g} seconds.") from error

@@ -77,8 +77,7 @@ def pack_request(request: JudgeRequest) -> bytes:
         text = json.dumps({"prompts": list(request.prompts), "metadata": list(request.metadata)})
     except (TypeError, ValueError) as error:
         raise TypeError(
-            f"The metadata cannot travel to a server: {error}. Give texts, numbers, lists and "
-            "mappings of them."
+            f"The metadata cannot travel to a server: {error}. Give texts, numbers, lists and mappings of them."
         ) from error
     # as arrays, which may share memory where safetensors' tensors may not
     arrays = {name: tensor.cpu().contiguous().numpy() for name, tensor in tensors.items()}
@@ -106,9 +105,7 @@ def unpack_request(raw: bytes | bytearray) -> JudgeRequest:
 
 def _pop_images(tensors: dict[str, Tensor], side: str, size: int) -> Pixels:
     is_batch = side in tensors
-    images = [
-        tensors.pop(name, None) for name in ([side] if is_batch else [f"{side}.{i}" for i in range(size)])
-    ]
+    images = [tensors.pop(name, None) for name in ([side] if is_batch else [f"{side}.{i}" for i in range(size)])]
     shape = (size, 3) if is_batch else (3,)
     for image in images:
         if image is None or image.dtype != torch.uint8 or image.shape[:-2] != shape or 0 in image.shape:
@@ -150,9 +147,7 @@ def _load(raw: bytes | bytearray, key: str) -> tuple[dict[str, Any], dict[str, T
         if metadata["format"] == FORMAT and isinstance(header, dict):
             return header, load(bytes(raw))
     except (SafetensorError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
-        raise WireError(
-            f"this is no {key} in the format {FORMAT} ({type(error).__name__}: {error})."
-        ) from error
+        raise WireError(f"this is no {key} in the format {FORMAT} ({type(error).__name__}: {error}).") from error
     raise WireError(f"this is no {key} in the format {FORMAT}.")
 
 

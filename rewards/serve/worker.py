@@ -155,9 +155,7 @@ class JudgeWorker:
         if isinstance(reply, str):
             self._end()
             seconds = time.monotonic() - begun
-            raise RewardError(
-                f"The judge {self._arguments[0]!r} could not be loaded ({seconds:.0f} s): {reply}"
-            )
+            raise RewardError(f"The judge {self._arguments[0]!r} could not be loaded ({seconds:.0f} s): {reply}")
         return reply
 
     def _ensure_running(self) -> None:

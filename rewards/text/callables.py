@@ -62,9 +62,7 @@ class TextFunctionReward:
         self._parameters = read_signature(self.name, function, forms=_FORMS, wrapped=_WRAPPED)
         self._batched = _takes_lists(self.name, self._parameters)
 
-    def score(
-        self, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None = None
-    ) -> Scores:
+    def score(self, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None = None) -> Scores:
         """Call the function; rows for which it returns None or NaN are invalid."""
         request = read_text_request(self.name, completions, prompts, metadata)
         if not len(request):

@@ -57,9 +57,7 @@ def load_tokenizer(name: str, model: str | Path | torch.nn.Module, tokenizer: An
     try:
         return AutoTokenizer.from_pretrained(str(source))
     except (OSError, ValueError) as error:
-        raise RewardError(
-            f"{name}: no tokenizer can be loaded from {source} ({error}). Give tokenizer=."
-        ) from error
+        raise RewardError(f"{name}: no tokenizer can be loaded from {source} ({error}). Give tokenizer=.") from error
 
 
 def longest_text(model: Any, tokenizer: Any, max_length: int | None) -> int:

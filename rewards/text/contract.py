@@ -51,9 +51,7 @@ class TextRule:
     judge: Callable[[str, Mapping[str, Any]], TextVerdict]
     """Score one completion with its record."""
 
-    def score(
-        self, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None = None
-    ) -> Scores:
+    def score(self, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None = None) -> Scores:
         """Score each completion, whatever its prompt; `text` holds the remarks."""
         request = read_text_request(self.name, completions, prompts, metadata)
         records = [record or {} for record in request.metadata]
@@ -68,8 +66,7 @@ def read_text_request(
     for argument, values, item in items:
         if isinstance(values, str | Mapping) or not isinstance(values, Sequence):
             raise TypeError(
-                f"{name}: {argument} is a {type(values).__name__}, needed is a list with one {item} per "
-                "completion."
+                f"{name}: {argument} is a {type(values).__name__}, needed is a list with one {item} per completion."
             )
     if len(prompts) != len(completions):
         raise ValueError(

@@ -28,9 +28,7 @@ class RandomReward:
             raise ValueError(f"{name}: share is {share}; allowed are numbers between 0 and 1, without them.")
         self.name, self._share, self._seed = name, share, seed
 
-    def score(
-        self, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None = None
-    ) -> Scores:
+    def score(self, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None = None) -> Scores:
         """Draw for each completion."""
         request = read_text_request(self.name, completions, prompts, metadata)
         verdicts = []

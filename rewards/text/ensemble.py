@@ -45,9 +45,7 @@ class TextEnsemble(Ensemble):
         device: str | None = None,
     ) -> None:
         if not isinstance(members, Mapping):
-            names = (
-                [member for member in members if isinstance(member, str)] if isinstance(members, list) else []
-            )
+            names = [member for member in members if isinstance(member, str)] if isinstance(members, list) else []
             if not names or len(set(names)) < len(members):
                 raise RewardError(
                     f"{name}: members is {members!r}; give different names, or {{label: {{name: "
@@ -72,9 +70,7 @@ class TextEnsemble(Ensemble):
             needs_batch=any(member.needs_batch for member in needs),
         )
 
-    def score(
-        self, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None = None
-    ) -> Scores:
+    def score(self, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None = None) -> Scores:
         """Score with every member; each gets its own copies of the lists."""
         request = read_text_request(self.name, completions, prompts, metadata)
 

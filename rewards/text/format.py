@@ -79,8 +79,7 @@ class JsonFormat(TextRule):
 
     Args:
         schema: a JSON schema; None only parses. Needs the package jsonschema.
-        where: "whole" (the stripped completion) or "fence" (its only fenced block that is
-            marked json, or not marked).
+        where: "whole" (the stripped completion) or "fence" (its only fenced block that is marked json, or not marked).
     """
 
     unit = "1 = right form"

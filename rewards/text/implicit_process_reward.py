@@ -71,9 +71,7 @@ class ImplicitProcessReward:
         separator: str = "\n",
         name: str = "implicit_process_reward",
     ) -> None:
-        check_rules(
-            name, {f"beta is {beta}; it must be positive and finite, 0.05 in PRIME": 0 < beta < math.inf}
-        )
+        check_rules(name, {f"beta is {beta}; it must be positive and finite, 0.05 in PRIME": 0 < beta < math.inf})
         self.name, self.policy, self.reference_policy = name, policy, reference
         self.tokenizer, self.beta = tokenizer, beta
         self.reading = StepReading(separator=separator)
@@ -100,9 +98,7 @@ class ImplicitProcessReward:
             reason=reasons,
         )
 
-    def _sum_steps(
-        self, rollout: TextRollout, token: Tensor, has_tokens: Tensor, valid: Tensor
-    ) -> StepRewards:
+    def _sum_steps(self, rollout: TextRollout, token: Tensor, has_tokens: Tensor, valid: Tensor) -> StepRewards:
         """Sum the rewards of the tokens of each step."""
         step = step_index(rollout, self.tokenizer, self.reading)
         count = int(step.max()) + 1 if step.numel() else 0

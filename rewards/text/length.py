@@ -81,9 +81,7 @@ class LengthReward:
         self.name = name
         self._rule, self._count, self._target_field = rule, count, target_field
 
-    def score(
-        self, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None = None
-    ) -> Scores:
+    def score(self, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None = None) -> Scores:
         """Penalise each completion; the part "length" has the lengths."""
         request = read_text_request(self.name, completions, prompts, metadata)
         lengths = [len(text.split() if self._count == "words" else text) for text in request.completions]
@@ -98,9 +96,7 @@ class LengthReward:
         if self._rule == "linear":
             target = 0
         elif not isinstance(target, int | float) or not 0 <= target < math.inf:
-            return TextVerdict(
-                reason=f"its metadata has {target!r} as {self._target_field!r}, needed is a length"
-            )
+            return TextVerdict(reason=f"its metadata has {target!r} as {self._target_field!r}, needed is a length")
         value = -min(abs(length - target) / self._scale, 1.0)
         return TextVerdict(value=value, remark=f"length {length}")
 

@@ -147,9 +147,7 @@ class ProcessRewardModel:
             if length <= self.max_length:
                 encoded[row] = tokens
             else:
-                reasons[row] = (
-                    f"prompt and steps have {length} tokens; the model reads at most {self.max_length}"
-                )
+                reasons[row] = f"prompt and steps have {length} tokens; the model reads at most {self.max_length}"
         order = sorted(encoded, key=lambda row: len(encoded[row].ids))
         for start in range(0, len(order), self.batch_size):
             rows = order[start : start + self.batch_size]
@@ -161,9 +159,7 @@ class ProcessRewardModel:
         valid = torch.tensor([reason is None for reason in reasons], dtype=torch.bool)
         return StepScores(span=spans, prob=prob, valid=valid, reason=reasons)
 
-    def score(
-        self, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None = None
-    ) -> Scores:
+    def score(self, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None = None) -> Scores:
         """Aggregate the steps of each completion; metadata is ignored.
 
         Parts are all aggregates of the model and "steps", their number; `text` lists the steps' scores.
@@ -189,9 +185,7 @@ class ProcessRewardModel:
             reason if generated else "it was not generated: the prompt is too long"
             for reason, generated in zip(scores.reason, rollout.generated.tolist(), strict=True)
         ]
-        return StepRewards(
-            reward=scores.padded(), step=step, valid=scores.valid & rollout.generated, reason=reasons
-        )
+        return StepRewards(reward=scores.padded(), step=step, valid=scores.valid & rollout.generated, reason=reasons)
 
     def _problem(self, steps: list[str]) -> str | None:
         """Reason why steps cannot be scored, or None."""

@@ -68,9 +68,7 @@ class RatingReward:
         self.reader, self.low, self.high = FORMS[reads]
         self.capabilities = RewardCapabilities(needs_batch=rule != "regression")
 
-    def score(
-        self, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None = None
-    ) -> Scores:
+    def score(self, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None = None) -> Scores:
         """Score all answers together; the remark and the part "rating" are the rating."""
         request = read_text_request(self.name, completions, prompts, metadata)
         ratings = [_read_rating(self.reader, self.prefilled + text) for text in request.completions]
@@ -141,9 +139,7 @@ class VerdictReward(TextRule):
         for key, pair in (("words", OPTIONS if words is None else words), ("options", options)):
             is_pair = not isinstance(pair, str) and len(pair) == 2 and pair[0] != pair[1]
             if not is_pair or not all(isinstance(text, str) for text in pair):  # YAML reads yes as True
-                raise ValueError(
-                    f"{name}: {key} is {pair!r}; give two texts that differ, the first image's first."
-                )
+                raise ValueError(f"{name}: {key} is {pair!r}; give two texts that differ, the first image's first.")
         self.name, self.words, self.options = name, words, tuple(options)
 
     def judge(self, completion: str, record: Mapping[str, Any]) -> TextVerdict:

@@ -70,12 +70,9 @@ class RewardFusion:
             {
                 f"threshold is {threshold} and top {top}; needed are a cosine above 0, at most 1, and at "
                 "least one neighbour": 0 < threshold <= 1 and top >= 1,
-                'the pool must hold prompts (texts or lists of messages), or records with "prompt"': bool(
-                    records
-                )
+                'the pool must hold prompts (texts or lists of messages), or records with "prompt"': bool(records)
                 and all(is_text),
-                f"{', '.join(options)}: options are of a reward given by name": isinstance(reward, str)
-                or not options,
+                f"{', '.join(options)}: options are of a reward given by name": isinstance(reward, str) or not options,
             },
         )
         if isinstance(reward, str):
@@ -91,9 +88,7 @@ class RewardFusion:
         self._pool_index = {text: index for index, text in enumerate(record_of)}
         self._pool_vectors = self._unit_vectors(list(record_of))
 
-    def score(
-        self, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None = None
-    ) -> Scores:
+    def score(self, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None = None) -> Scores:
         """Score under the own prompts, then in one call under all neighbours, and fuse."""
         request = read_text_request(self.name, completions, prompts, metadata)
         with Naming(self.reward.name):

@@ -67,9 +67,7 @@ class RewardModel:
             self.model.config.pad_token_id = pad  # the head reads the last token that is not this one
         self.max_length = longest_text(self.model, self.tokenizer, max_length)
 
-    def score(
-        self, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None = None
-    ) -> Scores:
+    def score(self, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None = None) -> Scores:
         """Score each completion; metadata is ignored."""
         request = read_text_request(self.name, completions, prompts, metadata)
         verdicts = [TextVerdict()] * len(request)
@@ -78,9 +76,7 @@ class RewardModel:
             tokens = self._encode(prompt, completion)
             reason = spelled_out(self.tokenizer, completion)
             if reason is None and not 1 <= len(tokens) <= self.max_length:
-                reason = (
-                    f"prompt and completion have {len(tokens)} tokens; the model reads 1 to {self.max_length}"
-                )
+                reason = f"prompt and completion have {len(tokens)} tokens; the model reads 1 to {self.max_length}"
             if reason is None:
                 encoded[row] = tokens
             else:

@@ -35,9 +35,7 @@ def main() -> None:
         # decimals as exact fractions: the library rounds them
         exact = _DECIMAL.sub(lambda hit: rf"\frac{{{int(hit[1] + hit[2])}}}{{1{'0' * len(hit[2])}}}", text)
         no_timeout: Any = None  # the library's timeout needs a signal; the parent kills this process instead
-        return parse(
-            f"${exact}$", extraction_config=config, parsing_timeout=no_timeout, fallback_mode="no_fallback"
-        )
+        return parse(f"${exact}$", extraction_config=config, parsing_timeout=no_timeout, fallback_mode="no_fallback")
 
     for line in sys.stdin:
         answer, truth = json.loads(line)

@@ -83,8 +83,7 @@ class VerifiableAnswer(TextRule):
                 "compare='exact' has no tolerance; choose 'number', 'list' or 'math'": compare != "exact"
                 or not (absolute or relative),
                 f"extract is {extract!r} and pattern {pattern!r}; a pattern with one group (others are "
-                "(?:…)) goes with extract='pattern', and only there": (extract == "pattern")
-                == (compiled is not None)
+                "(?:…)) goes with extract='pattern', and only there": (extract == "pattern") == (compiled is not None)
                 and (compiled is None or compiled.groups == 1),
             },
         )

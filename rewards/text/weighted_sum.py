@@ -16,9 +16,7 @@ class WeightedTextSum(WeightedSum):
 
     noun = "completion"
 
-    def score(
-        self, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None = None
-    ) -> Scores:
+    def score(self, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None = None) -> Scores:
         """Score with every reward and add up; each reward gets its own copies of the lists."""
         request = read_text_request(self.name, completions, prompts, metadata)
 

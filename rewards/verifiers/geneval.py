@@ -148,9 +148,7 @@ class GenEval:
         crop_keys: list[tuple[int, str, int]] = []  # (image, class, object)
         for number, (image, record, boxes) in enumerate(zip(images, records, detections, strict=True)):
             indices = {kind: self._keep(part, record.get("tag")) for kind, part in boxes.items()}
-            objects.append(
-                {kind: [_detected(boxes[kind], k) for k in numbers] for kind, numbers in indices.items()}
-            )
+            objects.append({kind: [_detected(boxes[kind], k) for k in numbers] for kind, numbers in indices.items()})
             for kind, count in dict.fromkeys(colored_clauses(objects[-1], record)):
                 for at, k in enumerate(indices[kind][:count]):
                     crops.append(crop_object(image, boxes[kind], k))
@@ -182,9 +180,7 @@ class GenEval:
         classifiers = {kind: self._classifier(kind) for kind in dict.fromkeys(kinds)}
         reasons: list[str | None] = [None] * len(crops)
         batch = ImageBatch(list(crops), list(reasons))
-        rows, features = self.towers.image_features(
-            Request(batch, [""] * len(crops), [None] * len(crops)), reasons
-        )
+        rows, features = self.towers.image_features(Request(batch, [""] * len(crops), [None] * len(crops)), reasons)
         answers: list[tuple[str | None, str | None]] = [(None, reason) for reason in reasons]
         for row, feature in zip(rows, features, strict=True):
             cosine = classifiers[kinds[row]] @ F.normalize(feature, dim=0)
@@ -197,9 +193,7 @@ class GenEval:
         features = F.normalize(self.towers.text_features(texts), dim=-1)
         return F.normalize(features.view(len(COLORS), len(TEMPLATES), -1).mean(1), dim=-1)
 
-    def _scores(
-        self, rows: list[int], verdicts: list[GenEvalVerdict | str], reasons: list[str | None]
-    ) -> Scores:
+    def _scores(self, rows: list[int], verdicts: list[GenEvalVerdict | str], reasons: list[str | None]) -> Scores:
         size = len(reasons)
         valid = {row: v for row, v in zip(rows, verdicts, strict=True) if isinstance(v, GenEvalVerdict)}
         columns: dict[str, list[float]] = {

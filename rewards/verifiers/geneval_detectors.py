@@ -106,9 +106,7 @@ class TransformersDetector:
                 "segmentation": transformers.AutoModelForUniversalSegmentation,
                 "zero_shot": transformers.AutoModelForZeroShotObjectDetection,
             }[kind]
-            reader: Any = (
-                transformers.AutoProcessor if kind == "zero_shot" else transformers.AutoImageProcessor
-            )
+            reader: Any = transformers.AutoProcessor if kind == "zero_shot" else transformers.AutoImageProcessor
             with quiet_loading():
                 model, info = maker.from_pretrained(self.source, output_loading_info=True)
             processor = reader.from_pretrained(self.source)
@@ -161,9 +159,7 @@ class TransformersDetector:
         return results
 
     @torch.no_grad()
-    def _run(
-        self, images: list[Tensor], class_name: str
-    ) -> list[tuple[Tensor, Tensor, Tensor, Tensor | None]]:
+    def _run(self, images: list[Tensor], class_name: str) -> list[tuple[Tensor, Tensor, Tensor, Tensor | None]]:
         """(boxes [n, 4], scores [n], labels [n], masks [n, H, W] or None) of each image, on the CPU."""
         model, processor, kind = self._parts
         sizes = [(image.shape[1], image.shape[2]) for image in images]
@@ -179,9 +175,7 @@ class TransformersDetector:
             )
             return [_mask_boxes(item, size) for item, size in zip(items, sizes, strict=True)]
         if kind == "zero_shot":
-            items = processor.post_process_grounded_object_detection(
-                outputs, threshold=MIN_SCORE, target_sizes=sizes
-            )
+            items = processor.post_process_grounded_object_detection(outputs, threshold=MIN_SCORE, target_sizes=sizes)
             for item in items:
                 item["labels"] = torch.zeros(len(item["scores"]), dtype=torch.long)
         else:

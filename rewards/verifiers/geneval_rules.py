@@ -215,9 +215,7 @@ class _Outcome:
         self._matched_strictly.append(is_exact)
         self.strict = self.strict and is_exact
 
-    def _position(
-        self, clause: Mapping[str, Any], used: list[Detected] | None, threshold: float
-    ) -> tuple[bool, bool]:
+    def _position(self, clause: Mapping[str, Any], used: list[Detected] | None, threshold: float) -> tuple[bool, bool]:
         """(True if each box has the relation to each target box, True if the target holds strictly)."""
         relation, target = clause["position"]
         target_boxes = self._matched[target]
@@ -231,9 +229,7 @@ class _Outcome:
                 relations = relative_position(box.box, target_box.box, threshold=threshold)
                 if relation not in relations:
                     actual = " and ".join(relations) or "no relation to"
-                    self.reasons.append(
-                        f"expected {clause['class']} {relation} target, found {actual} target"
-                    )
+                    self.reasons.append(f"expected {clause['class']} {relation} target, found {actual} target")
                     return False, False
         return True, self._matched_strictly[target]
 

@@ -63,9 +63,7 @@ class OcrReward:
     range = (0.0, 1.0)
     higher_is_better = True
 
-    def __init__(
-        self, engine: Engine | None = None, *, rule: str = "window", min_confidence: float = 0.5
-    ) -> None:
+    def __init__(self, engine: Engine | None = None, *, rule: str = "window", min_confidence: float = 0.5) -> None:
         check_choices(self.name, rule=(rule, RULES))
         bounds = f"min_confidence is {min_confidence}; allowed are numbers in [0, 1]"
         check_rules(self.name, {bounds: 0 <= min_confidence <= 1})
@@ -219,8 +217,7 @@ def text_score(target: str | Sequence[str], recognised: str, *, rule: str = "win
     Several wanted texts are joined in the last three rules. A target without characters gives None; "plain"
     and "verl_omni" then give 1 if no text was recognised, else 0, as verl-omni's code does.
 
-    Levenshtein 1966; the two named rules are those of the released code of flow_grpo (arXiv 2505.05470) and
-    verl-omni.
+    Levenshtein 1966; the two named rules are those of the released code of flow_grpo (arXiv 2505.05470) and verl-omni.
     """
     texts = [target] if isinstance(target, str) else list(target)
     if rule == "window":

@@ -127,10 +127,9 @@ class VisionLanguageEngine:
     ) -> VisionLanguageEngine:
         """Load a model with its processor and its `judge.json`; `**options` are those of the class.
 
-        A device "meta" reads no weight, only shapes. `adapter` is a LoRA as peft saves it, merged into the
-        weights; `attention` an implementation of transformers ("sdpa", "flash_attention_2", ...);
-        `device_map` that of transformers, instead of `device`; `quantization` "int8" or "int4" for the
-        language part, by bitsandbytes.
+        A device "meta" reads no weight, only shapes. `adapter` is a LoRA as peft saves it, merged into the weights;
+        `attention` an implementation of transformers ("sdpa", "flash_attention_2", ...); `device_map` that of
+        transformers, instead of `device`; `quantization` "int8" or "int4" for the language part, by bitsandbytes.
         """
         placing = {"attention": attention, "device_map": device_map, "quantization": quantization}
         loaded = load_seeing_model(folder_or_id, device=device, dtype=dtype, adapter=adapter, **placing)

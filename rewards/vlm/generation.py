@@ -141,9 +141,7 @@ def _pad_left(batch: Batch) -> tuple[Batch, Tensor]:
     """Move the padding to the left; also return the positions [b] of the next tokens."""
     shift = batch.mask.shape[1] - batch.mask.sum(1)
     index = (torch.arange(batch.mask.shape[1]) - shift[:, None]) % batch.mask.shape[1]
-    positions = (
-        torch.arange(batch.mask.shape[1]).expand_as(batch.ids) if batch.positions is None else batch.positions
-    )
+    positions = torch.arange(batch.mask.shape[1]).expand_as(batch.ids) if batch.positions is None else batch.positions
     positions = positions.gather(-1, index.expand_as(positions))
     padded = replace(
         batch,

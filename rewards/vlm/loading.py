@@ -136,9 +136,7 @@ def placing_options(
         from transformers import BitsAndBytesConfig
 
         skipped = ["visual", "vision_tower", "multi_modal_projector", "lm_head"]
-        options["quantization_config"] = BitsAndBytesConfig(
-            **settings[quantization], llm_int8_skip_modules=skipped
-        )
+        options["quantization_config"] = BitsAndBytesConfig(**settings[quantization], llm_int8_skip_modules=skipped)
         device_map = device_map if device_map is not None else {"": str(device)}
     return options if device_map is None else {**options, "device_map": device_map}
 
@@ -225,8 +223,7 @@ def add_adapter(model: Any, adapter: str | Path) -> Any:
         _check_keys(info.missing_keys, info.unexpected_keys)
     except (ValueError, RuntimeError, KeyError, OSError, SafetensorError) as error:
         raise RewardError(
-            f"The LoRA {adapter} does not fit the model: {error}. Give the adapter of this base model, "
-            "complete."
+            f"The LoRA {adapter} does not fit the model: {error}. Give the adapter of this base model, complete."
         ) from error
     return wrapped.merge_and_unload()
 
@@ -240,8 +237,7 @@ def _check_keys(missing: Iterable[Any], unexpected: Iterable[Any]) -> None:
 def base_of(folder: Path, settings: JudgeSettings) -> str | Path:
     """Find the base of a folder's LoRA, or the folder itself.
 
-    It is "base" of `judge.json` (packaged name, hub id, or folder relative to this one), else that of peft's
-    file.
+    It is "base" of `judge.json` (packaged name, hub id, or folder relative to this one), else that of peft's file.
     """
     base = settings.rest.get("base")
     if base is None and is_adapter(folder):

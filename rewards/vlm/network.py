@@ -170,9 +170,7 @@ class SeeingNetwork:
             inputs["position_ids"] = batch.positions.to(device)
         return inputs
 
-    def hidden(
-        self, batch: Batch, change: Callable[[dict[str, Any]], dict[str, Any]] | None = None
-    ) -> Tensor:
+    def hidden(self, batch: Batch, change: Callable[[dict[str, Any]], dict[str, Any]] | None = None) -> Tensor:
         """Last hidden states [b, S, H] of a batch; `change` edits the inputs of the language part."""
         inputs = self.inputs(batch)
         dtype = inputs["inputs_embeds"].dtype

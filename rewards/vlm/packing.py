@@ -90,9 +90,7 @@ def _split(rows: Sequence[TokenRow], members: Sequence[int], image_token: int) -
         if open_rows:
             common = min(_common_length(ids, rows[open_rows[0]].ids), shared, common)
         size = common + sum(len(rows[member].ids) - common for member in [*open_rows, number])
-        if open_rows and (
-            common < max(SHORTEST, _images_end(ids, image_token)) or size > max(PACK, 2 * len(ids))
-        ):
+        if open_rows and (common < max(SHORTEST, _images_end(ids, image_token)) or size > max(PACK, 2 * len(ids))):
             yield _close(rows, open_rows, shared)
             open_rows, common = [], len(ids) - 1
         open_rows.append(number)

@@ -310,9 +310,7 @@ def requests(
     return rows, queries
 
 
-def source_images(
-    metadata: Sequence[Mapping[str, Any] | None], reasons: list[str | None]
-) -> dict[int, Tensor]:
+def source_images(metadata: Sequence[Mapping[str, Any] | None], reasons: list[str | None]) -> dict[int, Tensor]:
     """Map each row to the (first) image under "source" in its record; rows without one get a reason."""
     paths: dict[int, Any] = {}
     for row, record in enumerate(metadata):

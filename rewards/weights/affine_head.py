@@ -37,9 +37,7 @@ class AffineHead(nn.Module):
     ICT-HP, arXiv 2507.19002; ImageReward 2304.05977; LAION's improved-aesthetic-predictor.
     """
 
-    def __init__(
-        self, input_dim: int, *, widths: Sequence[int] = WIDTHS, activation: Activation = "none"
-    ) -> None:
+    def __init__(self, input_dim: int, *, widths: Sequence[int] = WIDTHS, activation: Activation = "none") -> None:
         super().__init__()
         if len(widths) != len(DROPOUT):
             raise ValueError(f"widths needs {len(DROPOUT)} numbers, one per layer; got {tuple(widths)}.")

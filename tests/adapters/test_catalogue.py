@@ -60,9 +60,7 @@ def own(tmp_path):
 
 @pytest.mark.parametrize("adapter", [None, "sd3", "visalign.adapters.sd3.policy:SD3Policy"])
 def test_the_adapter_follows_from_the_folder_or_is_named(folder, adapter):
-    policy = load_policy(
-        folder, adapter=adapter, dtype=torch.bfloat16, guidance=2.0, lora=LoraSettings(rank=2)
-    )
+    policy = load_policy(folder, adapter=adapter, dtype=torch.bfloat16, guidance=2.0, lora=LoraSettings(rank=2))
     assert type(policy) is SD3Policy and policy.guidance == 2 and policy.storage_dtype == torch.bfloat16
 
 

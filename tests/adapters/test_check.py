@@ -19,9 +19,7 @@ ALL = [
 ]
 
 
-@pytest.mark.parametrize(
-    "guidance, lora", [(1.0, LORA), (2.0, LORA), (1.0, None)], ids=["lora", "guided", "full"]
-)
+@pytest.mark.parametrize("guidance, lora", [(1.0, LORA), (2.0, LORA), (1.0, None)], ids=["lora", "guided", "full"])
 def test_the_sd3_policy_keeps_the_contract(guidance, lora):
     policy = SD3Policy(tiny_sd3_pipeline(), guidance=guidance, lora=lora)
     before = [p.detach().clone() for p in policy.module.parameters()]

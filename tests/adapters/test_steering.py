@@ -100,9 +100,7 @@ def test_the_noise_leaves_the_marginal_as_it_is_and_sets_children_apart(kind, sc
     """A reward that says nothing: the images are still N(0.5, 0.3²), though all stood in noise 12 times."""
     count, after = 4096, range(2, 38, 3)
     sampler = Sampler(kind)
-    callback = SteeringCallback(
-        sampler, blind, resample_after=after, decode=own, schedule=schedule, noise_level=0.5
-    )
+    callback = SteeringCallback(sampler, blind, resample_after=after, decode=own, schedule=schedule, noise_level=0.5)
     plain, made = sampler(count, None), sampler(count, callback)
     assert made.mean() == pytest.approx(float(plain.mean()), abs=0.02)
     assert made.std() == pytest.approx(float(plain.std()), rel=0.06)
@@ -234,9 +232,7 @@ def test_samplers_whose_steps_do_not_say_what_they_were_are_refused(scheduler, m
         SteeringCallback(sampler, level, resample_after=[2], decode=own)
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"), [("flux3", "Flux3ModularPipeline"), ("pixart", "PixArtSigmaPipeline")]
-)
+@pytest.mark.parametrize(("name", "kind"), [("flux3", "Flux3ModularPipeline"), ("pixart", "PixArtSigmaPipeline")])
 def test_calls_that_ask_no_callback_are_refused(name, kind):
     pipe, _ = tiny_pipeline(name)
     pipe.scheduler = SCHEDULERS["flow"]()

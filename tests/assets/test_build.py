@@ -92,11 +92,7 @@ def test_a_packed_question_is_what_it_is_alone(model: Any) -> None:
     with torch.no_grad():
         features = see(model, render_many(scenes))
         packed = answer_logits(model, asked, features)
-        alone = [
-            answer_logits(model, [[question]], features[n : n + 1])[0]
-            for n in range(2)
-            for question in asked[n]
-        ]
+        alone = [answer_logits(model, [[question]], features[n : n + 1])[0] for n in range(2) for question in asked[n]]
     torch.testing.assert_close(torch.stack(packed), torch.stack(alone), atol=2e-4, rtol=1e-4)
     assert torch.stack(alone).std(0).max() > 1e-2
 

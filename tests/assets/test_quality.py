@@ -88,10 +88,7 @@ def test_the_generator_is_as_good_as_its_card_says(name: str, low: float, high: 
     from assets.build.generator import SEEDS, pipeline_accuracy
 
     pipe = DiffusionPipeline.from_pretrained(str(resolve_model(name)), dtype=torch.float32)
-    stated = {
-        name: float(value)
-        for name, value in re.findall(r"^\| (\w+) \| ([\d.]+) \|", card(name), re.MULTILINE)
-    }
+    stated = {name: float(value) for name, value in re.findall(r"^\| (\w+) \| ([\d.]+) \|", card(name), re.MULTILINE)}
     assert set(stated) >= {"all", *CATEGORIES} and low <= stated["all"] <= high
     every, seeds = 5, SEEDS[:1]
     measured, images = (
@@ -212,12 +209,8 @@ def test_the_language_model_is_as_good_as_its_card_says() -> None:
 
     folder = resolve_model("tasks-qwen3")
     model: Any = AutoModelForCausalLM.from_pretrained(folder)
-    measured = accuracy(
-        model.eval(), AutoTokenizer.from_pretrained(folder), heldout_tasks(8), samples=2, seed=7
-    )
-    greedy, sampled = (
-        stated(card("tasks-qwen3"), rf"\| all \|{column} ([0-9.]+)") for column in ("", r" [0-9.]+ \|")
-    )
+    measured = accuracy(model.eval(), AutoTokenizer.from_pretrained(folder), heldout_tasks(8), samples=2, seed=7)
+    greedy, sampled = (stated(card("tasks-qwen3"), rf"\| all \|{column} ([0-9.]+)") for column in ("", r" [0-9.]+ \|"))
     assert 0.3 <= sampled <= 0.6, "reinforcement learning starts from a model that is half right"
     assert measured.greedy == pytest.approx(greedy, abs=0.08)
     assert measured.sampled == pytest.approx(sampled, abs=0.08)

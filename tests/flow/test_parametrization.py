@@ -15,9 +15,7 @@ DIFFUSERS: dict[str, Any] = {"epsilon": "epsilon", "v": "v_prediction", "x0": "s
 
 def parts(shape=(3, 2, 4)):
     g = torch.Generator().manual_seed(0)
-    return torch.randn(shape, generator=g, dtype=torch.float64), torch.randn(
-        shape, generator=g, dtype=torch.float64
-    )
+    return torch.randn(shape, generator=g, dtype=torch.float64), torch.randn(shape, generator=g, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("prediction", ["velocity", "epsilon", "v", "x0"])

@@ -68,9 +68,7 @@ def test_trajectory_is_consistent(schedule, noise_level, form):
     assert torch.equal(found.x[:, 0], initial_noise(SEEDS, (2, 3, 3)).bfloat16())
     assert len(found) == 5 and found.dimensions == 18
     sample, step = found.all_pairs()
-    assert sorted(zip(sample.tolist(), step.tolist(), strict=True)) == [
-        (b, s) for b in range(5) for s in range(3)
-    ]
+    assert sorted(zip(sample.tolist(), step.tolist(), strict=True)) == [(b, s) for b in range(5) for s in range(3)]
     assert not found.log_prob.requires_grad and not found.x.requires_grad
 
 
@@ -99,26 +97,20 @@ def test_replay_under_unchanged_weights_has_ratio_one(dtype, log_prob_reduction,
         log_prob_reduction=log_prob_reduction,
     )
     pairs, stats = replay_all(policy, found)
-    assert torch.equal(
-        stats.log_prob, pairs.log_prob
-    )  # exactly 1: elementwise policy, rounded before the log-prob
+    assert torch.equal(stats.log_prob, pairs.log_prob)  # exactly 1: elementwise policy, rounded before the log-prob
     assert torch.equal(stats.mean, pairs.mean) and torch.equal(stats.std, pairs.std)
     check = ratio_check(policy, CONDITION, found)
     assert check.ok and check.max_abs_log_ratio == check.mean_abs_log_ratio == 0 and check.pairs == 15
 
 
-@pytest.mark.parametrize(
-    "shape", [(5,), (6, 4), (3, 4, 2), (2, 3, 2, 2)], ids=["flat", "packed", "last", "video"]
-)
+@pytest.mark.parametrize("shape", [(5,), (6, 4), (3, 4, 2), (2, 3, 2, 2)], ids=["flat", "packed", "last", "video"])
 def test_a_latent_has_any_shape(shape):
     policy = LinearPolicy(shape=shape)
     found = run(policy, log_prob_reduction="sum")
     assert found.x.shape == (5, 3, *shape) and found.dimensions == math.prod(shape)
     pairs, stats = replay_all(policy, found)
     assert stats.mean.shape == (15, *shape)
-    expected = torch.distributions.Normal(stats.mean.flatten(1), stats.std[:, None]).log_prob(
-        pairs.x_next.flatten(1)
-    )
+    expected = torch.distributions.Normal(stats.mean.flatten(1), stats.std[:, None]).log_prob(pairs.x_next.flatten(1))
     torch.testing.assert_close(stats.log_prob, expected.sum(1))
     assert ratio_check(policy, CONDITION, found).max_abs_log_ratio < 1e-5 * found.dimensions
 
@@ -179,9 +171,7 @@ def test_replay_gradient_equals_finite_differences(schedule, noise_level, form):
     policy = LinearPolicy(storage_dtype=torch.float64, shape=(1, 2, 2))
     found = run(policy, schedule=schedule, noise_level=noise_level, log_prob=form)
     weight = policy.network.weight
-    weight.data += 0.05 * torch.randn(
-        weight.shape, generator=torch.Generator().manual_seed(1), dtype=weight.dtype
-    )
+    weight.data += 0.05 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1), dtype=weight.dtype)
     _, stats = replay_all(policy, found)
     (gradient,) = torch.autograd.grad(stats.log_prob.sum(), weight)
     assert gradient.abs().max() > 1e-3
@@ -191,9 +181,7 @@ def test_replay_gradient_equals_finite_differences(schedule, noise_level, form):
             weight.data[row, column] += nudge
             values.append(replay_all(policy, found)[1].log_prob.sum().item())
         weight.data[row, column] += 1e-5
-        assert (values[0] - values[1]) / 2e-5 == pytest.approx(
-            gradient[row, column].item(), rel=1e-6, abs=1e-8
-        )
+        assert (values[0] - values[1]) / 2e-5 == pytest.approx(gradient[row, column].item(), rel=1e-6, abs=1e-8)
 
 
 @pytest.mark.parametrize("schedule", ["flow", "cps"])
@@ -236,15 +224,11 @@ def test_steps_behind_the_last_noise_can_be_fewer():
     assert policy.forward_count.forward == 5 * 4 and visited_steps(6, (0, 1), 0.5) == [0, 1, 2, 4, 6]
     assert torch.equal(flash.x_next, whole.x_next) and torch.equal(flash.log_prob, whole.log_prob)
     x = flash.x_next[:, 1]
-    for sigma, sigma_next, time in zip(
-        SIGMAS[[2, 4]], SIGMAS[[4, 6]], policy.times(SIGMAS[[2, 4]]), strict=True
-    ):
+    for sigma, sigma_next, time in zip(SIGMAS[[2, 4]], SIGMAS[[4, 6]], policy.times(SIGMAS[[2, 4]]), strict=True):
         v = policy.velocity(x, sigma.expand(5), CONDITION, time.expand(5))
         x = (x + v * (sigma_next - sigma)).double()
     torch.testing.assert_close(flash.latents, x)
-    assert (
-        visited_steps(6, (0, 5), 0.5) == visited_steps(6, (), 0.5) == visited_steps(6, (0,)) == list(range(7))
-    )
+    assert visited_steps(6, (0, 5), 0.5) == visited_steps(6, (), 0.5) == visited_steps(6, (0,)) == list(range(7))
     assert visited_steps(6, (0,), 0.01) == [0, 1, 6]
     solved = run(policy, sde_steps=(0, 1), compression=0.5, solver="dpmpp_2m")
     assert torch.equal(solved.x_next, whole.x_next) and not torch.equal(solved.latents, flash.latents)

@@ -100,9 +100,7 @@ def test_children_differ_and_the_last_step_leaves_no_noise(schedule):
 
 def test_batches_change_nothing():
     for batch_size in (7, 10**20):
-        torch.testing.assert_close(
-            _steered(2.0, particles=64, batch_size=batch_size), _steered(2.0, particles=64)
-        )
+        torch.testing.assert_close(_steered(2.0, particles=64, batch_size=batch_size), _steered(2.0, particles=64))
 
 
 @pytest.mark.parametrize(

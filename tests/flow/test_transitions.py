@@ -82,9 +82,7 @@ def test_sde_and_ode_have_the_marginals_of_the_flow(schedule, noise_level):
     generator = torch.Generator().manual_seed(7)
     for k in range(steps):
         v = policy.velocity(x, grid[k].expand(samples), nobody)
-        step = sde_step(
-            x, v, grid[k], grid[k + 1], schedule=schedule, noise_level=noise_level, sigma_max=0.99
-        )
+        step = sde_step(x, v, grid[k], grid[k + 1], schedule=schedule, noise_level=noise_level, sigma_max=0.99)
         x = step.sample(torch.randn(x.shape, generator=generator, dtype=x.dtype))
         if k + 1 in (50, 80, 100):
             sigma = grid[k + 1].item()
@@ -143,9 +141,7 @@ def test_ddim_is_diffusers_own_step():
             mean = scheduler.step(output, t, x, eta=eta, variance_noise=zero).prev_sample
             moved = scheduler.step(output, t, x, eta=eta, variance_noise=zero + 1).prev_sample
             torch.testing.assert_close(ours.mean / size_next, mean, rtol=1e-5, atol=1e-6)
-            torch.testing.assert_close(
-                ours.std[0] / size_next, (moved - mean).flatten()[0], rtol=1e-4, atol=1e-6
-            )
+            torch.testing.assert_close(ours.std[0] / size_next, (moved - mean).flatten()[0], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # diffusers' set_timesteps

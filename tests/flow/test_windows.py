@@ -17,7 +17,5 @@ def test_windows_by_hand():
     assert [places[0] for places in shorter] == [0, 0, 0, 1, 1, 1, 2, 2, 3, 0]
     linear = [window_steps(4, 1, i, order="decay", every=4, least=2) for i in range(12)]  # 4, 3.5, 3, 2.5
     assert [places[0] for places in linear] == [0, 0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3]
-    held = [
-        window_steps(5, 2, i, order="progressive", every=2, stride=2, roll_back=False) for i in (4, 5, 99)
-    ]
+    held = [window_steps(5, 2, i, order="progressive", every=2, stride=2, roll_back=False) for i in (4, 5, 99)]
     assert held == [[4], [4], [4]]

@@ -97,10 +97,7 @@ def test_command_line_from_another_folder(tmp_path: Path) -> None:
     command = [sys.executable, str(TESTS / "golden_runner.py"), "."]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert (
-        "2 ok, 0 FAIL, 1 unknown" in done.stdout
-        and "unknown variant A_advantages/bad: 1 cases" in done.stdout
-    )
+    assert "2 ok, 0 FAIL, 1 unknown" in done.stdout and "unknown variant A_advantages/bad: 1 cases" in done.stdout
     write(tmp_path, "A_advantages", [centred(outputs={"advantages": [-1.0, 1.1, 0.0]})])
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 1 and "FAIL A_advantages/trl_grpo_none_s7" in done.stdout
@@ -168,9 +165,7 @@ def test_one_unreadable_file_does_not_hide_the_others(runner: ModuleType, tmp_pa
     assert status == 2 and any(line.startswith("ok   A_advantages/trl_grpo_none_s7") for line in lines)
 
 
-def test_an_empty_or_missing_folder(
-    runner: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_empty_or_missing_folder(runner: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, lines = run(runner, tmp_path)
     assert status == 2 and "no readable file of format visalign-golden-1" in lines[-1]
     assert runner.main([str(tmp_path / "nowhere")]) == 2

@@ -62,9 +62,7 @@ def test_every_loss_and_every_head_with_its_weights_is_known(runner: ModuleType,
 
 
 def test_names_mean_nothing(runner: ModuleType, tmp_path: Path) -> None:
-    cases = [
-        {**one, "name": f"x{place}"} for place, one in enumerate(document("G_reward_losses")["cases"][:24])
-    ]
+    cases = [{**one, "name": f"x{place}"} for place, one in enumerate(document("G_reward_losses")["cases"][:24])]
     write(tmp_path, "G_reward_losses", cases)
     assert run(runner, tmp_path)[1][-1].startswith("24 ok, 0 FAIL, 0 unknown")
 

@@ -70,9 +70,7 @@ def _gdpo_tokens(case: Any) -> Outputs:
 
 
 def _rloo(case: Any) -> Outputs:
-    result = group_advantages(
-        case.tensor("rewards"), case.inputs["group"], scale="none", baseline="leave_one_out"
-    )
+    result = group_advantages(case.tensor("rewards"), case.inputs["group"], scale="none", baseline="leave_one_out")
     if case.params.get("normalize"):
         present = torch.isfinite(case.tensor("rewards"))
         result = whiten(result, present, eps=case.params["eps"], eps_inside=False)
@@ -123,9 +121,7 @@ def _aggregate(case: Any) -> Outputs:
     limited = count_step(weight, length=case.params["L_max"])
     tokens = row_tokens(weight, group)
     shares = {
-        mode: [
-            aggregate(loss[a:b], weight[a:b], mode, counts) for a, b in case.params.get("micro_batches", [])
-        ]
+        mode: [aggregate(loss[a:b], weight[a:b], mode, counts) for a, b in case.params.get("micro_batches", [])]
         for mode in case.expected.get("micro_batch_shares", {})
     }
     modes: Any = [mode for mode in MODES if mode != "group_token_mean"]
@@ -174,9 +170,7 @@ def _flow_grpo(case: Any) -> Outputs:
 def _kl(case: Any) -> Outputs:
     mean = case.tensor("mean").requires_grad_()
     std = case.tensor("std" if "std" in case.inputs else "s").expand(mean.shape[0])
-    return gradients(
-        _mean(gaussian_kl(mean, case.tensor("mean_ref"), std, log_prob_reduction="mean")), mean=mean
-    )
+    return gradients(_mean(gaussian_kl(mean, case.tensor("mean_ref"), std, log_prob_reduction="mean")), mean=mean)
 
 
 def _guard(case: Any) -> Outputs:

@@ -69,9 +69,7 @@ def _expected_gradients(case: Any) -> Outputs:
         "reverse_kl": _gradient(categorical_kl(logits, ref).sum(), logits),
         "forward_kl": _gradient(categorical_kl(logits, ref, direction="forward").sum(), logits),
         "as_loss": {name: expected(kl_estimate(new, ref, name)) for name in ESTIMATORS},
-        "as_loss_times_ratio": {
-            name: expected(kl_estimate(new, ref, name, log_ratio=ratio)) for name in ESTIMATORS
-        },
+        "as_loss_times_ratio": {name: expected(kl_estimate(new, ref, name, log_ratio=ratio)) for name in ESTIMATORS},
         "k1_in_reward": expected(ppo_clip(ratio, reward, eps_low=1.0, eps_high=float("inf"))),
     }
 
@@ -132,9 +130,7 @@ def _aggregate(case: Any) -> Outputs | None:
     counts = count_step(weight, group=group)
     tokens = None if group is None else row_tokens(weight, group)
     return {
-        mode: aggregate(
-            loss, weight, mode, counts, denominator=tokens if mode == "group_token_mean" else None
-        )
+        mode: aggregate(loss, weight, mode, counts, denominator=tokens if mode == "group_token_mean" else None)
         for mode in modes
     }
 

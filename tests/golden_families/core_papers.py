@@ -173,9 +173,7 @@ def _aem(case: Any) -> Outputs:
 
 def _tp_grpo(case: Any) -> Outputs:
     levels, final = case.tensor("reward_sequence"), case.tensor("r_sde")
-    found = turning_point_rewards(
-        final[None], levels[:1], levels[None, 1:], eta=case.params["eta"], balanced=False
-    )
+    found = turning_point_rewards(final[None], levels[:1], levels[None, 1:], eta=case.params["eta"], balanced=False)
     return {
         "d": found.increment[0],
         "s": found.sign[0],

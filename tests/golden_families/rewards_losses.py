@@ -184,9 +184,7 @@ def _hps_best(case: Any) -> Outputs:
 
 def _hps_ranks(case: Any) -> Outputs:
     logits, score, group = _hps_groups(case)
-    loss = rank_margin_loss(
-        score, case.tensor("ranks"), group, margin=case.params["margin"], mode="upstream"
-    ).mean()
+    loss = rank_margin_loss(score, case.tensor("ranks"), group, margin=case.params["margin"], mode="upstream").mean()
     return {"outputs_peer": gradients(loss, logits=logits)}
 
 
@@ -239,10 +237,7 @@ def _hpsv3_pooling(case: Any) -> Outputs:
     head = RanknetHead.from_state_dict(state).double()
     hidden, ids = case.tensor("hidden"), case.tensor("input_ids", torch.int64)
     tokens = {name: case.params[name] for name in ("special_token_id", "pad_token_id")}
-    found = {
-        pooling: head.pooled(hidden, ids, pooling=pooling, **tokens)
-        for pooling in ("special", "last", "mean")
-    }
+    found = {pooling: head.pooled(hidden, ids, pooling=pooling, **tokens) for pooling in ("special", "last", "mean")}
     return {"mean": found.pop("mean"), "outputs": found}
 
 

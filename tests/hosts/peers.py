@@ -27,9 +27,7 @@ def _preset(algorithm: str, *notes: str, **changes: Any) -> Preset:
 
 _CLIP = {"eps_low": 0.2, "eps_high": 0.2}
 _VERL_GROUP: dict[str, Any] = {"advantage_options": {"eps": 1e-6}}
-_MICRO_BATCH = (
-    "Means and the top share are taken per micro-batch: with one sample each, Clip-Cov picks nothing."
-)
+_MICRO_BATCH = "Means and the top share are taken per micro-batch: with one sample each, Clip-Cov picks nothing."
 _RECOMPUTED = (
     "The covariances are computed again at each update, from the log-probs of the policy as it then is; here "
     "they are settled before the first one, from those of the rollout."
@@ -149,9 +147,7 @@ PEERS: dict[str, Preset] = {
         **_VERL_GROUP,
         surrogate_options={"tau_pos": 1.0, "tau_neg": 1.05},
     ),
-    "verl:dr_grpo": _preset(
-        "dr_grpo", "1/B is missing: duplicating the batch doubles the loss (fixed in verl 0.10)."
-    ),
+    "verl:dr_grpo": _preset("dr_grpo", "1/B is missing: duplicating the batch doubles the loss (fixed in verl 0.10)."),
     "verl:gmpo": _preset(
         "gmpo",
         "It ends in a mean over the micro-batch: uneven micro-batches are weighted wrongly.",
@@ -176,12 +172,8 @@ PEERS: dict[str, Preset] = {
         **_VERL_GROUP,
     ),
     # the default of its config; that of the function is 1
-    "verl:kl_cov": _preset(
-        "kl_cov", _MICRO_BATCH, _RECOMPUTED, selection_options={"coefficient": 0.1}, **_VERL_GROUP
-    ),
-    "openrlhf:ppo": _preset(
-        "ppo", "GAE decays over masked decisions too: observations of a tool cost discount."
-    ),
+    "verl:kl_cov": _preset("kl_cov", _MICRO_BATCH, _RECOMPUTED, selection_options={"coefficient": 0.1}, **_VERL_GROUP),
+    "openrlhf:ppo": _preset("ppo", "GAE decays over masked decisions too: observations of a tool cost discount."),
     "flowrl:flowrl": _preset(
         "flowrl",
         "The clipped importance weight is computed and not used: the product enters unbounded.",

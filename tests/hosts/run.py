@@ -63,9 +63,7 @@ def source(host: str, folder: Path) -> list[str]:
 def run(host: str, folder: Path) -> int:
     """Run a host's tests; the exit code of pytest."""
     python = environment(host, folder)
-    frozen = subprocess.run(
-        [str(python), "-m", "pip", "freeze"], check=True, capture_output=True, text=True
-    ).stdout
+    frozen = subprocess.run([str(python), "-m", "pip", "freeze"], check=True, capture_output=True, text=True).stdout
     named = [line for line in frozen.splitlines() if line.split("==")[0] in (host, "torch", "transformers")]
     print(f"== {host}: {', '.join(named)}", flush=True)
     settings = {"VISALIGN_HOST": host, "OMP_NUM_THREADS": "1"}
@@ -79,9 +77,7 @@ def run(host: str, folder: Path) -> int:
 
 def main() -> int:
     """Run the hosts that are named, or all; 1 when one failed."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("hosts", nargs="*", choices=[*HOSTS, []], help="default: all")
     parser.add_argument("--folder", type=Path, default=Path.home() / ".cache" / "visalign-hosts")
     given = parser.parse_args()

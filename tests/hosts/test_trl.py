@@ -41,9 +41,7 @@ def second(completions: Any, **_: Any) -> list[float]:
     return [float(i * 3 % 4) for i in range(len(completions))]
 
 
-def trainer_of(
-    kind: Callable[..., Any], folder: Path, rewards: Any, *, beta: float = 0.0, **named: Any
-) -> Any:
+def trainer_of(kind: Callable[..., Any], folder: Path, rewards: Any, *, beta: float = 0.0, **named: Any) -> Any:
     """A trainer of two prompts × 4 completions in 4 micro-batches, on a model in float64."""
     steps = named.pop("max_steps", 1)
     given = named.pop("config", {})
@@ -73,9 +71,7 @@ def trainer_of(
         },
     )
     rows = Dataset.from_list([{"prompt": f"What is {i} + 2?", "answer": str(i + 2)} for i in range(8)])
-    return kind(
-        model, reward_funcs=rewards, args=config, train_dataset=rows, processing_class=tokenizer, **named
-    )
+    return kind(model, reward_funcs=rewards, args=config, train_dataset=rows, processing_class=tokenizer, **named)
 
 
 class Compare(TrainerCallback):
@@ -260,9 +256,7 @@ def one_of_several(file: Path) -> None:
         Fixed,
         file.parent / f"run{ranks}",
         [lengths],
-        objective=replace(
-            NAMED["dapo"], selection="kl_cov", selection_options=NAMED["kl_cov"].selection_options
-        ),
+        objective=replace(NAMED["dapo"], selection="kl_cov", selection_options=NAMED["kl_cov"].selection_options),
         config={"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4 // ranks}
         | {"steps_per_generation": 4 // ranks},
     )
@@ -270,9 +264,7 @@ def one_of_several(file: Path) -> None:
 
     class Keep(TrainerCallback):
         def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
-            gradients.append(
-                torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None])
-            )
+            gradients.append(torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None]))
 
     trainer.add_callback(Keep())
     trainer.train()

@@ -88,9 +88,7 @@ def _micro_batch(
     tokens = int(data["response_mask"].sum())
     for key, value in {"dp_size": RANKS, "batch_num_tokens": tokens, "global_batch_size": B}.items():
         tu.assign_non_tensor_data(batch, key, value)
-    packed = torch.cat(
-        [torch.cat([leaf[i, :n], leaf.new_zeros(1)]) for i, n in zip(rows, lengths, strict=True)]
-    )
+    packed = torch.cat([torch.cat([leaf[i, :n], leaf.new_zeros(1)]) for i, n in zip(rows, lengths, strict=True)])
     loss, metrics = ppo_loss(config, {"log_probs": packed}, batch)
     assert {"actor/pg_loss", "actor/ppo_kl", "actor/log_ratio_max"} <= metrics.keys()
     loss.backward()
@@ -280,9 +278,7 @@ def test_an_image_of_verl_omni_is_scored() -> None:
     from visalign.rewards.catalogue import load_reward
 
     image = torch.randint(0, 256, (3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    got = compute_score(
-        data_source="x", solution_image=image, ground_truth="a cat", extra_info={}, judge="jpeg_size"
-    )
+    got = compute_score(data_source="x", solution_image=image, ground_truth="a cat", extra_info={}, judge="jpeg_size")
     judge = load_reward("jpeg_size")
     wanted = float(judge.score(image[None].numpy(), ["a cat"]).value[0])
     assert got == (wanted if judge.higher_is_better else -wanted)

@@ -280,9 +280,7 @@ class Brightness:
         from visalign.rewards.base.images import load_images
 
         batch = load_images(images)
-        value = torch.tensor(
-            [float("nan") if image is None else float(image.mean()) for image in batch.images]
-        )
+        value = torch.tensor([float("nan") if image is None else float(image.mean()) for image in batch.images])
         parts = {"red": value.clone()}
         return Scores(value=value, valid=batch.valid, unit=self.unit, parts=parts, reason=batch.reasons)
 
@@ -417,9 +415,7 @@ def test_auto_autocast_is_bfloat16_where_the_device_multiplies_it(monkeypatch: p
     cpu = torch.device("cpu")
     for answer, dtype, word in ((True, torch.bfloat16, "with"), (False, None, "without")):
         monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
-        monkeypatch.setattr(
-            torch.ops, "mkldnn", types.SimpleNamespace(_is_mkldnn_bf16_supported=lambda a=answer: a)
-        )
+        monkeypatch.setattr(torch.ops, "mkldnn", types.SimpleNamespace(_is_mkldnn_bf16_supported=lambda a=answer: a))
         assert autocast_dtype("auto", cpu) is dtype
         assert f", {word} bf16 arithmetic" in doctor._devices()
     monkeypatch.setattr(torch.ops, "mkldnn", None)

@@ -77,9 +77,7 @@ class Box:
 
 @dataclass(frozen=True, kw_only=True)
 class Drawing:
-    figure: Annotated[Circle | Box, Field(discriminator="shape")] = field(
-        default_factory=lambda: Circle(radius=3)
-    )
+    figure: Annotated[Circle | Box, Field(discriminator="shape")] = field(default_factory=lambda: Circle(radius=3))
 
 
 @pytest.fixture
@@ -98,9 +96,7 @@ def test_defaults_alone_are_the_dataclass_itself() -> None:
 
 def test_file_then_overrides(write) -> None:
     path = write("pipeline: flow_grpo\nseed: 3\noptimizer:\n  learning_rate: 1e-3\nshift: [1, 2.5]\n")
-    loaded = load_config(
-        Job, path, ["seed=4", "optimizer.weight_decay=.1", "second.learning_rate=2", "note='7'"]
-    )
+    loaded = load_config(Job, path, ["seed=4", "optimizer.weight_decay=.1", "second.learning_rate=2", "note='7'"])
     assert loaded == Job(
         seed=4,
         note="7",
@@ -252,15 +248,11 @@ def test_a_packaged_name_is_found_from_any_folder_and_a_users_file_first(package
     assert resolve_config(given) == packaged / "shapes_flow_grpo.yaml"
     assert load_config(Job, given).seed == 1
     Path("shapes_flow_grpo.yaml").write_text("seed: 2\n")
-    assert (
-        load_config(Job, "shapes_flow_grpo.yaml").seed == 2 and load_config(Job, "shapes_flow_grpo").seed == 1
-    )
+    assert load_config(Job, "shapes_flow_grpo.yaml").seed == 2 and load_config(Job, "shapes_flow_grpo").seed == 1
 
 
 def test_a_missing_file_names_the_nearest(packaged: Path) -> None:
-    message = (
-        r"Configuration 'shapes_flow_gpro' does not exist. Did you mean 'shapes_flow_grpo'.*_quickstart\."
-    )
+    message = r"Configuration 'shapes_flow_gpro' does not exist. Did you mean 'shapes_flow_grpo'.*_quickstart\."
     with pytest.raises(ConfigError, match=message):
         resolve_config("shapes_flow_gpro")
     with pytest.raises(ConfigError, match="does not exist"):
@@ -269,9 +261,7 @@ def test_a_missing_file_names_the_nearest(packaged: Path) -> None:
 
 
 def test_yaml_round_trip(write) -> None:
-    job = Job(
-        seed=5, note="x: y", second=Optimizer(), rewards={"clip": Term(weight=0.25, options={"a": "b"})}
-    )
+    job = Job(seed=5, note="x: y", second=Optimizer(), rewards={"clip": Term(weight=0.25, options={"a": "b"})})
     assert load_config(Job, write(config_to_yaml(job))) == job
     assert to_plain(job) == read_config(write(config_to_yaml(job)))
     assert to_plain(job)["rewards"]["clip"]["weight"] == 0.25

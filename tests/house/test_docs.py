@@ -44,9 +44,7 @@ ISSUES = ROOT / ".github/ISSUE_TEMPLATE"
 CORE_README = ROOT / "visalign/core/README.md"
 TEST_COMMAND = 'python -m pip install -e ".[test]" && python -m pytest'
 HEADER_WORDS = ("Command", "Hardware", "Duration", "Expected")
-BLOCK = re.compile(
-    r"^(?P<skip><!-- not run -->\n+)?```(?P<language>\w*)\n(?P<code>.*?)^```", re.MULTILINE | re.DOTALL
-)
+BLOCK = re.compile(r"^(?P<skip><!-- not run -->\n+)?```(?P<language>\w*)\n(?P<code>.*?)^```", re.MULTILINE | re.DOTALL)
 
 
 def _modules_with_examples() -> list[str]:
@@ -228,9 +226,7 @@ def core_functions() -> dict[str, list[str]]:
 
 def quoted_names(text: str) -> set[str]:
     """Return every identifier in backticks, the last part of dotted ones too."""
-    return {
-        name for quoted in re.findall(r"`([^`\n]+)`", text) for name in re.findall(r"[A-Za-z_]\w*", quoted)
-    }
+    return {name for quoted in re.findall(r"`([^`\n]+)`", text) for name in re.findall(r"[A-Za-z_]\w*", quoted)}
 
 
 def test_the_paper_table_names_every_function_of_the_core() -> None:

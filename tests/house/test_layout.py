@@ -57,17 +57,11 @@ UNFINISHED = re.compile(r"\b(?:TODO|FIXME|XXX|HACK)\b")  # layout: the rule itse
 def tracked() -> tuple[Path, ...]:
     """List the files that git tracks, or in an unpacked archive all but build products; links left out."""
     if shutil.which("git") and (ROOT / ".git").exists():
-        listed = subprocess.run(
-            ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
-        ).stdout
+        listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
         files = [ROOT / name for name in listed.split("\0") if name]
     else:
-        files = [
-            path for path in ROOT.rglob("*") if not set(path.relative_to(ROOT).parts) & {"build", "dist"}
-        ]
-    return tuple(
-        sorted(path for path in files if path.is_file() and not path.is_symlink() and not _via_link(path))
-    )
+        files = [path for path in ROOT.rglob("*") if not set(path.relative_to(ROOT).parts) & {"build", "dist"}]
+    return tuple(sorted(path for path in files if path.is_file() and not path.is_symlink() and not _via_link(path)))
 
 
 def _via_link(path: Path) -> bool:
@@ -83,10 +77,7 @@ def sources(*, tests: bool) -> list[Path]:
 def texts() -> Iterator[tuple[Path, str]]:
     """Yield the tracked files that are text and written by hand."""
     for path in tracked():
-        if (
-            path.suffix in {".py", ".toml", ".md", ".yaml", ".yml", ".j2", ".sh", ".txt"}
-            or path.name == "run"
-        ):
+        if path.suffix in {".py", ".toml", ".md", ".yaml", ".yml", ".j2", ".sh", ".txt"} or path.name == "run":
             yield path, path.read_text(encoding="utf-8")
 
 
@@ -130,13 +121,9 @@ def test_the_links_lead_to_the_wings(wing: str) -> None:
 
 
 def test_imports_run_one_way() -> None:
-    command = shutil.which("lint-imports", path=str(Path(sys.executable).parent)) or shutil.which(
-        "lint-imports"
-    )
+    command = shutil.which("lint-imports", path=str(Path(sys.executable).parent)) or shutil.which("lint-imports")
     assert command, 'lint-imports is missing; run: python -m pip install -e ".[test]"'
-    done = subprocess.run(
-        [command, "--no-cache", "--no-logo"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([command, "--no-cache", "--no-logo"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -184,10 +171,7 @@ def facts(path: Path) -> Facts:
 def test_relative_imports_stay_inside_their_wing() -> None:
     # Under a package-dir mapping `..x` from a wing means another file for pip than for a plain folder.
     bad = [
-        f"{_name(path)}:{line}"
-        for path in sources(tests=False)
-        for line, _, level in facts(path).imports
-        if level > 1
+        f"{_name(path)}:{line}" for path in sources(tests=False) for line, _, level in facts(path).imports if level > 1
     ]
     assert bad == []
 
@@ -239,16 +223,11 @@ def test_dependencies_are_what_the_code_imports() -> None:
 
     owners = metadata.packages_distributions()
     imported = {
-        module.split(".")[0]
-        for path in sources(tests=False)
-        for _, module, level in facts(path).imports
-        if level == 0
+        module.split(".")[0] for path in sources(tests=False) for _, module, level in facts(path).imports if level == 0
     } - {"visalign", *sys.stdlib_module_names}
     needed = named([owners.get(module, [module])[0] for module in imported])
     optional = PROJECT["project"]["optional-dependencies"]
-    offered = [
-        line for extra, lines in optional.items() if extra not in ("all", "test", "docs") for line in lines
-    ]
+    offered = [line for extra, lines in optional.items() if extra not in ("all", "test", "docs") for line in lines]
     assert named([*PROJECT["project"]["dependencies"], *offered]) == needed | set(BY_NAME)
 
 
@@ -350,9 +329,7 @@ def test_package_data_is_listed() -> None:
     for path in tracked():
         if path.suffix == ".j2":
             package = ".".join(path.parent.relative_to(ROOT).parts)
-            assert any(path.match(pattern) for pattern in SETUPTOOLS["package-data"].get(package, [])), _name(
-                path
-            )
+            assert any(path.match(pattern) for pattern in SETUPTOOLS["package-data"].get(package, [])), _name(path)
 
 
 IMPORT_TIME = """
@@ -367,9 +344,7 @@ print(time.perf_counter() - begun, *sorted(set(sys.argv[1].split(",")) & set(sys
 def test_import_visalign_is_light() -> None:
     code = "import sys, visalign; print(*sorted(set(sys.argv[1].split(',')) & set(sys.modules)))"
     heavy = ",".join(sorted(HEAVY | {"torchvision", "matplotlib", "scipy"}))
-    done = subprocess.run(
-        [sys.executable, "-c", code, heavy], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", code, heavy], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
     best = float("inf")
     for _ in range(3):  # the least of a few: a busy machine only ever adds

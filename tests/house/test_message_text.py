@@ -10,18 +10,14 @@ import tokenize
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = [
-    path for top in ("visalign", "rewards", "pipelines") for path in sorted((ROOT / top).rglob("*.py"))
-]
+SOURCES = [path for top in ("visalign", "rewards", "pipelines") for path in sorted((ROOT / top).rglob("*.py"))]
 SHORT = 24
 """Characters below which a middle line of a message is a chopped one."""
 
 
 def _docstrings(path: Path) -> list[str]:
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    nodes = [
-        node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, kinds)
-    ]
+    nodes = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, kinds)]
     return [ast.get_docstring(node, clean=False) or "" for node in nodes]
 
 

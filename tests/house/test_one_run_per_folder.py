@@ -53,9 +53,7 @@ def test_a_lock_names_its_holder_and_dies_with_it(tmp_path: Path) -> None:
         message = rf"^The run is in use by process {other.pid} on .+ since \d{{4}}-.+ \(-c .*\)\. Wait until"
         with pytest.raises(FolderInUseError, match=message), hold_lock(lock, what="The run"):
             pass
-        with pytest.raises(
-            FolderInUseError, match=rf"The output folder '.*run' is in use by process {other.pid}"
-        ):
+        with pytest.raises(FolderInUseError, match=rf"The output folder '.*run' is in use by process {other.pid}"):
             check_run_folder(tmp_path / "run", resume=True)
     assert lock.is_file()  # of a killed holder: it says nothing any more
     check_run_folder(tmp_path / "run", resume=False)
@@ -68,9 +66,7 @@ def test_scores_of_one_file_are_written_by_one_process(tmp_path: Path) -> None:
     path = tmp_path / "scores.json.part"
     with held_elsewhere(path.with_name(path.name + LOCK)) as other:
         for resume in (True, False):
-            with pytest.raises(
-                FolderInUseError, match=rf"'.*scores\.json\.part' is in use by process {other.pid}"
-            ):
+            with pytest.raises(FolderInUseError, match=rf"'.*scores\.json\.part' is in use by process {other.pid}"):
                 RowLog(path, {}, resume=resume)
     log = ScoreLog(path, {}, ScoreRow)
     assert len(os.listdir(tmp_path)) == 2

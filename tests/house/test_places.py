@@ -68,9 +68,7 @@ def test_a_place_that_no_file_can_be_made_in_is_refused_before_any_work() -> Non
 
 def test_a_cache_that_is_a_file_is_refused() -> None:
     result = visalign(*IMAGE, "--cache", "file")
-    assert (
-        result.exit_code == 2 and "The cache 'file' is a file. Give a folder with --cache." in result.stderr
-    )
+    assert result.exit_code == 2 and "The cache 'file' is a file. Give a folder with --cache." in result.stderr
 
 
 @pytest.mark.skipif(sys.platform == "win32" or os.geteuid() == 0, reason="root may write everywhere")

@@ -54,19 +54,13 @@ def measured() -> tuple[Counter[str], Counter[str]]:
 def test_no_folder_grows(measured: tuple[Counter[str], Counter[str]]) -> None:
     allowed, lines = tomllib.loads(TABLE.read_text(encoding="utf-8"))["lines"], measured[0]
     assert lines.keys() == allowed.keys(), "sizes.toml lists every folder of the product and no other"
-    grown = {
-        folder: f"{n} lines, at most {allowed[folder]}" for folder, n in lines.items() if n > allowed[folder]
-    }
-    assert grown == {}, (
-        "remove lines in the folder, or raise its number in sizes.toml and say why in the commit"
-    )
+    grown = {folder: f"{n} lines, at most {allowed[folder]}" for folder, n in lines.items() if n > allowed[folder]}
+    assert grown == {}, "remove lines in the folder, or raise its number in sizes.toml and say why in the commit"
 
 
 def test_no_vague_word_is_added(measured: tuple[Counter[str], Counter[str]]) -> None:
     allowed = tomllib.loads(TABLE.read_text(encoding="utf-8"))["words"]
-    assert measured[1]["names"] <= allowed["names"], (
-        f"name a variable after what it holds, not {sorted(VAGUE_NAMES)}"
-    )
+    assert measured[1]["names"] <= allowed["names"], f"name a variable after what it holds, not {sorted(VAGUE_NAMES)}"
     assert measured[1]["openers"] <= allowed["openers"], (
         f"open a docstring with a verb or a noun, not with {sorted(VAGUE_OPENERS)}"
     )

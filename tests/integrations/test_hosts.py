@@ -38,9 +38,7 @@ def test_a_plugin_without_its_host_says_where_it_is(
         importlib.import_module(f"visalign.integrations.{module}")
 
 
-def test_another_missing_module_keeps_its_own_message(
-    tmp_path: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_missing_module_keeps_its_own_message(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     with open(f"{tmp_path}/trl.py", "w") as file:
         file.write("import no_such_part\n")
@@ -61,13 +59,9 @@ def test_what_rows_ask_for() -> None:
 
 
 def test_a_host_refuses_what_it_lacks() -> None:
-    assert (
-        "dapo" in fitting([]) and "grpo" not in fitting([]) and "flow_grpo" not in fitting(["ref_log_prob"])
-    )
+    assert "dapo" in fitting([]) and "grpo" not in fitting([]) and "flow_grpo" not in fitting(["ref_log_prob"])
     refuse_what_is_missing("grpo", NAMED["grpo"], ["ref_log_prob"], "here")
-    with pytest.raises(
-        ValueError, match=r"'remax' has advantage='remax', which needs greedy_reward.*\(.*dapo"
-    ):
+    with pytest.raises(ValueError, match=r"'remax' has advantage='remax', which needs greedy_reward.*\(.*dapo"):
         refuse_what_is_missing("remax", NAMED["remax"], [], "here")
     with pytest.raises(ValueError, match="no meaning on tokens"):
         refuse_what_is_missing("flow_grpo", NAMED["flow_grpo"], ["ref_log_prob"], "here")

@@ -48,9 +48,7 @@ def test_a_lower_is_better_judge_turns_round() -> None:
 
 
 def test_a_failure_is_said() -> None:
-    with pytest.raises(
-        RewardError, match=r"'dark' could not judge 1 of 3 samples; the first is sample 1: dark ret"
-    ):
+    with pytest.raises(RewardError, match=r"'dark' could not judge 1 of 3 samples; the first is sample 1: dark ret"):
         flow_grpo(f"{__file__}:dark")(IMAGES, ["a"] * 3, [{}] * 3)
 
 

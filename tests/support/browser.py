@@ -117,9 +117,7 @@ class Browser:
         """Press and release a key such as ("Tab", 9) or ("Enter", 13)."""
         text = {"text": "\r"} if key == "Enter" else {}
         for kind in ("keyDown", "keyUp"):
-            self.call(
-                "Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code, **text
-            )
+            self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code, **text)
 
     def image(self, path: Path) -> None:
         """A screenshot of the whole page as PNG."""

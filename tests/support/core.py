@@ -34,8 +34,7 @@ LABELS = ("a", "a", "b", "b", "a", "b", "c", "c")
 def objectives() -> dict[str, Objective]:
     """Every named row, with a length where the aggregation needs one."""
     return {
-        name: named_objective(name, length=11) if row.aggregation == "dr_grpo" else row
-        for name, row in NAMED.items()
+        name: named_objective(name, length=11) if row.aggregation == "dr_grpo" else row for name, row in NAMED.items()
     }
 
 

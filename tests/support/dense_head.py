@@ -25,9 +25,7 @@ def problem(
     """(hidden, head weight, head bias, target), the first three as leaves."""
     generator = torch.Generator().manual_seed(seed)
     draw = [torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((n, h), (v, h), (v,))]
-    hidden, weight, bias = (
-        (x * s).to(dtype).requires_grad_() for x, s in zip(draw, (1, 0.7, 1), strict=True)
-    )
+    hidden, weight, bias = ((x * s).to(dtype).requires_grad_() for x, s in zip(draw, (1, 0.7, 1), strict=True))
     return hidden, weight, bias, torch.randint(v, (n,), generator=generator)
 
 

@@ -49,9 +49,7 @@ def make_text_result(share: float, *, long: bool = False, **changes: Any) -> Hel
     """The same of completions: what is wrong says so, and where `long` texts have hundreds of words."""
     plain = make_result(share, **changes)
     tail = " and so on, word after word" * 60 if long else ""
-    written = (
-        f"<think> {k}\n</think> {'right' if c else 'wrong'}{tail}" for k, c in enumerate(plain.correct)
-    )
+    written = (f"<think> {k}\n</think> {'right' if c else 'wrong'}{tail}" for k, c in enumerate(plain.correct))
     fields = {
         "prompts": tuple(f"{prompt}: what is\n1 + 1?{tail}" for prompt in plain.prompts),
         "completions": tuple(written),

@@ -87,9 +87,7 @@ class GaussianPolicy:
 class LinearPolicy(GaussianPolicy):
     """v = W [x, σ, condition] + b, per latent, in one nn.Linear."""
 
-    def __init__(
-        self, *, storage_dtype: torch.dtype = torch.float32, shape: tuple[int, ...] = (2, 3, 3)
-    ) -> None:
+    def __init__(self, *, storage_dtype: torch.dtype = torch.float32, shape: tuple[int, ...] = (2, 3, 3)) -> None:
         super().__init__(latent_shape=shape, storage_dtype=storage_dtype)
         size = math.prod(shape)
         working = torch.float64 if storage_dtype == torch.float64 else torch.float32

@@ -19,6 +19,4 @@ _attention._get_raw = True  # type: ignore[attr-defined]
 def counted_operations() -> FlopCounterMode:
     """Counts inside of it; the CPU's fused attention too, which torch before 2.15 passes over."""
     fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    return FlopCounterMode(
-        display=False, custom_mapping={} if fused in flop_registry else {fused: _attention}
-    )
+    return FlopCounterMode(display=False, custom_mapping={} if fused in flop_registry else {fused: _attention})

@@ -66,9 +66,7 @@ class Answers(torch.nn.Module):
     def forward(self, **_: Any) -> SimpleNamespace:
         """As a fused head answers."""
         blank = torch.zeros_like(self.log_prob)
-        return SimpleNamespace(
-            log_probs=self.log_prob, entropy=blank, mean_logits=blank, is_top1=blank.bool()
-        )
+        return SimpleNamespace(log_probs=self.log_prob, entropy=blank, mean_logits=blank, is_top1=blank.bool())
 
 
 def batch(mask: Tensor, **more: Tensor) -> dict[str, Tensor]:

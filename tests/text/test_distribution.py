@@ -48,9 +48,7 @@ def test_the_fewest_tokens_that_hold_the_share_are_kept(options, tokens) -> None
 def test_the_chosen_token_is_renormalised() -> None:
     found = sampled_log_prob(SHARES.log(), torch.tensor([3]), Sampling(top_k=2))
     assert found.log_prob.item() == pytest.approx(math.log(3 / 7), abs=1e-12)
-    assert found.entropy.item() == pytest.approx(
-        -(3 / 7) * math.log(3 / 7) - (4 / 7) * math.log(4 / 7), abs=1e-12
-    )
+    assert found.entropy.item() == pytest.approx(-(3 / 7) * math.log(3 / 7) - (4 / 7) * math.log(4 / 7), abs=1e-12)
     assert sampled_log_prob(SHARES.log(), torch.tensor([0]), Sampling(top_k=2)).log_prob.item() == -math.inf
 
 

@@ -34,9 +34,7 @@ def test_an_image_on_a_border_is_read_at_its_own_size(top: int, left: int) -> No
 
 def test_what_is_smaller_stays_in_the_middle_and_in_the_image() -> None:
     found = seen_window(on_border(noise(10, 20), 50, 60), 64)
-    assert (
-        found.shape == (3, 64, 64) and (found[0, 27:37, 22:42] >= 140).all() and (found[0] < 9).sum() > 3000
-    )
+    assert found.shape == (3, 64, 64) and (found[0, 27:37, 22:42] >= 140).all() and (found[0] < 9).sum() > 3000
     at_the_edge = seen_window(on_border(noise(10, 20), 118, 2), 64)
     assert (at_the_edge[0, 54:, 2:22] >= 140).all()
     low = seen_window(on_border(noise(10, 20), 20, 100, height=40, width=128), 64)

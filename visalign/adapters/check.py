@@ -20,9 +20,7 @@ from visalign.errors import UserError
 from visalign.interfaces import Condition, DiffusionPolicy, Prediction
 
 METHODS = "encode velocity times decode sigmas reference trainable_parameters save".split()
-MEMBERS = (
-    "latent_shape storage_dtype compute_dtype prediction module device".split() + METHODS + ["forward_count"]
-)
+MEMBERS = "latent_shape storage_dtype compute_dtype prediction module device".split() + METHODS + ["forward_count"]
 
 Problems = Generator[tuple[object, str], None, None]
 
@@ -101,8 +99,7 @@ def check_members(policy: Any) -> None:
     for broken, message in (
         (
             not is_shape,
-            f"latents: latent_shape is {shape!r}. Make it a tuple of positive integers: what follows B, (C, "
-            "H, W).",
+            f"latents: latent_shape is {shape!r}. Make it a tuple of positive integers: what follows B, (C, H, W).",
         ),
         (not dtype.is_floating_point, f"latents: storage_dtype is {dtype}. Make it a floating dtype."),
         (

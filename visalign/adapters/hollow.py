@@ -69,9 +69,7 @@ def hollow_pipelines() -> Iterator[Trace]:
     trace, original, own_load = Trace(), DiffusionPipeline.__dict__["from_pretrained"], ComponentSpec.load
     diffusers: Any = importlib.import_module("diffusers")
 
-    def from_pretrained(
-        cls: Any, folder: str, *, dtype: Any, quantization_config: Any = None, **options: Any
-    ) -> Any:
+    def from_pretrained(cls: Any, folder: str, *, dtype: Any, quantization_config: Any = None, **options: Any) -> Any:
         rounded = {} if quantization_config is None else quantization_config.quant_mapping
         index: Any = cls.load_config(folder)
         dtypes: Mapping[str, torch.dtype] = dtype if isinstance(dtype, Mapping) else {"default": dtype}
@@ -273,9 +271,7 @@ def _beside_meta(_: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _under_autocast(part: nn.Module, original_forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the call; under autocast, which knows no meta device, it runs on fake tensors that claim to be
-    on a CPU.
-    """
+    """Return the call; under autocast, which knows no meta device, it runs on fake tensors of a CPU."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_autocast_enabled("cpu"):

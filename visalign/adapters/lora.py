@@ -36,8 +36,7 @@ class LoraSettings:
     target_modules: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
     """Name suffixes of the linear layers to adapt; None: the model's attention projections."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Dropout of an adapter's input in training mode. Above 0 the first ratio is not 1, since replay draws
-    again."""
+    """Dropout of an adapter's input in training mode. Above 0 the first ratio is not 1, since replay draws again."""
     init: Literal["gaussian", "kaiming"] = "gaussian"
     """Initialization of A: normal with std 1 / r, as in diffusers' trainers, or uniform within ±1/√(inputs),
     peft's default (std 0.031 against 0.0147 at width 1536 and rank 32). B starts at 0."""
@@ -54,9 +53,7 @@ def check_bare(model: Any, merging: str) -> None:
         )
 
 
-def insert_adapters(
-    model: Any, lora: LoraSettings, targets: list[str], *, task: str | None = None
-) -> list[LoraLayer]:
+def insert_adapters(model: Any, lora: LoraSettings, targets: list[str], *, task: str | None = None) -> list[LoraLayer]:
     """Freeze a model and insert trainable float32 adapters into the linear layers named by suffix, in place;
     return the layers with adapters, for `lora_disabled`.
     """
@@ -101,8 +98,7 @@ def check_same_kind(
     alpha: float,
     current_alpha: float,
 ) -> None:
-    """Raise if saved adapters differ from the model's in rank, scale or layers, naming the first
-    difference."""
+    """Raise if saved adapters differ from the model's in rank, scale or layers, naming the first difference."""
     saved, expected = ({n: tuple(w.shape) for n, w in weights.items()} for weights in (state, current))
     if saved != expected or alpha != current_alpha:
         differing = sorted(n for n in {*saved, *expected} if saved.get(n) != expected.get(n))

@@ -23,16 +23,10 @@ def local_folder(folder_or_id: str | Path, content: str) -> Path | None:
     if folder.is_dir():
         return folder
     name = str(folder_or_id) if isinstance(folder_or_id, str) else ""
-    if (
-        name.count("/") == 1
-        and len(folder.parts) == 2
-        and name[0] not in "./~"
-        and not folder.parent.is_dir()
-    ):
+    if name.count("/") == 1 and len(folder.parts) == 2 and name[0] not in "./~" and not folder.parent.is_dir():
         return None
     raise FileNotFoundError(
-        f"There is no model folder {folder}. Give a folder that {content} or a hub name of the form "
-        "owner/name."
+        f"There is no model folder {folder}. Give a folder that {content} or a hub name of the form owner/name."
     )
 
 

@@ -105,9 +105,7 @@ class SteeringCallback:
             self._shape, self._decode = call.latent_shape, lambda latents: call.images(latents, decode_batch)
 
     @torch.no_grad()
-    def __call__(
-        self, pipe: Any, step: int, timestep: Any, callback_kwargs: dict[str, Any]
-    ) -> dict[str, Any]:
+    def __call__(self, pipe: Any, step: int, timestep: Any, callback_kwargs: dict[str, Any]) -> dict[str, Any]:
         """Resample after a step; diffusers calls this at each step's end and goes on with these latents."""
         latents = callback_kwargs["latents"]
         if step == 0:
@@ -154,8 +152,7 @@ class SteeringCallback:
 
 
 def _levels_of(scheduler: Any) -> Callable[[Any, Any], tuple[Level, Level]]:
-    """Return the function of the levels before and after a step; raises if a step is no Euler step of an
-    ODE."""
+    """Return the function of the levels before and after a step; raises if a step is no Euler step of an ODE."""
     kind = type(scheduler)
     changed = [f"{name}={scheduler.config[name]}" for name in _EXTRA_STEPS if scheduler.config.get(name)]
     if kind not in _LEVELS or changed:

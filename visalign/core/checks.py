@@ -20,17 +20,14 @@ def check_same(note: str = "", /, **tensors: Tensor | None) -> None:
 
 
 def check_axes(**tensors: tuple[Tensor | None, str]) -> None:
-    """Refuse tensors whose axes do not fit together: name -> (tensor, its axes), one letter or number one
-    size.
+    """Refuse tensors whose axes do not fit together: name -> (tensor, its axes), one letter or number one size.
 
     >>> import torch
     >>> check_axes(reward=(torch.zeros(2), "B"), weight=(torch.zeros(3, 4), "B T"))
     Traceback (most recent call last):
     ValueError: reward must be [B] and weight [B, T]; got (2,) and (3, 4).
     """
-    shapes = {
-        name: (tuple(value.shape), axes) for name, (value, axes) in tensors.items() if value is not None
-    }
+    shapes = {name: (tuple(value.shape), axes) for name, (value, axes) in tensors.items() if value is not None}
     sizes: dict[str, int] = {}
     for shape, axes in shapes.values():
         letters = axes.split()

@@ -28,8 +28,7 @@ def assets_folder() -> Path:
         if folder.is_dir():
             return folder
     raise FileNotFoundError(
-        f"The packaged models are missing: no folder assets/ in or beside {package.name}/. Install visalign "
-        "again."
+        f"The packaged models are missing: no folder assets/ in or beside {package.name}/. Install visalign again."
     )
 
 

@@ -32,9 +32,7 @@ def check_seeds(seeds: Sequence[int] | Tensor) -> list[int]:
     values = seeds.tolist() if isinstance(seeds, Tensor) else list(seeds)
     for value in values:
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
-            raise ValueError(
-                f"Seeds are one integer in [0, 2⁶³) per sample; got {value!r}. Use sample_seed(...)."
-            )
+            raise ValueError(f"Seeds are one integer in [0, 2⁶³) per sample; got {value!r}. Use sample_seed(...).")
     return values
 
 

@@ -57,9 +57,7 @@ def replay(
         )
     v = velocity_of(policy, x, sigma, condition, time)
     transition = kernel.step(x, v, sigma, sigma_next)
-    return StepStats(
-        log_prob=kernel.log_prob_of(transition, x_next), mean=transition.mean, std=transition.std, v=v
-    )
+    return StepStats(log_prob=kernel.log_prob_of(transition, x_next), mean=transition.mean, std=transition.std, v=v)
 
 
 def replay_pairs(policy: DiffusionPolicy, condition: Condition, pairs: Pairs, kernel: Kernel) -> StepStats:

@@ -48,8 +48,7 @@ def diffusers_timestep_sigmas(steps: int, *, shift: float, num_train_timesteps: 
 def noise_rate(sigma: Tensor, sigma_max: float, *, schedule: str, noise_level: float) -> Tensor:
     """Compute the noise rate s(σ) of dx = [v + s²/(2σ)·(x + (1 − σ)v)] dσ + s dw, per √σ.
 
-    flow: s = a·√(σ/(1 − σ̂)) with σ̂ = `sigma_max` where σ = 1 and σ elsewhere; dance: s = η; none: s = 0.
-        The
+    flow: s = a·√(σ/(1 − σ̂)) with σ̂ = `sigma_max` where σ = 1 and σ elsewhere; dance: s = η; none: s = 0. The
     published code takes the second of the sigmas for sigma_max, so the noise of the first step depends on the
     number of steps. The total std of the next sample is s·√(−dt).
 

@@ -204,9 +204,7 @@ def renoise(x: Tensor, noise: Tensor, sigma: Tensor, sigma_up: Tensor) -> Tensor
     return (float(scale) * x.to(working) + float(std) * noise.to(x.device, working)).to(x.dtype)
 
 
-def _score(
-    policy: DiffusionPolicy, latents: Tensor, reward: Reward, count: int, batch_size: int | None
-) -> Tensor:
+def _score(policy: DiffusionPolicy, latents: Tensor, reward: Reward, count: int, batch_size: int | None) -> Tensor:
     """Score [n·B, ...] clean latents: [n, B] float64, −∞ where unknown."""
     chunks = latents.split(limit_batch_size(batch_size, len(latents)))
     images = torch.cat([policy.decode(chunk).float().cpu() for chunk in chunks])

@@ -94,10 +94,9 @@ def resample_particles(
 ) -> tuple[Tensor, Tensor]:
     """Draw the particles of each group again in proportion to exp(λ (r − r_prev)).
 
-    `value` [M] are the rewards r of the predicted images, not finite where unknown; `previous` [M] the last
-    known ones, 0 before the first resampling. The first seed of each group decides its draws, with `step`, so
-    that no two steps draw the same. Returns the index of each particle's parent, and the parent's last known
-    reward.
+    `value` [M] are the rewards r of the predicted images, not finite where unknown; `previous` [M] the last known
+    ones, 0 before the first resampling. The first seed of each group decides its draws, with `step`, so that no two
+    steps draw the same. Returns the index of each particle's parent, and the parent's last known reward.
     """
     value = value.double().cpu()
     if value.shape != previous.shape:

@@ -184,9 +184,7 @@ def cps_step(
     return _replace_noise(x, v, sigma, sigma_next, noise_scale, _cps_std(sigma_next, noise_level))
 
 
-def ddim_step(
-    x: Tensor, v: Tensor, sigma: Tensor | float, sigma_next: Tensor | float, *, eta: float
-) -> Transition:
+def ddim_step(x: Tensor, v: Tensor, sigma: Tensor | float, sigma_next: Tensor | float, *, eta: float) -> Transition:
     """Take a step of DDIM with η, DDPO's kernel, on the flow's scale: η = 1 is ancestral sampling, 0 the ODE.
 
     With ᾱ = (1 − σ)² / ((1 − σ)² + σ²) and n = √((1 − σ)² + σ²), the variance of eq. 16 and the mean of eq.

@@ -54,9 +54,7 @@ def window_steps(
     return list(range(start, min(start + size, steps)))
 
 
-def _stay(
-    start: int, steps: int, order: str, every: int, least: int | None, threshold: int, rate: float
-) -> int:
+def _stay(start: int, steps: int, order: str, every: int, least: int | None, threshold: int, rate: float) -> int:
     """Number of iterations that a moving window stays at `start`."""
     if order == "decay":
         least = max(1, every // 4) if least is None else least

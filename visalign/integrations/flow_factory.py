@@ -32,9 +32,7 @@ class JudgeReward(rewards.PointwiseRewardModel):
         super().__init__(config, accelerator)
         options = dict(config.extra_kwargs)
         if "judge" not in options:
-            raise ValueError(
-                "a rewards entry with JudgeReward needs judge: NAME, as `visalign rewards` lists."
-            )
+            raise ValueError("a rewards entry with JudgeReward needs judge: NAME, as `visalign rewards` lists.")
         self.judge = load_reward(options.pop("judge"), run_device=str(self.device), **options)
 
     @torch.no_grad()

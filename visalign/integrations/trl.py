@@ -47,9 +47,8 @@ class GRPOTrainer(Base):
     Each generation takes one pass more than TRL's own, for log-probs and entropies under the policy that
     sampled. A reward function's None leaves its sample out.
 
-    `objective` is a row of `visalign.core.NAMED` by name, or an `Objective`; the rest is TRL's. What the row
-    asks for and TRL has not (a value function, log Z) is refused, as are options of TRL that would do what
-    the row decides.
+    `objective` is a row of `visalign.core.NAMED` by name, or an `Objective`; the rest is TRL's. What the row asks for
+    and TRL has not (a value function, log Z) is refused, as are options of TRL that would do what the row decides.
     """
 
     def __init__(self, *args: Any, objective: Objective | str, **options: Any) -> None:
@@ -103,9 +102,7 @@ class GRPOTrainer(Base):
 
         def whole(x: Tensor | None) -> Any:
             """Gather from all processes, padded to the widest."""
-            return (
-                x if x is None else self.accelerator.gather(self.accelerator.pad_across_processes(x, dim=1))
-            )
+            return x if x is None else self.accelerator.gather(self.accelerator.pad_across_processes(x, dim=1))
 
         w = whole(weight)
         drawn = torch.rand(w.shape, generator=torch.Generator().manual_seed(self.state.global_step))

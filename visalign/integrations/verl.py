@@ -186,9 +186,7 @@ def advantage_estimator(row: Objective) -> Callable[..., tuple[Tensor, Tensor]]:
 
 def _refusal(name: str, why: str, what: str) -> ValueError:
     fitting = [key for key, row in NAMED.items() if no_loss(row) is None and no_advantage(row) is None]
-    return ValueError(
-        f"{PREFIX}{name} cannot be {what} in verl: {why}. Rows that can be both: {', '.join(fitting)}."
-    )
+    return ValueError(f"{PREFIX}{name} cannot be {what} in verl: {why}. Rows that can be both: {', '.join(fitting)}.")
 
 
 def _refuses(name: str, why: str, what: str) -> Callable[..., Any]:

@@ -23,9 +23,7 @@ def model_log_prob(policy: TextPolicy, rollout: TextRollout, rows: Tensor | slic
 
 
 @torch.no_grad()
-def reference_log_prob(
-    policy: TextPolicy, rollout: TextRollout, *, reference: TextPolicy | None = None
-) -> Tensor:
+def reference_log_prob(policy: TextPolicy, rollout: TextRollout, *, reference: TextPolicy | None = None) -> Tensor:
     """Compute `model_log_prob` [B, T] of the reference: another model, or `policy.reference()`."""
     if reference is not None:
         return model_log_prob(reference, rollout)

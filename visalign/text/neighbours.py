@@ -96,15 +96,13 @@ def convex_variants(
     """Generate ConvexDA's variants of a text: copies with changed words on the convex hull of all copies.
 
     Hashed n-grams of the copies are projected to a plane, and the vertices of their convex hull stay
-    (`visalign.core.rewards.fusion.convex_vertices`), each distinct text once. Deviation: the paper takes the
-    words from a model; here letters are swapped, or words come from a list of synonyms. The seed's changes
-    also depend on the text and the number of the copy. The original is a variant only where no word of it can
-    be changed.
+    (`visalign.core.rewards.fusion.convex_vertices`), each distinct text once. Deviation: the paper takes the words
+    from a model; here letters are swapped, or words come from a list of synonyms. The seed's changes also depend on
+    the text and the number of the copy. The original is a variant only where no word of it can be changed.
 
     Shen et al., The trickle-down impact of reward (in-)consistency on RLHF, arXiv 2309.16155.
     """
     copies = [
-        changed_words(text, Random(f"{seed} {copy} {text}"), share=share, synonyms=synonyms)
-        for copy in range(count)
+        changed_words(text, Random(f"{seed} {copy} {text}"), share=share, synonyms=synonyms) for copy in range(count)
     ]
     return [copies[i] for i in convex_vertices(hashed_ngrams(copies)).tolist()]

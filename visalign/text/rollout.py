@@ -77,9 +77,8 @@ class TextRollout:
     tools: Sequence[ToolTrace] | None = None
     """B records of tool calls; None without a tool."""
     routes: Tensor | None = None
-    """[B, S, layers, k] int16, experts of a mixture that the tokens of prompt and completion, without padding
-    between them, are sent to in training (`CausalLMPolicy.with_routes`), −1 behind them; None: the router
-    decides."""
+    """[B, S, layers, k] int16, experts of a mixture that the tokens of prompt and completion, without padding between
+    them, are sent to in training (`CausalLMPolicy.with_routes`), −1 behind them; None: the router decides."""
 
     def __post_init__(self) -> None:
         shape = self.loss_mask.shape
@@ -162,9 +161,7 @@ def join_rollouts(rollouts: Sequence[TextRollout], *, length: int = 0) -> TextRo
     order, without `routes`, their completions at least `length` tokens long.
     """
     if len({rollout.sampling for rollout in rollouts}) != 1:
-        raise ValueError(
-            "join_rollouts needs rollouts sampled in one way; train on others in separate steps."
-        )
+        raise ValueError("join_rollouts needs rollouts sampled in one way; train on others in separate steps.")
     length = max(length, *(rollout.loss_mask.shape[1] for rollout in rollouts))
     prompt_length = max(rollout.prompt_ids.shape[1] for rollout in rollouts)
 

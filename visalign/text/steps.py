@@ -82,9 +82,7 @@ def step_index(rollout: TextRollout, tokenizer: Any, reading: StepReading) -> Te
     return torch.where(rollout.loss_mask != 0, index, -1)
 
 
-def _token_spans(
-    rollout: TextRollout, row: int, tokenizer: Any, reading: StepReading
-) -> list[tuple[int, int]]:
+def _token_spans(rollout: TextRollout, row: int, tokenizer: Any, reading: StepReading) -> list[tuple[int, int]]:
     """(first token, one past the last) of each step of one completion; together they cover it."""
     length = int((torch.arange(1, rollout.loss_mask.shape[1] + 1) * (rollout.loss_mask[row] != 0)).amax())
     ids, text = rollout.completion_ids[row, :length].tolist(), rollout.text[row]

@@ -243,7 +243,6 @@ def _prompt_tensors(samples: Sequence[_Sample]) -> tuple[Tensor, Tensor]:
     rows = [sample.prompt_row for sample in samples if sample.prompt_row is not None]
     width = max(int(mask.sum()) for _, mask in rows)
     ids, masks = (
-        [pad(row, (max(0, width - len(row)), 0))[-width:] for row in column]
-        for column in zip(*rows, strict=True)
+        [pad(row, (max(0, width - len(row)), 0))[-width:] for row in column] for column in zip(*rows, strict=True)
     )
     return torch.stack(ids), torch.stack(masks)

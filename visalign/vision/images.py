@@ -57,9 +57,7 @@ def tower_features(trunk: Any, images: Sequence[PatchedImage]) -> list[ImageFeat
     Source of the deeper features: DeepStack, arXiv 2406.04334 (Qwen3-VL).
     """
     device = trunk.get_input_embeddings().weight.device
-    sizes = (
-        "cpu" if device.type == "meta" else device
-    )  # its values are read, even for a model without weights
+    sizes = "cpu" if device.type == "meta" else device  # its values are read, even for a model without weights
     output = trunk.get_image_features(
         torch.cat([image.patches for image in images]).to(device),
         torch.tensor([image.grid for image in images], device=sizes),

@@ -92,9 +92,8 @@ class PatchCutter:
         return resize_like_pil(flat, size, self.resample).view(*pixels.shape[:-2], *size)
 
     def cut(self, pixels: Tensor) -> Tensor:
-        """Return patches [moments · rows · columns, 3 · frames · patch²] float32 of an image uint8 [3, H, W]
-        or a clip [F, 3, H, W], whose last frame is repeated where a moment lacks one; those of one token
-        stand together.
+        """Return patches [moments · rows · columns, 3 · frames · patch²] float32 of an image uint8 [3, H, W] or a clip
+        [F, 3, H, W], whose last frame is repeated where a moment lacks one; those of one token stand together.
         """
         mean, std = (torch.tensor(of, device=pixels.device).view(3, 1, 1) for of in (self.mean, self.std))
         image = (self.levels(pixels) / 255 - mean) / std
@@ -104,9 +103,7 @@ class PatchCutter:
             image = torch.cat([image, image[-1:].expand(short, -1, -1, -1)])
         side, merge = self.patch, self.merge
         moments, rows, columns = len(image) // self.frames, image.shape[2] // side, image.shape[3] // side
-        parts = image.reshape(
-            moments, self.frames, 3, rows // merge, merge, side, columns // merge, merge, side
-        )
+        parts = image.reshape(moments, self.frames, 3, rows // merge, merge, side, columns // merge, merge, side)
         # [moment, rows, columns, row, column in a token, 3, frame, side, side]
         parts = parts.permute(0, 3, 6, 4, 7, 2, 1, 5, 8)
         return parts.reshape(moments * rows * columns, 3 * self.frames * side * side)
@@ -121,8 +118,7 @@ def smart_resize(
     *,
     whole_tokens: bool = False,
 ) -> tuple[int, int]:
-    """Return a height and width that are multiples of `factor`, with about the image's aspect, within the
-    pixels.
+    """Return a height and width that are multiples of `factor`, with about the image's aspect, within the pixels.
 
     Halves round to even, as the published processors do; at least one multiple remains of each side.
 
@@ -140,8 +136,7 @@ def smart_resize(
     """
     if min(height, width) < 1 or max(height, width) > LONGEST * min(height, width):
         raise ValueError(
-            f"an image of {width}×{height} pixels: one side may be at most {LONGEST} times the other; crop "
-            "it first"
+            f"an image of {width}×{height} pixels: one side may be at most {LONGEST} times the other; crop it first"
         )
     smallest = factor if whole_tokens else 0
     tall, wide = (max(smallest, round(side / factor) * factor) for side in (height, width))

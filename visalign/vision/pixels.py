@@ -80,9 +80,7 @@ def _from_tensor(image: Tensor, where: str) -> Tensor:
 
 
 def to_levels(image: Tensor) -> Tensor:
-    """Convert an image in [0, 1] of any layout to uint8 on the CPU, rounded to the nearest level; uint8
-    stays.
-    """
+    """Convert an image in [0, 1] of any layout to uint8 on the CPU, rounded to the nearest level; uint8 stays."""
     if image.dtype == torch.uint8:
         return image.cpu()
     return image.detach().cpu().float().mul(255).round().clamp(0, 255).to(torch.uint8)

@@ -41,8 +41,7 @@ def _to_levels(sums: Tensor) -> Tensor:
 
 @lru_cache(maxsize=64)
 def resize_weights(source: int, target: int, interpolation: str) -> Tensor:
-    """Return the matrix W [target, source] float64 of a one-dimensional antialiased resize y = W x, in units
-    of 2⁻²².
+    """Return the matrix W [target, source] float64 of a one-dimensional antialiased resize y = W x, in units of 2⁻²².
 
     W_ij ∝ k((j + ½ − c_i) / s) with c_i = (i + ½)·source/target and s = max(source/target, 1), rows summing
     to 1; k is the triangle ("bilinear") or Keys' cubic with a = −½ ("bicubic"), as in PIL.

@@ -15,9 +15,7 @@ TOLERANCE = 8
 def check_window(side: Any) -> None:
     """Raise for a side that is no whole number from 0."""
     if isinstance(side, bool) or not isinstance(side, int) or side < 0:
-        raise ValueError(
-            f"window is {side!r}; it is a whole number of pixels, or 0 to read every image whole."
-        )
+        raise ValueError(f"window is {side!r}; it is a whole number of pixels, or 0 to read every image whole.")
 
 
 def seen_window(image: Tensor, side: int) -> Tensor:
@@ -46,15 +44,11 @@ def seen_window(image: Tensor, side: int) -> Tensor:
     ends = [(int(indices[0]), int(indices[-1]) + 1) for indices in (rows, columns)]
     if max(last - first for first, last in ends) > side:
         return image
-    (top, high), (left, wide) = (
-        _span(*end, side, size) for end, size in zip(ends, (height, width), strict=True)
-    )
+    (top, high), (left, wide) = (_span(*end, side, size) for end, size in zip(ends, (height, width), strict=True))
     return image[:, top : top + high, left : left + wide]
 
 
 def _span(first: int, last: int, side: int, size: int) -> tuple[int, int]:
-    """Return start and length of `side` of `size` pixels, around `first` to `last` as far as there is
-    room.
-    """
+    """Return start and length of `side` of `size` pixels, around `first` to `last` as far as there is room."""
     long = min(side, size)
     return min(max((first + last - long) // 2, 0), size - long), long

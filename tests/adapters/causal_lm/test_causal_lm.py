@@ -3,6 +3,7 @@
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ PROMPTS = ["a", "hello there you", "1+2="]
 LORA = text_lora(rank=3, alpha=7, seed=5)
 STOP = StoppingCriteria(max_new_tokens=10)
 NUCLEUS = Sampling(temperature=0.7, top_p=0.9)
-SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
 SMALL |= {"initializer_range": 0.3, "eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None}
 
@@ -91,9 +92,7 @@ def test_micro_batches_and_recomputed_activations_change_nothing() -> None:
         return (found.log_prob * place + found.entropy).sum()
 
     whole = gradients(given, total(given, None))
-    shares = [
-        gradients(given, total(given, rows)) for rows in torch.tensor([4, 0, 2, 1, 5, 3]).split([1, 3, 2])
-    ]
+    shares = [gradients(given, total(given, rows)) for rows in torch.tensor([4, 0, 2, 1, 5, 3]).split([1, 3, 2])]
     for mine, *parts in zip(whole, *shares, strict=True):
         torch.testing.assert_close(sum(parts), mine, rtol=1e-4, atol=1e-4)
     for mine, other in zip(whole, gradients(saving, total(saving, None)), strict=True):
@@ -233,9 +232,7 @@ def test_a_lora_of_another_kind_is_refused(tmp_path) -> None:
 
 
 def gemma() -> nn.Module:
-    return Gemma2ForCausalLM(
-        Gemma2Config(**SMALL, head_dim=8, final_logit_softcapping=2.0, sliding_window=4)
-    ).eval()
+    return Gemma2ForCausalLM(Gemma2Config(**SMALL, head_dim=8, final_logit_softcapping=2.0, sliding_window=4)).eval()
 
 
 def granite() -> nn.Module:
@@ -243,7 +240,7 @@ def granite() -> nn.Module:
 
 
 def gpt2() -> nn.Module:
-    sizes = {"vocab_size": 64, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4}
+    sizes: dict[str, Any] = {"vocab_size": 64, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4}
     return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=1, eos_token_id=1, initializer_range=0.3))
 
 

@@ -75,9 +75,7 @@ def test_what_a_tool_wrote_is_read_and_not_learnt():
 
 def test_of_pairs_and_votes_too_what_a_tool_wrote_is_not_learnt():
     pair = {"prompt": "g", "chosen": "a=b c", "rejected": "1+2=3. a", "rejected_tool_answers": [[4, 6]]}
-    rollout = DemonstrationBatches(toy_policy(), [pair], size=1, seed=0, field=("chosen", "rejected")).batch(
-        0
-    )
+    rollout = DemonstrationBatches(toy_policy(), [pair], size=1, seed=0, field=("chosen", "rejected")).batch(0)
     assert [rollout.loss_mask[row].sum().item() for row in (0, 1)] == [6, 7]
     assert rollout.loss_mask[1, 4:6].tolist() == [0, 0]
     votes = [
@@ -85,9 +83,7 @@ def test_of_pairs_and_votes_too_what_a_tool_wrote_is_not_learnt():
         {"prompt": "b c", "completion": "a=b c", "tool_answers": None},
     ]
     votes = with_mismatched(toy_policy(), votes)
-    rows = DemonstrationBatches(toy_policy(), votes, size=2, seed=0, field=("completion", "mismatched")).rows(
-        [0, 1]
-    )
+    rows = DemonstrationBatches(toy_policy(), votes, size=2, seed=0, field=("completion", "mismatched")).rows([0, 1])
     assert rows.loss_mask.sum(1).tolist() == [7, 6, 6, 7]
 
 

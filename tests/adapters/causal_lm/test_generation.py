@@ -142,9 +142,7 @@ def test_equal_prompts_are_read_once_and_ended_completions_leave(monkeypatch) ->
 
 
 def test_completions_end_where_the_context_does(shared) -> None:
-    rollout = sampled(
-        shared, prompts=["b" * 60, "b"], stopping=StoppingCriteria(max_new_tokens=9, eos_ids=())
-    )
+    rollout = sampled(shared, prompts=["b" * 60, "b"], stopping=StoppingCriteria(max_new_tokens=9, eos_ids=()))
     assert rollout.loss_mask.sum(1).tolist() == [4, 4, 4, 9, 9, 9] and set(rollout.stop_reason) == {"length"}
     found = shared.log_probs(rollout).log_prob
     torch.testing.assert_close(found, rollout.log_prob, rtol=0, atol=1e-4)
@@ -155,10 +153,7 @@ def test_prompts_that_are_too_long(shared) -> None:
         sampled(shared, prompts=["b", "b" * 64])
     given = policy(max_prompt_tokens=5, long_prompts="mask")
     rollout = sampled(given, Sampling(top_p=0.9), prompts=["abcdef", "abc"])
-    assert (
-        rollout.stop_reason[:3] == ["prompt too long"] * 3
-        and "prompt too long" not in rollout.stop_reason[3:]
-    )
+    assert rollout.stop_reason[:3] == ["prompt too long"] * 3 and "prompt too long" not in rollout.stop_reason[3:]
     assert rollout.loss_mask[:3].sum() == 0 and rollout.text[:3] == [""] * 3
     assert rollout.generated.tolist() == [False] * 3 + [True] * 3
     found = given.log_probs(rollout).log_prob

@@ -129,9 +129,7 @@ def test_dense_models_and_demonstrations_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("on", [False, True])
-def test_updates_replay_the_routes_of_their_rollout_and_the_reference_has_its_own(
-    tmp_path: Path, on: bool
-) -> None:
+def test_updates_replay_the_routes_of_their_rollout_and_the_reference_has_its_own(tmp_path: Path, on: bool) -> None:
     policy, seen = _policy(), list[tuple[bool, bool]]()
     scored = policy.log_probs
 
@@ -153,6 +151,4 @@ def test_a_model_of_its_own_does_not_follow_the_policys_routes() -> None:
     dense = CausalLMPolicy(tiny_model(), tiny_tokenizer())
     for model in (other, dense):
         with torch.no_grad():
-            assert torch.equal(
-                model_log_prob(model, routed), model_log_prob(model, replace(routed, routes=None))
-            )
+            assert torch.equal(model_log_prob(model, routed), model_log_prob(model, replace(routed, routes=None)))

@@ -66,9 +66,7 @@ def test_a_sample_does_not_depend_on_its_batch(policy) -> None:
     whole = drawn(policy, use())
     small = drawn(CausalLMPolicy(tiny_model(), tiny_tokenizer(), generate_batch=2), use())
     assert whole.text == small.text and whole.tools == small.tools
-    one = ToolPolicy(policy, tiny_tokenizer(), use()).generate(
-        PROMPTS[1:2], seeds=[whole.seed[9]], stopping=STOPPING
-    )
+    one = ToolPolicy(policy, tiny_tokenizer(), use()).generate(PROMPTS[1:2], seeds=[whole.seed[9]], stopping=STOPPING)
     assert one.text == [whole.text[9]]
 
 
@@ -107,9 +105,7 @@ def test_answers_are_cut_and_their_special_tokens_are_text(policy) -> None:
 
 def test_a_call_stands_between_open_and_close(policy) -> None:
     asked: list[str] = []
-    found = drawn(
-        policy, use(lambda text: asked.append(text) or "", open="a", max_calls=8), num_generations=24
-    )
+    found = drawn(policy, use(lambda text: asked.append(text) or "", open="a", max_calls=8), num_generations=24)
     assert asked and not any("a" in text or "5" in text for text in asked)
     assert any(re.search("a[^a]*5[^a]*5", text) for text in found.text), "a second close without an open"
 
@@ -156,16 +152,12 @@ def test_a_server_goes_on_from_the_answers_too(policy) -> None:
         seeds = [body["seed"] for body in server.completions]
         assert len(set(seeds)) == len(seeds) > 24, "turns are drawn by numbers of their own"
         torch.testing.assert_close(policy.log_probs(found).log_prob, found.log_prob, rtol=0, atol=1e-4)
-        assert all(
-            re.search(r"5<\d+>", text) for text, t in zip(found.text, found.tools, strict=True) if t.calls
-        )
+        assert all(re.search(r"5<\d+>", text) for text, t in zip(found.text, found.tools, strict=True) if t.calls)
 
 
 def test_equal_calls_are_asked_once() -> None:
     asked: list[str] = []
-    found = ask_all(
-        use(lambda text: asked.append(text) or text.upper()), ["a", "b", "a", *map(str, range(99))]
-    )
+    found = ask_all(use(lambda text: asked.append(text) or text.upper()), ["a", "b", "a", *map(str, range(99))])
     assert len(asked) == 101 and found["a"] == "A" and found["98"] == "98"
 
 

@@ -108,9 +108,7 @@ def test_a_separate_value_model(tmp_path) -> None:
     wanted = given.log_probs(rollout).value
     assert wanted is not None
     torch.testing.assert_close(values, wanted, rtol=0, atol=1e-4)
-    torch.testing.assert_close(
-        critic.values(rollout, torch.tensor([4, 1])), values[[4, 1]], rtol=0, atol=1e-4
-    )
+    torch.testing.assert_close(critic.values(rollout, torch.tensor([4, 1])), values[[4, 1]], rtol=0, atol=1e-4)
     values.sum().backward()
     assert all(p.grad is not None for p in critic.parameters())
     critic.save(tmp_path / "critic")

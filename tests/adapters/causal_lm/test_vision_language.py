@@ -102,9 +102,7 @@ def test_each_image_is_read_once(shared, monkeypatch) -> None:
 def test_positions_are_those_of_the_library(kind) -> None:
     trunk: Any = tiny_seeing_model(kind).base_model
     sizes = [[(2, 3), (5, 1)], [], [(4, 4)], [(1, 1), (3, 2), (2, 2)]]
-    shown = [
-        [PatchedImage(f"{h}x{w}", (1, 2 * h, 2 * w), h * w, torch.zeros(0)) for h, w in row] for row in sizes
-    ]
+    shown = [[PatchedImage(f"{h}x{w}", (1, 2 * h, 2 * w), h * w, torch.zeros(0)) for h, w in row] for row in sizes]
     rows = [[7, 8, *(token for p in row for token in (*[IMAGE] * p.tokens, 9, 9))] for row in shown]
     width = max(map(len, rows)) + 2
     places, mask = torch.zeros(2, len(rows), width, dtype=torch.int64)

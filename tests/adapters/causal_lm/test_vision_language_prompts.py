@@ -51,9 +51,7 @@ def test_tokens_and_patches_are_those_of_the_processor(shared) -> None:
         if IMAGES[place]:
             patches = torch.cat([shown.patches for shown in found.encoded_images[place]])
             assert torch.equal(patches, own["pixel_values"])
-            assert [list(shown.grid) for shown in found.encoded_images[place]] == own[
-                "image_grid_thw"
-            ].tolist()
+            assert [list(shown.grid) for shown in found.encoded_images[place]] == own["image_grid_thw"].tolist()
     assert [sum(p.tokens for p in row) for row in found.encoded_images] == [6 + 5, 0, 25, 0]
 
 
@@ -157,9 +155,7 @@ def test_images_of_another_rollout_are_refused(shared) -> None:
 
 def test_a_model_without_its_processor_reads_text_alone(tmp_path) -> None:
     blind = CausalLMPolicy(tiny_seeing_model(), tiny_seeing_tokenizer())
-    assert torch.equal(answer(blind, "hello").log_prob, answer(policy(), "hello").log_prob), (
-        "text needs no processor"
-    )
+    assert torch.equal(answer(blind, "hello").log_prob, answer(policy(), "hello").log_prob), "text needs no processor"
     message = r"Qwen2VLForConditionalGeneration is used as a text policy .* build it with the processor"
     with pytest.raises(UserError, match=message):
         answer(blind, "hello", [make_image(8, 8)])

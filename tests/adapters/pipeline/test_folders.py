@@ -202,9 +202,7 @@ def test_images_to_edit(tmp_path):
     with pytest.raises(UserError, match=r"The source 'nowhere.png' is no image that can be read"):
         policy.encode([{"prompt": "a", "source": "nowhere.png"}])
     plain, options = tiny_pipeline("sd3")
-    assert encoder_inputs(PipelinePolicy(plain, lora=LoraSettings(rank=2), **options), records) == [
-        "a red circle"
-    ]
+    assert encoder_inputs(PipelinePolicy(plain, lora=LoraSettings(rank=2), **options), records) == ["a red circle"]
 
 
 def test_a_video_is_judged_by_its_middle_frame():

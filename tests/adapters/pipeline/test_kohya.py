@@ -87,9 +87,7 @@ def test_adapters_of_flux_are_read_back_by_diffusers_as_they_were(tmp_path):
     assert all(not read[f"{name}.lora_B.weight"].any() for name in extra)
     assert all(name.endswith("proj_mlp") for name in extra)
     for name in names:
-        x = torch.randn(
-            adapters[f"{name}.lora_A.weight"].shape[1], generator=torch.Generator().manual_seed(1)
-        )
+        x = torch.randn(adapters[f"{name}.lora_A.weight"].shape[1], generator=torch.Generator().manual_seed(1))
         down, up = (f"{name}.lora_{letter}.weight" for letter in "AB")
         expected = 3 * adapters[up] @ (adapters[down] @ x)
         assert torch.allclose(read[up] @ (read[down] @ x), expected, rtol=1e-4, atol=1e-3), name
@@ -106,8 +104,7 @@ def test_adapters_of_flux_without_a_key_are_named(tmp_path):
 def test_a_network_without_such_keys_is_refused(tmp_path):
     saved("flux", tmp_path)
     done = CliRunner().invoke(app, ["export-lora", str(tmp_path), "-o", str(tmp_path / "k.safetensors")])
-    assert (
-        done.exit_code != 0
-        and "kohya's keys are written for U-Nets (sd15, sdxl) and for FLUX.1" in " ".join(done.output.split())
+    assert done.exit_code != 0 and "kohya's keys are written for U-Nets (sd15, sdxl) and for FLUX.1" in " ".join(
+        done.output.split()
     )
     assert not (tmp_path / "k.safetensors").exists()

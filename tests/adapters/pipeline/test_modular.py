@@ -117,9 +117,7 @@ def test_a_prompt_is_upsampled_once_and_the_upsampler_may_be_left_out(folders, t
     assert len(asked) == 2 and PROMPT not in policy.pipe._captions[PROMPT]
     noise = torch.randn(1, *policy.latent_shape, generator=torch.Generator().manual_seed(1))
     again = policy.encode([PROMPT])
-    assert len(asked) == 2 and torch.equal(
-        again.rows()[0]["prompt_embeds"], condition.rows()[0]["prompt_embeds"]
-    )
+    assert len(asked) == 2 and torch.equal(again.rows()[0]["prompt_embeds"], condition.rows()[0]["prompt_embeds"])
     made = rollout(policy, again, sigmas=policy.sigmas(3), noise=noise).latents
     call = {**SIZE, "num_inference_steps": 3, "max_new_tokens": 12}
     latents, _ = own_modular_run(whole_pipeline(folder), [PROMPT], noise, 1.0, **call)

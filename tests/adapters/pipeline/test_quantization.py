@@ -73,9 +73,7 @@ def test_lora_learns_on_a_rounded_network(folders, tmp_path):
     policy.save(tmp_path)
     with torch.no_grad():
         expected = policy.velocity(*pairs)
-        pipe: Any = diffusers.DiffusionPipeline.from_pretrained(
-            folders["sd3"], text_encoder_3=None, tokenizer_3=None
-        )
+        pipe: Any = diffusers.DiffusionPipeline.from_pretrained(folders["sd3"], text_encoder_3=None, tokenizer_3=None)
         pipe.load_lora_weights(tmp_path)
         loaded = {n.replace("default_0", "default"): w for n, w in pipe.transformer.state_dict().items()}
         assert named and all(torch.equal(loaded[n], w) for n, w in named)
@@ -118,8 +116,7 @@ def test_a_plan_rounds_every_frozen_linear_layer_to_four_bits(folders, name):
     """Half a byte in place of two, a float32 for 64 weights, and a table of 16 float32 for a layer."""
     with hollow_pipelines():
         whole, rounded = (
-            int8(folders, name, quantization=kind, dtype=torch.bfloat16)
-            for kind in (None, "bitsandbytes_4bit")
+            int8(folders, name, quantization=kind, dtype=torch.bfloat16) for kind in (None, "bitsandbytes_4bit")
         )
     counts = [
         m.weight.numel()

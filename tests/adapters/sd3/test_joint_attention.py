@@ -2,6 +2,7 @@
 """One weighted null token is the 256 null tokens of diffusers' SD3 pipeline: outputs and gradients."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -68,7 +69,8 @@ def output_and_gradients(model, **inputs):
 @pytest.mark.parametrize(("options", "checkpointing"), [(SD3, False), (SD35, True)], ids=["sd3", "sd3.5"])
 def test_one_weighted_token_equals_256(options, checkpointing):
     dtype, tolerance = torch.float64, 1e-7
-    model = make_transformer(**options).to(dtype)
+    model: Any = make_transformer(**options)
+    model.to(dtype)
     inputs = {k: v.to(dtype) if torch.is_tensor(v) else v for k, v in make_inputs(256).items()}
     plain, plain_grad = output_and_gradients(model, **inputs)
 
@@ -88,9 +90,7 @@ def test_one_weighted_token_equals_256(options, checkpointing):
     assert short_grad.keys() == plain_grad.keys()
     for name, grad in plain_grad.items():
         scale = float(grad.abs().max().clamp_min(1e-3))
-        torch.testing.assert_close(
-            short_grad[name] / scale, grad / scale, rtol=0, atol=6 * tolerance, msg=name
-        )
+        torch.testing.assert_close(short_grad[name] / scale, grad / scale, rtol=0, atol=6 * tolerance, msg=name)
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -111,9 +111,7 @@ def test_16_bit_queries_keep_the_exact_weight(autocast):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             out, grad = output_and_gradients(model, **chosen)
         errors.append([float((out - exact).norm() / exact.norm())])
-        errors[-1] += [
-            float((grad[n] - g).norm() / g.norm()) for n, g in exact_grad.items() if "blocks.1" in n
-        ]
+        errors[-1] += [float((grad[n] - g).norm() / g.norm()) for n, g in exact_grad.items() if "blocks.1" in n]
     for plain, short in zip(*errors, strict=True):
         assert short < 2 * plain + 0.01, (plain, short)
 

@@ -80,9 +80,7 @@ def test_images_equal_the_pipeline(folders, kind, guidance):
     assert ours.dtype == torch.float32 and ours.shape == (3, 3, 64, 64)
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-4)
     # the policy's own pipe stays usable, with the new attention processor in place
-    torch.testing.assert_close(
-        sample_pipe(policy.pipe, guidance, max_sequence_length=32), expected, rtol=0, atol=1e-4
-    )
+    torch.testing.assert_close(sample_pipe(policy.pipe, guidance, max_sequence_length=32), expected, rtol=0, atol=1e-4)
     assert (expected[0] - expected[1]).abs().max() > 0.05, "the tiny model must listen to its prompts"
 
 
@@ -169,9 +167,7 @@ def test_guidance_under_autocast_keeps_the_gradient():
         perturb(policy)
         policy.velocity(*inputs(policy)).square().mean().backward()
         gradients = {name: p.grad for name, p in policy.trainable_parameters()}
-        reached.append(
-            {name for name, grad in gradients.items() if grad is not None and grad.abs().sum() > 0}
-        )
+        reached.append({name for name, grad in gradients.items() if grad is not None and grad.abs().sum() > 0})
     assert reached[0] == reached[1] and len(reached[0]) > 8
 
 

@@ -151,9 +151,7 @@ def test_prompts_that_are_too_long_are_masked_where_the_run_should_go_on(server)
         ("processed_logprobs", Sampling(temperature=0.005), r"is 0\.005; vLLM samples with 0\.01 instead"),
     ],
 )
-def test_sampling_whose_log_probs_the_server_does_not_give_is_refused(
-    policy, server, mode, sampling, message
-) -> None:
+def test_sampling_whose_log_probs_the_server_does_not_give_is_refused(policy, server, mode, sampling, message) -> None:
     with pytest.raises(UserError, match=message):
         drawn(generator(policy, server, logprobs_mode=mode), sampling)
     assert server.asked == []

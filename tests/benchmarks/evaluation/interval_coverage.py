@@ -69,9 +69,7 @@ STRENGTH = (0.6, 0.0, -0.6)
 """Of three generators."""
 
 
-def voted(
-    rng: np.random.Generator, prompts: int, each: int
-) -> tuple[Index, Index, Array, Array, Array, Array]:
+def voted(rng: np.random.Generator, prompts: int, each: int) -> tuple[Index, Index, Array, Array, Array, Array]:
     """Prompts [N], generators [N, 2], the first judge's deviations and margins, the second's margins [N], and
     what five annotators say [N, 5]: noise differs between pairs, and the first judge knows it.
     """
@@ -87,9 +85,7 @@ def voted(
     return draw.index, made, std, margin, other, said
 
 
-def shares(
-    rng: np.random.Generator, prompts: int, settings: IntervalSettings, *, each: int
-) -> dict[str, Any]:
+def shares(rng: np.random.Generator, prompts: int, settings: IntervalSettings, *, each: int) -> dict[str, Any]:
     """The accuracies of `pairs` alone, under policies without a threshold and in slices: cheap."""
     index, made, _, margin, _, said = voted(rng, prompts, each)
     table = RatioTable(index, prompts)
@@ -104,9 +100,7 @@ def shares(
     return {str(key): found.to_dict() for key, found in table.intervals(**settings.drawing()).items()}
 
 
-def two_judges(
-    rng: np.random.Generator, prompts: int, each: int
-) -> tuple[PreferenceSet, PairScores, PairScores]:
+def two_judges(rng: np.random.Generator, prompts: int, each: int) -> tuple[PreferenceSet, PairScores, PairScores]:
     """Votes of five annotators, and two judges of them."""
     index, made, std, margin, other, said = voted(rng, prompts, each)
     n = len(index)
@@ -139,9 +133,7 @@ def pairs(rng: np.random.Generator, prompts: int, settings: IntervalSettings, *,
     return report | {"comparison": compare_on_preferences(records, one, two, settings)}
 
 
-def people(
-    rng: np.random.Generator, prompts: int, settings: IntervalSettings, *, each: int
-) -> dict[str, Any]:
+def people(rng: np.random.Generator, prompts: int, settings: IntervalSettings, *, each: int) -> dict[str, Any]:
     """What `pairs` has on people's votes and on the std alone: cheaper."""
     records, one, _ = two_judges(rng, prompts, each)
     judged = judged_pairs(records, one)
@@ -156,17 +148,13 @@ def ratings(rng: np.random.Generator, prompts: int, each: int) -> tuple[Array, A
     return mos, good + 0.8 * draw(), good + 1.5 * draw(), draw.index
 
 
-def quality(
-    rng: np.random.Generator, prompts: int, settings: IntervalSettings, *, each: int
-) -> dict[str, Any]:
+def quality(rng: np.random.Generator, prompts: int, settings: IntervalSettings, *, each: int) -> dict[str, Any]:
     """Two judges on mean opinion scores."""
     mos, x, other, index = ratings(rng, prompts, each)
     records = QualitySet(
         name="quality",
         records=tuple(
-            QualityRecord(
-                image=str(k), mos=float(value), prompt=f"prompt {index[k]}", category="ab"[index[k] % 2]
-            )
+            QualityRecord(image=str(k), mos=float(value), prompt=f"prompt {index[k]}", category="ab"[index[k] % 2])
             for k, value in enumerate(mos)
         ),
     )
@@ -188,9 +176,7 @@ def agree(rng: np.random.Generator, prompts: int, settings: IntervalSettings, *,
     return found
 
 
-def heldout(
-    rng: np.random.Generator, prompts: int, settings: IntervalSettings, *, each: int
-) -> dict[str, Any]:
+def heldout(rng: np.random.Generator, prompts: int, settings: IntervalSettings, *, each: int) -> dict[str, Any]:
     """Right and wrong images of a model before and after training, the same seeds of each prompt."""
     draw = Shared(rng, prompts, each)
     before, after = draw() > 0.3, draw() > -0.5
@@ -203,9 +189,7 @@ NOISES = (0.8, 1.2, 1.5, 2.0)
 """Of four judges that are compared and stacked."""
 
 
-def judges_pairs(
-    rng: np.random.Generator, prompts: int, settings: IntervalSettings, *, each: int
-) -> dict[str, Any]:
+def judges_pairs(rng: np.random.Generator, prompts: int, settings: IntervalSettings, *, each: int) -> dict[str, Any]:
     """Four judges and their stack on the majority of three votes: all together, and the stack by itself."""
     draw = Shared(rng, prompts, each)
     true = 1.2 * draw()
@@ -225,9 +209,7 @@ def judges_pairs(
     return _together(records, judges, settings) | {"fused": {"accuracy": own, "over the best": over}}
 
 
-def judges_quality(
-    rng: np.random.Generator, prompts: int, settings: IntervalSettings, *, each: int
-) -> dict[str, Any]:
+def judges_quality(rng: np.random.Generator, prompts: int, settings: IntervalSettings, *, each: int) -> dict[str, Any]:
     """Four judges and their stack on mean opinion scores."""
     draw = Shared(rng, prompts, each)
     good = draw()
@@ -293,9 +275,7 @@ def truths(name: str, each: int) -> dict[str, float]:
     return {place: float(np.mean(values)) for place, values in estimates.items()}
 
 
-def coverage(
-    world: str, sets: int, *, first: int = 0, resamples: int = RESAMPLES
-) -> dict[str, tuple[float, int]]:
+def coverage(world: str, sets: int, *, first: int = 0, resamples: int = RESAMPLES) -> dict[str, tuple[float, int]]:
     """Place of an interval -> (share of sets whose interval holds the truth, of how many that have one).
 
     Set `n` is drawn from the seed `first` + n.
@@ -305,9 +285,7 @@ def coverage(
     found: dict[str, list[Mapping[str, float]]] = defaultdict(list)
     for seed in range(first, first + sets):
         settings = IntervalSettings(seed=seed, resamples=resamples)
-        for place, number in intervals(
-            MAKES[name](np.random.default_rng(seed), prompts, settings, each=each)
-        ):
+        for place, number in intervals(MAKES[name](np.random.default_rng(seed), prompts, settings, each=each)):
             if number["low"] is not None and place in truth:
                 found[place].append(number)
     for place in found:
@@ -324,9 +302,7 @@ def coverage(
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sets", type=int, default=400)
     parser.add_argument("--first", type=int, default=0, help="seed of the first set")
     parser.add_argument("--resamples", type=int, default=RESAMPLES)

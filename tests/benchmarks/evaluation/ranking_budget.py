@@ -187,9 +187,7 @@ def compare_peers(groups: int, size: int, budget: float, seed: int) -> None:
         for number in range(seed, seed + groups):
             found = simulate(judge, size, budget, "active", number)
             true, odds = simulated_odds(judge, size, number)
-            others = [
-                spearman(peer(n, odds.sigmoid(), int(found["calls"]), number), true) for n in names[1:-1]
-            ]
+            others = [spearman(peer(n, odds.sigmoid(), int(found["calls"]), number), true) for n in names[1:-1]]
             rows.append([found["accuracy"], found["truth"], *others, found["full_truth"]])
         mean = torch.tensor(rows).double().mean(0).tolist()
         print(f"| {mean[0]:.2f} | " + " | ".join(f"{value:.3f}" for value in mean[1:]) + " |", flush=True)
@@ -210,10 +208,7 @@ def main() -> None:
     if options.peers:
         compare_peers(options.groups, options.size, options.budget, options.seed)
         return
-    print(
-        "| answers | spread | bias | noise | accuracy | swap "
-        "| method | calls | full (5 %) | both | truth | cover |"
-    )
+    print("| answers | spread | bias | noise | accuracy | swap | method | calls | full (5 %) | both | truth | cover |")
     print("|---|---|---|---|---|---|---|---|---|---|---|---|")
     judges = JUDGES if options.judge is None else (options.judge,)
     for judge in judges:

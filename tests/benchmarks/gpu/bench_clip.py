@@ -48,9 +48,7 @@ def build(dtype):
 
 def parts(model):
     tokenizer = open_clip.get_tokenizer(NAME)
-    return ClipParts(
-        encoder=ClipEncoder(model).eval(), preprocess=PRE, tokenizer=tokenizer, end=49407, folder=None
-    )
+    return ClipParts(encoder=ClipEncoder(model).eval(), preprocess=PRE, tokenizer=tokenizer, end=49407, folder=None)
 
 
 @torch.no_grad()
@@ -89,9 +87,7 @@ with attempt("device path"), torch.no_grad():
         ms = timed(lambda: [on_device(b) for b in ims.split(batch)], warm=1, count=3 if CUDA else 1)
         emit(bench="clip resize on device by PIL's rule", images_per_s=round(a.n / ms * 1e3, 1))
         ms = timed(
-            lambda: [
-                model.encode_image(on_device(b).to(model.visual.conv1.weight.dtype)) for b in ims.split(batch)
-            ],
+            lambda: [model.encode_image(on_device(b).to(model.visual.conv1.weight.dtype)) for b in ims.split(batch)],
             warm=1,
             count=3 if CUDA else 1,
         )
@@ -151,11 +147,7 @@ with attempt("files"), torch.no_grad():
             waiting = [[pool.submit(one, f) for f in c] for c in chunks]
             for c in waiting:
                 levels = torch.stack([f.result() for f in c])
-                levels = (
-                    (levels.pin_memory() if CUDA else levels)
-                    .to(DEVICE, non_blocking=True)
-                    .permute(0, 3, 1, 2)
-                )
+                levels = (levels.pin_memory() if CUDA else levels).to(DEVICE, non_blocking=True).permute(0, 3, 1, 2)
                 x = ((levels.float() / 255 - mean) / std) if resized else on_device(levels.float() / 255)
                 out.append(model.encode_image(x.to(model.visual.conv1.weight.dtype)))
         sync()
@@ -238,9 +230,7 @@ with attempt("compiled tower"), torch.no_grad():
             warm=1,
             count=3 if CUDA else 1,
         )
-        emit(
-            bench="clip from device tensors, bf16 compiled", batch=256, images_per_s=round(a.n / ms * 1e3, 1)
-        )
+        emit(bench="clip from device tensors, bf16 compiled", batch=256, images_per_s=round(a.n / ms * 1e3, 1))
 model = None
 free()
 # bf16 against float32: the packaged small model, whose scores are meaningful, and the large one
@@ -267,9 +257,7 @@ with attempt("precision"), torch.no_grad():
             torch.backends.cuda.matmul.allow_tf32 = False
 
     def cos(m, x):
-        return torch.nn.functional.cosine_similarity(
-            m.encode_image(x).float(), m.encode_text(tokens).float(), dim=-1
-        )
+        return torch.nn.functional.cosine_similarity(m.encode_image(x).float(), m.encode_text(tokens).float(), dim=-1)
 
     s32, s16 = cos(full, x), cos(low, x.bfloat16())
     emit(

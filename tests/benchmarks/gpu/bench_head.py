@@ -69,9 +69,9 @@ def _stat(z, top, total, moment):
 def _grad(z, top, level, push, pull, place):
     d = z - top[:, None]
     g = d.exp() * (level[:, None] + push[:, None] * d)
-    return torch.where(
-        torch.arange(z.shape[1], device=z.device)[None] == place[:, None], g - pull[:, None], g
-    ).to(DTYPE)
+    return torch.where(torch.arange(z.shape[1], device=z.device)[None] == place[:, None], g - pull[:, None], g).to(
+        DTYPE
+    )
 
 
 def compiled_head(tile):
@@ -92,9 +92,7 @@ def compiled_head(tile):
                 top, total, moment = stat(z, top, total, moment)
                 place = t - start
                 inside = (place >= 0) & (place < z.shape[1])
-                chosen = torch.where(
-                    inside, z.gather(1, place.clamp(0, z.shape[1] - 1)[:, None])[:, 0], chosen
-                )
+                chosen = torch.where(inside, z.gather(1, place.clamp(0, z.shape[1] - 1)[:, None])[:, 0], chosen)
             log_s = total.log()
             entropy = log_s - moment / total
             ctx.save_for_backward(h, w, t, top, total, entropy)
@@ -146,9 +144,7 @@ def liger_grpo():
     return run
 
 
-def measure(
-    name, function, size, *, entropy=False, frozen=False, warm=2 if CUDA else 0, count=5 if CUDA else 1
-):
+def measure(name, function, size, *, entropy=False, frozen=False, warm=2 if CUDA else 0, count=5 if CUDA else 1):
     with attempt(f"head {name} {size}"):
         h, w, t, adv = problem(*size)
         if frozen:

@@ -31,9 +31,7 @@ p = argparse.ArgumentParser()
 p.add_argument("--tiny", action="store_true")
 p.add_argument("--seconds", type=int, default=400)
 p.add_argument("--batch", type=int, default=16)
-p.add_argument(
-    "--steps", nargs="*", default=["limits", "compiled", "ratio", "trainer", "trainer_fast", "emulate"]
-)
+p.add_argument("--steps", nargs="*", default=["limits", "compiled", "ratio", "trainer", "trainer_fast", "emulate"])
 a = p.parse_args()
 end_after(a.seconds)
 from lora_forms import CastLora, CastLoraInPlace, Linear, compile_blocks, one_graph, use_form
@@ -160,9 +158,7 @@ def compiled(policy, **options):
 def ratio(name, policy, around=None, batch=BATCH, samples=BATCH, repeat=True):
     """|log ratio| of samples and steps between a rollout and its replay under the same weights."""
     with attempt(f"ratio {name}"):
-        c = policy.encode(["a red circle", "a blue square over a green triangle"]).select(
-            torch.arange(samples) % 2
-        )
+        c = policy.encode(["a red circle", "a blue square over a green triangle"]).select(torch.arange(samples) % 2)
         sigmas = policy.sigmas(10)
         seeds = [sample_seed(0, "x", i) for i in range(samples)]
 
@@ -351,9 +347,7 @@ if "trainer_fast" in a.steps:
     trainer("flow_grpo, no guidance; cast, compiled", *plain, **fast)
     trainer("one window; cast, compiled", *window, **fast)
     trainer("diffusion_nft; cast, compiled", *nft, **fast)
-    trainer(
-        "flow_grpo, no guidance; cast, compiled, one graph freed by block", *plain, **fast, shared="freed"
-    )
+    trainer("flow_grpo, no guidance; cast, compiled, one graph freed by block", *plain, **fast, shared="freed")
 if "trainer" in a.steps:
     trainer("diffusion_nft; packaged", *nft)
     trainer("one window; packaged", *window)

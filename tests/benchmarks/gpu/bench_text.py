@@ -104,14 +104,11 @@ def own(length, batch):
 
 
 class Decode:
-    """A step of decoding on a static cache without a look from the host: log-prob, entropy and the next
-    token."""
+    """A step of decoding on a static cache without a look from the host: log-prob, entropy and the next token."""
 
     def __init__(self, length):
         ids = (
-            torch.tensor(
-                [tok(x)["input_ids"][:8] + [5] * (8 - len(tok(x)["input_ids"][:8])) for x in prompts]
-            )
+            torch.tensor([tok(x)["input_ids"][:8] + [5] * (8 - len(tok(x)["input_ids"][:8])) for x in prompts])
             .repeat_interleave(G, 0)
             .to(DEVICE)
         )

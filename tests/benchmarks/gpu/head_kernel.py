@@ -194,11 +194,7 @@ class TritonHead(torch.autograd.Function):
         logits = torch.empty(min(rows, n), tile, device=device, dtype=torch.float32)
         short = torch.empty(min(rows, n), tile, device=device, dtype=hidden.dtype)
         one = rows >= n
-        sums = (
-            None
-            if one or not needs_weight
-            else torch.empty(tile, width_h, device=device, dtype=torch.float32)
-        )
+        sums = None if one or not needs_weight else torch.empty(tile, width_h, device=device, dtype=torch.float32)
         for start in range(0, v, tile):
             matrix = weight[start : start + tile]
             width = matrix.shape[0]
@@ -359,9 +355,7 @@ def _fused_gradient(
         + tl.load(push_ptr + rows, mask=live, other=0.0)[:, None] * d
     )
     place = tl.load(target_ptr + rows, mask=live, other=-1) - start
-    g = tl.where(
-        columns[None, :] == place[:, None], g - tl.load(pull_ptr + rows, mask=live, other=0.0)[:, None], g
-    )
+    g = tl.where(columns[None, :] == place[:, None], g - tl.load(pull_ptr + rows, mask=live, other=0.0)[:, None], g)
     at = rows.to(tl.int64)[:, None] * v + columns[None, :]
     tl.store(out_ptr + at, g.to(out_ptr.dtype.element_ty), mask=live[:, None] & (columns < v)[None, :])
 
@@ -421,11 +415,7 @@ class FusedHead(torch.autograd.Function):
         if blocks["TMA"]:
             triton.set_allocator(_allocate)  # for this thread: the backward has one of its own
         pull = torch.zeros_like(top) if grad_log_prob is None else grad_log_prob.float() * (-1 / temperature)
-        push = (
-            torch.zeros_like(top)
-            if grad_entropy is None
-            else grad_entropy.float() * (-1 / temperature) / total
-        )
+        push = torch.zeros_like(top) if grad_entropy is None else grad_entropy.float() * (-1 / temperature) / total
         level = pull / total + push * (entropy - total.log())
         grad_hidden = torch.empty(n, width_h, device=device, dtype=torch.float32) if needs_hidden else None
         grad_weight = torch.empty_like(weight) if needs_weight else None

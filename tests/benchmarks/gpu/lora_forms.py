@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ways to compute a LoRA whose weights are float32 on a frozen bfloat16 layer, and blocks that share one
-graph.
+"""Ways to compute a LoRA whose weights are float32 on a frozen bfloat16 layer, and blocks that share one graph.
 
 `CastLora`: y = W x + s B(A x) with A and B cast to the dtype of x for the products, s folded into B; their
 gradients arrive in the float32 weights. `CastLoraInPlace` lets the second product add into the first's

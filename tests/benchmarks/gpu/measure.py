@@ -129,6 +129,4 @@ def kernels(function, most=14):
             entry[0] += event.device_time / 1e3
             entry[1] += 1
     rows = sorted(found.items(), key=lambda item: -item[1][0])[:most]
-    return [(name[:110], round(ms, 2), n) for name, (ms, n) in rows], round(
-        sum(v[0] for v in found.values()), 1
-    )
+    return [(name[:110], round(ms, 2), n) for name, (ms, n) in rows], round(sum(v[0] for v in found.values()), 1)

@@ -65,9 +65,7 @@ def run(checkout: Path, options: argparse.Namespace, folder: Path) -> tuple[list
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("other", type=Path, help="another checkout of this project")
     parser.add_argument("overrides", nargs="*", help="key=value, for both sides")
     parser.add_argument("--config", default="shapes_flow_grpo")

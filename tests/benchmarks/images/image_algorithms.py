@@ -149,9 +149,7 @@ def numbers(folders: dict[str, list[Path]]) -> dict[str, dict[str, list[float]]]
             found[name] = {
                 "before": [round(one["before"]["accuracy"], 4) for one in said],
                 "after": [round(one["after"]["accuracy"], 4) for one in said],
-                "forward_equivalents": [
-                    round(one["images"] * one["forward_equivalents_per_image"]) for one in said
-                ],
+                "forward_equivalents": [round(one["images"] * one["forward_equivalents_per_image"]) for one in said],
                 "seconds": [fastest(read_rows(run / "metrics.jsonl")) for run in done],
             }
     return found

@@ -52,9 +52,7 @@ class Elsewhere:
 def trainer(folder: Path, way: dict[str, Any], reward: Elsewhere) -> va.Trainer[Any]:
     """A fresh run; samples made ahead need the correction, and all have it so that they do the same work."""
     policy = va.load_policy(va.resolve_model("shapes-sd3"), lora=va.LoraSettings(rank=8))
-    rollout = va.RolloutSettings(
-        prompts_per_iteration=8, group_size=8, steps=6, batch_size=16, train_steps=[0], **way
-    )
+    rollout = va.RolloutSettings(prompts_per_iteration=8, group_size=8, steps=6, batch_size=16, train_steps=[0], **way)
     # one trained step: an update of about the rollout's time
     records = [{"prompt": f"a {colour} circle"} for colour in ("red", "blue", "green", "yellow")]
     algorithm = va.FlowGRPO(
@@ -64,9 +62,7 @@ def trainer(folder: Path, way: dict[str, Any], reward: Elsewhere) -> va.Trainer[
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--iterations", type=int, default=5)
     parser.add_argument("--judge", type=float, default=1.0)
     options = parser.parse_args(arguments)

@@ -52,8 +52,7 @@ def main(names: list[str]) -> None:
             inside.append(sum(spent))
         more = median(a - b for a, b in zip(whole, inside, strict=True))
         print(
-            f"{name:16s} network {median(inside):6.2f} ms  velocity {median(whole):6.2f} ms  "
-            f"more {more:5.2f} ms",
+            f"{name:16s} network {median(inside):6.2f} ms  velocity {median(whole):6.2f} ms  more {more:5.2f} ms",
             flush=True,
         )
 

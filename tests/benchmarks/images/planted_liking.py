@@ -84,9 +84,7 @@ class Votes:
         self.judge = Score(liking, seed, strength)
         self.name = f"votes_{liking}"
 
-    def compare(
-        self, left: Any, right: Any, prompts: Sequence[str], metadata: Metadata | None = None
-    ) -> Preferences:
+    def compare(self, left: Any, right: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Preferences:
         request, pairs = read_pairs(self.name, left, right, prompts, metadata)
         return self._votes(request, pairs)
 
@@ -307,9 +305,7 @@ def start(prompts: int, arms: Sequence[str], likings: Sequence[str], seeds: Sequ
     return "\n".join(lines)
 
 
-def accuracy(
-    truth: np.ndarray, value: np.ndarray | None, votes: Votes, images: Tensor, texts: list[str]
-) -> float:
+def accuracy(truth: np.ndarray, value: np.ndarray | None, votes: Votes, images: Tensor, texts: list[str]) -> float:
     """Share of the pairs of different truth that a judge has right: by its scores, or by one vote each."""
     left, right = np.triu_indices(8, 1)
     gap = truth[:, left] - truth[:, right]

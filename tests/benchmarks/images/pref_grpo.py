@@ -57,22 +57,16 @@ def table(folders: dict[str, Path]) -> str:
         before = json.loads((folder / "summary.json").read_text())
         held = [r for r in read_metrics(folder / "metrics.jsonl") if "heldout/accuracy" in r]
         if not names:
-            names = [
-                k for k in held[-1] if k.startswith("heldout/") and not k.startswith("heldout/accuracy.")
-            ]
+            names = [k for k in held[-1] if k.startswith("heldout/") and not k.startswith("heldout/accuracy.")]
             lines += [
-                "| reward | iteration | reward within groups, std | "
-                + " | ".join(n[8:] for n in names)
-                + " |",
+                "| reward | iteration | reward within groups, std | " + " | ".join(n[8:] for n in names) + " |",
                 "|" + "---|" * (3 + len(names)),
             ]
         for record in held:
             cells = " | ".join(f"{record[name]:.3g}" for name in names)
             lines.append(f"| {label} | {record['iteration']} | {record['reward_group_std']:.3f} | {cells} |")
         ends = [before[when]["accuracy"] for when in ("before", "after")]
-        lines.append(
-            f"| {label} | all held-out prompts | | {ends[0]} -> {ends[1]} |" + " |" * (len(names) - 1)
-        )
+        lines.append(f"| {label} | all held-out prompts | | {ends[0]} -> {ends[1]} |" + " |" * (len(names) - 1))
     return "\n".join(lines)
 
 
@@ -87,9 +81,7 @@ def main() -> None:
     given = parser.parse_args()
     for seed in given.seeds:
         folders = {}
-        for label, (pipeline, config) in configs(
-            given.iterations, seed, given.every, given.overrides
-        ).items():
+        for label, (pipeline, config) in configs(given.iterations, seed, given.every, given.overrides).items():
             folder = given.output / f"{label.replace(' ', '_')}_{seed}"
             if given.only in (None, label) and not (folder / "summary.json").is_file():
                 pipeline.run(config, folder, resume=(folder / "config.yaml").is_file())

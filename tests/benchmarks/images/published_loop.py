@@ -41,9 +41,7 @@ from visalign.training import (
     Trainer,
 )
 
-PROMPTS = [
-    f"a {colour} {shape}" for colour in ("red", "blue", "green", "yellow") for shape in ("circle", "square")
-]
+PROMPTS = [f"a {colour} {shape}" for colour in ("red", "blue", "green", "yellow") for shape in ("circle", "square")]
 CLIP, UPDATES, LR, EMA, EMA_EVERY = 1e-4, 2, 3e-4, 0.9, 8
 
 
@@ -69,8 +67,7 @@ class Published:
         group = self.options.group
         prompts = [prompt for prompt in PROMPTS[: self.options.prompts] for _ in range(group)]
         batches = [
-            self._sample(prompts[i : i + self.options.batch])
-            for i in range(0, len(prompts), self.options.batch)
+            self._sample(prompts[i : i + self.options.batch]) for i in range(0, len(prompts), self.options.batch)
         ]
         reward = torch.cat([batch["reward"] for batch in batches]).double().view(-1, group)
         centred = reward - reward.mean(1, keepdim=True)
@@ -143,9 +140,7 @@ def ours(policy: Any, options: argparse.Namespace, folder: Path) -> Trainer[Flow
         prompts_per_iteration=options.prompts, group_size=options.group, steps=options.steps,
         batch_size=options.batch, noise_level=0.7,
     )  # fmt: skip
-    objective = DiffusionObjectiveSettings(
-        algorithm="flow_grpo", changes={"kl": options.kl}, ratio_bound=1e-3
-    )
+    objective = DiffusionObjectiveSettings(algorithm="flow_grpo", changes={"kl": options.kl}, ratio_bound=1e-3)
     algorithm = FlowGRPO(
         policy,
         FunctionReward(redness),
@@ -169,9 +164,7 @@ def seconds(work: Callable[[], object]) -> float:
 def compare(guidance: float, options: argparse.Namespace, folder: Path) -> str:
     """The line of one guidance scale."""
     made = [
-        load_policy(
-            resolve_model("shapes-sd3"), guidance=guidance, lora=LoraSettings(rank=32, alpha=64, seed=0)
-        )
+        load_policy(resolve_model("shapes-sd3"), guidance=guidance, lora=LoraSettings(rank=32, alpha=64, seed=0))
         for _ in range(2)
     ]
     trainer, published = ours(made[0], options, folder), Published(made[1], options)

@@ -8,8 +8,7 @@ variance of R − R̄ with R̄ the mean of the *other* images of the group (DDPO
 
 * floor: mean variance of R given the latent before step k, from trees that part there: no V can do better.
 * V: R − V_k(x̂0, R̄), a ridge regression of 64 projections of x̂0 and of R̄ on the iterations before, as a run
-  would have it; x̂0 is the clean latent that the network predicts there, which every adapter has and costs no
-  pass.
+  would have it; x̂0 is the clean latent that the network predicts there, which every adapter has and costs no pass.
 * judge: the same with what the reward itself says of the decoded x̂0 in place of the projections: what a head
   on x̂0 could learn to read, at the price of a decoding and a judgement for each step.
 """
@@ -110,9 +109,7 @@ def learnt(iterations: int, clock: PhaseClock) -> Tensor:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--iterations", type=int, default=8)
     parser.add_argument("--prompts", type=int, default=48, help="of the floor, at each step")
     parser.add_argument("--threads", type=int, default=1)

@@ -89,9 +89,7 @@ def draw(scenes: int, seed: int) -> World:
     return World(
         prompts=[record["prompt"] for record, _, _, _ in pairs],
         places=list(STYLES),
-        images=np.array(
-            [[render(replace(scene, style=name)) for name in STYLES] for _, scene, _, _ in pairs]
-        ),
+        images=np.array([[render(replace(scene, style=name)) for name in STYLES] for _, scene, _, _ in pairs]),
         wrong={"right wins": (styles, np.array([render(miss) for _, _, miss, _ in pairs]))},
     )
 
@@ -214,8 +212,7 @@ def triples(folder: Path, seed: int, count: int) -> dict[str, Path]:
         rng, number = np.random.default_rng([seed, 62, number]), number + 1
         record = world.record(rng)
         wrong, right, more = (
-            sample_scene(one, rng, style=str(rng.choice(STYLES)))
-            for one in (world.near(record, rng), record, record)
+            sample_scene(one, rng, style=str(rng.choice(STYLES))) for one in (world.near(record, rng), record, record)
         )
         rich = cluttered(more, record, int(rng.integers(1, MOST + 1)), rng)
         if rich is None or verify_scene(wrong, free(record)).correct:
@@ -290,9 +287,7 @@ def policies(folder: Path, judges: dict[str, tuple[str, dict[str, Any]]], given:
     print("\n| reward | verified accuracy | over the CLIP's | extra objects | over the CLIP's |")
     print("|---|---|---|---|---|")
     for name, own in found.items():
-        gains = [
-            "" if name == "CLIP score" else interval((own - first)[:, column], mean) for column in range(2)
-        ]
+        gains = ["" if name == "CLIP score" else interval((own - first)[:, column], mean) for column in range(2)]
         print(
             f"| {name} | {own[:, 0].mean():.3f} | {gains[0]} | {own[:, 1].mean():.3f} | {gains[1]} |",
             flush=True,
@@ -324,9 +319,7 @@ def main() -> None:
     parser.add_argument("--theta", type=float, default=0.7, help="of the truncation of the plain score")
     parser.add_argument("--ict", default="shapes-ict")
     parser.add_argument("--hp", default="shapes-hp")
-    parser.add_argument(
-        "--clutter", action="store_true", help="extra objects in place of styles; trains judges"
-    )
+    parser.add_argument("--clutter", action="store_true", help="extra objects in place of styles; trains judges")
     parser.add_argument("--output", type=Path, help="of --clutter: runs that are there are not repeated")
     parser.add_argument("--triples", type=int, default=3200, help="that ICT learns from")
     parser.add_argument("--iterations", type=int, default=15, help="of the policies; 0: none")

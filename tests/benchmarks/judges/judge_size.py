@@ -176,9 +176,7 @@ def picked(output: Path, folder: Path, arm: str) -> tuple[np.ndarray, np.ndarray
     choice, judge = ARMS[arm][1], judge_of(folder, arm) / "judge"
     asked = write_rows(output / "heldout.jsonl", heldout_prompts())
     images = sampled(output / "candidates", asked, first=SAMPLES)
-    reward: Any = (
-        load_judge("reward_dance", model=str(judge)) if choice is None else AgainstReferences(str(judge))
-    )
+    reward: Any = load_judge("reward_dance", model=str(judge)) if choice is None else AgainstReferences(str(judge))
     if choice is not None:
         asked = references(folder / "heldout", asked, output / "pool", judge)[choice]
     records = [record for record in read_rows(asked) for _ in range(SAMPLES)]

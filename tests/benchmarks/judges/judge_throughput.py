@@ -119,9 +119,7 @@ def main() -> None:
     options = parser.parse_args()
     levels, prompts = inputs(options.images, options.prompts, options.side)
     images = [to_pil(level) for level in levels]
-    ways = dict(
-        zip(("one call", "one pair at a time"), {"clip": clip, "vlm": vlm}[options.judge](), strict=True)
-    )
+    ways = dict(zip(("one call", "one pair at a time"), {"clip": clip, "vlm": vlm}[options.judge](), strict=True))
     times: dict[str, list[float]] = {name: [] for name in ways}
     values = {name: way(levels[:2], images[:2], prompts[:2]) for name, way in ways.items()}
     for _ in range(options.repeats):

@@ -248,9 +248,7 @@ def image_table(judge: LoraEnsembleReward, held: Sequence[Example]) -> None:
     """Print the second table."""
     prompts = [one.prompt for one in held]
     print(f"\n{len(held)} images of each kind\n")
-    print(
-        "| images | epistemic | aleatoric, median | AUROC epistemic | AUROC aleatoric |\n" + "|---" * 5 + "|"
-    )
+    print("| images | epistemic | aleatoric, median | AUROC epistemic | AUROC aleatoric |\n" + "|---" * 5 + "|")
     usual: Said | None = None
     for name, images in unusual(torch.stack([one.images[0] for one in held])).items():
         said = ask(judge, list(images), prompts)
@@ -261,9 +259,7 @@ def image_table(judge: LoraEnsembleReward, held: Sequence[Example]) -> None:
 def main() -> None:
     """Join, measure, print."""
     parser = argparse.ArgumentParser(description="Quality of a LoRA ensemble and of its deviations.")
-    parser.add_argument(
-        "--members", nargs="+", help="folders or packaged names of trained judges, to be joined"
-    )
+    parser.add_argument("--members", nargs="+", help="folders or packaged names of trained judges, to be joined")
     parser.add_argument("--output", type=Path, help="folder of the joined ensemble, with --members")
     parser.add_argument("--judge", default="shapes-hpsv3-ensemble", help="what is measured without --members")
     parser.add_argument("--beside", default="shapes-hpsv3", help="a single judge")

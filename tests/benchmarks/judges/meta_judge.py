@@ -88,9 +88,7 @@ def asked(metas: dict[str, str], pairs: list[ShapesPair], votes: int) -> dict[st
     """ "votes", the meta judges' names and "P(yes)" -> [2 N, K], left images first; NaN: cannot be read."""
     prompts = [pair.prompt for pair in pairs] * 2
     both = [pair.images() for pair in pairs]
-    images = [
-        i for i in load_images([two[side] for side in range(2) for two in both]).images if i is not None
-    ]
+    images = [i for i in load_images([two[side] for side in range(2) for two in both]).images if i is not None]
     queries = [Query(images=[i], prompt=p) for i, p in zip(images, prompts, strict=True)]
     options: dict[str, Any] = {"model": MODEL, "template": QUESTION, "reads": "yes_no"}
     found: dict[str, np.ndarray] = {"votes": np.full((len(images), votes), np.nan)}

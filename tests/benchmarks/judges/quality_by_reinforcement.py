@@ -58,9 +58,7 @@ def supervised(output: Path, seed: int, updates: int, rows: Path) -> Path:
 def ratings(model: Path | str, samples: list[QualityRecord]) -> np.ndarray:
     judge = VisualQuality(str(model))
     images = [resolve_image(image.image) for image in samples]
-    parts = [
-        judge.score(images[i : i + 100], [""] * len(images[i : i + 100])) for i in range(0, len(images), 100)
-    ]
+    parts = [judge.score(images[i : i + 100], [""] * len(images[i : i + 100])) for i in range(0, len(images), 100)]
     return np.concatenate([part.value.numpy() for part in parts])
 
 
@@ -79,12 +77,8 @@ def main() -> None:
     said: dict[str, list[np.ndarray]] = {"before": [ratings("shapes-vlm", images)] * len(given.seeds)}
     for seed in given.seeds:
         for arm in ARMS:
-            said.setdefault(arm, []).append(
-                ratings(trained(output, arm, seed, given.iterations, rows), images)
-            )
-        said.setdefault("supervised", []).append(
-            ratings(supervised(output, seed, given.iterations, rows), images)
-        )
+            said.setdefault(arm, []).append(ratings(trained(output, arm, seed, given.iterations, rows), images))
+        said.setdefault("supervised", []).append(ratings(supervised(output, seed, given.iterations, rows), images))
     mos = np.array([one.mos for one in images])
     draws = np.random.default_rng(0)
     for kinds in (KNOWN, NEW):

@@ -78,9 +78,7 @@ def contrastive(judge: ClipScore | Ict) -> Tower:
     def states(images: list[Tensor], prompts: list[str]) -> Tensor:
         request = read_request("clip", images, prompts, None)
         _, image = judge.towers.image_features(request, list(request.images.reasons))
-        image, text = (
-            torch.nn.functional.normalize(x, dim=-1) for x in (image, judge.towers.text_features(prompts))
-        )
+        image, text = (torch.nn.functional.normalize(x, dim=-1) for x in (image, judge.towers.text_features(prompts)))
         return torch.cat([image, text, image * text], 1)
 
     return states
@@ -170,9 +168,7 @@ def one_seed(seed: int, given: argparse.Namespace) -> dict[str, list[tuple[Tenso
         "three towers": [(pairs, name, own) for name, pairs in known.items()],
     }
     leads = {name: together(members, held, given.epochs) for name, members in plan.items()}
-    leads["packaged LoRA ensemble, other seeds"] = lora_members(
-        LoraEnsembleReward("shapes-hpsv3-ensemble"), tests
-    )
+    leads["packaged LoRA ensemble, other seeds"] = lora_members(LoraEnsembleReward("shapes-hpsv3-ensemble"), tests)
     truth = [torch.tensor([pair.utility[0] > pair.utility[1] for pair in pairs]) for pairs in tests]
     return {
         name: [((lead.mean(0) > 0) != right, lead.std(0)) for lead, right in zip(found, truth, strict=True)]

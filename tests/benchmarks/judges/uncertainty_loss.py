@@ -128,9 +128,7 @@ class ClutteredPairs:
     def drawn(self, number: int) -> tuple[ShapesPair, np.random.Generator]:
         """Pair `number`, and the generator of its votes."""
         pair, rng = self._world.pair(number), np.random.default_rng([self._seed, 71, number])
-        left, right = (
-            with_specks(scene, rng) if rng.random() < 0.5 else scene for scene in (pair.left, pair.right)
-        )
+        left, right = (with_specks(scene, rng) if rng.random() < 0.5 else scene for scene in (pair.left, pair.right))
         noise = [annotator_noise(scene) + SPECK_NOISE * len(scene.specks) for scene in (left, right)]
         return replace(pair, left=left, right=right, noise=(noise[0], noise[1])), rng
 
@@ -222,9 +220,7 @@ class FeaturePairs:
         )  # fmt: skip
 
 
-def train_head(
-    task: str, train: FeaturePairs, epochs: float, lr: float, seed: int, **settings: Any
-) -> HeadJudge:
+def train_head(task: str, train: FeaturePairs, epochs: float, lr: float, seed: int, **settings: Any) -> HeadJudge:
     """A head trained with one loss; all losses see the same batches from the same start."""
     features = train.features
     judge = HeadJudge(features.shape[1], features.mean(0), features.std(0) + 1e-4, seed)
@@ -245,9 +241,7 @@ def train_head(
     return judge
 
 
-def auroc_interval(
-    score: Tensor, wrong: Tensor, stratum: Tensor, seed: int = 0
-) -> tuple[float, float, float]:
+def auroc_interval(score: Tensor, wrong: Tensor, stratum: Tensor, seed: int = 0) -> tuple[float, float, float]:
     """AUROC with its 95 % bootstrap interval over pairs."""
     rng = np.random.default_rng(seed)
     draws = []
@@ -297,9 +291,7 @@ def labelled(train: FeaturePairs, kind: str, seed: int) -> FeaturePairs:
     return FeaturePairs(both.flatten(0, 1), own, seed)
 
 
-def compare_labels(
-    train: FeaturePairs, held: FeaturePairs, epochs: float, lr: float, seeds: Sequence[int]
-) -> None:
+def compare_labels(train: FeaturePairs, held: FeaturePairs, epochs: float, lr: float, seeds: Sequence[int]) -> None:
     """A row per way of labelling; as many updates for each."""
     names = ("accuracy", "accuracy_all", "nll", "ece")
     updates = epochs * train.labels.size
@@ -409,9 +401,7 @@ def main() -> None:
 
 def features(given: argparse.Namespace, heldout: Examples) -> tuple[FeaturePairs, FeaturePairs]:
     """What the losses learn from, and what they are measured on."""
-    engine = VisionLanguageEngine.from_pretrained(
-        given.model, feature_bytes=1 << 20, max_tokens_per_batch=1 << 15
-    )
+    engine = VisionLanguageEngine.from_pretrained(given.model, feature_bytes=1 << 20, max_tokens_per_batch=1 << 15)
     cache: list[Path | None] = [None, None]
     if given.cache is not None:
         given.cache.mkdir(parents=True, exist_ok=True)

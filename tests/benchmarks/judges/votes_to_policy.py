@@ -37,9 +37,7 @@ def images(folder: Path, known: list[Record], prompts: int, seed: int) -> None:
     records = folder.with_suffix(".jsonl")
     records.parent.mkdir(parents=True, exist_ok=True)
     write_rows(records, (known[place] for place in order[:prompts]))
-    run_visalign(
-        "sample", str(records), "-o", str(folder), "--seeds", f"0-{IMAGES - 1}", "--batch-size", "96"
-    )
+    run_visalign("sample", str(records), "-o", str(folder), "--seeds", f"0-{IMAGES - 1}", "--batch-size", "96")
 
 
 def collect(folder: Path, path: Path, votes: int, seed: int) -> None:

@@ -71,9 +71,7 @@ def truth(tasks: list[Task]) -> np.ndarray:
     """1 where the verifier finds the left image nearer to its prompt, 0 the right one, 1/2 neither."""
     verifier, found = load_reward("shapes_verifier", mode="mixed"), []
     for task in tasks:
-        left, right = verifier.score(
-            list(task.images), [task.prompt] * 2, [parse_prompt(task.prompt)] * 2
-        ).value
+        left, right = verifier.score(list(task.images), [task.prompt] * 2, [parse_prompt(task.prompt)] * 2).value
         found.append(float(np.sign(float(left - right)) / 2 + 0.5))
     return np.array(found)
 
@@ -103,9 +101,7 @@ def fitted(folder: Path, rows: list[dict[str, Any]], seed: int, *, weighed: bool
 
 
 def ensemble_of(members: list[Path]) -> Ensemble:
-    return Ensemble(
-        {str(n): load_reward("reward_dance", model=str(m / "judge")) for n, m in enumerate(members)}
-    )
+    return Ensemble({str(n): load_reward("reward_dance", model=str(m / "judge")) for n, m in enumerate(members)})
 
 
 def right(ensemble: Ensemble, tasks: list[Task], said: np.ndarray) -> np.ndarray:
@@ -135,9 +131,7 @@ def one_seed(output: Path, seed: int, first: int, more: int) -> dict[str, np.nda
     for row in old:
         row |= {side: str((start / row[side]).resolve()) for side in ("image_left", "image_right")}
     images = [row[f"image_{side}"] for side in ("left", "right") for row in old]
-    ratios = log_ratios(
-        sampling(None), sampling(lora), images, [row["prompt"] for row in old] * 2, seed=seed
-    ).tolist()
+    ratios = log_ratios(sampling(None), sampling(lora), images, [row["prompt"] for row in old] * 2, seed=seed).tolist()
     for place, row in enumerate(old):
         row |= {"log_ratio_left": ratios[place], "log_ratio_right": ratios[place + len(old)]}
     results, names = {}, sorted({task.prompt for task in apart})
@@ -173,9 +167,7 @@ def main() -> None:
         ("random", "none"), ("uncertainty", "random"), ("ugda", "random"), ("ugda, OCRM", "ugda")
     ):  # fmt: skip
         drawn = [pooled[name][draws].sum(1) for name in (arm, other)]
-        low, high = np.quantile(
-            drawn[0][:, 0] / drawn[0][:, 1] - drawn[1][:, 0] / drawn[1][:, 1], [0.025, 0.975]
-        )
+        low, high = np.quantile(drawn[0][:, 0] / drawn[0][:, 1] - drawn[1][:, 0] / drawn[1][:, 1], [0.025, 0.975])
         ours, theirs = (pooled[name][:, 0].sum() / pooled[name][:, 1].sum() for name in (arm, other))
         print(f"{arm} {ours:.3f}, over {other}: {ours - theirs:+.3f} ({low:+.3f} to {high:+.3f})")
 

@@ -244,13 +244,9 @@ def arguments(r: random.Random) -> list[str]:
     return [command, *what, "-o", output(), *_sampling(r, judge, odd, image)]
 
 
-def _probing(
-    r: random.Random, image: Callable[[], str], odd: Callable[[], str], more: list[str]
-) -> list[str]:
+def _probing(r: random.Random, image: Callable[[], str], odd: Callable[[], str], more: list[str]) -> list[str]:
     """On what, which probes, how."""
-    asked = [
-        r.choice(PAIR_PROBES).name if r.random() < 0.9 else odd() for _ in range(r.choice((0, 1, 1, 1, 2)))
-    ]
+    asked = [r.choice(PAIR_PROBES).name if r.random() < 0.9 else odd() for _ in range(r.choice((0, 1, 1, 1, 2)))]
     reference = r.choice(((), (image(),), (image(), image()), (table(r, "images"),)))
     count, batch = r.choice(("2", "3", "5", *NUMBERS[:6])), r.choice(("1", "2", "32", *NUMBERS))
     rest = [*("-p", r.choice(("a red circle", *ODD)))] if r.random() < 0.7 else []
@@ -320,17 +316,12 @@ PLANNED = (
 
 def _changes(r: random.Random) -> list[str]:
     """Up to two settings that may be odd."""
-    return [
-        f"{r.choice((*CHANGES, 'no.such', ''))}={r.choice((*NUMBERS, *ODD))}"
-        for _ in range(r.choice((0, 1, 2)))
-    ]
+    return [f"{r.choice((*CHANGES, 'no.such', ''))}={r.choice((*NUMBERS, *ODD))}" for _ in range(r.choice((0, 1, 2)))]
 
 
 def _reward_training(r: random.Random, more: list[str]) -> list[str]:
     """A judge's training on a table of the user's, now and then for one iteration."""
-    name = r.choice(
-        ("shapes_hp", "shapes_hpsv3", "shapes_ict", "shapes_visual_quality", "shapes_vision_reward")
-    )
+    name = r.choice(("shapes_hp", "shapes_hpsv3", "shapes_ict", "shapes_visual_quality", "shapes_vision_reward"))
     given = [name, *_changes(r), "data.size=16", "data.heldout_size=8", "run.threads=1", "run.iterations=1"]
     given.append("optimizer.updates_per_iteration=1")
     for key in ("data.train", "data.heldout"):
@@ -415,9 +406,7 @@ def run(number: int, seconds: int) -> Case:
 
 def main() -> int:
     """Run them; the number of faults, at most 1."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=2000)
     parser.add_argument("--seconds", type=int, default=60)

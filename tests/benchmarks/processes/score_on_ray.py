@@ -141,9 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 1
     for name, given in found.items():
         seconds, rate = (median(values) for values in zip(*given, strict=True))
-        share = median(
-            rate / plain[1] for (_, rate), plain in zip(given[::-1], found["plain"][::-1], strict=False)
-        )
+        share = median(rate / plain[1] for (_, rate), plain in zip(given[::-1], found["plain"][::-1], strict=False))
         print(f"{name}: {seconds:.1f} s in all; {rate:.1f} rows a second, {share:.2f} of plain")
     shutil.rmtree(root)
     return 0

@@ -133,9 +133,7 @@ def main() -> int:
     environment["MALLOC_MMAP_THRESHOLD_"] = "65536"  # else glibc keeps much of what was freed
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
     for kind in ("ddp", "fsdp"):
-        subprocess.run(
-            [*start, str(options.processes), __file__, "--work", kind], env=environment, check=True
-        )
+        subprocess.run([*start, str(options.processes), __file__, "--work", kind], env=environment, check=True)
     return 0
 
 

@@ -65,9 +65,7 @@ def run(job: str, processes: int, iterations: int, folder: Path, more: Sequence[
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("jobs", nargs="*", default=list(JOBS))
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--iterations", type=int, default=3, help="per run, besides the first")

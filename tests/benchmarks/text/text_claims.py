@@ -230,9 +230,7 @@ def diversity(folder: Path, iterations: int, seeds: Sequence[int], samples: int 
             more += ("optimizer.updates_per_iteration=2", f"run.keep_checkpoints={iterations}")
             train([*overrides, *more], folder / f"{name}_{seed}")
             on_the_way = sorted((folder / f"{name}_{seed}" / "checkpoints").glob("step_*"))
-            curves.setdefault(name, []).append(
-                [base, *(_distinct(one, records, samples) for one in on_the_way)]
-            )
+            curves.setdefault(name, []).append([base, *(_distinct(one, records, samples) for one in on_the_way)])
     reached = min(max(point["accuracy"] for point in curve) for runs in curves.values() for curve in runs)
     rows: list[dict[str, Any]] = [{"policy": "base", **base}]
     for name, runs in curves.items():

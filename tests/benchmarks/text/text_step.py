@@ -63,9 +63,7 @@ def start(options: argparse.Namespace, side: str, model: Path) -> subprocess.Pop
         command += [f"--{name}", str(getattr(options, name))]
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(options.threads))
     environment = {**os.environ, **threads, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    return subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-    )
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
 
 
 def ask(process: subprocess.Popen[str], *, go: bool) -> dict[str, Any]:
@@ -165,9 +163,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--updates", type=int, default=1, help="optimizer updates per step (default 1)")
     parser.add_argument("--beta", type=float, default=0.0, help="KL to the reference (default 0: none)")
     parser.add_argument("--lr", type=float, default=1e-6, help="learning rate; small, so that lengths stay")
-    parser.add_argument(
-        "--reward", choices=["task", "alternating"], help="default: task; random: alternating"
-    )
+    parser.add_argument("--reward", choices=["task", "alternating"], help="default: task; random: alternating")
     parser.add_argument("--width", type=int, help="of a random Qwen3 in place of the embedded model")
     parser.add_argument("--layers", type=int, default=8, help="of it (default 8)")
     parser.add_argument("--vocab", type=int, default=32768, help="of it (default 32768)")
@@ -183,8 +179,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     completions, part = options.prompts * options.group, options.micro * options.updates
     if completions % part:
         parser.error(
-            f"--prompts × --group = {completions} completions are no multiple of --micro × --updates = "
-            f"{part}."
+            f"--prompts × --group = {completions} completions are no multiple of --micro × --updates = {part}."
         )
     if options.reward is None:
         options.reward = "task" if options.width is None else "alternating"

@@ -75,9 +75,7 @@ class TestPrl:
 
 
 class TestOnlineDpo:
-    @pytest.mark.parametrize(
-        ("row", "eps"), [("sigmoid", 0.0), ("sigmoid", 0.1), ("robust", 0.2), ("hinge", 0.0)]
-    )
+    @pytest.mark.parametrize(("row", "eps"), [("sigmoid", 0.0), ("sigmoid", 0.1), ("robust", 0.2), ("hinge", 0.0)])
     def test_the_gradient_is_that_of_dpo_on_best_and_worst(self, row: str, eps: float) -> None:
         """Three groups, the last without a preference; a missing reward, tokens that are not there."""
         group, reward = [0] * 4 + [1] * 3 + [2] * 2, f64(3, NAN, -1, 2, 0, 5, 5, 1, 1)
@@ -94,9 +92,7 @@ class TestOnlineDpo:
         exact = old.clone().requires_grad_()
         policy_sum, ref_sum = ((x * weight).sum(1) for x in (exact, ref))
         best, worst = [0, 5], [2, 4]
-        loss = direct_preference_loss(
-            policy_sum[best], policy_sum[worst], ref_sum[best], ref_sum[worst], **options
-        )
+        loss = direct_preference_loss(policy_sum[best], policy_sum[worst], ref_sum[best], ref_sum[worst], **options)
         (loss * f64(3, 3)).sum().div(8).backward()  # a mean over the samples that can be judged
         torch.testing.assert_close(policy.grad, exact.grad, rtol=1e-9, atol=1e-12)
         assert loss.unique().numel() == 2

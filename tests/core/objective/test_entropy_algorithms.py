@@ -190,9 +190,7 @@ def test_tea_is_the_golden_case() -> None:
 def chosen(name: str, advantage: Tensor, **held: Any) -> tuple[Objective, Trajectories]:
     """A row on given advantages [B, T]."""
     one = torch.ones_like(advantage)
-    t = Trajectories(
-        **{"weight": one, "old_log_prob": -one, "group": range(len(one)), **held}, advantage=advantage
-    )
+    t = Trajectories(**{"weight": one, "old_log_prob": -one, "group": range(len(one)), **held}, advantage=advantage)
     return named_objective(name, advantage="given", kl=0.0), t
 
 
@@ -253,9 +251,7 @@ def test_pear_takes_the_entropy_of_thinking_off_a_right_answer() -> None:
     reward = f64(1, 1, 1, 0.25, 2)
     found = phase_entropy_reward(reward, entropy, step, weight)
     assert_values(found, 0.5, 1, 0.2, 0.25, 1)
-    t = Trajectories(
-        weight=weight, old_log_prob=-weight, group=[0] * 5, reward=reward, entropy=entropy, step=step
-    )
+    t = Trajectories(weight=weight, old_log_prob=-weight, group=[0] * 5, reward=reward, entropy=entropy, step=step)
     row = named_objective("pear", advantage_options={"scale": "none"})
     assert_values(row.prepare(t).advantage[:, 0], *(found - found.mean()).tolist())
     halved = named_objective("pear", advantage_options={"scale": "none", "alpha": 0.0}).prepare(t).advantage

@@ -153,16 +153,11 @@ def test_explain_tells_selections_and_corrections_apart() -> None:
     assert counts["left out"] > 0
     counts = explain(named_objective("top_entropy"), trajectories, policy).counts
     assert counts["left out"] > counts["live"] > 0
-    masked = named_objective(
-        "grpo", kl=0.0, importance_sampling={"level": "token", "mode": "mask", "high": 1.0}
-    )
+    masked = named_objective("grpo", kl=0.0, importance_sampling={"level": "token", "mode": "mask", "high": 1.0})
     counts = explain(masked, trajectories, policy).counts
     assert counts["importance weight 0"] > 0
     far = _simple([1.0, 0.0, 1.0, 0.0], [[0.9] * 3] * 4)  # the bad completions are the second and the fourth
     counts = explain(named_objective("grpo", kl=0.0, off_policy_delta=0.1), *far).counts
     assert counts["off-policy mask"] == 5 and counts["live"] == 6
     on_policy = replace(policy, log_prob=trajectories.old_log_prob)
-    assert (
-        "Every ratio is exactly 1"
-        in explain(named_objective("grpo", kl=0.0), trajectories, on_policy).conclusion
-    )
+    assert "Every ratio is exactly 1" in explain(named_objective("grpo", kl=0.0), trajectories, on_policy).conclusion

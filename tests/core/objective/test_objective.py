@@ -33,9 +33,7 @@ def _group_advantage(trajectories: Trajectories, i: int) -> float:
     return (rewards[i] - mean) / (std + 1e-4)
 
 
-def _ppo_loss(
-    trajectories: Trajectories, policy: PolicyOutput, i: int, t: int, low: float, high: float
-) -> float:
+def _ppo_loss(trajectories: Trajectories, policy: PolicyOutput, i: int, t: int, low: float, high: float) -> float:
     ratio = math.exp(float(policy.log_prob[i, t] - trajectories.old_log_prob[i, t]))
     gain = _group_advantage(trajectories, i)
     return -min(ratio * gain, min(max(ratio, 1 - low), 1 + high) * gain)

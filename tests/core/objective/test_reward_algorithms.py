@@ -58,9 +58,7 @@ def test_canon_copo_and_prl_are_their_golden_cases() -> None:
         found = named_objective("canon", advantage_options=named).prepare(t).advantage[:, 0]
         assert_values(found, *case["outputs"]["advantages"])
     case, w = golden("copo_blend_s0"), 0.4
-    reward, local = (
-        torch.tensor(held).double() for held in (case["inputs"]["rewards"], case["outputs"]["local"])
-    )
+    reward, local = (torch.tensor(held).double() for held in (case["inputs"]["rewards"], case["outputs"]["local"]))
     between = torch.tensor(case["outputs"]["global_"]).double()[:, None]
     options = {"rho": math.log(3) - math.log(w / (1 - w)) / 20}
     t = samples(reward.flatten(), group=torch.arange(4).repeat_interleave(3).tolist())
@@ -68,9 +66,7 @@ def test_canon_copo_and_prl_are_their_golden_cases() -> None:
     assert_values(found, *(w * local + (1 - w) * between).flatten().tolist())
     for name in ("prl_worked", "prl_block1_s0", "prl_block3_s1"):
         case = golden(name)
-        away, mask, advantage = (
-            torch.tensor(case["inputs"][k]).double() for k in ("log_ratio", "mask", "advantage")
-        )
+        away, mask, advantage = (torch.tensor(case["inputs"][k]).double() for k in ("log_ratio", "mask", "advantage"))
         t = with_advantages(advantage, ref_log_prob=-1 - away)
         t = replace(t, weight=torch.cat([mask, 0 * mask]))
         expected = torch.tensor(case["outputs"]["advantages"]).double()
@@ -140,9 +136,7 @@ def test_likelihoods_are_compared_with_the_others_and_jepo_takes_what_each_adds(
     found = named_objective("likelihood").prepare(t)
     assert_values(found.advantage[:, 0], 1.5, 0, -1.5, 0)
     assert found.weight.bool()[:, 0].tolist() == [True] * 3 + [False]
-    assert_values(
-        named_objective("jepo").prepare(t).advantage[:, 0], 0.68888, -0.12479, -0.31112, 0, atol=1e-5
-    )
+    assert_values(named_objective("jepo").prepare(t).advantage[:, 0], 0.68888, -0.12479, -0.31112, 0, atol=1e-5)
     failed = replace(t, valid=torch.tensor([True, True, False, True]))
     without = named_objective("jepo").prepare(failed)
     assert_values(without.advantage[:2, 0], 0.620115, -0.379885, atol=1e-5)  # ln((e⁻¹ + e⁻²)/2) = −1.379885

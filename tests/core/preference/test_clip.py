@@ -30,9 +30,7 @@ class TestPickScore:
         """One prompt along x; images at cosines 1 and 0: the odds are e^scale."""
         text, left, right = (torch.tensor([row]).double() for row in ([1, 0], [1, 0], [0, 1]))
         for label, wanted in ((1, math.log1p(math.exp(-2))), (0, math.log1p(math.exp(2)))):
-            assert pickscore_loss(text, left, right, f64(label), logit_scale=2.0).item() == pytest.approx(
-                wanted
-            )
+            assert pickscore_loss(text, left, right, f64(label), logit_scale=2.0).item() == pytest.approx(wanted)
 
     def test_a_tie_is_best_at_zero(self) -> None:
         text, image = units(3, 4), units(3, 4, seed=1)
@@ -62,9 +60,7 @@ class TestPickScore:
         leaves = [units(3, 4, seed=s).requires_grad_() for s in range(3)]
         scale = f64(5.0).requires_grad_()
         assert torch.autograd.gradcheck(
-            lambda t, a, b, k: pickscore_loss(
-                t, a, b, f64(1, 0.5, 0), logit_scale=k, in_batch_negatives=negatives
-            ),
+            lambda t, a, b, k: pickscore_loss(t, a, b, f64(1, 0.5, 0), logit_scale=k, in_batch_negatives=negatives),
             (*leaves, scale),
         )
 
@@ -91,9 +87,7 @@ class TestSeveralImages:
         score, rank = f64(3, 0), f64(0, 1)
         alone = rank_margin_loss(score, rank, [0, 0], mode="upstream")
         assert_values(alone, 2 / 3)  # the diagonal: two constants of 1 among three entries
-        wide = rank_margin_loss(
-            torch.cat([score, f64(5, 1, 0)]), f64(0, 1, 0, 1, 2), [0, 0, 1, 1, 1], mode="upstream"
-        )
+        wide = rank_margin_loss(torch.cat([score, f64(5, 1, 0)]), f64(0, 1, 0, 1, 2), [0, 0, 1, 1, 1], mode="upstream")
         assert wide[0] != alone[0]
         ours = rank_margin_loss(torch.cat([score, f64(5, 1, 0)]), f64(0, 1, 0, 1, 2), [0, 0, 1, 1, 1])
         assert_values(ours, 0, 0)
@@ -118,9 +112,7 @@ class TestIctLabels:
 
 
 class TestIctLosses:
-    LABELS = IctLabels(
-        *(f64(*row) for row in ([0.2, 0.4], [0.6, 0.7], [1, 1], [0.1, 0.3], [0.5, 0.6], [1, 1]))
-    )
+    LABELS = IctLabels(*(f64(*row) for row in ([0.2, 0.4], [0.6, 0.7], [1, 1], [0.1, 0.3], [0.5, 0.6], [1, 1])))
 
     def test_equals_loops(self) -> None:
         easy, refined, images = units(2, 5), units(2, 5, seed=1), units(3, 2, 5, seed=2)

@@ -24,8 +24,7 @@ from visalign.core.preference.direct import (
 
 PAIRED = [name for name, row in DIRECT.items() if row.loss is not None]
 ANSWERS = (f64(-3, -8), f64(-5, -6), f64(-4, -7), f64(-4, -7), f64(2, 4), f64(1, 3))
-"""Chosen, rejected, their references, their lengths: log-ratios 1 and −1 of the chosen, −1 and 1 of the
-rejected."""
+"""Chosen, rejected, their references, their lengths: log-ratios 1 and −1 of the chosen, −1 and 1 of the rejected."""
 
 
 @pytest.mark.parametrize(
@@ -115,9 +114,7 @@ class TestPower:
     def test_a_stationary_label_takes_the_gradient_and_one_of_1_changes_nothing(self, row: str) -> None:
         better, worse = normal(5, seed=0).requires_grad_(), normal(5, seed=1).requires_grad_()
         refs, lengths = (normal(5, seed=2), normal(5, seed=3)), (f64(1, 2, 3, 4, 5), f64(5, 4, 3, 2, 1))
-        rewards = [
-            implicit_reward(a, r, n, row=row) for a, r, n in zip((better, worse), refs, lengths, strict=True)
-        ]
+        rewards = [implicit_reward(a, r, n, row=row) for a, r, n in zip((better, worse), refs, lengths, strict=True)]
         lead = rewards[0] - rewards[1] - DIRECT[row].gamma
         eta = 0.0 if row == "power" else None
         options: dict[str, Any] = {"row": row, "eta": eta}
@@ -139,9 +136,7 @@ class TestPower:
 class TestVotes:
     def test_hand_values(self) -> None:
         good = torch.tensor([True, False])
-        loss = kto_loss(
-            f64(-3, -3), f64(-5, -5), good, f64(1)[0], beta=0.5, desirable_weight=2, undesirable_weight=3
-        )
+        loss = kto_loss(f64(-3, -3), f64(-5, -5), good, f64(1)[0], beta=0.5, desirable_weight=2, undesirable_weight=3)
         assert_values(loss, 2 / (1 + math.exp(0.5)), 3 / (1 + math.exp(-0.5)))
 
     def test_the_reference_point_is_no_less_than_zero_and_has_no_gradient(self) -> None:

@@ -87,19 +87,13 @@ class TestRewards:
                 for j in {0, 1, 2} - {i}:
                     spread = math.sqrt(variance[i] + variance[j] + 0.2)
                     q = norm.cdf((self.ANSWERS[i, k] - mean[j]).item() / spread)
-                    p = (
-                        0.5
-                        if self.QUALITY[i] == self.QUALITY[j]
-                        else float(self.QUALITY[i] > self.QUALITY[j])
-                    )
+                    p = 0.5 if self.QUALITY[i] == self.QUALITY[j] else float(self.QUALITY[i] > self.QUALITY[j])
                     total += math.sqrt(p * q) + math.sqrt((1 - p) * (1 - q))
                 assert found[i, k].item() == pytest.approx(total / 2, rel=1e-12)
 
     def test_probabilities_as_target_are_the_same(self) -> None:
         table = quality_preferences(self.QUALITY)
-        torch.testing.assert_close(
-            fidelity_rewards(self.ANSWERS, table), fidelity_rewards(self.ANSWERS, self.QUALITY)
-        )
+        torch.testing.assert_close(fidelity_rewards(self.ANSWERS, table), fidelity_rewards(self.ANSWERS, self.QUALITY))
         table[0, 1] = NAN
         found = fidelity_rewards(self.ANSWERS, table)
         torch.testing.assert_close(found[0], fidelity_rewards(self.ANSWERS[[0, 2]], self.QUALITY[[0, 2]])[0])

@@ -32,9 +32,7 @@ def integral(function: Callable[[float], float], mean: float, std: float) -> flo
         return math.exp(-x * x / 2) / math.sqrt(2 * math.pi) * function(mean + std * x)
 
     pieces = [-14.0, -6.0, -2.0, 2.0, 6.0, 14.0]
-    return sum(
-        quad(weighted, low, high, epsabs=1e-14, epsrel=1e-13, limit=200)[0] for low, high in pairwise(pieces)
-    )
+    return sum(quad(weighted, low, high, epsabs=1e-14, epsrel=1e-13, limit=200)[0] for low, high in pairwise(pieces))
 
 
 @pytest.mark.parametrize("std", [0.05, 1.0, WIDE, 1.75, 6.0, 20.0])

@@ -44,9 +44,7 @@ class TestAnswer:
         neither = yes_no_answer(known, [], [], normalised=True)
         assert neither.log_odds.isnan() and neither.prob.isnan() and neither.mass == 0
         only_yes = yes_no_answer(known, [0], [], normalised=True)
-        assert (
-            only_yes.log_odds.isnan() and only_yes.prob.isnan() and only_yes.mass.item() == pytest.approx(0.5)
-        )
+        assert only_yes.log_odds.isnan() and only_yes.prob.isnan() and only_yes.mass.item() == pytest.approx(0.5)
         certain = yes_no_answer(f64(math.log(0.5), -math.inf), [0], [1], normalised=True)
         assert certain.log_odds == math.inf and certain.prob == 1
 

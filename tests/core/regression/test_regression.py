@@ -126,9 +126,7 @@ def test_crd_is_still_where_the_implicit_reward_is_the_real_one() -> None:
     advantage = 10 * (reward - 0.5)
     error = (old - reward / 2).requires_grad_()
     for temperature in (None, 0.5):
-        (gradient,) = torch.autograd.grad(
-            crd_loss(error, old, advantage, beta=2, temperature=temperature), error
-        )
+        (gradient,) = torch.autograd.grad(crd_loss(error, old, advantage, beta=2, temperature=temperature), error)
         assert gradient.abs().max() < 1e-12
     bce = crd_loss(error, old, advantage, beta=2, form="bce")
     assert torch.autograd.grad(bce, error)[0].abs().max() < 5e-3
@@ -164,9 +162,7 @@ def test_signals() -> None:
     assert_values(best_share(f64(1, 2, 3, 4), [0] * 4, share=0.75), 0, 1, 1, 1)
     weight = tilted_weights(REWARD, GROUP, temperature=0.5)
     assert_values(weight[3:6], 0, 0, 0)
-    assert weight[:3].sum() == pytest.approx(3) and weight[6] / weight[7] == pytest.approx(
-        math.exp(4), rel=1e-3
-    )
+    assert weight[:3].sum() == pytest.approx(3) and weight[6] / weight[7] == pytest.approx(math.exp(4), rel=1e-3)
     assert best_worst_pairs(REWARD, GROUP).tolist() == [[0, 1], [6, 7]]
     assert best_worst_pairs(f64(1, 1), [0, 0]).shape == (0, 2)
     assert_values(soft_clip(f64(0, 3, -300), 3), 0, 3 * math.tanh(1), -3)

@@ -59,9 +59,7 @@ def test_a_common_step_earns_the_mean_of_what_came_of_it() -> None:
     assert_hand(result[:6, 1], 0, 1, 2, 5, 4, 4)
     assert result[6, 1].isnan() and result[7, 1] == 8
     alone = torch.arange(8)[:, None].expand(8, 2)
-    assert torch.equal(
-        branch_rewards(reward, alone).nan_to_num(-1), reward.nan_to_num(-1)[:, None].expand(8, 2)
-    )
+    assert torch.equal(branch_rewards(reward, alone).nan_to_num(-1), reward.nan_to_num(-1)[:, None].expand(8, 2))
     # equal rewards stay equal where one of three is missing, in any precision
     for value in (f64(*[0.1] * 6), torch.full((6,), 0.1)):
         some = torch.where(torch.arange(6) == 4, NAN, value)

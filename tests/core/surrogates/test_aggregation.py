@@ -92,9 +92,7 @@ def test_micro_batches_sum_to_the_full_batch(data: st.DataObject) -> None:
 def test_counts_of_parts_add_up() -> None:
     whole = count_step(WEIGHT, group=GROUP, length=9)
     assert (count_step(WEIGHT) + whole).groups is None
-    parts = count_step(WEIGHT[:2], group=GROUP[:2], length=9) + count_step(
-        WEIGHT[2:], group=GROUP[2:], length=9
-    )
+    parts = count_step(WEIGHT[:2], group=GROUP[:2], length=9) + count_step(WEIGHT[2:], group=GROUP[2:], length=9)
     assert whole == parts
 
 

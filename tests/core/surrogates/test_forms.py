@@ -28,9 +28,7 @@ def slope(loss: Callable[[Tensor], Tensor], log_r: Tensor) -> tuple[Tensor, Tens
 def draw(*shape: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     """(log r, A), float64."""
     generator = torch.Generator().manual_seed(seed)
-    return 0.5 * torch.randn(*shape, generator=generator, **DOUBLE), torch.randn(
-        *shape, generator=generator, **DOUBLE
-    )
+    return 0.5 * torch.randn(*shape, generator=generator, **DOUBLE), torch.randn(*shape, generator=generator, **DOUBLE)
 
 
 FORMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -89,9 +87,7 @@ def test_ppo_kl_estimates_the_divergence_and_its_gradient() -> None:
     estimate = (old.exp() * ppo_kl(new - old, torch.zeros(6), beta=1.0)).sum()
     exact = (old.exp() * (old - new)).sum()
     torch.testing.assert_close(estimate, exact)
-    torch.testing.assert_close(
-        *(torch.autograd.grad(k, logits, retain_graph=True)[0] for k in (estimate, exact))
-    )
+    torch.testing.assert_close(*(torch.autograd.grad(k, logits, retain_graph=True)[0] for k in (estimate, exact)))
 
 
 def test_ppo_kl_takes_the_exact_divergence_of_a_denoising_step() -> None:
@@ -100,8 +96,7 @@ def test_ppo_kl_takes_the_exact_divergence_of_a_denoising_step() -> None:
     mean = (mean_old + 0.1 * change).requires_grad_()
     std = torch.full((4,), 0.5, **DOUBLE)
     new, old = (
-        gaussian_log_prob(mean_old + std[:, None] * noise, m, std, log_prob_reduction="sum")
-        for m in (mean, mean_old)
+        gaussian_log_prob(mean_old + std[:, None] * noise, m, std, log_prob_reduction="sum") for m in (mean, mean_old)
     )
     kl = gaussian_kl(mean, mean_old, std, log_prob_reduction="sum")
     loss = ppo_kl(log_ratio(new, old), torch.zeros(4), beta=2.0, kl=kl)
@@ -121,9 +116,7 @@ def test_gradient_keeping_clip_has_the_value_of_ppo_clip() -> None:
 
 
 def test_sapo_by_hand() -> None:
-    value, grad = slope(
-        lambda r: sapo(r, torch.tensor([2.0, -2.0])), torch.full((2,), math.log(2.0), **DOUBLE)
-    )
+    value, grad = slope(lambda r: sapo(r, torch.tensor([2.0, -2.0])), torch.full((2,), math.log(2.0), **DOUBLE))
     gates = [1 / (1 + math.exp(-tau)) for tau in (1.0, 1.05)]
     expected = [-8 * gates[0], 8 / 1.05 * gates[1]]
     torch.testing.assert_close(value, torch.tensor(expected, **DOUBLE))

@@ -59,9 +59,7 @@ def test_gradients() -> None:
     assert torch.autograd.gradcheck(lambda m: guard_log_ratio(x, m, mean_ref), (mean,))
     new = torch.randn(3, 4, requires_grad=True, **DOUBLE)
     weight = torch.tensor([[1, 1, 0, 0], [0, 1, 0, 1], [0, 0, 0, 0]], **DOUBLE)
-    assert torch.autograd.gradcheck(
-        lambda n: ratio_level(log_ratio(n, weight, weight), weight, "sequence"), (new,)
-    )
+    assert torch.autograd.gradcheck(lambda n: ratio_level(log_ratio(n, weight, weight), weight, "sequence"), (new,))
 
 
 def test_guard_log_ratio_identity() -> None:

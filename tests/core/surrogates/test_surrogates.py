@@ -42,9 +42,7 @@ def test_hand_values(ratio: float, advantage: float, loss: float, slope: float) 
 
 
 def test_gradcheck() -> None:
-    log_r = torch.tensor(
-        [[-0.5, -0.1, 0.1, 0.5], [-0.5, -0.1, 0.1, 0.5]], dtype=torch.float64, requires_grad=True
-    )
+    log_r = torch.tensor([[-0.5, -0.1, 0.1, 0.5], [-0.5, -0.1, 0.1, 0.5]], dtype=torch.float64, requires_grad=True)
     for advantage in (torch.tensor([1.5, -0.7]), torch.randn(2, 4)):
         assert torch.autograd.gradcheck(lambda r, a=advantage: ppo_clip(r, a, **BOUNDS), (log_r,))
 

@@ -72,9 +72,7 @@ def test_explained_variance_by_hand() -> None:
     weight = torch.tensor([1.0, 2.0, 1.0, 0.0])
     result = explained_variance(values, returns, weight)
     assert (
-        result.item() == pytest.approx(1 - 2 / (8 / 3))
-        and not result.requires_grad
-        and result.dtype == torch.float64
+        result.item() == pytest.approx(1 - 2 / (8 / 3)) and not result.requires_grad and result.dtype == torch.float64
     )
 
 

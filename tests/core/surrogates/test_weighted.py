@@ -85,9 +85,7 @@ def test_masked_places_have_no_loss_and_no_gradient(name: str) -> None:
 def test_far_off_ratios_stay_finite(name: str) -> None:
     ratio = torch.tensor([500.0, -500.0])
     for gain in (1.0, -1.0):
-        value, grad = slope(
-            lambda p, g=gain: FORMS[name](p, ratio, torch.full((2,), g), None), -torch.ones(2)
-        )
+        value, grad = slope(lambda p, g=gain: FORMS[name](p, ratio, torch.full((2,), g), None), -torch.ones(2))
         assert torch.isfinite(value).all() and torch.isfinite(grad).all()
 
 

@@ -81,9 +81,7 @@ def test_fit_leaves_out_what_is_missing() -> None:
     few = fit_entropy_curve(torch.tensor([1.0, 0.5, 0.1]), torch.tensor([0.1, 0.3, 0.5]))
     for fit in (
         fit_entropy_curve(entropy, reward),
-        fit_entropy_curve(
-            torch.tensor([1.0, 9, 0.5, 0.1]), torch.tensor([0.1, 9, 0.3, 0.5]), reward[:4] != 0.3
-        ),
+        fit_entropy_curve(torch.tensor([1.0, 9, 0.5, 0.1]), torch.tensor([0.1, 9, 0.3, 0.5]), reward[:4] != 0.3),
     ):
         torch.testing.assert_close(fit.ceiling, few.ceiling)
         torch.testing.assert_close(fit.ceiling_std, few.ceiling_std)

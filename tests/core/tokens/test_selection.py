@@ -69,9 +69,7 @@ def test_clip_cov_draws_the_smallest_noise_inside_the_band() -> None:
     arguments = (b["log_prob"], b["advantage"], b["weight"], b["noise"])
     thresholds = clip_cov_thresholds(*arguments, ratio=0.05, cov_low=0.1, cov_high=2.0)
     keep = clip_cov_keep(*arguments, thresholds)
-    band = [
-        (b["noise"][i, t].item(), i, t) for i, t in np.argwhere((covariance >= 0.1) & (covariance <= 2.0))
-    ]
+    band = [(b["noise"][i, t].item(), i, t) for i, t in np.argwhere((covariance >= 0.1) & (covariance <= 2.0))]
     number = int(0.05 * b["weight"].sum().item())
     assert 1 < number < len(band)
     expected = b["weight"] != 0

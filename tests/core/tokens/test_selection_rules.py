@@ -86,9 +86,7 @@ def test_steer_worked_example() -> None:
     change = steer_change(log_prob, log_prob, entropy, torch.tensor([1.0]), weight)
     assert change[0].tolist() == pytest.approx([0.02946, 0.10343, -0.72233], abs=1e-5)
     thresholds = steer_thresholds(change, weight)
-    assert steer_weights(change, weight, thresholds)[0].tolist() == pytest.approx(
-        [1.2, 1.1573, 0.8], abs=1e-5
-    )
+    assert steer_weights(change, weight, thresholds)[0].tolist() == pytest.approx([1.2, 1.1573, 0.8], abs=1e-5)
     exponential = steer_weights(change, weight, thresholds, decay="exponential")[0].tolist()
     assert exponential == pytest.approx([0.99094, 0.96855, 0.8], abs=1e-5)
     assert thresholds.decay.item() == pytest.approx(0.30892, abs=1e-5)
@@ -110,9 +108,7 @@ def test_steer_at_the_edges() -> None:
     sure, one = torch.tensor([[0.0, -INF, -1.0, -800.0]]), torch.ones(1, 4)
     extreme = steer_change(sure, torch.tensor([[0.0, -1, -900, 0]]), one, torch.tensor([1.0]), one)
     assert extreme.isfinite().all() and extreme[0, :2].abs().sum() == 0
-    lost = steer_change(
-        sure, sure[:, [0, 0, 0, 0]], torch.tensor([[NAN, 1, 1, NAN]]), one[0, :1], weight_last()
-    )
+    lost = steer_change(sure, sure[:, [0, 0, 0, 0]], torch.tensor([[NAN, 1, 1, NAN]]), one[0, :1], weight_last())
     assert lost[0, 0].isnan() and lost[0, 3] == 0
     assert steer_weights(lost, weight_last(), flat)[0, 0].isnan()
 

@@ -28,9 +28,7 @@ def test_quantile_is_numpys(q: float) -> None:
     weight[2] = 0
     values[weight == 0] = NAN
     present_values = values.numpy()[weight.numpy() > 0]
-    assert masked_quantile(values, weight, q).item() == pytest.approx(
-        np.quantile(present_values, q), rel=1e-14
-    )
+    assert masked_quantile(values, weight, q).item() == pytest.approx(np.quantile(present_values, q), rel=1e-14)
     rows = masked_quantile(values, weight, q, per_row=True)
     for row, value, inside in zip(rows, values.numpy(), weight.numpy() > 0, strict=True):
         expected = np.quantile(value[inside], q) if inside.any() else NAN

@@ -17,9 +17,7 @@ from visalign.errors import UserError
 
 
 def pairs_of(folder: Path, said: list[Any], **columns: Any) -> list[float]:
-    rows = [
-        {"prompt": "p", "image_left": f"{k}l", "image_right": f"{k}r", "label": v} for k, v in enumerate(said)
-    ]
+    rows = [{"prompt": "p", "image_left": f"{k}l", "image_right": f"{k}r", "label": v} for k, v in enumerate(said)]
     (folder / "a.json").write_text(json.dumps(rows))
     found = load_preferences(folder / "a.json", columns=Columns(**columns))
     return [pair.label for pair in found.pairs]
@@ -51,9 +49,7 @@ def test_a_wrong_map_is_said(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("file,score\na.png,1\nb.png,2\n")
     found = load_source(str(tmp_path / "a.csv"), columns=Columns(names={"image": "file", "mos": "score"}))
     assert isinstance(found, QualitySet) and [r.mos for r in found.records] == [1, 2]
-    with pytest.raises(
-        UserError, match=r"no column 'scor', which --map mos=scor names. Did you mean 'score'"
-    ):
+    with pytest.raises(UserError, match=r"no column 'scor', which --map mos=scor names. Did you mean 'score'"):
         load_source(str(tmp_path / "a.csv"), columns=Columns(names={"image": "file", "mos": "scor"}))
     with pytest.raises(UserError, match="write OURS=THEIRS"):
         parse_map(["mos"])
@@ -69,9 +65,7 @@ def test_other_separators_are_seen(tmp_path: Path, sign: str) -> None:
 
 def test_another_separator_is_said_to_be_none(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("prompt^image_left^image_right^label\na^1^2^left\n")
-    with pytest.raises(
-        UserError, match=r"There is one column; those of a CSV are separated by , ; \| or tabs"
-    ):
+    with pytest.raises(UserError, match=r"There is one column; those of a CSV are separated by , ; \| or tabs"):
         load_preferences(tmp_path / "a.csv")
 
 
@@ -88,9 +82,7 @@ def test_a_set_without_images_is_read_where_none_is_opened(tmp_path: Path) -> No
 
 
 def test_scores_are_joined_by_image(tmp_path: Path) -> None:
-    rows = [
-        {"prompt": "p", "image_left": f"im/{k}.png", "image_right": "im/9.png", "label": 1} for k in range(3)
-    ]
+    rows = [{"prompt": "p", "image_left": f"im/{k}.png", "image_right": "im/9.png", "label": 1} for k in range(3)]
     (tmp_path / "set.jsonl").write_text("\n".join(map(json.dumps, rows)))
     found = load_preferences(tmp_path / "set.jsonl")
     wide = "image,good\n" + "".join(f"elsewhere/{k}.png,{k}\n" for k in (0, 1, 2, 9))

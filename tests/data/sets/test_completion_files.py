@@ -66,9 +66,7 @@ def test_votes_come_from_labels_pairs_and_rewards(tmp_path):
 @pytest.mark.parametrize("load", [load_pairs, load_votes])
 def test_empty_completions_are_refused_or_left_out(load, tmp_path):
     path = _file(tmp_path, PAIR, {**PAIR, "rejected": " "})
-    with pytest.raises(
-        UserError, match=r"1 of \d records .* have empty completions.*rows 2\..*unusable=drop"
-    ):
+    with pytest.raises(UserError, match=r"1 of \d records .* have empty completions.*rows 2\..*unusable=drop"):
         load(path)
     assert load(path, unusable="drop").left_out == {"empty": 1}
 

@@ -58,9 +58,7 @@ def test_a_set_with_splits_is_refused_by_image(files: list[str], tmp_path: Path)
     )
     with pytest.raises(UserError, match=r"1 images of 's' are in more than one split: '.*1.png' \(train\)"):
         check_preferences(PreferenceSet(name="s", pairs=pairs))
-    records = tuple(
-        QualityRecord(image=name, mos=k, split=("train", "test")[k // 2]) for k, name in enumerate(names)
-    )
+    records = tuple(QualityRecord(image=name, mos=k, split=("train", "test")[k // 2]) for k, name in enumerate(names))
     with pytest.raises(UserError, match="are in more than one split"):
         check_quality(QualitySet(name="s", records=records))
 
@@ -69,9 +67,7 @@ def test_training_on_a_held_out_image_is_refused(files: list[str], tmp_path: Pat
     shutil.copy(files[1], tmp_path / "copy.png")
     names = {"train": files[:2], "heldout": [files[2], str(tmp_path / "copy.png")]}
     for which, (left, right) in names.items():
-        rows = [
-            {"prompt": f"{which} {k}", "image_left": left, "image_right": right, "label": k} for k in (0, 1)
-        ]
+        rows = [{"prompt": f"{which} {k}", "image_left": left, "image_right": right, "label": k} for k in (0, 1)]
         (tmp_path / f"{which}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = load_job("shapes_hpsv3", [f"data.{which}={tmp_path / which}.jsonl" for which in names]).config
     with pytest.raises(

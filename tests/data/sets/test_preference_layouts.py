@@ -92,8 +92,7 @@ def test_pick_a_pic_reads_images_inside_its_files(tmp_path: Path) -> None:
 def test_image_reward_in_both_forms(tmp_path: Path) -> None:
     (tmp_path / "data" / "test_images").mkdir(parents=True)
     (tmp_path / "data" / "test.json").write_text(
-        '[{"id": "5-7", "prompt": "a cat", "generations": ["p/0.webp", "p/1.webp", "p/2.webp"], '
-        '"ranking": [1, 3, 3]}]'
+        '[{"id": "5-7", "prompt": "a cat", "generations": ["p/0.webp", "p/1.webp", "p/2.webp"], "ranking": [1, 3, 3]}]'
     )
     found = load_layout("image_reward", tmp_path)
     assert [pair.label for pair in found.pairs] == [1.0, 1.0, 0.5] and found.pairs[0].prompt_id == "5-7"

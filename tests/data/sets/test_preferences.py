@@ -57,9 +57,7 @@ def test_all_formats_agree(tmp_path: Path) -> None:
         "\n".join(lines).replace('"a,b.png"', "a;b.png").replace(",", "\t").replace("a;b", "a,b")
     )
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
-    sets = [
-        load_preferences(tmp_path / f"a.{ending}") for ending in ("jsonl", "json", "csv", "tsv", "parquet")
-    ]
+    sets = [load_preferences(tmp_path / f"a.{ending}") for ending in ("jsonl", "json", "csv", "tsv", "parquet")]
     assert all(found.pairs == sets[0].pairs for found in sets) and len(sets[0]) == 2
 
 

@@ -30,9 +30,7 @@ def test_utility_by_hand():
     assert utility(scene, record) == 2 + 1 + 0.5 + 1
     assert utility(scene.distorted("blur", 0.4), record) == pytest.approx(4.5 - 0.4)
     # two of three: the count's partial credit is 2/3 twice (shape and color), nothing is too many
-    assert utility(scene, parse_prompt("three red circles")) == pytest.approx(
-        (2 / 3 + 2 / 3 + 1 + 1) / 4 + 1.5
-    )
+    assert utility(scene, parse_prompt("three red circles")) == pytest.approx((2 / 3 + 2 / 3 + 1 + 1) / 4 + 1.5)
     assert annotator_noise(scene) == pytest.approx(0.15)
     assert annotator_noise(scene.distorted("noise", 0.5)) == pytest.approx(0.75)
 
@@ -74,9 +72,7 @@ def test_votes_have_the_stated_probability():
     clear = [pair for pair in PAIRS if pair.is_clear]
     assert all(abs(pair.utility[0] - pair.utility[1]) >= CLEAR for pair in clear)
     degraded = [pair for pair in PAIRS if max(pair.noise) > 0.8 and pair.utility[0] != pair.utility[1]]
-    wrong = [
-        [(p.votes[0] > p.votes[1]) != (p.utility[0] > p.utility[1]) for p in g] for g in (clear, degraded)
-    ]
+    wrong = [[(p.votes[0] > p.votes[1]) != (p.utility[0] > p.utility[1]) for p in g] for g in (clear, degraded)]
     assert np.mean(wrong[1]) > 2 * np.mean(wrong[0]) > 0, "annotators err more on degraded images"
 
 

@@ -30,9 +30,7 @@ def draw(count: int, seed: int) -> list[scenes.Scene]:
 
 def wrongly_accepted(chosen: list[scenes.Scene], records: list[prompts.Record]) -> tuple[int, int]:
     """(images called correct that are not, images that truly are not)."""
-    truth = [
-        verifier.verify_scene(scene, record).correct for scene, record in zip(chosen, records, strict=True)
-    ]
+    truth = [verifier.verify_scene(scene, record).correct for scene, record in zip(chosen, records, strict=True)]
     said = [verdict.correct for verdict in verifier.verify(render.render_many(chosen), records)]
     return sum(s and not t for s, t in zip(said, truth, strict=True)), sum(not t for t in truth)
 
@@ -64,9 +62,7 @@ def test_parsing_a_prompt_gives_its_record_back() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    "prompt", ["", "a cat", "a red", "two red circle", "five circles", "a circle a square"]
-)
+@pytest.mark.parametrize("prompt", ["", "a cat", "a red", "two red circle", "five circles", "a circle a square"])
 def test_a_foreign_prompt_is_refused_with_examples(prompt: str) -> None:
     with pytest.raises(ValueError, match=r"not a prompt of the shapes world, such as"):
         prompts.parse_prompt(prompt)
@@ -133,16 +129,12 @@ def test_swapped_relations_and_neighbouring_counts_are_wrong() -> None:
         count = record["include"][0]["count"]
         chosen.append(scenes.sample_scene(record, rng))
         words = {2: "two", 3: "three", 4: "four"}
-        records.append(
-            prompts.parse_prompt(record["prompt"].replace(words[count], words[4 if count == 3 else 3]))
-        )
+        records.append(prompts.parse_prompt(record["prompt"].replace(words[count], words[4 if count == 3 else 3])))
     accepted, false = wrongly_accepted(chosen, records)
     assert accepted == 0 and false == len(chosen)
 
 
-def circle(
-    color: str = "red", x: float = 20, y: float = 20, radius: float = 9, shape: str = "circle"
-) -> Detection:
+def circle(color: str = "red", x: float = 20, y: float = 20, radius: float = 9, shape: str = "circle") -> Detection:
     return Detection(shape=shape, color=color, x=x, y=y, radius=radius, overlap=1.0)
 
 
@@ -197,9 +189,7 @@ def test_images_in_both_formats_are_judged_alike_and_others_refused() -> None:
     records = [scene.record for scene in chosen]
     floats = torch.from_numpy(images).permute(0, 3, 1, 2).float() / 255.0
     assert verifier.verify(images, records) == verifier.verify(floats, records)
-    with pytest.raises(
-        ValueError, match=r"takes float \[B, 3, 64, 64\].*got torch.float32 \(12, 3, 32, 32\)"
-    ):
+    with pytest.raises(ValueError, match=r"takes float \[B, 3, 64, 64\].*got torch.float32 \(12, 3, 32, 32\)"):
         verifier.verify(floats[..., ::2, ::2], records)
 
 
@@ -243,9 +233,7 @@ def test_masks_are_the_nearest_pixels_of_the_box() -> None:
 
 def test_an_image_is_judged_alike_alone_and_among_others() -> None:
     rng = np.random.default_rng(23)
-    images = np.concatenate(
-        [render.render_many(draw(60, 24)), rng.integers(0, 256, (10, 64, 64, 3), np.uint8)]
-    )
+    images = np.concatenate([render.render_many(draw(60, 24)), rng.integers(0, 256, (10, 64, 64, 3), np.uint8)])
     images = images[rng.permutation(len(images))]
     assert detect(images) == [found for image in images for found in detect(image[None])]
     assert detect(images[:0]) == []

@@ -141,18 +141,12 @@ def test_symbols_are_checked() -> None:
 
 def test_all_right_answers_are_taken_and_no_others() -> None:
     pair = record("two_addends", [6])
-    right = [
-        a
-        for a in itertools.product(range(-2, 9), repeat=2)
-        if check_answer(boxed(f"{a[0]}, {a[1]}"), pair)[0]
-    ]
+    right = [a for a in itertools.product(range(-2, 9), repeat=2) if check_answer(boxed(f"{a[0]}, {a[1]}"), pair)[0]]
     assert right == [(1, 5), (2, 4), (3, 3), (4, 2), (5, 1)]
     assert {canonical_answer(boxed(f"{a}, {b}"), pair) for a, b in right} == {"1, 5", "2, 4", "3, 3"}
     triple = record("three_addends", [8])
     found = [
-        t
-        for t in itertools.product(range(9), repeat=3)
-        if check_answer(boxed(", ".join(map(str, t))), triple)[0]
+        t for t in itertools.product(range(9), repeat=3) if check_answer(boxed(", ".join(map(str, t))), triple)[0]
     ]
     assert {tuple(sorted(t)) for t in found} == {(1, 2, 5), (1, 3, 4)} and len(found) == 12
     order = record("any_order", [[1, 2, 2]])
@@ -160,9 +154,7 @@ def test_all_right_answers_are_taken_and_no_others() -> None:
     assert {canonical_answer(boxed(t), order) for t in texts} == {None, "2, 1, 2", "2, 2, 1"}
     between = record("multiple_between", [7, 14, 35])
     assert [n for n in range(60) if check_answer(boxed(n), between)[0]] == [21, 28]
-    assert (
-        check_answer(boxed("5, 2"), pair)[1] == f"2, 5 is not right; {pair['answer']} would be, for example"
-    )
+    assert check_answer(boxed("5, 2"), pair)[1] == f"2, 5 is not right; {pair['answer']} would be, for example"
     assert canonical_answer(boxed("5, 2"), pair) is None
 
 

@@ -35,9 +35,7 @@ class HasVowel(Letters):
 
 def _evaluate(records=RECORDS, seeds=(0, 1, 2), policy=None, rewards=None, **options):
     settled = {"sampling": Sampling(), "stopping": STOP, "correctness": "vowel", **options}
-    return evaluate_text(
-        policy or toy_policy(), rewards or {"vowel": HasVowel()}, records, seeds=seeds, **settled
-    )
+    return evaluate_text(policy or toy_policy(), rewards or {"vowel": HasVowel()}, records, seeds=seeds, **settled)
 
 
 @pytest.fixture(scope="module")

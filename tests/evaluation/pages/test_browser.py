@@ -122,12 +122,8 @@ def _levels(folder: Path) -> list[str]:
 def _score(folder: Path) -> Path:
     rewards: dict[str, Any] = {"light_with_a_long_name_without_spaces": Brightness(std=0.1)}
     rewards |= {name: load_reward(name) for name in ("saturation", "jpeg_size")}
-    rows = [
-        ImageRow(image=name, prompt=f"prompt {k % 2}") for k, name in enumerate(_levels(folder / "score"))
-    ]
-    return write_score_page(
-        folder / "score.html", score_summary(score_rows(rows, rewards), rewards, seconds=1.0)
-    )
+    rows = [ImageRow(image=name, prompt=f"prompt {k % 2}") for k, name in enumerate(_levels(folder / "score"))]
+    return write_score_page(folder / "score.html", score_summary(score_rows(rows, rewards), rewards, seconds=1.0))
 
 
 def _sample(folder: Path) -> Path:
@@ -136,10 +132,7 @@ def _sample(folder: Path) -> Path:
     frames = [Image.new("RGB", (64, 64), (level,) * 3) for level in (0, 255)]
     frames[0].save(folder / "samples/clip.webp", save_all=True, append_images=frames[1:])
     said = ["a_prompt_without_any_spaces_" * 3, "a long prompt, with words, " * 20]
-    rows = [
-        {"image": name, "prompt": said[k // 3], "seed": k % 3, "saturation": 0.5}
-        for k, name in enumerate(names)
-    ]
+    rows = [{"image": name, "prompt": said[k // 3], "seed": k % 3, "saturation": 0.5} for k, name in enumerate(names)]
     rows[1]["clip"] = "clip.webp"
     facts = [("Model", "a/folder/with/a/long/name_without_spaces" * 3), ("Steps", 10)]
     page = folder / "samples" / "index.html"
@@ -206,9 +199,7 @@ def test_a_page_is_whole_quiet_and_fits(
     assert browser.seen("Log.entryAdded") == []
     asked = [event["request"]["url"][:60] for event in browser.seen("Network.requestWillBeSent")]
     assert [url for url in asked if not url.startswith(("file:", "data:", "about:"))] == []
-    inner, client = browser.value(
-        "[document.documentElement.scrollWidth, document.documentElement.clientWidth]"
-    )
+    inner, client = browser.value("[document.documentElement.scrollWidth, document.documentElement.clientWidth]")
     assert inner <= client <= width, browser.value(OVERFLOW)
     assert browser.value(OVERFLOW) == []
     assert browser.value(IMAGES) == []

@@ -79,9 +79,7 @@ def test_from_zero_starts_at_zero() -> None:
 
 
 def test_every_svg_is_well_formed_and_speaks() -> None:
-    rows = [
-        {"iteration": n, **{key: 0.1 * n for curve in CURVES for key in curve.keys}} for n in range(1, 40)
-    ]
+    rows = [{"iteration": n, **{key: 0.1 * n for curve in CURVES for key in curve.keys}} for n in range(1, 40)]
     for panel in panels(rows)[0]:
         root = ElementTree.fromstring(str(panel.svg))
         assert root.get("role") == "img"
@@ -92,9 +90,7 @@ def test_every_svg_is_well_formed_and_speaks() -> None:
 
 def test_sparse_values_are_joined_and_start_counts() -> None:
     """Evaluations of every tenth iteration are one stroke, beginning at the value before training."""
-    rows = [
-        {"iteration": n} | ({"heldout/accuracy": 0.5 + n / 100} if n % 10 == 0 else {}) for n in range(1, 31)
-    ]
+    rows = [{"iteration": n} | ({"heldout/accuracy": 0.5 + n / 100} if n % 10 == 0 else {}) for n in range(1, 31)]
     panel = panels(rows, [CURVES[1]], start={"heldout/accuracy": 0.4})[0][0]
     (stroke,) = points(str(panel.svg))
     assert len(stroke) == 4 and stroke[0][0] == LEFT

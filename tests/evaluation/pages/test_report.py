@@ -112,9 +112,7 @@ def test_numbers_equal_the_inputs(tmp_path: Path) -> None:
         (12, "12 prompts, all of which the model was also trained on, each drawn"),
     ],
 )
-def test_the_page_says_whether_the_prompts_were_trained_on(
-    tmp_path: Path, seen: int | None, words: str
-) -> None:
+def test_the_page_says_whether_the_prompts_were_trained_on(tmp_path: Path, seen: int | None, words: str) -> None:
     page = report(tmp_path, make_result(0.25), make_result(0.5), trained_prompts=seen)
     assert words in page.text and "never trained on" not in page.text
     blind = report(tmp_path, blind_result(), blind_result(), trained_prompts=seen)
@@ -134,9 +132,7 @@ def test_nothing_is_fetched_and_nothing_runs(tmp_path: Path) -> None:
     for image in page.all("img"):
         assert (image["src"] or "").startswith("data:image/png;base64,")
         assert len(image["alt"] or "") > 20
-    policy = [
-        meta["content"] for meta in page.all("meta") if meta.get("http-equiv") == "Content-Security-Policy"
-    ]
+    policy = [meta["content"] for meta in page.all("meta") if meta.get("http-equiv") == "Content-Security-Policy"]
     script = page.source.split("<script>")[1].split("</script>")[0]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     own = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
@@ -250,9 +246,7 @@ def test_a_run_with_a_reward_of_ones_own_shows_it_under_the_best_and_worst_image
     before = replace(before, reasons=("",) * len(before), scores={"glow": before.scores["clip_score"]})
     rose = after.scores["clip_score"] + np.where(np.arange(len(after)) == 5, 9, 0).astype(np.float32)
     after = replace(after, reasons=("",) * len(after), scores={"glow": rose})
-    before, after = (
-        replace(r, units={"glow": "lumen"}, higher_is_better={"glow": True}) for r in (before, after)
-    )
+    before, after = (replace(r, units={"glow": "lumen"}, higher_is_better={"glow": True}) for r in (before, after))
     page = report(tmp_path, before, after, metrics=[])
     assert "✓" not in page.text and "✗" not in page.text and "no verdict" not in page.text
     assert "Only 12 prompts: one lucky prompt" in page.text

@@ -52,9 +52,7 @@ def test_changes_by_hand() -> None:
     assert torch.allclose(grey, torch.full_like(grey, luma), atol=0.5 / 255)
     double = change.saturated(image, 2.0)[:, 0, 0]
     assert torch.allclose(double, torch.tensor([2 * c - luma for c in (0.2, 0.4, 0.6)]), atol=0.51 / 255)
-    assert torch.allclose(
-        change.brightened(image, 0.5)[:, 0, 0], torch.tensor([0.1, 0.2, 0.3]), atol=0.51 / 255
-    )
+    assert torch.allclose(change.brightened(image, 0.5)[:, 0, 0], torch.tensor([0.1, 0.2, 0.3]), atol=0.51 / 255)
     assert torch.equal(change.brightened(image, 9.0), torch.ones_like(image))
     assert torch.allclose(change.blank(image, "mean"), image, atol=0.51 / 255)
     assert torch.equal(change.blank(image, "white"), torch.ones_like(image))
@@ -186,9 +184,7 @@ def test_circles_by_all_their_cases() -> None:
         cases = [(a, b, c) for a in weight for b in weight for c in weight]
         hits = is_cycle(*np.array(cases, dtype=float).T)
         # a over b, b over c and c over a cannot come from an order unless one of them is turned.
-        contradict = {
-            case for case in cases if sorted(case) in ([1, 1, 1], [-1, -1, -1], [0, 1, 1], [-1, -1, 0])
-        }
+        contradict = {case for case in cases if sorted(case) in ([1, 1, 1], [-1, -1, -1], [0, 1, 1], [-1, -1, 0])}
         assert {case for case, hit in zip(cases, hits, strict=True) if hit} == contradict
         chance = sum(weight[a] * weight[b] * weight[c] for a, b, c in contradict)
         assert circle_chance(ties) == pytest.approx(chance)
@@ -245,9 +241,7 @@ def test_verdicts_on_both_sides_of_each_limit() -> None:
 def report_of(wanted: str, *table: list[float]) -> dict[str, Any]:
     probe = next(probe for probe in PROBES if probe.wanted == wanted)
     arrays = [np.array(values) for values in table]
-    return probe_report(
-        probe, [(a, level_report(str(k), float(k), a, [None] * len(a))) for k, a in enumerate(arrays)]
-    )
+    return probe_report(probe, [(a, level_report(str(k), float(k), a, [None] * len(a))) for k, a in enumerate(arrays)])
 
 
 def test_stronger_must_not_be_paid_more_than_weaker() -> None:

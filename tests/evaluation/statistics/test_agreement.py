@@ -65,9 +65,7 @@ def test_thresholds_maximise_the_three_class_accuracy() -> None:
     margin = np.array([0.1, -0.2, 0.3, 2.0, -1.0])
     label = np.array([0.5, 0.5, 1.0, 1.0, 0.0])
     assert best_tie_threshold(margin, label) == 0.2
-    values = {
-        t: policy_credit("VisionReward_tau", margin, label, t)[0].sum() for t in (0.0, 0.1, 0.2, 0.3, 1.0)
-    }
+    values = {t: policy_credit("VisionReward_tau", margin, label, t)[0].sum() for t in (0.0, 0.1, 0.2, 0.3, 1.0)}
     assert max(values, key=lambda t: values[t]) == 0.2 and values[0.2] == 5
     half = {t: policy_credit("PickScore", margin, label, t)[0].sum() for t in (0.0, 0.1, 0.2, 0.3, 1.0, 2.0)}
     assert half[best_tie_threshold(margin, label, half=True)] == max(half.values())

@@ -111,9 +111,7 @@ def test_swapped_sides_show_a_bias() -> None:
 
 
 def test_failed_answers_are_no_margins() -> None:
-    scores = from_scores(
-        "judge", "kB", [1.0, np.nan, np.inf], [0.0, 1.0, 1.0], reasons=[None, "broken file", None]
-    )
+    scores = from_scores("judge", "kB", [1.0, np.nan, np.inf], [0.0, 1.0, 1.0], reasons=[None, "broken file", None])
     assert scores.judged.tolist() == [True, False, False]
     assert scores.failures() == {"broken file": 1, "no score": 1}
     assert from_scores("judge", "kB", [1.0], [3.0], higher_is_better=False).margin.tolist() == [2.0]

@@ -179,9 +179,7 @@ def test_an_image_that_has_gone_is_said(store, url):
     for path in (*store.path.parent.glob("*.png"), *store.path.parent.glob("*.bmp")):
         path.unlink()
     found = ada.get(shown["images"]["left"])
-    assert (
-        found.status_code == 404 and found.json()["error"] == "The image cannot be read: FileNotFoundError."
-    )
+    assert found.status_code == 404 and found.json()["error"] == "The image cannot be read: FileNotFoundError."
 
 
 SIDES = ("left", "top", "width", "height")

@@ -30,15 +30,12 @@ from visalign.pipelines.collect.tasks import Form, Task
 
 def made(path: Path, count: int = 12, gold: int = 0, form: Form | None = None, **plan) -> VoteStore:
     tasks = [
-        Task(prompt=f"p{n}", images=(f"/l{n}", f"/r{n}"), gold="left" if n < gold else None)
-        for n in range(count)
+        Task(prompt=f"p{n}", images=(f"/l{n}", f"/r{n}"), gold="left" if n < gold else None) for n in range(count)
     ]
     return VoteStore.create(path, tasks, form or Form(), Plan(**plan))
 
 
-def answer_all(
-    store: VoteStore, name: str, choice: str = "left", most: int = 1_000
-) -> list[votes_store.Assignment]:
+def answer_all(store: VoteStore, name: str, choice: str = "left", most: int = 1_000) -> list[votes_store.Assignment]:
     seen = []
     while len(seen) < most and (shown := store.next(name)) is not None:
         store.vote(name, shown.assignment, {"choice": choice}, client=f"{name}{len(seen)}", seconds=1.0)
@@ -218,9 +215,7 @@ def test_an_image_that_was_not_seen_is_no_vote_and_leaves_the_pair_to_others(tmp
         store.vote("a", shown.assignment, {"unseen": True}, client=f"u{revision}", seconds=1.0)
     seen = answer_all(store, "a")
     assert store.unseen() == 1 and shown.task not in [one.task for one in seen]
-    assert {vote.task for vote in store.votes()}.isdisjoint(
-        {t for t in store.tasks if store.tasks[t] == shown.task}
-    )
+    assert {vote.task for vote in store.votes()}.isdisjoint({t for t in store.tasks if store.tasks[t] == shown.task})
     assert [one.task for one in answer_all(store, "b")] == [shown.task]
     store.vote("a", shown.assignment, {"choice": "tie"}, client="late", seconds=1.0)
     assert store.unseen() == 0

@@ -151,9 +151,7 @@ def test_judges_vote_under_their_own_names_and_go_on(tmp_path):
     assert {v.answer["choice"] for v in votes if v.is_judge} == {"right"}
     found = report(store, votes, SETTINGS)
     assert (found["people"], found["judges"]) == (1, 2)
-    assert [row["votes"] for row in export_rows(store, select_votes(store, ["bright", "pairs"]))] == [
-        [0, 1, 0]
-    ] * 8
+    assert [row["votes"] for row in export_rows(store, select_votes(store, ["bright", "pairs"]))] == [[0, 1, 0]] * 8
 
 
 class Halting:
@@ -166,9 +164,7 @@ class Halting:
         """The first pair fails; of the others the left is better by its place alone."""
         valid = torch.tensor([prompt != "p0" for prompt in prompts])
         prob = torch.where(valid, self.prob, math.nan)
-        return Preferences(
-            prob=prob, valid=valid, reason=[None if ok else "too dark" for ok in valid.tolist()]
-        )
+        return Preferences(prob=prob, valid=valid, reason=[None if ok else "too dark" for ok in valid.tolist()])
 
 
 @pytest.mark.parametrize("prob", [1.0])  # a certain answer is bounded and averaged as well

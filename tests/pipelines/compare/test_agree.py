@@ -72,9 +72,7 @@ def test_what_is_not_judged_or_not_defined_is_left_out_and_said() -> None:
     [pair] = agreement(["x", "y"], [[1, 2, NAN, 4], [1, 2, 3, 5]], prompts)
     assert pair["images"] == 3 and pair["pairs"] == 1
     [flat] = agreement(["x", "y"], [[1, 1, 1, 1], [1, 2, 3, 5]], prompts)
-    assert (
-        flat["overall"]["estimate"] is None and flat["note"] == "the first gives all 4 images the same score"
-    )
+    assert flat["overall"]["estimate"] is None and flat["note"] == "the first gives all 4 images the same score"
     [few] = agreement(["x", "y"], [[1, NAN, NAN, 4], [1, 2, 3, 5]], prompts)
     assert few["note"] == "2 images were scored by both; 3 are needed"
     [alone] = agreement(["x", "y"], [[1, 2, 3, 4], [1, 2, 3, 5]], list("abcd"))
@@ -104,9 +102,7 @@ def test_a_set_is_scored_and_directions_are_turned(tmp_path: Path) -> None:
         ("down", "colour"),
     ]
     assert result["pairs"][0]["overall"]["estimate"] == pytest.approx(-1.0)
-    assert result["pairs"][1]["within"]["estimate"] == pytest.approx(
-        -result["pairs"][2]["within"]["estimate"]
-    )
+    assert result["pairs"][1]["within"]["estimate"] == pytest.approx(-result["pairs"][2]["within"]["estimate"])
     page = write_agreement(tmp_path, result).read_text()
     assert page.count("<img") == sum(len(pair["disagreements"]) for pair in result["pairs"]) > 0
     assert json.loads((tmp_path / "agreement.json").read_text())["set"]["images"] == 20
@@ -122,9 +118,7 @@ def test_a_set_is_scored_and_directions_are_turned(tmp_path: Path) -> None:
 
 
 def test_bad_sets_are_refused_by_message(tmp_path: Path) -> None:
-    with pytest.raises(
-        UserError, match=r"There is no set 'gone'. Give a table with the columns image, prompt"
-    ):
+    with pytest.raises(UserError, match=r"There is no set 'gone'. Give a table with the columns image, prompt"):
         read_set("gone")
     rows = [ImageRow(image=str(tmp_path / f"{k}.png"), prompt="x") for k in range(4)]
     two = {"a": Brightness(), "b": Brightness()}
@@ -166,9 +160,7 @@ def test_the_command_reads_tables_of_pairs_folders_and_resumes(tmp_path: Path, m
     assert CliRunner().invoke(app, [*base, "--resume"]).exit_code == 0
     for level in range(4):
         Image.new("RGB", (8, 8), (60 * level, 9, 9)).save(tmp_path / f"{level}.png")
-    folder = CliRunner().invoke(
-        app, ["agree", ".", "-p", "x", "-r", "saturation", "-r", "brightness", "--json"]
-    )
+    folder = CliRunner().invoke(app, ["agree", ".", "-p", "x", "-r", "saturation", "-r", "brightness", "--json"])
     assert folder.exit_code == 0, folder.output
     assert json.loads(folder.stdout)["set"] == {
         "source": ".",

@@ -68,9 +68,7 @@ def test_a_difference_counts_against_what_nobody_sees(gap: float, winner: str, s
     assert (entry["winner"], entry["sure"], in_words(entry)) == (winner, sure, words)
 
 
-@pytest.mark.parametrize(
-    ("odds", "winner", "sure"), [(0.1, "tie", None), (-0.6, "B", False), (2.0, "A", True)]
-)
+@pytest.mark.parametrize(("odds", "winner", "sure"), [(0.1, "tie", None), (-0.6, "B", False), (2.0, "A", True)])
 def test_a_probability_is_sure_unsure_or_a_tie(odds: float, winner: str, sure: bool | None) -> None:
     entry = one(BrightnessPairs(scale=odds), list(grey([1.0, 0.0])))
     assert (entry["winner"], entry["sure"]) == (winner, sure)
@@ -135,10 +133,7 @@ def test_votes_are_counted_and_the_page_shows_why() -> None:
     page = compare_page(result, TWO, ["first.png", "second.png"])
     assert page.count('src="data:image/png') == 2 and "Image A: first.png" in page
     assert (
-        "light part" in page
-        and "&lt;script&gt;bad" in page
-        and page.count("<script") == 1
-        and "<b>bold" not in page
+        "light part" in page and "&lt;script&gt;bad" in page and page.count("<script") == 1 and "<b>bold" not in page
     )
     assert "Being on the left adds +0.50" in page and "could not judge" in page
 

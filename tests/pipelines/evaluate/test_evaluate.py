@@ -79,9 +79,7 @@ class Sided:
     def compare(self, left: Any, right: Any, prompts: Sequence[str], metadata: Any = None) -> Preferences:
         gap = [float(np.asarray(a).mean() - np.asarray(b).mean()) for a, b in zip(left, right, strict=True)]
         odds = torch.tensor(gap) / 20 + 2
-        return Preferences(
-            prob=odds.sigmoid(), valid=torch.ones(len(prompts), dtype=torch.bool), log_odds=odds
-        )
+        return Preferences(prob=odds.sigmoid(), valid=torch.ones(len(prompts), dtype=torch.bool), log_odds=odds)
 
 
 def table(folder: Path, count: int = 120, **columns: Any) -> Path:
@@ -119,9 +117,7 @@ def test_precomputed_scores_are_measured_and_compared(tmp_path: Path) -> None:
 
 
 def test_a_row_without_a_score_is_no_zero(tmp_path: Path) -> None:
-    source = table(
-        tmp_path, gap_left=lambda pair: 1.0, gap_right=lambda pair: "" if "red" in pair.prompt else 0.0
-    )
+    source = table(tmp_path, gap_left=lambda pair: 1.0, gap_right=lambda pair: "" if "red" in pair.prompt else 0.0)
     (judge,) = evaluate(EvaluateOptions(source=str(source), columns=("gap",), settings=FAST))["judges"]
     missing = sum("red" in pair.prompt for pair in shapes_pairs(120).pairs)
     assert missing and judge["counts"]["failed"] == missing
@@ -136,9 +132,7 @@ def test_a_pairwise_judges_columns_are_as_if_it_were_asked(tmp_path: Path) -> No
         {"j_prob": 1 / (1 + np.exp(-(2 * m - s))), "j_prob_swapped": 1 / (1 + np.exp(s))}
         for m, s in zip(asked.margin, asked.swapped if asked.swapped is not None else [], strict=True)
     ]
-    given = PreferenceSet(
-        name="x", pairs=tuple(replace(p, extra=e) for p, e in zip(pairs.pairs, said, strict=True))
-    )
+    given = PreferenceSet(name="x", pairs=tuple(replace(p, extra=e) for p, e in zip(pairs.pairs, said, strict=True)))
     np.testing.assert_allclose(column_scores(given, "j").margin, asked.margin, atol=1e-6)
     turned = replace(given, pairs=tuple(pair.swapped() for pair in given.pairs))
     np.testing.assert_allclose(column_scores(turned, "j").margin, -asked.margin, atol=1e-6)
@@ -195,9 +189,7 @@ def test_a_quality_set(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     rows = [replace(r, extra={"q": r.mos + rng.normal(0, 0.3), "off": -r.mos}) for r in records.records]
     source = write_rows(tmp_path / "q.jsonl", rows)
-    options = EvaluateOptions(
-        source=str(source), columns=("q", "off"), lower_is_better=("off",), settings=FAST
-    )
+    options = EvaluateOptions(source=str(source), columns=("q", "off"), lower_is_better=("off",), settings=FAST)
     result = evaluate(replace(options, output=tmp_path / "out"))
     q, off = result["judges"]
     assert off["correlations"]["srcc"]["estimate"] == pytest.approx(1.0)
@@ -318,9 +310,9 @@ def test_the_worst_pairs_of_each_judge_are_shown(tmp_path: Path) -> None:
         assert (row["label"] - 0.5) * row["margin"] < 0
     page = (tmp_path / "o" / "evaluation.html").read_text()
     assert page.count('src="data:image/png') == 2 * (len(coin["worst"]) + len(good["worst"]))
-    (quality,) = evaluate(
-        EvaluateOptions(source="shapes:quality", rewards=("sharpness",), limit=30, settings=FAST)
-    )["judges"]
+    (quality,) = evaluate(EvaluateOptions(source="shapes:quality", rewards=("sharpness",), limit=30, settings=FAST))[
+        "judges"
+    ]
     gaps = [abs(row["place"] - row["place_mos"]) for row in quality["worst"]]
     assert gaps == sorted(gaps, reverse=True) and len(gaps) == 6 and gaps[0] <= 1
 

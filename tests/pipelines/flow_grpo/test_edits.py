@@ -129,9 +129,7 @@ def test_an_edit_is_known_by_its_source(folder, tmp_path):
     trained = _write(tmp_path / "trained.jsonl", folder, ["dark"])
     config = _config(folder, f"data.train={trained}", "rollout.prompts_per_iteration=1")
     assert prepare(config, 1).seen == 1
-    given = _config(
-        folder, f"data.train={trained}", f"data.heldout={held}", "rollout.prompts_per_iteration=1"
-    )
+    given = _config(folder, f"data.train={trained}", f"data.heldout={held}", "rollout.prompts_per_iteration=1")
     assert prepare(given, 1).seen == 0
     plain = load_config(FlowGRPOConfig, None, [f"data.heldout={folder}/edits.jsonl"])
     with pytest.raises(UserError, match="lines 1 and 2 give the prompt 'make it blue' two"):

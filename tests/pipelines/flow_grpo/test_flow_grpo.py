@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Flow-GRPO job end to end on a tiny random SD3 pipeline: files, resume, cost, plan, and what it
-refuses."""
+"""The Flow-GRPO job end to end on a tiny random SD3 pipeline: files, resume, cost, plan, and what it refuses."""
 
 from __future__ import annotations
 
@@ -190,9 +189,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(finished, inputs, tmp_path
     resumed = run(_config(inputs), tmp_path / "run", resume=True)
     output, whole = finished
     for name in ("trainable", "ema", "optimizer"):
-        one, two = (
-            step_folder(f / "checkpoints", 2) / f"{name}.safetensors" for f in (output, tmp_path / "run")
-        )
+        one, two = (step_folder(f / "checkpoints", 2) / f"{name}.safetensors" for f in (output, tmp_path / "run"))
         assert one.read_bytes() == two.read_bytes(), name
     rows = [[without_times(r) for r in read_metrics(f / "metrics.jsonl")] for f in (output, tmp_path / "run")]
     assert rows[0] == rows[1]
@@ -204,9 +201,7 @@ def test_full_fine_tuning_saves_a_pipeline(inputs, tmp_path):
     assert (tmp_path / "run" / "model" / "model_index.json").is_file()
     page = (tmp_path / "run" / "report.html").read_text()
     assert f"from_pretrained(&#34;{tmp_path}/run/model&#34;" in page and "load_lora_weights" not in page
-    assert result_files(tmp_path / "run")[1].endswith(
-        "model  (for from_pretrained, by the code in report.html)"
-    )
+    assert result_files(tmp_path / "run")[1].endswith("model  (for from_pretrained, by the code in report.html)")
 
 
 @pytest.mark.parametrize(

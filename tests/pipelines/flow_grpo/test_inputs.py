@@ -63,9 +63,7 @@ def test_batch_scales_are_refused_with_several_processes() -> None:
     with pytest.raises(UserError, match=r"rewards\.normalise is batch and there are 2 processes"):
         prepare(given, 2)
     given = config("rewards.terms={hpsv3: {uncertainty: bhattacharyya}}")
-    with pytest.raises(
-        UserError, match=r"terms\.hpsv3\.uncertainty is bhattacharyya and there are 2 processes"
-    ):
+    with pytest.raises(UserError, match=r"terms\.hpsv3\.uncertainty is bhattacharyya and there are 2 processes"):
         prepare(given, 2)
 
 
@@ -84,9 +82,7 @@ def test_rewards_of_sets_want_whole_sets_and_stay_out_of_the_evaluation() -> Non
     with pytest.raises(UserError, match=r"3 and there are 2 processes: some group would be spread"):
         prepare(given, 2)
     given = config("rewards.terms={variety: {name: vendi_gain, options: {over: batch}}}")
-    with pytest.raises(
-        UserError, match=r"terms\.variety judges all images of an iteration as one set, and 3"
-    ):
+    with pytest.raises(UserError, match=r"terms\.variety judges all images of an iteration as one set, and 3"):
         prepare(given, 3)
     with pytest.raises(UserError, match=r"evaluation\.rewards names vendi_gain, which judges sets"):
         prepare(config("evaluation.rewards={vendi_gain: {}, shapes_verifier: {}}"), 1)
@@ -105,9 +101,7 @@ def test_changed_prompts_and_rewards_are_noticed(tmp_path: Path) -> None:
     prompts, reward, output = tmp_path / "a.txt", tmp_path / "mine.py", tmp_path / "run"
     prompts.write_text("a red circle\na cross")
     reward.write_text("def f(images):\n    return [1.0] * len(images)\n")
-    given = config(
-        "data.balance=false", f"data.train={prompts}", f"rewards.terms={{mine: {{name: '{reward}:f'}}}}"
-    )
+    given = config("data.balance=false", f"data.train={prompts}", f"rewards.terms={{mine: {{name: '{reward}:f'}}}}")
     first = prepare(given, 1).fingerprints
     assert set(first) == {"data.train", "data.heldout", "reward mine"}
     check_unchanged(output, first)  # a run of a version that kept no fingerprints

@@ -92,9 +92,7 @@ KINDS |= {
     if name not in _SEEN and row.anchor != "expert"
 }
 KINDS |= {
-    name: (f"objective.algorithm={name}",)
-    for name, row in NAMED.items()
-    if name not in _SEEN and _on_steps(name, row)
+    name: (f"objective.algorithm={name}",) for name, row in NAMED.items() if name not in _SEEN and _on_steps(name, row)
 }
 FAST = ("flow_grpo", "tree", "diffusion_nft", "one_step")
 """In the fast set too."""

@@ -74,14 +74,10 @@ def test_a_recipe_runs_on_a_tiny_model_of_its_family(name, tmp_path):
     pipe, options = tiny_pipeline(family)
     options.pop("guidance", None)
     prompts = tiny_prompts(family, ["a red circle", "two blue squares!"])
-    policy = PipelinePolicy(
-        pipe, lora=LoraSettings(rank=2, alpha=4), **{**options, "guidance": config.model.guidance}
-    )
+    policy = PipelinePolicy(pipe, lora=LoraSettings(rank=2, alpha=4), **{**options, "guidance": config.model.guidance})
     frozen = {n: p.clone() for n, p in policy.module.named_parameters() if not p.requires_grad}
     before = [p.clone() for _, p in policy.trainable_parameters()]
-    rollout = replace(
-        config.rollout, prompts_per_iteration=2, group_size=4, steps=min(10, config.rollout.steps)
-    )
+    rollout = replace(config.rollout, prompts_per_iteration=2, group_size=4, steps=min(10, config.rollout.steps))
     algorithm = FlowGRPO(
         policy,
         Brightness(),

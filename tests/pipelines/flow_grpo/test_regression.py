@@ -85,13 +85,9 @@ def test_two_experts_become_one_policy(tmp_path):
     log = read_metrics(tmp_path / "out" / "metrics.jsonl")
     assert log[-1]["anchor_distance"] < 0.3 * log[0]["anchor_distance"]
     # 4 steps, and 2 of them with a backward and an expert's pass
-    assert (
-        {row["forward_equivalents_per_image"] for row in log} == {4 + 2 * (3 + 1)} == {planned_cost(config)}
-    )
+    assert {row["forward_equivalents_per_image"] for row in log} == {4 + 2 * (3 + 1)} == {planned_cost(config)}
 
 
 def test_a_file_of_stochastic_steps_is_refused_with_what_to_set():
-    with pytest.raises(
-        ConfigError, match=r"diffusion_nft samples along the ODE, .*Set rollout.sde_steps=null"
-    ):
+    with pytest.raises(ConfigError, match=r"diffusion_nft samples along the ODE, .*Set rollout.sde_steps=null"):
         load_job("shapes_grpo_guard", ["objective.algorithm=diffusion_nft", "objective.ratio_bound=null"])

@@ -1,17 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grids of the same prompts on the way, in the folder and the trackers; by a run: test_edits.py."""
+"""Grids of the same prompts on the way: in the run folder, the report and the trackers."""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pytest
+import torch
 from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker
+from PIL import Image
+from safetensors.torch import load_file
 
-from tests.support.evaluation_samples import make_result
+from tests.support.models.sd3 import tiny_sd3_pipeline
+from tests.support.training.processes import in_forks
+from visalign.config import load_config
+from visalign.evaluation import load_heldout
+from visalign.pipelines.flow_grpo.job import FlowGRPOConfig, run
 from visalign.pipelines.shared.grids import FOLDER, SampleGrids
 
-PROMPTS = [f"prompt {n}" for n in range(5)]
+ROOT = Path(__file__).resolve().parents[3]
+PROMPTS = ["a red circle", "two circles", "a blue square", "a cross", "three green squares"]
+CHANGES = (
+    "model.lora.rank=4",
+    "rewards.terms={sharpness: {weight: 1.0}}",
+    "rollout={prompts_per_iteration: 2, group_size: 2, steps: 2, batch_size: 4}",
+    "optimizer={lr: 1e-3, updates_per_iteration: 1, micro_batch: 8, ema_every: 1}",
+    "evaluation={seeds: [3, 1], every: 1, prompts_on_the_way: 4, grid: 3, rewards: {shapes_verifier: {}}}",
+    "run={iterations: 2, checkpoint_every: 1, device: cpu}",
+)
 
 
 class Shown(GeneralTracker):
@@ -37,16 +61,77 @@ class Shown(GeneralTracker):
         self.images.append((step, values))
 
 
-def test_trackers_that_take_images_get_them(tmp_path):
+@pytest.fixture(scope="module")
+def changes(tmp_path_factory) -> list[str]:
+    folder = tmp_path_factory.mktemp("inputs")
+    tiny_sd3_pipeline().save_pretrained(folder / "model")
+    what = {"class": "circle", "count": 1, "color": "red"}
+    lines = [json.dumps({"prompt": p, "tag": "colors", "include": [what]}) for p in PROMPTS]
+    (folder / "prompts.jsonl").write_text("\n".join(lines))
+    files = (f"data.{name}={folder}/prompts.jsonl" for name in ("train", "heldout"))
+    return [*CHANGES, f"model.path={folder}/model", *files]
+
+
+@pytest.fixture(scope="module")
+def finished(changes, tmp_path_factory) -> Path:
+    output = tmp_path_factory.mktemp("runs") / "one"
+    run(load_config(FlowGRPOConfig, None, changes), output)
+    return output
+
+
+def test_each_evaluation_leaves_a_grid_of_the_same_prompts(finished):
+    files = sorted((finished / FOLDER).iterdir())
+    assert [file.name for file in files] == ["000000.png", "000001.png", "000002.png"]
+    before = load_heldout(finished / "before.npz")
+    places = [before.prompts.index(PROMPTS[i]) for i in (0, 1, 2)]  # three of four, their first seed
+    expected = np.concatenate([before.images[place] for place in places], axis=1)
+    np.testing.assert_array_equal(np.asarray(Image.open(files[0])), expected)
+    assert not np.array_equal(np.asarray(Image.open(files[2])), expected)
+    page = (finished / "report.html").read_text()
+    assert "The same prompts over time" in page and page.count('class="over-time"') == 3
+
+
+def test_trackers_that_take_images_get_them(finished, tmp_path):
     shown = Shown()
     accelerator = Accelerator(cpu=True, log_with=[shown])
     accelerator.init_trackers("test")
     records = [{"prompt": prompt} for prompt in PROMPTS]
-    grids = SampleGrids(output=tmp_path, accelerator=accelerator, heldout=records, seed=0, columns=2)
-    result = make_result(0.5, prompts=len(PROMPTS), seeds=1)
+    grids = SampleGrids(output=tmp_path, accelerator=accelerator, heldout=records, seed=3, columns=2)
+    result = load_heldout(finished / "before.npz")
     for iteration in (0, 5, 5):
         grids.keep(iteration, result)
     assert [step for step, _ in shown.images] == [0, 5]
     height, width = result.images.shape[1:3]
     assert shown.images[0][1][FOLDER].shape == (1, height, 2 * width, 3)
     assert [number for number, _ in grids.files()] == [0, 5]
+
+
+def in_two(output: str, changes: list[str]) -> None:
+    """The run in two forks of this process, which import once."""
+    config = load_config(FlowGRPOConfig, None, changes)
+    if not in_forks(Path(output).parent / "forks", 2, partial(run, config, Path(output))):
+        sys.exit("a process ended badly")
+
+
+@pytest.mark.slow
+def test_two_processes_that_divide_the_model_evaluate_and_save_as_one(finished, changes, tmp_path):
+    given = (str(tmp_path / "two"), [*changes, "run.sharding=true"])
+    command = [sys.executable, "-c", f"from {__name__} import in_two; in_two(*{given!r})"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for name in ("before", "after"):
+        one, two = (load_heldout(folder / f"{name}.npz") for folder in (finished, tmp_path / "two"))
+        assert one.prompts == two.prompts and one.seeds.tolist() == two.seeds.tolist()
+        assert one.correct.tolist() == two.correct.tolist()
+        assert one.image_index.tolist() == two.image_index.tolist()
+        for label, score in one.scores.items():
+            np.testing.assert_allclose(two.scores[label], score, rtol=1e-4, atol=1e-6)
+    assert len(list((tmp_path / "two" / FOLDER).iterdir())) == 3
+    mine, other = (
+        load_file(folder / "lora/pytorch_lora_weights.safetensors") for folder in (finished, tmp_path / "two")
+    )
+    assert mine.keys() == other.keys()
+    difference = torch.cat([(mine[name] - other[name]).flatten() for name in mine])
+    moved = torch.cat([mine[name].flatten() for name in mine if "lora_B" in name or "lora.up" in name])
+    assert difference.abs().mean() < 1e-3 * moved.abs().mean()

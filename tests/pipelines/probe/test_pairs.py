@@ -93,9 +93,7 @@ def test_circles_are_found() -> None:
     found = verdicts(result)
     assert found["transitivity"] == "fails" and found["identical"] == found["swap"] == "holds"
     [circles] = levels(result, "transitivity").values()
-    assert circles["share"] == pytest.approx(0.25, abs=0.1) and circles["chance"] == pytest.approx(
-        0.25, abs=0.02
-    )
+    assert circles["share"] == pytest.approx(0.25, abs=0.1) and circles["chance"] == pytest.approx(0.25, abs=0.02)
     assert circles["share_low"] < circles["share"] < circles["share_high"]
 
 
@@ -125,9 +123,7 @@ def by_hand(*brightness: float, rivals: tuple[float, ...] = ()) -> Reference:
     """Even grey images of one prompt, each with its rival, or with the next two, as others."""
     images = list(grey(list(brightness)).mul(255).round() / 255)
     samples = tuple(Sample(image, "grey") for image in images)
-    others = tuple(
-        (samples[(k + 1) % len(samples)], samples[(k + 2) % len(samples)]) for k in range(len(samples))
-    )
+    others = tuple((samples[(k + 1) % len(samples)], samples[(k + 2) % len(samples)]) for k in range(len(samples)))
     if rivals:
         shown = grey(list(rivals)).mul(255).round() / 255
         others = tuple((Sample(image, "grey"),) for image in shown)
@@ -137,9 +133,7 @@ def by_hand(*brightness: float, rivals: tuple[float, ...] = ()) -> Reference:
 def test_responses_and_win_rates_by_hand() -> None:
     # ℓ = 10 (a − b) of 0.2, 0.4, 0.8 against 0.4, 0.8, 0.6: −2, −4 and 2; s = √((4 + 16 + 4) / 3 / 2) = 2.
     judge, own, others = BrightnessPairs(scale=10.0, bias=0.5), (0.2, 0.4, 0.8), (0.4, 0.8, 0.6)
-    result = tried(
-        judge, ["brightness", "blank", "position", "empty_among_real"], by_hand(*own, rivals=others)
-    )
+    result = tried(judge, ["brightness", "blank", "position", "empty_among_real"], by_hand(*own, rivals=others))
     assert result["reference"]["spread"] == pytest.approx(2.0, rel=1e-3)
     assert result["reference"]["mean"] == pytest.approx(-4 / 3, rel=1e-3)
     [place] = levels(result, "position").values()
@@ -185,9 +179,7 @@ def test_pairs_that_fail_are_left_out_everywhere() -> None:
 
 
 def test_what_cannot_be_probed_is_said() -> None:
-    with pytest.raises(
-        UserError, match="brightness_pairs gives all 3 pairs of reference images the same answer, so"
-    ):
+    with pytest.raises(UserError, match="brightness_pairs gives all 3 pairs of reference images the same answer, so"):
         probe_reward(BrightnessPairs(scale=0.0), by_hand(0.2, 0.4, 0.6))
     silent = BrightnessPairs(fails=lambda left, right: True)
     with pytest.raises(
@@ -201,9 +193,7 @@ def test_what_cannot_be_probed_is_said() -> None:
 
     with pytest.raises(RewardError, match="returned 1 for 3 pairs; it must return one"):
         probe_reward(Short(), by_hand(0.2, 0.4, 0.6))
-    with pytest.raises(
-        UserError, match="The probe 'swap' is for judges that compare, and shapes_verifier scores"
-    ):
+    with pytest.raises(UserError, match="The probe 'swap' is for judges that compare, and shapes_verifier scores"):
         probes_for(ShapesVerifier(), ["blank", "swap"])
 
 

@@ -101,20 +101,14 @@ class RefusesWhite:
     def score(self, images: Any, prompts: Any, metadata: Any = None) -> Scores:
         valid = images[:, :, 0, 0].amin(1) < 1
         value = torch.where(valid, images.mean((1, 2, 3)), torch.nan)
-        return Scores(
-            value=value, valid=valid, unit="level", reason=[None if ok else "too white" for ok in valid]
-        )
+        return Scores(value=value, valid=valid, unit="level", reason=[None if ok else "too white" for ok in valid])
 
 
 def test_failures_are_counted_and_are_no_score() -> None:
     result = probe_reward(RefusesWhite(), world(), probes=select_probes(["white_border", "black_border"]))
     white, black = result["probes"]
     assert white["verdict"] == "not judged" and white["judged"] == 0
-    assert (
-        white["failed"]
-        == sum(entry["failed"] for entry in white["levels"])
-        == 3 * result["reference"]["judged"]
-    )
+    assert white["failed"] == sum(entry["failed"] for entry in white["levels"]) == 3 * result["reference"]["judged"]
     assert white["levels"][0]["reasons"] == {"too white": result["reference"]["judged"]}
     assert black["verdict"] == "holds" and black["failed"] == 0
 
@@ -124,9 +118,7 @@ def test_a_reward_that_needs_records_gets_them() -> None:
         name, unit, range, higher_is_better = "by_record", "length", (0.0, 99.0), True
 
         def score(self, images: Any, prompts: Any, metadata: Any = None) -> Scores:
-            valid = torch.tensor(
-                [metadata is not None and record is not None for record in metadata or prompts]
-            )
+            valid = torch.tensor([metadata is not None and record is not None for record in metadata or prompts])
             value = images.mean((1, 2, 3)) if metadata else torch.full((len(prompts),), torch.nan)
             return Scores(value=value, valid=valid & torch.tensor(metadata is not None), unit="length")
 
@@ -142,9 +134,7 @@ def test_what_cannot_be_probed_is_said() -> None:
         def score(self, images: Any, prompts: Any, metadata: Any = None) -> Scores:
             valid = torch.full((len(prompts),), self.valid)
             value = torch.where(valid, torch.full((len(prompts),), 0.5), torch.nan)
-            return Scores(
-                value=value, valid=valid, unit="x", reason=[None if self.valid else "no"] * len(prompts)
-            )
+            return Scores(value=value, valid=valid, unit="x", reason=[None if self.valid else "no"] * len(prompts))
 
     with pytest.raises(UserError, match="constant gives all 64 reference images the same answer, so its"):
         probe_reward(Constant(), world())
@@ -186,9 +176,7 @@ def test_the_command_writes_page_and_json_and_says_when_a_probe_fails(tmp_path: 
     assert "http" not in page.replace("http-equiv", ""), "nothing from outside"
     again = CliRunner().invoke(app, [*arguments, "-o", str(folder)])
     assert again.exit_code == 2 and "out" in again.output
-    honest = CliRunner().invoke(
-        app, ["probe-reward", "shapes_verifier", "--count", "8", "--only", "form", "--json"]
-    )
+    honest = CliRunner().invoke(app, ["probe-reward", "shapes_verifier", "--count", "8", "--only", "form", "--json"])
     assert honest.exit_code == 0 and json.loads(honest.stdout)["summary"] == {"holds": 1}
 
 

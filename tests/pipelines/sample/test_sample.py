@@ -173,9 +173,7 @@ def test_steered_draws_go_where_the_reward_is(folder, tmp_path):
     assert run(*common, "-o", tmp_path / "apart").exit_code == 0
     steered = run(*common, "--steer", "1,2,3", "--strength", 100, "-o", tmp_path / "steered")
     assert steered.exit_code == 0, steered.output
-    apart, met = (
-        sum(row["saturation"] for row in rows(tmp_path / name)) / 8 for name in ("apart", "steered")
-    )
+    apart, met = (sum(row["saturation"] for row in rows(tmp_path / name)) / 8 for name in ("apart", "steered"))
     assert met > apart
     assert len({row["saturation"] for row in rows(tmp_path / "steered")}) == 8
 
@@ -243,9 +241,7 @@ def test_a_video_is_written_whole_beside_its_middle_frame(tmp_path, monkeypatch)
         assert np.array_equal(pages[4], pixels(tmp_path / "out" / row["image"]))
         assert not np.array_equal(pages[4], pages[3])
         assert row["all"] == pytest.approx(value, abs=1e-4) != row["saturation"]
-    shown = re.findall(
-        r'<img src="([^"]*)"[^>]* width="32" height="16"', (tmp_path / "out/index.html").read_text()
-    )
+    shown = re.findall(r'<img src="([^"]*)"[^>]* width="32" height="16"', (tmp_path / "out/index.html").read_text())
     assert shown == ["0000_0.webp", "0000_1.webp"]
     for clips, ending in ((False, "png"), (True, "webp")):
         found = find_images([tmp_path / "out"], clips=clips)

@@ -35,9 +35,7 @@ def clips(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "clips/roll.txt").write_text("a circle rolls\n")
     frames = [grey(level) for level in LEVELS]
     for ending in ("gif", "webp", "png"):
-        frames[0].save(
-            tmp_path / f"clips/move.{ending}", save_all=True, append_images=frames[1:], lossless=True
-        )
+        frames[0].save(tmp_path / f"clips/move.{ending}", save_all=True, append_images=frames[1:], lossless=True)
     grey(LEVELS[5]).save(tmp_path / "clips/still.png")
     (tmp_path / "light.py").write_text(
         "def light(images, prompts, metadata=None):\n    return [float(i.mean()) for i in images]\n"

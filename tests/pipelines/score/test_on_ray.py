@@ -187,9 +187,7 @@ def test_an_address_that_does_not_answer_is_reported_at_once(monkeypatch: pytest
             pass
 
 
-def test_the_command_line_names_the_extra_and_keeps_engines_apart(
-    data: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_line_names_the_extra_and_keeps_engines_apart(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def said(*more: str) -> Any:
         return CliRunner().invoke(app, ["score", "images", "-r", "saturation", *more])
 

@@ -58,8 +58,6 @@ def test_the_revision_of_a_hub_model_is_told_and_is_no_part_of_the_digest(tmp_pa
     hub(monkeypatch, {"a/b": folder})
     fetched: Any = load_reward("clip_score", model="a/b")
     assert f"a/b, revision {COMMIT[:12]}, identity {fetched.identity.digest[:12]}" in provenance(fetched)
-    assert fetched.identity.differences(reward_identity(load_reward("clip_score", model=folder)))[:1] == [
-        "model"
-    ]
+    assert fetched.identity.differences(reward_identity(load_reward("clip_score", model=folder)))[:1] == ["model"]
     card = judge_card(fetched)
     assert (card["model"], card["revision"]) == ("a/b", COMMIT)

@@ -45,9 +45,7 @@ class Light:
         self.records += metadata or [None] * len(prompts)
         batch = load_images(images)
         value = torch.tensor([torch.nan if image is None else float(image.mean()) for image in batch.images])
-        return Scores(
-            value=value, valid=batch.valid, unit=self.unit, reason=batch.reasons, parts={"half": value / 2}
-        )
+        return Scores(value=value, valid=batch.valid, unit=self.unit, reason=batch.reasons, parts={"half": value / 2})
 
 
 @pytest.fixture
@@ -119,9 +117,7 @@ def test_records_reach_the_reward(light: Light) -> None:
     )
     assert visalign("t.jsonl", "-r", "light").exit_code == 0
     assert light.records == [record, None]
-    [row] = image_rows(
-        [Path(write("u.jsonl", {"image": "x.png", "prompt": "a", "metadata": json.dumps(record)}))]
-    )
+    [row] = image_rows([Path(write("u.jsonl", {"image": "x.png", "prompt": "a", "metadata": json.dumps(record)}))])
     assert row.metadata == record
 
 
@@ -194,10 +190,7 @@ def test_ctrl_c_loses_nothing_and_resume_asks_for_the_rest_alone(light: Light) -
     assert stopped.exit_code == 130 and "--resume" in stopped.output
     assert not Path("out.jsonl").exists() and len(read_part("out.jsonl.part")) == 1 + 4
     again = visalign(*base)
-    assert (
-        again.exit_code == 2
-        and "'out.jsonl.part' holds the scores of a run that was stopped." in again.output
-    )
+    assert again.exit_code == 2 and "'out.jsonl.part' holds the scores of a run that was stopped." in again.output
     with Path("out.jsonl.part").open("a") as file:
         file.write('{"key": "cut of')
     light.stop_after, light.asked = None, []
@@ -206,9 +199,7 @@ def test_ctrl_c_loses_nothing_and_resume_asks_for_the_rest_alone(light: Light) -
     assert len(light.asked) == 2 and not Path("out.jsonl.part").exists()
     assert [row["value"] for row in read_part("out.jsonl")] == pytest.approx([0.0, 0.4, 0.8, 0.2, 0.6, 1.0])
     whole = visalign("images", "-p", "x", "-r", "light", "-f", "jsonl")
-    assert whole.stdout.splitlines() == Path("out.jsonl").read_text().splitlines(), (
-        "equal to a run without a stop"
-    )
+    assert whole.stdout.splitlines() == Path("out.jsonl").read_text().splitlines(), "equal to a run without a stop"
 
 
 def test_a_working_file_that_is_none_of_ours(light: Light, tmp_path: Path) -> None:
@@ -268,6 +259,4 @@ def test_bad_options_are_refused_by_message(light: Light) -> None:
     done = visalign("images", "-p", "x", "-r", "light", "--resume")
     assert done.exit_code == 2 and "Add --output FILE." in done.output
     done = visalign("images", "-r", "light")
-    assert done.exit_code == 2 and "put a prompt into '0.txt' next to the image" in " ".join(
-        done.output.split()
-    )
+    assert done.exit_code == 2 and "put a prompt into '0.txt' next to the image" in " ".join(done.output.split())

@@ -30,9 +30,7 @@ def fresh() -> Iterator[None]:
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def test_the_environment_does_not_choose_the_precision(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_environment_does_not_choose_the_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     accelerator = build.build_accelerator(SimpleNamespace(run=RunConfig(device="cpu")), tmp_path)
     assert accelerator.mixed_precision == "no"
@@ -46,9 +44,7 @@ def test_processes_wait_for_the_one_that_evaluates(tmp_path: Path) -> None:
 
 def test_a_tracker_that_is_not_installed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("accelerate.tracking.get_available_trackers", lambda: [])
-    with pytest.raises(
-        UserError, match=r"run\.trackers names wandb, which is not installed.*pip install wandb"
-    ):
+    with pytest.raises(UserError, match=r"run\.trackers names wandb, which is not installed.*pip install wandb"):
         build.build_accelerator(SimpleNamespace(run=RunConfig(device="cpu", trackers=["wandb"])), tmp_path)
     with pytest.raises(UserError, match=r"run\.trackers is \['nope'\]"):
         build.build_accelerator(SimpleNamespace(run=RunConfig(device="cpu", trackers=["nope"])), tmp_path)

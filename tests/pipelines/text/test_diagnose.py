@@ -118,9 +118,9 @@ def test_rewards_of_the_same_completions_are_compared_within_prompts(runs):
 
 def test_greedy_answers_change_with_the_noise_near_ties(runs):
     few, many = (
-        json.loads(
-            _said(runs / "tuned", "--samples", 2, "--json", "--margin", size, "--noise", max(size, 1e-3))
-        )["greedy"]["policies"]
+        json.loads(_said(runs / "tuned", "--samples", 2, "--json", "--margin", size, "--noise", max(size, 1e-3)))[
+            "greedy"
+        ]["policies"]
         for size in (0, 50)
     )
     for own in few.values():

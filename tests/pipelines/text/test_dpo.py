@@ -78,10 +78,7 @@ def test_records_of_a_prompt_stay_on_one_side():
 def test_the_packaged_tasks_have_pairs_and_votes(loss, kind, count):
     small = ["data={size: 38, heldout_per_task: 1, pairs_heldout: 0.05}", "run.iterations=4"]
     found = plan(load_config(TextDPOConfig, None, [*small, f"loss.row={loss}"]))["batch"]
-    assert (
-        found[kind] == count
-        and found[f"{kind}_heldout"] == 76 * (loss == "kto") + 38 * (loss != "kto") - count
-    )
+    assert found[kind] == count and found[f"{kind}_heldout"] == 76 * (loss == "kto") + 38 * (loss != "kto") - count
     assert found["updates"] == 4 and found["epochs"] == 4 * 32 / count
 
 

@@ -23,9 +23,7 @@ from visalign.training.loop.metrics import read_metrics
 
 TEXTS = ["a", "b", "a\nb", "b\na", "a\na", "b\nb", "a\nb\na", "b\nb\na"]
 JUDGED = [
-    {"prompt": f"q{n}", "completion": text, "reward": float(text.count("a"))}
-    for n in range(12)
-    for text in TEXTS
+    {"prompt": f"q{n}", "completion": text, "reward": float(text.count("a"))} for n in range(12) for text in TEXTS
 ]
 NOT_JUDGED = [{"prompt": "q0", "completion": "\n", "reward": 1.0}, {**JUDGED[0], "reward": None}]
 

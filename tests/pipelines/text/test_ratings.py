@@ -52,15 +52,13 @@ def test_a_resumed_run_is_the_run_and_its_folder_is_a_judge(tmp_path):
     job.run(config("run.iterations=1"), tmp_path / "parts")
     summary = job.run(config("run.iterations=2"), tmp_path / "parts", resume=True)
     rows = [
-        [without_times(row) for row in read_metrics(tmp_path / name / "metrics.jsonl")]
-        for name in ("whole", "parts")
+        [without_times(row) for row in read_metrics(tmp_path / name / "metrics.jsonl")] for name in ("whole", "parts")
     ]
     assert rows[0] == rows[1] and 0.5 < rows[0][0]["reward_mean"] <= 1.1
     assert rows[0][0]["reward_part/rating.rating"] > 1
     assert set(summary["after"]["by_category"]) <= {"none", "blur", "jpeg", "noise", "contrast"}
     judges = [
-        load_reward("visual_quality_r1", model=model)
-        for model in ("shapes-vlm", str(tmp_path / "whole" / "model"))
+        load_reward("visual_quality_r1", model=model) for model in ("shapes-vlm", str(tmp_path / "whole" / "model"))
     ]
     grey = torch.full((3, 64, 64), 0.5)
     before, after = (judge.score([grey], [""]) for judge in judges)

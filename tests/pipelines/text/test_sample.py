@@ -81,9 +81,7 @@ def test_a_dataset_holds_accepted_completions_with_their_origin(finished, inputs
         assert line["reward"] == pytest.approx(sum("a" <= c <= "m" for c in text) / max(1, len(text)))
         assert line["reward"] >= 0.3 and "z" not in text
         record = QUESTIONS[line["group"]]
-        assert (line["prompt"], line["answer"], line["tag"]) == tuple(
-            record[k] for k in ("prompt", "answer", "tag")
-        )
+        assert (line["prompt"], line["answer"], line["tag"]) == tuple(record[k] for k in ("prompt", "answer", "tag"))
         assert line["temperature"] in (0.7, 1.5) and line["top_p"] == 1.0
         assert line["seed"] in (0, 3) and line["sample"] in range(4)
     assert max(Counter(line["group"] for line in lines).values()) == 3

@@ -25,9 +25,7 @@ from visalign.remote import ServerConnection, ServerError
 from visalign.training.loop.metrics import read_metrics
 
 ASKED = "/v1/completions"
-OFF_POLICY = {
-    "changes": {"kl": 0.0, "importance_sampling": {"level": "token", "mode": "truncate", "high": 2.0}}
-}
+OFF_POLICY = {"changes": {"kl": 0.0, "importance_sampling": {"level": "token", "mode": "truncate", "high": 2.0}}}
 Dies = Callable[[TinyServer], Callable[[str, int], bool]]
 
 
@@ -85,9 +83,7 @@ def run(folder: Path, whole: bool, dies: Dies) -> tuple[list[str], list[dict[str
 def steady(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Whether whole models are handed over, and the run whose server stays."""
     whole = request.param == "whole"
-    texts, metrics, server = run(
-        tmp_path_factory.mktemp("steady"), whole, lambda _: lambda path, count: False
-    )
+    texts, metrics, server = run(tmp_path_factory.mktemp("steady"), whole, lambda _: lambda path, count: False)
     assert server.starts == 1 and len(texts) == 24 and len(metrics) == 3
     return whole, texts, metrics
 
@@ -124,9 +120,7 @@ def test_an_adapter_that_stays_unknown_ends_the_call(tmp_path: Path) -> None:
             source.generate(["b c"], seeds=0)
 
 
-@pytest.mark.parametrize(
-    ("status", "patience", "waits"), [(503, 60.0, True), (503, 0.0, False), (500, 60.0, False)]
-)
+@pytest.mark.parametrize(("status", "patience", "waits"), [(503, 60.0, True), (503, 0.0, False), (500, 60.0, False)])
 def test_a_server_that_answered_once_is_waited_for(status: int, patience: float, waits: bool) -> None:
     with serving(policy(False)) as server:
         link = ServerConnection(server.url, retries=1, backoff=0.01, patience=patience)
@@ -134,9 +128,7 @@ def test_a_server_that_answered_once_is_waited_for(status: int, patience: float,
         server.folder = Path()
         server.failures = [(status, "loading", {})] * 6
         if waits:
-            with pytest.warns(
-                UserWarning, match=r"is unavailable: 503 .*: loading\. Waiting for at most 60 s"
-            ):
+            with pytest.warns(UserWarning, match=r"is unavailable: 503 .*: loading\. Waiting for at most 60 s"):
                 link.post("/reset_prefix_cache", {})
             return
         with pytest.raises(ServerError, match="failed 2 times"):
@@ -147,9 +139,7 @@ def test_what_never_answered_is_not_waited_for_and_patience_ends() -> None:
     with serving(policy(False)) as server:
         server.failures = [(503, "loading", {})] * 99
         with pytest.raises(ServerError, match="failed 2 times"):
-            ServerConnection(server.url, retries=1, backoff=0.01, patience=60.0).post(
-                "/reset_prefix_cache", {}
-            )
+            ServerConnection(server.url, retries=1, backoff=0.01, patience=60.0).post("/reset_prefix_cache", {})
         link = ServerConnection(server.url, retries=1, backoff=0.01, patience=0.2)
         link.get("models")
         begin = time.monotonic()

@@ -132,9 +132,7 @@ LONG = {"prompt": "a", "completion": "b" * 60}
         ),
     ],
 )
-def test_demonstrations_that_cannot_be_used_are_refused_before_anything_is_written(
-    records, message, inputs, tmp_path
-):
+def test_demonstrations_that_cannot_be_used_are_refused_before_anything_is_written(records, message, inputs, tmp_path):
     with pytest.raises(UserError, match=message):
         run(_config(inputs, _file(tmp_path, *records)), tmp_path / "out")
     assert not (tmp_path / "out").exists()

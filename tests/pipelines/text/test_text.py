@@ -149,9 +149,7 @@ def test_ppo_with_lora_and_ptx_writes_an_adapter(tmp_path):
 def test_a_record_without_the_answer_whose_likelihood_is_asked_is_refused_before_the_run(row, tmp_path):
     path = tmp_path / "mine.jsonl"
     path.write_text('{"prompt": "What is 1 + 1?", "answer": "2"}\n{"prompt": "What is 2 + 1?", "answer": 3}')
-    with pytest.raises(
-        UserError, match=r"'What is 2 \+ 1\?' has no text \"answer\" \(it is 3\).*or use 'grpo'"
-    ):
+    with pytest.raises(UserError, match=r"'What is 2 \+ 1\?' has no text \"answer\" \(it is 3\).*or use 'grpo'"):
         prepare(_grpo(f"data.train={path}", f"objective.algorithm={row}"))
 
 
@@ -173,9 +171,7 @@ def test_a_reward_under_the_label_of_the_verdicts_is_refused(where):
 @pytest.mark.parametrize("name", [name for name in list_configs() if name.startswith("text_")])
 def test_packaged_configurations_are_whole(name, tmp_path):
     judged = tmp_path / "judged.jsonl"  # what the config's first command writes
-    judged.write_text(
-        "".join(f'{{"prompt": "{n}", "completion": "1, 2", "reward": 1.0}}\n' for n in range(40))
-    )
+    judged.write_text("".join(f'{{"prompt": "{n}", "completion": "1, 2", "reward": 1.0}}\n' for n in range(40)))
     job = load_job(name, [f"data.train={judged}"] if name == "text_process" else [])
     plan = job.plan(job.config)
     assert plan

@@ -145,16 +145,14 @@ def test_a_run_saves_what_the_judge_reads(model, tmp_path):
     assert coef != CHECKLIST["coef"] and min(coef[0], coef[1], coef[2], -coef[3]) >= 0
     card = (folder / "README.md").read_text()
     assert (
-        "`visalign.rewards.questions.vision_reward.VisionReward`" in card
-        and f"| is it bad | {coef[3]:.3f} |" in card
+        "`visalign.rewards.questions.vision_reward.VisionReward`" in card and f"| is it bad | {coef[3]:.3f} |" in card
     )
     judge: Any = load_judge("vision_reward", model=str(folder))
     examples = prepare_reward(config).heldout
     assert examples is not None and judge.checklist == Checklist.from_dict(saved["checklist"])
     pairs = [examples[n] for n in range(4)]
     left, right = (
-        judge.score([pair.images[side] for pair in pairs], [pair.prompt for pair in pairs]).value
-        for side in range(2)
+        judge.score([pair.images[side] for pair in pairs], [pair.prompt for pair in pairs]).value for side in range(2)
     )
     share = torch.tensor([pair.votes[0] / 9 for pair in pairs if pair.votes is not None])
     nll = -(share * (left - right).sigmoid().log() + (1 - share) * (right - left).sigmoid().log())
@@ -185,14 +183,10 @@ def test_an_image_is_asked_once_and_by_itself(model, tmp_path, monkeypatch):
 
 def test_wrong_checklists_by_message(model, tmp_path):
     (tmp_path / "questions.json").write_text(json.dumps({**CHECKLIST, "coef": [1.0]}))
-    with pytest.raises(
-        UserError, match=r"model\.checklist: There are 1 weights for 3 features and the alignment"
-    ):
+    with pytest.raises(UserError, match=r"model\.checklist: There are 1 weights for 3 features and the alignment"):
         run(_config(model, tmp_path), tmp_path / "run")
     with pytest.raises(UserError, match=r"model\.checklist: The checklist file none\.json cannot be read"):
         prepare_reward(_config(model, tmp_path, "model.checklist=none.json"))
-    with pytest.raises(
-        UserError, match=r"Unknown key 'model\.checklist' .* read where model.kind is checklist"
-    ):
+    with pytest.raises(UserError, match=r"Unknown key 'model\.checklist' .* read where model.kind is checklist"):
         load_config(TrainRewardConfig, None, ["model.checklist=x.json"])
     assert not (tmp_path / "run").exists()

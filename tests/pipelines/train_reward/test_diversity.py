@@ -13,6 +13,8 @@ from tests.support.models.vision_language import save_tiny_seeing_model
 from visalign.config import load_config
 from visalign.errors import UserError
 from visalign.pipelines.train_reward.job import TrainRewardConfig, build_judge, run
+from visalign.pipelines.train_reward.judges import OtherMembers
+from visalign.rewards.hpsv3.ensemble_folders import adapters_of
 
 
 @pytest.fixture(scope="module")
@@ -30,14 +32,25 @@ def _config(model: Path, *more: str, rank: int = 2) -> TrainRewardConfig:
     return load_config(TrainRewardConfig, None, [*given, *more])
 
 
+def test_a_member_that_is_kept_apart_differs_more(model, tmp_path):
+    run(_config(model), tmp_path / "0")
+    first = tmp_path / "0" / "judge"
+    run(_config(model, "seed=1"), tmp_path / "plain")
+    apart = f"model.diversity={{others: ['{first}'], weight: 10.0}}"
+    run(_config(model, "seed=1", apart), tmp_path / "apart")
+    found = {}
+    for name in ("plain", "apart"):
+        own = {f"{key}.default.weight": value for key, value in adapters_of(tmp_path / name / "judge").items()}
+        found[name] = float(OtherMembers([str(first)], own).diversity())
+    assert found["plain"] + 0.01 < found["apart"] <= 1
+
+
 def test_the_loss_gets_it_once_however_the_batch_is_cut(model, tmp_path):
     run(_config(model), tmp_path / "0")
     apart = f"model.diversity={{others: ['{tmp_path / '0' / 'judge'}'], weight: 3.0}}"
     losses = []
     for micro in (1, 4):
-        config = _config(
-            model, "seed=1", apart, f"data.micro_batch={micro}", "optimizer.updates_per_iteration=1"
-        )
+        config = _config(model, "seed=1", apart, f"data.micro_batch={micro}", "optimizer.updates_per_iteration=1")
         run(config, tmp_path / str(micro))
         line = (tmp_path / str(micro) / "metrics.jsonl").read_text().splitlines()[0]
         losses.append(json.loads(line)["loss"])

@@ -62,18 +62,14 @@ def test_rated_images_of_a_file_are_parted_by_their_references(tmp_path, rows):
 
 def test_an_image_that_is_none_is_refused_with_its_row_before_anything_is_written(tmp_path, rows):
     (tmp_path / "2b.png").write_bytes(b"no image")
-    with pytest.raises(
-        UserError, match=r"data\.train: The image '.*2b\.png' in row 3 of 'set' cannot be read"
-    ):
+    with pytest.raises(UserError, match=r"data\.train: The image '.*2b\.png' in row 3 of 'set' cannot be read"):
         run(_config(tmp_path, rows), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
 def test_a_prompt_of_blanks_is_refused_where_it_is_read(tmp_path, rows):
     rows[1]["prompt"] = " \t "
-    with pytest.raises(
-        UserError, match=r"data\.train: the prompt in row 2 of 'set' is ' .t ', and a judge of kind"
-    ):
+    with pytest.raises(UserError, match=r"data\.train: the prompt in row 2 of 'set' is ' .t ', and a judge of kind"):
         prepare_reward(_config(tmp_path, rows))
     hp = ["model.kind=hp", "model.train=head", "objective.task=hp"]
     assert len(prepare_reward(_config(tmp_path, rows, *hp)).train) == 4
@@ -98,9 +94,7 @@ def test_columns_of_other_names_and_labels_are_read_as_evaluate_reads_them(tmp_p
     with pytest.raises(UserError, match=r"data\.columns is .* used by files of pairs"):
         load_config(TrainRewardConfig, None, ["data.columns.mos=score"])
     options = ["--map", "mos=a score", "--labels", "1=left,2=right", "--dry-run"]
-    said = CliRunner().invoke(
-        app, ["train-reward", "shapes_hpsv3", f"data.train={tmp_path}/set.jsonl", *options]
-    )
+    said = CliRunner().invoke(app, ["train-reward", "shapes_hpsv3", f"data.train={tmp_path}/set.jsonl", *options])
     assert "has no column 'a score', which --map mos=a score names" in " ".join(said.output.split())
 
 
@@ -137,9 +131,7 @@ def test_old_pairs_weigh_as_the_policy_of_today_makes_them(tmp_path, rows):
     effective = sum(weights) ** 2 / sum(w * w for w in weights)
     assert f"data.train: {effective:.1f} of 4 pairs count for the policy of today." in inputs.notes
     rows[2]["log_ratio_right"] = math.nan
-    with pytest.raises(
-        UserError, match=r"data\.train: row 3 has log_ratio_left 3\.0 and log_ratio_right nan"
-    ):
+    with pytest.raises(UserError, match=r"data\.train: row 3 has log_ratio_left 3\.0 and log_ratio_right nan"):
         prepare_reward(_config(tmp_path, rows, *off_policy))
     del rows[1]["log_ratio_left"]
     with pytest.raises(UserError, match=r"row 2 has log_ratio_left None"):

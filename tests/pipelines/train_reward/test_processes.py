@@ -52,9 +52,7 @@ def _in_two(config: Path, overrides: list[str], output: Path) -> str:
     start = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     job = ["-m", "visalign", "train-reward", str(config), *overrides, "--output", str(output)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
-    done = subprocess.run(
-        [sys.executable, *start, *job], capture_output=True, text=True, env=environment, timeout=500
-    )
+    done = subprocess.run([sys.executable, *start, *job], capture_output=True, text=True, env=environment, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -111,9 +109,7 @@ def test_the_shares_of_processes_are_all_pairs_once():
 
 def test_pairs_measured_in_parts_are_the_pairs():
     generator = torch.Generator().manual_seed(0)
-    columns = {
-        name: torch.rand(30, generator=generator).double() for name in ("difference", "prob", "std", "mass")
-    }
+    columns = {name: torch.rand(30, generator=generator).double() for name in ("difference", "prob", "std", "mass")}
     truth = (torch.rand(30, generator=generator) < 0.5).double()
     known = {"truth": truth, "share": truth, "weight": torch.ones(30).double()}
     clear = torch.rand(30, generator=generator) < 0.8

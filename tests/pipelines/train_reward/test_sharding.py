@@ -64,9 +64,7 @@ def _start(*jobs: Any) -> None:
 def runs(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`ddp` and `fsdp`, in each a run of every judge in two processes."""
     root = tmp_path_factory.mktemp("sharding")
-    given = [
-        (str(models), str(root / name), DIVIDED, {"sharding": name == "fsdp"}) for name in ("ddp", "fsdp")
-    ]
+    given = [(str(models), str(root / name), DIVIDED, {"sharding": name == "fsdp"}) for name in ("ddp", "fsdp")]
     _start(*given)
     return root
 

@@ -175,16 +175,12 @@ def test_the_saved_judge_scores_as_the_trained_one(models, tmp_path, kind, train
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
     if (adapter := folder / "adapter_config.json").is_file():
         named = json.loads(adapter.read_text())["base_model_name_or_path"]
-        assert (
-            named == json.loads((folder / "judge.json").read_text())["base"] and not Path(named).is_absolute()
-        )
+        assert named == json.loads((folder / "judge.json").read_text())["base"] and not Path(named).is_absolute()
 
 
 def test_a_run_from_start_to_card(models, tmp_path, kind="rating", train="lora", task="rating"):
     summary = run(_config(models, kind, train, task), tmp_path / "run")
-    assert (
-        summary["updates"] == 4 and summary["examples"] == 16 and summary["epochs"] == pytest.approx(16 / 12)
-    )
+    assert summary["updates"] == 4 and summary["examples"] == 16 and summary["epochs"] == pytest.approx(16 / 12)
     assert set(summary["after"]) >= {"mae", "srcc"}
     records = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [record["samples"] for record in records] == [8, 16]
@@ -217,9 +213,7 @@ def test_the_generated_sets_are_what_they_say():
         pair, example = world.pair(number), pairs[number]
         left, right = pair.utility
         assert example.truth == (0.5 if left == right else float(left > right)) and example.votes is None
-        assert torch.equal(
-            (example.images[0] * 255).round().byte().permute(1, 2, 0), torch.tensor(pair.images()[0])
-        )
+        assert torch.equal((example.images[0] * 255).round().byte().permute(1, 2, 0), torch.tensor(pair.images()[0]))
     triple = shapes_triples(0, 5)[3]
     assert len(triple.images) == 3 and triple.prompt.casefold() in shapes_triples(0, 5).prompts
     rated = shapes_ratings(0, 5)[2]
@@ -256,9 +250,7 @@ def _pairs(prompt: str, count: int = 6, **more: Any) -> list[dict[str, Any]]:
 
 def test_files_of_pairs_train_a_judge(models, tmp_path):
     train, held = _set(tmp_path, "t.jsonl", _pairs("t")), _set(tmp_path, "h.jsonl", _pairs("h"))
-    config = _config(
-        models, "hpsv3", data={"train": train, "heldout": held, "size": None, "heldout_size": None}
-    )
+    config = _config(models, "hpsv3", data={"train": train, "heldout": held, "size": None, "heldout_size": None})
     assert plan(config)["examples"] == {"train": 6, "heldout": 6, "per_update": 4}
     assert run(config, tmp_path / "run")["examples"] == 16
     _set(tmp_path, "t.jsonl", _pairs("t", votes_tie=1))
@@ -306,21 +298,16 @@ def test_sets_that_cannot_be_used_are_refused(models, tmp_path, change, message)
 
 def test_contradictions_and_leaks_between_splits_are_refused(models, tmp_path):
     single = [
-        {"prompt": "t", "image_left": "a.png", "image_right": "b.png", "label": side}
-        for side in ("left", "right")
+        {"prompt": "t", "image_left": "a.png", "image_right": "b.png", "label": side} for side in ("left", "right")
     ]
     data = {"train": _set(tmp_path, "c.jsonl", single), "heldout": None}
     with pytest.raises(
         UserError, match=r"1 pairs of .* are judged as often one way as the other.*Count them as votes"
     ):
         prepare_reward(_config(models, "hpsv3", data=data))
-    split = [
-        {**row, "prompt": "same", "split": ("train", "test")[n % 2]} for n, row in enumerate(_pairs("t"))
-    ]
+    split = [{**row, "prompt": "same", "split": ("train", "test")[n % 2]} for n, row in enumerate(_pairs("t"))]
     data = {"train": _set(tmp_path, "s.jsonl", split), "heldout": None}
-    with pytest.raises(
-        UserError, match=r"1 prompts of .* are in more than one split: 'same' \(test and train\)"
-    ):
+    with pytest.raises(UserError, match=r"1 prompts of .* are in more than one split: 'same' \(test and train\)"):
         prepare_reward(_config(models, "hpsv3", data=data))
 
 
@@ -361,3 +348,8 @@ def test_the_packaged_configurations_are_planned(name):
     planned = plan(config)
     assert planned["length"]["epochs"] > 0.3
     assert config.optimizer.decay_updates == planned["length"]["updates"]
+
+
+def test_float16_has_its_loss_scaled(models, tmp_path):
+    run(_config(models, "hpsv3", model={"autocast": "float16"}), tmp_path / "run")
+    assert all("loss_scale" in record for record in read_metrics(tmp_path / "run" / "metrics.jsonl"))

@@ -98,9 +98,7 @@ def tiny(tmp_path: Path, **labels: Any) -> UGDAConfig:
 @pytest.mark.slow
 def test_two_rounds_with_people_who_label(tmp_path):
     config, output = tiny(tmp_path, by="people"), tmp_path / "run"
-    with pytest.raises(
-        WaitingForVotes, match=r"4 of 4 pairs wait for votes\. Collect them: visalign collect"
-    ):
+    with pytest.raises(WaitingForVotes, match=r"4 of 4 pairs wait for votes\. Collect them: visalign collect"):
         run(config, output)
     made = {path: path.stat().st_mtime_ns for path in output.rglob("*.png")}
     for number in range(2):
@@ -156,9 +154,7 @@ def test_samples_are_of_the_policys_size():
 
 
 def test_samples_are_drawn_again_as_they_were_made(tmp_path):
-    made = SampleSettings(
-        model=str(build_tiny_sd3(tmp_path / "sd3")), seeds=[1, 4], steps=4, solver="dpmpp_2m"
-    )
+    made = SampleSettings(model=str(build_tiny_sd3(tmp_path / "sd3")), seeds=[1, 4], steps=4, solver="dpmpp_2m")
     rows = sample_images([{"prompt": "a red circle"}], made, tmp_path / "drawn")
     policy = load_sampler(made)
     images, prompts = [row["image"] for row in rows], [row["prompt"] for row in rows]
@@ -178,9 +174,7 @@ def test_what_is_refused(tmp_path):
     ):
         plan(wrong)
     wrong = UGDAConfig(ensemble=EnsembleConfig(config="shapes_quickstart"))
-    with pytest.raises(
-        UserError, match=r"ensemble.config is 'shapes_quickstart', of the pipeline 'flow_grpo'"
-    ):
+    with pytest.raises(UserError, match=r"ensemble.config is 'shapes_quickstart', of the pipeline 'flow_grpo'"):
         plan(wrong)
     assert load_config(UGDAConfig, resolve_config("shapes_ugda"), []).labels.more == 75
 
@@ -205,11 +199,7 @@ def test_labellers_that_fail_are_counted_and_stop_the_run(tmp_path):
 def test_members_are_kept_apart_from_those_before_them(tmp_path):
     plain = tiny(tmp_path)
     config = replace(plain, ensemble=replace(plain.ensemble, diversity=0.3))
-    found = [
-        _judge_job(one, member, tmp_path).config.model.diversity
-        for one in (plain, config)
-        for member in (0, 2)
-    ]
+    found = [_judge_job(one, member, tmp_path).config.model.diversity for one in (plain, config) for member in (0, 2)]
     assert found[:3] == [None] * 3 and found[3].weight == 0.3
     assert found[3].others == [str(tmp_path / "members" / str(member) / "judge") for member in range(2)]
     full = replace(config, ensemble=replace(config.ensemble, changes={"model.train": "full"}))

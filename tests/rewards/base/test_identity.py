@@ -8,9 +8,7 @@ from pathlib import Path
 
 from visalign.rewards.base.identity import Identity, fingerprint
 
-ONE = Identity(
-    judge="a", model="m", template="Is it {prompt}?", preprocessing={"size": (64, 64), "mean": [0.5]}
-)
+ONE = Identity(judge="a", model="m", template="Is it {prompt}?", preprocessing={"size": (64, 64), "mean": [0.5]})
 
 
 def test_equal_records_have_equal_digests():

@@ -255,9 +255,7 @@ def test_model_input_equals_open_clips_own_transform(sides, size, mode, seed):
     from open_clip.transform import PreprocessCfg, image_transform_v2
 
     array = np.random.default_rng(seed).integers(0, 256, (sides[0], sum(sides), 3), dtype=np.uint8)
-    config = PreprocessCfg(
-        size=size, resize_mode=mode, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0), fill_color=9
-    )
+    config = PreprocessCfg(size=size, resize_mode=mode, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0), fill_color=9)
     expected = image_transform_v2(config, is_train=False)(Image.fromarray(array)) * 255  # type: ignore[operator]
     image = torch.from_numpy(array).permute(2, 0, 1) / 255
     ours = model_levels(image, vars(config))

@@ -217,9 +217,7 @@ def test_numbers_come_back_as_they_were(tmp_path: Path):
     assert cache.get(Identity(judge="b", model="m"), [b"k"]) == {}
 
 
-def test_a_file_that_cannot_be_opened_is_refused_and_left_as_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_file_that_cannot_be_opened_is_refused_and_left_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with sqlite3.connect(tmp_path / FILE) as link:
         link.execute("PRAGMA user_version = 1")
     link.close()

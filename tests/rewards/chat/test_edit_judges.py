@@ -85,9 +85,7 @@ def test_rational_rewards_asks_in_the_published_words():
     asked: dict[Mode, str] = {"generation": "15fe536eeb56", "edit": "a7396bad9e43"}
     for mode, wanted in asked.items():
         system, user = RationalRewards("http://localhost:1/v1", "tiny", mode=mode).template.messages
-        assert (
-            digest(system["content"] + "".join(p.get("text", "<image>") for p in user["content"])) == wanted
-        )
+        assert digest(system["content"] + "".join(p.get("text", "<image>") for p in user["content"])) == wanted
 
 
 def test_rational_rewards_averages_the_applicable_aspects():
@@ -112,9 +110,7 @@ def _rubric(body):
     text = words(body)
     if not sent_images(body):
         caption = text.split("caption: ")[1].splitlines()[0]
-        return chat(
-            "None." if "hard" in caption else f"1. Is it {caption}?\n2) Is it sharp?\n2) Is it sharp?"
-        )
+        return chat("None." if "hard" in caption else f"1. Is it {caption}?\n2) Is it sharp?\n2) Is it sharp?")
     shade = light(body)[0]
     yes = {"sharp": 0.6, "given": shade / 2}.get(text.splitlines()[-2].split()[-1].strip("?"), 0.9)
     return chat("y", finish="length", logprobs={"yes": math.log(yes), "no": math.log(1 - yes)})

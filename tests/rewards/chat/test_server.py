@@ -28,10 +28,7 @@ def images(count: int, side: int = 6) -> torch.Tensor:
 
 
 def asks(*prompts: str) -> list[Query]:
-    return [
-        Query(images=[image], prompt=prompt)
-        for image, prompt in zip(images(len(prompts)), prompts, strict=True)
-    ]
+    return [Query(images=[image], prompt=prompt) for image, prompt in zip(images(len(prompts)), prompts, strict=True)]
 
 
 def client(url: str, **options) -> ChatServer:
@@ -59,9 +56,7 @@ def test_images_are_sent_without_loss_and_equal_requests_once():
         server = client(stub.url)
         image = images(1)[0]
         repeated = [Query(images=[image], prompt="a"), Query(images=[image.clone()], prompt="a")]
-        found = server.ask(
-            SHOW, [*repeated, Query(images=[1 - image], prompt="a")], read=lambda reply: reply.text
-        )
+        found = server.ask(SHOW, [*repeated, Query(images=[1 - image], prompt="a")], read=lambda reply: reply.text)
     assert found == [["yes"]] * 3
     assert len(stub.asked) == 2
     sent = sorted((sent_images(body)[0] for body in stub.asked), key=lambda levels: int(levels[0, 0, 0]))
@@ -79,9 +74,7 @@ def test_the_body_overrides_the_servers_own_sampling_defaults():
         )
     first, second, third = sorted(stub.asked, key=lambda body: (words(body), body["seed"]))
     assert (first["seed"], second["seed"]) == (5, 6)
-    assert (
-        first["temperature"] == 0.7 and first["max_tokens"] == 9 and first["n"] == 1 and first["top_p"] == 1
-    )
+    assert first["temperature"] == 0.7 and first["max_tokens"] == 9 and first["n"] == 1 and first["top_p"] == 1
     assert first["repetition_penalty"] == 1 and first["top_k"] == -1 and first["guided"] == 1
     assert "min_p" not in first and first["stream"] is False and first["model"] == "tiny"
     assert third["max_completion_tokens"] == 1024 and not {"top_k", "max_tokens", "min_p"} & set(third)
@@ -186,9 +179,7 @@ def test_a_fatal_status_ends_the_call(status, said):
 def test_a_broken_judge_raises_the_alarm_before_all_is_asked():
     with serving(lambda body: chat("x", finish="length")) as stub:
         server = client(stub.url, max_failure_rate=0.5, parallel=1)
-        with pytest.raises(
-            RewardError, match=r"8 of the last 8 answers failed.* 8 × the judge's answer was cut"
-        ):
+        with pytest.raises(RewardError, match=r"8 of the last 8 answers failed.* 8 × the judge's answer was cut"):
             texts(server, *(f"p{number}" for number in range(100)))
     assert len(stub.asked) < 100
 
@@ -208,18 +199,14 @@ def test_an_unreadable_answer_is_a_failure_and_a_refusal_is_named():
     def read(reply: Reply) -> str:
         raise AnswerError("no number")
 
-    with serving(
-        lambda body: chat("I'm sorry, but I can't rate it." if "sad" in words(body) else "hm")
-    ) as stub:
+    with serving(lambda body: chat("I'm sorry, but I can't rate it." if "sad" in words(body) else "hm")) as stub:
         found = client(stub.url).ask(SHOW, asks("sad", "odd"), read=read)
     assert str(found[0][0]) == "the judge refused: I'm sorry, but I can't rate it."
     assert str(found[1][0]) == "no number"
 
 
 def test_an_answer_prefix_is_continued():
-    begun = Template(
-        name="begun", messages=SHOW.messages, answer_prefix="<answer>", chat={"enable_thinking": False}
-    )
+    begun = Template(name="begun", messages=SHOW.messages, answer_prefix="<answer>", chat={"enable_thinking": False})
     with serving(lambda body: chat("3")) as stub:
         client(stub.url).ask(begun, asks("a"), read=lambda reply: reply)
         with pytest.raises(RewardError, match="'begun' begins the answer itself"):
@@ -237,9 +224,7 @@ def test_the_key_comes_from_the_environment(monkeypatch):
     assert stub.keys == ["Bearer secret"]
     assert "secret" not in str(found[0])
     monkeypatch.delenv("JUDGE_KEY")
-    with pytest.raises(
-        RewardError, match="api_key_env is 'JUDGE_KEY', and the environment has no such variable"
-    ):
+    with pytest.raises(RewardError, match="api_key_env is 'JUDGE_KEY', and the environment has no such variable"):
         client(stub.url, api_key_env="JUDGE_KEY")
 
 

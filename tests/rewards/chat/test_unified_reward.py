@@ -101,9 +101,7 @@ JUDGES = {
     "unified_reward": lambda body: chat(aspects(1 + _hash(body) % 5, 2, 3)),
     "lift": lambda body: chat(("Good", "Normal", "Bad")[_hash(body) % 3]),
     "deepseek_grm": lambda body: chat(rf"\boxed{{{1 + (_hash(body) + body['seed']) % 10}}}"),
-    "yes_no_server": lambda body: chat(
-        "y", finish="length", logprobs={"yes": -1 - _hash(body) % 7 / 7, "no": -1.0}
-    ),
+    "yes_no_server": lambda body: chat("y", finish="length", logprobs={"yes": -1 - _hash(body) % 7 / 7, "no": -1.0}),
 }
 
 
@@ -133,9 +131,7 @@ def test_identity_changes_with_everything_that_changes_a_score():
 
 def prefer_brighter(body) -> str:
     first, second = light(body)
-    return (
-        "Image 1 is better" if first > second else "Image 2 is better" if second > first else "Both are equal"
-    )
+    return "Image 1 is better" if first > second else "Image 2 is better" if second > first else "Both are equal"
 
 
 def page(body) -> str:
@@ -196,9 +192,7 @@ def test_the_published_questions_are_asked_word_for_word():
     found = {name: hashlib.sha256(text.encode()).hexdigest()[:12] for name, text in texts.items()}
     assert found == DIGESTS
     with serving(lambda body: chat("Image 1 is better")) as stub:
-        UnifiedRewardPairs(stub.url, "tiny", both_orders=False, **QUICK).compare(
-            bright(0.6), bright(0.2), ["a {cat}"]
-        )
+        UnifiedRewardPairs(stub.url, "tiny", both_orders=False, **QUICK).compare(bright(0.6), bright(0.2), ["a {cat}"])
         own = UnifiedRewardPairs(stub.url, "tiny", both_orders=False, template="Which? {prompt}", **QUICK)
         own.compare(bright(0.6), bright(0.2), ["a"])
     wanted = (published_prompt("unified_reward_rank").replace("{prompt}", "a {cat}"), "Which? a")

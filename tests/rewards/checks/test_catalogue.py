@@ -168,14 +168,9 @@ def test_factory_and_mapping():
 
 def test_image_forms():
     assert value(lambda images: [i.size[0] for i in images], images_as="pil") == [8, 8, 8]
-    assert (
-        value(lambda images: [int(i.dtype == np.uint8) + i.shape[2] for i in images], images_as="uint8")
-        == [4] * 3
-    )
+    assert value(lambda images: [int(i.dtype == np.uint8) + i.shape[2] for i in images], images_as="uint8") == [4] * 3
     mixed = [torch.zeros(3, 4, 4), torch.zeros(3, 5, 5)]
-    assert FunctionReward(lambda images: [i.shape[1] for i in images]).score(
-        mixed, ["", ""]
-    ).value.tolist() == [4, 5]
+    assert FunctionReward(lambda images: [i.shape[1] for i in images]).score(mixed, ["", ""]).value.tolist() == [4, 5]
 
 
 def test_none_and_nan_are_invalid_with_a_reason():

@@ -69,9 +69,7 @@ def test_changes_may_be_kept_on_changes(base, tmp_path):
     judge = moved(tmp_path / "one", 4, names="visual.proj")
     judge.save(tmp_path / "two", base="../one")
     assert list(load_file(tmp_path / "two" / CHANGES)) == ["visual.proj"]
-    torch.testing.assert_close(
-        scores(Hp.from_pretrained(tmp_path / "two")), scores(judge), rtol=1e-5, atol=1e-6
-    )
+    torch.testing.assert_close(scores(Hp.from_pretrained(tmp_path / "two")), scores(judge), rtol=1e-5, atol=1e-6)
 
 
 def test_an_unchanged_tower_is_the_base_alone(base, tmp_path):
@@ -118,9 +116,7 @@ def test_frozen_parts_are_named_as_the_model_names_them(base):
     model = moved(base, 9).module.encoder.model.requires_grad_(True)
     freeze(model, ["visual.proj", "transformer"])
     still = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
-    assert still == {
-        name for name, _ in model.named_parameters() if name.startswith(("visual.proj", "transformer"))
-    }
+    assert still == {name for name, _ in model.named_parameters() if name.startswith(("visual.proj", "transformer"))}
     with pytest.raises(UserError, match=r"'visual.attnpool', and no .*They begin with .*visual\.conv1"):
         freeze(model, ["visual.attnpool"])
     with pytest.raises(UserError, match=r"'transformer', and no name of a trained parameter begins so"):

@@ -34,9 +34,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def images() -> torch.Tensor:
-    uint8 = torch.randint(
-        0, 256, (4, 3, 41, 56), generator=torch.Generator().manual_seed(1), dtype=torch.uint8
-    )
+    uint8 = torch.randint(0, 256, (4, 3, 41, 56), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
     return uint8.float() / 255
 
 
@@ -55,13 +53,9 @@ def test_tokenizer_of_another_model_is_refused(tmp_path):
 
 
 def test_without_a_tokenizer_clips_own_is_used_if_the_vocabulary_is_clips(tmp_path):
-    with pytest.raises(
-        RewardError, match=r"holds no tokenizer.json, and a vocabulary of 15 is not CLIP's own"
-    ):
+    with pytest.raises(RewardError, match=r"holds no tokenizer.json, and a vocabulary of 15 is not CLIP's own"):
         load_clip(save_tiny_transformers_clip(tmp_path / "small", tokenizer=False))
-    place = save_tiny_transformers_clip(
-        tmp_path / "large", tokenizer=False, binary=True, vocabulary=49408, end=49407
-    )
+    place = save_tiny_transformers_clip(tmp_path / "large", tokenizer=False, binary=True, vocabulary=49408, end=49407)
     parts = load_clip(place)
     assert parts.end == 49407
     assert parts.tokenizer(["hello " * 50]).shape == (1, CONTEXT)

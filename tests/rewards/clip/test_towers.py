@@ -30,9 +30,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def images() -> torch.Tensor:
-    uint8 = torch.randint(
-        0, 256, (4, 3, 41, 56), generator=torch.Generator().manual_seed(1), dtype=torch.uint8
-    )
+    uint8 = torch.randint(0, 256, (4, 3, 41, 56), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
     return uint8.float() / 255
 
 
@@ -40,9 +38,7 @@ def count_encoded(towers: ClipTowers, monkeypatch) -> dict[str, int]:
     seen = {"image": 0, "text": 0}
     encoder = towers.encoder
     image, text = encoder.encode_image, encoder.encode_text
-    monkeypatch.setattr(
-        encoder, "encode_image", lambda x: seen.update(image=seen["image"] + len(x)) or image(x)
-    )
+    monkeypatch.setattr(encoder, "encode_image", lambda x: seen.update(image=seen["image"] + len(x)) or image(x))
     monkeypatch.setattr(encoder, "encode_text", lambda x: seen.update(text=seen["text"] + len(x)) or text(x))
     return seen
 

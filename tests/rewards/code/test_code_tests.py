@@ -102,9 +102,7 @@ def test_values_compare_as_python_in_asserts_and_as_json_in_calls():
     assert all(result.passed for result in CodeTests(limits=QUICK).run(code, tests))
     assert not any(
         result.passed
-        for result in CodeTests(limits=QUICK).run(
-            code, ["assert S().f(0) == [1, 2]", "assert S().f(10) == 0.3"]
-        )
+        for result in CodeTests(limits=QUICK).run(code, ["assert S().f(0) == [1, 2]", "assert S().f(10) == 0.3"])
     )
     calls = [([0], [1, 2]), ([2], {"1": 2.5}), ([10], 0.3), ([11], math.inf), ([12], 0.1), ([13], 7)]
     calls += [([14], "2024-02-29"), ([15], -math.inf)]
@@ -225,9 +223,7 @@ def test_without_bubblewrap_nothing_is_run(monkeypatch):
     monkeypatch.setenv("PATH", "")
     bubblewrap_problem.cache_clear()
     try:
-        with pytest.raises(
-            RewardError, match=r"bwrap is not installed\. Install bubblewrap .*or give the option url"
-        ):
+        with pytest.raises(RewardError, match=r"bwrap is not installed\. Install bubblewrap .*or give the option url"):
             judge(ADD, ["assert True"])
     finally:
         bubblewrap_problem.cache_clear()
@@ -263,9 +259,7 @@ def test_a_server_runs_the_code_instead():
         assert "failed: 'no disk'" in str(judge("break", tests, url=url)[0])
         server.shutdown()
     assert asked[0]["stdin"] == "1 2" and asked[0]["run_timeout"] == 3 and asked[0]["memory_limit_MB"] == 256
-    assert "gave no result: ConnectError" in str(
-        judge("print(3)", tests, url="http://127.0.0.1:9/run_code")[0]
-    )
+    assert "gave no result: ConnectError" in str(judge("print(3)", tests, url="http://127.0.0.1:9/run_code")[0])
 
 
 @pytest.mark.parametrize(

@@ -41,10 +41,7 @@ def test_probability_better_than_the_reference_by_hand():
 
 def test_units_agree_and_may_be_added():
     images = torch.rand(8, 3, 16, 16, generator=torch.Generator().manual_seed(0))
-    terms = {
-        name: (Calibrated.on(load_reward(name), images, ["p"] * 8), 1.0)
-        for name in ("sharpness", "jpeg_size")
-    }
+    terms = {name: (Calibrated.on(load_reward(name), images, ["p"] * 8), 1.0) for name in ("sharpness", "jpeg_size")}
     total = WeightedSum(terms).score(images, ["p"] * 8)
     assert total.unit == "probability better than the reference" and total.valid.all()
     assert 0 <= float(total.value.min()) and float(total.value.max()) <= 2

@@ -67,9 +67,7 @@ def test_invalid_part_makes_the_sum_invalid_with_its_reason():
 
 
 def test_weight_zero_only_records():
-    scores = total(
-        {"a": (fixed([1.0, 2, 3, 4]), 1.0), "watched": (fixed([None, 1, 1, 1], unit="other"), 0.0)}
-    )
+    scores = total({"a": (fixed([1.0, 2, 3, 4]), 1.0), "watched": (fixed([None, 1, 1, 1], unit="other"), 0.0)})
     assert scores.valid.all() and scores.value.tolist() == [1, 2, 3, 4] and scores.unit == "points"
     assert scores.parts["watched"][1] == 1 and "watched.weighted" not in scores.parts
 
@@ -94,9 +92,7 @@ def test_range_is_the_interval_sum():
 
 def test_units():
     rewards = {"a": (fixed([1.0] * 4), 1.0), "b": (fixed([1.0] * 4, unit="kB"), 1.0)}
-    with pytest.raises(
-        ValueError, match=r"different units: a in 'points', b in 'kB'. Allowed: normalise='batch'"
-    ):
+    with pytest.raises(ValueError, match=r"different units: a in 'points', b in 'kB'. Allowed: normalise='batch'"):
         WeightedSum(rewards)
     assert WeightedSum(rewards, allow_mixed_units=True).unit == "mixed: points + kB"
     assert total(rewards, normalise="batch").value.tolist() == [0, 0, 0, 0]
@@ -140,9 +136,7 @@ class Answering(JpegSize):
 
 def answer(value, **fields) -> Scores:
     value = torch.tensor(value)
-    return Scores(
-        **{"value": value, "valid": torch.ones(len(value), dtype=torch.bool), "unit": "kB", **fields}
-    )
+    return Scores(**{"value": value, "valid": torch.ones(len(value), dtype=torch.bool), "unit": "kB", **fields})
 
 
 @pytest.mark.parametrize(

@@ -73,9 +73,7 @@ def test_aggregations_by_hand() -> None:
 
 
 def test_total_variance_adds_the_members_own() -> None:
-    scores = Ensemble({"a": Fixed(1, std=0.3), "b": Fixed(2, std=0.4), "c": Fixed(3)}).score(
-        grey([0.5]), ["p"]
-    )
+    scores = Ensemble({"a": Fixed(1, std=0.3), "b": Fixed(2, std=0.4), "c": Fixed(3)}).score(grey([0.5]), ["p"])
     aleatoric = (0.09 + 0.16 + 0) / 3
     assert float(scores.parts["aleatoric"]) == pytest.approx(aleatoric**0.5)
     assert scores.std is not None and float(scores.std) == pytest.approx((aleatoric + 0.25) ** 0.5)
@@ -95,9 +93,7 @@ def test_calibration_makes_units_and_directions_one() -> None:
     reward = Ensemble(members, calibration={"a": (0.25, 0.5), "b": (2.0, 0.25)})
     scores = reward.score(grey([0.5]), ["p"])
     assert [float(scores.parts[key]) for key in "ab"] == pytest.approx([0.5, 4.0])
-    assert float(scores.value) == pytest.approx(2.25) and float(scores.parts["aleatoric"]) == pytest.approx(
-        2**0.5
-    )
+    assert float(scores.value) == pytest.approx(2.25) and float(scores.parts["aleatoric"]) == pytest.approx(2**0.5)
     assert reward.unit == "reference standard deviations" and reward.higher_is_better
     assert reward.range == (-4.0, 8.0)
 
@@ -107,9 +103,7 @@ def test_a_member_that_fails() -> None:
     strict = Ensemble(members).score(grey([0.2, 0.5]), ["p"] * 2)
     assert strict.valid.tolist() == [False, True] and strict.reason is not None
     assert strict.reason[0] == "2 of 3 members judged it: c: too dark" and bool(strict.value[:1].isnan())
-    assert strict.parts["a"].tolist() == pytest.approx([0.2, 0.5]) and bool(
-        strict.parts["epistemic"][:1].isnan()
-    )
+    assert strict.parts["a"].tolist() == pytest.approx([0.2, 0.5]) and bool(strict.parts["epistemic"][:1].isnan())
     lenient = Ensemble(members, min_members=2).score(grey([0.2, 0.5]), ["p"] * 2)
     assert lenient.value.tolist() == pytest.approx([0.3, 1.0]) and lenient.parts["members"].tolist() == [2, 3]
     one = Ensemble(members, min_members=2).score(["no.png", grey([0.5])[0]], ["p"] * 2)

@@ -97,9 +97,7 @@ def test_clips_in_sums_and_caches(tmp_path: Path):
     terms = {"three": (Frames(Brightness(), 3), 1.0), "two": (Frames(Brightness(), 2), 2.0)}
     total = WeightedSum(terms).score(clips, ["p"] * 2)
     assert total.value.tolist() == pytest.approx([1.6, 1.6], abs=5e-3) and "two.frames" in total.parts
-    with pytest.raises(
-        ValueError, match=r"clips and of images: bare takes no clip\. Let the reward 'frames'"
-    ):
+    with pytest.raises(ValueError, match=r"clips and of images: bare takes no clip\. Let the reward 'frames'"):
         WeightedSum({**terms, "bare": (Brightness(), 1.0)})
     kept = CachedReward(Frames("sharpness", 2), ScoreCache(tmp_path / "cache"))
     paths = [tmp_path / "a.png", tmp_path / "b.png"]
@@ -130,9 +128,7 @@ def test_refused_clips(clips, error, message):
 
 @pytest.mark.parametrize("clips", [[[Image.new("RGB", (4, 4))]], [grey([0.5])], grey([0.5])[None]])
 def test_a_judge_of_images_says_what_judges_clips(clips):
-    with pytest.raises(
-        (TypeError, ValueError), match=r"takes no clip of frames: load_judge\('frames', reward="
-    ):
+    with pytest.raises((TypeError, ValueError), match=r"takes no clip of frames: load_judge\('frames', reward="):
         load_reward("sharpness").score(clips, ["p"])
 
 

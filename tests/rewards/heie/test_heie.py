@@ -74,9 +74,7 @@ def test_objects_that_break_the_prompt_are_found(prompt, others, blame):
 
 
 def test_wrong_pixels_cover_the_object_that_is_to_blame():
-    given = scene(
-        ("circle", "red", 15, 15), ("square", "green", 45, 45), prompt="a red circle and a blue square"
-    )
+    given = scene(("circle", "red", 15, 15), ("square", "green", 45, 45), prompt="a red circle and a blue square")
     wrong = wrong_pixels(given, given.record)
     assert wrong.shape == (64, 64) and wrong.dtype == np.float32
     assert wrong.sum() == pytest.approx((2 * 9.3) ** 2, rel=0.05)
@@ -114,9 +112,7 @@ def test_fusion_weights_the_surer_map_more():
     weight = np.exp(-0.1) / (np.exp(-0.1) + np.exp(-1.0))
     assert found.heat.shape == (1, 8, 8)
     assert torch.allclose(found.heat, torch.full((1, 8, 8), weight, dtype=found.heat.dtype), atol=1e-6)
-    assert torch.allclose(
-        found.std, torch.full((1, 8, 8), weight * 0.1 + (1 - weight)).to(found.std), atol=1e-6
-    )
+    assert torch.allclose(found.std, torch.full((1, 8, 8), weight * 0.1 + (1 - weight)).to(found.std), atol=1e-6)
 
 
 def test_views_hold_the_models_states_and_features():
@@ -212,10 +208,7 @@ def test_identity_tells_heads_and_tiles():
 def patched(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Grey images, half of them with a bright patch that is wrong: (images, heat, score)."""
     rng = np.random.default_rng(seed)
-    shown = (
-        torch.full((count, 3, 32, 32), 0.4)
-        + 0.05 * torch.from_numpy(rng.normal(size=(count, 1, 32, 32))).float()
-    )
+    shown = torch.full((count, 3, 32, 32), 0.4) + 0.05 * torch.from_numpy(rng.normal(size=(count, 1, 32, 32))).float()
     heat = torch.zeros(count, 32, 32)
     score = torch.ones(count)
     for row in range(0, count, 2):

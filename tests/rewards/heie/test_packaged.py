@@ -55,9 +55,7 @@ def test_the_packaged_judge_heats_what_breaks_the_prompt_and_nothing_else():
     told = packaged(write_reasons=False).explain([image] * 3, ["a red circle", "a blue circle", "a cross"])
     inside = told.heatmap[:, 18:30, 26:38].mean((1, 2))
     assert inside[0] < 0.1 and (inside[1:] > 0.7).all()
-    assert (told.heatmap[:, 40:].mean((1, 2)) < 0.02).all() and (
-        told.heatmap[:, :, :17].mean((1, 2)) < 0.02
-    ).all()
+    assert (told.heatmap[:, 40:].mean((1, 2)) < 0.02).all() and (told.heatmap[:, :, :17].mean((1, 2)) < 0.02).all()
     assert told.scores.value[0] > 0.8 and (told.scores.value[1:] < 0.5).all()
 
 

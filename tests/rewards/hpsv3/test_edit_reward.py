@@ -28,9 +28,7 @@ def test_an_edit_needs_its_source_and_heads_are_two(tmp_path) -> None:
     assert found.value[2] == pytest.approx(float(both)) and found.std is not None and found.std[2] > 0
     other = judge.score(images()[2:3], ["a"], [{"source": images()[0]}])
     assert other.value[0] != found.value[2], "the source is seen"
-    check_reward(
-        judge, images=torch.rand(3, 3, 16, 16), prompts=["a", "b", "c"], metadata=RECORDS[:3], tolerance=1e-4
-    )
+    check_reward(judge, images=torch.rand(3, 3, 16, 16), prompts=["a", "b", "c"], metadata=RECORDS[:3], tolerance=1e-4)
     (tmp_path / "one").mkdir()
     state = load_file(tmp_path / "model.safetensors")
     save_file({k: v for k, v in state.items() if "head_1" not in k}, tmp_path / "one" / "model.safetensors")

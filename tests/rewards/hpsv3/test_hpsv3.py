@@ -72,9 +72,7 @@ def test_rows_that_cannot_be_judged_carry_their_reason(shared) -> None:
     scores = HPSv3(shared).score([IMAGES[0], noise(2, 500), IMAGES[1], "none.png"], ["a", "b", " ", "c"])
     assert scores.valid.tolist() == [True, False, False, False] and scores.reason is not None
     assert scores.std is not None and scores.std[1:].isnan().all() and scores.value[1:].isnan().all()
-    for reason, part in zip(
-        scores.reason[1:], ("200 times", "prompt is empty", "no such image"), strict=True
-    ):
+    for reason, part in zip(scores.reason[1:], ("200 times", "prompt is empty", "no such image"), strict=True):
         assert part in (reason or "")
 
 
@@ -117,9 +115,7 @@ def test_a_lora_and_a_head_are_saved_with_the_name_of_their_base(tmp_path) -> No
     batch = model.encode(IMAGES, PROMPTS)
     mean, log_std = model(batch)
     (mean.sum() + log_std.sum()).backward()
-    trained = [
-        name for name, one in model.named_parameters() if one.grad is not None and one.grad.abs().sum() > 0
-    ]
+    trained = [name for name, one in model.named_parameters() if one.grad is not None and one.grad.abs().sum() > 0]
     assert any("lora_B" in name for name in trained) and any("rm_head" in name for name in trained)
     assert not any("visual" in name for name in trained)
     with pytest.raises(RewardError, match="name its base: save_pretrained"):

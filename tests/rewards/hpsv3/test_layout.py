@@ -37,9 +37,7 @@ def published(folder: Path) -> tuple[Path, HPSv3Model]:
     tiny_processor().save_pretrained(base)
     state: dict[str, Tensor] = {}
     for key, value in model.state_dict().items():
-        new = (
-            key.removeprefix("model.") if "visual" in key else key.replace("model.language_model.", "model.")
-        )
+        new = key.removeprefix("model.") if "visual" in key else key.replace("model.language_model.", "model.")
         state[new] = value.clone()
     state |= own.head.state_dict()
     save_file(state, folder / "HPSv3.safetensors")
@@ -129,9 +127,7 @@ def published_keys() -> list[str]:
     ]
     keys += [f"model.layers.{number}.{name}" for number in range(28) for name in layer]
     keys += [f"visual.blocks.{number}.{name}" for number in range(32) for name in block]
-    keys += [
-        f"visual.merger.{part}.{kind}" for part in ("ln_q", "mlp.0", "mlp.2") for kind in ("weight", "bias")
-    ]
+    keys += [f"visual.merger.{part}.{kind}" for part in ("ln_q", "mlp.0", "mlp.2") for kind in ("weight", "bias")]
     return keys + [f"rm_head.{place}.{kind}" for place in (0, 3, 5) for kind in ("weight", "bias")]
 
 

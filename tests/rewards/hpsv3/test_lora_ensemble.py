@@ -60,9 +60,7 @@ def _stacked(peft: Any, backbone: Qwen2Model) -> Qwen2Model:
     with torch.no_grad():
         for name, layer in stack_adapters(backbone, names, M, 4, 8 / 4).items():
             for part, target in (("lora_A", layer.lora_a), ("lora_B", layer.lora_b)):
-                target.copy_(
-                    torch.stack([state[f"base_model.model.{name}.{part}.weight"] for state in states])
-                )
+                target.copy_(torch.stack([state[f"base_model.model.{name}.{part}.weight"] for state in states]))
     return backbone
 
 

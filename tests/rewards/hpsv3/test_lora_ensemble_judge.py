@@ -54,9 +54,7 @@ def test_members_score_as_they_do_one_by_one(place: Path, judge: LoraEnsembleRew
     torch.testing.assert_close(scores.parts["min"].double(), means.amin(0), rtol=1e-5, atol=1e-6)
     epistemic, aleatoric = means.var(0), deviations.square().mean(0)
     torch.testing.assert_close(scores.parts["epistemic"].double().square(), epistemic, rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(
-        given(scores.std).double().square(), epistemic + aleatoric, rtol=1e-5, atol=1e-6
-    )
+    torch.testing.assert_close(given(scores.std).double().square(), epistemic + aleatoric, rtol=1e-5, atol=1e-6)
     assert scores.parts["members"].tolist() == [MEMBERS] * 4 and scores.text is None
 
 
@@ -120,9 +118,7 @@ def test_one_folder_gives_the_same_scores(place: Path, judge: LoraEnsembleReward
     joined(place).save(tmp_path / "alike")
     stored = load_file(tmp_path / "alike" / "members.safetensors")
     assert {value.dtype for value in stored.values()} == {torch.float16}
-    with pytest.raises(
-        RewardError, match=r"is {'type': 'ranknet members'.*HPSv3's is 'ranknet'.*judge lora_ensemble"
-    ):
+    with pytest.raises(RewardError, match=r"is {'type': 'ranknet members'.*HPSv3's is 'ranknet'.*judge lora_ensemble"):
         HPSv3.from_pretrained(tmp_path / "joined")
 
 

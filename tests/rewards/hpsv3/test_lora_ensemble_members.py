@@ -45,10 +45,7 @@ def test_members_that_differ_are_refused_by_what_they_differ_in(place: Path, tmp
 
 
 def test_unsupported_adapters_are_refused(place: Path, tmp_path: Path) -> None:
-    tower = [
-        save_member(tmp_path / f"t{seed}", place / "base", seed, targets=r".*\.visual\..*qkv")
-        for seed in (0, 1)
-    ]
+    tower = [save_member(tmp_path / f"t{seed}", place / "base", seed, targets=r".*\.visual\..*qkv") for seed in (0, 1)]
     with pytest.raises(RewardError, match=r"adapt model\.visual.*outside the language part"):
         LoraEnsembleReward.from_members(tower)
     member = save_member(tmp_path / "dora", place / "base", 3)

@@ -69,9 +69,7 @@ def test_every_form_of_a_clip_and_its_frame_rate(folder, tmp_path) -> None:
     found = judge(folder).score(forms, ["a"] * 3).value
     assert found.tolist() == pytest.approx([float(found[0])] * 3, abs=1e-6)
     told = judge(folder, clip_fps=None).score([clip] * 2, ["a"] * 2, [{"fps": 8}, {"fps": RATE}])
-    assert told.parts["frames"].tolist() == [4, 10] and told.value[1] == pytest.approx(
-        float(found[0]), abs=1e-5
-    )
+    assert told.parts["frames"].tolist() == [4, 10] and told.value[1] == pytest.approx(float(found[0]), abs=1e-5)
     assert judge(folder, frames=6).score([clip], ["a"]).parts["frames"].item() == 6
     assert judge(folder, fps=1).identity != judge(folder).identity
 
@@ -116,9 +114,7 @@ def test_parts_of_the_published_folder_are_read_alike(folder) -> None:
 
 def test_halves_of_a_lora_are_refused() -> None:
     w, a, b = torch.zeros(3, 2), torch.ones(1, 2), torch.ones(3, 1)
-    names = [
-        f"base_model.model.q.{part}.weight" for part in ("base_layer", "lora_A.default", "lora_B.default")
-    ]
+    names = [f"base_model.model.q.{part}.weight" for part in ("base_layer", "lora_A.default", "lora_B.default")]
     done = merge_lora(dict(zip(names, (w, a, b), strict=True)), 2.0, torch.float32)
     assert list(done) == ["q.weight"] and torch.equal(done["q.weight"], torch.full((3, 2), 2.0))
     with pytest.raises(RewardError, match=r"q\.lora_B\.weight does not fit"):

@@ -150,9 +150,7 @@ def test_groups_are_prompts_or_a_key() -> None:
     assert len(judge.asked) == 4
     edits = [{"source": name} for name in ("x.png", "y.png", "x.png", "y.png", "x.png")]
     assert as_pointwise(judge).score(images, ["a"] * 5, edits).value.tolist() == [0, 1, 0.5, 0, 1]
-    with pytest.raises(
-        ValueError, match=r"metadata\[1\] has no 'group_id'; give each image its group, or no"
-    ):
+    with pytest.raises(ValueError, match=r"metadata\[1\] has no 'group_id'; give each image its group, or no"):
         as_pointwise(judge).score(images[:2], ["a", "a"], [{"group_id": 1}, {}])
     keyed = as_pointwise(BrightnessPairs(hard=True))
     records = [{"group_id": k} for k in (0, 0, 1, 1, 1)]
@@ -215,9 +213,7 @@ def test_a_budget_asks_less_and_agrees(hard: bool) -> None:
     values = [0.05 * k for k in (3, 17, 9, 1, 12, 6, 15, 10, 4, 19, 8, 14)]
     full = as_pointwise(BrightnessPairs(scale=8, bias=0.5)).score(grey(values), ["p"] * 12)
     judge = BrightnessPairs(scale=8, bias=0.5, hard=hard)
-    few = as_pointwise(judge, budget=0.4).score(
-        torch.cat([grey(values), grey(values)]), ["p"] * 12 + ["q"] * 12
-    )
+    few = as_pointwise(judge, budget=0.4).score(torch.cat([grey(values), grey(values)]), ["p"] * 12 + ["q"] * 12)
     assert len(judge.asked) == 2 * 26 and judge.rounds < 9  # both groups in the same rounds
     for group in (few.value[:12], few.value[12:]):
         error = (group - full.value).abs().max()

@@ -141,10 +141,7 @@ def test_a_checklist_round_trips_through_a_file_and_the_folder(tmp_path):
     real = tiny_engine(settings=JudgeSettings(rest={"checklist": given}))
     judge = VisionReward(real, template=QUESTION, **LETTERS)
     assert judge.checklist == read
-    assert (
-        VisionReward(tiny_engine(), template=QUESTION, alignment=judge, **LETTERS).checklist
-        is SHAPES_CHECKLIST
-    )
+    assert VisionReward(tiny_engine(), template=QUESTION, alignment=judge, **LETTERS).checklist is SHAPES_CHECKLIST
 
 
 def test_wrong_data_is_refused(tmp_path):

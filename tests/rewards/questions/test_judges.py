@@ -43,9 +43,7 @@ def test_verifier_with_parsed_prompt_and_with_metadata(monkeypatch):
     scores = ShapesVerifier().score(images, prompts, [None, record, {"tag": "no include"}])
     assert scores.value[:2].tolist() == [1, 0] and scores.valid.tolist() == [True, True, False]
     assert scores.parts["partial"][:2].tolist() == [0.25, 0.5] and scores.text == ["reason 0", "reason 1", ""]
-    assert "no metadata with 'include', and the prompt is not of the shapes world" in str(
-        failure_reasons(scores)[2]
-    )
+    assert "no metadata with 'include', and the prompt is not of the shapes world" in str(failure_reasons(scores)[2])
     assert seen[0]["include"][0]["class"] == "circle" and seen[1] is record
     partial = ShapesVerifier("partial").score(images[:2], prompts[:2], [None, record])
     assert partial.value.tolist() == [0.25, 0.5] and partial.unit == "share of checks"
@@ -117,9 +115,7 @@ def batchwise(make):
 
 
 def valid(value: torch.Tensor, **options) -> Scores:
-    return Scores(
-        value=value, valid=torch.ones(len(value), dtype=torch.bool), **{"unit": "brightness", **options}
-    )
+    return Scores(value=value, valid=torch.ones(len(value), dtype=torch.bool), **{"unit": "brightness", **options})
 
 
 def mean(images) -> torch.Tensor:
@@ -129,7 +125,7 @@ def mean(images) -> torch.Tensor:
 class Restless(Brightness):
     def score(self, images, prompts, metadata=None):
         scores = super().score(images, prompts, metadata)
-        return make_scores(scores.value * 0 + min(1.0, self.seen / 100), scores.reason, self.unit)
+        return make_scores(scores.value * 0 + min(1.0, self.seen / 100), scores.reason or [], self.unit)
 
 
 def vandal(self, images, prompts, metadata=None):

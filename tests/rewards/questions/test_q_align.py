@@ -26,9 +26,7 @@ def test_the_score_is_the_expectation_over_the_first_tokens_of_the_levels():
     prob = everything[:, ids].softmax(-1)
     mean = prob @ torch.tensor([5.0, 4, 3, 2, 1], dtype=torch.float64)
     assert found.value.tolist() == pytest.approx(mean.tolist(), rel=1e-6)
-    spread = torch.stack(
-        [(p * (torch.arange(5, 0, -1) - m) ** 2).sum() for p, m in zip(prob, mean, strict=True)]
-    )
+    spread = torch.stack([(p * (torch.arange(5, 0, -1) - m) ** 2).sum() for p, m in zip(prob, mean, strict=True)])
     assert found.std is not None and found.std.tolist() == pytest.approx(spread.sqrt().tolist(), rel=1e-5)
     mass = everything.softmax(-1)[:, ids].sum(-1)
     assert found.parts["mass"].tolist() == pytest.approx(mass.tolist(), rel=1e-5)
@@ -58,9 +56,7 @@ def test_checkpoints_with_code_of_their_own_are_refused_by_name(tmp_path):
     folder.mkdir()
     auto = {"AutoModelForCausalLM": "modeling_mplug_owl2.MPLUGOwl2LlamaForCausalLM"}
     (folder / "config.json").write_text(json.dumps({"model_type": "mplug_owl2", "auto_map": auto}))
-    with pytest.raises(
-        RewardError, match=r"one-align is a 'mplug_owl2', which transformers .* does not know"
-    ):
+    with pytest.raises(RewardError, match=r"one-align is a 'mplug_owl2', which transformers .* does not know"):
         load_reward("q_align", model=str(folder))
 
 

@@ -187,23 +187,17 @@ def test_pairs_on_a_model_are_antisymmetric_and_numbered_ones_agree():
     left, right = images(3), images(3, seed=1)
     said, turned = judge.compare(left, right, PROMPTS[:3]), judge.compare(right, left, PROMPTS[:3])
     assert torch.allclose(given(said.log_odds), -given(turned.log_odds), atol=1e-5)
-    numbered = judge.compare_pairs(
-        torch.cat([left, right]), torch.tensor([[0, 3], [1, 4], [2, 5]]), PROMPTS[:3] * 2
-    )
+    numbered = judge.compare_pairs(torch.cat([left, right]), torch.tensor([[0, 3], [1, 4], [2, 5]]), PROMPTS[:3] * 2)
     assert torch.allclose(given(said.log_odds), given(numbered.log_odds), atol=1e-6)
     assert (given(said.log_odds).abs() > 1e-6).all()
 
 
 def test_references_are_averaged_in_log_odds_and_missing_ones_masked():
-    judge = ReferenceReward(
-        RewardDancePairs(tiny_engine(), template=TWO, **LETTERS), {"a": images(2, seed=3)}
-    )
+    judge = ReferenceReward(RewardDancePairs(tiny_engine(), template=TWO, **LETTERS), {"a": images(2, seed=3)})
     shown = images(3)
     scores = judge.score(shown, ["a", "a", "b"], [None, {"references": images(1, seed=4)}, None])
     assert scores.valid.tolist() == [True, True, False] and "no readable reference" in why(scores, 2)
-    single = [
-        given(judge.judge.compare(shown[:1], ref[None], ["a"]).log_odds)[0] for ref in images(2, seed=3)
-    ]
+    single = [given(judge.judge.compare(shown[:1], ref[None], ["a"]).log_odds)[0] for ref in images(2, seed=3)]
     assert scores.value[0] == pytest.approx(float(sum(single)) / 2, abs=1e-5)
     assert scores.parts["references"].tolist()[:2] == [2, 1]
     assert scores.parts["spread"][0] == pytest.approx(float(torch.stack(single).std()), abs=1e-5)

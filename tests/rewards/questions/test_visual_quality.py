@@ -75,9 +75,7 @@ def test_improbable_digits_make_no_rating():
     judge = direct(probability, FINE, min_mass=0.5)
     scores = judge.score(images(1), [""])
     assert not scores.valid[0] and math.isnan(scores.value[0]) and math.isnan(given(scores.std)[0])
-    assert "writes no digits behind the point" in why(scores, 0) and "0.4 of the probability" in why(
-        scores, 0
-    )
+    assert "writes no digits behind the point" in why(scores, 0) and "0.4 of the probability" in why(scores, 0)
     lenient = direct(probability, FINE, min_mass=0.3).score(images(1), [""])
     assert lenient.valid[0] and lenient.parts["digit_mass"][0] == pytest.approx(0.4, abs=1e-6)
 
@@ -113,9 +111,7 @@ def test_sampled_ratings_are_averaged_and_failures_left_out():
     assert scores.parts["readable"][0] == 0.5 and given(scores.text)[0].startswith("<think>dull")
 
 
-@pytest.mark.parametrize(
-    "texts", [("nice", "good"), ("<answer>3</answer>", "nice"), ("<answer>9.5</answer>", "")]
-)
+@pytest.mark.parametrize("texts", [("nice", "good"), ("<answer>3</answer>", "nice"), ("<answer>9.5</answer>", "")])
 def test_unreadable_answers_are_masked(texts):
     scores = answering(*texts).score(images(2), ["", ""])
     assert not scores.valid.any() and scores.value.isnan().all() and given(scores.std).isnan().all()

@@ -25,10 +25,7 @@ def test_vqa_score_is_the_probability_of_yes_among_all_words():
     ).logits.double()
     yes = engine.token_ids(["y"])[0]
     assert found.value.tolist() == pytest.approx(everything.softmax(-1)[:, yes].tolist(), rel=1e-5)
-    assert (
-        SHOWS.messages[0]["content"][1]["text"]
-        == 'Does this figure show "{prompt}"? Please answer Yes or No.'
-    )
+    assert SHOWS.messages[0]["content"][1]["text"] == 'Does this figure show "{prompt}"? Please answer Yes or No.'
     with pytest.raises(RewardError, match="has no option atention"):
         VqaScore("shapes-vlm", atention="eager")
 

@@ -140,16 +140,12 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(
-    ("read", "text", "value"), [(read, *row) for read, rows in VALUES.items() for row in rows]
-)
+@pytest.mark.parametrize(("read", "text", "value"), [(read, *row) for read, rows in VALUES.items() for row in rows])
 def test_what_is_clear_is_read(read, text, value):
     assert read(text) == value
 
 
-@pytest.mark.parametrize(
-    ("read", "text", "reason"), [(read, *row) for read, rows in REFUSED.items() for row in rows]
-)
+@pytest.mark.parametrize(("read", "text", "reason"), [(read, *row) for read, rows in REFUSED.items() for row in rows])
 def test_what_is_unclear_is_refused(read, text, reason):
     with pytest.raises(AnswerError, match=reason):
         read(text)
@@ -266,9 +262,7 @@ def test_flex_refuses(text, reason):
 
 
 def test_yes_no_list():
-    said = read_yes_no(
-        {" Yes": math.log(0.5), "yes": math.log(0.1), "NO": math.log(0.2), "Maybe": math.log(0.1)}
-    )
+    said = read_yes_no({" Yes": math.log(0.5), "yes": math.log(0.1), "NO": math.log(0.2), "Maybe": math.log(0.1)})
     assert said.log_odds == said.bound == pytest.approx(math.log(3))
     assert (said.prob, said.mass) == pytest.approx((0.75, 0.8))
     assert said.missing is None
@@ -278,9 +272,7 @@ def test_a_missing_side_leaves_the_log_odds_undefined_and_bounded():
     said = read_yes_no({"yes": math.log(0.7), "The": math.log(0.2)})
     assert said.missing == "no" and math.isnan(said.log_odds) and math.isnan(said.prob)
     assert said.mass == pytest.approx(0.7)
-    assert said.bound == pytest.approx(
-        math.log(0.7 / 0.1)
-    )  # what the list leaves is 0.1, below its last, 0.2
+    assert said.bound == pytest.approx(math.log(0.7 / 0.1))  # what the list leaves is 0.1, below its last, 0.2
     other = read_yes_no({"no": math.log(0.5), "a": math.log(0.02)})
     assert other.bound == pytest.approx(-math.log(0.5 / 0.02)) and other.missing == "yes"
     assert math.isfinite(read_yes_no({"yes": 0.0}).bound)
@@ -306,12 +298,8 @@ def test_yes_no_list_refuses(listed, reason):
 
 
 def test_checklist_by_hand():
-    rule = ChecklistRule.from_dict(
-        {"coef": [2.0, 1.0, 0.5], "intercept": [0.25], "masked_features": {"0": [2]}}
-    )
-    yes = torch.tensor(
-        [[1.0, 1.0, 0.0], [0.0, 1.0, 0.0], [1.0, 0.0, 1.0], [0.5, 1.0, 0.0]], dtype=torch.float64
-    )
+    rule = ChecklistRule.from_dict({"coef": [2.0, 1.0, 0.5], "intercept": [0.25], "masked_features": {"0": [2]}})
+    yes = torch.tensor([[1.0, 1.0, 0.0], [0.0, 1.0, 0.0], [1.0, 0.0, 1.0], [0.5, 1.0, 0.0]], dtype=torch.float64)
     # alignment 0.1: 0.2 + x1 + 0.5·x2·m0 + 0.25
     expected = [0.95, 1.45, -0.05, 1.2]
     found = rule.score(yes, torch.full((4,), 0.1, dtype=torch.float64))
@@ -330,9 +318,7 @@ def test_checklist_by_hand():
 )
 def test_checklist_refuses(rule, yes, alignment, reason):
     with pytest.raises(ValueError, match=reason):
-        ChecklistRule.from_dict(rule).score(
-            torch.tensor(yes), None if alignment is None else torch.tensor(alignment)
-        )
+        ChecklistRule.from_dict(rule).score(torch.tensor(yes), None if alignment is None else torch.tensor(alignment))
 
 
 def test_checklist_file_keys():

@@ -41,9 +41,7 @@ def reward(folder) -> ClipScore:
 
 @pytest.fixture
 def images() -> torch.Tensor:
-    uint8 = torch.randint(
-        0, 256, (5, 3, 40, 48), generator=torch.Generator().manual_seed(1), dtype=torch.uint8
-    )
+    uint8 = torch.randint(0, 256, (5, 3, 40, 48), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
     return uint8.float() / 255
 
 

@@ -50,9 +50,7 @@ def stub(monkeypatch):
 
 def test_direction_references_and_refusals(stub) -> None:
     assert [Iqa(name).higher_is_better for name in ("musiq", "niqe", "psnr")] == [True, False, True]
-    result = Iqa("musiq").score(
-        [torch.full((3, 8, 8), 0.5), torch.ones(3, 4, 4), torch.zeros(3, 8, 8)], ["a"] * 3
-    )
+    result = Iqa("musiq").score([torch.full((3, 8, 8), 0.5), torch.ones(3, 4, 4), torch.zeros(3, 8, 8)], ["a"] * 3)
     assert result.valid.tolist() == [True, False, False] and result.value[0] == pytest.approx(0.5, abs=2e-3)
     assert result.unit == "musiq of pyiqa" and result.reason is not None
     assert result.reason[1] == "pyiqa's musiq refuses the image: too small"

@@ -43,9 +43,7 @@ def reference(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("over", ["group", "batch"])
 @pytest.mark.parametrize("name", ["vendi_gain", "frechet_gain"])
-def test_gains_are_the_set_with_and_without_each_image(
-    folder: Path, reference: Path, name: str, over: str
-) -> None:
+def test_gains_are_the_set_with_and_without_each_image(folder: Path, reference: Path, name: str, over: str) -> None:
     options: dict[str, Any] = {"reference": reference} if name == "frechet_gain" else {}
     reward = load_reward(name, model=folder, over=over, **options)
     images = make_images(6)

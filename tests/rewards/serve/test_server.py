@@ -242,9 +242,7 @@ def test_refusals(habits: Any, content: bytes, kind: str, status: int, message: 
 
 
 def test_a_body_without_length_is_refused(habits: Any):
-    reply = httpx.post(
-        f"{habits[0]}/v1/score", content=iter([b"a", b"b"]), headers={"Content-Type": MEDIA_TYPE}
-    )
+    reply = httpx.post(f"{habits[0]}/v1/score", content=iter([b"a", b"b"]), headers={"Content-Type": MEDIA_TYPE})
     assert reply.status_code == 411 and httpx.get(f"{habits[0]}/nothing").status_code == 404
 
 
@@ -270,9 +268,7 @@ def test_the_token_is_asked_for(monkeypatch: pytest.MonkeyPatch):
     with serving(app_of(Habits(), token="sesame")) as url:
         for token in (None, "wrong", "sésame"):
             with pytest.raises(RewardError, match=r"refused it \(401\): No or a wrong token"):
-                RemoteReward(url, token=token and token.encode("ascii", "ignore").decode()).score(
-                    LEVELS[:1], ["1"]
-                )
+                RemoteReward(url, token=token and token.encode("ascii", "ignore").decode()).score(LEVELS[:1], ["1"])
         assert RemoteReward(url, token="sesame").score(LEVELS[:1], ["1"]).valid.all()
         monkeypatch.setenv("MY_TOKEN", "sesame")
         assert RemoteReward(url, token_env="MY_TOKEN").score(LEVELS[:1], ["1"]).valid.all()

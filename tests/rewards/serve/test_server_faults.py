@@ -265,9 +265,7 @@ def test_an_ending_server_answers_what_it_judges_and_refuses_what_waits():
         second = pool.submit(post, url, request("2"))
         assert_soon(lambda: app.state.batcher.waiting == 1)
         app.state.stop()
-        assert (
-            second.result().status_code == 503 and "the server is ending" in second.result().json()["error"]
-        )
+        assert second.result().status_code == 503 and "the server is ending" in second.result().json()["error"]
         assert post(url, request("3")).status_code == 503
         gate.go.set()
         assert first.result().status_code == 200

@@ -195,9 +195,7 @@ def test_places_of_an_answer():
 
 def test_without_a_ground_truth_there_is_no_score():
     reward = load_text_reward("numeric_answer", field="gold")
-    scores = reward.score(
-        ["4"] * 5, ["?"] * 5, [None, {}, {"gold": "four"}, {"gold": float("nan")}, {"gold": 4}]
-    )
+    scores = reward.score(["4"] * 5, ["?"] * 5, [None, {}, {"gold": "four"}, {"gold": float("nan")}, {"gold": 4}])
     assert scores.valid.tolist() == [False] * 4 + [True] and scores.value[:4].isnan().all()
     assert scores.reason is not None and scores.reason[:2] == ["its metadata has no 'gold'"] * 2
     assert "no number that can be read" in str(scores.reason[2])

@@ -50,9 +50,7 @@ def test_mean_and_deviation_by_hand_and_a_member_that_fails_is_no_score() -> Non
 
 def test_members_by_name_with_options() -> None:
     options = {"name": "length", "max_length": 3}
-    reward: Any = load_text_reward(
-        "ensemble", members={"a": {**options, "cache": 1}, "b": {**options, "cache": 2}}
-    )
+    reward: Any = load_text_reward("ensemble", members={"a": {**options, "cache": 1}, "b": {**options, "cache": 2}})
     assert reward.members["a"].name == "length" and reward.unit == reward.members["b"].unit
     by_name: Any = load_text_reward("ensemble", members=["exact_answer", "numeric_answer"])
     assert list(by_name.members) == ["exact_answer", "numeric_answer"]
@@ -90,13 +88,9 @@ def test_a_term_uses_the_deviation_and_a_certain_score_stays(term: dict[str, Any
     result = total.score(TEXTS, PROMPTS)
     assert result.value.tolist() == pytest.approx(expected, nan_ok=True)
     if term:
-        assert (
-            result.reason is not None and result.reason[2] == "a: the judge gave no standard deviation for it"
-        )
+        assert result.reason is not None and result.reason[2] == "a: the judge gave no standard deviation for it"
     assert result.parts["a.std"][:2].tolist() == [0, 2]
-    assert total.capabilities.advantage_weights == (
-        {"a": 1.0} if term.get("uncertainty") == "advantage" else {}
-    )
+    assert total.capabilities.advantage_weights == ({"a": 1.0} if term.get("uncertainty") == "advantage" else {})
 
 
 def test_without_a_deviation_nothing_can_be_weighed() -> None:

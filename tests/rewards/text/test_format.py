@@ -82,9 +82,12 @@ def test_json_is_strict():
     assert values(JsonFormat(), good + bad) == [1] * 3 + [0] * len(bad)
     assert remark(JsonFormat(), '{"a": 1, "a": 2}') == "no JSON: a key is repeated"
     fence = JsonFormat(where="fence")
-    assert values(
-        fence, ["Here:\n```json\n{}\n```", "{}", "```json\n{}\n```\n```\n{}\n```", "```json\n{}"]
-    ) == [1, 0, 0, 0]
+    assert values(fence, ["Here:\n```json\n{}\n```", "{}", "```json\n{}\n```\n```\n{}\n```", "```json\n{}"]) == [
+        1,
+        0,
+        0,
+        0,
+    ]
     assert values(fence, ["```json\n" * 20_000]) == [0]
     with pytest.raises(ValueError, match="where is 'tail'; allowed are whole, fence"):
         JsonFormat(where="tail")
@@ -121,9 +124,7 @@ def test_length_rules():
     assert values(LengthReward("target", target=2, scale=4), texts) == [-0.5, -0.5, 0]
     assert values(LengthReward("linear", scale=2, count="words"), texts) == [-1, 0, -1]
     assert values(LengthReward("linear", scale=36, count="characters"), texts[:1]) == [-0.5]
-    own = LengthReward("target", target_field="n", scale=10).score(
-        texts, ["?"] * 3, [{"n": 4}, {}, {"n": 12}]
-    )
+    own = LengthReward("target", target_field="n", scale=10).score(texts, ["?"] * 3, [{"n": 4}, {}, {"n": 12}])
     assert own.value.nan_to_num(7).tolist() == [0, 7, -1] and own.parts["length"].nan_to_num(7).tolist() == [
         4,
         7,

@@ -160,9 +160,7 @@ def test_a_prompt_its_steps_and_a_marker_after_each() -> None:
     assert StepEncoder(begun, StepReading()).encode("q", ["c"]).ids == ids("<system>qc\n")
     with pytest.raises(UserError, match="the tokenizer of the process reward model has no chat template"):
         StepEncoder(tiny_tokenizer(template=None), StepReading()).encode(asked, ["c"])
-    shown = [
-        {"role": "user", "content": [{"type": "image", "image": "x.png"}, {"type": "text", "text": "q"}]}
-    ]
+    shown = [{"role": "user", "content": [{"type": "image", "image": "x.png"}, {"type": "text", "text": "q"}]}]
     with pytest.raises(UserError, match="A prompt shows images, and a process reward model reads text alone"):
         StepEncoder(TOKENIZER, StepReading()).encode(shown, ["c"])
     with pytest.raises(UserError, match="no token for '§', so the ends of steps cannot be told"):
@@ -206,9 +204,7 @@ def test_a_transformers_classifier_at_the_separators() -> None:
 def test_contributions_add_up_to_the_outcome_that_is_expected() -> None:
     """A progress estimator: one label, whose values are rewards of steps as they are."""
     reward = ProcessRewardModel(CountingModel(labels=1), tokenizer=TOKENIZER)
-    assert (
-        reward.range == (-math.inf, math.inf) and reward.unit == "outcome" and isinstance(reward, TextReward)
-    )
+    assert reward.range == (-math.inf, math.inf) and reward.unit == "outcome" and isinstance(reward, TextReward)
     assert ProcessRewardModel.range == (0.0, 1.0)
     scores = reward.score(["aa\nb\na", " "], ["q"] * 2)
     assert scores.value[0].item() == 2 + 1 + 2 and scores.valid.tolist() == [True, False]
@@ -254,9 +250,7 @@ def test_a_rollout_gets_rewards_on_the_last_tokens_of_its_steps() -> None:
     assert torch.allclose(step_rewards.tokens(), by_hand)
     assert torch.allclose(step_rewards.tokens("every")[0], torch.tensor([one, one, two, two, two]))
     assert torch.allclose(step_rewards.aggregate("min")[:2], torch.tensor([one, minus]))
-    batch.trajectories(
-        step_rewards.aggregate(), process_reward=step_rewards.tokens(), valid=step_rewards.valid
-    )
+    batch.trajectories(step_rewards.aggregate(), process_reward=step_rewards.tokens(), valid=step_rewards.valid)
 
 
 def test_clip_and_delta_bound_what_the_steps_of_an_answer_can_earn() -> None:
@@ -272,9 +266,7 @@ def test_clip_and_delta_bound_what_the_steps_of_an_answer_can_earn() -> None:
     torch.testing.assert_close(delta[1:, :3], torch.tensor([[0.3, 0, 0], [0, 0, 0]]))
     clipped = step_rewards.bounded(clip=0.5)
     assert_close = torch.testing.assert_close
-    assert_close(
-        clipped.reward, torch.tensor([[-0.3, 0, 0, 0], [-0.2, 0, nan, nan], [nan] * 4]), equal_nan=True
-    )
+    assert_close(clipped.reward, torch.tensor([[-0.3, 0, 0, 0], [-0.2, 0, nan, nan], [nan] * 4]), equal_nan=True)
     both = step_rewards.bounded(clip=0.75, delta=True).tokens()
     assert_close(both[0], torch.tensor([0, -0.55, 0.15, -0.15, 0]))
     assert torch.equal(step_rewards.bounded().tokens(), step_rewards.tokens())

@@ -16,9 +16,7 @@ from visalign.rewards.text.rating import RatingReward
 ANSWERS = {"a": (["5", "4", "5"], 4.5), "b": (["2", "3", "oh"], 2.0), "c": (["3", "1", "2"], 2.0)}
 
 
-def given(
-    answers: dict[str, Any] = ANSWERS, **more: Any
-) -> tuple[list[str], list[str], list[dict[str, Any]]]:
+def given(answers: dict[str, Any] = ANSWERS, **more: Any) -> tuple[list[str], list[str], list[dict[str, Any]]]:
     """Completions of images in turn, not side by side, prompts, records."""
     count = max(len(texts) for texts, _ in answers.values())
     rows = [
@@ -73,10 +71,7 @@ def test_a_verdict_is_right_or_wrong():
     reward = load_text_reward("verdict", words=["no", "yes"])
     labels = [{"label": 1.0}, {"label": 0.2}, {"label": 0.2}, {"label": 0.6}, {"label": 0.5}, {}]
     scores = reward.score(["No.", "yes", "no, since", "perhaps", "yes", "yes"], ["?"] * 6, labels)
-    assert (
-        scores.value.tolist()[:4] == [1.0, 1.0, -1.0, -1.0]
-        and scores.valid.tolist() == [True] * 4 + [False] * 2
-    )
+    assert scores.value.tolist()[:4] == [1.0, 1.0, -1.0, -1.0] and scores.valid.tolist() == [True] * 4 + [False] * 2
     scores_of_sentences = load_text_reward("verdict").score(
         ["<think>a</think> Image 2 is better", "Image 1 is better", "both are equal"], ["?"] * 3, labels[1:4]
     )

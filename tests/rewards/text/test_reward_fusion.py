@@ -69,9 +69,7 @@ def test_neighbours_that_fail_are_none_and_what_fails_itself_stays_failed() -> N
 
 def test_without_neighbours_the_score_is_that_of_the_reward_to_the_bit() -> None:
     plain = load_text_reward("repetition")
-    reward = load_text_reward(
-        "reward_fusion", reward="repetition", pool=["quite another question", "2 + 2 = ?"]
-    )
+    reward = load_text_reward("reward_fusion", reward="repetition", pool=["quite another question", "2 + 2 = ?"])
     texts = ["a b a b a b", "x y z", "no no no no no no"]
     own, other = (each.score(texts, ["2 + 2 = ?"] * 3) for each in (plain, reward))
     assert torch.equal(own.value, other.value) and other.parts["neighbours"].tolist() == [0, 0, 0]

@@ -26,9 +26,7 @@ SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "nu
 def tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
     words = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]  # the stub lacks the setter
-    made = PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="<pad>", unk_token="<unk>", eos_token="<end>"
-    )
+    made = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", unk_token="<unk>", eos_token="<end>")
     made.chat_template = template
     return made
 
@@ -72,9 +70,7 @@ def test_without_a_template_prompt_and_completion_are_joined():
     with torch.no_grad():
         expected = made(input_ids=ids).logits.item()
     assert reward.score([" good"], ["two"]).value.item() == pytest.approx(expected, abs=1e-6)
-    with pytest.raises(
-        RewardError, match="a prompt is a conversation, and the tokenizer has no chat template"
-    ):
+    with pytest.raises(RewardError, match="a prompt is a conversation, and the tokenizer has no chat template"):
         reward.score(["good"], [[{"role": "user", "content": "two"}]])
 
 
@@ -107,9 +103,7 @@ def test_folders(tmp_path):
     assert scores.value.dtype == torch.float32 and torch.allclose(scores.value, expected, atol=0.02)
     LlamaForCausalLM(config()).save_pretrained(tmp_path / "plain")
     tokenizer().save_pretrained(tmp_path / "plain")
-    with pytest.raises(
-        RewardError, match=r"has no weights for score.weight, which would be random|has 2 outputs"
-    ):
+    with pytest.raises(RewardError, match=r"has no weights for score.weight, which would be random|has 2 outputs"):
         RewardModel(tmp_path / "plain")
     with pytest.raises(RewardError, match="cannot be loaded as a sequence classification model"):
         RewardModel(tmp_path / "nothing")

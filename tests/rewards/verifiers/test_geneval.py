@@ -180,9 +180,7 @@ def test_failures_stay_rows() -> None:
     )
     assert scores.valid.tolist() == [True, False, False, False] and scores.value[0] == 1
     assert scores.reason is not None
-    assert scores.reason[1] == "no such image file: no.png" and "does not know the class" in str(
-        scores.reason[2]
-    )
+    assert scores.reason[1] == "no such image file: no.png" and "does not know the class" in str(scores.reason[2])
 
 
 def test_the_contract_with_planted_detections() -> None:

@@ -123,9 +123,7 @@ IMAGES = [image.mul(255).round() / 255 for image in IMAGES]
     ("save", "kind"),
     [(save_detr, "detection"), (save_mask2former, "segmentation"), (save_owlv2, "zero_shot")],
 )
-def test_detectors_of_transformers(
-    save: Any, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_detectors_of_transformers(save: Any, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(geneval_detectors, "MIN_SCORE", 0.001)
     detector = TransformersDetector(save(tmp_path / "model"))
     asked = [["cat", "dog"], ["cat", "motorcycle"], ["dog", "cat"]]
@@ -139,17 +137,13 @@ def test_detectors_of_transformers(
             if kind == "segmentation":
                 assert item.masks is not None and item.masks.shape == (len(item.scores), *image.shape[1:])
                 for box, mask in zip(item.boxes.long().tolist(), item.masks, strict=True):
-                    assert bool(mask.any()) and int(mask[box[1] : box[3], box[0] : box[2]].sum()) == int(
-                        mask.sum()
-                    )
+                    assert bool(mask.any()) and int(mask[box[1] : box[3], box[0] : box[2]].sum()) == int(mask.sum())
     assert total > 0
     alone = detector.detect(IMAGES[1:2], asked[1:2])[0]
     for name in asked[1]:
         torch.testing.assert_close(alone[name].boxes, detections[1][name].boxes, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(alone[name].scores, detections[1][name].scores, rtol=1e-5, atol=1e-6)
-    assert (detector.problem("zebra") is None) == (kind == "zero_shot") and detector.problem(
-        "motorcycle"
-    ) is None
+    assert (detector.problem("zebra") is None) == (kind == "zero_shot") and detector.problem("motorcycle") is None
     assert len(detector.fingerprint) == 32
 
 

@@ -17,9 +17,7 @@ from visalign.rewards.vlm.loading import is_adapter, name_base
 
 ASK = Query(images=[noise(16, 24)], prompt="a cat")
 TARGET = r".*language_model.*\.(q_proj|v_proj)"
-TEMPLATE = {
-    "messages": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "{prompt}?"}]}]
-}
+TEMPLATE = {"messages": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "{prompt}?"}]}]}
 
 
 def states(judge: VisionLanguageEngine) -> torch.Tensor:
@@ -96,9 +94,7 @@ def test_a_lora_is_strict(models):
     state = load_file(file)
     lost = next(key for key in state if key.endswith("layers.0.self_attn.q_proj.lora_A.weight"))
     save_file({key: value for key, value in state.items() if key != lost}, file, {"format": "pt"})
-    with pytest.raises(
-        RewardError, match=r"missing .*layers\.0\.self_attn\.q_proj\.lora_A.*; unexpected nothing"
-    ):
+    with pytest.raises(RewardError, match=r"missing .*layers\.0\.self_attn\.q_proj\.lora_A.*; unexpected nothing"):
         VisionLanguageEngine.from_pretrained(models / "lora")
     save_file({**state, "base_model.model.other.lora_A.weight": torch.zeros(2, 2)}, file, {"format": "pt"})
     with pytest.raises(RewardError, match=r"missing nothing; unexpected base_model\.model\.other\.lora_A"):

@@ -28,9 +28,7 @@ def own_greedy(judge: Any, ask: Query, count: int) -> str:
         return_tensors="pt",
     )
     result = judge.model.generate(**inputs, max_new_tokens=count, do_sample=False)
-    return judge.processor.tokenizer.decode(
-        result[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True
-    )
+    return judge.processor.tokenizer.decode(result[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -77,9 +75,7 @@ def test_refused_requests_have_no_answers_and_options_are_checked() -> None:
         judge.generate(ONE, ASKS, answers=0)
     with pytest.raises(RewardError, match=r"temperature 0; .* from 0, which gives one answer"):
         judge.generate(ONE, ASKS, answers=2, temperature=0)
-    two = judge.generate(
-        TWO, [Query(images=[noise(8, 8), noise(8, 16)], prompt="a", fields={"question": "b"})]
-    )
+    two = judge.generate(TWO, [Query(images=[noise(8, 8), noise(8, 16)], prompt="a", fields={"question": "b"})])
     assert len(two.texts[0]) == 1
 
 

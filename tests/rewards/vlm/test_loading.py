@@ -22,9 +22,7 @@ from visalign.rewards.vlm.template import JudgeSettings, Template, escape
 from visalign.rewards.weights.checkpoint_files import quiet_loading
 
 ASK = Query(images=[noise(16, 24)], prompt="a cat")
-OTHER = {
-    "messages": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "{prompt}!"}]}]
-}
+OTHER = {"messages": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "{prompt}!"}]}]}
 
 
 @pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])

@@ -22,11 +22,7 @@ def asks_of_one() -> list[Query]:
 def asks_of_two() -> list[Query]:
     left, right = noise(16, 24, 1), noise(40, 40, 2)
     pairs = [(left, right), (right, left), (left, left)]
-    return [
-        Query(images=pair, prompt=prompt, fields={"question": "sharp?"})
-        for pair in pairs
-        for prompt in PROMPTS
-    ]
+    return [Query(images=pair, prompt=prompt, fields={"question": "sharp?"}) for pair in pairs for prompt in PROMPTS]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -106,9 +102,7 @@ def test_images_go_through_the_tower_once_across_prompts_and_calls(kind) -> None
     judge, asks = tiny_judge(kind), asks_of_one()
     first = judge.hidden(ONE, asks).states
     assert judge.network.cache.misses == 3
-    again = judge.hidden(
-        ONE, [Query(images=[ask.images[0].clone()], prompt=ask.prompt) for ask in asks]
-    ).states
+    again = judge.hidden(ONE, [Query(images=[ask.images[0].clone()], prompt=ask.prompt) for ask in asks]).states
     assert judge.network.cache.misses == 3
     assert torch.equal(first, again)
     judge.clear_features()

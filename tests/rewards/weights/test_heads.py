@@ -115,9 +115,7 @@ class TestPooling:
         mask = torch.tensor([[0, 0, 1, 1]])
         every = ranknet()(hidden)
         torch.testing.assert_close(self.pooled("last", hidden, ids, attention_mask=mask), every[:, 3])
-        torch.testing.assert_close(
-            self.pooled("mean", hidden, ids, attention_mask=mask), every[:, 2:].mean(1)
-        )
+        torch.testing.assert_close(self.pooled("mean", hidden, ids, attention_mask=mask), every[:, 2:].mean(1))
         with pytest.raises(ValueError, match=r"A row holds no token; with left padding, pass attention_mask"):
             self.pooled("last", hidden, ids)
 

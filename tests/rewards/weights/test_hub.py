@@ -42,9 +42,7 @@ def test_a_revision_is_asked_for_and_told(monkeypatch, tmp_path):
 def test_without_a_network_each_model_is_asked_for_once(monkeypatch):
     log = offline(monkeypatch)
     begun = time.monotonic()
-    with pytest.raises(
-        RewardError, match=r"'Qwen/Qwen2-VL-7B-Instruct' is not on this disk .*ConnectionError"
-    ):
+    with pytest.raises(RewardError, match=r"'Qwen/Qwen2-VL-7B-Instruct' is not on this disk .*ConnectionError"):
         VisionLanguageEngine.from_pretrained("Qwen/Qwen2-VL-7B-Instruct")
     assert time.monotonic() - begun < 5
     assert log == ["list Qwen/Qwen2-VL-7B-Instruct", "fetch Qwen/Qwen2-VL-7B-Instruct "]

@@ -58,9 +58,7 @@ class Brightness:
     name = "brightness"
     range = (0.0, 1.0)
 
-    def __init__(
-        self, *, unit: str = "brightness", std: float | None = None, higher_is_better: bool = True
-    ) -> None:
+    def __init__(self, *, unit: str = "brightness", std: float | None = None, higher_is_better: bool = True) -> None:
         self.unit, self.std, self.higher_is_better = unit, std, higher_is_better
         self.seen = 0
 

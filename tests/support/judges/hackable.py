@@ -133,10 +133,7 @@ class GoesInCircles:
     name = "goes_in_circles"
 
     def compare(self, left: Any, right: Any, prompts: Sequence[str], metadata: Any = None) -> Preferences:
-        hours = [
-            torch.tensor([_hour(image) for _, image in load_images(side).readable()])
-            for side in (left, right)
-        ]
+        hours = [torch.tensor([_hour(image) for _, image in load_images(side).readable()]) for side in (left, right)]
         log_odds = 3 * torch.sin(hours[1] - hours[0]).sign()
         return Preferences(prob=log_odds.sigmoid(), valid=torch.ones(len(prompts), dtype=torch.bool))
 

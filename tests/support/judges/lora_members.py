@@ -30,9 +30,7 @@ def save_member(folder: Path, base: Path, seed: int, **changes: Any) -> Path:
         head = RanknetHead(32, hidden=options.get("hidden", (8, 4)))
         model = HPSv3Model(engine, head, template=options["template"])
         model.add_token(torch.randn(32))
-        lora = LoraConfig(
-            r=options["rank"], lora_alpha=8, target_modules=options["targets"], init_lora_weights=False
-        )
+        lora = LoraConfig(r=options["rank"], lora_alpha=8, target_modules=options["targets"], init_lora_weights=False)
         model.backbone.add_adapter(lora)  # type: ignore[operator]
     model.save_pretrained(folder, base=os.path.relpath(base, folder))
     for file in (folder / "adapter_model.safetensors", folder / "reward_head.safetensors"):

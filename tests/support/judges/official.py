@@ -160,9 +160,7 @@ def pick_score(folder: Path) -> tuple[Any, Callable[[], Tensor]]:
 
     def official() -> Tensor:
         model = _clip_model(place)
-        tokens = _clip_tokens()(
-            PROMPTS, padding=True, truncation=True, max_length=CONTEXT, return_tensors="pt"
-        )
+        tokens = _clip_tokens()(PROMPTS, padding=True, truncation=True, max_length=CONTEXT, return_tensors="pt")
         return model.logit_scale.exp() * _cosine(model, _processed(images()), tokens)
 
     return PickScore(place), official
@@ -341,9 +339,7 @@ def hpsv3(folder: Path) -> tuple[Any, Callable[[], Tensor]]:
     layers |= {f"rm_head.{n}.bias": (shape[0],) for n, shape in shapes.items()}
     ranknet = weights(layers, 11)
     old = {
-        key.removeprefix("model.")
-        if "visual" in key
-        else key.replace("model.language_model.", "model."): held
+        key.removeprefix("model.") if "visual" in key else key.replace("model.language_model.", "model."): held
         for key, held in state.items()
     }
     save_file({k: v.contiguous() for k, v in (old | ranknet).items()}, folder / "hpsv3" / "HPSv3.safetensors")
@@ -421,9 +417,7 @@ def video_align(folder: Path) -> tuple[Any, Callable[[], Tensor]]:
             mask = (ids == model.config.video_token_id)[..., None].expand_as(embedded)
             embedded = embedded.masked_scatter(mask, torch.cat(list(seen.pooler_output)))
             states = trunk.language_model(inputs_embeds=embedded, attention_mask=inputs["attention_mask"])[0]
-            said = dict(
-                zip(("VQ", "MQ", "TA"), states[0, torch.isin(ids[0], torch.tensor(places))], strict=True)
-            )
+            said = dict(zip(("VQ", "MQ", "TA"), states[0, torch.isin(ids[0], torch.tensor(places))], strict=True))
             raw = {part: F.linear(state, head)[0] for part, state in said.items()}
             found.append(sum((raw[p] - normal[f"{p}_mean"]) / normal[f"{p}_std"] for p in raw))
         return torch.stack(found)
@@ -485,9 +479,7 @@ def edit_reward(folder: Path) -> tuple[Any, Callable[[], Tensor]]:
                 seen = trunk.get_image_features(inputs["pixel_values"], inputs["image_grid_thw"])
                 mask = (ids == model.config.image_token_id)[..., None].expand_as(embedded)
                 embedded = embedded.masked_scatter(mask, torch.cat(list(seen.pooler_output)))
-                states = trunk.language_model(
-                    inputs_embeds=embedded, attention_mask=inputs["attention_mask"]
-                )[0]
+                states = trunk.language_model(inputs_embeds=embedded, attention_mask=inputs["attention_mask"])[0]
                 layers = nn.Sequential(
                     nn.Linear(32, 1024), nn.ReLU(), nn.Dropout(0.05), nn.Linear(1024, 16), nn.ReLU()
                 ).append(nn.Linear(16, 2))
@@ -533,16 +525,12 @@ def mps(folder: Path) -> tuple[Any, Callable[[], Tensor]]:
         layers.load_state_dict(
             {k.removeprefix("cross_model."): v for k, v in state.items() if k.startswith("cross_model.")}
         )
-        torch.save(
-            {k[6:]: v for k, v in state.items() if k.startswith("model.")}, folder / "pytorch_model.bin"
-        )
+        torch.save({k[6:]: v for k, v in state.items() if k.startswith("model.")}, folder / "pytorch_model.bin")
         clip, found = _clip_model(folder), []
         tokens = _clip_tokens()
 
         def words(text: str) -> tuple[Tensor, Tensor]:
-            ids = tokens(
-                [text], padding="max_length", truncation=True, max_length=CONTEXT, return_tensors="pt"
-            )
+            ids = tokens([text], padding="max_length", truncation=True, max_length=CONTEXT, return_tensors="pt")
             told = clip.text_model(input_ids=ids["input_ids"])
             return clip.text_projection(told.last_hidden_state), clip.text_projection(told.pooler_output)
 
@@ -637,9 +625,7 @@ def unified_reward(folder: Path, *, mode: Mode) -> tuple[Any, Callable[[], Tenso
     def official() -> Tensor:
         found = []
         for image, prompt in zip(images(), _SPELLED, strict=True):
-            inputs = _asked(
-                processor, published_prompt(f"unified_reward_{mode}").replace("{prompt}", prompt), image
-            )
+            inputs = _asked(processor, published_prompt(f"unified_reward_{mode}").replace("{prompt}", prompt), image)
             ids = model.eval().generate(**inputs, max_new_tokens=512)[:, inputs["input_ids"].shape[1] :]
             text = processor.batch_decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
             found.append(points[spelled.index(text[0])])

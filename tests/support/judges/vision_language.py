@@ -75,9 +75,7 @@ def tiny_tile_model(seed: int = 0) -> PreTrainedModel:
     }  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        config = InternVLConfig(
-            text_config=language, vision_config=tower, image_token_id=IMAGE, image_seq_length=4
-        )
+        config = InternVLConfig(text_config=language, vision_config=tower, image_token_id=IMAGE, image_seq_length=4)
         return InternVLForConditionalGeneration(config).eval()
 
 
@@ -90,9 +88,7 @@ def tile_processor() -> InternVLProcessor:
         setattr(tokenizer, kind, name)
         setattr(tokenizer, f"{kind}_id", tokenizer.convert_tokens_to_ids(name))
     return InternVLProcessor(
-        image_processor=GotOcr2ImageProcessor(
-            size={"height": 16, "width": 16}, crop_to_patches=True, max_patches=4
-        ),
+        image_processor=GotOcr2ImageProcessor(size={"height": 16, "width": 16}, crop_to_patches=True, max_patches=4),
         tokenizer=tokenizer,
         video_processor=InternVLVideoProcessor(size={"height": 16, "width": 16}),
         image_seq_length=4,
@@ -110,9 +106,7 @@ def noise(height: int, width: int, seed: int = 0) -> Tensor:
 def own_logits(judge: VisionLanguageEngine, template: Template, ask: Query) -> Tensor:
     """What the library's processor and the whole model say [T, V], one request at a time."""
     fields = {"prompt": ask.prompt, **ask.fields}
-    text = judge.processor.apply_chat_template(
-        template.filled(fields), tokenize=False, add_generation_prompt=True
-    )
+    text = judge.processor.apply_chat_template(template.filled(fields), tokenize=False, add_generation_prompt=True)
     images = [(image * 255).round().to(torch.uint8) for image in ask.images]
     inputs = judge.processor(
         text=[text + template.answer_prefix + ask.continuation],

@@ -23,18 +23,14 @@ CONTEXT = 12
 def tiny_tokenizer(*, end_token: bool = True, end_last: bool = True) -> PreTrainedTokenizerFast:
     """A word tokenizer; it may lack the post-processor, or have its end token at a low id."""
     special = (
-        ["<pad>", "<unk>", "<start>", *WORDS, "<end>"]
-        if end_last
-        else ["<pad>", "<end>", "<unk>", "<start>", *WORDS]
+        ["<pad>", "<unk>", "<start>", *WORDS, "<end>"] if end_last else ["<pad>", "<end>", "<unk>", "<start>", *WORDS]
     )
     vocabulary = {word: index for index, word in enumerate(special)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
     if end_token:
         pairs = [(token, vocabulary[token]) for token in ("<start>", "<end>")]
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single="<start> $A <end>", special_tokens=pairs
-        )  # type: ignore[assignment]
+        tokenizer.post_processor = processors.TemplateProcessing(single="<start> $A <end>", special_tokens=pairs)  # type: ignore[assignment]
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="<start>", eos_token="<end>", pad_token="<pad>",
         unk_token="<unk>",

@@ -21,9 +21,7 @@ TEMPLATE = (
 )
 
 
-def tiny_tokenizer(
-    *, pad: bool = True, eos: bool = True, template: Any = TEMPLATE
-) -> PreTrainedTokenizerFast:
+def tiny_tokenizer(*, pad: bool = True, eos: bool = True, template: Any = TEMPLATE) -> PreTrainedTokenizerFast:
     """One token per letter, and five special ones; what a library's tokenizer may lack can be left out."""
     vocab = {token: number for number, token in enumerate((*SPECIAL, *LETTERS, "<unk>"))}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))

@@ -98,9 +98,7 @@ def own_modular_run(
     for prompt, start in zip(prompts, latents, strict=True):
         if type(pipe).__name__ == "Flux3ModularPipeline":  # its `latents` stand unpacked
             start = start.T.reshape(-1, call["height"] // 2, call["width"] // 2)
-        made = pipe(
-            prompt=prompt, latents=start[None].clone(), output_type="pt", output=["latents", "images"], **call
-        )
+        made = pipe(prompt=prompt, latents=start[None].clone(), output_type="pt", output=["latents", "images"], **call)
         whole.append(made["latents"].flatten(2).mT)
         image = made["images"]
         alpha = image[:, 3:] if image.shape[1] == 4 else torch.ones_like(image[:, :1])
@@ -116,9 +114,7 @@ def _pipeline(blocks: str, **parts: Any) -> Any:
 
 def _upsampler() -> dict[str, Any]:
     language = tiny_seeing_model("qwen3_vl").config.text_config.to_dict()
-    own = {
-        name: language[name] for name in language if "size" in name or "num_" in name or "token_id" in name
-    }
+    own = {name: language[name] for name in language if "size" in name or "num_" in name or "token_id" in name}
     linear = {f"linear_{name}": 2 for name in ("num_key_heads", "num_value_heads")}
     linear |= {f"linear_{name}": 8 for name in ("key_head_dim", "value_head_dim")}
     text = {**own, **linear, "head_dim": 16, "layer_types": ["linear_attention", "full_attention"]}

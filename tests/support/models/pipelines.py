@@ -49,9 +49,7 @@ def tiny_pipeline(name: str) -> tuple[Any, dict[str, Any]]:
         negative = kwargs.get("negative_prompt") or ""
         negatives = [negative] * len(prompts) if isinstance(negative, str) else list(negative)
         return tuple(
-            _embedding(
-                n.removeprefix("negative_"), negatives if n.startswith("negative_") else prompts, shapes
-            )
+            _embedding(n.removeprefix("negative_"), negatives if n.startswith("negative_") else prompts, shapes)
             for n in FAMILIES[name].encodes.split()
         )
 
@@ -91,8 +89,7 @@ def tiny_prompts(name: str, prompts: list[str]) -> list[Any]:
 
 
 def trained_weights(network: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """layer -> what its active adapter adds to its weight, α/r B A; of a network without adapters its
-    weights."""
+    """layer -> what its active adapter adds to its weight, α/r B A; of a network without adapters its weights."""
     layers: dict[str, Any] = {n: m for n, m in network.named_modules() if isinstance(m, LoraLayer)}
     added = {n: layer.get_delta_weight(layer.active_adapters[0]) for n, layer in layers.items()}
     weights = added or dict(network.named_parameters())
@@ -121,9 +118,7 @@ def _embedding(name: str, prompts: list[str], shapes: Mapping[str, tuple[int, ..
         return [random_rows(len(p) % 5 + 4, *shape[1:], text=name + p) for p in prompts]
     if shape[0] == -2:  # layers come first
         return torch.stack([random_rows(shape[1], *shape[2:], text=name + p) for p in prompts], 1)
-    return torch.stack(
-        [random_rows(n, *shape[1:], text=name + p) for n, p in zip(sizes, prompts, strict=True)]
-    )
+    return torch.stack([random_rows(n, *shape[1:], text=name + p) for n, p in zip(sizes, prompts, strict=True)])
 
 
 def _fill_zeros(network: torch.nn.Module) -> None:
@@ -141,9 +136,7 @@ def _flow(**config: Any) -> Any:
 
 def _noise(**config: Any) -> Any:
     betas = {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012}
-    return diffusers.DDIMScheduler(
-        **betas, clip_sample=False, set_alpha_to_one=True, steps_offset=1, **config
-    )
+    return diffusers.DDIMScheduler(**betas, clip_sample=False, set_alpha_to_one=True, steps_offset=1, **config)
 
 
 def _autoencoder(channels: int, blocks: tuple[int, ...] = (4,), **config: Any) -> Any:
@@ -175,9 +168,7 @@ def _sd3() -> Made:
         sample_size=32, patch_size=2, in_channels=4, out_channels=4, num_layers=2, attention_head_dim=8,
         num_attention_heads=4, caption_projection_dim=32, joint_attention_dim=32, pooled_projection_dim=64,
     )  # fmt: skip
-    pipe = diffusers.StableDiffusion3Pipeline(
-        transformer, _flow(shift=3.0), _autoencoder(4), *[NO] * 6, NO, NO
-    )
+    pipe = diffusers.StableDiffusion3Pipeline(transformer, _flow(shift=3.0), _autoencoder(4), *[NO] * 6, NO, NO)
     shapes = {"prompt_embeds": (7, 32), "pooled_prompt_embeds": (64,)}
     return pipe, shapes, {"guidance": 4.5, "image_size": (16, 8)}
 
@@ -188,9 +179,7 @@ def _flux() -> Made:
         num_attention_heads=2, joint_attention_dim=24, pooled_projection_dim=32, axes_dims_rope=(4, 4, 8),
         guidance_embeds=True,
     )  # fmt: skip
-    pipe = diffusers.FluxPipeline(
-        _flow(use_dynamic_shifting=True), _autoencoder(4), NO, NO, NO, NO, transformer
-    )
+    pipe = diffusers.FluxPipeline(_flow(use_dynamic_shifting=True), _autoencoder(4), NO, NO, NO, NO, transformer)
     shapes = {"prompt_embeds": (7, 24), "pooled_prompt_embeds": (32,)}
     return pipe, shapes, {"image_size": (16, 8)}
 
@@ -435,9 +424,7 @@ def _kandinsky5() -> Made:
 
 def _kandinsky5_image() -> Made:
     video, shapes, options = _kandinsky5()
-    transformer = diffusers.Kandinsky5Transformer3DModel.from_config(
-        video.transformer.config, visual_cond=False
-    )
+    transformer = diffusers.Kandinsky5Transformer3DModel.from_config(video.transformer.config, visual_cond=False)
     pipe = diffusers.Kandinsky5T2IPipeline(
         transformer, _autoencoder(16, (4, 4, 4, 4)), NO, NO, NO, NO, _flow(shift=3.0)
     )

@@ -112,9 +112,7 @@ def open_clip_vit(
     return shapes | _norm("visual.ln_pre", wide) | _norm("visual.ln_post", wide) | _norm("ln_final", width)
 
 
-def head(
-    width: int, widths: tuple[int, ...] = HEAD_WIDTHS, *, relu: bool = False, prefix: str = ""
-) -> Shapes:
+def head(width: int, widths: tuple[int, ...] = HEAD_WIDTHS, *, relu: bool = False, prefix: str = "") -> Shapes:
     """The five-layer head of ICTHP, LAION and ImageReward."""
     shapes: Shapes = {}
     inputs = width
@@ -153,9 +151,7 @@ def image_reward(
         block = f"{eye}.blocks.{number}"
         shapes |= _norm(f"{block}.norm1", wide) | _norm(f"{block}.norm2", wide)
         shapes |= _linear(f"{block}.attn.qkv", 3 * wide, wide) | _linear(f"{block}.attn.proj", wide, wide)
-        shapes |= _linear(f"{block}.mlp.fc1", wide_inner, wide) | _linear(
-            f"{block}.mlp.fc2", wide, wide_inner
-        )
+        shapes |= _linear(f"{block}.mlp.fc1", wide_inner, wide) | _linear(f"{block}.mlp.fc2", wide, wide_inner)
     for number in range(layers):
         layer = f"{reader}.encoder.layer.{number}"
         for attention, source in (("attention", width), ("crossattention", wide)):
@@ -170,9 +166,7 @@ def image_reward(
     return shapes | head(width, widths, prefix="mlp.")
 
 
-def random_state(
-    shapes: Mapping[str, tuple[int, ...]], seed: int = 0, scale: float = 0.2
-) -> dict[str, Tensor]:
+def random_state(shapes: Mapping[str, tuple[int, ...]], seed: int = 0, scale: float = 0.2) -> dict[str, Tensor]:
     """Weights for these shapes: norms near 1, position_ids as they are, the rest N(0, scale²)."""
     generator = torch.Generator().manual_seed(seed)
     state: dict[str, Tensor] = {}

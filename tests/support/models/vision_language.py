@@ -95,16 +95,12 @@ def tiny_seeing_model(kind: str = "qwen2_vl", seed: int = 0, **changes: Any) -> 
         torch.manual_seed(seed)
         if kind == "qwen2_vl":
             tower = {**_TOWER, "embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2}
-            config = Qwen2VLConfig(
-                text_config=language, vision_config=tower, tie_word_embeddings=True, **_TOKENS
-            )
+            config = Qwen2VLConfig(text_config=language, vision_config=tower, tie_word_embeddings=True, **_TOKENS)
             return Qwen2VLForConditionalGeneration(config).eval()
         tower = {**_TOWER, "hidden_size": 16, "out_hidden_size": 32, "intermediate_size": 24}
         if kind == "qwen2_5_vl":
             tower |= {"window_size": 16, "fullatt_block_indexes": [1]}
-            config = Qwen2_5_VLConfig(
-                text_config=language, vision_config=tower, tie_word_embeddings=True, **_TOKENS
-            )
+            config = Qwen2_5_VLConfig(text_config=language, vision_config=tower, tie_word_embeddings=True, **_TOKENS)
             return Qwen2_5_VLForConditionalGeneration(config).eval()
         tower |= {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16}
         config = Qwen3VLConfig(

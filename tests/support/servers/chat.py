@@ -20,16 +20,12 @@ from PIL import Image
 Body = dict[str, Any]
 
 
-def chat(
-    text: str | None, *, finish: str | None = "stop", logprobs: Mapping[str, float] | None = None
-) -> Body:
+def chat(text: str | None, *, finish: str | None = "stop", logprobs: Mapping[str, float] | None = None) -> Body:
     """A chat.completion object with one choice."""
     choice: Body = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": finish}
     if logprobs is not None:
         top = [{"token": token, "logprob": value, "bytes": None} for token, value in logprobs.items()]
-        first = (
-            {**top[0], "top_logprobs": top} if top else {"token": "x", "logprob": -1.0, "top_logprobs": []}
-        )
+        first = {**top[0], "top_logprobs": top} if top else {"token": "x", "logprob": -1.0, "top_logprobs": []}
         choice["logprobs"] = {"content": [first]}
     return {"object": "chat.completion", "model": "tiny", "choices": [choice]}
 
@@ -37,10 +33,7 @@ def chat(
 def sent_images(body: Body) -> list[np.ndarray]:
     """The images of a request as uint8 [H, W, 3], in order."""
     parts = [
-        part
-        for message in body["messages"]
-        if isinstance(message["content"], list)
-        for part in message["content"]
+        part for message in body["messages"] if isinstance(message["content"], list) for part in message["content"]
     ]
     urls = [part["image_url"]["url"] for part in parts if part["type"] == "image_url"]
     assert all(url.startswith("data:image/png;base64,") for url in urls)
@@ -53,9 +46,7 @@ def words(body: Body) -> str:
     for message in body["messages"]:
         content = message["content"]
         found += (
-            [content]
-            if isinstance(content, str)
-            else [part["text"] for part in content if part["type"] == "text"]
+            [content] if isinstance(content, str) else [part["text"] for part in content if part["type"] == "text"]
         )
     return "\n".join(found)
 

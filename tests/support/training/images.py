@@ -28,9 +28,7 @@ from visalign.training import (
 )
 from visalign.training.loop import checkpoint
 
-RECORDS = [
-    {"prompt": word, "tag": tag} for word, tag in [("bright", "up"), ("dark", "down"), ("light", "up")]
-]
+RECORDS = [{"prompt": word, "tag": tag} for word, tag in [("bright", "up"), ("dark", "down"), ("light", "up")]]
 WORDS = {"bright": 0, "dark": 1, "light": 2}
 
 
@@ -104,9 +102,7 @@ class ToyPolicy:
     def times(self, sigmas: Tensor) -> Tensor:
         return 1000 * sigmas
 
-    def velocity(
-        self, x: Tensor, sigma: Tensor, condition: ToyCondition, time: Tensor | None = None
-    ) -> Tensor:
+    def velocity(self, x: Tensor, sigma: Tensor, condition: ToyCondition, time: Tensor | None = None) -> Tensor:
         least = torch.float64 if x.dtype == torch.float64 else torch.float32
         if torch.is_grad_enabled():
             self.count.forward_backward += len(x)

@@ -206,9 +206,7 @@ MIXED = {"a": (Letters("a"), 1.0), "b": (Letters("b"), 0.5)}
 JOBS: dict[str, Callable[[Path, Accelerator], Trainer[Any]]] = {
     "slow": slow,
     "dapo+dynamic": lambda f, a: text(f, a, "dapo", dynamic={"max_rounds": 3}, reward=FewLetters("a")),
-    "grpo+balance": lambda f, a: text(
-        f, a, "grpo", reward=WeightedTextSum(MIXED), objective={"balance_every": 1}
-    ),
+    "grpo+balance": lambda f, a: text(f, a, "grpo", reward=WeightedTextSum(MIXED), objective={"balance_every": 1}),
     "grpo+imitation": lambda f, a: text(
         f,
         a,
@@ -284,8 +282,7 @@ def forked(folder: Path, processes: int, names: Sequence[str]) -> bool:
 
 
 def in_forks(folder: Path, processes: int, work: Callable[[], object]) -> bool:
-    """Do `work` in several processes, forks of this one, whose ids are in FOLDER/pid.RANK; whether all ended
-    well."""
+    """Do `work` in several processes, forks of this one, whose ids are in FOLDER/pid.RANK; whether all ended well."""
     folder.mkdir(parents=True, exist_ok=True)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -48,9 +48,7 @@ class ToyPairs:
         for start in range(0, len(chosen), self.micro):
             rows = chosen[start : start + self.micro]
             votes = np.stack([won[rows], self.votes - won[rows], 0 * won[rows]], 1) if self.votes else None
-            yield pair_batch(
-                points[rows], label=(utility[rows, 0] > utility[rows, 1]).astype(np.float32), votes=votes
-            )
+            yield pair_batch(points[rows], label=(utility[rows, 0] > utility[rows, 1]).astype(np.float32), votes=votes)
 
 
 def pair_batch(points: np.ndarray, *, label: Any, votes: Any = None) -> RewardBatch:

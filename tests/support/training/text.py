@@ -29,8 +29,7 @@ from visalign.training import (
 )
 
 RECORDS = [
-    {"prompt": prompt, "tag": prompt[0], "answer": "aa"}
-    for prompt in ("b c", "d e f", "g", "h i", "k l m", "n")
+    {"prompt": prompt, "tag": prompt[0], "answer": "aa"} for prompt in ("b c", "d e f", "g", "h i", "k l m", "n")
 ]
 DEMONSTRATIONS = [{"prompt": prompt, "completion": "zz"} for prompt in ("b c", "g", "n")]
 
@@ -49,9 +48,7 @@ class Letters:
     def __init__(self, letter: str = "a", fail: Any = None) -> None:
         self.letter, self.fail, self.seen = letter, fail, 0
 
-    def score(
-        self, completions: Sequence[str], prompts: Sequence[Any], metadata: Metadata | None = None
-    ) -> Scores:
+    def score(self, completions: Sequence[str], prompts: Sequence[Any], metadata: Metadata | None = None) -> Scores:
         """Scores with `valid` False where `fail(text, record)` is true."""
         assert metadata is not None and len(prompts) == len(metadata) == len(completions)
         self.seen += len(completions)

@@ -125,9 +125,7 @@ def test_the_cost_is_the_planned_one(rollout_, sampled, pairs, tmp_path):
 
 def test_it_learns_and_a_resume_is_exact(tmp_path):
     def make(folder, iterations):
-        return toy_trainer(
-            folder, rollout={**TREE, "overlap": 3}, objective=BRANCHES, run={"iterations": iterations}
-        )
+        return toy_trainer(folder, rollout={**TREE, "overlap": 3}, objective=BRANCHES, run={"iterations": iterations})
 
     whole, resumed, trainer = whole_and_resumed(make, tmp_path, 3, 10)
     assert whole == resumed and trainer.counters.updates == 20 and not trainer.counters.skipped

@@ -173,9 +173,7 @@ def test_counted_cost_is_the_planned_minimum(tmp_path, guided, beta, steps):
 
 
 def test_each_iteration_logs_the_table(tmp_path):
-    trainer = toy_trainer(
-        tmp_path, run={"iterations": 1, "evaluate_every": 1}, evaluate=lambda _: {"accuracy": 0.5}
-    )
+    trainer = toy_trainer(tmp_path, run={"iterations": 1, "evaluate_every": 1}, evaluate=lambda _: {"accuracy": 0.5})
     trainer.train()
     (record,) = read_metrics(tmp_path / "metrics.jsonl")
     families = {key.split("/")[0] + "/*" if "/" in key else key for key in record}
@@ -189,9 +187,7 @@ def test_each_iteration_logs_the_table(tmp_path):
     assert record["heldout/accuracy"] == 0.5
     assert record["ratio_floor"] < 1e-5 < record["ratio_std"]
     assert record["valid_share"] == 1 and record["frac_reward_zero_std"] == 0
-    assert {"seconds/rollout", "seconds/decode", "seconds/reward", "seconds/update", "seconds/other"} <= set(
-        record
-    )
+    assert {"seconds/rollout", "seconds/decode", "seconds/reward", "seconds/update", "seconds/other"} <= set(record)
 
 
 @pytest.mark.parametrize(("objective", "micro_batch"), [({"changes": {"kl": 0.1}}, 64), (GSPO, 1)])
@@ -204,9 +200,7 @@ def test_a_log_prob_that_is_not_finite_costs_its_update_and_not_the_run(tmp_path
             return v * torch.nan if self.broken else v
 
     policy = Broken()
-    trainer = toy_trainer(
-        tmp_path, policy=policy, objective=objective, optimizer={"micro_batch": micro_batch}
-    )
+    trainer = toy_trainer(tmp_path, policy=policy, objective=objective, optimizer={"micro_batch": micro_batch})
     trainer.iterate()
     experience = trainer.algorithm.collect(trainer.context).experience
     moved, policy.broken = policy_weights(policy), True
@@ -263,9 +257,7 @@ def test_a_reward_that_compares_within_groups_is_told_which_they_are(tmp_path):
         capabilities = RewardCapabilities(needs_group=True)
 
         def score(self, images, prompts, metadata=None):
-            seen.extend(
-                (record["group_id"], prompt) for record, prompt in zip(metadata, prompts, strict=True)
-            )
+            seen.extend((record["group_id"], prompt) for record, prompt in zip(metadata, prompts, strict=True))
             return super().score(images, prompts, metadata)
 
     toy_trainer(tmp_path, reward=Grouped(), run={"iterations": 1}).train()
@@ -304,6 +296,12 @@ def test_step_draws_are_reproducible_and_vary():
         steps=10, sde_steps=[1, 2, 4], sde_window=2, sde_window_order="progressive", sde_window_every=1
     )
     assert [moving.choose_steps(0, i)[0] for i in range(4)] == [[1, 2], [2, 4], [4], [1, 2]]
+    held = replace(moving, sde_window_roll_back=False)
+    assert [held.choose_steps(0, i)[0] for i in (3, 9)] == [[4], [4]]
+    strided = replace(moving, sde_window_stride=2)
+    assert [strided.choose_steps(0, i)[0] for i in range(3)] == [[1, 2], [4], [1, 2]]
+    with pytest.raises(UserError, match="are of a window that moves"):
+        replace(moving, sde_window_order="subset", sde_window_roll_back=False)
     assert moving.pairs_per_image == (2 + 2 + 1) / 3 and moving.trained_per_image == 2
 
 

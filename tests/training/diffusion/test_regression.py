@@ -67,8 +67,7 @@ class _Partly(Brightness):
 
 
 def _gradient(tmp_path, micro_batch: int, objective: dict[str, Any]) -> torch.Tensor:
-    """The sum of the gradients of two updates, in float64; the policy has left the old one and the
-    reference."""
+    """The sum of the gradients of two updates, in float64; the policy has left the old one and the reference."""
     policy = ToyPolicy(torch.float64)
     trainer = toy_trainer(
         tmp_path, policy=policy, reward=_Partly(), objective=objective, optimizer={"micro_batch": micro_batch}
@@ -223,9 +222,7 @@ def test_levels_are_stratified_and_shared_in_a_group(tmp_path):
 
 
 def test_start_noise_is_the_noise_that_the_image_was_made_from(tmp_path):
-    trainer = toy_trainer(
-        tmp_path, objective={"algorithm": "awm", "changes": {"noise": "start", "levels": 1}}
-    )
+    trainer = toy_trainer(tmp_path, objective={"algorithm": "awm", "changes": {"noise": "start", "levels": 1}})
     algorithm = trainer.algorithm
     with torch.no_grad():  # the ODE of v = x is x0 = x1 Π (1 − Δσ)
         algorithm.policy.net.base.weight.zero_()

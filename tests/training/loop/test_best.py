@@ -58,8 +58,7 @@ def test_the_weights_of_the_best_evaluation_are_the_result(
         known = {"by": by, "value": VALUES[best], "iteration": best}
         assert run.counters.own["best"] == known
     said = [
-        f"The result has the weights of iteration {best}, selected by run.best_by: {by} was {VALUES[best]:g} "
-        "there."
+        f"The result has the weights of iteration {best}, selected by run.best_by: {by} was {VALUES[best]:g} there."
     ]
     assert best_checkpoint_note(by, run.counters.own) == ([] if by is None else said)
 

@@ -147,9 +147,7 @@ def test_what_is_divided_is_written_divided_and_read_whole_or_divided(tmp_path, 
     folder = save(tmp_path, 1, tensors, {}, CONFIG)
     written = {path.relative_to(folder).as_posix() for path in folder.rglob("*.*")}
     shards = {f"sharded/shard-00001-model-0000{stem}-of-00002.safetensors" for stem in (1, 2)}
-    assert (
-        written == {"trainable.safetensors", "optimizer.safetensors", "state.json", "manifest.json"} | shards
-    )
+    assert written == {"trainable.safetensors", "optimizer.safetensors", "state.json", "manifest.json"} | shards
     whole, parts = load(folder, CONFIG).tensors, load(folder, CONFIG, divided={"w": divided}).tensors
     for found, kind in ((whole, torch.Tensor), (parts, DTensor)):
         assert type(found["trainable"]["w"]) is type(found["optimizer"]["w.exp_avg"]) is kind
@@ -166,9 +164,7 @@ def test_a_part_that_cannot_be_written_leaves_the_previous_checkpoint(tmp_path, 
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
     try:
-        with pytest.raises(
-            CheckpointError, match=r"step_000002: .*process 0: .*earlier checkpoints are untou"
-        ):
+        with pytest.raises(CheckpointError, match=r"step_000002: .*process 0: .*earlier checkpoints are untou"):
             save(tmp_path, 2, {"trainable": {"w": divided}}, {}, CONFIG, keep=1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

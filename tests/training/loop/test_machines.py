@@ -36,9 +36,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def unplug(connection: socket.socket) -> None:
     """Let the kernel drop every packet that comes in on a connection, as if the other machine were gone."""
     drop = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))
-    connection.setsockopt(
-        socket.SOL_SOCKET, ATTACH_FILTER, struct.pack("HxxxxxxP", 1, ctypes.addressof(drop))
-    )
+    connection.setsockopt(socket.SOL_SOCKET, ATTACH_FILTER, struct.pack("HxxxxxxP", 1, ctypes.addressof(drop)))
 
 
 @pytest.mark.slow

@@ -49,9 +49,7 @@ def test_stretches_change_no_sample_no_score_and_no_weight(tmp_path, kind):
     parts.train()
     assert len(judge.calls) == 9 and all(name.startswith("reward") for name, _ in judge.calls)
     torch.testing.assert_close(weights_of(parts), weights_of(at_once), rtol=1e-5, atol=1e-6)
-    rows = zip(
-        read_metrics(tmp_path / "a/metrics.jsonl"), read_metrics(tmp_path / "b/metrics.jsonl"), strict=True
-    )
+    rows = zip(read_metrics(tmp_path / "a/metrics.jsonl"), read_metrics(tmp_path / "b/metrics.jsonl"), strict=True)
     for one, other in rows:
         assert one.keys() == other.keys()
         assert other["reward_mean"] == pytest.approx(one["reward_mean"], rel=1e-5)
@@ -88,9 +86,7 @@ def test_samples_made_ahead_are_of_the_weights_before_and_corrected(tmp_path, ki
     assert stale[1] != fresh[1], "the second iteration's samples come from the first weights"
     untrained = MAKERS[kind](tmp_path / "still", objective=dict(objective), optimizer={"lr": 1e-30}, run=run)
     untrained.train()
-    assert stale[1] == pytest.approx(
-        read_metrics(tmp_path / "still/metrics.jsonl")[1]["reward_mean"], rel=1e-6
-    )
+    assert stale[1] == pytest.approx(read_metrics(tmp_path / "still/metrics.jsonl")[1]["reward_mean"], rel=1e-6)
 
 
 def test_a_resumed_run_that_makes_samples_ahead_equals_one_that_went_on(tmp_path):
@@ -188,6 +184,4 @@ def test_scores_of_stretches_are_joined_with_what_one_of_them_lacks():
         "b": [True, False, False],
     }
     assert found.reason == [None, None, None] and found.text is None
-    assert RewardScorer(Brightness(), RolloutSettings(), what="images").chunks([0, 0, 1], 9)[2].tolist() == [
-        2
-    ]
+    assert RewardScorer(Brightness(), RolloutSettings(), what="images").chunks([0, 0, 1], 9)[2].tolist() == [2]

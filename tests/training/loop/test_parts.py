@@ -133,8 +133,7 @@ def test_time_left_counts_what_the_limit_leaves_and_what_a_resumed_run_has_used(
 
 
 def test_cost_is_the_reference_table():
-    """Minimum column: Flow-GRPO SD3.5 74; Fast-noCFG 19; Flow-Factory SD3.5 28; MixGRPO 37; DanceGRPO
-    FLUX 43."""
+    """Minimum column: Flow-GRPO SD3.5 74; Fast-noCFG 19; Flow-Factory SD3.5 28; MixGRPO 37; DanceGRPO FLUX 43."""
     cost = forward_equivalents_per_image
     assert cost(steps=10, trained=9, guided=True, reference=True) == 74
     assert cost(steps=10, trained=3, guided=False, reference=False) == 19

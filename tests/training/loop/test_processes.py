@@ -90,9 +90,9 @@ def test_a_killed_process_ends_the_others_and_any_number_goes_on(runs: Path, tmp
     assert started.returncode == 0, said
     assert outcome(tmp_path / "two" / "slow") == outcome(runs / "2" / "slow")
     whole, rest = (
-        checkpoint.load(
-            checkpoint.step_folder(folder / "slow" / "checkpoints", 4), {"seed": 0}, free=()
-        ).tensors["trainable"]
+        checkpoint.load(checkpoint.step_folder(folder / "slow" / "checkpoints", 4), {"seed": 0}, free=()).tensors[
+            "trainable"
+        ]
         for folder in (runs / "1", tmp_path / "one")
     )
     for name, weight in whole.items():

@@ -45,9 +45,7 @@ def test_a_damaged_checkpoint_is_passed_over_aloud(tmp_path, monkeypatch):
     assert "Resumed from" in said[1] and "after iteration 2" in said[1]
     older = checkpoint.step_folder(tmp_path / "checkpoints", 2) / "state.json"
     older.unlink()
-    with pytest.raises(
-        CheckpointError, match=r"none of the 2 checkpoints .* is whole.*new run in another output"
-    ):
+    with pytest.raises(CheckpointError, match=r"none of the 2 checkpoints .* is whole.*new run in another output"):
         toy_trainer(tmp_path).resume()
 
 

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prompt sampler: pure, complete, without repeats, the same for every world size; the batch algebra's
-messages."""
+"""The prompt sampler: pure, complete, without repeats, the same for every world size; the batch algebra's messages."""
 
 from __future__ import annotations
 
@@ -27,9 +26,7 @@ def _union(sampler: PromptSampler, iteration: int, world: int) -> Batch:
 
 @settings(deadline=None, max_examples=40)
 @given(**SIZES, iteration=st.integers(0, 50), data=st.data())
-def test_union_over_ranks_is_the_same_for_every_world_size(
-    num_prompts, prompts, group, seed, iteration, data
-):
+def test_union_over_ranks_is_the_same_for_every_world_size(num_prompts, prompts, group, seed, iteration, data):
     sampler = PromptSampler(num_prompts, prompts, group, seed)
     divisors = [w for w in range(1, prompts * group + 1) if prompts * group % w == 0]
     split = _union(sampler, iteration, data.draw(st.sampled_from(divisors)))
@@ -46,9 +43,7 @@ def test_every_epoch_visits_each_prompt_once(num_prompts, prompts, group, seed):
     iterations = -(-2 * num_prompts // prompts)
     visited = torch.cat([sampler.batch(i).prompt_index[::group] for i in range(iterations)])
     for epoch in range(2):
-        assert sorted(visited[epoch * num_prompts : (epoch + 1) * num_prompts].tolist()) == list(
-            range(num_prompts)
-        )
+        assert sorted(visited[epoch * num_prompts : (epoch + 1) * num_prompts].tolist()) == list(range(num_prompts))
 
 
 @settings(deadline=None, max_examples=20)

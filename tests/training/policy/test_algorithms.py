@@ -143,9 +143,7 @@ def test_changes_of_a_row_apply_where_it_is_chosen():
     guard = DiffusionObjectiveSettings(algorithm="grpo_guard", changes_for=rows, changes={"kl": 0.1})
     assert guard.build(length=3).surrogate_options == {"eps_low": 0.001, "eps_high": 2e-6}
     assert guard.build(length=3).kl == 0.1
-    assert (
-        DiffusionObjectiveSettings(algorithm="cispo", changes_for=rows).build(length=3).surrogate == "cispo"
-    )
+    assert DiffusionObjectiveSettings(algorithm="cispo", changes_for=rows).build(length=3).surrogate == "cispo"
     both = DiffusionObjectiveSettings(
         algorithm="grpo_guard", changes_for=rows, changes={"surrogate_options": {"eps_high": 0.5}}
     )

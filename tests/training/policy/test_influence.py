@@ -23,9 +23,7 @@ class Softmax:
         self.state *= scale
         self.action = torch.randint(0, ACTIONS, (N,), generator=draw)
         self.advantage = torch.randn(N, generator=draw, dtype=torch.float64)
-        self.start = (
-            0.1 * torch.randn(FEATURES, ACTIONS, generator=draw, dtype=torch.float64) / scale[:, None]
-        )
+        self.start = 0.1 * torch.randn(FEATURES, ACTIONS, generator=draw, dtype=torch.float64) / scale[:, None]
 
     def gain(self, weight: torch.Tensor) -> torch.Tensor:
         """[N] log-probs of the actions."""

@@ -32,9 +32,7 @@ def of_images(untouched: Any, trainer: Trainer, experience: Any) -> float:
 
 def of_text(untouched: Any, trainer: Trainer, experience: Any) -> float:
     """e^−d − 1 + d with d = log π − log π₀, mean over all tokens."""
-    now, first = (
-        p.log_probs(experience.rollout).log_prob for p in (trainer.algorithm.parts.policy, untouched)
-    )
+    now, first = (p.log_probs(experience.rollout).log_prob for p in (trainer.algorithm.parts.policy, untouched))
     d = (now - first).double()[experience.rollout.loss_mask != 0]
     return float((torch.exp(-d) - 1 + d).mean())
 

@@ -15,6 +15,7 @@ from transformers import Qwen3ForTokenClassification
 from tests.support.models.language import tiny_config, tiny_model, tiny_tokenizer
 from visalign.adapters.causal_lm.policy import CausalLMPolicy
 from visalign.errors import UserError
+from visalign.rewards import ImplicitProcessReward
 from visalign.text import Sampling, StoppingCriteria
 from visalign.training.loop.metrics import read_metrics
 from visalign.training.loop.optimizer import AdamWSettings
@@ -137,9 +138,7 @@ def test_a_resumed_fit_is_the_fit(tmp_path: Path) -> None:
                 label=label[rows],
                 loss=step_label_loss(odds[rows] * odds.sum(), label[rows]),
             )
-            trainer = Trainer(
-                fit, run=RunSettings(folder=folder, iterations=count), optimizer=AdamWSettings(lr=0.1)
-            )
+            trainer = Trainer(fit, run=RunSettings(folder=folder, iterations=count), optimizer=AdamWSettings(lr=0.1))
             trainer.resume()
             trainer.train()
         return [r["loss"] for r in read_metrics(folder / "metrics.jsonl")][-1], parameter.tolist()
@@ -174,6 +173,7 @@ def test_judged_completions_that_cannot_be_used() -> None:
     for record, message in (
         ({"prompt": "q", "steps": ["1"], "labels": [1]}, "Record 0 has no completion, reward; its keys are"),
         ({"prompt": "q", "completion": "1", "reward": "1"}, "completion '1' and the reward '1'; needed are"),
+        ({"prompt": "q", "completion": None, "reward": 1}, "the completion None and the reward 1"),
     ):
         with pytest.raises(UserError, match=message):
             train_process_reward(classifier(num_labels=1), TOKENIZER, [record])
@@ -186,6 +186,9 @@ def test_judged_completions_that_cannot_be_used() -> None:
     ("record", "message"),
     [
         ({"prompt": "q", "completions": ["1"], "labels": [1]}, "has no steps; its keys are prompt, comp"),
+        ({"prompt": "q", "steps": [], "labels": []}, r"has the steps \[\] and the labels \[\]; needed"),
+        ({"prompt": None, "steps": ["1"], "labels": [1]}, "The prompt of record 1 is None; needed is text"),
+        ({"prompt": "q", "steps": ["1", " "], "labels": [1, 1]}, "Step 1 of record 1 is empty"),
         ({"prompt": "q", "steps": ["1\n2"], "labels": [1]}, r"Step 0 of record 1 has the separator '\\n'"),
         ({"prompt": "q", "steps": ["1"], "labels": [-1]}, "Label 0 of record 1 is -1; allowed are 1"),
         ({"prompt": "q", "steps": ["1" * 130], "labels": [1]}, "has 132 tokens; the model reads at most 128"),
@@ -225,6 +228,21 @@ def completions(policy: CausalLMPolicy) -> Any:
     return policy.generate(["q", "1+1"], seeds=0, num_generations=8, sampling=sampling, stopping=stopping)
 
 
+def test_outcomes_alone_teach_the_implicit_reward() -> None:
+    """Right is what holds more of one letter; the first loss is ln 2, since the model is its reference."""
+    policy = CausalLMPolicy(tiny_model(), TOKENIZER)
+    rollout = completions(policy)
+    share = [text.count(" ") + text.count("a") + text.count("e") for text in rollout.text]
+    label = torch.tensor([float(n > sorted(share)[len(share) // 2 - 1]) for n in share])
+    assert 0 < label.sum() < len(label)
+    settings = FitSettings(epochs=12, batch_size=16, learning_rate=3e-3)
+    reports = train_implicit_process_reward(policy, rollout, label, settings=settings, beta=0.5)
+    assert reports[0].loss == pytest.approx(math.log(2), abs=1e-5)
+    assert reports[-1].loss < 0.3 and reports[-1].accuracy > 0.9
+    scores = ImplicitProcessReward(policy, tokenizer=TOKENIZER, beta=0.5).score_rollout(rollout)
+    assert ((scores.total > 0) == (label > 0.5)).float().mean() > 0.9
+
+
 def test_one_implicit_update_by_hand() -> None:
     """At the reference σ(q) = ½: with SGD each weight moves by rate · mean (y − ½) β ∇ Σ_t log π."""
     policy = CausalLMPolicy(tiny_model(), TOKENIZER)
@@ -253,6 +271,7 @@ def test_outcomes_that_do_not_fit() -> None:
     rollout = completions(policy)
     for label, message in (
         ([1.0], r"label is \[1\.0\] for 16 completions; give one number per completion"),
+        ([2.0] * 16, r"label is \[2\.0, .* 1 \(right\), 0 \(wrong\)"),
         ([math.nan] * 16, "There are 0 labelled texts"),
     ):
         with pytest.raises(UserError, match=message):

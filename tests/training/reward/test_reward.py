@@ -77,9 +77,7 @@ SCORES = torch.tensor([0.3, -1.0, 2.0, 0.5, 0.1, 1.5])
 LOG_STD = torch.tensor([0.0, -1.0, 0.5, 0.2, -2.0, 0.1])
 LABEL = torch.tensor([1.0, 0.0, 0.7])
 VOTES = torch.tensor([[7.0, 2.0, 0.0], [1.0, 3.0, 2.0], [math.nan] * 3])
-PAIRS = RewardBatch(
-    inputs=None, size=3, left=torch.arange(3), right=torch.arange(3, 6), label=LABEL, votes=VOTES
-)
+PAIRS = RewardBatch(inputs=None, size=3, left=torch.arange(3), right=torch.arange(3, 6), label=LABEL, votes=VOTES)
 SHARE = torch.tensor([7.5 / 10, 2.5 / 7, 0.7])
 """Jeffreys' labels of the votes; the third pair has its label alone."""
 

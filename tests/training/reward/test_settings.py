@@ -45,9 +45,7 @@ PAIRS: dict[str, Any] = {
     "label": torch.tensor([1.0, 0.0, 0.7]),
     "votes": torch.tensor([[7.0, 2.0, 0.0], [1.0, 3.0, 2.0], [float("nan")] * 3]),
 }
-TRIPLES = {
-    "ict": ict_labels(torch.tensor([0.2, 0.5, 0.1]), torch.tensor([0.6, 0.9, 0.3]), torch.ones(3), theta=0.7)
-}
+TRIPLES = {"ict": ict_labels(torch.tensor([0.2, 0.5, 0.1]), torch.tensor([0.6, 0.9, 0.3]), torch.ones(3), theta=0.7)}
 BATCHES = {
     "pairs": PAIRS,
     "triples": TRIPLES,
@@ -91,9 +89,7 @@ def _config(task: str, *more: str) -> TrainRewardConfig:
     source = sources.get(TASKS[task].labels, "shapes:pairs")
     train = "full" if kind == "ict" else {"hp": "head"}.get(kind, "lora")
     given = [f"model.kind={kind}", f"model.train={train}", f"objective.task={task}"]
-    return load_config(
-        TrainRewardConfig, None, [*given, f"data.train={source}", f"data.heldout={source}", *more]
-    )
+    return load_config(TrainRewardConfig, None, [*given, f"data.train={source}", f"data.heldout={source}", *more])
 
 
 @pytest.mark.parametrize(
@@ -102,9 +98,7 @@ def _config(task: str, *more: str) -> TrainRewardConfig:
 )
 def test_data_settings_without_a_reader_are_refused(task, name, value):
     assert _config(task).objective.task == task
-    with pytest.raises(
-        UserError, match=rf"data\.{name} is .*, and the task {task} on data\.train shapes:.*is used"
-    ):
+    with pytest.raises(UserError, match=rf"data\.{name} is .*, and the task {task} on data\.train shapes:.*is used"):
         _config(task, f"data.{name}={value}")
 
 
@@ -117,7 +111,5 @@ def test_a_judge_of_pairs_learns_shares_of_votes_alone():
 def test_generated_sets_of_the_other_sort_are_refused():
     with pytest.raises(UserError, match=r"data.train is shapes:quality, which holds single rated images"):
         _config("yes_no", "data.train=shapes:quality")
-    with pytest.raises(
-        UserError, match=r"data.heldout is shapes:pairs, and a judge of kind rating learns fro"
-    ):
+    with pytest.raises(UserError, match=r"data.heldout is shapes:pairs, and a judge of kind rating learns fro"):
         _config("rating", "data.heldout=shapes:pairs")

@@ -12,12 +12,13 @@ from accelerate import Accelerator
 from torch.nn.functional import logsigmoid
 
 from tests.support.models.language import tiny_model, tiny_tokenizer
-from tests.support.training.images import gradients_of, whole_and_resumed
+from tests.support.training.images import whole_and_resumed
 from visalign.adapters.causal_lm.demonstrations import DemonstrationBatches, with_mismatched
 from visalign.adapters.causal_lm.policy import CausalLMPolicy
 from visalign.core.preference.direct import DIRECT, implicit_reward
 from visalign.errors import UserError
 from visalign.training.loop.algorithm import Context, Counters
+from visalign.training.loop.metrics import read_metrics
 from visalign.training.loop.optimizer import OptimizerSettings
 from visalign.training.loop.trainer import PhaseClock, RunSettings, Trainer
 from visalign.training.text.dpo import DPO, DPOSettings
@@ -43,25 +44,34 @@ def _policy(**options: Any) -> CausalLMPolicy:
     return CausalLMPolicy(tiny_model(seed=3), tiny_tokenizer(), reference=False, **options)
 
 
-def _dpo(policy: CausalLMPolicy, size: int = 5, **settings: Any) -> DPO:
+def _dpo(policy: CausalLMPolicy, size: int = 5, heldout: bool = False, **settings: Any) -> DPO:
     made = DPOSettings(**settings)
     records = with_mismatched(policy, VOTES) if made.votes else PAIRS
     stream = DemonstrationBatches(policy, records, size=size, seed=5, field=made.fields)
     good = [bool(record["label"]) for record in records] if made.votes else None
-    return DPO(policy, stream, settings=made, good=good, accelerator=Accelerator(cpu=True))
+    return DPO(
+        policy,
+        stream,
+        settings=made,
+        good=good,
+        heldout=stream if heldout else None,
+        heldout_good=good if heldout else None,
+        accelerator=Accelerator(cpu=True),
+    )
 
 
-def _trainer(folder: Path, iterations: int, **settings: Any) -> Trainer[DPO]:
+def _trainer(folder: Path, iterations: int = 6, *, policy: Any = None, **settings: Any) -> Trainer[DPO]:
+    updates = settings.pop("updates", 2)
     run = {"folder": folder, "iterations": iterations, "config": {"seed": 0}, "checkpoint_every": 2}
     return Trainer(
-        _dpo(_policy(), 3, **settings),
+        _dpo(policy or _policy(), settings.pop("size", 3), **settings),
         optimizer=OptimizerSettings(
             lr=1e-2,
             weight_decay=0.0,
             micro_batch=2,
             ema_decay=0.0,
             ema_every=1,
-            updates_per_iteration=2,
+            updates_per_iteration=updates,
         ),
         run=RunSettings(**run),
     )
@@ -78,11 +88,9 @@ def _gradient(algorithm: DPO, micro_batch: int) -> tuple[dict[str, float], torch
     """Of the first batch."""
     policy: Any = algorithm.policy
     policy.model.zero_grad()
-    context = Context(
-        counters=Counters(), optimizer=OptimizerSettings(micro_batch=micro_batch), clock=PhaseClock()
-    )
+    context = Context(counters=Counters(), optimizer=OptimizerSettings(micro_batch=micro_batch), clock=PhaseClock())
     found = algorithm.backward(None, algorithm.data.completions.batch(0), context)
-    return found, gradients_of(policy)
+    return found, torch.cat([p.grad.flatten() for _, p in policy.trainable_parameters()])
 
 
 def _said(policy: CausalLMPolicy, prompt: str, answer: str) -> torch.Tensor:
@@ -109,7 +117,8 @@ def test_the_loss_is_dpos_by_the_models_own_logits():
     wanted = torch.stack(losses).mean()
     assert found["loss"] == pytest.approx(wanted.item(), rel=1e-4)
     wanted.backward()
-    torch.testing.assert_close(gradient, gradients_of(policy), rtol=1e-3, atol=1e-5)
+    own = torch.cat([p.grad.flatten() for _, p in policy.trainable_parameters() if p.grad is not None])
+    torch.testing.assert_close(gradient, own, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("loss", [*DIRECT])
@@ -118,10 +127,27 @@ def test_micro_batches_change_nothing(loss):
     algorithm = _dpo(policy, row=loss, label_smoothing=0.1 if loss == "robust" else 0.0)
     _moved(policy)
     whole, expected = _gradient(algorithm, micro_batch=64)
-    found, gradient = _gradient(algorithm, micro_batch=3)
-    assert found == pytest.approx(whole, rel=1e-4, abs=1e-5)
-    assert float((gradient - expected).norm()) < 1e-4 * float(expected.norm())
+    for size in (1, 3):
+        found, gradient = _gradient(algorithm, micro_batch=size)
+        assert found == pytest.approx(whole, rel=1e-4, abs=1e-5)
+        assert float((gradient - expected).norm()) < 1e-4 * float(expected.norm())
     assert float(expected.norm()) > 0
+
+
+def test_a_random_model_learns_which_answer_is_better(tmp_path):
+    policy = _policy()
+    trainer = _trainer(tmp_path, 16, policy=policy, size=5, beta=0.5, heldout=True, updates=1)
+    assert trainer.algorithm.measure()["rewards/chosen"] == pytest.approx(0.0, abs=1e-4)
+    trainer.train()
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    names = {"rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"}
+    assert {*names, "logps/chosen", "logps/rejected", "loss", "length_mean"} <= rows[0].keys()
+    assert rows[0]["loss"] == pytest.approx(0.6931, abs=1e-3) and rows[-1]["loss"] < 0.1
+    assert rows[-1]["rewards/accuracies"] == 1 and rows[-1]["samples"] == 5 * 16
+    first, last = rows[0], trainer.algorithm.measure()
+    assert last["rewards/accuracies"] == 1 and last["loss"] < 0.1
+    assert last["rewards/margins"] == pytest.approx(last["rewards/chosen"] - last["rewards/rejected"])
+    assert last["logps/chosen"] - last["logps/rejected"] > first["logps/chosen"] - first["logps/rejected"] + 4
 
 
 def test_the_reference_point_is_of_mismatched_answers_of_the_whole_batch():
@@ -138,11 +164,11 @@ def test_the_reference_point_is_of_mismatched_answers_of_the_whole_batch():
     assert found["kl"] == pytest.approx(gained, rel=1e-4) and gained > 1
 
 
-@pytest.mark.parametrize("loss", [{"row": "kto"}, {"row": "power", "label_rate": 0.3}])
+@pytest.mark.parametrize("loss", [{"row": "sigmoid"}, {"row": "kto"}, {"row": "power", "label_rate": 0.3}])
 def test_interrupted_and_resumed_equals_uninterrupted_bit_for_bit(loss, tmp_path):
     """The whole model is trained: the reference of the resumed run is still that of before training; labels
     go on from where they were."""
-    whole, resumed, _ = whole_and_resumed(lambda folder, n: _trainer(folder, n, **loss), tmp_path, 2, 4)
+    whole, resumed, _ = whole_and_resumed(lambda f, n: _trainer(f, n, **loss), tmp_path, 2, 4)
     assert whole == resumed
 
 
@@ -166,9 +192,7 @@ def test_a_label_moves_once_per_visit_of_its_pair(row):
     once = 0.9 + 0.3 * (torch.sigmoid(better - worse) - 0.9)
     torch.testing.assert_close(every.labels, once, rtol=1e-4, atol=1e-5)
     assert float((once - 0.9).abs().max()) > 0.05
-    torch.testing.assert_close(
-        _gradient(every, 64)[0]["label_mean"], float(once.mean()), rtol=1e-4, atol=1e-5
-    )
+    torch.testing.assert_close(_gradient(every, 64)[0]["label_mean"], float(once.mean()), rtol=1e-4, atol=1e-5)
 
     twice = _dpo(policy, size=7, row=row, label_rate=0.3, label_smoothing=0.1)
     twice.data.ref[:] = every.data.ref
@@ -185,6 +209,8 @@ def test_a_label_moves_once_per_visit_of_its_pair(row):
         ({"row": "dpo"}, "loss.row is 'dpo'. Input should be 'sigmoid', 'robust'"),
         ({"row": "ipo", "label_smoothing": 0.1}, "label_smoothing is set, and loss.row=ipo does not read it"),
         ({"row": "robust"}, "loss.row=robust without label_smoothing is sigmoid"),
+        ({"row": "kto", "gamma": 1.0}, "loss.gamma is set, and loss.row=kto does not"),
+        ({"desirable_weight": 2.0}, "desirable_weight is set, and loss.row=sigmoid"),
     ],
 )
 def test_settings_that_cannot_be(settings, message):

@@ -67,9 +67,7 @@ def test_missing_rewards_are_no_signal_and_too_few_are_a_failure() -> None:
     assert [g.valid.tolist() for g in kept] == [[True, True, False], [False, True, True]]
 
 
-@pytest.mark.parametrize(
-    ("rule", "kept", "wrong"), [("spread", ["shaped", "mixed"], 0), ("accuracy", ["mixed"], 1)]
-)
+@pytest.mark.parametrize(("rule", "kept", "wrong"), [("spread", ["shaped", "mixed"], 0), ("accuracy", ["mixed"], 1)])
 def test_rules(rule: str, kept: list[str], wrong: int) -> None:
     """A shaped reward spreads although all samples are wrong; DAPO's rule looks at right and wrong."""
     groups = new(9, rule=rule, right_at=1.0, max_rounds=1)

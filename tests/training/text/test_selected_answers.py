@@ -67,12 +67,7 @@ def test_accepted_completions_reach_the_threshold_and_no_group_has_more_than_its
 
 def test_different_completions_go_before_repeats():
     text = ["1 + 1 = 2", "1 + 1  = 2", "two", "1 + 1 =\n2", "2"]
-    assert (
-        normalised_text(text[0])
-        == normalised_text(text[1])
-        == normalised_text(text[3])
-        != normalised_text(text[4])
-    )
+    assert normalised_text(text[0]) == normalised_text(text[1]) == normalised_text(text[3]) != normalised_text(text[4])
     reward, group = torch.ones(5), [0] * 5
     for seed in range(20):
         three = accepted_completions(reward, group, text, threshold=1.0, per_group=3, seed=seed)

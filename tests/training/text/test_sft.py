@@ -14,13 +14,13 @@ from accelerate import Accelerator
 from torch.nn.functional import cross_entropy
 
 from tests.support.models.language import tiny_model, tiny_tokenizer
-from tests.support.training.images import gradients_of, outcome
+from tests.support.training.images import outcome
 from visalign.adapters.causal_lm.demonstrations import (
     DemonstrationBatches,
     demonstration_rollout,
 )
 from visalign.adapters.causal_lm.policy import CausalLMPolicy
-from visalign.text import TextRollout
+from visalign.text import Sampling, StoppingCriteria, TextRollout
 from visalign.training.loop import checkpoint
 from visalign.training.loop.metrics import read_metrics
 from visalign.training.loop.optimizer import OptimizerSettings
@@ -65,6 +65,10 @@ def backward_nll(policy: CausalLMPolicy, batch: TextRollout, **options: Any) -> 
     return shared_backward_nll(TextReplay(policy), batch, Accelerator(cpu=True), **options)
 
 
+def _gradient(policy: CausalLMPolicy) -> torch.Tensor:
+    return torch.cat([p.grad.flatten() for _, p in policy.trainable_parameters() if p.grad is not None])
+
+
 def _batch(policy: CausalLMPolicy) -> TextRollout:
     return demonstration_rollout(policy, [r["prompt"] for r in RECORDS], [r["completion"] for r in RECORDS])
 
@@ -73,20 +77,18 @@ def test_the_loss_is_the_mean_cross_entropy_of_the_completions_tokens():
     """By transformers' own logits and torch's cross entropy, one completion at a time, prompts left out."""
     policy, tokenizer = _policy(), tiny_tokenizer()
     loss = backward_nll(policy, _batch(policy), micro_batch=2)
-    gradient = gradients_of(policy)
+    gradient = _gradient(policy)
     policy.model.zero_grad()
     losses = []
     for record in RECORDS:
         before = tokenizer(record["prompt"])["input_ids"]
         after = [*tokenizer(record["completion"])["input_ids"], tokenizer.eos_token_id]
         logits = policy.model(input_ids=torch.tensor([before + after])).logits[0]
-        losses.append(
-            cross_entropy(logits[len(before) - 1 : -1].float(), torch.tensor(after), reduction="none")
-        )
+        losses.append(cross_entropy(logits[len(before) - 1 : -1].float(), torch.tensor(after), reduction="none"))
     expected = torch.cat(losses).mean()
     assert loss == pytest.approx(expected.item(), rel=1e-5)
     expected.backward()
-    torch.testing.assert_close(gradient, gradients_of(policy), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(gradient, _gradient(policy), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("size", [1, 3])
@@ -95,10 +97,27 @@ def test_micro_batches_change_nothing(size):
     policy = _policy()
     batch = _batch(policy)
     whole = backward_nll(policy, batch, micro_batch=64)
-    expected = gradients_of(policy).clone()
+    expected = _gradient(policy).clone()
     policy.model.zero_grad()
     assert backward_nll(policy, batch, micro_batch=size) == pytest.approx(whole, rel=1e-5)
-    assert float((gradients_of(policy) - expected).norm()) < 1e-5 * float(expected.norm())
+    assert float((_gradient(policy) - expected).norm()) < 1e-5 * float(expected.norm())
+
+
+def _greedy(policy: CausalLMPolicy) -> list[str]:
+    prompts = [r["prompt"] for r in RECORDS]
+    stopping = StoppingCriteria(max_new_tokens=20)
+    return list(policy.generate(prompts, seeds=0, sampling=Sampling(temperature=0.0), stopping=stopping).text)
+
+
+def test_a_random_model_learns_the_demonstrations_and_where_they_end(tmp_path):
+    policy = _policy()
+    wanted = [r["completion"] for r in RECORDS]
+    assert sum(a == b for a, b in zip(_greedy(policy), wanted, strict=True)) == 0
+    result = _trainer(tmp_path, 30, policy=policy, optimizer={"ema_decay": 0.0}).train()
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert rows[-1]["loss"] < 0.2 * rows[0]["loss"] and rows[-1]["perplexity"] < 2 < rows[0]["perplexity"]
+    assert sum(a == b for a, b in zip(_greedy(policy), wanted, strict=True)) >= 4, _greedy(policy)
+    assert result.stopped == "finished" and result.counters.samples == 3 * result.counters.updates == 180
 
 
 def test_interrupted_and_resumed_equals_uninterrupted_bit_for_bit(tmp_path):

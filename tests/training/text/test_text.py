@@ -73,9 +73,7 @@ def test_a_failed_completion_counts_nowhere_whatever_its_number(algorithm, tmp_p
 
     ends = []
     for value in (math.nan, 50.0):
-        trainer = toy_text_trainer(
-            tmp_path, algorithm, reward=Leaves(value), rollout={"max_failure_rate": 0.9}
-        )
+        trainer = toy_text_trainer(tmp_path, algorithm, reward=Leaves(value), rollout={"max_failure_rate": 0.9})
         start = weights_of(trainer)
         record = trainer.iterate()
         assert 0 < record["valid_share"] < 1 and record["trained_share"] < 1

@@ -197,9 +197,7 @@ def assemble_rollout(
     ids = [tokens if fit else tokens[:1] for tokens, fit in zip(batch.encoded.ids, fits, strict=True)]
     prompt_ids, prompt_mask = left_pad(ids, pad)
     begun = [batch.begun(sample) for sample in range(len(source))]
-    completion_ids = [
-        first + (completions[n].ids if n in completions else []) for n, first in enumerate(begun)
-    ]
+    completion_ids = [first + (completions[n].ids if n in completions else []) for n, first in enumerate(begun)]
     length = max(1, *map(len, completion_ids))
     padded = torch.full((len(source), length), pad, dtype=torch.int64)
     numbers = {name: torch.zeros(len(source), length) for name in ("log_prob", "full_log_prob", "entropy")}

@@ -188,9 +188,7 @@ class DemonstrationBatches:
         return int(self._orders[epoch][index])
 
 
-def demonstration_lengths(
-    policy: CausalLMPolicy, records: Sequence[Record], field: str = "completion"
-) -> list[int]:
+def demonstration_lengths(policy: CausalLMPolicy, records: Sequence[Record], field: str = "completion") -> list[int]:
     """Count the tokens of prompt and completion of each record together, the end token included."""
     prompts = policy.encode([record["prompt"] for record in records]).ids
     return [

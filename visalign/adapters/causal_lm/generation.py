@@ -110,9 +110,7 @@ def generate_completions(
             )
         # masked tokens of ended completions do not move their position, so none walks past the context's end
         mask[:, width + step] = growing
-        features, cache = network.features(
-            token[:, None], mask[:, : width + step + 1], cache=cache, caching=True
-        )
+        features, cache = network.features(token[:, None], mask[:, : width + step + 1], cache=cache, caching=True)
         logits = network.logits(features[:, -1])
     columns = dict(zip(("log_prob", "full_log_prob", "entropy"), numbers.cpu(), strict=True))
     completions = []
@@ -143,8 +141,7 @@ def _first_pass(
 
 
 def _draw(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
-    """Draw the tokens [n] of one step; with their log-prob, full log-prob and entropy [3, n], and token
-    sets."""
+    """Draw the tokens [n] of one step; with their log-prob, full log-prob and entropy [3, n], and token sets."""
     log_full = log_distribution(logits, sampling.scale)
     token_sets = kept_tokens(log_full, sampling)
     log_p = log_full if token_sets is None else log_distribution(log_full, kept=token_sets)

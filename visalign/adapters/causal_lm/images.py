@@ -49,9 +49,8 @@ class ImageProcessor:
         self._bytes = 0
 
     def __call__(self, image: Any, where: str) -> PatchedImage:
-        """Read an image: PIL image, uint8 tensor [3, H, W], float tensor [3, H, W] in [0, 1], or a reference
-        as `visalign.data.sets.image_references.resolve_image` takes it, such as a path; `where` is its name
-        in messages.
+        """Read an image: PIL image, uint8 tensor [3, H, W], float tensor [3, H, W] in [0, 1], or a reference as
+        `visalign.data.sets.image_references.resolve_image` takes it, such as a path; `where` is its name in messages.
         """
         pixels = read_pixels(_open(image, where), where)
         digest = pixel_digest(pixels)
@@ -91,9 +90,7 @@ def _open(image: Any, where: str) -> Any:
         with Image.open(resolved) as opened:
             return opened.copy()
     except (OSError, Image.DecompressionBombError) as error:
-        raise UserError(
-            f"{where}, '{resolved}', cannot be read: {error}. Repair it or leave it out."
-        ) from error
+        raise UserError(f"{where}, '{resolved}', cannot be read: {error}. Repair it or leave it out.") from error
 
 
 class ImagePrompts:
@@ -131,9 +128,7 @@ class ImagePrompts:
         if not any(image_lists):
             return EncodedPrompts(ids)
         encoded = [self._read(row, f"prompt {index}") for index, row in enumerate(image_lists)]
-        return EncodedPrompts(
-            [self._expand(*pair) for pair in zip(ids, encoded, strict=True)], encoded, image_lists
-        )
+        return EncodedPrompts([self._expand(*pair) for pair in zip(ids, encoded, strict=True)], encoded, image_lists)
 
     def encoded_images(
         self, images: Sequence[Sequence[Any]], ids: Sequence[Sequence[int]], samples: Sequence[int]
@@ -196,9 +191,7 @@ def _without_empty_keys(prompt: Prompt) -> Prompt:
 def _assign(prompt: Prompt, images: Sequence[Any], index: int) -> list[Any]:
     """Return the images of a prompt in the order of its parts."""
     if not isinstance(images, list | tuple):
-        raise UserError(
-            f"images[{index}] is a {type(images).__name__}; give a list of images per prompt, [image]."
-        )
+        raise UserError(f"images[{index}] is a {type(images).__name__}; give a list of images per prompt, [image].")
     if isinstance(prompt, str):
         return list(images)
     parts = image_parts(prompt)
@@ -241,9 +234,7 @@ class QwenSight:
         inputs["position_ids"] = positions.to(ids.device)
         return ImageInputs(inputs, offset.to(ids.device))
 
-    def _image_positions(
-        self, ids: Tensor, mask: Tensor, encoded_images: Sequence[Sequence[PatchedImage]]
-    ) -> Tensor:
+    def _image_positions(self, ids: Tensor, mask: Tensor, encoded_images: Sequence[Sequence[PatchedImage]]) -> Tensor:
         """bool [b, S], True for the tokens that stand for images: the first image tokens of a row; those that
         a completion draws are text.
         """

@@ -74,9 +74,7 @@ def from_pretrained(kind: Any, name: str, **options: Any) -> Any:
 def end_tokens(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, stopping: StoppingCriteria
 ) -> tuple[int, ...]:
-    """Return the tokens that end a completion: those of `stopping`, or of generation config and tokenizer
-    together.
-    """
+    """Return the tokens that end a completion: those of `stopping`, or of generation config and tokenizer together."""
     if stopping.eos_ids is not None:
         return stopping.eos_ids
     ids: set[int] = set()

@@ -51,8 +51,7 @@ class PromptLogPartition:
 
     @torch.no_grad()
     def features(self, rollout: TextRollout) -> Tensor:
-        """Return the mean hidden state [B, H] float32 of each sample's prompt; raises for prompts with
-        images."""
+        """Return the mean hidden state [B, H] float32 of each sample's prompt; raises for prompts with images."""
         if rollout.images is not None:
             raise UserError(
                 "log Z reads the prompt's text only, and this rollout has images in its prompts. Use another "

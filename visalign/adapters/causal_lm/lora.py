@@ -59,9 +59,7 @@ def add_text_lora(
 
 
 def load_text_lora(model: PreTrainedModel, folder: Path) -> None:
-    """Read adapters that `model.save_pretrained` or peft wrote into the model's, of the same rank, alpha and
-    places.
-    """
+    """Read adapters that `model.save_pretrained` or peft wrote into the model's; rank, alpha and places must agree."""
     path = Path(folder) / WEIGHT_FILE
     if not path.is_file():
         raise FileNotFoundError(f"{folder} holds no {WEIGHT_FILE}. Give a folder that policy.save() wrote.")
@@ -76,9 +74,7 @@ def _targets(model: PreTrainedModel, suffixes: tuple[str, ...], language: nn.Mod
     """Return peft's target names; each must be a linear layer."""
     head = model.get_output_embeddings()
     within = set((language or model).modules())
-    linear = [
-        n for n, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head and m in within
-    ]
+    linear = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head and m in within]
     if ALL_LINEAR in suffixes and linear:
         return linear
     matches = {t: [n for n in linear if n == t or n.endswith("." + t)] for t in suffixes}

@@ -208,9 +208,7 @@ def _scales(config: Any) -> list[float]:
 def enable_recomputation(model: PreTrainedModel) -> None:
     """Prepare a model for `recomputed_layers`."""
     # the name changed within transformers 5
-    enable: Any = (
-        getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    )
+    enable: Any = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})
 
 

@@ -119,8 +119,7 @@ class CausalLMPolicy:
 
         Args:
             folder_or_id: a folder as `save_pretrained` writes it, or `owner/name`.
-            dtype: of the frozen weights (and of all weights in full fine-tuning); adapters are always
-                float32.
+            dtype: of the frozen weights (and of all weights in full fine-tuning); adapters are always float32.
             device: of the model.
             **options: of the constructor: lora, prompts, value_head, max_prompt_tokens, ...
 
@@ -240,9 +239,8 @@ class CausalLMPolicy:
             rows: b of them, integers, booleans or a slice; None is all. With gradient all b go through the
                 model together; without, `score_batch` at a time, sorted by length.
             distribution: whose log-probs.
-            statistic: of that distribution, [n, V] log-probs, −∞ outside it, to [n]. A quantile of the
-                vocabulary needs all logits of a token at once; they are computed in pieces, again for the
-                gradient.
+            statistic: of that distribution, [n, V] log-probs, −∞ outside it, to [n]. A quantile of the vocabulary
+                needs all logits of a token at once; they are computed in pieces, again for the gradient.
         """
         sampling = scored_sampling(rollout, distribution)
         chosen = torch.arange(len(rollout))[slice(None) if rows is None else rows]
@@ -277,12 +275,9 @@ class CausalLMPolicy:
         return replace(rollout, routes=expert_routes(*context, self.score_batch))
 
     @torch.no_grad()
-    def hidden_states(
-        self, rollout: TextRollout, *, depths: Sequence[float] = (1.0,)
-    ) -> Iterator[tuple[int, Tensor]]:
-        """Yield (sample, [T, L, H] float32), the states that a sample's T tokens of loss mask 1 were
-        predicted from, of the samples that have such; `depths` are shares of the layers, 1 is behind the
-        last.
+    def hidden_states(self, rollout: TextRollout, *, depths: Sequence[float] = (1.0,)) -> Iterator[tuple[int, Tensor]]:
+        """Yield (sample, [T, L, H] float32), the states that a sample's T tokens of loss mask 1 were predicted from,
+        of the samples that have such; `depths` are shares of the layers, 1 is behind the last.
         """
         live = (rollout.loss_mask != 0).any(1).nonzero()[:, 0]
         for part in live.split(self.score_batch):
@@ -311,8 +306,7 @@ class CausalLMPolicy:
         umask_permissions(Path(folder))
 
     def load(self, folder: Path) -> None:
-        """Read into this policy what `save` of an equally built one wrote; the reference stays what it
-        was."""
+        """Read into this policy what `save` of an equally built one wrote; the reference stays what it was."""
         if self.lora is not None:
             load_text_lora(self.model, folder)
         else:

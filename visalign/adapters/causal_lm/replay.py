@@ -97,11 +97,10 @@ def token_output(
     routing: ExpertRouting | None = None,
     recomputed: bool = False,
 ) -> TokenOutput:
-    """Compute log-prob, entropy, value and statistic [b, T] float32 of the tokens of some samples, 0 where
-    the loss mask is 0; masked samples cost nothing. `value` maps [n, H] last hidden states to [n],
-    `statistic` [n, V] log-probs; `batch` samples go through the model at a time, sorted by length, None takes
-    all together. `routing` sends tokens where the rollout's routes say (`recomputed`: see
-    `ExpertRouting.replayed`).
+    """Compute log-prob, entropy, value and statistic [b, T] float32 of the tokens of some samples, 0 where the loss
+    mask is 0; masked samples cost nothing. `value` maps [n, H] last hidden states to [n], `statistic` [n, V]
+    log-probs; `batch` samples go through the model at a time, sorted by length, None takes all together. `routing`
+    sends tokens where the rollout's routes say (`recomputed`: see `ExpertRouting.replayed`).
     """
     device = network.model.device
     mask = rollout.loss_mask[chosen] != 0
@@ -180,9 +179,7 @@ def expert_routes(
     return routes
 
 
-def _images(
-    encoder: ImagePrompts | None, rollout: TextRollout, rows: Tensor
-) -> list[list[PatchedImage]] | None:
+def _images(encoder: ImagePrompts | None, rollout: TextRollout, rows: Tensor) -> list[list[PatchedImage]] | None:
     """Return the images of some samples, or None for a rollout without images."""
     samples = rows.tolist()
     if rollout.images is None or not any(len(rollout.images[sample]) for sample in samples):
@@ -206,9 +203,7 @@ def _replay(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return log-prob, entropy, value and statistic [n] of the packed tokens, differentiable."""
     device = network.model.device
-    features, _ = network.features(
-        packed.ids.to(device), packed.mask.to(device), encoded_images=encoded_images
-    )
+    features, _ = network.features(packed.ids.to(device), packed.mask.to(device), encoded_images=encoded_images)
     states = features[packed.row.to(device), packed.before.to(device)]
     values = None if value is None else value(states)
     if statistic is None and not sampling.truncates and network.head is not None:

@@ -132,8 +132,7 @@ def checked_negative(pipe: Any, family: Family, negative_prompt: str | None) -> 
     taken = inspect.signature(type(pipe).__call__).parameters
     if "negative_prompt" not in taken or family.guidance in ("embedded", "none"):
         raise UserError(
-            f"negative_prompt is {negative_prompt!r}, and {type(pipe).__name__} is not guided by one. Leave "
-            "it out."
+            f"negative_prompt is {negative_prompt!r}, and {type(pipe).__name__} is not guided by one. Leave it out."
         )
     return negative_prompt
 

@@ -212,9 +212,7 @@ class PipelineCall:
         return out
 
     def _source_encoded(self, image: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Encode an image to edit in the autoencoder's dtype; the pipeline has it in that of its text
-        encoders.
-        """
+        """Encode an image to edit in the autoencoder's dtype; the pipeline has it in that of its text encoders."""
 
         def ask() -> Tensor:
             return self._own_encode_source(image.to(self.pipe.vae.dtype), *args, **kwargs).to(image.dtype)
@@ -237,9 +235,7 @@ class PipelineCall:
         decoding = self.scheduler.at is not None and not self.scheduler.at.numel()
         start = self._start.to(drawn.device, None if decoding else drawn.dtype)
         if start.shape != drawn.shape:  # would broadcast
-            raise ValueError(
-                f"The latents are {list(start.shape)}; the pipeline works on {list(drawn.shape)}."
-            )
+            raise ValueError(f"The latents are {list(start.shape)}; the pipeline works on {list(drawn.shape)}.")
         start = start if decoding or not rest.shape[-1] else torch.cat([start, rest], -1)
         return (start, *prepared[1:]) if isinstance(prepared, tuple) else start
 

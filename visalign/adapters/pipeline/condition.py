@@ -38,9 +38,7 @@ class Source:
         return [first, *rest] if rest else first
 
     def encoded(self, encode: Callable[[], Any]) -> Any:
-        """Return the pipeline's encoding, computed once; it uses the posterior mean, so nothing is
-        sampled.
-        """
+        """Return the pipeline's encoding, computed once; it uses the posterior mean, so nothing is sampled."""
         index, self.used = self.used, self.used + 1
         if index not in self.latents:
             self.latents[index] = encode()
@@ -75,9 +73,7 @@ def rows_of(x: Tensor, sigma: Tensor, condition: Any) -> list[Encoded]:
 def check_condition(kind: type[T], x: Tensor, sigma: Tensor, condition: Any) -> T:
     """Return the condition; raises if it is of another kind, or not of the samples x [B, ...], sigma [B]."""
     if not isinstance(condition, kind):
-        raise TypeError(
-            f"velocity got a {type(condition).__name__}; give what encode() or select() returned."
-        )
+        raise TypeError(f"velocity got a {type(condition).__name__}; give what encode() or select() returned.")
     if sigma.shape != (len(x),) or len(condition) != len(x):
         raise ValueError(
             f"velocity got {len(x)} latents, sigma {tuple(sigma.shape)} and {len(condition)} conditions; "
@@ -137,9 +133,7 @@ def _padded(value: Tensor, axis: int, length: int) -> Tensor:
 
 
 def image_of(source: Any) -> Image.Image:
-    """Read an image (a file, a PIL image, or [3, H, W] in [0, 1]) as pipelines take it: upright, over
-    white.
-    """
+    """Read an image (a file, a PIL image, or [3, H, W] in [0, 1]) as pipelines take it: upright, over white."""
     if isinstance(source, Tensor | Image.Image):
         pixels = read_pixels(source, "A source")
     else:

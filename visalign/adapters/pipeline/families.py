@@ -212,9 +212,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "chroma": Family(
         pipelines=("ChromaPipeline",),
-        encodes=(
-            "prompt_embeds - prompt_attention_mask negative_prompt_embeds - negative_prompt_attention_mask"
-        ),
+        encodes=("prompt_embeds - prompt_attention_mask negative_prompt_embeds - negative_prompt_attention_mask"),
         guidance="two calls",
         lora=JOINT,
     ),

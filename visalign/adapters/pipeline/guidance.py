@@ -42,8 +42,7 @@ def silent(pipe: Any = None) -> Iterator[None]:
 
 
 class Halves:
-    """Wraps the `forward` of a pipeline's networks while a velocity is computed, and counts passes in
-    latents.
+    """Wraps the `forward` of a pipeline's networks while a velocity is computed, and counts passes in latents.
 
     Guidance needs no gradient through its unconditional half. Two calls are told apart by their order; both
     halves in one batch are split, with gradient and without, so that a replay takes the rollout's path.
@@ -86,9 +85,7 @@ class Halves:
         args, kwargs = self._part(args, half), {n: self._part(v, half, n) for n, v in kwargs.items()}
         return self._counted(forward, args, kwargs, 1, half == self._family.unconditional)
 
-    def _counted(
-        self, forward: Callable[..., Any], args: Any, kwargs: Any, halves: int, is_null: bool
-    ) -> Any:
+    def _counted(self, forward: Callable[..., Any], args: Any, kwargs: Any, halves: int, is_null: bool) -> Any:
         """Run the network, without gradient for the unconditional half, and count its latents."""
         assert self._samples is not None
         learning = torch.is_grad_enabled() and not is_null

@@ -63,9 +63,7 @@ def export_kohya(folder: Path, file: Path) -> int:
 
 
 def _is_flux(saved: Mapping[str, Tensor]) -> bool:
-    """Recognize FLUX.1 by names and width, which no other family shares; its queries are layers of their
-    own.
-    """
+    """Recognize FLUX.1 by names and width, which no other family shares; its queries are layers of their own."""
     matches = [re.match(r"transformer\.(\w+)\.(\d+)\.", name) for name in saved]
     inside = all(match and int(match[2]) < FLUX.get(match[1], 0) for match in matches)
     both = {match[1] for match in matches if match} == set(FLUX)
@@ -107,7 +105,5 @@ def flux_to_kohya(saved: Mapping[str, Tensor], alpha: float | None) -> dict[str,
             converted[f"{name}.lora_up.weight"] = torch.block_diag(*(pair[1] for pair in complete))
             converted[f"{name}.alpha"] = torch.tensor((1.0 if alpha is None else alpha / rank) * len(down))
     if left:
-        raise UserError(
-            f"The LoRA has adapters that kohya's keys of FLUX.1 have no name for: {', '.join(left)}."
-        )
+        raise UserError(f"The LoRA has adapters that kohya's keys of FLUX.1 have no name for: {', '.join(left)}.")
     return converted

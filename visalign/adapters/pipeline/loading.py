@@ -50,9 +50,7 @@ def load_pipeline(
     if decoder_dtype is not None and "vae" in index:
         dtypes["vae"] = decoder_dtype
     if without and not family.modular:
-        raise UserError(
-            f"without is {without!r}, and a {index['_class_name']} is loaded whole. Leave without out."
-        )
+        raise UserError(f"without is {without!r}, and a {index['_class_name']} is loaded whole. Leave without out.")
     # diffusers wants to be told of a part that is absent, such as SD3's T5
     bare = [part for part, entry in index.items() if isinstance(entry, list) and entry and not any(entry)]
     absent = dict.fromkeys([*bare, *({"safety_checker"} & index.keys())])

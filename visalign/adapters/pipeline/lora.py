@@ -67,9 +67,7 @@ def make_trainable(pipe: Any, family: Family, lora: LoraSettings | None, *, chec
     return layers
 
 
-def add_lora(
-    network: Any, settings: LoraSettings, usual: Sequence[str], unused: str | None = None
-) -> list[LoraLayer]:
+def add_lora(network: Any, settings: LoraSettings, usual: Sequence[str], unused: str | None = None) -> list[LoraLayer]:
     """Freeze a network of diffusers and put trainable float32 adapters into it, in place; return the layers
     that carry them.
 
@@ -157,9 +155,7 @@ def has_loader(pipeline: Any, part: str) -> bool:
 
 
 def load_lora(networks: Mapping[str, Any], folder: Path) -> None:
-    """Read adapters that `save_lora` (or diffusers) wrote into the networks' own; rank, alpha and places must
-    agree.
-    """
+    """Read adapters that `save_lora` (or diffusers) wrote into the networks'; rank, alpha and places must agree."""
     for part, (name, subfolder) in _places(networks, folder).items():
         saved, metadata = read_lora(subfolder)
         state = {n.removeprefix(name + "."): w for n, w in saved.items() if n.startswith(name + ".")}

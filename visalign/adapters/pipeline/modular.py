@@ -167,9 +167,7 @@ class _OneCall:
 
 
 def _over_white(images: Tensor) -> Tensor:
-    """Lay images [B, 3 or 4, H, W] with an alpha channel over white, as Qwen-Image 2.1's encoder sees
-    them.
-    """
+    """Lay images [B, 3 or 4, H, W] with an alpha channel over white, as Qwen-Image 2.1's encoder sees them."""
     if images.shape[1] == 3:
         return images
     colours, alpha = images.split((3, 1), 1)

@@ -202,9 +202,7 @@ class PipelinePolicy:
             prompts: B texts; or records with "prompt" and "source", the image to edit (a file, a PIL image or
                 [3, H, W] in [0, 1]) or, of a family that joins `several`, a list of them.
         """
-        prompt_sources = [
-            (p, None) if isinstance(p, str) else (str(p["prompt"]), p.get("source")) for p in prompts
-        ]
+        prompt_sources = [(p, None) if isinstance(p, str) else (str(p["prompt"]), p.get("source")) for p in prompts]
         keys = [(text, source_key(source)) for text, source in prompt_sources]
         first = dict(zip(reversed(keys), reversed(prompt_sources), strict=True))
         row_of = {key: i for i, key in enumerate(dict.fromkeys(keys))}
@@ -250,9 +248,7 @@ class PipelinePolicy:
         return velocity_of_prediction(output, x, sigma, self.prediction)
 
     def times(self, sigmas: Tensor) -> Tensor:
-        """Return the network's times at noise levels: exact for the last schedules, interpolated
-        elsewhere.
-        """
+        """Return the network's times at noise levels: exact for the last schedules, interpolated elsewhere."""
         between = time_of(self._call.scheduler, sigmas, self._fine)
         exact = [
             self._times.get(level, other)
@@ -317,9 +313,7 @@ class PipelinePolicy:
         umask_permissions(Path(folder))
 
     def load(self, folder: Path) -> None:
-        """Read into this policy what `save` of an equally built one wrote; the reference stays what it
-        was.
-        """
+        """Read into this policy what `save` of an equally built one wrote; the reference stays what it was."""
         if self.lora is not None:
             load_lora(self.networks, Path(folder))
             return

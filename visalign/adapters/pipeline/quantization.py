@@ -92,9 +92,7 @@ def quantization_of(
 
         chosen = TorchAoConfig(Int8WeightOnlyConfig(version=2))
     else:
-        chosen = BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
-        )
+        chosen = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
     mapping: Any = dict.fromkeys(networks, chosen)
     return {"quantization_config": PipelineQuantizationConfig(quant_mapping=mapping)}
 

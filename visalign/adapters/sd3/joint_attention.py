@@ -25,9 +25,8 @@ def collapse_null_tokens(prompt_embeds: Tensor) -> tuple[Tensor, Tensor]:
     """Keep one token of the trailing run of all-zero tokens of a context [B, L, D].
 
     Returns:
-        The context [B, L', D] and the log-multiplicity [L'] float32 of its tokens: log n for the kept null
-        token, 0 for every other. A run counts only where it is null in the whole batch; without one the input
-        is returned.
+        The context [B, L', D] and the log-multiplicity [L'] float32 of its tokens: log n for the kept null token, 0
+        for every other. A run counts only where it is null in the whole batch; without one the input is returned.
     """
     length = prompt_embeds.shape[1]
     occupied = prompt_embeds.detach().ne(0).any(dim=-1).any(dim=0).nonzero()
@@ -39,11 +38,8 @@ def collapse_null_tokens(prompt_embeds: Tensor) -> tuple[Tensor, Tensor]:
     return prompt_embeds, log_multiplicity
 
 
-def append_null_token(
-    clip_embeds: Tensor, joint_attention_dim: int, count: int = 256
-) -> tuple[Tensor, Tensor]:
-    """Return the collapsed context of an SD3 pipeline without T5, from its CLIP tokens; the long one is never
-    built.
+def append_null_token(clip_embeds: Tensor, joint_attention_dim: int, count: int = 256) -> tuple[Tensor, Tensor]:
+    """Return the collapsed context of an SD3 pipeline without T5, from its CLIP tokens; the long one is never built.
 
     Args:
         clip_embeds: [B, L, D] tokens of the CLIP text encoders, joined along D.
@@ -67,11 +63,10 @@ the fused kernel's time at 29 keys, 0.6 at 64, 0.8 at 128, 1.1 at 256; it keeps 
 class WeightedJointAttention:
     """Attention processor for SD3 whose context tokens may stand for several equal ones.
 
-    The weights arrive as `joint_attention_kwargs={"context_log_multiplicity": [L']}` in the
-    transformer's forward; left out, the processor equals diffusers' `JointAttnProcessor2_0`. Attention
-    without context (the second one of SD3.5's dual blocks) ignores them. On CUDA they are rounded to the
-    dtype of the queries, as the fused kernels demand; in bfloat16 that is 1.4 % of the weight of a token that
-    stands for 256.
+    The weights arrive as `joint_attention_kwargs={"context_log_multiplicity": [L']}` in the transformer's forward;
+    left out, the processor equals diffusers' `JointAttnProcessor2_0`. Attention without context (the second one of
+    SD3.5's dual blocks) ignores them. On CUDA they are rounded to the dtype of the queries, as the fused kernels
+    demand; in bfloat16 that is 1.4 % of the weight of a token that stands for 256.
     """
 
     def __call__(
@@ -90,8 +85,7 @@ class WeightedJointAttention:
             hidden_states: image tokens.
             encoder_hidden_states: context tokens.
             attention_mask: unused; diffusers passes it to every processor.
-            context_log_multiplicity: [L'], log of how many equal tokens each context token stands
-                for.
+            context_log_multiplicity: [L'], log of how many equal tokens each context token stands for.
         """
         count, bias = hidden_states.shape[1], None
         projections, norms = (attn.to_q, attn.to_k, attn.to_v), (attn.norm_q, attn.norm_k)
@@ -100,9 +94,7 @@ class WeightedJointAttention:
             projections = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
             norms = (attn.norm_added_q, attn.norm_added_k)
             context = _heads(encoder_hidden_states, projections, norms, attn.heads)
-            query, key, value = (
-                torch.cat(pair, dim=2) for pair in zip((query, key, value), context, strict=True)
-            )
+            query, key, value = (torch.cat(pair, dim=2) for pair in zip((query, key, value), context, strict=True))
             if context_log_multiplicity is not None:
                 bias = _key_bias(context_log_multiplicity, count, query)
         tokens = _attend(query, key, value, bias).transpose(1, 2).flatten(2)
@@ -130,8 +122,7 @@ def use_weighted_attention(transformer: Any) -> None:
 
 
 def _heads(x: Tensor, projections: Sequence[Any], norms: Sequence[Any], heads: int) -> list[Tensor]:
-    """Project [B, N, D] to query, key and value [B, heads, N, D / heads], normalised as in SD3.5 if the
-    model is."""
+    """Project [B, N, D] to query, key and value [B, heads, N, D / heads], normalised as in SD3.5 if the model is."""
     parts = [projection(x).unflatten(-1, (heads, -1)).transpose(1, 2) for projection in projections]
     return [part if norm is None else norm(part) for part, norm in zip(parts, (*norms, None), strict=True)]
 

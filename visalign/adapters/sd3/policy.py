@@ -123,9 +123,7 @@ class SD3Policy:
             FileNotFoundError: if the folder or a part of it is missing.
             UserError: if it is another kind of pipeline, or an option is out of range.
         """
-        quantized = quantization_of(
-            quantization, ["transformer"], dtype, adapters=options.get("lora") is not None
-        )
+        quantized = quantization_of(quantization, ["transformer"], dtype, adapters=options.get("lora") is not None)
         pipe = load_sd3_pipeline(folder_or_id, dtype=dtype, use_t5=use_t5, **quantized).to(device)
         return cls(pipe, **options)
 
@@ -167,9 +165,8 @@ class SD3Policy:
     def velocity(self, x: Tensor, sigma: Tensor, condition: Condition, time: Tensor | None = None) -> Tensor:
         """Guided velocity dx/dσ [B, C, H, W] float32; with gradient, only the conditional half carries it.
 
-        The halves run one after the other with gradient and without: joined in one batch, a rollout in 16
-        bits is not the function that its replay is (|log r| up to 3e-4). `time` [B] is as `times` gives it;
-        None computes it.
+        The halves run one after the other with gradient and without: joined in one batch, a rollout in 16 bits is not
+        the function that its replay is (|log r| up to 3e-4). `time` [B] is as `times` gives it; None computes it.
         """
         count = len(x)
         encoded = check_condition(SD3Condition, x, sigma, condition)
@@ -228,9 +225,8 @@ class SD3Policy:
         return self._trained.named()
 
     def save(self, folder: Path) -> None:
-        """Write what was trained, in float32: with LoRA the file that `pipe.load_lora_weights(folder)` reads;
-        without, the whole pipeline as `pipe.save_pretrained` does (SD3.5 with T5: 21 GB, the transformer 10
-        of it).
+        """Write what was trained, in float32: with LoRA the file that `pipe.load_lora_weights(folder)` reads; without,
+        the whole pipeline as `pipe.save_pretrained` does (SD3.5 with T5: 21 GB, the transformer 10 of it).
         """
         if self.lora is not None:
             save_lora(type(self.pipe), {"transformer": self.transformer}, Path(folder))
@@ -243,9 +239,7 @@ class SD3Policy:
         if self.lora is not None:
             load_lora({"transformer": self.transformer}, folder)
             return
-        saved = type(self.transformer).from_pretrained(
-            folder, subfolder="transformer", dtype=self.storage_dtype
-        )
+        saved = type(self.transformer).from_pretrained(folder, subfolder="transformer", dtype=self.storage_dtype)
         self.transformer.load_state_dict(saved.state_dict())
 
     def _forward(

@@ -31,9 +31,7 @@ class SD3Condition:
         return len(self.index)
 
     def select(self, index: Tensor) -> SD3Condition:
-        """Return the condition of the samples `index` [N] (repeats allowed); the encoded prompts are
-        shared.
-        """
+        """Return the condition of the samples `index` [N] (repeats allowed); the encoded prompts are shared."""
         return replace(self, index=self.index[index.to(self.index.device)])
 
 
@@ -62,9 +60,7 @@ class SD3TextEncoders:
         return SD3Condition(embeds=embeds, pooled=pooled, log_multiplicity=log_multiplicity, index=index)
 
     def null(self, count: int) -> tuple[Tensor, Tensor]:
-        """Return the empty prompt for `count` samples, tokens [B, L, D] and pooled [B, Dp], encoded at first
-        use.
-        """
+        """Return the empty prompt for `count` samples, tokens [B, L, D] and pooled [B, Dp], encoded at first use."""
         if self._null is None:
             self._null = self.encode([""])
         return self._null.embeds.expand(count, -1, -1), self._null.pooled.expand(count, -1)

@@ -16,9 +16,7 @@ from visalign.errors import UserError
 from visalign.flow.schedules import timestep_sigmas
 
 
-def latent_shape(
-    pipe: StableDiffusion3Pipeline, image_size: int | tuple[int, int] | None
-) -> tuple[int, int, int]:
+def latent_shape(pipe: StableDiffusion3Pipeline, image_size: int | tuple[int, int] | None) -> tuple[int, int, int]:
     """Return C, H, W of the latents of an image of `image_size` pixels, one number for a square or (height,
     width); None is the size the model was made for.
     """

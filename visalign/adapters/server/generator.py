@@ -92,9 +92,8 @@ class ServerGenerator:
     ) -> TextRollout:
         """Complete P prompts G times each, as `CausalLMPolicy.generate` does; images are refused.
 
-        Each sample is a request with its own seed; whether a seed repeats its completion is up to the server.
-        NaN in the rollout: `entropy` without top_k, `full_log_prob` with it; the policy's `log_probs` gives
-        its own entropy.
+        Each sample is a request with its own seed; whether a seed repeats its completion is up to the server. NaN in
+        the rollout: `entropy` without top_k, `full_log_prob` with it; the policy's `log_probs` gives its own entropy.
         """
         policy, sampling, stopping = self._policy, sampling or Sampling(), stopping or StoppingCriteria()
         check_sampling(sampling, self.logprobs_mode, self.max_logprobs)
@@ -159,10 +158,7 @@ class ServerGenerator:
             for sample, room in batch.rooms(stopping.max_new_tokens).items()
         ]
         answers = self._post(requests)
-        return {
-            request.sample: self._read(request, answer)
-            for request, answer in zip(requests, answers, strict=True)
-        }
+        return {request.sample: self._read(request, answer) for request, answer in zip(requests, answers, strict=True)}
 
     def _read(self, request: CompletionRequest, answer: Mapping[str, Any]) -> SampledCompletion:
         """Read one answer and cut it at its end."""

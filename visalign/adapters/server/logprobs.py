@@ -75,9 +75,7 @@ def check_processed(connection: ServerConnection, model: str, prompt: list[int])
     ]
     answers = connection.post_all("completions", [request.body() for request in requests], parallel=2)
     tops = [parse_choice(answer, requests[0]).logprobs.top_logprobs for answer in answers]
-    cold, warm = (
-        {name: value for name, value in (top or [{}])[0].items() if value > IMPOSSIBLE} for top in tops
-    )
+    cold, warm = ({name: value for name, value in (top or [{}])[0].items() if value > IMPOSSIBLE} for top in tops)
     shared = sorted(cold.keys() & warm.keys(), key=cold.__getitem__)
     if len(shared) < 2 or cold[shared[-1]] - cold[shared[0]] < _PROBE_MIN_GAP:
         return False

@@ -74,13 +74,12 @@ def pass_at_k_advantages(
 ) -> Tensor:
     """Credit a sample with what it adds to the best of k: A_i = E_J[max(R_i, max_J R) − max_J R].
 
-    J runs over the sets of k − 1 other members of the group; k is at least 2, None for the whole group. With
-    the rewards of a group sorted upwards: A_i = Σ_{m<rank i} C(m−1, k−2)/C(n−1, k−1) (R_i − R_(m)). With k =
-    n only the best has an advantage, R_best − R_second. For rewards 0 and 1 it is C(n−c, k−1)/C(n−1, k−1) for
-    each of the c successes. The leave-one-out baseline max_J makes k·mean_i(A_i ∇ log π_i) an unbiased
-    gradient of the expected best of k. Groups with fewer than k present members get 0. `scale="group"`
-    divides by std_g + eps. Tang et al., arXiv 2503.19595 (k = n, leave-one-out); Walder and Karkhanis, PKPO,
-    arXiv 2505.15201 (k < n).
+    J runs over the sets of k − 1 other members of the group; k is at least 2, None for the whole group. With the
+    rewards of a group sorted upwards: A_i = Σ_{m<rank i} C(m−1, k−2)/C(n−1, k−1) (R_i − R_(m)). With k = n only the
+    best has an advantage, R_best − R_second. For rewards 0 and 1 it is C(n−c, k−1)/C(n−1, k−1) for each of the c
+    successes. The leave-one-out baseline max_J makes k·mean_i(A_i ∇ log π_i) an unbiased gradient of the expected best
+    of k. Groups with fewer than k present members get 0. `scale="group"` divides by std_g + eps. Tang et al., arXiv
+    2503.19595 (k = n, leave-one-out); Walder and Karkhanis, PKPO, arXiv 2505.15201 (k < n).
     """
     values, mask, index, groups = _rows(reward, group, valid)
     count, centred = centre(values, mask, index, groups)
@@ -109,9 +108,8 @@ def best_of_group_advantages(
 ) -> Tensor:
     """Mark the extremes of each group: A_i = 1 for the best, `worst` ≤ 0 for the worst, else 0.
 
-    With `worst=0` a policy gradient is fine-tuning on the best of n; with −1 the best is set against the
-    worst. Ties share the mark. Liu et al., Flow-GRPO, arXiv 2505.05470, online SFT and online DPO as compared
-    there.
+    With `worst=0` a policy gradient is fine-tuning on the best of n; with −1 the best is set against the worst. Ties
+    share the mark. Liu et al., Flow-GRPO, arXiv 2505.05470, online SFT and online DPO as compared there.
     """
     values, mask, index, groups = _rows(reward, group, valid)
     low = group_min(torch.where(mask, values, float("inf")), index, groups)[index]

@@ -36,10 +36,9 @@ def weighted_sum(rewards: Tensor, weights: Sequence[float], *, missing: Missing 
 def weighted_mean(rewards: Tensor, weights: Sequence[float], *, missing: Missing = "drop") -> Tensor:
     """Average rewards of one unit, R_b = Σ_k w_k R_bk / Σ_k w_k with w ≥ 0; [B], NaN where missing.
 
-    With "skip" both sums run over the present rewards: a failed term leaves the average, instead of pulling
-    it towards 0 as in a sum. With win rates per category it is the blend of Pref-GRPO's flexible judge:
-    weighted_mean([overall, weighted_mean(categories, c)], [w_overall, w_categories]). Wang et al., Pref-GRPO,
-    arXiv 2508.20751, released code.
+    With "skip" both sums run over the present rewards: a failed term leaves the average, instead of pulling it towards
+    0 as in a sum. With win rates per category it is the blend of Pref-GRPO's flexible judge: weighted_mean([overall,
+    weighted_mean(categories, c)], [w_overall, w_categories]). Wang et al., Pref-GRPO, arXiv 2508.20751, released code.
     """
     usable, row, weight = _usable(rewards, weights, missing)
     if min(weights) < 0:

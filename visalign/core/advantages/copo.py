@@ -16,9 +16,8 @@ from visalign.core.precision import float32, float32_dtype
 def between_group_advantages(reward: Tensor, group: Labels, *, eps: float = 1e-6, ddof: int = 0) -> Tensor:
     """Compute COPO's global advantage: compare a prompt's mean reward with that of the other prompts.
 
-    A_q = (R̄_q − mean_q R̄)/(std_q R̄ + eps), given to every sample of q, with R̄_q the mean of the group's
-    rewards. A group of equal rewards, without signal in GRPO, gets one. 0 for a single group and for equal
-    means.
+    A_q = (R̄_q − mean_q R̄)/(std_q R̄ + eps), given to every sample of q, with R̄_q the mean of the group's rewards. A
+    group of equal rewards, without signal in GRPO, gets one. 0 for a single group and for equal means.
     """
     check_axes(reward=(reward, "B"))
     index, groups = group_index(group, reward.shape[0], reward.device)

@@ -25,9 +25,8 @@ from .group import group_advantages, whiten
 def aem_scale(entropy: Tensor, group: Labels, *, lam: float = 1.0, min_range: float = 0.1) -> Tensor:
     """Compute AEM's factor per response, α = exp(−λ h̃)/mean_g exp(−λ h̃), h̃ = (H − min_g)/(max_g − min_g).
 
-    `entropy` [B] is the mean entropy H of each response. The factors of a group have mean 1; missing
-    entropies and groups whose entropies differ by less than `min_range` nats get 1. AEM, arXiv 2605.00425 (λ
-    = 1, range 0.1).
+    `entropy` [B] is the mean entropy H of each response. The factors of a group have mean 1; missing entropies and
+    groups whose entropies differ by less than `min_range` nats get 1. AEM, arXiv 2605.00425 (λ = 1, range 0.1).
     """
     check_axes(entropy=(entropy, "B"))
     index, groups = group_index(group, entropy.shape[0], entropy.device)
@@ -111,9 +110,8 @@ def empg_advantages(
 def step_entropy(entropy: Tensor, step: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Average the entropies [B, T] of each step of a completion, for `empg_advantages`.
 
-    `step` [B, T] int64 is the step in [0, T) of each token; −1, no step, counts as the first. Returns the
-    means [B, T] float64, column s for step s, and the number of tokens of each step, 0 where there is no such
-    step.
+    `step` [B, T] int64 is the step in [0, T) of each token; −1, no step, counts as the first. Returns the means [B, T]
+    float64, column s for step s, and the number of tokens of each step, 0 where there is no such step.
     """
     check_axes(entropy=(entropy, "B T"), step=(step, "B T"), weight=(weight, "B T"))
     inside, column = (weight != 0).double(), step.clamp(min=0)
@@ -127,10 +125,9 @@ def perplexity_advantages(
 ) -> Tensor:
     """Weigh responses of low perplexity more: A′_i = A_i max(0, 1 − α w_i).
 
-    w_i = (ln PPL_i − mean)/std (ddof 1) among the responses of a group, ln PPL_i = −mean_t log π_old.
-    Decomposing the Entropy-Performance Exchange, arXiv 2508.02260 (perplexity). Addition: the factor stays at
-    0 or above, so that no sign turns. α and the scope of the statistics are ours, as we did not find the
-    paper's.
+    w_i = (ln PPL_i − mean)/std (ddof 1) among the responses of a group, ln PPL_i = −mean_t log π_old. Decomposing the
+    Entropy-Performance Exchange, arXiv 2508.02260 (perplexity). Addition: the factor stays at 0 or above, so that no
+    sign turns. α and the scope of the statistics are ours, as we did not find the paper's.
     """
     check_axes(advantage=(advantage, "B"), log_prob=(log_prob, "B T"), weight=(weight, "B T"))
     inside = weight != 0

@@ -52,9 +52,7 @@ def min_norm_weights(gradient: Tensor, *, normalise: bool = True) -> Tensor:
     return torch.where((norm > 0).any(), best, 1 / size).to(float32_dtype(gradient))
 
 
-def combine_gradients(
-    gradient: Tensor, alpha: Tensor, *, normalise: bool = True, rescale: bool = False
-) -> Tensor:
+def combine_gradients(gradient: Tensor, alpha: Tensor, *, normalise: bool = True, rescale: bool = False) -> Tensor:
     """Combine gradients [K, N] to the direction d = Σ_k α_k ĝ_k, [N]; a zero gradient contributes 0.
 
     `alpha` [K] is from `min_norm_weights` with the same `normalise`. `rescale` multiplies d by the mean of

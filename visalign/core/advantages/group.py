@@ -78,11 +78,10 @@ def whiten(
 ) -> Tensor:
     """Bring the valid entries to mean 0 and standard deviation 1, all together or group by group.
 
-    y = (x − mean)/sqrt(var + eps), or (x − mean)/(std + eps) with `eps_inside=False`. The scope is what is
-    passed in: per sample on [B], per token on [B, T], where long sequences weigh more (the two published
-    forms of GDPO differ in just this); with `group`, one label per row, it is all entries of the rows of a
-    group. `keep_mean` adds the mean back. Entries that are not finite, or not `valid` (the shape of values or
-    its first dimensions), get 0.
+    y = (x − mean)/sqrt(var + eps), or (x − mean)/(std + eps) with `eps_inside=False`. The scope is what is passed in:
+    per sample on [B], per token on [B, T], where long sequences weigh more (the two published forms of GDPO differ in
+    just this); with `group`, one label per row, it is all entries of the rows of a group. `keep_mean` adds the mean
+    back. Entries that are not finite, or not `valid` (the shape of values or its first dimensions), get 0.
     """
     present = present_entries(values, valid)
     flat = torch.where(present, values.detach().double(), 0.0).reshape(-1, 1)

@@ -51,9 +51,7 @@ def rank_dynamics(hidden: Tensor, *, stride: int = 40) -> Tensor:
     return dynamics
 
 
-def rank_bonus(
-    advantage: Tensor, rank: Tensor, average: Sequence[float] | None, *, kappa: float = 2.0
-) -> Tensor:
+def rank_bonus(advantage: Tensor, rank: Tensor, average: Sequence[float] | None, *, kappa: float = 2.0) -> Tensor:
     """Add VERL's bonus: A′ = A + min(relu(aux), |A|/κ), aux = β tanh(x_ER) + (1 − β) tanh(x_ERV).
 
     x = (m − m̄)/|m̄| of rank, velocity and acceleration, with the moving average m̄ of earlier rollouts
@@ -104,10 +102,9 @@ def flow_rewards(
 ) -> Tensor:
     """Compute RLFR's token rewards: −scale · s̃_t for the `top` largest s̃ > keep of a row, else 0; [B, T].
 
-    s̃ = (s − min)/(max − min) over the row's present tokens, s the `deviation` [B, T] of `flow_deviation`
-    averaged over layers. Rows whose tokens are all alike get 0. RLFR, arXiv 2510.10201. Deviation from the
-    released code: its minimum is the second smallest value of the row (the first is taken for padding), and
-    rows of equal scores are 0/0.
+    s̃ = (s − min)/(max − min) over the row's present tokens, s the `deviation` [B, T] of `flow_deviation` averaged
+    over layers. Rows whose tokens are all alike get 0. RLFR, arXiv 2510.10201. Deviation from the released code: its
+    minimum is the second smallest value of the row (the first is taken for padding), and rows of equal scores are 0/0.
     """
     check_axes(deviation=(deviation, "B T"), weight=(weight, "B T"))
     present, score = weight != 0, float32(deviation).detach()

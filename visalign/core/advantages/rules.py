@@ -63,11 +63,10 @@ def prl_advantages(
 ) -> Tensor:
     """Subtract the divergence that is still to come (PRL): A_t = A − (1/η) Σ_{s≥t} w_s log(π_old/π_ref)_s.
 
-    With block > 1 every decision of a block takes the value at the block's last one. With block = 1 and
-    A = R − baseline on fresh samples this is the score-function gradient of E[R] − KL(π‖π_ref)/η, so add no
-    KL loss. Blocks count present decisions, from the row's first: padding and holes change nothing, and the
-    last block may be short. Released code marks block ends by non-zero values, and loses an end whose value
-    is 0.
+    With block > 1 every decision of a block takes the value at the block's last one. With block = 1 and A = R −
+    baseline on fresh samples this is the score-function gradient of E[R] − KL(π‖π_ref)/η, so add no KL loss. Blocks
+    count present decisions, from the row's first: padding and holes change nothing, and the last block may be short.
+    Released code marks block ends by non-zero values, and loses an end whose value is 0.
 
     Args:
         advantage: [B], from the outcome.

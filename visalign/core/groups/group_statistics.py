@@ -27,9 +27,7 @@ def group_mean(values: Tensor, present: Tensor, index: Tensor, groups: int) -> T
     return total[:, 0] / total[:, 1].clamp(min=1)
 
 
-def group_centre(
-    values: Tensor, present: Tensor, index: Tensor, groups: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def group_centre(values: Tensor, present: Tensor, index: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
     """(smallest value, mean above it, number of present members) of each group, [K] float64.
 
     The mean is smallest + second. Kept apart, equal values are exact zeros above the smallest, and a large

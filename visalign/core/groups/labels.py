@@ -23,9 +23,7 @@ def group_index(group: Labels, size: int, device: torch.device | None = None) ->
         raise ValueError(f"group needs one label per sample, {size} in all; got a {kind} of {list(shape)}.")
     if isinstance(group, Tensor):
         if group.is_floating_point() or group.is_complex():
-            raise ValueError(
-                f"group labels must be integers, or a list of anything hashable; got {group.dtype}."
-            )
+            raise ValueError(f"group labels must be integers, or a list of anything hashable; got {group.dtype}.")
         labels, index = torch.unique(group, return_inverse=True)
         return index.to(device), labels.shape[0]
     numbers: dict[Hashable, int] = {}

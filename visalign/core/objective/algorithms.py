@@ -44,9 +44,7 @@ NAMED: dict[str, Objective] = {
         surrogate="ppo_kl",
         surrogate_options={"beta": 1.0},
     ),
-    "ppo_ptx": replace(
-        _PPO, source="Ouyang et al., InstructGPT, arXiv 2203.02155, eq. 2 (γ = 27.8)", ptx=27.8
-    ),
+    "ppo_ptx": replace(_PPO, source="Ouyang et al., InstructGPT, arXiv 2203.02155, eq. 2 (γ = 27.8)", ptx=27.8),
     "safe": replace(
         _PPO,
         source="SAFE, arXiv 2602.04651, numbers of its code: soft minimum of two critics, gated KL",
@@ -92,9 +90,7 @@ NAMED: dict[str, Objective] = {
         advantage_options={"scale": "none"},
         aggregation="dr_grpo",
     ),
-    "gdpo": replace(
-        _GROUP, source="Liu et al., arXiv 2601.05242", advantage="gdpo", advantage_options={"ddof": 0}
-    ),
+    "gdpo": replace(_GROUP, source="Liu et al., arXiv 2601.05242", advantage="gdpo", advantage_options={"ddof": 0}),
     "opo": replace(
         _GROUP,
         source="Hao et al., arXiv 2505.23585: exactly on-policy, no clip",

@@ -15,9 +15,7 @@ from visalign.core.checks import check_choice
 from . import stages
 from .data import Decisions
 
-NO_STEP_ENTROPY = (
-    "on denoising steps of fixed variance the entropy is one constant and the log-prob is the noise draw"
-)
+NO_STEP_ENTROPY = "on denoising steps of fixed variance the entropy is one constant and the log-prob is the noise draw"
 _NONZERO = object()
 _DIVERSITY = "'dapo', or FlowRL ('flowrl') for diverse images"
 _NO_VOCABULARY = "binary divergences need the probability of a token; a density is none"
@@ -80,9 +78,7 @@ TOKEN_SUBSTITUTES = {
 """Algorithm of denoising steps -> algorithm of tokens to take instead."""
 
 
-def check_decisions(
-    objective: Any, decisions: Decisions, *, name: str = "", available: Collection[str] = ()
-) -> None:
+def check_decisions(objective: Any, decisions: Decisions, *, name: str = "", available: Collection[str] = ()) -> None:
     """Refuse an objective that means nothing on these decisions, with the substitute.
 
     `name` is the algorithm, for the message and for its substitute; `available` are the fields of `EXTRA`

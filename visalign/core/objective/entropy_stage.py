@@ -141,14 +141,11 @@ def remembers(objective: Any) -> str | None:
     """Name the rule of an `Objective` that reads earlier rollouts: "siren", "epo", "ares", or None."""
     if objective.advantage == "ares":
         return "ares"
-    return (
-        objective.entropy_term if objective.entropy and objective.entropy_term in ("siren", "epo") else None
-    )
+    return objective.entropy_term if objective.entropy and objective.entropy_term in ("siren", "epo") else None
 
 
 def entropy_memory(objective: Any, t: Trajectories, before: Sequence[float]) -> list[float]:
-    """Update [number that a rule keeps of the rollouts, how many they are] with one; `before` is empty at
-    first.
+    """Update [number that a rule keeps of the rollouts, how many they are] with one; `before` is empty at first.
 
     SIREN keeps H_agg of the first, EPO the mean of the mean entropies of all, ARES a moving average (0.99) of
     the threshold. A rollout without a present decision changes nothing.

@@ -59,9 +59,7 @@ def explain(objective: Objective, trajectories: Trajectories, policy: PolicyOutp
     t, prepared = trajectories, objective.prepare(trajectories)
     leaf = policy.log_prob.detach().clone().requires_grad_()
     loss = objective.loss(prepared, replace(policy, log_prob=leaf))
-    (gradient,) = torch.autograd.grad(
-        loss.terms["policy"] + 0 * leaf.nan_to_num().sum(), leaf, retain_graph=True
-    )
+    (gradient,) = torch.autograd.grad(loss.terms["policy"] + 0 * leaf.nan_to_num().sum(), leaf, retain_graph=True)
     token_ratio = log_ratio(leaf.detach(), t.old_log_prob, t.weight)
     ratio = ratio_level(token_ratio, prepared.weight, objective.level).exp()
     causes = {
@@ -78,9 +76,7 @@ def explain(objective: Objective, trajectories: Trajectories, policy: PolicyOutp
     if prepared.loss_weight is not None:
         causes["left out"] = causes["left out"] | (prepared.loss_weight == 0)
     if objective.off_policy_delta is not None:
-        on_policy = off_policy_mask(
-            token_ratio, prepared.advantage, prepared.weight, delta=objective.off_policy_delta
-        )
+        on_policy = off_policy_mask(token_ratio, prepared.advantage, prepared.weight, delta=objective.off_policy_delta)
         causes["off-policy mask"] = ~on_policy.reshape(len(on_policy), -1)
     if prepared.importance_weight is not None:
         causes["importance weight 0"] = prepared.importance_weight == 0
@@ -105,9 +101,7 @@ def _conclude(counts: dict[str, int], ratio: Tensor, has_kl: bool) -> str:
     if present == 0:
         return "The gradient is zero: no decision is present."
     if counts["live"] == 0:
-        commonest = max(
-            (name for name in counts if name not in ("absent", "live")), key=lambda name: counts[name]
-        )
+        commonest = max((name for name in counts if name not in ("absent", "live")), key=lambda name: counts[name])
         pull = " The KL term still pulls towards the reference." if has_kl else ""
         return (
             f"The policy's gradient is zero: {counts[commonest]} of {present} present decisions are "

@@ -49,9 +49,7 @@ def check_invariance(objective: Any, trajectories: Trajectories, policy: PolicyO
         back = torch.cat(split).argsort()
         parts = [(prepared.rows(rows), _rows(policy, rows, i == 0)) for i, rows in enumerate(split)]
         compare(name, parts, lambda g, back=back: g[back])
-    compare(
-        "permute", [(objective.prepare(t.rows(order)), _rows(policy, order))], lambda g: g[order.argsort()]
-    )
+    compare("permute", [(objective.prepare(t.rows(order)), _rows(policy, order))], lambda g: g[order.argsort()])
     labels = t.group.tolist() if isinstance(t.group, Tensor) else list(t.group)
     renamed = replace(t, group=[f"group {label}" for label in labels])
     compare("relabel", [(objective.prepare(renamed), policy)])

@@ -105,10 +105,9 @@ class Objective:
     """L of "dr_grpo", in decisions: the limit of the generation, the same for every step. None takes the T of
     the trajectories, their padded length, which changes from step to step and with it the learning rate."""
     empty: Literal["drop", "keep"] = "drop"
-    """Samples without a present decision (overlong and filtered, failed, without signal) in the means over
-    sequences or groups: "drop" averages over what takes part, as the papers' sums of non-empty completions
-    do; "keep" counts every sample that was handed in as a loss of 0 (TRL): 2 of 24 empty, 22/24 of the
-    step."""
+    """Samples without a present decision (overlong and filtered, failed, without signal) in the means over sequences
+    or groups: "drop" averages over what takes part, as the papers' sums of non-empty completions do; "keep" counts
+    every sample that was handed in as a loss of 0 (TRL): 2 of 24 empty, 22/24 of the step."""
     value: float = 0.0
     """Weight of the value loss, which is averaged over decisions."""
     value_clip: float | None = None
@@ -141,9 +140,7 @@ class Objective:
     def trajectory_needs(self) -> dict[str, str]:
         """Fields of `Trajectories` that are None by default and that this objective needs -> the choice."""
         optional = {f.name for f in fields(Trajectories) if f.default is None} - {"reward"}
-        chosen: list[tuple[str, Any]] = [
-            (f"advantage={self.advantage!r}", stages.ADVANTAGES[self.advantage].needs)
-        ]
+        chosen: list[tuple[str, Any]] = [(f"advantage={self.advantage!r}", stages.ADVANTAGES[self.advantage].needs)]
         filled = {"advantage"}  # of selections and entropy terms it is the step's own
         if self.entropy:
             needs = set(ENTROPY_TERMS[self.entropy_term].needs) - filled
@@ -171,9 +168,7 @@ class Objective:
         if self.value:
             needs["value"] = f"value={self.value:g}"
         if self.entropy:
-            needs["nucleus_entropy" if self.entropy_term == "siren" else "entropy"] = (
-                f"entropy={self.entropy:g}"
-            )
+            needs["nucleus_entropy" if self.entropy_term == "siren" else "entropy"] = f"entropy={self.entropy:g}"
         return needs
 
     def prepare(self, trajectories: Trajectories) -> Prepared:
@@ -205,9 +200,7 @@ class Objective:
             for i in steps
         ]
 
-    def _prepare_step(
-        self, t: Trajectories, weight: Tensor, advantage: Tensor, returns: Tensor | None
-    ) -> Prepared:
+    def _prepare_step(self, t: Trajectories, weight: Tensor, advantage: Tensor, returns: Tensor | None) -> Prepared:
         selected = stages.Selected()
         if self.selection is not None:
             step = replace(t, advantage=advantage, weight=weight)
@@ -327,9 +320,7 @@ class Objective:
             if getattr(t, name) is None:
                 raise ValueError(f"{choice} needs Trajectories.{name}, which is None.")
         if self.ratio == "guard" and bool((t.old_log_prob[t.weight != 0] != 0).any()):
-            raise ValueError(
-                "ratio='guard' takes guard_log_ratio for log_prob, whose old_log_prob is 0; got others."
-            )
+            raise ValueError("ratio='guard' takes guard_log_ratio for log_prob, whose old_log_prob is 0; got others.")
         for name in FINITE:
             if getattr(t, name) is not None:
                 check_finite(name, getattr(t, name), t.weight)

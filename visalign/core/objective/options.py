@@ -13,15 +13,13 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from visalign.errors import suggestion
 
 _INTERVALS = {
-    "[0, 1]": "between_ddof canon.mu ddof gae.gamma gae.lam max_fraction p quantile rate ratio "
-    "reinforce_pp.gamma",
+    "[0, 1]": "between_ddof canon.mu ddof gae.gamma gae.lam max_fraction p quantile rate ratio reinforce_pp.gamma",
     "(0, 1]": "best.share eps_low fraction level_up w_min",
     "(0, 1)": "level_down",
     "[0, inf)": "a alpha beta bound_low eps gamma k k_bonus k_neg k_pos lam lambda_neg lambda_pos low "
     "min_range mu smoothing tail_weight zeta",
     "[0, inf]": "bound_high high limit_high limit_low",
-    "(0, inf)": "bound crd.beta dpo.beta f_norm gdro.beta kappa nft.beta par.k tau "
-    "tau_neg tau_pos temperature w_max",
+    "(0, inf)": "bound crd.beta dpo.beta f_norm gdro.beta kappa nft.beta par.k tau tau_neg tau_pos temperature w_max",
     "(0, inf]": "cap eps_high eta gmpo.eps_low",
     "(1, inf]": "delta dual_clip",
     "[1, inf)": "block bundle over references stride window",
@@ -124,23 +122,17 @@ _ABSENT = object()
 def pick(label: str, name: str, table: Mapping[str, Stage], options: Mapping[str, Any]) -> Stage:
     """Look up a choice and check its options; see `Stage.check`."""
     if name not in table:
-        raise ValueError(
-            f"there is no {label} {name!r}. {suggestion(name, table)}Choose one of: {', '.join(table)}."
-        )
+        raise ValueError(f"there is no {label} {name!r}. {suggestion(name, table)}Choose one of: {', '.join(table)}.")
     table[name].check(label, name, options)
     return table[name]
 
 
-def merge_changes(
-    kind: str, table: Mapping[str, Any], name: str, changes: Mapping[str, Any]
-) -> dict[str, Any]:
+def merge_changes(kind: str, table: Mapping[str, Any], name: str, changes: Mapping[str, Any]) -> dict[str, Any]:
     """Merge changed fields with those of a table's row: mappings key by key, but not the options of a choice
     that changes too, which mean nothing to the new one.
     """
     if name not in table:
-        raise ValueError(
-            f"there is no {kind} {name!r}. {suggestion(name, table)}Choose one of: {', '.join(table)}."
-        )
+        raise ValueError(f"there is no {kind} {name!r}. {suggestion(name, table)}Choose one of: {', '.join(table)}.")
     row = table[name]
     names = [item.name for item in fields(row)]
     merged = dict(changes)

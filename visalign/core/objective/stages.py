@@ -74,9 +74,7 @@ class AdvantageInputs:
         reward = self.t.reward
         if reward is None or reward.ndim != 2:
             shape = "None" if reward is None else f"shape {tuple(reward.shape)}"
-            raise ValueError(
-                f"this advantage needs Trajectories.reward [B, M] of several rewards; got {shape}."
-            )
+            raise ValueError(f"this advantage needs Trajectories.reward [B, M] of several rewards; got {shape}.")
         return _drop_invalid(self.t, reward)
 
     @property
@@ -177,11 +175,9 @@ def whitened_gae(
     ddof: int = 0,
     temperature: float = 0.3,
 ) -> tuple[Tensor, Tensor]:
-    """Compute advantages by generalised advantage estimation, whitened over the rollout, and returns; see
-    `gae`.
+    """Compute advantages by generalised advantage estimation, whitened over the rollout, and returns; see `gae`.
 
-    GAE, arXiv 1506.02438. A trainer that reduces several critics to one V reads `temperature`
-    (`soft_minimum`).
+    GAE, arXiv 1506.02438. A trainer that reduces several critics to one V reads `temperature` (`soft_minimum`).
     """
     advantage, target = returns.gae(decision_reward, value, weight, gamma=gamma, lam=lam)
     return whiten(advantage, weight != 0, ddof=ddof) if whitened else advantage, target
@@ -322,9 +318,7 @@ def top_entropy(
     return Selected(keep=keep) if denominator == "all" else Selected(weight=weight * keep)
 
 
-def clip_cov(
-    old_log_prob: Tensor, advantage: Tensor, weight: Tensor, uniform: Tensor, thresholds: Any
-) -> Selected:
+def clip_cov(old_log_prob: Tensor, advantage: Tensor, weight: Tensor, uniform: Tensor, thresholds: Any) -> Selected:
     """Drop the loss of a random share of the decisions of high covariance."""
     return Selected(keep=selection.clip_cov_keep(old_log_prob, advantage, weight, uniform, thresholds))
 
@@ -342,9 +336,7 @@ def clip_b(score: Tensor, advantage: Tensor, weight: Tensor, thresholds: Any) ->
     return Selected(weight=weight * selection_rules.clip_b_keep(score, advantage, weight, thresholds))
 
 
-def clip_v(
-    score: Tensor, expected_score: Tensor, advantage: Tensor, weight: Tensor, thresholds: Any
-) -> Selected:
+def clip_v(score: Tensor, expected_score: Tensor, advantage: Tensor, weight: Tensor, thresholds: Any) -> Selected:
     """Leave out decisions whose centred entropy discriminator is outside its band."""
     keep = selection_rules.clip_v_keep(score, expected_score, advantage, weight, thresholds)
     return Selected(weight=weight * keep)
@@ -367,8 +359,7 @@ def entrocraft(
     """
     share = min(1.0, iteration / over)
     band = [
-        start + share * ((start if end is None else end) - start)
-        for start, end in ((low, low_end), (high, high_end))
+        start + share * ((start if end is None else end) - start) for start, end in ((low, low_end), (high, high_end))
     ]
     monitor = weighted_mean(entropy.detach().double(), (weight != 0).double())
     return Selected(weight=weight * entrocraft_keep(advantage, entrocraft_direction(monitor, *band)))
@@ -385,9 +376,7 @@ _CHANGE = Stage(steer.steer_change, **_AT_START)
 
 SELECTIONS = {
     "top_entropy": Stage(top_entropy, thresholds=Stage(selection.top_entropy_thresholds)),
-    "clip_cov": Stage(
-        clip_cov, thresholds=Stage(selection.clip_cov_thresholds, noise="uniform", **_AT_START)
-    ),
+    "clip_cov": Stage(clip_cov, thresholds=Stage(selection.clip_cov_thresholds, noise="uniform", **_AT_START)),
     "kl_cov": Stage(kl_cov, thresholds=Stage(selection.kl_cov_thresholds, **_AT_START)),
     "clip_b": Stage(clip_b, score=_SCORE, thresholds=Stage(selection_rules.clip_b_thresholds, score=_SCORE)),
     "clip_v": Stage(

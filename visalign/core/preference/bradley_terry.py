@@ -61,9 +61,7 @@ def bradley_terry_loss(
     return torch.where(labelled, loss + centre * (first + other).square(), 0.0)
 
 
-def tie_log_prob(
-    left: Tensor, right: Tensor, strength: Tensor | float, *, model: TieModel = "rao_kupper"
-) -> Tensor:
+def tie_log_prob(left: Tensor, right: Tensor, strength: Tensor | float, *, model: TieModel = "rao_kupper") -> Tensor:
     """Log-probabilities [*, 3] of (left better, equal, right better) under a model that knows ties.
 
     Rao-Kupper, threshold θ > 1, d = l − r: σ(d − ln θ), (θ² − 1) σ(d − ln θ) σ(−d − ln θ), σ(−d − ln θ).
@@ -99,9 +97,8 @@ def average_pairs(
 ) -> Tensor:
     """Reduce losses of pairs: Σ w ℓ / Σ w, Σ w ℓ / N, or Σ w ℓ; 0 where all weights are 0.
 
-    `weight` w: votes, or 1/(pairs of the prompt) as PickScore has it. "pairs" divides by N whatever the
-    weights, as HPSv3 averages with its tie mask; "none" sums, as HPSv2 and ICT-HP do: the gradient then grows
-    with the batch.
+    `weight` w: votes, or 1/(pairs of the prompt) as PickScore has it. "pairs" divides by N whatever the weights, as
+    HPSv3 averages with its tie mask; "none" sums, as HPSv2 and ICT-HP do: the gradient then grows with the batch.
     """
     check_choice("over", over, ("weights", "pairs", "none"))
     check_same(weight=weight, loss=loss)

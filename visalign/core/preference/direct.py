@@ -175,10 +175,9 @@ def direct_preference_loss(
 ) -> Tensor:
     """Loss [B] of each pair by a row of `DIRECT`, of the lead m = r_w − r_l − γ; sigmoid: ℓ = −ln σ(m).
 
-    IPO is divided by the tokens, as its authors' results are; its eq. 17 has sums. `eps` is the share of
-    wrong labels, in [0, 1/2). With labels l (None is 1 − ε), ℓ = −l ln σ(m) − (1 − l) ln σ(−m), whose
-    derivative σ(m) − l vanishes at the stationary label σ(m). The rows' sources; cDPO: Mitchell 2023, "A note
-    on DPO with noisy preferences".
+    IPO is divided by the tokens, as its authors' results are; its eq. 17 has sums. `eps` is the share of wrong labels,
+    in [0, 1/2). With labels l (None is 1 − ε), ℓ = −l ln σ(m) − (1 − l) ln σ(−m), whose derivative σ(m) − l vanishes
+    at the stationary label σ(m). The rows' sources; cDPO: Mitchell 2023, "A note on DPO with noisy preferences".
     """
     check_choice("row", row, (name for name, variant in DIRECT.items() if variant.loss is not None))
     entry = DIRECT[row]

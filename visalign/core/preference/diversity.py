@@ -12,8 +12,7 @@ from visalign.core.precision import float32_dtype
 
 
 def nuclear_diversity(matrices: Sequence[Tensor], *, dim: int = 0) -> Tensor:
-    """Nuclear norm of the members' matrices put together along `dim`, over the largest that their size
-    allows.
+    """Nuclear norm of the members' matrices put together along `dim`, over the largest that their size allows.
 
     ‖C‖_* / (‖C‖_F √min(n, m)) with C [n, m] = [X_1; …; X_M]: 1 where all singular values of C are alike, and
     √(1/M) of that of one member where all members are equal. The paper's is ‖C‖_* itself, which also grows

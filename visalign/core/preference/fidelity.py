@@ -47,16 +47,13 @@ def answer_statistics(answers: Tensor, *, valid: Tensor | None = None, ddof: int
     centred = torch.where(present, value - mean[:, None], 0.0)
     variance = centred.square().sum(1) / (count - ddof).clamp(min=1)
     answered = count > 0
-    return AnswerStatistics(
-        torch.where(answered, mean, torch.nan), torch.where(answered, variance, torch.nan), count
-    )
+    return AnswerStatistics(torch.where(answered, mean, torch.nan), torch.where(answered, variance, torch.nan), count)
 
 
 def thurstone_score(
     left: Tensor, right: Tensor, left_variance: Tensor, right_variance: Tensor, *, floor: float = FLOOR
 ) -> Tensor:
-    """Thurstone's lead of the left image in deviations, t = (x_l − x_r)/√(v_l + v_r + γ); P(left better) =
-    Φ(t).
+    """Thurstone's lead of the left image in deviations, t = (x_l − x_r)/√(v_l + v_r + γ); P(left better) = Φ(t).
 
     x are means or single answers, the four shapes broadcast. With γ = `floor` > 0 a pair of single or
     identical answers has a probability, too. Thurstone 1927, case V; VisualQuality-R1, arXiv 2505.14460.
@@ -115,8 +112,7 @@ def fidelity_rewards(
     floor: float = FLOOR,
     mode: FidelityMode = "paper",
 ) -> Tensor:
-    """Reward each answer by how well it orders its image among the others of the batch; [B, K] without
-    gradient.
+    """Reward each answer by how well it orders its image among the others of the batch; [B, K] without gradient.
 
     p_k(i, j) = Φ((q_ik − mean_j)/√(v_i + v_j + γ)); r_ik = mean over j ≠ i of fidelity(p_ij, p_k(i, j)). An
     answer that could not be read takes no part in the mean and variance of its image and gets NaN, as does

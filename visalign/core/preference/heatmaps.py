@@ -78,8 +78,7 @@ def ctrl_u_weight(step: int, *, scale: float = 0.1, warmup: int = 5000) -> float
 
 
 def laplace_loss(prediction: Tensor, target: Tensor, scale: Tensor) -> Tensor:
-    """Likelihood of a map whose own uncertainty s = `scale` is predicted: √2/s · |H − H*| + ln s, per
-    position.
+    """Likelihood of a map whose own uncertainty s = `scale` is predicted: √2/s · |H − H*| + ln s, per position.
 
     It is least at s = √2 |H − H*|: the map learns where it errs. (A Laplace of standard deviation s, without
     its constant.) HEIE, arXiv 2411.17261.

@@ -77,10 +77,9 @@ def ict_loss(
 ) -> Tensor:
     """Regress the cosines of a triple on its targets, and those with other subjects' images on 0.
 
-    L = mean_{i,n} (cos(I_i, easy) − E_i)² + the same for the refined prompt with R, plus w times the mean
-    squared cosine of each prompt with the images of the other triples, for either prompt. `easy` and
-    `refined` are embeddings [N, D] of the prompts, `images` [3, N, D] those of I1, I2, I3; they are
-    normalised here.
+    L = mean_{i,n} (cos(I_i, easy) − E_i)² + the same for the refined prompt with R, plus w times the mean squared
+    cosine of each prompt with the images of the other triples, for either prompt. `easy` and `refined` are embeddings
+    [N, D] of the prompts, `images` [3, N, D] those of I1, I2, I3; they are normalised here.
 
     "upstream" rounds the cosines to bfloat16 first. The paper sums over the three images, the released code
     averages, as here; its weight of negatives, 1/(1 + e^(20 (|cos| − 6))), is 1 for any cosine and left out.
@@ -106,8 +105,7 @@ def ict_loss(
 
 
 def hp_loss(hp: Tensor, *, margin: float = 0.3) -> Tensor:
-    """HP's margin ranking, the mean over triples of max(0, m − (HP2 − HP1)) + max(0, m − (HP3 − HP2)); `hp`
-    [3, N].
+    """HP's margin ranking, the mean over triples of max(0, m − (HP2 − HP1)) + max(0, m − (HP3 − HP2)); `hp` [3, N].
 
     ICT-HP, arXiv 2507.19002.
     """
@@ -126,9 +124,7 @@ def ict_hp_loss(
     check_same(cosine=cosine, hp=hp)
     check_choice("reduction", reduction, ("mean", "sum"))
     share = float32(hp).softmax(0)
-    return average_pairs(
-        _triple_hinge(cosine * share, margin), over="weights" if reduction == "mean" else "none"
-    )
+    return average_pairs(_triple_hinge(cosine * share, margin), over="weights" if reduction == "mean" else "none")
 
 
 def _triple_hinge(score: Tensor, margin: float) -> Tensor:

@@ -36,10 +36,9 @@ def off_policy_pair_weights(
 ) -> Tensor:
     """Weigh [N] old pairs by how likely the policy of today would show them: w = d(chosen)^m · d(rejected)^m.
 
-    Log-probs are of the policy of today, `ref_*` of the one that made the pairs. α is of the relative density
-    d; m = `multiplier` flattens ratios of whole sequences or trajectories, which are huge. `normalise`
-    divides by the mean over the N pairs: give the whole data set, not a batch. OCRM, arXiv 2507.15507;
-    released code for m and the mean.
+    Log-probs are of the policy of today, `ref_*` of the one that made the pairs. α is of the relative density d; m =
+    `multiplier` flattens ratios of whole sequences or trajectories, which are huge. `normalise` divides by the mean
+    over the N pairs: give the whole data set, not a batch. OCRM, arXiv 2507.15507; released code for m and the mean.
     """
     check_same(chosen=chosen, rejected=rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected)
     both = relative_log_density(chosen.detach(), ref_chosen.detach(), alpha=alpha)

@@ -21,16 +21,14 @@ CLOSE = 0.7
 def next_pairs(
     fit: RankingFit, asked: Tensor, count: int, *, method: Method = "active", both_orders: bool = True
 ) -> Tensor:
-    """Choose the next calls [M, 2] (left, right), M ≤ count, no image twice in a round while that is
-    possible.
+    """Choose the next calls [M, 2] (left, right), M ≤ count, no image twice in a round while that is possible.
 
     "active": the pairs with the largest √V_ij · Φ(−|s_i − s_j| / √V_ij), V_ij the variance of s_i − s_j: the
-    probability that the present order of the two is wrong, times the size of the gap that is at stake.
-    "swiss": neighbours in the present order that have not met. A new pair is shown so that each sample stands
-    on the left about as often as on the right, which keeps the position bias apart from the scores. A pair
-    that was asked is asked again only in the other order (if `both_orders`; not for a judge that averages
-    both itself) and only while it is close (`CLOSE`); a call is never repeated. `asked` [N, 2] are the calls
-    so far, failed ones too; `fit` is of them.
+    probability that the present order of the two is wrong, times the size of the gap that is at stake. "swiss":
+    neighbours in the present order that have not met. A new pair is shown so that each sample stands on the left about
+    as often as on the right, which keeps the position bias apart from the scores. A pair that was asked is asked again
+    only in the other order (if `both_orders`; not for a judge that averages both itself) and only while it is close
+    (`CLOSE`); a call is never repeated. `asked` [N, 2] are the calls so far, failed ones too; `fit` is of them.
     """
     check_choice("method", method, get_args(Method))
     size = len(fit.score)

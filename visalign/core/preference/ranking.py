@@ -162,9 +162,7 @@ def _mixture(
     weight = (evidence + prior).softmax(0)
     mean = weight @ theta
     deviation = theta - mean
-    total = torch.einsum("k,kij->ij", weight, covariance) + torch.einsum(
-        "k,ki,kj->ij", weight, deviation, deviation
-    )
+    total = torch.einsum("k,kij->ij", weight, covariance) + torch.einsum("k,ki,kj->ij", weight, deviation, deviation)
     centre = torch.eye(size, dtype=torch.float64) - 1 / size
     return RankingFit(
         score=centre @ mean[:size],

@@ -40,16 +40,13 @@ class YesNo:
         return self.log_yes.exp() + self.log_no.exp()
 
 
-def yes_no_answer(
-    logits: Tensor, yes_ids: Sequence[int], no_ids: Sequence[int], *, normalised: bool = False
-) -> YesNo:
+def yes_no_answer(logits: Tensor, yes_ids: Sequence[int], no_ids: Sequence[int], *, normalised: bool = False) -> YesNo:
     """Read the answer from the logits [*, V] of its position; −inf for a token of unknown probability.
 
-    `yes_ids` and `no_ids` are the tokens that mean either, e.g. of "yes", " yes", "Yes"; none is in both.
-    `normalised` logits are log-probabilities already, of a whole vocabulary of which V is a part (a server's
-    top tokens); they are then taken as they are, and a set may be empty. The log-odds are ±inf where one set
-    alone has mass, NaN where a set is empty: nothing is known of it. RewardDance, arXiv 2509.08826, the
-    reward; VQAScore 2404.01291.
+    `yes_ids` and `no_ids` are the tokens that mean either, e.g. of "yes", " yes", "Yes"; none is in both. `normalised`
+    logits are log-probabilities already, of a whole vocabulary of which V is a part (a server's top tokens); they are
+    then taken as they are, and a set may be empty. The log-odds are ±inf where one set alone has mass, NaN where a set
+    is empty: nothing is known of it. RewardDance, arXiv 2509.08826, the reward; VQAScore 2404.01291.
     """
     size, both = logits.shape[-1], [*yes_ids, *no_ids]
     empty = not normalised and not (yes_ids and no_ids)
@@ -91,8 +88,7 @@ def yes_no_pair_loss(
 
 
 def both_orders(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """Average a comparison asked in both orders, in log-odds [*], and measure the bias for the first
-    position.
+    """Average a comparison asked in both orders, in log-odds [*], and measure the bias for the first position.
 
     `first`: log-odds that image A is better, A shown first; `second`: that B is better, B shown first.
     Returns (log-odds that A is better, (first − second)/2; log-odds of the bias, half the sum).

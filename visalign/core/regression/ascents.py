@@ -76,8 +76,7 @@ RULES: tuple[tuple[Callable[[Ascent], bool], str], ...] = (
     ),
     (
         lambda a: (
-            a.stop_range is not None
-            and (len(a.stop_range) != 2 or not 0 <= a.stop_range[0] < a.stop_range[1] <= 1)
+            a.stop_range is not None and (len(a.stop_range) != 2 or not 0 <= a.stop_range[0] < a.stop_range[1] <= 1)
         ),
         "stop_range is {stop_range}; give two shares, 0 <= low < high <= 1.",
     ),

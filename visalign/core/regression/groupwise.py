@@ -11,8 +11,7 @@ from visalign.core.precision import float32
 
 
 def soft_plackett_luce(score: Tensor, reward: Tensor, *, tau: float = 0.05) -> Tensor:
-    """Rank the samples of a prompt by their rewards, stage by stage, with soft targets: a loss per prompt
-    [P].
+    """Rank the samples of a prompt by their rewards, stage by stage, with soft targets: a loss per prompt [P].
 
     With the samples sorted by reward, best first: ℓ = Σ_{i<k} [ln Σ_{j≥i} e^{s_j} − Σ_{j≥i} q_i(j) s_j], q_i
     = softmax(R_{≥i}/τ). For two samples and τ → 0 this is −ln σ(s_best − s_worst), Diffusion-DPO's. Its
@@ -39,8 +38,7 @@ def soft_plackett_luce(score: Tensor, reward: Tensor, *, tau: float = 0.05) -> T
 def gdro_loss(
     error: Tensor, ref_error: Tensor, reward: Tensor, *, beta: float, gamma: float, tau: float = 0.05
 ) -> Tensor:
-    """GDRO: rank stored samples by how much better than the reference the policy denoises them; loss per
-    prompt [P].
+    """GDRO: rank stored samples by how much better than the reference the policy denoises them; loss per prompt [P].
 
     ℓ = the soft ranking of s = −β (e − e_ref) against R, plus γ e of the best sample; e [P, K] is the
     flow-matching error ‖v − v_θ‖² at one noise level, with one noise for both. Offline: nothing is sampled,

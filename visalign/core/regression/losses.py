@@ -124,11 +124,10 @@ def matching_error(
 ) -> Tensor:
     """The pretraining loss at one noise level, whose negative stands in for log π(x0).
 
-    With m = mean |v − u|²: uniform m; t σ m; x0 σ² m = mean |x̂0 − x0|²; epsilon (1 − σ)² m = mean |ε̂ − ε|²;
-    v ((1 − σ)² + σ²) m, the error of v-prediction; huber σ (√(m + 1e-10) − 1e-5); ghuber, with p = `power`, σ
-    ((m + 1e-10)^p − 1e-10^p)/p; adaptive mean |x̂0 − x0|² / sg(mean |x̂0 − x0|). AWM, arXiv 2509.25050
-    (uniform to ghuber, but for epsilon and v); V-GRPO, arXiv 2604.23380, eq. 14 (adaptive); Diffusion-DPO,
-    arXiv 2311.12908 (epsilon).
+    With m = mean |v − u|²: uniform m; t σ m; x0 σ² m = mean |x̂0 − x0|²; epsilon (1 − σ)² m = mean |ε̂ − ε|²; v ((1 −
+    σ)² + σ²) m, the error of v-prediction; huber σ (√(m + 1e-10) − 1e-5); ghuber, with p = `power`, σ ((m + 1e-10)^p −
+    1e-10^p)/p; adaptive mean |x̂0 − x0|² / sg(mean |x̂0 − x0|). AWM, arXiv 2509.25050 (uniform to ghuber, but for
+    epsilon and v); V-GRPO, arXiv 2604.23380, eq. 14 (adaptive); Diffusion-DPO, arXiv 2311.12908 (epsilon).
     """
     difference = float32(v) - target.detach()
     m = _mean(difference.square())

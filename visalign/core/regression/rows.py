@@ -163,9 +163,8 @@ class Regression:
     kl_until: int | None = None
     """Iteration from which the reference is not asked, k falling linearly to 0 until it; None: it stays."""
     reference_guidance: float | None = None
-    """Guidance scale w of the reference and of experts, v_ref = v(∅) + w (v(prompt) − v(∅)), so that a policy
-    that samples without guidance is drawn to what guidance gives (`kl_cfg` of CRD's code); None: the
-    policy's own."""
+    """Guidance scale w of the reference and of experts, v_ref = v(∅) + w (v(prompt) − v(∅)), so that a policy that
+    samples without guidance is drawn to what guidance gives (`kl_cfg` of CRD's code); None: the policy's own."""
 
     def __post_init__(self) -> None:
         for name in ("old_decay", "level_range"):
@@ -288,8 +287,7 @@ RULES: tuple[tuple[Callable[[Regression], bool], str], ...] = (
     ),
     (
         lambda r: r.reference_guidance is not None and not (r.asks_reference or r.anchor == "expert"),
-        "reference_guidance is set, and nothing leans on the reference. Set kl, e.g. kl=1, or "
-        "anchor='reference'.",
+        "reference_guidance is set, and nothing leans on the reference. Set kl, e.g. kl=1, or anchor='reference'.",
     ),
     (
         lambda r: (
@@ -307,14 +305,12 @@ RULES: tuple[tuple[Callable[[Regression], bool], str], ...] = (
     ),
     (
         lambda r: r.kl_until is not None and (r.kl_until < 1 or not r.kl),
-        "kl_until is {kl_until} with kl={kl}; it is an iteration, at least 1, until which a kl above 0 "
-        "falls.",
+        "kl_until is {kl_until} with kl={kl}; it is an iteration, at least 1, until which a kl above 0 falls.",
     ),
     (lambda r: not 0 <= r.kl < float("inf"), "kl is {kl}; it must be at least 0 (0 is off)."),
     (
         lambda r: len(r.old_decay) != 3 or not 0 <= r.old_decay[2] < 1 or min(r.old_decay) < 0,
-        "old_decay is {old_decay}; give [start, slope, end], none below 0 and the end below 1, e.g. "
-        "[0, 0.001, 0.5].",
+        "old_decay is {old_decay}; give [start, slope, end], none below 0 and the end below 1, e.g. [0, 0.001, 0.5].",
     ),
     (
         lambda r: len(r.level_range) != 2 or not 0 <= r.level_range[0] < r.level_range[1] <= 1,

@@ -17,14 +17,11 @@ def soft_clip(advantage: Tensor, bound: float) -> Tensor:
     return bound * torch.tanh(advantage / bound)
 
 
-def tilted_weights(
-    reward: Tensor, group: Labels, *, temperature: float = 1.0, valid: Tensor | None = None
-) -> Tensor:
+def tilted_weights(reward: Tensor, group: Labels, *, temperature: float = 1.0, valid: Tensor | None = None) -> Tensor:
     """Reward-weighted regression, w_i = n softmax_group(z_i/τ), z the group's z-score.
 
-    [B] of mean 1 over a group's n samples; 0 where missing and in groups of equal rewards, which say nothing.
-    τ is in standard deviations of the group. Lee et al., arXiv 2302.12192; exponential weights: Fan et al.,
-    arXiv 2502.06061.
+    [B] of mean 1 over a group's n samples; 0 where missing and in groups of equal rewards, which say nothing. τ is in
+    standard deviations of the group. Lee et al., arXiv 2302.12192; exponential weights: Fan et al., arXiv 2502.06061.
     """
 
     z = group_advantages(reward.double(), group, ddof=0, valid=valid)

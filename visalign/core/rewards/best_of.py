@@ -89,9 +89,7 @@ def _log_miss(n: Tensor, c: Tensor, k: Tensor) -> Tensor:
     in closed form before anything is rounded; few leftovers d = n − c − k need no such care.
     """
     a, b, d = n - c, n - k, n - c - k
-    exact = (
-        torch.lgamma(a + 1) - torch.lgamma(n + 1) + (torch.lgamma(b + 1) - torch.lgamma(d.clamp(min=0) + 1))
-    )
+    exact = torch.lgamma(a + 1) - torch.lgamma(n + 1) + (torch.lgamma(b + 1) - torch.lgamma(d.clamp(min=0) + 1))
     joined = -(n + 0.5) * torch.log1p(-c * k / (a * b)) - c * torch.log1p(k / d) - k * torch.log1p(c / d)
     rest = (_stirling_rest(a) - _stirling_rest(n)) + (_stirling_rest(b) - _stirling_rest(d))
     return torch.where(d < 0, float("-inf"), torch.where(d >= STIRLING_FROM, joined + rest, exact))

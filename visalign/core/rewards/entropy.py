@@ -40,8 +40,7 @@ def phase_entropy_reward(
 def window_entropy(entropy: Tensor, weight: Tensor, *, window: int = 4) -> tuple[Tensor, Tensor]:
     """Average the entropy [B, T] of every `window` consecutive present tokens of a row.
 
-    Returns the means [B, T] float64 by the window's beginning, and bool [B, T], whether there is such a
-    window.
+    Returns the means [B, T] float64 by the window's beginning, and bool [B, T], whether there is such a window.
 
     ARES, arXiv 2510.08457. Its window was not found; 4 is ours.
     """

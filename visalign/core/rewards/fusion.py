@@ -40,9 +40,7 @@ def reward_fusion(
     smallest and the largest reward that enters; without neighbours it is R_b exactly. The neighbours are an
     argument: the released code changes its pool while it scores, which makes scores depend on their order.
     """
-    check_axes(
-        reward=(reward, "B"), neighbour_reward=(neighbour_reward, "B M"), similarity=(similarity, "B M")
-    )
+    check_axes(reward=(reward, "B"), neighbour_reward=(neighbour_reward, "B M"), similarity=(similarity, "B M"))
     present = torch.isfinite(neighbour_reward)
     weight = neighbour_weights(similarity, present, threshold=threshold, top=top)
     value = float32(reward).detach()

@@ -40,10 +40,9 @@ def jepo_credit(log_likelihood: Tensor, group: Labels) -> tuple[Tensor, Tensor]:
     """Compute the group's log mean likelihood, and what each sample adds to it (JEPO).
 
     bound = log mean_j exp ℓ_j over the group; credit_i = bound − log mean_{j≠i} exp ℓ_j, the advantage, for
-    `log_likelihood` [B] ℓ_i = log π(a* | prompt, z_i) in nats. One sample that explains the answer earns
-    nearly all of it. Returns (bound [B], NaN for a group without members; credit [B], 0 where missing, alone
-    in the group, or all are equal). Likelihood-based reward designs, arXiv 2602.03979 (JEPO with
-    leave-one-out).
+    `log_likelihood` [B] ℓ_i = log π(a* | prompt, z_i) in nats. One sample that explains the answer earns nearly all of
+    it. Returns (bound [B], NaN for a group without members; credit [B], 0 where missing, alone in the group, or all
+    are equal). Likelihood-based reward designs, arXiv 2602.03979 (JEPO with leave-one-out).
     """
     check_axes(log_likelihood=(log_likelihood, "B"))
     size = log_likelihood.shape[0]

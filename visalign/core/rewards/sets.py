@@ -30,11 +30,10 @@ def vendi_score(embedding: Tensor) -> Tensor:
 def frechet_distance(embedding: Tensor, reference: Tensor) -> Tensor:
     """Compute the squared Fréchet distance of two sets as Gaussians: |μ − μ_r|² + tr(Σ + Σ_r − 2 (Σ Σ_r)^½).
 
-    Sets [..., n, d] against one `reference` [m, d], [...] float64. With Σ = AᵀA and Σ_r = BᵀB the trace of
-    the root is the sum of the singular values of A Bᵀ, which exists for sets of any size. Σ divides by n,
-    where programs for the FID divide by n − 1, as a set may lose all but one of its samples here. A small set
-    has too small a Σ: compare only sets of one size. Heusel et al., FID, arXiv 1706.08500, eq. 6; Dowson and
-    Landau 1982.
+    Sets [..., n, d] against one `reference` [m, d], [...] float64. With Σ = AᵀA and Σ_r = BᵀB the trace of the root is
+    the sum of the singular values of A Bᵀ, which exists for sets of any size. Σ divides by n, where programs for the
+    FID divide by n − 1, as a set may lose all but one of its samples here. A small set has too small a Σ: compare only
+    sets of one size. Heusel et al., FID, arXiv 1706.08500, eq. 6; Dowson and Landau 1982.
     """
     value = check_embeddings(embedding)
     return _to_gaussian(value, *_gaussian(reference, value.shape[-1]))

@@ -52,9 +52,7 @@ class ImplicitRewards:
     total: Tensor
 
 
-def implicit_step_rewards(
-    log_ratio: Tensor, weight: Tensor | None = None, *, beta: float = 0.05
-) -> ImplicitRewards:
+def implicit_step_rewards(log_ratio: Tensor, weight: Tensor | None = None, *, beta: float = 0.05) -> ImplicitRewards:
     """Read step rewards off a reward model that is a policy: r_t = β log(π_φ/π_ref)_t.
 
     `log_ratio` is log π_φ − log π_ref in nats; PRIME uses β = 0.05. Yuan et al., Free process rewards without
@@ -65,9 +63,7 @@ def implicit_step_rewards(
     return ImplicitRewards(step=step, prefix=step.cumsum(1), total=step.sum(1))
 
 
-def implicit_prm_loss(
-    log_ratio: Tensor, label: Tensor, weight: Tensor | None = None, *, beta: float = 0.05
-) -> Tensor:
+def implicit_prm_loss(log_ratio: Tensor, label: Tensor, weight: Tensor | None = None, *, beta: float = 0.05) -> Tensor:
     """Train the implicit reward model on outcomes: ℓ = −y ln σ(q) − (1 − y) ln σ(−q), q = β Σ_t w log r_t.
 
     `log_ratio` is log π_φ − log π_ref in nats, differentiable; `label` [B] is y in [0, 1], NaN if missing:
@@ -156,11 +152,10 @@ def turning_point_rewards(
 def branch_rewards(reward: Tensor, node: Tensor) -> Tensor:
     """Reward a step that samples share with the mean of their rewards: r_e = mean_{i ∈ e} R_i, [B, T].
 
-    `node` [B, T] holds integers in [0, B), equal in a column where samples share the step. Standardised
-    within its group at each step, it is BranchGRPO's depth-wise advantage. The paper weighs the samples by
-    the probability of their paths; they were drawn by it already, and the plain mean, the default of its
-    released code, has E[R | step] for its expectation. Li et al., BranchGRPO, arXiv 2509.06040: reward
-    fusion.
+    `node` [B, T] holds integers in [0, B), equal in a column where samples share the step. Standardised within its
+    group at each step, it is BranchGRPO's depth-wise advantage. The paper weighs the samples by the probability of
+    their paths; they were drawn by it already, and the plain mean, the default of its released code, has E[R | step]
+    for its expectation. Li et al., BranchGRPO, arXiv 2509.06040: reward fusion.
     """
     check_axes(reward=(reward, "B"), node=(node, "B T"))
     value = float32(reward).detach()[:, None].expand(node.shape)

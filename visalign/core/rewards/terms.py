@@ -88,9 +88,7 @@ def penalty_kl_coefficient(
     return torch.where(measured > target * tolerance, old * factor, lowered)
 
 
-def constraint_multiplier(
-    multiplier: float | Tensor, value: float | Tensor, *, bound: float, rate: float
-) -> Tensor:
+def constraint_multiplier(multiplier: float | Tensor, value: float | Tensor, *, bound: float, rate: float) -> Tensor:
     """Ascend the dual of max R under C ≥ b: λ' = max(0, λ + η (b − C)), of the Lagrangian R + λ (C − b).
 
     `value` C is the measured mean of the constrained reward; NaN, not measured, leaves λ. Tessler et al.,

@@ -117,7 +117,5 @@ def rank_margin_loss(
         apart = r[later] - r[earlier]
         lead = (s[earlier] - s[later]) * apart
         counted = apart != 0 if mode == "paper" else torch.ones_like(apart, dtype=torch.bool)
-        losses.append(
-            average_pairs(margin_ranking_loss(lead, torch.zeros_like(lead), margin=margin), counted)
-        )
+        losses.append(average_pairs(margin_ranking_loss(lead, torch.zeros_like(lead), margin=margin), counted))
     return torch.stack(losses)

@@ -22,9 +22,7 @@ from visalign.core.checks import check_choice, check_same
 from visalign.core.groups.labels import Labels, group_index
 from visalign.core.precision import float32
 
-Mode = Literal[
-    "token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "dr_grpo", "token_sum", "group_token_mean"
-]
+Mode = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "dr_grpo", "token_sum", "group_token_mean"]
 
 MODES: dict[str, str] = {
     "token_mean": "Σ w ℓ / Σ w",
@@ -74,10 +72,9 @@ def count_step(
 ) -> Counts:
     """Count tokens, sequences and groups of one optimizer step, or of a part of it.
 
-    `weight` is [B, T], or [N] for single decisions. `length` is the L of "dr_grpo", in decisions, equal for
-    every part; T by default. `group` labels are for "group_token_mean". "drop" (verl) leaves rows and groups
-    without a present decision out of the average; "keep" (TRL) counts them as losses of zero. The papers
-    leave this open.
+    `weight` is [B, T], or [N] for single decisions. `length` is the L of "dr_grpo", in decisions, equal for every
+    part; T by default. `group` labels are for "group_token_mean". "drop" (verl) leaves rows and groups without a
+    present decision out of the average; "keep" (TRL) counts them as losses of zero. The papers leave this open.
     """
     check_choice("empty", empty, ("drop", "keep"))
     rows = _rows("weight", weight)
@@ -113,8 +110,7 @@ def row_tokens(weight: Tensor, group: Labels | None = None) -> Tensor:
 def aggregate(
     loss: Tensor, weight: Tensor, mode: Mode, counts: Counts, *, denominator: Tensor | None = None
 ) -> Tensor:
-    """Aggregate one micro-batch's losses to its exact share of the step's loss, a number, by a formula of
-    `MODES`.
+    """Aggregate one micro-batch's losses to its exact share of the step's loss, a number, by a formula of `MODES`.
 
     `loss` is [B, T], or [N] for single decisions, e.g. (image, step) pairs; `counts` are of the whole step.
     `denominator` [B] from `row_tokens` is required by "group_token_mean", and by "seq_mean_token_mean" if a

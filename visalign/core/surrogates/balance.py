@@ -27,10 +27,9 @@ def flow_balance(
 ) -> Tensor:
     """Compute FlowRL's trajectory balance: match π to π_ref e^{βR}/Z instead of maximizing R.
 
-    ℓ_i = sg[ω_i] δ_i², δ_i = log Z(x_i) + (1/n_i) Σ_t log π − β R_i − (1/n_i) Σ_t log π_ref,
-    ω_i = clip(r_i, 1 − ε_low, 1 + ε_high), constant along T. The released code computes the clipped weight
-    and uses the unclipped one (here ε_low = 1, ε_high = ∞). Without a ratio and with length_normalised=False
-    it is plain trajectory balance.
+    ℓ_i = sg[ω_i] δ_i², δ_i = log Z(x_i) + (1/n_i) Σ_t log π − β R_i − (1/n_i) Σ_t log π_ref, ω_i = clip(r_i, 1 −
+    ε_low, 1 + ε_high), constant along T. The released code computes the clipped weight and uses the unclipped one
+    (here ε_low = 1, ε_high = ∞). Without a ratio and with length_normalised=False it is plain trajectory balance.
 
     Args:
         log_prob: [B, T] log π of whole sequences.
@@ -64,10 +63,9 @@ def dro(
 ) -> Tensor:
     """Compute direct reward optimization: policy gradient with a quadratic pull to the rollout policy.
 
-    ℓ = −(A log π − (β/2)(log r)²). Up to a constant and the factor β this is the squared residual ½ (A − β
-    log r)², smallest at log r = A/β. The paper uses whole sequences and A = R − V: pass sums over the
-    sequence as [B]. Public trainers apply it per token. Richemond et al., DRO, arXiv 2405.19107, eq. 4; Kimi
-    k1.5, arXiv 2501.12599.
+    ℓ = −(A log π − (β/2)(log r)²). Up to a constant and the factor β this is the squared residual ½ (A − β log r)²,
+    smallest at log r = A/β. The paper uses whole sequences and A = R − V: pass sums over the sequence as [B]. Public
+    trainers apply it per token. Richemond et al., DRO, arXiv 2405.19107, eq. 4; Kimi k1.5, arXiv 2501.12599.
     """
     score, gain = surrogate_inputs(log_prob, advantage)
     shift, _ = surrogate_inputs(log_ratio, advantage)

@@ -52,8 +52,7 @@ def kl_estimate(
     log_ratio: Tensor | None = None,
     weight: Tensor | None = None,
 ) -> Tensor:
-    """Estimate KL(π‖π_ref) from sampled decisions, nats: k(d), or r k(d) for decisions sampled from π_old, r
-    live.
+    """Estimate KL(π‖π_ref) from sampled decisions, nats: k(d), or r k(d) for decisions sampled from π_old, r live.
 
     For metrics, rewards and parity. As a loss its gradient is the last column of the module's table: use
     `kl_penalty` there. Schulman, Approximating KL divergence, 2020 (k1, k2, k3); Shao et al., DeepSeekMath,
@@ -75,8 +74,7 @@ def kl_penalty(
     log_ratio: Tensor | None = None,
     weight: Tensor | None = None,
 ) -> Tensor:
-    """Compute a KL loss term, to be multiplied by β, with the value of one estimator and the gradient of
-    another.
+    """Compute a KL loss term, to be multiplied by β, with the value of one estimator and the gradient of another.
 
     ℓ = r [k_value(d) + k'_gradient(d) (d − sg d)], where d − sg d is 0 with gradient ∇log π, and r =
     sg(π/π_old), 1 without `log_ratio`. The default reports the unbiased k3 and follows ∇KL(π‖π_ref), on
@@ -104,8 +102,7 @@ def kl_penalty(
 def categorical_kl(
     logits: Tensor, ref_logits: Tensor, *, direction: Direction = "reverse", weight: Tensor | None = None
 ) -> Tensor:
-    """Compute the exact KL [*N] of two categorical distributions over a whole vocabulary, from logits [*N,
-    V].
+    """Compute the exact KL [*N] of two categorical distributions over a whole vocabulary, from logits [*N, V].
 
     "reverse": KL(π‖π_ref) = Σ_v π_v (log π_v − log π_ref,v); "forward": KL(π_ref‖π). No sampling noise. A few
     [*N, V] float32 tensors are alive at once. A logit of −∞ is probability 0: it adds 0 in the first
@@ -126,11 +123,8 @@ def categorical_kl(
     return result if weight is None else torch.where(weight != 0, result, 0.0)
 
 
-def gaussian_kl(
-    mean: Tensor, mean_ref: Tensor, std: Tensor, *, log_prob_reduction: LogProbReduction
-) -> Tensor:
-    """Compute the exact KL(N(μ, std²) ‖ N(μ_ref, std²)) = Σ_d (μ_d − μ_ref,d)²/(2 std²), over D for "mean";
-    [*N] nats.
+def gaussian_kl(mean: Tensor, mean_ref: Tensor, std: Tensor, *, log_prob_reduction: LogProbReduction) -> Tensor:
+    """Compute the exact KL(N(μ, std²) ‖ N(μ_ref, std²)) = Σ_d (μ_d − μ_ref,d)²/(2 std²), over D for "mean"; [*N] nats.
 
     Means are [*N, *event]; std [*N] is the total standard deviation of the step, with the √(−dt), detached.
     `log_prob_reduction`, as in the log-prob, sets the scale of β. Published code often leaves √(−dt) out of
@@ -144,8 +138,7 @@ def gaussian_kl(
 
 
 def velocity_kl(velocity: Tensor, velocity_ref: Tensor) -> Tensor:
-    """Compute mean_d (v_d − v_ref,d)² [N] of velocities [N, *event], the Gaussian KL of a step without its σ
-    and dt.
+    """Compute mean_d (v_d − v_ref,d)² [N] of velocities [N, *event], the Gaussian KL of a step without its σ and dt.
 
     Zheng et al., DiffusionNFT, arXiv 2509.16117 (the KL loss of its code).
     """

@@ -53,16 +53,14 @@ def importance_weights(
 
 
 def off_policy_mask(log_ratio: Tensor, advantage: Tensor, weight: Tensor, *, delta: float) -> Tensor:
-    """Mask bad sequences that the current policy is unlikely to generate: what to keep, in the advantage's
-    shape.
+    """Mask bad sequences that the current policy is unlikely to generate: what to keep, in the advantage's shape.
 
     M_i = 0 where A < 0 and −(1/n_i) Σ_t log r_it > δ (nats per decision), else 1, r = π/μ of the rollout.
     DeepSeek-V3.2, arXiv 2512.02556, off-policy sequence masking.
     """
     if advantage.shape not in (log_ratio.shape, log_ratio.shape[:1]):
         raise ValueError(
-            f"advantage must be [B] or [B, T] for log_ratio {tuple(log_ratio.shape)}; got "
-            f"{tuple(advantage.shape)}."
+            f"advantage must be [B] or [B, T] for log_ratio {tuple(log_ratio.shape)}; got {tuple(advantage.shape)}."
         )
     log_r = ratio_level(log_ratio.detach(), weight, "token")
     scale = weight.to(log_r.dtype)

@@ -30,9 +30,7 @@ LEVELS: dict[str, str] = {
 sequence_token."""
 
 
-def gaussian_log_prob(
-    x: Tensor, mean: Tensor, std: Tensor, *, log_prob_reduction: LogProbReduction
-) -> Tensor:
+def gaussian_log_prob(x: Tensor, mean: Tensor, std: Tensor, *, log_prob_reduction: LogProbReduction) -> Tensor:
     """Compute the log-density [*N] of a Gaussian with one standard deviation per decision.
 
     log p = Σ_d [−(x_d − μ_d)²/(2 std²) − log std − ½ log 2π], divided by D for "mean". x and μ are [*N,

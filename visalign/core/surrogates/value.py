@@ -59,8 +59,7 @@ def soft_minimum(values: Tensor, *, temperature: float = 0.3) -> Tensor:
 
 
 def explained_variance(values: Tensor, returns: Tensor, weight: Tensor | None = None) -> Tensor:
-    """Compute the explained variance of the returns, 1 − Var(R − V)/Var(R), in float64; a number without
-    gradient.
+    """Compute the explained variance of the returns, 1 − Var(R − V)/Var(R), in float64; a number without gradient.
 
     1 is perfect, 0 no better than a constant, below 0 worse; NaN if the returns do not vary or none is
     present. Decisions count once, whatever their weight.

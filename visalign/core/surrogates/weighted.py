@@ -84,9 +84,7 @@ def vespo(
 
     φ is `gamma_weight`. Shen et al., arXiv 2602.10693.
     """
-    kernel = gamma_weight(
-        log_ratio, advantage, k_pos=k_pos, lambda_pos=lambda_pos, k_neg=k_neg, lambda_neg=lambda_neg
-    )
+    kernel = gamma_weight(log_ratio, advantage, k_pos=k_pos, lambda_pos=lambda_pos, k_neg=k_neg, lambda_neg=lambda_neg)
     return _weighted(log_prob, advantage, kernel, weight)
 
 
@@ -103,14 +101,12 @@ def dppo(
 ) -> Tensor:
     """Compute DPPO: a policy gradient with a trust region in the divergence instead of the ratio.
 
-    ℓ = −M min(r, cap) A, with gradient −M min(r, cap) A ∇log π. M = 0 where the policy has already moved in
-    the direction of A (r > 1 for A > 0, r < 1 for A < 0) and D exceeds `limit_high` or `limit_low`, else 1.
-    With log_prob the value is that of the released code, −M sg[min(r, cap)] A log π; the gradient is the
-    same.
+    ℓ = −M min(r, cap) A, with gradient −M min(r, cap) A ∇log π. M = 0 where the policy has already moved in the
+    direction of A (r > 1 for A > 0, r < 1 for A < 0) and D exceeds `limit_high` or `limit_low`, else 1. With log_prob
+    the value is that of the released code, −M sg[min(r, cap)] A log π; the gradient is the same.
 
-    `divergence` is D(π_old, π), detached: of tokens `binary_tv` or `binary_kl`, of denoising steps
-    `gaussian_kl`, which gives Flow-DPPO. Qi et al., DPPO, arXiv 2602.04879; Flow-DPPO, arXiv 2606.11025 (one
-    limit, no cap).
+    `divergence` is D(π_old, π), detached: of tokens `binary_tv` or `binary_kl`, of denoising steps `gaussian_kl`,
+    which gives Flow-DPPO. Qi et al., DPPO, arXiv 2602.04879; Flow-DPPO, arXiv 2606.11025 (one limit, no cap).
     """
     check_same(divergence=divergence, log_ratio=log_ratio)
     log_r, gain = surrogate_inputs(log_ratio, advantage)

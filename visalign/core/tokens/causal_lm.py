@@ -24,8 +24,7 @@ def token_log_probs(
     soft_cap: float | None = None,
     **inputs: Any,
 ) -> LogProbEntropy:
-    """Compute log π(id_t | id_<t) and entropy [B, T] of each token of a batch, aligned with the ids,
-    differentiable.
+    """Compute log π(id_t | id_<t) and entropy [B, T] of each token of a batch, aligned with the ids, differentiable.
 
     The logits before a token, z_{t−1}, are its distribution: log p = log softmax(z_{t−1}/τ)[id_t]. They are
     held for all present tokens; if they do not fit, give the last hidden states to `fused_log_prob_entropy`.

@@ -40,9 +40,7 @@ def covariance_statistics(log_prob: Tensor, advantage: Tensor, weight: Tensor) -
     return CovarianceStatistics(mean_log_prob, mean_advantage, weighted_mean(product, share))
 
 
-def token_covariance(
-    log_prob: Tensor, advantage: Tensor, weight: Tensor, statistics: CovarianceStatistics
-) -> Tensor:
+def token_covariance(log_prob: Tensor, advantage: Tensor, weight: Tensor, statistics: CovarianceStatistics) -> Tensor:
     """Compute one decision's part in the covariance: cov_t = (A_t − Ā)(log π_t − mean log π); 0 where absent.
 
     Cui et al., arXiv 2505.22617, section 4. Deviation from the released code: its means are a micro-batch's.

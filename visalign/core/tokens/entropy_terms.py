@@ -88,9 +88,7 @@ def anchored_entropy_loss(
     return coefficient * gap * (gap + 2 * (value - value.detach()))
 
 
-def entropy_band_penalty(
-    entropy: Tensor, weight: Tensor, low: float | Tensor, high: float | Tensor
-) -> Tensor:
+def entropy_band_penalty(entropy: Tensor, weight: Tensor, low: float | Tensor, high: float | Tensor) -> Tensor:
     """Penalise a sample's mean entropy outside its band (EPO's smoothing as a hinge).
 
     pen_i = max(0, H̄_i − high) + max(0, low − H̄_i), H̄_i = Σ_t w H/Σ_t w; gradient ±∂H̄_i outside, 0 inside.

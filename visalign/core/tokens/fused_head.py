@@ -139,9 +139,7 @@ class _FusedHead(torch.autograd.Function):
         hidden, weight, bias, target, index, top, total, entropy = ctx.saved_tensors
         if grad_log_prob is None and grad_entropy is None:
             return (None,) * 7
-        pull, push = (
-            grad if grad is None or index is None else grad[index] for grad in (grad_log_prob, grad_entropy)
-        )
+        pull, push = (grad if grad is None or index is None else grad[index] for grad in (grad_log_prob, grad_entropy))
         pull = torch.zeros_like(top) if pull is None else pull
         live = pull != 0 if push is None else (pull != 0) | (push != 0)
         live_rows = live.nonzero()[:, 0]
@@ -188,9 +186,7 @@ def _check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
 def _check_target(target: Tensor, weight: Tensor | None, shape: torch.Size, count: int) -> None:
     for name, tensor in (("target", target), ("weight", weight)):
         if tensor is not None and tensor.shape != shape:
-            raise ValueError(
-                f"{name} must have one entry per token, {tuple(shape)}; got {tuple(tensor.shape)}."
-            )
+            raise ValueError(f"{name} must have one entry per token, {tuple(shape)}; got {tuple(tensor.shape)}.")
     outside = (target < 0) | (target >= count)
     if weight is not None:
         outside &= weight != 0

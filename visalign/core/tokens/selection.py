@@ -104,9 +104,7 @@ class KlCovThresholds:
     covariance: Tensor
 
 
-def kl_cov_thresholds(
-    log_prob: Tensor, advantage: Tensor, weight: Tensor, *, ratio: float = 2e-3
-) -> KlCovThresholds:
+def kl_cov_thresholds(log_prob: Tensor, advantage: Tensor, weight: Tensor, *, ratio: float = 2e-3) -> KlCovThresholds:
     """Find the covariance that the top ⌊k N⌋ tokens reach (at least one token, unless k is 0, as released).
 
     `log_prob` is that of the whole step, under the policy at its beginning; `ratio` is k in [0, 1], 2e-3 for

@@ -97,9 +97,7 @@ def clip_v_thresholds(
     return torch.maximum(bound, -kth_smallest(-value, candidate, count + 1))
 
 
-def clip_v_keep(
-    score: Tensor, expected: Tensor, advantage: Tensor, weight: Tensor, thresholds: Tensor
-) -> Tensor:
+def clip_v_keep(score: Tensor, expected: Tensor, advantage: Tensor, weight: Tensor, thresholds: Tensor) -> Tensor:
     """Drop the tokens with A < 0 whose E_p[S] − S is above the threshold; arXiv 2602.03392 (Clip_V)."""
     check_same(score=score, expected=expected)
     value, gain, inside = token_terms(expected.double() - score.double(), advantage, weight)

@@ -21,9 +21,7 @@ from .statistics import present_decisions, token_terms
 Decay = Literal["linear", "exponential"]
 
 
-def steer_change(
-    log_prob: Tensor, old_log_prob: Tensor, entropy: Tensor, advantage: Tensor, weight: Tensor
-) -> Tensor:
+def steer_change(log_prob: Tensor, old_log_prob: Tensor, entropy: Tensor, advantage: Tensor, weight: Tensor) -> Tensor:
     """Compute the first-order entropy change of a token's update: Ω = (A/π_old) π (1 − π)(log π + H).
 
     NaN where a present number is missing. `old_log_prob` is under the rollout policy. STEER, arXiv
@@ -49,13 +47,10 @@ class SteerThresholds:
     decay: Tensor
 
 
-def steer_thresholds(
-    change: Tensor, weight: Tensor, *, w_min: float = 0.8, w_max: float = 1.2
-) -> SteerThresholds:
+def steer_thresholds(change: Tensor, weight: Tensor, *, w_min: float = 0.8, w_max: float = 1.2) -> SteerThresholds:
     """Take the range of |Ω| over the whole optimizer step.
 
-    `w_min` in (0, 1] is the smallest weight, `w_max` ≥ w_min the largest of the linear form; both 1 is no
-    weighting.
+    `w_min` in (0, 1] is the smallest weight, `w_max` ≥ w_min the largest of the linear form; both 1 is no weighting.
     """
     inside = present_decisions(change, weight)
     size = change.detach().double().abs()
@@ -70,9 +65,7 @@ def steer_thresholds(
     )
 
 
-def steer_weights(
-    change: Tensor, weight: Tensor, thresholds: SteerThresholds, *, decay: Decay = "linear"
-) -> Tensor:
+def steer_weights(change: Tensor, weight: Tensor, thresholds: SteerThresholds, *, decay: Decay = "linear") -> Tensor:
     """Weigh a token the less, the more it moves the entropy, in either direction.
 
     linear: w = w_max − (w_max − w_min)(|Ω| − min)/(max − min), and 1 when all |Ω| are equal; exponential: w =

@@ -28,9 +28,7 @@ class Finding:
     message: str
 
 
-def check_preferences(
-    pairs: PreferenceSet, *, files: bool = True, judge_sees_sides: bool = False
-) -> list[Finding]:
+def check_preferences(pairs: PreferenceSet, *, files: bool = True, judge_sees_sides: bool = False) -> list[Finding]:
     """Refuse sets on which a number would mean nothing; report what else is odd.
 
     That is: winners all on one side (refused where `judge_sees_sides`, both images at once), repeated rows,
@@ -93,9 +91,7 @@ def shared_images(sets: Mapping[str, Iterable[str]]) -> list[tuple[Item, Item]]:
 
     Images in a Parquet file are compared by their place in it; one that was saved again is another.
     """
-    items = [
-        (reference, name) for name, references in sets.items() for reference in dict.fromkeys(references)
-    ]
+    items = [(reference, name) for name, references in sets.items() for reference in dict.fromkeys(references)]
     states = {reference: _file_state(reference) for reference, _ in items}
     if groups := _across_sets([(states[reference][0], (reference, name)) for reference, name in items]):
         return groups
@@ -108,9 +104,7 @@ def shared_images(sets: Mapping[str, Iterable[str]]) -> list[tuple[Item, Item]]:
 def refuse_shared_images(sets: Mapping[str, Iterable[str]], *, what: str) -> None:
     """Refuse sets that share an image; `what` says which, e.g. "of data.heldout are also in data.train"."""
     if shared := shared_images(sets):
-        names = [
-            f"'{one}' ({name}) is '{other}' ({other_name})" for (one, name), (other, other_name) in shared
-        ]
+        names = [f"'{one}' ({name}) is '{other}' ({other_name})" for (one, name), (other, other_name) in shared]
         raise UserError(
             f"{len(names)} images {what}: {listed(names)}. Training and test would share them. Take each out "
             "of one of them."
@@ -174,9 +168,7 @@ def _sum_votes(rows: list[PreferencePair]) -> PreferencePair:
     share = sum(sum(v) * row.label for v, row in zip(votes, rows, strict=True)) / (left + right + tie)
     summed = [ballot for row in rows for ballot in row.ballots]
     ballots = [(row.annotator, row.label) for row in rows if row.annotator is not None]
-    return replace(
-        rows[0], label=share, votes=(left, right, tie), annotator=None, ballots=(*summed, *ballots)
-    )
+    return replace(rows[0], label=share, votes=(left, right, tie), annotator=None, ballots=(*summed, *ballots))
 
 
 def _repeat_key(pair: PreferencePair) -> tuple[object, ...] | None:
@@ -200,9 +192,7 @@ def _refuse_leaks(items: Iterable[tuple[str, str | None]], what: str, remedy: st
     for key, split in items:
         if split is not None:
             splits.setdefault(key, set()).add(split)
-    if shared := [
-        f"'{key}' ({' and '.join(sorted(names))})" for key, names in splits.items() if len(names) > 1
-    ]:
+    if shared := [f"'{key}' ({' and '.join(sorted(names))})" for key, names in splits.items() if len(names) > 1]:
         raise UserError(f"{len(shared)} {what} are in more than one split: {listed(shared)}. {remedy}")
 
 

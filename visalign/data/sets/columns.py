@@ -96,9 +96,7 @@ def fill_images(number: int, row: Row) -> Row:
     return {"prompt": prompt} | {f"image_{s}": f"row {number}, {s}" for s in ("left", "right")} | row
 
 
-def read_pair(
-    row: Row, coding: Mapping[str, float] | str | None = None, folder: Path | None = None
-) -> PreferencePair:
+def read_pair(row: Row, coding: Mapping[str, float] | str | None = None, folder: Path | None = None) -> PreferencePair:
     """Read a pair from the columns that `load_preferences` names; numbers may be strings, as CSV has them.
 
     Relative image paths start at the folder; None leaves them as they are.
@@ -187,9 +185,7 @@ def _read_votes(row: Row) -> tuple[int, int, int] | None:
             return left, right, tie
     except (TypeError, ValueError, OverflowError):
         pass
-    raise UserError(
-        f"votes must be whole counts [left, right] or [left, right, tie], not all 0; got {votes!r}."
-    )
+    raise UserError(f"votes must be whole counts [left, right] or [left, right, tie], not all 0; got {votes!r}.")
 
 
 def _read_ballots(value: Any) -> tuple[tuple[str, float], ...]:

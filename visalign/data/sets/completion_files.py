@@ -43,8 +43,7 @@ def load_pairs(path: str | Path, *, unusable: str = "refuse") -> JudgedCompletio
         path: Its columns are prompt, chosen, rejected; or prompt, completion, reward, where the best and
             the worst completion to each prompt become a pair, and prompts whose rewards are all equal give
             none. A prompt is a text or a list of messages, a completion a text or a list of one message.
-        unusable: A pair of equal completions, or with an empty one, is an error ("refuse") or left out
-            ("drop").
+        unusable: A pair of equal completions, or with an empty one, is an error ("refuse") or left out ("drop").
     """
     rows = _read(path, PAIR, "pairs")
     is_scored = PAIR[0] not in rows[0][1]

@@ -27,9 +27,7 @@ VOTES = {"leftvote": 1.0, "rightvote": 0.0, "tievote": 0.5, "bothbad_vote": 0.5}
 Fields = Iterator[tuple[int, dict[str, Any]]]
 
 
-def load_layout(
-    layout: str, folder: str | Path, *, split: str = "test", limit: int | None = None
-) -> PreferenceSet:
+def load_layout(layout: str, folder: str | Path, *, split: str = "test", limit: int | None = None) -> PreferenceSet:
     """Load at most `limit` pairs of a published set in its folder layout, a key of `PAIR_LAYOUTS`."""
     rows = list(islice(PAIR_LAYOUTS[layout](Path(folder), split), limit))
     if not rows:
@@ -37,9 +35,7 @@ def load_layout(
     pairs = [PreferencePair(split=split, **fields) for _, fields in rows]
     if layout == "hpdv3":
         pairs = [mix_sides(pair) for pair in pairs]
-    return PreferenceSet(
-        name=f"{layout}-{split}", pairs=tuple(pairs), rows=tuple(number for number, _ in rows)
-    )
+    return PreferenceSet(name=f"{layout}-{split}", pairs=tuple(pairs), rows=tuple(number for number, _ in rows))
 
 
 def load_quality_layout(
@@ -63,9 +59,8 @@ def load_quality_layout(
 def hpdv2(folder: Path, split: str) -> Fields:
     """Read HPDv2: `{split}.json` next to a folder `{split}/` of images.
 
-    train: one choice per row (`human_preference`, 1 for the chosen image). test: a ranking per prompt
-    (`rank`, 1 is best), with those of the annotators in `raw_annotations`; each of its pairs is a record
-    with their votes.
+    train: one choice per row (`human_preference`, 1 for the chosen image). test: a ranking per prompt (`rank`, 1 is
+    best), with those of the annotators in `raw_annotations`; each of its pairs is a record with their votes.
 
     Source: Wu et al., arXiv 2306.09341; columns as in its README and in its files.
     """
@@ -118,9 +113,7 @@ def pick_a_pic(folder: Path, split: str) -> Fields:
     )  # fmt: skip
     for path in _parquet_files(folder, split, "Pick-a-Pic"):
         has_images = {"jpg_0", "jpg_1"} <= set(pyarrow.parquet.read_schema(path).names)
-        needed = (
-            ("caption", "label_0") if has_images else ("caption", "label_0", "image_0_url", "image_1_url")
-        )
+        needed = ("caption", "label_0") if has_images else ("caption", "label_0", "image_0_url", "image_1_url")
         for number, row in _rows(path, needed, "Pick-a-Pic", columns):
             if row.get("has_label") is False:
                 continue
@@ -175,9 +168,7 @@ def genai_bench(folder: Path, split: str) -> Fields:
         for number, row in _rows(path, ("prompt", "vote_type"), "GenAI-Bench", columns):
             vote = row["vote_type"]
             if vote not in VOTES:
-                raise UserError(
-                    f"Row {number} of '{path}': vote_type is {vote!r}; allowed: {', '.join(VOTES)}."
-                )
+                raise UserError(f"Row {number} of '{path}': vote_type is {vote!r}; allowed: {', '.join(VOTES)}.")
             images = [parquet_reference(path, f"{side}_image", number - 1) for side in ("left", "right")]
             models = (row.get("left_model"), row.get("right_model"))
             yield number, _pair(row["prompt"], images, VOTES[vote], models, extra={"vote_type": vote})
@@ -279,16 +270,12 @@ def _annotation_file(folder: Path, names: Sequence[str], dataset: str) -> Path:
 
 def _parquet_files(folder: Path, split: str, dataset: str) -> list[Path]:
     files = [
-        path
-        for inner_folder in (folder, folder / "data")
-        for path in sorted(inner_folder.glob(f"{split}*.parquet"))
+        path for inner_folder in (folder, folder / "data") for path in sorted(inner_folder.glob(f"{split}*.parquet"))
     ]
     return files or [_annotation_file(folder, [f"{split}*.parquet"], dataset)]
 
 
-def _rows(
-    path: Path, needed: Sequence[str], purpose: str, columns: Sequence[str] | None = None
-) -> NumberedRows:
+def _rows(path: Path, needed: Sequence[str], purpose: str, columns: Sequence[str] | None = None) -> NumberedRows:
     """Read the rows of an annotation file, each of which must have the columns needed."""
     for number, row in read_rows(path, columns=columns):
         require_columns(path, row, needed, purpose=purpose)

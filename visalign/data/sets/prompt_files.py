@@ -146,11 +146,9 @@ def load_prompts(source: str | Path, *, edits: Edits = "none", several: bool = T
 
 
 def check_sources(records: Iterable[tuple[str, Record]], *, needed: bool, several: bool, remedy: str) -> None:
-    """Refuse the first record whose source is no image, or with `several` no list of images, that can be
-    read.
+    """Refuse the first record whose source is no image, or with `several` no list of images, that can be read.
 
-    Each record comes with the start of its message; `remedy` ends the message about a record without a
-    source.
+    Each record comes with the start of its message; `remedy` ends the message about a record without a source.
     """
     images: dict[str, str] = {}  # path -> where it is named
     for where, record in records:

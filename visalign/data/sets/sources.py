@@ -34,9 +34,8 @@ def load_source(
     """Load a preference or quality set, at most `limit` records, unchecked (`visalign.data.sets.checks`).
 
     Args:
-        source: A JSONL, JSON, CSV, TSV or Parquet file (`image_left` in it makes it a preference set, `mos` a
-            quality set); LAYOUT:FOLDER with a key of `PAIR_LAYOUTS` or `QUALITY_LAYOUTS`; or "shapes:pairs",
-            "shapes:quality".
+        source: A JSONL, JSON, CSV, TSV or Parquet file (`image_left` in it makes it a preference set, `mos` a quality
+            set); LAYOUT:FOLDER with a key of `PAIR_LAYOUTS` or `QUALITY_LAYOUTS`; or "shapes:pairs", "shapes:quality".
         split: Split to load; None means "test" for a layout of pairs, "heldout" for a generated set, and all
             of a file.
         limit: Largest number of records.
@@ -84,9 +83,8 @@ def load_quality(
 ) -> QualitySet:
     """Read a quality set, as `load_preferences` reads pairs; rows with different directions are refused.
 
-    Columns: `image`, `mos`; optional `std`, `prompt`, `generator`, `resolution`, `category`, `split`,
-    `reference`, and `higher_is_better` (equal in all rows; true where it is absent). Others are kept in
-    `extra`.
+    Columns: `image`, `mos`; optional `std`, `prompt`, `generator`, `resolution`, `category`, `split`, `reference`, and
+    `higher_is_better` (equal in all rows; true where it is absent). Others are kept in `extra`.
     """
     records = _read_file(path, "quality", split, limit, columns)
     assert isinstance(records, QualitySet)
@@ -170,9 +168,7 @@ def _read_set(
     for number, row in selected:
         filled = row if columns.has_images else fill_images(number, row)
         try:
-            records.append(
-                read_pair(filled, coding, folder) if kind == "pairs" else read_quality(filled, folder)
-            )
+            records.append(read_pair(filled, coding, folder) if kind == "pairs" else read_quality(filled, folder))
         except UserError as error:
             raise UserError(f"Row {number} of '{path}': {error}") from error
     numbers = tuple(number for number, _ in selected)

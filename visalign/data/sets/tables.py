@@ -39,9 +39,7 @@ def read_rows(path: str | Path, *, columns: Sequence[str] | None = None) -> Numb
     path = Path(path)
     reader = READERS.get(path.suffix.lower())
     if reader is None or not path.is_file():
-        raise UserError(
-            f"There is no table '{path}'. Give an existing file that ends in {', '.join(READERS)}."
-        )
+        raise UserError(f"There is no table '{path}'. Give an existing file that ends in {', '.join(READERS)}.")
     try:
         yield from reader(path, columns)
     except UnicodeDecodeError as error:

@@ -35,9 +35,7 @@ MAX_MISFIT = 0.35
 """Relative error of height plus width against the best ideal shape, above which the shape is UNKNOWN."""
 
 _CHROMA_SHARE = 0.42  # least share of a color's full chroma: about half-covered edge pixels
-_WHITE_FLOOR = (
-    138.0  # darkest channel of a white pixel: half-way between the lightest ground and shaded white
-)
+_WHITE_FLOOR = 138.0  # darkest channel of a white pixel: half-way between the lightest ground and shaded white
 _TEMPLATE = 24  # side of the grid on which masks are compared
 _AT_ONCE = 32  # images per pass, so few that intermediate results stay in the processor's cache
 
@@ -62,9 +60,7 @@ class Detection:
 
 def detect(images: Tensor | np.ndarray) -> list[list[Detection]]:
     """Detect the objects of each image, [B, 3, 64, 64] float in [0, 1] or uint8 [B, 64, 64, 3]."""
-    return [
-        objects for part in as_images(images).cpu().split(_AT_ONCE) for objects in _objects(label_map(part))
-    ]
+    return [objects for part in as_images(images).cpu().split(_AT_ONCE) for objects in _objects(label_map(part))]
 
 
 def as_images(images: Tensor | np.ndarray) -> Tensor:

@@ -29,9 +29,7 @@ class Neighbours:
         """Draw a neighbour with each word equally likely to change; any other prompt if there is none."""
         gaps = _gaps(record["prompt"])
         for index in rng.permutation(len(gaps)):
-            candidates = [
-                n for n in self._by_gap[gaps[index]] if self.records[n]["prompt"] != record["prompt"]
-            ]
+            candidates = [n for n in self._by_gap[gaps[index]] if self.records[n]["prompt"] != record["prompt"]]
             if candidates:
                 return self.records[candidates[int(rng.integers(len(candidates)))]]
         return self.records[int(rng.integers(len(self.records)))]

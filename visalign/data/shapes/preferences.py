@@ -200,9 +200,7 @@ class ShapesPreferences:
             poor, rich = sorted(rng.choice(len(STYLES), size=2, replace=False))
             first = sample_scene(record, rng, style=STYLES[rich])
             return first, sample_scene(record, rng, style=STYLES[poor])
-        first, second = (
-            sample_scene(record if rng.random() < 0.5 else self.near(record, rng), rng) for _ in range(2)
-        )
+        first, second = (sample_scene(record if rng.random() < 0.5 else self.near(record, rng), rng) for _ in range(2))
         return degraded(first, rng), degraded(second, rng)
 
 

@@ -120,9 +120,7 @@ def relations(subject: tuple[float, float], target: tuple[float, float]) -> set[
     norm = math.hypot(dx, dy)
     if norm == 0.0:
         return set()
-    return {
-        name for name, (ax, ay) in _RELATION_AXIS.items() if (dx * ax + dy * ay) / norm > POSITION_THRESHOLD
-    }
+    return {name for name, (ax, ay) in _RELATION_AXIS.items() if (dx * ax + dy * ay) / norm > POSITION_THRESHOLD}
 
 
 def size_word(radius: float) -> str:

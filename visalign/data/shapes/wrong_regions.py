@@ -57,9 +57,7 @@ def _repairs(scene: Scene, number: int, record: Record) -> Iterator[Scene]:
     yield with_one()
     for entry in record["include"]:
         radius = _RADIUS.get(entry.get("size", ""), item.radius)
-        yield with_one(
-            replace(item, shape=entry["class"], color=entry.get("color", item.color), radius=radius)
-        )
+        yield with_one(replace(item, shape=entry["class"], color=entry.get("color", item.color), radius=radius))
     if any("position" in entry for entry in record["include"]):
         for x, y in ((-_FAR, item.y), (_FAR, item.y), (item.x, -_FAR), (item.x, _FAR)):
             yield with_one(replace(item, x=x, y=y))

@@ -201,13 +201,7 @@ def _boxed(completion: str) -> tuple[str | None, str]:
 
 def _check(split: str, tasks: Sequence[str], levels: Sequence[int]) -> None:
     unknown = next((task for task in tasks if task not in KINDS), "")
-    if (
-        split not in ("train", "heldout")
-        or not tasks
-        or unknown
-        or not levels
-        or not set(levels) <= set(LEVELS)
-    ):
+    if split not in ("train", "heldout") or not tasks or unknown or not levels or not set(levels) <= set(LEVELS):
         raise UserError(
             f"split is {split!r}, tasks is {list(tasks)}, levels is {list(levels)}. "
             f"{suggestion(unknown, TASKS)}Allowed: train or heldout; some of {', '.join(TASKS)}; some of "

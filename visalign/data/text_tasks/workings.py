@@ -32,9 +32,7 @@ def _some(rng: Rng, choices: Sequence[Any]) -> Any:
     return choices[int(rng.integers(len(choices)))]
 
 
-def draw_operands(
-    *levels: Sequence[tuple[int, int]], descending: bool = False
-) -> Callable[[Rng, int], Problem]:
+def draw_operands(*levels: Sequence[tuple[int, int]], descending: bool = False) -> Callable[[Rng, int], Problem]:
     """Numbers within the bounds of a level; with `descending` the larger one first below level 3."""
 
     def draw(rng: Rng, level: int) -> Problem:
@@ -165,9 +163,9 @@ def sort_working(p: Problem, rng: Rng) -> Working:
     """The order written as a chain."""
     order = sorted(p[0])
     signs = ["<" if a < b else "=" for a, b in pairwise(order)]
-    return str(order[0]) + "".join(
-        f" {sign} {n}" for sign, n in zip(signs, order[1:], strict=True)
-    ) + ".", listed(order)
+    return str(order[0]) + "".join(f" {sign} {n}" for sign, n in zip(signs, order[1:], strict=True)) + ".", listed(
+        order
+    )
 
 
 def reverse_working(p: Problem, rng: Rng) -> Working:

@@ -111,9 +111,7 @@ class HeldoutResult:
             if len(change) > 1:
                 error = float(change.std(ddof=1)) / math.sqrt(len(change))
                 alike = (change == change[0]).all()
-                changes[label] = (
-                    float(np.sign(change[0])) * len(change) if alike else float(change.mean()) / error
-                )
+                changes[label] = float(np.sign(change[0])) * len(change) if alike else float(change.mean()) / error
         return changes
 
     def rows(self, tag: str) -> NDArray[np.bool_]:
@@ -224,9 +222,7 @@ def joined(parts: Sequence[HeldoutResult]) -> HeldoutResult:
         **{name: tuple(x for part in parts for x in getattr(part, name)) for name in _TEXTS},
         **{name: np.concatenate([getattr(part, name) for part in parts]) for name in _ARRAYS[:3]},
         scores={
-            name: np.concatenate(
-                [part.scores.get(name, np.full(len(part), np.nan, np.float32)) for part in parts]
-            )
+            name: np.concatenate([part.scores.get(name, np.full(len(part), np.nan, np.float32)) for part in parts])
             for name in names
         },
         units={name: unit for part in parts for name, unit in part.units.items()},

@@ -55,9 +55,8 @@ def evaluate_text(
 ) -> HeldoutResult:
     """Complete every record once per seed, and once greedily, and score the completions.
 
-    A completion does not depend on the other records. The reward labelled `correctness` gives the verdicts;
-    with `measures` the scores get `GREEDY`, `ANY`, `LENGTH` and `ENTROPY`. "tag" or "task" is a record's
-    category.
+    A completion does not depend on the other records. The reward labelled `correctness` gives the verdicts; with
+    `measures` the scores get `GREEDY`, `ANY`, `LENGTH` and `ENTROPY`. "tag" or "task" is a record's category.
     """
     check_evaluation(rewards, records, seeds, correctness)
     check_labels(rewards)
@@ -108,9 +107,7 @@ def _part_text(part: Mapping[str, Any]) -> str:
     return f"[{part['image']}]" if "image" in part else str(part.get("text", part))
 
 
-def _score(
-    name: str, reward: TextReward, rollout: TextRollout, metadata: Sequence[Mapping[str, Any]]
-) -> Scores:
+def _score(name: str, reward: TextReward, rollout: TextRollout, metadata: Sequence[Mapping[str, Any]]) -> Scores:
     """Return a reward's scores, invalid where a prompt was too long to be completed or a tool failed."""
     scores = reward.score(list(rollout.text), list(rollout.prompt), metadata)
     check_size(name, scores, len(metadata), "completions")
@@ -118,9 +115,7 @@ def _score(
         return scores
     reason, written = scores.reason or [None] * len(scores), rollout.generated.tolist()
     reason = [r if ok else "prompt too long" for r, ok in zip(reason, written, strict=True)]
-    return without_failed(
-        replace(scores, valid=scores.valid.cpu() & rollout.generated, reason=reason), rollout
-    )
+    return without_failed(replace(scores, valid=scores.valid.cpu() & rollout.generated, reason=reason), rollout)
 
 
 def _measures(

@@ -48,22 +48,16 @@ CURVES = (
     Curve(("heldout/accuracy",), "Held-out accuracy", "%", "held-out prompts, the same seeds each time"),
     _from_zero("reward_group_std", "Spread within groups", "reward", "standard deviation, mean"),
     Curve(("loss",), "Loss", "nats or reward", "mean over updates"),
-    Curve(
-        ("perplexity",), "Perplexity", "exp of nats per token", "of the demonstrations, before each update"
-    ),
+    Curve(("perplexity",), "Perplexity", "exp of nats per token", "of the demonstrations, before each update"),
     Curve(("rewards/accuracies",), "Pairs ranked correctly", "%", "by the implicit reward"),
     Curve(("heldout/rewards/accuracies",), "Held-out pairs ranked correctly", "%", "by the implicit reward"),
     Curve(("logps/chosen",), "Log-prob of chosen completions", "nats", "falls where both get unlikely"),
-    _from_zero(
-        "ratio_std", "Ratio spread", "root mean square of r − 1", "how far one iteration moves the policy"
-    ),
+    _from_zero("ratio_std", "Ratio spread", "root mean square of r − 1", "how far one iteration moves the policy"),
     _from_zero("clip_low clip_high", "Clip fraction", "%", "denoising steps or tokens cut at either bound"),
     _from_zero("kl", "KL to the reference", "nats", "distance from the starting model"),
     _from_zero("frac_reward_zero_std", "Samples without a signal", "%", "equal rewards within their group"),
     Curve(("diversity",), "Diversity within groups", "cosine distance or share", "of one prompt's samples"),
-    _from_zero(
-        "heldout/feature_distance", "Drift of held-out images", "cosine distance", "from before training"
-    ),
+    _from_zero("heldout/feature_distance", "Drift of held-out images", "cosine distance", "from before training"),
     _from_zero("heldout/feature_frechet", "Fréchet distance", "squared, of unit features", _HELDOUT_IMAGES),
     _from_zero("entropy", "Entropy", "nats", "per token, mean"),
     _from_zero("repetition", "Repetition", "share", "of runs of four tokens, mean"),
@@ -112,8 +106,7 @@ def panels(
     *,
     start: Mapping[str, float] | None = None,
 ) -> tuple[tuple[Panel, ...], str]:
-    """Draw every curve that has values; return its panels, and a sentence that names curves at zero all
-    along.
+    """Draw every curve that has values; return its panels, and a sentence that names curves at zero all along.
 
     Args:
         metrics: Rows of metrics.jsonl; a row without a key is skipped, null or a non-finite number leaves a

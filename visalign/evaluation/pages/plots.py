@@ -55,9 +55,7 @@ class Frame:
     def dots(self, points: Iterable[Point], name: str = "dot", radius: float = 3.5) -> str:
         """Draw circles of class `name` at the points with finite values."""
         centres = [self.place(x, y) for x, y in points if math.isfinite(y)]
-        return "".join(
-            f'<circle class="{name}" cx="{a:.1f}" cy="{b:.1f}" r="{radius:g}"/>' for a, b in centres
-        )
+        return "".join(f'<circle class="{name}" cx="{a:.1f}" cy="{b:.1f}" r="{radius:g}"/>' for a, b in centres)
 
     def bar(self, name: str, low: float, high: float, value: float) -> str:
         """Draw a bar of class `name` from `low` to `high`, from zero up to the value."""
@@ -178,8 +176,7 @@ def histogram_plot(histogram: Mapping[str, Any], unit: str, median: float) -> Ma
     frame = Frame(x=(edges[0], edges[-1]), y=(0, top), x_name=f"score, {unit}", y_name="images")
     bars = [frame.bar("bar", *entry) for entry in zip(edges[:-1], edges[1:], counts, strict=True)]
     alt = (
-        f"Histogram of {sum(counts):.0f} scores from {edges[0]:.4g} to {edges[-1]:.4g} in {unit}, "
-        f"median {median:.4g}."
+        f"Histogram of {sum(counts):.0f} scores from {edges[0]:.4g} to {edges[-1]:.4g} in {unit}, median {median:.4g}."
     )
     return frame.svg([*bars, frame.path("ideal", [(median, 0), (median, top)])], alt)
 
@@ -227,9 +224,7 @@ def heatmap_plot(labels: Sequence[str], cells: Sequence[Sequence[float | None]],
         for column, value in enumerate(values):
             x, correlation = left + column * size, math.nan if value is None else value
             kind = "itself" if row == column else "agrees" if correlation >= 0 else "parts"
-            opacity = (
-                1.0 if row == column else 0.06 + 0.5 * abs(correlation) if math.isfinite(correlation) else 0.0
-            )
+            opacity = 1.0 if row == column else 0.06 + 0.5 * abs(correlation) if math.isfinite(correlation) else 0.0
             position = f'x="{x + 1:.0f}" y="{y + 1:.0f}" width="{size - 2:.0f}" height="{size - 2:.0f}"'
             drawn.append(f'<rect class="cell {kind}" {position} fill-opacity="{opacity:.2f}"/>')
             if row != column:

@@ -147,9 +147,7 @@ def in_words(level: Mapping[str, Any], wanted: str) -> tuple[str, ...]:
 
 def worst_level(probe: Mapping[str, Any]) -> Mapping[str, Any]:
     """Find the level of the probe's verdict that is furthest on the wrong side."""
-    by = {"steady": "size", "same": "largest", "consistent": "share", "acyclic": "share"}.get(
-        probe["wanted"], "mean"
-    )
+    by = {"steady": "size", "same": "largest", "consistent": "share", "acyclic": "share"}.get(probe["wanted"], "mean")
     judged = [level for level in probe["levels"] if level.get(by) is not None]
     same = [level for level in judged if level["verdict"] == probe["verdict"]]
     return max(

@@ -24,9 +24,7 @@ def rank_page(result: Mapping[str, Any], images: Mapping[str, Mapping[str, Any] 
     failed = [row for row in result["images"] if row["place"] is None]
     low, high = _ends(placed)
     missed = Counter(call["reason"] for call in result["asked"] or () if call["prob"] is None)
-    results: list[tuple[str, Any, str]] = [
-        ("Images in order", len(placed), f"{len(failed)} could not be judged")
-    ]
+    results: list[tuple[str, Any, str]] = [("Images in order", len(placed), f"{len(failed)} could not be judged")]
     of_all = "" if result["asked"] is None else f"of {result['all_pairs']} pairs of images"
     results.append((f"Calls of {result['judge']}", result["calls"], of_all))
     if result["position_bias"] is not None:

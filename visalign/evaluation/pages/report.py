@@ -104,10 +104,9 @@ def write_summary(
 ) -> Path:
     """Write `summary.json`, atomically.
 
-    Keys: `before` and `after` (see `HeldoutResult.to_dict`); `gain`, the change of the accuracy with its
-    paired interval; `changes` per category and reward; all of `costs`, where `seconds`,
-    `forward_equivalents_per_image` and `peak_memory_bytes` are null if not given; `config`; `versions`.
-    Non-finite numbers are null.
+    Keys: `before` and `after` (see `HeldoutResult.to_dict`); `gain`, the change of the accuracy with its paired
+    interval; `changes` per category and reward; all of `costs`, where `seconds`, `forward_equivalents_per_image` and
+    `peak_memory_bytes` are null if not given; `config`; `versions`. Non-finite numbers are null.
     """
     comparison = compare(before, after)
     nulls = dict.fromkeys(("seconds", "forward_equivalents_per_image", "peak_memory_bytes"))

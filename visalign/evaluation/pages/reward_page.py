@@ -170,9 +170,7 @@ def comparison_line(comparison: Mapping[str, Any], *, of: int = 1) -> str:
         line += f" ({number['level']:.0%} interval {span(number, form)})"
     if is_pairs:
         test = comparison["mcnemar"]
-        line += (
-            f"; of {test['pairs']} pairs the first alone is right in {test['first_only']}, the second alone "
-        )
+        line += f"; of {test['pairs']} pairs the first alone is right in {test['first_only']}, the second alone "
         line += f"in {test['second_only']}"
     correction = f" after Holm's correction for {of} comparisons" if of > 1 else ""
     needs = "" if needed is None else f", such a difference needs about {needed:,} {what}"

@@ -60,8 +60,7 @@ def to_csv(table: FileTable) -> str:
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
     heads = [
-        [name, f"{name}_low", f"{name}_high"] if w else [name]
-        for name, w in zip(table.columns, wide, strict=True)
+        [name, f"{name}_low", f"{name}_high"] if w else [name] for name, w in zip(table.columns, wide, strict=True)
     ]
     writer.writerow([name for names in heads for name in names])
     for row in table.rows:

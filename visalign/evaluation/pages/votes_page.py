@@ -50,9 +50,7 @@ def sentences(result: Mapping[str, Any]) -> list[str]:
     for entry in result["annotators"]:
         value, std = entry.get("reliability"), entry.get("reliability_std")
         if value is not None and value + 2 * std < UNRELIABLE:
-            lines.append(
-                f"{entry['name']} may vote without looking: a reliability of {value:.2f} ± {std:.2f}."
-            )
+            lines.append(f"{entry['name']} may vote without looking: a reliability of {value:.2f} ± {std:.2f}.")
         bias = entry.get("left_of_screen")
         if bias and bias["low"] is not None and not bias["low"] <= 0.5 <= bias["high"]:
             lines.append(

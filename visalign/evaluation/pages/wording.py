@@ -127,9 +127,7 @@ def _trained_on(count: int, trained_prompts: int | None) -> str:
         return ""
     if trained_prompts == 0:
         return " the model was not trained on"
-    return (
-        f", {'all' if trained_prompts >= count else trained_prompts} of which the model was also trained on"
-    )
+    return f", {'all' if trained_prompts >= count else trained_prompts} of which the model was also trained on"
 
 
 def _judgement(interval: Interval) -> list[str]:
@@ -151,8 +149,7 @@ def reward_note(rows: Sequence[RewardRow], kind: SampleKind) -> str:
     parts = []
     if worse:
         parts.append(
-            f"{', '.join(worse)} moved in the wrong direction, beyond the interval. "
-            f"Look at the {kind.plural}."
+            f"{', '.join(worse)} moved in the wrong direction, beyond the interval. Look at the {kind.plural}."
         )
     elif len(unclear) < len(rows):
         parts.append("No reward moved in the wrong direction beyond its interval.")

@@ -9,9 +9,7 @@ from collections.abc import Callable
 from visalign.data.shapes.prompts import COLORS, RELATIONS, SHAPES, SIZES
 
 ARTICLE = re.compile(r"\b(?:an?|the)\s+", re.IGNORECASE)
-HORIZONTAL = re.compile(
-    r"\b(?:left|right|clockwise|text|sign|words?|letters?|says|written)\b|[\"“”]", re.IGNORECASE
-)
+HORIZONTAL = re.compile(r"\b(?:left|right|clockwise|text|sign|words?|letters?|says|written)\b|[\"“”]", re.IGNORECASE)
 """Words that an image and its mirror image do not satisfy alike."""
 
 _INVERSE = {"left of": "right of", "right of": "left of", "above": "below", "below": "above"}

@@ -73,9 +73,8 @@ def level_report(
 def mean_interval(values: Array) -> tuple[float | None, float | None, float | None]:
     """Return the mean of [N] finite values and the ends of Student's t interval; None without enough values.
 
-    Student's t has no width where all N values are equal up to rounding. The reach is then
-    1 − ((1 − LEVEL) / 2)^(1/N), the largest share of images that N draws would miss (Clopper and Pearson),
-    each of them one unit away.
+    Student's t has no width where all N values are equal up to rounding. The reach is then 1 − ((1 − LEVEL) /
+    2)^(1/N), the largest share of images that N draws would miss (Clopper and Pearson), each of them one unit away.
     """
     if not len(values):
         return None, None, None

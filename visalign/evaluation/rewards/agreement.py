@@ -47,8 +47,7 @@ def agreement(
     seed: int = 0,
     resamples: int = RESAMPLES,
 ) -> list[dict[str, Any]]:
-    """Measure the agreement of every two of M ≥ 2 rewards by scores [M, N], higher better, NaN where one
-    failed.
+    """Measure the agreement of every two of M ≥ 2 rewards by scores [M, N], higher better, NaN where one failed.
 
     Prompts [N] group the images; the bootstrap draws prompts.
 
@@ -65,9 +64,7 @@ def agreement(
     ]
 
 
-def _pair_agreement(
-    x: Array, y: Array, groups: NDArray[np.int64], seed: int, resamples: int
-) -> dict[str, Any]:
+def _pair_agreement(x: Array, y: Array, groups: NDArray[np.int64], seed: int, resamples: int) -> dict[str, Any]:
     valid = np.isfinite(x) & np.isfinite(y)
     x, y, (groups, count) = x[valid], y[valid], cluster_index(groups[valid])
     undefined = {"estimate": None, "low": None, "high": None}
@@ -91,9 +88,7 @@ def _pair_agreement(
     return report
 
 
-def _overall_draws(
-    x: Array, y: Array, groups: NDArray[np.int64], seed: int, resamples: int
-) -> tuple[int, Array]:
+def _overall_draws(x: Array, y: Array, groups: NDArray[np.int64], seed: int, resamples: int) -> tuple[int, Array]:
     """Return the number of clusters drawn (prompts; of a single prompt, images), and the draws."""
     if not groups.any():
         groups = np.arange(len(x))

@@ -110,10 +110,9 @@ def leaderboard(
     """Rank rewards on the records that all of them scored.
 
     Returns:
-        JSON-able: `on` (how many records), `of`, `rows`, best first: `judge`, the headline's `estimate` with
-        `low` and `high` that hold for all rewards together (Bonferroni), and the places that no clear
-        comparison excludes, `best_place` to `worst_place`. None for a single reward, or where no record was
-        scored by all.
+        JSON-able: `on` (how many records), `of`, `rows`, best first: `judge`, the headline's `estimate` with `low` and
+        `high` that hold for all rewards together (Bonferroni), and the places that no clear comparison excludes,
+        `best_place` to `worst_place`. None for a single reward, or where no record was scored by all.
     """
     if len(scores) < 2:
         return None
@@ -175,9 +174,7 @@ def _srccs(
     return int(shared.sum()), numbers
 
 
-def worst_records(
-    source: PreferenceSet | QualitySet, scores: PairScores | QualityScores
-) -> list[dict[str, Any]]:
+def worst_records(source: PreferenceSet | QualitySet, scores: PairScores | QualityScores) -> list[dict[str, Any]]:
     """Find the records on which a reward is furthest from people.
 
     Returns:
@@ -198,9 +195,7 @@ def worst_records(
         ]
     assert isinstance(source, QualitySet)
     valid = np.flatnonzero(scores.judged)
-    rank, place_mos = (
-        (stats.rankdata(x[valid]) - 0.5) / len(valid) for x in (scores.oriented, opinions(source))
-    )
+    rank, place_mos = ((stats.rankdata(x[valid]) - 0.5) / len(valid) for x in (scores.oriented, opinions(source)))
     order = np.argsort(-np.abs(rank - place_mos), kind="stable")[:WORST]
     return [
         _fields(source.records[valid[k]], "prompt", "image", "mos")

@@ -33,9 +33,7 @@ LARGEST = 4.0
 """Standard deviations at which a reward's value is clipped, so that one outlier does not set a weight."""
 
 
-def fuse_preferences(
-    pairs: PreferenceSet, members: Sequence[PairScores]
-) -> tuple[PairScores, dict[str, Any]]:
+def fuse_preferences(pairs: PreferenceSet, members: Sequence[PairScores]) -> tuple[PairScores, dict[str, Any]]:
     """Stack rewards on pairs: P(left) = σ(Σ_j w_j·m_j), m_j a reward's margin over its root mean square.
 
     The weights of a pair come from the prompts of the other four folds, by the log loss on people's votes
@@ -51,9 +49,7 @@ def fuse_preferences(
     return from_probabilities(NAME, special.expit(log_odds)), record
 
 
-def fuse_quality(
-    records: QualitySet, members: Sequence[QualityScores]
-) -> tuple[QualityScores, dict[str, Any]]:
+def fuse_quality(records: QualitySet, members: Sequence[QualityScores]) -> tuple[QualityScores, dict[str, Any]]:
     """Stack rewards on single images like `fuse_preferences` on pairs, by ridge regression on the opinions.
 
     Folds are by `QualitySet.groups`.

@@ -115,9 +115,7 @@ def _notes(report: dict[str, Any]) -> list[str]:
     notes = []
     if counts["failed"]:
         share = counts["failed"] / counts["pairs"]
-        notes.append(
-            f"{counts['failed']} of {counts['pairs']} pairs ({share:.1%}) have no score; they count nowhere."
-        )
+        notes.append(f"{counts['failed']} of {counts['pairs']} pairs ({share:.1%}) have no score; they count nowhere.")
     if report["agreement"][WITHOUT_TIES]["micro"]["estimate"] is None:
         notes.append(
             "The reward gives both images of every pair the same score: numbers that forgive ties say "

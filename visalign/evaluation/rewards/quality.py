@@ -103,10 +103,9 @@ def evaluate_quality(
 ) -> dict[str, Any]:
     """Compute all numbers of one reward on one quality set; images without a score are left out, and counted.
 
-    Scores are in the order of the images; they and the opinions are turned so that higher is better.
-    JSON-able: `judge`, `counts`, `correlations`, `fit` (the logistic maps), `certainty`, `slices`, `points`
-    (a sample of score and opinion for a plot), `notes`. Undefined numbers are None. A ValueError says why no
-    correlation is defined.
+    Scores are in the order of the images; they and the opinions are turned so that higher is better. JSON-able:
+    `judge`, `counts`, `correlations`, `fit` (the logistic maps), `certainty`, `slices`, `points` (a sample of score
+    and opinion for a plot), `notes`. Undefined numbers are None. A ValueError says why no correlation is defined.
     """
     settings = settings or IntervalSettings()
     rows = scores.judged
@@ -188,9 +187,7 @@ def _correlations(
     }
 
 
-def _certainty(
-    y: Array, fit: LogisticFit | str, std: Array | None, rows: NDArray[np.bool_]
-) -> dict[str, Any] | None:
+def _certainty(y: Array, fit: LogisticFit | str, std: Array | None, rows: NDArray[np.bool_]) -> dict[str, Any] | None:
     """Correlate the reward's std with the error of its fitted scores."""
     if std is None or isinstance(fit, str) or not np.isfinite(std[rows]).all():
         return None
@@ -244,14 +241,12 @@ def _notes(report: dict[str, Any]) -> list[str]:
     overall = report["correlations"]["srcc"]
     if overall["estimate"] < -0.999 or (overall["high"] is not None and overall["high"] < 0):
         notes.append(
-            "The reward runs against the opinions: if lower is better for its scores, say so "
-            "(--lower-is-better)."
+            "The reward runs against the opinions: if lower is better for its scores, say so (--lower-is-better)."
         )
     slices = [entry["clusters"] for part in report["slices"].values() for entry in part if entry["srcc"]]
     if min([counts["clusters"], *slices]) < FEWEST:
         notes.append(
-            f"Fewer than {FEWEST} prompts or images, overall or in a slice: intervals of correlations are "
-            "rough."
+            f"Fewer than {FEWEST} prompts or images, overall or in a slice: intervals of correlations are rough."
         )
     if report["fit"]["5"]["monotone"] is False:
         notes.append(

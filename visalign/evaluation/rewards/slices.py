@@ -34,9 +34,7 @@ def length_name(prompt: str) -> str:
 _LENGTHS = tuple(length_name("word " * count) for count in (*WORDS, WORDS[-1] + 1))
 
 
-def slice_masks(
-    records: Sequence[Any], generators: Sequence[str]
-) -> dict[tuple[str, str], NDArray[np.bool_]]:
+def slice_masks(records: Sequence[Any], generators: Sequence[str]) -> dict[tuple[str, str], NDArray[np.bool_]]:
     """Slice N records: (kind, name) -> mask [N]; a kind with a single value is left out.
 
     A record belongs to the slice of each of the generators in its fields `generators`.

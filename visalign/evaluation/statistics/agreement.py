@@ -89,9 +89,7 @@ def policy_credit(name: str, margin: Array, label: Array, threshold: float = 0.0
     policy = POLICIES[name]
     predicted_tie = np.abs(margin) <= (threshold if policy.has_threshold else 0.0)
     d, y = np.where(predicted_tie, 0.0, np.sign(margin)), np.sign(label - 0.5)
-    tied_credit = (
-        np.where(d == 0, policy.both, policy.label) if policy.label is not None else policy.left * (d > 0)
-    )
+    tied_credit = np.where(d == 0, policy.both, policy.label) if policy.label is not None else policy.left * (d > 0)
     decided_credit = np.where(d == 0, policy.predicted or 0.0, d * y > 0)
     counts = np.where(y == 0, policy.label is not None, (d != 0) | (policy.predicted is not None))
     return np.where(y == 0, tied_credit, decided_credit).astype(float), counts.astype(float)
@@ -119,8 +117,7 @@ def best_tie_threshold(margin: ArrayLike, label: ArrayLike, *, half: bool = Fals
 
 
 def majority_credit(votes: Array, voters: Array) -> tuple[Array, Array]:
-    """Return credit and count [N] of votes [N, 3] predicted by the majority of `voters` [N, 3]; a tie earns
-    ½.
+    """Return credit and count [N] of votes [N, 3] predicted by the majority of `voters` [N, 3]; a tie earns ½.
 
     Columns are left, right, tie. Votes for a tie are not predicted; without voters nothing is counted.
     """

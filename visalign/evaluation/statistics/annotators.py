@@ -119,8 +119,7 @@ def rating_sums(rating: ArrayLike, item: ArrayLike, *, items: int) -> Array:
 def alpha_of_rating_sums(sums: Array) -> Array:
     """Compute Krippendorff's α [R] for interval data from sums [R, 4]; NaN without variation.
 
-    α = 1 − (n − 1) Σ_u Σ_{i≠j} (v_ui − v_uj)² / (m_u − 1) / Σ_{i≠j} (v_i − v_j)², over items with two ratings
-    or more.
+    α = 1 − (n − 1) Σ_u Σ_{i≠j} (v_ui − v_uj)² / (m_u − 1) / Σ_{i≠j} (v_i − v_j)², over items with two ratings or more.
 
     Source: Krippendorff, Content Analysis (2004), 11.4.
     """

@@ -107,8 +107,7 @@ def win_probability(
     logistic: P = E σ(m + sε), ε ~ N(0, 1), by Gauss-Hermite quadrature (σ(m) without a std);
     probit: P = Φ(m/s) (Thurstone's case III), a step where s = 0.
 
-    m [N] is left minus right, s = √(s_left² + s_right²), which probit needs. 32 nodes are exact to 1e-7 for
-    s ≤ 2.
+    m [N] is left minus right, s = √(s_left² + s_right²), which probit needs. 32 nodes are exact to 1e-7 for s ≤ 2.
 
     Source: HPSv3, arXiv 2508.03789, and PURM, arXiv 2503.22480, for the integral.
     """
@@ -155,9 +154,7 @@ def fit_temperature(logit: ArrayLike, outcome: ArrayLike) -> Temperature:
     if float(np.mean(z * (y - 0.5))) <= 0:  # the slope of the NLL in 1/T at 0 is not downwards
         return Temperature(value=math.inf, nll=math.log(2.0))
     end = math.log(1e4)
-    result: Any = optimize.minimize_scalar(
-        mean_nll, bounds=(-end, end), method="bounded", options={"xatol": 1e-8}
-    )
+    result: Any = optimize.minimize_scalar(mean_nll, bounds=(-end, end), method="bounded", options={"xatol": 1e-8})
     # separable data push T to the end of the range, which a bounded search only approaches
     log_t = min((float(result.x), -end, end), key=lambda t: mean_nll(t) + 1e-12 * (abs(t) < end))
     return Temperature(value=math.exp(log_t), nll=mean_nll(log_t))

@@ -16,9 +16,7 @@ EXACT = 2_000
 """Clusters up to which the exact distribution is computed; beyond, the normal approximation."""
 
 
-def mcnemar(
-    first: ArrayLike, second: ArrayLike, cluster: Sequence[Hashable] | None = None
-) -> dict[str, int | float]:
+def mcnemar(first: ArrayLike, second: ArrayLike, cluster: Sequence[Hashable] | None = None) -> dict[str, int | float]:
     """Test exactly whether two rewards are right equally often on the same samples.
 
     D_c = Σ (first − second) over cluster c of credits [N] 0, ½ (a tie) or 1. If neither reward is better,

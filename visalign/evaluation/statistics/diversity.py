@@ -12,10 +12,9 @@ from torch import Tensor
 def starc_distance(first: Tensor, second: Tensor) -> Tensor:
     """Compute ‖c(R₁) − c(R₂)‖, where c centres a reward and divides it by its L2 norm.
 
-    0 for rewards that differ by scale and offset, 2 for opposite ones; √(2 (1 − Pearson)). This is STARC for
-    one decision (a bandit), where no expected future enters the canonical form. The rewards [..., n] of the
-    same n samples may have different units. The distance is 1 between a constant reward and another, 0
-    between two constant ones.
+    0 for rewards that differ by scale and offset, 2 for opposite ones; √(2 (1 − Pearson)). This is STARC for one
+    decision (a bandit), where no expected future enters the canonical form. The rewards [..., n] of the same n samples
+    may have different units. The distance is 1 between a constant reward and another, 0 between two constant ones.
 
     Skalse et al., STARC, arXiv 2309.15257.
     """

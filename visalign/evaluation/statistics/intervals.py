@@ -68,9 +68,7 @@ def wilson_interval(successes: int, trials: int, *, level: float = 0.95) -> Inte
     return Interval(estimate=successes / trials, low=float(ends.low), high=float(ends.high), level=level)
 
 
-def share_interval(
-    outcome: ArrayLike, cluster: Sequence[Hashable] | NDArray, *, level: float = 0.95
-) -> Interval:
+def share_interval(outcome: ArrayLike, cluster: Sequence[Hashable] | NDArray, *, level: float = 0.95) -> Interval:
     """Compute the interval of a share of outcomes [N] (0 or 1) that come in clusters [N], such as prompts.
 
     Wilson's where every cluster has one outcome or there is a single cluster; else the bootstrap over

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cost of a configuration in forward-equivalents: one transformer forward on one latent; a backward counts
-two."""
+"""Cost of a configuration in forward-equivalents: one transformer forward on one latent; a backward counts two."""
 
 from __future__ import annotations
 
@@ -27,16 +26,13 @@ def forward_equivalents_per_image(
     policies. Old log-probabilities come from the rollout and cost nothing.
 
     Args:
-        steps: T, denoising steps of the sampling, without those that carry a gradient; shared steps count
-            once.
+        steps: T, denoising steps of the sampling, without those that carry a gradient; shared steps count once.
         trained: S, steps of an image that are trained on; likewise.
         guided: True where the guidance scale is above 1.
-        reference: r, other policies evaluated at each trained step (reference, anchor, old policy), or
-            their mean.
+        reference: r, other policies evaluated at each trained step (reference, anchor, old policy), or their mean.
         trained_share: q, share of the samples that are back-propagated; the rest have no signal.
         epochs: E, passes over the samples of an iteration.
-        asked_again: a, passes over every trained step before the update (KL in the reward, off-policy
-            correction).
+        asked_again: a, passes over every trained step before the update (KL in the reward, off-policy correction).
         guided_rollout: guidance while sampling; None: as `guided`.
         measured: m, gradients of single rewards in which an image takes part, for their balance.
 
@@ -50,14 +46,10 @@ def forward_equivalents_per_image(
     pair = passes - 1 + 3 + reference * passes
     sampling = steps * (passes if guided_rollout is None else 1 + guided_rollout)
     balance = measured * trained_share * trained * (passes + 2)
-    return float(
-        sampling + asked_again * trained * passes + balance + epochs * trained_share * trained * pair
-    )
+    return float(sampling + asked_again * trained * passes + balance + epochs * trained_share * trained * pair)
 
 
-def planned_passes(
-    row: Regression, updates: int, *, passes: int, reference: int, iterations: int = 1
-) -> float:
+def planned_passes(row: Regression, updates: int, *, passes: int, reference: int, iterations: int = 1) -> float:
     """Compute r of `forward_equivalents_per_image` in own passes, averaged over the iterations of the run.
 
     `passes` are those of the policy itself (2 under guidance), `reference` those of the reference or an

@@ -29,21 +29,16 @@ def check_experts(folders: Mapping[str, str | Path], records: Sequence[Mapping[s
         )
     for tag, folder in folders.items():
         if not Path(folder).is_dir():
-            raise UserError(
-                f"objective.experts.{tag} is {folder}, which is no folder. Name a run's lora/ or model/."
-            )
+            raise UserError(f"objective.experts.{tag} is {folder}, which is no folder. Name a run's lora/ or model/.")
 
 
 class Experts:
     """Weights of equally built policies, evaluated on the samples of their tags.
 
-    `policy.load` reads the output of `policy.save` from `folders`: tag of prompt records, or `REST` ->
-    folder.
+    `policy.load` reads the output of `policy.save` from `folders`: tag of prompt records, or `REST` -> folder.
     """
 
-    def __init__(
-        self, policy: Any, folders: Mapping[str, str | Path], records: Sequence[Mapping[str, Any]]
-    ) -> None:
+    def __init__(self, policy: Any, folders: Mapping[str, str | Path], records: Sequence[Mapping[str, Any]]) -> None:
         check_experts(folders, records)
         self._policy, self._folders = policy, {tag: str(folder) for tag, folder in folders.items()}
         trained = self._copy_weights()

@@ -353,8 +353,7 @@ class FlowGRPO(ImageAlgorithm):
                 torch.autograd.backward([value for value, _ in pairs], [grad for _, grad in pairs])
 
     def _output(self, experience: Experience, sample: Tensor, decision: Tensor | None = None) -> PolicyOutput:
-        """Evaluate the policy on single decisions [N, 1] of `sample` [N], or on all decisions of n samples
-        [n, T]."""
+        """Evaluate the policy on single decisions [N, 1] of `sample` [N], or on all decisions of n samples [n, T]."""
         objective, steps = experience.objective, len(experience.trained)
         shape = (len(sample), 1 if decision is not None else steps)
         if decision is None:

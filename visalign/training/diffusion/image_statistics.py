@@ -17,10 +17,9 @@ STATISTICS = ("brightness", "saturation", "contrast", "high_frequency")
 def image_statistics(images: Tensor) -> Tensor:
     """Compute [B, 4] float64 of images [B, 3, H, W] or clips [B, F, 3, H, W] (middle frame) in [0, 1].
 
-    Brightness: mean luma, Y = .299 R + .587 G + .114 B (ITU-R BT.601). Saturation: mean of (max − min)/max
-    over the colours, 0 for black. Contrast: standard deviation of Y (Peli 1990). High frequency: the share of
-    the energy of Y about its mean at more than a quarter of a cycle per pixel, half of what can be shown, 0
-    for a flat image.
+    Brightness: mean luma, Y = .299 R + .587 G + .114 B (ITU-R BT.601). Saturation: mean of (max − min)/max over the
+    colours, 0 for black. Contrast: standard deviation of Y (Peli 1990). High frequency: the share of the energy of Y
+    about its mean at more than a quarter of a cycle per pixel, half of what can be shown, 0 for a flat image.
     """
     images = middle_frame(images).double()
     brightest, darkest = images.amax(1), images.amin(1)
@@ -56,16 +55,14 @@ def mean_distance(features: Tensor) -> Tensor:
 
 
 def group_diversity(features: Tensor, group: Tensor) -> float:
-    """Average the mean pairwise cosine distance of features [B, d] over groups; NaN without one of two
-    samples."""
+    """Average the mean pairwise cosine distance of features [B, d] over groups; NaN without one of two samples."""
     sets = [features[group == label] for label in group.unique()]
     distances = [float(mean_distance(rows)) for rows in sets if len(rows) > 1]
     return sum(distances) / len(distances) if distances else math.nan
 
 
 def feature_drift(features: Tensor, base: Tensor) -> dict[str, float]:
-    """Measure how far samples moved from those of the same prompts and seeds before training, features [N,
-    d].
+    """Measure how far samples moved from those of the same prompts and seeds before training, features [N, d].
 
     "feature_distance" is the mean cosine distance of a sample from its counterpart; "feature_frechet" the
     squared Fréchet distance of the two sets, of features of unit norm; "feature_drift" that distance over the

@@ -188,9 +188,7 @@ class ImageAlgorithm(Algorithm):
         self.sigmas = policy.sigmas(steps, timestep_schedule=schedule)
         self.times = policy.times(self.sigmas)
 
-    def sample_and_score(
-        self, iteration: int, clock: PhaseClock, sde_steps: Sequence[int] = ()
-    ) -> ScoredImages:
+    def sample_and_score(self, iteration: int, clock: PhaseClock, sde_steps: Sequence[int] = ()) -> ScoredImages:
         """Sample, decode and score the groups of iteration 0, 1, 2, ...; see `sample` and `scored`."""
         return self.scored(self.sample(iteration, clock, sde_steps), clock)
 
@@ -286,9 +284,7 @@ class ImageAlgorithm(Algorithm):
         clips = self.scorer.reward.capabilities.takes_clips
         with clock.phase("decode"), torch.no_grad(), self.accelerator.autocast():
             chunks = latents.split(min(self.rollout.batch_size, len(latents)))
-            return torch.cat(
-                [decode_images(self.policy, chunk, clips=clips).float().cpu() for chunk in chunks]
-            )
+            return torch.cat([decode_images(self.policy, chunk, clips=clips).float().cpu() for chunk in chunks])
 
     def _submit(self, images: Tensor, records: Records, clock: PhaseClock) -> Callable[[], Scores]:
         with clock.phase("reward"):

@@ -139,9 +139,7 @@ class VelocityRegression(ImageAlgorithm):
         experience = self._end_points(images, visited, weights)
         return Collected(experience=experience, samples=self.samples, metrics=images.metrics)
 
-    def _end_points(
-        self, images: ScoredImages, visited: Sequence[int], weights: Sequence[float]
-    ) -> EndPoints:
+    def _end_points(self, images: ScoredImages, visited: Sequence[int], weights: Sequence[float]) -> EndPoints:
         """Compute the samples' signal under weights of the rewards."""
         by_column = self.row.signal in MATRIX_SIGNALS
         reward = images.columns if by_column else images.value
@@ -192,9 +190,7 @@ class VelocityRegression(ImageAlgorithm):
     def _steps(self, experience: EndPoints, run: Context) -> list[RegressionStep]:
         row, group = self.row, experience.images.group
         per_epoch = run.optimizer.updates_per_iteration
-        parts = split_updates(
-            group, self.settings.epochs, per_epoch, self.seed, run.counters.iteration, row.of_groups
-        )
+        parts = split_updates(group, self.settings.epochs, per_epoch, self.seed, run.counters.iteration, row.of_groups)
         kl = experience.kl = row.kl_at(run.counters.iteration)
         on_policy, steps, trained, total = self._is_on_policy(), [], 0, 0
         for number, sample in enumerate(parts):
@@ -203,9 +199,7 @@ class VelocityRegression(ImageAlgorithm):
             if units:
                 trained += sum(map(len, units))
                 epoch = number // per_epoch
-                steps.append(
-                    RegressionStep(units=units, count=count, epoch=epoch, kl=kl, on_policy=on_policy)
-                )
+                steps.append(RegressionStep(units=units, count=count, epoch=epoch, kl=kl, on_policy=on_policy))
                 on_policy = False
         magnitude = experience.signal[experience.present].abs()
         experience.metrics = {
@@ -215,9 +209,7 @@ class VelocityRegression(ImageAlgorithm):
         }
         return steps
 
-    def _units(
-        self, experience: EndPoints, sample: Tensor, pulls: bool, on_policy: bool
-    ) -> tuple[list[Tensor], int]:
+    def _units(self, experience: EndPoints, sample: Tensor, pulls: bool, on_policy: bool) -> tuple[list[Tensor], int]:
         """Split an update's samples into (units with a gradient, number of units of the mean)."""
         row = self.row
         present = sample[experience.present[sample]]
@@ -296,9 +288,7 @@ class VelocityRegression(ImageAlgorithm):
         pairs, signal, _ = outputs
         if not self.row.of_groups:
             return self.row.pair_loss(pairs, signal).sum()
-        units = zip(
-            *(column.split(list(lengths)) for column in (*self.row.errors(pairs), signal)), strict=True
-        )
+        units = zip(*(column.split(list(lengths)) for column in (*self.row.errors(pairs), signal)), strict=True)
         return torch.stack([self.row.group_loss(*unit) for unit in units]).sum()
 
     def _backward_sum(self, outputs: Outputs, loss: Tensor, share: Tensor, scale: float) -> Tensor:
@@ -340,8 +330,7 @@ class VelocityRegression(ImageAlgorithm):
     def _noised(
         self, experience: EndPoints, sample: Tensor, level: Tensor, epoch: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Noise end points: (x_σ [N, ...] as stored, u = ε − x0, σ [N], time [N]); u is 0 at visited
-        states."""
+        """Noise end points: (x_σ [N, ...] as stored, u = ε − x0, σ [N], time [N]); u is 0 at visited states."""
         row, sigmas, images = self.row, self.sigmas, experience.images
         if row.visited:
             pairs = images.trajectory.pairs(sample, torch.tensor(experience.visited)[level])

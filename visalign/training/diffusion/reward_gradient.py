@@ -131,9 +131,7 @@ class RewardGradient(ImageAlgorithm):
             sums = torch.as_tensor(process.reduce(sums.to(self.policy.device), "sum")).cpu()
         return self._update_sums(experience, step, value, sums)
 
-    def _update_sums(
-        self, experience: AscentBatch, step: AscentStep, value: Tensor, sums: Tensor
-    ) -> dict[str, float]:
+    def _update_sums(self, experience: AscentBatch, step: AscentStep, value: Tensor, sums: Tensor) -> dict[str, float]:
         """Compute an update's sums over all processes; stop where the reward fails too often."""
         update = value[step.sample]
         valid = torch.isfinite(update)

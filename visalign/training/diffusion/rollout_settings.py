@@ -77,6 +77,10 @@ class RolloutSettings:
     (neighbours that move along the timestep schedule, with the last two ever faster, MixGRPO)."""
     sde_window_every: Count = 25
     """Iterations before a moving window moves."""
+    sde_window_stride: Count = 1
+    """Steps by which a moving window moves (MixGRPO's prog_overlap_step)."""
+    sde_window_roll_back: bool = True
+    """Start a moving window again after the end of the schedule; false: it stays there."""
     ode_compression: PositiveShare | None = None
     """Share of the steps after the last stochastic one that are taken, along the ODE (MixGRPO-Flash: 0.4,
     with rollout.solver=dpmpp_2m); null: all."""
@@ -138,14 +142,15 @@ class RolloutSettings:
             iteration,
             order=self.sde_window_order,
             every=self.sde_window_every,
+            stride=self.sde_window_stride,
+            roll_back=self.sde_window_roll_back,
             draw=np.random.default_rng(sample_seed(seed, "noise steps", iteration)),
         )
         return [steps[index] for index in indices], tuple(range(len(indices)))
 
     @property
     def sampled_per_image(self) -> float:
-        """Denoising steps per image, Σ_k n_k / G over the steps taken with n_k = `paths(k)`; mean over
-        windows."""
+        """Denoising steps per image, Σ_k n_k / G over the steps taken with n_k = `paths(k)`; mean over windows."""
         routes = [visited_steps(self.steps, [window[-1]], self.ode_compression) for window in self.windows]
         return sum(sum(map(self.paths, route[:-1])) for route in routes) / len(routes) / self.group_size
 
@@ -165,8 +170,7 @@ class RolloutSettings:
         return 1 if self.shared_noise and step <= self.stochastic[0] else self.group_size
 
     def arguments(self, group: Tensor, sde_steps: Sequence[int]) -> dict[str, Any]:
-        """Return the settings' part of the arguments of `visalign.flow.rollout.rollout` for groups [b] of
-        samples."""
+        """Return the settings' part of the arguments of `visalign.flow.rollout.rollout` for groups [b] of samples."""
         nodes = None
         if self.branch is not None:
             nodes = tree_nodes(group, self.steps, at=self.branch.at, children=self.branch.children)
@@ -196,8 +200,7 @@ class RolloutSettings:
 
     @property
     def pairs_per_image(self) -> float:
-        """Trained (sample, step) pairs per image, Σ_k n_{k+1} / G over the trained steps; mean over
-        windows."""
+        """Trained (sample, step) pairs per image, Σ_k n_{k+1} / G over the trained steps; mean over windows."""
         if self.branch is not None:
             return sum(self.paths(step + 1) for step in self.trained) / self.group_size
         if self.sde_window is not None:
@@ -233,8 +236,7 @@ RULES = (
     ),
     (
         lambda s: _is_no_subset(s.train_steps, s.stochastic),
-        "rollout.train_steps is {s.train_steps}; list different steps among the stochastic steps "
-        "{s.stochastic}.",
+        "rollout.train_steps is {s.train_steps}; list different steps among the stochastic steps {s.stochastic}.",
     ),
     (
         lambda s: (s.sde_window or 0) > len(s.stochastic) and len(s.stochastic),
@@ -247,8 +249,14 @@ RULES = (
     ),
     (
         lambda s: s.sde_window is None and s.sde_window_order != "subset",
-        "rollout.sde_window_order is {s.sde_window_order} and there is no window. Set rollout.sde_window to "
-        "its size.",
+        "rollout.sde_window_order is {s.sde_window_order} and there is no window. Set rollout.sde_window to its size.",
+    ),
+    (
+        lambda s: (
+            s.sde_window_order in ("subset", "random") and (s.sde_window_stride != 1 or not s.sde_window_roll_back)
+        ),
+        "rollout.sde_window_stride and rollout.sde_window_roll_back are of a window that moves, and "
+        "rollout.sde_window_order is {s.sde_window_order}. Set it to progressive, decay or exp_decay.",
     ),
     (
         lambda s: s.ode_compression is not None and max(s.steps - 1 - w[-1] for w in s.windows) < 2,
@@ -262,8 +270,7 @@ RULES = (
     ),
     (
         lambda s: s.branch and ((s.shared_noise and "shared_noise") or (s.sde_window and "sde_window")),
-        "rollout.branch fixes which steps samples share, and rollout.{v} is set too. Leave one of the two "
-        "out.",
+        "rollout.branch fixes which steps samples share, and rollout.{v} is set too. Leave one of the two out.",
     ),
     (
         lambda s: s.branch and _is_no_subset(s.branch.at, s.stochastic),

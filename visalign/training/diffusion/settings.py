@@ -52,8 +52,7 @@ class DiffusionObjectiveSettings(ObjectiveSettings):
     raised the reward of the prediction x − σ v, which only scores; "branches", the mean reward of the images
     that descend from it, with `rollout.branch` (BranchGRPO)."""
     metric: str | None = None
-    """Part of the reward, e.g. the label of a term of weight 0, at whose median advantage=canon splits a
-    group."""
+    """Part of the reward, e.g. the label of a term of weight 0, at whose median advantage=canon splits a group."""
     multiplier_rate: Positive = 0.1
     """η of λ ← max(0, λ + η (bound − mean)), the multiplier of a reward that has a bound
     (`rewards.terms.LABEL.bound`), after each iteration is scored; in units of 1 / (weight · reward)."""
@@ -99,9 +98,7 @@ class DiffusionObjectiveSettings(ObjectiveSettings):
     def _build(self, build: Any) -> Any:
         """Build a named algorithm with `changes_for` and `changes` applied."""
         try:
-            return build(
-                self.algorithm, **merge_changes(self.changes_for.get(self.algorithm, {}), self.changes)
-            )
+            return build(self.algorithm, **merge_changes(self.changes_for.get(self.algorithm, {}), self.changes))
         except (ValueError, TypeError) as error:
             raise UserError(f"objective: {error}") from error
 
@@ -201,11 +198,8 @@ class _Job:
         return self.objective.regression
 
 
-def check_sampling(
-    objective: DiffusionObjectiveSettings, rollout: RolloutSettings, *, stored: bool = False
-) -> None:
-    """Refuse an objective and a rollout, or with `stored` stored pairs of images, that do not fit each
-    other."""
+def check_sampling(objective: DiffusionObjectiveSettings, rollout: RolloutSettings, *, stored: bool = False) -> None:
+    """Refuse an objective and a rollout, or with `stored` stored pairs of images, that do not fit each other."""
     check_rules(_Job(objective, rollout), (*JOB_RULES, *(STORED_PAIR_RULES if stored else SAMPLED_RULES)))
 
 
@@ -245,8 +239,7 @@ JOB_RULES = (
     ),
     (
         lambda s: (
-            s.objective.is_policy_gradient
-            and (s.objective.credit == "branches") != (s.rollout.branch is not None)
+            s.objective.is_policy_gradient and (s.objective.credit == "branches") != (s.rollout.branch is not None)
         ),
         "objective.credit is {s.objective.credit!r} and rollout.branch is {s.rollout.branch}: a shared step "
         "earns the mean of its images. Set objective.credit=branches and rollout.branch, e.g. {{at: [0]}}, "
@@ -280,9 +273,7 @@ JOB_RULES = (
         "each image's own states. Set rollout.branch=null.",
     ),
     (
-        lambda s: (
-            s.row and not s.row.visited and not s.row.continuous and (s.row.levels or 0) > s.rollout.steps
-        ),
+        lambda s: s.row and not s.row.visited and not s.row.continuous and (s.row.levels or 0) > s.rollout.steps,
         "objective.changes.levels is {s.row.levels}, and the sampler has {s.rollout.steps} timesteps. Take "
         "at most {s.rollout.steps}, or also levels between them: objective.changes.continuous=true.",
     ),
@@ -342,8 +333,7 @@ def check_processes(objective: DiffusionObjectiveSettings, rollout: RolloutSetti
 def check_sharding(
     objective: DiffusionObjectiveSettings, rollout: RolloutSettings, unsupported: Mapping[str, bool] = {}
 ) -> None:
-    """Refuse settings that need all weights at once, which FSDP2 divides; `unsupported` has further
-    reasons."""
+    """Refuse settings that need all weights at once, which FSDP2 divides; `unsupported` has further reasons."""
     reasons = {
         "rollout.merge_adapters": rollout.merge_adapters,
         "objective.balance_every": objective.balance_every is not None,

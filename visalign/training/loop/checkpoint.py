@@ -69,16 +69,14 @@ def save(
     *,
     keep: int = 2,
 ) -> Path:
-    """Write the checkpoint of `step` iterations; delete later ones and all but the newest `keep` that are
-    whole.
+    """Write the checkpoint of `step` iterations; delete later ones and all but the newest `keep` that are whole.
 
     The first process calls it; all do where tensors are divided among them. A resume under another `config`
     is refused.
 
     Raises:
-        CheckpointError: writing failed, for example because the disk is full. What was written is
-            removed; earlier checkpoints are untouched. With divided tensors all processes raise it, also when
-            they do not share `root`.
+        CheckpointError: writing failed, for example because the disk is full. What was written is removed; earlier
+            checkpoints are untouched. With divided tensors all processes raise it, also when they do not share `root`.
         OSError: the checkpoint is written, but an old one could not be deleted.
     """
     temporary, folder = root / f"{_TEMPORARY}{step:06d}", step_folder(root, step)

@@ -17,9 +17,8 @@ class EMA:
     1).
 
     With `warmup` the decay after n updates is min(d, (1 + n) / (10 + n)), as in TensorFlow's
-    ExponentialMovingAverage(num_updates) and in Flow-GRPO's code, so that the starting point does not
-    dominate short runs. With decay 0 and every 1 the average is the parameters themselves: nothing is stored
-    or copied.
+    ExponentialMovingAverage(num_updates) and in Flow-GRPO's code, so that the starting point does not dominate short
+    runs. With decay 0 and every 1 the average is the parameters themselves: nothing is stored or copied.
     """
 
     def __init__(
@@ -51,8 +50,7 @@ class EMA:
 
     @contextmanager
     def applied(self, state: Mapping[str, Tensor] | None = None) -> Iterator[None]:
-        """Set the parameters to the average, or an earlier `state` of it, inside the block; undone bit for
-        bit."""
+        """Set the parameters to the average, or an earlier `state` of it, inside the block; undone bit for bit."""
         if self._is_identity and state is None:
             yield
             return

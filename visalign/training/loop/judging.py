@@ -120,10 +120,9 @@ Rollout = TypeVar("Rollout")
 class RolloutPrefetcher(Generic[Rollout]):
     """Sample the next iteration's rollout before the weights move, so that it is scored during the update.
 
-    With staleness 1 a rollout is one iteration old at most; with 0 nothing is prefetched. Nothing is
-    prefetched before a scheduled checkpoint, so that a run resumed from it begins as an uninterrupted one
-    continues; a run stopped in between samples it again. `sample` takes (iterations finished, run), and
-    submits to the reward.
+    With staleness 1 a rollout is one iteration old at most; with 0 nothing is prefetched. Nothing is prefetched before
+    a scheduled checkpoint, so that a run resumed from it begins as an uninterrupted one continues; a run stopped in
+    between samples it again. `sample` takes (iterations finished, run), and submits to the reward.
     """
 
     def __init__(self, sample: Callable[[int, Context], Rollout], staleness: int) -> None:
@@ -175,8 +174,7 @@ def reward_columns(reward: Any, scores: Scores) -> Tensor:
 def score_metrics(
     reward: Any, value: Tensor, valid: Tensor, group: Tensor, parts: Mapping[str, Tensor]
 ) -> dict[str, float]:
-    """Compute metrics of the optimized reward `value` [B], its parts, and the rewards that are only
-    recorded."""
+    """Compute metrics of the optimized reward `value` [B], its parts, and the rewards that are only recorded."""
     metrics = reward_metrics(value, valid, group)
     metrics |= {f"reward_part/{name}": float(part.nanmean()) for name, part in parts.items()}
     for label, sign in reward.capabilities.recorded_terms.items():

@@ -45,8 +45,7 @@ METRICS: dict[str, str] = {
     "valid_share": "share of samples that the reward could score, 0 to 1",
     "frac_reward_zero_std": "share of samples whose advantage is zero, 0 to 1: their group's rewards are all "
     "equal, or could not be scored",
-    "trained_share": "share of samples that were back-propagated, 0 to 1; 1 whenever the KL weight is "
-    "above zero",
+    "trained_share": "share of samples that were back-propagated, 0 to 1; 1 whenever the KL weight is above zero",
     "advantage_abs": "mean absolute advantage over the valid samples; for a text policy over its tokens",
     "length_mean": "mean length of the iteration's completions, tokens",
     "repetition": "mean share of a completion's runs of four tokens that it had before (seq-rep-4), 0 to 1",
@@ -71,8 +70,7 @@ METRICS: dict[str, str] = {
     "ratio_mean": "mean of the probability ratio r over trained (image, step) pairs; near 1",
     "ratio_std": "root mean square of r - 1 over trained pairs: how far the updates moved the policy",
     "ratio_max": "largest |log r| over trained pairs",
-    "ratio_floor": "largest |log r| at the iteration's first update, where r should be 1: the "
-    "numerical floor",
+    "ratio_floor": "largest |log r| at the iteration's first update, where r should be 1: the numerical floor",
     "clip_range": "the smaller of the two clip bounds; the floor must be well below it",
     "clip_low": "share of trained decisions (denoising steps, tokens) with a negative advantage and no "
     "gradient, whatever rule took it: the clip at 1 - eps_low, a mask",
@@ -97,13 +95,11 @@ METRICS: dict[str, str] = {
     "adam_resolution": "median of √v̂/ε of AdamW over the trained numbers that had a gradient; below 10, ε "
     "takes a visible part of the steps",
     "loss_scale": "factor of the loss against float16's underflow, where the network computes in float16",
-    "forward_equivalents_per_image": "transformer forwards per image counted as they ran; a backward "
-    "counts two",
+    "forward_equivalents_per_image": "transformer forwards per image counted as they ran; a backward counts two",
     "seconds": "wall-clock seconds of the iteration",
     "seconds/*": "wall-clock seconds of one phase: rollout, decode, reward, replay (log-probs before the "
     "update), update, sync, monitor, evaluation, checkpoint, other",
-    "samples_per_second": "training samples per second of the iteration, evaluation and checkpoint "
-    "not counted",
+    "samples_per_second": "training samples per second of the iteration, evaluation and checkpoint not counted",
     "heldout/*": "evaluation on held-out prompts with the averaged weights, fixed seeds and ODE sampling; "
     "feature_distance, mean cosine distance of an image from that of the same prompt and seed before "
     "training, feature_frechet, squared Fréchet distance from these, feature_drift, the former over the mean "

@@ -50,8 +50,7 @@ class MonitorLimits:
 
 
 def default_warnings() -> MonitorLimits:
-    """Return wide limits that rather miss a slow drift than warn of an honest run (measured by
-    tests/benchmarks)."""
+    """Return wide limits that rather miss a slow drift than warn of an honest run (measured by tests/benchmarks)."""
     return MonitorLimits(
         agreement_change=-0.3,
         recorded_change=-0.3,
@@ -72,18 +71,14 @@ class MonitorSettings:
     warn: MonitorLimits = field(default_factory=default_warnings)
     """Limits that warn, once for each metric. What the defaults detected: docs/evidence/claims.md."""
     stop: MonitorLimits = field(default_factory=MonitorLimits)
-    """Limits that end the run after the iteration, as at its last one; it continues with --resume and other
-    limits."""
+    """Limits that end the run after the iteration, as at its last one; it continues with --resume and other limits."""
 
     def check(self, measured: Mapping[str, tuple[bool, str]]) -> None:
-        """Refuse to stop by a metric that is never measured: limit -> (is measured, what to set where it is
-        not)."""
+        """Refuse to stop by a metric that is never measured: limit -> (is measured, what to set where it is not)."""
         for name, (is_measured, remedy) in measured.items():
             limit = getattr(self.stop, name)
             if limit is not None and not is_measured:
-                raise UserError(
-                    f"monitor.stop.{name} is {limit:g}, and this run does not measure it. {remedy}"
-                )
+                raise UserError(f"monitor.stop.{name} is {limit:g}, and this run does not measure it. {remedy}")
 
 
 class Monitor:
@@ -93,8 +88,7 @@ class Monitor:
         self.settings, self.progress = settings, progress
 
     def follow(self, record: Mapping[str, Any], own: dict[str, Any]) -> dict[str, float]:
-        """Compute trends up to an iteration, as metrics; warn of a crossed limit, once. `own` is
-        `Counters.own`."""
+        """Compute trends up to an iteration, as metrics; warn of a crossed limit, once. `own` is `Counters.own`."""
         if self.settings is None:
             return {}
         state = own.setdefault(KEY, {"first": {}, "latest": {}, "now": {}, "said": {}})
@@ -174,9 +168,7 @@ def _trends(
             yield name, (fmean(values) - (start if is_recorded else 0.0)) / unit
 
 
-def crossed_limits(
-    values: Mapping[str, float], limits: MonitorLimits, rule: str
-) -> Iterator[tuple[str, str]]:
+def crossed_limits(values: Mapping[str, float], limits: MonitorLimits, rule: str) -> Iterator[tuple[str, str]]:
     """Yield (metric, "KEY is VALUE, below monitor.RULE.LIMIT (NUMBER).") of the values beyond a limit."""
     for key, value in values.items():
         name = key.partition("/")[0]

@@ -38,9 +38,7 @@ class AdamWSettings:
     """Shape of the fall: linear or cosine."""
     lr_end: Share = 0.1
     """Share of the learning rate that is left after `decay_updates`."""
-    betas: Annotated[list[Beta], Field(min_length=2, max_length=2)] = field(
-        default_factory=lambda: [0.9, 0.999]
-    )
+    betas: Annotated[list[Beta], Field(min_length=2, max_length=2)] = field(default_factory=lambda: [0.9, 0.999])
     """AdamW β₁ and β₂, each in [0, 1)."""
     eps: Positive = 1e-15
     """AdamW ε. Gradients of adapters in published runs are 5e-9 rms: the usual 1e-8 would leave a third of
@@ -54,8 +52,7 @@ class AdamWSettings:
     updates_per_iteration: Count = 1
     """Optimizer updates per iteration."""
     ema_decay: Beta = 0.0
-    """Decay of the averaged weights, which are evaluated and saved as the result; 0 switches averaging
-    off."""
+    """Decay of the averaged weights, which are evaluated and saved as the result; 0 switches averaging off."""
     ema_every: Count = 1
     """Updates between two averages."""
     ema_warmup: bool = True
@@ -79,8 +76,7 @@ class OptimizerSettings(AdamWSettings):
     micro_batch: Count = 64
     """(image, step) pairs or completions that go through the network together; bounds memory only."""
     ema_decay: Beta = 0.9
-    """Decay of the averaged weights, which are evaluated and saved as the result; 0 switches averaging
-    off."""
+    """Decay of the averaged weights, which are evaluated and saved as the result; 0 switches averaging off."""
     ema_every: Count = 8
     """Updates between two averages."""
 
@@ -93,9 +89,7 @@ class TrainedWeights:
     `rates` maps prefixes of parameter names to factors of the learning rate.
     """
 
-    def __init__(
-        self, named: Named, settings: AdamWSettings, *, rates: Mapping[str, float] | None = None
-    ) -> None:
+    def __init__(self, named: Named, settings: AdamWSettings, *, rates: Mapping[str, float] | None = None) -> None:
         self.named = list(named)
         self.masters = [(name, _master(parameter)) for name, parameter in self.named]
         pairs = zip(self.named, self.masters, strict=True)

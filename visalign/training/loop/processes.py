@@ -157,11 +157,8 @@ class Shares:
         return cls(accelerator, [torch.arange(part.start, part.stop) for part in slices])
 
     @classmethod
-    def of_groups(
-        cls, count: int, size: int, accelerator: Accelerator, *, whole_groups: bool = False
-    ) -> Shares:
-        """Assign a part of each group of `size` samples to each process, so that all have equally many with
-        signal.
+    def of_groups(cls, count: int, size: int, accelerator: Accelerator, *, whole_groups: bool = False) -> Shares:
+        """Assign a part of each group of `size` samples to each process, so that all have equally many with signal.
 
         `even` where a group cannot be divided evenly; `whole_groups` divides none.
         """

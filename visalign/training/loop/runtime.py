@@ -111,9 +111,7 @@ class OutOfMemory(UserError):
 
 
 @contextmanager
-def explain_out_of_memory(
-    clock: PhaseClock, config: Mapping[str, Any], free: Collection[str]
-) -> Iterator[None]:
+def explain_out_of_memory(clock: PhaseClock, config: Mapping[str, Any], free: Collection[str]) -> Iterator[None]:
     """Raise `OutOfMemory` with the setting that bounds the memory which ran out in the block, if one does.
 
     Keys of `config` that are in `free` may differ on resume.

@@ -77,8 +77,7 @@ class PromptSampler:
         self._cycle = list(cycle) if cycle else list(self._members)
         if unknown := sorted(set(self._cycle) - set(self._members)):
             raise UserError(
-                f"cycle names {unknown}, which no prompt is labelled with; the labels are "
-                f"{list(self._members)}."
+                f"cycle names {unknown}, which no prompt is labelled with; the labels are {list(self._members)}."
             )
 
     def batch(self, iteration: int, rank: int = 0, world: int = 1) -> Batch:

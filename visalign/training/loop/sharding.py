@@ -74,8 +74,7 @@ def shard(network: nn.Module, accelerator: Accelerator, undivided: Collection[nn
 
 
 class ModuleOfFunction(nn.Module):
-    """A function of a network, anything -> name -> tensor, as a module around which FSDP2 gathers the
-    weights.
+    """A function of a network, anything -> name -> tensor, as a module around which FSDP2 gathers the weights.
 
     `network` has all the weights that the function uses, each of them in every call.
     """
@@ -190,8 +189,7 @@ def incomplete(folder: Path, divided: Mapping[str, Tensor]) -> list[str]:
         return []
     metadata: Any = HuggingFaceStorageReader(path=str(folder)).read_metadata()
     sizes = {
-        name: sum(part.sizes.numel() for part in entry.chunks)
-        for name, entry in metadata.state_dict_metadata.items()
+        name: sum(part.sizes.numel() for part in entry.chunks) for name, entry in metadata.state_dict_metadata.items()
     }
     return [name for name, value in divided.items() if sizes.get(name, 0) != value.numel()]
 

@@ -122,9 +122,7 @@ class Trainer(Generic[A]):
         settings = OptimizerSettings() if optimizer is None else optimizer
         parameters = list(algorithm.parameters())
         if not parameters:
-            raise UserError(
-                "The model has no trainable parameter. Train its head, its adapters, or all of it."
-            )
+            raise UserError("The model has no trainable parameter. Train its head, its adapters, or all of it.")
         self.weights = TrainedWeights(parameters, settings, rates=algorithm.rates(settings.lr))
         self.ema = EMA(
             self.weights.masters,
@@ -162,9 +160,7 @@ class Trainer(Generic[A]):
         is_first = self.accelerator.is_main_process
         lock = nullcontext()
         if is_first:
-            lock = hold_lock(
-                folder / LOCK, what=f"The run's folder '{folder}'", instead="give another folder"
-            )
+            lock = hold_lock(folder / LOCK, what=f"The run's folder '{folder}'", instead="give another folder")
         with (
             report_lost_process(),
             self._explain_memory(),
@@ -192,8 +188,7 @@ class Trainer(Generic[A]):
             if counters.iteration and counters.updates == counters.skipped:
                 why = "Every gradient was infinite or NaN." if counters.skipped else "No sample had a signal."
                 self.progress.note(
-                    f"Warning: {counters.iteration} iterations made no update: the weights are as at the "
-                    f"start. {why}"
+                    f"Warning: {counters.iteration} iterations made no update: the weights are as at the start. {why}"
                 )
             for note in best_checkpoint_note(self.run.best_by, counters.own):
                 self.progress.note(note)
@@ -343,8 +338,7 @@ class Trainer(Generic[A]):
             self.weights.round()
 
     def result(self) -> AbstractContextManager[None]:
-        """Set the model to the run's result inside the block: the averaged weights, or those `best_by`
-        selected."""
+        """Set the model to the run's result inside the block: the averaged weights, or those `best_by` selected."""
         return self.averaged(self.context.tensors.get(BEST))
 
     def save(self) -> None:

@@ -30,9 +30,7 @@ class RewardConstraints:
         self.bounds: Mapping[str, float] = reward.capabilities.constraints
         self.labels, self.rate = list(reward_weights(reward)), rate
 
-    def apply(
-        self, valid: Tensor, parts: Mapping[str, Tensor], run: Context
-    ) -> tuple[Tensor, dict[str, float]]:
+    def apply(self, valid: Tensor, parts: Mapping[str, Tensor], run: Context) -> tuple[Tensor, dict[str, float]]:
         """Move λ by an iteration's samples (valid: bool [B] of all processes), and weight the terms by it.
 
         Returns (reward [B], NaN where not valid; λ by reward as metrics).

@@ -47,9 +47,7 @@ def gradient_sketches(
     """
 
     def gradient(number: int) -> Tensor:
-        gradients = torch.autograd.grad(
-            gain_of(number), list(parameters), allow_unused=True, materialize_grads=True
-        )
+        gradients = torch.autograd.grad(gain_of(number), list(parameters), allow_unused=True, materialize_grads=True)
         return torch.cat([part.detach().flatten().double() for part in gradients])
 
     if second_moment is None:
@@ -67,9 +65,7 @@ def gradient_sketches(
     for number in range(count):
         scaled = root * gradient(number)
         if len(root) > size:
-            scaled = torch.zeros(size, dtype=scaled.dtype, device=scaled.device).index_add_(
-                0, bucket, signs * scaled
-            )
+            scaled = torch.zeros(size, dtype=scaled.dtype, device=scaled.device).index_add_(0, bucket, signs * scaled)
         rows.append(scaled)
     return torch.stack(rows)
 

@@ -62,8 +62,7 @@ class Reference:
             yield
 
     def finish(self, run: Context, divergence: float | None) -> None:
-        """Reset at the end of an iteration if due, by the mean divergence of its updates (None or NaN:
-        unknown)."""
+        """Reset at the end of an iteration if due, by the mean divergence of its updates (None or NaN: unknown)."""
         counters = run.counters
         waited = counters.iteration - counters.own.get(KEY, 0)
         far = self.above is not None and divergence is not None and divergence > self.above

@@ -103,8 +103,7 @@ def couples_decisions(objective: Objective) -> bool:
 
 
 def flat_rows(rows: Prepared, sample: Tensor, decision: Tensor) -> Prepared:
-    """Select N single decisions (sample [N], decision [N]) as rows, for objectives that do not couple
-    decisions.
+    """Select N single decisions (sample [N], decision [N]) as rows, for objectives that do not couple decisions.
 
     The denominators are those of the whole update, so the shares of single decisions add up to its loss.
     """
@@ -148,9 +147,7 @@ def backward(
     return _reduce(statistics or no_statistics(accelerator.device), terms, accelerator)
 
 
-def _reduce(
-    statistics: LossStatistics, terms: Mapping[str, float], accelerator: Accelerator
-) -> dict[str, float]:
+def _reduce(statistics: LossStatistics, terms: Mapping[str, float], accelerator: Accelerator) -> dict[str, float]:
     values = torch.tensor(list(terms.values()), dtype=torch.float64, device=accelerator.device)
     if accelerator.num_processes > 1:
         sums: Any = accelerator.reduce(torch.cat([statistics.stack(), values]), "sum")

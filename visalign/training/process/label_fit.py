@@ -73,9 +73,8 @@ class LabelOutputs:
 class LabelFit(Algorithm):
     """Fits a model to right and wrong; an iteration is a pass over the rows. An `Algorithm` for `Trainer`.
 
-    The loss of an update is the mean over the labels of its batch, which the processes share; dropout alone
-    differs between one and several. The data may change between passes, as in PRIME: set `outputs` and
-    `rows`.
+    The loss of an update is the mean over the labels of its batch, which the processes share; dropout alone differs
+    between one and several. The data may change between passes, as in PRIME: set `outputs` and `rows`.
 
     Args:
         parameters: names and parameters to train.
@@ -192,8 +191,7 @@ def label_trainer(
 def fit_labels(
     outputs: Callable[[list[int]], LabelOutputs], rows: Sequence[int], trainer: Trainer[LabelFit]
 ) -> list[LabelReport]:
-    """Minimise the mean loss over the labels of each batch of labelled `rows`; return one report per
-    epoch."""
+    """Minimise the mean loss over the labels of each batch of labelled `rows`; return one report per epoch."""
     fit = trainer.algorithm
     if not rows:
         raise UserError(

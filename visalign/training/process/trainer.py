@@ -148,16 +148,13 @@ def train_process_reward(
     trainer: Trainer[LabelFit] | None = None,
     sharding: bool = False,
 ) -> list[LabelReport]:
-    """Fit a token classifier to step labels, or one with a single label to outcomes, in place; report each
-    epoch.
+    """Fit a token classifier to step labels, or one with a single label to outcomes, in place; report each epoch.
 
     The data are described at `StepTexts`. A run is reproducible by its seed; afterwards the model's dropout
     is on or off as before. With `trainer` a fit continues, else one begins by the settings, with `sharding`
     on a model that is divided among the processes (FSDP2) and stays so.
     """
-    texts = StepTexts(
-        model, tokenizer, records, reading=reading, max_length=max_length, right_label=right_label
-    )
+    texts = StepTexts(model, tokenizer, records, reading=reading, max_length=max_length, right_label=right_label)
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     was_training = model.training
     model.train()
@@ -179,9 +176,7 @@ def evaluate_process_reward(
     batch_size: int = 16,
 ) -> LabelReport:
     """Compute loss and accuracy on labelled texts without dropout; arguments as in `train_process_reward`."""
-    texts = StepTexts(
-        model, tokenizer, records, reading=reading, max_length=max_length, right_label=right_label
-    )
+    texts = StepTexts(model, tokenizer, records, reading=reading, max_length=max_length, right_label=right_label)
     return measure_steps(texts, batch_size)
 
 
@@ -206,8 +201,7 @@ def read_record(
     needed = ("prompt", "completion", "reward") if outcomes else ("prompt", "steps", "labels")
     if missing := [key for key in needed if key not in record]:
         learns = (
-            "A progress estimator (num_labels=1) reads the dataset.jsonl of text_sample with "
-            "selection.rule=all."
+            "A progress estimator (num_labels=1) reads the dataset.jsonl of text_sample with selection.rule=all."
             if outcomes
             else 'TRL calls the steps "completions".'
         )

@@ -143,8 +143,7 @@ def calibration_error(prob: Tensor, share: Tensor, weight: Tensor, *, bins: int 
 
 
 def auroc(score: Tensor, positive: Tensor, stratum: Tensor | None = None) -> float:
-    """Compute the probability that a positive outscores a negative of its stratum [N], ties half; NaN without
-    both."""
+    """Compute the probability that a positive outscores a negative of its stratum [N], ties half; NaN without both."""
     above, compared = 0.0, 0
     for label in [None] if stratum is None else stratum.unique().tolist():
         rows = slice(None) if stratum is None else stratum == label

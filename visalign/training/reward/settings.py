@@ -36,8 +36,7 @@ class VotesSettings(RewardObjectiveSettings):
     """Base of tasks on pairs."""
 
     smoothing: NonNegative = 0.5
-    """Votes added to either side before they become a label; 0.5 is Jeffreys' prior, 0 takes them as they
-    are."""
+    """Votes added to either side before they become a label; 0.5 is Jeffreys' prior, 0 takes them as they are."""
     pair_weight: Literal["pair", "votes"] = "pair"
     """Weight of a pair: 1 ("pair"), or its number of votes ("votes", the binomial likelihood)."""
 
@@ -155,9 +154,7 @@ AnyObjective = Annotated[
     Field(discriminator="task"),
 ]
 OBJECTIVES: dict[str, type[RewardObjectiveSettings]] = {
-    task: kind
-    for kind in get_args(get_args(AnyObjective)[0])
-    for task in get_args(get_type_hints(kind)["task"])
+    task: kind for kind in get_args(get_args(AnyObjective)[0]) for task in get_args(get_type_hints(kind)["task"])
 }
 """Task -> its settings."""
 

@@ -76,9 +76,7 @@ def _bradley_terry(outputs: Outputs, batch: RewardBatch, settings: Settings, _: 
 
 
 def _uncertainty(mode: str) -> Callable[..., Sums]:
-    def loss_sums(
-        outputs: Outputs, batch: RewardBatch, settings: Settings, generator: torch.Generator
-    ) -> Sums:
+    def loss_sums(outputs: Outputs, batch: RewardBatch, settings: Settings, generator: torch.Generator) -> Sums:
         left, right = _sides(outputs, batch)
         label, weight = _labels(batch, settings, left)
         left_std, right_std = (side.exp() for side in _sides(outputs, batch, "log_std"))
@@ -106,9 +104,7 @@ def _hp(outputs: Outputs, batch: RewardBatch, settings: Settings, _: torch.Gener
     label, weight = _labels(batch, settings, left)
     agreement = torch.where(torch.isnan(label), 0.0, 2 * label - 1)
     wins = agreement >= 0
-    loss = margin_ranking_loss(
-        torch.where(wins, left, right), torch.where(wins, right, left), margin=settings.margin
-    )
+    loss = margin_ranking_loss(torch.where(wins, left, right), torch.where(wins, right, left), margin=settings.margin)
     weight = weight * agreement.abs()
     return (loss * weight).sum(), weight.sum()
 
@@ -128,8 +124,7 @@ def _ict(outputs: Outputs, batch: RewardBatch, settings: Settings, _: torch.Gene
 
 
 def _yes_no(outputs: Outputs, batch: RewardBatch, settings: Settings, _: torch.Generator) -> Sums:
-    """Compute the likelihood of the answer on rows, Bradley-Terry on the log-odds (and some likelihood) on
-    pairs.
+    """Compute the likelihood of the answer on rows, Bradley-Terry on the log-odds (and some likelihood) on pairs.
 
     With mass 1 the former is the likelihood over the vocabulary.
     """

@@ -40,9 +40,8 @@ class RewardModeling(Algorithm):
         seed: of dropout and of sampled losses.
         penalty: term that each update adds to the loss of its labels, with gradient; may return None.
         compute_dtype: of the model's products, where not all are in float32; float16 gets its loss scaled.
-        sharding: divide the model, its gradients and AdamW's moments among the processes (FSDP2). The
-            model is then a module, or has all its weights in `module`, and uses each of them equally often
-            for any batch.
+        sharding: divide the model, its gradients and AdamW's moments among the processes (FSDP2). The model is then a
+            module, or has all its weights in `module`, and uses each of them equally often for any batch.
         undivided: with sharding, frozen parameters that stay whole in each process, since the model
             caches their outputs.
     """

@@ -81,9 +81,7 @@ class _Round(_Scored):
     tokens: Tensor  # [B, T] int64, −1 for none
 
 
-def sample_completions(
-    parts: TextParts, sampler: PromptSampler, number: int, clock: PhaseClock
-) -> PendingRound:
+def sample_completions(parts: TextParts, sampler: PromptSampler, number: int, clock: PhaseClock) -> PendingRound:
     """Sample this process's share of P prompts with G completions each, and send each chunk to the reward."""
     batch, settings = sampler.batch(number), parts.rollout
     shares = Shares.of_groups(len(batch), settings.group_size, parts.accelerator)
@@ -259,11 +257,8 @@ def _experience(
     return TextExperience(rollout=rollout, trajectories=t, shares=shares, features=features)
 
 
-def uncertainty_weights(
-    columns: Mapping[str, Tensor], valid: Tensor, strengths: Mapping[str, float]
-) -> Tensor:
-    """Compute factors [B] of the advantages, Π `relative_uncertainty_weight` of "part/LABEL.std"; 0 if not
-    valid."""
+def uncertainty_weights(columns: Mapping[str, Tensor], valid: Tensor, strengths: Mapping[str, float]) -> Tensor:
+    """Compute factors [B] of the advantages, Π `relative_uncertainty_weight` of "part/LABEL.std"; 0 if not valid."""
     weights = valid.double()
     for label, strength in strengths.items():
         std = torch.where(valid, columns[f"part/{label}.std"].double(), torch.nan)
@@ -286,8 +281,7 @@ def _metrics(reward: Any, rounds: Sequence[_Round]) -> dict[str, float]:
     names = dict.fromkeys(name for scored in rounds for name in scored.columns)
     missing = [torch.full_like(scored.columns["value"], math.nan) for scored in rounds]
     columns = {
-        name: torch.cat([r.columns.get(name, nan) for r, nan in zip(rounds, missing, strict=True)])
-        for name in names
+        name: torch.cat([r.columns.get(name, nan) for r, nan in zip(rounds, missing, strict=True)]) for name in names
     }
     valid = torch.cat([scored.valid for scored in rounds])
     length = columns["length"]

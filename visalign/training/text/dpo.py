@@ -54,8 +54,7 @@ class DPOSettings:
     row: Literal["sigmoid", "robust", "hinge", "ipo", "sigmoid_norm", "simpo", "power", "kto"] = "sigmoid"
     """An entry of `visalign.core.DIRECT`; sigmoid is DPO."""
     beta: Positive | None = None
-    """β, how near the policy stays to its reference; null: the loss's own (0.1, sigmoid_norm 5, simpo and
-    power 2)."""
+    """β, how near the policy stays to its reference; null: the loss's own (0.1, sigmoid_norm 5, simpo and power 2)."""
     gamma: Finite | None = None
     """γ, lead that the chosen completion should have; null: the loss's own (0, simpo 1)."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
@@ -171,9 +170,7 @@ class DPO(TextAlgorithm):
         ref = torch.zeros(len(completions), 2)
         if DIRECT[self.settings.row].reference:
             ref = shared_log_probs(self.policy, completions, self.accelerator)
-        return PreferenceData(
-            completions, ref, None if good is None else torch.tensor(good, dtype=torch.bool)
-        )
+        return PreferenceData(completions, ref, None if good is None else torch.tensor(good, dtype=torch.bool))
 
     def collect(self, run: Context) -> Collected:
         """Read the next batches of the stream."""
@@ -202,9 +199,7 @@ class DPO(TextAlgorithm):
             sums += parts
         means = _means(self._sum(sums))
         if self.labels is not None:  # each lead is computed in one process, and 0 in the others
-            for i, lead in zip(
-                index.tolist(), self._sum(leads).split(1), strict=True
-            ):  # a pair may occur twice
+            for i, lead in zip(index.tolist(), self._sum(leads).split(1), strict=True):  # a pair may occur twice
                 rate = self.settings.label_rate
                 self.labels[i : i + 1] = dynamic_labels(self.labels[i : i + 1], lead, rate=rate)
         means["tokens"], means["samples"] = float(step.loss_mask.sum()), float(len(step))
@@ -226,8 +221,7 @@ class DPO(TextAlgorithm):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute (loss [n], sums and counts [2, len(MEANS)], lead [n] of pairs) of n records.
 
-        Log-probs and lengths are those of their completions: [n] of votes, or [2n] of pairs, chosen ones
-        first.
+        Log-probs and lengths are those of their completions: [n] of votes, or [2n] of pairs, chosen ones first.
         """
         s, default = self.settings, DIRECT[self.settings.row]
         form: dict[str, Any] = {"row": s.row, "beta": s.beta}

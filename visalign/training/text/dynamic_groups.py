@@ -71,14 +71,10 @@ class DynamicGroups:
         """True while groups are missing and rounds are left."""
         return len(self._pool) < self.wanted and self.now.rounds < self.settings.max_rounds
 
-    def feed(
-        self, group: Labels, rewards: Tensor, valid: Tensor | None = None, *, payload: Any = None
-    ) -> None:
-        """Add a round of scored samples; groups may have any sizes, and come whole, under labels never used
-        before.
+    def feed(self, group: Labels, rewards: Tensor, valid: Tensor | None = None, *, payload: Any = None) -> None:
+        """Add a round of scored samples; groups may have any sizes, and come whole, under labels never used before.
 
-        A reward that is not valid or not finite is a missing one. `payload` is handed out again with the
-        groups.
+        A reward that is not valid or not finite is a missing one. `payload` is handed out again with the groups.
         """
         rewards = rewards.cpu().double()
         present = rewards.isfinite() if valid is None else valid.cpu() & rewards.isfinite()

@@ -85,8 +85,7 @@ class LatentFlow:
         return TokenRewards(reward, torch.ones(len(rollout), dtype=torch.bool))
 
     def learn(self, rollout: TextRollout, right: Tensor, iteration: int) -> None:
-        """Take steps of flow matching on the states of completions that are `right` [b]; all processes call
-        it."""
+        """Take steps of flow matching on the states of completions that are `right` [b]; all processes call it."""
         accelerator = self._accelerator
         states = [states for _, states in self._states(rollout.rows(right.nonzero()[:, 0]))]
         if not self._sum(float(sum(map(len, states)))):

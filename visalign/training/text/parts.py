@@ -39,8 +39,7 @@ class CompletionGenerator(Protocol):
 
 
 class ValueFunction(Protocol):
-    """Separate value network (`visalign.adapters.causal_lm.value_head.ValueModel`), V before each token [b,
-    T]."""
+    """Separate value network (`visalign.adapters.causal_lm.value_head.ValueModel`), V before each token [b, T]."""
 
     def values(self, rollout: TextRollout, rows: Tensor | slice | None = None) -> Tensor: ...
 
@@ -73,8 +72,7 @@ class ProcessReward(Protocol):
 
 
 class Demonstrations(Protocol):
-    """Stream of demonstrations, loss mask 1 on the tokens to learn: batch n is the same in every run of a
-    seed."""
+    """Stream of demonstrations, loss mask 1 on the tokens to learn: batch n is the same in every run of a seed."""
 
     def batch(self, number: int) -> TextRollout: ...
 

@@ -49,8 +49,7 @@ class TextAlgorithm(Algorithm):
 
 
 class TextReplay(nn.Module):
-    """Module that computes log-probs, and where asked values, log Z and nucleus entropies (SIREN) of
-    completions.
+    """Module that computes log-probs, and where asked values, log Z and nucleus entropies (SIREN) of completions.
 
     A `value_model` takes the place of the policy's own head.
     """

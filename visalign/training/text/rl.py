@@ -325,8 +325,7 @@ class TextRL(TextAlgorithm):
         return steps
 
     def backward(self, experience: TextExperience, step: PolicyStep, run: Context) -> dict[str, float]:
-        """Add the gradient of an update, in micro-batches of completions, the longest first; then of the
-        replay."""
+        """Add the gradient of an update, in micro-batches of completions, the longest first; then of the replay."""
         return self._backward(experience, step, run, self.objective)
 
     def _backward(

@@ -71,17 +71,12 @@ class Completions:
         columns: dict[str, Any] = {}
         for field in fields(self):
             column = getattr(self, field.name)
-            columns[field.name] = (
-                column[list(index)] if isinstance(column, Tensor) else [column[i] for i in index]
-            )
+            columns[field.name] = column[list(index)] if isinstance(column, Tensor) else [column[i] for i in index]
         return Completions(**columns)
 
 
-def grid_points(
-    temperatures: Sequence[float], top_p: Sequence[float], seeds: Sequence[int]
-) -> list[GridPoint]:
-    """Combine temperatures above 0, nuclei in (0, 1] and seeds, the seeds of one distribution side by
-    side."""
+def grid_points(temperatures: Sequence[float], top_p: Sequence[float], seeds: Sequence[int]) -> list[GridPoint]:
+    """Combine temperatures above 0, nuclei in (0, 1] and seeds, the seeds of one distribution side by side."""
     for name, values in (("temperatures", temperatures), ("top_p", top_p), ("seeds", seeds)):
         if not values or len(set(values)) != len(values):
             raise UserError(f"{name} is {list(values)}; give at least one number, and each number once.")
@@ -111,10 +106,9 @@ def sample_point(
     """Complete every record `samples` times at one grid point, and score the completions; those of a prompt
     side by side.
 
-    A completion's tokens are a function of (seed, point, prompt, number): neither the other points nor the
-    other records change them, and different points draw different numbers. `prompts` take the place of the
-    records' own; `prompts_per_call` bounds memory, and after each call `after_call` gets the number of
-    prompts done.
+    A completion's tokens are a function of (seed, point, prompt, number): neither the other points nor the other
+    records change them, and different points draw different numbers. `prompts` take the place of the records' own;
+    `prompts_per_call` bounds memory, and after each call `after_call` gets the number of prompts done.
     """
     prompts = [record["prompt"] for record in records] if prompts is None else prompts
     draw = (seed, "grid", repr(float(point.temperature)), repr(float(point.top_p)), point.seed)
@@ -168,8 +162,7 @@ def with_hint(record: Mapping[str, Any], hint: str) -> Prompt:
     names = set(re.findall(r"\{(\w+)\}", hint))
     if missing := sorted(names - record.keys()):
         raise UserError(
-            f"The hint {hint!r} names the field {missing[0]!r}, which a record lacks: it has "
-            f"{', '.join(record)}."
+            f"The hint {hint!r} names the field {missing[0]!r}, which a record lacks: it has {', '.join(record)}."
         )
     text = "\n" + re.sub(r"\{(\w+)\}", lambda match: str(record[match[1]]), hint)
     prompt = record["prompt"]
@@ -185,7 +178,5 @@ def join_completions(parts: Sequence[Completions]) -> Completions:
     columns: dict[str, Any] = {}
     for field in fields(Completions):
         values = [getattr(part, field.name) for part in parts]
-        columns[field.name] = (
-            torch.cat(values) if isinstance(values[0], Tensor) else list(chain.from_iterable(values))
-        )
+        columns[field.name] = torch.cat(values) if isinstance(values[0], Tensor) else list(chain.from_iterable(values))
     return Completions(**columns)

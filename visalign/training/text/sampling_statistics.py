@@ -23,8 +23,7 @@ def failure_reasons(completions: Completions) -> dict[str, int]:
 
 
 def statistics(completions: Completions, selectable: Tensor, *, threshold: float) -> dict[str, Any]:
-    """Compute shares, pass@k, best-of-n and diversity of completions of whole prompts; NaN where nothing is
-    known.
+    """Compute shares, pass@k, best-of-n and diversity of completions of whole prompts; NaN where nothing is known.
 
     A completion is accepted if it is selectable [B] and its reward is at least the threshold; pass@k is the
     probability that k completions to a prompt hold an accepted one. Failed rewards count neither way: pass@k

@@ -49,11 +49,8 @@ def worth_learning(
     return keep & ~solved if skip_solved else keep
 
 
-def best_of_group(
-    reward: Tensor, group: Sequence[Hashable], *, seed: int, valid: Tensor | None = None
-) -> list[int]:
-    """Select the completion of the highest finite reward in each group, ascending; ties are broken at
-    random."""
+def best_of_group(reward: Tensor, group: Sequence[Hashable], *, seed: int, valid: Tensor | None = None) -> list[int]:
+    """Select the completion of the highest finite reward in each group, ascending; ties are broken at random."""
     chosen = []
     for label, index in _groups(group, _present(reward, valid)):
         highest = max(float(reward[i]) for i in index)
@@ -72,12 +69,10 @@ def accepted_completions(
     seed: int,
     valid: Tensor | None = None,
 ) -> list[int]:
-    """Rejection sampling: select completions of at least a reward, at most `per_group` of each group,
-    ascending.
+    """Rejection sampling: select completions of at least a reward, at most `per_group` of each group, ascending.
 
-    Where more are good enough, chance decides and not the reward: the selection is a sample of the policy's
-    own good completions. Distinct completions go before repeats (texts that differ in blanks alone are the
-    same).
+    Where more are good enough, chance decides and not the reward: the selection is a sample of the policy's own good
+    completions. Distinct completions go before repeats (texts that differ in blanks alone are the same).
     """
     chosen: list[int] = []
     for label, index in _groups(group, _present(reward, valid) & (reward >= threshold).cpu()):

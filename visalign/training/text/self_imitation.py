@@ -99,9 +99,7 @@ class SelfImitation:
         parts = [part.sort().values for part in index.tensor_split(updates)]
         return [self._replay(part, advantage, weight, generator) for part in parts] * epochs
 
-    def _replay(
-        self, index: Tensor, advantage: Tensor, weight: float, generator: torch.Generator
-    ) -> Replay | None:
+    def _replay(self, index: Tensor, advantage: Tensor, weight: float, generator: torch.Generator) -> Replay | None:
         if not len(index):
             return None
         stored = [self._buffer[i] for i in index.tolist()]

@@ -34,9 +34,8 @@ class ToolSettings(ToolFormat):
     """Tool that completions can call."""
 
     use: str = "calculator"
-    """calculator, or package.module:name or FILE.py:name of a function: text of a call -> its answer, or null
-    where it is no call. A call that raises or takes longer than `seconds` fails: the completion is not
-    scored."""
+    """calculator, or package.module:name or FILE.py:name of a function: text of a call -> its answer, or null where it
+    is no call. A call that raises or takes longer than `seconds` fails: the completion is not scored."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -222,8 +221,7 @@ class TextObjectiveSettings(ObjectiveSettings):
     """Nats per token from the reference from which the KL term acts (SAFE, `gate_threshold`); only for safe.
     null: 0.3."""
     ratio_bound: Positive | None = 0.01
-    """Largest |log r| at the first update, where r must be 1; raise it under autocast, null switches the
-    check off."""
+    """Largest |log r| at the first update, where r must be 1; raise it under autocast, null switches the check off."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -245,7 +243,6 @@ def _unread_setting(s: TextObjectiveSettings) -> str:
 OBJECTIVE_RULES = (
     (
         _unread_setting,
-        "objective.algorithm={s.algorithm} does not read objective.{v}. Take that algorithm, or leave it "
-        "out.",
+        "objective.algorithm={s.algorithm} does not read objective.{v}. Take that algorithm, or leave it out.",
     ),
 )

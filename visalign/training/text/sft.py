@@ -75,8 +75,7 @@ class SFT(TextAlgorithm):
 def backward_nll(
     module: nn.Module, batch: TextRollout, accelerator: Accelerator, *, micro_batch: int, scale: float = 1.0
 ) -> float:
-    """Add the gradient of L = −Σ w log π / Σ w over a batch of demonstrations, w their loss mask [B, T];
-    return L."""
+    """Add the gradient of L = −Σ w log π / Σ w over a batch of demonstrations, w their loss mask [B, T]; return L."""
     live = (batch.loss_mask != 0).any(1).nonzero()[:, 0]
     if not len(live):
         raise UserError(

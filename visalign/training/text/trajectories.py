@@ -234,8 +234,7 @@ def answer_likelihood(
     limit = getattr(parts.policy, "context_length", None)
     fits = [limit is None or len(c) + len(a) <= limit for c, a in zip(contexts, answers, strict=True)]
     contexts, answers = (
-        [ids if fit else ids[:1] for ids, fit in zip(column, fits, strict=True)]
-        for column in (contexts, answers)
+        [ids if fit else ids[:1] for ids, fit in zip(column, fits, strict=True)] for column in (contexts, answers)
     )
     scored = _with_tokens(rollout, contexts, answers)
     reward = likelihood_reward(parts.policy.log_probs(scored).log_prob.cpu(), scored.loss_mask, kind=kind)
@@ -246,9 +245,7 @@ def _ids(parts: TextParts, text: str) -> list[int]:
     return list(parts.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _with_tokens(
-    rollout: TextRollout, prompts: Sequence[list[int]], completions: Sequence[list[int]]
-) -> TextRollout:
+def _with_tokens(rollout: TextRollout, prompts: Sequence[list[int]], completions: Sequence[list[int]]) -> TextRollout:
     """Replace prompts and completions of a rollout; padded ids are 0."""
     width, size = max(map(len, prompts)), max(map(len, completions))
     zeros = torch.zeros(len(prompts), size)
