@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from tests.support.training.images import whole_and_resumed
 from tests.support.training.rewards import ToyJudge, ToyPairs, pair_batch
 from visalign.core import yes_no_answer
-from visalign.core.preference.bradley_terry import bradley_terry_loss, soft_labels
+from visalign.core.preference.bradley_terry import bradley_terry_loss, outcome_loss, soft_labels, tie_log_prob
 from visalign.core.preference.ict import hp_loss, ict_labels, ict_loss
 from visalign.core.preference.uncertainty import uncertain_preference_loss
 from visalign.core.preference.yes_no import yes_no_loss, yes_no_pair_loss
@@ -101,6 +101,33 @@ def test_uncertainty_is_the_cores_on_the_votes(task, mode):
     each = uncertain_preference_loss(SCORES[:3], SCORES[3:], std[:3], std[3:], SHARE, mode=mode)
     found = _loss(task, {"value": SCORES, "log_std": LOG_STD}, PAIRS)
     assert found == pytest.approx(float(each.mean()))
+
+
+def test_with_a_model_of_ties_a_pair_without_votes_has_its_label():
+    label = torch.tensor([1.0, 0.5, 0.7])
+    votes = torch.tensor([[7.0, 2.0, 1.0], [math.nan] * 3, [math.nan] * 3])
+    batch = replace(PAIRS, label=label, votes=votes)
+    share = torch.tensor([[0.7, 0.1, 0.2], [0.0, 1.0, 0.0], [0.7, 0.0, 0.3]])
+    log_prob = tie_log_prob(SCORES[:3], SCORES[3:], 2.0, model="davidson")
+    options: dict[str, Any] = {"ties": "davidson", "smoothing": 0.0}
+    loss = _loss("bradley_terry", {"value": SCORES}, batch, **options)
+    assert loss == pytest.approx(float(outcome_loss(log_prob, share).mean()))
+    share[0] = torch.tensor([1.0, 0.0, 0.0])
+    loss = _loss("bradley_terry", {"value": SCORES}, replace(batch, votes=None), **options)
+    assert loss == pytest.approx(float(outcome_loss(log_prob, share).mean()))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"tie_strength": 3.0}, "objective.ties=half does not use it"),
+        ({"ties": "rao_kupper", "tie_strength": 1.0}, "for rao_kupper it must be above 1"),
+        ({"ties": "davidson", "margin": 0.3}, "are of the plain loss, and objective.ties is davidson"),
+    ],
+)
+def test_a_model_of_ties_has_its_own_settings(values, message):
+    with pytest.raises(UserError, match=message):
+        RewardObjectiveSettings(task="bradley_terry", **values)
 
 
 def test_a_pair_without_a_label_counts_nothing():

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 from pydantic import Field
 
 from visalign.errors import UserError, suggestion
-from visalign.settings import Count, Finite, NonNegative, Positive, Share, settings
+from visalign.settings import Count, Finite, NonNegative, Positive, Rules, Share, check_rules, settings
 from visalign.training.loop.optimizer import AdamWSettings
 
 
@@ -53,6 +53,31 @@ class BradleyTerrySettings(VotesSettings):
     """Weight of (l + r)², which keeps scores of pairs near 0; TRL uses 0.01."""
     displacement: Finite = 1.0
     """HPSv3's factor τ on the rejected score."""
+    ties: Literal["half", "rao_kupper", "davidson"] = "half"
+    """Treatment of a tie: half a vote for either side, or an outcome of its own ("rao_kupper" is HPSv3's "btt")."""
+    tie_strength: Positive = 2.0
+    """θ > 1 of rao_kupper (HPSv3: 5), ν > 0 of davidson."""
+
+    def __post_init__(self) -> None:
+        check_rules(self, TIE_RULES)
+
+
+TIE_RULES: Rules = (
+    (
+        lambda s: s.ties == "half" and s.tie_strength != 2.0,
+        "objective.tie_strength is {s.tie_strength}; objective.ties=half does not use it. Set rao_kupper or davidson.",
+    ),
+    (
+        lambda s: s.ties == "rao_kupper" and s.tie_strength <= 1,
+        "objective.tie_strength is {s.tie_strength}; for rao_kupper it must be above 1.",
+    ),
+    (
+        lambda s: s.ties != "half" and (s.margin, s.centre, s.displacement) != (0, 0, 1),
+        "objective.margin, centre and displacement are of the plain loss, and objective.ties is {s.ties}; leave them "
+        "out, or set objective.ties=half.",
+    ),
+)
+"""A likelihood with ties has a strength and nothing of the plain loss."""
 
 
 @settings("objective")

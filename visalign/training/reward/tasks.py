@@ -17,7 +17,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from visalign.core.preference.bradley_terry import bradley_terry_loss, margin_ranking_loss, soft_labels
+from visalign.core.preference.bradley_terry import (
+    bradley_terry_loss,
+    margin_ranking_loss,
+    outcome_loss,
+    soft_labels,
+    tie_log_prob,
+    vote_shares,
+)
 from visalign.core.preference.fidelity import fidelity_loss, quality_preferences, thurstone_score
 from visalign.core.preference.ict import IctLabels, ict_loss
 from visalign.core.preference.uncertainty import (
@@ -71,8 +78,25 @@ def _labels(batch: RewardBatch, settings: Settings, like: Tensor) -> tuple[Tenso
 def _bradley_terry(outputs: Outputs, batch: RewardBatch, settings: Settings, _: torch.Generator) -> Sums:
     left, right = _sides(outputs, batch)
     label, weight = _labels(batch, settings, left)
+    if settings.ties != "half":
+        log_prob = tie_log_prob(left, right, settings.tie_strength, model=settings.ties)
+        return (outcome_loss(log_prob, _outcome_shares(batch, settings, left)) * weight).sum(), weight.sum()
     options = {name: getattr(settings, name) for name in ("margin", "centre", "displacement")}
     return (bradley_terry_loss(left, right, label, **options) * weight).sum(), weight.sum()
+
+
+def _outcome_shares(batch: RewardBatch, settings: Settings, like: Tensor) -> Tensor:
+    """Compute shares [N, 3] of (left, equal, right) of the votes; without votes the label, whose ½ is a tie."""
+    assert batch.label is not None
+    label = batch.label.to(like)
+    tied = (label == 0.5).to(like)
+    share = torch.stack([label * (1 - tied), tied, (1 - label) * (1 - tied)], -1)
+    if batch.votes is None:
+        return share
+    counts = batch.votes.nan_to_num(0.0).to(like)
+    voted = torch.isfinite(batch.votes).all(1).to(like.device)
+    shares = vote_shares(counts[:, 0], counts[:, 1], counts[:, 2], smoothing=settings.smoothing)
+    return torch.where(voted[:, None], shares, share)
 
 
 def _uncertainty(mode: str) -> Callable[..., Sums]:
