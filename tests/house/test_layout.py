@@ -40,7 +40,6 @@ LOOKED_AT = {
     "rewards/combine/weighted_sum.py:__init__": "most of it describes its arguments",
     "visalign/evaluation/pages/report.py:write_report": "its arguments, and one call of the template",
     "visalign/training/text/parts.py:check_parts": "one table of rules",
-    "visalign/training/text/sampling_grid.py:sample_point": "one grid point from prompts to scores",
     "visalign/flow/rollout.py:rollout": "one loop over the steps, and its arguments",
     "visalign/flow/steering.py:steered_rollout": "one loop over the steps; half describes its arguments",
 }

@@ -41,6 +41,6 @@ def test_the_adapter_of_the_readme_is_trained_and_loaded(tmp_path: Path) -> None
     assert run(f"{code_with('redness', README.name)}\n{where}").splitlines()[-1].startswith(str(site))
     (away / "runs/red").rename(away / "runs/first")
     drawn = code_with("load_lora_weights", "fine_tune.md")
-    assert run(f"{drawn}\nprint(pipe.get_active_adapters(), _.size)".replace("pipe(\n", "_ = pipe(\n")) == (
+    assert run(f"{drawn}\nprint(pipe.get_active_adapters(), _.size)".replace("\npipe(", "\n_ = pipe(")) == (
         "['default_0'] (64, 64)\n"
     )
