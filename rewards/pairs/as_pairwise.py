@@ -36,10 +36,10 @@ def as_pairwise(reward: PointwiseReward, *, link: Link = "auto") -> PairwiseRewa
     - "normal" (Thurstone), for all other units: Φ(d / s); without a standard deviation 1, 0, or 1/2 for
       scores that are equal up to rounding.
 
-    The reward decides what σ is, the spread of one judgement or the standard error of a mean; P is of a
-    judgement or of the means accordingly. Each distinct (image, prompt,
-    record) is scored once. A pair is invalid, with the reason, if either image could not be scored or its
-    standard deviation is NaN. The parts hold the two scores, "left" and "right", in the reward's unit.
+    The reward decides what σ is, the spread of one judgement or the standard error of a mean; P is of a judgement or
+    of the means accordingly. Each distinct (image, prompt, record) is scored once. A pair is invalid, with the
+    reason, if either image could not be scored or its standard deviation is NaN. The parts hold the two scores,
+    "left" and "right", in the reward's unit.
 
     Args:
         reward: any pointwise reward.
@@ -49,10 +49,10 @@ def as_pairwise(reward: PointwiseReward, *, link: Link = "auto") -> PairwiseRewa
 
 
 class PairsFromScores:
-    """Pairwise judge of `as_pairwise`."""
+    """Pairwise judge of `as_pairwise`; `floor` is added to s²."""
 
-    def __init__(self, reward: PointwiseReward, *, link: Link = "auto") -> None:
-        self.reward, self.name = with_capabilities(reward), f"{reward.name}_compared"
+    def __init__(self, reward: PointwiseReward, *, link: Link = "auto", floor: float = 0.0) -> None:
+        self.reward, self.name, self.floor = with_capabilities(reward), f"{reward.name}_compared", floor
         check_choices(self.name, link=(link, get_args(Link)))
         is_logit = any(word in reward.unit.lower() for word in LOGIT_WORDS)
         self.link = ("logistic" if is_logit else "normal") if link == "auto" else link
@@ -79,7 +79,7 @@ class PairsFromScores:
         value, std, reasons = self._score(request)
         left, right = pairs.cpu().unbind(1)
         gap = (value[left] - value[right]) * (1 if self.reward.higher_is_better else -1)  # d
-        spread = (std[left].square() + std[right].square()).sqrt()  # s
+        spread = (std[left].square() + std[right].square() + self.floor).sqrt()  # s
         scale = torch.maximum(value[left].abs(), value[right].abs())
         log_odds = logistic_odds(gap, spread) if self.link == "logistic" else normal_odds(gap, spread, scale)
         pair_reasons: list[str | None] = []

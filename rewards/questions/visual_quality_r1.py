@@ -19,17 +19,20 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from visalign.interfaces import Metadata, Scores
+from visalign.core.preference.fidelity import FLOOR
+from visalign.interfaces import Metadata, Preferences, Scores
 from visalign.rewards.base.contract import (
     Request,
     RewardError,
     check_choices,
+    check_counts,
     check_rules,
     make_scores,
     read_request,
     scatter,
 )
 from visalign.rewards.base.identity import Identity
+from visalign.rewards.pairs.as_pairwise import PairsFromScores
 from visalign.rewards.reading.numbers import AnswerError
 from visalign.rewards.reading.ratings import quality_score
 from visalign.rewards.vlm.engine import engine_of
@@ -61,8 +64,8 @@ RATING_THINKING = question(
 class VisualQuality:
     """Rating of an image's quality from 1 to 5 with its standard deviation; the prompt is ignored.
 
-    `std` is the spread of one answer, not the error of their mean, as in Thurstone's model; compared are two
-    images by `as_pairwise`.
+    `std` is the spread of one answer, not the error of their mean, as in Thurstone's model, which
+    `compare` is: P(left better) = Φ((μ_l − μ_r) / √(σ_l² + σ_r² + γ)).
     Direct: value Σ p·s and std √Σ p·(s − value)² over the ratings s that the model may write next; the parts
     hold "mass", the probability of all scores among everything it may write, "left_over", the rest, and for
     ratings with decimals "digit_mass", the share of what begins as a rating that goes on with digits.
@@ -81,6 +84,7 @@ class VisualQuality:
             one token, and "digits" the ten digits where ratings have two decimal places.
         min_mass: smallest probability of all scores together that counts as a rating ("direct"), and smallest
             "digit_mass".
+        variance_floor: γ of the comparison, in squared rating steps.
         **loading: of `engine_of`, as are device and precision.
     """
 
@@ -101,14 +105,17 @@ class VisualQuality:
         max_new_tokens: int | None = None,
         template: Template | None = None,
         min_mass: float = MIN_MASS,
+        variance_floor: float = FLOOR,
         device: str | torch.device = "cpu",
         precision: str = "auto",
         **loading: Any,
     ) -> None:
+        check_counts(self.name, answers=answers, max_new_tokens=max_new_tokens)
         check_choices(self.name, mode=(mode, ("direct", "sampled")))
         rules = {
             "thinking needs mode='sampled': a thought is written first": not thinking or mode == "sampled",
             f"min_mass is {min_mass}; allowed are probabilities below 1": 0 <= min_mass < 1,
+            f"variance_floor is {variance_floor}; allowed are numbers above 0": 0 < variance_floor < math.inf,
         }
         check_rules(self.name, rules)
         self.engine = engine_of(model, self.name, device=device, precision=precision, **loading)
@@ -116,10 +123,11 @@ class VisualQuality:
         self.template = template or self.engine.template(default.name, default)
         self.mode, self.answers, self.min_mass = mode, answers, min_mass
         self._digits = RatingDigits(self.engine, self.template, min_mass) if mode == "direct" else None
+        self._pairs = PairsFromScores(self, link="normal", floor=variance_floor)
         self._sampling = {"answers": answers, "seed": seed, "temperature": temperature}
         self._sampling["max_new_tokens"] = max_new_tokens or (2048 if thinking else 16)
         options = {"min_mass": min_mass} if mode == "direct" else self._sampling
-        self._options: dict[str, Any] = {"mode": mode, **options}
+        self._options: dict[str, Any] = {"mode": mode, "variance_floor": variance_floor, **options}
 
     @property
     def identity(self) -> Identity:
@@ -141,6 +149,16 @@ class VisualQuality:
         value, std = columns.pop("value"), columns.pop("std", None)
         text = texts if any(texts) else None
         return make_scores(value, reasons, self.unit, std=std, parts=columns, text=text)
+
+    def compare(self, left: Any, right: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Preferences:
+        """Compare B pairs of images by Thurstone's model."""
+        return self._pairs.compare(left, right, prompts, metadata)
+
+    def compare_pairs(
+        self, images: Any, pairs: Tensor, prompts: Sequence[str], metadata: Metadata | None = None
+    ) -> Preferences:
+        """Compare numbered images, each rated once: n images, pairs [N, 2] (left, right)."""
+        return self._pairs.compare_pairs(images, pairs, prompts, metadata)
 
     def _sample(self, queries: list[Query]) -> Ratings:
         """Average the readable answers of each request."""

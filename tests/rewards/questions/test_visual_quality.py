@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.judges.vision_language import (
     PROMPTS,
@@ -17,6 +18,7 @@ from tests.support.judges.vision_language import (
     tiny_engine,
     why,
 )
+from visalign.core import thurstone_probability
 from visalign.rewards import RewardError, check_reward
 from visalign.rewards.questions.visual_quality_r1 import (
     RATING,
@@ -118,12 +120,35 @@ def test_unreadable_answers_are_masked(texts):
     assert "of 2 answers hold a rating from 1 to 5" in why(scores, 0)
 
 
+def test_comparison_is_thurstones_model():
+    def probability(ask):
+        bright = float(ask.images[0].mean()) > 0.5
+        return {"4": 0.8, "5": 0.2} if bright else {"2": 0.5, "3": 0.5}
+
+    judge = direct(probability)
+    dark, bright = torch.zeros(1, 3, 8, 8), torch.ones(1, 3, 8, 8)
+    preferences = judge.compare(bright, dark, ["a"])
+    leads = [torch.tensor(value) for value in (4.2, 2.5, 0.16, 0.25)]
+    hand = float(thurstone_probability(*leads, floor=0.05**2))
+    assert preferences.prob[0] == pytest.approx(hand, abs=1e-5)
+    assert judge.compare(bright, bright, ["a"]).prob[0] == pytest.approx(0.5)
+    numbered = judge.compare_pairs(torch.cat([bright, dark]), torch.tensor([[0, 1], [1, 0]]), ["a", "a"])
+    assert numbered.prob.tolist() == pytest.approx([hand, 1 - hand], abs=1e-5)
+
+
+def test_answers_that_agree_do_not_make_a_pair_certain():
+    judge = answering("<answer>3.00</answer>", "<answer>3.00</answer>")
+    assert judge.compare(images(1), images(1, seed=1), ["a"]).prob[0] == pytest.approx(0.5)
+
+
 def test_wrong_options_are_refused():
     engine = ScriptedEngine()
     refused: list[tuple[dict[str, Any], str]] = [
         ({"mode": "both"}, "mode is 'both'"),
         ({"thinking": True}, "thinking needs mode='sampled'"),
         ({"min_mass": -0.1}, "min_mass is -0.1"),
+        ({"variance_floor": 0.0}, "variance_floor is 0.0"),
+        ({"answers": 0}, "answers is 0"),
         ({"template": ask_text("x")}, r"has the scores \[\]"),
         ({"template": ask_text("x", words={"scores": ("good", "bad")})}, r"\['good', 'bad'\] and digits"),
         ({"template": ask_text("x", words={"scores": ("1", "7")})}, "needed are different numbers from 1"),
