@@ -70,24 +70,50 @@ class WeightedSum:
     ) -> None:
         self.name = name or ("weighted_sum" if self.noun == "image" else "weighted_text_sum")
         self.rewards = {label: (with_capabilities(reward), weight) for label, (reward, weight) in rewards.items()}
-        needs = {label: reward.capabilities for label, (reward, _) in self.rewards.items()}
         units = {label: reward.unit for label, (reward, weight) in rewards.items() if weight}
-        weights = {label: weight for label, (_, weight) in rewards.items()}
-        images = [label for label, term in needs.items() if not term.takes_clips]
-        takes_clips = len(images) < len(needs)
         self._per_batch = normalise == "batch"
         self._scales = dict(normalise) if isinstance(normalise, Mapping) else {}
-        is_raw = normalise == "none"
         bounds, strengths = dict(bounds or {}), dict(advantage_weights or {})
-        terms = ", ".join(units)
+        check_rules(self.name, self._rules(normalise, units, bounds, strengths, allow_mixed_units))
+        if isinstance(normalise, Mapping):
+            check_scales("normalise", self._scales, units)
+        self.unit = self._unit(units)
+        self.range = (-math.inf, math.inf)
+        if not self._per_batch:
+            ends = [sorted(self._term(label, end) for end in rewards[label][0].range) for label in units]
+            self.range = (sum((low for low, _ in ends), 0.0), sum((high for _, high in ends), 0.0))
+        needs = [reward.capabilities for reward, _ in self.rewards.values()]
+        weights = {label: weight for label, (_, weight) in rewards.items()}
+        self.capabilities = RewardCapabilities(
+            needs_group=any(term.needs_group for term in needs),
+            needs_batch=self._per_batch or any(term.needs_batch for term in needs),
+            takes_clips=any(term.takes_clips for term in needs),
+            term_weights={label: weight for label, weight in weights.items() if weight},
+            recorded_terms={label: self._sign(label) for label, weight in weights.items() if not weight},
+            constraints={label: self._term(label, value) for label, value in bounds.items()},
+            advantage_weights=strengths,
+        )
+
+    def _rules(
+        self,
+        normalise: Normalise,
+        units: Mapping[str, str],
+        bounds: Mapping[str, float],
+        strengths: Mapping[str, float],
+        allow_mixed_units: bool,
+    ) -> dict[str, bool]:
+        """Message -> whether its rule holds; `units` are of the rewards with a weight above 0."""
+        weights = {label: weight for label, (_, weight) in self.rewards.items()}
+        of_images = [label for label, (reward, _) in self.rewards.items() if not reward.capabilities.takes_clips]
+        terms, is_raw = ", ".join(units), normalise == "none"
         listed = ", ".join(f"{label} in {unit!r}" for label, unit in units.items())
-        rules = {
+        return {
             f"the weights are {weights}; allowed are finite numbers from 0, one above it. The direction is "
             "the reward's own (higher_is_better), so no weight needs a minus sign": (
                 all(0 <= weight < math.inf for weight in weights.values()) and any(weights.values())
             ),
-            f"it would add judges of clips and of images: {', '.join(images)} takes no clip. Let the reward "
-            "'frames' ask it, with frames=1 for the middle frame": not (takes_clips and images),
+            f"it would add rewards of clips and of images: {', '.join(of_images)} takes no clip. Let the reward "
+            "'frames' ask it, with frames=1 for the middle frame": len(of_images) in (0, len(weights)),
             f"normalise is {normalise!r}; allowed are 'none', 'batch', or {{label: (mean, std)}}. Within "
             "groups the advantage normalises (visalign.core)": (
                 isinstance(normalise, Mapping) or normalise in ("none", "batch")
@@ -107,26 +133,13 @@ class WeightedSum:
             f"advantage_weights are {strengths}; needed are a finite λ ≥ 0 and rewards with a weight above "
             f"0 ({terms})": all(label in units and 0 <= value < math.inf for label, value in strengths.items()),
         }
-        check_rules(self.name, rules)
-        if isinstance(normalise, Mapping):
-            check_scales("normalise", self._scales, units)
-        self.unit = "batch standard deviations" if self._per_batch else "reference standard deviations"
-        if is_raw:
-            distinct = list(dict.fromkeys(units.values()))
-            self.unit = distinct[0] if len(distinct) == 1 else "mixed: " + " + ".join(distinct)
-        self.range = (-math.inf, math.inf)
-        if not self._per_batch:
-            ends = [sorted(self._term(label, end) for end in rewards[label][0].range) for label in units]
-            self.range = (sum((low for low, _ in ends), 0.0), sum((high for _, high in ends), 0.0))
-        self.capabilities = RewardCapabilities(
-            needs_group=any(term.needs_group for term in needs.values()),
-            needs_batch=self._per_batch or any(term.needs_batch for term in needs.values()),
-            takes_clips=takes_clips,
-            term_weights={label: weight for label, weight in weights.items() if weight},
-            recorded_terms={label: self._sign(label) for label, weight in weights.items() if not weight},
-            constraints={label: self._term(label, value) for label, value in bounds.items()},
-            advantage_weights=strengths,
-        )
+
+    def _unit(self, units: Mapping[str, str]) -> str:
+        """Name the unit of the sum."""
+        if self._per_batch or self._scales:
+            return "batch standard deviations" if self._per_batch else "reference standard deviations"
+        distinct = list(dict.fromkeys(units.values()))
+        return distinct[0] if len(distinct) == 1 else "mixed: " + " + ".join(distinct)
 
     def gradient_terms(self) -> Iterator[tuple[str, Any, float, float]]:
         """(label, reward, w_m d_m / std_m, mean_m) of the terms w_m d_m (r_m − mean_m) / std_m."""

@@ -94,13 +94,16 @@ KINDS |= {
 KINDS |= {
     name: (f"objective.algorithm={name}",) for name, row in NAMED.items() if name not in _SEEN and _on_steps(name, row)
 }
-FAST = ("flow_grpo", "tree", "diffusion_nft", "one_step")
+EVERYWHERE = [*KINDS][: [*KINDS].index("window")]
+"""On every family, as the table in docs/concepts/algorithms.md says: kinds that ask the model in their own way."""
+FAST = {("sd3", "flow_grpo"), ("flux", "tree"), ("z_image", "diffusion_nft"), ("sd15", "one_step")}
 """In the fast set too."""
 CASES = [
-    pytest.param([*FAMILIES][place % len(FAMILIES)], name, marks=() if name in FAST else pytest.mark.slow)
+    pytest.param(family, name, marks=() if (family, name) in FAST else pytest.mark.slow)
     for place, name in enumerate(KINDS)
+    for family in (FAMILIES if name in EVERYWHERE else [[*FAMILIES][place % len(FAMILIES)]])
 ]
-"""Each algorithm on one family in turn."""
+"""The other kinds on one family in turn."""
 
 
 @pytest.fixture(autouse=True)
