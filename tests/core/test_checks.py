@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
-from visalign.core import aggregate, count_step, gaussian_log_prob, kl_penalty, value_loss
+import visalign.core as core
 from visalign.core.checks import (
     check_axes,
     check_choice,
@@ -40,15 +41,37 @@ def test_bad_input_is_named(bad: Callable[[], None], message: str) -> None:
         bad()
 
 
-@pytest.mark.parametrize(
-    "broadcast",
-    [
-        lambda: aggregate(BT, BT[0], "token_mean", count_step(BT)),
-        lambda: gaussian_log_prob(BT, BT[:1], B, log_prob_reduction="mean"),
-        lambda: kl_penalty(BT, BT, log_ratio=BT[0]),
-        lambda: value_loss(BT, BT[0]),
-    ],
-)
-def test_shapes_that_would_broadcast_are_refused(broadcast: Callable[[], object]) -> None:
-    with pytest.raises(ValueError, match="must have one shape"):
-        broadcast()
+SHAPES: dict[Any, Callable[[Any], object]] = {
+    core.aggregate: lambda f: f(BT, BT[0], "token_mean", core.count_step(BT)),
+    core.binary_tv: lambda f: f(BT, B),
+    core.bradley_terry_loss: lambda f: f(B[:1], B),
+    core.categorical_kl: lambda f: f(BT, BT[:1]),
+    core.dro: lambda f: f(BT, B, B, beta=0.1),
+    core.entropy_aware_advantages: lambda f: f(B, BT[:1], BT),
+    core.explained_variance: lambda f: f(BT, BT[0]),
+    core.fidelity_loss: lambda f: f(B[:1], B),
+    core.gae: lambda f: f(BT, BT[:1]),
+    core.gaussian_log_prob: lambda f: f(BT, BT[:1], B, log_prob_reduction="mean"),
+    core.kl_estimate: lambda f: f(BT, BT[0]),
+    core.kl_in_reward: lambda f: f(BT, BT, B, beta=0.1),
+    core.kl_penalty: lambda f: f(BT, BT, log_ratio=BT[0]),
+    core.log_ratio: lambda f: f(BT, B),
+    core.opo_advantages: lambda f: f(B, B[:1], [0, 0]),
+    core.outcome_loss: lambda f: f(BT, BT[0]),
+    core.ppo_clip: lambda f: f(BT, BT[0], eps_low=0.2, eps_high=0.2),
+    core.ppo_kl: lambda f: f(BT, B, beta=1.0, kl=B),
+    core.preference_loss: lambda f: f(BT[:, :2], BT[:1, :2]),
+    core.reinforce: lambda f: f(BT, B, B),
+    core.tea_weights: lambda f: f(B[:1], B),
+    core.uncertain_preference_loss: lambda f: f(B[:1], B[:1], B[:1], B),
+    core.value_loss: lambda f: f(BT, BT[0]),
+    core.vespo: lambda f: f(BT, B, B),
+    core.yes_no_loss: lambda f: f(core.yes_no_answer(BT[:1], [0], [1]), B),
+}
+"""Function -> a call with shapes that torch would broadcast to a wrong number."""
+
+
+@pytest.mark.parametrize("function", SHAPES, ids=lambda f: f.__name__)
+def test_shapes_that_would_broadcast_are_refused(function: Callable[..., object]) -> None:
+    with pytest.raises(ValueError, match=r"must have one shape|must be \[|the same shape"):
+        SHAPES[function](function)
