@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,7 +34,9 @@ class LengthReward:
 
     Args:
         rule: see the class.
-        count: unit of length, "words" (between white space) or "characters".
+        count: unit of length, "words" (between white space), "characters", tokens of a transformers tokenizer, or a
+            function of the text. Tokenizing again can give another length than was generated: prefer length_field.
+        length_field: metadata field with the number of generated tokens, as DAPO counts; replaces `count`.
         target: target length, for "target".
         target_field: metadata field with the sample's own target.
         scale: length that costs the full penalty, for "target" and "linear".
@@ -50,7 +52,8 @@ class LengthReward:
         self,
         rule: str = "soft_overlong",
         *,
-        count: str = "words",
+        count: Any = "words",
+        length_field: str | None = None,
         target: float | None = None,
         target_field: str | None = None,
         scale: float | None = None,
@@ -58,7 +61,7 @@ class LengthReward:
         cache: int | None = None,
         name: str = "length",
     ) -> None:
-        check_choices(name, rule=(rule, RULES), count=(count, UNITS))
+        check_choices(name, rule=(rule, RULES))
         options = {"target": target, "target_field": target_field, "scale": scale}
         options |= {"max_length": max_length, "cache": cache}
         names = {key for key, value in options.items() if value is not None}
@@ -79,24 +82,31 @@ class LengthReward:
             },
         )
         self.name = name
-        self._rule, self._count, self._target_field = rule, count, target_field
+        self._rule, self._count = rule, _counter(name, count)
+        self._length_field, self._target_field = length_field, target_field
 
     def score(self, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None = None) -> Scores:
         """Penalise each completion; the part "length" has the lengths."""
         request = read_text_request(self.name, completions, prompts, metadata)
-        lengths = [len(text.split() if self._count == "words" else text) for text in request.completions]
+        counted = None if self._length_field else [self._count(text) for text in request.completions]
+        lengths = request.column(self._length_field) if counted is None else counted
         targets = request.column(self._target_field) if self._target_field else [self._target] * len(request)
-        return text_scores(list(map(self._judge, lengths, targets)), self.unit, parts={"length": lengths})
+        return text_scores(
+            list(map(self._judge, lengths, targets)),
+            self.unit,
+            parts={"length": [float(length) if _is_length(length) else math.nan for length in lengths]},
+        )
 
-    def _judge(self, length: int, target: Any) -> TextVerdict:
+    def _judge(self, length: Any, target: Any) -> TextVerdict:
+        if self._rule == "linear":
+            target = 0
+        for value, field in ((length, self._length_field), (target, self._target_field)):
+            if (value is not None and not _is_length(value)) or (value is None and field):
+                return TextVerdict(reason=f"its metadata has {value!r} as {field!r}, needed is a length")
         if self._rule == "soft_overlong":
             tensor = torch.tensor([length], dtype=torch.float64)
             value = soft_overlong(tensor, max_length=self._max_length, cache=self._cache).item()
             return TextVerdict(value=value, remark=f"length {length}")
-        if self._rule == "linear":
-            target = 0
-        elif not isinstance(target, int | float) or not 0 <= target < math.inf:
-            return TextVerdict(reason=f"its metadata has {target!r} as {self._target_field!r}, needed is a length")
         value = -min(abs(length - target) / self._scale, 1.0)
         return TextVerdict(value=value, remark=f"length {length}")
 
@@ -127,3 +137,17 @@ class RepetitionPenalty(TextRule):
             return TextVerdict(value=0.0, remark=f"fewer than {self._n} {self._by}")
         repeated = len(grams) - len(set(grams))
         return TextVerdict(value=-repeated / len(grams), remark=f"{repeated} of {len(grams)} repeat")
+
+
+def _counter(name: str, count: Any) -> Callable[[str], int]:
+    """Return the function that measures a text."""
+    if isinstance(count, str):
+        check_choices(name, count=(count, UNITS))
+        return (lambda text: len(text.split())) if count == "words" else len
+    if hasattr(count, "encode"):
+        return lambda text: len(count.encode(text, add_special_tokens=False))
+    return count
+
+
+def _is_length(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf

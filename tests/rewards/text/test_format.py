@@ -124,6 +124,10 @@ def test_length_rules():
     assert values(LengthReward("target", target=2, scale=4), texts) == [-0.5, -0.5, 0]
     assert values(LengthReward("linear", scale=2, count="words"), texts) == [-1, 0, -1]
     assert values(LengthReward("linear", scale=36, count="characters"), texts[:1]) == [-0.5]
+    assert values(LengthReward("linear", scale=8, count=lambda text: len(text.split())), texts[:1]) == [-0.5]
+    tokens = LengthReward("soft_overlong", max_length=10, cache=4, length_field="tokens")
+    scores = tokens.score(["a"] * 4, ["?"] * 4, [{"tokens": n} for n in (6, 8, 12, "many")])
+    assert scores.value[:3].tolist() == [0, -0.5, -1] and not scores.valid[3]
     own = LengthReward("target", target_field="n", scale=10).score(texts, ["?"] * 3, [{"n": 4}, {}, {"n": 12}])
     assert own.value.nan_to_num(7).tolist() == [0, 7, -1] and own.parts["length"].nan_to_num(7).tolist() == [
         4,
