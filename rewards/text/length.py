@@ -88,8 +88,10 @@ class LengthReward:
     def score(self, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None = None) -> Scores:
         """Penalise each completion; the part "length" has the lengths."""
         request = read_text_request(self.name, completions, prompts, metadata)
-        counted = None if self._length_field else [self._count(text) for text in request.completions]
-        lengths = request.column(self._length_field) if counted is None else counted
+        if self._length_field is None:
+            lengths: Sequence[Any] = [self._count(text) for text in request.completions]
+        else:
+            lengths = request.column(self._length_field)
         targets = request.column(self._target_field) if self._target_field else [self._target] * len(request)
         return text_scores(
             list(map(self._judge, lengths, targets)),
