@@ -57,6 +57,7 @@ class ServerConnection:
         base_url: As for OpenAI clients, "http://host:8000/v1"; a URL without a path gets "/v1".
         api_key: Bearer token; never part of a message.
         timeout: Seconds that the server may be silent.
+        deadline: Seconds for one whole attempt, against servers that trickle bytes; None for no limit.
         retries: Attempts after the first.
         backoff: Seconds before the second attempt, doubled each time. Retry-After takes precedence.
         patience: Seconds for which a server that has answered once may be unavailable while it restarts,
@@ -72,6 +73,7 @@ class ServerConnection:
         *,
         api_key: str | None = None,
         timeout: float = 600.0,
+        deadline: float | None = None,
         retries: int = 4,
         backoff: float = 1.0,
         patience: float = 0.0,
@@ -79,7 +81,7 @@ class ServerConnection:
         self._address = _api_address(base_url)
         self.base_url = base_url
         self.timeout, self.retries, self.backoff = timeout, retries, backoff
-        self.patience = patience
+        self.deadline, self.patience = deadline, patience
         self.outages, self._has_answered, self._warned = 0, False, False
         self._headers = {"Content-Type": "application/json"}
         if api_key is not None:
@@ -213,7 +215,13 @@ class ServerConnection:
         """Send once and return the body of a successful answer."""
         request = f"{method} {self.url(path)}"
         try:
-            response = await client.request(method, self.url(path), content=payload)
+            async with asyncio.timeout(self.deadline):
+                response = await client.request(method, self.url(path), content=payload)
+        except TimeoutError as error:
+            raise ServerError(
+                f"{request} had not answered in full after {self.deadline:g} s. Raise deadline, or lower "
+                "max_new_tokens."
+            ) from error
         except (httpx.ReadTimeout, httpx.WriteTimeout) as error:
             raise ServerError(
                 f"{request} was silent for {self.timeout:g} s. Raise timeout, or lower max_new_tokens or parallel."

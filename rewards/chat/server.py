@@ -47,6 +47,7 @@ class ChatServer:
         dialect: which fields the server takes in addition to OpenAI's.
         parallel: largest number of concurrent requests.
         timeout: seconds that the server may be silent.
+        deadline: seconds that one attempt may take in all.
         retries: attempts after the first, for connection errors, 429 and 5xx.
         backoff: seconds before the second attempt, doubled for each further one.
         max_failure_rate: share of failures among the last 200 answers above which `RewardError` is raised.
@@ -63,6 +64,7 @@ class ChatServer:
         dialect: Dialect = "vllm",
         parallel: int = 16,
         timeout: float = 120.0,
+        deadline: float = 600.0,
         retries: int = 3,
         backoff: float = 1.0,
         max_failure_rate: float = 0.5,
@@ -81,6 +83,7 @@ class ChatServer:
             base_url,
             api_key=key,
             timeout=timeout,
+            deadline=deadline,
             retries=retries,
             backoff=backoff,
         )

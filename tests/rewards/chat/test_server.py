@@ -90,7 +90,9 @@ def test_braces_and_control_tokens_of_a_prompt_are_text():
 
 FAILURES = {
     "hang": ("!hang", "silent for 1.5 s"),
+    "drip": ("!drip", "had not answered in full after 2.5 s"),
     "close": ("!close", "connection broke off"),
+    "reset": ("!reset", "connection broke off"),
     "500": ((500, {"error": {"message": "out of memory"}}, {}), "500 .*out of memory"),
     "429": ((429, {"error": {"message": "slow down"}}, {}), "429 .*slow down"),
     "400": (
@@ -118,7 +120,7 @@ def test_every_failure_costs_only_its_own_row():
     names = [name for failure in FAILURES for name in (failure, f"good {failure}")]
     with serving(answer) as stub:
         started = time.monotonic()
-        found = texts(client(stub.url, timeout=1.5, parallel=8), *names)
+        found = texts(client(stub.url, timeout=1.5, deadline=2.5, parallel=8), *names)
         assert time.monotonic() - started < 30
     for name, said in zip(names, found, strict=True):
         if name in FAILURES:

@@ -93,6 +93,12 @@ def _handler(stub: ChatStub) -> type[BaseHTTPRequestHandler]:
         def _answer(self, said: Any) -> None:
             if said == "!hang":
                 stub.closing.wait(60)
+            elif said == "!drip":  # a byte now and then, for ever
+                self.send_response(200)
+                self.send_header("Content-Length", "1000")
+                self.end_headers()
+                while not stub.closing.wait(0.2):
+                    self.wfile.write(b" ")
             elif said == "!reset":  # the connection is torn down in the middle of an answer
                 self.send_response(200)
                 self.send_header("Content-Length", "1000")
