@@ -18,42 +18,30 @@ from visalign.interfaces import DiffusionPolicy
 from .check import METHODS, AdapterError, check_members
 from .model_folder import pipeline_index
 from .pipeline.arguments import CUSTOM_ADAPTER, known_family
-from .pipeline.families import FAMILIES, Family
-from .pipeline.families import PIPELINES as FAMILY_OF
+from .pipeline.families import FAMILIES, PIPELINES, Family
 
 ADAPTERS = {
     "sd3": "visalign.adapters.sd3.policy:SD3Policy",
     "pipeline": "visalign.adapters.pipeline.policy:PipelinePolicy",
 }
 """Adapters by name, imported when used."""
-PIPELINES = {**dict.fromkeys(FAMILY_OF, "pipeline"), "StableDiffusion3Pipeline": "sd3"}
-"""Name of the adapter by the pipeline's `_class_name`."""
 
 
 def find_adapter(folder_or_id: str | Path, adapter: str | None = None) -> Any:
-    """Return the adapter class for a model.
-
-    Args:
-        folder_or_id: Model, whose index decides if `adapter` is None.
-        adapter: Name of the catalogue, `package.module:Class` or `path/to/file.py:Class`.
-
-    Raises:
-        FileNotFoundError: No such model folder, or no index in it.
-        UserError: No adapter of that name, or none for that pipeline.
-        AdapterError: The class lacks methods.
+    """Return the adapter class of a name in `ADAPTERS`, `package.module:Class` or `path/to/file.py:Class`;
+    None: the one that the model's index asks for.
     """
     if adapter is None:
         kind = pipeline_index(folder_or_id).get("_class_name")
         known_family(kind, str(folder_or_id))
-        adapter = PIPELINES[str(kind)]
+        adapter = "sd3" if kind == "StableDiffusion3Pipeline" else "pipeline"  # sd3's own is faster
     if adapter not in ADAPTERS and ":" not in adapter:
         raise UserError(
             f"There is no adapter {adapter!r}. {suggestion(adapter, ADAPTERS)}Allowed: "
             f"{', '.join(ADAPTERS)}, or {CUSTOM_ADAPTER}."
         )
     adapter_class = import_by_path(ADAPTERS.get(adapter, adapter), what="adapter")
-    methods = ("from_pretrained", *METHODS)
-    missing = [name for name in methods if not callable(getattr(adapter_class, name, None))]
+    missing = [name for name in ("from_pretrained", *METHODS) if not callable(getattr(adapter_class, name, None))]
     if missing:
         raise AdapterError(
             f"protocol: {adapter!r} is no adapter: a {type(adapter_class).__name__} without the methods "
@@ -82,10 +70,6 @@ def load_policy(
         device: Device of the weights.
         defaults: Default values of `options`; an option at its default is dropped if the adapter lacks it.
         **options: Arguments of the adapter's `from_pretrained`.
-
-    Raises:
-        UserError, FileNotFoundError, AdapterError: See `find_adapter`; an option that the adapter does not
-            take; an object that is no policy.
     """
     kind, defaults, hint = find_adapter(folder_or_id, adapter), defaults or {}, ""
     accepted, refused = _split_options(kind, options, defaults)
@@ -111,17 +95,15 @@ def load_policy(
 
 def has_two_halves(folder_or_id: str | Path, adapter: str | None, guidance: float | None) -> bool:
     """Return True if guidance of this scale runs the network twice."""
-    if guidance is None:
-        return False
-    if (family := family_of(folder_or_id, adapter)) is None:
-        return guidance > 1
-    return guidance > family.off and family.guidance in ("concatenated", "two calls")
+    if guidance is None or (family := family_of(folder_or_id, adapter)) is None:
+        return guidance is not None and guidance > 1
+    return guidance > family.off and family.has_halves
 
 
 def family_of(folder_or_id: str | Path, adapter: str | None) -> Family | None:
     """Return the family of a model driven by its pipeline's own call, else None."""
     kind = pipeline_index(folder_or_id).get("_class_name") if adapter in (None, "pipeline") else None
-    return FAMILIES[FAMILY_OF[kind]] if kind in FAMILY_OF else None
+    return FAMILIES[PIPELINES[kind]] if kind in PIPELINES else None
 
 
 def edits_of(folder_or_id: str | Path, adapter: str | None) -> Edits:

@@ -51,23 +51,12 @@ class _Probe:
 
 
 def check_adapter(
-    policy: DiffusionPolicy,
-    *,
-    prompts: Sequence[str] = ("a red circle", "two blue squares"),
-    save: bool = True,
+    policy: DiffusionPolicy, *, prompts: Sequence[str] = ("a red circle", "two blue squares"), save: bool = True
 ) -> list[str]:
-    """Run the contract tests on an adapter, and restore its weights and gradients.
+    """Run the contract tests on an adapter, restore its weights and gradients, and return the passed checks.
 
-    Args:
-        policy: Adapter.
-        prompts: Two prompts that the model should tell apart.
-        save: Test `save` and, if present, `load` in a temporary folder.
-
-    Returns:
-        Names of the passed checks.
-
-    Raises:
-        AdapterError: At the first failed check; the message says what to fix.
+    The first failed check raises `AdapterError`, which says what to fix. `prompts` are two that the model
+    should tell apart; `save` also tests `save` and, if present, `load`, in a temporary folder.
     """
     check_members(policy)
     first, second = prompts
@@ -80,10 +69,14 @@ def check_adapter(
         sigma=torch.tensor([0.9, 0.5, 0.2], device=policy.device),
         tolerance=1e-4 if policy.storage_dtype.itemsize >= 4 else 0.03,
     )
-    checks = {name: check for name, check in _CHECKS.items() if name != "save" or save}
-    for name, check in checks.items():
-        _raise_first(name, check(probe))
-    return ["protocol", "latents", *checks]
+    passed = ["protocol", "latents"]
+    for check in _CHECKS if save else _CHECKS[:-1]:
+        name, problems = check.__name__.removeprefix("_check_"), check(probe)
+        if message := next((message for broken, message in problems if broken), None):
+            problems.close()  # its blocks restore the weights
+            raise AdapterError(f"{name}: {message}")
+        passed.append(name)
+    return passed
 
 
 def check_members(policy: Any) -> None:
@@ -94,33 +87,25 @@ def check_members(policy: Any) -> None:
             f"protocol: {type(policy).__name__} has no {', '.join(missing)}. Add what "
             "visalign.interfaces.DiffusionPolicy lists."
         )
-    shape, dtype, predictions = policy.latent_shape, policy.storage_dtype, get_args(Prediction)
+    shape, predictions = policy.latent_shape, get_args(Prediction)
     is_shape = isinstance(shape, tuple) and shape and all(isinstance(n, int) and n > 0 for n in shape)
-    for broken, message in (
+    for valid, message in (
         (
-            not is_shape,
+            is_shape,
             f"latents: latent_shape is {shape!r}. Make it a tuple of positive integers: what follows B, (C, H, W).",
         ),
-        (not dtype.is_floating_point, f"latents: storage_dtype is {dtype}. Make it a floating dtype."),
         (
-            not isinstance(policy.compute_dtype, torch.dtype),
-            f"protocol: compute_dtype is {policy.compute_dtype!r}. Make it a torch.dtype.",
+            policy.storage_dtype.is_floating_point,
+            f"latents: storage_dtype is {policy.storage_dtype}. Make it a floating dtype.",
         ),
         (
-            policy.prediction not in predictions,
+            policy.prediction in predictions,
             f"protocol: prediction is {policy.prediction!r}; allowed: {', '.join(predictions)}. Declare what "
             "the network gives; velocity() converts it (visalign.flow.velocity_of_prediction).",
         ),
     ):
-        if broken:
+        if not valid:
             raise AdapterError(message)
-
-
-def _raise_first(name: str, problems: Problems) -> None:
-    for broken, message in problems:
-        if broken:
-            problems.close()  # its blocks restore the weights
-            raise AdapterError(f"{name}: {message}")
 
 
 def _other(what: str, tensor: Tensor, shape: Sequence[int], hint: str = "") -> tuple[bool, str]:
@@ -208,59 +193,49 @@ def _check_gradients(probe: _Probe) -> Problems:
         not names or len(set(names)) < len(names),
         f"trainable_parameters() gives {len(names)} names, {len(set(names))} different. Name each once.",
     )
-    for name, p in parameters:
-        yield (
-            not p.requires_grad,
-            f"{name} is listed as trainable but frozen. List the parameters with requires_grad.",
-        )
+    frozen = next((name for name, p in parameters if not p.requires_grad), None)
+    yield frozen, f"{frozen} is listed as trainable but frozen. List the parameters with requires_grad."
     trainable = {id(p) for _, p in parameters}
     untrained = [(n, p) for n, p in probe.policy.module.named_parameters() if id(p) not in trainable]
-    saved_gradients = [p.grad for _, p in (*parameters, *untrained)]
-    for _, p in (*parameters, *untrained):
+    saved_gradients = [(p, p.grad) for _, p in (*parameters, *untrained)]
+    for p, _ in saved_gradients:
         p.grad = None
     try:
         with torch.enable_grad():
             probe.policy.velocity(probe.x, probe.sigma, probe.condition).square().sum().backward()
         unreached = [name for name, p in parameters if p.grad is None]
-        leaked = [name for name, p in untrained if p.grad is not None]
+        leaked = next((name for name, p in untrained if p.grad is not None), None)
         dead = all(p.grad is None or not bool(p.grad.any()) for _, p in parameters)
     finally:
-        for (_, p), grad in zip((*parameters, *untrained), saved_gradients, strict=True):
+        for p, grad in saved_gradients:
             p.grad = grad
     yield (
         unreached or dead,
         f"no gradient reaches {unreached[0] if unreached else 'any parameter'}. Compute velocity with the "
         "module that trainable_parameters() names, outside of no_grad; leave unused parameters out.",
     )
-    for name in leaked:
-        yield (
-            True,
-            f"{name} gets a gradient but is not listed as trainable. Freeze it: requires_grad_(False).",
-        )
+    yield leaked, f"{leaked} gets a gradient but is not listed as trainable. Freeze it: requires_grad_(False)."
 
 
 @contextmanager
-def _perturbed(probe: _Probe) -> Iterator[None]:
+def _perturbed(policy: DiffusionPolicy) -> Iterator[None]:
     """Add noise to the trainable weights inside the block."""
     generator = torch.Generator().manual_seed(1)
-    parameters = [p for _, p in probe.policy.trainable_parameters()]
-    original = [p.detach().clone() for p in parameters]
-    with torch.no_grad():
-        for p in parameters:
-            p.add_((0.1 * torch.randn(p.shape, generator=generator)).to(p.device, p.dtype))
+    originals = [(p, p.detach().clone()) for _, p in policy.trainable_parameters()]
+    for p, _ in originals:
+        p.data.add_((0.1 * torch.randn(p.shape, generator=generator)).to(p.device, p.dtype))
     try:
         yield
     finally:
-        with torch.no_grad():
-            for p, value in zip(parameters, original, strict=True):
-                p.copy_(value)
+        for p, value in originals:
+            p.data.copy_(value)
 
 
 def _check_reference(probe: _Probe) -> Problems:
     policy = probe.policy
     with policy.reference():
         before = probe.velocity()
-    with _perturbed(probe):
+    with _perturbed(policy):
         flags = [p.requires_grad for _, p in policy.trainable_parameters()]
         trained = probe.velocity()
         with policy.reference():
@@ -341,7 +316,7 @@ def _check_forward_count(probe: _Probe) -> Problems:
 
 def _check_save(probe: _Probe) -> Problems:
     policy: Any = probe.policy
-    with tempfile.TemporaryDirectory() as name, _perturbed(probe):
+    with tempfile.TemporaryDirectory() as name, _perturbed(policy):
         folder = Path(name) / "saved"
         policy.save(folder)
         yield (
@@ -351,9 +326,8 @@ def _check_save(probe: _Probe) -> Problems:
         if not hasattr(policy, "load"):
             return
         saved = probe.velocity()
-        with torch.no_grad():
-            for _, p in policy.trainable_parameters():
-                p.mul_(0.5)
+        for _, p in policy.trainable_parameters():
+            p.data.mul_(0.5)
         policy.load(folder)
         yield (
             probe.differ(probe.velocity(), saved),
@@ -361,16 +335,8 @@ def _check_save(probe: _Probe) -> Problems:
         )
 
 
-_CHECKS: dict[str, Callable[[_Probe], Problems]] = {
-    "sigmas": _check_sigmas,
-    "encode": _check_encode,
-    "velocity": _check_velocity,
-    "condition": _check_condition,
-    "neighbours": _check_neighbours,
-    "gradients": _check_gradients,
-    "reference": _check_reference,
-    "decode": _check_decode,
-    "encode_images": _check_encode_images,
-    "forward_count": _check_forward_count,
-    "save": _check_save,
-}
+_CHECKS: tuple[Callable[[_Probe], Problems], ...] = (
+    *(_check_sigmas, _check_encode, _check_velocity, _check_condition, _check_neighbours, _check_gradients),
+    *(_check_reference, _check_decode, _check_encode_images, _check_forward_count, _check_save),
+)
+"""In this order; `save` is the last, since it can be left out."""

@@ -73,27 +73,22 @@ def hollow_pipelines() -> Iterator[Trace]:
         rounded = {} if quantization_config is None else quantization_config.quant_mapping
         index: Any = cls.load_config(folder)
         dtypes: Mapping[str, torch.dtype] = dtype if isinstance(dtype, Mapping) else {"default": dtype}
-        parts = {}
-        for name, entry in index.items():
-            listed = isinstance(entry, list) and entry[0] and name not in options
-            if listed and not (name.startswith("text_encoder") and _is_small(Path(folder) / name)):
-                part = _hollow(folder, name, entry, dtypes.get(name, dtypes["default"]))
-                if part is not None:
-                    _round(part, rounded.get(name))
-                    parts[name] = _traced(part, name, trace)
-        kind = getattr(diffusers, index["_class_name"])
-        return original.__func__(kind, folder, dtype=dtype, **parts, **options)
+        parts = {
+            name: _hollow(folder, name, entry, dtypes.get(name, dtypes["default"]), rounded.get(name), trace)
+            for name, entry in index.items()
+            if isinstance(entry, list) and entry[0] and name not in options
+        }
+        parts = {name: part for name, part in parts.items() if part is not None}
+        return original.__func__(getattr(diffusers, index["_class_name"]), folder, dtype=dtype, **parts, **options)
 
     def load(self: Any, *, dtype: torch.dtype, quantization_config: Any = None) -> Any:
-        folder, kind = self.pretrained_model_name_or_path, self.type_hint
-        small = self.name.startswith("text_encoder") and _is_small(Path(folder) / self.name)
-        entry = [kind.__module__.partition(".")[0], kind.__name__]
-        part = None if small else _hollow(folder, self.name, entry, dtype)
+        entry = [self.type_hint.__module__.partition(".")[0], self.type_hint.__name__]
+        folder = self.pretrained_model_name_or_path
+        part: Any = _hollow(folder, self.name, entry, dtype, quantization_config, trace)
         if part is None:
             return own_load(self, dtype=dtype)
-        _round(part, quantization_config)
-        part._diffusers_load_id = self.load_id  # type: ignore[assignment]  # by which diffusers knows it
-        return _traced(part, self.name, trace)
+        part._diffusers_load_id = self.load_id  # by which diffusers knows it
+        return part
 
     with (
         patch.object(DiffusionPipeline, "from_pretrained", classmethod(from_pretrained)),
@@ -105,24 +100,22 @@ def hollow_pipelines() -> Iterator[Trace]:
 
 
 @contextmanager
-def traced_network(network: Any, *parts: nn.Module) -> Iterator[Trace]:
-    """Trace calls of a network on the meta device, or of its `parts`, inside the block; CPU autocast stands
-    for that of the device. The trace is complete after the block.
+def traced_network(network: Any) -> Iterator[Trace]:
+    """Trace calls of a network on the meta device inside the block, after which the trace is complete; CPU
+    autocast stands for that of the device.
     """
     trace, autocast = Trace(), torch.autocast
-    weights = {weight.untyped_storage()._cdata for weight in network.parameters()}
+    weights = _storages(network)
 
     def cpu_autocast(device_type: str, *args: Any, **kwargs: Any) -> Any:
         return autocast(device_type.replace("meta", "cpu"), *args, **kwargs)
 
     with ExitStack() as stack:
         for inner in list(network.modules())[1:]:
-            hook = inner.register_forward_pre_hook(_beside_meta, with_kwargs=True)
-            stack.callback(hook.remove)
+            stack.callback(inner.register_forward_pre_hook(_beside_meta, with_kwargs=True).remove)
         stack.enter_context(patch.object(functional, "scaled_dot_product_attention", _attention_of()))
         stack.enter_context(patch.object(torch, "autocast", cpu_autocast))
-        for part in parts or (network,):
-            stack.enter_context(patch.object(part, "forward", _under_autocast(part, part.forward)))
+        stack.enter_context(patch.object(network, "forward", _under_autocast(network, network.forward)))
         counter = stack.enter_context(FlopCounterMode(display=False))
         stored_bytes = stack.enter_context(stored(weights))
         stack.enter_context(_checkpoints(network, weights, trace))
@@ -130,32 +123,32 @@ def traced_network(network: Any, *parts: nn.Module) -> Iterator[Trace]:
     trace.flops["network"], trace.held = counter.get_total_flops(), sum(stored_bytes.values())
 
 
-def _is_small(folder: Path) -> bool:
-    """Return True if an encoder is loaded anyway: a small one may yield only null tokens, of which the policy
-    keeps one, which changes every number.
+def _hollow(
+    folder: str, name: str, entry: list[str], dtype: torch.dtype, quantization: Any, trace: Trace
+) -> nn.Module | None:
+    """Build a traced part on the meta device; None where it has no weights, or few: a small text encoder may
+    yield only null tokens, of which the policy keeps one, which changes every number.
     """
-    sizes = [file.stat().st_size for file in folder.glob("*.safetensors")]
-    return bool(sizes) and sum(sizes) < SMALL
-
-
-def _hollow(folder: str, name: str, entry: list[str], dtype: torch.dtype) -> nn.Module | None:
-    """The part on the meta device; None where it has no weights."""
+    sizes = [file.stat().st_size for file in (Path(folder) / name).glob("*.safetensors")]
+    if name.startswith("text_encoder") and 0 < sum(sizes) < SMALL:
+        return None
     kind: Any = getattr(importlib.import_module(entry[0]), entry[1], None)
     if not isinstance(kind, type) or not issubclass(kind, nn.Module):
         return None
+    loader: Any = kind
     with META:
         if issubclass(kind, ConfigMixin):
-            config: Any = kind.load_config(folder, subfolder=name)
-            part: Any = kind.from_config(config)
+            part: Any = loader.from_config(loader.load_config(folder, subfolder=name))
         else:
-            loader: Any = kind
             part = loader(loader.config_class.from_pretrained(folder, subfolder=name))
     always = issubclass(kind, ConfigMixin) or dtype == torch.float16  # as the two libraries have it
     names = ("_keep_in_fp32_modules_strict", *["_keep_in_fp32_modules"] * always)
-    kept_modules = {module for name in names for module in getattr(part, name, None) or ()}
+    float32_modules = {module for attribute in names for module in getattr(part, attribute, None) or ()}
     for path, weight in part.named_parameters():
-        weight.data = weight.data.to(torch.float32 if kept_modules & set(path.split(".")) else dtype)
-    return nn.Module.to(part, META).eval()
+        weight.data = weight.data.to(torch.float32 if float32_modules & set(path.split(".")) else dtype)
+    part = nn.Module.to(part, META).eval()
+    _round(part, quantization)
+    return _traced(part, name, trace)
 
 
 def _round(part: Any, config: Any) -> None:
@@ -186,16 +179,11 @@ def _round(part: Any, config: Any) -> None:
             layer.__dict__["forward"] = partial(_FourBitsProduct.of, layer, config.dtype)
 
 
-class _ForwardOnly(torch.autograd.Function):
-    """Base of functions that only count what their backward would keep."""
+class _FourBitsProduct(torch.autograd.Function):
+    """x W^T of a weight that is unpacked for the product and again for its backward, which keeps nothing.
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        raise RuntimeError("A hollow pipeline has no backward.")
-
-
-class _FourBitsProduct(_ForwardOnly):
-    """x W^T of a weight that is unpacked for the product and again for its backward, which keeps nothing."""
+    As `_Kept` and `_Attention`, it only counts what a backward would keep, and has none.
+    """
 
     @staticmethod
     def of(layer: nn.Linear, dtype: torch.dtype, x: Tensor) -> Tensor:
@@ -211,14 +199,10 @@ class _FourBitsProduct(_ForwardOnly):
 def _traced(part: Any, name: str, trace: Trace) -> nn.Module:
     """Return the part, which claims to be on the CPU and is called with tensors from there."""
     kind = type(part)
-    here = {
-        "device": property(lambda _: torch.device("cpu")),
-        "to": lambda self, *_, **__: self,
-        "__module__": kind.__module__,
-    }
-    part.__class__ = type(kind.__name__, (kind,), here)
+    on_cpu = {"device": property(lambda _: torch.device("cpu")), "to": lambda self, *_, **__: self}
+    part.__class__ = type(kind.__name__, (kind,), {**on_cpu, "__module__": kind.__module__})
     forward_of_part, encodes = part.forward, name.startswith(("text_encoder", "image_encoder"))
-    weights = {p.untyped_storage()._cdata for p in part.parameters()}
+    weights = _storages(part)
 
     @functools.wraps(forward_of_part)
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -230,7 +214,7 @@ def _traced(part: Any, name: str, trace: Trace) -> nn.Module:
         args, kwargs = tree_map(_to_meta, (args, kwargs))
         kwargs |= layout
         call, grad = _under_autocast(part, forward_of_part), torch.is_grad_enabled() and not encodes
-        weights.update(p.untyped_storage()._cdata for p in part.parameters())
+        weights.update(_storages(part))  # adapters came after
         with (
             FlopCounterMode(display=False) as counter,
             torch.set_grad_enabled(grad),
@@ -260,6 +244,10 @@ def _traced(part: Any, name: str, trace: Trace) -> nn.Module:
     return part
 
 
+def _storages(part: nn.Module) -> set[int]:
+    return {weight.untyped_storage()._cdata for weight in part.parameters()}
+
+
 def _beside_meta(_: Any, args: Any, kwargs: Any) -> Any:
     """Move arguments to the meta device where one of them is, except `SIZES`: masks that come from a `LAYOUT`
     go with latents.
@@ -285,7 +273,7 @@ def _under_autocast(part: nn.Module, original_forward: Callable[..., Any]) -> Ca
                 fakes[id(value)] = FakeTensor(mode, value, torch.device("cpu"))
             return fakes[id(value)]
 
-        def to_meta(value: Any) -> Any:
+        def to_meta(value: Any) -> Any:  # `.to` of a fake tensor would be a fake one
             is_fake = isinstance(value, FakeTensor)
             return torch.empty(value.shape, dtype=value.dtype, device=META) if is_fake else value
 
@@ -340,7 +328,7 @@ def _checkpoints(part: Any, weights: set[int], trace: Trace) -> Iterator[None]:
         yield
 
 
-class _Kept(_ForwardOnly):
+class _Kept(torch.autograd.Function):
     """The identity, which keeps other tensors."""
 
     @staticmethod
@@ -349,7 +337,7 @@ class _Kept(_ForwardOnly):
         return value.view_as(value)
 
 
-class _Attention(_ForwardOnly):
+class _Attention(torch.autograd.Function):
     """Attention as fused kernels keep it: queries, keys, values, output, and a number per row."""
 
     @staticmethod
@@ -366,7 +354,7 @@ def _attention_of() -> Callable[..., Any]:
     sdpa = functional.scaled_dot_product_attention
 
     def attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if not _has_no_numbers(query):
+        if not (query.is_meta or isinstance(query, FakeTensor)):
             return sdpa(query, key, value, *args, **kwargs)
         if isinstance(query, FakeTensor) and torch.is_autocast_enabled("cpu"):
             low = torch.get_autocast_dtype("cpu")
@@ -380,12 +368,8 @@ def _to_meta(value: Any) -> Any:
     return value.to(META) if isinstance(value, Tensor) else value
 
 
-def _has_no_numbers(value: Tensor) -> bool:
-    return value.is_meta or isinstance(value, FakeTensor)
-
-
 def _to_numbers(value: Any) -> Any:
-    if not isinstance(value, Tensor) or not _has_no_numbers(value):
+    if not (isinstance(value, Tensor) and (value.is_meta or isinstance(value, FakeTensor))):
         return value
     drawn = torch.rand if value.is_floating_point() else torch.zeros
     return drawn(value.shape, dtype=value.dtype)

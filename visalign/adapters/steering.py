@@ -21,9 +21,7 @@ from visalign.seeds import sample_seed
 
 from .pipeline.call import PipelineCall
 
-Level = tuple[float, float]
-"""(σ on the flow, scale): the pipeline's latents times the scale are those of the flow at σ."""
-
+_SAMPLERS = (FlowMatchEulerDiscreteScheduler, DDIMScheduler, EulerDiscreteScheduler)
 _EXTRA_STEPS = ("stochastic_sampling", "invert_sigmas", "clip_sample", "thresholding")
 """Settings of a scheduler under which a step is more than an Euler step down the ODE."""
 
@@ -56,14 +54,10 @@ class SteeringCallback:
         resample_after: steps of the call, rising, 1 to T − 2: a callback does not get the latents before step
             0, and after the last step there is no noise.
         strength: λ, per unit of the reward.
-        schedule: of the noise: "flow", "dance", "cps" or "ddim".
-        noise_level: of the schedule.
-        seed: of the draws and the noise; the same number gives the same images.
+        schedule: noise schedule: "flow", "dance", "cps" or "ddim", at `noise_level`.
         decode: latents [B, ...] as the pipeline has them, clean -> images [B, 3, H, W] in [0, 1]; None
             decodes as the pipeline does (of a video the middle frame).
-        image_size: of the call, a square's side or (height, width), where it is not the pipeline's own.
-        num_frames: of the call's videos, where they are not the pipeline's own number.
-        decode_batch: images decoded at once.
+        image_size: the call's square side or (height, width), like `num_frames` where it is not the default.
     """
 
     def __init__(
@@ -95,7 +89,7 @@ class SteeringCallback:
                 f'schedule "{schedule}" at noise_level {noise_level} draws no noise, so children of one '
                 "parent would stay equal. Raise noise_level; flow, dance, cps and ddim draw it."
             )
-        _levels_of(pipe.scheduler)
+        _check_sampler(pipe.scheduler)
         self._reward, self._particles, self._after = reward, particles, after
         self._strength, self._seed = strength, seed
         self._shape: tuple[int, ...] | None = None
@@ -111,7 +105,7 @@ class SteeringCallback:
         if step == 0:
             self._begin(pipe, latents)
         if step in self._after:
-            latents = self._resampled(_levels_of(pipe.scheduler)(pipe.scheduler, timestep), latents, step)
+            latents = self._resampled(_levels(pipe.scheduler, timestep), latents, step)
         self._before = latents
         return {"latents": latents}
 
@@ -135,7 +129,7 @@ class SteeringCallback:
         self._seeds = [sample_seed("callback", self._seed, i) for i in range(count)]
         self._last_reward = torch.zeros(count, dtype=torch.float64)
 
-    def _resampled(self, levels: tuple[Level, Level], latents: Tensor, step: int) -> Tensor:
+    def _resampled(self, levels: Sequence[tuple[float, float]], latents: Tensor, step: int) -> Tensor:
         """Return the latents of the children after the step."""
         (sigma, scale), (sigma_next, scale_next) = levels
         x = self._before.float() * scale
@@ -151,45 +145,30 @@ class SteeringCallback:
         return (moved / scale_next).to(latents.dtype)
 
 
-def _levels_of(scheduler: Any) -> Callable[[Any, Any], tuple[Level, Level]]:
-    """Return the function of the levels before and after a step; raises if a step is no Euler step of an ODE."""
+def _check_sampler(scheduler: Any) -> None:
+    """Refuse a scheduler whose step is no Euler step of an ODE."""
     kind = type(scheduler)
     changed = [f"{name}={scheduler.config[name]}" for name in _EXTRA_STEPS if scheduler.config.get(name)]
-    if kind not in _LEVELS or changed:
+    if kind not in _SAMPLERS or changed:
         replacement = "FlowMatchEulerDiscrete" if "Flow" in kind.__name__ else "DDIM"
         raise UserError(
             f"The pipeline samples with {kind.__name__}{' of ' if changed else ''}{', '.join(changed)}, "
             "whose steps do not say what the network predicted. Steering works with "
-            f"{', '.join(supported.__name__ for supported in _LEVELS)} without {', '.join(_EXTRA_STEPS)}: "
+            f"{', '.join(supported.__name__ for supported in _SAMPLERS)} without {', '.join(_EXTRA_STEPS)}: "
             f"set pipe.scheduler = {replacement}Scheduler.from_config(pipe.scheduler.config)."
         )
-    return _LEVELS[kind]
 
 
-def _flow_levels(scheduler: Any, timestep: Any) -> tuple[Level, Level]:
-    at = scheduler.step_index  # of the next step
-    return (float(scheduler.sigmas[at - 1]), 1.0), (float(scheduler.sigmas[at]), 1.0)
-
-
-def _ddim_levels(scheduler: Any, timestep: Any) -> tuple[Level, Level]:
-    """x_t = √ᾱ x0 + √(1 − ᾱ) ε at t and at the step's end, as DDIM counts."""
-    end = int(timestep) - scheduler.config.num_train_timesteps // scheduler.num_inference_steps
-    alphas = [scheduler.alphas_cumprod[int(timestep)]]
-    alphas.append(scheduler.alphas_cumprod[end] if end >= 0 else scheduler.final_alpha_cumprod)
-    sigmas = flow_sigma(torch.stack([torch.as_tensor(alpha).double() for alpha in alphas]))
-    first, second = zip(sigmas.tolist(), preserving_scale(sigmas).tolist(), strict=True)
-    return first, second
-
-
-def _variance_levels(scheduler: Any, timestep: Any) -> tuple[Level, Level]:
-    """x = x0 + s ε, divided by 1 + s, is the flow at σ = s / (1 + s)."""
-    at = scheduler.step_index
-    before, after = (float(scheduler.sigmas[i]) for i in (at - 1, at))
-    return (before / (1 + before), 1 / (1 + before)), (after / (1 + after), 1 / (1 + after))
-
-
-_LEVELS: dict[type, Callable[[Any, Any], tuple[Level, Level]]] = {
-    FlowMatchEulerDiscreteScheduler: _flow_levels,
-    DDIMScheduler: _ddim_levels,
-    EulerDiscreteScheduler: _variance_levels,
-}
+def _levels(scheduler: Any, timestep: Any) -> list[tuple[float, float]]:
+    """Return (σ on the flow, scale) before and after a step: latents times the scale are the flow's at σ."""
+    if isinstance(scheduler, DDIMScheduler):  # x_t = √ᾱ x0 + √(1 − ᾱ) ε, at t and at the end as DDIM counts
+        end = int(timestep) - scheduler.config.num_train_timesteps // scheduler.num_inference_steps
+        last = scheduler.alphas_cumprod[end] if end >= 0 else scheduler.final_alpha_cumprod
+        sigmas = flow_sigma(torch.stack([scheduler.alphas_cumprod[int(timestep)], last]).double())
+        scales = preserving_scale(sigmas)
+    else:
+        noise = scheduler.sigmas[scheduler.step_index - 1 :][:2].double()  # step_index is of the next step
+        # x = x0 + s ε, divided by 1 + s, is the flow at σ = s / (1 + s)
+        scales = 1 / (1 + noise) if isinstance(scheduler, EulerDiscreteScheduler) else torch.ones_like(noise)
+        sigmas = noise / (1 + noise) if isinstance(scheduler, EulerDiscreteScheduler) else noise
+    return list(zip(sigmas.tolist(), scales.tolist(), strict=True))

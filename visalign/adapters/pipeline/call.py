@@ -101,7 +101,7 @@ class PipelineCall:
     @property
     def guided(self) -> bool:
         """Return True if a velocity needs two halves."""
-        return self.guidance > self.family.off and self.family.guidance in ("concatenated", "two calls")
+        return self.guidance > self.family.off and self.family.has_halves
 
     def encode(self, prompt: str, *, guided: bool, source: Source | None = None) -> Encoded:
         """Encode one prompt, and the negative one if `guided`, with the arguments that the pipeline's call

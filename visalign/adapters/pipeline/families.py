@@ -72,6 +72,11 @@ class Family:
     padded: bool = True
     """Whether prompts that have masks may be padded to one length: positions of Qwen-Image 2.1 count it."""
 
+    @property
+    def has_halves(self) -> bool:
+        """Return True if guidance takes an unconditional half."""
+        return self.guidance in ("concatenated", "two calls")
+
     def present(self, index: Mapping[str, Any]) -> list[str]:
         """Return the networks that a pipeline's index lists."""
         return [part for part in self.networks if any(index.get(part) or ())]
