@@ -15,9 +15,8 @@ from tests.support.models.language import tiny_model, tiny_tokenizer
 from tests.support.servers.completions import TinyServer, serving
 from visalign.adapters.causal_lm.lora import text_lora
 from visalign.adapters.causal_lm.policy import CausalLMPolicy
-from visalign.adapters.server.completions import Completion, CompletionRequest, find_end
+from visalign.adapters.server.completions import CompletionRequest, check_processed, find_end
 from visalign.adapters.server.generator import ServerGenerator
-from visalign.adapters.server.logprobs import check_processed
 from visalign.errors import UserError
 from visalign.remote import ServerError
 from visalign.text import Sampling, StoppingCriteria, TextRollout
@@ -246,8 +245,7 @@ def test_a_completion_ends_where_stop_says_whatever_came_after(ids, finish, expe
     stopping = StoppingCriteria(strings=("bc",))
     common: Any = {"url": "u", "model": "m", "sample": 0, "prompt": [5], "limit": 9, "seed": 0}
     request = CompletionRequest(**common, sampling=RAW[0], stopping=stopping, ends=(1,))
-    completion = Completion(ids=ids, log_prob=[-1.0] * len(ids), finish=finish, sets=[])
-    assert find_end(completion, request, lambda ids: "".join(" <   abcde"[i] for i in ids)) == expected
+    assert find_end(ids, finish, request, lambda ids: "".join(" <   abcde"[i] for i in ids)) == expected
 
 
 COMPLAINT = '{"error": {"message": "max_tokens is too large", "code": 400}}'

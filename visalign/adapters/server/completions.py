@@ -11,19 +11,24 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
+import torch
 from pydantic import BaseModel, Field, ValidationError
 
-from visalign.remote import ServerError
+from visalign.adapters.causal_lm.generation import Completion
+from visalign.errors import UserError
+from visalign.remote import ServerConnection, ServerError
 from visalign.text import Sampling, StoppingCriteria, StopReason, StopStrings
 
-IMPOSSIBLE = -9000.0
-"""Log-probs below this mean probability 0: vLLM writes −9999 for −∞, which JSON lacks."""
-_TIE = 1e-4
-"""Largest difference of equal log-probs."""
-_SUM_TOLERANCE = 1e-3
-"""Largest deviation from 1 of the summed probabilities of a token set."""
-_PREFIX = "token_id:"
-"""How `return_tokens_as_token_ids` writes a token."""
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
+"""vLLM's names: log-probs of the model's logits, or after temperature, top_k and top_p."""
+IMPOSSIBLE = -9000.0  # log-probs below mean probability 0: vLLM writes −9999 for −∞, which JSON lacks
+_TIE = 1e-4  # largest difference of equal log-probs
+_SUM_TOLERANCE = 1e-3  # largest deviation from 1 of the summed probabilities of a token set
+_PREFIX = "token_id:"  # how `return_tokens_as_token_ids` writes a token
+_MIN_TEMPERATURE = 0.01  # vLLM raises lower temperatures to this value
+_PROBE_TOP = 5  # log-probs that the probe asks for
+_PROBE_MIN_GAP = 0.1  # smallest spread of the probe's log-probs, in nats, that allows a verdict
+_START_PROCESSED = "Start vLLM (0.10.2 or newer) with --logprobs-mode processed_logprobs"
 
 
 # not strict: servers write whole log-probs as integers; above 0 they are logits, up to rounding
@@ -61,35 +66,30 @@ class CompletionRequest:
     seed: int
     top_logprobs: int = 1
     """Number of most probable tokens requested at each position."""
-    vocabulary: int | None = None
-    """Number of the policy's token ids; None skips the check."""
+    vocabulary: float = math.inf
+    """Number of the policy's token ids."""
 
     def body(self) -> dict[str, Any]:
         """Build the request's body; all that vLLM would take from the model's generation config is sent."""
+        truncates = self.sampling.truncates
         return {
             "model": self.model,
             "prompt": list(self.prompt),
             "n": 1,
-            "stream": False,
             "max_tokens": self.limit,
             "seed": self.seed,
             "temperature": self.sampling.temperature,
-            "top_p": self.sampling.top_p if self.sampling.truncates else 1.0,
-            "top_k": (self.sampling.top_k if self.sampling.truncates else 0) or -1,
-            "min_p": 0.0,
+            "top_p": self.sampling.top_p if truncates else 1.0,
+            "top_k": (self.sampling.top_k if truncates else 0) or -1,
             "repetition_penalty": 1.0,
-            "presence_penalty": 0.0,
-            "frequency_penalty": 0.0,
+            **dict.fromkeys(("min_p", "presence_penalty", "frequency_penalty"), 0.0),
             "logprobs": self.top_logprobs,
-            "return_token_ids": True,
-            "return_tokens_as_token_ids": True,
             "stop": list(self.stopping.strings),
             "stop_token_ids": list(self.ends),
-            "ignore_eos": True,
-            "include_stop_str_in_output": True,
-            "skip_special_tokens": False,
-            "spaces_between_special_tokens": False,
-            "add_special_tokens": False,
+            "ignore_eos": True,  # the server's own end token, which may be another
+            **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids", "include_stop_str_in_output"), True),
+            **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens", "add_special_tokens"), False),
+            "stream": False,
         }
 
     def error(self, problem: str) -> ServerError:
@@ -97,24 +97,7 @@ class CompletionRequest:
         return ServerError(f"{self.url}, sample {self.sample}: {problem}")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Completion:
-    """Completion of n tokens as the server sampled it."""
-
-    ids: list[int]
-    log_prob: list[float]
-    finish: str
-    """Finish reason of the server, "stop" or "length"."""
-    sets: list[dict[int, float]]
-    """Per position, log-probs of the token ids that could be sampled; empty without top_k and top_p."""
-
-    def entropy(self) -> list[float]:
-        """Return the entropy of each token's distribution in nats, −Σ p ln p over its set."""
-        return [-sum(math.exp(p) * p for p in token_set.values()) for token_set in self.sets]
-
-
-def parse_choice(answer: Mapping[str, Any], request: CompletionRequest) -> _Choice:
-    """Parse the one choice of an answer; raises `ServerError` if fields are missing or out of range."""
+def _parse_choice(answer: Mapping[str, Any], request: CompletionRequest) -> _Choice:
     try:
         return _Answer.model_validate(answer).choices[0]
     except ValidationError as error:
@@ -127,37 +110,45 @@ def parse_choice(answer: Mapping[str, Any], request: CompletionRequest) -> _Choi
         ) from error
 
 
-def read_completion(answer: Mapping[str, Any], request: CompletionRequest) -> Completion:
-    """Read ids and log-probs; raises `ServerError` if they contradict each other or the request."""
-    choice = parse_choice(answer, request)
-    ids, log_prob, sent = choice.token_ids, choice.logprobs.token_logprobs, list(request.prompt)
-    top = (choice.logprobs.top_logprobs or []) if request.sampling.truncates else []
-    vocabulary = math.inf if request.vocabulary is None else request.vocabulary
+def read_completion(
+    answer: Mapping[str, Any], request: CompletionRequest, decode: Callable[[list[int]], str]
+) -> Completion:
+    """Read a completion and cut it at its end; raises `ServerError` if its parts contradict each other or the
+    request. `decode` converts ids to text, special tokens included. Unknown numbers are NaN.
+    """
+    choice, truncates = _parse_choice(answer, request), request.sampling.truncates
+    ids, log_prob = choice.token_ids, choice.logprobs.token_logprobs
+    top = (choice.logprobs.top_logprobs or []) if truncates else []
     for broken, problem in (
         (
-            choice.prompt_token_ids not in (None, sent),
-            "the server read another prompt than it was sent. It must take token ids as they are, without a "
-            "start token of its own",
+            choice.prompt_token_ids not in (None, list(request.prompt)),
+            "the server read another prompt than it was sent, such as one with a start token of its own",
         ),
+        (not 1 <= len(ids) <= request.limit, f"the answer has {len(ids)} tokens, not 1 to {request.limit}"),
         (
-            not 1 <= len(ids) <= request.limit,
-            f"the answer has {len(ids)} tokens; 1 to {request.limit} were requested",
-        ),
-        (
-            any(token >= vocabulary for token in ids),
+            max(ids, default=0) >= request.vocabulary,
             f"the server sampled token {max(ids, default=0)}, but the policy has {request.vocabulary}: the "
             "server runs another model",
         ),
         (
-            len(log_prob) != len(ids) or len(top) != len(ids) * request.sampling.truncates,
+            len(log_prob) != len(ids) or len(top) != len(ids) * truncates,
             f"there are {len(log_prob)} token_logprobs and {len(top)} top_logprobs for {len(ids)} tokens",
         ),
     ):
         if broken:
             raise request.error(f"{problem}.")
     sets = [_read_set(listed, position, ids, request) for position, listed in enumerate(top)]
-    log_prob = [min(value, 0.0) for value in log_prob]
-    return Completion(ids=ids, log_prob=log_prob, finish=choice.finish_reason, sets=sets)
+    n, reason = find_end(ids, choice.finish_reason, request, decode)
+    log_probs, unknown = torch.tensor(log_prob[:n]).clamp(max=0.0), torch.full((n,), math.nan)
+    entropy = [-sum(math.exp(p) * p for p in token_set.values()) for token_set in sets[:n]]  # −Σ p ln p
+    return Completion(
+        ids=ids[:n],
+        reason=reason,
+        log_prob=log_probs,
+        full_log_prob=unknown if truncates else log_probs,
+        entropy=torch.tensor(entropy) if truncates else unknown,
+        kept=[torch.tensor(list(token_set)) for token_set in sets[:n]],
+    )
 
 
 def _read_set(
@@ -186,14 +177,14 @@ def _read_set(
 
 
 def find_end(
-    completion: Completion, request: CompletionRequest, decode: Callable[[list[int]], str]
+    ids: list[int], finish: str, request: CompletionRequest, decode: Callable[[list[int]], str]
 ) -> tuple[int, StopReason]:
     """Return the number of tokens to keep and the stop reason, by the rules of `StoppingCriteria`, even if
-    the server sampled on; `decode` converts ids to text, special tokens included.
+    the server sampled on; `finish` is the server's reason.
 
     Cutting at the first end changes no probability, since it depends only on the tokens up to it.
     """
-    ids, strings = completion.ids, request.stopping.strings
+    strings = request.stopping.strings
     end = next((n for n, token in enumerate(ids, 1) if token in request.ends), len(ids) + 1)
     if any(string in decode(ids) for string in strings):
         search = StopStrings(strings, decode)
@@ -202,7 +193,7 @@ def find_end(
             return length, "stop string"
     if end <= len(ids):
         return end, "eos"
-    if completion.finish == "length":
+    if finish == "length":
         return len(ids), "length"
     raise request.error(
         f"the server stopped, but its {len(ids)} tokens end with {ids[-1]}, none of the end tokens "
@@ -210,3 +201,73 @@ def find_end(
         "token, so that its log-prob is lost, or it has another tokenizer, or it stops at tokens of its own: "
         "name them in StoppingCriteria.eos_ids."
     )
+
+
+def needs_processed(sampling: Sampling) -> bool:
+    """Return True if log-probs of the raw logits differ from those of the sampled distribution."""
+    return not sampling.greedy and (sampling.scale != 1 or sampling.truncates)
+
+
+def check_sampling(sampling: Sampling, mode: LogprobsMode, max_logprobs: int) -> None:
+    """Raise if the server cannot give the log-probs of this kind of sampling."""
+    if sampling.greedy:
+        return
+    setting = f"top_k={sampling.top_k}" if sampling.top_k else f"top_p={sampling.top_p} without top_k"
+    for broken, message in (
+        (
+            sampling.scale < _MIN_TEMPERATURE,
+            f"temperature is {sampling.temperature}; vLLM samples with {_MIN_TEMPERATURE} instead. Give at "
+            "least that, or 0 for greedy decoding.",
+        ),
+        (
+            mode == "raw_logprobs" and needs_processed(sampling),
+            f"The server's log-probs are of the raw logits (logprobs_mode='raw_logprobs'), and {sampling} "
+            f"draws from another distribution. {_START_PROCESSED} and set logprobs_mode to "
+            "'processed_logprobs', or sample with temperature 1 and without top_k and top_p.",
+        ),
+        (
+            sampling.truncates and not 1 <= sampling.top_k <= max_logprobs,
+            f"{setting} leaves more tokens than the server lists (max_logprobs={max_logprobs}); the ratio "
+            "needs all that could be sampled. Give a top_k below max_logprobs, with top_p if you like, or "
+            "raise vLLM's --max-logprobs and max_logprobs.",
+        ),
+    ):
+        if broken:
+            raise UserError(message)
+
+
+def check_processed(connection: ServerConnection, model: str, prompt: list[int]) -> bool:
+    """Probe whether log-probs follow the temperature, by one token at temperature 1 and one at 2; False if
+    the tokens are about equally probable, so that the probe cannot tell.
+
+    Processed log-probs of two tokens differ half as much at temperature 2, raw ones equally.
+    """
+    requests = [
+        CompletionRequest(
+            url=connection.url("completions"),
+            model=model,
+            sample=0,
+            prompt=prompt,
+            limit=1,
+            sampling=Sampling(temperature=temperature),
+            stopping=StoppingCriteria(),
+            ends=(),
+            seed=0,
+            top_logprobs=_PROBE_TOP,
+        )
+        for temperature in (1.0, 2.0)
+    ]
+    answers = connection.post_all("completions", [request.body() for request in requests], parallel=2)
+    tops = [_parse_choice(answer, requests[0]).logprobs.top_logprobs for answer in answers]
+    cold, warm = ({name: value for name, value in (top or [{}])[0].items() if value > IMPOSSIBLE} for top in tops)
+    shared = sorted(cold.keys() & warm.keys(), key=cold.__getitem__)
+    if len(shared) < 2 or cold[shared[-1]] - cold[shared[0]] < _PROBE_MIN_GAP:
+        return False
+    ratio = (warm[shared[-1]] - warm[shared[0]]) / (cold[shared[-1]] - cold[shared[0]])
+    if abs(ratio - 0.5) > 0.2:
+        raise ServerError(
+            f"{requests[0].url} gives log-probs that do not follow the temperature (from 1 to 2 the "
+            f"difference of two tokens changes by {ratio:.2f}; processed log-probs give 0.5), contrary to "
+            f"logprobs_mode='processed_logprobs'. {_START_PROCESSED}."
+        )
+    return True

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sample completions on vLLM or another OpenAI-compatible server, for off-policy training.
 
-The server is the rollout policy μ: `rollout.log_prob` holds its log-probs, the policy under training computes
-its own, and their ratio corrects for different kernels, precision and weights. That is valid only if the
-server's log-probs belong to the distribution it samples from:
+The server is the rollout policy μ: `rollout.log_prob` holds its log-probs, and the ratio to those of the policy
+under training corrects for kernels, precision and weights. That is valid only if the server's log-probs belong
+to the distribution it samples from:
 
 - By default vLLM gives log-probs of the raw logits (`--logprobs-mode raw_logprobs`). They are right only at
   temperature 1 without top_k and top_p, and a log-prob cannot be rescaled afterwards. Otherwise the server
@@ -18,15 +18,13 @@ Unknown numbers are NaN: the entropy, or with top_k `full_log_prob`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from visalign.adapters.causal_lm.batches import PromptBatch, assemble_rollout, decode
-from visalign.adapters.causal_lm.generation import Completion as SampledCompletion
+from visalign.adapters.causal_lm.generation import Completion
 from visalign.adapters.causal_lm.loading import end_tokens, pad_id
 from visalign.adapters.causal_lm.policy import CausalLMPolicy
 from visalign.errors import UserError, suggestion
@@ -34,8 +32,14 @@ from visalign.remote import ServerConnection, ServerError
 from visalign.seeds import sample_seed
 from visalign.text import Prompt, Sampling, StoppingCriteria, TextRollout
 
-from .completions import CompletionRequest, find_end, read_completion
-from .logprobs import LogprobsMode, check_processed, check_sampling, needs_processed
+from .completions import (
+    CompletionRequest,
+    LogprobsMode,
+    check_processed,
+    check_sampling,
+    needs_processed,
+    read_completion,
+)
 from .weights import adapter_name, load_adapter, reload_weights, served_models, unload_adapter
 
 
@@ -76,7 +80,7 @@ class ServerGenerator:
         self.base_model = self.model = model
         self.logprobs_mode: LogprobsMode = logprobs_mode
         self.max_logprobs, self.parallel = max_logprobs, parallel
-        self._context, self._asked_context, self._probed = policy.context_length, False, False
+        self._probed = False
 
     def generate(
         self,
@@ -107,7 +111,7 @@ class ServerGenerator:
             num_generations=num_generations,
             group=group,
             after=after,
-            context=self._context_length(),
+            context=self._context_length,
             max_prompt_tokens=policy.max_prompt_tokens,
             long_prompts=policy.long_prompts,
         )
@@ -139,8 +143,13 @@ class ServerGenerator:
 
     def _complete(
         self, batch: PromptBatch, sampling: Sampling, stopping: StoppingCriteria, ends: Sequence[int]
-    ) -> dict[int, SampledCompletion]:
+    ) -> dict[int, Completion]:
         """Return the completion of every sample that has room for one."""
+
+        def seed(sample: int) -> int:  # a continuation must not repeat the draws of its beginning
+            begun = len(batch.begun(sample))
+            return sample_seed(batch.seeds[sample], begun) if begun else batch.seeds[sample]
+
         requests = [
             CompletionRequest(
                 url=self._connection.url("completions"),
@@ -151,29 +160,20 @@ class ServerGenerator:
                 sampling=sampling,
                 stopping=stopping,
                 ends=ends,
-                seed=_completion_seed(batch, sample),
+                seed=seed(sample),
                 top_logprobs=self.max_logprobs if sampling.truncates else 1,
                 vocabulary=self._policy.model.get_input_embeddings().weight.shape[0],  # type: ignore[union-attr]
             )
             for sample, room in batch.rooms(stopping.max_new_tokens).items()
         ]
-        answers = self._post(requests)
-        return {request.sample: self._read(request, answer) for request, answer in zip(requests, answers, strict=True)}
 
-    def _read(self, request: CompletionRequest, answer: Mapping[str, Any]) -> SampledCompletion:
-        """Read one answer and cut it at its end."""
-        completion = read_completion(answer, request)
-        n, reason = find_end(completion, request, lambda ids: decode(self.tokenizer, ids, special=True))
-        log_prob, unknown = torch.tensor(completion.log_prob[:n]), torch.full((n,), math.nan)
-        truncates = request.sampling.truncates
-        return SampledCompletion(
-            ids=completion.ids[:n],
-            reason=reason,
-            log_prob=log_prob,
-            full_log_prob=unknown if truncates else log_prob,
-            entropy=torch.tensor(completion.entropy()[:n]) if truncates else unknown,
-            kept=[torch.tensor(list(token_set)) for token_set in completion.sets[:n]],
-        )
+        def text(ids: list[int]) -> str:
+            return decode(self.tokenizer, ids, special=True)
+
+        return {
+            request.sample: read_completion(answer, request, text)
+            for request, answer in zip(requests, self._post(requests), strict=True)
+        }
 
     def _post(self, requests: Sequence[CompletionRequest]) -> list[Mapping[str, Any]]:
         """Post all requests; a server that restarted meanwhile gets the weights and all requests again.
@@ -200,24 +200,16 @@ class ServerGenerator:
         bodies = [request.body() for request in requests]
         return self._connection.post_all("completions", bodies, parallel=self.parallel)
 
+    @cached_property
     def _context_length(self) -> int | None:
-        """Return the context length, asking the server once; raises if it does not serve the model."""
-        if not self._asked_context:
-            cards = served_models(self._connection)
-            if cards and self.base_model not in cards:
-                raise ServerError(
-                    f"{self._connection.url('models')} lists {', '.join(map(repr, sorted(cards)))} and not "
-                    f"{self.base_model!r}. {suggestion(self.base_model, cards)}Give one of them as model."
-                )
-            card = cards.get(self.base_model, {})
-            parent = cards.get(str(card.get("parent")), {})
-            limits = (self._context, card.get("max_model_len"), parent.get("max_model_len"))
-            self._context = min((limit for limit in limits if isinstance(limit, int)), default=None)
-            self._asked_context = True
-        return self._context
-
-
-def _completion_seed(batch: PromptBatch, sample: int) -> int:
-    """Derive the seed of a continuation, so that it does not repeat the draws of its beginning."""
-    begun, seed = len(batch.begun(sample)), batch.seeds[sample]
-    return sample_seed(seed, begun) if begun else seed
+        """Context length of policy and server; raises if the server does not serve the model."""
+        cards = served_models(self._connection)
+        if cards and self.base_model not in cards:
+            raise ServerError(
+                f"{self._connection.url('models')} lists {', '.join(map(repr, sorted(cards)))} and not "
+                f"{self.base_model!r}. {suggestion(self.base_model, cards)}Give one of them as model."
+            )
+        card = cards.get(self.base_model, {})
+        parent = cards.get(str(card.get("parent")), {})  # of an adapter, whose card has no limit
+        limits = (self._policy.context_length, card.get("max_model_len"), parent.get("max_model_len"))
+        return min((limit for limit in limits if isinstance(limit, int)), default=None)

@@ -14,23 +14,21 @@ from visalign.atomic import umask_permissions
 from visalign.errors import UserError
 from visalign.remote import ServerConnection, ServerError
 
-_ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
-
 
 def adapter_name(folder: Path) -> str:
-    """Name an adapter by a hash of its files.
+    """Name an adapter by a hash of its files, so that a resumed run finds its adapter again.
 
     vLLM's prefix cache goes by the adapter's name: a fixed name would return results of earlier weights
-    (vllm-project/vllm, issues 30931 and 42125). A resumed run finds its adapter again.
+    (vllm-project/vllm, issues 30931 and 42125).
     """
     digest = hashlib.sha256()
-    for name in _ADAPTER_FILES:
-        if not (folder / name).is_file():
+    for file in (folder / "adapter_config.json", folder / "adapter_model.safetensors"):
+        if not file.is_file():
             raise UserError(
-                f"{folder} contains no LoRA adapter ({' and '.join(_ADAPTER_FILES)}). Give the folder that "
-                "policy.save wrote for a policy with lora=text_lora(); `reload` sends whole models."
+                f"{folder} contains no LoRA adapter ({file.name}). Give the folder that policy.save wrote for "
+                "a policy with lora=text_lora(); `reload` sends whole models."
             )
-        with (folder / name).open("rb") as stream:
+        with file.open("rb") as stream:
             digest.update(hashlib.file_digest(stream, "sha256").digest())
     return f"visalign-{digest.hexdigest()[:16]}"
 
