@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from visalign.errors import suggestion
+
 
 def check_same(note: str = "", /, **tensors: Tensor | None) -> None:
     """Refuse tensors of different shapes; None is skipped. `note` continues the message, e.g. ", [B, T]"."""
@@ -45,7 +47,8 @@ def check_choice(name: str, value: Any, allowed: Iterable[str]) -> None:
     """Refuse a value that is not among the allowed names."""
     names = tuple(allowed)
     if value not in names:
-        raise ValueError(f"{name} must be one of {', '.join(names)}; got {value!r}.")
+        near = suggestion(str(value), names)
+        raise ValueError(f"{name} must be one of {', '.join(names)}; got {value!r}. {near}".rstrip())
 
 
 def check_rules(values: Any, rules: Iterable[tuple[Callable[[Any], bool], str]]) -> None:

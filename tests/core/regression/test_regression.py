@@ -191,7 +191,7 @@ def test_a_row_with_changes() -> None:
     [
         ("difusion_nft", {}, "no regression 'difusion_nft'. Did you mean 'diffusion_nft'"),
         ("awm", {"loss_options": {"beta": 1}}, "regression loss 'elbo' has no option 'beta'"),
-        ("awm", {"anchor": "reference"}, "anchor is 'reference'.*With loss='elbo' it is one of: old"),
+        ("awm", {"anchor": "reference"}, "anchor of loss='elbo' must be one of old; got 'reference'"),
         ("diffusion_nft", {"weighting": "epsilon"}, "loss='nft' has a weight of its own"),
         ("awm", {"reference_guidance": 2.0}, "nothing leans on the reference. Set kl"),
         ("diffusion_nft", {"old_decay": [0, 0.1, 1.0]}, r"give \[start, slope, end\]"),

@@ -158,7 +158,7 @@ def test_cost_is_the_reference_table():
         (
             DiffusionObjectiveSettings,
             {"changes": {"ratio": "gard"}},
-            r"objective: ratio is 'gard'.*Choose one of: log_prob, guard",
+            r"objective: ratio must be one of log_prob, guard; got 'gard'",
         ),
     ],
 )

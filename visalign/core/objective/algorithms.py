@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from .objective import Objective
-from .options import merge_changes
+from .options import change_row
 
 _CLIP = {"eps_low": 0.2, "eps_high": 0.2}
 _PPO = Objective(
@@ -26,7 +27,7 @@ _GRPO = Objective(
     kl=0.04,
     kl_gradient="k3",
 )
-_GROUP = replace(_GRPO, kl=0.0, kl_gradient="k2", source="")
+_WITHOUT_KL = replace(_GRPO, kl=0.0, kl_gradient="k2")
 _FLOW = Objective(
     source="Liu et al., Flow-GRPO, arXiv 2505.05470; T denoising steps, log_prob_reduction='mean', exact KL",
     decisions="denoising_steps",
@@ -35,6 +36,15 @@ _FLOW = Objective(
     surrogate_options={"eps_low": 1e-4, "eps_high": 1e-4},
     kl=0.04,
 )
+
+
+def _variant(source: str, **changes: Any) -> Objective:
+    """Change fields of GRPO without its KL term."""
+    return replace(_WITHOUT_KL, source=source, **changes)
+
+
+_token_variant = partial(_variant, aggregation="token_mean")
+
 
 NAMED: dict[str, Objective] = {
     "ppo": _PPO,
@@ -84,49 +94,32 @@ NAMED: dict[str, Objective] = {
         aggregation="token_mean",
     ),
     "grpo": _GRPO,
-    "dr_grpo": replace(
-        _GROUP,
-        source="Liu et al., arXiv 2503.20783, section 3.2; give `length`, else L is each step's padded T",
+    "dr_grpo": _variant(
+        "Liu et al., arXiv 2503.20783, section 3.2; give `length`, else L is each step's padded T",
         advantage_options={"scale": "none"},
         aggregation="dr_grpo",
     ),
-    "gdpo": replace(_GROUP, source="Liu et al., arXiv 2601.05242", advantage="gdpo", advantage_options={"ddof": 0}),
-    "opo": replace(
-        _GROUP,
-        source="Hao et al., arXiv 2505.23585: exactly on-policy, no clip",
+    "gdpo": _variant("Liu et al., arXiv 2601.05242", advantage="gdpo", advantage_options={"ddof": 0}),
+    "opo": _token_variant(
+        "Hao et al., arXiv 2505.23585: exactly on-policy, no clip",
         advantage="opo",
         surrogate="reinforce",
         surrogate_options={},
-        aggregation="token_mean",
     ),
-    "gpg": replace(
-        _GROUP,
-        source="Chu et al., arXiv 2504.02546",
-        advantage="gpg",
-        surrogate="reinforce",
-        surrogate_options={},
-        aggregation="token_mean",
+    "gpg": _token_variant(
+        "Chu et al., arXiv 2504.02546", advantage="gpg", surrogate="reinforce", surrogate_options={}
     ),
-    "pass_at_k": replace(
-        _GROUP,
-        source="Walder and Karkhanis, arXiv 2505.15201",
-        advantage="pass_at_k",
-        advantage_options={"k": 2},
+    "pass_at_k": _variant("Walder and Karkhanis, arXiv 2505.15201", advantage="pass_at_k", advantage_options={"k": 2}),
+    "canon": _variant(
+        "CANON, arXiv 2509.23962 (μ = 1, α = 1): halves by a second number of each sample", advantage="canon"
     ),
-    "canon": replace(
-        _GROUP,
-        source="CANON, arXiv 2509.23962 (μ = 1, α = 1): halves by a second number of each sample",
-        advantage="canon",
-    ),
-    "copo": replace(
-        _GROUP,
-        source="COPO, arXiv 2508.04138 (γ = 20); ρ = 0.2 nats, as samples of one reward share an answer",
+    "copo": _variant(
+        "COPO, arXiv 2508.04138 (γ = 20); ρ = 0.2 nats, as samples of one reward share an answer",
         advantage="copo",
         advantage_options={"gamma": 20.0, "rho": 0.2},
     ),
-    "prl": replace(
-        _GROUP,
-        source="PRL, arXiv 2601.10201 (η = 100); its advantages hold the KL",
+    "prl": _variant(
+        "PRL, arXiv 2601.10201 (η = 100); its advantages hold the KL",
         advantage="prl",
         advantage_options={"eta": 100.0, "block": 1},
     ),
@@ -137,233 +130,177 @@ NAMED: dict[str, Objective] = {
         surrogate="reinforce",
         aggregation="seq_mean_token_sum",
     ),
-    "aem": replace(_GROUP, source="AEM, arXiv 2605.00425 (λ = 1, range 0.1 nats)", advantage="aem"),
-    "rank_bonus": replace(
-        _GROUP,
-        source="VERL, arXiv 2509.23808 (κ = 2, strides of 40 tokens, rate 0.3): ranks of hidden states",
+    "aem": _variant("AEM, arXiv 2605.00425 (λ = 1, range 0.1 nats)", advantage="aem"),
+    "rank_bonus": _variant(
+        "VERL, arXiv 2509.23808 (κ = 2, strides of 40 tokens, rate 0.3): ranks of hidden states",
         advantage="rank_bonus",
         advantage_options={"kappa": 2.0, "stride": 40, "rate": 0.3},
     ),
-    "rlfr": replace(
-        _GROUP,
-        source="RLFR, arXiv 2510.10201; its token rewards come from a latent flow, their returns are ours",
+    "rlfr": _variant(
+        "RLFR, arXiv 2510.10201; its token rewards come from a latent flow, their returns are ours",
         advantage="group_returns",
     ),
-    "empg": replace(
-        _GROUP,
-        source="EMPG, arXiv 2509.09265 (k = k′ = 1, ζ = 0.1); the steps of a completion stand for turns",
+    "empg": _variant(
+        "EMPG, arXiv 2509.09265 (k = k′ = 1, ζ = 0.1); the steps of a completion stand for turns",
         advantage="empg",
         advantage_options={"k": 1.0, "k_bonus": 1.0, "zeta": 0.1},
     ),
-    "pear": replace(
-        _GROUP,
-        source="PEAR, arXiv 2510.08026 (α = 1); rollout.separator ends the thinking",
+    "pear": _variant(
+        "PEAR, arXiv 2510.08026 (α = 1); rollout.separator ends the thinking",
         advantage="pear",
         advantage_options={"alpha": 1.0, "right_at": 1.0},
     ),
-    "ares": replace(
-        _GROUP,
-        source="ARES, arXiv 2510.08457 (quantile 0.95), its reward alone; the window is ours",
+    "ares": _variant(
+        "ARES, arXiv 2510.08457 (quantile 0.95), its reward alone; the window is ours",
         advantage="ares",
         advantage_options={"window": 4, "quantile": 0.95, "right_at": 1.0},
     ),
-    "perplexity": replace(
-        _GROUP,
-        source="Deng et al., arXiv 2508.02260: low perplexity counts more; α is ours",
+    "perplexity": _variant(
+        "Deng et al., arXiv 2508.02260: low perplexity counts more; α is ours",
         advantage="perplexity",
         advantage_options={"alpha": 0.1},
     ),
-    "position": replace(
-        _GROUP,
-        source="Deng et al., arXiv 2508.02260: late decisions count more; γ is ours",
+    "position": _variant(
+        "Deng et al., arXiv 2508.02260: late decisions count more; γ is ours",
         advantage="position",
         advantage_options={"gamma": 0.1},
     ),
-    "siren": replace(
-        _GROUP,
-        source="SIREN, arXiv 2509.25133 (p = 0.8, β = 0.005): anchored entropy of the nucleus at peak tokens",
+    "siren": _variant(
+        "SIREN, arXiv 2509.25133 (p = 0.8, β = 0.005): anchored entropy of the nucleus at peak tokens",
         entropy=0.005,
         entropy_term="siren",
         entropy_term_options={"p": 0.8, "quantile": 0.8},
     ),
-    "epo": replace(
-        _GROUP,
-        source="EPO, arXiv 2509.22576 (κ 0.8 and 1.2, λ_s 0.1; c is ours), its smoothing as a hinge",
+    "epo": _variant(
+        "EPO, arXiv 2509.22576 (κ 0.8 and 1.2, λ_s 0.1; c is ours), its smoothing as a hinge",
         entropy=0.001,
         entropy_term="epo",
         entropy_term_options={"low": 0.8, "high": 1.2, "smoothing": 0.1},
     ),
-    "tea": replace(
-        _GROUP,
-        source="TEA in Light-IF, arXiv 2508.03178; τ, λ and the cap are a third party's",
+    "tea": _token_variant(
+        "TEA in Light-IF, arXiv 2508.03178; τ, λ and the cap are a third party's",
         entropy=0.05,
         entropy_term="tea",
         entropy_term_options={"tau": 1.0, "cap": 100.0},
-        aggregation="token_mean",
     ),
-    "par": replace(
-        _GROUP,
-        source="PAR, arXiv 2502.18770 (k = 1, one completion of the reference, KL 0.005)",
+    "par": _variant(
+        "PAR, arXiv 2502.18770 (k = 1, one completion of the reference, KL 0.005)",
         advantage="par",
         advantage_options={"k": 1.0, "references": 1},
         kl=0.005,
     ),
-    "likelihood": replace(
-        _GROUP,
-        source="Likelihood-based reward designs, arXiv 2602.03979; without the gradient of the value itself",
+    "likelihood": _variant(
+        "Likelihood-based reward designs, arXiv 2602.03979; without the gradient of the value itself",
         advantage="likelihood",
         advantage_options={"kind": "log_prob"},
     ),
-    "jepo": replace(
-        _GROUP,
-        source="JEPO, leave-one-out, in arXiv 2602.03979; without the gradient of the bound itself",
-        advantage="jepo",
+    "jepo": _variant(
+        "JEPO, leave-one-out, in arXiv 2602.03979; without the gradient of the bound itself", advantage="jepo"
     ),
-    "riskpo": replace(
-        _GROUP,
-        source="RiskPO, arXiv 2510.00911 (bundles of 5, levels 0.2 and 0.8, ω = 1.5, η = 0.1)",
+    "riskpo": _variant(
+        "RiskPO, arXiv 2510.00911 (bundles of 5, levels 0.2 and 0.8, ω = 1.5, η = 0.1)",
         advantage="riskpo",
         advantage_options={"bundle": 5, "level_down": 0.2, "level_up": 0.8, "tail_weight": 1.5},
     ),
-    "dapo": replace(
-        _GROUP,
-        source="Yu et al., arXiv 2503.14476, eq. 8 and 10, averaged as its code does",
+    "dapo": _token_variant(
+        "Yu et al., arXiv 2503.14476, eq. 8 and 10, averaged as its code does",
         surrogate_options={"eps_low": 0.2, "eps_high": 0.28},
         drop_zero_signal=True,
-        aggregation="token_mean",
     ),
-    "dapo_as_written": replace(
-        _GROUP,
-        source="Yu et al., arXiv 2503.14476, eq. 8 to the letter: a token mean per group",
+    "dapo_as_written": _variant(
+        "Yu et al., arXiv 2503.14476, eq. 8 to the letter: a token mean per group",
         surrogate_options={"eps_low": 0.2, "eps_high": 0.28},
         drop_zero_signal=True,
         aggregation="group_token_mean",
     ),
-    "gspo": replace(
-        _GROUP,
-        source="Zheng et al., arXiv 2507.18071, eq. 5 to 7",
+    "gspo": _variant(
+        "Zheng et al., arXiv 2507.18071, eq. 5 to 7",
         level="sequence",
         surrogate_options={"eps_low": 3e-4, "eps_high": 4e-4},
     ),
-    "gspo_token": replace(
-        _GROUP,
-        source="Zheng et al., arXiv 2507.18071, eq. 13 and 14",
+    "gspo_token": _variant(
+        "Zheng et al., arXiv 2507.18071, eq. 13 and 14",
         level="sequence_token",
         surrogate_options={"eps_low": 3e-4, "eps_high": 4e-4},
     ),
-    "cispo": replace(
-        _GROUP,
-        source="MiniMax-M1, arXiv 2506.13585, eq. 4 and 5; upper bound of ScaleRL, arXiv 2510.13786",
+    "cispo": _token_variant(
+        "MiniMax-M1, arXiv 2506.13585, eq. 4 and 5; upper bound of ScaleRL, arXiv 2510.13786",
         surrogate="cispo",
         surrogate_options={"bound_low": 0.0, "bound_high": 5.0},
-        aggregation="token_mean",
     ),
-    "sapo": replace(_GROUP, source="Gao et al., arXiv 2511.20347", surrogate="sapo", surrogate_options={}),
-    "gmpo": replace(
-        _GROUP,
-        source="Zhao et al., arXiv 2507.20673",
-        surrogate="gmpo",
-        surrogate_options={"eps_low": 0.4, "eps_high": 0.4},
+    "sapo": _variant("Gao et al., arXiv 2511.20347", surrogate="sapo", surrogate_options={}),
+    "gmpo": _variant(
+        "Zhao et al., arXiv 2507.20673", surrogate="gmpo", surrogate_options={"eps_low": 0.4, "eps_high": 0.4}
     ),
-    "luspo": replace(
-        _GROUP,
-        source="Liu et al., arXiv 2602.05261",
+    "luspo": _variant(
+        "Liu et al., arXiv 2602.05261",
         level="sequence",
         surrogate_options={"eps_low": 2e-3, "eps_high": 2.5e-3},
         aggregation="seq_mean_token_sum",
     ),
-    "vespo": replace(
-        _GROUP,
-        source="Shen et al., arXiv 2602.10693",
-        level="sequence_sum",
-        surrogate="vespo",
-        surrogate_options={},
-        aggregation="token_mean",
+    "vespo": _token_variant(
+        "Shen et al., arXiv 2602.10693", level="sequence_sum", surrogate="vespo", surrogate_options={}
     ),
-    "dppo_tv": replace(
-        _GROUP,
-        source="Qi et al., arXiv 2602.04879, binary total variation",
+    "dppo_tv": _token_variant(
+        "Qi et al., arXiv 2602.04879, binary total variation",
         surrogate="dppo",
         surrogate_options={"divergence": "tv", "limit_low": 0.2, "limit_high": 0.2},
-        aggregation="token_mean",
     ),
-    "dppo_kl": replace(
-        _GROUP,
-        source="Qi et al., arXiv 2602.04879, binary KL",
+    "dppo_kl": _token_variant(
+        "Qi et al., arXiv 2602.04879, binary KL",
         surrogate="dppo",
         surrogate_options={"divergence": "kl", "limit_low": 0.05, "limit_high": 0.05},
-        aggregation="token_mean",
     ),
-    "dro": replace(
-        _GROUP,
-        source="Richemond et al., arXiv 2405.19107, per token as public trainers have it",
+    "dro": _token_variant(
+        "Richemond et al., arXiv 2405.19107, per token as public trainers have it",
         surrogate="dro",
         surrogate_options={"beta": 0.1},
-        aggregation="token_mean",
     ),
-    "aepo_clip": replace(
-        _GROUP,
-        source="Dong et al., arXiv 2510.14545, the gradient-keeping clip",
-        surrogate="gradient_keeping_clip",
-        aggregation="token_mean",
+    "aepo_clip": _token_variant(
+        "Dong et al., arXiv 2510.14545, the gradient-keeping clip", surrogate="gradient_keeping_clip"
     ),
-    "aepo": replace(
-        _GROUP,
-        source="AEPO, arXiv 2510.14545: the gradient-keeping clip and the entropy-aware advantage (a = 0.2)",
+    "aepo": _token_variant(
+        "AEPO, arXiv 2510.14545: the gradient-keeping clip and the entropy-aware advantage (a = 0.2)",
         advantage="entropy_aware",
         advantage_options={"a": 0.2},
         surrogate="gradient_keeping_clip",
-        aggregation="token_mean",
     ),
-    "top_entropy": replace(
-        _GROUP,
-        source="Wang et al., arXiv 2506.01939: DAPO on a fifth of the tokens",
+    "top_entropy": _token_variant(
+        "Wang et al., arXiv 2506.01939: DAPO on a fifth of the tokens",
         surrogate_options={"eps_low": 0.2, "eps_high": 0.28},
         selection="top_entropy",
         selection_options={"fraction": 0.2},
-        aggregation="token_mean",
     ),
-    "clip_cov": replace(
-        _GROUP,
-        source="Cui et al., arXiv 2505.22617, section 4",
+    "clip_cov": _token_variant(
+        "Cui et al., arXiv 2505.22617, section 4",
         selection="clip_cov",
         selection_options={"ratio": 2e-4, "cov_low": 1.0, "cov_high": 5.0},
-        aggregation="token_mean",
     ),
-    "kl_cov": replace(
-        _GROUP,
-        source="Cui et al., arXiv 2505.22617, section 4: no clip, a penalty on the highest covariances",
+    "kl_cov": _token_variant(
+        "Cui et al., arXiv 2505.22617, section 4: no clip, a penalty on the highest covariances",
         surrogate_options={"eps_low": 1.0, "eps_high": float("inf")},
         selection="kl_cov",
         selection_options={"ratio": 2e-3, "coefficient": 1.0},
-        aggregation="token_mean",
     ),
-    "clip_b": replace(
-        _GROUP,
-        source="Entropy Dynamics in RFT, arXiv 2602.03392, Clip_B (μ = 2.5)",
+    "clip_b": _token_variant(
+        "Entropy Dynamics in RFT, arXiv 2602.03392, Clip_B (μ = 2.5)",
         selection="clip_b",
         selection_options={"mu": 2.5},
-        aggregation="token_mean",
     ),
-    "clip_v": replace(
-        _GROUP,
-        source="Entropy Dynamics in RFT, arXiv 2602.03392, Clip_V (μ = 8.5, 1e-4 of a step's tokens at most: "
+    "clip_v": _token_variant(
+        "Entropy Dynamics in RFT, arXiv 2602.03392, Clip_V (μ = 8.5, 1e-4 of a step's tokens at most: "
         "none of fewer than 10,000)",
         selection="clip_v",
         selection_options={"mu": 8.5, "max_fraction": 1e-4},
-        aggregation="token_mean",
     ),
-    "steer": replace(
-        _GROUP,
-        source="STEER, arXiv 2510.10150 (weights 0.8 to 1.2), under its dual clip at 10",
+    "steer": _token_variant(
+        "STEER, arXiv 2510.10150 (weights 0.8 to 1.2), under its dual clip at 10",
         surrogate_options={**_CLIP, "dual_clip": 10.0},
         selection="steer",
         selection_options={"w_min": 0.8, "w_max": 1.2},
-        aggregation="token_mean",
     ),
-    "entrocraft": replace(
-        _GROUP,
-        source="Entrocraft, arXiv 2604.26326: target entropy 0.6 to 0.4 nats; width and pace are ours",
+    "entrocraft": _variant(
+        "Entrocraft, arXiv 2604.26326: target entropy 0.6 to 0.4 nats; width and pace are ours",
         selection="entrocraft",
         selection_options={"low": 0.5, "high": 0.7, "low_end": 0.3, "high_end": 0.5, "over": 200},
         kl=0.001,
@@ -375,9 +312,8 @@ NAMED: dict[str, Objective] = {
         kl_weighted=True,
         off_policy_delta=0.1,
     ),
-    "flowrl": replace(
-        _GROUP,
-        source="Zhu et al., arXiv 2509.15207; π_ref inside the residual, log Z learned",
+    "flowrl": _variant(
+        "Zhu et al., arXiv 2509.15207; π_ref inside the residual, log Z learned",
         level="sequence_sum",
         surrogate="flow_balance",
         surrogate_options={"beta": 15.0, "eps_low": 0.2, "eps_high": 0.2},
@@ -410,12 +346,9 @@ NAMED: dict[str, Objective] = {
 
 
 def named_objective(name: str, **changes: Any) -> Objective:
-    """Look up an algorithm of `NAMED` and change fields of `Objective`.
-
-    A mapping is merged into the algorithm's, or replaces it if the choice that it belongs to is changed too.
+    """Look up an algorithm of `NAMED` and change fields of `Objective`; see `change_row`.
 
     >>> named_objective("dapo", surrogate_options={"eps_high": 0.3}).surrogate_options
     {'eps_low': 0.2, 'eps_high': 0.3}
     """
-    changes = merge_changes("algorithm", NAMED, name, changes)
-    return replace(NAMED[name], **changes)
+    return change_row("algorithm", NAMED, name, changes)

@@ -98,7 +98,7 @@ class Trajectories:
     """Meaning of the axis T."""
 
     def __post_init__(self) -> None:
-        check_axes(weight=(self.weight, "B T"))
+        check_axes(weight=(self.weight, "B T"), reference_reward=(self.reference_reward, "B M"))
         rows, full = self.weight.shape[:1], self.weight.shape
         columns = (len(self.reward_weights),) if self.reward_weights else ()
         allowed = dict.fromkeys(PER_DECISION, (full,)) | dict.fromkeys(PER_SAMPLE, (rows,))
@@ -111,7 +111,6 @@ class Trajectories:
                     f"{name} must have shape {expected}, for weight {tuple(full)} and "
                     f"{len(self.reward_weights)} reward_weights; got {tuple(value.shape)}."
                 )
-        check_axes(weight=(self.weight, "B T"), reference_reward=(self.reference_reward, "B M"))
 
     def rows(self, index: Tensor | slice) -> Trajectories:
         """Select the samples `index` (integers, booleans or a slice); ptx_weight stays whole."""

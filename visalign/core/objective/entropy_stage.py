@@ -102,12 +102,7 @@ def tea(
     return EntropyTarget(weight=tea_weights(covariance, weight, tau=tau, cap=cap))
 
 
-ENTROPY_TERMS: dict[str, Stage] = {
-    "bonus": Stage(bonus),
-    "siren": Stage(siren),
-    "epo": Stage(epo),
-    "tea": Stage(tea),
-}
+ENTROPY_TERMS: dict[str, Stage] = {function.__name__: Stage(function) for function in (bonus, siren, epo, tea)}
 """Name -> `EntropyTarget`; `Objective.entropy` is its coefficient. Fields: `Trajectories`, with the step's
 final `advantage` and `weight`, [B, T] each, and its `counts`."""
 
@@ -126,15 +121,12 @@ def entropy_loss(
         peaks = _product(policy.nucleus_entropy, weight)
         return anchored_entropy_loss(peaks, level, 0.0, coefficient=coefficient), "seq_mean_token_mean"
     assert policy.entropy is not None
-    if name == "tea":
-        assert weight is not None
+    if weight is None:
+        return entropy_bonus(policy.entropy, coefficient), mode
+    if level is None:  # tea
         return entropy_bonus(_product(policy.entropy, weight), coefficient), "token_sum"
-    loss = entropy_bonus(policy.entropy, coefficient)
-    if name == "epo":
-        assert weight is not None and level is not None
-        penalty = entropy_band_penalty(policy.entropy, rows.weight, level[:, :1], level[:, 1:])
-        loss = loss + coefficient * weight * penalty
-    return loss, mode
+    penalty = entropy_band_penalty(policy.entropy, rows.weight, level[:, :1], level[:, 1:])
+    return entropy_bonus(policy.entropy, coefficient) + coefficient * weight * penalty, mode
 
 
 def remembers(objective: Any) -> str | None:

@@ -69,12 +69,12 @@ def explain(objective: Objective, trajectories: Trajectories, policy: PolicyOutp
         "left out": prepared.weight == 0,
         "clipped": gradient == 0,
     }
-    if prepared.penalty is not None:
-        causes["no signal"] = causes["no signal"] & (prepared.penalty == 0)
+    if prepared.penalty is not None:  # kl_cov's penalty pulls without an advantage
+        causes["no signal"] &= prepared.penalty == 0
     if prepared.keep is not None:
-        causes["left out"] = causes["left out"] | ~prepared.keep
+        causes["left out"] |= ~prepared.keep
     if prepared.loss_weight is not None:
-        causes["left out"] = causes["left out"] | (prepared.loss_weight == 0)
+        causes["left out"] |= prepared.loss_weight == 0
     if objective.off_policy_delta is not None:
         on_policy = off_policy_mask(token_ratio, prepared.advantage, prepared.weight, delta=objective.off_policy_delta)
         causes["off-policy mask"] = ~on_policy.reshape(len(on_policy), -1)
@@ -82,9 +82,9 @@ def explain(objective: Objective, trajectories: Trajectories, policy: PolicyOutp
         causes["importance weight 0"] = prepared.importance_weight == 0
     names = list(CAUSES)
     cause = torch.full(t.weight.shape, names.index("live"), dtype=torch.int64)
-    for name in reversed(names):  # the first of CAUSES is written last and wins
+    for number, name in reversed([*enumerate(names)]):  # the first of CAUSES is written last and wins
         if name in causes:
-            cause[causes[name].expand(cause.shape)] = names.index(name)
+            cause[causes[name].expand(cause.shape)] = number
     counts = {name: int((cause == i).sum()) for i, name in enumerate(names)}
     return Explanation(
         cause=cause,

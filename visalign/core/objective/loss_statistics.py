@@ -37,35 +37,32 @@ class LossStatistics:
 
     def plus(self, other: LossStatistics) -> LossStatistics:
         """Add another micro-batch."""
-        sums = {f.name: _add(getattr(self, f.name), getattr(other, f.name)) for f in fields(self)}
-        return LossStatistics(**{**sums, "largest": torch.maximum(self.largest, other.largest)})
+        summed = dict(vars(other))
+        for name, value in vars(self).items():
+            if value is not None:
+                summed[name] = value if summed[name] is None else value + summed[name]
+        return LossStatistics(**{**summed, "largest": torch.maximum(self.largest, other.largest)})
 
     def stack(self) -> Tensor:
         """Stack the sums [8] in the order of the fields, for one all-reduce; a `reference` of None is 0."""
         zero = torch.zeros_like(self.decisions)
-        sums = [getattr(self, f.name) for f in fields(self) if f.name != "largest"]
-        return torch.stack([zero if value is None else value for value in sums])
+        return torch.stack([zero if value is None else value for name, value in vars(self).items() if name in SUMS])
 
     def with_sums(self, sums: Tensor, largest: Tensor) -> LossStatistics:
         """Replace the fields by the reduced sums of `stack` and the reduced maximum."""
-        names = [f.name for f in fields(self) if f.name != "largest"]
-        reduced = dict(zip(names, sums.unbind(), strict=True))
+        reduced = dict(zip(SUMS, sums.unbind(), strict=True))
         if self.reference is None:
             reduced.pop("reference")
         return replace(self, **reduced, largest=largest)
 
 
-def no_statistics(device: torch.device | None = None, *, reference: bool = False) -> LossStatistics:
+SUMS = tuple(item.name for item in fields(LossStatistics) if item.name != "largest")
+
+
+def no_statistics(device: torch.device | None = None) -> LossStatistics:
     """Return zero statistics, for a process that holds no row of a step."""
     zero = torch.zeros((), dtype=torch.float64, device=device)
-    names = [f.name for f in fields(LossStatistics) if f.name != "reference"]
-    return LossStatistics(**dict.fromkeys(names, zero), reference=zero if reference else None)
-
-
-def _add(first: Tensor | None, second: Tensor | None) -> Tensor | None:
-    if first is None or second is None:
-        return second if first is None else first
-    return first + second
+    return LossStatistics(**dict.fromkeys((*SUMS, "largest"), zero) | {"reference": None})
 
 
 def loss_statistics(

@@ -12,46 +12,34 @@ T may count tokens or denoising steps; PPO is the terms policy, value, entropy a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from types import SimpleNamespace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
 
 from visalign.core.advantages.group import clamp_advantages
-from visalign.core.checks import check_rules
+from visalign.core.checks import check_choice, check_rules
 from visalign.core.surrogates.aggregation import Mode, aggregate, count_step, row_tokens
 from visalign.core.surrogates.kl import Estimator, kl_penalty
 from visalign.core.surrogates.off_policy import off_policy_mask
-from visalign.core.surrogates.ratios import LEVELS, Level, log_ratio, ratio_level
+from visalign.core.surrogates.ratios import Level, log_ratio, ratio_level
 from visalign.core.surrogates.value import value_loss
 from visalign.core.tokens.selection import kl_cov_penalty
-from visalign.errors import suggestion
 
 from . import stages
 from .data import Decisions, Loss, PolicyOutput, Prepared, Trajectories, check_finite
 from .decisions import EXTRA, check_decisions
 from .entropy_stage import ENTROPY_TERMS, EntropyTarget, entropy_loss
 from .loss_statistics import loss_statistics
-from .options import pick
+from .options import Stage, pick
 
 Ratio = Literal["log_prob", "guard"]
 StepWeight = Literal["uniform", "inverse_dt"]
 KLForm = Literal["divergence", "velocity"]
-CHOICES: dict[str, tuple[Any, ...]] = {
-    "ratio": get_args(Ratio),
-    "step_weight": get_args(StepWeight),
-    "kl_form": get_args(KLForm),
-    "level": tuple(LEVELS),
-    "aggregation": get_args(Mode),
-    "empty": ("drop", "keep"),
-    "kl_value": get_args(Estimator),
-    "kl_gradient": get_args(Estimator),
-    "decisions": (*get_args(Decisions), None),
-}
-"""Field -> allowed values."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,42 +108,34 @@ class Objective:
     """γ of −log π on pretraining tokens, averaged over them."""
 
     def __post_init__(self) -> None:
-        for name, allowed in CHOICES.items():
-            value = getattr(self, name)
-            if value not in allowed:
-                raise ValueError(
-                    f"{name} is {value!r}. {suggestion(str(value), filter(None, allowed))}Choose one of: "
-                    f"{', '.join(map(str, allowed))}."
-                )
-        pick("advantage", self.advantage, stages.ADVANTAGES, self.advantage_options)
-        pick("surrogate", self.surrogate, stages.SURROGATES, self.surrogate_options)
-        pick("entropy_term", self.entropy_term, ENTROPY_TERMS, self.entropy_term_options)
-        if self.selection is not None:
-            pick("selection", self.selection, stages.SELECTIONS, self.selection_options)
+        for name, allowed in LITERALS.items():
+            check_choice(name, getattr(self, name), allowed)
+        if self.decisions is not None:
+            check_choice("decisions", self.decisions, get_args(Decisions))
+        for label, table in STAGES.items():
+            if (name := getattr(self, label)) is not None:
+                pick(label, name, table).check(label, name, getattr(self, f"{label}_options"))
         if self.importance_sampling is not None:
-            name = "importance_sampling"
-            stages.IMPORTANCE_WEIGHTS.check(name, "importance_weights", self.importance_sampling)
+            stages.IMPORTANCE_WEIGHTS.check("importance_sampling", "importance_weights", self.importance_sampling)
         check_rules(self, RULES)
 
     def trajectory_needs(self) -> dict[str, str]:
         """Fields of `Trajectories` that are None by default and that this objective needs -> the choice."""
         optional = {f.name for f in fields(Trajectories) if f.default is None} - {"reward"}
-        chosen: list[tuple[str, Any]] = [(f"advantage={self.advantage!r}", stages.ADVANTAGES[self.advantage].needs)]
-        filled = {"advantage"}  # of selections and entropy terms it is the step's own
-        if self.entropy:
-            needs = set(ENTROPY_TERMS[self.entropy_term].needs) - filled
-            chosen.append((f"entropy_term={self.entropy_term!r}", needs))
-        if self.selection is not None:
-            needs = set(stages.SELECTIONS[self.selection].needs) - filled
-            chosen.append((f"selection={self.selection!r}", needs))
+        needs = {name: f"advantage={self.advantage!r}" for name in stages.ADVANTAGES[self.advantage].needs}
+        later = [("entropy_term", bool(self.entropy)), ("selection", self.selection is not None)]
+        for label in (label for label, is_on in later if is_on):
+            name = getattr(self, label)
+            # their advantage is the step's own
+            needs |= dict.fromkeys({*STAGES[label][name].needs} - {"advantage"}, f"{label}={name!r}")
         for choice, is_on, name in (
             (f"kl_in_reward={self.kl_in_reward:g}", self.kl_in_reward, "ref_log_prob"),
             ("importance_sampling", self.importance_sampling is not None, "rollout_log_prob"),
             (f"ptx={self.ptx:g}", self.ptx, "ptx_weight"),
             (f"step_weight={self.step_weight!r}", self.step_weight != "uniform", "loss_weight"),
         ):
-            chosen += [(choice, {name})] if is_on else []
-        return {name: choice for choice, names in chosen for name in names if name in optional}
+            needs |= {name: choice} if is_on else {}
+        return {name: choice for name, choice in needs.items() if name in optional}
 
     def output_needs(self) -> dict[str, str]:
         """Fields of `PolicyOutput`, or "ref_log_prob", that this objective needs -> the choice.
@@ -218,6 +198,7 @@ class Objective:
             off_policy = log_ratio(t.old_log_prob.detach(), t.rollout_log_prob, weight)
             step = SimpleNamespace(log_ratio=off_policy, weight=weight)
             importance_weight = stages.IMPORTANCE_WEIGHTS(step, self.importance_sampling).value
+        factors = [w.detach() for w in (t.loss_weight, selected.loss_weight) if w is not None]
         return Prepared(
             weight=weight,
             old_log_prob=t.old_log_prob.detach(),
@@ -227,7 +208,7 @@ class Objective:
             importance_weight=importance_weight,
             keep=selected.keep,
             penalty=selected.penalty,
-            loss_weight=_product(weight, t.loss_weight, selected.loss_weight),
+            loss_weight=torch.where(weight != 0, math.prod(factors), 0.0) if factors else None,
             entropy_weight=target.weight,
             entropy_level=target.level,
             returns=returns,
@@ -295,14 +276,8 @@ class Objective:
             return policy.kl
         assert rows.ref_log_prob is not None
         ratio = log_ratio(policy.log_prob, rows.old_log_prob, rows.weight) if self.kl_weighted else None
-        return kl_penalty(
-            policy.log_prob,
-            rows.ref_log_prob,
-            value=self.kl_value,
-            gradient=self.kl_gradient,
-            log_ratio=ratio,
-            weight=rows.weight,
-        )
+        estimators = {"value": self.kl_value, "gradient": self.kl_gradient}
+        return kl_penalty(policy.log_prob, rows.ref_log_prob, **estimators, log_ratio=ratio, weight=rows.weight)
 
     def _value_loss(self, rows: Prepared, policy: PolicyOutput) -> Tensor:
         assert policy.value is not None and rows.returns is not None
@@ -349,13 +324,21 @@ FINITE = (
 )
 """Fields of `Trajectories` that must be finite at present decisions."""
 
+STAGES: dict[str, dict[str, Stage]] = {
+    "advantage": stages.ADVANTAGES,
+    "surrogate": stages.SURROGATES,
+    "selection": stages.SELECTIONS,
+    "entropy_term": ENTROPY_TERMS,
+}
+"""Field of a choice with options -> its table."""
+
+LITERALS = {name: get_args(hint) for name, hint in get_type_hints(Objective).items() if get_origin(hint) is Literal}
+"""Field -> allowed values."""
+
 RULES: tuple[tuple[Callable[[Objective], bool], str], ...] = (
     *(
-        (
-            lambda o, name=name: not getattr(o, name) >= 0,
-            f"{name} is {{{name}}}; it must be at least 0 (0 is off).",
-        )
-        for name in ("kl_in_reward", "kl", "value", "entropy", "ptx")
+        (lambda o, name=name: not (getattr(o, name) or 0) >= 0, f"{name} is {{{name}}}; it must be at least 0.")
+        for name in ("kl_in_reward", "kl", "value", "entropy", "ptx", "off_policy_delta")
     ),
     *(
         (
@@ -363,10 +346,6 @@ RULES: tuple[tuple[Callable[[Objective], bool], str], ...] = (
             f"{name} is {{{name}}}; it must be positive, or None.",
         )
         for name in ("advantage_clamp", "value_clip", "length")
-    ),
-    (
-        lambda o: o.off_policy_delta is not None and not o.off_policy_delta >= 0,
-        "off_policy_delta is {off_policy_delta}; delta must be ≥ 0, or None.",
     ),
     (
         lambda o: bool(o.value) and o.advantage != "gae",
@@ -378,23 +357,9 @@ RULES: tuple[tuple[Callable[[Objective], bool], str], ...] = (
         "Trajectories.entropy_before. Take one of the two, or entropy_term='bonus'.",
     ),
     (
-        lambda o: o.ratio == "guard" and bool(o.kl_in_reward),
-        "kl_in_reward needs log-probs, and under ratio='guard' there are none: log_prob is a ratio. Take "
+        lambda o: o.ratio == "guard" and (bool(o.kl_in_reward) or o.importance_sampling is not None),
+        "kl_in_reward and importance_sampling need log-probs, and under ratio='guard' log_prob is a ratio. Take "
         "ratio='log_prob', or the exact kl.",
-    ),
-    (
-        lambda o: o.ratio == "guard" and o.importance_sampling is not None,
-        "importance_sampling needs log-probs, and under ratio='guard' there are none: log_prob is a ratio. "
-        "Take ratio='log_prob'.",
     ),
 )
 """(condition that is refused, message)."""
-
-
-def _product(weight: Tensor, *factors: Tensor | None) -> Tensor | None:
-    """Multiply the factors that are given, 0 where absent; None without one."""
-    result = None
-    for factor in factors:
-        if factor is not None:
-            result = torch.where(weight != 0, factor.detach() * (1.0 if result is None else result), 0.0)
-    return result

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cached_property
 from types import NoneType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from visalign.errors import suggestion
+
+Choice = TypeVar("Choice")
 
 _INTERVALS = {
     "[0, 1]": "between_ddof canon.mu ddof gae.gamma gae.lam max_fraction p quantile rate ratio reinforce_pp.gamma",
@@ -37,6 +39,9 @@ PAIRS = (
 """Options of which the first must not exceed the second."""
 
 
+_ABSENT = object()
+
+
 class Stage:
     """A choice of a stage: a function that takes fields of a step by the names of its parameters.
 
@@ -46,23 +51,21 @@ class Stage:
     """
 
     def __init__(self, function: Callable[..., Any], /, **inputs: str | Stage | None) -> None:
-        parameters = inspect.signature(function).parameters
-        self.function, self.inputs, needs = function, {}, []
-        self._defaults = {
-            name: parameter.default
-            for name, parameter in parameters.items()
-            if parameter.kind is parameter.KEYWORD_ONLY
-            and "Tensor" not in str(parameter.annotation)
-            and inputs.get(name, name) is not None
-        }
-        for name, parameter in parameters.items():
-            source = inputs.get(name, name)
-            if name in self._defaults or source is None:
+        self.function = function
+        self.inputs: dict[str, str | Stage] = {}
+        self._defaults: dict[str, Any] = {}
+        needs: list[str] = []
+        for name, parameter in inspect.signature(function).parameters.items():
+            source, annotation = inputs.get(name, name), str(parameter.annotation)
+            if source is None:
+                continue
+            if parameter.kind is parameter.KEYWORD_ONLY and "Tensor" not in annotation:
+                self._defaults[name] = parameter.default
                 continue
             self.inputs[name] = source
             if isinstance(source, Stage):
                 needs += source.needs
-            elif parameter.default is parameter.empty and "None" not in str(parameter.annotation):
+            elif parameter.default is parameter.empty and "None" not in annotation:
                 needs.append(source)
         self._computed = [source for source in self.inputs.values() if isinstance(source, Stage)]
         self.needs = tuple(dict.fromkeys(needs))
@@ -75,7 +78,7 @@ class Stage:
         values = {k: v for k, v in options.items() if k in self._defaults}
         for name, source in self.inputs.items():
             if isinstance(source, Stage):
-                values[name] = source(step, {k: v for k, v in options.items() if k in source.options})
+                values[name] = source(step, options)
             elif (value := getattr(step, source, _ABSENT)) is not _ABSENT:
                 values[name] = value
         return self.function(**values)
@@ -83,9 +86,11 @@ class Stage:
     @cached_property
     def types(self) -> dict[str, tuple[Any, ...]]:
         """Option -> the alternatives of its annotated type."""
-        hints = get_type_hints(self.function)
-        alternatives = {name: _alternatives(hints[name]) for name in self._defaults}
-        return {k: v for stage in self._computed for k, v in stage.types.items()} | alternatives
+        types = {k: v for stage in self._computed for k, v in stage.types.items()}
+        for name, hint in get_type_hints(self.function).items():
+            if name in self._defaults:
+                types[name] = (hint,) if get_origin(hint) is Literal else get_args(hint) or (hint,)
+        return types
 
     def check(self, label: str, name: str, options: Mapping[str, Any]) -> None:
         """Refuse options of a choice that do not exist, are missing, or are outside their type or range."""
@@ -100,57 +105,44 @@ class Stage:
                 allowed = " or ".join(_describe(kind, interval) for kind in self.types[option])
                 raise ValueError(f"{option} must be {allowed}; got {value!r} ({label} {name!r}).")
         values = {**self.options, **options}
-        for bound in ("low", "high"):  # a bound without an end stays where it starts
-            if values.get(f"{bound}_end", 0) is None:
-                values[f"{bound}_end"] = values[bound]
+        open_ends = [bound for bound in ("low", "high") if values.get(f"{bound}_end", 0) is None]
+        values |= {f"{bound}_end": values[bound] for bound in open_ends}  # a bound without an end stays
+        required = [option for option, value in values.items() if value is inspect.Parameter.empty]
         for low, high in PAIRS:
             a, b = values.get(low), values.get(high)
             if isinstance(a, int | float) and isinstance(b, int | float) and a > b:
                 raise ValueError(f"{low} must be ≤ {high}; got {a} and {b} ({label} {name!r}).")
         if values.get("dual_clip") is not None and values.get("delta") is not None:
             raise ValueError(f"dual_clip and delta both bound r where A < 0; give one ({label} {name!r}).")
-        required = [k for k, default in self.options.items() if default is inspect.Parameter.empty]
-        if missing := [option for option in required if option not in options]:
-            raise ValueError(
-                f"{label} {name!r} needs the options {', '.join(required)}; missing: {', '.join(missing)}."
-            )
+        if required:
+            raise ValueError(f"{label} {name!r} needs the options {', '.join(required)}.")
 
 
-_ABSENT = object()
-
-
-def pick(label: str, name: str, table: Mapping[str, Stage], options: Mapping[str, Any]) -> Stage:
-    """Look up a choice and check its options; see `Stage.check`."""
+def pick(label: str, name: str, table: Mapping[str, Choice]) -> Choice:
+    """Look up a row of a table by name."""
     if name not in table:
         raise ValueError(f"there is no {label} {name!r}. {suggestion(name, table)}Choose one of: {', '.join(table)}.")
-    table[name].check(label, name, options)
     return table[name]
 
 
-def merge_changes(kind: str, table: Mapping[str, Any], name: str, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge changed fields with those of a table's row: mappings key by key, but not the options of a choice
-    that changes too, which mean nothing to the new one.
+def change_row(kind: str, table: Mapping[str, Choice], name: str, changes: Mapping[str, Any]) -> Choice:
+    """Change fields of a table's row. A mapping is merged key by key; where the choice that it belongs to changes,
+    it replaces the row's, and without one there are no options: the row's mean nothing to another choice.
     """
-    if name not in table:
-        raise ValueError(f"there is no {kind} {name!r}. {suggestion(name, table)}Choose one of: {', '.join(table)}.")
-    row = table[name]
-    names = [item.name for item in fields(row)]
-    merged = dict(changes)
-    for key, value in changes.items():
-        if key not in names:
-            raise ValueError(
-                f"{kind} {name!r} has no field {key!r}. {suggestion(key, names)}Its fields: "
-                f"{', '.join(sorted(names))}."
-            )
-        choice = key.removesuffix("_options")
-        is_other = choice != key and changes.get(choice, getattr(row, choice)) != getattr(row, choice)
-        if isinstance(value, Mapping) and not is_other:
-            merged[key] = {**(getattr(row, key) or {}), **value}
-    return merged
-
-
-def _alternatives(hint: Any) -> tuple[Any, ...]:
-    return (hint,) if get_origin(hint) is Literal or not get_args(hint) else get_args(hint)
+    row: Any = pick(kind, name, table)
+    merged = {**changes}
+    for field in fields(row):
+        options, choice = field.name, field.name.removesuffix("_options")
+        if choice != options and changes.get(choice, getattr(row, choice)) != getattr(row, choice):
+            merged.setdefault(options, {})
+        elif isinstance(merged.get(options), Mapping):
+            merged[options] = {**(getattr(row, options) or {}), **merged[options]}
+    names = [field.name for field in fields(row)]
+    for key in merged.keys() - names:
+        raise ValueError(
+            f"{kind} {name!r} has no field {key!r}. {suggestion(key, names)}Its fields: {', '.join(sorted(names))}."
+        )
+    return replace(row, **merged)
 
 
 def _fits(value: Any, kind: Any, interval: str) -> bool:
@@ -158,11 +150,8 @@ def _fits(value: Any, kind: Any, interval: str) -> bool:
         return isinstance(value, str) and value in get_args(kind)
     if kind not in (int, float):
         return isinstance(value, kind)
-    is_number = isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
-    return is_number and _inside(value, interval)
-
-
-def _inside(value: float, interval: str) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int if kind is int else int | float):
+        return False
     low, high = map(float, interval[1:-1].split(","))
     above = value >= low if interval[0] == "[" else value > low
     return above and (value <= high if interval[-1] == "]" else value < high)  # NaN is in none

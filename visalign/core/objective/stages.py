@@ -6,6 +6,7 @@ A new choice is one function, whose parameters are named like fields of the step
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -39,65 +40,6 @@ from .options import Stage
 from .reward_stage import ares_reward, jepo, likelihood, par, rank_bonus, riskpo
 
 
-class AdvantageInputs:
-    """Fields that an advantage function may take: the trajectories', and rewards after their KL cost."""
-
-    def __init__(self, t: Trajectories, kl_in_reward: float) -> None:
-        self.t, self.beta = t, kl_in_reward
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.t, name)
-
-    @property
-    def reward(self) -> Tensor:
-        """[B], see `sample_reward`."""
-        return sample_reward(self.t, self.beta)
-
-    @property
-    def decision_reward(self) -> Tensor:
-        """[B, T], see `decision_reward`."""
-        return decision_reward(self.t, self.beta)
-
-    @property
-    def raw_reward(self) -> Tensor:
-        """[B] reward without the KL cost."""
-        return sample_reward(self.t, 0.0)
-
-    @property
-    def kl_cost(self) -> Tensor | float:
-        """[B] β Σ_t k1, to be taken off a shaped reward; 0 without it."""
-        return self.raw_reward - self.reward if self.beta else 0.0
-
-    @property
-    def rewards(self) -> Tensor:
-        """[B, M] several rewards; NaN where a sample is not valid."""
-        reward = self.t.reward
-        if reward is None or reward.ndim != 2:
-            shape = "None" if reward is None else f"shape {tuple(reward.shape)}"
-            raise ValueError(f"this advantage needs Trajectories.reward [B, M] of several rewards; got {shape}.")
-        return _drop_invalid(self.t, reward)
-
-    @property
-    def outcome_reward(self) -> Tensor:
-        """[B] reward without the process rewards."""
-        return sample_reward(replace(self.t, process_reward=None), self.beta)
-
-    @property
-    def length(self) -> Tensor:
-        """[B] number of present decisions."""
-        return (self.t.weight != 0).sum(1)
-
-    @property
-    def present(self) -> Tensor:
-        """bool [B], see `Trajectories.present`."""
-        return self.t.present()
-
-    @property
-    def present_weight(self) -> Tensor:
-        """[B, T] weight, 0 for samples that take no part."""
-        return self.t.weight * self.t.present()[:, None]
-
-
 def sample_reward(t: Trajectories, beta: float) -> Tensor:
     """Compute the reward of each sample, [B]: the weighted sum, plus process rewards, minus β Σ_t k1."""
     single = _single_reward(t)
@@ -124,11 +66,42 @@ def _single_reward(t: Trajectories) -> Tensor:
     return _drop_invalid(t, weighted_sum(t.reward, t.reward_weights) if t.reward.ndim == 2 else t.reward)
 
 
+def _several_rewards(t: Trajectories) -> Tensor:
+    if t.reward is None or t.reward.ndim != 2:
+        shape = "None" if t.reward is None else f"shape {tuple(t.reward.shape)}"
+        raise ValueError(f"this advantage needs Trajectories.reward [B, M] of several rewards; got {shape}.")
+    return _drop_invalid(t, t.reward)
+
+
 def _drop_invalid(t: Trajectories, reward: Tensor) -> Tensor:
     if t.valid is None:
         return reward
     valid = t.valid.to(reward.device).bool()
     return torch.where(valid if reward.ndim == 1 else valid[:, None], reward, torch.nan)
+
+
+class AdvantageInputs:
+    """Fields that an advantage function may take: those of `DERIVED`, and the trajectories' own."""
+
+    def __init__(self, t: Trajectories, kl_in_reward: float) -> None:
+        self.t, self.beta = t, kl_in_reward
+
+    def __getattr__(self, name: str) -> Any:
+        return DERIVED[name](self.t, self.beta) if name in DERIVED else getattr(self.t, name)
+
+
+DERIVED: dict[str, Callable[[Trajectories, float], Any]] = {
+    "reward": sample_reward,
+    "decision_reward": decision_reward,
+    "raw_reward": lambda t, beta: sample_reward(t, 0.0),  # [B] without the KL cost
+    "kl_cost": lambda t, beta: sample_reward(t, 0.0) - sample_reward(t, beta) if beta else 0.0,  # [B] β Σ_t k1
+    "outcome_reward": lambda t, beta: sample_reward(replace(t, process_reward=None), beta),  # [B]
+    "rewards": lambda t, beta: _several_rewards(t),  # [B, M]; NaN where a sample is not valid
+    "length": lambda t, beta: (t.weight != 0).sum(1),  # [B] present decisions
+    "present": lambda t, beta: t.present(),  # bool [B]
+    "present_weight": lambda t, beta: t.weight * t.present()[:, None],  # [B, T]
+}
+"""Name -> function of the trajectories and β of the KL cost in the reward."""
 
 
 def present_advantage(advantage: Tensor, present: Tensor) -> Tensor:

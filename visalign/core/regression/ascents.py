@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from visalign.core.checks import check_rules
-from visalign.core.objective.options import merge_changes
+from visalign.core.objective.options import change_row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,5 +93,4 @@ ASCENTS = {
 
 def named_ascent(name: str, **changes: Any) -> Ascent:
     """Look up a row of `ASCENTS` and change its fields."""
-    changes = merge_changes("algorithm", ASCENTS, name, changes)
-    return replace(ASCENTS[name], **changes)
+    return change_row("algorithm", ASCENTS, name, changes)

@@ -13,12 +13,11 @@ from torch import Tensor
 
 from visalign.core.advantages.combine import gdpo_advantages, normalise_then_sum
 from visalign.core.advantages.group import clamp_advantages, group_advantages
-from visalign.core.checks import check_rules
+from visalign.core.checks import check_choice, check_rules
 from visalign.core.groups.labels import Labels
 from visalign.core.groups.moments import present_entries
-from visalign.core.objective.options import Stage, merge_changes, pick
+from visalign.core.objective.options import Stage, change_row, pick
 from visalign.core.surrogates.ppo import ppo_clip
-from visalign.errors import suggestion
 
 from .groupwise import gdro_loss
 from .losses import (
@@ -169,18 +168,11 @@ class Regression:
     def __post_init__(self) -> None:
         for name in ("old_decay", "level_range"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
-        pick("regression loss", self.loss, LOSSES, self.loss_options)
-        for name, choice, allowed in (
-            ("anchor", self.anchor, _ANCHORS[self.loss]),
-            ("weighting", self.weighting, (*get_args(Weighting), "prediction")),
-            ("signal", self.signal, (*SIGNALS, *MATRIX_SIGNALS)),
-            ("noise", self.noise, get_args(Noise)),
-        ):
-            if choice not in allowed:
-                raise ValueError(
-                    f"{name} is {choice!r}. {suggestion(str(choice), allowed)}With loss={self.loss!r} it is "
-                    f"one of: {', '.join(allowed)}."
-                )
+        pick("regression loss", self.loss, LOSSES).check("regression loss", self.loss, self.loss_options)
+        check_choice(f"anchor of loss={self.loss!r}", self.anchor, _ANCHORS[self.loss])
+        check_choice("weighting", self.weighting, (*get_args(Weighting), "prediction"))
+        check_choice("signal", self.signal, (*SIGNALS, *MATRIX_SIGNALS))
+        check_choice("noise", self.noise, get_args(Noise))
         function = {**SIGNALS, **MATRIX_SIGNALS}[self.signal]
         Stage(function).check("regression signal", self.signal, self.signal_options)
         check_rules(self, RULES)
@@ -429,14 +421,5 @@ REGRESSIONS: dict[str, Regression] = {
 
 
 def named_regression(name: str, **changes: Any) -> Regression:
-    """Look up a row of `REGRESSIONS` and change fields of `Regression`.
-
-    A mapping is merged into the row's, unless its loss or signal is changed too: then it replaces it, and
-    without one there are no options.
-    """
-    changes = merge_changes("regression", REGRESSIONS, name, changes)
-    row = REGRESSIONS[name]
-    for choice in ("loss", "signal"):  # the row's options are another choice's
-        if changes.get(choice, getattr(row, choice)) != getattr(row, choice):
-            changes.setdefault(f"{choice}_options", {})
-    return replace(row, **changes)
+    """Look up a row of `REGRESSIONS` and change fields of `Regression`; see `change_row`."""
+    return change_row("regression", REGRESSIONS, name, changes)
