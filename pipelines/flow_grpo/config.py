@@ -22,8 +22,8 @@ from visalign.pipelines.shared.sections import (
 from visalign.precision import Autocast
 from visalign.schema import STRICT
 from visalign.settings import Count, Natural, NonNegative, PositiveShare, refuse
-from visalign.training.diffusion.rollout_settings import RolloutSettings
-from visalign.training.diffusion.settings import DiffusionObjectiveSettings, check_sampling, check_sharding
+from visalign.training.diffusion.rollout_settings import RolloutSettings, check_sampling, check_sharding
+from visalign.training.diffusion.settings import DiffusionObjectiveSettings
 from visalign.training.loop.monitor import MonitorSettings
 from visalign.training.loop.optimizer import OptimizerSettings
 

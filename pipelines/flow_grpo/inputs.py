@@ -26,8 +26,8 @@ from visalign.settings import refuse
 from visalign.training.diffusion.experts import check_experts
 from visalign.training.diffusion.images import Features
 from visalign.training.diffusion.reward_gradient import check_differentiable
-from visalign.training.diffusion.settings import check_processes
-from visalign.training.diffusion.stored_pairs import StoredPreference
+from visalign.training.diffusion.rollout_settings import check_processes
+from visalign.training.diffusion.images import StoredPreference
 from visalign.training.loop.sampler import PromptSampler, check_batch_algebra, check_whole_groups
 
 from .config import ComparisonConfig, FlowGRPOConfig

@@ -160,7 +160,7 @@ def _timed_run(config: FlowGRPOConfig, records: Records, images: float, evaluate
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
     policy: Any = build_policy(config.model, run_device(config.run), config.seed)
-    check_sizes(policy, config.rollout)
+    check_sizes(policy, config.rollout.image_sizes)
     probe = records[:PROBE]
     sample, _, decode = own_size = _seconds_per_sample(policy, probe)
     evaluation = evaluated * ((config.evaluation.steps or config.rollout.steps) * sample + decode)
@@ -296,7 +296,7 @@ def _hollow_passes(config: FlowGRPOConfig, record: Any, pairs: int, trace: Any) 
     autocast = "bfloat16" if config.model.autocast == "auto" else config.model.autocast  # as GPUs have it
     model = replace(config.model, compile=False, autocast=autocast)  # compiling changes no size
     policy: Any = build_policy(model, torch.device("cpu"), config.seed)
-    check_sizes(policy, config.rollout)
+    check_sizes(policy, config.rollout.image_sizes)
 
     def velocity() -> Pass:
         condition = policy.encode(encoder_inputs(policy, [record] * pairs))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -42,17 +43,7 @@ def run(policy: DiffusionPolicy, **settings) -> Trajectory:
 def replay_all(policy: DiffusionPolicy, trajectory: Trajectory, condition: Shift = CONDITION):
     sample, step = trajectory.all_pairs()
     pairs = trajectory.pairs(sample, step)
-    stats = replay(
-        policy,
-        condition.select(sample),
-        pairs.x,
-        pairs.x_next,
-        pairs.sigma,
-        pairs.sigma_next,
-        kernel=trajectory.kernel,
-        time=pairs.time,
-    )
-    return pairs, stats
+    return pairs, replay(policy, condition.select(sample), pairs, trajectory.kernel)
 
 
 @pytest.mark.parametrize(("schedule", "noise_level", "form"), KERNELS)
@@ -134,15 +125,8 @@ def test_the_time_that_the_network_saw_is_recorded_and_replayed():
     pairs, _ = replay_all(policy, found)
     assert torch.equal(pairs.time, times[[0, 2, 3]].repeat(5))
     assert ratio_check(policy, CONDITION, found).max_abs_log_ratio < 1e-5
-    guessed = replay(
-        policy,
-        CONDITION.select(found.all_pairs()[0]),
-        pairs.x,
-        pairs.x_next,
-        pairs.sigma,
-        pairs.sigma_next,
-        kernel=found.kernel,
-    )
+    guess = dataclasses.replace(pairs, time=policy.times(pairs.sigma))
+    guessed = replay(policy, CONDITION.select(found.all_pairs()[0]), guess, found.kernel)
     assert (guessed.log_prob - pairs.log_prob).abs().max() > 1
 
 
@@ -276,5 +260,5 @@ def test_replay_and_pairs_refuse_lengths_that_differ():
     policy = LinearPolicy()
     found = run(policy)
     pairs = found.pairs(torch.tensor([0, 1]), torch.tensor([0, 2]))
-    with pytest.raises(ValueError, match=r"flat .sample, step. pairs; the lengths .*are \[5, 2, 2, 2, 2\]"):
-        replay(policy, CONDITION, pairs.x, pairs.x_next, pairs.sigma, pairs.sigma_next, kernel=found.kernel)
+    with pytest.raises(ValueError, match=r"flat .sample, step. pairs; got 2, and a condition of 5"):
+        replay(policy, CONDITION, pairs, found.kernel)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from visalign.core.surrogates.ratio_check import RatioCheck, check_log_ratio
-from visalign.flow.replay import RATIO_BOUND, replay_pairs
+from visalign.flow.rollout import RATIO_BOUND, replay
 from visalign.flow.trajectory import Trajectory
 from visalign.interfaces import Condition, DiffusionPolicy
 
@@ -26,7 +26,7 @@ def ratio_check(
     for rows in torch.arange(len(sample)).split(min(batch_size or len(trajectory), len(sample))):
         pairs = trajectory.pairs(sample[rows], step[rows])
         with torch.enable_grad():
-            stats = replay_pairs(policy, condition.select(sample[rows]), pairs, trajectory.kernel)
+            stats = replay(policy, condition.select(sample[rows]), pairs, trajectory.kernel)
         differences.append(stats.log_prob.detach() - pairs.log_prob)
     dimensions = trajectory.dimensions if trajectory.kernel.log_prob_reduction == "sum" else 1
     bound = RATIO_BOUND * dimensions if bound is None else bound

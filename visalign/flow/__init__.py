@@ -16,13 +16,12 @@ from visalign.seeds import sample_seed
 
 from .noise import initial_noise, step_noise
 from .parametrization import flow_sigma, preserving_scale, velocity_of_prediction
-from .replay import StepStats, replay
-from .rollout import rollout
-from .schedules import diffusers_timestep_sigmas, noise_rate, timestep_sigmas
+from .rollout import StepStats, replay, rollout
+from .schedules import diffusers_timestep_sigmas, timestep_sigmas
 from .search import PathSearch, ZeroOrderSearch
 from .steering import steered_rollout
 from .trajectory import Pairs, Trajectory
-from .transitions import Kernel, Transition, cps_step, sde_step, velocity_between
+from .transitions import Kernel, Transition, cps_step, noise_rate, sde_step, velocity_between
 from .tree import tree_nodes
 
 __all__ = [

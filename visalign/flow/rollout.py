@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Denoise B samples under a policy, with noise at chosen steps, and keep what a replay needs."""
+"""Denoise B samples under a policy, with noise at chosen steps, and replay stored steps under its weights."""
 
 from __future__ import annotations
 
 import itertools
 import operator
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from visalign.interfaces import Condition, DiffusionPolicy
 
 from .noise import check_seeds, initial_noise, step_noise
 from .parametrization import preserving_scale
-from .trajectory import Trajectory
+from .trajectory import Pairs, Trajectory
 from .transitions import Kernel, LogProbForm, ODESolver
 from .tree import check_nodes
 
@@ -78,7 +79,7 @@ def rollout(
     times = policy.times(sigmas)
     trajectory = _allocate(policy, first_latents(policy, noise, sigmas), sigmas, times, steps, kernel, tree)
     seed_list = check_seeds(seeds) if seeds is not None else []
-    size = limit_batch_size(batch_size, len(condition))
+    size = min(batch_size or len(condition), len(condition))
     solvers: dict[int, ODESolver] = {}  # one per chunk; chunks stay the same between two stochastic steps
     for k, k_next in itertools.pairwise(visited_steps(len(sigmas) - 1, steps, compression)):
         if k in steps:
@@ -108,6 +109,42 @@ def visited_steps(steps: int, sde_steps: Sequence[int], compression: float | Non
     return [*range(begin), *(begin + round(i * (steps - begin) / count) for i in range(count + 1))]
 
 
+RATIO_BOUND = 1e-5
+"""Default bound of |log ratio| per latent dimension: a tenth of the published clip range 1e-4, far above
+float32 rounding (1e-7 to 1e-6). Models that compute in bfloat16 exceed it: 2e-5 to 5e-4 are reported."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepStats:
+    """Statistics of N stored steps under the current weights; all but `std` carry gradient."""
+
+    log_prob: Tensor
+    """[N] of the stored x_next, reduced as the kernel says."""
+    mean: Tensor
+    """[N, ...] float32."""
+    std: Tensor
+    """[N] total std, float32."""
+    v: Tensor
+    """[N, ...] velocity, float32."""
+
+
+def replay(policy: DiffusionPolicy, condition: Condition, pairs: Pairs, kernel: Kernel) -> StepStats:
+    """Compute statistics of N stored steps x -> x_next under the policy's current weights, differentiable.
+
+    `pairs` are flat (sample, step) pairs, `Trajectory.pairs`, with the condition of each
+    (`condition.select(sample)`) and the kernel of the rollout.
+    """
+    if len(condition) != len(pairs.x):  # a condition of one would broadcast
+        raise ValueError(
+            f"replay takes N flat (sample, step) pairs; got {len(pairs.x)}, and a condition of {len(condition)}. "
+            "Select the condition with the sample index of each pair."
+        )
+    v = velocity_of(policy, pairs.x, pairs.sigma, condition, pairs.time)
+    transition = kernel.step(pairs.x, v, pairs.sigma, pairs.sigma_next)
+    log_prob = kernel.log_prob_of(transition, pairs.x_next)
+    return StepStats(log_prob=log_prob, mean=transition.mean, std=transition.std, v=v)
+
+
 @torch.no_grad()
 def complete(
     policy: DiffusionPolicy,
@@ -125,7 +162,7 @@ def complete(
     """
     sigmas = _check_sigmas(sigmas)
     levels, times, chunks = sigmas.to(x.device), policy.times(sigmas).to(x.device), []
-    for rows in torch.arange(len(x)).split(limit_batch_size(batch_size, len(x))):
+    for rows in torch.arange(len(x)).split(min(batch_size or len(x), len(x))):
         chunk, chunk_condition, ode = x[rows.to(x.device)], condition.select(rows), ODESolver(solver)
         for k in range(step, len(sigmas) - 1 if until is None else until):
             sigma, sigma_next = levels[k].expand(len(chunk)), levels[k + 1].expand(len(chunk))
@@ -306,8 +343,3 @@ def _check_sde_steps(sde_steps: Sequence[int], total: int) -> tuple[int, ...]:
     if list(steps) != sorted({step for step in steps if 0 <= step < total}):
         raise ValueError(f"sde_steps must be rising indices in 0 to {total - 1}; got {list(steps)}.")
     return steps
-
-
-def limit_batch_size(batch_size: int | None, count: int) -> int:
-    """Limit the samples of a forward to `count`; None takes all."""
-    return count if batch_size is None else min(batch_size, count)

@@ -21,7 +21,7 @@ from visalign.interfaces import Condition, DiffusionPolicy
 from visalign.seeds import sample_seed
 
 from .noise import initial_noise
-from .rollout import check_finite, complete, first_latents, limit_batch_size
+from .rollout import check_finite, complete, first_latents
 from .transitions import velocity_between
 
 Reward = Callable[[Tensor], Tensor]
@@ -206,7 +206,7 @@ def renoise(x: Tensor, noise: Tensor, sigma: Tensor, sigma_up: Tensor) -> Tensor
 
 def _score(policy: DiffusionPolicy, latents: Tensor, reward: Reward, count: int, batch_size: int | None) -> Tensor:
     """Score [n·B, ...] clean latents: [n, B] float64, −∞ where unknown."""
-    chunks = latents.split(limit_batch_size(batch_size, len(latents)))
+    chunks = latents.split(min(batch_size or len(latents), len(latents)))
     images = torch.cat([policy.decode(chunk).float().cpu() for chunk in chunks])
     value = torch.stack([reward(part).double().cpu() for part in images.split(count)])
     return torch.where(value.isfinite(), value, -torch.inf)

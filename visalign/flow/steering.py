@@ -12,7 +12,7 @@ from visalign.interfaces import Condition, DiffusionPolicy
 from visalign.seeds import sample_seed
 
 from .noise import initial_noise, step_noise
-from .rollout import check_finite, first_latents, limit_batch_size, velocity_of
+from .rollout import check_finite, first_latents, velocity_of
 from .transitions import Kernel, sde_step
 
 
@@ -65,7 +65,7 @@ def steered_rollout(
     kernel = Kernel(schedule=schedule, noise_level=noise_level, sigma_max=sigmas[1].item())
     x = first_latents(policy, initial_noise(seeds, policy.latent_shape), sigmas)
     levels, times = sigmas.to(x.device), policy.times(sigmas).to(x.device)
-    chunks = torch.arange(count).split(limit_batch_size(batch_size, count))
+    chunks = torch.arange(count).split(min(batch_size or count, count))
     previous = torch.zeros(count, dtype=torch.float64)
     for k in range(steps):
         images = []

@@ -8,6 +8,7 @@ noise. `std` has one meaning: the standard deviation of x', √(−dt) included.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -17,8 +18,10 @@ from torch import Tensor
 from visalign.core.checks import check_choice, check_same
 from visalign.core.surrogates.ratios import LogProbReduction, gaussian_log_prob, reduce_event
 
-from .schedules import check_noise, noise_rate
-
+NOISE_SCHEDULES = ("flow", "dance", "none")
+"""Noise schedules of the SDE kernel: Flow-SDE, Dance-SDE, and none (the ODE)."""
+LAST_IS_EXACT = ("cps", "ddim")
+"""Kernels that add no noise in the last step (σ' = 0)."""
 Solver = Literal["euler", "dpmpp_2m"]
 """Solver of the ODE, see `ODESolver`."""
 SOLVERS: tuple[str, ...] = get_args(Solver)
@@ -77,10 +80,19 @@ class Kernel:
     """"gaussian", or "quadratic" (CPS as published)."""
 
     def __post_init__(self) -> None:
-        check_noise(self.schedule, self.noise_level, self.sigma_max)
-        check_choice("log_prob_reduction", self.log_prob_reduction, get_args(LogProbReduction))
-        forms = get_args(LogProbForm) if self.schedule == "cps" else ("gaussian",)
-        check_choice(f"log_prob under schedule {self.schedule}", self.log_prob, forms)
+        schedule, noise_level, sigma_max = self.schedule, self.noise_level, self.sigma_max
+        check_choice("schedule", schedule, (*NOISE_SCHEDULES, *LAST_IS_EXACT))
+        largest = 1.0 if schedule in LAST_IS_EXACT else math.inf
+        if schedule != "none" and not (0 <= noise_level <= largest and noise_level < math.inf):
+            raise ValueError(f"noise_level of {schedule} must lie in [0, {largest:g}]; got {noise_level}.")
+        if schedule == "flow" and not 0 <= sigma_max < 1:
+            raise ValueError(
+                f"sigma_max stands in for σ = 1 under the root of 1 − σ and must lie in [0, 1); got {sigma_max}."
+            )
+        forms = (
+            get_args(LogProbForm) if schedule == "cps" else ("gaussian",)
+        )  # a misspelt form would be read as Gaussian
+        check_choice(f"log_prob under schedule {schedule}", self.log_prob, forms)
 
     def std(self, sigma: Tensor, sigma_next: Tensor) -> Tensor:
         """Compute the total std of x' for noise levels σ, σ' of equal shape, in their shape and dtype."""
@@ -103,6 +115,24 @@ class Kernel:
     def log_prob_of(self, transition: Transition, x_next: Tensor) -> Tensor:
         """Compute the log-probability [B] of x_next [B, ...] under this kernel's convention."""
         return transition.log_prob(x_next, self.log_prob_reduction, form=self.log_prob)
+
+
+def noise_rate(sigma: Tensor, sigma_max: float, *, schedule: str, noise_level: float) -> Tensor:
+    """Compute the noise rate s(σ) of dx = [v + s²/(2σ)·(x + (1 − σ)v)] dσ + s dw, per √σ.
+
+    flow: s = a·√(σ/(1 − σ̂)) with σ̂ = `sigma_max` where σ = 1 and σ elsewhere; dance: s = η; none: s = 0. The
+    published code takes the second of the sigmas for sigma_max, so the noise of the first step depends on the
+    number of steps. The total std of the next sample is s·√(−dt).
+
+    Source: Flow-GRPO, arXiv 2505.05470, σ_t = a√(t/(1 − t)); DanceGRPO, arXiv 2505.07818, constant η.
+    """
+    check_choice("schedule", schedule, NOISE_SCHEDULES)
+    if schedule == "none":
+        return torch.zeros_like(sigma)
+    if schedule == "dance":
+        return torch.full_like(sigma, noise_level)
+    sigma_hat = torch.where(sigma == 1, sigma_max, sigma)
+    return noise_level * torch.sqrt(sigma / (1 - sigma_hat))
 
 
 def sde_step(
@@ -178,7 +208,6 @@ def cps_step(
     a = `noise_level` in [0, 1]: 0 is the ODE, 1 replaces all of the noise. Source: Wang and Yu,
     Coefficients-Preserving Sampling, arXiv 2509.05952.
     """
-    check_noise("cps", noise_level)
     x, v, sigma, sigma_next = _working(x, v, sigma, sigma_next)
     noise_scale = sigma_next * torch.cos(torch.full_like(sigma_next, noise_level * torch.pi / 2))
     return _replace_noise(x, v, sigma, sigma_next, noise_scale, _cps_std(sigma_next, noise_level))
@@ -193,7 +222,6 @@ def ddim_step(x: Tensor, v: Tensor, sigma: Tensor | float, sigma_next: Tensor | 
     scaled latent differs from that of the other by ln n' a dimension, a constant. Source: Song et al., DDIM,
     arXiv 2010.02502; Black et al., DDPO, arXiv 2305.13301.
     """
-    check_noise("ddim", eta)
     x, v, sigma, sigma_next = _working(x, v, sigma, sigma_next)
     std = _ddim_std(sigma, sigma_next, eta)
     noise_scale = (sigma_next.square() - std.square()).clamp_min(0).sqrt()

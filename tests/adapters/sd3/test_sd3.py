@@ -22,8 +22,7 @@ from tests.support.models.sd3 import build_tiny_sd3, load_pipeline, tiny_sd3_pip
 from tests.support.ratio import ratio_check
 from visalign.adapters import LoraSettings, PipelinePolicy, SD3Policy
 from visalign.errors import UserError
-from visalign.flow import rollout
-from visalign.flow.replay import replay_pairs
+from visalign.flow import replay, rollout
 from visalign.flow.schedules import diffusers_timestep_sigmas, timestep_sigmas
 from visalign.interfaces import DiffusionPolicy
 
@@ -239,7 +238,7 @@ def test_a_guided_replay_is_its_rollout(dtype, autocast):
     step_by_step = []
     for s in range(3):
         pairs = made.pairs(torch.arange(12), torch.full((12,), s))
-        stats = replay_pairs(policy, condition, pairs, made.kernel)
+        stats = replay(policy, condition, pairs, made.kernel)
         assert stats.log_prob.requires_grad
         step_by_step.append((stats.log_prob - pairs.log_prob).abs().max())
     assert max(step_by_step) == 0

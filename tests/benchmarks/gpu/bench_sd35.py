@@ -39,8 +39,7 @@ from lora_forms import CastLora, CastLoraInPlace, Linear, compile_blocks, one_gr
 import visalign.pipelines.flow_grpo.job as job
 from visalign.adapters import LoraSettings, load_policy
 from visalign.config import load_config
-from visalign.flow.replay import replay_pairs
-from visalign.flow.rollout import rollout
+from visalign.flow.rollout import replay, rollout
 from visalign.seeds import sample_seed
 
 HERE = Path(__file__).parent
@@ -181,7 +180,7 @@ def ratio(name, policy, around=None, batch=BATCH, samples=BATCH, repeat=True):
             for rows in torch.arange(len(sample)).split(batch):
                 pairs = trajectory.pairs(sample[rows], step[rows])
                 with torch.enable_grad():
-                    stats = replay_pairs(policy, c.select(sample[rows]), pairs, trajectory.kernel)
+                    stats = replay(policy, c.select(sample[rows]), pairs, trajectory.kernel)
                 found.append((stats.log_prob.detach() - pairs.log_prob).cpu())
                 v = float(stats.v.detach().std())
                 del stats

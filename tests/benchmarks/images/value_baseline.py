@@ -62,7 +62,7 @@ def floor(step: int, prompts: int, clock: PhaseClock) -> tuple[float, float]:
         "objective.credit=branches",
     ]
     source, steps = source_of(tree)
-    made = source.sample_and_score(0, clock, steps)
+    made = source.scored(source.sample(0, clock, steps), clock)
     value = made.value.view(prompts, TREES, -1)
     within = value.var(2).mean()
     # between latents: the variance of their means, less what is within them
@@ -87,7 +87,7 @@ def learnt(iterations: int, clock: PhaseClock) -> Tensor:
     above: list[Tensor] = []
     left = torch.zeros(3, len(steps), dtype=torch.float64)
     for number in range(iterations):
-        made = source.sample_and_score(number, clock, steps)
+        made = source.scored(source.sample(number, clock, steps), clock)
         found = [predict_clean(made.trajectory, k) for k in range(len(steps))]
         others, rest = others_mean(made), made.value - others_mean(made)
         now = []  # per baseline and step [B, d]

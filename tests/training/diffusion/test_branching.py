@@ -17,7 +17,7 @@ from visalign.training import (
     RolloutSettings,
     forward_equivalents_per_image,
 )
-from visalign.training.diffusion.settings import check_sampling
+from visalign.training.diffusion.rollout_settings import check_sampling
 
 GRID = {"group_size": 8, "sde_steps": [0, 1, 2]}
 TREE = {**GRID, "branch": BranchSettings(at=[0, 2], children=2)}

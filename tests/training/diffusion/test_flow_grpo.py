@@ -14,7 +14,7 @@ from tests.support.training.images import Brightness, ToyPolicy, gradients_of, p
 from tests.support.training.metric_families import ASCENT_ONLY, MONITOR_ONLY, REGRESSION_ONLY, TEXT_ONLY
 from visalign.core.surrogates.ratio_check import RatioError
 from visalign.errors import UserError
-from visalign.flow.rollout import rollout
+from visalign.flow import initial_noise, rollout, sample_seed
 from visalign.interfaces import RewardCapabilities
 from visalign.training import (
     METRICS,
@@ -81,7 +81,7 @@ def test_a_process_without_a_sample_sends_one_pair_and_moves_nothing(tmp_path, o
     policy = ToyPolicy()
     trainer = toy_trainer(tmp_path, policy=policy, objective=objective, optimizer={"micro_batch": 1})
     experience = trainer.algorithm.collect(trainer.context).experience
-    experience.first = len(experience.trajectories.weight)  # all samples are another process's
+    trainer.algorithm.first = len(experience.trajectories.weight)  # all samples are another process's
     for step in trainer.algorithm.prepare(experience, trainer.context):
         before = policy.count.forward_backward
         sums = trainer.algorithm.backward(experience, step, trainer.context)
@@ -311,7 +311,7 @@ def test_a_group_makes_its_common_steps_once(tmp_path):
     shared = {"shared_noise": True, "sde_steps": [2, 3]}
     trainer = toy_trainer(tmp_path, policy=policy, rollout=shared)
     source = trainer.algorithm
-    made = source.sample_and_score(0, trainer.clock, [2, 3])
+    made = source.scored(source.sample(0, trainer.clock, [2, 3]), trainer.clock)
     assert policy.count.forward == 48 * 1 + 6 * 3 == 48 * trainer.algorithm.rollout.sampled_per_image
     alone = rollout(
         policy,
@@ -320,7 +320,7 @@ def test_a_group_makes_its_common_steps_once(tmp_path):
         sde_steps=[2, 3],
         noise_level=0.5,
         seeds=source.sample_seeds(made.batch.sample_id),
-        noise=source._shared_noise(made.batch.group_id),
+        noise=initial_noise([sample_seed(source.seed, "group", i) for i in made.batch.group_id.tolist()], (4, 4, 4)),
     )
     torch.testing.assert_close(made.trajectory.latents, alone.latents)
     torch.testing.assert_close(made.trajectory.x, alone.x)

@@ -26,7 +26,7 @@ from visalign.training import (
     read_metrics,
 )
 from visalign.training.diffusion.cost import planned_passes
-from visalign.training.diffusion.settings import check_processes, check_sampling
+from visalign.training.diffusion.rollout_settings import check_processes, check_sampling
 
 
 class GuidedToy(ToyPolicy):
@@ -101,9 +101,8 @@ def test_a_process_without_a_sample_moves_nothing(name, tmp_path):
     algorithm = trainer.algorithm
     experience = algorithm.collect(trainer.context).experience
     steps = algorithm.prepare(experience, trainer.context)
-    made = replace(experience.images, first=1000)
-    signal = torch.cat([torch.zeros(1000), experience.signal])
-    elsewhere = replace(experience, images=made, signal=signal)
+    algorithm.first = 1000
+    elsewhere = replace(experience, signal=torch.cat([torch.zeros(1000), experience.signal]))
     for step in steps:
         before = policy.count.forward_backward
         sums = algorithm.backward(elsewhere, step, trainer.context)
@@ -188,8 +187,8 @@ def test_the_old_policy_samples_and_moves_as_its_row_says(tmp_path):
     torch.testing.assert_close(old, (first + policy_weights(policy)) / 2)
     made = trainer.algorithm.collect(trainer.context).experience.images.trajectory.latents
     with trainer.algorithm._with_old():
-        again = trainer.algorithm.sample_and_score(2, trainer.clock).trajectory.latents
-    fresh = trainer.algorithm.sample_and_score(2, trainer.clock).trajectory.latents
+        again = trainer.algorithm.sample(2, trainer.clock).trajectory.latents
+    fresh = trainer.algorithm.sample(2, trainer.clock).trajectory.latents
     assert torch.equal(made, again) and not torch.equal(made, fresh)
 
 

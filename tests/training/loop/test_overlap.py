@@ -14,7 +14,6 @@ from tests.support.training.images import Brightness, ToyPolicy, toy_trainer, wh
 from tests.support.training.text import Letters, toy_text_trainer, weights_of
 from visalign.errors import UserError
 from visalign.interfaces import RewardCapabilities, Scores
-from visalign.training import RolloutSettings
 from visalign.training.loop.judging import RewardScorer, concatenate_scores
 from visalign.training.loop.metrics import read_metrics
 
@@ -184,4 +183,4 @@ def test_scores_of_stretches_are_joined_with_what_one_of_them_lacks():
         "b": [True, False, False],
     }
     assert found.reason == [None, None, None] and found.text is None
-    assert RewardScorer(Brightness(), RolloutSettings(), what="images").chunks([0, 0, 1], 9)[2].tolist() == [2]
+    assert RewardScorer(Brightness(), what="images", in_thread=False).chunks([0, 0, 1], 9)[2].tolist() == [2]

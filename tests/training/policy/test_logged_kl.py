@@ -14,7 +14,7 @@ from tests.support.training.images import toy_trainer
 from tests.support.training.text import toy_policy, toy_text_trainer
 from visalign.adapters import SD3Policy
 from visalign.adapters.causal_lm.lora import text_lora
-from visalign.flow.replay import replay_pairs
+from visalign.flow.rollout import replay
 from visalign.training import Trainer, read_metrics
 
 ONE_UPDATE = {"updates_per_iteration": 1, "lr": 3e-3}
@@ -26,7 +26,7 @@ def of_images(untouched: Any, trainer: Trainer, experience: Any) -> float:
     sample = torch.arange(count).repeat_interleave(steps)
     pairs = experience.trajectory.pairs(sample, experience.trained.repeat(count))
     given = experience.condition.select(sample), pairs, experience.trajectory.kernel
-    now, first = (replay_pairs(policy, *given).mean for policy in (trainer.algorithm.policy, untouched))
+    now, first = (replay(policy, *given).mean for policy in (trainer.algorithm.policy, untouched))
     return float(((now - first).double().square().flatten(1).mean(1) / (2 * pairs.std.double() ** 2)).mean())
 
 

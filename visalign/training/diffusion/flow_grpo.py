@@ -22,18 +22,16 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from visalign.core import Objective, PolicyOutput, Prepared, Trajectories
 from visalign.core.rewards.steps import branch_rewards, turning_point_rewards
 from visalign.core.surrogates.kl import gaussian_kl, velocity_kl
 from visalign.core.surrogates.ratios import guard_log_ratio, guard_step_weight
 from visalign.errors import UserError
-from visalign.flow.replay import RATIO_BOUND, replay_pairs
-from visalign.flow.rollout import complete, predict_clean
-from visalign.flow.trajectory import Pairs, Trajectory
-from visalign.flow.transitions import Kernel
-from visalign.interfaces import Condition, DiffusionPolicy
+from visalign.flow.rollout import RATIO_BOUND, complete, predict_clean, replay
+from visalign.flow.trajectory import Trajectory
+from visalign.interfaces import Condition
 from visalign.training.loop.algorithm import Collected, Context
 from visalign.training.loop.judging import RolloutPrefetcher, reward_weights
 from visalign.training.loop.processes import no_sync_unless_last
@@ -48,22 +46,6 @@ from visalign.training.policy.update import (
 )
 
 from .images import ImageAlgorithm, PendingImages, ScoredImages
-from .rollout_settings import RolloutSettings
-from .settings import DiffusionObjectiveSettings
-
-
-class ReplayModule(nn.Module):
-    """`visalign.flow.replay` as a module, so that DDP wraps it and synchronizes the policy's gradients."""
-
-    def __init__(self, policy: DiffusionPolicy) -> None:
-        super().__init__()
-        self.network = policy.module
-        self._policy = policy
-
-    def forward(self, condition: Condition, pairs: Pairs, kernel: Kernel) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute (log_prob [N], mean [N, ...], velocity [N, ...]) of the pairs under the current weights."""
-        stats = replay_pairs(self._policy, condition, pairs, kernel)
-        return stats.log_prob, stats.mean, stats.v
 
 
 @dataclass(kw_only=True)
@@ -76,23 +58,19 @@ class Experience:
     trained: Tensor  # [T] int64, the steps to train on: indices among the stochastic steps of `trajectory`
     trajectories: Trajectories  # [B, T] of all processes in rank order, on the CPU
     node: Tensor  # [b, T] int64, the first of this process's samples that shares the trained step
-    first: int  # Index of this process's first sample among the B
     signal: dict[str, float] = field(default_factory=dict)
 
 
 class FlowGRPO(ImageAlgorithm):
-    """Trains a diffusion policy on a reward; an `Algorithm` for `visalign.training.loop.trainer.Trainer`.
-
-    Its arguments are those of `ImageAlgorithm`.
-    """
+    """Trains a diffusion policy on a reward; its arguments are those of `ImageAlgorithm`."""
 
     def setup(self) -> None:
-        """Build the objective and the replay module."""
+        """Build the objective and the trained replay."""
         self.objective = self.settings.build(length=self.rollout.trained_per_image)
         joins = "the steps of an image" if couples_decisions(self.objective) else None
         self._scores_reference = bool(self.objective.kl_in_reward) or reads_reference_log_prob(self.objective)
         needs_reference = self.objective.kl > 0 or self._scores_reference
-        self.module = self.distribute(ReplayModule(self.policy), needs_reference=needs_reference, joins=joins)
+        self.module = self.distribute(replay, needs_reference=needs_reference, joins=joins)
         self._prefetcher = RolloutPrefetcher(self._sample, self.rollout.staleness)
 
     @property
@@ -121,19 +99,24 @@ class FlowGRPO(ImageAlgorithm):
                 trained=torch.tensor(trained),
                 trajectories=self._credit(self._trajectories(images, trained), images, trained, node, run),
                 node=node,
-                first=images.first,
             )
             with run.clock.phase("replay"):
                 self._add_log_probs(experience, run.micro_batch)
         return Collected(experience=experience, samples=self.samples, metrics=images.metrics)
 
     def _trajectories(self, images: ScoredImages, trained: Sequence[int]) -> Trajectories:
-        trajectory = images.trajectory
+        trajectory, step_weights, loss_weight = images.trajectory, self.settings.step_weights, None
         old = self.gather_all(trajectory.log_prob[:, list(trained)].contiguous())
-        factor = step_weights(self.settings, self.rollout, self.sigmas)
-        factor = factor[[trajectory.sde_steps[step] for step in trained]]
+        if step_weights is not None or self.objective.step_weight != "uniform":
+            if step_weights is None:
+                factor = guard_step_weight(self.sigmas.diff().float().cpu())
+                # GRPO-Guard leaves 1/|dt| undivided; over its mean it does not change the scale of the loss
+                factor = factor / factor[self.rollout.trained].mean()
+            else:
+                factor = torch.tensor(step_weights, dtype=torch.float32)
+            factor = factor[[trajectory.sde_steps[step] for step in trained]]
+            loss_weight = factor.to(old.dtype).expand_as(old).contiguous()
         by_column = self.objective.advantage in MATRIX_ADVANTAGES
-        is_uniform = self.settings.step_weights is None and self.objective.step_weight == "uniform"
         return Trajectories(
             weight=torch.ones_like(old),
             old_log_prob=torch.zeros_like(old) if self.objective.ratio == "guard" else old,
@@ -142,7 +125,7 @@ class FlowGRPO(ImageAlgorithm):
             reward_weights=list(reward_weights(self.scorer.reward).values()) if by_column else (),
             valid=images.valid,
             metric=self._metric(images),
-            loss_weight=None if is_uniform else factor.to(old.dtype).expand_as(old).contiguous(),
+            loss_weight=loss_weight,
             decisions="denoising_steps",
         )
 
@@ -160,7 +143,7 @@ class FlowGRPO(ImageAlgorithm):
             return trajectories
         if credit == "branches":
             value = torch.where(images.valid, images.value, torch.nan)
-            step_reward = branch_rewards(value, self.gather_all(node + images.first))
+            step_reward = branch_rewards(value, self.gather_all(node + self.first))
             return _with_step_rewards(trajectories, step_reward)
         levels = []  # R_k: reward of the image that is completed without noise from stochastic step k
         for k, step in enumerate(trajectory.sde_steps):
@@ -218,13 +201,9 @@ class FlowGRPO(ImageAlgorithm):
         chunks = []
         for rows in torch.arange(len(sample)).split(micro_batch):
             with self.accelerator.autocast():
-                stats = replay_pairs(
-                    self.policy,
-                    experience.condition.select(sample[rows]),
-                    experience.trajectory.pairs(sample[rows], step[rows]),
-                    experience.trajectory.kernel,
-                )
-            chunks.append(stats.log_prob)
+                condition = experience.condition.select(sample[rows])
+                pairs = experience.trajectory.pairs(sample[rows], step[rows])
+                chunks.append(replay(self.policy, condition, pairs, experience.trajectory.kernel).log_prob)
         flat = torch.cat(chunks)
         index = (sample.to(flat.device), decision.to(flat.device))
         log_prob = flat.new_empty(node.shape).index_put(index, flat)
@@ -276,7 +255,7 @@ class FlowGRPO(ImageAlgorithm):
         self, experience: Experience, step: PolicyStep, size: int
     ) -> Iterator[tuple[Prepared, PolicyOutput]]:
         """Yield rows and the policy's outputs for them; rows of weight 0 where this process is `idle`."""
-        local = step.local_rows(experience.first, len(experience.trajectory))
+        local = step.local_rows(self.first, len(experience.trajectory))
         row, decision, count = self._pairs(experience, step, local)
         idle = self.idle(math.ceil(len(row) / size))
         zero = torch.zeros(1, dtype=torch.int64)
@@ -292,18 +271,17 @@ class FlowGRPO(ImageAlgorithm):
         for batch in torch.arange(len(row)).split(size):
             rows = flat_rows(step.prepared, row[batch], decision[batch])
             rows = replace(rows, weight=rows.weight * count[batch, None]).to(self.policy.device)
-            sample = step.sample[row[batch]] - experience.first
+            sample = step.sample[row[batch]] - self.first
             with self._no_sync(int(batch[-1]) == len(row) - 1):
                 yield rows, self._output(experience, sample, decision[batch])
 
-    @staticmethod
-    def _pairs(experience: Experience, step: PolicyStep, local: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _pairs(self, experience: Experience, step: PolicyStep, local: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """List (row, decision, number of samples) of N pairs; a step that samples share is listed once.
 
         The loss of a shared pair counts for each of its samples, so the update is that of all of them.
         """
         steps = len(experience.trained)
-        node = experience.node[step.sample[local] - experience.first]
+        node = experience.node[step.sample[local] - self.first]
         label, position = (node * steps + torch.arange(steps)).flatten(), torch.arange(node.numel())
         labels, index, count = label.unique(return_inverse=True, return_counts=True)
         first = torch.full_like(labels, len(position)).scatter_reduce(0, index, position, "amin")
@@ -317,7 +295,7 @@ class FlowGRPO(ImageAlgorithm):
         steps = len(experience.trained)
         batches = local.split(max(1, size // steps))
         for batch in batches:
-            sample, last = step.sample[batch] - experience.first, batch is batches[-1]
+            sample, last = step.sample[batch] - self.first, batch is batches[-1]
             rows = step.prepared.rows(batch).to(self.policy.device)
             if steps > size:
                 yield from self._in_two_passes(experience, rows, sample, size, last)
@@ -364,15 +342,16 @@ class FlowGRPO(ImageAlgorithm):
         reference = None
         if objective.kl > 0:  # before the policy's own forward: a reference may swap weights in place
             with torch.no_grad(), self.accelerator.autocast(), self.reference.applied():
-                reference = replay_pairs(self.policy, condition, pairs, kernel)
-        log_prob, mean, v = self.module(condition, pairs, kernel)
+                reference = replay(self.policy, condition, pairs, kernel)
+        stats = self.module(condition, pairs, kernel)
+        log_prob, mean = stats.log_prob, stats.mean
         if objective.ratio == "guard":
             std = pairs.std.reshape(-1, *[1] * (pairs.mean.ndim - 1))
             log_prob = guard_log_ratio((pairs.x_next.to(pairs.mean) - pairs.mean) / std, mean, pairs.mean)
         reduction: Any = kernel.log_prob_reduction
         terms = {"log_prob": log_prob}
         if reference is not None and objective.kl_form == "velocity":
-            terms["kl"] = velocity_kl(v, reference.v)
+            terms["kl"] = velocity_kl(stats.v, reference.v)
         elif reference is not None:
             terms["kl"] = gaussian_kl(mean, reference.mean, pairs.std, log_prob_reduction=reduction)
         if objective.surrogate in ("dppo", "ppo_kl"):
@@ -387,17 +366,3 @@ def _with_step_rewards(trajectories: Trajectories, step_reward: Tensor) -> Traje
     assert trajectories.valid is not None
     process_reward = reward.nan_to_num() * finite[:, None]
     return replace(trajectories, process_reward=process_reward, valid=trajectories.valid & finite)
-
-
-def step_weights(settings: DiffusionObjectiveSettings, rollout: RolloutSettings, sigmas: Tensor) -> Tensor:
-    """Compute the [T] float32 factor of the policy's loss at each denoising step.
-
-    "inverse_dt" is GRPO-Guard's 1/|dt| divided by its mean over the trained steps, so that the choice does
-    not change the scale of the loss; GRPO-Guard itself leaves it undivided.
-    """
-    if settings.step_weights is not None:
-        return torch.tensor(settings.step_weights, dtype=torch.float32)
-    if settings.build(length=1).step_weight == "uniform":
-        return torch.ones(rollout.steps)
-    weight = guard_step_weight(sigmas.diff().float().cpu())
-    return weight / weight[rollout.trained].mean()

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from visalign.core import frechet_distance
+from visalign.flow.rollout import middle_frames
 
 STATISTICS = ("brightness", "saturation", "contrast", "high_frequency")
 
@@ -21,7 +22,7 @@ def image_statistics(images: Tensor) -> Tensor:
     colours, 0 for black. Contrast: standard deviation of Y (Peli 1990). High frequency: the share of the energy of Y
     about its mean at more than a quarter of a cycle per pixel, half of what can be shown, 0 for a flat image.
     """
-    images = middle_frame(images).double()
+    images = middle_frames(images).double()
     brightest, darkest = images.amax(1), images.amin(1)
     luma = torch.einsum("bchw,c->bhw", images, images.new_tensor([0.299, 0.587, 0.114]))
     mean = luma.mean((1, 2))
@@ -40,11 +41,6 @@ def image_statistics(images: Tensor) -> Tensor:
         ],
         1,
     )
-
-
-def middle_frame(images: Tensor) -> Tensor:
-    """Return images [B, 3, H, W], or the middle frames of clips [B, F, 3, H, W]."""
-    return images if images.ndim == 4 else images[:, images.shape[1] // 2]
 
 
 def mean_distance(features: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -15,9 +16,17 @@ from torch import Tensor, nn
 from visalign.core.objective.algorithms import NAMED
 from visalign.errors import UserError
 from visalign.flow.noise import initial_noise
-from visalign.flow.rollout import decode_images, encoder_inputs, rollout
+from visalign.flow.rollout import decode_images, encoder_inputs, middle_frames, rollout
 from visalign.flow.trajectory import Trajectory, concatenate_trajectories, trajectory_of_latents
-from visalign.interfaces import Condition, DiffusionPolicy, PointwiseReward, Scores, with_capabilities
+from visalign.interfaces import (
+    Condition,
+    DiffusionPolicy,
+    Metadata,
+    PointwiseReward,
+    RewardCapabilities,
+    Scores,
+    with_capabilities,
+)
 from visalign.seeds import sample_seed
 from visalign.training.loop.algorithm import Algorithm, Context
 from visalign.training.loop.judging import (
@@ -36,15 +45,32 @@ from visalign.training.policy.balance import RewardBalance
 from visalign.training.policy.constraints import RewardConstraints
 from visalign.training.policy.reference import Reference
 
-from .image_statistics import STATISTICS, group_diversity, image_statistics, middle_frame
-from .rollout_settings import RolloutSettings
-from .settings import DiffusionObjectiveSettings, check_processes, check_sampling, check_sharding
+from .image_statistics import STATISTICS, group_diversity, image_statistics
+from .rollout_settings import RolloutSettings, check_processes, check_sampling, check_sharding
+from .settings import DiffusionObjectiveSettings
 
 Records = Sequence[Mapping[str, Any]]
 Features = Callable[[Tensor], Tensor]
 """Images [b, 3, H, W] -> features [b, d] in any unit, for distances between images."""
 Stored = Callable[[Records], Tensor]
 """b records -> clean latents [b, ...] of their images, in the policy's storage dtype, on its device."""
+
+
+class StoredPreference:
+    """Reward that returns the "preference" of a record; no image is looked at."""
+
+    name = "preference"
+    unit = "share of votes"
+    range = (0.0, 1.0)
+    higher_is_better = True
+    capabilities = RewardCapabilities()
+    identity = None
+
+    def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
+        """Return the "preference" of each of the B records."""
+        values = [float(record["preference"]) for record in metadata or () if record is not None]
+        value = torch.tensor(values, dtype=torch.float32)
+        return Scores(value=value, valid=torch.ones(len(value), dtype=torch.bool), unit=self.unit)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,16 +101,28 @@ class ScoredImages(ImageSamples):
     group: Tensor  # [B] int64
     columns: Tensor  # [B, M] float64, each term of the reward by itself
     parts: Mapping[str, Tensor]  # name -> [B] float64, the parts of the reward
-    first: int  # Index of this process's first sample among the B
     metrics: Mapping[str, float]
 
 
-def check_sizes(policy: DiffusionPolicy, rollout: RolloutSettings) -> None:
+class PolicyModule(nn.Module):
+    """A function of a policy as a module, so that DDP wraps it and synchronizes the policy's gradients."""
+
+    def __init__(self, policy: DiffusionPolicy, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.network = policy.module  # registers the parameters with DDP; the policy itself is no module
+        self._function = partial(function, policy)
+
+    def forward(self, *arguments: Any) -> Any:
+        """Call the function under the current weights."""
+        return self._function(*arguments)
+
+
+def check_sizes(policy: DiffusionPolicy, sizes: Sequence[int | tuple[int, int]] | None) -> None:
     """Refuse several image sizes for a policy whose `image_size` is no property with a setter."""
-    if rollout.image_sizes and getattr(getattr(type(policy), "image_size", None), "fset", None) is None:
+    if sizes and getattr(getattr(type(policy), "image_size", None), "fset", None) is None:
         raise UserError(
-            f"rollout.image_sizes is {rollout.image_sizes}, and {type(policy).__name__} generates images of "
-            "one size. Leave it out, or give the adapter the property image_size with a setter, as "
+            f"rollout.image_sizes is {sizes}, and {type(policy).__name__} generates images of one size. "
+            "Leave it out, or give the adapter the property image_size with a setter, as "
             "visalign.interfaces.DiffusionPolicy describes."
         )
 
@@ -92,7 +130,7 @@ def check_sizes(policy: DiffusionPolicy, rollout: RolloutSettings) -> None:
 class ImageAlgorithm(Algorithm):
     """Base of the algorithms that train a diffusion policy on scored images.
 
-    A subclass defines `setup`, which runs at the end of `__init__`.
+    A subclass defines `setup`, which runs at the end of `__init__` and sets `module`, the trained function.
 
     Args:
         policy: on the accelerator's device.
@@ -131,47 +169,44 @@ class ImageAlgorithm(Algorithm):
         features: Features | None = None,
         stored: Stored | None = None,
     ) -> None:
-        self.sharding = sharding
         reward = with_capabilities(reward)
-        self.policy, self.seed, self.reward = policy, seed, reward
-        self.settings = objective or DiffusionObjectiveSettings(algorithm=self.default)
-        self.rollout = rollout or RolloutSettings()
+        self.policy, self.seed, self.reward, self.sharding = policy, seed, reward, sharding
+        self.settings = settings = objective or DiffusionObjectiveSettings(algorithm=self.default)
+        self.rollout = rollout = rollout or RolloutSettings()
         self.accelerator = get_accelerator(accelerator, policy)
-        self._check(stored is not None)
+        if settings.algorithm not in self.algorithms:
+            raise UserError(
+                f"objective.algorithm is {settings.algorithm}, which {type(self).__name__} does not "
+                f"train; it trains {', '.join(self.algorithms)}. Take FlowGRPO for algorithms on log-probs, "
+                "VelocityRegression for regressions, RewardGradient for draft, draft_lv and refl."
+            )
+        check_sampling(settings, rollout, stored=stored is not None)
+        check_processes(settings, rollout, self.accelerator.num_processes)
+        settings.check_constrained(reward)
         self.records, self.features, self.stored = records, features, stored
-        self.scorer = RewardScorer(as_higher_is_better(reward), self.rollout, what="images")
-        size = self.rollout.prompts_per_iteration, self.rollout.group_size
+        in_thread = rollout.overlap > 1 or rollout.staleness > 0
+        self.scorer = RewardScorer(as_higher_is_better(reward), what="images", in_thread=in_thread)
+        size = rollout.prompts_per_iteration, rollout.group_size
         self.sampler = PromptSampler(len(records), *size, seed, strata=strata, cycle=cycle)
         self.samples = size[0] * size[1]
         self.shares = Shares.even(self.samples, self.accelerator)
         self.gather_all = self.shares.gather_all
         self.first = int(self.shares.own[0])  # this process's first sample among all B
         policy.module.eval()  # with dropout the replay would evaluate another function than the rollout
-        check_sizes(policy, self.rollout)
+        check_sizes(policy, rollout.image_sizes)
         self._default_size = getattr(policy, "image_size", None)
         try:
-            for iteration in range(len(self.rollout.image_sizes or ())):  # refused before an image is sampled
+            for iteration in range(len(rollout.image_sizes or ())):  # refused before an image is sampled
                 self.resize(iteration)
         except UserError as error:
             raise UserError(f"rollout.image_sizes: {error}") from error
         finally:
             self.resize(None)
-        self.reference = Reference(policy, self.settings)
-        self.constraints = RewardConstraints(reward, self.settings.multiplier_rate)
-        every = self.settings.balance_every
+        self.reference = Reference(policy, settings)
+        self.constraints = RewardConstraints(reward, settings.multiplier_rate)
+        every = settings.balance_every
         self.balance = None if every is None else RewardBalance(reward, every)
         self.setup()
-
-    def _check(self, stored: bool) -> None:
-        if self.settings.algorithm not in self.algorithms:
-            raise UserError(
-                f"objective.algorithm is {self.settings.algorithm}, which {type(self).__name__} does not "
-                f"train; it trains {', '.join(self.algorithms)}. Take FlowGRPO for algorithms on log-probs, "
-                "VelocityRegression for regressions, RewardGradient for draft, draft_lv and refl."
-            )
-        check_sampling(self.settings, self.rollout, stored=stored)
-        check_processes(self.settings, self.rollout, self.accelerator.num_processes)
-        self.settings.check_constrained(self.reward)
 
     def setup(self) -> None:
         """Build the objective and the trained module."""
@@ -187,10 +222,6 @@ class ImageAlgorithm(Algorithm):
         steps, schedule = self.rollout.steps, self.rollout.timestep_schedule
         self.sigmas = policy.sigmas(steps, timestep_schedule=schedule)
         self.times = policy.times(self.sigmas)
-
-    def sample_and_score(self, iteration: int, clock: PhaseClock, sde_steps: Sequence[int] = ()) -> ScoredImages:
-        """Sample, decode and score the groups of iteration 0, 1, 2, ...; see `sample` and `scored`."""
-        return self.scored(self.sample(iteration, clock, sde_steps), clock)
 
     def prompts(self, iteration: int) -> tuple[Batch, list[dict[str, Any]], list[int]]:
         """Return this process's batch of an iteration, its prompt records and its group labels."""
@@ -269,7 +300,6 @@ class ImageAlgorithm(Algorithm):
             group=group,
             parts=parts,
             columns=self.gather_all(reward_columns(self.scorer.reward, scores)),
-            first=self.first,
             metrics=metrics,
         )
 
@@ -295,7 +325,7 @@ class ImageAlgorithm(Algorithm):
         with clock.phase("monitor"), torch.no_grad():
             columns = [image_statistics(images)]
             if self.features is not None:
-                columns.append(self.features(middle_frame(images)).double().cpu())
+                columns.append(self.features(middle_frames(images)).double().cpu())
             return torch.cat(columns, 1)
 
     def sample_seeds(self, sample_id: Tensor) -> list[int]:
@@ -311,21 +341,19 @@ class ImageAlgorithm(Algorithm):
         self, condition: Condition, batch: Batch, rows: Tensor, sde_steps: Sequence[int], clock: PhaseClock
     ) -> Trajectory:
         """Sample the given rows of the batch, whose condition it is."""
-        settings, group = self.rollout, batch.group_id[rows]
+        group, noise = batch.group_id[rows], None
+        if self.rollout.shared_noise:
+            seeds = [sample_seed(self.seed, "group", label) for label in group.tolist()]
+            noise = initial_noise(seeds, self.policy.latent_shape)
         with clock.phase("rollout"), torch.no_grad(), self.accelerator.autocast():
             return rollout(
                 self.policy,
                 condition,
                 sigmas=self.sigmas,
                 seeds=self.sample_seeds(batch.sample_id[rows]),
-                noise=self._shared_noise(group) if settings.shared_noise else None,
-                **settings.arguments(group, sde_steps),
+                noise=noise,
+                **self.rollout.arguments(group, sde_steps),
             )
-
-    def _shared_noise(self, group: Tensor) -> Tensor:
-        """Draw one initial noise per group, [b, ...]."""
-        seeds = [sample_seed(self.seed, "group", label) for label in group.tolist()]
-        return initial_noise(seeds, self.policy.latent_shape)
 
     def _gather(self, scores: Scores) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Gather (value [B] float64, valid [B], name -> part [B] float64) of all processes on the CPU."""
@@ -335,12 +363,15 @@ class ImageAlgorithm(Algorithm):
         valid = self.gather_all(scores.valid.cpu() & torch.isfinite(value))
         return parts.pop(""), valid, parts
 
-    def distribute(self, module: nn.Module, *, needs_reference: bool, joins: str | None = None) -> nn.Module:
-        """Share the module among the processes, or divide its network (FSDP2).
+    def distribute(
+        self, function: Callable[..., Any], *, needs_reference: bool, joins: str | None = None
+    ) -> nn.Module:
+        """Share a function of the policy among the processes as a module, or divide its network (FSDP2).
 
         `needs_reference`: the policy before training is evaluated as well. `joins`: what an objective joins,
         so that processes differ in their forwards.
         """
+        module = PolicyModule(self.policy, function)
         if not self.sharding:
             return share_gradients(module, self.accelerator)
         from peft.tuners.lora import LoraLayer

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from visalign.core.groups.group_statistics import group_extremes
 from visalign.core.groups.labels import group_index
@@ -30,7 +30,7 @@ from visalign.core.surrogates.kl import velocity_kl
 from visalign.errors import UserError
 from visalign.flow.noise import initial_noise
 from visalign.flow.rollout import velocity_of
-from visalign.interfaces import Condition, DiffusionPolicy
+from visalign.interfaces import DiffusionPolicy
 from visalign.seeds import sample_seed
 from visalign.training.loop.algorithm import Collected, Context
 from visalign.training.loop.ema import EMA
@@ -45,19 +45,6 @@ from .merging import mergeable_adapters, merged_adapters
 
 OLD = "old"  # File stem of the old policy's weights in a checkpoint
 SUMS = ("pairs", "loss/policy", "loss/kl", "match_error", "anchor_distance")  # Sums over an update's pairs
-
-
-class VelocityModule(nn.Module):
-    """The policy's velocity as a module, so that DDP wraps it and synchronizes the policy's gradients."""
-
-    def __init__(self, policy: DiffusionPolicy) -> None:
-        super().__init__()
-        self.network = policy.module
-        self._policy = policy
-
-    def forward(self, condition: Condition, x: Tensor, sigma: Tensor, time: Tensor) -> Tensor:
-        """Compute the velocity [N, ...] under the current weights."""
-        return velocity_of(self._policy, x, sigma, condition, time)
 
 
 @dataclass(kw_only=True)
@@ -100,7 +87,7 @@ class VelocityRegression(ImageAlgorithm):
     default = "diffusion_nft"
 
     def setup(self) -> None:
-        """Build the regression, its experts and the velocity module."""
+        """Build the regression, its experts and the trained velocity."""
         policy, row = self.policy, self.settings.regression
         assert row is not None
         prediction = "uniform" if policy.prediction == "velocity" else policy.prediction
@@ -109,7 +96,7 @@ class VelocityRegression(ImageAlgorithm):
         if self.row.anchor == "expert":
             self.experts = Experts(policy, self.settings.experts or {}, self.records)
         self.module = self.distribute(
-            VelocityModule(policy),
+            velocity_of,
             needs_reference=self.row.asks_reference,
             joins="the samples of a group" if self.row.of_groups else None,
         )
@@ -131,7 +118,7 @@ class VelocityRegression(ImageAlgorithm):
         steps, visited = self.rollout.choose_steps(self.seed, iteration) if self.row.visited else ((), ())
         merged = merged_adapters(self._merged_layers) if self._merged_layers else nullcontext()
         with old, self.unsharded(), merged, guidance_scale(self.policy, self.rollout.guidance):
-            images = self.constrained(self.sample_and_score(iteration, run.clock, steps), run)
+            images = self.constrained(self.scored(self.sample(iteration, run.clock, steps), run.clock), run)
         if self.balance is None:
             weights = list(reward_weights(self.scorer.reward).values())
         else:
@@ -160,12 +147,12 @@ class VelocityRegression(ImageAlgorithm):
         """Compute [b, ...] the covariance direction of each sample's group."""
         images = experience.images
         x0, group = images.trajectory.latents, images.batch.group_id
-        present = experience.present[images.first : images.first + len(x0)]
+        present = experience.present[self.first : self.first + len(x0)]
         guidance = torch.zeros_like(x0, dtype=torch.promote_types(x0.dtype, torch.float32))
         for label in group.unique():
             members = group == label
             rows = (members & present).nonzero()[:, 0]
-            signal = experience.signal[images.first + rows].to(guidance)
+            signal = experience.signal[self.first + rows].to(guidance)
             if len(rows):
                 guidance[members] = covariance_guidance(x0[rows], signal)
         return guidance
@@ -227,7 +214,7 @@ class VelocityRegression(ImageAlgorithm):
 
     def backward(self, experience: EndPoints, step: RegressionStep, run: Context) -> dict[str, float]:
         """Add the gradient of the update, in micro-batches of flat (sample, level) pairs."""
-        first, size = experience.images.first, len(experience.images.batch)
+        first, size = self.first, len(experience.images.batch)
         units = [unit - first for unit in step.units if first <= int(unit[0]) < first + size]
         sums = torch.zeros(len(SUMS), dtype=torch.float64, device=self.policy.device)
         # Σ over units and levels of ℓ / (count · S); DDP averages gradients over the processes
@@ -319,13 +306,13 @@ class VelocityRegression(ImageAlgorithm):
                 with guidance_scale(self.policy, row.reference_guidance):
                     records = [images.records[i] for i in sample.tolist()]
                     anchor = self.experts.velocity(records, x, sigma, condition, time)
-        v = self.module(condition, x, sigma, time)
+        v = self.module(x, sigma, condition, time)
         old = v.detach() if step.on_policy else anchor
         anchors = {"none": None, "reference": v_ref, "old": old, "expert": anchor}
         guidance = None if experience.guidance is None else experience.guidance[sample.to(x.device)]
         pairs = PairOutput(v=v, target=target, sigma=sigma, anchor=anchors[row.anchor], guidance=guidance)
         kl = step.kl * velocity_kl(v, v_ref) if step.kl > 0 and v_ref is not None else None
-        return pairs, experience.signal[images.first + sample].to(v), kl
+        return pairs, experience.signal[self.first + sample].to(v), kl
 
     def _noised(
         self, experience: EndPoints, sample: Tensor, level: Tensor, epoch: int

@@ -35,7 +35,6 @@ from visalign.training.loop.sampler import Batch
 from visalign.training.policy.update import split_updates
 
 from .images import ImageAlgorithm
-from .regression import VelocityModule
 
 
 @dataclass(kw_only=True)
@@ -66,12 +65,12 @@ class RewardGradient(ImageAlgorithm):
     default = "draft"
 
     def setup(self) -> None:
-        """Build the ascent and the velocity module."""
+        """Build the ascent and the trained velocity."""
         row = self.settings.ascent
         assert row is not None
         self.row = row
         check_differentiable(self.reward)
-        self.module = self.distribute(VelocityModule(self.policy), needs_reference=row.kl > 0)
+        self.module = self.distribute(velocity_of, needs_reference=row.kl > 0)
 
     def collect(self, run: Context) -> Collected:
         """Choose and encode the iteration's prompts; each update samples its own images."""
@@ -105,8 +104,7 @@ class RewardGradient(ImageAlgorithm):
 
     def backward(self, experience: AscentBatch, step: AscentStep, run: Context) -> dict[str, float]:
         """Generate the update's images and add the gradient of −mean reward, in micro-batches of images."""
-        process, size = self.accelerator, len(experience.batch)
-        first = self.first
+        process, size, first = self.accelerator, len(experience.batch), self.first
         local = step.sample[(first <= step.sample) & (step.sample < first + size)] - first
         value = torch.full((len(experience.group),), torch.nan, dtype=torch.float64)
         sums = torch.zeros(2, dtype=torch.float64)  # Σ image gradient's norm, Σ k |v − v_ref|²
@@ -225,7 +223,7 @@ class RewardGradient(ImageAlgorithm):
         if self.row.kl:  # before the own forward: weights may be swapped in place
             with torch.no_grad(), self.accelerator.autocast(), self.reference.applied():
                 reference = velocity_of(self.policy, x.detach(), sigma, condition, time)
-        v = self.module(condition, x, sigma, time)
+        v = self.module(x, sigma, condition, time)
         if reference is None:
             return v, v.new_zeros(len(v))
         return v, self.row.kl * velocity_kl(v, reference)

@@ -1,15 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of the objective on images, and the rules that tie it to the rollout.
-
-The defaults are Flow-GRPO's published ones for SD3.5-M (arXiv 2505.05470 and its code); each field states
-where ours differ.
-"""
+"""Settings of the objective on images; the defaults are Flow-GRPO's published ones for SD3.5-M (arXiv 2505.05470)."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 from visalign.core import Objective
@@ -18,17 +12,10 @@ from visalign.core.regression.ascents import ASCENTS, Ascent, named_ascent
 from visalign.core.regression.rows import MATRIX_SIGNALS, REGRESSIONS, Regression, named_regression
 from visalign.errors import UserError
 from visalign.settings import NonNegative, Positive, check_rules, settings
-from visalign.training.loop.sampler import check_whole_groups
-from visalign.training.policy.settings import (
-    MATRIX_ADVANTAGES,
-    ObjectiveSettings,
-    merge_changes,
-    stale_message,
-)
+from visalign.training.policy.settings import MATRIX_ADVANTAGES, ObjectiveSettings, merge_changes
 from visalign.training.policy.update import couples_decisions
 
 from .published import published_alternative
-from .rollout_settings import RolloutSettings
 
 COMPLETIONS = ("turning_points", "one_step")  # Credits that score more images than are sampled
 
@@ -184,163 +171,3 @@ OBJECTIVE_RULES = (
         "objective.algorithm=canon, or objective.metric=null.",
     ),
 )
-
-
-@dataclass(frozen=True)
-class _Job:
-    """Objective and rollout of a job, as `JOB_RULES` read them."""
-
-    objective: DiffusionObjectiveSettings
-    rollout: RolloutSettings
-
-    @property
-    def row(self) -> Regression | None:
-        return self.objective.regression
-
-
-def check_sampling(objective: DiffusionObjectiveSettings, rollout: RolloutSettings, *, stored: bool = False) -> None:
-    """Refuse an objective and a rollout, or with `stored` stored pairs of images, that do not fit each other."""
-    check_rules(_Job(objective, rollout), (*JOB_RULES, *(STORED_PAIR_RULES if stored else SAMPLED_RULES)))
-
-
-_STOCHASTIC_STEPS = (
-    *("sde_steps", "sde_window", "sde_window_order", "sde_window_every", "ode_compression"),
-    *("shared_noise", "branch", "train_steps", "schedule", "noise_level", "log_prob_reduction"),
-)
-"""Settings of stochastic steps; along the ODE one initial noise gives one image."""
-
-
-def _unused_noise_setting(s: _Job) -> str:
-    """Name a setting of stochastic steps that an algorithm along the ODE would ignore."""
-    if s.objective.is_policy_gradient or (s.row is not None and s.row.visited):
-        return ""
-    defaults = {item.name: item.default for item in fields(RolloutSettings)}
-    changed = (name for name in _STOCHASTIC_STEPS if getattr(s.rollout, name) != defaults[name])
-    return next((f"{name}={json.dumps(defaults[name])}" for name in changed), "")
-
-
-def _uncorrected(s: _Job) -> str:
-    """Describe an algorithm that does not correct for samples of older weights, where there are any."""
-    objective = s.objective.build(length=1) if s.objective.is_policy_gradient else None
-    corrects = objective is not None and objective.importance_sampling is not None
-    return stale_message(s.objective.algorithm) if s.rollout.staleness and not corrects else ""
-
-
-JOB_RULES = (
-    (
-        lambda s: s.objective.credit == "turning_points" and s.rollout.ode_compression is not None,
-        "rollout.ode_compression is {s.rollout.ode_compression}, and objective.credit=turning_points "
-        "completes images on all timesteps. Set rollout.ode_compression=null, or objective.credit=one_step.",
-    ),
-    (
-        lambda s: s.objective.ascent is not None and s.rollout.solver != "euler",
-        "rollout.solver is {s.rollout.solver}, and objective.algorithm={s.objective.algorithm} sends the "
-        "reward's gradient through Euler steps. Set rollout.solver=euler.",
-    ),
-    (
-        lambda s: (
-            s.objective.is_policy_gradient and (s.objective.credit == "branches") != (s.rollout.branch is not None)
-        ),
-        "objective.credit is {s.objective.credit!r} and rollout.branch is {s.rollout.branch}: a shared step "
-        "earns the mean of its images. Set objective.credit=branches and rollout.branch, e.g. {{at: [0]}}, "
-        "or neither.",
-    ),
-    (
-        lambda s: s.rollout.staleness and s.objective.credit == "turning_points",
-        "objective.credit=turning_points completes images with the current weights, and rollout.staleness=1 "
-        "sampled them with older ones. Set rollout.staleness=0, or objective.credit=one_step.",
-    ),
-    (
-        lambda s: s.row is None and (s.rollout.guidance is not None or s.rollout.merge_adapters),
-        "rollout.guidance and rollout.merge_adapters sample with another policy than the trained one, whose "
-        "log-probs or gradient objective.algorithm={s.objective.algorithm} needs. Leave them out, or take a "
-        "regression, e.g. objective.algorithm=diffusion_nft.",
-    ),
-    (
-        _unused_noise_setting,
-        "objective.algorithm={s.objective.algorithm} samples along the ODE, without stochastic steps. Set "
-        "rollout.{v}.",
-    ),
-    (
-        lambda s: s.row and s.row.anchor == "expert" and not s.objective.experts,
-        "objective.algorithm={s.objective.algorithm} learns from experts, and there are none. Set "
-        'objective.experts to the folders of trained policies, e.g. {{counting: runs/a/lora, "*": '
-        "runs/b/lora}}.",
-    ),
-    (
-        lambda s: s.row and s.row.visited and s.rollout.branch,
-        "rollout.branch is {s.rollout.branch}, and objective.algorithm={s.objective.algorithm} learns at "
-        "each image's own states. Set rollout.branch=null.",
-    ),
-    (
-        lambda s: s.row and not s.row.visited and not s.row.continuous and (s.row.levels or 0) > s.rollout.steps,
-        "objective.changes.levels is {s.row.levels}, and the sampler has {s.rollout.steps} timesteps. Take "
-        "at most {s.rollout.steps}, or also levels between them: objective.changes.continuous=true.",
-    ),
-    (
-        lambda s: s.objective.ascent and s.objective.ascent.last > s.rollout.steps,
-        "objective.changes.last is {s.objective.ascent.last}, and rollout.steps is {s.rollout.steps}. Take "
-        "at most {s.rollout.steps}.",
-    ),
-    (_uncorrected, "{v}"),
-    (
-        lambda s: s.objective.step_weights is not None and len(s.objective.step_weights) != s.rollout.steps,
-        "objective.step_weights is {s.objective.step_weights} for {s.rollout.steps} steps; give one weight "
-        "for each step, 0 for those that are not trained.",
-    ),
-)
-"""Rules over objective and rollout, in the order in which they are checked."""
-
-
-def _needs_samples(s: _Job) -> bool:
-    """Return True where an algorithm cannot learn from images that another policy may have made."""
-    row = s.row
-    if row is None or row.loss not in ("dpo", "gdro", "weighted") or row.anchor == "old":
-        return True
-    several = s.objective.balance_every is not None or row.signal not in ("reward", "tilt", "best")
-    return several or row.noise == "start"
-
-
-STORED_PAIR_RULES = (
-    (
-        _needs_samples,
-        "objective.algorithm={s.objective.algorithm} learns from samples of the policy itself, or does so by "
-        "objective.changes, and data.pairs holds images from elsewhere. Take diffusion_dpo, gdro, "
-        "reward_weighted or rejection as published, or leave data.pairs out.",
-    ),
-    (
-        lambda s: s.rollout.group_size != 2,
-        "rollout.group_size is {s.rollout.group_size}, and a group of data.pairs is a pair. Set "
-        "rollout.group_size=2; rollout.prompts_per_iteration is then the number of pairs.",
-    ),
-)
-SAMPLED_RULES = (
-    (
-        lambda s: s.row and s.row.loss_options.get("soft"),
-        "objective.algorithm={s.objective.algorithm} has loss_options soft=true, which takes votes for "
-        "probabilities, and samples of the policy have none. Set data.pairs to stored pairs, or soft=false.",
-    ),
-)
-
-
-def check_processes(objective: DiffusionObjectiveSettings, rollout: RolloutSettings, world: int) -> None:
-    """Refuse processes that would split a group whose samples are compared."""
-    row = objective.regression
-    if rollout.branch is not None or (row is not None and (row.of_groups or row.loss == "covariance")):
-        check_whole_groups(rollout.prompts_per_iteration, world)
-
-
-def check_sharding(
-    objective: DiffusionObjectiveSettings, rollout: RolloutSettings, unsupported: Mapping[str, bool] = {}
-) -> None:
-    """Refuse settings that need all weights at once, which FSDP2 divides; `unsupported` has further reasons."""
-    reasons = {
-        "rollout.merge_adapters": rollout.merge_adapters,
-        "objective.balance_every": objective.balance_every is not None,
-        "objective.experts": bool(objective.experts),
-        "objective.reset_reference_every": objective.reset_reference_every is not None,
-        "objective.reset_reference_above": objective.reset_reference_above is not None,
-        **unsupported,
-    }
-    if names := [name for name, applies in reasons.items() if applies]:
-        raise UserError(f"sharding does not work with {names[0]}. Leave one of the two out.")

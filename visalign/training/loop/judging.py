@@ -45,15 +45,12 @@ def score_samples(reward: Any, samples: Any, records: Records, *, what: str = "i
 
 
 class RewardScorer:
-    """Scores chunks of an iteration in the order in which they are submitted.
+    """Scores chunks of an iteration in the order in which they are submitted, at once or `in_thread`."""
 
-    It does so in a thread where a `rollout` (its settings) has `overlap` or `staleness`.
-    """
-
-    def __init__(self, reward: Any, rollout: Any, *, what: str) -> None:
+    def __init__(self, reward: Any, *, what: str, in_thread: bool) -> None:
         self.reward, self._what = with_capabilities(reward), what
         self._thread = None
-        if rollout.overlap > 1 or rollout.staleness:
+        if in_thread:
             device = torch.cuda.current_device() if torch.cuda.is_available() else None
             # a new thread starts on the first GPU, whichever this process works on
             initializer = None if device is None else partial(torch.cuda.set_device, device)

@@ -140,7 +140,9 @@ class TextRL(TextAlgorithm):
             reference=reference,
             generator=policy if generator is None else generator,
             reward=reward,
-            scorer=RewardScorer(reward, self.rollout, what="completions"),
+            scorer=RewardScorer(
+                reward, what="completions", in_thread=self.rollout.overlap > 1 or self.rollout.staleness > 0
+            ),
             records=records,
             rollout=self.rollout,
             objective=base,
