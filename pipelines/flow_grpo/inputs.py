@@ -24,10 +24,9 @@ from visalign.pipelines.shared.run_folder import fingerprint
 from visalign.pipelines.shared.sections import RewardsConfig
 from visalign.settings import refuse
 from visalign.training.diffusion.experts import check_experts
-from visalign.training.diffusion.images import Features
+from visalign.training.diffusion.images import Features, StoredPreference
 from visalign.training.diffusion.reward_gradient import check_differentiable
 from visalign.training.diffusion.rollout_settings import check_processes
-from visalign.training.diffusion.images import StoredPreference
 from visalign.training.loop.sampler import PromptSampler, check_batch_algebra, check_whole_groups
 
 from .config import ComparisonConfig, FlowGRPOConfig
