@@ -216,27 +216,36 @@ def make_scores(
     )
 
 
-def columns_of(answer: Scores | Preferences) -> dict[str, Tensor]:
-    """Name the numeric columns of an answer, "valid" left out."""
-    columns = {"std": answer.std, **{f"part.{name}": part for name, part in answer.parts.items()}}
-    if isinstance(answer, Scores):
-        columns["main"] = answer.value
-    else:
-        columns |= {"main": answer.prob, "log_odds": answer.log_odds}
-    return {name: column for name, column in columns.items() if column is not None}
+def rows_of(answer: Scores | Preferences) -> list[dict[str, Any]]:
+    """Split an answer into rows of plain values: numbers by column, text, and the reason of a failed one."""
+    main = answer.value if isinstance(answer, Scores) else answer.prob
+    columns = {"main": main, "std": answer.std, **{f"part.{name}": part for name, part in answer.parts.items()}}
+    if isinstance(answer, Preferences):
+        columns["log_odds"] = answer.log_odds
+    numbers = {name: column.tolist() for name, column in columns.items() if column is not None}
+    texts, reasons = answer.text or [None] * len(answer), answer.reason or [None] * len(answer)
+    return [
+        {
+            "columns": {name: column[row] for name, column in numbers.items()},
+            "text": texts[row],
+            "reason": None if is_valid else reasons[row] or "no reason given",
+        }
+        for row, is_valid in enumerate(answer.valid.tolist())
+    ]
 
 
-def answer_of(
-    columns: Mapping[str, Tensor],
-    valid: Tensor,
-    unit: str | None,
-    text: Sequence[str] | None,
-    reason: Sequence[str | None] | None,
-) -> Scores | Preferences:
-    """Reverse `columns_of`: scores where there is a unit, else preferences."""
-    parts = {name.removeprefix("part."): part for name, part in columns.items() if name.startswith("part.")}
-    shared: dict[str, Any] = {"valid": valid, "parts": parts, "text": text, "reason": reason}
-    shared["std"] = columns.get("std")
+def answer_of(rows: Sequence[Mapping[str, Any]], unit: str | None) -> Scores | Preferences:
+    """Reverse `rows_of`: scores where there is a unit, else preferences; a missing number is NaN."""
+    names = dict.fromkeys(["main", *(name for row in rows for name in row["columns"])])
+    columns = {name: torch.tensor([row["columns"].get(name, math.nan) for row in rows]).float() for name in names}
+    reasons, texts = [row.get("reason") for row in rows], [row["text"] for row in rows]
+    shared: dict[str, Any] = {
+        "valid": torch.tensor([reason is None for reason in reasons], dtype=torch.bool),
+        "std": columns.get("std"),
+        "parts": {name.removeprefix("part."): part for name, part in columns.items() if name.startswith("part.")},
+        "text": [text or "" for text in texts] if any(texts) else None,
+        "reason": reasons,
+    }
     if unit is not None:
         return Scores(value=columns["main"], unit=unit, **shared)
     return Preferences(prob=columns["main"], log_odds=columns.get("log_odds"), **shared)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 from visalign.interfaces import Metadata, PointwiseReward, Preferences, Scores, with_capabilities
-from visalign.rewards.base.contract import RewardError, answer_of, columns_of, read_metadata
+from visalign.rewards.base.contract import RewardError, answer_of, read_metadata, rows_of
 from visalign.rewards.base.identity import Identity
 from visalign.rewards.base.images import animation_length, load_animation
 
@@ -45,35 +45,46 @@ class _Cached:
         return self._identity or self.judge.identity
 
     def _answer(
-        self, keys: Sequence[bytes | None], ask: Callable[[list[int]], Scores | Preferences], unit: str | None
+        self, sides: Sequence[Any], prompts: Sequence[str], metadata: Metadata | None, unit: str | None
     ) -> Any:
-        """Answer all rows from the cache or by `ask`, which gets each unknown content once.
+        """Answer all rows from the cache or by the judge, which gets each unknown content once.
 
-        `unit` is that of scores, None for preferences; a row without a key is always asked.
+        `sides` are the images, or the left and the right ones; `unit` is that of scores, None for preferences.
         """
+        if isinstance(prompts, str):  # zipped with images it would be a prompt per letter
+            raise TypeError(f"{self.name}: prompts is a str, needed is a list with one string per image.")
+        for side in sides:
+            if len(side) != len(prompts):
+                raise ValueError(
+                    f"{self.name}: {len(side)} images and {len(prompts)} prompts; give one prompt per image."
+                )
+        records = read_metadata(self.name, metadata, len(prompts), noun="image")
+        labels: list[bytes | int] = []  # the key, or for an image that the judge shall refuse the number of the row
+        for index, (prompt, record, *images) in enumerate(zip(prompts, records, *sides, strict=True)):
+            digests = [digest for image in images if (digest := content_digest(image)) is not None]
+            labels.append(key_of(digests, prompt, record) if len(digests) == len(images) else index)
         identity = self.identity
-        entries: dict[Any, Any] = dict(self.cache.get(identity, [key for key in keys if key is not None]))
-        labels = [row if key is None else key for row, key in enumerate(keys)]
-        first_row: dict[bytes | int, int] = {}
-        for row, label in enumerate(labels):
-            if label not in entries:
-                first_row.setdefault(label, row)
-        failures: dict[bytes | int, str] = {}
-        if first_row:
-            answer = ask(list(first_row.values()))
-            reasons = answer.reason or [None] * len(answer)
-            rows = zip(first_row, _entries(answer), answer.valid.tolist(), reasons, strict=True)
-            fresh: dict[bytes | int, dict[str, Any]] = {}
-            for label, entry, valid, reason in rows:
-                if valid:
-                    fresh[label] = entry
-                else:
-                    failures[label] = reason or "no reason given"
+        rows: dict[bytes | int, Any] = dict(
+            self.cache.get(identity, [key for key in labels if isinstance(key, bytes)])
+        )
+        unknown: dict[bytes | int, int] = {}  # -> the first row with this content
+        for index, label in enumerate(labels):
+            if label not in rows:
+                unknown.setdefault(label, index)
+        if unknown:
+            numbers = list(unknown.values())
+            ask = self.judge.compare if unit is None else self.judge.score
+            answer = ask(
+                *(_select(side, numbers) for side in sides),
+                [prompts[number] for number in numbers],
+                [records[number] for number in numbers],
+            )
+            answers = dict(zip(unknown, rows_of(answer), strict=True))
             if self.identity == identity:  # a training step meanwhile makes answers of neither judge
-                stored = {key: entry for key, entry in fresh.items() if isinstance(key, bytes)}
-                self.cache.put(identity, stored)
-            entries |= fresh
-        return _from_entries([entries.get(label) for label in labels], [failures.get(label) for label in labels], unit)
+                valid = {key: row for key, row in answers.items() if isinstance(key, bytes) and row["reason"] is None}
+                self.cache.put(identity, valid)
+            rows |= answers
+        return answer_of([rows[label] for label in labels], unit)
 
 
 class CachedReward(_Cached):
@@ -87,19 +98,12 @@ class CachedReward(_Cached):
 
     def __init__(self, reward: PointwiseReward, cache: ScoreCache, *, identity: Identity | None = None) -> None:
         super().__init__(reward, cache, identity=identity)
-        self.reward, self.unit, self.range = self.judge, reward.unit, reward.range
-        self.higher_is_better = reward.higher_is_better
-        self.capabilities = self.judge.capabilities
+        self.unit, self.range = reward.unit, reward.range
+        self.higher_is_better, self.capabilities = reward.higher_is_better, self.judge.capabilities
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
         """Score B images; the unknown ones are scored in one call."""
-        items, records = _as_lists(self.name, images, prompts, metadata)
-
-        def ask(rows: list[int]) -> Scores:
-            texts = [prompts[i] for i in rows], [records[i] for i in rows]
-            return self.reward.score(_select(images, items, rows), *texts)
-
-        return self._answer(_keys([items], prompts, records), ask, self.unit)
+        return self._answer([images], prompts, metadata, self.unit)
 
 
 class CachedJudge(_Cached):
@@ -107,25 +111,7 @@ class CachedJudge(_Cached):
 
     def compare(self, left: Any, right: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Preferences:
         """Compare B pairs; the order of a pair is part of its key."""
-        first, records = _as_lists(self.name, left, prompts, metadata)
-        second, _ = _as_lists(self.name, right, prompts, metadata)
-
-        def ask(rows: list[int]) -> Preferences:
-            texts = [prompts[i] for i in rows], [records[i] for i in rows]
-            return self.judge.compare(_select(left, first, rows), _select(right, second, rows), *texts)
-
-        return self._answer(_keys([first, second], prompts, records), ask, None)
-
-
-def _keys(
-    sides: Sequence[Sequence[Any]], prompts: Sequence[str], records: Sequence[Mapping[str, Any] | None]
-) -> list[bytes | None]:
-    """Compute the key of each row; None where an image cannot be read, which the judge shall explain."""
-    contents = zip(*(map(content_digest, side) for side in sides), strict=True)
-    return [
-        None if None in digests else key_of(digests, prompt, record)
-        for digests, prompt, record in zip(contents, prompts, records, strict=True)
-    ]
+        return self._answer([left, right], prompts, metadata, None)
 
 
 def content_digest(item: Any) -> bytes | None:
@@ -136,8 +122,7 @@ def content_digest(item: Any) -> bytes | None:
         except OSError:
             return None
     if (length := animation_length(item)) > 1 and isinstance(item, Image.Image):
-        frames = load_animation(item, range(length)).images
-        item = [frame for frame in frames if frame is not None]
+        item = [frame for frame in load_animation(item, range(length)).images if frame is not None]
         if not item:
             return None
     if isinstance(item, Image.Image):
@@ -158,43 +143,6 @@ def content_digest(item: Any) -> bytes | None:
     return hashlib.sha256(b"pixels" + head + raw.tobytes()).digest()
 
 
-def _as_lists(
-    name: str, images: Any, prompts: Sequence[str], metadata: Metadata | None
-) -> tuple[list[Any], list[Mapping[str, Any] | None]]:
-    """Single images and records; the lengths are checked, all else is left to the judge."""
-    if isinstance(prompts, str):
-        raise TypeError(f"{name}: prompts is a str, needed is a list with one string per image.")
-    if isinstance(images, str | os.PathLike | Image.Image):
-        raise TypeError(f"{name}: images is a single {type(images).__name__}; put it into a list.")
-    items = list(images)
-    if len(items) != len(prompts):
-        raise ValueError(f"{name}: {len(items)} images and {len(prompts)} prompts; give one prompt per image.")
-    return items, read_metadata(name, metadata, len(items), noun="image")
-
-
-def _select(images: Any, items: list[Any], rows: list[int]) -> Any:
+def _select(images: Any, rows: list[int]) -> Any:
     """Select images in the container they came in, since the layout of a tensor is checked as a whole."""
-    return images[rows] if isinstance(images, Tensor | np.ndarray) else [items[row] for row in rows]
-
-
-def _entries(answer: Scores | Preferences) -> list[dict[str, Any]]:
-    """Convert each row to plain numbers and its text."""
-    columns = {name: column.tolist() for name, column in columns_of(answer).items()}
-    texts = answer.text or [None] * len(answer)
-    return [
-        {"columns": {name: column[row] for name, column in columns.items()}, "text": texts[row]}
-        for row in range(len(answer))
-    ]
-
-
-def _from_entries(
-    entries: Sequence[dict[str, Any] | None], reasons: Sequence[str | None], unit: str | None
-) -> Scores | Preferences:
-    """Reverse `_entries`; a row without an entry is invalid."""
-    rows: list[dict[str, float]] = [{} if entry is None else entry["columns"] for entry in entries]
-    names = dict.fromkeys(["main", *(name for row in rows for name in row)])
-    columns = {name: torch.tensor([row.get(name, torch.nan) for row in rows]).float() for name in names}
-    valid = torch.tensor([entry is not None for entry in entries], dtype=torch.bool)
-    texts = [None if entry is None else entry["text"] for entry in entries]
-    text = None if all(text is None for text in texts) else [text or "" for text in texts]
-    return answer_of(columns, valid, unit, text, reasons)
+    return images[rows] if isinstance(images, Tensor | np.ndarray) else [images[row] for row in rows]

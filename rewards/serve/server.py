@@ -21,11 +21,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from visalign.errors import CaughtError
 from visalign.interfaces import Preferences, Scores
-from visalign.rewards.base.contract import RewardError
+from visalign.rewards.base.contract import RewardError, answer_of, rows_of
 
 from .limits import ByteBudget, QueueFull, RequestLimits
 from .wire import (
@@ -35,10 +35,9 @@ from .wire import (
     WireError,
     concatenate_requests,
     pack_answer,
-    select_rows,
     unpack_request,
 )
-from .worker import JudgeRefused, WorkerDied, WorkerTimeout, WorkerUnavailable
+from .worker import JudgeFailed, JudgeRefused, WorkerDied, WorkerTimeout, WorkerUnavailable
 
 try:
     from starlette.applications import Starlette
@@ -51,19 +50,17 @@ except ModuleNotFoundError as error:
         "A reward server needs Starlette, which is not installed: python -m pip install 'visalign[serve]'."
     ) from error
 
-
-class BatchJudge(Protocol):
-    """Answers a batch, as `JudgeWorker` does."""
-
-    def ask(self, request: JudgeRequest, timeout: float | None = None) -> Scores | Preferences: ...
-
-
-class Refused(HTTPException):
-    """An answer other than 200: what was given, what is allowed."""
-
-    def __init__(self, status: int, message: str, **headers: str) -> None:
-        message = message.encode(errors="replace").decode()  # JSON can name what UTF-8 cannot hold
-        super().__init__(status, message, {name.replace("_", "-"): value for name, value in headers.items()})
+_REFUSALS: dict[Any, tuple[int, str]] = {
+    WireError: (400, "Unreadable body: {}"),
+    ClientDisconnect: (400, "The connection ended before the body did."),
+    JudgeRefused: (422, "The judge refused the request: {}"),
+    JudgeFailed: (500, "The judge broke on the request: {}"),
+    QueueFull: (503, "Busy: {}. Try again."),
+    WorkerUnavailable: (503, "There is no judge at the moment: {}. Try later."),
+    WorkerDied: (503, "Twice {} while it worked on this request. Try later."),
+    WorkerTimeout: (504, "Too slow: {}. Send fewer images at once."),
+}
+"""Exception -> status and message of the refusal."""
 
 
 @dataclass(eq=False)
@@ -79,12 +76,12 @@ class Batcher:
     request by request, so that only the one at fault fails.
 
     A batch has at most `max_batch` rows and `max_pixels`; a larger request is its own batch. Its first request waits
-    `max_wait` seconds for others, and `max_waiting` rows may wait in all. The judge is called in a thread.
+    `max_wait` seconds for others, and `max_waiting` rows may wait in all. `judge.ask` runs in a thread.
     """
 
     def __init__(
         self,
-        judge: BatchJudge,
+        judge: Any,
         *,
         max_batch: int = 64,
         max_wait: float = 0.005,
@@ -178,14 +175,12 @@ class Batcher:
         request = concatenate_requests([pending.request for pending in batch])
         self.counts["batches"] += 1
         with CaughtError() as asking:  # any error is that of the requests, and must not end this task
-            loop = asyncio.get_running_loop()
-            answer = await loop.run_in_executor(None, self._judge.ask, request, self.timeout)
-            start = 0
+            answer = await asyncio.to_thread(self._judge.ask, request, self.timeout)
+            rows, unit = rows_of(answer), answer.unit if isinstance(answer, Scores) else None
             for pending in batch:
-                end = start + len(pending.request)
+                part, rows = rows[: len(pending.request)], rows[len(pending.request) :]
                 if not pending.answer.done():
-                    pending.answer.set_result(select_rows(answer, slice(start, end)))
-                start = end
+                    pending.answer.set_result(answer_of(part, unit))
             return
         error = asking.error
         if self._ended:
@@ -207,7 +202,7 @@ def _fail(batch: list[_Pending], error: Exception | SystemExit | None) -> None:
 
 
 def judge_server(
-    judge: BatchJudge,
+    judge: Any,
     card: dict[str, Any],
     *,
     token: str | None = None,
@@ -242,54 +237,59 @@ def judge_server(
         return JSONResponse(about)
 
     async def answer(request: Request, *, is_pair: bool) -> Response:
-        length = _check_head(request.headers, token, card, bounds, is_pair)
+        length = _check_head(request.headers, token, card, bounds.max_bytes, is_pair)
         with budget.reserve(length):
             raw = await _receive(request, length, bounds)
             parsed = await asyncio.to_thread(_read, raw, bounds, is_pair)  # others are served meanwhile
             packed = await _submit(batcher, parsed, request)
-        return Response(packed, media_type=MEDIA_TYPE, headers={JUDGE_HEADER: card["identity"] or ""})
+        return Response(packed, media_type="application/json", headers={JUDGE_HEADER: card["identity"] or ""})
 
     routes = [
         Route("/health", health),
         Route("/v1/score", partial(answer, is_pair=False), methods=["POST"]),
         Route("/v1/compare", partial(answer, is_pair=True), methods=["POST"]),
     ]
-    refusals = {HTTPException: _refusal, QueueFull: _busy}
+    refusals = dict.fromkeys((HTTPException, *_REFUSALS), _refuse)
     app = Starlette(routes=routes, lifespan=lifespan, exception_handlers=refusals)
     app.state.batcher, app.state.stop = batcher, batcher.stop
     return app
 
 
-async def _refusal(_: Request, error: Any) -> Response:
-    # Starlette raises its own for another path or method
-    paths = "" if isinstance(error, Refused) else ". There are GET /health, POST /v1/score and POST /v1/compare."
-    return JSONResponse({"error": f"{error.detail}{paths}"}, error.status_code, error.headers)
+async def _refuse(_: Request, error: Any) -> Response:
+    if isinstance(error, HTTPException):  # also Starlette's own for another path or method
+        status, message, headers = error.status_code, error.detail, error.headers
+    else:
+        status, text = _REFUSALS[type(error)]
+        seconds = max(1, math.ceil(getattr(error, "retry_after", 1.0)))
+        message, headers = text.format(error), {"Retry-After": str(seconds)} if status == 503 else None
+    about: dict[str, Any] = {
+        "error": message.encode(errors="replace").decode()
+    }  # JSON can name what UTF-8 cannot hold
+    if isinstance(error, QueueFull):
+        about["busy"] = True
+    return JSONResponse(about, status, headers)
 
 
-async def _busy(_: Request, error: Any) -> Response:
-    about = {"error": f"Busy: {error}. Try again.", "busy": True}
-    return JSONResponse(about, 503, {"Retry-After": "1"})
-
-
-def _check_head(headers: Any, token: str | None, card: dict[str, Any], limits: RequestLimits, is_pair: bool) -> int:
+def _check_head(headers: Any, token: str | None, card: dict[str, Any], max_bytes: int, is_pair: bool) -> int:
     """Return the length of the body, or refuse the request before a byte of the body is read."""
-    scheme, _, sent = headers.get("authorization", "").partition(" ")
+    scheme, _, secret = headers.get("authorization", "").partition(" ")
     is_bearer = scheme.lower() == "bearer"
-    if token is not None and not (is_bearer and hmac.compare_digest(sent.strip().encode(), token.encode())):
+    if token is not None and not (is_bearer and hmac.compare_digest(secret.strip().encode(), token.encode())):
         message = "No or a wrong token; send the header 'Authorization: Bearer TOKEN'."
-        raise Refused(401, message, WWW_Authenticate="Bearer")
-    if not card["compares" if is_pair else "scores"]:
-        able = "scores images: POST /v1/score" if is_pair else "compares pairs: POST /v1/compare"
-        raise Refused(404, f"The judge {card['name']!r} cannot do that; it {able}.")
+        raise HTTPException(401, message, {"WWW-Authenticate": "Bearer"})
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != MEDIA_TYPE:
-        raise Refused(415, f"The content type is {kind or 'missing'!r}; send {MEDIA_TYPE}.")
     length = headers.get("content-length", "")
-    if not length.isdigit():
-        raise Refused(411, "The request has no Content-Length; send the body in one piece.")
-    if int(length) > limits.max_bytes:
-        raise Refused(413, f"The body has {length} bytes; at most {limits.max_bytes} are allowed. Split it.")
-    return int(length)
+    size = int(length) if length.isdigit() else -1
+    able = "scores images: POST /v1/score" if is_pair else "compares pairs: POST /v1/compare"
+    for status, is_wrong, message in (
+        (404, not card["compares" if is_pair else "scores"], f"The judge {card['name']!r} only {able}."),
+        (415, kind != MEDIA_TYPE, f"The content type is {kind or 'missing'!r}; send {MEDIA_TYPE}."),
+        (411, size < 0, "The request has no Content-Length; send the body in one piece."),
+        (413, size > max_bytes, f"The body has {size} bytes; at most {max_bytes} are allowed. Split it."),
+    ):
+        if is_wrong:
+            raise HTTPException(status, message)
+    return size
 
 
 async def _receive(request: Any, length: int, limits: RequestLimits) -> bytearray:
@@ -305,31 +305,26 @@ async def _receive(request: Any, length: int, limits: RequestLimits) -> bytearra
                     header = int.from_bytes(body[:8], "little")
                     if header > limits.max_header:
                         message = f"The header has {header} bytes (prompts, records); at most {limits.max_header}"
-                        raise Refused(413, f"{message} are allowed. Split the request.")
+                        raise HTTPException(413, f"{message} are allowed. Split the request.")
     except TimeoutError as error:
-        raise Refused(408, f"The body did not arrive within {limits.receive_timeout:g} seconds.") from error
-    except ClientDisconnect as error:
-        raise Refused(400, "The connection ended before the body did.") from error
+        raise HTTPException(408, f"The body did not arrive within {limits.receive_timeout:g} seconds.") from error
     return body
 
 
 def _read(raw: bytearray, limits: RequestLimits, is_pair: bool) -> JudgeRequest:
     """Read the request in a body and refuse what is beyond the limits."""
-    try:
-        request = unpack_request(raw)
-    except WireError as error:
-        raise Refused(400, f"Unreadable body: {error}") from error
+    request = unpack_request(raw)
     if not len(request):
-        raise Refused(400, "The request is empty; send at least one image.")
+        raise HTTPException(400, "The request is empty; send at least one image.")
     if (request.right is not None) != is_pair:
-        raise Refused(400, "Single images go to /v1/score, pairs (left and right) to /v1/compare.")
+        raise HTTPException(400, "Single images go to /v1/score, pairs (left and right) to /v1/compare.")
     for noun, count, limit in (
         ("rows", len(request), limits.max_rows),
         ("pixels", request.pixels, limits.max_pixels),
         ("characters in a prompt", max(map(len, request.prompts)), limits.max_prompt),
     ):
         if count > limit:
-            raise Refused(413, f"{count} {noun}; at most {limit} are allowed. Split the request.")
+            raise HTTPException(413, f"{count} {noun}; at most {limit} are allowed. Split the request.")
     return request
 
 
@@ -339,21 +334,9 @@ async def _submit(batcher: Batcher, parsed: JudgeRequest, request: Request) -> b
     leaving = asyncio.ensure_future(_wait_for_disconnect(request))
     try:
         await asyncio.wait({answer, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if answer.done():
-            return pack_answer(answer.result())
-        raise Refused(400, "The client went away before its answer.")
-    except WorkerUnavailable as error:
-        message = f"There is no judge at the moment: {error}. Try later."
-        raise Refused(503, message, Retry_After=str(max(1, math.ceil(error.retry_after)))) from error
-    except WorkerDied as error:
-        message = f"Twice {error} while it worked on this request. Try later."
-        raise Refused(503, message, Retry_After="1") from error
-    except WorkerTimeout as error:
-        raise Refused(504, f"Too slow: {error}. Send fewer images at once.") from error
-    except (JudgeRefused, ValueError, TypeError) as error:
-        raise Refused(422, f"The judge refused the request: {error}") from error
-    except RewardError as error:
-        raise Refused(500, f"The judge broke on the request: {error}") from error
+        if not answer.done():
+            raise ClientDisconnect
+        return pack_answer(answer.result())
     finally:
         answer.cancel()
         leaving.cancel()

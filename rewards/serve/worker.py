@@ -16,17 +16,14 @@ from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
-from torch import Tensor
-
 from visalign.errors import CaughtError
 from visalign.interfaces import PairwiseReward, PointwiseReward, Preferences, Scores, with_capabilities
 from visalign.rewards.base.contract import RewardError
+from visalign.rewards.base.images import as_contract
 
 from .wire import (
     JudgeRequest,
-    Pixels,
     WireError,
-    as_batch,
     concatenate_requests,
     pack_answer,
     pack_request,
@@ -246,28 +243,21 @@ def answer_request(judge: Any, request: JudgeRequest) -> Scores | Preferences:
     """Score or compare, as the request asks.
 
     Raises:
-        JudgeRefused: the judge cannot do that, or finds fault with the request.
+        JudgeRefused: the judge finds fault with the request.
         JudgeFailed: it raised anything else.
     """
-    is_pair = request.right is not None
-    contract: type = PairwiseReward if is_pair else PointwiseReward
-    if not isinstance(judge, contract):
-        able = "scores images and does not compare pairs" if is_pair else "only compares pairs of images"
-        raise JudgeRefused(f"{judge.name!r} {able}.")
     with CaughtError() as judging:
-        sides = [_readable(side) for side in (request.images, request.right) if side is not None]
-        return (judge.compare if is_pair else judge.score)(*sides, request.prompts, request.metadata)
+        sides = [
+            # [3, H, 3] of levels could be read with the channels first or last
+            as_contract([image / 255 if image.shape[-1] == 3 else image for image in side])
+            for side in (request.images, request.right)
+            if side is not None
+        ]
+        judge_rows = judge.score if request.right is None else judge.compare
+        return judge_rows(*sides, request.prompts, request.metadata)
     kind = JudgeRefused if isinstance(judging.error, ValueError | TypeError) else JudgeFailed
     raise kind(_describe(judging.error)) from judging.error
 
 
 def _describe(error: BaseException | None) -> str:
     return f"{type(error).__name__}: {error}"
-
-
-def _readable(images: Pixels) -> Pixels:
-    """Images in a form that every judge takes and reads with the channels first."""
-    batch = as_batch(images)
-    if isinstance(batch, Tensor):
-        return batch / 255 if batch.shape[-1] == 3 else batch  # [3, H, 3] could be read either way
-    return [image / 255 if image.shape[-1] == 3 else image for image in batch]

@@ -44,7 +44,7 @@ sys.path.insert(0, str(ROOT))
 
 from tests.support.servers.rewards import serving
 from visalign.rewards import load_judge
-from visalign.rewards.serve.client import RemoteReward, read_images
+from visalign.rewards.serve.client import RemoteReward, readable_rows
 from visalign.rewards.serve.server import judge_server
 from visalign.rewards.serve.wire import JudgeRequest, pack_answer, pack_request, unpack_answer, unpack_request
 from visalign.rewards.serve.worker import JudgeWorker
@@ -293,12 +293,12 @@ def profile(given: argparse.Namespace) -> dict[str, float]:
     prompts = [f"a red circle {n}" for n in range(given.batch)]
     torch.set_num_threads(given.threads)
     judge = load_judge(given.judge)
-    request = JudgeRequest(images=images, prompts=prompts, metadata=[None] * given.batch)
+    request = JudgeRequest(images=list(images), prompts=prompts, metadata=[None] * given.batch)
     raw = bytearray(pack_request(request))
     turn = iter(range(10_000))
     answer = judge.score(images, prompts)  # type: ignore[union-attr]
     steps: dict[str, Callable[[], Any]] = {
-        "client: read": lambda: read_images("judge", [images], prompts, None),
+        "client: read": lambda: readable_rows("judge", images, None, prompts, None),
         "client: pack": lambda: pack_request(request),
         "server and worker: unpack, twice": lambda: (unpack_request(raw), unpack_request(raw)),
         "worker, server and client: answer": lambda: [

@@ -207,7 +207,7 @@ def odd() -> Any:
         (
             "short",
             500,
-            r"the judge's answer is unusable: the answer needs a kind, 'main', 'valid', and 2 rows",
+            "the judge's answer is unusable: an answer in the format visalign-judge-3 (ValueError: 1 rows for 2",
         ),
     ],
 )
