@@ -219,8 +219,6 @@ class TextConfig:
     """Sections of the jobs of reinforcement learning."""
 
     pipeline: ClassVar[str]
-    method: ClassVar[str]
-    """Method in the title of the report."""
 
     seed: Natural = 0
     """Seed of the run: prompts, completions, new weights."""
@@ -316,7 +314,6 @@ class TextGRPOConfig(TextConfig):
     """GRPO, Dr.GRPO, GSPO, DAPO and variants: completions are compared within the group of their prompt."""
 
     pipeline: ClassVar[str] = "text_grpo"
-    method: ClassVar[str] = "GRPO"
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -324,7 +321,6 @@ class TextPPOConfig(TextConfig):
     """PPO-clip, PPO-KL, PPO-ptx: completions are compared with the prediction of a value function."""
 
     pipeline: ClassVar[str] = "text_ppo"
-    method: ClassVar[str] = "PPO"
 
     model: ActorCriticConfig = field(default_factory=lambda: ActorCriticConfig(value="separate"))
     """Language model and its value function."""

@@ -88,43 +88,40 @@ def diagnose(
         JSON-able: policies, `support`, `best_of_n`, `rewards` (a distance per pair), `clip`, `greedy`.
     """
     config, first_config = _config(second or run), _config(run)
-    scorer = _Scorer(config, rewards)
-    records, generation = evenly_spaced(scorer.records, prompts), config.generation
+    scorer = _Scorer(config, rewards, prompts)
     policies = {
         "base": _policy(first_config, None if second is None else run),
         "tuned": _policy(config, second or run),
     }
     if policies["base"].tokenizer.get_vocab() != policies["tuned"].tokenizer.get_vocab():
         raise UserError(f"'{run}' and '{second}' are of models with different tokens: nothing to compare.")
-    generators = {name: with_tool(generation, p, p) for name, p in policies.items()}
-    base, tuned = (scorer.sample(g, records, generation, samples, seed) for g in generators.values())
+    base, tuned = (scorer.sample(policy, samples, seed) for policy in policies.values())
     generator = torch.Generator().manual_seed(seed)
-    options = scorer, records, generation.stopping(), margin, noise, seed
     result = {
         "base": first_config.model.path if second is None else str(run),
         "tuned": str(second or run),
-        "prompts": len(records),
+        "prompts": len(scorer.records),
         "samples": samples,
         "correctness": scorer.correctness,
-        "support": _support(base, tuned, records, generator),
+        "support": _support(base, tuned, scorer.records, generator),
         "best_of_n": _best_of_n(policies["base"], base, tuned, generator),
         "rewards": _distances(base, tuned, generator),
         "clip": _clip(second or run, base, generator),
         "greedy": {
             "margin": margin,
             "noise": noise,
-            "policies": {name: _greedy(p, generators[name], *options) for name, p in policies.items()},
+            "policies": {name: _greedy(policy, scorer, margin, noise, seed) for name, policy in policies.items()},
         },
     }
     return json.loads(summary_json(result))
 
 
 class _Scorer:
-    """Held-out records of a run, and the rewards of their completions."""
+    """Held-out records of a run, the generation of completions to them, and the rewards of these."""
 
-    def __init__(self, config: Any, more: Sequence[str]) -> None:
-        terms = config.rewards.terms if hasattr(config, "rewards") else None
-        self.records, rewards = heldout_inputs(config.data, config.evaluation, config.seed, None, trained=terms)
+    def __init__(self, config: Any, more: Sequence[str], prompts: int | None) -> None:
+        records, rewards = heldout_inputs(config, None)
+        self.records, self.generation = evenly_spaced(records, prompts), config.generation
         added = text_rewards({name: RewardTerm(name=name) for name in more if name not in rewards})
         self.rewards, self.correctness = {**rewards, **added}, config.evaluation.correctness
         if self.correctness is None:
@@ -132,24 +129,29 @@ class _Scorer:
                 "The run's evaluation.correctness is null, so nothing says which completions solve a prompt. "
                 "Diagnose a run whose config.yaml names such a reward."
             )
-        self.reward = rewards[self.correctness] if terms is None else text_sum(config.rewards, rewards)
+        is_optimized = hasattr(config, "rewards")  # a supervised run optimizes no reward
+        self.reward = text_sum(config.rewards, rewards) if is_optimized else rewards[self.correctness]
 
-    def sample(self, policy: Any, records: Records, generation: Any, samples: int, seed: int) -> _ScoredCompletions:
+    @torch.no_grad()
+    def generate(self, policy: Any, seeds: Sequence[int], sampling: Sampling) -> TextRollout:
+        """Complete each record, as often as there are seeds for it."""
+        return with_tool(self.generation, policy, policy).generate(
+            [record["prompt"] for record in self.records],
+            seeds=seeds,
+            num_generations=len(seeds) // len(self.records),
+            sampling=sampling,
+            stopping=self.generation.stopping(),
+        )
+
+    def sample(self, policy: Any, samples: int, seed: int) -> _ScoredCompletions:
         """Sample and score `samples` completions of a policy to each record; a seed for each."""
-        seeds = [sample_seed(seed, prompt_text(r["prompt"]), i) for r in records for i in range(samples)]
-        with torch.no_grad():
-            rollout = policy.generate(
-                [record["prompt"] for record in records],
-                seeds=seeds,
-                num_generations=samples,
-                sampling=generation.sampling,
-                stopping=generation.stopping(),
-            )
-        return self.score(rollout, [r for r in records for _ in range(samples)], samples)
+        seeds = [sample_seed(seed, prompt_text(r["prompt"]), i) for r in self.records for i in range(samples)]
+        return self.score(self.generate(policy, seeds, self.generation.sampling))
 
-    def score(self, rollout: TextRollout, records: Records, samples: int) -> _ScoredCompletions:
-        """Score a rollout to the records [B]."""
-        texts, prompts = list(rollout.text), list(rollout.prompt)
+    def score(self, rollout: TextRollout) -> _ScoredCompletions:
+        """Score a rollout of `generate`."""
+        texts, prompts, samples = list(rollout.text), list(rollout.prompt), len(rollout.text) // len(self.records)
+        records = [record for record in self.records for _ in range(samples)]
         scores = {label: reward.score(texts, prompts, records) for label, reward in self.rewards.items()}
         correct, total = scores[self.correctness], self.reward.score(texts, prompts, records)
         is_right = verdict(self.correctness, self.rewards[self.correctness], correct).double()
@@ -191,8 +193,10 @@ def _config(run: Path) -> Any:
 
 def _policy(config: Any, run: Path | None) -> Any:
     """Load the policy that a run began with, or with `run` its result."""
-    changes = {"value": "none"} if hasattr(config.model, "value") else {}
-    model = replace(config.model, **changes, **({"lora": None} if run is None else {}))
+    changes: dict[str, Any] = {"value": "none"} if hasattr(config.model, "value") else {}
+    if run is None:
+        changes["lora"] = None
+    model = replace(config.model, **changes)
     policy = build_text_policy(model, run_device(config.run), config.seed, reference=False)
     if run is not None:
         with no_loading_bars():
@@ -201,24 +205,18 @@ def _policy(config: Any, run: Path | None) -> Any:
 
 
 def _support(
-    base: _ScoredCompletions,
-    tuned: _ScoredCompletions,
-    records: Sequence[Mapping[str, Any]],
-    generator: torch.Generator,
+    base: _ScoredCompletions, tuned: _ScoredCompletions, records: Records, generator: torch.Generator
 ) -> dict[str, Any]:
     """Compute pass@k of both, the crossing of the curves, and the prompts that only one of them solves."""
     points = pass_at_k_curves(base.solved, tuned.solved, generator=generator)
     scored = base.solved.isfinite().all(1) & tuned.solved.isfinite().all(1)
     before, after = ((scores.solved == 1).any(1) & scored for scores in (base, tuned))
     crossing_k, is_shown = crossing(points)
+    only = {"tuned": after & ~before, "base": before & ~after}
     counts = {
         "preserved": int((before & after).sum()),
-        "expanded": int((after & ~before).sum()),
-        "shrunk": int((before & ~after).sum()),
-    }
-    only = {
-        name: [prompt_text(records[i]["prompt"]) for i in mask.nonzero()[:, 0].tolist()]
-        for name, mask in (("tuned", after & ~before), ("base", before & ~after))
+        "expanded": int(only["tuned"].sum()),
+        "shrunk": int(only["base"].sum()),
     }
     return {
         "pass_at_k": [
@@ -228,7 +226,10 @@ def _support(
         "problems": int(scored.sum()),
         **counts,
         **asdict(support_metrics(**counts)),
-        "solved_only_by": only,
+        "solved_only_by": {
+            name: [prompt_text(records[i]["prompt"]) for i in mask.nonzero()[:, 0].tolist()]
+            for name, mask in only.items()
+        },
     }
 
 
@@ -271,43 +272,26 @@ def _distances(
 
 
 @torch.no_grad()
-def _greedy(
-    policy: Any,
-    generate_with: Any,
-    scorer: _Scorer,
-    records: Records,
-    stopping: Any,
-    margin: float,
-    noise: float,
-    seed: int,
-) -> dict[str, Any]:
+def _greedy(policy: Any, scorer: _Scorer, margin: float, noise: float, seed: int) -> dict[str, Any]:
     """Measure near ties of greedy completions, and the effect of a little noise on the logits.
 
     The largest logit under Gumbel noise of scale β is a draw at temperature β, so the noisy completions are
     samples of that temperature (The Policy Cliff, arXiv 2507.20150, on argmax at ties).
     """
-    names = [prompt_text(record["prompt"]) for record in records]
-    generator = torch.Generator().manual_seed(seed)
-    greedy, noisy = (
-        generate_with.generate(
-            [record["prompt"] for record in records],
-            seeds=[sample_seed(seed, name, "noise") for name in names],
-            sampling=Sampling(temperature=scale),
-            stopping=stopping,
-        )
-        for scale in (0.0, noise)
-    )
-    unmodified = replace(greedy, sampling=Sampling(), kept=None)
+    names = [prompt_text(record["prompt"]) for record in scorer.records]
+    seeds = [sample_seed(seed, name, "noise") for name in names]
+    greedy, noisy = (scorer.generate(policy, seeds, Sampling(temperature=scale)) for scale in (0.0, noise))
+    unmodified = replace(greedy, sampling=Sampling(), kept=None)  # the gap is of the logits at temperature 1
     gap = policy.log_probs(unmodified, distribution="full", statistic=runner_up_gap).statistic
     near = ((gap < margin) & (greedy.loss_mask > 0)).any(1)
     changed = torch.tensor([a != b for a, b in zip(greedy.text, noisy.text, strict=True)])
-    first, second = (scorer.score(rollout, records, 1).reward[:, 0] for rollout in (greedy, noisy))
+    first, second = (scorer.score(rollout).reward[:, 0] for rollout in (greedy, noisy))
     shares = {"near_tie": near.double(), "changed": changed.double()}
+    means = {"reward": first, "reward_change": second - first, "reward_change_abs": (second - first).abs()}
+    generator = torch.Generator().manual_seed(seed)
     return {
         **{name: share_interval(value.numpy(), names).to_dict() for name, value in shares.items()},
-        "reward": mean_interval(first, generator=generator).to_dict(),
-        "reward_change": mean_interval(second - first, generator=generator).to_dict(),
-        "reward_change_abs": mean_interval((second - first).abs(), generator=generator).to_dict(),
+        **{name: mean_interval(value, generator=generator).to_dict() for name, value in means.items()},
     }
 
 

@@ -13,7 +13,7 @@ from visalign.errors import UserError
 from visalign.evaluation import HeldoutResult
 from visalign.evaluation.heldout.text import evaluate_text
 from visalign.pipelines.shared.job import PolicyRun, build_trainer, on_the_way, result_folder, run_job
-from visalign.pipelines.shared.parts import Records, build_accelerator, ends_by, evenly_spaced, spread
+from visalign.pipelines.shared.parts import Records, build_accelerator, ends_by, evenly_spaced, name_key, spread
 from visalign.pipelines.shared.run_folder import fingerprint
 from visalign.training.loop.progress import POLICY_COLUMNS, SUPERVISED_COLUMNS
 
@@ -21,8 +21,6 @@ from .config import SupervisedConfig, TextConfig, TextGRPOConfig, TextPPOConfig
 from .footprint import footprint
 from .parts import (
     TextInputs,
-    build_demonstrations,
-    build_log_partition,
     build_process,
     build_server,
     build_text_policy,
@@ -37,10 +35,12 @@ __all__ = ["TextGRPOConfig", "TextPPOConfig", "estimate", "plan", "run"]
 
 def _build(config: TextConfig, output: Path) -> PolicyRun:
     """Build the objects of a run, without writing anything."""
+    from visalign.adapters.causal_lm.demonstrations import DemonstrationBatches, fitting_demonstrations
+    from visalign.adapters.causal_lm.log_partition import PromptLogPartition
     from visalign.training import TextRL
     from visalign.training.text.trajectories import needs_reference
 
-    accelerator = build_accelerator(config, output)
+    accelerator, seed, objective = build_accelerator(config, output), config.seed, config.built_objective
     config.rewards.check_processes(accelerator.num_processes)
     inputs = prepare(config, str(accelerator.device))
     if inputs.reward.capabilities.needs_batch and accelerator.num_processes > 1:
@@ -48,16 +48,20 @@ def _build(config: TextConfig, output: Path) -> PolicyRun:
             f"{inputs.reward.name} scores all completions of an iteration together, and each of "
             f"{accelerator.num_processes} processes would score its own. Use one process."
         )
-    has_reference = needs_reference(config.built_objective) or config.latent_flow is not None
-    policy = build_text_policy(config.model, accelerator.device, config.seed, reference=has_reference)
-    server = build_server(config, policy)
+    has_reference = needs_reference(objective) or config.latent_flow is not None
+    policy = build_text_policy(config.model, accelerator.device, seed, reference=has_reference)
+    server, demonstrations = build_server(config, policy), None
+    if inputs.demonstrations is not None:
+        with name_key("data.demonstrations"):
+            fitting = fitting_demonstrations(policy, inputs.demonstrations, too_long="refuse")
+        demonstrations = DemonstrationBatches(policy, fitting, size=config.data.demonstrations_batch, seed=seed)
     algorithm = TextRL(
         policy,
         inputs.reward,
         inputs.records,
         rollout=config.rollout,
         objective=config.objective,
-        seed=config.seed,
+        seed=seed,
         accelerator=accelerator,
         dynamic=config.dynamic,
         self_imitation=config.self_imitation,
@@ -65,15 +69,12 @@ def _build(config: TextConfig, output: Path) -> PolicyRun:
         generator=with_tool(config.rollout, server or policy, policy),
         after_update=syncing(config, policy, server, output, accelerator),
         value_model=build_value_model(config.model, accelerator.device),
-        log_partition=build_log_partition(config, policy),
+        log_partition=PromptLogPartition(policy, seed=seed) if objective.surrogate == "flow_balance" else None,
         process=build_process(config, policy),
-        demonstrations=build_demonstrations(config, policy, inputs.demonstrations),
+        demonstrations=demonstrations,
         sharding=config.run.sharding,
     )
-    sources = {"data.train": inputs.records, "data.heldout": inputs.heldout}
-    if inputs.demonstrations is not None:
-        sources["data.demonstrations"] = inputs.demonstrations
-    return text_run(config, output, config.method, policy, algorithm, inputs.rewards, sources)
+    return text_run(config, output, config.objective.algorithm, policy, algorithm, inputs)
 
 
 run = partial(run_job, build=_build)
@@ -85,29 +86,25 @@ def text_run(
     method: str,
     policy: Any,
     algorithm: Any,
-    rewards: Mapping[str, Any],
-    sources: Mapping[str, Records],
+    inputs: TextInputs,
     *,
     summary: Callable[[Any], Mapping[str, Any]] = lambda _: {},
-    seen: int | None = None,
     more_metrics: Callable[[], Mapping[str, float]] = dict,
 ) -> PolicyRun:
     """Build the run of a text policy.
 
-    `method` stands in the report's title, `sources` has the records of each source by its key, `summary` adds
-    entries made of the counters, `seen` counts the held-out prompts that are trained on as well, and
-    `more_metrics` are added to each evaluation during training.
+    `method` stands in the report's title, `summary` adds entries made of the counters, and `more_metrics` are
+    added to each evaluation during training.
     """
-    heldout, generation = sources["data.heldout"], config.generation
+    generation = config.generation
     generator = with_tool(generation, policy, policy)
 
     def measure(records: Records, seeds: Any) -> HeldoutResult:
         def evaluate_part(rank: int, shares: int) -> HeldoutResult:
-            first, end = (len(records) * part // shares for part in (rank, rank + 1))
             return evaluate_text(
                 generator,
-                rewards,
-                records[first:end],
+                inputs.rewards,
+                records[len(records) * rank // shares : len(records) * (rank + 1) // shares],
                 seeds=seeds,
                 sampling=generation.sampling,
                 stopping=generation.stopping(),
@@ -116,21 +113,21 @@ def text_run(
 
         return spread(algorithm.accelerator, len(records), evaluate_part)
 
-    evaluate = on_the_way(config, measure, heldout, output / "before.npz", more=lambda _: more_metrics())
+    evaluate = on_the_way(config, measure, inputs.heldout, output / "before.npz", more=lambda _: more_metrics())
     columns = SUPERVISED_COLUMNS if isinstance(config, SupervisedConfig) else POLICY_COLUMNS
     return PolicyRun(
         config=config,
         output=output,
         trainer=build_trainer(config, output, algorithm, evaluate, columns=columns),
-        fingerprints={key: fingerprint(records) for key, records in sources.items()},
+        fingerprints={key: fingerprint(records) for key, records in inputs.sources.items()},
         title=f"{method} on {config.model.path}",
         policy=policy,
         measure=measure,
-        heldout=heldout,
+        heldout=inputs.heldout,
         samples="completions",
         load_code=load_code(config, output, takes_images=policy.processor is not None),
         counts=lambda c: {**summary(c), "samples": c.samples, "tokens": c.tokens},
-        seen=seen,
+        seen=inputs.seen,
         next_command=_next_command(config, output),
     )
 
@@ -140,7 +137,7 @@ def _next_command(config: Any, output: Path) -> list[str]:
     if config.model.lora is not None:
         return ["visalign", "diagnose", str(output)]
     model = result_folder(config, output)
-    if "rating" in getattr(getattr(config, "rewards", None), "terms", {}):  # a judge that was trained to rate
+    if isinstance(config, TextConfig) and "rating" in config.rewards.terms:  # a judge that was trained to rate
         option = ["--option", f"model={model}"]
         return ["visalign", "evaluate", str(config.data.heldout), "-r", "visual_quality_r1", *option]
     return ["visalign", "train", "text_sample", f"model.path={model}"]
@@ -152,14 +149,12 @@ def load_code(config: Any, output: Path, *, takes_images: bool = False) -> str:
     kind, reader = "AutoModelForCausalLM", "AutoTokenizer"
     if takes_images:
         kind, reader = "AutoModelForImageTextToText", "AutoProcessor"
-    lines = [f"from transformers import {kind}, {reader}", ""]
-    if config.model.lora is None:
-        lines.append(f"model = {kind}.from_pretrained({folder})")
-    else:
-        lines = ["from peft import PeftModel", lines[0], "from visalign.data.assets import resolve_model", ""]
-        lines.append(f"base = {kind}.from_pretrained(resolve_model({base}))")
-        lines.append(f"model = PeftModel.from_pretrained(base, {folder})")
-    return "\n".join([*lines, f"{reader.removeprefix('Auto').lower()} = {reader}.from_pretrained({folder})"])
+    imports, model = f"from transformers import {kind}, {reader}\n", f"model = {kind}.from_pretrained({folder})"
+    if config.model.lora is not None:
+        imports = f"from peft import PeftModel\n{imports}from visalign.data.assets import resolve_model\n"
+        model = f"base = {kind}.from_pretrained(resolve_model({base}))\n"
+        model += f"model = PeftModel.from_pretrained(base, {folder})"
+    return f"{imports}\n{model}\n{reader.removeprefix('Auto').lower()} = {reader}.from_pretrained({folder})"
 
 
 def planned_evaluation(config: Any, heldout: Records) -> dict[str, int]:

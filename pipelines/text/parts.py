@@ -6,10 +6,10 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -36,14 +36,7 @@ from visalign.text.tools import ToolPolicy
 from visalign.training.loop.sampler import PromptSampler
 from visalign.training.text.trajectories import check_answers
 
-from .config import (
-    ActorCriticConfig,
-    HeldoutPromptsConfig,
-    PromptsConfig,
-    TextConfig,
-    TextEvaluationConfig,
-    TextModelConfig,
-)
+from .config import ActorCriticConfig, PromptsConfig, TextConfig, TextModelConfig
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -51,49 +44,46 @@ if TYPE_CHECKING:
     from visalign.adapters.causal_lm.policy import CausalLMPolicy
 
 
-@dataclass(frozen=True, kw_only=True)
-class TextInputs:
+class TextInputs(NamedTuple):
     """Records and rewards of a job."""
 
     records: Records
+    """Prompts; of supervised jobs with a completion, a pair of completions, or a completion and its label."""
     heldout: Records
     rewards: Mapping[str, Any]
     """label -> reward, those that are trained on and those that are only reported."""
-    reward: Any
-    """The sum that is optimized."""
-    demonstrations: Records | None
+    reward: Any = None
+    """The sum that is optimized; None for supervised jobs."""
+    demonstrations: Records | None = None
     """Demonstrations for the ptx term, each with prompt and completion."""
+    left_out: Mapping[str, int] = {}
+    """Reason -> records that are not used."""
+    seen: int | None = None
+    """Held-out prompts that are trained on as well; None where that is not counted."""
+
+    @property
+    def sources(self) -> dict[str, Records]:
+        """Return the records by the key of their source."""
+        sources = {"data.train": self.records, "data.heldout": self.heldout}
+        return sources if self.demonstrations is None else {**sources, "data.demonstrations": self.demonstrations}
 
 
 def prepare(config: TextConfig, device: str | None = None) -> TextInputs:
     """Read and check the sources of the configuration, without the model."""
     data, seed = config.data, config.seed
     records = text_records("train", data, seed)
-    heldout, rewards = heldout_inputs(data, config.evaluation, seed, device, trained=config.rewards.terms)
+    heldout, rewards = heldout_inputs(config, device)
     check_answers(config.built_objective, records)
     PromptSampler(len(records), config.rollout.prompts_per_iteration, config.rollout.group_size, seed)
-    demonstrations = None
-    if data.demonstrations is not None:
-        demonstrations = text_demonstrations("demonstrations", data, seed, "solution", "completion")
-    return TextInputs(
-        records=records,
-        heldout=heldout,
-        rewards=rewards,
-        reward=text_sum(config.rewards, rewards),
-        demonstrations=demonstrations,
-    )
+    demonstrations = None if data.demonstrations is None else text_demonstrations("demonstrations", data, seed)
+    return TextInputs(records, heldout, rewards, text_sum(config.rewards, rewards), demonstrations)
 
 
-def heldout_inputs(
-    data: HeldoutPromptsConfig,
-    evaluation: TextEvaluationConfig,
-    seed: int,
-    device: str | None,
-    trained: Mapping[str, RewardTerm] | None = None,
-) -> tuple[Records, dict[str, Any]]:
+def heldout_inputs(config: Any, device: str | None) -> tuple[Records, dict[str, Any]]:
     """Load held-out records and their rewards, including those that are trained on."""
-    heldout, correctness = text_records("heldout", data, seed), evaluation.correctness
-    rewards = text_rewards({**evaluation.rewards, **(trained or {})}, device)
+    heldout, correctness = text_records("heldout", config.data, config.seed), config.evaluation.correctness
+    trained = config.rewards.terms if isinstance(config, TextConfig) else {}
+    rewards = text_rewards({**config.evaluation.rewards, **trained}, device)
     check_labels(rewards)
     if correctness is not None:
         check_text_judge(correctness, rewards[correctness], heldout[0])
@@ -101,15 +91,10 @@ def heldout_inputs(
 
 
 def text_records(key: str, data: PromptsConfig, seed: int) -> Records:
-    """Load prompt records, packaged ones, those of a file, or questions about the images of a set.
+    """Load prompt records of data.`key`: packaged ones, those of a file, or questions about images of a set.
 
     Records about rated images have image, mos (higher is better), set, task and caption (their prompt); those
     about pairs have the label, the share of the votes for the first image, and no ties.
-
-    Args:
-        key: Key of the source in `data`.
-        data: The section.
-        seed: Seed of generated records for training.
     """
     source = getattr(data, key)
     if data.question is not None:
@@ -130,17 +115,18 @@ def text_records(key: str, data: PromptsConfig, seed: int) -> Records:
     return build_records(source, f"data.{key}")
 
 
-def _images(key: str, data: PromptsConfig, seed: int) -> PreferenceSet | QualitySet:
-    """Load and check the set of a source."""
-    source, train = getattr(data, key), key == "train"
-    size = data.size if train else data.heldout_size  # type: ignore[attr-defined]
+def _images(key: str, data: Any, seed: int) -> PreferenceSet | QualitySet:
+    """Load and check the set of images of data.`key`."""
+    source = getattr(data, key)
     with name_key(f"data.{key}"):
-        if source in GENERATED:
-            generate = {"shapes:pairs": shapes_pairs, "shapes:quality": shapes_quality}[source]
-            images = generate(size, seed=seed if train else 0, split="train" if train else "heldout")
+        if key != "train":
+            images = load_source(source, limit=data.heldout_size)
+        elif source in GENERATED:
+            generate = shapes_pairs if source == "shapes:pairs" else shapes_quality
+            images = generate(data.size, seed=seed, split="train")
         else:
-            images = load_source(source, limit=size)
-        if not isinstance(images, PreferenceSet):
+            images = load_source(source, limit=data.size)
+        if isinstance(images, QualitySet):
             check_quality(images)
             return images
         check_preferences(images, judge_sees_sides=True)
@@ -149,19 +135,13 @@ def _images(key: str, data: PromptsConfig, seed: int) -> PreferenceSet | Quality
     return images
 
 
-def decided_pairs(key: str, data: PromptsConfig, words: Sequence[str], reason: str | None, seed: int) -> Records:
+def _decided_pairs(key: str, data: Any, words: Sequence[str], reason: str | None, seed: int) -> Records:
     """Ask about pairs, with the decision of the votes as completion, followed by a teacher's reason.
 
-    Args:
-        key: Key of the source in `data`.
-        data: The section, with a question.
-        words: Words for "the first is better" and for "the second is better".
-        reason: Column of the reasons; None: decisions without one.
-        seed: Seed of generated pairs.
+    `words` are those for "the first is better" and "the second is better", `reason` the column of the reasons.
     """
-    assert data.question is not None
     images, records = _images(key, data, seed), []
-    if not isinstance(images, PreferenceSet):
+    if isinstance(images, QualitySet):
         raise UserError(f"data.decision decides between two images, and data.{key} is a set of rated ones.")
     for number, pair in enumerate(images.pairs):
         if pair.label == 0.5:
@@ -209,28 +189,19 @@ def _conversation(images: Sequence[str], question: str) -> list[dict[str, Any]]:
     return [{"role": "user", "content": [*parts, {"type": "text", "text": question}]}]
 
 
-def text_demonstrations(
-    key: str, data: PromptsConfig, seed: int, packaged: str | None, written: str | None
-) -> Records:
-    """Load records with prompt and completion; a file may hold several for a prompt.
+def text_demonstrations(key: str, data: PromptsConfig, seed: int, field: str | None = None) -> Records:
+    """Load records of data.`key` with prompt and completion; a file may hold several for a prompt.
 
-    Args:
-        key: Key of the source in `data`.
-        data: The section.
-        seed: Seed of the packaged records.
-        packaged: Field of their completions; None: completion, or solution.
-        written: The same for a file.
+    `field` names the completion in a record; None: completion, or solution where there is none.
     """
     source, decision = getattr(data, key), getattr(data, "decision", None)
     if decision is not None:
-        return decided_pairs(key, data, decision, written, seed)
-    with name_key(f"data.{key}"):
-        if not source.startswith("tasks:"):
-            return load_demonstrations(source, written)
-        if data.question is not None:
-            raise UserError(f"'{source}' shows no images, and data.question asks about some. Give a file.")
+        return _decided_pairs(key, data, decision, field, seed)
+    if data.question is not None or not source.startswith("tasks:"):
+        with name_key(f"data.{key}"):
+            return load_demonstrations(source, field)
     records = text_records(key, data, seed)
-    return [with_completion(r, f"data.{key}: record {i}", packaged) for i, r in enumerate(records)]
+    return [with_completion(r, f"data.{key}: record {i}", field) for i, r in enumerate(records)]
 
 
 def prompt_keys(records: Records) -> set[str]:
@@ -269,38 +240,33 @@ def build_text_policy(
     from visalign.adapters.causal_lm.policy import CausalLMPolicy
     from visalign.adapters.causal_lm.value_head import ValueHead
 
+    network: Any
     with no_loading_bars():
         network, tokenizer = load_causal_lm(resolve_model(model.path), dtype=getattr(torch, model.dtype))
     head = None
     if isinstance(model, ActorCriticConfig) and model.value == "shared":
         head = ValueHead(network.config.get_text_config().hidden_size, critics=model.critics)
-    moved: Any = network
+    same_names = ("max_prompt_tokens", "long_prompts", "gradient_checkpointing", "generate_batch", "score_batch")
     return CausalLMPolicy(
-        moved.to(device),
+        network.to(device),
         tokenizer,
         lora=lora_settings(model, seed),
         prompts=prompt_encoder(model, tokenizer),
         value_head=head,
-        max_prompt_tokens=model.max_prompt_tokens,
-        long_prompts=model.long_prompts,
         autocast=autocast_dtype(model.autocast, device),
-        gradient_checkpointing=model.gradient_checkpointing,
         reference=reference,
-        generate_batch=model.generate_batch,
-        score_batch=model.score_batch,
+        **{name: getattr(model, name) for name in same_names},
     )
 
 
 def lora_settings(model: TextModelConfig, seed: int) -> Any:
     """Return the configured adapters, or None."""
-    from visalign.adapters.causal_lm.lora import text_lora
+    from visalign.adapters.causal_lm.lora import ALL_LINEAR, text_lora
 
     if (lora := model.lora) is None:
         return None
-    chosen: dict[str, Any] = {"rank": lora.rank, "alpha": lora.alpha, "seed": seed}
-    if lora.target_modules is not None:
-        chosen["target_modules"] = tuple(lora.target_modules)
-    return text_lora(**chosen)
+    targets = tuple(lora.target_modules or (ALL_LINEAR,))
+    return text_lora(rank=lora.rank, alpha=lora.alpha, target_modules=targets, seed=seed)
 
 
 def prompt_encoder(model: TextModelConfig, tokenizer: Any) -> Any:
@@ -320,25 +286,6 @@ def build_value_model(model: ActorCriticConfig, device: torch.device) -> Any:
     path, dtype = resolve_model(model.path), getattr(torch, model.dtype)
     with no_loading_bars():
         return ValueModel.from_pretrained(path, dtype=dtype, device=str(device), critics=model.critics)
-
-
-def build_log_partition(config: TextConfig, policy: CausalLMPolicy) -> Any:
-    """Build log Z for an objective of trajectory balance, else None."""
-    from visalign.adapters.causal_lm.log_partition import PromptLogPartition
-
-    balances = config.built_objective.surrogate == "flow_balance"
-    return PromptLogPartition(policy, seed=config.seed) if balances else None
-
-
-def build_demonstrations(config: TextConfig, policy: CausalLMPolicy, records: Sequence[Any] | None) -> Any:
-    """Build the stream of demonstrations, or None."""
-    from visalign.adapters.causal_lm.demonstrations import DemonstrationBatches, fitting_demonstrations
-
-    if records is None:
-        return None
-    with name_key("data.demonstrations"):
-        fitting_demonstrations(policy, records, too_long="refuse")
-    return DemonstrationBatches(policy, records, size=config.data.demonstrations_batch, seed=config.seed)
 
 
 def build_process(config: TextConfig, policy: CausalLMPolicy) -> Any:
@@ -371,25 +318,15 @@ def build_server(config: TextConfig, policy: CausalLMPolicy) -> Any:
             f"server.api_key_env is {server.api_key_env}, and there is no such environment variable. Set it "
             "to the server's key, or leave api_key_env null."
         )
-    return ServerGenerator(
-        policy,
-        server.base_url,
-        server.model,
-        api_key=key,
-        logprobs_mode=server.logprobs_mode,
-        max_logprobs=server.max_logprobs,
-        parallel=server.parallel,
-        timeout=server.timeout,
-        patience=server.patience,
-    )
+    same_names = ("logprobs_mode", "max_logprobs", "parallel", "timeout", "patience")
+    options: dict[str, Any] = {name: getattr(server, name) for name in same_names}
+    return ServerGenerator(policy, server.base_url, server.model, api_key=key, **options)
 
 
 def with_tool(generation: Any, engine: Any, policy: CausalLMPolicy) -> Any:
     """Add `generation.tool` to a generator of completions; without a tool return it unchanged."""
     tool = generation.tool
-    if tool is None:
-        return engine
-    return ToolPolicy(engine, policy.tokenizer, tool.build())
+    return engine if tool is None else ToolPolicy(engine, policy.tokenizer, tool.build())
 
 
 def syncing(config: TextConfig, policy: CausalLMPolicy, generator: Any, output: Path, accelerator: Accelerator) -> Any:
@@ -421,8 +358,7 @@ def syncing(config: TextConfig, policy: CausalLMPolicy, generator: Any, output: 
                     generator.reload(folder)
                 else:
                     generator.sync(folder, server_folder=server.server_folder)
-        generator.model, generator.weights_folder = utils.broadcast_object_list(
-            [generator.model, generator.weights_folder]
-        )
+        version = utils.broadcast_object_list([generator.model, generator.weights_folder])
+        generator.model, generator.weights_folder = version
 
     return sync

@@ -12,10 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
+import torch
 from pydantic import Field
 from pydantic.dataclasses import dataclass
+from transformers import AutoConfig, AutoModelForTokenClassification, AutoTokenizer
 
 from visalign.data.assets import resolve_model
 from visalign.data.sets.tables import read_rows
@@ -29,11 +31,12 @@ from visalign.schema import STRICT
 from visalign.settings import Count, Natural
 from visalign.text.steps import StepReading
 from visalign.training.loop.optimizer import AdamWSettings
+from visalign.training.loop.progress import SUPERVISED_COLUMNS
+from visalign.training.process.label_fit import FitSettings, LabelFit
+from visalign.training.process.trainer import StepTexts, measure_steps, read_record
 
+from .footprint import trace_forward, training_memory
 from .supervised import split_records
-
-if TYPE_CHECKING:
-    from visalign.training.process.trainer import StepTexts
 
 __all__ = ["TextProcessConfig", "estimate", "plan", "run"]
 
@@ -113,8 +116,6 @@ Numbered = Sequence[tuple[int, Mapping[str, Any]]]
 
 def read_steps(config: TextProcessConfig) -> tuple[Numbered, Numbered]:
     """Read and check the records, split into (trained, heldout)."""
-    from visalign.training.process.trainer import read_record
-
     numbered = list(read_rows(config.data.train))
     if not numbered:
         raise UserError(f"data.train: '{config.data.train}' has no record.")
@@ -122,9 +123,7 @@ def read_steps(config: TextProcessConfig) -> tuple[Numbered, Numbered]:
     with name_key("data.train"):
         for number, record in numbered:
             read_record(number, record, reading, outcomes=outcomes)
-    indexed = [{"prompt": record["prompt"], "index": index} for index, (_, record) in enumerate(numbered)]
-    sides = split_records(indexed, config.data.heldout, config.seed)
-    trained, heldout = ([numbered[entry["index"]] for entry in side] for side in sides)
+    trained, heldout = split_records(numbered, config.data.heldout, config.seed, lambda row: row[1]["prompt"])
     if (settings := config.data.convex_da) is not None:
         variants = settings.variants([record["prompt"] for _, record in trained], config.seed)
         pairs = zip(trained, variants, strict=True)
@@ -134,10 +133,6 @@ def read_steps(config: TextProcessConfig) -> tuple[Numbered, Numbered]:
 
 def _build(config: TextProcessConfig, output: Path) -> JudgeRun:
     """Build the objects of a run, without writing anything."""
-    from visalign.training.loop.progress import SUPERVISED_COLUMNS
-    from visalign.training.process.label_fit import FitSettings, LabelFit
-    from visalign.training.process.trainer import measure_steps
-
     trained, measured = read_steps(config)
     accelerator = build_accelerator(config, output)
     model, tokenizer = _load(config)
@@ -145,10 +140,12 @@ def _build(config: TextProcessConfig, output: Path) -> JudgeRun:
     texts, heldout = (_texts(config, model, tokenizer, side) for side in (trained, measured))
     if not texts.rows:
         raise UserError(f"data.train: none of the {len(trained)} records has a step and a finite reward or label.")
-    parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    settings = FitSettings(batch_size=config.data.batch, seed=config.seed)
-    divided = model if config.run.sharding else None
-    fit = LabelFit(parameters, settings, accelerator=accelerator, divided=divided)
+    fit = LabelFit(
+        [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad],
+        FitSettings(batch_size=config.data.batch, seed=config.seed),
+        accelerator=accelerator,
+        divided=model if config.run.sharding else None,
+    )
     fit.outputs, fit.rows = texts.outputs, texts.rows
 
     def measure(*, final: bool = False) -> dict[str, float]:
@@ -159,7 +156,6 @@ def _build(config: TextProcessConfig, output: Path) -> JudgeRun:
             model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 
-    left_out = len(texts.texts) + texts.dropped - len(texts.rows)
     keys = {"model": output / JUDGE, "separator": json.dumps(config.data.separator)}
     keys |= {"replaces": "true"} if config.learns == "outcomes" else {}
     return JudgeRun(
@@ -173,7 +169,7 @@ def _build(config: TextProcessConfig, output: Path) -> JudgeRun:
         save=save,
         counts=lambda result: {
             "records": len(texts.rows),
-            "records_left_out": left_out,
+            "records_left_out": len(trained) - len(texts.rows),
             "samples": result.counters.samples,
         },
         next_command=["visalign", "train", "text_ppo", *(f"process.{k}={v}" for k, v in keys.items())],
@@ -185,9 +181,6 @@ run = partial(run_job, build=_build)
 
 def _load(config: TextProcessConfig, *, hollow: bool = False) -> tuple[Any, Any]:
     """Load the classifier, partly frozen, and its tokenizer; `hollow`: without weights."""
-    import torch
-    from transformers import AutoConfig, AutoModelForTokenClassification, AutoTokenizer
-
     from visalign.adapters.causal_lm.loading import from_pretrained
     from visalign.rewards.weights.checkpoint_files import quiet_loading
 
@@ -210,8 +203,6 @@ def _load(config: TextProcessConfig, *, hollow: bool = False) -> tuple[Any, Any]
 
 def _texts(config: TextProcessConfig, model: Any, tokenizer: Any, records: Numbered) -> StepTexts:
     """Tokenize records for the model."""
-    from visalign.training.process.trainer import StepTexts
-
     with name_key("data.train"):
         return StepTexts(
             model,
@@ -238,8 +229,6 @@ def plan(config: TextProcessConfig) -> dict[str, Any]:
 
 def estimate(config: TextProcessConfig) -> dict[str, Any]:
     """Extend the plan by memory and hours by device, each text as long as the longest."""
-    from .footprint import trace_forward, training_memory
-
     model, tokenizer = _load(config, hollow=True)
     records, _ = read_steps(config)
     longest = max(len(tokens.ids) for tokens, _ in _texts(config, model, tokenizer, records).texts)

@@ -6,8 +6,8 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, field, fields, replace
+from collections.abc import Iterator
+from dataclasses import asdict, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -20,7 +20,7 @@ from visalign.atomic import write_atomic
 from visalign.data.sets.prompt_files import TOOL_ANSWERS, demonstrations_jsonl
 from visalign.errors import UserError
 from visalign.interfaces import Scores
-from visalign.pipelines.shared.parts import Records, run_device
+from visalign.pipelines.shared.parts import Records, name_key, run_device
 from visalign.pipelines.shared.run_folder import (
     RunSummary,
     check_unchanged,
@@ -31,7 +31,7 @@ from visalign.pipelines.shared.run_folder import (
 )
 from visalign.pipelines.shared.sections import MachineConfig, RewardsConfig, RewardTerm
 from visalign.schema import STRICT
-from visalign.settings import Count, Finite, Natural, Share
+from visalign.settings import Count, Finite, Natural, Share, refuse
 from visalign.text import StoppingCriteria
 from visalign.training.loop.judging import check_failures
 from visalign.training.loop.processes import one_process
@@ -62,10 +62,8 @@ DATASET = "dataset.jsonl"
 POINTS = "points"
 """Folder of scored completions, a file per grid point, which a resumed run does not sample again."""
 FREE_KEYS = (
-    *("selection.rule", "selection.threshold", "selection.per_prompt", "selection.skip_solved"),
-    *("selection.truncated", "selection.seed"),
-    "rollout.prompts_per_call",
-    "rollout.max_failure_rate",
+    *(f"selection.{name}" for name in ("rule", "threshold", "per_prompt", "skip_solved", "truncated", "seed")),
+    *("rollout.prompts_per_call", "rollout.max_failure_rate"),
 )
 """Keys that may differ when a run is resumed: they do not change the completions."""
 OWN_FIELDS = (
@@ -104,10 +102,8 @@ class GridConfig:
     """Share of a point's completions that may fail to be scored before the run stops."""
 
     def __post_init__(self) -> None:
-        try:
+        with name_key("rollout"):
             self.points()
-        except UserError as error:
-            raise UserError(f"rollout.{error}") from error
 
     def points(self) -> list[GridPoint]:
         """List the points, the seeds of one distribution next to each other; then those with hints."""
@@ -164,10 +160,7 @@ class TextSampleConfig:
 def run(config: TextSampleConfig, output: Path, resume: bool = False) -> RunSummary:
     """Run the job; nothing is written before everything that can be checked has been.
 
-    Args:
-        config: Configuration.
-        output: Run folder; new or empty, or with `resume` that of the run to continue.
-        resume: Read the grid points that are there, and select again; `selection` may have changed.
+    `resume` reads the grid points that are there, and selects again; `selection` may have changed.
     """
     one_process("Completions are sampled and selected")
     begin = time.perf_counter()
@@ -194,30 +187,31 @@ def _prepare(config: TextSampleConfig) -> tuple[Records, Any]:
     """Load and check prompts and reward."""
     records = text_records("train", config.data, config.seed)
     reward = text_sum(config.rewards, text_rewards(config.rewards.terms))
-    if labels := list(reward.capabilities.advantage_weights):
-        raise UserError(
-            f"rewards.terms.{labels[0]}.uncertainty is advantage, and nothing is trained here that had "
-            "advantages. Take weight or lower_bound."
-        )
-    for number, record in enumerate(records):
-        if clashes := [name for name in OWN_FIELDS if name in record]:
-            raise UserError(
-                f"data.train: record {number} has the field {clashes[0]!r}, which the dataset writes itself "
-                f"({', '.join(OWN_FIELDS)}). Rename it."
-            )
-    highest = float(reward.range[1])
-    if config.selection.threshold > highest:
-        raise UserError(
-            f"selection.threshold is {config.selection.threshold:g}, and the rewards reach {highest:g} at "
-            "most: no completion could be accepted. Lower the threshold, or change rewards.terms."
-        )
-    _hinted_prompts(records, config.rollout.hint)
+    refuse(_broken_rules(config, records, reward))
+    if config.rollout.hint is not None:
+        for record in records:
+            with_hint(record, config.rollout.hint)  # refuses a field that a record lacks
     return records, reward
 
 
-def _hinted_prompts(records: Records, hint: str | None) -> list[Any]:
-    """Append the hint to the prompts; without one there are none."""
-    return [] if hint is None else [with_hint(record, hint) for record in records]
+def _broken_rules(config: TextSampleConfig, records: Records, reward: Any) -> Iterator[str]:
+    for label in reward.capabilities.advantage_weights:
+        yield (
+            f"rewards.terms.{label}.uncertainty is advantage, and nothing is trained here that had "
+            "advantages. Take weight or lower_bound."
+        )
+    for number, record in enumerate(records):
+        for name in filter(record.__contains__, OWN_FIELDS):
+            yield (
+                f"data.train: record {number} has the field {name!r}, which the dataset writes itself "
+                f"({', '.join(OWN_FIELDS)}). Rename it."
+            )
+    threshold, highest = config.selection.threshold, float(reward.range[1])
+    if threshold > highest:
+        yield (
+            f"selection.threshold is {threshold:g}, and the rewards reach {highest:g} at most: no completion "
+            "could be accepted. Lower the threshold, or change rewards.terms."
+        )
 
 
 def _sample_point(config: TextSampleConfig, records: Records, reward: Any, policy: Any, number: int) -> Completions:
@@ -235,7 +229,7 @@ def _sample_point(config: TextSampleConfig, records: Records, reward: Any, polic
             stopping=rollout.stopping(),
             seed=config.seed,
             prompts_per_call=rollout.prompts_per_call,
-            prompts=_hinted_prompts(records, rollout.hint) if point.hinted else None,
+            prompts=[with_hint(record, rollout.hint or "") for record in records] if point.hinted else None,
             after_call=lambda done: status.update(f"{title}: {done} of {len(records)} prompts"),
         )
     scores = Scores(
@@ -271,10 +265,19 @@ def _select(
             f"(selection.threshold is {rule.threshold:g}), and selection.skip_solved is {rule.skip_solved}. "
             f"No dataset was written. Change selection and go on with --resume, or sample more."
         )
-    lines = demonstrations_jsonl(_dataset_record(records, completions, i) for i in chosen)
-    write_atomic(output / DATASET, lines)
-    hinted = () if config.rollout.hint is None else ("hinted",)
-    rows = completions, selectable, chosen, rule.threshold
+    write_atomic(output / DATASET, demonstrations_jsonl(_dataset_record(records, completions, i) for i in chosen))
+
+    def table(*by: str) -> list[dict[str, Any]]:
+        """Tabulate statistics of the completions grouped by these fields of their points."""
+        by = by if config.rollout.hint is None else (*by, "hinted")
+        keys, rows = [tuple(getattr(point, name) for name in by) for point in completions.point], []
+        for key in dict.fromkeys(keys):
+            index = [i for i, other in enumerate(keys) if other == key]
+            numbers = statistics(completions.rows(index), selectable[index], threshold=rule.threshold)
+            selected = sum(keys[i] == key for i in chosen)
+            rows.append({**dict(zip(by, key, strict=True)), **numbers, "selected": selected})
+        return rows
+
     summary = {
         "dataset": DATASET,
         "records": len(chosen),
@@ -287,14 +290,14 @@ def _select(
         "failure_reasons": failure_reasons(completions),
         "truncated": truncated,
         "accepted": int((selectable & (completions.reward >= rule.threshold)).sum()),
-        "distributions": _table(*rows, ("temperature", "top_p", *hinted)),
-        "points": _table(*rows, ("temperature", "top_p", "seed", *hinted)),
+        "distributions": table("temperature", "top_p"),
+        "points": table("temperature", "top_p", "seed"),
         "seconds": time.perf_counter() - begin,
         "config": asdict(config),
         "versions": versions(),
     }
     text = summary_json(summary)
-    write_atomic(output / "summary.json", text.encode("utf-8"))
+    write_atomic(output / "summary.json", text)
     return RunSummary(json.loads(text), ["visalign", "train", "text_sft", *_sft_keys(config, output)])
 
 
@@ -355,27 +358,20 @@ def plan(config: TextSampleConfig) -> dict[str, Any]:
 
 def save_point(path: Path, completions: Completions) -> None:
     """Write the completions of one grid point atomically; a failed reward is null."""
-    columns = {field.name: getattr(completions, field.name) for field in fields(completions)}
-    content: dict[str, Any] = {n: v.tolist() if isinstance(v, Tensor) else list(v) for n, v in columns.items()}
-    content["reward"] = [value if math.isfinite(value) else None for value in content["reward"]]
-    content["point"] = asdict(completions.point[0])
-    write_atomic(path, json.dumps(content, ensure_ascii=False, allow_nan=False).encode("utf-8"))
+    columns: dict[str, Any] = vars(completions) | {"truncated": completions.truncated.tolist()}
+    columns["reward"] = [value if math.isfinite(value) else None for value in completions.reward.tolist()]
+    columns["point"] = asdict(completions.point[0])
+    write_atomic(path, json.dumps(columns, ensure_ascii=False, allow_nan=False))
 
 
 def load_point(path: Path) -> Completions:
     """Read a file of `save_point`."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        reward = [math.nan if value is None else value for value in content["reward"]]
-        content["reward"] = torch.tensor(reward, dtype=torch.float32)
-        content["truncated"] = torch.tensor(content["truncated"], dtype=torch.bool)
-        content["point"] = [GridPoint(**content["point"])] * len(reward)
-        return Completions(**content)
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"The completions in '{path}' cannot be read ({error}). Delete the file and resume: they are "
-            "sampled again."
-        ) from error
+    columns = json.loads(path.read_text(encoding="utf-8"))
+    reward = [math.nan if value is None else value for value in columns["reward"]]
+    columns["reward"] = torch.tensor(reward, dtype=torch.float32)
+    columns["truncated"] = torch.tensor(columns["truncated"], dtype=torch.bool)
+    columns["point"] = [GridPoint(**columns["point"])] * len(reward)
+    return Completions(**columns)
 
 
 def _dataset_record(records: Records, completions: Completions, index: int) -> dict[str, Any]:
@@ -394,17 +390,3 @@ def _dataset_record(records: Records, completions: Completions, index: int) -> d
         **({TOOL_ANSWERS: [list(span) for span in answers]} if answers else {}),
     }
     return {"prompt": record["prompt"], **origin, **{k: v for k, v in record.items() if k != "prompt"}}
-
-
-def _table(
-    completions: Completions, selectable: Tensor, chosen: Sequence[int], threshold: float, by: Sequence[str]
-) -> list[dict[str, Any]]:
-    """Tabulate statistics of the completions grouped by the fields `by` of their points."""
-    keys = [tuple(getattr(point, name) for name in by) for point in completions.point]
-    rows = []
-    for key in dict.fromkeys(keys):
-        index = [i for i, other in enumerate(keys) if other == key]
-        numbers = statistics(completions.rows(index), selectable[index], threshold=threshold)
-        selected = sum(keys[i] == key for i in chosen)
-        rows.append({**dict(zip(by, key, strict=True)), **numbers, "selected": selected})
-    return rows

@@ -7,11 +7,12 @@ They evaluate, learn demonstrations, pairs or votes, evaluate again, and save th
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 from pydantic import Field
@@ -23,15 +24,17 @@ from visalign.pipelines.shared.job import PolicyRun, run_job
 from visalign.pipelines.shared.parts import Records, build_accelerator, ends_by, name_key
 from visalign.schema import STRICT
 from visalign.seeds import sample_seed
-from visalign.settings import Count, Finite, refuse
+from visalign.settings import Count, Finite
 from visalign.training.loop.optimizer import OptimizerSettings
 from visalign.training.text.dpo import DPOSettings
 
 from .config import HeldoutPromptsConfig, SupervisedConfig, text_optimizer
 from .job import planned_evaluation, text_run
-from .parts import build_text_policy, heldout_inputs, prompt_keys, text_demonstrations, text_records
+from .parts import TextInputs, build_text_policy, heldout_inputs, prompt_keys, text_demonstrations, text_records
 
 __all__ = ["TextDPOConfig", "TextSFTConfig", "plan", "run"]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -59,19 +62,16 @@ class DemonstrationsDataConfig(RecordsDataConfig):
     (RewardDance, arXiv 2509.08826). null: data.train holds completions."""
 
     def __post_init__(self) -> None:
-        refuse(self._broken_rules())
-
-    def _broken_rules(self) -> Iterator[str]:
         words = self.decision
         if words is None:
             return
         if not len(words) == 2 == len({w.strip().casefold() for w in words if isinstance(w, str)} - {""}):
-            yield (
+            raise UserError(
                 f"data.decision is {words}; give two different words, e.g. ['no', 'yes'] for the question "
                 "whether the second image is better (without quotes YAML reads yes as true)."
             )
         if self.question is None:
-            yield "data.decision decides between images, and data.question, which asks about them, is null."
+            raise UserError("data.decision decides between images, and data.question, which asks about them, is null.")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -117,33 +117,18 @@ class TextDPOConfig(SupervisedConfig):
     """Optimizer; micro_batch counts pairs or votes, ema_decay 0 leaves averaging out."""
 
 
-class SupervisedInputs(NamedTuple):
-    """Records of a job and what its evaluation needs."""
-
-    records: Records
-    """Each with prompt and completion, a pair of completions, or completion and label."""
-    left_out: Mapping[str, int]
-    """Reason -> records that are not used."""
-    heldout: Records
-    rewards: Mapping[str, Any]
-    """label -> reward of the evaluation."""
-    seen: int
-    """Held-out prompts that are trained on."""
-
-
-def prepare_supervised(config: TextSFTConfig | TextDPOConfig, device: str | None = None) -> SupervisedInputs:
+def prepare_supervised(config: TextSFTConfig | TextDPOConfig, device: str | None = None) -> TextInputs:
     """Read and check the sources of the configuration, without the model."""
-    heldout, rewards = heldout_inputs(config.data, config.evaluation, config.seed, device)
+    heldout, rewards = heldout_inputs(config, device)
     left_out: Mapping[str, int] = {}
     if isinstance(config, TextSFTConfig):
-        name = config.data.field
-        records = text_demonstrations("train", config.data, config.seed, name, name)
+        records = text_demonstrations("train", config.data, config.seed, config.data.field)
     else:
         with name_key("data.train"):
             completions = _completions(config)
         records, left_out = completions.records, completions.left_out
     seen = len(prompt_keys(records) & prompt_keys(heldout))
-    return SupervisedInputs(records, left_out, heldout, rewards, seen)
+    return TextInputs(records, heldout, rewards, left_out=left_out, seen=seen)
 
 
 def _completions(config: TextDPOConfig) -> JudgedCompletions:
@@ -157,108 +142,79 @@ def _completions(config: TextDPOConfig) -> JudgedCompletions:
     records: list[dict[str, Any]] = []
     for index, task in enumerate(tasks):
         prompt, chosen = task["prompt"], task["solution"]
-        following = (tasks[(index + step) % len(tasks)] for step in range(1, len(tasks)))
-        rejected = next((other["solution"] for other in following if other["answer"] != task["answer"]), None)
+        others = (*tasks[index + 1 :], *tasks[:index])
+        rejected = next((other["solution"] for other in others if other["answer"] != task["answer"]), None)
         if rejected is None:
             raise UserError("all tasks have one answer, so no solution is wrong; raise data.size.")
         if config.loss.votes:
-            votes = ((chosen, True), (rejected, False))
-            records += [{"prompt": prompt, "completion": text, "label": good} for text, good in votes]
+            records.append({"prompt": prompt, "completion": chosen, "label": True})
+            records.append({"prompt": prompt, "completion": rejected, "label": False})
         else:
             records.append({"prompt": prompt, "chosen": chosen, "rejected": rejected})
     return JudgedCompletions(records=records)
 
 
-def split_records(records: Records, share: float, seed: int) -> tuple[Records, Records]:
+def split_records(
+    records: Sequence[T], share: float, seed: int, prompt_of: Callable[[T], Any] = itemgetter("prompt")
+) -> tuple[list[T], list[T]]:
     """Split records by prompt into (trained, heldout); of two prompts or more at least one is held out."""
-    keys = [json.dumps(record["prompt"], sort_keys=True) for record in records]
-    prompts = list(dict.fromkeys(keys))
-    count = min(max(1, round(share * len(prompts))), len(prompts) - 1) if share else 0
-    order = np.random.default_rng(sample_seed(seed, "pairs", 0)).permutation(len(prompts))
-    heldout = {prompts[i] for i in order[:count]}
-    pairs = list(zip(records, keys, strict=True))
+    keys = [json.dumps(prompt_of(record), sort_keys=True) for record in records]
+    distinct = list(dict.fromkeys(keys))
+    count = min(max(1, round(share * len(distinct))), len(distinct) - 1) if share else 0
+    order = np.random.default_rng(sample_seed(seed, "pairs", 0)).permutation(len(distinct))
+    heldout, pairs = {distinct[i] for i in order[:count]}, list(zip(records, keys, strict=True))
     return [r for r, key in pairs if key not in heldout], [r for r, key in pairs if key in heldout]
 
 
 def _build(config: TextSFTConfig | TextDPOConfig, output: Path) -> PolicyRun:
     """Build the objects of a run, without writing anything."""
-    accelerator = build_accelerator(config, output)
-    inputs = prepare_supervised(config, str(accelerator.device))
-    policy = build_text_policy(config.model, accelerator.device, config.seed, reference=False)
-    build = _build_sft if isinstance(config, TextSFTConfig) else _build_dpo
-    method, algorithm, count, entries = build(config, policy, inputs, accelerator)  # type: ignore[arg-type]
-    return text_run(
-        config,
-        output,
-        method,
-        policy,
-        algorithm,
-        inputs.rewards,
-        {"data.train": inputs.records, "data.heldout": inputs.heldout},
-        summary=lambda counters: {**entries, "epochs": counters.samples / count},
-        seen=inputs.seen,
-        more_metrics=getattr(algorithm, "measure", dict),
-    )
-
-
-Built = tuple[str, Any, int, dict[str, Any]]
-"""(method for the title, algorithm, records that are trained on, entries of the summary)."""
-
-
-def _build_sft(config: TextSFTConfig, policy: Any, inputs: SupervisedInputs, accelerator: Any) -> Built:
-    from visalign.adapters.causal_lm.demonstrations import DemonstrationBatches, fitting_demonstrations
-    from visalign.training import SFT
-
-    with name_key("data.train"):
-        fitting = fitting_demonstrations(policy, inputs.records, too_long=config.data.too_long)
-    batches = DemonstrationBatches(policy, fitting, size=config.data.batch, seed=config.seed)
-    algorithm = SFT(policy, batches, accelerator=accelerator, sharding=config.run.sharding)
-    left_out = len(inputs.records) - len(fitting)
-    entries = {"demonstrations": len(fitting), "demonstrations_left_out": left_out}
-    return "Supervised fine-tuning", algorithm, len(fitting), entries
-
-
-def _build_dpo(config: TextDPOConfig, policy: Any, inputs: SupervisedInputs, accelerator: Any) -> Built:
     from visalign.adapters.causal_lm.demonstrations import (
         DemonstrationBatches,
         fitting_demonstrations,
         with_mismatched,
     )
-    from visalign.training import DPO
+    from visalign.training import DPO, SFT
 
-    votes, fitting = config.loss.votes, inputs.records
+    accelerator = build_accelerator(config, output)
+    inputs, data = prepare_supervised(config, str(accelerator.device)), config.data
+    policy = build_text_policy(config.model, accelerator.device, config.seed, reference=False)
+    loss = config.loss if isinstance(config, TextDPOConfig) else None
+    votes, fields = loss is not None and loss.votes, ("completion",) if loss is None else loss.fields
+    fitting: Records = inputs.records
     with name_key("data.train"):
-        for name in ("completion",) if votes else config.loss.fields:
-            fitting = fitting_demonstrations(policy, fitting, too_long=config.data.too_long, field=name)
-        if votes:  # each gets a completion to another prompt, for kto's KL
+        for name in ("completion",) if votes else fields:
+            fitting = fitting_demonstrations(policy, fitting, too_long=data.too_long, field=name)
+        if votes:  # kto's KL is measured on completions of other prompts
             fitting = with_mismatched(policy, fitting)
-    sides = split_records(fitting, config.data.pairs_heldout, config.seed)
-    if votes:
-        check_votes("data.train", sides[0])
-    options: dict[str, Any] = {"size": config.data.batch, "seed": config.seed, "field": config.loss.fields}
-    stream = DemonstrationBatches(policy, sides[0], **options)
-    heldout = DemonstrationBatches(policy, sides[1], **options) if sides[1] else None
-    good, heldout_good = ([record["label"] for record in side] if votes and side else None for side in sides)
-    algorithm = DPO(
+    left_out = len(inputs.records) - len(fitting)
+
+    def batches(records: Records) -> DemonstrationBatches:
+        return DemonstrationBatches(policy, records, size=data.batch, seed=config.seed, field=fields)
+
+    options: dict[str, Any] = {"accelerator": accelerator, "sharding": config.run.sharding}
+    if isinstance(config, TextSFTConfig):
+        title, trained, algorithm = "Supervised fine-tuning", fitting, SFT(policy, batches(fitting), **options)
+        entries: dict[str, Any] = {"demonstrations": len(fitting), "demonstrations_left_out": left_out}
+    else:
+        title = f"Direct preference optimisation ({config.loss.row})"
+        trained, heldout = split_records(fitting, config.data.pairs_heldout, config.seed)
+        if votes:
+            check_votes("data.train", trained)
+        good, heldout_good = ([r["label"] for r in side] if votes and side else None for side in (trained, heldout))
+        options |= {"good": good, "heldout_good": heldout_good, "settings": config.loss}
+        algorithm = DPO(policy, batches(trained), heldout=batches(heldout) if heldout else None, **options)
+        reasons = dict(inputs.left_out) | ({"too_long": left_out} if left_out else {})
+        entries = {"completions": len(trained), "completions_heldout": len(heldout), "completions_left_out": reasons}
+    return text_run(
+        config,
+        output,
+        title,
         policy,
-        stream,
-        settings=config.loss,
-        good=good,
-        heldout=heldout,
-        heldout_good=heldout_good,
-        accelerator=accelerator,
-        sharding=config.run.sharding,
+        algorithm,
+        inputs,
+        summary=lambda counters: {**entries, "epochs": counters.samples / len(trained)},
+        more_metrics=getattr(algorithm, "measure", dict),
     )
-    left_out = dict(inputs.left_out)
-    if len(fitting) < len(inputs.records):
-        left_out["too_long"] = len(inputs.records) - len(fitting)
-    trained, measured = map(len, sides)
-    entries = {
-        "completions": trained,
-        "completions_heldout": measured,
-        "completions_left_out": left_out,
-    }
-    return f"Direct preference optimisation ({config.loss.row})", algorithm, trained, entries
 
 
 run = partial(run_job, build=_build)

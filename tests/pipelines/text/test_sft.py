@@ -156,7 +156,7 @@ def test_other_inputs_are_refused(inputs, tmp_path):
         assert not output.exists()
     images = ("data.question=How is it?", "data.heldout=shapes:quality", "data.heldout_size=2")
     images += ("evaluation={rewards: {rating: {}}, correctness: null}",)
-    with pytest.raises(UserError, match=r"'tasks:train' shows no images, and data\.question"):
+    with pytest.raises(UserError, match=r"no file of demonstrations 'tasks:train'; give a .jsonl"):
         run(_config(inputs, *images, "data.train=tasks:train"), output)
 
 

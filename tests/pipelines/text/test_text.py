@@ -79,7 +79,7 @@ def test_a_run_leaves_the_page_of_an_image_run(finished):
     output, summary = finished
     page = html.unescape((output / "report.html").read_text(encoding="utf-8"))
     said = re.sub(r"<(script|style).*?</\1>", "", page, flags=re.DOTALL)  # the same on every page
-    assert "GRPO on tasks-qwen3" in page and "Held-out accuracy" in page and "image" not in said
+    assert "grpo on tasks-qwen3" in page and "Held-out accuracy" in page and "image" not in said
     after = load_heldout(output / "after.npz")
     assert len(after.completions) == len(after) == 12 and after.completions[0] in page
     assert after.prompts[0] in page and page.count("<svg") >= 6
