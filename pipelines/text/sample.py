@@ -43,11 +43,13 @@ from visalign.training.text.sampling_grid import (
     sample_point,
     with_hint,
 )
-from visalign.training.text.sampling_statistics import failure_reasons, selectable_completions, statistics
 from visalign.training.text.selection import (
     accepted_completions,
     best_of_group,
     every_valid,
+    failure_reasons,
+    selectable_completions,
+    statistics,
     worth_learning,
 )
 from visalign.training.text.settings import Text, ToolSettings

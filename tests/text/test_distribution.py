@@ -12,7 +12,6 @@ from visalign.errors import UserError
 from visalign.text import (
     Sampling,
     TokenSets,
-    check_seeds,
     chosen_log_prob,
     draw_seeds,
     draw_tokens,
@@ -126,13 +125,7 @@ def test_a_seed_gives_its_own_numbers_whatever_the_batch() -> None:
     torch.testing.assert_close(alone[0], together[1, :5], rtol=0, atol=0)
     assert together.min() >= 0 and together.max() < 1 and len(together.unique()) == 120
     assert draw_seeds(5, 3) == draw_seeds(5, 9)[:3] and draw_seeds(5, 3) != draw_seeds(6, 3)
-    assert len(set(draw_seeds(0, 1000))) == 1000
-
-
-def test_bad_seeds_are_refused() -> None:
-    for seed in (-1, 2**63, 1.0, True):
-        with pytest.raises(ValueError, match="Seeds are one integer in"):
-            check_seeds([1, seed])  # type: ignore[list-item]
+    assert len(set(draw_seeds(0, 1000))) == 1000 and draw_seeds([7, 3], 2) == [7, 3]
 
 
 def test_token_sets_give_back_their_masks() -> None:

@@ -14,7 +14,7 @@ from .distribution import (
     kept_tokens,
     log_distribution,
 )
-from .draws import check_seeds, draw_seeds, sample_uniforms
+from .draws import draw_seeds, sample_uniforms
 from .policy_protocol import Distribution, TextPolicy, TokenOutput
 from .rollout import TextRollout, ToolTrace, join_rollouts
 from .stopping import StoppingCriteria, StopReason, StopStrings
@@ -37,7 +37,6 @@ __all__ = [
     "ToolTrace",
     "ToolUse",
     "calculator",
-    "check_seeds",
     "chosen_log_prob",
     "draw_seeds",
     "draw_tokens",

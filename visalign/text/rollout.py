@@ -114,12 +114,7 @@ class TextRollout:
         return replace(self, **selected)
 
     def trajectories(
-        self,
-        reward: Tensor | None = None,
-        *,
-        old_log_prob: Tensor | None = None,
-        valid: Tensor | None = None,
-        **more: Any,
+        self, reward: Tensor | None, *, old_log_prob: Tensor | None = None, valid: Tensor | None = None, **more: Any
     ) -> Trajectories:
         """Convert the rollout for the objective core.
 
@@ -152,6 +147,26 @@ _TENSORS = tuple(f.name for f in fields(TextRollout) if f.type == "Tensor")
 _LISTS = ("text", "stop_reason", "group", "prompt", "seed", "images", "tools")
 _ABSENT: dict[str, Any] = {"images": (), "tools": ToolTrace()}
 """Optional lists -> entry of a sample whose rollout has none."""
+
+
+def undrawn_rollout(prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Tensor, loss_mask: Tensor) -> TextRollout:
+    """Put tokens that nobody drew in the form of a rollout, for their log-probs: its own are 0, its texts empty."""
+    count, zeros = len(loss_mask), torch.zeros_like(loss_mask)
+    return TextRollout(
+        prompt_ids=prompt_ids,
+        prompt_mask=prompt_mask,
+        completion_ids=completion_ids,
+        loss_mask=loss_mask,
+        log_prob=zeros,
+        full_log_prob=zeros,
+        entropy=zeros,
+        text=[""] * count,
+        stop_reason=["eos"] * count,
+        group=range(count),
+        prompt=[""] * count,
+        seed=[0] * count,
+        sampling=Sampling(),
+    )
 
 
 def join_rollouts(rollouts: Sequence[TextRollout], *, length: int = 0) -> TextRollout:

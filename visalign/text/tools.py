@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from visalign.interfaces import Prompt
 
 from .distribution import Sampling
-from .draws import check_seeds, draw_seeds
+from .draws import draw_seeds
 from .rollout import TextRollout, ToolTrace
 from .stopping import StoppingCriteria, StopReason, StopStrings
 from .token_sets import TokenSets
@@ -93,8 +93,7 @@ class ToolPolicy:
         The token limit counts tokens of answers too. A sample whose tool raised or was too slow has the stop
         reason "tool failed".
         """
-        count = len(prompts) * num_generations
-        sample_seeds = draw_seeds(seeds, count) if isinstance(seeds, int) else check_seeds(seeds)
+        sample_seeds = draw_seeds(seeds, len(prompts) * num_generations)
         sampling, stopping = sampling or Sampling(), stopping or StoppingCriteria()
         labels = range(len(prompts)) if group is None else group
         shown = [()] * len(prompts) if images is None else images

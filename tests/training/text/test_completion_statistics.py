@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from visalign.training.text.completion_statistics import distinct_pairs, repetition
+from visalign.training.text.collect import distinct_pairs, repetition
 
 
 def test_repetition_counts_runs_of_four_that_came_before():

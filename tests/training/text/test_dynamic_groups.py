@@ -33,15 +33,14 @@ def feed(groups: DynamicGroups, rounds: dict[Any, list[float]], **options: Any) 
 def test_groups_that_are_all_equal_are_replaced() -> None:
     groups = new(2, right_at=1.0)
     feed(groups, {"a": [0.0, 0.0], "b": [1.0, 0.0], "c": [1.0, 1.0]})
-    now = groups.now
-    assert (now.generated, now.kept, now.dropped_wrong, now.dropped_right) == (3, 1, 1, 1)
+    assert groups.now == {"rounds": 1, "generated": 3, "kept": 1, "dropped_wrong": 1, "dropped_right": 1}
     assert groups.wants_more
     feed(groups, {"d": [0.0, 1.0, 1.0], "e": [1.0, 0.0]}, payload="second")
     assert not groups.wants_more
     taken = groups.take()
     assert labels_of(taken) == ["b", "d"]
     assert (taken[1].index.tolist(), taken[1].payload) == ([0, 1, 2], "second")
-    assert (groups.last.rounds, groups.last.generated, groups.last.surplus) == (2, 5, 1)
+    assert [groups.last[name] for name in ("rounds", "generated", "surplus")] == [2, 5, 1]
     assert groups.wants_more and groups.round == 2
 
 
@@ -60,7 +59,7 @@ def test_missing_rewards_are_no_signal_and_too_few_are_a_failure() -> None:
         "masked": [0.0, 1.0],
     }
     feed(groups, rewards, valid=torch.tensor([True] * 8 + [True, False]))
-    assert (groups.now.failed, groups.now.dropped_flat, groups.now.kept) == (2, 1, 1)
+    assert [groups.now[name] for name in ("failed", "dropped_flat", "kept")] == [2, 1, 1]
     feed(groups, {"infinite": [float("inf"), 1.0, 0.0]})
     kept = groups.take()
     assert labels_of(kept) == ["kept", "infinite"]
@@ -73,7 +72,7 @@ def test_rules(rule: str, kept: list[str], wrong: int) -> None:
     groups = new(9, rule=rule, right_at=1.0, max_rounds=1)
     feed(groups, {"shaped": [-0.5, 0.0], "mixed": [-0.5, 1.0], "right": [1.0, 1.0, NAN]})
     assert labels_of(groups.take()) == kept
-    assert (groups.last.dropped_right, groups.last.dropped_wrong) == (1, wrong)
+    assert (groups.last["dropped_right"], groups.last["dropped_wrong"]) == (1, wrong)
 
 
 def test_a_spent_budget_takes_what_there_is() -> None:

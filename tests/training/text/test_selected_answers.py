@@ -11,12 +11,14 @@ import torch
 
 from visalign.errors import UserError
 from visalign.training.text.sampling_grid import Completions, GridPoint, grid_points, with_hint
-from visalign.training.text.sampling_statistics import failure_reasons, selectable_completions, statistics
 from visalign.training.text.selection import (
     accepted_completions,
     best_of_group,
     every_valid,
+    failure_reasons,
     normalised_text,
+    selectable_completions,
+    statistics,
     worth_learning,
 )
 

@@ -20,7 +20,6 @@ from visalign.text import (
     StopStrings,
     TextRollout,
     TokenSets,
-    check_seeds,
     draw_seeds,
     sample_uniforms,
 )
@@ -97,7 +96,7 @@ class PromptBatch:
             encoded=encoded,
             group=list(range(len(prompts))) if group is None else list(group),
             generations=num_generations,
-            seeds=draw_seeds(seeds, count) if isinstance(seeds, int) else check_seeds(seeds),
+            seeds=draw_seeds(seeds, count),
             after=after,
             context=context,
             longest=longest,

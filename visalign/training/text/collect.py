@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from visalign.core import Trajectories, relative_uncertainty_weight
 from visalign.interfaces import Scores
@@ -27,7 +28,6 @@ from visalign.training.loop.runtime import PhaseClock
 from visalign.training.loop.sampler import PromptSampler
 from visalign.training.policy.settings import MATRIX_ADVANTAGES
 
-from .completion_statistics import distinct_pairs, repetition
 from .dynamic_groups import DynamicGroups
 from .parts import Records, TextParts
 from .self_imitation import Replay
@@ -140,7 +140,7 @@ def collect(
         selected = _select(groups)
     metrics = _metrics(parts.reward, rounds)
     if groups is not None:
-        metrics |= {f"groups/{name}": float(getattr(groups.last, name)) for name in GROUP_COUNTS}
+        metrics |= {f"groups/{name}": float(groups.last[name]) for name in GROUP_COUNTS}
     tokens = int(sum(float(scored.columns["length"].sum()) for scored in rounds))
     samples = sum(len(scored.group) for scored in rounds)
     experience = None
@@ -296,3 +296,38 @@ def _metrics(reward: Any, rounds: Sequence[_Round]) -> dict[str, float]:
         "truncated_share": float(columns["truncated"].mean()),
         "entropy": float(columns["entropy"].sum()) / max(float(length.sum()), 1.0),
     }
+
+
+def repetition(tokens: Tensor) -> Tensor:
+    """Compute the share [B] of a completion's 4-grams (tokens [B, T], −1 for none) that occurred before; NaN
+    below four tokens.
+
+    seq-rep-4 of Welleck et al., arXiv 1908.04319, section 6.
+    """
+    return 1 - _distinct(_pair_ids(_pair_ids(tokens, 1), 2))
+
+
+def distinct_pairs(tokens: Tensor, group: Tensor) -> float:
+    """Compute distinct bigrams over all bigrams of a group's completions, mean over groups; NaN without any.
+
+    distinct-2 of Li et al., arXiv 1510.03055, section 5. It falls with length, too.
+    """
+    pairs = _pair_ids(tokens, 1)
+    shares = [_distinct(pairs[group == label].reshape(1, -1)) for label in group.unique()]
+    return float(torch.cat(shares).nanmean())
+
+
+def _pair_ids(ids: Tensor, apart: int) -> Tensor:
+    """Number pairs of ids `apart` positions apart, [B, T − apart]; −1 where one is missing."""
+    first, second = ids[:, :-apart], ids[:, apart:]
+    radix = int(ids.max()) + 1 if ids.numel() else 1
+    numbers = torch.unique(first * radix + second, return_inverse=True)[1]
+    return torch.where((first < 0) | (second < 0), -1, numbers)
+
+
+def _distinct(ids: Tensor) -> Tensor:
+    """Distinct ids over all ids of each row [B, M] except −1; NaN for none."""
+    ordered = ids.sort(1).values
+    is_new = pad(ordered[:, 1:] != ordered[:, :-1], (1, 0), value=True)[:, : ids.shape[1]]
+    present = ordered >= 0
+    return (is_new & present).sum(1) / present.sum(1)

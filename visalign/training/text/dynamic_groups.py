@@ -19,6 +19,8 @@ takes the groups there are.
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
@@ -41,20 +43,6 @@ class ScoredGroup:
     payload: Any  # The round's payload, as it was fed
 
 
-@dataclass(kw_only=True)
-class GroupCounts:
-    """Counts of an update's groups; generated = kept + dropped_* + failed."""
-
-    rounds: int = 0
-    generated: int = 0
-    kept: int = 0  # Groups with signal
-    dropped_right: int = 0  # Groups without signal, all samples right
-    dropped_wrong: int = 0  # Groups without signal, all samples wrong
-    dropped_flat: int = 0  # Groups without signal, neither all right nor all wrong, or no `right_at` is set
-    failed: int = 0  # Groups with fewer than two rewards
-    surplus: int = 0  # Groups with signal beyond `wanted`
-
-
 class DynamicGroups:
     """Collector of groups with signal, `wanted` for one update after another."""
 
@@ -62,14 +50,16 @@ class DynamicGroups:
         self.wanted, self.settings = wanted, settings
         self.round = 0
         """Rounds fed in the whole run: a new number for a prompt sampler, the same after a resume."""
-        self.now, self.last = GroupCounts(), GroupCounts()
-        """Counts of the present update, and of the one before."""
+        self.now, self.last = Counter[str](), Counter[str]()
+        """Counts of the present update and of the one before: rounds; groups generated = kept + dropped_right (no
+        signal, all samples right) + dropped_wrong + dropped_flat (neither, or no `right_at`) + failed (fewer than two
+        rewards); surplus, kept ones beyond `wanted`."""
         self._pool: list[ScoredGroup] = []
 
     @property
     def wants_more(self) -> bool:
         """True while groups are missing and rounds are left."""
-        return len(self._pool) < self.wanted and self.now.rounds < self.settings.max_rounds
+        return len(self._pool) < self.wanted and self.now["rounds"] < self.settings.max_rounds
 
     def feed(self, group: Labels, rewards: Tensor, valid: Tensor | None = None, *, payload: Any = None) -> None:
         """Add a round of scored samples; groups may have any sizes, and come whole, under labels never used before.
@@ -82,12 +72,11 @@ class DynamicGroups:
         for position, label in enumerate(group.tolist() if isinstance(group, Tensor) else group):
             positions.setdefault(label, []).append(position)
         self.round += 1
-        self.now.rounds += 1
+        self.now["rounds"] += 1
         for label, members in positions.items():
             index = torch.tensor(members)
             outcome = self._outcome(rewards[index][present[index]])
-            self.now.generated += 1
-            setattr(self.now, outcome, getattr(self.now, outcome) + 1)
+            self.now.update(["generated", outcome])
             if outcome == "kept":
                 scored = ScoredGroup(label=label, index=index, valid=present[index], payload=payload)
                 self._pool.append(scored)
@@ -95,8 +84,8 @@ class DynamicGroups:
     def take(self) -> list[ScoredGroup]:
         """Return the groups of the update, at most `wanted`, and begin the next one."""
         taken = self._pool[: self.wanted]
-        self.now.surplus = len(self._pool) - len(taken)
-        self.last, self.now, self._pool = self.now, GroupCounts(), []
+        self.now["surplus"] = len(self._pool) - len(taken)
+        self.last, self.now, self._pool = self.now, Counter(), []
         return taken
 
     def _outcome(self, rewards: Tensor) -> str:
@@ -104,11 +93,8 @@ class DynamicGroups:
         if len(rewards) < 2:
             return "failed"
         right_at = self.settings.right_at
-        share = None if right_at is None else float((rewards >= right_at).double().mean())
-        if self.settings.rule == "spread":
-            has_signal = bool(rewards.max() > rewards.min())
-        else:
-            has_signal = share is not None and 0.0 < share < 1.0  # eq. 11
-        if has_signal:
+        share = math.nan if right_at is None else float((rewards >= right_at).double().mean())
+        is_spread = bool(rewards.max() > rewards.min())
+        if is_spread if self.settings.rule == "spread" else 0.0 < share < 1.0:  # eq. 11
             return "kept"
-        return "dropped_right" if share == 1.0 else "dropped_wrong" if share == 0.0 else "dropped_flat"
+        return {1.0: "dropped_right", 0.0: "dropped_wrong"}.get(share, "dropped_flat")

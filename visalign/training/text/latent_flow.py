@@ -14,7 +14,6 @@ completions, with gradients averaged over all: another number of processes gives
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
@@ -26,6 +25,7 @@ from torch.nn.functional import layer_norm
 from visalign.core.advantages.hidden_states import flow_deviation, flow_rewards
 from visalign.seeds import sample_seed
 from visalign.text import TextPolicy, TextRollout
+from visalign.text.steps import StepRewards
 from visalign.training.policy.reference import Reference
 
 from .settings import LatentFlowSettings
@@ -38,18 +38,6 @@ TIME = 0.8  # Time at which a state is compared with the flow
 KEEP, TOP, SCALE = 0.6, 15, 0.01
 """Share of a completion's range of deviations below which a token is not penalised, most tokens of a
 completion that are, and the penalty of the most deviant one in units of the advantage."""
-
-
-@dataclass
-class TokenRewards:
-    """Rewards of single tokens, as `StepScores`."""
-
-    reward: Tensor  # [B, T]
-    valid: Tensor  # [B] bool
-
-    def tokens(self, place: Any = "last") -> Tensor:
-        """Return the rewards [B, T]; each token is a step."""
-        return self.reward
 
 
 class LatentFlow:
@@ -74,7 +62,7 @@ class LatentFlow:
         self._optimizer = torch.optim.AdamW(self._nets.parameters(), lr=settings.lr, weight_decay=0.0)
         self._iterations, self._metrics = 0, dict[str, float]()
 
-    def score_rollout(self, rollout: TextRollout) -> TokenRewards:
+    def score_rollout(self, rollout: TextRollout) -> StepRewards:
         """Compute rewards ≤ 0 of the tokens; zeros during the warm-up."""
         deviation = torch.zeros_like(rollout.loss_mask)
         if self._iterations >= self.settings.warmup:
@@ -82,7 +70,10 @@ class LatentFlow:
                 tokens = rollout.loss_mask[sample] != 0
                 deviation[sample, tokens] = self._deviation(states, rollout.seed[sample])
         reward = flow_rewards(deviation, rollout.loss_mask, keep=KEEP, top=TOP, scale=SCALE)
-        return TokenRewards(reward, torch.ones(len(rollout), dtype=torch.bool))
+        count, length = reward.shape
+        position = torch.arange(length).expand(count, length)  # each token is a step
+        valid = torch.ones(count, dtype=torch.bool)
+        return StepRewards(reward=reward, step=position, valid=valid, reason=[None] * count)
 
     def learn(self, rollout: TextRollout, right: Tensor, iteration: int) -> None:
         """Take steps of flow matching on the states of completions that are `right` [b]; all processes call it."""

@@ -14,6 +14,7 @@ from visalign.core import Objective
 from visalign.core.objective.stages import ADVANTAGES
 from visalign.errors import UserError
 from visalign.text import Prompt, Sampling, StoppingCriteria, TextPolicy, TextRollout, ToolPolicy
+from visalign.text.steps import StepRewards
 from visalign.training.loop.judging import RewardScorer
 from visalign.training.policy.reference import Reference
 from visalign.training.policy.settings import stale_message
@@ -55,20 +56,11 @@ class LogPartition(Protocol):
     def head(self) -> nn.Module: ...
 
 
-class StepScores(Protocol):
-    """Rewards of the steps of B completions (`visalign.text.steps.StepRewards`)."""
-
-    valid: Tensor  # [B] bool
-
-    # [B, T], on the last token of each step; 0 elsewhere and in invalid completions
-    def tokens(self, place: Any = "last") -> Tensor: ...
-
-
 class ProcessReward(Protocol):
     """Process reward model of the policy's rollouts. One with `replaces = True` takes the place of the reward
     of the whole completion; else the two are added."""
 
-    def score_rollout(self, rollout: TextRollout) -> StepScores: ...
+    def score_rollout(self, rollout: TextRollout) -> StepRewards: ...
 
 
 class Demonstrations(Protocol):
@@ -109,14 +101,6 @@ class TextParts:
     def recomputes(self) -> bool:
         """True if the old log-probs are the policy's own instead of the sampler's."""
         return self.rollout.recompute or self.objective.importance_sampling is not None
-
-    @property
-    def policy_generator(self) -> CompletionGenerator:
-        """The policy itself, with the tool where completions have one."""
-        if not isinstance(self.generator, ToolPolicy):
-            return self.policy
-        engine: Any = self.policy
-        return ToolPolicy(engine, self.generator.tokenizer, self.generator.use)
 
     @property
     def tokenizer(self) -> Any:

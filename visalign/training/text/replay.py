@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from visalign.core import PolicyOutput
 from visalign.errors import UserError
-from visalign.text import Sampling, TextPolicy, TextRollout
+from visalign.text import TextPolicy, TextRollout
+from visalign.text.rollout import undrawn_rollout
 from visalign.training.loop.algorithm import Algorithm, Collected, Context
 from visalign.training.loop.processes import share_gradients
 from visalign.training.loop.sharding import is_divided, shard, unsharded
@@ -94,7 +95,9 @@ class TextReplay(nn.Module):
         out = self._policy.log_probs(rollout, rows, statistic=self._nucleus)
         log_prob = out.log_prob
         if not len(rows) and is_divided(self):  # the other processes wait for its part of the weights
-            log_prob = log_prob + 0.0 * self._policy.log_probs(_one_token()).log_prob.sum()
+            one = torch.ones(1, 1)
+            token = undrawn_rollout(0 * one.long(), one, 0 * one.long(), one)
+            log_prob = log_prob + 0.0 * self._policy.log_probs(token).log_prob.sum()
         elif not len(rows):  # DDP waits for the gradients of every process
             trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
             for parameter in trained[:1] if self.may_skip else trained:
@@ -109,25 +112,6 @@ class TextReplay(nn.Module):
             more["ptx_log_prob"] = self._policy.log_probs(demonstrations, demonstration_rows).log_prob
             more["ptx_weight"] = demonstrations.loss_mask[demonstration_rows].to(log_prob.device)
         return PolicyOutput(log_prob=log_prob, entropy=out.entropy, nucleus_entropy=out.statistic, **more)
-
-
-def _one_token() -> TextRollout:
-    zero = torch.zeros(1, 1)
-    return TextRollout(
-        prompt_ids=zero.long(),
-        prompt_mask=zero + 1,
-        completion_ids=zero.long(),
-        loss_mask=zero + 1,
-        log_prob=zero,
-        full_log_prob=zero,
-        entropy=zero,
-        text=[""],
-        stop_reason=["length"],
-        group=[0],
-        prompt=[""],
-        seed=[0],
-        sampling=Sampling(),
-    )
 
 
 def distribute(replay: TextReplay, accelerator: Accelerator, sharding: bool) -> nn.Module:

@@ -15,7 +15,7 @@ Deliberate deviations from common trainers:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -69,31 +69,16 @@ HEADS = ("value_head.", "value_model.", "log_partition.")
 """Prefixes of parameters that do not belong to the policy itself."""
 
 
-@dataclass(frozen=True)
-class UpdateExtras:
-    """Samples of an update besides the iteration's completions, of PPO-ptx and of self-imitation."""
-
-    demonstrations: TextRollout | None
-    replay: Replay | None
-
-
 class TextRL(TextAlgorithm):
     """Reinforcement learning of a text policy; an `Algorithm` for `Trainer`.
 
     Args:
-        policy: on its device.
         reward: scores one completion at a time; lower is better is negated.
         records: prompt records, each with "prompt"; handed to the reward as metadata.
-        rollout: sampling of the completions.
-        objective: the algorithm and its changes.
-        seed: seed of the run.
         accelerator: processes and trackers. None creates one on the policy's device.
-        dynamic: dynamic sampling.
-        self_imitation: replay of good completions.
         latent_flow: token rewards by a flow that learns from right completions; excludes `process`.
         generator: generates the completions; None is the policy.
         value_model: separate value network, for PPO; None where the policy has a value head.
-        log_partition: log Z of FlowRL.
         process: process reward of a completion's steps, added to that of the completion.
         demonstrations: of PPO-ptx.
         after_update: called by all processes with the iterations finished after the update, for a server
@@ -313,7 +298,7 @@ class TextRL(TextAlgorithm):
             batches = [self.parts.demonstrations.batch(first + i) for i in range(total)]
             experience.trajectories = replace(experience.trajectories, ptx_weight=batches[0].loss_mask)
             demonstrations = list(batches)
-        pairs = zip(demonstrations, experience.replays or [None] * total, strict=True)
+        pairs = zip(demonstrations, experience.replays or [None] * total, strict=True)  # `PolicyStep.extra`
         steps, experience.signal = prepare_steps(
             objective,
             self.settings,
@@ -322,7 +307,7 @@ class TextRL(TextAlgorithm):
             seed=self.parts.seed,
             iteration=run.counters.iteration,
             whole_groups=True,
-            extras=[None if d is None and r is None else UpdateExtras(d, r) for d, r in pairs],
+            extras=[pair if any(part is not None for part in pair) else None for pair in pairs],
         )
         return steps
 
@@ -336,7 +321,7 @@ class TextRL(TextAlgorithm):
         scale = run.counters.loss_scale
         micro_batches = self._micro_batches(experience, step, run.micro_batch)
         sums = backward(objective, micro_batches, self.accelerator, scale=scale)
-        replay = None if step.extra is None else step.extra.replay
+        replay: Replay | None = (step.extra or (None, None))[1]
         if self.imitation is not None and replay is not None:
             micro_batches = self._replay_micro_batches(replay, run.micro_batch)
             replay_sums = backward(self.imitation.objective, micro_batches, self.accelerator, scale=scale)
@@ -348,7 +333,7 @@ class TextRL(TextAlgorithm):
     ) -> Iterator[tuple[Prepared, PolicyOutput]]:
         """Yield this process's samples with signal, each micro-batch with its share of demonstrations."""
         prepared, accelerator = step.prepared, self.accelerator
-        demonstrations = None if step.extra is None else step.extra.demonstrations
+        demonstrations: TextRollout | None = (step.extra or (None, None))[0]
         if demonstrations is not None:
             prepared = replace(prepared, ptx_counts=count_step(demonstrations.loss_mask))
         local = experience.shares.local[step.sample]

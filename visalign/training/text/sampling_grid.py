@@ -19,9 +19,7 @@ from visalign.text import Prompt, Sampling, StoppingCriteria
 from visalign.text.tool_calls import without_failed
 from visalign.training.loop.judging import score_samples
 
-from .parts import CompletionGenerator
-
-Records = Sequence[Mapping[str, Any]]
+from .parts import CompletionGenerator, Records
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,10 +113,12 @@ def sample_point(
     parts = []
     for start in range(0, len(records), prompts_per_call):
         index = range(start, min(start + prompts_per_call, len(records)))
-        keys = [prompt_key(prompts[i]) for i in index]
+        batch = prompts[start : index.stop]
+        # a text that is the same in every run; a message may be any mapping
+        keys = [prompt if isinstance(prompt, str) else repr([*map(dict, prompt)]) for prompt in batch]
         with torch.no_grad():
             rollout = policy.generate(
-                [prompts[i] for i in index],
+                batch,
                 seeds=[sample_seed(*draw, key, j) for key in keys for j in range(samples)],
                 num_generations=samples,
                 sampling=Sampling(temperature=point.temperature, top_p=point.top_p),
@@ -131,8 +131,8 @@ def sample_point(
         valid = scores.valid.cpu() & value.isfinite() & rollout.generated
         reasons: list[str | None] = [None] * len(metadata)
         for i in (~valid).nonzero()[:, 0].tolist():
-            is_too_long = rollout.stop_reason[i] == "prompt too long"
             failure = scores.reason[i] if scores.reason else None
+            is_too_long = rollout.stop_reason[i] == "prompt too long"
             reasons[i] = "prompt too long" if is_too_long else failure or "value not finite"
         parts.append(
             Completions(
@@ -150,11 +150,6 @@ def sample_point(
         if after_call is not None:
             after_call(index.stop)
     return join_completions(parts)
-
-
-def prompt_key(prompt: Prompt) -> str:
-    """Return a text that identifies the prompt, the same in every run."""
-    return prompt if isinstance(prompt, str) else repr([dict(message) for message in prompt])
 
 
 def with_hint(record: Mapping[str, Any], hint: str) -> Prompt:

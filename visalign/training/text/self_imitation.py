@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from visalign.core.groups.labels import group_index
 from visalign.core.objective.stages import sample_reward
 from visalign.seeds import sample_seed
 from visalign.text import Sampling, TextRollout, TokenSets
+from visalign.text.rollout import undrawn_rollout
 from visalign.training.loop.algorithm import Context
 from visalign.training.policy.update import PolicyStep
 
@@ -190,27 +191,14 @@ def _padded(stored: Sequence[StoredCompletion], name: str) -> Tensor:
 
 def _rollout(stored: Sequence[StoredCompletion], sampling: Sampling) -> TextRollout:
     """Rebuild a rollout whose log-probs can be computed."""
-    count, weight = len(stored), _padded(stored, "weight")
-    zeros = torch.zeros_like(weight)
     prompts = [completion.prompt.flip(0).long() + 1 for completion in stored]
     padded = pad_sequence(prompts, batch_first=True).flip(1)  # on the left, with 0
     kept = None
     if sampling.truncates:
         ids = torch.cat([completion.kept for completion in stored])
         kept = TokenSets(ids, _padded(stored, "kept_count").long())
-    return TextRollout(
-        prompt_ids=(padded - 1).clamp(min=0),
-        prompt_mask=(padded != 0).float(),
-        completion_ids=_padded(stored, "completion").long(),
-        loss_mask=(weight != 0).float(),
-        log_prob=_padded(stored, "log_prob"),
-        full_log_prob=zeros,
-        entropy=zeros,
-        text=[""] * count,
-        stop_reason=["eos" for _ in stored],
-        group=range(count),
-        prompt=[""] * count,
-        seed=[0] * count,
-        sampling=sampling,
-        kept=kept,
+    mask = (_padded(stored, "weight") != 0).float()
+    rollout = undrawn_rollout(
+        (padded - 1).clamp(min=0), (padded != 0).float(), _padded(stored, "completion").long(), mask
     )
+    return replace(rollout, log_prob=_padded(stored, "log_prob"), sampling=sampling, kept=kept)

@@ -20,7 +20,7 @@ from visalign.core.tokens.entropy_terms import nucleus_entropy
 from visalign.core.tokens.selection_rules import discriminator_scores
 from visalign.errors import UserError
 from visalign.seeds import sample_seed
-from visalign.text import Sampling, TextPolicy, TextRollout
+from visalign.text import Sampling, TextPolicy, TextRollout, ToolPolicy
 from visalign.text.steps import StepReading, step_index
 from visalign.training.loop.judging import reward_weights, score_samples
 from visalign.training.policy.settings import needs_reference
@@ -57,10 +57,16 @@ def build_trajectories(
         default = "</think>" if objective.advantage == "pear" else "\n"
         reading = StepReading(separator=settings.separator or default)
         columns["step"] = step_index(rollout, parts.tokenizer, reading)
-    if objective.selection == "clip_v":
-        columns["expected_score"] = _statistic(policy, rollout, _expected_score)
-    if (nucleus := nucleus_of(objective)) is not None:
-        columns["nucleus_entropy"] = _statistic(policy, rollout, nucleus)
+    statistics: dict[str, Callable[[Tensor], Tensor] | None] = {
+        "expected_score": (lambda log_p: discriminator_scores(log_p).expected)
+        if objective.selection == "clip_v"
+        else None,
+        "nucleus_entropy": nucleus_of(objective),
+    }
+    for name, statistic in statistics.items():
+        if statistic is not None:
+            values = policy.log_probs(rollout, statistic=statistic).statistic
+            columns[name] = None if values is None else values.cpu()
     if settings.truncated == "mask":
         columns["weight"] = filter_overlong(rollout.loss_mask, rollout.truncated)
     if reward.ndim == 2:
@@ -93,9 +99,12 @@ def _record_columns(parts: TextParts, rollout: TextRollout, records: GroupRecord
         greedy = Sampling(temperature=0.0)
         return {"greedy_reward": _prompt_rewards(parts, rollout, records, parts.generator, greedy, 1)[:, 0]}
     if objective.advantage == "par":
-        count, generator, sampling = options.get("references", 1), parts.policy_generator, settings.sampling
+        generator: Any = parts.policy
+        if isinstance(parts.generator, ToolPolicy):
+            generator = ToolPolicy(generator, parts.generator.tokenizer, parts.generator.use)
         with parts.reference.applied():
-            rewards = _prompt_rewards(parts, rollout, records, generator, sampling, count)
+            count = options.get("references", 1)
+            rewards = _prompt_rewards(parts, rollout, records, generator, settings.sampling, count)
         return {"reference_reward": rewards}
     if objective.advantage == "rank_bonus":
         rank = torch.zeros(len(rollout), 3).double()
@@ -157,15 +166,6 @@ def bundle_index(group: Sequence[int], size: int) -> Tensor:
         index.append(prompt[label] * bundles // len(prompt) * len(group) + seen[label])
         seen[label] += 1
     return torch.tensor(index)
-
-
-def _statistic(policy: TextPolicy, rollout: TextRollout, statistic: Any) -> Tensor | None:
-    output = policy.log_probs(rollout, statistic=statistic).statistic
-    return None if output is None else output.cpu()
-
-
-def _expected_score(log_p: Tensor) -> Tensor:
-    return discriminator_scores(log_p).expected
 
 
 def nucleus_of(objective: Objective) -> Callable[[Tensor], Tensor] | None:
