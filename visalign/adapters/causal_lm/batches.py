@@ -15,17 +15,13 @@ from visalign.errors import UserError
 from visalign.text import (
     Prompt,
     Sampling,
-    StoppingCriteria,
     StopReason,
-    StopStrings,
     TextRollout,
     TokenSets,
     draw_seeds,
-    sample_uniforms,
 )
 
-from .generation import Completion, Ending, generate_completions
-from .network import CausalNetwork
+from .generation import Completion
 from .prompts import EncodedPrompt, EncodedPrompts, left_pad
 
 
@@ -63,34 +59,30 @@ class PromptBatch:
         long_prompts: str,
     ) -> PromptBatch:
         """Check that the arguments of `generate` fit together, and the lengths of the prompts."""
+        if isinstance(prompts, str) or not prompts:
+            raise UserError(f"prompts is {prompts!r}; give a list of at least one prompt, [text, …].")
         count = len(prompts) * num_generations
-        given = len(seeds) if isinstance(seeds, Sequence) else count
-        for broken, message in (
-            (
-                isinstance(prompts, str) or not prompts,
-                f"prompts is {prompts!r}; give a list of at least one prompt, [text, …].",
-            ),
-            (num_generations < 1, f"num_generations is {num_generations}; it must be at least 1."),
-            (
-                given != count,
-                f"seeds has {given} entries for {len(prompts)} prompts × {num_generations} generations. Give "
-                "one per sample, or one integer for the call.",
-            ),
-            (
-                group is not None and len(group) != len(prompts),
-                f"group has {len(group or ())} labels for {len(prompts)} prompts; give one per prompt.",
-            ),
-            (
-                after is not None and len(after) != count,
-                f"after has {len(after or ())} lists of tokens for {count} samples; give one per sample.",
-            ),
+        for name, values, expected in (
+            ("seeds", seeds, count),
+            ("group", group, len(prompts)),
+            ("after", after, count),
         ):
-            if broken:
-                raise UserError(message)
+            if isinstance(values, Sequence) and len(values) != expected:
+                raise UserError(
+                    f"{name} has {len(values)} entries for {len(prompts)} prompts × {num_generations} "
+                    f"generations; give {expected}."
+                )
         limits = (max_prompt_tokens, None if context is None else context - 1)
         longest = min((limit for limit in limits if limit is not None), default=None)
-        if longest is not None and long_prompts == "refuse":
-            _check_lengths(encoded, longest, context)
+        long = [index for index, ids in enumerate(encoded.ids) if longest is not None and len(ids) > longest]
+        if long and long_prompts == "refuse":
+            patched = [] if encoded.encoded_images is None else encoded.encoded_images[long[0]]
+            share = f" ({sum(image.tokens for image in patched)} of them for its images)" if patched else ""
+            raise UserError(
+                f"Prompt {long[0]} has {len(encoded.ids[long[0]])} tokens{share}, and at most {longest} are "
+                f"allowed (the model's context is {context}); {len(long)} of {len(prompts)} prompts are too "
+                'long. Shorten or drop them, or set long_prompts="mask" to mask their samples.'
+            )
         return cls(
             prompts=prompts,
             encoded=encoded,
@@ -123,63 +115,13 @@ class PromptBatch:
         """Return sample -> tokens that may be drawn, of the samples to be completed."""
         rooms = {}
         for sample, prompt in enumerate(self.prompt_index):
-            room, used = max_new_tokens, len(self.encoded.ids[prompt])
+            room = max_new_tokens
             if self.context is not None:
-                room = min(room, self.context - used)
+                room = min(room, self.context - len(self.encoded.ids[prompt]))
             room -= len(self.begun(sample))
             if room > 0 and self.fits(prompt):
                 rooms[sample] = room
         return rooms
-
-
-def _check_lengths(encoded: EncodedPrompts, longest: int, context: int | None) -> None:
-    """Refuse prompts of more than `longest` tokens, naming the first one."""
-    long = [index for index, tokens in enumerate(encoded.ids) if len(tokens) > longest]
-    if long:
-        patched = [] if encoded.encoded_images is None else encoded.encoded_images[long[0]]
-        share = f" ({sum(image.tokens for image in patched)} of them for its images)" if patched else ""
-        raise UserError(
-            f"Prompt {long[0]} has {len(encoded.ids[long[0]])} tokens{share}, and at most {longest} are "
-            f"allowed (the model's context is {context}); {len(long)} of {len(encoded.ids)} prompts are too "
-            'long. Shorten or drop them, or set long_prompts="mask" to mask their samples.'
-        )
-
-
-def generate_rollout(
-    network: CausalNetwork,
-    tokenizer: PreTrainedTokenizerBase,
-    batch: PromptBatch,
-    *,
-    sampling: Sampling,
-    stopping: StoppingCriteria,
-    ends: Sequence[int],
-    pad: int,
-    chunk: int,
-) -> TextRollout:
-    """Complete the prompts, `chunk` samples at a time; `pad` is an id that fills gaps."""
-    rooms = batch.rooms(stopping.max_new_tokens)
-    strings = StopStrings(stopping.strings, lambda ids: decode(tokenizer, ids, special=True))
-    todo, completions = list(rooms), dict[int, Completion]()
-    for start in range(0, len(todo), chunk):
-        samples = todo[start : start + chunk]
-        limit = [rooms[sample] for sample in samples]
-        begun = [len(batch.begun(sample)) for sample in samples]
-        generated = generate_completions(
-            network,
-            [batch.prompt_of(sample) for sample in samples],
-            _uniforms([batch.seeds[sample] for sample in samples], begun, max(limit)),
-            sampling=sampling,
-            ending=Ending(eos_ids=frozenset(ends), limit=limit, strings=strings),
-            pad_id=pad,
-        )
-        completions |= zip(samples, generated, strict=True)
-    return assemble_rollout(batch, completions, tokenizer, sampling, pad)
-
-
-def _uniforms(seeds: Sequence[int], begun: Sequence[int], length: int) -> Tensor:
-    """Return [b, length] numbers that decide the tokens behind the `begun` first ones."""
-    drawn = sample_uniforms(seeds, max(begun) + length)
-    return drawn.gather(1, torch.tensor(begun)[:, None] + torch.arange(length))
 
 
 def assemble_rollout(

@@ -184,16 +184,17 @@ class CausalNetwork:
         # 16-bit models round their own logits to 8 or 11 bits
         allowed = 1e-4 if layer.weight.dtype == torch.float32 and not self.autocast else 2e-2
         with torch.no_grad():
-            expected, _ = self.features(ids, mask)
-            size = expected.abs().max().item()
-            for scale in _scales(config):
-                head = LinearHead(layer, scale, getattr(config, "final_logit_softcapping", None))
-                self.head = head
-                logits = head.logits(self.features(ids, mask)[0])
-                self.head = None
-                if logits.shape == expected.shape and math.isfinite(size):
-                    if (logits - expected).abs().max().item() <= allowed * max(size, 1e-3):
-                        return head
+            expected, _ = self.features(ids, mask)  # logits of the whole model, as there is no head yet
+            self.head = LinearHead(layer)
+            hidden, _ = self.features(ids, mask)
+            self.head = None
+        largest = expected.abs().max().item()
+        for scale in _scales(config) if math.isfinite(largest) else ():
+            head = LinearHead(layer, scale, getattr(config, "final_logit_softcapping", None))
+            with torch.no_grad():
+                logits = head.logits(hidden)
+            if logits.shape == expected.shape and (logits - expected).abs().max() <= allowed * max(largest, 1e-3):
+                return head
         return None
 
 

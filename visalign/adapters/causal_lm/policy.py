@@ -18,10 +18,20 @@ from visalign.adapters.lora import LoraSettings
 from visalign.adapters.weights import TrainedWeights
 from visalign.atomic import umask_permissions
 from visalign.errors import UserError
-from visalign.text import Distribution, Prompt, Sampling, StoppingCriteria, TextRollout, TokenOutput
+from visalign.text import (
+    Distribution,
+    Prompt,
+    Sampling,
+    StoppingCriteria,
+    StopStrings,
+    TextRollout,
+    TokenOutput,
+    sample_uniforms,
+)
 
-from .batches import PromptBatch, generate_rollout
+from .batches import PromptBatch, assemble_rollout, decode
 from .chat import PromptEncoder, image_parts
+from .generation import Completion, Ending, generate_completions
 from .images import ImagePrompts, QwenSight
 from .loading import check_causal_lm, context_length, end_tokens, load_causal_lm, pad_id
 from .lora import add_text_lora, load_text_lora
@@ -47,7 +57,7 @@ class CausalLMPolicy:
 
     Args:
         model: on its device, in its dtype.
-        tokenizer: of the model; a pad token is not needed. Or the processor of a model that reads images.
+        tokenizer: tokenizer (a pad token is not needed), or processor of a model that reads images.
         lora: adapters to add and train (`text_lora()`); None trains the whole model.
         prompts: how prompts become tokens; by default the tokenizer's (or processor's) own chat template
             for conversations and plain tokenization for texts.
@@ -115,21 +125,14 @@ class CausalLMPolicy:
         device: torch.device | str = "cpu",
         **options: Any,
     ) -> CausalLMPolicy:
-        """Load a model with its tokenizer or processor from a folder or the hub and make it a policy.
+        """Load a model with its tokenizer or processor, from a folder as `save_pretrained` writes it or as
+        `owner/name` from the hub, and make it a policy; `options` are of the constructor.
 
-        Args:
-            folder_or_id: a folder as `save_pretrained` writes it, or `owner/name`.
-            dtype: of the frozen weights (and of all weights in full fine-tuning); adapters are always float32.
-            device: of the model.
-            **options: of the constructor: lora, prompts, value_head, max_prompt_tokens, ...
-
-        Raises:
-            FileNotFoundError: if the folder or a part of it is missing.
-            UserError: if it is another kind of model.
+        `dtype` is of the frozen weights (and of all weights in full fine-tuning); adapters are always float32.
         """
+        model: Any
         model, tokenizer = load_causal_lm(folder_or_id, dtype=dtype)
-        moved: Any = model
-        return cls(moved.to(device), tokenizer, **options)
+        return cls(model.to(device), tokenizer, **options)
 
     @property
     def module(self) -> nn.Module:
@@ -190,12 +193,12 @@ class CausalLMPolicy:
             seeds: one for the call (`draw_seeds` derives those of the samples), or B of them.
             num_generations: G.
             sampling: how tokens are drawn; by default from the model itself.
-            stopping: what ends a completion.
+            stopping: rules that end a completion.
             group: P labels of the prompts; by default 0 to P-1.
             images: P lists of images for image parts that hold none: PIL, or [3, H, W] in [0, 1] or uint8.
             after: B lists of tokens that the completions begin with: context with loss mask 0, in the limit.
         """
-        stopping = stopping or StoppingCriteria()
+        sampling, stopping = sampling or Sampling(), stopping or StoppingCriteria()
         batch = PromptBatch.build(
             prompts,
             self._encode(prompts, images),
@@ -208,16 +211,24 @@ class CausalLMPolicy:
             long_prompts=self.long_prompts,
         )
         ends = end_tokens(self.model, self.tokenizer, stopping)
-        return generate_rollout(
-            self._network,
-            self.tokenizer,
-            batch,
-            sampling=sampling or Sampling(),
-            stopping=stopping,
-            ends=ends,
-            pad=pad_id(self.tokenizer, ends),
-            chunk=self.generate_batch,
-        )
+        pad, rooms = pad_id(self.tokenizer, ends), batch.rooms(stopping.max_new_tokens)
+        strings = StopStrings(stopping.strings, lambda ids: decode(self.tokenizer, ids, special=True))
+        completions = dict[int, Completion]()
+        for start in range(0, len(rooms), self.generate_batch):
+            samples = list(rooms)[start : start + self.generate_batch]
+            limit = [rooms[sample] for sample in samples]
+            begun = torch.tensor([[len(batch.begun(sample))] for sample in samples])
+            drawn = sample_uniforms([batch.seeds[sample] for sample in samples], int(begun.max()) + max(limit))
+            generated = generate_completions(
+                self._network,
+                [batch.prompt_of(sample) for sample in samples],
+                drawn.gather(1, begun + torch.arange(max(limit))),  # a continuation draws what comes after its begin
+                sampling=sampling,
+                ending=Ending(eos_ids=frozenset(ends), limit=limit, strings=strings),
+                pad_id=pad,
+            )
+            completions |= zip(samples, generated, strict=True)
+        return assemble_rollout(batch, completions, self.tokenizer, sampling, pad)
 
     def log_probs(
         self,
@@ -236,7 +247,7 @@ class CausalLMPolicy:
 
         Args:
             rollout: B samples.
-            rows: b of them, integers, booleans or a slice; None is all. With gradient all b go through the
+            rows: b of the samples, integers, booleans or a slice; None is all. With gradient all b go through the
                 model together; without, `score_batch` at a time, sorted by length.
             distribution: whose log-probs.
             statistic: of that distribution, [n, V] log-probs, −∞ outside it, to [n]. A quantile of the vocabulary
@@ -271,8 +282,8 @@ class CausalLMPolicy:
         """Record the experts that a rollout's tokens go to now; `log_probs` of the result sends them there
         again, whatever the router has learnt since (routing replay, GSPO, arXiv 2507.18071, section 5.3).
         """
-        context = self._network, rollout, self.check_routes(), self._image_prompts
-        return replace(rollout, routes=expert_routes(*context, self.score_batch))
+        routing, images = self.check_routes(), self._image_prompts
+        return replace(rollout, routes=expert_routes(self._network, rollout, routing, images, self.score_batch))
 
     @torch.no_grad()
     def hidden_states(self, rollout: TextRollout, *, depths: Sequence[float] = (1.0,)) -> Iterator[tuple[int, Tensor]]:

@@ -30,9 +30,9 @@ class Packed:
     """Prompts and completions of b samples as one block without left padding, and the n tokens to score."""
 
     ids: Tensor
-    """[b, S] prompt, completion, padding on the right."""
+    """[b, S] prompt, completion, padding on the right; on the network's device."""
     mask: Tensor
-    """[b, S] int64."""
+    """[b, S] int64, on the network's device."""
     row: Tensor
     """[n] sample of each token, row by row."""
     column: Tensor
@@ -41,16 +41,17 @@ class Packed:
     """[n] its predecessor's position in the block: the state there predicts it."""
     target: Tensor
     """[n] its id."""
+    encoded_images: list[list[PatchedImage]] | None
+    """b lists; None where the rollout has none."""
 
 
-def pack(rollout: TextRollout, rows: Tensor) -> Packed:
+def pack(rollout: TextRollout, rows: Tensor, device: torch.device, encoder: ImagePrompts | None = None) -> Packed:
     """Lay out samples [b] of a rollout, each with a token of loss mask 1, for one forward pass.
 
     A completion reaches to its last token of loss mask 1; tokens of loss mask 0 before that are context.
     """
     mask = rollout.loss_mask[rows]
-    position = torch.arange(1, mask.shape[1] + 1)
-    length = (position * (mask != 0)).amax(1)
+    length = (torch.arange(1, mask.shape[1] + 1) * (mask != 0)).amax(1)
     start = rollout.prompt_mask[rows].sum(1).long()
     size = int((start + length).max())
     ids = torch.zeros(len(rows), size, dtype=torch.int64)
@@ -60,13 +61,28 @@ def pack(rollout: TextRollout, rows: Tensor) -> Packed:
         ids[number, : len(prompt) + len(completion)] = torch.cat((prompt, completion))
     row, column = (mask != 0).nonzero(as_tuple=True)
     return Packed(
-        ids=ids,
-        mask=(torch.arange(size) < (start + length)[:, None]).long(),
+        ids=ids.to(device),
+        mask=(torch.arange(size) < (start + length)[:, None]).long().to(device),
         row=row,
         column=column,
         before=start[row] + column - 1,
         target=rollout.completion_ids[rows[row], column],
+        encoded_images=_encode_images(rollout, rows, encoder),
     )
+
+
+def _encode_images(
+    rollout: TextRollout, rows: Tensor, encoder: ImagePrompts | None
+) -> list[list[PatchedImage]] | None:
+    samples = rows.tolist()
+    if rollout.images is None or not any(len(rollout.images[sample]) for sample in samples):
+        return None
+    if encoder is None:  # image tokens would be read as text
+        raise UserError(
+            "The rollout has images, and this policy reads only text. Build it with the model's processor."
+        )
+    ids = [rollout.prompt_ids[sample, rollout.prompt_mask[sample] != 0].tolist() for sample in samples]
+    return encoder.encoded_images([rollout.images[sample] for sample in samples], ids, samples)
 
 
 def scored_sampling(rollout: TextRollout, distribution: str) -> Sampling:
@@ -108,21 +124,26 @@ def token_output(
     outputs = [torch.zeros(mask.shape, device=device) for _ in range(4)]
     if (critics := getattr(getattr(value, "linear", None), "out_features", 1)) > 1:
         outputs[2] = torch.zeros(*mask.shape, critics, device=device)
-    if len(live) == 0:
+    if len(live) == 0:  # so that the caller's backward has a graph
         outputs = [blank.requires_grad_(torch.is_grad_enabled()) for blank in outputs]
     if batch is not None:
         size = rollout.prompt_mask[chosen[live]].sum(1) + mask[live].sum(1)
         live = live[size.argsort()]
-    for part in live.split(batch or max(1, len(live))):
-        if len(part) == 0:
-            break
-        packed = pack(rollout, chosen[part])
-        token_sets = rollout.kept.rows(chosen[part]) if rollout.kept and sampling.truncates else None
-        encoded_images = _images(encoder, rollout, chosen[part])
+    for part in live.split(batch or len(live)) if len(live) else ():
+        packed = pack(rollout, chosen[part], device, encoder)
         routes = None if rollout.routes is None else rollout.routes[chosen[part], : packed.ids.shape[1]]
         with nullcontext() if routing is None else routing.replayed(routes, recomputed=recomputed):
-            columns = _replay(network, packed, encoded_images, sampling, token_sets, value, statistic)
+            features, _ = network.features(packed.ids, packed.mask, encoded_images=packed.encoded_images)
+            states = features[packed.row.to(device), packed.before.to(device)]
+            values = None if value is None else value(states)
+            if statistic is None and not sampling.truncates and network.head is not None:
+                terms = network.head.log_prob_entropy(states, packed.target.to(device), sampling.scale)
+                log_prob, entropy, more = terms.log_prob, terms.entropy, []
+            else:
+                token_sets = rollout.kept.rows(chosen[part]) if rollout.kept and sampling.truncates else None
+                log_prob, entropy, *more = _through_logits(network, states, packed, sampling, token_sets, statistic)
         target = part[packed.row].to(device), packed.column.to(device)
+        columns = (log_prob, entropy, values, more[0] if more else None)
         outputs = [
             blank if new is None else blank.index_put(target, new.float())
             for blank, new in zip(outputs, columns, strict=True)
@@ -135,84 +156,6 @@ def token_output(
     )
 
 
-def layer_states(
-    network: CausalNetwork,
-    rollout: TextRollout,
-    part: Tensor,
-    depths: Sequence[float],
-    encoder: ImagePrompts | None,
-) -> Iterator[tuple[int, Tensor]]:
-    """(sample, [T, L, H] float32) of some samples, each with a token of loss mask 1, behind some layers."""
-    packed, device = pack(rollout, part), network.model.device
-    encoded_images = _images(encoder, rollout, part)
-    ids, mask = packed.ids.to(device), packed.mask.to(device)
-    states = network.hidden_states(ids, mask, depths, encoded_images=encoded_images)
-    for number, sample in enumerate(part.tolist()):
-        yield sample, states[number, packed.before[packed.row == number].to(device)]
-
-
-def expert_routes(
-    network: CausalNetwork,
-    rollout: TextRollout,
-    routing: ExpertRouting,
-    encoder: ImagePrompts | None,
-    batch: int,
-) -> Tensor:
-    """[B, S, L, k] int16, see `TextRollout.routes`; `batch` samples go through the model at a time."""
-    recorded = []
-    for part in (rollout.loss_mask != 0).any(1).nonzero()[:, 0].split(batch):
-        if len(part) == 0:
-            break
-        packed = pack(rollout, part)
-        with routing.recorded(len(part)) as recorded_part:
-            network.features(
-                packed.ids.to(network.model.device),
-                packed.mask.to(network.model.device),
-                encoded_images=_images(encoder, rollout, part),
-            )
-        recorded.append((part, torch.where(packed.mask[:, :, None, None] != 0, recorded_part[0].cpu(), -1)))
-    longest = max((routes.shape[1] for _, routes in recorded), default=0)
-    size = recorded[0][1].shape[2:] if recorded else (0, 0)
-    routes = torch.full((len(rollout), longest, *size), -1, dtype=torch.int16)
-    for part, routes_of_part in recorded:
-        routes[part, : routes_of_part.shape[1]] = routes_of_part
-    return routes
-
-
-def _images(encoder: ImagePrompts | None, rollout: TextRollout, rows: Tensor) -> list[list[PatchedImage]] | None:
-    """Return the images of some samples, or None for a rollout without images."""
-    samples = rows.tolist()
-    if rollout.images is None or not any(len(rollout.images[sample]) for sample in samples):
-        return None
-    if encoder is None:  # image tokens would be read as text
-        raise UserError(
-            "The rollout has images, and this policy reads only text. Build it with the model's processor."
-        )
-    ids = [rollout.prompt_ids[sample, rollout.prompt_mask[sample] != 0].tolist() for sample in samples]
-    return encoder.encoded_images([rollout.images[sample] for sample in samples], ids, samples)
-
-
-def _replay(
-    network: CausalNetwork,
-    packed: Packed,
-    encoded_images: Sequence[Sequence[PatchedImage]] | None,
-    sampling: Sampling,
-    token_sets: TokenSets | None,
-    value: Callable[[Tensor], Tensor] | None,
-    statistic: Callable[[Tensor], Tensor] | None,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Return log-prob, entropy, value and statistic [n] of the packed tokens, differentiable."""
-    device = network.model.device
-    features, _ = network.features(packed.ids.to(device), packed.mask.to(device), encoded_images=encoded_images)
-    states = features[packed.row.to(device), packed.before.to(device)]
-    values = None if value is None else value(states)
-    if statistic is None and not sampling.truncates and network.head is not None:
-        terms = network.head.log_prob_entropy(states, packed.target.to(device), sampling.scale)
-        return terms.log_prob, terms.entropy, values, None
-    log_prob, entropy, *more = _through_logits(network, states, packed, sampling, token_sets, statistic)
-    return log_prob, entropy, values, more[0] if more else None
-
-
 def _through_logits(
     network: CausalNetwork,
     states: Tensor,
@@ -222,22 +165,49 @@ def _through_logits(
     statistic: Callable[[Tensor], Tensor] | None,
 ) -> list[Tensor]:
     """Return log-prob, entropy and statistic, in pieces whose logits are recomputed for the gradient."""
-    chunk = max(1, LOGIT_NUMBERS // network.vocabulary)
 
     def piece(state: Tensor, chosen: Tensor, allowed: Tensor | None) -> tuple[Tensor, ...]:
         log_p = log_distribution(network.logits(state), sampling.scale, allowed)
         result = chosen_log_prob(log_p, chosen)
         return (result.log_prob, result.entropy, *(() if statistic is None else (statistic(log_p),)))
 
-    parts = []
+    pieces, chunk = [], max(1, LOGIT_NUMBERS // network.vocabulary)
     for start in range(0, len(states), chunk):
         part, allowed = slice(start, start + chunk), None
         if token_sets is not None:
-            allowed = token_sets.mask(packed.row[part], packed.column[part], network.vocabulary)
-            allowed = allowed.to(states.device)
+            allowed = token_sets.mask(packed.row[part], packed.column[part], network.vocabulary).to(states.device)
         inputs = states[part], packed.target[part].to(states.device), allowed
         if torch.is_grad_enabled():
-            parts.append(checkpoint(piece, *inputs, use_reentrant=False, preserve_rng_state=False))
+            pieces.append(checkpoint(piece, *inputs, use_reentrant=False, preserve_rng_state=False))
         else:
-            parts.append(piece(*inputs))
-    return [torch.cat(pieces) for pieces in zip(*parts, strict=True)]
+            pieces.append(piece(*inputs))
+    return [torch.cat(columns) for columns in zip(*pieces, strict=True)]
+
+
+def layer_states(
+    network: CausalNetwork, rollout: TextRollout, part: Tensor, depths: Sequence[float], encoder: ImagePrompts | None
+) -> Iterator[tuple[int, Tensor]]:
+    """Yield (sample, [T, L, H] float32) of some samples, each with a token of loss mask 1, behind some layers."""
+    packed = pack(rollout, part, network.model.device, encoder)
+    states = network.hidden_states(packed.ids, packed.mask, depths, encoded_images=packed.encoded_images)
+    for number, sample in enumerate(part.tolist()):
+        yield sample, states[number, packed.before[packed.row == number].to(states.device)]
+
+
+def expert_routes(
+    network: CausalNetwork, rollout: TextRollout, routing: ExpertRouting, encoder: ImagePrompts | None, batch: int
+) -> Tensor:
+    """Return routes [B, S, L, k] int16, see `TextRollout.routes`; `batch` samples pass the model at a time."""
+    recorded = []
+    live = (rollout.loss_mask != 0).any(1).nonzero()[:, 0]
+    for part in live.split(batch) if len(live) else ():
+        packed = pack(rollout, part, network.model.device, encoder)
+        with routing.recorded(len(part)) as routes:
+            network.features(packed.ids, packed.mask, encoded_images=packed.encoded_images)
+        recorded.append((part, torch.where(packed.mask[:, :, None, None] != 0, routes[0], -1).cpu()))
+    longest = max((routes.shape[1] for _, routes in recorded), default=0)
+    size = recorded[0][1].shape[2:] if recorded else (0, 0)
+    joined = torch.full((len(rollout), longest, *size), -1, dtype=torch.int16)
+    for part, routes in recorded:
+        joined[part, : routes.shape[1]] = routes
+    return joined

@@ -113,9 +113,8 @@ class ValueModel(nn.Module):
         blank = torch.zeros(shape[: 3 if critics > 1 else 2], device=device)
         if len(live) == 0:
             return blank.requires_grad_(torch.is_grad_enabled())
-        packed = pack(rollout, chosen[live])
-        ids, mask = packed.ids.to(device), packed.mask.to(device)
-        hidden = self.trunk(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+        packed = pack(rollout, chosen[live], device)
+        hidden = self.trunk(input_ids=packed.ids, attention_mask=packed.mask, use_cache=False).last_hidden_state
         values = self.head(hidden[packed.row.to(device), packed.before.to(device)])
         return blank.index_put((live[packed.row].to(device), packed.column.to(device)), values)
 
