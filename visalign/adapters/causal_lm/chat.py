@@ -25,15 +25,12 @@ class PromptEncoder:
     """Turns prompts into token ids, and says which prompt cannot be turned and why.
 
     Args:
-        tokenizer: of the model, or its processor.
+        tokenizer: tokenizer or processor of the model.
         chat_template: the Jinja text of a template, or the name of one of the tokenizer's; None is the
             processor's or the tokenizer's own.
         template_options: more variables of the template, e.g. {"enable_thinking": False}.
         plain_as_chat: wrap a plain text as the message of a user; False tokenizes it as it stands.
         system: put this message before conversations that have none of the role "system".
-
-    Raises:
-        UserError: a chat is asked for and there is no template, or none of that name.
     """
 
     def __init__(
@@ -61,27 +58,30 @@ class PromptEncoder:
         """Return the token ids of each prompt, ready for the model to continue.
 
         A conversation that ends with a message of the assistant is continued; after any other the header of
-        the assistant's turn is added. The template writes special tokens itself, so none is added to it.
-
-        Raises:
-            UserError: naming the prompt and what is wrong with it.
+        the assistant's turn is added.
         """
-        return [self._encode(prompt, index) for index, prompt in enumerate(prompts)]
-
-    def _encode(self, prompt: Prompt, index: int) -> list[int]:
-        if isinstance(prompt, str) and not self.plain_as_chat:
-            ids = self.tokenizer(prompt)["input_ids"]
-        else:
-            ids = self.tokenizer(self.render(prompt, index), add_special_tokens=False)["input_ids"]
-        if not ids:
-            raise UserError(f"Prompt {index} ({prompt!r}) has no tokens. Give a text that is not empty.")
-        return list(ids)
+        encoded = []
+        for index, prompt in enumerate(prompts):
+            if isinstance(prompt, str) and not self.plain_as_chat:
+                ids = self.tokenizer(prompt)["input_ids"]
+            else:  # the template writes special tokens itself
+                ids = self.tokenizer(self.render(prompt, index), add_special_tokens=False)["input_ids"]
+            if not ids:
+                raise UserError(f"Prompt {index} ({prompt!r}) has no tokens. Give a text that is not empty.")
+            encoded.append(list(ids))
+        return encoded
 
     def render(self, prompt: Prompt, index: int = 0) -> str:
         """Return the text that the chat template makes of a conversation, or of a text as the message of a
         user; `index` is for messages.
         """
-        messages = _messages(prompt, index)
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        bad = [m for m in messages if not isinstance(m, Mapping) or not {"role", "content"} <= set(m)]
+        if bad or not messages:
+            raise UserError(
+                f"Prompt {index} holds {bad[0] if bad else 'no message'!r}; a conversation is a list of messages "
+                'of the form {"role": "user", "content": "…"}. A plain prompt is a string.'
+            )
         if self._template is None:
             raise UserError(
                 f"Prompt {index} is a conversation, and this tokenizer has no chat template (a base model). "
@@ -92,7 +92,7 @@ class PromptEncoder:
         continued = messages[-1]["role"] == "assistant"
         try:
             rendered = self.tokenizer.apply_chat_template(
-                messages,
+                [dict(message) for message in messages],
                 chat_template=self._template,
                 tokenize=False,
                 add_generation_prompt=not continued,
@@ -111,28 +111,11 @@ class PromptEncoder:
 def _find_template(templates: Any, requested: str | None) -> str | None:
     """Return the Jinja text of the template; None where there is none and none was requested."""
     by_name = dict(templates) if isinstance(templates, dict) else {"default": templates} if templates else {}
-    if requested is not None and "{" in requested:  # Jinja text
-        return requested
-    if requested is None and not by_name:
-        return None
-    name = requested or "default"
-    if name not in by_name:
+    if requested is None or "{" in requested:  # Jinja text
+        return requested or by_name.get("default")
+    if requested not in by_name:  # transformers would take the name for Jinja text
         raise UserError(
-            f"The tokenizer has no chat template {name!r}. {suggestion(name, by_name)}Give chat_template one "
-            f"of its names ({', '.join(sorted(by_name)) or 'it has none'}) or Jinja text with {{{{ … }}}}."
+            f"The tokenizer has no chat template {requested!r}. {suggestion(requested, by_name)}Give chat_template "
+            f"one of its names ({', '.join(sorted(by_name)) or 'it has none'}) or Jinja text with {{{{ … }}}}."
         )
-    return by_name[name]
-
-
-def _messages(prompt: Prompt, index: int) -> list[dict[str, Any]]:
-    """Return the messages of a conversation, checked."""
-    if isinstance(prompt, str):
-        return [{"role": "user", "content": prompt}]
-    messages = [dict(m) if isinstance(m, Mapping) else m for m in prompt]
-    bad = [m for m in messages if not isinstance(m, dict) or not {"role", "content"} <= set(m)]
-    if bad or not messages:
-        raise UserError(
-            f"Prompt {index} holds {bad[0] if bad else 'no message'!r}; a conversation is a list of messages "
-            'of the form {"role": "user", "content": "…"}. A plain prompt is a string.'
-        )
-    return messages
+    return by_name[requested]

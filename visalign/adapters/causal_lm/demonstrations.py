@@ -45,14 +45,11 @@ def demonstration_rollout(
     the completions' tokens, log-probs and entropies 0, as nothing was drawn.
 
     Args:
-        policy: whose tokenizer and prompt encoding are used.
+        policy: the policy, for its tokenizer and prompt encoding.
         prompts: B texts or conversations.
         completions: B texts, tokenised apart from the prompt, without special tokens.
         end: put the model's end token after each completion.
         answers: B lists of the spans of a completion that a tool wrote: loss mask 0.
-
-    Raises:
-        UserError: a completion without tokens, or one that is too long for the model.
     """
     ends = end_tokens(policy.model, policy.tokenizer, StoppingCriteria())
     encoded, pad = policy.encode(prompts), pad_id(policy.tokenizer, ends)
@@ -74,7 +71,7 @@ def demonstration_rollout(
     prompt_ids, prompt_mask = left_pad(encoded.ids, pad)
     count, length = len(completions), max(map(len, completion_ids))
     blank = torch.zeros(count, length)
-    reasons: list[StopReason] = ["eos" if end else "length"] * count
+    reason: StopReason = "eos" if end else "length"
     return TextRollout(
         prompt_ids=prompt_ids,
         prompt_mask=prompt_mask.float(),
@@ -84,7 +81,7 @@ def demonstration_rollout(
         full_log_prob=blank,
         entropy=blank,
         text=list(completions),
-        stop_reason=reasons,
+        stop_reason=[reason] * count,
         group=list(range(count)),
         prompt=list(prompts),
         seed=[0] * count,
@@ -125,15 +122,7 @@ def _spans(index: int, record: Record, field: str) -> Spans:
 class DemonstrationBatches:
     """Batches of demonstrations: number n is the same in every run of a seed.
 
-    Args:
-        policy: whose tokenizer and prompt encoding are used.
-        records: each with "prompt" and the completion, or several.
-        size: records per batch; each epoch visits every record once, in a new order.
-        seed: of the order.
-        field: of the completion in a record, or of several completions.
-
-    Raises:
-        UserError: no records, or one without a completion or with other spans than of it.
+    Each epoch visits every record once, in a new order. `field` names the completion in a record, or several.
     """
 
     def __init__(
@@ -158,14 +147,14 @@ class DemonstrationBatches:
                 _spans(index, record, name)
         self._policy, self._records, self._fields = policy, records, fields
         self.size, self._seed = size, seed
-        self._orders: dict[int, Any] = {}
+        self._epoch, self._order = -1, np.arange(0)
 
     def __len__(self) -> int:
         return len(self._records)
 
     def batch(self, number: int) -> TextRollout:
         """Batch 0, 1, 2, ... as a rollout."""
-        return self.rows([self._at(i) for i in range(number * self.size, (number + 1) * self.size)])
+        return self.rows([self._record(visit) for visit in range(number * self.size, (number + 1) * self.size)])
 
     def rows(self, index: Sequence[int]) -> TextRollout:
         """Some records as a rollout, grouped by record: their completions in the first field, after them
@@ -180,12 +169,12 @@ class DemonstrationBatches:
         )
         return replace(rollout, group=list(index) * len(self._fields))
 
-    def _at(self, visit: int) -> int:
+    def _record(self, visit: int) -> int:
         epoch, index = divmod(visit, len(self._records))
-        if epoch not in self._orders:
+        if epoch != self._epoch:
             draw = np.random.default_rng(sample_seed(self._seed, "written", epoch))
-            self._orders = {epoch: draw.permutation(len(self._records))}
-        return int(self._orders[epoch][index])
+            self._epoch, self._order = epoch, draw.permutation(len(self._records))
+        return int(self._order[index])
 
 
 def demonstration_lengths(policy: CausalLMPolicy, records: Sequence[Record], field: str = "completion") -> list[int]:

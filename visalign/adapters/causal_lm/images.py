@@ -34,7 +34,7 @@ from visalign.vision.positions import rotary_positions
 
 from .chat import PromptEncoder, image_parts
 from .loading import VISION_LANGUAGE
-from .prompts import EncodedPrompts, ImageInputs
+from .prompts import EncodedPrompts
 
 MEMORY = 1 << 28
 """Bytes of patches that are cached: images are met again at each update of a rollout."""
@@ -107,12 +107,7 @@ class ImagePrompts:
         {"type": "image"} and takes the next one of the prompt's list. Plain text marks images by the
         model's own image token. Prompts without images may stand between.
 
-        Args:
-            prompts: P texts or conversations.
-            images: P lists of images, empty where a prompt has none; None is none at all.
-
-        Raises:
-            UserError: naming the prompt: an image too many or too few, or one that cannot be read.
+        `images` are P lists, empty where a prompt has none; None is none at all.
         """
         lists = [()] * len(prompts) if images is None else images
         if isinstance(images, str) or len(lists) != len(prompts):
@@ -124,11 +119,16 @@ class ImagePrompts:
         image_lists = [_assign(*pair, index) for index, pair in enumerate(zip(prompts, lists, strict=True))]
         ids = self._prompts.encode(prompts)
         for index, (tokens, images_of_prompt) in enumerate(zip(ids, image_lists, strict=True)):
-            self._check_marks(tokens, images_of_prompt, index)
+            self._check_marks(tokens, len(images_of_prompt), index)
         if not any(image_lists):
             return EncodedPrompts(ids)
         encoded = [self._read(row, f"prompt {index}") for index, row in enumerate(image_lists)]
-        return EncodedPrompts([self._expand(*pair) for pair in zip(ids, encoded, strict=True)], encoded, image_lists)
+        expanded = []
+        for tokens, row in zip(ids, encoded, strict=True):  # as many image tokens as each image takes
+            counts = iter(image.tokens for image in row)
+            repeats = [next(counts) if token == self._image_token else 1 for token in tokens]
+            expanded.append([token for token, n in zip(tokens, repeats, strict=True) for _ in range(n)])
+        return EncodedPrompts(expanded, encoded, image_lists)
 
     def encoded_images(
         self, images: Sequence[Sequence[Any]], ids: Sequence[Sequence[int]], samples: Sequence[int]
@@ -146,18 +146,12 @@ class ImagePrompts:
                 )
         return patched
 
-    def _expand(self, ids: Sequence[int], encoded_images: Sequence[PatchedImage]) -> list[int]:
-        """Put as many image tokens as an image takes in the place of its one."""
-        left = iter(encoded_images)
-        counts = [next(left).tokens if token == self._image_token else 1 for token in ids]
-        return [token for token, count in zip(ids, counts, strict=True) for _ in range(count)]
-
-    def _check_marks(self, ids: Sequence[int], images: Sequence[Any], index: int) -> None:
+    def _check_marks(self, ids: Sequence[int], images: int, index: int) -> None:
         marks = list(ids).count(self._image_token)
-        if marks != len(images):
+        if marks != images:
             token = self._prompts.tokenizer.convert_ids_to_tokens(self._image_token)
             raise UserError(
-                f"Prompt {index} marks {marks} images by {token}, and {len(images)} are given. In a "
+                f"Prompt {index} marks {marks} images by {token}, and {images} are given. In a "
                 f'conversation each is a part {{"type": "image"}}, for which the chat template must write '
                 f"{token}; no text may hold that token."
             )
@@ -175,8 +169,7 @@ def _without_empty_keys(prompt: Prompt) -> Prompt:
     """Drop keys with None: datasets give every part all keys, and templates take the key for an image."""
 
     def cleaned(part: Any) -> Any:
-        is_part = isinstance(part, Mapping)
-        return {key: value for key, value in part.items() if value is not None} if is_part else part
+        return {k: v for k, v in part.items() if v is not None} if isinstance(part, Mapping) else part
 
     if isinstance(prompt, str):
         return prompt
@@ -220,24 +213,19 @@ class QwenSight:
         self._image_token: int = model.config.image_token_id
         self._merge: int = model.config.vision_config.spatial_merge_size
 
-    def see(self, ids: Tensor, mask: Tensor, encoded_images: Sequence[Sequence[PatchedImage]]) -> ImageInputs:
-        """Compute the language model's input embeddings for ids [b, S], and the rows' position offsets; each
-        distinct image passes the tower once, with gradient where the model has one.
+    def see(
+        self, ids: Tensor, mask: Tensor, encoded_images: Sequence[Sequence[PatchedImage]]
+    ) -> tuple[dict[str, Any], Tensor]:
+        """Return what the language model takes for ids [b, S], and [b, 1] how far the position of a later token is
+        from the number of tokens before it; each distinct image passes the tower once, with gradient.
         """
         patched = [image for row in encoded_images for image in row]
-        token_mask = self._image_positions(ids, mask, encoded_images)
+        image_tokens = torch.tensor([sum(image.tokens for image in row) for row in encoded_images], device=ids.device)
+        marks = (ids == self._image_token) & (mask != 0)
+        marks &= marks.cumsum(1) <= image_tokens[:, None]  # image tokens that a completion draws are text
         distinct = list(dict.fromkeys(patched))
         features = dict(zip(distinct, tower_features(self._trunk, distinct), strict=True))
         embeds = self._trunk.get_input_embeddings()(ids)
-        inputs = insert_features(embeds, token_mask, [features[image] for image in patched])
-        positions, offset = rotary_positions(token_mask.cpu(), mask.cpu(), encoded_images, self._merge)
-        inputs["position_ids"] = positions.to(ids.device)
-        return ImageInputs(inputs, offset.to(ids.device))
-
-    def _image_positions(self, ids: Tensor, mask: Tensor, encoded_images: Sequence[Sequence[PatchedImage]]) -> Tensor:
-        """bool [b, S], True for the tokens that stand for images: the first image tokens of a row; those that
-        a completion draws are text.
-        """
-        image_tokens = torch.tensor([sum(p.tokens for p in row) for row in encoded_images], device=ids.device)
-        marks = (ids == self._image_token) & (mask != 0)
-        return marks & (marks.cumsum(1) <= image_tokens[:, None])
+        inputs = insert_features(embeds, marks, [features[image] for image in patched])
+        positions, offset = rotary_positions(marks.cpu(), mask.cpu(), encoded_images, self._merge)
+        return {**inputs, "position_ids": positions.to(ids.device)}, offset.to(ids.device)

@@ -77,13 +77,8 @@ def end_tokens(
     """Return the tokens that end a completion: those of `stopping`, or of generation config and tokenizer together."""
     if stopping.eos_ids is not None:
         return stopping.eos_ids
-    ids: set[int] = set()
-    sources: tuple[Any, ...] = (
-        getattr(model.generation_config, "eos_token_id", None),
-        tokenizer.eos_token_id,
-    )
-    for source in sources:
-        ids |= set(source) if isinstance(source, list | tuple) else {source} if source is not None else set()
+    configured: Any = getattr(model.generation_config, "eos_token_id", None)  # one id, or a list
+    ids = {*(configured if isinstance(configured, list | tuple) else [configured]), tokenizer.eos_token_id} - {None}
     if not ids:
         raise UserError(
             "Neither the tokenizer nor the model's generation config has an end-of-sequence token, so no "
@@ -100,7 +95,7 @@ def pad_id(tokenizer: PreTrainedTokenizerBase, ends: tuple[int, ...]) -> int:
 
 
 def context_length(model: PreTrainedModel) -> int | None:
-    """Return how many tokens prompt and completion may have together, or None where no limit is named."""
+    """Return the largest number of tokens of prompt and completion together; None: the model names no limit."""
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return limit if isinstance(limit, int) and limit > 0 else None
 

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA on a transformers language model: add, save as peft does, load.
-
-Source: LoRA, arXiv 2106.09685.
-"""
+"""LoRA (arXiv 2106.09685) on a transformers language model: add, save as peft does, load."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class PromptCache:
     keys: Any
     """Cache of transformers."""
     offset: Tensor | None = None
-    """See `ImageInputs`; None where positions count tokens."""
+    """See `QwenSight.see`; None where positions count tokens."""
 
     def reorder(self, index: Tensor) -> None:
         """Keep the rows `index` [n], in place; repeats allowed."""
@@ -139,7 +139,7 @@ class CausalNetwork:
         *,
         encoded_images: Sequence[Sequence[PatchedImage]] | None = None,
     ) -> Tensor:
-        """[b, S, L, H] float32 behind these shares of the layers, 1 behind the last; see `features`."""
+        """Return [b, S, L, H] float32 behind these shares of the layers, 1 behind the last; see `features`."""
         out, _ = self._forward(ids, mask, encoded_images, None, use_cache=False, output_hidden_states=True)
         layers = len(out.hidden_states) - 1
         return torch.stack([out.hidden_states[round(depth * layers)].float() for depth in depths], 2)
@@ -159,8 +159,8 @@ class CausalNetwork:
             inputs["past_key_values"], offset = cache.keys, cache.offset
         with torch.autocast(ids.device.type, self.autocast) if self.autocast else nullcontext():
             if self._sight is not None and encoded_images is not None and any(map(len, encoded_images)):
-                embedded = self._sight.see(ids, mask, encoded_images)
-                inputs, offset = {**inputs, **embedded.inputs}, embedded.offset
+                embedded, offset = self._sight.see(ids, mask, encoded_images)
+                inputs |= embedded
             else:
                 inputs["input_ids"] = ids
                 if self._takes_positions:

@@ -40,22 +40,9 @@ class EncodedPrompts:
         return EncodedPrompt((*self.ids[index], *more), images)
 
 
-@dataclass(frozen=True)
-class ImageInputs:
-    """Prompts with their images, as the language part of a model takes them."""
-
-    inputs: dict[str, Any]
-    """In place of token ids and positions."""
-    offset: Tensor
-    """[b, 1] how far the position of a later token is from the number of tokens before it."""
-
-
 def left_pad(prompts: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
     """Stack prompts of different lengths: ids [b, L] int64, filled up on the left, and their mask."""
-    width = max(len(ids) for ids in prompts)
-    ids = torch.full((len(prompts), width), pad_id, dtype=torch.int64)
-    mask = torch.zeros_like(ids)
-    for row, prompt in enumerate(prompts):
-        ids[row, width - len(prompt) :] = torch.tensor(list(prompt), dtype=torch.int64)
-        mask[row, width - len(prompt) :] = 1
-    return ids, mask
+    width = max(map(len, prompts))
+    ids = [[pad_id] * (width - len(prompt)) + list(prompt) for prompt in prompts]
+    mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    return torch.tensor(ids, dtype=torch.int64), torch.tensor(mask, dtype=torch.int64)
