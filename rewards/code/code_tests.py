@@ -10,19 +10,12 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, fields
 from functools import partial
 from typing import Any, NamedTuple
 
 from visalign.interfaces import Metadata, Prompt, RewardCapabilities, Scores
 from visalign.rewards.base.contract import RewardError, check_choices, check_counts, check_rules
-from visalign.rewards.text.contract import (
-    TextVerdict,
-    after_marker,
-    read_text_request,
-    shortened,
-    text_scores,
-)
+from visalign.rewards.text.contract import TextVerdict, after_marker, read_text_request, shortened, text_scores
 from visalign.rewards.text.parsing import extract_code, has_fence
 
 from .sandbox import NoSandbox, Run, SandboxLimits, bubblewrap_problem, run_bubblewrap, run_server
@@ -129,7 +122,6 @@ class CodeTests:
         packages: let the code import the packages installed here (bubblewrap only).
         workers: runs at the same time.
         tolerance: relative, and absolute below 1, of floats that calls return; asserts compare as Python.
-        name: for messages and logs.
     """
 
     range = (0.0, 1.0)
@@ -151,27 +143,25 @@ class CodeTests:
         tolerance: float = 1e-9,
         name: str = "code_tests",
     ) -> None:
-        values: dict[str, Any] = asdict(limits) if isinstance(limits, SandboxLimits) else dict(limits or {})
-        keys = [entry.name for entry in fields(SandboxLimits)]
-        are_limits = values.keys() <= {*keys} and all(
-            isinstance(value, int | float) and 0 < value < 1e9 for value in values.values()
-        )
+        values: dict[str, Any] = dict(vars(limits) if isinstance(limits, SandboxLimits) else limits or {})
+        keys = SandboxLimits.__dataclass_fields__.keys()
+        are_numbers = all(isinstance(value, int | float) and 0 < value < 1e9 for value in values.values())
         check_choices(name, credit=(credit, ("all", "share")))
         check_counts(name, workers=workers)
         rules = {
             f"tolerance is {tolerance!r}; allowed are numbers from 0 to below 1": 0 <= tolerance < 1,
-            f"limits are {values}; allowed are {', '.join(keys)}, each above 0 and below 1e9": are_limits,
+            f"limits are {values}; allowed are {', '.join(keys)}, each above 0 and below 1e9": are_numbers
+            and values.keys() <= keys,
         }
         check_rules(name, rules)
-        run_limits = SandboxLimits(**values)
         self.name, self.unit = name, "1 = all tests pass" if credit == "all" else "share of tests"
         self._field, self._setup_field, self._credit = field, setup_field, credit
         self._after, self._whole, self._workers, self._tolerance = after, whole, workers, tolerance
-        self._output_bytes, self._url = run_limits.output_bytes, url
+        self._limits, self._url = SandboxLimits(**values), url
         self._execute: Callable[[str, str], Run] = (
-            partial(run_server, url, limits=run_limits)
+            partial(run_server, url, limits=self._limits)
             if url
-            else partial(run_bubblewrap, limits=run_limits, packages=packages)
+            else partial(run_bubblewrap, limits=self._limits, packages=packages)
         )
 
     def score(self, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None = None) -> Scores:
@@ -201,39 +191,34 @@ class CodeTests:
         return results
 
     def _run_inside(self, source: str, tests: list[dict[str, Any]]) -> list[Outcome]:
+        """Run calls and asserts in one process of the sandbox."""
         if not tests:
             return []
-        nonce = secrets.token_hex(16)
+        nonce = secrets.token_hex(16)  # the code cannot print a record that it does not know the start of
         questions = [{key: part for key, part in test.items() if key != "expected"} for test in tests]
-        task = {"nonce": nonce, "code": source, "tests": questions}
-        run = self._execute(_RUNNER, json.dumps(task))
+        run = self._execute(_RUNNER, json.dumps({"nonce": nonce, "code": source, "tests": questions}))
         records: dict[Any, dict[str, Any]] = {}
         for line in run.stdout.splitlines():
             with suppress(ValueError, RecursionError):  # the last line may be cut
                 if line.startswith(nonce) and isinstance(record := json.loads(line[len(nonce) :]), dict):
                     records.setdefault(str(record.get("test", next(iter(record), ""))), record)
-        out_of_time = run.exit_code in _OUT_OF_TIME
-        ended = "the time was over" if out_of_time else f"the program ended ({run.exit_code})"
-        missing = {"error": f"{ended} before its result"}
         if load_error := records.get("load_error"):
             missing = {"error": f"the code {load_error['load_error']}"}
+        else:
+            ended = "the time was over" if run.exit_code in _OUT_OF_TIME else f"the program ended ({run.exit_code})"
+            missing = {"error": f"{ended} before its result"}
         return [self._compare(records.get(str(n), missing), test) for n, test in enumerate(tests)]
 
     def _compare(self, record: Mapping[str, Any], test: Mapping[str, Any]) -> Outcome:
         if "error" in record or "assert" in test:
             return Outcome("error" not in record, str(record.get("error", "")))
         text = str(record.get("value"))
-        try:
-            if len(text) > _LONGEST_VALUE:
-                raise ValueError("too long to be read")
-            value = ast.literal_eval(_Numbers().visit(ast.parse(text, mode="eval")))
-            expected = test["expected"]
-            if "call" in test:
-                passed = is_close(as_json(value), as_json(expected), self._tolerance)
-            else:
-                passed = bool(value == expected)
-        except (ValueError, TypeError, SyntaxError, ArithmeticError, MemoryError, RecursionError):
-            passed = False
+        passed = False
+        if len(text) <= _LONGEST_VALUE:  # hostile values: too deep, too large, or no literals
+            with suppress(ValueError, TypeError, SyntaxError, ArithmeticError, MemoryError, RecursionError):
+                value = ast.literal_eval(_Numbers().visit(ast.parse(text, mode="eval")))
+                is_call, expected = "call" in test, test["expected"]
+                passed = is_close(value, expected, self._tolerance) if is_call else bool(value == expected)
         return Outcome(passed, "" if passed else f"it returned {shortened(text)}")
 
     def _run_program(self, source: str, test: Mapping[str, str]) -> Outcome:
@@ -243,24 +228,28 @@ class CodeTests:
         if run.exit_code:
             last = run.stderr.strip().rpartition("\n")[2]
             return Outcome(False, f"it ended with {run.exit_code}: {shortened(last)}")
-        if len(run.stdout) > self._output_bytes:
+        if len(run.stdout) > self._limits.output_bytes:
             return Outcome(False, "it printed too much")
-        lines, expected = (
+        printed, expected = (
             [line.rstrip() for line in text.rstrip().splitlines()] for text in (run.stdout, test["stdout"])
         )
-        return Outcome(lines == expected, "" if lines == expected else f"it printed {shortened(run.stdout)}")
+        return Outcome(printed == expected, "" if printed == expected else f"it printed {shortened(run.stdout)}")
 
     def _judge(self, completion: str, tests: Any, setup: Any) -> tuple[TextVerdict, float]:
         """Return a verdict with the share of passed tests."""
         if tests is None:
             return TextVerdict(reason=f"its metadata has no {self._field!r}"), math.nan
-        code = self._extract(completion)
+        text = after_marker(completion, self._after)
+        code = extract_code(text or "")
+        if code is None and self._whole and text and not has_fence(text):
+            code = text
         try:
             tests = read_tests(tests)
-            if not code.strip():
-                missing = "no closed code block" if self._after is None or self._after in completion else None
-                return TextVerdict(value=0.0, remark=missing or f"no {self._after}"), 0.0
-            results = self.run(code, tests, str(setup or ""))
+            if not (code or "").strip():
+                return TextVerdict(
+                    value=0.0, remark=f"no {self._after}" if text is None else "no closed code block"
+                ), 0.0
+            results = self.run(code or "", tests, str(setup or ""))
         except UnreadableTests as error:
             return TextVerdict(reason=f"the tests in {self._field!r} cannot be read: {error}"), math.nan
         except RewardError as error:
@@ -268,13 +257,7 @@ class CodeTests:
         share = sum(result.passed for result in results) / len(results)
         failed = [f"test {n}: {result.remark}" for n, result in enumerate(results, 1) if not result.passed]
         remark = "; ".join([f"{len(results) - len(failed)} of {len(results)} passed", *failed[:3]])
-        value = share if self._credit == "share" else float(share == 1)
-        return TextVerdict(value=value, remark=remark), share
-
-    def _extract(self, completion: str) -> str:
-        text = after_marker(completion, self._after) or ""
-        code = extract_code(text)
-        return text if code is None and self._whole and not has_fence(text) else code or ""
+        return TextVerdict(value=share if self._credit == "share" else float(share == 1), remark=remark), share
 
 
 def read_tests(tests: Any) -> list[dict[str, Any]]:
@@ -324,32 +307,26 @@ def _as_comparison(tree: ast.Module) -> dict[str, Any] | None:
     match tree.body:
         case [ast.Assert(test=ast.Compare(left=left, ops=[ast.Eq()], comparators=[right]))]:
             for expression, literal in ((left, right), (right, left)):
-                try:
+                with suppress(ValueError, TypeError, MemoryError, RecursionError):
                     return {"eval": ast.unparse(expression), "expected": ast.literal_eval(literal)}
-                except (ValueError, TypeError, MemoryError, RecursionError):
-                    continue
     return None
 
 
-def as_json(value: Any) -> Any:
-    """Turn tuples into lists and keys into text, all the way down, as JSON has them."""
-    if isinstance(value, list | tuple):
-        return [as_json(part) for part in value]
-    if isinstance(value, dict):
-        plain = (type(None), bool, int, float)
-        return {json.dumps(k) if isinstance(k, plain) else k: as_json(part) for k, part in value.items()}
-    return value
-
-
 def is_close(value: Any, expected: Any, tolerance: float) -> bool:
-    """Return True if two values are equal, floats within the tolerance."""
-    if isinstance(value, list) and isinstance(expected, list):
+    """Compare as JSON: tuples equal lists, keys equal their text; floats within the tolerance."""
+    if isinstance(value, list | tuple) and isinstance(expected, list | tuple):
         pairs = zip(value, expected, strict=False)
         return len(value) == len(expected) and all(is_close(a, b, tolerance) for a, b in pairs)
     if isinstance(value, dict) and isinstance(expected, dict):
+        value, expected = _text_keys(value), _text_keys(expected)
         same_keys = value.keys() == expected.keys()
         return same_keys and all(is_close(value[key], expected[key], tolerance) for key in value)
     if isinstance(value, int | float) and isinstance(expected, int | float):
         if float in (type(value), type(expected)):
             return value == expected or math.isclose(value, expected, rel_tol=tolerance, abs_tol=tolerance)
     return bool(value == expected)
+
+
+def _text_keys(record: dict[Any, Any]) -> dict[Any, Any]:
+    is_plain = (type(None), bool, int, float)
+    return {json.dumps(key) if isinstance(key, is_plain) else key: part for key, part in record.items()}

@@ -19,7 +19,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 
@@ -51,8 +51,7 @@ class SandboxLimits:
     """Longest output that can pass a test."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Run:
+class Run(NamedTuple):
     """Outcome of one program."""
 
     stdout: str
@@ -76,23 +75,19 @@ def run_bubblewrap(source: str, stdin: str, *, limits: SandboxLimits, packages: 
         command = _bubblewrap_command(program, status.fileno(), limits, packages)
         environment = {"HOME": "/tmp", "TMPDIR": "/tmp", "PYTHONHASHSEED": "0", "PYTHONUTF8": "1"}
         environment |= {"PYTHONPATH": "/packages"} if packages else {}
+        options: Any = {"pass_fds": [status.fileno()], "env": environment, "timeout": limits.wall_seconds}
         try:
             # output goes to files, so that the limit of file sizes bounds it
-            process = subprocess.Popen(command, pass_fds=[status.fileno()], env=environment, **files)
-        except OSError as error:
-            raise RewardError(f"bubblewrap cannot be started: {error}") from error
-        try:
-            exit_code: int | None = process.wait(limits.wall_seconds)
+            exit_code: int | None = subprocess.run(command, **options, **files).returncode
         except subprocess.TimeoutExpired:
             exit_code = None
-        finally:
-            process.kill()
-            process.wait()
+        except OSError as error:
+            raise RewardError(f"bubblewrap cannot be started: {error}") from error
         stdout, stderr = (Path(folder, name).read_bytes().decode("utf-8", "replace") for name in ("stdout", "stderr"))
         # bwrap reports an exit code only where it started the program
         if exit_code is not None and "exit-code" not in Path(folder, "status").read_text():
             raise RewardError(f"bubblewrap did not start the program: {stderr.strip()[-300:]}")
-    return Run(stdout=stdout, stderr=stderr, exit_code=exit_code)
+    return Run(stdout, stderr, exit_code)
 
 
 def _bubblewrap_command(program: Path, status: int, limits: SandboxLimits, packages: bool) -> list[str]:
@@ -105,10 +100,10 @@ def _bubblewrap_command(program: Path, status: int, limits: SandboxLimits, packa
     folders = {**{path: path for path in system}, sys.base_prefix: "/python"}
     folders |= {sysconfig.get_path("purelib"): "/packages"} if packages else {}
     binds = [part for source, target in folders.items() for part in ("--ro-bind-try", source, target)]
-    megabyte = 1 << 20
-    size = ["--size", str(int(limits.file_mb * megabyte)), "--perms", "1777", "--tmpfs", "/tmp"]
-    files = ["--proc", "/proc", "--dev", "/dev", *size, "--ro-bind", str(program), "/program.py"]
-    files += ["--remount-ro", "/", "--remount-ro", "/dev", "--chdir", "/tmp", "--"]
+    memory, file_size = (int(megabytes * (1 << 20)) for megabytes in (limits.memory_mb, limits.file_mb))
+    files = ["--proc", "/proc", "--dev", "/dev", "--size", str(file_size), "--perms", "1777", "--tmpfs", "/tmp"]
+    files += ["--ro-bind", str(program), "/program.py", "--remount-ro", "/", "--remount-ro", "/dev"]
+    files += ["--chdir", "/tmp", "--"]
     command = [bwrap, *isolation, *([] if as_root else nobody), *binds, *files]
     if as_root:
         # the kernel exempts root from the limit of processes, so root becomes another user first
@@ -116,10 +111,9 @@ def _bubblewrap_command(program: Path, status: int, limits: SandboxLimits, packa
         command += [shutil.which("setpriv") or "setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
         command += ["--no-new-privs", "--", bwrap, *nobody, "--die-with-parent", "--dev-bind", "/", "/", "--"]
     command += [shutil.which("prlimit") or "prlimit", f"--cpu={math.ceil(limits.cpu_seconds)}", "--core=0"]
-    command += [f"--as={int(limits.memory_mb * megabyte)}", f"--fsize={int(limits.file_mb * megabyte)}"]
+    command += [f"--as={memory}", f"--fsize={file_size}", f"--nproc={int(limits.processes)}"]
     python = Path("/python", os.path.relpath(os.path.realpath(_BASE_PYTHON), sys.base_prefix))
-    flags = ["-s", "-P", "-B", *([] if packages else ["-S"])]
-    return [*command, f"--nproc={int(limits.processes)}", str(python), *flags, "/program.py"]
+    return [*command, str(python), "-s", "-P", "-B", *([] if packages else ["-S"]), "/program.py"]
 
 
 @cache
@@ -140,14 +134,14 @@ def bubblewrap_problem() -> str:
 
 def run_server(url: str, source: str, stdin: str, *, limits: SandboxLimits) -> Run:
     """Run a Python program on a server with the protocol of SandboxFusion (POST /run_code)."""
-    request = {"code": source, "language": "python", "stdin": stdin, "run_timeout": limits.wall_seconds}
-    request["memory_limit_MB"] = limits.memory_mb
+    request = {"code": source, "language": "python", "stdin": stdin}
+    bounds = {"run_timeout": limits.wall_seconds, "memory_limit_MB": limits.memory_mb}
     try:
-        response = httpx.post(url, json=request, timeout=limits.wall_seconds + 30).raise_for_status().json()
+        response = httpx.post(url, json=request | bounds, timeout=limits.wall_seconds + 30).raise_for_status().json()
         result = response.get("run_result") or {}
         if response.get("status") == "SandboxError" or not result:
             raise RewardError(f"the sandbox at {url} failed: {shortened(response.get('message'))}")
     except (httpx.HTTPError, ValueError, AttributeError) as error:
         raise RewardError(f"the sandbox at {url} gave no result: {type(error).__name__}: {error}") from error
     exit_code = None if result.get("status") == "TimeLimitExceeded" else int(result.get("return_code") or 0)
-    return Run(stdout=result.get("stdout") or "", stderr=result.get("stderr") or "", exit_code=exit_code)
+    return Run(result.get("stdout") or "", result.get("stderr") or "", exit_code)
