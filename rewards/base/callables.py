@@ -61,14 +61,8 @@ def pick_arguments(
     """
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return offered
-    missing = [
-        key
-        for key, parameter in parameters.items()
-        if key not in offered
-        and parameter.default is parameter.empty
-        and parameter.kind is not parameter.VAR_POSITIONAL
-    ]
-    if missing:
+    needed = [p.name for p in parameters.values() if p.default is p.empty and p.kind is not p.VAR_POSITIONAL]
+    if missing := [key for key in needed if key not in offered]:
         keys = [key for key in offered if key not in arguments]
         raise RewardError(
             f"Reward {name!r} asks for {', '.join(missing)}, which is neither one of "
@@ -78,11 +72,8 @@ def pick_arguments(
     return {key: offered[key] for key in parameters if key in offered}
 
 
-def read_numbers(name: str, answer: Any, size: int, *, noun: str, position: str) -> list[float]:
-    """Read what a function returned for a batch as `size` numbers, NaN where None.
-
-    For messages, `noun` names a sample and `position` precedes the index of a wrong entry ("at position").
-    """
+def read_numbers(name: str, answer: Any, size: int, noun: str) -> list[float]:
+    """Read what a function returned for a batch as `size` numbers, NaN where None; `noun` names a sample."""
     if isinstance(answer, Tensor | np.ndarray):
         if answer.ndim != 1:
             raise RewardError(
@@ -98,7 +89,7 @@ def read_numbers(name: str, answer: Any, size: int, *, noun: str, position: str)
             f"Reward {name!r} returned {len(answer)} scores for {size} {noun}s; return one number per {noun}"
             ", None where it could not judge."
         )
-    return [read_number(name, item, f"{position} {index}") for index, item in enumerate(answer)]
+    return [read_number(name, item, f"for {noun} {index}") for index, item in enumerate(answer)]
 
 
 def read_number(name: str, item: Any, position: str) -> float:
@@ -135,14 +126,11 @@ class FunctionReward:
     """Reward that calls a plain function.
 
     Args:
-        function: the user's function, or a flow_grpo factory of one.
-        name: for messages and logs; the function's own name when None.
+        function: the user's function, or a flow_grpo factory of one, which may ask for `device`.
         unit: unit of the numbers.
         range: smallest and largest possible number; one outside is an error of the function.
-        higher_is_better: the direction.
         images_as: "tensor" ([B, 3, H, W] float32 in [0, 1]; a list of [3, H, W] when sizes differ), "pil"
             (list of RGB images) or "uint8" (list of [H, W, 3] arrays).
-        device: for a factory that asks for `device`.
     """
 
     def __init__(
@@ -158,10 +146,7 @@ class FunctionReward:
     ) -> None:
         self.name = name or getattr(function, "__name__", type(function).__name__)
         check_choices(self.name, images_as=(images_as, ("tensor", "pil", "uint8")))
-        self.unit = unit
-        self.range = range
-        self.higher_is_better = higher_is_better
-        self._images_as = images_as
+        self.unit, self.range, self.higher_is_better, self._images_as = unit, range, higher_is_better, images_as
         parameters = read_signature(self.name, function, forms=_CALL_FORMS, wrapped=_WRAPPED)
         if not set(parameters) - {"device"}:  # a factory
             with Naming(self.name):
@@ -185,10 +170,7 @@ class FunctionReward:
                 f"Reward {self.name!r} returned a mapping with the keys {', '.join(map(str, columns))}; it "
                 'cannot be told which is the reward. Add the key "avg", as flow_grpo does.'
             )
-        numbers = {
-            str(key): read_numbers(self.name, column, len(rows), noun="image", position="at position")
-            for key, column in columns.items()
-        }
+        numbers = {str(key): read_numbers(self.name, column, len(rows), "image") for key, column in columns.items()}
         value = numbers.pop(str(main))
         for row, number in zip(rows, value, strict=True):
             reasons[row] = unjudged(self.name, number, self.range)
@@ -200,15 +182,13 @@ class FunctionReward:
         images = self._convert([image for _, image in request.images.readable()])
         prompts = [request.prompts[row] for row in rows]
         records = [None if (record := request.metadata[row]) is None else dict(record) for row in rows]
-        if self._positional:
-            with Naming(self.name):
-                return self._function(images, prompts, records)
-        keys = dict.fromkeys(key for record in records if record for key in record)
-        offered: dict[str, Any] = {key: [(record or {}).get(key) for record in records] for key in keys}
-        offered |= {"images": images, "completions": images, "prompts": prompts, "metadata": records}
-        arguments = pick_arguments(self.name, self._parameters, offered, _KNOWN)
         with Naming(self.name):
-            return self._function(**arguments)
+            if self._positional:
+                return self._function(images, prompts, records)
+            keys = dict.fromkeys(key for record in records if record for key in record)
+            offered: dict[str, Any] = {key: [(record or {}).get(key) for record in records] for key in keys}
+            offered |= {"images": images, "completions": images, "prompts": prompts, "metadata": records}
+            return self._function(**pick_arguments(self.name, self._parameters, offered, _KNOWN))
 
     def _convert(self, images: list[Tensor]) -> Any:
         if self._images_as == "pil":

@@ -73,10 +73,9 @@ def check_answer(label: str, answer: Any, size: int, noun: str) -> Scores:
             "visalign.interfaces.Scores, or be a plain function that returns numbers. "
             f"visalign.rewards.{check}(reward) finds the fault."
         )
-    columns = {"value": answer.value, "valid": answer.valid, **answer.parts}
-    for name, column in columns.items():
-        if not isinstance(column, Tensor) or column.shape != (size,):
-            form = list(column.shape) if isinstance(column, Tensor) else type(column).__name__
+    for name, column in {"value": answer.value, "valid": answer.valid, **answer.parts}.items():
+        form = list(column.shape) if isinstance(column, Tensor) else type(column).__name__
+        if form != [size]:
             raise RewardError(
                 f"Reward {label!r} returned {name!r} as {form} for {size} {noun}s, not a tensor [{size}]."
             )
@@ -98,11 +97,7 @@ class Request:
 
 
 def read_request(name: str, images: Any, prompts: Sequence[str], metadata: Metadata | None) -> Request:
-    """Check what a reward was asked to judge: TypeError or ValueError where it fits no reward.
-
-    `name` is the reward's, for messages; `images` come in any form that `load_images` takes; `metadata` holds
-    a mapping or None for each, or is None.
-    """
+    """Check what a reward was asked to judge; `images` come in any form that `load_images` takes."""
     if isinstance(prompts, str) or not isinstance(prompts, Sequence):
         raise TypeError(
             f"{name}: prompts is a {type(prompts).__name__}, needed is a list with one string per image. "
@@ -156,18 +151,19 @@ def read_metadata(name: str, metadata: Metadata | None, size: int, *, noun: str)
     return list(metadata)
 
 
-def group_labels(name: str, request: Request, key: str = GROUP_KEY) -> list[Hashable]:
+def group_labels(name: str, request: Request) -> list[Hashable]:
     """Return the group of each row: its record's, or if no record has one its prompt and source image."""
-    has_key = [record is not None and key in record for record in request.metadata]
-    if key == GROUP_KEY and not any(has_key):
-        samples = zip(request.prompts, request.metadata, strict=True)
-        return [record_key({**(record or {}), "prompt": prompt}) for prompt, record in samples]
+    records = [record or {} for record in request.metadata]
+    has_key = [GROUP_KEY in record for record in records]
+    if not any(has_key):
+        samples = zip(request.prompts, records, strict=True)
+        return [record_key({**record, "prompt": prompt}) for prompt, record in samples]
     if not all(has_key):
         raise ValueError(
-            f"{name}: metadata[{has_key.index(False)}] has no {key!r}; give each image "
-            f"its group, or no image a {GROUP_KEY!r} to group by prompt."
+            f"{name}: metadata[{has_key.index(False)}] has no {GROUP_KEY!r}; give each image "
+            "its group, or none, to group by prompt."
         )
-    labels: list[Hashable] = [record[key] for record in request.metadata if record is not None]
+    labels: list[Hashable] = [record[GROUP_KEY] for record in records]
     prompt_of: dict[Hashable, str] = {}
     for label, prompt in zip(labels, request.prompts, strict=True):
         if prompt_of.setdefault(label, prompt) != prompt:
@@ -178,11 +174,9 @@ def group_labels(name: str, request: Request, key: str = GROUP_KEY) -> list[Hash
     return labels
 
 
-def without_group(
-    metadata: Sequence[Mapping[str, Any] | None], key: str = GROUP_KEY
-) -> list[Mapping[str, Any] | None]:
+def without_group(metadata: Sequence[Mapping[str, Any] | None]) -> list[Mapping[str, Any] | None]:
     """Drop the group's name from records, as it is no property of the prompt."""
-    return [record and {field: value for field, value in record.items() if field != key} for record in metadata]
+    return [record and {key: value for key, value in record.items() if key != GROUP_KEY} for record in metadata]
 
 
 def scatter(values: Sequence[float] | Tensor, rows: Sequence[int], size: int) -> Tensor:

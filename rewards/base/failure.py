@@ -45,11 +45,8 @@ class Naming:
 class FailureAlarm:
     """Stops a run whose judge fails too often.
 
-    Args:
-        name: of what fails, for the message.
-        limit: largest share of failures among the last `window` answers, 0 to 1; 1 never stops.
-        window: number of answers that are looked back at.
-        min_samples: answers before it may stop.
+    `limit` is the largest share of failures, 0 to 1, among the last `window` answers; 1 never stops. Nothing
+    stops before `min_samples` answers.
     """
 
     def __init__(self, name: str, limit: float, *, window: int = 200, min_samples: int = 8) -> None:

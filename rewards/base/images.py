@@ -37,18 +37,9 @@ ACCEPTED = (
 )
 _CLIP = "This judge takes no clip of frames: load_judge('frames', reward=...) judges clips frame by frame."
 _DECODE_ERRORS = (
-    OSError,  # holds FileNotFoundError and PIL.UnidentifiedImageError
+    *(OSError, ValueError, EOFError, LookupError, TypeError, OverflowError, MemoryError),
     SyntaxError,  # PIL raises it for broken PNG chunks
-    ValueError,
-    EOFError,
-    IndexError,
-    KeyError,
-    TypeError,
-    OverflowError,
-    MemoryError,
-    struct.error,
-    zlib.error,
-    Image.DecompressionBombError,
+    *(struct.error, zlib.error, Image.DecompressionBombError),
 )
 _ANIMATED = ("GIF", "PNG", "WEBP")
 """PIL's formats whose frames are moments; those of others are pages, sizes or views."""
@@ -286,9 +277,6 @@ def _check_values(pixels: Tensor, where: str) -> ImageBatch:
         low, high = values.min().item(), values.max().item()
         mend = "divide by 255 or pass uint8" if high > 2 else "use (images / 2 + 0.5).clamp(0, 1)"
         raise ValueError(f"{where} has values in [{low:.4g}, {high:.4g}], allowed is [0, 1]: for such images {mend}.")
-    complete = finite.flatten(1).all(1).tolist()
-    pixels = pixels.clamp(0, 1)
-    return ImageBatch(
-        [pixels[row] if ok else None for row, ok in enumerate(complete)],
-        [None if ok else "the image holds NaN or infinite pixels" for ok in complete],
-    )
+    complete, reason = finite.flatten(1).all(1).tolist(), "the image holds NaN or infinite pixels"
+    images = [image if ok else None for image, ok in zip(pixels.clamp(0, 1), complete, strict=True)]
+    return ImageBatch(images, [None if ok else reason for ok in complete])

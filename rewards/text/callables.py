@@ -20,21 +20,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from visalign.interfaces import Metadata, Prompt, Scores
-from visalign.rewards.base.callables import (
-    Parameters,
-    pick_arguments,
-    read_number,
-    read_numbers,
-    read_signature,
-    unjudged,
-)
+from visalign.rewards.base.callables import pick_arguments, read_number, read_numbers, read_signature, unjudged
 from visalign.rewards.base.failure import Naming
 
 from .contract import TextRequest, TextVerdict, read_text_request, text_scores
 
 _FORMS = "fn(prompts, completions, **columns) with lists, or fn(completion) with one text"
 _WRAPPED = "lambda prompts, completions, **columns: asyncio.run(...)"
-_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_LISTS = ("prompts", "completions")
 
 
 class TextFunctionReward:
@@ -60,56 +53,46 @@ class TextFunctionReward:
         self.range = (float(range[0]), float(range[1]))
         self._function = function
         self._parameters = read_signature(self.name, function, forms=_FORMS, wrapped=_WRAPPED)
-        self._batched = _takes_lists(self.name, self._parameters)
+        names, kinds = list(self._parameters), [parameter.kind for parameter in self._parameters.values()]
+        positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        self._takes_text = len(kinds) == 1 and kinds[0] in positional
+        takes_any = inspect.Parameter.VAR_KEYWORD in kinds and "completion" not in names
+        self._takes_lists = not set(_LISTS).isdisjoint(names) or takes_any
+        if not (self._takes_lists or self._takes_text or "completion" in names):
+            raise ValueError(
+                f"Reward {self.name!r} has the parameters ({', '.join(names)}) and it cannot be told which is "
+                f"the completion. Allowed: {_FORMS}; rename them."
+            )
 
     def score(self, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None = None) -> Scores:
         """Call the function; rows for which it returns None or NaN are invalid."""
         request = read_text_request(self.name, completions, prompts, metadata)
-        if not len(request):
-            return text_scores([], self.unit)
-        keys = list(dict.fromkeys(key for record in request.metadata if record for key in record))
-        call = self._call_once if self._batched else self._call_each
-        verdicts = []
-        for number in call(request, keys):
-            reason = unjudged(self.name, number, self.range)
-            verdicts.append(TextVerdict(value=number, reason=reason))
-        return text_scores(verdicts, self.unit)
+        numbers = self._call(request) if len(request) else []
+        reasons = [unjudged(self.name, number, self.range) for number in numbers]
+        return text_scores(
+            [TextVerdict(value=number, reason=reason) for number, reason in zip(numbers, reasons, strict=True)],
+            self.unit,
+        )
 
-    def _call_once(self, request: TextRequest, keys: list[str]) -> list[float]:
+    def _call(self, request: TextRequest) -> list[float]:
+        """Call the function, once with the lists or once per completion."""
+        keys = dict.fromkeys(key for record in request.metadata if record for key in record)
         columns = {key: request.column(key) for key in keys}
-        offered = columns | {"prompts": list(request.prompts), "completions": list(request.completions)}
-        arguments = pick_arguments(self.name, self._parameters, offered, ("prompts", "completions"))
-        with Naming(self.name):
-            answer = self._function(**arguments)
-        return read_numbers(self.name, answer, len(request), noun="completion", position="for completion")
-
-    def _call_each(self, request: TextRequest, keys: list[str]) -> list[float]:
-        only = next(iter(self._parameters.values())) if len(self._parameters) == 1 else None
-        numbers = []
-        for row, completion in enumerate(request.completions):
-            record = request.metadata[row] or {}
-            offered = {key: record.get(key) for key in keys}
-            offered |= {"prompt": request.prompts[row], "completion": completion}
+        if self._takes_lists:
+            offered = columns | {"prompts": list(request.prompts), "completions": list(request.completions)}
+            arguments = pick_arguments(self.name, self._parameters, offered, _LISTS)
             with Naming(self.name):
-                if only is not None and only.kind in _POSITIONAL:
+                answer = self._function(**arguments)
+            return read_numbers(self.name, answer, len(request), "completion")
+        numbers = []
+        for row, (prompt, completion) in enumerate(zip(request.prompts, request.completions, strict=True)):
+            offered = {key: column[row] for key, column in columns.items()}
+            offered |= {"prompt": prompt, "completion": completion}
+            with Naming(self.name):
+                if self._takes_text:
                     answer = self._function(completion)
                 else:
                     names = ("prompt", "completion")
                     answer = self._function(**pick_arguments(self.name, self._parameters, offered, names))
             numbers.append(read_number(self.name, answer, f"for completion {row}"))
         return numbers
-
-
-def _takes_lists(name: str, parameters: Parameters) -> bool:
-    """True for a function that is called once for all samples; refuse signatures that fit no form."""
-    if {"completions", "prompts"} & set(parameters):
-        return True
-    kinds = [parameter.kind for parameter in parameters.values()]
-    if "completion" in parameters or (len(kinds) == 1 and kinds[0] in _POSITIONAL):
-        return False
-    if inspect.Parameter.VAR_KEYWORD in kinds:
-        return True
-    raise ValueError(
-        f"Reward {name!r} has the parameters ({', '.join(parameters)}) and it cannot be told which is the "
-        f"completion. Allowed: {_FORMS}; rename them."
-    )
