@@ -47,8 +47,9 @@ from .questions.reward_dance_reference import select_references as select_refere
 from .questions.vision_reward import VisionReward as VisionReward
 from .questions.visual_quality_r1 import VisualQuality as VisualQuality
 from .text.callables import TextFunctionReward as TextFunctionReward
+from .text.combine import TextEnsemble as TextEnsemble
+from .text.combine import WeightedTextSum as WeightedTextSum
 from .text.control import RandomReward as RandomReward
-from .text.ensemble import TextEnsemble as TextEnsemble
 from .text.format import JsonFormat as JsonFormat
 from .text.format import TextFormat as TextFormat
 from .text.implicit_process_reward import ImplicitProcessReward as ImplicitProcessReward
@@ -58,7 +59,6 @@ from .text.process_reward import ProcessRewardModel as ProcessRewardModel
 from .text.reward_fusion import RewardFusion as RewardFusion
 from .text.reward_model import RewardModel as RewardModel
 from .text.verifiable import VerifiableAnswer as VerifiableAnswer
-from .text.weighted_sum import WeightedTextSum as WeightedTextSum
 from .verifiers.geneval import GenEval as GenEval
 from .verifiers.ocr import OcrReward as OcrReward
 from .vlm.engine import Query as Query

@@ -88,7 +88,7 @@ TEXT_CATALOGUE: dict[str, Entry] = {
     "reward_model": "visalign.rewards.text.reward_model:RewardModel",
     "reward_fusion": "visalign.rewards.text.reward_fusion:RewardFusion",
     "process_reward": "visalign.rewards.text.process_reward:ProcessRewardModel",
-    "ensemble": "visalign.rewards.text.ensemble:TextEnsemble",
+    "ensemble": "visalign.rewards.text.combine:TextEnsemble",
 }
 """Rewards for text."""
 

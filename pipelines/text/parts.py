@@ -218,7 +218,7 @@ def text_rewards(terms: Mapping[str, RewardTerm], device: str | None = None) -> 
 
 def text_sum(config: RewardsConfig, rewards: Mapping[str, Any]) -> Any:
     """Combine loaded rewards into their weighted sum."""
-    from visalign.rewards.text.weighted_sum import WeightedTextSum
+    from visalign.rewards.text.combine import WeightedTextSum
 
     for label, term in config.terms.items():
         if term.bound is not None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +18,9 @@ UNBOUNDED = 10**9
 
 
 def load_classifier(
-    name: str,
-    model: str | Path | torch.nn.Module,
-    loader: Any,
-    kind: str,
-    precision: str,
-    device: torch.device,
-) -> torch.nn.Module:
-    """Load the classifier (folder, hub name or module) in evaluation mode.
-
-    `loader` is the transformers class AutoModelFor…Classification, `kind` "sequence" or "token".
-    """
+    name: str, model: str | Path | torch.nn.Module, loader: Any, precision: str, device: torch.device
+) -> Any:
+    """Load the classifier (folder, hub name or module) in evaluation mode, by a class AutoModelFor…Classification."""
     dtype = dtype_of(precision, f"{name}: ")
     if isinstance(model, torch.nn.Module):
         return model.to(device, dtype).eval()
@@ -35,6 +28,7 @@ def load_classifier(
         with quiet_loading():
             loaded, report = loader.from_pretrained(str(model), dtype=dtype, output_loading_info=True)
     except (OSError, ValueError) as error:
+        kind = loader.__name__.removeprefix("AutoModelFor").removesuffix("Classification").lower()
         raise RewardError(
             f"{name}: {model} cannot be loaded as a {kind} classification model ({error}). Give a folder "
             "that save_pretrained wrote, or a hub name."
@@ -49,9 +43,9 @@ def load_classifier(
 
 def load_tokenizer(name: str, model: str | Path | torch.nn.Module, tokenizer: Any) -> Any:
     """Load the tokenizer (folder, hub name or object); that of the model's folder when None."""
-    if isinstance(model, torch.nn.Module) and tokenizer is None:
-        raise ValueError(f"{name}: a module has no tokenizer; give tokenizer=.")
     source = model if tokenizer is None else tokenizer
+    if isinstance(source, torch.nn.Module):
+        raise ValueError(f"{name}: a module has no tokenizer; give tokenizer=.")
     if not isinstance(source, str | Path):
         return source
     try:
@@ -62,11 +56,17 @@ def load_tokenizer(name: str, model: str | Path | torch.nn.Module, tokenizer: An
 
 def longest_text(model: Any, tokenizer: Any, max_length: int | None) -> int:
     """Smallest of the limits in tokens: the model's, the tokenizer's and `max_length`."""
-    limits = [max_length, getattr(model.config, "max_position_embeddings", None), tokenizer.model_max_length]
-    return int(min(limit for limit in [*limits, UNBOUNDED] if limit is not None and limit > 0))
+    limits = (max_length, getattr(model.config, "max_position_embeddings", None), tokenizer.model_max_length)
+    return int(min(limit for limit in (*limits, UNBOUNDED) if limit is not None and limit > 0))
 
 
 def spelled_out(tokenizer: Any, completion: str) -> str | None:
     """Reason to refuse a completion that spells out a special token and so could forge turns, or None."""
     forged = next((token for token in tokenizer.all_special_tokens if token and token in completion), None)
     return None if forged is None else f"the completion spells out the special token {forged!r}"
+
+
+def batches_by_length(length_of: Mapping[int, int], batch_size: int) -> Iterator[list[int]]:
+    """Yield batches of rows, shortest first, so that little is padded."""
+    order = sorted(length_of, key=length_of.__getitem__)
+    yield from (order[start : start + batch_size] for start in range(0, len(order), batch_size))

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from visalign.interfaces import Metadata, Prompt, RewardCapabilities, Scores
+from visalign.interfaces import Metadata, Prompt, RewardCapabilities, Scores, TextReward
 from visalign.rewards.base.contract import make_scores, read_metadata
 
 
@@ -29,6 +29,10 @@ class TextRequest:
     def column(self, field: str) -> list[Any]:
         """The entries of one metadata field, None where a record lacks it."""
         return [None if record is None else record.get(field) for record in self.metadata]
+
+    def score_with(self, reward: TextReward) -> Scores:
+        """Score copies of the lists, so that a reward that changes them changes nobody else's."""
+        return reward.score(list(self.completions), list(self.prompts), list(self.metadata))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -94,20 +92,18 @@ class JsonFormat(TextRule):
 
     def judge(self, completion: str, record: Mapping[str, Any]) -> TextVerdict:
         """Check form and schema; the record is ignored."""
-        text = completion
+        texts = [completion]
         if self._where == "fence":
-            blocks = [block for language, block in fenced_blocks(completion) if language in ("json", "")]
-            if len(blocks) != 1:
-                return TextVerdict(value=0.0, remark=f"{len(blocks)} fenced blocks, needed is one")
-            text = blocks[0]
+            texts = [block for language, block in fenced_blocks(completion) if language in ("json", "")]
+        if len(texts) != 1:
+            return TextVerdict(value=0.0, remark=f"{len(texts)} fenced blocks, needed is one")
         try:
-            value = read_json(text)
-            errors = [] if self._validator is None else list(self._validator.iter_errors(value))
-        except (ValueError, RecursionError) as error:
-            return TextVerdict(value=0.0, remark=f"no JSON: {error}"[:200])
-        if not errors:
-            return TextVerdict(value=1.0)
-        return TextVerdict(value=0.0, remark=f"{errors[0].json_path}: {errors[0].message}"[:200])
+            value = read_json(texts[0])
+            error = self._validator and next(self._validator.iter_errors(value), None)
+        except (ValueError, RecursionError) as unreadable:
+            return TextVerdict(value=0.0, remark=f"no JSON: {unreadable}"[:200])
+        remark = f"{error.json_path}: {error.message}"[:200] if error else ""
+        return TextVerdict(value=0.0 if error else 1.0, remark=remark)
 
 
 def read_json(text: str) -> Any:
@@ -125,16 +121,19 @@ def read_json(text: str) -> Any:
 
 
 def _validator(name: str, schema: Mapping[str, Any]) -> Any:
-    """Build the validator of a schema; remote references are not fetched."""
-    if importlib.util.find_spec("jsonschema") is None:
+    """Build the validator of a schema."""
+    try:
+        from jsonschema import Draft202012Validator, SchemaError
+        from jsonschema.validators import validator_for
+        from referencing import Registry
+    except ImportError as error:
         raise RewardError(
             f"{name}: checking a schema needs the package jsonschema, which is not installed: "
             "python -m pip install jsonschema. Without a schema JSON is only parsed."
-        )
-    jsonschema, referencing = (importlib.import_module(part) for part in ("jsonschema", "referencing"))
-    kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
+        ) from error
+    kind: Any = validator_for(schema, default=Draft202012Validator)
     try:
         kind.check_schema(schema)
-    except jsonschema.exceptions.SchemaError as error:
+    except SchemaError as error:
         raise ValueError(f"{name}: the schema is not valid: {error.message}.") from error
-    return kind(schema, registry=referencing.Registry())  # an empty registry fetches nothing
+    return kind(schema, registry=Registry())  # an empty registry fetches nothing

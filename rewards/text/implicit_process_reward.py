@@ -88,17 +88,20 @@ class ImplicitProcessReward:
         valid = has_tokens & torch.isfinite(log_ratio).all(1)
         log_ratio = torch.where(valid[:, None] & in_loss, log_ratio, 0.0)
         rewards = implicit_step_rewards(log_ratio, in_loss.float(), beta=self.beta)
-        reasons = _reasons((~has_tokens, "no token was generated"), (~valid, "a log-prob is not finite"))
+        reasons: list[str | None] = [
+            "no token was generated" if empty else None if ok else "a log-prob is not finite"
+            for empty, ok in zip((~has_tokens).tolist(), valid.tolist(), strict=True)
+        ]
         return ImplicitScores(
             token=rewards.step,
             prefix=rewards.prefix,
             total=torch.where(valid, rewards.total, torch.nan),
-            steps=self._sum_steps(rollout, rewards.step, has_tokens, valid),
+            steps=self._sum_steps(rollout, rewards.step, valid, reasons),
             valid=valid,
             reason=reasons,
         )
 
-    def _sum_steps(self, rollout: TextRollout, token: Tensor, has_tokens: Tensor, valid: Tensor) -> StepRewards:
+    def _sum_steps(self, rollout: TextRollout, token: Tensor, valid: Tensor, reasons: list[str | None]) -> StepRewards:
         """Sum the rewards of the tokens of each step."""
         step = step_index(rollout, self.tokenizer, self.reading)
         count = int(step.max()) + 1 if step.numel() else 0
@@ -107,20 +110,11 @@ class ImplicitProcessReward:
         total = zeros.scatter_add(1, column, token)
         exists = zeros.scatter_add(1, column, torch.ones_like(token)) > 0
         has_steps = (step >= 0).any(1)
+        valid = valid & has_steps
+        blank = "it has no step: blanks alone"
         return StepRewards(
-            reward=torch.where(exists & (valid & has_steps)[:, None], total, torch.nan)[:, :count],
+            reward=torch.where(exists & valid[:, None], total, torch.nan)[:, :count],
             step=step,
-            valid=valid & has_steps,
-            reason=_reasons(
-                (~has_tokens, "no token was generated"),
-                (~valid, "a log-prob is not finite"),
-                (~has_steps, "it has no step: blanks alone"),
-            ),
+            valid=valid,
+            reason=[why or (None if ok else blank) for why, ok in zip(reasons, has_steps.tolist(), strict=True)],
         )
-
-
-def _reasons(*checks: tuple[Tensor, str]) -> list[str | None]:
-    """First reason whose mask [B] is true, for each row; None where there is none."""
-    rows = zip(*(failed.tolist() for failed, _ in checks), strict=True)
-    texts = [text for _, text in checks]
-    return [next((text for text, fails in zip(texts, row, strict=True) if fails), None) for row in rows]

@@ -66,24 +66,22 @@ class LengthReward:
         options |= {"max_length": max_length, "cache": cache}
         names = {key for key, value in options.items() if value is not None}
         needed = " or ".join(" and ".join(sorted(option)) for option in RULES[rule])
-        self._target, self._scale = target, scale or 1.0
+        listed = ", ".join(sorted(names)) or "nothing"
+        sizes = [value for value in (target, scale) if value is not None]
+        self.name, self._rule, self._target, self._scale = name, rule, target, scale or 1.0
         self._max_length, self._cache = max_length or 1, cache or 1
-        check_rules(
-            name,
-            {
-                f"rule {rule!r} takes {needed}, no more and no less; given: "
-                f"{', '.join(sorted(names)) or 'nothing'}": names in RULES[rule],
-                f"target is {target} and scale {scale}; allowed are finite numbers above 0": all(
-                    value is None or 0 < value < math.inf for value in (target, scale)
-                ),
-                f"cache is {cache}; allowed are 1 to max_length, which is {max_length}": 1
-                <= self._cache
-                <= self._max_length,
-            },
-        )
-        self.name = name
-        self._rule, self._count = rule, _counter(name, count)
         self._length_field, self._target_field = length_field, target_field
+        self._count = _counter(name, count)
+        rules = {
+            f"rule {rule!r} takes {needed}, no more and no less; given: {listed}": names in RULES[rule],
+            f"target is {target} and scale {scale}; allowed are finite numbers above 0": (
+                all(0 < size < math.inf for size in sizes)
+            ),
+            f"cache is {cache}; allowed are 1 to max_length, which is {max_length}": (
+                1 <= self._cache <= self._max_length
+            ),
+        }
+        check_rules(name, rules)
 
     def score(self, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None = None) -> Scores:
         """Penalise each completion; the part "length" has the lengths."""
@@ -93,23 +91,18 @@ class LengthReward:
         else:
             lengths = request.column(self._length_field)
         targets = request.column(self._target_field) if self._target_field else [self._target] * len(request)
-        return text_scores(
-            list(map(self._judge, lengths, targets)),
-            self.unit,
-            parts={"length": [float(length) if _is_length(length) else math.nan for length in lengths]},
-        )
+        parts = {"length": [float(length) if _is_length(length) else math.nan for length in lengths]}
+        return text_scores(list(map(self._judge, lengths, targets)), self.unit, parts=parts)
 
     def _judge(self, length: Any, target: Any) -> TextVerdict:
-        if self._rule == "linear":
-            target = 0
         for value, field in ((length, self._length_field), (target, self._target_field)):
-            if (value is not None and not _is_length(value)) or (value is None and field):
+            if field and not _is_length(value):
                 return TextVerdict(reason=f"its metadata has {value!r} as {field!r}, needed is a length")
         if self._rule == "soft_overlong":
             tensor = torch.tensor([length], dtype=torch.float64)
             value = soft_overlong(tensor, max_length=self._max_length, cache=self._cache).item()
-            return TextVerdict(value=value, remark=f"length {length}")
-        value = -min(abs(length - target) / self._scale, 1.0)
+        else:
+            value = -min(abs(length - (target or 0)) / self._scale, 1.0)  # "linear" has no target
         return TextVerdict(value=value, remark=f"length {length}")
 
 

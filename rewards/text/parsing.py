@@ -13,6 +13,7 @@ import re
 import unicodedata
 from collections.abc import Callable
 from fractions import Fraction
+from itertools import accumulate, pairwise
 from typing import Any
 
 NUMBER_LIMIT = 400
@@ -50,20 +51,16 @@ def boxed_answers(text: str) -> list[str]:
     ['\\frac{1}{2}']
     """
     opened: list[tuple[bool, int]] = []
-    closed: list[tuple[int, int]] = []
+    boxes: list[tuple[int, int]] = []
     for token in _BRACE.finditer(text):
-        if token[0] == "}":
-            if opened:
-                is_box, start = opened.pop()
-                if is_box:
-                    closed.append((start, token.start()))
+        if token[0] == "}" and opened:
+            is_box, start = opened.pop()
+            while is_box and boxes and boxes[-1][0] > start:  # an inner box closed before its outer one
+                boxes.pop()
+            boxes += [(start, token.start())] * is_box
         elif token[0].endswith("{") and token[0] != "\\{":
             opened.append((token[0] != "{", token.end()))
-    outermost: list[tuple[int, int]] = []
-    for start, end in reversed(closed):  # the last to close comes first, so an outer box before its inner
-        if not outermost or end < outermost[-1][0]:
-            outermost.append((start, end))
-    return [text[start:end] for start, end in reversed(outermost)]
+    return [text[start:end] for start, end in boxes]
 
 
 def _tagged(text: str) -> list[str]:
@@ -115,11 +112,7 @@ def normalise_latex(text: str) -> str:
     return answer[:-1] if answer.endswith(".") else answer
 
 
-NORMALISERS: dict[str, Callable[[str], str]] = {
-    "none": str,
-    "text": normalise_text,
-    "latex": normalise_latex,
-}
+NORMALISERS: dict[str, Callable[[str], str]] = {"none": str, "text": normalise_text, "latex": normalise_latex}
 
 
 def parse_number(value: object) -> Fraction | None:
@@ -180,14 +173,11 @@ def _fraction(text: str) -> Fraction | None:
         squared = int(hit[2] or hit[3])
         root = math.isqrt(squared)
         return None if root * root != squared else Fraction(-root if hit[1] == "-" else root)
-    if hit := _NUMBER.fullmatch(text):
-        sign, mantissa, exponent = hit[1], _plain(hit[2]), int(hit[3] or hit[4] or 0)
-    else:
+    hit = _NUMBER.fullmatch(text)
+    if hit is None or abs(exponent := int(hit[3] or hit[4] or 0)) > NUMBER_LIMIT:
         return None
-    if abs(exponent) > NUMBER_LIMIT:
-        return None
-    value = mantissa * Fraction(10) ** exponent
-    return -value if sign == "-" else value
+    value = _plain(hit[2]) * Fraction(10) ** exponent
+    return -value if hit[1] == "-" else value
 
 
 def _plain(digits: str) -> Fraction:
@@ -210,33 +200,24 @@ def parse_list(value: object) -> list[Any] | None:
     if text[0] == "[" and text[-1] == "]":
         with contextlib.suppress(ValueError, RecursionError):
             return json.loads(text)
-    items = _split(text)
+    items, depths = _split(text), bracket_depths(text)
     pair = text[0] + text[-1]  # "[1, 2)" is an interval, not a list
-    if len(items) == 1 and pair in ("[]", "()", "{}") and _is_one_group(text):
+    if len(items) == 1 and pair in ("[]", "()", "{}") and depths[-1] == 0 < min(depths[:-1]):
         inner = text[1:-1].strip()
         return _split(inner) if inner else []
     return items
 
 
+def bracket_depths(text: str) -> list[int]:
+    """Number of open brackets behind each character."""
+    return list(accumulate((sign in "[({") - (sign in "])}") for sign in text))
+
+
 def _split(text: str) -> list[str]:
     """Split at the commas and semicolons outside brackets."""
-    items, depth, start = [], 0, 0
-    for position, sign in enumerate(text):
-        depth += (sign in "[({") - (sign in "])}")
-        if sign in ",;" and depth == 0:
-            items.append(text[start:position].strip())
-            start = position + 1
-    return [*items, text[start:].strip()]
-
-
-def _is_one_group(text: str) -> bool:
-    """True if the first bracket closes at the end."""
-    depth = 0
-    for position, sign in enumerate(text):
-        depth += (sign in "[({") - (sign in "])}")
-        if depth == 0:
-            return position == len(text) - 1
-    return False
+    depths = bracket_depths(text)
+    cuts = [position for position, sign in enumerate(text) if sign in ",;" and depths[position] == 0]
+    return [text[start + 1 : end].strip() for start, end in pairwise([-1, *cuts, len(text)])]
 
 
 def has_fence(text: str) -> bool:

@@ -30,7 +30,7 @@ from visalign.text.rollout import TextRollout
 from visalign.text.step_tokens import StepEncoder, StepTokens, step_logits
 from visalign.text.steps import Span, StepReading, StepRewards, step_index
 
-from .classifier import load_classifier, load_tokenizer, longest_text, spelled_out
+from .classifier import batches_by_length, load_classifier, load_tokenizer, longest_text, spelled_out
 from .contract import read_text_request
 
 Aggregate = Literal["min", "product", "mean", "last"]
@@ -84,7 +84,7 @@ class ProcessRewardModel:
         right_label: which of two labels means right, 0 or 1.
         precision: of the weights: "fp32", "bf16" or "fp16".
         batch_size: texts per forward pass.
-        max_length: tokens of the longest text; the least of the model's and tokenizer's limits when None.
+        max_length: tokens of the longest text; the smaller one of the model's and tokenizer's limits when None.
     """
 
     range = (0.0, 1.0)
@@ -112,9 +112,7 @@ class ProcessRewardModel:
         self.name, self.device, self.batch_size = name, torch.device(device), batch_size
         self.min_steps, self.right_label = min_steps, right_label
         self.reading = StepReading(separator=separator, marker=marker)
-        self.model: Any = load_classifier(
-            name, model, AutoModelForTokenClassification, "token", precision, self.device
-        )
+        self.model = load_classifier(name, model, AutoModelForTokenClassification, precision, self.device)
         labels = self.model.config.num_labels
         if labels not in (1, 2):
             raise RewardError(
@@ -130,27 +128,30 @@ class ProcessRewardModel:
         self._encoder = StepEncoder(self.tokenizer, self.reading)
         self.max_length = longest_text(self.model, self.tokenizer, max_length)
 
-    def steps(self, completions: Sequence[str], prompts: Sequence[Prompt]) -> StepScores:
-        """Compute spans and probabilities of the steps of each completion."""
-        request = read_text_request(self.name, completions, prompts, None)
+    def steps(
+        self, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None = None
+    ) -> StepScores:
+        """Compute spans and probabilities of the steps of each completion; metadata is ignored."""
+        request = read_text_request(self.name, completions, prompts, metadata)
         spans = [self.reading.spans(completion) for completion in request.completions]
         prob = [torch.full((len(steps),), math.nan) for steps in spans]
         reasons: list[str | None] = [None] * len(request)
         encoded: dict[int, StepTokens] = {}
         for row, (prompt, completion) in enumerate(zip(request.prompts, request.completions, strict=True)):
             steps = [completion[start:end] for start, end in spans[row]]
-            reasons[row] = self._problem(steps)
+            reasons[row] = next(filter(None, (spelled_out(self.tokenizer, step) for step in steps)), None)
+            if len(steps) < self.min_steps:
+                cut = f"cut at {self.reading.separator!r}"
+                reasons[row] = f"it has {len(steps)} steps, {cut}; at least {self.min_steps} are needed"
             if reasons[row] is not None:
                 continue
             tokens = self._encoder.encode(prompt, steps)
-            length = len(tokens.ids)
-            if length <= self.max_length:
+            if len(tokens.ids) <= self.max_length:
                 encoded[row] = tokens
             else:
-                reasons[row] = f"prompt and steps have {length} tokens; the model reads at most {self.max_length}"
-        order = sorted(encoded, key=lambda row: len(encoded[row].ids))
-        for start in range(0, len(order), self.batch_size):
-            rows = order[start : start + self.batch_size]
+                length = f"prompt and steps have {len(tokens.ids)} tokens"
+                reasons[row] = f"{length}; the model reads at most {self.max_length}"
+        for rows in batches_by_length({row: len(tokens.ids) for row, tokens in encoded.items()}, self.batch_size):
             for row, values in zip(rows, self._forward([encoded[row] for row in rows]), strict=True):
                 if torch.isfinite(values).all():
                     prob[row] = values
@@ -160,12 +161,11 @@ class ProcessRewardModel:
         return StepScores(span=spans, prob=prob, valid=valid, reason=reasons)
 
     def score(self, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None = None) -> Scores:
-        """Aggregate the steps of each completion; metadata is ignored.
+        """Aggregate the steps of each completion.
 
         Parts are all aggregates of the model and "steps", their number; `text` lists the steps' scores.
         """
-        read_text_request(self.name, completions, prompts, metadata)
-        scores = self.steps(completions, prompts)
+        scores = self.steps(completions, prompts, metadata)
         table = scores.padded()
         exists = torch.isfinite(table)
         parts = {how: aggregate_steps(table, how, exists) for how in self.aggregates}
@@ -186,13 +186,6 @@ class ProcessRewardModel:
             for reason, generated in zip(scores.reason, rollout.generated.tolist(), strict=True)
         ]
         return StepRewards(reward=scores.padded(), step=step, valid=scores.valid & rollout.generated, reason=reasons)
-
-    def _problem(self, steps: list[str]) -> str | None:
-        """Reason why steps cannot be scored, or None."""
-        if len(steps) < self.min_steps:
-            cut = f"cut at {self.reading.separator!r}"
-            return f"it has {len(steps)} steps, {cut}; at least {self.min_steps} are needed"
-        return next(filter(None, (spelled_out(self.tokenizer, step) for step in steps)), None)
 
     @torch.no_grad()
     def _forward(self, batch: list[StepTokens]) -> list[Tensor]:

@@ -74,21 +74,18 @@ class RatingReward:
         ratings = [_read_rating(self.reader, self.prefilled + text) for text in request.completions]
         images, labels, sets = (request.column(field) for field in ("image", "mos", "set"))
         problems = [self._record_problem(image, mos) for image, mos in zip(images, labels, strict=True)]
-        answers_of: dict[tuple[str, ...], list[int]] = {}
+        groups: dict[tuple[str, ...], list[int]] = {}
         for answer, record in enumerate(zip(images, labels, sets, strict=True)):
-            answers_of.setdefault(tuple(map(str, record)), []).append(answer)
-        groups = list(answers_of.values())
-        table = torch.full((len(groups), max(map(len, groups), default=1)), torch.nan, dtype=torch.float64)
-        for row, group in enumerate(groups):
-            for column, answer in enumerate(group):
-                table[row, column] = ratings[answer][0] if problems[answer] is None else math.nan
-        target = torch.tensor([_number(labels[group[0]]) for group in groups], dtype=torch.float64)
-        values = self._values(table, target, [str(sets[group[0]]) for group in groups])
+            groups.setdefault(tuple(map(str, record)), []).append(answer)
+        cells = [(row, k, answer) for row, group in enumerate(groups.values()) for k, answer in enumerate(group)]
+        table = torch.full((len(groups), max(map(len, groups.values()), default=1)), torch.nan, dtype=torch.float64)
+        for row, k, answer in cells:
+            table[row, k] = ratings[answer][0] if problems[answer] is None else math.nan
+        target = torch.tensor([_number(labels[group[0]]) for group in groups.values()], dtype=torch.float64)
+        values = self._values(table, target, [key[2] for key in groups])
         verdicts = [TextVerdict()] * len(request)
-        for row, group in enumerate(groups):
-            for column, answer in enumerate(group):
-                value = float(values[row, column])
-                verdicts[answer] = self._verdict(value, *ratings[answer], problems[answer])
+        for row, k, answer in cells:
+            verdicts[answer] = self._verdict(float(values[row, k]), *ratings[answer], problems[answer])
         return text_scores(verdicts, self.unit, parts={"rating": [rating for rating, _ in ratings]})
 
     def _record_problem(self, image: Any, mos: Any) -> str | None:
@@ -147,13 +144,17 @@ class VerdictReward(TextRule):
         label = _number(record.get("label"))
         if not 0 <= label <= 1 or label == 0.5:
             return TextVerdict(reason="its record has no label from 0 to 1 that prefers one of the images")
-        try:
-            if self.words is None:
+        if self.words is not None:
+            sides = {word.casefold(): side for side, word in enumerate(self.words, 1)}
+            side = sides.get(first_word(completion))
+            if side is None:
+                problem = f"the answer begins with neither {self.words[0]!r} nor {self.words[1]!r}"
+                return TextVerdict(value=-1.0, remark=problem)
+        else:
+            try:
                 side = verdict(completion, options=self.options)
-            else:
-                side = _read_word(completion, self.words)
-        except AnswerError as error:
-            return TextVerdict(value=-1.0, remark=str(error))
+            except AnswerError as error:
+                return TextVerdict(value=-1.0, remark=str(error))
         right = side == (1 if label > 0.5 else 2)
         return TextVerdict(value=1.0 if right else -1.0, remark=("a tie", "the first", "the second")[side])
 
@@ -164,15 +165,6 @@ def _read_rating(reader: Callable[[str], float], text: str) -> tuple[float, str]
         return reader(text), ""
     except AnswerError as error:
         return math.nan, str(error)
-
-
-def _read_word(completion: str, words: Sequence[str]) -> int:
-    """Return 1 or 2, the side whose word the answer begins with."""
-    first = first_word(completion)
-    for side, word in enumerate(words, 1):
-        if first == word.casefold():
-            return side
-    raise AnswerError(f"the answer begins with neither {words[0]!r} nor {words[1]!r}")
 
 
 def _number(value: Any) -> float:

@@ -64,17 +64,16 @@ class RewardFusion:
         entries = load_prompts(pool) if isinstance(pool, str | Path) else pool
         records = [entry if isinstance(entry, Mapping) else {"prompt": entry} for entry in entries]
         prompts = [record.get("prompt") for record in records]
-        is_text = [isinstance(prompt, str) or is_conversation(prompt) for prompt in prompts]
-        check_rules(
-            "reward_fusion",
-            {
-                f"threshold is {threshold} and top {top}; needed are a cosine above 0, at most 1, and at "
-                "least one neighbour": 0 < threshold <= 1 and top >= 1,
-                'the pool must hold prompts (texts or lists of messages), or records with "prompt"': bool(records)
-                and all(is_text),
-                f"{', '.join(options)}: options are of a reward given by name": isinstance(reward, str) or not options,
-            },
-        )
+        are_prompts = all(isinstance(prompt, str) or is_conversation(prompt) for prompt in prompts)
+        rules = {
+            f"threshold is {threshold} and top {top}; needed are a cosine above 0, at most 1, and at "
+            "least one neighbour": 0 < threshold <= 1 and top >= 1,
+            'the pool must hold prompts (texts or lists of messages), or records with "prompt"': (
+                bool(records) and are_prompts
+            ),
+            f"{', '.join(options)}: options are of a reward given by name": isinstance(reward, str) or not options,
+        }
+        check_rules("reward_fusion", rules)
         if isinstance(reward, str):
             reward = load_text_reward(reward, run_device=device, **options)
         self.reward, self.threshold, self.top = with_capabilities(reward), threshold, top
@@ -118,17 +117,14 @@ class RewardFusion:
 
     def _score_neighbours(self, request: TextRequest, similarity: Tensor, neighbours: Tensor) -> Tensor:
         """Rewards [B, M] under the neighbours; NaN where there is none, or its score is invalid."""
-        rewards = torch.full_like(similarity, math.nan)
-        present = similarity.isfinite()
+        rewards, present = torch.full_like(similarity, math.nan), similarity.isfinite()
         if not present.any():
             return rewards
-        records = [self.pool[index] for index in neighbours[present].tolist()]
+        completions = [request.completions[row] for row in present.nonzero()[:, 0].tolist()]
+        records = [dict(self.pool[index]) for index in neighbours[present].tolist()]
+        prompts = [record.pop("prompt") for record in records]
         with Naming(self.reward.name):
-            scores = self.reward.score(
-                [request.completions[row] for row in present.nonzero()[:, 0].tolist()],
-                [record["prompt"] for record in records],
-                [{key: value for key, value in record.items() if key != "prompt"} for record in records],
-            )
+            scores = self.reward.score(completions, prompts, records)
         rewards[present] = torch.where(scores.valid, scores.value.detach(), math.nan).cpu().float()
         return rewards
 

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForSequenceClassification
 
 from visalign.interfaces import Metadata, Prompt, Scores
 from visalign.rewards.base.contract import RewardError, check_counts
 
-from .classifier import load_classifier, load_tokenizer, longest_text, spelled_out
+from .classifier import batches_by_length, load_classifier, load_tokenizer, longest_text, spelled_out
 from .contract import TextVerdict, read_text_request, text_scores
 
 
@@ -31,7 +32,7 @@ class RewardModel:
         tokenizer: folder, hub name or object; that of the model when None.
         precision: of the weights: "fp32", "bf16" or "fp16".
         batch_size: texts per forward pass.
-        max_length: tokens of the longest text; the least of the model's and tokenizer's limits when None.
+        max_length: tokens of the longest text; the smaller one of the model's and tokenizer's limits when None.
     """
 
     range = (-math.inf, math.inf)
@@ -50,12 +51,8 @@ class RewardModel:
         name: str = "reward_model",
     ) -> None:
         check_counts(name, batch_size=batch_size, max_length=max_length)
-        self.name = name
-        self.device = torch.device(device)
-        self.batch_size = batch_size
-        self.model: Any = load_classifier(
-            name, model, AutoModelForSequenceClassification, "sequence", precision, self.device
-        )
+        self.name, self.device, self.batch_size = name, torch.device(device), batch_size
+        self.model = load_classifier(name, model, AutoModelForSequenceClassification, precision, self.device)
         self.tokenizer: Any = load_tokenizer(name, model, tokenizer)
         labels, pad = self.model.config.num_labels, self.tokenizer.pad_token_id
         if labels != 1 or (pad is None and batch_size > 1):
@@ -73,17 +70,14 @@ class RewardModel:
         verdicts = [TextVerdict()] * len(request)
         encoded: dict[int, list[int]] = {}
         for row, (prompt, completion) in enumerate(zip(request.prompts, request.completions, strict=True)):
-            tokens = self._encode(prompt, completion)
+            encoded[row] = self._encode(prompt, completion)
             reason = spelled_out(self.tokenizer, completion)
-            if reason is None and not 1 <= len(tokens) <= self.max_length:
-                reason = f"prompt and completion have {len(tokens)} tokens; the model reads 1 to {self.max_length}"
-            if reason is None:
-                encoded[row] = tokens
-            else:
+            if reason is None and not 1 <= (length := len(encoded[row])) <= self.max_length:
+                reason = f"prompt and completion have {length} tokens; the model reads 1 to {self.max_length}"
+            if reason is not None:
                 verdicts[row] = TextVerdict(reason=reason)
-        order = sorted(encoded, key=lambda row: len(encoded[row]))
-        for start in range(0, len(order), self.batch_size):
-            rows = order[start : start + self.batch_size]
+                del encoded[row]
+        for rows in batches_by_length({row: len(ids) for row, ids in encoded.items()}, self.batch_size):
             for row, value in zip(rows, self._forward([encoded[row] for row in rows]), strict=True):
                 reason = None if math.isfinite(value) else f"the reward model gave {value} for it"
                 verdicts[row] = TextVerdict(value=value, reason=reason)
@@ -96,22 +90,18 @@ class RewardModel:
                 [*messages, {"role": "assistant", "content": completion}], tokenize=False
             )
             return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-        if isinstance(prompt, str):
-            return list(self.tokenizer(prompt + completion)["input_ids"])
-        raise RewardError(
-            f"{self.name}: a prompt is a conversation, and the tokenizer has no chat template. Give plain "
-            "prompts, or set tokenizer.chat_template."
-        )
+        if not isinstance(prompt, str):
+            raise RewardError(
+                f"{self.name}: a prompt is a conversation, and the tokenizer has no chat template. Give plain "
+                "prompts, or set tokenizer.chat_template."
+            )
+        return list(self.tokenizer(prompt + completion)["input_ids"])
 
     @torch.no_grad()
     def _forward(self, batch: list[list[int]]) -> list[float]:
         """Compute the logits of texts, padded on the right to the longest of them."""
-        longest = max(map(len, batch))
-        pad = self.tokenizer.pad_token_id or 0
-        ids = [[*tokens, *[pad] * (longest - len(tokens))] for tokens in batch]
-        mask = [[1] * len(tokens) + [0] * (longest - len(tokens)) for tokens in batch]
-        output = self.model(
-            input_ids=torch.tensor(ids, device=self.device),
-            attention_mask=torch.tensor(mask, device=self.device),
-        )
-        return output.logits[:, 0].float().tolist()
+        rows = [torch.tensor(tokens, device=self.device) for tokens in batch]
+        ids = pad_sequence(rows, batch_first=True, padding_value=self.tokenizer.pad_token_id or 0)
+        # a text may spell the pad token, so the mask is that of the lengths
+        mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+        return self.model(input_ids=ids, attention_mask=mask).logits[:, 0].float().tolist()

@@ -14,13 +14,15 @@ import json
 import os
 import re
 import selectors
-import subprocess
 import sys
 import threading
 from functools import cache
 from pathlib import Path
+from subprocess import DEVNULL, PIPE, Popen
 
 from visalign.rewards.base.contract import RewardError
+
+from .parsing import bracket_depths
 
 CHILD = Path(__file__).with_name("symbolic_child.py")
 SECONDS = 5.0
@@ -35,7 +37,6 @@ _ASSIGNED = re.compile(r"([A-Za-z](?:_\w|_\{\w+\})?)=(?!=)")
 _NAMED = re.compile(rf"(?:{_ASSIGNED.pattern}|{_PREFIX.pattern})")
 _NUMBERS = re.compile(r"\\(?:frac|infty|pi|sqrt|cdot|times)(?![A-Za-z])")
 _ALONE = re.compile(r"(?<![A-Za-z])[A-Za-z](?![A-Za-z])")
-_PAIRS = {"(": ")", "[": "]", "{": "}"}
 
 
 @cache
@@ -69,11 +70,10 @@ def _may_be_equal(answer: str, truth: str) -> bool:
             return False
     if ("%" in answer) != ("%" in truth):
         return False
-    names = [_ASSIGNED.match(text) for text in (answer, truth)]
-    if names[0] and names[1] and names[0][1] != names[1][1]:
-        return False
+    left, right = (_ASSIGNED.match(text) for text in (answer, truth))
     kinds = [_brackets(text) for text in (answer, truth)]
-    return None in kinds or kinds[0] == kinds[1]
+    same_name = not (left and right) or left[1] == right[1]
+    return same_name and (None in kinds or kinds[0] == kinds[1])
 
 
 def _brackets(text: str) -> str | None:
@@ -81,11 +81,8 @@ def _brackets(text: str) -> str | None:
     text = _PREFIX.sub("", text, count=1).replace("\\{", "{").replace("\\}", "}")
     if "," not in text or "=" in text or _COMMAND.search(_NUMBERS.sub("", text)):
         return None
-    depth, around = 0, True
-    for position, sign in enumerate(text):
-        depth += (sign in "([{") - (sign in ")]}")
-        around = around and (depth > 0 or position == len(text) - 1)
-    return text[0] + text[-1] if around and text[0] in _PAIRS and text[:1] + text[-1:] != "{}" else ""
+    around = text[0] in "([{" and min(bracket_depths(text)[:-1]) > 0
+    return text[0] + text[-1] if around and text[0] + text[-1] != "{}" else ""
 
 
 class _Worker:
@@ -93,7 +90,7 @@ class _Worker:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Popen[bytes] | None = None
 
     def compare(self, answer: str, truth: str) -> bool:
         with self._lock:
@@ -105,10 +102,8 @@ class _Worker:
             return equal is True
 
     def _start(self) -> None:
-        self.end()
-        pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
-        command = [sys.executable, str(CHILD)]
-        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=nothing)
+        self.end()  # collects a process that died
+        self._process = Popen([sys.executable, str(CHILD)], stdin=PIPE, stdout=PIPE, stderr=DEVNULL)
         if self._reply("1", "1", START_SECONDS) is not True:
             self.end()
             raise RewardError("math-verify does not start. Try: python -c 'import math_verify'.")

@@ -66,29 +66,23 @@ class VerifiableAnswer(TextRule):
         relative: float = 0.0,
         name: str = "verifiable_answer",
     ) -> None:
-        check_choices(
-            name,
-            extract=(extract, (*EXTRACTORS, "pattern")),
-            compare=(compare, COMPARISONS),
-            normalise=(normalise, NORMALISERS),
-        )
-        compiled = regular_expression(name, pattern)
-        check_rules(
-            name,
-            {
-                f"absolute is {absolute} and relative {relative}; allowed are finite numbers of at least 0": 0
-                <= absolute
-                < math.inf
-                and 0 <= relative < math.inf,
-                "compare='exact' has no tolerance; choose 'number', 'list' or 'math'": compare != "exact"
-                or not (absolute or relative),
-                f"extract is {extract!r} and pattern {pattern!r}; a pattern with one group (others are "
-                "(?:…)) goes with extract='pattern', and only there": (extract == "pattern") == (compiled is not None)
-                and (compiled is None or compiled.groups == 1),
-            },
-        )
-        self.name = name
-        self._pattern = compiled
+        extracts = (*EXTRACTORS, "pattern")
+        check_choices(name, extract=(extract, extracts), compare=(compare, COMPARISONS))
+        check_choices(name, normalise=(normalise, NORMALISERS))
+        self.name, self._pattern = name, regular_expression(name, pattern)
+        rules = {
+            f"absolute is {absolute} and relative {relative}; allowed are finite numbers of at least 0": (
+                0 <= absolute < math.inf and 0 <= relative < math.inf
+            ),
+            "compare='exact' has no tolerance; choose 'number', 'list' or 'math'": (
+                compare != "exact" or not (absolute or relative)
+            ),
+            f"extract is {extract!r} and pattern {pattern!r}; a pattern with one group (others are "
+            "(?:…)) goes with extract='pattern', and only there": (
+                self._pattern.groups == 1 and extract == "pattern" if self._pattern else extract != "pattern"
+            ),
+        }
+        check_rules(name, rules)
         self._extract, self._compare, self._field, self._after = extract, compare, field, after
         self._normalise = NORMALISERS[normalise]
         self._absolute, self._relative = Fraction(str(absolute)), Fraction(str(relative))
@@ -100,16 +94,9 @@ class VerifiableAnswer(TextRule):
             return TextVerdict(reason=f"its metadata has no {self._field!r}")
         if problem := self._truth_problem(truth):
             return TextVerdict(reason=f"the ground truth {self._field!r} is {shortened(truth)}, {problem}")
-        text = after_marker(completion, self._after)
-        if text is None:
-            return TextVerdict(value=0.0, remark=f"no {self._after}")
-        answer, missing = self._find_answer(text)
-        if answer is None:
-            return TextVerdict(value=0.0, remark=missing)
-        if not answer:
-            return TextVerdict(value=0.0, remark="the answer is empty")
-        if self._compare == "number" and parse_number(answer) is None:
-            return TextVerdict(value=0.0, remark=f"no number: {shortened(answer)}")
+        answer, problem = self._find_answer(completion)
+        if problem:
+            return TextVerdict(value=0.0, remark=problem)
         if self._compare == "list":
             items, target = parse_list(answer) or [], parse_list(truth) or []
             if len(items) != len(target):
@@ -119,17 +106,22 @@ class VerifiableAnswer(TextRule):
             correct = any(self._equal(answer, alternative) for alternative in _alternatives(truth))
         return TextVerdict(value=float(correct), remark=f"answer {shortened(answer)}")
 
-    def _find_answer(self, text: str) -> tuple[str | None, str]:
-        """Return the last answer, or None and the remark for it."""
+    def _find_answer(self, completion: str) -> tuple[str, str]:
+        """Return the last answer and "", or the remark why there is none."""
+        text = after_marker(completion, self._after)
+        if text is None:
+            return "", f"no {self._after}"
         if self._pattern is not None:
-            answers, missing = (
-                [hit[1] or "" for hit in self._pattern.finditer(text)],
-                "no match of the pattern",
-            )
+            answers, missing = [hit[1] or "" for hit in self._pattern.finditer(text)], "no match of the pattern"
         else:
             find, missing = EXTRACTORS[self._extract]
             answers = find(text)
-        return (answers[-1].strip() if answers else None), missing
+        if not answers:
+            return "", missing
+        answer = answers[-1].strip()
+        if answer and self._compare == "number" and parse_number(answer) is None:
+            return "", f"no number: {shortened(answer)}"
+        return answer, "" if answer else "the answer is empty"
 
     def _truth_problem(self, truth: Any) -> str | None:
         """Reason why a ground truth cannot be read, or None."""
@@ -181,10 +173,8 @@ class TaskAnswer(TextRule):
 
     def judge(self, completion: str, record: Mapping[str, Any]) -> TextVerdict:
         """Apply the task's exact checker; the remark says what is wrong."""
-        missing = [key for key in ("task", "problem", "answer") if key not in record]
-        if missing:
-            reason = f"the metadata lacks {', '.join(missing)}, so it is no text task's record"
-            return TextVerdict(reason=reason)
+        if missing := [key for key in ("task", "problem", "answer") if key not in record]:
+            return TextVerdict(reason=f"the metadata lacks {', '.join(missing)}, so it is no text task's record")
         if record["task"] not in TASKS:
             return TextVerdict(reason=f"there is no text task {record['task']!r}")
         right, remark = check_answer(completion, record)

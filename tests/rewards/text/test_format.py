@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import sys
 from typing import Any
 
 import pytest
@@ -113,7 +114,7 @@ def test_json_schema():
 
 
 def test_json_schema_without_the_package(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "jsonschema", None)
     with pytest.raises(RewardError, match="python -m pip install jsonschema"):
         JsonFormat(schema=json.loads("{}"))
     assert values(JsonFormat(), ["{}"]) == [1]

@@ -28,7 +28,7 @@ from tests.support.training.rewards import ToyJudge, ToyPairs
 from tests.support.training.text import DEMONSTRATIONS, Letters, toy_policy, toy_text_trainer
 from visalign.adapters.causal_lm.demonstrations import DemonstrationBatches, with_mismatched
 from visalign.adapters.causal_lm.lora import text_lora
-from visalign.rewards.text.weighted_sum import WeightedTextSum
+from visalign.rewards.text.combine import WeightedTextSum
 from visalign.text import ToolPolicy, ToolUse
 from visalign.training import (
     DPO,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ensemble of rewards for text, with the deviation between its members."""
+"""Several rewards for text as one: their weighted sum, or an ensemble with the deviation between its members."""
 
 from __future__ import annotations
 
@@ -9,8 +9,20 @@ from typing import Any
 from visalign.interfaces import Metadata, Prompt, RewardCapabilities, Scores, TextReward
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.combine.ensemble import Ensemble
+from visalign.rewards.combine.weighted_sum import WeightedSum
 
 from .contract import read_text_request
+
+
+class WeightedTextSum(WeightedSum):
+    """`WeightedSum` for completions; normalise="batch" takes z-scores over the completions of a call."""
+
+    noun = "completion"
+
+    def score(self, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None = None) -> Scores:
+        """Score with every reward and add up; each reward gets its own copies of the lists."""
+        request = read_text_request(self.name, completions, prompts, metadata)
+        return self.add_up(request.score_with, list(range(len(request))), [None] * len(request))
 
 
 class TextEnsemble(Ensemble):
@@ -26,7 +38,7 @@ class TextEnsemble(Ensemble):
         how: "mean", "min", "lower_bound" or "uwo", see `Ensemble`.
         strength: λ ≥ 0 of the last two.
         ddof: of the variance between members.
-        min_members: least number of members that scored a completion; all when None.
+        min_members: smallest number of members that scored a completion; all when None.
         calibration: label -> (mean, std) for every member.
     """
 
@@ -52,18 +64,10 @@ class TextEnsemble(Ensemble):
                     "reward, option: value}}}} for one reward with several options."
                 )
             members = {member: member for member in names}
-        loaded: Any = {}
-        for label, member in members.items():  # YAML reads a label 1 as a number
-            loaded[str(label)] = _load_member(name, str(label), member, device)
-        super().__init__(
-            loaded,
-            how=how,
-            strength=strength,
-            ddof=ddof,
-            min_members=min_members,
-            calibration=calibration,
-            name=name,
-        )
+        # YAML reads a label 1 as a number
+        loaded: Any = {str(label): _load_member(name, str(label), member, device) for label, member in members.items()}
+        options: Any = {"min_members": min_members, "calibration": calibration, "name": name}
+        super().__init__(loaded, how=how, strength=strength, ddof=ddof, **options)
         needs = [member.capabilities for member in self.members.values()]
         self.capabilities = RewardCapabilities(
             needs_group=any(member.needs_group for member in needs),
@@ -73,20 +77,14 @@ class TextEnsemble(Ensemble):
     def score(self, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None = None) -> Scores:
         """Score with every member; each gets its own copies of the lists."""
         request = read_text_request(self.name, completions, prompts, metadata)
-
-        def judge(member: TextReward) -> Scores:
-            return member.score(list(request.completions), list(request.prompts), list(request.metadata))
-
-        return self.judged_by(judge, list(range(len(request))), [None] * len(request))
+        return self.judged_by(request.score_with, list(range(len(request))), [None] * len(request))
 
 
 def _load_member(name: str, label: str, member: Any, device: str | None) -> TextReward:
     from visalign.rewards.catalogue import load_text_reward
 
-    if isinstance(member, str):
-        return load_text_reward(member, run_device=device)
-    if isinstance(member, Mapping):
-        options = {"name": label, **member}
+    if isinstance(member, str | Mapping):
+        options = {"name": label, **({"name": member} if isinstance(member, str) else member)}
         return load_text_reward(options.pop("name"), run_device=device, **options)
     if not hasattr(member, "score"):
         raise RewardError(f"{name}: member {label!r} is {member!r}; give a reward's name or its options.")
