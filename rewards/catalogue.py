@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from visalign import dotted_path
@@ -16,7 +16,6 @@ from visalign.rewards.base.contract import RewardError
 Entry = str | tuple[str, Mapping[str, Any]]
 """module:class, or that and its options, which a caller's override. A module is imported at its first use."""
 
-_STATISTIC = "visalign.rewards.statistics:ImageStatistic"
 CATALOGUE: dict[str, Entry] = {
     "shapes_verifier": "visalign.rewards.verifiers.shapes_verifier:ShapesVerifier",
     "clip_score": "visalign.rewards.scorers.clip_score:ClipScore",
@@ -29,11 +28,10 @@ CATALOGUE: dict[str, Entry] = {
     "ict": "visalign.rewards.scorers.ict:Ict",
     "hp": "visalign.rewards.scorers.hp:Hp",
     "ict_hp": "visalign.rewards.scorers.ict_hp:IctHp",
-    "brightness": (_STATISTIC, {"statistic": "brightness"}),
-    "contrast": (_STATISTIC, {"statistic": "contrast"}),
-    "saturation": (_STATISTIC, {"statistic": "saturation"}),
-    "colourfulness": (_STATISTIC, {"statistic": "colourfulness"}),
-    "edge_density": (_STATISTIC, {"statistic": "edge_density"}),
+    **{
+        name: ("visalign.rewards.statistics:ImageStatistic", {"statistic": name})
+        for name in ("brightness", "contrast", "saturation", "colourfulness", "edge_density")
+    },
     "hpsv3": "visalign.rewards.hpsv3.judge:HPSv3",
     "visual_quality_r1": "visalign.rewards.questions.visual_quality_r1:VisualQuality",
     "edit_reward": "visalign.rewards.hpsv3.edit_reward:EditReward",
@@ -140,9 +138,7 @@ def load_judge(name: str, *, run_device: str | None = None, **options: Any) -> P
     Raises:
         RewardError: unknown name, module or attribute; wrong options; or the object is no reward.
     """
-    if name not in CATALOGUE and ":" not in name:
-        raise _unknown("reward", name, CATALOGUE)
-    judge = _make(name, CATALOGUE.get(name, name), options, run_device, _IMAGE_FUNCTION, noun="Reward")
+    judge = _make("reward", name, CATALOGUE, options, run_device, _IMAGE_FUNCTION)
     if isinstance(judge, PointwiseReward | PairwiseReward):
         return with_capabilities(judge)
     raise _incomplete(name, judge, "reward", "PointwiseReward")
@@ -158,10 +154,7 @@ def load_text_reward(name: str, *, run_device: str | None = None, **options: Any
         >>> load_text_reward("boxed_answer", after="</think>").unit
         '1 = correct'
     """
-    if name not in TEXT_CATALOGUE and ":" not in name:
-        raise _unknown("text reward", name, TEXT_CATALOGUE)
-    entry = TEXT_CATALOGUE.get(name, name)
-    reward = _make(name, entry, options, run_device, _TEXT_FUNCTION, noun="Text reward")
+    reward = _make("text reward", name, TEXT_CATALOGUE, options, run_device, _TEXT_FUNCTION)
     if any(not hasattr(reward, key) for key in _DECLARED):
         raise _incomplete(name, reward, "text reward", "TextReward")
     if next(iter(inspect.signature(reward.score).parameters), "") == "images":
@@ -170,20 +163,32 @@ def load_text_reward(name: str, *, run_device: str | None = None, **options: Any
 
 
 def _make(
-    name: str, entry: Entry, options: Mapping[str, Any], run_device: str | None, function: str, *, noun: str
+    kind: str,
+    name: str,
+    catalogue: Mapping[str, Entry],
+    options: Mapping[str, Any],
+    run_device: str | None,
+    function: str,
 ) -> Any:
-    """Construct the class that an entry names, or wrap its function by the class at `function`."""
+    """Construct the class that a name stands for, or wrap its function by the class at `function`."""
+    if name not in catalogue and ":" not in name:
+        hint = did_you_mean(nearest(name, catalogue, limit=1))
+        raise RewardError(
+            f"There is no {kind} {name!r}. {hint}Allowed: {', '.join(catalogue)}, or your own "
+            "as 'package.module:Name' or 'path/to/file.py:Name'."
+        )
+    entry = catalogue.get(name, name)
     path, preset = (entry, {}) if isinstance(entry, str) else entry
     target, options = find_target(path), {**preset, **options}
     if isinstance(target, type):
         target, options = _construct(name, target, options, run_device), {}
     if callable(target) and not hasattr(target, "score") and not hasattr(target, "compare"):
-        wrapper = find_target(function)
-        return _construct(name, wrapper, {"function": target, "name": name.rpartition(":")[2], **options}, run_device)
+        options = {"function": target, "name": name.rpartition(":")[2], **options}
+        return _construct(name, find_target(function), options, run_device)
     if options:
         raise RewardError(
-            f"{noun} {name!r} is an object already, so it takes no options; given: {', '.join(options)}. "
-            "Name its class instead."
+            f"{kind.capitalize()} {name!r} is an object already, so it takes no options; given: "
+            f"{', '.join(options)}. Name its class instead."
         )
     return target
 
@@ -196,14 +201,6 @@ def _construct(name: str, kind: Callable[..., Any], options: dict[str, Any], run
     if isinstance(device, str):
         check_device(device, RewardError)
     return kind(**options)
-
-
-def _unknown(kind: str, name: str, catalogue: Iterable[str]) -> RewardError:
-    hint = did_you_mean(nearest(name, catalogue, limit=1))
-    return RewardError(
-        f"There is no {kind} {name!r}. {hint}Allowed: {', '.join(catalogue)}, or your own "
-        "as 'package.module:Name' or 'path/to/file.py:Name'."
-    )
 
 
 def _incomplete(name: str, reward: Any, kind: str, contract: str) -> RewardError:

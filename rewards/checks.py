@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,20 +27,6 @@ _PROMPTS = ("a red circle", "a blue square", "two green triangles", "a white cro
 _COMPLETIONS = ("The answer is 4.", "", "\\boxed{4} 🙂\n", "<think>2+2</think><answer>4</answer>")
 
 
-class _Words(NamedTuple):
-    """Words of the messages that differ between rewards for images and for text."""
-
-    noun: str
-    title: str
-    function: str
-    unit_example: str
-    reader: str
-
-
-_IMAGE = _Words("image", "Reward", "check_reward", "cosine", "read_request")
-_TEXT = _Words("completion", "Text reward", "check_text_reward", "1 = correct", "read_text_request")
-
-
 def check_reward(
     reward: PointwiseReward | str | Callable[..., Any],
     *,
@@ -49,7 +37,7 @@ def check_reward(
 ) -> list[str]:
     """Try a reward against the contract and return the names of the checks, all of which passed.
 
-    A reward whose `needs_batch` or `needs_group` is true is not held to score a sample as if it were alone.
+    A reward whose `needs_batch` or `needs_group` is true need not score a sample by itself as in a batch.
 
     Args:
         reward: an object with the reward contract, a name for `load_reward`, or a plain function.
@@ -68,11 +56,25 @@ def check_reward(
     subject: Any = load_reward(reward) if isinstance(reward, str) else reward
     if callable(subject) and not hasattr(subject, "score"):
         subject = FunctionReward(subject)
+    if images is None:
+        generator = torch.Generator().manual_seed(0)
+        count = 4 if prompts is None else len(prompts)
+        images = torch.randint(0, 256, (count, 3, 64, 64), generator=generator, dtype=torch.uint8)
+    batch = load_images(images)
+    loaded = [image for _, image in batch.readable()]
+    captions = [_PROMPTS[row % len(_PROMPTS)] for row in range(len(batch))] if prompts is None else list(prompts)
+    is_batch = len(loaded) == len(batch) and len({image.shape for image in loaded}) == 1
+    if not is_batch or not len(loaded) == len(captions) > 1:
+        raise ValueError(
+            f"check_reward got {len(loaded)} readable images of {len(batch)}, and {len(captions)} prompts; give at "
+            "least two images of one size, and one prompt each."
+        )
+    levels = torch.stack(loaded).mul(255).round() / 255  # PIL can hold no others
     probes = _PROBES | {
         "PIL, uint8 and float images agree": _image_forms,
         "one unreadable image is invalid alone": _unreadable_image,
     }
-    return _check(_IMAGE, subject, lambda: _images(images, prompts), metadata, tolerance, probes)
+    return _check(_Case("image", subject, levels, captions, metadata, tolerance), probes)
 
 
 def check_text_reward(
@@ -93,7 +95,7 @@ def check_text_reward(
     """
     texts = list(_COMPLETIONS if completions is None else completions)
     questions: list[Prompt] = ["2 + 2 = ?"] * len(texts) if prompts is None else list(prompts)
-    if len(texts) < 2 or len(questions) != len(texts):
+    if not len(texts) == len(questions) > 1:
         raise ValueError(
             f"check_text_reward got {len(texts)} completions and {len(questions)} prompts; give at least "
             "two, and one prompt each."
@@ -101,28 +103,34 @@ def check_text_reward(
     subject: Any = load_text_reward(reward) if isinstance(reward, str) else reward
     if callable(subject) and not hasattr(subject, "score"):
         subject = TextFunctionReward(subject)
-    return _check(_TEXT, subject, lambda: (texts, questions), metadata, tolerance, _PROBES)
+    return _check(_Case("completion", subject, texts, questions, metadata, tolerance), _PROBES)
 
 
+@dataclass(frozen=True)
 class _Case:
-    """A reward with the samples that it is tried on; images are on the 8-bit grid that PIL can hold."""
+    """A reward with the samples that it is tried on; `noun` is what a sample is, "image" or "completion"."""
 
-    def __init__(
-        self,
-        words: _Words,
-        reward: Any,
-        samples: Tensor | list[str],
-        prompts: list[Any],
-        metadata: Metadata | None,
-        tolerance: float,
-    ) -> None:
-        self.words, self.reward, self.samples, self.prompts = words, reward, samples, prompts
-        self.metadata = None if metadata is None else list(metadata)
-        self.tolerance = tolerance
-        needs = with_capabilities(reward).capabilities
-        self.is_relative = needs.needs_batch or needs.needs_group
-        self.rows = range(len(prompts))
-        self.scores = self.run(self.rows)
+    noun: str
+    reward: Any
+    samples: Tensor | list[str]
+    prompts: list[Any]
+    metadata: Metadata | None
+    tolerance: float
+
+    @property
+    def rows(self) -> range:
+        return range(len(self.prompts))
+
+    @cached_property
+    def scores(self) -> Scores:
+        """Scores of all samples in one call."""
+        return self.run(self.rows)
+
+    @property
+    def is_relative(self) -> bool:
+        """True where a score may depend on the other samples."""
+        needs = with_capabilities(self.reward).capabilities
+        return needs.needs_batch or needs.needs_group
 
     def run(self, rows: Iterable[int], samples: Any = None) -> Scores:
         """Score copies of the chosen rows, or other samples with their prompts and records."""
@@ -145,71 +153,47 @@ class _Case:
 _Probe = Callable[[_Case], Iterator[str]]
 
 
-def _check(
-    words: _Words,
-    subject: Any,
-    inputs: Callable[[], tuple[Any, list[Any]]],
-    metadata: Metadata | None,
-    tolerance: float,
-    probes: dict[str, _Probe],
-) -> list[str]:
-    name = str(getattr(subject, "name", type(subject).__name__))
-
-    def report(problems: list[str], cause: BaseException | None = None) -> None:
-        if problems:
-            listed = "\n".join(f"  {number}. {problem}" for number, problem in enumerate(problems, 1))
-            raise RewardError(
-                f"{words.title} {name!r} breaks its contract in {len(problems)} place(s):\n{listed}"
-            ) from cause
-
-    report(list(_declaration_problems(words, subject)))
-    samples, prompts = inputs()
+def _check(case: _Case, probes: dict[str, _Probe]) -> list[str]:
+    """Report the problems of one stage before the next stage relies on it."""
+    _report(case, _declaration_problems(case))
     with CaughtError() as attempt:
-        case = _Case(words, subject, samples, prompts, metadata, tolerance)
+        _ = case.scores
     if (error := attempt.error) is not None:
-        call = f"score({words.noun}s, prompts, metadata)"
-        report([f"{call} raised {type(error).__name__}: {error}"], cause=error)
-    report(list(_form_problems(case)))
-    if case.is_relative:
-        probes = {promise: probe for promise, probe in probes.items() if probe is not _independence}
-    promises = {promise.format(noun=words.noun): probe for promise, probe in probes.items()}
+        call = f"score({case.noun}s, prompts, metadata)"
+        _report(case, [f"{call} raised {type(error).__name__}: {error}"], cause=error)
+    _report(case, _form_problems(case))
+    probes = {
+        promise.format(noun=case.noun): probe
+        for promise, probe in probes.items()
+        if not (case.is_relative and probe is _independence)
+    }
     problems: list[str] = []
-    for promise, probe in promises.items():
+    for promise, probe in probes.items():
         with CaughtError() as attempt:
             problems += probe(case)
         if attempt.error is not None:
             problems.append(f"trying '{promise}' raised {attempt.error!r}: accept every allowed input")
-    report(problems)
-    return ["declares name, unit, range, direction", "returns well-formed Scores", *promises]
+    _report(case, problems)
+    return ["declares name, unit, range, direction", "returns well-formed Scores", *probes]
 
 
-def _images(images: Any, prompts: Sequence[str] | None) -> tuple[Tensor, list[str]]:
-    """Return images [B, 3, H, W] on the 8-bit grid, and prompts."""
-    if images is None:
-        generator = torch.Generator().manual_seed(0)
-        count = 4 if prompts is None else len(prompts)
-        images = torch.randint(0, 256, (count, 3, 64, 64), generator=generator, dtype=torch.uint8)
-    batch = load_images(images)
-    loaded = [image for _, image in batch.readable()]
-    if prompts is None:
-        prompts = [_PROMPTS[row % len(_PROMPTS)] for row in range(len(batch))]
-    if len(loaded) != len(batch) or len(loaded) < 2 or len({image.shape for image in loaded}) != 1:
-        raise ValueError("check_reward needs at least two readable images of one size; give such images.")
-    if len(prompts) != len(loaded):
-        raise ValueError(
-            f"check_reward got {len(loaded)} images and {len(prompts)} prompts; give one prompt per image."
-        )
-    return torch.stack(loaded).mul(255).round() / 255, list(prompts)
+def _report(case: _Case, problems: Iterable[str], cause: BaseException | None = None) -> None:
+    """Raise with a numbered list, if there are problems."""
+    if numbered := [f"  {number}. {problem}" for number, problem in enumerate(problems, 1)]:
+        name = str(getattr(case.reward, "name", type(case.reward).__name__))
+        listed = "\n".join(numbered)
+        raise RewardError(f"Reward {name!r} breaks its contract in {len(numbered)} place(s):\n{listed}") from cause
 
 
-def _declaration_problems(words: _Words, reward: Any) -> Iterator[str]:
+def _declaration_problems(case: _Case) -> Iterator[str]:
     """Check the attributes that say what the numbers mean."""
+    reward = case.reward
     expected = {
         "name": "a short string",
-        "unit": f'what 1 means, e.g. "{words.unit_example}"',
+        "unit": 'what 1 means, e.g. "cosine" or "1 = correct"',
         "range": "(smallest, largest) possible value, infinities allowed",
         "higher_is_better": "True or False",
-        "score": f"score(self, {words.noun}s, prompts, metadata=None) -> Scores",
+        "score": f"score(self, {case.noun}s, prompts, metadata=None) -> Scores",
     }
     if missing := [key for key in expected if not hasattr(reward, key)]:
         yield from (f"it has no {key}: set it on the class ({expected[key]})" for key in missing)
@@ -226,7 +210,7 @@ def _declaration_problems(words: _Words, reward: Any) -> Iterator[str]:
 
 def _form_problems(case: _Case) -> Iterator[str]:
     """Check types and lengths of the scores, which all probes rely on."""
-    scores, size, noun, unit = case.scores, len(case.rows), case.words.noun, case.reward.unit
+    scores, size, noun, unit = case.scores, len(case.rows), case.noun, case.reward.unit
     if not isinstance(scores, Scores):
         yield f"score() returned a {type(scores).__name__}: return visalign.interfaces.Scores"
         return
@@ -249,11 +233,12 @@ def _form_problems(case: _Case) -> Iterator[str]:
 
 def _validity(case: _Case) -> Iterator[str]:
     """Check that `valid`, NaN and reasons agree."""
-    scores, (noun, _, function, *_) = case.scores, case.words
+    scores, noun = case.scores, case.noun
     reasons = scores.reason or [None] * len(scores)
     if not scores.valid.any():
+        check = "check_reward" if noun == "image" else "check_text_reward"
         yield (
-            f"it judged none of the {noun}s ({reasons[0]}): give {function} {noun}s=, prompts=, metadata= "
+            f"it judged none of the {noun}s ({reasons[0]}): give {check} {noun}s=, prompts=, metadata= "
             "that it can judge"
         )
         return
@@ -269,29 +254,24 @@ def _in_range(case: _Case) -> Iterator[str]:
     low, high = case.reward.range
     outside = [v for v in case.scores.value[case.scores.valid].tolist() if not low <= v <= high]
     if outside:
-        yield (f"the score {outside[0]:g} is outside the declared range ({low:g}, {high:g}): declare the true range")
+        yield f"the score {outside[0]:g} is outside the declared range ({low:g}, {high:g}): declare the true range"
 
 
 def _determinism(case: _Case) -> Iterator[str]:
     if not case.agrees(case.run(case.rows), case.rows):
-        yield (
-            f"the same {case.words.noun}s got other scores the second time: seed it, and put a model into eval() mode"
-        )
+        yield f"the same {case.noun}s got other scores the second time: seed it, and put a model into eval() mode"
 
 
 def _order(case: _Case) -> Iterator[str]:
-    noun, rows = case.words.noun, case.rows[::-1]
-    if not case.agrees(case.run(rows), rows):
-        yield f"the scores do not follow the {noun}s when their order is reversed: score each by itself"
+    if not case.agrees(case.run(case.rows[::-1]), case.rows[::-1]):
+        yield f"the scores do not follow the {case.noun}s when their order is reversed: score each by itself"
 
 
 def _independence(case: _Case) -> Iterator[str]:
-    article = "an" if case.words is _IMAGE else "a"
     if not all(case.agrees(case.run([row]), [row]) for row in case.rows):
         yield (
-            f"{article} {case.words.noun} alone scores otherwise than in a batch: take out whatever mixes "
-            "samples (batch statistics, padding to the longest, z-scores, ranks and comparisons over the "
-            "batch)"
+            f"a single {case.noun} scores otherwise than in a batch: take out whatever mixes samples (batch "
+            "statistics, padding to the longest, z-scores, ranks and comparisons over the batch)"
         )
 
 
@@ -302,15 +282,15 @@ def _unchanged_inputs(case: _Case) -> Iterator[str]:
     original = case.samples
     unchanged = torch.equal(samples, original) if isinstance(original, Tensor) else samples == original
     if not unchanged or rest != [case.prompts, case.metadata]:
-        yield f"it changed the {case.words.noun}s, prompts or metadata that it was given: work on copies"
+        yield f"it changed the {case.noun}s, prompts or metadata that it was given: work on copies"
 
 
 def _lengths_refused(case: _Case) -> Iterator[str]:
     with CaughtError() as attempt:
         case.reward.score(copy.deepcopy(case.samples), case.prompts[:-1], None)
     if attempt.error is None:
-        noun, reader = case.words.noun, case.words.reader
-        yield f"it accepts fewer prompts than {noun}s: raise a ValueError ({reader} does)"
+        reader = "read_request" if case.noun == "image" else "read_text_request"
+        yield f"it accepts fewer prompts than {case.noun}s: raise a ValueError ({reader} does)"
 
 
 def _image_forms(case: _Case) -> Iterator[str]:
@@ -341,7 +321,7 @@ def _unreadable_image(case: _Case) -> Iterator[str]:
     if attempt.error is not None:
         yield f"one unreadable image stopped the batch ({attempt.error!r}): give valid=False and a reason"
     elif scores.valid[0] or not agrees:
-        yield ("an unreadable image must be invalid and leave the other scores alone: read images with load_images")
+        yield "an unreadable image must be invalid and leave the other scores as they are: use load_images"
 
 
 _PROBES: dict[str, _Probe] = {

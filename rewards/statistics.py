@@ -95,9 +95,7 @@ saturation rises with CLIP-type rewards that are over-optimized."""
 class ImageStatistic:
     """A statistic of the pixels (`STATISTICS`) as a reward.
 
-    Args:
-        statistic: its name.
-        prefer: "larger" or "smaller" is better; the value is the statistic either way.
+    `prefer` says whether "larger" or "smaller" is better; the value is the statistic either way.
     """
 
     capabilities = RewardCapabilities(needs_prompt=False)
@@ -168,8 +166,7 @@ class JpegSize(ImageStatistic):
     def __init__(self, quality: int = 95, prefer: str = "larger") -> None:
         if not 1 <= quality <= 95:
             raise ValueError(f"jpeg_size: quality is {quality!r}; allowed are whole numbers from 1 to 95.")
-        self.quality = quality
-        self.higher_is_better = _direction(self.name, prefer)
+        self.quality, self.higher_is_better = quality, _direction(self.name, prefer)
         options = {"quality": quality, "pillow": PIL.__version__}
         self.identity = Identity(judge=self.name, model="PIL", options=options)
 

@@ -176,7 +176,7 @@ PLAIN = batchwise(lambda x: valid(mean(x)))
         (PLAIN, r"array \[B, H, W, 3\] gets other scores|other scores"),
         (PLAIN, "one unreadable image stopped the batch"),
         (broken(score=careless), "accepts fewer prompts than images: raise a ValueError"),
-        (Zeroing(), "an unreadable image must be invalid and leave the other scores alone"),
+        (Zeroing(), "an unreadable image must be invalid and leave the other scores as they are"),
     ],
 )
 def test_check_reward_names_what_is_broken(reward, message):
