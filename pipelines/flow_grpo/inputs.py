@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,14 @@ from visalign.data.sets.prompt_files import listed_sources, record_key
 from visalign.errors import UserError, suggestion
 from visalign.evaluation.heldout.correctness import check_judge
 from visalign.interfaces import PairwiseReward, PointwiseReward
-from visalign.pipelines.shared.parts import Records, build_records, load_terms, pointwise_only, weighted_sum
+from visalign.pipelines.shared.parts import (
+    Records,
+    build_records,
+    check_batch_reward,
+    load_terms,
+    pointwise_only,
+    weighted_sum,
+)
 from visalign.pipelines.shared.run_folder import fingerprint
 from visalign.pipelines.shared.sections import RewardsConfig
 from visalign.settings import refuse
@@ -63,15 +69,25 @@ def prepare(config: FlowGRPOConfig, world: int, device: str | None = None) -> In
     data, evaluation = config.data, config.evaluation
     model = resolve_model(config.model.path), config.model.adapter
     edits, several = edits_of(*model), joins_sources(*model)
-    read = partial(build_records, edits=edits, several=several)
-    pairs = None if data.pairs is None else read_stored(data, edits, several=several)
-    records = read(data.train, "data.train") if pairs is None else pairs.records
-    heldout = read(data.heldout, "data.heldout")
-    judges = load_terms({**evaluation.rewards, **config.rewarded}, load_judge, device)
-    pointwise: dict[str, Any] = pointwise_only(judges, needed=evaluation.rewards)
-    rewards = {label: reward for label, reward in pointwise.items() if not reward.capabilities.needs_group}
-    refuse(_unfit_rewards(config, judges, rewards, world))
-    if pairs is not None:
+    notes: tuple[str, ...] = ()
+    if data.pairs is None:
+        records = build_records(data.train, "data.train", edits=edits, several=several)
+    else:
+        records, notes = read_stored(data.pairs, edits, limit=data.pairs_size, several=several)
+    heldout = build_records(data.heldout, "data.heldout", edits=edits, several=several)
+    terms = {**evaluation.rewards, **config.rewarded}
+    judges = load_terms(terms, load_judge, device)
+    rewards: dict[str, Any] = {
+        label: judge
+        for label, judge in pointwise_only(judges, needed=evaluation.rewards).items()
+        if not judge.capabilities.needs_group
+    }
+    if of_sets := [label for label in evaluation.rewards if label not in rewards]:
+        raise UserError(
+            f"evaluation.rewards names {', '.join(of_sets)}, which judges sets of a training and no held-out "
+            "image. Name it in rewards.terms only."
+        )
+    if data.pairs is not None:
         reward: Any = StoredPreference()
     elif config.comparison is None:
         reward = weighted_sum(config.rewards, pointwise_only(judges, needed=config.rewards.terms), WeightedSum)
@@ -80,48 +96,39 @@ def prepare(config: FlowGRPOConfig, world: int, device: str | None = None) -> In
         reward = weighted_sum(config.rewards, rates, WeightedSum)
     strata = [str(record.get("tag", "")) for record in records] if data.balance else None
     _check_method(config, reward, records, strata, world)
-    if any(judges[label].capabilities.needs_group for label in config.rewarded):
-        check_whole_groups(config.rollout.prompts_per_iteration, world)
     if evaluation.correctness is not None:
         check_judge(evaluation.correctness, rewards[evaluation.correctness], heldout[0])
+    towers = {label: judge.towers for label, judge in judges.items() if hasattr(judge, "towers")}
+    name = next(iter(towers), None) if config.monitor.features == "auto" else config.monitor.features
+    _check_monitor(config, has_features=name is not None)
+    seen = {_prompt_key(record) for record in records} & {_prompt_key(record) for record in heldout}
+    modules = {label: (term.name or label).rpartition(":")[0] for label, term in terms.items()}
+    code = {label: Path(module) for label, module in modules.items() if module.endswith(".py")}
     return Inputs(
         records=records,
         heldout=heldout,
         rewards=rewards,
         reward=reward,
-        features=build_features(config, judges, device),
+        features=None if name is None else build_features(name, towers.get(name), device or "cpu"),
         strata=strata,
-        seen=len(_prompts(records) & _prompts(heldout)),
-        fingerprints=_fingerprints(config, records, heldout),
-        notes=() if pairs is None else pairs.notes,
+        seen=len(seen),
+        fingerprints={
+            **_fingerprints("data.train" if data.pairs is None else "data.pairs", records),
+            **_fingerprints("data.heldout", heldout),
+            **{f"reward {label}": sha256(path.read_bytes()).hexdigest() for label, path in code.items()},
+        },
+        notes=notes,
     )
 
 
-def _unfit_rewards(
-    config: FlowGRPOConfig, judges: Mapping[str, Any], rewards: Mapping[str, Any], world: int
-) -> Iterator[str]:
-    if sets := [label for label in config.evaluation.rewards if label not in rewards]:
-        yield (
-            f"evaluation.rewards names {', '.join(sets)}, which judges sets of a training and no held-out "
-            "image. Name it in rewards.terms only."
-        )
-    for label in config.rewarded:
-        if world > 1 and judges[label].capabilities.needs_batch:
-            yield (
-                f"rewards.terms.{label} judges all images of an iteration as one set, and {world} processes "
-                f"would each have their own. Set its options.over=group, or use one process."
-            )
-
-
 def _check_method(config: FlowGRPOConfig, reward: Any, records: Records, strata: list[str] | None, world: int) -> None:
-    """Refuse an algorithm that the reward, the prompts or the processes do not fit."""
+    """Refuse an algorithm that the reward, the prompts or the processes do not fit, before the model is loaded."""
     rollout, objective = config.rollout, config.objective
     size = rollout.prompts_per_iteration, rollout.group_size
     check_batch_algebra(*size, world)
     check_processes(objective, rollout, world)
-    if config.data.pairs is None:
-        config.rewards.check_processes(world)
-    if config.comparison is not None:
+    check_batch_reward(reward, world)
+    if reward.capabilities.needs_group:
         check_whole_groups(rollout.prompts_per_iteration, world)
     PromptSampler(len(records), *size, config.seed, strata=strata, cycle=config.data.cycle)
     objective.check_constrained(reward)
@@ -131,75 +138,56 @@ def _check_method(config: FlowGRPOConfig, reward: Any, records: Records, strata:
         check_experts(objective.experts, records)
 
 
-def build_features(config: FlowGRPOConfig, judges: Mapping[str, Any], device: str | None) -> Features | None:
-    """Return a function from images [b, 3, H, W] to features [b, d] by `monitor.features`; None for none."""
+def build_features(name: str, towers: Any, device: str) -> Features:
+    """Return a function from images [b, 3, H, W] to features [b, d] of `towers`, or of the CLIP model `name`."""
     from visalign.rewards.base.contract import read_request
     from visalign.rewards.clip.towers import ClipTowers
 
-    name = config.monitor.features
-    loaded = {label: judge.towers for label, judge in judges.items() if hasattr(judge, "towers")}
-    if name == "auto":
-        name = next(iter(loaded), None)
-    _check_monitor(config, features=name is not None)
-    if name is None:
-        return None
-    towers = loaded.get(name) or ClipTowers(name, device=device or "cpu", cache_bytes=0)
+    towers = towers or ClipTowers(name, device=device, cache_bytes=0)
 
     def features(images: Tensor) -> Tensor:
         reasons: list[str | None] = [None] * len(images)
         request = read_request("monitor.features", images, [""] * len(images), None)
         rows, values = towers.image_features(request, reasons)
         if len(rows) < len(images):
-            reason = next(reason for reason in reasons if reason)
+            reason = next(filter(None, reasons))
             raise UserError(f"monitor.features: an image has none: {reason}. Set monitor.features to null.")
         return values
 
     return features
 
 
-def _check_monitor(config: FlowGRPOConfig, *, features: bool) -> None:
+def _check_monitor(config: FlowGRPOConfig, *, has_features: bool) -> None:
     """Refuse a monitor that would stop a run by what it does not measure."""
-    remedy = "Set monitor.features to a CLIP model"
-    drift = features and config.evaluation.every > 0
+    remedy, drift = "Set monitor.features to a CLIP model", has_features and config.evaluation.every > 0
     measured = {
-        "diversity_ratio": (features, f"{remedy}, or leave it null."),
+        "diversity_ratio": (has_features, f"{remedy}, or leave it null."),
         "feature_drift": (drift, f"{remedy} and evaluation.every above 0."),
     }
     unscored = ("agreement", "agreement_change", "recorded_change", "judge_std_ratio", "diversity_ratio")
     if config.objective.ascent is not None:
-        measured |= dict.fromkeys(
-            unscored, (False, "Its samples are asked for the reward's gradient only; take group_std_ratio.")
-        )
+        reason = "Its samples are asked for the reward's gradient only; take group_std_ratio."
+        measured |= dict.fromkeys(unscored, (False, reason))
     if config.data.pairs is not None:
-        measured |= dict.fromkeys(
-            unscored, (False, "Stored pairs are not judged; limit heldout_change or feature_drift.")
-        )
+        reason = "Stored pairs are not judged; limit heldout_change or feature_drift."
+        measured |= dict.fromkeys(unscored, (False, reason))
     config.rewards.check_monitor(config.monitor, config.evaluation, **measured)
 
 
-def _prompts(records: Records) -> set[tuple[str, ...]]:
-    """Return the prompts with their sources; blanks and capitals of a prompt do not count."""
-    keys = map(record_key, records)
-    return {(" ".join(prompt.split()).casefold(), *source) for prompt, *source in keys}
+def _prompt_key(record: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the prompt with its sources; blanks and capitals of a prompt do not count."""
+    prompt, *source = record_key(record)
+    return " ".join(prompt.split()).casefold(), *source
 
 
-def _fingerprints(config: FlowGRPOConfig, records: Records, heldout: Records) -> dict[str, str]:
-    """Hash prompt records, the sizes of their image files (not in Parquet), and the user's reward files."""
-    stored = config.data.pairs is not None
-    inputs = {"data.pairs" if stored else "data.train": records, "data.heldout": heldout}
-    hashes = {name: fingerprint(rows) for name, rows in inputs.items()}
-    for name, rows in inputs.items():
-        images = [image for record in rows for image in listed_sources(record.get("source"))]
-        if name == "data.pairs":
-            images += [candidate["image"] for record in rows for candidate in record["candidates"]]
-        files = [image for image in images if isinstance(image, str | Path) and os.path.isfile(image)]
-        if files:
-            hashes[f"images of {name}"] = fingerprint([{"bytes": [Path(f).stat().st_size for f in files]}])
-    for label, term in {**config.evaluation.rewards, **config.rewarded}.items():
-        file = Path((term.name or label).rpartition(":")[0])
-        if file.suffix == ".py":
-            hashes[f"reward {label}"] = hashlib.sha256(file.read_bytes()).hexdigest()
-    return hashes
+def _fingerprints(key: str, records: Records) -> dict[str, str]:
+    """Hash the records of a source, and the sizes of their image files (those in Parquet have none)."""
+    images = [image for record in records for image in listed_sources(record.get("source"))]
+    if key == "data.pairs":
+        images += [candidate["image"] for record in records for candidate in record["candidates"]]
+    files = [image for image in images if isinstance(image, str | Path) and os.path.isfile(image)]
+    sizes = {f"images of {key}": fingerprint([{"bytes": [Path(f).stat().st_size for f in files]}])} if files else {}
+    return {key: fingerprint(records), **sizes}
 
 
 def build_win_rates(
@@ -213,15 +201,12 @@ def build_win_rates(
     from visalign.rewards.pairs.as_pointwise import GroupWinRate
 
     refuse(_unfit_comparison(config, rewards, judges))
-    terms: dict[str, Any] = {}
-    for label in rewards.terms:
-        judge: Any = judges[label]
-        if label in config.scores:
-            terms[label] = judge
-        else:
+    options: dict[str, Any] = {"both_orders": config.both_orders, "hard": config.hard, "budget": config.budget}
+    terms: dict[str, Any] = {label: judges[label] for label in rewards.terms}
+    for label, judge in terms.items():
+        if label not in config.scores:
             pairwise = judge if isinstance(judge, PairwiseReward) else as_pairwise(judge)
-            options: dict[str, Any] = {"both_orders": config.both_orders, "hard": config.hard}
-            terms[label] = GroupWinRate(pairwise, budget=config.budget, **options)
+            terms[label] = GroupWinRate(pairwise, **options)
     return terms
 
 

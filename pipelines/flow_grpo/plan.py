@@ -6,8 +6,8 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ from visalign.training.diffusion.cost import forward_equivalents_per_image, plan
 from visalign.training.diffusion.images import check_sizes
 from visalign.training.policy.settings import reads_reference_log_prob
 
-from .config import FlowGRPOConfig
+from .config import FlowGRPOConfig, ModelConfig
 from .inputs import Inputs, prepare
 from .parts import build_policy
 
@@ -53,7 +53,7 @@ def _arithmetic(config: FlowGRPOConfig) -> tuple[dict[str, Any], Inputs]:
     inputs = prepare(config, world)
     heldout, seeds = len(inputs.heldout), len(evaluation.seeds)
     images = rollout.prompts_per_iteration * rollout.group_size
-    pairs = round(images * trained_per_image(config))
+    pairs = round(images * _image_passes(config).trained)
     pairs_per_update = pairs / optimizer.updates_per_iteration
     updates = config.objective.epochs * optimizer.updates_per_iteration
     during = len(evenly_spaced(inputs.heldout, evaluation.prompts_on_the_way))
@@ -85,71 +85,64 @@ def _arithmetic(config: FlowGRPOConfig) -> tuple[dict[str, Any], Inputs]:
 
 def planned_cost(config: FlowGRPOConfig, trained_share: float = 1.0) -> float:
     """Compute the forward-equivalents per image of a run in which `trained_share` of the samples train."""
-    rollout, objective = config.rollout, config.objective
-    sampled = _sampled(config) if objective.ascent is None else objective.ascent.counted(rollout.steps)[0]
-    if objective.credit == "turning_points":
-        sampled += rollout.completed_per_image
+    rollout, objective, passes = config.rollout, config.objective, _image_passes(config)
     measured = 0.0
     if objective.balance_every:
         rewards = sum(term.weight > 0 for term in config.rewards.terms.values())
         measured = rewards / objective.balance_every / config.optimizer.updates_per_iteration
     return forward_equivalents_per_image(
-        steps=sampled,
-        trained=trained_per_image(config),
-        guided=_passes(config, None) > 1,
-        reference=_other_policies(config),
+        steps=passes.sampled,
+        trained=passes.trained,
+        guided=_halves(config.model, None) > 1,
+        reference=passes.other_policies,
         trained_share=trained_share,
         epochs=objective.epochs,
-        asked_again=_passes_before_update(config),
-        guided_rollout=None if rollout.guidance is None else _passes(config, rollout.guidance) > 1,
+        asked_again=passes.before_update,
+        guided_rollout=None if rollout.guidance is None else _halves(config.model, rollout.guidance) > 1,
         measured=measured,
     )
 
 
-def trained_per_image(config: FlowGRPOConfig) -> float:
-    """Count the steps, or noise levels, of an image that train in an epoch; shared ones count once."""
-    regression, ascent = config.objective.regression, config.objective.ascent
-    if ascent is not None:
-        return ascent.counted(config.rollout.steps)[1]
-    if regression is None or regression.visited:
-        return config.rollout.pairs_per_image
-    return regression.level_count(config.rollout.steps)
+class ImagePasses(NamedTuple):
+    """Velocities that one image costs, by kind."""
+
+    sampled: float
+    """Steps without a gradient; none of a stored image, and steps that images share count once."""
+    trained: float
+    """Steps, or noise levels, that train in an epoch; likewise."""
+    other_policies: float
+    """Reference, old policy and expert, per trained step."""
+    before_update: int
+    """Passes over all trained steps, see `FlowGRPO.collect`."""
 
 
-def _passes(config: FlowGRPOConfig, guidance: float | None) -> int:
-    """Count the passes of a velocity at a guidance scale; None is the model's own."""
-    scale = config.model.guidance if guidance is None else guidance
-    return 1 + has_two_halves(resolve_model(config.model.path), config.model.adapter, scale)
-
-
-def _sampled(config: FlowGRPOConfig) -> float:
-    """Denoising steps that an image costs; stored images cost none."""
-    return config.rollout.sampled_per_image if config.data.pairs is None else 0.0
-
-
-def _other_policies(config: FlowGRPOConfig) -> float:
-    """Passes of other policies (reference, old, expert) that each trained pair costs."""
-    regression, ascent = config.objective.regression, config.objective.ascent
-    if ascent is not None:
-        return float(ascent.kl > 0)
-    if regression is None:
-        return float(config.objective.build(length=1).kl > 0)
-    return planned_passes(
+def _image_passes(config: FlowGRPOConfig) -> ImagePasses:
+    rollout, settings = config.rollout, config.objective
+    if (ascent := settings.ascent) is not None:
+        return ImagePasses(*ascent.counted(rollout.steps), float(ascent.kl > 0), 0)
+    sampled = rollout.sampled_per_image if config.data.pairs is None else 0.0
+    if settings.credit == "turning_points":
+        sampled += rollout.completed_per_image
+    if (regression := settings.regression) is None:
+        objective = settings.build(length=1)
+        in_reward = objective.kl_in_reward or reads_reference_log_prob(objective)
+        before_update = bool(in_reward) + (objective.importance_sampling is not None)
+        return ImagePasses(sampled, rollout.pairs_per_image, float(objective.kl > 0), before_update)
+    other_policies = planned_passes(
         regression,
-        config.objective.epochs * config.optimizer.updates_per_iteration,
-        passes=_passes(config, None),
-        reference=_passes(config, regression.reference_guidance),
+        settings.epochs * config.optimizer.updates_per_iteration,
+        passes=_halves(config.model, None),
+        reference=_halves(config.model, regression.reference_guidance),
         iterations=config.run.iterations,
     )
+    trained = rollout.pairs_per_image if regression.visited else regression.level_count(rollout.steps)
+    return ImagePasses(sampled, trained, other_policies, 0)
 
 
-def _passes_before_update(config: FlowGRPOConfig) -> int:
-    """Passes over all trained steps before the update, see `FlowGRPO.collect`."""
-    if config.objective.regression is not None or config.objective.ascent is not None:
-        return 0
-    objective = config.objective.build(length=1)
-    in_reward = objective.kl_in_reward or reads_reference_log_prob(objective)
-    return bool(in_reward) + (objective.importance_sampling is not None)
+def _halves(model: ModelConfig, guidance: float | None) -> int:
+    """Count the network's passes of a velocity at a guidance scale; None is the model's own."""
+    scale = model.guidance if guidance is None else guidance
+    return 1 + has_two_halves(resolve_model(model.path), model.adapter, scale)
 
 
 # Seconds, from passes of the loaded model
@@ -170,9 +163,10 @@ def _timed_run(config: FlowGRPOConfig, records: Records, images: float, evaluate
         by_size.append(_seconds_per_sample(policy, probe))
     by_size = by_size or [own_size]
     sample, train, decode = (sum(seconds) / len(by_size) for seconds in zip(*by_size, strict=True))
-    per_step = _passes_before_update(config) * sample
-    per_step += config.objective.epochs * (train + _other_policies(config) * sample)
-    iteration = images * (_sampled(config) * sample + decode + trained_per_image(config) * per_step)
+    passes = _image_passes(config)
+    epoch = train + passes.other_policies * sample
+    per_step = passes.before_update * sample + config.objective.epochs * epoch
+    iteration = images * (passes.sampled * sample + decode + passes.trained * per_step)
     total = min(config.run.iterations * iteration, config.run.max_seconds or math.inf)
     threads = f" with {torch.get_num_threads()} threads" if policy.device.type == "cpu" else ""
     return {
@@ -185,7 +179,7 @@ def _timed_run(config: FlowGRPOConfig, records: Records, images: float, evaluate
     }
 
 
-def _seconds_per_sample(policy: Any, records: Records) -> tuple[float, ...]:
+def _seconds_per_sample(policy: Any, records: Records) -> list[float]:
     """Time a forward, a forward with backward, and a decoding, per sample."""
     condition = policy.encode(encoder_inputs(policy, records))
     count = len(condition)
@@ -202,22 +196,17 @@ def _seconds_per_sample(policy: Any, records: Records) -> tuple[float, ...]:
         for _, parameter in policy.trainable_parameters():
             parameter.grad = None
 
-    def decode() -> None:
-        policy.decode(x)
-
-    return tuple(_fastest(work) / count for work in (forward, both, decode))
-
-
-def _fastest(work: Callable[[], None]) -> float:
-    """Time a call: the fastest of three after one that warms up."""
-    times = []
-    for _ in range(4):
-        begin = time.perf_counter()
-        work()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - begin)
-    return min(times[1:])
+    seconds = []
+    for work in (forward, both, partial(policy.decode, x)):
+        times = []
+        for _ in range(4):  # the first warms up
+            begin = time.perf_counter()
+            work()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            times.append(time.perf_counter() - begin)
+        seconds.append(min(times[1:]) / count)
+    return seconds
 
 
 # Memory and hours, from shapes only
@@ -246,7 +235,7 @@ def _footprint(config: FlowGRPOConfig, inputs: Inputs, evaluated: int) -> dict[s
 
     world, rollout, objective = int(os.environ.get("WORLD_SIZE", "1")), config.rollout, config.objective
     images = rollout.prompts_per_iteration * rollout.group_size
-    trained = trained_per_image(config)
+    trained = _image_passes(config).trained
     pairs_per_update = images * trained / world / config.optimizer.updates_per_iteration
     pairs = min(config.optimizer.micro_batch, math.ceil(pairs_per_update))
     try:
@@ -258,8 +247,8 @@ def _footprint(config: FlowGRPOConfig, inputs: Inputs, evaluated: int) -> dict[s
             f"({str(error).splitlines()[0]}). `visalign train CONFIG --dry-run` loads it and times passes."
         ) from error
     memory, network = _memory(config, policy, images / world, passes)
-    cost, iterations = planned_cost(config), config.run.iterations
-    recomputed = trained * images * iterations * objective.epochs * any(p.largest_block for p in passes)
+    cost, all_images = planned_cost(config), images * config.run.iterations
+    recomputed = trained * all_images * objective.epochs * any(p.largest_block for p in passes)
     guided = policy.guided if hasattr(policy, "guided") else policy.guidance != 1
     evaluation = evaluated * (config.evaluation.steps or rollout.steps) * (1 + guided)
     flops = math.fsum(p.flops for p in passes) / len(passes)
@@ -272,14 +261,14 @@ def _footprint(config: FlowGRPOConfig, inputs: Inputs, evaluated: int) -> dict[s
         "forward_equivalents": {
             "per_image": cost,
             "per_iteration": cost * images,
-            "of_the_run": cost * images * iterations,
+            "of_the_run": cost * all_images,
             "of_evaluation": evaluation,
         },
         **per_device(
             memory,
             network,
             {**inputs.rewards, "the sum": inputs.reward},
-            (cost * images * iterations + recomputed) * flops + evaluation * own_size.flops,
+            (cost * all_images + recomputed) * flops + evaluation * own_size.flops,
             sharding=config.run.sharding,
             not_counted=NOT_COUNTED,
             spare=memory["activations_of_a_micro_batch"],
@@ -288,10 +277,10 @@ def _footprint(config: FlowGRPOConfig, inputs: Inputs, evaluated: int) -> dict[s
 
 
 def _hollow_passes(config: FlowGRPOConfig, record: Any, pairs: int, trace: Any) -> tuple[Any, Pass, list[Pass]]:
-    """Build the policy without weights, at its largest training size, and trace a velocity of `pairs`.
+    """Build the policy without weights and trace a velocity of `pairs`.
 
     Returns:
-        (policy, pass at its own size, pass at each size that it is trained at).
+        (policy at its largest training size, pass at its own size, pass at each size that it is trained at).
     """
     autocast = "bfloat16" if config.model.autocast == "auto" else config.model.autocast  # as GPUs have it
     model = replace(config.model, compile=False, autocast=autocast)  # compiling changes no size
@@ -311,12 +300,12 @@ def _hollow_passes(config: FlowGRPOConfig, record: Any, pairs: int, trace: Any) 
     own_size = velocity()
     if (sizes := config.rollout.image_sizes) is None:
         return policy, own_size, [own_size]
-    by_size = {}
+    passes = []
     for size in sizes:
         policy.image_size = size
-        by_size[size] = velocity()
-    policy.image_size = max(by_size, key=by_size.__getitem__)
-    return policy, own_size, [by_size[size] for size in sizes]
+        passes.append(velocity())
+    policy.image_size = sizes[passes.index(max(passes))]
+    return policy, own_size, passes
 
 
 def _networks(policy: Any) -> list[str]:
@@ -332,11 +321,12 @@ def _memory(
     objective, rollout, optimizer = config.objective, config.rollout, config.optimizer
     weights = [weight for _, weight in policy.trainable_parameters()]
     trained_ids = {id(weight) for weight in weights}
-    memory: dict[str, float] = {}
+    memory, network = dict[str, float](), ["trained_weights"]
     for name, part in policy.pipe.components.items():
         if isinstance(part, torch.nn.Module) and (size := weight_bytes(part, trained_ids)):
-            memory[f"{name}, {dtype_name(part, trained_ids)}"] = size / GB
-    network = [name for name in memory if name.partition(", ")[0] in _networks(policy)] + ["trained_weights"]
+            key = f"{name}, {dtype_name(part, trained_ids)}"
+            memory[key] = size / GB
+            network += [key] * (name in _networks(policy))
     row, ascent = objective.regression, objective.ascent
     updates = objective.epochs * optimizer.updates_per_iteration
     keeps_old = row is not None and row.anchor == "old" and (row.keeps_old or updates > 1)

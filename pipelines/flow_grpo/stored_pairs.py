@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,11 +16,8 @@ from visalign.data.sets.prompt_files import Edits, check_sources, source_of
 from visalign.data.sets.records import PreferenceSet
 from visalign.data.sets.sources import load_source
 from visalign.errors import UserError
-from visalign.pipelines.shared.images import Row, check_images, read_images
-from visalign.pipelines.shared.parts import Records, check_texts, name_key
+from visalign.pipelines.shared.parts import Records, Row, check_images, check_texts, name_key, read_images
 from visalign.training.diffusion.images import Stored
-
-from .config import DataConfig
 
 READ = 32
 """Images that are in memory as files have them."""
@@ -30,28 +27,21 @@ _SOURCES = (
 )
 
 
-class StoredPairs(NamedTuple):
-    """Pairs that prefer one side."""
-
-    records: Records
-    """Record per pair: prompt, tag (its category), its two candidates, each {image, preference, where}, and
-    the source, the images that both are edits of, where the model edits."""
-    notes: tuple[str, ...]
-    """Oddities of the set that do not stop the run."""
-
-
-def read_stored(data: DataConfig, edits: Edits, *, several: bool = True) -> StoredPairs:
+def read_stored(
+    source: str, edits: Edits, *, limit: int | None = None, several: bool = True
+) -> tuple[Records, tuple[str, ...]]:
     """Read the pairs of `data.pairs` with the votes of each summed, without ties; images are not read yet.
 
-    Args:
-        data: The section.
-        edits: Whether the model edits images.
-        several: Whether it joins several.
+    `edits` and `several` say whether the model edits an image, and whether it joins several.
+
+    Returns:
+        (Record per pair: prompt, tag (its category), its two candidates, each {image, preference, where}, and
+            where the model edits the source, the images that both are edits of; oddities of the set that do
+            not stop the run).
     """
-    source = str(data.pairs)
     with name_key("data.pairs"):
         split = None if Path(source).is_file() else "train"
-        source_set = load_source(source, split=split, limit=data.pairs_size)
+        source_set = load_source(source, split=split, limit=limit)
         if not isinstance(source_set, PreferenceSet):
             raise UserError("the set holds single rated images. Give one with image_left and image_right.")
         findings = check_preferences(source_set, files=False)
@@ -79,7 +69,7 @@ def read_stored(data: DataConfig, edits: Edits, *, several: bool = True) -> Stor
     notes = [finding.message for finding in (*findings, *summed) if finding.kind not in ("ties", "one_side")]
     if ties := len(pairs) - len(records):
         notes.append(f"{ties} of {len(pairs)} pairs are ties and left out.")
-    return StoredPairs(records, tuple(f"data.pairs: {note}" for note in notes))
+    return records, tuple(f"data.pairs: {note}" for note in notes)
 
 
 def _sources(pairs: PreferenceSet) -> dict[Any, Any]:
@@ -105,13 +95,14 @@ def stored_latents(policy: Any, first: Mapping[str, Any]) -> Stored:
             "images. Add it (visalign.interfaces.DiffusionPolicy says how), or leave data.pairs out."
         )
 
-    def read(record: Mapping[str, Any]) -> Tensor:
-        return read_images([record["image"]], record["where"])[0]
-
     def latents(records: Sequence[Mapping[str, Any]]) -> Tensor:
-        with ThreadPoolExecutor() as pool:  # few at a time: images may be large
-            parts = [records[at : at + READ] for at in range(0, len(records), READ)]
-            return torch.cat([policy.encode_images(list(pool.map(read, part))) for part in parts])
+        parts = []
+        with ThreadPoolExecutor() as pool:
+            for start in range(0, len(records), READ):  # few at a time: images may be large
+                part = records[start : start + READ]
+                images = pool.map(lambda record: read_images([record["image"]], record["where"])[0], part)
+                parts.append(policy.encode_images(list(images)))
+        return torch.cat(parts)
 
     latents(first["candidates"][:1])
     return latents

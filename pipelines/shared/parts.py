@@ -11,9 +11,12 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from PIL import Image
 
 from visalign.config import flatten
+from visalign.data.sets.image_references import resolve_image
 from visalign.data.sets.prompt_files import Edits, load_prompts
 from visalign.errors import UserError
 from visalign.interfaces import PairwiseReward, PointwiseReward
@@ -24,6 +27,7 @@ from .sections import MachineConfig, RewardsConfig, RewardTerm, RunConfig
 if TYPE_CHECKING:
     import torch
     from accelerate import Accelerator
+    from torch import Tensor
 
     from visalign.evaluation import HeldoutResult
 
@@ -103,6 +107,16 @@ def check_alike(processes: Sequence[Mapping[str, Any]]) -> None:
         )
 
 
+def check_batch_reward(reward: Any, world: int) -> None:
+    """Refuse a reward that compares all samples of an iteration where several processes score them."""
+    if world > 1 and reward.capabilities.needs_batch:
+        raise UserError(
+            f"{reward.name} compares all samples of an iteration, and each of {world} processes would compare "
+            "its own only. Use one process, or none of rewards.normalise=batch, uncertainty=bhattacharyya and "
+            "rewards over the batch (options.over=group takes groups)."
+        )
+
+
 def spread(accelerator: Accelerator, count: int, evaluate: Callable[[int, int], HeldoutResult]) -> HeldoutResult:
     """Divide an evaluation of `count` items among all processes, which all get the whole result.
 
@@ -154,29 +168,23 @@ def weighted_sum(config: RewardsConfig, rewards: Mapping[str, Any], kind: Any) -
     """Build the weighted sum of loaded rewards, of the `kind` for images or for text."""
     from visalign.rewards.combine.uncertainty import UncertaintyUsed
 
-    terms = config.terms
-    doubted = {label: term.strength for label, term in terms.items() if term.uncertainty == "advantage"}
-    if doubted and kind.noun == "image":
+    terms, summands = config.terms, {}
+    strengths = {label: term.strength for label, term in terms.items() if term.uncertainty == "advantage"}
+    if strengths and kind.noun == "image":
         raise UserError(
-            f"rewards.terms.{next(iter(doubted))}.uncertainty is advantage, which weighs the advantages of "
+            f"rewards.terms.{next(iter(strengths))}.uncertainty is advantage, which weighs the advantages of "
             "texts only. Take weight or lower_bound."
         )
-
-    def summand(label: str, term: RewardTerm) -> Any:
-        if term.uncertainty in ("none", "advantage"):
-            return rewards[label]
-        return UncertaintyUsed(
-            rewards[label],
-            how=term.uncertainty,
-            strength=term.strength,
-            reference=term.reference,
-        )
-
+    for label, term in terms.items():
+        reward, how = rewards[label], term.uncertainty
+        if how not in ("none", "advantage"):
+            reward = UncertaintyUsed(reward, how=how, strength=term.strength, reference=term.reference)
+        summands[label] = reward, term.weight
     fixed = {label: (term.mean, term.std) for label, term in terms.items()}
     return kind(
-        {label: (summand(label, term), term.weight) for label, term in terms.items()},
+        summands,
         bounds={label: term.bound for label, term in terms.items() if term.bound is not None},
-        advantage_weights=doubted,
+        advantage_weights=strengths,
         normalise=fixed if config.normalise == "fixed" else config.normalise,
         allow_mixed_units=config.allow_mixed_units,
     )
@@ -191,9 +199,9 @@ def name_key(key: str) -> Iterator[None]:
         raise UserError(f"{key}: {error}") from error
 
 
-def build_records(source: str, field: str, *, edits: Edits = "none", several: bool = True) -> Records:
-    """Load prompt records of a set or file."""
-    with name_key(field):
+def build_records(source: str, key: str, *, edits: Edits = "none", several: bool = True) -> Records:
+    """Load prompt records of a set or file; `key` is the setting that names it."""
+    with name_key(key):
         return check_texts(load_prompts(source, edits=edits, several=several))
 
 
@@ -206,6 +214,41 @@ def check_texts(records: Records) -> Records:
                 "pair. Correct it or leave it out."
             )
     return records
+
+
+class Row(NamedTuple):
+    """Prompt and images of a row of a file."""
+
+    where: str
+    """The row in words, for messages."""
+    prompt: str | None
+    """None: the set has no prompts."""
+    images: tuple[str, ...]
+    """References, as `resolve_image` takes them."""
+
+
+def read_images(references: Sequence[str], where: str) -> tuple[Tensor, ...]:
+    """Read the images of a row."""
+    from visalign.rewards.base.images import load_images
+
+    batch = load_images([resolve_image(reference) for reference in references])
+    for reference, reason in zip(references, batch.reasons, strict=True):
+        if reason is not None:
+            raise UserError(
+                f"The image '{reference}' in {where} cannot be read: {reason}. Repair it or take the row out."
+            )
+    return tuple(image for image in batch.images if image is not None)
+
+
+def check_images(rows: Iterable[Row], key: str) -> None:
+    """Refuse rows with a file that begins like no image; `key` is the setting that names the set."""
+    where = {reference: row.where for row in rows for reference in row.images if "://" not in reference}
+    for reference, row in where.items():
+        try:
+            Image.open(reference).close()
+        except (OSError, ValueError, Image.DecompressionBombError):
+            with name_key(key):
+                read_images([reference], row)  # raises with the reason
 
 
 def run_device(run: MachineConfig) -> torch.device:

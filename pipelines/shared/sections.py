@@ -73,18 +73,6 @@ class RewardsConfig:
     allow_mixed_units: bool = False
     """Sum raw scores of different units all the same."""
 
-    def check_processes(self, world: int) -> None:
-        """Refuse what compares all samples of an iteration where several processes judge them."""
-        together = {"rewards.normalise is batch": self.normalise == "batch"} | {
-            f"rewards.terms.{label}.uncertainty is bhattacharyya": term.uncertainty == "bhattacharyya"
-            for label, term in self.terms.items()
-        }
-        if world > 1 and (settings := [setting for setting, applies in together.items() if applies]):
-            raise UserError(
-                f"{settings[0]} and there are {world} processes, each of which would compare its own samples "
-                "only. Choose another value, or use one process."
-            )
-
     def check_monitor(self, monitor: MonitorSettings, evaluation: HeldoutConfig, **more: tuple[bool, str]) -> None:
         """Refuse a monitor that would stop by what is not measured; `more` as `MonitorSettings.check`."""
         remedy = "Hold a reward out with rewards.terms.LABEL.weight=0, or leave it null."

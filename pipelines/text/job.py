@@ -9,11 +9,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from visalign.errors import UserError
 from visalign.evaluation import HeldoutResult
 from visalign.evaluation.heldout.text import evaluate_text
 from visalign.pipelines.shared.job import PolicyRun, build_trainer, on_the_way, result_folder, run_job
-from visalign.pipelines.shared.parts import Records, build_accelerator, ends_by, evenly_spaced, name_key, spread
+from visalign.pipelines.shared.parts import (
+    Records,
+    build_accelerator,
+    check_batch_reward,
+    ends_by,
+    evenly_spaced,
+    name_key,
+    spread,
+)
 from visalign.pipelines.shared.run_folder import fingerprint
 from visalign.training.loop.progress import POLICY_COLUMNS, SUPERVISED_COLUMNS
 
@@ -41,13 +48,8 @@ def _build(config: TextConfig, output: Path) -> PolicyRun:
     from visalign.training.text.trajectories import needs_reference
 
     accelerator, seed, objective = build_accelerator(config, output), config.seed, config.built_objective
-    config.rewards.check_processes(accelerator.num_processes)
     inputs = prepare(config, str(accelerator.device))
-    if inputs.reward.capabilities.needs_batch and accelerator.num_processes > 1:
-        raise UserError(
-            f"{inputs.reward.name} scores all completions of an iteration together, and each of "
-            f"{accelerator.num_processes} processes would score its own. Use one process."
-        )
+    check_batch_reward(inputs.reward, accelerator.num_processes)
     has_reference = needs_reference(objective) or config.latent_flow is not None
     policy = build_text_policy(config.model, accelerator.device, seed, reference=has_reference)
     server, demonstrations = build_server(config, policy), None

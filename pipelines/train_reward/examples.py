@@ -21,7 +21,7 @@ from visalign.data.shapes.prompts import heldout_prompts, train_prompts
 from visalign.data.shapes.render import render
 from visalign.data.shapes.scenes import STYLES, Scene, sample_scene
 from visalign.errors import UserError
-from visalign.pipelines.shared.images import Row, read_images
+from visalign.pipelines.shared.parts import Row, read_images
 from visalign.settings import Finite
 from visalign.training.reward.batch import RewardBatch
 

@@ -26,8 +26,7 @@ from visalign.data.sets.records import PreferenceSet, QualitySet
 from visalign.data.sets.sources import GENERATED, load_source
 from visalign.data.sets.tables import listed
 from visalign.errors import UserError
-from visalign.pipelines.shared.images import check_images
-from visalign.pipelines.shared.parts import name_key
+from visalign.pipelines.shared.parts import check_images, name_key
 from visalign.pipelines.shared.run_folder import fingerprint
 from visalign.rewards.questions.checklist import Checklist
 

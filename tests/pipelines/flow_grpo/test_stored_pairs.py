@@ -19,7 +19,6 @@ from visalign.adapters.lora import LoraSettings
 from visalign.adapters.pipeline.policy import PipelinePolicy
 from visalign.config import load_config
 from visalign.errors import ConfigError, UserError
-from visalign.pipelines.flow_grpo.config import DataConfig
 from visalign.pipelines.flow_grpo.inputs import prepare
 from visalign.pipelines.flow_grpo.job import FlowGRPOConfig, plan, run
 from visalign.pipelines.flow_grpo.stored_pairs import read_stored, stored_latents
@@ -90,20 +89,19 @@ def test_a_run_by_the_configuration_and_its_resume(tmp_path, capsys):
 
 
 def test_votes_are_summed_ties_left_out_and_sides_told_apart(tmp_path):
-    pairs = read_stored(DataConfig(pairs=str(_file(tmp_path))), "none")
-    first, second = pairs.records
+    (first, second), notes = read_stored(str(_file(tmp_path)), "none")
     assert [one["preference"] for one in first["candidates"]] == pytest.approx([0.8, 0.2])  # 4 of 5
     assert [one["preference"] for one in second["candidates"]] == [0.0, 1.0]
     assert [Path(one["image"]).name for one in second["candidates"]] == ["a.png", "c.png"]
-    assert any("1 of 3 pairs are ties" in note for note in pairs.notes)
-    assert any("votes on 3 pairs" in note for note in pairs.notes)
-    generated = read_stored(DataConfig(pairs="shapes:pairs", pairs_size=50), "none").records
+    assert any("1 of 3 pairs are ties" in note for note in notes)
+    assert any("votes on 3 pairs" in note for note in notes)
+    generated, _ = read_stored("shapes:pairs", "none", limit=50)
     assert 10 < len({record["prompt"] for record in generated}) <= 50
 
 
 def test_images_come_in_the_policys_size_and_layout(tmp_path):
     policy = load_policy(_tiny(tmp_path), lora=LoraSettings(rank=2))
-    records = read_stored(DataConfig(pairs=str(_file(tmp_path / "set"))), "none").records
+    records, _ = read_stored(str(_file(tmp_path / "set")), "none")
     latents = stored_latents(policy, records[0])
     made = latents([side for record in records for side in record["candidates"]])
     assert made.shape == (4, *policy.latent_shape) and torch.equal(made[0], made[2])  # a.png twice
@@ -198,17 +196,17 @@ def test_pairs_of_edits_are_learnt_from_with_what_they_edit(tmp_path, monkeypatc
     ],
 )
 def test_a_pair_without_a_source_that_can_be_read_is_named(tmp_path, changes, message):
-    data = DataConfig(pairs=str(_edited(tmp_path, **changes)))
+    source = str(_edited(tmp_path, **changes))
     with pytest.raises(UserError, match=rf"data\.pairs: {message}"):
-        read_stored(data, "needed", several=False)
-    assert len(read_stored(data, "none").records) == 2  # a model that edits nothing does not look at them
+        read_stored(source, "needed", several=False)
+    assert len(read_stored(source, "none")[0]) == 2  # a model that edits nothing does not look at them
 
 
 def test_rows_of_a_pair_are_edits_of_one_image(tmp_path):
     again = {"image_left": "b.png", "image_right": "a.png", "label": "left", "metadata": None}
-    [record] = read_stored(DataConfig(pairs=str(_edited(tmp_path, **again))), "needed").records
+    [record], _ = read_stored(str(_edited(tmp_path, **again)), "needed")
     assert record["source"] == f"{tmp_path}/a.png", "the row that names it speaks for both"
-    other = DataConfig(pairs=str(_edited(tmp_path, **again, source=f"{tmp_path}/b.png")))
+    other = str(_edited(tmp_path, **again, source=f"{tmp_path}/b.png"))
     with pytest.raises(UserError, match=r"rows 1 and 2 of 'edits' have the same two images, as edits of"):
         read_stored(other, "needed")
-    assert len(read_stored(other, "none").records) == 1  # whatever the column means to others
+    assert len(read_stored(other, "none")[0]) == 1  # whatever the column means to others
