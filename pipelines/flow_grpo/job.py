@@ -12,6 +12,7 @@ from visalign.adapters.catalogue import family_of
 from visalign.adapters.model_folder import pipeline_index
 from visalign.data.assets import resolve_model
 from visalign.data.sets.prompt_files import record_key
+from visalign.evaluation import HeldoutResult
 from visalign.pipelines.shared.grids import SampleGrids
 from visalign.pipelines.shared.job import PolicyRun, build_trainer, on_the_way, result_folder, run_job
 from visalign.pipelines.shared.parts import Records, build_accelerator, evenly_spaced
@@ -32,16 +33,7 @@ def _build(config: FlowGRPOConfig, output: Path) -> PolicyRun:
     accelerator = build_accelerator(config, output)
     inputs = prepare(config, accelerator.num_processes, str(accelerator.device))
     policy = build_policy(config.model, accelerator.device, config.seed)
-    grids = SampleGrids(
-        output=output,
-        accelerator=accelerator,
-        heldout=evenly_spaced(inputs.heldout, config.evaluation.prompts_on_the_way),
-        seed=config.evaluation.seeds[0],
-        columns=config.evaluation.grid,
-    )
-    before, objective, rollout = output / "before.npz", config.objective, config.rollout
-    sampling = {"steps": rollout.steps, "timestep_schedule": rollout.timestep_schedule}
-    measure = build_evaluator(config.evaluation, policy, inputs.rewards, accelerator=accelerator, **sampling)
+    before, objective, rollout, evaluation = output / "before.npz", config.objective, config.rollout, config.evaluation
     kind = VelocityRegression if objective.regression else RewardGradient if objective.ascent else FlowGRPO
     algorithm = kind(
         policy,
@@ -57,8 +49,24 @@ def _build(config: FlowGRPOConfig, output: Path) -> PolicyRun:
         features=inputs.features,
         stored=None if config.data.pairs is None else stored_latents(policy, inputs.records[0]),
     )
-    drift = build_drift(inputs.features, before, accelerator.is_main_process)
-    evaluate = on_the_way(config, measure, inputs.heldout, before, grids.keep, drift)
+    sampling = {"steps": rollout.steps, "timestep_schedule": rollout.timestep_schedule}
+    measure = build_evaluator(evaluation, policy, inputs.rewards, accelerator=accelerator, **sampling)
+    grids = SampleGrids(
+        output=output,
+        accelerator=accelerator,
+        heldout=evenly_spaced(inputs.heldout, evaluation.prompts_on_the_way),
+        seed=evaluation.seeds[0],
+        columns=evaluation.grid,
+    )
+    drift = None
+    if inputs.features is not None and accelerator.is_main_process:  # the others do not have the file `before`
+        drift = build_drift(inputs.features, before)
+
+    def more_metrics(iteration: int, result: HeldoutResult) -> dict[str, float]:
+        grids.keep(iteration, result)
+        return {} if drift is None else drift(result)
+
+    evaluate = on_the_way(evaluation, measure, inputs.heldout, before, config.rewards.recorded, more_metrics)
     trainer = build_trainer(config, output, algorithm, evaluate)
     for note in inputs.notes:
         trainer.progress.note(note)
@@ -110,8 +118,7 @@ def load_code(config: FlowGRPOConfig, output: Path) -> str:
     from visalign.adapters.sd3.loading import T5_PARTS
 
     result, model = result_folder(config, output), resolve_model(config.model.path)
-    folder = json.dumps(str(result))
-    path, adapter = (json.dumps(name) for name in (config.model.path, config.model.adapter))
+    folder, path, adapter = (json.dumps(str(n)) for n in (result, config.model.path, config.model.adapter))
     if ":" in adapter:
         return (
             "from visalign.adapters import load_policy\n\n"
@@ -120,17 +127,17 @@ def load_code(config: FlowGRPOConfig, output: Path) -> str:
         )
     index, family = pipeline_index(model), family_of(model, None)
     assert family is not None
-    kind = "ModularPipeline" if family.modular else "DiffusionPipeline"
-    parts = "\npipe.load_components()" if family.modular else ""
-    start = f"from diffusers import {kind}\n"
+    kind, parts = ("ModularPipeline", "\npipe.load_components()") if family.modular else ("DiffusionPipeline", "")
+    imports, code = [f"from diffusers import {kind}"], ""
     # diffusers refuses an SD3 without T5 that is not told so, and use_t5=false trained without it
     absent = [part for part in T5_PARTS if part in index and not (config.model.use_t5 and any(index[part]))]
-    bare = "".join(f", {part}=None" for part in absent)
-    if config.model.lora is None:
-        return f"{start}\npipe = {kind}.from_pretrained({folder}{bare}){parts}"
-    loading = loading_code(index["_class_name"], family.present(index), result)
-    peft = "from peft import PeftModel\n" if "PeftModel" in loading else ""
-    return (
-        f"{start}{peft}from visalign.data.assets import resolve_model\n\n"
-        f"pipe = {kind}.from_pretrained(resolve_model({path}){bare}){parts}\n{loading}"
-    )
+    source = folder
+    if config.model.lora is not None:
+        source, code = (
+            f"resolve_model({path})",
+            "\n" + loading_code(index["_class_name"], family.present(index), result),
+        )
+        imports += ["from peft import PeftModel"] if "PeftModel" in code else []
+        imports.append("from visalign.data.assets import resolve_model")
+    arguments = ", ".join([source, *(f"{part}=None" for part in absent)])
+    return "\n".join(imports) + f"\n\npipe = {kind}.from_pretrained({arguments}){parts}{code}"

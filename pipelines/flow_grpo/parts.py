@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,47 +82,37 @@ def build_evaluator(
     from visalign.evaluation import evaluate
 
     def measure(records: Records, seeds: Sequence[int]) -> HeldoutResult:
-        sigmas = policy.sigmas(config.steps or steps, timestep_schedule=timestep_schedule)
-
-        def stretch(rank: int, shares: int) -> HeldoutResult:
-            return evaluate(
-                policy,
-                rewards,
-                records,
-                seeds=seeds,
-                sigmas=sigmas,
-                batch_size=config.batch_size,
-                correctness=config.correctness,
-                share=(rank, shares),
-                solver=config.solver,
-            )
-
-        return spread(accelerator, len(records) * len(seeds), stretch)
+        share_of = partial(
+            evaluate,
+            policy,
+            rewards,
+            records,
+            seeds=seeds,
+            sigmas=policy.sigmas(config.steps or steps, timestep_schedule=timestep_schedule),
+            batch_size=config.batch_size,
+            correctness=config.correctness,
+            solver=config.solver,
+        )
+        return spread(accelerator, len(records) * len(seeds), share_of)
 
     return measure
 
 
-def build_drift(features: Features | None, before: Path, first: bool) -> Callable[[HeldoutResult], dict[str, float]]:
+def build_drift(features: Features, before: Path) -> Callable[[HeldoutResult], dict[str, float]]:
     """Return a function that measures the feature drift of an evaluation's images since before training.
 
-    Args:
-        features: Image features; None measures nothing.
-        before: File of the evaluation before training, with the same prompts and seeds.
-        first: Whether this process has that file; the others measure nothing.
+    `before` is the file of the evaluation before training, with the same prompts and seeds.
     """
+    from visalign.evaluation import load_heldout
+
     base: dict[tuple[Any, int], torch.Tensor] = {}
 
     def features_by_sample(result: HeldoutResult) -> dict[tuple[Any, int], torch.Tensor]:
-        assert features is not None
         images = torch.from_numpy(np.ascontiguousarray(result.images.transpose(0, 3, 1, 2))).float() / 255
         samples = [(result.keys[row], int(result.seeds[row])) for row in result.image_index.tolist()]
         return dict(zip(samples, features(images), strict=True))
 
     def drift(result: HeldoutResult) -> dict[str, float]:
-        from visalign.evaluation import load_heldout
-
-        if features is None or not first:
-            return {}
         if not base:
             base.update(features_by_sample(load_heldout(before)))
         now = {sample: value for sample, value in features_by_sample(result).items() if sample in base}

@@ -26,7 +26,7 @@ from visalign.versions import versions
 
 from .parts import Records, check_alike, evenly_spaced, no_loading_bars
 from .run_folder import RunSummary, check_unchanged, claimed, summary_json, write_beginning, write_once
-from .sections import FREE_KEYS
+from .sections import FREE_KEYS, HeldoutConfig
 
 if TYPE_CHECKING:
     from visalign.evaluation import HeldoutResult
@@ -204,23 +204,24 @@ class PolicyRun(Job):
 
         from visalign.evaluation import load_heldout
 
-        path, note = self.output / "before.npz", self.trainer.progress.note
+        path, note = self.output / "before.npz", self.trainer.progress.note  # only the first process prints
+        is_first = self.trainer.accelerator.is_main_process
         (is_stored,) = broadcast_object_list([path.is_file()])  # as the first process sees it
-        if not self.trainer.accelerator.is_main_process:
-            if not is_stored:
-                self._evaluate()
-            return None
         if self.seen:
             note(
                 f"Warning: {self.seen} of {len(self.heldout)} held-out prompts are trained on as well, so "
                 "the accuracy is partly one of memory. Take them out of the training data or data.heldout."
             )
         if is_stored:
+            if not is_first:
+                return None
             result = load_heldout(path)
         else:
             size = f"{len(self.heldout)} held-out prompts × {len(self.config.evaluation.seeds)} {self.samples}"
             note(f"Evaluating {size} before training.")
             result = self._evaluate()
+            if not is_first:
+                return None
             result.save(path)
         if self.grids is not None:
             self.grids.keep(0, result)
@@ -268,8 +269,8 @@ class PolicyRun(Job):
         path = write_summary(output / "summary.json", before=before, after=after, costs=spent, **shared)
         accuracy = math.nan
         if evaluation.every:
-            some = evenly_spaced(range(len(self.heldout)), evaluation.prompts_on_the_way)
-            accuracy = before.accuracy_of([number * len(evaluation.seeds) for number in some])
+            numbers = evenly_spaced(range(len(self.heldout)), evaluation.prompts_on_the_way)
+            accuracy = before.accuracy_of([number * len(evaluation.seeds) for number in numbers])
         write_report(
             output,
             before=before,
@@ -352,41 +353,37 @@ class JudgeRun(Job):
 
 
 def on_the_way(
-    config: Any,
+    evaluation: HeldoutConfig,
     measure: Measure,
     heldout: Records,
     before: Path,
-    keep: Callable[[int, HeldoutResult], None] = lambda *_: None,
-    more: Callable[[HeldoutResult], Mapping[str, float]] = lambda _: {},
+    recorded: Sequence[str],
+    more: Callable[[int, HeldoutResult], Mapping[str, float]],
 ) -> Callable[[int], dict[str, float]]:
     """Return the evaluation while a policy is trained: some held-out prompts, the first seed.
 
     Its metrics are accuracy, accuracy of each tag, mean of each reward, and the change since `before`, the
-    file of the evaluation before training, of accuracy and of rewards of weight 0. `keep` gets the iterations
-    finished and the result; `more` adds metrics.
+    file of the evaluation before training, of accuracy and of the rewards `recorded`. `more` gets the
+    iterations finished and the result, and adds metrics.
     """
-    numbers = evenly_spaced(range(len(heldout)), config.evaluation.prompts_on_the_way)
-    some = [heldout[number] for number in numbers]
-    rows = [number * len(config.evaluation.seeds) for number in numbers]
-    terms = config.rewards.terms if hasattr(config, "rewards") else {}
-    watched = [label for label, term in terms.items() if term.weight == 0]
+    numbers = evenly_spaced(range(len(heldout)), evaluation.prompts_on_the_way)
+    records, rows = [heldout[number] for number in numbers], [number * len(evaluation.seeds) for number in numbers]
     start: list[HeldoutResult] = []
 
     def evaluate(iteration: int) -> dict[str, float]:
-        result = measure(some, config.evaluation.seeds[:1])
-        keep(iteration, result)
-        if not start and before.is_file():
-            from visalign.evaluation import load_heldout
+        from visalign.evaluation import load_heldout
 
+        result = measure(records, evaluation.seeds[:1])
+        if not start and before.is_file():
             start.append(load_heldout(before))
-        measured = ["accuracy", *(label for label in watched if label in result.scores)]
-        changes = result.changes(start[0], rows, measured) if start else {}
+        compared = ["accuracy", *(label for label in recorded if label in result.scores)]
+        changes = result.changes(start[0], rows, compared) if start else {}
         return {
             "accuracy": result.accuracy,
             **{f"accuracy.{tag}": value for tag, value in result.by_category.items()},
             **{name: result.mean(name) for name in result.scores},
             **{f"change/{label}": value for label, value in changes.items()},
-            **more(result),
+            **more(iteration, result),
         }
 
     return evaluate

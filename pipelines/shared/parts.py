@@ -117,17 +117,17 @@ def check_batch_reward(reward: Any, world: int) -> None:
         )
 
 
-def spread(accelerator: Accelerator, count: int, evaluate: Callable[[int, int], HeldoutResult]) -> HeldoutResult:
+def spread(accelerator: Accelerator, count: int, evaluate: Callable[..., HeldoutResult]) -> HeldoutResult:
     """Divide an evaluation of `count` items among all processes, which all get the whole result.
 
-    `evaluate` takes (r, w) and evaluates the r-th of w equal stretches.
+    `evaluate` takes `share` (r, w) and evaluates the r-th of w equal shares.
     """
     from accelerate.utils import gather_object
 
     from visalign.evaluation import joined
 
     rank, shares = accelerator.process_index, min(accelerator.num_processes, count)
-    return joined(gather_object([evaluate(rank, shares)] if rank < shares else []))
+    return joined(gather_object([evaluate(share=(rank, shares))] if rank < shares else []))
 
 
 @contextmanager

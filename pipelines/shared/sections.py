@@ -73,10 +73,15 @@ class RewardsConfig:
     allow_mixed_units: bool = False
     """Sum raw scores of different units all the same."""
 
+    @property
+    def recorded(self) -> list[str]:
+        """Labels of the rewards that are not optimized."""
+        return [label for label, term in self.terms.items() if term.weight == 0]
+
     def check_monitor(self, monitor: MonitorSettings, evaluation: HeldoutConfig, **more: tuple[bool, str]) -> None:
         """Refuse a monitor that would stop by what is not measured; `more` as `MonitorSettings.check`."""
         remedy = "Hold a reward out with rewards.terms.LABEL.weight=0, or leave it null."
-        recorded = any(term.weight == 0 for term in self.terms.values())
+        recorded = bool(self.recorded)
         paired = evaluation.every > 0 and (recorded or evaluation.correctness is not None)
         measured: dict[str, tuple[bool, str]] = dict.fromkeys(
             ("agreement", "agreement_change", "recorded_change"), (recorded, remedy)

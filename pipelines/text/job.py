@@ -102,11 +102,12 @@ def text_run(
     generator = with_tool(generation, policy, policy)
 
     def measure(records: Records, seeds: Any) -> HeldoutResult:
-        def evaluate_part(rank: int, shares: int) -> HeldoutResult:
+        def evaluate_part(share: tuple[int, int]) -> HeldoutResult:
+            first, end = (len(records) * (share[0] + offset) // share[1] for offset in (0, 1))
             return evaluate_text(
                 generator,
                 inputs.rewards,
-                records[len(records) * rank // shares : len(records) * (rank + 1) // shares],
+                records[first:end],
                 seeds=seeds,
                 sampling=generation.sampling,
                 stopping=generation.stopping(),
@@ -115,7 +116,8 @@ def text_run(
 
         return spread(algorithm.accelerator, len(records), evaluate_part)
 
-    evaluate = on_the_way(config, measure, inputs.heldout, output / "before.npz", more=lambda _: more_metrics())
+    recorded, before = config.rewards.recorded if isinstance(config, TextConfig) else [], output / "before.npz"
+    evaluate = on_the_way(config.evaluation, measure, inputs.heldout, before, recorded, lambda *_: more_metrics())
     columns = SUPERVISED_COLUMNS if isinstance(config, SupervisedConfig) else POLICY_COLUMNS
     return PolicyRun(
         config=config,
