@@ -14,6 +14,7 @@ import torch
 from visalign.data.assets import resolve_model
 from visalign.errors import UserError
 from visalign.interfaces import DiffusionPolicy, PointwiseReward
+from visalign.pipelines.shared.grids import image_samples
 from visalign.pipelines.shared.parts import Records, no_loading_bars, spread
 from visalign.precision import autocast_dtype
 from visalign.training.diffusion.image_statistics import feature_drift
@@ -109,8 +110,7 @@ def build_drift(features: Features, before: Path) -> Callable[[HeldoutResult], d
 
     def features_by_sample(result: HeldoutResult) -> dict[tuple[Any, int], torch.Tensor]:
         images = torch.from_numpy(np.ascontiguousarray(result.images.transpose(0, 3, 1, 2))).float() / 255
-        samples = [(result.keys[row], int(result.seeds[row])) for row in result.image_index.tolist()]
-        return dict(zip(samples, features(images), strict=True))
+        return dict(zip(image_samples(result), features(images), strict=True))
 
     def drift(result: HeldoutResult) -> dict[str, float]:
         if not base:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import field, fields
+from dataclasses import field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from visalign.atomic import write_atomic
 from visalign.data.assets import resolve_model
 from visalign.data.sets.prompt_files import listed_sources, record_key
+from visalign.dotted_path import check_options
 from visalign.errors import UserError, suggestion
 from visalign.evaluation.pages.base import PIXELATED_SIDE
 from visalign.evaluation.pages.sample_page import sample_page
@@ -125,12 +126,7 @@ def search_of(name: str, options: Mapping[str, Any]) -> ZeroOrderSearch | PathSe
     """
     if name not in SEARCHES:
         raise UserError(f"--search is {name!r}. {suggestion(name, SEARCHES)}Allowed: {', '.join(SEARCHES)}.")
-    allowed = [field.name for field in fields(SEARCHES[name])]
-    if unknown := sorted(set(options) - set(allowed)):
-        raise UserError(
-            f"--search {name} has no {', '.join(unknown)}. {suggestion(unknown[0], allowed)}It has "
-            f"{', '.join(allowed)}."
-        )
+    check_options(f"--search {name}", SEARCHES[name], options)
     try:
         return SEARCHES[name](**options)
     except ValueError as error:
@@ -300,6 +296,7 @@ class _Judge(NamedTuple):
 
 def _keep_best(best: dict[int, _Draw], samples: Tensor, judge: _Judge, rows: slice, count: int) -> None:
     """Put a draw of `rows` in its seed's place in `best` where it is the first or scores higher."""
+    # a function of its own: a batch is freed when it returns, before the next one is decoded
     scores, totals = judge(samples)
     for i, total in enumerate(totals.tolist()):
         index = (rows.start + i) // count
@@ -319,16 +316,15 @@ def _latents(
     """Yield (rows, their final latents), batch by batch; where a reward compares the draws, all together."""
     capabilities = [reward.capabilities for reward in judge.rewards.values()]
     compares = any(needs.needs_group or needs.needs_batch for needs in capabilities)
-    meet = bool(settings.resample_after) or isinstance(settings.search, PathSearch)
     size = len(seeds) if compares else settings.batch_size
     parts = [slice(first, min(first + size, len(seeds))) for first in range(0, len(seeds), size)]
-    latents = _denoise(policy, condition, settings, sigmas, seeds, judge) if meet else None
+    if settings.resample_after or isinstance(settings.search, PathSearch):  # the draws of a seed meet
+        latents = _denoise(policy, condition, settings, sigmas, seeds, judge)
+        yield from ((rows, latents[rows]) for rows in parts)
+        return
     for rows in parts:
-        if latents is not None:
-            yield rows, latents[rows]
-        else:
-            part = condition.select(torch.arange(rows.start, rows.stop))
-            yield rows, _denoise(policy, part, settings, sigmas, seeds[rows], judge.of(rows))
+        part = condition.select(torch.arange(rows.start, rows.stop))
+        yield rows, _denoise(policy, part, settings, sigmas, seeds[rows], judge.of(rows))
 
 
 def _denoise(
@@ -364,14 +360,16 @@ def _denoise(
 
 def _facts(settings: SampleSettings) -> list[tuple[str, Any]]:
     """List the sampling settings for the page."""
-    facts: dict[str, Any] = {"Model": settings.model, "LoRA": settings.lora, "Steps": settings.steps}
-    if settings.solver != "euler":
-        facts["Solver"] = settings.solver
-    if settings.best_of > 1:
-        facts["Draws of a seed"] = settings.best_of
-    if settings.resample_after:
-        facts["Resampled after steps"] = ", ".join(map(str, settings.resample_after))
-    facts |= {"Search": settings.search, **settings.options}
+    facts = {
+        "Model": settings.model,
+        "LoRA": settings.lora,
+        "Steps": settings.steps,
+        "Solver": None if settings.solver == "euler" else settings.solver,
+        "Draws of a seed": settings.best_of if settings.best_of > 1 else None,
+        "Resampled after steps": ", ".join(map(str, settings.resample_after)) or None,
+        "Search": settings.search,
+        **settings.options,
+    }
     return [(name, value) for name, value in facts.items() if value is not None]
 
 

@@ -43,18 +43,14 @@ class SampleGrids:
         """Write the grid of an evaluation, once per iteration, and hand it to trackers that take images."""
         if not self.accelerator.is_main_process or not self.columns:
             return
-        keys = result.keys
-        index_of = {
-            (keys[row], int(result.seeds[row])): index
-            for index, row in reversed([*enumerate(result.image_index.tolist())])
-        }
+        image_of = dict(reversed([*zip(image_samples(result), result.images, strict=True)]))  # the first counts
         if not self.keys:
-            sampled = [key for key in map(record_key, self.heldout) if (key, self.seed) in index_of]
+            sampled = [key for key in map(record_key, self.heldout) if (key, self.seed) in image_of]
             self.keys = list(dict.fromkeys(evenly_spaced(sampled, self.columns)))
         path = self.output / FOLDER / f"{iteration:06d}.png"
         if path.is_file() or not self.keys:
             return
-        grid = np.concatenate([result.images[index_of[key, self.seed]] for key in self.keys], axis=1)
+        grid = np.concatenate([image_of[key, self.seed] for key in self.keys], axis=1)
         buffer = io.BytesIO()
         Image.fromarray(grid).save(buffer, "PNG")
         write_atomic(path, buffer.getvalue())
@@ -69,3 +65,9 @@ class SampleGrids:
         files = sorted((self.output / FOLDER).glob("*.png"))
         indices = np.linspace(0, len(files) - 1, min(limit, len(files))).round().astype(int)
         return [(int(files[index].stem), files[index]) for index in indices]
+
+
+def image_samples(result: HeldoutResult) -> list[tuple[tuple[str, ...], int]]:
+    """List (key of the prompt, seed) of each image that a result holds."""
+    keys = result.keys
+    return [(keys[row], int(result.seeds[row])) for row in result.image_index.tolist()]

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -54,7 +53,7 @@ def check_run_folder(folder: Path, *, resume: bool) -> None:
         raise UserError(f"There is no folder '{folder}' to resume. Give its path, or leave out --resume.")
     if _is_first() and folder.is_dir():
         check_unlocked(folder / LOCK, what=f"The output folder '{folder}'")
-        if not resume and _content(folder):
+        if not resume and set(os.listdir(folder)) - {LOCK}:
             raise UserError(
                 f"The output folder '{folder}' is not empty, and nothing is overwritten. Give another "
                 "--output, or continue its run with --resume."
@@ -69,7 +68,7 @@ def claimed(config: Any, output: Path, *, resume: bool, free: Collection[str]) -
     check_run_folder(output, resume=resume)
     with hold_lock(output / LOCK, what=f"The output folder '{output}'") if _is_first() else nullcontext():
         check_run_folder(output, resume=resume)  # another process may have written in the meantime
-        if resume and _content(output):
+        if resume and set(os.listdir(output)) - {LOCK}:
             if not (output / "config.yaml").is_file():
                 raise UserError(f"There is no run in '{output}' to resume: it has no config.yaml.")
             saved = load_config(type(config), output / "config.yaml")
@@ -80,11 +79,6 @@ def claimed(config: Any, output: Path, *, resume: bool, free: Collection[str]) -
 def _is_first() -> bool:
     """Return whether this process writes; the others may see what it has just written."""
     return int(os.environ.get("RANK", "0")) == 0
-
-
-def _content(folder: Path) -> bool:
-    """Return whether the folder holds anything but a lock."""
-    return any(entry.name != LOCK for entry in folder.iterdir())
 
 
 def fingerprint(records: Sequence[Mapping[str, Any]]) -> str:
@@ -111,7 +105,7 @@ def write_beginning(output: Path, config: Any, fingerprints: Mapping[str, str]) 
 def write_once(path: Path, text: str) -> None:
     """Write a file unless it holds this text already."""
     if not path.is_file() or path.read_text(encoding="utf-8") != text:
-        write_atomic(path, text.encode("utf-8"))
+        write_atomic(path, text)
 
 
 def new_file(path: Path | None, *, endings: Sequence[str] = ()) -> None:
@@ -129,15 +123,14 @@ def check_place(path: Path) -> None:
     """Refuse a path that nothing can be written to, before hours of work for it."""
     full = path.absolute()
     folders = (full, *full.parents) if full.is_dir() else full.parents
-    existing = next((folder for folder in folders if os.path.lexists(folder)), Path("/"))
-    if not existing.is_dir():
-        raise UserError(f"'{existing}' is no folder, so nothing can be written to '{path}'. Give another folder.")
+    existing = next(folder for folder in folders if os.path.lexists(folder))
     try:  # permissions say too little of root, read-only and virtual file systems
         with tempfile.TemporaryFile(dir=existing):
             pass
     except OSError as error:
         raise UserError(
-            f"The folder '{existing}' cannot be written ({error.strerror}), so '{path}' cannot. Give another folder."
+            f"Nothing can be written to '{path}', since '{existing}' is no folder or cannot be written "
+            f"({error.strerror}). Give another folder."
         ) from None
 
 
@@ -148,12 +141,6 @@ def pretty(result: Any) -> str:
 
 def summary_json(summary: Any) -> str:
     """Format a summary as indented JSON; a number that is not finite becomes null."""
-    return json.dumps(_finite(summary), indent=2, allow_nan=False, ensure_ascii=False) + "\n"
+    from visalign.evaluation.pages.report import json_values
 
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _finite(entry) for key, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(entry) for entry in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return json.dumps(json_values(summary), indent=2, allow_nan=False, ensure_ascii=False) + "\n"

@@ -261,7 +261,7 @@ def test_a_video_is_written_whole_beside_its_middle_frame(tmp_path, monkeypatch)
         (("--steer", "1"), "--steer resamples the draws of a seed: give best_of"),
         (("--search", "zero_order"), "--search is given and nothing says what is best; give a reward (-r)"),
         (("--search", "zero"), "--search is 'zero'. Did you mean 'zero_order'? Allowed: zero_order, paths."),
-        ((*ZERO_ORDER, "--search-option", "round=1"), "zero_order has no round. Did you mean 'rounds'"),
+        ((*ZERO_ORDER, "--search-option", "round=1"), "argument 'round'. Did you mean 'rounds'"),
         ((*PATHS, "--steer", 1, "-r", "sharpness"), "--search and --steer are two ways to one image"),
         (("--device", "foo"), "The device 'foo' cannot be used"),
     ],
