@@ -120,7 +120,7 @@ def write_summary(
         "config": config,
         "versions": versions,
     }
-    text = json.dumps(_plain(content), indent=2, allow_nan=False, ensure_ascii=False)
+    text = json.dumps(json_values(content), indent=2, allow_nan=False, ensure_ascii=False)
     return write_atomic(path, (text + "\n").encode("utf-8"))
 
 
@@ -131,16 +131,16 @@ def _phases(costs: Mapping[str, Any]) -> list[tuple[str, float, float]]:
     return [(name, s, s / longest) for name, s in sorted(phases.items(), key=lambda pair: -pair[1])]
 
 
-def _plain(value: Any) -> Any:
+def json_values(value: Any) -> Any:
     """Convert to plain JSON values; paths and other objects as text, NaN and infinities as None."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _plain(dataclasses.asdict(value))
+        return json_values(dataclasses.asdict(value))
     if isinstance(value, Mapping):
-        return {str(key): _plain(entry) for key, entry in value.items()}
+        return {str(key): json_values(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [_plain(entry) for entry in value]
+        return [json_values(entry) for entry in value]
     if isinstance(value, np.generic):
-        return _plain(value.item())
+        return json_values(value.item())
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     return value if value is None or isinstance(value, bool | int | str) else str(value)
