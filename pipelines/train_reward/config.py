@@ -28,28 +28,19 @@ class JudgeKind(NamedTuple):
 
     tasks: tuple[str, ...]
     """Tasks of its objective, the usual one first."""
-    reader: str
-    """Class that reads the trained judge."""
     reward: str | None
-    """Name of that class in the catalogue; None: it judges the answers of another reward."""
+    """Name in the catalogue of the reward that reads it; None: deepseek_grm does, as its option meta."""
 
 
-_QUESTIONS = "visalign.rewards.questions"
 JUDGE_KINDS = {
-    "hpsv3": JudgeKind(
-        ("uncertainty", "uncertainty_upstream", "upstream_monte_carlo", "bradley_terry"),
-        "visalign.rewards.hpsv3.judge.HPSv3",
-        "hpsv3",
-    ),
-    "yes_no": JudgeKind(("yes_no",), f"{_QUESTIONS}.reward_dance.RewardDance", "reward_dance"),
-    "pair": JudgeKind(("yes_no",), f"{_QUESTIONS}.reward_dance.RewardDancePairs", "reward_dance_pairs"),
-    "rating": JudgeKind(
-        ("rating", "rating_fidelity"), f"{_QUESTIONS}.visual_quality_r1.VisualQuality", "visual_quality_r1"
-    ),
-    "critique": JudgeKind(("critique",), "visalign.rewards.chat.deepseek_grm.DeepSeekGRM` as `meta", None),
-    "checklist": JudgeKind(("checklist",), f"{_QUESTIONS}.vision_reward.VisionReward", "vision_reward"),
-    "ict": JudgeKind(("ict",), "visalign.rewards.scorers.ict.Ict", "ict"),
-    "hp": JudgeKind(("hp", "bradley_terry"), "visalign.rewards.scorers.hp.Hp", "hp"),
+    "hpsv3": JudgeKind(("uncertainty", "uncertainty_upstream", "upstream_monte_carlo", "bradley_terry"), "hpsv3"),
+    "yes_no": JudgeKind(("yes_no",), "reward_dance"),
+    "pair": JudgeKind(("yes_no",), "reward_dance_pairs"),
+    "rating": JudgeKind(("rating", "rating_fidelity"), "visual_quality_r1"),
+    "critique": JudgeKind(("critique",), None),
+    "checklist": JudgeKind(("checklist",), "vision_reward"),
+    "ict": JudgeKind(("ict",), "ict"),
+    "hp": JudgeKind(("hp", "bradley_terry"), "hp"),
 }
 
 
@@ -298,44 +289,43 @@ UNREAD = {
     ("checklist", "head"): ("mass",),
 }
 """(kind, trained part) -> settings of the task that the judge does not read."""
+_SOURCES = {
+    "pairs": ("shapes:pairs", "pairs", "shapes:pairs or a file of pairs"),
+    "triples": ("shapes:pairs", "triples", "shapes:pairs or a file of pairs"),
+    "rows": ("shapes:quality", "rated images", "shapes:quality or a file with image and mos"),
+    "answers": (
+        None,
+        "what another one wrote",
+        "text_sample's dataset.jsonl (selection.rule=all, with data.question)",
+    ),
+}
+"""What a task reads -> (generated set that it reads, the same in words, what to give)."""
 
 
 def _broken_rules(s: TrainRewardConfig) -> Iterator[str]:
-    model, task = s.model, s.objective.task
+    data, model, task = s.data, s.model, s.objective.task
     weights_only = model.kind == "checklist" and model.train == "head"
     diverse = isinstance(model, SeeingModel) and model.diversity is not None
-    if model.frozen and model.train != "full":
-        yield (
-            f"model.frozen is {model.frozen} and model.train is {model.train!r}, which moves none of these "
-            "weights. Set train: full, or take frozen out."
-        )
-    if diverse and model.train != "lora":
-        yield (
-            f"model.diversity keeps adapters apart, and model.train is {model.train!r}, which has none. Set "
-            "train: lora, or leave it out."
-        )
-    if weights_only and model.autocast:
-        yield (
-            f"model.autocast is {model.autocast!r}, and the answers of a frozen model are read without it. "
-            "Leave it out, or set train: lora."
-        )
-    if task not in (tasks := JUDGE_KINDS[model.kind].tasks):
-        yield (
-            f"objective.task is {task!r}; a judge of kind {model.kind} learns by {', '.join(tasks)}. Set "
-            "objective.task, or another model.kind."
-        )
-    if s.run.sharding and diverse:
-        yield "run.sharding goes without model.diversity. Leave one of the two out."
-    if s.run.sharding and weights_only:
-        yield (
-            "run.sharding divides a network that is trained, and model.train head of a checklist trains the "
-            "weights of the answers alone. Set model.train: lora, or leave run.sharding out."
-        )
+    tasks = JUDGE_KINDS[model.kind].tasks
+    rules = {
+        f"model.frozen is {model.frozen} and model.train is {model.train!r}, which moves none of these weights. "
+        "Set train: full, or take frozen out.": model.frozen and model.train != "full",
+        f"model.diversity keeps adapters apart, and model.train is {model.train!r}, which has none. Set train: "
+        "lora, or leave it out.": diverse and model.train != "lora",
+        f"model.autocast is {model.autocast!r}, and the answers of a frozen model are read without it. Leave it "
+        "out, or set train: lora.": weights_only and model.autocast,
+        f"objective.task is {task!r}; a judge of kind {model.kind} learns by {', '.join(tasks)}. Set "
+        "objective.task, or another model.kind.": task not in tasks,
+        "run.sharding goes without model.diversity. Leave one of the two out.": s.run.sharding and diverse,
+        "run.sharding divides a network that is trained, and model.train head of a checklist trains the weights of "
+        "the answers alone. Set model.train: lora, or leave run.sharding out.": s.run.sharding and weights_only,
+    }
+    yield from (message for message, is_broken in rules.items() if is_broken)
     for name, (is_read, reader) in _readers(s).items():
-        if _changed(s.data, name) and not is_read:
+        if _changed(data, name) and not is_read:
             yield (
-                f"data.{name} is {getattr(s.data, name)!r}, and the task {task} on data.train {s.data.train} "
-                f"and data.heldout {s.data.heldout} does not read it: it is used by {reader}. Leave it out."
+                f"data.{name} is {getattr(data, name)!r}, and the task {task} on data.train {data.train} and "
+                f"data.heldout {data.heldout} does not read it: it is used by {reader}. Leave it out."
             )
     for name in UNREAD.get((model.kind, model.train), ()):
         if _changed(s.objective, name):
@@ -343,19 +333,7 @@ def _broken_rules(s: TrainRewardConfig) -> Iterator[str]:
                 f"objective.{name} is {getattr(s.objective, name)!r}, and a judge of kind {model.kind} with "
                 f"model.train {model.train} does not use it. Leave it out."
             )
-    for key, source in (("data.train", s.data.train), ("data.heldout", s.data.heldout)):
-        if s.reads == "answers" and source in GENERATED:
-            yield (
-                f"{key} is {source}, and a judge of kind {model.kind} learns from what another one wrote. "
-                "Give the dataset.jsonl of text_sample (selection.rule=all, with data.question)."
-            )
-        if s.reads != "rows" and source == "shapes:quality":
-            yield (
-                f"{key} is {source}, which holds single rated images, and {task} learns from {s.reads}. Give "
-                "shapes:pairs or a file of pairs."
-            )
-        if s.reads == "rows" and source == "shapes:pairs":
-            yield (
-                f"{key} is {source}, and a judge of kind {model.kind} learns from rated images. Give "
-                "shapes:quality or a file with image and mos."
-            )
+    generated, labels, suggestion = _SOURCES[s.reads]
+    for key, source in (("data.train", data.train), ("data.heldout", data.heldout)):
+        if source in GENERATED and source != generated:
+            yield f"{key} is {source}, and a judge of kind {model.kind} learns from {labels}. Give {suggestion}."

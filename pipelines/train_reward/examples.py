@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 from torch import Tensor
 
 from visalign.data.sets.records import PreferenceSet, QualitySet
-from visalign.data.shapes.preferences import KINDS, ShapesPreferences, degraded
+from visalign.data.shapes.preferences import ShapesPreferences, degraded
 from visalign.data.shapes.prompts import heldout_prompts, train_prompts
 from visalign.data.shapes.render import render
 from visalign.data.shapes.scenes import STYLES, Scene, sample_scene
@@ -91,25 +91,18 @@ def plain(prompt: str) -> str:
 
 def _shapes(count: int, split: str, example: Callable[[int], Example]) -> Examples:
     records = train_prompts() if split == "train" else heldout_prompts()
-    prompts = frozenset(plain(record["prompt"]) for record in records)
-    return Examples(count=count, example=example, prompts=prompts)
+    return Examples(count=count, example=example, prompts=frozenset(plain(record["prompt"]) for record in records))
 
 
-def shapes_pairs(
-    seed: int,
-    count: int,
-    *,
-    split: str = "train",
-    labels: str = "votes",
-    annotators: int = 9,
-    kinds: Sequence[str] = KINDS,
-    surroundings: float = 0.0,
-) -> Examples:
-    """Draw pairs of the shapes world, labelled by votes of annotators, the truth or the probability."""
-    world = ShapesPreferences(seed, split=split, annotators=annotators, kinds=kinds, surroundings=surroundings)
+def shapes_pairs(seed: int, count: int, *, split: str = "train", labels: str = "votes", **world: Any) -> Examples:
+    """Draw pairs of the shapes world, labelled by votes of annotators, the truth or the probability.
+
+    `world` are annotators, kinds and surroundings of `ShapesPreferences`, here and below.
+    """
+    preferences = ShapesPreferences(seed, split=split, **world)
 
     def example(number: int) -> Example:
-        pair = world.pair(number)
+        pair = preferences.pair(number)
         left, right = pair.utility
         truth = 0.5 if left == right else float(left > right)
         won, lost = pair.votes
@@ -125,38 +118,35 @@ def shapes_pairs(
     return _shapes(count, split, example)
 
 
-def shapes_triples(seed: int, count: int, *, split: str = "train", surroundings: float = 0.0) -> Examples:
+def shapes_triples(seed: int, count: int, *, split: str = "train", **world: Any) -> Examples:
     """Draw three images of a prompt, ascending: of another prompt or spoilt; right but poor; right and rich.
 
     The world has no words for what makes an image rich, so the refined prompt is the prompt.
     """
-    world = ShapesPreferences(seed, split=split, surroundings=surroundings)
+    preferences = ShapesPreferences(seed, split=split, **world)
 
     def example(number: int) -> Example:
         rng = np.random.default_rng([seed, 41, number])
-        record = world.record(rng)
-        poor, rich = sorted(rng.choice(len(STYLES), size=2, replace=False))
-        right = [sample_scene(record, rng, style=STYLES[style]) for style in (poor, rich)]
+        record = preferences.record(rng)
+        poor, rich = (STYLES[style] for style in sorted(rng.choice(len(STYLES), size=2, replace=False)))
+        right = [sample_scene(record, rng, style=style) for style in (poor, rich)]
         if rng.random() < 0.7:
-            worse: Scene = sample_scene(world.near(record, rng), rng, style=STYLES[poor])
+            worse: Scene = sample_scene(preferences.near(record, rng), rng, style=poor)
         else:
-            worse = degraded(sample_scene(record, rng, style=STYLES[poor]), rng)
-        images = tuple(as_image(render(scene)) for scene in world.surrounded([worse, *right], number))
+            worse = degraded(sample_scene(record, rng, style=poor), rng)
+        images = tuple(as_image(render(scene)) for scene in preferences.surrounded([worse, *right], number))
         return Example(prompt=record["prompt"], images=images)
 
     return _shapes(count, split, example)
 
 
-def shapes_ratings(
-    seed: int, count: int, *, split: str = "train", annotators: int = 9, surroundings: float = 0.0
-) -> Examples:
+def shapes_ratings(seed: int, count: int, *, split: str = "train", **world: Any) -> Examples:
     """Draw images of the shapes world, rated by annotators."""
-    world = ShapesPreferences(seed, split=split, annotators=annotators, surroundings=surroundings)
+    preferences = ShapesPreferences(seed, split=split, **world)
 
     def example(number: int) -> Example:
-        rated = world.quality(number)
-        image = as_image(render(rated.scene))
-        return Example(prompt=rated.scene.record["prompt"], images=(image,), target=rated.mos)
+        rated = preferences.quality(number)
+        return Example(prompt=rated.scene.record["prompt"], images=(as_image(render(rated.scene)),), target=rated.mos)
 
     return _shapes(count, split, example)
 
@@ -164,8 +154,8 @@ def shapes_ratings(
 def _from_files(
     rows: Sequence[Row],
     labels: Sequence[Example],
-    prompts: Iterable[str],
     content: Iterable[dict[str, object]],
+    prompts: Iterable[str] | None = None,
 ) -> Examples:
     """Build a set whose examples are labels with the images of their row, read when they are needed."""
 
@@ -175,7 +165,7 @@ def _from_files(
     return Examples(
         count=len(rows),
         example=example,
-        prompts=frozenset(prompts),
+        prompts=frozenset(plain(label.prompt) for label in labels) if prompts is None else frozenset(prompts),
         rows=tuple(rows),
         content=tuple(content),
     )
@@ -187,17 +177,10 @@ def file_pairs(pairs: PreferenceSet, *, weights: Sequence[float] | None = None) 
     for number, pair in enumerate(pairs.pairs):
         where = f"row {pairs.row(number)} of '{pairs.name}'"
         rows.append(Row(where, pair.prompt, (pair.image_left, pair.image_right)))
-        labels.append(
-            Example(
-                prompt=pair.prompt,
-                label=pair.label,
-                truth=pair.label if pair.label == 0.5 else float(pair.label > 0.5),
-                votes=pair.votes,
-                weight=1.0 if weights is None else weights[number],
-            )
-        )
-    prompts = (plain(pair.prompt) for pair in pairs.pairs)
-    return _from_files(rows, labels, prompts, (pair.to_row() for pair in pairs.pairs))
+        truth = pair.label if pair.label == 0.5 else float(pair.label > 0.5)
+        weight = 1.0 if weights is None else weights[number]
+        labels.append(Example(prompt=pair.prompt, label=pair.label, truth=truth, votes=pair.votes, weight=weight))
+    return _from_files(rows, labels, (pair.to_row() for pair in pairs.pairs))
 
 
 def file_triples(pairs: PreferenceSet, folder: Path) -> Examples:
@@ -213,14 +196,12 @@ def file_triples(pairs: PreferenceSet, folder: Path) -> Examples:
                 f"{where} is a tie or has no column image_refined; ict learns from triples: image_left and "
                 "image_right, of which one is better, and image_refined, made from a richer prompt."
             )
-        worse, better = pair.image_left, pair.image_right
-        if pair.label > 0.5:
-            worse, better = better, worse
-        rows.append(Row(where, pair.prompt, (worse, better, str(folder / str(pair.extra["image_refined"])))))
+        images = (pair.image_left, pair.image_right)
+        ascending = images[::-1] if pair.label > 0.5 else images
+        rows.append(Row(where, pair.prompt, (*ascending, str(folder / str(pair.extra["image_refined"])))))
         refined = pair.extra.get("prompt_refined")
         labels.append(Example(prompt=pair.prompt, refined=None if refined is None else str(refined)))
-    prompts = (plain(pair.prompt) for pair in pairs.pairs)
-    return _from_files(rows, labels, prompts, (pair.to_row() for pair in pairs.pairs))
+    return _from_files(rows, labels, (pair.to_row() for pair in pairs.pairs))
 
 
 def with_prompts(examples: Examples, variants: Sequence[Sequence[str]]) -> Examples:
@@ -244,8 +225,8 @@ def file_ratings(records: QualitySet) -> Examples:
         for number, record in enumerate(records.records)
     ]
     labels = [Example(prompt=record.prompt, target=sign * record.mos) for record in records.records]
-    origins = (record.origin for record in records.records)
-    return _from_files(rows, labels, origins, (record.to_row() for record in records.records))
+    content = (record.to_row() for record in records.records)
+    return _from_files(rows, labels, content, prompts=(record.origin for record in records.records))
 
 
 class _Answer(BaseModel, strict=True):
@@ -263,10 +244,10 @@ def file_answers(records: Sequence[Mapping[str, Any]], *, name: str, right: floa
         name: Name of the file, for messages.
         right: Reward from which an answer is right.
     """
-    rows = []
+    rows, labels, content = [], [], []
     for number, record in enumerate(records, start=1):
         try:
-            _Answer.model_validate(dict(record))
+            answer = _Answer.model_validate(dict(record))
         except ValidationError as error:
             field = str(error.errors()[0]["loc"][0])
             raise UserError(
@@ -274,27 +255,18 @@ def file_answers(records: Sequence[Mapping[str, Any]], *, name: str, right: floa
                 "caption, completion and reward, as text_sample writes them with data.question about rated "
                 "images that have prompts."
             ) from error
-        rows.append(Row(f"row {number} of '{name}'", record["caption"], (record["image"],)))
-    target = [record["reward"] >= right for record in records]
-    if len(set(target)) < 2:
-        rewards = [record["reward"] for record in records]
+        rows.append(Row(f"row {number} of '{name}'", answer.caption, (answer.image,)))
+        is_right = float(answer.reward >= right)
+        labels.append(Example(prompt=answer.caption, target=is_right, critique=answer.completion))
+        content.append({key: record[key] for key in _Answer.model_fields})
+    if len({label.target for label in labels}) < 2:
+        rewards = [row["reward"] for row in content]
         raise UserError(
-            f"{'all' if target[0] else 'none'} of the {len(records)} answers of '{name}' are right by "
+            f"{'all' if labels[0].target else 'none'} of the {len(labels)} answers of '{name}' are right by "
             f"data.right {right:g}; a judge of them learns from both kinds. Rewards go from {min(rewards):g} "
             f"to {max(rewards):g}: set data.right between, and in text_sample selection.rule=all."
         )
-
-    labels = [
-        Example(prompt=record["caption"], target=float(is_right), critique=record["completion"])
-        for record, is_right in zip(records, target, strict=True)
-    ]
-    keys = "image", "caption", "completion", "reward"
-    content = ({key: record[key] for key in keys} for record in records)
-    return _from_files(rows, labels, (record["image"] for record in records), content)
-
-
-Encode = Callable[[Sequence[Example]], RewardBatch]
-"""Examples -> rows for a judge and their labels."""
+    return _from_files(rows, labels, content, prompts=(image for row in rows for image in row.images))
 
 
 class ExampleBatches:
@@ -303,18 +275,22 @@ class ExampleBatches:
     Batch `number` of `size` examples in micro-batches of `micro` is a function of (seed, number) alone.
     """
 
-    def __init__(self, examples: Examples, encode: Encode, *, size: int, micro: int, seed: int) -> None:
+    def __init__(
+        self,
+        examples: Examples,
+        encode: Callable[[Sequence[Example]], RewardBatch],
+        *,
+        size: int,
+        micro: int,
+        seed: int,
+    ) -> None:
         self.examples, self.encode, self.size, self.micro, self.seed = examples, encode, size, micro, seed
-
-    def numbers(self, number: int) -> list[int]:
-        """Return the numbers of the examples in batch `number`."""
-        total = len(self.examples)
-        indices = range(number * self.size, (number + 1) * self.size)
-        return [int(_order(self.seed, index // total, total)[index % total]) for index in indices]
 
     def batch(self, number: int, part: tuple[int, int] = (0, 1)) -> Iterator[RewardBatch]:
         """Yield the micro-batches of share `part` of batch `number`."""
-        numbers = self.numbers(number)[part[0] :: part[1]]
+        total = len(self.examples)
+        indices = range(number * self.size, (number + 1) * self.size)[part[0] :: part[1]]
+        numbers = [int(_order(self.seed, index // total, total)[index % total]) for index in indices]
         for start in range(0, len(numbers), self.micro):
             yield self.encode([self.examples[i] for i in numbers[start : start + self.micro]])
 
@@ -322,18 +298,6 @@ class ExampleBatches:
 @lru_cache(maxsize=4)
 def _order(seed: int, epoch: int, total: int) -> np.ndarray:
     return np.random.default_rng([seed, 51, epoch]).permutation(total)
-
-
-def in_order(
-    examples: Examples, encode: Encode, *, size: int, part: tuple[int, int] = (0, 1)
-) -> Iterator[tuple[int, RewardBatch]]:
-    """Yield (number, batch) of all examples once, as they stand.
-
-    `part` (i, n): every n-th batch from the i-th on, for n processes.
-    """
-    for number in range(part[0], -(-len(examples) // size), part[1]):
-        last = min((number + 1) * size, len(examples))
-        yield number, encode([examples[i] for i in range(number * size, last)])
 
 
 def pair_batch(inputs: Any, examples: Sequence[Example], *, heldout: bool) -> RewardBatch:

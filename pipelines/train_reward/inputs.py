@@ -61,7 +61,7 @@ class RewardInputs:
 
 def prepare_reward(config: TrainRewardConfig) -> RewardInputs:
     """Read what the configuration names and check it: all that can be known without the judge."""
-    data, notes = config.data, list[str]()
+    data, model, notes = config.data, config.model, list[str]()
     train = _load(config, "train", notes)
     heldout = None if data.heldout is None else _load(config, "heldout", notes)
     if heldout is not None:
@@ -71,44 +71,62 @@ def prepare_reward(config: TrainRewardConfig) -> RewardInputs:
                 f"data.train: {listed([repr(prompt) for prompt in shared])}. Put each into one of the two."
             )
         both = {"data.heldout": heldout, "data.train": train}
-        sets = {name: [ref for row in side.rows for ref in row.images] for name, side in both.items()}
-        refuse_shared_images(sets, what="of data.heldout are also in data.train")
+        images = {name: [ref for row in side.rows for ref in row.images] for name, side in both.items()}
+        refuse_shared_images(images, what="of data.heldout are also in data.train")
     if data.convex_da is not None:
         variants = data.convex_da.variants([row.prompt for row in train.rows], config.seed)
         train = with_prompts(train, variants)
         notes.append(f"data.train: {len(variants)} pairs become {len(train)} by ConvexDA.")
     prints: dict[str, str] = {}
     for name, examples in (("data.train", train), ("data.heldout", heldout)):
-        if examples is not None and examples.rows:
-            for where, prompt, _ in examples.rows:
-                if prompt is not None and not prompt.strip() and config.model.kind != "hp":
-                    raise UserError(
-                        f"{name}: the prompt in {where} is {prompt!r}, and a judge of kind "
-                        f"{config.model.kind} reads it. Write one, or take the row out."
-                    )
-            check_images(examples.rows, name)
-            prints[name] = fingerprint(examples.content)
+        if examples is None or not examples.rows:
+            continue
+        for where, prompt, _ in examples.rows:
+            if prompt is not None and not prompt.strip() and model.kind != "hp":
+                raise UserError(
+                    f"{name}: the prompt in {where} is {prompt!r}, and a judge of kind {model.kind} reads it. Write "
+                    "one, or take the row out."
+                )
+        check_images(examples.rows, name)
+        prints[name] = fingerprint(examples.content)
     if len(train) < data.batch:
         notes.append(
             f"data.train holds {len(train)} examples, fewer than data.batch {data.batch}: each update reads "
             "some of them more than once."
         )
-    if isinstance(config.model, ChecklistModel) and config.model.checklist is not None:
-        try:
-            checklist = Checklist.read(config.model.checklist)
-        except (FileNotFoundError, ValueError) as error:
-            raise UserError(f"model.checklist: {error}") from error
-        prints["model.checklist"] = fingerprint([checklist.to_dict()])
+    if isinstance(model, ChecklistModel):
+        if model.train == "head":
+            notes.append(
+                "Each image is asked about once, when it is first read: the first iterations take the longest."
+            )
+        if model.checklist is not None:
+            try:
+                checklist = Checklist.read(model.checklist)
+            except (FileNotFoundError, ValueError) as error:
+                raise UserError(f"model.checklist: {error}") from error
+            prints["model.checklist"] = fingerprint([checklist.to_dict()])
     return RewardInputs(train=train, heldout=heldout, notes=tuple(notes), fingerprints=prints)
 
 
 def _load(config: TrainRewardConfig, side: str, notes: list[str]) -> Examples:
     """Load and check data.train or data.heldout; oddities go into `notes`."""
     data, is_train = config.data, side == "train"
-    source = str(getattr(data, side))
-    limit, split = (data.size, data.train_split) if is_train else (data.heldout_size, data.heldout_split)
+    source, limit, split = (
+        (data.train, data.size, data.train_split)
+        if is_train
+        else (str(data.heldout), data.heldout_size, data.heldout_split)
+    )
     if source in GENERATED:
-        return _generated(config, source, limit, is_train=is_train)
+        if limit is None:
+            raise UserError(f"{source} has no end; give numbers for data.size and data.heldout_size.")
+        seed = config.seed + (0 if is_train else _HELDOUT_SEED)
+        world = {"split": side, "surroundings": data.surroundings if is_train else 0.0}
+        if source == "shapes:quality":
+            return shapes_ratings(seed, limit, annotators=data.annotators, **world)
+        if config.reads == "triples" and is_train:
+            return shapes_triples(seed, limit, **world)
+        kinds = data.kinds if is_train else data.heldout_kinds or data.kinds
+        return shapes_pairs(seed, limit, labels=data.labels, annotators=data.annotators, kinds=kinds, **world)
     with name_key(f"data.{side}"):
         if config.reads == "answers":
             return file_answers(load_demonstrations(source)[:limit], name=Path(source).name, right=data.right)
@@ -117,23 +135,6 @@ def _load(config: TrainRewardConfig, side: str, notes: list[str]) -> Examples:
         if isinstance(records, QualitySet):
             return _ratings(config, records)
         return _pairs(config, records, side, notes)
-
-
-def _generated(config: TrainRewardConfig, source: str, count: int | None, *, is_train: bool) -> Examples:
-    data = config.data
-    if count is None:
-        raise UserError(f"{source} has no end; give numbers for data.size and data.heldout_size.")
-    seed = config.seed + (0 if is_train else _HELDOUT_SEED)
-    around = {
-        "split": "train" if is_train else "heldout",
-        "surroundings": data.surroundings if is_train else 0.0,
-    }
-    if source == "shapes:quality":
-        return shapes_ratings(seed, count, annotators=data.annotators, **around)
-    if config.reads == "triples" and is_train:
-        return shapes_triples(seed, count, **around)
-    kinds = data.kinds if is_train else data.heldout_kinds or data.kinds
-    return shapes_pairs(seed, count, labels=data.labels, annotators=data.annotators, kinds=kinds, **around)
 
 
 def _ratings(config: TrainRewardConfig, records: QualitySet) -> Examples:
@@ -194,11 +195,10 @@ def _refuse_contradictions(pairs: PreferenceSet) -> None:
     """Refuse single labels that say the opposite of one another; disagreement belongs into votes."""
     wins_of: dict[tuple[str, ...], Counter[bool]] = {}
     for pair in pairs.pairs:
-        if pair.votes is not None or pair.annotator is not None or pair.label not in (0.0, 1.0):
-            continue
-        first, second = sorted((pair.image_left, pair.image_right))
-        wins = (pair.label == 1.0) == (pair.image_left == first)
-        wins_of.setdefault((pair.prompt, first, second), Counter())[wins] += 1
+        if pair.votes is None and pair.annotator is None and pair.label in (0.0, 1.0):
+            first, second = sorted((pair.image_left, pair.image_right))
+            wins = (pair.label == 1.0) == (pair.image_left == first)
+            wins_of.setdefault((pair.prompt, first, second), Counter())[wins] += 1
     split = [key for key, counts in wins_of.items() if len(counts) == 2 and counts[True] == counts[False]]
     if split:
         raise UserError(

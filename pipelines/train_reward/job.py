@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from visalign.pipelines.shared.job import JUDGE, JudgeRun, build_trainer, run_job
 from visalign.pipelines.shared.parts import build_accelerator, ends_by
+from visalign.rewards.catalogue import CATALOGUE
 
 from .config import JUDGE_KINDS, TrainRewardConfig
+from .examples import ExampleBatches
 from .inputs import prepare_reward
 
 if TYPE_CHECKING:
@@ -20,14 +23,30 @@ if TYPE_CHECKING:
 
 __all__ = ["JUDGE", "TrainRewardConfig", "plan", "run"]
 
+MEANING = {
+    "accuracy": "pairs on the right side, where the truth is clear",
+    "accuracy_all": "pairs on the right side, all whose truth is known",
+    "nll": "negative log-likelihood of a vote, nats",
+    "ece": "expected calibration error against the votes, 10 bins",
+    "std_mean": "mean standard deviation of a difference",
+    "std_auroc": "AUROC of that standard deviation for pairs on the wrong side (0.5: no use)",
+    "std_auroc_votes": "AUROC of it for pairs against the majority of the votes",
+    "std_auroc_lead": "the same among pairs of equal lead",
+    "mass_low": "probability of all answers that are read, its 1 % quantile over the examples",
+    "mae": "mean absolute error of the rating",
+    "srcc": "Spearman correlation with the mean opinion score",
+    "critique_right": "answers that are right",
+    "critique_accuracy": "answers of which it says rightly whether they are",
+    "critique_auroc": "AUROC of its log-odds for right answers",
+    "critique_nll": "negative log-likelihood of whether an answer is right, nats",
+}
+
 
 def _build(config: TrainRewardConfig, output: Path) -> JudgeRun:
     """Build the objects of a run, without writing anything."""
     from visalign.training import RewardModeling
     from visalign.training.loop.progress import SUPERVISED_COLUMNS
 
-    from .card import reward_card
-    from .examples import ExampleBatches
     from .measure import Measure
 
     inputs = prepare_reward(config)
@@ -48,8 +67,11 @@ def _build(config: TrainRewardConfig, output: Path) -> JudgeRun:
         undivided=judge.divide() if config.run.sharding else (),
     )
     trainer = build_trainer(config, output, algorithm, lambda _: measure(), columns=SUPERVISED_COLUMNS)
-    for note in (*inputs.notes, *judge.first_notes()):
+    for note in inputs.notes:
         trainer.progress.note(note)
+    reward, next_command = JUDGE_KINDS[config.model.kind].reward, ["visalign", "evaluate", "--help"]
+    if reward is not None and data.heldout is not None:
+        next_command[2:] = [data.heldout, "-r", reward, "--option", f"model={output / JUDGE}"]
     return JudgeRun(
         config=config,
         output=output,
@@ -66,7 +88,7 @@ def _build(config: TrainRewardConfig, output: Path) -> JudgeRun:
         },
         notes=judge.card_notes,
         card=lambda summary, notes: reward_card(config, summary, count, notes),
-        next_command=evaluate_command(config, output),
+        next_command=next_command,
     )
 
 
@@ -83,12 +105,48 @@ def build_judge(config: TrainRewardConfig, device: torch.device) -> TrainedJudge
     return kinds.get(config.model.kind, AnswerJudge)(config, device)
 
 
-def evaluate_command(config: TrainRewardConfig, output: Path) -> list[str]:
-    """Build the command that measures the trained reward on the held-out set."""
-    reward, source = JUDGE_KINDS[config.model.kind].reward, config.data.heldout
-    if reward is None or source is None:
-        return ["visalign", "evaluate", "--help"]
-    return ["visalign", "evaluate", source, "-r", reward, "--option", f"model={output / JUDGE}"]
+def reward_card(config: TrainRewardConfig, summary: Mapping[str, Any], examples: int, notes: list[str]) -> str:
+    """Write the text of README.md: data, steps, time, held-out numbers as measured."""
+    model, data, after = config.model, config.data, summary["after"]
+    labels = ""
+    if config.reads == "triples":
+        labels = f", labels: cosines of `{model.path}` truncated at {data.theta:g}"
+    elif data.train == "shapes:pairs":
+        labels = f", labels: {data.labels}, pairs that differ in {', '.join(data.kinds)}"
+    reward = JUDGE_KINDS[model.kind].reward
+    reader = f"{CATALOGUE['deepseek_grm']}` as `meta" if reward is None else str(CATALOGUE[reward])
+    trained_part = model.train + "".join(f" but `{name}`" for name in model.frozen)
+    rows = [
+        f"| {MEANING.get(name, name)} | {_number(summary['before'].get(name))} | {_number(value)} |"
+        for name, value in after.items()
+    ]
+    quality = f"""## How good it is
+
+On held-out examples of `{data.heldout}` (no prompt in common with the training data):
+
+| measure | before | after |
+|---|---|---|
+{chr(10).join(rows)}
+
+The first column was measured on the first examples alone while the judge was untrained.
+"""
+    training = f"""# A judge of kind {model.kind}
+
+Trained from `{model.path}` ({trained_part}, {summary["trainable_parameters"]:,} parameters moved); read by \
+`{reader.replace(":", ".")}`.
+
+## Training
+
+- Data: `{data.train}`, {examples:,} examples{labels}; {summary["examples"]:,} read ({summary["epochs"]:.2f} epochs).
+- Loss: {config.objective.task}; {summary["updates"]} updates of {data.batch} examples.
+- {summary["training_seconds"]:.0f} s of training, the evaluations on the way included.
+- Made by `visalign train-reward`; the run's config.yaml holds every setting.
+"""
+    return "\n".join([training, *([quality] if after else []), *notes])
+
+
+def _number(value: Any) -> str:
+    return "–" if value is None or value != value else f"{value:.4f}"
 
 
 def plan(config: TrainRewardConfig) -> dict[str, Any]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import textwrap
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -39,10 +40,14 @@ class TrainedJudge(ABC):
     def __init__(self, config: TrainRewardConfig, module: Any, device: torch.device) -> None:
         self.settings: Any = config.model
         self.module, self.device = module, device
+        self.autocast_dtype = autocast_dtype(self.settings.autocast, device)
+        weights_dtype = getattr(torch, getattr(self.settings, "dtype", "float32"))
+        self.compute_dtype: torch.dtype = self.autocast_dtype or weights_dtype
+        self.save_dtype: torch.dtype = getattr(torch, self.settings.save_dtype)
 
     def trainable_parameters(self) -> Sequence[tuple[str, nn.Parameter]]:
         """Names and parameters that are trained."""
-        return moving(self.module)
+        return trainable(self.module)
 
     def train(self, mode: bool = True) -> None:
         """Dropout on or off."""
@@ -50,7 +55,7 @@ class TrainedJudge(ABC):
 
     @abstractmethod
     def encode(self, examples: Sequence[Example], *, heldout: bool = False) -> RewardBatch:
-        """Rows and labels; with `heldout` the labels are the truth."""
+        """Encode examples with their labels, which with `heldout` are the truth."""
 
     @abstractmethod
     def __call__(self, inputs: Any) -> Outputs:
@@ -68,10 +73,6 @@ class TrainedJudge(ABC):
         """Return examples that are cached where the judge's model is frozen and reads each image once."""
         return examples
 
-    def first_notes(self) -> list[str]:
-        """Return notes to print before training."""
-        return []
-
     def card_notes(self) -> list[str]:
         """Return lines about the present weights for the card."""
         return []
@@ -82,72 +83,61 @@ class TrainedJudge(ABC):
 
     def precision(self) -> Any:
         """Autocast as model.autocast says."""
-        dtype = autocast_dtype(self.settings.autocast, self.device)
+        dtype = self.autocast_dtype
         return torch.autocast(self.device.type, dtype or torch.float32, enabled=dtype is not None)
-
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        """Dtype of matrix products while training: that of autocast, else of the weights."""
-        dtype = autocast_dtype(self.settings.autocast, self.device)
-        return dtype or getattr(torch, getattr(self.settings, "dtype", "float32"))
-
-    @property
-    def save_dtype(self) -> torch.dtype:
-        """Dtype of the saved weights."""
-        return getattr(torch, self.settings.save_dtype)
 
 
 class SeeingJudge(TrainedJudge):
     """A judge on a vision-language model, nothing of it trainable yet."""
 
     def __init__(self, config: TrainRewardConfig, device: torch.device) -> None:
-        path, dtype = config.model.path, getattr(torch, config.model.dtype)  # type: ignore[union-attr]
+        model: Any = config.model
         self.engine = VisionLanguageEngine.from_pretrained(
-            path, device=device, dtype=dtype, max_tokens_per_batch=_TOKENS
+            model.path, device=device, dtype=getattr(torch, model.dtype), max_tokens_per_batch=_TOKENS
         )
         super().__init__(config, self.engine.model, device)
-        self._apart: OtherMembers | None = None
+        self._others: OtherMembers | None = None
 
     def train(self, mode: bool = True) -> None:
         """Dropout on or off; features of a tower that is trained are forgotten."""
         super().train(mode)
-        if not mode and self._tower_moves():
+        if not mode and self._is_tower_trained():
             self.engine.clear_features()
 
     def divide(self) -> Sequence[nn.Parameter]:
         """Make each batch one pass; a frozen tower stays whole, as it sees new images alone."""
         self.engine.network.in_one_pass = True
-        return () if self._tower_moves() else self.engine.network.tower
+        return () if self._is_tower_trained() else self.engine.network.tower
 
-    def _tower_moves(self) -> bool:
+    def _is_tower_trained(self) -> bool:
         return any(parameter.requires_grad for parameter in self.engine.network.tower)
 
     def unfreeze(self) -> None:
         """Train what `model.train` names: all, or new adapters, drawn from torch's global generator."""
-        model = self.engine.model
-        if self.settings.train == "full":
+        model, settings = self.engine.model, self.settings
+        if settings.train == "full":
             model.requires_grad_(True)
-            freeze(model, self.settings.frozen)
-        if self.settings.train != "lora":
+            freeze(model, settings.frozen)
+        if settings.train != "lora":
             return
         from peft import LoraConfig
 
-        lora = self.settings.lora
+        lora = settings.lora
         targets = LANGUAGE if lora.target_modules is None else list(lora.target_modules)
         alpha: Any = lora.alpha  # peft divides by the rank; fractions are fine
         try:
             model.add_adapter(LoraConfig(r=lora.rank, lora_alpha=alpha, target_modules=targets, lora_dropout=0.0))
         except ValueError as error:
             raise UserError(
-                f"model.lora cannot be added to {self.settings.path!r}: {error} Name linear layers of this "
+                f"model.lora cannot be added to {settings.path!r}: {error} Name linear layers of this "
                 "model in model.lora.target_modules, or leave it out."
             ) from error
-        if self.settings.diversity is not None:
-            self._apart = OtherMembers(self.settings.diversity.others, dict(moving(model)))
+        if settings.diversity is not None:
+            self._others = OtherMembers(settings.diversity.others, dict(trainable(model)))
 
     def penalty(self) -> Tensor | None:
         """−weight times how different the adapters are from those of the members before."""
-        return None if self._apart is None else -self.settings.diversity.weight * self._apart.diversity()
+        return None if self._others is None else -self.settings.diversity.weight * self._others.diversity()
 
     def odds(self, states: Tensor, yes: Sequence[int], no: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Log-odds of yes over no where an answer begins, and the log of their total probability."""
@@ -178,48 +168,45 @@ class SeeingJudge(TrainedJudge):
 
 
 class OtherMembers:
-    """Nuclear diversity of the trained LoRA matrices and those of earlier members.
+    """Nuclear diversity of the trained LoRA matrices and those of earlier members, folders of trained judges.
 
-    Args:
-        folders: Judges that were trained with adapters.
-        trained: Parameters that are trained, by name; only LoRA matrices count.
+    Of `trained`, parameters by name, only LoRA matrices count.
     """
 
     def __init__(self, folders: Sequence[str], trained: Mapping[str, Tensor]) -> None:
         self.trained = {
             name.removesuffix(".default.weight"): value for name, value in trained.items() if ".lora_" in name
         }
-        self.others = [self._read(folder) for folder in folders]
-
-    def _read(self, folder: str) -> dict[str, Tensor]:
-        try:
-            adapters = adapters_of(find_weights(folder))
-        except (OSError, RewardError) as error:
-            raise UserError(
-                f"model.diversity.others names {folder!r}, which has no adapters to be kept apart from "
-                f"({error}). Give folders of judges that were trained with model.train lora."
-            ) from error
-        for name, value in self.trained.items():
-            axis = 1 if name.endswith("lora_A") else 0  # ranks may differ
-            if name not in adapters or adapters[name].shape[axis] != value.shape[axis]:
+        self.members: list[dict[str, Tensor]] = []
+        for folder in folders:
+            try:
+                adapters = adapters_of(find_weights(folder))
+            except (OSError, RewardError) as error:
                 raise UserError(
-                    f"model.diversity.others names {folder!r}, whose adapters have no {name} of the trained "
-                    "size. Members have one base and model.lora.target_modules."
-                )
-        return {name: adapters[name].to(value.device).float() for name, value in self.trained.items()}
+                    f"model.diversity.others names {folder!r}, which has no adapters to be kept apart from "
+                    f"({error}). Give folders of judges that were trained with model.train lora."
+                ) from error
+            for name, value in self.trained.items():
+                axis = 1 if name.endswith("lora_A") else 0  # ranks may differ
+                if name not in adapters or adapters[name].shape[axis] != value.shape[axis]:
+                    raise UserError(
+                        f"model.diversity.others names {folder!r}, whose adapters have no {name} of the trained "
+                        "size. Members have one base and model.lora.target_modules."
+                    )
+            self.members.append({name: adapters[name].to(x.device).float() for name, x in self.trained.items()})
 
     def diversity(self) -> Tensor:
         """Mean over the matrices A and B of all layers."""
-        values = []
-        for name, value in self.trained.items():
-            matrices = [*(other[name] for other in self.others), value]
-            values.append(nuclear_diversity(matrices, dim=int(name.endswith("lora_B"))))
+        values = [
+            nuclear_diversity([*(member[name] for member in self.members), value], dim=int(name.endswith("lora_B")))
+            for name, value in self.trained.items()
+        ]
         return torch.stack(values).mean()
 
 
 def freeze(model: nn.Module, beginnings: Sequence[str]) -> None:
     """Freeze the parameters whose names begin so."""
-    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    names = [name for name, _ in trainable(model)]
     for beginning in beginnings:
         if not any(name.startswith(beginning) for name in names):
             first = sorted({".".join(name.split(".")[:2]) for name in names})
@@ -232,8 +219,8 @@ def freeze(model: nn.Module, beginnings: Sequence[str]) -> None:
             parameter.requires_grad_(False)
 
 
-def moving(network: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Names and parameters that are trained."""
+def trainable(network: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """List names and parameters that are trained."""
     return [(name, parameter) for name, parameter in network.named_parameters() if parameter.requires_grad]
 
 
@@ -253,7 +240,7 @@ def refuse(reasons: Sequence[str | None], prompts: Sequence[str]) -> None:
     """Refuse examples that the model cannot read, by UserError."""
     for prompt, reason in zip(prompts, reasons, strict=True):
         if reason is not None:
-            excerpt = prompt if len(prompt) <= 80 else f"{prompt[:80]}… ({len(prompt):,} characters)"
+            excerpt = textwrap.shorten(prompt, 80)
             raise UserError(
                 f"An example with the prompt {excerpt!r} cannot be learnt: {reason}. Take it out of the set."
             )

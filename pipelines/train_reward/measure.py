@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,22 +15,17 @@ from visalign.training.reward.heldout import LOW, auroc, concatenate_pairs, pair
 from visalign.training.reward.tasks import TASKS
 
 from .config import TrainRewardConfig
-from .examples import Examples, in_order
+from .examples import Examples
 
 ON_THE_WAY = 400
 """Held-out examples of the evaluations on the way; the last one takes all."""
 
 
 class Measure:
-    """Measures a judge with the weights that it has.
+    """Measures a judge with the weights that it has; without held-out examples it returns no numbers.
 
-    Several processes share the examples, each counted once, and all of them get the numbers.
-
-    Args:
-        config: Configuration of the job.
-        judge: Judge with `encode(examples, heldout=True)`.
-        heldout: Examples; None measures nothing.
-        processes: (i, n): this one's number and how many there are.
+    Processes (this one's number, how many there are) share the examples, each counted once, and all of them
+    get the numbers.
     """
 
     def __init__(
@@ -53,25 +47,23 @@ class Measure:
             return {}
         examples = self.heldout.first(self.size if final else min(self.size, ON_THE_WAY))
         task = TASKS[self.config.objective.task]
-        if task.labels in ("rows", "answers"):
+        size, (process, processes) = self.config.evaluation.batch, self.processes
+        is_pairs = task.labels not in ("rows", "answers")
+        if not is_pairs:
             self.judge.train(False)
-            value, mass, target = torch.cat(self._by_batch(examples, self._outputs), 1)
-            measures = _rating_measures if task.labels == "rows" else _answer_measures
-            return {**measures(value, target), "mass_low": float(mass.quantile(LOW))}
-        scored = self._by_batch(examples, lambda batch: score_pairs(self.judge, [batch], task))
-        return pair_measures(concatenate_pairs(scored))
-
-    def _by_batch(self, examples: Examples, measure: Callable[[Any], Any]) -> list[Any]:
-        """Collect the results of all processes in the order of the batches."""
-
-        def encode(chunk: Any) -> Any:
-            return self.judge.encode(chunk, heldout=True)
-
-        batches = in_order(examples, encode, size=self.config.evaluation.batch, part=self.processes)
-        results = [(number, measure(batch)) for number, batch in batches]
-        if self.processes[1] > 1:
+        results = []
+        for start in range(process * size, len(examples), processes * size):
+            numbers = range(start, min(start + size, len(examples)))
+            batch = self.judge.encode([examples[number] for number in numbers], heldout=True)
+            results.append((start, score_pairs(self.judge, [batch], task) if is_pairs else self._outputs(batch)))
+        if processes > 1:
             results = gather_object(results)
-        return [value for _, value in sorted(results, key=lambda pair: pair[0])]
+        values: list[Any] = [value for _, value in sorted(results, key=lambda pair: pair[0])]
+        if is_pairs:
+            return pair_measures(concatenate_pairs(values))
+        value, mass, target = torch.cat(values, 1)
+        measures = _rating_measures if task.labels == "rows" else _answer_measures
+        return {**measures(value, target), "mass_low": float(mass.quantile(LOW))}
 
     @torch.no_grad()
     def _outputs(self, batch: Any) -> Tensor:
@@ -82,10 +74,7 @@ class Measure:
 
 
 def _rating_measures(value: Tensor, target: Tensor) -> dict[str, float]:
-    return {
-        "mae": float((value - target).abs().mean()),
-        "srcc": float(srcc(value.numpy(), target.numpy())),
-    }
+    return {"mae": float((value - target).abs().mean()), "srcc": float(srcc(value.numpy(), target.numpy()))}
 
 
 def _answer_measures(value: Tensor, target: Tensor) -> dict[str, float]:

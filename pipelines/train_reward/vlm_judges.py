@@ -24,7 +24,7 @@ from visalign.training.reward.batch import Outputs, RewardBatch
 
 from .config import TrainRewardConfig
 from .examples import Example, pair_batch, pair_images
-from .judges import SeeingJudge, base_name, cast, moving, refuse, shrink
+from .judges import SeeingJudge, base_name, cast, refuse, shrink, trainable
 
 
 class Hpsv3Judge(SeeingJudge):
@@ -47,26 +47,27 @@ class Hpsv3Judge(SeeingJudge):
         self.judge.head.requires_grad_(True)
         self.module = self.judge
         if self.settings.train == "lora":
-            self._own_token()
+            self._train_token()
 
     @property
     def token(self) -> Any:
         """The reward token's embedding, where it is a parameter of its own."""
         return getattr(self.judge, "reward_token", None)
 
-    def _own_token(self) -> None:
-        embedding = self.engine.model.get_input_embeddings()
-        token_id = self.engine.processor.tokenizer.convert_tokens_to_ids(REWARD_TOKEN)
-        start = embedding.weight[token_id].detach().clone()
-        self.judge.register_parameter("reward_token", nn.Parameter(start))
+    def _train_token(self) -> None:
+        embedding, token_id = self.engine.model.get_input_embeddings(), self._token_id()
+        self.judge.register_parameter("reward_token", nn.Parameter(embedding.weight[token_id].detach().clone()))
 
         def put(_: nn.Module, arguments: tuple[Tensor, ...], embedded: Tensor) -> Tensor:
             return torch.where((arguments[0] == token_id)[..., None], self.token.to(embedded), embedded)
 
         embedding.register_forward_hook(put)
 
+    def _token_id(self) -> int:
+        return self.engine.processor.tokenizer.convert_tokens_to_ids(REWARD_TOKEN)
+
     def trainable_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        parameters = [(f"backbone.{name}", p) for name, p in moving(self.engine.model)]
+        parameters = [(f"backbone.{name}", p) for name, p in trainable(self.engine.model)]
         parameters += [(f"head.{name}", p) for name, p in self.judge.head.named_parameters()]
         return parameters if self.token is None else [*parameters, ("reward_token", self.token)]
 
@@ -88,8 +89,7 @@ class Hpsv3Judge(SeeingJudge):
         self.judge.eval()
         model, path = self.engine.model, self.settings.path
         if self.token is not None:
-            token_id = self.engine.processor.tokenizer.convert_tokens_to_ids(REWARD_TOKEN)
-            model.get_input_embeddings().weight[token_id] = self.token.to(model.dtype)
+            model.get_input_embeddings().weight[self._token_id()] = self.token.to(model.dtype)
         full = self.settings.train == "full"
         if full:
             cast(model, self.save_dtype)
@@ -103,8 +103,7 @@ class AnswerJudge(SeeingJudge):
     def __init__(self, config: TrainRewardConfig, device: torch.device) -> None:
         super().__init__(config, device)
         self.kind = config.model.kind
-        names = {"yes_no": YES_NO, "pair": PAIR, "rating": RATING, "critique": META}
-        default = names[self.kind]
+        default = {"yes_no": YES_NO, "pair": PAIR, "rating": RATING, "critique": META}[self.kind]
         self.template = self.engine.template(META.name if self.kind == "critique" else self.kind, default)
         self._fields = check_fields(self.template)
         if self.kind == "rating":
@@ -120,29 +119,26 @@ class AnswerJudge(SeeingJudge):
 
     def encode(self, examples: Sequence[Example], *, heldout: bool = False) -> RewardBatch:
         """Encode images of pairs one by one, pairs in both orders, rated images, or answers about images."""
+
+        def query(example: Example, *sides: int, prompt: str = "", **fields: str) -> Query:
+            images = [example.images[side] for side in sides]
+            return Query(images=images, prompt=prompt or example.prompt, fields={**fields, **self._fields})  # as saved
+
         if self.kind == "rating":
-            asks = [Query(images=[e.images[0]], prompt="-") for e in examples]
+            queries = [query(example, 0, prompt="-") for example in examples]
         elif self.kind == "critique":
-            asks = [Query(images=[e.images[0]], prompt=e.prompt, fields={"critique": e.critique}) for e in examples]
-        elif self.kind == "yes_no":
-            prompts = [example.prompt for example in examples] * 2
-            images = pair_images(examples)
-            asks = [Query(images=[i], prompt=p) for i, p in zip(images, prompts, strict=True)]
+            queries = [query(example, 0, critique=example.critique) for example in examples]
         else:
-            asks = [Query(images=[e.images[1], e.images[0]], prompt=e.prompt) for e in examples]
-            asks += [Query(images=[e.images[0], e.images[1]], prompt=e.prompt) for e in examples]
-        asks = [replace(ask, fields={**ask.fields, **self._fields}) for ask in asks]  # as if saved
-        rows, reasons = self.engine.encode(self.template, asks)
-        refuse(reasons, [ask.prompt for ask in asks])
-        if self.kind == "yes_no":
-            return pair_batch((rows, 1.0), examples, heldout=heldout)
-        if self.kind == "pair" and heldout:  # half the difference of both orders
-            return pair_batch((rows, 0.5), examples, heldout=True)
+            orders = ((0,), (1,)) if self.kind == "yes_no" else ((1, 0), (0, 1))
+            queries = [query(example, *order) for order in orders for example in examples]
+        rows, reasons = self.engine.encode(self.template, queries)
+        refuse(reasons, [query.prompt for query in queries])
+        if self.kind == "yes_no" or (self.kind == "pair" and heldout):
+            scale = 1.0 if self.kind == "yes_no" else 0.5  # half the difference of both orders
+            return pair_batch((rows, scale), examples, heldout=heldout)
+        target = torch.tensor([example.label if self.kind == "pair" else example.target for example in examples])
         if self.kind == "pair":
-            first = torch.tensor([example.label for example in examples])
-            target = torch.cat([first, 1 - first])
-        else:
-            target = torch.tensor([example.target for example in examples])
+            target = torch.cat([target, 1 - target])
         return RewardBatch(inputs=(rows, 1.0), size=len(examples), target=target)
 
     def __call__(self, inputs: Any) -> Outputs:

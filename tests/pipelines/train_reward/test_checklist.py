@@ -18,7 +18,7 @@ from tests.support.models.language import LETTERS
 from tests.support.models.vision_language import save_tiny_seeing_model
 from visalign.config import load_config
 from visalign.errors import UserError
-from visalign.pipelines.train_reward.checklist_judge import ChecklistJudge, Questions
+from visalign.pipelines.train_reward.checklist_judge import ChecklistJudge
 from visalign.pipelines.train_reward.examples import Examples, shapes_pairs
 from visalign.pipelines.train_reward.inputs import prepare_reward
 from visalign.pipelines.train_reward.job import TrainRewardConfig, build_judge, run
@@ -162,9 +162,9 @@ def test_a_run_saves_what_the_judge_reads(model, tmp_path):
 def test_an_image_is_asked_once_and_by_itself(model, tmp_path, monkeypatch):
     judge = build_judge(_config(model, tmp_path), torch.device("cpu"))
     asked = []
-    ask = Questions._ask
+    ask = ChecklistJudge._ask
     monkeypatch.setattr(
-        Questions, "_ask", lambda self, image, prompt: asked.append(prompt) or ask(self, image, prompt)
+        ChecklistJudge, "_ask", lambda self, image, prompt: asked.append(prompt) or ask(self, image, prompt)
     )
     source = shapes_pairs(0, 4)
     pairs = [source[n] for n in range(3)]

@@ -17,7 +17,6 @@ from safetensors.torch import load_file
 from tests.support.models.vision_language import save_tiny_seeing_model
 from tests.support.training.metric_families import without_times
 from visalign.config import load_config
-from visalign.pipelines.train_reward.examples import Examples, in_order
 from visalign.pipelines.train_reward.job import TrainRewardConfig, run
 from visalign.training.loop.metrics import read_metrics
 from visalign.training.reward.heldout import HeldoutPairs, concatenate_pairs, pair_measures
@@ -96,15 +95,6 @@ def test_two_processes_are_one_run_and_go_on_as_one(tmp_path):
     one, two = (load_file(tmp_path / run_folder / name) for run_folder in ("one", "two"))
     for key, value in one.items():
         torch.testing.assert_close(two[key], value, rtol=1e-3, atol=2e-5)
-
-
-def test_the_shares_of_processes_are_all_pairs_once():
-    """Three processes measure seven pairs in batches of two, gathered by hand."""
-
-    numbered: Any = Examples(count=7, example=lambda number: number, prompts=frozenset())  # type: ignore[arg-type]
-    encode: Any = list
-    shares = [list(in_order(numbered, encode, size=2, part=(process, 3))) for process in range(3)]
-    assert shares == [[(0, [0, 1]), (3, [6])], [(1, [2, 3])], [(2, [4, 5])]]
 
 
 def test_pairs_measured_in_parts_are_the_pairs():

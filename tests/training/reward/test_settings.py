@@ -112,7 +112,7 @@ def test_a_judge_of_pairs_learns_shares_of_votes_alone():
 
 
 def test_generated_sets_of_the_other_sort_are_refused():
-    with pytest.raises(UserError, match=r"data.train is shapes:quality, which holds single rated images"):
+    with pytest.raises(UserError, match=r"data.train is shapes:quality, and a judge of kind yes_no learns from pairs"):
         _config("yes_no", "data.train=shapes:quality")
     with pytest.raises(UserError, match=r"data.heldout is shapes:pairs, and a judge of kind rating learns fro"):
         _config("rating", "data.heldout=shapes:pairs")
