@@ -31,7 +31,7 @@ from visalign.pipelines.shared.run_folder import (
 )
 from visalign.pipelines.shared.sections import MachineConfig, RewardsConfig, RewardTerm
 from visalign.schema import STRICT
-from visalign.settings import Count, Finite, Natural, Share, refuse
+from visalign.settings import Count, Finite, Natural, Positive, PositiveShare, Share, refuse
 from visalign.text import StoppingCriteria
 from visalign.training.loop.judging import check_failures
 from visalign.training.loop.processes import one_process
@@ -80,11 +80,11 @@ OWN_FIELDS = (
 class GridConfig:
     """Sampling: every combination of temperature, nucleus and seed is a point of the grid."""
 
-    temperatures: list[float] = field(default_factory=lambda: [1.0])
+    temperatures: list[Positive] = field(default_factory=lambda: [1.0])
     """τ."""
-    top_p: list[float] = field(default_factory=lambda: [1.0])
+    top_p: list[PositiveShare] = field(default_factory=lambda: [1.0])
     """Nuclei; 1: all tokens."""
-    seeds: list[int] = field(default_factory=lambda: [0])
+    seeds: list[Natural] = field(default_factory=lambda: [0])
     """Seeds; more of them give more completions of the same distributions, without changing the others."""
     samples: Count = 8
     """n, completions to each prompt at each point."""

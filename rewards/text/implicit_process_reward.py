@@ -20,8 +20,7 @@ from torch import Tensor
 
 from visalign.core.rewards.steps import implicit_step_rewards
 from visalign.rewards.base.contract import check_rules
-from visalign.text.log_ratio import model_log_prob, reference_log_prob
-from visalign.text.policy_protocol import TextPolicy
+from visalign.text.policy_protocol import TextPolicy, model_log_prob, reference_log_prob
 from visalign.text.rollout import TextRollout
 from visalign.text.steps import StepReading, StepRewards, step_index
 

@@ -8,7 +8,6 @@ import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from visalign.core import log_prob_entropy
-from visalign.errors import UserError
 from visalign.text import (
     Sampling,
     TokenSets,
@@ -106,18 +105,6 @@ def test_drawing_inverts_the_cumulative_probability_and_never_takes_an_excluded_
         assert draw_tokens(log_p, torch.full((2,), value, dtype=torch.float64)).tolist() == [1, 0]
     with pytest.raises(ValueError, match="logits of row 1 are NaN"):
         draw_tokens(torch.tensor([[0.0, -1.0], [math.nan, 0.0]]), u[:2])
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"temperature": -1}, "temperature is -1; it must be finite and at least 0"),
-        ({"top_p": 0}, "top_p is 0; it must be above 0 and at most 1"),
-    ],
-)
-def test_bad_sampling_is_refused(options, message) -> None:
-    with pytest.raises(UserError, match=message):
-        Sampling(**options)
 
 
 def test_a_seed_gives_its_own_numbers_whatever_the_batch() -> None:

@@ -10,11 +10,12 @@ from .calculator import calculator
 from .distribution import (
     Sampling,
     chosen_log_prob,
+    draw_seeds,
     draw_tokens,
     kept_tokens,
     log_distribution,
+    sample_uniforms,
 )
-from .draws import draw_seeds, sample_uniforms
 from .policy_protocol import Distribution, TextPolicy, TokenOutput
 from .rollout import TextRollout, ToolTrace, join_rollouts
 from .stopping import StoppingCriteria, StopReason, StopStrings

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Distribution that tokens are sampled from: temperature, top-k, top-p, and log-probs under it.
+"""Distribution that tokens are sampled from (temperature, top-k, top-p), log-probs under it, draws from it.
 
 Sampling and recomputation use one formula. z = logits / τ; K is the set of tokens that may be drawn; then
 p_v = e^z_v / Σ_{u∈K} e^z_u for v in K and 0 outside. A ratio is π(y)/π_old(y) of *this* distribution, since
 the rollout drew from it. K is stored with the rollout (`TokenSets`) and used for every later policy: with one
 support a drawn token never gets probability 0, and rounding moves no token in or out of the nucleus.
+
+Each sample draws from a random stream of its own, so that neither its batch nor its neighbours change it.
 
 Sources: top-p, arXiv 1904.09751, section 3.1; the remembered sets, DeepSeek-V3.2, arXiv 2512.02556, section
     3.1 ("keep sampling mask"). The order (temperature, top-k, then top-p of what top-k left) is that of the
@@ -14,13 +16,13 @@ Sources: top-p, arXiv 1904.09751, section 3.1; the remembered sets, DeepSeek-V3.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from visalign.core.tokens.fused_head import LogProbEntropy
-from visalign.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,16 +36,6 @@ class Sampling:
     """Draw only from the k most probable tokens and ties with the k-th; 0: off."""
     top_p: float = 1.0
     """Draw only from the fewest most probable tokens that hold at least this share; 1: off."""
-
-    def __post_init__(self) -> None:
-        ranges = {
-            "temperature": (0 <= self.temperature < math.inf, "finite and at least 0 (greedy)"),
-            "top_k": (self.top_k >= 0, "at least 1, or 0 for off"),
-            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1 (off)"),
-        }
-        for name, (holds, allowed) in ranges.items():
-            if not holds:
-                raise UserError(f"{name} is {getattr(self, name)}; it must be {allowed}.")
 
     @property
     def greedy(self) -> bool:
@@ -117,3 +109,24 @@ def chosen_log_prob(log_p: Tensor, target: Tensor) -> LogProbEntropy:
     return LogProbEntropy(
         log_prob=log_p.gather(-1, target[..., None])[..., 0], entropy=-(log_p.exp() * finite).sum(-1)
     )
+
+
+def draw_seeds(seeds: int | Sequence[int], count: int) -> list[int]:
+    """Draw `count` sample seeds in [0, 2⁶²) from the seed of a call, the first n the same whatever the count; seeds
+    of the samples themselves stay.
+    """
+    if not isinstance(seeds, int):
+        return list(seeds)
+    return torch.randint(2**62, (count,), generator=torch.Generator().manual_seed(seeds)).tolist()
+
+
+def sample_uniforms(seeds: Sequence[int], length: int) -> Tensor:
+    """Draw the numbers [B, T] in [0, 1) that decide the tokens of B samples, row b by seeds[b].
+
+    Equal seeds on one prompt give equal samples. The first n numbers do not depend on the length T, and none
+    on the device of the model: they are float64 on the CPU.
+    """
+    uniform = torch.empty(len(seeds), length, dtype=torch.float64)
+    for row, seed in zip(uniform, seeds, strict=True):
+        row.uniform_(generator=torch.Generator().manual_seed(seed))
+    return uniform

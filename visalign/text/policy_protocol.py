@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Protocol of a text policy: the methods that algorithms call on a language model."""
+"""Protocol of a text policy: the methods that algorithms call on a language model, and its own log-probs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -91,3 +91,21 @@ class TextPolicy(Protocol):
     def save(self, folder: Path) -> None:
         """Write the trained weights in the format of the model's library."""
         ...
+
+
+def model_log_prob(policy: TextPolicy, rollout: TextRollout, rows: Tensor | slice | None = None) -> Tensor:
+    """Compute log π(y_t | y_<t) [b, T] at temperature 1, full vocabulary, experts of the model's own router.
+
+    Differentiable unless gradients are off; 0 where the loss mask is 0. Rows None is all samples.
+    """
+    unmodified = replace(rollout, sampling=Sampling(), kept=None, routes=None)
+    return policy.log_probs(unmodified, rows).log_prob
+
+
+@torch.no_grad()
+def reference_log_prob(policy: TextPolicy, rollout: TextRollout, *, reference: TextPolicy | None = None) -> Tensor:
+    """Compute `model_log_prob` [B, T] of the reference: another model, or `policy.reference()`."""
+    if reference is not None:
+        return model_log_prob(reference, rollout)
+    with policy.reference():
+        return model_log_prob(policy, rollout)

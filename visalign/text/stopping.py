@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from visalign.errors import UserError
-
 StopReason = Literal["eos", "stop string", "length", "prompt too long", "tool failed"]
 """Why a completion ended; "prompt too long" marks a sample that was not generated, whose loss mask is 0, and
 "tool failed" a sample whose tool call got no answer."""
@@ -24,13 +22,6 @@ class StoppingCriteria:
     """The completion ends with the token that completes one of these, which stays in tokens and text."""
     eos_ids: tuple[int, ...] | None = None
     """Ids that end the completion; None is the model's own, () none at all."""
-
-    def __post_init__(self) -> None:
-        if self.max_new_tokens < 1 or isinstance(self.strings, str) or not all(self.strings):
-            raise UserError(
-                f"max_new_tokens is {self.max_new_tokens} and strings are {self.strings!r}; give at least 1 "
-                'token, and a tuple of stop strings that are not empty, such as ("</answer>",).'
-            )
 
 
 class StopStrings:

@@ -17,8 +17,7 @@ from torch.nn.functional import pad
 
 from visalign.interfaces import Prompt
 
-from .distribution import Sampling
-from .draws import draw_seeds
+from .distribution import Sampling, draw_seeds
 from .rollout import TextRollout, ToolTrace
 from .stopping import StoppingCriteria, StopReason, StopStrings
 from .token_sets import TokenSets

@@ -18,7 +18,7 @@ from visalign.adapters.causal_lm.demonstrations import DemonstrationBatches
 from visalign.adapters.causal_lm.policy import CausalLMPolicy
 from visalign.errors import UserError
 from visalign.text import StoppingCriteria, TextRollout
-from visalign.text.log_ratio import model_log_prob
+from visalign.text.policy_protocol import model_log_prob
 
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 LATENT = {"kv_lora_rank": 8, "q_lora_rank": None}

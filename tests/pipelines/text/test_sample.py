@@ -203,7 +203,7 @@ def test_resume_refuses_other_completions_and_notices_other_prompts(finished, in
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("rollout.temperatures=[0.0]", r"temperatures is \[0\.0\] .*give temperatures above 0"),
+        ("rollout.temperatures=[0.0]", r"rollout\.temperatures\[0\].*greater than 0"),
         ("selection.threshold=.nan", "Key 'selection.threshold' .*got nan .*finite"),
     ],
 )

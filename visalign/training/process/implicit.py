@@ -19,8 +19,7 @@ from torch import Tensor
 
 from visalign.core.rewards.steps import implicit_prm_loss
 from visalign.errors import UserError
-from visalign.text.log_ratio import model_log_prob, reference_log_prob
-from visalign.text.policy_protocol import TextPolicy
+from visalign.text.policy_protocol import TextPolicy, model_log_prob, reference_log_prob
 from visalign.text.rollout import TextRollout
 from visalign.training.loop.trainer import Trainer
 

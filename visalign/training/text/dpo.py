@@ -27,7 +27,6 @@ from visalign.core.preference.direct import (
     kto_loss,
     kto_reference_point,
 )
-from visalign.errors import UserError
 from visalign.settings import Finite, NonNegative, Positive, Share, check_rules, settings
 from visalign.text import TextPolicy, TextRollout
 from visalign.training.loop.algorithm import Collected, Context
@@ -127,13 +126,11 @@ class DPO(TextAlgorithm):
     """Training of a text policy on preferences; an `Algorithm` for `Trainer`.
 
     Args:
-        policy: on its device, with the weights of the reference.
+        policy: with the weights of the reference.
         completions: the stream of batches (`visalign.adapters.DemonstrationBatches` with the two
             `settings.fields`; for votes see `with_mismatched`); each update takes one.
-        settings: the loss.
         good: N votes of the completions' records, for kto.
-        heldout: completions of records that are only evaluated.
-        heldout_good: their votes.
+        heldout: completions of records that are only evaluated, `heldout_good` their votes.
         accelerator: processes, which share each batch, and trackers. None creates one on the policy's device.
         sharding: divide the model, its gradients and AdamW's moments among the processes (FSDP2).
     """
@@ -161,12 +158,6 @@ class DPO(TextAlgorithm):
 
     def _with_reference(self, completions: CompletionPairs, good: Sequence[bool] | None) -> PreferenceData:
         """Compute the log-probs of the policy, which is still the reference."""
-        if self.settings.votes != (good is not None) or (good is not None and len(good) != len(completions)):
-            votes = "no votes" if good is None else f"{len(good)} votes of {len(completions)} completions"
-            raise UserError(
-                f"loss.row={self.settings.row} and {votes}: kto takes a vote for each completion, the "
-                "other losses take pairs."
-            )
         ref = torch.zeros(len(completions), 2)
         if DIRECT[self.settings.row].reference:
             ref = shared_log_probs(self.policy, completions, self.accelerator)

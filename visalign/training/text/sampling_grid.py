@@ -74,17 +74,10 @@ class Completions:
 
 
 def grid_points(temperatures: Sequence[float], top_p: Sequence[float], seeds: Sequence[int]) -> list[GridPoint]:
-    """Combine temperatures above 0, nuclei in (0, 1] and seeds, the seeds of one distribution side by side."""
+    """Combine temperatures, nuclei and seeds, the seeds of one distribution side by side."""
     for name, values in (("temperatures", temperatures), ("top_p", top_p), ("seeds", seeds)):
         if not values or len(set(values)) != len(values):
             raise UserError(f"{name} is {list(values)}; give at least one number, and each number once.")
-    if min(seeds) < 0 or any(Sampling(temperature=t).greedy for t in temperatures):
-        raise UserError(
-            f"temperatures is {list(temperatures)} and seeds {list(seeds)}; give temperatures above 0 (0 "
-            "draws nothing) and seeds from 0 up."
-        )
-    for nucleus in top_p:
-        Sampling(top_p=nucleus)  # refuses numbers out of range
     return [GridPoint(temperature=t, top_p=p, seed=s) for t in temperatures for p in top_p for s in seeds]
 
 
@@ -125,15 +118,13 @@ def sample_point(
                 stopping=stopping,
             )
         metadata = [records[i] for i in index for _ in range(samples)]
-        scores = score_samples(reward, list(rollout.text), metadata, what="completions")
-        scores = without_failed(scores, rollout)
+        scores = without_failed(score_samples(reward, list(rollout.text), metadata, what="completions"), rollout)
         value = scores.value.detach().float().cpu()
         valid = scores.valid.cpu() & value.isfinite() & rollout.generated
-        reasons: list[str | None] = [None] * len(metadata)
-        for i in (~valid).nonzero()[:, 0].tolist():
-            failure = scores.reason[i] if scores.reason else None
-            is_too_long = rollout.stop_reason[i] == "prompt too long"
-            reasons[i] = "prompt too long" if is_too_long else failure or "value not finite"
+        failures = [
+            "prompt too long" if stop == "prompt too long" else failure or "value not finite"
+            for stop, failure in zip(rollout.stop_reason, scores.reason or [None] * len(metadata), strict=True)
+        ]
         parts.append(
             Completions(
                 prompt=[i for i in index for _ in range(samples)],
@@ -143,7 +134,7 @@ def sample_point(
                 reward=torch.where(valid, value, torch.nan),
                 tokens=[int(length) for length in rollout.loss_mask.sum(1).tolist()],
                 truncated=rollout.truncated,
-                reason=reasons,
+                reason=[None if ok else why for ok, why in zip(valid.tolist(), failures, strict=True)],
                 answers=[trace.answers for trace in rollout.tools or ()] or [()] * len(metadata),
             )
         )
