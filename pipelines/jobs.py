@@ -49,8 +49,7 @@ def load_job(name_or_path: str, overrides: Sequence[str] = (), *, pipeline: str 
         )
     if name != (pipeline or name):
         raise ConfigError(
-            f"'{path}' is a configuration of the pipeline '{name}', and this command runs '{pipeline}'. Run "
-            "it with visalign train."
+            f"'{path}' is of the pipeline '{name}', and needed is one of '{pipeline}'; visalign train runs any."
         )
     module_name, _, schema = PIPELINES[name].partition(":")
     module = importlib.import_module(module_name)

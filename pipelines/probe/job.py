@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from visalign.atomic import write_atomic
-from visalign.errors import UserError
 from visalign.evaluation.pages.base import embedded
 from visalign.evaluation.pages.probe_page import file_tables, probe_page
 from visalign.evaluation.pages.table_files import FOLDER, write_tables
@@ -34,16 +33,7 @@ SHOWN_SIDE = 224
 
 def probes_for(judge: PointwiseReward | PairwiseReward, names: Sequence[str] | None = None) -> tuple[Probe, ...]:
     """Select the probes of a reward by its kind; one that can do both is probed as one that scores."""
-    if not isinstance(judge, PointwiseReward):
-        return select_probes(names, PAIR_PROBES)
-    allowed = [probe.name for probe in PROBES]
-    for probe in select_probes(names, PAIR_PROBES) if names else ():
-        if probe.name not in allowed:
-            raise UserError(
-                f"The probe {probe.name!r} is for judges that compare, and {judge.name} scores single "
-                f"images. Allowed for it: {', '.join(allowed)}."
-            )
-    return select_probes(names, PROBES)
+    return select_probes(names, PROBES if isinstance(judge, PointwiseReward) else PAIR_PROBES)
 
 
 def probe_reward(

@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from scipy.special import expit
 
 from visalign.evaluation.probes import response
 from visalign.evaluation.probes.catalogue import Level, Probe, Sample
@@ -15,14 +15,13 @@ from visalign.interfaces import PairwiseReward, with_capabilities
 from visalign.rewards.pairs.asking import check_preferences, read_preferences
 
 from .reference import Reference
-from .runner import FORMS, Answer, LevelResult, MakeSamples, ProbeAnswers, ProbeRunner
+from .runner import Answer, LevelResult, MakeSamples, ProbeAnswers, ProbeRunner
 
 TIE = 1e-6
 """Log-odds below this are a tie."""
 
 
-@dataclass(frozen=True)
-class PairAnswers:
+class PairAnswers(NamedTuple):
     """Answers about pairs (a, b) in both orders, NaN where one of them is missing."""
 
     rows: list[int]
@@ -77,9 +76,10 @@ class PairRunner(ProbeRunner):
         match probe.name:
             case "identical":
                 same = self.ask(self.rows, lambda row: (self.reference.samples[row],) * 2)
-                return self._responses(level, same.rows, same.value, same.reasons)
+                return self._responses(level, same, 0.0)
             case "position":
-                return self._responses(level, self.scored, self.real.bias[self.scored], nothing)
+                bias = ProbeAnswers(self.scored, self.real.bias[self.scored], nothing)
+                return self._responses(level, bias, 0.0)
             case "swap":
                 first, second = _sign(self.real.first[self.scored]), _sign(self.real.second[self.scored])
                 report = response.share_report(level.label, first == -second, nothing, chance=0.5)
@@ -87,12 +87,8 @@ class PairRunner(ProbeRunner):
             case "transitivity":
                 return self._cycles(level)
             case "neighbours" | "form":
-                if probe.name == "form":
-                    answers = self.ask(self.scored, self._pair, form=FORMS[level.label])
-                else:
-                    answers = self.ask_in_company(self.scored, self._pair, level)
-                change = answers.value - self.real.first[answers.rows]
-                return self._responses(level, answers.rows, change, answers.reasons)
+                answers = self.ask_again(probe, level, self._pair)
+                return self._responses(level, answers, self.real.first[answers.rows])
             case _:
                 return self._changed(probe, level, seed)
 
@@ -121,10 +117,10 @@ class PairRunner(ProbeRunner):
 
     def _ask_real_pairs(self) -> PairAnswers:
         """Ask about each of the N samples and its rival."""
-        pairs = self._ask_both_orders(self.paired, self._pair, tolerant=False)
-        first, reasons = self._all_rows(ProbeAnswers(pairs.rows, pairs.first, pairs.reasons))
-        second, _ = self._all_rows(ProbeAnswers(pairs.rows, pairs.second, pairs.reasons))
-        return PairAnswers(list(range(len(first))), first, second, reasons)
+        rows, first, second, reasons = self._ask_both_orders(self.paired, self._pair, tolerant=False)
+        all_first, all_reasons = self._all_rows(ProbeAnswers(rows, first, reasons))
+        all_second, _ = self._all_rows(ProbeAnswers(rows, second, reasons))
+        return PairAnswers(list(range(len(all_first))), all_first, all_second, all_reasons)
 
     def _ask_both_orders(self, rows: Sequence[int], make: MakeSamples, *, tolerant: bool = True) -> PairAnswers:
         straight = self.ask(rows, make, tolerant=tolerant)
@@ -179,21 +175,18 @@ class PairRunner(ProbeRunner):
         answers = self._ask_both_orders(rows, pair)
         lead, left_out = answers.lead, len(rows) - len(answers.rows)
         before = self.real.lead[answers.rows] if with_rivals else np.zeros(len(answers.rows))
-        change = (lead - before) * (np.where(before < 0, -1, 1) if is_reworded else 1)
-        responses, report = self._responses(level, answers.rows, change, answers.reasons, left_out=left_out)
+        sign = np.where(before < 0, -1, 1) if is_reworded else 1
+        change = ProbeAnswers(answers.rows, (lead - before) * sign, answers.reasons)
+        responses, report = self._responses(level, change, 0.0, left_out=left_out)
         if not is_reworded:
-            report |= response.probability_interval(_sigmoid(lead))
+            report |= response.probability_interval(expit(lead))
         elif np.isfinite(lead).any():
             report["turned"] = float((_sign(lead) != _sign(before))[np.isfinite(lead)].mean())
         if probe.versus_real:
-            report["win_before"] = response.probability_interval(_sigmoid(before))["win"]
+            report["win_before"] = response.probability_interval(expit(before))["win"]
         return responses, report
 
 
 def _sign(log_odds: np.ndarray) -> np.ndarray:
     """−1, 0 for a tie, 1."""
     return np.where(np.abs(log_odds) <= TIE, 0.0, np.sign(log_odds))
-
-
-def _sigmoid(log_odds: np.ndarray) -> np.ndarray:
-    return 1 / (1 + np.exp(-log_odds))

@@ -107,13 +107,12 @@ def _find_rivals(samples: Sequence[Sample]) -> tuple[tuple[tuple[Sample, ...], .
     strangers = 0
     for row, sample in enumerate(samples):
         group = groups[sample.prompt]
-        index = group.index(row)
-        if len(group) > 2:
-            chosen = [group[(index + 1) % len(group)], group[(index + 2) % len(group)]]
-        elif len(group) == 2:
-            chosen = group[1:] if index == 0 else []
+        start = group.index(row)
+        if len(group) == 2:
+            chosen = group[start + 1 :]
         else:
-            chosen = [(row + step) % len(samples) for step in (1, 2) if step < len(samples)]
-            strangers += bool(chosen)
+            pool, start = (range(len(samples)), row) if len(group) == 1 else (group, start)
+            chosen = [pool[(start + step) % len(pool)] for step in (1, 2) if step < len(pool)]
+            strangers += len(group) == 1 and bool(chosen)
         rivals.append(tuple(Sample(samples[other].image, sample.prompt) for other in chosen))
     return tuple(rivals), strangers

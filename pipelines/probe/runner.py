@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -42,8 +41,7 @@ LevelResult = tuple[np.ndarray, dict[str, Any]]
 """[N] responses of all reference samples at one level, NaN where there is none, and the level's report."""
 
 
-@dataclass(frozen=True)
-class ProbeAnswers:
+class ProbeAnswers(NamedTuple):
     """Answers about some rows of the reference."""
 
     rows: list[int]
@@ -106,20 +104,23 @@ class ProbeRunner(ABC):
         value = np.concatenate([value for value, _ in answers])
         return ProbeAnswers(answered, value, [reason for _, reasons in answers for reason in reasons])
 
-    def ask_in_company(self, rows: list[int], make: MakeSamples, level: Level) -> ProbeAnswers:
-        """Ask about rows with other neighbours in the batch: none, in reverse order, or white images."""
+    def ask_again(self, probe: Probe, level: Level, make: MakeSamples) -> ProbeAnswers:
+        """Ask about scored rows in another form, or with other neighbours: none, in reverse order, or white images."""
+        if probe.name == "form":
+            return self.ask(self.scored, make, form=FORMS[level.label])
         if level.label == "in reverse order":
-            return self.ask(rows[::-1], make)
-        white = min(max(self.batch_size, 2), 8) - 1 if level.label == "among white images" else 0
+            return self.ask(self.scored[::-1], make)
+        white, rows = 0, self.scored[:COMPANY_ROWS]
+        if level.label == "among white images":
+            white = min(max(self.batch_size, 2), 8) - 1
         values, reasons = [], []
-        for row in rows[:COMPANY_ROWS]:
-            samples = make(row)
-            assert samples, "the unchanged samples always apply"
+        for row in rows:
+            samples = make(row) or ()  # the unchanged samples always apply
             images = [as_contract([s.image, *[torch.ones_like(s.image)] * white]) for s in samples]
             value, reason = self._call(images, [samples[0].prompt] * (1 + white), [row] * (1 + white), True)
             values.append(value[0])
             reasons.append(reason[0])
-        return ProbeAnswers(rows[:COMPANY_ROWS], np.array(values), reasons)
+        return ProbeAnswers(rows, np.array(values), reasons)
 
     @abstractmethod
     def _ask(self, sides: list[Any], prompts: list[str], records: list[Any] | None) -> Answer:
@@ -139,10 +140,8 @@ class ProbeRunner(ABC):
         """Refuse a reward with fewer than two answers, or with answers that are all equal."""
         if len(self.scored) < 2:
             reason = next((f": {reason}" for reason in reasons if reason), "")
-            raise UserError(
-                f"{self.name} judged {len(self.scored)} of {size} {what}, and 2 are needed{reason}. Give "
-                "--reference images that it judges."
-            )
+            fault = f"judged {len(self.scored)} of {size} {what}, and 2 are needed{reason}. Give --reference images"
+            raise UserError(f"{self.name} {fault} that it judges.")
         if not has_unit:
             raise UserError(
                 f"{self.name} gives all {len(self.scored)} {what} the same answer, so its responses have no "
@@ -156,19 +155,11 @@ class ProbeRunner(ABC):
         reasons = dict(zip(answers.rows, answers.reasons, strict=True))
         return values, [reasons.get(row) for row in range(len(values))]
 
-    def _responses(
-        self,
-        level: Level,
-        rows: Sequence[int],
-        change: np.ndarray,
-        reasons: Sequence[str | None],
-        *,
-        left_out: int = 0,
-    ) -> LevelResult:
-        # r = ±change / spread
-        responses = change / self.spread * (1 if self.higher_is_better else -1)
-        full, _ = self._all_rows(ProbeAnswers(list(rows), responses, list(reasons)))
-        return full, response.level_report(level.label, level.x, responses, reasons, left_out=left_out)
+    def _responses(self, level: Level, answers: ProbeAnswers, before: Any, *, left_out: int = 0) -> LevelResult:
+        # r = ±(value − before) / spread
+        responses = (answers.value - before) / self.spread * (1 if self.higher_is_better else -1)
+        full, _ = self._all_rows(answers._replace(value=responses))
+        return full, response.level_report(level.label, level.x, responses, answers.reasons, left_out=left_out)
 
 
 class ScoreRunner(ProbeRunner):
@@ -194,10 +185,8 @@ class ScoreRunner(ProbeRunner):
     def run_level(self, probe: Probe, level: Level, seed: int) -> LevelResult:
         """Compute the responses at one level of a probe; `seed` is that of random changes."""
         left_out = 0
-        if probe.name == "neighbours":
-            answers = self.ask_in_company(self.scored, self._unchanged, level)
-        elif probe.name == "form":
-            answers = self.ask(self.scored, self._unchanged, form=FORMS[level.label])
+        if probe.name in ("neighbours", "form"):
+            answers = self.ask_again(probe, level, self._unchanged)
         else:
 
             def changed(row: int) -> tuple[Sample] | None:
@@ -206,8 +195,7 @@ class ScoreRunner(ProbeRunner):
 
             answers = self.ask(self.scored, changed)
             left_out = len(self.scored) - len(answers.rows)
-        change = answers.value - self.value[answers.rows]
-        return self._responses(level, answers.rows, change, answers.reasons, left_out=left_out)
+        return self._responses(level, answers, self.value[answers.rows], left_out=left_out)
 
     def record(self) -> dict[str, Any]:
         """Describe the reference as JSON."""

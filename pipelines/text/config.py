@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -37,12 +38,10 @@ from visalign.training.text.settings import (
     TextRolloutSettings,
 )
 
-
-def text_optimizer(lr: float) -> OptimizerSettings:
-    """Return the default optimizer of a text policy."""
-    return OptimizerSettings(
-        lr=lr, weight_decay=0.0, updates_per_iteration=1, micro_batch=32, ema_decay=0.0, ema_every=1
-    )
+text_optimizer = partial(
+    OptimizerSettings, weight_decay=0.0, updates_per_iteration=1, micro_batch=32, ema_decay=0.0, ema_every=1
+)
+"""Optimizer of a text policy, given its learning rate."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -83,10 +82,6 @@ class ActorCriticConfig(TextModelConfig):
     its own that starts from the same weights)."""
     critics: Count = 1
     """Heads of the value function, each fitted to the returns; V is their soft minimum (SAFE has two)."""
-
-    def __post_init__(self) -> None:
-        if self.critics > 1 and self.value == "none":
-            raise UserError(f"model.critics is {self.critics} and model.value none. Set model.value=separate.")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -242,7 +237,7 @@ class TextConfig:
     """RLFR's rewards of tokens by a flow over hidden states; {} has the paper's numbers, null: none."""
     objective: TextObjectiveSettings = field(default_factory=TextObjectiveSettings)
     """Loss."""
-    optimizer: OptimizerSettings = field(default_factory=lambda: text_optimizer(1e-5))
+    optimizer: OptimizerSettings = field(default_factory=lambda: text_optimizer(lr=1e-5))
     """Optimizer; micro_batch counts completions, ema_decay 0 leaves averaging out."""
     evaluation: TextEvaluationConfig = field(default_factory=TextEvaluationConfig)
     """Evaluation before, during, and after training."""
@@ -270,17 +265,25 @@ class TextConfig:
 
 def _broken_rules(s: TextConfig) -> Iterator[str]:
     objective, server = s.built_objective, s.server
+    algorithm = f"objective.algorithm={s.objective.algorithm}"
+    if isinstance(s, TextPPOConfig) and objective.advantage != "gae":
+        yield (
+            f"{algorithm} has no value function (advantage {objective.advantage}). Use ppo, ppo_kl or ppo_ptx "
+            "in the pipeline text_ppo, or write 'pipeline: text_grpo'."
+        )
     if s.self_imitation is not None and s.data.question is not None:
         yield "self_imitation stores tokens, and data.question asks about images. Set one of the two to null."
+    if s.model.critics > 1 and s.model.value == "none":
+        yield f"model.critics is {s.model.critics} and model.value none. Set model.value=separate."
     if objective.value and s.model.value == "none":
         yield (
-            f"objective.algorithm={s.objective.algorithm} fits a value function, and model.value is none. "
-            "Set model.value to shared (a head on the policy) or separate (a network of its own)."
+            f"{algorithm} fits a value function, and model.value is none. Set model.value to shared (a head on "
+            "the policy) or separate (a network of its own)."
         )
     if objective.ptx and s.data.demonstrations is None:
         yield (
-            f"objective.algorithm={s.objective.algorithm} has a ptx term, and data.demonstrations is null. "
-            "Set data.demonstrations to a file of records with prompt and completion, or to tasks:train."
+            f"{algorithm} has a ptx term, and data.demonstrations is null. Set data.demonstrations to a file of "
+            "records with prompt and completion, or to tasks:train."
         )
     if server is None:
         return
@@ -292,12 +295,11 @@ def _broken_rules(s: TextConfig) -> Iterator[str]:
         )
     if server.model_folder is not None:
         if s.model.lora is not None:
-            yield (
-                "server.model_folder takes whole models, and model.lora trains adapters, which are handed "
-                "over by themselves. Leave one of the two out."
-            )
-        start = Path(s.model.path).resolve(), (assets_folder() / s.model.path).resolve()
-        if Path(server.model_folder).resolve() in start:
+            yield "server.model_folder takes whole models, and model.lora trains adapters. Leave one of the two out."
+        if Path(server.model_folder).resolve() in (
+            Path(s.model.path).resolve(),
+            (assets_folder() / s.model.path).resolve(),
+        ):
             yield (
                 f"server.model_folder is {server.model_folder}, which is model.path: the run would write "
                 "over the model that it begins with. Copy it, and start the server on the copy."
@@ -330,12 +332,3 @@ class TextPPOConfig(TextConfig):
     """Sampling of the completions; groups serve dynamic sampling and statistics alone."""
     objective: TextObjectiveSettings = field(default_factory=lambda: TextObjectiveSettings(algorithm="ppo", epochs=2))
     """Loss."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if (advantage := self.built_objective.advantage) != "gae":
-            raise UserError(
-                f"objective.algorithm={self.objective.algorithm} has no value function (advantage "
-                f"{advantage}). Use ppo, ppo_kl or ppo_ptx in the pipeline text_ppo, or write "
-                "'pipeline: text_grpo'."
-            )

@@ -33,12 +33,12 @@ from visalign.pipelines.jobs import load_job
 from visalign.pipelines.shared.job import result_folder, resume_command
 from visalign.pipelines.shared.parts import Records, evenly_spaced, no_loading_bars, run_device
 from visalign.pipelines.shared.run_folder import summary_json
-from visalign.pipelines.shared.sections import RewardTerm
+from visalign.rewards.catalogue import load_text_reward
 from visalign.seeds import sample_seed
 from visalign.text import Sampling, TextRollout
 from visalign.training.loop.metrics import read_metrics
 
-from .parts import build_text_policy, heldout_inputs, text_rewards, text_sum, with_tool
+from .parts import build_text_policy, heldout_inputs, text_sum, with_tool
 
 __all__ = ["diagnose"]
 
@@ -122,7 +122,7 @@ class _Scorer:
     def __init__(self, config: Any, more: Sequence[str], prompts: int | None) -> None:
         records, rewards = heldout_inputs(config, None)
         self.records, self.generation = evenly_spaced(records, prompts), config.generation
-        added = text_rewards({name: RewardTerm(name=name) for name in more if name not in rewards})
+        added = {name: load_text_reward(name) for name in more if name not in rewards}
         self.rewards, self.correctness = {**rewards, **added}, config.evaluation.correctness
         if self.correctness is None:
             raise UserError(

@@ -3,24 +3,17 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from visalign.data.assets import resolve_model
-from visalign.pipelines.shared.plan import (
-    GB,
-    dtype_name,
-    per_device,
-    tokens_by_device,
-    trained_memory,
-    weight_bytes,
-)
+from visalign.pipelines.shared.plan import GB, dtype_name, per_device, tokens_by_device, trained_memory, weight_bytes
 from visalign.precision import autocast_dtype
+from visalign.training.text.trajectories import needs_reference
 
-from .config import TextConfig, TextModelConfig
+from .config import TextConfig
 from .parts import TextInputs, lora_settings, prompt_encoder
 
 PROMPTS = 256
@@ -36,7 +29,6 @@ def footprint(config: TextConfig, inputs: TextInputs) -> dict[str, Any]:
     """
     from visalign.adapters.causal_lm.loading import VISION_LANGUAGE, from_pretrained
     from visalign.adapters.causal_lm.lora import add_text_lora
-    from visalign.training.text.trajectories import needs_reference
 
     model, rollout, objective = config.model, config.rollout, config.built_objective
     name = str(resolve_model(model.path))
@@ -52,7 +44,8 @@ def footprint(config: TextConfig, inputs: TextInputs) -> dict[str, Any]:
     length = longest_prompt + rollout.max_new_tokens
     completions = rollout.prompts_per_iteration * rollout.group_size
     rows = 0 if config.server is not None else min(model.generate_batch, completions)
-    with _autocast(model):
+    low = autocast_dtype("bfloat16" if model.autocast == "auto" else model.autocast, torch.device("cpu"))
+    with torch.autocast("cpu", low, enabled=low is not None):  # as GPUs have it, but on meta tensors
         cache = _cache_bytes(network, rows, length) if rows else 0
         micro_batch = min(config.optimizer.micro_batch, completions)
         activations, flops = trace_forward(network, micro_batch, length, model.gradient_checkpointing)
@@ -70,7 +63,7 @@ def footprint(config: TextConfig, inputs: TextInputs) -> dict[str, Any]:
     before = bool(rows) + has_reference + rollout.recompute + rollout.routing_replay
     passes = before + update + (model.value == "separate") * (1 + update)
     replayed = 0 if config.self_imitation is None else config.self_imitation.batch or completions
-    speed = tokens_by_device(rows, weight_bytes(network) + cache / 2) if rows else None
+    speed = {"tokens_per_second_at_most": tokens_by_device(rows, weight_bytes(network) + cache / 2)} if rows else {}
     return {
         "model": {
             "trained_parameters": sum(w.numel() for w in network.parameters() if w.requires_grad),
@@ -86,14 +79,8 @@ def footprint(config: TextConfig, inputs: TextInputs) -> dict[str, Any]:
             not_counted=NOT_COUNTED,
             details={"of_that_keys_and_values": cache / GB, "of_that_logits_of_a_step": logits / GB},
         ),
-        **({"tokens_per_second_at_most": speed} if rows else {}),
+        **speed,
     }
-
-
-def _autocast(model: TextModelConfig) -> AbstractContextManager[Any]:
-    """Return the run's autocast as GPUs have it."""
-    low = autocast_dtype("bfloat16" if model.autocast == "auto" else model.autocast, torch.device("cpu"))
-    return torch.autocast("cpu", low) if low else nullcontext()
 
 
 def training_memory(network: Any, *, ema: bool) -> dict[str, float]:
@@ -116,10 +103,11 @@ def trace_forward(network: Any, rows: int, length: int, recompute: bool = False)
 
     if recompute:
         enable_recomputation(network)
+    tokens = torch.zeros(rows, length, dtype=torch.long, device="meta")
     # transformers reads the positions' values without a mask, and a meta tensor has none
     mask = torch.ones(1, 1, length, length, dtype=torch.bool, device="meta")
     with recomputed_layers(network, recompute), traced_network(network.base_model) as trace:
-        network.base_model(input_ids=_tokens(rows, length), attention_mask=mask, use_cache=False)
+        network.base_model(input_ids=tokens, attention_mask=mask, use_cache=False)
     return trace.held + trace.largest_block, trace.flops["network"] / rows
 
 
@@ -128,10 +116,6 @@ def _cache_bytes(network: Any, rows: int, length: int) -> int:
     from visalign.adapters.hollow import traced_network
 
     with torch.no_grad(), traced_network(network.base_model):
-        out = network.base_model(input_ids=_tokens(rows, length), use_cache=True)
-    pairs = [value for layer in out.past_key_values.layers for value in (layer.keys, layer.values)]
-    return sum(value.numel() * value.element_size() for value in pairs)
-
-
-def _tokens(rows: int, length: int) -> torch.Tensor:
-    return torch.zeros(rows, length, dtype=torch.long, device="meta")
+        tokens = torch.zeros(rows, length, dtype=torch.long, device="meta")
+        layers = network.base_model(input_ids=tokens, use_cache=True).past_key_values.layers
+    return sum(value.nbytes for layer in layers for value in (layer.keys, layer.values))

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -29,8 +28,11 @@ from visalign.pipelines.shared.parts import (
     no_loading_bars,
     weighted_sum,
 )
-from visalign.pipelines.shared.sections import RewardsConfig, RewardTerm
+from visalign.pipelines.shared.sections import RewardsConfig
 from visalign.precision import autocast_dtype
+from visalign.rewards.catalogue import load_text_reward
+from visalign.rewards.text.process_reward import ProcessRewardModel
+from visalign.rewards.text.combine import WeightedTextSum
 from visalign.text import TextRollout
 from visalign.text.tools import ToolPolicy
 from visalign.training.loop.sampler import PromptSampler
@@ -83,7 +85,7 @@ def heldout_inputs(config: Any, device: str | None) -> tuple[Records, dict[str, 
     """Load held-out records and their rewards, including those that are trained on."""
     heldout, correctness = text_records("heldout", config.data, config.seed), config.evaluation.correctness
     trained = config.rewards.terms if isinstance(config, TextConfig) else {}
-    rewards = text_rewards({**config.evaluation.rewards, **trained}, device)
+    rewards = load_terms({**config.evaluation.rewards, **trained}, load_text_reward, device)
     check_labels(rewards)
     if correctness is not None:
         check_text_judge(correctness, rewards[correctness], heldout[0])
@@ -204,22 +206,8 @@ def text_demonstrations(key: str, data: PromptsConfig, seed: int, field: str | N
     return [with_completion(r, f"data.{key}: record {i}", field) for i, r in enumerate(records)]
 
 
-def prompt_keys(records: Records) -> set[str]:
-    """Return the distinct prompts of records, as text."""
-    return {json.dumps(record["prompt"], sort_keys=True) for record in records}
-
-
-def text_rewards(terms: Mapping[str, RewardTerm], device: str | None = None) -> dict[str, Any]:
-    """Load rewards by label."""
-    from visalign.rewards.catalogue import load_text_reward
-
-    return load_terms(terms, load_text_reward, device)
-
-
 def text_sum(config: RewardsConfig, rewards: Mapping[str, Any]) -> Any:
     """Combine loaded rewards into their weighted sum."""
-    from visalign.rewards.text.combine import WeightedTextSum
-
     for label, term in config.terms.items():
         if term.bound is not None:
             raise UserError(
@@ -290,11 +278,8 @@ def build_value_model(model: ActorCriticConfig, device: torch.device) -> Any:
 
 def build_process(config: TextConfig, policy: CausalLMPolicy) -> Any:
     """Build the process reward of rollouts with the policy's tokenizer, or None."""
-    process = config.process
-    if process is None:
+    if (process := config.process) is None:
         return None
-    from visalign.rewards.text.process_reward import ProcessRewardModel
-
     model = ProcessRewardModel(model=process.model, separator=process.separator, **process.options)
 
     def score_rollout(rollout: TextRollout) -> Any:
@@ -307,11 +292,10 @@ def build_process(config: TextConfig, policy: CausalLMPolicy) -> Any:
 
 def build_server(config: TextConfig, policy: CausalLMPolicy) -> Any:
     """Build the client of the server that generates the completions, or None."""
-    server = config.server
-    if server is None:
-        return None
     from visalign.adapters.server.generator import ServerGenerator
 
+    if (server := config.server) is None:
+        return None
     key = None if server.api_key_env is None else os.environ.get(server.api_key_env)
     if server.api_key_env is not None and key is None:
         raise UserError(
@@ -339,8 +323,7 @@ def syncing(config: TextConfig, policy: CausalLMPolicy, generator: Any, output: 
     from visalign.adapters.server.weights import replace_weights
     from visalign.training.loop.sharding import unsharded_state
 
-    server = config.server
-    if server is None:
+    if (server := config.server) is None:
         return None
     folder = Path(server.model_folder or output / "server_adapter")
     if server.model_folder and not (folder / "config.json").is_file():

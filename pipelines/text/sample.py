@@ -20,7 +20,7 @@ from visalign.atomic import write_atomic
 from visalign.data.sets.prompt_files import TOOL_ANSWERS, demonstrations_jsonl
 from visalign.errors import UserError
 from visalign.interfaces import Scores
-from visalign.pipelines.shared.parts import Records, name_key, run_device
+from visalign.pipelines.shared.parts import Records, load_terms, name_key, run_device
 from visalign.pipelines.shared.run_folder import (
     RunSummary,
     check_unchanged,
@@ -30,6 +30,7 @@ from visalign.pipelines.shared.run_folder import (
     write_beginning,
 )
 from visalign.pipelines.shared.sections import MachineConfig, RewardsConfig, RewardTerm
+from visalign.rewards.catalogue import load_text_reward
 from visalign.schema import STRICT
 from visalign.settings import Count, Finite, Natural, Positive, PositiveShare, Share, refuse
 from visalign.text import StoppingCriteria
@@ -56,7 +57,7 @@ from visalign.training.text.settings import Text, ToolSettings
 from visalign.versions import versions
 
 from .config import PromptsConfig, TextModelConfig
-from .parts import build_text_policy, text_records, text_rewards, text_sum, with_tool
+from .parts import build_text_policy, text_records, text_sum, with_tool
 
 __all__ = ["TextSampleConfig", "plan", "run"]
 
@@ -188,7 +189,7 @@ def run(config: TextSampleConfig, output: Path, resume: bool = False) -> RunSumm
 def _prepare(config: TextSampleConfig) -> tuple[Records, Any]:
     """Load and check prompts and reward."""
     records = text_records("train", config.data, config.seed)
-    reward = text_sum(config.rewards, text_rewards(config.rewards.terms))
+    reward = text_sum(config.rewards, load_terms(config.rewards.terms, load_text_reward, None))
     refuse(_broken_rules(config, records, reward))
     if config.rollout.hint is not None:
         for record in records:

@@ -30,7 +30,7 @@ from visalign.training.text.dpo import DPOSettings
 
 from .config import HeldoutPromptsConfig, SupervisedConfig, text_optimizer
 from .job import planned_evaluation, text_run
-from .parts import TextInputs, build_text_policy, heldout_inputs, prompt_keys, text_demonstrations, text_records
+from .parts import TextInputs, build_text_policy, heldout_inputs, text_demonstrations, text_records
 
 __all__ = ["TextDPOConfig", "TextSFTConfig", "plan", "run"]
 
@@ -99,7 +99,7 @@ class TextSFTConfig(SupervisedConfig):
 
     data: DemonstrationsDataConfig = field(default_factory=DemonstrationsDataConfig)
     """Demonstrations."""
-    optimizer: OptimizerSettings = field(default_factory=lambda: text_optimizer(1e-4))
+    optimizer: OptimizerSettings = field(default_factory=lambda: text_optimizer(lr=1e-4))
     """Optimizer; micro_batch counts demonstrations, ema_decay 0 leaves averaging out."""
 
 
@@ -113,7 +113,7 @@ class TextDPOConfig(SupervisedConfig):
     """Completions."""
     loss: DPOSettings = field(default_factory=DPOSettings)
     """Loss."""
-    optimizer: OptimizerSettings = field(default_factory=lambda: text_optimizer(1e-5))
+    optimizer: OptimizerSettings = field(default_factory=lambda: text_optimizer(lr=1e-5))
     """Optimizer; micro_batch counts pairs or votes, ema_decay 0 leaves averaging out."""
 
 
@@ -127,8 +127,12 @@ def prepare_supervised(config: TextSFTConfig | TextDPOConfig, device: str | None
         with name_key("data.train"):
             completions = _completions(config)
         records, left_out = completions.records, completions.left_out
-    seen = len(prompt_keys(records) & prompt_keys(heldout))
+    seen = len({*_prompt_keys(records)} & {*_prompt_keys(heldout)})
     return TextInputs(records, heldout, rewards, left_out=left_out, seen=seen)
+
+
+def _prompt_keys(records: Records) -> list[str]:
+    return [json.dumps(record["prompt"], sort_keys=True) for record in records]
 
 
 def _completions(config: TextDPOConfig) -> JudgedCompletions:
@@ -235,7 +239,7 @@ def plan(config: TextSFTConfig | TextDPOConfig) -> dict[str, Any]:
         "batch": {
             noun: len(trained),
             **counts,
-            "prompts": len(prompt_keys(trained)),
+            "prompts": len({*_prompt_keys(trained)}),
             "heldout_prompts_trained_on": inputs.seen,
             f"{noun}_per_update": config.data.batch,
             "updates": updates,

@@ -19,7 +19,7 @@ import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,6 @@ import torch
 
 from visalign.adapters.catalogue import edits_of
 from visalign.atomic import write_atomic
-from visalign.config import PIPELINE_KEY, read_config, resolve_config
 from visalign.data.assets import resolve_model
 from visalign.data.shapes.prompts import parse_prompt
 from visalign.errors import UserError
@@ -39,7 +38,7 @@ from visalign.pipelines.collect.votes import export_rows, images_of, select_vote
 from visalign.pipelines.flow_grpo.job import sample_command, sampling_options
 from visalign.pipelines.jobs import Job, load_job
 from visalign.pipelines.sample.job import SampleSettings, sample_images
-from visalign.pipelines.shared.parts import Records, build_records
+from visalign.pipelines.shared.parts import Records, build_records, name_key
 from visalign.pipelines.shared.run_folder import (
     RunSummary,
     claimed,
@@ -53,7 +52,7 @@ from visalign.seeds import sample_seed
 from visalign.training.loop.processes import one_process
 
 from .config import LabelConfig, PartConfig, UGDAConfig
-from .selection import Candidate, draw_candidates, log_ratios, most_uncertain, score_candidates, select_ugda
+from .selection import Candidate, log_ratios, score_candidates, select_candidates
 
 __all__ = ["UGDAConfig", "plan", "run"]
 
@@ -87,7 +86,6 @@ def run(config: UGDAConfig, output: Path, resume: bool = False) -> RunSummary:
 
     Raises:
         WaitingForVotes: People label, and some pair has fewer votes than wanted; continue with `resume`.
-        UserError, TrainingInterrupted: As the jobs do.
     """
     one_process("UGDA's rounds run")
     policy = _policy_job(config, []).config
@@ -118,10 +116,14 @@ class Round:
         return self.output / f"round_{self.number:02d}"
 
     @property
+    def earlier(self) -> list[Round]:
+        """Rounds before this one."""
+        return [replace(self, number=number) for number in range(self.number)]
+
+    @property
     def sampling(self) -> SampleSettings:
         """Sampling of the policy so far: the base model, or with the adapters of the round before."""
-        lora = Round(self.config, self.output, self.number - 1).folder / "policy" / "lora"
-        return sample_settings(self.config, lora if self.number else None)
+        return sample_settings(self.config, self.earlier[-1].folder / "policy" / "lora" if self.number else None)
 
     @property
     def members(self) -> list[Path]:
@@ -135,17 +137,16 @@ class Round:
             self.sample(prompts)
             self.queue()
             labels = self.label()
-            earlier = [Round(self.config, self.output, number) for number in range(self.number)]
-            pairs = [_read_pairs(part.folder / LABELS) for part in earlier]
+            pairs = [_read_pairs(part.folder / LABELS) for part in self.earlier]
             if self.config.ensemble.off_policy is not None:
-                self._weigh(earlier, pairs, labels)
+                self._weigh(pairs, labels)
             write_rows(self.folder / PAIRS, [row for rows in (*pairs, labels) for row in rows])
             for member, folder in enumerate(self.members):
                 _run_part(_judge_job(self.config, member, self.folder), folder)
             policy = _policy_job(self.config, [folder / "judge" for folder in self.members])
             _run_part(policy, self.folder / "policy")
             write_atomic(self.folder / ROUND, summary_json(self._record(labels)))
-            records = [_read_json(part.folder / ROUND) for part in (*earlier, self)]
+            records = [_read_json(part.folder / ROUND) for part in (*self.earlier, self)]
             tasks = read_tasks([str(self.folder / LABELS)], single=False)[:REPORTED_PAIRS]
             reported = [{"prompt": task.prompt, "images": images_of(task)} for task in tasks]
             write_atomic(self.output / "report.html", ugda_page(records, reported))
@@ -167,22 +168,14 @@ class Round:
             return
         labels, seed = self.config.labels, self.config.seed
         tasks = read_tasks([str(self.folder / "samples")], single=False, per_prompt=10**6)
-        if self.number == 0:
-            pool, count = [Candidate(task=task) for task in tasks], labels.first
+        if self.number == 0:  # no ensemble yet
+            pool, count, rule = [Candidate(task) for task in tasks], labels.first, "random"
         else:
-            judge, members = (
-                self.config.ensemble.judge,
-                Round(self.config, self.output, self.number - 1).members,
-            )
-            loaded = {str(n): load_reward(judge, model=str(f / "judge")) for n, f in enumerate(members)}
-            pool = score_candidates(tasks, Ensemble(loaded), self.sampling, seed=seed)
-            count = labels.more
-        if self.number == 0 or labels.select == "random":
-            chosen = draw_candidates(pool, count, seed=sample_seed(seed, "lot", self.number))
-        elif labels.select == "uncertainty":
-            chosen = most_uncertain(pool, count)
-        else:
-            chosen = select_ugda(pool, count)
+            folders, name = self.earlier[-1].members, self.config.ensemble.judge
+            members = {str(n): load_reward(name, model=str(folder / "judge")) for n, folder in enumerate(folders)}
+            pool = score_candidates(tasks, Ensemble(members), self.sampling, seed=seed)
+            count, rule = labels.more, labels.select
+        chosen = select_candidates(pool, count, rule, seed=sample_seed(seed, "lot", self.number))
         write_rows(self.folder / CANDIDATES, [c.row() | {"queued": c in chosen} for c in pool])
         write_rows(self.folder / QUEUE, [candidate.row() for candidate in chosen])
 
@@ -190,30 +183,33 @@ class Round:
         """Return the labelled pairs of the queue, as rows of a preference set; nobody is asked twice."""
         path, labels = self.folder / "votes.sqlite", self.config.labels
         if not (self.folder / LABELS).is_file():
+            votes = labels.votes if labels.by == "people" else 1
             if not path.is_file():
                 queue = read_tasks([str(self.folder / QUEUE)], single=False)
-                votes = labels.votes if labels.by == "people" else 1
                 settings = Plan(votes=votes, repeat_every=0, seed=self.config.seed)
                 VoteStore.create(path, queue, Form(), settings).close()
             with closing(VoteStore(path)) as store:
-                if labels.by == "people":
-                    check_votes(store, labels.votes)
-                else:
+                if labels.by != "people":
                     check_failures(labels, vote(store, labels), len(store.tasks))
+                counts = Counter(entry.task for entry in store.votes() if not entry.is_repeat)
+                if labels.by == "people" and (missing := sum(counts[task] < votes for task in store.tasks)):
+                    raise WaitingForVotes(
+                        f"{missing} of {len(store.tasks)} pairs wait for votes. Collect them: visalign collect "
+                        f"{store.path}; then run the same command with --resume."
+                    )
                 write_rows(self.folder / LABELS, export_rows(store, select_votes(store)))
         return _read_pairs(self.folder / LABELS)
 
-    def _weigh(self, earlier: list[Round], pairs: list[list[dict[str, Any]]], labels: list[dict[str, Any]]) -> None:
+    def _weigh(self, pairs: list[list[dict[str, Any]]], labels: list[dict[str, Any]]) -> None:
         """Add to each pair the log ratios of its images under this round's policy; its own pairs have 0."""
         for row in labels:
             row |= {"log_ratio_left": 0.0, "log_ratio_right": 0.0}
-        for source, rows in zip(earlier, pairs, strict=True):
+        for source, rows in zip(self.earlier, pairs, strict=True):
             images = [row[side] for side in SIDES for row in rows]
             prompts = [row["prompt"] for row in rows] * 2
-            seed = self.config.seed
-            ratios = log_ratios(source.sampling, self.sampling, images, prompts, seed=seed).tolist()
-            for i, row in enumerate(rows):
-                row |= {"log_ratio_left": ratios[i], "log_ratio_right": ratios[i + len(rows)]}
+            ratios = log_ratios(source.sampling, self.sampling, images, prompts, seed=self.config.seed).tolist()
+            for row, left, right in zip(rows, ratios[: len(rows)], ratios[len(rows) :], strict=True):
+                row |= {"log_ratio_left": left, "log_ratio_right": right}
 
     def _record(self, labels: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         rows = _read_pairs(self.folder / CANDIDATES)
@@ -286,17 +282,6 @@ def check_failures(labels: LabelConfig, reasons: Sequence[str], queue: int) -> N
         )
 
 
-def check_votes(store: VoteStore, votes_each: int) -> None:
-    """Refuse pairs with too few votes."""
-    counts = Counter(entry.task for entry in store.votes() if not entry.is_repeat)
-    missing = sum(counts[task] < votes_each for task in store.tasks)
-    if missing:
-        raise WaitingForVotes(
-            f"{missing} of {len(store.tasks)} pairs wait for votes. Collect them: visalign collect "
-            f"{store.path}; then run the same command with --resume."
-        )
-
-
 def _judge_job(config: UGDAConfig, member: int, folder: Path) -> Job:
     """Build the training of a member in the round of `folder`."""
     ensemble = config.ensemble
@@ -321,13 +306,9 @@ def _policy_job(config: UGDAConfig, judges: Sequence[Path]) -> Job:
 
 
 def _part_job(name: str, part: PartConfig, pipeline: str, changes: Mapping[str, Any]) -> Job:
-    actual = read_config(resolve_config(part.config)).get(PIPELINE_KEY)
-    if actual != pipeline:
-        raise UserError(
-            f"{name}.config is '{part.config}', of the pipeline '{actual}'; needed is one of '{pipeline}'."
-        )
-    changes = {**changes, **part.changes}
-    return load_job(part.config, [f"{key}={json.dumps(value)}" for key, value in changes.items()])
+    overrides = [f"{key}={json.dumps(value)}" for key, value in {**changes, **part.changes}.items()]
+    with name_key(f"{name}.config"):
+        return load_job(part.config, overrides, pipeline=pipeline)
 
 
 def _run_part(job: Job, output: Path) -> None:
@@ -343,6 +324,4 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _read_pairs(path: Path) -> list[dict[str, Any]]:
     """Read rows that this job wrote, with absolute paths of their images."""
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    for row in rows:
-        row |= {side: str((path.parent / row[side]).resolve()) for side in SIDES}
-    return rows
+    return [row | {side: str((path.parent / row[side]).resolve()) for side in SIDES} for row in rows]

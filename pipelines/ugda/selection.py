@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,9 +28,8 @@ SHARE = 0.5
 """Share of the pairs that UGDA keeps by variance, and of these by influence."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Candidate:
-    """A pair that may be labelled."""
+class Candidate(NamedTuple):
+    """A pair that may be labelled; in the first round without measures."""
 
     task: Task
     margin: float | None = None
@@ -43,9 +42,10 @@ class Candidate:
     def row(self) -> dict[str, Any]:
         """Return the row of the queue."""
         left, right = self.task.images
-        measures = {"margin": self.margin, "deviation": self.deviation, "influence": self.influence}
         row = {"prompt": self.task.prompt, "image_left": left, "image_right": right}
-        return row | {name: value for name, value in measures.items() if value is not None}
+        if self.margin is None:
+            return row
+        return row | {"margin": self.margin, "deviation": self.deviation, "influence": self.influence}
 
 
 def score_candidates(
@@ -53,11 +53,8 @@ def score_candidates(
 ) -> list[Candidate]:
     """Compute margin, deviation and influence of pairs; pairs that a member cannot judge are left out.
 
-    Args:
-        tasks: Pairs of images that `sample_images` made, PROMPT_SEED.png.
-        ensemble: Members of the reward.
-        sampling: Settings by which the policy made the images.
-        seed: Seed of the noise at which gradients are taken, and of the sketches.
+    `sampling` are the settings by which the policy made the images, PROMPT_SEED.png; `seed` is that of the
+    noise at which gradients are taken, and of the sketches.
     """
     prompt_of = {image: task.prompt for task in tasks for image in task.images}
     images, prompts = list(prompt_of), list(prompt_of.values())
@@ -70,9 +67,8 @@ def score_candidates(
         left, right = (row[image] for image in task.images)
         margins = members[:, left] - members[:, right]
         if bool(margins.isfinite().all()):
-            mean, std = float(margins.mean()), float(margins.std())
             both = float(influence[left] + influence[right])
-            candidates.append(Candidate(task=task, margin=mean, deviation=std, influence=both))
+            candidates.append(Candidate(task, float(margins.mean()), float(margins.std()), both))
     return candidates
 
 
@@ -87,12 +83,7 @@ def member_scores(ensemble: Ensemble, images: Sequence[str], prompts: Sequence[s
 
 
 def image_influence(
-    sampling: SampleSettings,
-    images: Sequence[str],
-    prompts: Sequence[str],
-    advantage: Tensor,
-    *,
-    seed: int = 0,
+    sampling: SampleSettings, images: Sequence[str], prompts: Sequence[str], advantage: Tensor, *, seed: int = 0
 ) -> Tensor:
     """Compute the influence [N] of each sample's reward on the policy that made it.
 
@@ -109,41 +100,30 @@ def image_influence(
     return gradient_influence(gradient_sketches(gain, len(images), parameters, seed=seed), advantage)
 
 
+@torch.no_grad()
 def log_ratios(
-    source: SampleSettings,
-    now: SampleSettings,
-    images: Sequence[str],
-    prompts: Sequence[str],
-    *,
-    seed: int = 0,
+    source: SampleSettings, now: SampleSettings, images: Sequence[str], prompts: Sequence[str], *, seed: int = 0
 ) -> Tensor:
-    """Estimate ln π_now/π_source [N] of samples: −D/2 · (error_now − error_source), D the size of a latent.
+    """Estimate ln π_now/π_source [N] of samples of `source`: −D/2 · (error_now − error_source), D a latent's size.
 
     Errors are means over the same `LEVELS` levels and noises, |v_θ − (ε − x0)|² per number: the flow's
     evidence bound with each level's weight 1, in place of log-probs, which sampling without noise has not.
-
-    Args:
-        source: Sampling of the policy that made the samples.
-        now: Sampling of the present policy.
-        images: Files of the samples, PROMPT_SEED.png.
-        prompts: [N].
-        seed: Seed of the noise.
     """
     policy = load_sampler(source)
     latents = _redrawn(policy, source, images, prompts)
 
     def errors(policy: DiffusionPolicy) -> Tensor:
-        with torch.no_grad():
-            values = [
-                _matching_error(policy, prompt, latent, sample_seed(seed, "off_policy", number))
-                for number, (prompt, latent) in enumerate(zip(prompts, latents, strict=True))
-            ]
+        values = [
+            _matching_error(policy, prompt, latent, sample_seed(seed, "off_policy", number))
+            for number, (prompt, latent) in enumerate(zip(prompts, latents, strict=True))
+        ]
         return torch.stack(values).double().cpu()
 
     before = errors(policy)
     return -latents[0].numel() / 2 * (errors(load_sampler(now)) - before)
 
 
+@torch.no_grad()
 def _redrawn(
     policy: DiffusionPolicy, sampling: SampleSettings, images: Sequence[str], prompts: Sequence[str]
 ) -> Tensor:
@@ -151,11 +131,9 @@ def _redrawn(
     sigmas = policy.sigmas(sampling.steps, timestep_schedule=sampling.timestep_schedule)
     draws = [int(Path(image).stem.rpartition("_")[2]) for image in images]
     seeds = [sample_seed("sample", prompt, draw, 0) for prompt, draw in zip(prompts, draws, strict=True)]
-    with torch.no_grad():
-        condition = policy.encode(encoder_inputs(policy, [{"prompt": prompt} for prompt in prompts]))
-        size, solver = sampling.batch_size, sampling.solver
-        drawn = rollout(policy, condition, sigmas=sigmas, seeds=seeds, batch_size=size, solver=solver)
-    return drawn.latents
+    condition = policy.encode(encoder_inputs(policy, [{"prompt": prompt} for prompt in prompts]))
+    size, solver = sampling.batch_size, sampling.solver
+    return rollout(policy, condition, sigmas=sigmas, seeds=seeds, batch_size=size, solver=solver).latents
 
 
 def _matching_error(policy: DiffusionPolicy, prompt: str, latent: Tensor, seed: int) -> Tensor:
@@ -171,22 +149,18 @@ def _matching_error(policy: DiffusionPolicy, prompt: str, latent: Tensor, seed: 
     return (v - (noise - x0)).square().mean()
 
 
-def select_ugda(candidates: Sequence[Candidate], count: int) -> list[Candidate]:
-    """Keep the most uncertain half, of these the most influential half, of these the first `count`.
+def select_candidates(pool: Sequence[Candidate], count: int, rule: str, *, seed: int) -> list[Candidate]:
+    """Choose the pairs to label.
 
-    Sun et al., UGDA, ICLR 2025: half by the variance of the ensemble, then half by the gradient influence.
+    Rules: random; uncertainty, the pairs on whose margin the members differ most; and ugda, of the most
+    uncertain half the more influential half, of these the first `count` (Sun et al., UGDA, ICLR 2025).
     """
-    unsure = most_uncertain(candidates, math.ceil(SHARE * len(candidates)))
-    influence = sorted(unsure, key=lambda c: -(c.influence or 0.0))
-    return influence[: math.ceil(SHARE * len(unsure))][:count]
-
-
-def most_uncertain(candidates: Sequence[Candidate], count: int) -> list[Candidate]:
-    """Keep the pairs on whose margin the members differ most."""
-    return sorted(candidates, key=lambda c: -(c.deviation or 0.0))[:count]
-
-
-def draw_candidates(candidates: Sequence[Candidate], count: int, *, seed: int) -> list[Candidate]:
-    """Draw pairs uniformly, without repeats."""
-    draw = torch.Generator().manual_seed(seed % 2**63)
-    return [candidates[i] for i in torch.randperm(len(candidates), generator=draw)[:count].tolist()]
+    if rule == "random":
+        draw = torch.Generator().manual_seed(seed % 2**63)
+        return [pool[i] for i in torch.randperm(len(pool), generator=draw)[:count].tolist()]
+    unsure = sorted(pool, key=attrgetter("deviation"), reverse=True)
+    if rule == "uncertainty":
+        return unsure[:count]
+    unsure = unsure[: math.ceil(SHARE * len(pool))]
+    influential = sorted(unsure, key=attrgetter("influence"), reverse=True)
+    return influential[: math.ceil(SHARE * len(unsure))][:count]

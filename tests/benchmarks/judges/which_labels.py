@@ -27,12 +27,10 @@ from visalign.pipelines.collect.tasks import Task, read_tasks
 from visalign.pipelines.sample.job import SampleSettings, sample_images
 from visalign.pipelines.ugda.selection import (
     Candidate,
-    draw_candidates,
     log_ratios,
     member_scores,
-    most_uncertain,
     score_candidates,
-    select_ugda,
+    select_candidates,
 )
 from visalign.rewards.catalogue import load_reward
 from visalign.rewards.combine.ensemble import Ensemble
@@ -77,13 +75,7 @@ def truth(tasks: list[Task]) -> np.ndarray:
 
 
 def chosen(arm: str, found: list[Candidate], count: int, seed: int) -> list[Candidate]:
-    if arm == "none":
-        return []
-    if arm == "random":
-        return draw_candidates(found, count, seed=seed)
-    if arm == "uncertainty":
-        return most_uncertain(found, count)
-    return select_ugda(found, count)
+    return [] if arm == "none" else select_candidates(found, count, arm.partition(",")[0], seed=seed)
 
 
 def fitted(folder: Path, rows: list[dict[str, Any]], seed: int, *, weighed: bool) -> Ensemble:

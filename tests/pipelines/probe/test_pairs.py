@@ -193,7 +193,7 @@ def test_what_cannot_be_probed_is_said() -> None:
 
     with pytest.raises(RewardError, match="returned 1 for 3 pairs; it must return one"):
         probe_reward(Short(), by_hand(0.2, 0.4, 0.6))
-    with pytest.raises(UserError, match="The probe 'swap' is for judges that compare, and shapes_verifier scores"):
+    with pytest.raises(ValueError, match="There is no probe 'swap'. Allowed: "):  # it scores single images
         probes_for(ShapesVerifier(), ["blank", "swap"])
 
 
@@ -259,4 +259,4 @@ def test_the_command_takes_ones_own_judge(tmp_path: Path, monkeypatch: Any) -> N
         assert words in page, words
     assert page.count("<img") == page.count('alt="') == 1 + 6 + 6
     refused = CliRunner().invoke(app, ["probe-reward", "saturation", "--only", "transitivity"])
-    assert refused.exit_code == 2 and "is for judges that compare" in " ".join(refused.output.split())
+    assert refused.exit_code == 2 and "There is no probe 'transitivity'" in " ".join(refused.output.split())

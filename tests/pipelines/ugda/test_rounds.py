@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from tests.support.judges.brightness import Brightness
 from tests.support.models.sd3 import build_tiny_sd3
-from visalign.config import ConfigError, load_config, resolve_config
+from visalign.config import load_config, resolve_config
 from visalign.data.shapes.prompts import parse_prompt
 from visalign.errors import UserError
 from visalign.evaluation.pages.ugda_page import ugda_page
@@ -30,15 +30,14 @@ from visalign.pipelines.ugda.selection import (
     Candidate,
     _redrawn,
     member_scores,
-    most_uncertain,
-    select_ugda,
+    select_candidates,
 )
 from visalign.rewards.combine.ensemble import Ensemble
 
 
 def candidate(number: int, deviation: float, influence: float) -> Candidate:
     task = Task(prompt=f"p{number}", images=(f"/l{number}", f"/r{number}"))
-    return Candidate(task=task, margin=0.0, deviation=deviation, influence=influence)
+    return Candidate(task, margin=0.0, deviation=deviation, influence=influence)
 
 
 def test_half_by_deviation_then_half_by_influence():
@@ -46,10 +45,11 @@ def test_half_by_deviation_then_half_by_influence():
     found = [candidate(n, d, i) for n, (d, i) in enumerate(
         [(1, 999), (2, 50), (3, 1), (4, 1), (5, 10), (6, 40), (7, 20), (8, 30)]
     )]  # fmt: skip
-    chosen = select_ugda(found, 75)
+    chosen = select_candidates(found, 75, "ugda", seed=0)
     assert [c.task.prompt for c in chosen] == ["p5", "p7"]
-    assert select_ugda(found, 1) == chosen[:1]
-    assert [c.task.prompt for c in most_uncertain(found, 2)] == ["p7", "p6"], "influence has no say"
+    assert select_candidates(found, 1, "ugda", seed=0) == chosen[:1]
+    unsure = select_candidates(found, 2, "uncertainty", seed=0)
+    assert [c.task.prompt for c in unsure] == ["p7", "p6"], "influence has no say"
 
 
 def test_members_are_asked_apart_and_failures_are_nan(tmp_path):
@@ -170,11 +170,11 @@ def test_what_is_refused(tmp_path):
     wrong = UGDAConfig(policy=PartConfig(config="text_grpo"))
     with pytest.raises(
         UserError,
-        match=r"policy.config is 'text_grpo', of the pipeline 'text_grpo'; needed is one of 'flow_grpo'",
+        match=r"policy.config: '.*text_grpo.yaml' is of the pipeline 'text_grpo', and needed is one of 'flow_grpo'",
     ):
         plan(wrong)
     wrong = UGDAConfig(ensemble=EnsembleConfig(config="shapes_quickstart"))
-    with pytest.raises(UserError, match=r"ensemble.config is 'shapes_quickstart', of the pipeline 'flow_grpo'"):
+    with pytest.raises(UserError, match=r"ensemble.config: '.*shapes_quickstart.yaml' is of the pipeline 'flow_grpo'"):
         plan(wrong)
     assert load_config(UGDAConfig, resolve_config("shapes_ugda"), []).labels.more == 75
 
@@ -203,7 +203,7 @@ def test_members_are_kept_apart_from_those_before_them(tmp_path):
     assert found[:3] == [None] * 3 and found[3].weight == 0.3
     assert found[3].others == [str(tmp_path / "members" / str(member) / "judge") for member in range(2)]
     full = replace(config, ensemble=replace(config.ensemble, changes={"model.train": "full"}))
-    with pytest.raises(ConfigError, match=r"keeps adapters apart, and model.train is 'full'"):
+    with pytest.raises(UserError, match=r"ensemble.config: .*keeps adapters apart, and model.train is 'full'"):
         plan(full)
 
 
