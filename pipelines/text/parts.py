@@ -31,8 +31,8 @@ from visalign.pipelines.shared.parts import (
 from visalign.pipelines.shared.sections import RewardsConfig
 from visalign.precision import autocast_dtype
 from visalign.rewards.catalogue import load_text_reward
-from visalign.rewards.text.process_reward import ProcessRewardModel
 from visalign.rewards.text.combine import WeightedTextSum
+from visalign.rewards.text.process_reward import ProcessRewardModel
 from visalign.text import TextRollout
 from visalign.text.tools import ToolPolicy
 from visalign.training.loop.sampler import PromptSampler

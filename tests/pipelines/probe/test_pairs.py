@@ -193,7 +193,7 @@ def test_what_cannot_be_probed_is_said() -> None:
 
     with pytest.raises(RewardError, match="returned 1 for 3 pairs; it must return one"):
         probe_reward(Short(), by_hand(0.2, 0.4, 0.6))
-    with pytest.raises(ValueError, match="There is no probe 'swap'. Allowed: "):  # it scores single images
+    with pytest.raises(ValueError, match="There is no probe 'swap'"):  # it scores single images
         probes_for(ShapesVerifier(), ["blank", "swap"])
 
 
