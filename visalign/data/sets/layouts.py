@@ -27,27 +27,25 @@ VOTES = {"leftvote": 1.0, "rightvote": 0.0, "tievote": 0.5, "bothbad_vote": 0.5}
 Fields = Iterator[tuple[int, dict[str, Any]]]
 
 
-def load_layout(layout: str, folder: str | Path, *, split: str = "test", limit: int | None = None) -> PreferenceSet:
-    """Load at most `limit` pairs of a published set in its folder layout, a key of `PAIR_LAYOUTS`."""
-    rows = list(islice(PAIR_LAYOUTS[layout](Path(folder), split), limit))
-    if not rows:
-        raise UserError(f"The split '{split}' of {layout} in '{folder}' holds no labelled pair.")
-    pairs = [PreferencePair(split=split, **fields) for _, fields in rows]
-    if layout == "hpdv3":
-        pairs = [mix_sides(pair) for pair in pairs]
-    return PreferenceSet(name=f"{layout}-{split}", pairs=tuple(pairs), rows=tuple(number for number, _ in rows))
-
-
-def load_quality_layout(
+def load_layout(
     layout: str, folder: str | Path, *, split: str | None = None, limit: int | None = None
-) -> QualitySet:
-    """Load at most `limit` scored images of a published set, a key of `QUALITY_LAYOUTS`.
+) -> PreferenceSet | QualitySet:
+    """Load at most `limit` records of a published set in its folder layout.
 
-    `split` selects one of its splits, where it has any; the folder is the results file for `geneval`.
+    `layout` is a key of `PAIR_LAYOUTS`, whose default split is "test", or of `QUALITY_LAYOUTS`, of which some have
+    splits; the folder is the results file for `geneval`.
     """
-    source = f"{layout} in '{folder}'"
+    source, records = f"{layout} in '{folder}'", []
+    if layout in PAIR_LAYOUTS:
+        split = split or "test"
+        rows = list(islice(PAIR_LAYOUTS[layout](Path(folder), split), limit))
+        if not rows:
+            raise UserError(f"The split '{split}' of {source} holds no labelled pair.")
+        pairs = [PreferencePair(split=split, **fields) for _, fields in rows]
+        if layout == "hpdv3":
+            pairs = [mix_sides(pair) for pair in pairs]
+        return PreferenceSet(name=f"{layout}-{split}", pairs=tuple(pairs), rows=tuple(number for number, _ in rows))
     rows = select_split(source, QUALITY_LAYOUTS[layout](Path(folder)), split, limit)
-    records = []
     for number, fields in rows:
         try:
             records.append(read_quality(fields))

@@ -108,39 +108,38 @@ class QualityRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreferenceSet:
-    """Pairs of one source."""
+class _Rows:
+    """Records of one source, with their numbers in its file for messages."""
 
     name: str
-    pairs: tuple[PreferencePair, ...]
     rows: tuple[int, ...] = ()
-    """Number of each pair in its file, for messages; empty for a set that was not read from one."""
-
-    def __len__(self) -> int:
-        return len(self.pairs)
-
-    def row(self, index: int) -> int:
-        """Row number of pair 0, 1, ... in its file; counted from 1 where there is none."""
-        return self.rows[index] if self.rows else index + 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class QualitySet:
-    """Scored images of one source."""
-
-    name: str
-    records: tuple[QualityRecord, ...]
-    higher_is_better: bool = True
-    """Direction of `mos`: False for difference scores (DMOS) where 0 is perfect."""
-    rows: tuple[int, ...] = ()
-    """Number of each record in its file, as in a `PreferenceSet`."""
-
-    def __len__(self) -> int:
-        return len(self.records)
+    """Number of each record in its file; empty for a set that was not read from one."""
 
     def row(self, index: int) -> int:
         """Row number of record 0, 1, ... in its file; counted from 1 where there is none."""
         return self.rows[index] if self.rows else index + 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferenceSet(_Rows):
+    """Pairs of one source."""
+
+    pairs: tuple[PreferencePair, ...]
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class QualitySet(_Rows):
+    """Scored images of one source."""
+
+    records: tuple[QualityRecord, ...]
+    higher_is_better: bool = True
+    """Direction of `mos`: False for difference scores (DMOS) where 0 is perfect."""
+
+    def __len__(self) -> int:
+        return len(self.records)
 
     @cached_property
     def groups(self) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from visalign.errors import UserError, suggestion
 
 from .columns import Columns, fill_images, parse_bool, read_pair, read_quality, rename_columns
 from .image_references import shapes_reference
-from .layouts import PAIR_LAYOUTS, QUALITY_LAYOUTS, load_layout, load_quality_layout
+from .layouts import PAIR_LAYOUTS, QUALITY_LAYOUTS, load_layout
 from .records import PreferencePair, PreferenceSet, QualityRecord, QualitySet
 from .tables import Row, listed, read_rows, require_columns, select_split
 
@@ -49,10 +49,8 @@ def load_source(
     if source in GENERATED:
         generate = shapes_pairs if source == GENERATED[0] else shapes_quality
         return generate(SHAPES_PAIRS if limit is None else limit, split=split or "heldout")
-    if has_layout and layout in PAIR_LAYOUTS:
-        return load_layout(layout, path, split=split or "test", limit=limit)
     if has_layout:
-        return load_quality_layout(layout, path, split=split, limit=limit)
+        return load_layout(layout, path, split=split, limit=limit)
     if not Path(source).is_file():
         raise UserError(
             f"There is no set '{source}'. {suggestion(layout, (*layouts, *GENERATED))}Allowed: a file, "
@@ -98,8 +96,13 @@ def from_dataframe(
 
     Relative paths of images start at the folder.
     """
+
+    def plain(cell: Any) -> Any:
+        value = cell.tolist() if hasattr(cell, "tolist") else cell
+        return None if value is None or value != value else value  # NaN and NaT are missing
+
     rows = (
-        {str(key): value for key, cell in row.items() if (value := _plain(cell)) is not None}
+        {str(key): value for key, cell in row.items() if (value := plain(cell)) is not None}
         for row in frame.to_dict("records")
     )
     columns = columns or Columns()
@@ -126,12 +129,6 @@ def write_rows(path: str | Path, records: Iterable[PreferencePair | QualityRecor
     lines = (json.dumps(record.to_row(), ensure_ascii=False, allow_nan=False) for record in records)
     path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     return path
-
-
-def _plain(value: Any) -> Any:
-    """Convert a cell to a plain Python value; NaN and NaT are missing."""
-    value = value.tolist() if hasattr(value, "tolist") else value
-    return None if value is None or value != value else value
 
 
 def _read_file(
@@ -219,8 +216,7 @@ def join_scores(source: PreferenceSet | QualitySet, path: str | Path) -> Prefere
             "count as failed.",
             stacklevel=2,
         )
-    column = "pairs" if isinstance(source, PreferenceSet) else "records"
-    return replace(source, **{column: tuple(records)})
+    return replace(source, **{"pairs" if isinstance(source, PreferenceSet) else "records": tuple(records)})
 
 
 def _scores_by_image(path: Path) -> tuple[dict[str, Row], dict[str, str]]:
@@ -263,14 +259,8 @@ def shapes_pairs(count: int, *, seed: int = 0, split: str = "heldout") -> Prefer
                 generator_right=pair.right.style,
                 category=pair.record["tag"],
                 split=split,
-                extra={
-                    "kind": pair.kind,
-                    "utility_left": pair.utility[0],
-                    "utility_right": pair.utility[1],
-                    "prob": pair.prob,
-                    "record": pair.record,
-                    "reason": pair.reason,
-                },
+                extra={name: getattr(pair, name) for name in ("kind", "prob", "record", "reason")}
+                | dict(zip(("utility_left", "utility_right"), pair.utility, strict=True)),
             )
         )
     return PreferenceSet(name="shapes-pairs", pairs=tuple(pairs))
@@ -279,17 +269,15 @@ def shapes_pairs(count: int, *, seed: int = 0, split: str = "heldout") -> Prefer
 def shapes_quality(count: int, *, seed: int = 0, split: str = "heldout") -> QualitySet:
     """Generate rated images of the shapes world, "train" or "heldout"."""
     source = ShapesPreferences(seed, split=split)
-    records = []
-    for number in range(count):
-        rated = source.quality(number)
-        records.append(
-            QualityRecord(
-                image=shapes_reference(split, seed, "quality", number),
-                mos=rated.mos,
-                std=rated.std,
-                generator=rated.scene.style,
-                category=rated.scene.distortion.kind,
-                split=split,
-            )
+    records = (
+        QualityRecord(
+            image=shapes_reference(split, seed, "quality", number),
+            mos=rated.mos,
+            std=rated.std,
+            generator=rated.scene.style,
+            category=rated.scene.distortion.kind,
+            split=split,
         )
+        for number, rated in enumerate(map(source.quality, range(count)))
+    )
     return QualitySet(name="shapes-quality", records=tuple(records))
