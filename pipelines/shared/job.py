@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any
 from visalign.atomic import write_atomic
 from visalign.config import flatten
 from visalign.signals import Stopped
-from visalign.training.loop.best import best_checkpoint_note, best_summary
 from visalign.training.loop.metrics import read_metrics
-from visalign.training.loop.monitor import monitor_messages
+from visalign.training.loop.monitor import BEST, best_checkpoint_note, monitor_messages
 from visalign.training.loop.runtime import peak_memory_bytes
 from visalign.versions import versions
 
@@ -264,7 +263,7 @@ class PolicyRun(Job):
         warnings = monitor_messages(state)
         costs = {**self.costs(result, evaluating), "phases": phases, **self.counts(result.counters)}
         trained_on = {} if self.seen is None else {"heldout_prompts_trained_on": self.seen}
-        spent = {**costs, **trained_on, "warnings": warnings, **best_summary(state)}
+        spent = {**costs, **trained_on, "warnings": warnings, **({BEST: state[BEST]} if BEST in state else {})}
         shared: dict[str, Any] = {"config": asdict(self.config), "versions": versions()}
         path = write_summary(output / "summary.json", before=before, after=after, costs=spent, **shared)
         accuracy = math.nan
@@ -341,7 +340,7 @@ class JudgeRun(Job):
             "after": after,
             **self.costs(result, measuring),
             **self.counts(result),
-            **best_summary(result.counters.own),
+            **({BEST: best} if (best := result.counters.own.get(BEST)) else {}),
             "config": asdict(self.config),
             "versions": versions(),
         }

@@ -16,7 +16,7 @@ from tests.support.training.images import toy_trainer
 from tests.support.training.text import weights_of
 from visalign.errors import UserError
 from visalign.training import read_metrics
-from visalign.training.loop.best import best_checkpoint_note
+from visalign.training.loop.monitor import best_checkpoint_note
 
 VALUES = {1: 0.2, 2: math.nan, 3: 0.7, 4: 0.7, 5: 0.1}
 

@@ -71,17 +71,11 @@ def save(
 ) -> Path:
     """Write the checkpoint of `step` iterations; delete later ones and all but the newest `keep` that are whole.
 
-    The first process calls it; all do where tensors are divided among them. A resume under another `config`
-    is refused.
-
-    Raises:
-        CheckpointError: writing failed, for example because the disk is full. What was written is removed; earlier
-            checkpoints are untouched. With divided tensors all processes raise it, also when they do not share `root`.
-        OSError: the checkpoint is written, but an old one could not be deleted.
+    The first process calls it; all do where tensors are divided among them, and all then raise the CheckpointError
+    of a write that failed, also when they do not share `root`. What was written of it is removed.
     """
     temporary, folder = root / f"{_TEMPORARY}{step:06d}", step_folder(root, step)
-    divided = _divided(tensors)
-    several = bool(divided)
+    several = bool(divided := _divided(tensors))
     try:
         _in_first_process(several, _create_folder, temporary)
         if several:
@@ -93,7 +87,12 @@ def save(
             distributed.barrier()  # a retry must not meet a process that still removes files
         if isinstance(error, CheckpointError):
             raise
-        raise CheckpointError(_write_failure(folder, error)) from error
+        full = getattr(error, "errno", None) == errno.ENOSPC or "os error 28" in str(error).lower()
+        raise CheckpointError(
+            f"could not write checkpoint {folder}: {'the disk is full' if full else error}. The half-written "
+            "files were removed and earlier checkpoints are untouched. Free some space (or lower "
+            "run.keep_checkpoints) and run the same command with --resume."
+        ) from error
     _in_first_process(several, _prune, root, folder, keep)
     return folder
 
@@ -129,8 +128,7 @@ def _complete(
     temporary: Path, folder: Path, tensors: Tensors, state: Mapping[str, Any], config: Mapping[str, Any]
 ) -> None:
     """Write all but the shards, sync, list the files in the manifest, and rename the folder."""
-    lacking = incomplete(temporary / _SHARDS, _divided(tensors))
-    if lacking:
+    if lacking := incomplete(temporary / _SHARDS, _divided(tensors)):
         raise CheckpointError(
             f"not all processes see this folder: {folder.parent} lacks parts of {lacking[0]} that other "
             "processes wrote. The half-written files were removed and earlier checkpoints are untouched. Let "
@@ -205,11 +203,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def verify(folder: Path) -> dict[str, Any]:
-    """Check the size and hash of every file of a checkpoint; return the manifest.
-
-    Raises:
-        CheckpointError: names the file that is missing, cut short or changed.
-    """
+    """Check the size and hash of every file of a checkpoint; return the manifest."""
     manifest = _read_manifest(folder)
     for name, expected in manifest["files"].items():
         file, problem = folder / name, ""
@@ -267,11 +261,7 @@ def newest_intact(root: Path) -> tuple[Path | None, list[str]]:
 def check_same_config(
     saved: Mapping[str, Any], now: Mapping[str, Any], *, free: Collection[str] = (), where: str
 ) -> None:
-    """Refuse to continue a run under another configuration.
-
-    Raises:
-        CheckpointError: lists each key with its saved and its present value.
-    """
+    """Refuse to continue a run under another configuration."""
     before, after = flatten(json.loads(json.dumps(saved))), flatten(json.loads(json.dumps(now)))
     missing = "(absent)"
     differing = [
@@ -284,15 +274,6 @@ def check_same_config(
             f"{where} was written under another configuration. Differing keys: {'; '.join(differing)}. "
             f"Set them back to resume, or start a new run in another output folder."
         )
-
-
-def _write_failure(folder: Path, error: Exception) -> str:
-    full = getattr(error, "errno", None) == errno.ENOSPC or "os error 28" in str(error).lower()
-    return (
-        f"could not write checkpoint {folder}: {'the disk is full' if full else error}. The half-written "
-        "files were removed and earlier checkpoints are untouched. Free some space (or lower "
-        "run.keep_checkpoints) and run the same command with --resume."
-    )
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:

@@ -28,11 +28,7 @@ class RewardFailure(UserError):
 
 
 def score_samples(reward: Any, samples: Any, records: Records, *, what: str = "images") -> Scores:
-    """Score images [b, 3, H, W] or b completions (`what`, in messages) against their prompt records.
-
-    Raises:
-        RewardFailure: the reward returned something other than one score per sample.
-    """
+    """Score images [b, 3, H, W] or b completions (`what`, in messages) against their prompt records."""
     scores = reward.score(samples, [record["prompt"] for record in records], records)
     if not isinstance(scores, Scores) or len(scores) != len(records):
         returned = f"{len(scores)} scores" if isinstance(scores, Scores) else type(scores).__name__
@@ -117,9 +113,9 @@ Rollout = TypeVar("Rollout")
 class RolloutPrefetcher(Generic[Rollout]):
     """Sample the next iteration's rollout before the weights move, so that it is scored during the update.
 
-    With staleness 1 a rollout is one iteration old at most; with 0 nothing is prefetched. Nothing is prefetched before
-    a scheduled checkpoint, so that a run resumed from it begins as an uninterrupted one continues; a run stopped in
-    between samples it again. `sample` takes (iterations finished, run), and submits to the reward.
+    With staleness 1 a rollout is one iteration old at most; with 0 nothing is prefetched, nor before a scheduled
+    checkpoint, so that a resumed run begins as an uninterrupted one continues. `sample` takes (iterations finished,
+    run), and submits to the reward.
     """
 
     def __init__(self, sample: Callable[[int, Context], Rollout], staleness: int) -> None:
@@ -128,15 +124,13 @@ class RolloutPrefetcher(Generic[Rollout]):
 
     def next(self, run: Context) -> Rollout:
         """Return this iteration's rollout, and start sampling the next one if no checkpoint is between."""
-        iteration, prefetched = run.counters.iteration, self._prefetched
-        self._prefetched = None
-        if prefetched is not None and prefetched[0] == iteration:
-            rollout = prefetched[1]
-        else:
+        iteration, (number, rollout) = run.counters.iteration, self._prefetched or (None, None)
+        if number != iteration:  # none yet, or a checkpoint of another iteration was loaded
             rollout = self._sample(iteration, run)
+        self._prefetched = None
         if self._staleness and run.prefetch_next:
             self._prefetched = iteration + 1, self._sample(iteration + 1, run)
-        return rollout
+        return rollout  # type: ignore[return-value]  # it is of this iteration
 
 
 def check_failures(scores: Scores, valid: Tensor, limit: float, name: str) -> None:

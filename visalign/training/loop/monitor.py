@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Monitor reward hacking during training: trends against the first iterations, limits that warn or stop.
 
+The best held-out evaluation (`run.best_by`) may select the result: one reward is trained on, another selects
+(decoupled approval).
+
 Sources of the signs: rewards that are not trained on, Gao et al., arXiv 2210.10760 (gold against proxy); the
 spread of the reward within groups, after RewardDance, arXiv 2509.08826 (there over training steps).
 """
@@ -13,12 +16,13 @@ from dataclasses import field
 from statistics import fmean
 from typing import Any
 
-from visalign.errors import UserError
+from visalign.errors import UserError, suggestion
 from visalign.settings import Count, Finite, settings
 
 from .progress import TrainingProgress
 
 KEY = "monitor"  # Entry of `Counters.own`, and so of checkpoints, with the monitor's state
+BEST = "best"  # File stem of the best weights in a checkpoint, and their entry in `Counters.own`
 
 UPPER_LIMITS = ("judge_std_ratio", "feature_drift")
 """Limits that are crossed upwards; the others are crossed downwards."""
@@ -179,3 +183,33 @@ def crossed_limits(values: Mapping[str, float], limits: MonitorLimits, rule: str
         if value > limit if is_upper else value < limit:
             side = "above" if is_upper else "below"
             yield key, f"{key} is {value:.3g}, {side} monitor.{rule}.{name} ({limit:g})."
+
+
+def update_best(by: str, evaluated: Mapping[str, Any], iteration: int, own: dict[str, Any]) -> bool:
+    """Return True where an evaluation is better than all before it, and record it in `own` (`Counters.own`).
+
+    The highest value wins, with a "-" before the metric's name the lowest; of equals the first, NaN never.
+    """
+    name, sign = by.removeprefix("-"), -1.0 if by.startswith("-") else 1.0
+    if name not in evaluated:
+        raise UserError(
+            f"run.best_by is {by!r}, which no evaluation during training has. {suggestion(name, evaluated)}"
+            f"They have {', '.join(evaluated) or 'nothing'}; with a '-' in front the lowest is the best."
+        )
+    value = float(evaluated[name])
+    if math.isnan(value) or (BEST in own and not sign * value > sign * own[BEST]["value"]):
+        return False
+    own[BEST] = {"by": by, "value": value, "iteration": iteration}
+    return True
+
+
+def best_checkpoint_note(by: str | None, own: Mapping[str, Any]) -> list[str]:
+    """Describe which weights are the result, where `run.best_by` selects them."""
+    if best := own.get(BEST):
+        return [
+            f"The result has the weights of iteration {best['iteration']}, selected by run.best_by: "
+            f"{best['by']} was {best['value']:.4g} there."
+        ]
+    if by is None:
+        return []
+    return [f"Warning: no evaluation had a number for run.best_by, {by}: keeping the last weights."]

@@ -218,11 +218,7 @@ class Shares:
 
 
 def process_slice(count: int, rank: int, world: int) -> slice:
-    """Return the slice of `count` samples of process `rank` of `world`; sizes differ by one at most.
-
-    Raises:
-        UserError: more processes than samples.
-    """
+    """Return the slice of `count` samples of process `rank` of `world`; sizes differ by one at most."""
     if world > count:
         raise UserError(
             f"{world} processes were started for {count} samples, and each needs one at least. Start "

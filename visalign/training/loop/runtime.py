@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import distributed
 
-from visalign.config import flatten
 from visalign.errors import UserError
 
 
@@ -111,36 +110,31 @@ class OutOfMemory(UserError):
 
 
 @contextmanager
-def explain_out_of_memory(clock: PhaseClock, config: Mapping[str, Any], free: Collection[str]) -> Iterator[None]:
+def explain_out_of_memory(clock: PhaseClock, values: Mapping[str, Any], free: Collection[str]) -> Iterator[None]:
     """Raise `OutOfMemory` with the setting that bounds the memory which ran out in the block, if one does.
 
-    Keys of `config` that are in `free` may differ on resume.
+    `values` are those of the settings in `BOUNDS`; keys in `free` may differ on resume.
     """
     clock.out_of_memory = None
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         when, keys = BOUNDS.get(clock.out_of_memory or "", ("", ()))
-        values = flatten(config)
         key = next((key for key in keys if key in values), None)
         if key is None or not is_out_of_memory(error):
             raise
         request = _REQUEST.search(str(error))
-        size = f" ({request[0]})" if request else ""
-        advice = _advice(key, values[key], key in free)
-        raise OutOfMemory(f"Out of memory {when}{size}. {advice}") from error
-
-
-def _advice(key: str, value: int | None, is_free: bool) -> str:
-    if value == 1:
-        return (
-            f"{key} is 1 already. Take model.dtype=bfloat16, train a LoRA, take smaller images "
-            "(model.image_size, rollout.image_sizes), or a larger device."
-        )
-    if is_free:
-        harmless = "It bounds memory only: samples and updates stay the same. "
-        again = "and --resume: it continues from the last checkpoint, or starts where there is none."
-    else:
+        text = f"Out of memory {when}{f' ({request[0]})' if request else ''}. {key} is "
+        if values[key] == 1:
+            raise OutOfMemory(
+                f"{text}1 already. Take model.dtype=bfloat16, train a LoRA, take smaller images "
+                "(model.image_size, rollout.image_sizes), or a larger device."
+            ) from error
+        current, lower = (values[key], values[key] // 2) if values[key] else ("null, the model's own number", 1)
         harmless, again = "", "and another --output: a run is resumed with the value that it started with."
-    current, lower = ("null, the model's own number", 1) if value is None else (value, value // 2)
-    return f"{key} is {current}. {harmless}Start the same command again with {key}={lower} {again}"
+        if key in free:
+            harmless = " It bounds memory only: samples and updates stay the same."
+            again = "and --resume: it continues from the last checkpoint, or starts where there is none."
+        raise OutOfMemory(
+            f"{text}{current}.{harmless} Start the same command again with {key}={lower} {again}"
+        ) from error

@@ -38,9 +38,6 @@ def shard(network: nn.Module, accelerator: Accelerator, undivided: Collection[nn
     Blocks are the modules of the classes that diffusers (`_repeated_blocks`) or transformers
     (`_no_split_modules`) name. All processes get the first one's weights and buffers. The parameters are new
     objects afterwards: look them up again. `undivided` are frozen ones that stay whole in each process.
-
-    Raises:
-        UserError: one process, quantised weights, a single number that is trained, or an older torch.
     """
     check_several(accelerator.num_processes)
     if not hasattr(FSDPModule, "reset_iter_state"):
@@ -164,9 +161,7 @@ def write_shards(folder: Path, divided: Mapping[str, Tensor]) -> None:
     """Write each process's shards of the divided tensors "stem/name"; all processes call it.
 
     Each process writes one file per stem, one after the other: each is in memory twice while it is written.
-
-    Raises:
-        OSError: a process could not write its part; raised in all of them.
+    All processes raise the OSError of one that could not write its part.
     """
     from torch.distributed.checkpoint import HuggingFaceStorageWriter, save
     from torch.distributed.checkpoint.api import CheckpointException

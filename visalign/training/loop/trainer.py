@@ -26,6 +26,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from visalign.config import flatten
 from visalign.core.surrogates.ratio_check import check_log_ratio
 from visalign.errors import UserError
 from visalign.locks import LOCK, hold_lock
@@ -34,15 +35,14 @@ from visalign.signals import InterruptFlag
 
 from . import checkpoint
 from .algorithm import Algorithm, Context, Counters
-from .best import BEST, best_checkpoint_note, update_best
 from .checkpoint import CheckpointError
 from .ema import EMA
 from .metrics import MetricsFile
-from .monitor import Monitor, MonitorSettings
+from .monitor import BEST, Monitor, MonitorSettings, best_checkpoint_note, update_best
 from .optimizer import AdamWSettings, OptimizerSettings, TrainedWeights
 from .processes import check_accelerator, report_lost_process
 from .progress import TrainingProgress
-from .runtime import PhaseClock, explain_out_of_memory
+from .runtime import BOUNDS, PhaseClock, explain_out_of_memory
 
 Evaluate = Callable[[int], Mapping[str, float]]  # Iterations finished -> name -> number
 
@@ -133,6 +133,8 @@ class Trainer(Generic[A]):
         self.progress = progress or TrainingProgress(run.iterations, enabled=False)
         self.monitor = Monitor(run.monitor, self.progress)
         self.clock = PhaseClock()
+        bounding = {key for _, keys in BOUNDS.values() for key in keys}
+        self._memory_settings = {key: value for key, value in flatten(run.config).items() if key in bounding}
         needs_scale = algorithm.compute_dtype() == torch.float16
         counters = Counters(loss_scale=FIRST_LOSS_SCALE if needs_scale else 1.0)
         self.context = Context(counters=counters, optimizer=settings, clock=self.clock)
@@ -157,16 +159,10 @@ class Trainer(Generic[A]):
             RewardFailure: too many samples could not be scored.
         """
         counters, folder = self.counters, self.run.folder
-        is_first = self.accelerator.is_main_process
-        lock = nullcontext()
+        is_first, lock = self.accelerator.is_main_process, nullcontext()
         if is_first:
             lock = hold_lock(folder / LOCK, what=f"The run's folder '{folder}'", instead="give another folder")
-        with (
-            report_lost_process(),
-            self._explain_memory(),
-            lock,
-            InterruptFlag(self.progress.note) as interrupt,
-        ):
+        with report_lost_process(), self._explain_memory(), lock, InterruptFlag(self.progress.note) as interrupt:
             metrics = MetricsFile(folder / "metrics.jsonl", after=counters.iteration) if is_first else None
             saved = counters.iteration
             self.clock.take()
@@ -300,7 +296,7 @@ class Trainer(Generic[A]):
             yield
 
     def _explain_memory(self) -> AbstractContextManager[None]:
-        return explain_out_of_memory(self.clock, self.run.config, self.run.free_keys)
+        return explain_out_of_memory(self.clock, self._memory_settings, self.run.free_keys)
 
     def _times(self, samples: int) -> dict[str, float]:
         """Return the seconds of the iteration, total and by phase; add them to the counters."""
@@ -342,11 +338,7 @@ class Trainer(Generic[A]):
         return self.averaged(self.context.tensors.get(BEST))
 
     def save(self) -> None:
-        """Write a checkpoint: the main process, or each process its part of divided tensors.
-
-        Raises:
-            CheckpointError: it could not be written, or the weights are not finite; earlier ones are kept.
-        """
+        """Write a checkpoint: the main process, or each process its part of divided tensors."""
         iteration = self.counters.iteration
         tensors = {**self.context.tensors, **self.weights.tensors(), "ema": self.ema.state()}
         if names := gather_object(checkpoint.not_finite(tensors["trainable"])):
@@ -365,11 +357,7 @@ class Trainer(Generic[A]):
         return {name: master for name, master in self.weights.masters if isinstance(master, DTensor)}
 
     def resume(self) -> bool:
-        """Load the newest whole checkpoint and print which; return False where there is none yet.
-
-        Raises:
-            CheckpointError: every checkpoint is damaged, or it belongs to another configuration or model.
-        """
+        """Load the newest whole checkpoint and print which; return False where there is none yet."""
         root, by = self.run.folder / "checkpoints", self.run.best_by
         folder, passed = checkpoint.newest_intact(root)
         for reason in passed:
