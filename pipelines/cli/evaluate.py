@@ -4,34 +4,31 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any
 
-import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
+from typer import Argument, Option
 
 from .messages import user_messages
 from .options import (
     Batch,
     Cache,
-    Join,
     LabelOptions,
     Labels,
     MapColumns,
     NewFolder,
     OptionalRewards,
+    Repeated,
     Resume,
     Scores,
     Seed,
     resume_line,
 )
-
-if TYPE_CHECKING:
-    from visalign.pipelines.evaluate.job import EvaluateOptions
-
 
 MOST_COLUMNS = 3
 """Judges per table in a terminal; more follow in tables below."""
@@ -40,7 +37,7 @@ MOST_COLUMNS = 3
 def evaluate(
     source: Annotated[
         str,
-        typer.Argument(
+        Argument(
             help="Labelled set: JSONL, CSV or Parquet file, LAYOUT:FOLDER, shapes:pairs, shapes:quality.",
             show_default=False,
         ),
@@ -48,78 +45,67 @@ def evaluate(
     reward: OptionalRewards = None,
     reward_options: LabelOptions = None,
     scores: Scores = None,
-    lower_is_better: Annotated[
-        list[str] | None, typer.Option(help="Names of --scores where lower is better; repeat.")
-    ] = None,
+    lower_is_better: Annotated[Repeated, Option(help="Names of --scores where lower is better; repeat.")] = None,
     columns: MapColumns = None,
     labels: Labels = None,
-    join: Join = None,
-    split: Annotated[str | None, typer.Option(help="Split of the set.")] = None,
-    limit: Annotated[int | None, typer.Option(help="Maximum number of records.", min=1)] = None,
+    join: Annotated[
+        list[Path] | None, Option("--join", help="Table of scores by image, as `visalign score` writes it; repeat.")
+    ] = None,
+    split: Annotated[str | None, Option(help="Split of the set.")] = None,
+    limit: Annotated[int | None, Option(help="Maximum number of records.", min=1)] = None,
     output: NewFolder = None,
     resume: Resume = False,
-    swap_sides: Annotated[bool, typer.Option("--swap-sides", help="Swap the sides of random pairs.")] = False,
+    swap_sides: Annotated[bool, Option("--swap-sides", help="Swap the sides of random pairs.")] = False,
     keep_duplicates: Annotated[
-        bool, typer.Option("--keep-duplicates", help="Count repeated votes of one annotator.")
+        bool, Option("--keep-duplicates", help="Count repeated votes of one annotator.")
     ] = False,
-    fuse: Annotated[
-        bool, typer.Option("--fuse", help="Also fuse all rewards into one, cross-fitted by prompt.")
-    ] = False,
+    fuse: Annotated[bool, Option("--fuse", help="Also fuse all rewards into one, cross-fitted by prompt.")] = False,
     cache: Cache = None,
     batch_size: Batch = 32,
-    max_failure_rate: Annotated[float, typer.Option(help="Stop above this share of failed records.")] = 0.5,
+    max_failure_rate: Annotated[float, Option(help="Stop above this share of failed records.")] = 0.5,
     seed: Seed = 0,
-    resamples: Annotated[int, typer.Option(help="Number of bootstrap draws.", min=100)] = 1_000,
-    bins: Annotated[int, typer.Option(help="Number of bins in the reliability diagram.", min=1)] = 10,
+    resamples: Annotated[int, Option(help="Number of bootstrap draws.", min=100)] = 1_000,
+    bins: Annotated[int, Option(help="Number of bins in the reliability diagram.", min=1)] = 10,
 ) -> None:
     """Measure rewards on a preference set or a quality set: agreement, calibration, correlation, slices."""
     with user_messages(resume=resume_line(resume) if output is not None else None):
         from visalign.data.sets.columns import Columns, parse_map
+        from visalign.evaluation.pages.table_files import FOLDER
         from visalign.evaluation.rewards.judged_pairs import IntervalSettings
-        from visalign.pipelines.evaluate.job import EvaluateOptions
+        from visalign.pipelines.evaluate.job import PAGE
+        from visalign.pipelines.evaluate.job import evaluate as run
 
-        options = EvaluateOptions(
-            source=source,
-            rewards=tuple(reward or ()),
-            options=tuple(reward_options or ()),
-            columns=tuple(scores or ()),
-            lower_is_better=tuple(lower_is_better or ()),
-            table=Columns(names=parse_map(columns or []), labels=labels),
-            join=tuple(join or ()),
-            split=split,
-            limit=limit,
-            output=output,
-            resume=resume,
-            swap_sides=swap_sides,
-            keep_duplicates=keep_duplicates,
-            fuse=fuse,
-            batch_size=batch_size,
-            max_failure_rate=max_failure_rate,
-            cache=cache,
-            settings=IntervalSettings(seed=seed, resamples=resamples, bins=bins),
-        )
-        _run(options)
-
-
-def _run(options: EvaluateOptions) -> None:
-    from visalign.evaluation.pages.table_files import FOLDER
-    from visalign.pipelines.evaluate.job import PAGE
-    from visalign.pipelines.evaluate.job import evaluate as run
-
-    console = Console()
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("asking the judge", total=None, visible=bool(options.rewards))
-
-        def show(done: int, total: int) -> None:
-            progress.update(task, completed=done, total=total)
-
-        result = run(options, on_batch=show)
-    show_evaluation(console, result)
-    for item in result["failed"]:
-        console.print(f"No report on {item['judge']}: {item['error']}", highlight=False, soft_wrap=True)
-    if options.output is not None:
-        console.print(f"Page: {options.output / PAGE}", highlight=False, soft_wrap=True)
-        console.print(f"CSV and LaTeX: {options.output / FOLDER}", highlight=False, soft_wrap=True)
+        table = Columns(names=parse_map(columns or []), labels=labels)
+        with Progress(console=Console(stderr=True), transient=True) as progress:
+            task = progress.add_task("asking the judge", total=None, visible=bool(reward))
+            result = run(
+                source,
+                rewards=reward or (),
+                options=reward_options or (),
+                columns=scores or (),
+                lower_is_better=lower_is_better or (),
+                table=table,
+                join=join or (),
+                split=split,
+                limit=limit,
+                output=output,
+                resume=resume,
+                swap_sides=swap_sides,
+                keep_duplicates=keep_duplicates,
+                fuse=fuse,
+                cache=cache,
+                batch_size=batch_size,
+                max_failure_rate=max_failure_rate,
+                settings=IntervalSettings(seed=seed, resamples=resamples, bins=bins),
+                on_batch=lambda done, total: progress.update(task, completed=done, total=total),
+            )
+        console = Console()
+        show_evaluation(console, result)
+        lines = [f"No report on {item['judge']}: {item['error']}" for item in result["failed"]]
+        if output is not None:
+            lines += [f"Page: {output / PAGE}", f"CSV and LaTeX: {output / FOLDER}"]
+        for line in lines:
+            console.print(line, highlight=False, soft_wrap=True)
 
 
 def show_evaluation(console: Console, result: Mapping[str, Any]) -> None:
@@ -132,7 +118,7 @@ def show_evaluation(console: Console, result: Mapping[str, Any]) -> None:
     console.print(Text(f"{about['name']}: {about['size']} {what}"))
     for finding in about["findings"]:
         console.print(Text(f"  {finding['message']}"))
-    for name, provenance in (result.get("provenance") or {}).items():
+    for name, provenance in result["provenance"].items():
         console.print(Text(provenance_sentence(name, provenance)), soft_wrap=True)
     names = [escape(judge["judge"]["name"]) for judge in judges]
     tables = [table for tables in evaluation_tables(result).values() for table in tables]
@@ -144,8 +130,6 @@ def show_evaluation(console: Console, result: Mapping[str, Any]) -> None:
             for row in entry.rows:
                 table.add_row(Text(row.what), *(Text(str(cell)) for cell in row.cells[chosen]))
             console.print(table)
-    for line in (*filter(None, [fusion_line(result)]), *comparison_lines(result)):
+    notes = [f"! {judge['judge']['name']}: {note}" for judge in judges for note in judge["notes"]]
+    for line in (*filter(None, [fusion_line(result)]), *comparison_lines(result), *notes):
         console.print(Text(line))
-    for judge in judges:
-        for note in judge["notes"]:
-            console.print(Text(f"! {judge['judge']['name']}: {note}"))

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -40,66 +40,10 @@ from visalign.pipelines.score.report import load_shown_images
 from visalign.pipelines.shared.reward_options import load_each, with_cache
 from visalign.pipelines.shared.run_folder import check_run_folder, pretty
 
-from .columns import column_scores, quality_column_scores
-from .scores import OnBatch, ScoringOptions, score_pairs, score_quality
+from .scores import column_scores, quality_column_scores, score_pairs, score_quality
 
 RESULT = "evaluation.json"
 PAGE = "evaluation.html"
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvaluateOptions:
-    """Options of an evaluation."""
-
-    source: str
-    """A set as `visalign.data.sets.sources.load_source` takes it."""
-    rewards: tuple[str, ...] = ()
-    """Names of rewards that are asked now."""
-    options: tuple[str, ...] = ()
-    """Options of these, `LABEL.NAME=VALUE`, or `NAME=VALUE` where there is only one."""
-    columns: tuple[str, ...] = ()
-    """Names of precomputed scores in the set's columns."""
-    lower_is_better: tuple[str, ...] = ()
-    """Names among `columns` where a lower score is better."""
-    table: Columns = field(default_factory=Columns)
-    """How the columns of the source are read."""
-    join: tuple[Path, ...] = ()
-    """Tables with scores of the source's images."""
-    split: str | None = None
-    limit: int | None = None
-    output: Path | None = None
-    """Folder for results and scores; None writes nothing."""
-    resume: bool = False
-    """Continue the scoring in the output folder."""
-    swap_sides: bool = False
-    """Exchange the sides of half of the pairs, always the same half."""
-    fuse: bool = False
-    """Stack all of them into one more judge, cross-fitted by prompt."""
-    keep_duplicates: bool = False
-    """Keep rows in which an annotator repeats an earlier row."""
-    batch_size: int = 32
-    max_failure_rate: float = 0.5
-    cache: Path | None = None
-    """Folder of the cache of scores; None computes every score."""
-    settings: IntervalSettings = field(default_factory=IntervalSettings)
-
-    def __post_init__(self) -> None:
-        unknown = sorted(set(self.lower_is_better) - set(self.columns))
-        rules = (
-            (self.options and not self.rewards, "--option is of a --reward, and there is none."),
-            (
-                not self.rewards and not self.columns,
-                "Nothing to evaluate: name a reward (--reward) or columns of scores in the set (--scores).",
-            ),
-            (
-                self.fuse and len({*self.rewards, *self.columns}) < 2,
-                "--fuse stacks two or more judges, and one was named. Add --scores or --reward.",
-            ),
-            (unknown, f"--lower-is-better names {', '.join(unknown)}, which is no --scores column."),
-        )
-        for broken, message in rules:
-            if broken:
-                raise UserError(message)
 
 
 @dataclass(frozen=True)
@@ -120,80 +64,166 @@ PREFERENCES = _Kind(
 QUALITY = _Kind("quality", quality_column_scores, score_quality, evaluate_quality, compare_on_quality, fuse_quality)
 
 
-def evaluate(options: EvaluateOptions, *, on_batch: OnBatch | None = None) -> dict[str, Any]:
+def evaluate(
+    source: str,
+    *,
+    rewards: Sequence[str] = (),
+    options: Sequence[str] = (),
+    columns: Sequence[str] = (),
+    lower_is_better: Sequence[str] = (),
+    table: Columns | None = None,
+    join: Sequence[Path] = (),
+    split: str | None = None,
+    limit: int | None = None,
+    output: Path | None = None,
+    resume: bool = False,
+    swap_sides: bool = False,
+    keep_duplicates: bool = False,
+    fuse: bool = False,
+    cache: Path | None = None,
+    batch_size: int = 32,
+    max_failure_rate: float = 0.5,
+    settings: IntervalSettings | None = None,
+    on_batch: Callable[[int, int], object] | None = None,
+) -> dict[str, Any]:
     """Run an evaluation: a report per judge, comparisons of every two, a leaderboard, as JSON.
 
-    With an output folder it is also written there, with a page and tables.
+    Args:
+        source: A set as `visalign.data.sets.sources.load_source` takes it; votes of a pair are summed.
+        rewards: Names of rewards that are asked now.
+        options: Options of these, `LABEL.NAME=VALUE`, or `NAME=VALUE` where there is only one.
+        columns: Names of precomputed scores in the set's columns.
+        lower_is_better: Names among `columns` where a lower score is better.
+        table: How the columns of the source are read.
+        join: Tables with scores of the source's images.
+        split: As in `load_source`.
+        limit: As in `load_source`.
+        output: Folder for the JSON, its page and tables, and the scores; None writes nothing.
+        resume: Continue the scoring in the output folder.
+        swap_sides: Exchange the sides of half of the pairs, always the same half.
+        keep_duplicates: Keep rows in which an annotator repeats an earlier row.
+        fuse: Stack all of them into one more judge, cross-fitted by prompt.
+        cache: Folder of the cache of scores; None computes every score.
+        batch_size: Images or pairs per call of a reward.
+        max_failure_rate: Share of failed answers above which the run stops.
+        settings: Settings of the intervals.
+        on_batch: Called with the number of finished scores of a reward and of all.
     """
     from visalign.rewards.catalogue import load_judge
 
-    started = time.perf_counter()
-    if options.output is not None:
-        check_run_folder(options.output, resume=options.resume)
-    rewards = with_cache(load_each(options.rewards, options.options, load_judge), options.cache)
-    source, findings = _load_set(options, rewards)
-    kind = PREFERENCES if isinstance(source, PreferenceSet) else QUALITY
-    scores, fusion = _all_scores(kind, source, options, rewards, on_batch), None
-    if options.fuse:
-        fused, fusion = kind.fuse(source, scores)
+    started, settings = time.perf_counter(), settings or IntervalSettings()
+    _check_names(rewards, options, columns, lower_is_better, fuse)
+    if output is not None:
+        check_run_folder(output, resume=resume)
+    judges = with_cache(load_each(rewards, options, load_judge), cache)
+    table = replace(table or Columns(), has_images=bool(judges or join))
+    records = load_source(source, split=split, limit=limit, columns=table)
+    for path in join:
+        records = join_scores(records, path)
+    records, findings = _checked(records, judges, swap_sides=swap_sides, keep_duplicates=keep_duplicates)
+    kind = PREFERENCES if isinstance(records, PreferenceSet) else QUALITY
+    scores = [kind.read_columns(records, name, higher_is_better=name not in lower_is_better) for name in columns]
+    for name, judge in judges.items():
+        file_name = re.sub(r"[^\w.-]+", "-", name).strip("-") or "judge"
+        log = None if output is None else output / f"scores-{file_name}.jsonl"
+        asking = {"log": log, "batch_size": batch_size, "max_failure_rate": max_failure_rate, "on_batch": on_batch}
+        scores.append(kind.ask_reward(records, judge, **asking))
+    fusion = None
+    if fuse:
+        fused, fusion = kind.fuse(records, scores)
         scores.append(fused)
-    identities = {reward.name: reward_identity(reward) for reward in rewards.values()}
-    reports, reported, failed = _reports(kind, source, scores, options.settings)
-    for report in reports:
-        if (identity := identities.get(report["judge"]["name"])) is not None:
-            report["judge"]["identity"] = {"model": identity.model, "digest": identity.digest}
-    comparisons = []
-    for first, second in combinations(reported, 2):
-        try:
-            comparisons.append(kind.compare(source, first, second, options.settings))
-        except ValueError as error:  # no pair that both decided; the reports remain
-            failed.append({"judge": f"{first.name} against {second.name}", "error": str(error)})
-    add_holm(comparisons, level=options.settings.level)
-    records = source.pairs if isinstance(source, PreferenceSet) else source.records
-    for name, reward in rewards.items():
-        if note := domain_note(reward, [record.prompt or "" for record in records]):
-            findings.append(Finding(kind="packaged judge", count=1, message=f"{name}: {note}"))
-    findings += [Finding(kind="no report", count=1, message=f"{f['judge']}: {f['error']}") for f in failed]
+    measured = _measure(kind, records, scores, judges, settings)
+    findings += [Finding(kind="no report", count=1, message=f"{f['judge']}: {f['error']}") for f in measured["failed"]]
     result = {
         "format": "visalign evaluation 1",
         "set": {
-            "source": options.source,
-            "name": source.name,
+            "source": source,
+            "name": records.name,
             "kind": kind.name,
-            "size": len(source),
-            "split": options.split,
-            "seed": options.settings.seed,
-            "resamples": options.settings.resamples,
+            "size": len(records),
+            "split": split,
+            "seed": settings.seed,
+            "resamples": settings.resamples,
             "findings": [asdict(finding) for finding in findings],
         },
-        "judges": reports,
-        "provenance": {name: provenance(reward) for name, reward in rewards.items()},
-        "comparisons": comparisons,
-        "leaderboard": leaderboard(source, reported, comparisons, options.settings),
+        **measured,
+        "provenance": {name: provenance(judge) for name, judge in judges.items()},
         "fusion": fusion,
-        "failed": failed,
         "seconds": round(time.perf_counter() - started, 3),
     }
-    if options.output is not None:
-        write_result(options.output, result)
+    if output is not None:
+        write_result(output, result)
     return result
 
 
-def _reports(
-    kind: _Kind, source: Any, scores: Sequence[Any], settings: IntervalSettings
-) -> tuple[list[dict[str, Any]], list[Any], list[dict[str, str]]]:
-    """Compute (reports, their scores, and the reasons of rewards without a report)."""
-    reports: list[dict[str, Any]] = []
-    reported, failed = [], []
+def _check_names(
+    rewards: Sequence[str], options: Sequence[str], columns: Sequence[str], lower_is_better: Sequence[str], fuse: bool
+) -> None:
+    unknown = sorted(set(lower_is_better) - set(columns))
+    rules = (
+        (options and not rewards, "--option is of a --reward, and there is none."),
+        (
+            not rewards and not columns,
+            "Nothing to evaluate: name a reward (--reward) or columns of scores in the set (--scores).",
+        ),
+        (
+            fuse and len({*rewards, *columns}) < 2,
+            "--fuse stacks two or more judges, and one was named. Add --scores or --reward.",
+        ),
+        (unknown, f"--lower-is-better names {', '.join(unknown)}, which is no --scores column."),
+    )
+    for broken, message in rules:
+        if broken:
+            raise UserError(message)
+
+
+def _checked(
+    source: PreferenceSet | QualitySet, judges: Mapping[str, Any], *, swap_sides: bool, keep_duplicates: bool
+) -> tuple[PreferenceSet | QualitySet, list[Finding]]:
+    """Check a set and sum the votes of its pairs."""
+    if isinstance(source, QualitySet):
+        findings, prompts = (
+            check_quality(source, files=bool(judges)),
+            [record.prompt or "" for record in source.records],
+        )
+    else:
+        if swap_sides:
+            source = replace(source, pairs=tuple(mix_sides(pair) for pair in source.pairs))
+        sees_sides = any(not isinstance(judge, PointwiseReward) for judge in judges.values())
+        findings = check_preferences(source, files=bool(judges), judge_sees_sides=sees_sides)
+        source, summed = summed_votes(source if keep_duplicates else without_duplicates(source))
+        findings, prompts = findings + summed, [pair.prompt for pair in source.pairs]
+    notes = {name: domain_note(judge, prompts) for name, judge in judges.items()}
+    findings += [Finding(kind="packaged judge", count=1, message=f"{n}: {note}") for n, note in notes.items() if note]
+    return source, findings
+
+
+def _measure(
+    kind: _Kind, source: Any, scores: Sequence[Any], judges: Mapping[str, Any], settings: IntervalSettings
+) -> dict[str, Any]:
+    """Report on every judge, compare every two, and rank them; `failed` names those without a report."""
+    identities = {judge.name: reward_identity(judge) for judge in judges.values()}
+    reports, reported, comparisons, failed = [], [], [], []
     for entry in scores:
         try:
-            reports.append(kind.report(source, entry, settings) | {"worst": worst_records(source, entry)})
-            reported.append(entry)
+            report = kind.report(source, entry, settings) | {"worst": worst_records(source, entry)}
         except ValueError as error:
             failed.append({"judge": entry.name, "error": str(error)})
+            continue
+        if (identity := identities.get(report["judge"]["name"])) is not None:
+            report["judge"]["identity"] = {"model": identity.model, "digest": identity.digest}
+        reports.append(report)
+        reported.append(entry)
     if not reports:
         raise UserError("; ".join(f"{item['judge']}: {item['error']}" for item in failed))
-    return reports, reported, failed
+    for first, second in combinations(reported, 2):
+        try:
+            comparisons.append(kind.compare(source, first, second, settings))
+        except ValueError as error:  # no pair that both decided; the reports remain
+            failed.append({"judge": f"{first.name} against {second.name}", "error": str(error)})
+    add_holm(comparisons, level=settings.level)
+    board = leaderboard(source, reported, comparisons, settings)
+    return {"judges": reports, "comparisons": comparisons, "leaderboard": board, "failed": failed}
 
 
 def write_result(folder: Path, result: dict[str, Any]) -> None:
@@ -205,42 +235,4 @@ def write_result(folder: Path, result: dict[str, Any]) -> None:
     write_tables(folder / FOLDER, file_tables(result))
     columns = ("image", "image_left", "image_right")
     names = [row[key] for judge in result["judges"] for row in judge["worst"] for key in columns if key in row]
-    images = load_shown_images(dict.fromkeys(names))
-    write_atomic(folder / PAGE, evaluation_page(result, images=images))
-
-
-def _load_set(options: EvaluateOptions, rewards: dict[str, Any]) -> tuple[PreferenceSet | QualitySet, list[Finding]]:
-    """Load and check the set; votes of a pair are summed."""
-    table = replace(options.table, has_images=bool(rewards or options.join))
-    source = load_source(options.source, split=options.split, limit=options.limit, columns=table)
-    for path in options.join:
-        source = join_scores(source, path)
-    if isinstance(source, QualitySet):
-        return source, check_quality(source, files=bool(rewards))
-    if options.swap_sides:
-        source = replace(source, pairs=tuple(mix_sides(pair) for pair in source.pairs))
-    sees_sides = any(not isinstance(reward, PointwiseReward) for reward in rewards.values())
-    findings = check_preferences(source, files=bool(rewards), judge_sees_sides=sees_sides)
-    if not options.keep_duplicates:
-        source = without_duplicates(source)
-    source, summed = summed_votes(source)
-    return source, findings + summed
-
-
-def _all_scores(
-    kind: _Kind, source: Any, options: EvaluateOptions, rewards: dict[str, Any], on_batch: OnBatch | None
-) -> list[Any]:
-    scores = [
-        kind.read_columns(source, name, higher_is_better=name not in options.lower_is_better)
-        for name in options.columns
-    ]
-    for name, reward in rewards.items():
-        file_name = re.sub(r"[^\w.-]+", "-", name).strip("-") or "judge"
-        scoring = ScoringOptions(
-            log=None if options.output is None else options.output / f"scores-{file_name}.jsonl",
-            batch_size=options.batch_size,
-            max_failure_rate=options.max_failure_rate,
-            on_batch=on_batch,
-        )
-        scores.append(kind.ask_reward(source, reward, scoring))
-    return scores
+    write_atomic(folder / PAGE, evaluation_page(result, load_shown_images(dict.fromkeys(names))))

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores of an evaluation from a reward that is asked now, logged so that a stopped run can be resumed."""
+"""Scores of an evaluation: of a reward that is asked now, logged for a resumed run, or from the set's columns."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import closing
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,31 +16,17 @@ from scipy import special
 from visalign.data.sets.image_references import resolve_image
 from visalign.data.sets.prompt_files import source_of
 from visalign.data.sets.records import PreferencePair, PreferenceSet, QualityRecord, QualitySet
+from visalign.data.sets.tables import listed
 from visalign.errors import UserError
 from visalign.evaluation.rewards.pair_scores import PairScores, from_probabilities, from_scores
 from visalign.evaluation.rewards.quality import QualityScores, from_values
 from visalign.interfaces import PairwiseReward, PointwiseReward
 from visalign.pipelines.score.log import Logged, ScoreLog, score_key
 from visalign.pipelines.score.provenance import reward_identity
-from visalign.pipelines.score.score import finite_or_none
+from visalign.pipelines.score.score import MISSING, finite_or_none, read_number
 from visalign.rewards.base.contract import RewardError, check_answer
 from visalign.rewards.base.failure import FailureAlarm, Naming, failure_reasons
 from visalign.rewards.pairs.asking import check_preferences
-
-OnBatch = Callable[[int, int], object]
-"""Called with the number of finished scores and of all."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScoringOptions:
-    """Options of asking a reward."""
-
-    log: Path | None = None
-    """File to which scores are written batch by batch, and from which earlier ones are read."""
-    batch_size: int = 32
-    max_failure_rate: float = 0.5
-    """Share of failures among the last 200 answers above which the run stops."""
-    on_batch: OnBatch | None = None
 
 
 class _Request(NamedTuple):
@@ -51,89 +37,94 @@ class _Request(NamedTuple):
     metadata: Mapping[str, Any] | None
 
 
-def score_pairs(
-    pairs: PreferenceSet, reward: PointwiseReward | PairwiseReward, options: ScoringOptions | None = None
-) -> PairScores:
+def score_pairs(pairs: PreferenceSet, reward: PointwiseReward | PairwiseReward, **asking: Any) -> PairScores:
     """Score a preference set: each distinct image and prompt once, or each pair in both orders.
 
-    A failed score is NaN with the reward's reason.
+    A failed score is NaN with the reward's reason. `asking` are the keywords of `_ask`.
     """
-    rows = [(pair, (pair.image_left, pair.image_right), _metadata(pair)) for pair in pairs.pairs]
+    requests = []
+    for pair in pairs.pairs:
+        left, right = pair.image_left, pair.image_right
+        inputs = ((left,), (right,)) if isinstance(reward, PointwiseReward) else ((left, right), (right, left))
+        requests.append(tuple(_Request(images, pair.prompt, _metadata(pair)) for images in inputs))
+    answers = _ask(reward, requests, **asking)
+    first, second = (_column(answers, index, "value") for index in (0, 1))
+    reasons = [one.reason or other.reason for one, other in answers]
     if not isinstance(reward, PointwiseReward):
-        requests = [
-            tuple(_Request(order, pair.prompt, record) for order in (images, images[::-1]))
-            for pair, images, record in rows
-        ]
-        answers = _ask(reward, requests, options, _compare_batch)
-        prob, swapped = (special.expit(_column(answers, order, "value")) for order in (0, 1))
-        reasons = [first.reason or second.reason for first, second in answers]
+        prob, swapped = special.expit(first), special.expit(second)
         return from_probabilities(reward.name, prob, swapped=swapped, reasons=reasons)
-    requests = [tuple(_Request((image,), pair.prompt, record) for image in images) for pair, images, record in rows]
-    answers = _ask(reward, requests, options, _score_batch)
-    has_std = any(answer.std is not None for row in answers for answer in row)
+    stds = [_column(answers, index, "std") for index in (0, 1)]
+    std_left, std_right = (None, None) if np.isnan(stds).all() else stds
     return from_scores(
         reward.name,
         reward.unit,
-        _column(answers, 0, "value"),
-        _column(answers, 1, "value"),
-        std_left=_column(answers, 0, "std") if has_std else None,
-        std_right=_column(answers, 1, "std") if has_std else None,
-        reasons=[left.reason or right.reason for left, right in answers],
+        first,
+        second,
+        std_left=std_left,
+        std_right=std_right,
+        reasons=reasons,
         higher_is_better=reward.higher_is_better,
     )
 
 
-def score_quality(
-    records: QualitySet, reward: PointwiseReward, options: ScoringOptions | None = None
-) -> QualityScores:
-    """Score the images of a quality set; a failed score is NaN with the reward's reason."""
+def score_quality(records: QualitySet, reward: PointwiseReward, **asking: Any) -> QualityScores:
+    """Score the images of a quality set, as `score_pairs` scores pairs."""
     if not isinstance(reward, PointwiseReward):
         raise RewardError(
             f"{getattr(reward, 'name', reward)!r} compares two images and gives no score of one, which a "
             "quality set needs. Evaluate it on a preference set."
         )
     requests = [(_Request((record.image,), record.prompt, _metadata(record)),) for record in records.records]
-    answers = _ask(reward, requests, options, _score_batch)
+    answers = _ask(reward, requests, **asking)
+    std = _column(answers, 0, "std")
     return from_values(
         reward.name,
         reward.unit,
         _column(answers, 0, "value"),
-        std=_column(answers, 0, "std") if any(answer.std is not None for (answer,) in answers) else None,
+        std=None if np.isnan(std).all() else std,
         reasons=[answer.reason for (answer,) in answers],
         higher_is_better=reward.higher_is_better,
     )
 
 
-AskBatch = Callable[[Any, Sequence[_Request], Sequence[tuple[Any, ...]]], list[Logged]]
-"""(reward, requests, their images) -> answers."""
-
-
 def _ask(
-    reward: Any, rows: Sequence[tuple[_Request, ...]], options: ScoringOptions | None, ask: AskBatch
+    reward: Any,
+    rows: Sequence[tuple[_Request, ...]],
+    *,
+    log: Path | None = None,
+    batch_size: int = 32,
+    max_failure_rate: float = 0.5,
+    on_batch: Callable[[int, int], object] | None = None,
 ) -> list[tuple[Logged, ...]]:
-    """Answer every request; equal ones are asked once, and those in the log are not asked again."""
-    options = options or ScoringOptions()
-    log = ScoreLog(options.log, {reward.name: reward_identity(reward)}, Logged)
-    alarm = FailureAlarm(reward.name, options.max_failure_rate, min_samples=50)
+    """Answer every request; equal ones are asked once, and those in the log are not asked again.
+
+    Args:
+        reward: Pointwise reward for requests with one image, pairwise for those with two.
+        rows: Requests whose answers belong together.
+        log: File to which answers are written batch by batch, and from which earlier ones are read.
+        batch_size: Requests per call of the reward.
+        max_failure_rate: Share of failures among the last 200 answers above which the run stops.
+        on_batch: Called with the number of finished answers and of all.
+    """
+    alarm = FailureAlarm(reward.name, max_failure_rate, min_samples=50)
     keys = [tuple(score_key(*request) for request in row) for row in rows]
     distinct = dict(zip(chain(*keys), chain(*rows), strict=True))
-    answers = {key: entry for key in distinct if (entry := log.get(key)) is not None}
-    remaining = [(key, request) for key, request in distinct.items() if key not in answers]
-    try:
-        for start in range(0, len(remaining), options.batch_size):
-            new = _answer_batch(reward, remaining[start : start + options.batch_size], ask)
-            log.add(new)
+    with closing(ScoreLog(log, {reward.name: reward_identity(reward)}, Logged)) as scores:
+        answers = {key: entry for key in distinct if (entry := scores.get(key)) is not None}
+        remaining = [(key, request) for key, request in distinct.items() if key not in answers]
+        for start in range(0, len(remaining), batch_size):
+            new = _answer_batch(reward, remaining[start : start + batch_size])
+            scores.add(new)  # before the alarm: a run that it stops keeps its answers
             answers |= new
-            if options.on_batch is not None:
-                options.on_batch(len(answers), len(distinct))
+            if on_batch is not None:
+                on_batch(len(answers), len(distinct))
             for answer in new.values():
                 alarm.note(answer.reason)
-    finally:
-        log.close()
     return [tuple(answers[key] for key in row) for row in keys]
 
 
-def _answer_batch(reward: Any, batch: Sequence[tuple[str, _Request]], ask: AskBatch) -> dict[str, Logged]:
+def _answer_batch(reward: Any, batch: Sequence[tuple[str, _Request]]) -> dict[str, Logged]:
+    ask = _score_batch if isinstance(reward, PointwiseReward) else _compare_batch
     answers: dict[str, Logged] = {}
     readable: list[tuple[str, _Request, tuple[Any, ...]]] = []
     for key, request in batch:
@@ -143,29 +134,30 @@ def _answer_batch(reward: Any, batch: Sequence[tuple[str, _Request]], ask: AskBa
             answers[key] = Logged(value=None, reason=str(error))
     if readable:
         keys, requests, images = zip(*readable, strict=True)
+        prompts, records = [r.prompt for r in requests], [r.metadata for r in requests]
         with Naming(reward.name):
-            answers |= dict(zip(keys, ask(reward, requests, images), strict=True))
+            answers |= dict(zip(keys, ask(reward, images, prompts, records), strict=True))
     return answers
 
 
 def _score_batch(
-    reward: PointwiseReward, requests: Sequence[_Request], images: Sequence[tuple[Any, ...]]
+    reward: Any, images: Sequence[tuple[Any, ...]], prompts: list[str], records: list[Any]
 ) -> list[Logged]:
-    prompts, records = [r.prompt for r in requests], [r.metadata for r in requests]
     scores = reward.score([image for (image,) in images], prompts, records)
-    check_answer(reward.name, scores, len(requests), "image")
-    stds = [None] * len(requests) if scores.std is None else scores.std
+    check_answer(reward.name, scores, len(prompts), "image")
+    stds = [None] * len(prompts) if scores.std is None else scores.std
     return list(map(_logged, scores.value, failure_reasons(scores), stds))
 
 
 def _compare_batch(
-    judge: PairwiseReward, requests: Sequence[_Request], images: Sequence[tuple[Any, ...]]
+    judge: Any, images: Sequence[tuple[Any, ...]], prompts: list[str], records: list[Any]
 ) -> list[Logged]:
     left, right = map(list, zip(*images, strict=True))
-    answer = judge.compare(left, right, [r.prompt for r in requests], [r.metadata for r in requests])
-    check_preferences(judge.name, answer, len(requests))
+    answer = judge.compare(left, right, prompts, records)
+    check_preferences(judge.name, answer, len(prompts))
     odds = answer.prob.double().logit() if answer.log_odds is None else answer.log_odds
-    return list(map(_logged, odds.clamp(-30.0, 30.0), failure_reasons(answer), [None] * len(requests)))
+    odds = odds.clamp(-30.0, 30.0)  # a probability of exactly 0 or 1 has infinite log-odds, which JSON cannot hold
+    return list(map(_logged, odds, failure_reasons(answer), [None] * len(prompts)))
 
 
 def _logged(value: Any, reason: str | None, std: Any) -> Logged:
@@ -185,3 +177,60 @@ def _metadata(record: PreferencePair | QualityRecord) -> Mapping[str, Any] | Non
     verifier_record, source = record.extra.get("record"), source_of(record.extra)
     metadata = {**verifier_record} if isinstance(verifier_record, Mapping) else {}
     return (metadata if source is None else {**metadata, "source": source}) or None
+
+
+def column_scores(pairs: PreferenceSet, name: str, *, higher_is_better: bool = True) -> PairScores:
+    """Read precomputed scores of a preference set; a row without a number counts as failed.
+
+    Columns are NAME_left and NAME_right (scores; NAME_std_left, NAME_std_right too), or NAME_prob, the
+    probability that the left image is better (with NAME_prob_swapped, the same after an exchange).
+    """
+    rows, reasons = [pair.extra for pair in pairs.pairs], [MISSING] * len(pairs)
+    columns, prob = {column for row in rows for column in row}, f"{name}_prob"
+    if {f"{name}_left", f"{name}_right"} <= columns:
+        has_std = {f"{name}_std_left", f"{name}_std_right"} <= columns
+        return from_scores(
+            name,
+            f"column {name}",
+            _numbers(rows, f"{name}_left"),
+            _numbers(rows, f"{name}_right"),
+            std_left=_numbers(rows, f"{name}_std_left") if has_std else None,
+            std_right=_numbers(rows, f"{name}_std_right") if has_std else None,
+            reasons=reasons,
+            higher_is_better=higher_is_better,
+        )
+    if prob not in columns:
+        raise UserError(
+            f"'{pairs.name}' has no scores {name!r}: needed are the columns {name}_left and {name}_right, or "
+            f"{prob}. Found besides the set's own: {listed(sorted(columns), limit=20) or 'none'}."
+        )
+    if not higher_is_better:
+        raise UserError(
+            f"--lower-is-better names {name!r}, but {prob} is the probability that the left image is better. "
+            "Take it out."
+        )
+    swapped = _numbers(rows, f"{prob}_swapped") if f"{prob}_swapped" in columns else None
+    return from_probabilities(name, _numbers(rows, prob), swapped=swapped, reasons=reasons)
+
+
+def quality_column_scores(records: QualitySet, name: str, *, higher_is_better: bool = True) -> QualityScores:
+    """Read precomputed scores of a quality set: the column NAME, and NAME_std where it exists."""
+    rows = [record.extra for record in records.records]
+    columns = {column for row in rows for column in row}
+    if name not in columns:
+        raise UserError(
+            f"'{records.name}' has no column {name!r}. Found besides the set's own: "
+            f"{listed(sorted(columns), limit=20) or 'none'}."
+        )
+    return from_values(
+        name,
+        f"column {name}",
+        _numbers(rows, name),
+        std=_numbers(rows, f"{name}_std") if f"{name}_std" in columns else None,
+        reasons=[MISSING] * len(records),
+        higher_is_better=higher_is_better,
+    )
+
+
+def _numbers(rows: Sequence[Mapping[str, Any]], column: str) -> list[float]:
+    return [read_number(row.get(column)) for row in rows]

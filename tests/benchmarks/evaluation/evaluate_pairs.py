@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from visalign.evaluation.rewards.judged_pairs import IntervalSettings
-from visalign.pipelines.evaluate.job import EvaluateOptions, evaluate
+from visalign.pipelines.evaluate.job import evaluate
 
 LIMIT = 20.0
 """Seconds that the whole may take."""
@@ -68,14 +68,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         source = write_pairs(Path(folder) / "pairs.jsonl", given.pairs, given.prompts)
         for columns in (("good",), ("good", "poor")):
-            options = EvaluateOptions(
-                source=str(source),
+            start = time.perf_counter()
+            result = evaluate(
+                str(source),
                 columns=columns,
                 output=Path(folder) / "-".join(columns),
                 settings=IntervalSettings(resamples=given.resamples),
             )
-            start = time.perf_counter()
-            result = evaluate(options)
             seconds = time.perf_counter() - start
             number = result["judges"][0]["agreement"]["half_credit"]["micro"]
             verdict = "within" if seconds <= LIMIT else "ABOVE"

@@ -24,7 +24,7 @@ from visalign.evaluation.pages.sample_page import sample_page
 from visalign.evaluation.probes.catalogue import select_probes
 from visalign.evaluation.rewards.judged_pairs import IntervalSettings
 from visalign.pipelines.compare.compare import compare_images, read_two
-from visalign.pipelines.evaluate.job import EvaluateOptions, evaluate
+from visalign.pipelines.evaluate.job import evaluate
 from visalign.pipelines.probe.job import probe_reward, write_probe
 from visalign.pipelines.probe.reference import shapes_reference_set
 from visalign.pipelines.score.image_rows import ImageRow
@@ -98,13 +98,11 @@ def _evaluate(folder: Path) -> Path:
     pairs = [replace(pair, extra=scores(pair)) for pair in shapes_pairs(60).pairs]
     source = write_rows(folder / "set.jsonl", pairs)
     evaluate(
-        EvaluateOptions(
-            source=str(source),
-            columns=("good", "a_judge_with_a_long_name_without_spaces", "other"),
-            fuse=True,
-            output=folder / "evaluate",
-            settings=IntervalSettings(resamples=100),
-        )
+        str(source),
+        columns=("good", "a_judge_with_a_long_name_without_spaces", "other"),
+        fuse=True,
+        output=folder / "evaluate",
+        settings=IntervalSettings(resamples=100),
     )
     return folder / "evaluate" / "evaluation.html"
 

@@ -23,9 +23,8 @@ from visalign.evaluation.rewards.judged_pairs import IntervalSettings
 from visalign.evaluation.rewards.preferences import evaluate_preferences
 from visalign.interfaces import Preferences, Scores
 from visalign.pipelines.cli.app import app
-from visalign.pipelines.evaluate.columns import column_scores
-from visalign.pipelines.evaluate.job import EvaluateOptions, evaluate
-from visalign.pipelines.evaluate.scores import ScoringOptions, score_pairs, score_quality
+from visalign.pipelines.evaluate.job import evaluate
+from visalign.pipelines.evaluate.scores import column_scores, score_pairs, score_quality
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.base.identity import Identity
 
@@ -66,7 +65,7 @@ def test_judges_of_edits_are_told_the_source():
     ]
     given = [replace(pair, extra=extra) for extra in columns]
     judge = Brightness()
-    score_pairs(PreferenceSet(name="edits", pairs=tuple(given)), judge, ScoringOptions(batch_size=8))
+    score_pairs(PreferenceSet(name="edits", pairs=tuple(given)), judge, batch_size=8)
     sources = [{"source": "cup.png"}, {"source": ["cup.png", "table.png"]}, {"tag": "colors"}, None]
     assert judge.metadata == [one for one in sources for _ in range(2)]
 
@@ -99,7 +98,7 @@ def table(folder: Path, count: int = 120, **columns: Any) -> Path:
 
 def test_precomputed_scores_are_measured_and_compared(tmp_path: Path) -> None:
     source = table(tmp_path)
-    result = evaluate(EvaluateOptions(source=str(source), columns=("good", "coin"), settings=FAST))
+    result = evaluate(source=str(source), columns=("good", "coin"), settings=FAST)
     good, coin = result["judges"]
     pairs = shapes_pairs(120).pairs
     found = [json.loads(line) for line in source.read_text().splitlines()]
@@ -118,7 +117,7 @@ def test_precomputed_scores_are_measured_and_compared(tmp_path: Path) -> None:
 
 def test_a_row_without_a_score_is_no_zero(tmp_path: Path) -> None:
     source = table(tmp_path, gap_left=lambda pair: 1.0, gap_right=lambda pair: "" if "red" in pair.prompt else 0.0)
-    (judge,) = evaluate(EvaluateOptions(source=str(source), columns=("gap",), settings=FAST))["judges"]
+    (judge,) = evaluate(source=str(source), columns=("gap",), settings=FAST)["judges"]
     missing = sum("red" in pair.prompt for pair in shapes_pairs(120).pairs)
     assert missing and judge["counts"]["failed"] == missing
     assert judge["counts"]["failures"] == {"no number in the column": missing}
@@ -145,19 +144,19 @@ def test_a_stopped_scoring_goes_on_where_it_was(tmp_path: Path) -> None:
     whole = score_pairs(pairs, Brightness())
     stopped = Brightness(stop_after=24)
     with pytest.raises(KeyboardInterrupt):
-        score_pairs(pairs, stopped, ScoringOptions(log=log, batch_size=8))
+        score_pairs(pairs, stopped, log=log, batch_size=8)
     assert stopped.asked == 24
     known = sum(json.loads(line).get("value") is not None for line in log.read_text().splitlines())
     with log.open("ab") as file:
         file.write('{"key": "m", "reason": "zerstö'.encode()[:-1])  # what a killed process leaves
     resumed = Brightness()
-    found = score_pairs(pairs, resumed, ScoringOptions(log=log, batch_size=8))
+    found = score_pairs(pairs, resumed, log=log, batch_size=8)
     np.testing.assert_array_equal(found.margin, whole.margin)
     failed = {pair.prompt for pair in pairs.pairs if "cross" in pair.prompt}
     assert failed and found.failures() == {"no crosses, please": sum(p.prompt in failed for p in pairs.pairs)}
     assert resumed.asked == 2 * len(pairs) - known
     again = Brightness()
-    score_pairs(pairs, again, ScoringOptions(log=log))
+    score_pairs(pairs, again, log=log)
     assert again.asked == 2 * sum(p.prompt in failed for p in pairs.pairs)  # only what failed is asked again
 
 
@@ -189,14 +188,14 @@ def test_a_quality_set(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     rows = [replace(r, extra={"q": r.mos + rng.normal(0, 0.3), "off": -r.mos}) for r in records.records]
     source = write_rows(tmp_path / "q.jsonl", rows)
-    options = EvaluateOptions(source=str(source), columns=("q", "off"), lower_is_better=("off",), settings=FAST)
-    result = evaluate(replace(options, output=tmp_path / "out"))
+    options: dict[str, Any] = {"source": str(source), "columns": ("q", "off"), "settings": FAST}
+    result = evaluate(**options, lower_is_better=("off",), output=tmp_path / "out")
     q, off = result["judges"]
     assert off["correlations"]["srcc"]["estimate"] == pytest.approx(1.0)
     assert 0.8 < q["correlations"]["srcc"]["low"] < q["correlations"]["srcc"]["estimate"]
     assert q["correlations"]["plcc_logistic5"]["estimate"] >= q["correlations"]["plcc"]["estimate"] - 1e-9
     assert result["comparisons"][0]["difference"]["high"] < 0
-    wrong_way = evaluate(replace(options, lower_is_better=()))["judges"][1]
+    wrong_way = evaluate(**options)["judges"][1]
     assert any("--lower-is-better" in note for note in wrong_way["notes"])
     with pytest.raises(RewardError, match=r"gives no score of one"):
         score_quality(records, Sided())  # pyright: ignore[reportArgumentType]
@@ -214,7 +213,7 @@ def test_a_quality_set(tmp_path: Path) -> None:
 def test_what_cannot_be_evaluated_is_said(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     given = {"source": str(table(tmp_path, 6)), "columns": ("good",), "settings": FAST} | changes
     with pytest.raises(UserError, match=message):
-        evaluate(EvaluateOptions(**given))
+        evaluate(**given)
 
 
 def test_the_command_writes_a_page_and_refuses_to_overwrite(tmp_path: Path) -> None:
@@ -240,11 +239,11 @@ def test_one_judge_without_a_report_costs_no_other(tmp_path: Path) -> None:
     file = tmp_path / "q.jsonl"
     file.write_text("\n".join(json.dumps(row) for row in rows))
     settings = IntervalSettings(resamples=100)
-    result = evaluate(EvaluateOptions(source=str(file), columns=("good", "flat"), settings=settings))
+    result = evaluate(source=str(file), columns=("good", "flat"), settings=settings)
     assert [entry["judge"]["name"] for entry in result["judges"]] == ["good"]
     assert result["failed"][0]["judge"] == "flat" and "flat" in result["set"]["findings"][-1]["message"]
     with pytest.raises(UserError, match="flat"):
-        evaluate(EvaluateOptions(source=str(file), columns=("flat",), settings=settings))
+        evaluate(source=str(file), columns=("flat",), settings=settings)
 
 
 def ten_metrics(folder: Path, count: int = 300) -> Path:
@@ -269,8 +268,7 @@ SIX = tuple(f"m{k}" for k in range(6))
 
 def test_every_two_judges_are_compared_under_holm_and_stand_on_a_leaderboard(tmp_path: Path) -> None:
     source = str(ten_metrics(tmp_path))
-    options = EvaluateOptions(source=source, columns=SIX, output=tmp_path / "out", settings=FAST)
-    result = evaluate(options)
+    result = evaluate(source=source, columns=SIX, output=tmp_path / "out", settings=FAST)
     assert len(result["comparisons"]) == 15  # five of six were compared with the first alone
     for entry in result["comparisons"]:
         assert entry["p_holm"] >= entry["mcnemar"]["p_value"] and entry["mcnemar"]["pairs"] == entry["pairs"]
@@ -293,8 +291,7 @@ def test_every_two_judges_are_compared_under_holm_and_stand_on_a_leaderboard(tmp
 
 
 def test_stacked_judges_beat_each_of_them_on_prompts_that_set_no_weight(tmp_path: Path) -> None:
-    options = EvaluateOptions(source=str(ten_metrics(tmp_path)), columns=SIX, fuse=True, settings=FAST)
-    result = evaluate(options)
+    result = evaluate(source=str(ten_metrics(tmp_path)), columns=SIX, fuse=True, settings=FAST)
     first, *others = result["leaderboard"]["rows"]
     assert first["judge"] == "fused" and first["best_place"] == 1 and first["worst_place"] <= 2
     assert first["low"] > max(row["estimate"] for row in others)
@@ -303,27 +300,25 @@ def test_stacked_judges_beat_each_of_them_on_prompts_that_set_no_weight(tmp_path
 
 def test_the_worst_pairs_of_each_judge_are_shown(tmp_path: Path) -> None:
     source = str(table(tmp_path))
-    options = EvaluateOptions(source=source, columns=("good", "coin"), output=tmp_path / "o", settings=FAST)
-    good, coin = evaluate(options)["judges"]
+    good, coin = evaluate(source=source, columns=("good", "coin"), output=tmp_path / "o", settings=FAST)["judges"]
     assert len(coin["worst"]) == 6
     for row in coin["worst"] + good["worst"]:
         assert (row["label"] - 0.5) * row["margin"] < 0
     page = (tmp_path / "o" / "evaluation.html").read_text()
     assert page.count('src="data:image/png') == 2 * (len(coin["worst"]) + len(good["worst"]))
-    (quality,) = evaluate(EvaluateOptions(source="shapes:quality", rewards=("sharpness",), limit=30, settings=FAST))[
-        "judges"
-    ]
+    (quality,) = evaluate(source="shapes:quality", rewards=("sharpness",), limit=30, settings=FAST)["judges"]
     gaps = [abs(row["place"] - row["place_mos"]) for row in quality["worst"]]
     assert gaps == sorted(gaps, reverse=True) and len(gaps) == 6 and gaps[0] <= 1
 
 
 def test_judges_take_options_by_their_label():
     """A judge of one's own weights is one by `model=FOLDER`; here another quality of JPEG is."""
-    two = EvaluateOptions(source="shapes:pairs", limit=12, rewards=("jpeg_size", "sharpness"), settings=FAST)
-    found = [evaluate(replace(two, options=o))["judges"] for o in ((), ("jpeg_size.quality=20",))]
+    two: dict[str, Any] = {"source": "shapes:pairs", "limit": 12, "settings": FAST}
+    two["rewards"] = ("jpeg_size", "sharpness")
+    found = [evaluate(**two, options=options)["judges"] for options in ((), ("jpeg_size.quality=20",))]
     (usual, one), (other, same) = ([judge["judge"]["identity"] for judge in judges] for judges in found)
     assert usual != other and one == same
     with pytest.raises(UserError, match=r"--option is 'quality=20', which names none of the rewards"):
-        evaluate(replace(two, options=("quality=20",)))
+        evaluate(**two, options=("quality=20",))
     with pytest.raises(UserError, match="--option is of a --reward, and there is none"):
-        EvaluateOptions(source="shapes:pairs", columns=("x",), options=("quality=20",))
+        evaluate(source="shapes:pairs", columns=("x",), options=("quality=20",))
