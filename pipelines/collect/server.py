@@ -16,18 +16,17 @@ a value that is not allowed.
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import hmac
 import io
 import json
+import secrets
+import socket
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
 from PIL import Image
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, ValidationError, create_model
 from starlette.applications import Starlette
@@ -39,21 +38,20 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
 from starlette.routing import Route
 
-import visalign.evaluation.pages
 from visalign.data.sets.image_references import resolve_image
 from visalign.errors import UserError
+from visalign.evaluation.pages.base import page_environment, page_script
+from visalign.pipelines.serve_reward import call_when_ready, check_port_free, is_loopback
 
-from .store import CHOICES, SIDES, Assignment, NameTaken, UnknownVoter, VoteStore, WrongAssignment
+from .store import CHOICES, SIDES, Assignment, VoteRefused, VoteStore
 from .tasks import Form
 
-PAGES = Path(visalign.evaluation.pages.__file__).parent
 LONGEST_BODY = 64 << 10
 MEDIA = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp", "GIF": "image/gif"}
 """Formats sent unchanged; other images are sent as PNG."""
-STATUS: dict[type[UserError], int] = {UnknownVoter: 401, WrongAssignment: 403, NameTaken: 409, UserError: 422}
 
 Share = Annotated[float, Strict(), Field(ge=0, le=1)]
-Number = Annotated[int, Strict(), Field(gt=0, lt=2**62)]
+Number = Annotated[int, Strict(), Field(gt=0, lt=2**62)]  # SQLite's integers have 64 bits
 Model = TypeVar("Model", bound=BaseModel)
 
 
@@ -83,6 +81,40 @@ class Ballot(BaseModel):
     seconds: Annotated[float, Strict(), Field(ge=0, lt=1e7)] | None = None
 
 
+def serve_votes(
+    store: VoteStore, *, host: str = "127.0.0.1", port: int = 8080, on_ready: Callable[[str], object]
+) -> None:
+    """Serve the page until interrupted; `on_ready` gets its address when the server listens.
+
+    On a host that others reach, new voters need the invitation that is a part of the page's address. It is
+    another at each start; registered voters stay in.
+    """
+    from uvicorn import Server
+
+    from visalign.rewards.serve.connections import server_config
+
+    check_port_free(host, port)
+    local = is_loopback(host)
+    invite = None if local else secrets.token_urlsafe(9)
+    hosts = ["127.0.0.1", "localhost", "[::1]", host] if local else None
+    server = Server(
+        server_config(vote_server(store, invite=invite, hosts=hosts), host, port, connections=256, idle=30.0)
+    )
+    url = f"http://{_own_address() if host in ('0.0.0.0', '::') else host}:{port}/"
+    call_when_ready(server, partial(on_ready, f"{url}?invite={invite}" if invite else url))
+    server.run()
+
+
+def _own_address() -> str:
+    """Find the address by which others reach this machine, as the system would choose it; else its name."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing: an address of documentation, RFC 5737
+            return probe.getsockname()[0]
+        except OSError:
+            return socket.gethostname()
+
+
 def vote_server(store: VoteStore, *, invite: str | None = None, hosts: list[str] | None = None) -> Starlette:
     """Build the application for uvicorn.
 
@@ -102,7 +134,14 @@ class _VoteServer:
     def __init__(self, store: VoteStore, invite: str | None) -> None:
         self._store, self._invite, self._cookie = store, (invite or "").encode(), f"visalign-{store.name}"
         self._answer = answer_model(store.form, is_pair=store.is_pairs)
-        self._page, policy = _render_page(store)
+        script, digest = page_script("collect_page.js")
+        template = page_environment().get_template("collect_page.html.j2")
+        self._page = template.render(form=store.form, is_pair=store.is_pairs, script=script)
+        policy = (
+            "default-src 'none'; img-src 'self' data:; connect-src 'self'; style-src 'unsafe-inline'; "
+            f"script-src '{digest}'; form-action 'none'; frame-ancestors 'none'; base-uri 'none'"
+        )
+        # the address may hold the voter's secret, which no other site gets to see
         self._headers = {"Content-Security-Policy": policy, "Referrer-Policy": "no-referrer"}
 
     def _name(self, request: Request) -> str:
@@ -243,23 +282,9 @@ def image_bytes(reference: str) -> tuple[bytes, str]:
         image = image if isinstance(image, Image.Image) else Image.fromarray(np.asarray(image))
         image.convert("RGB").save(buffer, "PNG")
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        # the type alone: the message would name the file, and with it perhaps the generator
         raise HTTPException(404, f"The image cannot be read: {type(error).__name__}.") from error
     return buffer.getvalue(), "image/png"
-
-
-def _render_page(store: VoteStore) -> tuple[str, str]:
-    """Render the page and its security policy: only its own script, and nothing from elsewhere."""
-    options: dict[str, Any] = {"autoescape": True, "undefined": StrictUndefined, "trim_blocks": True}
-    environment = Environment(loader=FileSystemLoader(PAGES), **options)
-    script = (PAGES / "collect_page.js").read_text(encoding="utf-8")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    page = environment.get_template("collect_page.html.j2").render(
-        form=store.form, is_pair=store.is_pairs, script=Markup(script)
-    )
-    return page, (
-        f"default-src 'none'; img-src 'self' data:; connect-src 'self'; style-src 'unsafe-inline'; "
-        f"script-src 'sha256-{digest}'; form-action 'none'; frame-ancestors 'none'; base-uri 'none'"
-    )
 
 
 async def _read_body(request: Request, model: type[Model]) -> Model:
@@ -267,6 +292,7 @@ async def _read_body(request: Request, model: type[Model]) -> Model:
     origin, host = request.headers.get("origin"), request.headers.get("host", "")
     if origin is not None and origin.partition("://")[2] != host:
         raise HTTPException(403, f"Request from {origin:.200}; only the page of this server may ask.")
+    # a form of another site can send other types without asking the browser's permission (CORS)
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise HTTPException(415, "The content type must be application/json.")
     raw = bytearray()
@@ -284,7 +310,7 @@ async def _read_body(request: Request, model: type[Model]) -> Model:
 async def _refuse(_: Request, error: Any) -> Response:
     if isinstance(error, HTTPException):
         return JSONResponse({"error": _valid_text(error.detail)}, error.status_code, error.headers)
-    status = next(status for kind, status in STATUS.items() if isinstance(error, kind))
+    status = error.status if isinstance(error, VoteRefused) else 422
     return JSONResponse({"error": _valid_text(str(error))}, status)
 
 

@@ -20,8 +20,8 @@ import secrets
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from typing import Any
 from visalign.errors import UserError
 from visalign.settings import Natural, settings
 
-from .tasks import Form, Task
+from .tasks import Form, Task, draw
 
 FORMAT = "visalign votes 2"
 SIDES = ("left", "right")
@@ -71,16 +71,12 @@ _ASSIGN = (
 )
 
 
-class UnknownVoter(UserError):
-    """No voter has this secret."""
+class VoteRefused(UserError):
+    """A voter's request that cannot be granted, with its status in HTTP."""
 
-
-class NameTaken(UserError):
-    """Another voter has this name."""
-
-
-class WrongAssignment(UserError):
-    """The assignment belongs to another voter."""
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 @settings("plan")
@@ -143,16 +139,16 @@ class VoteStore:
             )
         self.path = path
         self._lock = threading.RLock()
-        self._db = _connect(path)
-        try:
-            about = dict(self._db.execute("SELECT name, value FROM about").fetchall())
-        except sqlite3.DatabaseError as error:
-            self._db.close()
-            raise UserError(f"'{path}' is no file of votes: {error}.") from error
-        if about.get("format") != FORMAT:
-            self._db.close()
-            raise UserError(f"'{path}' is {about.get('format')!r}; this version reads {FORMAT!r}.")
-        self._db.execute("PRAGMA synchronous = FULL")
+        with ExitStack() as opened:
+            self._db = opened.enter_context(closing(_connect(path)))
+            try:
+                about = dict(self._db.execute("SELECT name, value FROM about").fetchall())
+            except sqlite3.DatabaseError as error:
+                raise UserError(f"'{path}' is no file of votes: {error}.") from error
+            if about.get("format") != FORMAT:
+                raise UserError(f"'{path}' is {about.get('format')!r}; this version reads {FORMAT!r}.")
+            opened.pop_all()
+        self._db.execute("PRAGMA synchronous = FULL")  # WAL's default loses the last votes of a power cut
         self.form, self.plan = Form(**_read_json(about["form"])), Plan(**_read_json(about["plan"]))
         self.name: str = about["id"]
         """Identifier of this collection, for the browser's cookie."""
@@ -213,9 +209,10 @@ class VoteStore:
                 row = (name, None if judge else _hash(secret), time.time())
                 db.execute("INSERT INTO annotators (name, secret, joined_at) VALUES (?, ?, ?)", row)
             elif not judge or voters[0][0] is not None:
-                raise NameTaken(
+                raise VoteRefused(
+                    409,
                     f"Somebody already votes as {name!r}. Open your own link, which identifies you, or take "
-                    "another name."
+                    "another name.",
                 )
         return secret
 
@@ -223,16 +220,16 @@ class VoteStore:
         """Return the name of a secret's voter."""
         rows = self._fetch("SELECT name FROM annotators WHERE secret = ?", _hash(secret))
         if not rows:
-            raise UnknownVoter("You are not known here. Enter your name first.")
+            raise VoteRefused(401, "You are not known here. Enter your name first.")
         return rows[0][0]
 
     def next(self, name: str) -> Assignment | None:
         """Return a voter's open task, else assign a new one; None at the end."""
         with self._transaction() as db:
-            if opened := self._assignments("name = ? AND answer IS NULL ORDER BY position LIMIT 1", name):
-                now = (time.time(), opened[0].assignment)
+            for assignment in self._assignments("name = ? AND answer IS NULL ORDER BY position LIMIT 1", name):
+                now = (time.time(), assignment.assignment)
                 db.execute("UPDATE assignments SET shown_at = ? WHERE id = ?", now)
-                return opened[0]
+                return assignment
             if (chosen := self._choose(name)) is None:
                 return None
             number = db.execute(_ASSIGN, (*chosen, time.time(), name)).lastrowid
@@ -249,10 +246,10 @@ class VoteStore:
         return rows[0] if rows else None
 
     def shown(self, name: str, assignment: int) -> Assignment:
-        """Return an assignment of a voter; `WrongAssignment` where it is not theirs."""
+        """Return an assignment of a voter; `VoteRefused` where it is not theirs."""
         rows = self._assignments("assignment = ? AND name = ?", assignment, name)
         if not rows:
-            raise WrongAssignment(f"Task {assignment} was not given to {name}.")
+            raise VoteRefused(403, f"Task {assignment} was not given to {name}.")
         return rows[0]
 
     def vote(
@@ -269,7 +266,7 @@ class VoteStore:
                     (assignment, client, text, seconds, time.time(), assignment),
                 )
             elif rows[0][0] != assignment:
-                raise WrongAssignment(f"The vote {client!r} is of another task.")
+                raise VoteRefused(403, f"The vote {client!r} is of another task.")
 
     def progress(self, name: str) -> tuple[int, int]:
         """Count (answers of a voter, at least as many as they can give in all)."""
@@ -307,51 +304,45 @@ class VoteStore:
     def _choose(self, name: str) -> tuple[int, bool, bool, int] | None:
         """Choose (task, is_repeat, swapped, position) for a voter: a gold task, a repeat, or a new one."""
         plan = self.plan
-        history = self._fetch(
-            "SELECT task, is_repeat OR is_unseen, swapped FROM last_votes WHERE name = ? ORDER BY position",
-            name,
-        )
+        query = "SELECT task, is_repeat OR is_unseen, swapped FROM last_votes WHERE name = ? ORDER BY position"
+        history = self._fetch(query, name)
         position, known = len(history), {task for task, *_ in history}
-        draw = _draw(plan.seed, name, position)
-
-        def is_due(every: int) -> bool:
-            return every > 0 and (position + 1) % every == 0
-
+        number = draw(plan.seed, name, position)
+        gold_due, repeat_due = (
+            every > 0 and (position + 1) % every == 0 for every in (plan.gold_every, plan.repeat_every)
+        )
         gold = [task for task in self._gold if task not in known]
-        if gold and is_due(plan.gold_every):
-            task = gold[draw % len(gold)]
+        if gold_due and gold:
+            task = gold[number % len(gold)]
         else:
-            if is_due(plan.repeat_every):
-                excluded = {task for task, never_again, _ in history if never_again} | {*self._gold}
-                earlier = [row for row in history[: max(0, position - GAP)] if row[0] not in excluded]
-                if earlier:
-                    task, _, swapped = earlier[draw % len(earlier)]
-                    return task, True, self.is_pairs and not swapped, position
-            excluded = known | self._full() | {*self._gold}
+            never_again = {task for task, is_last, _ in history if is_last} | {*self._gold}
+            earlier = [row for row in history[: max(0, position - GAP)] if row[0] not in never_again]
+            if repeat_due and earlier:
+                task, _, swapped = earlier[number % len(earlier)]
+                return task, True, self.is_pairs and not swapped, position  # the other side tells a habit
+            closed = known | self._full() | {*self._gold}
             if name not in self._orders:
-                self._orders[name] = sorted(self.tasks, key=lambda task: _draw(plan.seed, name, task))
-            task = next((task for task in self._orders[name] if task not in excluded), None)
+                self._orders[name] = sorted(self.tasks, key=lambda task: draw(plan.seed, name, task))
+            task = next((task for task in self._orders[name] if task not in closed), None)
             if task is None:
                 return None
-        return task, False, self.is_pairs and bool(_draw(plan.seed, name, task, "side") % 2), position
+        return task, False, self.is_pairs and bool(draw(plan.seed, name, task, "side") % 2), position
 
     def _full(self) -> set[int]:
         """Tasks with enough votes of people, those that somebody is looking at included."""
         if not self.plan.votes:
             return set()
-        rows = self._fetch(
+        query = (
             "SELECT task FROM last_votes WHERE NOT is_repeat AND NOT is_judge AND "
-            "IFNULL(NOT is_unseen, shown_at > ?) GROUP BY task HAVING COUNT(*) >= ?",
-            time.time() - LAPSES,
-            self.plan.votes,
+            "IFNULL(NOT is_unseen, shown_at > ?) GROUP BY task HAVING COUNT(*) >= ?"
         )
-        return {task for (task,) in rows}
+        return {task for (task,) in self._fetch(query, time.time() - LAPSES, self.plan.votes)}
 
     def _assignments(self, where: str, *values: Any) -> list[Assignment]:
-        rows = self._fetch(f"SELECT assignment, task, swapped, answer FROM last_votes WHERE {where}", *values)
         assignments = []
-        for number, task, swapped, text in rows:
-            answer = text and json.loads(text)
+        query = f"SELECT assignment, task, swapped, answer FROM last_votes WHERE {where}"
+        for number, task, swapped, text in self._fetch(query, *values):
+            answer = json.loads(text or "null")
             answer = mirror_answer(answer) if answer and swapped else answer
             assignments.append(Assignment(number, self.tasks[task], bool(swapped), answer))
         return assignments
@@ -375,15 +366,13 @@ class VoteStore:
 
 def mirror_answer(answer: Mapping[str, Any]) -> dict[str, Any]:
     """Exchange the sides in an answer about a pair."""
-    other = {"left": "right", "right": "left"}
-    mirrored = dict(answer)
-    if answer.get("choice") in other:
-        mirrored["choice"] = other[answer["choice"]]
-    if answer.get("prob") is not None:
-        mirrored["prob"] = 1 - answer["prob"]
-    if "boxes" in answer:
-        mirrored["boxes"] = [[other[side], *box] for side, *box in answer["boxes"]]
-    return mirrored
+    other = {"left": "right", "right": "left", "tie": "tie"}
+    mirrors: dict[str, Callable[[Any], Any]] = {
+        "choice": lambda choice: other[choice],
+        "prob": lambda prob: 1 - prob,
+        "boxes": lambda boxes: [[other[side], *box] for side, *box in boxes],
+    }
+    return {name: mirrors[name](value) if name in mirrors else value for name, value in answer.items()}
 
 
 def _read_json(text: str) -> dict[str, Any]:
@@ -399,8 +388,3 @@ def _connect(path: Path) -> sqlite3.Connection:
 
 def _hash(secret: str) -> str:
     return hashlib.sha256(secret.encode("utf-8", "surrogatepass")).hexdigest()
-
-
-def _draw(*key: object) -> int:
-    """Draw a number from a hash, so that the seed determines every assignment."""
-    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "big")

@@ -14,11 +14,10 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from visalign.data.sets.image_references import missing_files
-from visalign.data.sets.layouts import PAIR_LAYOUTS, QUALITY_LAYOUTS
 from visalign.data.sets.prompt_files import record_key
 from visalign.data.sets.records import PreferencePair, PreferenceSet
-from visalign.data.sets.sources import GENERATED, load_source
-from visalign.data.sets.tables import READERS, Row, listed, read_rows
+from visalign.data.sets.sources import is_named_set, load_source
+from visalign.data.sets.tables import Row, first_row, listed, read_rows
 from visalign.errors import UserError
 from visalign.pipelines.score.image_rows import SAMPLED, ImageRow, image_rows
 from visalign.settings import settings
@@ -28,8 +27,10 @@ QUALITY_WORDS = ("bad", "poor", "fair", "good", "excellent")
 Words = Annotated[str, Field(max_length=200, pattern=r"\S")]
 PAIR_COLUMNS = ("generator_left", "generator_right", "resolution", "category", "split", "prompt_id")
 """Columns of a pair that its votes keep."""
-_VOTE_COLUMNS = ("label", "votes", "votes_left", "votes_right", "votes_tie", "annotator", "ballots")
-_DROPPED = ("prompt", "image_left", "image_right", *_VOTE_COLUMNS)
+_DROPPED = (
+    "prompt", "image_left", "image_right",
+    "label", "votes", "votes_left", "votes_right", "votes_tie", "annotator", "ballots",
+)  # fmt: skip
 
 
 @settings("form")
@@ -94,13 +95,12 @@ def read_tasks(
         tasks = [Task(prompt=row.prompt, images=(_absolute(row.image),), extra=_metadata(row)) for row in rows]
     else:
         tasks += _pair_images(rows, per_prompt, seed)
-    _check_images(tasks)
     if not tasks:
         raise UserError(
             "There is nothing to ask: no two images share a prompt. Give images of one prompt, a table "
             "with the columns prompt, image_left, image_right, or --single."
         )
-    return list({task.key: task for task in reversed(tasks)}.values())[::-1]
+    return _checked(list({task.key: task for task in reversed(tasks)}.values())[::-1])
 
 
 def gold_tasks(source: str) -> list[Task]:
@@ -117,21 +117,19 @@ def gold_tasks(source: str) -> list[Task]:
                 f"Row {pairs.row(index)} of '{source}' is a split vote, or has another answer to an earlier "
                 "pair; a gold pair has one: left, right or tie."
             )
-    _check_images(list(tasks.values()))
-    return list(tasks.values())
+    return _checked(list(tasks.values()))
 
 
-def _check_images(tasks: Sequence[Task]) -> None:
-    same = [task.images[0] for task in tasks if len(set(task.images)) < len(task.images)]
-    if same:
+def _checked(tasks: list[Task]) -> list[Task]:
+    if same := [task.images[0] for task in tasks if len(set(task.images)) < len(task.images)]:
         raise UserError(f"{len(same)} pairs show the same image twice: {listed(same)}.")
     if missing := missing_files([image for task in tasks for image in task.images]):
         raise UserError(f"{len(missing)} images do not exist: {listed(missing)}.")
+    return tasks
 
 
 def _read(source: str, prompt: str | None) -> Sequence[Task | ImageRow]:
-    layout, colon, _ = source.partition(":")
-    if source in GENERATED or (colon and layout in {**PAIR_LAYOUTS, **QUALITY_LAYOUTS}):
+    if is_named_set(source):
         records = load_source(source)
         if isinstance(records, PreferenceSet):
             return [_pair_task(pair) for pair in records.pairs]
@@ -139,10 +137,8 @@ def _read(source: str, prompt: str | None) -> Sequence[Task | ImageRow]:
     path = Path(source)
     if (path / SAMPLED).is_file():
         path /= SAMPLED
-    if path.suffix.lower() in READERS and path.is_file():
-        _, first = next(read_rows(path), (0, {}))
-        if "image_left" in first:
-            return [_row_task(path, number, row, prompt) for number, row in read_rows(path)]
+    if "image_left" in first_row(path):  # not load_source: these pairs need no label
+        return [_row_task(path, number, row, prompt) for number, row in read_rows(path)]
     return image_rows([path], prompt)
 
 
@@ -153,7 +149,6 @@ def _pair_task(pair: PreferencePair) -> Task:
 
 
 def _row_task(path: Path, number: int, row: Row, default: str | None) -> Task:
-    """Read a pair of a table, which may have no label."""
     prompt, images = row.get("prompt", default), (row.get("image_left"), row.get("image_right"))
     if not isinstance(prompt, str) or not all(isinstance(image, str) and image for image in images):
         raise UserError(f"Row {number} of '{path}' needs texts in prompt, image_left and image_right.")
@@ -181,7 +176,7 @@ def _pair_images(rows: Iterable[ImageRow], limit: int, seed: int) -> list[Task]:
         by_prompt.setdefault(key, {})[_absolute(row.image)] = row
     tasks = []
     for (prompt, *_), images in by_prompt.items():
-        circle = sorted(images, key=lambda image: _digest(seed, prompt, image))
+        circle = sorted(images, key=lambda image: draw(seed, prompt, image))
         count = len(circle)
         steps = ((i, (i + gap) % count) for gap in range(1, count // 2 + 1) for i in range(count))
         pairs = dict.fromkeys(tuple(sorted((circle[i], circle[j]))) for i, j in steps)
@@ -189,5 +184,7 @@ def _pair_images(rows: Iterable[ImageRow], limit: int, seed: int) -> list[Task]:
     return tasks
 
 
-def _digest(*key: object) -> bytes:
-    return hashlib.blake2b(repr(key).encode("utf-8", "surrogatepass"), digest_size=8).digest()
+def draw(*key: object) -> int:
+    """Draw a number from a hash, so that the seed determines every order, side and assignment."""
+    text = repr(key).encode("utf-8", "surrogatepass")
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")

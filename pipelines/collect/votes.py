@@ -16,10 +16,8 @@ from numpy.typing import NDArray
 
 from visalign.atomic import write_atomic
 from visalign.data.sets.columns import SIDES
-from visalign.data.sets.image_references import resolve_image
 from visalign.data.sets.records import PreferencePair, QualityRecord
 from visalign.errors import UserError, suggestion
-from visalign.evaluation.pages.base import embedded
 from visalign.evaluation.rewards.judged_pairs import IntervalSettings
 from visalign.evaluation.statistics import agreement, annotators
 from visalign.evaluation.statistics.intervals import (
@@ -31,7 +29,7 @@ from visalign.evaluation.statistics.intervals import (
     interval,
     wilson_interval,
 )
-from visalign.rewards.base.images import load_images
+from visalign.pipelines.score.report import load_shown_images
 
 from .store import CHOICES, Vote, VoteStore
 from .tasks import PAIR_COLUMNS, Task
@@ -66,21 +64,19 @@ def report(store: VoteStore, votes: Sequence[Vote], settings: IntervalSettings) 
     model. `notes` report what is odd.
     """
     first = _countable(store, votes)
-    by_voter: dict[str, list[Vote]] = {}
-    for vote in votes:
-        by_voter.setdefault(vote.annotator, []).append(vote)
-    analyse = _analyse_pairs if store.is_pairs else _analyse_images
-    analysis = analyse(store, first, list(by_voter), settings)
+    analysis = (_analyse_pairs if store.is_pairs else _analyse_images)(store, first, settings)
     statistics, entries = analysis.pop("by_name"), []
-    for name, ballots in by_voter.items():
+    for name, ballots in _group(votes, "annotator").items():
         seconds = [vote.seconds for vote in ballots if vote.seconds is not None]
+        answers = [(store.tasks[vote.task].gold, vote.answer.get("choice")) for vote in ballots]
+        right = [gold == choice for gold, choice in answers if gold is not None]
         entry = {
             "name": name,
             "is_judge": ballots[0].is_judge,
             "votes": len(ballots),
             "seconds": median(seconds) if seconds else None,
             "repeats": _repeats(ballots).to_dict(),
-            "gold": _gold(store, ballots).to_dict(),
+            "gold": wilson_interval(sum(right), len(right)).to_dict(),
         }
         entries.append(entry | statistics.get(name, {}))
     people = sum(not entry["is_judge"] for entry in entries)
@@ -105,35 +101,34 @@ def export_rows(store: VoteStore, votes: Sequence[Vote], *, model: bool = False)
     Gold tasks and repeats are left out. Labels of pairs are shares of the votes, or with `model` the
     probability, by the annotator model, that a typical one of these voters prefers the left image.
     """
-    by_task: dict[int, list[Vote]] = {}
-    for vote in _countable(store, votes):
-        by_task.setdefault(vote.task, []).append(vote)
+    countable = sorted(_countable(store, votes), key=lambda vote: vote.task)
+    by_task = _group(countable, "task")
     if not by_task:
         raise UserError(f"All votes in '{store.path}' are on gold pairs: there is nothing to export.")
     if model and not store.is_pairs:
         raise UserError("The annotator model is of pairs, and these votes are on single images.")
-    order = sorted(by_task)
     if not store.is_pairs:
-        return [_image_row(store.tasks[task], by_task[task]) for task in order]
-    soft: list[tuple[float, float] | None] = [None] * len(order)
+        return [_image_row(store.tasks[task], ballots) for task, ballots in by_task.items()]
+    soft: list[tuple[float, float] | None] = [None] * len(by_task)
     if model:
-        fit = _fit([vote for task in order for vote in by_task[task]], order)
+        fit = _fit(countable, list(by_task))
         soft = list(zip(fit.soft_label.tolist(), fit.posterior_std.tolist(), strict=True))
-    return [_pair_row(store.tasks[t], by_task[t], label) for t, label in zip(order, soft, strict=True)]
+    return [_pair_row(store.tasks[t], by_task[t], label) for t, label in zip(by_task, soft, strict=True)]
 
 
 def with_images(store: VoteStore, result: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Add prompts and images to the disputed pairs of a report."""
-    return [
-        {**pair, "prompt": store.tasks[pair["task"]].prompt, "images": images_of(store.tasks[pair["task"]])}
-        for pair in result.get("disputed", ())
-    ]
+    pairs = [(pair, store.tasks[pair["task"]]) for pair in result.get("disputed", ())]
+    images = [list(load_shown_images(task.images).values()) for _, task in pairs]
+    return [{**p, "prompt": task.prompt, "images": i} for (p, task), i in zip(pairs, images, strict=True)]
 
 
-def images_of(task: Task) -> list[dict[str, Any] | None]:
-    """Embed the images of a task for a page; None where one cannot be read."""
-    batch = load_images([resolve_image(image) for image in task.images])
-    return [None if image is None else embedded(image, side=256) for image in batch.images]
+def _group(votes: Iterable[Vote], by: str) -> dict[Any, list[Vote]]:
+    """Group votes by one of their fields, in the order of its first value."""
+    groups: dict[Any, list[Vote]] = {}
+    for vote in votes:
+        groups.setdefault(getattr(vote, by), []).append(vote)
+    return groups
 
 
 def _countable(store: VoteStore, votes: Iterable[Vote]) -> list[Vote]:
@@ -182,9 +177,7 @@ def _other_answers(votes: Iterable[Vote]) -> dict[str, Any]:
     return ({"checklist": checklist} if checklist else {}) | ({"answers": answers} if answers else {})
 
 
-def _analyse_pairs(
-    store: VoteStore, first: Sequence[Vote], names: Sequence[str], settings: IntervalSettings
-) -> dict[str, Any]:
+def _analyse_pairs(store: VoteStore, first: Sequence[Vote], settings: IntervalSettings) -> dict[str, Any]:
     order = sorted({vote.task for vote in first})
     if not order:
         alpha = Interval(estimate=math.nan).to_dict()
@@ -192,24 +185,25 @@ def _analyse_pairs(
         return {"alpha": alpha, "disputed": [], "split": 0, "with_two": 0, "by_name": {}, "notes": notes}
     row = {task: index for index, task in enumerate(order)}
     index, clusters = cluster_index([store.tasks[task].prompt for task in order])
-    by_voter = {name: np.zeros((len(order), 3)) for name in names}
-    for vote in first:
-        by_voter[vote.annotator][row[vote.task], CHOICES.index(vote.answer["choice"])] += 1
-    votes = sum(by_voter.values(), np.zeros((len(order), 3)))
+    by_voter = _group(first, "annotator")
+    counts = np.zeros((len(by_voter), len(order), 3))
+    for ballots, count in zip(by_voter.values(), counts, strict=True):
+        for vote in ballots:
+            count[row[vote.task], CHOICES.index(vote.answer["choice"])] += 1
+    votes = counts.sum(0)
     table = RatioTable(index, clusters)
-    for name, counts in by_voter.items():
-        table.add(name, *agreement.majority_credit(counts, votes - counts))
+    for name, count in zip(by_voter, counts, strict=True):
+        table.add(name, *agreement.majority_credit(count, votes - count))
     rest = table.intervals(**settings.drawing(), level=settings.level)
     fit = _fit(first, order)
     by_name: dict[str, dict[str, Any]] = {}
-    for number, name in enumerate(dict.fromkeys(vote.annotator for vote in first)):
-        chosen = [v for v in first if v.annotator == name and v.answer["choice"] != "tie"]
-        on_left = sum(vote.answer["choice"] == CHOICES[vote.swapped] for vote in chosen)
-        fitted = {key: float(getattr(fit, key)[number]) for key in FITTED}
-        by_name[name] = fitted | {
+    for number, (name, ballots) in enumerate(by_voter.items()):
+        decided = [vote for vote in ballots if vote.answer["choice"] != "tie"]
+        on_left = sum(vote.answer["choice"] == CHOICES[vote.swapped] for vote in decided)
+        by_name[name] = {key: float(getattr(fit, key)[number]) for key in FITTED} | {
             "rest": rest[name].to_dict(),
-            "ties": float(by_voter[name][:, 2].sum() / by_voter[name].sum()),
-            "left_of_screen": wilson_interval(on_left, len(chosen), level=settings.level).to_dict(),
+            "ties": (len(ballots) - len(decided)) / len(ballots),
+            "left_of_screen": wilson_interval(on_left, len(decided), level=settings.level).to_dict(),
         }
     alpha = _alpha(agreement.alpha_sums(votes), agreement.alpha_of_sums, index, clusters, settings)
     majority = votes.max(1, initial=0) / np.maximum(votes.sum(1), 1)
@@ -218,19 +212,8 @@ def _analyse_pairs(
         {"task": order[i], "votes": votes[i].astype(int).tolist(), "soft_label": float(fit.soft_label[i])}
         for i in split[:MOST_DISPUTED]
     ]
-    return {
-        "alpha": alpha.to_dict(),
-        "disputed": disputed,
-        "split": len(split),
-        "with_two": int((votes.sum(1) > 1).sum()),
-        "by_name": by_name,
-        "notes": _pair_notes(votes),
-    }
-
-
-def _pair_notes(votes: Array) -> list[str]:
     left, right, ties = votes.sum(0)
-    rules = (
+    notes = (
         (
             not left + right,
             "All votes are ties: they teach a judge nothing, and no agreement can be computed.",
@@ -239,26 +222,30 @@ def _pair_notes(votes: Array) -> list[str]:
         (right > 1 and not left + ties, "All votes are for the right image of the table: mix its sides."),
         (votes.sum(1).max() < 2, "No pair has two votes, so agreement between voters is not known."),
     )
-    return [note for holds, note in rules if holds]
+    return {
+        "alpha": alpha.to_dict(),
+        "disputed": disputed,
+        "split": len(split),
+        "with_two": int((votes.sum(1) > 1).sum()),
+        "by_name": by_name,
+        "notes": [note for holds, note in notes if holds],
+    }
 
 
-def _analyse_images(
-    store: VoteStore, first: Sequence[Vote], names: Sequence[str], settings: IntervalSettings
-) -> dict[str, Any]:
+def _analyse_images(store: VoteStore, first: Sequence[Vote], settings: IntervalSettings) -> dict[str, Any]:
     """Compute α of the slider and of each question, and each voter's distance from the mean of the others."""
     order = sorted({vote.task for vote in first})
     row = {task: index for index, task in enumerate(order)}
     prompts = [store.tasks[task].prompt or store.tasks[task].images[0] for task in order]
     index, clusters = cluster_index(prompts)
-    if clusters < 2:
+    if clusters < 2:  # one prompt of all images: the images are drawn instead
         index, clusters = np.arange(len(order)), len(order)
     answers: dict[str, list[tuple[int, float]]] = {}
     grades: dict[int, dict[str, float]] = {}
     for vote in first:
-        marks = vote.answer.get("checklist", {})
+        marks = dict(vote.answer.get("checklist", {}))
         if "slider" in vote.answer:
-            marks = {"slider": vote.answer["slider"], **marks}
-            grades.setdefault(vote.task, {})[vote.annotator] = float(vote.answer["slider"])
+            marks["slider"] = grades.setdefault(vote.task, {})[vote.annotator] = float(vote.answer["slider"])
         for question, mark in marks.items():
             answers.setdefault(question, []).append((row[vote.task], float(mark)))
     alphas = {}
@@ -267,18 +254,18 @@ def _analyse_images(
         sums = annotators.rating_sums(values, items, items=len(order))
         alpha = _alpha(sums, annotators.alpha_of_rating_sums, index, clusters, settings)
         alphas[question] = alpha.to_dict()
-    by_name = {}
-    for name in names:
-        gaps = [
-            of_task[name] - fmean(value for other, value in of_task.items() if other != name)
-            for of_task in grades.values()
-            if name in of_task and len(of_task) > 1
-        ]
-        by_name[name] = {
-            "above_the_rest": fmean(gaps) if gaps else None,
-            "apart_from_the_rest": fmean(map(abs, gaps)) if gaps else None,
+    gaps: dict[str, list[float]] = {vote.annotator: [] for vote in first}
+    for by_name in grades.values():
+        for name, grade in by_name.items() if len(by_name) > 1 else ():
+            gaps[name].append(grade - fmean(value for other, value in by_name.items() if other != name))
+    distances = {
+        name: {
+            "above_the_rest": fmean(of_voter) if of_voter else None,
+            "apart_from_the_rest": fmean(map(abs, of_voter)) if of_voter else None,
         }
-    return {"alphas": alphas, "by_name": by_name, "notes": []}
+        for name, of_voter in gaps.items()
+    }
+    return {"alphas": alphas, "by_name": distances, "notes": []}
 
 
 def _alpha(sums: Array, statistic: Any, index: Any, clusters: int, settings: IntervalSettings) -> Interval:
@@ -292,7 +279,7 @@ def _alpha(sums: Array, statistic: Any, index: Any, clusters: int, settings: Int
 
 
 def _fit(first: Sequence[Vote], order: Sequence[int]) -> annotators.AnnotatorFit:
-    names = list(dict.fromkeys(vote.annotator for vote in first))
+    names = list(_group(first, "annotator"))
     row = {task: index for index, task in enumerate(order)}
     return annotators.fit_annotators(
         [row[vote.task] for vote in first],
@@ -316,12 +303,6 @@ def _repeats(votes: Sequence[Vote]) -> Interval:
         near = abs(before.get("slider", 0) - again.get("slider", 0)) <= 0.5
         same.append(near and all(before.get(name) == again.get(name) for name in ("choice", "checklist")))
     return wilson_interval(sum(same), len(same))
-
-
-def _gold(store: VoteStore, votes: Sequence[Vote]) -> Interval:
-    answers = [(store.tasks[vote.task].gold, vote.answer.get("choice")) for vote in votes]
-    right = [gold == choice for gold, choice in answers if gold is not None]
-    return wilson_interval(sum(right), len(right))
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:

@@ -34,10 +34,11 @@ from visalign.evaluation.pages.ugda_page import ugda_page
 from visalign.pipelines.collect.judge_votes import judge_votes
 from visalign.pipelines.collect.store import Plan, VoteStore
 from visalign.pipelines.collect.tasks import Form, read_tasks
-from visalign.pipelines.collect.votes import export_rows, images_of, select_votes, write_rows
+from visalign.pipelines.collect.votes import export_rows, select_votes, write_rows
 from visalign.pipelines.flow_grpo.job import sample_command, sampling_options
 from visalign.pipelines.jobs import Job, load_job
 from visalign.pipelines.sample.job import SampleSettings, sample_images
+from visalign.pipelines.score.report import load_shown_images
 from visalign.pipelines.shared.parts import Records, build_records, name_key
 from visalign.pipelines.shared.run_folder import (
     RunSummary,
@@ -148,7 +149,9 @@ class Round:
             write_atomic(self.folder / ROUND, summary_json(self._record(labels)))
             records = [_read_json(part.folder / ROUND) for part in (*self.earlier, self)]
             tasks = read_tasks([str(self.folder / LABELS)], single=False)[:REPORTED_PAIRS]
-            reported = [{"prompt": task.prompt, "images": images_of(task)} for task in tasks]
+            reported = [
+                {"prompt": task.prompt, "images": [*load_shown_images(task.images).values()]} for task in tasks
+            ]
             write_atomic(self.output / "report.html", ugda_page(records, reported))
         return _read_json(self.folder / ROUND)
 

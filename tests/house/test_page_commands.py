@@ -20,7 +20,7 @@ from visalign.data.shapes.prompts import heldout_prompts
 from visalign.data.shapes.render import render
 from visalign.data.shapes.scenes import sample_scene
 from visalign.pipelines.cli.app import app
-from visalign.pipelines.collect import serve
+from visalign.pipelines.collect import server
 
 LEFT = {
     "FOLDER": "a model of the reader's",
@@ -137,7 +137,7 @@ def write_lines(name: str, records: Sequence[Mapping[str, object]]) -> None:
 @pytest.mark.parametrize("page", list(to_run()), ids=lambda page: page.name)
 def test_the_commands_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(serve, "serve_votes", lambda store, **given: None)  # it waits for people
+    monkeypatch.setattr(server, "serve_votes", lambda store, **given: None)  # it waits for people
     lay_out(to_run()[page])
     names: dict[str, object] = {"__name__": "page"}
     for block in BLOCKS:  # that write what the commands read

@@ -17,14 +17,7 @@ import pytest
 
 from visalign.errors import UserError
 from visalign.pipelines.collect import store as votes_store
-from visalign.pipelines.collect.store import (
-    NameTaken,
-    Plan,
-    UnknownVoter,
-    VoteStore,
-    WrongAssignment,
-    mirror_answer,
-)
+from visalign.pipelines.collect.store import Plan, VoteRefused, VoteStore, mirror_answer
 from visalign.pipelines.collect.tasks import Form, Task
 
 
@@ -115,20 +108,20 @@ def test_nobody_votes_for_another(tmp_path):
     secret = store.join(" ada ")
     store.join("bob")
     assert store.voter(secret) == "ada"
-    with pytest.raises(NameTaken, match="Somebody already votes as 'ada'"):
+    with pytest.raises(VoteRefused, match="Somebody already votes as 'ada'"):
         store.join("ada")
     with pytest.raises(UserError, match="'eve' is not among the invited voters"):
         store.join("eve")
     with pytest.raises(UserError, match="A name has 1 to 60 letters; got ''"):
         store.join("  ")
-    with pytest.raises(UnknownVoter, match="You are not known here"):
+    with pytest.raises(VoteRefused, match="You are not known here"):
         store.voter("x")
     shown = given(store, "ada")
-    with pytest.raises(WrongAssignment, match=f"Task {shown.assignment} was not given to bob"):
+    with pytest.raises(VoteRefused, match=f"Task {shown.assignment} was not given to bob"):
         store.vote("bob", shown.assignment, {"choice": "left"}, client="c", seconds=None)
     store.vote("ada", shown.assignment, {"choice": "left"}, client="c", seconds=None)
     other = given(store, "ada")
-    with pytest.raises(WrongAssignment, match="The vote 'c' is of another task"):
+    with pytest.raises(VoteRefused, match="The vote 'c' is of another task"):
         store.vote("ada", other.assignment, {"choice": "left"}, client="c", seconds=None)
     assert len(store.votes()) == 1
 

@@ -41,9 +41,9 @@ def load_source(
         limit: Largest number of records.
         columns: How the columns of a file are read, where they have other names or labels.
     """
-    layout, colon, path = source.partition(":")
+    layout, _, path = source.partition(":")
     layouts = (*PAIR_LAYOUTS, *QUALITY_LAYOUTS)
-    has_layout = source in GENERATED or (bool(colon) and layout in layouts)
+    has_layout = is_named_set(source)
     if has_layout and columns is not None and (columns.names or columns.labels):
         raise UserError(f"--map and --labels are for tables, and '{source}' has a layout of its own.")
     if source in GENERATED:
@@ -57,6 +57,12 @@ def load_source(
             f"{', '.join(GENERATED)}, or LAYOUT:FOLDER with LAYOUT one of {', '.join(layouts)}."
         )
     return _read_file(source, None, split, limit, columns)
+
+
+def is_named_set(source: str) -> bool:
+    """Return whether a source is LAYOUT:FOLDER or generated, and no file or folder."""
+    layout, colon, _ = source.partition(":")
+    return source in GENERATED or (bool(colon) and (layout in PAIR_LAYOUTS or layout in QUALITY_LAYOUTS))
 
 
 def load_preferences(

@@ -46,6 +46,11 @@ def read_rows(path: str | Path, *, columns: Sequence[str] | None = None) -> Numb
         raise UserError(f"'{path}' is not UTF-8 text ({error.reason}); save it as UTF-8.") from error
 
 
+def first_row(path: Path) -> Row:
+    """Read the first row of a table; empty for a table without rows and for anything else."""
+    return next(read_rows(path), (0, {}))[1] if path.suffix.lower() in READERS and path.is_file() else {}
+
+
 def select_split(
     source: str, rows: Iterable[tuple[int, Row]], split: str | None, limit: int | None
 ) -> list[tuple[int, Row]]:
