@@ -6,12 +6,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from markupsafe import Markup
+
 from visalign.evaluation.rewards.agreement import FEWEST_PROMPTS
 
 from .base import model_name, plain, render_page, signed
 from .plots import heatmap_plot
 from .table_files import FileTable
 
+KINDS = {"overall": "over all images", "within": "within prompts"}
 REDUNDANT = 0.9
 """Rank correlation from which two rewards are called redundant."""
 
@@ -19,6 +22,7 @@ REDUNDANT = 0.9
 def agree_page(result: Mapping[str, Any], images: Mapping[str, Mapping[str, Any] | None]) -> str:
     """Render the result of `agree_rewards`; images as returned by `embedded`, None where unreadable."""
     labels = [reward["label"] for reward in result["rewards"]]
+    squares = {kind: matrix(result, kind) for kind in KINDS}
     return render_page(
         "agree_page.html.j2",
         title="Where rewards part company",
@@ -37,19 +41,17 @@ def agree_page(result: Mapping[str, Any], images: Mapping[str, Mapping[str, Any]
             for pair in result["pairs"][:6]
         ],
         labels=labels,
-        squares={kind: matrix(result, kind) for kind in ("overall", "within")},
-        heatmaps={
-            kind: heatmap_plot(
-                labels,
-                [[cell["estimate"] if cell else None for cell in row] for row in matrix(result, kind)],
-                f"Heatmap of the rank correlations {where}.",
-            )
-            for kind, where in (("overall", "over all images"), ("within", "within prompts"))
-        },
+        squares=squares,
+        heatmaps={kind: _heatmap(labels, squares[kind], where) for kind, where in KINDS.items()},
         images=images,
         sentences=sentences(result),
         facts_of_set=list(_facts(result)),
     )
+
+
+def _heatmap(labels: list[str], square: list[list[Any]], where: str) -> Markup:
+    correlations = [[cell and cell["estimate"] for cell in row] for row in square]
+    return heatmap_plot(labels, correlations, f"Heatmap of the rank correlations {where}.")
 
 
 def _facts(result: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -68,20 +70,12 @@ def _facts(result: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 def file_tables(result: Mapping[str, Any]) -> list[FileTable]:
     """Build the table of every two rewards, for files."""
-    rows = [
-        [
-            f"{pair['first']} and {pair['second']}",
-            *(_ends(pair[kind]) for kind in ("overall", "within")),
-            *(pair["same_choice"], pair["images"]),
-        ]
-        for pair in result["pairs"]
-    ]
+    rows = []
+    for pair in result["pairs"]:
+        numbers = [tuple(pair[kind][end] for end in ("estimate", "low", "high")) for kind in KINDS]
+        rows.append([f"{pair['first']} and {pair['second']}", *numbers, pair["same_choice"], pair["images"]])
     columns = ("rewards", "overall", "within_prompts", "same_order", "images")
     return [FileTable(name="agreement", columns=columns, rows=rows)]
-
-
-def _ends(number: Mapping[str, Any]) -> tuple[Any, Any, Any]:
-    return number["estimate"], number["low"], number["high"]
 
 
 def matrix(result: Mapping[str, Any], kind: str) -> list[list[Mapping[str, Any] | None]]:
@@ -96,8 +90,8 @@ def sentences(result: Mapping[str, Any]) -> list[str]:
     lines = []
     for pair in result["pairs"]:
         names = f"{pair['first']} and {pair['second']}"
-        number = pair["within"] if pair["within"]["estimate"] is not None else pair["overall"]
-        where = "within prompts" if number is pair["within"] else "over all images"
+        kind = "overall" if pair["within"]["estimate"] is None else "within"
+        number, where = pair[kind], KINDS[kind]
         if pair["note"]:
             lines.append(f"{names}: {pair['note']}.")
         if number["low"] is None:

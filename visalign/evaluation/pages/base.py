@@ -25,6 +25,7 @@ from torch import Tensor
 from visalign.escaping import escape_control
 from visalign.versions import visalign_version
 
+FOLDER = Path(__file__).parent
 LARGEST_SIDE = 768
 """Images are shrunk to this many pixels on their longer side before they go into a page."""
 PIXELATED_SIDE = 128
@@ -47,28 +48,34 @@ def render_page(
         models: (reward, its model and identity), for the footer.
         **values: Values for the template.
     """
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    filters = (plain, number, fixed, signed, change, share, whole, points, span, words, duration)
-    environment.filters |= {function.__name__: function for function in (*filters, provenance_sentence)}
+    filters = (plain, number, fixed, signed, change, share, whole, points, span, words, duration, provenance_sentence)
+    environment = page_environment()
+    environment.filters |= {function.__name__: function for function in filters}
     environment.globals |= environment.filters | {"rail": rail}
-    script = (Path(__file__).parent / "page.js").read_text(encoding="utf-8")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    script, script_hash = page_script("page.js")
     return environment.get_template(template).render(
         title=title,
         command=command_line() or command,
         version=visalign_version(),
         models=list(models),
         date=datetime.now(tz=UTC).date().isoformat(),
-        script=Markup(script),
-        script_hash=f"sha256-{digest}",
+        script=script,
+        script_hash=script_hash,
         **values,
     )
+
+
+def page_environment() -> Environment:
+    """Return an environment for the templates of this folder, in which an undefined name is an error."""
+    options: dict[str, Any] = {"autoescape": True, "trim_blocks": True, "lstrip_blocks": True}
+    return Environment(loader=FileSystemLoader(FOLDER), undefined=StrictUndefined, **options)
+
+
+def page_script(name: str) -> tuple[Markup, str]:
+    """Read a script of this folder, and the hash by which a page's security policy lets it run."""
+    script = (FOLDER / name).read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return Markup(script), f"sha256-{digest}"
 
 
 def command_line() -> str:
@@ -217,6 +224,15 @@ def span(interval: Any, form: Any = signed, between: str = " to ") -> str:
     if low is None or not math.isfinite(low):
         return "no interval"
     return between.join(form(end).removesuffix("\u00a0%") for end in (low, high))
+
+
+def with_span(number: Mapping[str, Any], form: Any = signed, ends: Any = None) -> str:
+    """Format an estimate with its interval in parentheses, whose ends may have a shorter form.
+
+    >>> with_span({"estimate": 0.5, "low": 0.25, "high": 0.75}, share, whole)
+    '50.0\\xa0% (25 to 75)'
+    """
+    return f"{form(number['estimate'])} ({span(number, ends or form)})"
 
 
 def _part(interval: Any, name: str) -> float | None:

@@ -22,7 +22,8 @@ def rank_page(result: Mapping[str, Any], images: Mapping[str, Mapping[str, Any] 
     """Render a `ranking_record`; images as returned by `embedded`, None where unreadable."""
     placed = [row for row in result["images"] if row["place"] is not None]
     failed = [row for row in result["images"] if row["place"] is None]
-    low, high = _ends(placed)
+    ends = [row[key] for row in placed for key in ("low", "score", "high") if row[key] is not None] or [0.0]
+    low, high = min(ends), max(ends)
     missed = Counter(call["reason"] for call in result["asked"] or () if call["prob"] is None)
     results: list[tuple[str, Any, str]] = [("Images in order", len(placed), f"{len(failed)} could not be judged")]
     of_all = "" if result["asked"] is None else f"of {result['all_pairs']} pairs of images"
@@ -30,6 +31,7 @@ def rank_page(result: Mapping[str, Any], images: Mapping[str, Mapping[str, Any] 
     if result["position_bias"] is not None:
         unit = f"{result['unit']}, for the left image"
         results.append(("Position bias", signed(result["position_bias"]), unit))
+    source = result["provenance"] and provenance_sentence(result["judge"], result["provenance"])
     return render_page(
         "rank_page.html.j2",
         title="Best first",
@@ -45,7 +47,7 @@ def rank_page(result: Mapping[str, Any], images: Mapping[str, Mapping[str, Any] 
         images=images,
         shown=SHOWN,
         names=short_names(row["image"] for row in result["images"]),
-        sentences=[*sentences(result), *provenance_lines(result)],
+        sentences=list(filter(None, [*sentences(result), source, result["warning"]])),
     )
 
 
@@ -70,30 +72,20 @@ def sentences(result: Mapping[str, Any]) -> list[str]:
     return [_calls(result), *_bias(result), *_best(result, placed)]
 
 
-def provenance_lines(result: Mapping[str, Any]) -> list[str]:
-    """Say where the numbers come from, and whether the reward fits these images."""
-    lines = [provenance_sentence(result["judge"], result["provenance"])] if result.get("provenance") else []
-    return lines + ([result["warning"]] if result.get("warning") else [])
-
-
 def _calls(result: Mapping[str, Any]) -> str:
     count, pairs, name = result["calls"], result["all_pairs"], result["judge"]
     if result["asked"] is None:
         direction = "" if result["higher_is_better"] else ", of which lower is better"
         return f"{name} scored {_number(count, 'image')}; scores in {result['unit']}{direction}."
     of_all = f", as many as {share(count / pairs)} of the {_number(pairs, 'pair')} of images" if pairs else ""
-    both = _both_orders(result["asked"])
+    calls = {(call["left"], call["right"]) for call in result["asked"]}
+    both = sum((right, left) in calls for left, right in calls) // 2
     orders = f"; asked in both orders: {_number(both, 'pair')}" if both else ""
     return f"{name}: {_number(count, 'call')}{of_all}{orders}."
 
 
 def _number(count: int, what: str) -> str:
     return f"{count} {what}{'' if count == 1 else 's'}"
-
-
-def _both_orders(calls: Sequence[Mapping[str, Any]]) -> int:
-    orders = {(call["left"], call["right"]) for call in calls}
-    return sum((right, left) in orders for left, right in orders) // 2
 
 
 def _bias(result: Mapping[str, Any]) -> list[str]:
@@ -120,14 +112,7 @@ def _best(result: Mapping[str, Any], placed: Sequence[Mapping[str, Any]]) -> lis
     near, far = ("low", "high") if sign > 0 else ("high", "low")
     rivals = sum(sign * row[far] >= sign * placed[0][near] for row in placed[1:])
     if not rivals:
-        best = placed[0]["image"]
-        name = short_names(row["image"] for row in result["images"])[best]
+        name = short_names(row["image"] for row in result["images"])[placed[0]["image"]]
         return [f"The interval of {name} lies apart from all others: it is the best."]
     number = "interval" if rivals == 1 else "intervals"
     return [f"The first place is open: {rivals} other {number} overlap with that of the first."]
-
-
-def _ends(placed: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
-    """Return the smallest and largest number on the tracks."""
-    values = [row[key] for row in placed for key in ("low", "score", "high") if row[key] is not None]
-    return (min(values), max(values)) if values else (0.0, 0.0)

@@ -61,6 +61,7 @@ def write_report(
         over_time: (iterations finished, PNG) of the same prompts during training.
     """
     comparison, kind = compare(before, after), wording.kind_of(after)
+    phases = sorted((costs.get("phases") or {}).items(), key=lambda phase: -phase[1])  # the longest first
     other_rewards = [row for row in comparison.rewards if not row.repeats_accuracy]
     height, width = after.images.shape[1:3]
     curves, at_zero = panels(metrics, known_curves(metrics), start=start)
@@ -86,7 +87,7 @@ def write_report(
         config=[(name, setting(value)) for name, value in flatten(config).items()],
         versions=versions,
         costs=wording.cost_rows(costs),
-        phases=_phases(costs),
+        phases=[(name, seconds, seconds / (phases[0][1] or 1.0)) for name, seconds in phases],
         load_code=load_code,
         resume_command=resume_command,
     )
@@ -122,13 +123,6 @@ def write_summary(
     }
     text = json.dumps(json_values(content), indent=2, allow_nan=False, ensure_ascii=False)
     return write_atomic(path, (text + "\n").encode("utf-8"))
-
-
-def _phases(costs: Mapping[str, Any]) -> list[tuple[str, float, float]]:
-    """Return (name, seconds, share of the longest) in falling order."""
-    phases = costs.get("phases") or {}
-    longest = max(phases.values(), default=0.0) or 1.0
-    return [(name, s, s / longest) for name, s in sorted(phases.items(), key=lambda pair: -pair[1])]
 
 
 def json_values(value: Any) -> Any:

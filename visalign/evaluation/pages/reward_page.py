@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 from markupsafe import Markup
@@ -67,24 +67,15 @@ class JudgeTable:
 
     title: str
     """Title of the table in a terminal, and of its first column on the page."""
-    heading: str
-    """Heading on the page; may be empty."""
     rows: list[Row]
+    heading: str = ""
+    """Heading on the page."""
     columns: tuple[str, ...] = ()
     """Names of the columns; empty where each is a reward."""
 
 
-def evaluation_page(
-    result: Mapping[str, Any],
-    *,
-    images: Mapping[str, Mapping[str, Any] | None] | None = None,
-) -> str:
-    """Render the JSON result of `visalign evaluate`.
-
-    Args:
-        result: The JSON result.
-        images: Images of the worst records, as returned by `embedded`; None where unreadable.
-    """
+def evaluation_page(result: Mapping[str, Any], images: Mapping[str, Mapping[str, Any] | None]) -> str:
+    """Render the result of `visalign evaluate`; images of the worst records from `embedded`, None if unreadable."""
     about, judges = result["set"], result["judges"]
     is_pairs = about["kind"] == "preferences"
     names = [judge["judge"]["name"] for judge in judges]
@@ -107,7 +98,7 @@ def evaluation_page(
         comparisons=result["comparisons"],
         said=[*filter(None, [fusion_line(result)]), *comparison_lines(result)],
         is_pairs=is_pairs,
-        images=images or {},
+        images=images,
         worst=[judge.get("worst", []) for judge in judges],
         facts=list(_facts(result)),
     )
@@ -116,7 +107,7 @@ def evaluation_page(
 def evaluation_tables(result: Mapping[str, Any]) -> dict[str, list[JudgeTable]]:
     """Return section of the page -> its tables."""
     judges, first = result["judges"], {}
-    if result.get("leaderboard"):
+    if result["leaderboard"]:
         first["leaderboard"] = [_leaderboard(result)]
     if result["comparisons"]:
         first["comparison"] = [_comparisons(result["comparisons"])]
@@ -131,8 +122,7 @@ def evaluation_tables(result: Mapping[str, Any]) -> dict[str, list[JudgeTable]]:
 
 def fusion_line(result: Mapping[str, Any]) -> str:
     """Describe the fused reward; empty without one."""
-    fusion = result.get("fusion")
-    if not fusion:
+    if not (fusion := result["fusion"]):
         return ""
     parts = sorted(fusion["weights"].items(), key=lambda item: -abs(item[1]))
     weights = ", ".join(f"{name} {signed(weight)}" for name, weight in parts)
@@ -148,16 +138,15 @@ def comparison_lines(result: Mapping[str, Any]) -> list[str]:
     With a fused reward, its comparison with the best member; else all of up to three rewards, and of more
     those of the leader with the next two.
     """
-    comparisons, fusion = result["comparisons"], result.get("fusion")
-    ranking = [row["judge"] for row in (result.get("leaderboard") or {"rows": []})["rows"]]
-    named = [{entry["first"], entry["second"]} for entry in comparisons]
-    wanted = named
+    comparisons, fusion = result["comparisons"], result["fusion"]
+    ranking = [row["judge"] for row in (result["leaderboard"] or {"rows": []})["rows"]]
     if fusion and ranking:
-        wanted = [{"fused", next((name for name in ranking if name in fusion["members"]), "")}]
+        best = next((name for name in ranking if name in fusion["members"]), "")
+        comparisons = [entry for entry in comparisons if {entry["first"], entry["second"]} == {"fused", best}]
     elif len(comparisons) > 3:
-        wanted = [{ranking[0], other} for other in ranking[1:3]]
-    lines = zip(comparisons, named, strict=True)
-    return [comparison_line(entry, of=len(comparisons)) for entry, names in lines if names in wanted]
+        rivals = [{ranking[0], other} for other in ranking[1:3]]
+        comparisons = [entry for entry in comparisons if {entry["first"], entry["second"]} in rivals]
+    return [comparison_line(entry, of=len(result["comparisons"])) for entry in comparisons]
 
 
 def comparison_line(comparison: Mapping[str, Any], *, of: int = 1) -> str:
@@ -173,10 +162,8 @@ def comparison_line(comparison: Mapping[str, Any], *, of: int = 1) -> str:
         line += f"; of {test['pairs']} pairs the first alone is right in {test['first_only']}, the second alone "
         line += f"in {test['second_only']}"
     correction = f" after Holm's correction for {of} comparisons" if of > 1 else ""
-    needs = "" if needed is None else f", such a difference needs about {needed:,} {what}"
-    return f"{line}; p = {comparison['p_holm']:.2g}{correction}: {_verdict(comparison)}" + (
-        "." if comparison["clear"] else f"{needs}."
-    )
+    needs = f", such a difference needs about {needed:,} {what}" if needed and not comparison["clear"] else ""
+    return f"{line}; p = {comparison['p_holm']:.2g}{correction}: {_verdict(comparison)}{needs}."
 
 
 def _verdict(comparison: Mapping[str, Any]) -> str:
@@ -192,39 +179,33 @@ def _leaderboard(result: Mapping[str, Any]) -> JudgeTable:
     board, is_pairs = result["leaderboard"], result["set"]["kind"] == "preferences"
     rows = []
     for row in board["rows"]:
-        ranks = dict.fromkeys((str(row["best_place"]), str(row["worst_place"])))
-        rows.append(
-            Row(
-                what=row["judge"],
-                cells=[_cell(row, share if is_pairs else fixed), Cell(value="–".join(ranks))],
-            )
-        )
+        ranks = "–".join(dict.fromkeys((str(row["best_place"]), str(row["worst_place"]))))
+        rows.append(Row(what=row["judge"], cells=[_cell(row, share if is_pairs else fixed), Cell(value=ranks)]))
     what = "Agreement" if is_pairs else "SRCC"
     level = f"{board['rows'][0]['level']:.0%} intervals that hold for all together"
     of = f"on the {board['on']} {'pairs' if is_pairs else 'images'} that all scored"
-    return JudgeTable(title=f"Leaderboard {of}", heading="", rows=rows, columns=(f"{what}, {level}", "Place"))
+    return JudgeTable(title=f"Leaderboard {of}", rows=rows, columns=(f"{what}, {level}", "Place"))
 
 
 def _comparisons(comparisons: Sequence[Mapping[str, Any]]) -> JudgeTable:
     is_pairs = "pairs" in comparisons[0]
     rows = []
     for entry in comparisons:
-        form, needed, test = _difference_form(entry), entry["power"]["needed"], entry.get("mcnemar")
-        smallest = entry["power"]["smallest"]
+        form, power, test = _difference_form(entry), entry["power"], entry.get("mcnemar")
         scale = 100 if is_pairs else 1  # percentage points in files too
         cells = [
             _cell(entry["difference"], form, scale=scale),
             *([Cell(value=f"{test['first_only']} : {test['second_only']}")] if test else []),
             _cell(entry["p_holm"], "{:.2g}".format),
-            _cell(needed, "{:,}".format),
-            _cell(smallest, lambda value, form=form: form(value).removeprefix("+"), scale=scale),
+            _cell(power["needed"], "{:,}".format),
+            _cell(power["smallest"], lambda value, form=form: form(value).removeprefix("+"), scale=scale),
             Cell(value=_verdict(entry)),
         ]
         rows.append(Row(what=f"{entry['first']} − {entry['second']}", cells=cells))
     what = "pairs" if is_pairs else "images"
     columns = ("Points of accuracy" if is_pairs else "SRCC", *(["Right alone"] if is_pairs else []))
     columns += ("p, Holm", f"{what.capitalize()} it needs", f"Found with these {what}", "Verdict")
-    return JudgeTable(title="First − second", heading="", rows=rows, columns=columns)
+    return JudgeTable(title="First − second", rows=rows, columns=columns)
 
 
 Spec = tuple[str, Callable[[Judge], Any], Callable[[Any], str]]
@@ -286,7 +267,7 @@ def _agreement(judges: Sequence[Judge]) -> JudgeTable:
             cells.append(_cell(entry["micro"], share, f" · macro {share(entry['macro']['estimate'])}{tuned}"))
         what = f"{policy} (headline)" if policy == HEADLINE else policy
         rows.append(Row(what=what, detail=entries[0]["meaning"], cells=cells))
-    return JudgeTable(title="Agreement with people, micro", heading="", rows=rows)
+    return JudgeTable(title="Agreement with people, micro", rows=rows)
 
 
 def _both_orders(judges: Sequence[Judge]) -> Iterator[JudgeTable]:
@@ -301,25 +282,26 @@ def _both_orders(judges: Sequence[Judge]) -> Iterator[JudgeTable]:
 
 
 def _calibration(judges: Sequence[Judge]) -> JudgeTable:
-    specs: list[Spec] = [("Scored / failed", _judged, str)]
-    for key, what in (
-        ("nll", "NLL, nats (0.693 = a coin)"),
-        ("brier", "Brier score (0.25 = a coin)"),
-        ("ece", "Expected calibration error"),
-    ):
-        specs.append((what, _at("calibration", key), fixed))
-        specs.append(("– after scaling", _at("calibration", "scaled", key), fixed))
-    noise = "– of a calibrated reward, from noise alone"
-    specs.insert(-1, (noise, _at("calibration", "ece_noise"), fixed))
-    specs.append(("Largest gap of a bin (MCE)", _at("calibration", "mce"), fixed))
-    specs.append(("Temperature  above 1: too sure", _at("calibration", "temperature"), fixed))
+    calibration, noise = partial(_at, "calibration"), "– of a calibrated reward, from noise alone"
+    specs: list[Spec] = [
+        ("Scored / failed", _judged, str),
+        ("NLL, nats (0.693 = a coin)", calibration("nll"), fixed),
+        ("– after scaling", calibration("scaled", "nll"), fixed),
+        ("Brier score (0.25 = a coin)", calibration("brier"), fixed),
+        ("– after scaling", calibration("scaled", "brier"), fixed),
+        ("Expected calibration error", calibration("ece"), fixed),
+        (noise, calibration("ece_noise"), fixed),
+        ("– after scaling", calibration("scaled", "ece"), fixed),
+        ("Largest gap of a bin (MCE)", calibration("mce"), fixed),
+        ("Temperature  above 1: too sure", calibration("temperature"), fixed),
+    ]
     for signal, what in SIGNALS.items():
         if any(signal in (judge["selective"] or {}) for judge in judges):
             name = f"AUROC of its errors by {what}  0.5: does not know"
             specs.append((name, _at("selective", signal, "auroc"), fixed))
     if any(judge["std"] for judge in judges):
         specs += [(what, _at("std", key), fixed) for key, what in STD.items()]
-    return JudgeTable(title="Calibration", heading="", rows=_rows(judges, *specs))
+    return JudgeTable(title="Calibration", rows=_rows(judges, *specs))
 
 
 def _people(judges: Sequence[Judge]) -> JudgeTable:
@@ -330,7 +312,7 @@ def _people(judges: Sequence[Judge]) -> JudgeTable:
         ("– by the majority of the other votes", _at("people", "single_vote"), share),
         ("Krippendorff's alpha", _at("people", "alpha"), fixed),
     )
-    return JudgeTable(title="People", heading="", rows=rows)
+    return JudgeTable(title="People", rows=rows)
 
 
 def _correlation(judges: Sequence[Judge]) -> JudgeTable:
@@ -342,7 +324,7 @@ def _correlation(judges: Sequence[Judge]) -> JudgeTable:
         (std, _at("certainty", "srcc_std_error"), fixed),
         ("Scored / failed", _judged, str),
     )
-    return JudgeTable(title="Correlation with opinions", heading="", rows=rows)
+    return JudgeTable(title="Correlation with opinions", rows=rows)
 
 
 def _judged(judge: Judge) -> str:
@@ -352,16 +334,12 @@ def _judged(judge: Judge) -> str:
 def _slices(judges: Sequence[Judge], key: str, size: str) -> list[JudgeTable]:
     form, tables = share if key == "accuracy" else fixed, []
     for kind, slices in judges[0]["slices"].items():
-        rows = [
-            Row(
-                what=part["name"],
-                detail=f"{part[size]} {size}",
-                cells=[_cell(judge["slices"][kind][number][key], form) for judge in judges],
-            )
-            for number, part in enumerate(slices)
-        ]
-        kind = words(kind)
-        tables.append(JudgeTable(title=f"{key} by {kind}", heading=f"By {kind}", rows=rows))
+        rows = []
+        for number, part in enumerate(slices):
+            cells = [_cell(judge["slices"][kind][number][key], form) for judge in judges]
+            rows.append(Row(what=part["name"], detail=f"{part[size]} {size}", cells=cells))
+        title = words(kind)
+        tables.append(JudgeTable(title=f"{key} by {title}", heading=f"By {title}", rows=rows))
     return tables
 
 
@@ -383,10 +361,9 @@ def _facts(result: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for judge in result["judges"]:
         name = judge["judge"]["name"]
         yield f"{name}, unit", judge["judge"]["unit"]
-        if name in (result.get("provenance") or {}):
+        if name in result["provenance"]:
             yield f"{name} is", result["provenance"][name]
         for reason, count in judge["counts"]["failures"].items():
             yield f"{name}, {count} failed", reason
     yield "bootstrap draws, seed", f"{about['resamples']}, {about['seed']}"
-    if result.get("seconds") is not None:
-        yield "seconds", fixed(result["seconds"])
+    yield "seconds", fixed(result["seconds"])

@@ -52,13 +52,12 @@ def _by_change(
     before: HeldoutResult, after: HeldoutResult, name: str
 ) -> list[tuple[str, str, str, NDArray[np.int64]]]:
     """List the best and worst samples of a reward after training, and those that gained and lost most."""
-    sign = 1 if after.higher_is_better[name] else -1
+    sign, title = 1 if after.higher_is_better[name] else -1, words(name)
     value, change = sign * after.scores[name], sign * (after.scores[name] - before.scores[name])
-    title = words(name)
 
-    def order(of: NDArray[np.float32]) -> NDArray[np.int64]:
-        rows = np.argsort(-of, kind="stable")
-        return rows[np.isfinite(of[rows])]
+    def order(values: NDArray[np.float32]) -> NDArray[np.int64]:
+        rows = np.argsort(-values, kind="stable")
+        return rows[np.isfinite(values[rows])]
 
     gained, lost = order(change), order(-change)
     return [
@@ -75,11 +74,8 @@ def collapsed(text: str) -> str:
     >>> collapsed("yes<|endoftext|><|endoftext|><|endoftext|>")
     'yes<|endoftext|> × 3'
     """
-    return _RUN.sub(lambda match: f"{match[1]} × {match[0].count(match[1])}", text)
-
-
-_RUN = re.compile(r"(<\|?[\w/ ]{1,30}\|?>|\[(?:PAD|UNK|SEP)\])(?:\s*\1)+")
-"""Runs of one special token, such as the padding behind an answer."""
+    runs = r"(<\|?[\w/ ]{1,30}\|?>|\[(?:PAD|UNK|SEP)\])(?:\s*\1)+"  # such as the padding behind an answer
+    return re.sub(runs, lambda match: f"{match[1]} × {match[0].count(match[1])}", text)
 
 
 def failures(after: HeldoutResult, *, limit: int = 6) -> list[dict[str, Any]]:
@@ -89,14 +85,12 @@ def failures(after: HeldoutResult, *, limit: int = 6) -> list[dict[str, Any]]:
     """
     groups = []
     for tag in dict.fromkeys(after.tags):
-        wrong = np.flatnonzero(after.rows(tag) & after.judged & ~after.correct)
-        if len(wrong) == 0:
-            continue
+        judged = after.rows(tag) & after.judged
+        wrong = np.flatnonzero(judged & ~after.correct)
         rows = take_in_turn(_shown(wrong, after), after, limit)
         shots = [(after.title(row), int(after.seeds[row]), shot(row, after)) for row in rows]
-        judged = int((after.rows(tag) & after.judged).sum())
-        groups.append({"tag": tag, "total": len(wrong), "judged": judged, "shots": shots})
-    return groups
+        groups.append({"tag": tag, "total": len(wrong), "judged": int(judged.sum()), "shots": shots})
+    return [group for group in groups if group["total"]]
 
 
 def take_in_turn(candidates: Iterable[int], result: HeldoutResult, most: int) -> list[int]:
@@ -123,11 +117,11 @@ def shot(row: int, result: HeldoutResult) -> dict[str, Any]:
     entry = {"verdict": verdict, "reason": "" if verdict == "correct" else result.reasons[row]}
     scores = {name: float(values[row]) for name, values in result.scores.items()}
     if result.completions:
-        shown = [item for item in scores.items() if item[0] not in (GREEDY, ANY)]
-        return entry | {"source": "", "text": collapsed(result.completions[row]), "scores": shown}
-    shown = [item for item in scores.items() if not result.is_verdict(item[0])]
+        other = [item for item in scores.items() if item[0] not in (GREEDY, ANY)]
+        return entry | {"source": "", "text": collapsed(result.completions[row]), "scores": other}
+    other = [item for item in scores.items() if not result.is_verdict(item[0])]
     image = result.images[int(np.searchsorted(result.image_index, row))]
-    return entry | {"source": data_uri(image), "text": "", "scores": shown}
+    return entry | {"source": data_uri(image), "text": "", "scores": other}
 
 
 def _shown(candidates: NDArray[np.int64], *results: HeldoutResult) -> NDArray[np.int64]:

@@ -12,7 +12,10 @@ from .plots import histogram_plot
 
 def score_page(summary: Mapping[str, Any], images: Mapping[str, Mapping[str, Any] | None]) -> str:
     """Render a `score_summary`; images as returned by `embedded`, None where unreadable."""
-    rewards = [dict(reward) | {"plot": _plot(reward)} for reward in summary["rewards"]]
+    rewards = []
+    for reward in summary["rewards"]:
+        histogram, unit, quantiles = reward["histogram"], reward["unit"], reward["quantiles"]
+        rewards.append(reward | {"plot": histogram and histogram_plot(histogram, unit, quantiles["50"])})
     headlines = [
         (
             reward["label"],
@@ -35,9 +38,3 @@ def score_page(summary: Mapping[str, Any], images: Mapping[str, Mapping[str, Any
         any_failed=any(reward["failed"] for reward in rewards),
         one_prompt=names and summary["prompts"] == 1,
     )
-
-
-def _plot(reward: Mapping[str, Any]) -> Any:
-    if reward["histogram"] is None:
-        return None
-    return histogram_plot(reward["histogram"], reward["unit"], reward["quantiles"]["50"])

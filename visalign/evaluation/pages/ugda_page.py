@@ -10,16 +10,9 @@ from .base import render_page, share
 
 
 def ugda_page(rounds: Sequence[Mapping[str, Any]], shown: Sequence[Mapping[str, Any]]) -> str:
-    """Render the rounds so far.
-
-    Args:
-        rounds: Records of `round.json`.
-        shown: Pairs of the last round with `prompt` and `images`, as returned by `embedded` or None.
-    """
+    """Render the records of `round.json` so far, and pairs of the last round with their prompt and images."""
     first, last = rounds[0]["policy"]["before"], rounds[-1]["policy"]["after"]
-    headlines: list[tuple[str, str, str]] = [
-        ("Labelled pairs", str(rounds[-1]["pairs"]), f"in {len(rounds)} rounds"),
-    ]
+    headlines = [("Labelled pairs", str(rounds[-1]["pairs"]), f"in {len(rounds)} rounds")]
     if first.get("accuracy") is not None:
         more = f"{share(first['accuracy'])} before, both on held-out prompts"
         headlines.append(("Right images", share(last["accuracy"]), more))

@@ -14,12 +14,7 @@ UNRELIABLE = 0.7
 
 
 def votes_page(result: Mapping[str, Any], disputed: Sequence[Mapping[str, Any]]) -> str:
-    """Render a report of `visalign.pipelines.collect.votes.report`.
-
-    Args:
-        result: The report.
-        disputed: Its disputed pairs with `prompt` and `images`, as returned by `embedded` or None.
-    """
+    """Render the `report` of votes, with its disputed pairs and their prompt and images, as from `embedded`."""
     return render_page(
         "votes_page.html.j2",
         title="Votes",
@@ -68,8 +63,7 @@ def file_tables(result: Mapping[str, Any]) -> list[FileTable]:
     numbers += ("above_the_rest", "apart_from_the_rest")
     rows = []
     for entry in result["annotators"]:
-        ends = [entry.get(name) or {"estimate": None, "low": None, "high": None} for name in measured]
-        row: list[Any] = [entry[name] for name in plain]
-        row += [(end["estimate"], end["low"], end["high"]) for end in ends]
-        rows.append(row + [entry.get(name) for name in numbers])
+        intervals = [entry.get(name) or {} for name in measured]
+        ends = [tuple(interval.get(end) for end in ("estimate", "low", "high")) for interval in intervals]
+        rows.append([entry[name] for name in plain] + ends + [entry.get(name) for name in numbers])
     return [FileTable(name="voters", columns=(*plain, *measured, *numbers), rows=rows)]

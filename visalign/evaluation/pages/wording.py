@@ -50,29 +50,17 @@ def kind_of(result: HeldoutResult) -> SampleKind:
     return COMPLETIONS if result.completions else IMAGES
 
 
-@dataclass(frozen=True, kw_only=True)
-class Headline:
-    """Top of the page."""
-
-    label: str
-    before: str
-    after: str
-    change: str
-    interval: str
-    """Interval of the change in words, e.g. "95 % interval +9.9 to +17.6"."""
-    direction: str
-    """"up", "down" or "flat"."""
-    sentences: tuple[str, ...]
-
-
 FEW = 20
 """Prompts below which a page asks for caution."""
 
 
 def headline(
     before: HeldoutResult, after: HeldoutResult, comparison: Comparison, *, trained_prompts: int | None = None
-) -> Headline:
-    """Summarize a run by its accuracy, or without verdicts by the first reward, and a few sentences."""
+) -> dict[str, Any]:
+    """Summarize a run by its accuracy, or without verdicts by the first reward, and a few sentences.
+
+    `before`, `after` and `change` are formatted, `interval` is in words, `direction` is "up", "down" or "flat".
+    """
     kind, prompts, row = kind_of(before), len(set(before.keys)), comparison.overall
     counted = f"{prompts} prompts{_trained_on(prompts, trained_prompts)}"
     if math.isfinite(row.change.estimate):
@@ -110,15 +98,15 @@ def headline(
             "not counted as wrong."
         )
     level = f"{100 * row.change.level:g}\u00a0% interval "
-    return Headline(
-        label=label,
-        before=sides[0],
-        after=sides[1],
-        change=sides[2],
-        interval=level + span(row.change, form) if math.isfinite(row.change.low) else "no interval",
-        direction="up" if row.change.low > 0 else "down" if row.change.high < 0 else "flat",
-        sentences=tuple(sentences),
-    )
+    return {
+        "label": label,
+        "before": sides[0],
+        "after": sides[1],
+        "change": sides[2],
+        "interval": level + span(row.change, form) if math.isfinite(row.change.low) else "no interval",
+        "direction": "up" if row.change.low > 0 else "down" if row.change.high < 0 else "flat",
+        "sentences": sentences,
+    }
 
 
 def _trained_on(count: int, trained_prompts: int | None) -> str:
@@ -144,34 +132,31 @@ def _judgement(interval: Interval) -> list[str]:
 
 def reward_note(rows: Sequence[RewardRow], kind: SampleKind) -> str:
     """Say which rewards moved in the wrong direction."""
-    worse = [words(row.name) for row in rows if row.worse]
+    worse = ", ".join(words(row.name) for row in rows if row.worse)
     unclear = [words(row.name) for row in rows if row.verdict == "not measured"]
-    parts = []
-    if worse:
-        parts.append(
-            f"{', '.join(worse)} moved in the wrong direction, beyond the interval. Look at the {kind.plural}."
-        )
-    elif len(unclear) < len(rows):
-        parts.append("No reward moved in the wrong direction beyond its interval.")
-    if unclear:
-        parts.append(f"Not measured on both sides: {', '.join(unclear)}.")
-    return " ".join(parts)
+    notes = (
+        (worse, f"{worse} moved in the wrong direction, beyond the interval. Look at the {kind.plural}."),
+        (not worse and len(unclear) < len(rows), "No reward moved in the wrong direction beyond its interval."),
+        (unclear, f"Not measured on both sides: {', '.join(unclear)}."),
+    )
+    return " ".join(note for holds, note in notes if holds)
 
 
 def cost_rows(costs: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return (name, amount) of everything in `costs` but the phases."""
-    known = ((name, value) for name, value in costs.items() if name != "phases" and value is not None)
-    return [row for name, value in known for row in _cost(name, value)]
-
-
-def _cost(name: str, value: Any) -> list[tuple[str, str]]:
-    if name == "peak_memory_bytes":
-        parts = value.items() if isinstance(value, Mapping) else [("", value)]
-        return [(f"Peak memory {kind}".strip(), f"{size / 1e9:.2f} GB") for kind, size in parts]
-    if name == "seconds":
-        return [("Time in all", duration(value))]
-    if name == "forward_equivalents_per_image":
-        return [("Forward-equivalents per training image", number(value))]
-    if isinstance(value, int) and not isinstance(value, bool):
-        return [(words(name).capitalize(), f"{value:,}".replace(",", "\u202f"))]
-    return [(words(name).capitalize(), number(value) if isinstance(value, float) else setting(value))]
+    rows = []
+    for name, value in costs.items():
+        if name == "phases" or value is None:
+            continue
+        if name == "peak_memory_bytes":
+            parts = value.items() if isinstance(value, Mapping) else [("", value)]
+            rows += [(f"Peak memory {kind}".strip(), f"{size / 1e9:.2f} GB") for kind, size in parts]
+        elif name == "seconds":
+            rows.append(("Time in all", duration(value)))
+        elif name == "forward_equivalents_per_image":
+            rows.append(("Forward-equivalents per training image", number(value)))
+        elif isinstance(value, int) and not isinstance(value, bool):
+            rows.append((words(name).capitalize(), f"{value:,}".replace(",", "\u202f")))
+        else:
+            rows.append((words(name).capitalize(), number(value) if isinstance(value, float) else setting(value)))
+    return rows
