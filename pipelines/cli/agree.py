@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from typer import Argument, Option, echo
 
 from .options import (
     AsJson,
@@ -32,7 +32,7 @@ from .score import scoring
 def agree(
     source: Annotated[
         str,
-        typer.Argument(
+        Argument(
             metavar="SET",
             help="Table (image, prompt), folder, LAYOUT:FOLDER, shapes:pairs, shapes:quality.",
             show_default=False,
@@ -43,7 +43,7 @@ def agree(
     columns: MapColumns = None,
     prompt: Prompt = None,
     options: LabelOptions = None,
-    limit: Annotated[int | None, typer.Option(help="Maximum number of images.", min=3)] = None,
+    limit: Annotated[int | None, Option(help="Maximum number of images.", min=3)] = None,
     cache: Cache = None,
     output: NewFolder = None,
     resume: Resume = False,
@@ -53,12 +53,7 @@ def agree(
 ) -> None:
     """Show how far rewards agree on a set: rank correlations, and the images they disagree on."""
     from visalign.data.sets.columns import Columns, parse_map
-    from visalign.pipelines.compare.agree_rewards import (
-        ROWS,
-        agree_rewards,
-        read_set,
-        write_agreement,
-    )
+    from visalign.pipelines.compare.agree_rewards import ROWS, agree_rewards, read_set, write_agreement
     from visalign.pipelines.shared.reward_options import any_needs_prompt, load_each, with_cache
     from visalign.pipelines.shared.run_folder import check_run_folder
     from visalign.rewards.catalogue import load_reward
@@ -67,7 +62,7 @@ def agree(
         check_run_folder(output, resume=resume)
     with clean_output():
         loaded = load_each(reward or [], options or [], load_reward)
-    table = Columns(names=parse_map(columns or []), has_images=bool(loaded) and any_needs_prompt(loaded))
+    table = Columns(names=parse_map(columns or []), has_images=any_needs_prompt(loaded))
     names = list(dict.fromkeys(scores or []))
     rows = read_set(source, prompt=prompt, limit=limit, columns=table, scores=names)
     rewards, log = with_cache(loaded, cache), output / ROWS if output is not None and loaded else None
@@ -75,22 +70,23 @@ def agree(
         result = agree_rewards(
             rows, rewards, source=source, columns=names, seed=seed, batch_size=batch_size, **keeping
         )
-    write = None if output is None else lambda: ("Page", write_agreement(output, result))
-    print_result(result, show_agreement, as_json, write)
+    print_result(result, show_agreement, as_json)
+    if output is not None:
+        echo(f"Page: {write_agreement(output, result)}", err=as_json)
 
 
 def show_agreement(console: Console, result: Mapping[str, Any]) -> None:
     """Print a line per pair of rewards, and its meaning."""
     from visalign.evaluation.pages.agree_page import sentences
-    from visalign.evaluation.pages.base import share, signed, span
+    from visalign.evaluation.pages.base import share, with_span
 
     about = result["set"]
     console.print(Text(f"{about['source']}: {about['images']} images of {about['prompts']} prompts"))
     table = Table("rewards", "Spearman, all images", "within prompts", "same order", "judged by both")
     for pair in result["pairs"]:
-        cells = [f"{signed(pair[kind]['estimate'])} ({span(pair[kind])})" for kind in ("overall", "within")]
         names = Text(f"{pair['first']} · {pair['second']}")
-        table.add_row(names, *cells, share(pair["same_choice"]), str(pair["images"]))
+        correlations = with_span(pair["overall"]), with_span(pair["within"])
+        table.add_row(names, *correlations, share(pair["same_choice"]), str(pair["images"]))
     console.print(table)
     for sentence in sentences(result):
         console.print(Text(sentence))

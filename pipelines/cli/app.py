@@ -10,10 +10,10 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-import typer
 from rich.console import Console
+from typer import Argument, Exit, Option, Typer, echo
 
 from visalign.versions import visalign_version
 
@@ -22,16 +22,24 @@ from .collect import collect
 from .compare import compare, rank
 from .diagnose import diagnose
 from .evaluate import evaluate
-from .export_lora import export_lora
 from .messages import user_messages
-from .options import Command, Config, DryRun, Labels, MapColumns, Overrides
-from .plan import plan
+from .options import (
+    AsJson,
+    Command,
+    Config,
+    DryRun,
+    Labels,
+    MapColumns,
+    Options,
+    Overrides,
+    clean_output,
+    print_result,
+)
 from .probe import probe_reward
 from .sample import sample
 from .score import score
-from .serve import serve_reward
 
-app = typer.Typer(
+app = Typer(
     name="visalign",
     help="Align visual generation: train with rewards, score images, inspect the results.",
     epilog="Errors are shown without a traceback; set VISALIGN_TRACEBACK=1 to see it.",
@@ -43,10 +51,8 @@ app = typer.Typer(
 
 command = partial(app.command, cls=Command)
 
-Output = Annotated[
-    Path | None, typer.Option("--output", "-o", help="Results folder. Default: a dated folder in runs/.")
-]
-Resume = Annotated[bool, typer.Option("--resume", help="Continue the run in the output folder.")]
+Output = Annotated[Path | None, Option("--output", "-o", help="Results folder. Default: a dated folder in runs/.")]
+Resume = Annotated[bool, Option("--resume", help="Continue the run in the output folder.")]
 
 
 def main() -> None:
@@ -60,15 +66,13 @@ def main() -> None:
 
 def _version(show_version: bool) -> None:
     if show_version:
-        typer.echo(visalign_version())
-        raise typer.Exit
+        echo(visalign_version())
+        raise Exit
 
 
 @app.callback()
 def _options(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
-    ] = False,
+    version: Annotated[bool, Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
 ) -> None:
     """Options before the command."""
     for stream in (sys.stdout, sys.stderr):  # file names may be no text, and terminals know not every letter
@@ -77,10 +81,7 @@ def _options(
 
 
 @command()
-def quickstart(
-    output: Output = None,
-    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
-) -> None:
+def quickstart(output: Output = None, seed: Annotated[int, Option(help="Random seed.")] = 0) -> None:
     """Improve the packaged text-to-image model in a few minutes on a CPU, and show what changed."""
     then = ["visalign", "train", "shapes_flow_grpo"]
     _train("shapes_quickstart", [f"seed={seed}"], output, next_command=then)
@@ -100,7 +101,7 @@ def train(
 
 @command("train-reward")
 def train_reward(
-    config: Annotated[str, typer.Argument(help="Name such as shapes_hpsv3, or a YAML file.")],
+    config: Annotated[str, Argument(help="Name such as shapes_hpsv3, or a YAML file.")],
     overrides: Overrides = None,
     columns: MapColumns = None,
     labels: Labels = None,
@@ -150,18 +151,98 @@ def _train(
         show_summary(console, folder, summary, next_command or summary.next_command)
 
 
-command()(plan)
+@command()
+def plan(
+    config: Config,
+    overrides: Overrides = None,
+    processes: Annotated[
+        int | None, Option(min=1, help="Number of devices; memory is reported per device.", show_default=False)
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Estimate a run without loading its model: memory, forward-equivalents, hours by device."""
+    if processes is not None:
+        os.environ["WORLD_SIZE"] = str(processes)  # as torchrun says it
+    from visalign.pipelines.jobs import load_job
+
+    from .show import show_plan
+
+    job = load_job(config, overrides or [])
+    with clean_output():
+        estimate = job.estimate(job.config)
+    print_result(estimate, show_plan, as_json)
+
+
 command()(sample)
-command("export-lora")(export_lora)
+
+
+@command("export-lora")
+def export_lora(
+    run: Annotated[Path, Argument(help="Run folder, or the folder of its LoRA.")],
+    output: Annotated[Path, Option("--output", "-o", help="Output .safetensors file (must not exist).")],
+) -> None:
+    """Write a run's LoRA under kohya's keys, for ComfyUI and A1111; diffusers reads the run's own file."""
+    from visalign.adapters.pipeline.kohya import export_kohya
+    from visalign.pipelines.shared.run_folder import new_file
+
+    new_file(output, endings=(".safetensors",))
+    folder = run / "lora" if (run / "lora").is_dir() else run
+    output.parent.mkdir(parents=True, exist_ok=True)
+    layers = export_kohya(folder, output)
+    echo(f"{layers} layers under kohya's keys: {output}")
+
+
 command()(score)
 command()(evaluate)
-command("serve-reward")(serve_reward)
-command("probe-reward")(probe_reward)
-command()(compare)
-command()(rank)
-command()(agree)
-command()(diagnose)
-command()(collect)
+
+
+@command("serve-reward")
+def serve_reward(
+    reward: Annotated[str, Argument(help="Name of a reward, module:Name or file.py:Name.")],
+    options: Options = None,
+    host: Annotated[str, Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, Option(help="Port to listen on.", min=1, max=65535)] = 8000,
+    token_env: Annotated[
+        str | None, Option(help="Environment variable with the token that clients must send.")
+    ] = None,
+    max_batch: Annotated[int, Option(help="Images scored together.", min=1)] = 64,
+    timeout: Annotated[float, Option(help="Time limit per batch, in seconds.", min=1.0)] = 120.0,
+    threads: Annotated[int | None, Option(help="CPU threads of the reward.", min=1)] = None,
+    memory: Annotated[
+        float | None,
+        Option(help="Memory for requests and scoring in GiB. Default: half of the free memory.", min=0.0),
+    ] = None,
+    max_pixels: Annotated[int | None, Option(help="Pixels scored together. Default: from the memory.", min=1)] = None,
+    max_connections: Annotated[int, Option(help="Maximum number of connections.", min=1)] = 256,
+) -> None:
+    """Serve a reward over HTTP. Clients use it as the reward `remote` with the option url."""
+    from visalign.pipelines.serve_reward import serve_reward as serve
+    from visalign.pipelines.shared.reward_options import parse_options
+
+    def ready(limits: Any) -> None:
+        pixels, size = limits.max_pixels / 1e6, limits.max_total_bytes / 2**20
+        address = f"Ready on http://{host}:{port} (Ctrl-C ends it)"
+        echo(f"{address}: {pixels:.0f} megapixels at once, {size:.0f} MiB under way.", err=True)
+
+    echo(f"Loading {reward}.", err=True)
+    serve(
+        reward,
+        parse_options(options or []),
+        host=host,
+        port=port,
+        token_env=token_env,
+        max_batch=max_batch,
+        timeout=timeout,
+        threads=threads,
+        memory=memory,
+        max_pixels=max_pixels,
+        max_connections=max_connections,
+        on_ready=ready,
+    )
+
+
+for run_command in (probe_reward, compare, rank, agree, diagnose, collect):
+    command()(run_command)
 
 
 @command()
@@ -170,13 +251,13 @@ def doctor() -> None:
     from visalign.doctor import examine
 
     report = examine()
-    typer.echo(report.text)
-    raise typer.Exit(0 if report.passed else 1)
+    echo(report.text)
+    raise Exit(0 if report.passed else 1)
 
 
 @command()
 def configs(
-    name: Annotated[str | None, typer.Argument(help="Name of the configuration to show.", show_default=False)] = None,
+    name: Annotated[str | None, Argument(help="Name of the configuration to show.", show_default=False)] = None,
 ) -> None:
     """List the packaged configurations, or show one."""
     from visalign.config import resolve_config

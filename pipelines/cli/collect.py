@@ -4,94 +4,84 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
-import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from typer import Argument, Exit, Option, echo
 
 from visalign.errors import UserError
 
-from .options import LabelOptions, Prompt, Seed, Tables, clean_output, write_page_or_json, write_table_files
-
-if TYPE_CHECKING:
-    from visalign.pipelines.collect.store import VoteStore
+from .options import (
+    LabelOptions,
+    Prompt,
+    Repeated,
+    Seed,
+    Tables,
+    clean_output,
+    write_page_or_json,
+    write_table_files,
+)
 
 
 def collect(
-    votes: Annotated[Path, typer.Argument(help="SQLite file of the votes; created if missing.", show_default=False)],
+    votes: Annotated[Path, Argument(help="SQLite file of the votes; created if missing.", show_default=False)],
     sources: Annotated[
-        list[str] | None,
-        typer.Argument(
+        Repeated,
+        Argument(
             help="For a new file: images, folders, tables (prompt, image_left, image_right) or sets.",
             show_default=False,
         ),
     ] = None,
-    single: Annotated[bool, typer.Option("--single", help="Show one image at a time instead of two.")] = False,
+    single: Annotated[bool, Option("--single", help="Show one image at a time instead of two.")] = False,
     prompt: Prompt = None,
     slider: Annotated[
-        str | None,
-        typer.Option(help="Words along a slider, separated by commas; --single alone has one too."),
+        str | None, Option(help="Words along a slider, separated by commas; --single alone has one too.")
     ] = None,
-    question: Annotated[
-        list[str] | None, typer.Option("--question", "-q", help="Checklist question; repeat for several.")
-    ] = None,
-    boxes: Annotated[bool, typer.Option("--boxes", help="Let voters draw boxes around faults.")] = False,
-    text: Annotated[bool, typer.Option("--text", help="Let voters write a comment.")] = False,
-    gold: Annotated[str | None, typer.Option(help="Preference set of pairs with a known answer.")] = None,
-    votes_each: Annotated[int, typer.Option(help="Votes per task; 0: one from every voter.", min=0)] = 3,
-    gold_every: Annotated[int, typer.Option(help="Make every n-th task a gold one; 0: none.", min=0)] = 10,
-    repeat_every: Annotated[int, typer.Option(help="Repeat an earlier task every n tasks; 0: never.", min=0)] = 15,
-    per_prompt: Annotated[int, typer.Option(help="Maximum number of pairs per prompt.", min=1)] = 10,
-    voter: Annotated[
-        list[str] | None,
-        typer.Option("--voter", help="Name of an allowed voter; repeat. Default: everybody."),
-    ] = None,
+    question: Annotated[Repeated, Option("--question", "-q", help="Checklist question; repeat for several.")] = None,
+    boxes: Annotated[bool, Option("--boxes", help="Let voters draw boxes around faults.")] = False,
+    text: Annotated[bool, Option("--text", help="Let voters write a comment.")] = False,
+    gold: Annotated[str | None, Option(help="Preference set of pairs with a known answer.")] = None,
+    votes_each: Annotated[int, Option(help="Votes per task; 0: one from every voter.", min=0)] = 3,
+    gold_every: Annotated[int, Option(help="Make every n-th task a gold one; 0: none.", min=0)] = 10,
+    repeat_every: Annotated[int, Option(help="Repeat an earlier task every n tasks; 0: never.", min=0)] = 15,
+    per_prompt: Annotated[int, Option(help="Maximum number of pairs per prompt.", min=1)] = 10,
+    voter: Annotated[Repeated, Option("--voter", help="Name of an allowed voter; repeat. Default: everybody.")] = None,
     seed: Seed = 0,
     host: Annotated[
-        str, typer.Option(help="Address to listen on; 0.0.0.0 admits other devices by invitation.")
+        str, Option(help="Address to listen on; 0.0.0.0 admits other devices by invitation.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on.", min=1, max=65535)] = 8080,
+    port: Annotated[int, Option(help="Port to listen on.", min=1, max=65535)] = 8080,
     judge: Annotated[
-        str | None, typer.Option(help="Let this judge vote under its name instead of serving the page.")
+        str | None, Option(help="Let this judge vote under its name instead of serving the page.")
     ] = None,
     options: LabelOptions = None,
-    export: Annotated[
-        Path | None, typer.Option(help="Write the votes as a set (.jsonl) to train on, then stop.")
-    ] = None,
+    export: Annotated[Path | None, Option(help="Write the votes as a set (.jsonl) to train on, then stop.")] = None,
     model: Annotated[
-        bool, typer.Option("--model", help="Export labels of the annotator model, not shares of votes.")
+        bool, Option("--model", help="Export labels of the annotator model, not shares of votes.")
     ] = False,
-    report: Annotated[
-        Path | None, typer.Option(help="Write a page (.html) on voters and agreement, then stop.")
-    ] = None,
+    report: Annotated[Path | None, Option(help="Write a page (.html) on voters and agreement, then stop.")] = None,
     tables: Tables = None,
     leave_out: Annotated[
-        list[str] | None,
-        typer.Option("--leave-out", help="Voter to leave out of --export and --report; repeat."),
+        Repeated, Option("--leave-out", help="Voter to leave out of --export and --report; repeat.")
     ] = None,
 ) -> None:
     """Collect votes on images: a local page for people, judges that vote, agreement, a set to train on."""
     from visalign.pipelines.collect.store import Plan, VoteStore
+    from visalign.pipelines.collect.tasks import QUALITY_WORDS, Form, gold_tasks, read_tasks
 
     if model and export is None:
         raise UserError("--model says how --export writes labels. Add --export FILE.jsonl.")
     if sources:
-        from visalign.pipelines.collect.tasks import QUALITY_WORDS, Form, gold_tasks, read_tasks
-
         words = QUALITY_WORDS if slider is None and single and not question else ()
         words = tuple(word.strip() for word in slider.split(",")) if slider else words
         form = Form(slider=words, checklist=tuple(question or ()), boxes=boxes, text=text)
-        plan = Plan(
-            votes=votes_each,
-            gold_every=gold_every,
-            repeat_every=repeat_every,
-            seed=seed,
-            allowed=tuple(voter or ()),
-        )
         tasks = read_tasks(sources, single=single, prompt=prompt, per_prompt=per_prompt, seed=seed)
-        store = VoteStore.create(votes, [*tasks, *(gold_tasks(gold) if gold else [])], form, plan)
+        tasks += gold_tasks(gold) if gold else []
+        every = {"gold_every": gold_every, "repeat_every": repeat_every}
+        plan = Plan(votes=votes_each, seed=seed, allowed=tuple(voter or ()), **every)
+        store = VoteStore.create(votes, tasks, form, plan)
     elif any((single, slider, question, boxes, text, gold, voter, prompt)):
         raise UserError(
             "The questions and voters of this file were fixed when it was created. To ask something else, "
@@ -112,20 +102,15 @@ def collect(
         store.close()
 
 
-def _serve(store: VoteStore, host: str, port: int) -> None:
-    from visalign.pipelines.collect.serve import serve_votes
+def _serve(store: Any, host: str, port: int) -> None:
+    from visalign.pipelines.collect import server
 
-    def ready(url: str) -> None:
-        typer.echo(
-            f"{len(store.tasks)} tasks. Vote at {url} (Ctrl-C ends it; the votes are in {store.path}).",
-            err=True,
-        )
-
-    serve_votes(store, host=host, port=port, on_ready=ready)
-    typer.echo(f"{len(store.votes())} votes are in {store.path}.", err=True)
+    intro, end = f"{len(store.tasks)} tasks. Vote at", f"(Ctrl-C ends it; the votes are in {store.path})."
+    server.serve_votes(store, host=host, port=port, on_ready=lambda url: echo(f"{intro} {url} {end}", err=True))
+    echo(f"{len(store.votes())} votes are in {store.path}.", err=True)
 
 
-def _judge(store: VoteStore, name: str, options: list[str]) -> None:
+def _judge(store: Any, name: str, options: list[str]) -> None:
     from visalign.pipelines.collect.judge_votes import judge_votes
     from visalign.pipelines.shared.reward_options import load_each
     from visalign.rewards.catalogue import load_judge
@@ -133,25 +118,25 @@ def _judge(store: VoteStore, name: str, options: list[str]) -> None:
     with clean_output():
         loaded = load_each([name], options, load_judge)[name]
         new, reasons = judge_votes(store, loaded, name)
-    typer.echo(f"{name} voted on {new} pairs.", err=True)
+    echo(f"{name} voted on {new} pairs.", err=True)
     for reason in reasons[:5]:
-        typer.echo(f"! {reason}", err=True)
+        echo(f"! {reason}", err=True)
     if reasons:
-        typer.echo(f"{len(reasons)} pairs could not be judged and have no vote of it.", err=True)
-        raise typer.Exit(1)
+        echo(f"{len(reasons)} pairs could not be judged and have no vote of it.", err=True)
+        raise Exit(1)
 
 
-def _export(store: VoteStore, path: Path, model: bool, leave_out: list[str]) -> None:
+def _export(store: Any, path: Path, model: bool, leave_out: list[str]) -> None:
     from visalign.pipelines.collect.votes import export_rows, select_votes, write_rows
     from visalign.pipelines.shared.run_folder import new_file
 
     new_file(path, endings=(".jsonl",))
     rows = export_rows(store, select_votes(store, leave_out), model=model)
     write_rows(path, rows)
-    typer.echo(f"{len(rows)} records: {path}")
+    echo(f"{len(rows)} records: {path}")
 
 
-def _report(store: VoteStore, path: Path | None, tables: Path | None, leave_out: list[str]) -> None:
+def _report(store: Any, path: Path | None, tables: Path | None, leave_out: list[str]) -> None:
     from visalign.evaluation.pages.votes_page import file_tables, votes_page
     from visalign.evaluation.rewards.judged_pairs import IntervalSettings
     from visalign.pipelines.collect.votes import report, select_votes, with_images
@@ -162,9 +147,7 @@ def _report(store: VoteStore, path: Path | None, tables: Path | None, leave_out:
     result = report(store, select_votes(store, leave_out), IntervalSettings())
     show_report(Console(), result)
     write_table_files(tables, lambda: file_tables(result))
-    if path is not None:
-        kind, _ = write_page_or_json(path, result, lambda: votes_page(result, with_images(store, result)))
-        typer.echo(f"{kind}: {path}")
+    write_page_or_json(path, result, lambda: votes_page(result, with_images(store, result)))
 
 
 def show_report(console: Console, result: dict[str, Any]) -> None:
@@ -174,15 +157,9 @@ def show_report(console: Console, result: dict[str, Any]) -> None:
 
     table = Table("voter", "votes", "seconds", "the rest", "repeats", "gold", "reliability")
     for row in result["annotators"]:
-        shares = [row.get("rest"), row["repeats"], row["gold"]]
-        cells = [share(cell["estimate"]) if cell and cell["estimate"] is not None else "–" for cell in shares]
-        table.add_row(
-            Text(row["name"]),
-            str(row["votes"]),
-            plain(row["seconds"], 2),
-            *cells,
-            plain(row.get("reliability"), 2),
-        )
+        shares = [share((row.get(name) or {}).get("estimate")) for name in ("rest", "repeats", "gold")]
+        reliability = plain(row.get("reliability"), 2)
+        table.add_row(Text(row["name"]), str(row["votes"]), plain(row["seconds"], 2), *shares, reliability)
     for what, number, more in headlines(result):
         console.print(Text(f"{what}: {number} {more}".rstrip()))
     console.print(table)

@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
 from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
+from typer import Argument, Exit, Option, echo
 
 from .options import (
     AsJson,
@@ -30,8 +29,8 @@ from .show import print_provenance
 
 
 def compare(
-    first: Annotated[Path, typer.Argument(metavar="A", help="An image.", show_default=False)],
-    second: Annotated[Path, typer.Argument(metavar="B", help="Another image.", show_default=False)],
+    first: Annotated[Path, Argument(metavar="A", help="An image.", show_default=False)],
+    second: Annotated[Path, Argument(metavar="B", help="Another image.", show_default=False)],
     reward: Rewards,
     prompt: Prompt = None,
     options: LabelOptions = None,
@@ -55,13 +54,12 @@ def compare(
         text = needed_prompt(prompt, judges)
         result = compare_images(images, text, with_cache(judges, cache))
     result["images"] = {"A": str(first), "B": str(second)}
-    page = partial(compare_page, result, images, [first.name, second.name])
-    write = None if output is None else partial(write_page_or_json, output, result, page)
-    print_result(result, show_comparison, as_json, write)
-    write_table_files(tables, partial(file_tables, result))
+    print_result(result, show_comparison, as_json)
+    write_page_or_json(output, result, lambda: compare_page(result, images, [first.name, second.name]), as_json)
+    write_table_files(tables, lambda: file_tables(result))
     print_provenance(judges, [text])
     if result["votes"].get("failed"):
-        raise typer.Exit(1)
+        raise Exit(1)
 
 
 def show_comparison(console: Console, result: Mapping[str, Any]) -> None:
@@ -70,34 +68,28 @@ def show_comparison(console: Console, result: Mapping[str, Any]) -> None:
     from visalign.evaluation.pages.compare_page import in_words, margin
 
     table = Table("judge", "which, how sure", "A", "B", "by how much (for A)", "notes")
+    explanations = []
     for judge in result["judges"]:
         sides = judge.get("sides") or {}
         values = [plain(sides[side]["value"]) if sides else "" for side in "AB"]
-        table.add_row(
-            Text(judge["label"]),
-            in_words(judge),
-            *values,
-            Text(margin(judge)),
-            Text("; ".join(judge["notes"])),
-        )
+        label, notes = Text(judge["label"]), Text("; ".join(judge["notes"]))
+        table.add_row(label, in_words(judge), *values, Text(margin(judge)), notes)
+        answers = sides or {f"{order['left']} on the left": order for order in judge["orders"]}
+        explanations += [f"{judge['label']}, {what}: {a['text']}" for what, a in answers.items() if a["text"]]
     console.print(table)
-    for judge in result["judges"]:
-        answers = judge.get("sides") or {f"{order['left']} on the left": order for order in judge["orders"]}
-        for what, answer in answers.items():
-            if answer["text"]:
-                console.print(Text(f"{judge['label']}, {what}: {answer['text']}"))
-    console.print(Text(result["summary"]))
+    for line in (*explanations, result["summary"]):
+        console.print(Text(line))
     if result["unsure"] or "tie" in result["votes"]:
         console.print(Text(f"The rule: {result['rule']}."))
 
 
 def rank(
-    images: Annotated[list[Path], typer.Argument(help="Image files or folders of images.", show_default=False)],
-    reward: Annotated[str, typer.Option("--reward", "-r", help="A judge's name.")],
+    images: Annotated[list[Path], Argument(help="Image files or folders of images.", show_default=False)],
+    reward: Annotated[str, Option("--reward", "-r", help="A judge's name.")],
     prompt: Prompt = None,
     options: LabelOptions = None,
-    budget: Annotated[float, typer.Option(help="Calls of a pairwise judge as a share of all pairs, in (0, 2].")] = 0.3,
-    level: Annotated[float, typer.Option(help="Confidence level of the intervals.")] = 0.9,
+    budget: Annotated[float, Option(help="Calls of a pairwise judge as a share of all pairs, in (0, 2].")] = 0.3,
+    level: Annotated[float, Option(help="Confidence level of the intervals.")] = 0.9,
     output: NewFile = None,
     tables: Tables = None,
     cache: Cache = None,
@@ -123,15 +115,14 @@ def rank(
         text, judge = needed_prompt(prompt, loaded), with_cache(loaded, cache)[reward]
         ranking = order(names, text, judge, budget=budget, level=level)
     result = ranking_record(ranking, names, text, reward, judge)
-    page = partial(ranking_page, result)
-    write = None if output is None else partial(write_page_or_json, output, result, page)
-    print_result(result, show_ranking, as_json, write)
-    write_table_files(tables, partial(file_tables, result))
+    print_result(result, show_ranking, as_json)
+    write_page_or_json(output, result, lambda: ranking_page(result), as_json)
+    write_table_files(tables, lambda: file_tables(result))
     print_provenance({reward: judge}, [text])
     failed = sum(row["reason"] is not None for row in result["images"])
     if failed:
-        typer.echo(f"{failed} of {len(paths)} images could not be judged; their rows give the reasons.", err=True)
-        raise typer.Exit(1)
+        echo(f"{failed} of {len(paths)} images could not be judged; their rows give the reasons.", err=True)
+        raise Exit(1)
 
 
 def show_ranking(console: Console, result: Mapping[str, Any]) -> None:
@@ -147,8 +138,6 @@ def show_ranking(console: Console, result: Mapping[str, Any]) -> None:
         position = "–" if row["place"] is None else str(row["place"])
         table.add_row(position, Text(names[row["image"]]), plain(row["score"]), interval)
     console.print(table)
-    for row in result["images"]:
-        if row["reason"]:
-            console.print(Text(f"! {names[row['image']]}: {row['reason']}"))
-    for sentence in sentences(result):
-        console.print(Text(sentence))
+    reasons = [f"! {names[row['image']]}: {row['reason']}" for row in result["images"] if row["reason"]]
+    for line in (*reasons, *sentences(result)):
+        console.print(Text(line))

@@ -7,52 +7,39 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from typer import Argument, Option
 
-from .options import AsJson, Seed, clean_output, print_result
+from .options import AsJson, Repeated, Seed, clean_output, print_result
 
 
 def diagnose(
-    run: Annotated[Path, typer.Argument(help="Folder of a finished run of a text policy.")],
+    run: Annotated[Path, Argument(help="Folder of a finished run of a text policy.")],
     second: Annotated[
-        Path | None,
-        typer.Argument(help="Later run to compare; RUN's policy is then the base.", show_default=False),
+        Path | None, Argument(help="Later run to compare; RUN's policy is then the base.", show_default=False)
     ] = None,
-    samples: Annotated[int, typer.Option(help="Completions per prompt and policy.", min=2)] = 32,
+    samples: Annotated[int, Option(help="Completions per prompt and policy.", min=2)] = 32,
     prompts: Annotated[
-        int | None,
-        typer.Option(help="Maximum number of held-out prompts. Default: all.", min=2, show_default=False),
+        int | None, Option(help="Maximum number of held-out prompts. Default: all.", min=2, show_default=False)
     ] = None,
     reward: Annotated[
-        list[str] | None,
-        typer.Option("--reward", "-r", help="Additional text reward to report; repeat for several."),
+        Repeated, Option("--reward", "-r", help="Additional text reward to report; repeat for several.")
     ] = None,
     margin: Annotated[
-        float, typer.Option(help="Largest gap in nats between the two likeliest tokens of a near tie.", min=0)
+        float, Option(help="Largest gap in nats between the two likeliest tokens of a near tie.", min=0)
     ] = 0.1,
-    noise: Annotated[
-        float, typer.Option(help="Scale of the Gumbel noise on the logits of greedy answers.", min=1e-3)
-    ] = 0.1,
+    noise: Annotated[float, Option(help="Scale of the Gumbel noise on the logits of greedy answers.", min=1e-3)] = 0.1,
     seed: Seed = 0,
     as_json: AsJson = False,
 ) -> None:
     """Compare a trained text policy with its base: pass@k, the prompts each solves, reward against KL."""
     from visalign.pipelines.text.diagnose import diagnose as compared
 
+    sampling = {"samples": samples, "prompts": prompts, "margin": margin, "noise": noise, "seed": seed}
     with clean_output():
-        result = compared(
-            run,
-            second,
-            samples=samples,
-            prompts=prompts,
-            rewards=reward or (),
-            margin=margin,
-            noise=noise,
-            seed=seed,
-        )
+        result = compared(run, second, rewards=reward or (), **sampling)
     print_result(result, show_diagnosis, as_json)
 
 
@@ -68,84 +55,77 @@ def show_diagnosis(console: Console, result: Mapping[str, Any]) -> None:
     _show_best_of_n(console, result["best_of_n"])
     _show_distances(console, result["rewards"])
     _show_greedy(console, result["greedy"])
-    if result["clip"] is not None:
-        console.print(Text(_clip_line(result["clip"], result["samples"])))
+    if (clip := result["clip"]) is not None:
+        line = (
+            f"Of the trained decisions the clip took {clip['low']:.3%} with A < 0, {clip['high']:.3%} with A > 0 "
+            f"(net {clip['net']:+.3%}), in {clip['iterations']:.0%} of the iterations. Rewards by lot would "
+            f"withhold {clip['advantage_at_stake']['estimate']:.2f} of advantage from the right ones of "
+            f"{result['samples']} completions."
+        )
+        console.print(Text(line))
 
 
-def _clip_line(clip: Mapping[str, Any], samples: int) -> str:
-    return (
-        f"Of the trained decisions the clip took {clip['low']:.3%} with A < 0, {clip['high']:.3%} with A > 0 "
-        f"(net {clip['net']:+.3%}), in {clip['iterations']:.0%} of the iterations. Rewards by lot would "
-        f"withhold {clip['advantage_at_stake']['estimate']:.2f} of advantage from the right ones of "
-        f"{samples} completions."
-    )
+def _three_decimals(number: Mapping[str, Any]) -> str:
+    from visalign.evaluation.pages.base import signed, span
+
+    return f"{signed(number['estimate'], 3)} ({span(number)})"
+
+
+def _table(title: str, *columns: str) -> Table:
+    return Table(*columns, title=title, title_justify="left", box=None)
 
 
 def _show_support(console: Console, support: Mapping[str, Any]) -> None:
-    from visalign.evaluation.pages.base import share, signed, span, whole
+    from visalign.evaluation.pages.base import share, whole, with_span
 
-    table = Table("k", "pass@k, base", "tuned", "change", title="Support", title_justify="left", box=None)
+    table = _table("Support", "k", "pass@k, base", "tuned", "change")
     for point in support["pass_at_k"]:
-        rates = [point[name] for name in ("base", "tuned")]
-        cells = [f"{share(rate['estimate'])} ({span(rate, whole)})" for rate in rates]
-        change = f"{signed(point['change']['estimate'], 3)} ({span(point['change'])})"
-        table.add_row(str(point["k"]), *cells, change)
+        rates = [with_span(point[name], share, whole) for name in ("base", "tuned")]
+        table.add_row(str(point["k"]), *rates, _three_decimals(point["change"]))
     console.print(table)
     where = support["crossing"]
     crossed = "do not cross" if where["k"] is None else f"cross at k = {where['k']}"
     if where["k"] is not None and not where["shown"]:
         crossed += ", within the intervals"
-    console.print(
-        Text(
-            f"The curves {crossed}. Of {support['problems']} prompts both solve {support['preserved']}, "
-            f"the tuned policy alone {support['expanded']}, the base alone {support['shrunk']}."
-        )
+    line = (
+        f"The curves {crossed}. Of {support['problems']} prompts both solve {support['preserved']}, "
+        f"the tuned policy alone {support['expanded']}, the base alone {support['shrunk']}."
     )
+    console.print(Text(line))
 
 
 def _show_best_of_n(console: Console, result: Mapping[str, Any]) -> None:
-    from visalign.evaluation.pages.base import signed, span
-
-    tuned, title = result["tuned"], "Reward against KL (nats)"
-    table = Table("policy", "reward", "KL", "KL at most", title=title, title_justify="left", box=None)
+    table = _table("Reward against KL (nats)", "policy", "reward", "KL", "KL at most")
     for point in result["base"]:
-        reward = f"{signed(point['reward']['estimate'], 3)} ({span(point['reward'])})"
-        name = f"base, best of {point['n']}"
-        table.add_row(name, reward, f"{point['kl_estimate']:.3f}", f"{point['kl_bound']:.3f}")
-    cells = [f"{signed(tuned[key]['estimate'], 3)} ({span(tuned[key])})" for key in ("reward", "kl")]
-    table.add_row("tuned", *cells, "")
+        numbers = _three_decimals(point["reward"]), f"{point['kl_estimate']:.3f}", f"{point['kl_bound']:.3f}"
+        table.add_row(f"base, best of {point['n']}", *numbers)
+    table.add_row("tuned", *(_three_decimals(result["tuned"][key]) for key in ("reward", "kl")), "")
     console.print(table)
-    if result["equal_n"] is None:
-        console.print(Text("No best of n of the base reaches the tuned policy's reward."))
-    else:
-        less = "less" if result["cheaper_than_bound"] else "more"
-        n = result["equal_n"]
-        console.print(Text(f"Best of {n} of the base reaches it; the tuned policy moved {less} than its bound."))
+    less, n = "less" if result["cheaper_than_bound"] else "more", result["equal_n"]
+    line = f"Best of {n} of the base reaches it; the tuned policy moved {less} than its bound."
+    console.print(Text("No best of n of the base reaches the tuned policy's reward." if n is None else line))
 
 
 def _show_distances(console: Console, pairs: Sequence[Mapping[str, Any]]) -> None:
-    from visalign.evaluation.pages.base import signed, span
+    from visalign.evaluation.pages.base import with_span
 
     if not pairs:
         console.print(Text("Only one reward; add another with -r NAME."))
         return
     title = "STARC distance within a prompt (0: same up to scale and offset, 2: opposite)"
-    table = Table("rewards", "distance", "prompts", title=title, title_justify="left", box=None)
+    table = _table(title, "rewards", "distance", "prompts")
     for pair in pairs:
-        distance = f"{signed(pair['estimate'])} ({span(pair)})"
-        table.add_row(Text(f"{pair['first']} · {pair['second']}"), distance, str(pair["prompts"]))
+        table.add_row(Text(f"{pair['first']} · {pair['second']}"), with_span(pair), str(pair["prompts"]))
     console.print(table)
 
 
 def _show_greedy(console: Console, result: Mapping[str, Any]) -> None:
-    from visalign.evaluation.pages.base import share, signed, span, whole
+    from visalign.evaluation.pages.base import share, signed, whole, with_span
 
     tie, noise = f"near a tie (< {result['margin']:g} nats)", f"other under noise {result['noise']:g}"
-    title = "Greedy answers"
-    table = Table("policy", tie, noise, "reward", "its change", "size of it", title=title, box=None)
-    table.title_justify = "left"
+    table = _table("Greedy answers", "policy", tie, noise, "reward", "its change", "size of it")
     for name, row in result["policies"].items():
-        shares = [f"{share(row[key]['estimate'])} ({span(row[key], whole)})" for key in ("near_tie", "changed")]
+        shares = [with_span(row[key], share, whole) for key in ("near_tie", "changed")]
         paid = [signed(row[key]["estimate"], 3) for key in ("reward", "reward_change", "reward_change_abs")]
         table.add_row(name, *shares, *paid)
     console.print(table)

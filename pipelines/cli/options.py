@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options that several commands have, with their help, and how a command prints its result."""
+"""Options that several commands have, with their help, and how a command prints and writes its result."""
 
 from __future__ import annotations
 
@@ -10,62 +10,51 @@ from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
 from rich.console import Console
+from typer import Argument, Option, echo
 from typer.core import TyperCommand, TyperOption
 
 from .messages import user_messages
 
-Config = Annotated[str, typer.Argument(help="A name from `visalign configs`, or a YAML file.")]
-Overrides = Annotated[
-    list[str] | None, typer.Argument(help="Settings to change: key.sub=value ...", show_default=False)
-]
+Repeated = list[str] | None
+"""Values of an option that may be given several times."""
+
+Config = Annotated[str, Argument(help="A name from `visalign configs`, or a YAML file.")]
+Overrides = Annotated[Repeated, Argument(help="Settings to change: key.sub=value ...", show_default=False)]
 ImageFiles = Annotated[
     list[Path],
-    typer.Argument(
-        help="Image files, folders of images or clips, tables with the columns image, prompt.",
-        show_default=False,
+    Argument(
+        help="Image files, folders of images or clips, tables with the columns image, prompt.", show_default=False
     ),
 ]
-Rewards = Annotated[list[str], typer.Option("--reward", "-r", help="Name of a reward; repeat for several.")]
-OptionalRewards = Annotated[
-    list[str] | None, typer.Option("--reward", "-r", help="Name of a reward; repeat for several.")
-]
+Rewards = Annotated[list[str], Option("--reward", "-r", help="Name of a reward; repeat for several.")]
+OptionalRewards = Annotated[Repeated, Option("--reward", "-r", help="Name of a reward; repeat for several.")]
 Scores = Annotated[
-    list[str] | None,
-    typer.Option("--scores", "-s", help="Scores in a column NAME, or NAME_left and NAME_right; repeat."),
+    Repeated, Option("--scores", "-s", help="Scores in a column NAME, or NAME_left and NAME_right; repeat.")
 ]
-Prompt = Annotated[str | None, typer.Option("--prompt", "-p", help="Prompt for images that do not come with one.")]
-LabelOptions = Annotated[
-    list[str] | None, typer.Option("--option", help="LABEL.NAME=VALUE for a reward; repeat for several.")
-]
-Options = Annotated[list[str] | None, typer.Option("--option", help="NAME=VALUE for the reward; repeat for several.")]
-Cache = Annotated[Path | None, typer.Option("--cache", help="Folder of cached scores, reused by later commands.")]
+Prompt = Annotated[str | None, Option("--prompt", "-p", help="Prompt for images that do not come with one.")]
+LabelOptions = Annotated[Repeated, Option("--option", help="LABEL.NAME=VALUE for a reward; repeat for several.")]
+Options = Annotated[Repeated, Option("--option", help="NAME=VALUE for the reward; repeat for several.")]
+Cache = Annotated[Path | None, Option("--cache", help="Folder of cached scores, reused by later commands.")]
 MapColumns = Annotated[
-    list[str] | None,
-    typer.Option("--map", help="OURS=THEIRS: a column's name in the table, such as mos=score; repeat."),
+    Repeated, Option("--map", help="OURS=THEIRS: a column's name in the table, such as mos=score; repeat.")
 ]
 Labels = Annotated[
     str | None,
-    typer.Option("--labels", help="Meaning of the labels: share, margin, or words, such as 1=left,2=right,0=tie."),
-]
-Join = Annotated[
-    list[Path] | None,
-    typer.Option("--join", help="Table of scores by image, as `visalign score` writes it; repeat."),
+    Option("--labels", help="Meaning of the labels: share, margin, or words, such as 1=left,2=right,0=tie."),
 ]
 NewFolder = Annotated[
-    Path | None,
-    typer.Option("--output", "-o", help="New folder for page and JSON. Default: print to the terminal."),
+    Path | None, Option("--output", "-o", help="New folder for page and JSON. Default: print to the terminal.")
 ]
 NewFile = Annotated[
-    Path | None, typer.Option("--output", "-o", help="Output file (must not exist): a page (.html) or .json.")
+    Path | None, Option("--output", "-o", help="Output file (must not exist): a page (.html) or .json.")
 ]
-Tables = Annotated[Path | None, typer.Option("--tables", help="New folder for every table as CSV and LaTeX.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Continue the stopped command in --output.")]
-Batch = Annotated[int, typer.Option(help="Images or pairs per batch.", min=1, max=2**32 - 1)]
-Seed = Annotated[int, typer.Option(help="Random seed.", min=0, max=2**32 - 1)]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Show configuration and plan, then stop.")]
+Tables = Annotated[Path | None, Option("--tables", help="New folder for every table as CSV and LaTeX.")]
+Resume = Annotated[bool, Option("--resume", help="Continue the stopped command in --output.")]
+Batch = Annotated[int, Option(help="Images or pairs per batch.", min=1, max=2**32 - 1)]
+Seed = Annotated[int, Option(help="Random seed.", min=0, max=2**32 - 1)]
+AsJson = Annotated[bool, Option("--json", help="Print JSON instead of a table.")]
+DryRun = Annotated[bool, Option("--dry-run", help="Show configuration and plan, then stop.")]
 
 
 class Command(TyperCommand):
@@ -106,31 +95,25 @@ def clean_output() -> Iterator[None]:
         yield
 
 
-def print_result(
-    result: Any,
-    show: Callable[[Console, Any], None],
-    as_json: bool,
-    write: Callable[[], tuple[str, Path]] | None = None,
-) -> None:
-    """Print the result, and write it to a file if `write` is given; it returns (kind, path)."""
+def print_result(result: Any, show: Callable[[Console, Any], None], as_json: bool) -> None:
+    """Print a result as a table or as JSON."""
     from visalign.pipelines.shared.run_folder import pretty
 
     if as_json:
-        typer.echo(pretty(result), nl=False)
+        echo(pretty(result), nl=False)
     else:
         show(Console(), result)
-    if write is not None:
-        what, path = write()
-        typer.echo(f"{what}: {path}", err=as_json)
 
 
-def write_page_or_json(path: Path, result: Any, page: Callable[[], str]) -> tuple[str, Path]:
-    """Write a result by the file's ending; return (kind, path)."""
+def write_page_or_json(path: Path | None, result: Any, page: Callable[[], str], as_json: bool = False) -> None:
+    """Write a result by the file's ending if a file is given, and report it; beside JSON on the error stream."""
     from visalign.atomic import write_atomic
     from visalign.pipelines.shared.run_folder import pretty
 
-    is_page = path.suffix.lower() == ".html"
-    return "Page" if is_page else "JSON", write_atomic(path, page() if is_page else pretty(result))
+    if path is not None:
+        is_page = path.suffix.lower() == ".html"
+        write_atomic(path, page() if is_page else pretty(result))
+        echo(f"{'Page' if is_page else 'JSON'}: {path}", err=as_json)
 
 
 def write_table_files(folder: Path | None, tables: Callable[[], Iterable[Any]]) -> None:
@@ -139,4 +122,4 @@ def write_table_files(folder: Path | None, tables: Callable[[], Iterable[Any]]) 
 
     if folder is not None:
         write_tables(folder, tables())
-        typer.echo(f"CSV and LaTeX: {folder}", err=True)
+        echo(f"CSV and LaTeX: {folder}", err=True)

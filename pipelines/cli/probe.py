@@ -7,27 +7,25 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
+from typer import Argument, Exit, Option, echo
 
-from .options import AsJson, Batch, NewFolder, Options, Prompt, Seed, clean_output, print_result
+from .options import AsJson, Batch, NewFolder, Options, Prompt, Repeated, Seed, clean_output, print_result
 
 
 def probe_reward(
-    reward: Annotated[str, typer.Argument(help="A judge's name, module:Name or file.py:Name.")],
+    reward: Annotated[str, Argument(help="A judge's name, module:Name or file.py:Name.")],
     reference: Annotated[
         list[Path] | None,
-        typer.Option("--reference", "-i", help="Table, folder or image to probe on. Default: the shapes world."),
+        Option("--reference", "-i", help="Table, folder or image to probe on. Default: the shapes world."),
     ] = None,
     prompt: Prompt = None,
     options: Options = None,
-    only: Annotated[
-        list[str] | None, typer.Option("--only", help="Name of a probe to run; repeat for several.")
-    ] = None,
-    count: Annotated[int, typer.Option(help="Maximum number of reference images.", min=2)] = 64,
+    only: Annotated[Repeated, Option("--only", help="Name of a probe to run; repeat for several.")] = None,
+    count: Annotated[int, Option(help="Maximum number of reference images.", min=2)] = 64,
     batch_size: Batch = 32,
     seed: Seed = 0,
     output: NewFolder = None,
@@ -63,10 +61,11 @@ def probe_reward(
             batch_size=batch_size,
             on_probe=lambda done, title: progress.update(task, completed=done, description=title),
         )
-    write = None if output is None else lambda: ("Page", write_probe(output, result, images, seed=seed))
-    print_result(result, show_probe, as_json, write)
+    print_result(result, show_probe, as_json)
+    if output is not None:
+        echo(f"Page: {write_probe(output, result, images, seed=seed)}", err=as_json)
     if result["summary"].get("fails"):
-        raise typer.Exit(1)
+        raise Exit(1)
 
 
 def show_probe(console: Console, result: Mapping[str, Any]) -> None:
@@ -82,21 +81,16 @@ def show_probe(console: Console, result: Mapping[str, Any]) -> None:
 
     table = Table("probe", "level", "mean response, or share", "verdict")
     styles = {"bad": "red", "good": "green", "flat": ""}
+    failures = []
     for probe in result["probes"]:
         level = worst_level(probe)
         colour, words = VERDICTS[probe["verdict"]]
-        table.add_row(
-            Text(probe["title"]),
-            Text(level["label"]),
-            Text(", ".join(in_words(level, probe["wanted"]))),
-            Text(words, style=styles[colour]),
-        )
-    console.print(Text(f"{result['judge']['name']}: {unit_in_words(result)}"))
-    console.print(table)
-    for probe in result["probes"]:
+        response = Text(", ".join(in_words(level, probe["wanted"])))
+        table.add_row(Text(probe["title"]), Text(level["label"]), response, Text(words, style=styles[colour]))
         if probe["failed"]:
             why = "; ".join(dict.fromkeys(reason for entry in probe["levels"] for reason in entry["reasons"]))
-            console.print(Text(f"! {probe['title']}: {probe['failed']} answers failed: {why}"))
-    for line in (headline(result), best_paid(result)):
-        if line:
-            console.print(Text(line))
+            failures.append(f"! {probe['title']}: {probe['failed']} answers failed: {why}")
+    console.print(Text(f"{result['judge']['name']}: {unit_in_words(result)}"))
+    console.print(table)
+    for line in filter(None, (*failures, headline(result), best_paid(result))):
+        console.print(Text(line))

@@ -6,62 +6,47 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Argument, Option, echo
 
 from visalign.errors import UserError
 
+from .options import Repeated
+
 
 def sample(
-    prompts: Annotated[
-        list[str], typer.Argument(help="Prompts, or one .txt or .jsonl file of them.", show_default=False)
-    ],
-    output: Annotated[
-        Path, typer.Option("--output", "-o", help="Output folder (must not exist).", show_default=False)
-    ],
-    model: Annotated[str, typer.Option("--model", "-m", help="Packaged model, folder, or hub id.")] = "shapes-sd3",
-    lora: Annotated[Path | None, typer.Option(help="Folder of a LoRA, such as runs/.../lora.")] = None,
-    seeds: Annotated[str, typer.Option(help="Seeds such as 0,1,2 or 0-7; one image per prompt and seed.")] = "0-3",
-    steps: Annotated[int, typer.Option(help="Denoising steps.", min=1)] = 10,
-    solver: Annotated[
-        str, typer.Option(help="Solver: euler, or the second-order dpmpp_2m for 10 steps or more.")
-    ] = "euler",
+    prompts: Annotated[list[str], Argument(help="Prompts, or one .txt or .jsonl file of them.", show_default=False)],
+    output: Annotated[Path, Option("--output", "-o", help="Output folder (must not exist).", show_default=False)],
+    model: Annotated[str, Option("--model", "-m", help="Packaged model, folder, or hub id.")] = "shapes-sd3",
+    lora: Annotated[Path | None, Option(help="Folder of a LoRA, such as runs/.../lora.")] = None,
+    seeds: Annotated[str, Option(help="Seeds such as 0,1,2 or 0-7; one image per prompt and seed.")] = "0-3",
+    steps: Annotated[int, Option(help="Denoising steps.", min=1)] = 10,
+    solver: Annotated[str, Option(help="Solver: euler, or the second-order dpmpp_2m for 10 steps or more.")] = "euler",
     reward: Annotated[
-        list[str] | None,
-        typer.Option("--reward", "-r", help="Reward that scores the images; repeat for several."),
+        Repeated, Option("--reward", "-r", help="Reward that scores the images; repeat for several.")
     ] = None,
-    best_of: Annotated[int, typer.Option(help="Draws per seed, of which the best by -r is kept.", min=1)] = 1,
+    best_of: Annotated[int, Option(help="Draws per seed, of which the best by -r is kept.", min=1)] = 1,
     steer: Annotated[
-        str | None,
-        typer.Option(help="Steps, such as 3,5,7, at which draws are resampled by -r (Feynman-Kac)."),
+        str | None, Option(help="Steps, such as 3,5,7, at which draws are resampled by -r (Feynman-Kac).")
     ] = None,
     search: Annotated[
-        str | None, typer.Option(help="Noise search by -r: zero_order, or paths (as many as --best-of).")
+        str | None, Option(help="Noise search by -r: zero_order, or paths (as many as --best-of).")
     ] = None,
     search_options: Annotated[
-        list[str] | None,
-        typer.Option("--search-option", help="NAME=VALUE for the search, such as rounds=3; repeat."),
+        Repeated, Option("--search-option", help="NAME=VALUE for the search, such as rounds=3; repeat.")
     ] = None,
-    strength: Annotated[
-        float, typer.Option(help="With --steer: strength in the weights exp(strength * reward).")
-    ] = 10.0,
-    device: Annotated[str, typer.Option(help="Device: cpu, cuda, ...")] = "cpu",
-    dtype: Annotated[str, typer.Option(help="Data type: float32, bfloat16 or float16.")] = "float32",
-    batch_size: Annotated[int, typer.Option(help="Images per batch.", min=1)] = 16,
+    strength: Annotated[float, Option(help="With --steer: strength in the weights exp(strength * reward).")] = 10.0,
+    device: Annotated[str, Option(help="Device: cpu, cuda, ...")] = "cpu",
+    dtype: Annotated[str, Option(help="Data type: float32, bfloat16 or float16.")] = "float32",
+    batch_size: Annotated[int, Option(help="Images per batch.", min=1)] = 16,
     options: Annotated[
-        list[str] | None,
-        typer.Option("--option", help="NAME=VALUE for the model: guidance=4.5, image_size=512, adapter=..."),
+        Repeated, Option("--option", help="NAME=VALUE for the model: guidance=4.5, image_size=512, adapter=...")
     ] = None,
 ) -> None:
     """Sample images or videos into a folder, with a table for `visalign score`, a grid and a page."""
-    from visalign.pipelines.sample.job import (
-        COST,
-        GRID,
-        PAGE,
-        TABLE,
-        SampleSettings,
-        sample_images,
-        search_of,
-    )
+    from visalign.adapters.catalogue import edits_of, joins_sources
+    from visalign.data.assets import resolve_model
+    from visalign.pipelines.sample.job import COST, GRID, PAGE, TABLE, SampleSettings, sample_images, search_of
+    from visalign.pipelines.shared.parts import build_records
     from visalign.pipelines.shared.reward_options import parse_options
     from visalign.rewards.catalogue import load_reward
 
@@ -88,9 +73,14 @@ def sample(
         **choices,
     )
     rewards = {name: load_reward(name) for name in dict.fromkeys(reward or [])}
-    rows = sample_images(_records(prompts, settings), settings, output, rewards=rewards)
+    records: Any = [{"prompt": prompt} for prompt in prompts]
+    if len(prompts) == 1 and (prompts[0].startswith("shapes:") or Path(prompts[0]).suffix in (".txt", ".jsonl")):
+        family = resolve_model(model), settings.adapter
+        edits, several = edits_of(*family), joins_sources(*family)
+        records = build_records(prompts[0], "The prompts", edits=edits, several=several)
+    rows = sample_images(records, settings, output, rewards=rewards)
     cost = sum(row[COST] for row in rows)
-    typer.echo(
+    echo(
         f"{len(rows)} images in {output}: {TABLE} for visalign score, {PAGE} and {GRID} to look at. "
         f"Denoising took {cost} forward-equivalents."
     )
@@ -105,16 +95,3 @@ def numbers(text: str, option: str = "--seeds") -> list[int]:
             raise UserError(f"{option} is {text!r}; give numbers from 0 up, such as 0,1,2 or 0-7.")
         values += range(int(first), int(last or first) + 1)
     return values
-
-
-def _records(prompts: list[str], settings: Any) -> Any:
-    """Return the prompt records of a file or set, or of prompts given directly."""
-    from visalign.adapters.catalogue import edits_of, joins_sources
-    from visalign.data.assets import resolve_model
-    from visalign.pipelines.shared.parts import build_records
-
-    source = prompts[0]
-    if len(prompts) == 1 and (source.startswith("shapes:") or Path(source).suffix in (".txt", ".jsonl")):
-        model = resolve_model(settings.model), settings.adapter
-        return build_records(source, "The prompts", edits=edits_of(*model), several=joins_sources(*model))
-    return [{"prompt": prompt} for prompt in prompts]

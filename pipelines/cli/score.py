@@ -7,11 +7,11 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
-import typer
 from rich.console import Console
 from rich.progress import Progress
+from typer import Exit, Option, echo
 
 from visalign.errors import UserError
 
@@ -19,6 +19,7 @@ from .messages import user_messages
 from .options import (
     Batch,
     Cache,
+    ImageFiles,
     LabelOptions,
     MapColumns,
     Prompt,
@@ -30,34 +31,22 @@ from .options import (
     write_table_files,
 )
 
-if TYPE_CHECKING:
-    from visalign.pipelines.score.on_ray import RayResult
-
-
 Format = Literal["table", "json", "csv", "jsonl"]
 
 
 def score(
-    images: Annotated[
-        list[Path],
-        typer.Argument(
-            help="Image files, folders of images or clips, tables with the columns image, prompt.",
-            show_default=False,
-        ),
-    ],
+    images: ImageFiles,
     reward: Rewards,
     prompt: Prompt = None,
     form: Annotated[
         Format | None,
-        typer.Option("--format", "-f", help="Format of the scores. Default: by the ending of --output, or a table."),
+        Option("--format", "-f", help="Format of the scores. Default: by the ending of --output, or a table."),
     ] = None,
     output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="Output file (must not exist). Default: print to the terminal."),
+        Path | None, Option("--output", "-o", help="Output file (must not exist). Default: print to the terminal.")
     ] = None,
     page: Annotated[
-        Path | None,
-        typer.Option("--page", help="Also write a page (.html): spread, best, worst, failures."),
+        Path | None, Option("--page", help="Also write a page (.html): spread, best, worst, failures.")
     ] = None,
     tables: Tables = None,
     columns: MapColumns = None,
@@ -66,15 +55,11 @@ def score(
     options: LabelOptions = None,
     batch_size: Batch = 32,
     engine: Annotated[
-        Literal["local", "ray"],
-        typer.Option(help="ray: many workers, tar files too, a Parquet of scores for each file."),
+        Literal["local", "ray"], Option(help="ray: many workers, tar files too, a Parquet of scores for each file.")
     ] = "local",
-    workers: Annotated[
-        int | None, typer.Option(help="With --engine ray: scoring processes. Default: one.", min=1)
-    ] = None,
+    workers: Annotated[int | None, Option(help="With --engine ray: scoring processes. Default: one.", min=1)] = None,
     address: Annotated[
-        str | None,
-        typer.Option(help="With --engine ray: HOST:PORT of a cluster's head. Default: this machine."),
+        str | None, Option(help="With --engine ray: HOST:PORT of a cluster's head. Default: this machine.")
     ] = None,
 ) -> None:
     """Score images with one or more rewards. Exits with 1 if any image could not be scored; its row gives the
@@ -118,10 +103,8 @@ def score(
         }
         if output is not None and on_ray:
             request = reading | {"options": options or [], "prompt": prompt, "batch_size": batch_size}
-            result = _score_on_ray(images, output, loaded, request, resume, workers or 1, address)
-            print_provenance(loaded, [])
-            typer.echo(f"Scores: {output} ({result.files} files now, {result.before} before)", err=True)
-            _report_failures(result.failed, result.rows, result.unread)
+            running = {"resume": resume, "workers": workers or 1, "address": address}
+            _score_on_ray(images, output, loaded, request, **running)
             return
         table, rewards = image_rows(images, prompt, **reading), with_cache(loaded, cache)
         part = None if saved is None else partial_path(saved)
@@ -133,7 +116,7 @@ def score(
         summary = score_summary(rows, rewards, seconds=time.perf_counter() - started)
         write_table_files(tables, lambda: file_tables(rows, summary))
         if page is not None:
-            typer.echo(f"Page: {write_score_page(page, summary)}", err=True)
+            echo(f"Page: {write_score_page(page, summary)}", err=True)
         if part is not None:
             part.unlink()
     _report_failures(sum(row.value is None for row in rows), len(rows), {})
@@ -142,38 +125,29 @@ def score(
 def _report_failures(failed: int, total: int, unread: Mapping[str, str]) -> None:
     """Report what could not be scored and exit with 1 if there is any."""
     if failed:
-        typer.echo(f"{failed} of {total} scores failed; their rows give the reasons.", err=True)
+        echo(f"{failed} of {total} scores failed; their rows give the reasons.", err=True)
     for path, reason in unread.items():
-        typer.echo(f"No scores of '{path}': {reason}", err=True)
+        echo(f"No scores of '{path}': {reason}", err=True)
     if failed or unread:
-        raise typer.Exit(1)
+        raise Exit(1)
 
 
 def _score_on_ray(
-    images: list[Path],
-    output: Path,
-    rewards: Mapping[str, Any],
-    request: Mapping[str, Any],
-    resume: bool,
-    workers: int,
-    address: str | None,
-) -> RayResult:
+    images: list[Path], output: Path, rewards: Mapping[str, Any], request: Mapping[str, Any], **running: Any
+) -> None:
     from visalign.pipelines.score.on_ray import score_on_ray
     from visalign.pipelines.score.parts import ScoringOptions
+
+    from .show import print_provenance
 
     options = ScoringOptions(rewards=list(rewards), **request)
     with Progress(console=Console(stderr=True), transient=True) as progress, clean_output():
         bar = progress.add_task("scoring", total=None)
-        return score_on_ray(
-            images,
-            output,
-            options,
-            rewards,
-            resume=resume,
-            workers=workers,
-            address=address,
-            on_part=lambda done, total: progress.update(bar, completed=done, total=total),
-        )
+        show = {"on_part": lambda done, total: progress.update(bar, completed=done, total=total)}
+        result = score_on_ray(images, output, options, rewards, **running, **show)
+    print_provenance(rewards, [])
+    echo(f"Scores: {output} ({result.files} files now, {result.before} before)", err=True)
+    _report_failures(result.failed, result.rows, result.unread)
 
 
 @contextmanager

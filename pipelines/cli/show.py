@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.markup import escape
@@ -21,9 +21,6 @@ from rich.text import Text
 from visalign.atomic import write_atomic
 from visalign.config import config_folder, list_configs
 from visalign.escaping import escape_control
-
-if TYPE_CHECKING:
-    from visalign.pipelines.score.score import ScoreRow
 
 
 def config_header(text: str) -> list[str]:
@@ -83,10 +80,12 @@ def show_yaml(console: Console, text: str) -> None:
 
 def show_plan(console: Console, plan: Mapping[str, Any]) -> None:
     """Print a plan: one table for the plain entries, one for each group of entries."""
+    from visalign.evaluation.pages.base import duration
+
     groups = {key: value for key, value in plan.items() if isinstance(value, Mapping)}
     plain = {key: value for key, value in plan.items() if key not in groups}
-    tables = ({"plan": plain} if plain else {}) | groups
-    for title, rows in tables.items():
+    tables = {"plan": plain} if plain else {}
+    for title, rows in (tables | groups).items():
         table = Table("", "", title=title, title_justify="left", show_header=False)
         for name, value in rows.items():
             in_seconds = "seconds" in name and isinstance(value, float)
@@ -104,9 +103,9 @@ def show_summary(console: Console, folder: Path, summary: Mapping[str, Any], nex
         change, low, high = (f"{100 * gain[key]:+.1f}" for key in ("estimate", "low", "high"))
         interval = f"{gain['level']:.0%} interval {low} to {high} (paired over prompts)"
         parts.append(Text(f"Held-out accuracy {change} points, {interval}."))
-    parts += [Text(line) for line in [cost_line(summary)] if line]
     files = "\n".join(f"  {path}" for path in result_files(folder))
-    parts += [Text(f"\nResults:\n{files}"), Text(f"\nNext:\n  {shlex.join(next_command)}")]
+    lines = (cost_line(summary), f"\nResults:\n{files}", f"\nNext:\n  {shlex.join(next_command)}")
+    parts += [Text(line) for line in lines if line]
     console.print(Panel(Group(*parts), title="Done", title_align="left", border_style="green"))
 
 
@@ -138,25 +137,15 @@ def cost_line(summary: Mapping[str, Any]) -> str:
     """Describe the costs of a run that its summary has.
 
     >>> cost_line({"seconds": 318.2, "peak_memory_bytes": 1.5e9, "forward_equivalents_per_image": None})
-    'Cost: 5:18 min, 1.5 GB of memory at most.'
+    'Cost: 5 min 18 s, 1.5 GB of memory at most.'
     """
+    from visalign.evaluation.pages.base import duration
+
     seconds, memory, forwards = map(summary.get, ("seconds", "peak_memory_bytes", "forward_equivalents_per_image"))
     costs = [] if seconds is None else [duration(seconds)]
     costs += [] if memory is None else [f"{memory / 1e9:.1f} GB of memory at most"]
     costs += [] if forwards is None else [f"{forwards:.1f} forward-equivalents per image"]
     return f"Cost: {', '.join(costs)}." if costs else ""
-
-
-def duration(seconds: float) -> str:
-    """Format seconds as a reader would say them.
-
-    >>> duration(42.4), duration(318.2), duration(8000)
-    ('42 s', '5:18 min', '2:13 h')
-    """
-    if seconds < 60:
-        return f"{seconds:.0f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes}:{rest:02d} min" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02d} h"
 
 
 RESULTS = {
@@ -179,7 +168,7 @@ def result_files(folder: Path) -> list[str]:
     return lines or [str(folder)]
 
 
-def show_scores(rows: Sequence[ScoreRow], form: str, output: Path | None) -> None:
+def show_scores(rows: Sequence[Any], form: str, output: Path | None) -> None:
     """Write scores to the screen or to a file."""
     from visalign.pipelines.score.score import encode_rows
 
@@ -192,7 +181,7 @@ def show_scores(rows: Sequence[ScoreRow], form: str, output: Path | None) -> Non
         write_atomic(output, stream.getvalue())
 
 
-def score_table(rows: Sequence[ScoreRow]) -> Group:
+def score_table(rows: Sequence[Any]) -> Group:
     """Build a table with a line per image and a column per reward, then the reasons of failed scores."""
     from visalign.evaluation.pages.base import short_names
 

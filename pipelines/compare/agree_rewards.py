@@ -16,8 +16,8 @@ from visalign.atomic import write_atomic
 from visalign.data.sets.columns import Columns, rename_columns
 from visalign.data.sets.layouts import PAIR_LAYOUTS, QUALITY_LAYOUTS
 from visalign.data.sets.records import PreferenceSet, QualitySet
-from visalign.data.sets.sources import GENERATED, load_source
-from visalign.data.sets.tables import READERS, Row, listed, read_rows
+from visalign.data.sets.sources import GENERATED, is_named_set, load_source
+from visalign.data.sets.tables import Row, first_row, listed, read_rows
 from visalign.errors import UserError, suggestion
 from visalign.evaluation.pages.agree_page import agree_page, file_tables
 from visalign.evaluation.pages.table_files import FOLDER, write_tables
@@ -54,11 +54,10 @@ def read_set(
         scores: Names of scores to keep in the rows' metadata: of columns NAME, or NAME_left and NAME_right;
             or of rewards in a table that `visalign score` wrote (image, reward, value).
     """
-    layout, colon, _ = source.partition(":")
-    is_named = colon and (source in GENERATED or layout in PAIR_LAYOUTS or layout in QUALITY_LAYOUTS)
-    columns = columns or Columns()
-    path = Path(source)
-    if is_named or _has_pairs(path, columns):
+    columns, path = columns or Columns(), Path(source)
+    first = first_row(path)
+    named = rename_columns(path, first, columns.names) if first else {}
+    if is_named_set(source) or "image_left" in named or "image_right" in named:
         records = load_source(source, limit=limit, columns=columns)
         if isinstance(records, PreferenceSet):
             rows = _rows_of_pairs(records, scores)
@@ -107,10 +106,10 @@ def agree_rewards(
         if not record["judged"]:
             reason = next(iter(record["reasons"]))
             raise UserError(f"{record['label']} could judge none of the {len(rows)} images: {reason}")
-    prompts = {row.prompt for row in rows}
+    prompts = len({row.prompt for row in rows})
     return {
         "format": "visalign agreement 1",
-        "set": {"source": source, "images": len(rows), "prompts": len(prompts), "seed": seed, "level": LEVEL},
+        "set": {"source": source, "images": len(rows), "prompts": prompts, "seed": seed, "level": LEVEL},
         "rewards": records,
         "pairs": _compare_pairs(rows, table, judges, seed),
         "seconds": round(time.perf_counter() - started, 3),
@@ -132,20 +131,19 @@ def _compare_pairs(
     seed: int,
 ) -> list[dict[str, Any]]:
     """Compare every two rewards: agreement, and the images and prompts on which they differ most."""
-    labels = list(judges)
-    values = np.array([[row.value for row in table[label]] for label in labels], dtype=np.float64)
+    scores = [table[label] for label in judges]
+    values = np.array([[row.value for row in column] for column in scores], dtype=np.float64)
     values *= [[1 if judge is None or judge.higher_is_better else -1] for judge in judges.values()]
-    prompts = [row.prompt for row in rows]
-    pairs = agreement(labels, values, prompts, seed=seed)
-    for entry, (a, b) in zip(pairs, combinations(range(len(labels)), 2), strict=True):
+    pairs = agreement(list(judges), values, [row.prompt for row in rows], seed=seed)
+    for entry, (a, b) in zip(pairs, combinations(range(len(judges)), 2), strict=True):
         entry["disagreements"] = [
             {
                 "image": rows[row].image,
                 "prompt": rows[row].prompt,
                 "first": first,
                 "second": second,
-                "first_score": table[labels[a]][row].value,
-                "second_score": table[labels[b]][row].value,
+                "first_score": scores[a][row].value,
+                "second_score": scores[b][row].value,
             }
             for row, first, second in largest_disagreements(values[a], values[b], most=SHOWN)
         ]
@@ -158,14 +156,6 @@ def _column_row(name: str, row: ImageRow) -> ScoreRow:
     return ScoreRow(image=row.image, reward=name, value=number, unit="as in the table", reason=reason)
 
 
-def _has_pairs(path: Path, columns: Columns) -> bool:
-    if path.suffix.lower() not in READERS or not path.is_file():
-        return False
-    _, first = next(read_rows(path), (0, {}))
-    row = rename_columns(path, first, columns.names)
-    return "image_left" in row or "image_right" in row
-
-
 def _rows_of_pairs(pairs: PreferenceSet, scores: Sequence[str]) -> list[ImageRow]:
     names = {name for pair in pairs.pairs for name in pair.extra}
     _require_columns(names, [f"{name}_left" for name in scores], pairs.name)
@@ -176,10 +166,10 @@ def _rows_of_pairs(pairs: PreferenceSet, scores: Sequence[str]) -> list[ImageRow
         for side, image in (("left", pair.image_left), ("right", pair.image_right)):
             if scores:
                 metadata = metadata | {_SCORES: {name: pair.extra.get(f"{name}_{side}") for name in scores}}
-            earlier = rows.get((image, pair.prompt))
-            if earlier and scores and (earlier.metadata or {})[_SCORES] != metadata[_SCORES]:
+            row = ImageRow(image=image, prompt=pair.prompt, metadata=metadata or None)
+            earlier = rows.setdefault((image, pair.prompt), row)
+            if scores and (earlier.metadata or {})[_SCORES] != metadata[_SCORES]:
                 raise UserError(f"'{pairs.name}' has two scores of one image, '{image}'. Keep one.")
-            rows[image, pair.prompt] = ImageRow(image=image, prompt=pair.prompt, metadata=metadata or None)
     return list(rows.values())
 
 

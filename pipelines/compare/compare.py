@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from visalign.errors import UserError
-from visalign.interfaces import PairwiseReward, PointwiseReward, Scores
+from visalign.interfaces import PairwiseReward, PointwiseReward, Preferences, Scores
 from visalign.pipelines.score.image_rows import require_still, require_text_name
 from visalign.pipelines.score.provenance import domain_note, provenance
 from visalign.pipelines.score.score import finite_or_none
@@ -84,7 +84,11 @@ _NO_RESULT = {"winner": "failed", "sure": None, "prob": None, "difference": None
 def _compare_scores(judge: Any, images: Sequence[Tensor], prompt: str) -> dict[str, Any]:
     scores = judge.score(list(images), [prompt] * 2, [None] * 2)
     check_answer(judge.name, scores, 2, "image")
-    sides = {name: _side(scores, row, failure_reasons(scores)[row]) for row, name in enumerate(SIDES)}
+    sides = {}
+    for row, (name, reason) in enumerate(zip(SIDES, failure_reasons(scores), strict=True)):
+        value = finite_or_none(scores.value[row]) if reason is None else None
+        reason = "the reward gave no finite number" if reason is None and value is None else reason
+        sides[name] = {"value": value} | _describe(scores, row, reason)
     notes = [f"{name}: {side['reason']}" for name, side in sides.items() if side["reason"]]
     entry: dict[str, Any] = {
         "kind": "scores",
@@ -97,18 +101,18 @@ def _compare_scores(judge: Any, images: Sequence[Tensor], prompt: str) -> dict[s
     if None in values:
         return entry
     gap = values[0] - values[1]
-    spread = 0.0 if None in stds else math.hypot(*stds)
-    entry |= {"difference": gap, "difference_std": spread if None not in stds else None}
+    spread = None if None in stds else math.hypot(*stds)
     better = gap if judge.higher_is_better else -gap
-    entry["prob"] = _probability(judge, better, spread)
+    prob = _probability(judge, better, spread or 0.0)
+    entry |= {"difference": gap, "difference_std": spread, "prob": prob}
     tie = TIE * max(map(abs, values))
-    if entry["prob"] is None:
+    if prob is None:
         moved = _invisible_change(judge, images, prompt, values)
         entry |= {"moved": moved} | _decide(better, abs(gap) <= max(moved, tie))
-        entry["sure"] = entry["sure"] and abs(gap) >= SURE_MOVES * moved
+        entry["sure"] = entry["sure"] and abs(gap) >= SURE_MOVES * moved  # None of a tie stays
         notes.append(f"it gives no uncertainty; invisible changes move its scores by up to {moved:.3g}")
     else:
-        entry |= _decide(better, abs(gap) <= tie, entry["prob"])
+        entry |= _decide(better, abs(gap) <= tie, prob)
     if not judge.higher_is_better:
         notes.append("lower is better")
     return entry
@@ -138,14 +142,12 @@ def _probability(judge: PointwiseReward, better: float, spread: float) -> float 
     return None if spread == 0 else float(normal_odds(gap, std, gap.abs()).sigmoid())
 
 
-def _side(scores: Scores, row: int, reason: str | None) -> dict[str, Any]:
-    value = finite_or_none(scores.value[row]) if reason is None else None
+def _describe(answer: Scores | Preferences, row: int, reason: str | None) -> dict[str, Any]:
     return {
-        "value": value,
-        "std": None if scores.std is None else finite_or_none(scores.std[row]),
-        "parts": {name: finite_or_none(part[row]) for name, part in scores.parts.items()},
-        "text": scores.text[row] if scores.text else None,
-        "reason": "the reward gave no finite number" if reason is None and value is None else reason,
+        "std": None if answer.std is None else finite_or_none(answer.std[row]),
+        "parts": {name: finite_or_none(part[row]) for name, part in answer.parts.items()},
+        "text": answer.text[row] if answer.text else None,
+        "reason": reason,
     }
 
 
@@ -153,18 +155,11 @@ def _compare_orders(judge: Any, images: Sequence[Tensor], prompt: str) -> dict[s
     answer = judge.compare(list(images), list(images[::-1]), [prompt] * 2, [None] * 2)
     read = read_preferences(check_preferences(judge.name, answer, 2))
     log_odds = [finite_or_none(value) for value in read.log_odds]
-    orders = [
-        {
-            "left": side,
-            "prob": None if log_odds[row] is None else finite_or_none(answer.prob[row]),
-            "log_odds": log_odds[row],
-            "std": None if answer.std is None else finite_or_none(answer.std[row]),
-            "parts": {name: finite_or_none(part[row]) for name, part in answer.parts.items()},
-            "text": answer.text[row] if answer.text else None,
-            "reason": read.reasons[row],
-        }
-        for row, side in enumerate(SIDES)
-    ]
+    orders = []
+    for row, side in enumerate(SIDES):
+        prob = None if log_odds[row] is None else finite_or_none(answer.prob[row])
+        asked = {"left": side, "prob": prob, "log_odds": log_odds[row]}
+        orders.append(asked | _describe(answer, row, read.reasons[row]))
     notes = [f"{order['left']} on the left: {order['reason']}" for order in orders if order["reason"]]
     entry: dict[str, Any] = {
         "kind": "comparisons",

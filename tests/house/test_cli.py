@@ -130,7 +130,7 @@ def test_train_runs_the_configuration_with_its_overrides(toy: Toy) -> None:
     assert toy.calls == [(ToyConfig(seed=3, steps=5), Path("out"), False)]
     assert "two objects" in result.stdout and "+0.500" in result.stdout
     assert "Held-out accuracy +12.5 points, 95% interval +10.0 to +15.0" in result.stdout
-    assert "Cost: 5:18 min." in result.stdout
+    assert "Cost: 5 min 18 s." in result.stdout
     assert "out/report.html" in result.stdout and "out/lora" in result.stdout
     assert "visalign sample 'a red circle'" in result.stdout
 
@@ -148,7 +148,7 @@ def test_dry_run_shows_configuration_and_plan_and_runs_nothing(toy: Toy) -> None
     result = visalign("train", "toy", "steps=7", "--dry-run")
     assert result.exit_code == 0, result.output
     assert "seed: 0\nsteps: 7\n" in result.stdout
-    for text in ("expected seconds", "5:18 min", "samples", "336", "forward equivalents", "12.500"):
+    for text in ("expected seconds", "5 min 18 s", "samples", "336", "forward equivalents", "12.500"):
         assert text in result.stdout
     assert toy.calls == [] and list(Path().iterdir()) == []
 
