@@ -143,8 +143,8 @@ def _score_on_ray(
     options = ScoringOptions(rewards=list(rewards), **request)
     with Progress(console=Console(stderr=True), transient=True) as progress, clean_output():
         bar = progress.add_task("scoring", total=None)
-        show = {"on_part": lambda done, total: progress.update(bar, completed=done, total=total)}
-        result = score_on_ray(images, output, options, rewards, **running, **show)
+        running["on_part"] = lambda done, total: progress.update(bar, completed=done, total=total)
+        result = score_on_ray(images, output, options, rewards, **running)
     print_provenance(rewards, [])
     echo(f"Scores: {output} ({result.files} files now, {result.before} before)", err=True)
     _report_failures(result.failed, result.rows, result.unread)

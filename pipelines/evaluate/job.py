@@ -203,10 +203,11 @@ def _measure(
 ) -> dict[str, Any]:
     """Report on every judge, compare every two, and rank them; `failed` names those without a report."""
     identities = {judge.name: reward_identity(judge) for judge in judges.values()}
-    reports, reported, comparisons, failed = [], [], [], []
+    reports: list[dict[str, Any]] = []
+    reported, comparisons, failed = [], [], []
     for entry in scores:
         try:
-            report = kind.report(source, entry, settings) | {"worst": worst_records(source, entry)}
+            report = dict(kind.report(source, entry, settings), worst=worst_records(source, entry))
         except ValueError as error:
             failed.append({"judge": entry.name, "error": str(error)})
             continue

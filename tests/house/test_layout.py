@@ -37,6 +37,7 @@ LOOKED_AT = {
     "pipelines/cli/evaluate.py:evaluate": "an option a line, and one call",
     "pipelines/cli/sample.py:sample": "an option a line, and one call",
     "pipelines/cli/score.py:score": "an option a line, and one call",
+    "pipelines/evaluate/job.py:evaluate": "two thirds are its arguments",
     "visalign/evaluation/pages/report.py:write_report": "its arguments, and one call of the template",
     "visalign/training/text/parts.py:check_parts": "one table of rules",
     "visalign/flow/rollout.py:rollout": "one loop over the steps, and its arguments",
