@@ -23,12 +23,16 @@ from .arguments import call_arguments, checked_guidance, checked_negative, known
 from .condition import Encoded, Source, join, named, positive
 from .guidance import silent
 from .modular import as_one_call
-from .remembered import RememberedLookups
+from .quantization import dtype_of
 from .schedulers import handing_scheduler
 
 EXCHANGED = ("scheduler", "guider", "ocr_guider")
 """Parts that are exchanged while a pipeline is driven. Of guiders only plain guidance is left: others begin
 at a step's index, which one call has not."""
+
+
+LOOKED_UP = ("dtype", "device", "_execution_device")
+"""Properties of a pipeline and of its networks whose values are cached."""
 
 
 class PipelineCall:
@@ -66,7 +70,7 @@ class PipelineCall:
             with silent():
                 pipe.guider = pipe.ocr_guider = ClassifierFreeGuidance()
         self._start: Tensor | None = None
-        self._lookups = RememberedLookups(pipe, self.networks)
+        self._lookups = CachedLookups(pipe, self.networks)
         self._prepares = inspect.signature(pipe.prepare_latents)
         self._prepare, pipe.prepare_latents = pipe.prepare_latents, self._prepared
         self._own_encode_prompt, pipe.encode_prompt = pipe.encode_prompt, self._encoded
@@ -174,16 +178,9 @@ class PipelineCall:
         steps: int = 1,
         output_type: str = "latent",
     ) -> Any:
-        """Run the pipeline's own call.
+        """Run the pipeline's own call from `latents` [n, ...] (None: its own) with arguments as of `inputs`.
 
-        On given latents it is silent: Qwen-Image warns at every call of what its own encoder left out.
-
-        Args:
-            inputs: see `inputs`.
-            latents: [n, ...] to begin at; None are the pipeline's own.
-            at: time of the one step; None makes the timesteps of `steps` steps, an empty one takes no step.
-            steps: T.
-            output_type: of the pipeline's call.
+        `at` is the time of the one step; None makes the timesteps of `steps` steps, an empty one takes no step.
         """
         self.scheduler.at = at
         self._start = latents
@@ -199,7 +196,8 @@ class PipelineCall:
             "output_type": output_type,
         }
         try:
-            with nullcontext() if latents is None else silent(self.pipe), self._lookups.remembered():
+            # Qwen-Image warns at every call of what its own encoder left out
+            with nullcontext() if latents is None else silent(self.pipe), self._lookups.cached():
                 draw = torch.Generator().manual_seed(0)
                 return self._call(self.pipe, **arguments, generator=draw, return_dict=False)[0]
         finally:
@@ -214,10 +212,9 @@ class PipelineCall:
     def _source_encoded(self, image: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Encode an image to edit in the autoencoder's dtype; the pipeline has it in that of its text encoders."""
 
-        def ask() -> Tensor:
-            return self._own_encode_source(image.to(self.pipe.vae.dtype), *args, **kwargs).to(image.dtype)
-
-        return self._source.encoded(ask)
+        return self._source.encoded(
+            lambda: self._own_encode_source(image.to(self.pipe.vae.dtype), *args, **kwargs).to(image.dtype)
+        )
 
     def _prepared(self, *args: Any, **kwargs: Any) -> Any:
         """Return the pipeline's latents and ids, with the latents replaced by `_start`."""
@@ -250,3 +247,64 @@ class PipelineCall:
         finally:
             for name, part in replaced.items():
                 setattr(self.pipe, name, part)
+
+
+class CachedLookups:
+    """Caches these properties while a pipeline is called.
+
+    They walk through all modules for hooks (of offloading, of casting layer by layer), five to ten times a
+    call, which takes the longer the larger the model is. The cached value is diffusers' own, except the dtype
+    of a network in 4 bits (`dtype_of`), until the weights move or change their dtype; hooks must be there
+    before the pipeline becomes a policy. Outside of the call each class is its own.
+    """
+
+    def __init__(self, pipe: Any, networks: Mapping[str, Any]) -> None:
+        self._networks = list(networks.values())
+        self._parts = [pipe, *self._networks]
+        self._kinds: dict[type, type] = {}
+        self._values: dict[tuple[int, str], Any] = {}
+        self._weights: Any = None
+
+    @contextmanager
+    def cached(self) -> Iterator[None]:
+        """Keep the first value of each cached property inside the block."""
+        weight = next(self._networks[0].parameters())
+        if self._weights != (weight.dtype, weight.device):
+            self._values = {(id(network), "dtype"): dtype_of(network) for network in self._networks}
+            self._weights = weight.dtype, weight.device
+        kinds = [type(part) for part in self._parts]
+        try:
+            for part, kind in zip(self._parts, kinds, strict=True):
+                if kind not in self._kinds:
+                    self._kinds[kind] = self._caching_class(kind)
+                part.__class__ = self._kinds[kind]
+            yield
+        finally:
+            for part, kind in zip(self._parts, kinds, strict=True):
+                part.__class__ = kind
+
+    def _caching_class(self, kind: Any) -> type:
+        """Return a class of the same name that caches."""
+
+        def cached_property(name: str) -> property:
+            original = getattr(kind, name)
+
+            def value(part: Any) -> Any:
+                key = id(part), name
+                if key not in self._values:
+                    self._values[key] = original.fget(part)
+                return self._values[key]
+
+            return property(value)
+
+        def free(pipe: Any) -> None:
+            """Skip the end-of-call hook where no component is offloaded and no feature cache is on."""
+            has_cache = any(getattr(network, "is_cache_enabled", False) for network in self._networks)
+            if has_cache or getattr(pipe, "_all_hooks", None):
+                kind.maybe_free_model_hooks(pipe)
+
+        members: dict[str, Any] = {name: cached_property(name) for name in LOOKED_UP if hasattr(kind, name)}
+        if hasattr(kind, "maybe_free_model_hooks"):
+            members["maybe_free_model_hooks"] = free
+        names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+        return type(kind.__name__, (kind,), {**names, **members})

@@ -29,13 +29,12 @@ class Source:
     latents: dict[int, Any] = field(default_factory=dict)
     """Place -> as the pipeline encodes it."""
     used: int = 0
-    """How many of them the present call has used: it goes through them in order."""
+    """Number of images that the present call has used: it goes through them in order."""
 
     @property
     def image(self) -> Any:
         """The images as the pipeline's call takes them."""
-        first, *rest = self.images
-        return [first, *rest] if rest else first
+        return list(self.images) if len(self.images) > 1 else self.images[0]
 
     def encoded(self, encode: Callable[[], Any]) -> Any:
         """Return the pipeline's encoding, computed once; it uses the posterior mean, so nothing is sampled."""
@@ -63,11 +62,6 @@ class PipelineCondition:
     def rows(self) -> list[Encoded]:
         """Return the encoded prompt of each sample."""
         return [self.unique[i] for i in self.index.tolist()]
-
-
-def rows_of(x: Tensor, sigma: Tensor, condition: Any) -> list[Encoded]:
-    """Return the encoded prompt of each sample; raises if the three do not agree."""
-    return check_condition(PipelineCondition, x, sigma, condition).rows()
 
 
 def check_condition(kind: type[T], x: Tensor, sigma: Tensor, condition: Any) -> T:

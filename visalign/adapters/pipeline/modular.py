@@ -36,13 +36,8 @@ def load_modular(
     without: Collection[str] = (),
     quantization_config: Any = None,
 ) -> Any:
-    """Load a modular pipeline with what its text-to-image blocks need.
-
-    Args:
-        folder_or_id: a folder as `save_pretrained` writes it, or `owner/name`.
-        dtypes: part -> its dtype; "default" is of all others.
-        without: parts that are left out, and with them the blocks before the text encoder that need them.
-        quantization_config: which parts are quantized while they are read.
+    """Load the parts of a modular pipeline that its text-to-image blocks need, in their `dtypes` ("default" is of
+    all others); parts `without` are left out, and with them the blocks before the text encoder that need them.
     """
     with silent():
         pipe: Any = ModularPipeline.from_pretrained(str(folder_or_id), workflow=WORKFLOW)
@@ -62,8 +57,8 @@ def load_modular(
     for name in pipe.pretrained_component_names:
         spec = pipe.get_component_spec(name)
         if name in required and spec.pretrained_model_name_or_path is not None:
-            how = {"quantization_config": rounded[name]} if name in rounded else {}
-            parts[name] = spec.load(dtype=dtypes.get(name, dtypes["default"]), **how)
+            options = {"quantization_config": rounded[name]} if name in rounded else {}
+            parts[name] = spec.load(dtype=dtypes.get(name, dtypes["default"]), **options)
     pipe.update_components(**parts)
     return pipe
 
@@ -92,9 +87,19 @@ def as_one_call(pipe: Any, family: Family) -> None:
             problem = f"has no {', '.join(missing)}. Load its parts (pipe.load_components())"
     if problem:
         raise UserError(f"This {kind.__name__} {problem}, or use PipelinePolicy.from_pretrained.")
-    text, loop = _text_encoder(row), next(i for i, block in enumerate(row) if _is_loop(block))
+    text, loop = (
+        _text_encoder(row),
+        next(i for i, block in enumerate(row) if isinstance(block, LoopSequentialPipelineBlocks)),
+    )
+    steps = [_with_gradient(block) for block in row[loop].sub_blocks.values()]
+
+    def step(components: Any, state: Any, **at: Any) -> tuple[Any, Any]:
+        for run in steps:
+            components, state = run(components, state, **at)
+        return components, state
+
     row[loop].set_progress_bar_config(disable=True)
-    row[loop].loop_step = _one_step(row[loop])
+    row[loop].loop_step = step
     taken = dict.fromkeys(encodes) | {p.name: p.kwargs_type for block in row for p in block.inputs if p.name}
     parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in taken]
     self_parameter = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
@@ -163,15 +168,9 @@ class _OneCall:
         for block in self._decoding:  # a reward's gradient goes through them
             _with_gradient(block)(self, state)
         images: Any = state.get("images")
-        return (_over_white(images),)
-
-
-def _over_white(images: Tensor) -> Tensor:
-    """Lay images [B, 3 or 4, H, W] with an alpha channel over white, as Qwen-Image 2.1's encoder sees them."""
-    if images.shape[1] == 3:
-        return images
-    colours, alpha = images.split((3, 1), 1)
-    return colours * alpha + (1 - alpha)
+        if images.shape[1] == 4:  # over white, as Qwen-Image 2.1's encoder sees images with opacity
+            images = images[:, :3] * images[:, 3:] + (1 - images[:, 3:])
+        return (images,)
 
 
 def _row(pipe: Any, absent: Collection[str]) -> list[Any]:
@@ -179,7 +178,7 @@ def _row(pipe: Any, absent: Collection[str]) -> list[Any]:
     what is absent.
     """
     blocks = pipe.blocks
-    if not any(map(_is_loop, blocks.sub_blocks.values())):
+    if not any(isinstance(block, LoopSequentialPipelineBlocks) for block in blocks.sub_blocks.values()):
         blocks = blocks.get_workflow(WORKFLOW)
     row = list(blocks.sub_blocks.values())
     text = _text_encoder(row)
@@ -190,10 +189,6 @@ def _text_encoder(row: list[Any]) -> int:
     return next(i for i, block in enumerate(row) if "prompt_embeds" in block.intermediate_output_names)
 
 
-def _is_loop(block: Any) -> bool:
-    return isinstance(block, LoopSequentialPipelineBlocks)
-
-
 def _needs(block: Any) -> set[str]:
     return {spec.name for spec in block.expected_components}
 
@@ -202,15 +197,3 @@ def _with_gradient(block: Any) -> Callable[..., Any]:
     """Return a block's call without its `torch.no_grad`."""
     call: Any = type(block).__call__
     return getattr(call, "__wrapped__", call).__get__(block)
-
-
-def _one_step(loop: Any) -> Callable[..., Any]:
-    """Return the loop's step, with gradient."""
-    steps = [_with_gradient(block) for block in loop.sub_blocks.values()]
-
-    def step(components: Any, state: Any, **at: Any) -> tuple[Any, Any]:
-        for run in steps:
-            components, state = run(components, state, **at)
-        return components, state
-
-    return step

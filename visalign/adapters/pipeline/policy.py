@@ -16,22 +16,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from diffusers import DiffusionPipeline
 from torch import Tensor, nn
 
 from visalign.adapters.lora import LoraSettings, leave_casts_to_autocast
+from visalign.adapters.model_folder import pipeline_index
 from visalign.adapters.weights import TrainedWeights
 from visalign.atomic import umask_permissions
+from visalign.errors import UserError
 from visalign.flow.parametrization import preserving_scale, velocity_of_prediction
 from visalign.interfaces import Condition, ForwardCount, Prediction
 
-from .arguments import checked_source
+from .arguments import checked_source, known_family
 from .call import PipelineCall
-from .condition import Encoded, PipelineCondition, lengths, rows_of, source_key
+from .condition import Encoded, PipelineCondition, check_condition, lengths, source_key
 from .encoding import ImageEncoder
 from .guidance import Halves
-from .loading import load_pipeline
 from .lora import load_lora, make_trainable, save_lora, settings_of
-from .quantization import dtype_of
+from .modular import load_modular
+from .quantization import dtype_of, quantization_of
 from .schedulers import time_of
 
 FINE = 1000
@@ -47,14 +50,14 @@ class PipelinePolicy:
     pipeline is changed: its scheduler is exchanged, its networks get adapters.
 
     Args:
-        pipe: of a class in `FAMILIES`, on its device, in its dtype.
-        guidance: the scale; None is none, or the usual one of a network that takes it as an input.
-        negative_prompt: of the unconditional half; None is the pipeline's own.
+        pipe: pipeline of a class in `FAMILIES`, on its device, in its dtype.
+        guidance: guidance scale; None is none, or the usual one of a network that takes it as an input.
+        negative_prompt: prompt of the unconditional half; None is the pipeline's own.
         lora: adapters to add and train; None trains the whole network.
         lora_path: saved adapters to go on from; their rank, alpha and places count.
         autocast: run the network under autocast in this dtype.
         image_size: in pixels, a square's side or (height, width); None is the pipeline's own.
-        num_frames: of a video; 1 makes an image. None is the pipeline's own.
+        num_frames: frames of a video; 1 makes an image. None is the pipeline's own.
         gradient_checkpointing: compute activations again in the backward instead of keeping them.
         decode_batch: latents per pass of the autoencoder.
         call: more arguments of the pipeline's call, such as max_sequence_length.
@@ -121,31 +124,46 @@ class PipelinePolicy:
         without: Sequence[str] = (),
         **options: Any,
     ) -> PipelinePolicy:
-        """Load a pipeline from a folder or the hub and make it a policy.
+        """Load a pipeline from a folder or the hub, networks rounded while they are read, and make it a policy.
 
         Args:
             folder_or_id: a folder as `save_pretrained` writes it, or `owner/name`.
-            dtype: of the frozen weights; what is trained is always float32.
-            device: of all parts.
-            encoder_dtype: of the text encoders; None is `dtype`.
-            decoder_dtype: of the autoencoder; None is `dtype`.
-            quantization: of the frozen network under LoRA, one of `QUANTIZATIONS`; None is none.
+            dtype: dtype of the frozen weights; trained weights are always float32.
+            device: device of all parts.
+            encoder_dtype: dtype of the encoders of texts and images; None is `dtype`.
+            decoder_dtype: dtype of the autoencoder; None is `dtype`.
+            quantization: rounding of the frozen network under LoRA, one of `QUANTIZATIONS`; None is none.
             without: parts of a modular pipeline that are not loaded, such as FLUX.3's prompt_upsampler.
-            **options: of the constructor: guidance, lora, image_size, num_frames, ...
-
-        Raises:
-            FileNotFoundError: if the folder or a part of it is missing.
-            UserError: if no family has the pipeline, or an option is out of range.
+            **options: arguments of the constructor: guidance, lora, image_size, num_frames, ...
         """
-        pipe = load_pipeline(
-            folder_or_id,
-            dtype=dtype,
-            encoder_dtype=encoder_dtype,
-            decoder_dtype=decoder_dtype,
-            quantization=quantization,
-            adapters=options.get("lora") is not None or options.get("lora_path") is not None,
-            without=without,
-        )
+        index = pipeline_index(folder_or_id)
+        kind = index.get("_class_name")
+        family = known_family(kind, str(folder_or_id))
+        if without and not family.modular:
+            raise UserError(f"without is {without!r}, and a {kind} is loaded whole. Leave without out.")
+        adapters = options.get("lora") is not None or options.get("lora_path") is not None
+        quantized = quantization_of(quantization, family.present(index), dtype, adapters=adapters)
+        dtypes = {"default": dtype}
+        if encoder_dtype is not None:
+            encoders = ("text_encoder", "image_encoder", "prompt_upsampler")
+            dtypes |= {part: encoder_dtype for part in index if part.startswith(encoders)}
+        if decoder_dtype is not None and "vae" in index:
+            dtypes["vae"] = decoder_dtype
+        # diffusers wants to be told of a part that is absent, such as SD3's T5
+        bare = [part for part, entry in index.items() if isinstance(entry, list) and entry and not any(entry)]
+        absent: Any = dict.fromkeys([*bare, *({"safety_checker"} & index.keys())])
+        try:
+            if family.modular:
+                pipe: Any = load_modular(folder_or_id, dtypes, without=without, **quantized)
+            else:
+                pipe = DiffusionPipeline.from_pretrained(str(folder_or_id), dtype=dtypes, **absent, **quantized)
+        except UserError:  # a ValueError too
+            raise
+        except (OSError, ValueError) as error:
+            raise FileNotFoundError(
+                f"{folder_or_id} cannot be loaded as {kind}: {str(error).splitlines()[0]} Copy the missing "
+                "folders, or save the pipeline again."
+            ) from error
         return cls(pipe.to(device), **options)
 
     @property
@@ -232,7 +250,7 @@ class PipelinePolicy:
 
         `time` [B] is as `times` gives it; None computes it.
         """
-        rows = rows_of(x, sigma, condition)
+        rows = check_condition(PipelineCondition, x, sigma, condition).rows()
         time = self.times(sigma) if time is None else time
         network_input = x
         if self.prediction != "velocity":

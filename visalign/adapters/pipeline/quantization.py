@@ -52,13 +52,8 @@ def by_shapes_alone() -> Iterator[None]:
 def quantization_of(
     name: str | None, networks: Iterable[str], dtype: torch.dtype, *, adapters: bool
 ) -> dict[str, Any]:
-    """Return the argument of a pipeline's `from_pretrained` that quantizes its networks while they are read.
-
-    Args:
-        name: one of `QUANTIZATIONS`; None for none.
-        networks: the parts of the pipeline that denoise.
-        dtype: of the matrix products.
-        adapters: whether a LoRA is trained; rounded weights cannot be.
+    """Return the argument of a pipeline's `from_pretrained` that quantizes its networks while they are read;
+    `dtype` is of the matrix products, `adapters` says that a LoRA is trained.
     """
     if name is None:
         return {}
@@ -83,18 +78,16 @@ def quantization_of(
     ):
         if broken:
             raise UserError(f"quantization is {name!r}; {message}.")
-    chosen: Any
     if by_shapes:
-        shapes = SimpleNamespace(quant_mapping=dict.fromkeys(networks, FourBits(dtype)))
-        return {"quantization_config": shapes}
+        return {"quantization_config": SimpleNamespace(quant_mapping=dict.fromkeys(networks, FourBits(dtype)))}
+    chosen: Any
     if package == "torchao":
         from torchao.quantization import Int8WeightOnlyConfig  # type: ignore[import-not-found]  # optional
 
         chosen = TorchAoConfig(Int8WeightOnlyConfig(version=2))
     else:
         chosen = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
-    mapping: Any = dict.fromkeys(networks, chosen)
-    return {"quantization_config": PipelineQuantizationConfig(quant_mapping=mapping)}
+    return {"quantization_config": PipelineQuantizationConfig(quant_mapping=dict.fromkeys(networks, chosen))}
 
 
 def dtype_of(network: Any) -> torch.dtype:

@@ -29,7 +29,7 @@ class _Handing:
     """Common part of both schedulers, combined with diffusers' own class."""
 
     at: Tensor | None = None
-    """Time of the one step to take, as the pipeline passes it on; None: `set_timesteps` makes the " "schedule."""
+    """Time of the one step to take, as the pipeline passes it on; None: `set_timesteps` makes the schedule."""
     taken: Tensor | None = None
 
     def step(
