@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from visalign.core import NAMED
-from visalign.integrations.hosts import asked_by, fitting, refuse_what_is_missing
+from visalign.integrations.hosts import fitting, refuse_what_is_missing, required_inputs
 
 
 @pytest.mark.parametrize(
@@ -48,14 +48,14 @@ def test_another_missing_module_keeps_its_own_message(tmp_path: object, monkeypa
 
 
 def test_what_rows_ask_for() -> None:
-    assert asked_by(NAMED["dapo"]) == {}
-    assert asked_by(NAMED["grpo"]) == {"ref_log_prob": "kl=0.04"}
-    assert asked_by(NAMED["ppo_ptx"]).keys() == {"value", "ref_log_prob", "ptx_weight"}
-    assert asked_by(NAMED["flow_dppo"]) == {"divergence": "divergence='exact'"}
-    assert asked_by(NAMED["siren"]).keys() == {"nucleus_entropy", "entropy_before"}
-    assert asked_by(NAMED["ares"]).keys() == {"entropy", "entropy_before"}
-    assert asked_by(NAMED["entrocraft"]).keys() == {"entropy", "iteration", "ref_log_prob"}
-    assert asked_by(NAMED["clip_cov"]) == {"uniform": "selection='clip_cov'"}
+    assert required_inputs(NAMED["dapo"]) == {}
+    assert required_inputs(NAMED["grpo"]) == {"ref_log_prob": "kl=0.04"}
+    assert required_inputs(NAMED["ppo_ptx"]).keys() == {"value", "ref_log_prob", "ptx_weight"}
+    assert required_inputs(NAMED["flow_dppo"]) == {"divergence": "divergence='exact'"}
+    assert required_inputs(NAMED["siren"]).keys() == {"nucleus_entropy", "entropy_before"}
+    assert required_inputs(NAMED["ares"]).keys() == {"entropy", "entropy_before"}
+    assert required_inputs(NAMED["entrocraft"]).keys() == {"entropy", "iteration", "ref_log_prob"}
+    assert required_inputs(NAMED["clip_cov"]) == {"uniform": "selection='clip_cov'"}
 
 
 def test_a_host_refuses_what_it_lacks() -> None:

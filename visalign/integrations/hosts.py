@@ -20,7 +20,7 @@ INSTALL = {
 
 
 def host(module: str) -> Any:
-    """A module of a host; where that is not installed, the error says where it comes from."""
+    """Import a module of a host; where that is not installed, the error says where it comes from."""
     package = module.partition(".")[0]
     try:
         return importlib.import_module(module)
@@ -34,7 +34,7 @@ def host(module: str) -> Any:
         ) from error
 
 
-def asked_by(objective: Objective) -> dict[str, str]:
+def required_inputs(objective: Objective) -> dict[str, str]:
     """Return the inputs an algorithm needs beyond tokens, groups and rewards: field of `Trajectories` or
     `PolicyOutput` -> the choice that needs it."""
     o = objective
@@ -54,7 +54,7 @@ def refuse_what_is_missing(name: str, objective: Objective, available: Collectio
     """Raise if an algorithm has no meaning on tokens, or needs fields of `Trajectories` or `PolicyOutput`
     that are not available in a host; `where` is its name."""
     check_decisions(objective, "tokens", name=name)
-    for field, choice in asked_by(objective).items():
+    for field, choice in required_inputs(objective).items():
         if field not in available:
             raise ValueError(
                 f"the objective {name!r} has {choice}, which needs {field}, and {where} has none. Take "
@@ -63,9 +63,6 @@ def refuse_what_is_missing(name: str, objective: Objective, available: Collectio
 
 
 def fitting(available: Collection[str]) -> list[str]:
-    """The rows of tokens that ask for nothing but what is given."""
-    return [
-        name
-        for name, row in NAMED.items()
-        if row.decisions != "denoising_steps" and asked_by(row).keys() <= set(available)
-    ]
+    """Return the rows of tokens that need no field but the `available`."""
+    rows = {name: row for name, row in NAMED.items() if row.decisions != "denoising_steps"}
+    return [name for name, row in rows.items() if required_inputs(row).keys() <= set(available)]

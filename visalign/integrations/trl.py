@@ -19,7 +19,7 @@ from torch import Tensor
 
 from visalign.core import Counts, Objective, PolicyOutput, Prepared, Trajectories, named_objective
 
-from .hosts import asked_by, host, refuse_what_is_missing
+from .hosts import host, refuse_what_is_missing, required_inputs
 from .judges import text_scores
 
 Base: Any = host("trl").GRPOTrainer
@@ -37,8 +37,7 @@ _INPUTS = (
 
 def reference_beta(objective: Objective) -> float:
     """GRPOConfig's beta for a row: not 0 where it asks for a reference."""
-    asks = "ref_log_prob" in asked_by(objective)
-    return objective.kl or objective.kl_in_reward or float(asks)
+    return objective.kl or objective.kl_in_reward or float("ref_log_prob" in required_inputs(objective))
 
 
 class GRPOTrainer(Base):
@@ -66,26 +65,26 @@ class GRPOTrainer(Base):
                 f"{a.gradient_accumulation_steps}: a generation must be one optimizer step, whose thresholds "
                 "and denominators are settled before its first micro-batch. Set both to the same number."
             )
-        asks = asked_by(o).get("ref_log_prob")
-        if bool(self.beta) != bool(asks):
+        reference = required_inputs(o).get("ref_log_prob")
+        if bool(self.beta) != bool(reference):
             raise ValueError(
-                f"the objective {name!r} has {asks or 'no use for a reference'} and GRPOConfig "
+                f"the objective {name!r} has {reference or 'no use for a reference'} and GRPOConfig "
                 f"beta={self.beta:g}. TRL keeps a reference when beta is not 0, and the row's own number "
                 f"counts: set beta={reference_beta(o):g}."
             )
-        for option, taken in {
+        active_options = {
             "top_entropy_quantile": self.top_entropy_quantile < 1,
             "off_policy_mask_threshold": self.off_policy_mask_threshold is not None,
             "entropy_coef": self._entropy_bonus_enabled,
             "delta": a.delta is not None,
             "use_liger_kernel": a.use_liger_kernel,
             "router_aux_loss_coef": self.aux_loss_enabled,
-        }.items():
-            if taken:
-                raise ValueError(
-                    f"GRPOConfig's {option} changes TRL's own loss, which the objective {name!r} replaces. "
-                    "Leave it out; an objective has fields of its own (selection, off_policy_delta, entropy)."
-                )
+        }
+        if option := next((option for option, active in active_options.items() if active), None):
+            raise ValueError(
+                f"GRPOConfig's {option} changes TRL's own loss, which the objective {name!r} replaces. "
+                "Leave it out; an objective has fields of its own (selection, off_policy_delta, entropy)."
+            )
 
     def _calculate_rewards(self, *args: Any, **options: Any) -> Tensor:
         self._rewards = super()._calculate_rewards(*args, **options)  # [B of all processes, M]
@@ -93,7 +92,7 @@ class GRPOTrainer(Base):
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         out = super()._generate_and_score_completions(inputs)
-        weight = _weight(out)
+        weight = (out["completion_mask"] * out.get("tool_mask", 1)).float()
         size, T = weight.shape
         training = self.model.training
         batch = self.args.per_device_train_batch_size if training else self.args.per_device_eval_batch_size
@@ -131,9 +130,8 @@ class GRPOTrainer(Base):
 
     def _log_probs(self, model: Any, inputs: dict[str, Any], **options: Any) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies [B, T] of the completions."""
-        ids, mask = (
-            torch.cat([inputs[f"prompt_{what}"], inputs[f"completion_{what}"]], 1) for what in ("ids", "mask")
-        )
+        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+        mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
         more = {key: inputs[key] for key in _INPUTS if key in inputs}
         T = inputs["completion_ids"].shape[1]
         per_token = self._get_per_token_logps_and_entropies(
@@ -155,13 +153,6 @@ class GRPOTrainer(Base):
         return loss.total * self.accelerator.num_processes  # data parallelism averages the gradients
 
 
-def _weight(inputs: dict[str, Any]) -> Tensor:
-    return (inputs["completion_mask"] * inputs.get("tool_mask", 1)).float()
-
-
-_OF_THE_TRAINER = ("completion_ids", "trainer_state", "log_extra", "log_metric", "environments")
-
-
 def reward_function(name: str, **options: Any) -> Callable[..., list[float | None]]:
     """A judge of text, by its name in `visalign.rewards.load_text_reward`, as a reward function of TRL.
 
@@ -173,8 +164,9 @@ def reward_function(name: str, **options: Any) -> Callable[..., list[float | Non
     judge = load_text_reward(name, **options)
 
     def score(prompts: Any, completions: Any, **columns: Any) -> list[float | None]:
-        told = columns.keys() - set(_OF_THE_TRAINER)
-        metadata = [{key: columns[key][i] for key in told} for i in range(len(prompts))]
+        # TRL's own arguments are no columns of the data set
+        names = columns.keys() - {"completion_ids", "trainer_state", "log_extra", "log_metric", "environments"}
+        metadata = [{name: columns[name][i] for name in names} for i in range(len(prompts))]
         return text_scores(judge, completions, prompts, metadata)
 
     score.__name__ = judge.name  # TRL logs under it

@@ -28,11 +28,7 @@ types: Any = host("unirl.types.reward")
 class JudgeBackend(base.RewardBackend):
     """A sample that could not be judged is no success, with its reason: UniRL stops the step on it.
 
-    Args:
-        judge: as in `visalign.rewards.load_reward`, or `load_text_reward` for texts.
-        base_device: where a judge with a network runs.
-        options: of the judge.
-        input_kind: "image" or "text".
+    `judge` and its `options` are as in `visalign.rewards.load_reward`, or `load_text_reward` for texts.
     """
 
     def __init__(

@@ -26,7 +26,7 @@ from torch import Tensor
 from visalign.core import NAMED, Counts, Objective, PolicyOutput, Prepared, Trajectories, row_tokens
 from visalign.core.objective.stages import ADVANTAGES
 
-from .hosts import asked_by, host
+from .hosts import host, required_inputs
 from .judges import OnFailure, image_scores, text_scores
 
 algorithms: Any = host("verl.trainer.ppo.core_algos")
@@ -49,9 +49,9 @@ _STEPS = "it is a row of denoising steps; its decisions are no tokens"
 
 
 def no_loss(row: Objective) -> str | None:
-    """Why a row's loss cannot be computed in verl; None where it can."""
-    asked = asked_by(row)
-    absent = next((field for field in ("log_z", "divergence", "loss_weight") if field in asked), None)
+    """Return the reason that a row's loss cannot be computed in verl; None where it can."""
+    needs = required_inputs(row)
+    absent = next((field for field in ("log_z", "divergence", "loss_weight") if field in needs), None)
     reasons = {
         _STEPS: row.decisions == "denoising_steps",
         "it takes the soft minimum of two critics and a KL term with a gate, and verl has neither": (
@@ -66,19 +66,19 @@ def no_loss(row: Objective) -> str | None:
         ),
         "it learns on pretraining tokens, which verl does not hand to a policy loss": row.ptx,
         "its KL term is weighted by the ratio, and verl's KL term is not": row.kl_weighted,
-        f"{asked.get(absent or '')} needs {absent}, which verl does not have": absent,
+        f"{needs.get(absent or '')} needs {absent}, which verl does not have": absent,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def no_advantage(row: Objective) -> str | None:
-    """Why a row's advantages cannot be computed in verl; None where they can."""
+    """Return the reason that a row's advantages cannot be computed in verl; None where they can."""
     name = row.advantage
-    asked = asked_by(replace(row, surrogate="reinforce", surrogate_options={}, selection=None, kl=0, ptx=0))
+    needs = required_inputs(replace(row, surrogate="reinforce", surrogate_options={}, selection=None, kl=0, ptx=0))
     fields = "metric process_reward advantage entropy bundle reference_reward likelihood rank".split()
-    absent = next((field for field in fields if field in asked), None)
-    unsaid = "ref_log_prob" if "ref_log_prob" in ADVANTAGES[name].needs else None
-    unsaid = "old_log_prob" if name == "perplexity" else unsaid
+    absent = next((field for field in fields if field in needs), None)
+    log_prob = "ref_log_prob" if "ref_log_prob" in ADVANTAGES[name].needs else None
+    log_prob = "old_log_prob" if name == "perplexity" else log_prob
     reasons = {
         _STEPS: row.decisions == "denoising_steps",
         "verl's own algorithm.adv_estimator=gae has the value function": name == "gae",
@@ -86,8 +86,8 @@ def no_advantage(row: Objective) -> str | None:
             name in ("gdpo", "normalise_then_sum")
         ),
         "verl generates greedy baselines only for its own algorithm.adv_estimator=remax": name == "remax",
-        f"{asked.get(absent or '')} needs {absent}, which verl does not hand to an estimator": absent,
-        f"advantage={name!r} needs {unsaid}, which verl does not hand on": unsaid,
+        f"{needs.get(absent or '')} needs {absent}, which verl does not hand to an estimator": absent,
+        f"advantage={name!r} needs {log_prob}, which verl does not hand on": log_prob,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 
@@ -151,19 +151,9 @@ def advantage_estimator(row: Objective) -> Callable[..., tuple[Tensor, Tensor]]:
     A sample whose reward is NaN takes no part: it leaves its group's mean, and its advantage is 0; its tokens
     stay in verl's denominators.
     """
-    row = replace(
-        row,
-        kl=0.0,
-        kl_in_reward=0.0,
-        entropy=0.0,
-        value=0.0,
-        ptx=0.0,
-        drop_zero_signal=False,
-        importance_sampling=None,
-        selection=None,
-        selection_options={},
-        step_weight="uniform",
-    )
+    zeros: dict[str, Any] = dict.fromkeys(("kl", "kl_in_reward", "entropy", "value", "ptx"), 0.0)
+    choices: dict[str, Any] = {"selection": None, "selection_options": {}, "step_weight": "uniform"}
+    row = replace(row, **zeros, **choices, drop_zero_signal=False, importance_sampling=None)
 
     def estimate(
         token_level_rewards: Tensor, response_mask: Tensor, index: Any = None, **_: Any
@@ -184,16 +174,9 @@ def advantage_estimator(row: Objective) -> Callable[..., tuple[Tensor, Tensor]]:
     return estimate
 
 
-def _refusal(name: str, why: str, what: str) -> ValueError:
+def _refusal(name: str, why: str | None, what: str) -> ValueError:
     fitting = [key for key, row in NAMED.items() if no_loss(row) is None and no_advantage(row) is None]
     return ValueError(f"{PREFIX}{name} cannot be {what} in verl: {why}. Rows that can be both: {', '.join(fitting)}.")
-
-
-def _refuses(name: str, why: str, what: str) -> Callable[..., Any]:
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise _refusal(name, why, what)
-
-    return refuse
 
 
 def register(name: str, row: Objective) -> None:
@@ -201,22 +184,28 @@ def register(name: str, row: Objective) -> None:
 
     What cannot be done in verl raises, with the reason, when verl calls it.
     """
+
+    def or_refuse(build: Callable[[Objective], Callable[..., Any]], why: str | None, what: str) -> Callable[..., Any]:
+        def refuse(*_: Any, **__: Any) -> Any:
+            raise _refusal(name, why, what)
+
+        return build(row) if why is None else refuse
+
     key = PREFIX + name
-    why = no_loss(row)
-    algorithms.register_policy_loss(key)(policy_loss(row) if why is None else _refuses(name, why, "a loss"))
-    why = no_advantage(row)
-    estimator = advantage_estimator(row) if why is None else _refuses(name, why, "an advantage estimator")
+    algorithms.register_policy_loss(key)(or_refuse(policy_loss, no_loss(row), "a loss"))
     algorithms.ADV_ESTIMATOR_REGISTRY.pop(key, None)  # which refuses a second function of a name
+    estimator = or_refuse(advantage_estimator, no_advantage(row), "an advantage estimator")
     algorithms.register_adv_est(key)(estimator)
 
 
 def settings(name: str, *, length: int | None = None) -> list[str]:
-    """verl's options that make it train a named row; `length` is the longest response in tokens, for rows
-    that divide by a fixed length."""
+    """Return verl's options that make it train a named row; `length` is the longest response in tokens, for
+    rows that divide by a fixed length.
+    """
     row = NAMED[name]
     if (why := no_loss(row)) is not None:
         raise _refusal(name, why, "a loss")
-    estimator = {"gae": "gae", "remax": "remax"}.get(row.advantage)
+    estimator = row.advantage if row.advantage in ("gae", "remax") else None  # verl's own
     if estimator is None and (why := no_advantage(row)) is not None:
         raise _refusal(name, why, "an advantage estimator")
     actor = "actor_rollout_ref.actor"
@@ -249,7 +238,7 @@ _LOADING = threading.Lock()
 
 
 def _judge(name: str, options: dict[str, Any], *, images: bool) -> Any:
-    """Loaded once, though verl scores samples in many threads."""
+    """Load a reward once, though verl scores samples in many threads."""
     from visalign.rewards.catalogue import load_reward, load_text_reward
 
     key = repr((name, images, sorted(options.items())))
@@ -270,26 +259,23 @@ def compute_score(
     on_failure: OnFailure = "raise",
     **options: Any,
 ) -> float:
-    """verl's `custom_reward_function`, and verl-omni's `reward_functions` for images: a judge, a sample.
+    """Score a sample, larger is better, as verl's `custom_reward_function` and verl-omni's `reward_functions`.
 
     Args:
         data_source: verl's; not read.
-        solution_str: the response, for a judge of text.
-        ground_truth: the judge's `answer`; for an image its prompt, as verl-omni has it.
+        solution_str: the response, for a reward of text.
+        ground_truth: the reward's `answer`; for an image its prompt, as verl-omni has it.
         extra_info: further metadata; its `prompt` is the prompt (`JudgeManager` puts it there).
-        judge: as in `visalign.rewards.load_text_reward`, or `load_reward` for images; `remote` with `url`
-            is a judge of `visalign serve-reward`.
+        judge: name as in `visalign.rewards.load_text_reward`, or `load_reward` for images; `remote` with `url`
+            is a reward of `visalign serve-reward`.
         solution_image: verl-omni's image, uint8 or float [C, H, W].
         on_failure: "raise" stops the training with the reason; "nan" is for estimators of ours, which leave
             such a sample out of its group.
-        **options: of the judge.
-
-    Returns:
-        The score; larger is better.
+        **options: options of the reward.
     """
-    of_verl = ("reward_router_address", "reward_model_tokenizer", "model_name")
-    options_of_judge = {key: value for key, value in options.items() if key not in of_verl}
-    reward = _judge(judge, options_of_judge, images=solution_image is not None)
+    for name in ("reward_router_address", "reward_model_tokenizer", "model_name"):  # verl's own
+        options.pop(name, None)
+    reward = _judge(judge, options, images=solution_image is not None)
     record = dict(extra_info or {})
     if ground_truth is not None:  # data sets of verl keep a worked solution as extra_info["answer"]
         record["answer"] = ground_truth
