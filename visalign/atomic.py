@@ -9,10 +9,7 @@ from pathlib import Path
 
 
 def write_atomic(path: Path, content: bytes | str) -> Path:
-    """Write a temporary file, flush it to disk and rename it, so that no reader sees half a file.
-
-    Missing folders are created; text becomes UTF-8. An earlier file survives an error. Returns the path.
-    """
+    """Write a temporary file, flush it to disk and rename it: no reader sees half a file. Return the path."""
     if isinstance(content, str):
         content = content.encode("utf-8", "backslashreplace")  # surrogates of undecodable file names
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -30,10 +27,8 @@ def write_atomic(path: Path, content: bytes | str) -> Path:
 
 
 def umask_permissions(path: Path) -> None:
-    """Give a file, or every file of a folder, the permissions that the umask gives new files.
-
-    Libraries that write a temporary file first (safetensors) leave 0600, which colleagues cannot read.
-    """
+    """Give a file, or every file of a folder, the permissions that the umask gives new files."""
+    # libraries that write a temporary file first (safetensors) leave 0600, which colleagues cannot read
     mask = os.umask(0)
     os.umask(mask)
     for file in path.rglob("*") if path.is_dir() else (path,):

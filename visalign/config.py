@@ -1,17 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configurations: a frozen dataclass, a YAML file with the differences, `key.sub=value` overrides on top.
 
-The packaged files (the folder `configs/`, installed as `visalign.configs`) are found by name from anywhere.
-YAML and its `${interpolation}` are OmegaConf's. Types are checked by pydantic, among them unions of
-dataclasses that one field tells apart, `Annotated[A | B, Field(discriminator="kind")]`, each with its own
-keys.
+YAML and its `${interpolation}` are OmegaConf's; types are checked by pydantic.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import typing
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -46,10 +42,7 @@ def list_configs() -> list[str]:
 
 
 def resolve_config(name_or_path: str | Path) -> Path:
-    """Return the existing file of a path, or of a packaged name: `NAME`, `NAME.yaml` or `configs/NAME.yaml`.
-
-    A file that exists under the path comes before a packaged one.
-    """
+    """Return the file of a path, else of a packaged name: `NAME`, `NAME.yaml` or `configs/NAME.yaml`."""
     path = Path(name_or_path).expanduser()
     if path.is_file():
         return path
@@ -61,7 +54,7 @@ def resolve_config(name_or_path: str | Path) -> Path:
     names = list_configs()
     raise ConfigError(
         f"Configuration '{name_or_path}' {problem}. {suggestion(name, names)}Give a path "
-        f"or the name of a packaged configuration: {', '.join(names) or 'there are none'}."
+        f"or the name of a packaged configuration: {', '.join(names)}."
     )
 
 
@@ -81,26 +74,24 @@ def read_config(path: str | Path) -> dict[str, Any]:
 
 
 def load_config(schema: type[T], path: str | Path | None = None, overrides: Sequence[str] = ()) -> T:
-    """Build one configuration: the defaults of `schema`, then the YAML file, then the overrides.
+    """Build one configuration: the defaults of the dataclass `schema`, then the YAML file, then the overrides.
 
     A field that is a dict (say `rewards`) is replaced as a whole by the file's or by an override of the field
     itself; an override with a dotted key edits one entry of it.
 
     Args:
-        schema: a dataclass.
-        path: see `resolve_config`; None for the defaults.
-        overrides: items `key.sub=value`; the value is read as YAML (`1e-4`, `true`, `null`, `[1, 2]`).
+        schema: Dataclass; a union of dataclasses in it is told apart by one field, `Field(discriminator=...)`.
+        path: See `resolve_config`; None for the defaults.
+        overrides: Items `key.sub=value`; the value is read as YAML (`1e-4`, `true`, `null`, `[1, 2]`).
 
     Raises:
-        ConfigError: an unknown key, a wrong type, an unreadable file or override, or values that the
-            dataclass itself refuses; the message names the full key, what was given and what is allowed.
+        ConfigError: The message names the full key, what was given and what is allowed.
     """
     values: dict[str, Any] = {}
     sources: list[Source] = []
-    has_pipeline = PIPELINE_KEY in field_types(schema)
     if path is not None:
         values = read_config(path)
-        if not has_pipeline:
+        if PIPELINE_KEY not in field_types(schema):
             values.pop(PIPELINE_KEY, None)
         sources.append(((), f"'{resolve_config(path)}'"))
     for item in overrides:
@@ -121,8 +112,7 @@ def to_plain(config: Any) -> dict[str, Any]:
 
 
 def flatten(config: Any) -> dict[str, Any]:
-    """Return the leaves of a configuration by dotted key, for trackers and tables; a list and an empty
-    mapping are leaves.
+    """Return the leaves of a configuration by dotted key; a list and an empty mapping are leaves.
 
     >>> flatten({"seed": 1, "reward": {"clip": {"weight": 0.5}}})
     {'seed': 1, 'reward.clip.weight': 0.5}
@@ -142,13 +132,13 @@ def _parse_override(item: str) -> tuple[list[str], Any]:
     if not equals or not all(keys):
         raise ConfigError(f"Override '{item}' is not of the form key.sub=value. Write for example: seed=1.")
     try:
-        parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
+        parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
     except (yaml.YAMLError, OmegaConfBaseException, UnicodeError) as error:
         raise ConfigError(
             f"Override '{item}': its value '{text}' is not valid YAML. Close its brackets, put a blank "
             "behind each colon of a mapping ({key: value}), or quote it."
         ) from error
-    return keys, typing.cast("dict[str, Any]", parsed)["value"]
+    return keys, parsed["value"]
 
 
 class _Entries(dict[str, Any]):
@@ -183,11 +173,11 @@ def _defaults(section: Any, default: Any) -> dict[str, Any]:
     """Return the fields of `default` if it is such a section, else the section's own defaults."""
     if type(default) is section:
         return {field.name: getattr(default, field.name) for field in dataclasses.fields(section)}
-    made = {
+    return {
         field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         for field in dataclasses.fields(section)
+        if (field.default, field.default_factory) != (dataclasses.MISSING, dataclasses.MISSING)
     }
-    return {name: value for name, value in made.items() if value is not dataclasses.MISSING}
 
 
 def _plain(value: Any) -> Any:

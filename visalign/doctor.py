@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import platform
 import re
@@ -43,11 +42,7 @@ class Report:
 
 
 def examine(assets: Path | None = None) -> Report:
-    """Collect the facts and run the checks (two seconds, and the import of torch).
-
-    Args:
-        assets: folder of the packaged models; None for the one of this installation.
-    """
+    """Collect the facts and run the checks; `assets` is the folder of the packaged models, None for this one's."""
     checks = {
         "packages": _packages,
         "wings": _wings,
@@ -63,13 +58,12 @@ def examine(assets: Path | None = None) -> Report:
             results[name] = check()
         except _BROKEN as error:
             results[name] = False, f"{type(error).__name__}: {error}"
-    packages = [f"{name} {version}" for name in NEEDED if (version := installed_version(name))]
     facts = {
         "visalign": f"{visalign_version()} at {Path(__file__).resolve().parent}",
         "python": f"{platform.python_version()} at {sys.executable}",
         "platform": f"{platform.platform()}, {os.cpu_count()} CPU cores",
         "devices": _devices(),
-        "packages": ", ".join(packages),
+        "packages": ", ".join(f"{name} {version}" for name in NEEDED if (version := installed_version(name))),
     }
     return Report(facts=facts, checks=results)
 
@@ -99,15 +93,13 @@ def _packages() -> tuple[bool, str]:
 
 def _wings() -> tuple[bool, str]:
     """Check that `visalign.rewards` and `visalign.pipelines` exist: links in a checkout, else folders."""
-    for wing, module in {"rewards": "base.contract", "pipelines": "cli.app"}.items():
+    for wing in ("rewards", "pipelines"):
         folder = Path(__file__).resolve().parent / wing
         if not folder.is_dir():
             return False, (
                 f"'{folder}' should be a link to ../{wing}, and is none: editors will not find the wing. "
                 f"Restore it: git config core.symlinks true && git checkout -- visalign/{wing}"
             )
-        if importlib.util.find_spec(f"visalign.{wing}.{module}") is None:
-            return False, f"visalign.{wing} is incomplete. Install it again: python -m pip install -e ."
     return True, "rewards and pipelines are found"
 
 
@@ -145,14 +137,15 @@ def _sde_step() -> tuple[bool, str]:
 
     from visalign.flow.transitions import sde_step
 
-    generator = torch.Generator().manual_seed(0)
-    x, v, noise = torch.randn(3, 4, 8, 8, 8, generator=generator)
+    x, v, noise = torch.randn(3, 4, 8, 8, 8, generator=torch.Generator().manual_seed(0))
     step = sde_step(x, v, 0.8, 0.7, schedule="flow", noise_level=0.7)
     x_next = step.sample(noise).bfloat16()
+    new = []
+    for i in range(4):  # a replay in batches of one
+        row = sde_step(x[i : i + 1], v[i : i + 1], 0.8, 0.7, schedule="flow", noise_level=0.7)
+        new.append(row.log_prob(x_next[i : i + 1], log_prob_reduction="sum"))
     old = step.log_prob(x_next, log_prob_reduction="sum")
-    rows = [sde_step(x[i : i + 1], v[i : i + 1], 0.8, 0.7, schedule="flow", noise_level=0.7) for i in range(4)]
-    new = torch.cat([row.log_prob(x_next[i : i + 1], log_prob_reduction="sum") for i, row in enumerate(rows)])
-    worst = float((new - old).exp().sub(1).abs().max())
+    worst = float((torch.cat(new) - old).exp().sub(1).abs().max())
     return worst < 1e-3, f"ratio 1 under replay, within {worst:.0e}"
 
 

@@ -19,9 +19,7 @@ from visalign.versions import missing_extra
 
 
 def import_by_path(path: str, *, what: str, error: type[Exception] = UserError) -> Any:
-    """Import the object that `module:Name` or `file.py:Name` names; the name may contain dots.
-
-    `what` is a noun for messages, e.g. "reward"; `error` the exception type to raise.
+    """Import the object that `module:Name` or `file.py:Name` names; `what` is a noun for messages.
 
     >>> import_by_path("pathlib:Path.cwd", what="function").__name__
     'cwd'
@@ -58,7 +56,7 @@ def check_options(
 ) -> None:
     """Raise for unknown or missing options of a callable, and for values of a wrong plain type.
 
-    `called` is its name in messages, e.g. "Reward 'ocr'"; `error` the exception type to raise.
+    `called` is its name in messages, e.g. "Reward 'ocr'".
     """
     signature = inspect.signature(target)
     try:

@@ -22,11 +22,10 @@ Prompt = str | Sequence[Message]
 """Plain text, or a conversation of {role, content} messages that ends where the answer begins."""
 
 
-def _check_pair(what: str, **tensors: Tensor) -> None:
+def _check_pair(what: str, values: Tensor, valid: Tensor) -> None:
     """Raise unless both tensors have one shape [B]; others would broadcast."""
-    first, second = (tuple(tensor.shape) for tensor in tensors.values())
-    if len(first) != 1 or first != second:
-        raise ValueError(f"{what} need {' [B] and '.join(tensors)} [B]; got {first} and {second}.")
+    if valid.ndim != 1 or values.shape != valid.shape:
+        raise ValueError(f"{what} [B] and valid [B] are needed; got {tuple(values.shape)} and {tuple(valid.shape)}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +52,7 @@ class Scores:
     """Why a sample is invalid; None for the valid ones."""
 
     def __post_init__(self) -> None:
-        _check_pair("Scores", value=self.value, valid=self.valid)
+        _check_pair("value", self.value, self.valid)
 
     def __len__(self) -> int:
         return self.value.shape[0]
@@ -79,7 +78,7 @@ class Preferences:
     """Why a pair is invalid; None for the valid ones."""
 
     def __post_init__(self) -> None:
-        _check_pair("Preferences", prob=self.prob, valid=self.valid)
+        _check_pair("prob", self.prob, self.valid)
 
     def __len__(self) -> int:
         return self.prob.shape[0]
@@ -87,11 +86,7 @@ class Preferences:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardCapabilities:
-    """Inputs that a reward needs besides images or texts, and what it offers besides scores.
-
-    A reward declares them as its attribute `capabilities`; `with_capabilities` adds these defaults to one
-    that declares none.
-    """
+    """Inputs that a reward needs besides images or texts, and what it offers besides scores: its `capabilities`."""
 
     needs_group: bool = False
     """A score depends on the samples of the same group, which the metadata must name ("group_id")."""
@@ -115,12 +110,11 @@ class RewardCapabilities:
 
 def with_capabilities(reward: Any) -> Any:
     """Give a reward without declarations the default `capabilities` and the `identity` None; return it."""
-    # looked up in the class first, since an identity may be a property that reads weights
-    has_identity = hasattr(type(reward), "identity") or hasattr(reward, "identity")
-    try:  # works for frozen dataclasses, too
+    try:  # object's setter works for frozen dataclasses, too
         if not hasattr(reward, "capabilities"):
             object.__setattr__(reward, "capabilities", RewardCapabilities())
-        if not has_identity:
+        # looked up in the class first, since an identity may be a property that reads weights
+        if not (hasattr(type(reward), "identity") or hasattr(reward, "identity")):
             object.__setattr__(reward, "identity", None)
     except (AttributeError, TypeError) as error:
         raise UserError(
@@ -132,10 +126,7 @@ def with_capabilities(reward: Any) -> Any:
 
 @runtime_checkable
 class PointwiseReward(Protocol):
-    """Scores one image at a time.
-
-    It may also declare `capabilities` (`RewardCapabilities`) and `identity` (`visalign.rewards.Identity`).
-    """
+    """Scores one image at a time; may declare `capabilities` and `identity` (`visalign.rewards.Identity`)."""
 
     name: str
     unit: str
@@ -212,9 +203,8 @@ class DiffusionPolicy(Protocol):
     """A text-to-image or text-to-video model as the algorithms see it.
 
     The algorithms work on the flow x_σ = (1 − σ) x0 + σ ε with the velocity v = dx/dσ = ε − x0. A model
-    trained on another path declares its `prediction`, and its `velocity` converts: the variance-preserving
-    x_t = √ᾱ x0 + √(1 − ᾱ) ε is the same path at another scale, x_t = x_σ / √((1 − σ)² + σ²) with
-    σ = √(1 − ᾱ) / (√ᾱ + √(1 − ᾱ)); see `visalign.flow.parametrization`.
+    trained on another path declares its `prediction`, and its `velocity` converts by
+    `visalign.flow.parametrization`.
 
     Optional members: `encode_images(images)`, the inverse of `decode`, for learning from stored images: clean
     latents [B, ...] in the storage dtype of B images [3, h, w] in [0, 1] of any size. `image_size` in pixels

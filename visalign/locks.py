@@ -36,15 +36,7 @@ def hold_lock(lock: Path, *, what: str, instead: str = "give another --output") 
 
     Nested blocks of one process share the lock. Missing folders are created; afterwards the file is removed,
     and so are those folders if they are empty. On Windows, and (with a warning) on file systems without
-    locks, nothing is locked.
-
-    Args:
-        lock: Lock file.
-        what: Subject of the message.
-        instead: Alternative to waiting, for the message.
-
-    Raises:
-        FolderInUseError: The message names the other process.
+    locks, nothing is locked. `what` and `instead` are the subject of the message and the alternative to waiting.
     """
     lock = lock.absolute()
     if fcntl is None or lock in _own_locks:

@@ -60,11 +60,7 @@ class ServerConnection:
         deadline: Seconds for one whole attempt, against servers that trickle bytes; None for no limit.
         retries: Attempts after the first.
         backoff: Seconds before the second attempt, doubled each time. Retry-After takes precedence.
-        patience: Seconds for which a server that has answered once may be unavailable while it restarts,
-            without using up a retry.
-
-    Raises:
-        UserError: Invalid address or key.
+        patience: Seconds for which a server that has answered may be away without using up a retry (restarts).
     """
 
     def __init__(
@@ -96,11 +92,11 @@ class ServerConnection:
         return str(self._address.join(path))
 
     def get(self, path: str) -> Mapping[str, Any]:
-        """Return the JSON object at `path`; raises `ServerError` once the retries are spent."""
+        """Return the JSON object at `path`."""
         return self._parse_object(self._run(lambda client: self._send(client, "GET", path)), path)
 
     def post(self, path: str, body: Mapping[str, Any]) -> None:
-        """Post an object and ignore the answer's body; raises `ServerError` for a status of failure."""
+        """Post an object and ignore the answer's body."""
         self._run(lambda client: self._send(client, "POST", path, json.dumps(body).encode()))
 
     def post_all(self, path: str, bodies: Sequence[Mapping[str, Any]], *, parallel: int) -> list[Mapping[str, Any]]:
@@ -110,8 +106,7 @@ class ServerConnection:
             if isinstance(answer, ServerError):
                 raise answer
 
-        answers: list[Any] = self.post_each(path, bodies, parallel=parallel, on_done=raise_failure)
-        return answers
+        return self.post_each(path, bodies, parallel=parallel, on_done=raise_failure)  # type: ignore[return-value]
 
     def post_each(
         self,
@@ -121,17 +116,9 @@ class ServerConnection:
         parallel: int,
         on_done: Callable[[Mapping[str, Any] | ServerError], object] = lambda _: None,
     ) -> list[Mapping[str, Any] | ServerError]:
-        """Post several objects in parallel; a failed request does not affect the others.
+        """Post several objects, `parallel` at once, and return the answer or error of each, in their order.
 
-        Args:
-            path: For example "chat/completions".
-            bodies: One JSON object per request.
-            parallel: Largest number of requests in flight.
-            on_done: Called with each answer or error as it arrives, in any order; if it raises, the remaining
-                requests are cancelled.
-
-        Returns:
-            JSON object or error of each request, in the order of `bodies`.
+        `on_done` gets each as it arrives, in any order; if it raises, the remaining requests are cancelled.
         """
 
         async def post_bodies(client: httpx.AsyncClient) -> list[Mapping[str, Any] | ServerError]:
@@ -254,10 +241,10 @@ class ServerConnection:
             value = None
         if isinstance(value, dict):
             return value
+        answer = _shorten(raw.decode("utf-8", "replace"))
         raise ServerError(
-            f"{self.url(path)} did not answer with a JSON object: "
-            f"{_shorten(raw.decode('utf-8', 'replace'))}. Check that base_url ({self.base_url}) is the API "
-            "of an OpenAI-compatible server."
+            f"{self.url(path)} did not answer with a JSON object: {answer}. Check that base_url "
+            f"({self.base_url}) is the API of an OpenAI-compatible server."
         )
 
 

@@ -29,9 +29,7 @@ def field_types(schema: Any) -> dict[str, Any]:
 
 
 def section_schema(hint: Any, *values: Any) -> Any:
-    """Return the dataclass D of a field of type D or D | None; of a union of dataclasses the one that the
-    first value with a discriminator chooses; else None.
-    """
+    """Return the dataclass D of a field of type D or D | None, of a union the one that `values` choose, else None."""
     key, variants = _union(hint)
     for value in values if key else ():
         choice = value.get(key) if isinstance(value, Mapping) else getattr(value, key, None)
@@ -63,8 +61,9 @@ def allowed_keys(schema: Any, prefix: str = "") -> Iterator[str]:
 
 
 def refusal(error: ValidationError, schema: Any, data: Any, sources: Sequence[Source]) -> ConfigError:
-    """Describe an error of validating `data` by its full key: unknown keys before wrong values, both before
-    what a dataclass itself refuses. `sources` say where keys were written, later ones over earlier ones.
+    """Describe an error by its full key: unknown keys, then wrong values, then what a dataclass itself refuses.
+
+    `sources` say where keys were written, later ones over earlier ones.
     """
     order = {**dict.fromkeys(_UNKNOWN, 0), "value_error": 2}
     first = min(error.errors(), key=lambda entry: order.get(entry["type"], 1))

@@ -33,8 +33,9 @@ the settings as `s` and that value as `v`."""
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
 def settings(section: str) -> Callable[[type[T]], type[T]]:
-    """Make a class a frozen, keyword-only pydantic dataclass whose errors in Python are `UserError`s that
-    begin with the key of the section; YAML files and overrides get the messages of `load_config`.
+    """Make a class a frozen, keyword-only pydantic dataclass whose errors are `UserError`s in Python.
+
+    They begin with the key of the section; YAML files and overrides get the messages of `load_config`.
     """
 
     def decorate(cls: type[T]) -> type[T]:
@@ -62,11 +63,7 @@ def check_rules(values: Any, rules: Rules) -> None:
 
 
 def refuse(messages: Iterable[str]) -> None:
-    """Raise the first of the messages, which a generator yields for the rules that settings break.
-
-    Raises:
-        UserError: the message.
-    """
+    """Raise the first of the messages, which a generator yields for the rules that settings break."""
     for message in messages:
         raise UserError(message)
 

@@ -14,8 +14,7 @@ from typing import Any
 class InterruptFlag:
     """Turn the first Ctrl-C or SIGTERM into a flag that the loop reads; a second one stops at once.
 
-    Outside the main thread Python allows no signal handlers, so signals keep their usual meaning. Forked
-    workers of a data loader ignore Ctrl-C and end at SIGTERM. `notice` gets one sentence at the first signal.
+    Forked workers of a data loader ignore Ctrl-C and end at SIGTERM. `notice` gets a sentence at the first signal.
     """
 
     def __init__(self, notice: Callable[[str], object] = print) -> None:
@@ -27,6 +26,7 @@ class InterruptFlag:
         self._process = os.getpid()
 
     def __enter__(self) -> InterruptFlag:
+        # elsewhere Python allows no signal handlers, so signals keep their usual meaning
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._previous[number] = signal.signal(number, self._handle)

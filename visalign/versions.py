@@ -25,7 +25,7 @@ IMAGES = frozenset(
 
 
 def missing_extra(error: ModuleNotFoundError) -> str | None:
-    """Return the install command for a missing module of the extras `images` and `ray`, else None.
+    """Return the install command for a missing module of an extra, else None.
 
     >>> missing_extra(ModuleNotFoundError("No module named 'peft'", name="peft"))
     "This needs peft, which is not installed: python -m pip install 'visalign[images]'"
@@ -56,7 +56,7 @@ def importing_module() -> str | None:
 
 
 def installed_version(name: str) -> str | None:
-    """Return the version of a distribution (its pip name), or None if it is not installed."""
+    """Return the version of a distribution by its pip name, or None."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

@@ -15,7 +15,7 @@ from visalign.data.sets.prompt_files import record_key
 from visalign.evaluation import HeldoutResult
 from visalign.pipelines.shared.grids import SampleGrids
 from visalign.pipelines.shared.job import PolicyRun, build_trainer, on_the_way, result_folder, run_job
-from visalign.pipelines.shared.parts import Records, build_accelerator, evenly_spaced
+from visalign.pipelines.shared.parts import build_accelerator, evenly_spaced
 
 from .config import FlowGRPOConfig, ModelConfig, PrefGRPOConfig
 from .inputs import prepare
@@ -66,6 +66,7 @@ def _build(config: FlowGRPOConfig, output: Path) -> PolicyRun:
         grids.keep(iteration, result)
         return {} if drift is None else drift(result)
 
+    edits = any(len(record_key(record)) > 1 for record in inputs.heldout)
     evaluate = on_the_way(evaluation, measure, inputs.heldout, before, config.rewards.recorded, more_metrics)
     trainer = build_trainer(config, output, algorithm, evaluate)
     for note in inputs.notes:
@@ -81,7 +82,7 @@ def _build(config: FlowGRPOConfig, output: Path) -> PolicyRun:
         heldout=inputs.heldout,
         samples="images",
         load_code=load_code(config, output),
-        next_command=sample_command(config, output, inputs.heldout),
+        next_command=sample_command(config, output, edits=edits),
         counts=lambda c: {
             "images": c.samples,
             "forward_equivalents_per_image": c.forward_equivalents / max(1, c.samples),
@@ -94,11 +95,11 @@ def _build(config: FlowGRPOConfig, output: Path) -> PolicyRun:
 run = partial(run_job, build=_build)
 
 
-def sample_command(config: FlowGRPOConfig, output: Path, heldout: Records) -> list[str]:
+def sample_command(config: FlowGRPOConfig, output: Path, *, edits: bool = False) -> list[str]:
     """Build the `visalign sample` command whose images are as in the run's evaluation."""
     model, result = config.model, str(result_folder(config, output))
-    edits = config.data.heldout.endswith(".jsonl") and any(len(record_key(record)) > 1 for record in heldout)
-    prompts = [config.data.heldout, "--seeds", "0"] if edits else ["a red circle"]  # edits need their sources
+    has_sources = edits and config.data.heldout.endswith(".jsonl")  # without them nothing can be edited
+    prompts = [config.data.heldout, "--seeds", "0"] if has_sources else ["a red circle"]
     weights = ["--model", result] if model.lora is None else ["--model", model.path, "--lora", result]
     words = [f"{name}={json.dumps(value)}" for name, value in sampling_options(model).items()]
     flags = [word for option in words for word in ("--option", option)]

@@ -73,29 +73,24 @@ class Job(ABC):
 
     def costs(self, result: TrainResult, measuring: float) -> dict[str, Any]:
         """Return the costs of the run for its summary; memory is the GPU's if there is one."""
-        state, peak = result.counters, peak_memory_bytes()
+        counters, peak = result.counters, peak_memory_bytes()
         return {
-            "iterations": state.iteration,
-            "updates": state.updates,
-            "updates_skipped": state.skipped,
+            "iterations": counters.iteration,
+            "updates": counters.updates,
+            "updates_skipped": counters.skipped,
             "stopped": result.stopped,
-            "seconds": state.seconds + measuring,
-            "training_seconds": state.seconds,
+            "seconds": counters.seconds + measuring,
+            "training_seconds": counters.seconds,
             "peak_memory_bytes": peak.get("cuda", peak.get("host")),
         }
 
 
 def run_job(config: Any, output: Path, resume: bool = False, *, build: Callable[[Any, Path], Job]) -> RunSummary:
-    """Run a job; nothing is written before everything that can be checked has been.
+    """Run a job and return the content of summary.json, which is empty in all processes but the first.
 
-    Args:
-        config: Configuration with a section `run` and the name of its `pipeline`.
-        output: Run folder; new or empty, or with `resume` that of the run to continue.
-        resume: Continue from the newest whole checkpoint. The result is that of an uninterrupted run.
-        build: Function that makes the objects; it writes nothing.
-
-    Returns:
-        The content of summary.json; empty in all processes but the first.
+    Nothing is written before everything that can be checked has been; `build` makes the objects and writes
+    nothing. With `resume` the run in `output` goes on from its newest whole checkpoint; its result is that of
+    an uninterrupted run.
 
     Raises:
         UserError: Something in the configuration or the folder cannot be used.
@@ -143,30 +138,18 @@ def build_trainer(
     """Build the trainer of an algorithm by the sections optimizer, evaluation and run of a configuration."""
     from visalign.training import RunSettings, Trainer, TrainingProgress
 
-    length = config.run
-    return Trainer(
-        algorithm,
-        optimizer=config.optimizer,
-        run=RunSettings(
-            folder=output,
-            iterations=length.iterations,
-            checkpoint_every=length.checkpoint_every,
-            keep_checkpoints=length.keep_checkpoints,
-            evaluate_every=config.evaluation.every,
-            max_seconds=length.max_seconds,
-            best_by=length.best_by,
-            monitor=getattr(config, "monitor", None),
-            config=asdict(config),
-            free_keys=FREE_KEYS,
-        ),
-        evaluate=evaluate,
-        progress=TrainingProgress(
-            length.iterations,
-            max_seconds=length.max_seconds,
-            enabled=algorithm.accelerator.is_main_process,
-            **progress,
-        ),
+    same = ("iterations", "checkpoint_every", "keep_checkpoints", "max_seconds", "best_by")
+    run = RunSettings(
+        folder=output,
+        evaluate_every=config.evaluation.every,
+        monitor=getattr(config, "monitor", None),
+        config=asdict(config),
+        free_keys=FREE_KEYS,
+        **{name: getattr(config.run, name) for name in same},
     )
+    progress = {"max_seconds": run.max_seconds, "enabled": algorithm.accelerator.is_main_process, **progress}
+    display = TrainingProgress(run.iterations, **progress)
+    return Trainer(algorithm, optimizer=config.optimizer, run=run, evaluate=evaluate, progress=display)
 
 
 def result_folder(config: Any, output: Path) -> Path:
@@ -256,20 +239,22 @@ class PolicyRun(Job):
 
         output, evaluation, state = self.output, self.config.evaluation, result.counters.own
         metrics, phases = read_metrics(output / "metrics.jsonl"), {"evaluation": evaluating}
-        for key, value in (entry for record in metrics for entry in record.items()):
-            if key.startswith("seconds/") and value is not None:
-                name = key.removeprefix("seconds/")
-                phases[name] = phases.get(name, 0.0) + value
+        for record in metrics:
+            for key, value in record.items():
+                if key.startswith("seconds/") and value is not None:
+                    name = key.removeprefix("seconds/")
+                    phases[name] = phases.get(name, 0.0) + value
         warnings = monitor_messages(state)
         costs = {**self.costs(result, evaluating), "phases": phases, **self.counts(result.counters)}
         trained_on = {} if self.seen is None else {"heldout_prompts_trained_on": self.seen}
         spent = {**costs, **trained_on, "warnings": warnings, **({BEST: state[BEST]} if BEST in state else {})}
         shared: dict[str, Any] = {"config": asdict(self.config), "versions": versions()}
         path = write_summary(output / "summary.json", before=before, after=after, costs=spent, **shared)
-        accuracy = math.nan
+        start = None
         if evaluation.every:
             numbers = evenly_spaced(range(len(self.heldout)), evaluation.prompts_on_the_way)
             accuracy = before.accuracy_of([number * len(evaluation.seeds) for number in numbers])
+            start = {"heldout/accuracy": accuracy} if math.isfinite(accuracy) else None
         write_report(
             output,
             before=before,
@@ -279,7 +264,7 @@ class PolicyRun(Job):
             title=self.title,
             load_code=self.load_code,
             resume_command=resume_command(str(output / "config.yaml"), [], output),
-            start={"heldout/accuracy": accuracy} if math.isfinite(accuracy) else None,
+            start=start,
             trained_prompts=self.seen,
             warnings=[*warnings, *best_checkpoint_note(self.config.run.best_by, state)],
             over_time=() if self.grids is None else self.grids.files(),
@@ -311,7 +296,7 @@ class JudgeRun(Job):
         """Measure before training, or read the file of it."""
         path, accelerator = self.output / "before.json", self.trainer.accelerator
         is_stored = path.is_file()
-        accelerator.wait_for_everyone()  # all have looked before one writes
+        accelerator.wait_for_everyone()  # all have looked before the first writes
         if is_stored:
             return json.loads(path.read_text(encoding="utf-8"))
         if self.heldout:
@@ -344,11 +329,12 @@ class JudgeRun(Job):
             "config": asdict(self.config),
             "versions": versions(),
         }
+        text = summary_json(summary)
         if is_first:
             if self.card is not None:
-                write_atomic(self.output / JUDGE / "README.md", self.card(summary, notes).encode())
-            write_atomic(self.output / "summary.json", summary_json(summary).encode())
-        return json.loads(summary_json(summary))
+                write_atomic(self.output / JUDGE / "README.md", self.card(summary, notes))
+            write_atomic(self.output / "summary.json", text)
+        return json.loads(text)
 
 
 def on_the_way(

@@ -6,7 +6,7 @@ from __future__ import annotations
 import inspect
 import math
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -37,17 +37,6 @@ DEVICES = {
     "B200": Device(2250e12, 180, 8000e9),
     "MI300X": Device(1307e12, 192, 5300e9),
 }
-
-
-def hours_by_device(operations: float, memory: float) -> dict[str, float | str]:
-    """Estimate the hours of a run on one device of each kind, or state that it does not fit."""
-    hours: dict[str, float | str] = {}
-    for name, device in DEVICES.items():
-        value = operations / (device.peak * PEAK_SHARE) / 3600
-        fits = memory <= device.memory
-        hours[name] = value if fits else f"{value:.3g}, but {memory:.0f} GB do not fit {device.memory:.0f} GB"
-    basis = f"{PEAK_SHARE:.1%} of the data sheet's dense bfloat16 peak, as measured on one H200 with"
-    return hours | {"basis": f"{basis} SD3.5-medium at batch 16; rewards are not counted"}
 
 
 def tokens_by_device(rows: int, read: float) -> dict[str, float | str]:
@@ -84,21 +73,14 @@ def dtype_name(part: nn.Module, without: Collection[int] = ()) -> str:
 
 
 TRAINED = (
-    "trained_weights",
-    "float32_masters",
-    "gradients",
-    "adamw_moments",
-    "averaged_weights",
-    "reference_and_old_policy",
+    *("trained_weights", "float32_masters", "gradients", "adamw_moments"),
+    *("averaged_weights", "reference_and_old_policy"),
 )
 """The parts of `trained_memory`."""
 
 
 def trained_memory(trained: Sequence[Tensor], *, ema: bool, copies: int) -> dict[str, float]:
-    """Compute the GB of trained weights and of what AdamW and the averages keep for them.
-
-    `copies` are float32 copies that the algorithm keeps: a reference, an old policy.
-    """
+    """Compute the GB of trained weights, AdamW, averages, and `copies` in float32 (a reference, an old policy)."""
     numbers = sum(weight.numel() for weight in trained)
     stored = sum(weight.numel() * weight.element_size() for weight in trained)
     masters = 4 * sum(weight.numel() for weight in trained if weight.element_size() < 4)
@@ -109,17 +91,10 @@ def trained_memory(trained: Sequence[Tensor], *, ema: bool, copies: int) -> dict
 def on_each_device(
     memory: Mapping[str, float], network: Collection[str], *, world: int, sharding: bool, spare: float = 0.0
 ) -> dict[str, float]:
-    """Compute the GB that each of several processes holds, by part.
+    """Compute the GB that each of `world` processes holds, by part; arguments as of `per_device`.
 
-    DDP holds everything, and the gradients once more in its buckets. FSDP2 (`sharding`) holds a share of the
-    network and of its training state, and gathers the whole network while sampling.
-
-    Args:
-        memory: Parts of a run in one process.
-        network: Names of the parts that are weights of the trained network, frozen ones too.
-        world: Processes.
-        sharding: FSDP2 in place of DDP.
-        spare: GB of `memory` that are free while sampling.
+    DDP holds everything, and the gradients once more in its buckets. FSDP2 holds a share of the network and
+    of its training state, and gathers the whole network while sampling.
     """
     if world == 1:
         return dict(memory)
@@ -141,11 +116,11 @@ def per_device(
     spare: float = 0.0,
     details: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
-    """Compute a plan's groups of memory (see `on_each_device`) and hours on each device.
+    """Compute a plan's groups of memory (see `on_each_device`) and hours on one device of each kind.
 
     Args:
         memory: GB of the parts of a run in one process, without rewards.
-        network: Names of the parts that are weights of the trained network.
+        network: Names of the parts that are weights of the trained network, frozen ones too.
         rewards: Loaded rewards.
         operations: Operations of the whole run.
         sharding: FSDP2 in place of DDP.
@@ -157,40 +132,36 @@ def per_device(
     parts = on_each_device(memory, network, world=world, sharding=sharding, spare=spare)
     judges, later = judge_bytes(rewards)
     parts["judges"] = judges / GB
-    parts["in_all"] = math.fsum(parts.values())
-    missing = ", ".join([not_counted, *later])
-    return {
-        "memory_in_GB": {**parts, **(details or {}), "not_counted": missing},
-        "hours": hours_by_device(operations / world, parts["in_all"]),
-    }
+    in_all = parts["in_all"] = math.fsum(parts.values())
+    hours: dict[str, float | str] = {}
+    for name, device in DEVICES.items():
+        value = operations / world / (device.peak * PEAK_SHARE) / 3600
+        fits = in_all <= device.memory
+        hours[name] = value if fits else f"{value:.3g}, but {in_all:.0f} GB do not fit {device.memory:.0f} GB"
+    basis = f"{PEAK_SHARE:.1%} of the data sheet's dense bfloat16 peak, as measured on one H200 with"
+    hours["basis"] = f"{basis} SD3.5-medium at batch 16; rewards are not counted"
+    memory_groups = {**parts, **(details or {}), "not_counted": ", ".join([not_counted, *later])}
+    return {"memory_in_GB": memory_groups, "hours": hours}
 
 
 def judge_bytes(judges: Mapping[str, Any]) -> tuple[int, list[str]]:
     """Sum the bytes of the rewards' networks, each once, and name the rewards that load theirs later."""
-    networks: dict[int, nn.Module] = {}
-    later = []
+    networks, later = dict[int, nn.Module](), []
     for label, judge in judges.items():
-        loaded = list(_networks(judge, set()))
-        networks |= {id(network): network for network in loaded}
+        loaded = {id(network): network for network in _networks(judge, set())}
+        networks |= loaded
         if not loaded and "device" in inspect.signature(type(judge)).parameters:
             later.append(f"the network of {label}")
-    return sum(weight_bytes(network) for network in networks.values()), later
+    return sum(map(weight_bytes, networks.values())), later
 
 
 def _networks(value: Any, visited: set[int]) -> Iterator[nn.Module]:
     """Yield the modules in the attributes and containers of an object of this package."""
-    if id(value) in visited:
-        return
-    visited.add(id(value))
     if isinstance(value, nn.Module):
         yield value
-        return
-    inner: Iterable[Any] = ()
-    if isinstance(value, Mapping):
-        inner = value.values()
-    elif isinstance(value, list | tuple):
-        inner = value
-    elif type(value).__module__.startswith("visalign"):
-        inner = getattr(value, "__dict__", {}).values()
-    for entry in inner:
-        yield from _networks(entry, visited)
+    elif id(value) not in visited:
+        visited.add(id(value))
+        is_ours = type(value).__module__.startswith("visalign")
+        inner = value if isinstance(value, Mapping) else getattr(value, "__dict__", {}) if is_ours else {}
+        for entry in value if isinstance(value, list | tuple) else inner.values():
+            yield from _networks(entry, visited)

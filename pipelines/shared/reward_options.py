@@ -59,12 +59,13 @@ def load_each(names: Sequence[str], options: Sequence[str], load: Callable[..., 
     """Load each reward once with its options (as `reward_options` takes them): name -> reward."""
     from visalign.interfaces import with_capabilities
 
-    chosen = reward_options(options, list(dict.fromkeys(names)))
-    return {name: with_capabilities(load(name, **chosen[name])) for name in chosen}
+    return {
+        name: with_capabilities(load(name, **chosen))
+        for name, chosen in reward_options(options, list(dict.fromkeys(names))).items()
+    }
 
 
 def any_needs_prompt(rewards: Mapping[str, Any]) -> bool:
-    """Return True if some reward depends on the prompt."""
     return any(reward.capabilities.needs_prompt for reward in rewards.values())
 
 

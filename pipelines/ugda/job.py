@@ -100,7 +100,7 @@ def run(config: UGDAConfig, output: Path, resume: bool = False) -> RunSummary:
         summary = {"rounds": rounds, "before": before, "after": after}
         write_once(output / SUMMARY, summary_json(summary))
     last = Round(config, output, config.rounds - 1).folder
-    return RunSummary(summary, sample_command(policy, last / "policy", []))
+    return RunSummary(summary, sample_command(policy, last / "policy"))
 
 
 @dataclass(frozen=True)
