@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -153,9 +153,11 @@ def _score_on_ray(
 @contextmanager
 def scoring(path: Path | None, rewards: Mapping[str, Any], total: int, *, resume: bool) -> Iterator[dict[str, Any]]:
     """Progress bar on the error stream and a file that receives each finished batch, for `score_rows`."""
-    from visalign.pipelines.score.log import RowLog
+    from visalign.pipelines.score.log import ScoreLog
+    from visalign.pipelines.score.score import ScoreRow
 
-    with nullcontext() if path is None else RowLog(path, rewards, resume=resume) as log:
+    opened = nullcontext() if path is None else closing(ScoreLog(path, rewards, ScoreRow, resume=resume))
+    with opened as log:
         with Progress(console=Console(stderr=True), transient=True) as progress:
             task = progress.add_task("scoring", total=total)
             yield {"store": log, "on_batch": lambda count: progress.advance(task, count)}

@@ -22,7 +22,6 @@ from visalign.evaluation.rewards.pair_scores import PairScores, from_probabiliti
 from visalign.evaluation.rewards.quality import QualityScores, from_values
 from visalign.interfaces import PairwiseReward, PointwiseReward
 from visalign.pipelines.score.log import Logged, ScoreLog, score_key
-from visalign.pipelines.score.provenance import reward_identity
 from visalign.pipelines.score.score import MISSING, finite_or_none, read_number
 from visalign.rewards.base.contract import RewardError, check_answer
 from visalign.rewards.base.failure import FailureAlarm, Naming, failure_reasons
@@ -109,7 +108,7 @@ def _ask(
     alarm = FailureAlarm(reward.name, max_failure_rate, min_samples=50)
     keys = [tuple(score_key(*request) for request in row) for row in rows]
     distinct = dict(zip(chain(*keys), chain(*rows), strict=True))
-    with closing(ScoreLog(log, {reward.name: reward_identity(reward)}, Logged)) as scores:
+    with closing(ScoreLog(log, {reward.name: reward}, Logged)) as scores:
         answers = {key: entry for key in distinct if (entry := scores.get(key)) is not None}
         remaining = [(key, request) for key, request in distinct.items() if key not in answers]
         for start in range(0, len(remaining), batch_size):

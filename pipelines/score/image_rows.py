@@ -142,8 +142,7 @@ def numbered_frames(folder: str | Path) -> list[Path]:
                 frames.append((int(match[2]), entry.name))
     except (OSError, ValueError):  # a file, a missing folder, or one that may not be read
         return []
-    is_clip = len(patterns) == 1 and len(frames) > 1
-    return [folder / name for _, name in sorted(frames)] if is_clip else []
+    return [folder / name for _, name in sorted(frames)] if len(patterns) == 1 and len(frames) > 1 else []
 
 
 def with_prompt(path: Path, prompt: str | None, needed: bool) -> ImageRow:
@@ -179,7 +178,14 @@ def table_row(path: Path, number: int, row: Row, prompt: str | None) -> ImageRow
         image = str(image) if is_whole else str(path.parent / str(image))
     else:
         raise UserError(f"'image' is {'missing' if image is None else repr(image)}, needed is a path.")
-    return ImageRow(image=image, prompt=text, metadata=_read_metadata(row.get("metadata")))
+    metadata = row.get("metadata")
+    try:
+        metadata = json.loads(metadata or "null") if isinstance(metadata, str) else metadata
+    except json.JSONDecodeError as error:
+        raise UserError(f"'metadata' is not JSON ({error.msg} at column {error.colno}).") from error
+    if not isinstance(metadata, Mapping | None):
+        raise UserError(f"'metadata' is a {type(metadata).__name__}, needed is an object.")
+    return ImageRow(image=image, prompt=text, metadata=metadata)
 
 
 def _walk(folder: Path, clips: bool) -> Iterator[Path]:
@@ -216,13 +222,3 @@ def _read_table(path: Path, prompt: str | None, names: Mapping[str, str]) -> lis
     if not rows:
         raise UserError(f"'{path}' holds no row.")
     return rows
-
-
-def _read_metadata(value: Any) -> Mapping[str, Any] | None:
-    try:
-        value = json.loads(value or "null") if isinstance(value, str) else value
-    except json.JSONDecodeError as error:
-        raise UserError(f"'metadata' is not JSON ({error.msg} at column {error.colno}).") from error
-    if value is not None and not isinstance(value, Mapping):
-        raise UserError(f"'metadata' is a {type(value).__name__}, needed is an object.")
-    return value

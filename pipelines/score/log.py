@@ -10,16 +10,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Generic, TextIO, TypeVar
+from typing import Any, TextIO
 
 from visalign.data.sets.image_references import PARQUET
 from visalign.errors import UserError
-from visalign.locks import LOCK, check_unlocked, hold_lock
-from visalign.rewards.base.identity import Identity
+from visalign.locks import LOCK, hold_lock
 
-from .image_rows import ImageRow, numbered_frames
+from .image_rows import numbered_frames
 from .provenance import reward_identity
-from .score import ScoreRow
 
 FORMAT = "visalign scores 1"
 
@@ -34,25 +32,28 @@ class Logged:
     reason: str | None = None
 
 
-Entry = TypeVar("Entry", Logged, ScoreRow)
-
-
-class ScoreLog(Generic[Entry]):
+class ScoreLog:
     """JSONL file with the rewards' identities first, then a line per score, flushed with its batch.
 
-    Without a path scores are kept in memory. Failed rows are written for the reader, but tried again.
+    Without a path scores are kept in memory. Failed rows are written for the reader, but tried again. `entry` is the
+    dataclass of a score, `Logged` or `ScoreRow`; without `resume` the file must not hold scores.
     """
 
-    def __init__(self, path: Path | None, identities: Mapping[str, Identity], entry: type[Entry]) -> None:
-        self._entries: dict[str, Entry] = {}
+    def __init__(self, path: Path | None, rewards: Mapping[str, Any], entry: type, *, resume: bool = True) -> None:
+        self._entries: dict[str, Any] = {}
         self._file: TextIO | None = None
         self._open = ExitStack()
         if path is None:
             return
+        identities = {label: reward_identity(reward) for label, reward in rewards.items()}
         with self._open:
-            self._open.enter_context(hold_lock(_lock_path(path), what=f"'{path}'"))
+            self._open.enter_context(hold_lock(path.with_name(path.name + LOCK), what=f"'{path}'"))
             if path.is_file() and path.stat().st_size:
-                self._read(path, identities, entry)
+                if not resume:
+                    raise UserError(
+                        f"'{path}' holds the scores of a run that was stopped. Go on with --resume, or remove it."
+                    )
+                self._read(path, {label: identity.digest for label, identity in identities.items()}, entry)
             else:
                 judges = {name: {"digest": i.digest, "identity": asdict(i)} for name, i in identities.items()}
                 header = json.dumps({"format": FORMAT, "judges": judges}, ensure_ascii=False, default=str)
@@ -60,14 +61,11 @@ class ScoreLog(Generic[Entry]):
             self._file = self._open.enter_context(path.open("a", encoding="utf-8", errors="backslashreplace"))
             self._open = self._open.pop_all()
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def get(self, key: str) -> Entry | None:
+    def get(self, key: str) -> Any:
         """Return the entry of a key, or None where it is missing or failed."""
         return self._entries.get(key)
 
-    def add(self, entries: Mapping[str, Entry]) -> None:
+    def add(self, entries: Mapping[str, Any]) -> None:
         """Write entries and flush them to the system."""
         self._entries |= {key: entry for key, entry in entries.items() if entry.value is not None}
         if self._file is not None:
@@ -80,15 +78,15 @@ class ScoreLog(Generic[Entry]):
         self._file = None
         self._open.close()
 
-    def _read(self, path: Path, identities: Mapping[str, Identity], entry: type[Entry]) -> None:
+    def _read(self, path: Path, digests: Mapping[str, str], entry: type) -> None:
         raw = path.read_bytes()
         complete = raw[: raw.rfind(b"\n") + 1]  # the rest was cut off while it was written
         first, *lines = complete.decode("utf-8", errors="replace").split("\n")[:-1] or [""]
         header = _parse_object(first)
         if header.get("format") != FORMAT:
             raise UserError(f"'{path}' holds no scores of ours. Give another --output, or remove it.")
-        for label, identity in identities.items():
-            if header["judges"].get(label, {}).get("digest") != identity.digest:
+        for label, digest in digests.items():
+            if header["judges"].get(label, {}).get("digest") != digest:
                 raise UserError(
                     f"'{path}' holds scores of {', '.join(header['judges'])}, not of this {label!r}. Use the "
                     "same rewards again, or give another --output."
@@ -101,35 +99,6 @@ class ScoreLog(Generic[Entry]):
             if row["value"] is not None:
                 self._entries[row["key"]] = entry(**{name: row[name] for name in names})
         os.truncate(path, len(complete))  # in place: a rewritten file could be lost
-
-
-class RowLog:
-    """Scores of rows by several rewards, which a stopped scoring is resumed from; see `ScoreLog`."""
-
-    def __init__(self, path: Path, rewards: Mapping[str, Any], *, resume: bool) -> None:
-        check_unlocked(_lock_path(path), what=f"'{path}'")
-        if not resume and path.is_file() and path.stat().st_size:
-            raise UserError(f"'{path}' holds the scores of a run that was stopped. Go on with --resume, or remove it.")
-        identities = {label: reward_identity(reward) for label, reward in rewards.items()}
-        self._log = ScoreLog(path, identities, ScoreRow)
-
-    def get(self, label: str, row: ImageRow) -> ScoreRow | None:
-        """Return the score of an image, or None where it is missing or failed."""
-        return self._log.get(_row_key(label, row))
-
-    def add(self, label: str, rows: Sequence[tuple[ImageRow, ScoreRow]]) -> None:
-        """Write scores and flush them to the system."""
-        self._log.add({_row_key(label, image): score for image, score in rows})
-
-    def __enter__(self) -> RowLog:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._log.close()
-
-
-def _lock_path(path: Path) -> Path:
-    return path.with_name(path.name + LOCK)
 
 
 def partial_path(output: Path) -> Path:
@@ -161,7 +130,3 @@ def _parse_object(line: str) -> dict[str, Any]:
     except json.JSONDecodeError:
         return {}
     return value if isinstance(value, dict) else {}
-
-
-def _row_key(label: str, row: ImageRow) -> str:
-    return f"{score_key([row.image], row.prompt, row.metadata)}:{label}"

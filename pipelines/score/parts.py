@@ -74,9 +74,10 @@ def find_parts(items: Sequence[Path], *, clips: bool = False) -> list[Part]:
             for path in item.rglob("*")
             if _is_table(path, (".parquet",)) and "/." not in f"/{path.relative_to(item)}"
         )
-        if not inside and not _is_table(item, tuple(READERS)):
+        files = inside or ([item] if _is_table(item, tuple(READERS)) else [])
+        if not files:
             others.append(item)
-        for path in inside or ([] if item in others else [item]):
+        for path in files:
             name = str(path.relative_to(item)) if inside else path.name
             parts.append(Part(source=path, output=f"{name.removesuffix('.parquet')}.parquet"))
     images = find_images(others, clips=clips) if others or not items else []
@@ -104,7 +105,7 @@ def check_part(part: Part, options: ScoringOptions) -> None:
         with_prompt(part.source[0], options.prompt, options.needs_prompt)
         return
     if part.source.suffix.lower() == ".parquet":
-        rows = [dict.fromkeys(parquet_columns(part.source))]
+        rows = [dict.fromkeys(parquet_schema(part.source).names)]
     else:
         rows = [row for _, row, _ in islice(_read_rows(part.source, options), 1)]
     needed = ("image",) if options.default_prompt is not None else ("image", "prompt")
@@ -149,13 +150,13 @@ def _read_rows(path: Path, options: ScoringOptions) -> Iterator[tuple[int, Row, 
     yield from ((number, row, None) for number, row in read_rows(path, columns=columns))
 
 
-def parquet_columns(path: Path) -> list[str]:
-    """List the columns of a Parquet file from its footer, or refuse a damaged one."""
+def parquet_schema(path: Path) -> Any:
+    """Read the schema of a Parquet file from its footer, or refuse a damaged one."""
     import pyarrow
     import pyarrow.parquet
 
     try:
-        return pyarrow.parquet.read_schema(path).names
+        return pyarrow.parquet.read_schema(path)
     except (pyarrow.ArrowException, OSError) as error:
         message = " ".join(str(error).split())
         raise UserError(f"'{path}' cannot be read as Parquet: {message}. It may be cut short.") from error
@@ -203,15 +204,12 @@ def finished_parts(
     output: Path, parts: Sequence[Part], options: ScoringOptions, digests: Mapping[str, str]
 ) -> list[Part]:
     """Find the parts whose scores are in the folder, by these rewards, for the files' current content."""
-    import pyarrow.parquet
-
     finished = []
     for part in parts:
         path = output / part.output
         if not path.is_file():
             continue
-        parquet_columns(path)  # refuses a damaged file
-        metadata = json.loads((pyarrow.parquet.read_schema(path).metadata or {}).get(METADATA_KEY, b"{}"))
+        metadata = json.loads((parquet_schema(path).metadata or {}).get(METADATA_KEY, b"{}"))
         expected = part_metadata(part, options, digests)
         if metadata.get("judges") != expected["judges"]:
             raise UserError(

@@ -21,6 +21,7 @@ from visalign.rewards.base.images import animation_length, pixels_of
 from visalign.rewards.base.memory import max_pixels
 
 from .image_rows import ImageRow, numbered_frames
+from .log import ScoreLog, score_key
 from .provenance import reward_identity
 
 MISSING = "no number in the column"
@@ -61,7 +62,7 @@ def score_rows(
     *,
     batch_size: int = 32,
     on_batch: Callable[[int], object] | None = None,
-    store: Any = None,
+    store: ScoreLog | None = None,
 ) -> list[ScoreRow]:
     """Score N images with their prompts by M rewards: N·M rows, image by image.
 
@@ -70,7 +71,7 @@ def score_rows(
         rewards: Label -> reward.
         batch_size: Images held in memory at once; no effect on a score.
         on_batch: Called with the number of images of each finished batch.
-        store: A `visalign.pipelines.score.log.RowLog` with earlier scores, which are not computed again.
+        store: Log of `ScoreRow` with earlier scores, which are not computed again.
     """
     rows = []
     for start in range(0, len(table), batch_size):
@@ -82,12 +83,15 @@ def score_rows(
     return rows
 
 
-def _score_batch(label: str, reward: PointwiseReward, batch: Sequence[ImageRow], store: Any) -> list[ScoreRow]:
+def _score_batch(
+    label: str, reward: PointwiseReward, batch: Sequence[ImageRow], store: ScoreLog | None
+) -> list[ScoreRow]:
     """Collect one reward's rows of a batch: stored ones, unreadable references, and new scores."""
+    keys = [f"{score_key([row.image], row.prompt, row.metadata)}:{label}" for row in batch if store is not None]
     rows: dict[int, ScoreRow] = {}
     images: dict[int, Any] = {}
     for index, row in enumerate(batch):
-        if store is not None and (stored := store.get(label, row)) is not None:
+        if store is not None and (stored := store.get(keys[index])) is not None:
             rows[index] = stored
             continue
         try:
@@ -100,7 +104,7 @@ def _score_batch(label: str, reward: PointwiseReward, batch: Sequence[ImageRow],
         new = dict(zip(indices, scores, strict=True))
         rows |= new
         if store is not None:
-            store.add(label, [(batch[index], row) for index, row in new.items()])
+            store.add({keys[index]: row for index, row in new.items()})
     return [rows[index] for index in range(len(batch))]
 
 

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from visalign.locks import LOCK, FolderInUseError, check_unlocked, hold_lock
 from visalign.pipelines.cli.app import app
-from visalign.pipelines.score.log import RowLog, ScoreLog
+from visalign.pipelines.score.log import ScoreLog
 from visalign.pipelines.score.score import ScoreRow
 from visalign.pipelines.shared.run_folder import check_run_folder
 from visalign.signals import InterruptFlag, Stopped, raise_on_sigterm
@@ -67,7 +67,7 @@ def test_scores_of_one_file_are_written_by_one_process(tmp_path: Path) -> None:
     with held_elsewhere(path.with_name(path.name + LOCK)) as other:
         for resume in (True, False):
             with pytest.raises(FolderInUseError, match=rf"'.*scores\.json\.part' is in use by process {other.pid}"):
-                RowLog(path, {}, resume=resume)
+                ScoreLog(path, {}, ScoreRow, resume=resume)
     log = ScoreLog(path, {}, ScoreRow)
     assert len(os.listdir(tmp_path)) == 2
     log.close()

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ from visalign.errors import UserError
 from visalign.interfaces import Scores
 from visalign.pipelines.cli.app import app
 from visalign.pipelines.score.image_rows import ImageRow, find_images, image_rows
-from visalign.pipelines.score.log import RowLog, partial_path
-from visalign.pipelines.score.score import score_rows
+from visalign.pipelines.score.log import ScoreLog, partial_path
+from visalign.pipelines.score.score import ScoreRow, score_rows
 from visalign.pipelines.shared.reward_options import reward_options
 from visalign.rewards.base.identity import Identity
 from visalign.rewards.base.images import load_images
@@ -206,26 +207,26 @@ def test_a_working_file_that_is_none_of_ours(light: Light, tmp_path: Path) -> No
     path = partial_path(tmp_path / "out.json")
     path.write_text('{"other": 1}\n')
     with pytest.raises(UserError, match="holds no scores of ours"):
-        RowLog(path, {"light": light}, resume=True)
+        ScoreLog(path, {"light": light}, ScoreRow)
     path.unlink()
-    with RowLog(path, {"light": light}, resume=False):
+    with closing(ScoreLog(path, {"light": light}, ScoreRow, resume=False)):
         pass
     with pytest.raises(UserError, match=r"holds scores of light, not of this 'dark'"):
-        RowLog(path, {"dark": light}, resume=True)
+        ScoreLog(path, {"dark": light}, ScoreRow)
     path.write_text(path.read_text() + '{"key": 3}\n')
     with pytest.raises(UserError, match=r"Line 2 of .* is no score. Remove the line"):
-        RowLog(path, {"light": light}, resume=True)
+        ScoreLog(path, {"light": light}, ScoreRow)
 
 
 def test_failed_rows_are_tried_again(light: Light, tmp_path: Path) -> None:
     table = [ImageRow(image="images/0.png", prompt="a"), ImageRow(image="gone.png", prompt="b")]
-    with RowLog(tmp_path / "x.part", {"light": light}, resume=False) as log:
+    with closing(ScoreLog(tmp_path / "x.part", {"light": light}, ScoreRow, resume=False)) as log:
         first = score_rows(table, {"light": light}, store=log)
         assert len(read_part(str(tmp_path / "x.part"))) == 1 + 2, "on disk before it is closed"
     assert first[1].reason == "no such image file: gone.png"
     Image.new("RGB", (4, 4), "white").save("gone.png")
     light.asked = []
-    with RowLog(tmp_path / "x.part", {"light": light}, resume=True) as log:
+    with closing(ScoreLog(tmp_path / "x.part", {"light": light}, ScoreRow, resume=True)) as log:
         second = score_rows(table, {"light": light}, store=log)
     assert light.asked == ["b"] and second[1].value == 1.0 and second[0] == first[0]
 
