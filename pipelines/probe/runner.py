@@ -93,8 +93,7 @@ class ProbeRunner(ABC):
         answered: list[int] = []
         answers: list[Answer] = [(np.zeros(0), [])]
         for start in range(0, len(rows), self.batch_size):
-            made = {row: make(row) for row in rows[start : start + self.batch_size]}
-            samples = {row: sides for row, sides in made.items() if sides}
+            samples = {row: sides for row in rows[start : start + self.batch_size] if (sides := make(row))}
             if samples:
                 sides = [[s.image for s in side] for side in zip(*samples.values(), strict=True)]
                 images = [[form(image) for image in side] if form else as_contract(side) for side in sides]
@@ -115,7 +114,8 @@ class ProbeRunner(ABC):
             white = min(max(self.batch_size, 2), 8) - 1
         values, reasons = [], []
         for row in rows:
-            samples = make(row) or ()  # the unchanged samples always apply
+            samples = make(row)
+            assert samples, "the unchanged samples always apply"
             images = [as_contract([s.image, *[torch.ones_like(s.image)] * white]) for s in samples]
             value, reason = self._call(images, [samples[0].prompt] * (1 + white), [row] * (1 + white), True)
             values.append(value[0])

@@ -16,18 +16,9 @@ from torch import Tensor
 from visalign.errors import UserError
 from visalign.evaluation.heldout.correctness import finite_scores, verdict
 from visalign.evaluation.heldout.text import prompt_text
+from visalign.evaluation.statistics import two_policies
 from visalign.evaluation.statistics.diversity import starc_distance, support_metrics
 from visalign.evaluation.statistics.intervals import share_interval
-from visalign.evaluation.statistics.two_policies import (
-    advantage_at_stake,
-    best_of_n_curve,
-    clip_bias,
-    crossing,
-    matching_n,
-    mean_interval,
-    pass_at_k_curves,
-    runner_up_gap,
-)
 from visalign.interfaces import Scores
 from visalign.pipelines.jobs import load_job
 from visalign.pipelines.shared.job import result_folder, resume_command
@@ -208,10 +199,10 @@ def _support(
     base: _ScoredCompletions, tuned: _ScoredCompletions, records: Records, generator: torch.Generator
 ) -> dict[str, Any]:
     """Compute pass@k of both, the crossing of the curves, and the prompts that only one of them solves."""
-    points = pass_at_k_curves(base.solved, tuned.solved, generator=generator)
+    points = two_policies.pass_at_k_curves(base.solved, tuned.solved, generator=generator)
     scored = base.solved.isfinite().all(1) & tuned.solved.isfinite().all(1)
     before, after = ((scores.solved == 1).any(1) & scored for scores in (base, tuned))
-    crossing_k, is_shown = crossing(points)
+    crossing_k, is_shown = two_policies.crossing(points)
     only = {"tuned": after & ~before, "base": before & ~after}
     counts = {
         "preserved": int((before & after).sum()),
@@ -239,15 +230,15 @@ def _best_of_n(
     """Compute reward and KL of the best of n completions of the base, and of the tuned policy."""
     shape = before.reward.shape
     log_prob = before.rollout.full_log_prob.double().sum(1).reshape(shape)
-    points = best_of_n_curve(before.reward, log_prob, generator=generator)
+    points = two_policies.best_of_n_curve(before.reward, log_prob, generator=generator)
     with torch.no_grad():
         base_log_prob = base.log_probs(after.rollout, distribution="full").log_prob
     log_ratio = (after.rollout.full_log_prob.double() - base_log_prob.double()).sum(1).reshape(shape)
     log_ratio[~after.rollout.generated.reshape(shape)] = torch.nan
-    reward = mean_interval(after.reward.nanmean(1), generator=generator)
-    equal_n = matching_n(points, reward.estimate)
+    reward = two_policies.mean_interval(after.reward.nanmean(1), generator=generator)
+    equal_n = two_policies.matching_n(points, reward.estimate)
     bound = {point.n: point.kl_bound for point in points}
-    kl = mean_interval(log_ratio.nanmean(1), generator=generator)
+    kl = two_policies.mean_interval(log_ratio.nanmean(1), generator=generator)
     return {
         "base": [{**asdict(point), "reward": point.reward.to_dict()} for point in points],
         "tuned": {"reward": reward.to_dict(), "kl": kl.to_dict()},
@@ -265,7 +256,7 @@ def _distances(
     for first, second in combinations(values, 2):
         x, y = values[first], values[second]
         usable = (x + y).isfinite().all(1) & ((x.std(1) > 0) | (y.std(1) > 0))
-        interval = mean_interval(starc_distance(x[usable], y[usable]), generator=generator)
+        interval = two_policies.mean_interval(starc_distance(x[usable], y[usable]), generator=generator)
         prompts = int(usable.sum())
         distances.append({"first": first, "second": second, "prompts": prompts, **interval.to_dict()})
     return distances
@@ -282,7 +273,7 @@ def _greedy(policy: Any, scorer: _Scorer, margin: float, noise: float, seed: int
     seeds = [sample_seed(seed, name, "noise") for name in names]
     greedy, noisy = (scorer.generate(policy, seeds, Sampling(temperature=scale)) for scale in (0.0, noise))
     unmodified = replace(greedy, sampling=Sampling(), kept=None)  # the gap is of the logits at temperature 1
-    gap = policy.log_probs(unmodified, distribution="full", statistic=runner_up_gap).statistic
+    gap = policy.log_probs(unmodified, distribution="full", statistic=two_policies.runner_up_gap).statistic
     near = ((gap < margin) & (greedy.loss_mask > 0)).any(1)
     changed = torch.tensor([a != b for a, b in zip(greedy.text, noisy.text, strict=True)])
     first, second = (scorer.score(rollout).reward[:, 0] for rollout in (greedy, noisy))
@@ -291,7 +282,7 @@ def _greedy(policy: Any, scorer: _Scorer, margin: float, noise: float, seed: int
     generator = torch.Generator().manual_seed(seed)
     return {
         **{name: share_interval(value.numpy(), names).to_dict() for name, value in shares.items()},
-        **{name: mean_interval(value, generator=generator).to_dict() for name, value in means.items()},
+        **{name: two_policies.mean_interval(value, generator=generator).to_dict() for name, value in means.items()},
     }
 
 
@@ -303,5 +294,6 @@ def _clip(run: Path, base: _ScoredCompletions, generator: torch.Generator) -> di
         return None
     sides = [torch.tensor([float(row[name]) for row in rows]) for name in ("clip_low", "clip_high")]
     solved = base.solved[base.solved.isfinite().all(1)]
-    at_stake = mean_interval(advantage_at_stake(solved.sum(1), base.solved.shape[1]), generator=generator)
-    return {**clip_bias(*sides), "advantage_at_stake": at_stake.to_dict()}
+    at_stake = two_policies.advantage_at_stake(solved.sum(1), base.solved.shape[1])
+    interval = two_policies.mean_interval(at_stake, generator=generator)
+    return {**two_policies.clip_bias(*sides), "advantage_at_stake": interval.to_dict()}

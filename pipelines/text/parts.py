@@ -20,14 +20,7 @@ from visalign.data.sets.sources import GENERATED, load_source, shapes_pairs, sha
 from visalign.data.text_tasks.tasks import HELDOUT_PER_TASK, TASKS, heldout_tasks, text_tasks
 from visalign.errors import UserError
 from visalign.evaluation.heldout.text import check_labels, check_text_judge
-from visalign.pipelines.shared.parts import (
-    Records,
-    build_records,
-    load_terms,
-    name_key,
-    no_loading_bars,
-    weighted_sum,
-)
+from visalign.pipelines.shared.parts import Records, build_records, load_terms, name_key, no_loading_bars, weighted_sum
 from visalign.pipelines.shared.sections import RewardsConfig
 from visalign.precision import autocast_dtype
 from visalign.rewards.catalogue import load_text_reward
@@ -60,7 +53,7 @@ class TextInputs(NamedTuple):
     """Demonstrations for the ptx term, each with prompt and completion."""
     left_out: Mapping[str, int] = {}
     """Reason -> records that are not used."""
-    seen: int | None = None
+    heldout_trained_on: int | None = None
     """Held-out prompts that are trained on as well; None where that is not counted."""
 
     @property
@@ -146,16 +139,15 @@ def _decided_pairs(key: str, data: Any, words: Sequence[str], reason: str | None
     if isinstance(images, QualitySet):
         raise UserError(f"data.decision decides between two images, and data.{key} is a set of rated ones.")
     for number, pair in enumerate(images.pairs):
-        if pair.label == 0.5:
+        if pair.label == 0.5:  # a tie prefers no word
             continue
         completion = words[pair.label < 0.5]
         if reason is not None:
             text = pair.extra.get(reason)
             if not isinstance(text, str) or not text.strip():
                 raise UserError(
-                    f"data.{key}: row {images.row(number)} has no text in the column {reason!r} "
-                    f"(data.field); its other columns are {', '.join(pair.extra) or 'none'}. Set data.field "
-                    "to null to learn decisions without reasons."
+                    f"data.{key}: row {images.row(number)} has no text in the column {reason!r} (data.field). "
+                    f"Set data.field to null, or to one of: {', '.join(pair.extra)}."
                 )
             completion = f"{completion}, {text.strip()}"
         records.append({**_ask_about_pair(pair, data.question), "completion": completion})

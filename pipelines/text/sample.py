@@ -36,6 +36,7 @@ from visalign.settings import Count, Finite, Natural, Positive, PositiveShare, S
 from visalign.text import StoppingCriteria
 from visalign.training.loop.judging import check_failures
 from visalign.training.loop.processes import one_process
+from visalign.training.text import selection
 from visalign.training.text.sampling_grid import (
     Completions,
     GridPoint,
@@ -43,15 +44,6 @@ from visalign.training.text.sampling_grid import (
     join_completions,
     sample_point,
     with_hint,
-)
-from visalign.training.text.selection import (
-    accepted_completions,
-    best_of_group,
-    every_valid,
-    failure_reasons,
-    selectable_completions,
-    statistics,
-    worth_learning,
 )
 from visalign.training.text.settings import Text, ToolSettings
 from visalign.versions import versions
@@ -69,10 +61,7 @@ FREE_KEYS = (
     *("rollout.prompts_per_call", "rollout.max_failure_rate"),
 )
 """Keys that may differ when a run is resumed: they do not change the completions."""
-OWN_FIELDS = (
-    *("completion", "reward", "temperature", "top_p", "seed", "sample", "group", "hinted"),
-    TOOL_ANSWERS,
-)
+OWN_FIELDS = (*("completion", "reward", "temperature", "top_p", "seed", "sample", "group", "hinted"), TOOL_ANSWERS)
 """Fields that the dataset adds to a prompt's record; `sample` counts the completions of one point to one prompt,
 `group` is the number of the prompt; `hinted` only where it is true, `tool_answers` where there are some."""
 
@@ -254,8 +243,8 @@ def _select(
 ) -> RunSummary:
     """Select completions, and write the dataset and the summary."""
     rule = config.selection
-    selectable = selectable_completions(completions, truncated=rule.truncated)
-    candidates = selectable & worth_learning(
+    selectable = selection.selectable_completions(completions, truncated=rule.truncated)
+    candidates = selectable & selection.worth_learning(
         completions, selectable, threshold=rule.threshold, skip_solved=rule.skip_solved
     )
     chosen = _choose(rule, completions, candidates)
@@ -276,7 +265,7 @@ def _select(
         keys, rows = [tuple(getattr(point, name) for name in by) for point in completions.point], []
         for key in dict.fromkeys(keys):
             index = [i for i, other in enumerate(keys) if other == key]
-            numbers = statistics(completions.rows(index), selectable[index], threshold=rule.threshold)
+            numbers = selection.statistics(completions.rows(index), selectable[index], threshold=rule.threshold)
             selected = sum(keys[i] == key for i in chosen)
             rows.append({**dict(zip(by, key, strict=True)), **numbers, "selected": selected})
         return rows
@@ -290,7 +279,7 @@ def _select(
         "length_mean": sum(completions.tokens[i] for i in chosen) / len(chosen),
         "completions": length,
         "failed": int((~completions.scored).sum()),
-        "failure_reasons": failure_reasons(completions),
+        "failure_reasons": selection.failure_reasons(completions),
         "truncated": truncated,
         "accepted": int((selectable & (completions.reward >= rule.threshold)).sum()),
         "distributions": table("temperature", "top_p"),
@@ -306,20 +295,14 @@ def _select(
 
 def _choose(rule: SelectionConfig, completions: Completions, candidates: Tensor) -> list[int]:
     """Return indices of the completions that become the dataset, by prompt, among candidates (bool [B])."""
+    reward, prompt = completions.reward, completions.prompt
     if rule.rule == "all":
-        chosen = every_valid(candidates)
+        chosen = selection.every_valid(candidates)
     elif rule.rule == "best_of_n":
-        chosen = best_of_group(completions.reward, completions.prompt, seed=rule.seed, valid=candidates)
+        chosen = selection.best_of_group(reward, prompt, seed=rule.seed, valid=candidates)
     else:
-        chosen = accepted_completions(
-            completions.reward,
-            completions.prompt,
-            completions.text,
-            threshold=rule.threshold,
-            per_group=rule.per_prompt,
-            seed=rule.seed,
-            valid=candidates,
-        )
+        options: dict[str, Any] = {"threshold": rule.threshold, "per_group": rule.per_prompt, "seed": rule.seed}
+        chosen = selection.accepted_completions(reward, prompt, completions.text, valid=candidates, **options)
     return sorted(chosen, key=lambda i: (completions.prompt[i], i))
 
 
@@ -329,10 +312,7 @@ def _sft_keys(config: TextSampleConfig, output: Path) -> list[str]:
     if config.model.path != TextModelConfig().path:
         keys.insert(0, f"model.path={config.model.path}")
     if config.data.question is not None:
-        rewards = {
-            label: {key: value for key in ("name", "options") if (value := getattr(term, key))}
-            for label, term in config.rewards.terms.items()
-        }
+        rewards = {label: {"name": t.name, "options": t.options} for label, t in config.rewards.terms.items()}
         heldout = config.data.train if config.data.train.startswith("shapes:") else "HELDOUT"
         keys += [
             f"data.heldout={heldout}",

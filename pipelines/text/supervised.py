@@ -127,8 +127,8 @@ def prepare_supervised(config: TextSFTConfig | TextDPOConfig, device: str | None
         with name_key("data.train"):
             completions = _completions(config)
         records, left_out = completions.records, completions.left_out
-    seen = len({*_prompt_keys(records)} & {*_prompt_keys(heldout)})
-    return TextInputs(records, heldout, rewards, left_out=left_out, seen=seen)
+    repeated = len({*_prompt_keys(records)} & {*_prompt_keys(heldout)})
+    return TextInputs(records, heldout, rewards, left_out=left_out, heldout_trained_on=repeated)
 
 
 def _prompt_keys(records: Records) -> list[str]:
@@ -146,8 +146,8 @@ def _completions(config: TextDPOConfig) -> JudgedCompletions:
     records: list[dict[str, Any]] = []
     for index, task in enumerate(tasks):
         prompt, chosen = task["prompt"], task["solution"]
-        others = (*tasks[index + 1 :], *tasks[:index])
-        rejected = next((other["solution"] for other in others if other["answer"] != task["answer"]), None)
+        following = (*tasks[index + 1 :], *tasks[:index])
+        rejected = next((other["solution"] for other in following if other["answer"] != task["answer"]), None)
         if rejected is None:
             raise UserError("all tasks have one answer, so no solution is wrong; raise data.size.")
         if config.loss.votes:
@@ -240,7 +240,7 @@ def plan(config: TextSFTConfig | TextDPOConfig) -> dict[str, Any]:
             noun: len(trained),
             **counts,
             "prompts": len({*_prompt_keys(trained)}),
-            "heldout_prompts_trained_on": inputs.seen,
+            "heldout_prompts_trained_on": inputs.heldout_trained_on,
             f"{noun}_per_update": config.data.batch,
             "updates": updates,
             "epochs": updates * config.data.batch / len(trained),

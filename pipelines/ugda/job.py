@@ -40,13 +40,7 @@ from visalign.pipelines.jobs import Job, load_job
 from visalign.pipelines.sample.job import SampleSettings, sample_images
 from visalign.pipelines.score.report import load_shown_images
 from visalign.pipelines.shared.parts import Records, build_records, name_key
-from visalign.pipelines.shared.run_folder import (
-    RunSummary,
-    claimed,
-    summary_json,
-    write_beginning,
-    write_once,
-)
+from visalign.pipelines.shared.run_folder import RunSummary, claimed, summary_json, write_beginning, write_once
 from visalign.rewards.catalogue import load_judge, load_reward
 from visalign.rewards.combine.ensemble import Ensemble
 from visalign.seeds import sample_seed
