@@ -127,8 +127,7 @@ class LabelFit(Algorithm):
         local = step[process.process_index :: process.num_processes]
         devices = sorted({p.device.index or 0 for _, p in self.named if p.device.type == "cuda"})
         with torch.random.fork_rng(devices):
-            # seeded by the update, so that a resumed run has the same dropout
-            torch.manual_seed(self.settings.seed + run.counters.updates)
+            torch.manual_seed(self.settings.seed + run.counters.updates)  # the same dropout in a resumed run
             outputs = self._outputs(local, step)
         sums = torch.stack([outputs.loss.detach().sum(), torch.isfinite(outputs.label).sum()]).double()
         total, labels = torch.as_tensor(process.reduce(sums.to(process.device), "sum"))
@@ -194,10 +193,7 @@ def fit_labels(
     """Minimise the mean loss over the labels of each batch of labelled `rows`; return one report per epoch."""
     fit = trainer.algorithm
     if not rows:
-        raise UserError(
-            f"There are 0 labelled texts and {len(fit.named)} parameters to train; both are needed. Give "
-            "labelled texts and a model with requires_grad."
-        )
+        raise UserError("There are 0 labelled texts. Give texts with labels.")
     fit.outputs, fit.rows, reports = outputs, rows, []
     for _ in range(fit.settings.epochs):
         trainer.iterate()
@@ -211,17 +207,12 @@ def report_labels(batches: Sequence[LabelOutputs]) -> LabelReport:
         torch.cat([getattr(batch, name).float().cpu() for batch in batches] or [torch.zeros(0)])
         for name in ("odds", "label", "loss")
     )
-    labelled = torch.isfinite(label)
-    right = label >= 0.5
+    labelled, right = torch.isfinite(label), label >= 0.5
     hit = ((odds > 0) == right).float()
-
-    def mean(values: Tensor, among: Tensor) -> float:
-        return values[among].mean().item()
-
     return LabelReport(
-        loss=mean(loss, labelled),
-        accuracy=mean(hit, labelled),
-        accuracy_right=mean(hit, labelled & right),
-        accuracy_wrong=mean(hit, labelled & ~right),
+        loss=loss[labelled].mean().item(),
+        accuracy=hit[labelled].mean().item(),
+        accuracy_right=hit[labelled & right].mean().item(),
+        accuracy_wrong=hit[labelled & ~right].mean().item(),
         labels=int(labelled.sum()),
     )

@@ -30,20 +30,13 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.nn.utils.rnn import pad_sequence
 
 from visalign.core.rewards.steps import progress_loss
+from visalign.data.sets.prompt_files import is_prompt
 from visalign.errors import UserError
 from visalign.text.step_tokens import StepEncoder, StepTokens, step_logits
 from visalign.text.steps import StepReading
 from visalign.training.loop.trainer import Trainer
 
-from .label_fit import (
-    FitSettings,
-    LabelFit,
-    LabelOutputs,
-    LabelReport,
-    fit_labels,
-    label_trainer,
-    report_labels,
-)
+from .label_fit import FitSettings, LabelFit, LabelOutputs, LabelReport, fit_labels, label_trainer, report_labels
 
 StepRecord = Mapping[str, Any]
 """{"prompt", "steps", "labels"} or {"prompt", "completion", "reward"}, as above."""
@@ -52,12 +45,8 @@ StepRecord = Mapping[str, Any]
 def step_label_loss(odds: Tensor, label: Tensor) -> Tensor:
     """Compute the cross-entropy of a step's label: ℓ = −y ln σ(z) − (1 − y) ln σ(−z), per step [n].
 
-    Args:
-        odds: [n] z, log-odds that the step is right; differentiable. For a classifier with two logits it
-            is their difference, so that this is its cross-entropy.
-        label: [n] y in [0, 1]; NaN where there is none, with loss and gradient 0.
-
-    Wang et al., Math-Shepherd, arXiv 2312.08935, eq. 2.
+    z are log-odds that the step is right (of two logits their difference), y the labels in [0, 1]; without one, NaN,
+    loss and gradient are 0. Wang et al., Math-Shepherd, arXiv 2312.08935, eq. 2.
     """
     labelled = torch.isfinite(label)
     target = torch.where(labelled, label, 0.5).to(odds.dtype)
@@ -101,8 +90,7 @@ class StepTexts:
         limit = getattr(config, "max_position_embeddings", None)
         longest = min(bound for bound in (max_length, limit, math.inf) if bound is not None)
         self.texts: list[tuple[StepTokens, Tensor]] = []
-        numbers = range(len(records)) if numbers is None else numbers
-        for number, record in zip(numbers, records, strict=True):
+        for number, record in zip(numbers or range(len(records)), records, strict=True):
             steps, labels = read_record(number, record, encoder.reading, outcomes=self.learns_outcomes)
             tokens = encoder.encode(record["prompt"], steps)
             if len(tokens.ids) > longest and too_long == "drop":
@@ -183,13 +171,11 @@ def evaluate_process_reward(
 @torch.no_grad()
 def measure_steps(texts: StepTexts, batch_size: int = 16) -> LabelReport:
     """Compute loss and accuracy on tokenized texts without dropout."""
-    order = sorted(texts.rows, key=lambda row: len(texts.texts[row][0].ids))
-    was_training = texts.model.training
+    order = sorted(texts.rows, key=lambda row: len(texts.texts[row][0].ids))  # little padding in a batch
+    starts, was_training = range(0, len(order), batch_size), texts.model.training
     texts.model.eval()
     try:
-        return report_labels(
-            [texts.outputs(order[start : start + batch_size]) for start in range(0, len(order), batch_size)]
-        )
+        return report_labels([texts.outputs(order[start : start + batch_size]) for start in starts])
     finally:
         texts.model.train(was_training)
 
@@ -209,18 +195,12 @@ def read_record(
             f"Record {number} has no {', '.join(missing)}; its keys are {', '.join(map(str, record))}, and "
             f"needed are {', '.join(needed)}. {learns}"
         )
-    if not _is_prompt(record["prompt"]):
+    if not is_prompt(record["prompt"]):
         raise UserError(
             f"The prompt of record {number} is {record['prompt']!r}; needed is text, or a list of messages "
             'with "role" and "content".'
         )
     return (_read_outcome if outcomes else _read_steps)(number, record, reading)
-
-
-def _is_prompt(prompt: Any) -> bool:
-    if isinstance(prompt, str) or not isinstance(prompt, Sequence):
-        return isinstance(prompt, str)
-    return bool(prompt) and all(isinstance(m, Mapping) and {"role", "content"} <= m.keys() for m in prompt)
 
 
 def _read_outcome(number: int, record: StepRecord, reading: StepReading) -> tuple[list[str], list[float]]:

@@ -47,38 +47,23 @@ class HeldoutPairs:
 def score_pairs(model: TrainableJudge, batches: Iterable[RewardBatch], task: Task) -> HeldoutPairs:
     """Score held-out pairs, with labels (the truth), votes, or both, without dropout."""
     model.train(False)
-    chunks: dict[str, list[Tensor]] = {}
-    for batch in batches:
-        for name, value in _columns(model(batch.inputs), batch, task).items():
-            value = value.detach().cpu()
-            chunks.setdefault(name, []).append(value if value.dtype == torch.bool else value.double())
-    columns = {name: torch.cat(parts) for name, parts in chunks.items()}
-    return HeldoutPairs(
-        prob=columns.pop("prob", None),
-        std=columns.pop("std", None),
-        mass=columns.pop("mass", None),
-        **columns,
-    )
+    return concatenate_pairs([_scored(model(batch.inputs), batch, task) for batch in batches])
 
 
 def concatenate_pairs(parts: Sequence[HeldoutPairs]) -> HeldoutPairs:
     """Concatenate pairs that were scored in parts by one model and task."""
-
-    def concatenate(name: str) -> Tensor | None:
-        columns = [getattr(part, name) for part in parts]
-        return None if columns[0] is None else torch.cat(columns)
-
-    return HeldoutPairs(**{field.name: concatenate(field.name) for field in fields(HeldoutPairs)})  # type: ignore[arg-type]
+    columns = {field.name: [getattr(part, field.name) for part in parts] for field in fields(HeldoutPairs)}
+    return HeldoutPairs(**{n: None if values[0] is None else torch.cat(values) for n, values in columns.items()})  # type: ignore[arg-type]
 
 
-def _columns(outputs: Outputs, batch: RewardBatch, task: Task) -> dict[str, Tensor]:
-    assert batch.left is not None and batch.right is not None and batch.label is not None
+def _scored(outputs: Outputs, batch: RewardBatch, task: Task) -> HeldoutPairs:
+    left, right, label, votes = batch.left, batch.right, batch.label, batch.votes
+    assert left is not None and right is not None and label is not None
     value = outputs["value"].cpu()
-    columns = {"difference": value[batch.left] - value[batch.right], "truth": batch.label}
-    columns["clear"] = torch.ones(len(batch.label), dtype=torch.bool) if batch.clear is None else batch.clear
-    votes = batch.votes
+    columns: dict[str, Tensor | None] = dict.fromkeys(("prob", "std", "mass"))
+    columns |= {"difference": value[left] - value[right], "truth": label}
     if votes is None:
-        columns |= {"share": batch.label, "weight": torch.ones_like(batch.label)}
+        columns |= {"share": label, "weight": torch.ones_like(label)}
     else:
         total = votes.sum(1)
         columns |= {"share": (votes[:, 0] + votes[:, 2] / 2) / total, "weight": total}
@@ -86,11 +71,13 @@ def _columns(outputs: Outputs, batch: RewardBatch, task: Task) -> dict[str, Tens
         columns["prob"] = task.log_prob(outputs, batch)[0].exp()
     if "log_mass" in outputs:
         mass = outputs["log_mass"].cpu().exp()
-        columns["mass"] = torch.minimum(mass[batch.left], mass[batch.right])
+        columns["mass"] = torch.minimum(mass[left], mass[right])
     if "log_std" in outputs:
         log_std = outputs["log_std"].cpu().float()
-        columns["std"] = pair_deviation(log_std[batch.left].exp(), log_std[batch.right].exp())
-    return columns
+        columns["std"] = pair_deviation(log_std[left].exp(), log_std[right].exp())
+    clear = torch.ones(len(label), dtype=torch.bool) if batch.clear is None else batch.clear
+    doubles = {name: None if column is None else column.cpu().double() for name, column in columns.items()}
+    return HeldoutPairs(**doubles, clear=clear)  # type: ignore[arg-type]
 
 
 def pair_measures(pairs: HeldoutPairs) -> dict[str, float]:

@@ -52,6 +52,10 @@ class Task:
     """Unit of the labels: "pairs", "triples", "rows" (rated images) or "answers" (written critiques)."""
 
 
+def _sums(loss: Tensor, weight: Tensor) -> Sums:
+    return (loss * weight).sum(), weight.sum()
+
+
 def _sides(outputs: Outputs, batch: RewardBatch, name: str = "value") -> tuple[Tensor, Tensor]:
     """Select outputs[name] of the left and right rows, [N] each."""
     assert batch.left is not None and batch.right is not None
@@ -80,9 +84,9 @@ def _bradley_terry(outputs: Outputs, batch: RewardBatch, settings: Settings, _: 
     label, weight = _labels(batch, settings, left)
     if settings.ties != "half":
         log_prob = tie_log_prob(left, right, settings.tie_strength, model=settings.ties)
-        return (outcome_loss(log_prob, _outcome_shares(batch, settings, left)) * weight).sum(), weight.sum()
+        return _sums(outcome_loss(log_prob, _outcome_shares(batch, settings, left)), weight)
     options = {name: getattr(settings, name) for name in ("margin", "centre", "displacement")}
-    return (bradley_terry_loss(left, right, label, **options) * weight).sum(), weight.sum()
+    return _sums(bradley_terry_loss(left, right, label, **options), weight)
 
 
 def _outcome_shares(batch: RewardBatch, settings: Settings, like: Tensor) -> Tensor:
@@ -105,19 +109,11 @@ def _uncertainty(mode: str) -> Callable[..., Sums]:
         label, weight = _labels(batch, settings, left)
         left_std, right_std = (side.exp() for side in _sides(outputs, batch, "log_std"))
         options = {"samples": settings.samples} if mode == "upstream_monte_carlo" else {}
-        loss = uncertain_preference_loss(
-            left,
-            right,
-            left_std,
-            right_std,
-            label,
-            mode=mode,  # type: ignore[arg-type]  # one of its three, below
-            **options,
-            generator=generator,
-        )
+        sides: Any = left, right, left_std, right_std
+        loss = uncertain_preference_loss(*sides, label, mode=mode, **options, generator=generator)  # type: ignore[arg-type]
         if settings.centre:
             loss = loss + settings.centre * (left + right).square()
-        return (loss * weight).sum(), weight.sum()
+        return _sums(loss, weight)
 
     return loss_sums
 
@@ -129,20 +125,14 @@ def _hp(outputs: Outputs, batch: RewardBatch, settings: Settings, _: torch.Gener
     agreement = torch.where(torch.isnan(label), 0.0, 2 * label - 1)
     wins = agreement >= 0
     loss = margin_ranking_loss(torch.where(wins, left, right), torch.where(wins, right, left), margin=settings.margin)
-    weight = weight * agreement.abs()
-    return (loss * weight).sum(), weight.sum()
+    return _sums(loss, weight * agreement.abs())
 
 
 def _ict(outputs: Outputs, batch: RewardBatch, settings: Settings, _: torch.Generator) -> Sums:
     images = outputs["image"]
     labels = IctLabels(*(getattr(batch.ict, name).to(images) for name in IctLabels.__dataclass_fields__))
-    loss = ict_loss(
-        outputs["easy"],
-        outputs["refined"],
-        images.view(3, -1, images.shape[-1]),
-        labels,
-        negative_weight=settings.negatives,
-    )
+    triples = images.view(3, -1, images.shape[-1])
+    loss = ict_loss(outputs["easy"], outputs["refined"], triples, labels, negative_weight=settings.negatives)
     weight = loss.new_tensor(float(batch.size))
     return loss * weight, weight
 
@@ -162,8 +152,7 @@ def _yes_no(outputs: Outputs, batch: RewardBatch, settings: Settings, _: torch.G
     left, right = _sides(outputs, batch)
     label, weight = _labels(batch, settings, left)
     loss = yes_no_pair_loss(_answer(left), _answer(right), label, likelihood_weight=settings.likelihood)
-    loss = loss + (penalty[batch.left] + penalty[batch.right]) / 2
-    return (loss * weight).sum(), weight.sum()
+    return _sums(loss + (penalty[batch.left] + penalty[batch.right]) / 2, weight)
 
 
 def _checklist(outputs: Outputs, batch: RewardBatch, settings: Settings, _: torch.Generator) -> Sums:
@@ -172,8 +161,8 @@ def _checklist(outputs: Outputs, batch: RewardBatch, settings: Settings, _: torc
     label, weight = _labels(batch, settings, left)
     penalty = other_answer_penalty(outputs, settings)
     loss = bradley_terry_loss(left, right, label) + (penalty[batch.left] + penalty[batch.right]) / 2
-    decay = settings.penalty / 2 * outputs["weights"].square().sum()
-    return (loss * weight).sum() + decay * weight.sum(), weight.sum()
+    total, count = _sums(loss, weight)
+    return total + settings.penalty / 2 * outputs["weights"].square().sum() * count, count
 
 
 def _rating(outputs: Outputs, batch: RewardBatch, settings: Settings, _: torch.Generator) -> Sums:

@@ -59,10 +59,9 @@ class RewardModeling(Algorithm):
         sharding: bool = False,
         undivided: Collection[nn.Parameter] = (),
     ) -> None:
-        self.judge, self.data, self.seed = judge, data, seed
+        self.judge, self.data, self.seed, self.sharding = judge, data, seed, sharding
         self.objective, self.accelerator = objective, accelerator
         self._compute_dtype, self._penalty = compute_dtype, penalty
-        self.sharding = sharding
         self.forward: Callable[[Any], Outputs] = judge
         if sharding and penalty() is not None:
             raise UserError("sharding does not work with a penalty of the weights. Leave one of the two out.")
@@ -104,7 +103,7 @@ class RewardModeling(Algorithm):
         """Add the gradient of Σ w ℓ / Σ w over batch `step`, summed over the processes."""
         sums = self._accumulate(step, run.counters.loss_scale)
         parameters = [parameter for _, parameter in self.parameters()]
-        if not self.sharding:
+        if not self.sharding:  # FSDP2 has summed them already
             sum_gradients(parameters, self.accelerator)
         loss, weight, examples = self.accelerator.reduce(sums, "sum").tolist()  # type: ignore[union-attr]
         if not weight > 0:
