@@ -38,19 +38,10 @@ def steered_rollout(
     exp(λ r), so the group approaches p(x0) exp(λ r(x0)). Draws are systematic: a particle of weight w among n
     has ⌊n w⌋ or ⌈n w⌉ children. Without a reward it has none, unless nothing in its group has one.
 
-    Args:
-        policy: as for `rollout`.
-        condition: B · particles samples, those of a group consecutive.
-        reward: images [B · particles, 3, H, W] -> [B · particles], higher is better, NaN is unknown.
-        sigmas: [T + 1].
-        seeds: one per sample.
-        particles: samples of a group, at least 2.
-        resample_after: rising steps in 0 to T − 3: the noise of the next step separates the children, and the
-            last step is the ODE's.
-        strength: λ, per unit of the reward.
-        schedule: "flow", "dance", "cps" or "ddim".
-        noise_level: of the schedule.
-        batch_size: samples per forward.
+    `condition` and `seeds` have the samples of a group consecutively; `reward` maps their images [M, 3, H, W] to
+    [M], higher is better, NaN is unknown. `resample_after` are rising steps in 0 to T − 3: the noise of the next
+    step separates the children, and the last step is the ODE's. λ is `strength`, per unit of the reward;
+    `schedule` and `noise_level` are those of `Kernel`.
 
     Singhal et al., Feynman-Kac steering, arXiv 2501.06848.
     """

@@ -138,10 +138,7 @@ def _greedy(
     """Return the verdicts [records] of the greedy completions: 1, 0 or NaN."""
     with torch.no_grad():
         rollout = policy.generate(
-            [record["prompt"] for record in records],
-            seeds=0,
-            sampling=Sampling(temperature=0.0),
-            stopping=stopping,
+            [record["prompt"] for record in records], seeds=0, sampling=Sampling(temperature=0.0), stopping=stopping
         )
     scores = _score(judge.name, judge, rollout, records)
     right = verdict(judge.name, judge, scores).float()

@@ -40,12 +40,7 @@ Array = NDArray[np.float64]
 
 
 def agreement(
-    names: Sequence[str],
-    values: ArrayLike,
-    prompts: Sequence[Hashable],
-    *,
-    seed: int = 0,
-    resamples: int = RESAMPLES,
+    names: Sequence[str], values: ArrayLike, prompts: Sequence[Hashable], *, seed: int = 0, resamples: int = RESAMPLES
 ) -> list[dict[str, Any]]:
     """Measure the agreement of every two of M ≥ 2 rewards by scores [M, N], higher better, NaN where one failed.
 
@@ -124,12 +119,7 @@ def same_order(x: Array, y: Array, groups: NDArray[np.int64]) -> tuple[float | N
 
 
 def within_groups(
-    x: ArrayLike,
-    y: ArrayLike,
-    groups: NDArray[np.int64],
-    *,
-    generator: torch.Generator,
-    resamples: int = RESAMPLES,
+    x: ArrayLike, y: ArrayLike, groups: NDArray[np.int64], *, generator: torch.Generator, resamples: int = RESAMPLES
 ) -> tuple[float, Array]:
     """Compute Pearson's r of the ranks within groups [N], pooled, and its draws over whole groups.
 

@@ -44,12 +44,7 @@ FOLDS = 5
 
 
 def calibration_numbers(
-    judged: JudgedPairs,
-    settings: IntervalSettings,
-    *,
-    mean_nll: Interval,
-    mean_brier: Interval,
-    reading: str,
+    judged: JudgedPairs, settings: IntervalSettings, *, mean_nll: Interval, mean_brier: Interval, reading: str
 ) -> dict[str, Any]:
     """Compute NLL, Brier, ECE, the reliability diagram, and the same after scaling, JSON-able.
 

@@ -120,11 +120,7 @@ def from_scores(
 
 
 def from_probabilities(
-    name: str,
-    prob: ArrayLike,
-    *,
-    swapped: ArrayLike | None = None,
-    reasons: Sequence[str | None] | None = None,
+    name: str, prob: ArrayLike, *, swapped: ArrayLike | None = None, reasons: Sequence[str | None] | None = None
 ) -> PairScores:
     """Build pair scores, log-odds as margins, from a pairwise reward's probabilities for the left image.
 
@@ -137,12 +133,7 @@ def from_probabilities(
         margin = (margin + turned) / 2
         turned = np.where(np.isfinite(margin), turned, np.nan)
     return PairScores(
-        name=name,
-        unit="log-odds",
-        margin=margin,
-        reasons=fill_reasons(margin, reasons),
-        link="own",
-        swapped=turned,
+        name=name, unit="log-odds", margin=margin, reasons=fill_reasons(margin, reasons), link="own", swapped=turned
     )
 
 

@@ -7,12 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from visalign.evaluation.statistics.agreement import (
-    alpha_of_sums,
-    alpha_sums,
-    leave_one_out,
-    majority_credit,
-)
+from visalign.evaluation.statistics.agreement import alpha_of_sums, alpha_sums, leave_one_out, majority_credit
 from visalign.evaluation.statistics.intervals import Interval, RatioTable, bootstrap, cluster_sums, interval
 
 from .judged_pairs import IntervalSettings, JudgedPairs

@@ -84,11 +84,7 @@ def _accuracies(
     for policy, entry in agreement.items():
         entry |= {kind: numbers[kind, policy].to_dict() for kind in ("micro", "macro")}
     for (kind, name), mask in masks.items():
-        entry = {
-            "name": name,
-            "pairs": int(mask[judged.rows].sum()),
-            "accuracy": numbers[kind, name].to_dict(),
-        }
+        entry = {"name": name, "pairs": int(mask[judged.rows].sum()), "accuracy": numbers[kind, name].to_dict()}
         slices.setdefault(kind, []).append(entry)
     return agreement, slices, {name: numbers[name] for name in ("mean_nll", "mean_brier")}
 

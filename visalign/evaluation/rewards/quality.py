@@ -22,12 +22,7 @@ from visalign.evaluation.statistics.correlations import (
     weighted_pearson,
     weighted_srcc,
 )
-from visalign.evaluation.statistics.intervals import (
-    bootstrap_samples,
-    cluster_index,
-    correlation_interval,
-    finite,
-)
+from visalign.evaluation.statistics.intervals import bootstrap_samples, cluster_index, correlation_interval, finite
 from visalign.evaluation.statistics.selective import risk_coverage
 
 from .agreement import within_groups

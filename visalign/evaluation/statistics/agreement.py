@@ -60,8 +60,7 @@ POLICIES: Mapping[str, Policy] = {
     ),
     # There the winner of a pair is on the left; the share can exceed 1 when many labels tie.
     "HPSv3_strict": Policy(
-        "HPSv3 as coded: strict >, predicted ties wrong; a tied label adds to the numerator alone.",
-        left=True,
+        "HPSv3 as coded: strict >, predicted ties wrong; a tied label adds to the numerator alone.", left=True
     ),
     "UnifiedReward_ties_wrong": Policy(
         "UnifiedReward's GenAI-Bench script: every pair counts, and a tie on either side is wrong.", label=0.0

@@ -76,7 +76,5 @@ def risk_coverage(uncertainty: ArrayLike, error: ArrayLike) -> RiskCoverage:
     total = np.cumsum(e[order])[ends - 1]
     errors = np.interp(np.arange(1, len(u) + 1), np.append(0, ends), np.append(0.0, total))
     return RiskCoverage(
-        coverage=ends / len(u),
-        risk=total / ends,
-        area=float(np.mean(errors / np.arange(1, len(u) + 1))),
+        coverage=ends / len(u), risk=total / ends, area=float(np.mean(errors / np.arange(1, len(u) + 1)))
     )

@@ -25,16 +25,11 @@ def forward_equivalents_per_image(
     one forward and one backward of the conditional half, one forward of the unconditional half, and the other
     policies. Old log-probabilities come from the rollout and cost nothing.
 
-    Args:
-        steps: T, denoising steps of the sampling, without those that carry a gradient; shared steps count once.
-        trained: S, steps of an image that are trained on; likewise.
-        guided: True where the guidance scale is above 1.
-        reference: r, other policies evaluated at each trained step (reference, anchor, old policy), or their mean.
-        trained_share: q, share of the samples that are back-propagated; the rest have no signal.
-        epochs: E, passes over the samples of an iteration.
-        asked_again: a, passes over every trained step before the update (KL in the reward, off-policy correction).
-        guided_rollout: guidance while sampling; None: as `guided`.
-        measured: m, gradients of single rewards in which an image takes part, for their balance.
+    T = `steps` are those of the sampling that carry no gradient and S = `trained` those trained on; shared ones
+    count once. r = `reference`: other policies evaluated at each trained step (reference, anchor, old policy), or
+    their mean. q = `trained_share` of the samples are back-propagated, in E = `epochs`. a = `asked_again`: passes
+    over every trained step before the update (KL in the reward, off-policy correction). `guided_rollout` None is as
+    `guided`. m = `measured`: gradients of single rewards in which an image takes part, for their balance.
 
     Example:
         Flow-GRPO on SD3.5 (10 steps, 9 trained, guidance 4.5, β > 0), where the published code spends 92:

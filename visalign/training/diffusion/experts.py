@@ -59,12 +59,7 @@ class Experts:
 
     @torch.no_grad()
     def velocity(
-        self,
-        records: Sequence[Mapping[str, Any]],
-        x: Tensor,
-        sigma: Tensor,
-        condition: Condition,
-        time: Tensor,
+        self, records: Sequence[Mapping[str, Any]], x: Tensor, sigma: Tensor, condition: Condition, time: Tensor
     ) -> Tensor:
         """Compute [N, ...] velocities, each row by the expert of its prompt."""
         rest = self._folders.get(REST, "")

@@ -130,12 +130,7 @@ class FlowGRPO(ImageAlgorithm):
         )
 
     def _credit(
-        self,
-        trajectories: Trajectories,
-        images: ScoredImages,
-        trained: Sequence[int],
-        node: Tensor,
-        run: Context,
+        self, trajectories: Trajectories, images: ScoredImages, trained: Sequence[int], node: Tensor, run: Context
     ) -> Trajectories:
         """Add a reward of each trained step, where `objective.credit` asks for one."""
         credit, trajectory = self.settings.credit, images.trajectory
@@ -257,11 +252,10 @@ class FlowGRPO(ImageAlgorithm):
         """Yield rows and the policy's outputs for them; rows of weight 0 where this process is `idle`."""
         local = step.local_rows(self.first, len(experience.trajectory))
         row, decision, count = self._pairs(experience, step, local)
-        idle = self.idle(math.ceil(len(row) / size))
         zero = torch.zeros(1, dtype=torch.int64)
         first = flat_rows(step.prepared, zero, zero)
         weightless = replace(first, weight=torch.zeros_like(first.weight)).to(self.policy.device)
-        for _ in range(idle):
+        for _ in range(self.idle(math.ceil(len(row) / size))):
             yield weightless, self._output(experience, zero, zero)
         if not len(local):
             return

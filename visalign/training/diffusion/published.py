@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 
 from visalign.core.objective.algorithms import NAMED
 from visalign.core.objective.decisions import check_decisions
@@ -78,15 +79,12 @@ PUBLISHED: dict[str, tuple[str, str]] = {
 
 def image_algorithms() -> list[str]:
     """List every `objective.algorithm` that works on images."""
-    return [*filter(_works_on_steps, NAMED), *REGRESSIONS, *ASCENTS]
-
-
-def _works_on_steps(name: str) -> bool:
-    try:
-        check_decisions(NAMED[name], "denoising_steps", name=name, available=["metric"])
-    except ValueError:
-        return False
-    return True
+    names = []
+    for name, row in NAMED.items():
+        with suppress(ValueError):  # it means nothing on denoising steps
+            check_decisions(row, "denoising_steps", name=name, available=["metric"])
+            names.append(name)
+    return [*names, *REGRESSIONS, *ASCENTS]
 
 
 def published_alternative(name: str) -> str:
@@ -95,12 +93,9 @@ def published_alternative(name: str) -> str:
     >>> published_alternative("MixGRPO")  # doctest: +ELLIPSIS
     'It is settings here: objective.algorithm=flow_grpo ... (MixGRPO, arXiv 2507.21802; ...'
     """
-    aliases = {_normalise(key): entry for key, entry in PUBLISHED.items()}
-    if entry := aliases.get(_normalise(name)):
-        return f"It is settings here: {entry[0]} ({entry[1]})."
+    separators = re.compile("[-_ ]")
+    for key, (overrides, description) in PUBLISHED.items():
+        if separators.sub("", key) == separators.sub("", name.lower()):
+            return f"It is settings here: {overrides} ({description})."
     names = image_algorithms()
     return f"{suggestion(name, names)}Choose one of: {', '.join(names)}."
-
-
-def _normalise(name: str) -> str:
-    return re.sub(r"[-_ ]", "", name.lower())

@@ -119,11 +119,8 @@ class VelocityRegression(ImageAlgorithm):
         merged = merged_adapters(self._merged_layers) if self._merged_layers else nullcontext()
         with old, self.unsharded(), merged, guidance_scale(self.policy, self.rollout.guidance):
             images = self.constrained(self.scored(self.sample(iteration, run.clock, steps), run.clock), run)
-        if self.balance is None:
-            weights = list(reward_weights(self.scorer.reward).values())
-        else:
-            weights = self.balance.weights(run)
-        experience = self._end_points(images, visited, weights)
+        plain = list(reward_weights(self.scorer.reward).values())
+        experience = self._end_points(images, visited, plain if self.balance is None else self.balance.weights(run))
         return Collected(experience=experience, samples=self.samples, metrics=images.metrics)
 
     def _end_points(self, images: ScoredImages, visited: Sequence[int], weights: Sequence[float]) -> EndPoints:
@@ -140,22 +137,15 @@ class VelocityRegression(ImageAlgorithm):
             visited=visited,
         )
         if self.row.loss == "covariance":
-            experience.guidance = self._guidance(experience)
+            x0, group = images.trajectory.latents, images.batch.group_id
+            own_present = present[self.first : self.first + len(x0)]
+            experience.guidance = torch.zeros_like(x0, dtype=torch.promote_types(x0.dtype, torch.float32))
+            for label in group.unique():
+                rows = ((group == label) & own_present).nonzero()[:, 0]
+                if len(rows):
+                    own_signal = signal[self.first + rows].to(experience.guidance)
+                    experience.guidance[group == label] = covariance_guidance(x0[rows], own_signal)
         return experience
-
-    def _guidance(self, experience: EndPoints) -> Tensor:
-        """Compute [b, ...] the covariance direction of each sample's group."""
-        images = experience.images
-        x0, group = images.trajectory.latents, images.batch.group_id
-        present = experience.present[self.first : self.first + len(x0)]
-        guidance = torch.zeros_like(x0, dtype=torch.promote_types(x0.dtype, torch.float32))
-        for label in group.unique():
-            members = group == label
-            rows = (members & present).nonzero()[:, 0]
-            signal = experience.signal[self.first + rows].to(guidance)
-            if len(rows):
-                guidance[members] = covariance_guidance(x0[rows], signal)
-        return guidance
 
     def prepare(self, experience: EndPoints, run: Context) -> list[RegressionStep]:
         """Compute the units of each update and their number, over all processes' samples."""
@@ -176,9 +166,9 @@ class VelocityRegression(ImageAlgorithm):
 
     def _steps(self, experience: EndPoints, run: Context) -> list[RegressionStep]:
         row, group = self.row, experience.images.group
-        per_epoch = run.optimizer.updates_per_iteration
-        parts = split_updates(group, self.settings.epochs, per_epoch, self.seed, run.counters.iteration, row.of_groups)
-        kl = experience.kl = row.kl_at(run.counters.iteration)
+        per_epoch, iteration = run.optimizer.updates_per_iteration, run.counters.iteration
+        parts = split_updates(group, self.settings.epochs, per_epoch, self.seed, iteration, row.of_groups)
+        kl = experience.kl = row.kl_at(iteration)
         on_policy, steps, trained, total = self._is_on_policy(), [], 0, 0
         for number, sample in enumerate(parts):
             units, count = self._units(experience, sample, kl > 0, on_policy)
@@ -231,7 +221,7 @@ class VelocityRegression(ImageAlgorithm):
         if self.accelerator.num_processes > 1:
             sums = torch.as_tensor(self.accelerator.reduce(sums, "sum"))
         totals = dict(zip(SUMS, sums.tolist(), strict=True))
-        return {**totals, "loss/policy": totals["loss/policy"] * share, "loss/kl": totals["loss/kl"] * share}
+        return totals | {name: totals[name] * share for name in ("loss/policy", "loss/kl")}
 
     def _backward_batch(
         self,
@@ -380,7 +370,7 @@ class VelocityRegression(ImageAlgorithm):
             self._old.load(run.tensors[OLD])
 
     def _with_old(self) -> AbstractContextManager[None]:
-        """Give the policy the old weights inside the block; without any it stays the current one."""
+        """Give the policy the old weights, if there are any, inside the block."""
         return nullcontext() if self._old is None else self._old.applied()
 
     def _is_on_policy(self) -> bool:
@@ -424,11 +414,11 @@ def _mean_square(a: Tensor, b: Tensor) -> Tensor:
 @contextmanager
 def guidance_scale(policy: DiffusionPolicy, scale: float | None) -> Iterator[None]:
     """Set the policy's guidance scale inside the block; None leaves its own."""
-    changed: Any = policy
-    before = getattr(policy, "guidance", None)
     if scale is None:
         yield
         return
+    changed: Any = policy
+    before = getattr(policy, "guidance", None)
     if not isinstance(before, int | float):
         raise UserError(
             f"{type(policy).__name__} has no attribute guidance that can be set, so rollout.guidance and "

@@ -45,7 +45,6 @@ class AscentBatch:
     prompts: list[str]
     batch: Batch
     group: Tensor  # [B] int64 of all processes in rank order
-    iteration: int
     value: Tensor  # [B] float64 rewards that the updates computed, NaN where unknown
 
 
@@ -74,23 +73,19 @@ class RewardGradient(ImageAlgorithm):
 
     def collect(self, run: Context) -> Collected:
         """Choose and encode the iteration's prompts; each update samples its own images."""
-        iteration = run.counters.iteration
-        batch, records, _ = self.prompts(iteration)
-        condition = self.encode(records, run.clock)
-        group = self.gather_all(batch.group_id)
+        batch, records, _ = self.prompts(run.counters.iteration)
         experience = AscentBatch(
-            condition=condition,
+            condition=self.encode(records, run.clock),
             prompts=[str(record["prompt"]) for record in records],
             batch=batch,
-            group=group,
-            iteration=iteration,
-            value=torch.full((len(group),), torch.nan, dtype=torch.float64),
+            group=self.gather_all(batch.group_id),
+            value=torch.full((self.samples,), torch.nan, dtype=torch.float64),
         )
         return Collected(experience=experience, samples=self.samples)
 
     def prepare(self, experience: AscentBatch, run: Context) -> list[AscentStep]:
         """Choose the samples of each update, and the step where sampling without gradient stops."""
-        updates, iteration = run.optimizer.updates_per_iteration, experience.iteration
+        updates, iteration = run.optimizer.updates_per_iteration, run.counters.iteration
         parts = split_updates(experience.group, self.settings.epochs, updates, self.seed, iteration, False)
         stops = self.row.stops(self.rollout.steps)
         return [
@@ -111,7 +106,7 @@ class RewardGradient(ImageAlgorithm):
         # DDP averages over the processes, and the loss is a mean over all of them
         scale = run.counters.loss_scale * process.num_processes / len(step.sample)
         batches = list(local.split(max(1, run.micro_batch))) if len(local) else []
-        idle, zero = self.idle(len(batches)), torch.zeros(1, dtype=torch.int64)
+        idle, zero = self.idle(len(batches)), torch.zeros(1, dtype=torch.int64)  # all processes count before a batch
         for sample in batches:
             last = sample is batches[-1]
             value[first + sample], batch_sums = self._backward_batch(experience, step, sample, scale, last)
@@ -230,8 +225,7 @@ class RewardGradient(ImageAlgorithm):
 
     def _level(self, k: int, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return (σ [n], time [n]) of step k."""
-        levels = self.sigmas[k], self.times[k]
-        return tuple(level.to(x.device).expand(len(x)) for level in levels)  # type: ignore[return-value]
+        return self.sigmas[k].to(x.device).expand(len(x)), self.times[k].to(x.device).expand(len(x))
 
     def record(self, experience: AscentBatch, sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
         """Compute metrics of the updates."""

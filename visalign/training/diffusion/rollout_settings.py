@@ -22,17 +22,7 @@ from visalign.flow.transitions import LAST_IS_EXACT, Solver
 from visalign.flow.tree import tree_nodes
 from visalign.flow.windows import WindowOrder, window_steps
 from visalign.seeds import sample_seed
-from visalign.settings import (
-    MOST,
-    Count,
-    Natural,
-    NonNegative,
-    Positive,
-    PositiveShare,
-    Share,
-    check_rules,
-    settings,
-)
+from visalign.settings import MOST, Count, Natural, NonNegative, Positive, PositiveShare, Share, check_rules, settings
 from visalign.training.loop.sampler import check_whole_groups
 from visalign.training.policy.settings import stale_message
 

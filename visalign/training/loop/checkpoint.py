@@ -61,13 +61,7 @@ def folders(root: Path) -> list[Path]:
 
 
 def save(
-    root: Path,
-    step: int,
-    tensors: Tensors,
-    state: Mapping[str, Any],
-    config: Mapping[str, Any],
-    *,
-    keep: int = 2,
+    root: Path, step: int, tensors: Tensors, state: Mapping[str, Any], config: Mapping[str, Any], *, keep: int = 2
 ) -> Path:
     """Write the checkpoint of `step` iterations; delete later ones and all but the newest `keep` that are whole.
 
@@ -219,11 +213,7 @@ def verify(folder: Path) -> dict[str, Any]:
 
 
 def load(
-    folder: Path,
-    config: Mapping[str, Any],
-    *,
-    free: Collection[str] = (),
-    divided: Mapping[str, Tensor] | None = None,
+    folder: Path, config: Mapping[str, Any], *, free: Collection[str] = (), divided: Mapping[str, Tensor] | None = None
 ) -> Checkpoint:
     """Read a checkpoint after verifying it, in any number of processes.
 

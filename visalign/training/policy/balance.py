@@ -50,10 +50,7 @@ class RewardBalance:
         return run.counters.iteration % self.every == 0
 
     def measure(
-        self,
-        run: Context,
-        named: Sequence[tuple[str, nn.Parameter]],
-        gradient: Callable[[Sequence[float]], None],
+        self, run: Context, named: Sequence[tuple[str, nn.Parameter]], gradient: Callable[[Sequence[float]], None]
     ) -> None:
         """Measure the rewards' gradients and move ᾱ, unless one is not finite or all are 0.
 

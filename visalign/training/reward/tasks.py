@@ -27,11 +27,7 @@ from visalign.core.preference.bradley_terry import (
 )
 from visalign.core.preference.fidelity import fidelity_loss, quality_preferences, thurstone_score
 from visalign.core.preference.ict import IctLabels, ict_loss
-from visalign.core.preference.uncertainty import (
-    log_win_probability,
-    pair_deviation,
-    uncertain_preference_loss,
-)
+from visalign.core.preference.uncertainty import log_win_probability, pair_deviation, uncertain_preference_loss
 from visalign.core.preference.yes_no import YesNo, yes_no_loss, yes_no_pair_loss
 
 from .batch import Outputs, RewardBatch
