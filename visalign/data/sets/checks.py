@@ -35,13 +35,14 @@ def check_preferences(pairs: PreferenceSet, *, files: bool = True, judge_sees_si
     rows that contradict an earlier one, images compared with themselves, ties. With `files` the images will
     be opened, so missing ones are refused now.
     """
-    images = [(image, pair.split) for pair in pairs.pairs for image in (pair.image_left, pair.image_right)]
-    _refuse_missing([image for image, _ in images], files)
     _refuse_leaks(
-        ((" ".join(pair.prompt.split()).lower(), pair.split) for pair in pairs.pairs),
-        f"prompts of '{pairs.name}'",
-        "Training and test would share them. Put each prompt into one split, or read one split alone "
+        pairs.name,
+        [(image, pair.split) for pair in pairs.pairs for image in (pair.image_left, pair.image_right)],
+        [(" ".join(pair.prompt.split()).lower(), pair.split) for pair in pairs.pairs],
+        what="prompts",
+        remedy="Training and test would share them. Put each prompt into one split, or read one split alone "
         "(split=..., --split).",
+        files=files,
     )
     tied = sum(pair.label == 0.5 for pair in pairs.pairs)
     if tied == len(pairs):
@@ -49,7 +50,6 @@ def check_preferences(pairs: PreferenceSet, *, files: bool = True, judge_sees_si
             f"All {len(pairs)} pairs of '{pairs.name}' are ties: there is nothing to agree with. Check which "
             "column holds the label (left, right, tie, or the share for the left image)."
         )
-    _refuse_images_in_splits(pairs.name, images)
     itself = [pairs.row(i) for i, pair in enumerate(pairs.pairs) if pair.image_left == pair.image_right]
     findings = [*_one_side(pairs, judge_sees_sides), *_repeats(pairs)]
     findings += _rows_finding("same_image", itself, "compare an image with itself")
@@ -60,18 +60,19 @@ def check_preferences(pairs: PreferenceSet, *, files: bool = True, judge_sees_si
 
 def check_quality(records: QualitySet, *, files: bool = True) -> list[Finding]:
     """Refuse a quality set on which no correlation is defined or that leaks; report repeated images."""
-    _refuse_missing([record.image for record in records.records], files)
     if len({record.mos for record in records.records}) < 2:
         raise UserError(
             f"The {len(records)} images of '{records.name}' have one score; a correlation needs two. "
             "Check which column holds the mean opinion score."
         )
     _refuse_leaks(
-        ((record.origin, record.split) for record in records.records),
-        f"images or references of '{records.name}'",
-        "Put all images of a reference into one split, or read one split alone (--split).",
+        records.name,
+        [(record.image, record.split) for record in records.records],
+        [(record.origin, record.split) for record in records.records],
+        what="images or references",
+        remedy="Put all images of a reference into one split, or read one split alone (--split).",
+        files=files,
     )
-    _refuse_images_in_splits(records.name, [(record.image, record.split) for record in records.records])
     repeated, scores = [], {}
     for index, record in enumerate(records.records):
         row = records.row(index)
@@ -127,12 +128,9 @@ def without_duplicates(pairs: PreferenceSet) -> PreferenceSet:
 
 
 def summed_votes(pairs: PreferenceSet) -> tuple[PreferenceSet, list[Finding]]:
-    """Sum the rows of a pair's annotators to votes, one record per pair in the place of its first row.
+    """Sum the rows of a pair's annotators to votes, one record per pair in the place of its first row; report on it.
 
     The label is the share of the votes. Other columns keep the first row's value.
-
-    Returns:
-        The set, and a report on the sums.
     """
     groups: dict[tuple[str | None, ...], list[int]] = {}
     for index, pair in enumerate(pairs.pairs):
@@ -186,22 +184,32 @@ def _statement(pair: PreferencePair) -> tuple[str, str, str, float]:
     return pair.prompt, pair.image_right, pair.image_left, 1.0 - pair.label
 
 
-def _refuse_leaks(items: Iterable[tuple[str, str | None]], what: str, remedy: str) -> None:
-    """Refuse keys in more than one split, from (key, split or None) of each row."""
-    splits: dict[str, set[str]] = {}
-    for key, split in items:
+def _refuse_leaks(
+    name: str,
+    images: Iterable[tuple[str, str | None]],
+    keys: Iterable[tuple[str, str | None]],
+    *,
+    what: str,
+    remedy: str,
+    files: bool,
+) -> None:
+    """Refuse missing image files, and images or keys in more than one split; both come with their split or None."""
+    if missing := missing_files([reference for reference, _ in images]) if files else []:
+        raise UserError(
+            f"{len(missing)} image files do not exist: {listed(missing)}. Relative paths are taken from the "
+            "folder of the set's file."
+        )
+    of_key: dict[str, set[str]] = {}
+    in_split: dict[str, list[str]] = {}
+    for key, split in keys:
         if split is not None:
-            splits.setdefault(key, set()).add(split)
-    if shared := [f"'{key}' ({' and '.join(sorted(names))})" for key, names in splits.items() if len(names) > 1]:
-        raise UserError(f"{len(shared)} {what} are in more than one split: {listed(shared)}. {remedy}")
-
-
-def _refuse_images_in_splits(name: str, items: Iterable[tuple[str, str | None]]) -> None:
-    splits: dict[str, list[str]] = {}
-    for reference, split in items:
+            of_key.setdefault(key, set()).add(split)
+    if shared := [f"'{key}' ({' and '.join(sorted(names))})" for key, names in of_key.items() if len(names) > 1]:
+        raise UserError(f"{len(shared)} {what} of '{name}' are in more than one split: {listed(shared)}. {remedy}")
+    for reference, split in images:
         if split is not None:
-            splits.setdefault(split, []).append(reference)
-    refuse_shared_images(splits, what=f"of '{name}' are in more than one split")
+            in_split.setdefault(split, []).append(reference)
+    refuse_shared_images(in_split, what=f"of '{name}' are in more than one split")
 
 
 def _file_state(reference: str) -> tuple[Hashable, int | None]:
@@ -228,14 +236,6 @@ def _across_sets(keyed: Iterable[tuple[Hashable, Item]]) -> list[tuple[Item, Ite
         groups.setdefault(key, []).append(item)
     others = [(group[0], [item for item in group if item[1] != group[0][1]]) for group in groups.values()]
     return [(first, rest[0]) for first, rest in others if rest]
-
-
-def _refuse_missing(references: list[str], files: bool) -> None:
-    if missing := missing_files(references) if files else []:
-        raise UserError(
-            f"{len(missing)} image files do not exist: {listed(missing)}. Relative paths are taken from the "
-            "folder of the set's file."
-        )
 
 
 def _one_side(pairs: PreferenceSet, judge_sees_sides: bool) -> list[Finding]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 from bisect import bisect_right
 from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -79,10 +80,8 @@ def _open_parquet(path: str) -> tuple[Any, list[int]]:
     import pyarrow.parquet
 
     file = pyarrow.parquet.ParquetFile(path)
-    starts = [0]
-    for group in range(file.num_row_groups):
-        starts.append(starts[-1] + file.metadata.row_group(group).num_rows)
-    return file, starts
+    sizes = (file.metadata.row_group(group).num_rows for group in range(file.num_row_groups))
+    return file, list(accumulate(sizes, initial=0))
 
 
 @lru_cache(maxsize=4)  # pairs are read in order, so few row groups serve all rows that follow

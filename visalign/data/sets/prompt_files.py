@@ -125,7 +125,9 @@ def load_prompts(source: str | Path, *, edits: Edits = "none", several: bool = T
         if not line.strip():
             blank += 1
             continue
-        record = {"prompt": line} if path.suffix == ".txt" else _prompt_record(f"{name} line {number}", line)
+        record = {"prompt": line}
+        if path.suffix == ".jsonl":
+            record = _prompt_record(f"{name} line {number}", line, "text", '{"prompt": "a red circle"}')
         record["prompt"] = record["prompt"].strip()
         key = (record["prompt"],) if edits == "none" else (record["prompt"], str(record.get("source")))
         first, earlier = records.setdefault(key, (number, record))
@@ -201,12 +203,7 @@ def load_demonstrations(path: str | Path, field: str | None = None) -> list[Reco
     for number, line in enumerate(_read_lines(path, name), start=1):
         if line.strip():
             where = f"'{path}' line {number}"
-            record = parse_json(line, where)
-            if not isinstance(record, dict) or not is_prompt(record.get("prompt")):
-                raise UserError(
-                    f'{where} needs a JSON object with a "prompt" that is text or a list of messages, such '
-                    f"as {EXAMPLE}; got {line.strip()[:80]}."
-                )
+            record = _prompt_record(where, line, "text or a list of messages", EXAMPLE)
             records.append(with_completion(record, where, field))
     if not records:
         raise UserError(f"{name} has no record; it needs at least one line such as {EXAMPLE}.")
@@ -263,12 +260,12 @@ def _read_lines(path: Path, name: str) -> list[str]:
     return lines if lines[-1] else lines[:-1]
 
 
-def _prompt_record(where: str, line: str) -> Record:
+def _prompt_record(where: str, line: str, kind: str, example: str) -> Record:
+    """Parse an object with a prompt of a kind, "text" or "text or a list of messages"."""
     record = parse_json(line, where)
     prompt = record.get("prompt") if isinstance(record, dict) else None
-    if not isinstance(prompt, str) or not prompt.strip():
+    if not is_prompt(prompt) or (kind == "text" and not isinstance(prompt, str)):
         raise UserError(
-            f'{where} needs a JSON object with a "prompt" that is text, e.g. '
-            f'{{"prompt": "a red circle"}}; got {line.strip()[:80]}.'
+            f'{where} needs a JSON object with a "prompt" that is {kind}, such as {example}; got {line.strip()[:80]}.'
         )
     return record
