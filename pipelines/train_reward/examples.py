@@ -74,10 +74,6 @@ class Examples:
     def __getitem__(self, number: int) -> Example:
         return self.example(number)
 
-    def first(self, count: int) -> Examples:
-        """Return the first `count` of the set."""
-        return replace(self, count=count)
-
 
 def as_image(image: np.ndarray) -> Tensor:
     """Convert uint8 [H, W, 3] to float32 [3, H, W] in [0, 1]."""
@@ -237,13 +233,7 @@ class _Answer(BaseModel, strict=True):
 
 
 def file_answers(records: Sequence[Mapping[str, Any]], *, name: str, right: float) -> Examples:
-    """Answers of a judge about single images, and whether each is right.
-
-    Args:
-        records: Lines of the dataset of text_sample, with image, caption, completion and reward.
-        name: Name of the file, for messages.
-        right: Reward from which an answer is right.
-    """
+    """Answers of a judge about single images, lines of text_sample's dataset; from the reward `right` on right."""
     rows, labels, content = [], [], []
     for number, record in enumerate(records, start=1):
         try:
@@ -269,22 +259,18 @@ def file_answers(records: Sequence[Mapping[str, Any]], *, name: str, right: floa
     return _from_files(rows, labels, content, prompts=(image for row in rows for image in row.images))
 
 
+@dataclass(frozen=True, kw_only=True)
 class ExampleBatches:
     """Stream of examples, epoch after epoch in a new order, every example once in each.
 
     Batch `number` of `size` examples in micro-batches of `micro` is a function of (seed, number) alone.
     """
 
-    def __init__(
-        self,
-        examples: Examples,
-        encode: Callable[[Sequence[Example]], RewardBatch],
-        *,
-        size: int,
-        micro: int,
-        seed: int,
-    ) -> None:
-        self.examples, self.encode, self.size, self.micro, self.seed = examples, encode, size, micro, seed
+    examples: Examples
+    encode: Callable[[Sequence[Example]], RewardBatch]
+    size: int
+    micro: int
+    seed: int
 
     def batch(self, number: int, part: tuple[int, int] = (0, 1)) -> Iterator[RewardBatch]:
         """Yield the micro-batches of share `part` of batch `number`."""

@@ -57,7 +57,9 @@ def _build(config: TrainRewardConfig, output: Path) -> JudgeRun:
     examples = judge.remember(inputs.train)
     algorithm = RewardModeling(
         judge,
-        ExampleBatches(examples, judge.encode, size=data.batch, micro=data.micro_batch, seed=config.seed),
+        ExampleBatches(
+            examples=examples, encode=judge.encode, size=data.batch, micro=data.micro_batch, seed=config.seed
+        ),
         objective=config.objective,
         accelerator=accelerator,
         seed=config.seed,
@@ -79,7 +81,7 @@ def _build(config: TrainRewardConfig, output: Path) -> JudgeRun:
         fingerprints=inputs.fingerprints,
         network=judge.module,
         measure=measure,
-        heldout=measure.size,
+        heldout=0 if heldout is None else len(heldout),
         save=judge.save,
         counts=lambda result: {
             "examples": result.counters.samples,

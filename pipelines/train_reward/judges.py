@@ -153,18 +153,20 @@ class SeeingJudge(TrainedJudge):
         """Write `judge.json` with questions and more entries, beside adapters, whole model or base's name."""
         model, settings, train = self.engine.model.eval(), self.engine.settings, self.settings.train
         folder.mkdir(parents=True, exist_ok=True)
-        rest = {**settings.rest, "base": base_name(self.settings.path, folder), **(more or {})}
-        if train == "full":
-            del rest["base"]
-            cast(model, self.save_dtype)
+        base = base_name(self.settings.path, folder)
+        cast(model, self.save_dtype)
+        if train != "head":
             model.save_pretrained(folder)
+        if train == "full":
             self.engine.processor.save_pretrained(folder)
         elif train == "lora":
-            model.save_pretrained(folder)
-            name_base(folder, rest["base"])
+            name_base(folder, base)
+        rest = {**settings.rest, "base": base, **(more or {})}
+        if train == "full":
+            del rest["base"]
         templates = {**settings.templates, **{template.name: template for template in questions}}
         JudgeSettings(templates=templates, positions=self.engine.positions, rest=rest).write(folder)
-        shrink(folder, self.save_dtype)
+        umask_permissions(folder)
 
 
 class OtherMembers:
@@ -225,7 +227,7 @@ def trainable(network: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def cast(network: nn.Module, dtype: torch.dtype) -> None:
-    """`network.to(dtype)`, also inside of `unsharded_state`."""
+    """Convert a network in place for saving; `network.to(dtype)` would fail inside of `unsharded_state`."""
     for value in (*network.parameters(), *network.buffers()):
         if value.is_floating_point():
             value.data = value.data.to(dtype)
@@ -244,14 +246,3 @@ def refuse(reasons: Sequence[str | None], prompts: Sequence[str]) -> None:
             raise UserError(
                 f"An example with the prompt {excerpt!r} cannot be learnt: {reason}. Take it out of the set."
             )
-
-
-def shrink(folder: Path, dtype: torch.dtype) -> None:
-    """Rewrite the adapters and the head of a folder in another dtype, for others to read."""
-    from safetensors.torch import load_file, save_file
-
-    for name in ("adapter_model.safetensors", "reward_head.safetensors"):
-        file = folder / name
-        if file.is_file():
-            save_file({key: value.to(dtype) for key, value in load_file(file).items()}, file)
-    umask_permissions(folder)

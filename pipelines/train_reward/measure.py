@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ ON_THE_WAY = 400
 """Held-out examples of the evaluations on the way; the last one takes all."""
 
 
+@dataclass(frozen=True)
 class Measure:
     """Measures a judge with the weights that it has; without held-out examples it returns no numbers.
 
@@ -28,15 +30,10 @@ class Measure:
     get the numbers.
     """
 
-    def __init__(
-        self,
-        config: TrainRewardConfig,
-        judge: Any,
-        heldout: Examples | None,
-        processes: tuple[int, int] = (0, 1),
-    ) -> None:
-        self.config, self.judge, self.heldout, self.processes = config, judge, heldout, processes
-        self.size = 0 if heldout is None else len(heldout)
+    config: TrainRewardConfig
+    judge: Any
+    heldout: Examples | None
+    processes: tuple[int, int] = (0, 1)
 
     def __call__(self, *, final: bool = False) -> dict[str, float]:
         """Compute the numbers on all held-out examples (`final`) or on the first `ON_THE_WAY`.
@@ -45,15 +42,16 @@ class Measure:
         """
         if self.heldout is None:
             return {}
-        examples = self.heldout.first(self.size if final else min(self.size, ON_THE_WAY))
+        examples = self.heldout
+        count = len(examples) if final else min(len(examples), ON_THE_WAY)
         task = TASKS[self.config.objective.task]
         size, (process, processes) = self.config.evaluation.batch, self.processes
         is_pairs = task.labels not in ("rows", "answers")
         if not is_pairs:
             self.judge.train(False)
         results = []
-        for start in range(process * size, len(examples), processes * size):
-            numbers = range(start, min(start + size, len(examples)))
+        for start in range(process * size, count, processes * size):
+            numbers = range(start, min(start + size, count))
             batch = self.judge.encode([examples[number] for number in numbers], heldout=True)
             results.append((start, score_pairs(self.judge, [batch], task) if is_pairs else self._outputs(batch)))
         if processes > 1:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from visalign.atomic import umask_permissions
 from visalign.rewards.chat.deepseek_grm import META
 from visalign.rewards.hpsv3.head import HIDDEN, RanknetHead
 from visalign.rewards.hpsv3.model import REWARD_TOKEN, HPSv3Model
@@ -24,7 +25,7 @@ from visalign.training.reward.batch import Outputs, RewardBatch
 
 from .config import TrainRewardConfig
 from .examples import Example, pair_batch, pair_images
-from .judges import SeeingJudge, base_name, cast, refuse, shrink, trainable
+from .judges import SeeingJudge, base_name, cast, refuse, trainable
 
 
 class Hpsv3Judge(SeeingJudge):
@@ -86,15 +87,13 @@ class Hpsv3Judge(SeeingJudge):
     @torch.no_grad()
     def save(self, folder: Path) -> None:
         """Write what `HPSv3.from_pretrained` reads: adapters and head beside the base, or the whole model."""
-        self.judge.eval()
-        model, path = self.engine.model, self.settings.path
+        cast(self.judge.eval(), self.save_dtype)
         if self.token is not None:
-            model.get_input_embeddings().weight[self._token_id()] = self.token.to(model.dtype)
-        full = self.settings.train == "full"
-        if full:
-            cast(model, self.save_dtype)
-        self.judge.save_pretrained(folder, base=None if full else base_name(path, folder))
-        shrink(folder, self.save_dtype)
+            weight = self.engine.model.get_input_embeddings().weight
+            weight[self._token_id()] = self.token.to(weight)
+        base = None if self.settings.train == "full" else base_name(self.settings.path, folder)
+        self.judge.save_pretrained(folder, base=base)
+        umask_permissions(folder)
 
 
 class AnswerJudge(SeeingJudge):
