@@ -165,13 +165,13 @@ def _costs(found: dict[str, dict[str, list[float]]], key: str, name: str, unit: 
     parts = []
     order = sorted(found, key=lambda row: -float(np.mean(found[row]["after"])))
     ends = [(costs[row], float(np.mean(found[row]["after"]))) for row in order]
-    places = [frame.place(*end)[1] for end in ends]
+    places = [frame.project(*end)[1] for end in ends]
     for at in range(1, len(places)):  # names do not lie on each other, nor below the axis
         places[at] = max(places[at], places[at - 1] + GAP)
     for at in range(len(places) - 1, -1, -1):
-        places[at] = min(places[at], frame.place(0.0, frame.y[0])[1] - GAP * (len(places) - 1 - at))
+        places[at] = min(places[at], frame.project(0.0, frame.y[0])[1] - GAP * (len(places) - 1 - at))
     for row, end, y in zip(order, ends, places, strict=True):
-        after, (left, height) = found[row]["after"], frame.place(*end)
+        after, (left, height) = found[row]["after"], frame.project(*end)
         parts.append(frame.path("change", [(0.0, before), end]))
         parts.append(frame.path("range", [(end[0], min(after)), (end[0], max(after))]))
         parts.append(f'<path class="leader" d="M{left + 5:.1f} {height:.1f}L{frame.width - 226:.1f} {y:.1f}"/>')

@@ -76,11 +76,11 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _show_support(console: Console, support: Mapping[str, Any]) -> None:
-    from visalign.evaluation.pages.base import share, whole, with_span
+    from visalign.evaluation.pages.base import share, whole_percent, with_span
 
     table = _table("Support", "k", "pass@k, base", "tuned", "change")
     for point in support["pass_at_k"]:
-        rates = [with_span(point[name], share, whole) for name in ("base", "tuned")]
+        rates = [with_span(point[name], share, whole_percent) for name in ("base", "tuned")]
         table.add_row(str(point["k"]), *rates, _three_decimals(point["change"]))
     console.print(table)
     where = support["crossing"]
@@ -120,12 +120,12 @@ def _show_distances(console: Console, pairs: Sequence[Mapping[str, Any]]) -> Non
 
 
 def _show_greedy(console: Console, result: Mapping[str, Any]) -> None:
-    from visalign.evaluation.pages.base import share, signed, whole, with_span
+    from visalign.evaluation.pages.base import share, signed, whole_percent, with_span
 
     tie, noise = f"near a tie (< {result['margin']:g} nats)", f"other under noise {result['noise']:g}"
     table = _table("Greedy answers", "policy", tie, noise, "reward", "its change", "size of it")
     for name, row in result["policies"].items():
-        shares = [with_span(row[key], share, whole) for key in ("near_tie", "changed")]
+        shares = [with_span(row[key], share, whole_percent) for key in ("near_tie", "changed")]
         paid = [signed(row[key]["estimate"], 3) for key in ("reward", "reward_change", "reward_change_abs")]
         table.add_row(name, *shares, *paid)
     console.print(table)

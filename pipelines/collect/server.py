@@ -193,7 +193,7 @@ class _VoteServer:
 
     async def image(self, request: Request) -> Response:
         side, number = request.path_params["side"], request.path_params["assignment"]
-        assignment = self._store.shown(self._name(request), min(number, 2**62))
+        assignment = self._store.assignment(self._name(request), min(number, 2**62))
         if side not in SIDES[: len(assignment.task.images)]:
             raise HTTPException(404, f"There is no image on the {side:.20}.")
         content, media_type = await run_in_threadpool(image_bytes, assignment.image(side))

@@ -171,20 +171,16 @@ class VoteStore:
         partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
         about = {"format": FORMAT, "id": secrets.token_hex(8)}
         about |= {"form": json.dumps(asdict(form)), "plan": json.dumps(asdict(plan))}  # type: ignore[arg-type]
+        rows = [(t.key, t.prompt, json.dumps(t.images), t.gold, json.dumps(t.extra)) for t in tasks]
         try:
-            db = _connect(partial)
-            db.execute("PRAGMA journal_mode = WAL")
-            db.executescript(_TABLES)
-            db.execute("BEGIN")
-            db.executemany("INSERT INTO about VALUES (?, ?)", about.items())
-            db.executemany(
-                "INSERT INTO tasks (key, prompt, images, gold, extra) VALUES (?, ?, ?, ?, ?)",
-                [(t.key, t.prompt, json.dumps(t.images), t.gold, json.dumps(t.extra)) for t in tasks],
-            )
-            db.execute("COMMIT")
-            db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-            db.close()
-            partial.rename(path)
+            with closing(_connect(partial)) as db:
+                db.executescript(f"PRAGMA journal_mode = WAL; {_TABLES}")
+                db.execute("BEGIN")
+                db.executemany("INSERT INTO about VALUES (?, ?)", about.items())
+                db.executemany("INSERT INTO tasks (key, prompt, images, gold, extra) VALUES (?, ?, ?, ?, ?)", rows)
+                db.execute("COMMIT")
+                db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            partial.rename(path)  # only a complete file gets the name
         finally:
             for leftover in path.parent.glob(f"{partial.name}*"):
                 leftover.unlink()
@@ -197,7 +193,7 @@ class VoteStore:
 
     def join(self, name: str, *, judge: bool = False) -> str:
         """Register a voter and return their secret; a judge may register again."""
-        name = " ".join(name.split())
+        name = " ".join(name.split())  # "Ada " and "Ada" are one voter
         if not name or len(name) > MAX_NAME or not name.isprintable():
             raise UserError(f"A name has 1 to {MAX_NAME} letters; got {name[:MAX_NAME]!r}.")
         if self.plan.allowed and not judge and name not in self.plan.allowed:
@@ -233,30 +229,28 @@ class VoteStore:
             if (chosen := self._choose(name)) is None:
                 return None
             number = db.execute(_ASSIGN, (*chosen, time.time(), name)).lastrowid
-            return self.shown(name, number or 0)
+            return self.assignment(name, number or 0)
 
     def before(self, name: str, assignment: int | None) -> Assignment | None:
         """Return a voter's answered task before this assignment; None starts from the last."""
-        rows = self._assignments(
+        earlier = (
             "name = ? AND answer IS NOT NULL AND position < IFNULL((SELECT position FROM assignments "
-            "WHERE id = ?), 1e18) ORDER BY position DESC LIMIT 1",
-            name,
-            assignment,
+            "WHERE id = ?), 1e18) ORDER BY position DESC LIMIT 1"
         )
-        return rows[0] if rows else None
+        return next(iter(self._assignments(earlier, name, assignment)), None)
 
-    def shown(self, name: str, assignment: int) -> Assignment:
+    def assignment(self, name: str, number: int) -> Assignment:
         """Return an assignment of a voter; `VoteRefused` where it is not theirs."""
-        rows = self._assignments("assignment = ? AND name = ?", assignment, name)
+        rows = self._assignments("assignment = ? AND name = ?", number, name)
         if not rows:
-            raise VoteRefused(403, f"Task {assignment} was not given to {name}.")
+            raise VoteRefused(403, f"Task {number} was not given to {name}.")
         return rows[0]
 
     def vote(
         self, name: str, assignment: int, answer: Mapping[str, Any], *, client: str, seconds: float | None
     ) -> None:
         """Store an answer, sides as on the screen; the same `client` again changes nothing."""
-        text = json.dumps(mirror_answer(answer) if self.shown(name, assignment).swapped else dict(answer))
+        text = json.dumps(mirror_answer(answer) if self.assignment(name, assignment).swapped else dict(answer))
         with self._transaction() as db:
             rows = self._fetch("SELECT assignment FROM votes WHERE client = ?", client)
             if not rows:
@@ -276,13 +270,13 @@ class VoteStore:
 
     def votes(self) -> list[Vote]:
         """List all votes that count, by voter in the order of their tasks; `UNSEEN` does not count."""
-        rows = self._fetch(
+        query = (
             "SELECT task, name, is_judge, is_repeat, swapped, position, answer, seconds FROM last_votes "
             "WHERE NOT is_unseen ORDER BY annotator, position"
         )
         return [
             Vote(task, name, bool(judge), bool(again), bool(swapped), position, json.loads(answer), seconds)
-            for task, name, judge, again, swapped, position, answer, seconds in rows
+            for task, name, judge, again, swapped, position, answer, seconds in self._fetch(query)
         ]
 
     def unseen(self) -> int:
@@ -306,12 +300,12 @@ class VoteStore:
         plan = self.plan
         query = "SELECT task, is_repeat OR is_unseen, swapped FROM last_votes WHERE name = ? ORDER BY position"
         history = self._fetch(query, name)
-        position, known = len(history), {task for task, *_ in history}
+        position, answered = len(history), {task for task, *_ in history}
         number = draw(plan.seed, name, position)
         gold_due, repeat_due = (
             every > 0 and (position + 1) % every == 0 for every in (plan.gold_every, plan.repeat_every)
         )
-        gold = [task for task in self._gold if task not in known]
+        gold = [task for task in self._gold if task not in answered]
         if gold_due and gold:
             task = gold[number % len(gold)]
         else:
@@ -320,7 +314,7 @@ class VoteStore:
             if repeat_due and earlier:
                 task, _, swapped = earlier[number % len(earlier)]
                 return task, True, self.is_pairs and not swapped, position  # the other side tells a habit
-            closed = known | self._full() | {*self._gold}
+            closed = answered | self._full() | {*self._gold}
             if name not in self._orders:
                 self._orders[name] = sorted(self.tasks, key=lambda task: draw(plan.seed, name, task))
             task = next((task for task in self._orders[name] if task not in closed), None)
@@ -387,4 +381,5 @@ def _connect(path: Path) -> sqlite3.Connection:
 
 
 def _hash(secret: str) -> str:
+    """Hash a secret: who reads the file cannot vote in a voter's name."""
     return hashlib.sha256(secret.encode("utf-8", "surrogatepass")).hexdigest()

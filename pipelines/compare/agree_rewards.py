@@ -56,8 +56,8 @@ def read_set(
     """
     columns, path = columns or Columns(), Path(source)
     first = first_row(path)
-    named = rename_columns(path, first, columns.names) if first else {}
-    if is_named_set(source) or "image_left" in named or "image_right" in named:
+    columns_of_first = rename_columns(path, first, columns.names) if first else {}
+    if is_named_set(source) or "image_left" in columns_of_first or "image_right" in columns_of_first:
         records = load_source(source, limit=limit, columns=columns)
         if isinstance(records, PreferenceSet):
             rows = _rows_of_pairs(records, scores)

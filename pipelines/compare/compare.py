@@ -158,8 +158,8 @@ def _compare_orders(judge: Any, images: Sequence[Tensor], prompt: str) -> dict[s
     orders = []
     for row, side in enumerate(SIDES):
         prob = None if log_odds[row] is None else finite_or_none(answer.prob[row])
-        asked = {"left": side, "prob": prob, "log_odds": log_odds[row]}
-        orders.append(asked | _describe(answer, row, read.reasons[row]))
+        order = {"left": side, "prob": prob, "log_odds": log_odds[row]}
+        orders.append(order | _describe(answer, row, read.reasons[row]))
     notes = [f"{order['left']} on the left: {order['reason']}" for order in orders if order["reason"]]
     entry: dict[str, Any] = {
         "kind": "comparisons",

@@ -24,27 +24,27 @@ def ranking_record(
     why there is no answer.
     """
     is_pairwise = ranking.pairs is not None
-    asked: list[dict[str, Any]] = []
+    calls: list[dict[str, Any]] = []
     if ranking.pairs is not None and ranking.answers is not None:
         answers = zip(ranking.pairs.tolist(), ranking.answers.prob.tolist(), ranking.answers.reasons, strict=True)
         for (left, right), prob, reason in answers:
             pair = {"left": names[left], "right": names[right]}
-            asked.append(pair | {"prob": finite_or_none(prob), "reason": reason})
-    calls = Counter(call[side] for call in asked for side in ("left", "right"))
-    readable = len(calls.keys() | {names[row] for row in ranking.order})
+            calls.append(pair | {"prob": finite_or_none(prob), "reason": reason})
+    counts = Counter(call[side] for call in calls for side in ("left", "right"))
+    readable = len(counts.keys() | {names[row] for row in ranking.order})
     unjudged = [row for row in range(len(names)) if row not in set(ranking.order)]
     rows = []
-    for place, row in enumerate([*ranking.order, *unjudged], 1):
-        is_judged = place <= len(ranking.order)
+    for position, row in enumerate([*ranking.order, *unjudged], 1):
+        is_judged = position <= len(ranking.order)
         entry = {
-            "place": place if is_judged else None,
+            "place": position if is_judged else None,
             "image": names[row],
             "score": finite_or_none(ranking.score[row]),
             "low": finite_or_none(ranking.low[row]),
             "high": finite_or_none(ranking.high[row]),
             "reason": None if is_judged else ranking.reason[row] or "not judged",
         }
-        rows.append(entry | ({"calls": calls[names[row]]} if is_pairwise else {}))
+        rows.append(entry | ({"calls": counts[names[row]]} if is_pairwise else {}))
     return {
         "format": "visalign ranking 1",
         "prompt": prompt,
@@ -58,7 +58,7 @@ def ranking_record(
         "all_pairs": readable * (readable - 1) // 2,
         "position_bias": ranking.bias,
         "position_bias_std": ranking.bias_std,
-        "asked": asked if is_pairwise else None,
+        "asked": calls if is_pairwise else None,
         "images": rows,
     }
 

@@ -48,19 +48,17 @@ def score_pairs(pairs: PreferenceSet, reward: PointwiseReward | PairwiseReward, 
         requests.append(tuple(_Request(images, pair.prompt, _metadata(pair)) for images in inputs))
     answers = _ask(reward, requests, **asking)
     first, second = (_column(answers, index, "value") for index in (0, 1))
-    reasons = [one.reason or other.reason for one, other in answers]
+    reasons = [former.reason or latter.reason for former, latter in answers]
     if not isinstance(reward, PointwiseReward):
         prob, swapped = special.expit(first), special.expit(second)
         return from_probabilities(reward.name, prob, swapped=swapped, reasons=reasons)
-    stds = [_column(answers, index, "std") for index in (0, 1)]
-    std_left, std_right = (None, None) if np.isnan(stds).all() else stds
     return from_scores(
         reward.name,
         reward.unit,
         first,
         second,
-        std_left=std_left,
-        std_right=std_right,
+        std_left=_column(answers, 0, "std"),
+        std_right=_column(answers, 1, "std"),
         reasons=reasons,
         higher_is_better=reward.higher_is_better,
     )
@@ -187,14 +185,13 @@ def column_scores(pairs: PreferenceSet, name: str, *, higher_is_better: bool = T
     rows, reasons = [pair.extra for pair in pairs.pairs], [MISSING] * len(pairs)
     columns, prob = {column for row in rows for column in row}, f"{name}_prob"
     if {f"{name}_left", f"{name}_right"} <= columns:
-        has_std = {f"{name}_std_left", f"{name}_std_right"} <= columns
         return from_scores(
             name,
             f"column {name}",
             _numbers(rows, f"{name}_left"),
             _numbers(rows, f"{name}_right"),
-            std_left=_numbers(rows, f"{name}_std_left") if has_std else None,
-            std_right=_numbers(rows, f"{name}_std_right") if has_std else None,
+            std_left=_numbers(rows, f"{name}_std_left"),  # NaN without the column, which counts as none
+            std_right=_numbers(rows, f"{name}_std_right"),
             reasons=reasons,
             higher_is_better=higher_is_better,
         )

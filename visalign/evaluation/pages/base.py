@@ -44,11 +44,24 @@ def render_page(
     Args:
         template: File name of the template in this folder.
         title: Title of the page.
-        command: Command for the footer, unless this process runs a whole command line.
+        command: Command for the footer, unless this process runs a whole_percent command line.
         models: (reward, its model and identity), for the footer.
         **values: Values for the template.
     """
-    filters = (plain, number, fixed, signed, change, share, whole, points, span, words, duration, provenance_sentence)
+    filters = (
+        plain,
+        number,
+        fixed,
+        signed,
+        change,
+        share,
+        whole_percent,
+        points,
+        span,
+        words,
+        duration,
+        provenance_sentence,
+    )
     environment = page_environment()
     environment.filters |= {function.__name__: function for function in filters}
     environment.globals |= environment.filters | {"rail": rail}
@@ -204,7 +217,7 @@ def share(value: float | None, decimals: int = 1) -> str:
     return MISSING if value is None or not math.isfinite(value) else f"{100 * value:.{decimals}f}\u00a0%"
 
 
-def whole(value: float | None) -> str:
+def whole_percent(value: float | None) -> str:
     """Format a share in whole percent."""
     return share(value, 0)
 
@@ -229,7 +242,7 @@ def span(interval: Any, form: Any = signed, between: str = " to ") -> str:
 def with_span(number: Mapping[str, Any], form: Any = signed, ends: Any = None) -> str:
     """Format an estimate with its interval in parentheses, whose ends may have a shorter form.
 
-    >>> with_span({"estimate": 0.5, "low": 0.25, "high": 0.75}, share, whole)
+    >>> with_span({"estimate": 0.5, "low": 0.25, "high": 0.75}, share, whole_percent)
     '50.0\\xa0% (25 to 75)'
     """
     return f"{form(number['estimate'])} ({span(number, ends or form)})"
@@ -250,14 +263,14 @@ def rail(interval: Any, low: float, high: float, *, key: str = "estimate", side:
     if estimate is None or not math.isfinite(estimate):
         return Markup("")
 
-    def place(value: float) -> float:
+    def position(value: float) -> float:
         return min(max(100 * (value - low) / (high - low), 0.0), 100.0)
 
-    dot = Markup('<span class="dot {0}" style="left:{1:.2f}%"></span>').format(side, place(estimate))
+    dot = Markup('<span class="dot {0}" style="left:{1:.2f}%"></span>').format(side, position(estimate))
     if start is None or end is None or not math.isfinite(start):
         return dot
     drawn = '<span class="ci {0}" style="left:{1:.2f}%;width:{2:.2f}%"></span>'
-    return Markup(drawn).format(side, place(start), place(end) - place(start)) + dot
+    return Markup(drawn).format(side, position(start), position(end) - position(start)) + dot
 
 
 def words(name: str) -> str:

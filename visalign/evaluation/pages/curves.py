@@ -168,16 +168,16 @@ def running_mean(values: NDArray[np.float64], window: int) -> NDArray[np.float64
 def _draw(curve: Curve, x: NDArray, y: NDArray, smooth: NDArray) -> Markup:
     """Draw a panel with at least one finite value."""
     rows = np.flatnonzero(np.isfinite(y))
-    least, most = float(y[rows].min()), float(y[rows].max())
+    smallest, largest = float(y[rows].min()), float(y[rows].max())
     first, end = (float(x[0]), float(x[-1])) if x[-1] > x[0] else (float(x[0]) - 0.5, float(x[0]) + 0.5)
     frame = Frame(
         x=(first, end),
-        y=_limits(curve, least, most),
+        y=_limits(curve, smallest, largest),
         x_name="iteration",
         width=WIDTH,
         height=HEIGHT,
         right=RIGHT,
-        whole=True,
+        integers=True,
     )
     thick = list(zip(x.tolist(), smooth.tolist(), strict=True))
     parts = [frame.path("line", thick)]
@@ -189,11 +189,11 @@ def _draw(curve: Curve, x: NDArray, y: NDArray, smooth: NDArray) -> Markup:
     fine = (marks[1] - marks[0] if len(marks) > 1 else frame.y[1] - frame.y[0]) / 10
     last_x, last = [point for point in thick if math.isfinite(point[1])][-1]
     last_text = f"{label(last, min(fine, 0.1))} %" if curve.percent else label(last, fine)
-    across, down = frame.place(last_x, last)
+    across, down = frame.project(last_x, last)
     parts.append(text(across + 7, down + 5, last_text, "start", "last"))
     alt = (
         f"{curve.title} ({curve.unit}) over iterations {x[rows[0]]:.0f} to {x[rows[-1]]:.0f}: "
-        f"from {y[rows[0]]:.3g} to {last_text} at the end, smallest {least:.3g}, largest {most:.3g}."
+        f"from {y[rows[0]]:.3g} to {last_text} at the end, smallest {smallest:.3g}, largest {largest:.3g}."
     )
     return frame.svg(parts, alt)
 

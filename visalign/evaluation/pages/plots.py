@@ -30,10 +30,10 @@ class Frame:
     height: float = 300.0
     right: float = 14.0
     """Margin at the right."""
-    whole: bool = False
+    integers: bool = False
     """Marks on the x axis are whole numbers only."""
 
-    def place(self, x: float, y: float) -> Point:
+    def project(self, x: float, y: float) -> Point:
         """Map a data point into the view box."""
         across = (x - self.x[0]) / (self.x[1] - self.x[0])
         up = (y - self.y[0]) / (self.y[1] - self.y[0])
@@ -48,18 +48,18 @@ class Frame:
             if not math.isfinite(y):
                 pen = "M"
                 continue
-            steps.append("{}{:.1f} {:.1f}".format(pen, *self.place(x, y)))
+            steps.append("{}{:.1f} {:.1f}".format(pen, *self.project(x, y)))
             pen = "L"
         return f'<path class="{name}" d="{" ".join(steps)}"/>'
 
     def dots(self, points: Iterable[Point], name: str = "dot", radius: float = 3.5) -> str:
         """Draw circles of class `name` at the points with finite values."""
-        centres = [self.place(x, y) for x, y in points if math.isfinite(y)]
+        centres = [self.project(x, y) for x, y in points if math.isfinite(y)]
         return "".join(f'<circle class="{name}" cx="{a:.1f}" cy="{b:.1f}" r="{radius:g}"/>' for a, b in centres)
 
     def bar(self, name: str, low: float, high: float, value: float) -> str:
         """Draw a bar of class `name` from `low` to `high`, from zero up to the value."""
-        (left, top), (right, base) = self.place(low, value), self.place(high, 0)
+        (left, top), (right, base) = self.project(low, value), self.project(high, 0)
         position = f'x="{left + 0.5:.1f}" y="{top:.1f}"'
         size = f'width="{max(right - left - 1, 0.5):.1f}" height="{base - top:.1f}"'
         return f'<rect class="{name}" {position} {size}/>'
@@ -69,18 +69,18 @@ class Frame:
 
         `alt` describes the plot in words.
         """
-        low, high = self.place(self.x[0], self.y[0]), self.place(self.x[1], self.y[1])
+        low, high = self.project(self.x[0], self.y[0]), self.project(self.x[1], self.y[1])
         drawn = []
         grid = '<line class="grid" x1="{:.1f}" y1="{:.1f}" x2="{:.1f}" y2="{:.1f}"/>'
-        x_marks = ticks(*self.x, 5) if self.whole else ticks(*self.x)
-        x_marks = [mark for mark in x_marks if not self.whole or mark.is_integer()]
+        x_marks = ticks(*self.x, 5) if self.integers else ticks(*self.x)
+        x_marks = [mark for mark in x_marks if not self.integers or mark.is_integer()]
         for mark in x_marks:
-            x, y = self.place(mark, self.y[0])
+            x, y = self.project(mark, self.y[0])
             drawn += [grid.format(x, y, x, high[1]), text(x, y + 17, label(mark, _step(x_marks, self.x)))]
         for mark in (y_marks := ticks(*self.y)):
-            x, y = self.place(self.x[0], mark)
-            named = text(x - 7, y + 5, label(mark, _step(y_marks, self.y)), "end")
-            drawn += [grid.format(x, y, high[0], y), named]
+            x, y = self.project(self.x[0], mark)
+            tick = text(x - 7, y + 5, label(mark, _step(y_marks, self.y)), "end")
+            drawn += [grid.format(x, y, high[0], y), tick]
         drawn.append(text((low[0] + high[0]) / 2, self.height - 6, _cut(self.x_name, LONGEST_X)))
         if self.y_name:
             turned = text(0.0, 0.0, _cut(self.y_name, LONGEST_Y))
@@ -130,8 +130,8 @@ def label(value: float, step: float) -> str:
     return f"{digits}e{str(exponent).replace('-', '−')}"
 
 
-def _cut(name: str, most: int) -> str:
-    return name if len(name) <= most else f"{name[: most - 1].rstrip()}…"
+def _cut(name: str, longest: int) -> str:
+    return name if len(name) <= longest else f"{name[: longest - 1].rstrip()}…"
 
 
 def reliability_plot(calibration: Mapping[str, Any]) -> Markup:

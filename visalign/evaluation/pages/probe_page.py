@@ -123,7 +123,7 @@ def unit_in_words(result: Mapping[str, Any]) -> str:
     )
 
 
-def in_words(level: Mapping[str, Any], wanted: str) -> tuple[str, ...]:
+def in_words(level: Mapping[str, Any], expectation: str) -> tuple[str, ...]:
     """Write the response to one level: the number with its interval, and what the verdict uses."""
     if "share" in level:
         if level["share"] is None:
@@ -131,9 +131,9 @@ def in_words(level: Mapping[str, Any], wanted: str) -> tuple[str, ...]:
         ends = f"{share(level['share_low'])} to {share(level['share_high'])}"
         return f"{share(level['share'])} ({ends})", f"by chance {share(level['chance'])}"
     parts = [f"{signed(level['mean'])} ({span(level)})"]
-    if wanted == "steady" and level["size"] is not None:
+    if expectation == "steady" and level["size"] is not None:
         parts.append(f"mean size {plain(level['size'])}")
-    if wanted == "same" and level["largest"] is not None:
+    if expectation == "same" and level["largest"] is not None:
         parts.append(f"largest {plain(level['largest'])}")
     if level.get("win") is not None:
         ends = f"{share(level['win_low'])} to {share(level['win_high'])}"
@@ -148,10 +148,10 @@ def in_words(level: Mapping[str, Any], wanted: str) -> tuple[str, ...]:
 def worst_level(probe: Mapping[str, Any]) -> Mapping[str, Any]:
     """Find the level of the probe's verdict that is furthest on the wrong side."""
     by = {"steady": "size", "same": "largest", "consistent": "share", "acyclic": "share"}.get(probe["wanted"], "mean")
-    judged = [level for level in probe["levels"] if level.get(by) is not None]
-    same = [level for level in judged if level["verdict"] == probe["verdict"]]
+    scored = [level for level in probe["levels"] if level.get(by) is not None]
+    same = [level for level in scored if level["verdict"] == probe["verdict"]]
     return max(
-        same or judged or probe["levels"],
+        same or scored or probe["levels"],
         key=lambda level: level[by] if level.get(by) is not None else 0.0,
     )
 

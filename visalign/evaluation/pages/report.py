@@ -72,7 +72,7 @@ def write_report(
         comparison=comparison,
         summary=wording.headline(before, after, comparison, trained_prompts=trained_prompts),
         rows=(comparison.overall, *comparison.categories),
-        others=other_rewards,
+        other_rewards=other_rewards,
         reward_note=wording.reward_note(other_rewards, kind),
         galleries=galleries(before, after, comparison),
         failures=failures(after),

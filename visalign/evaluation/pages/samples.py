@@ -93,18 +93,18 @@ def failures(after: HeldoutResult, *, limit: int = 6) -> list[dict[str, Any]]:
     return [group for group in groups if group["total"]]
 
 
-def take_in_turn(candidates: Iterable[int], result: HeldoutResult, most: int) -> list[int]:
-    """Take at most `most` candidates: one of each category in turn, in their order, no prompt twice."""
+def take_in_turn(candidates: Iterable[int], result: HeldoutResult, limit: int) -> list[int]:
+    """Take at most `limit` candidates: one of each category in turn, in their order, no prompt twice."""
     queues: dict[str, list[int]] = {tag: [] for tag in dict.fromkeys(result.tags)}
     keys, used = result.keys, set()
     for row in candidates:
         if keys[row] not in used:
             used.add(keys[row])
             queues[result.tags[row]].append(int(row))
-    taken: list[int] = []
+    rows: list[int] = []
     for depth in range(max(map(len, queues.values()), default=0)):
-        taken += [queue[depth] for queue in queues.values() if depth < len(queue)]
-    return sorted(taken[:most], key=lambda row: list(queues).index(result.tags[row]))
+        rows += [queue[depth] for queue in queues.values() if depth < len(queue)]
+    return sorted(rows[:limit], key=lambda row: list(queues).index(result.tags[row]))
 
 
 def shot(row: int, result: HeldoutResult) -> dict[str, Any]:

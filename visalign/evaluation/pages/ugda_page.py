@@ -9,7 +9,7 @@ from typing import Any
 from .base import render_page, share
 
 
-def ugda_page(rounds: Sequence[Mapping[str, Any]], shown: Sequence[Mapping[str, Any]]) -> str:
+def ugda_page(rounds: Sequence[Mapping[str, Any]], pairs: Sequence[Mapping[str, Any]]) -> str:
     """Render the records of `round.json` so far, and pairs of the last round with their prompt and images."""
     first, last = rounds[0]["policy"]["before"], rounds[-1]["policy"]["after"]
     headlines = [("Labelled pairs", str(rounds[-1]["pairs"]), f"in {len(rounds)} rounds")]
@@ -22,5 +22,5 @@ def ugda_page(rounds: Sequence[Mapping[str, Any]], shown: Sequence[Mapping[str, 
         command="visalign train",
         rounds=rounds,
         headlines=headlines,
-        shown=shown,
+        pairs=pairs,
     )
