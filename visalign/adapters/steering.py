@@ -162,7 +162,8 @@ def _check_sampler(scheduler: Any) -> None:
 def _levels(scheduler: Any, timestep: Any) -> list[tuple[float, float]]:
     """Return (σ on the flow, scale) before and after a step: latents times the scale are the flow's at σ."""
     if isinstance(scheduler, DDIMScheduler):  # x_t = √ᾱ x0 + √(1 − ᾱ) ε, at t and at the end as DDIM counts
-        end = int(timestep) - scheduler.config.num_train_timesteps // scheduler.num_inference_steps
+        settings: Any = scheduler.config
+        end = int(timestep) - settings.num_train_timesteps // (scheduler.num_inference_steps or 1)
         last = scheduler.alphas_cumprod[end] if end >= 0 else scheduler.final_alpha_cumprod
         sigmas = flow_sigma(torch.stack([scheduler.alphas_cumprod[int(timestep)], last]).double())
         scales = preserving_scale(sigmas)

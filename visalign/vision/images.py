@@ -70,15 +70,15 @@ def tower_features(trunk: Any, images: Sequence[PatchedImage]) -> list[ImageFeat
     ]
 
 
-def insert_features(embeds: Tensor, places: Tensor, features: Sequence[ImageFeatures]) -> dict[str, Any]:
-    """Return the input of a language part: `inputs_embeds` [b, S, H] with images at the `places` [b, S] of
-    their tokens, row by row, and for DeepStack `visual_pos_masks` and `deepstack_visual_embeds`.
+def insert_features(embeds: Tensor, image_mask: Tensor, features: Sequence[ImageFeatures]) -> dict[str, Any]:
+    """Return the input of a language part: `inputs_embeds` [b, S, H] with images at their tokens, where `image_mask`
+    [b, S] is True, row by row, and for DeepStack `visual_pos_masks` and `deepstack_visual_embeds`.
     """
     if not features:
         return {"inputs_embeds": embeds}
     inserted = torch.cat([image.embeds for image in features]).to(embeds.device, embeds.dtype)
-    inputs: dict[str, Any] = {"inputs_embeds": embeds.masked_scatter(places[..., None], inserted)}
+    inputs: dict[str, Any] = {"inputs_embeds": embeds.masked_scatter(image_mask[..., None], inserted)}
     layers = [torch.cat(layer) for layer in zip(*(image.deeper for image in features), strict=True)]
     if layers:
-        inputs |= {"visual_pos_masks": places, "deepstack_visual_embeds": layers}
+        inputs |= {"visual_pos_masks": image_mask, "deepstack_visual_embeds": layers}
     return inputs

@@ -110,27 +110,15 @@ class PatchCutter:
 
 
 def smart_resize(
-    height: int,
-    width: int,
-    factor: int,
-    min_pixels: int,
-    max_pixels: int,
-    *,
-    whole_tokens: bool = False,
+    height: int, width: int, factor: int, min_pixels: int, max_pixels: int, *, whole_tokens: bool = False
 ) -> tuple[int, int]:
-    """Return a height and width that are multiples of `factor`, with about the image's aspect, within the pixels.
+    """Return a height and width that are multiples of `factor`, with about the image's aspect, of min_pixels to
+    max_pixels (or above, where the two leave no room between).
 
-    Halves round to even, as the published processors do; at least one multiple remains of each side.
-
-    Args:
-        height: of the image, in pixels.
-        width: of the image, in pixels.
-        factor: pixels of a token, on each side.
-        min_pixels: of the result; it may end above `max_pixels` where the two leave no room between.
-        max_pixels: of the result.
-        whole_tokens: a side below half a token (14 pixels of 28) counts as one token against the limits, as
-            in qwen-vl-utils and the published HPSv3; in transformers' processors it counts as nothing, so
-            that the image is enlarged.
+    Halves round to even, as the published processors do; at least one multiple remains of each side. With
+    `whole_tokens` a side below half a token (14 pixels of 28) counts as one token against the limits, as in
+    qwen-vl-utils and the published HPSv3; in transformers' processors it counts as nothing, so that the image
+    is enlarged.
 
     Source: Qwen2-VL, arXiv 2409.12191, section 2.1 (dynamic resolution).
     """

@@ -15,7 +15,7 @@ from .images import PatchedImage
 
 
 def rotary_positions(
-    places: Tensor, mask: Tensor, images: Sequence[Sequence[PatchedImage]], merge: int
+    image_mask: Tensor, mask: Tensor, images: Sequence[Sequence[PatchedImage]], merge: int
 ) -> tuple[Tensor, Tensor]:
     """Return positions [3, b, S] int64 of tokens on three axes, and offsets [b, 1]: a later token that has n
     before it is at n + offset.
@@ -25,31 +25,30 @@ def rotary_positions(
     s + max(t, r, c), as Qwen2-VL counts; its successors space moments by seconds.
 
     Args:
-        places: bool [b, S], True for the tokens that stand for images.
+        image_mask: bool [b, S], True for the tokens that stand for images.
         mask: [b, S], 0 for padding, whose positions are 0.
         images: b lists, in the order of their tokens.
         merge: patches that become one token, on each side.
     """
+
+    def text_positions(count: int, start: int) -> Tensor:
+        return (torch.arange(count) + start).expand(3, -1)
+
     positions = torch.zeros(3, *mask.shape, dtype=torch.int64)
     offset = torch.zeros(len(mask), 1, dtype=torch.int64)
     for row, row_images in enumerate(images):
         real = mask[row].nonzero()[:, 0]
-        marks = places[row, real].nonzero()[:, 0]
+        marks = image_mask[row, real].nonzero()[:, 0]
         parts, start, done, used = [], 0, 0, 0
         for image in row_images:
             text = int(marks[used]) - done
             frames, rows, columns = image.grid[0], image.grid[1] // merge, image.grid[2] // merge
-            grid = torch.cartesian_prod(*(torch.arange(n) for n in (frames, rows, columns)))
-            parts += [_steps(text, start), grid.T + start + text]
+            grid = torch.cartesian_prod(*map(torch.arange, (frames, rows, columns)))
+            parts += [text_positions(text, start), grid.T + start + text]
             start += text + max(frames, rows, columns)
             done += text + image.tokens
             used += image.tokens
-        parts.append(_steps(len(real) - done, start))
+        parts.append(text_positions(len(real) - done, start))
         positions[:, row, real] = torch.cat(parts, 1)
         offset[row] = start - done
     return positions, offset
-
-
-def _steps(count: int, start: int) -> Tensor:
-    """Return [3, count] positions of text."""
-    return (torch.arange(count) + start).expand(3, -1)

@@ -21,7 +21,7 @@ import torch
 from visalign.data.sets.prompt_files import tool_answers_field, with_answer
 from visalign.errors import UserError
 from visalign.seeds import sample_seed
-from visalign.text import Prompt, Sampling, StoppingCriteria, StopReason, TextRollout
+from visalign.text import Prompt, Sampling, StoppingCriteria, TextRollout
 
 from .loading import end_tokens, pad_id
 from .policy import CausalLMPolicy
@@ -71,7 +71,6 @@ def demonstration_rollout(
     prompt_ids, prompt_mask = left_pad(encoded.ids, pad)
     count, length = len(completions), max(map(len, completion_ids))
     blank = torch.zeros(count, length)
-    reason: StopReason = "eos" if end else "length"
     return TextRollout(
         prompt_ids=prompt_ids,
         prompt_mask=prompt_mask.float(),
@@ -81,7 +80,7 @@ def demonstration_rollout(
         full_log_prob=blank,
         entropy=blank,
         text=list(completions),
-        stop_reason=[reason] * count,
+        stop_reason=["eos" if end else "length" for _ in range(count)],
         group=list(range(count)),
         prompt=list(prompts),
         seed=[0] * count,

@@ -78,7 +78,8 @@ def end_tokens(
     if stopping.eos_ids is not None:
         return stopping.eos_ids
     configured: Any = getattr(model.generation_config, "eos_token_id", None)  # one id, or a list
-    ids = {*(configured if isinstance(configured, list | tuple) else [configured]), tokenizer.eos_token_id} - {None}
+    end_of_text: Any = tokenizer.eos_token_id
+    ids = {*(configured if isinstance(configured, list | tuple) else [configured]), end_of_text} - {None}
     if not ids:
         raise UserError(
             "Neither the tokenizer nor the model's generation config has an end-of-sequence token, so no "

@@ -34,7 +34,8 @@ class Source:
     @property
     def image(self) -> Any:
         """The images as the pipeline's call takes them."""
-        return list(self.images) if len(self.images) > 1 else self.images[0]
+        first, *rest = self.images
+        return [first, *rest] if rest else first
 
     def encoded(self, encode: Callable[[], Any]) -> Any:
         """Return the pipeline's encoding, computed once; it uses the posterior mean, so nothing is sampled."""

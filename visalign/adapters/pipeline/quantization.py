@@ -87,7 +87,8 @@ def quantization_of(
         chosen = TorchAoConfig(Int8WeightOnlyConfig(version=2))
     else:
         chosen = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
-    return {"quantization_config": PipelineQuantizationConfig(quant_mapping=dict.fromkeys(networks, chosen))}
+    mapping: Any = dict.fromkeys(networks, chosen)
+    return {"quantization_config": PipelineQuantizationConfig(quant_mapping=mapping)}
 
 
 def dtype_of(network: Any) -> torch.dtype:
