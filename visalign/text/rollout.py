@@ -152,6 +152,7 @@ _ABSENT: dict[str, Any] = {"images": (), "tools": ToolTrace()}
 def undrawn_rollout(prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Tensor, loss_mask: Tensor) -> TextRollout:
     """Put tokens that nobody drew in the form of a rollout, for their log-probs: its own are 0, its texts empty."""
     count, zeros = len(loss_mask), torch.zeros_like(loss_mask)
+    reasons: list[StopReason] = ["eos"] * count
     return TextRollout(
         prompt_ids=prompt_ids,
         prompt_mask=prompt_mask,
@@ -161,7 +162,7 @@ def undrawn_rollout(prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Ten
         full_log_prob=zeros,
         entropy=zeros,
         text=[""] * count,
-        stop_reason=["eos"] * count,
+        stop_reason=reasons,
         group=range(count),
         prompt=[""] * count,
         seed=[0] * count,

@@ -263,11 +263,8 @@ def test_numbers_that_are_none_are_named_with_their_row() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"old_log_prob": torch.zeros(8, 5)}, r"old_log_prob must have shape \(8, 6\).*\(8, 5\)"),
-        (
-            {"reward": torch.zeros(8, 3)},
-            r"reward must have shape \(8,\), .*0 reward_weights; got \(8, 3\)",
-        ),
+        ({"old_log_prob": torch.zeros(8, 5)}, r"old_log_prob \[B, T\]; got \(8, 6\) and \(8, 5\)"),
+        ({"reward": torch.zeros(8, 3)}, r"reward \[B\]; got \(8, 6\) and \(8, 3\)"),
     ],
 )
 def test_shapes_are_named(changes: dict, message: str) -> None:

@@ -98,19 +98,12 @@ class Trajectories:
     """Meaning of the axis T."""
 
     def __post_init__(self) -> None:
-        check_axes(weight=(self.weight, "B T"), reference_reward=(self.reference_reward, "B M"))
-        rows, full = self.weight.shape[:1], self.weight.shape
-        columns = (len(self.reward_weights),) if self.reward_weights else ()
-        allowed = dict.fromkeys(PER_DECISION, (full,)) | dict.fromkeys(PER_SAMPLE, (rows,))
-        allowed |= {"reward": ((*rows, *columns),), "advantage": (rows, full)}
-        for name, shapes in allowed.items():
-            value = getattr(self, name)
-            if value is not None and value.shape not in shapes:
-                expected = " or ".join(str(tuple(shape)) for shape in shapes)
-                raise ValueError(
-                    f"{name} must have shape {expected}, for weight {tuple(full)} and "
-                    f"{len(self.reward_weights)} reward_weights; got {tuple(value.shape)}."
-                )
+        axes = dict.fromkeys(PER_DECISION, "B T") | dict.fromkeys(PER_SAMPLE, "B")
+        axes |= {"reward": f"B {len(self.reward_weights)}" if self.reward_weights else "B"}
+        axes |= {"advantage": "B" if self.advantage is not None and self.advantage.ndim == 1 else "B T"}
+        axes |= {"reference_reward": "B M", "rank": "B 3"}
+        for name, letters in axes.items():
+            check_axes(weight=(self.weight, "B T"), **{name: (getattr(self, name), letters)})
 
     def rows(self, index: Tensor | slice) -> Trajectories:
         """Select the samples `index` (integers, booleans or a slice); ptx_weight stays whole."""

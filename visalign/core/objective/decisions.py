@@ -85,27 +85,25 @@ def check_decisions(objective: Any, decisions: Decisions, *, name: str = "", ava
     that a caller of denoising steps supplies.
     """
     check_choice("decisions", decisions, get_args(Decisions))
-
-    def refuse(choice: str, why: str, substitute: str) -> None:
+    on_steps = decisions == "denoising_steps"
+    refused = []  # (choice, why, substitute)
+    for (field, value), (why, substitute) in (ON_STEPS if on_steps else ON_TOKENS).items():
+        field, _, option = field.partition(".")
+        actual = getattr(objective, field)
+        if option:
+            actual = actual.get(option, "tv" if objective.surrogate == "dppo" else None)
+        if actual == value or (value is _NONZERO and actual):
+            substitute = substitute if on_steps else TOKEN_SUBSTITUTES.get(name, substitute)
+            refused.append((f"{option or field}={actual!r}", why, substitute))
+    if on_steps and objective.decisions == "tokens":
+        refused.append(("decisions='tokens'", "the algorithm is for tokens", "'grpo'"))
+    if on_steps:
+        needs = {**objective.trajectory_needs(), **objective.output_needs()}
+        missing = {field: choice for field, choice in needs.items() if field in EXTRA and field not in available}
+        refused += [(choice, *EXTRA[field]) for field, choice in missing.items()]
+    for choice, why, substitute in refused:
         label = f"The algorithm {name!r}" if name else "An objective"
         raise ValueError(
             f"{label} with {choice} has no meaning on {decisions.replace('_', ' ')} "
             f"(decisions={decisions!r}): {why}. Take {substitute}."
         )
-
-    on_steps = decisions == "denoising_steps"
-    for (field, refused), (why, substitute) in (ON_STEPS if on_steps else ON_TOKENS).items():
-        field, _, option = field.partition(".")
-        value = getattr(objective, field)
-        if option:
-            value = value.get(option, "tv" if objective.surrogate == "dppo" else None)
-        if value == refused or (refused is _NONZERO and value):
-            substitute = substitute if on_steps else TOKEN_SUBSTITUTES.get(name, substitute)
-            refuse(f"{option or field}={value!r}", why, substitute)
-    if not on_steps:
-        return
-    if objective.decisions == "tokens":
-        refuse("decisions='tokens'", "the algorithm is for tokens", "'grpo'")
-    for need, choice in {**objective.trajectory_needs(), **objective.output_needs()}.items():
-        if need in EXTRA and need not in available:
-            refuse(choice, *EXTRA[need])

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,7 +38,7 @@ class LossStatistics:
 
     def plus(self, other: LossStatistics) -> LossStatistics:
         """Add another micro-batch."""
-        summed = dict(vars(other))
+        summed: dict[str, Any] = dict(vars(other))
         for name, value in vars(self).items():
             if value is not None:
                 summed[name] = value if summed[name] is None else value + summed[name]

@@ -276,7 +276,7 @@ class Objective:
             return policy.kl
         assert rows.ref_log_prob is not None
         ratio = log_ratio(policy.log_prob, rows.old_log_prob, rows.weight) if self.kl_weighted else None
-        estimators = {"value": self.kl_value, "gradient": self.kl_gradient}
+        estimators: dict[str, Any] = {"value": self.kl_value, "gradient": self.kl_gradient}
         return kl_penalty(policy.log_prob, rows.ref_log_prob, **estimators, log_ratio=ratio, weight=rows.weight)
 
     def _value_loss(self, rows: Prepared, policy: PolicyOutput) -> Tensor:
