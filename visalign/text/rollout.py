@@ -116,31 +116,22 @@ class TextRollout:
     def trajectories(
         self, reward: Tensor | None, *, old_log_prob: Tensor | None = None, valid: Tensor | None = None, **more: Any
     ) -> Trajectories:
-        """Convert the rollout for the objective core.
+        """Convert the rollout for the objective core; `more` are other fields of `Trajectories`.
 
-        Args:
-            reward: [B] or [B, M]; NaN is missing.
-            old_log_prob: [B, T] recomputed under the weights that the update starts from, where other weights
-                or another engine sampled. The rollout's own then become `rollout_log_prob`, for the
-                off-policy correction. None: the rollout's own.
-            valid: bool [B], False where a reward failed; samples that were not generated are never valid.
-            **more: other fields of `Trajectories`, such as a `weight` [B, T] from `core.filter_overlong`.
+        `old_log_prob` [B, T] is recomputed under the weights that the update starts from, where other weights or
+        another engine sampled; the rollout's own then become `rollout_log_prob`, for the off-policy correction.
+        Samples that were not generated are never valid.
         """
         if self.sampling.greedy:
             raise UserError(
                 "A greedy rollout (temperature 0) has no probabilities to form a ratio with. Sample with a "
                 "temperature above 0; greedy completions are for evaluation and ReMax's greedy_reward."
             )
-        columns: dict[str, Any] = {"weight": self.loss_mask, "entropy": self.entropy}
+        columns: dict[str, Any] = {"weight": self.loss_mask, "entropy": self.entropy, "old_log_prob": self.log_prob}
         if old_log_prob is not None:
-            columns["rollout_log_prob"] = self.log_prob
-        return Trajectories(
-            old_log_prob=self.log_prob if old_log_prob is None else old_log_prob,
-            group=list(self.group),
-            reward=reward,
-            valid=self.generated if valid is None else valid.cpu().bool() & self.generated,
-            **{**columns, **more},
-        )
+            columns |= {"old_log_prob": old_log_prob, "rollout_log_prob": self.log_prob}
+        valid = self.generated if valid is None else valid.cpu().bool() & self.generated
+        return Trajectories(group=list(self.group), reward=reward, valid=valid, **{**columns, **more})
 
 
 _TENSORS = tuple(f.name for f in fields(TextRollout) if f.type == "Tensor")

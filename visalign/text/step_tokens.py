@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from visalign.errors import UserError
 from visalign.interfaces import Prompt
@@ -59,7 +60,7 @@ class StepEncoder:
     def _prompt_ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             begin = getattr(self.tokenizer, "bos_token_id", None)
-            return [*([] if begin is None else [begin]), *self._ids(prompt)]
+            return self._ids(prompt) if begin is None else [begin, *self._ids(prompt)]
         contents = [message["content"] for message in prompt if not isinstance(message["content"], str)]
         if any(part.get("type") != "text" for parts in contents for part in parts):
             raise UserError("A prompt shows images, and a process reward model reads text alone.")
@@ -69,43 +70,29 @@ class StepEncoder:
                 "template. Give plain prompts, or set tokenizer.chat_template."
             )
         continues = prompt[-1]["role"] == "assistant"
-        text = self.tokenizer.apply_chat_template(
-            list(prompt),
-            tokenize=False,
-            add_generation_prompt=not continues,
-            continue_final_message=continues,
-        )
-        return self._ids(text)
+        turn = {"add_generation_prompt": not continues, "continue_final_message": continues}
+        return self._ids(self.tokenizer.apply_chat_template(list(prompt), tokenize=False, **turn))
 
     def _ids(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def step_logits(model: nn.Module, batch: Sequence[StepTokens], *, right_label: int = 1) -> Tensor:
-    """Compute the log-odds that each step is right, or its contribution, in one forward pass.
+    """Compute the log-odds [n] that each step of the texts, in order, is right, or its contribution; differentiable.
 
-    Args:
-        model: a token classifier: input_ids and attention_mask to an output with `logits` [b, L, 2], or
-            [b, L, 1] of a progress estimator. A bidirectional one sees later steps too.
-        batch: b texts.
-        right_label: index of the label "right" of two.
-
-    Returns:
-        [n] float32, differentiable: the steps of the first text, then those of the second, ...
+    The model is a token classifier with `logits` [b, L, 2], of which `right_label` is "right", or [b, L, 1] of a
+    progress estimator. A bidirectional one sees later steps too.
     """
     device = next(model.parameters()).device
-    longest = max(len(tokens.ids) for tokens in batch)
-    ids = torch.tensor([tokens.ids + [0] * (longest - len(tokens.ids)) for tokens in batch])
-    mask = torch.tensor([[1] * len(tokens.ids) + [0] * (longest - len(tokens.ids)) for tokens in batch])
+    rows = [torch.tensor(tokens.ids) for tokens in batch]
+    ids = pad_sequence(rows, batch_first=True)
+    mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
     logits = model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits
     if logits.shape not in {(*ids.shape, 1), (*ids.shape, 2)}:
         raise UserError(
             f"The process reward model gave logits {tuple(logits.shape)} for tokens {tuple(ids.shape)}; "
             "needed are two per token, or one. Load it as a token classifier with num_labels=2, or 1."
         )
-    rows = torch.tensor([row for row, tokens in enumerate(batch) for _ in tokens.ends], device=device)
-    ends = torch.tensor([end for tokens in batch for end in tokens.ends], device=device)
-    scores = logits[rows, ends].float()
-    if scores.shape[1] == 1:
-        return scores[:, 0]
-    return scores[:, right_label] - scores[:, 1 - right_label]
+    places = torch.tensor([(row, end) for row, tokens in enumerate(batch) for end in tokens.ends], device=device)
+    scores = logits[places[:, 0], places[:, 1]].float()
+    return scores[:, 0] if scores.shape[1] == 1 else scores[:, right_label] - scores[:, 1 - right_label]

@@ -67,10 +67,9 @@ class StepReading:
 
 
 def step_index(rollout: TextRollout, tokenizer: Any, reading: StepReading) -> Tensor:
-    """Number the step of each token of a rollout, with the tokenizer of the policy that wrote it.
+    """Number the step of each token of a rollout, [B, T] int64, with the tokenizer of the policy that wrote it.
 
-    Returns:
-        [B, T] int64, −1 where the loss mask is 0 and in completions without a step.
+    −1 where the loss mask is 0 and in completions without a step.
     """
     rows = [_token_spans(rollout, row, tokenizer, reading) for row in range(len(rollout))]
     count = max([len(spans) for spans in rows], default=0)

@@ -66,11 +66,8 @@ class ToolPolicy:
     Every turn re-reads the prompt and the text so far. A sample's tokens follow from its prompt, its seed and
     the tool's answers; up to its first call they are those of a completion without a tool.
 
-    Args:
-        engine: draws the turns: a `TextPolicy` or a server, whose `generate` continues from P lists of tokens
-            (`after`), which are context with loss mask 0.
-        tokenizer: the policy's; special tokens in an answer are read as plain text.
-        use: the tool.
+    The engine draws the turns: a `TextPolicy` or a server, whose `generate` continues from P lists of tokens
+    (`after`), which are context with loss mask 0. Special tokens in an answer are read as plain text.
     """
 
     def __init__(self, engine: Any, tokenizer: Any, use: ToolUse) -> None:

@@ -24,16 +24,11 @@ def min_norm_weights(gradient: Tensor, *, normalise: bool = True) -> Tensor:
 
     Its direction d has d·ĝ_k ≥ ‖d‖² for every k: following it harms no reward. Solved exactly, by the
     optimality conditions of every subset of the rewards. A reward with zero gradient (constant in all groups)
-    gets 0; with all gradients zero the weights are equal.
+    gets 0; with all gradients zero the weights are equal. One of the solutions where they are several.
 
-    Args:
-        gradient: [K, N], one flat gradient per reward, already reduced over devices, K ≤ 12.
-        normalise: Use unit gradients, as published; False lets the smallest gradient take nearly all weight.
-
-    Returns:
-        α [K]; one of the solutions where the shortest combination is not unique.
-
-    MARBLE, arXiv 2605.06507; Désidéri, MGDA, C. R. Math. 350 (2012) 313.
+    `gradient` [K, N] has one flat gradient per reward, already reduced over devices, K ≤ 12. `normalise` uses
+    unit gradients, as published; False lets the smallest gradient take nearly all weight. MARBLE, arXiv
+    2605.06507; Désidéri, MGDA, C. R. Math. 350 (2012) 313.
     """
     check_axes(gradient=(gradient, "K N"))
     size = gradient.shape[0]

@@ -45,7 +45,6 @@ def group_advantages(
     """
     check_choice("scale", scale, get_args(Scale))
     check_choice("baseline", baseline, get_args(Baseline))
-
     if reward.ndim not in (1, 2):
         raise ValueError(f"reward must be [B] or [B, T]; got shape {tuple(reward.shape)}.")
     index, groups = group_index(group, reward.shape[0], reward.device)

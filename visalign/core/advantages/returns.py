@@ -44,21 +44,11 @@ def gae(
     """Compute generalised advantage estimates, and the returns that a value function is fitted to.
 
     δ_t = r_t + γ V_{t'} − V_t;  A_t = δ_t + γλ A_{t'};  R_t = A_t + V_t; t' is the next present decision.
-    λ = 1 gives Σ γ^l r − V_t, λ = 0 gives δ_t. PPO whitens A over all present decisions: `whiten(A,
-    weight != 0)`.
+    λ = 1 gives Σ γ^l r − V_t, λ = 0 gives δ_t. PPO whitens A over all present decisions.
 
-    Args:
-        reward: [B, T] per decision.
-        value: [B, T] V of the state before each decision, in units of the reward; detached.
-        weight: [B, T], 0 for absent decisions.
-        gamma: Discount γ per present decision, in [0, 1].
-        lam: λ in [0, 1].
-        last_value: [B] V after the last present decision, for rows that were cut off; None means 0, the end.
-
-    Returns:
-        (advantages, returns).
-
-    Schulman et al., GAE, arXiv 1506.02438, eq. 16; λ = 0.95 as in PPO, arXiv 1707.06347, table 3.
+    `value` is V of the state before each decision, `last_value` [B] that after the last present one, for rows
+    that were cut off; None means 0, the end. Returns (advantages, returns). Schulman et al., GAE, arXiv
+    1506.02438, eq. 16; λ = 0.95 as in PPO, arXiv 1707.06347, table 3.
     """
     present = _present("reward", reward, weight)
     check_axes(reward=(reward, "B T"), value=(value, "B T"), last_value=(last_value, "B"))

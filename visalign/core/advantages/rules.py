@@ -63,22 +63,15 @@ def prl_advantages(
 ) -> Tensor:
     """Subtract the divergence that is still to come (PRL): A_t = A − (1/η) Σ_{s≥t} w_s log(π_old/π_ref)_s.
 
-    With block > 1 every decision of a block takes the value at the block's last one. With block = 1 and A = R −
-    baseline on fresh samples this is the score-function gradient of E[R] − KL(π‖π_ref)/η, so add no KL loss. Blocks
-    count present decisions, from the row's first: padding and holes change nothing, and the last block may be short.
-    Released code marks block ends by non-zero values, and loses an end whose value is 0.
+    With block > 1 every decision of a block takes the value at the block's last one. With block = 1 and A = R
+    − baseline on fresh samples this is the score-function gradient of E[R] − KL(π‖π_ref)/η, so add no KL
+    loss. Blocks count present decisions, from the row's first: padding and holes change nothing, and the last
+    block may be short. Released code marks block ends by non-zero values, and loses an end whose value is 0.
 
-    Args:
-        advantage: [B], from the outcome.
-        log_ratio: [B, T] log π_old − log π_ref in nats, true log-densities (log_prob_reduction="sum").
-        weight: [B, T], 0 for absent decisions.
-        eta: η > 0, nats per unit of advantage; infinity switches the term off. Released: 1, 100 and 200.
-        block: Decisions per block, ≥ 1. Released: 64, 128 and 256.
-
-    Returns:
-        [B, T]; NaN in a row whose advantage or a present log-ratio is not finite.
-
-    Process reward learning, arXiv 2601.10201.
+    `log_ratio` is log π_old − log π_ref in nats, of true log-densities (log_prob_reduction="sum"). η is in
+    nats per unit of advantage; infinity switches the term off. NaN in a row whose advantage or a present
+    log-ratio is not finite. Process reward learning, arXiv 2601.10201; released η 1, 100 and 200, blocks of
+    64, 128 and 256.
     """
     check_axes(advantage=(advantage, "B"), log_ratio=(log_ratio, "B T"))
     remaining = discounted_returns(log_ratio, weight)
@@ -110,14 +103,8 @@ def online_dpo_advantages(
     the mean of ℓ over groups, each counted as often as it has samples, at the weights that sampled; where an
     iteration has several updates, m stays that of its beginning.
 
-    Args:
-        reward: [B]. The first of several best or worst is taken.
-        log_ratio: [B] log π − log π_ref of whole completions, nats.
-        group: [B] labels.
-        beta: β > 0.
-        row: Loss of `core.preference.direct.DIRECT`: sigmoid, robust or hinge.
-        eps: Share of wrong preferences, in [0, 1/2), for losses that use it.
-
+    The first of several best or worst rewards is taken; `log_ratio` [B] is log π − log π_ref of whole
+    completions, nats; `eps` in [0, 1/2) is the share of wrong preferences, for losses that use it (`DIRECT`).
     Online AI feedback, arXiv 2402.04792, section 3; DPO, arXiv 2305.18290, eq. 7.
     """
     check_axes(reward=(reward, "B"), log_ratio=(log_ratio, "B"))
@@ -144,12 +131,7 @@ def replay_advantages(reward: Tensor, history: Tensor) -> tuple[Tensor, Tensor]:
     `history` [H] holds recent mean rewards of groups; what is not finite is left out. There is no std. SPEAR,
     arXiv 2509.22601 (capacity 10240 means, 2048 samples of age ≤ 10 steps).
     """
-    check_axes(reward=(reward, "B"))
-    if history.ndim != 1 or not len(history):
-        raise ValueError(
-            f"history must be [H] with at least one mean; got shape {tuple(history.shape)}. Skip the replay "
-            "until there is one."
-        )
+    check_axes(reward=(reward, "B"), history=(history, "H"))
     past = history.detach().double()
     median = torch.where(torch.isfinite(past), past, float("nan")).nanquantile(0.5)
     centred = reward.detach().double() - median

@@ -127,17 +127,9 @@ def riskpo(
     first this one's own. RiskPO, arXiv 2510.00911; see `mixed_value_at_risk`.
     """
     score, index = bundle_scores(reward, bundle_index, size=bundle)
-    low, high = quantiles or _score_quantiles(score, (level_down, level_up))
-    return riskpo_advantages(
-        score,
-        low,
-        high,
-        eps=eps,
-        level_down=level_down,
-        level_up=level_up,
-        tail_weight=tail_weight,
-        natural_baseline=natural_baseline,
-    )[index]
+    ends = quantiles or _score_quantiles(score, (level_down, level_up))
+    options = {"tail_weight": tail_weight, "natural_baseline": natural_baseline, "eps": eps}
+    return riskpo_advantages(score, *ends, level_down=level_down, level_up=level_up, **options)[index]
 
 
 def riskpo_quantiles(

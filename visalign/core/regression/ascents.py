@@ -55,13 +55,12 @@ class Ascent:
 
 
 RULES: tuple[tuple[Callable[[Ascent], bool], str], ...] = (
-    (
-        lambda a: type(a.last) is not int or a.last < 1,
-        "last is {last!r}; it is a whole number of at least 1.",
-    ),
-    (
-        lambda a: type(a.renoised) is not int or a.renoised < 0,
-        "renoised is {renoised!r}; it is a whole number of at least 0.",
+    *(
+        (
+            lambda a, name=name, low=low: type(getattr(a, name)) is not int or getattr(a, name) < low,
+            f"{name} is {{{name}!r}}; it is a whole number of at least {low}.",
+        )
+        for name, low in (("last", 1), ("renoised", 0))
     ),
     (lambda a: type(a.normalise) is not bool, "normalise is {normalise!r}; it is true or false."),
     (lambda a: not 0 <= a.kl < math.inf, "kl is {kl}; it is finite and not negative."),
@@ -76,7 +75,7 @@ RULES: tuple[tuple[Callable[[Ascent], bool], str], ...] = (
     ),
     (
         lambda a: (
-            a.stop_range is not None and (len(a.stop_range) != 2 or not 0 <= a.stop_range[0] < a.stop_range[1] <= 1)
+            a.stop_range is not None and not (len(a.stop_range) == 2 and 0 <= a.stop_range[0] < a.stop_range[1] <= 1)
         ),
         "stop_range is {stop_range}; give two shares, 0 <= low < high <= 1.",
     ),

@@ -47,7 +47,6 @@ def gdro_loss(
     0.5 and 1; τ is in the unit of the reward. GDRO, arXiv 2601.02036.
     """
     check_axes(error=(error, "P K"), ref_error=(ref_error, "P K"), reward=(reward, "P K"))
-
     value = float32(error)
     ranking = soft_plackett_luce(-beta * (value - float32(ref_error).detach()), reward, tau=tau)
     order, present = _ranking(reward)

@@ -319,7 +319,6 @@ RULES: tuple[tuple[Callable[[Regression], bool], str], ...] = (
 _BATCH = {"scale": "batch", "ddof": 0}
 _NFT = Regression(
     source="Zheng et al., DiffusionNFT, arXiv 2509.16117, as published: self-normalised, KL 1e-4",
-    loss="nft",
     loss_options={"beta": 1.0, "bound": 5.0, "weighted": True},
     signal_options=_BATCH,
     clamp=5.0,

@@ -23,7 +23,6 @@ def tilted_weights(reward: Tensor, group: Labels, *, temperature: float = 1.0, v
     [B] of mean 1 over a group's n samples; 0 where missing and in groups of equal rewards, which say nothing. τ is in
     standard deviations of the group. Lee et al., arXiv 2302.12192; exponential weights: Fan et al., arXiv 2502.06061.
     """
-
     z = group_advantages(reward.double(), group, ddof=0, valid=valid)
     index, groups = group_index(group, len(reward), reward.device)
     present = present_entries(reward, valid)
@@ -40,7 +39,6 @@ def best_share(reward: Tensor, group: Labels, *, share: float = 0.25, valid: Ten
     The best are those no worse than the ⌈share · n⌉-th of n; of ties all, but never what is no better than
     the group's worst. RAFT, arXiv 2304.06767.
     """
-
     index, groups = group_index(group, len(reward), reward.device)
     present = present_entries(reward, valid)
     value = torch.where(present, reward.double(), float("-inf"))
