@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -194,12 +193,7 @@ def _build(schema: type[T], data: Mapping[str, Any], sources: Sequence[Source]) 
         message = str(error).splitlines()[0]
         raise ConfigError(f"Key '{error.full_key}': {message}. Set it in the file or as an override.") from error
     try:
-        return _adapter(schema).validate_python((resolved,))[0]
+        # in a tuple: a dataclass itself takes no settings of pydantic here
+        return TypeAdapter(tuple[schema], config=STRICT).validate_python((resolved,))[0]  # type: ignore[valid-type]
     except ValidationError as error:
         raise refusal(error, schema, resolved, sources) from error
-
-
-@lru_cache
-def _adapter(schema: type[T]) -> Any:
-    of_one: Any = tuple[schema]  # type: ignore[valid-type]  # a dataclass itself takes no settings here
-    return TypeAdapter(of_one, config=STRICT)

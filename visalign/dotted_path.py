@@ -27,11 +27,14 @@ def import_by_path(path: str, *, what: str, error: type[Exception] = UserError) 
     module_path, _, attribute = path.rpartition(":")
     if not module_path or not attribute:
         raise error(f"{path!r} names no {what}; write 'package.module:Name' or 'path/to/file.py:Name'.")
-    module = (
-        _import_file(Path(module_path), what, error)
-        if module_path.endswith(".py")
-        else _import_module(module_path, path, error)
-    )
+    is_file = module_path.endswith(".py")
+    if is_file and not Path(module_path).is_file():
+        raise error(f"{module_path} does not exist; give the path of the file with your {what}.")
+    with CaughtError() as importing:
+        module = _import_file(Path(module_path)) if is_file else importlib.import_module(module_path)
+    if (problem := importing.error) is not None:
+        source = module_path if is_file else f"{path!r}: the module {module_path!r}"
+        raise error(f"{source} cannot be imported{_import_hint(problem, module_path)}") from problem
     try:
         return attrgetter(attribute)(module)
     except AttributeError as problem:
@@ -39,6 +42,31 @@ def import_by_path(path: str, *, what: str, error: type[Exception] = UserError) 
         raise error(
             f"{module_path} has no {attribute!r}. {suggestion(attribute, public)}Fix the part after ':'."
         ) from problem
+
+
+def _import_file(file: Path) -> ModuleType:
+    digest = hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:12]
+    spec = importlib.util.spec_from_file_location(f"visalign_user_{file.stem}_{digest}", file)
+    assert spec is not None and spec.loader is not None  # a file that ends in .py
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and pickle look up their module there
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[spec.name]
+        raise
+    return module
+
+
+def _import_hint(problem: BaseException, module: str) -> str:
+    """Describe why a user's module could not be imported, and what to do."""
+    if not isinstance(problem, ModuleNotFoundError):
+        return f": it raised {describe_error(problem)}."
+    name = problem.name or ""
+    if f"{module}.".startswith(f"{name}."):
+        return ". Is it installed, or on PYTHONPATH? A file can be named directly: 'path/to/file.py:Name'."
+    install = f"It imports {name!r}, which is not installed: python -m pip install {name}"
+    return f". {missing_extra(problem) or install}."
 
 
 _PLAIN: Mapping[str, tuple[type, ...]] = {
@@ -71,42 +99,3 @@ def check_options(
         types = [_PLAIN.get(part.strip()) for part in annotation.split("|")]
         if not any(kind is None or isinstance(options[name], kind) for kind in types):
             raise error(f"{called}: {name} is {options[name]!r}; it must be of type {annotation}.")
-
-
-def _import_file(file: Path, what: str, error: type[Exception]) -> ModuleType:
-    if not file.is_file():
-        raise error(f"{file} does not exist; give the path of the file with your {what}, relative to this folder.")
-    digest = hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:12]
-    spec = importlib.util.spec_from_file_location(f"visalign_user_{file.stem}_{digest}", file)
-    assert spec is not None and spec.loader is not None  # a file that ends in .py
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and pickle look up their module there
-    with CaughtError() as importing:
-        spec.loader.exec_module(module)
-    if importing.error is not None:
-        del sys.modules[spec.name]
-        raise _import_error(str(file), importing.error, error) from importing.error
-    return module
-
-
-def _import_module(module: str, path: str, error: type[Exception]) -> ModuleType:
-    with CaughtError() as importing:
-        return importlib.import_module(module)
-    problem = importing.error
-    assert problem is not None
-    missing = problem.name if isinstance(problem, ModuleNotFoundError) else None
-    if missing and (module == missing or module.startswith(missing + ".")):
-        raise error(
-            f"{path!r}: the module {module!r} cannot be imported. Is it installed, or on PYTHONPATH? A file "
-            "can be named directly: 'path/to/file.py:Name'."
-        ) from problem
-    raise _import_error(f"{path!r}: the module {module!r}", problem, error) from problem
-
-
-def _import_error(what: str, problem: BaseException, error: type[Exception]) -> Exception:
-    """Build the error for a user's module that raised while it was imported."""
-    if isinstance(problem, ModuleNotFoundError):
-        name = problem.name
-        install = f"It imports {name!r}, which is not installed: python -m pip install {name}"
-        return error(f"{what} cannot be imported. {missing_extra(problem) or install}.")
-    return error(f"{what} cannot be imported: it raised {describe_error(problem)}.")

@@ -11,10 +11,10 @@ import ssl
 import time
 import warnings
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import httpx
+from anyio.from_thread import start_blocking_portal
 
 from visalign.errors import UserError
 
@@ -146,12 +146,8 @@ class ServerConnection:
 
     def _run(self, work: Callable[[httpx.AsyncClient], Coroutine[Any, Any, T]]) -> T:
         """Run in an event loop of its own thread, since the caller may already be inside one."""
-        cancel: list[Callable[[], object]] = []
 
         async def main() -> T:
-            task, loop = asyncio.current_task(), asyncio.get_running_loop()
-            assert task is not None  # inside asyncio.run
-            cancel.append(lambda: loop.call_soon_threadsafe(task.cancel))
             async with httpx.AsyncClient(
                 headers=self._headers,
                 timeout=httpx.Timeout(self.timeout, connect=min(CONNECT_SECONDS, self.timeout)),
@@ -161,13 +157,8 @@ class ServerConnection:
             ) as client:
                 return await work(client)
 
-        with ThreadPoolExecutor(1) as pool:
-            future = pool.submit(asyncio.run, main())
-            try:
-                return future.result()
-            finally:  # an interrupted caller must not leave requests running
-                if not future.done() and cancel:
-                    cancel[0]()
+        with start_blocking_portal() as portal:  # cancels the requests of a caller that is interrupted
+            return portal.call(main)
 
     async def _send(self, client: httpx.AsyncClient, method: str, path: str, payload: bytes | None = None) -> bytes:
         """Send until there is an answer, and return its body."""

@@ -42,17 +42,12 @@ class MissingExtraFinder(MetaPathFinder):
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
         """Raise an error that names the extra, or return None for Python's own error."""
-        install = missing_extra(ModuleNotFoundError(name=fullname))
-        if install and (importing_module() or "").partition(".")[0] == "visalign":
-            raise ModuleNotFoundError(install, name=fullname)
-
-
-def importing_module() -> str | None:
-    """Return the name of the module whose import statement is running."""
-    frame = sys._getframe(1)
-    while frame and frame.f_globals.get("__name__") in (__name__, "importlib._bootstrap"):
-        frame = frame.f_back
-    return frame.f_globals.get("__name__") if frame else None
+        if install := missing_extra(ModuleNotFoundError(name=fullname)):
+            frame = sys._getframe(1)
+            while frame and frame.f_globals.get("__name__") == "importlib._bootstrap":
+                frame = frame.f_back  # to the import statement: others probe for packages and go on without
+            if frame and str(frame.f_globals.get("__name__")).partition(".")[0] == "visalign":
+                raise ModuleNotFoundError(install, name=fullname)
 
 
 def installed_version(name: str) -> str | None:
@@ -73,6 +68,9 @@ def visalign_version() -> str:
 
 def versions() -> dict[str, str]:
     """Return versions of Python, the platform, visalign and required packages ("absent" if missing)."""
-    system = {"python": platform.python_version(), "platform": platform.platform()}
-    packages = {name: installed_version(name) or "absent" for name in NEEDED}
-    return {**system, "visalign": visalign_version(), **packages}
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "visalign": visalign_version(),
+        **{name: installed_version(name) or "absent" for name in NEEDED},
+    }
