@@ -107,7 +107,7 @@ def config_to_yaml(config: Any) -> str:
 
 def to_plain(config: Any) -> dict[str, Any]:
     """Convert the configuration to nested dicts of JSON types: tuples become lists, paths strings."""
-    return json.loads(json.dumps(dataclasses.asdict(config), default=str))
+    return json.loads(json.dumps(dataclasses.asdict(config), default=str))  # as a file of it would be read
 
 
 def flatten(config: Any) -> dict[str, Any]:
@@ -161,7 +161,7 @@ def _over_defaults(values: Any, hint: Any, default: Any) -> Any:
         return {**_plain(defaults), **merged}
     if isinstance(values, _Entries) and isinstance(default, Mapping):
         return {**default, **values}
-    if any(kind in str(hint) for kind in ("bool", "Any")):
+    if any(kind in str(hint) for kind in ("bool", "Any")):  # annotations of unions have no other common form
         return values
     if isinstance(values, list):
         return [str(part) if isinstance(part, bool) else part for part in values]

@@ -45,6 +45,7 @@ def import_by_path(path: str, *, what: str, error: type[Exception] = UserError) 
 
 
 def _import_file(file: Path) -> ModuleType:
+    # two files of one name must not share a module
     digest = hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:12]
     spec = importlib.util.spec_from_file_location(f"visalign_user_{file.stem}_{digest}", file)
     assert spec is not None and spec.loader is not None  # a file that ends in .py

@@ -66,6 +66,7 @@ def refusal(error: ValidationError, schema: Any, data: Any, sources: Sequence[So
     `sources` say where keys were written, later ones over earlier ones.
     """
     order = {**dict.fromkeys(_UNKNOWN, 0), "value_error": 2}
+    # an unknown key is often the cause of the other errors, and a dataclass cannot check itself before its values
     first = min(error.errors(), key=lambda entry: order.get(entry["type"], 1))
     if first["type"] == "value_error":
         return ConfigError(str(first.get("ctx", {})["error"]))

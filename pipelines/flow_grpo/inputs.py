@@ -21,7 +21,6 @@ from visalign.interfaces import PairwiseReward, PointwiseReward
 from visalign.pipelines.shared.parts import (
     Records,
     build_records,
-    check_batch_reward,
     load_terms,
     pointwise_only,
     weighted_sum,
@@ -33,7 +32,7 @@ from visalign.training.diffusion.experts import check_experts
 from visalign.training.diffusion.images import Features, StoredPreference
 from visalign.training.diffusion.reward_gradient import check_differentiable
 from visalign.training.diffusion.rollout_settings import check_processes
-from visalign.training.loop.sampler import PromptSampler, check_batch_algebra, check_whole_groups
+from visalign.training.loop.sampler import PromptSampler
 
 from .config import ComparisonConfig, FlowGRPOConfig
 from .stored_pairs import read_stored
@@ -125,11 +124,8 @@ def _check_method(config: FlowGRPOConfig, reward: Any, records: Records, strata:
     """Refuse an algorithm that the reward, the prompts or the processes do not fit, before the model is loaded."""
     rollout, objective = config.rollout, config.objective
     size = rollout.prompts_per_iteration, rollout.group_size
-    check_batch_algebra(*size, world)
-    check_processes(objective, rollout, world)
-    check_batch_reward(reward, world)
-    if reward.capabilities.needs_group:
-        check_whole_groups(rollout.prompts_per_iteration, world)
+    check_processes(objective, rollout, reward, world)
+    # built for its refusals: the algorithm makes its own, but only once the model is there
     PromptSampler(len(records), *size, config.seed, strata=strata, cycle=config.data.cycle)
     objective.check_constrained(reward)
     if objective.ascent is not None:
@@ -177,7 +173,7 @@ def _check_monitor(config: FlowGRPOConfig, *, has_features: bool) -> None:
 def _prompt_key(record: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the prompt with its sources; blanks and capitals of a prompt do not count."""
     prompt, *source = record_key(record)
-    return " ".join(prompt.split()).casefold(), *source
+    return " ".join(prompt.split()).casefold(), *source  # tokenizers of CLIP and T5 hardly tell such prompts apart
 
 
 def _fingerprints(key: str, records: Records) -> dict[str, str]:

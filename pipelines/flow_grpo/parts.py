@@ -113,7 +113,7 @@ def build_drift(features: Features, before: Path) -> Callable[[HeldoutResult], d
         return dict(zip(image_samples(result), features(images), strict=True))
 
     def drift(result: HeldoutResult) -> dict[str, float]:
-        if not base:
+        if not base:  # not at once: a new run writes the file after this function is made
             base.update(features_by_sample(load_heldout(before)))
         now = {sample: value for sample, value in features_by_sample(result).items() if sample in base}
         if len(now) < 2:

@@ -118,7 +118,7 @@ class ImagePasses(NamedTuple):
 
 def _image_passes(config: FlowGRPOConfig) -> ImagePasses:
     rollout, settings = config.rollout, config.objective
-    if (ascent := settings.ascent) is not None:
+    if (ascent := settings.ascent) is not None:  # its samples carry the gradient: no replay, no old policy
         return ImagePasses(*ascent.counted(rollout.steps), float(ascent.kl > 0), 0)
     sampled = rollout.sampled_per_image if config.data.pairs is None else 0.0
     if settings.credit == "turning_points":
@@ -328,7 +328,7 @@ def _memory(
             memory[key] = size / GB
             network += [key] * (name in _networks(policy))
     row, ascent = objective.regression, objective.ascent
-    updates = objective.epochs * optimizer.updates_per_iteration
+    updates = objective.epochs * optimizer.updates_per_iteration  # in the first of them the policy is the old one
     keeps_old = row is not None and row.anchor == "old" and (row.keeps_old or updates > 1)
     copies = (config.model.lora is None) + keeps_old + len(set((objective.experts or {}).values()))
     memory |= trained_memory(weights, ema=bool(optimizer.ema_decay), copies=copies)

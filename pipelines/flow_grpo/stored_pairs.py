@@ -104,5 +104,5 @@ def stored_latents(policy: Any, first: Mapping[str, Any]) -> Stored:
                 parts.append(policy.encode_images(list(images)))
         return torch.cat(parts)
 
-    latents(first["candidates"][:1])
+    latents(first["candidates"][:1])  # an adapter that cannot do it fails now and not after the first evaluation
     return latents

@@ -112,14 +112,14 @@ def run_job(config: Any, output: Path, resume: bool = False, *, build: Callable[
             check_unchanged(output, job.fingerprints)
         if accelerator.is_main_process:
             write_beginning(output, config, job.fingerprints)
-        accelerator.wait_for_everyone()
+        accelerator.wait_for_everyone()  # the files of the beginning are there for all
         if config.run.trackers:
             accelerator.init_trackers("visalign", config={k: str(v) for k, v in flatten(config).items()})
         try:
             begin = time.perf_counter()
             before = job.before()
             measuring = time.perf_counter() - begin
-            if resume:
+            if resume:  # after `before`, which measures the weights of the beginning if its file is missing
                 trainer.resume()
             result = trainer.train()
             if result.stopped == "interrupted":
@@ -220,7 +220,7 @@ class PolicyRun(Job):
 
         begin = time.perf_counter()
         with self.trainer.result():
-            with unsharded_state(self.policy.module), no_loading_bars():
+            with unsharded_state(self.policy.module), no_loading_bars():  # all processes give their share
                 if before is not None:
                     self.policy.save(result_folder(self.config, self.output))
             after = self._evaluate()

@@ -86,7 +86,7 @@ def build_accelerator(config: Any, folder: Path) -> Accelerator:
         )
     if accelerator.num_processes > 1:
         watch_machines(accelerator)
-        packages = {name: version for name, version in versions().items() if name != "platform"}
+        packages = {name: version for name, version in versions().items() if name != "platform"}  # kernels may differ
         check_alike(gather_object([{**flatten(asdict(config)), "--output": str(folder), **packages}]))
     return accelerator
 
@@ -104,16 +104,6 @@ def check_alike(processes: Sequence[Mapping[str, Any]]) -> None:
         raise UserError(
             f"The {len(processes)} processes of this run differ: {'; '.join(differing[:6])}. Start all "
             "with one command, and with the same packages and files on every machine."
-        )
-
-
-def check_batch_reward(reward: Any, world: int) -> None:
-    """Refuse a reward that compares all samples of an iteration where several processes score them."""
-    if world > 1 and reward.capabilities.needs_batch:
-        raise UserError(
-            f"{reward.name} compares all samples of an iteration, and each of {world} processes would compare "
-            "its own only. Use one process, or none of rewards.normalise=batch, uncertainty=bhattacharyya and "
-            "rewards over the batch (options.over=group takes groups)."
         )
 
 
@@ -153,7 +143,7 @@ def load_terms(terms: Mapping[str, RewardTerm], load: Callable[..., Any], device
 
 def pointwise_only(
     judges: Mapping[str, PointwiseReward | PairwiseReward], *, needed: Iterable[str] = ()
-) -> dict[str, PointwiseReward]:
+) -> dict[str, Any]:
     """Select the judges that score single images; the `needed` labels must be among them."""
     pointwise = {label: judge for label, judge in judges.items() if isinstance(judge, PointwiseReward)}
     if missing := [label for label in needed if label not in pointwise]:
@@ -177,7 +167,7 @@ def weighted_sum(config: RewardsConfig, rewards: Mapping[str, Any], kind: Any) -
         )
     for label, term in terms.items():
         reward, how = rewards[label], term.uncertainty
-        if how not in ("none", "advantage"):
+        if how not in ("none", "advantage"):  # the trainer weighs advantages itself
             reward = UncertaintyUsed(reward, how=how, strength=term.strength, reference=term.reference)
         summands[label] = reward, term.weight
     fixed = {label: (term.mean, term.std) for label, term in terms.items()}
@@ -262,7 +252,7 @@ def evenly_spaced(records: Sequence[T], limit: int | None) -> Sequence[T]:
     """Return at most `limit` records, evenly spaced over all, so that every category keeps its share."""
     if limit is None or limit >= len(records):
         return records
-    return [records[i * len(records) // limit] for i in range(limit)]
+    return [records[i * len(records) // limit] for i in range(limit)]  # files are often sorted by category
 
 
 def ends_by(run: Any, iteration: float | None = None) -> str:

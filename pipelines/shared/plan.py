@@ -82,8 +82,8 @@ TRAINED = (
 def trained_memory(trained: Sequence[Tensor], *, ema: bool, copies: int) -> dict[str, float]:
     """Compute the GB of trained weights, AdamW, averages, and `copies` in float32 (a reference, an old policy)."""
     numbers = sum(weight.numel() for weight in trained)
-    stored = sum(weight.numel() * weight.element_size() for weight in trained)
-    masters = 4 * sum(weight.numel() for weight in trained if weight.element_size() < 4)
+    stored = sum(weight.nbytes for weight in trained)
+    masters = 4 * sum(weight.numel() for weight in trained if weight.element_size() < 4)  # AdamW steps in float32
     sizes = stored, masters, stored, 8 * numbers, 4 * numbers * ema, 4 * numbers * copies
     return {name: size / GB for name, size in zip(TRAINED, sizes, strict=True)}
 

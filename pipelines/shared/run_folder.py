@@ -67,7 +67,7 @@ def claimed(config: Any, output: Path, *, resume: bool, free: Collection[str]) -
 
     check_run_folder(output, resume=resume)
     with hold_lock(output / LOCK, what=f"The output folder '{output}'") if _is_first() else nullcontext():
-        check_run_folder(output, resume=resume)  # another process may have written in the meantime
+        check_run_folder(output, resume=resume)  # another process may have written before the lock was held
         if resume and set(os.listdir(output)) - {LOCK}:
             if not (output / "config.yaml").is_file():
                 raise UserError(f"There is no run in '{output}' to resume: it has no config.yaml.")
@@ -82,7 +82,7 @@ def _is_first() -> bool:
 
 
 def fingerprint(records: Sequence[Mapping[str, Any]]) -> str:
-    """SHA-256 of records of JSON values."""
+    """Hash records of JSON values by SHA-256."""
     return hashlib.sha256(json.dumps(list(records), sort_keys=True, default=str).encode()).hexdigest()
 
 
@@ -123,7 +123,7 @@ def check_place(path: Path) -> None:
     """Refuse a path that nothing can be written to, before hours of work for it."""
     full = path.absolute()
     folders = (full, *full.parents) if full.is_dir() else full.parents
-    existing = next(folder for folder in folders if os.path.lexists(folder))
+    existing = next(folder for folder in folders if os.path.lexists(folder))  # a broken link exists, too
     try:  # permissions say too little of root, read-only and virtual file systems
         with tempfile.TemporaryFile(dir=existing):
             pass

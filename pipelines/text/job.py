@@ -15,7 +15,6 @@ from visalign.pipelines.shared.job import PolicyRun, build_trainer, on_the_way, 
 from visalign.pipelines.shared.parts import (
     Records,
     build_accelerator,
-    check_batch_reward,
     ends_by,
     evenly_spaced,
     name_key,
@@ -23,6 +22,7 @@ from visalign.pipelines.shared.parts import (
 )
 from visalign.pipelines.shared.run_folder import fingerprint
 from visalign.training.loop.progress import POLICY_COLUMNS, SUPERVISED_COLUMNS
+from visalign.training.loop.sampler import check_batch_reward
 
 from .config import SupervisedConfig, TextConfig, TextGRPOConfig, TextPPOConfig
 from .footprint import footprint

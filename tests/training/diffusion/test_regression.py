@@ -19,6 +19,7 @@ from tests.support.training.images import (
 )
 from visalign.core.regression.rows import REGRESSIONS
 from visalign.errors import UserError
+from visalign.interfaces import with_capabilities
 from visalign.training import (
     DiffusionObjectiveSettings,
     RolloutSettings,
@@ -264,10 +265,10 @@ def test_rollouts_that_do_not_fit_are_refused(rollout: dict[str, Any], message: 
 
 
 def test_a_group_over_two_processes_is_refused_where_it_is_compared():
-    odd = RolloutSettings(prompts_per_iteration=5, group_size=4)
+    odd, reward = RolloutSettings(prompts_per_iteration=5, group_size=4), with_capabilities(Brightness())
     with pytest.raises(UserError, match=r"some group would be spread over two.*Use a multiple of 2"):
-        check_processes(DiffusionObjectiveSettings(algorithm="crd"), odd, 2)
-    check_processes(DiffusionObjectiveSettings(algorithm="awm"), odd, 2)
+        check_processes(DiffusionObjectiveSettings(algorithm="crd"), odd, reward, 2)
+    check_processes(DiffusionObjectiveSettings(algorithm="awm"), odd, reward, 2)
 
 
 def test_guidance_is_refused_where_it_cannot_be_set_or_breaks_the_ratio(tmp_path):

@@ -181,7 +181,7 @@ class ImageAlgorithm(Algorithm):
                 "VelocityRegression for regressions, RewardGradient for draft, draft_lv and refl."
             )
         check_sampling(settings, rollout, stored=stored is not None)
-        check_processes(settings, rollout, self.accelerator.num_processes)
+        check_processes(settings, rollout, reward, self.accelerator.num_processes)
         settings.check_constrained(reward)
         self.records, self.features, self.stored = records, features, stored
         in_thread = rollout.overlap > 1 or rollout.staleness > 0

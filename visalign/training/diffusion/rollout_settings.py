@@ -23,7 +23,7 @@ from visalign.flow.tree import tree_nodes
 from visalign.flow.windows import WindowOrder, window_steps
 from visalign.seeds import sample_seed
 from visalign.settings import MOST, Count, Natural, NonNegative, Positive, PositiveShare, Share, check_rules, settings
-from visalign.training.loop.sampler import check_whole_groups
+from visalign.training.loop.sampler import check_batch_algebra, check_batch_reward, check_whole_groups
 from visalign.training.policy.settings import stale_message
 
 from .settings import DiffusionObjectiveSettings
@@ -416,10 +416,13 @@ def check_sampling(objective: DiffusionObjectiveSettings, rollout: RolloutSettin
     check_rules(both, (*JOB_RULES, *(STORED_PAIR_RULES if stored else SAMPLED_RULES)))
 
 
-def check_processes(objective: DiffusionObjectiveSettings, rollout: RolloutSettings, world: int) -> None:
-    """Refuse processes that would split a group whose samples are compared."""
+def check_processes(objective: DiffusionObjectiveSettings, rollout: RolloutSettings, reward: Any, world: int) -> None:
+    """Refuse more processes than samples, and processes that would split what is compared."""
+    check_batch_algebra(rollout.prompts_per_iteration, rollout.group_size, world)
+    check_batch_reward(reward, world)
     row = objective.regression
-    if rollout.branch is not None or (row is not None and (row.of_groups or row.loss == "covariance")):
+    by_group = row is not None and (row.of_groups or row.loss == "covariance")
+    if rollout.branch is not None or by_group or reward.capabilities.needs_group:
         check_whole_groups(rollout.prompts_per_iteration, world)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,6 +46,16 @@ def check_whole_groups(prompts_per_iteration: int, world: int) -> None:
             f"rollout.prompts_per_iteration is {prompts_per_iteration} and there are {world} processes: some "
             f"group would be spread over two, and its samples could not be compared. Use a multiple of "
             f"{world}."
+        )
+
+
+def check_batch_reward(reward: Any, world: int) -> None:
+    """Refuse a reward that compares all samples of an iteration where several processes score them."""
+    if world > 1 and reward.capabilities.needs_batch:
+        raise UserError(
+            f"{reward.name} compares all samples of an iteration, and each of {world} processes would compare "
+            "its own only. Use one process, or none of rewards.normalise=batch, uncertainty=bhattacharyya and "
+            "rewards over the batch (options.over=group takes groups)."
         )
 
 
