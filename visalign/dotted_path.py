@@ -9,6 +9,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
@@ -51,11 +52,10 @@ def _import_file(file: Path) -> ModuleType:
     assert spec is not None and spec.loader is not None  # a file that ends in .py
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses and pickle look up their module there
-    try:
+    with ExitStack() as on_error:
+        on_error.callback(sys.modules.pop, spec.name)
         spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[spec.name]
-        raise
+        on_error.pop_all()
     return module
 
 

@@ -16,6 +16,7 @@ from visalign.evaluation import HeldoutResult
 from visalign.pipelines.shared.grids import SampleGrids
 from visalign.pipelines.shared.job import PolicyRun, build_trainer, on_the_way, result_folder, run_job
 from visalign.pipelines.shared.parts import build_accelerator, evenly_spaced
+from visalign.training.loop.algorithm import Counters
 
 from .config import FlowGRPOConfig, ModelConfig, PrefGRPOConfig
 from .inputs import prepare
@@ -66,7 +67,6 @@ def _build(config: FlowGRPOConfig, output: Path) -> PolicyRun:
         grids.keep(iteration, result)
         return {} if drift is None else drift(result)
 
-    edits = any(len(record_key(record)) > 1 for record in inputs.heldout)
     evaluate = on_the_way(evaluation, measure, inputs.heldout, before, config.rewards.recorded, more_metrics)
     trainer = build_trainer(config, output, algorithm, evaluate)
     for note in inputs.notes:
@@ -82,17 +82,19 @@ def _build(config: FlowGRPOConfig, output: Path) -> PolicyRun:
         heldout=inputs.heldout,
         samples="images",
         load_code=load_code(config, output),
-        next_command=sample_command(config, output, edits=edits),
-        counts=lambda c: {
-            "images": c.samples,
-            "forward_equivalents_per_image": c.forward_equivalents / max(1, c.samples),
-        },
+        next_command=sample_command(config, output, edits=any(len(record_key(r)) > 1 for r in inputs.heldout)),
+        counts=_image_counts,
         seen=inputs.seen,
         grids=grids,
     )
 
 
 run = partial(run_job, build=_build)
+
+
+def _image_counts(counters: Counters) -> dict[str, float]:
+    images = counters.samples
+    return {"images": images, "forward_equivalents_per_image": counters.forward_equivalents / max(1, images)}
 
 
 def sample_command(config: FlowGRPOConfig, output: Path, *, edits: bool = False) -> list[str]:

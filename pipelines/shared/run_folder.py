@@ -67,7 +67,6 @@ def claimed(config: Any, output: Path, *, resume: bool, free: Collection[str]) -
 
     check_run_folder(output, resume=resume)
     with hold_lock(output / LOCK, what=f"The output folder '{output}'") if _is_first() else nullcontext():
-        check_run_folder(output, resume=resume)  # another process may have written before the lock was held
         if resume and set(os.listdir(output)) - {LOCK}:
             if not (output / "config.yaml").is_file():
                 raise UserError(f"There is no run in '{output}' to resume: it has no config.yaml.")
