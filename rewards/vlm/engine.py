@@ -27,7 +27,7 @@ from .generation import JudgeAnswers, generate_answers
 from .loading import PLACING, load_seeing_model
 from .network import SeeingNetwork, image_encoder
 from .requests import Query, RowEncoder, SeenImage, TokenRow
-from .template import JudgeSettings, Template, check_positions
+from .template import POSITIONS, JudgeSettings, Template
 
 __all__ = ["AnswerLogits", "HiddenStates", "JudgeAnswers", "Query", "TokenRow", "VisionLanguageEngine"]
 
@@ -48,6 +48,13 @@ class AnswerLogits:
     """[B] float32 logsumexp over the whole vocabulary; None if not requested."""
     reasons: list[str | None]
     """Why a request could not be judged; None for the others."""
+
+    @property
+    def mass(self) -> Tensor:
+        """[B] float64 probability of the K tokens together, if `log_total` was requested."""
+        assert self.log_total is not None
+        # float32 rounding would depend on the batch
+        return (self.logits.double().logsumexp(-1) - self.log_total.double()).exp().clamp(max=1.0)
 
 
 @dataclass(frozen=True)
@@ -97,7 +104,9 @@ class VisionLanguageEngine:
         self.set_fingerprint(weights)
         self.settings = settings or JudgeSettings()
         images = image_encoder(model, processor, **{**self.settings.rest.get("pixels", {}), **pixels})
-        positions = check_positions(positions or self.settings.positions or "mrope")
+        positions = positions or self.settings.positions or "mrope"
+        if positions not in POSITIONS:
+            raise RewardError(f"positions is {positions!r}; allowed are {' and '.join(map(repr, POSITIONS))}.")
         self.positions = positions if images.merge else "1d"
         tokenizer = processor.tokenizer
         self.network = SeeingNetwork(
@@ -110,6 +119,7 @@ class VisionLanguageEngine:
         )
         limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         self.rows = RowEncoder(processor, model.config.image_token_id, images, max_tokens or limit)
+        self.token_ids = self.rows.word_ids
 
     @classmethod
     def from_pretrained(
@@ -128,23 +138,18 @@ class VisionLanguageEngine:
         """Load a model with its processor and its `judge.json`; `**options` are those of the class.
 
         A device "meta" reads no weight, only shapes. `adapter` is a LoRA as peft saves it, merged into the weights;
-        `attention` an implementation of transformers ("sdpa", "flash_attention_2", ...); `device_map` that of
-        transformers, instead of `device`; `quantization` "int8" or "int4" for the language part, by bitsandbytes.
+        `attention` and `device_map` (instead of `device`) are transformers'; `quantization` "int8" or "int4" for
+        the language part, by bitsandbytes.
         """
         placing = {"attention": attention, "device_map": device_map, "quantization": quantization}
-        loaded = load_seeing_model(folder_or_id, device=device, dtype=dtype, adapter=adapter, **placing)
-        options = {"name": loaded.name, "settings": loaded.settings, "weights": loaded.weights, **options}
-        engine = cls(loaded.model, loaded.processor, positions=positions, **options)
-        engine.revision = loaded.revision
+        loaded, revision = load_seeing_model(folder_or_id, device=device, dtype=dtype, adapter=adapter, **placing)
+        engine = cls(**{**loaded, **options}, positions=positions)
+        engine.revision = revision
         return engine
 
     def template(self, kind: str, default: Template) -> Template:
         """Return the folder's template of a kind ("yes_no", "rating", "pair", ...), else the default."""
         return self.settings.templates.get(kind, default)
-
-    def token_ids(self, words: Sequence[str], *, skip_missing: bool = False) -> list[int]:
-        """Ids of words that are one token each; see `RowEncoder.word_ids`."""
-        return self.rows.word_ids(words, skip_missing=skip_missing)
 
     def identity_fields(self, template: Template, **options: Any) -> dict[str, Any]:
         """Arguments of `Identity` except `judge`."""
@@ -203,31 +208,10 @@ class VisionLanguageEngine:
         values = _fill_rows(rows, len(ids) + left_over, compute)
         return AnswerLogits(values[:, : len(ids)], values[:, -1] if left_over else None, reasons)
 
-    def generate(
-        self,
-        template: Template,
-        queries: Sequence[Query],
-        *,
-        answers: int = 1,
-        seed: int = 0,
-        temperature: float = 1.0,
-        max_new_tokens: int = 256,
-    ) -> JudgeAnswers:
-        """Generate K `answers` to each request; each depends on its request, its number and the seed only.
-
-        Temperature 0 is greedy.
-        """
+    def generate(self, template: Template, queries: Sequence[Query], **sampling: Any) -> JudgeAnswers:
+        """Generate answers to each request, with the options of `generate_answers`."""
         rows, reasons = self.encode(template, queries)
-        return generate_answers(
-            self.network,
-            self.processor.tokenizer,
-            rows,
-            reasons,
-            answers=answers,
-            seed=seed,
-            temperature=temperature,
-            max_new_tokens=max_new_tokens,
-        )
+        return generate_answers(self.network, self.processor.tokenizer, rows, reasons, **sampling)
 
     def clear_features(self) -> None:
         """Drop cached image features, after the tower's weights changed."""

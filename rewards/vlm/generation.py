@@ -50,12 +50,15 @@ def generate_answers(
     rows: Sequence[TokenRow | None],
     reasons: list[str | None],
     *,
-    answers: int,
-    seed: int,
-    temperature: float,
-    max_new_tokens: int,
+    answers: int = 1,
+    seed: int = 0,
+    temperature: float = 1.0,
+    max_new_tokens: int = 256,
 ) -> JudgeAnswers:
-    """Generate answers; see `VisionLanguageEngine.generate`."""
+    """Generate K `answers` to each request; each depends on its request, its number and the seed only.
+
+    Temperature 0 is greedy.
+    """
     check_drawing(answers, temperature, max_new_tokens)
     end_tokens = _end_tokens(network.model, tokenizer)
     unique_rows = list(dict.fromkeys(row for row in rows if row is not None))
@@ -94,13 +97,8 @@ def _generate(
     cache.batch_repeat_interleave(answers)
     hidden = passed.last_hidden_state[:, -1].repeat_interleave(answers, 0)
     mask, position = mask.repeat_interleave(answers, 0), position.repeat_interleave(answers).to(device)
-    uniform = torch.stack(
-        [
-            _uniforms(seed, rows[number], answer, max_new_tokens)
-            for number in batch.numbers
-            for answer in range(answers)
-        ]
-    ).to(device)
+    numbered = [(rows[number], answer) for number in batch.numbers for answer in range(answers)]
+    uniform = torch.stack([_uniforms(seed, row, answer, max_new_tokens) for row, answer in numbered]).to(device)
     written: list[list[int]] = [[] for _ in range(len(rows) * answers)]
     active = torch.arange(len(written), device=device)  # answers that have not ended
     for step in range(max_new_tokens):
@@ -125,9 +123,7 @@ def _generate(
 
 def _step(network: SeeingNetwork, tokens: Tensor, position: Tensor, mask: Tensor, cache: Any) -> Tensor:
     """Hidden states [n, H] after one more token of each answer."""
-    positions = position[:, None]
-    if network.merge:
-        positions = positions.expand(3, -1, -1)
+    positions = position[:, None].expand(3, -1, -1) if network.merge else position[:, None]
     return network.trunk.language_model(
         inputs_embeds=network.trunk.get_input_embeddings()(tokens[:, None]),
         position_ids=positions,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -37,20 +36,6 @@ ADAPTER = "adapter_config.json"
 """File that marks the folder of a peft LoRA."""
 
 
-@dataclass(frozen=True)
-class LoadedModel:
-    """A model in evaluation mode, without gradients."""
-
-    model: Any
-    processor: Any
-    settings: JudgeSettings
-    name: str
-    weights: str
-    """Fingerprint of the weight files."""
-    revision: str
-    """Commit of the hub's repository; "" for other folders."""
-
-
 def load_seeing_model(
     folder_or_id: str | Path,
     *,
@@ -58,13 +43,19 @@ def load_seeing_model(
     dtype: torch.dtype,
     adapter: str | Path | None,
     **placing: Any,
-) -> LoadedModel:
-    """Load a model; see `VisionLanguageEngine.from_pretrained`. `placing` are its options of `PLACING`."""
+) -> tuple[dict[str, Any], str]:
+    """Load the arguments of `VisionLanguageEngine`, and the commit of the hub's repository ("" for other folders).
+
+    The model is in evaluation mode, without gradients. `placing` are options of `PLACING`.
+    """
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     source = resolve_model(folder_or_id)
     folders = [source] if isinstance(source, Path) else []
-    adapters = [] if adapter is None else [_adapter_folder(adapter)]
+    adapters: list[str | Path] = []
+    if adapter is not None:
+        is_remote = is_hub_id(adapter) and not Path(adapter).exists()
+        adapters = [local_folder(adapter, ("adapter_*",)) if is_remote else adapter]
     while folders and _has_base(folders[-1]):  # the base of a LoRA or of settings may have a base itself
         if is_adapter(folders[-1]):
             adapters.insert(0, folders[-1])
@@ -87,10 +78,8 @@ def load_seeing_model(
                     model: Any = AutoModelForImageTextToText.from_config(config, **options)
                 adapters = []
             else:
-                loaded: Any = AutoModelForImageTextToText.from_pretrained(
-                    str(folder), output_loading_info=True, **options
-                )
-                model, info = loaded
+                load: Any = AutoModelForImageTextToText.from_pretrained
+                model, info = load(str(folder), output_loading_info=True, **options)
         # transformers fills missing weights with random numbers
         _check_keys(info.get("missing_keys", ()), info.get("unexpected_keys", ()))
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
@@ -100,14 +89,14 @@ def load_seeing_model(
         ) from error
     for lora in adapters:
         model = add_adapter(model, lora)
-    return LoadedModel(
-        model=placed(model, device, **placing).eval().requires_grad_(False),
-        processor=processor,
-        settings=settings,
-        name=source.name if isinstance(source, Path) else source,
-        weights="+".join(map(fingerprint, [folder, *adapters])),
-        revision=revision_of(folder),
-    )
+    loaded = {
+        "model": placed(model, device, **placing).eval().requires_grad_(False),
+        "processor": processor,
+        "settings": settings,
+        "name": source.name if isinstance(source, Path) else source,
+        "weights": "+".join(map(fingerprint, [folder, *adapters])),
+    }
+    return loaded, revision_of(folder)
 
 
 def placing_options(
@@ -196,20 +185,13 @@ def load_processor(folder: Path) -> Any:
     return processor
 
 
-def _adapter_folder(adapter: str | Path) -> str | Path:
-    """Return the folder of a LoRA, fetched if it is a hub id."""
-    is_local = Path(adapter).exists() or not is_hub_id(adapter)
-    return adapter if is_local else local_folder(adapter, ("adapter_*",))
-
-
 def add_adapter(model: Any, adapter: str | Path) -> Any:
-    """Merge a peft LoRA (folder or hub id) into the weights; refuse keys that do not fit."""
+    """Merge the peft LoRA of a folder into the weights; refuse keys that do not fit."""
     from peft import PeftModel
     from safetensors import SafetensorError
 
     folder = Path(adapter)
-    is_whole = (folder / ADAPTER).is_file() and any(folder.glob("adapter_model.*"))
-    if not is_whole and (folder.exists() or not is_hub_id(adapter)):
+    if not (folder / ADAPTER).is_file() or not any(folder.glob("adapter_model.*")):
         raise FileNotFoundError(
             f"{adapter} holds no {ADAPTER} with adapter_model.safetensors; give the folder of a peft LoRA."
         )
@@ -235,10 +217,7 @@ def _check_keys(missing: Iterable[Any], unexpected: Iterable[Any]) -> None:
 
 
 def base_of(folder: Path, settings: JudgeSettings) -> str | Path:
-    """Find the base of a folder's LoRA, or the folder itself.
-
-    It is "base" of `judge.json` (packaged name, hub id, or folder relative to this one), else that of peft's file.
-    """
+    """Find the base of a folder in its `judge.json` or peft's file (name, hub id, relative folder), or itself."""
     base = settings.rest.get("base")
     if base is None and is_adapter(folder):
         try:

@@ -88,7 +88,8 @@ def _split(rows: Sequence[TokenRow], members: Sequence[int], image_token: int) -
         ids = rows[number].ids
         common = len(ids) - 1  # the last token is never shared: each row is read at its own
         if open_rows:
-            common = min(_common_length(ids, rows[open_rows[0]].ids), shared, common)
+            first, longest = rows[open_rows[0]].ids, min(shared, common)
+            common = next((n for n in range(longest) if ids[n] != first[n]), longest)
         size = common + sum(len(rows[member].ids) - common for member in [*open_rows, number])
         if open_rows and (common < max(SHORTEST, _images_end(ids, image_token)) or size > max(PACK, 2 * len(ids))):
             yield _close(rows, open_rows, shared)
@@ -97,12 +98,6 @@ def _split(rows: Sequence[TokenRow], members: Sequence[int], image_token: int) -
         shared = common
     if open_rows:
         yield _close(rows, open_rows, shared)
-
-
-def _common_length(left: Sequence[int], right: Sequence[int]) -> int:
-    """Length of the common prefix."""
-    differ = (n for n, (a, b) in enumerate(zip(left, right, strict=False)) if a != b)
-    return next(differ, min(len(left), len(right)))
 
 
 def _close(rows: Sequence[TokenRow], numbers: Sequence[int], shared: int) -> Pack:

@@ -146,7 +146,9 @@ class RowEncoder:
     def __init__(self, processor: Any, image_token: int, images: ImageEncoder, longest: int | None) -> None:
         self.processor, self.tokenizer = processor, processor.tokenizer
         self.image_token, self._images, self.longest = image_token, images, longest
-        self._around = _tokens_around(processor)
+        # tokens that the processor, not the chat template, writes around an image
+        around = (getattr(processor, f"{end}_image_token_id", None) for end in ("start", "end"))
+        self._before, self._after = ([] if token is None else [int(token)] for token in around)
         self._texts: OrderedDict[Any, tuple[int, ...]] = OrderedDict()
         self._special_counts: dict[Any, int] = {}
         self.refresh()
@@ -179,17 +181,23 @@ class RowEncoder:
                 measured[id(image)] = self._images.measure(to_levels(image))
         images = tuple(measured[id(image)] for image in query.images)
         remaining, ids = iter(images), []
-        before, after = self._around
         for token in text_ids:
             is_image = token == self.image_token
-            ids += [*before, *[token] * next(remaining).tokens, *after] if is_image else [token]
+            ids += [*self._before, *[token] * next(remaining).tokens, *self._after] if is_image else [token]
         if self.longest is not None and len(ids) > self.longest:
             raise ValueError(
                 f"prompt and images take {len(ids)} tokens; the model reads at most {self.longest}: "
                 "shorten the prompt or shrink the images"
             )
-        end = len(ids) - 1 if at is None else self._position(ids, at, template)
-        return TokenRow(tuple(ids[: end + 1]), images)
+        if at is None:
+            return TokenRow(tuple(ids), images)
+        token_id = self.specials.get(at, -1)
+        if ids.count(token_id) != 1 or self.image_token in ids[ids.index(token_id) :]:
+            raise RewardError(
+                f"The template {template.name!r} holds {at} {ids.count(token_id)} times; a judge reads at exactly "
+                "one, which is a token of its tokenizer, after all images."
+            )
+        return TokenRow(tuple(ids[: ids.index(token_id) + 1]), images)
 
     def word_ids(self, words: Sequence[str], *, skip_missing: bool = False) -> list[int]:
         """Return the ids of words (blanks included) that are one token each, without repeats.
@@ -262,24 +270,6 @@ class RowEncoder:
         text += template.answer_prefix + continuation
         # verbose=False: rows that are too long get a reason, so that transformers need not warn of them
         return tuple(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-
-    def _position(self, ids: list[int], token: str, template: Template) -> int:
-        """Find the position of the one special token that is read."""
-        token_id = self.specials.get(token)
-        count = 0 if token_id is None else ids.count(token_id)
-        if token_id is None or count != 1 or self.image_token in ids[ids.index(token_id) :]:
-            raise RewardError(
-                f"The template {template.name!r} holds {token} {count} times; a judge reads at exactly one, "
-                "which is a token of its tokenizer, after all images."
-            )
-        return ids.index(token_id)
-
-
-def _tokens_around(processor: Any) -> tuple[list[int], list[int]]:
-    """Tokens that the processor, not the chat template, writes around an image."""
-    names = ("start_image_token_id", "end_image_token_id")
-    before, after = ([getattr(processor, name, None)] for name in names)
-    return [int(i) for i in before if i is not None], [int(i) for i in after if i is not None]
 
 
 def requests(

@@ -59,23 +59,19 @@ class Template:
         is_chat = isinstance(messages, list) and all(map(_is_message, messages))
         if not (is_chat and isinstance(prefix, str) and isinstance(chat, Mapping)):
             raise RewardError(
-                f"template {name!r} is {_short(data)}; it needs a list 'messages' of a role and a content (a "
+                f"template {name!r} is {data!r:.80}; it needs a list 'messages' of a role and a content (a "
                 'string or a list of {"type": "image"} and {"type": "text", "text": "..."}), a string '
                 "answer_prefix and an object chat."
             )
         for key, words in fields.items():
             if not isinstance(words, list) or not all(isinstance(word, str) and word for word in words):
-                raise RewardError(f"template {name!r}: {key!r} is {_short(words)}; it takes a list of words.")
+                raise RewardError(f"template {name!r}: {key!r} is {words!r:.80}; it takes a list of words.")
         words_of = {key: tuple(words) for key, words in fields.items()}
         return cls(name=name, messages=messages, answer_prefix=prefix, chat=chat, words=words_of)
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to the object of `judge.json`."""
-        fixed = {
-            "messages": list(self.messages),
-            "answer_prefix": self.answer_prefix,
-            "chat": dict(self.chat),
-        }
+        fixed = {"messages": list(self.messages), "answer_prefix": self.answer_prefix, "chat": dict(self.chat)}
         return {**fixed, **{key: list(words) for key, words in self.words.items()}}
 
     @property
@@ -91,13 +87,13 @@ class Template:
     @property
     def images(self) -> int:
         """Number of image slots."""
-        parts = [part for message in self.messages for part in _parts(message)]
-        return sum(part.get("type") == "image" for part in parts)
+        return sum(part.get("type") == "image" for message in self.messages for part in _parts(message))
 
     @property
     def fields(self) -> frozenset[str]:
         """Names in braces."""
-        return frozenset(name for text in self._texts() for name in _NAME.findall(text))
+        parts = [part for message in self.messages for part in _parts(message) if "text" in part]
+        return frozenset(name for part in parts for name in _NAME.findall(part["text"]))
 
     def filled(self, fields: Mapping[str, str]) -> list[dict[str, Any]]:
         """Replace `{name}` in the conversation by fields[name]; other braces are kept."""
@@ -105,18 +101,12 @@ class Template:
         def fill(text: str) -> str:
             return _NAME.sub(lambda match: fields.get(match[1], match[0]), text)
 
-        messages = []
-        for message in self.messages:
-            content = message["content"]
+        def fill_content(content: Any) -> Any:
             if isinstance(content, str):
-                messages.append({**message, "content": fill(content)})
-                continue
-            parts = [{**part, "text": fill(part["text"])} if "text" in part else {**part} for part in content]
-            messages.append({**message, "content": parts})
-        return messages
+                return fill(content)
+            return [{**part, "text": fill(part["text"])} if "text" in part else {**part} for part in content]
 
-    def _texts(self) -> list[str]:
-        return [part["text"] for message in self.messages for part in _parts(message) if "text" in part]
+        return [{**message, "content": fill_content(message["content"])} for message in self.messages]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,27 +131,16 @@ class JudgeSettings:
             raise RewardError(f"{file.name} of {file.parent.name} is no JSON: {error}.") from error
         if not isinstance(data, Mapping) or not isinstance(data.get("templates", {}), Mapping):
             raise RewardError(f"{file.name} needs an object with an object 'templates'.")
-        if (positions := data.get("positions")) is not None:
-            check_positions(positions)
         templates = {name: Template.from_dict(name, item) for name, item in data.get("templates", {}).items()}
         rest = {key: data[key] for key in data if key not in ("templates", "positions")}
-        return cls(templates=templates, positions=positions, rest=rest)
+        return cls(templates=templates, positions=data.get("positions"), rest=rest)
 
     def write(self, folder: str | Path) -> None:
         """Write `judge.json`."""
         templates = {name: template.to_dict() for name, template in self.templates.items()}
-        data: dict[str, Any] = {"templates": templates}
-        if self.positions is not None:
-            data["positions"] = self.positions
-        text = json.dumps({**data, **self.rest}, indent=2, ensure_ascii=False)
+        positions = {} if self.positions is None else {"positions": self.positions}
+        text = json.dumps({"templates": templates, **positions, **self.rest}, indent=2, ensure_ascii=False)
         (Path(folder) / SETTINGS).write_text(text + "\n", encoding="utf-8")
-
-
-def check_positions(positions: Any) -> str:
-    """Return `positions`, or refuse it with a RewardError."""
-    if positions not in POSITIONS:
-        raise RewardError(f"positions is {positions!r}; allowed are {' and '.join(map(repr, POSITIONS))}.")
-    return positions
 
 
 def escape(text: str, specials: Iterable[str]) -> str:
@@ -207,8 +186,3 @@ def question(name: str, text: str, *, images: Sequence[str] = ("",), **fields: A
 def _parts(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     content = message["content"]
     return [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -81,8 +81,8 @@ class YesNoReader:
         if not queries:
             return Odds(torch.zeros(0), torch.zeros(0), [], [])
         reply = self.engine.answer_logits(self.template, queries, self.ids, left_over=True)
-        logits = reply.logits.detach().double().cpu()  # float32 rounding would depend on the batch
-        log_prob = logits - reply.log_total.detach().double().cpu()[:, None]
+        logits = reply.logits.double()  # float32 rounding would depend on the batch
+        log_prob = logits - reply.log_total.double()[:, None]
         split, size = len(self._yes), len(self.ids)
         answer = yes_no_answer(log_prob, range(split), range(split, size), normalised=True)
         odds = answer.log_odds.clamp(-SUREST, SUREST).float()

@@ -34,7 +34,7 @@ class AffineHead(nn.Module):
         widths: Output widths of the five layers.
         activation: "none" (affine in evaluation mode), or "relu" (LAION's `reluMSE` file).
 
-    ICT-HP, arXiv 2507.19002; ImageReward 2304.05977; LAION's improved-aesthetic-predictor.
+    ICT-HP, arXiv 2507.19002; ImageReward, arXiv 2304.05977; LAION's improved-aesthetic-predictor.
     """
 
     def __init__(self, input_dim: int, *, widths: Sequence[int] = WIDTHS, activation: Activation = "none") -> None:

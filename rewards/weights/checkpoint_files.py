@@ -16,8 +16,6 @@ from torch import Tensor
 
 from visalign.rewards.base.contract import RewardError
 
-_SINGLE = ("model.safetensors", "pytorch_model.bin")
-_SHARDED = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _SHOWN = 8
 """Largest number of keys that a message names."""
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -99,34 +97,27 @@ def read_module(file: str | Path) -> dict[str, Tensor]:
             f"{first_sentence(error)}). Load it where its code is installed, and store module.state_dict() "
             "as .safetensors."
         ) from error
-    return _collect_tensors(content, "") if isinstance(content, _Inert) else read_tensors(file)
 
+    def collect(module: _Inert, prefix: str) -> dict[str, Tensor]:
+        tensors = {**getattr(module, "_parameters", {}), **getattr(module, "_buffers", {})}
+        state = {prefix + key: value.detach() for key, value in tensors.items() if isinstance(value, Tensor)}
+        for key, child in getattr(module, "_modules", {}).items():
+            state |= collect(child, f"{prefix}{key}.")
+        return state
 
-def _collect_tensors(module: _Inert, prefix: str) -> dict[str, Tensor]:
-    """Collect parameters and buffers of a module and its submodules."""
-    tensors = {**getattr(module, "_parameters", {}), **getattr(module, "_buffers", {})}
-    state = {prefix + key: value.detach() for key, value in tensors.items() if isinstance(value, Tensor)}
-    for key, child in getattr(module, "_modules", {}).items():
-        state |= _collect_tensors(child, f"{prefix}{key}.")
-    return state
+    return collect(content, "") if isinstance(content, _Inert) else read_tensors(file)
 
 
 def read_folder(folder: str | Path) -> dict[str, Tensor]:
     """Read the state dict of a transformers folder, from one file or shards; safetensors take precedence."""
-    folder = Path(folder)
-    for name in _SINGLE:
-        if (folder / name).is_file():
-            return read_tensors(folder / name)
-    for name in _SHARDED:
-        if (folder / name).is_file():
-            shards = json.loads((folder / name).read_text(encoding="utf-8"))["weight_map"].values()
-            state: dict[str, Tensor] = {}
-            for shard in sorted(set(shards)):
-                state |= read_tensors(folder / shard)
-            return state
-    raise FileNotFoundError(
-        f"The folder {folder} contains no weights; it needs one of {', '.join(_SINGLE + _SHARDED)}."
-    )
+    names = ("model.safetensors", "pytorch_model.bin", "model.safetensors.index.json", "pytorch_model.bin.index.json")
+    file = next((file for name in names if (file := Path(folder, name)).is_file()), None)
+    if file is None:
+        raise FileNotFoundError(f"The folder {folder} contains no weights; it needs one of {', '.join(names)}.")
+    if file.suffix != ".json":
+        return read_tensors(file)
+    shards = json.loads(file.read_text(encoding="utf-8"))["weight_map"].values()
+    return {key: tensor for shard in sorted(set(shards)) for key, tensor in read_tensors(file.parent / shard).items()}
 
 
 def load_strict(module: torch.nn.Module, state: Mapping[str, Tensor], where: str) -> None:
@@ -198,23 +189,20 @@ def quiet_loading() -> Iterator[None]:
     with _lock:
         if not _open_hooks:
             previous = replace(None)
+
+            def make_bar(factory: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+                kwargs = {**kwargs, "disable": True} if kwargs.get("desc") in _BARS else kwargs
+                return factory(*args, **kwargs) if previous is None else previous(factory, args, kwargs)
+
+            replace(make_bar)
             _open_hooks.append(previous)
-            replace(lambda factory, args, kwargs: _make_bar(previous, factory, args, kwargs))
         else:
             _open_hooks.append(None)
     try:
         yield
     finally:
         with _lock:
-            previous = _open_hooks[0]
+            outermost = _open_hooks[0]
             _open_hooks.pop()
             if not _open_hooks:
-                replace(previous)
-
-
-def _make_bar(
-    previous: Callable[..., Any] | None, factory: Callable[..., Any], args: Any, kwargs: dict[str, Any]
-) -> Any:
-    if kwargs.get("desc") in _BARS:
-        kwargs = {**kwargs, "disable": True}
-    return factory(*args, **kwargs) if previous is None else previous(factory, args, kwargs)
+                replace(outermost)

@@ -25,7 +25,7 @@ def weight_state(module: nn.Module) -> int:
 
 def weights_of(module: nn.Module) -> str:
     """Fingerprint a module by names, shapes, dtypes and bits: 32 hex digits, equal on every device."""
-    return _hash_prints({name: tensor_print(tensor) for name, tensor in _tensors(module)})
+    return str(WeightPrint(module, None))
 
 
 def tensor_print(tensor: Tensor) -> str:
@@ -75,13 +75,6 @@ def _version(tensor: Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
 
 
-def _hash_prints(prints: dict[str, str]) -> str:
-    digest = hashlib.sha256()
-    for name, tensor_digest in prints.items():
-        digest.update(f"{name}:{tensor_digest};".encode())
-    return digest.hexdigest()[:32]
-
-
 class WeightPrint:
     """Fingerprint of a module: that of its files until its weights change, then that of its memory.
 
@@ -114,4 +107,5 @@ class WeightPrint:
             if entry is None or entry[0] != version or tensor.is_inference():
                 entry = version, tensor_print(tensor)
             self._tensors[name] = entry
-        return _hash_prints({name: digest for name, (_, digest) in self._tensors.items()})
+        listed = "".join(f"{name}:{digest};" for name, (_, digest) in self._tensors.items())
+        return hashlib.sha256(listed.encode()).hexdigest()[:32]

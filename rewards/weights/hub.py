@@ -52,6 +52,7 @@ def local_folder(name: str | Path, patterns: Sequence[str], device: Any = None) 
     failures = (OSError, ValueError, RuntimeError, http_error)
     repository, _, revision = str(name).partition("@")
     request: dict[str, Any] = {"revision": revision or None}
+    hub_error: Exception | None = None
     try:
         info = huggingface_hub.HfApi().model_info(repository, timeout=TIMEOUT, **request)
         files = needed_files([sibling.rfilename for sibling in info.siblings or ()], patterns)
@@ -64,8 +65,6 @@ def local_folder(name: str | Path, patterns: Sequence[str], device: Any = None) 
                 "and run `hf auth login`."
             ) from error
         request["local_files_only"], hub_error = True, error
-    else:
-        hub_error = None
     try:
         return Path(huggingface_hub.snapshot_download(repository, **request))
     except failures as error:

@@ -62,17 +62,9 @@ def model_levels(image: Tensor, config: Mapping[str, Any]) -> Tensor:
         image = seen_window(image, side)
     shape = checked_shape(image.shape[1], image.shape[2], config)
     levels = image[None].mul(255).round()
-    resampling = config.get("resampling", "pil")
-    interpolation = _interpolation(config)
-    if resampling == "pil":
-        levels = resize_like_pil(levels, shape, interpolation)
-    elif resampling == "float":
-        levels = resize_smoothly(levels, shape, interpolation)
-    elif resampling == "aliased":
-        levels = F.interpolate(levels.float(), shape, mode=interpolation, align_corners=False)
-    else:
-        raise ValueError(f"resampling is {resampling!r}; allowed are 'pil', 'float' and 'aliased'.")
-    return _centre(levels, config)[0]
+    if config.get("resampling", "pil") == "pil":
+        return _centre(resize_like_pil(levels, shape, _interpolation(config)), config)[0]
+    return _centre(_resized(levels, shape, config), config)[0]
 
 
 def model_pixels(images: Tensor, config: Mapping[str, Any]) -> Tensor:
@@ -88,11 +80,7 @@ def model_pixels(images: Tensor, config: Mapping[str, Any]) -> Tensor:
     shape = checked_shape(images.shape[2], images.shape[3], config)
     with torch.no_grad():
         exact = torch.stack([model_levels(image.float(), config) for image in images]) / 255
-    if config.get("resampling") == "aliased":
-        smooth = F.interpolate(images.float(), shape, mode=_interpolation(config), align_corners=False)
-    else:
-        smooth = resize_smoothly(images.float(), shape, _interpolation(config))
-    smooth = _centre(smooth, config)
+    smooth = _centre(_resized(images.float(), shape, config), config)
     return smooth + (exact - smooth).detach()
 
 
@@ -146,6 +134,16 @@ def checked_shape(height: int, width: int, config: Mapping[str, Any]) -> tuple[i
             f"({shape[1]}×{shape[0]} before the crop); crop it first"
         )
     return shape
+
+
+def _resized(images: Tensor, shape: tuple[int, int], config: Mapping[str, Any]) -> Tensor:
+    """Resize without rounding, antialiased unless the config says "aliased"."""
+    resampling = config.get("resampling", "pil")
+    if resampling == "aliased":
+        return F.interpolate(images.float(), shape, mode=_interpolation(config), align_corners=False)
+    if resampling not in ("pil", "float"):
+        raise ValueError(f"resampling is {resampling!r}; allowed are 'pil', 'float' and 'aliased'.")
+    return resize_smoothly(images, shape, _interpolation(config))
 
 
 def _interpolation(config: Mapping[str, Any]) -> str:
