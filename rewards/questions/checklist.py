@@ -76,9 +76,7 @@ class ChecklistRule:
             is_masked[list(masked)] = True
             applies = torch.where(is_masked, applies * yes[:, question : question + 1], applies)
         columns = ((2 * yes - 1) * applies)[:, features]
-        if alignment is not None:
-            columns = torch.cat((alignment[:, None].to(columns.dtype), columns), 1)
-        return columns
+        return columns if alignment is None else torch.cat((alignment[:, None].to(columns.dtype), columns), 1)
 
     def fill_unanswered(self, yes: Tensor) -> Tensor:
         """Replace missing answers (NaN) in [B, N] by ½, which counts x = 0; by no in questions that mask."""

@@ -13,13 +13,14 @@ upstream pads them to squares.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal, get_args
 
 import torch
+from torch import Tensor
 
 from visalign.interfaces import Metadata, Scores
 from visalign.rewards.base.contract import (
-    Request,
     RewardError,
     check_choices,
     check_rules,
@@ -89,14 +90,12 @@ class QAlign:
         """Score B images; prompts and metadata are ignored."""
         request = read_request(self.name, images, prompts, metadata)
         reasons, size = list(request.images.reasons), len(request)
-        promptless = Request(request.images, ["-"] * size, request.metadata)
+        promptless = replace(request, prompts=["-"] * size)
         rows, queries = requests(promptless, self.template, reasons)
         if not rows:
             return make_scores(torch.full((size,), torch.nan), reasons, self.unit)
         answer = self.engine.answer_logits(self.template, queries, self._level_ids, left_over=True)
-        assert answer.log_total is not None
-        logits = answer.logits.double()
-        mass = (logits.logsumexp(-1) - answer.log_total.double()).exp().clamp(max=1.0)
+        mass = answer.mass
         for row, reason, row_mass in zip(rows, answer.reasons, mass.tolist(), strict=True):
             reasons[row] = reason
             if reason is None and not row_mass >= self.min_mass:
@@ -104,13 +103,18 @@ class QAlign:
                     f"the model names no level: the five words have {row_mass:.2g} of the probability, and "
                     f"min_mass is {self.min_mass:g}"
                 )
-        prob, level = logits.softmax(-1), torch.tensor(list(LEVELS.values()), dtype=torch.float64)
-        mean = prob @ level  # Σ p·s
-        std = (prob * (level - mean[:, None]).square()).sum(-1).sqrt()
+        prob = answer.logits.double().softmax(-1)
+        mean, std = moments(prob, torch.tensor(list(LEVELS.values()), dtype=torch.float64))
         columns = {**dict(zip(LEVELS, prob.unbind(1), strict=True)), "mass": mass, "value": mean, "std": std}
         parts = {key: scatter(column.float(), rows, size) for key, column in columns.items()}
         value, std = parts.pop("value"), parts.pop("std")
         return make_scores(value, reasons, self.unit, std=std, parts=parts)
+
+
+def moments(prob: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean Σ p·s and standard deviation √Σ p·(s − mean)² [B] of values [L] under probabilities [B, L]."""
+    mean = (prob * values).sum(-1)
+    return mean, (prob * (values - mean[:, None]).square()).sum(-1).sqrt()
 
 
 def _first_tokens(tokenizer: Any) -> list[int]:

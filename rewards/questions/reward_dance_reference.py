@@ -89,11 +89,8 @@ class ReferenceReward:
         value, std = (torch.full((len(request),), torch.nan) for _ in range(2))
         count = torch.zeros(len(request))
         if pair_rows:
-            pair_prompts = [request.prompts[row] for row in pair_rows]
-            records = [request.metadata[row] for row in pair_rows]
-            answers = read_preferences(
-                self.judge.compare(as_contract(left), as_contract(right), pair_prompts, records)
-            )
+            texts = [request.prompts[row] for row in pair_rows], [request.metadata[row] for row in pair_rows]
+            answers = read_preferences(self.judge.compare(as_contract(left), as_contract(right), *texts))
             for row in sorted(set(pair_rows)):
                 index = [number for number, pair_row in enumerate(pair_rows) if pair_row == row]
                 log_odds = answers.log_odds[index]
@@ -143,8 +140,7 @@ def select_references(
         ValueError: fewer images than `top_k` could be ranked.
     """
     batch = load_images(images)
-    size = len(batch)
-    rows = [row for row, _ in batch.readable()]
+    size, rows = len(batch), [row for row, _ in batch.readable()]
     readable = [image for _, image in batch.readable()]
     asker = PairAsker(judge, readable, [prompt] * len(rows), [metadata] * len(rows))
     pairs = group_pairs([0] * len(rows), len(rows))
@@ -156,10 +152,8 @@ def select_references(
     is_compared = ~torch.isnan(table)
     wins = torch.where(is_compared.any(1), (table > 0).sum(1).double(), torch.nan)
     strength = torch.where(is_compared, table.sigmoid(), 0.0).sum(1) / is_compared.sum(1)
-    order = sorted(
-        (row for row in range(size) if is_compared[row].any()),
-        key=lambda row: (-float(wins[row]), -float(strength[row]), row),
-    )
+    ranked = [row for row in range(size) if is_compared[row].any()]
+    order = sorted(ranked, key=lambda row: (-float(wins[row]), -float(strength[row]), row))
     if len(order) < top_k:
         raise ValueError(f"Only {len(order)} of {size} images could be compared, and top_k is {top_k}.")
     return ReferenceChoice(order[:top_k], wins.float(), strength.float())

@@ -149,10 +149,9 @@ class VisionReward:
             for wording in questions
         ]
         odds = self._read(question_queries)
-        log_odds = odds.log_odds.double().view(len(rows), count)
-        yes = log_odds.sigmoid()
+        yes = odds.log_odds.double().view(len(rows), count).sigmoid()
         if self.answers == "hard":
-            yes = torch.where(yes.isnan(), yes, (log_odds.sign() + 1) / 2)
+            yes = torch.where(yes.isnan(), yes, ((yes - 0.5).sign() + 1) / 2)
         unanswered: list[list[str]] = []
         for index, row in enumerate(rows):
             answer_reasons = odds.reasons[index * count : (index + 1) * count]
@@ -167,14 +166,11 @@ class VisionReward:
         if self.alignment is None:
             return None
         alignment = torch.full((len(request),), torch.nan)
-        images = [image for row, image in request.images.readable() if row in rows]
         if rows:
+            images = as_contract([image for row, image in request.images.readable() if row in rows])
+            texts = [request.prompts[row] for row in rows], [request.metadata[row] for row in rows]
             with Naming(self.alignment.name):
-                scores = self.alignment.score(
-                    as_contract(images),
-                    [request.prompts[row] for row in rows],
-                    [request.metadata[row] for row in rows],
-                )
+                scores = self.alignment.score(images, *texts)
             alignment[rows] = scores.value
             for row, reason in zip(rows, failure_reasons(scores), strict=True):
                 reasons[row] = reasons[row] or (reason and f"alignment: {reason}")
@@ -183,13 +179,11 @@ class VisionReward:
 
 def checklist_of(checklist: Checklist | Mapping[str, Any] | str | Path | None, engine: Any) -> Checklist:
     """Return the given checklist (object or JSON file), else that of the model's folder or shapes world."""
-    if isinstance(checklist, Checklist):
-        return checklist
-    if checklist is None:
-        settings = getattr(engine, "settings", None)
-        record = settings.rest.get("checklist") if settings is not None else None
-        return SHAPES_CHECKLIST if record is None else Checklist.from_dict(record)
-    return Checklist.from_dict(checklist) if isinstance(checklist, Mapping) else Checklist.read(checklist)
+    if isinstance(checklist, str | Path):
+        return Checklist.read(checklist)
+    settings = getattr(engine, "settings", None)
+    record = settings.rest.get("checklist") if checklist is None and settings else checklist
+    return Checklist.from_dict(record) if isinstance(record, Mapping) else record or SHAPES_CHECKLIST
 
 
 def _range(rule: ChecklistRule, alignment: PointwiseReward | None) -> tuple[float, float]:

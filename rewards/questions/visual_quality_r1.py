@@ -22,7 +22,6 @@ from torch import Tensor
 from visalign.core.preference.fidelity import FLOOR
 from visalign.interfaces import Metadata, Preferences, Scores
 from visalign.rewards.base.contract import (
-    Request,
     RewardError,
     check_choices,
     check_counts,
@@ -39,6 +38,8 @@ from visalign.rewards.vlm.engine import engine_of
 from visalign.rewards.vlm.requests import Query, requests
 from visalign.rewards.vlm.template import Template, question
 from visalign.rewards.vlm.yes_no import MIN_MASS
+
+from .q_align import moments
 
 LOW, HIGH = 1.0, 5.0
 Ratings = tuple[dict[str, Tensor], list[str], list[str | None]]
@@ -139,10 +140,8 @@ class VisualQuality:
         request = read_request(self.name, images, prompts, metadata)
         size = len(request)
         reasons, texts = list(request.images.reasons), [""] * size
-        promptless = Request(request.images, ["-"] * size, request.metadata)
-        rows, queries = requests(promptless, self.template, reasons)
-        read = self._sample if self._digits is None else self._digits
-        ratings, row_texts, row_reasons = read(queries)
+        rows, queries = requests(replace(request, prompts=["-"] * size), self.template, reasons)
+        ratings, row_texts, row_reasons = (self._digits or self._sample)(queries)
         columns = {key: scatter(column, rows, size) for key, column in ratings.items()}
         for row, reason, text in zip(rows, row_reasons, row_texts, strict=True):
             reasons[row], texts[row] = reason, text
@@ -168,8 +167,7 @@ class VisualQuality:
         for row, answers in enumerate(generated.texts):
             if reasons[row] is not None:
                 continue
-            answers = [self.template.answer_prefix + answer for answer in answers]
-            ratings, failure, texts[row] = read_ratings(answers)
+            ratings, failure, texts[row] = read_ratings([self.template.answer_prefix + answer for answer in answers])
             readable[row] = len(ratings) / len(answers)
             if len(ratings) < min(2, self.answers):
                 reasons[row] = (
@@ -178,12 +176,9 @@ class VisualQuality:
                 )
                 continue
             rating = torch.tensor(ratings, dtype=torch.float64)
-            value[row] = rating.mean()
-            std[row] = rating.std() if len(ratings) > 1 else torch.nan
-        columns = {"value": value, "std": std, "readable": readable}
-        if self.answers == 1:
-            del columns["std"]
-        return columns, texts, reasons
+            value[row], std[row] = rating.mean(), rating.std() if len(ratings) > 1 else torch.nan
+        columns = {"value": value, "readable": readable}
+        return columns if self.answers == 1 else {**columns, "std": std}, texts, reasons
 
 
 def read_ratings(answers: Sequence[str]) -> tuple[list[float], str, str]:
@@ -220,7 +215,10 @@ class RatingDigits:
     def __init__(self, engine: Any, template: Template, min_mass: float) -> None:
         self._scores = tuple(template.words.get("scores", ()))
         digits = tuple(template.words.get("digits", ()))
-        self.values = [_number(word) for word in self._scores]
+        try:
+            self.values = [float(word) for word in self._scores]
+        except ValueError:
+            self.values = []
         is_on_scale = all(LOW <= value <= HIGH for value in self.values)
         is_different = len(set(self.values)) == len(self._scores) > 0
         if not is_on_scale or not is_different or digits not in ((), tuple("0123456789")):
@@ -239,9 +237,7 @@ class RatingDigits:
         if not queries:
             return dict.fromkeys(self._columns, torch.zeros(0)), [], []
         answer = self.engine.answer_logits(self.template, queries, self._score_ids, left_over=True)
-        logits = answer.logits.double().cpu()
-        mass = (logits.logsumexp(-1) - answer.log_total.double().cpu()).exp().clamp(max=1.0)
-        reasons = list(answer.reasons)
+        mass, reasons = answer.mass, list(answer.reasons)
         for row, row_mass in enumerate(mass.tolist()):
             if reasons[row] is None and not row_mass >= self.min_mass:
                 share = f"{row_mass:.2g} of the probability, and min_mass is {self.min_mass:g}"
@@ -250,11 +246,9 @@ class RatingDigits:
         mean = torch.full((len(queries),), torch.nan, dtype=torch.float64)
         std, digit_mass = mean.clone(), mean.clone()
         if rows:
-            values, prob, digit_mass[rows] = self._distribution(
-                [queries[row] for row in rows], logits[rows].softmax(-1)
-            )
-            mean[rows] = (prob * values).sum(-1)  # Σ p·s
-            std[rows] = (prob * (values - mean[rows, None]).square()).sum(-1).sqrt()
+            prob = answer.logits[rows].double().softmax(-1)
+            values, prob, digit_mass[rows] = self._distribution([queries[row] for row in rows], prob)
+            mean[rows], std[rows] = moments(prob, values)
         for row in rows:
             row_mass = float(digit_mass[row].nan_to_num(0.0))
             if not row_mass >= self.min_mass or not math.isfinite(float(mean[row])):
@@ -296,16 +290,8 @@ class RatingDigits:
         failure = next(filter(None, answer.reasons), None)
         if failure is not None:
             raise RewardError(f"A rating's digits could not be read: {failure}.")
-        logits = answer.logits.double().cpu().view(len(queries), len(stems), 10)
-        log_total = answer.log_total.double().cpu().view(len(queries), len(stems))
-        return logits.softmax(-1), (logits.logsumexp(-1) - log_total).exp().clamp(max=1.0)
-
-
-def _number(word: str) -> float:
-    try:
-        return float(word)
-    except ValueError:
-        return math.nan
+        shape = (len(queries), len(stems))
+        return answer.logits.double().softmax(-1).view(*shape, 10), answer.mass.view(shape)
 
 
 def _token_ids(engine: Any, words: Sequence[str]) -> list[int]:

@@ -58,7 +58,6 @@ class _NextWordJudge:
     def _probabilities(self, queries: Sequence[Query], ids: Sequence[int]) -> tuple[Tensor, list[str | None]]:
         """([N, K] float64 probabilities of tokens as the next one, over the whole vocabulary; reasons)."""
         answer = self.engine.answer_logits(self.template, queries, ids, left_over=True)
-        assert answer.log_total is not None
         return (answer.logits.double() - answer.log_total.double()[:, None]).exp(), list(answer.reasons)
 
 
@@ -143,11 +142,8 @@ class SoftTifa(_NextWordJudge):
         precision: str = "auto",
         **loading: Any,
     ) -> None:
-        choices = {
-            "mean": (mean, ("geometric", "arithmetic")),
-            "spellings": (spellings, ("tokens", "published")),
-        }
-        check_choices(self.name, **choices)
+        check_choices(self.name, mean=(mean, ("geometric", "arithmetic")))
+        check_choices(self.name, spellings=(spellings, ("tokens", "published")))
         super().__init__(model, ONE_WORD, device=device, precision=precision, loading=loading)
         self.template = template or self.template
         message = f"the template {self.template.name!r} has no {{question}}; write it into its text"
@@ -175,12 +171,11 @@ class SoftTifa(_NextWordJudge):
         all_ids = sorted({token for ids in answer_ids for token in ids})
         value, text = torch.full((len(request),), torch.nan), [""] * len(request)
         answers: dict[int, list[tuple[float, str]]] = {}
-        if queries:
-            prob, answer_reasons = self._probabilities(queries, all_ids)
-            for index, row in enumerate(query_rows):
-                columns = [all_ids.index(token) for token in answer_ids[index]]
-                reasons[row] = reasons[row] or answer_reasons[index]
-                answers.setdefault(row, []).append((float(prob[index, columns].sum()), queries[index].prompt))
+        prob, answer_reasons = self._probabilities(queries, all_ids)
+        for index, row in enumerate(query_rows):
+            columns = [all_ids.index(token) for token in answer_ids[index]]
+            reasons[row] = reasons[row] or answer_reasons[index]
+            answers.setdefault(row, []).append((float(prob[index, columns].sum()), queries[index].prompt))
         for row, row_answers in answers.items():
             probs = torch.tensor([prob for prob, _ in row_answers], dtype=torch.float64).clamp(max=1.0)
             # (Π p)^(1/n), or Σ p / n
