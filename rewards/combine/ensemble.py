@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -164,26 +164,46 @@ class Ensemble:
             for row, reason in zip(rows.tolist(), failure_reasons(scores), strict=True):
                 if reason is not None:
                     failures[row].append(f"{label}: {reason}")
-        return self._combine(mean, variance, reasons, failures)
+        options: Any = {"how": self.how, "strength": self.strength, "ddof": self.ddof, "min_members": self.min_members}
+        options |= {"unit": self.unit, "higher_is_better": self.higher_is_better}
+        return combine_scores(self.members, mean, variance, reasons, failures, **options)
 
-    def _combine(self, mean: Tensor, variance: Tensor, reasons: list[str | None], failures: list[list[str]]) -> Scores:
-        present = torch.isfinite(mean)
-        number = present.sum(0)
-        for row in (number < self.min_members).nonzero().flatten().tolist():
-            reason = "; ".join(failures[row]) or "the scores are not finite numbers"
-            reasons[row] = reasons[row] or f"{int(number[row])} of {len(mean)} members judged it: {reason}"
-        sign = 1.0 if self.higher_is_better else -1.0
-        rule: Any = "mean" if self.how == "uwo" else self.how
-        value, epistemic = combine_members(sign * mean, how=rule, strength=self.strength, ddof=self.ddof)
-        epistemic = torch.where(number > 1, epistemic, torch.nan)
-        if self.how == "uwo":
-            value = penalise(value, epistemic.square(), strength=self.strength)
-        aleatoric = (torch.where(present, variance, 0.0).sum(0) / number.clamp(min=1)).sqrt()
-        parts = {label: part.float() for label, part in zip(self.members, mean, strict=True)}
-        own_parts = {"epistemic": epistemic, "aleatoric": aleatoric, "members": number}
-        scores = make_scores(
-            (sign * value).float(), reasons, self.unit, parts={k: v.float() for k, v in own_parts.items()}
-        )
-        total = torch.where(scores.valid, torch.hypot(aleatoric, epistemic).float(), torch.nan)
-        # A member's score stays known where the ensemble's is not.
-        return replace(scores, std=total, parts=parts | dict(scores.parts))
+
+def combine_scores(
+    labels: Iterable[str],
+    mean: Tensor,
+    variance: Tensor,
+    reasons: Sequence[str | None],
+    failures: list[list[str]],
+    *,
+    unit: str,
+    min_members: int,
+    how: str = "mean",
+    strength: float = 1.0,
+    ddof: int = 1,
+    higher_is_better: bool = True,
+) -> Scores:
+    """Combine scores [M, B] of labelled members, NaN where one did not judge, as `Ensemble` says.
+
+    `variance` [M, B] is the members' own; `failures` says for each row which members did not judge it, and why.
+    """
+    present = torch.isfinite(mean)
+    number = present.sum(0)
+    reasons = list(reasons)
+    for row in (number < min_members).nonzero().flatten().tolist():
+        reason = "; ".join(failures[row]) or "the scores are not finite numbers"
+        reasons[row] = reasons[row] or f"{int(number[row])} of {len(mean)} members judged it: {reason}"
+    sign = 1.0 if higher_is_better else -1.0
+    rule: Any = "mean" if how == "uwo" else how
+    value, epistemic = combine_members(sign * mean, how=rule, strength=strength, ddof=ddof)
+    epistemic = torch.where(number > 1, epistemic, torch.nan)  # one member has no spread
+    if how == "uwo":
+        value = penalise(value, epistemic.square(), strength=strength)
+    # √(mean of σ_m²) over the members that judged the row
+    aleatoric = (torch.where(present, variance, 0.0).sum(0) / number.clamp(min=1)).sqrt()
+    own_parts = {"epistemic": epistemic.float(), "aleatoric": aleatoric.float(), "members": number.float()}
+    scores = make_scores((sign * value).float(), reasons, unit, parts=own_parts)
+    total = torch.where(scores.valid, torch.hypot(aleatoric, epistemic).float(), torch.nan)
+    # a member's score stays known where the ensemble's is not
+    parts = {label: part.float() for label, part in zip(labels, mean, strict=True)}
+    return replace(scores, std=total, parts=parts | dict(scores.parts))

@@ -26,6 +26,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -35,21 +36,16 @@ from torch import Tensor
 
 from visalign.core.rewards.uncertainty import combine_members
 from visalign.interfaces import Metadata, Scores
-from visalign.rewards.base.contract import RewardError, check_counts, make_scores, read_request
+from visalign.rewards.base.contract import RewardError, check_counts, read_request
 from visalign.rewards.base.identity import Identity
+from visalign.rewards.combine.ensemble import combine_scores
 from visalign.rewards.vlm.loading import base_of
 from visalign.rewards.vlm.requests import requests
 from visalign.rewards.vlm.template import JudgeSettings
 from visalign.rewards.weights.checkpoint_files import dtype_of
 from visalign.rewards.weights.fingerprints import WeightPrint
 
-from .ensemble_folders import (
-    build_ensemble,
-    read_ensemble,
-    read_member,
-    stack_members,
-    write_ensemble,
-)
+from .ensemble_folders import build_ensemble, read_ensemble, read_member, stack_members, write_ensemble
 from .ensemble_model import LoraEnsembleModel
 from .loading import find_weights
 from .model import REWARD_TOKEN
@@ -186,39 +182,24 @@ class LoraEnsembleReward:
             index = [row for row, _ in valid]
             member_mean, log_std = model([tokens for _, tokens in valid])
             mean[:, index], std[:, index] = member_mean.cpu(), log_std.exp().cpu()
-        return self._combine(mean.double(), std.double(), reasons)
-
-    def _combine(self, mean: Tensor, std: Tensor, reasons: list[str | None]) -> Scores:
-        """Combine the members' means and deviations [M, B]."""
         is_finite = mean.isfinite() & std.isfinite()
-        count = is_finite.sum(0)
-        notes = [""] * len(reasons)
-        for row in (count < len(mean)).nonzero().flatten().tolist():
-            if reasons[row] is None:
-                left_out = ", ".join(
-                    f"member_{m} gave mean {float(mean[m, row])} and deviation {float(std[m, row])}"
-                    for m in (~is_finite[:, row]).nonzero().flatten().tolist()
-                )
-                notes[row] = f"Left out: {left_out}."
-                if count[row] < self.min_members:
-                    reasons[row] = f"{int(count[row])} of {len(mean)} members judged it: {left_out}"
-        mean = torch.where(is_finite, mean, torch.nan)
-        value, spread = combine_members(mean, how="mean")
-        smallest, _ = combine_members(mean, how="min")
-        epistemic = torch.where(count > 1, spread, torch.nan)
-        # √(mean of σ_m²) over the members that judged the row
-        aleatoric = (torch.where(is_finite, std.square(), 0.0).sum(0) / count.clamp(min=1)).sqrt()
-        parts = {f"member_{m}": part for m, part in enumerate(mean)}
-        parts |= {"mean": value, "min": smallest, "epistemic": epistemic, "aleatoric": aleatoric}
-        parts["members"] = count
-        return make_scores(
-            value.float(),
-            reasons,
-            self.unit,
-            std=torch.hypot(epistemic, aleatoric).float(),
-            parts={name: part.float() for name, part in parts.items()},
-            text=notes if any(notes) else None,
+        failures = [
+            [
+                f"member_{m} gave mean {float(mean[m, row])} and deviation {float(std[m, row])}"
+                for m in (~is_finite[:, row]).nonzero().flatten().tolist()
+            ]
+            for row in range(len(request))
+        ]
+        # rows that were not asked have a reason, and no member is to blame
+        notes = [f"Left out: {'; '.join(f)}." if f and not r else "" for f, r in zip(failures, reasons, strict=True)]
+        mean = torch.where(is_finite, mean, torch.nan).double()
+        labels = [f"member_{m}" for m in range(model.members)]
+        scores = combine_scores(
+            labels, mean, std.double().square(), reasons, failures, unit=self.unit, min_members=self.min_members
         )
+        smallest = torch.where(scores.valid, combine_members(mean, how="min")[0].float(), torch.nan)
+        parts = {**scores.parts, "mean": scores.value, "min": smallest}
+        return replace(scores, parts=parts, text=notes if any(notes) else None)
 
     def _load(
         self, settings: JudgeSettings, tensors: Mapping[str, Tensor], base: str | Path, name: str

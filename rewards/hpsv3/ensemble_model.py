@@ -116,7 +116,15 @@ class LoraEnsembleModel(nn.Module):
         clamp: tuple[float, float] | None,
     ) -> None:
         super().__init__()
-        members, heads, layers = _split_tensors(tensors)
+        heads = {key: value for key, value in tensors.items() if key.startswith("rm_head.")}
+        layers = [key.removesuffix(".lora_A") for key in tensors if key.endswith(".lora_A")]
+        sizes = sorted({value.shape[0] if value.ndim else 0 for value in tensors.values()})
+        if TOKEN not in tensors or len(sizes) != 1:
+            raise RewardError(
+                f"The members' tensors do not belong together: members by tensor {sizes}, {TOKEN} "
+                f"{'there' if TOKEN in tensors else 'missing'}. Join and save the members again."
+            )
+        members = sizes[0]
         tensors = {STRETCH: torch.ones(members), **tensors}
         weights = engine.weights
         first = RanknetHead.from_state_dict({key: value[0] for key, value in heads.items()})
@@ -170,7 +178,11 @@ class LoraEnsembleModel(nn.Module):
 
     def _repeat_inputs(self, inputs: dict[str, Any], ids: Tensor) -> dict[str, Any]:
         """Repeat the language part's inputs M times, member by member, with each member's reward token."""
-        repeated = {name: self._repeat(name, value) for name, value in inputs.items()}
+        repeated = dict(inputs)
+        for name, value in inputs.items():
+            if isinstance(value, Tensor):
+                axis = 1 if name == "position_ids" and value.ndim == 3 else 0  # three axes of positions come first
+                repeated[name] = torch.cat([value] * self.members, axis)
         embeds, deepstack = inputs["inputs_embeds"], inputs.get("deepstack_visual_embeds")
         is_token = (ids == self._token_id).to(embeds.device)[None, ..., None]
         with_token = torch.where(is_token, self.tokens[:, None, None].to(embeds.dtype), embeds[None])
@@ -178,12 +190,6 @@ class LoraEnsembleModel(nn.Module):
         if deepstack is not None:
             repeated["deepstack_visual_embeds"] = [layer.repeat(self.members, 1) for layer in deepstack]
         return repeated
-
-    def _repeat(self, name: str, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        axis = 1 if name == "position_ids" and value.ndim == 3 else 0  # three axes of positions come first
-        return torch.cat([value] * self.members, axis)
 
 
 def stretch_scale(mean: Tensor, log_std: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
@@ -200,16 +206,3 @@ def stretch_scale(mean: Tensor, log_std: Tensor, factor: Tensor) -> tuple[Tensor
     added = (factor.square() - 1).clamp(min=0) * (4 / math.pi)
     stretched = 0.5 * torch.log((2 * (log_std + factor.log())).exp() + added)
     return factor * mean, torch.where(factor == 1, log_std, stretched)
-
-
-def _split_tensors(tensors: Mapping[str, Tensor]) -> tuple[int, dict[str, Tensor], list[str]]:
-    """(number of members, tensors of the heads, names of the adapted layers)."""
-    heads = {key: value for key, value in tensors.items() if key.startswith("rm_head.")}
-    layers = [key.removesuffix(".lora_A") for key in tensors if key.endswith(".lora_A")]
-    sizes = sorted({value.shape[0] if value.ndim else 0 for value in tensors.values()})
-    if TOKEN not in tensors or len(sizes) != 1:
-        raise RewardError(
-            f"The members' tensors do not belong together: members by tensor {sizes}, {TOKEN} "
-            f"{'there' if TOKEN in tensors else 'missing'}. Join and save the members again."
-        )
-    return sizes[0], heads, layers

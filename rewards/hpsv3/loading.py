@@ -57,13 +57,7 @@ PUBLISHED_TEMPLATE = question("hpsv3", published_prompt("hpsv3"))
 
 
 def load_hpsv3(
-    path_or_id: str | Path,
-    *,
-    base: str | Path | None = None,
-    template: Template | None = None,
-    device: str | torch.device = "cpu",
-    dtype: torch.dtype = torch.float32,
-    **options: Any,
+    path_or_id: str | Path, *, base: str | Path | None = None, template: Template | None = None, **options: Any
 ) -> HPSv3Model:
     """Load either layout, in evaluation mode and without gradients.
 
@@ -72,25 +66,15 @@ def load_hpsv3(
         base: folder or hub id with config and processor for the published layout; where its folder has none
             and None is given, `BASE`. In our layout it replaces what judge.json names.
         template: replaces the folder's.
-        device: where it runs.
-        dtype: of the vision-language model; the head is always float32.
-        **options: of `VisionLanguageEngine.from_pretrained`.
+        **options: of `VisionLanguageEngine.from_pretrained`; the head is always float32.
     """
     path = find_weights(path_or_id)
     is_ours = path.is_dir() and "head" in JudgeSettings.read(path).rest
     load = _load_ours if is_ours else _load_published
-    return load(path, base, template, device=device, dtype=dtype, **options).eval().requires_grad_(False)
+    return load(path, base, template, **options).eval().requires_grad_(False)
 
 
-def _load_ours(
-    folder: Path,
-    base: str | Path | None,
-    template: Template | None,
-    *,
-    device: str | torch.device,
-    dtype: torch.dtype,
-    **options: Any,
-) -> HPSv3Model:
+def _load_ours(folder: Path, base: str | Path | None, template: Template | None, **options: Any) -> HPSv3Model:
     from safetensors.torch import load_file
 
     settings = JudgeSettings.read(folder)
@@ -105,9 +89,7 @@ def _load_ours(
     options = {"name": folder.name, "settings": settings, "positions": settings.positions, **options}
     if (folder / ADAPTER).is_file():
         options["adapter"] = folder
-    engine = VisionLanguageEngine.from_pretrained(
-        base or base_of(folder, settings), device=device, dtype=dtype, **options
-    )
+    engine = VisionLanguageEngine.from_pretrained(base or base_of(folder, settings), **options)
     weights = engine.weights + "+" + fingerprint(folder / HEAD_FILE)
     tensors = load_file(folder / HEAD_FILE)
     token = tensors.pop("reward_token", None)
@@ -131,8 +113,6 @@ def published_engine(
     *,
     default_base: str | Path | None,
     heads: str,
-    device: str | torch.device,
-    dtype: torch.dtype,
     **options: Any,
 ) -> tuple[VisionLanguageEngine, dict[str, Tensor]]:
     """Load one weight file or its folder: (model, tensors of its heads); adds the reward token.
@@ -142,9 +122,7 @@ def published_engine(
         base: folder or hub id with config and processor; that of the folder, else `default_base`, when None.
         default_base: base if none is named; None where there are several.
         heads: prefix of the heads' tensors.
-        device: where it runs.
-        dtype: of the model.
-        **options: of `VisionLanguageEngine` and `PLACING`.
+        **options: of `engine_of_tensors`.
     """
     file, folder = (path, path.parent) if path.is_file() else (_weight_file(path), path)
     settings = JudgeSettings.read(folder)
@@ -158,8 +136,7 @@ def published_engine(
     head_tensors = {key: state.pop(key) for key in list(state) if key.startswith(heads)}
     options = {"min_pixels": PIXELS, "max_pixels": PIXELS, **settings.rest.get("pixels", {}), **options}
     options = {"name": folder.name, "settings": settings, **options}
-    source = find_model(base, SMALL_FILES)
-    engine = engine_of_tensors(state, source, tokens=[REWARD_TOKEN], device=device, dtype=dtype, **options)
+    engine = engine_of_tensors(state, find_model(base, SMALL_FILES), tokens=[REWARD_TOKEN], **options)
     engine.set_fingerprint(fingerprint(file))
     engine.revision = revision_of(folder)
     return engine, head_tensors
@@ -170,14 +147,15 @@ def engine_of_tensors(
     source: Path,
     *,
     tokens: Sequence[str],
-    device: str | torch.device,
-    dtype: torch.dtype,
     settings: JudgeSettings,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
     **options: Any,
 ) -> VisionLanguageEngine:
     """Build a model of weights under the names of transformers 4 or 5; its vocabulary ends with `tokens`.
 
-    Config and processor come from the folder `source`; positions are plain unless the options say otherwise.
+    Config and processor come from the folder `source`; positions are plain unless the options, of
+    `VisionLanguageEngine` and `PLACING`, say otherwise.
     """
     if options.pop("adapter", None) is not None:
         raise RewardError("A published file of weights takes no adapter; leave adapter out.")

@@ -104,16 +104,14 @@ class HPSv3Model(nn.Module):
         """Add the reward token if it is missing; None as embedding takes the mean of all others."""
         is_new = add_reward_tokens(self.engine, [REWARD_TOKEN])
         model: Any = self.engine.model
-        token_id = self._token_id
-        weight = model.get_input_embeddings().weight
+        token_id, weight = self._token_id, model.get_input_embeddings().weight
         requires_grad = weight.requires_grad
         if token_id >= len(weight):
             model.resize_token_embeddings(token_id + 1, mean_resizing=False)
         weight = model.get_input_embeddings().weight
         if is_new or embedding is not None:
             with torch.no_grad():
-                mean = weight[:token_id].float().mean(0) if embedding is None else embedding
-                weight[token_id] = mean.to(weight)
+                weight[token_id] = weight[:token_id].float().mean(0) if embedding is None else embedding.to(weight)
         weight.requires_grad_(requires_grad)
 
     @property
