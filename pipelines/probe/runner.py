@@ -65,10 +65,6 @@ class ProbeRunner(ABC):
     def __init__(self, name: str, reference: Reference, batch_size: int) -> None:
         self.name, self.reference, self.batch_size = name, reference, batch_size
 
-    @abstractmethod
-    def run_level(self, probe: Probe, level: Level, seed: int) -> LevelResult:
-        """Compute the responses at one level of a probe; `seed` is that of random changes."""
-
     def record(self) -> dict[str, Any]:
         """Describe the reference as JSON."""
         return {

@@ -28,7 +28,6 @@ import torch
 from visalign.adapters.catalogue import edits_of
 from visalign.atomic import write_atomic
 from visalign.data.assets import resolve_model
-from visalign.data.shapes.prompts import parse_prompt
 from visalign.errors import UserError
 from visalign.evaluation.pages.ugda_page import ugda_page
 from visalign.pipelines.collect.judge_votes import judge_votes
@@ -253,20 +252,11 @@ def sample_settings(config: UGDAConfig, lora: Path | None) -> SampleSettings:
 
 def vote(store: VoteStore, labels: LabelConfig) -> list[str]:
     """Vote on each pair by a judge or the verifier of the shapes world; return why pairs have no vote."""
-    if labels.by != "truth":
-        return judge_votes(store, load_judge(labels.by, **labels.options), labels.by)[1]
-    verifier = load_reward("shapes_verifier", mode="mixed")
-    answers, reasons = {}, []
-    for number, task in store.tasks.items():
-        scores = verifier.score(list(task.images), [task.prompt] * 2, [parse_prompt(task.prompt)] * 2)
-        if not bool(scores.valid.all()):
-            reason = next(filter(None, scores.reason or []), "no reason given")
-            reasons.append(f"{task.images[0]}: {reason}")
-            continue
-        left, right = scores.value.tolist()
-        answers[number] = {"choice": "tie" if left == right else "left" if left > right else "right"}
-    store.add_judge_votes("truth", answers)
-    return reasons
+    if labels.by == "truth":
+        judge: Any = load_reward("shapes_verifier", mode="mixed")
+    else:
+        judge = load_judge(labels.by, **labels.options)
+    return judge_votes(store, judge, labels.by)[1]
 
 
 def check_failures(labels: LabelConfig, reasons: Sequence[str], queue: int) -> None:
