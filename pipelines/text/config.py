@@ -267,39 +267,27 @@ def _broken_rules(s: TextConfig) -> Iterator[str]:
     objective, server = s.built_objective, s.server
     algorithm = f"objective.algorithm={s.objective.algorithm}"
     if isinstance(s, TextPPOConfig) and objective.advantage != "gae":
-        yield (
-            f"{algorithm} has no value function (advantage {objective.advantage}). Use ppo, ppo_kl or ppo_ptx "
-            "in the pipeline text_ppo, or write 'pipeline: text_grpo'."
-        )
+        yield f"{algorithm} has no value function. Use ppo, ppo_kl or ppo_ptx, or write 'pipeline: text_grpo'."
     if s.self_imitation is not None and s.data.question is not None:
         yield "self_imitation stores tokens, and data.question asks about images. Set one of the two to null."
     if s.model.critics > 1 and s.model.value == "none":
         yield f"model.critics is {s.model.critics} and model.value none. Set model.value=separate."
     if objective.value and s.model.value == "none":
-        yield (
-            f"{algorithm} fits a value function, and model.value is none. Set model.value to shared (a head on "
-            "the policy) or separate (a network of its own)."
-        )
+        yield f"{algorithm} fits a value function, and model.value is none. Set model.value to shared or separate."
     if objective.ptx and s.data.demonstrations is None:
-        yield (
-            f"{algorithm} has a ptx term, and data.demonstrations is null. Set data.demonstrations to a file of "
-            "records with prompt and completion, or to tasks:train."
-        )
+        yield f"{algorithm} has a ptx term, and data.demonstrations is null. Set it to a .jsonl file or tasks:train."
     if server is None:
         return
     if server.model_folder is None and s.model.lora is None:
         yield (
-            "server.model_folder is null, and so is model.lora: nothing could be handed over between two "
-            "iterations. Set model.lora={rank: 16, alpha: 32}, or server.model_folder to a copy of the model "
-            "that the server was started on."
+            "server.model_folder and model.lora are null: nothing could be handed over between two iterations. Set "
+            "model.lora={rank: 16, alpha: 32}, or server.model_folder to a copy of the model that the server serves."
         )
     if server.model_folder is not None:
         if s.model.lora is not None:
             yield "server.model_folder takes whole models, and model.lora trains adapters. Leave one of the two out."
-        if Path(server.model_folder).resolve() in (
-            Path(s.model.path).resolve(),
-            (assets_folder() / s.model.path).resolve(),
-        ):
+        start = Path(s.model.path), assets_folder() / s.model.path
+        if Path(server.model_folder).resolve() in (path.resolve() for path in start):
             yield (
                 f"server.model_folder is {server.model_folder}, which is model.path: the run would write "
                 "over the model that it begins with. Copy it, and start the server on the copy."

@@ -62,18 +62,11 @@ def diagnose(
 ) -> dict[str, Any]:
     """Sample a trained text policy and the one that it is compared with, and compare their completions.
 
-    Prompts, rewards and the sampled distribution are those of the held-out evaluation of the last run.
-
-    Args:
-        run: Folder of a finished run of a text policy.
-        second: A later run, whose policy is then the tuned one, and that of `run` the base. None: the tuned
-            policy is that of `run`, the base the model that it began with.
-        samples: n, completions of each policy to a prompt.
-        prompts: Limit of held-out prompts, evenly spaced.
-        rewards: Names of more text rewards.
-        margin: Nats between the first and second choice of a token below which it is a near tie.
-        noise: Scale β of the Gumbel noise on the logits under which greedy completions are repeated.
-        seed: Seed of the completions and the intervals.
+    Prompts, rewards and the sampled distribution are those of the held-out evaluation of the last run. With
+    `second`, a later run, its policy is the tuned one, and that of `run` the base; without, the base is the
+    model that `run` began with. Tokens whose first and second choice are less than `margin` nats apart are
+    near ties; `noise` is the scale β of the Gumbel noise on the logits under which greedy completions are
+    repeated.
 
     Returns:
         JSON-able: policies, `support`, `best_of_n`, `rewards` (a distance per pair), `clip`, `greedy`.
@@ -116,10 +109,8 @@ class _Scorer:
         added = {name: load_text_reward(name) for name in more if name not in rewards}
         self.rewards, self.correctness = {**rewards, **added}, config.evaluation.correctness
         if self.correctness is None:
-            raise UserError(
-                "The run's evaluation.correctness is null, so nothing says which completions solve a prompt. "
-                "Diagnose a run whose config.yaml names such a reward."
-            )
+            fault = "The run's evaluation.correctness is null, so nothing says which completions solve a prompt."
+            raise UserError(f"{fault} Diagnose a run whose config.yaml names such a reward.")
         is_optimized = hasattr(config, "rewards")  # a supervised run optimizes no reward
         self.reward = text_sum(config.rewards, rewards) if is_optimized else rewards[self.correctness]
 
@@ -175,10 +166,7 @@ def _config(run: Path) -> Any:
             f"'{run}' is a run of {config.pipeline}, which trains no text policy. Give a run of {', '.join(TRAINED)}."
         )
     if not result_folder(config, run).is_dir():
-        raise UserError(
-            f"The run in '{run}' is not finished: {result_folder(config, run)} is missing. Go on with "
-            f"{resume_command(str(path), [], run)}."
-        )
+        raise UserError(f"The run in '{run}' is not finished. Go on with {resume_command(str(path), [], run)}.")
     return config
 
 

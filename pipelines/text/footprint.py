@@ -49,8 +49,8 @@ def footprint(config: TextConfig, inputs: TextInputs) -> dict[str, Any]:
         cache = _cache_bytes(network, rows, length) if rows else 0
         micro_batch = min(config.optimizer.micro_batch, completions)
         activations, flops = trace_forward(network, micro_batch, length, model.gradient_checkpointing)
-    flops += 2 * network.get_output_embeddings().weight.numel() * rollout.max_new_tokens
-    logits = 4 * rows * network.config.vocab_size
+    flops += 2 * network.get_output_embeddings().weight.numel() * rollout.max_new_tokens  # no head on prompts
+    logits = 4 * rows * network.config.vocab_size  # float32
     memory = training_memory(network, ema=bool(config.optimizer.ema_decay))
     weights = [name for name in memory if name.startswith("frozen_weights") or name == "trained_weights"]
     has_reference = needs_reference(objective)
@@ -59,7 +59,7 @@ def footprint(config: TextConfig, inputs: TextInputs) -> dict[str, Any]:
         trunk = [w for name, w in network.base_model.named_parameters() if "lora_" not in name]
         memory["value_network_and_its_optimizer"] = sum(trained_memory(trunk, ema=False, copies=0).values())
     memory["generation_or_activations_of_a_micro_batch"] = max(cache + logits, activations) / GB
-    update = (3 + model.gradient_checkpointing) * config.objective.epochs
+    update = (3 + model.gradient_checkpointing) * config.objective.epochs  # forward, twice that backward, again
     before = bool(rows) + has_reference + rollout.recompute + rollout.routing_replay
     passes = before + update + (model.value == "separate") * (1 + update)
     replayed = 0 if config.self_imitation is None else config.self_imitation.batch or completions

@@ -50,7 +50,7 @@ def _build(config: TextConfig, output: Path) -> PolicyRun:
     accelerator, seed, objective = build_accelerator(config, output), config.seed, config.built_objective
     inputs = prepare(config, str(accelerator.device))
     check_batch_reward(inputs.reward, accelerator.num_processes)
-    has_reference = needs_reference(objective) or config.latent_flow is not None
+    has_reference = needs_reference(objective) or config.latent_flow is not None  # RLFR reads its hidden states
     policy = build_text_policy(config.model, accelerator.device, seed, reference=has_reference)
     server, demonstrations = build_server(config, policy), None
     if inputs.demonstrations is not None:

@@ -28,7 +28,6 @@ from visalign.rewards.text.combine import WeightedTextSum
 from visalign.rewards.text.process_reward import ProcessRewardModel
 from visalign.text import TextRollout
 from visalign.text.tools import ToolPolicy
-from visalign.training.loop.sampler import PromptSampler
 from visalign.training.text.trajectories import check_answers
 
 from .config import ActorCriticConfig, PromptsConfig, TextConfig, TextModelConfig
@@ -69,7 +68,6 @@ def prepare(config: TextConfig, device: str | None = None) -> TextInputs:
     records = text_records("train", data, seed)
     heldout, rewards = heldout_inputs(config, device)
     check_answers(config.built_objective, records)
-    PromptSampler(len(records), config.rollout.prompts_per_iteration, config.rollout.group_size, seed)
     demonstrations = None if data.demonstrations is None else text_demonstrations("demonstrations", data, seed)
     return TextInputs(records, heldout, rewards, text_sum(config.rewards, rewards), demonstrations)
 
@@ -124,7 +122,7 @@ def _images(key: str, data: Any, seed: int) -> PreferenceSet | QualitySet:
         if isinstance(images, QualitySet):
             check_quality(images)
             return images
-        check_preferences(images, judge_sees_sides=True)
+        check_preferences(images, judge_sees_sides=True)  # a question may name the left or the right image
         if all(pair.label == 0.5 for pair in images.pairs):
             raise UserError(f"'{source}' holds nothing but ties, of which nothing can be learnt.")
     return images
@@ -141,7 +139,7 @@ def _decided_pairs(key: str, data: Any, words: Sequence[str], reason: str | None
     for number, pair in enumerate(images.pairs):
         if pair.label == 0.5:  # a tie prefers no word
             continue
-        completion = words[pair.label < 0.5]
+        completion = words[pair.label < 0.5]  # the label is the share of votes for the first image
         if reason is not None:
             text = pair.extra.get(reason)
             if not isinstance(text, str) or not text.strip():
@@ -155,7 +153,7 @@ def _decided_pairs(key: str, data: Any, words: Sequence[str], reason: str | None
 
 
 def _ask_about_images(images: QualitySet, question: str) -> Records:
-    sign = 1 if images.higher_is_better else -1
+    sign = 1 if images.higher_is_better else -1  # DMOS counts upwards for worse images
     return [
         {
             "prompt": _conversation([record.image], question.replace("{prompt}", record.prompt)),
@@ -202,10 +200,8 @@ def text_sum(config: RewardsConfig, rewards: Mapping[str, Any]) -> Any:
     """Combine loaded rewards into their weighted sum."""
     for label, term in config.terms.items():
         if term.bound is not None:
-            raise UserError(
-                f"rewards.terms.{label}.bound is {term.bound}, and constraints are held in trainings of "
-                "images alone. Set it to null and give the term a weight."
-            )
+            where = f"rewards.terms.{label}.bound is {term.bound}"
+            raise UserError(f"{where}, and constraints are held in trainings of images alone. Set it to null.")
     return weighted_sum(config, rewards, WeightedTextSum)
 
 
@@ -290,10 +286,8 @@ def build_server(config: TextConfig, policy: CausalLMPolicy) -> Any:
         return None
     key = None if server.api_key_env is None else os.environ.get(server.api_key_env)
     if server.api_key_env is not None and key is None:
-        raise UserError(
-            f"server.api_key_env is {server.api_key_env}, and there is no such environment variable. Set it "
-            "to the server's key, or leave api_key_env null."
-        )
+        where = f"server.api_key_env is {server.api_key_env}"
+        raise UserError(f"{where}, and there is no such environment variable. Set it to the server's key.")
     same_names = ("logprobs_mode", "max_logprobs", "parallel", "timeout", "patience")
     options: dict[str, Any] = {name: getattr(server, name) for name in same_names}
     return ServerGenerator(policy, server.base_url, server.model, api_key=key, **options)
@@ -319,10 +313,8 @@ def syncing(config: TextConfig, policy: CausalLMPolicy, generator: Any, output: 
         return None
     folder = Path(server.model_folder or output / "server_adapter")
     if server.model_folder and not (folder / "config.json").is_file():
-        raise UserError(
-            f"server.model_folder is {folder}, which holds no model. Copy the one that is trained there, "
-            "and start the server on it."
-        )
+        where = f"server.model_folder is {folder}"
+        raise UserError(f"{where}, which holds no model. Copy that of model.path there, and start the server on it.")
 
     def sync(_: int) -> None:
         with unsharded_state(policy.module), no_loading_bars():

@@ -104,10 +104,7 @@ class TextProcessConfig:
 
     def __post_init__(self) -> None:
         if (updates := self.optimizer.updates_per_iteration) != 1:
-            raise UserError(
-                f"optimizer.updates_per_iteration is {updates}; an iteration is a pass over the records, "
-                "with an update for each data.batch of them. Leave it at 1."
-            )
+            raise UserError(f"optimizer.updates_per_iteration is {updates}; an iteration is one pass. Leave it at 1.")
 
 
 Numbered = Sequence[tuple[int, Mapping[str, Any]]]

@@ -187,23 +187,14 @@ def _prepare(config: TextSampleConfig) -> tuple[Records, Any]:
 
 
 def _broken_rules(config: TextSampleConfig, records: Records, reward: Any) -> Iterator[str]:
-    for label in reward.capabilities.advantage_weights:
-        yield (
-            f"rewards.terms.{label}.uncertainty is advantage, and nothing is trained here that had "
-            "advantages. Take weight or lower_bound."
-        )
+    for term in reward.capabilities.advantage_weights:
+        yield f"rewards.terms.{term}.uncertainty is advantage, and nothing is trained here. Use weight or lower_bound."
     for number, record in enumerate(records):
         for name in filter(record.__contains__, OWN_FIELDS):
-            yield (
-                f"data.train: record {number} has the field {name!r}, which the dataset writes itself "
-                f"({', '.join(OWN_FIELDS)}). Rename it."
-            )
+            yield f"data.train: record {number} has the field {name!r}, which the dataset writes itself. Rename it."
     threshold, highest = config.selection.threshold, float(reward.range[1])
     if threshold > highest:
-        yield (
-            f"selection.threshold is {threshold:g}, and the rewards reach {highest:g} at most: no completion "
-            "could be accepted. Lower the threshold, or change rewards.terms."
-        )
+        yield f"selection.threshold is {threshold:g}, and the rewards reach {highest:g} at most. Lower the threshold."
 
 
 def _sample_point(config: TextSampleConfig, records: Records, reward: Any, policy: Any, number: int) -> Completions:

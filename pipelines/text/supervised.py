@@ -165,6 +165,7 @@ def split_records(
     keys = [json.dumps(prompt_of(record), sort_keys=True) for record in records]
     distinct = list(dict.fromkeys(keys))
     count = min(max(1, round(share * len(distinct))), len(distinct) - 1) if share else 0
+    # by prompt, since a policy that learnt one completion to a prompt is better at telling its others apart
     order = np.random.default_rng(sample_seed(seed, "pairs", 0)).permutation(len(distinct))
     heldout, pairs = {distinct[i] for i in order[:count]}, list(zip(records, keys, strict=True))
     return [r for r, key in pairs if key not in heldout], [r for r, key in pairs if key in heldout]

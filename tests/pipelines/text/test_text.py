@@ -201,7 +201,7 @@ def test_a_configuration_that_cannot_work_is_refused(override, message):
 
 
 def test_text_ppo_refuses_an_algorithm_without_a_value_function():
-    with pytest.raises(ConfigError, match=r"grpo has no value function .* Use ppo, ppo_kl or ppo_ptx"):
+    with pytest.raises(ConfigError, match=r"grpo has no value function\. Use ppo, ppo_kl or ppo_ptx"):
         load_config(TextPPOConfig, None, ["objective.algorithm=grpo"])
 
 
