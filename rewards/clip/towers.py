@@ -25,7 +25,7 @@ from visalign.rewards.base.contract import (
 from visalign.rewards.base.identity import Identity
 from visalign.rewards.catalogue import check_options
 from visalign.rewards.weights.feature_cache import FeatureCache, encode_once, image_key, text_key
-from visalign.rewards.weights.fingerprints import WeightPrint, weight_state
+from visalign.rewards.weights.fingerprints import WeightPrint, evaluation_mode, weight_state
 from visalign.rewards.weights.hub import revision_of
 from visalign.rewards.weights.resize import fitting_images, model_levels, model_pixels, normalised
 
@@ -200,15 +200,9 @@ class ClipTowers:
             self.images.clear()
             self.texts.clear()
             self._weights_seen = state
-        in_training = [module for module in encoder.modules() if module.training]
-        encoder.eval()
-        try:
-            # Features are kept, and those of inference mode could not meet a gradient later.
-            with torch.inference_mode(False), torch.no_grad():
-                yield
-        finally:
-            for module in in_training:
-                module.training = True
+        # Features are kept, and those of inference mode could not meet a gradient later.
+        with evaluation_mode(encoder), torch.inference_mode(False), torch.no_grad():
+            yield
 
 
 def cosine(left: Tensor, right: Tensor) -> Tensor:
@@ -277,3 +271,23 @@ class ClipJudge:
     def identity(self) -> Identity:
         """Identity of the towers and this judge."""
         return self.towers.identity(self.name)
+
+
+class ClipHeadJudge(ClipJudge):
+    """Judge of images alone by a head on their embeddings: subclasses define `rate`."""
+
+    rate: Callable[[Tensor], Tensor]
+    """Map embeddings [n, D] float32 on the CPU, not normalised, to scores [n], differentiably."""
+
+    def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
+        """Score each image; prompts and metadata are ignored."""
+        request = read_request(self.name, images, prompts, metadata)
+        reasons = list(request.images.reasons)
+        rows, features = self.towers.image_features(request, reasons)
+        values = self.rate(features) if rows else features
+        return make_scores(scatter(values, rows, len(request)), reasons, self.unit)
+
+    def score_with_gradient(self, images: Tensor, prompts: Sequence[str] | None = None) -> Tensor:
+        """Score images [B, 3, H, W] in [0, 1], differentiably in the pixels: [B] float32."""
+        features = self.towers.image_features_with_gradient(images)
+        return self.rate(features.cpu()).to(features.device)

@@ -17,14 +17,12 @@ likelihood of the paper, which does not). One published output has 0.012 beside 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from visalign.interfaces import Metadata, Scores
 from visalign.rewards.base.contract import make_scores, read_request, scatter
@@ -33,7 +31,7 @@ from visalign.rewards.vlm.engine import check_loading
 from visalign.rewards.vlm.requests import requests
 from visalign.rewards.vlm.template import Template
 from visalign.rewards.weights.checkpoint_files import dtype_of
-from visalign.rewards.weights.fingerprints import WeightPrint
+from visalign.rewards.weights.fingerprints import WeightPrint, evaluation_mode
 
 from .loading import load_hpsv3
 from .model import REWARD_TOKEN, TEMPLATE, HPSv3Batch, HPSv3Model, mark_not_finite
@@ -112,20 +110,8 @@ class HPSv3:
         rows = [rows[index] for index in batch.index]
         mean, log_std = torch.zeros(0), torch.zeros(0)
         if rows:
-            with _evaluation_mode(self.model):
+            with evaluation_mode(self.model):
                 mean, log_std = self.model(batch)
         value, std = (scatter(column, rows, len(request)) for column in (mean, log_std.exp()))
         mark_not_finite(rows, value, std, reasons)
         return make_scores(value, reasons, self.unit, std=std, parts={"mean": value, "std": std})
-
-
-@contextmanager
-def _evaluation_mode(module: nn.Module) -> Iterator[None]:
-    """Switch to evaluation mode, and back for every part that was in training."""
-    in_training = [part for part in module.modules() if part.training]
-    module.eval()
-    try:
-        yield
-    finally:
-        for part in in_training:
-            part.training = True

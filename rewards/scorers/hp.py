@@ -16,12 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from visalign.atomic import umask_permissions
-from visalign.interfaces import Metadata, Scores
-from visalign.rewards.base.contract import RewardError, make_scores, read_request, scatter
+from visalign.rewards.base.contract import RewardError
 from visalign.rewards.base.identity import Identity, fingerprint
 from visalign.rewards.clip.encoder import ClipEncoder
 from visalign.rewards.clip.loading import find_folder, load_fine_tuned_clip, save_changes
-from visalign.rewards.clip.towers import ClipJudge
+from visalign.rewards.clip.towers import ClipHeadJudge
 from visalign.rewards.weights.affine_head import AffineHead
 from visalign.rewards.weights.checkpoint_files import read_tensors
 from visalign.rewards.weights.fingerprints import WeightPrint, weight_state
@@ -48,7 +47,7 @@ class HpModel(nn.Module):
         return self.head(self.encoder.encode_image(pixels))
 
 
-class Hp(ClipJudge):
+class Hp(ClipHeadJudge):
     """Output r of the HP head, float32, the scale of its training margins; prompts are ignored.
 
     ICTHP's evaluation script prints σ(r) instead; `IctHp(mode="upstream")` uses that.
@@ -141,26 +140,13 @@ class Hp(ClipJudge):
         save_file({key: value.cpu().contiguous() for key, value in self.head.state_dict().items()}, file)
         umask_permissions(file)
 
-    def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
-        """Score each image; prompts and metadata are ignored."""
-        request = read_request(self.name, images, prompts, metadata)
-        reasons = list(request.images.reasons)
-        rows, features = self.towers.image_features(request, reasons)
-        values = self._affine_map()(features).squeeze(-1) if rows else features
-        return make_scores(scatter(values, rows, len(request)), reasons, self.unit)
-
-    def score_with_gradient(self, images: Tensor, prompts: Sequence[str] | None = None) -> Tensor:
-        """Scores [B] float32 of images [B, 3, H, W] in [0, 1], differentiable in the pixels."""
-        features = self.towers.image_features_with_gradient(images)
-        return self._affine_map().to(features.device)(features).squeeze(-1)
-
-    def _affine_map(self) -> nn.Linear:
-        """Collapse the head into one affine map on the CPU; cached until a layer changes."""
+    def rate(self, features: Tensor) -> Tensor:
+        """Score embeddings [n, D] by the head as one affine map, which is cached until a layer changes."""
         state = weight_state(self.head)
         if self._collapsed is None or self._collapsed[0] != state:
             with torch.inference_mode(False):
-                self._collapsed = (state, self.head.collapse())
-        return self._collapsed[1].cpu()
+                self._collapsed = (state, self.head.collapse().cpu())
+        return self._collapsed[1](features).squeeze(-1)
 
     @property
     def identity(self) -> Identity:

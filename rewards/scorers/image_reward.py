@@ -125,13 +125,9 @@ class ImageReward:
     ) -> None:
         check_counts(self.name, batch_size=batch_size, max_tokens=max_tokens)
         dtype_of(precision, "image_reward: ")
-        self.source = str(model)
-        self.max_tokens = max_tokens
-        self.batch_size = batch_size
-        self.precision = precision
-        self.device = torch.device(device)
-        self._tokenizer_source = tokenizer
-        self._vision_heads = vision_heads
+        self.source, self.precision, self.device = str(model), precision, torch.device(device)
+        self.max_tokens, self.batch_size = max_tokens, batch_size
+        self._tokenizer_source, self._vision_heads = tokenizer, vision_heads
         self._patches = FeatureCache(cache_bytes)
 
     @cached_property
@@ -144,13 +140,9 @@ class ImageReward:
     @cached_property
     def model(self) -> ImageRewardModel:
         """Network; the towers in the chosen precision, the head in float32."""
-        med = self.file.parent / CONFIG
-        model = build(
-            read_tensors(self.file),
-            str(self.file),
-            med_config=med if med.is_file() else None,
-            vision_heads=self._vision_heads,
-        )
+        file = self.file.parent / CONFIG
+        med = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        model = build(read_tensors(self.file), str(self.file), med_config=med, vision_heads=self._vision_heads)
         towers: tuple[Any, ...] = (model.vision, model.text)
         for tower in towers:
             tower.to(dtype_of(self.precision))
@@ -170,13 +162,8 @@ class ImageReward:
     def preprocess(self) -> dict[str, Any]:
         """Resize of the shorter edge by PIL's bicubic, centre crop, CLIP's mean and std."""
         config: Any = self.model.vision.config
-        fixed = {
-            "mean": OPENAI_MEAN,
-            "std": OPENAI_STD,
-            "interpolation": "bicubic",
-            "resize_mode": "shortest",
-        }
-        return {"size": int(config.image_size), **fixed}
+        norm = {"mean": OPENAI_MEAN, "std": OPENAI_STD}
+        return {"size": int(config.image_size), **norm, "interpolation": "bicubic", "resize_mode": "shortest"}
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
         """Score each (image, prompt), with the raw output among the parts; metadata is ignored."""
@@ -188,12 +175,9 @@ class ImageReward:
         ]
         rows, readable_images = fitting_images(request, reasons, self.preprocess)
         raw = self._raw(readable_images, [request.prompts[row] for row in rows], tokens[rows], mask[rows])
-        parts = {
-            "raw": scatter(raw, rows, len(request)),
-            "cut": torch.tensor([float(bool(note)) for note in notes]),
-        }
-        value = scatter(standardise(raw), rows, len(request))
-        return make_scores(value, reasons, self.unit, parts=parts, text=notes)
+        raw = scatter(raw, rows, len(request))
+        parts = {"raw": raw, "cut": torch.tensor([float(bool(note)) for note in notes])}
+        return make_scores(standardise(raw), reasons, self.unit, parts=parts, text=notes)
 
     def score_with_gradient(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         """Scores [B] float32 of images [B, 3, H, W] in [0, 1], differentiable in the pixels."""
@@ -240,7 +224,7 @@ class ImageReward:
         if not texts:
             empty = torch.zeros(0, self.max_tokens, dtype=torch.long)
             return empty, empty, []
-        options = {"split_special_tokens": True, "truncation": True}
+        options = {"split_special_tokens": True, "truncation": True}  # "[SEP]" in a prompt is text
         cut = self.tokenizer(texts, padding="max_length", max_length=self.max_tokens, return_tensors="pt", **options)
         longer = self.tokenizer(texts, max_length=self.max_tokens + 1, **options)["input_ids"]
         note = f"the prompt was cut to {self.max_tokens} tokens"
@@ -291,19 +275,19 @@ def build(
     state: Mapping[str, Tensor],
     where: str,
     *,
-    med_config: Path | None = None,
+    med_config: Mapping[str, Any],
     vision_heads: int | None = None,
 ) -> ImageRewardModel:
     """Build the network of a published state dict, in evaluation mode, with sizes from the weights.
 
-    `where` is its path, for messages; `med_config` is BLIP's (BERT-base when None); `vision_heads` of the
+    `where` is its path, for messages; `med_config` replaces numbers of BERT-base; `vision_heads` of the
     image tower are width / 64 when None.
     """
     from transformers.initialization import no_init_weights
 
     renamed = {rename(key): value for key, value in state.items() if key not in UNUSED}
     vision = _vision_settings(renamed, where, vision_heads)
-    text = _text_settings(med_config)
+    text = {key: med_config.get(key, default) for key, default in MED_CONFIG.items()}
     layers = sorted(int(key.split(".")[2]) for key in renamed if re.match(r"head\.layers\.\d+\.bias$", key))
     widths = [renamed[f"head.layers.{layer}.bias"].shape[0] for layer in layers]
     if layers != [0, 2, 4, 6, 7]:
@@ -341,10 +325,3 @@ def _vision_settings(state: Mapping[str, Tensor], where: str, heads: int | None)
         "hidden_act": "gelu",
         "layer_norm_eps": 1e-6,
     }
-
-
-def _text_settings(file: Path | None) -> dict[str, Any]:
-    if file is None:
-        return dict(MED_CONFIG)
-    config = json.loads(file.read_text(encoding="utf-8"))
-    return {key: config.get(key, default) for key, default in MED_CONFIG.items()}

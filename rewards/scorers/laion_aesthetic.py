@@ -8,7 +8,7 @@ Source: Schuhmann, christophschuhmann/improved-aesthetic-predictor (`sac+logos+a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from visalign.interfaces import Metadata, RewardCapabilities, Scores
-from visalign.rewards.base.contract import RewardError, make_scores, read_request, scatter
+from visalign.interfaces import RewardCapabilities
+from visalign.rewards.base.contract import RewardError
 from visalign.rewards.base.identity import Identity, fingerprint
 from visalign.rewards.clip.loading import TRANSFORMERS
-from visalign.rewards.clip.towers import ClipJudge
+from visalign.rewards.clip.towers import ClipHeadJudge
 from visalign.rewards.weights.affine_head import AffineHead
 from visalign.rewards.weights.checkpoint_files import read_tensors
 from visalign.rewards.weights.hub import is_hub_id, local_folder
@@ -35,7 +35,7 @@ Head = Callable[[Tensor], Tensor]
 """[N, D] normalised embeddings -> [N] ratings, float32."""
 
 
-class LaionAesthetic(ClipJudge):
+class LaionAesthetic(ClipHeadJudge):
     """Predicted mean rating of an image on 1 to 10, float32, unbounded; prompts are ignored.
 
     Args:
@@ -64,19 +64,6 @@ class LaionAesthetic(ClipJudge):
         crop = {"crop_rounding": "nearest", **towers.pop("preprocess", {})}
         super().__init__(model, device=device, preprocess=crop, **towers)
 
-    def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
-        """Rate each image; prompts and metadata are ignored."""
-        request = read_request(self.name, images, prompts, metadata)
-        reasons = list(request.images.reasons)
-        rows, features = self.towers.image_features(request, reasons)
-        values = self._rate(features) if rows else features
-        return make_scores(scatter(values, rows, len(request)), reasons, self.unit)
-
-    def score_with_gradient(self, images: Tensor, prompts: Sequence[str] | None = None) -> Tensor:
-        """Ratings [B] float32 of images [B, 3, H, W] in [0, 1], differentiable in the pixels."""
-        features = self.towers.image_features_with_gradient(images)
-        return self._rate(features.cpu()).to(features.device)
-
     @cached_property
     def head_file(self) -> Path:
         """File of the head."""
@@ -85,7 +72,8 @@ class LaionAesthetic(ClipJudge):
             return local_folder(path, (PUBLISHED_HEAD,)) / PUBLISHED_HEAD
         return path
 
-    def _rate(self, features: Tensor) -> Tensor:
+    def rate(self, features: Tensor) -> Tensor:
+        """Rate embeddings [n, D], which the head takes normalised."""
         if self._head is None:
             self._head = read_head(self.head_file)
         width, head = self._head

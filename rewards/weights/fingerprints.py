@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fingerprints of weights in memory, and detection of changes."""
+"""Weights in memory: fingerprints, detection of changes, evaluation mode."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 
 import torch
@@ -21,6 +22,18 @@ def weight_state(module: nn.Module) -> int:
     `.data` are not counted.
     """
     return hash(tuple(_version(tensor) for _, tensor in _tensors(module)))
+
+
+@contextmanager
+def evaluation_mode(module: nn.Module) -> Iterator[None]:
+    """Switch to evaluation mode, and back for every part that was in training."""
+    in_training = [part for part in module.modules() if part.training]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part in in_training:
+            part.training = True
 
 
 def weights_of(module: nn.Module) -> str:
