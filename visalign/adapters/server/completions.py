@@ -104,9 +104,8 @@ def _parse_choice(answer: Mapping[str, Any], request: CompletionRequest) -> _Cho
         first = error.errors()[0]
         raise request.error(
             f"the answer's {'.'.join(map(str, first['loc']))} is {first['input']!r:.100}. {first['msg']}. "
-            "Use a server with token_ids and logprobs in its answers: vLLM from 0.10.2 on, started with "
-            "--max-logprobs of at least 1 and, for any temperature but 1, top_k or top_p, with "
-            "--logprobs-mode processed_logprobs. Its log says more."
+            "Use vLLM from 0.10.2 on, started with --max-logprobs of at least 1 and, for any temperature but 1, "
+            "top_k or top_p, with --logprobs-mode processed_logprobs."
         ) from error
 
 
@@ -168,10 +167,8 @@ def _read_set(
     if beyond or not abs(total - 1) <= _SUM_TOLERANCE or ids[position] not in tokens:
         raise request.error(
             f"the {len(tokens)} tokens listed at token {position} have a total probability of {total:.4f}; "
-            f"the {top_k} that could be sampled, and ties, have 1. Either the log-probs are not processed "
-            "(start vLLM with --logprobs-mode processed_logprobs), or more tokens than the "
-            f"{request.top_logprobs} listed could be sampled, since ties with the last are kept: raise "
-            "vLLM's --max-logprobs and max_logprobs here, or lower top_k."
+            f"the {top_k} that could be sampled, and ties, have 1. {_START_PROCESSED}; raise its --max-logprobs "
+            f"and max_logprobs above {request.top_logprobs} for ties with the last token, or lower top_k."
         )
     return dict(sorted(tokens.items()))
 
@@ -197,9 +194,8 @@ def find_end(
         return len(ids), "length"
     raise request.error(
         f"the server stopped, but its {len(ids)} tokens end with {ids[-1]}, none of the end tokens "
-        f"{list(request.ends)}, and contain no stop string of {list(strings)}. Either it omits the end "
-        "token, so that its log-prob is lost, or it has another tokenizer, or it stops at tokens of its own: "
-        "name them in StoppingCriteria.eos_ids."
+        f"{list(request.ends)}, and contain no stop string of {list(strings)}. If it stops at tokens of its own, "
+        "name them in StoppingCriteria.eos_ids; else it omits the end token or has another tokenizer."
     )
 
 
@@ -216,20 +212,17 @@ def check_sampling(sampling: Sampling, mode: LogprobsMode, max_logprobs: int) ->
     for broken, message in (
         (
             sampling.scale < _MIN_TEMPERATURE,
-            f"temperature is {sampling.temperature}; vLLM samples with {_MIN_TEMPERATURE} instead. Give at "
-            "least that, or 0 for greedy decoding.",
+            f"temperature is {sampling.temperature}; vLLM samples with {_MIN_TEMPERATURE} instead. Give that or 0.",
         ),
         (
             mode == "raw_logprobs" and needs_processed(sampling),
-            f"The server's log-probs are of the raw logits (logprobs_mode='raw_logprobs'), and {sampling} "
-            f"draws from another distribution. {_START_PROCESSED} and set logprobs_mode to "
-            "'processed_logprobs', or sample with temperature 1 and without top_k and top_p.",
+            f"logprobs_mode is 'raw_logprobs', of the raw logits, and {sampling} draws from another distribution. "
+            f"{_START_PROCESSED} and set logprobs_mode to 'processed_logprobs', or sample with temperature 1 alone.",
         ),
         (
             sampling.truncates and not 1 <= sampling.top_k <= max_logprobs,
-            f"{setting} leaves more tokens than the server lists (max_logprobs={max_logprobs}); the ratio "
-            "needs all that could be sampled. Give a top_k below max_logprobs, with top_p if you like, or "
-            "raise vLLM's --max-logprobs and max_logprobs.",
+            f"{setting} leaves more tokens than the server lists (max_logprobs={max_logprobs}); the ratio needs "
+            "all of them. Give a top_k below max_logprobs, or raise vLLM's --max-logprobs and max_logprobs.",
         ),
     ):
         if broken:
@@ -242,23 +235,21 @@ def check_processed(connection: ServerConnection, model: str, prompt: list[int])
 
     Processed log-probs of two tokens differ half as much at temperature 2, raw ones equally.
     """
-    requests = [
-        CompletionRequest(
-            url=connection.url("completions"),
-            model=model,
-            sample=0,
-            prompt=prompt,
-            limit=1,
-            sampling=Sampling(temperature=temperature),
-            stopping=StoppingCriteria(),
-            ends=(),
-            seed=0,
-            top_logprobs=_PROBE_TOP,
-        )
-        for temperature in (1.0, 2.0)
-    ]
-    answers = connection.post_all("completions", [request.body() for request in requests], parallel=2)
-    tops = [_parse_choice(answer, requests[0]).logprobs.top_logprobs for answer in answers]
+    request = CompletionRequest(
+        url=connection.url("completions"),
+        model=model,
+        sample=0,
+        prompt=prompt,
+        limit=1,
+        sampling=Sampling(),
+        stopping=StoppingCriteria(),
+        ends=(),
+        seed=0,
+        top_logprobs=_PROBE_TOP,
+    )
+    bodies = [{**request.body(), "temperature": temperature} for temperature in (1.0, 2.0)]
+    answers = connection.post_all("completions", bodies, parallel=2)
+    tops = [_parse_choice(answer, request).logprobs.top_logprobs for answer in answers]
     cold, warm = ({name: value for name, value in (top or [{}])[0].items() if value > IMPOSSIBLE} for top in tops)
     shared = sorted(cold.keys() & warm.keys(), key=cold.__getitem__)
     if len(shared) < 2 or cold[shared[-1]] - cold[shared[0]] < _PROBE_MIN_GAP:
@@ -266,8 +257,7 @@ def check_processed(connection: ServerConnection, model: str, prompt: list[int])
     ratio = (warm[shared[-1]] - warm[shared[0]]) / (cold[shared[-1]] - cold[shared[0]])
     if abs(ratio - 0.5) > 0.2:
         raise ServerError(
-            f"{requests[0].url} gives log-probs that do not follow the temperature (from 1 to 2 the "
-            f"difference of two tokens changes by {ratio:.2f}; processed log-probs give 0.5), contrary to "
-            f"logprobs_mode='processed_logprobs'. {_START_PROCESSED}."
+            f"{request.url} gives log-probs that do not follow the temperature (from 1 to 2 the difference of two "
+            f"tokens changes by {ratio:.2f}; processed log-probs give 0.5). {_START_PROCESSED}."
         )
     return True

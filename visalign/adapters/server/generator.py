@@ -5,10 +5,9 @@ The server is the rollout policy μ: `rollout.log_prob` holds its log-probs, and
 under training corrects for kernels, precision and weights. That is valid only if the server's log-probs belong
 to the distribution it samples from:
 
-- By default vLLM gives log-probs of the raw logits (`--logprobs-mode raw_logprobs`). They are right only at
-  temperature 1 without top_k and top_p, and a log-prob cannot be rescaled afterwards. Otherwise the server
-  must run with `--logprobs-mode processed_logprobs` (vLLM 0.10.2 or later) and `logprobs_mode` must say so; a
-  probe of two tokens checks it.
+- By default vLLM gives log-probs of the raw logits, right only at temperature 1 without top_k and top_p.
+  Otherwise the server must run with `--logprobs-mode processed_logprobs` (vLLM 0.10.2 or later) and
+  `logprobs_mode` must say so; a probe of two tokens checks it.
 - The tokens that top_k and top_p keep are read from the server's list of most probable tokens, which is
   complete if its probabilities sum to 1. So top_p needs a top_k of at most `max_logprobs`.
 - Everything that the server would take from its own defaults (penalties, min_p, end tokens) is sent.

@@ -63,9 +63,8 @@ def load_adapter(connection: ServerConnection, name: str, server_folder: str) ->
         if error.status == 400 and name in served_models(connection):  # the same bytes, loaded before
             return
         raise ServerError(
-            f"{error} vLLM accepts adapters at run time if it was started with --enable-lora, a "
-            "--max-lora-rank of at least the adapter's and the environment variable "
-            f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, and if it can read {server_folder}.",
+            f"{error} Start vLLM with --enable-lora, a --max-lora-rank of at least the adapter's and "
+            f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its environment, where it can read {server_folder}.",
             status=error.status,
         ) from error
 
@@ -86,9 +85,8 @@ def reload_weights(connection: ServerConnection) -> None:
         connection.post("/reset_prefix_cache", {})
     except ServerError as error:
         raise ServerError(
-            f"{error} vLLM reloads whole models if it was started with the environment variable "
-            "VLLM_SERVER_DEV_MODE=1, on a network that only you reach, from the folder that the weights are "
-            "written to.",
+            f"{error} vLLM reloads whole models if it was started with VLLM_SERVER_DEV_MODE=1 in its environment, "
+            "on a network that only you reach, from the folder that the weights are written to.",
             status=error.status,
         ) from error
 
