@@ -118,7 +118,7 @@ def sampling_options(model: ModelConfig) -> dict[str, Any]:
 def load_code(config: FlowGRPOConfig, output: Path) -> str:
     """Write Python that loads the result into diffusers, for the job's working directory."""
     from visalign.adapters.pipeline.lora import loading_code
-    from visalign.adapters.sd3.loading import T5_PARTS
+    from visalign.adapters.sd3.policy import T5_PARTS
 
     result, model = result_folder(config, output), resolve_model(config.model.path)
     folder, path, adapter = (json.dumps(str(n)) for n in (result, config.model.path, config.model.adapter))

@@ -6,6 +6,7 @@ Source: SD3, arXiv 2403.03206; guidance, arXiv 2207.12598: v = v(∅) + w (v(pro
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -14,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import StableDiffusion3Pipeline
+from diffusers import FlowMatchEulerDiscreteScheduler, StableDiffusion3Pipeline
+from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import calculate_shift
 from torch import Tensor, nn
 
 from visalign.adapters.lora import LoraSettings, leave_casts_to_autocast
+from visalign.adapters.model_folder import INDEX, pipeline_index
 from visalign.adapters.pipeline.condition import check_condition
 from visalign.adapters.pipeline.encoding import ImageEncoder
 from visalign.adapters.pipeline.families import SD3_ATTENTION
@@ -26,12 +29,15 @@ from visalign.adapters.pipeline.quantization import quantization_of
 from visalign.adapters.weights import TrainedWeights
 from visalign.atomic import umask_permissions
 from visalign.errors import UserError
+from visalign.flow.schedules import timestep_sigmas
 from visalign.interfaces import Condition, ForwardCount, Prediction
 
 from .joint_attention import use_weighted_attention
-from .loading import check_parts, load_sd3_pipeline
 from .text import SD3Condition, SD3TextEncoders
-from .timesteps import latent_shape, sampling_sigmas
+
+REQUIRED_PARTS = "transformer vae scheduler text_encoder text_encoder_2 tokenizer tokenizer_2".split()
+"""Parts of an SD3 pipeline that nothing works without; T5 (text_encoder_3, tokenizer_3) may be absent."""
+T5_PARTS = ("text_encoder_3", "tokenizer_3")
 
 
 class SD3Policy:
@@ -39,17 +45,15 @@ class SD3Policy:
 
     Sampling with `velocity`, `sigmas` and Euler steps gives the images of `pipe(...)` at the same start
     noise. With LoRA the transformer is frozen but for float32 adapters, and the reference is the model
-    without them. Without, all of the transformer is trained in float32 (weights of 16 bits are computed with
-    under autocast in their
-    dtype: AdamW's steps are smaller than their spacing), and the reference is a copy of it (one more
-        transformer in
-    memory). The transformer is changed in place (adapters, attention processor).
+    without them. Without, all of the transformer is trained in float32, and the reference is a copy of it (one
+    more transformer in memory); weights of 16 bits are computed with under autocast in their dtype, since
+    AdamW's steps are smaller than their spacing. The transformer is changed in place.
 
     Args:
-        pipe: on its device, in its dtype.
+        pipe: pipeline on its device, in its dtype.
         guidance: w; 1 is no guidance, as in diffusers.
         lora: adapters to add and train; None trains the whole transformer.
-        max_sequence_length: of the T5 part of the context, the pipeline's argument of that name.
+        max_sequence_length: length of the T5 part of the context, the pipeline's argument of that name.
         autocast: run the transformer, and with bfloat16 the decoder, under autocast in this dtype.
         image_size: in pixels, a square's side or (height, width); None is the model's own.
         encode_batch: prompts per pass of the text encoders.
@@ -70,7 +74,13 @@ class SD3Policy:
         encode_batch: int = 64,
         decode_batch: int = 32,
     ) -> None:
-        check_parts(pipe)
+        missing = [part for part in REQUIRED_PARTS if getattr(pipe, part, None) is None]
+        if not isinstance(pipe, StableDiffusion3Pipeline) or missing:
+            raise UserError(
+                f"The SD3 adapter got a {type(pipe).__name__}{' without ' if missing else ''}{', '.join(missing)}; it "
+                f"needs a diffusers StableDiffusion3Pipeline, of which only T5 ({', '.join(T5_PARTS)}) may be None. "
+                "Load it with StableDiffusion3Pipeline.from_pretrained."
+            )
         if not math.isfinite(guidance) or guidance < 1:
             raise UserError(f"guidance is {guidance}; it must be at least 1, and 1 switches guidance off.")
         self.pipe = pipe
@@ -82,7 +92,7 @@ class SD3Policy:
         if has_short_masters:
             self.transformer.float()
         self.decode_batch = decode_batch
-        self._image_size, self.latent_shape = image_size, latent_shape(pipe, image_size)
+        self._image_size, self.latent_shape = image_size, _latent_shape(pipe, image_size)
         self.storage_dtype: torch.dtype = self.transformer.dtype
         self._text = SD3TextEncoders(pipe, max_sequence_length=max_sequence_length, batch=encode_batch)
         pipe.vae.requires_grad_(False).eval()
@@ -108,24 +118,39 @@ class SD3Policy:
         quantization: str | None = None,
         **options: Any,
     ) -> SD3Policy:
-        """Load a pipeline from a folder or the hub and make it a policy.
+        """Load a pipeline from a folder or the hub and make it a policy; wrong folders are refused before loading.
 
         Args:
             folder_or_id: a folder as `save_pretrained` writes it, or `owner/name`.
-            dtype: of the frozen weights; what is trained is always float32. In full fine-tuning the
+            dtype: dtype of the frozen weights; trained weights are always float32. In full fine-tuning the
                 transformer is computed in it (see the class).
-            device: of all parts.
-            use_t5: False leaves the third text encoder out.
-            quantization: of the frozen transformer under LoRA, "torchao_int8" or "bitsandbytes_4bit".
-            **options: of the constructor: guidance, lora, max_sequence_length, ...
-
-        Raises:
-            FileNotFoundError: if the folder or a part of it is missing.
-            UserError: if it is another kind of pipeline, or an option is out of range.
+            device: device of all parts.
+            use_t5: False leaves the third text encoder out (9 GB less for SD3.5).
+            quantization: rounding of the frozen transformer under LoRA, "torchao_int8" or "bitsandbytes_4bit".
+            **options: arguments of the constructor: guidance, lora, max_sequence_length, ...
         """
         quantized = quantization_of(quantization, ["transformer"], dtype, adapters=options.get("lora") is not None)
-        pipe = load_sd3_pipeline(folder_or_id, dtype=dtype, use_t5=use_t5, **quantized).to(device)
-        return cls(pipe, **options)
+        index, folder = pipeline_index(folder_or_id), Path(folder_or_id)
+        class_name = index.get("_class_name")
+        if class_name != StableDiffusion3Pipeline.__name__:  # a sibling would load with parts of other meaning
+            raise UserError(
+                f"{folder_or_id} is a {class_name}; the SD3 adapter loads a {StableDiffusion3Pipeline.__name__} "
+                "(SD3, SD3.5). Choose such a model, or name the adapter that loads it (model.adapter)."
+            )
+        listed = {part for part in (*REQUIRED_PARTS, *T5_PARTS) if (index.get(part) or [None])[0] is not None}
+        missing = [part for part in REQUIRED_PARTS if part not in listed]
+        if folder.is_dir():
+            missing += [part for part in sorted(listed) if not any((folder / part).glob("*"))]
+        if missing:
+            raise FileNotFoundError(
+                f"{folder} lacks {', '.join(missing)}. An SD3 pipeline needs {', '.join(REQUIRED_PARTS)}; T5 "
+                f"({', '.join(T5_PARTS)}) may be absent when {INDEX} lists it as [null, null]. Copy the missing "
+                "folders, or save the pipeline again."
+            )
+        absent: dict[str, Any] = {} if use_t5 and listed.issuperset(T5_PARTS) else dict.fromkeys(T5_PARTS)
+        pipe = StableDiffusion3Pipeline.from_pretrained(str(folder_or_id), dtype=dtype, **absent, **quantized)
+        pipe.set_progress_bar_config(disable=True)
+        return cls(pipe.to(device), **options)
 
     @property
     def module(self) -> nn.Module:
@@ -139,7 +164,7 @@ class SD3Policy:
 
     @image_size.setter
     def image_size(self, size: int | tuple[int, int] | None) -> None:
-        self.latent_shape = latent_shape(self.pipe, size)
+        self.latent_shape = _latent_shape(self.pipe, size)
         self._image_size = size
         self.__dict__.pop("_encoder", None)  # what it measured was of the other size
 
@@ -171,8 +196,7 @@ class SD3Policy:
         count = len(x)
         encoded = check_condition(SD3Condition, x, sigma, condition)
         timestep = self.times(sigma) if time is None else time
-        weights = encoded.log_multiplicity
-        null = None
+        weights, null = encoded.log_multiplicity, None
         if self.guidance != 1:
             with torch.no_grad():
                 null = self._forward(x, timestep, *self._text.null(count), weights)
@@ -214,7 +238,24 @@ class SD3Policy:
         """The timestep schedule [steps + 1], float32, from 1 down to 0: "diffusers" is what the pipeline's
         scheduler uses (shift applied twice); "plain" applies it once.
         """
-        return sampling_sigmas(self.pipe, steps, timestep_schedule=timestep_schedule, shape=self.latent_shape)
+        scheduler = self.pipe.scheduler
+        if not isinstance(scheduler, FlowMatchEulerDiscreteScheduler):
+            raise UserError(
+                f"The pipeline samples with {type(scheduler).__name__}, which is no plain flow. Set "
+                "pipe.scheduler = FlowMatchEulerDiscreteScheduler.from_config(pipe.scheduler.config)."
+            )
+        config: Any = scheduler.config
+        dynamic: dict[str, Any] = {}
+        if config.use_dynamic_shifting:
+            patch, (_, height, width) = self.transformer.config.patch_size, self.latent_shape
+            lengths = config.base_image_seq_len, config.max_image_seq_len
+            shifts = config.base_shift, config.max_shift
+            dynamic["mu"] = calculate_shift((height // patch) * (width // patch), *lengths, *shifts)
+        if timestep_schedule == "plain":
+            return timestep_sigmas(steps, shift=math.exp(dynamic["mu"]) if dynamic else scheduler.shift)
+        scheduler = copy.deepcopy(scheduler)
+        scheduler.set_timesteps(steps, device="cpu", **dynamic)
+        return torch.as_tensor(scheduler.sigmas, dtype=torch.float32)
 
     def reference(self) -> AbstractContextManager[None]:
         """Restore the model from before training inside the block; nestable. Call backward outside."""
@@ -248,8 +289,7 @@ class SD3Policy:
         """Run the transformer once, float32 [B, C, H, W]."""
         dtype = self.storage_dtype
         weights = None if log_multiplicity is None else {"context_log_multiplicity": log_multiplicity}
-        autocast = torch.autocast(x.device.type, self.autocast) if self.autocast else nullcontext()
-        with autocast:
+        with torch.autocast(x.device.type, self.autocast) if self.autocast else nullcontext():
             out = self.transformer(
                 hidden_states=x.to(dtype),
                 timestep=timestep,
@@ -263,3 +303,19 @@ class SD3Policy:
         else:
             self._forward_count.forward += len(x)
         return out.float()
+
+
+def _latent_shape(pipe: StableDiffusion3Pipeline, image_size: int | tuple[int, int] | None) -> tuple[int, int, int]:
+    """Return C, H, W of the latents of an image of `image_size` pixels, one number for a square or (height,
+    width); None is the size the model was made for.
+    """
+    config, scale = pipe.transformer.config, pipe.vae_scale_factor
+    size = config.sample_size * scale if image_size is None else image_size
+    height, width = (size, size) if isinstance(size, int) else size
+    unit, largest = scale * config.patch_size, config.pos_embed_max_size * config.patch_size * scale
+    if any(side < unit or side % unit or side > largest for side in (height, width)):
+        raise UserError(
+            f"image_size is {image_size}; this model makes multiples of {unit} up to {largest} pixels, "
+            "as one number or a pair (height, width)."
+        )
+    return config.in_channels, height // scale, width // scale
