@@ -214,10 +214,7 @@ def _analyse_pairs(store: VoteStore, first: Sequence[Vote], settings: IntervalSe
     ]
     left, right, ties = votes.sum(0)
     notes = (
-        (
-            not left + right,
-            "All votes are ties: they teach a judge nothing, and no agreement can be computed.",
-        ),
+        (not left + right, "All votes are ties: they teach a judge nothing, and no agreement can be computed."),
         (left > 1 and not right + ties, "All votes are for the left image of the table: mix its sides."),
         (right > 1 and not left + ties, "All votes are for the right image of the table: mix its sides."),
         (votes.sum(1).max() < 2, "No pair has two votes, so agreement between voters is not known."),
@@ -256,8 +253,8 @@ def _analyse_images(store: VoteStore, first: Sequence[Vote], settings: IntervalS
         alphas[question] = alpha.to_dict()
     gaps: dict[str, list[float]] = {vote.annotator: [] for vote in first}
     for by_name in grades.values():
-        for name, grade in by_name.items() if len(by_name) > 1 else ():
-            gaps[name].append(grade - fmean(value for other, value in by_name.items() if other != name))
+        for name, grade in by_name.items() if len(by_name) > 1 else ():  # alone there is no rest
+            gaps[name].append(grade - fmean(by_name[other] for other in by_name if other != name))
     distances = {
         name: {
             "above_the_rest": fmean(of_voter) if of_voter else None,
@@ -299,7 +296,7 @@ def _repeats(votes: Sequence[Vote]) -> Interval:
     for vote in votes:
         before, again = first.get(vote.task), vote.answer
         if not vote.is_repeat or before is None or not again.keys() & {"choice", "slider", "checklist"}:
-            continue
+            continue  # unseen before, or with boxes and texts alone
         near = abs(before.get("slider", 0) - again.get("slider", 0)) <= 0.5
         same.append(near and all(before.get(name) == again.get(name) for name in ("choice", "checklist")))
     return wilson_interval(sum(same), len(same))

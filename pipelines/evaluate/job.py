@@ -112,7 +112,17 @@ def evaluate(
     from visalign.rewards.catalogue import load_judge
 
     started, settings = time.perf_counter(), settings or IntervalSettings()
-    _check_names(rewards, options, columns, lower_is_better, fuse)
+    unknown = sorted(set(lower_is_better) - set(columns))
+    rules = (
+        (options and not rewards, "--option is of a --reward, and there is none."),
+        (
+            not rewards and not columns,
+            "Nothing to evaluate: name a reward (--reward) or columns of scores in the set (--scores).",
+        ),
+        (unknown, f"--lower-is-better names {', '.join(unknown)}, which is no --scores column."),
+    )
+    if message := next((message for broken, message in rules if broken), None):
+        raise UserError(message)
     if output is not None:
         check_run_folder(output, resume=resume)
     judges = with_cache(load_each(rewards, options, load_judge), cache)
@@ -154,27 +164,6 @@ def evaluate(
     if output is not None:
         write_result(output, result)
     return result
-
-
-def _check_names(
-    rewards: Sequence[str], options: Sequence[str], columns: Sequence[str], lower_is_better: Sequence[str], fuse: bool
-) -> None:
-    unknown = sorted(set(lower_is_better) - set(columns))
-    rules = (
-        (options and not rewards, "--option is of a --reward, and there is none."),
-        (
-            not rewards and not columns,
-            "Nothing to evaluate: name a reward (--reward) or columns of scores in the set (--scores).",
-        ),
-        (
-            fuse and len({*rewards, *columns}) < 2,
-            "--fuse stacks two or more judges, and one was named. Add --scores or --reward.",
-        ),
-        (unknown, f"--lower-is-better names {', '.join(unknown)}, which is no --scores column."),
-    )
-    for broken, message in rules:
-        if broken:
-            raise UserError(message)
 
 
 def _checked(
