@@ -45,7 +45,7 @@ app = Typer(
     epilog="Errors are shown without a traceback; set VISALIGN_TRACEBACK=1 to see it.",
     no_args_is_help=True,
     add_completion=False,
-    pretty_exceptions_enable=False,
+    pretty_exceptions_enable=False,  # it prints local values, tokens of servers among them
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -143,7 +143,7 @@ def _train(
         show_yaml(console, config_to_yaml(job.config))
         show_plan(console, job.plan(job.config))
         return
-    folder = output_folder(output, Path(config).stem, resume=resume)
+    folder = output_folder(output, Path(config).stem, resume=resume)  # refused before anything is loaded
     job = load_job(config, overrides, pipeline=pipeline)
     with user_messages(resume=resume_command(config, overrides, folder)), quiet_loading():
         summary = job.run(job.config, output=folder, resume=resume)

@@ -76,7 +76,7 @@ def is_deliberate(error: BaseException) -> bool:
     while trace.tb_next is not None:
         trace = trace.tb_next
     is_ours = str(trace.tb_frame.f_globals.get("__name__", "")).split(".")[0] == "visalign"
-    return is_ours and trace.tb_frame.f_code.co_code[trace.tb_lasti] == dis.opmap["RAISE_VARARGS"]
+    return is_ours and trace.tb_frame.f_code.co_code[trace.tb_lasti] == dis.opmap["RAISE_VARARGS"]  # a `raise` of ours
 
 
 def describe(error: BaseException) -> str:

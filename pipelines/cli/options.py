@@ -74,7 +74,7 @@ class Command(TyperCommand):
             values, rest, order = parse(args=args)
             for option in dict.fromkeys(order):
                 single = isinstance(option, TyperOption) and not (option.multiple or option.is_flag)
-                if single and order.count(option) > 1:
+                if single and order.count(option) > 1:  # click would take the last one without a word
                     names = " / ".join(f"'{name}'" for name in option.opts)
                     ctx.fail(f"Option {names} was given {order.count(option)} times; it takes one value.")
             return values, rest, order

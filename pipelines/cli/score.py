@@ -118,7 +118,7 @@ def score(
         if page is not None:
             echo(f"Page: {write_score_page(page, summary)}", err=True)
         if part is not None:
-            part.unlink()
+            part.unlink()  # the output is complete: there is nothing to resume
     _report_failures(sum(row.value is None for row in rows), len(rows), {})
 
 

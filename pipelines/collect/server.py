@@ -95,7 +95,7 @@ def serve_votes(
 
     check_port_free(host, port)
     local = is_loopback(host)
-    invite = None if local else secrets.token_urlsafe(9)
+    invite = None if local else secrets.token_urlsafe(9)  # 12 letters, short enough to be read out
     hosts = ["127.0.0.1", "localhost", "[::1]", host] if local else None
     server = Server(
         server_config(vote_server(store, invite=invite, hosts=hosts), host, port, connections=256, idle=30.0)
@@ -193,7 +193,7 @@ class _VoteServer:
 
     async def image(self, request: Request) -> Response:
         side, number = request.path_params["side"], request.path_params["assignment"]
-        assignment = self._store.assignment(self._name(request), min(number, 2**62))
+        assignment = self._store.assignment(self._name(request), min(number, 2**62))  # SQLite's integers end at 2**63
         if side not in SIDES[: len(assignment.task.images)]:
             raise HTTPException(404, f"There is no image on the {side:.20}.")
         content, media_type = await run_in_threadpool(image_bytes, assignment.image(side))

@@ -26,6 +26,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from visalign.errors import UserError
 from visalign.settings import Natural, settings
 
@@ -138,7 +140,7 @@ class VoteStore:
                 "SOURCE are the images."
             )
         self.path = path
-        self._lock = threading.RLock()
+        self._lock = threading.RLock()  # a transaction calls methods that lock again
         with ExitStack() as opened:
             self._db = opened.enter_context(closing(_connect(path)))
             try:
@@ -149,7 +151,8 @@ class VoteStore:
                 raise UserError(f"'{path}' is {about.get('format')!r}; this version reads {FORMAT!r}.")
             opened.pop_all()
         self._db.execute("PRAGMA synchronous = FULL")  # WAL's default loses the last votes of a power cut
-        self.form, self.plan = Form(**_read_json(about["form"])), Plan(**_read_json(about["plan"]))
+        self.form = TypeAdapter(Form).validate_json(about["form"])
+        self.plan = TypeAdapter(Plan).validate_json(about["plan"])
         self.name: str = about["id"]
         """Identifier of this collection, for the browser's cookie."""
         self.tasks: dict[int, Task] = {
@@ -348,14 +351,9 @@ class VoteStore:
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
         """Run the block in one transaction, which an error rolls back."""
-        with self._lock:
+        with self._lock, self._db:  # commits at the end, or rolls back
             self._db.execute("BEGIN IMMEDIATE")
-            try:
-                yield self._db
-                self._db.execute("COMMIT")
-            finally:
-                if self._db.in_transaction:
-                    self._db.execute("ROLLBACK")
+            yield self._db
 
 
 def mirror_answer(answer: Mapping[str, Any]) -> dict[str, Any]:
@@ -369,13 +367,8 @@ def mirror_answer(answer: Mapping[str, Any]) -> dict[str, Any]:
     return {name: mirrors[name](value) if name in mirrors else value for name, value in answer.items()}
 
 
-def _read_json(text: str) -> dict[str, Any]:
-    values: dict[str, Any] = json.loads(text)
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-
-
 def _connect(path: Path) -> sqlite3.Connection:
-    db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=30.0)
+    db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=30.0)  # other processes write
     db.execute("PRAGMA foreign_keys = ON")
     return db
 

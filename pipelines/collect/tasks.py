@@ -179,7 +179,7 @@ def _pair_images(rows: Iterable[ImageRow], limit: int, seed: int) -> list[Task]:
         circle = sorted(images, key=lambda image: draw(seed, prompt, image))
         count = len(circle)
         steps = ((i, (i + gap) % count) for gap in range(1, count // 2 + 1) for i in range(count))
-        pairs = dict.fromkeys(tuple(sorted((circle[i], circle[j]))) for i, j in steps)
+        pairs = dict.fromkeys(tuple(sorted((circle[i], circle[j]))) for i, j in steps)  # the store draws the sides
         tasks += [Task(prompt=prompt, images=pair, extra=_metadata(images[pair[0]])) for pair in islice(pairs, limit)]
     return tasks
 

@@ -193,13 +193,13 @@ def _analyse_pairs(store: VoteStore, first: Sequence[Vote], settings: IntervalSe
     votes = counts.sum(0)
     table = RatioTable(index, clusters)
     for name, count in zip(by_voter, counts, strict=True):
-        table.add(name, *agreement.majority_credit(count, votes - count))
+        table.add(name, *agreement.majority_credit(count, votes - count))  # the others, without this voter
     rest = table.intervals(**settings.drawing(), level=settings.level)
     fit = _fit(first, order)
     by_name: dict[str, dict[str, Any]] = {}
     for number, (name, ballots) in enumerate(by_voter.items()):
         decided = [vote for vote in ballots if vote.answer["choice"] != "tie"]
-        on_left = sum(vote.answer["choice"] == CHOICES[vote.swapped] for vote in decided)
+        on_left = sum(vote.answer["choice"] == CHOICES[vote.swapped] for vote in decided)  # of the screen
         by_name[name] = {key: float(getattr(fit, key)[number]) for key in FITTED} | {
             "rest": rest[name].to_dict(),
             "ties": (len(ballots) - len(decided)) / len(ballots),
@@ -268,7 +268,7 @@ def _analyse_images(store: VoteStore, first: Sequence[Vote], settings: IntervalS
 def _alpha(sums: Array, statistic: Any, index: Any, clusters: int, settings: IntervalSettings) -> Interval:
     """Compute an α with its interval over prompts."""
     by_prompt = cluster_sums(sums, index, clusters) if len(sums) else sums
-    by_prompt = by_prompt[by_prompt[:, 1:].sum(1) > 0]
+    by_prompt = by_prompt[by_prompt[:, 1:].sum(1) > 0]  # a prompt without two votes says nothing
     if not len(by_prompt):
         return Interval(estimate=math.nan, level=settings.level)
     draws = bootstrap(by_prompt, lambda s: statistic(s)[:, None], **settings.drawing())[:, 0]

@@ -132,8 +132,8 @@ def _compare_pairs(
 ) -> list[dict[str, Any]]:
     """Compare every two rewards: agreement, and the images and prompts on which they differ most."""
     scores = [table[label] for label in judges]
-    values = np.array([[row.value for row in column] for column in scores], dtype=np.float64)
-    values *= [[1 if judge is None or judge.higher_is_better else -1] for judge in judges.values()]
+    values = np.array([[row.value for row in column] for column in scores], dtype=np.float64)  # None becomes NaN
+    values *= [[1 if judge is None or judge.higher_is_better else -1] for judge in judges.values()]  # up is better
     pairs = agreement(list(judges), values, [row.prompt for row in rows], seed=seed)
     for entry, (a, b) in zip(pairs, combinations(range(len(judges)), 2), strict=True):
         entry["disagreements"] = [

@@ -181,7 +181,7 @@ def _compare_orders(judge: Any, images: Sequence[Tensor], prompt: str) -> dict[s
         notes.append("it answered in one order only, so its position bias is not known")
         return entry
     entry["position_bias"] = (odds[0] - odds[1]) / 2
-    entry["same_winner"] = odds[0] * odds[1] > 0 or odds[0] == odds[1]
+    entry["same_winner"] = odds[0] * odds[1] > 0 or odds[0] == odds[1]  # two ties agree
     if not entry["same_winner"]:
         entry |= {"winner": "undecided", "sure": None}
         notes.append("its winner depends on which image is on the left")

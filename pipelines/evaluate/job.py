@@ -124,9 +124,9 @@ def evaluate(
     if message := next((message for broken, message in rules if broken), None):
         raise UserError(message)
     if output is not None:
-        check_run_folder(output, resume=resume)
+        check_run_folder(output, resume=resume)  # before hours of scoring
     judges = with_cache(load_each(rewards, options, load_judge), cache)
-    table = replace(table or Columns(), has_images=bool(judges or join))
+    table = replace(table or Columns(), has_images=bool(judges or join))  # columns alone open no image
     records = load_source(source, split=split, limit=limit, columns=table)
     for path in join:
         records = join_scores(records, path)
@@ -177,7 +177,7 @@ def _checked(
         )
     else:
         if swap_sides:
-            source = replace(source, pairs=tuple(mix_sides(pair) for pair in source.pairs))
+            source = replace(source, pairs=tuple(mix_sides(pair) for pair in source.pairs))  # by a hash of each pair
         sees_sides = any(not isinstance(judge, PointwiseReward) for judge in judges.values())
         findings = check_preferences(source, files=bool(judges), judge_sees_sides=sees_sides)
         source, summed = summed_votes(source if keep_duplicates else without_duplicates(source))

@@ -71,7 +71,7 @@ def render_page(
         command=command_line() or command,
         version=visalign_version(),
         models=list(models),
-        date=datetime.now(tz=UTC).date().isoformat(),
+        date=datetime.now(tz=UTC).date().isoformat(),  # the zone of a reader is not known
         script=script,
         script_hash=script_hash,
         **values,
@@ -236,7 +236,7 @@ def span(interval: Any, form: Any = signed, between: str = " to ") -> str:
     low, high = (_part(interval, end) for end in ("low", "high"))
     if low is None or not math.isfinite(low):
         return "no interval"
-    return between.join(form(end).removesuffix("\u00a0%") for end in (low, high))
+    return between.join(form(end).removesuffix("\u00a0%") for end in (low, high))  # the estimate has the sign
 
 
 def with_span(number: Mapping[str, Any], form: Any = signed, ends: Any = None) -> str:

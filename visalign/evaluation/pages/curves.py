@@ -145,7 +145,7 @@ def _panel(curve: Curve, x: NDArray[np.float64], y: NDArray[np.float64]) -> Pane
     gaps = int((~finite).sum())
     if not finite.any():
         return Panel(curve=curve, svg=Markup(""), note=f"No finite value in {gaps} rows.")
-    window = max(3, len(y) // 10 | 1) if len(y) >= SMOOTH_FROM else 1
+    window = max(3, len(y) // 10 | 1) if len(y) >= SMOOTH_FROM else 1  # odd, so that its mean is centred
     smooth = running_mean(y, window)
     notes = [f"thin: each iteration; thick: mean of the nearest {window}"] if window > 1 else []
     if gaps:

@@ -113,7 +113,7 @@ def ticks(low: float, high: float, count: int = 4) -> list[float]:
 
 def _multiples(low: float, high: float, step: float) -> list[float]:
     """Return the multiples of a step in [low, high], up to rounding."""
-    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)  # 0.3 / 0.1 is 2.9999999999999996
     return [number * step for number in range(first, last + 1)]
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -96,13 +97,11 @@ def file_tables(result: Mapping[str, Any]) -> list[FileTable]:
 def headline(result: Mapping[str, Any]) -> str:
     """Count the probes that move the reward although they should not, and those without a decision."""
     tried = [probe for probe in result["probes"] if probe["verdict"] != "shown"]
-    failed = [probe["title"] for probe in tried if probe["verdict"] == "fails"]
+    failed = [probe["title"].lower() for probe in tried if probe["verdict"] == "fails"]
     unclear = sum(probe["verdict"] == "unclear" for probe in tried)
     silent = sum(probe["verdict"] == "not judged" for probe in tried)
-    if failed:
-        text = f"{len(failed)} of {len(tried)} probes move it: {', '.join(t.lower() for t in failed)}."
-    else:
-        text = f"None of {len(tried)} probes moves it beyond its limit."
+    text = f"{len(failed)} of {len(tried)} probes move it: {', '.join(failed)}."
+    text = text if failed else f"None of {len(tried)} probes moves it beyond its limit."
     text += f" Not decided by so few images: {unclear}." if unclear else ""
     return text + (f" Too few answers to say anything: {silent}." if silent else "")
 
@@ -149,11 +148,8 @@ def worst_level(probe: Mapping[str, Any]) -> Mapping[str, Any]:
     """Find the level of the probe's verdict that is furthest on the wrong side."""
     by = {"steady": "size", "same": "largest", "consistent": "share", "acyclic": "share"}.get(probe["wanted"], "mean")
     scored = [level for level in probe["levels"] if level.get(by) is not None]
-    same = [level for level in scored if level["verdict"] == probe["verdict"]]
-    return max(
-        same or scored or probe["levels"],
-        key=lambda level: level[by] if level.get(by) is not None else 0.0,
-    )
+    decisive = [level for level in scored if level["verdict"] == probe["verdict"]]
+    return max(decisive or scored, key=lambda level: level[by]) if scored else probe["levels"][0]
 
 
 def best_paid(result: Mapping[str, Any]) -> str | None:
@@ -165,8 +161,8 @@ def best_paid(result: Mapping[str, Any]) -> str | None:
         for level in probe["levels"]
         if level["mean"] is not None and level["verdict"] == "fails"
     ]
-    if not paid or max(entry[0] for entry in paid) <= result["limits"]["gain"]:
+    mean, title, label, win = max(paid, key=lambda entry: entry[0], default=(-math.inf, "", "", None))
+    if mean <= result["limits"]["gain"]:
         return None
-    mean, title, label, win = max(paid, key=lambda entry: entry[0])
     wins = "" if win is None else f" It wins {share(win)} of its comparisons."
     return f"The best paid change is {title.lower()}, {label}: {signed(mean)} spreads on average.{wins}"

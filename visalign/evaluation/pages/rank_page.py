@@ -94,7 +94,7 @@ def _bias(result: Mapping[str, Any]) -> list[str]:
     if bias is None or not any(call["prob"] is not None for call in result["asked"] or ()):
         return []
     reach = float(stats.norm.ppf((1 + result["level"]) / 2)) * std
-    link = special.ndtr if "normal" in result["unit"] else special.expit
+    link = special.ndtr if "normal" in result["unit"] else special.expit  # Thurstone or Bradley-Terry
     sentence = (
         f"Being on the left adds {signed(bias)} {result['unit']} "
         f"({signed(bias - reach)} to {signed(bias + reach)}): of two equals the left one wins "

@@ -56,7 +56,7 @@ def _by_change(
     value, change = sign * after.scores[name], sign * (after.scores[name] - before.scores[name])
 
     def order(values: NDArray[np.float32]) -> NDArray[np.int64]:
-        rows = np.argsort(-values, kind="stable")
+        rows = np.argsort(-values, kind="stable")  # equal scores stay in the order of evaluation
         return rows[np.isfinite(values[rows])]
 
     gained, lost = order(change), order(-change)

@@ -59,13 +59,13 @@ def to_csv(table: FileTable) -> str:
     wide = [any(isinstance(row[column], tuple) for row in table.rows) for column in range(len(table.columns))]
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
-    heads = [
-        [name, f"{name}_low", f"{name}_high"] if w else [name] for name, w in zip(table.columns, wide, strict=True)
-    ]
-    writer.writerow([name for names in heads for name in names])
-    for row in table.rows:
-        cells = [_three(cell) if w else [cell] for cell, w in zip(row, wide, strict=True)]
-        writer.writerow([csv_cell(value) for three in cells for value in three])
+    heads = [(name, f"{name}_low", f"{name}_high") for name in table.columns]
+    for row in (heads, *table.rows):
+        values: list[Any] = []
+        for cell, has_ends in zip(row, wide, strict=True):
+            three = cell if isinstance(cell, tuple) else (cell, None, None)
+            values += three if has_ends else three[:1]
+        writer.writerow(map(csv_cell, values))
     return buffer.getvalue()
 
 
@@ -91,10 +91,6 @@ def latex_text(text: Any) -> str:
     '50 \\\\% of a\\\\_b'
     """
     return "".join(_LATEX.get(sign, sign) for sign in str(text))
-
-
-def _three(cell: Any) -> list[Any]:
-    return list(cell) if isinstance(cell, tuple) else [cell, None, None]
 
 
 def _latex_cell(cell: Any) -> str:
