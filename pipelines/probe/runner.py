@@ -139,10 +139,8 @@ class ProbeRunner(ABC):
             fault = f"judged {len(self.scored)} of {size} {what}, and 2 are needed{reason}. Give --reference images"
             raise UserError(f"{self.name} {fault} that it judges.")
         if not has_unit:
-            raise UserError(
-                f"{self.name} gives all {len(self.scored)} {what} the same answer, so its responses have no "
-                "unit. Give --reference images that it tells apart."
-            )
+            fault = f"gives all {len(self.scored)} {what} the same answer, so its responses have no unit"
+            raise UserError(f"{self.name} {fault}. Give --reference images that it tells apart.")
 
     def _all_rows(self, answers: ProbeAnswers) -> Answer:
         """[N] answers and reasons of all samples, NaN and None for those not asked about."""

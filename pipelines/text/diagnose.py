@@ -62,11 +62,10 @@ def diagnose(
 ) -> dict[str, Any]:
     """Sample a trained text policy and the one that it is compared with, and compare their completions.
 
-    Prompts, rewards and the sampled distribution are those of the held-out evaluation of the last run. With
-    `second`, a later run, its policy is the tuned one, and that of `run` the base; without, the base is the
-    model that `run` began with. Tokens whose first and second choice are less than `margin` nats apart are
-    near ties; `noise` is the scale β of the Gumbel noise on the logits under which greedy completions are
-    repeated.
+    Prompts, rewards and the sampled distribution are those of the held-out evaluation of the last run. With `second`,
+    a later run, its policy is the tuned one, and that of `run` the base; without, the base is the model that `run`
+    began with. Tokens whose first and second choice are less than `margin` nats apart are near ties; `noise` is the
+    scale β of the Gumbel noise on the logits under which greedy completions are repeated.
 
     Returns:
         JSON-able: policies, `support`, `best_of_n`, `rewards` (a distance per pair), `clip`, `greedy`.

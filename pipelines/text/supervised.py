@@ -173,11 +173,7 @@ def split_records(
 
 def _build(config: TextSFTConfig | TextDPOConfig, output: Path) -> PolicyRun:
     """Build the objects of a run, without writing anything."""
-    from visalign.adapters.causal_lm.demonstrations import (
-        DemonstrationBatches,
-        fitting_demonstrations,
-        with_mismatched,
-    )
+    from visalign.adapters.causal_lm import demonstrations
     from visalign.training import DPO, SFT
 
     accelerator = build_accelerator(config, output)
@@ -188,13 +184,13 @@ def _build(config: TextSFTConfig | TextDPOConfig, output: Path) -> PolicyRun:
     fitting: Records = inputs.records
     with name_key("data.train"):
         for name in ("completion",) if votes else fields:
-            fitting = fitting_demonstrations(policy, fitting, too_long=data.too_long, field=name)
+            fitting = demonstrations.fitting_demonstrations(policy, fitting, too_long=data.too_long, field=name)
         if votes:  # kto's KL is measured on completions of other prompts
-            fitting = with_mismatched(policy, fitting)
+            fitting = demonstrations.with_mismatched(policy, fitting)
     left_out = len(inputs.records) - len(fitting)
 
-    def batches(records: Records) -> DemonstrationBatches:
-        return DemonstrationBatches(policy, records, size=data.batch, seed=config.seed, field=fields)
+    def batches(records: Records) -> Any:
+        return demonstrations.DemonstrationBatches(policy, records, size=data.batch, seed=config.seed, field=fields)
 
     options: dict[str, Any] = {"accelerator": accelerator, "sharding": config.run.sharding}
     if isinstance(config, TextSFTConfig):

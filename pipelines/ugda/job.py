@@ -263,9 +263,8 @@ def check_failures(labels: LabelConfig, reasons: Sequence[str], queue: int) -> N
     """Refuse a labeller that failed too often; its votes stay, the other pairs are asked again."""
     if len(reasons) > labels.max_failure_rate * queue:
         raise UserError(
-            f"{labels.by!r} could not label {len(reasons)} of {queue} pairs; at most "
-            f"{labels.max_failure_rate:.0%} may stay without (labels.max_failure_rate). The first: "
-            f"{reasons[0]}. Fix it, then continue with --resume."
+            f"{labels.by!r} could not label {len(reasons)} of {queue} pairs; at most {labels.max_failure_rate:.0%} "
+            f"may fail (labels.max_failure_rate). The first: {reasons[0]}. Fix it, then continue with --resume."
         )
 
 
