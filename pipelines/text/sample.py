@@ -33,7 +33,6 @@ from visalign.pipelines.shared.sections import MachineConfig, RewardsConfig, Rew
 from visalign.rewards.catalogue import load_text_reward
 from visalign.schema import STRICT
 from visalign.settings import Count, Finite, Natural, Positive, PositiveShare, Share, refuse
-from visalign.text import StoppingCriteria
 from visalign.training.loop.judging import check_failures
 from visalign.training.loop.processes import one_process
 from visalign.training.text import selection
@@ -45,7 +44,7 @@ from visalign.training.text.sampling_grid import (
     sample_point,
     with_hint,
 )
-from visalign.training.text.settings import Text, ToolSettings
+from visalign.training.text.settings import CompletionSettings
 from visalign.versions import versions
 
 from .config import PromptsConfig, TextModelConfig
@@ -67,7 +66,7 @@ OWN_FIELDS = (*("completion", "reward", "temperature", "top_p", "seed", "sample"
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class GridConfig:
+class GridConfig(CompletionSettings):
     """Sampling: every combination of temperature, nucleus and seed is a point of the grid."""
 
     temperatures: list[Positive] = field(default_factory=lambda: [1.0])
@@ -78,16 +77,10 @@ class GridConfig:
     """Seeds; more of them give more completions of the same distributions, without changing the others."""
     samples: Count = 8
     """n, completions to each prompt at each point."""
-    max_new_tokens: Count = 256
-    """Most tokens of a completion, its end token included."""
-    stop: list[Text] = field(default_factory=list)
-    """Texts that end a completion."""
     hint: str | None = None
     """Text after each prompt at as many further points, such as "The answer is {answer}.", with fields of the
     record in braces. The dataset has the prompt without it, and takes a completion of these points where none
     without the hint reached the threshold (hinted sampling, SPCT, arXiv 2504.02495). null: none."""
-    tool: ToolSettings | None = None
-    """Tool that answers in the middle of completions; {} is a calculator behind " = "."""
     prompts_per_call: Count = 64
     """Prompts that are completed and scored together; memory only."""
     max_failure_rate: Share = 0.1
@@ -101,10 +94,6 @@ class GridConfig:
         """List the points, the seeds of one distribution next to each other; then those with hints."""
         plain = grid_points(self.temperatures, self.top_p, self.seeds)
         return plain if self.hint is None else [*plain, *(replace(p, hinted=True) for p in plain)]
-
-    def stopping(self) -> StoppingCriteria:
-        """Return the conditions that end a completion."""
-        return StoppingCriteria(max_new_tokens=self.max_new_tokens, strings=tuple(self.stop))
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

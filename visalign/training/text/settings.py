@@ -50,29 +50,35 @@ class ToolSettings(ToolFormat):
         return ToolUse(tool=cast("Tool", tool), name=self.use, **tool_format)
 
 
+@settings("rollout")
+class CompletionSettings:
+    """End of completions, and the tool that they may call."""
+
+    max_new_tokens: Count = 256
+    """Most tokens of a completion, its end token included."""
+    stop: list[Text] = field(default_factory=list)
+    """Texts that end a completion."""
+    tool: ToolSettings | None = None
+    """Tool that answers in the middle of completions; {} is a calculator that writes what follows " = "."""
+
+    def stopping(self) -> StoppingCriteria:
+        """Return the conditions that end a completion."""
+        return StoppingCriteria(max_new_tokens=self.max_new_tokens, strings=tuple(self.stop))
+
+
 @settings("generation")
-class GenerationSettings:
+class GenerationSettings(CompletionSettings):
     """Generation of held-out completions."""
 
     temperature: Positive = 1.0
     """τ of the sampled completions; the greedy ones need none."""
     top_p: PositiveShare = 1.0
     """Nucleus; 1: all."""
-    max_new_tokens: Count = 256
-    """Most tokens of a completion, its end token included."""
-    stop: list[Text] = field(default_factory=list)
-    """Texts that end a completion."""
-    tool: ToolSettings | None = None
-    """Tool that answers in the middle of completions; {} is a calculator behind " = "."""
 
     @property
     def sampling(self) -> Sampling:
         """Distribution that tokens are drawn from."""
         return Sampling(temperature=self.temperature, top_p=self.top_p)
-
-    def stopping(self) -> StoppingCriteria:
-        """Return the conditions that end a completion."""
-        return StoppingCriteria(max_new_tokens=self.max_new_tokens, strings=tuple(self.stop))
 
 
 @settings("rollout")
@@ -113,9 +119,6 @@ class TextRolloutSettings(GenerationSettings):
     Their weights are one iteration old, so the objective needs `importance_sampling`."""
     max_failure_rate: Share = 0.1
     """Share of completions that may fail to be scored before the run stops."""
-    tool: ToolSettings | None = None
-    """Tool that answers in the middle of completions, in training and in evaluations; {} is a calculator
-    that writes what follows " = "."""
 
     @property
     def sampling(self) -> Sampling:
