@@ -50,13 +50,13 @@ def describe_error(error: BaseException) -> str:
     return text
 
 
-def nearest(given: str, allowed: Iterable[str], *, limit: int = 3) -> list[str]:
-    """Return up to `limit` allowed names similar to `given`, best first.
+def nearest(name: str, allowed: Iterable[str], *, limit: int = 3) -> list[str]:
+    """Return up to `limit` allowed names similar to `name`, best first.
 
     >>> nearest("grup_size", ["group_size", "steps", "seed"])
     ['group_size']
     """
-    return difflib.get_close_matches(given, list(allowed), n=limit, cutoff=0.55)
+    return difflib.get_close_matches(name, list(allowed), n=limit, cutoff=0.55)
 
 
 def did_you_mean(names: Iterable[str]) -> str:
@@ -65,10 +65,10 @@ def did_you_mean(names: Iterable[str]) -> str:
     return f"Did you mean {choices}? " if choices else ""
 
 
-def suggestion(given: str, allowed: Iterable[str]) -> str:
+def suggestion(name: str, allowed: Iterable[str]) -> str:
     """Ask whether a similar allowed name was meant; empty when none is similar.
 
     >>> suggestion("qickstart", ["quickstart", "score"])
     "Did you mean 'quickstart'? "
     """
-    return did_you_mean(nearest(given, allowed))
+    return did_you_mean(nearest(name, allowed))

@@ -39,18 +39,18 @@ def settings(section: str) -> Callable[[type[T]], type[T]]:
     """
 
     def decorate(cls: type[T]) -> type[T]:
-        made: Any = dataclass(frozen=True, kw_only=True, config=STRICT)(cls)
-        validate = made.__init__
+        schema: Any = dataclass(frozen=True, kw_only=True, config=STRICT)(cls)
+        validate = schema.__init__
 
         @wraps(validate)
         def construct(self: Any, **values: Any) -> None:
             try:
                 validate(self, **values)
             except ValidationError as error:
-                raise _user_error(section, error, made) from error
+                raise _user_error(section, error, schema) from error
 
-        made.__init__ = construct
-        return made
+        schema.__init__ = construct
+        return schema
 
     return decorate
 

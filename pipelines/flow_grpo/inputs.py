@@ -52,7 +52,7 @@ class Inputs:
     """Image features for the monitor."""
     strata: list[str] | None
     """Label per training record, with data.balance."""
-    seen: int
+    heldout_trained_on: int
     """Number of held-out prompts that are trained on as well."""
     fingerprints: Mapping[str, str]
     """Input -> SHA-256 of its content."""
@@ -100,7 +100,7 @@ def prepare(config: FlowGRPOConfig, world: int, device: str | None = None) -> In
     towers = {label: judge.towers for label, judge in judges.items() if hasattr(judge, "towers")}
     name = next(iter(towers), None) if config.monitor.features == "auto" else config.monitor.features
     _check_monitor(config, has_features=name is not None)
-    seen = {_prompt_key(record) for record in records} & {_prompt_key(record) for record in heldout}
+    trained_prompts = {_prompt_key(record) for record in records} & {_prompt_key(record) for record in heldout}
     modules = {label: (term.name or label).rpartition(":")[0] for label, term in terms.items()}
     code = {label: Path(module) for label, module in modules.items() if module.endswith(".py")}
     return Inputs(
@@ -110,7 +110,7 @@ def prepare(config: FlowGRPOConfig, world: int, device: str | None = None) -> In
         reward=reward,
         features=None if name is None else build_features(name, towers.get(name), device or "cpu"),
         strata=strata,
-        seen=len(seen),
+        heldout_trained_on=len(trained_prompts),
         fingerprints={
             **_fingerprints("data.train" if data.pairs is None else "data.pairs", records),
             **_fingerprints("data.heldout", heldout),

@@ -84,7 +84,7 @@ def _build(config: FlowGRPOConfig, output: Path) -> PolicyRun:
         load_code=load_code(config, output),
         next_command=sample_command(config, output, edits=any(len(record_key(r)) > 1 for r in inputs.heldout)),
         counts=_image_counts,
-        seen=inputs.seen,
+        heldout_trained_on=inputs.heldout_trained_on,
         grids=grids,
     )
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -34,17 +35,16 @@ NOT_COUNTED = "kernels' workspaces, the allocator's gaps, activations of samplin
 def plan(config: FlowGRPOConfig, *, measure: bool = True) -> dict[str, Any]:
     """Compute batch arithmetic and cost of a job, and with `measure` its seconds from timed passes."""
     groups, inputs = _arithmetic(config)
-    if not measure:
-        return groups
-    batch = groups["batch"]
-    images = batch["images_per_iteration"] / batch["processes"]
-    return {**groups, "time": _timed_run(config, inputs.records, images, groups["evaluation"]["images"])}
+    if measure:
+        images = groups["batch"]["images_per_iteration"] / groups["batch"]["processes"]
+        groups["time"] = _timed_run(config, inputs.records, images, groups["evaluation"]["images"])
+    return groups
 
 
 def estimate(config: FlowGRPOConfig) -> dict[str, Any]:
     """Compute batch arithmetic, memory, forward-equivalents and hours by device without loading a model."""
     groups, inputs = _arithmetic(config)
-    return {**groups, **_footprint(config, inputs, groups["evaluation"]["images"])}
+    return {**groups, **_footprint(config, inputs, groups["batch"], groups["evaluation"]["images"])}
 
 
 def _arithmetic(config: FlowGRPOConfig) -> tuple[dict[str, Any], Inputs]:
@@ -74,7 +74,7 @@ def _arithmetic(config: FlowGRPOConfig) -> tuple[dict[str, Any], Inputs]:
         "cost": {"forward_equivalents_per_image": planned_cost(config)},
         "evaluation": {
             "heldout_prompts": heldout,
-            "heldout_prompts_trained_on": inputs.seen,
+            "heldout_prompts_trained_on": inputs.heldout_trained_on,
             "seeds": seeds,
             "evaluations_on_the_way": evaluations,
             "images": 2 * heldout * seeds + evaluations * during,
@@ -155,13 +155,11 @@ def _timed_run(config: FlowGRPOConfig, records: Records, images: float, evaluate
     policy: Any = build_policy(config.model, run_device(config.run), config.seed)
     check_sizes(policy, config.rollout.image_sizes)
     probe = records[:PROBE]
-    sample, _, decode = own_size = _seconds_per_sample(policy, probe)
+    by_size = [_seconds_per_sample(policy, probe)]
+    sample, _, decode = by_size[0]
     evaluation = evaluated * ((config.evaluation.steps or config.rollout.steps) * sample + decode)
-    by_size = []
-    for size in config.rollout.image_sizes or []:
-        policy.image_size = size
-        by_size.append(_seconds_per_sample(policy, probe))
-    by_size = by_size or [own_size]
+    if config.rollout.image_sizes:
+        by_size = [_seconds_per_sample(policy, probe, size) for size in config.rollout.image_sizes]
     sample, train, decode = (sum(seconds) / len(by_size) for seconds in zip(*by_size, strict=True))
     passes = _image_passes(config)
     epoch = train + passes.other_policies * sample
@@ -179,8 +177,10 @@ def _timed_run(config: FlowGRPOConfig, records: Records, images: float, evaluate
     }
 
 
-def _seconds_per_sample(policy: Any, records: Records) -> list[float]:
-    """Time a forward, a forward with backward, and a decoding, per sample."""
+def _seconds_per_sample(policy: Any, records: Records, size: Any = None) -> list[float]:
+    """Time a forward, a forward with backward, and a decoding, per sample, at an image size or the present one."""
+    if size is not None:
+        policy.image_size = size
     condition = policy.encode(encoder_inputs(policy, records))
     count = len(condition)
     x = torch.randn(count, *policy.latent_shape, generator=torch.Generator().manual_seed(0))
@@ -217,13 +217,13 @@ class Pass(NamedTuple):
 
     flops: float
     """Operations of a pass for one sample."""
-    held: int
+    activations: int
     """Bytes of activations that its backward needs."""
     largest_block: int
     """Bytes of those that checkpointing computes again at once."""
 
 
-def _footprint(config: FlowGRPOConfig, inputs: Inputs, evaluated: int) -> dict[str, Any]:
+def _footprint(config: FlowGRPOConfig, inputs: Inputs, batch: Mapping[str, Any], evaluated: int) -> dict[str, Any]:
     """Compute memory in GB, operations and hours of a run on each device, in groups.
 
     Operations and stored activations are counted on the policy's own velocity on the meta device. On tiny
@@ -233,11 +233,8 @@ def _footprint(config: FlowGRPOConfig, inputs: Inputs, evaluated: int) -> dict[s
     """
     from visalign.adapters.hollow import hollow_pipelines
 
-    world, rollout, objective = int(os.environ.get("WORLD_SIZE", "1")), config.rollout, config.objective
-    images = rollout.prompts_per_iteration * rollout.group_size
-    trained = _image_passes(config).trained
-    pairs_per_update = images * trained / world / config.optimizer.updates_per_iteration
-    pairs = min(config.optimizer.micro_batch, math.ceil(pairs_per_update))
+    world, images, all_images = batch["processes"], batch["images_per_iteration"], batch["images"]
+    pairs = min(config.optimizer.micro_batch, math.ceil(batch["pairs_per_update"] / world))
     try:
         with hollow_pipelines() as trace:
             policy, own_size, passes = _hollow_passes(config, inputs.records[0], pairs, trace)
@@ -247,10 +244,10 @@ def _footprint(config: FlowGRPOConfig, inputs: Inputs, evaluated: int) -> dict[s
             f"({str(error).splitlines()[0]}). `visalign train CONFIG --dry-run` loads it and times passes."
         ) from error
     memory, network = _memory(config, policy, images / world, passes)
-    cost, all_images = planned_cost(config), images * config.run.iterations
-    recomputed = trained * all_images * objective.epochs * any(p.largest_block for p in passes)
+    cost, trained = planned_cost(config), _image_passes(config).trained
+    recomputed = trained * all_images * config.objective.epochs * any(p.largest_block for p in passes)
     guided = policy.guided if hasattr(policy, "guided") else policy.guidance != 1
-    evaluation = evaluated * (config.evaluation.steps or rollout.steps) * (1 + guided)
+    evaluation = evaluated * (config.evaluation.steps or config.rollout.steps) * (1 + guided)
     flops = math.fsum(p.flops for p in passes) / len(passes)
     return {
         "model": {
@@ -295,7 +292,7 @@ def _hollow_passes(config: FlowGRPOConfig, record: Any, pairs: int, trace: Any) 
         policy.velocity(x, torch.full((pairs,), 0.5), condition)
         flops = sum(n for part, n in trace.flops.items() if part in _networks(policy))
         passes = max(1, count.forward + count.forward_backward - before)
-        return Pass(flops=flops / passes, held=trace.held, largest_block=trace.largest_block)
+        return Pass(flops=flops / passes, activations=trace.held, largest_block=trace.largest_block)
 
     own_size = velocity()
     if (sizes := config.rollout.image_sizes) is None:
@@ -341,7 +338,7 @@ def _memory(
     memory["rollout_records"] = numbers * (width + steps * (2 * width + 4)) / GB
 
     graphs = 1 if ascent is None or ascent.stop_range else min(ascent.last, rollout.steps)
-    largest, block = max(p.held for p in passes), max(p.largest_block for p in passes)
+    largest, block = max(p.activations for p in passes), max(p.largest_block for p in passes)
     activations = memory["activations_of_a_micro_batch"] = (largest * graphs + block) / GB
     if rollout.merge_adapters:  # merged weights exist only while sampling, when no activations are held
         merged = sum(layer.get_base_layer().weight.nbytes for layer in mergeable_adapters(policy.module))

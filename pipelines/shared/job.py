@@ -175,7 +175,7 @@ class PolicyRun(Job):
     """Python that loads the result."""
     counts: Callable[[Counters], Mapping[str, Any]]
     """More entries of the summary."""
-    seen: int | None = None
+    heldout_trained_on: int | None = None
     """Held-out prompts that are trained on as well; None where that is not known."""
     grids: SampleGrids | None = None
     """Grids of images to keep at each evaluation; None for texts."""
@@ -189,9 +189,9 @@ class PolicyRun(Job):
         path, note = self.output / "before.npz", self.trainer.progress.note  # only the first process prints
         is_first = self.trainer.accelerator.is_main_process
         (is_stored,) = broadcast_object_list([path.is_file()])  # as the first process sees it
-        if self.seen:
+        if self.heldout_trained_on:
             note(
-                f"Warning: {self.seen} of {len(self.heldout)} held-out prompts are trained on as well, so "
+                f"Warning: {self.heldout_trained_on} of {len(self.heldout)} held-out prompts are trained on as well, so "
                 "the accuracy is partly one of memory. Take them out of the training data or data.heldout."
             )
         if is_stored:
@@ -246,7 +246,7 @@ class PolicyRun(Job):
                     phases[name] = phases.get(name, 0.0) + value
         warnings = monitor_messages(state)
         costs = {**self.costs(result, evaluating), "phases": phases, **self.counts(result.counters)}
-        trained_on = {} if self.seen is None else {"heldout_prompts_trained_on": self.seen}
+        trained_on = {} if self.heldout_trained_on is None else {"heldout_prompts_trained_on": self.heldout_trained_on}
         spent = {**costs, **trained_on, "warnings": warnings, **({BEST: state[BEST]} if BEST in state else {})}
         shared: dict[str, Any] = {"config": asdict(self.config), "versions": versions()}
         path = write_summary(output / "summary.json", before=before, after=after, costs=spent, **shared)
@@ -265,7 +265,7 @@ class PolicyRun(Job):
             load_code=self.load_code,
             resume_command=resume_command(str(output / "config.yaml"), [], output),
             start=start,
-            trained_prompts=self.seen,
+            trained_prompts=self.heldout_trained_on,
             warnings=[*warnings, *best_checkpoint_note(self.config.run.best_by, state)],
             over_time=() if self.grids is None else self.grids.files(),
             **shared,

@@ -131,7 +131,7 @@ def text_run(
         samples="completions",
         load_code=load_code(config, output, takes_images=policy.processor is not None),
         counts=lambda c: {**summary(c), "samples": c.samples, "tokens": c.tokens},
-        seen=inputs.heldout_trained_on,
+        heldout_trained_on=inputs.heldout_trained_on,
         next_command=_next_command(config, output),
     )
 

@@ -128,9 +128,9 @@ def test_an_edit_is_known_by_its_source(folder, tmp_path):
     held = _write(tmp_path / "held.jsonl", folder, ["light"])
     trained = _write(tmp_path / "trained.jsonl", folder, ["dark"])
     config = _config(folder, f"data.train={trained}", "rollout.prompts_per_iteration=1")
-    assert prepare(config, 1).seen == 1
+    assert prepare(config, 1).heldout_trained_on == 1
     given = _config(folder, f"data.train={trained}", f"data.heldout={held}", "rollout.prompts_per_iteration=1")
-    assert prepare(given, 1).seen == 0
+    assert prepare(given, 1).heldout_trained_on == 0
     plain = load_config(FlowGRPOConfig, None, [f"data.heldout={folder}/edits.jsonl"])
     with pytest.raises(UserError, match="lines 1 and 2 give the prompt 'make it blue' two"):
         prepare(plain, 1)  # the model edits nothing, and the field means what its user wants

@@ -92,9 +92,9 @@ def test_prompts_that_are_trained_on_are_counted(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a red circle\na blue square\na cross")
     (tmp_path / "b.txt").write_text("A  Red circle\na green square")
     given = config("data.balance=false", f"data.train={tmp_path}/a.txt", f"data.heldout={tmp_path}/b.txt")
-    assert prepare(given, 1).seen == 1
+    assert prepare(given, 1).heldout_trained_on == 1
     assert plan(given, measure=False)["evaluation"]["heldout_prompts_trained_on"] == 1
-    assert prepare(config(), 1).seen == 0
+    assert prepare(config(), 1).heldout_trained_on == 0
 
 
 def test_changed_prompts_and_rewards_are_noticed(tmp_path: Path) -> None:
