@@ -191,8 +191,8 @@ class PolicyRun(Job):
         (is_stored,) = broadcast_object_list([path.is_file()])  # as the first process sees it
         if self.heldout_trained_on:
             note(
-                f"Warning: {self.heldout_trained_on} of {len(self.heldout)} held-out prompts are trained on as well, so "
-                "the accuracy is partly one of memory. Take them out of the training data or data.heldout."
+                f"Warning: {self.heldout_trained_on} of {len(self.heldout)} held-out prompts are trained on as well, "
+                "so the accuracy is partly one of memory. Take them out of the training data or data.heldout."
             )
         if is_stored:
             if not is_first:
