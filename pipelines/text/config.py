@@ -272,7 +272,7 @@ def _broken_rules(s: TextConfig) -> Iterator[str]:
         yield "self_imitation stores tokens, and data.question asks about images. Set one of the two to null."
     if s.model.critics > 1 and s.model.value == "none":
         yield f"model.critics is {s.model.critics} and model.value none. Set model.value=separate."
-    if objective.value and s.model.value == "none":
+    if (objective.value or objective.advantage == "gae") and s.model.value == "none":
         yield f"{algorithm} fits a value function, and model.value is none. Set model.value to shared or separate."
     if objective.ptx and s.data.demonstrations is None:
         yield f"{algorithm} has a ptx term, and data.demonstrations is null. Set it to a .jsonl file or tasks:train."

@@ -63,7 +63,7 @@ SUMS = tuple(item.name for item in fields(LossStatistics) if item.name != "large
 def no_statistics(device: torch.device | None = None) -> LossStatistics:
     """Return zero statistics, for a process that holds no row of a step."""
     zero = torch.zeros((), dtype=torch.float64, device=device)
-    return LossStatistics(**dict.fromkeys((*SUMS, "largest"), zero) | {"reference": None})
+    return LossStatistics(**dict.fromkeys({*SUMS, "largest"} - {"reference"}, zero), reference=None)
 
 
 def loss_statistics(

@@ -29,7 +29,6 @@ from visalign.text.steps import StepRewards
 from visalign.training.policy.reference import Reference
 
 from .settings import LatentFlowSettings
-from .trajectories import hidden_states_of
 
 KEY = "latent_flow"  # File stem of the networks in a checkpoint
 DEPTHS = (0.25, 0.5, 0.75)
@@ -53,11 +52,11 @@ class LatentFlow:
         accelerator: Accelerator,
     ) -> None:
         self.settings, self._reference, self._seed, self._accelerator = settings, reference, seed, accelerator
-        self._hidden = hidden_states_of(policy, "latent_flow")
-        size: Any = getattr(policy, "hidden_size", None)
+        model: Any = policy
+        self._hidden = model.hidden_states
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(sample_seed(seed, KEY))
-            nets = [_network(size, settings.width) for _ in DEPTHS]
+            nets = [_network(model.hidden_size, settings.width) for _ in DEPTHS]
         self._nets = nn.ModuleList(nets).to(policy.device)
         self._optimizer = torch.optim.AdamW(self._nets.parameters(), lr=settings.lr, weight_decay=0.0)
         self._iterations, self._metrics = 0, dict[str, float]()

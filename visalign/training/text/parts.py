@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from visalign.core import Objective
 from visalign.core.objective.stages import ADVANTAGES
 from visalign.errors import UserError
-from visalign.text import Prompt, Sampling, StoppingCriteria, TextPolicy, TextRollout, ToolPolicy
+from visalign.text import Prompt, Sampling, StoppingCriteria, TextPolicy, TextRollout
 from visalign.text.steps import StepRewards
 from visalign.training.loop.judging import RewardScorer
 from visalign.training.policy.reference import Reference
@@ -113,21 +113,14 @@ PER_DECISION = ("gae", "remax", "reinforce_pp", "group_returns")
 
 
 def check_parts(parts: TextParts, *, name: str, dynamic: bool) -> None:
-    """Refuse the algorithm `name` if it lacks a part, or parts that do not suit it."""
+    """Refuse parts that do not suit the algorithm `name`; a part that is missing is named by the objective."""
     policy, objective, rollout = parts.policy, parts.objective, parts.rollout
     needs = ADVANTAGES[objective.advantage].needs
-    value_model, value_head = parts.value_model, getattr(policy, "value_head", None)
-    head = value_head if value_model is None else getattr(value_model, "head", None)
+    no_model = parts.value_model is None
+    head = getattr(policy, "value_head", None) if no_model else getattr(parts.value_model, "head", None)
     critics = getattr(getattr(head, "linear", None), "out_features", 1)
-
-    engine = parts.generator.engine if isinstance(parts.generator, ToolPolicy) else parts.generator
     algorithm = f"objective.algorithm={name}"
     rules = (
-        (
-            objective.advantage == "gae" and value_model is None and value_head is None,
-            f"{algorithm} needs a value function: give the policy a value head, or a value model "
-            "(model.value in a configuration).",
-        ),
         (
             "temperature" in objective.advantage_options and critics < 2,
             f"{algorithm} takes the soft minimum of several critics, and there is one. Set model.critics=2, "
@@ -137,10 +130,6 @@ def check_parts(parts: TextParts, *, name: str, dynamic: bool) -> None:
             critics > 1 and objective.value_clip is not None,
             f"{algorithm} clips the value (value_clip {objective.value_clip}), which is one number for "
             f"{critics} critics. Set objective.changes={{value_clip: null}}, or use 'safe'.",
-        ),
-        (
-            objective.surrogate == "flow_balance" and parts.log_partition is None,
-            f"{algorithm} needs a log-partition head, and none was given.",
         ),
         (
             parts.process is None and "process_reward" in needs,
@@ -155,11 +144,6 @@ def check_parts(parts: TextParts, *, name: str, dynamic: bool) -> None:
             "rewards.terms.",
         ),
         (
-            bool(objective.ptx) and parts.demonstrations is None,
-            f"{algorithm} has a ptx term (γ = {objective.ptx:g}) and no text for it. Give records with "
-            "prompt and completion (data.demonstrations in a configuration), or set ptx to 0.",
-        ),
-        (
             rollout.routing_replay and bool(objective.ptx),
             "rollout.routing_replay goes without demonstrations (ptx), whose tokens were never routed. Leave "
             "one of the two out.",
@@ -169,12 +153,6 @@ def check_parts(parts: TextParts, *, name: str, dynamic: bool) -> None:
             rollout.staleness > 0 and dynamic,
             "rollout.staleness=1 draws completions before the last ones are scored, and dynamic.enabled "
             "decides by scores how many there are. Leave one of the two out.",
-        ),
-        (
-            engine is not policy and not parts.recomputes,
-            "Another engine writes the completions, so its log-probs are not the policy's. Set "
-            "rollout.recompute=true, and importance_sampling in objective.changes for what is left between "
-            "the two.",
         ),
     )
     for broken, message in rules:

@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from visalign.core.tokens.entropy_terms import nucleus_entropy
 from visalign.core.tokens.selection_rules import discriminator_scores
 from visalign.errors import UserError
 from visalign.seeds import sample_seed
-from visalign.text import Sampling, TextPolicy, TextRollout, ToolPolicy
+from visalign.text import Sampling, TextRollout, ToolPolicy
 from visalign.text.steps import StepReading, step_index
 from visalign.training.loop.judging import reward_weights, score_samples
 from visalign.training.policy.settings import needs_reference
@@ -108,7 +108,7 @@ def _record_columns(parts: TextParts, rollout: TextRollout, records: GroupRecord
         return {"reference_reward": rewards}
     if objective.advantage == "rank_bonus":
         rank = torch.zeros(len(rollout), 3).double()
-        for sample, states in hidden_states_of(parts.policy, "rank_bonus")(rollout):
+        for sample, states in cast("Any", parts.policy).hidden_states(rollout):
             rank[sample] = rank_dynamics(states[:, 0], stride=options.get("stride", 40)).cpu()
         return {"rank": rank}
     if "likelihood" in ADVANTAGES[objective.advantage].needs:
@@ -144,17 +144,6 @@ def _prompt_rewards(
     return value[[labels.index(label) for label in rollout.group]]
 
 
-def hidden_states_of(policy: TextPolicy, user: str) -> Callable[..., Iterator[tuple[int, Tensor]]]:
-    """Return the policy's method `hidden_states`, see `CausalLMPolicy`, or refuse a policy without it."""
-    method = getattr(policy, "hidden_states", None)
-    if method is None:
-        raise UserError(
-            f"{user} needs hidden states, and {type(policy).__name__} has no method hidden_states. Give it "
-            "one as CausalLMPolicy has, or use 'grpo'."
-        )
-    return method
-
-
 def bundle_index(group: Sequence[int], size: int) -> Tensor:
     """Number RiskPO's bundles [B]: the j-th samples of `size` prompts are one.
 
@@ -176,37 +165,30 @@ def nucleus_of(objective: Objective) -> Callable[[Tensor], Tensor] | None:
 
 
 def engine_gap(trajectories: Trajectories, allowed: float) -> float:
-    """Compute the mean |log π_old − log μ| per token, in nats, between the policy and another engine."""
-    written, present = trajectories.rollout_log_prob, trajectories.weight != 0
-    if written is None or not bool(present.any()):
-        return 0.0
-    gap = float((trajectories.old_log_prob - written)[present].abs().mean())
+    """Compute the mean |log π_old − log μ| per token, in nats, between the policy and the engine μ that sampled."""
+    engine, present = trajectories.rollout_log_prob, trajectories.weight != 0
+    assert engine is not None
+    gap = float((trajectories.old_log_prob - engine)[present].abs().mean()) if bool(present.any()) else 0.0
     if not gap <= allowed:
         raise UserError(
-            f"The log-probs of the engine that wrote the completions are {gap:.3g} nats per token away from "
-            f"the policy's, allowed {allowed:.3g} (rollout.allowed_gap). Likely causes: the server still has "
-            "other weights, other log-probs are reported (start it with processed_logprobs), or another "
-            "tokenizer."
+            f"The log-probs of the engine that wrote the completions are {gap:.3g} nats per token away from the "
+            f"policy's, allowed {allowed:.3g} (rollout.allowed_gap). Likely the server has other weights, another "
+            "tokenizer, or reports other log-probs (start it with processed_logprobs)."
         )
     return gap
 
 
 def check_answers(objective: Objective, records: Sequence[Mapping[str, Any]]) -> None:
     """Refuse records without an answer, if the objective uses its likelihood."""
-    if "likelihood" in ADVANTAGES[objective.advantage].needs:
-        for record in records:
-            reference_answer(record)
-
-
-def reference_answer(record: Mapping[str, Any]) -> str:
-    """Return the answer whose likelihood is the reward."""
-    answer = record.get("answer")
-    if not isinstance(answer, str) or not answer:
-        raise UserError(
-            f'The record of the prompt {str(record["prompt"])[:60]!r} has no text "answer" '
-            f"(it is {answer!r}), whose likelihood is the reward. Give every record one, or use 'grpo'."
-        )
-    return answer
+    if "likelihood" not in ADVANTAGES[objective.advantage].needs:
+        return
+    for record in records:
+        answer = record.get("answer")
+        if not isinstance(answer, str) or not answer:
+            raise UserError(
+                f'The record of the prompt {str(record["prompt"])[:60]!r} has no text "answer" (it is {answer!r}), '
+                "whose likelihood is the reward. Give every record one, or use 'grpo'."
+            )
 
 
 def answer_likelihood(
@@ -230,7 +212,7 @@ def answer_likelihood(
     for row, label in enumerate(rollout.group):
         prompt = rollout.prompt_ids[row][rollout.prompt_mask[row] != 0].tolist()
         contexts.append(prompt + _ids(parts, rollout.text[row].split(prefix)[0] + prefix))
-        answers.append(_ids(parts, reference_answer(records[label])))
+        answers.append(_ids(parts, records[label]["answer"]))
     limit = getattr(parts.policy, "context_length", None)
     fits = [limit is None or len(c) + len(a) <= limit for c, a in zip(contexts, answers, strict=True)]
     contexts, answers = (
