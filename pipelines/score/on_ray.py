@@ -10,7 +10,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -94,8 +94,7 @@ def score_on_ray(
 
     The folder must be new, or with `resume` keeps its finished files. `rewards` are used for their
     identities: each worker loads its own. `on_part` is called with the number of finished files and of all.
-        Without an
-    address (HOST:PORT of a cluster's head) Ray is started on this machine.
+    Without an address (HOST:PORT of a cluster's head) Ray is started on this machine.
     """
     output = output.absolute()
     if parents := [item for item in items if item.is_dir() and output.is_relative_to(item.absolute())]:
@@ -111,8 +110,10 @@ def score_on_ray(
         finished = finished_parts(output, parts, options, digests)
         result = RayResult(before=len(finished))
         waiting = [part for part in parts if part not in finished]
+        if not waiting:
+            return result
         metadata = {part: part_metadata(part, options, digests) for part in waiting}  # before they are read
-        with ray_running(address) if waiting else nullcontext():
+        with ray_running(address):
             for part, scores in _score_parts(waiting, options, workers):
                 if isinstance(scores, str):
                     result.unread[part.output if isinstance(part.source, tuple) else str(part.source)] = scores
@@ -128,8 +129,6 @@ def _score_parts(
     parts: Sequence[Part], options: ScoringOptions, workers: int
 ) -> Iterator[tuple[Part, list[ScoreRow] | str]]:
     """Yield parts with their scores as they finish, or with the reason of a part that cannot be read."""
-    if not parts:
-        return
     ray = loaded_ray()
     resources = worker_resources(workers, ray.cluster_resources())
     actor = ray.remote(max_restarts=-1, max_task_retries=DEATHS - 1, **resources)(Worker)

@@ -193,25 +193,21 @@ def _serve(link: Connection, name: str, options: dict[str, Any], threads: int | 
 
     if threads is not None:
         torch.set_num_threads(threads)
-    judge: Any = None
-    reply: Any = None
+    judge, reply = None, None
     with CaughtError() as loading:
         judge = load_judge(name, **options)
         reply = judge_card(judge)
-    if loading.error is not None:
-        reply = _describe(loading.error)
     try:
-        link.send(reply)
+        link.send(reply if loading.error is None else _describe(loading.error))
         while loading.error is None:
             messages = [bytearray(link.recv_bytes()) for _ in range(link.recv())]
             with CaughtError() as judging:  # one bad request must not end the process
                 request = concatenate_requests([unpack_request(message) for message in messages])
                 reply = pack_answer(answer_request(judge, request))
-            if judging.error is not None:
-                is_described = isinstance(judging.error, JudgeRefused | JudgeFailed)
-                reply = judging.error if is_described else JudgeFailed(_describe(judging.error))
+            if (error := judging.error) is not None:
+                reply = error if isinstance(error, JudgeRefused | JudgeFailed) else JudgeFailed(_describe(error))
                 if not isinstance(reply, JudgeRefused):
-                    traceback.print_exception(judging.error)  # clients get the message without the lines
+                    traceback.print_exception(error)  # clients get the message without the lines
             link.send(reply)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
