@@ -86,9 +86,10 @@ def _devices() -> str:
 
 
 def _packages() -> tuple[bool, str]:
-    missing = [name for name in NEEDED if installed_version(name) is None]
-    install = "Run: python -m pip install 'visalign[images]'; the core, judges of text and clients go without"
-    return not missing, f"not installed: {', '.join(missing) or 'none'}. {install if missing else ''}"
+    if missing := [name for name in NEEDED if installed_version(name) is None]:
+        install = "Run: python -m pip install 'visalign[images]'; the core, judges of text and clients go without"
+        return False, f"not installed: {', '.join(missing)}. {install}"
+    return True, "all are installed"
 
 
 def _wings() -> tuple[bool, str]:

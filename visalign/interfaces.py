@@ -73,9 +73,8 @@ class Preferences:
     parts: Mapping[str, Tensor] = field(default_factory=dict)
     """name -> [B] float32: the log-odds of each order, the mass left over, the scores of both images."""
     text: Sequence[str] | None = None
-    """Explanation per pair, if the judge writes one."""
     reason: Sequence[str | None] | None = None
-    """Why a pair is invalid; None for the valid ones."""
+    """As in `Scores`, per pair."""
 
     def __post_init__(self) -> None:
         _check_pair("prob", self.prob, self.valid)
@@ -146,7 +145,6 @@ class TextReward(Protocol):
     name: str
     unit: str
     range: tuple[float, float]
-    """Smallest and largest possible value; infinities allowed."""
     higher_is_better: bool
 
     def score(self, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None = None) -> Scores:

@@ -198,11 +198,13 @@ def build_records(source: str, key: str, *, edits: Edits = "none", several: bool
 def check_texts(records: Records) -> Records:
     """Return the records if every prompt can be written as UTF-8."""
     for record in records:
-        if any("\ud800" <= sign <= "\udfff" for sign in record["prompt"]):
+        try:
+            record["prompt"].encode()
+        except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair
             raise UserError(
                 f"The prompt {record['prompt']!r:.80} is no text in Unicode: it holds half of a surrogate "
                 "pair. Correct it or leave it out."
-            )
+            ) from error
     return records
 
 
