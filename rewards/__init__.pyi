@@ -49,11 +49,11 @@ from .questions.visual_quality_r1 import VisualQuality as VisualQuality
 from .text.callables import TextFunctionReward as TextFunctionReward
 from .text.combine import TextEnsemble as TextEnsemble
 from .text.combine import WeightedTextSum as WeightedTextSum
-from .text.control import RandomReward as RandomReward
 from .text.format import JsonFormat as JsonFormat
 from .text.format import TextFormat as TextFormat
 from .text.implicit_process_reward import ImplicitProcessReward as ImplicitProcessReward
 from .text.length import LengthReward as LengthReward
+from .text.length import RandomReward as RandomReward
 from .text.length import RepetitionPenalty as RepetitionPenalty
 from .text.process_reward import ProcessRewardModel as ProcessRewardModel
 from .text.reward_fusion import RewardFusion as RewardFusion

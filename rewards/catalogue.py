@@ -79,7 +79,7 @@ TEXT_CATALOGUE: dict[str, Entry] = {
     "task_answer": "visalign.rewards.text.verifiable:TaskAnswer",
     "length": "visalign.rewards.text.length:LengthReward",
     "repetition": "visalign.rewards.text.length:RepetitionPenalty",
-    "random": "visalign.rewards.text.control:RandomReward",
+    "random": "visalign.rewards.text.length:RandomReward",
     "rating": "visalign.rewards.text.rating:RatingReward",
     "verdict": "visalign.rewards.text.rating:VerdictReward",
     "code_tests": "visalign.rewards.code.code_tests:CodeTests",

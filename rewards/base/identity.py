@@ -65,8 +65,6 @@ def fingerprint(folder: str | Path) -> str:
     """
     path = Path(folder)
     files = [path] if path.is_file() else sorted({file for pattern in _WEIGHTS for file in path.rglob(pattern)})
-    if not files:
-        return ""
     digest = hashlib.sha256()
     for file in files:
         size = file.stat().st_size
@@ -78,7 +76,7 @@ def fingerprint(folder: str | Path) -> str:
             for block in range(_BLOCKS):
                 content.seek((size - _BLOCK) * block // (_BLOCKS - 1))
                 digest.update(content.read(_BLOCK))
-    return digest.hexdigest()[:32]
+    return digest.hexdigest()[:32] if files else ""
 
 
 def _canonical(value: Any) -> str:

@@ -66,8 +66,10 @@ def read_text_request(
     name: str, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None
 ) -> TextRequest:
     """Check types and lengths of B completions, B prompts and B metadata records (None for none)."""
-    items = (("completions", completions, "string"), ("prompts", prompts, "string or conversation"))
-    for argument, values, item in items:
+    for argument, values, item in (
+        ("completions", completions, "string"),
+        ("prompts", prompts, "string or conversation"),
+    ):
         if isinstance(values, str | Mapping) or not isinstance(values, Sequence):
             raise TypeError(
                 f"{name}: {argument} is a {type(values).__name__}, needed is a list with one {item} per completion."

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rewards for the length of a completion and its repetitions."""
+"""Rewards that only count, the length of a completion or its repetitions, and random rewards as a control."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from visalign.core.rewards.terms import soft_overlong
 from visalign.interfaces import Metadata, Prompt, Scores
 from visalign.rewards.base.contract import check_choices, check_counts, check_rules
+from visalign.seeds import sample_seed
 
 from .contract import TextRule, TextVerdict, read_text_request, text_scores
 
@@ -132,6 +134,30 @@ class RepetitionPenalty(TextRule):
             return TextVerdict(value=0.0, remark=f"fewer than {self._n} {self._by}")
         repeated = len(grams) - len(set(grams))
         return TextVerdict(value=-repeated / len(grams), remark=f"{repeated} of {len(grams)} repeat")
+
+
+class RandomReward:
+    """Random 1 or 0, a function of seed, prompt and completion, so that equal completions score equal.
+
+    Random rewards as controls for clipping and drift: arXiv 2512.16912.
+    """
+
+    unit = "by lot"
+    range = (0.0, 1.0)
+    higher_is_better = True
+
+    def __init__(self, share: float = 0.5, *, seed: int = 0, name: str = "random") -> None:
+        """Set the probability `share` of a 1, and the random seed."""
+        check_rules(name, {f"share is {share}; allowed are numbers between 0 and 1, without them": 0 < share < 1})
+        self.name, self._share, self._seed = name, share, seed
+
+    def score(self, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None = None) -> Scores:
+        """Draw for each completion."""
+        request = read_text_request(self.name, completions, prompts, metadata)
+        keys = [json.dumps(prompt, sort_keys=True, default=str) for prompt in request.prompts]
+        pairs = zip(keys, request.completions, strict=True)
+        uniform = [sample_seed(self._seed, "random reward", *pair) / 2**63 for pair in pairs]
+        return text_scores([TextVerdict(value=float(number < self._share)) for number in uniform], self.unit)
 
 
 def _counter(name: str, count: Any) -> Callable[[str], int]:

@@ -128,14 +128,11 @@ def load_strict(module: torch.nn.Module, state: Mapping[str, Tensor], where: str
 
 def check_fit(expected: Mapping[str, Tensor], state: Mapping[str, Tensor], where: str) -> None:
     """Raise RewardError that names each missing, unexpected or ill-shaped tensor."""
+    shapes = [(key, value.shape, expected[key].shape) for key, value in state.items() if key in expected]
     differences = {
         "missing": [key for key in expected if key not in state],
         "unexpected": [key for key in state if key not in expected],
-        "of another shape": [
-            f"{key} {tuple(value.shape)} instead of {tuple(expected[key].shape)}"
-            for key, value in state.items()
-            if key in expected and expected[key].shape != value.shape
-        ],
+        "of another shape": [f"{key} {tuple(a)} instead of {tuple(b)}" for key, a, b in shapes if a != b],
     }
     if any(differences.values()):
         problems = "; ".join(f"{problem}: {listed(keys)}" for problem, keys in differences.items() if keys)

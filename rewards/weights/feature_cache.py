@@ -26,22 +26,17 @@ V = TypeVar("V", bound=Stored)
 
 
 class FeatureCache(Generic[V]):
-    """Least-recently-used cache of tensors by content key, limited in bytes; counts `hits` and `misses`."""
+    """Least-recently-used cache of tensors by content key, limited in `bytes`; counts `hits` and `misses`."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.hits = self.misses = 0
         self._entries: OrderedDict[Hashable, V] = OrderedDict()
-        self._bytes = 0
+        self.bytes = 0
         self._lock = Lock()
 
     def __len__(self) -> int:
         return len(self._entries)
-
-    @property
-    def bytes(self) -> int:
-        """Size of all entries in bytes."""
-        return self._bytes
 
     def get(self, key: Hashable) -> V | None:
         """Return the entry of a key, or None."""
@@ -60,15 +55,15 @@ class FeatureCache(Generic[V]):
                 return
             # a row of a batch would keep the whole batch in memory
             self._entries[key] = value.clone()
-            self._bytes += value.nbytes
-            while self._bytes > self.max_bytes:
-                self._bytes -= self._entries.popitem(last=False)[1].nbytes
+            self.bytes += value.nbytes
+            while self.bytes > self.max_bytes:
+                self.bytes -= self._entries.popitem(last=False)[1].nbytes
 
     def clear(self) -> None:
         """Remove all entries."""
         with self._lock:
             self._entries.clear()
-            self._bytes = 0
+            self.bytes = 0
 
 
 def encode_once(

@@ -14,9 +14,8 @@ import torch
 
 from visalign.core.rewards.terms import soft_overlong
 from visalign.rewards import RewardError
-from visalign.rewards.text.control import RandomReward
 from visalign.rewards.text.format import JsonFormat, TextFormat
-from visalign.rewards.text.length import LengthReward, RepetitionPenalty
+from visalign.rewards.text.length import LengthReward, RandomReward, RepetitionPenalty
 
 HAS_SCHEMA = importlib.util.find_spec("jsonschema") is not None
 needs_jsonschema = pytest.mark.skipif(not HAS_SCHEMA, reason="needs the package jsonschema")
