@@ -119,7 +119,7 @@ def _figure(name: str, curve: Curve) -> str:
         y_name=title,
         width=440.0,
         height=250.0,
-        whole=True,
+        integers=True,
     )
     band = [*zip(x, low, strict=True), *zip(x[::-1], high[::-1], strict=True)]
     after = curve.after if curve.points else curve.after[1:] or curve.after
