@@ -89,7 +89,7 @@ def draw_tokens(log_p: Tensor, uniform: Tensor) -> Tensor:
     A sample's tokens depend on its own number u [N], float64 in [0, 1), and log-probs [N, V] alone. The ids
     [N] have positive probability; −∞ excludes a token.
     """
-    cumulative = log_p.double().exp().cumsum(-1)
+    cumulative = log_p.double().exp().cumsum(-1)  # float32 sums over a vocabulary drift
     total = cumulative[:, -1:]
     usable = torch.isfinite(total[:, 0]) & (total[:, 0] > 0)
     if not bool(usable.all()):
@@ -105,7 +105,7 @@ def draw_tokens(log_p: Tensor, uniform: Tensor) -> Tensor:
 
 def chosen_log_prob(log_p: Tensor, target: Tensor) -> LogProbEntropy:
     """Compute the log-prob [*N] of target ids [*N], −∞ outside K, and the entropy of their distribution."""
-    finite = log_p.clamp(min=torch.finfo(log_p.dtype).min)
+    finite = log_p.clamp(min=torch.finfo(log_p.dtype).min)  # 0 · −∞ is NaN
     return LogProbEntropy(
         log_prob=log_p.gather(-1, target[..., None])[..., 0], entropy=-(log_p.exp() * finite).sum(-1)
     )

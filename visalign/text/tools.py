@@ -159,7 +159,7 @@ class ToolPolicy:
                 continue
             if answer is not None:
                 self._append_answer(sample, answer)
-            del sample.tokens[stopping.max_new_tokens :]
+            del sample.tokens[stopping.max_new_tokens :]  # an answer may reach beyond the limit
             if len(sample.tokens) == stopping.max_new_tokens:
                 sample.reason = "length"
             else:

@@ -89,7 +89,7 @@ def gdpo_advantages(
     combined = normalise_then_sum(rewards, weights, group, ddof=ddof, eps=eps, missing=missing)
     if decision_weight is None:
         result = whiten(combined, ddof=ddof, eps=eps, eps_inside=False)
-        return torch.where(combined == 0, 0.0, result)
+        return torch.where(combined == 0, 0.0, result)  # equal rewards stay without signal
     check_axes(rewards=(rewards, "B M"), decision_weight=(decision_weight, "B T"))
     spread_out = combined[:, None].expand(decision_weight.shape)
     return whiten(spread_out, decision_weight != 0, ddof=ddof, eps=eps, eps_inside=False)
@@ -106,7 +106,7 @@ def _usable(rewards: Tensor, weights: Sequence[float], missing: Missing) -> tupl
         raise ValueError(f"weights must be finite and not all 0; got {list(weights)}.")
     check_choice("missing", missing, get_args(Missing))
     present = torch.isfinite(rewards)
-    counts = torch.tensor([w != 0 for w in weights], device=rewards.device)
+    counts = torch.tensor([w != 0 for w in weights], device=rewards.device)  # weight 0 is only logged
     row = (present | ~counts).all(1) if missing == "drop" else (present & counts).any(1)
     return present & row[:, None], row, torch.tensor(weights, dtype=torch.float64, device=rewards.device)
 

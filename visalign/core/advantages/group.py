@@ -61,7 +61,7 @@ def group_advantages(
         all_rows = torch.zeros_like(index)
         deviation = centre(values, mask, all_rows, 1)[1]
         result = divide(result, spread(deviation, mask, all_rows, 1, ddof) + eps)
-    result = torch.where(mask & (count > 1), result, 0.0)
+    result = torch.where(mask & (count > 1), result, 0.0)  # one member has nothing to be compared with
     return result.reshape(reward.shape).to(float32_dtype(reward))
 
 

@@ -107,6 +107,7 @@ class Trajectories:
 
     def rows(self, index: Tensor | slice) -> Trajectories:
         """Select the samples `index` (integers, booleans or a slice); ptx_weight stays whole."""
+        # positions, as labels in a list take neither booleans nor tensors
         rows = torch.arange(len(self.weight))[index.cpu() if isinstance(index, Tensor) else index]
         tensors = {
             name: value[rows.to(value.device)]

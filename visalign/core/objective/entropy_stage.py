@@ -62,7 +62,7 @@ def siren(
     """
     peaks = siren_peaks(nucleus_entropy, weight, quantile=quantile)
     measured = aggregate(_product(nucleus_entropy, peaks), weight, "seq_mean_token_mean", counts)
-    anchor = measured if entropy_before is None else entropy_before
+    anchor = measured if entropy_before is None else entropy_before  # of the first rollout, for the whole run
     return EntropyTarget(weight=peaks, level=(measured - anchor).expand(len(weight), 1))
 
 
@@ -85,7 +85,7 @@ def epo(
     λ_s = `smoothing` is one number for the whole run, not the paper's schedules over turns and epochs. EPO,
     arXiv 2509.22576.
     """
-    before = torch.nan if entropy_before is None else entropy_before
+    before = torch.nan if entropy_before is None else entropy_before  # NaN edges penalise nothing
     edges = torch.tensor([low * before, high * before], dtype=torch.float64, device=weight.device)
     return EntropyTarget(weight=torch.full_like(weight, smoothing), level=edges.expand(len(weight), 2))
 
@@ -157,7 +157,7 @@ def entropy_memory(objective: Any, t: Trajectories, before: Sequence[float]) -> 
     else:
         now = float(aggregate(t.entropy, weight, "token_mean", counts))
     if math.isnan(now):
-        return list(before)
+        return list(before)  # no decision was present
     mean, count = before or (now, 0.0)
     share = {"siren": 0.0, "epo": 1 / (count + 1), "ares": 0.01}[name or ""]
     return [mean + share * (now - mean), count + 1]

@@ -59,6 +59,7 @@ def explain(objective: Objective, trajectories: Trajectories, policy: PolicyOutp
     t, prepared = trajectories, objective.prepare(trajectories)
     leaf = policy.log_prob.detach().clone().requires_grad_()
     loss = objective.loss(prepared, replace(policy, log_prob=leaf))
+    # the 0 keeps a graph where no decision is present
     (gradient,) = torch.autograd.grad(loss.terms["policy"] + 0 * leaf.nan_to_num().sum(), leaf, retain_graph=True)
     token_ratio = log_ratio(leaf.detach(), t.old_log_prob, t.weight)
     ratio = ratio_level(token_ratio, prepared.weight, objective.level).exp()

@@ -85,11 +85,12 @@ def loss_statistics(
     has_graph = log_prob.requires_grad and torch.is_grad_enabled()
     gradient = None
     if has_graph and policy_term.requires_grad:
+        # ends at log π: no second pass through the network
         (gradient,) = torch.autograd.grad(policy_term, [log_prob], retain_graph=True, allow_unused=True)
     with torch.no_grad():
         present = weight != 0
         log_r = torch.where(present, log_prob.double() - old_log_prob.double(), 0.0)
-        shift = log_r.expm1()
+        shift = log_r.expm1()  # r − 1 of a ratio near 1
         dead = present if gradient is None else present & (gradient == 0)
         reference = None
         if kl is not None:
@@ -108,5 +109,5 @@ def loss_statistics(
             dead_high=(dead & (advantage > 0)).sum().double() if has_graph else unknown,
             moved=(shift - log_r).sum(),
             reference=reference,
-            largest=log_r.abs().max() if log_r.numel() else log_r.new_zeros(()),
+            largest=log_r.abs().max() if log_r.numel() else log_r.new_zeros(()),  # max of nothing raises
         )

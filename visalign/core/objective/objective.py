@@ -163,14 +163,14 @@ class Objective:
         """
         t = trajectories
         self._check_trajectories(t)
-        weight = torch.where(t.present()[:, None], t.weight.detach(), 0.0)
+        weight = torch.where(t.present()[:, None], t.weight.detach(), 0.0)  # a failed reward moves nothing
         inputs = stages.AdvantageInputs(t, self.kl_in_reward)
         result = stages.ADVANTAGES[self.advantage](inputs, self.advantage_options)
         advantage, returns = result if isinstance(result, tuple) else (result, None)
         finite = torch.isfinite(advantage) if advantage.ndim == 1 else torch.isfinite(advantage).all(1)
-        weight = torch.where(finite[:, None], weight, 0.0)
+        weight = torch.where(finite[:, None], weight, 0.0)  # no advantage: out of the denominators too
         advantage = advantage[:, None].expand(weight.shape) if advantage.ndim == 1 else advantage
-        advantage = torch.where(weight != 0, advantage, 0.0)
+        advantage = torch.where(weight != 0, advantage, 0.0)  # NaN · 0 would be NaN
         if self.advantage_clamp is not None:
             advantage = clamp_advantages(advantage, self.advantage_clamp)
         if self.drop_zero_signal:
@@ -186,7 +186,7 @@ class Objective:
             step = replace(t, advantage=advantage, weight=weight)
             selected = stages.SELECTIONS[self.selection](step, self.selection_options)
         weight = weight if selected.weight is None else selected.weight
-        group = t.group if self.aggregation == "group_token_mean" else None
+        group = t.group if self.aggregation == "group_token_mean" else None  # no other mode looks at groups
         counts = count_step(weight, length=self.length, group=group, empty=self.empty)
         target = EntropyTarget()
         if self.entropy:
@@ -260,7 +260,7 @@ class Objective:
         step = SimpleNamespace(**{**vars(rows), **vars(policy), "log_ratio": at_level})
         result = stages.SURROGATES[self.surrogate](step, self.surrogate_options)
         if rows.penalty is not None:
-            result = result + kl_cov_penalty(token_ratio, rows.penalty)
+            result = result + kl_cov_penalty(token_ratio, rows.penalty)  # of tokens, whatever the level
         if rows.keep is not None:
             result = torch.where(rows.keep, result, 0.0)
         if self.off_policy_delta is not None:
@@ -287,7 +287,7 @@ class Objective:
             value_loss(value, rows.returns, old_values=old, clip=self.value_clip, weight=rows.weight)
             for value in critics
         ]
-        return torch.stack(losses).mean(0)
+        return torch.stack(losses).mean(0)  # every critic is fitted alone; their soft minimum only makes A
 
     def _check_trajectories(self, t: Trajectories) -> None:
         check_decisions(self, t.decisions, available=EXTRA)

@@ -59,13 +59,13 @@ class Stage:
             source, annotation = inputs.get(name, name), str(parameter.annotation)
             if source is None:
                 continue
-            if parameter.kind is parameter.KEYWORD_ONLY and "Tensor" not in annotation:
+            if parameter.kind is parameter.KEYWORD_ONLY and "Tensor" not in annotation:  # a tensor is no setting
                 self._defaults[name] = parameter.default
                 continue
             self.inputs[name] = source
             if isinstance(source, Stage):
                 needs += source.needs
-            elif parameter.default is parameter.empty and "None" not in annotation:
+            elif parameter.default is parameter.empty and "None" not in annotation:  # else the step may lack it
                 needs.append(source)
         self._computed = [source for source in self.inputs.values() if isinstance(source, Stage)]
         self.needs = tuple(dict.fromkeys(needs))

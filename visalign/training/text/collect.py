@@ -183,7 +183,7 @@ def _score(parts: TextParts, pending: PendingRound, clock: PhaseClock) -> _Round
     reward = columns["value"].float()
     if parts.objective.advantage in MATRIX_ADVANTAGES:
         reward = shares.gather_all(reward_columns(parts.reward, scores).float())
-    if parts.accelerator.num_processes > 1:
+    if parts.accelerator.num_processes > 1:  # rows of one width can be gathered
         rollout = join_rollouts([rollout], length=width)
     return _Round(
         rollout=rollout,

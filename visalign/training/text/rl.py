@@ -297,7 +297,7 @@ class TextRL(TextAlgorithm):
         if self.parts.demonstrations is not None and objective.ptx:
             batches = [self.parts.demonstrations.batch(first + i) for i in range(total)]
             experience.trajectories = replace(experience.trajectories, ptx_weight=batches[0].loss_mask)
-            demonstrations = list(batches)
+            demonstrations = list(batches)  # every epoch learns new ones
         pairs = zip(demonstrations, experience.replays or [None] * total, strict=True)  # `PolicyStep.extra`
         steps, experience.signal = prepare_steps(
             objective,
@@ -408,7 +408,7 @@ class TextRL(TextAlgorithm):
 
         for key, part in self._stateful():
             run.tensors[key] = part.state()
-        if self.after_update is not None and self._had_updates:
+        if self.after_update is not None and self._had_updates:  # else the server has these weights
             with run.clock.phase("sync"):
                 self.after_update(run.counters.iteration)
 

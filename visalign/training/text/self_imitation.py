@@ -95,7 +95,7 @@ class SelfImitation:
         index = keep.nonzero()[:, 0]
         generator = torch.Generator().manual_seed(sample_seed(self._seed, KEY, iteration))
         index = index[torch.randperm(len(index), generator=generator)[: settings.batch or len(t.weight)]]
-        baseline = float(rewards[0] - advantage[0])
+        baseline = float(rewards[0] - advantage[0])  # the median is the same for all
         self._metrics |= {"replay/baseline": baseline, "replay/samples": len(index)}
         parts = [part.sort().values for part in index.tensor_split(updates)]
         return [self._replay(part, advantage, weight, generator) for part in parts] * epochs
@@ -167,7 +167,7 @@ def _store(
     rollout: TextRollout, row: int, t: Trajectories, sample: int, reward: Tensor, iteration: int
 ) -> StoredCompletion:
     """Copy row `row` of this process, sample `sample` of all, up to its last token that is trained on."""
-    size = int((t.weight[sample] != 0).nonzero().max()) + 1
+    size = int((t.weight[sample] != 0).nonzero().max()) + 1  # what is behind it moves nothing
     kept = count = torch.zeros(0, dtype=torch.int32)
     if rollout.kept is not None:
         sets = rollout.kept.rows(torch.tensor([row]))

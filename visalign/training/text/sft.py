@@ -67,7 +67,7 @@ class SFT(TextAlgorithm):
         nll = sum(update["loss"] * update["tokens"] for update in sums) / tokens
         return {
             "loss": sum(update["loss"] for update in sums) / len(sums),
-            "perplexity": math.exp(min(nll, 700.0)),
+            "perplexity": math.exp(min(nll, 700.0)),  # exp overflows at 710
             "length_mean": tokens / sum(update["samples"] for update in sums),
         }
 
