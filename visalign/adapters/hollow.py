@@ -33,12 +33,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from visalign.adapters.pipeline.quantization import FourBits, by_shapes_alone
 
 META = torch.device("meta")
-LAYOUT = {"img_mask"}
-"""Arguments of networks whose values give positions in a sequence, and so its length."""
+LAYOUT = {"img_mask"}  # arguments of networks whose values give positions in a sequence, and so its length
 SIZES = {"grid_thw", "cu_seqlens"}
 """Arguments of layers whose values are read: which of a tower's patches belong together."""
-SMALL = 50e6
-"""Bytes below which text encoders are loaded."""
+SMALL = 50e6  # bytes below which text encoders are loaded
 
 
 @dataclass

@@ -9,10 +9,8 @@ from typing import Any
 
 from visalign.errors import UserError
 
-INDEX = "model_index.json"
-"""Index file that diffusers' `save_pretrained` writes next to a pipeline's components."""
-MODULAR_INDEX = "modular_model_index.json"
-"""Index file of a modular pipeline; the classic one takes precedence."""
+INDEX = "model_index.json"  # index file that diffusers' `save_pretrained` writes next to a pipeline's components
+MODULAR_INDEX = "modular_model_index.json"  # index file of a modular pipeline; the classic one takes precedence
 
 
 def local_folder(folder_or_id: str | Path, content: str) -> Path | None:

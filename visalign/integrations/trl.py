@@ -120,8 +120,8 @@ class GRPOTrainer(Base):
                 rollout_log_prob=whole(out.get("sampling_per_token_logps")),
             )
         ).rows(slice(first, first + size))
-        named = {f"visalign_{field}": getattr(prepared, field) for field in _ROWS}
-        out |= {k: v[:, :T] if v.ndim == 2 else v for k, v in named.items() if v is not None}
+        row_fields = {f"visalign_{field}": getattr(prepared, field) for field in _ROWS}
+        out |= {k: v[:, :T] if v.ndim == 2 else v for k, v in row_fields.items() if v is not None}
         counts = {f"visalign_count_{field}": getattr(prepared.counts, field) for field in _COUNTS}
         out |= {k: v for k, v in counts.items() if v is not None}
         if "visalign_importance_weight" not in out and "importance_sampling_ratio" in out:

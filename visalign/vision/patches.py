@@ -14,8 +14,7 @@ from torch import Tensor
 from .resize import resize_like_pil
 from .window import check_window, seen_window
 
-LONGEST = 200
-"""Longer side by shorter side at most."""
+LONGEST = 200  # longer side by shorter side at most
 
 
 @dataclass(frozen=True, kw_only=True)

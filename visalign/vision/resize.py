@@ -15,8 +15,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-_ONE = float(2**22)
-"""PIL's fixed-point 1."""
+_ONE = float(2**22)  # PIL's fixed-point 1
 
 
 def resize_like_pil(levels: Tensor, size: tuple[int, int], interpolation: str = "bicubic") -> Tensor:

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-TOLERANCE = 8
-"""Levels of 255 by which a border may differ from its color, as a compressed one does."""
+TOLERANCE = 8  # levels of 255 by which a border may differ from its color, as a compressed one does
 
 
 def check_window(side: Any) -> None:

@@ -27,10 +27,8 @@ from .loading import end_tokens, pad_id
 from .policy import CausalLMPolicy
 from .prompts import left_pad
 
-Spans = Sequence[Sequence[int]]
-"""Beginnings and ends of characters, one behind the other."""
-Record = Mapping[str, Any]
-"""Prompt and completions of one demonstration."""
+Spans = Sequence[Sequence[int]]  # beginnings and ends of characters, one behind the other
+Record = Mapping[str, Any]  # prompt and completions of one demonstration
 
 
 def demonstration_rollout(

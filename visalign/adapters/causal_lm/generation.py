@@ -28,8 +28,7 @@ from visalign.text import (
 from .network import CausalNetwork, PromptCache
 from .prompts import EncodedPrompt, left_pad
 
-COMPACT_BELOW = 0.8
-"""Ended completions leave the cache when fewer than this share of its rows is still growing."""
+COMPACT_BELOW = 0.8  # ended completions leave the cache when fewer than this share of its rows is still growing
 
 
 @dataclass(frozen=True, kw_only=True)

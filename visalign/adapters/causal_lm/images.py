@@ -36,8 +36,7 @@ from .chat import PromptEncoder, image_parts
 from .loading import VISION_LANGUAGE
 from .prompts import EncodedPrompts
 
-MEMORY = 1 << 28
-"""Bytes of patches that are cached: images are met again at each update of a rollout."""
+MEMORY = 1 << 28  # bytes of patches that are cached: images are met again at each update of a rollout
 
 
 class ImageProcessor:

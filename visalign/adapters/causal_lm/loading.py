@@ -24,8 +24,7 @@ from visalign.adapters.model_folder import local_folder
 from visalign.errors import UserError
 from visalign.text import StoppingCriteria
 
-VISION_LANGUAGE = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-"""Model types whose images are read."""
+VISION_LANGUAGE = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")  # model types whose images are read
 
 
 def load_causal_lm(

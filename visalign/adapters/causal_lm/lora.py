@@ -22,10 +22,8 @@ from visalign.adapters.lora import (
 )
 from visalign.errors import UserError
 
-ALL_LINEAR = "all-linear"
-"""As a target: every linear layer but the output head, peft's name for it."""
-WEIGHT_FILE = "adapter_model.safetensors"
-"""The file that peft writes and looks for."""
+ALL_LINEAR = "all-linear"  # as a target: every linear layer but the output head, peft's name for it
+WEIGHT_FILE = "adapter_model.safetensors"  # the file that peft writes and looks for
 
 
 def text_lora(

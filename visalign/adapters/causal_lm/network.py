@@ -27,8 +27,7 @@ from visalign.vision.images import PatchedImage
 
 from .images import QwenSight
 
-STRIP = 16384
-"""Rows of a 16-bit head that are lifted to float32 at a time."""
+STRIP = 16384  # rows of a 16-bit head that are lifted to float32 at a time
 
 
 @dataclass(frozen=True)

@@ -41,8 +41,7 @@ from .replay import expert_routes, layer_states, scored_sampling, token_output
 from .routing import ExpertRouting
 from .value_head import ValueHead
 
-JUDGE_WORDS = "judge.json"
-"""File with the questions of a model that is a judge; it goes with the model."""
+JUDGE_WORDS = "judge.json"  # file with the questions of a model that is a judge; it goes with the model
 
 
 class CausalLMPolicy:

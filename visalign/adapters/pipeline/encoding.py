@@ -19,8 +19,7 @@ from torch import Tensor
 
 from visalign.errors import UserError
 
-DIGIT = 1024
-"""Base in which positions in a latent are written, so that float32 holds each digit exactly enough."""
+DIGIT = 1024  # base in which positions in a latent are written, so that float32 holds each digit exactly enough
 
 
 class _Watched(Exception):

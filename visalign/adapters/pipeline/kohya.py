@@ -17,8 +17,7 @@ from visalign.errors import UserError
 
 from .lora import WEIGHT_FILE, read_lora
 
-FLUX = {"transformer_blocks": 19, "single_transformer_blocks": 38}
-"""FLUX.1's blocks, all of width 3072."""
+FLUX = {"transformer_blocks": 19, "single_transformer_blocks": 38}  # FLUX.1's blocks, all of width 3072
 WIDTH = 3072
 _LAYERS = {
     "double_blocks_{}_img_attn_qkv": "transformer_blocks.{}.attn. to_q to_k to_v",

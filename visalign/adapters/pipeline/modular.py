@@ -25,8 +25,7 @@ from visalign.errors import UserError
 from .families import Family
 from .guidance import silent
 
-WORKFLOW = "text2image"
-"""Of the workflows that a pipeline's blocks declare, the one that is run."""
+WORKFLOW = "text2image"  # of the workflows that a pipeline's blocks declare, the one that is run
 
 
 def load_modular(

@@ -37,8 +37,7 @@ from .modular import load_modular
 from .quantization import dtype_of, quantization_of
 from .schedulers import time_of
 
-FINE = 1000
-"""Steps of the schedule between whose levels times are interpolated."""
+FINE = 1000  # steps of the schedule between whose levels times are interpolated
 
 
 class PipelinePolicy:
