@@ -64,9 +64,7 @@ class _Cached:
             digests = [digest for image in images if (digest := content_digest(image)) is not None]
             labels.append(key_of(digests, prompt, record) if len(digests) == len(images) else index)
         identity = self.identity
-        rows: dict[bytes | int, Any] = dict(
-            self.cache.get(identity, [key for key in labels if isinstance(key, bytes)])
-        )
+        rows: dict[Any, Any] = {**self.cache.get(identity, [key for key in labels if isinstance(key, bytes)])}
         unknown: dict[bytes | int, int] = {}  # -> the first row with this content
         for index, label in enumerate(labels):
             if label not in rows:
