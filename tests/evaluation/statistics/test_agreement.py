@@ -56,7 +56,7 @@ def test_macro_is_the_mean_over_prompts() -> None:
     credit, count = policy_credit("half_credit", np.array([1.0, 1.0, 1.0, -1.0]), np.ones(4))
     table = RatioTable(np.array([0, 0, 0, 1]), 3)  # of the third prompt nothing was judged
     table.add("micro", credit, count)
-    table.add_macro("macro", credit, count)
+    table.add("macro", credit, count, macro=True)
     found = table.intervals(generator=torch.Generator(), resamples=100)
     assert (found["micro"].estimate, found["macro"].estimate) == (0.75, 0.5)
 

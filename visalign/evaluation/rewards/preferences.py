@@ -72,7 +72,7 @@ def _accuracies(
         threshold = thresholds.get(policy, 0.0)
         credit, count = policy_credit(policy, judged.margin, judged.label, threshold)
         table.add(("micro", policy), credit, count)
-        table.add_macro(("macro", policy), credit, count)
+        table.add(("macro", policy), credit, count, macro=True)
         agreement[policy] = {"pairs": int(count.sum()), "threshold": threshold, "meaning": about.meaning}
     credit, count = policy_credit(HEADLINE, judged.margin, judged.label)
     for key, mask in masks.items():

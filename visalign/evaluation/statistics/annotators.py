@@ -59,15 +59,10 @@ class AnnotatorFit:
 def fit_annotators(
     pair: ArrayLike, annotator: ArrayLike, vote: ArrayLike, side: ArrayLike, *, pairs: int, annotators: int
 ) -> AnnotatorFit:
-    """Fit the model of this module to V votes.
+    """Fit the model of this module to V votes on N = `pairs` by A = `annotators`.
 
-    Args:
-        pair: [V] number of each vote's pair, 0 to N − 1, where N = pairs.
-        annotator: [V] number of the voter, 0 to A − 1, where A = annotators.
-        vote: [V] 1 for the pair's left image, 0 for its right one, ½ for a tie.
-        side: [V] 1 where the left image was on the left of the screen, −1 elsewhere.
-        pairs: N.
-        annotators: A.
+    pair [V] and annotator [V] are numbers from 0; vote [V] is 1 for the pair's left image, 0 for its right
+    one, ½ for a tie; side [V] 1 where the left image was on the left of the screen, −1 elsewhere.
     """
     rows, voters = (torch.from_numpy(np.asarray(part, dtype=np.int64)) for part in (pair, annotator))
     votes, sides = (torch.from_numpy(np.asarray(part, dtype=np.float64)) for part in (vote, side))

@@ -72,10 +72,7 @@ def bin_index(prob: Array, bins: int) -> NDArray[np.int64]:
 
 
 def both_sides(prob: ArrayLike, outcome: ArrayLike) -> tuple[Array, Array]:
-    """Append the mirror image of every pair, [2N] each, so that no result depends on the order of images.
-
-    `prob` [N] is that the left image is better, `outcome` [N] the share of the people who say so.
-    """
+    """Append the mirror image of every pair [N], [2N] each, so that no result depends on the order of images."""
     p, y = np.asarray(prob, dtype=np.float64), np.asarray(outcome, dtype=np.float64)
     return np.concatenate([p, 1 - p]), np.concatenate([y, 1 - y])
 
@@ -99,15 +96,13 @@ def brier(prob: ArrayLike, outcome: ArrayLike) -> Array:
     return (p - y) ** 2
 
 
-def win_probability(
-    margin: ArrayLike, std: ArrayLike | None = None, *, link: str = "logistic", nodes: int = 32
-) -> Array:
+def win_probability(margin: ArrayLike, std: ArrayLike | None = None, *, link: str = "logistic") -> Array:
     """Compute the probability [N] that the left image is better from the means and deviations of two scores.
 
     logistic: P = E σ(m + sε), ε ~ N(0, 1), by Gauss-Hermite quadrature (σ(m) without a std);
     probit: P = Φ(m/s) (Thurstone's case III), a step where s = 0.
 
-    m [N] is left minus right, s = √(s_left² + s_right²), which probit needs. 32 nodes are exact to 1e-7 for s ≤ 2.
+    m [N] is left minus right, s = √(s_left² + s_right²), which probit needs.
 
     Source: HPSv3, arXiv 2508.03789, and PURM, arXiv 2503.22480, for the integral.
     """
@@ -118,7 +113,7 @@ def win_probability(
         return np.where((s <= 0) & (m == 0), 0.5, stats.norm.cdf(z))
     if std is None:
         return special.expit(m)
-    x, weight = np.polynomial.hermite_e.hermegauss(nodes)
+    x, weight = np.polynomial.hermite_e.hermegauss(32)  # nodes; exact to 1e-7 for s ≤ 2
     s = np.asarray(std, dtype=np.float64)
     return special.expit(m[..., None] + s[..., None] * x) @ (weight / weight.sum())
 
@@ -203,13 +198,11 @@ def cross_fitted_temperature(
 
     With the std [N] of the logits the fit is `fit_noise_scaling`. Put all pairs of a prompt into one fold.
     """
-    z, y = np.asarray(logit, dtype=np.float64), np.asarray(outcome, dtype=np.float64)
-    prob = np.empty_like(z)
+    y, fit = np.asarray(outcome, dtype=np.float64), fit_temperature if std is None else fit_noise_scaling
+    columns = [np.asarray(column, dtype=np.float64) for column in (logit, std) if column is not None]
+    prob = np.empty_like(columns[0])
     for number in np.unique(fold):
         inside, others = fold == number, fold != number
-        if std is None:
-            prob[inside] = fit_temperature(z[others], y[others]).apply(z[inside])
-        else:
-            s = np.asarray(std, dtype=np.float64)
-            prob[inside] = fit_noise_scaling(z[others], s[others], y[others]).apply(z[inside], s[inside])
+        fitted: Any = fit(*(column[others] for column in columns), y[others])
+        prob[inside] = fitted.apply(*(column[inside] for column in columns))
     return prob

@@ -23,11 +23,8 @@ def mcnemar(first: ArrayLike, second: ArrayLike, cluster: Sequence[Hashable] | N
     each D_c is as likely as −D_c, so p = P(|Σ ±|D_c|| ≥ |Σ D_c|) over all signs. Without clusters (prompts)
     each sample is one: McNemar's exact test.
 
-    Returns:
-        `pairs`, N; `first_only` and `second_only`, how often one earns more than the other; `p_value`,
-        two-sided, 1 where they never differ.
-
-    Source: McNemar, Psychometrika 12 (1947) 153, in its exact form.
+    `first_only` and `second_only` of the N `pairs` count how often one earns more than the other; the two-sided
+    `p_value` is 1 where they never differ. Source: McNemar, Psychometrika 12 (1947) 153, in its exact form.
     """
     a, b = np.asarray(first, dtype=np.float64), np.asarray(second, dtype=np.float64)
     halves = 2 * (a - b)
@@ -84,18 +81,14 @@ def cluster_std(change: ArrayLike, cluster: Sequence[Hashable]) -> float:
     return float(math.sqrt(count / (count - 1) * np.sum(sums**2)) / len(d))
 
 
-def power(
-    difference: float, std: float, samples: int, *, level: float = 0.95, chance: float = 0.8
-) -> dict[str, float | int | None]:
+def power(difference: float, std: float, samples: int, *, level: float = 0.95) -> dict[str, float | int | None]:
     """Compute how many samples a difference needs: n = N · ((z_{1−α/2} + z_chance) · std / difference)².
 
-    The difference and its standard deviation are measured on N = samples; the test has the level 1 − α, and
-    `chance` is the probability of finding the difference.
-
-    Returns:
-        `smallest`: the difference that N samples find with that chance; `needed`: samples that find the
-        measured one, None for a difference of zero; `chance`.
+    The difference and its standard deviation are measured on N = samples; the test has the level 1 − α and
+    finds it with the probability `chance`, 0.8. `smallest` is the difference that N samples find so, `needed`
+    the samples that find the measured one, None for a difference of zero.
     """
+    chance = 0.8  # the usual power of a planned comparison
     smallest = float(stats.norm.ppf((1 + level) / 2) + stats.norm.ppf(chance)) * std
     if not math.isfinite(smallest):
         return {"smallest": None, "needed": None, "chance": chance}

@@ -133,7 +133,7 @@ def resample_weights(count: int, *, generator: torch.Generator, resamples: int =
     for start in range(0, resamples, rows):
         block = min(rows, resamples - start)
         drawn = torch.randint(count, (block, count), generator=generator).numpy()
-        drawn += np.arange(block)[:, None] * count
+        drawn += np.arange(block)[:, None] * count  # one bincount for all draws of the block
         yield np.bincount(drawn.ravel(), minlength=block * count).reshape(block, count).astype(np.float64)
 
 
@@ -201,16 +201,17 @@ class RatioTable:
         self._index, self._count = index, count
         self._sums: dict[Hashable, tuple[Array, Array, bool]] = {}
 
-    def add(self, key: Hashable, numerator: ArrayLike, denominator: ArrayLike, *, share: bool = True) -> None:
-        """Add the ratio `key` of numerator [N] and denominator [N]; `share` marks a ratio within [0, 1]."""
-        sums = cluster_sums(np.stack([numerator, denominator], axis=1), self._index, self._count)
-        self._sums[key] = sums[:, 0], sums[:, 1], share
+    def add(
+        self, key: Hashable, numerator: ArrayLike, denominator: ArrayLike, *, share: bool = True, macro: bool = False
+    ) -> None:
+        """Add the ratio `key` of numerator [N] and denominator [N]; `share` marks a ratio within [0, 1].
 
-    def add_macro(self, key: Hashable, numerator: ArrayLike, denominator: ArrayLike) -> None:
-        """Add the mean over clusters of the ratio within each; those with a zero denominator are left out."""
-        sums = cluster_sums(np.stack([numerator, denominator], axis=1), self._index, self._count)
-        defined = sums[:, 1] > 0
-        self._sums[key] = np.where(defined, ratio(sums[:, 0], sums[:, 1]), 0.0), defined.astype(float), True
+        `macro` is the mean over clusters of the ratio within each, those with a zero denominator left out.
+        """
+        top, bottom = cluster_sums(np.stack([numerator, denominator], axis=1), self._index, self._count).T
+        if macro:
+            top, bottom = np.where(bottom > 0, ratio(top, bottom), 0.0), (bottom > 0).astype(float)
+        self._sums[key] = top, bottom, share
 
     def intervals(
         self, *, generator: torch.Generator, resamples: int = 1_000, level: float = 0.95

@@ -64,11 +64,10 @@ def pass_at_k_curves(base: Tensor, tuned: Tensor, *, generator: torch.Generator)
 
 
 def crossing(points: Sequence[AttemptsPoint]) -> tuple[int | None, bool]:
-    """Find the first k at which the curve that led is behind, and whether the intervals show it.
+    """Find the first k at which the curve that led is behind (or None), and whether the intervals show it.
 
-    Returns:
-        (k or None, True where one change before k and one from k on lie on opposite sides of 0 with their
-        whole intervals). Curves that touch, or that meet at 1, have not crossed.
+    They do where a change before k and one from k on lie on opposite sides of 0 with their whole intervals.
+    Curves that touch, or that meet at 1, have not crossed.
     """
     changes = [round(point.change.estimate, 12) for point in points]  # equal curves differ by rounding
     lead = next((value for value in changes if value), 0.0)
@@ -130,10 +129,8 @@ def runner_up_gap(log_p: Tensor) -> Tensor:
 def clip_bias(low: Tensor, high: Tensor) -> dict[str, float]:
     """Summarise the share [I] of decisions clipped over I iterations, with A < 0 (low) and A > 0 (high).
 
-    Returns:
-        `low` and `high`, the means; `net`, high − low, above 0 where the clip held back more of what raises a
-        completion's probability than of what lowers it; `iterations`, the share with a clip of either sign.
-
+    `low` and `high` are the means; `net` = high − low is above 0 where the clip held back more of what raises
+    a completion's probability than of what lowers it; `iterations` is the share with a clip of either sign.
     After Chen et al., arXiv 2512.16912, on clipping under random rewards.
     """
     mean_low, mean_high = float(low.double().mean()), float(high.double().mean())
