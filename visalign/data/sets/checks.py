@@ -22,8 +22,7 @@ Item = tuple[str, str]
 class Finding:
     """An oddity of a set that is no reason to stop."""
 
-    kind: str
-    """ "duplicates", "disagreement", "one_side", "ties" ..."""
+    kind: str  # "duplicates", "disagreement", "one_side", "ties" ...
     count: int
     message: str
 

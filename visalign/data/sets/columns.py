@@ -33,12 +33,10 @@ _REQUIRED = (*IMAGES, "prompt", "mos", "label")
 class Columns:
     """Options of reading a table's columns."""
 
-    names: Mapping[str, str] = field(default_factory=dict)
-    """Our name -> the table's."""
+    names: Mapping[str, str] = field(default_factory=dict)  # Our name -> the table's
     labels: str | None = None
     """One of `CODINGS`, or words with their sides, "1=left,2=right,0=tie"; None reads `WORDS` and shares."""
-    has_images: bool = True
-    """False where scores are read from columns and no image is opened: rows may then name none."""
+    has_images: bool = True  # False where scores are read from columns and no image is opened: rows may then name none
 
     def missing(self, row: Row, needed: Iterable[str]) -> list[str]:
         """List the needed columns that a renamed row lacks."""

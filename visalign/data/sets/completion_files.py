@@ -29,8 +29,7 @@ PAIR, VOTE, SCORED = ("chosen", "rejected"), ("completion", "label"), ("completi
 class JudgedCompletions:
     """Pairs or votes."""
 
-    records: list[Record]
-    """Each with "prompt", and "chosen" and "rejected", or "completion" and "label" (bool)."""
+    records: list[Record]  # Each with "prompt", and "chosen" and "rejected", or "completion" and "label" (bool)
     left_out: dict[str, int] = field(default_factory=dict)
     """Reason -> count: prompts whose completions all have the same reward (ties), pairs of equal completions
     (equal), records with an empty completion (empty)."""
@@ -39,11 +38,10 @@ class JudgedCompletions:
 def load_pairs(path: str | Path, *, unusable: str = "refuse") -> JudgedCompletions:
     """Load pairs from a `.jsonl`, `.json`, `.csv`, `.tsv` or `.parquet` file.
 
-    Args:
-        path: Its columns are prompt, chosen, rejected; or prompt, completion, reward, where the best and
-            the worst completion to each prompt become a pair, and prompts whose rewards are all equal give
-            none. A prompt is a text or a list of messages, a completion a text or a list of one message.
-        unusable: A pair of equal completions, or with an empty one, is an error ("refuse") or left out ("drop").
+    Its columns are prompt, chosen, rejected; or prompt, completion, reward, where the best and the worst completion to
+    each prompt become a pair, and prompts whose rewards are all equal give none. A prompt is a text or a list of
+    messages, a completion a text or a list of one message. A pair of equal completions, or with an empty one, is an
+    error (`unusable` "refuse") or left out ("drop").
     """
     rows = _read(path, PAIR, "pairs")
     is_scored = PAIR[0] not in rows[0][1]

@@ -100,14 +100,10 @@ def _image_name(source: Any) -> str:
 def load_prompts(source: str | Path, *, edits: Edits = "none", several: bool = True) -> list[Record]:
     """Load the prompt records of an embedded set or of a file, in its order.
 
-    Blank lines are skipped and repeated prompts kept once; a warning counts both.
-
-    Args:
-        source: "shapes:train", "shapes:heldout", or the path of a `.txt` or `.jsonl` file in UTF-8. A JSON
-            record needs "prompt"; its other fields reach the rewards as metadata.
-        edits: Whether a record's "source" is an image to edit, a path relative to the working directory: then
-            each is decoded once, and records of one prompt may differ in it.
-        several: Whether a source may be a list of such files.
+    `source` is "shapes:train", "shapes:heldout", or the path of a `.txt` or `.jsonl` file in UTF-8. A JSON record
+    needs "prompt"; its other fields reach the rewards as metadata. Blank lines are skipped and repeated prompts kept
+    once; a warning counts both. With `edits` a record's "source" is an image to edit, a path relative to the working
+    directory (with `several`, or a list of them): each is decoded once, and records of one prompt may differ in it.
     """
     if str(source) in EMBEDDED:
         if edits == "needed":

@@ -22,30 +22,22 @@ class PreferencePair:
     """Two images of one prompt with the preference between them."""
 
     prompt: str
-    image_left: str
-    """A path, or a reference that `resolve_image` reads."""
+    image_left: str  # A path, or a reference that `resolve_image` reads
     image_right: str
-    label: float
-    """Share of the votes for the left image: 1 left, 0 right, 0.5 a tie."""
+    label: float  # Share of the votes for the left image: 1 left, 0 right, 0.5 a tie.
     votes: tuple[int, int, int] | None = None
     """Votes for left, for right, and for a tie; None where only the label is known."""
     annotator: str | None = None
     """Voter, in a table with a row per annotator; such rows of a pair are summed (`summed_votes`)."""
     ballots: tuple[tuple[str, float], ...] = ()
     """Vote of each named annotator, 1 left, 0 right, 0.5 a tie, where votes were summed from rows."""
-    generator_left: str | None = None
-    """Name of the model that generated the left image."""
+    generator_left: str | None = None  # Name of the model that generated the left image
     generator_right: str | None = None
-    resolution: str | None = None
-    """ "WIDTHxHEIGHT" of the images, where it is known."""
-    category: str | None = None
-    """Kind of prompt, e.g. "counting"."""
-    split: str | None = None
-    """ "train", "test" ...; None where the source has no splits."""
-    prompt_id: str | None = None
-    """Group of the pairs of one prompt; None groups by the prompt itself."""
-    extra: Mapping[str, Any] = field(default_factory=dict)
-    """All other columns: scores of rewards, GenEval's metadata."""
+    resolution: str | None = None  # "WIDTHxHEIGHT" of the images, where it is known
+    category: str | None = None  # Kind of prompt, e.g. "counting".
+    split: str | None = None  # "train", "test" ...; None where the source has no splits.
+    prompt_id: str | None = None  # Group of the pairs of one prompt; None groups by the prompt itself
+    extra: Mapping[str, Any] = field(default_factory=dict)  # All other columns: scores of rewards, GenEval's metadata
 
     @property
     def group(self) -> str:
@@ -83,18 +75,14 @@ class QualityRecord:
     """An image with its mean opinion score."""
 
     image: str
-    mos: float
-    """Mean opinion score in the unit of the set."""
-    std: float | None = None
-    """Standard deviation of the opinions in the same unit."""
+    mos: float  # Mean opinion score in the unit of the set
+    std: float | None = None  # Standard deviation of the opinions in the same unit
     prompt: str = ""
     generator: str | None = None
     resolution: str | None = None
-    category: str | None = None
-    """Kind of image or of distortion."""
+    category: str | None = None  # Kind of image or of distortion
     split: str | None = None
-    reference: str | None = None
-    """The undistorted image behind this one: images that share it belong into one split."""
+    reference: str | None = None  # The undistorted image behind this one: images that share it belong into one split
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -112,8 +100,7 @@ class _Rows:
     """Records of one source, with their numbers in its file for messages."""
 
     name: str
-    rows: tuple[int, ...] = ()
-    """Number of each record in its file; empty for a set that was not read from one."""
+    rows: tuple[int, ...] = ()  # Number of each record in its file; empty for a set that was not read from one
 
     def row(self, index: int) -> int:
         """Row number of record 0, 1, ... in its file; counted from 1 where there is none."""
@@ -135,8 +122,7 @@ class QualitySet(_Rows):
     """Scored images of one source."""
 
     records: tuple[QualityRecord, ...]
-    higher_is_better: bool = True
-    """Direction of `mos`: False for difference scores (DMOS) where 0 is perfect."""
+    higher_is_better: bool = True  # Direction of `mos`: False for difference scores (DMOS) where 0 is perfect
 
     def __len__(self) -> int:
         return len(self.records)

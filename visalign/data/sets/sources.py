@@ -33,13 +33,10 @@ def load_source(
 ) -> PreferenceSet | QualitySet:
     """Load a preference or quality set, at most `limit` records, unchecked (`visalign.data.sets.checks`).
 
-    Args:
-        source: A JSONL, JSON, CSV, TSV or Parquet file (`image_left` in it makes it a preference set, `mos` a quality
-            set); LAYOUT:FOLDER with a key of `PAIR_LAYOUTS` or `QUALITY_LAYOUTS`; or "shapes:pairs", "shapes:quality".
-        split: Split to load; None means "test" for a layout of pairs, "heldout" for a generated set, and all
-            of a file.
-        limit: Largest number of records.
-        columns: How the columns of a file are read, where they have other names or labels.
+    `source` is a JSONL, JSON, CSV, TSV or Parquet file (`image_left` in it makes it a preference set, `mos` a quality
+    set), whose `columns` may have other names or labels; LAYOUT:FOLDER with a key of `PAIR_LAYOUTS` or
+    `QUALITY_LAYOUTS`; or "shapes:pairs", "shapes:quality". A `split` of None means "test" for a layout of pairs,
+    "heldout" for a generated set, and all of a file.
     """
     layout, _, path = source.partition(":")
     layouts = (*PAIR_LAYOUTS, *QUALITY_LAYOUTS)

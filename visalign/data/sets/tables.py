@@ -26,15 +26,11 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def read_rows(path: str | Path, *, columns: Sequence[str] | None = None) -> NumberedRows:
-    """Read the rows of a table lazily, so that a file larger than the memory can be read.
+    """Read the numbered rows of a table lazily, so that a file larger than the memory can be read.
 
-    Args:
-        path: A `.jsonl`, `.json` (a list of objects), `.csv`, `.tsv` or `.parquet` file, text in UTF-8.
-        columns: Columns to read of a Parquet file; None reads all. Other files ignore it.
-
-    Returns:
-        (number, row) pairs. The number is the line in a text file (CSV: the row's last line), and the 1-based
-        row elsewhere. Values of CSV are strings; empty ones are left out.
+    It is a `.jsonl`, `.json` (a list of objects), `.csv`, `.tsv` or `.parquet` file, of which `columns` may select
+    some; text is UTF-8. The number is the line in a text file (CSV: the row's last line), and the 1-based row
+    elsewhere. Values of CSV are strings; empty ones are left out.
     """
     path = Path(path)
     reader = READERS.get(path.suffix.lower())
@@ -71,16 +67,14 @@ def select_split(
 
 def require_columns(path: str | Path, row: Row, needed: Iterable[str], *, purpose: str) -> None:
     """Refuse a row that lacks a column needed for a purpose, e.g. "a preference set"."""
-    missing = [name for name in needed if name not in row]
-    if not missing:
-        return
-    hint = suggestion(missing[0], row)
-    if len(row) == 1 and Path(path).suffix.lower() in (".csv", ".tsv"):
-        hint += "There is one column; those of a CSV are separated by , ; | or tabs. "
-    raise UserError(
-        f"'{path}' lacks the column{'s' if len(missing) > 1 else ''} {', '.join(map(repr, missing))}, needed "
-        f"for {purpose}. {hint}Found: {', '.join(row) or 'none'}."
-    )
+    if missing := [name for name in needed if name not in row]:
+        hint = suggestion(missing[0], row)
+        if len(row) == 1 and Path(path).suffix.lower() in (".csv", ".tsv"):
+            hint += "There is one column; those of a CSV are separated by , ; | or tabs. "
+        raise UserError(
+            f"'{path}' lacks the column{'s' if len(missing) > 1 else ''} {', '.join(map(repr, missing))}, needed "
+            f"for {purpose}. {hint}Found: {', '.join(row) or 'none'}."
+        )
 
 
 def parse_json(text: str, where: str) -> Any:

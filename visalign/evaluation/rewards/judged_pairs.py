@@ -45,20 +45,13 @@ class JudgedPairs:
     """The pairs of a set that have a score, n of N."""
 
     pairs: Sequence[PreferencePair]
-    margin: Array
-    """[n]."""
-    label: Array
-    """[n]."""
-    prob: Array
-    """[n] probability that the left image is better."""
-    std: Array | None
-    """[n] of the margin; None where some pair has none."""
-    index: NDArray[np.int64]
-    """[n] number of each pair's prompt."""
-    clusters: int
-    """Number of prompts."""
-    rows: NDArray[np.bool_]
-    """[N of the set] True for these pairs."""
+    margin: Array  # [n]
+    label: Array  # [n]
+    prob: Array  # [n] probability that the left image is better
+    std: Array | None  # [n] of the margin; None where some pair has none
+    index: NDArray[np.int64]  # [n] number of each pair's prompt
+    clusters: int  # Number of prompts
+    rows: NDArray[np.bool_]  # [N of the set] True for these pairs
 
 
 def judged_pairs(pairs: PreferenceSet, scores: PairScores) -> JudgedPairs:

@@ -24,16 +24,12 @@ class Policy:
     """Credit of a pair with a tie on either side; without ties the right side earns 1, the wrong 0."""
 
     meaning: str
-    predicted: float | None = 0.0
-    """Credit where the reward ties and people do not; None leaves the pair out."""
+    predicted: float | None = 0.0  # Credit where the reward ties and people do not; None leaves the pair out
     label: float | None = None
     """Credit where people tie and the reward does not; None leaves pairs that people tied out."""
-    both: float = 0.0
-    """Credit where both tie, if such pairs are counted."""
-    left: bool = False
-    """A tied label adds to the numerator where the left scores higher, though it is not counted."""
-    has_threshold: bool = False
-    """|d| ≤ a threshold, in the unit of the margin, predicts a tie."""
+    both: float = 0.0  # Credit where both tie, if such pairs are counted
+    left: bool = False  # A tied label adds to the numerator where the left scores higher, though it is not counted
+    has_threshold: bool = False  # |d| ≤ a threshold, in the unit of the margin, predicts a tie
 
 
 POLICIES: Mapping[str, Policy] = {

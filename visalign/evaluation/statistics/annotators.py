@@ -44,16 +44,12 @@ class AnnotatorFit:
     reliability: Array
     """[A] γ: log-odds per standard deviation of difference; below 0 is somebody who votes against the others,
     as the majority fixes the sign."""
-    reliability_std: Array
-    """[A] standard deviation of γ, from the curvature of the log-posterior."""
-    side_bias: Array
-    """[A] c: log-odds for the image on the left of the screen."""
-    agreement: Array
-    """[A] E|d|[σ(γ |d|)]: how often the annotator prefers the better image of such pairs; ½ is a coin."""
+    reliability_std: Array  # [A] standard deviation of γ, from the curvature of the log-posterior
+    side_bias: Array  # [A] c: log-odds for the image on the left of the screen
+    agreement: Array  # [A] E|d|[σ(γ |d|)]: how often the annotator prefers the better image of such pairs; ½ is a coin
     soft_label: Array
     """[N] P(an annotator with the mean γ prefers the left image | the pair's votes); NaN without votes."""
-    posterior_std: Array
-    """[N] posterior standard deviation of d; 1 where a pair has no vote."""
+    posterior_std: Array  # [N] posterior standard deviation of d; 1 where a pair has no vote
 
 
 def fit_annotators(

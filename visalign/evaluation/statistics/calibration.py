@@ -23,14 +23,10 @@ SMALLEST = 1e-12
 class Reliability:
     """Reliability diagram of `bins` equal-width bins."""
 
-    edges: Array
-    """[bins + 1]."""
-    count: Array
-    """[bins] samples (or their weight) in each."""
-    confidence: Array
-    """[bins] mean probability; NaN in an empty bin."""
-    frequency: Array
-    """[bins] mean outcome; NaN in an empty bin."""
+    edges: Array  # [bins + 1]
+    count: Array  # [bins] samples (or their weight) in each
+    confidence: Array  # [bins] mean probability; NaN in an empty bin
+    frequency: Array  # [bins] mean outcome; NaN in an empty bin
 
     @property
     def gap(self) -> Array:
@@ -122,10 +118,8 @@ def win_probability(margin: ArrayLike, std: ArrayLike | None = None, *, link: st
 class Temperature:
     """p = σ(logit / T) with the T that minimises the NLL."""
 
-    value: float
-    """T; above 1 the reward was too sure. Infinity where its logits say nothing or the opposite."""
-    nll: float
-    """Mean NLL at T, in nats."""
+    value: float  # T; above 1 the reward was too sure. Infinity where its logits say nothing or the opposite.
+    nll: float  # Mean NLL at T, in nats
 
     def apply(self, logit: ArrayLike) -> Array:
         """Return scaled probabilities [N]."""
@@ -159,12 +153,9 @@ def fit_temperature(logit: ArrayLike, outcome: ArrayLike) -> Temperature:
 class NoiseScaling:
     """p = σ(logit / (T w)), w² = (1 − r) + r s² / m²: sure where the margin is large and the std is small."""
 
-    share: float
-    """r in [0, 1): 0 is temperature scaling, near 1 the odds depend on margin / std alone."""
-    median_std: float
-    """m, the median of s over the pairs of the fit."""
-    temperature: Temperature
-    """T, and the NLL reached."""
+    share: float  # r in [0, 1): 0 is temperature scaling, near 1 the odds depend on margin / std alone
+    median_std: float  # m, the median of s over the pairs of the fit
+    temperature: Temperature  # T, and the NLL reached
 
     def apply(self, logit: ArrayLike, std: ArrayLike) -> Array:
         """Return scaled probabilities [N] of logits [N] with standard deviations [N]."""
@@ -198,11 +189,12 @@ def cross_fitted_temperature(
 
     With the std [N] of the logits the fit is `fit_noise_scaling`. Put all pairs of a prompt into one fold.
     """
-    y, fit = np.asarray(outcome, dtype=np.float64), fit_temperature if std is None else fit_noise_scaling
+    fit: Any = fit_temperature if std is None else fit_noise_scaling
+    y = np.asarray(outcome, dtype=np.float64)
     columns = [np.asarray(column, dtype=np.float64) for column in (logit, std) if column is not None]
     prob = np.empty_like(columns[0])
     for number in np.unique(fold):
         inside, others = fold == number, fold != number
-        fitted: Any = fit(*(column[others] for column in columns), y[others])
+        fitted = fit(*(column[others] for column in columns), y[others])
         prob[inside] = fitted.apply(*(column[inside] for column in columns))
     return prob

@@ -23,16 +23,11 @@ _POLISHED = 5
 class LogisticFit:
     """Map from scores to opinions: monotone with four parameters, not always with five."""
 
-    parameters: tuple[float, ...]
-    """Four (β1..β4) or five (β1..β5), for standardised scores."""
-    fitted: Array
-    """[N] opinions predicted by the map."""
-    plcc: float
-    """Pearson correlation of `fitted` with the opinions."""
-    rmse: float
-    """Root mean square error of `fitted`, in the unit of the opinions."""
-    monotone: bool
-    """True where the map only rises or only falls between the lowest and the highest score."""
+    parameters: tuple[float, ...]  # Four (β1..β4) or five (β1..β5), for standardised scores.
+    fitted: Array  # [N] opinions predicted by the map
+    plcc: float  # Pearson correlation of `fitted` with the opinions
+    rmse: float  # Root mean square error of `fitted`, in the unit of the opinions
+    monotone: bool  # True where the map only rises or only falls between the lowest and the highest score
 
 
 def srcc(x: ArrayLike, y: ArrayLike) -> float:

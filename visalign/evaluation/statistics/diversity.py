@@ -33,14 +33,10 @@ def _canonical(reward: Tensor) -> Tensor:
 class SupportMetrics:
     """Change of the set of solvable problems; NaN where a denominator is zero."""
 
-    retention: float
-    """SRR = P/(P + S), share of the formerly solvable that still is."""
-    discovery: float
-    """NDR = E/(P + E), share of the now solvable that is new."""
-    dynamics: float
-    """SDS, harmonic mean of the two."""
-    net_change: float
-    """NSCR = (E − S)/(P + E + S)."""
+    retention: float  # SRR = P/(P + S), share of the formerly solvable that still is
+    discovery: float  # NDR = E/(P + E), share of the now solvable that is new
+    dynamics: float  # SDS, harmonic mean of the two
+    net_change: float  # NSCR = (E − S)/(P + E + S)
 
 
 def support_metrics(*, preserved: int, expanded: int, shrunk: int) -> SupportMetrics:

@@ -49,12 +49,9 @@ def weighted_auroc(score: Array, positive: NDArray[np.bool_], weights: Array) ->
 class RiskCoverage:
     """Error rate of a reward that answers only where it is surest."""
 
-    coverage: Array
-    """[K] share of the pairs answered, ascending, at the ends of blocks of equal certainty."""
-    risk: Array
-    """[K] mean error of those."""
-    area: float
-    """AURC: mean risk over the coverages 1/N ... 1; equal certainties are answered in random order."""
+    coverage: Array  # [K] share of the pairs answered, ascending, at the ends of blocks of equal certainty
+    risk: Array  # [K] mean error of those
+    area: float  # AURC: mean risk over the coverages 1/N ... 1; equal certainties are answered in random order.
 
     def at(self, coverage: float) -> float:
         """Return the risk at a coverage in (0, 1]; a block of equal certainty has its mean error."""

@@ -21,8 +21,7 @@ class AttemptsPoint:
     k: int
     base: Interval
     tuned: Interval
-    change: Interval
-    """Tuned minus base, problem by problem."""
+    change: Interval  # Tuned minus base, problem by problem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,10 +30,8 @@ class BestOfPoint:
 
     n: int
     reward: Interval
-    kl_bound: float
-    """Nats, log n − (n − 1)/n."""
-    kl_estimate: float
-    """Nats, from the probabilities of the completions that were picked."""
+    kl_bound: float  # Nats, log n − (n − 1)/n
+    kl_estimate: float  # Nats, from the probabilities of the completions that were picked
 
 
 def doublings(most: int) -> list[int]:

@@ -87,8 +87,7 @@ class ImageSamples:
 class PendingImages(ImageSamples):
     """Samples whose scores are being computed."""
 
-    scores: Sequence[Callable[[], Scores]]
-    """One per chunk of samples, in order; a call waits for the chunk's scores."""
+    scores: Sequence[Callable[[], Scores]]  # One per chunk of samples, in order; a call waits for the chunk's scores
     statistics: Tensor | None  # [b, 4 + d]: `image_statistics`, and features; None for stored images
 
 
@@ -223,25 +222,23 @@ class ImageAlgorithm(Algorithm):
         self.sigmas = policy.sigmas(steps, timestep_schedule=schedule)
         self.times = policy.times(self.sigmas)
 
-    def prompts(self, iteration: int) -> tuple[Batch, list[dict[str, Any]], list[int]]:
-        """Return this process's batch of an iteration, its prompt records and its group labels."""
-        process = self.accelerator
+    def prompts(self, iteration: int) -> tuple[Batch, list[dict[str, Any]]]:
+        """Return this process's batch of an iteration and its prompt records."""
         self.resize(iteration)
-        batch = self.sampler.batch(iteration, process.process_index, process.num_processes)
+        batch = self.sampler.batch(iteration, self.accelerator.process_index, self.accelerator.num_processes)
         records = [dict(self.records[i]) for i in batch.prompt_index.tolist()]
-        group = batch.group_id.tolist()
         if self.scorer.reward.capabilities.needs_group:  # win rates: a prompt may be in two groups
-            for record, label in zip(records, group, strict=True):
+            for record, label in zip(records, batch.group_id.tolist(), strict=True):
                 record["group_id"] = label
-        return batch, records, group
+        return batch, records
 
     def sample(self, iteration: int, clock: PhaseClock, sde_steps: Sequence[int] = ()) -> PendingImages:
         """Sample, decode and submit to the reward, one chunk after the other."""
-        batch, records, group = self.prompts(iteration)
+        batch, records = self.prompts(iteration)
         if self.stored is not None:
             return self._load_stored(batch, records, clock)
         shares_steps = self.rollout.shared_noise or self.rollout.branch is not None
-        chunks = self.scorer.chunks(group, self.rollout.overlap, whole_groups=shares_steps)
+        chunks = self.scorer.chunks(batch.group_id.tolist(), self.rollout.overlap, whole_groups=shares_steps)
         condition = self.encode(records, clock)
         trajectories, scores, statistics = [], [], []
         for rows in chunks:

@@ -58,8 +58,7 @@ class EndPoints:
     levels: int  # S, noise levels that each sample is trained at
     visited: Sequence[int] = ()
     """For an algorithm that learns at visited states: the S stochastic steps, by index among them."""
-    guidance: Tensor | None = None
-    """[b, ...] of this process's samples, where the loss takes the group's direction."""
+    guidance: Tensor | None = None  # [b, ...] of this process's samples, where the loss takes the group's direction.
     kl: float = 0.0  # k of this iteration
     metrics: dict[str, float] = field(default_factory=dict)
 
@@ -76,8 +75,7 @@ class RegressionStep:
     count: int  # Units that the loss is a mean over, those without a gradient included
     epoch: int
     kl: float  # k of this iteration
-    on_policy: bool
-    """True while the weights are those of the rollout, so that the old policy need not be evaluated."""
+    on_policy: bool  # True while the weights are those of the rollout, so that the old policy need not be evaluated
 
 
 class VelocityRegression(ImageAlgorithm):
@@ -92,9 +90,8 @@ class VelocityRegression(ImageAlgorithm):
         assert row is not None
         prediction = "uniform" if policy.prediction == "velocity" else policy.prediction
         self.row = replace(row, weighting=prediction) if row.weighting == "prediction" else row
-        self.experts = None
-        if self.row.anchor == "expert":
-            self.experts = Experts(policy, self.settings.experts or {}, self.records)
+        is_distilled = row.anchor == "expert"
+        self.experts = Experts(policy, self.settings.experts or {}, self.records) if is_distilled else None
         self.module = self.distribute(
             velocity_of,
             needs_reference=self.row.asks_reference,
@@ -211,10 +208,9 @@ class VelocityRegression(ImageAlgorithm):
         share = 1 / (step.count * experience.levels)
         scale = run.counters.loss_scale * self.accelerator.num_processes * share
         batches = list(_batches(units, experience.levels, run.micro_batch))
-        idle, zero = self.idle(len(batches)), torch.zeros(1, dtype=torch.int64)
+        idle, zero = self.idle(len(batches)), torch.zeros(1, dtype=torch.int64)  # all processes count before a batch
         for batch in batches:
-            last = batch is batches[-1]
-            sums += self._backward_batch(experience, step, batch, run.micro_batch, scale, last)
+            sums += self._backward_batch(experience, step, batch, run.micro_batch, scale, batch is batches[-1])
         for _ in range(idle):
             pairs, *_ = self._outputs(experience, step, zero, zero)
             self.accelerator.backward(pairs.v.sum() * 0.0)

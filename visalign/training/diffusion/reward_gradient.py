@@ -65,15 +65,14 @@ class RewardGradient(ImageAlgorithm):
 
     def setup(self) -> None:
         """Build the ascent and the trained velocity."""
-        row = self.settings.ascent
-        assert row is not None
-        self.row = row
+        assert self.settings.ascent is not None
+        self.row = self.settings.ascent
         check_differentiable(self.reward)
-        self.module = self.distribute(velocity_of, needs_reference=row.kl > 0)
+        self.module = self.distribute(velocity_of, needs_reference=self.row.kl > 0)
 
     def collect(self, run: Context) -> Collected:
         """Choose and encode the iteration's prompts; each update samples its own images."""
-        batch, records, _ = self.prompts(run.counters.iteration)
+        batch, records = self.prompts(run.counters.iteration)
         experience = AscentBatch(
             condition=self.encode(records, run.clock),
             prompts=[str(record["prompt"]) for record in records],
@@ -142,8 +141,7 @@ class RewardGradient(ImageAlgorithm):
 
         Each prediction of the images is backpropagated before the next is made: one graph at a time.
         """
-        predictions = 1 + self.row.renoised
-        process = self.accelerator
+        predictions, process = 1 + self.row.renoised, self.accelerator
         with no_sync_unless_last(self.module, process, last=last and predictions == 1):
             x0, kl = self._clean(experience, step, sample)
             value, norm = self._backward_images(experience, sample, x0, kl, scale / predictions)
@@ -163,17 +161,14 @@ class RewardGradient(ImageAlgorithm):
             images = self.policy.decode(x0.to(self.policy.storage_dtype))
         prompts = [experience.prompts[i] for i in sample.tolist()]
         value, gradient = image_gradient(self.reward, images.detach(), prompts, self.row)
-        norm = gradient.flatten(1).norm(dim=1).sum().double().cpu()
         # ∂/∂θ of −Σ r(x0(θ)): the gradient in the pixels goes on through the decoder and the last steps
-        loss = (kl.sum() - (images * gradient).sum()) * scale
-        self.accelerator.backward(loss)
-        return value, norm
+        self.accelerator.backward((kl.sum() - (images * gradient).sum()) * scale)
+        return value, gradient.flatten(1).norm(dim=1).sum().double().cpu()
 
     def _sampled(self, experience: AscentBatch, step: AscentStep, sample: Tensor) -> Tensor:
         """Sample latents [n, ...] under the current weights, up to where the gradient begins."""
         policy, sigmas = self.policy, self.sigmas
-        seeds = self.sample_seeds(experience.batch.sample_id[sample])
-        noise = initial_noise(seeds, policy.latent_shape)
+        noise = initial_noise(self.sample_seeds(experience.batch.sample_id[sample]), policy.latent_shape)
         if policy.prediction != "velocity":
             noise = noise * preserving_scale(sigmas[0]).to(noise)
         x = noise.to(device=policy.device, dtype=policy.storage_dtype)
@@ -262,11 +257,9 @@ def check_differentiable(reward: Any) -> None:
 
 
 def image_gradient(reward: Any, images: Tensor, prompts: Sequence[str], row: Ascent) -> tuple[Tensor, Tensor]:
-    """Compute the rewards of images [n, 3, H, W] in [0, 1] and their gradient in the pixels.
+    """Compute the rewards [n] of images [n, 3, H, W] in [0, 1] and their gradient in the pixels.
 
-    Returns:
-        ([n] float64 rewards, higher is better, NaN where not finite; [n, 3, H, W] gradient, 0 there and
-            above the hinge).
+    Rewards are float64, higher is better, NaN where not finite; the gradient is 0 there and above the hinge.
     """
     images = images.detach().float()
     value = torch.zeros(len(images), dtype=torch.float64)

@@ -45,8 +45,7 @@ class Collected:
     """Training data of an iteration."""
 
     experience: Any  # For `Algorithm.prepare`; None where there is nothing to learn from
-    samples: int | None = None
-    """Generated or read, all processes; None where the updates count them, as "samples"."""
+    samples: int | None = None  # Generated or read, all processes; None where the updates count them, as "samples"
     tokens: int = 0
     metrics: Mapping[str, float] = field(default_factory=dict)
 
@@ -61,8 +60,7 @@ class Context:
     tensors: dict[str, Mapping[str, Tensor]] = field(default_factory=dict)
     """State of the algorithm, file stem -> name -> tensor: set in `finish`, saved in checkpoints, read in
     `restore`."""
-    prefetch_next: bool = False
-    """True where another iteration follows this one without a checkpoint between them."""
+    prefetch_next: bool = False  # True where another iteration follows this one without a checkpoint between them
 
     @property
     def micro_batch(self) -> int:

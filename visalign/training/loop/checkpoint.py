@@ -46,8 +46,7 @@ class Checkpoint:
 
     step: int
     tensors: Tensors
-    state: Mapping[str, Any]
-    """Counters, JSON values."""
+    state: Mapping[str, Any]  # Counters, JSON values
 
 
 def step_folder(root: Path, step: int) -> Path:

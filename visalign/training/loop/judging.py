@@ -71,11 +71,9 @@ class RewardScorer:
         batch get one chunk.
         """
         capabilities = self.reward.capabilities
-        if capabilities.needs_batch:
-            count = 1
         anywhere = not (whole_groups or capabilities.needs_group)
         starts = [i for i in range(len(group)) if anywhere or i == 0 or group[i] != group[i - 1]]
-        parts = torch.tensor(starts).tensor_split(min(count, len(starts)))
+        parts = torch.tensor(starts).tensor_split(1 if capabilities.needs_batch else min(count, len(starts)))
         return list(torch.arange(len(group)).tensor_split([int(part[0]) for part in parts[1:]]))
 
 

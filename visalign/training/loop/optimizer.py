@@ -98,7 +98,6 @@ class TrainedWeights:
         for name, master in self.masters:
             rate = next((factor for prefix, factor in (rates or {}).items() if name.startswith(prefix)), 1.0)
             groups.setdefault(rate, []).append(master)
-
         self.optimizer = torch.optim.AdamW(
             [{"params": members, "rate": rate} for rate, members in groups.items()],
             lr=settings.lr,
@@ -148,8 +147,7 @@ class TrainedWeights:
     def resolution(self) -> float:
         """Compute the median of √v̂ / ε over about 100,000 numbers; near 1 and below, ε swallows the steps.
         NaN: none."""
-        total = sum(master.numel() for _, master in self.masters)
-        stride, samples = max(1, total // 100_000), []
+        stride, samples = max(1, sum(master.numel() for _, master in self.masters) // 100_000), []
         for group in self.optimizer.param_groups:
             for master in group["params"]:
                 if state := self.optimizer.state.get(master):

@@ -157,15 +157,12 @@ class Shares:
         return cls(accelerator, [torch.arange(part.start, part.stop) for part in slices])
 
     @classmethod
-    def of_groups(cls, count: int, size: int, accelerator: Accelerator, *, whole_groups: bool = False) -> Shares:
+    def of_groups(cls, count: int, size: int, accelerator: Accelerator) -> Shares:
         """Assign a part of each group of `size` samples to each process, so that all have equally many with signal.
 
-        `even` where a group cannot be divided evenly; `whole_groups` divides none.
+        `even` where a group cannot be divided evenly.
         """
         world = accelerator.num_processes
-        if whole_groups:
-            owner = cls.even(count // size, accelerator).owner
-            return cls.of_owners(owner.repeat_interleave(size), accelerator)
         if size % world:
             return cls.even(count, accelerator)
         return cls.of_owners(torch.arange(count) % size // (size // world), accelerator)

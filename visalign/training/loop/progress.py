@@ -91,11 +91,9 @@ class TrainingProgress:
             values["clip"] = values.get("clip_low", 0.0) + values.get("clip_high", 0.0)
         self._last |= values
         fresh = {k: v for k, v in self._last.items() if k in values or not k.startswith("heldout/")}
-        columns = [(title, form, fresh[key]) for title, key, form in self._columns if key in fresh]
-        cells = ", ".join(f"{title} {_cell(form, value)}" for title, form, value in columns)
-        left = clock_text(self.seconds_left())
+        cells = ", ".join(f"{title} {_cell(form, fresh[key])}" for title, key, form in self._columns if key in fresh)
         if self.enabled:
-            line = f"iteration {self._done}/{self._total}: {cells}, {left} left"
+            line = f"iteration {self._done}/{self._total}: {cells}, {clock_text(self.seconds_left())} left"
             self.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def seconds_left(self) -> float:

@@ -57,7 +57,7 @@ def shard(network: nn.Module, accelerator: Accelerator, undivided: Collection[nn
             )
     with torch.no_grad():
         for value in (*network.parameters(), *network.buffers()):
-            distributed.broadcast(value.data, src=0)
+            distributed.broadcast(value.data, src=0)  # fully_shard takes each process's own weights
     keys = ("_repeated_blocks", "_no_split_modules")
     names = {name for part in network.modules() for key in keys for name in getattr(part, key, None) or ()}
     mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))

@@ -46,28 +46,20 @@ class FitSettings:
 class LabelReport:
     """Loss and accuracy on n labels; NaN where there was none of that kind."""
 
-    loss: float
-    """Mean over the labels, in nats, or in the outcome's unit squared; in training before each update."""
-    accuracy: float
-    """Share on the right side of even odds."""
-    accuracy_right: float
-    """The same among rows labelled right (at least ½)."""
-    accuracy_wrong: float
-    """The same among rows labelled wrong; the telling number where wrong is rare."""
-    labels: int
-    """n."""
+    loss: float  # Mean over the labels, in nats, or in the outcome's unit squared; in training before each update
+    accuracy: float  # Share on the right side of even odds
+    accuracy_right: float  # The same among rows labelled right (at least ½)
+    accuracy_wrong: float  # The same among rows labelled wrong; the telling number where wrong is rare
+    labels: int  # n, the number of labels
 
 
 @dataclass(frozen=True, kw_only=True)
 class LabelOutputs:
     """Outputs of a model on the labels of some rows; [n] each."""
 
-    odds: Tensor
-    """Log-odds of being right, or another number that is above 0 for right."""
-    label: Tensor
-    """1 right, 0 wrong, a probability, or an outcome; NaN where there is no label."""
-    loss: Tensor
-    """Differentiable; 0 where there is no label."""
+    odds: Tensor  # Log-odds of being right, or another number that is above 0 for right
+    label: Tensor  # 1 right, 0 wrong, a probability, or an outcome; NaN where there is no label
+    loss: Tensor  # Differentiable; 0 where there is no label
 
 
 class LabelFit(Algorithm):

@@ -21,26 +21,16 @@ class RewardBatch:
     Pairs are two rows each; `votes` take precedence over `label` where they are known.
     """
 
-    inputs: Any
-    """Input of the model: M rows."""
-    size: int
-    """Examples (pairs, triples, images) in the batch."""
-    left: Tensor | None = None
-    """[N] int64, row of the left image of each pair."""
-    right: Tensor | None = None
-    """[N] int64."""
-    label: Tensor | None = None
-    """[N] probability that the left one is better; NaN: unknown."""
-    votes: Tensor | None = None
-    """[N, 3] votes (left, right, equal); NaN rows where only the label is known."""
-    weight: Tensor | None = None
-    """[N] ≥ 0, weight of each pair; None: all equal."""
-    clear: Tensor | None = None
-    """Bool [N], True where the truth of a held-out pair is clear; None: everywhere."""
-    target: Tensor | None = None
-    """[M] target of "value": a rating in the reward's unit, or the probability of yes."""
-    ict: IctLabels | None = None
-    """Targets of triples; rows are I1 of all, then I2 of all, then I3 of all."""
+    inputs: Any  # Input of the model: M rows
+    size: int  # Examples (pairs, triples, images) in the batch
+    left: Tensor | None = None  # [N] int64, row of the left image of each pair
+    right: Tensor | None = None  # [N] int64
+    label: Tensor | None = None  # [N] probability that the left one is better; NaN: unknown
+    votes: Tensor | None = None  # [N, 3] votes (left, right, equal); NaN rows where only the label is known
+    weight: Tensor | None = None  # [N] ≥ 0, weight of each pair; None: all equal
+    clear: Tensor | None = None  # Bool [N], True where the truth of a held-out pair is clear; None: everywhere
+    target: Tensor | None = None  # [M] target of "value": a rating in the reward's unit, or the probability of yes
+    ict: IctLabels | None = None  # Targets of triples; rows are I1 of all, then I2 of all, then I3 of all
 
 
 class TrainableJudge(Protocol):

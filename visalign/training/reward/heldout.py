@@ -24,21 +24,15 @@ LOW = 0.01  # Quantile of the answers' probability mass that is reported
 class HeldoutPairs:
     """Outputs of a reward on N held-out pairs, [N] each, float64."""
 
-    difference: Tensor
-    """Score of the left minus that of the right image."""
-    prob: Tensor | None
-    """P(left better), None where the task gives none."""
-    std: Tensor | None
-    """Standard deviation of the difference, None where the reward gives none."""
+    difference: Tensor  # Score of the left minus that of the right image
+    prob: Tensor | None  # P(left better), None where the task gives none
+    std: Tensor | None  # Standard deviation of the difference, None where the reward gives none
     truth: Tensor
     """Probability that the left image is truly better: 1, 0 or, where only votes are known, their majority;
     NaN or ½ where there is none."""
-    share: Tensor
-    """Share of the votes for the left image, ties half; NaN where there are none."""
-    weight: Tensor
-    """Votes behind `share`."""
-    clear: Tensor
-    """Bool: True where the truth is clear."""
+    share: Tensor  # Share of the votes for the left image, ties half; NaN where there are none
+    weight: Tensor  # Votes behind `share`
+    clear: Tensor  # Bool: True where the truth is clear
     mass: Tensor | None = None
     """Probability of all allowed answers, the smaller of the pair's two; None for models without answers."""
 
