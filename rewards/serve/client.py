@@ -113,7 +113,7 @@ class RemoteReward:
             _Server(clients.enter_context(httpx.Client(base_url=address, headers=headers, timeout=30.0)), address)
             for address in urls
         ]
-        weakref.finalize(self, clients.close)
+        self._end = weakref.finalize(self, clients.close)
         with ThreadPoolExecutor(len(urls)) as pool:
             abouts = list(pool.map(self._read_health, self._servers))
         card = abouts[0]["judge"]
@@ -144,6 +144,10 @@ class RemoteReward:
     def compare(self, left: Any, right: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Preferences:
         """Compare B pairs; a judge of single images raises RewardError."""
         return self._judge("/v1/compare", left, right, prompts, metadata)
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._end()
 
     def _judge(self, path: str, left: Any, right: Any, prompts: Sequence[str], metadata: Metadata | None) -> Any:
         request, rows, reasons = readable_rows(self.name, left, right, prompts, metadata)
