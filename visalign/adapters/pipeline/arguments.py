@@ -33,9 +33,7 @@ def known_family(kind: Any, what: str) -> Family:
 
 
 def checked_guidance(pipe: Any, family: Family, guidance: float | None) -> float:
-    """Return the guidance scale (None: the family's usual one) if the pipeline can be guided by it; raises
-    for one out of range and for a distilled model.
-    """
+    """Return the guidance scale (None: the family's usual one) if the pipeline can be guided by it."""
     usual = family.off if family.usual is None else family.usual
     scale = usual if guidance is None else guidance
     config = getattr(pipe, family.networks[0]).config
@@ -69,11 +67,7 @@ def call_arguments(
     num_frames: int | None,
     more: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """Return the arguments that every call gets: size, frames and `more` of the user.
-
-    Raises `UserError` for a size that the patches do not divide, frames of an image or out of step, an
-    argument that is unknown or that the policy sets itself.
-    """
+    """Return the arguments that every call gets, checked: size, frames and `more` of the user."""
     taken = list(inspect.signature(type(pipe).__call__).parameters)[1:]
     size = {} if image_size is None else _size(pipe, family, image_size)
     if size and "max_area" in taken:
@@ -138,10 +132,8 @@ def checked_negative(pipe: Any, family: Family, negative_prompt: str | None) -> 
 
 
 def checked_source(pipe: Any, family: Family, source: Any, sized: bool) -> Source | None:
-    """Return the images to edit (a source as `image_of` takes it, or a list), None where none is taken.
-
-    Raises `UserError` if it is missing, cannot be read, has more images than the pipeline takes, or would
-    decide the size of the result (which is not `sized`).
+    """Return the images to edit (a source as `image_of` takes it, or a list), None where none is taken; without
+    `sized`, a source would decide the size of the result.
     """
     if source is None and family.source == "needed":
         raise UserError(

@@ -22,14 +22,13 @@ from visalign.errors import UserError
 DIGIT = 1024  # base in which positions in a latent are written, so that float32 holds each digit exactly enough
 
 
-class _Watched(Exception):
+class _AtAutoencoder(Exception):
     """Leaves a pipeline's call at its autoencoder."""
 
 
 class ImageEncoder:
-    """Encodes images for a policy that decodes by `pipe.vae`; computed in float32, the posterior's mode.
-
-    Raises `UserError` if the way to the autoencoder cannot be inverted, or it makes videos.
+    """Encodes images for a policy that decodes by `pipe.vae`; computed in float32, the posterior's mode. A way to
+    the autoencoder that cannot be inverted is refused, as are videos.
     """
 
     @torch.no_grad()
@@ -39,13 +38,13 @@ class ImageEncoder:
         if not hasattr(self.vae, "encode"):
             self._refuse("its pipeline has no autoencoder with an encoder")
         with _in_float32(self.vae):
-            images, zero = self._seen(torch.zeros(policy.latent_shape), decoded=True)
+            images, zero = self._input(torch.zeros(policy.latent_shape), decoded=True)
             if zero.ndim not in (4, 5) or (zero.ndim == 5 and zero.shape[2] != 1):
                 self._refuse(f"its autoencoder is given {list(zero.shape)}, which is no single image")
             height, width = images.shape[-2:]
             self.size, self._given = (height, width), zero.shape
             self._shift = zero.flatten()
-            self._scale = self._numbers(torch.ones(policy.latent_shape)) - self._shift
+            self._scale = self._input(torch.ones(policy.latent_shape))[1].flatten() - self._shift
             count = zero.numel()
             position = torch.arange(count)
             if count != math.prod(policy.latent_shape) or not bool(self._scale.all()):
@@ -54,7 +53,7 @@ class ImageEncoder:
             self._order = high * DIGIT + low
             x = torch.randn(count, generator=torch.Generator().manual_seed(0)).to(zero.device)
             if not torch.equal(self._order.sort().values.cpu(), position) or not torch.allclose(
-                self._numbers(x.view(policy.latent_shape)),
+                self._input(x.view(policy.latent_shape))[1].flatten(),
                 self._scale * x[self._order] + self._shift,
                 rtol=1e-4,
                 atol=1e-5,
@@ -82,21 +81,21 @@ class ImageEncoder:
                 batches.append(latents.view(-1, *policy.latent_shape).to(policy.storage_dtype))
         return torch.cat(batches)
 
-    def _seen(self, latent: Tensor, *, decoded: bool = False) -> tuple[Tensor, Tensor]:
+    def _input(self, latent: Tensor, *, decoded: bool = False) -> tuple[Tensor, Tensor]:
         """Return (images if `decoded`, the autoencoder's input) of one latent in float32."""
         original, inputs, is_own = self.vae.decode, [], "decode" in vars(self.vae)
 
         def decode(z: Tensor, *args: Any, **kwargs: Any) -> Any:
             inputs.append(z.float())
             if not decoded:
-                raise _Watched
+                raise _AtAutoencoder
             return original(z, *args, **kwargs)
 
         images = latent
         self.vae.decode = decode
         try:
             images = self.policy.decode(latent[None].to(self.policy.device))
-        except _Watched:
+        except _AtAutoencoder:
             pass
         finally:
             del self.vae.decode
@@ -106,12 +105,9 @@ class ImageEncoder:
             self._refuse("its pipeline asks the autoencoder otherwise than once for an image")
         return images, inputs[0]
 
-    def _numbers(self, latent: Tensor) -> Tensor:
-        return self._seen(latent)[1].flatten()
-
     def _digit(self, digit: Tensor) -> Tensor:
         """Return one digit of where each of the autoencoder's numbers comes from, [n]."""
-        numbers = self._numbers(digit.float().view(self.policy.latent_shape))
+        numbers = self._input(digit.float().view(self.policy.latent_shape))[1].flatten()
         return ((numbers - self._shift) / self._scale).round().long()
 
     def _refuse(self, why: str) -> None:

@@ -179,9 +179,16 @@ class ServerGenerator:
 
         A restarted server answers 404 for its adapter; with a whole model only the outage shows.
         """
+
+        def post() -> list[Mapping[str, Any]]:
+            if requests and needs_processed(requests[0].sampling) and not self._probed:
+                self._probed = check_processed(self._connection, self.model, list(requests[0].prompt))
+            bodies = [request.body() for request in requests]
+            return self._connection.post_all("completions", bodies, parallel=self.parallel)
+
         outages, is_whole = self._connection.outages, self.model == self.base_model
         try:
-            answers = self._post_once(requests)
+            answers = post()
             if self.weights_folder is None or not is_whole or self._connection.outages == outages:
                 return answers
         except ServerError as error:
@@ -191,13 +198,7 @@ class ServerGenerator:
             reload_weights(self._connection)
         else:
             load_adapter(self._connection, self.model, str(self.weights_folder))
-        return self._post_once(requests)
-
-    def _post_once(self, requests: Sequence[CompletionRequest]) -> list[Mapping[str, Any]]:
-        if requests and needs_processed(requests[0].sampling) and not self._probed:
-            self._probed = check_processed(self._connection, self.model, list(requests[0].prompt))
-        bodies = [request.body() for request in requests]
-        return self._connection.post_all("completions", bodies, parallel=self.parallel)
+        return post()
 
     @cached_property
     def _context_length(self) -> int | None:
