@@ -48,5 +48,5 @@ def test_contract() -> None:
     assert judge.score(["abc"], ["?"]).parts["inner.length"].tolist() == [3]
     over_batch = WeightedTextSum({"a": (of_text(len), 1.0)}, normalise="batch")
     assert over_batch.capabilities.needs_batch and len(check_text_reward(over_batch)) == 8
-    with pytest.raises(RewardError, match="a completion alone scores otherwise than in a batch"):
+    with pytest.raises(RewardError, match="a single completion scores otherwise than in a batch"):
         check_text_reward(lambda completions, **_: [len(completions) + len(text) for text in completions])
