@@ -177,5 +177,5 @@ def test_contract():
     assert len(check_reward(WeightedSum(rewards))) == 11
     over_batch = WeightedSum(rewards, normalise="batch")
     assert over_batch.capabilities.needs_batch and len(check_reward(over_batch)) == 10
-    with pytest.raises(RewardError, match="an image alone scores otherwise than in a batch"):
+    with pytest.raises(RewardError, match="a single image scores otherwise than in a batch"):
         check_reward(lambda images, **_: [float(len(images))] * len(images))
