@@ -175,9 +175,16 @@ class RolloutSettings:
             nodes = tree_nodes(group, self.steps, at=self.branch.at, children=self.branch.children)
         elif self.shared_noise:
             nodes = tree_nodes(group, self.steps, at=sde_steps[:1], children=self.group_size)
-        shared = ("schedule", "noise_level", "log_prob_reduction", "batch_size", "solver")
-        values = {name: getattr(self, name) for name in shared}
-        return values | {"sde_steps": sde_steps, "nodes": nodes, "compression": self.ode_compression}
+        return {
+            "sde_steps": sde_steps,
+            "schedule": self.schedule,
+            "noise_level": self.noise_level,
+            "log_prob_reduction": self.log_prob_reduction,
+            "batch_size": self.batch_size,
+            "nodes": nodes,
+            "solver": self.solver,
+            "compression": self.ode_compression,
+        }
 
     @property
     def completed_per_image(self) -> float:
