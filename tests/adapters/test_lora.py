@@ -2,13 +2,16 @@
 """LoRA: a start that depends on its seed alone, the places that were asked for, and messages."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from diffusers import StableDiffusion3Pipeline
+from torch import nn
 
 from tests.support.models.sd3 import tiny_sd3_pipeline
 from visalign.adapters import LoraSettings
+from visalign.adapters.lora import ADAPTER, insert_adapters
 from visalign.adapters.pipeline.families import SD3_ATTENTION
 from visalign.adapters.pipeline.lora import add_lora, load_lora, save_lora
 from visalign.errors import UserError
@@ -84,3 +87,24 @@ def test_messages(tmp_path):
     add_lora(stronger, LoraSettings(rank=2, alpha=6), SD3_ATTENTION)
     with pytest.raises(UserError, match=r"alpha 3 there, 6 here\. Build"):
         load_lora({"transformer": stronger}, tmp_path)
+
+
+def test_adapters_multiply_in_the_dtype_of_their_input_and_learn_in_float32():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(64, 48)), torch.randn(8, 64)
+    layer: Any = insert_adapters(model, LoraSettings(rank=4, alpha=6), ["0"])[0]
+    a, b = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
+    nn.init.normal_(b, std=0.1)
+    expected = x @ layer.base_layer.weight.T + layer.base_layer.bias + 1.5 * x @ a.T @ b.T  # α / r = 1.5
+    exact = torch.autograd.grad(expected.square().sum(), (a, b))
+    torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-5)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(x).dtype == torch.bfloat16
+    layer.base_layer.to(torch.bfloat16)
+    low = model(x.bfloat16())
+    assert low.dtype == torch.bfloat16
+    torch.testing.assert_close(low.float(), expected.detach(), rtol=2e-2, atol=2e-2 * float(expected.std()))
+    gradients = torch.autograd.grad(low.float().square().sum(), (a, b))
+    for gradient, wanted in zip(gradients, exact, strict=True):
+        assert gradient.dtype == torch.float32
+        assert float((gradient - wanted).norm() / wanted.norm()) < 1e-2

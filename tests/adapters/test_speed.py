@@ -32,6 +32,18 @@ def asked(policy: PipelinePolicy) -> tuple[torch.Tensor, torch.Tensor]:
     return velocity.detach(), next(gradient for gradient in found if gradient is not None)
 
 
+def compiled_graphs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Graphs that blocks compile to from here on."""
+    graphs: list[str] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(str(graph.graph))
+        return graph.forward
+
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend=backend))
+    return graphs
+
+
 @pytest.mark.filterwarnings("default:The .grad attribute of a Tensor")  # torch.compile looks at it
 @pytest.mark.parametrize(
     ("name", "how"),
@@ -43,13 +55,7 @@ def asked(policy: PipelinePolicy) -> tuple[torch.Tensor, torch.Tensor]:
     ],
 )
 def test_it_is_the_same_function(name: str, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
-    compiled: list[str] = []
-
-    def backend(graph: Any, _: Any) -> Any:
-        compiled.append(str(graph.graph))
-        return graph.forward
-
-    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend=backend))
+    compiled = compiled_graphs(monkeypatch)
     policy = policy_of(name)
     height, width = policy.decode(torch.zeros(1, *policy.latent_shape)).shape[-2:]
     sizes = [(height, width), (height, 2 * width), (2 * height, 2 * width)]
@@ -69,10 +75,71 @@ def test_it_is_the_same_function(name: str, how: dict[str, Any], monkeypatch: py
     for there, here in zip(before, at_sizes(), strict=True):
         torch.testing.assert_close(here, there, rtol=1e-3, atol=1e-4)
     first, second, third = graphs[len(sizes) :]
-    assert 0 < first < second == third if "compiled" in how else third == 0
+    assert 0 < first < second < third if "compiled" in how else third == 0
     if name == "sd15":
         conv: Any = policy.module.conv_in
         assert conv.weight.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.filterwarnings("default:The .grad attribute of a Tensor")
+@pytest.mark.parametrize("name", ["flux", "sd15", "sd3"])
+def test_rollout_and_replay_run_one_graph_of_compiled_blocks(name: str, monkeypatch: pytest.MonkeyPatch):
+    policy = policy_of(name)
+    if name != "sd3":
+        policy.guidance = 3.0  # with a half that has no gradient
+    graphs = compiled_graphs(monkeypatch)
+    speed_up(policy.module, compiled=True)
+    x, time = torch.randn(2, *policy.latent_shape), torch.tensor([0.7, 0.7])
+    condition = policy.encode(["a red circle", "two squares"])
+    with torch.no_grad():
+        sampled = policy.velocity(x, time, condition)
+    assert not sampled.requires_grad
+    count = len(graphs)
+    replayed = policy.velocity(x, time, condition)
+    assert len(graphs) == count > 0
+    assert torch.equal(sampled, replayed)
+    replayed.square().sum().backward()
+    assert any(w.grad is not None and w.grad.any() for _, w in policy.trainable_parameters())
+    assert policy.forward_count.forward > 0 < policy.forward_count.forward_backward
+    with policy.reference(), torch.no_grad():
+        policy.velocity(x, time, condition)  # adapters off: graphs of its own
+    assert len(graphs) > count
+
+
+@pytest.mark.filterwarnings("default:The .grad attribute of a Tensor")
+def test_activations_of_a_sampling_pass_are_freed_block_by_block(monkeypatch: pytest.MonkeyPatch):
+    policy = policy_of("flux")
+    compiled_graphs(monkeypatch)
+    speed_up(policy.module, compiled=True)
+    outputs: list[torch.Tensor] = []
+    last: Any = policy.module.single_transformer_blocks[-1]
+    call = last._compiled_call_impl
+    last._compiled_call_impl = lambda *a, **k: outputs.extend(out := call(*a, **k)) or out
+    asked(policy)
+    assert all(output.grad_fn is not None for output in outputs)
+    outputs.clear()
+    with torch.no_grad():
+        x = torch.randn(2, *policy.latent_shape)
+        policy.velocity(x, torch.tensor([0.7, 0.7]), policy.encode(["a red circle", "two squares"]))
+    assert outputs and all(output.grad_fn is None and output.requires_grad for output in outputs)
+
+
+def test_a_block_that_cannot_be_compiled_runs_eagerly_with_a_warning(monkeypatch: pytest.MonkeyPatch):
+    def no_backend(graph: Any, _: Any) -> Any:
+        raise RuntimeError("no compiler here")
+
+    policy = policy_of("flux")
+    expected = asked(policy)[0]
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend=no_backend))
+    speed_up(policy.module, compiled=True)
+    with pytest.warns(UserWarning, match="runs without torch.compile: .*no compiler here"):
+        assert torch.equal(asked(policy)[0], expected)
+
+
+def test_small_networks_and_those_on_a_cpu_are_not_compiled_by_default():
+    policy = policy_of("flux")
+    speed_up(policy.module, compiled=None)
+    assert all(part._compiled_call_impl is None for part in policy.module.modules())
 
 
 def test_what_it_cannot_do_is_refused():

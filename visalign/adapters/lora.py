@@ -14,9 +14,10 @@ from typing import Annotated, Any, Literal
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
-from peft.tuners.lora import LoraLayer
+from peft.tuners.lora import Linear, LoraLayer
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from visalign.errors import UserError
 from visalign.settings import Count, settings
@@ -42,6 +43,21 @@ class LoraSettings:
     peft's default (std 0.031 against 0.0147 at width 1536 and rank 32). B starts at 0."""
     seed: int = 0
     """Seed of A; the global generator is not used."""
+
+
+class CastLinear(Linear):
+    """LoRA layer whose float32 A and B are multiplied in the dtype of the layer's input.
+
+    peft casts the input to float32 instead: two products outside the tensor cores for each layer, and activations
+    of twice the size. Gradients arrive in the float32 weights, as with autocast.
+    """
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if self.disable_adapters or self.merged or self.active_adapters != [ADAPTER]:
+            return super().forward(x, *args, **kwargs)
+        a, b = self.lora_A[ADAPTER].weight, self.lora_B[ADAPTER].weight * self.scaling[ADAPTER]
+        hidden = linear(self.lora_dropout[ADAPTER](x), a.to(x.dtype))
+        return self.base_layer(x, *args, **kwargs) + linear(hidden, b.to(hidden.dtype))  # W x + (α / r) B A x
 
 
 def check_bare(model: Any, merging: str) -> None:
@@ -83,7 +99,11 @@ def insert_adapters(model: Any, lora: LoraSettings, targets: list[str], *, task:
             else:
                 initial.uniform_(-bound, bound, generator=generator)
             weight.data.copy_(initial)
-    return [module for module in model.modules() if isinstance(module, LoraLayer)]
+    layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    for layer in layers:
+        if type(layer) is Linear and type(layer.base_layer) is nn.Linear:  # quantized ones have products of their own
+            layer.__class__ = CastLinear
+    return layers
 
 
 def adapter_config(model: Any) -> LoraConfig:
@@ -122,12 +142,3 @@ def lora_disabled(layers: list[Any]) -> Iterator[None]:
             layer.enable_adapters(True)
         for weight, trainable in flags:
             weight.requires_grad_(trainable)
-
-
-def leave_casts_to_autocast(layers: list[LoraLayer]) -> None:
-    """Skip peft's cast of adapter inputs to float32, in place.
-
-    Under autocast the products cast their inputs anyway, so no number changes. Only for float32 weights.
-    """
-    for layer in layers:
-        layer.cast_input_dtype_enabled = False

@@ -3,21 +3,34 @@
 
 from __future__ import annotations
 
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+from torch.utils._triton import has_triton
 
 from visalign.errors import UserError
 
+RECOMPILE_LIMIT = 64
+COMPILED_FROM = 100_000_000
+"""Parameters from which compiling pays by itself: it takes about a minute on a GPU."""
+_COMPILED = "compiled_blocks"
+
 
 def speed_up(
-    module: nn.Module, *, compiled: bool = False, attention: str | None = None, channels_last: bool = False
+    module: nn.Module, *, compiled: bool | None = False, attention: str | None = None, channels_last: bool = False
 ) -> None:
     """Change how a network is executed, in place; its function stays the same.
 
     Args:
         module: Network of diffusers with its adapters, or an `nn.ModuleDict` of several.
-        compiled: `torch.compile` each repeated block (`_repeated_blocks`, or `_no_split_modules`), so that
-            one compilation serves all.
+        compiled: `torch.compile` each repeated block (`_repeated_blocks`, or `_no_split_modules`), so that one
+            compilation serves all. None: on a GPU, if the network has 100 million parameters or more.
         attention: Backend of diffusers' attention dispatch: native, flash, sage, xformers, ...
         channels_last: Store 2D convolution weights channels last.
 
@@ -30,19 +43,91 @@ def speed_up(
                 weight.data = weight.data.contiguous(memory_format=torch.channels_last)
         if attention is not None:
             _set_attention(network, attention)
-        if compiled:
-            _compile_blocks(network)
+        if compiled or (compiled is None and _compiling_pays(network)):
+            CompiledBlocks(network)
 
 
-def _compile_blocks(network: nn.Module) -> None:
+class CompiledBlocks:
+    """Repeated blocks of a network, compiled: one compilation serves all blocks of a kind.
+
+    Sizes are static: each new one compiles anew, since blocks with dynamic sizes had not compiled within 135 s on a
+    GPU. A block that cannot be traced or compiled makes all of them run eagerly from then on, with a warning.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        blocks = _repeated_blocks(network)
+        if not blocks:
+            raise UserError(
+                f"model.compile is set, but {type(network).__name__} declares no repeated blocks. Leave it out."
+            )
+        import torch._dynamo as dynamo  # 1.5 s
+
+        # kinds of block × sizes × (gradient, none, adapters off) are more graphs than torch's limit of 8 a function,
+        # behind which a block silently runs eagerly
+        dynamo.config.recompile_limit = max(dynamo.config.recompile_limit, RECOMPILE_LIMIT)
+        self.frees_activations = False
+        """Whether a block's output is cut from what made it, see `gradient_mode`."""
+        self._eager, self._untraceable = False, dynamo.exc.TorchDynamoException
+        for block in blocks:
+            block.compile(dynamic=False)
+            block._compiled_call_impl = self._call(block, block._compiled_call_impl)
+        network.__dict__[_COMPILED] = self
+
+    def _call(self, block: Any, compiled: Any) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._eager:
+                return block._call_impl(*args, **kwargs)
+            try:
+                output = compiled(*args, **kwargs)
+            except self._untraceable as error:
+                self._eager = True
+                reason = " ".join(str(error).split("\n\n")[0].split())
+                warnings.warn(f"{type(block).__name__} runs without torch.compile: {reason}", stacklevel=2)
+                return block._call_impl(*args, **kwargs)
+            return tree_map_only(Tensor, _cut, output) if self.frees_activations else output
+
+        return call
+
+
+def _repeated_blocks(network: nn.Module) -> list[nn.Module]:
     names = getattr(network, "_repeated_blocks", None) or getattr(network, "_no_split_modules", None) or ()
-    blocks = [part for part in network.modules() if type(part).__name__ in names]
-    if not blocks:
-        raise UserError(
-            f"model.compile is set, but {type(network).__name__} declares no repeated blocks. Leave it out."
-        )
-    for block in blocks:
-        block.compile()
+    return [part for part in network.modules() if type(part).__name__ in names]
+
+
+def _compiling_pays(network: nn.Module) -> bool:
+    """Return True on a GPU for a large network of known blocks, where torch has a compiler."""
+    parameters = list(network.parameters())
+    if not parameters[0].is_cuda or sum(weight.numel() for weight in parameters) < COMPILED_FROM:
+        return False
+    if not (has_triton() and any(shutil.which(name) for name in ("cc", "gcc", "clang"))):
+        warnings.warn("model.compile is off: torch.compile needs Triton and a C compiler (cc) here.", stacklevel=3)
+        return False
+    return bool(_repeated_blocks(network))
+
+
+def _cut(output: Tensor) -> Tensor:
+    return output.detach().requires_grad_(output.requires_grad)
+
+
+@contextmanager
+def gradient_mode(network: nn.Module, learning: bool) -> Iterator[None]:
+    """Run a pass of a network with or without gradient inside the block; detach the output of one without.
+
+    Compiled blocks run one graph for both, that of training, because two graphs round apart: by a log-ratio of 1.9e-4
+    in bfloat16, beyond the clip range of 1e-4 (docs/evidence/gpu.md, section 2). Without `learning` each block frees
+    its activations at once.
+    """
+    compiled: CompiledBlocks | None = network.__dict__.get(_COMPILED)
+    if learning or compiled is None:
+        with torch.set_grad_enabled(learning):
+            yield
+        return
+    compiled.frees_activations = True
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        compiled.frees_activations = False
 
 
 def _set_attention(network: nn.Module, backend: str) -> None:

@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
+from visalign.adapters.speed import gradient_mode
 from visalign.interfaces import ForwardCount
 
 from .families import Family
@@ -74,23 +76,27 @@ class Halves:
             number, self._calls = self._calls, self._calls + 1
             joined = self._guided and self._family.guidance == "concatenated"
             if joined and self.apart:
-                halves = [self._half(forward, args, kwargs, half) for half in (0, 1)]
+                halves = [self._half(network, forward, args, kwargs, half) for half in (0, 1)]
                 return tuple(_cat(parts) for parts in zip(*halves, strict=True))
             is_null = self._guided and not joined and number == 1
-            return self._counted(forward, args, kwargs, 2 if joined else 1, is_null)
+            return self._counted(network, forward, args, kwargs, 2 if joined else 1, is_null)
 
         return called
 
-    def _half(self, forward: Callable[..., Any], args: Any, kwargs: Any, half: int) -> Any:
+    def _half(self, network: Any, forward: Callable[..., Any], args: Any, kwargs: Any, half: int) -> Any:
         args, kwargs = self._part(args, half), {n: self._part(v, half, n) for n, v in kwargs.items()}
-        return self._counted(forward, args, kwargs, 1, half == self._family.unconditional)
+        return self._counted(network, forward, args, kwargs, 1, half == self._family.unconditional)
 
-    def _counted(self, forward: Callable[..., Any], args: Any, kwargs: Any, halves: int, is_null: bool) -> Any:
+    def _counted(
+        self, network: Any, forward: Callable[..., Any], args: Any, kwargs: Any, halves: int, is_null: bool
+    ) -> Any:
         """Run the network, without gradient for the unconditional half, and count its latents."""
         assert self._samples is not None
         learning = torch.is_grad_enabled() and not is_null
-        with torch.set_grad_enabled(learning):
+        with gradient_mode(network, learning):
             out = forward(*args, **kwargs)
+        if not learning:
+            out = tree_map_only(Tensor, Tensor.detach, out)
         if learning:
             self._count.forward_backward += halves * self._samples
         else:

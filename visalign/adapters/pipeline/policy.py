@@ -19,7 +19,7 @@ import torch
 from diffusers import DiffusionPipeline
 from torch import Tensor, nn
 
-from visalign.adapters.lora import LoraSettings, leave_casts_to_autocast
+from visalign.adapters.lora import LoraSettings
 from visalign.adapters.model_folder import pipeline_index
 from visalign.adapters.weights import TrainedWeights
 from visalign.atomic import umask_permissions
@@ -98,8 +98,6 @@ class PipelinePolicy:
         self.storage_dtype: torch.dtype = torch.float32 if lora is None else dtype_of(network)
         self.autocast = network.dtype if lora is None and network.dtype.itemsize < 4 else autocast
         layers = make_trainable(pipe, self.family, lora, checkpointing=gradient_checkpointing)
-        if autocast is not None and network.dtype == torch.float32:
-            leave_casts_to_autocast(layers)
         self.module: nn.Module = network if len(self.networks) == 1 else nn.ModuleDict(self.networks)
         self.lora, self.decode_batch = lora, decode_batch
         if lora_path is not None:

@@ -19,13 +19,14 @@ from diffusers import FlowMatchEulerDiscreteScheduler, StableDiffusion3Pipeline
 from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import calculate_shift
 from torch import Tensor, nn
 
-from visalign.adapters.lora import LoraSettings, leave_casts_to_autocast
+from visalign.adapters.lora import LoraSettings
 from visalign.adapters.model_folder import INDEX, pipeline_index
 from visalign.adapters.pipeline.condition import check_condition
 from visalign.adapters.pipeline.encoding import ImageEncoder
 from visalign.adapters.pipeline.families import SD3_ATTENTION
 from visalign.adapters.pipeline.lora import add_lora, load_lora, save_lora
 from visalign.adapters.pipeline.quantization import quantization_of
+from visalign.adapters.speed import gradient_mode
 from visalign.adapters.weights import TrainedWeights
 from visalign.atomic import umask_permissions
 from visalign.errors import UserError
@@ -102,8 +103,6 @@ class SD3Policy:
         self._lora_layers = None if lora is None else add_lora(self.transformer, lora, SD3_ATTENTION)
         if self._lora_layers is None:
             self.transformer.requires_grad_(True)
-        elif autocast is not None and self.storage_dtype == torch.float32:
-            leave_casts_to_autocast(self._lora_layers)
         self._trained = TrainedWeights(self.transformer, self._lora_layers)
         self._forward_count = ForwardCount()
 
@@ -289,7 +288,9 @@ class SD3Policy:
         """Run the transformer once, float32 [B, C, H, W]."""
         dtype = self.storage_dtype
         weights = None if log_multiplicity is None else {"context_log_multiplicity": log_multiplicity}
-        with torch.autocast(x.device.type, self.autocast) if self.autocast else nullcontext():
+        autocast = torch.autocast(x.device.type, self.autocast) if self.autocast else nullcontext()
+        learning = torch.is_grad_enabled()
+        with autocast, gradient_mode(self.transformer, learning):
             out = self.transformer(
                 hidden_states=x.to(dtype),
                 timestep=timestep,
@@ -298,11 +299,11 @@ class SD3Policy:
                 joint_attention_kwargs=weights,
                 return_dict=False,
             )[0]
-        if out.requires_grad:
+        if learning and out.requires_grad:
             self._forward_count.forward_backward += len(x)
         else:
             self._forward_count.forward += len(x)
-        return out.float()
+        return out.float() if learning else out.detach().float()
 
 
 def _latent_shape(pipe: StableDiffusion3Pipeline, image_size: int | tuple[int, int] | None) -> tuple[int, int, int]:
