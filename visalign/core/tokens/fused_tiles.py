@@ -11,12 +11,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 from torch import Tensor
+from torch.utils._triton import has_triton
 
 TILES: dict[str, tuple[int, int]] = {"cpu": (1024, 768), "cuda": (4096, 8192)}
 """Device -> rows and vocabulary entries of a tile: a few MB that stay in a CPU's cache, 128 MiB on a GPU."""
+
+KERNEL_ROWS = 8192
+"""Rows of a tile of gradients that a kernel writes, bfloat16: 128 MiB with 8192 vocabulary entries."""
 
 EXCLUDED = -1e30
 """Stands for a bias of −∞: p is 0, and 0·log p is 0 instead of NaN."""
@@ -80,6 +85,22 @@ def multiplies_bfloat16(hidden: Tensor, weight: Tensor) -> bool:
     return both and hidden.device.type in ("cuda", "xpu")
 
 
+def _kernels(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> ModuleType | None:
+    """Return `fused_kernels` where the device runs them: bfloat16 on Hopper or later, by Triton, without a bias."""
+    if (
+        not multiplies_bfloat16(hidden, weight)
+        or bias is not None
+        or hidden.shape[1] % 8
+        or not weight.is_contiguous()
+    ):
+        return None
+    if not hidden.is_cuda or torch.cuda.get_device_capability(hidden.device) < (9, 0) or not has_triton():
+        return None
+    from . import fused_kernels
+
+    return fused_kernels
+
+
 def softmax_statistics(
     rows: Rows, weight: Tensor, bias: Tensor | None, transform: Transform, *, sum_p2: bool
 ) -> Statistics:
@@ -90,6 +111,10 @@ def softmax_statistics(
     are carried along in the same way.
     """
     work = _Work(rows, weight, bias, transform)
+    if work.kernels is not None:
+        states = rows.states(slice(None)).contiguous()
+        sums = work.kernels.softmax_sums(states, weight, rows.target, transform.temperature, transform.soft_cap)
+        return _statistics(*sums)
     count, dtype = rows.target.shape[0], work.dtype
     empty = weight.new_zeros(count, dtype=dtype)
     top, total, moment, square, chosen = (empty.clone() for _ in range(5))
@@ -110,6 +135,10 @@ def softmax_statistics(
             total[part] = decay * total[part] + e.sum(1)
             if sum_p2:
                 square[part] = decay.square() * square[part] + torch.linalg.vector_norm(e, dim=1).square()
+    return _statistics(top, total, moment, square, chosen)
+
+
+def _statistics(top: Tensor, total: Tensor, moment: Tensor, square: Tensor, chosen: Tensor) -> Statistics:
     log_s = total.log()
     return Statistics(
         log_prob=chosen - top - log_s,
@@ -147,17 +176,18 @@ def head_gradients(
     grad_bias = weight.new_zeros(weight.shape[0], dtype=work.dtype) if needs[2] else None
     if count == 0:
         return Gradients(grad_hidden, grad_weight if grad_weight is None else grad_weight.zero_(), grad_bias)
+    by_row = (top, level, push, pull)
+    tile_rows = transform.tile[0] if work.kernels is None else KERNEL_ROWS
+    # one product over all rows is rounded once, as a bfloat16 product is; several are summed in float32 first
+    rounds_once = work.native and count <= tile_rows
     for columns in _cut(weight.shape[0], transform.tile[1]):
         matrix, offset = work.head(columns)
-        grad_matrix = None if grad_weight is None else work.sums(grad_weight[columns])
-        for part in _cut(count, transform.tile[0]):
-            z = work.logits(part, matrix, offset)
-            slope = work.soft_cap_slope(z)
-            grad_z = work.exponentials(z, top[part], level[part], None if push is None else push[part])
-            local, inside = _find(rows.target[part], columns)
-            grad_z.scatter_add_(1, local[:, None], torch.where(inside, -pull[part], 0.0)[:, None])
-            if slope is not None:
-                grad_z.mul_(slope)
+        grad_matrix = None
+        if grad_weight is not None:
+            grad_matrix = grad_weight[columns] if rounds_once else work.sums(grad_weight[columns])
+        for part in _cut(count, tile_rows):
+            part_by_row = [None if value is None else value[part] for value in by_row]
+            grad_z = work.logit_gradient(part, columns, matrix, offset, *part_by_row)
             if grad_bias is not None:
                 grad_bias[columns] += grad_z.sum(0)
             grad_z = work.operand(grad_z)
@@ -166,7 +196,7 @@ def head_gradients(
             if grad_matrix is not None:
                 states = work.operand(rows.states(part))
                 _add_product(grad_matrix, grad_z.t(), states, beta=0 if part.start == 0 else 1)
-        if grad_weight is not None and grad_matrix is not None and grad_weight.dtype != work.dtype:
+        if grad_weight is not None and grad_matrix is not None and not rounds_once and grad_weight.dtype != work.dtype:
             grad_weight[columns] = grad_matrix
     return Gradients(grad_hidden, grad_weight, grad_bias)
 
@@ -192,6 +222,7 @@ class _Work:
         self.rows, self.weight, self.bias, self.transform = rows, weight, bias, transform
         self.dtype = sum_dtype(rows.hidden, weight)
         self.native = multiplies_bfloat16(rows.hidden, weight)
+        self.kernels = _kernels(rows.hidden, weight, bias)
         self.buffers: dict[str, Tensor] = {}
 
     def operand(self, value: Tensor) -> Tensor:
@@ -206,10 +237,10 @@ class _Work:
         """Return the tensor that sums for `target`: itself, or a buffer when its dtype is too short."""
         return target if target.dtype == self.dtype else self.buffer("sums", target.shape)
 
-    def buffer(self, name: str, shape: torch.Size | tuple[int, int]) -> Tensor:
+    def buffer(self, name: str, shape: torch.Size | tuple[int, int], dtype: torch.dtype | None = None) -> Tensor:
         size = math.prod(shape)
         if name not in self.buffers or self.buffers[name].numel() < size:
-            self.buffers[name] = self.weight.new_empty(size, dtype=self.dtype)
+            self.buffers[name] = self.weight.new_empty(size, dtype=dtype or self.dtype)
         return self.buffers[name][:size].view(shape)
 
     def logits(self, part: slice, matrix: Tensor, bias: Tensor | None) -> Tensor:
@@ -221,6 +252,30 @@ class _Work:
         if cap is not None:
             z.mul_(1 / cap).tanh_().mul_(cap)
         return z if self.transform.temperature == 1 else z.mul_(1 / self.transform.temperature)
+
+    def logit_gradient(
+        self,
+        part: slice,
+        columns: slice,
+        matrix: Tensor,
+        bias: Tensor | None,
+        top: Tensor,
+        level: Tensor,
+        push: Tensor | None,
+        pull: Tensor,
+    ) -> Tensor:
+        """Compute the gradient of one tile of logits before their soft-cap and bias, [n, v]."""
+        cap, tau, target = self.transform.soft_cap, self.transform.temperature, self.rows.target[part]
+        if self.kernels is not None:
+            out = self.buffer("gradient", (len(target), len(matrix)), matrix.dtype)
+            by_row = (target - columns.start, top, level, torch.zeros_like(level) if push is None else push, pull)
+            return self.kernels.logit_gradient(self.rows.states(part).contiguous(), matrix, out, by_row, tau, cap)
+        z = self.logits(part, matrix, bias)
+        slope = self.soft_cap_slope(z)
+        grad_z = self.exponentials(z, top, level, push)
+        local, inside = _find(target, columns)
+        grad_z.scatter_add_(1, local[:, None], torch.where(inside, -pull, 0.0)[:, None])
+        return grad_z if slope is None else grad_z.mul_(slope)
 
     def soft_cap_slope(self, z: Tensor) -> Tensor | None:
         """Compute 1 − (τ z/c)², the derivative of the soft-cap; None without one."""
@@ -248,8 +303,10 @@ def _add_product(sums: Tensor, left: Tensor, right: Tensor, *, beta: int) -> Non
     """Compute sums = beta·sums + left right, in the dtype of sums."""
     if left.dtype == sums.dtype:
         sums.addmm_(left, right, beta=beta)
-    elif beta:
+    elif beta and not left.is_cuda:
         sums.add_(torch.mm(left, right, out_dtype=sums.dtype))
+    elif beta:
+        torch.ops.aten.addmm.dtype_out(sums, left, right, sums.dtype, out=sums)  # `torch.addmm` has no out for it
     else:
         sums.copy_(torch.mm(left, right, out_dtype=sums.dtype))
 

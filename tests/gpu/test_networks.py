@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Networks on a GPU: the replay is the rollout, eager and compiled; a compiled run compiles nothing twice."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.models.pipelines import tiny_folder, tiny_pipeline
+from visalign.adapters import LoraSettings, load_policy
+from visalign.adapters.pipeline.policy import PipelinePolicy
+from visalign.adapters.speed import speed_up
+from visalign.data.assets import resolve_model
+from visalign.flow.replay import replay_pairs
+from visalign.flow.rollout import rollout
+
+DEVICE = "cuda"
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+def policy_of(name: str, dtype: torch.dtype, folder: Path) -> Any:
+    options: dict[str, Any] = {"lora": LoraSettings(rank=4, alpha=8), "dtype": dtype, "device": DEVICE}
+    if name.startswith("shapes"):
+        policy: Any = load_policy(resolve_model(name), **options)
+    else:
+        policy = PipelinePolicy.from_pretrained(tiny_folder(name, folder), **options, **tiny_pipeline(name)[1])
+    generator = torch.Generator().manual_seed(0)
+    for key, weight in policy.trainable_parameters():
+        if "lora_B" in key:  # adapters that have learnt something
+            weight.data.copy_(torch.randn(weight.shape, generator=generator) * 0.02)
+    return policy
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", ["shapes-sd3", "shapes-sd15", "flux", "sdxl"])
+def test_the_first_ratio_is_one(name: str, compiled: bool, dtype: torch.dtype, tmp_path: Path):
+    if compiled and (dtype != torch.bfloat16 or name == "sdxl"):
+        pytest.skip("three families compile here in bfloat16, which takes half a minute each")
+    policy = policy_of(name, dtype, tmp_path)
+    speed_up(policy.module, compiled=compiled)
+    condition = policy.encode(["a red circle", "two squares"]).select(torch.arange(4) % 2)
+    trajectory = rollout(
+        policy, condition, sigmas=policy.sigmas(4), sde_steps=range(3), noise_level=0.7, seeds=range(4), batch_size=4
+    )
+    sample, step = trajectory.all_pairs()
+    for rows in torch.arange(len(sample)).split(4):
+        pairs = trajectory.pairs(sample[rows], step[rows])
+        log_prob: Any = replay_pairs(policy, condition.select(sample[rows]), pairs, trajectory.kernel).log_prob
+        assert log_prob.requires_grad
+        assert float((log_prob.detach() - pairs.log_prob).abs().max()) < (1e-6 if dtype == torch.float32 else 1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_a_second_pass_compiles_nothing_and_no_block_runs_eagerly(tmp_path: Path):
+    policy = policy_of("shapes-sd3", torch.bfloat16, tmp_path)
+    speed_up(policy.module, compiled=True)
+    x, time = torch.randn(4, *policy.latent_shape, device=DEVICE), torch.full((4,), 0.5, device=DEVICE)
+    condition = policy.encode(["a red circle"] * 4)
+
+    def passes() -> None:
+        with torch.no_grad():
+            policy.velocity(x, time, condition)
+        policy.velocity(x, time, condition).square().sum().backward()
+        with policy.reference(), torch.no_grad():
+            policy.velocity(x, time, condition)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        passes()
+        with torch.compiler.set_stance("fail_on_recompile"):
+            passes()
