@@ -24,10 +24,11 @@ from visalign.rewards.base.contract import (
 )
 from visalign.rewards.base.identity import Identity
 from visalign.rewards.catalogue import check_options
+from visalign.rewards.weights.checkpoint_files import dtype_of, precision_on
 from visalign.rewards.weights.feature_cache import FeatureCache, encode_once, image_key, text_key
 from visalign.rewards.weights.fingerprints import WeightPrint, evaluation_mode, weight_state
 from visalign.rewards.weights.hub import revision_of
-from visalign.rewards.weights.resize import fitting_images, model_levels, model_pixels, normalised
+from visalign.rewards.weights.resize import batch_levels, fitting_images, model_levels, model_pixels, normalised
 
 from .encoder import ClipEncoder, ClipParts
 from .loading import load_clip
@@ -45,10 +46,11 @@ class ClipTowers:
     Args:
         model: what `load_clip` takes, or a model that is loaded already.
         device: where the towers run.
-        precision: of the towers: "fp32", "bf16" or "fp16"; cosines are float32 always.
+        precision: of the towers: "fp32", "bf16", "fp16", or "auto": "bf16" on a GPU that multiplies it, else "fp32".
+            Cosines are float32 always.
         batch_size: images or prompts in one forward pass.
         cache_bytes: limit of the stored features of images, and again of texts; 0 stores nothing.
-        load: makes the model instead of `load_clip`.
+        load: makes the model of a precision instead of `load_clip`.
         preprocess: replaces entries of the model's own preprocessing.
     """
 
@@ -57,15 +59,16 @@ class ClipTowers:
         model: str | Path | ClipParts,
         *,
         device: str | torch.device = "cpu",
-        precision: str = "fp32",
-        batch_size: int = 32,
+        precision: str = "auto",
+        batch_size: int = 64,
         cache_bytes: int = IMAGE_CACHE_BYTES,
-        load: Callable[[], ClipParts] | None = None,
+        load: Callable[[str], ClipParts] | None = None,
         preprocess: Mapping[str, Any] | None = None,
     ) -> None:
         check_counts("ClipTowers", batch_size=batch_size)
         self.source = str(model.folder or "") if isinstance(model, ClipParts) else str(model)
-        self.precision = precision
+        self.precision = precision_on(device, precision)
+        dtype_of(self.precision)  # refuses unknown ones before anything is loaded
         self.batch_size = batch_size
         self.images = FeatureCache(cache_bytes)
         self.texts = FeatureCache(cache_bytes)
@@ -74,13 +77,13 @@ class ClipTowers:
         if isinstance(model, ClipParts):
             self.parts = self._noted(model)
         else:
-            self._load = load or (lambda: load_clip(model, device=device, precision=precision))
+            self._load = load or (lambda precision: load_clip(model, device=device, precision=precision))
 
     @cached_property
     def parts(self) -> ClipParts:
         """Model with its tokenizer and preprocessing."""
         with torch.inference_mode(False):  # weights that were made inside it could not be told apart
-            return self._noted(self._load())
+            return self._noted(self._load(self.precision))
 
     def _noted(self, parts: ClipParts) -> ClipParts:
         """Remember that the weights are now those of the files."""
@@ -125,13 +128,17 @@ class ClipTowers:
             return rows, torch.zeros(0)
 
         def encode(positions: list[int]) -> Tensor:
-            device = self.encoder.device
-            levels = [model_levels(images[i], self.preprocess).to(device) for i in positions]
-            return self.encoder.encode_image(normalised(torch.stack(levels) / 255, self.preprocess)).cpu()
+            levels = batch_levels([images[i] for i in positions], self.preprocess, self.encoder.device)
+            return self.encoder.encode_image(normalised(levels / 255, self.preprocess))
 
         with self._judging():
+            if images[0].is_cuda:  # to hash an image on the host takes longer than to encode it
+                chunks = torch.arange(len(images)).split(self.batch_size)
+                return rows, torch.cat([encode(chunk.tolist()) for chunk in chunks]).cpu()
             keys = [image_key(image) for image in images]
-            return rows, encode_once(keys, encode, cache=self.images, batch_size=self.batch_size)
+            return rows, encode_once(
+                keys, lambda new: encode(new).cpu(), cache=self.images, batch_size=self.batch_size
+            )
 
     def text_features(self, prompts: Sequence[str]) -> Tensor:
         """Compute embeddings [N, D] float32 on the CPU, not normalised, of N prompts."""

@@ -54,7 +54,6 @@ class Hp(ClipHeadJudge):
 
     Args:
         model: a folder that `save` wrote, a packaged name, the folder of 8y/HP, or its hub id.
-        precision: of the tower: "fp32", "bf16" or "fp16"; the head is always float32.
         **towers: options of `ClipJudge`.
     """
 
@@ -67,7 +66,6 @@ class Hp(ClipHeadJudge):
         model: str | Path = "shapes-hp",
         *,
         device: str | torch.device = "cpu",
-        precision: str = "fp32",
         **towers: Any,
     ) -> None:
         self._model = model
@@ -76,8 +74,7 @@ class Hp(ClipHeadJudge):
         super().__init__(
             model,
             device=device,
-            precision=precision,
-            load=lambda: load_fine_tuned_clip(model, subfolder=BACKBONE, device=device, precision=precision),
+            load=lambda precision: load_fine_tuned_clip(model, subfolder=BACKBONE, device=device, precision=precision),
             **towers,
         )
 

@@ -21,7 +21,7 @@ from visalign.rewards.clip.loading import load_clip
 from visalign.rewards.clip.open_clip_folder import CONFIG, check_end_token
 from visalign.rewards.clip.published_layouts import OPENAI_MEAN, OPENAI_STD
 from visalign.rewards.clip.towers import ClipJudge
-from visalign.rewards.weights.checkpoint_files import PRECISIONS, load_strict, read_tensors
+from visalign.rewards.weights.checkpoint_files import dtype_of, load_strict, read_tensors
 from visalign.rewards.weights.hub import local_folder
 
 FILES = {"2.0": "HPS_v2_compressed.pt", "2.1": "HPS_v2.1_compressed.pt"}
@@ -41,7 +41,6 @@ class HpsV2(ClipJudge):
         version: "2.0" or "2.1", the file of a folder or hub id.
         resampling: "float", "aliased" or "pil", as above.
         architecture: of the .pt file: a name of open_clip, or its model_cfg.
-        precision: of the towers: "fp32", "bf16" or "fp16"; the cosine is always float32.
         **towers: options of `ClipJudge`.
     """
 
@@ -55,21 +54,18 @@ class HpsV2(ClipJudge):
         resampling: str = "float",
         architecture: str | Mapping[str, Any] = "ViT-H-14",
         device: str | torch.device = "cpu",
-        precision: str = "fp32",
         **towers: Any,
     ) -> None:
         check_choices(
             self.name,
             version=(version, FILES),
             resampling=(resampling, RESAMPLING),
-            precision=(precision, PRECISIONS),
         )
         self.version = version
         super().__init__(
             model,
             device=device,
-            precision=precision,
-            load=lambda: _load(model, version, architecture, device, precision),
+            load=lambda precision: _load(model, version, architecture, device, precision),
             preprocess={"resampling": resampling},
             **towers,
         )
@@ -105,7 +101,7 @@ def _load(
         )
     network = open_clip.CLIP(**{key: config[key] for key in ("embed_dim", "vision_cfg", "text_cfg")})
     load_strict(network, read_tensors(path, "state_dict"), str(path))
-    network.to(device=torch.device(device), dtype=PRECISIONS[precision]).eval().requires_grad_(False)
+    network.to(device=torch.device(device), dtype=dtype_of(precision)).eval().requires_grad_(False)
     tokenizer = open_clip.SimpleTokenizer(context_length=network.context_length)
     return ClipParts(
         encoder=ClipEncoder(network).eval(),

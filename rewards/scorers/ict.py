@@ -52,7 +52,6 @@ class Ict(ClipJudge):
         model: a folder that `save` wrote, a packaged name, the folder of 8y/ICT, its hub id, or its
             pytorch_model.bin by itself.
         threshold: θ in (0, 1], or None for the cosine itself.
-        precision: of the towers: "fp32", "bf16" or "fp16"; the cosine is always float32.
         **towers: options of `ClipJudge`.
     """
 
@@ -64,7 +63,6 @@ class Ict(ClipJudge):
         *,
         threshold: float | None = None,
         device: str | torch.device = "cpu",
-        precision: str = "fp32",
         **towers: Any,
     ) -> None:
         bounds = f"threshold is {threshold}; allowed are numbers above 0 up to 1, or None"
@@ -75,8 +73,9 @@ class Ict(ClipJudge):
         super().__init__(
             model,
             device=device,
-            precision=precision,
-            load=lambda: load_fine_tuned_clip(model, subfolder="ict_model", device=device, precision=precision),
+            load=lambda precision: load_fine_tuned_clip(
+                model, subfolder="ict_model", device=device, precision=precision
+            ),
             **towers,
         )
 

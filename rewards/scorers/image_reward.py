@@ -32,10 +32,10 @@ from visalign.rewards.base.contract import (
 from visalign.rewards.base.identity import Identity, fingerprint
 from visalign.rewards.clip.published_layouts import OPENAI_MEAN, OPENAI_STD
 from visalign.rewards.weights.affine_head import AffineHead, standardise
-from visalign.rewards.weights.checkpoint_files import dtype_of, load_strict, read_tensors
+from visalign.rewards.weights.checkpoint_files import dtype_of, load_strict, precision_on, read_tensors
 from visalign.rewards.weights.feature_cache import FeatureCache, encode_once, image_key, text_key
 from visalign.rewards.weights.hub import local_folder
-from visalign.rewards.weights.resize import fitting_images, model_levels, model_pixels, normalised
+from visalign.rewards.weights.resize import batch_levels, fitting_images, model_pixels, normalised
 
 from .units import INFINITE
 
@@ -101,7 +101,7 @@ class ImageReward:
             google-bert/bert-base-uncased.
         max_tokens: length to which prompts are truncated; the model was trained with 35.
         vision_heads: attention heads of the image tower; width / 64 when None.
-        precision: of the towers: "fp32", "bf16" or "fp16"; the head is always float32.
+        precision: of the towers, as of `ClipTowers`; the head is always float32.
         batch_size: images, or (image, prompt) pairs, in one forward pass.
         cache_bytes: cache size for patch features (0.8 MB an image); 0 for no cache.
     """
@@ -119,11 +119,12 @@ class ImageReward:
         max_tokens: int = MAX_TOKENS,
         vision_heads: int | None = None,
         device: str | torch.device = "cpu",
-        precision: str = "fp32",
+        precision: str = "auto",
         batch_size: int = 16,
         cache_bytes: int = 256 << 20,
     ) -> None:
         check_counts(self.name, batch_size=batch_size, max_tokens=max_tokens)
+        precision = precision_on(device, precision)
         dtype_of(precision, "image_reward: ")
         self.source, self.precision, self.device = str(model), precision, torch.device(device)
         self.max_tokens, self.batch_size = max_tokens, batch_size
@@ -193,8 +194,8 @@ class ImageReward:
         image_keys = [image_key(image) for image in images]
 
         def encode(positions: list[int]) -> Tensor:
-            levels = [model_levels(images[i], self.preprocess).to(self.device) for i in positions]
-            return self.model.encode_image(self._normalised(torch.stack(levels) / 255)).cpu()
+            levels = batch_levels([images[i] for i in positions], self.preprocess, self.device)
+            return self.model.encode_image(self._normalised(levels / 255)).cpu()
 
         def score(positions: list[int]) -> Tensor:
             patches = encode_once(

@@ -109,7 +109,6 @@ class Mps:
             in its folder replace CLIP ViT-H/14's.
         condition: words for the aspect of the preference.
         threshold: of a word's similarity to the condition; 0.3 in upstream's evaluation, 0.01 in training.
-        precision: of the weights: "fp32", "bf16" or "fp16".
         **towers: options of `ClipTowers`: batch_size.
     """
 
@@ -125,13 +124,12 @@ class Mps:
         condition: str = OVERALL,
         threshold: float = 0.3,
         device: str | torch.device = "cpu",
-        precision: str = "fp32",
         **towers: Any,
     ) -> None:
         check_options(self.name, ClipTowers, {"model": model, "device": device, **towers})
         self.file, self.condition, self.threshold = Path(model), condition, threshold
-        self._device, self._precision = device, precision
-        self.towers = ClipTowers(model, device=device, precision=precision, load=self._load, **towers)
+        self._device = device
+        self.towers = ClipTowers(model, device=device, load=self._load, **towers)
 
     @property
     def identity(self) -> Identity:
@@ -176,10 +174,10 @@ class Mps:
         text = model.text_projection(text_output.pooler_output)[:-1]
         return (cosine(image[:, 0], text) * encoder.logit_scale.float().exp()).cpu()
 
-    def _load(self) -> ClipParts:
+    def _load(self, precision: str) -> ClipParts:
         state = read_module(self.file)
         clip = {key.removeprefix("model."): tensor for key, tensor in state.items() if key.startswith("model.")}
-        options: Any = {"config": CLIP_VIT_H_14, "device": self._device, "precision": self._precision}
+        options: Any = {"config": CLIP_VIT_H_14, "device": self._device, "precision": precision}
         parts = load_transformers_clip(self.file.parent, state=clip, **options)
         prefix = "cross_model.layers."
         layers = {

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoTokenizer
 
 from visalign.rewards.base.contract import RewardError
-from visalign.rewards.weights.checkpoint_files import dtype_of, quiet_loading
+from visalign.rewards.weights.checkpoint_files import dtype_of, precision_on, quiet_loading
 
 UNBOUNDED = 10**9
 """Tokenizers without a limit give a huge number as model_max_length."""
@@ -21,7 +21,7 @@ def load_classifier(
     name: str, model: str | Path | torch.nn.Module, loader: Any, precision: str, device: torch.device
 ) -> Any:
     """Load the classifier (folder, hub name or module) in evaluation mode, by a class AutoModelFor…Classification."""
-    dtype = dtype_of(precision, f"{name}: ")
+    dtype = dtype_of(precision_on(device, precision), f"{name}: ")
     if isinstance(model, torch.nn.Module):
         return model.to(device, dtype).eval()
     try:

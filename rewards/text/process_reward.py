@@ -82,7 +82,7 @@ class ProcessRewardModel:
         aggregate: "min" (default), "product", "mean" or "last"; "sum" for contributions.
         min_steps: completions with fewer steps are invalid.
         right_label: which of two labels means right, 0 or 1.
-        precision: of the weights: "fp32", "bf16" or "fp16".
+        precision: of the weights: "fp32", "bf16", "fp16", or "auto": "bf16" on a GPU, else "fp32".
         batch_size: texts per forward pass.
         max_length: tokens of the longest text; the smaller one of the model's and tokenizer's limits when None.
     """
@@ -102,7 +102,7 @@ class ProcessRewardModel:
         min_steps: int = 1,
         right_label: int = 1,
         device: str | torch.device = "cpu",
-        precision: str = "fp32",
+        precision: str = "auto",
         batch_size: int = 16,
         max_length: int | None = None,
         name: str = "process_reward",

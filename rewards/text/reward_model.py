@@ -30,7 +30,7 @@ class RewardModel:
     Args:
         model: folder or hub name of a sequence classification model with one label, or the module.
         tokenizer: folder, hub name or object; that of the model when None.
-        precision: of the weights: "fp32", "bf16" or "fp16".
+        precision: of the weights: "fp32", "bf16", "fp16", or "auto": "bf16" on a GPU, else "fp32".
         batch_size: texts per forward pass.
         max_length: tokens of the longest text; the smaller one of the model's and tokenizer's limits when None.
     """
@@ -45,7 +45,7 @@ class RewardModel:
         *,
         tokenizer: Any = None,
         device: str | torch.device = "cpu",
-        precision: str = "fp32",
+        precision: str = "auto",
         batch_size: int = 16,
         max_length: int | None = None,
         name: str = "reward_model",

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from visalign.precision import multiplies_bfloat16
 from visalign.rewards.base.contract import RewardError
 
 _SHOWN = 8
@@ -37,6 +38,14 @@ def dtype_of(precision: str, name: str = "", device: str | torch.device | None =
     if precision not in PRECISIONS:
         raise ValueError(f"{name}precision is {precision!r}; allowed are {', '.join(PRECISIONS)}.")
     return PRECISIONS[precision]
+
+
+def precision_on(device: str | torch.device, precision: str = "auto") -> str:
+    """Return the precision of frozen weights; "auto" is "bf16" on a GPU that multiplies it, else "fp32"."""
+    if precision != "auto":
+        return precision
+    place = torch.device(device)
+    return "bf16" if place.type == "cuda" and multiplies_bfloat16(place) else "fp32"
 
 
 def read_tensors(file: str | Path, key: str | None = None, *, optional: bool = False) -> dict[str, Tensor]:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -60,11 +60,25 @@ def model_levels(image: Tensor, config: Mapping[str, Any]) -> Tensor:
     """
     if side := config.get("window"):
         image = seen_window(image, side)
-    shape = checked_shape(image.shape[1], image.shape[2], config)
-    levels = image[None].mul(255).round()
+    return _model_levels(image[None], config)[0]
+
+
+def batch_levels(images: Sequence[Tensor], config: Mapping[str, Any], device: torch.device) -> Tensor:
+    """Compute `model_levels` of N images [3, H, W] on a device, [N, 3, height, width].
+
+    On a GPU images of one size are resized together there: the values are those of PIL on the CPU.
+    """
+    if device.type == "cpu" or config.get("window") or len({image.shape for image in images}) > 1:
+        return torch.stack([model_levels(image, config).to(device) for image in images])
+    return _model_levels(torch.stack([image.to(device) for image in images]), config)
+
+
+def _model_levels(images: Tensor, config: Mapping[str, Any]) -> Tensor:
+    shape = checked_shape(images.shape[2], images.shape[3], config)
+    levels = images.mul(255).round()
     if config.get("resampling", "pil") == "pil":
-        return _centre(resize_like_pil(levels, shape, _interpolation(config)), config)[0]
-    return _centre(_resized(levels, shape, config), config)[0]
+        return _centre(resize_like_pil(levels, shape, _interpolation(config)), config)
+    return _centre(_resized(levels, shape, config), config)
 
 
 def model_pixels(images: Tensor, config: Mapping[str, Any]) -> Tensor:
