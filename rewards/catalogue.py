@@ -10,7 +10,7 @@ from typing import Any
 from visalign import dotted_path
 from visalign.errors import did_you_mean, nearest
 from visalign.interfaces import PairwiseReward, PointwiseReward, TextReward, with_capabilities
-from visalign.precision import check_device
+from visalign.precision import check_device, default_device
 from visalign.rewards.base.contract import RewardError
 
 Entry = str | tuple[str, Mapping[str, Any]]
@@ -132,7 +132,7 @@ def load_judge(name: str, *, run_device: str | None = None, **options: Any) -> P
             name a class or an object with the reward contract (`visalign.interfaces.PointwiseReward`), or a
             function in one of the forms of `visalign.rewards.base.callables`.
         run_device: where a judge that takes `device` runs unless its options say otherwise, such as "cuda:0".
-            None leaves each at its default, the CPU.
+            None: the GPU where there is one, else the CPU.
         **options: arguments of the class; for a function those of `FunctionReward` (unit, range, ...).
 
     Raises:
@@ -195,8 +195,8 @@ def _make(
 
 def _construct(name: str, kind: Callable[..., Any], options: dict[str, Any], run_device: str | None) -> Any:
     device = options.get("device")
-    if run_device is not None and "device" in inspect.signature(kind).parameters:
-        options = {"device": run_device, **options}
+    if "device" in inspect.signature(kind).parameters:
+        options = {"device": run_device or default_device(), **options}
     check_options(name, kind, options)
     if isinstance(device, str):
         check_device(device, RewardError)

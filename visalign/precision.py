@@ -13,6 +13,13 @@ if TYPE_CHECKING:
 Autocast = Literal["auto", "float32", "bfloat16", "float16"]
 
 
+def default_device() -> str:
+    """Return "cuda" where torch has a CUDA device, else "cpu"."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def check_device(name: str, error: type[Exception] = UserError) -> None:
     """Raise if torch cannot compute on this device: unknown, absent, or without storage (`meta`)."""
     import torch
