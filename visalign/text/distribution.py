@@ -91,12 +91,22 @@ def draw_tokens(log_p: Tensor, uniform: Tensor) -> Tensor:
     """
     cumulative = log_p.double().exp().cumsum(-1)  # float32 sums over a vocabulary drift
     total = cumulative[:, -1:]
-    usable = torch.isfinite(total[:, 0]) & (total[:, 0] > 0)
+    check_usable(torch.isfinite(total[:, 0]) & (total[:, 0] > 0))
+    return invert_cumulative(cumulative, uniform)
+
+
+def check_usable(usable: Tensor) -> None:
+    """Raise if the logits of a row, bool [N], have no distribution."""
     if not bool(usable.all()):
         raise ValueError(
             f"The model's logits of row {int((~usable).nonzero()[0])} are NaN or all −∞. Check the weights "
             "(too high a learning rate leaves NaN), or use float32 or bfloat16 instead of float16."
         )
+
+
+def invert_cumulative(cumulative: Tensor, uniform: Tensor) -> Tensor:
+    """Return the first id [N] whose cumulative probability [N, V] is above u [N] of the whole."""
+    total = cumulative[:, -1:]
     # u·total can round up to total, past the last token
     below_total = torch.nextafter(total, torch.zeros_like(total))
     threshold = torch.minimum(uniform[:, None].to(total) * total, below_total)

@@ -24,7 +24,9 @@ from visalign.text import (
     kept_tokens,
     log_distribution,
 )
+from visalign.text.distribution import check_usable
 
+from .captured import CHECK_EVERY, CapturedDecoder, attention_by_key_head, can_capture
 from .network import CausalNetwork, PromptCache
 from .prompts import EncodedPrompt, left_pad
 
@@ -76,26 +78,27 @@ def generate_completions(
     """Draw one completion per prompt, in their order; equal prompts share their first pass. `uniform` [b, T]
     float64 in [0, 1) decides the tokens; `pad_id` is any id of the vocabulary, masked wherever it stands.
     """
-    device, count, longest = network.model.device, len(prompts), max(ending.limit)
-    numbers = torch.zeros(3, count, longest, device=device)  # log_prob, full_log_prob, entropy
-    ids: list[list[int]] = [[] for _ in prompts]
-    kept: list[list[Tensor]] = [[] for _ in prompts]
-    reasons: list[StopReason] = ["length"] * count
+    device, longest = network.model.device, max(ending.limit)
     uniform = uniform.to(device)
     logits, cache, mask = _first_pass(network, prompts, longest, pad_id)
+    growth = _Growth(ending, len(prompts))
+    if can_capture(network, cache, sampling):
+        decoder = CapturedDecoder(network, cache, mask, uniform, ending.limit, sampling)
+        del cache
+        _decode_captured(network, decoder, logits, growth)
+        return growth.completions(decoder.numbers)
+    numbers = torch.zeros(3, len(prompts), longest, device=device)  # log_prob, full_log_prob, entropy
     width = mask.shape[1] - longest
-    rows = torch.arange(count, device=device)
-    growing = torch.ones(count, dtype=torch.bool, device=device)
+    rows = torch.arange(len(prompts), device=device)
+    growing = torch.ones(len(prompts), dtype=torch.bool, device=device)
     for step in range(longest):
         token, numbers[:, rows, step], sets = _draw(logits, uniform[rows, step], sampling)
         live = zip(rows.tolist(), token.tolist(), growing.tolist(), strict=True)
         for index, (row, drawn, still_growing) in enumerate(live):
             if still_growing:
-                ids[row].append(drawn)
                 if sets:
-                    kept[row].append(sets[index])
-                if (reason := ending.reason(row, ids[row])) is not None:
-                    reasons[row], growing[index] = reason, False
+                    growth.kept[row].append(sets[index])
+                growing[index] = growth.add(row, drawn)
         if step + 1 == longest or not bool(growing.any()):
             break
         if int(growing.sum()) < COMPACT_BELOW * len(rows):
@@ -111,12 +114,51 @@ def generate_completions(
         mask[:, width + step] = growing
         features, cache = network.features(token[:, None], mask[:, : width + step + 1], cache=cache, caching=True)
         logits = network.logits(features[:, -1])
-    columns = dict(zip(("log_prob", "full_log_prob", "entropy"), numbers.cpu(), strict=True))
-    completions = []
-    for row, tokens in enumerate(ids):
-        values = {name: column[row, : len(tokens)] for name, column in columns.items()}
-        completions.append(Completion(ids=tokens, reason=reasons[row], kept=kept[row], **values))
-    return completions
+    return growth.completions(numbers)
+
+
+def _decode_captured(network: CausalNetwork, decoder: CapturedDecoder, logits: Tensor, growth: _Growth) -> None:
+    """Decode until all completions have ended, looking at them every `CHECK_EVERY` tokens."""
+    longest, growing = decoder.ids.shape[1], set(range(len(decoder.ids)))
+    decoder.draw(logits)
+    drawn, checked = 1, 0
+    with attention_by_key_head(network.model):
+        for advance in decoder.steps():
+            if drawn == longest or drawn - checked >= CHECK_EVERY:
+                check_usable(decoder.numbers[0, :, checked:drawn].isfinite().all(1))
+                for row, tokens in enumerate(decoder.ids[:, checked:drawn].tolist()):
+                    if row in growing and not all(growth.add(row, token) for token in tokens):
+                        growing.remove(row)
+                checked = drawn
+                if drawn == longest or not growing:
+                    return
+            advance()
+            drawn += 1
+
+
+class _Growth:
+    """Tokens of completions so far, and why those that have ended did."""
+
+    def __init__(self, ending: Ending, count: int) -> None:
+        self._ending = ending
+        self.ids: list[list[int]] = [[] for _ in range(count)]
+        self.kept: list[list[Tensor]] = [[] for _ in range(count)]
+        self.reasons: list[StopReason] = ["length"] * count
+
+    def add(self, row: int, token: int) -> bool:
+        """Append a token to a completion; return False if it ends with it."""
+        self.ids[row].append(token)
+        reason = self._ending.reason(row, self.ids[row])
+        self.reasons[row] = reason or "length"
+        return reason is None
+
+    def completions(self, numbers: Tensor) -> list[Completion]:
+        """Return all completions with their numbers (log_prob, full_log_prob, entropy) [3, n, T]."""
+        columns = numbers.cpu()
+        return [
+            Completion(tokens, self.reasons[row], *columns[:, row, : len(tokens)], kept=self.kept[row])
+            for row, tokens in enumerate(self.ids)
+        ]
 
 
 def _first_pass(

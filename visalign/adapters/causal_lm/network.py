@@ -98,7 +98,7 @@ class CausalNetwork:
     ) -> None:
         self.model, self.autocast, self._sight = model, autocast, sight
         self._trunk: nn.Module = model.base_model if sight is None else sight.language
-        self._takes_positions = "position_ids" in inspect.signature(self._trunk.forward).parameters
+        self.takes_positions = "position_ids" in inspect.signature(self._trunk.forward).parameters
         self.head: LinearHead | None = None
         self.head = self._linear_head()
         if sight is not None and self.head is None:
@@ -129,6 +129,14 @@ class CausalNetwork:
         out, offset = self._forward(ids, mask, encoded_images, cache, use_cache=caching)
         features = out.logits.float() if self.head is None else out.last_hidden_state
         return features, PromptCache(out.get("past_key_values"), offset)
+
+    def next_features(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any) -> Tensor:
+        """Return hidden states [n, H] of tokens [n, 1] at positions [n, 1] after a static cache; mask [n, 1, 1, S]."""
+        with torch.autocast(ids.device.type, self.autocast, cache_enabled=False) if self.autocast else nullcontext():
+            out = self._trunk(
+                input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
+            )
+        return out.last_hidden_state[:, -1]
 
     def hidden_states(
         self,
@@ -162,7 +170,7 @@ class CausalNetwork:
                 inputs |= embedded
             else:
                 inputs["input_ids"] = ids
-                if self._takes_positions:
+                if self.takes_positions:
                     # positions count real tokens, so padding on the left moves nothing
                     count = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
                     inputs["position_ids"] = count if offset is None else count + offset
