@@ -23,4 +23,4 @@ class ClipScore(ClipJudge):
     def __init__(
         self, model: str | Path = "shapes-clip", *, device: str | torch.device = "cpu", **towers: Any
     ) -> None:
-        super().__init__(model, device=device, **{"batch_size": 64, **towers})
+        super().__init__(model, device=device, **towers)
