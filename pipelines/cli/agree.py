@@ -15,6 +15,7 @@ from .options import (
     AsJson,
     Batch,
     Cache,
+    Device,
     LabelOptions,
     MapColumns,
     NewFolder,
@@ -45,6 +46,7 @@ def agree(
     options: LabelOptions = None,
     limit: Annotated[int | None, Option(help="Maximum number of images.", min=3)] = None,
     cache: Cache = None,
+    device: Device = None,
     output: NewFolder = None,
     resume: Resume = False,
     batch_size: Batch = 32,
@@ -61,7 +63,7 @@ def agree(
     if output is not None:
         check_run_folder(output, resume=resume)
     with clean_output():
-        loaded = load_each(reward or [], options or [], load_reward)
+        loaded = load_each(reward or [], options or [], load_reward, device)
     table = Columns(names=parse_map(columns or []), has_images=any_needs_prompt(loaded))
     names = list(dict.fromkeys(scores or []))
     rows = read_set(source, prompt=prompt, limit=limit, columns=table, scores=names)

@@ -14,6 +14,7 @@ from typer import Argument, Exit, Option, echo
 from visalign.errors import UserError
 
 from .options import (
+    Device,
     LabelOptions,
     Prompt,
     Repeated,
@@ -57,6 +58,7 @@ def collect(
         str | None, Option(help="Let this judge vote under its name instead of serving the page.")
     ] = None,
     options: LabelOptions = None,
+    device: Device = None,
     export: Annotated[Path | None, Option(help="Write the votes as a set (.jsonl) to train on, then stop.")] = None,
     model: Annotated[
         bool, Option("--model", help="Export labels of the annotator model, not shares of votes.")
@@ -91,7 +93,7 @@ def collect(
         store = VoteStore(votes)
     try:
         if judge is not None:
-            _judge(store, judge, options or [])
+            _judge(store, judge, options or [], device)
         if export is not None:
             _export(store, export, model, leave_out or [])
         if report is not None or tables is not None:
@@ -110,13 +112,13 @@ def _serve(store: Any, host: str, port: int) -> None:
     echo(f"{len(store.votes())} votes are in {store.path}.", err=True)
 
 
-def _judge(store: Any, name: str, options: list[str]) -> None:
+def _judge(store: Any, name: str, options: list[str], device: str | None) -> None:
     from visalign.pipelines.collect.judge_votes import judge_votes
     from visalign.pipelines.shared.reward_options import load_each
     from visalign.rewards.catalogue import load_judge
 
     with clean_output():
-        loaded = load_each([name], options, load_judge)[name]
+        loaded = load_each([name], options, load_judge, device)[name]
         new, reasons = judge_votes(store, loaded, name)
     echo(f"{name} voted on {new} pairs.", err=True)
     for reason in reasons[:5]:

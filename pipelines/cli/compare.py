@@ -15,6 +15,7 @@ from typer import Argument, Exit, Option, echo
 from .options import (
     AsJson,
     Cache,
+    Device,
     LabelOptions,
     NewFile,
     Prompt,
@@ -37,6 +38,7 @@ def compare(
     output: NewFile = None,
     tables: Tables = None,
     cache: Cache = None,
+    device: Device = None,
     as_json: AsJson = False,
 ) -> None:
     """Compare two images: winner, margin, confidence and reasons. Exits with 1 if a judge fails."""
@@ -50,7 +52,7 @@ def compare(
     new_file(tables)
     images = read_two([first, second])
     with clean_output():
-        judges = load_each(reward, options or [], load_judge)
+        judges = load_each(reward, options or [], load_judge, device)
         text = needed_prompt(prompt, judges)
         result = compare_images(images, text, with_cache(judges, cache))
     result["images"] = {"A": str(first), "B": str(second)}
@@ -93,6 +95,7 @@ def rank(
     output: NewFile = None,
     tables: Tables = None,
     cache: Cache = None,
+    device: Device = None,
     as_json: AsJson = False,
 ) -> None:
     """Rank images of one prompt, best first. Exits with 1 if any image could not be judged."""
@@ -111,7 +114,7 @@ def rank(
         require_still(path)
     names = [str(path) for path in paths]
     with clean_output():
-        loaded = load_each([reward], options or [], load_judge)
+        loaded = load_each([reward], options or [], load_judge, device)
         text, judge = needed_prompt(prompt, loaded), with_cache(loaded, cache)[reward]
         ranking = order(names, text, judge, budget=budget, level=level)
     result = ranking_record(ranking, names, text, reward, judge)

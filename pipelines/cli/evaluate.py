@@ -18,6 +18,7 @@ from .messages import user_messages
 from .options import (
     Batch,
     Cache,
+    Device,
     LabelOptions,
     Labels,
     MapColumns,
@@ -61,6 +62,7 @@ def evaluate(
     ] = False,
     fuse: Annotated[bool, Option("--fuse", help="Also fuse all rewards into one, cross-fitted by prompt.")] = False,
     cache: Cache = None,
+    device: Device = None,
     batch_size: Batch = 32,
     max_failure_rate: Annotated[float, Option(help="Stop above this share of failed records.")] = 0.5,
     seed: Seed = 0,
@@ -94,6 +96,7 @@ def evaluate(
                 keep_duplicates=keep_duplicates,
                 fuse=fuse,
                 cache=cache,
+                device=device,
                 batch_size=batch_size,
                 max_failure_rate=max_failure_rate,
                 settings=IntervalSettings(seed=seed, resamples=resamples, bins=bins),

@@ -49,6 +49,10 @@ NewFolder = Annotated[
 NewFile = Annotated[
     Path | None, Option("--output", "-o", help="Output file (must not exist): a page (.html) or .json.")
 ]
+Device = Annotated[
+    str | None,
+    Option("--device", help="Device to compute on: cpu, cuda, cuda:1. Default: the GPU where there is one."),
+]
 Tables = Annotated[Path | None, Option("--tables", help="New folder for every table as CSV and LaTeX.")]
 Resume = Annotated[bool, Option("--resume", help="Continue the stopped command in --output.")]
 Batch = Annotated[int, Option(help="Images or pairs per batch.", min=1, max=2**32 - 1)]

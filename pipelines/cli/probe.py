@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 from typer import Argument, Exit, Option, echo
 
-from .options import AsJson, Batch, NewFolder, Options, Prompt, Repeated, Seed, clean_output, print_result
+from .options import AsJson, Batch, Device, NewFolder, Options, Prompt, Repeated, Seed, clean_output, print_result
 
 
 def probe_reward(
@@ -24,6 +24,7 @@ def probe_reward(
     ] = None,
     prompt: Prompt = None,
     options: Options = None,
+    device: Device = None,
     only: Annotated[Repeated, Option("--only", help="Name of a probe to run; repeat for several.")] = None,
     count: Annotated[int, Option(help="Maximum number of reference images.", min=2)] = 64,
     batch_size: Batch = 32,
@@ -37,7 +38,7 @@ def probe_reward(
     from visalign.pipelines.probe.job import probes_for, write_probe
     from visalign.pipelines.probe.reference import read_reference, shapes_reference_set
     from visalign.pipelines.score.image_rows import image_rows
-    from visalign.pipelines.shared.reward_options import parse_options
+    from visalign.pipelines.shared.reward_options import load_each
     from visalign.pipelines.shared.run_folder import check_run_folder
     from visalign.rewards.catalogue import load_judge
 
@@ -45,7 +46,7 @@ def probe_reward(
         check_run_folder(output, resume=False)
     select_probes(only, PAIR_PROBES)
     with clean_output():
-        judge = load_judge(reward, **parse_options(options or []))
+        judge = load_each([reward], options or [], load_judge, device)[reward]
     probes = probes_for(judge, only)
     if reference:
         images = read_reference(", ".join(map(str, reference)), image_rows(reference, prompt)[:count])

@@ -10,7 +10,7 @@ from typer import Argument, Option, echo
 
 from visalign.errors import UserError
 
-from .options import Repeated
+from .options import Device, Repeated
 
 
 def sample(
@@ -35,7 +35,7 @@ def sample(
         Repeated, Option("--search-option", help="NAME=VALUE for the search, such as rounds=3; repeat.")
     ] = None,
     strength: Annotated[float, Option(help="With --steer: strength in the weights exp(strength * reward).")] = 10.0,
-    device: Annotated[str, Option(help="Device: cpu, cuda, ...")] = "cpu",
+    device: Device = None,
     dtype: Annotated[str, Option(help="Data type: float32, bfloat16 or float16.")] = "float32",
     batch_size: Annotated[int, Option(help="Images per batch.", min=1)] = 16,
     options: Annotated[
@@ -48,6 +48,7 @@ def sample(
     from visalign.pipelines.sample.job import COST, GRID, PAGE, TABLE, SampleSettings, sample_images, search_of
     from visalign.pipelines.shared.parts import build_records
     from visalign.pipelines.shared.reward_options import parse_options
+    from visalign.precision import default_device
     from visalign.rewards.catalogue import load_reward
 
     model_options: dict[str, Any] = parse_options(options or [])
@@ -68,11 +69,11 @@ def sample(
         strength=strength,
         steps=steps,
         batch_size=batch_size,
-        device=device,
+        device=device or default_device(),
         options=model_options,
         **choices,
     )
-    rewards = {name: load_reward(name) for name in dict.fromkeys(reward or [])}
+    rewards = {name: load_reward(name, run_device=device) for name in dict.fromkeys(reward or [])}
     records: Any = [{"prompt": prompt} for prompt in prompts]
     if len(prompts) == 1 and (prompts[0].startswith("shapes:") or Path(prompts[0]).suffix in (".txt", ".jsonl")):
         family = resolve_model(model), settings.adapter

@@ -19,6 +19,7 @@ from .messages import user_messages
 from .options import (
     Batch,
     Cache,
+    Device,
     ImageFiles,
     LabelOptions,
     MapColumns,
@@ -52,6 +53,7 @@ def score(
     columns: MapColumns = None,
     resume: Resume = False,
     cache: Cache = None,
+    device: Device = None,
     options: LabelOptions = None,
     batch_size: Batch = 32,
     engine: Annotated[
@@ -95,7 +97,7 @@ def score(
                 raise UserError("--resume goes on with the scoring of a file. Add --output FILE.")
         started = time.perf_counter()
         with clean_output():
-            loaded = load_each(reward, options or [], load_reward)
+            loaded = load_each(reward, options or [], load_reward, device)
         reading: dict[str, Any] = {
             "needs_prompt": any_needs_prompt(loaded),
             "names": parse_map(columns or []),

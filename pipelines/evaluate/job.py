@@ -81,6 +81,7 @@ def evaluate(
     keep_duplicates: bool = False,
     fuse: bool = False,
     cache: Path | None = None,
+    device: str | None = None,
     batch_size: int = 32,
     max_failure_rate: float = 0.5,
     settings: IntervalSettings | None = None,
@@ -104,6 +105,7 @@ def evaluate(
         keep_duplicates: Keep rows in which an annotator repeats an earlier row.
         fuse: Stack all of them into one more judge, cross-fitted by prompt.
         cache: Folder of the cache of scores; None computes every score.
+        device: Device of the rewards; None is the GPU where there is one.
         batch_size: Images or pairs per call of a reward.
         max_failure_rate: Share of failed answers above which the run stops.
         settings: Settings of the intervals.
@@ -125,7 +127,7 @@ def evaluate(
         raise UserError(message)
     if output is not None:
         check_run_folder(output, resume=resume)  # before hours of scoring
-    judges = with_cache(load_each(rewards, options, load_judge), cache)
+    judges = with_cache(load_each(rewards, options, load_judge, device), cache)
     table = replace(table or Columns(), has_images=bool(judges or join))  # columns alone open no image
     records = load_source(source, split=split, limit=limit, columns=table)
     for path in join:

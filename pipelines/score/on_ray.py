@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -50,7 +49,7 @@ class Worker:
             os.chdir(folder)  # where relative paths in the rewards' options start
         device = "cuda:0" if loaded_ray().get_gpu_ids() else None
         self._options = options
-        self._rewards = load_each(options.rewards, options.options, partial(load_reward, run_device=device))
+        self._rewards = load_each(options.rewards, options.options, load_reward, device)
 
     def score(self, part: Part) -> list[ScoreRow] | UserError | RewardError:
         """Score a part batch by batch; returned errors keep their message, raised ones get Ray's."""

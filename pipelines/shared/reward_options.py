@@ -55,12 +55,17 @@ def reward_options(items: Sequence[str], names: Sequence[str]) -> dict[str, dict
     return {name: parse_options(entries) for name, entries in items_of.items()}
 
 
-def load_each(names: Sequence[str], options: Sequence[str], load: Callable[..., Any]) -> dict[str, Any]:
-    """Load each reward once with its options (as `reward_options` takes them): name -> reward."""
+def load_each(
+    names: Sequence[str], options: Sequence[str], load: Callable[..., Any], device: str | None
+) -> dict[str, Any]:
+    """Load each reward once with its options (as `reward_options` takes them), on the device where they name none."""
     from visalign.interfaces import with_capabilities
+    from visalign.precision import check_device
 
+    if device is not None:
+        check_device(device)
     return {
-        name: with_capabilities(load(name, **chosen))
+        name: with_capabilities(load(name, run_device=device, **chosen))
         for name, chosen in reward_options(options, list(dict.fromkeys(names))).items()
     }
 

@@ -299,7 +299,7 @@ def images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def _load(name: str) -> Brightness:
+def _load(name: str, run_device: str | None) -> Brightness:
     if name != "brightness":
         raise ValueError(f"There is no reward {name!r}.")
     return Brightness()
@@ -462,3 +462,18 @@ def test_doctor_exits_1_on_failure_and_hides_the_home(monkeypatch: pytest.Monkey
     assert "FAIL  x: at ~/x and /users/adam" in result.stdout and "1 of 1 checks failed." in result.stdout
     monkeypatch.setattr(doctor, "examine", lambda: doctor.Report(facts={}, checks={}))
     assert visalign("doctor").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("score", "images", "-p", "a circle", "-r", "sharpness"),
+        ("compare", "images/a_black.png", "images/b_white.png", "-p", "a circle", "-r", "sharpness"),
+        ("evaluate", "shapes:pairs", "-r", "sharpness"),
+        ("agree", "shapes:quality", "-r", "sharpness", "-r", "jpeg_size"),
+        ("probe-reward", "sharpness"),
+    ],
+)
+def test_a_device_that_is_not_there_is_refused(arguments: tuple[str, ...], images: Path) -> None:
+    result = visalign(*arguments, "--device", "cuda:99")
+    assert result.exit_code == 2 and "The device 'cuda:99' cannot be used" in result.output, result.output
