@@ -84,8 +84,7 @@ def load_seeing_model(
         _check_keys(info.get("missing_keys", ()), info.get("unexpected_keys", ()))
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         raise RewardError(
-            f"The vision-language model {str(folder_or_id)!r} cannot be loaded: {error}. Give config and "
-            "weights of one model, complete."
+            f"The vision-language model {str(folder_or_id)!r} cannot be loaded: {error}. Give all files of one model."
         ) from error
     for lora in adapters:
         model = add_adapter(model, lora)

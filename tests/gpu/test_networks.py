@@ -15,7 +15,7 @@ from visalign.adapters import LoraSettings, load_policy
 from visalign.adapters.pipeline.policy import PipelinePolicy
 from visalign.adapters.speed import speed_up
 from visalign.data.assets import resolve_model
-from visalign.flow.replay import replay_pairs
+from visalign.flow import replay
 from visalign.flow.rollout import rollout
 
 DEVICE = "cuda"
@@ -51,7 +51,7 @@ def test_the_first_ratio_is_one(name: str, compiled: bool, dtype: torch.dtype, t
     sample, step = trajectory.all_pairs()
     for rows in torch.arange(len(sample)).split(4):
         pairs = trajectory.pairs(sample[rows], step[rows])
-        log_prob: Any = replay_pairs(policy, condition.select(sample[rows]), pairs, trajectory.kernel).log_prob
+        log_prob: Any = replay(policy, condition.select(sample[rows]), pairs, trajectory.kernel).log_prob
         assert log_prob.requires_grad
         assert float((log_prob.detach() - pairs.log_prob).abs().max()) < (1e-6 if dtype == torch.float32 else 1e-5)
 
