@@ -39,7 +39,6 @@ LOOKED_AT = {
     "pipelines/cli/score.py:score": "an option a line, and one call",
     "pipelines/evaluate/job.py:evaluate": "two thirds are its arguments",
     "visalign/evaluation/pages/report.py:write_report": "its arguments, and one call of the template",
-    "visalign/training/text/parts.py:check_parts": "one table of rules",
     "visalign/flow/rollout.py:rollout": "one loop over the steps, and its arguments",
     "visalign/flow/steering.py:steered_rollout": "one loop over the steps; half describes its arguments",
 }

@@ -72,7 +72,7 @@ def test_missing_parts_are_named(tmp_path) -> None:
         VisionLanguageEngine.from_pretrained(tmp_path)
     save_tiny_seeing_model(tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(RewardError, match=r"cannot be loaded: .*Give config and weights"):
+    with pytest.raises(RewardError, match=r"cannot be loaded: .*Give all files of one model"):
         VisionLanguageEngine.from_pretrained(tmp_path)
 
 
