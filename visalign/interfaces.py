@@ -95,6 +95,8 @@ class RewardCapabilities:
     """The prompt changes the score; without it, images can be scored without prompts."""
     takes_clips: bool = False
     """`score` takes videos [F, 3, H, W] instead of images."""
+    takes_gpu_images: bool = False
+    """`score` works on images where they are on a GPU; a trainer moves them to the CPU for other rewards."""
     both_orders: bool = False
     """A pairwise judge that asks about each pair in both orders itself."""
     term_weights: Mapping[str, float] = field(default_factory=dict)

@@ -27,6 +27,7 @@ from visalign.pipelines.shared.parts import (
 )
 from visalign.pipelines.shared.run_folder import fingerprint
 from visalign.pipelines.shared.sections import RewardsConfig
+from visalign.precision import default_device
 from visalign.settings import refuse
 from visalign.training.diffusion.experts import check_experts
 from visalign.training.diffusion.images import Features, StoredPreference
@@ -108,7 +109,7 @@ def prepare(config: FlowGRPOConfig, world: int, device: str | None = None) -> In
         heldout=heldout,
         rewards=rewards,
         reward=reward,
-        features=None if name is None else build_features(name, towers.get(name), device or "cpu"),
+        features=None if name is None else build_features(name, towers.get(name), device or default_device()),
         strata=strata,
         heldout_trained_on=len(trained_prompts),
         fingerprints={

@@ -107,6 +107,13 @@ def as_contract(images: list[Tensor]) -> Tensor | list[Tensor]:
     return torch.stack(images) if len({image.shape for image in images}) == 1 else images
 
 
+def on_cpu(images: Any) -> Any:
+    """Move a tensor, or the tensors of a list, to the CPU; files and PIL images stay what they are."""
+    if isinstance(images, list | tuple):
+        return [image.cpu() if isinstance(image, Tensor) else image for image in images]
+    return images.cpu() if isinstance(images, Tensor) else images
+
+
 def _read_item(item: Any, where: str) -> ImageBatch:
     """Read an element of a list as an ImageBatch of length 1."""
     if isinstance(item, Tensor | np.ndarray):

@@ -236,7 +236,7 @@ class ClipJudge:
     unit = "cosine"
     range = (-1.0, 1.0)
     higher_is_better = True
-    capabilities = RewardCapabilities()
+    capabilities = RewardCapabilities(takes_gpu_images=True)
 
     def __init__(self, model: str | Path, *, device: str | torch.device = "cpu", **towers: Any) -> None:
         check_options(self.name, ClipTowers, {"model": model, "device": device, **towers})

@@ -24,7 +24,7 @@ from visalign.rewards.base.contract import (
     without_group,
 )
 from visalign.rewards.base.failure import Naming, failure_reasons
-from visalign.rewards.base.images import as_contract
+from visalign.rewards.base.images import as_contract, on_cpu
 
 from .uncertainty import with_deviation
 
@@ -88,6 +88,7 @@ class WeightedSum:
             needs_group=any(term.needs_group for term in needs),
             needs_batch=self._per_batch or any(term.needs_batch for term in needs),
             takes_clips=any(term.takes_clips for term in needs),
+            takes_gpu_images=any(term.takes_gpu_images for term in needs),
             term_weights={label: weight for label, weight in weights.items() if weight},
             recorded_terms={label: self._sign(label) for label, weight in weights.items() if not weight},
             constraints={label: self._term(label, value) for label, value in bounds.items()},
@@ -166,7 +167,8 @@ class WeightedSum:
 
         def judge(reward: Any) -> Scores:
             metadata = records if reward.capabilities.needs_group else without_group(records)
-            return reward.score(images, list(prompts), list(metadata))
+            samples = images if reward.capabilities.takes_gpu_images else on_cpu(images)
+            return reward.score(samples, list(prompts), list(metadata))
 
         return self.add_up(judge, rows, reasons)
 

@@ -46,7 +46,7 @@ class LaionAesthetic(ClipHeadJudge):
     """
 
     name = "laion_aesthetic"
-    capabilities = RewardCapabilities(needs_prompt=False)
+    capabilities = RewardCapabilities(needs_prompt=False, takes_gpu_images=True)
     unit = "rating 1-10"
     range = INFINITE
 

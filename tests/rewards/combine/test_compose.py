@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from visalign.interfaces import Scores
+from visalign.interfaces import RewardCapabilities, Scores
 from visalign.rewards import FunctionReward, RewardError, WeightedSum, check_reward, failure_reasons
 from visalign.rewards.statistics import JpegSize
 
@@ -179,3 +179,14 @@ def test_contract():
     assert over_batch.capabilities.needs_batch and len(check_reward(over_batch)) == 10
     with pytest.raises(RewardError, match="a single image scores otherwise than in a batch"):
         check_reward(lambda images, **_: [float(len(images))] * len(images))
+
+
+def test_images_on_a_gpu_are_moved_for_the_terms_that_do_not_take_them_there(monkeypatch: pytest.MonkeyPatch):
+    moved: list[str] = []
+    monkeypatch.setattr("visalign.rewards.combine.weighted_sum.on_cpu", lambda images: moved.append("here") or images)
+    taking, other = fixed([1.0, 2, 3, 4]), fixed([1.0, 2, 3, 4])
+    taking.capabilities = RewardCapabilities(takes_gpu_images=True)
+    both = WeightedSum({"taking": (taking, 1.0), "other": (other, 1.0)})
+    assert both.capabilities.takes_gpu_images
+    assert both.score(IMAGES, PROMPTS).value.tolist() == [2, 4, 6, 8] and moved == ["here"]
+    assert not WeightedSum({"other": (other, 1.0)}).capabilities.takes_gpu_images

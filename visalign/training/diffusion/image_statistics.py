@@ -27,7 +27,7 @@ def image_statistics(images: Tensor) -> Tensor:
     luma = torch.einsum("bchw,c->bhw", images, images.new_tensor([0.299, 0.587, 0.114]))
     mean = luma.mean((1, 2))
     energy = torch.fft.fft2(luma - mean[:, None, None]).abs().square()
-    down, across = (torch.fft.fftfreq(side).abs() for side in luma.shape[1:])
+    down, across = (torch.fft.fftfreq(side, device=luma.device).abs() for side in luma.shape[1:])
     fine = torch.maximum(down[:, None], across[None]) > 0.25
     total = energy.sum((1, 2))
     flat = total <= 1e-12 * luma[0].numel() ** 2

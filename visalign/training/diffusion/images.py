@@ -244,9 +244,9 @@ class ImageAlgorithm(Algorithm):
         for rows in chunks:
             conditions = condition if len(chunks) == 1 else condition.select(rows)
             trajectories.append(self._rollout(conditions, batch, rows, sde_steps, clock))
-            images = self._decode(trajectories[-1].latents, clock)
+            images, measured = self._decode(trajectories[-1].latents, clock)
             scores.append(self._submit(images, [records[i] for i in rows.tolist()], clock))
-            statistics.append(self._statistics(images, clock))
+            statistics.append(measured)
         return PendingImages(
             condition=condition,
             trajectory=concatenate_trajectories(trajectories),
@@ -302,25 +302,32 @@ class ImageAlgorithm(Algorithm):
 
     def score(self, latents: Tensor, records: Records, clock: PhaseClock) -> Scores:
         """Score clean latents [b, ...] of this process with the reward."""
-        wait = self._submit(self._decode(latents, clock), records, clock)
+        wait = self._submit(self._decode(latents, clock, measured=False)[0], records, clock)
         with clock.phase("reward"):
             return wait()
 
-    def _decode(self, latents: Tensor, clock: PhaseClock) -> Tensor:
-        """Decode to images [b, 3, H, W], or clips [b, F, 3, H, W] for a reward of clips, on the CPU."""
-        clips = self.scorer.reward.capabilities.takes_clips
-        with clock.phase("decode"), torch.no_grad(), self.accelerator.autocast():
-            chunks = latents.split(min(self.rollout.batch_size, len(latents)))
-            return torch.cat([decode_images(self.policy, chunk, clips=clips).float().cpu() for chunk in chunks])
+    def _decode(self, latents: Tensor, clock: PhaseClock, *, measured: bool = True) -> tuple[Tensor, Tensor]:
+        """Decode to images [b, 3, H, W], or clips [b, F, 3, H, W] for a reward of clips; with their statistics.
+
+        They stay on the GPU for a reward that takes them there.
+        """
+        reward = self.scorer.reward.capabilities
+        images, statistics = [], []
+        for chunk in latents.split(min(self.rollout.batch_size, len(latents))):
+            with clock.phase("decode"), torch.no_grad(), self.accelerator.autocast():
+                decoded = decode_images(self.policy, chunk, clips=reward.takes_clips).float()
+            statistics.append(self._statistics(decoded, clock) if measured else torch.zeros(len(chunk), 0))
+            images.append(decoded if reward.takes_gpu_images else decoded.cpu())
+        return torch.cat(images), torch.cat(statistics)
 
     def _submit(self, images: Tensor, records: Records, clock: PhaseClock) -> Callable[[], Scores]:
         with clock.phase("reward"):
             return self.scorer.submit(images, records)
 
     def _statistics(self, images: Tensor, clock: PhaseClock) -> Tensor:
-        """Compute [b, 4 + d] float64 statistics and features of images."""
+        """Compute [b, 4 + d] float64 statistics and features of images, on the CPU."""
         with clock.phase("monitor"), torch.no_grad():
-            columns = [image_statistics(images)]
+            columns = [image_statistics(images).cpu()]
             if self.features is not None:
                 columns.append(self.features(middle_frames(images)).double().cpu())
             return torch.cat(columns, 1)
