@@ -94,7 +94,7 @@ def normalise_text(text: str) -> str:
 
 
 def normalise_latex(text: str) -> str:
-    r"""Drop white space, $…$, \left, \right, thin spaces and \text{…}, write \dfrac as \frac; case is kept.
+    r"""Drop white space, $…$, \left, \right, thin spaces and \text{…}, keep case; \dfrac is \frac, "or" a comma.
 
     >>> normalise_latex(r"$\left( \dfrac{1}{2},\, x \right)$")
     '(\\frac{1}{2},x)'
@@ -106,6 +106,8 @@ def normalise_latex(text: str) -> str:
     for sign in ("−", "–"):
         answer = answer.replace(sign, "-")
     answer = re.sub(r"\\[dtc]frac", r"\\frac", answer.replace("{,}", ","))
+    answer = re.sub(r"\s(?:or|and)\s", ",", answer)
+    answer = re.sub(r"(\\[A-Za-z]+)\s+(?=[A-Za-z])", "\\1\0", answer)  # \pi r is not \pir
     # blanks between digits stay unless they group three digits: "1 2" is not 12
     answer = re.sub(r"(?<=\d)\s+(?=\d)(?!\d{3}(?!\d))", "\0", answer.strip("$").strip())
     answer = "".join(answer.split()).replace("\0", " ")

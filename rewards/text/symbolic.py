@@ -36,6 +36,7 @@ _PREFIX = re.compile(r"[A-Za-z]\\in(?![A-Za-z])")
 _ASSIGNED = re.compile(r"([A-Za-z](?:_\w|_\{\w+\})?)=(?!=)")
 _NAMED = re.compile(rf"(?:{_ASSIGNED.pattern}|{_PREFIX.pattern})")
 _NUMBERS = re.compile(r"\\(?:frac|infty|pi|sqrt|cdot|times)(?![A-Za-z])")
+_UNIT = re.compile(r"[^A-Za-z]*\d[^A-Za-z]*([A-Za-z]+)")
 _ALONE = re.compile(r"(?<![A-Za-z])[A-Za-z](?![A-Za-z])")
 
 
@@ -56,8 +57,8 @@ def symbolically_equal(answer: str, truth: str) -> bool:
 def _may_be_equal(answer: str, truth: str) -> bool:
     """Rule out differences that math-verify overlooks.
 
-    These are a variable on one side only, which it may take for a unit, the case of letters, percent signs,
-    kinds of brackets, and names.
+    These are a variable on one side only, which it may take for a unit, other units, the case of letters,
+    percent signs, kinds of brackets, and names.
     """
     bare = [_COMMAND.sub(" ", text) for text in (answer, truth)]
     letters = [set(re.findall(r"[A-Za-z]", text)) for text in bare]
@@ -68,12 +69,21 @@ def _may_be_equal(answer: str, truth: str) -> bool:
     for left, right in (letters, letters[::-1]):
         if any(letter not in right and letter.swapcase() in right for letter in left):
             return False
+    units = [_UNIT.fullmatch(text) for text in bare]
+    if units[0] and units[1] and not _same_unit(units[0][1], units[1][1]):
+        return False
     if ("%" in answer) != ("%" in truth):
         return False
     left, right = (_ASSIGNED.match(text) for text in (answer, truth))
     kinds = [_brackets(text) for text in (answer, truth)]
     same_name = not (left and right) or left[1] == right[1]
     return same_name and (None in kinds or kinds[0] == kinds[1])
+
+
+def _same_unit(left: str, right: str) -> bool:
+    """Compare two words behind a number: m is metres, but not km; ab, a product of unknowns, is ba."""
+    short, long = sorted((left, right), key=len)
+    return sorted(left) == sorted(right) or long == f"{short}s" or (len(long) > 3 and long[0] == short[0])
 
 
 def _brackets(text: str) -> str | None:

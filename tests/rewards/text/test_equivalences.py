@@ -52,9 +52,20 @@ MATHS = [
     ("3+4i", "4i+3"),
     (r"\text{(A)}", "A"),
     ("x>2", "2<x"),
+    (r"2\pi r", r"2r\pi"),
+    (r"x=3\text{ or }x=-3", r"x=-3\text{ or }x=3"),
+    (r"5\text{ m}", r"5\text{ meters}"),
+    (r"\sqrt{2}+\sqrt{3}", r"\sqrt{5+2\sqrt{6}}"),
 ]
 """Equal where math-verify is installed."""
 DIFFERENT = [
+    (r"\frac{1}{2006!}", r"\frac{1}{2004!}"),
+    (r"\frac{x}{40!}", r"\frac{3x}{40!}"),
+    (r"(0,\frac{1}{40!})", r"(0,\frac{3}{40!})"),
+    (r"2^{-100}\pi", r"2^{-101}\pi"),
+    (r"\sqrt{10^{60}+1}", "10^{30}"),
+    (r"5\text{ m}", r"5\text{ km}"),
+    (r"5\text{ hours}", r"5\text{ minutes}"),
     ("0.333", r"\frac{1}{3}"),
     ("5%", "5"),
     ("[0,1)", "(0,1)"),
