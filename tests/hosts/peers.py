@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Public trainers' algorithms: their defaults as an `Objective`, and notes on what no objective can say.
 
-Versions: TRL 1.16.0, verl 0.8.0.dev (and main of August 2026 where stated), OpenRLHF 0.10, FlowRL and
+Versions: TRL 1.16.0, verl 0.9.1, OpenRLHF 0.10, FlowRL and
 Flow-GRPO as released.
 """
 
@@ -147,11 +147,16 @@ PEERS: dict[str, Preset] = {
         **_VERL_GROUP,
         surrogate_options={"tau_pos": 1.0, "tau_neg": 1.05},
     ),
-    "verl:dr_grpo": _preset("dr_grpo", "1/B is missing: duplicating the batch doubles the loss (fixed in verl 0.10)."),
+    "verl:dr_grpo": _preset(
+        "dr_grpo",
+        "L is loss_scale_factor, else T. A completion without a token has reward 0 in its group.",
+        surrogate_options={"dual_clip": 3.0},
+    ),
     "verl:gmpo": _preset(
         "gmpo",
         "It ends in a mean over the micro-batch: uneven micro-batches are weighted wrongly.",
         **_VERL_GROUP,
+        empty="keep",
     ),
     "verl:gpg": _preset(
         "gpg",
@@ -160,8 +165,9 @@ PEERS: dict[str, Preset] = {
     ),
     "verl:reinforce_pp": _preset(
         "reinforce_pp",
-        "Rewards do not reach the decisions before a masked span (fixed in verl 0.10).",
         advantage_options={"ddof": 1},
+        kl_in_reward=0.0,
+        surrogate_options={"dual_clip": 3.0},
     ),
     "verl:clip_cov": _preset(
         "clip_cov",

@@ -88,7 +88,7 @@ def reinforce_pp_advantages(
     """Whiten the returns over all decisions of the batch: A = (G − mean)/sqrt(var + eps).
 
     G as in `discounted_returns`; the reward [B, T] holds the KL penalty (`kl_in_reward`). No group is needed.
-    Rewards reach the decisions before a hole (in verl before 0.10 they do not). Missing rows get 0. Hu et
+    Rewards reach the decisions before a hole (in verl 0.8 they do not). Missing rows get 0. Hu et
     al., REINFORCE++, arXiv 2501.03262.
     """
     present = _present("reward", reward, weight)
