@@ -50,6 +50,16 @@ def describe_error(error: BaseException) -> str:
     return text
 
 
+def excerpt(value: object, limit: int = 100) -> str:
+    """Write a value for a message, cut to `limit` characters: a cell may hold megabytes.
+
+    >>> excerpt("a" * 200, limit=8)
+    "'aaaaaaa... (202 characters)"
+    """
+    text = repr(value)
+    return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"
+
+
 def nearest(name: str, allowed: Iterable[str], *, limit: int = 3) -> list[str]:
     """Return up to `limit` allowed names similar to `name`, best first.
 

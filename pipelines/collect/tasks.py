@@ -13,11 +13,12 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from visalign.data.sets.columns import read_table
 from visalign.data.sets.image_references import missing_files
 from visalign.data.sets.prompt_files import record_key
 from visalign.data.sets.records import PreferencePair, PreferenceSet
 from visalign.data.sets.sources import is_named_set, load_source
-from visalign.data.sets.tables import Row, first_row, listed, read_rows
+from visalign.data.sets.tables import Row, first_row, listed
 from visalign.errors import UserError
 from visalign.pipelines.score.image_rows import SAMPLED, ImageRow, image_rows
 from visalign.settings import settings
@@ -138,7 +139,7 @@ def _read(source: str, prompt: str | None) -> Sequence[Task | ImageRow]:
     if (path / SAMPLED).is_file():
         path /= SAMPLED
     if "image_left" in first_row(path):  # not load_source: these pairs need no label
-        return [_row_task(path, number, row, prompt) for number, row in read_rows(path)]
+        return [_row_task(path, number, row, prompt) for number, row in read_table(path, {})]
     return image_rows([path], prompt)
 
 

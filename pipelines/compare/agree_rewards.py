@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from visalign.atomic import write_atomic
-from visalign.data.sets.columns import Columns, rename_columns
+from visalign.data.sets.columns import Columns, read_table, rename_columns
 from visalign.data.sets.layouts import PAIR_LAYOUTS, QUALITY_LAYOUTS
 from visalign.data.sets.records import PreferenceSet, QualitySet
 from visalign.data.sets.sources import GENERATED, is_named_set, load_source
-from visalign.data.sets.tables import Row, first_row, listed, read_rows
+from visalign.data.sets.tables import Row, column_names, first_row, listed
 from visalign.errors import UserError, suggestion
 from visalign.evaluation.pages.agree_page import agree_page, file_tables
 from visalign.evaluation.pages.table_files import FOLDER, write_tables
@@ -60,9 +60,9 @@ def read_set(
     if is_named_set(source) or "image_left" in columns_of_first or "image_right" in columns_of_first:
         records = load_source(source, limit=limit, columns=columns)
         if isinstance(records, PreferenceSet):
-            rows = _rows_of_pairs(records, scores)
+            rows = _rows_of_pairs(path, records, scores)
         else:
-            rows = _rows_of_images(records, prompt, scores)
+            rows = _rows_of_images(path, records, prompt, scores)
     elif path.is_file() and scores:
         rows = _rows_of_table(path, prompt, columns, scores)
     elif path.exists():
@@ -156,9 +156,9 @@ def _column_row(name: str, row: ImageRow) -> ScoreRow:
     return ScoreRow(image=row.image, reward=name, value=number, unit="as in the table", reason=reason)
 
 
-def _rows_of_pairs(pairs: PreferenceSet, scores: Sequence[str]) -> list[ImageRow]:
+def _rows_of_pairs(path: Path, pairs: PreferenceSet, scores: Sequence[str]) -> list[ImageRow]:
     names = {name for pair in pairs.pairs for name in pair.extra}
-    _require_columns(names, [f"{name}_left" for name in scores], pairs.name)
+    _require_columns(names, [f"{name}_left" for name in scores], path)
     rows: dict[tuple[str, str], ImageRow] = {}
     for pair in pairs.pairs:
         record = pair.extra.get("record")
@@ -173,8 +173,8 @@ def _rows_of_pairs(pairs: PreferenceSet, scores: Sequence[str]) -> list[ImageRow
     return list(rows.values())
 
 
-def _rows_of_images(records: QualitySet, prompt: str | None, scores: Sequence[str]) -> list[ImageRow]:
-    _require_columns({name for record in records.records for name in record.extra}, scores, records.name)
+def _rows_of_images(path: Path, records: QualitySet, prompt: str | None, scores: Sequence[str]) -> list[ImageRow]:
+    _require_columns({name for record in records.records for name in record.extra}, scores, path)
     return [
         ImageRow(
             image=record.image,
@@ -187,7 +187,7 @@ def _rows_of_images(records: QualitySet, prompt: str | None, scores: Sequence[st
 
 def _rows_of_table(path: Path, prompt: str | None, columns: Columns, scores: Sequence[str]) -> list[ImageRow]:
     """Read a table with scores; prompts and images where it has them."""
-    table = [(number, rename_columns(path, row, columns.names)) for number, row in read_rows(path)]
+    table = list(read_table(path, columns.names))
     if table and {"image", "reward", "value"} <= set(table[0][1]):  # a row per image and reward
         by_image: dict[tuple[Any, Any], tuple[int, Row]] = {}
         for number, row in table:
@@ -195,7 +195,7 @@ def _rows_of_table(path: Path, prompt: str | None, columns: Columns, scores: Seq
             _, merged = by_image.setdefault((row["image"], row.get("prompt")), (number, image))
             merged[str(row["reward"])] = row["value"]
         table = list(by_image.values())
-    _require_columns({name for _, row in table for name in row}, scores, str(path))
+    _require_columns({name for _, row in table for name in row}, scores, path)
     rows = []
     for number, row in table:
         image = str(row.get("image", f"row {number}"))
@@ -216,12 +216,12 @@ def _distinct(rows: Sequence[ImageRow]) -> list[ImageRow]:
     return list(first.values())
 
 
-def _require_columns(columns: Collection[str], needed: Sequence[str], name: str) -> None:
+def _require_columns(columns: Collection[str], needed: Sequence[str], path: Path) -> None:
     missing = [column for column in needed if column not in columns]
     if missing:
         raise UserError(
-            f"'{name}' has no column {missing[0]!r}. {suggestion(missing[0], columns)}Found: "
-            f"{listed(sorted(columns), limit=20)}."
+            f"'{path}' has no column {missing[0]!r}. {suggestion(missing[0], columns)}Found: "
+            f"{listed(column_names(path, dict.fromkeys(sorted(columns))), limit=20)}."
         )
 
 

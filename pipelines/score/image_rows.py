@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from visalign.data.sets.columns import rename_columns
-from visalign.data.sets.image_references import parquet_reference
+from visalign.data.sets.columns import image_path, read_table
 from visalign.data.sets.tables import READERS, Row, listed, read_rows, require_columns
 from visalign.errors import UserError
 
@@ -166,18 +165,11 @@ def with_prompt(path: Path, prompt: str | None, needed: bool) -> ImageRow:
     return ImageRow(image=str(path), prompt=prompt or "", metadata=metadata)
 
 
-def table_row(path: Path, number: int, row: Row, prompt: str | None) -> ImageRow:
+def table_row(path: Path, row: Row, prompt: str | None) -> ImageRow:
     """Read a table's row with our column names."""
-    text, image = row.get("prompt", prompt), row.get("image")
+    text, image = row.get("prompt", prompt), image_path(row, "image", path.parent)
     if not isinstance(text, str):
         raise UserError(f"'prompt' is {'missing' if text is None else repr(text)}, needed is a text.")
-    if path.suffix.lower() == ".parquet" and isinstance(image, dict | bytes):
-        image = parquet_reference(path, "image", number - 1)
-    elif isinstance(image, int | str) and image != "":
-        is_whole = Path(str(image)).is_absolute() or "://" in str(image)
-        image = str(image) if is_whole else str(path.parent / str(image))
-    else:
-        raise UserError(f"'image' is {'missing' if image is None else repr(image)}, needed is a path.")
     metadata = row.get("metadata")
     try:
         metadata = json.loads(metadata or "null") if isinstance(metadata, str) else metadata
@@ -211,12 +203,11 @@ def _walk(folder: Path, clips: bool) -> Iterator[Path]:
 def _read_table(path: Path, prompt: str | None, names: Mapping[str, str]) -> list[ImageRow]:
     needed = ("image",) if prompt is not None else ("image", "prompt")
     rows: list[ImageRow] = []
-    for number, columns in read_rows(path):
-        row = rename_columns(path, columns, names)
+    for number, row in read_table(path, names):
         if not rows:
             require_columns(path, row, needed, purpose="a table of images")
         try:
-            rows.append(table_row(path, number, row, prompt))
+            rows.append(table_row(path, row, prompt))
         except UserError as error:
             raise UserError(f"Row {number} of '{path}': {error}") from error
     if not rows:

@@ -16,6 +16,7 @@ from typing import Any
 
 from visalign.atomic import write_atomic
 from visalign.data.sets.columns import rename_columns
+from visalign.data.sets.image_references import refer_to_images
 from visalign.data.sets.tables import READERS, Row, read_rows, require_columns
 from visalign.errors import UserError
 
@@ -135,7 +136,8 @@ def read_part(part: Part, options: ScoringOptions) -> Iterator[ImageRow]:
                 row["image"] = f"{path}/{member}"
             if isinstance(content, dict):
                 content = content.get("bytes")
-            image = table_row(path, number, row, options.default_prompt)
+            row = refer_to_images(path, number, row, options.names)
+            image = table_row(path, row, options.default_prompt)
             yield replace(image, content=content) if isinstance(content, bytes) else image
         except UserError as error:
             yield ImageRow(image=f"{path}#{member or number}", prompt="", reason=str(error))

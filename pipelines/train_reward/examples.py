@@ -15,12 +15,13 @@ import torch
 from pydantic import BaseModel, ValidationError
 from torch import Tensor
 
+from visalign.data.sets.columns import image_path
 from visalign.data.sets.records import PreferenceSet, QualitySet
 from visalign.data.shapes.preferences import ShapesPreferences, degraded
 from visalign.data.shapes.prompts import heldout_prompts, train_prompts
 from visalign.data.shapes.render import render
 from visalign.data.shapes.scenes import STYLES, Scene, sample_scene
-from visalign.errors import UserError
+from visalign.errors import UserError, excerpt
 from visalign.pipelines.shared.parts import Row, read_images
 from visalign.settings import Finite
 from visalign.training.reward.batch import RewardBatch
@@ -194,7 +195,7 @@ def file_triples(pairs: PreferenceSet, folder: Path) -> Examples:
             )
         images = (pair.image_left, pair.image_right)
         ascending = images[::-1] if pair.label > 0.5 else images
-        rows.append(Row(where, pair.prompt, (*ascending, str(folder / str(pair.extra["image_refined"])))))
+        rows.append(Row(where, pair.prompt, (*ascending, image_path(pair.extra, "image_refined", folder))))
         refined = pair.extra.get("prompt_refined")
         labels.append(Example(prompt=pair.prompt, refined=None if refined is None else str(refined)))
     return _from_files(rows, labels, (pair.to_row() for pair in pairs.pairs))
@@ -241,7 +242,7 @@ def file_answers(records: Sequence[Mapping[str, Any]], *, name: str, right: floa
         except ValidationError as error:
             field = str(error.errors()[0]["loc"][0])
             raise UserError(
-                f"row {number} of '{name}' has {record.get(field)!r} under {field!r}; needed are image, "
+                f"row {number} of '{name}' has {excerpt(record.get(field))} under {field!r}; needed are image, "
                 "caption, completion and reward, as text_sample writes them with data.question about rated "
                 "images that have prompts."
             ) from error

@@ -25,7 +25,7 @@ from visalign.data.sets.prompt_files import load_demonstrations
 from visalign.data.sets.records import PreferenceSet, QualitySet
 from visalign.data.sets.sources import GENERATED, load_source
 from visalign.data.sets.tables import listed
-from visalign.errors import UserError
+from visalign.errors import UserError, excerpt
 from visalign.pipelines.shared.parts import check_images, name_key
 from visalign.pipelines.shared.run_folder import fingerprint
 from visalign.rewards.questions.checklist import Checklist
@@ -179,8 +179,8 @@ def _off_policy_weights(pairs: PreferenceSet, settings: OffPolicyConfig, notes: 
             ratios.append([math.nan])
         if not all(map(math.isfinite, ratios[-1])):
             raise UserError(
-                f"row {pairs.row(number)} has log_ratio_left {values[0]!r} and log_ratio_right "
-                f"{values[1]!r}, and data.off_policy weighs pairs by them: ln of the probability of an "
+                f"row {pairs.row(number)} has log_ratio_left {excerpt(values[0])} and log_ratio_right "
+                f"{excerpt(values[1])}, and data.off_policy weighs pairs by them: ln of the probability of an "
                 "image under the policy of today over that under its maker."
             )
     left, right = torch.tensor(ratios, dtype=torch.float64).T

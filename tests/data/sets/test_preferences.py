@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,17 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
+from PIL import Image
 
 from visalign.data.sets.checks import check_preferences, check_quality, summed_votes, without_duplicates
+from visalign.data.sets.columns import Columns
 from visalign.data.sets.image_references import parquet_reference, resolve_image
 from visalign.data.sets.records import PreferencePair, PreferenceSet, mix_sides
 from visalign.data.sets.sources import load_preferences, load_quality, load_source, shapes_pairs, write_rows
-from visalign.data.sets.tables import read_rows
+from visalign.data.sets.tables import read_rows, require_columns
 from visalign.errors import UserError
+from visalign.pipelines.score.image_rows import image_rows
+from visalign.rewards.base.images import load_images
 
 
 def row(**changes: Any) -> dict[str, Any]:
@@ -90,7 +95,7 @@ def test_a_json_list_is_read_entry_by_entry(tmp_path: Path, monkeypatch: pytest.
             "lacks the columns 'image_left', 'image_right'.*Found: prompt, left",
         ),
         ([row(), row(label="middle")], "Row 2 of .*label is 'middle'; needed is left, right, tie"),
-        ([{k: v for k, v in row().items() if k != "label"}], "neither 'label' nor votes"),
+        ([{k: v for k, v in row().items() if k != "label"}], "lacks the column 'label', .*without votes"),
     ],
 )
 def test_unusable_rows_are_named(tmp_path: Path, rows: list[dict[str, Any]], message: str) -> None:
@@ -239,6 +244,57 @@ def test_references_into_parquet_files_that_lead_nowhere_are_refused(tmp_path: P
     for broken in (parquet_reference(path, "jpg", 9), parquet_reference(path, "png", 1), "parquet://x"):
         with pytest.raises(UserError, match=r"leads to no image"):
             resolve_image(broken)
+
+
+def png(color: str) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (4, 4), color).save(file, "PNG")
+    return file.getvalue()
+
+
+def test_images_inside_parquet_are_read_as_references(tmp_path: Path) -> None:
+    """The datasets library writes {"bytes", "path"}; without bytes the path counts, under any column name."""
+    Image.new("RGB", (4, 4), "blue").save(tmp_path / "blue.png")
+    cells = [{"bytes": png("red"), "path": "red.png"}, {"bytes": None, "path": "blue.png"}]
+    rows = [{"caption": "a", "one": cell, "image_right": png("green"), "label": 1} for cell in cells]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    columns = Columns(names={"prompt": "caption", "image_left": "one"})
+    pairs = load_preferences(tmp_path / "a.parquet", columns=columns).pairs
+    batch = load_images([resolve_image(name) for pair in pairs for name in (pair.image_left, pair.image_right)])
+    assert [image[:, 0, 0].round(decimals=1).tolist() for image in batch.images if image is not None] == [
+        [1, 0, 0], [0, 0.5, 0], [0, 0, 1], [0, 0.5, 0]
+    ]  # fmt: skip
+    scored = image_rows([tmp_path / "a.parquet"], names={"prompt": "caption", "image": "one"})
+    assert [row.image for row in scored] == [pair.image_left for pair in pairs]
+
+
+@pytest.mark.parametrize(
+    "row", [row(label="x" * 10**6), row(image_left=["y" * 10**6]), row(votes="1" * 10**5), row(**{"z" * 10**6: 1})]
+)
+def test_messages_show_the_beginning_of_a_long_value(tmp_path: Path, row: dict[str, Any]) -> None:
+    if "z" in max(row, key=len):
+        del row["label"]
+    with pytest.raises(UserError) as error:
+        load_preferences(write(tmp_path / "set.jsonl", [row]))
+    assert len(str(error.value)) < 600 + len(str(tmp_path))
+
+
+def test_messages_list_the_columns_of_the_file(tmp_path: Path) -> None:
+    """Not ours after a mapping, and also those with an empty cell."""
+    path = tmp_path / "a.csv"
+    path.write_text("caption,one,other,score\na,l.png,,1\n")
+    for names, message in (
+        (
+            {"prompt": "caption", "image_left": "one"},
+            r"lacks the column 'image_right'.*Found: caption, one, other, score",
+        ),
+        ({"prompt": "text"}, r"no column 'text', .*Found: caption, one, other, score\."),
+        ({"prompt": "caption", "image_left": "one", "image_right": "other"}, r"lacks the column 'image_right'.*other"),
+    ):
+        with pytest.raises(UserError, match=message):
+            load_preferences(path, columns=Columns(names=names))
+    with pytest.raises(UserError, match=r"has an empty cell in the column 'other'"):
+        require_columns(path, {"caption": "a"}, ("other",), purpose="a test")
 
 
 def test_generated_sets_and_unknown_sources(tmp_path: Path) -> None:

@@ -10,10 +10,11 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from visalign.errors import UserError, suggestion
+from visalign.errors import UserError, excerpt, suggestion
 
+from .image_references import refer_to_images
 from .records import PreferencePair, QualityRecord
-from .tables import Row
+from .tables import NumberedRows, Row, column_names, listed, read_rows
 
 SIDES = {"left": 1.0, "right": 0.0, "tie": 0.5}
 """Word for a label -> share for the left image."""
@@ -24,7 +25,9 @@ WORDS = {**SIDES, "a": 1.0, "b": 0.0}
 IMAGES = ("image", "image_left", "image_right")
 
 _VOTES = ("votes_left", "votes_right", "votes_tie")
-_PAIR_COLUMNS = ("prompt", "image_left", "image_right", "label", "votes", "ballots", *_VOTES)
+VOTE_COLUMNS = ("votes", *_VOTES)
+"""Columns of votes: lists, or counts."""
+_PAIR_COLUMNS = ("prompt", "image_left", "image_right", "label", "ballots", *VOTE_COLUMNS)
 _QUALITY_COLUMNS = ("image", "mos", "std", "prompt", "higher_is_better")
 _REQUIRED = (*IMAGES, "prompt", "mos", "label")
 
@@ -77,13 +80,19 @@ def parse_map(items: Sequence[str]) -> dict[str, str]:
 def rename_columns(path: Any, row: Row, names: Mapping[str, str]) -> Row:
     """Rename a row's columns to ours; other columns stay."""
     for ours, theirs in names.items():
-        if theirs not in row and ours in _REQUIRED:
+        if theirs not in row and ours in _REQUIRED and theirs not in (columns := column_names(path, row)):
             raise UserError(
                 f"'{path}' has no column {theirs!r}, which --map {ours}={theirs} names. "
-                f"{suggestion(theirs, row)}Found: {', '.join(row) or 'none'}."
+                f"{suggestion(theirs, columns)}Found: {listed(columns, limit=20)}."
             )
     unnamed = {name: value for name, value in row.items() if name not in names.values()}
     return unnamed | {ours: row[theirs] for ours, theirs in names.items() if theirs in row}
+
+
+def read_table(path: str | Path, names: Mapping[str, str]) -> NumberedRows:
+    """Read the numbered rows of a table with our column names, and with references for images inside it."""
+    for number, row in read_rows(path):
+        yield number, refer_to_images(path, number, rename_columns(path, row, names), names)
 
 
 def fill_images(number: int, row: Row) -> Row:
@@ -105,11 +114,11 @@ def read_pair(row: Row, coding: Mapping[str, float] | str | None = None, folder:
     elif votes is not None:
         label = (votes[0] + votes[2] / 2) / sum(votes)
     else:
-        raise UserError(f"neither 'label' nor votes ({', '.join(_VOTES)}) in it. Found: {', '.join(row)}.")
+        raise UserError(f"neither 'label' nor votes ({', '.join(_VOTES)}) in it.")
     return PreferencePair(
         prompt=_read_text(row, "prompt"),
-        image_left=_image_path(row, "image_left", folder),
-        image_right=_image_path(row, "image_right", folder),
+        image_left=image_path(row, "image_left", folder),
+        image_right=image_path(row, "image_right", folder),
         label=label,
         votes=votes,
         ballots=_read_ballots(row.get("ballots")),
@@ -123,7 +132,7 @@ def read_quality(row: Row, folder: Path | None = None) -> QualityRecord:
     if std is not None and std < 0:
         raise UserError(f"'std' is {std:g}, needed is a number of at least 0.")
     return QualityRecord(
-        image=_image_path(row, "image", folder),
+        image=image_path(row, "image", folder),
         mos=_read_number(row, "mos"),
         std=std,
         prompt=str(row.get("prompt", "")),
@@ -167,7 +176,7 @@ def _read_label(value: Any, coding: Mapping[str, float] | str | None) -> float:
             f"needed is {', '.join(SIDES)}, or the share for the left image, 0 to 1. Say what others mean: "
             "--labels margin (above 0 for left), or each with its side, --labels 1=left,2=right,0=tie"
         )
-    raise UserError(f"the label is {value!r}; {allowed}.")
+    raise UserError(f"the label is {excerpt(value)}; {allowed}.")
 
 
 def _read_votes(row: Row) -> tuple[int, int, int] | None:
@@ -183,7 +192,9 @@ def _read_votes(row: Row) -> tuple[int, int, int] | None:
             return left, right, tie
     except (TypeError, ValueError, OverflowError):
         pass
-    raise UserError(f"votes must be whole counts [left, right] or [left, right, tie], not all 0; got {votes!r}.")
+    raise UserError(
+        f"votes must be whole counts [left, right] or [left, right, tie], not all 0; got {excerpt(votes)}."
+    )
 
 
 def _read_ballots(value: Any) -> tuple[tuple[str, float], ...]:
@@ -195,7 +206,7 @@ def _read_ballots(value: Any) -> tuple[tuple[str, float], ...]:
             return ballots
     except (TypeError, ValueError):
         pass
-    raise UserError(f"ballots must be pairs [annotator, share for the left, 0 to 1]; got {value!r}.")
+    raise UserError(f"ballots must be pairs [annotator, share for the left, 0 to 1]; got {excerpt(value)}.")
 
 
 def _other_fields(record: type, row: Row, columns: Collection[str]) -> dict[str, Any]:
@@ -205,23 +216,24 @@ def _other_fields(record: type, row: Row, columns: Collection[str]) -> dict[str,
     return {"extra": extra, **{name: str(row[name]) for name in texts if row.get(name) is not None}}
 
 
-def _read_text(row: Row, name: str) -> str:
+def _read_text(row: Row, name: str, kind: str = "text") -> str:
     value = row.get(name)
     if isinstance(value, int):
         return str(value)
     if not isinstance(value, str) or not value:
-        raise UserError(f"'{name}' is {'missing' if value is None else repr(value)}, needed is a text.")
+        raise UserError(f"'{name}' is {'missing' if value is None else excerpt(value)}, needed is a {kind}.")
     return value
 
 
 def _read_number(row: Row, name: str) -> float:
     if not _is_number(row.get(name)):
-        raise UserError(f"'{name}' is {row.get(name)!r}, needed is a finite number.")
+        raise UserError(f"'{name}' is {excerpt(row.get(name))}, needed is a finite number.")
     return float(row[name])
 
 
-def _image_path(row: Row, name: str, folder: Path | None) -> str:
-    reference = _read_text(row, name)
+def image_path(row: Row, name: str, folder: Path | None) -> str:
+    """Read the reference of an image; a relative path starts at the folder, if there is one."""
+    reference = _read_text(row, name, "path")
     if folder is None or Path(reference).is_absolute() or "://" in reference:
         return reference
     return str(folder / reference)

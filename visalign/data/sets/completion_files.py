@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from visalign.core.regression.signals import best_worst_pairs
-from visalign.errors import UserError
+from visalign.errors import UserError, excerpt
 
 from .columns import parse_bool
 from .prompt_files import is_prompt, with_answer
@@ -73,7 +73,7 @@ def load_votes(path: str | Path, *, threshold: float = 1.0, unusable: str = "ref
         label = parse_bool(row["label"]) if "label" in row else row["reward"] >= threshold
         if label is None:
             raise UserError(
-                f"Row {number} of '{path}': label {row['label']!r} is neither true (good) nor false (bad)."
+                f"Row {number} of '{path}': label {excerpt(row['label'])} is neither true (good) nor false (bad)."
             )
         votes.append((number, {**row, "label": label}))
     completions = _drop_unusable(path, votes, drop=unusable == "drop")
@@ -107,7 +107,7 @@ def _read(path: str | Path, preferred: Sequence[str], purpose: str) -> list[Numb
         checked = {"prompt": row["prompt"] if is_prompt(row["prompt"]) else None, **values}
         if odd := [name for name, value in checked.items() if value is None]:
             raise UserError(
-                f"Row {number} of '{path}': {odd[0]} is {str(row[odd[0]])[:80]!r}. A prompt is a text or "
+                f"Row {number} of '{path}': {odd[0]} is {excerpt(row[odd[0]])}. A prompt is a text or "
                 "a list of messages, a completion a text or a list of one message, a reward a number."
             )
         rows.append((number, {**row, **values}))

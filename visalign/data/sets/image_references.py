@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 from bisect import bisect_right
+from collections.abc import Mapping
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
@@ -24,6 +25,30 @@ def parquet_reference(path: str | Path, column: str, row: int) -> str:
     Values of the column are bytes, or {"bytes": ..., "path": ...} as the datasets library writes them.
     """
     return f"{PARQUET}{path}#{column}#{row}"
+
+
+def refer_to_images(path: str | Path, number: int, row: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """Replace the images inside a renamed row by references, so that a large table fits into the memory.
+
+    Images inside are {"bytes", "path"} as the datasets library writes them, whose path stands where there are no
+    bytes, and bytes in columns whose name begins with "image".
+
+    Args:
+        path: The table.
+        number: Number of the row, from 1.
+        row: Our column name -> value.
+        names: Our column name -> the table's.
+    """
+    cells = dict(row)
+    for name, value in row.items():
+        content = value
+        if isinstance(value, dict) and value.keys() == {"bytes", "path"}:
+            content, cells[name] = value["bytes"], value["path"]
+        elif not name.startswith("image"):
+            continue
+        if isinstance(content, bytes) and Path(path).suffix.lower() == ".parquet":
+            cells[name] = parquet_reference(path, names.get(name, name), number - 1)
+    return {name: value for name, value in cells.items() if value is not None}
 
 
 def shapes_reference(split: str, seed: int, kind: str, number: int, side: str = "") -> str:

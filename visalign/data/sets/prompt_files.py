@@ -16,9 +16,9 @@ from typing import Any, Literal
 from PIL import Image
 
 from visalign.data.shapes.prompts import heldout_prompts, train_prompts
-from visalign.errors import UserError
+from visalign.errors import UserError, excerpt
 
-from .tables import parse_json
+from .tables import listed, parse_json
 
 Record = dict[str, Any]
 
@@ -129,7 +129,7 @@ def load_prompts(source: str | Path, *, edits: Edits = "none", several: bool = T
         first, earlier = records.setdefault(key, (number, record))
         if earlier != record:
             raise UserError(
-                f"{name}: lines {first} and {number} give the prompt {record['prompt']!r} two different "
+                f"{name}: lines {first} and {number} give the prompt {excerpt(record['prompt'])} two different "
                 "records; keep the right one."
             )
         repeated += first != number
@@ -158,7 +158,7 @@ def check_sources(records: Iterable[tuple[str, Record]], *, needed: bool, severa
         paths = listed_sources(source)
         if not paths or not all(isinstance(path, str) for path in paths) or (len(paths) > 1 and not several):
             allowed = "or a list of them" if several else "one, since the model edits one image"
-            raise UserError(f"{where}: the source is {source!r:.80}; give the path of an image, {allowed}.")
+            raise UserError(f"{where}: the source is {excerpt(source)}; give the path of an image, {allowed}.")
         for path in paths:
             images.setdefault(path, where)
     with ThreadPoolExecutor() as pool:
@@ -166,7 +166,7 @@ def check_sources(records: Iterable[tuple[str, Record]], *, needed: bool, severa
             if reason is not None:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise UserError(
-                    f"{where}: the source {path!r} is no image that can be read ({reason}). Correct the "
+                    f"{where}: the source {excerpt(path)} is no image that can be read ({reason}). Correct the "
                     f"path, which is relative to the working directory ({Path.cwd()}), or remove the line."
                 )
 
@@ -214,7 +214,7 @@ def with_completion(record: Mapping[str, Any], where: str, field: str | None = N
     name = field or (COMPLETION if COMPLETION in record or SOLUTION not in record else SOLUTION)
     if not isinstance(record.get(name), str):
         raise UserError(
-            f"{where} has no text in the field {name!r}: its fields are {', '.join(record)}. Each record "
+            f"{where} has no text in the field {name!r}: its fields are {listed(list(record), limit=20)}. Each record "
             f"needs a prompt and its completion, such as {EXAMPLE}."
         )
     return with_answer({**record}, COMPLETION, record, name)

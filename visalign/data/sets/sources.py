@@ -14,11 +14,20 @@ from typing import Any, Literal
 from visalign.data.shapes.preferences import ShapesPreferences
 from visalign.errors import UserError, suggestion
 
-from .columns import Columns, fill_images, parse_bool, read_pair, read_quality, rename_columns
+from .columns import (
+    VOTE_COLUMNS,
+    Columns,
+    fill_images,
+    parse_bool,
+    read_pair,
+    read_quality,
+    read_table,
+    rename_columns,
+)
 from .image_references import shapes_reference
 from .layouts import PAIR_LAYOUTS, QUALITY_LAYOUTS, load_layout
 from .records import PreferencePair, PreferenceSet, QualityRecord, QualitySet
-from .tables import Row, listed, read_rows, require_columns, select_split
+from .tables import Row, listed, require_columns, select_split
 
 GENERATED = ("shapes:pairs", "shapes:quality")
 SHAPES_PAIRS = 400
@@ -138,8 +147,9 @@ def _read_file(
     path: str | Path, kind: Kind | None, split: str | None, limit: int | None, columns: Columns | None
 ) -> PreferenceSet | QualitySet:
     columns = columns or Columns()
-    rows = ((number, rename_columns(path, row, columns.names)) for number, row in read_rows(path))
-    return _read_set(Path(path), Path(path).stem, rows, kind, columns, split=split, limit=limit)
+    return _read_set(
+        Path(path), Path(path).stem, read_table(path, columns.names), kind, columns, split=split, limit=limit
+    )
 
 
 def _read_set(
@@ -161,6 +171,9 @@ def _read_set(
         purpose = "a quality set" if kind == "quality" else "a preference set (a quality set: image, mos)"
     if number and (columns.missing(first, _NEEDED[kind]) or len(first) == 1):
         require_columns(path, first, _NEEDED[kind], purpose=purpose)
+    if number and kind == "pairs" and not first.keys() & {"label", *VOTE_COLUMNS}:
+        votes = ", ".join(VOTE_COLUMNS)
+        require_columns(path, first, ("label",), purpose=f"a preference set without votes ({votes})")
     all_rows = chain([(number, first)] if number else [], rows)
     selected = select_split(f"'{path}'", all_rows, split, limit)
     folder, coding = path.parent if columns.has_images else None, columns.coding()
@@ -226,7 +239,7 @@ def _scores_by_image(path: Path) -> tuple[dict[str, Row], dict[str, str]]:
     """Read (full path of an image -> its scores, path as the table writes it -> full path)."""
     scores: dict[str, Row] = {}
     full_paths: dict[str, str] = {}
-    for _, row in read_rows(path):
+    for _, row in read_table(path, {}):
         require_columns(path, row, ("image",), purpose="a table of scores")
         image = str(row["image"])
         full_paths[image] = str((path.parent / image).resolve())

@@ -7,10 +7,9 @@ import csv
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from visalign.errors import UserError, suggestion
 
@@ -47,6 +46,21 @@ def first_row(path: Path) -> Row:
     return next(read_rows(path), (0, {}))[1] if path.suffix.lower() in READERS and path.is_file() else {}
 
 
+def column_names(path: str | Path, row: Row) -> list[str]:
+    """List a table's own columns, also those whose first cell is empty; of what is no file, those of the row."""
+    path = Path(path)
+    if not path.is_file():
+        return list(row)
+    if path.suffix.lower() == ".parquet":
+        import pyarrow.parquet
+
+        return pyarrow.parquet.read_schema(path).names
+    if path.suffix.lower() not in (".csv", ".tsv"):
+        return list(first_row(path))
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        return next(csv.reader(file, delimiter=_delimiter(file, path)))
+
+
 def select_split(
     source: str, rows: Iterable[tuple[int, Row]], split: str | None, limit: int | None
 ) -> list[tuple[int, Row]]:
@@ -59,7 +73,7 @@ def select_split(
     )
     selected = list(islice(matching, limit))
     if not selected and splits:
-        raise UserError(f"{source} holds no row of the split '{split}'. Splits: {', '.join(sorted(splits))}.")
+        raise UserError(f"{source} holds no row of the split '{split}'. Splits: {listed(sorted(splits))}.")
     if not selected:
         raise UserError(f"{source} holds no row.")
     return selected
@@ -68,12 +82,14 @@ def select_split(
 def require_columns(path: str | Path, row: Row, needed: Iterable[str], *, purpose: str) -> None:
     """Refuse a row that lacks a column needed for a purpose, e.g. "a preference set"."""
     if missing := [name for name in needed if name not in row]:
-        hint = suggestion(missing[0], row)
-        if len(row) == 1 and Path(path).suffix.lower() in (".csv", ".tsv"):
+        columns = column_names(path, row)
+        lacks = "has an empty cell in" if set(missing) <= set(columns) else "lacks"
+        hint = suggestion(missing[0], columns)
+        if len(columns) == 1 and Path(path).suffix.lower() in (".csv", ".tsv"):
             hint += "There is one column; those of a CSV are separated by , ; | or tabs. "
         raise UserError(
-            f"'{path}' lacks the column{'s' if len(missing) > 1 else ''} {', '.join(map(repr, missing))}, needed "
-            f"for {purpose}. {hint}Found: {', '.join(row) or 'none'}."
+            f"'{path}' {lacks} the column{'s' if len(missing) > 1 else ''} {', '.join(map(repr, missing))}, needed "
+            f"for {purpose}. {hint}Found: {listed(columns, limit=20) or 'none'}."
         )
 
 
@@ -96,12 +112,12 @@ def parse_json(text: str, where: str) -> Any:
 
 
 def listed(items: Sequence[Any], *, limit: int = 5) -> str:
-    """Join the first few items of a list and count the rest.
+    """Join the first few items of a list, each cut to 200 characters, and count the rest.
 
     >>> listed([3, 7]), listed([1, 2, 3, 4], limit=2)
     ('3, 7', '1, 2 and 2 more')
     """
-    text = ", ".join(str(item) for item in items[:limit])
+    text = ", ".join(f"{item!s:.200}" for item in items[:limit])
     return f"{text} and {len(items) - limit} more" if len(items) > limit else text
 
 
@@ -147,13 +163,18 @@ def _read_json(path: Path, _: Sequence[str] | None) -> NumberedRows:
             yield number, _require_object(path, number, row)
 
 
-def _read_delimited(path: Path, _: Sequence[str] | None, *, delimiter: str) -> NumberedRows:
+def _delimiter(file: TextIO, path: Path) -> str:
+    """Return what separates the columns: that of the ending, or the only separator of the first line."""
+    first_line = file.readline()
+    file.seek(0)
+    usual = "\t" if path.suffix.lower() == ".tsv" else ","
+    present = [sign for sign in SEPARATORS if sign in first_line]
+    return present[0] if usual not in first_line and len(present) == 1 else usual
+
+
+def _read_delimited(path: Path, _: Sequence[str] | None) -> NumberedRows:
     with path.open(encoding="utf-8-sig", newline="") as file:
-        first_line = file.readline()
-        file.seek(0)
-        present = [sign for sign in SEPARATORS if sign in first_line]
-        if delimiter not in first_line and len(present) == 1:
-            delimiter = present[0]
+        delimiter = _delimiter(file, path)
         lines = csv.reader(file, delimiter=delimiter, strict=True)
         try:
             names = next(lines, [])
@@ -180,7 +201,7 @@ def _read_parquet(path: Path, columns: Sequence[str] | None) -> NumberedRows:
         with pyarrow.parquet.ParquetFile(path) as file:
             names = file.schema_arrow.names
             selected = None if columns is None else [name for name in columns if name in names]
-            for batch in file.iter_batches(batch_size=1024, columns=selected):
+            for batch in file.iter_batches(batch_size=64, columns=selected):  # few: cells may hold images
                 for row in batch.to_pylist():
                     number += 1
                     yield number, {name: value for name, value in row.items() if value is not None}
@@ -192,8 +213,8 @@ def _read_parquet(path: Path, columns: Sequence[str] | None) -> NumberedRows:
 READERS: dict[str, Callable[[Path, Sequence[str] | None], NumberedRows]] = {
     ".jsonl": _read_jsonl,
     ".json": _read_json,
-    ".csv": partial(_read_delimited, delimiter=","),
-    ".tsv": partial(_read_delimited, delimiter="\t"),
+    ".csv": _read_delimited,
+    ".tsv": _read_delimited,
     ".parquet": _read_parquet,
 }
 """File ending -> reader."""

@@ -13,6 +13,8 @@ import itertools
 import re
 from typing import Any
 
+from visalign.errors import excerpt
+
 Record = dict[str, Any]
 
 SHAPES = ("circle", "square", "triangle", "cross")
@@ -167,7 +169,7 @@ def parse_prompt(prompt: str) -> Record:
         shape = next(shape for shape in SHAPES if plural == _plural(shape))
         return _count((None, color, shape), count) | {"prompt": prompt}
     raise ValueError(
-        f"{prompt!r} is not a prompt of the shapes world, such as 'a small red circle', 'two red squares', "
+        f"{excerpt(prompt)} is not a prompt of the shapes world, such as 'a small red circle', 'two red squares', "
         f"'a circle and a cross', 'a blue square left of a green triangle'. Colors: {', '.join(COLORS)}; "
         f"shapes: {', '.join(SHAPES)}; sizes: {', '.join(SIZES)}; counts: two, three, four."
     )
