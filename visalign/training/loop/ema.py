@@ -13,8 +13,10 @@ from .sharding import distribute_like
 
 
 class EMA:
-    """Average ē ← d·ē + (1 − d)·θ after every `every`-th optimizer update, in float32; d is `decay` in [0,
-    1).
+    """Average ē ← d·ē + (1 − d)·θ in float32 after every `every`-th optimizer update; d is `decay` in [0, 1).
+
+    Each of the first `every` updates is averaged too (Flow-GRPO's code waits for the first interval), so that a
+    run shorter than an interval is not left with its starting weights.
 
     With `warmup` the decay after n updates is min(d, (1 + n) / (10 + n)), as in TensorFlow's
     ExponentialMovingAverage(num_updates) and in Flow-GRPO's code, so that the starting point does not dominate short
@@ -42,7 +44,7 @@ class EMA:
     @torch.no_grad()
     def update(self, updates: int, *, decay: float | None = None) -> None:
         """Average in the parameters after `updates` optimizer updates (1, 2, ...)."""
-        if self._is_identity or updates % self.every:
+        if self._is_identity or (updates > self.every and updates % self.every):
             return
         decay = self.decay_at(updates) if decay is None else decay
         for name, parameter in self._parameters:

@@ -54,7 +54,7 @@ class AdamWSettings:
     ema_decay: Beta = 0.0
     """Decay of the averaged weights, which are evaluated and saved as the result; 0 switches averaging off."""
     ema_every: Count = 1
-    """Updates between two averages."""
+    """Updates between two averages; each of the first `ema_every` updates is averaged too."""
     ema_warmup: bool = True
     """The average after n updates uses min(decay, (1 + n)/(10 + n)), as Flow-GRPO's code does."""
 
@@ -78,7 +78,7 @@ class OptimizerSettings(AdamWSettings):
     ema_decay: Beta = 0.9
     """Decay of the averaged weights, which are evaluated and saved as the result; 0 switches averaging off."""
     ema_every: Count = 8
-    """Updates between two averages."""
+    """Updates between two averages; each of the first `ema_every` updates is averaged too."""
 
 
 class TrainedWeights:

@@ -186,6 +186,11 @@ class Trainer(Generic[A]):
                 self.progress.note(
                     f"Warning: {counters.iteration} iterations made no update: the weights are as at the start. {why}"
                 )
+            elif self.ema.decay:
+                self.progress.note(
+                    f"Evaluated and saved are the averaged weights (optimizer.ema_decay={self.ema.decay:g}, "
+                    f"ema_every={self.ema.every}), not those of the last update."
+                )
             for note in best_checkpoint_note(self.run.best_by, counters.own):
                 self.progress.note(note)
         return TrainResult(counters=counters, stopped=stopped, signal=interrupt.by)
