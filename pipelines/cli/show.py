@@ -98,15 +98,29 @@ def show_summary(console: Console, folder: Path, summary: Mapping[str, Any], nex
     parts: list[RenderableType] = []
     if summary.get("before") and summary.get("after"):
         parts.append(before_after(summary["before"], summary["after"]))
-    gain = summary.get("gain") or {}
-    if gain.get("low") is not None:
-        change, low, high = (f"{100 * gain[key]:+.1f}" for key in ("estimate", "low", "high"))
-        interval = f"{gain['level']:.0%} interval {low} to {high} (paired over prompts)"
-        parts.append(Text(f"Held-out accuracy {change} points, {interval}."))
+    parts += [Text(line) for line in gain_lines(summary)]
     files = "\n".join(f"  {path}" for path in result_files(folder))
     lines = (cost_line(summary), f"\nResults:\n{files}", f"\nNext:\n  {shlex.join(next_command)}")
     parts += [Text(line) for line in lines if line]
     console.print(Panel(Group(*parts), title="Done", title_align="left", border_style="green"))
+
+
+def gain_lines(summary: Mapping[str, Any]) -> list[str]:
+    """Describe the change of the held-out accuracy, or without one of each reward, with its interval.
+
+    >>> gain_lines({"changes": {"rewards": {"mine": {"estimate": 0.5, "low": 0.25, "high": 0.75, "level": 0.95}}}})
+    ['Held-out mine +0.500, 95% interval +0.250 to +0.750 (paired over prompts).']
+    """
+    gain, lines = summary.get("gain") or {}, []
+    rewards = (summary.get("changes") or {}).get("rewards") or {}
+    has_accuracy = gain.get("estimate") is not None
+    rows = [("accuracy", gain, 100, 1, " points")] if has_accuracy else [(n, r, 1, 3, "") for n, r in rewards.items()]
+    for name, row, unit, digits, noun in rows:
+        if row.get("low") is not None:
+            change, low, high = (f"{unit * row[key]:+.{digits}f}" for key in ("estimate", "low", "high"))
+            interval = f"{row['level']:.0%} interval {low} to {high} (paired over prompts)"
+            lines.append(f"Held-out {name} {change}{noun}, {interval}.")
+    return lines
 
 
 HELDOUT = {"accuracy": "accuracy", "ece": "calibration error", "srcc": "SRCC", "mae": "mean absolute error"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import field
+from dataclasses import field, replace
 from typing import Any, ClassVar
 
 from pydantic.dataclasses import dataclass
@@ -18,6 +18,7 @@ from visalign.pipelines.shared.sections import (
     PolicyRunConfig,
     RewardsConfig,
     RewardTerm,
+    is_own,
 )
 from visalign.precision import Autocast
 from visalign.schema import STRICT
@@ -85,8 +86,9 @@ class DataConfig:
     unused; evaluation.rewards names what is reported."""
     pairs_size: Count | None = None
     """At most so many of data.pairs; null: all, and 400 of shapes:pairs."""
-    heldout: str = "shapes:heldout"
-    """shapes:heldout, or a file; prompts that are trained on as well are counted in the report."""
+    heldout: str | None = None
+    """shapes:heldout, or a file; prompts that are trained on as well are counted in the report. null: a tenth of the
+    prompts (100 at most), which is then not trained on, with a model and prompts of one's own; else shapes:heldout."""
     balance: bool = False
     """Give every tag the same number of groups, however many prompts it has."""
     cycle: list[str] | None = None
@@ -110,9 +112,10 @@ class EvaluationConfig(HeldoutConfig):
     rewards: dict[str, RewardTerm] = field(
         default_factory=lambda: {name: RewardTerm() for name in ("shapes_verifier", "clip_score", "sharpness")}
     )
-    """label -> reward to report besides those trained on; weights play no part."""
+    """label -> reward to report besides those trained on; weights play no part. Those of the default are left out
+    with a model and prompts of one's own."""
     correctness: str | None = "shapes_verifier"
-    """The reward that says correct or wrong; null where none does."""
+    """The reward that says correct or wrong; null where none does. The default's is left out likewise."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -168,6 +171,10 @@ class FlowGRPOConfig:
     """Length, checkpoints, machine."""
 
     def __post_init__(self) -> None:
+        if is_own(self.model.path, self.data.pairs or self.data.train):
+            object.__setattr__(self, "evaluation", self.evaluation.without_packaged(self.rewarded))
+        elif self.data.heldout is None:
+            object.__setattr__(self, "data", replace(self.data, heldout="shapes:heldout"))
         check_sampling(self.objective, self.rollout, stored=self.data.pairs is not None)
         refuse(_broken_rules(self))
         if self.run.sharding:

@@ -22,6 +22,7 @@ from visalign.pipelines.shared.parts import (
     Records,
     build_records,
     load_terms,
+    own_heldout,
     pointwise_only,
     weighted_sum,
 )
@@ -74,7 +75,10 @@ def prepare(config: FlowGRPOConfig, world: int, device: str | None = None) -> In
         records = build_records(data.train, "data.train", edits=edits, several=several)
     else:
         records, notes = read_stored(data.pairs, edits, limit=data.pairs_size, several=several)
-    heldout = build_records(data.heldout, "data.heldout", edits=edits, several=several)
+    if data.heldout is None:
+        records, heldout = own_heldout(records, config.seed)
+    else:
+        heldout = build_records(data.heldout, "data.heldout", edits=edits, several=several)
     terms = {**evaluation.rewards, **config.rewarded}
     judges = load_terms(terms, load_judge, device)
     rewards: dict[str, Any] = {

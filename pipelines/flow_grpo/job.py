@@ -67,7 +67,8 @@ def _build(config: FlowGRPOConfig, output: Path) -> PolicyRun:
         grids.keep(iteration, result)
         return {} if drift is None else drift(result)
 
-    evaluate = on_the_way(evaluation, measure, inputs.heldout, before, config.rewards.recorded, more_metrics)
+    curve = evaluation.curve(config.rewards.optimized if config.data.pairs is None else ())
+    evaluate = on_the_way(evaluation, measure, inputs.heldout, before, config.rewards.recorded, curve, more_metrics)
     trainer = build_trainer(config, output, algorithm, evaluate)
     for note in inputs.notes:
         trainer.progress.note(note)
@@ -81,6 +82,7 @@ def _build(config: FlowGRPOConfig, output: Path) -> PolicyRun:
         measure=measure,
         heldout=inputs.heldout,
         samples="images",
+        curve=curve,
         load_code=load_code(config, output),
         next_command=sample_command(config, output, edits=any(len(record_key(r)) > 1 for r in inputs.heldout)),
         counts=_image_counts,
@@ -100,8 +102,9 @@ def _image_counts(counters: Counters) -> dict[str, float]:
 def sample_command(config: FlowGRPOConfig, output: Path, *, edits: bool = False) -> list[str]:
     """Build the `visalign sample` command whose images are as in the run's evaluation."""
     model, result = config.model, str(result_folder(config, output))
-    has_sources = edits and config.data.heldout.endswith(".jsonl")  # without them nothing can be edited
-    prompts = [config.data.heldout, "--seeds", "0"] if has_sources else ["a red circle"]
+    source = config.data.heldout or config.data.train
+    has_sources = edits and source.endswith(".jsonl")  # without them nothing can be edited
+    prompts = [source, "--seeds", "0"] if has_sources else ["a red circle"]
     weights = ["--model", result] if model.lora is None else ["--model", model.path, "--lora", result]
     words = [f"{name}={json.dumps(value)}" for name, value in sampling_options(model).items()]
     flags = [word for option in words for word in ("--option", option)]

@@ -175,6 +175,8 @@ class PolicyRun(Job):
     """Python that loads the result."""
     counts: Callable[[Counters], Mapping[str, Any]]
     """More entries of the summary."""
+    curve: Sequence[str] = ()
+    """Rewards whose held-out mean and interval are the curve of a run without verdicts, see `HeldoutConfig.curve`."""
     heldout_trained_on: int | None = None
     """Held-out prompts that are trained on as well; None where that is not known."""
     grids: SampleGrids | None = None
@@ -245,6 +247,12 @@ class PolicyRun(Job):
                     name = key.removeprefix("seconds/")
                     phases[name] = phases.get(name, 0.0) + value
         warnings = monitor_messages(state)
+        if before.has_same_samples(after):
+            warnings.append(
+                f"The result equals its start: all held-out {self.samples} and their scores are those of before "
+                "training. Train longer, or with a higher optimizer.lr."
+            )
+            self.trainer.progress.note(f"Warning: {warnings[-1]}")
         costs = {**self.costs(result, evaluating), "phases": phases, **self.counts(result.counters)}
         trained_on = {} if self.heldout_trained_on is None else {"heldout_prompts_trained_on": self.heldout_trained_on}
         spent = {**costs, **trained_on, "warnings": warnings, **({BEST: state[BEST]} if BEST in state else {})}
@@ -253,8 +261,9 @@ class PolicyRun(Job):
         start = None
         if evaluation.every:
             numbers = evenly_spaced(range(len(self.heldout)), evaluation.prompts_on_the_way)
-            accuracy = before.accuracy_of([number * len(evaluation.seeds) for number in numbers])
-            start = {"heldout/accuracy": accuracy} if math.isfinite(accuracy) else None
+            rows = [number * len(evaluation.seeds) for number in numbers]
+            numbers = {"accuracy": before.accuracy_of(rows), **before.means(self.curve, rows)}
+            start = {f"heldout/{name}": value for name, value in numbers.items() if math.isfinite(value)}
         write_report(
             output,
             before=before,
@@ -343,13 +352,14 @@ def on_the_way(
     heldout: Records,
     before: Path,
     recorded: Sequence[str],
+    curve: Sequence[str],
     more: Callable[[int, HeldoutResult], Mapping[str, float]],
 ) -> Callable[[int], dict[str, float]]:
     """Return the evaluation while a policy is trained: some held-out prompts, the first seed.
 
-    Its metrics are accuracy, accuracy of each tag, mean of each reward, and the change since `before`, the
-    file of the evaluation before training, of accuracy and of the rewards `recorded`. `more` gets the
-    iterations finished and the result, and adds metrics.
+    Its metrics are accuracy, accuracy of each tag (without verdicts the intervals of the rewards of `curve`), mean
+    of each reward, and the change since `before`, the file of the evaluation before training, of accuracy and of
+    the rewards `recorded`. `more` gets the iterations finished and the result, and adds metrics.
     """
     numbers = evenly_spaced(range(len(heldout)), evaluation.prompts_on_the_way)
     records, rows = [heldout[number] for number in numbers], [number * len(evaluation.seeds) for number in numbers]
@@ -363,10 +373,12 @@ def on_the_way(
             start.append(load_heldout(before))
         compared = ["accuracy", *(label for label in recorded if label in result.scores)]
         changes = result.changes(start[0], rows, compared) if start else {}
+        verdicts = {"accuracy": result.accuracy}
+        verdicts |= {f"accuracy.{tag}": value for tag, value in result.by_category.items()}
         return {
-            "accuracy": result.accuracy,
-            **{f"accuracy.{tag}": value for tag, value in result.by_category.items()},
+            **(verdicts if evaluation.correctness is not None else {}),
             **{name: result.mean(name) for name in result.scores},
+            **result.means(curve),
             **{f"change/{label}": value for label, value in changes.items()},
             **more(iteration, result),
         }

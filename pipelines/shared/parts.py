@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import warnings
@@ -10,9 +11,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+import numpy as np
 from PIL import Image
 
 from visalign.config import flatten
@@ -20,6 +23,7 @@ from visalign.data.sets.image_references import resolve_image
 from visalign.data.sets.prompt_files import Edits, load_prompts
 from visalign.errors import UserError
 from visalign.interfaces import PairwiseReward, PointwiseReward
+from visalign.seeds import sample_seed
 from visalign.versions import versions
 
 from .sections import MachineConfig, RewardsConfig, RewardTerm, RunConfig
@@ -34,6 +38,8 @@ if TYPE_CHECKING:
 Records = Sequence[Mapping[str, Any]]
 T = TypeVar("T")
 
+MOST_HELD_OUT = 100
+"""Prompts of a run's own that are held out where it names none."""
 PATIENCE = timedelta(hours=12)
 """Time that processes wait for each other; a judge may take hours over the images of one process."""
 
@@ -206,6 +212,29 @@ def check_texts(records: Records) -> Records:
                 "pair. Correct it or leave it out."
             ) from error
     return records
+
+
+_prompt_of = itemgetter("prompt")
+
+
+def split_records(
+    records: Sequence[T], share: float, seed: int, prompt_of: Callable[[T], Any] = _prompt_of
+) -> tuple[list[T], list[T]]:
+    """Split records by prompt into (trained, heldout); of two prompts or more at least one is held out."""
+    keys = [json.dumps(prompt_of(record), sort_keys=True) for record in records]
+    distinct = list(dict.fromkeys(keys))
+    count = min(max(1, round(share * len(distinct))), len(distinct) - 1) if share else 0
+    # by prompt, since a policy that learnt one completion to a prompt is better at telling its others apart
+    order = np.random.default_rng(sample_seed(seed, "pairs", 0)).permutation(len(distinct))
+    heldout, pairs = {distinct[i] for i in order[:count]}, list(zip(records, keys, strict=True))
+    return [r for r, key in pairs if key not in heldout], [r for r, key in pairs if key in heldout]
+
+
+def own_heldout(records: Sequence[Mapping[str, Any]], seed: int) -> tuple[Records, Records]:
+    """Split a run's own prompts into (trained, held out): a tenth, at most 100; a single prompt is both."""
+    trained, heldout = split_records(records, min(0.1, MOST_HELD_OUT / len(records)), seed)
+    distinct = {json.dumps([r["prompt"], r.get("source")], default=str): r for r in heldout or trained}
+    return trained, [*distinct.values()]  # a prompt of several stored pairs is evaluated once
 
 
 class Row(NamedTuple):

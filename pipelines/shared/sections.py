@@ -3,20 +3,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import field, fields
+from collections.abc import Collection, Sequence
+from dataclasses import field, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
+from visalign.data.assets import PACKAGED
 from visalign.errors import UserError, suggestion
 from visalign.schema import STRICT
 from visalign.settings import Count, Finite, Natural, Positive, PositiveShare
 from visalign.training.loop.monitor import MonitorLimits, MonitorSettings
 
 Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+def is_own(model: str, prompts: str) -> bool:
+    """Check whether model and prompts are the user's own; neither a packaged model nor packaged prompts."""
+    return Path(model).name not in PACKAGED and not prompts.startswith(("shapes:", "tasks:"))
+
+
 _SYNONYMS = TypeAdapter(dict[str, list[str]])
 
 
@@ -78,6 +86,11 @@ class RewardsConfig:
         """Labels of the rewards that are not optimized."""
         return [label for label, term in self.terms.items() if term.weight == 0]
 
+    @property
+    def optimized(self) -> list[str]:
+        """Labels of the rewards that are optimized."""
+        return [label for label, term in self.terms.items() if term.weight > 0]
+
     def check_monitor(self, monitor: MonitorSettings, evaluation: HeldoutConfig, **more: tuple[bool, str]) -> None:
         """Refuse a monitor that would stop by what is not measured; `more` as `MonitorSettings.check`."""
         remedy = "Hold a reward out with rewards.terms.LABEL.weight=0, or leave it null."
@@ -104,6 +117,17 @@ class HeldoutConfig:
     """label -> reward to report besides those trained on; weights play no part."""
     correctness: str | None = None
     """The reward that says right or wrong; null where none does."""
+
+    def without_packaged(self, trained: Collection[str]) -> Self:
+        """Leave out the packaged rewards of the defaults, which say nothing about a model and prompts of one's own."""
+        default = type(self)()
+        rewards = {} if self.rewards == default.rewards else self.rewards
+        is_left_out = self.correctness == default.correctness and self.correctness not in {*rewards, *trained}
+        return replace(self, rewards=rewards, correctness=None if is_left_out else self.correctness)
+
+    def curve(self, optimized: Sequence[str]) -> list[str]:
+        """Return the rewards whose means are the held-out curve: none with verdicts, else what is optimized."""
+        return [] if self.correctness is not None else [*optimized] or [*self.rewards]
 
     def check_rewards(self, *trained: str) -> None:
         """Refuse seeds or labels that repeat, and a correctness that is no reward here or `trained` on."""

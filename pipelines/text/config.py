@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import field
+from dataclasses import field, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -22,6 +22,7 @@ from visalign.pipelines.shared.sections import (
     PolicyRunConfig,
     RewardsConfig,
     RewardTerm,
+    is_own,
 )
 from visalign.precision import Autocast
 from visalign.schema import STRICT
@@ -118,6 +119,9 @@ class HeldoutPromptsConfig(PromptsConfig):
 class TextDataConfig(HeldoutPromptsConfig):
     """Prompts and demonstrations."""
 
+    heldout: str | None = None
+    """tasks:heldout, or a .jsonl file of prompts with the fields that the rewards read. null: a tenth of the prompts
+    (100 at most), which is then not trained on, with a model and prompts of one's own; else tasks:heldout."""
     demonstrations: str | None = None
     """Demonstrations for PPO-ptx: tasks:train, or a .jsonl file of records with prompt and completion."""
     demonstrations_batch: Count = 32
@@ -131,9 +135,10 @@ class TextEvaluationConfig(HeldoutConfig):
     seeds: Annotated[list[Natural], Field(min_length=1)] = field(default_factory=lambda: [0, 1, 2, 3])
     """Seeds of the completions to each prompt; one more completion is greedy."""
     rewards: dict[str, RewardTerm] = field(default_factory=lambda: {"task_answer": RewardTerm()})
-    """label -> reward to report besides those trained on; weights have no effect."""
+    """label -> reward to report besides those trained on; weights have no effect. In reinforcement learning
+    task_answer is left out with a model and prompts of one's own."""
     correctness: str | None = "task_answer"
-    """Reward that says right or wrong; null for none."""
+    """Reward that says right or wrong; null for none. The default's is left out likewise."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -247,6 +252,10 @@ class TextConfig:
     """Length, checkpoints, machine."""
 
     def __post_init__(self) -> None:
+        if is_own(self.model.path, self.data.train) and self.data.question is None:
+            object.__setattr__(self, "evaluation", self.evaluation.without_packaged(self.rewards.terms))
+        elif self.data.heldout is None:
+            object.__setattr__(self, "data", replace(self.data, heldout="tasks:heldout"))
         check_batch_algebra(self.rollout.prompts_per_iteration, self.rollout.group_size)
         self.evaluation.check_rewards(*self.rewards.terms)
         self.rewards.check_monitor(self.monitor, self.evaluation, feature_drift=(False, "It is of images."))

@@ -116,8 +116,12 @@ def text_run(
 
         return spread(algorithm.accelerator, len(records), evaluate_part)
 
-    recorded, before = config.rewards.recorded if isinstance(config, TextConfig) else [], output / "before.npz"
-    evaluate = on_the_way(config.evaluation, measure, inputs.heldout, before, recorded, lambda *_: more_metrics())
+    evaluation, before = config.evaluation, output / "before.npz"
+    recorded, optimized = [], []
+    if isinstance(config, TextConfig):
+        recorded, optimized = config.rewards.recorded, config.rewards.optimized
+    curve = evaluation.curve(optimized)
+    evaluate = on_the_way(evaluation, measure, inputs.heldout, before, recorded, curve, lambda *_: more_metrics())
     columns = SUPERVISED_COLUMNS if isinstance(config, SupervisedConfig) else POLICY_COLUMNS
     return PolicyRun(
         config=config,
@@ -129,6 +133,7 @@ def text_run(
         measure=measure,
         heldout=inputs.heldout,
         samples="completions",
+        curve=curve,
         load_code=load_code(config, output, takes_images=policy.processor is not None),
         counts=lambda c: {**summary(c), "samples": c.samples, "tokens": c.tokens},
         heldout_trained_on=inputs.heldout_trained_on,

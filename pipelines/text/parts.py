@@ -20,7 +20,15 @@ from visalign.data.sets.sources import GENERATED, load_source, shapes_pairs, sha
 from visalign.data.text_tasks.tasks import HELDOUT_PER_TASK, TASKS, heldout_tasks, text_tasks
 from visalign.errors import UserError
 from visalign.evaluation.heldout.text import check_labels, check_text_judge
-from visalign.pipelines.shared.parts import Records, build_records, load_terms, name_key, no_loading_bars, weighted_sum
+from visalign.pipelines.shared.parts import (
+    Records,
+    build_records,
+    load_terms,
+    name_key,
+    no_loading_bars,
+    own_heldout,
+    weighted_sum,
+)
 from visalign.pipelines.shared.sections import RewardsConfig
 from visalign.precision import autocast_dtype
 from visalign.rewards.catalogue import load_text_reward
@@ -89,6 +97,9 @@ def text_records(key: str, data: PromptsConfig, seed: int) -> Records:
     Records about rated images have image, mos (higher is better), set, task and caption (their prompt); those
     about pairs have the label, the share of the votes for the first image, and no ties.
     """
+    if getattr(data, "heldout", "") is None:
+        own_split = own_heldout(text_records("train", replace(data, heldout="train"), seed), seed)
+        return own_split[key == "heldout"]
     source = getattr(data, key)
     if data.question is not None:
         images = _images(key, data, seed)

@@ -7,23 +7,20 @@ They evaluate, learn demonstrations, pairs or votes, evaluate again, and save th
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import field
 from functools import partial
-from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-import numpy as np
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from visalign.data.sets.completion_files import JudgedCompletions, check_votes, load_pairs, load_votes
 from visalign.errors import UserError
 from visalign.pipelines.shared.job import PolicyRun, run_job
-from visalign.pipelines.shared.parts import Records, build_accelerator, ends_by, name_key
+from visalign.pipelines.shared.parts import Records, build_accelerator, ends_by, name_key, split_records
 from visalign.schema import STRICT
-from visalign.seeds import sample_seed
 from visalign.settings import Count, Finite
 from visalign.training.loop.optimizer import OptimizerSettings
 from visalign.training.text.dpo import DPOSettings
@@ -156,19 +153,6 @@ def _completions(config: TextDPOConfig) -> JudgedCompletions:
         else:
             records.append({"prompt": prompt, "chosen": chosen, "rejected": rejected})
     return JudgedCompletions(records=records)
-
-
-def split_records(
-    records: Sequence[T], share: float, seed: int, prompt_of: Callable[[T], Any] = itemgetter("prompt")
-) -> tuple[list[T], list[T]]:
-    """Split records by prompt into (trained, heldout); of two prompts or more at least one is held out."""
-    keys = [json.dumps(prompt_of(record), sort_keys=True) for record in records]
-    distinct = list(dict.fromkeys(keys))
-    count = min(max(1, round(share * len(distinct))), len(distinct) - 1) if share else 0
-    # by prompt, since a policy that learnt one completion to a prompt is better at telling its others apart
-    order = np.random.default_rng(sample_seed(seed, "pairs", 0)).permutation(len(distinct))
-    heldout, pairs = {distinct[i] for i in order[:count]}, list(zip(records, keys, strict=True))
-    return [r for r, key in pairs if key not in heldout], [r for r, key in pairs if key in heldout]
 
 
 def _build(config: TextSFTConfig | TextDPOConfig, output: Path) -> PolicyRun:

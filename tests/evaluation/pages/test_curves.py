@@ -117,8 +117,14 @@ def test_curves_that_stay_at_zero_are_a_sentence() -> None:
 
 def test_nothing_recorded() -> None:
     assert panels([], [REWARD]) == panels([{"iteration": 1}], [REWARD]) == ((), "")
-    broken = panels([{"iteration": 1, "reward_mean": None}], [REWARD])[0][0]
-    assert broken.note == "No finite value in 1 rows." and broken.svg == ""
+    unmeasured = panels([{"iteration": 1, "reward_mean": None}], [REWARD])
+    assert unmeasured == ((), "Never measured, and not drawn: Reward.")
+
+
+def test_a_held_out_reward_is_drawn_with_its_interval() -> None:
+    rows = [{"iteration": n, "heldout/mine": n / 9, "heldout/mine.low": 0.0, "heldout/mine.high": 1.0} for n in (1, 2)]
+    ((panel,), _) = panels(rows, known_curves(rows))
+    assert panel.curve.title == "Held-out mine" and panel.svg.count("<path") > 1
 
 
 @pytest.mark.parametrize("values", [[5.0], [-2.0, -2.0], [1e12, 3e12]])

@@ -12,7 +12,8 @@ import pytest
 from tests.support.training.text_jobs import QUESTIONS, text_inputs
 from visalign.config import load_config
 from visalign.errors import UserError
-from visalign.pipelines.text.supervised import TextDPOConfig, plan, run, split_records
+from visalign.pipelines.shared.parts import split_records
+from visalign.pipelines.text.supervised import TextDPOConfig, plan, run
 from visalign.training.loop.metrics import read_metrics
 
 BASE = (

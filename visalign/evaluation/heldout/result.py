@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from visalign.atomic import write_atomic
 from visalign.errors import UserError
-from visalign.evaluation.statistics.intervals import Interval, finite, share_interval
+from visalign.evaluation.statistics.intervals import Interval, finite, paired_bootstrap, share_interval
 
 _FORMAT = "visalign held-out result 1"
 
@@ -129,6 +130,14 @@ class HeldoutResult:
         judged = int(self.judged[rows].sum())
         return int(self.correct[rows].sum()) / judged if judged else math.nan
 
+    def has_same_samples(self, other: HeldoutResult) -> bool:
+        """Check whether completions, kept images and scores are those of another result, bit for bit."""
+        return (
+            self.completions == other.completions
+            and np.array_equal(self.images, other.images)
+            and all(np.array_equal(v, other.scores.get(n), equal_nan=True) for n, v in self.scores.items())
+        )
+
     def outcome(self) -> NDArray[np.float64]:
         """Return outcomes [N]: 1 correct, 0 wrong, NaN without a verdict."""
         return np.where(self.judged, self.correct.astype(np.float64), np.nan)
@@ -141,6 +150,17 @@ class HeldoutResult:
         """Return the mean of a reward over its valid samples; NaN when there is none."""
         valid = self.scores[name][np.isfinite(self.scores[name])]
         return float(valid.mean(dtype=np.float64)) if len(valid) else math.nan
+
+    def means(self, names: Iterable[str], rows: Sequence[int] | None = None) -> dict[str, float]:
+        """Return NAME, NAME.low, NAME.high: means of rewards with their 95 % intervals over prompts, of some rows."""
+        keys, numbers = self.keys, {}
+        rows = range(len(self)) if rows is None else rows
+        for name in (name for name in names if name in self.scores):
+            values, prompts = self.scores[name][list(rows)], [keys[row] for row in rows]
+            generator = torch.Generator().manual_seed(0)
+            mean = paired_bootstrap(np.zeros(len(values)), values, prompts, generator=generator)
+            numbers |= {name: mean.estimate, f"{name}.low": mean.low, f"{name}.high": mean.high}
+        return numbers
 
     def invalid(self, name: str) -> int:
         """Return the number of samples that a reward could not score."""

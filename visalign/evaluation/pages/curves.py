@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from markupsafe import Markup
 from numpy.typing import NDArray
 
+from .base import words
 from .plots import Frame, label, text, ticks
 
 WIDTH, HEIGHT, RIGHT = 440.0, 250.0, 66.0
@@ -30,6 +31,8 @@ class Curve:
     meaning: str
     from_zero: bool = False
     """The y axis starts at zero."""
+    ends: tuple[str, ...] = ()
+    """Metrics that are the ends of the curve's interval."""
 
     @property
     def percent(self) -> bool:
@@ -80,7 +83,12 @@ def known_curves(metrics: Sequence[Mapping[str, Any]]) -> tuple[Curve, ...]:
     curves = [*CURVES]
     for key in dict.fromkeys(key for row in metrics for key in row):
         family, _, name = key.partition("/")
-        if family in FAMILIES:
+        if family == "heldout" and name.endswith(".low"):
+            mean = key.removesuffix(".low")
+            meaning = "held-out mean, the same prompts and seeds each time; thin: 95\u00a0% interval"
+            title = f"Held-out {words(name.removesuffix('.low'))}"
+            curves.insert(1, Curve((mean,), title, "its unit", meaning, ends=(key, f"{mean}.high")))
+        elif family in FAMILIES:
             title, unit, meaning = FAMILIES[family]
             curves.append(Curve((key,), title.format(name.replace("_", " ")), unit, meaning))
         elif family == "reward_part" and (name == "std" or name.endswith(".std")):
@@ -95,7 +103,6 @@ class Panel:
 
     curve: Curve
     svg: Markup
-    """Empty where no value is finite."""
     note: str
     """Smoothing and gaps, in words."""
 
@@ -106,7 +113,7 @@ def panels(
     *,
     start: Mapping[str, float] | None = None,
 ) -> tuple[tuple[Panel, ...], str]:
-    """Draw every curve that has values; return its panels, and a sentence that names curves at zero all along.
+    """Draw every curve that has finite values; return its panels, and sentences that name the others.
 
     Args:
         metrics: Rows of metrics.jsonl; a row without a key is skipped, null or a non-finite number leaves a
@@ -115,10 +122,20 @@ def panels(
         start: key -> value at iteration 0, for numbers measured before training.
     """
     series = [(curve, *_series(metrics, curve, start or {})) for curve in curves]
-    drawn = tuple(_panel(curve, x, y) for curve, x, y in series if len(x) and not _is_zero(y))
-    flat = [curve.title for curve, _, y in series if _is_zero(y)]
-    names = " and ".join(filter(None, (", ".join(flat[:-1]), *flat[-1:])))
-    return drawn, f"Zero in every iteration, and not drawn: {names}." if flat else ""
+    drawn = []
+    for curve, x, y in series:
+        if np.isfinite(y).any() and not _is_zero(y):
+            ends = [_series(metrics, replace(curve, keys=(key,)), start or {}) for key in curve.ends]
+            drawn.append(_panel(curve, x, y, ends))
+    absent = (
+        ("Zero in every iteration", [curve.title for curve, _, y in series if _is_zero(y)]),
+        ("Never measured", [curve.title for curve, _, y in series if len(y) and not np.isfinite(y).any()]),
+    )
+    return tuple(drawn), " ".join(f"{why}, and not drawn: {_listed(titles)}." for why, titles in absent if titles)
+
+
+def _listed(titles: Sequence[str]) -> str:
+    return " and ".join(filter(None, (", ".join(titles[:-1]), *titles[-1:])))
 
 
 def _is_zero(values: NDArray[np.float64]) -> bool:
@@ -140,17 +157,15 @@ def _series(
     return table[:, 0], values * 100 if curve.percent else values
 
 
-def _panel(curve: Curve, x: NDArray[np.float64], y: NDArray[np.float64]) -> Panel:
-    finite = np.isfinite(y)
-    gaps = int((~finite).sum())
-    if not finite.any():
-        return Panel(curve=curve, svg=Markup(""), note=f"No finite value in {gaps} rows.")
+def _panel(curve: Curve, x: NDArray[np.float64], y: NDArray[np.float64], ends: Sequence[tuple]) -> Panel:
+    """Draw a curve with a finite value, and the (iterations, values) of the ends of its interval."""
+    gaps = int((~np.isfinite(y)).sum())
     window = max(3, len(y) // 10 | 1) if len(y) >= SMOOTH_FROM else 1  # odd, so that its mean is centred
     smooth = running_mean(y, window)
     notes = [f"thin: each iteration; thick: mean of the nearest {window}"] if window > 1 else []
     if gaps:
         notes.append(f"{gaps} of {len(y)} values were not finite and are left out")
-    return Panel(curve=curve, svg=_draw(curve, x, y, smooth), note="; ".join(notes))
+    return Panel(curve=curve, svg=_draw(curve, x, y, smooth, ends), note="; ".join(notes))
 
 
 def running_mean(values: NDArray[np.float64], window: int) -> NDArray[np.float64]:
@@ -165,14 +180,14 @@ def running_mean(values: NDArray[np.float64], window: int) -> NDArray[np.float64
     return means
 
 
-def _draw(curve: Curve, x: NDArray, y: NDArray, smooth: NDArray) -> Markup:
+def _draw(curve: Curve, x: NDArray, y: NDArray, smooth: NDArray, ends: Sequence[tuple]) -> Markup:
     """Draw a panel with at least one finite value."""
     rows = np.flatnonzero(np.isfinite(y))
     smallest, largest = float(y[rows].min()), float(y[rows].max())
     first, end = (float(x[0]), float(x[-1])) if x[-1] > x[0] else (float(x[0]) - 0.5, float(x[0]) + 0.5)
     frame = Frame(
         x=(first, end),
-        y=_limits(curve, smallest, largest),
+        y=_limits(curve, *_extremes([y, *(values for _, values in ends)])),
         x_name="iteration",
         width=WIDTH,
         height=HEIGHT,
@@ -185,6 +200,7 @@ def _draw(curve: Curve, x: NDArray, y: NDArray, smooth: NDArray) -> Markup:
         parts.append(frame.dots(thick, radius=3))
     else:
         parts.insert(0, frame.path("raw", zip(x.tolist(), y.tolist(), strict=True)))
+    parts += [frame.path("raw", zip(at.tolist(), values.tolist(), strict=True)) for at, values in ends]
     marks = ticks(*frame.y)
     fine = (marks[1] - marks[0] if len(marks) > 1 else frame.y[1] - frame.y[0]) / 10
     last_x, last = [point for point in thick if math.isfinite(point[1])][-1]
@@ -196,6 +212,10 @@ def _draw(curve: Curve, x: NDArray, y: NDArray, smooth: NDArray) -> Markup:
         f"from {y[rows[0]]:.3g} to {last_text} at the end, smallest {smallest:.3g}, largest {largest:.3g}."
     )
     return frame.svg(parts, alt)
+
+
+def _extremes(series: Sequence[NDArray]) -> tuple[float, float]:
+    return float(np.nanmin(np.concatenate(series))), float(np.nanmax(np.concatenate(series)))
 
 
 def _limits(curve: Curve, low: float, high: float) -> tuple[float, float]:

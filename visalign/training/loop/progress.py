@@ -48,6 +48,20 @@ def clock_text(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
+def heldout_means(record: Mapping[str, Any]) -> list[str]:
+    """Describe the held-out means that a record has an interval of.
+
+    >>> heldout_means({"heldout/mine": 0.5, "heldout/mine.low": 0.25, "heldout/mine.high": 0.75})
+    ['held-out mine 0.500 (0.250 to 0.750)']
+    """
+    names = [key.removesuffix(".low") for key in record if key.startswith("heldout/") and key.endswith(".low")]
+    return [
+        f"held-out {name.removeprefix('heldout/')} {_cell('{:.3f}', record[name])} "
+        f"({_cell('{:.3f}', record[f'{name}.low'])} to {_cell('{:.3f}', record[f'{name}.high'])})"
+        for name in names
+    ]
+
+
 def _cell(form: str, value: float) -> str:
     """Format a number; a dash for NaN and infinities, such as the gradient norm of skipped updates."""
     return form.format(value) if math.isfinite(value) else "–"
@@ -91,7 +105,8 @@ class TrainingProgress:
             values["clip"] = values.get("clip_low", 0.0) + values.get("clip_high", 0.0)
         self._last |= values
         fresh = {k: v for k, v in self._last.items() if k in values or not k.startswith("heldout/")}
-        cells = ", ".join(f"{title} {_cell(form, fresh[key])}" for title, key, form in self._columns if key in fresh)
+        known = [f"{title} {_cell(form, fresh[key])}" for title, key, form in self._columns if key in fresh]
+        cells = ", ".join([*known, *heldout_means(values)])
         if self.enabled:
             line = f"iteration {self._done}/{self._total}: {cells}, {clock_text(self.seconds_left())} left"
             self.console.print(line, highlight=False, markup=False, soft_wrap=True)

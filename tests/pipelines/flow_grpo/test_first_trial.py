@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A first trial with a model, prompts and a reward of one's own: three iterations, nothing of the packaged world."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.support.models.sd3 import tiny_sd3_pipeline
+from visalign.config import load_config
+from visalign.evaluation import load_heldout
+from visalign.pipelines.cli.show import gain_lines
+from visalign.pipelines.flow_grpo.job import FlowGRPOConfig, run
+from visalign.training.loop.metrics import read_metrics
+
+TRIAL = (
+    "model.lora.rank=4",
+    "rollout={prompts_per_iteration: 3, group_size: 4, steps: 3, batch_size: 12}",
+    "evaluation.every=1",
+    "monitor.features=null",
+    "run={iterations: 2, device: cpu}",
+)
+
+
+def _trial(folder: Path, *overrides: str) -> FlowGRPOConfig:
+    tiny_sd3_pipeline().save_pretrained(folder / "model")
+    (folder / "prompts.txt").write_text("\n".join(f"a cat with {n} hats" for n in range(40)))
+    (folder / "mine.py").write_text("def brightness(images, prompts):\n    return images.mean((1, 2, 3)).tolist()\n")
+    own = f"rewards.terms={{mine: {{name: '{folder}/mine.py:brightness'}}}}"
+    files = f"model.path={folder}/model", f"data.train={folder}/prompts.txt"
+    return load_config(FlowGRPOConfig, None, [*files, own, *TRIAL, *overrides])
+
+
+@pytest.fixture(scope="module")
+def trial(tmp_path_factory) -> tuple[Path, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("trial")
+    return folder / "run", run(_trial(folder, "optimizer.lr=0.01"), folder / "run")
+
+
+def test_a_run_below_an_interval_of_the_average_saves_what_it_learnt(trial):
+    output, summary = trial
+    weights = load_file(next((output / "lora").glob("*.safetensors")))
+    assert sum(bool(w.any()) for name, w in weights.items() if "lora_B" in name) > 5
+    assert summary["warnings"] == []
+
+
+def test_the_held_out_prompts_are_some_of_ones_own(trial):
+    output, summary = trial
+    heldout = load_heldout(output / "before.npz")
+    assert set(heldout.prompts) <= {f"a cat with {n} hats" for n in range(40)} and summary["before"]["prompts"] == 4
+    assert summary["heldout_prompts_trained_on"] == 0 and list(heldout.scores) == ["mine"]
+
+
+def test_the_curve_of_ones_own_reward_is_its_mean_with_its_interval(trial):
+    output, summary = trial
+    last = read_metrics(output / "metrics.jsonl")[-1]
+    assert last["heldout/mine.low"] <= last["heldout/mine"] <= last["heldout/mine.high"]
+    assert "heldout/accuracy" not in last
+    page = (output / "report.html").read_text()
+    assert "Held-out mine" in page and "No finite value" not in page and "Held-out accuracy" not in page
+    assert gain_lines(summary)[0].startswith("Held-out mine ")
+
+
+def test_a_result_that_equals_its_start_warns(tmp_path, capsys):
+    summary = run(_trial(tmp_path, "optimizer.lr=1e-30", "run.iterations=1"), tmp_path / "run")
+    assert summary["warnings"][0].startswith("The result equals its start: all held-out images")
+    assert "The result equals its start" in capsys.readouterr().out
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["warnings"]
