@@ -36,10 +36,19 @@ RULES = ("window", "plain", "flow_grpo", "verl_omni")
 MAX_ORDERED = 4
 """Most wanted texts that are matched in any order; more are matched in the order given."""
 
-_QUOTED = re.compile(
-    r'"([^"]*)"|“([^”]*)”|„([^“”]*)[“”]|«([^»]*)»|「([^」]*)」'
-    r"|(?<!\w)'([^']*(?:'\w[^']*)*)'(?!\w)|(?<!\w)‘([^’]*(?:’\w[^’]*)*)’(?!\w)"
-)
+_CLOSING = {
+    **{'"': '"”', "“": '”“"', "„": '“”"', "”": "”", "＂": "＂", "〝": "〞〟", "「": "」", "『": "』"},
+    **{"«": "»", "»": "«»", "‹": "›", "›": "‹›", "'": "'", "‘": "’'", "‚": "‘’", "’": "’"},
+}
+"""Opening quotation mark -> the marks that may close it, of all languages' habits."""
+_DIRECTED = "“„〝「『«‹"
+"""Marks that open also behind a letter."""
+_SINGLE = re.compile("['‘‚’]")
+_WORD = re.compile(r"[^\W\u2e80-\u9fff\uac00-\ud7ff\uf900-\ufaff]")
+"""A letter or digit of a script that separates words by blanks."""
+_ELIDED = re.compile(r"['‘’](?:n['’]|(?:\d\ds?|till?|tis|twas|em|cause|cuz|bout|round|neath)\b)", re.IGNORECASE)
+"""An apostrophe that opens a word ('70s, 'til, 'n')."""
+_ALIKE = str.maketrans(dict.fromkeys("‘’‚‛ʼʹ′`´", "'") | dict.fromkeys("“”„‟″", '"'))
 
 
 class OcrReward:
@@ -186,20 +195,59 @@ def _distances(a: str, b: str, row: list[int]) -> list[int]:
 
 
 def quoted_texts(prompt: str) -> list[str]:
-    """Extract quoted texts in order: "…", “…”, „…“, «…», 「…」, '…' and ‘…’ around whole words.
+    """Extract the texts between matching quotation marks of any language, in order and stripped.
 
-    An apostrophe inside a word (it's) opens and closes nothing.
+    A straight mark opens only where no letter or digit stands before it: 5'10", it's and the dogs' open nothing.
 
     Example:
         >>> quoted_texts("a sign that says “Open”, it's under 'Bob's Bar'")
         ['Open', "Bob's Bar"]
     """
-    return [next(part for part in match.groups() if part is not None) for match in _QUOTED.finditer(prompt)]
+    texts: list[str] = []
+    position, unclosed = 0, set[str]()
+    while position < len(prompt):
+        mark, start = prompt[position], position + 1
+        position += 1
+        behind_word = start > 1 and _WORD.match(prompt, start - 2)
+        if mark not in _CLOSING or mark in unclosed or (behind_word and mark not in _DIRECTED):
+            continue
+        if _SINGLE.match(mark):
+            end = _closing_single(prompt, start)
+        else:
+            match = re.compile(f"[{_CLOSING[mark]}]").search(prompt, start)
+            end = match and match.start()
+        if end is None:
+            unclosed.add(mark)
+        elif end >= start:
+            texts.append(prompt[start:end].strip())
+            position = end + 1
+    return [text for text in texts if text]
+
+
+def _closing_single(prompt: str, start: int) -> int | None:
+    """Find the mark that closes the single one before `start`: None without any, -1 where that is an apostrophe."""
+    elided = _ELIDED.match(prompt, start - 1)
+    if not prompt[start : start + 1].strip() or (elided and elided[0][-1] in "'’"):
+        return -1
+    position = start
+    while match := _SINGLE.search(prompt, position):
+        end, position = match.start(), match.end()
+        before, inside = prompt[end - 1], _WORD.match(prompt, position)
+        if before.isspace() or before in "([{":
+            word = _ELIDED.match(prompt, end)
+            if word and not elided:
+                position = word.end()
+            elif prompt[position : position + 1].strip():
+                return -1  # another one opens: single marks do not nest
+        elif not inside and match[0] in _CLOSING[prompt[start - 1]]:
+            is_plural = elided and elided[0][-1].isalpha() and before == "s"  # the '90s kids' room
+            return -1 if is_plural else end
+    return None
 
 
 def normal_text(text: str) -> str:
-    """Unicode NFKC, case folded, all white space removed."""
-    return "".join(unicodedata.normalize("NFKC", text).casefold().split())
+    """Unicode NFKC, case folded, all white space removed, typographic apostrophes and quotation marks plain."""
+    return "".join(unicodedata.normalize("NFKC", text.translate(_ALIKE)).casefold().split())
 
 
 def text_score(target: str | Sequence[str], recognised: str, *, rule: str = "window") -> float | None:

@@ -45,6 +45,7 @@ def test_window_scores_by_hand() -> None:
     assert text_score("OPEN", "open") == 1 and text_score("OPEN", "o p\ten") == 1
     assert text_score("open", "oven") == 0.75 and text_score("open", "") == 0
     assert text_score("open", "openopen") == 0.5  # as much again
+    assert text_score("It's “so” fine", 'It’s "so" fine') == 1
     assert text_score("Ｃａｆé", "café") == 1  # compatibility forms are the same letters
     assert text_score(" \t", "x") is None
 
@@ -90,7 +91,13 @@ def test_named_rules_differ_in_blanks_and_empty_targets() -> None:
         ("a poster ‘Don’t panic’ on the wall", ["Don’t panic"]),
         ("招牌上写着「营业」", ["营业"]),
         ("nothing here, it's the dog's", []),
-        ('an empty ""', [""]),
+        ('an empty ""', []),
+        ("class of '99, rock 'n' roll, open 'til late: '24 Hours'", ["24 Hours"]),
+        ('the \'90s kids\' room, a 24" monitor, a 6\'2" man with "Hi"', ["Hi"]),
+        ("‘Rock ’n’ Roll’, ‹Oui›, ›Ja‹ et « Non »", ["Rock ’n’ Roll", "Oui", "Ja", "Non"]),
+        ('写着"欢迎"的牌子, ‘환영’이라고, ”Öppet” ‚zu‘', ["欢迎", "환영", "Öppet", "zu"]),
+        ("an unclosed \"OPEN and a 'Rex'", ["Rex"]),
+        ("‘«" * 10_000, []),
     ],
 )
 def test_quoted_parts(prompt: str, texts: list[str]) -> None:
@@ -101,7 +108,7 @@ def test_quoted_parts(prompt: str, texts: list[str]) -> None:
     ("prompt", "record", "reason"),
     [
         ("a sign", None, "no wanted text: give metadata"),
-        ('a sign ""', None, "the wanted text is empty: the quotation marks"),
+        ('a sign ""', None, "no wanted text: give metadata"),
         ("a sign", {"text": " "}, 'the wanted text is empty: metadata "text"'),
         ("a sign", {"text": 7}, 'metadata "text" is 7; needed is a string'),
         ("a sign", {"text": ["a", None]}, "needed is a string or a list of strings"),
