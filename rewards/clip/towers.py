@@ -16,6 +16,7 @@ from torch import Tensor
 from visalign.interfaces import Metadata, RewardCapabilities, Scores
 from visalign.rewards.base.contract import (
     Request,
+    check_choices,
     check_counts,
     make_scores,
     prompt_problem,
@@ -28,7 +29,14 @@ from visalign.rewards.weights.checkpoint_files import dtype_of, precision_on
 from visalign.rewards.weights.feature_cache import FeatureCache, encode_once, image_key, text_key
 from visalign.rewards.weights.fingerprints import WeightPrint, evaluation_mode, weight_state
 from visalign.rewards.weights.hub import revision_of
-from visalign.rewards.weights.resize import batch_levels, fitting_images, model_levels, model_pixels, normalised
+from visalign.rewards.weights.resize import (
+    SETTINGS,
+    batch_levels,
+    fitting_images,
+    model_levels,
+    model_pixels,
+    normalised,
+)
 
 from .encoder import ClipEncoder, ClipParts
 from .loading import load_clip
@@ -51,7 +59,7 @@ class ClipTowers:
         batch_size: images or prompts in one forward pass.
         cache_bytes: limit of the stored features of images, and again of texts; 0 stores nothing.
         load: makes the model of a precision instead of `load_clip`.
-        preprocess: replaces entries of the model's own preprocessing.
+        preprocess: replaces entries of the model's own preprocessing; `weights.resize.SETTINGS` lists them.
     """
 
     def __init__(
@@ -66,6 +74,8 @@ class ClipTowers:
         preprocess: Mapping[str, Any] | None = None,
     ) -> None:
         check_counts("ClipTowers", batch_size=batch_size)
+        for key in preprocess or {}:
+            check_choices("ClipTowers", preprocess=(key, SETTINGS))
         self.source = str(model.folder or "") if isinstance(model, ClipParts) else str(model)
         self.precision = precision_on(device, precision)
         dtype_of(self.precision)  # refuses unknown ones before anything is loaded

@@ -32,15 +32,20 @@ RESAMPLING = ("float", "aliased", "pil")
 class HpsV2(ClipJudge):
     """Cosine of image and prompt, float32; about 0.2 to 0.35 with the published checkpoints.
 
-    Upstream resizes tensors (shortest edge, then centre crop), so its input depends on torchvision:
-    antialiased without rounding from 0.17 on ("float", the default), not antialiased before ("aliased");
-    "pil" is what CLIP itself was trained with.
+    The longest edge is resized to 224 pixels and the rest is filled with black, as upstream's `score` and its
+    benchmark do. Upstream resizes tensors, so its input depends on torchvision: antialiased without rounding
+    from 0.17 on ("float", the default), not antialiased before ("aliased"); "pil" rounds as CLIP's training did.
+    An open_clip folder keeps its own `resize_mode`.
+
+    Deviations: upstream keeps the fourth channel of RGBA images, and does not pad an image whose longest edge
+    is 224 already; its model takes neither.
 
     Args:
         model: the published .pt file, a folder that holds it, the hub id, an open_clip folder, or a packaged name.
         version: "2.0" or "2.1", the file of a folder or hub id.
         resampling: "float", "aliased" or "pil", as above.
         architecture: of the .pt file: a name of open_clip, or its model_cfg.
+        preprocess: replaces entries of the preprocessing, e.g. {"resize_mode": "shortest"} to crop instead.
         **towers: options of `ClipJudge`.
     """
 
@@ -54,6 +59,7 @@ class HpsV2(ClipJudge):
         resampling: str = "float",
         architecture: str | Mapping[str, Any] = "ViT-H-14",
         device: str | torch.device = "cpu",
+        preprocess: Mapping[str, Any] | None = None,
         **towers: Any,
     ) -> None:
         check_choices(
@@ -66,7 +72,7 @@ class HpsV2(ClipJudge):
             model,
             device=device,
             load=lambda precision: _load(model, version, architecture, device, precision),
-            preprocess={"resampling": resampling},
+            preprocess={"resampling": resampling, **(preprocess or {})},
             **towers,
         )
 
@@ -110,7 +116,7 @@ def _load(
             "mean": OPENAI_MEAN,
             "std": OPENAI_STD,
             "interpolation": "bicubic",
-            "resize_mode": "shortest",
+            "resize_mode": "longest_max",
         },
         tokenizer=tokenizer,
         end=check_end_token(network, tokenizer),

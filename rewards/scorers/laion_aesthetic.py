@@ -8,7 +8,7 @@ Source: Schuhmann, christophschuhmann/improved-aesthetic-predictor (`sac+logos+a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ class LaionAesthetic(ClipHeadJudge):
         model: see `load_clip`: clip-vit-large-patch14 as a folder, its weight file or its hub id, or
             "ViT-L-14:openai" of open_clip.
         head: the .pth file, or a folder or hub id that holds `PUBLISHED_HEAD`.
+        preprocess: replaces entries of the preprocessing.
         **towers: options of `ClipJudge`.
     """
 
@@ -56,12 +57,13 @@ class LaionAesthetic(ClipHeadJudge):
         *,
         head: str | Path = PUBLISHED_HEAD,
         device: str | torch.device = "cpu",
+        preprocess: Mapping[str, Any] | None = None,
         **towers: Any,
     ) -> None:
         self._head_source = head
         self._head: tuple[int, Head] | None = None
         # Both repositories use OpenAI's transform, which crops as torchvision does.
-        crop = {"crop_rounding": "nearest", **towers.pop("preprocess", {})}
+        crop = {"crop_rounding": "nearest", **(preprocess or {})}
         super().__init__(model, device=device, preprocess=crop, **towers)
 
     @cached_property

@@ -14,6 +14,11 @@ from visalign.rewards.base.contract import Request
 from visalign.vision.resize import resize_like_pil, resize_weights
 from visalign.vision.window import seen_window
 
+SETTINGS = (
+    *("size", "mean", "std", "interpolation", "resize_mode", "fill_color"),  # open_clip's
+    *("crop_rounding", "resampling", "window"),
+)
+"""What a preprocessing may set."""
 MAX_GROWTH = 64
 """An image may be resized to at most this many times the pixels that the model sees."""
 
@@ -21,7 +26,8 @@ MAX_GROWTH = 64
 def resized_shape(height: int, width: int, config: Mapping[str, Any]) -> tuple[int, int]:
     """Compute height and width before the crop, by the rules of open_clip's evaluation transform.
 
-    They follow from config's `size` (int or pair) and `resize_mode` ("shortest", "longest", "squash").
+    They follow from config's `size` (int or pair) and `resize_mode`: "shortest", "longest" or "squash", or
+    "longest_max", as HPSv2 rounds the longest edge's scale.
     """
     tall, wide = target_shape(config)
     mode = config.get("resize_mode") or "shortest"
@@ -31,8 +37,11 @@ def resized_shape(height: int, width: int, config: Mapping[str, Any]) -> tuple[i
         short, long = min(height, width), max(height, width)
         long = int(tall * long / short)
         return (tall, long) if height <= width else (long, tall)
+    if mode == "longest_max":  # differs from "longest" by one pixel where a product ends at .5
+        scale = min(tall / height, wide / width)
+        return max(1, round(height * scale)), max(1, round(width * scale))
     if mode not in ("shortest", "longest"):
-        raise ValueError(f"resize_mode is {mode!r}; allowed are 'shortest', 'longest' and 'squash'.")
+        raise ValueError(f"resize_mode is {mode!r}; allowed are 'shortest', 'longest', 'longest_max' and 'squash'.")
     pick = min if mode == "shortest" else max
     ratio = pick(height / tall, width / wide)
     return max(1, round(height / ratio)), max(1, round(width / ratio))

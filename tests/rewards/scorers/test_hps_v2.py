@@ -11,8 +11,10 @@ import torch
 
 from tests.support.models.clip import save_tiny_clip
 from tests.support.models.published_layouts import open_clip_vit, random_state
-from visalign.rewards import RewardError, check_reward
+from visalign.rewards import RewardError, check_reward, load_reward
 from visalign.rewards.scorers.hps_v2 import FILES, HpsV2
+from visalign.rewards.scorers.laion_aesthetic import LaionAesthetic
+from visalign.rewards.weights.resize import resized_shape
 
 PROMPTS = ["a red circle", "two circles on a table", "a blue square"]
 SIZES: dict[str, Any] = {
@@ -58,6 +60,23 @@ def test_resampling_is_named_and_differs(folder, images, resampling):
     torch.testing.assert_close(gradient_path, value, rtol=1e-5, atol=1e-6)
     other = tiny(folder, resampling="pil" if resampling == "float" else "float").score(images, PROMPTS).value
     assert not torch.equal(value, other)
+
+
+def test_the_longest_edge_is_padded_and_preprocess_changes_it(folder):
+    assert [resized_shape(*size, {"size": 224, "resize_mode": "longest_max"}) for size in ((420, 768), (9, 250))] == [
+        (123, 224),
+        (8, 224),
+    ], "the product with 224 / 768, in floating point, is above 122.5"
+    wide = torch.zeros(1, 3, 40, 80)
+    wide[..., :10] = wide[..., -10:] = 1.0
+    padded, cropped = tiny(folder), tiny(folder, preprocess={"resize_mode": "shortest"})
+    assert padded.towers.pixels(list(wide))[0, 0, 16].max() > 1.5 > cropped.towers.pixels(list(wide)).max()
+    torch.testing.assert_close(padded.score_with_gradient(wide, ["a"]), padded.score(wide, ["a"]).value)
+    assert padded.identity != cropped.identity
+    assert load_reward("hps_v2", model=str(folder), preprocess={"resize_mode": "squash"}).name == "hps_v2"
+    for judge in (HpsV2, LaionAesthetic):
+        with pytest.raises(ValueError, match="preprocess is 'mode'; allowed are size, mean"):
+            judge(folder, preprocess={"mode": "longest"})
 
 
 def test_contract(folder):

@@ -16,7 +16,9 @@ TOLERANCE = 1e-5
 @pytest.mark.parametrize("name", JUDGES)
 def test_scores_are_the_official_ones(name, tmp_path):
     judge, official = JUDGES[name](tmp_path)
-    frozen = torch.tensor(json.loads(FROZEN.read_text())[name], dtype=torch.float64)
+    document = json.loads(FROZEN.read_text())
+    frozen = torch.tensor(document[name], dtype=torch.float64)
+    assert document["sources"][name], "whose code gave the numbers"
     shown = clips() if name == "video_align" else images()
     result = judge.score(shown, prompts_of(name), [{"source": SOURCE, "vqa_list": QUESTIONS}] * 4)
     assert result.valid.all(), result.reason

@@ -3,7 +3,8 @@
 
 The recipes run the libraries' and the judges' own classes and image transforms, none of ours. `python -m
 tests.support.judges.official [NAME ...]` writes the scores of all judges, or of those named, to
-tests/golden/official/judges.json, which tests/rewards/scorers/test_official.py holds ours against.
+tests/golden/official/judges.json, which tests/rewards/scorers/test_official.py holds ours against. Its
+"sources" say whose code ran, at which version, and what was computed anew.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from functools import partial
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -124,14 +126,13 @@ def _processed(images: Sequence[Image.Image]) -> Tensor:
     return CLIPImageProcessorPil(**size)(list(images), return_tensors="pt")["pixel_values"]
 
 
-def _torchvision(images: Sequence[Image.Image], *, tensors: bool) -> Tensor:
-    """OpenAI's and open_clip's transform, or HPSv2's, which turns images into tensors before the resize."""
+def _torchvision(images: Sequence[Image.Image]) -> Tensor:
+    """OpenAI's transform; `N_preprocess` holds the released one's own numbers."""
     from torchvision import transforms as tv
 
     resize = tv.Resize(SIDE, tv.InterpolationMode.BICUBIC, antialias=True)
-    steps: list[Any] = [resize, tv.CenterCrop(SIDE)]
-    steps = [tv.ToTensor(), *steps] if tensors else [*steps, tv.ToTensor()]
-    transform: Any = tv.Compose([*steps, tv.Normalize(MEAN, STD)])
+    steps: list[Any] = [resize, tv.CenterCrop(SIDE), tv.ToTensor(), tv.Normalize(MEAN, STD)]
+    transform: Any = tv.Compose(steps)
     return torch.stack([transform(image) for image in images])
 
 
@@ -206,14 +207,16 @@ def laion_aesthetic(folder: Path) -> tuple[Any, Callable[[], Tensor]]:
 
     def official() -> Tensor:
         layers = _layers(WIDTHS, PLACES, torch.load(place / "head.pth", weights_only=True))
-        found = _clip_model(place).get_image_features(_torchvision(images(), tensors=False)).pooler_output
+        found = _clip_model(place).get_image_features(_torchvision(images())).pooler_output
         return layers(F.normalize(found, dim=-1))[:, 0]
 
     return LaionAesthetic(place, head=place / "head.pth"), official
 
 
 def hps_v2(folder: Path) -> tuple[Any, Callable[[], Tensor]]:
-    """open_clip's own model and tokenizer; tensors are resized."""
+    """The transform, model and tokenizer of hpsv2 1.2.0, whose wheel is unpacked in HPSV2_CODE (with open_clip's
+    vocabulary, which the wheel lacks); without it the frozen numbers.
+    """
     from visalign.rewards.scorers.hps_v2 import FILES, HpsV2
 
     sizes: dict[str, Any] = {"text": (32, 128, 1), "vision": (32, 128, 1), "embed": 16, "context": 16}
@@ -222,13 +225,21 @@ def hps_v2(folder: Path) -> tuple[Any, Callable[[], Tensor]]:
     torch.save({"epoch": 1, "state_dict": weights(open_clip_vit(**sizes), 7)}, file)
 
     def official() -> Tensor:
-        import open_clip
-
-        model = open_clip.CLIP(**OPEN_CLIP)
+        if "HPSV2_CODE" not in os.environ:
+            return torch.tensor(json.loads(FROZEN.read_text())["hps_v2"])
+        for name in ("hpsv2", "hpsv2.src", "hpsv2.src.open_clip"):  # their own openings fetch weights
+            package = ModuleType(name)
+            package.__path__ = [str(Path(os.environ["HPSV2_CODE"]) / name.replace(".", "/"))]
+            sys.modules[name] = package
+        transform, network, words = (
+            import_module(f"hpsv2.src.open_clip.{name}") for name in ("transform", "model", "tokenizer")
+        )
+        model = network.CLIP(**OPEN_CLIP)
         model.load_state_dict(torch.load(file, weights_only=True)["state_dict"])
         model.eval()
-        ids = open_clip.SimpleTokenizer(context_length=16)(PROMPTS)
-        image = model.encode_image(_torchvision(images(), tensors=True), normalize=True)
+        ids = words.tokenize(PROMPTS, context_length=16)
+        read = transform.image_transform(SIDE, is_train=False, resize_longest_max=True)
+        image = model.encode_image(torch.stack([read(one) for one in images()]), normalize=True)
         return (image * model.encode_text(ids, normalize=True)).sum(-1)
 
     return HpsV2(file, architecture=OPEN_CLIP), official
@@ -657,7 +668,7 @@ def prompts_of(name: str) -> list[str]:
 
 def main(names: Sequence[str]) -> None:
     """Write what the official recipes give, of the judges named or of all."""
-    found = json.loads(FROZEN.read_text()) if names else {}
+    found = json.loads(FROZEN.read_text())
     with tempfile.TemporaryDirectory() as place, torch.no_grad():
         for name in names or JUDGES:
             folder = Path(place) / name
