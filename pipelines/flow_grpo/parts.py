@@ -42,7 +42,9 @@ def build_policy(model: ModelConfig, device: torch.device, seed: int) -> Diffusi
             defaults=_adapter_options(ModelConfig(), device, seed),
             **_adapter_options(model, device, seed),
         )
-    speed_up(policy.module, compiled=model.compile, attention=model.attention, channels_last=model.channels_last)
+    vae = getattr(getattr(policy, "pipe", None), "vae", None)  # of adapters on diffusers' pipelines
+    chosen = {"attention": model.attention, "channels_last": model.channels_last}
+    speed_up(policy.module, compiled=model.compile, vae=vae, **chosen)
     return policy
 
 

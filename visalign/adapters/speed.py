@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from diffusers import AutoencoderKL
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torch.utils._triton import has_triton
@@ -23,7 +24,12 @@ _COMPILED = "compiled_blocks"
 
 
 def speed_up(
-    module: nn.Module, *, compiled: bool | None = False, attention: str | None = None, channels_last: bool = False
+    module: nn.Module,
+    *,
+    compiled: bool | None = False,
+    attention: str | None = None,
+    channels_last: bool = False,
+    vae: nn.Module | None = None,
 ) -> None:
     """Change how a network is executed, in place; its function stays the same.
 
@@ -33,6 +39,8 @@ def speed_up(
             compilation serves all. None: on a GPU, if the network has 100 million parameters or more.
         attention: Backend of diffusers' attention dispatch: native, flash, sage, xformers, ...
         channels_last: Store 2D convolution weights channels last.
+        vae: Autoencoder of images, whose decoder is compiled with the blocks on a GPU: 6.1 ms for an image of 512²
+            in bfloat16 on an H200, and 12.9 without.
 
     Raises:
         UserError: No repeated blocks, no layers that take a backend, or a backend unavailable here.
@@ -44,7 +52,10 @@ def speed_up(
         if attention is not None:
             _set_attention(network, attention)
         if compiled or (compiled is None and _compiling_pays(network)):
-            CompiledBlocks(network)
+            CompiledBlocks(network, _repeated_blocks(network))
+            if isinstance(vae, AutoencoderKL) and vae.decoder.conv_in.weight.is_cuda:
+                vae.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+                CompiledBlocks(vae, [vae.decoder])
 
 
 class CompiledBlocks:
@@ -54,8 +65,7 @@ class CompiledBlocks:
     GPU. A block that cannot be traced or compiled makes all of them run eagerly from then on, with a warning.
     """
 
-    def __init__(self, network: nn.Module) -> None:
-        blocks = _repeated_blocks(network)
+    def __init__(self, network: nn.Module, blocks: Sequence[nn.Module]) -> None:
         if not blocks:
             raise UserError(
                 f"model.compile is set, but {type(network).__name__} declares no repeated blocks. Leave it out."
@@ -68,6 +78,7 @@ class CompiledBlocks:
         self.frees_activations = False
         """Whether a block's output is cut from what made it, see `gradient_mode`."""
         self._eager, self._untraceable = False, dynamo.exc.TorchDynamoException
+        warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`")  # in diffusers
         for block in blocks:
             block.compile(dynamic=False)
             block._compiled_call_impl = self._call(block, block._compiled_call_impl)
