@@ -212,7 +212,11 @@ BY_NAME = {
     "wandb": "accelerate imports it for run.trackers=[wandb]",
 }
 """Dependencies that no import statement of the product names, and who needs them."""
-BROUGHT = {"triton": "torch brings it where it has CUDA", "referencing": "jsonschema brings it", "sympy": "math-verify does"}
+BROUGHT = {
+    "triton": "torch brings it where it has CUDA",
+    "referencing": "jsonschema brings it",
+    "sympy": "math-verify does",
+}
 """Packages that the product imports and a dependency brings."""
 
 
