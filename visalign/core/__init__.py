@@ -44,7 +44,7 @@ advantages.hidden_states: effective_rank flow_deviation flow_rewards rank_averag
 advantages.process: aggregate_steps process_advantages span_index span_rewards
 advantages.returns: discounted_returns reinforce_pp_advantages reinforce_pp_baseline_advantages
     remax_advantages
-advantages.risk: bundle_scores conditional_value_at_risk mixed_value_at_risk range_value_at_risk
+advantages.risk: bundle_groups bundle_scores conditional_value_at_risk mixed_value_at_risk range_value_at_risk
     riskpo_advantages track_quantile
 advantages.rules: conditional_advantages prl_advantages replay_advantages replay_weight
 groups.labels: group_index

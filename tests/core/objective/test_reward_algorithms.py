@@ -109,6 +109,18 @@ def test_riskpo_begins_with_the_rollouts_own_quantiles_and_leaves_out_what_is_mi
     assert float(row.prepare(same).advantage.abs().max()) == 0.0
 
 
+def test_riskpo_divides_by_the_std_of_the_bundles_of_the_same_prompts() -> None:
+    """Prompts a and b make bundles of sums 0, 4; c and d of 1, 3; e alone, std 1, and f equal ones, which get 0."""
+    group = ["a", "b", "a", "b", "c", "d", "c", "d", "e", "f", "f"]
+    bundle = torch.tensor([0, 0, 1, 1, 20, 20, 21, 21, 40, 60, 61])
+    t = samples(f64(0, 0, 2, 2, 0, 1, 1, 2, 0, 1, 1), bundle=bundle, group=group, quantiles=(5.0, 6.0))
+    found = named_objective("riskpo", advantage_options={"bundle": 2}).prepare(t).advantage[:, 0]
+    raw = [(1.5 * -(5 - s) / 0.2 - 1 / 0.6) / 2.5 for s in (0, 4, 1, 3, 0)]
+    first, second = 8**0.5 + 1e-6, 2**0.5 + 1e-6
+    expected = [raw[0] / first] * 2 + [raw[1] / first] * 2 + [raw[2] / second] * 2 + [raw[3] / second] * 2
+    assert_values(found, *expected, raw[4] / (1 + 1e-6), 0, 0)
+
+
 def test_par_is_the_golden_case_before_the_group_and_takes_the_kl_off_what_it_shaped() -> None:
     case = golden("par_worked")
     reward, reference = (torch.tensor(case["inputs"][k]).double() for k in ("rewards", "reference_rewards"))

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from visalign.core.groups.group_statistics import group_mean
-from visalign.core.groups.labels import group_index, group_sum
+from visalign.core.groups.labels import Labels, group_index, group_min, group_sum
+from visalign.core.groups.moments import centre, spread
 from visalign.core.precision import float32
 
 
@@ -93,16 +94,27 @@ def bundle_scores(reward: Tensor, bundle: Tensor, *, size: int = 5) -> tuple[Ten
     return torch.where(scored, size * group_mean(reward, present, index, count), torch.nan), index
 
 
-def riskpo_advantages(
-    score: Tensor, q_down: Tensor | float, q_up: Tensor | float, *, eps: float = 1e-6, **options: Any
-) -> Tensor:
-    """Divide `mixed_value_at_risk` of bundle scores [N] by the std (n − 1) of all scores passed in, plus eps.
+def bundle_groups(bundle: Tensor, group: Labels) -> Tensor:
+    """Label the N bundles that share a prompt, [N]; `bundle` [B] numbers 0 … N − 1, `group` [B] labels
+    prompts."""
+    prompt, prompts = group_index(group, len(bundle), bundle.device)
+    first = group_min(prompt[:, None].double(), bundle, int(bundle.max()) + 1)
+    first = group_min(group_min(first[bundle], prompt, prompts)[prompt], bundle, len(first))
+    return first[:, 0].long()
 
-    NaN where missing, 0 where all scores are equal.
+
+def riskpo_advantages(
+    score: Tensor, q_down: Tensor | float, q_up: Tensor | float, group: Labels, *, eps: float = 1e-6, **options: Any
+) -> Tensor:
+    """Divide `mixed_value_at_risk` of bundle scores [N] by the std (n − 1) of the bundles of the same
+    prompts, plus eps.
+
+    `group` is from `bundle_groups`; a bundle alone has the std 1. NaN where missing. Deviation: equal scores
+    of a group get 0, where the released code divides by eps.
     """
     present = torch.isfinite(score)
     value = mixed_value_at_risk(score, q_down, q_up, **options)
-    scores = score.detach().double()[present]
-    if len(scores) < 2 or bool((scores == scores[0]).all()):
-        return torch.where(present, torch.zeros_like(value), torch.nan)
-    return torch.where(present, value / (scores.std() + eps), torch.nan)
+    index, groups = group_index(group, len(score), score.device)
+    count, centred = centre(torch.nan_to_num(score.detach().double())[:, None], present[:, None], index, groups)
+    std = torch.where(count > 1, spread(centred, present[:, None], index, groups, ddof=1), 1.0)[:, 0]
+    return torch.where(present, torch.where(std > 0, value / (std + eps), 0.0), torch.nan)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from visalign.core.advantages import hidden_states
 from visalign.core.advantages.group import Baseline, Scale, group_advantages
-from visalign.core.advantages.risk import bundle_scores, riskpo_advantages, track_quantile
+from visalign.core.advantages.risk import bundle_groups, bundle_scores, riskpo_advantages, track_quantile
 from visalign.core.checks import check_axes
 from visalign.core.groups.group_statistics import group_mean
 from visalign.core.groups.labels import Labels, group_index
@@ -111,6 +111,7 @@ def jepo(likelihood: Tensor, kl_cost: Tensor | float, group: Labels, present: Te
 def riskpo(
     reward: Tensor,
     bundle_index: Tensor,
+    group: Labels,
     quantiles: tuple[float, float] | None,
     *,
     bundle: int = 5,
@@ -123,13 +124,14 @@ def riskpo(
 ) -> Tensor:
     """A = (ω CVaR(S) + RVaR(S))/(ω + 1)/std(S), S the scores of bundles of samples of `bundle` prompts each.
 
-    The quantiles are those that `riskpo_quantiles` tracked over the earlier rollouts (`rate` is its η), at
+    The std is over the bundles of the same prompts. The quantiles are those that `riskpo_quantiles` tracked over the earlier rollouts (`rate` is its η), at
     first this one's own. RiskPO, arXiv 2510.00911; see `mixed_value_at_risk`.
     """
     score, index = bundle_scores(reward, bundle_index, size=bundle)
     ends = quantiles or _score_quantiles(score, (level_down, level_up))
     options = {"tail_weight": tail_weight, "natural_baseline": natural_baseline, "eps": eps}
-    return riskpo_advantages(score, *ends, level_down=level_down, level_up=level_up, **options)[index]
+    same = bundle_groups(index, group)
+    return riskpo_advantages(score, *ends, same, level_down=level_down, level_up=level_up, **options)[index]
 
 
 def riskpo_quantiles(
