@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -107,6 +107,8 @@ class RewardCapabilities:
     """label -> bound at which a trainer holds the mean of the part "LABEL.weighted"."""
     advantage_weights: Mapping[str, float] = field(default_factory=dict)
     """label -> strength λ with which a trainer scales advantages by the part "LABEL.std"."""
+    read_answer: Callable[[str, Mapping[str, Any]], str | None] | None = None
+    """Function of a completion and its metadata that reads the answer which is judged; None: the reward names none."""
 
 
 def with_capabilities(reward: Any) -> Any:

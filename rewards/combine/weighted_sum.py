@@ -93,6 +93,7 @@ class WeightedSum:
             recorded_terms={label: self._sign(label) for label, weight in weights.items() if not weight},
             constraints={label: self._term(label, value) for label, value in bounds.items()},
             advantage_weights=strengths,
+            read_answer=next((term.read_answer for term in needs if term.read_answer), None),
         )
 
     def _rules(

@@ -72,6 +72,7 @@ class TextEnsemble(Ensemble):
         self.capabilities = RewardCapabilities(
             needs_group=any(member.needs_group for member in needs),
             needs_batch=any(member.needs_batch for member in needs),
+            read_answer=next((member.read_answer for member in needs if member.read_answer), None),
         )
 
     def score(self, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None = None) -> Scores:

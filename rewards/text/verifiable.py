@@ -13,11 +13,20 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
-from visalign.data.text_tasks.tasks import TASKS, check_answer
+from visalign.data.text_tasks.tasks import TASKS, canonical_answer, check_answer
+from visalign.interfaces import RewardCapabilities
 from visalign.rewards.base.contract import check_choices, check_rules
 
 from .contract import TextRule, TextVerdict, after_marker, regular_expression, shortened
-from .parsing import EXTRACTORS, NORMALISERS, names_differ, parse_list, parse_number
+from .parsing import (
+    EXTRACTORS,
+    NORMALISERS,
+    boxed_answers,
+    names_differ,
+    normalise_latex,
+    parse_list,
+    parse_number,
+)
 from .symbolic import is_installed, symbolically_equal
 
 COMPARISONS = ("exact", "number", "list", "math")
@@ -86,6 +95,7 @@ class VerifiableAnswer(TextRule):
         self._extract, self._compare, self._field, self._after = extract, compare, field, after
         self._normalise = NORMALISERS[normalise]
         self._absolute, self._relative = Fraction(str(absolute)), Fraction(str(relative))
+        self.capabilities = RewardCapabilities(read_answer=self._read_answer)
 
     def judge(self, completion: str, record: Mapping[str, Any]) -> TextVerdict:
         """Compare; the remark shows the answer, or why there is none."""
@@ -105,6 +115,11 @@ class VerifiableAnswer(TextRule):
         else:
             correct = any(self._equal(answer, alternative) for alternative in _alternatives(truth))
         return TextVerdict(value=float(correct), remark=f"answer {shortened(answer)}")
+
+    def _read_answer(self, completion: str, record: Mapping[str, Any]) -> str | None:
+        answer, problem = self._find_answer(completion)
+        number = None if self._compare == "exact" else parse_number(answer)
+        return None if problem else self._normalise(answer) if number is None else str(number)
 
     def _find_answer(self, completion: str) -> tuple[str, str]:
         """Return the last answer and "", or the remark why there is none."""
@@ -171,6 +186,9 @@ class TaskAnswer(TextRule):
     name = "task_answer"
     unit = "1 = correct"
 
+    def __init__(self) -> None:
+        self.capabilities = RewardCapabilities(read_answer=self._read_answer)
+
     def judge(self, completion: str, record: Mapping[str, Any]) -> TextVerdict:
         """Apply the task's exact checker; the remark says what is wrong."""
         if missing := [key for key in ("task", "problem", "answer") if key not in record]:
@@ -179,3 +197,7 @@ class TaskAnswer(TextRule):
             return TextVerdict(reason=f"there is no text task {record['task']!r}")
         right, remark = check_answer(completion, record)
         return TextVerdict(value=float(right), remark=remark)
+
+    def _read_answer(self, completion: str, record: Mapping[str, Any]) -> str | None:
+        boxes = boxed_answers(completion)
+        return canonical_answer(completion, record) or (normalise_latex(boxes[-1]) if boxes else None)

@@ -71,6 +71,18 @@ def _copo_weight(case: Any) -> Outputs:
     return {"entropy": entropy, "weight": weight}
 
 
+def _copo_answers(case: Any) -> Outputs:
+    """Entropy and weight of each group; "outputs_by_reward" clusters equal rewards instead."""
+
+    def weigh(rows: Any) -> Outputs:
+        group = [i for i, row in enumerate(rows) for _ in row]
+        entropy = consistency_entropy([label for row in rows for label in row], group, torch.ones(len(group)).double())
+        entropy = entropy[[group.index(i) for i in range(len(rows))]]
+        return {"entropy": entropy, "weight": copo_weight(entropy, **case.params)}
+
+    return {**weigh(case.inputs["answers"]), "outputs_by_reward": weigh(case.inputs["rewards"])}
+
+
 def _copo_blend(case: Any) -> Outputs:
     reward = case.tensor("rewards")
     group = torch.arange(len(reward)).repeat_interleave(reward.shape[1])
@@ -256,6 +268,11 @@ PAPERS: tuple[Row, ...] = (
 STEPS: tuple[Row, ...] = (
     (r"turning_point_\w+", _turning_points, ("eta", "balanced", "replace"), ("r_ode", "r_mid", "r_sde")),
 )
+ANSWERS: tuple[Row, ...] = ((r"copo_answers", _copo_answers, ("gamma", "rho"), ("answers", "rewards")),)
 
 
-FAMILIES = {"H_paper_rules": family(PAPERS, exact=True), "E_windows_steps": family(STEPS, exact=True)}
+FAMILIES = {
+    "H_paper_rules": family(PAPERS, exact=True),
+    "E_windows_steps": family(STEPS, exact=True),
+    "N_reward_rules": family(ANSWERS, exact=True),
+}

@@ -114,7 +114,7 @@ RECENT = {
     "spear": (_PLAIN % "", "self_imitation={warmup: 20}"),
     "canon, entropy": ("objective.algorithm=canon",),
     "canon, length": ("objective.algorithm=canon", "objective.metric=length"),
-    "copo": ("objective.algorithm=copo",),
+    "copo": ("objective.algorithm=copo", "objective.changes={advantage_options: {consistency: rewards}}"),
     "riskpo": ("objective.algorithm=riskpo",),
 }
 """All without a KL term; SPEAR's warm-up is shortened with the run, from 200 iterations."""

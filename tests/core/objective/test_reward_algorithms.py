@@ -62,8 +62,13 @@ def test_canon_copo_and_prl_are_their_golden_cases() -> None:
     between = torch.tensor(case["outputs"]["global_"]).double()[:, None]
     options = {"rho": math.log(3) - math.log(w / (1 - w)) / 20}
     t = samples(reward.flatten(), group=torch.arange(4).repeat_interleave(3).tolist())
-    found = named_objective("copo", advantage_options=options).prepare(t).advantage[:, 0]
-    assert_values(found, *(w * local + (1 - w) * between).flatten().tolist())
+    labels = torch.arange(12)
+    for answer, more in ((None, {}), (labels, {}), (labels // 3, {"consistency": "rewards"})):
+        row = named_objective("copo", advantage_options=options | more)
+        found = row.prepare(replace(t, answer=answer)).advantage[:, 0]
+        assert_values(found, *(w * local + (1 - w) * between).flatten().tolist())
+    agree = named_objective("copo", advantage_options=options).prepare(replace(t, answer=labels // 3))
+    assert_values(agree.advantage[:, 0], *between.expand(4, 3).flatten().tolist())  # w is 2e-10
     for name in ("prl_worked", "prl_block1_s0", "prl_block3_s1"):
         case = golden(name)
         away, mask, advantage = (torch.tensor(case["inputs"][k]).double() for k in ("log_ratio", "mask", "advantage"))

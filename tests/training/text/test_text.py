@@ -16,10 +16,13 @@ from tests.support.training.text import Letters, OtherEngine, toy_policy, toy_te
 from visalign.adapters.causal_lm.demonstrations import demonstration_rollout
 from visalign.adapters.causal_lm.policy import CausalLMPolicy
 from visalign.errors import UserError
-from visalign.interfaces import Scores
+from visalign.interfaces import RewardCapabilities, Scores
+from visalign.rewards.text.combine import WeightedTextSum
+from visalign.rewards.text.format import TextFormat
+from visalign.rewards.text.verifiable import VerifiableAnswer
 from visalign.training.loop.metrics import METRICS, check_keys
 from visalign.training.text.settings import TextObjectiveSettings
-from visalign.training.text.trajectories import bundle_index, check_answers
+from visalign.training.text.trajectories import answer_label, bundle_index, check_answers
 
 TRUNCATE = {"level": "token", "mode": "truncate", "high": 5.0}
 
@@ -174,6 +177,21 @@ def test_riskpos_bundles_have_one_sample_of_each_prompt() -> None:
     group = [4, 4, 7, 7, 5, 5, 4, 6, 6]
     assert bundle_index(group, 2).tolist() == [0, 1, 0, 1, 9, 10, 2, 9, 10]
     assert bundle_index(group, 9).tolist() == [0, 1, 0, 1, 0, 1, 2, 0, 1]
+
+
+def test_copos_answers_are_those_that_the_reward_reads(tmp_path):
+    """Answers that are wrong differ; 7/2 is 3.5; samples without one share a label."""
+    texts = [r"\boxed{3.5}", r"\boxed{\frac{7}{2}}", r"\boxed{4}", r"\boxed{5}", "?", "??"]
+    boxed = VerifiableAnswer(extract="boxed", compare="math", normalise="latex")
+    parts = {"form": (TextFormat(), 1.0), "boxed": (boxed, 1.0)}
+    read = WeightedTextSum(parts, allow_mixed_units=True).capabilities.read_answer
+    assert read is not None and len({answer_label(read(text, {})) for text in texts}) == 4
+    trainer = toy_text_trainer(tmp_path, "copo")
+    assert trainer.algorithm.collect(trainer.context).experience.trajectories.answer is None
+    first = RewardCapabilities(read_answer=lambda text, record: text[:1])
+    object.__setattr__(trainer.algorithm.parts.reward, "capabilities", first)
+    experience = trainer.algorithm.collect(trainer.context).experience
+    assert experience.trajectories.answer.tolist() == [answer_label(text[:1]) for text in experience.rollout.text]
 
 
 def test_rewards_of_single_steps_reach_the_objective(tmp_path):

@@ -114,9 +114,9 @@ NAMED: dict[str, Objective] = {
         "CANON, arXiv 2509.23962 (μ = 1, α = 1): halves by a second number of each sample", advantage="canon"
     ),
     "copo": _variant(
-        "COPO, arXiv 2508.04138 (γ = 20); ρ = 0.2 nats, as samples of one reward share an answer",
+        "COPO, arXiv 2508.04138 (γ = 20, ρ = 1.5 nats over answers; 0.2 over rewards, where those name none)",
         advantage="copo",
-        advantage_options={"gamma": 20.0, "rho": 0.2},
+        advantage_options={"gamma": 20.0},
     ),
     "prl": _variant(
         "PRL, arXiv 2601.10201 (η = 100); its advantages hold the KL",

@@ -24,7 +24,7 @@ PER_DECISION = (
     *("expected_score", "nucleus_entropy", "step", "uniform", "loss_weight"),
 )
 """Fields of `Trajectories` that are [B, T]."""
-PER_SAMPLE = ("valid", "greedy_reward", "metric", "bundle", "likelihood")
+PER_SAMPLE = ("valid", "greedy_reward", "metric", "bundle", "likelihood", "answer")
 """Fields of `Trajectories` that are [B]."""
 
 
@@ -68,6 +68,8 @@ class Trajectories:
     """Result of `entropy_memory` for the earlier rollouts; None at the first."""
     step: Tensor | None = None
     """[B, T] int64, step of its sample that a decision belongs to, −1 none, for advantage="empg"."""
+    answer: Tensor | None = None
+    """[B] int64, label of each sample's answer, for advantage="copo"; None where the reward names none."""
     bundle: Tensor | None = None
     """[B] int64, number of the bundle that a sample is scored in, for advantage="riskpo"."""
     rank: Tensor | None = None

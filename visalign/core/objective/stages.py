@@ -126,15 +126,24 @@ def mean_entropy(entropy: Tensor, present_weight: Tensor) -> Tensor:
     return torch.where(inside, entropy, 0.0).sum(1) / inside.sum(1)
 
 
-def copo_weight(reward: Tensor, group: Labels, *, gamma: float = 20.0, rho: float = 0.2) -> Tensor:
-    """Weigh groups by the entropy of their answers.
+def copo_weight(
+    reward: Tensor,
+    group: Labels,
+    answer: Tensor | None = None,
+    *,
+    consistency: Literal["answers", "rewards"] = "answers",
+    gamma: float = 20.0,
+    rho: float | None = None,
+) -> Tensor:
+    """Weigh groups by the entropy of their answers, or of their rewards where no reward names answers.
 
-    Samples of one reward share an answer, and there are fewer of them than in the paper: ρ is 0.2 nats,
-    which one differing sample of 16 exceeds, and not 1.5.
+    `rho` None is 1.5 nats for answers, as published. Of rewards there are fewer than answers: 0.2, which one
+    differing sample of 16 exceeds.
     """
-    finite, answer = torch.isfinite(reward), torch.unique(reward, return_inverse=True)[1]
-    entropy = consistency_entropy(answer, group, finite.double())
-    return copo_weight_of(entropy.nan_to_num(), gamma=gamma, rho=rho)
+    if answer is None or consistency == "rewards":
+        answer, rho = torch.unique(reward, return_inverse=True)[1], 0.2 if rho is None else rho
+    entropy = consistency_entropy(answer, group, torch.isfinite(reward).double())
+    return copo_weight_of(entropy.nan_to_num(), gamma=gamma, rho=1.5 if rho is None else rho)
 
 
 def whitened_gae(

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from hashlib import blake2b
 from typing import Any, cast
 
 import torch
@@ -111,6 +112,9 @@ def _record_columns(parts: TextParts, rollout: TextRollout, records: GroupRecord
         for sample, states in cast("Any", parts.policy).hidden_states(rollout):
             rank[sample] = rank_dynamics(states[:, 0], stride=options.get("stride", 40)).cpu()
         return {"rank": rank}
+    if objective.advantage == "copo" and (read := parts.reward.capabilities.read_answer) is not None:
+        answers = [read(text, records[label]) for text, label in zip(rollout.text, rollout.group, strict=True)]
+        return {"answer": torch.tensor([answer_label(answer) for answer in answers], dtype=torch.int64)}
     if "likelihood" in ADVANTAGES[objective.advantage].needs:
         kind = options.get("kind", "log_prob")
         return {"likelihood": answer_likelihood(parts, rollout, records, settings.answer_prefix, kind)}
@@ -142,6 +146,13 @@ def _prompt_rewards(
     scores = score_samples(parts.reward, list(other.text), metadata, what="completions")
     value = torch.where(scores.valid.cpu(), scores.value.cpu(), torch.nan).float().view(len(labels), count)
     return value[[labels.index(label) for label in rollout.group]]
+
+
+def answer_label(answer: str | None) -> int:
+    """Number an answer, alike in every process; completions without one share 0."""
+    if answer is None:
+        return 0
+    return int.from_bytes(blake2b(answer.encode(errors="surrogatepass"), digest_size=7).digest()) + 1
 
 
 def bundle_index(group: Sequence[int], size: int) -> Tensor:
