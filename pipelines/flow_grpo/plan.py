@@ -14,11 +14,20 @@ from typing import Any, NamedTuple
 import torch
 
 from visalign.adapters.catalogue import has_two_halves
+from visalign.adapters.speed import COMPILED_FROM
 from visalign.data.assets import resolve_model
 from visalign.errors import UserError
 from visalign.flow.rollout import encoder_inputs
 from visalign.pipelines.shared.parts import Records, ends_by, evenly_spaced, run_device
-from visalign.pipelines.shared.plan import GB, dtype_name, per_device, trained_memory, weight_bytes
+from visalign.pipelines.shared.plan import (
+    COMPILED_SHARE,
+    GB,
+    PEAK_SHARE,
+    dtype_name,
+    per_device,
+    trained_memory,
+    weight_bytes,
+)
 from visalign.training.diffusion.cost import forward_equivalents_per_image, planned_passes
 from visalign.training.diffusion.images import check_sizes
 from visalign.training.policy.settings import reads_reference_log_prob
@@ -249,6 +258,9 @@ def _footprint(config: FlowGRPOConfig, inputs: Inputs, batch: Mapping[str, Any],
     guided = policy.guided if hasattr(policy, "guided") else policy.guidance != 1
     evaluation = evaluated * (config.evaluation.steps or config.rollout.steps) * (1 + guided)
     flops = math.fsum(p.flops for p in passes) / len(passes)
+    compiled = (
+        config.model.compile is not False and sum(w.numel() for w in policy.module.parameters()) >= COMPILED_FROM
+    )
     return {
         "model": {
             "trained_parameters": sum(w.numel() for _, w in policy.trainable_parameters()),
@@ -269,6 +281,7 @@ def _footprint(config: FlowGRPOConfig, inputs: Inputs, batch: Mapping[str, Any],
             sharding=config.run.sharding,
             not_counted=NOT_COUNTED,
             spare=memory["activations_of_a_micro_batch"],
+            peak_share=COMPILED_SHARE if compiled else PEAK_SHARE,
         ),
     }
 
