@@ -107,7 +107,7 @@ def evaluate(
         cache: Folder of the cache of scores; None computes every score.
         device: Device of the rewards; None is the GPU where there is one.
         batch_size: Images or pairs per call of a reward.
-        max_failure_rate: Share of failed answers above which the run stops.
+        max_failure_rate: Share of failed answers, or missing scores, above which the run stops.
         settings: Settings of the intervals.
         on_batch: Called with the number of finished scores of a reward and of all.
     """
@@ -144,7 +144,7 @@ def evaluate(
     if fuse:
         fused, fusion = kind.fuse(records, scores)
         scores.append(fused)
-    measured = _measure(kind, records, scores, judges, settings)
+    measured = _measure(kind, records, scores, judges, settings, max_failure_rate)
     findings += [Finding(kind="no report", count=1, message=f"{f['judge']}: {f['error']}") for f in measured["failed"]]
     result = {
         "format": "visalign evaluation 1",
@@ -190,7 +190,12 @@ def _checked(
 
 
 def _measure(
-    kind: _Kind, source: Any, scores: Sequence[Any], judges: Mapping[str, Any], settings: IntervalSettings
+    kind: _Kind,
+    source: Any,
+    scores: Sequence[Any],
+    judges: Mapping[str, Any],
+    settings: IntervalSettings,
+    max_failure_rate: float,
 ) -> dict[str, Any]:
     """Report on every judge, compare every two, and rank them; `failed` names those without a report."""
     identities = {judge.name: reward_identity(judge) for judge in judges.values()}
@@ -199,6 +204,7 @@ def _measure(
     for entry in scores:
         try:
             report = dict(kind.report(source, entry, settings), worst=worst_records(source, entry))
+            _refuse_failures(entry, max_failure_rate)
         except ValueError as error:
             failed.append({"judge": entry.name, "error": str(error)})
             continue
@@ -216,6 +222,17 @@ def _measure(
     add_holm(comparisons, level=settings.level)
     board = leaderboard(source, reported, comparisons, settings)
     return {"judges": reports, "comparisons": comparisons, "leaderboard": board, "failed": failed}
+
+
+def _refuse_failures(scores: Any, limit: float) -> None:
+    """Refuse scores of which too many failed: their numbers are about the easy part of the set."""
+    failed = int((~scores.judged).sum())
+    if failed > limit * len(scores.judged):
+        reason = next(iter(scores.failures()))
+        raise ValueError(
+            f"{failed} of {len(scores.judged)} scores are missing, above max_failure_rate {limit:g}; "
+            f"most often because: {reason}. Mend them, or raise --max-failure-rate."
+        )
 
 
 def write_result(folder: Path, result: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,8 +17,12 @@ from visalign.data.sets.columns import image_path, read_table
 from visalign.data.sets.tables import READERS, Row, listed, read_rows, require_columns
 from visalign.errors import UserError
 
-IMAGE_ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+IMAGE_ENDINGS = (
+    *(".png", ".jpg", ".jpeg", ".jpe", ".jfif", ".webp", ".avif", ".jp2", ".bmp", ".gif", ".tif", ".tiff"),
+)
 """Endings of images in folders; a file that is named itself may have any."""
+_BESIDE = ("", ".txt", ".json", ".jsonl", ".csv", ".tsv", ".parquet", ".html", ".tex", ".md", ".yaml", ".yml", ".log")
+"""Endings of captions, tables and pages beside images; a warning counts the files with any other."""
 RECORD, SAMPLES = "metadata.jsonl", "samples"
 """GenEval's folders: a record with the prompt, next to the folder of the samples."""
 SAMPLED, SAMPLED_CLIP = "images.jsonl", ".webp"
@@ -50,19 +55,33 @@ def find_images(items: Sequence[Path], *, clips: bool = False) -> list[Path]:
     """
     paths: dict[Path, None] = {}
     repeated: list[Path] = []
+    skipped: Counter[str] = Counter()
     for item in items:
-        files = list(_walk(item, clips)) if item.is_dir() else [item]
+        files = list(_walk(item, clips, skipped)) if item.is_dir() else [item]
         if not files:
-            raise UserError(f"The folder '{item}' holds no image. Allowed endings: {', '.join(IMAGE_ENDINGS)}.")
+            others = f" It has other files: {_counts(skipped)}." if skipped else ""
+            raise UserError(
+                f"The folder '{item}' holds no image. Allowed endings: {', '.join(IMAGE_ENDINGS)}.{others}"
+            )
         repeated += [path for path in files if path in paths]
         paths.update(dict.fromkeys(files))
     if not paths:
         raise UserError("No images were named. Give files or folders.")
     for path in paths:
         require_text_name(path)
+    if skipped:
+        warnings.warn(
+            f"{skipped.total()} files with other endings are not read: {_counts(skipped)}. Convert images to PNG.",
+            stacklevel=2,
+        )
     if repeated:
         warnings.warn(f"Images named twice count once: {listed(repeated)}.", stacklevel=2)
     return list(paths)
+
+
+def _counts(endings: Counter[str]) -> str:
+    """List endings with their number of files, frequent ones first."""
+    return listed([f"{ending} ({count})" for ending, count in endings.most_common()])
 
 
 def require_text_name(path: Path) -> None:
@@ -154,7 +173,7 @@ def with_prompt(path: Path, prompt: str | None, needed: bool) -> ImageRow:
     text = Path(f"{path.resolve()}.txt") if path.is_dir() else path.with_suffix(".txt")
     if path != text and prompt is None and text.is_file():
         try:
-            prompt = text.read_text(encoding="utf-8").strip()
+            prompt = text.read_text(encoding="utf-8-sig").strip()  # editors put U+FEFF first
         except UnicodeDecodeError as error:
             raise UserError(f"'{text}' is not UTF-8 text ({error.reason}); save it as UTF-8.") from error
     if prompt is None and needed:
@@ -180,8 +199,10 @@ def table_row(path: Path, row: Row, prompt: str | None) -> ImageRow:
     return ImageRow(image=image, prompt=text, metadata=metadata)
 
 
-def _walk(folder: Path, clips: bool) -> Iterator[Path]:
+def _walk(folder: Path, clips: bool, skipped: Counter[str]) -> Iterator[Path]:
     """List the images in a folder and below, sorted at each step, without hidden folders.
+
+    Endings of files that are not read are counted in `skipped`.
 
     The `grid.png` that GenEval and `visalign sample` write is left out; of sampled videos the middle frame is
     listed, or with `clips` the whole.
@@ -197,7 +218,9 @@ def _walk(folder: Path, clips: bool) -> Iterator[Path]:
             videos = {Path(name).stem for name in names if name.endswith(SAMPLED_CLIP)}
             other = ".png" if clips else SAMPLED_CLIP
             names = [name for name in names if not (name.endswith(other) and Path(name).stem in videos)]
-        yield from (Path(folder_path, name) for name in sorted(names) if Path(name).suffix.lower() in IMAGE_ENDINGS)
+        endings = {name: Path(name).suffix.lower() for name in sorted(names) if not name.startswith(".")}
+        skipped.update(ending for ending in endings.values() if ending not in (*IMAGE_ENDINGS, *_BESIDE))
+        yield from (Path(folder_path, name) for name, ending in endings.items() if ending in IMAGE_ENDINGS)
 
 
 def _read_table(path: Path, prompt: str | None, names: Mapping[str, str]) -> list[ImageRow]:

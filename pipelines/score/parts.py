@@ -191,7 +191,7 @@ def _read_member(ending: str, content: bytes, row: Row) -> Row:
     """Read the columns that a file adds to its sample; text that is no JSON is refused later."""
     if ending in IMAGE_ENDINGS:
         return {"image": content} if not isinstance(row.get("image"), bytes) else {}
-    text = content.decode(errors="replace")
+    text = content.decode("utf-8-sig", errors="replace")
     if ending == ".txt":
         return {"prompt": text.strip()}
     if ending != ".json":

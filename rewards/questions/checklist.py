@@ -151,7 +151,7 @@ class Checklist:
             weights: e.g. weight_select.json; its first coefficient is that of the alignment.
             masks: question -> the questions that count only where its answer is yes.
         """
-        lines = Path(questions).read_text(encoding="utf-8").splitlines()
+        lines = Path(questions).read_text(encoding="utf-8-sig").splitlines()
         record = _read_object(Path(weights))
         coef = record.get("coef", [])
         coef = coef[0] if coef and isinstance(coef[0], list) else coef  # scikit-learn's coef_ has two axes

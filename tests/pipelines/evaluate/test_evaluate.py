@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from typer.testing import CliRunner
 
 from visalign.data.sets.records import PreferenceSet
@@ -122,6 +123,36 @@ def test_a_row_without_a_score_is_no_zero(tmp_path: Path) -> None:
     assert missing and judge["counts"]["failed"] == missing
     assert judge["counts"]["failures"] == {"no number in the column": missing}
     assert any("have no score" in note for note in judge["notes"])
+
+
+@pytest.mark.parametrize("kind", ["pairs", "quality"])
+def test_too_many_missing_scores_are_refused(tmp_path: Path, kind: str) -> None:
+    """Five of six texts are no scores: the sixth pair says nothing about the set."""
+    sides = {"image_left": "l.png", "image_right": "r.png", "label": "left", "mine_right": 1}
+    for number in range(6):
+        score = {"mine": "x" if number > 1 else number, "mine_left": "x" if number else 2}
+        row = {"prompt": f"{number}", **score} | (
+            sides if kind == "pairs" else {"image": f"{number}.png", "mos": number}
+        )
+        with (tmp_path / "set.jsonl").open("a") as file:
+            file.write(json.dumps(row) + "\n")
+    options: dict[str, Any] = {"source": str(tmp_path / "set.jsonl"), "columns": ["mine"], "settings": FAST}
+    with pytest.raises(UserError, match=r"mine: [45] of 6 scores are missing, above max_failure_rate 0\.5.*no number"):
+        evaluate(**options)
+    assert evaluate(**options, max_failure_rate=1.0)["judges"]
+
+
+@pytest.mark.parametrize(
+    ("colors", "message"), [(("red", "grey"), "People are split"), (("red", "red"), "same score")]
+)
+def test_split_votes_are_not_blamed_on_the_reward(tmp_path: Path, colors: tuple[str, str], message: str) -> None:
+    for name, color in zip("ab", colors, strict=True):
+        Image.new("RGB", (8, 8), color).save(tmp_path / f"{name}.png")
+    votes = ("ben", "right") if colors[1] == "grey" else ("ben", "left")
+    rows = [f"a wall,a.png,b.png,{name},{label}" for name, label in (("anna", "left"), votes)]
+    (tmp_path / "votes.csv").write_text("\n".join(["prompt,image_left,image_right,annotator,label", *rows]))
+    result = evaluate(str(tmp_path / "votes.csv"), rewards=["saturation"], settings=FAST)
+    assert [message in note for note in result["judges"][0]["notes"]] == [True]
 
 
 def test_a_pairwise_judges_columns_are_as_if_it_were_asked(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import tarfile
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -21,6 +22,8 @@ from visalign.interfaces import Scores
 from visalign.pipelines.cli.app import app
 from visalign.pipelines.score.image_rows import ImageRow, find_images, image_rows
 from visalign.pipelines.score.log import ScoreLog, partial_path
+from visalign.pipelines.score.parts import ScoringOptions, find_parts
+from visalign.pipelines.score.parts import read_part as rows_of_part
 from visalign.pipelines.score.score import ScoreRow, score_rows
 from visalign.pipelines.shared.reward_options import reward_options
 from visalign.rewards.base.identity import Identity
@@ -165,6 +168,29 @@ def test_folders_are_read_to_the_bottom_and_prompts_may_lie_beside(light: Light)
         Path(path).with_suffix(".txt").write_text(f"prompt of {Path(path).stem}\n")
     assert [row.prompt for row in image_rows([Path("images")])][:2] == ["prompt of 0", "prompt of 2"]
     assert {row.prompt for row in image_rows([Path("images")], "mine")} == {"mine"}
+
+
+def test_endings_that_a_folder_passes_over_are_counted(light: Light) -> None:
+    """JPEG's and JPEG 2000's other endings and AVIF are read; other images are one line, tables and captions none."""
+    for ending, kind in ((".jfif", "JPEG"), (".jpe", "JPEG"), (".jp2", "JPEG2000"), (".AVIF", "AVIF")):
+        Image.new("RGB", (8, 8)).save(f"images/deep/new{ending}", kind)
+    for name in ("a.heic", "b.HEIC", "c.mp4", "a.txt", "t.csv", "._0.png"):
+        Path("images", name).touch()
+    with pytest.warns(UserWarning, match=r"^3 files with other endings are not read: \.heic \(2\), \.mp4 \(1\)\."):
+        assert len(find_images([Path("images")])) == 6 + 4
+    Path("none").mkdir()
+    Path("none/a.heic").touch()
+    with pytest.raises(UserError, match=r"holds no image.*It has other files: \.heic \(1\)"):
+        find_images([Path("none")])
+
+
+def test_the_mark_of_an_editor_is_no_part_of_a_caption(light: Light) -> None:
+    Path("images/0.txt").write_bytes(b"\xef\xbb\xbfa red wall\r\n")
+    with tarfile.open("a.tar", "w") as tar:
+        for name in ("0.png", "0.txt"):
+            tar.add(f"images/{name}", name)
+    (member,) = rows_of_part(find_parts([Path("a.tar")])[0], ScoringOptions(rewards=("light",)))
+    assert image_rows([Path("images/0.png")])[0].prompt == member.prompt == "a red wall"
 
 
 def test_a_name_that_is_no_text_is_refused_before_anything_is_judged(light: Light) -> None:

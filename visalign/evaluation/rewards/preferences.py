@@ -113,9 +113,13 @@ def _notes(report: dict[str, Any]) -> list[str]:
         share = counts["failed"] / counts["pairs"]
         notes.append(f"{counts['failed']} of {counts['pairs']} pairs ({share:.1%}) have no score; they count nowhere.")
     if report["agreement"][WITHOUT_TIES]["micro"]["estimate"] is None:
+        split = counts["label_ties"] == counts["judged"]
         notes.append(
-            "The reward gives both images of every pair the same score: numbers that forgive ties say "
-            "nothing about it."
+            "People are split on every pair, so that there is no side to agree with: numbers that forgive ties say "
+            "nothing about the reward."
+            if split
+            else "The reward gives both images the same score in every pair on which people prefer one: numbers "
+            "that forgive ties say nothing about it."
         )
     if headline["high"] is not None and headline["high"] < 0.5:
         notes.append(
