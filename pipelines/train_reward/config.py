@@ -155,13 +155,14 @@ class OffPolicyConfig:
     """OCRM, arXiv 2507.15507: a pair weighs as the policy of today makes its images.
 
     w = d(left)^m d(right)^m, over their mean, with d the relative density ratio π/(α π + (1 − α) π_made) of
-    an image, from the file's columns log_ratio_left and log_ratio_right: ln of π/π_made.
+    an image, from the file's columns log_ratio_left and log_ratio_right: ln of π/π_made. The paper's weights
+    are {alpha: 0, multiplier: 1}; the defaults are those of its released code, and nearly equal weights.
     """
 
-    alpha: Annotated[float, Field(gt=0, lt=1)] = 0.1
-    """α; d is at most 1/α."""
+    alpha: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    """α; d is at most 1/α, and with 0 the ratio itself."""
     multiplier: NonNegative = 0.01
-    """m: ratios of whole samples are huge."""
+    """m: ratios of whole samples are huge, and 0.01 flattens them."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -150,6 +150,14 @@ class TestOldPairs:
         )
         assert_values(weight, 2.5)
 
+    def test_as_the_paper_writes_it(self) -> None:
+        """α = 0, m = 1: w = π(a_w) π(a_l) / (π₁(a_w) π₁(a_l)), also where e^ratio is no number."""
+        zeros, paper = f64(0, 0), {"alpha": 0.0, "multiplier": 1.0}
+        weight = off_policy_pair_weights(f64(1, 5), f64(1, 5), zeros, zeros, **paper, normalise=False)
+        assert_values(weight, math.exp(2), math.exp(10))
+        huge = off_policy_pair_weights(f64(900, 899), f64(0, 0), zeros, zeros, **paper)
+        assert_values(huge, 2 / (1 + math.exp(-1)), 2 / (1 + math.e))
+
     def test_an_unmoved_policy_weighs_all_alike_and_the_mean_is_one(self) -> None:
         logs = [normal(7, seed=s) * 5 for s in range(4)]
         assert_values(off_policy_pair_weights(logs[0], logs[1], logs[0], logs[1]), *[1.0] * 7)
