@@ -16,12 +16,14 @@ from visalign.pipelines.flow_grpo.config import FlowGRPOConfig
 from visalign.training import DiffusionObjectiveSettings
 from visalign.training.diffusion.published import PUBLISHED, image_algorithms
 
-MIX = {"algorithm": "flow_grpo", "sde_window": 4, "sde_window_order": "progressive"}
+SAMPLE_STD = {"ddof": 1, "eps": 1e-8}
+MIX = {"algorithm": "flow_grpo", "sde_window": 4, "sde_window_order": "progressive", **SAMPLE_STD}
 FIELDS: dict[str, dict[str, Any]] = {
     "mix_grpo": MIX,
     "mix_grpo_flash": {**MIX, "ode_compression": 0.4, "solver": "dpmpp_2m"},
     "flow_grpo_fast": {"algorithm": "flow_grpo", "sde_window": 2, "sde_window_order": "random"},
-    "dance_grpo": {"schedule": "dance", "noise_level": 0.3, "shared_noise": True, "kl": 0, "scale": "group"},
+    "dance_grpo": {"schedule": "dance", "noise_level": 0.3, "shared_noise": True, "kl": 0, "scale": "group"}
+    | SAMPLE_STD,
     "flow_cps": {"schedule": "cps", "noise_level": 0.8},
     "cps": {"schedule": "cps", "noise_level": 0.8},
     "ddpo": {"schedule": "ddim", "noise_level": 1.0, "kl": 0, "scale": "group"},
@@ -44,7 +46,7 @@ def _loaded(base: str, *overrides: str) -> FlowGRPOConfig:
 
 def _has(config: FlowGRPOConfig, name: str) -> Any:
     objective, rollout = config.objective, config.rollout
-    if name in ("kl", "scale", "share"):
+    if name in ("kl", "scale", "ddof", "eps", "share"):
         row: Any = objective.regression or objective.build(length=1)
         options = row.signal_options if objective.regression else row.advantage_options
         return row.kl if name == "kl" else {"scale": "group", **options}[name]

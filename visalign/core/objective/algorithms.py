@@ -338,7 +338,7 @@ NAMED: dict[str, Objective] = {
     "pref_grpo": replace(
         _FLOW,
         source="Wang et al., Pref-GRPO, arXiv 2508.20751: the reward is `win_rates` of the group",
-        advantage_options={"scale": "group", "ddof": 0},
+        advantage_options={"scale": "group", "ddof": 1, "eps": 1e-8},
         kl=0.0,
     ),
 }

@@ -13,7 +13,8 @@ from visalign.core.regression.rows import REGRESSIONS
 from visalign.errors import suggestion
 
 _FLOW = "objective.algorithm=flow_grpo"
-_MIX = f"{_FLOW} rollout.sde_window=4 rollout.sde_window_order=progressive"
+_BY_SAMPLE_STD = "'objective.changes.advantage_options={scale: group, ddof: 1, eps: 1.0e-8}'"
+_MIX = f"{_FLOW} {_BY_SAMPLE_STD} rollout.sde_window=4 rollout.sde_window_order=progressive"
 _BY_GROUP = f"{_FLOW} objective.changes.kl=0 objective.changes.advantage_options.scale=group"
 
 PUBLISHED: dict[str, tuple[str, str]] = {
@@ -27,7 +28,8 @@ PUBLISHED: dict[str, tuple[str, str]] = {
         "Flow-GRPO-Fast, arXiv 2505.05470; `sd35_flow_grpo_fast` is a whole configuration",
     ),
     "dance_grpo": (
-        f"{_BY_GROUP} rollout.schedule=dance rollout.noise_level=0.3 rollout.shared_noise=true",
+        f"{_FLOW} objective.changes.kl=0 {_BY_SAMPLE_STD} rollout.schedule=dance rollout.noise_level=0.3 "
+        "rollout.shared_noise=true",
         "DanceGRPO, arXiv 2505.07818; `flux1_dance_grpo` is a whole configuration",
     ),
     **dict.fromkeys(
