@@ -77,8 +77,8 @@ rewards.entropy: difficulty_entropy_reward difficulty_of phase_entropy_reward wi
 rewards.fusion: convex_vertices neighbour_weights reward_fusion
 rewards.likelihood: jepo_credit likelihood_reward
 rewards.sets: frechet_distance frechet_gains set_gains vendi_gains vendi_score
-rewards.steps: branch_rewards clip_step_rewards delta_step_rewards implicit_prm_loss implicit_step_rewards
-    progress_loss turning_point_rewards
+rewards.steps: branch_advantages branch_rewards clip_step_rewards delta_step_rewards implicit_prm_loss
+    implicit_step_rewards progress_loss turning_point_rewards
 rewards.terms: adaptive_kl_coefficient constraint_multiplier filter_overlong kl_in_reward
     penalty_kl_coefficient place_terminal preference_as_reward soft_overlong
 rewards.uncertainty: bhattacharyya bhattacharyya_overlap combine_members inverse_variance_weights penalise

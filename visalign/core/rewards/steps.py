@@ -13,7 +13,9 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, pad
 
 from visalign.core.checks import check_axes
-from visalign.core.precision import float32
+from visalign.core.groups.labels import Labels, group_index
+from visalign.core.groups.moments import centre, spread
+from visalign.core.precision import float32, float32_dtype
 
 
 def clip_step_rewards(step_reward: Tensor, weight: Tensor | None = None, *, eta: float) -> Tensor:
@@ -152,10 +154,9 @@ def turning_point_rewards(
 def branch_rewards(reward: Tensor, node: Tensor) -> Tensor:
     """Reward a step that samples share with the mean of their rewards: r_e = mean_{i ∈ e} R_i, [B, T].
 
-    `node` [B, T] holds integers in [0, B), equal in a column where samples share the step. Standardised within its
-    group at each step, it is BranchGRPO's depth-wise advantage. The paper weighs the samples by the probability of
-    their paths; they were drawn by it already, and the plain mean, the default of its released code, has E[R | step]
-    for its expectation. Li et al., BranchGRPO, arXiv 2509.06040: reward fusion.
+    `node` [B, T] holds integers in [0, B), equal in a column where samples share the step. The paper weighs the
+    samples by the probability of their paths; they were drawn by it already, and the plain mean, the default of its
+    released code, has E[R | step] for its expectation. Li et al., BranchGRPO, arXiv 2509.06040: reward fusion.
     """
     check_axes(reward=(reward, "B"), node=(node, "B T"))
     value = float32(reward).detach()[:, None].expand(node.shape)
@@ -167,6 +168,24 @@ def branch_rewards(reward: Tensor, node: Tensor) -> Tensor:
     zero = torch.zeros_like(value)
     total, count = zero.scatter_add(0, node, above), zero.scatter_add(0, node, present.to(value.dtype))
     return (lowest + total / count).gather(0, node)
+
+
+def branch_advantages(
+    reward: Tensor, node: Tensor, group: Labels, *, eps: float = 1e-8, floor: float = 1e-6
+) -> Tensor:
+    """Standardise `branch_rewards` over the distinct nodes of a group at each step: (r − mean)/(std + eps), [B, T].
+
+    A node counts once, however many samples share it, and the std has ddof 1; `node` holds the first sample that
+    shares the step. 0 where the std is below `floor`, NaN where all rewards of a node are missing. Li et al.,
+    BranchGRPO, arXiv 2509.06040: depth-wise advantage, numbers of its released code.
+    """
+    value = branch_rewards(reward, node).double()
+    index, groups = group_index(group, len(reward), reward.device)
+    distinct = (node == torch.arange(len(node), device=node.device)[:, None]) & torch.isfinite(value)
+    _, centred = centre(torch.where(distinct, value, 0.0), distinct, index, groups)
+    std = spread(centred, distinct, index, groups, ddof=1)
+    result = torch.where(std < floor, 0.0, centred / (std + eps)).gather(0, node)
+    return torch.where(torch.isfinite(value), result, torch.nan).to(float32_dtype(reward))
 
 
 def next_present(inside: Tensor) -> Tensor:

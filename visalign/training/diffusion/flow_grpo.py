@@ -7,6 +7,7 @@ Deliberate differences from the published code:
 * groups are ids, so prompts that begin alike are not merged; the sampler cannot lag behind a prefetching
   loader;
 * samples without signal are left out of the backward, but stay in the denominator, so the update is the same;
+  `drop_zero_signal=True` is the published filter, whose mean is over the samples with a signal alone;
 * the KL is the exact Gaussian one, with |dt| in the variance, or that of velocities (`Objective.kl_form`);
 * every random draw is a function of (seed, name, iteration or sample), so a resumed run equals an
   uninterrupted one.
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor
 
 from visalign.core import Objective, PolicyOutput, Prepared, Trajectories
-from visalign.core.rewards.steps import branch_rewards, turning_point_rewards
+from visalign.core.rewards.steps import branch_advantages, turning_point_rewards
 from visalign.core.surrogates.kl import gaussian_kl, velocity_kl
 from visalign.core.surrogates.ratios import guard_log_ratio, guard_step_weight
 from visalign.errors import UserError
@@ -138,8 +139,8 @@ class FlowGRPO(ImageAlgorithm):
             return trajectories
         if credit == "branches":
             value = torch.where(images.valid, images.value, torch.nan)
-            step_reward = branch_rewards(value, self.gather_all(node + self.first))
-            return _with_step_rewards(trajectories, step_reward)
+            advantage = branch_advantages(value, self.gather_all(node + self.first), images.group)
+            return replace(trajectories, advantage=advantage)
         levels = []  # R_k: reward of the image that is completed without noise from stochastic step k
         for k, step in enumerate(trajectory.sde_steps):
             if credit == "one_step":

@@ -59,6 +59,7 @@ class DiffusionObjectiveSettings(ObjectiveSettings):
         else:
             super().__post_init__()
             extra = {"metric": self.metric is not None, "process_reward": self.credit != "image"}
+            extra["advantage"] = self.credit == "branches"
             self.check("denoising_steps", [name for name, needed in extra.items() if needed])
 
     @property
@@ -90,11 +91,16 @@ class DiffusionObjectiveSettings(ObjectiveSettings):
             raise UserError(f"objective: {error}") from error
 
     def build(self, *, length: int) -> Objective:
-        """Build the objective; with `credit` its advantages are z-scores of each step within the group."""
+        """Build the objective; with `credit` its advantages are z-scores of each step within the group.
+
+        Those of branches are computed by the trainer, over the nodes of its trees.
+        """
         objective = super().build(length=length)
         if self.credit == "image":
             return objective
         check_rules(self, ((lambda s: _credit_conflict(s, objective), "{v}"),))
+        if self.credit == "branches":
+            return replace(objective, advantage="given", advantage_options={})
         return replace(objective, advantage="steps", advantage_options={"scale": "group", "ddof": 0})
 
     def check_constrained(self, reward: Any) -> None:

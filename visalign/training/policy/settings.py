@@ -105,14 +105,14 @@ class ObjectiveSettings:
     def check(self, decisions: Decisions, available: Sequence[str] = ()) -> None:
         """Refuse an algorithm that means nothing for such decisions, or that the trainers cannot feed.
 
-        `available` are the fields of `core.objective.decisions.EXTRA` that the trainer supplies.
+        `available` are fields that the trainer supplies: of `core.objective.decisions.EXTRA`, or "advantage".
         """
         objective = self.build(length=1)
         try:
             check_decisions(objective, decisions, name=self.algorithm, available=available)
         except ValueError as error:
             raise UserError(f"objective: {error}") from error
-        if "advantage" in objective.trajectory_needs():
+        if "advantage" in objective.trajectory_needs() and "advantage" not in available:
             raise UserError(
                 "objective: advantage='given' needs Trajectories.advantage, which is None in all trainers; "
                 "it is for your own loop. Take advantage='group'."
