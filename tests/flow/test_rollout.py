@@ -22,6 +22,7 @@ from visalign.flow import (
 )
 from visalign.flow.rollout import visited_steps
 from visalign.flow.trajectory import Trajectory
+from visalign.flow.transitions import ODESolver
 from visalign.interfaces import DiffusionPolicy
 
 SIGMAS = diffusers_timestep_sigmas(6, shift=3.0)
@@ -216,6 +217,15 @@ def test_steps_behind_the_last_noise_can_be_fewer():
     assert visited_steps(6, (0,), 0.01) == [0, 1, 6]
     solved = run(policy, sde_steps=(0, 1), compression=0.5, solver="dpmpp_2m")
     assert torch.equal(solved.x_next, whole.x_next) and not torch.equal(solved.latents, flash.latents)
+    x, solver = solved.x_next[:, 1], ODESolver("dpmpp_2m")  # the window's x̂0 are the solver's history
+    for step in (0, 1):
+        levels = SIGMAS[step].expand(5), SIGMAS[step + 1].expand(5)
+        velocity = policy.velocity(solved.x[:, step], levels[0], CONDITION, policy.times(SIGMAS)[step].expand(5))
+        solver.observe(solved.x[:, step], velocity, *levels)
+    for k, k_next in ((2, 4), (4, 6)):
+        v = policy.velocity(x, SIGMAS[k].expand(5), CONDITION, policy.times(SIGMAS)[k].expand(5))
+        x = solver.step(x, v, SIGMAS[k].expand(5), SIGMAS[k_next].expand(5))
+    torch.testing.assert_close(solved.latents, x)
     assert ratio_check(policy, CONDITION, solved, bound=0.0).ok
 
 

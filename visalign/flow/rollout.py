@@ -62,7 +62,8 @@ def rollout(
         batch_size: samples per forward.
         nodes: [T + 1, B], see `tree_nodes`: samples of one condition that share their first steps, which are
             computed once, with the noise of the first of them. None: each computes its own.
-        solver: solver of the ODE, see `ODESolver`; it starts again after a stochastic step.
+        solver: solver of the ODE, see `ODESolver`; stochastic steps are part of its history, and it starts
+            again where paths part.
         compression: see `visited_steps`.
     """
     sigmas = _check_sigmas(sigmas)
@@ -80,14 +81,14 @@ def rollout(
     trajectory = _allocate(policy, first_latents(policy, noise, sigmas), sigmas, times, steps, kernel, tree)
     seed_list = check_seeds(seeds) if seeds is not None else []
     size = min(batch_size or len(condition), len(condition))
-    solvers: dict[int, ODESolver] = {}  # one per chunk; chunks stay the same between two stochastic steps
+    solvers: dict[int, ODESolver] = {}  # one per chunk; chunks stay the same until paths part
     for k, k_next in itertools.pairwise(visited_steps(len(sigmas) - 1, steps, compression)):
-        if k in steps:
-            solvers.clear()
         for number, rows in enumerate(tree[k].unique().split(size)):
             ode = solvers.setdefault(number, ODESolver(solver))
             pair = (tree[k], tree[k_next])
             _advance(policy, condition, sigmas, times, seed_list, trajectory, pair, rows, (k, k_next), ode)
+        if not torch.equal(tree[k], tree[k_next]):
+            solvers.clear()
     check_finite(trajectory.latents)
     return trajectory
 
@@ -260,6 +261,7 @@ def _advance(
     if k not in trajectory.sde_steps:
         trajectory.latents[samples] = ode.step(x, v, sigma, sigma_next).to(x.dtype)[end]
         return
+    ode.observe(x, v, sigma, sigma_next)
     transition = kernel.step(x[parent], v[parent], sigma[parent], sigma_next[parent])
     x_next = transition.sample(step_noise([seeds[i] for i in ends.tolist()], k, x.shape[1:])).to(x.dtype)
     s = trajectory.sde_steps.index(k)

@@ -164,8 +164,9 @@ class ODESolver:
 
     The latter is linear in x̂0 = x − σv of this step and of the one before, λ = ln((1 − σ)/σ): x' = (σ'/σ)·x
     − (1 − σ')·(e^(−h) − 1)·(x̂0 + (x̂0 − x̂0_before)·h / (2 h_before)), h = λ' − λ; without the last term in
-    the first step and in the step to σ' = 0, whose h is infinite. After a stochastic step a path needs a new
-    one. Source: Lu et al., DPM-Solver++, arXiv 2211.01095, algorithm 2; diffusers' flow sigmas.
+    the first step and in the step to σ' = 0, whose h is infinite. The x̂0 of a stochastic step counts as one
+    before if it is handed to `observe`, as in MixGRPO-Flash, arXiv 2507.21802. Source: Lu et al.,
+    DPM-Solver++, arXiv 2211.01095, algorithm 2; diffusers' flow sigmas.
     """
 
     def __init__(self, name: str = "euler") -> None:
@@ -178,14 +179,24 @@ class ODESolver:
         if self.name == "euler":
             return sde_step(x, v, sigma, sigma_next, schedule="none").mean
         x, v, sigma, sigma_next = _working(x, v, sigma, sigma_next)
+        before = self._before
+        clean, h = self._predict(x, v, sigma, sigma_next)
+        target = clean
+        if before is not None and bool((sigma_next > 0).all()):
+            clean_before, h_before = before
+            target = clean + _rows(h / (2 * h_before), x) * (clean - clean_before)
+        return _rows(sigma_next / sigma, x) * x - _rows((1 - sigma_next) * torch.expm1(-h), x) * target
+
+    def observe(self, x: Tensor, v: Tensor, sigma: Tensor, sigma_next: Tensor) -> None:
+        """Remember the x̂0 of a stochastic step from x at σ to σ' for the steps that follow."""
+        if self.name != "euler":
+            self._predict(*_working(x, v, sigma, sigma_next))
+
+    def _predict(self, x: Tensor, v: Tensor, sigma: Tensor, sigma_next: Tensor) -> tuple[Tensor, Tensor]:
         clean = x - _rows(sigma, x) * v
         h = torch.special.logit(1 - sigma_next) - torch.special.logit(1 - sigma)
-        target = clean
-        if self._before is not None and bool((sigma_next > 0).all()):
-            clean_before, h_before = self._before
-            target = clean + _rows(h / (2 * h_before), x) * (clean - clean_before)
         self._before = None if bool(torch.isinf(h).any()) else (clean, h)  # from pure noise h is infinite
-        return _rows(sigma_next / sigma, x) * x - _rows((1 - sigma_next) * torch.expm1(-h), x) * target
+        return clean, h
 
 
 def velocity_between(x: Tensor, x_next: Tensor, sigma: Tensor | float, sigma_next: Tensor | float) -> Tensor:
