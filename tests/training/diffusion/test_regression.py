@@ -141,6 +141,7 @@ def test_samples_that_say_nothing_have_no_gradient_and_stay_in_the_denominator(t
         ("diffusion_nft_closed", {"levels": 2, "kl": 0.1}, 2, 2.0, {}),
         ("diffusion_nft", {"old_decay": [0, 0.5, 0.5]}, 2, 1.0, {"guidance": 2.0}),
         ("awm", {"levels": 3}, 1, 1.0, {}),
+        ("awm", {"levels": 2, "kl": 0.1, "average_kl": 1.0}, 1, 2.0, {}),
         ("ram", {"levels": 2, "reference_guidance": 3.0}, 2, 2.0, {"guidance": 2.0}),
         ("crd", {"levels": 2}, 2, 1.0, {}),
     ],
@@ -194,13 +195,58 @@ def test_the_old_policy_samples_and_moves_as_its_row_says(tmp_path):
 
 
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path):
-    objective = {"algorithm": "diffusion_nft", "changes": {"old_decay": [0, 0.2, 0.9]}}
+    objective = {"algorithm": "diffusion_nft", "changes": {"old_decay": [0, 0.2, 0.9], "average_kl": 0.1}}
 
     def make(folder, iterations):
         return toy_trainer(folder, objective=objective, run={"iterations": iterations})
 
     whole, resumed, _ = whole_and_resumed(make, tmp_path, 2, 5)
-    assert whole == resumed and "old.safetensors" in whole[1]
+    assert whole == resumed and {"old.safetensors", "average.safetensors"} <= {*whole[1]}
+
+
+def test_the_pull_to_the_average_is_its_distance(tmp_path):
+    """ē ← d ē + (1 − d) θ after each iteration; the loss adds k · mean |v − v_avg|², apart from the reference's."""
+    changes = {"average_kl": 2.0, "average_decay": 0.1, "levels": 1}
+    policy = ToyPolicy(torch.float64)
+    trainer = toy_trainer(
+        tmp_path,
+        policy=policy,
+        objective={"algorithm": "awm", "changes": changes},
+        optimizer={"updates_per_iteration": 1},
+    )
+    start = policy_weights(policy)
+    assert trainer.iterate()["loss/average"] == 0
+    average = torch.cat([v.flatten() for v in trainer.context.tensors["average"].values()])
+    torch.testing.assert_close(average.double(), 0.1 * start + 0.9 * policy_weights(policy), rtol=1e-5, atol=1e-8)
+    record = trainer.iterate()
+    assert record["loss/average"] > 0 and "loss/kl" not in record and trainer.algorithm.divergence is None
+    assert record["loss"] == pytest.approx(record["loss/policy"] + record["loss/average"], rel=1e-9)
+
+
+@pytest.mark.parametrize("name", ["gdro", "diffusion_dpo"])
+def test_equal_rewards_are_ordered_anew_in_each_update(name, tmp_path):
+    """By the run's seed: the first of equals is another one in another iteration, and the same after a resume."""
+
+    class Half(Brightness):
+        def score(self, images, prompts, metadata=None):
+            scores = super().score(images, prompts, metadata)
+            return replace(scores, value=(torch.arange(len(prompts)) % 8 < 4).to(scores.value))
+
+    trainer = toy_trainer(tmp_path, reward=Half(), objective={"algorithm": name})
+    experience = trainer.algorithm.collect(trainer.context).experience
+
+    def units(iteration: int) -> list[list[int]]:
+        trainer.counters.iteration = iteration
+        return [
+            unit.tolist() for step in trainer.algorithm.prepare(experience, trainer.context) for unit in step.units
+        ]
+
+    first, second = units(1), units(2)
+    assert first == units(1) and sorted(map(sorted, first)) != sorted(second)
+    assert all(unit != sorted(unit) for unit in first if len(unit) > 2)
+    for unit in first:
+        value = experience.images.value[unit]
+        assert len(unit) > 2 or value[0] > value[1]
 
 
 def test_levels_are_stratified_and_shared_in_a_group(tmp_path):

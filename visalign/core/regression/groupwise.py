@@ -16,8 +16,8 @@ def soft_plackett_luce(score: Tensor, reward: Tensor, *, tau: float = 0.05) -> T
     With the samples sorted by reward, best first: ℓ = Σ_{i<k} [ln Σ_{j≥i} e^{s_j} − Σ_{j≥i} q_i(j) s_j], q_i
     = softmax(R_{≥i}/τ). For two samples and τ → 0 this is −ln σ(s_best − s_worst), Diffusion-DPO's. Its
     gradient with respect to s [P, K] sums to 0 over the samples. Missing rewards take no part; 0 where fewer
-    than two are there. Samples of equal reward keep the order given, and the first leaves the list first:
-    shuffle the samples of a prompt if rewards tie often (0/1 rewards). GDRO, arXiv 2601.02036 (τ = 0.05).
+    than two are there. Samples of equal reward keep the order given, and the first leaves the list first, so the
+    loss depends on it: the trainer shuffles a prompt's samples in each update. GDRO, arXiv 2601.02036 (τ = 0.05).
     """
     check_axes(score=(score, "P K"), reward=(reward, "P K"))
     order, present = _ranking(reward)

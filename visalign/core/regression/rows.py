@@ -144,6 +144,8 @@ class Regression:
     signal_options: Mapping[str, Any] = field(default_factory=dict)
     clamp: float | None = None
     """Bound of |A|."""
+    clamp_to: float | None = None
+    """What the bound becomes, A clamp_to / clamp (AWM: clamp(A, ±5)/5 with clamp 5 and clamp_to 1); None: itself."""
     soft_clip: float | None = None
     """η of η tanh(A/η)."""
     levels: int | None = None
@@ -161,6 +163,10 @@ class Regression:
     """k of k · mean |v − v_ref|², the pull to the reference."""
     kl_until: int | None = None
     """Iteration from which the reference is not asked, k falling linearly to 0 until it; None: it stays."""
+    average_kl: float = 0.0
+    """k of k · mean |v − v_avg|², the pull to a moving average of the policy (AWM's code: 1); one pass more."""
+    average_decay: float = 0.99
+    """Decay of that average after an iteration; the first ones have less, as in Flow-GRPO's code."""
     reference_guidance: float | None = None
     """Guidance scale w of the reference and of experts, v_ref = v(∅) + w (v(prompt) − v(∅)), so that a policy that
     samples without guidance is drawn to what guidance gives (`kl_cfg` of CRD's code); None: the policy's own."""
@@ -228,6 +234,7 @@ class Regression:
             signal = SIGNALS[self.signal](reward.double(), group, valid=valid, **self.signal_options)
         if self.clamp is not None:
             signal = clamp_advantages(signal, self.clamp)
+            signal = signal if self.clamp_to is None else signal * (self.clamp_to / self.clamp)
         if self.soft_clip is not None:
             signal = soft_clip(signal, self.soft_clip)
         return torch.where(present, signal, 0.0).double(), present
@@ -264,6 +271,7 @@ RULES: tuple[tuple[Callable[[Regression], bool], str], ...] = (
         (lambda r, name=name: getattr(r, name) is not None and not getattr(r, name) > 0, message)
         for name, message in (
             ("clamp", "clamp is {clamp}; it must be above 0, or None."),
+            ("clamp_to", "clamp_to is {clamp_to}; it must be above 0, or None."),
             ("soft_clip", "soft_clip is {soft_clip}; it must be above 0, or None."),
             ("levels", "levels is {levels}; train at least 1 noise level of a sample."),
         )
@@ -299,7 +307,16 @@ RULES: tuple[tuple[Callable[[Regression], bool], str], ...] = (
         lambda r: r.kl_until is not None and (r.kl_until < 1 or not r.kl),
         "kl_until is {kl_until} with kl={kl}; it is an iteration, at least 1, until which a kl above 0 falls.",
     ),
+    (
+        lambda r: r.clamp_to is not None and r.clamp is None,
+        "clamp_to is {clamp_to}, and clamp is None. Set clamp, e.g. clamp=5, or leave clamp_to out.",
+    ),
     (lambda r: not 0 <= r.kl < float("inf"), "kl is {kl}; it must be at least 0 (0 is off)."),
+    (
+        lambda r: not 0 <= r.average_kl < float("inf") or not 0 <= r.average_decay < 1,
+        "average_kl is {average_kl} and average_decay {average_decay}; the first must be at least 0 (0 is off), "
+        "the second at least 0 and below 1.",
+    ),
     (
         lambda r: len(r.old_decay) != 3 or not 0 <= r.old_decay[2] < 1 or min(r.old_decay) < 0,
         "old_decay is {old_decay}; give [start, slope, end], none below 0 and the end below 1, e.g. [0, 0.001, 0.5].",
@@ -326,7 +343,8 @@ _NFT = Regression(
     kl=1e-4,
 )
 _AWM = Regression(
-    source="Xue et al., AWM, arXiv 2509.25050; clip range and bound of a public implementation",
+    source="Xue et al., AWM, arXiv 2509.25050; the bound of Flow-Factory, where the authors' code has "
+    "clamp=5, clamp_to=1, weighting='ghuber', kl=1e-3 and average_kl=1 (`sd35_awm`)",
     loss="elbo",
     loss_options={"eps_low": 1.0, "eps_high": 1.0},
     signal_options=_BATCH,

@@ -56,4 +56,4 @@ def planned_passes(row: Regression, updates: int, *, passes: int, reference: int
     on_policy = sum(not row.keeps_old or i == 0 or row.decay_at(i - 1) == 0 for i in range(iterations))
     old = 1 - on_policy / iterations / updates if row.anchor == "old" else 0.0
     other_policies = row.asks_reference * kl_share + (row.anchor == "expert")
-    return other_policies * reference / passes + old
+    return other_policies * reference / passes + old + (row.average_kl > 0)

@@ -7,6 +7,7 @@ on any timesteps and learn from clean latents alone, except "opd", which learns 
 Deliberate differences from the published code:
 * the old policy is not evaluated while it is the current one, and the reference only where the loss uses it;
 * samples without signal are left out where they have no gradient, but stay in the denominator;
+* samples of equal reward are ranked, or paired, in an order drawn anew for each update;
 * levels and noise are functions of (seed, sample or group, pass): a resumed run equals an uninterrupted one;
 * noise levels are stratified over the sampler's timesteps: S levels of a sample lie in S equal parts of them.
 """
@@ -18,6 +19,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -43,8 +45,9 @@ from .experts import Experts
 from .images import ImageAlgorithm, ScoredImages
 from .merging import mergeable_adapters, merged_adapters
 
-OLD = "old"  # File stem of the old policy's weights in a checkpoint
-SUMS = ("pairs", "loss/policy", "loss/kl", "match_error", "anchor_distance")  # Sums over an update's pairs
+OLD, AVERAGE = "old", "average"  # File stems of the old policy's weights and of the average's in a checkpoint
+PULLS = ("loss/kl", "loss/average")  # Losses that draw to the reference and to the average
+SUMS = ("pairs", "loss/policy", *PULLS, "match_error", "anchor_distance")  # Sums over an update's pairs
 
 
 @dataclass(kw_only=True)
@@ -63,8 +66,8 @@ class EndPoints:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-Outputs = tuple[PairOutput, Tensor, Tensor | None]
-"""Outputs of the policies on N pairs, signal [N], and k · mean |v − v_ref|² [N] where k > 0."""
+Outputs = tuple[PairOutput, Tensor, dict[str, Tensor]]
+"""Outputs of the policies on N pairs, signal [N], and [N] those of `PULLS` whose k is above 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +78,7 @@ class RegressionStep:
     count: int  # Units that the loss is a mean over, those without a gradient included
     epoch: int
     kl: float  # k of this iteration
+    average_kl: float  # That of the pull to the average
     on_policy: bool  # True while the weights are those of the rollout, so that the old policy need not be evaluated
 
 
@@ -99,6 +103,7 @@ class VelocityRegression(ImageAlgorithm):
         )
         self._merged_layers = mergeable_adapters(policy.module) if self.rollout.merge_adapters else []
         self._old: EMA | None = None
+        self._average: EMA | None = None
         for scale in (self.rollout.guidance, self.row.reference_guidance):
             with guidance_scale(policy, scale):  # refuses a policy without one before anything is sampled
                 pass
@@ -111,6 +116,8 @@ class VelocityRegression(ImageAlgorithm):
             self._old = EMA(self.policy.trainable_parameters(), decay=0.5, warmup=False)
         if self._old is not None and not self.row.keeps_old:
             self._old.update(1, decay=0.0)
+        if self._average is None and self.row.average_kl > 0:
+            self._average = EMA(self.policy.trainable_parameters(), decay=self.row.average_decay)
         old = self._with_old() if self.row.keeps_old else nullcontext()
         steps, visited = self.rollout.choose_steps(self.seed, iteration) if self.row.visited else ((), ())
         merged = merged_adapters(self._merged_layers) if self._merged_layers else nullcontext()
@@ -151,7 +158,7 @@ class VelocityRegression(ImageAlgorithm):
             def gradient(weights: Sequence[float]) -> None:
                 weighted = self._end_points(experience.images, experience.visited, weights)
                 for step in self._steps(weighted, run)[:1]:
-                    self.backward(weighted, replace(step, kl=0.0), run)
+                    self.backward(weighted, replace(step, kl=0.0, average_kl=0.0), run)
 
             self.balance.measure(run, self.parameters(), gradient)
             balanced = self._end_points(experience.images, experience.visited, self.balance.weights(run))
@@ -168,12 +175,16 @@ class VelocityRegression(ImageAlgorithm):
         kl = experience.kl = row.kl_at(iteration)
         on_policy, steps, trained, total = self._is_on_policy(), [], 0, 0
         for number, sample in enumerate(parts):
-            units, count = self._units(experience, sample, kl > 0, on_policy)
+            if row.loss in ("gdro", "dpo"):  # ties are broken by the order
+                draw = np.random.default_rng(sample_seed(self.seed, "ties", iteration, number))
+                sample = sample[torch.from_numpy(draw.permutation(len(sample)))]
+            units, count = self._units(experience, sample, max(kl, row.average_kl) > 0, on_policy)
             total += len(sample)
             if units:
                 trained += sum(map(len, units))
                 epoch = number // per_epoch
-                steps.append(RegressionStep(units=units, count=count, epoch=epoch, kl=kl, on_policy=on_policy))
+                strength = {"kl": kl, "average_kl": row.average_kl}
+                steps.append(RegressionStep(units=units, count=count, epoch=epoch, on_policy=on_policy, **strength))
                 on_policy = False
         magnitude = experience.signal[experience.present].abs()
         experience.metrics = {
@@ -217,7 +228,7 @@ class VelocityRegression(ImageAlgorithm):
         if self.accelerator.num_processes > 1:
             sums = torch.as_tensor(self.accelerator.reduce(sums, "sum"))
         totals = dict(zip(SUMS, sums.tolist(), strict=True))
-        return totals | {name: totals[name] * share for name in ("loss/policy", "loss/kl")}
+        return totals | {name: totals[name] * share for name in ("loss/policy", *PULLS)}
 
     def _backward_batch(
         self,
@@ -266,20 +277,20 @@ class VelocityRegression(ImageAlgorithm):
 
     def _backward_sum(self, outputs: Outputs, loss: Tensor, share: Tensor, scale: float) -> Tensor:
         """Backpropagate a micro-batch's sum; return its `SUMS`."""
-        pairs, _, kl = outputs
-        pull = loss.new_zeros(()) if kl is None else (kl * share).sum()
-        self.accelerator.backward((loss + pull) * scale)
+        pairs, _, pulls = outputs
+        pull = torch.stack([(pulls[name] * share).sum() if name in pulls else loss.new_zeros(()) for name in PULLS])
+        self.accelerator.backward((loss + pull.sum()) * scale)
         with torch.no_grad():
             error = _mean_square(pairs.v, pairs.target).sum()
             moved = error.new_zeros(()) if pairs.anchor is None else _mean_square(pairs.v, pairs.anchor).sum()
-            return torch.stack([error.new_tensor(len(pairs.v)), loss, pull, error, moved]).double()
+            return torch.stack([error.new_tensor(len(pairs.v)), loss, *pull, error, moved]).double()
 
     def _outputs(self, experience: EndPoints, step: RegressionStep, sample: Tensor, level: Tensor) -> Outputs:
         """Evaluate the policies on N pairs of this process's `sample` [N] at `level` [N], below S."""
         row, images = self.row, experience.images
         condition = images.condition.select(sample)
         x, target, sigma, time = self._noised(experience, sample, level, step.epoch)
-        anchor = v_ref = None
+        anchor = v_ref = v_average = None
         # the others before the own forward: weights are swapped in place
         with torch.no_grad(), self.accelerator.autocast():
             if step.kl > 0 or row.anchor == "reference":
@@ -288,6 +299,9 @@ class VelocityRegression(ImageAlgorithm):
             if row.anchor == "old" and not step.on_policy:
                 with self._with_old():
                     anchor = velocity_of(self.policy, x, sigma, condition, time)
+            if step.average_kl > 0 and self._average is not None:
+                with self._average.applied():
+                    v_average = velocity_of(self.policy, x, sigma, condition, time)
             if self.experts is not None:
                 with guidance_scale(self.policy, row.reference_guidance):
                     records = [images.records[i] for i in sample.tolist()]
@@ -297,8 +311,9 @@ class VelocityRegression(ImageAlgorithm):
         anchors = {"none": None, "reference": v_ref, "old": old, "expert": anchor}
         guidance = None if experience.guidance is None else experience.guidance[sample.to(x.device)]
         pairs = PairOutput(v=v, target=target, sigma=sigma, anchor=anchors[row.anchor], guidance=guidance)
-        kl = step.kl * velocity_kl(v, v_ref) if step.kl > 0 and v_ref is not None else None
-        return pairs, experience.signal[self.first + sample].to(v), kl
+        strengths = zip(PULLS, (step.kl, step.average_kl), (v_ref, v_average), strict=True)
+        pulls = {name: k * velocity_kl(v, other) for name, k, other in strengths if k > 0 and other is not None}
+        return pairs, experience.signal[self.first + sample].to(v), pulls
 
     def _noised(
         self, experience: EndPoints, sample: Tensor, level: Tensor, epoch: int
@@ -339,31 +354,38 @@ class VelocityRegression(ImageAlgorithm):
         if not sums:
             return experience.metrics
         total = {name: sum(update[name] for update in sums) for name in SUMS}
-        policy, kl, pairs = (total[name] for name in ("loss/policy", "loss/kl", "pairs"))
-        terms = {"loss/policy": policy / len(sums), "loss/kl": kl / len(sums)} if self.row.kl else {}
+        kl, pairs = total["loss/kl"], total["pairs"]
+        used = {"loss/policy": True, "loss/kl": self.row.kl > 0, "loss/average": self.row.average_kl > 0}
+        terms = {name: total[name] / len(sums) for name, is_used in used.items() if is_used}
         anchor = {} if self.row.anchor == "none" else {"anchor_distance": total["anchor_distance"] / pairs}
         if experience.kl > 0:
             self.divergence = kl / len(sums) / experience.kl
         elif self.row.anchor == "reference":
             self.divergence = total["anchor_distance"] / pairs
-        loss = {"loss": (policy + kl) / len(sums), **terms}
+        loss = {"loss": sum(terms.values()), **(terms if len(terms) > 1 else {})}
         matched = {} if self.row.visited else {"match_error": total["match_error"] / pairs}
         return {**experience.metrics, **loss, **anchor, **matched}
 
     def finish(self, run: Context) -> None:
-        """Move the old policy towards the new one, and reset the reference where it is due."""
+        """Move the old policy and the average towards the new one, and reset the reference where it is due."""
         super().finish(run)
         if self._old is not None and self.row.keeps_old:
             # θ_old ← decay θ_old + (1 − decay) θ
             self._old.update(1, decay=self.row.decay_at(run.counters.iteration - 1))
             run.tensors[OLD] = self._old.state()
+        if self._average is not None:
+            self._average.update(run.counters.iteration)
+            run.tensors[AVERAGE] = self._average.state()
 
     def restore(self, run: Context) -> None:
-        """Load the old policy and the reference of a checkpoint."""
+        """Load the old policy, the average and the reference of a checkpoint."""
         super().restore(run)
         if self.row.keeps_old and self.row.anchor == "old":
             self._old = EMA(self.policy.trainable_parameters(), decay=0.5, warmup=False)
             self._old.load(run.tensors[OLD])
+        if self.row.average_kl > 0:
+            self._average = EMA(self.policy.trainable_parameters(), decay=self.row.average_decay)
+            self._average.load(run.tensors[AVERAGE])
 
     def _with_old(self) -> AbstractContextManager[None]:
         """Give the policy the old weights, if there are any, inside the block."""

@@ -54,7 +54,7 @@ METRICS: dict[str, str] = {
     "engine_gap": "mean |log π_old - log μ| per token between the policy and the engine that sampled, nats",
     "groups/*": "dynamic sampling: rounds; groups generated, kept (with signal), dropped as all right, all "
     "wrong or without spread, and surplus",
-    "loss/*": "share of one term in the loss, coefficient included, mean over updates: policy, kl, value, "
+    "loss/*": "share of one term in the loss, coefficient included, mean over updates: policy, kl, average, value, "
     "entropy, ptx, replay",
     "tools/*": "means over completions: a tool's answers (calls), of these cut short (cut), completions "
     "whose tool failed (failed)",
