@@ -130,3 +130,11 @@ def test_its_twin_on_a_cpu_trains_by_the_same_algorithm(name):
     assert found.rollout.schedule == config.rollout.schedule
     for key in ("sde_window", "branch"):
         assert (getattr(found.rollout, key) is None) == (getattr(config.rollout, key) is None)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [*(f"sd35_{n}" for n in ("flow_grpo", "flow_grpo_fast", "flow_cps", "grpo_guard", "tp_grpo")), "flux1_flow_grpo"],
+)
+def test_a_recipe_of_flow_grpo_averages_over_what_has_a_signal(name):
+    assert load_job(name, []).config.objective.build(length=1).drop_zero_signal

@@ -58,7 +58,9 @@ class Objective:
     """β of −β k1 in the reward, units of the reward per nat. Denoising steps have it from their log-probs;
     `kl` with their exact divergence has no variance."""
     drop_zero_signal: bool = False
-    """Samples whose advantage is 0 leave the loss and the counts (dynamic sampling without refill)."""
+    """Samples whose advantage is 0 leave the loss and the counts: dynamic sampling without refill, and the filter of
+    Flow-GRPO's code, whose mean is over what is kept. False leaves them in the denominator: a batch of which 8 of 12
+    have no signal takes a third of the published step."""
     ratio: Ratio = "log_prob"
     """"guard": log_prob is `guard_log_ratio` and old_log_prob 0, so that each denoising step's ratio is
     centred at 1 and free of the step's own scale."""
