@@ -168,6 +168,7 @@ def test_merged_weights_are_counted_beyond_what_is_free_while_sampling(folders):
         "model.image_size=16",
         "optimizer.micro_batch=1",
         "model.lora.target_modules=[to_q, net.2, linear]",
+        "model.lora.rank=1",
     )
     config = configured(folders, "sd3", "objective.algorithm=awm", *small, "rollout.merge_adapters=true")
     memory = estimate(config)["memory_in_GB"]
