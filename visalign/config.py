@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,7 +18,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter, ValidationError
 
-from .errors import ConfigError, suggestion
+from .errors import ConfigError, excerpt, suggestion
 from .schema import STRICT, Source, entry_schema, field_types, refusal, section_schema
 
 T = TypeVar("T")
@@ -25,7 +26,17 @@ T = TypeVar("T")
 PIPELINE_KEY = "pipeline"
 """The top-level key of a YAML file that names its job; the command line reads it, the schema may lack it."""
 
+UNREADABLE = (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError)
+"""Errors of YAML that cannot be read; Python raises the last two at 4,301 digits and at deep nesting."""
+MAX_DEPTH = 32
+"""Depth to which lists and mappings of a configuration may be nested."""
+_UNWRITABLE = re.compile("[\0\ud800-\udfff]")
+
 _SHAPE = "A configuration is a list of 'key: value' lines."
+
+
+class OutOfBounds(ConfigError):
+    """A value that no setting can hold."""
 
 
 def config_folder() -> Path:
@@ -62,11 +73,12 @@ def read_config(path: str | Path) -> dict[str, Any]:
     file = resolve_config(path)
     try:
         content = OmegaConf.to_container(OmegaConf.load(file))
-    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+        check_bounds(content)
+    except (*UNREADABLE, OSError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         what = getattr(error, "problem", None) or str(error)  # OmegaConf's OSError names a single value
-        raise ConfigError(f"'{file}'{where}: not valid YAML: {what}. {_SHAPE}") from error
+        raise ConfigError(f"'{file}'{where}: not valid YAML: {what:.300}. {_SHAPE}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"'{file}': its top level is a {type(content).__name__}. {_SHAPE}")
     return {str(key): value for key, value in content.items()}
@@ -96,7 +108,7 @@ def load_config(schema: type[T], path: str | Path | None = None, overrides: Sequ
     for item in overrides:
         keys, value = _parse_override(item)
         values = _set(values, keys, value)
-        sources.append((tuple(keys), f"the override '{item}'"))
+        sources.append((tuple(keys), f"the override {excerpt(item, 300)}"))
     return _build(schema, _over_defaults(values, schema, dataclasses.MISSING), sources)
 
 
@@ -129,15 +141,35 @@ def _parse_override(item: str) -> tuple[list[str], Any]:
     key, equals, text = item.partition("=")
     keys = key.strip().split(".")
     if not equals or not all(keys):
-        raise ConfigError(f"Override '{item}' is not of the form key.sub=value. Write for example: seed=1.")
+        raise ConfigError(
+            f"Override {excerpt(item, 300)} is not of the form key.sub=value. Write for example: seed=1."
+        )
     try:
         parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
-    except (yaml.YAMLError, OmegaConfBaseException, UnicodeError) as error:
+        check_bounds(parsed)
+    except UNREADABLE as error:
+        reason = f": {error}" if isinstance(error, OutOfBounds) else ""
         raise ConfigError(
-            f"Override '{item}': its value '{text}' is not valid YAML. Close its brackets, put a blank "
-            "behind each colon of a mapping ({key: value}), or quote it."
+            f"Override {excerpt(item)}: its value {excerpt(text)} is not valid YAML{reason}. Close its brackets, "
+            "shorten its numbers, put a blank behind each colon of a mapping ({key: value}), or quote it."
         ) from error
     return keys, parsed["value"]
+
+
+def check_bounds(value: Any, depth: int = 0) -> None:
+    """Refuse values that no setting can hold: deep nesting, numbers beyond 64 bits, text that no file name may have.
+
+    They would end in a RecursionError, an OverflowError or a ValueError far below the file that holds them.
+    """
+    if isinstance(value, Mapping | list):
+        if depth > MAX_DEPTH:
+            raise OutOfBounds(f"it is nested more than {MAX_DEPTH} deep")
+        for part in (*value, *value.values()) if isinstance(value, Mapping) else value:
+            check_bounds(part, depth + 1)
+    elif isinstance(value, int) and abs(value) >= 2**64:
+        raise OutOfBounds("a whole number has more than 64 bits")
+    elif isinstance(value, str) and _UNWRITABLE.search(value):
+        raise OutOfBounds("a text holds a NUL or half of a character")
 
 
 class _Entries(dict[str, Any]):

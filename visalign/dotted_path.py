@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from visalign.errors import CaughtError, UserError, describe_error, suggestion
+from visalign.errors import CaughtError, UserError, describe_error, excerpt, suggestion
 from visalign.versions import missing_extra
 
 
@@ -99,4 +99,4 @@ def check_options(
         annotation = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
         types = [_PLAIN.get(part.strip()) for part in annotation.split("|")]
         if not any(kind is None or isinstance(options[name], kind) for kind in types):
-            raise error(f"{called}: {name} is {options[name]!r}; it must be of type {annotation}.")
+            raise error(f"{called}: {name} is {excerpt(options[name], 300)}; it must be of type {annotation}.")

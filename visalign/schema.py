@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import ConfigDict, ValidationError
 
-from .errors import ConfigError, did_you_mean, nearest, suggestion
+from .errors import ConfigError, did_you_mean, excerpt, nearest, suggestion
 
 STRICT: ConfigDict = {"extra": "forbid", "coerce_numbers_to_str": True}
 """pydantic's settings for all configurations."""
@@ -77,7 +77,7 @@ def refusal(error: ValidationError, schema: Any, data: Any, sources: Sequence[So
     key, value = ".".join(location.keys) + location.item, location.value
     if first["type"] == "missing":
         return ConfigError(f"Key '{key}': missing mandatory value. Set it in the file or as an override.")
-    shown_value = "null" if value is None else f"{value!r} ({type(value).__name__})"
+    shown_value = "null" if value is None else f"{excerpt(value, 300)} ({type(value).__name__})"
     if first["type"].startswith(("greater", "less", "too_", "string_too_", "finite")):
         return ConfigError(f"Key '{key}' in {where}: got {shown_value}. {first['msg']}.")
     choices = typing.get_args(location.hint) if typing.get_origin(location.hint) is typing.Literal else ()

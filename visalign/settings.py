@@ -11,14 +11,22 @@ from typing import Annotated, Any, TypeVar, dataclass_transform
 from pydantic import Field, ValidationError
 from pydantic.dataclasses import dataclass
 
-from .errors import UserError, suggestion
+from .errors import UserError, excerpt, suggestion
 from .schema import STRICT
 
 T = TypeVar("T")
 
 MOST = 2**32 - 1
 """Largest whole number of a setting: products of seeds and sizes must fit into 64 bits."""
-Count = Annotated[int, Field(ge=1, le=MOST)]
+MOST_COUNTED = 2**20
+"""Largest size of a batch, group or generated set, of which lists are made before the first sample is drawn."""
+Count = Annotated[int, Field(ge=1, le=MOST_COUNTED)]
+Records = Annotated[int, Field(ge=1, le=MOST)]
+"""Number of records that are read from a file of any length."""
+Steps = Annotated[int, Field(ge=1, le=10_000)]
+"""Number of denoising steps; diffusion models are trained on 1000."""
+Side = Annotated[int, Field(ge=1, le=16_384)]
+"""Pixels along a side of an image."""
 Natural = Annotated[int, Field(ge=0, le=MOST)]
 Share = Annotated[float, Field(ge=0, le=1)]
 PositiveShare = Annotated[float, Field(gt=0, le=1)]
@@ -79,4 +87,4 @@ def _user_error(section: str, error: ValidationError, schema: Any) -> UserError:
         return UserError(
             f"{section} has no setting {name!r}. {suggestion(name, allowed)}Allowed: {', '.join(allowed)}."
         )
-    return UserError(f"{section}.{name} is {first['input']!r}. {first['msg']}.")
+    return UserError(f"{section}.{name} is {excerpt(first['input'], 300)}. {first['msg']}.")

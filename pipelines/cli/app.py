@@ -24,6 +24,7 @@ from .diagnose import diagnose
 from .evaluate import evaluate
 from .messages import user_messages
 from .options import (
+    MOST_COUNTED,
     AsJson,
     Command,
     Config,
@@ -205,15 +206,15 @@ def serve_reward(
     token_env: Annotated[
         str | None, Option(help="Environment variable with the token that clients must send.")
     ] = None,
-    max_batch: Annotated[int, Option(help="Images scored together.", min=1)] = 64,
-    timeout: Annotated[float, Option(help="Time limit per batch, in seconds.", min=1.0)] = 120.0,
-    threads: Annotated[int | None, Option(help="CPU threads of the reward.", min=1)] = None,
+    max_batch: Annotated[int, Option(help="Images scored together.", min=1, max=MOST_COUNTED)] = 64,
+    timeout: Annotated[float, Option(help="Time limit per batch, in seconds.", min=1.0, max=1e6)] = 120.0,
+    threads: Annotated[int | None, Option(help="CPU threads of the reward.", min=1, max=1_024)] = None,
     memory: Annotated[
         float | None,
         Option(help="Memory for requests and scoring in GiB. Default: half of the free memory.", min=0.0),
     ] = None,
     max_pixels: Annotated[int | None, Option(help="Pixels scored together. Default: from the memory.", min=1)] = None,
-    max_connections: Annotated[int, Option(help="Maximum number of connections.", min=1)] = 256,
+    max_connections: Annotated[int, Option(help="Maximum number of connections.", min=1, max=MOST_COUNTED)] = 256,
 ) -> None:
     """Serve a reward over HTTP. Clients use it as the reward `remote` with the option url."""
     from visalign.pipelines.serve_reward import serve_reward as serve

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 from typer import Argument, Option
 
-from .options import AsJson, Repeated, Seed, clean_output, print_result
+from .options import MOST_COUNTED, AsJson, Repeated, Seed, clean_output, print_result
 
 
 def diagnose(
@@ -20,7 +20,7 @@ def diagnose(
     second: Annotated[
         Path | None, Argument(help="Later run to compare; RUN's policy is then the base.", show_default=False)
     ] = None,
-    samples: Annotated[int, Option(help="Completions per prompt and policy.", min=2)] = 32,
+    samples: Annotated[int, Option(help="Completions per prompt and policy.", min=2, max=MOST_COUNTED)] = 32,
     prompts: Annotated[
         int | None, Option(help="Maximum number of held-out prompts. Default: all.", min=2, show_default=False)
     ] = None,

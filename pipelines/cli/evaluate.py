@@ -16,6 +16,7 @@ from typer import Argument, Option
 
 from .messages import user_messages
 from .options import (
+    MOST_COUNTED,
     Batch,
     Cache,
     Device,
@@ -66,8 +67,8 @@ def evaluate(
     batch_size: Batch = 32,
     max_failure_rate: Annotated[float, Option(help="Stop above this share of failed records.")] = 0.5,
     seed: Seed = 0,
-    resamples: Annotated[int, Option(help="Number of bootstrap draws.", min=100)] = 1_000,
-    bins: Annotated[int, Option(help="Number of bins in the reliability diagram.", min=1)] = 10,
+    resamples: Annotated[int, Option(help="Number of bootstrap draws.", min=100, max=MOST_COUNTED)] = 1_000,
+    bins: Annotated[int, Option(help="Number of bins in the reliability diagram.", min=1, max=1_000)] = 10,
 ) -> None:
     """Measure rewards on a preference set or a quality set: agreement, calibration, correlation, slices."""
     with user_messages(resume=resume_line(resume) if output is not None else None):

@@ -16,6 +16,9 @@ from typer.core import TyperCommand, TyperOption
 
 from .messages import user_messages
 
+MOST_COUNTED = 2**20
+"""Largest count of an option, as in `visalign.settings`; its import would slow --help."""
+
 Repeated = list[str] | None
 """Values of an option that may be given several times."""
 

@@ -13,7 +13,19 @@ from rich.table import Table
 from rich.text import Text
 from typer import Argument, Exit, Option, echo
 
-from .options import AsJson, Batch, Device, NewFolder, Options, Prompt, Repeated, Seed, clean_output, print_result
+from .options import (
+    MOST_COUNTED,
+    AsJson,
+    Batch,
+    Device,
+    NewFolder,
+    Options,
+    Prompt,
+    Repeated,
+    Seed,
+    clean_output,
+    print_result,
+)
 
 
 def probe_reward(
@@ -26,7 +38,7 @@ def probe_reward(
     options: Options = None,
     device: Device = None,
     only: Annotated[Repeated, Option("--only", help="Name of a probe to run; repeat for several.")] = None,
-    count: Annotated[int, Option(help="Maximum number of reference images.", min=2)] = 64,
+    count: Annotated[int, Option(help="Maximum number of reference images.", min=2, max=MOST_COUNTED)] = 64,
     batch_size: Batch = 32,
     seed: Seed = 0,
     output: NewFolder = None,

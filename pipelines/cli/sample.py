@@ -3,14 +3,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
 from typer import Argument, Option, echo
 
-from visalign.errors import UserError
+from visalign.errors import UserError, excerpt
 
-from .options import Device, Repeated
+from .options import MOST_COUNTED, Device, Repeated
 
 
 def sample(
@@ -19,12 +20,14 @@ def sample(
     model: Annotated[str, Option("--model", "-m", help="Packaged model, folder, or hub id.")] = "shapes-sd3",
     lora: Annotated[Path | None, Option(help="Folder of a LoRA, such as runs/.../lora.")] = None,
     seeds: Annotated[str, Option(help="Seeds such as 0,1,2 or 0-7; one image per prompt and seed.")] = "0-3",
-    steps: Annotated[int, Option(help="Denoising steps.", min=1)] = 10,
+    steps: Annotated[int, Option(help="Denoising steps.", min=1, max=10_000)] = 10,
     solver: Annotated[str, Option(help="Solver: euler, or the second-order dpmpp_2m for 10 steps or more.")] = "euler",
     reward: Annotated[
         Repeated, Option("--reward", "-r", help="Reward that scores the images; repeat for several.")
     ] = None,
-    best_of: Annotated[int, Option(help="Draws per seed, of which the best by -r is kept.", min=1)] = 1,
+    best_of: Annotated[
+        int, Option(help="Draws per seed, of which the best by -r is kept.", min=1, max=MOST_COUNTED)
+    ] = 1,
     steer: Annotated[
         str | None, Option(help="Steps, such as 3,5,7, at which draws are resampled by -r (Feynman-Kac).")
     ] = None,
@@ -37,7 +40,7 @@ def sample(
     strength: Annotated[float, Option(help="With --steer: strength in the weights exp(strength * reward).")] = 10.0,
     device: Device = None,
     dtype: Annotated[str, Option(help="Data type: float32, bfloat16 or float16.")] = "float32",
-    batch_size: Annotated[int, Option(help="Images per batch.", min=1)] = 16,
+    batch_size: Annotated[int, Option(help="Images per batch.", min=1, max=MOST_COUNTED)] = 16,
     options: Annotated[
         Repeated, Option("--option", help="NAME=VALUE for the model: guidance=4.5, image_size=512, adapter=...")
     ] = None,
@@ -91,8 +94,9 @@ def numbers(text: str, option: str = "--seeds") -> list[int]:
     """Parse a list of numbers such as 0,1,5 or 0-7."""
     values: list[int] = []
     for part in text.split(","):
-        first, dash, last = part.strip().partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()):
-            raise UserError(f"{option} is {text!r}; give numbers from 0 up, such as 0,1,2 or 0-7.")
-        values += range(int(first), int(last or first) + 1)
+        parsed = re.fullmatch(r"(\d{1,10})(?:-(\d{1,10}))?", part.strip())
+        first, last = (int(parsed[1]), int(parsed[2] or parsed[1])) if parsed else (0, MOST_COUNTED)
+        if last - first + len(values) >= MOST_COUNTED:
+            raise UserError(f"{option} is {excerpt(text)}; give numbers from 0 up, such as 0,1,2 or 0-7.")
+        values += range(first, last + 1)
     return values

@@ -17,6 +17,7 @@ from visalign.errors import UserError
 
 from .messages import user_messages
 from .options import (
+    MOST_COUNTED,
     Batch,
     Cache,
     Device,
@@ -59,7 +60,9 @@ def score(
     engine: Annotated[
         Literal["local", "ray"], Option(help="ray: many workers, tar files too, a Parquet of scores for each file.")
     ] = "local",
-    workers: Annotated[int | None, Option(help="With --engine ray: scoring processes. Default: one.", min=1)] = None,
+    workers: Annotated[
+        int | None, Option(help="With --engine ray: scoring processes. Default: one.", min=1, max=MOST_COUNTED)
+    ] = None,
     address: Annotated[
         str | None, Option(help="With --engine ray: HOST:PORT of a cluster's head. Default: this machine.")
     ] = None,

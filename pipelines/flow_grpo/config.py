@@ -22,7 +22,7 @@ from visalign.pipelines.shared.sections import (
 )
 from visalign.precision import Autocast
 from visalign.schema import STRICT
-from visalign.settings import Count, Natural, NonNegative, PositiveShare, refuse
+from visalign.settings import Count, Natural, NonNegative, PositiveShare, Records, Side, Steps, refuse
 from visalign.training.diffusion.rollout_settings import RolloutSettings, check_sampling, check_sharding
 from visalign.training.diffusion.settings import DiffusionObjectiveSettings
 from visalign.training.loop.monitor import MonitorSettings
@@ -61,11 +61,11 @@ class ModelConfig:
     """Keep the weights of convolutions with channels last (U-Nets)."""
     use_t5: bool = True
     """false leaves the third text encoder out where the model has one."""
-    image_size: int | tuple[int, int] | None = None
+    image_size: Side | tuple[Side, Side] | None = None
     """Pixels per side, or [height, width]; null: the model's own."""
     decode_batch: Count | None = None
     """Latents per pass of the autoencoder; memory only. null: 32 of the adapter sd3, 8 of pipeline."""
-    max_sequence_length: int = 256
+    max_sequence_length: Count = 256
     """Tokens of the T5 part of the context."""
     options: dict[str, Any] = field(default_factory=dict)
     """Further options of the adapter: negative_prompt, lora_path, num_frames, gradient_checkpointing,
@@ -84,7 +84,7 @@ class DataConfig:
     such as `visalign collect --export` writes, or LAYOUT:FOLDER of a published one, e.g. pick_a_pic, of which
     the split train is read; for a model that edits with a column "source". Then data.train and rewards are
     unused; evaluation.rewards names what is reported."""
-    pairs_size: Count | None = None
+    pairs_size: Records | None = None
     """At most so many of data.pairs; null: all, and 400 of shapes:pairs."""
     heldout: str | None = None
     """shapes:heldout, or a file; prompts that are trained on as well are counted in the report. null: a tenth of the
@@ -99,7 +99,7 @@ class DataConfig:
 class EvaluationConfig(HeldoutConfig):
     """Held-out evaluation: fixed seeds, ODE sampling, averaged weights."""
 
-    steps: Count | None = None
+    steps: Steps | None = None
     """Denoising steps; null: as many as in training. Published runs train on 10 and evaluate by 40."""
     solver: Solver = "euler"
     """Solver of those steps: "euler" or "dpmpp_2m", DPM-Solver++(2M), of second order: nearer the ODE from

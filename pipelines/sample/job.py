@@ -31,7 +31,7 @@ from visalign.pipelines.shared.sections import Dtype
 from visalign.precision import check_device
 from visalign.rewards.base.images import to_pil
 from visalign.seeds import sample_seed
-from visalign.settings import Count, Positive, refuse, settings
+from visalign.settings import Count, Positive, Steps, refuse, settings
 
 TABLE, COST = "images.jsonl", "forward_equivalents"
 GRID, PAGE = "grid.png", "index.html"
@@ -66,7 +66,7 @@ class SampleSettings:
     """λ of exp(λ r), what a steered draw is likelier by, per unit of the rewards' sum."""
     noise_level: Positive = 0.7
     """Level of the noise that separates the children of a resampled draw."""
-    steps: Count = 10
+    steps: Steps = 10
     """Denoising steps; without noise on the way where nothing is resampled."""
     solver: Solver = "euler"
     """Solver of the steps without noise, "euler" or "dpmpp_2m"; steering and searches take Euler steps."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from visalign.errors import UserError, suggestion
+from visalign.errors import UserError, excerpt, suggestion
 
 from .run_folder import check_place
 
@@ -20,15 +20,18 @@ def parse_options(items: list[str], option: str = "--option") -> dict[str, Any]:
     """
     import yaml
 
+    from visalign.config import UNREADABLE, check_bounds
+
     options: dict[str, Any] = {}
     for item in items:
         name, sign, value = item.partition("=")
         if not sign or not name.isidentifier():
-            raise UserError(f"{option} is {item!r}; write NAME=VALUE, e.g. {option} quality=90.")
+            raise UserError(f"{option} is {excerpt(item)}; write NAME=VALUE, e.g. {option} quality=90.")
         try:
             options[name] = yaml.safe_load(value)
-        except yaml.YAMLError as error:
-            raise UserError(f"{option} {item!r}: the value cannot be read ({error}). Quote it.") from error
+            check_bounds(options[name])
+        except UNREADABLE as error:
+            raise UserError(f"{option} {excerpt(item)}: the value cannot be read ({error}). Quote it.") from error
     return options
 
 
@@ -48,7 +51,7 @@ def reward_options(items: Sequence[str], names: Sequence[str]) -> dict[str, dict
             items_of[names[0]].append(item)
         else:
             raise UserError(
-                f"--option is {item!r}, which names none of the rewards. "
+                f"--option is {excerpt(item)}, which names none of the rewards. "
                 f"{suggestion(item.split('.')[0], items_of)}Write LABEL.NAME=VALUE with LABEL one of "
                 f"{', '.join(items_of)}."
             )

@@ -32,9 +32,9 @@ _SYNONYMS = TypeAdapter(dict[str, list[str]])
 class LoraConfig:
     """The adapters that are trained."""
 
-    rank: int = 32
+    rank: Count = 32
     """r, inner width; Flow-GRPO uses 32."""
-    alpha: Finite = 64.0
+    alpha: Positive = 64.0
     """α; an adapter's output is scaled by α / r."""
     target_modules: list[str] | None = None
     """Ends of the names of the layers that get an adapter; null: the attention projections."""
@@ -44,7 +44,7 @@ class LoraConfig:
 class RewardTerm:
     """A reward of the sum."""
 
-    weight: float = 1.0
+    weight: Finite = 1.0
     """At least 0; a weight of 0 only records the reward, and how far it agrees with what is optimised.
     Direction is the reward's own matter."""
     name: str | None = None

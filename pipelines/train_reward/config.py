@@ -18,7 +18,7 @@ from visalign.data.shapes.preferences import KINDS, Kind
 from visalign.pipelines.shared.sections import ConvexDAConfig, Dtype, LoraConfig, PolicyRunConfig
 from visalign.precision import Autocast
 from visalign.schema import STRICT
-from visalign.settings import Count, Finite, Natural, NonNegative, Positive, PositiveShare, Share, refuse
+from visalign.settings import Count, Finite, Natural, NonNegative, Positive, PositiveShare, Records, Share, refuse
 from visalign.training.reward.settings import AnyObjective, RewardOptimizerSettings, UncertaintySettings
 from visalign.training.reward.tasks import TASKS
 
@@ -183,9 +183,9 @@ class RewardDataConfig:
     coding: str | None = None
     """Meaning of the labels of files: share, margin, or words such as 1=left,2=right,0=tie (--labels); null:
     left, right, tie, A, B, or shares."""
-    size: Count | None = 20000
+    size: Records | None = 20000
     """Examples of data.train at most; for generated ones, how many. null: all of a file."""
-    heldout_size: Count | None = 1000
+    heldout_size: Records | None = 1000
     """Examples of data.heldout."""
     kinds: Annotated[list[Kind], Field(min_length=1)] = field(default_factory=lambda: list(KINDS))
     """shapes:pairs: what the images of a pair differ in."""

@@ -12,7 +12,7 @@ from pydantic.dataclasses import dataclass
 from visalign.errors import UserError
 from visalign.pipelines.train_reward.config import OffPolicyConfig
 from visalign.schema import STRICT
-from visalign.settings import Count, Natural, NonNegative, PositiveShare
+from visalign.settings import MOST_COUNTED, Count, Natural, NonNegative, PositiveShare
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -21,7 +21,7 @@ class LabelConfig:
 
     prompts: Count = 75
     """Training prompts that each round samples, drawn again each time."""
-    images: Annotated[int, Field(ge=2)] = 4
+    images: Annotated[int, Field(ge=2, le=MOST_COUNTED)] = 4
     """Samples of each; the pairs among them are what may be labelled."""
     first: Count = 150
     """Pairs of the first round, drawn at random, as there is no ensemble yet."""
@@ -56,7 +56,7 @@ class EnsembleConfig(PartConfig):
 
     config: str = "shapes_reward_dance"
     """Training of a member: a configuration of train_reward on pairs."""
-    members: Annotated[int, Field(ge=2)] = 3
+    members: Annotated[int, Field(ge=2, le=MOST_COUNTED)] = 3
     """Judges, each from another seed."""
     judge: str = "reward_dance"
     """Catalogue name that loads a member."""

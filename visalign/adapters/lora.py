@@ -32,7 +32,7 @@ class LoraSettings:
 
     rank: Count = 32
     """Rank r of each adapter."""
-    alpha: Annotated[int | float, Field(gt=0)] = 64
+    alpha: Annotated[int | float, Field(gt=0, lt=math.inf)] = 64
     """Scale α; an adapter's output is multiplied by α / r."""
     target_modules: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
     """Name suffixes of the linear layers to adapt; None: the model's attention projections."""

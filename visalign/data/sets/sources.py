@@ -32,6 +32,8 @@ from .tables import Row, listed, require_columns, select_split
 GENERATED = ("shapes:pairs", "shapes:quality")
 SHAPES_PAIRS = 400
 """Default number of pairs or rated images of a generated set."""
+MOST_GENERATED = 100_000
+"""Largest number of them: all are drawn before the first is judged."""
 _NEEDED = {"pairs": ("prompt", "image_left", "image_right"), "quality": ("image", "mos")}
 
 Kind = Literal["pairs", "quality"]
@@ -259,6 +261,7 @@ def shapes_pairs(count: int, *, seed: int = 0, split: str = "heldout") -> Prefer
     The generators are drawing styles; `extra` has the true utilities, the kind of difference, GenEval's
     record, and a teacher's reason.
     """
+    _check_count(count)
     source = ShapesPreferences(seed, split=split)
     pairs = []
     for number in range(count):
@@ -282,8 +285,14 @@ def shapes_pairs(count: int, *, seed: int = 0, split: str = "heldout") -> Prefer
     return PreferenceSet(name="shapes-pairs", pairs=tuple(pairs))
 
 
+def _check_count(count: int) -> None:
+    if count > MOST_GENERATED:
+        raise UserError(f"A generated set has at most {MOST_GENERATED} records; got {count}. Give a smaller number.")
+
+
 def shapes_quality(count: int, *, seed: int = 0, split: str = "heldout") -> QualitySet:
     """Generate rated images of the shapes world, "train" or "heldout"."""
+    _check_count(count)
     source = ShapesPreferences(seed, split=split)
     records = (
         QualityRecord(

@@ -22,7 +22,19 @@ from visalign.flow.transitions import LAST_IS_EXACT, Solver
 from visalign.flow.tree import tree_nodes
 from visalign.flow.windows import WindowOrder, window_steps
 from visalign.seeds import sample_seed
-from visalign.settings import MOST, Count, Natural, NonNegative, Positive, PositiveShare, Share, check_rules, settings
+from visalign.settings import (
+    MOST_COUNTED,
+    Count,
+    Natural,
+    NonNegative,
+    Positive,
+    PositiveShare,
+    Share,
+    Side,
+    Steps,
+    check_rules,
+    settings,
+)
 from visalign.training.loop.sampler import check_batch_algebra, check_batch_reward, check_whole_groups
 from visalign.training.policy.settings import stale_message
 
@@ -35,7 +47,7 @@ class BranchSettings:
 
     at: list[Natural]
     """Stochastic steps at which every path splits into `children`, each with its own noise."""
-    children: Annotated[int, Field(ge=2, le=MOST)] = 2
+    children: Annotated[int, Field(ge=2, le=MOST_COUNTED)] = 2
     """K, children per split. A tree has K^len(at) images; `group_size` holds one or more trees, each with its
     own initial noise."""
 
@@ -55,9 +67,9 @@ class RolloutSettings:
 
     prompts_per_iteration: Count = 48
     """P, different prompts per iteration (over all processes)."""
-    group_size: Annotated[int, Field(ge=2, le=MOST)] = 24
+    group_size: Annotated[int, Field(ge=2, le=MOST_COUNTED)] = 24
     """G, samples per prompt; at least 2."""
-    steps: Count = 10
+    steps: Steps = 10
     """T, denoising steps."""
     timestep_schedule: Literal["diffusers", "plain"] = "diffusers"
     """Timestep schedule: "diffusers" (the model's scheduler, whose shift is applied twice) or "plain"."""
@@ -100,7 +112,7 @@ class RolloutSettings:
     solver: Solver = "euler"
     """Solver of the deterministic steps: "euler" or "dpmpp_2m", DPM-Solver++(2M). Evaluations have their own
     solver."""
-    image_sizes: Annotated[list[Count | tuple[Count, Count]], Field(min_length=1)] | None = None
+    image_sizes: Annotated[list[Side | tuple[Side, Side]], Field(min_length=1)] | None = None
     """Sizes in pixels, one side or [height, width], that the iterations take in turn: the images of an
     iteration share a size, with the timestep schedule that the model has there. monitor.window is a multiple
     of their number. Evaluations use model.image_size. null: that one only."""

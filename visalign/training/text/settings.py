@@ -13,6 +13,7 @@ from visalign.dotted_path import import_by_path
 from visalign.errors import UserError
 from visalign.settings import (
     Count,
+    Finite,
     Natural,
     NonNegative,
     Positive,
@@ -136,7 +137,7 @@ class DynamicSettings:
     """Most rounds of P prompts for one iteration; then it trains on the groups there are."""
     rule: Literal["spread", "accuracy"] = "spread"
     """Condition for signal: spread (rewards differ) or accuracy (0 < share of right samples < 1)."""
-    right_at: float | None = None
+    right_at: Finite | None = None
     """Reward from which a completion is right; for the rule accuracy and the counts."""
 
     def __post_init__(self) -> None:
