@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The page on which people vote, and its requests.
 
-    GET  /                       the page; ?me=SECRET identifies a voter, ?invite=CODE lets a new one in
+    GET  /                       the page; ?me=SECRET identifies the voter of a browser that has none,
+                                 ?invite=CODE lets a new one in
     POST /join   {name, invite}  -> {name, link}; the secret goes into a cookie
     POST /leave                  forgets the voter in this browser
     POST /next                   -> the next task, {done: true} at the end
@@ -10,8 +11,8 @@
     GET  /image/ASSIGNMENT/SIDE  the image, without the name of its file
 
 Refusals are JSON {"error": what was given, what is allowed}: 400 unreadable, 401 unknown voter, 403 another
-page's request or another voter's task, 404, 409 a name that is taken, 413 too long, 415 other media type, 422
-a value that is not allowed.
+page's request, another voter's task or a used-up invitation, 404, 409 a name that is taken or a browser that votes
+as somebody else, 413 too long, 415 other media type, 422 a value that is not allowed, 507 a full disk.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from __future__ import annotations
 import hmac
 import io
 import json
+import re
 import secrets
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -34,7 +37,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
 from starlette.routing import Route
 
@@ -47,8 +50,12 @@ from .store import CHOICES, SIDES, Assignment, VoteRefused, VoteStore
 from .tasks import Form
 
 LONGEST_BODY = 64 << 10
+MOST_NAMES = 500
+"""Names that one start of the server registers, so that a leaked invitation cannot fill the file."""
 MEDIA = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp", "GIF": "image/gif"}
 """Formats sent unchanged; other images are sent as PNG."""
+
+_NUL = re.compile(rb"\0|(?<!\\)(?:\\\\)*\\u0000")
 
 Share = Annotated[float, Strict(), Field(ge=0, le=1)]
 Number = Annotated[int, Strict(), Field(gt=0, lt=2**62)]  # SQLite's integers have 64 bits
@@ -91,15 +98,14 @@ def serve_votes(
     """
     from uvicorn import Server
 
-    from visalign.rewards.serve.connections import server_config
+    from visalign.rewards.serve.connections import connections_allowed, server_config
 
     check_port_free(host, port)
     local = is_loopback(host)
     invite = None if local else secrets.token_urlsafe(9)  # 12 letters, short enough to be read out
     hosts = ["127.0.0.1", "localhost", "[::1]", host] if local else None
-    server = Server(
-        server_config(vote_server(store, invite=invite, hosts=hosts), host, port, connections=256, idle=30.0)
-    )
+    app, connections = vote_server(store, invite=invite, hosts=hosts), connections_allowed(256)
+    server = Server(server_config(app, host, port, connections=connections, idle=30.0))
     url = f"http://{_own_address() if host in ('0.0.0.0', '::') else host}:{port}/"
     call_when_ready(server, partial(on_ready, f"{url}?invite={invite}" if invite else url))
     server.run()
@@ -122,10 +128,10 @@ def vote_server(store: VoteStore, *, invite: str | None = None, hosts: list[str]
     other web pages out of a server on this machine.
     """
     server = _VoteServer(store, invite)
-    routes = [Route("/", server.root), Route("/image/{assignment:int}/{side:str}", server.image)]
+    routes = [Route("/", server.root), Route("/image/{assignment:str}/{side:str}", server.image)]
     for endpoint in (server.join, server.leave, server.next, server.back, server.vote):
         routes.append(Route(f"/{endpoint.__name__}", endpoint, methods=["POST"]))
-    handlers: dict[Any, Any] = {HTTPException: _refuse, UserError: _refuse}
+    handlers: dict[Any, Any] = dict.fromkeys((HTTPException, UserError, ClientDisconnect), _refuse)
     middleware = [] if hosts is None else [Middleware(TrustedHostMiddleware, allowed_hosts=hosts)]
     return Starlette(routes=routes, exception_handlers=handlers, middleware=middleware)
 
@@ -133,6 +139,7 @@ def vote_server(store: VoteStore, *, invite: str | None = None, hosts: list[str]
 class _VoteServer:
     def __init__(self, store: VoteStore, invite: str | None) -> None:
         self._store, self._invite, self._cookie = store, (invite or "").encode(), f"visalign-{store.name}"
+        self._names = 0
         self._answer = answer_model(store.form, is_pair=store.is_pairs)
         script, digest = page_script("collect_page.js")
         template = page_environment().get_template("collect_page.html.j2")
@@ -155,14 +162,22 @@ class _VoteServer:
         secret = request.query_params.get("me")
         if secret is None:
             return HTMLResponse(self._page, headers=self._headers)
-        self._store.voter(secret)
+        name, here = self._store.voter(secret), request.cookies.get(self._cookie)
+        if here not in (None, secret):  # a link from elsewhere must not have Ada vote as its sender
+            with suppress(VoteRefused):
+                other = self._store.voter(here or "")
+                message = f"This browser votes as {other!r}. To vote as {name!r}, leave the page by its button first."
+                raise HTTPException(409, message)
         return self._remember(RedirectResponse("/", 303), secret)
 
     async def join(self, request: Request) -> Response:
         body = await _read_body(request, Join)
         if self._invite and not hmac.compare_digest(body.invite.encode(errors="replace"), self._invite):
             raise HTTPException(403, "Only invited people may vote. Open the link that you were sent.")
+        if self._names >= MOST_NAMES:
+            raise HTTPException(403, f"{MOST_NAMES} names have joined by this invitation. Ask for a new one.")
         secret = await run_in_threadpool(self._store.join, body.name)
+        self._names += 1
         response = JSONResponse({"name": self._store.voter(secret), "link": f"/?me={secret}"})
         return self._remember(response, secret)
 
@@ -193,7 +208,9 @@ class _VoteServer:
 
     async def image(self, request: Request) -> Response:
         side, number = request.path_params["side"], request.path_params["assignment"]
-        assignment = self._store.assignment(self._name(request), min(number, 2**62))  # SQLite's integers end at 2**63
+        if not re.fullmatch("[0-9]{1,100}", number):  # int() takes no more than 4,300 digits
+            raise HTTPException(400, f"{number:.20} is no number of a task.")
+        assignment = self._store.assignment(self._name(request), min(int(number), 2**62))  # SQLite's end at 2**63
         if side not in SIDES[: len(assignment.task.images)]:
             raise HTTPException(404, f"There is no image on the {side:.20}.")
         content, media_type = await run_in_threadpool(image_bytes, assignment.image(side))
@@ -300,6 +317,8 @@ async def _read_body(request: Request, model: type[Model]) -> Model:
         raw += chunk
         if len(raw) > LONGEST_BODY:
             raise HTTPException(413, f"The request has more than {LONGEST_BODY} bytes. Write less.")
+    if _NUL.search(raw):  # ends a text for readers in C
+        raise HTTPException(400, "The request holds a NUL character. Leave it out.")
     try:
         body = json.loads(raw)
     except (ValueError, RecursionError) as error:
@@ -310,6 +329,8 @@ async def _read_body(request: Request, model: type[Model]) -> Model:
 async def _refuse(_: Request, error: Any) -> Response:
     if isinstance(error, HTTPException):
         return JSONResponse({"error": _valid_text(error.detail)}, error.status_code, error.headers)
+    if isinstance(error, ClientDisconnect):
+        return JSONResponse({"error": "The connection ended before the body did."}, 400)
     status = error.status if isinstance(error, VoteRefused) else 422
     return JSONResponse({"error": _valid_text(str(error))}, status)
 

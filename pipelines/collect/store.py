@@ -176,7 +176,7 @@ class VoteStore:
         about |= {"form": json.dumps(asdict(form)), "plan": json.dumps(asdict(plan))}  # type: ignore[arg-type]
         rows = [(t.key, t.prompt, json.dumps(t.images), t.gold, json.dumps(t.extra)) for t in tasks]
         try:
-            with closing(_connect(partial)) as db:
+            with _writable(path), closing(_connect(partial)) as db:
                 db.executescript(f"PRAGMA journal_mode = WAL; {_TABLES}")
                 db.execute("BEGIN")
                 db.executemany("INSERT INTO about VALUES (?, ?)", about.items())
@@ -345,13 +345,13 @@ class VoteStore:
         return assignments
 
     def _fetch(self, query: str, *values: Any) -> list[Any]:
-        with self._lock:
+        with self._lock, _writable(self.path):
             return self._db.execute(query, values).fetchall()
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
         """Run the block in one transaction, which an error rolls back."""
-        with self._lock, self._db:  # commits at the end, or rolls back
+        with self._lock, _writable(self.path), self._db:  # commits at the end, or rolls back
             self._db.execute("BEGIN IMMEDIATE")
             yield self._db
 
@@ -367,8 +367,18 @@ def mirror_answer(answer: Mapping[str, Any]) -> dict[str, Any]:
     return {name: mirrors[name](value) if name in mirrors else value for name, value in answer.items()}
 
 
+@contextmanager
+def _writable(path: Path) -> Iterator[None]:
+    """Refuse a request where the disk is full, or the file is locked or damaged; it changes nothing."""
+    try:
+        yield
+    except sqlite3.DatabaseError as error:
+        raise VoteRefused(507, f"'{path.name}' cannot be used: {error}. Free some space, or repair it.") from error
+
+
 def _connect(path: Path) -> sqlite3.Connection:
-    db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=30.0)  # other processes write
+    with _writable(path):
+        db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=30.0)  # others write
     db.execute("PRAGMA foreign_keys = ON")
     return db
 

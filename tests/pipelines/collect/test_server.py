@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import Iterator
@@ -171,6 +172,58 @@ def test_who_is_not_invited_and_who_asks_under_another_name(store):
         assert found.status_code == 403 and "Only invited people" in found.json()["error"]
         joined(url, "Ada", invite="code")
         assert httpx.get(url, headers={"Host": "evil.example"}).status_code == 400
+
+
+def test_unreadable_requests_are_400(store, url):
+    ada = joined(url, "Ada")
+    number = ada.post("/next", json={}).json()["assignment"]
+    ballot = {"client": "c\0", "assignment": number, "answer": LEFT, "seconds": 1}
+    assert ada.post("/vote", json=ballot).status_code == 400
+    assert ada.post("/vote", json=ballot | {"client": r"c\u0000"}).status_code == 200, "a backslash in words"
+    assert ada.get(f"/image/{'9' * 4301}/left").status_code == 400
+    head = [(b"content-type", b"application/json"), (b"content-length", b"99")]
+    scope = {"type": "http", "method": "POST", "path": "/vote", "headers": head, "query_string": b""}
+    sent: list[Any] = []
+
+    async def receive() -> dict[str, str]:
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    asyncio.run(vote_server(store)(scope, receive, send))
+    assert sent[0]["status"] == 400, "a POST that breaks off"
+
+
+def test_a_link_takes_no_browser_from_its_voter(url):
+    ada, eve = joined(url, "Ada"), joined(url, "Eve")
+    own, other = (client.post("/next", json={}).json()["link"] for client in (ada, eve))
+    refused = ada.get(other)
+    assert refused.status_code == 409 and "votes as 'Ada'" in refused.json()["error"]
+    assert ada.post("/next", json={}).json()["name"] == "Ada" and ada.get(own).status_code == 303
+    ada.post("/leave", json={})
+    assert ada.get(other).status_code == 303 and ada.post("/next", json={}).json()["name"] == "Eve"
+
+
+def test_an_invitation_registers_so_many_names(store, monkeypatch):
+    monkeypatch.setattr("visalign.pipelines.collect.server.MOST_NAMES", 2)
+    with serving(vote_server(store, invite="code")) as url:
+        answers = [httpx.post(f"{url}/join", json={"name": name, "invite": "code"}) for name in ("a", "b", "b", "c")]
+    assert [answer.status_code for answer in answers] == [200, 200, 403, 403]
+    assert "2 names have joined by this invitation" in answers[-1].json()["error"]
+
+
+def test_a_full_disk_is_said_and_loses_no_vote(store, url):
+    ada = joined(url, "Ada")
+    number = ada.post("/next", json={}).json()["assignment"]
+    pages = store._db.execute("PRAGMA page_count").fetchone()[0]
+    store._db.execute(f"PRAGMA max_page_count = {pages}")  # SQLite then reports a full disk
+    ballot = {"assignment": number, "answer": LEFT | {"text": "x" * 4000}, "seconds": 1}
+    for client in range(9):
+        answer = ada.post("/vote", json=ballot | {"client": str(client)})
+    assert answer.status_code == 507 and "database or disk is full" in answer.json()["error"]
+    store._db.execute(f"PRAGMA max_page_count = {pages + 99}")
+    assert ada.post("/vote", json=ballot | {"client": "8"}).status_code == 200
 
 
 def test_an_image_that_has_gone_is_said(store, url):
