@@ -29,15 +29,15 @@ def end_processes() -> None:
 
 
 def peak_memory_bytes() -> dict[str, int]:
-    """Return the peak memory of this process: resident `host` and, with CUDA, allocated `cuda` memory."""
+    """Return the peak memory of this process: resident `host` and, if a GPU was used, allocated `cuda` memory."""
     peak = {}
     if sys.platform != "win32":
         import resource
 
         unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in bytes on macOS, in KiB elsewhere
         peak["host"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    if torch.cuda.is_available():
-        peak["cuda"] = torch.cuda.max_memory_allocated()
+    if torch.cuda.is_available() and (allocated := torch.cuda.max_memory_allocated()):
+        peak["cuda"] = allocated
     return peak
 
 
