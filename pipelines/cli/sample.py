@@ -20,7 +20,10 @@ def sample(
     model: Annotated[str, Option("--model", "-m", help="Packaged model, folder, or hub id.")] = "shapes-sd3",
     lora: Annotated[Path | None, Option(help="Folder of a LoRA, such as runs/.../lora.")] = None,
     seeds: Annotated[str, Option(help="Seeds such as 0,1,2 or 0-7; one image per prompt and seed.")] = "0-3",
-    steps: Annotated[int, Option(help="Denoising steps.", min=1, max=10_000)] = 10,
+    steps: Annotated[
+        int | None,
+        Option(help="Denoising steps. Default: the pipeline's (packaged models: 10).", min=1, max=10_000, show_default=False),
+    ] = None,
     solver: Annotated[str, Option(help="Solver: euler, or the second-order dpmpp_2m for 10 steps or more.")] = "euler",
     reward: Annotated[
         Repeated, Option("--reward", "-r", help="Reward that scores the images; repeat for several.")
@@ -39,10 +42,14 @@ def sample(
     ] = None,
     strength: Annotated[float, Option(help="With --steer: strength in the weights exp(strength * reward).")] = 10.0,
     device: Device = None,
-    dtype: Annotated[str, Option(help="Data type: float32, bfloat16 or float16.")] = "float32",
+    dtype: Annotated[
+        str | None,
+        Option(help="Data type: float32, bfloat16 or float16. Default: as stored.", show_default=False),
+    ] = None,
     batch_size: Annotated[int, Option(help="Images per batch.", min=1, max=MOST_COUNTED)] = 16,
     options: Annotated[
-        Repeated, Option("--option", help="NAME=VALUE for the model: guidance=4.5, image_size=512, adapter=...")
+        Repeated,
+        Option("--option", help="NAME=VALUE for the model: image_size=512, guidance=4.5 (default: the pipeline's)."),
     ] = None,
 ) -> None:
     """Sample images or videos into a folder, with a table for `visalign score`, a grid and a page."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from visalign.adapters.catalogue import family_of
 from visalign.adapters.model_folder import pipeline_index
-from visalign.data.assets import resolve_model
+from visalign.data.assets import PACKAGED, resolve_model
 from visalign.data.sets.prompt_files import record_key
 from visalign.evaluation import HeldoutResult
 from visalign.pipelines.shared.grids import SampleGrids
@@ -106,9 +106,13 @@ def sample_command(config: FlowGRPOConfig, output: Path, *, edits: bool = False)
     has_sources = edits and source.endswith(".jsonl")  # without them nothing can be edited
     prompts = [source, "--seeds", "0"] if has_sources else ["a red circle"]
     weights = ["--model", result] if model.lora is None else ["--model", model.path, "--lora", result]
-    words = [f"{name}={json.dumps(value)}" for name, value in sampling_options(model).items()]
+    options, sampling = sampling_options(model), []
+    if model.lora is None or Path(model.path).name not in PACKAGED:  # sampled by the pipeline's own defaults otherwise
+        options.setdefault("guidance", None)
+        sampling = ["--steps", str(config.evaluation.steps or config.rollout.steps), "--dtype", model.dtype]
+    words = [f"{name}={json.dumps(value)}" for name, value in options.items()]
     flags = [word for option in words for word in ("--option", option)]
-    return ["visalign", "sample", *prompts, *weights, *flags, "--output", str(output / "images")]
+    return ["visalign", "sample", *prompts, *weights, *sampling, *flags, "--output", str(output / "images")]
 
 
 def sampling_options(model: ModelConfig) -> dict[str, Any]:

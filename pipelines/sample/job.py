@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import field
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -66,33 +67,45 @@ class SampleSettings:
     """λ of exp(λ r), what a steered draw is likelier by, per unit of the rewards' sum."""
     noise_level: Positive = 0.7
     """Level of the noise that separates the children of a resampled draw."""
-    steps: Steps = 10
-    """Denoising steps; without noise on the way where nothing is resampled."""
+    steps: Steps | None = None
+    """Denoising steps; without noise on the way where nothing is resampled. None: the default of the pipeline's call,
+    10 of packaged models."""
     solver: Solver = "euler"
     """Solver of the steps without noise, "euler" or "dpmpp_2m"; steering and searches take Euler steps."""
     timestep_schedule: Literal["diffusers", "plain"] = "diffusers"
     """See `rollout.timestep_schedule`."""
     batch_size: Count = 16
     """Images at once; memory only."""
-    dtype: Dtype = "float32"
-    """Dtype of the weights."""
+    dtype: Dtype | None = None
+    """Dtype of the weights; None: as they are stored, see `own_sampling`."""
     device: str = "cpu"
     """Device of model and samples."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Further options of the adapter: guidance, image_size, negative_prompt, ..."""
+    """Further options of the adapter: image_size, negative_prompt, ...; guidance (else the default of the pipeline's
+    call, none of packaged models; None: as `model.guidance` null in training)."""
+
+    def with_own_sampling(self) -> SampleSettings:
+        """Fill in steps, guidance and dtype as the model has them."""
+        from visalign.adapters.catalogue import own_sampling
+
+        own = own_sampling(self.model, self.adapter, self.device)
+        scale = {} if own.guidance is None else {"guidance": own.guidance}
+        options = {**scale, **self.options}
+        return replace(self, steps=self.steps or own.steps, dtype=self.dtype or own.dtype, options=options)
 
     def __post_init__(self) -> None:
         refuse(self._broken_rules())
         check_device(self.device)
 
     def _broken_rules(self) -> Iterator[str]:
-        seeds, after, last = list(self.seeds), list(self.resample_after), self.steps - 3
+        seeds, after = list(self.seeds), list(self.resample_after)
+        last = math.inf if self.steps is None else self.steps - 3
         if not seeds or min(seeds) < 0 or len(set(seeds)) != len(seeds):
             yield f"The seeds are {seeds}; give different numbers from 0 up."
         if options := sorted({"dtype", "device", "lora", "model"} & set(self.options)):
             yield f"--option names {', '.join(options)}, which is an option of its own (--{options[0]})."
-        if not isinstance(guidance := self.options.get("guidance", 1.0), int | float):
-            yield f"guidance is {guidance!r}; give a number."
+        if not isinstance(guidance := self.options.get("guidance"), int | float | None):
+            yield f"guidance is {guidance!r}; give a number, or null for none."
         size = self.options.get("image_size", 1)
         sides = size if isinstance(size, list | tuple) else [size, size]
         if len(sides) != 2 or not all(isinstance(side, int) for side in sides):
@@ -109,7 +122,7 @@ class SampleSettings:
             yield "--steer resamples the draws of a seed: give best_of (--best-of) of 2 or more."
         if self.search is not None and after:
             yield "--search and --steer are two ways to one image; give one of them."
-        if self.search is not None:
+        if self.search is not None and self.steps is not None:
             try:
                 self.search.velocities(self.steps)
             except ValueError as error:
@@ -134,21 +147,21 @@ def search_of(name: str, options: Mapping[str, Any]) -> ZeroOrderSearch | PathSe
 
 
 def load_sampler(settings: SampleSettings) -> DiffusionPolicy:
-    """Load the model with its adapters."""
+    """Load the model with its adapters; what the settings leave open is as `with_own_sampling` has it."""
     from visalign.adapters.catalogue import load_policy
     from visalign.adapters.lora import LoraSettings
     from visalign.adapters.pipeline.lora import settings_of
 
-    none = LoraSettings(rank=1)
+    none, settings = LoraSettings(rank=1), settings.with_own_sampling()
     with no_loading_bars():
         policy: Any = load_policy(
             resolve_model(settings.model),
             adapter=settings.adapter,
-            dtype=getattr(torch, settings.dtype),
+            dtype=getattr(torch, str(settings.dtype)),
             device=settings.device,
             defaults={"lora": none},  # frozen in its dtype: adapters that change nothing
             lora=none if settings.lora is None else settings_of(settings.lora),
-            **settings.options,
+            **{name: value for name, value in settings.options.items() if value is not None},
         )
         if settings.lora is not None:
             policy.load(settings.lora)
@@ -186,8 +199,9 @@ def sample_images(
     check_place(output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"{output} is no empty folder. Give another one, so that no image is lost.")
+    settings = settings.with_own_sampling()
     policy = load_sampler(settings)
-    sigmas = policy.sigmas(settings.steps, timestep_schedule=settings.timestep_schedule)
+    sigmas = policy.sigmas(settings.steps or 0, timestep_schedule=settings.timestep_schedule)
     output.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
     thumbnails: list[Image.Image] = []
@@ -364,6 +378,7 @@ def _facts(settings: SampleSettings) -> list[tuple[str, Any]]:
         "Model": settings.model,
         "LoRA": settings.lora,
         "Steps": settings.steps,
+        "Dtype": None if settings.dtype == "float32" else settings.dtype,
         "Solver": None if settings.solver == "euler" else settings.solver,
         "Draws of a seed": settings.best_of if settings.best_of > 1 else None,
         "Resampled after steps": ", ".join(map(str, settings.resample_after)) or None,

@@ -237,7 +237,7 @@ class Round:
 def sample_settings(config: UGDAConfig, lora: Path | None) -> SampleSettings:
     """Return the sampling of the policy with these adapters, as its training samples."""
     policy = _policy_job(config, []).config
-    options = sampling_options(policy.model)
+    options = {"guidance": None, **sampling_options(policy.model)}
     return SampleSettings(
         model=policy.model.path,
         adapter=options.pop("adapter", None),
@@ -246,6 +246,7 @@ def sample_settings(config: UGDAConfig, lora: Path | None) -> SampleSettings:
         steps=policy.rollout.steps,
         timestep_schedule=policy.rollout.timestep_schedule,
         batch_size=policy.rollout.batch_size,
+        dtype=policy.model.dtype,
         options=options,
     )
 

@@ -6,17 +6,18 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 
+from visalign.data.assets import PACKAGED, resolve_model
 from visalign.data.sets.prompt_files import Edits
 from visalign.dotted_path import import_by_path
 from visalign.errors import UserError, suggestion
 from visalign.interfaces import DiffusionPolicy
 
 from .check import METHODS, AdapterError, check_members
-from .model_folder import pipeline_index
+from .model_folder import pipeline_index, stored_dtype
 from .pipeline.arguments import CUSTOM_ADAPTER, known_family
 from .pipeline.families import FAMILIES, PIPELINES, Family
 
@@ -98,6 +99,41 @@ def has_two_halves(folder_or_id: str | Path, adapter: str | None, guidance: floa
     if guidance is None or (family := family_of(folder_or_id, adapter)) is None:
         return guidance is not None and guidance > 1
     return guidance > family.off and family.has_halves
+
+
+class OwnSampling(NamedTuple):
+    """How a model samples where nothing else is asked for."""
+
+    steps: int = 10
+    guidance: float | None = None
+    """None: what the adapter takes, no guidance or the usual scale of a network that has it as an input."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+
+
+def own_sampling(path: str, adapter: str | None, device: str) -> OwnSampling:
+    """Read steps and guidance from the defaults of a pipeline's call, and the dtype from its stored weights.
+
+    A hub id has bfloat16 on a GPU; float16 is float32 on a CPU. Packaged models and adapters of one's own sample
+    with ten steps, without guidance, in float32.
+    """
+    import diffusers
+
+    is_packaged, folder = Path(path).name in PACKAGED, resolve_model(path)
+    family = None if is_packaged else family_of(folder, None if adapter == "sd3" else adapter)
+    if family is None:
+        return OwnSampling()
+    index = pipeline_index(folder)
+    kind = getattr(diffusers, str(index["_class_name"]), None)
+    defaults = {} if kind is None else {n: p.default for n, p in inspect.signature(kind.__call__).parameters.items()}
+    steps = len(index.get("sample_sigmas") or ()) or defaults.get("num_inference_steps")
+    scale = defaults.get(family.scale) if family.has_halves and not index.get("is_distilled") else None
+    local = Path(folder) / family.present(index)[0]
+    dtype = stored_dtype(local) if local.is_dir() else "float32" if device == "cpu" else "bfloat16"
+    return OwnSampling(
+        steps=steps if isinstance(steps, int) else 50,
+        guidance=None if scale is None else max(float(scale), family.off),
+        dtype="float32" if device == "cpu" and dtype == "float16" else dtype,
+    )
 
 
 def family_of(folder_or_id: str | Path, adapter: str | None) -> Family | None:

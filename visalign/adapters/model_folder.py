@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from visalign.errors import UserError
 
@@ -43,6 +44,17 @@ def pipeline_index(folder_or_id: str | Path) -> dict[str, Any]:
         return json.loads(file.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise UserError(f"{file} is not JSON ({error}). Copy the model folder again.") from error
+
+
+def stored_dtype(folder: Path) -> Literal["float32", "bfloat16", "float16"]:
+    """Return the dtype in which most weights of a network's folder are stored; float32 where it has no safetensors."""
+    counts: Counter[str] = Counter()
+    for file in folder.glob("*.safetensors"):
+        with file.open("rb") as stream:
+            header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+        counts.update(entry["dtype"] for name, entry in header.items() if name != "__metadata__")
+    (name, _), *_ = counts.most_common(1) or [("F32", 0)]
+    return {"BF16": "bfloat16", "F16": "float16"}.get(name, "float32")  # type: ignore[return-value]
 
 
 def _from_hub(name: str) -> dict[str, Any]:

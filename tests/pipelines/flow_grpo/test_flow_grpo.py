@@ -117,14 +117,19 @@ def test_the_monitor_is_in_log_report_and_summary(finished):
 
 def test_the_next_command_samples_as_the_run_evaluates(tmp_path):
     config = _config(tmp_path, "model.path=my/sd3", "model.guidance=null")
-    lora, images = f"--lora {tmp_path}/lora", f"--output {tmp_path}/images"
+    lora, images = (
+        f"--lora {tmp_path}/lora --steps 3 --dtype float32 --option guidance=null",
+        f"--output {tmp_path}/images",
+    )
     assert (
         shlex.join(sample_command(config, tmp_path))
         == f"visalign sample 'a red circle' --model my/sd3 {lora} {images}"
     )
     options = "{path: m, image_size: [16, 8], options: {call: {a: false}, lora_path: x}, lora: null}"
     whole = _config(tmp_path, f"model={options}", "data.heldout=my prompts.jsonl")
-    as_trained = "--option 'image_size=[16, 8]' --option 'call={\"a\": false}'"
+    as_trained = (
+        "--steps 3 --dtype float32 --option 'image_size=[16, 8]' --option 'call={\"a\": false}' --option guidance=null"
+    )
     for edits, prompts in ((True, "'my prompts.jsonl' --seeds 0"), (False, "'a red circle'")):
         command = shlex.join(sample_command(whole, tmp_path, edits=edits))
         assert command == f"visalign sample {prompts} --model {tmp_path}/model {as_trained} {images}"

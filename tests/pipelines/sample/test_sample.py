@@ -14,7 +14,7 @@ from PIL import Image, ImageSequence
 from typer.testing import CliRunner
 
 from tests.support.models.pipelines import tiny_folder, tiny_pipeline
-from tests.support.models.sd3 import build_tiny_sd3
+from tests.support.models.sd3 import build_tiny_sd3, tiny_sd3_pipeline
 from tests.support.training.images import Brightness, ToyPolicy
 from visalign.adapters import LoraSettings, load_policy
 from visalign.adapters.pipeline.policy import PipelinePolicy
@@ -66,8 +66,27 @@ def test_an_image_depends_on_its_prompt_and_seed_alone(folder, tmp_path):
     assert np.abs(first.astype(int) - pixels(tmp_path / "all" / "0000_1.png")).max() > 5
 
 
+@pytest.mark.parametrize(
+    ("name", "more", "sampling"),
+    [
+        ("shapes-sd3", {}, (10, None, "float32")),
+        ("tiny", {}, (28, 7.0, "float32")),
+        ("tiny", {"steps": 4, "options": {"guidance": None}}, (4, None, "float32")),
+        ("half", {}, (28, 7.0, "float32")),  # float16 has no fast arithmetic on a CPU
+        ("half", {"device": "cuda"}, (28, 7.0, "float16")),
+    ],
+)
+def test_what_is_left_out_is_the_pipelines_own(folder, tmp_path, monkeypatch, name, more, sampling):
+    monkeypatch.setattr(job, "check_device", lambda device: None)
+    if name == "half":
+        tiny_sd3_pipeline().to(torch.float16).save_pretrained(tmp_path / "half")
+    path = {"shapes-sd3": name, "tiny": str(folder), "half": str(tmp_path / "half")}[name]
+    own = job.SampleSettings(model=path, **more).with_own_sampling()
+    assert (own.steps, own.options.get("guidance"), own.dtype) == sampling
+
+
 def test_the_solver_is_that_which_was_asked_for(folder, tmp_path):
-    given = ("a red circle", "-m", folder, "--steps", 4, "--seeds", 3, "--dtype", "float32")
+    given = ("a red circle", "-m", folder, "--steps", 4, "--seeds", 3, "--option", "guidance=null")
     for name in ("euler", "dpmpp_2m"):
         assert run(*given, "--solver", name, "-o", tmp_path / name).exit_code == 0
     policy = load_policy(folder, lora=LoraSettings())
@@ -167,6 +186,8 @@ def test_steered_draws_go_where_the_reward_is(folder, tmp_path):
         "0-7",
         "-r",
         "saturation",
+        "--option",
+        "guidance=null",
         "--best-of",
         4,
     )
