@@ -22,7 +22,12 @@ def sample(
     seeds: Annotated[str, Option(help="Seeds such as 0,1,2 or 0-7; one image per prompt and seed.")] = "0-3",
     steps: Annotated[
         int | None,
-        Option(help="Denoising steps. Default: the pipeline's (packaged models: 10).", min=1, max=10_000, show_default=False),
+        Option(
+            help="Denoising steps. Default: the pipeline's (packaged models: 10).",
+            min=1,
+            max=10_000,
+            show_default=False,
+        ),
     ] = None,
     solver: Annotated[str, Option(help="Solver: euler, or the second-order dpmpp_2m for 10 steps or more.")] = "euler",
     reward: Annotated[
