@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 from diffusers import StableDiffusion3Pipeline
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from tests.support.models.sd3 import tiny_sd3_pipeline
 from visalign.adapters import LoraSettings
 from visalign.adapters.lora import ADAPTER, insert_adapters
 from visalign.adapters.pipeline.families import SD3_ATTENTION
-from visalign.adapters.pipeline.lora import add_lora, load_lora, save_lora
+from visalign.adapters.pipeline.lora import WEIGHT_FILE, add_lora, load_lora, save_lora
 from visalign.errors import UserError
 
 
@@ -87,6 +88,18 @@ def test_messages(tmp_path):
     add_lora(stronger, LoraSettings(rank=2, alpha=6), SD3_ATTENTION)
     with pytest.raises(UserError, match=r"alpha 3 there, 6 here\. Build"):
         load_lora({"transformer": stronger}, tmp_path)
+
+
+def test_a_file_without_alpha_has_the_scale_that_diffusers_takes(tmp_path):
+    networks = [tiny_sd3_pipeline().transformer for _ in range(3)]
+    for network, alpha in zip(networks, (3, 2, 3), strict=True):
+        add_lora(network, LoraSettings(rank=2, alpha=alpha), SD3_ATTENTION)
+    save_lora(StableDiffusion3Pipeline, {"transformer": networks[0]}, tmp_path)
+    file = tmp_path / WEIGHT_FILE
+    save_file(load_file(file), file, {"format": "pt"})  # without the metadata
+    load_lora({"transformer": networks[1]}, tmp_path)
+    with pytest.raises(UserError, match=r"alpha 2 there, 3 here"):
+        load_lora({"transformer": networks[2]}, tmp_path)
 
 
 def test_adapters_multiply_in_the_dtype_of_their_input_and_learn_in_float32():

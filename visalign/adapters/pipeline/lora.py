@@ -161,7 +161,7 @@ def load_lora(networks: Mapping[str, Any], folder: Path) -> None:
         state = {n.removeprefix(name + "."): w for n, w in saved.items() if n.startswith(name + ".")}
         current = get_peft_model_state_dict(networks[part], adapter_name=ADAPTER)
         config = adapter_config(networks[part])
-        alpha = metadata.get(f"{name}.lora_alpha", config.lora_alpha)
+        alpha = metadata.get(f"{name}.lora_alpha", config.r)  # diffusers, too, takes the rank where a file has no α
         check_same_kind(subfolder, state, current, alpha, config.lora_alpha)
         set_peft_model_state_dict(networks[part], state, adapter_name=ADAPTER)
 
