@@ -22,6 +22,31 @@ Prompt = str | Sequence[Message]
 """Plain text, or a conversation of {role, content} messages that ends where the answer begins."""
 
 
+class ToolCompletion(str):
+    """Completion with answers of a tool in it."""
+
+    answers: Sequence[tuple[int, int]]
+    """(begin, end) characters that the tool wrote."""
+
+    def __new__(cls, text: str, answers: Sequence[tuple[int, int]] = ()) -> ToolCompletion:
+        """Keep the spans beside the text."""
+        completion = super().__new__(cls, text)
+        completion.answers = answers
+        return completion
+
+
+def policy_text(completion: str) -> str:
+    """Return what the policy wrote of a completion, without a tool's answers: these earn it nothing.
+
+    >>> policy_text(ToolCompletion("6 * 7 = 42, so 42", [(8, 10)]))
+    '6 * 7 = , so 42'
+    """
+    if not isinstance(completion, ToolCompletion):
+        return completion
+    edges = [0, *(edge for span in completion.answers for edge in span), len(completion)]
+    return "".join(completion[start:end] for start, end in zip(edges[::2], edges[1::2], strict=True))
+
+
 def _check_pair(what: str, values: Tensor, valid: Tensor) -> None:
     """Raise unless both tensors have one shape [B]; others would broadcast."""
     if valid.ndim != 1 or values.shape != valid.shape:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from visalign.interfaces import Metadata, Prompt, RewardCapabilities, Scores, TextReward
+from visalign.interfaces import Metadata, Prompt, RewardCapabilities, Scores, TextReward, policy_text
 from visalign.rewards.base.contract import make_scores, read_metadata
 
 
@@ -45,7 +45,10 @@ class TextVerdict:
 
 
 class TextRule:
-    """Base of rewards that score each completion by itself, with its record: subclasses define `judge`."""
+    """Base of rewards that score each completion by itself, with its record: subclasses define `judge`.
+
+    It sees what the policy wrote: the answers of a tool are left out.
+    """
 
     name: str
     unit: str
@@ -59,7 +62,7 @@ class TextRule:
         """Score each completion, whatever its prompt; `text` holds the remarks."""
         request = read_text_request(self.name, completions, prompts, metadata)
         records = [record or {} for record in request.metadata]
-        return text_scores(list(map(self.judge, request.completions, records)), self.unit)
+        return text_scores(list(map(self.judge, map(policy_text, request.completions), records)), self.unit)
 
 
 def read_text_request(
@@ -95,11 +98,11 @@ def read_text_request(
 
 
 def is_conversation(prompt: Any) -> bool:
-    """True for a list of at least one message with a role and content."""
+    """True for a list of at least one message with a role, and content or tool calls."""
     return (
         isinstance(prompt, Sequence)
         and len(prompt) > 0
-        and all(isinstance(part, Mapping) and "role" in part and "content" in part for part in prompt)
+        and all(isinstance(part, Mapping) and "role" in part and {"content", "tool_calls"} & part.keys() for part in prompt)
     )
 
 

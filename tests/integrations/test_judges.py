@@ -54,8 +54,14 @@ def test_a_failure_is_said() -> None:
 
 def test_texts_are_read_from_conversations() -> None:
     judge = load_text_reward("boxed_answer")
-    turns = [[{"role": "assistant", "content": "\\boxed{4}"}], "\\boxed{3}"]
-    assert text_scores(judge, turns, ["2+2?"] * 2, [{"answer": "4"}] * 2) == [1.0, 0.0]
+    right, tool = {"role": "assistant", "content": "\\boxed{4}"}, {"role": "tool", "content": "\\boxed{4}"}
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
+    parts = {"role": "assistant", "content": [{"type": "text", "text": "\\boxed{4}"}]}
+    turns = [[right], "\\boxed{3}", [call, tool, right, tool], [call, tool], [tool], [parts], [], None]
+    expected = [1.0, 0.0, 1.0, None, None, None, None, None]
+    assert text_scores(judge, turns, ["2+2?"] * 8, [{"answer": "4"}] * 8) == expected
+    with pytest.raises(RewardError, match=r"sample 0: the conversation has no assistant message"):
+        text_scores(judge, turns[3:], ["2+2?"] * 5, [{"answer": "4"}] * 5, "raise")
 
 
 def test_judges_that_the_page_names_exist() -> None:

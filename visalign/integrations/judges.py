@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
+
+import torch
 
 from visalign.interfaces import Metadata, PointwiseReward, Scores, TextReward
 from visalign.rewards.base.contract import RewardError
@@ -21,9 +24,28 @@ def text_scores(
     metadata: Metadata,
     on_failure: OnFailure = "nan",
 ) -> list[float | None]:
-    """Score texts or conversations (the last message): larger is better, None where scoring failed."""
-    texts = [text if isinstance(text, str) else text[-1]["content"] for text in completions]
-    return numbers(judge, judge.score(texts, prompts, metadata), on_failure)
+    """Score texts or conversations (the last message of the assistant): larger is better, None where scoring failed.
+
+    A conversation without an assistant, or whose last answer is no text (null, a list of parts), has failed.
+    """
+    texts = [_answer_text(completion) for completion in completions]
+    scores = judge.score([text or "" for text in texts], prompts, metadata)
+    has_text = [text is not None for text in texts]
+    if not all(has_text):
+        reasons = scores.reason or [None] * len(scores)
+        unread = "the conversation has no assistant message whose content is a text"
+        reasons = [reason if ok else unread for reason, ok in zip(reasons, has_text, strict=True)]
+        scores = replace(scores, valid=scores.valid.cpu() & torch.tensor(has_text), reason=reasons)
+    return numbers(judge, scores, on_failure)
+
+
+def _answer_text(completion: Any) -> str | None:
+    """Return a completion, or the last assistant message of a conversation; what a tool wrote is not graded."""
+    if isinstance(completion, str):
+        return completion
+    turns = [turn for turn in completion or () if isinstance(turn, Mapping) and turn.get("role") == "assistant"]
+    content = turns[-1].get("content") if turns else None
+    return content if isinstance(content, str) else None
 
 
 def image_scores(

@@ -157,7 +157,7 @@ def reward_function(name: str, **options: Any) -> Callable[..., list[float | Non
     """A judge of text, by its name in `visalign.rewards.load_text_reward`, as a reward function of TRL.
 
     `f(prompts, completions, **columns)` gives one number per completion, None where the judge failed. The
-    columns of the data set are the judge's metadata. Conversations are read by their last message.
+    columns of the data set are the judge's metadata. Conversations are read by the last message of their assistant.
     """
     from visalign.rewards.catalogue import load_text_reward
 

@@ -59,7 +59,7 @@ class TextRollout:
     entropy: Tensor
     """[B, T] float32, of the distribution that was sampled."""
     text: Sequence[str]
-    """B completions, without special tokens."""
+    """B completions, without special tokens; with a tool each is a `ToolCompletion`."""
     stop_reason: Sequence[StopReason]
     """B reasons."""
     group: Sequence[Hashable]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from visalign.interfaces import Prompt
+from visalign.interfaces import Prompt, ToolCompletion
 
 from .distribution import Sampling, draw_seeds
 from .rollout import TextRollout, ToolTrace
@@ -208,7 +208,7 @@ class ToolPolicy:
             log_prob=log_prob,
             full_log_prob=full_log_prob,
             entropy=entropy,
-            text=[self._decode(sample.ids(), special=False) for sample in samples],
+            text=[ToolCompletion(self._decode(s.ids(), special=False), self._answer_spans(s)) for s in samples],
             stop_reason=[sample.reason for sample in samples],
             group=[sample.label for sample in samples],
             prompt=[sample.prompt for sample in samples],

@@ -16,6 +16,8 @@ from tests.support.servers.completions import serving
 from visalign.adapters.causal_lm.policy import CausalLMPolicy
 from visalign.adapters.server.generator import ServerGenerator
 from visalign.errors import UserError
+from visalign.interfaces import policy_text
+from visalign.rewards.catalogue import load_text_reward
 from visalign.text import Sampling, StoppingCriteria, TextRollout
 from visalign.text.calculator import calculator
 from visalign.text.steps import StepReading, step_index
@@ -101,6 +103,14 @@ def test_answers_are_cut_and_their_special_tokens_are_text(policy) -> None:
     assert called and not ((answers == own) & (answers != padding)).any()
     none = drawn(policy, use(lambda text: None))
     assert none.text == drawn(policy).text and none.tools is not None and none.tools[0].calls == 0
+
+
+def test_what_a_tool_wrote_is_told_apart(policy) -> None:
+    found = drawn(policy, use(lambda text: "x" * 9))
+    judge = load_text_reward("exact_answer", extract="pattern", pattern="(x{9})")
+    assert "x" * 9 in "".join(found.text)
+    assert judge.score(found.text, found.prompt, [{"answer": "x" * 9}] * len(found)).value.sum() == 0
+    assert list(map(policy_text, found.text)) == [text.replace("x" * 9, "") for text in found.text]
 
 
 def test_a_call_stands_between_open_and_close(policy) -> None:
