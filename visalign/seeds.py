@@ -12,4 +12,4 @@ def sample_seed(*parts: int | str) -> int:
     Consecutive numbers give unrelated seeds, equal on every machine.
     """
     text = "/".join(f"{type(part).__name__}:{part}" for part in parts)  # 1 and "1" are different draws
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+    return int.from_bytes(hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest(), "big") >> 1

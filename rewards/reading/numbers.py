@@ -15,9 +15,10 @@ from typing import Any
 NUMBER = r"[-+]?(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?"
 """A decimal number with a point; a comma is read neither as a decimal mark nor as a thousands mark."""
 
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.IGNORECASE | re.DOTALL)
-_THINK = re.compile(r"<think>.*?</think>", re.IGNORECASE | re.DOTALL)
-_OPEN_ANSWER = re.compile(r"<answer>(?!.*</answer>)", re.IGNORECASE | re.DOTALL)
+_TAGS = {name: re.compile(rf"<(/?){name}>", re.IGNORECASE) for name in ("answer", "think")}
+_LONG_NUMBER = re.compile(r"\d{40}")
+"""Digits that no rating has; the patterns below would take quadratic time on them."""
+_MOST_BRACES = 2000  # each may begin an object
 _LIST = re.compile(r"\d\s*,\s*\d")
 _SCALE = re.compile(
     r"\(\s*\d+(?:\.\d+)?\s*(?:-|–|—|to)\s*\d+(?:\.\d+)?\s*\)"
@@ -27,15 +28,18 @@ _SCALE = re.compile(
 _OUT_OF = re.compile(rf"(?P<number>{NUMBER})\s*(?:/|out\s+of)\s*(?P<whole>\d+(?:\.\d+)?)(?![\d.]\d)", re.IGNORECASE)
 _FREE = re.compile(rf"(?<![\w.]){NUMBER}(?!\w|\.\d)")
 _STATED = re.compile(
-    rf"(?:\b(?:score|rating|grade)\b[\s*_]*(?:is|of|=|:|-(?=\s))?|\brated?\s+(?:(?:it|this)\s+)?(?:at|as|a)?)"
-    rf"[\s*_]*(?P<number>{NUMBER})(?!\w|\.\d)"
+    rf"(?:\b(?:score|rating|grade)\b[\s*_]*+(?:is|of|=|:|-(?=\s))?|\brated?\s++(?:(?:it|this)\s++)?(?:at|as|a)?)"
+    rf"[\s*_]*+(?P<number>{NUMBER})(?!\w|\.\d)"
     r"(?!\s*(?:to|or|and|-|–)\s*\d)",
     re.IGNORECASE,
 )
 
 
 class AnswerError(ValueError):
-    """The judge's text lacks what it should say; the message is the reason that its sample gets."""
+    """The judge's text lacks what it should say; the message, cut short, is the reason that its sample gets."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason if len(reason) <= 200 else f"{reason[:200]}…")
 
 
 @dataclass(frozen=True)
@@ -52,33 +56,55 @@ def statement(text: str) -> Statement:
     """Find the last complete <answer> block, or without one the text outside <think>."""
     if not text.strip():
         raise AnswerError("the judge wrote nothing")
-    blocks = _ANSWER.findall(text)
+    blocks, is_open = _blocks(text, "answer")
     if blocks:
-        body = blocks[-1].strip()
+        body = text[slice(*blocks[-1][1:3])].strip()
         if not body:
             raise AnswerError("the judge's <answer> is empty")
         return Statement(body, True)
-    if _OPEN_ANSWER.search(text):
+    if is_open:
         raise AnswerError("the judge's answer is cut off: <answer> is not closed")
-    rest = _THINK.sub("", text)
-    closing = rest.lower().rfind("</think>")
-    if closing >= 0:  # templates that open the thinking themselves leave only its end in the text
-        rest = rest[closing + len("</think>") :]
-    if "<think>" in rest.lower():
+    blocks, is_open = _blocks(text, "think")
+    edges = [0, *(edge for start, _, _, end in blocks for edge in (start, end)), len(text)]
+    rest = "".join(text[start:end] for start, end in zip(edges[::2], edges[1::2], strict=True))
+    # templates that open the thinking themselves leave only its end in the text
+    closing = [tag.end() for tag in _TAGS["think"].finditer(rest) if tag[1]]
+    rest = rest[closing[-1] if closing else 0 :]
+    if is_open:
         raise AnswerError("the judge's text is cut off inside its thinking, before an answer")
     if not rest.strip():
         raise AnswerError("the judge thought and gave no answer")
     return Statement(rest.strip(), False)
 
 
+def _blocks(text: str, tag: str) -> tuple[list[tuple[int, int, int, int]], bool]:
+    """Return where each block of a tag begins, its content begins and ends, and it ends; True if one stays open.
+
+    A block ends at the first closing tag. In linear time, which a lazy regular expression does not take.
+    """
+    blocks: list[tuple[int, int, int, int]] = []
+    opened: re.Match[str] | None = None
+    for match in _TAGS[tag].finditer(text):
+        if not match[1]:
+            opened = opened or match
+        elif opened is not None:
+            blocks.append((*opened.span(), *match.span()))
+            opened = None
+    return blocks, opened is not None
+
+
 def json_object(text: str, key: str) -> dict[str, Any]:
     """The last complete JSON object in a text that has a key, words around it allowed."""
-    decoder = json.JSONDecoder()
+    decoder = json.JSONDecoder(parse_int=float)  # of an int, more digits than a float has are an error
+    if text.count("{") > _MOST_BRACES:
+        raise AnswerError(f"the judge's text has more than {_MOST_BRACES} braces")
     last, start = None, text.find("{")
     while start >= 0:
         try:
             read, end = decoder.raw_decode(text, start)
-        except (ValueError, RecursionError):
+        except RecursionError as error:
+            raise AnswerError("the judge's JSON is nested too deep") from error
+        except ValueError:
             start = text.find("{", start + 1)
             continue
         last = read if isinstance(read, dict) and key in read else last
@@ -101,6 +127,8 @@ def single_number(answer: Statement, low: float, high: float) -> float:
     "4", "Score: 4.1 / 5", "3.2 out of 5" and "(1-5): 4" are clear. "3,5", "3 or 4", "4/10" on a scale to 5,
     and text without an <answer> block that holds a number no word calls the score, are not.
     """
+    if _LONG_NUMBER.search(answer.text):
+        raise AnswerError("the judge's answer holds a number of 40 digits or more")
     body = _SCALE.sub(" ", answer.text)
     if match := _LIST.search(body):
         raise AnswerError(f"{match[0]!r} may be a decimal comma or a list of numbers")

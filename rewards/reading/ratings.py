@@ -33,7 +33,7 @@ RATIONAL_EDIT_ASPECTS = dict((_FAITHFUL, ("image_faithfulness", "Image Faithfuln
 _END = r"(?!\w|\.\d|,\d)"
 _FINAL = re.compile(rf"Final Score:[\s*_]*(?P<number>{NUMBER}){_END}(?:\s*/\s*(?P<whole>\d+))?")
 _ASPECT = re.compile(
-    rf"(?P<name>Alignment|Coherence|Style)\s+Score\s*(?:\(1-5\))?[\s*_]*:[\s*_]*(?P<number>{NUMBER})",
+    rf"(?P<name>Alignment|Coherence|Style)\s+Score\s*+(?:\(1-5\))?[\s*_]*+:[\s*_]*+(?P<number>{NUMBER})",
     re.IGNORECASE,
 )
 _PUBLISHED_ASPECT = re.compile(rf"(?P<name>Alignment|Coherence|Style) Score \(1-5\):\s*(?P<number>{NUMBER})")
@@ -52,6 +52,7 @@ _NEGATED = re.compile(
 )
 _DENIAL = re.compile(rf"{_NOT}|\b(?:unless|if|whether)\b", re.IGNORECASE)
 """Words that may deny what stands further on in their clause."""
+_MOST_LABELS, _LONGEST_CLAUSE = 200, 1000  # so that a judge that repeats itself takes no quadratic time
 _BOXED = re.compile(r"\\boxed\s*\{([^{}]*)\}")
 
 
@@ -134,8 +135,11 @@ def quality_score(text: str, *, low: float = 1.0, high: float = 5.0) -> float:
 def lift_label(text: str) -> str:
     """Find the single label of LiFT's three that a text states as a word; "not Bad" does not state Bad."""
     labels: dict[str, str] = {}
-    for match in _LABEL.finditer(text):
-        clause = _clause(text[: match.start()])
+    matches = list(_LABEL.finditer(text))
+    if len(matches) > _MOST_LABELS:
+        raise AnswerError(f"the judge must state one label; it names {len(matches)}")
+    for match in matches:
+        clause = _clause(text[max(0, match.start() - _LONGEST_CLAUSE) : match.start()])
         if not _NEGATED.search(clause):
             doubtful = _DENIAL.search(clause) is not None
             labels[match[1]] = clause.strip() if doubtful else labels.get(match[1], "")

@@ -50,8 +50,10 @@ _TIE = re.compile(
 )
 _ORDINAL = {1: "first", 2: "second"}
 _SIDE = {side: re.compile(rf"\b(?:video|image|picture)\s*{side}\b", re.IGNORECASE) for side in (1, 2)}
-_ASPECT = re.compile(r"^[\s*#-]*(\w+)\s+score[\s*]*:[\s*]*$", re.IGNORECASE | re.MULTILINE)
+_ASPECT = re.compile(r"^[ \t*#-]*+(\w++)[ \t]++score[ \t*]*+:[ \t\r*]*$", re.IGNORECASE | re.MULTILINE)
 """A heading of UnifiedReward 2.0 over the two scores of one aspect."""
+_LONGEST_CLAUSE = 1000
+"""Characters of the longest clause that is read, since some patterns take quadratic time."""
 _EITHER = re.compile(r"\b1\s*(?:/|or|\|)\s*2\b", re.IGNORECASE)
 _TIE_WORD = re.compile(r"\s*(?:a\s+)?(?:tie|draw|equal|both|none)\s*\.?\s*", re.IGNORECASE)
 
@@ -73,7 +75,7 @@ def verdict(text: str, *, options: Sequence[str] = OPTIONS) -> int:
     for side, name in enumerate(names, 1):
         if re.fullmatch(rf"(?:the\s+)?{name}", bare, re.IGNORECASE):
             return side
-    clauses = [clause for clause, end in _CLAUSE.findall(answer.text) if end != "?"]
+    clauses = [c for c, end in _CLAUSE.findall(answer.text) if end != "?" and c.strip() and len(c) <= _LONGEST_CLAUSE]
     sides = {side for clause in clauses for side in _asserted(clause, names)}
     if len(sides) == 2:  # "Image 1 in colour, but overall Image 2" is clear, with a comma behind it too
         summed_up = [clause for n, clause in enumerate(clauses) if _sums_up(clause, clauses[max(n - 1, 0)])]
@@ -102,7 +104,7 @@ def pair_scores(text: str, *, total: float | None = 1.0) -> tuple[float, float]:
     scores = []
     for name in ("Image 1", "Image 2"):
         words = name.replace(" ", r"\s*")
-        form = rf"\b{words}\b(?:\s*['’]s)?\s*(?:score)?[\s*_]*[:=][\s*_]*({NUMBER})(?!\w|\.\d|,\d)"
+        form = rf"\b{words}\b(?:\s*+['’]s)?\s*+(?:score)?[\s*_]*+[:=][\s*_]*+({NUMBER})(?!\w|\.\d|,\d)"
         numbers = {float(number) for number in re.findall(form, answer, re.IGNORECASE)}
         if len(numbers) != 1:
             count = "no score" if not numbers else "several scores"
@@ -217,6 +219,8 @@ def _asserted(clause: str, names: Sequence[str]) -> set[int]:
     """Sides that a clause calls better."""
     sides = set()
     for side, name in enumerate(names, 1):
+        if not re.search(name, clause, re.IGNORECASE):
+            continue
         chosen = rf"\b(?:prefer|choose|pick|winner\s+is|better\s+(?:one|image|video)\s+is)\s+(?:the\s+)?{name}"
         for form, wins in (
             (rf"\b{name}\s+{_IS}\s+{_BETTER}\b", side),

@@ -61,7 +61,12 @@ def longest_text(model: Any, tokenizer: Any, max_length: int | None) -> int:
 
 
 def spelled_out(tokenizer: Any, completion: str) -> str | None:
-    """Reason to refuse a completion that spells out a special token and so could forge turns, or None."""
+    """Reason to refuse a completion that spells out a special token and so could forge turns, or None.
+
+    A tokenizer cannot read half of a surrogate pair either.
+    """
+    if any("\ud800" <= sign <= "\udfff" for sign in completion):
+        return "the completion holds half of a surrogate pair"
     forged = next((token for token in tokenizer.all_special_tokens if token and token in completion), None)
     return None if forged is None else f"the completion spells out the special token {forged!r}"
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from visalign.core.preference.fidelity import FLOOR, answer_statistics, fidelity_rewards
-from visalign.interfaces import Metadata, Prompt, RewardCapabilities, Scores
+from visalign.interfaces import Metadata, Prompt, RewardCapabilities, Scores, policy_text
 from visalign.rewards.base.contract import check_choices, check_rules
 from visalign.rewards.reading.numbers import AnswerError
 from visalign.rewards.reading.ratings import FORMS, first_word
@@ -71,7 +71,7 @@ class RatingReward:
     def score(self, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None = None) -> Scores:
         """Score all answers together; the remark and the part "rating" are the rating."""
         request = read_text_request(self.name, completions, prompts, metadata)
-        ratings = [_read_rating(self.reader, self.prefilled + text) for text in request.completions]
+        ratings = [_read_rating(self.reader, self.prefilled + policy_text(text)) for text in request.completions]
         images, labels, sets = (request.column(field) for field in ("image", "mos", "set"))
         problems = [self._record_problem(image, mos) for image, mos in zip(images, labels, strict=True)]
         groups: dict[tuple[str, ...], list[int]] = {}
@@ -146,7 +146,7 @@ class VerdictReward(TextRule):
             return TextVerdict(reason="its record has no label from 0 to 1 that prefers one of the images")
         if self.words is not None:
             sides = {word.casefold(): side for side, word in enumerate(self.words, 1)}
-            side = sides.get(first_word(completion))
+            side = sides.get(_first_word(completion))
             if side is None:
                 problem = f"the answer begins with neither {self.words[0]!r} nor {self.words[1]!r}"
                 return TextVerdict(value=-1.0, remark=problem)
@@ -165,6 +165,13 @@ def _read_rating(reader: Callable[[str], float], text: str) -> tuple[float, str]
         return reader(text), ""
     except AnswerError as error:
         return math.nan, str(error)
+
+
+def _first_word(text: str) -> str:
+    try:
+        return first_word(text)
+    except AnswerError:
+        return ""
 
 
 def _number(value: Any) -> float:

@@ -70,8 +70,8 @@ class RewardModel:
         verdicts = [TextVerdict()] * len(request)
         encoded: dict[int, list[int]] = {}
         for row, (prompt, completion) in enumerate(zip(request.prompts, request.completions, strict=True)):
-            encoded[row] = self._encode(prompt, completion)
             reason = spelled_out(self.tokenizer, completion)
+            encoded[row] = self._encode(prompt, completion) if reason is None else []
             if reason is None and not 1 <= (length := len(encoded[row])) <= self.max_length:
                 reason = f"prompt and completion have {length} tokens; the model reads 1 to {self.max_length}"
             if reason is not None:

@@ -36,7 +36,7 @@ HELDOUT_SHARE = 0.2
 HELDOUT_PER_TASK = 15
 
 _OPEN = "\\boxed{"
-_INTEGER = re.compile(r"0|-?[1-9][0-9]*")
+_INTEGER = re.compile(r"0|-?[1-9][0-9]{0,99}")  # int() refuses thousands of digits
 _PATIENCE = 20_000
 """Draws in a row without a new problem after which there is taken to be none."""
 
@@ -167,11 +167,11 @@ def _judge(completion: str, record: Mapping[str, Any]) -> tuple[str | None, str]
         return None, reason
     if kind.answer == "symbol":
         if content not in ("<", "=", ">"):
-            return None, f"the box holds {content!r}; one of <, =, > is wanted"
+            return None, f"the box holds {content!r:.40}; one of <, =, > is wanted"
         return _compared(content, content == record["answer"], record)
     pieces = [piece.strip() for piece in content.split(",")]
     if odd := [piece for piece in pieces if not _INTEGER.fullmatch(piece)]:
-        return None, f"the box holds {odd[0]!r}, which is not a plainly written whole number"
+        return None, f"the box holds {odd[0]!r:.40}, which is not a plainly written whole number"
     if kind.answer == "integer" and len(pieces) > 1:
         return None, f"the box holds {len(pieces)} numbers; one is wanted"
     numbers = [int(piece) for piece in pieces]
