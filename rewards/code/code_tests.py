@@ -171,7 +171,9 @@ class CodeTests:
             raise NoSandbox(problem)
         setups = request.column(self._setup_field) if self._setup_field else [None] * len(request)
         with ThreadPoolExecutor(max_workers=self._workers) as pool:
-            results = list(pool.map(self._judge, map(policy_text, request.completions), request.column(self._field), setups))
+            results = list(
+                pool.map(self._judge, map(policy_text, request.completions), request.column(self._field), setups)
+            )
         shares = [share for _, share in results]
         parts = {"share": shares, "all": [float(share == 1) for share in shares]}
         return text_scores([verdict for verdict, _ in results], self.unit, parts=parts)

@@ -102,7 +102,9 @@ def is_conversation(prompt: Any) -> bool:
     return (
         isinstance(prompt, Sequence)
         and len(prompt) > 0
-        and all(isinstance(part, Mapping) and "role" in part and {"content", "tool_calls"} & part.keys() for part in prompt)
+        and all(
+            isinstance(part, Mapping) and "role" in part and {"content", "tool_calls"} & part.keys() for part in prompt
+        )
     )
 
 

@@ -16,7 +16,7 @@ from visalign.rewards.reading import ratings, verdicts
 from visalign.rewards.reading.numbers import AnswerError
 
 PIECES = (
-    *"9{[(}^$%\"\\ \n\0\ud800\u0301١²-",
+    *'9{[(}^$%"\\ \n\0\ud800\u0301١²-',
     *("1,", "1/", "2^", "[1,", ",;", "é ", "x=", "** ", "not ", "neither ", "Good ", "not Good ", "score ", "1 or 2 "),
     *("<answer>", "</answer>", "<think>", "\\boxed{", "\\frac{", "\\sqrt ", "\\text{", "```\n", '{"winner":'),
     *('{"score":[', "Image 1 is ", "Image 1 is better, ", "Image 1: 0.5", "Final Score: ", "Style Score:\n"),
@@ -43,7 +43,9 @@ SIZES = pytest.mark.parametrize("size", [2_000, pytest.param(200_000, marks=pyte
 
 def hostile(size: int) -> list[str]:
     texts = [piece * (size // len(piece)) for piece in PIECES] + [run + sign * size for run in RUNS for sign in " *"]
-    return [form.format(text) for text in (*texts, *SPECIAL) for form in ("{}", "<answer>{}</answer>", "\\boxed{{{}}}")]
+    return [
+        form.format(text) for text in (*texts, *SPECIAL) for form in ("{}", "<answer>{}</answer>", "\\boxed{{{}}}")
+    ]
 
 
 @pytest.mark.parametrize("name", [name for name in INPUTS if name not in ("code_tests", "reward_fusion")])
