@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run the command `visalign`; name the extra to install where only the core is installed."""
 
+import signal
 import sys
 
 from visalign.versions import missing_extra
@@ -8,6 +9,24 @@ from visalign.versions import missing_extra
 
 def main() -> None:
     """Entry point of the installed command and of `python -m visalign`."""
+    interrupted = False
+
+    def interrupt(*_: object) -> None:
+        nonlocal interrupted
+        interrupted = True
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        _run()
+    except (Exception, KeyboardInterrupt):  # an import that Ctrl-C broke off may end in any error
+        if not interrupted:
+            raise
+        print("Interrupted: Stopped by Ctrl-C.", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
+
+
+def _run() -> None:
     try:
         from visalign.pipelines.cli.app import main as command
 

@@ -3,10 +3,7 @@
 
 from __future__ import annotations
 
-import platform
 import sys
-import tomllib
-from importlib import metadata
 from importlib.abc import MetaPathFinder
 from pathlib import Path
 from typing import Any
@@ -52,6 +49,8 @@ class MissingExtraFinder(MetaPathFinder):
 
 def installed_version(name: str) -> str | None:
     """Return the version of a distribution by its pip name, or None."""
+    from importlib import metadata  # half of the time of `import visalign`
+
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -62,12 +61,16 @@ def visalign_version() -> str:
     """Return the installed version of visalign, or that of the checkout's pyproject.toml."""
     if installed := installed_version("visalign"):
         return installed
+    import tomllib
+
     project = Path(__file__).resolve().parents[1] / "pyproject.toml"
     return tomllib.loads(project.read_text(encoding="utf-8"))["project"]["version"]
 
 
 def versions() -> dict[str, str]:
     """Return versions of Python, the platform, visalign and required packages ("absent" if missing)."""
+    import platform
+
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),

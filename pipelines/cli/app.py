@@ -61,8 +61,8 @@ def main() -> None:
     try:
         app(prog_name="visalign")
     finally:
-        if "visalign.training" in sys.modules:
-            sys.modules["visalign.training"].end_processes()
+        if processes := sys.modules.get("visalign.training.loop.runtime"):
+            processes.end_processes()
 
 
 def _version(show_version: bool) -> None:

@@ -26,6 +26,10 @@ _FIXABLE = "EEXIST EISDIR ELOOP EIO EMFILE ENOSPC EDQUOT EACCES EPERM EROFS ENOT
 """Errors of the system that are reported as a message: the user can fix them."""
 
 
+_NUL = dict.fromkeys(("embedded null byte", "embedded null character"), "A path holds a NUL character. Remove it.")
+"""Python's errors for paths that no file can have -> message; they come from tables and configurations."""
+
+
 @contextmanager
 def user_messages(*, resume: str | None = None) -> Iterator[None]:
     """Turn errors that are meant for the user into one message on the error stream and an exit code.
@@ -44,7 +48,7 @@ def user_messages(*, resume: str | None = None) -> Iterator[None]:
         then = f" Continue with:\n\n  {resume}" if resume else ""
         show_message(f"Stopped by {signal_name(number)}.{then}", title="Interrupted", style="yellow")
         raise typer.Exit(128 + number) from None
-    except (ValueError, RuntimeError, TypeError, OSError) as error:
+    except (ValueError, RuntimeError, TypeError, OSError, ArithmeticError, MemoryError) as error:
         if os.environ.get("VISALIGN_TRACEBACK") or not is_deliberate(error):
             raise
         full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
@@ -70,6 +74,8 @@ def is_deliberate(error: BaseException) -> bool:
         return True
     if isinstance(error, OSError) and errno.errorcode.get(error.errno or 0) in _FIXABLE.split():
         return True
+    if _is_out_of_memory(error) or str(error) in _NUL:
+        return True
     trace = error.__traceback__
     if type(error).__module__ != "builtins" or trace is None:
         return False
@@ -79,11 +85,19 @@ def is_deliberate(error: BaseException) -> bool:
     return is_ours and trace.tb_frame.f_code.co_code[trace.tb_lasti] == dis.opmap["RAISE_VARARGS"]  # a `raise` of ours
 
 
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Return whether Python, NumPy or torch could not allocate memory; torch has no class for that of the CPU."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    return bool(names & {"MemoryError", "OutOfMemoryError"}) or "DefaultCPUAllocator: can't alloc" in str(error)
+
+
 def describe(error: BaseException) -> str:
     """Describe an error: its message, or its type if the message is empty."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
-    return str(error) or type(error).__name__
+    if _is_out_of_memory(error):
+        return f"Out of memory ({str(error).partition(chr(10))[0]:.300}). Give smaller numbers, batches or images."
+    return _NUL.get(str(error)) or str(error) or type(error).__name__
 
 
 def show_message(message: str, *, title: str, style: str) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import errno
 import json
+import re
+import signal
 import subprocess
 import sys
 import types
@@ -21,7 +23,7 @@ import typer
 from PIL import Image
 from typer.testing import CliRunner, Result
 
-from visalign import __version__, doctor
+from visalign import __main__, __version__, doctor
 from visalign import config as config_module
 from visalign.errors import ConfigError, UserError
 from visalign.interfaces import Scores
@@ -241,7 +243,7 @@ def _ours(source: str) -> BaseException:
     module = types.ModuleType("visalign.made_up")
     try:
         exec(source, module.__dict__)
-    except (ValueError, RuntimeError, TypeError) as error:
+    except (ValueError, RuntimeError, TypeError, ArithmeticError, MemoryError) as error:
         return error
     raise AssertionError("the source raised nothing")
 
@@ -251,6 +253,44 @@ def test_only_a_raise_of_ours_is_deliberate() -> None:
     assert not cli_messages.is_deliberate(_ours("int('x')"))
     assert not cli_messages.is_deliberate(_ours("import torch\ntorch.zeros(2, 3) @ torch.zeros(2, 3)"))
     assert not cli_messages.is_deliberate(ValueError("never raised"))
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("raise FloatingPointError('The rollout ended in latents that are not finite')", "The rollout ended in"),
+        ("raise MemoryError", r"Out of memory \(\)\. Give smaller numbers"),
+        ("import torch\ntorch.empty(10**15)", r"Out of memory \(.*you tried to allocate"),
+        ("import numpy\nnumpy.empty(10**15)", r"Out of memory \(Unable to allocate"),
+        ("open('a\\0b')", "A path holds a NUL character"),
+    ],
+)
+def test_divergence_memory_and_impossible_paths_are_messages(
+    source: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(typer.Exit), cli_messages.user_messages():
+        raise _ours(source)
+    assert re.search(message, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError("an import was broken off")])
+def test_ctrl_c_during_imports_is_a_message(
+    error: BaseException, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def importing() -> None:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            raise error from None
+
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(__main__, "_run", importing)
+    try:
+        with pytest.raises(SystemExit) as stopped:
+            __main__.main()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert stopped.value.code == 130 and capsys.readouterr().err == "Interrupted: Stopped by Ctrl-C.\n"
 
 
 def test_the_traceback_can_be_asked_for(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
