@@ -16,6 +16,7 @@ from typing import Any
 from visalign.data.sets.columns import image_path, read_table
 from visalign.data.sets.tables import READERS, Row, listed, read_rows, require_columns
 from visalign.errors import UserError
+from visalign.json_files import why_unreadable
 
 IMAGE_ENDINGS = (
     *(".png", ".jpg", ".jpeg", ".jpe", ".jfif", ".webp", ".avif", ".jp2", ".bmp", ".gif", ".tif", ".tiff"),
@@ -192,8 +193,8 @@ def table_row(path: Path, row: Row, prompt: str | None) -> ImageRow:
     metadata = row.get("metadata")
     try:
         metadata = json.loads(metadata or "null") if isinstance(metadata, str) else metadata
-    except json.JSONDecodeError as error:
-        raise UserError(f"'metadata' is not JSON ({error.msg} at column {error.colno}).") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"'metadata' is not JSON ({why_unreadable(error)}).") from error
     if not isinstance(metadata, Mapping | None):
         raise UserError(f"'metadata' is a {type(metadata).__name__}, needed is an object.")
     return ImageRow(image=image, prompt=text, metadata=metadata)

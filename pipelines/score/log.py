@@ -127,6 +127,6 @@ def _file_state(reference: str) -> tuple[Any, ...]:
 def _parse_object(line: str) -> dict[str, Any]:
     try:
         value = json.loads(line)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from visalign.json_files import read_object
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.weights.checkpoint_files import dtype_of, listed, read_tensors
 from visalign.rewards.weights.hub import META, TRANSFORMERS_FILES, is_hub_id, local_folder
@@ -66,7 +67,7 @@ def load_clip(model: str | Path, *, device: str | torch.device = "cpu", precisio
     source = open_clip_place(model)
     model_cfg = None
     if source is not None:
-        config = json.loads((source / CONFIG).read_text(encoding="utf-8"))
+        config = read_object(source / CONFIG)
         model_cfg, ours = config["model_cfg"], config.get("preprocess_cfg", {})
         preprocess |= {"window": ours["window"]} if "window" in ours else {}
         check_window(preprocess.get("window", 0))

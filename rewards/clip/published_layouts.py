@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from visalign.json_files import read_object
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.weights.checkpoint_files import drop_suffixes, dtype_of, load_strict, read_folder
 from visalign.rewards.weights.hub import META
@@ -121,7 +121,7 @@ def _read_config(folder: Path, config: Mapping[str, Any] | None) -> Mapping[str,
         if config is None:
             raise FileNotFoundError(f"The folder {folder} lacks config.json; download it again.")
         return config
-    settings = json.loads(file.read_text(encoding="utf-8"))
+    settings = read_object(file)
     if settings.get("model_type") != "clip":
         raise RewardError(
             f"{file} describes a model of type {settings.get('model_type')!r}; needed is 'clip' (CLIPModel)."
@@ -156,7 +156,7 @@ def _tokenizer(folder: Path, text: Any, otherwise: str) -> Callable[..., Tensor]
 def _preprocessing(folder: Path, image_size: int) -> dict[str, Any]:
     """Return open_clip's preprocess_cfg for what the folder says of it; CLIP's own where it says nothing."""
     file = next((folder / name for name in PROCESSORS if (folder / name).is_file()), None)
-    settings = json.loads(file.read_text(encoding="utf-8")) if file is not None else {}
+    settings = read_object(file) if file is not None else {}
     settings = settings.get("image_processor", settings)
     size, crop = settings.get("size", image_size), settings.get("crop_size", image_size)
     short = size.get("shortest_edge") if isinstance(size, Mapping) else size

@@ -8,7 +8,6 @@ name of the base, the adapters' scaling, bounds of the log-deviation, and sizes 
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from visalign.atomic import umask_permissions
 from visalign.data.assets import PACKAGED, assets_folder, resolve_model
+from visalign.json_files import read_object
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.vlm.engine import VisionLanguageEngine
 from visalign.rewards.vlm.loading import ADAPTER, base_of
@@ -150,7 +150,7 @@ def adapters_of(folder: Path) -> dict[str, Tensor]:
 
 def _scaling(folder: Path) -> float:
     """Return α/r of a plain LoRA."""
-    config = json.loads((folder / ADAPTER).read_text(encoding="utf-8"))
+    config = read_object(folder / ADAPTER)
     odd = [f"{key} {config[key]!r}" for key, plain in _PLAIN.items() if config.get(key) and config[key] != plain]
     if odd or not config.get("r") or not config.get("lora_alpha"):
         raise RewardError(

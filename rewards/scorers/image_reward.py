@@ -10,7 +10,6 @@ Source: Xu et al., arXiv 2304.05977 (NeurIPS 2023); checkpoint THUDM/ImageReward
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from visalign.interfaces import Metadata, Scores
+from visalign.json_files import read_object
 from visalign.rewards.base.contract import (
     RewardError,
     check_counts,
@@ -142,7 +142,7 @@ class ImageReward:
     def model(self) -> ImageRewardModel:
         """Network; the towers in the chosen precision, the head in float32."""
         file = self.file.parent / CONFIG
-        med = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        med = read_object(file) if file.is_file() else {}
         model = build(read_tensors(self.file), str(self.file), med_config=med, vision_heads=self._vision_heads)
         towers: tuple[Any, ...] = (model.vision, model.text)
         for tower in towers:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from visalign.data.assets import resolve_model
+from visalign.json_files import read_object
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.base.identity import fingerprint
 from visalign.rewards.weights.checkpoint_files import listed, quiet_loading
@@ -158,7 +159,7 @@ def _check_model_type(folder: Path) -> None:
     """Refuse a model that transformers does not know, such as one with its own code."""
     from transformers import CONFIG_MAPPING, __version__
 
-    model_type = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type", "")
+    model_type = read_object(folder / "config.json").get("model_type", "")
     if model_type and model_type not in CONFIG_MAPPING:
         raise RewardError(
             f"{folder.name} is a {model_type!r}, which transformers {__version__} does not know. Code that "
@@ -219,10 +220,7 @@ def base_of(folder: Path, settings: JudgeSettings) -> str | Path:
     """Find the base of a folder in its `judge.json` or peft's file (name, hub id, relative folder), or itself."""
     base = settings.rest.get("base")
     if base is None and is_adapter(folder):
-        try:
-            base = json.loads((folder / ADAPTER).read_text(encoding="utf-8")).get("base_model_name_or_path")
-        except ValueError as error:
-            raise RewardError(f"{ADAPTER} of {folder.name} is no JSON: {error}.") from error
+        base = read_object(folder / ADAPTER).get("base_model_name_or_path")
     if not base:
         return folder
     relative = folder / str(base)
@@ -243,6 +241,6 @@ def _has_base(folder: Path) -> bool:
 def name_base(folder: Path, base: str) -> None:
     """Write the base's name into a LoRA's config, where peft writes the path it was loaded from."""
     file = folder / ADAPTER
-    config = json.loads(file.read_text(encoding="utf-8"))
+    config = read_object(file)
     config["base_model_name_or_path"] = base
     file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from visalign.json_files import read_object
 from visalign.precision import multiplies_bfloat16
 from visalign.rewards.base.contract import RewardError
 
@@ -125,7 +125,7 @@ def read_folder(folder: str | Path) -> dict[str, Tensor]:
         raise FileNotFoundError(f"The folder {folder} contains no weights; it needs one of {', '.join(names)}.")
     if file.suffix != ".json":
         return read_tensors(file)
-    shards = json.loads(file.read_text(encoding="utf-8"))["weight_map"].values()
+    shards = read_object(file)["weight_map"].values()
     return {key: tensor for shard in sorted(set(shards)) for key, tensor in read_tensors(file.parent / shard).items()}
 
 

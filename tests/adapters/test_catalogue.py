@@ -122,6 +122,14 @@ def test_refusals_say_what_exists(folder, own, tmp_path):
     other = tmp_path / "flux"
     other.mkdir()
     (other / "model_index.json").write_text(json.dumps({"_class_name": "PRXPixelPipeline"}))
+    for text, message in (
+        ('{"_class_name": ["a"]}', "'_class_name' is no text"),
+        ("[]", "holds a list, needed is an object"),
+        ("[" * 9999, "nested too deeply"),
+    ):
+        (tmp_path / "model_index.json").write_text(text)
+        with pytest.raises(UserError, match=message):
+            load_policy(tmp_path)
     message = r"is a PRXPixelPipeline, which is of no family .*FluxPipeline \(flux\).*file\.py:Class"
     with pytest.raises(UserError, match=message):
         load_policy(other)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from visalign.errors import UserError
+from visalign.json_files import read_object
 
 INDEX = "model_index.json"  # index file that diffusers' `save_pretrained` writes next to a pipeline's components
 MODULAR_INDEX = "modular_model_index.json"  # index file of a modular pipeline; the classic one takes precedence
@@ -40,10 +41,10 @@ def pipeline_index(folder_or_id: str | Path) -> dict[str, Any]:
             f"{folder} contains no {INDEX} or {MODULAR_INDEX}, so it is no diffusers pipeline. Give the "
             "folder above transformer/, vae/ and text_encoder/, as pipe.save_pretrained writes it."
         )
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise UserError(f"{file} is not JSON ({error}). Copy the model folder again.") from error
+    index = read_object(file)
+    if not isinstance(index.get("_class_name", ""), str):
+        raise UserError(f"{file} names no pipeline: its '_class_name' is no text. Copy the model folder again.")
+    return index
 
 
 def stored_dtype(folder: Path) -> Literal["float32", "bfloat16", "float16"]:

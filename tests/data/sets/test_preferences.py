@@ -107,6 +107,14 @@ def test_unreadable_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "set.jsonl").write_text(json.dumps(row()) + '\n{"prompt": \n')
     with pytest.raises(UserError, match=r"Line 2 of .* is not JSON"):
         load_preferences(tmp_path / "set.jsonl")
+    for ending, text in (("jsonl", '{{"label": {}}}'), ("json", '[{{"label": {}}}]')):
+        for value, message in (("9" * 4400, "a number has too many digits"), ("[" * 9999, "it is nested too deeply")):
+            (tmp_path / f"big.{ending}").write_text(text.format(value + "]" * value.count("[")))
+            with pytest.raises(UserError, match=rf"1 of .* is not JSON \({message}"):
+                load_preferences(tmp_path / f"big.{ending}")
+    (tmp_path / "set.jsonl").write_text(json.dumps(row(label=10**400)))
+    with pytest.raises(UserError, match=r"Row 1 of .*the label is 1000"):
+        load_preferences(tmp_path / "set.jsonl")
     (tmp_path / "set.csv").write_text("prompt,image_left,image_right,label\na,l.png,r.png\n")
     with pytest.raises(UserError, match=r"Line 2 of .* has 3 fields, the first line names 4"):
         load_preferences(tmp_path / "set.csv")

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.support.judges.vision_language import ONE, noise
 from tests.support.models.vision_language import save_tiny_seeing_model
+from visalign.errors import UserError
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.vlm.engine import Query, VisionLanguageEngine
 from visalign.rewards.vlm.loading import is_adapter, name_base
@@ -80,7 +81,7 @@ def test_a_base_that_is_not_there_is_named(models, tmp_path):
         VisionLanguageEngine.from_pretrained(models / "lora")
     (models / "lora" / "judge.json").unlink()
     (models / "lora" / "adapter_config.json").write_text("{")
-    with pytest.raises(RewardError, match=r"adapter_config\.json of lora is no JSON"):
+    with pytest.raises(UserError, match=r"adapter_config\.json is not JSON \(Expecting property name"):
         VisionLanguageEngine.from_pretrained(models / "lora")
     (models / "lora" / "adapter_config.json").write_text("{}")
     with pytest.raises(FileNotFoundError, match=r"There is no model folder .*give its base model"):

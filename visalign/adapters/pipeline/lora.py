@@ -183,7 +183,7 @@ def read_lora(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         with safe_open(file, "pt") as opened:
             entries = json.loads((opened.metadata() or {}).get(METADATA, "{}"))
             return {name: opened.get_tensor(name) for name in opened.keys()}, entries
-    except (SafetensorError, json.JSONDecodeError) as error:
+    except (SafetensorError, ValueError, RecursionError) as error:
         raise UserError(f"{file} is no whole safetensors file ({error}). Copy it again.") from error
 
 

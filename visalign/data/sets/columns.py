@@ -154,7 +154,7 @@ def _word(value: Any) -> str:
 def _is_number(text: Any) -> bool:
     try:
         return math.isfinite(float(text))
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return False
 
 
@@ -190,7 +190,7 @@ def _read_votes(row: Row) -> tuple[int, int, int] | None:
         left, right, tie = (int(count) for count in (counts if len(counts) == 3 else (*counts, 0.0)))
         if min(counts) >= 0 < sum(counts) and sum(counts) == left + right + tie:
             return left, right, tie
-    except (TypeError, ValueError, OverflowError):
+    except (TypeError, ValueError, OverflowError, RecursionError):
         pass
     raise UserError(
         f"votes must be whole counts [left, right] or [left, right, tie], not all 0; got {excerpt(votes)}."
@@ -204,7 +204,7 @@ def _read_ballots(value: Any) -> tuple[tuple[str, float], ...]:
         ballots = tuple((str(name), float(label)) for name, label in entries)
         if all(0 <= label <= 1 for _, label in ballots):
             return ballots
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError, RecursionError):
         pass
     raise UserError(f"ballots must be pairs [annotator, share for the left, 0 to 1]; got {excerpt(value)}.")
 

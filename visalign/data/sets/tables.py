@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from visalign.errors import UserError, suggestion
+from visalign.json_files import why_unreadable
 
 Row = dict[str, Any]
 NumberedRows = Iterator[tuple[int, Row]]
@@ -102,12 +103,11 @@ def parse_json(text: str, where: str) -> Any:
         value = json.loads(text)
         if _SURROGATE.search(text):
             json.dumps(value, ensure_ascii=False).encode()
-    except json.JSONDecodeError as error:
-        message = f"{error.msg} at column {error.colno}"
-        raise UserError(f"{where} is not JSON ({message}). Fix or remove it.") from error
     except UnicodeEncodeError as error:
         surrogate = error.object[error.start].encode("ascii", "backslashreplace").decode()
         raise UserError(f"{where} has half a character ({surrogate}). Fix or remove it.") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where} is not JSON ({why_unreadable(error)}). Fix or remove it.") from error
     return value
 
 
@@ -159,6 +159,9 @@ def _read_json(path: Path, _: Sequence[str] | None) -> NumberedRows:
                     ) from error
                 text, position = text[start:] + more, 0
                 continue
+            except (ValueError, RecursionError) as error:
+                reason = why_unreadable(error)
+                raise UserError(f"Row {number + 1} of '{path}' is not JSON ({reason}). Fix or remove it.") from error
             number += 1
             yield number, _require_object(path, number, row)
 

@@ -133,7 +133,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, start=1):
         try:
             records.append(json.loads(line))
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             if number < len(lines):
                 raise ValueError(
                     f"{path} line {number} is not JSON ({error}); the file was edited or damaged."
