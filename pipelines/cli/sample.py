@@ -15,7 +15,7 @@ from .options import MOST_COUNTED, Device, Repeated
 
 
 def sample(
-    prompts: Annotated[list[str], Argument(help="Prompts, or one .txt or .jsonl file of them.", show_default=False)],
+    prompts: Annotated[list[str], Argument(help="Prompts, or .txt or .jsonl files of them.", show_default=False)],
     output: Annotated[Path, Option("--output", "-o", help="Output folder (must not exist).", show_default=False)],
     model: Annotated[str, Option("--model", "-m", help="Packaged model, folder, or hub id.")] = "shapes-sd3",
     lora: Annotated[Path | None, Option(help="Folder of a LoRA, such as runs/.../lora.")] = None,
@@ -60,6 +60,7 @@ def sample(
     """Sample images or videos into a folder, with a table for `visalign score`, a grid and a page."""
     from visalign.adapters.catalogue import edits_of, joins_sources
     from visalign.data.assets import resolve_model
+    from visalign.data.sets.prompt_files import record_key
     from visalign.pipelines.sample.job import COST, GRID, PAGE, TABLE, SampleSettings, sample_images, search_of
     from visalign.pipelines.shared.parts import build_records
     from visalign.pipelines.shared.reward_options import parse_options
@@ -89,11 +90,15 @@ def sample(
         **choices,
     )
     rewards = {name: load_reward(name, run_device=device) for name in dict.fromkeys(reward or [])}
-    records: Any = [{"prompt": prompt} for prompt in prompts]
-    if len(prompts) == 1 and (prompts[0].startswith("shapes:") or Path(prompts[0]).suffix in (".txt", ".jsonl")):
-        family = resolve_model(model), settings.adapter
-        edits, several = edits_of(*family), joins_sources(*family)
-        records = build_records(prompts[0], "The prompts", edits=edits, several=several)
+    records: list[Any] = []
+    for prompt in dict.fromkeys(prompts):
+        if prompt.startswith("shapes:") or Path(prompt).suffix in (".txt", ".jsonl"):
+            family = resolve_model(model), settings.adapter
+            edits, several = edits_of(*family), joins_sources(*family)
+            records += build_records(prompt, "The prompts", edits=edits, several=several)
+        else:
+            records.append({"prompt": prompt})
+    records = list({record_key(record): record for record in records}.values())  # files may overlap
     rows = sample_images(records, settings, output, rewards=rewards)
     cost = sum(row[COST] for row in rows)
     echo(

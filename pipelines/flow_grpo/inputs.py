@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from visalign.pipelines.shared.parts import (
     load_terms,
     own_heldout,
     pointwise_only,
+    reward_fingerprints,
     weighted_sum,
 )
 from visalign.pipelines.shared.run_folder import fingerprint
@@ -106,8 +106,6 @@ def prepare(config: FlowGRPOConfig, world: int, device: str | None = None) -> In
     name = next(iter(towers), None) if config.monitor.features == "auto" else config.monitor.features
     _check_monitor(config, has_features=name is not None)
     trained_prompts = {_prompt_key(record) for record in records} & {_prompt_key(record) for record in heldout}
-    modules = {label: (term.name or label).rpartition(":")[0] for label, term in terms.items()}
-    code = {label: Path(module) for label, module in modules.items() if module.endswith(".py")}
     return Inputs(
         records=records,
         heldout=heldout,
@@ -119,7 +117,7 @@ def prepare(config: FlowGRPOConfig, world: int, device: str | None = None) -> In
         fingerprints={
             **_fingerprints("data.train" if data.pairs is None else "data.pairs", records),
             **_fingerprints("data.heldout", heldout),
-            **{f"reward {label}": sha256(path.read_bytes()).hexdigest() for label, path in code.items()},
+            **reward_fingerprints(terms),
         },
         notes=notes,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from pathlib import Path
@@ -30,6 +31,7 @@ from visalign.pipelines.shared.parts import check_texts, no_loading_bars
 from visalign.pipelines.shared.run_folder import check_place
 from visalign.pipelines.shared.sections import Dtype
 from visalign.precision import check_device
+from visalign.rewards.base.failure import failure_reasons
 from visalign.rewards.base.images import to_pil
 from visalign.seeds import sample_seed
 from visalign.settings import Count, Positive, Steps, refuse, settings
@@ -241,6 +243,8 @@ def _draw(
     requests = [(record, seed) for record in records for seed in settings.seeds]
     together = max(1, settings.batch_size // count)
     declared = {label: with_capabilities(reward) for label, reward in rewards.items()}
+    failures: list[str] = []
+    unjudged = 0
     for start in range(0, len(requests), together):
         chunk = requests[start : start + together]
         part = [(record, seed, i) for record, seed in chunk for i in range(count)]
@@ -254,7 +258,9 @@ def _draw(
             condition = policy.encode(inputs)
             before = policy.forward_count.equivalents
             for rows, latents in _latents(policy, condition, settings, sigmas, seeds, judge):
-                _keep_best(best, _decode(policy, latents, settings.batch_size), judge.of(rows), rows, count)
+                failures += _keep_best(
+                    best, _decode(policy, latents, settings.batch_size), judge.of(rows), rows, count
+                )
             spent = policy.forward_count.equivalents - before
         for index, draw in best.items():
             record, seed, _ = part[index * count]
@@ -263,7 +269,15 @@ def _draw(
             if source is not None and all(isinstance(name, str) for name in listed_sources(source)):
                 row["metadata"] = {"source": source}
             row[COST] = spent * count // len(part)  # every draw takes as many
+            unjudged += draw.total == -torch.inf
             yield row, draw.sample
+    if failures:
+        kept = f"; of {unjudged} of {len(requests)} seeds no draw was, and the first is kept" if count > 1 else ""
+        warnings.warn(
+            f"{len(failures)} of {len(requests) * count} draws could not be judged{kept}. The first reason: "
+            f"{failures[0]}",
+            stacklevel=2,
+        )
 
 
 def _decode(policy: DiffusionPolicy, latents: Tensor, batch_size: int) -> Tensor:
@@ -308,8 +322,10 @@ class _Judge(NamedTuple):
         return scores, total
 
 
-def _keep_best(best: dict[int, _Draw], samples: Tensor, judge: _Judge, rows: slice, count: int) -> None:
-    """Put a draw of `rows` in its seed's place in `best` where it is the first or scores higher."""
+def _keep_best(best: dict[int, _Draw], samples: Tensor, judge: _Judge, rows: slice, count: int) -> list[str]:
+    """Put a draw of `rows` in its seed's place in `best` where it is the first or scores higher; return why draws
+    could not be judged.
+    """
     # a function of its own: a batch is freed when it returns, before the next one is decoded
     scores, totals = judge(samples)
     for i, total in enumerate(totals.tolist()):
@@ -317,6 +333,8 @@ def _keep_best(best: dict[int, _Draw], samples: Tensor, judge: _Judge, rows: sli
         if index not in best or total > best[index].total:
             values = {n: float(s.value[i]) if bool(s.valid[i]) else None for n, s in scores.items()}
             best[index] = _Draw(samples[i].clone(), values, total)  # a view would keep its whole batch
+    reasons = [failure_reasons(score) for score in scores.values()]
+    return [next(filter(None, row)) for row in zip(*reasons, strict=True) if any(row)]
 
 
 def _latents(

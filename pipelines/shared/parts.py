@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,6 +25,7 @@ from visalign.data.sets.image_references import resolve_image
 from visalign.data.sets.prompt_files import Edits, load_prompts
 from visalign.errors import UserError
 from visalign.interfaces import PairwiseReward, PointwiseReward
+from visalign.rewards.base.identity import fingerprint as file_fingerprint
 from visalign.seeds import sample_seed
 from visalign.versions import versions
 
@@ -145,6 +148,20 @@ def no_loading_bars() -> Iterator[None]:
 def load_terms(terms: Mapping[str, RewardTerm], load: Callable[..., Any], device: str | None) -> dict[str, Any]:
     """Load the rewards of a section by label, on the run's device where their options name no other."""
     return {label: load(term.name or label, run_device=device, **term.options) for label, term in terms.items()}
+
+
+def reward_fingerprints(terms: Mapping[str, RewardTerm]) -> dict[str, str]:
+    """Hash the user's code of each loaded reward, and the files that its options name."""
+    prints: dict[str, str] = {}
+    for label, term in terms.items():
+        module = (term.name or label).rpartition(":")[0]
+        code = module if module.endswith(".py") else module and vars(sys.modules[module]).get("__file__")
+        files = [value for value in term.options.values() if isinstance(value, str) and os.path.isfile(value)]
+        if code or files:
+            digest = hashlib.sha256(Path(code).read_bytes() if code else b"")
+            digest.update("".join(map(file_fingerprint, files)).encode())
+            prints[f"reward {label}"] = digest.hexdigest()
+    return prints
 
 
 def pointwise_only(

@@ -18,6 +18,7 @@ from visalign.pipelines.shared.parts import (
     ends_by,
     evenly_spaced,
     name_key,
+    reward_fingerprints,
     spread,
 )
 from visalign.pipelines.shared.run_folder import fingerprint
@@ -127,7 +128,7 @@ def text_run(
         config=config,
         output=output,
         trainer=build_trainer(config, output, algorithm, evaluate, columns=columns),
-        fingerprints={key: fingerprint(records) for key, records in inputs.sources.items()},
+        fingerprints=_fingerprints(config, inputs),
         title=f"{method} on {config.model.path}",
         policy=policy,
         measure=measure,
@@ -139,6 +140,13 @@ def text_run(
         heldout_trained_on=inputs.heldout_trained_on,
         next_command=_next_command(config, output),
     )
+
+
+def _fingerprints(config: TextConfig | SupervisedConfig, inputs: TextInputs) -> dict[str, str]:
+    """Hash the records of each source, and the code of the rewards."""
+    terms = {**config.evaluation.rewards, **(config.rewards.terms if isinstance(config, TextConfig) else {})}
+    records = {key: fingerprint(source) for key, source in inputs.sources.items()}
+    return records | reward_fingerprints(terms)
 
 
 def _next_command(config: Any, output: Path) -> list[str]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,9 @@ from visalign.pipelines.flow_grpo.inputs import prepare
 from visalign.pipelines.flow_grpo.job import FlowGRPOConfig, load_code, plan, run
 from visalign.pipelines.flow_grpo.parts import build_policy
 from visalign.pipelines.shared.job import result_folder
+from visalign.pipelines.shared.parts import reward_fingerprints
 from visalign.pipelines.shared.run_folder import FINGERPRINTS, check_unchanged, write_once
+from visalign.pipelines.shared.sections import RewardTerm
 from visalign.training.loop.checkpoint import CheckpointError
 
 SMALL = (
@@ -115,6 +118,21 @@ def test_changed_prompts_and_rewards_are_noticed(tmp_path: Path) -> None:
     reward.write_text("def f(images):\n    return [2.0] * len(images)\n")
     with pytest.raises(CheckpointError, match="reward mine: "):
         check_unchanged(output, prepare(given, 1).fingerprints)
+
+
+def test_changed_modules_and_files_of_rewards_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every kind of job: a module of one's own, and the files that a reward's options name."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    code, words = tmp_path / "own_module_of_a_test.py", tmp_path / "words.txt"
+    code.write_text("def f(completions):\n    return [1.0] * len(completions)\n")
+    words.write_text("one")
+    importlib.import_module(code.stem)  # as loading the reward does
+    terms = {"mine": RewardTerm(name=f"{code.stem}:f", options={"words": str(words)}), "length": RewardTerm()}
+    prints = [reward_fingerprints(terms)]
+    for path in (code, words):
+        path.write_text(path.read_text() + "# changed\n")
+        prints.append(reward_fingerprints(terms))
+    assert len({entry["reward mine"] for entry in prints}) == 3 and len(prints[0]) == 1
 
 
 def test_the_code_that_loads_the_result_has_its_path() -> None:

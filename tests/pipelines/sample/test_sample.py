@@ -4,6 +4,7 @@
 import json
 import re
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,33 @@ def test_what_is_left_out_is_the_pipelines_own(folder, tmp_path, monkeypatch, na
     path = {"shapes-sd3": name, "tiny": str(folder), "half": str(tmp_path / "half")}[name]
     own = job.SampleSettings(model=path, **more).with_own_sampling()
     assert (own.steps, own.options.get("guidance"), own.dtype) == sampling
+
+
+def test_several_files_and_prompts_are_read_together(folder, tmp_path):
+    (tmp_path / "a.txt").write_text("a red circle\ntwo blue squares\n")
+    (tmp_path / "b.jsonl").write_text('{"prompt": "a cross"}\n{"prompt": "a red circle", "tag": "colors"}\n')
+    drawn = (tmp_path / "a.txt", "a triangle", tmp_path / "b.jsonl")
+    result = run(*drawn, "-m", folder, "--steps", 1, "--seeds", 0, "-o", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    prompts = [row["prompt"] for row in rows(tmp_path / "out")]
+    assert prompts == ["a red circle", "two blue squares", "a triangle", "a cross"]
+
+
+@pytest.mark.parametrize(("count", "dark"), [(2, "; of 1 of 2 seeds no draw was, and the first is kept"), (1, "")])
+def test_a_judge_that_fails_is_named(count, dark, tmp_path, monkeypatch):
+    """Without a score there is no best draw; a null in the table alone is easily overlooked."""
+
+    class Judge(Brightness):
+        def score(self, images, prompts, metadata=None):
+            valid = torch.tensor([prompt != "dark" for prompt in prompts])
+            reason = [None if ok else "too dark" for ok in valid]
+            return replace(super().score(images, prompts, metadata), valid=valid, reason=reason)
+
+    monkeypatch.setattr(job, "load_sampler", lambda settings: ToyPolicy())
+    settings = job.SampleSettings(seeds=(0,), steps=2, best_of=count)
+    message = f"{count} of {2 * count} draws could not be judged{dark}. The first reason: too dark"
+    with pytest.warns(UserWarning, match=re.escape(message)):
+        job.sample_images([{"prompt": "bright"}, {"prompt": "dark"}], settings, tmp_path, rewards={"b": Judge()})
 
 
 def test_the_solver_is_that_which_was_asked_for(folder, tmp_path):

@@ -187,17 +187,23 @@ def test_what_cannot_be_used_is_refused_before_anything_is_written(inputs, tmp_p
         assert not output.exists()
 
 
-def test_resume_refuses_other_completions_and_notices_other_prompts(finished, inputs):
-    with pytest.raises(CheckpointError, match=r"rollout\.samples: 4 there, 5 now"):
-        run(_config(inputs, "rollout.samples=5"), finished[0], resume=True)
-    file = inputs / "prompts.jsonl"
-    text = file.read_text()
+@pytest.mark.parametrize(
+    ("file", "old", "key"), [("prompts.jsonl", '"a a?"', r"data\.train"), ("early.py", "\n", "reward early")]
+)
+def test_resume_notices_other_prompts_and_rewards(finished, inputs, file, old, key):
+    path = inputs / file
+    text = path.read_text()
     try:
-        file.write_text(text.replace('"a a?"', '"a b?"'))
-        with pytest.raises(CheckpointError, match=r"data\.train: '\w+' there, '\w+' now"):
+        path.write_text(text.replace(old, '"a b?"' if file == "prompts.jsonl" else "\n\n", 1))
+        with pytest.raises(CheckpointError, match=rf"{key}: '\w+' there, '\w+' now"):
             run(_config(inputs), finished[0], resume=True)
     finally:
-        file.write_text(text)
+        path.write_text(text)
+
+
+def test_resume_refuses_other_completions(finished, inputs):
+    with pytest.raises(CheckpointError, match=r"rollout\.samples: 4 there, 5 now"):
+        run(_config(inputs, "rollout.samples=5"), finished[0], resume=True)
 
 
 @pytest.mark.parametrize(
