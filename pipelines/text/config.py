@@ -231,7 +231,7 @@ class TextConfig:
     rollout: TextRolloutSettings = field(default_factory=TextRolloutSettings)
     """Sampling of the completions."""
     process: ProcessConfig | None = None
-    """Rewards of single steps, for ppo, reinforce_pp, remax and advantage group_returns; null: none."""
+    """Rewards of single steps, for ppo, reinforce_pp, remax, grpo_process and advantage group_returns; null: none."""
     server: ServerConfig | None = None
     """Server that generates the completions; null: the model itself."""
     dynamic: DynamicSettings = field(default_factory=DynamicSettings)

@@ -114,6 +114,17 @@ def test_riskpo_begins_with_the_rollouts_own_quantiles_and_leaves_out_what_is_mi
     assert float(row.prepare(same).advantage.abs().max()) == 0.0
 
 
+def test_grpo_with_process_rewards_sums_the_z_scores_of_the_steps_still_to_come() -> None:
+    """Rewards (1, 0) and (0, 0) of two steps of two tokens; a third sample fails, the outcome plays no part."""
+    step = torch.tensor([[0, 0, 1, 1]] * 3)
+    reward = f64(0, 1, 0, 0) * f64(1, 0, 5)[:, None]
+    wide = torch.ones(3, 4).double()
+    t = Trajectories(weight=wide, old_log_prob=-wide, ref_log_prob=-wide, group=[0] * 3, reward=f64(7, 3, NAN))
+    row = named_objective("grpo_process", advantage_options={"eps": 0.0})
+    advantage = row.prepare(replace(t, step=step, process_reward=reward)).advantage
+    assert_values(advantage.flatten(), 1, 1, -0.5, -0.5, -1, -1, -0.5, -0.5, 0, 0, 0, 0)
+
+
 def test_riskpo_divides_by_the_std_of_the_bundles_of_the_same_prompts() -> None:
     """Prompts a and b make bundles of sums 0, 4; c and d of 1, 3; e alone, std 1, and f equal ones, which get 0."""
     group = ["a", "b", "a", "b", "c", "d", "c", "d", "e", "f", "f"]

@@ -100,6 +100,12 @@ def test_the_estimator_pays_a_policy_by_the_step_in_place_of_the_outcome(
     paid, added = found["true"], found["false"]
     assert paid.reward[paid.valid].eq(0).all() and not added.reward[added.valid].eq(0).all()
     assert torch.equal(paid.process_reward, added.process_reward)
+    policy = toy_policy()
+    process = build_process(load_config(TextGRPOConfig, None, keys), policy)
+    trainer = toy_text_trainer(tmp_path / "grpo", "grpo_process", policy=policy, process=process)
+    t = trainer.algorithm.collect(trainer.context).experience.trajectories
+    steps = process.score_rollout(trainer.algorithm.collect(trainer.context).experience.rollout)
+    assert torch.equal(t.step, steps.step) and t.step.max() > 0
     judge = ProcessRewardModel(finished[0] / "judge", separator="e")
     policy = toy_policy()
     trainer = toy_text_trainer(tmp_path / "plain", "reinforce_pp", policy=policy, process=judge)

@@ -22,7 +22,7 @@ TEXT_ONLY = {
     *("ppo", "ppo_kl", "ppo_ptx", "safe", "remax", "opo", "dppo_tv", "dppo_kl", "top_entropy"),
     *("clip_cov", "kl_cov", "flowrl", "aem", "empg", "perplexity", "siren", "epo", "tea"),
     *("clip_b", "clip_v", "steer", "entrocraft", "pear", "ares", "riskpo", "par", "likelihood", "jepo"),
-    *("rank_bonus", "rlfr", "aepo"),
+    *("rank_bonus", "rlfr", "grpo_process", "aepo"),
     "canon",  # without objective.metric
 }
 """Algorithms that are refused for denoising steps."""

@@ -140,6 +140,11 @@ NAMED: dict[str, Objective] = {
         "RLFR, arXiv 2510.10201; its token rewards come from a latent flow, their returns are ours",
         advantage="group_returns",
     ),
+    "grpo_process": replace(
+        _GRPO,
+        source="Shao et al., DeepSeekMath, arXiv 2402.03300, section 4.1.3: process rewards in place of the outcome",
+        advantage="process",
+    ),
     "empg": _variant(
         "EMPG, arXiv 2509.09265 (k = k′ = 1, ζ = 0.1); the steps of a completion stand for turns",
         advantage="empg",

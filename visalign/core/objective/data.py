@@ -67,7 +67,7 @@ class Trajectories:
     entropy_before: float | None = None
     """Result of `entropy_memory` for the earlier rollouts; None at the first."""
     step: Tensor | None = None
-    """[B, T] int64, step of its sample that a decision belongs to, −1 none, for advantage="empg"."""
+    """[B, T] int64, step of its sample that a decision belongs to, −1 none, for advantage="empg" or "process"."""
     answer: Tensor | None = None
     """[B] int64, label of each sample's answer, for advantage="copo"; None where the reward names none."""
     bundle: Tensor | None = None

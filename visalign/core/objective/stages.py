@@ -26,6 +26,7 @@ from visalign.core.advantages.entropy import (
     step_entropy,
 )
 from visalign.core.advantages.group import group_advantages, whiten
+from visalign.core.advantages.process import process_advantages
 from visalign.core.groups.labels import Labels
 from visalign.core.rewards.entropy import phase_entropy_reward
 from visalign.core.rewards.terms import kl_in_reward, place_terminal
@@ -188,6 +189,24 @@ def group_returns(advantage: Tensor, process_reward: Tensor, weight: Tensor) -> 
     return advantage[:, None] + returns.discounted_returns(process_reward, weight)
 
 
+def process(
+    process_reward: Tensor,
+    step: Tensor,
+    weight: Tensor,
+    group: Labels,
+    present: Tensor,
+    *,
+    ddof: int = 1,
+    eps: float = 1e-4,
+) -> Tensor:
+    """Compute `process_advantages` from rewards [B, T] of decisions; the reward of the whole sample plays no part."""
+    inside, steps = (step >= 0) & (weight != 0), max(1, int(step.max()) + 1)
+    total = process_reward.new_zeros(len(step), steps + 1)
+    total = total.scatter_add(1, torch.where(inside, step, steps), torch.where(inside, process_reward, 0.0))
+    reward = torch.where(present[:, None], total[:, :steps], torch.nan)
+    return process_advantages(reward, step, group, weight=weight, ddof=ddof, eps=eps)
+
+
 def given(advantage: Tensor) -> Tensor:
     """Take Trajectories.advantage as it is."""
     return advantage
@@ -231,6 +250,7 @@ ADVANTAGES = {
     "riskpo": Stage(riskpo, bundle_index="bundle"),
     "rank_bonus": Stage(rank_bonus),
     "group_returns": Stage(group_returns, advantage=Stage(group_advantages, reward="outcome_reward")),
+    "process": Stage(process),
     "given": Stage(given),
 }
 """Name -> function from rewards to advantages [B] or [B, T], or to (advantages, returns [B, T])."""

@@ -108,7 +108,7 @@ class TextParts:
         return getattr(self.policy, "tokenizer", None)
 
 
-PER_DECISION = ("gae", "remax", "reinforce_pp", "group_returns")
+PER_DECISION = ("gae", "remax", "reinforce_pp", "process", "group_returns")
 """Advantages that take rewards of single tokens."""
 
 
@@ -140,7 +140,7 @@ def check_parts(parts: TextParts, *, name: str, dynamic: bool) -> None:
             parts.process is not None and objective.advantage not in PER_DECISION,
             f"{algorithm} has one advantage per completion (advantage {objective.advantage}), so rewards of "
             "single steps (process, latent_flow) have no place in it. Use an advantage of "
-            f"{', '.join(PER_DECISION)} (the last is the algorithm rlfr), or process_reward in "
+            f"{', '.join(PER_DECISION)} (the last two are the algorithms grpo_process and rlfr), or process_reward in "
             "rewards.terms.",
         ),
         (

@@ -49,12 +49,14 @@ def build_trajectories(
     columns |= _record_columns(parts, rollout, records)
     if parts.process is not None:
         columns["process_reward"] = torch.zeros_like(rollout.loss_mask)
+        columns |= {"step": torch.full(rollout.loss_mask.shape, -1)} if "step" in needs else {}
         if len(rollout):  # a process may hold no sample that is trained on
             steps = parts.process.score_rollout(rollout)
             columns["process_reward"], valid = steps.tokens("last").float().cpu(), valid & steps.valid.cpu()
+            columns |= {"step": steps.step.cpu()} if "step" in needs else {}
         if getattr(parts.process, "replaces", False):  # the outcome was only to be reported
             reward = torch.where(reward.isfinite(), 0.0, reward)
-    if "step" in needs:
+    elif "step" in needs:
         default = "</think>" if objective.advantage == "pear" else "\n"
         reading = StepReading(separator=settings.separator or default)
         columns["step"] = step_index(rollout, parts.tokenizer, reading)
