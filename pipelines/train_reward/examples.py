@@ -168,15 +168,26 @@ def _from_files(
     )
 
 
-def file_pairs(pairs: PreferenceSet, *, weights: Sequence[float] | None = None) -> Examples:
-    """Pairs of a checked preference set with their weights; None: 1 each."""
-    rows, labels = [], []
+def file_pairs(
+    pairs: PreferenceSet, *, weights: Sequence[float] | None = None, triples_in: Path | None = None
+) -> Examples:
+    """Pairs of a checked preference set with their weights; None: 1 each.
+
+    With `triples_in`, the folder of a column `image_refined`, that image wins over the better one of its row.
+    """
+    rows, labels, refined = [], [], []
     for number, pair in enumerate(pairs.pairs):
         where = f"row {pairs.row(number)} of '{pairs.name}'"
         rows.append(Row(where, pair.prompt, (pair.image_left, pair.image_right)))
         truth = pair.label if pair.label == 0.5 else float(pair.label > 0.5)
         weight = 1.0 if weights is None else weights[number]
         labels.append(Example(prompt=pair.prompt, label=pair.label, truth=truth, votes=pair.votes, weight=weight))
+        if triples_in is not None and pair.label != 0.5 and pair.extra.get("image_refined"):
+            better = pair.image_left if pair.label > 0.5 else pair.image_right
+            images = (image_path(pair.extra, "image_refined", triples_in), better)
+            refined.append((Row(where, pair.prompt, images), replace(labels[-1], label=1.0, truth=1.0, votes=None)))
+    rows += [row for row, _ in refined]
+    labels += [label for _, label in refined]
     return _from_files(rows, labels, (pair.to_row() for pair in pairs.pairs))
 
 

@@ -164,8 +164,13 @@ def _pairs(config: TrainRewardConfig, pairs: PreferenceSet, side: str, notes: li
         return file_pairs(pairs)
     if config.reads == "triples":
         return file_triples(pairs, Path(config.data.train).parent)
-    settings = config.data.off_policy
-    return file_pairs(pairs, weights=settings and _off_policy_weights(pairs, settings, notes))
+    settings, triples_in = config.data.off_policy, None
+    if any(pair.extra.get("image_refined") for pair in pairs.pairs):
+        triples_in = Path(config.data.train).parent if config.objective.task == "hp" else None
+        reading = "each is to win over the better image of its row" if triples_in else "only ict and hp read it"
+        notes.append(f"data.train has the column image_refined: {reading}.")
+    weights = settings and _off_policy_weights(pairs, settings, notes)
+    return file_pairs(pairs, weights=weights, triples_in=triples_in)
 
 
 def _off_policy_weights(pairs: PreferenceSet, settings: OffPolicyConfig, notes: list[str]) -> list[float]:
