@@ -62,7 +62,7 @@ CURVES = (
     Curve(("diversity",), "Diversity within groups", "cosine distance or share", "of one prompt's samples"),
     _from_zero("heldout/feature_distance", "Drift of held-out images", "cosine distance", "from before training"),
     _from_zero("heldout/feature_frechet", "Fréchet distance", "squared, of unit features", _HELDOUT_IMAGES),
-    _from_zero("entropy", "Entropy", "nats", "per token, mean"),
+    _from_zero("entropy", "Entropy", "nats", "mean over completions of the token mean"),
     _from_zero("repetition", "Repetition", "share", "of runs of four tokens, mean"),
     _from_zero("length_mean", "Length", "tokens", "mean of the completions"),
     _from_zero("truncated_share", "Cut off", "%", "completions that met the length limit"),

@@ -50,7 +50,7 @@ METRICS: dict[str, str] = {
     "length_mean": "mean length of the iteration's completions, tokens",
     "repetition": "mean share of a completion's runs of four tokens that it had before (seq-rep-4), 0 to 1",
     "truncated_share": "share of completions that met the length limit, 0 to 1",
-    "entropy": "mean entropy of the distribution that each token was drawn from, nats",
+    "entropy": "mean over completions of the mean entropy of the distributions of their tokens, nats",
     "engine_gap": "mean |log π_old - log μ| per token between the policy and the engine that sampled, nats",
     "groups/*": "dynamic sampling: rounds; groups generated, kept (with signal), dropped as all right, all "
     "wrong or without spread, and surplus",

@@ -151,7 +151,7 @@ def collect(
             metrics["engine_gap"] = engine_gap(experience.trajectories, parts.rollout.allowed_gap)
             if (entropy := experience.trajectories.entropy) is not None:  # another engine may report none
                 weight = experience.trajectories.weight
-                metrics["entropy"] = float((entropy * weight).sum() / weight.sum().clamp(min=1))
+                metrics["entropy"] = policy_entropy((entropy * weight).sum(1), weight.sum(1))
     return Collected(experience=experience, samples=samples, tokens=tokens, metrics=metrics)
 
 
@@ -294,8 +294,13 @@ def _metrics(reward: Any, rounds: Sequence[_Round]) -> dict[str, float]:
         "repetition": float(torch.cat([repetition(scored.tokens) for scored in rounds]).nanmean()),
         "length_mean": float(length.mean()),
         "truncated_share": float(columns["truncated"].mean()),
-        "entropy": float(columns["entropy"].sum()) / max(float(length.sum()), 1.0),
+        "entropy": policy_entropy(columns["entropy"], length),
     }
+
+
+def policy_entropy(total: Tensor, length: Tensor) -> float:
+    """Average over completions the mean entropy of their tokens, Σ_t H_t [B] over the length [B]; 0 without any."""
+    return float((total / length)[length > 0].mean()) if bool((length > 0).any()) else 0.0
 
 
 def repetition(tokens: Tensor) -> Tensor:
