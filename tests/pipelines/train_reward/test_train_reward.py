@@ -281,7 +281,7 @@ def test_triples_come_from_pairs_with_a_refined_image(models, tmp_path):
 
 
 def test_hp_learns_both_inequalities_of_a_triple(models, tmp_path):
-    """Of a row with a refined image both its pair and the refined image over the better one; the two ties have none."""
+    """Of a row with a refined image both its pair and the refined image over the better one; ties have none."""
     train = _set(tmp_path, "t.jsonl", _pairs("t", image_refined="r.png"))
     inputs = prepare_reward(_config(models, "hp", data={"train": train, "heldout": None, "size": None}))
     assert len(inputs.train) == 10 and any("win over the better image" in note for note in inputs.notes)
