@@ -206,7 +206,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path):
 
 def test_the_pull_to_the_average_is_its_distance(tmp_path):
     """ē ← d ē + (1 − d) θ after each iteration; the loss adds k · mean |v − v_avg|², apart from the reference's."""
-    changes = {"average_kl": 2.0, "average_decay": 0.1, "levels": 1}
+    changes = {"average_kl": 2.0, "average_decay": [0, 0.1, 0.1], "levels": 1}
     policy = ToyPolicy(torch.float64)
     trainer = toy_trainer(
         tmp_path,

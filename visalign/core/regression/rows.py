@@ -165,14 +165,14 @@ class Regression:
     """Iteration from which the reference is not asked, k falling linearly to 0 until it; None: it stays."""
     average_kl: float = 0.0
     """k of k · mean |v − v_avg|², the pull to a moving average of the policy (AWM's code: 1); one pass more."""
-    average_decay: float = 0.99
-    """Decay of that average after an iteration; the first ones have less, as in Flow-GRPO's code."""
+    average_decay: tuple[float, float, float] = (0, 0.001, 0.3)
+    """(start, slope, end) of `old_policy_decay`: how much of that average stays after an iteration; AWM's code."""
     reference_guidance: float | None = None
     """Guidance scale w of the reference and of experts, v_ref = v(∅) + w (v(prompt) − v(∅)), so that a policy that
     samples without guidance is drawn to what guidance gives (`kl_cfg` of CRD's code); None: the policy's own."""
 
     def __post_init__(self) -> None:
-        for name in ("old_decay", "level_range"):
+        for name in ("old_decay", "average_decay", "level_range"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         pick("regression loss", self.loss, LOSSES).check("regression loss", self.loss, self.loss_options)
         check_choice(f"anchor of loss={self.loss!r}", self.anchor, _ANCHORS[self.loss])
@@ -197,9 +197,9 @@ class Regression:
         """k after so many finished iterations."""
         return self.kl * (1.0 if self.kl_until is None else max(0.0, 1 - iteration / self.kl_until))
 
-    def decay_at(self, iteration: int) -> float:
-        """Return the decay of the old policy after that many iterations."""
-        start, slope, end = self.old_decay
+    def decay_at(self, iteration: int, *, of_average: bool = False) -> float:
+        """Return the decay of the old policy, or of the average, after that many iterations."""
+        start, slope, end = self.average_decay if of_average else self.old_decay
         return old_policy_decay(iteration, start=int(start), slope=slope, end=end)
 
     @property
@@ -312,14 +312,13 @@ RULES: tuple[tuple[Callable[[Regression], bool], str], ...] = (
         "clamp_to is {clamp_to}, and clamp is None. Set clamp, e.g. clamp=5, or leave clamp_to out.",
     ),
     (lambda r: not 0 <= r.kl < float("inf"), "kl is {kl}; it must be at least 0 (0 is off)."),
-    (
-        lambda r: not 0 <= r.average_kl < float("inf") or not 0 <= r.average_decay < 1,
-        "average_kl is {average_kl} and average_decay {average_decay}; the first must be at least 0 (0 is off), "
-        "the second at least 0 and below 1.",
-    ),
-    (
-        lambda r: len(r.old_decay) != 3 or not 0 <= r.old_decay[2] < 1 or min(r.old_decay) < 0,
-        "old_decay is {old_decay}; give [start, slope, end], none below 0 and the end below 1, e.g. [0, 0.001, 0.5].",
+    (lambda r: not 0 <= r.average_kl < float("inf"), "average_kl is {average_kl}; it must be at least 0 (0 is off)."),
+    *(
+        (
+            lambda r, name=name: len(d := getattr(r, name)) != 3 or not 0 <= d[2] < 1 or min(d) < 0,
+            f"{name} is {{{name}}}; give [start, slope, end], none below 0 and the end below 1, e.g. [0, 0.001, 0.5].",
+        )
+        for name in ("old_decay", "average_decay")
     ),
     (
         lambda r: len(r.level_range) != 2 or not 0 <= r.level_range[0] < r.level_range[1] <= 1,
@@ -343,8 +342,7 @@ _NFT = Regression(
     kl=1e-4,
 )
 _AWM = Regression(
-    source="Xue et al., AWM, arXiv 2509.25050; the bound of Flow-Factory, where the authors' code has "
-    "clamp=5, clamp_to=1, weighting='ghuber', kl=1e-3 and average_kl=1 (`sd35_awm`)",
+    source="Xue et al., AWM, arXiv 2509.25050; bound of a public implementation, `sd35_awm` has the authors'",
     loss="elbo",
     loss_options={"eps_low": 1.0, "eps_high": 1.0},
     signal_options=_BATCH,

@@ -93,7 +93,7 @@ def published_alternative(name: str) -> str:
     """Name what to set instead of an algorithm that does not exist, as sentences.
 
     >>> published_alternative("MixGRPO")  # doctest: +ELLIPSIS
-    'It is settings here: objective.algorithm=flow_grpo ... (MixGRPO, arXiv 2507.21802; ...'
+    "It is settings here: objective.algorithm=flow_grpo ... (MixGRPO, arXiv 2507.21802; ..."
     """
     separators = re.compile("[-_ ]")
     for key, (overrides, description) in PUBLISHED.items():

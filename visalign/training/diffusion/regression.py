@@ -117,7 +117,7 @@ class VelocityRegression(ImageAlgorithm):
         if self._old is not None and not self.row.keeps_old:
             self._old.update(1, decay=0.0)
         if self._average is None and self.row.average_kl > 0:
-            self._average = EMA(self.policy.trainable_parameters(), decay=self.row.average_decay)
+            self._average = EMA(self.policy.trainable_parameters(), decay=0.5, warmup=False)
         old = self._with_old() if self.row.keeps_old else nullcontext()
         steps, visited = self.rollout.choose_steps(self.seed, iteration) if self.row.visited else ((), ())
         merged = merged_adapters(self._merged_layers) if self._merged_layers else nullcontext()
@@ -374,7 +374,7 @@ class VelocityRegression(ImageAlgorithm):
             self._old.update(1, decay=self.row.decay_at(run.counters.iteration - 1))
             run.tensors[OLD] = self._old.state()
         if self._average is not None:
-            self._average.update(run.counters.iteration)
+            self._average.update(1, decay=self.row.decay_at(run.counters.iteration, of_average=True))
             run.tensors[AVERAGE] = self._average.state()
 
     def restore(self, run: Context) -> None:
@@ -384,7 +384,7 @@ class VelocityRegression(ImageAlgorithm):
             self._old = EMA(self.policy.trainable_parameters(), decay=0.5, warmup=False)
             self._old.load(run.tensors[OLD])
         if self.row.average_kl > 0:
-            self._average = EMA(self.policy.trainable_parameters(), decay=self.row.average_decay)
+            self._average = EMA(self.policy.trainable_parameters(), decay=0.5, warmup=False)
             self._average.load(run.tensors[AVERAGE])
 
     def _with_old(self) -> AbstractContextManager[None]:
