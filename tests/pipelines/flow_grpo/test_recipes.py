@@ -133,8 +133,12 @@ def test_its_twin_on_a_cpu_trains_by_the_same_algorithm(name):
 
 
 @pytest.mark.parametrize(
-    "name",
-    [*(f"sd35_{n}" for n in ("flow_grpo", "flow_grpo_fast", "flow_cps", "grpo_guard", "tp_grpo")), "flux1_flow_grpo"],
+    ("name", "filters"),
+    [
+        *((f"sd35_{name}", True) for name in ("flow_grpo", "flow_grpo_fast", "flow_cps", "grpo_guard", "tp_grpo")),
+        ("flux1_kontext_flow_grpo", True),
+        ("flux1_flow_grpo", False),
+    ],
 )
-def test_a_recipe_of_flow_grpo_averages_over_what_has_a_signal(name):
-    assert load_job(name, []).config.objective.build(length=1).drop_zero_signal
+def test_a_recipe_averages_over_what_has_a_signal_as_its_script_does(name, filters):
+    assert load_job(name, []).config.objective.build(length=1).drop_zero_signal is filters
