@@ -35,6 +35,10 @@ _STATED = re.compile(
 )
 
 
+_EMPHASIS = re.compile(r"\*\*+|__+|`|(?<![\w*])[*_](?=[^\s*])|(?<=[^\s*])[*_](?![\w*])")
+"""Markdown's marks around words; a list's bullet and a product keep theirs."""
+
+
 class AnswerError(ValueError):
     """The judge's text lacks what it should say; the message, cut short, is the reason that its sample gets."""
 
@@ -47,7 +51,7 @@ class Statement:
     """The part of a judge's text that counts."""
 
     text: str
-    """Without thinking and tags, stripped."""
+    """Without thinking, tags and markdown's emphasis, stripped."""
     in_block: bool
     """Whether it stood between <answer> and </answer>."""
 
@@ -58,7 +62,7 @@ def statement(text: str) -> Statement:
         raise AnswerError("the judge wrote nothing")
     blocks, is_open = _blocks(text, "answer")
     if blocks:
-        body = text[slice(*blocks[-1][1:3])].strip()
+        body = without_emphasis(text[slice(*blocks[-1][1:3])]).strip()
         if not body:
             raise AnswerError("the judge's <answer> is empty")
         return Statement(body, True)
@@ -74,7 +78,12 @@ def statement(text: str) -> Statement:
         raise AnswerError("the judge's text is cut off inside its thinking, before an answer")
     if not rest.strip():
         raise AnswerError("the judge thought and gave no answer")
-    return Statement(rest.strip(), False)
+    return Statement(without_emphasis(rest).strip(), False)
+
+
+def without_emphasis(text: str) -> str:
+    """Remove markdown's bold, italic and code marks: "**Image 2** is better" says what the plain words say."""
+    return _EMPHASIS.sub("", text)
 
 
 def _blocks(text: str, tag: str) -> tuple[list[tuple[int, int, int, int]], bool]:

@@ -14,7 +14,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 
-from .numbers import NUMBER, AnswerError, check_range, json_object, single_number, statement
+from .numbers import NUMBER, AnswerError, check_range, json_object, single_number, statement, without_emphasis
 
 ASPECTS = ("alignment", "coherence", "style")
 """UnifiedReward's three aspects, in the order in which it writes them."""
@@ -58,7 +58,7 @@ _BOXED = re.compile(r"\\boxed\s*\{([^{}]*)\}")
 
 def final_score(text: str) -> float:
     """UnifiedReward's point score: the number after "Final Score:" (as spelled), once."""
-    matches = list(_FINAL.finditer(text))
+    matches = list(_FINAL.finditer(without_emphasis(text)))
     if not matches:
         raise AnswerError("the judge's text has no 'Final Score:' with a number")
     if wrong := [match[0] for match in matches if match["whole"] and float(match["whole"]) != 5]:
@@ -87,7 +87,8 @@ def aspect_scores(
         Aspect -> score; empty where the text names none.
     """
     by_name: dict[str, list[float]] = {}
-    for match in (_PUBLISHED_ASPECT if published_form else _ASPECT).finditer(text):
+    matches = _PUBLISHED_ASPECT.finditer(text) if published_form else _ASPECT.finditer(without_emphasis(text))
+    for match in matches:
         by_name.setdefault(match["name"].lower(), []).append(float(match["number"]))
     if lenient and not published_form and not by_name:
         numbers = re.findall(NUMBER, text)
@@ -121,7 +122,7 @@ def tagged_score(text: str, *, low: float = 1, high: float = 5, first: bool = Fa
 
     Two different numbers are no score; with `first` the first counts, as at the peer.
     """
-    ratings = [float(number) for number in _TAG.findall(text)]
+    ratings = [float(number) for number in _TAG.findall(without_emphasis(text))]
     if not ratings:
         raise AnswerError("the judge's text has no <Score> with a whole number")
     return check_range(ratings[0] if first else _one("<Score>", ratings), low, high)
@@ -135,6 +136,7 @@ def quality_score(text: str, *, low: float = 1.0, high: float = 5.0) -> float:
 def lift_label(text: str) -> str:
     """Find the single label of LiFT's three that a text states as a word; "not Bad" does not state Bad."""
     labels: dict[str, str] = {}
+    text = without_emphasis(text)
     matches = list(_LABEL.finditer(text))
     if len(matches) > _MOST_LABELS:
         raise AnswerError(f"the judge must state one label; it names {len(matches)}")
@@ -154,7 +156,7 @@ def lift_label(text: str) -> str:
 
 def rational_scores(text: str, aspects: Mapping[str, str] = RATIONAL_ASPECTS) -> dict[str, float | str | None]:
     """Read RationalRewards' aspect scores: a number, "N/A", or None where the text before "# Summary:" has none."""
-    lines = text.split("# Summary:")[0].splitlines()
+    lines = without_emphasis(text).split("# Summary:")[0].splitlines()
     numbered = {key: re.compile(rf"\s*{n}\..*{name}") for n, (key, name) in enumerate(aspects.items(), 1)}
     plain = {key: re.compile(rf".*{name}:") for key, name in aspects.items()}
     has_numbers = any(form.match(line) for line in lines for form in numbered.values())

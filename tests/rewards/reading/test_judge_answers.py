@@ -50,15 +50,19 @@ VALUES = {
         ("<answer>(1-5): 3</answer>", 3),
         ("<answer>On a scale of 1 to 5 I give 3.5</answer>", 3.5),
         ("2 cats, and I rate it 4", 4),
+        ("<answer>**Rating**: *4.25*</answer>", 4.25),
     ],
     final_score: [
         ("Final Score: 4.5", 4.5),
         ("cat (animal): 1\n**Final Score:** 3", 3),
         ("Final Score: 2/5", 2),
+        ("**Final Score**: 3.5", 3.5),
+        ("__Final Score: `3.5`__", 3.5),
     ],
     lift_label: [
         ("Good", "Good"),
         ("**Normal**.", "Normal"),
+        ("It is **not** *Good*. It is _Bad_", "Bad"),
         ("It isn't Good. It is Bad", "Bad"),
         ("The video is Good, not Bad", "Good"),
         ("I would not say it is Good. It is Normal.", "Normal"),
@@ -70,6 +74,9 @@ VALUES = {
         ("<think>Image 1 is better in colour.</think><answer>Image 2 is better</answer>", 2),
         ("<answer>I do not agree that Image 1 is better; Image 2 is better</answer>", 2),
         ("Image 1 is worse", 2),
+        ("**Image 2** is better", 2),
+        ("* Image 1 is sharp\n* **Image 2** is **not** worse, and _Image 2_ is __better__.", 2),
+        ("<answer>*Image 1*</answer>", 1),
         ("<answer>Image 2</answer>", 2),
         ("I prefer Image 1", 1),
         ("Both images are equally good", 0),
@@ -155,7 +162,7 @@ def test_aspects():
     text = "Alignment Score (1-5): 4\nCoherence Score (1-5): 3.5\nStyle Score (1-5): 2"
     assert all_aspects(text) == {"alignment": 4, "coherence": 3.5, "style": 2}
     assert aspect_mean(all_aspects(text)) == pytest.approx((9.5 / 3, (9.5 / 3 - 1) / 4))
-    assert all_aspects("style score: 2\nAlignment score: 4\n**Coherence Score (1-5):** 3")["coherence"] == 3
+    assert all_aspects("style score: 2\nAlignment score: 4\n**Coherence Score** (1-5): 3")["coherence"] == 3
     assert aspect_scores("scores 4, 3, 2") == {}
     assert aspect_scores("scores 4, 3, 2", lenient=True) == {"alignment": 4, "coherence": 3, "style": 2}
     assert aspect_scores("Style Score: 2", published_form=True) == {}
