@@ -5,8 +5,8 @@ Source: Wu et al., "VisualQuality-R1", NeurIPS 2025, arXiv 2505.14460; checkpoin
 (Qwen2.5-VL). Upstream samples one text per image, so that a score differs from call to call, and returns a
 random number where the text cannot be read. Here `mode="direct"` is the expectation over the digits that the
 model would write, always the same, and `mode="sampled"` the mean of K seeded answers, without the unreadable
-ones. The wording of the questions is ours: to ask a checkpoint in the words of its training, put them into
-the `judge.json` of its folder (templates "rating" and "rating_thinking").
+ones. Both questions are the published ones, with images numbered by the chat template; the `judge.json` of a
+folder replaces them (templates "rating" and "rating_thinking").
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from visalign.rewards.pairs.as_pairwise import PairsFromScores
 from visalign.rewards.reading.numbers import AnswerError
 from visalign.rewards.reading.ratings import quality_score
 from visalign.rewards.vlm.engine import engine_of
+from visalign.rewards.vlm.published import published_prompt
 from visalign.rewards.vlm.requests import Query, requests
 from visalign.rewards.vlm.template import Template, question
 from visalign.rewards.vlm.yes_no import MIN_MASS
@@ -45,20 +46,20 @@ LOW, HIGH = 1.0, 5.0
 Ratings = tuple[dict[str, Tensor], list[str], list[str | None]]
 """(columns [B] float32: "value", "std" if there is one, and parts; readable texts; reasons) of B images."""
 
-_ASK = (
-    "Rate the overall visual quality of this picture. The rating is a number between 1 and 5 with two "
-    "decimal places, where 1 stands for very poor and 5 for excellent quality. "
-)
+_ASK = published_prompt("visual_quality_r1")
+_CHAT = {"add_vision_id": True}
 RATING = question(
     "rating",
-    _ASK + "Write the rating alone, between <answer> and </answer>.",
+    f"{_ASK} Output the final answer with only one score in <answer> </answer> tags.",
     answer_prefix="<answer>",
+    chat=_CHAT,
     words={"scores": tuple("12345"), "digits": tuple("0123456789")},
 )
 RATING_THINKING = question(
     "rating_thinking",
-    _ASK + "First think it through between <think> and </think>, then write the rating alone between <answer> "
-    "and </answer>.",
+    f"{_ASK} First output the thinking process in <think> </think> tags and then output the final answer with "
+    "only one score in <answer> </answer> tags.",
+    chat=_CHAT,
 )
 
 

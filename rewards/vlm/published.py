@@ -9,7 +9,8 @@ Sources:
 - rational_rewards_*: the cards of TIGER-Lab/RationalRewards-8B-T2I and -Edit, Apache-2.0;
 - hpsv3: the package hpsv3 1.0.0, MIT licence, copyright (c) 2024 HPSv3 Team;
 - edit_reward_*: github.com/TIGER-AI-Lab/EditReward, MIT licence, copyright (c) 2025 TIGER Lab;
-- video_align: github.com/KwaiVGI/VideoAlign, MIT licence, copyright (c) 2025 Kling Team, Kuaishou Technology.
+- video_align: github.com/KwaiVGI/VideoAlign, MIT licence, copyright (c) 2025 Kling Team, Kuaishou Technology;
+- visual_quality_r1: github.com/TianheWu/VisualQuality-R1, Apache-2.0.
 """
 
 from __future__ import annotations

@@ -22,11 +22,33 @@ from visalign.core import thurstone_probability
 from visalign.rewards import RewardError, check_reward
 from visalign.rewards.questions.visual_quality_r1 import (
     RATING,
+    RATING_THINKING,
     VisualQuality,
 )
 
 WHOLE = ask_text("rate", answer_prefix="<answer>", words={"scores": tuple("12345")})
 FINE = ask_text("rate", answer_prefix="<answer>", words=RATING.words)
+
+
+@pytest.mark.parametrize(
+    ("template", "end"),
+    [
+        (RATING, "Output the final answer with only one score in <answer> </answer> tags."),
+        (
+            RATING_THINKING,
+            "First output the thinking process in <think> </think> tags and then output the final answer with only "
+            "one score in <answer> </answer> tags.",
+        ),
+    ],
+)
+def test_the_default_question_is_the_published_one(template, end):
+    image, text = template.messages[0]["content"]
+    assert image == {"type": "image"} and template.chat == {"add_vision_id": True}
+    assert text["text"].removesuffix(end) == (
+        "You are doing the image quality assessment task. Here is the question: What is your overall rating on the "
+        "quality of this picture? The rating should be a float between 1 and 5, rounded to two decimal places, with "
+        "1 representing very poor quality and 5 representing excellent quality. "
+    )
 
 
 def direct(probability, template=WHOLE, **options):
