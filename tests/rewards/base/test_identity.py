@@ -17,6 +17,15 @@ def test_equal_records_have_equal_digests():
     assert len(ONE.digest) == 64
 
 
+def test_the_line_names_the_weights_with_their_adapters():
+    lines = [
+        replace(ONE, judge="a", weights=weights).line for weights in ("ab" * 16, "ab" * 16 + "+cd", "ab" * 16 + " ef")
+    ]
+    shown = {line.split(", ")[1] for line in lines}
+    assert len(shown) == 3 and lines[0].split(", ")[1] == "weights " + "ab" * 6
+    assert "weights" not in replace(ONE, weights="+").line
+
+
 def test_every_field_counts():
     changes = {
         "judge": "b",

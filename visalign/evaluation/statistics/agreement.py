@@ -54,9 +54,11 @@ POLICIES: Mapping[str, Policy] = {
         both=1.0,
         has_threshold=True,
     ),
-    # There the winner of a pair is on the left; the share can exceed 1 when many labels tie.
+    # There the winner of a pair is on the left.
     "HPSv3_strict": Policy(
-        "HPSv3 as coded: strict >, predicted ties wrong; a tied label adds to the numerator alone.", left=True
+        "HPSv3 as coded: strict >, predicted ties wrong; a tied label adds to the numerator alone, so that the "
+        "share is above 100 % where many labels tie.",
+        left=True,
     ),
     "UnifiedReward_ties_wrong": Policy(
         "UnifiedReward's GenAI-Bench script: every pair counts, and a tie on either side is wrong.", label=0.0
