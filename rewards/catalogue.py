@@ -128,9 +128,10 @@ def load_judge(name: str, *, run_device: str | None = None, **options: Any) -> P
     """Load a reward or pairwise judge by name or dotted path.
 
     Args:
-        name: a name of the catalogue; `package.module:Name`; or `path/to/file.py:Name`. The latter two may
-            name a class or an object with the reward contract (`visalign.interfaces.PointwiseReward`), or a
-            function in one of the forms of `visalign.rewards.base.callables`.
+        name: a name of the catalogue; `package.module:Name`; or `path/to/file.py:Name`. The latter two run
+            the code that they name, a class or an object with the reward contract
+            (`visalign.interfaces.PointwiseReward`), or a function in one of the forms of
+            `visalign.rewards.base.callables`.
         run_device: where a judge that takes `device` runs unless its options say otherwise, such as "cuda:0".
             None: the GPU where there is one, else the CPU.
         **options: arguments of the class; for a function those of `FunctionReward` (unit, range, ...).

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Import user code named by `package.module:Name` or `path/to/file.py:Name`."""
+"""Import user code named by `package.module:Name` or `path/to/file.py:Name`.
+
+The import runs that code, also from a configuration: one from others is to be read before it is started.
+"""
 
 from __future__ import annotations
 

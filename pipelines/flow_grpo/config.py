@@ -36,8 +36,8 @@ class ModelConfig:
     path: str = "shapes-sd3"
     """A packaged model, the folder of a diffusers pipeline, or a hub id."""
     adapter: str | None = None
-    """Adapter class: a name (sd3, pipeline), package.module:Class or path/to/file.py:Class; null: by the
-    model's index."""
+    """Adapter class: a name (sd3, pipeline), package.module:Class or path/to/file.py:Class, whose code
+    runs; null: by the model's index."""
     lora: LoraConfig | None = field(default_factory=LoraConfig)
     """null trains the whole transformer."""
     guidance: NonNegative | None = None

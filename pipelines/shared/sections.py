@@ -48,7 +48,7 @@ class RewardTerm:
     """At least 0; a weight of 0 only records the reward, and how far it agrees with what is optimised.
     Direction is the reward's own matter."""
     name: str | None = None
-    """Catalogue name, package.module:Name or path/to/file.py:Name; null: the label of the term."""
+    """Catalogue name, package.module:Name or path/to/file.py:Name, whose code runs; null: the label of the term."""
     options: dict[str, Any] = field(default_factory=dict)
     """Arguments of the reward."""
     mean: Finite = 0.0

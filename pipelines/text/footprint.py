@@ -36,7 +36,9 @@ def footprint(config: TextConfig, inputs: TextInputs) -> dict[str, Any]:
     if loaded.model_type in VISION_LANGUAGE:
         return {}
     with torch.device("meta"):
-        network: Any = AutoModelForCausalLM.from_config(loaded, dtype=getattr(torch, model.dtype)).eval()
+        network: Any = AutoModelForCausalLM.from_config(
+            loaded, dtype=getattr(torch, model.dtype), trust_remote_code=False
+        ).eval()
     if model.lora is not None:
         add_text_lora(network, lora_settings(model, config.seed))
     encoder = prompt_encoder(model, from_pretrained(AutoTokenizer, name))

@@ -188,7 +188,9 @@ def _load(config: TextProcessConfig, *, hollow: bool = False) -> tuple[Any, Any]
         if hollow:
             settings = from_pretrained(AutoConfig, folder, num_labels=labels)
             with torch.device("meta"):
-                model: Any = AutoModelForTokenClassification.from_config(settings, dtype=dtype)
+                model: Any = AutoModelForTokenClassification.from_config(
+                    settings, dtype=dtype, trust_remote_code=False
+                )
         else:
             model = from_pretrained(AutoModelForTokenClassification, folder, num_labels=labels, dtype=dtype)
         tokenizer = from_pretrained(AutoTokenizer, folder)

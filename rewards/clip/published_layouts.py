@@ -134,7 +134,7 @@ def _tokenizer(folder: Path, text: Any, otherwise: str) -> Callable[..., Tensor]
     if any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
         from transformers import AutoTokenizer
 
-        return TextTokenizer(AutoTokenizer.from_pretrained(folder), length)
+        return TextTokenizer(AutoTokenizer.from_pretrained(folder, trust_remote_code=False), length)
     if text.vocab_size != 49408:
         raise RewardError(
             f"The folder {folder} holds no tokenizer.json, and a vocabulary of {text.vocab_size} is not "

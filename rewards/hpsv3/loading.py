@@ -178,13 +178,13 @@ def _build_backbone(source: str | Path, state: dict[str, Tensor], options: dict[
     """Build the vision-language model of a config with exactly these weights."""
     from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig, AutoModelForImageTextToText
 
-    config: Any = AutoConfig.from_pretrained(str(source))
+    config: Any = AutoConfig.from_pretrained(str(source), trust_remote_code=False)
     embeddings = state.get("model.language_model.embed_tokens.weight")
     if embeddings is not None:
         config.get_text_config().vocab_size = len(embeddings)
     config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
     with torch.device("meta"):
-        expected = AutoModelForImageTextToText.from_config(config).state_dict()
+        expected = AutoModelForImageTextToText.from_config(config, trust_remote_code=False).state_dict()
     check_fit(expected, state, "the file")
     kind: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
     with quiet_loading():

@@ -157,7 +157,7 @@ class ImageReward:
         folder = self.file.parent
         in_folder = any((folder / name).is_file() for name in ("tokenizer.json", "vocab.txt"))
         source = self._tokenizer_source or (folder if in_folder else TOKENIZER)
-        return AutoTokenizer.from_pretrained(local_folder(source, _TOKENIZER_FILES))
+        return AutoTokenizer.from_pretrained(local_folder(source, _TOKENIZER_FILES), trust_remote_code=False)
 
     @cached_property
     def preprocess(self) -> dict[str, Any]:

@@ -26,7 +26,8 @@ def load_classifier(
         return model.to(device, dtype).eval()
     try:
         with quiet_loading():
-            loaded, report = loader.from_pretrained(str(model), dtype=dtype, output_loading_info=True)
+            options = {"dtype": dtype, "output_loading_info": True, "trust_remote_code": False}
+            loaded, report = loader.from_pretrained(str(model), **options)
     except (OSError, ValueError) as error:
         kind = loader.__name__.removeprefix("AutoModelFor").removesuffix("Classification").lower()
         raise RewardError(
@@ -49,7 +50,7 @@ def load_tokenizer(name: str, model: str | Path | torch.nn.Module, tokenizer: An
     if not isinstance(source, str | Path):
         return source
     try:
-        return AutoTokenizer.from_pretrained(str(source))
+        return AutoTokenizer.from_pretrained(str(source), trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise RewardError(f"{name}: no tokenizer can be loaded from {source} ({error}). Give tokenizer=.") from error
 

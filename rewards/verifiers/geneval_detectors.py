@@ -99,7 +99,7 @@ class TransformersDetector:
         import transformers
 
         try:
-            config = transformers.AutoConfig.from_pretrained(self.source)
+            config = transformers.AutoConfig.from_pretrained(self.source, trust_remote_code=False)
             kind = _kind_of(config)
             maker = {
                 "detection": transformers.AutoModelForObjectDetection,
@@ -108,8 +108,8 @@ class TransformersDetector:
             }[kind]
             reader: Any = transformers.AutoProcessor if kind == "zero_shot" else transformers.AutoImageProcessor
             with quiet_loading():
-                model, info = maker.from_pretrained(self.source, output_loading_info=True)
-            processor = reader.from_pretrained(self.source)
+                model, info = maker.from_pretrained(self.source, output_loading_info=True, trust_remote_code=False)
+            processor = reader.from_pretrained(self.source, trust_remote_code=False)
         except (OSError, ValueError) as error:
             raise RewardError(
                 f"geneval: the detector {self.source} cannot be loaded ({error}). Give a folder or hub id of "

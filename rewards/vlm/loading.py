@@ -75,12 +75,12 @@ def load_seeing_model(
             info: dict[str, Any] = {}
             if str(device) == META:  # a LoRA does not change the shapes
                 with torch.device(META):
-                    config = AutoConfig.from_pretrained(str(folder))
-                    model: Any = AutoModelForImageTextToText.from_config(config, **options)
+                    config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
+                    model: Any = AutoModelForImageTextToText.from_config(config, trust_remote_code=False, **options)
                 adapters = []
             else:
                 load: Any = AutoModelForImageTextToText.from_pretrained
-                model, info = load(str(folder), output_loading_info=True, **options)
+                model, info = load(str(folder), output_loading_info=True, trust_remote_code=False, **options)
         # transformers fills missing weights with random numbers
         _check_keys(info.get("missing_keys", ()), info.get("unexpected_keys", ()))
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
@@ -174,7 +174,7 @@ def load_processor(folder: Path) -> Any:
 
     reason = ""
     try:
-        processor: Any = AutoProcessor.from_pretrained(str(folder))
+        processor: Any = AutoProcessor.from_pretrained(str(folder), trust_remote_code=False)
     except (OSError, ValueError, ImportError) as error:
         processor, reason = None, f" ({error})"
     if not isinstance(processor, ProcessorMixin):

@@ -58,9 +58,9 @@ def load_causal_lm(
 
 
 def from_pretrained(kind: Any, name: str, **options: Any) -> Any:
-    """Load a class of transformers by name; the error says what to correct."""
+    """Load a class of transformers by name, never with code of its folder; the error says what to correct."""
     try:
-        return kind.from_pretrained(name, **options)
+        return kind.from_pretrained(name, trust_remote_code=False, **options)
     except (OSError, ValueError, SafetensorError) as error:
         message = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(

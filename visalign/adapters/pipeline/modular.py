@@ -39,7 +39,7 @@ def load_modular(
     all others); parts `without` are left out, and with them the blocks before the text encoder that need them.
     """
     with silent():
-        pipe: Any = ModularPipeline.from_pretrained(str(folder_or_id), workflow=WORKFLOW)
+        pipe: Any = ModularPipeline.from_pretrained(str(folder_or_id), workflow=WORKFLOW, trust_remote_code=False)
     all_blocks = _row(pipe, ())
     text = _text_encoder(all_blocks)
     needed = {name for block in all_blocks[text:] for name in _needs(block)}

@@ -153,7 +153,8 @@ class PipelinePolicy:
             if family.modular:
                 pipe: Any = load_modular(folder_or_id, dtypes, without=without, **quantized)
             else:
-                pipe = DiffusionPipeline.from_pretrained(str(folder_or_id), dtype=dtypes, **absent, **quantized)
+                untrusted = {**absent, **quantized, "trust_remote_code": False}
+                pipe = DiffusionPipeline.from_pretrained(str(folder_or_id), dtype=dtypes, **untrusted)
         except UserError:  # a ValueError too
             raise
         except (OSError, ValueError) as error:

@@ -147,7 +147,9 @@ class SD3Policy:
                 "folders, or save the pipeline again."
             )
         absent: dict[str, Any] = {} if use_t5 and listed.issuperset(T5_PARTS) else dict.fromkeys(T5_PARTS)
-        pipe = StableDiffusion3Pipeline.from_pretrained(str(folder_or_id), dtype=dtype, **absent, **quantized)
+        pipe = StableDiffusion3Pipeline.from_pretrained(
+            str(folder_or_id), dtype=dtype, trust_remote_code=False, **absent, **quantized
+        )
         pipe.set_progress_bar_config(disable=True)
         return cls(pipe.to(device), **options)
 
