@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from visalign.data.sets.checks import (
 from visalign.data.sets.columns import Columns
 from visalign.data.sets.records import PreferenceSet, QualitySet, mix_sides
 from visalign.data.sets.sources import join_scores, load_source
+from visalign.data.sets.trained_images import image_print, trained_images
 from visalign.errors import UserError
 from visalign.evaluation.rewards.comparison import (
     add_holm,
@@ -37,7 +39,7 @@ from visalign.evaluation.rewards.quality import evaluate_quality
 from visalign.interfaces import PointwiseReward
 from visalign.pipelines.score.provenance import domain_note, provenance, reward_identity
 from visalign.pipelines.score.report import load_shown_images
-from visalign.pipelines.shared.reward_options import load_each, with_cache
+from visalign.pipelines.shared.reward_options import load_each, reward_options, with_cache
 from visalign.pipelines.shared.run_folder import check_run_folder, pretty
 
 from .scores import column_scores, quality_column_scores, score_pairs, score_quality
@@ -133,6 +135,8 @@ def evaluate(
     for path in join:
         records = join_scores(records, path)
     records, findings = _checked(records, judges, swap_sides=swap_sides, keep_duplicates=keep_duplicates)
+    chosen = reward_options(options, list(judges))
+    findings += _trained_on(records, {name: value["model"] for name, value in chosen.items() if "model" in value})
     kind = PREFERENCES if isinstance(records, PreferenceSet) else QUALITY
     scores = [kind.read_columns(records, name, higher_is_better=name not in lower_is_better) for name in columns]
     for name, judge in judges.items():
@@ -187,6 +191,24 @@ def _checked(
     notes = {name: domain_note(judge, prompts) for name, judge in judges.items()}
     findings += [Finding(kind="packaged judge", count=1, message=f"{n}: {note}") for n, note in notes.items() if note]
     return source, findings
+
+
+def _trained_on(source: PreferenceSet | QualitySet, models: Mapping[str, Any]) -> list[Finding]:
+    """Tell of each judge, by the fingerprints beside its model, how many rows show images of its training."""
+    if isinstance(source, QualitySet):
+        rows = [(record.image,) for record in source.records]
+    else:
+        rows = [(pair.image_left, pair.image_right) for pair in source.pairs]
+    prints = {name: trained_images(Path(str(model))) for name, model in models.items()}
+    findings, image_print_of = [], lru_cache(None)(image_print)
+    for name, seen in prints.items():
+        count = sum(any(image_print_of(image) in seen for image in row) for row in rows) if seen else 0
+        message = (
+            f"{name}: {count} of {len(rows)} rows show an image that it was trained on; on these its numbers say "
+            "nothing about new images. Leave them out, or evaluate on another set."
+        )
+        findings += [Finding(kind="trained on", count=count, message=message)] * (count > 0)
+    return findings
 
 
 def _measure(

@@ -8,12 +8,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from visalign.data.assets import resolve_model
+from visalign.data.sets.trained_images import write_trained_images
 from visalign.pipelines.shared.job import JUDGE, JudgeRun, build_trainer, run_job
 from visalign.pipelines.shared.parts import build_accelerator, ends_by
 from visalign.rewards.catalogue import CATALOGUE
 
 from .config import JUDGE_KINDS, TrainRewardConfig
-from .examples import ExampleBatches
+from .examples import ExampleBatches, Examples
 from .inputs import prepare_reward
 
 if TYPE_CHECKING:
@@ -82,7 +84,7 @@ def _build(config: TrainRewardConfig, output: Path) -> JudgeRun:
         network=judge.module,
         measure=measure,
         heldout=0 if heldout is None else len(heldout),
-        save=judge.save,
+        save=partial(_save, judge, inputs.train, config.model.path),
         counts=lambda result: {
             "examples": result.counters.samples,
             "epochs": result.counters.samples / count,
@@ -95,6 +97,12 @@ def _build(config: TrainRewardConfig, output: Path) -> JudgeRun:
 
 
 run = partial(run_job, build=_build)
+
+
+def _save(judge: TrainedJudge, train: Examples, base: str, folder: Path) -> None:
+    """Write the judge and, for its evaluation, the fingerprints of the images from files that it learnt from."""
+    judge.save(folder)
+    write_trained_images(folder, (image for row in train.rows for image in row.images), base=resolve_model(base))
 
 
 def build_judge(config: TrainRewardConfig, device: torch.device) -> TrainedJudge:

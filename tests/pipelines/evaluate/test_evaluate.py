@@ -17,8 +17,10 @@ import torch
 from PIL import Image
 from typer.testing import CliRunner
 
+from tests.support.models.clip import save_tiny_clip
 from visalign.data.sets.records import PreferenceSet
 from visalign.data.sets.sources import shapes_pairs, shapes_quality, write_rows
+from visalign.data.sets.trained_images import write_trained_images
 from visalign.errors import UserError
 from visalign.evaluation.rewards.judged_pairs import IntervalSettings
 from visalign.evaluation.rewards.preferences import evaluate_preferences
@@ -95,6 +97,34 @@ def table(folder: Path, count: int = 120, **columns: Any) -> Path:
         }
         pairs.append(replace(pair, extra={**scores, **{key: make(pair) for key, make in columns.items()}}))
     return write_rows(folder / "set.jsonl", pairs)
+
+
+def test_a_judge_tells_pairs_that_it_was_trained_on(tmp_path: Path) -> None:
+    model, copy = save_tiny_clip(tmp_path / "model"), tmp_path / "copy.png"
+    for number, name in enumerate("abcdef"):
+        levels = np.random.default_rng(number).integers(0, 256, (9, 8, 3), dtype=np.uint8)
+        Image.fromarray(levels).save(tmp_path / f"{name}.png")
+    copy.write_bytes((tmp_path / "b.png").read_bytes())
+    rows = [
+        {"prompt": "a", "image_left": left, "image_right": right, "label": label}
+        for left, right, label in (
+            ("a.png", "copy.png", "left"),
+            ("c.png", "d.png", "right"),
+            ("e.png", "f.png", "left"),
+        )
+    ]
+    (tmp_path / "set.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    asked: dict[str, Any] = {"rewards": ["clip_score"], "options": [f"model={model}"], "settings": FAST}
+
+    def trained_on() -> list[str]:
+        result = evaluate(str(tmp_path / "set.jsonl"), **asked)
+        return [item["message"] for item in result["set"]["findings"] if item["kind"] == "trained on"]
+
+    assert trained_on() == []
+    write_trained_images(model, [str(tmp_path / "b.png")], base="clip")
+    write_trained_images(model, [], base=model)  # learning goes on from that model
+    (message,) = trained_on()
+    assert message.startswith("clip_score: 1 of 3 rows show an image that it was trained on")
 
 
 def test_precomputed_scores_are_measured_and_compared(tmp_path: Path) -> None:

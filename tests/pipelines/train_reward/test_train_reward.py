@@ -16,6 +16,7 @@ from tests.support.models.clip import save_tiny_clip
 from tests.support.models.vision_language import save_tiny_seeing_model
 from tests.support.training.metric_families import without_times
 from visalign.config import load_config, resolve_config
+from visalign.data.sets.trained_images import trained_images
 from visalign.data.shapes.preferences import ShapesPreferences
 from visalign.errors import UserError
 from visalign.pipelines.train_reward.examples import (
@@ -253,6 +254,7 @@ def test_files_of_pairs_train_a_judge(models, tmp_path):
     config = _config(models, "hpsv3", data={"train": train, "heldout": held, "size": None, "heldout_size": None})
     assert plan(config)["examples"] == {"train": 6, "heldout": 6, "per_update": 4}
     assert run(config, tmp_path / "run")["examples"] == 16
+    assert trained_images(tmp_path / "run" / "judge"), "by which an evaluation tells pairs of the training"
     _set(tmp_path, "t.jsonl", _pairs("t", votes_tie=1))
     with pytest.raises(CheckpointError, match=r"data\.train"):
         run(config, tmp_path / "run", resume=True)

@@ -17,6 +17,7 @@ from visalign.errors import UserError
 
 PARQUET = "parquet://"
 SHAPES = "shapes://"
+_HEAD = 1 << 16
 
 
 def parquet_reference(path: str | Path, column: str, row: int) -> str:
@@ -87,7 +88,22 @@ def open_bytes(content: bytes, name: str) -> Image.Image:
         raise UserError(f"'{name}' holds no image that can be read.") from error
 
 
+def image_head(reference: str) -> tuple[int, bytes]:
+    """Return the size in bytes and the first 64 KiB of an image's file; of an image of the shapes world its name."""
+    if reference.startswith(SHAPES):
+        return 0, reference.encode()
+    if reference.startswith(PARQUET):
+        content = _parquet_bytes(reference)
+        return len(content), content[:_HEAD]
+    with open(reference, "rb") as file:
+        return Path(reference).stat().st_size, file.read(_HEAD)
+
+
 def _from_parquet(reference: str) -> Image.Image:
+    return open_bytes(_parquet_bytes(reference), reference)
+
+
+def _parquet_bytes(reference: str) -> bytes:
     path, column, row = reference.removeprefix(PARQUET).rsplit("#", 2)
     number = int(row)
     _, starts = _open_parquet(path)
@@ -96,7 +112,7 @@ def _from_parquet(reference: str) -> Image.Image:
     content = value.get("bytes") if isinstance(value, dict) else value
     if not isinstance(content, bytes):
         raise ValueError(f"the column holds {type(content).__name__}")
-    return open_bytes(content, reference)
+    return content
 
 
 @lru_cache(maxsize=8)
