@@ -17,7 +17,7 @@ from visalign.errors import UserError
 Metadata = Sequence[Mapping[str, Any] | None]
 """One mapping per sample (GenEval's layout for the shapes world), or None where a prompt has none."""
 Message = Mapping[str, Any]
-"""One turn of a conversation: {role, content}."""
+"""One turn of a conversation: {role, content}, or {role, tool_calls}."""
 Prompt = str | Sequence[Message]
 """Plain text, or a conversation of {role, content} messages that ends where the answer begins."""
 
@@ -45,6 +45,15 @@ def policy_text(completion: str) -> str:
         return completion
     edges = [0, *(edge for span in completion.answers for edge in span), len(completion)]
     return "".join(completion[start:end] for start, end in zip(edges[::2], edges[1::2], strict=True))
+
+
+def is_message(message: Any) -> bool:
+    """Check for a message: a role, and a content or (of an assistant) tool calls."""
+    return (
+        isinstance(message, Mapping)
+        and isinstance(message.get("role"), str)
+        and (message.get("content") is not None or bool(message.get("tool_calls")))
+    )
 
 
 def _check_pair(what: str, values: Tensor, valid: Tensor) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from visalign.interfaces import Metadata, Prompt, RewardCapabilities, Scores, TextReward, policy_text
+from visalign.interfaces import Metadata, Prompt, RewardCapabilities, Scores, TextReward, is_message, policy_text
 from visalign.rewards.base.contract import make_scores, read_metadata
 
 
@@ -98,14 +98,8 @@ def read_text_request(
 
 
 def is_conversation(prompt: Any) -> bool:
-    """True for a list of at least one message with a role, and content or tool calls."""
-    return (
-        isinstance(prompt, Sequence)
-        and len(prompt) > 0
-        and all(
-            isinstance(part, Mapping) and "role" in part and {"content", "tool_calls"} & part.keys() for part in prompt
-        )
-    )
+    """True for a list of at least one message."""
+    return isinstance(prompt, Sequence) and len(prompt) > 0 and all(map(is_message, prompt))
 
 
 def text_scores(

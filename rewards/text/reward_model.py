@@ -14,6 +14,7 @@ from transformers import AutoModelForSequenceClassification
 
 from visalign.interfaces import Metadata, Prompt, Scores
 from visalign.rewards.base.contract import RewardError, check_counts
+from visalign.text.messages import template_messages
 
 from .classifier import batches_by_length, load_classifier, load_tokenizer, longest_text, spelled_out
 from .contract import TextVerdict, read_text_request, text_scores
@@ -85,7 +86,7 @@ class RewardModel:
 
     def _encode(self, prompt: Prompt, completion: str) -> list[int]:
         if getattr(self.tokenizer, "chat_template", None):
-            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+            messages = template_messages(prompt, "A prompt")
             text = self.tokenizer.apply_chat_template(
                 [*messages, {"role": "assistant", "content": completion}], tokenize=False
             )

@@ -25,7 +25,7 @@ def prompt_text(prompt: Prompt) -> str:
     """Return the words of a prompt, or of all turns of a conversation, without images."""
     if isinstance(prompt, str):
         return prompt
-    return "\n".join(_content_text(message["content"]) for message in prompt)
+    return "\n".join(_content_text(message.get("content") or "") for message in prompt)
 
 
 def _content_text(content: Any) -> str:

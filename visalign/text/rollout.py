@@ -59,7 +59,8 @@ class TextRollout:
     entropy: Tensor
     """[B, T] float32, of the distribution that was sampled."""
     text: Sequence[str]
-    """B completions, without special tokens; with a tool each is a `ToolCompletion`."""
+    """B completions, without start, end and padding tokens; other special tokens stay as they are spelled. With a tool
+    each is a `ToolCompletion`."""
     stop_reason: Sequence[StopReason]
     """B reasons."""
     group: Sequence[Hashable]

@@ -20,6 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from visalign.errors import UserError
 from visalign.interfaces import Prompt
 
+from .messages import template_messages
 from .steps import StepReading
 
 
@@ -61,17 +62,17 @@ class StepEncoder:
         if isinstance(prompt, str):
             begin = getattr(self.tokenizer, "bos_token_id", None)
             return self._ids(prompt) if begin is None else [begin, *self._ids(prompt)]
-        contents = [message["content"] for message in prompt if not isinstance(message["content"], str)]
-        if any(part.get("type") != "text" for parts in contents for part in parts):
+        messages = template_messages(prompt, "A prompt")
+        if any(not isinstance(message["content"], str) for message in messages):
             raise UserError("A prompt shows images, and a process reward model reads text alone.")
         if not getattr(self.tokenizer, "chat_template", None):
             raise UserError(
                 "A prompt is a conversation, and the tokenizer of the process reward model has no chat "
                 "template. Give plain prompts, or set tokenizer.chat_template."
             )
-        continues = prompt[-1]["role"] == "assistant"
+        continues = messages[-1]["role"] == "assistant"
         turn = {"add_generation_prompt": not continues, "continue_final_message": continues}
-        return self._ids(self.tokenizer.apply_chat_template(list(prompt), tokenize=False, **turn))
+        return self._ids(self.tokenizer.apply_chat_template(messages, tokenize=False, **turn))
 
     def _ids(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])

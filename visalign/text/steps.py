@@ -20,6 +20,7 @@ from visalign.core.advantages.process import Place, Reduction, aggregate_steps, 
 from visalign.core.rewards.steps import clip_step_rewards, delta_step_rewards
 from visalign.errors import UserError
 
+from .decoding import completion_text
 from .rollout import TextRollout
 
 Span = tuple[int, int]
@@ -85,11 +86,12 @@ def _token_spans(rollout: TextRollout, row: int, tokenizer: Any, reading: StepRe
     """(first token, one past the last) of each step of one completion; together they cover it."""
     length = int((torch.arange(1, rollout.loss_mask.shape[1] + 1) * (rollout.loss_mask[row] != 0)).amax())
     ids, text = rollout.completion_ids[row, :length].tolist(), rollout.text[row]
+    ended = rollout.stop_reason[row] == "eos"
     if length == 0:
         return []
 
     def decode(count: int) -> str:
-        return tokenizer.decode(ids[:count], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return completion_text(tokenizer, ids[:count], ended=count == length and ended)
 
     def completed(count: int) -> int:
         """Characters that the first tokens complete; one spread over two tokens counts at the last."""

@@ -21,7 +21,7 @@ class StoppingCriteria:
     strings: tuple[str, ...] = ()
     """The completion ends with the token that completes one of these, which stays in tokens and text."""
     eos_ids: tuple[int, ...] | None = None
-    """Ids that end the completion; None is the model's own, () none at all."""
+    """Ids that end the completion; None is the model's own and its chat template's, () none at all."""
 
 
 class StopStrings:

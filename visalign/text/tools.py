@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 
 from visalign.interfaces import Prompt, ToolCompletion
 
+from .decoding import completion_text, decode
 from .distribution import Sampling, draw_seeds
 from .rollout import TextRollout, ToolTrace
 from .stopping import StoppingCriteria, StopReason, StopStrings
@@ -208,7 +209,12 @@ class ToolPolicy:
             log_prob=log_prob,
             full_log_prob=full_log_prob,
             entropy=entropy,
-            text=[ToolCompletion(self._decode(s.ids(), special=False), self._answer_spans(s)) for s in samples],
+            text=[
+                ToolCompletion(
+                    completion_text(self.tokenizer, s.ids(), ended=s.reason == "eos"), self._answer_spans(s)
+                )
+                for s in samples
+            ],
             stop_reason=[sample.reason for sample in samples],
             group=[sample.label for sample in samples],
             prompt=[sample.prompt for sample in samples],
@@ -224,13 +230,11 @@ class ToolPolicy:
         edges, inside, ids = list[int](), False, sample.ids()
         for position, drawn in enumerate([*(bool(token.loss_mask) for token in sample.tokens), True]):
             if drawn == inside:
-                edges, inside = [*edges, len(self._decode(ids[:position], special=False))], not inside
+                edges, inside = [*edges, len(completion_text(self.tokenizer, ids[:position], ended=False))], not inside
         return tuple((begin, end) for begin, end in zip(edges[::2], edges[1::2], strict=True) if begin < end)
 
-    def _decode(self, ids: Sequence[int], *, special: bool = True) -> str:
-        """Decode tokens, special ones as they are spelled or left out, without tidying of blanks."""
-        options = {"skip_special_tokens": not special, "clean_up_tokenization_spaces": False}
-        return str(self.tokenizer.decode(list(ids), **options))
+    def _decode(self, ids: Sequence[int]) -> str:
+        return decode(self.tokenizer, ids)
 
 
 def _prompt_tensors(samples: Sequence[_Sample]) -> tuple[Tensor, Tensor]:

@@ -77,7 +77,7 @@ def test_unknown_templates_are_refused(template, options, message) -> None:
         (
             TEMPLATE,
             [[USER, {"role": "judge", "content": "x"}]],
-            r"chat template refuses prompt 0 \(roles: user, judge\): role judge. Change the prompt",
+            "chat template refuses prompt 0: role judge. Its messages are of user, judge. Change them",
         ),
     ],
 )

@@ -112,6 +112,8 @@ def test_every_token_belongs_to_a_step() -> None:
 class Pieces:
     """A tokenizer of byte strings; half a letter is shown as the replacement character."""
 
+    bos_token_id = eos_token_id = pad_token_id = None
+
     def __init__(self, *pieces: bytes) -> None:
         self.pieces = pieces
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from visalign.text import (
     TokenSets,
     draw_seeds,
 )
+from visalign.text.decoding import completion_text
 
 from .generation import Completion
 from .prompts import EncodedPrompt, EncodedPrompts, left_pad
@@ -162,7 +162,10 @@ def assemble_rollout(
         log_prob=numbers["log_prob"],
         full_log_prob=numbers["full_log_prob"],
         entropy=numbers["entropy"],
-        text=[decode(tokenizer, tokens, special=False) for tokens in completion_ids],
+        text=[
+            completion_text(tokenizer, tokens, ended=reason == "eos")
+            for tokens, reason in zip(completion_ids, reasons, strict=True)
+        ],
         stop_reason=reasons,
         group=[batch.group[prompt] for prompt in source],
         prompt=[batch.prompts[prompt] for prompt in source],
@@ -171,9 +174,3 @@ def assemble_rollout(
         kept=TokenSets.from_lists(token_sets, length) if sampling.truncates else None,
         images=None if images is None else [images[prompt] for prompt in source],
     )
-
-
-def decode(tokenizer: PreTrainedTokenizerBase, ids: list[int], *, special: bool) -> str:
-    """Decode ids without cleaning up spaces; `special` keeps special tokens."""
-    text: Any = tokenizer.decode(ids, skip_special_tokens=not special, clean_up_tokenization_spaces=False)
-    return text

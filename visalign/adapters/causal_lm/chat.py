@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from jinja2 import TemplateError
@@ -11,6 +13,10 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from visalign.errors import UserError, suggestion
 from visalign.text import Prompt
+from visalign.text.messages import TemplateReading, template_messages
+
+_PROBE = "QQTEXTQQ"
+"""Content of messages whose surroundings in a rendered text are those of the template."""
 
 
 def image_parts(prompt: Prompt) -> list[Mapping[str, Any]]:
@@ -29,7 +35,8 @@ class PromptEncoder:
         chat_template: the Jinja text of a template, or the name of one of the tokenizer's; None is the
             processor's or the tokenizer's own.
         template_options: more variables of the template, e.g. {"enable_thinking": False}.
-        plain_as_chat: wrap a plain text as the message of a user; False tokenizes it as it stands.
+        plain_as_chat: wrap a plain text as the message of a user, unless the template was applied to it before;
+            False tokenizes it as it stands.
         system: put this message before conversations that have none of the role "system".
     """
 
@@ -47,6 +54,7 @@ class PromptEncoder:
         self.tokenizer: PreTrainedTokenizerBase = text_tokenizer
         self.plain_as_chat, self.system = plain_as_chat, system
         self._options = dict(template_options or {})
+        self._warned = False
         self._template = _find_template(loaded.chat_template or text_tokenizer.chat_template, chat_template)
         if self._template is None and (plain_as_chat or system is not None):
             raise UserError(
@@ -58,12 +66,12 @@ class PromptEncoder:
         """Return the token ids of each prompt, ready for the model to continue.
 
         A conversation that ends with a message of the assistant is continued; after any other the header of
-        the assistant's turn is added.
+        the assistant's turn is added. A plain text has at most one start token, and no end token behind it.
         """
         encoded = []
         for index, prompt in enumerate(prompts):
             if isinstance(prompt, str) and not self.plain_as_chat:
-                ids = self.tokenizer(prompt)["input_ids"]
+                ids = self._text_tokens(prompt)
             else:  # the template writes special tokens itself
                 ids = self.tokenizer(self.render(prompt, index), add_special_tokens=False)["input_ids"]
             if not ids:
@@ -71,17 +79,13 @@ class PromptEncoder:
             encoded.append(list(ids))
         return encoded
 
-    def render(self, prompt: Prompt, index: int = 0) -> str:
+    def render(self, prompt: Prompt, index: int = 0, *, closed: bool = False) -> str:
         """Return the text that the chat template makes of a conversation, or of a text as the message of a
-        user; `index` is for messages.
+        user; `index` is for messages. With `closed` nothing follows it: the last turn ends.
         """
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        bad = [m for m in messages if not isinstance(m, Mapping) or not {"role", "content"} <= set(m)]
-        if bad or not messages:
-            raise UserError(
-                f"Prompt {index} holds {bad[0] if bad else 'no message'!r}; a conversation is a list of messages "
-                'of the form {"role": "user", "content": "…"}. A plain prompt is a string.'
-            )
+        if isinstance(prompt, str) and self._is_rendered(prompt):
+            return self._rendered(prompt)
+        messages = template_messages(prompt, f"Prompt {index}", self._reading)
         if self._template is None:
             raise UserError(
                 f"Prompt {index} is a conversation, and this tokenizer has no chat template (a base model). "
@@ -89,23 +93,120 @@ class PromptEncoder:
             )
         if self.system is not None and all(message["role"] != "system" for message in messages):
             messages = [{"role": "system", "content": self.system}, *messages]
-        continued = messages[-1]["role"] == "assistant"
+        continued = messages[-1]["role"] == "assistant" and not closed
+        if continued and messages[-1].get("tool_calls"):
+            raise UserError(f"Prompt {index} ends with a tool call. Add the tool's message, or leave the call out.")
+        if continued and not messages[-1]["content"]:  # nothing to continue: the header alone
+            continued, messages = False, messages[:-1]
         try:
-            rendered = self.tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                chat_template=self._template,
-                tokenize=False,
-                add_generation_prompt=not continued,
-                continue_final_message=continued,
-                **self._options,
+            return self._apply(
+                messages, add_generation_prompt=not (continued or closed), continue_final_message=continued
             )
         except (TemplateError, ValueError, TypeError) as error:
-            roles = ", ".join(str(message["role"]) for message in messages)
             raise UserError(
-                f"The chat template refuses prompt {index} (roles: {roles}): {error}. Change the prompt to "
-                "roles in an order that the template knows, or give another chat_template."
+                f"The chat template refuses prompt {index}: {error}. Its messages are of "
+                f"{', '.join(message['role'] for message in messages)}. Change them to what the template reads, "
+                "or give another chat_template."
             ) from error
-        return str(rendered)
+
+    def turn_end(self, ends: Sequence[int | None] = ()) -> int | None:
+        """Return the token that the chat template writes behind a message of the assistant: the first special
+        one there, or one of `ends`; None without such.
+        """
+        return next((token for token in self._after_answer if token in self._special or token in ends), None)
+
+    def end_token(self, prompt: Prompt, ends: Sequence[int]) -> int:
+        """Return the token that ends a completion of a prompt: `turn_end`, or the tokenizer's after plain text;
+        the first of `ends` where there is none.
+        """
+        chat = not isinstance(prompt, str) or self.plain_as_chat or self._is_rendered(prompt)
+        end: Any = self.turn_end(ends) if chat else None
+        end = self.tokenizer.eos_token_id if end is None else end
+        return ends[0] if end is None else end
+
+    def _apply(self, messages: Sequence[Mapping[str, Any]], **turn: bool) -> str:
+        options = {"chat_template": self._template, "tokenize": False, **turn, **self._options}
+        return str(self.tokenizer.apply_chat_template(list(messages), **options))  # type: ignore[arg-type]
+
+    def _apply_to_probe(self, content: Any = _PROBE, *answers: str) -> str:
+        """Render a message of a user and, closed, the answers of the assistant; "" where the template refuses."""
+        messages = [{"role": "user", "content": content}, *({"role": "assistant", "content": a} for a in answers)]
+        try:
+            return self._apply(messages, add_generation_prompt=not answers)
+        except (TemplateError, ValueError, TypeError):
+            return ""
+
+    @cached_property
+    def _surroundings(self) -> tuple[str, str, str]:
+        """Text of the template before and behind a user's message, and behind an assistant's; "" without template."""
+        before, _, behind = self._apply_to_probe().partition(_PROBE)
+        return before, behind, self._apply_to_probe(_PROBE, _PROBE).rpartition(_PROBE)[2]
+
+    @cached_property
+    def _after_answer(self) -> list[int]:
+        return list(self.tokenizer(self._surroundings[2], add_special_tokens=False)["input_ids"])
+
+    @cached_property
+    def _reading(self) -> TemplateReading:
+        parts = self._apply_to_probe([{"type": "text", "text": _PROBE}]) == self._apply_to_probe()
+        # DeepSeek's templates join the arguments of a call to a text
+        call = {"id": "call00000", "type": "function", "function": {"name": _PROBE, "arguments": {}}}
+        asked = {"role": "user", "content": _PROBE}, {"role": "assistant", "content": "", "tool_calls": [call]}
+        try:
+            self._apply([*asked, {"role": "tool", "tool_call_id": "call00000", "content": _PROBE}])
+            text_arguments = False
+        except (TemplateError, ValueError, TypeError) as error:
+            text_arguments = isinstance(error, TypeError)
+        return TemplateReading(parts=parts, text_arguments=text_arguments)
+
+    @cached_property
+    def _opening(self) -> tuple[str, str]:
+        """What a rendered text begins with or, where that is a special token of a role, holds; and the start token."""
+        start = str(self.tokenizer.bos_token or "")
+        before = self._surroundings[0].removeprefix(start).lstrip()
+        token = next((token for token in self._marks if before.startswith(token)), None)
+        return token or before.strip(), start
+
+    @cached_property
+    def _special(self) -> dict[int, str]:
+        return {number: token.content for number, token in self.tokenizer.added_tokens_decoder.items()}
+
+    @cached_property
+    def _marks(self) -> tuple[str, ...]:
+        """Special tokens as they are spelled, the longest first."""
+        return tuple(sorted(self._special.values(), key=len, reverse=True))
+
+    def _is_rendered(self, text: str) -> bool:
+        """Check for a text to which the chat template was applied before."""
+        opening, start = self._opening
+        text = text.lstrip().removeprefix(start).lstrip()
+        if opening in self._marks:  # other roles than the user's may come first
+            return opening in text and text.startswith(self._marks)
+        answer = self._surroundings[1].strip()
+        return bool(opening and answer) and text.startswith(opening) and answer in text
+
+    def _rendered(self, text: str) -> str:
+        """Return a rendered text with the start token that the template writes."""
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"Prompts such as {text[:60]!r} hold the marks of the chat template already and are taken as they "
+                "stand: no template, no system message. Give the bare text, or conversations.",
+                stacklevel=2,
+            )
+        start = self._opening[1]
+        missing = start and self._surroundings[0].startswith(start) and not text.startswith(start)
+        return start + text if missing else text
+
+    def _text_tokens(self, text: str) -> list[int]:
+        """Tokenize a plain text with the special tokens that the tokenizer puts before texts, and none behind."""
+        full = list(self.tokenizer(text)["input_ids"])
+        bare = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        if not bare:
+            return [token for token in full if token == self.tokenizer.bos_token_id]
+        begins = next((n for n in range(len(full)) if full[n : n + len(bare)] == bare), 0)
+        before = full[:begins]
+        return bare if before == bare[: len(before)] else before + bare  # a rendered text holds them itself
 
 
 def _find_template(templates: Any, requested: str | None) -> str | None:

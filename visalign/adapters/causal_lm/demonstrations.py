@@ -46,16 +46,18 @@ def demonstration_rollout(
         policy: the policy, for its tokenizer and prompt encoding.
         prompts: B texts or conversations.
         completions: B texts, tokenised apart from the prompt, without special tokens.
-        end: put the model's end token after each completion.
+        end: put an end token after each completion: the one that the chat template writes behind a message of
+            the assistant, or the tokenizer's after a plain text.
         answers: B lists of the spans of a completion that a tool wrote: loss mask 0.
     """
-    ends = end_tokens(policy.model, policy.tokenizer, StoppingCriteria())
+    ends = end_tokens(policy.model, policy.prompts, StoppingCriteria())
     encoded, pad = policy.encode(prompts), pad_id(policy.tokenizer, ends)
     spans = [()] * len(completions) if answers is None else answers
     completion_ids, masks = [], []
     for row, text in enumerate(completions):
         ids, mask = _tokens(policy, text, spans[row])
-        ids, mask = ([*ids, ends[0]], [*mask, 1.0]) if end else (ids, mask)
+        if end:
+            ids, mask = [*ids, policy.prompts.end_token(prompts[row], ends)], [*mask, 1.0]
         used, room = len(encoded.ids[row]), policy.context_length
         if not ids:
             raise UserError(f"Completion {row} has no tokens; give a text that is not empty, or let it end.")

@@ -15,7 +15,7 @@ Sources: M-RoPE, Qwen2-VL, arXiv 2409.12191, section 2.1; DeepStack, arXiv 2406.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -114,7 +114,6 @@ class ImagePrompts:
                 f"images has {len(lists)} entries for {len(prompts)} prompts; give one list of images per "
                 "prompt, [] where it has none."
             )
-        prompts = [_without_empty_keys(prompt) for prompt in prompts]
         image_lists = [_assign(*pair, index) for index, pair in enumerate(zip(prompts, lists, strict=True))]
         ids = self._prompts.encode(prompts)
         for index, (tokens, images_of_prompt) in enumerate(zip(ids, image_lists, strict=True)):
@@ -164,22 +163,6 @@ class ImagePrompts:
         return [self._images(image, f"image {number} of {where}") for number, image in enumerate(images)]
 
 
-def _without_empty_keys(prompt: Prompt) -> Prompt:
-    """Drop keys with None: datasets give every part all keys, and templates take the key for an image."""
-
-    def cleaned(part: Any) -> Any:
-        return {k: v for k, v in part.items() if v is not None} if isinstance(part, Mapping) else part
-
-    if isinstance(prompt, str):
-        return prompt
-    return [
-        {**message, "content": [cleaned(part) for part in message["content"]]}
-        if isinstance(message, Mapping) and isinstance(message.get("content"), list | tuple)
-        else message
-        for message in prompt
-    ]
-
-
 def _assign(prompt: Prompt, images: Sequence[Any], index: int) -> list[Any]:
     """Return the images of a prompt in the order of its parts."""
     if not isinstance(images, list | tuple):
@@ -187,14 +170,14 @@ def _assign(prompt: Prompt, images: Sequence[Any], index: int) -> list[Any]:
     if isinstance(prompt, str):
         return list(images)
     parts = image_parts(prompt)
-    open_parts = sum("image" not in part for part in parts)
+    open_parts = sum(part.get("image") is None for part in parts)
     if open_parts != len(images):
         raise UserError(
             f"Prompt {index} has {open_parts} image parts without an image, and images[{index}] holds "
             f'{len(images)}. Give one part {{"type": "image"}} per image, and the images in their order.'
         )
     left = iter(images)
-    return [part["image"] if "image" in part else next(left) for part in parts]
+    return [next(left) if part.get("image") is None else part["image"] for part in parts]
 
 
 class QwenSight:

@@ -24,6 +24,8 @@ from visalign.adapters.model_folder import local_folder
 from visalign.errors import UserError
 from visalign.text import StoppingCriteria
 
+from .chat import PromptEncoder
+
 VISION_LANGUAGE = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")  # model types whose images are read
 
 
@@ -70,15 +72,16 @@ def from_pretrained(kind: Any, name: str, **options: Any) -> Any:
         ) from error
 
 
-def end_tokens(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, stopping: StoppingCriteria
-) -> tuple[int, ...]:
-    """Return the tokens that end a completion: those of `stopping`, or of generation config and tokenizer together."""
+def end_tokens(model: PreTrainedModel, prompts: PromptEncoder, stopping: StoppingCriteria) -> tuple[int, ...]:
+    """Return the tokens that end a completion: those of `stopping`, or of the generation config, the tokenizer
+    and the chat template together.
+    """
     if stopping.eos_ids is not None:
         return stopping.eos_ids
     configured: Any = getattr(model.generation_config, "eos_token_id", None)  # one id, or a list
-    end_of_text: Any = tokenizer.eos_token_id
-    ids = {*(configured if isinstance(configured, list | tuple) else [configured]), end_of_text} - {None}
+    configured = configured if isinstance(configured, list | tuple) else [configured]
+    end_of_text: Any = prompts.tokenizer.eos_token_id
+    ids = {*configured, end_of_text, prompts.turn_end(configured)} - {None}
     if not ids:
         raise UserError(
             "Neither the tokenizer nor the model's generation config has an end-of-sequence token, so no "

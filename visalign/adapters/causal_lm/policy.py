@@ -28,8 +28,9 @@ from visalign.text import (
     TokenOutput,
     sample_uniforms,
 )
+from visalign.text.decoding import decode
 
-from .batches import PromptBatch, assemble_rollout, decode
+from .batches import PromptBatch, assemble_rollout
 from .chat import PromptEncoder, image_parts
 from .generation import Completion, Ending, generate_completions
 from .images import ImagePrompts, QwenSight
@@ -209,9 +210,9 @@ class CausalLMPolicy:
             max_prompt_tokens=self.max_prompt_tokens,
             long_prompts=self.long_prompts,
         )
-        ends = end_tokens(self.model, self.tokenizer, stopping)
+        ends = end_tokens(self.model, self.prompts, stopping)
         pad, rooms = pad_id(self.tokenizer, ends), batch.rooms(stopping.max_new_tokens)
-        strings = StopStrings(stopping.strings, lambda ids: decode(self.tokenizer, ids, special=True))
+        strings = StopStrings(stopping.strings, lambda ids: decode(self.tokenizer, ids))
         completions = dict[int, Completion]()
         for start in range(0, len(rooms), self.generate_batch):
             samples = list(rooms)[start : start + self.generate_batch]

@@ -22,7 +22,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from visalign.adapters.causal_lm.batches import PromptBatch, assemble_rollout, decode
+from visalign.adapters.causal_lm.batches import PromptBatch, assemble_rollout
 from visalign.adapters.causal_lm.generation import Completion
 from visalign.adapters.causal_lm.loading import end_tokens, pad_id
 from visalign.adapters.causal_lm.policy import CausalLMPolicy
@@ -30,6 +30,7 @@ from visalign.errors import UserError, suggestion
 from visalign.remote import ServerConnection, ServerError
 from visalign.seeds import sample_seed
 from visalign.text import Prompt, Sampling, StoppingCriteria, TextRollout
+from visalign.text.decoding import decode
 
 from .completions import (
     CompletionRequest,
@@ -114,7 +115,7 @@ class ServerGenerator:
             max_prompt_tokens=policy.max_prompt_tokens,
             long_prompts=policy.long_prompts,
         )
-        ends = end_tokens(policy.model, policy.tokenizer, stopping)
+        ends = end_tokens(policy.model, policy.prompts, stopping)
         completions = self._complete(batch, sampling, stopping, ends)
         return assemble_rollout(batch, completions, self.tokenizer, sampling, pad_id(self.tokenizer, ends))
 
@@ -167,7 +168,7 @@ class ServerGenerator:
         ]
 
         def text(ids: list[int]) -> str:
-            return decode(self.tokenizer, ids, special=True)
+            return decode(self.tokenizer, ids)
 
         return {
             request.sample: read_completion(answer, request, text)

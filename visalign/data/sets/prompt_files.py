@@ -17,6 +17,7 @@ from PIL import Image
 
 from visalign.data.shapes.prompts import heldout_prompts, train_prompts
 from visalign.errors import UserError, excerpt
+from visalign.interfaces import is_message
 
 from .tables import listed, parse_json
 
@@ -243,7 +244,7 @@ def is_prompt(prompt: Any) -> bool:
     if isinstance(prompt, str):
         return bool(prompt.strip())
     messages = prompt if isinstance(prompt, list) else []
-    return bool(messages) and all(isinstance(m, dict) and "role" in m and "content" in m for m in messages)
+    return bool(messages) and all(map(is_message, messages))
 
 
 def _read_lines(path: Path, name: str) -> list[str]:
