@@ -185,7 +185,7 @@ def test_a_tokenizer_without_pad_or_eos() -> None:
     assert [text.replace("<pad>", "") for text in sampled(padless).text] == list(sampled(policy()).text)
     model = tiny_model()
     model.generation_config.eos_token_id = None  # type: ignore[union-attr]
-    endless = CausalLMPolicy(model, tiny_tokenizer(pad=False, eos=False, template=None))
+    endless = CausalLMPolicy(model, tiny_tokenizer(pad=False, eos=False, template="{{ messages[0].content }}"))
     with pytest.raises(UserError, match="has an end-of-sequence token, so no completion would end by itself"):
         sampled(endless)
     rollout = sampled(endless, stopping=StoppingCriteria(max_new_tokens=5, eos_ids=()))
