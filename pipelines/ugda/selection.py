@@ -20,7 +20,9 @@ from visalign.pipelines.collect.tasks import Task
 from visalign.pipelines.sample.job import SampleSettings, load_sampler
 from visalign.rewards.combine.ensemble import Ensemble
 from visalign.seeds import sample_seed
-from visalign.training.policy.influence import gradient_influence, gradient_sketches
+from visalign.training.loop import checkpoint
+from visalign.training.loop.optimizer import OptimizerSettings
+from visalign.training.policy.influence import AdamState, adam_influence
 
 LEVELS = 4
 """Noise levels at which a sample's gradient is taken, in equal parts of [0, 1]."""
@@ -37,7 +39,7 @@ class Candidate(NamedTuple):
     deviation: float | None = None
     """Standard deviation of that margin between the members."""
     influence: float | None = None
-    """Sum of the sizes of both images' influence on the policy."""
+    """Sum of both images' influence on the policy."""
 
     def row(self) -> dict[str, Any]:
         """Return the row of the queue."""
@@ -54,14 +56,14 @@ def score_candidates(
     """Compute margin, deviation and influence of pairs; pairs that a member cannot judge are left out.
 
     `sampling` are the settings by which the policy made the images, PROMPT_SEED.png; `seed` is that of the
-    noise at which gradients are taken, and of the sketches.
+    noise at which gradients are taken.
     """
     prompt_of = {image: task.prompt for task in tasks for image in task.images}
     images, prompts = list(prompt_of), list(prompt_of.values())
     row = {image: number for number, image in enumerate(images)}
     members = member_scores(ensemble, images, prompts)
     advantage = group_advantages(members.mean(0), prompts, ddof=0)
-    influence = image_influence(sampling, images, prompts, advantage, seed=seed).abs()
+    influence = image_influence(sampling, images, prompts, advantage, seed=seed)
     candidates = []
     for task in tasks:
         left, right = (row[image] for image in task.images)
@@ -85,19 +87,44 @@ def member_scores(ensemble: Ensemble, images: Sequence[str], prompts: Sequence[s
 def image_influence(
     sampling: SampleSettings, images: Sequence[str], prompts: Sequence[str], advantage: Tensor, *, seed: int = 0
 ) -> Tensor:
-    """Compute the influence [N] of each sample's reward on the policy that made it.
+    """Compute the influence [N] of samples, summed over the checkpoints of the run that left `sampling.lora`.
 
-    The gain of a sample is minus its matching error, mean over `LEVELS` levels of |v_θ − (ε − x0)|²,
-    which stands in for its log-prob as in the policy's own regressions; x0 is drawn again by prompt and seed.
+    The loss of a sample is A times its matching error, the mean over `LEVELS` levels of |v_θ − (ε − x0)|², which
+    stands in for −log π as in the policy's own regressions; x0 is drawn again by prompt and seed.
     """
-    policy = load_sampler(sampling)
+    assert sampling.lora is not None
+    policy, advantage = load_sampler(sampling), torch.nan_to_num(advantage)
     latents = _redrawn(policy, sampling, images, prompts)
-    parameters = [parameter for _, parameter in policy.trainable_parameters()]
+    named = list(policy.trainable_parameters())
+    parameters = [parameter for _, parameter in named]
 
-    def gain(number: int) -> Tensor:
-        return -_matching_error(policy, prompts[number], latents[number], sample_seed(seed, "influence", number))
+    def loss(number: int) -> Tensor:
+        noise = sample_seed(seed, "influence", number)
+        return float(advantage[number]) * _matching_error(policy, prompts[number], latents[number], noise)
 
-    return gradient_influence(gradient_sketches(gain, len(images), parameters, seed=seed), advantage)
+    total = torch.zeros(len(images), dtype=torch.float64)
+    for folder in checkpoint.folders(sampling.lora.parent / "checkpoints"):
+        config = checkpoint.verify(folder)["config"]
+        loaded, optimizer = checkpoint.load(folder, config), OptimizerSettings(**config["optimizer"])
+        with torch.no_grad():
+            for name, parameter in named:
+                parameter.copy_(loaded.tensors["trainable"][name])
+        state = _adam_state(loaded, named, optimizer)
+        rate = optimizer.lr_at(max(0, loaded.state["updates"] - 1))
+        total += rate * adam_influence(loss, len(images), parameters, state).cpu()
+    return total
+
+
+def _adam_state(loaded: checkpoint.Checkpoint, named: Any, optimizer: OptimizerSettings) -> AdamState:
+    """Read Adam's moments from a checkpoint; 0 for a parameter that had no step."""
+    moments = loaded.tensors["optimizer"]
+    first, second = (
+        [moments.get(f"{name}.{key}", torch.zeros_like(p)).to(p.device) for name, p in named]
+        for key in ("exp_avg", "exp_avg_sq")
+    )
+    steps = max((int(moments[key]) for key in moments if key.endswith(".step")), default=0)
+    betas = (optimizer.betas[0], optimizer.betas[1])
+    return AdamState(exp_avg=first, exp_avg_sq=second, steps=steps, betas=betas, eps=optimizer.eps)
 
 
 @torch.no_grad()
@@ -128,7 +155,9 @@ def _redrawn(
     policy: DiffusionPolicy, sampling: SampleSettings, images: Sequence[str], prompts: Sequence[str]
 ) -> Tensor:
     """Draw the latents [N, C, H, W] of samples again, by prompt and seed."""
-    sigmas = policy.sigmas(sampling.steps, timestep_schedule=sampling.timestep_schedule)
+    steps = sampling.steps or sampling.with_own_sampling().steps
+    assert steps is not None
+    sigmas = policy.sigmas(steps, timestep_schedule=sampling.timestep_schedule)
     draws = [int(Path(image).stem.rpartition("_")[2]) for image in images]
     seeds = [sample_seed("sample", prompt, draw, 0) for prompt, draw in zip(prompts, draws, strict=True)]
     condition = policy.encode(encoder_inputs(policy, [{"prompt": prompt} for prompt in prompts]))

@@ -116,7 +116,7 @@ def test_two_rounds_with_people_who_label(tmp_path):
     first, second = summary["rounds"]
     assert (first["labelled"], second["labelled"], second["pairs"]) == (4, 2, 6)
     assert first.get("deviation_all") is None
-    assert second["deviation_queued"] > 0 and second["influence_queued"] > 0
+    assert second["deviation_queued"] > 0 and second["influence_queued"] != 0
     rows = [json.loads(line) for line in (output / "round_01" / "candidates.jsonl").read_text().splitlines()]
     assert len(rows) == 9 and sum(row["queued"] for row in rows) == 2
     least = min(row["deviation"] for row in rows if row["queued"])

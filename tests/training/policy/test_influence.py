@@ -1,99 +1,57 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Influence: against retraining with another reward, sketches against whole gradients, what is refused."""
+"""Influence: Adam's step is torch's, its cosine by hand and against the loss after the step."""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
-from scipy import stats
 
-from visalign.training.policy.influence import gradient_influence, gradient_sketches
+from visalign.training.policy.influence import AdamState, adam_influence
 
-N, ACTIONS, FEATURES = 60, 5, 8
-
-
-class Softmax:
-    """A policy over five actions, linear in the features of a state, and what it sampled."""
-
-    def __init__(self, seed: int) -> None:
-        draw = torch.Generator().manual_seed(seed)
-        self.state = torch.randn(N, FEATURES, generator=draw, dtype=torch.float64)
-        scale = torch.logspace(-2, 1, FEATURES, dtype=torch.float64)  # so that Adam's scaling matters
-        self.state *= scale
-        self.action = torch.randint(0, ACTIONS, (N,), generator=draw)
-        self.advantage = torch.randn(N, generator=draw, dtype=torch.float64)
-        self.start = 0.1 * torch.randn(FEATURES, ACTIONS, generator=draw, dtype=torch.float64) / scale[:, None]
-
-    def gain(self, weight: torch.Tensor) -> torch.Tensor:
-        """[N] log-probs of the actions."""
-        return (self.state @ weight).log_softmax(-1)[torch.arange(N), self.action]
-
-    def second_moment(self) -> torch.Tensor:
-        weight = self.start.clone().requires_grad_()
-        rows = [torch.autograd.grad(self.gain(weight)[n], weight)[0].square() for n in range(N)]
-        return torch.stack(rows).mean(0)
-
-    def retrained(self, advantage: torch.Tensor, steps: int = 5, lr: float = 3e-3) -> torch.Tensor:
-        """The gain Σ A log π / N under the true advantages, after Adam from warm moments on other ones."""
-        weight = self.start.clone().requires_grad_()
-        optimizer = torch.optim.Adam([weight], lr=lr, betas=(0.0, 0.999), eps=1e-12)
-        v = self.second_moment()
-        optimizer.state[weight] = {"step": torch.tensor(1e5), "exp_avg": torch.zeros_like(v), "exp_avg_sq": v}
-        for _ in range(steps):
-            optimizer.zero_grad()
-            (-(advantage * self.gain(weight)).mean()).backward()
-            optimizer.step()
-        return (self.advantage * self.gain(weight)).mean().detach()
-
-
-def rank_correlation(one, other) -> float:
-    return float(np.corrcoef(stats.rankdata(one), stats.rankdata(other))[0, 1])
-
-
-def influence(policy: Softmax, **more) -> torch.Tensor:
-    weight = policy.start.clone().requires_grad_()
-    sketches = gradient_sketches(lambda n: policy.gain(weight)[n], N, [weight], **more)
-    return gradient_influence(sketches, policy.advantage)
-
-
-def test_it_ranks_samples_as_retraining_with_another_reward_does():
-    policy = Softmax(seed=0)
-    exact = []
-    for number in range(N):
-        ends = []
-        for change in (0.5, -0.5):
-            advantage = policy.advantage.clone()
-            advantage[number] += change
-            ends.append(policy.retrained(advantage))
-        exact.append(float(ends[0] - ends[1]))
-    found = influence(policy)
-    assert rank_correlation(exact, found) > 0.98
-    unaware = influence(policy, second_moment=[torch.ones_like(policy.start)])
-    assert rank_correlation(exact, unaware) < rank_correlation(exact, found) - 0.01
-
-
-def test_sketches_keep_inner_products():
-    draw = torch.Generator().manual_seed(0)
-    x = torch.randn(40, 30_000, generator=draw, dtype=torch.float64)
-    x += 2 * torch.randn(30_000, generator=draw, dtype=torch.float64)  # what all share
-    weight = torch.zeros(30_000, dtype=torch.float64, requires_grad=True)
-    ones = [torch.ones(30_000, dtype=torch.float64)]
-    sketched = gradient_sketches(lambda n: x[n] @ weight, 40, [weight], second_moment=ones, size=512)
-    whole = gradient_sketches(lambda n: x[n] @ weight, 40, [weight], second_moment=ones, size=30_000)
-    assert sketched.shape == (40, 512) and torch.allclose(whole, x)
-    advantage = torch.randn(40, generator=draw, dtype=torch.float64)
-    exact, near = (gradient_influence(s, advantage) for s in (whole, sketched))
-    assert rank_correlation(exact, near) > 0.8
-    gram = whole @ whole.T
-    assert ((sketched @ sketched.T - gram).abs() / gram.diagonal().mean()).mean() < 2 / 512**0.5
+DOUBLE = torch.float64
 
 
 def test_by_hand():
-    """Gains 2w and 4w: v = (4 + 16)/2 = 10, P = 10^(−1/2), u = (1·2 − 1·4)/2 = −1; I = (−2, −4)/√10."""
-    weight = torch.zeros(1, dtype=torch.float64, requires_grad=True)
-    sketches = gradient_sketches(lambda n: ((2, 4)[n] * weight).sum(), 2, [weight])
-    found = gradient_influence(sketches, torch.tensor([1.0, -1.0]))
-    assert found.tolist() == pytest.approx([-2 / 10**0.5, -4 / 10**0.5])
-    missing = gradient_influence(sketches, torch.tensor([1.0, torch.nan]))
-    assert missing.tolist() == pytest.approx([2 / 10**0.5, 4 / 10**0.5])
+    """Gains (w₁, w₂): losses 3w₁, −4w₂; ∇L ∝ (3, −4). Fresh moments: Γ = sign g, so cos = 0.6 and 0.8."""
+    weight = torch.zeros(2, dtype=DOUBLE, requires_grad=True)
+    fresh = AdamState(exp_avg=[torch.zeros(2)], exp_avg_sq=[torch.zeros(2)], steps=0)
+    losses = (3.0, 0), (-4.0, 1), (0.0, 0)
+    found = adam_influence(lambda n: losses[n][0] * weight[losses[n][1]], 3, [weight], fresh)
+    assert found.tolist() == pytest.approx([0.6, 0.8, 0.0])
+    # m = (0, 1), v = 0: Γ of the third is (0, 1), against ∇L; a step of another sample turns by it
+    moved = AdamState(exp_avg=[torch.tensor([0.0, 1.0])], exp_avg_sq=[torch.ones(2)], steps=10**6)
+    assert adam_influence(lambda n: losses[n][0] * weight[losses[n][1]], 3, [weight], moved)[2] == pytest.approx(-0.8)
+
+
+def test_the_step_is_that_of_torchs_adam_and_lowers_the_loss_as_the_cosine_says():
+    draw = torch.Generator().manual_seed(0)
+    data = torch.randn(5, 4, generator=draw, dtype=DOUBLE) * torch.logspace(-2, 1, 4, dtype=DOUBLE)
+    weight = torch.zeros(4, dtype=DOUBLE, requires_grad=True)
+
+    def loss(number: int) -> torch.Tensor:
+        return torch.nn.functional.softplus(-data[number] @ weight)
+
+    def mean() -> torch.Tensor:
+        return torch.stack([loss(n) for n in range(5)]).mean()
+
+    optimizer = torch.optim.Adam([weight], lr=1e-5, betas=(0.8, 0.99), eps=1e-9)
+    for number in (0, 3, 1):
+        optimizer.zero_grad()
+        loss(number).backward()
+        optimizer.step()
+    moments = optimizer.state[weight]
+    options = {"steps": 3, "betas": (0.8, 0.99), "eps": 1e-9}
+    state = AdamState(exp_avg=[moments["exp_avg"].clone()], exp_avg_sq=[moments["exp_avg_sq"].clone()], **options)
+    cosine = adam_influence(loss, 5, [weight], state)[2]
+    slope = torch.autograd.grad(mean(), weight)[0]
+    before = mean().detach()
+    start = weight.detach().clone()
+    optimizer.zero_grad()
+    loss(2).backward()
+    gradient = weight.grad
+    assert gradient is not None
+    step = state.step(gradient)
+    optimizer.step()
+    torch.testing.assert_close(start - weight.detach(), 1e-5 * step)
+    lowered = float(before - mean().detach()) / 1e-5
+    assert lowered == pytest.approx(float(cosine * slope.norm() * step.norm()), rel=1e-3)

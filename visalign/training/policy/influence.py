@@ -1,76 +1,65 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradient influence, aware of Adam, in sketches: how far the reward of one sample moves the policy.
+"""Influence of samples on a policy that Adam trains: how far a step on one lowers the loss of all.
 
-The policy learns along u = Σ_y A_y g_y / N, g_y the gradient of what it gains from sample y (its log-prob, or
-minus its matching error) and A_y its advantage, and Adam scales u by P = 1 / (√v + ε). To first order a
-change of the reward of x by one unit then moves what the policy gains by
+Over checkpoints θ_i of a run, with learning rates η_i,
 
-    I_x = g_xᵀ P u
+    INF(z) = Σ_i η_i cos(∇L(θ_i), Γ(z, θ_i))
 
-Gradients are kept as sketches: √P g is hashed with random signs into a few hundred numbers, whose inner
-products are those of the gradients in expectation.
+Γ is Adam's step on the gradient g of the sample's loss, from the moments m and v of the checkpoint after t steps:
+m′ = β₁ m + (1 − β₁) g, v′ = β₂ v + (1 − β₂) g², Γ = m′/(1 − β₁ᵗ⁺¹) / (√(v′/(1 − β₂ᵗ⁺¹)) + ε).
 
-Source: Adam-aware influence by projected gradients, LESS, Xia et al., arXiv 2402.04333, section 4; sketches:
-Weinberger et al., Feature Hashing, arXiv 0902.2206. UGDA (Sun et al., ICLR 2025) relabels the samples of the
-largest influence; its text does not say which, and this is our reading.
+Source: LESS, Xia et al., arXiv 2402.04333, section 4; UGDA (Sun et al., ICLR 2025) relabels the samples of the
+largest influence. Deviation: L is the mean loss of all samples, where the paper has a set of its own; gradients are
+not projected.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 
-def gradient_sketches(
-    gain_of: Callable[[int], Tensor],
-    count: int,
-    parameters: Sequence[Tensor],
-    *,
-    second_moment: Sequence[Tensor] | None = None,
-    size: int = 512,
-    seed: int = 0,
-    eps: float = 1e-12,
-) -> Tensor:
-    """Compute sketches [N, size] of √P g_n, float64; whole vectors if there are at most `size` parameters.
+@dataclass(frozen=True, kw_only=True)
+class AdamState:
+    """Moments of Adam for each trained parameter, and its settings."""
 
-    Args:
-        gain_of: sample number -> its scalar gain, with gradient.
-        count: N.
-        parameters: trained parameters, D numbers in all.
-        second_moment: v of Adam, one tensor for each parameter; None takes the mean of g² over the
-            samples, for which gradients are computed twice.
-        size: numbers of a sketch; the error of an inner product is about |a| |b| / √size.
-        seed: seed of the hash.
-        eps: added to √v; the default is far below the trainers' gradients, whose rms is 5e-9 and more.
+    exp_avg: Sequence[Tensor]
+    exp_avg_sq: Sequence[Tensor]
+    steps: int
+    """Steps taken so far, t."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-15
+
+    def step(self, gradient: Tensor) -> Tensor:
+        """Compute the step Γ [D] on a gradient [D], without learning rate and weight decay."""
+        first, second = self.betas
+        m = first * _flat(self.exp_avg) + (1 - first) * gradient
+        v = second * _flat(self.exp_avg_sq) + (1 - second) * gradient.square()
+        m, v = m / (1 - first ** (self.steps + 1)), v / (1 - second ** (self.steps + 1))
+        return m / (v.sqrt() + self.eps)
+
+
+def adam_influence(
+    loss_of: Callable[[int], Tensor], count: int, parameters: Sequence[Tensor], state: AdamState
+) -> Tensor:
+    """Compute cos(∇L, Γ(z)) [N], float64, at one checkpoint; 0 where either is 0.
+
+    `loss_of` gives the loss of sample 0 … N − 1 with gradient; each gradient is computed twice.
     """
 
     def gradient(number: int) -> Tensor:
-        gradients = torch.autograd.grad(gain_of(number), list(parameters), allow_unused=True, materialize_grads=True)
-        return torch.cat([part.detach().flatten().double() for part in gradients])
+        slopes = torch.autograd.grad(loss_of(number), list(parameters), allow_unused=True, materialize_grads=True)
+        return _flat(slopes)
 
-    if second_moment is None:
-        v = gradient(0).square()
-        for number in range(1, count):
-            v += gradient(number).square()
-        v /= count
-    else:
-        v = torch.cat([part.detach().flatten().double() for part in second_moment])
-    root = (v.sqrt() + eps).rsqrt()  # √P
-    generator = torch.Generator().manual_seed(seed)
-    signs = torch.randint(0, 2, (len(root),), generator=generator).to(root) * 2 - 1
-    bucket = torch.randint(0, size, (len(root),), generator=generator).to(root.device)
-    rows = []
-    for number in range(count):
-        scaled = root * gradient(number)
-        if len(root) > size:
-            scaled = torch.zeros(size, dtype=scaled.dtype, device=scaled.device).index_add_(0, bucket, signs * scaled)
-        rows.append(scaled)
-    return torch.stack(rows)
+    total = gradient(0)
+    for number in range(1, count):
+        total += gradient(number)
+    steps = (state.step(gradient(number)) for number in range(count))
+    return torch.stack([(total @ step / (total.norm() * step.norm())).nan_to_num() for step in steps])
 
 
-def gradient_influence(sketches: Tensor, advantage: Tensor) -> Tensor:
-    """I_x = g_xᵀ P u, [N], from sketches [N, k] and advantages [N]; NaN advantages are left out of u."""
-    advantage = torch.nan_to_num(advantage.to(sketches), nan=0.0)
-    return sketches @ (sketches.T @ advantage) / len(sketches)
+def _flat(values: Sequence[Tensor]) -> Tensor:
+    return torch.cat([value.detach().flatten().double() for value in values])
