@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from visalign.data.sets.columns import read_table
-from visalign.data.sets.image_references import missing_files
+from visalign.data.sets.image_references import PARQUET, missing_files
 from visalign.data.sets.prompt_files import record_key
 from visalign.data.sets.records import PreferencePair, PreferenceSet
 from visalign.data.sets.sources import is_named_set, load_source
@@ -163,6 +163,8 @@ def _metadata(row: ImageRow) -> dict[str, Any]:
 
 def _absolute(image: str, folder: Path = Path()) -> str:
     """Make a path absolute, so that the votes can be served from anywhere; other references stay."""
+    if image.startswith(PARQUET):
+        return f"{PARQUET}{Path(image.removeprefix(PARQUET)).resolve()}"
     return image if "://" in image else str((folder / image).resolve())
 
 

@@ -31,7 +31,7 @@ from visalign.pipelines.shared.parts import check_texts, no_loading_bars
 from visalign.pipelines.shared.run_folder import check_place
 from visalign.pipelines.shared.sections import Dtype
 from visalign.precision import check_device
-from visalign.rewards.base.failure import failure_reasons
+from visalign.rewards.base.failure import Naming, failure_reasons
 from visalign.rewards.base.images import to_pil
 from visalign.seeds import sample_seed
 from visalign.settings import Count, Positive, Steps, refuse, settings
@@ -272,10 +272,10 @@ def _draw(
             unjudged += draw.total == -torch.inf
             yield row, draw.sample
     if failures:
-        kept = f"; of {unjudged} of {len(requests)} seeds no draw was, and the first is kept" if count > 1 else ""
+        kept = f" {unjudged} of {len(requests)} seeds have no draw to prefer, and keep the first."
         warnings.warn(
-            f"{len(failures)} of {len(requests) * count} draws could not be judged{kept}. The first reason: "
-            f"{failures[0]}",
+            f"{len(failures)} of {len(requests) * count} draws could not be judged: {failures[0]}."
+            f"{kept if count > 1 and unjudged else ''}",
             stacklevel=2,
         )
 
@@ -316,7 +316,8 @@ class _Judge(NamedTuple):
         total = torch.zeros(len(samples))
         for name, reward in self.rewards.items():
             images = samples if reward.capabilities.takes_clips else stills
-            score = scores[name] = reward.score(images, prompts, self.records)
+            with Naming(name):
+                score = scores[name] = reward.score(images, prompts, self.records)
             sign = 1.0 if reward.higher_is_better else -1.0
             total += torch.where(score.valid, sign * score.value, -torch.inf).cpu()
         return scores, total

@@ -15,7 +15,7 @@ from typing import Any
 
 from visalign.data.sets.columns import image_path, read_table
 from visalign.data.sets.tables import READERS, Row, listed, read_rows, require_columns
-from visalign.errors import UserError
+from visalign.errors import UserError, excerpt
 from visalign.json_files import why_unreadable
 
 IMAGE_ENDINGS = (
@@ -189,7 +189,7 @@ def table_row(path: Path, row: Row, prompt: str | None) -> ImageRow:
     """Read a table's row with our column names."""
     text, image = row.get("prompt", prompt), image_path(row, "image", path.parent)
     if not isinstance(text, str):
-        raise UserError(f"'prompt' is {'missing' if text is None else repr(text)}, needed is a text.")
+        raise UserError(f"'prompt' is {'missing' if text is None else excerpt(text)}, needed is a text.")
     metadata = row.get("metadata")
     try:
         metadata = json.loads(metadata or "null") if isinstance(metadata, str) else metadata

@@ -277,7 +277,14 @@ def test_images_inside_parquet_are_read_as_references(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "row", [row(label="x" * 10**6), row(image_left=["y" * 10**6]), row(votes="1" * 10**5), row(**{"z" * 10**6: 1})]
+    "row",
+    [
+        row(label="x" * 10**6),
+        row(image_left=["y" * 10**6]),
+        row(image_right="y" * 10**6),
+        row(votes="1" * 10**5),
+        row(**{"z" * 10**6: 1}),
+    ],
 )
 def test_messages_show_the_beginning_of_a_long_value(tmp_path: Path, row: dict[str, Any]) -> None:
     if "z" in max(row, key=len):

@@ -96,7 +96,9 @@ def test_several_files_and_prompts_are_read_together(folder, tmp_path):
     assert prompts == ["a red circle", "two blue squares", "a triangle", "a cross"]
 
 
-@pytest.mark.parametrize(("count", "dark"), [(2, "; of 1 of 2 seeds no draw was, and the first is kept"), (1, "")])
+@pytest.mark.parametrize(
+    ("count", "dark"), [(2, " 1 of 2 seeds have no draw to prefer, and keep the first."), (1, "")]
+)
 def test_a_judge_that_fails_is_named(count, dark, tmp_path, monkeypatch):
     """Without a score there is no best draw; a null in the table alone is easily overlooked."""
 
@@ -108,7 +110,7 @@ def test_a_judge_that_fails_is_named(count, dark, tmp_path, monkeypatch):
 
     monkeypatch.setattr(job, "load_sampler", lambda settings: ToyPolicy())
     settings = job.SampleSettings(seeds=(0,), steps=2, best_of=count)
-    message = f"{count} of {2 * count} draws could not be judged{dark}. The first reason: too dark"
+    message = f"{count} of {2 * count} draws could not be judged: too dark.{dark}"
     with pytest.warns(UserWarning, match=re.escape(message)):
         job.sample_images([{"prompt": "bright"}, {"prompt": "dark"}], settings, tmp_path, rewards={"b": Judge()})
 

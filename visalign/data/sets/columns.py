@@ -24,6 +24,8 @@ WORDS = {**SIDES, "a": 1.0, "b": 0.0}
 """Words that need no coding."""
 IMAGES = ("image", "image_left", "image_right")
 
+_LONGEST_PATH = 4096
+"""Longest path of the usual systems; a longer text may be an image in base64."""
 _VOTES = ("votes_left", "votes_right", "votes_tie")
 VOTE_COLUMNS = ("votes", *_VOTES)
 """Columns of votes: lists, or counts."""
@@ -220,7 +222,7 @@ def _read_text(row: Row, name: str, kind: str = "text") -> str:
     value = row.get(name)
     if isinstance(value, int):
         return str(value)
-    if not isinstance(value, str) or not value:
+    if not isinstance(value, str) or not value or (kind == "path" and len(value) > _LONGEST_PATH):
         raise UserError(f"'{name}' is {'missing' if value is None else excerpt(value)}, needed is a {kind}.")
     return value
 
