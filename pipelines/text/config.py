@@ -54,7 +54,8 @@ class TextModelConfig:
     lora: LoraConfig | None = None
     """Adapters; null trains the whole model, {} adapters on all linear layers."""
     chat: Literal["auto", "plain", "chat"] = "auto"
-    """Format of plain prompts: auto (the chat template where there is one), plain, or chat."""
+    """Format of plain prompts: auto (the chat template where there is one), plain, or chat. A prompt to which the
+    template was applied before is taken as it stands."""
     system: str | None = None
     """System message of every chat."""
     dtype: Dtype = "float32"

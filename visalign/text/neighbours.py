@@ -31,7 +31,8 @@ def prompt_text(prompt: Prompt) -> str:
 def _content_text(content: Any) -> str:
     if isinstance(content, str):
         return content
-    return "\n".join(part["text"] for part in content if part.get("type") == "text")
+    parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
+    return "\n".join(part["text"] for part in parts if part.get("type", "text") == "text")
 
 
 def hashed_ngrams(texts: Sequence[str], *, n: int = 3, size: int = 2048) -> Tensor:

@@ -52,8 +52,8 @@ def test_the_end_of_a_turn_is_learnt_and_tags_stay(name, end) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_rendered_prompt_is_taken_as_it_stands(name) -> None:
-    tokenizer = FAMILIES[name].tokenizer()
-    options = {"template_options": {"date_string": "26 Nov 2026"}}
+    tokenizer: Any = FAMILIES[name].tokenizer()
+    options: dict[str, Any] = {"template_options": {"date_string": "26 Nov 2026"}}
     encoder, plain = (PromptEncoder(tokenizer, plain_as_chat=chat, **options) for chat in (True, False))
     conversations = [[USER], [USER, {"role": "assistant", "content": "4"}, USER], [SYSTEM, USER]]
     for conversation in conversations[: 2 if name == "Gemma 1 and 2" else 3]:

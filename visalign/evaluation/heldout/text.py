@@ -98,13 +98,15 @@ def prompt_text(prompt: Any) -> str:
     """
     if isinstance(prompt, str):
         return prompt
-    contents = (message.get("content") for message in prompt)
+    contents = (message.get("content") or "" for message in prompt)
     lists = (content if isinstance(content, list | tuple) else [{"text": content}] for content in contents)
     return "\n".join(" ".join(map(_part_text, parts)) for parts in lists)
 
 
-def _part_text(part: Mapping[str, Any]) -> str:
-    return f"[{part['image']}]" if "image" in part else str(part.get("text", part))
+def _part_text(part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    return f"[{part['image']}]" if part.get("image") is not None else str(part.get("text", part))
 
 
 def _score(name: str, reward: TextReward, rollout: TextRollout, metadata: Sequence[Mapping[str, Any]]) -> Scores:

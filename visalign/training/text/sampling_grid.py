@@ -154,7 +154,7 @@ def with_hint(record: Mapping[str, Any], hint: str) -> Prompt:
     prompt = record["prompt"]
     if isinstance(prompt, str):
         return prompt + text
-    last, content = prompt[-1], prompt[-1]["content"]
+    last, content = prompt[-1], prompt[-1].get("content") or ""
     content = content + text if isinstance(content, str) else [*content, {"type": "text", "text": text}]
     return [*prompt[:-1], {**last, "content": content}]
 
