@@ -44,7 +44,7 @@ def agree(
     columns: MapColumns = None,
     prompt: Prompt = None,
     options: LabelOptions = None,
-    limit: Annotated[int | None, Option(help="Maximum number of images.", min=3)] = None,
+    limit: Annotated[int | None, Option(help="Maximum number of images.", min=3, max=2**32 - 1)] = None,
     cache: Cache = None,
     device: Device = None,
     output: NewFolder = None,

@@ -157,7 +157,8 @@ def plan(
     config: Config,
     overrides: Overrides = None,
     processes: Annotated[
-        int | None, Option(min=1, help="Number of devices; memory is reported per device.", show_default=False)
+        int | None,
+        Option(min=1, max=MOST_COUNTED, help="Number of devices; memory is reported per device.", show_default=False),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -14,6 +14,7 @@ from typer import Argument, Exit, Option, echo
 from visalign.errors import UserError
 
 from .options import (
+    MOST_COUNTED,
     Device,
     LabelOptions,
     Prompt,
@@ -47,7 +48,7 @@ def collect(
     votes_each: Annotated[int, Option(help="Votes per task; 0: one from every voter.", min=0)] = 3,
     gold_every: Annotated[int, Option(help="Make every n-th task a gold one; 0: none.", min=0)] = 10,
     repeat_every: Annotated[int, Option(help="Repeat an earlier task every n tasks; 0: never.", min=0)] = 15,
-    per_prompt: Annotated[int, Option(help="Maximum number of pairs per prompt.", min=1)] = 10,
+    per_prompt: Annotated[int, Option(help="Maximum number of pairs per prompt.", min=1, max=MOST_COUNTED)] = 10,
     voter: Annotated[Repeated, Option("--voter", help="Name of an allowed voter; repeat. Default: everybody.")] = None,
     seed: Seed = 0,
     host: Annotated[

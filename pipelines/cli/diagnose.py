@@ -22,7 +22,8 @@ def diagnose(
     ] = None,
     samples: Annotated[int, Option(help="Completions per prompt and policy.", min=2, max=MOST_COUNTED)] = 32,
     prompts: Annotated[
-        int | None, Option(help="Maximum number of held-out prompts. Default: all.", min=2, show_default=False)
+        int | None,
+        Option(help="Maximum number of held-out prompts. Default: all.", min=2, max=MOST_COUNTED, show_default=False),
     ] = None,
     reward: Annotated[
         Repeated, Option("--reward", "-r", help="Additional text reward to report; repeat for several.")

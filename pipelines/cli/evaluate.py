@@ -54,7 +54,7 @@ def evaluate(
         list[Path] | None, Option("--join", help="Table of scores by image, as `visalign score` writes it; repeat.")
     ] = None,
     split: Annotated[str | None, Option(help="Split of the set.")] = None,
-    limit: Annotated[int | None, Option(help="Maximum number of records.", min=1)] = None,
+    limit: Annotated[int | None, Option(help="Maximum number of records.", min=1, max=2**32 - 1)] = None,
     output: NewFolder = None,
     resume: Resume = False,
     swap_sides: Annotated[bool, Option("--swap-sides", help="Swap the sides of random pairs.")] = False,
