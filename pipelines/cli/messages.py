@@ -94,7 +94,7 @@ def _is_out_of_memory(error: BaseException) -> bool:
 def describe(error: BaseException) -> str:
     """Describe an error: its message, or its type if the message is empty."""
     if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+        return f"{error.strerror}: {error.filename!s:.300}" if error.filename else error.strerror
     if _is_out_of_memory(error):
         return f"Out of memory ({str(error).partition(chr(10))[0]:.300}). Give smaller numbers, batches or images."
     return _NUL.get(str(error)) or str(error) or type(error).__name__

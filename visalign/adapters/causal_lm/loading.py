@@ -63,7 +63,7 @@ def from_pretrained(kind: Any, name: str, **options: Any) -> Any:
     """Load a class of transformers by name, never with code of its folder; the error says what to correct."""
     try:
         return kind.from_pretrained(name, trust_remote_code=False, **options)
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError, SafetensorError) as error:
         message = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
             f"{kind.__name__} cannot load {name} ({message}). Correct the path, or the name and the access "

@@ -79,7 +79,7 @@ class Family:
 
     def present(self, index: Mapping[str, Any]) -> list[str]:
         """Return the networks that a pipeline's index lists."""
-        return [part for part in self.networks if any(index.get(part) or ())]
+        return [part for part in self.networks if isinstance(index.get(part), list | tuple) and any(index[part])]
 
 
 _FLUX = {"guidance": "embedded", "usual": 3.5, "lora": JOINT}

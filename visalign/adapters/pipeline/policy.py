@@ -157,9 +157,9 @@ class PipelinePolicy:
                 pipe = DiffusionPipeline.from_pretrained(str(folder_or_id), dtype=dtypes, **untrusted)
         except UserError:  # a ValueError too
             raise
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:  # of a damaged index
             raise FileNotFoundError(
-                f"{folder_or_id} cannot be loaded as {kind}: {str(error).splitlines()[0]} Copy the missing "
+                f"{folder_or_id} cannot be loaded as {kind}: {str(error).partition(chr(10))[0]} Copy the missing "
                 "folders, or save the pipeline again."
             ) from error
         return cls(pipe.to(device), **options)
