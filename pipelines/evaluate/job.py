@@ -7,7 +7,6 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -136,7 +135,7 @@ def evaluate(
         records = join_scores(records, path)
     records, findings = _checked(records, judges, swap_sides=swap_sides, keep_duplicates=keep_duplicates)
     chosen = reward_options(options, list(judges))
-    findings += _trained_on(records, {name: value["model"] for name, value in chosen.items() if "model" in value})
+    findings += _trained_on(records, {n: str(o["model"]) for n, o in chosen.items() if "model" in o})
     kind = PREFERENCES if isinstance(records, PreferenceSet) else QUALITY
     scores = [kind.read_columns(records, name, higher_is_better=name not in lower_is_better) for name in columns]
     for name, judge in judges.items():
@@ -193,22 +192,22 @@ def _checked(
     return source, findings
 
 
-def _trained_on(source: PreferenceSet | QualitySet, models: Mapping[str, Any]) -> list[Finding]:
+def _trained_on(source: PreferenceSet | QualitySet, models: Mapping[str, str]) -> list[Finding]:
     """Tell of each judge, by the fingerprints beside its model, how many rows show images of its training."""
+    known = {name: prints for name, model in models.items() if (prints := trained_images(model))}
+    if not known:
+        return []
     if isinstance(source, QualitySet):
-        rows = [(record.image,) for record in source.records]
+        rows = [{image_print(record.image)} for record in source.records]
     else:
-        rows = [(pair.image_left, pair.image_right) for pair in source.pairs]
-    prints = {name: trained_images(Path(str(model))) for name, model in models.items()}
-    findings, image_print_of = [], lru_cache(None)(image_print)
-    for name, seen in prints.items():
-        count = sum(any(image_print_of(image) in seen for image in row) for row in rows) if seen else 0
-        message = (
-            f"{name}: {count} of {len(rows)} rows show an image that it was trained on; on these its numbers say "
-            "nothing about new images. Leave them out, or evaluate on another set."
-        )
-        findings += [Finding(kind="trained on", count=count, message=message)] * (count > 0)
-    return findings
+        rows = [{image_print(pair.image_left), image_print(pair.image_right)} for pair in source.pairs]
+    counts = {name: sum(bool(row & prints) for row in rows) for name, prints in known.items()}
+    message = "rows show an image that it was trained on, and say nothing about new images. Leave them out."
+    return [
+        Finding(kind="trained on", count=count, message=f"{name}: {count} of {len(rows)} {message}")
+        for name, count in counts.items()
+        if count
+    ]
 
 
 def _measure(

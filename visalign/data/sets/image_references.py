@@ -17,7 +17,6 @@ from visalign.errors import UserError
 
 PARQUET = "parquet://"
 SHAPES = "shapes://"
-_HEAD = 1 << 16
 
 
 def parquet_reference(path: str | Path, column: str, row: int) -> str:
@@ -88,15 +87,11 @@ def open_bytes(content: bytes, name: str) -> Image.Image:
         raise UserError(f"'{name}' holds no image that can be read.") from error
 
 
-def image_head(reference: str) -> tuple[int, bytes]:
-    """Return the size in bytes and the first 64 KiB of an image's file; of an image of the shapes world its name."""
-    if reference.startswith(SHAPES):
-        return 0, reference.encode()
+def image_bytes(reference: str) -> bytes:
+    """Return the content of an image's file; of an image of the shapes world its reference."""
     if reference.startswith(PARQUET):
-        content = _parquet_bytes(reference)
-        return len(content), content[:_HEAD]
-    with open(reference, "rb") as file:
-        return Path(reference).stat().st_size, file.read(_HEAD)
+        return _parquet_bytes(reference)
+    return reference.encode() if reference.startswith(SHAPES) else Path(reference).read_bytes()
 
 
 def _from_parquet(reference: str) -> Image.Image:

@@ -4,38 +4,28 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable
 from pathlib import Path
 
 from visalign.atomic import write_atomic
-from visalign.errors import UserError
 
-from .image_references import image_head
+from .image_references import image_bytes
 
-FILE = "trained_on.json"
+FILE = "trained_on.txt"
 
 
 def image_print(reference: str) -> str:
-    """Fingerprint an image by its size in bytes and its first 64 KiB, wherever it lies."""
-    size, head = image_head(reference)
-    return hashlib.blake2b(head, digest_size=12, salt=size.to_bytes(8, "little")).hexdigest()
+    """Fingerprint the content of an image, wherever it lies."""
+    return hashlib.blake2b(image_bytes(reference), digest_size=12).hexdigest()
 
 
-def write_trained_images(folder: Path, references: Iterable[str], *, base: Path | str) -> None:
+def write_trained_images(folder: Path, references: Iterable[str], *, base: str | Path) -> None:
     """Write the fingerprints of a judge's training images into its folder, with those of the model it began as."""
-    prints = trained_images(Path(base)) | {image_print(reference) for reference in references}
-    if prints:
-        write_atomic(folder / FILE, json.dumps({"images": sorted(prints)}) + "\n")
+    if prints := trained_images(base).union(map(image_print, references)):
+        write_atomic(folder / FILE, "\n".join(sorted(prints)) + "\n")
 
 
-def trained_images(folder: Path) -> set[str]:
+def trained_images(folder: str | Path) -> set[str]:
     """Read the fingerprints beside a judge; empty where none were written."""
-    if not (folder / FILE).is_file():
-        return set()
-    try:
-        return {str(item) for item in json.loads((folder / FILE).read_text(encoding="utf-8"))["images"]}
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"{folder / FILE} cannot be read ({error}). Copy the judge's folder again, or delete it."
-        ) from error
+    path = Path(folder) / FILE
+    return set(path.read_text(encoding="utf-8").split()) if path.is_file() else set()
