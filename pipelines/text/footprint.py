@@ -31,14 +31,12 @@ def footprint(config: TextConfig, inputs: TextInputs) -> dict[str, Any]:
     from visalign.adapters.causal_lm.lora import add_text_lora
 
     model, rollout, objective = config.model, config.rollout, config.built_objective
-    name = str(resolve_model(model.path))
-    loaded: Any = from_pretrained(AutoConfig, name)
+    loaded: Any = from_pretrained(AutoConfig, name := str(resolve_model(model.path)))
     if loaded.model_type in VISION_LANGUAGE:
         return {}
     with torch.device("meta"):
-        network: Any = AutoModelForCausalLM.from_config(
-            loaded, dtype=getattr(torch, model.dtype), trust_remote_code=False
-        ).eval()
+        options = {"dtype": getattr(torch, model.dtype), "trust_remote_code": False}
+        network: Any = AutoModelForCausalLM.from_config(loaded, **options).eval()
     if model.lora is not None:
         add_text_lora(network, lora_settings(model, config.seed))
     encoder = prompt_encoder(model, from_pretrained(AutoTokenizer, name))
