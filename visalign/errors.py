@@ -60,13 +60,13 @@ def excerpt(value: object, limit: int = 100) -> str:
     return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"
 
 
-def nearest(name: str, allowed: Iterable[str], *, limit: int = 3) -> list[str]:
+def nearest(name: str, allowed: Iterable[str], *, limit: int = 3, cutoff: float = 0.55) -> list[str]:
     """Return up to `limit` allowed names similar to `name`, best first.
 
     >>> nearest("grup_size", ["group_size", "steps", "seed"])
     ['group_size']
     """
-    return difflib.get_close_matches(name, list(allowed), n=limit, cutoff=0.55)
+    return difflib.get_close_matches(name, list(allowed), n=limit, cutoff=cutoff)
 
 
 def did_you_mean(names: Iterable[str]) -> str:

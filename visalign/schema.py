@@ -60,6 +60,18 @@ def allowed_keys(schema: Any, prefix: str = "") -> Iterator[str]:
             yield from allowed_keys(entry, f"{prefix}{name}.*.")
 
 
+SYNONYMS = {
+    "learning_rate": "lr",
+    "num_generations": "group_size",
+    "guidance_scale": "guidance",
+    "num_inference_steps": "steps",
+    "max_steps": "iterations",
+    "epochs": "iterations",
+    "max_completion_length": "max_new_tokens",
+}
+"""Names of keys in other libraries -> ours."""
+
+
 def refusal(error: ValidationError, schema: Any, data: Any, sources: Sequence[Source]) -> ConfigError:
     """Describe an error by its full key: unknown keys, then wrong values, then what a dataclass itself refuses.
 
@@ -130,10 +142,12 @@ def _unknown_key(location: _Location, root: Any, where: str) -> ConfigError:
     if readers:
         hint = f"It is read where {prefix}{kind} is {' or '.join(readers)}. "
     else:
-        similar = [prefix + name for name in nearest(key, allowed)]
+        similar = [
+            prefix + name for name in ([SYNONYMS[key]] if SYNONYMS.get(key) in allowed else nearest(key, allowed))
+        ]
         if not similar:
             names = {full: full.rpartition(".")[2] for full in allowed_keys(root)}
-            alike = nearest(key, set(names.values()), limit=1)
+            alike = [SYNONYMS[key]] if key in SYNONYMS else nearest(key, set(names.values()), limit=1, cutoff=0.7)
             similar = [full for full, name in names.items() if name in alike]
         hint = did_you_mean(similar)
     level = f"under '{'.'.join(above)}'" if above else "at the top level"

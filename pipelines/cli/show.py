@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import io
+import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -24,14 +25,19 @@ from visalign.escaping import escape_control
 
 
 def config_header(text: str) -> list[str]:
-    """Return the comment at the head of a YAML file without its marks and licence: title, Command and so on.
+    """Return the comment at the head of a YAML file, an entry (title, Command and so on) each, without the licence.
 
-    >>> config_header("# SPDX-License-Identifier: Apache-2.0\\n# Counting.\\n# Command: x\\nseed: 1\\n# y\\n")
-    ['Counting.', 'Command: x']
+    >>> config_header("# SPDX-License-Identifier: Apache-2.0\\n# Counting.\\n# Command: x\\n#   y\\nseed: 1\\n# z\\n")
+    ['Counting.', 'Command: x y']
     """
-    head = takewhile(lambda line: line.startswith("#"), text.splitlines())
-    lines = (line.lstrip("#").strip() for line in head)
-    return [line for line in lines if line and not line.startswith("SPDX-")]
+    entries: list[str] = []
+    for line in takewhile(lambda line: line.startswith("#"), text.splitlines()):
+        content = line.lstrip("#").strip()
+        if entries and content and not re.match(r"[A-Z][\w ]*:", content):
+            entries[-1] += f" {content}"
+        elif content and not content.startswith("SPDX-"):
+            entries.append(content)
+    return entries
 
 
 def show_configs(console: Console) -> None:

@@ -22,7 +22,7 @@ from PIL import Image
 
 from visalign.config import flatten
 from visalign.data.sets.image_references import resolve_image
-from visalign.data.sets.prompt_files import Edits, load_prompts
+from visalign.data.sets.prompt_files import load_prompts
 from visalign.errors import UserError
 from visalign.interfaces import PairwiseReward, PointwiseReward
 from visalign.rewards.base.identity import fingerprint as file_fingerprint
@@ -147,6 +147,10 @@ def no_loading_bars() -> Iterator[None]:
 
 def load_terms(terms: Mapping[str, RewardTerm], load: Callable[..., Any], device: str | None) -> dict[str, Any]:
     """Load the rewards of a section by label, on the run's device where their options name no other."""
+    for label, term in terms.items():  # most judges read their weights at the first score, after the model was loaded
+        model = term.options.get("model")
+        if isinstance(model, str) and model.startswith(("/", "./", "../")) and not Path(model).exists():
+            raise UserError(f"The reward {label}: its option model is {model!r}, which does not exist. Correct it.")
     return {label: load(term.name or label, run_device=device, **term.options) for label, term in terms.items()}
 
 
@@ -212,10 +216,10 @@ def name_key(key: str) -> Iterator[None]:
         raise UserError(f"{key}: {error}") from error
 
 
-def build_records(source: str, key: str, *, edits: Edits = "none", several: bool = True) -> Records:
-    """Load prompt records of a set or file; `key` is the setting that names it."""
+def build_records(source: str, key: str, **options: Any) -> Records:
+    """Load prompt records by `load_prompts`; `key` is the setting that names the set or file."""
     with name_key(key):
-        return check_texts(load_prompts(source, edits=edits, several=several))
+        return check_texts(load_prompts(source, **options))
 
 
 def check_texts(records: Records) -> Records:

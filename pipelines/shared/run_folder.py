@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shlex
 import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -71,7 +72,10 @@ def claimed(config: Any, output: Path, *, resume: bool, free: Collection[str]) -
             if not (output / "config.yaml").is_file():
                 raise UserError(f"There is no run in '{output}' to resume: it has no config.yaml.")
             saved = load_config(type(config), output / "config.yaml")
-            check_same_config(asdict(saved), asdict(config), free=free, where=f"the run in '{output}'")
+            again = shlex.join(["visalign", "train", str(output / "config.yaml"), "--output", str(output), "--resume"])
+            remedy = f"Resume it under its own: {again}; or start a new run in another output folder."
+            where = f"the run in '{output}'"
+            check_same_config(asdict(saved), asdict(config), free=free, where=where, remedy=remedy)
         yield
 
 

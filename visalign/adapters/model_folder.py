@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any, Literal
@@ -22,6 +23,12 @@ def local_folder(folder_or_id: str | Path, content: str) -> Path | None:
     folder = Path(folder_or_id)
     if folder.is_dir():
         return folder
+    if folder.is_file():
+        is_checkpoint = folder.suffix in (".safetensors", ".ckpt")  # of one file, such as those of Civitai
+        remedy = " Make one of it: StableDiffusionXLPipeline.from_single_file(FILE).save_pretrained(FOLDER)."
+        raise UserError(
+            f"{folder} is a file, and a model is a folder that {content}.{remedy if is_checkpoint else ''}"
+        )
     name = str(folder_or_id) if isinstance(folder_or_id, str) else ""
     if name.count("/") == 1 and len(folder.parts) == 2 and name[0] not in "./~" and not folder.parent.is_dir():
         return None
@@ -56,6 +63,15 @@ def stored_dtype(folder: Path) -> Literal["float32", "bfloat16", "float16"]:
         counts.update(entry["dtype"] for name, entry in header.items() if name != "__metadata__")
     (name, _), *_ = counts.most_common(1) or [("F32", 0)]
     return {"BF16": "bfloat16", "F16": "float16"}.get(name, "float32")  # type: ignore[return-value]
+
+
+def stored_variant(folder: Path) -> str | None:
+    """Return the variant, such as fp16, of which alone some part of a pipeline's folder has weights."""
+    for part in (path for path in folder.glob("*") if path.is_dir()):
+        ends = [re.search(r"\.(\w+)(-\d+-of-\d+)?\.safetensors$", file.name) for file in part.glob("*.safetensors")]
+        if ends and all(ends):
+            return next(end[1] for end in ends if end)
+    return None
 
 
 def _from_hub(name: str) -> dict[str, Any]:

@@ -8,13 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from tests.support.models.sd3 import tiny_sd3_pipeline
+from visalign.adapters import load_policy
+from visalign.adapters.model_folder import stored_dtype, stored_variant
 from visalign.config import load_config
+from visalign.errors import UserError
 from visalign.evaluation import load_heldout
 from visalign.pipelines.cli.show import gain_lines
 from visalign.pipelines.flow_grpo.job import FlowGRPOConfig, run
+from visalign.pipelines.jobs import load_job
 from visalign.training.loop.metrics import read_metrics
 
 TRIAL = (
@@ -70,3 +75,37 @@ def test_a_result_that_equals_its_start_warns(tmp_path, capsys):
     assert summary["warnings"][0].startswith("The result equals its start: all held-out images")
     assert "The result equals its start" in capsys.readouterr().out
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["warnings"]
+
+
+def test_weights_of_a_variant_alone_are_read(tmp_path):
+    tiny_sd3_pipeline().to(torch.float16).save_pretrained(tmp_path / "half", variant="fp16")
+    assert stored_variant(tmp_path / "half") == "fp16" and stored_dtype(tmp_path / "half" / "transformer") == "float16"
+    assert load_policy(tmp_path / "half").storage_dtype == torch.float32
+
+
+def test_a_file_is_no_model_folder(tmp_path):
+    (tmp_path / "civit.safetensors").write_bytes(b"x")
+    with pytest.raises(UserError, match=r"civit.safetensors is a file, .*from_single_file\(FILE\)"):
+        load_policy(tmp_path / "civit.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("name", "override", "message"),
+    [
+        ("text_grpo", "optimizer.learning_rate=1", "Did you mean 'optimizer.lr'\\? "),
+        ("text_grpo", "data.heldout=missing.jsonl", "the packaged sets are tasks:train, tasks:heldout"),
+        ("shapes_flow_grpo", "evaluation.rewards={pick_score: {options: {model: /none}}}", "option model is '/none'"),
+    ],
+)
+def test_what_is_wrong_is_named_before_a_model_is_loaded(name, override, message):
+    with pytest.raises(UserError, match=message):
+        job = load_job(name, ["evaluation.correctness=null", override])
+        job.plan(job.config)
+
+
+def test_a_resume_under_another_configuration_names_the_runs_own(trial):
+    output, _ = trial
+    with pytest.raises(
+        UserError, match=rf"and \d+ more\. Resume it under its own: visalign train {output}/config.yaml"
+    ):
+        run(load_config(FlowGRPOConfig, None, []), output, resume=True)

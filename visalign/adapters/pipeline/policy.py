@@ -20,7 +20,7 @@ from diffusers import DiffusionPipeline
 from torch import Tensor, nn
 
 from visalign.adapters.lora import LoraSettings
-from visalign.adapters.model_folder import pipeline_index
+from visalign.adapters.model_folder import pipeline_index, stored_variant
 from visalign.adapters.weights import TrainedWeights
 from visalign.atomic import umask_permissions
 from visalign.errors import UserError
@@ -149,6 +149,7 @@ class PipelinePolicy:
         # diffusers wants to be told of a part that is absent, such as SD3's T5
         bare = [part for part, entry in index.items() if isinstance(entry, list) and entry and not any(entry)]
         absent: Any = dict.fromkeys([*bare, *({"safety_checker"} & index.keys())])
+        absent["variant"] = stored_variant(Path(folder_or_id))
         try:
             if family.modular:
                 pipe: Any = load_modular(folder_or_id, dtypes, without=without, **quantized)

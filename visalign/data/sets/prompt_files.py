@@ -8,7 +8,7 @@ import hashlib
 import json
 import mimetypes
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
@@ -98,13 +98,16 @@ def _image_name(source: Any) -> str:
     return hashlib.blake2b(content, digest_size=8).hexdigest()
 
 
-def load_prompts(source: str | Path, *, edits: Edits = "none", several: bool = True) -> list[Record]:
+def load_prompts(
+    source: str | Path, *, edits: Edits = "none", several: bool = True, packaged: Sequence[str] = (*EMBEDDED,)
+) -> list[Record]:
     """Load the prompt records of an embedded set or of a file, in its order.
 
     `source` is "shapes:train", "shapes:heldout", or the path of a `.txt` or `.jsonl` file in UTF-8. A JSON record
     needs "prompt"; its other fields reach the rewards as metadata. Blank lines are skipped and repeated prompts kept
     once; a warning counts both. With `edits` a record's "source" is an image to edit, a path relative to the working
     directory (with `several`, or a list of them): each is decoded once, and records of one prompt may differ in it.
+    `packaged` names the sets of the caller in messages.
     """
     if str(source) in EMBEDDED:
         if edits == "needed":
@@ -114,7 +117,7 @@ def load_prompts(source: str | Path, *, edits: Edits = "none", several: bool = T
     if path.suffix not in (".txt", ".jsonl") or not path.is_file():
         raise UserError(
             f"no prompt set {str(source)!r}: it is no .txt file (a prompt per line) or .jsonl file (a record "
-            f"per line), and the embedded sets are {', '.join(EMBEDDED)}."
+            f"per line), and the packaged sets are {', '.join(packaged)}."
         )
     records: dict[tuple[str, ...], tuple[int, Record]] = {}
     blank, repeated = 0, 0

@@ -36,6 +36,9 @@ _HINT = " Delete this folder and resume: the newest whole checkpoint before it w
 Tensors = Mapping[str, Mapping[str, Tensor]]  # File stem -> tensor name -> tensor
 
 
+SHOWN = 6  # Differing keys that a message names
+
+
 class CheckpointError(UserError):
     """A checkpoint could not be written, is damaged, or belongs to another configuration."""
 
@@ -248,7 +251,12 @@ def newest_intact(root: Path) -> tuple[Path | None, list[str]]:
 
 
 def check_same_config(
-    saved: Mapping[str, Any], now: Mapping[str, Any], *, free: Collection[str] = (), where: str
+    saved: Mapping[str, Any],
+    now: Mapping[str, Any],
+    *,
+    free: Collection[str] = (),
+    where: str,
+    remedy: str = "Set them back to resume, or start a new run in another output folder.",
 ) -> None:
     """Refuse to continue a run under another configuration."""
     before, after = flatten(json.loads(json.dumps(saved))), flatten(json.loads(json.dumps(now)))
@@ -260,8 +268,8 @@ def check_same_config(
     ]
     if differing:
         raise CheckpointError(
-            f"{where} was written under another configuration. Differing keys: {'; '.join(differing)}. "
-            f"Set them back to resume, or start a new run in another output folder."
+            f"{where} was written under another configuration. Differing keys: {'; '.join(differing[:SHOWN])}"
+            f"{f' and {len(differing) - SHOWN} more' if len(differing) > SHOWN else ''}. {remedy}"
         )
 
 
