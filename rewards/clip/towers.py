@@ -29,14 +29,8 @@ from visalign.rewards.weights.checkpoint_files import dtype_of, precision_on
 from visalign.rewards.weights.feature_cache import FeatureCache, encode_once, image_key, text_key
 from visalign.rewards.weights.fingerprints import WeightPrint, evaluation_mode, weight_state
 from visalign.rewards.weights.hub import revision_of
-from visalign.rewards.weights.resize import (
-    SETTINGS,
-    batch_levels,
-    fitting_images,
-    model_levels,
-    model_pixels,
-    normalised,
-)
+from visalign.rewards.weights.resize import SETTINGS as PREPROCESSING
+from visalign.rewards.weights.resize import batch_levels, fitting_images, model_levels, model_pixels, normalised
 
 from .encoder import ClipEncoder, ClipParts
 from .loading import load_clip
@@ -75,7 +69,7 @@ class ClipTowers:
     ) -> None:
         check_counts("ClipTowers", batch_size=batch_size)
         for key in preprocess or {}:
-            check_choices("ClipTowers", preprocess=(key, SETTINGS))
+            check_choices("ClipTowers", preprocess=(key, PREPROCESSING))
         self.source = str(model.folder or "") if isinstance(model, ClipParts) else str(model)
         self.precision = precision_on(device, precision)
         dtype_of(self.precision)  # refuses unknown ones before anything is loaded

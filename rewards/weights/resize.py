@@ -14,10 +14,7 @@ from visalign.rewards.base.contract import Request
 from visalign.vision.resize import resize_like_pil, resize_weights
 from visalign.vision.window import seen_window
 
-SETTINGS = (
-    *("size", "mean", "std", "interpolation", "resize_mode", "fill_color"),  # open_clip's
-    *("crop_rounding", "resampling", "window"),
-)
+SETTINGS = "size mean std interpolation resize_mode fill_color crop_rounding resampling window".split()
 """What a preprocessing may set."""
 MAX_GROWTH = 64
 """An image may be resized to at most this many times the pixels that the model sees."""
