@@ -30,9 +30,11 @@ Side = Annotated[int, Field(ge=1, le=16_384)]
 Natural = Annotated[int, Field(ge=0, le=MOST)]
 Share = Annotated[float, Field(ge=0, le=1)]
 PositiveShare = Annotated[float, Field(gt=0, le=1)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Finite = Annotated[float, Field(allow_inf_nan=False)]
+MOST_FLOAT = 1e30
+"""Largest number of a setting: a few products of it must fit into float32, which ends at 3.4e38."""
+Positive = Annotated[float, Field(gt=0, le=MOST_FLOAT, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, le=MOST_FLOAT, allow_inf_nan=False)]
+Finite = Annotated[float, Field(ge=-MOST_FLOAT, le=MOST_FLOAT, allow_inf_nan=False)]
 
 Rules = Sequence[tuple[Callable[[Any], Any], str]]
 """(broken, message): a truthy value of `broken(settings)` refuses them. The message is a format string with

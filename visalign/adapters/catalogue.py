@@ -127,7 +127,10 @@ def own_sampling(path: str, adapter: str | None, device: str) -> OwnSampling:
     defaults = {} if kind is None else {n: p.default for n, p in inspect.signature(kind.__call__).parameters.items()}
     steps = len(index.get("sample_sigmas") or ()) or defaults.get("num_inference_steps")
     scale = defaults.get(family.scale) if family.has_halves and not index.get("is_distilled") else None
-    local = Path(folder) / family.present(index)[0]
+    networks = family.present(index)
+    if not networks:
+        raise UserError(f"{path} lists none of {', '.join(family.networks)}. Copy the model folder again.")
+    local = Path(folder) / networks[0]
     dtype = stored_dtype(local) if local.is_dir() else "float32" if device == "cpu" else "bfloat16"
     return OwnSampling(
         steps=steps if isinstance(steps, int) else 50,

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Absurd numbers are refused before lists and tensors of that size are made."""
+
+from __future__ import annotations
+
+import pytest
+
+from visalign.config import load_config
+from visalign.data.sets.sources import shapes_pairs
+from visalign.errors import ConfigError, UserError
+from visalign.pipelines.cli.sample import numbers
+from visalign.pipelines.flow_grpo.config import FlowGRPOConfig
+from visalign.pipelines.shared.reward_options import parse_options
+from visalign.pipelines.text.config import TextConfig
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        *("rollout.steps=1e8", "evaluation.steps=20000", "rollout.group_size=1e9", "rollout.batch_size=1e18"),
+        *("model.image_size=1e5", "model.lora.rank=0", "model.lora.alpha=nan"),
+        *("model.lora.alpha=.inf", "optimizer.lr=1e38", "rewards.terms.x.weight=nan"),
+    ],
+)
+def test_absurd_settings_of_images(override: str) -> None:
+    with pytest.raises(ConfigError, match=rf"Key '{override.partition('=')[0]}.* Input should be"):
+        load_config(FlowGRPOConfig, None, [override])
+
+
+@pytest.mark.parametrize(
+    "override", ["rollout.max_new_tokens=1e8", "dynamic.right_at=nan", "rollout.temperature=1e31"]
+)
+def test_absurd_settings_of_texts(override: str) -> None:
+    with pytest.raises(ConfigError, match=rf"Key '{override.partition('=')[0]}.* Input should be"):
+        load_config(TextConfig, None, [override])
+
+
+def test_absurd_counts_of_commands() -> None:
+    assert numbers("0,2-4") == [0, 2, 3, 4]
+    for text in ("0-4294967295", "9" * 5000, ",".join(["0-600000"] * 2)):
+        with pytest.raises(UserError, match="give numbers from 0 up"):
+            numbers(text)
+    with pytest.raises(UserError, match=r"at most 100000 records; got 1000000000"):
+        shapes_pairs(10**9)
+    for value in ("9" * 4400, "0x" + "f" * 4000, "[" * 40 + "]" * 40, '"a\\0b"'):
+        with pytest.raises(UserError, match=r"^--option 'quality=.* cannot be read") as refused:
+            parse_options([f"quality={value}"])
+        assert len(str(refused.value)) < 400
