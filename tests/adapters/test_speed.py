@@ -112,7 +112,8 @@ def test_activations_of_a_sampling_pass_are_freed_block_by_block(monkeypatch: py
     compiled_graphs(monkeypatch)
     speed_up(policy.module, compiled=True)
     outputs: list[torch.Tensor] = []
-    last: Any = policy.module.single_transformer_blocks[-1]
+    module: Any = policy.module
+    last: Any = module.single_transformer_blocks[-1]
     call = last._compiled_call_impl
     last._compiled_call_impl = lambda *a, **k: outputs.extend(out := call(*a, **k)) or out
     asked(policy)

@@ -53,7 +53,7 @@ def _dppo(case: Any) -> Outputs:
     counts = count_step(rows(weight), length=case.params["horizon"], empty="keep")
     names: dict[str, Any] = {"token_mean": "token_mean", "seq_mean_token_mean": "seq_mean_token_mean"}
     result: Outputs = {"token_loss": token_loss}
-    for name, mode in (names | {"seq_mean_token_sum_norm": "dr_grpo"}).items():
+    for name, mode in {**names, "seq_mean_token_sum_norm": "dr_grpo"}.items():
         loss = aggregate(rows(token_loss), rows(weight), mode, counts)
         result[f"loss_{name}"] = loss
         result[f"grad_log_prob_{name}"] = torch.autograd.grad(loss, new, retain_graph=True)[0]

@@ -55,8 +55,9 @@ class CastLinear(Linear):
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if self.disable_adapters or self.merged or self.active_adapters != [ADAPTER]:
             return super().forward(x, *args, **kwargs)
-        a, b = self.lora_A[ADAPTER].weight, self.lora_B[ADAPTER].weight * self.scaling[ADAPTER]
-        hidden = linear(self.lora_dropout[ADAPTER](x), a.to(x.dtype))
+        weights: Any = self.lora_A[ADAPTER], self.lora_B[ADAPTER]
+        a, b = weights[0].weight, weights[1].weight * self.scaling[ADAPTER]
+        hidden: Tensor = linear(self.lora_dropout[ADAPTER](x), a.to(x.dtype))
         return self.base_layer(x, *args, **kwargs) + linear(hidden, b.to(hidden.dtype))  # W x + (α / r) B A x
 
 

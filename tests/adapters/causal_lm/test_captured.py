@@ -21,9 +21,18 @@ def model_of(family: str) -> Any:
     if family == "qwen3":
         return tiny_model()
     torch.manual_seed(0)
-    config = {"vocab_size": len(tiny_tokenizer()), "max_position_embeddings": 64, "tie_word_embeddings": False}
+    config: dict[str, Any] = {
+        "vocab_size": len(tiny_tokenizer()),
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": False,
+    }
     if family == "llama":
-        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+        sizes: dict[str, Any] = {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+        }
         network: Any = transformers.LlamaForCausalLM(
             transformers.LlamaConfig(**config, **sizes, num_key_value_heads=2)
         )

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -152,7 +153,8 @@ class TestOldPairs:
 
     def test_as_the_paper_writes_it(self) -> None:
         """α = 0, m = 1: w = π(a_w) π(a_l) / (π₁(a_w) π₁(a_l)), also where e^ratio is no number."""
-        zeros, paper = f64(0, 0), {"alpha": 0.0, "multiplier": 1.0}
+        zeros = f64(0, 0)
+        paper: dict[str, Any] = {"alpha": 0.0, "multiplier": 1.0}
         weight = off_policy_pair_weights(f64(1, 5), f64(1, 5), zeros, zeros, **paper, normalise=False)
         assert_values(weight, math.exp(2), math.exp(10))
         huge = off_policy_pair_weights(f64(900, 899), f64(0, 0), zeros, zeros, **paper)

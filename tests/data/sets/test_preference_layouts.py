@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow
@@ -27,6 +28,12 @@ def png(level: int) -> bytes:
     return buffer.getvalue()
 
 
+def preferences(name: str, folder: Path, **options: Any) -> PreferenceSet:
+    layout = load_layout(name, folder, **options)
+    assert isinstance(layout, PreferenceSet)
+    return layout
+
+
 def quality(source: str, split: str | None = None) -> QualitySet:
     found = load_source(source, split=split)
     assert isinstance(found, QualitySet)
@@ -42,18 +49,18 @@ def test_hpdv2(tmp_path: Path) -> None:
     (tmp_path / "train.json").write_text(
         '[{"prompt": "a dog", "file_path": ["a.jpg", "b.jpg"], "human_preference": [0, 1], "user_hash": "u"}]'
     )
-    test = load_layout("hpdv2", tmp_path)
+    test = preferences("hpdv2", tmp_path)
     assert [pair.label for pair in test.pairs] == [1.0, 1.0, 0.5]
     assert [pair.votes for pair in test.pairs] == [(1, 1, 0), (2, 0, 0), (2, 0, 0)]
     assert test.pairs[0].image_left == str(tmp_path / "test" / "0.jpg")
-    assert [pair.label for pair in load_layout("hpdv2", tmp_path, split="train").pairs] == [0.0]
+    assert [pair.label for pair in preferences("hpdv2", tmp_path, split="train").pairs] == [0.0]
 
 
 def test_hpdv3_mixes_the_sides_of_its_winners(tmp_path: Path) -> None:
     names = {"model1": "flux", "model2": "sd2", "choice_dist": [12, 7], "confidence": 0.99}
     rows = [{"prompt": f"prompt {k}", "path1": f"{k}-won.jpg", "path2": f"{k}-lost.jpg"} for k in range(60)]
     (tmp_path / "test.json").write_text(json.dumps([row | names for row in rows]))
-    found = load_layout("hpdv3", tmp_path)
+    found = preferences("hpdv3", tmp_path)
     won = [pair.image_left if pair.label == 1 else pair.image_right for pair in found.pairs]
     assert all("won" in name for name in won)
     assert 10 < sum(pair.label == 1.0 for pair in found.pairs) < 50
@@ -61,7 +68,7 @@ def test_hpdv3_mixes_the_sides_of_its_winners(tmp_path: Path) -> None:
         assert pair.votes == ((12, 7, 0) if pair.label else (7, 12, 0))
         assert (pair.generator_left if pair.label else pair.generator_right) == "flux"
     assert [finding.kind for finding in check_preferences(found, files=False)] == []
-    assert len(load_layout("hpdv3", tmp_path, limit=7)) == 7
+    assert len(preferences("hpdv3", tmp_path, limit=7)) == 7
 
 
 def test_pick_a_pic_reads_images_inside_its_files(tmp_path: Path) -> None:
@@ -82,7 +89,7 @@ def test_pick_a_pic_reads_images_inside_its_files(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     path = tmp_path / "data" / "validation_unique-00000-of-00001-abc.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=2)
-    found = load_layout("pick_a_pic", tmp_path, split="validation_unique")
+    found = preferences("pick_a_pic", tmp_path, split="validation_unique")
     assert [pair.prompt for pair in found.pairs] == [f"prompt {k}" for k in (0, 1, 2, 3, 5)]
     assert [pair.label for pair in found.pairs] == [1.0, 0.0, 0.5, 1.0, 0.5]
     assert np.asarray(resolve_image(found.pairs[-1].image_right))[0, 0, 0] == 105
@@ -94,14 +101,14 @@ def test_image_reward_in_both_forms(tmp_path: Path) -> None:
     (tmp_path / "data" / "test.json").write_text(
         '[{"id": "5-7", "prompt": "a cat", "generations": ["p/0.webp", "p/1.webp", "p/2.webp"], "ranking": [1, 3, 3]}]'
     )
-    found = load_layout("image_reward", tmp_path)
+    found = preferences("image_reward", tmp_path)
     assert [pair.label for pair in found.pairs] == [1.0, 1.0, 0.5] and found.pairs[0].prompt_id == "5-7"
     assert found.pairs[0].image_left == str(tmp_path / "data" / "test_images" / "p" / "0.webp")
     names = {"prompt_id": "p1", "prompt": "a cat", "classification": "Animals"}
     table = [names | {"image_path": f"images/{k}.webp", "rank": rank} for k, rank in enumerate((2, 1))]
     (tmp_path / "db").mkdir()
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(table), tmp_path / "db" / "metadata-test.parquet")
-    pair = load_layout("image_reward", tmp_path / "db").pairs[0]
+    pair = preferences("image_reward", tmp_path / "db").pairs[0]
     assert (pair.label, pair.category, pair.prompt_id) == (0.0, "Animals", "p1")
 
 
@@ -168,7 +175,7 @@ def test_a_folder_without_annotations_says_what_it_needs(tmp_path: Path, layout:
 def test_missing_columns_are_named_with_those_found(tmp_path: Path) -> None:
     (tmp_path / "test.json").write_text(json.dumps([{"prompt": "p", "path1": "a"}]))
     with pytest.raises(UserError, match=r"lacks the column 'path2', needed for HPDv3.*Found: prompt, path1"):
-        load_layout("hpdv3", tmp_path)
+        preferences("hpdv3", tmp_path)
 
 
 def test_geneval_has_verdicts_of_its_rules(tmp_path: Path) -> None:

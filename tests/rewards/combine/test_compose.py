@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -184,7 +185,8 @@ def test_contract():
 def test_images_on_a_gpu_are_moved_for_the_terms_that_do_not_take_them_there(monkeypatch: pytest.MonkeyPatch):
     moved: list[str] = []
     monkeypatch.setattr("visalign.rewards.combine.weighted_sum.on_cpu", lambda images: moved.append("here") or images)
-    taking, other = fixed([1.0, 2, 3, 4]), fixed([1.0, 2, 3, 4])
+    taking: Any = fixed([1.0, 2, 3, 4])
+    other = fixed([1.0, 2, 3, 4])
     taking.capabilities = RewardCapabilities(takes_gpu_images=True)
     both = WeightedSum({"taking": (taking, 1.0), "other": (other, 1.0)})
     assert both.capabilities.takes_gpu_images

@@ -57,7 +57,7 @@ class CapturedDecoder:
         """Take the prompts' cache, their mask [n, S + T] (0 for the T tokens to come) and T numbers for each row."""
         (count, longest), device = uniform.shape, mask.device
         self._network, self._sampling, self._uniform = network, sampling, uniform
-        self._cache = StaticCache(network.model.config.get_text_config(), max_cache_len=mask.shape[1])
+        self._cache: Any = StaticCache(network.model.config.get_text_config(), max_cache_len=mask.shape[1])
         for static, filled in zip(self._cache.layers, prompt.keys.layers, strict=True):
             static.update(filled.keys, filled.values)
         self._columns = torch.arange(mask.shape[1], device=device)
@@ -119,7 +119,7 @@ class CapturedDecoder:
 @contextmanager
 def attention_by_key_head(model: PreTrainedModel) -> Iterator[None]:
     """Compute attention without copies of keys and values for the query heads that share them, inside the block."""
-    before = model.config._attn_implementation
+    before: Any = model.config._attn_implementation
     AttentionInterface.register(_BY_KEY_HEAD, _attend_by_key_head)
     model.set_attn_implementation(_BY_KEY_HEAD)
     try:
@@ -129,7 +129,7 @@ def attention_by_key_head(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _attend_by_key_head(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, *, scaling: float, **_: Any
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, *, scaling: float, **unused: Any
 ) -> tuple[Tensor, None]:
     """Attend from one token [n, heads, 1, d] to keys and values [n, key heads, S, d]; the mask is True to be read."""
     count, heads, _, width = query.shape

@@ -141,9 +141,10 @@ def copo_weight(
     `rho` None is 1.5 nats for answers, as published. Of rewards there are fewer than answers: 0.2, which one
     differing sample of 16 exceeds.
     """
-    if answer is None or consistency == "rewards":
-        answer, rho = torch.unique(reward, return_inverse=True)[1], 0.2 if rho is None else rho
-    entropy = consistency_entropy(answer, group, torch.isfinite(reward).double())
+    clusters = answer
+    if clusters is None or consistency == "rewards":
+        clusters, rho = torch.unique(reward, return_inverse=True)[1], 0.2 if rho is None else rho
+    entropy = consistency_entropy(clusters, group, torch.isfinite(reward).double())
     return copo_weight_of(entropy.nan_to_num(), gamma=gamma, rho=1.5 if rho is None else rho)
 
 

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
 """Triton kernels of `fused_tiles.py` for bfloat16 heads on Hopper and later: logits never leave the chip.
 
 One kernel computes a tile of logits and reduces it to softmax statistics, one turns it into the gradient of the

@@ -176,7 +176,6 @@ def head_gradients(
     grad_bias = weight.new_zeros(weight.shape[0], dtype=work.dtype) if needs[2] else None
     if count == 0:
         return Gradients(grad_hidden, grad_weight if grad_weight is None else grad_weight.zero_(), grad_bias)
-    by_row = (top, level, push, pull)
     tile_rows = transform.tile[0] if work.kernels is None else KERNEL_ROWS
     # one product over all rows is rounded once, as a bfloat16 product is; several are summed in float32 first
     rounds_once = work.native and count <= tile_rows
@@ -186,8 +185,8 @@ def head_gradients(
         if grad_weight is not None:
             grad_matrix = grad_weight[columns] if rounds_once else work.sums(grad_weight[columns])
         for part in _cut(count, tile_rows):
-            part_by_row = [None if value is None else value[part] for value in by_row]
-            grad_z = work.logit_gradient(part, columns, matrix, offset, *part_by_row)
+            part_push = None if push is None else push[part]
+            grad_z = work.logit_gradient(part, columns, matrix, offset, top[part], level[part], part_push, pull[part])
             if grad_bias is not None:
                 grad_bias[columns] += grad_z.sum(0)
             grad_z = work.operand(grad_z)

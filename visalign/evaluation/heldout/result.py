@@ -135,7 +135,7 @@ class HeldoutResult:
         return (
             self.completions == other.completions
             and np.array_equal(self.images, other.images)
-            and all(np.array_equal(v, other.scores.get(n), equal_nan=True) for n, v in self.scores.items())
+            and all(np.array_equal(v, other.scores[n], equal_nan=True) for n, v in self.scores.items())
         )
 
     def outcome(self) -> NDArray[np.float64]:
