@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from visalign.errors import UserError
@@ -15,23 +14,13 @@ BETWEEN_PARTS = "\n\n"
 """Text between two joined parts, as in mistral_common."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TemplateReading:
-    """Forms of content and of tool calls that a chat template reads."""
-
-    parts: bool = False
-    """Lists of text parts; False joins them to one text."""
-    text_arguments: bool = False
-    """Arguments of a tool call as JSON text; False: as an object."""
-
-
-TEXT_READING = TemplateReading()
-
-
-def template_messages(prompt: Prompt, where: str, reading: TemplateReading = TEXT_READING) -> list[dict[str, Any]]:
+def template_messages(
+    prompt: Prompt, where: str, *, reads_parts: bool = False, text_arguments: bool = False
+) -> list[dict[str, Any]]:
     """Return the messages of a prompt (a text is the message of a user) in the form that chat templates read.
 
-    Keys with None are dropped; `where` names the prompt in messages.
+    Keys with None are dropped; `where` names the prompt in messages. Lists of text parts are joined unless the
+    template `reads_parts`, and arguments of tool calls become objects, or with `text_arguments` JSON texts.
     """
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     bad = [message for message in messages if not is_message(message)]
@@ -41,20 +30,22 @@ def template_messages(prompt: Prompt, where: str, reading: TemplateReading = TEX
             'of the form {"role": "user", "content": "…"}, or with "tool_calls". A plain prompt is a string.'
         )
     return [
-        _template_message(message, f"Message {number} of {where[0].lower()}{where[1:]}", reading)
+        _template_message(message, f"Message {number} of {where[0].lower()}{where[1:]}", reads_parts, text_arguments)
         for number, message in enumerate(messages)
     ]
 
 
-def _template_message(message: Mapping[str, Any], where: str, reading: TemplateReading) -> dict[str, Any]:
+def _template_message(
+    message: Mapping[str, Any], where: str, reads_parts: bool, text_arguments: bool
+) -> dict[str, Any]:
     result = {key: value for key, value in message.items() if value is not None}
     if calls := result.pop("tool_calls", None):
         calls = calls if isinstance(calls, list | tuple) else [calls]
-        result["tool_calls"] = [_tool_call(call, where, reading) for call in calls]
+        result["tool_calls"] = [_tool_call(call, where, text_arguments) for call in calls]
     content = result.get("content", "")
     if isinstance(content, list | tuple):
         content = [_part(part, where) for part in content]
-        joins = not reading.parts or message["role"] == "system"  # Gemma 3 reads one part of it
+        joins = not reads_parts or message["role"] == "system"  # Gemma 3 reads one part of it
         if joins and all(part["type"] == "text" for part in content):
             content = BETWEEN_PARTS.join(part["text"] for part in content)
     elif not isinstance(content, str | list):
@@ -76,7 +67,7 @@ def _part(part: Any, where: str) -> dict[str, Any]:
     )
 
 
-def _tool_call(call: Any, where: str, reading: TemplateReading) -> dict[str, Any]:
+def _tool_call(call: Any, where: str, as_text: bool) -> dict[str, Any]:
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise UserError(
@@ -93,7 +84,7 @@ def _tool_call(call: Any, where: str, reading: TemplateReading) -> dict[str, Any
             f"{where} calls {function['name'][:80]!r} with arguments that are no JSON object: {str(written)[:80]}. "
             "Give an object, or its JSON text."
         )
-    if reading.text_arguments:
+    if as_text:
         arguments = written if isinstance(written, str) else json.dumps(arguments, ensure_ascii=False)
     function = {**function, "arguments": arguments}
     return {**call, "function": function} if "function" in call else function

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from visalign.errors import UserError, suggestion
 from visalign.text import Prompt
-from visalign.text.messages import TemplateReading, template_messages
+from visalign.text.messages import template_messages
 
 _PROBE = "QQTEXTQQ"
 """Content of messages whose surroundings in a rendered text are those of the template."""
@@ -85,7 +85,7 @@ class PromptEncoder:
         """
         if isinstance(prompt, str) and self._is_rendered(prompt):
             return self._rendered(prompt)
-        messages = template_messages(prompt, f"Prompt {index}", self._reading)
+        messages = template_messages(prompt, f"Prompt {index}", **self._reading)
         if self._template is None:
             raise UserError(
                 f"Prompt {index} is a conversation, and this tokenizer has no chat template (a base model). "
@@ -113,7 +113,8 @@ class PromptEncoder:
         """Return the token that the chat template writes behind a message of the assistant: the first special
         one there, or one of `ends`; None without such.
         """
-        return next((token for token in self._after_answer if token in self._special or token in ends), None)
+        ids = self.tokenizer(self._surroundings[2], add_special_tokens=False)["input_ids"]
+        return next((token for token in ids if token in self._special or token in ends), None)
 
     def end_token(self, prompt: Prompt, ends: Sequence[int]) -> int:
         """Return the token that ends a completion of a prompt: `turn_end`, or the tokenizer's after plain text;
@@ -143,11 +144,8 @@ class PromptEncoder:
         return before, behind, self._apply_to_probe(_PROBE, _PROBE).rpartition(_PROBE)[2]
 
     @cached_property
-    def _after_answer(self) -> list[int]:
-        return list(self.tokenizer(self._surroundings[2], add_special_tokens=False)["input_ids"])
-
-    @cached_property
-    def _reading(self) -> TemplateReading:
+    def _reading(self) -> dict[str, bool]:
+        """Forms of content and of tool calls that the template reads; see `template_messages`."""
         parts = self._apply_to_probe([{"type": "text", "text": _PROBE}]) == self._apply_to_probe()
         # DeepSeek's templates join the arguments of a call to a text
         call = {"id": "call00000", "type": "function", "function": {"name": _PROBE, "arguments": {}}}
@@ -157,31 +155,26 @@ class PromptEncoder:
             text_arguments = False
         except (TemplateError, ValueError, TypeError) as error:
             text_arguments = isinstance(error, TypeError)
-        return TemplateReading(parts=parts, text_arguments=text_arguments)
+        return {"reads_parts": parts, "text_arguments": text_arguments}
 
     @cached_property
     def _opening(self) -> tuple[str, str]:
         """What a rendered text begins with or, where that is a special token of a role, holds; and the start token."""
         start = str(self.tokenizer.bos_token or "")
         before = self._surroundings[0].removeprefix(start).lstrip()
-        token = next((token for token in self._marks if before.startswith(token)), None)
-        return token or before.strip(), start
+        tokens = (token for token in self._special.values() if before.startswith(token))
+        return max(tokens, key=len, default=before.strip()), start
 
     @cached_property
     def _special(self) -> dict[int, str]:
         return {number: token.content for number, token in self.tokenizer.added_tokens_decoder.items()}
 
-    @cached_property
-    def _marks(self) -> tuple[str, ...]:
-        """Special tokens as they are spelled, the longest first."""
-        return tuple(sorted(self._special.values(), key=len, reverse=True))
-
     def _is_rendered(self, text: str) -> bool:
         """Check for a text to which the chat template was applied before."""
         opening, start = self._opening
         text = text.lstrip().removeprefix(start).lstrip()
-        if opening in self._marks:  # other roles than the user's may come first
-            return opening in text and text.startswith(self._marks)
+        if opening in (marks := tuple(self._special.values())):  # other roles than the user's may come first
+            return opening in text and text.startswith(marks)
         answer = self._surroundings[1].strip()
         return bool(opening and answer) and text.startswith(opening) and answer in text
 
