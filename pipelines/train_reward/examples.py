@@ -184,7 +184,7 @@ def file_pairs(
         labels.append(Example(prompt=pair.prompt, label=pair.label, truth=truth, votes=pair.votes, weight=weight))
         if triples_in is not None and pair.label != 0.5 and pair.extra.get("image_refined"):
             better = pair.image_left if pair.label > 0.5 else pair.image_right
-            images = (image_path(pair.extra, "image_refined", triples_in), better)
+            images = (image_path(dict(pair.extra), "image_refined", triples_in), better)
             refined.append((Row(where, pair.prompt, images), replace(labels[-1], label=1.0, truth=1.0, votes=None)))
     rows += [row for row, _ in refined]
     labels += [label for _, label in refined]
@@ -206,7 +206,7 @@ def file_triples(pairs: PreferenceSet, folder: Path) -> Examples:
             )
         images = (pair.image_left, pair.image_right)
         ascending = images[::-1] if pair.label > 0.5 else images
-        rows.append(Row(where, pair.prompt, (*ascending, image_path(pair.extra, "image_refined", folder))))
+        rows.append(Row(where, pair.prompt, (*ascending, image_path(dict(pair.extra), "image_refined", folder))))
         refined = pair.extra.get("prompt_refined")
         labels.append(Example(prompt=pair.prompt, refined=None if refined is None else str(refined)))
     return _from_files(rows, labels, (pair.to_row() for pair in pairs.pairs))
