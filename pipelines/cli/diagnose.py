@@ -49,20 +49,25 @@ def show_diagnosis(console: Console, result: Mapping[str, Any]) -> None:
     console.print(
         Text(
             f"{result['tuned']} against {result['base']}: {result['prompts']} held-out prompts, "
-            f"{result['samples']} completions each, solved by {result['correctness']}"
+            f"{result['samples']} completions each"
+            + (f", solved by {result['correctness']}" if result["correctness"] else "; no reward says right or wrong")
         )
     )
-    _show_support(console, result["support"])
+    if result["support"] is not None:
+        _show_support(console, result["support"])
     _show_best_of_n(console, result["best_of_n"])
     _show_distances(console, result["rewards"])
     _show_greedy(console, result["greedy"])
     if (clip := result["clip"]) is not None:
         line = (
             f"Of the trained decisions the clip took {clip['low']:.3%} with A < 0, {clip['high']:.3%} with A > 0 "
-            f"(net {clip['net']:+.3%}), in {clip['iterations']:.0%} of the iterations. Rewards by lot would "
-            f"withhold {clip['advantage_at_stake']['estimate']:.2f} of advantage from the right ones of "
-            f"{result['samples']} completions."
+            f"(net {clip['net']:+.3%}), in {clip['iterations']:.0%} of the iterations."
         )
+        if (stake := clip["advantage_at_stake"]) is not None:
+            line += (
+                f" Rewards by lot would withhold {stake['estimate']:.2f} of advantage from the right ones of "
+                f"{result['samples']} completions."
+            )
         console.print(Text(line))
 
 

@@ -114,6 +114,7 @@ def evaluate(
 
 def show_evaluation(console: Console, result: Mapping[str, Any]) -> None:
     """Print an evaluation, one column per judge."""
+    from visalign.data.sets.checks import PACKAGED_JUDGE
     from visalign.evaluation.pages.base import provenance_sentence
     from visalign.evaluation.pages.reward_page import comparison_lines, evaluation_tables, fusion_line
 
@@ -121,7 +122,8 @@ def show_evaluation(console: Console, result: Mapping[str, Any]) -> None:
     what = "pairs" if about["kind"] == "preferences" else "images"
     console.print(Text(f"{about['name']}: {about['size']} {what}"))
     for finding in about["findings"]:
-        console.print(Text(f"  {finding['message']}"))
+        style = "bold red" if finding["kind"] == PACKAGED_JUDGE else ""
+        console.print(Text(f"  {finding['message']}", style=style))
     for name, provenance in result["provenance"].items():
         console.print(Text(provenance_sentence(name, provenance)), soft_wrap=True)
     names = [escape(judge["judge"]["name"]) for judge in judges]

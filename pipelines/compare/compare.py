@@ -62,7 +62,8 @@ def compare_images(
             compare = _compare_scores if isinstance(judge, PointwiseReward) else _compare_orders
             entry = compare(judge, images, prompt)
         entry = {"label": label, **_NO_RESULT, **entry, "provenance": provenance(judge)}
-        entry["notes"] += filter(None, [domain_note(judge, [prompt])])
+        entry["warning"] = domain_note(judge, [prompt])
+        entry["notes"] += filter(None, [entry["warning"]])
         entries.append(entry)
     votes: dict[str, list[str]] = {}
     for entry in entries:

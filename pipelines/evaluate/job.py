@@ -13,6 +13,7 @@ from typing import Any
 
 from visalign.atomic import write_atomic
 from visalign.data.sets.checks import (
+    PACKAGED_JUDGE,
     Finding,
     check_preferences,
     check_quality,
@@ -188,7 +189,7 @@ def _checked(
         source, summed = summed_votes(source if keep_duplicates else without_duplicates(source))
         findings, prompts = findings + summed, [pair.prompt for pair in source.pairs]
     notes = {name: domain_note(judge, prompts) for name, judge in judges.items()}
-    findings += [Finding(kind="packaged judge", count=1, message=f"{n}: {note}") for n, note in notes.items() if note]
+    findings += [Finding(kind=PACKAGED_JUDGE, count=1, message=f"{n}: {note}") for n, note in notes.items() if note]
     return source, findings
 
 

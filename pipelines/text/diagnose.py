@@ -44,7 +44,7 @@ class _ScoredCompletions(NamedTuple):
     reward: Tensor
     """[P, n] float64; NaN where it failed."""
     solved: Tensor
-    """[P, n] float64 1 or 0; NaN where the reward failed."""
+    """[P, n] float64 1 or 0; NaN where the reward failed, or nothing says what solves a prompt."""
     values: Mapping[str, Tensor]
     """label -> [P, n] float64 of each reward, higher is better; NaN where it failed."""
 
@@ -68,7 +68,8 @@ def diagnose(
     scale β of the Gumbel noise on the logits under which greedy completions are repeated.
 
     Returns:
-        JSON-able: policies, `support`, `best_of_n`, `rewards` (a distance per pair), `clip`, `greedy`.
+        JSON-able: policies, `support` (None where no reward says right or wrong), `best_of_n`,
+        `rewards` (a distance per pair), `clip`, `greedy`.
     """
     config, first_config = _config(second or run), _config(run)
     scorer = _Scorer(config, rewards, prompts)
@@ -86,7 +87,7 @@ def diagnose(
         "prompts": len(scorer.records),
         "samples": samples,
         "correctness": scorer.correctness,
-        "support": _support(base, tuned, scorer.records, generator),
+        "support": None if scorer.correctness is None else _support(base, tuned, scorer.records, generator),
         "best_of_n": _best_of_n(policies["base"], base, tuned, generator),
         "rewards": _distances(base, tuned, generator),
         "clip": _clip(second or run, base, generator),
@@ -107,11 +108,9 @@ class _Scorer:
         self.records, self.generation = evenly_spaced(records, prompts), config.generation
         added = {name: load_text_reward(name) for name in more if name not in rewards}
         self.rewards, self.correctness = {**rewards, **added}, config.evaluation.correctness
-        if self.correctness is None:
-            fault = "The run's evaluation.correctness is null, so nothing says which completions solve a prompt."
-            raise UserError(f"{fault} Diagnose a run whose config.yaml names such a reward.")
         is_optimized = hasattr(config, "rewards")  # a supervised run optimizes no reward
-        self.reward = text_sum(config.rewards, rewards) if is_optimized else rewards[self.correctness]
+        label = self.correctness or next(iter(rewards))
+        self.reward = text_sum(config.rewards, rewards) if is_optimized else rewards[label]
 
     @torch.no_grad()
     def generate(self, policy: Any, seeds: Sequence[int], sampling: Sampling) -> TextRollout:
@@ -134,14 +133,18 @@ class _Scorer:
         texts, prompts, samples = list(rollout.text), list(rollout.prompt), len(rollout.text) // len(self.records)
         records = [record for record in self.records for _ in range(samples)]
         scores = {label: reward.score(texts, prompts, records) for label, reward in self.rewards.items()}
-        correct, total = scores[self.correctness], self.reward.score(texts, prompts, records)
-        is_right = verdict(self.correctness, self.rewards[self.correctness], correct).double()
-        right = torch.where(finite_scores(correct), is_right, torch.nan)
+        total = self.reward.score(texts, prompts, records)
+        correct, right = total, torch.full((len(texts),), torch.nan, dtype=torch.float64)
+        if self.correctness is not None:
+            correct = scores[self.correctness]
+            is_right = verdict(self.correctness, self.rewards[self.correctness], correct).double()
+            right = torch.where(finite_scores(correct), is_right, torch.nan)
 
         def table(values: Tensor) -> Tensor:
             return torch.where(rollout.generated, values, torch.nan).reshape(-1, samples)
 
-        if not bool((right + _value(total)).isfinite().any()):
+        judged = _value(total) + (0 if self.correctness is None else right)
+        if not bool(judged.isfinite().any()):
             why = next(filter(None, correct.reason or total.reason or []), "no reason given")
             raise UserError(f"None of {len(records)} completions could be scored ({why}).")
         signs = {label: 1 if reward.higher_is_better else -1 for label, reward in self.rewards.items()}
@@ -281,6 +284,8 @@ def _clip(run: Path, base: _ScoredCompletions, generator: torch.Generator) -> di
         return None
     sides = [torch.tensor([float(row[name]) for row in rows]) for name in ("clip_low", "clip_high")]
     solved = base.solved[base.solved.isfinite().all(1)]
+    if not len(solved):
+        return {**two_policies.clip_bias(*sides), "advantage_at_stake": None}
     at_stake = two_policies.advantage_at_stake(solved.sum(1), base.solved.shape[1])
     interval = two_policies.mean_interval(at_stake, generator=generator)
     return {**two_policies.clip_bias(*sides), "advantage_at_stake": interval.to_dict()}

@@ -230,6 +230,22 @@ def test_a_fallen_reward_is_named(tmp_path: Path) -> None:
     assert "No reward moved in the wrong direction" in page.text and "lower is better" in page.text
 
 
+@pytest.mark.parametrize("name", ["token_entropy", "length"])
+@pytest.mark.parametrize("higher", [True, False])
+def test_entropy_and_length_are_neither_better_nor_worse(name: str, higher: bool) -> None:
+    before, after = (
+        replace(
+            make_text_result(0.5),
+            scores={name: np.linspace(5, 6, 24, dtype=np.float32) - moved},
+            units={name: "u"},
+            higher_is_better={name: higher},
+        )
+        for moved in (0, 1)
+    )
+    (row,) = compare(before, after).rewards
+    assert row.verdict == "fell" and not row.worse and row.neutral
+
+
 def test_all_invalid(tmp_path: Path) -> None:
     before, after = blind_result(0.25), blind_result(0.75)
     page = report(tmp_path, before, after, metrics=[])

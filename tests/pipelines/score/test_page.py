@@ -81,6 +81,10 @@ def test_the_page_says_what_is_odd(table: list[ImageRow], tmp_path: Path) -> Non
     flat = summary(table[:1] * 3, up=Brightness())
     page = write_score_page(tmp_path / "flat.html", flat).read_text()
     assert "gives all 3 images the same score" in page
+    assert 'class="banner"' not in page
+    flat["rewards"][0]["warning"] = "these numbers mean nothing"
+    page = write_score_page(tmp_path / "banner.html", flat).read_text()
+    assert page.index("up: these numbers mean nothing") < page.index("Median score of")
     none = write_score_page(tmp_path / "none.html", summary(table[6:], up=Brightness())).read_text()
     assert "It could score no image." in none
 

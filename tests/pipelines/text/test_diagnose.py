@@ -150,7 +150,11 @@ def test_what_is_no_run_of_a_text_policy_is_refused(runs, tmp_path):
     assert "is a run of flow_grpo, which trains no text policy" in _said(tmp_path, code=2)
     (tmp_path / "config.yaml").write_text((runs / "tuned" / "config.yaml").read_text())
     assert "is not finished" in _said(tmp_path, code=2)
+
+
+def test_without_a_verdict_the_reward_is_compared(runs, tmp_path):
     text = (runs / "tuned" / "config.yaml").read_text().replace("correctness: starts", "correctness: null")
-    shutil.copytree(runs / "idle" / "model", tmp_path / "model")
+    shutil.copytree(runs / "tuned" / "model", tmp_path / "model")
     (tmp_path / "config.yaml").write_text(text)
-    assert "evaluation.correctness is null" in _said(tmp_path, code=2)
+    said = _said(tmp_path, "--samples", 2)
+    assert "no reward says right or wrong" in said and "Reward against KL" in said and "Support" not in said

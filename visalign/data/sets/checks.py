@@ -18,6 +18,10 @@ Item = tuple[str, str]
 """(reference of an image, name of its set)."""
 
 
+PACKAGED_JUDGE = "packaged judge"
+"""Kind of the finding that a judge does not know the prompts, so that its numbers mean nothing."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Finding:
     """An oddity of a set that is no reason to stop."""

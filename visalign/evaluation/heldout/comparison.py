@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from visalign.errors import UserError
 from visalign.evaluation.statistics.intervals import Interval, paired_bootstrap
 
-from .result import HeldoutResult
+from .result import NEUTRAL, HeldoutResult
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +47,8 @@ class RewardRow:
     higher_is_better: bool
     repeats_accuracy: bool
     """True where its scores are the verdicts themselves."""
+    neutral: bool = False
+    """True where neither direction is better or worse."""
 
     @property
     def verdict(self) -> str:
@@ -60,7 +62,7 @@ class RewardRow:
     @property
     def worse(self) -> bool:
         """True where the reward moved against its direction beyond its interval."""
-        return self.verdict == ("fell" if self.higher_is_better else "rose")
+        return not self.neutral and self.verdict == ("fell" if self.higher_is_better else "rose")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +133,7 @@ def compare(before: HeldoutResult, after: HeldoutResult, *, seed: int = 0, level
             change=change(before.scores[name], after.scores[name], everything),
             invalid=(before.invalid(name), after.invalid(name)),
             higher_is_better=after.higher_is_better[name],
+            neutral=bool(after.completions) and name in NEUTRAL,
             repeats_accuracy=before.is_verdict(name) and after.is_verdict(name),
         )
 

@@ -20,6 +20,8 @@ from visalign.atomic import write_atomic
 from visalign.errors import UserError
 from visalign.evaluation.statistics.intervals import Interval, finite, paired_bootstrap, share_interval
 
+LENGTH, ENTROPY = NEUTRAL = "length", "token_entropy"
+"""Measures of completions, of which neither direction is better or worse."""
 _FORMAT = "visalign held-out result 1"
 
 

@@ -19,9 +19,9 @@ from visalign.text import Sampling, StoppingCriteria, TextPolicy, TextRollout
 from visalign.text.tool_calls import without_failed
 
 from .correctness import Tally, check_evaluation, check_size, finite_scores, record_tags, verdict
-from .result import HeldoutResult
+from .result import ENTROPY, LENGTH, HeldoutResult
 
-GREEDY, ANY, LENGTH, ENTROPY = "greedy", "any_of_samples", "length", "token_entropy"
+GREEDY, ANY = "greedy", "any_of_samples"
 """Measures next to the rewards: the verdict of the greedy completion, pass@S over a prompt's S samples (both
 the same for all samples of a prompt), tokens, and mean nats per token."""
 

@@ -34,7 +34,13 @@ MISSING = "–"
 
 
 def render_page(
-    template: str, *, title: str, command: str = "", models: Sequence[tuple[str, str]] = (), **values: Any
+    template: str,
+    *,
+    title: str,
+    command: str = "",
+    models: Sequence[tuple[str, str]] = (),
+    banners: Sequence[str] = (),
+    **values: Any,
 ) -> str:
     """Render a page that extends `page.html.j2`: one file, no network, light or dark, any width.
 
@@ -46,6 +52,7 @@ def render_page(
         title: Title of the page.
         command: Command for the footer, unless this process runs a whole_percent command line.
         models: (reward, its model and identity), for the footer.
+        banners: Warnings above everything else, such as that the numbers mean nothing.
         **values: Values for the template.
     """
     filters = (
@@ -74,6 +81,7 @@ def render_page(
         date=datetime.now(tz=UTC).date().isoformat(),  # the zone of a reader is not known
         script=script,
         script_hash=script_hash,
+        banners=banners,
         **values,
     )
 

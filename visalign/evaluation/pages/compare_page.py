@@ -26,6 +26,7 @@ def compare_page(result: Mapping[str, Any], images: Sequence[Tensor], names: Seq
         "compare_page.html.j2",
         title="A or B",
         command="visalign compare",
+        banners=[f"{judge['label']}: {judge['warning']}" for judge in result["judges"] if judge.get("warning")],
         prompt=result["prompt"],
         summary=result["summary"],
         rule=result["rule"],

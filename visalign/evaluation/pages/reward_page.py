@@ -10,6 +10,7 @@ from typing import Any
 
 from markupsafe import Markup
 
+from visalign.data.sets.checks import PACKAGED_JUDGE
 from visalign.evaluation.statistics.agreement import HEADLINE
 
 from .base import MISSING, fixed, model_name, points, render_page, share, signed, span, words
@@ -86,6 +87,7 @@ def evaluation_page(result: Mapping[str, Any], images: Mapping[str, Mapping[str,
         title=f"{', '.join(names)} on {about['name']}",
         command="visalign evaluate",
         models=[(j["judge"]["name"], model_name(j["judge"].get("identity") or {})) for j in judges],
+        banners=[finding["message"] for finding in about["findings"] if finding["kind"] == PACKAGED_JUDGE],
         about=about,
         judges=judges,
         names=names,

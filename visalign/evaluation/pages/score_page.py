@@ -30,6 +30,7 @@ def score_page(summary: Mapping[str, Any], images: Mapping[str, Mapping[str, Any
         "score_page.html.j2",
         title="Scores",
         command="visalign score",
+        banners=[f"{reward['label']}: {reward['warning']}" for reward in rewards if reward["warning"]],
         summary=summary,
         rewards=rewards,
         headlines=headlines,
