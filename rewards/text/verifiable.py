@@ -9,6 +9,7 @@ ground truth is invalid.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
@@ -29,6 +30,7 @@ from .parsing import (
 )
 from .symbolic import is_installed, symbolically_equal
 
+_FINAL_LINE = re.compile(r"####[ \t]*([^\n#]*[^\s#])\s*\Z")
 COMPARISONS = ("exact", "number", "list", "math")
 
 
@@ -45,7 +47,9 @@ class VerifiableAnswer(TextRule):
       mathematics: by math-verify where it is installed (`pip install visalign[math]`), else as "exact".
       Decimals are exact: 0.333 is not 1/3.
 
-    For all but "list" the ground truth may be a list of alternatives, of which one must match.
+    For all but "list" the ground truth may be a list of alternatives, of which one must match. A worked
+    solution is a ground truth too: its answer stands behind a last "####" (GSM8K), or where `extract` "boxed" or
+    "answer_tag" finds it.
 
     Args:
         extract: "whole", "last_line", "boxed" (\\boxed{…} or \\fbox{…}), "answer_tag"
@@ -102,6 +106,7 @@ class VerifiableAnswer(TextRule):
         truth = record.get(self._field)
         if truth is None:
             return TextVerdict(reason=f"its metadata has no {self._field!r}")
+        truth = list(map(self._stated, truth)) if isinstance(truth, list | tuple) else self._stated(truth)
         if problem := self._truth_problem(truth):
             return TextVerdict(reason=f"the ground truth {self._field!r} is {shortened(truth)}, {problem}")
         answer, problem = self._find_answer(completion)
@@ -137,6 +142,15 @@ class VerifiableAnswer(TextRule):
         if answer and self._compare == "number" and parse_number(answer) is None:
             return "", f"no number: {shortened(answer)}"
         return answer, "" if answer else "the answer is empty"
+
+    def _stated(self, truth: Any) -> Any:
+        """Return the answer of a worked solution; other ground truths as they are."""
+        if not isinstance(truth, str):
+            return truth
+        answers = _FINAL_LINE.findall(truth)
+        if not answers and self._extract in ("boxed", "answer_tag"):
+            answers = EXTRACTORS[self._extract][0](truth)
+        return answers[-1] if answers else truth
 
     def _truth_problem(self, truth: Any) -> str | None:
         """Reason why a ground truth cannot be read, or None."""

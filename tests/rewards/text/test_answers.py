@@ -116,6 +116,24 @@ def test_boxed_answer_reads_the_completion_alone_and_the_last_box():
     assert judge(reward, r"\boxed{X}", "x")[0] == 0
 
 
+@pytest.mark.parametrize(
+    ("truth", "answer"),
+    [
+        ("Half of 144 is <<144/2=72>>72.\n#### 72", "72"),
+        ("... #### 1,234", "1234"),
+        (["2 + 2 = 4\n#### 4\n", "5"], "4"),
+        (r"Two, so \boxed{\frac{1}{2}}.", r"\frac12"),
+        ("#### a\n4", "#### a\n4"),
+    ],
+)
+def test_a_worked_solution_is_a_ground_truth(truth, answer):
+    reward = load_text_reward("boxed_answer")
+    assert judge(reward, rf"\boxed{{{answer}}}", truth)[0] == 1
+    assert judge(reward, r"\boxed{41}", truth)[0] == 0
+    if "####" in str(truth) and answer.isdigit():
+        assert judge(load_text_reward("numeric_answer"), f"it is {answer}", truth)[0] == 1
+
+
 def test_exact_answers_after_the_stated_normalisation():
     reward = load_text_reward("exact_answer")
     assert judge(reward, ' "The  Answer."\n', "the answer")[0] == 1
