@@ -226,7 +226,7 @@ def check_texts(records: Records) -> Records:
     """Return the records if every prompt can be written as UTF-8."""
     for record in records:
         try:
-            record["prompt"].encode()
+            str(record["prompt"]).encode()
         except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair
             raise UserError(
                 f"The prompt {record['prompt']!r:.80} is no text in Unicode: it holds half of a surrogate "

@@ -91,7 +91,10 @@ class PromptsConfig:
     """Prompts to complete."""
 
     train: str = "tasks:train"
-    """tasks:train, tasks:heldout, or a .jsonl file of records with "prompt" and the fields that the rewards read."""
+    """tasks:train, tasks:heldout, or a table (.jsonl, .json, .csv, .tsv, .parquet) of records with "prompt" (a text
+    or a list of messages) and the fields that the rewards read; or a .txt file, a prompt per line."""
+    map: dict[str, str] = field(default_factory=dict)
+    """Our name of a field -> that of the files, such as prompt: question for GSM8K's rows."""
     tasks: list[str] | None = None
     """Kinds of the packaged tasks; null: all."""
     levels: list[int] | None = None

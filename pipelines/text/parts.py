@@ -116,7 +116,7 @@ def text_records(key: str, data: PromptsConfig, seed: int) -> Records:
             return heldout_tasks(getattr(data, "heldout_per_task", HELDOUT_PER_TASK), **options)
         if source.startswith("tasks:"):
             raise UserError(f"there is no {source!r}; the packaged records are tasks:train and tasks:heldout.")
-    return build_records(source, f"data.{key}", packaged=("tasks:train", "tasks:heldout"))
+    return build_records(source, f"data.{key}", packaged=("tasks:train", "tasks:heldout"), names=data.map)
 
 
 def _images(key: str, data: Any, seed: int) -> PreferenceSet | QualitySet:
@@ -202,7 +202,7 @@ def text_demonstrations(key: str, data: PromptsConfig, seed: int, field: str | N
         return _decided_pairs(key, data, decision, field, seed)
     if data.question is not None or not source.startswith("tasks:"):
         with name_key(f"data.{key}"):
-            return load_demonstrations(source, field)
+            return load_demonstrations(source, field, data.map)
     records = text_records(key, data, seed)
     return [with_completion(r, f"data.{key}: record {i}", field) for i, r in enumerate(records)]
 

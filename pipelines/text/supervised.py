@@ -137,8 +137,8 @@ def _completions(config: TextDPOConfig) -> JudgedCompletions:
     data = config.data
     if not data.train.startswith("tasks:"):
         if config.loss.votes:
-            return load_votes(data.train, threshold=data.threshold, unusable=data.unusable)
-        return load_pairs(data.train, unusable=data.unusable)
+            return load_votes(data.train, threshold=data.threshold, unusable=data.unusable, names=data.map)
+        return load_pairs(data.train, unusable=data.unusable, names=data.map)
     tasks = text_records("train", data, config.seed)
     records: list[dict[str, Any]] = []
     for index, task in enumerate(tasks):

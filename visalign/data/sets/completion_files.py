@@ -15,8 +15,8 @@ import torch
 from visalign.core.regression.signals import best_worst_pairs
 from visalign.errors import UserError, excerpt
 
-from .columns import parse_bool
-from .prompt_files import is_prompt, with_answer
+from .columns import parse_bool, rename_columns
+from .prompt_files import is_prompt, message_text, with_answer
 from .tables import listed, read_rows, require_columns
 
 Record = dict[str, Any]
@@ -35,15 +35,18 @@ class JudgedCompletions:
     (equal), records with an empty completion (empty)."""
 
 
-def load_pairs(path: str | Path, *, unusable: str = "refuse") -> JudgedCompletions:
+def load_pairs(
+    path: str | Path, *, unusable: str = "refuse", names: Mapping[str, str] | None = None
+) -> JudgedCompletions:
     """Load pairs from a `.jsonl`, `.json`, `.csv`, `.tsv` or `.parquet` file.
 
     Its columns are prompt, chosen, rejected; or prompt, completion, reward, where the best and the worst completion to
     each prompt become a pair, and prompts whose rewards are all equal give none. A prompt is a text or a list of
     messages, a completion a text or a list of one message. A pair of equal completions, or with an empty one, is an
-    error (`unusable` "refuse") or left out ("drop").
+    error (`unusable` "refuse") or left out ("drop"). Without a prompt, chosen and rejected are conversations whose
+    last messages differ. `names` is our name of a column -> the file's.
     """
-    rows = _read(path, PAIR, "pairs")
+    rows = _read(path, PAIR, "pairs", names)
     is_scored = PAIR[0] not in rows[0][1]
     pairs = _best_and_worst(rows) if is_scored else rows
     # equal completions with different rewards are the reward's noise
@@ -56,14 +59,20 @@ def load_pairs(path: str | Path, *, unusable: str = "refuse") -> JudgedCompletio
     return completions
 
 
-def load_votes(path: str | Path, *, threshold: float = 1.0, unusable: str = "refuse") -> JudgedCompletions:
+def load_votes(
+    path: str | Path,
+    *,
+    threshold: float = 1.0,
+    unusable: str = "refuse",
+    names: Mapping[str, str] | None = None,
+) -> JudgedCompletions:
     """Load completions with a vote each, from a file as `load_pairs` reads it.
 
     Its columns are prompt, completion, label (true is good); or prompt, chosen, rejected, where each pair
     becomes two votes; or prompt, completion, reward, where a good completion has at least the threshold.
     """
     votes: list[NumberedRecord] = []
-    for number, row in _read(path, VOTE, "votes"):
+    for number, row in _read(path, VOTE, "votes", names):
         if PAIR[0] in row:
             rest = {name: value for name, value in row.items() if name not in PAIR}
             for name in PAIR:
@@ -91,13 +100,16 @@ def check_votes(where: str, votes: Sequence[Mapping[str, Any]]) -> None:
         )
 
 
-def _read(path: str | Path, preferred: Sequence[str], purpose: str) -> list[NumberedRecord]:
+def _read(
+    path: str | Path, preferred: Sequence[str], purpose: str, names: Mapping[str, str] | None
+) -> list[NumberedRecord]:
     """Read numbered rows of one layout and check their prompts and completions."""
     layouts = (preferred, SCORED) if preferred == PAIR else (preferred, PAIR, SCORED)
     alternatives = " or ".join(", ".join(layout) for layout in layouts[1:])
     rows: list[NumberedRecord] = []
     columns: Sequence[str] = preferred
     for number, row in read_rows(path):
+        row = _split_pair(rename_columns(path, row, names or {}))
         if not rows:
             columns = next((layout for layout in layouts if set(layout) <= set(row)), preferred)
         require_columns(path, row, ("prompt", *columns), purpose=f"{purpose} (or prompt with {alternatives})")
@@ -116,10 +128,17 @@ def _read(path: str | Path, preferred: Sequence[str], purpose: str) -> list[Numb
     return rows
 
 
+def _split_pair(row: Record) -> Record:
+    """Take the messages that two whole conversations begin with as their prompt."""
+    chosen, rejected = (row.get(name) for name in PAIR)
+    if not isinstance(chosen, list) or not isinstance(rejected, list) or len(chosen) < 2 or chosen[:-1] != rejected[:-1]:
+        return row
+    return {**row, "prompt": chosen[:-1], PAIR[0]: chosen[-1:], PAIR[1]: rejected[-1:]}
+
+
 def _text(value: Any) -> str | None:
     """Read a completion, a text or a conversation of one message; earlier messages belong to the prompt."""
-    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], dict):
-        value = value[0].get("content")
+    value = message_text(value)
     return value if isinstance(value, str) else None
 
 

@@ -8,7 +8,7 @@ import hashlib
 import json
 import mimetypes
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +19,8 @@ from visalign.data.shapes.prompts import heldout_prompts, train_prompts
 from visalign.errors import UserError, excerpt
 from visalign.interfaces import is_message
 
-from .tables import listed, parse_json
+from .columns import rename_columns
+from .tables import READERS, listed, parse_json, read_rows
 
 Record = dict[str, Any]
 
@@ -29,6 +30,7 @@ COMPLETION, SOLUTION = "completion", "solution"
 """Fields of the completion when none is named: the first of these that a record has."""
 TOOL_ANSWERS = "tool_answers"
 """Field with the [start, end] character spans of a completion that a tool wrote."""
+CHAT = "text or a list of messages"
 EXAMPLE = '{"prompt": "1 + 1 = ?", "completion": "2"}'
 _SOURCES = 'Give each prompt one: a .jsonl file of {"prompt": "make it blue", "source": "cup.png"}.'
 
@@ -99,7 +101,12 @@ def _image_name(source: Any) -> str:
 
 
 def load_prompts(
-    source: str | Path, *, edits: Edits = "none", several: bool = True, packaged: Sequence[str] = (*EMBEDDED,)
+    source: str | Path,
+    *,
+    edits: Edits = "none",
+    several: bool = True,
+    packaged: Sequence[str] = (*EMBEDDED,),
+    names: Mapping[str, str] | None = None,
 ) -> list[Record]:
     """Load the prompt records of an embedded set or of a file, in its order.
 
@@ -108,28 +115,31 @@ def load_prompts(
     once; a warning counts both. With `edits` a record's "source" is an image to edit, a path relative to the working
     directory (with `several`, or a list of them): each is decoded once, and records of one prompt may differ in it.
     `packaged` names the sets of the caller in messages.
+
+    `names` (our name of a field -> the file's) is given where prompts are for a language model: then a prompt may
+    be a conversation, a list of messages, and the file any table of `read_rows`.
     """
     if str(source) in EMBEDDED:
         if edits == "needed":
             raise UserError(f"{source} has no images, and the model edits one. {_SOURCES}")
         return EMBEDDED[str(source)]()
     path, name = Path(source), f"prompt file {source}"
-    if path.suffix not in (".txt", ".jsonl") or not path.is_file():
+    tables = [".jsonl"] if names is None else list(READERS)
+    if path.suffix not in (".txt", *tables) or not path.is_file():
         raise UserError(
-            f"no prompt set {str(source)!r}: it is no .txt file (a prompt per line) or .jsonl file (a record "
-            f"per line), and the packaged sets are {', '.join(packaged)}."
+            f"no prompt set {str(source)!r}: it is no .txt file (a prompt per line) or {', '.join(tables)} file (a "
+            f"record per line), and the packaged sets are {', '.join(packaged)}."
         )
     records: dict[tuple[str, ...], tuple[int, Record]] = {}
     blank, repeated = 0, 0
-    for number, line in enumerate(_read_lines(path, name), start=1):
-        if not line.strip():
+    for number, record in _numbered_prompts(path, name, names):
+        if record is None:
             blank += 1
             continue
-        record = {"prompt": line}
-        if path.suffix == ".jsonl":
-            record = _prompt_record(f"{name} line {number}", line, "text", '{"prompt": "a red circle"}')
-        record["prompt"] = record["prompt"].strip()
-        key = (record["prompt"],) if edits == "none" else (record["prompt"], str(record.get("source")))
+        if isinstance(record["prompt"], str):
+            record["prompt"] = record["prompt"].strip()
+        prompt = json.dumps(record["prompt"])
+        key = (prompt,) if edits == "none" else (prompt, str(record.get("source")))
         first, earlier = records.setdefault(key, (number, record))
         if earlier != record:
             raise UserError(
@@ -145,6 +155,23 @@ def load_prompts(
         numbered = [(f"{name} line {number}", record) for number, record in records.values()]
         check_sources(numbered, needed=edits == "needed", several=several, remedy=_SOURCES)
     return [record for _, record in records.values()]
+
+
+def _numbered_prompts(
+    path: Path, name: str, names: Mapping[str, str] | None
+) -> Iterator[tuple[int, Record | None]]:
+    """Read the numbered records of a file of prompts; None for a blank line."""
+    kind, example = ("text", '{"prompt": "a red circle"}') if names is None else (CHAT, '{"prompt": "1 + 1 = ?"}')
+    if path.suffix not in (".txt", ".jsonl"):
+        for number, row in read_rows(path):
+            yield number, _check_prompt(f"{name} row {number}", row, kind, example, names)
+        return
+    for number, line in enumerate(_read_lines(path, name), start=1):
+        where = f"{name} line {number}"
+        if not line.strip() or path.suffix == ".txt":
+            yield number, {"prompt": line} if line.strip() else None
+        else:
+            yield number, _check_prompt(where, parse_json(line, where), kind, example, names)
 
 
 def check_sources(records: Iterable[tuple[str, Record]], *, needed: bool, several: bool, remedy: str) -> None:
@@ -187,14 +214,17 @@ def _why_unreadable(source: str) -> str | None:
         return str(error)
 
 
-def load_demonstrations(path: str | Path, field: str | None = None) -> list[Record]:
-    """Load the records of a `.jsonl` file, each with "prompt" and its "completion".
+def load_demonstrations(
+    path: str | Path, field: str | None = None, names: Mapping[str, str] | None = None
+) -> list[Record]:
+    """Load the records of a `.jsonl` file, each with "prompt" and its "completion"; `names` as in `load_prompts`.
 
     Unlike `load_prompts` this keeps every record of a prompt: sampling gives several completions of one
     prompt. Blank lines are skipped, texts stay unchanged.
 
     A prompt is a text, or a conversation: a list of messages with "role" and "content". The completion is in
-    the field; None is "completion", or "solution" where a record has no completion.
+    the field; None is "completion", or "solution" where a record has no completion. It is a text, or a list of
+    one message. Of a record with "messages" and no prompt the last message is the completion.
     """
     path, name = Path(path), f"file of demonstrations '{path}'"
     if path.suffix != ".jsonl" or not path.is_file():
@@ -203,7 +233,7 @@ def load_demonstrations(path: str | Path, field: str | None = None) -> list[Reco
     for number, line in enumerate(_read_lines(path, name), start=1):
         if line.strip():
             where = f"'{path}' line {number}"
-            record = _prompt_record(where, line, "text or a list of messages", EXAMPLE)
+            record = _check_prompt(where, _split_messages(parse_json(line, where)), CHAT, EXAMPLE, names)
             records.append(with_completion(record, where, field))
     if not records:
         raise UserError(f"{name} has no record; it needs at least one line such as {EXAMPLE}.")
@@ -216,7 +246,9 @@ def with_completion(record: Mapping[str, Any], where: str, field: str | None = N
     `where` starts the message if the record has none.
     """
     name = field or (COMPLETION if COMPLETION in record or SOLUTION not in record else SOLUTION)
-    if not isinstance(record.get(name), str):
+    if isinstance(text := message_text(record.get(name)), str):
+        record = {**record, name: text}
+    else:
         raise UserError(
             f"{where} has no text in the field {name!r}: its fields are {listed(list(record), limit=20)}. Each record "
             f"needs a prompt and its completion, such as {EXAMPLE}."
@@ -260,12 +292,34 @@ def _read_lines(path: Path, name: str) -> list[str]:
     return lines if lines[-1] else lines[:-1]
 
 
-def _prompt_record(where: str, line: str, kind: str, example: str) -> Record:
-    """Parse an object with a prompt of a kind, "text" or "text or a list of messages"."""
-    record = parse_json(line, where)
+def _check_prompt(where: str, record: Any, kind: str, example: str, names: Mapping[str, str] | None = None) -> Record:
+    """Return a record, its fields renamed, whose prompt is of a kind, "text" or `CHAT`."""
+    names = names if names and isinstance(record, dict) else {}
+    for ours, theirs in names.items():
+        if theirs not in record and ours not in record:
+            fields = listed(list(record), limit=20)
+            raise UserError(f"{where} has no field {theirs!r}, which data.map.{ours} names. Its fields are {fields}.")
+    record = rename_columns(where, record, names) if names else record
     prompt = record.get("prompt") if isinstance(record, dict) else None
     if not is_prompt(prompt) or (kind == "text" and not isinstance(prompt, str)):
+        remedy = "" if kind == "text" else "; data.map.prompt names the field of another file that holds it"
         raise UserError(
-            f'{where} needs a JSON object with a "prompt" that is {kind}, such as {example}; got {line.strip()[:80]}.'
+            f'{where} needs a JSON object with a "prompt" that is {kind}, such as {example}{remedy}; got '
+            f"{json.dumps(record, default=str)[:80]}."
         )
     return record
+
+
+def message_text(value: Any) -> Any:
+    """Return the content of a list of one message; other values as they are."""
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], dict):
+        return value[0].get("content")
+    return value
+
+
+def _split_messages(record: Any) -> Any:
+    """Split the conversation of a record without a prompt into the prompt and the answer that ends it."""
+    if not isinstance(record, dict) or "prompt" in record or not isinstance(record.get("messages"), list):
+        return record
+    *prompt, completion = record["messages"] or [None]
+    return {key: record[key] for key in record if key != "messages"} | {"prompt": prompt, COMPLETION: [completion]}

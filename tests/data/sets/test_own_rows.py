@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows as GSM8K and TRL have them: renamed fields, conversations as prompts, completions and pairs."""
+
+from __future__ import annotations
+
+import json
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from visalign.data.sets.completion_files import load_pairs, load_votes
+from visalign.data.sets.prompt_files import load_demonstrations, load_prompts
+from visalign.errors import UserError
+
+ASKED, RIGHT, WRONG = ({"role": role, "content": text} for role, text in zip(["user", *["assistant"] * 2], "?ab"))
+GSM8K = [{"question": f"{n} + 1?", "answer": f"{n + 1}\n#### {n + 1}"} for n in range(3)]
+
+
+def write(path, rows):
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_fields_are_renamed(tmp_path, ending):
+    path = write(tmp_path / f"rows.{ending}", GSM8K)
+    records = load_prompts(path, names={"prompt": "question"})
+    assert records == [{"prompt": row["question"], "answer": row["answer"]} for row in GSM8K]
+    with pytest.raises(UserError, match=r"1 has no field 'quest', which data.map.prompt names. Its fields are quest"):
+        load_prompts(path, names={"prompt": "quest"})
+    with pytest.raises(UserError, match=r"data\.map\.prompt names the field"):
+        load_prompts(path, names={})
+
+
+def test_prompts_may_be_conversations_for_language_models_alone(tmp_path):
+    path = write(tmp_path / "rows.jsonl", [{"prompt": [ASKED], "answer": "a"}] * 2)
+    with pytest.warns(UserWarning, match="1 repeated"):
+        assert load_prompts(path, names={}) == [{"prompt": [ASKED], "answer": "a"}]
+    with pytest.raises(UserError, match='"prompt" that is text, such as'):
+        load_prompts(path)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [ASKED, RIGHT]},
+        {"prompt": [ASKED], "completion": [RIGHT]},
+        {"prompt": [ASKED], "completion": "a"},
+        {"question": [ASKED], "solution": [RIGHT]},
+    ],
+)
+def test_demonstrations_as_trl_has_them(tmp_path, row):
+    path = write(tmp_path / "rows.jsonl", [row])
+    record = load_demonstrations(path, names={"prompt": "question"} if "question" in row else {})[0]
+    assert (record["prompt"], record["completion"]) == ([ASKED], "a")
+
+
+@pytest.mark.parametrize("prompt", [{}, {"prompt": "?"}, {"prompt": [ASKED]}])
+def test_pairs_as_trl_has_them(tmp_path, prompt):
+    before = [] if isinstance(prompt.get("prompt"), list) else [ASKED]
+    path = write(tmp_path / "rows.jsonl", [{**prompt, "chosen": [*before, RIGHT], "rejected": [*before, WRONG]}])
+    assert load_pairs(path).records == [{"prompt": [ASKED], "chosen": "a", "rejected": "b"}]
+    assert [vote["label"] for vote in load_votes(path).records] == [True, False]
