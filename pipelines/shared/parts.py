@@ -204,6 +204,7 @@ def weighted_sum(config: RewardsConfig, rewards: Mapping[str, Any], kind: Any) -
         advantage_weights=strengths,
         normalise=fixed if config.normalise == "fixed" else config.normalise,
         allow_mixed_units=config.allow_mixed_units,
+        allow_missing=config.allow_missing,
     )
 
 

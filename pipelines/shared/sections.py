@@ -80,6 +80,9 @@ class RewardsConfig:
     """none, fixed (each term's mean and std) or batch (z-scores over the batch; one process only)."""
     allow_mixed_units: bool = False
     """Sum raw scores of different units all the same."""
+    allow_missing: bool = False
+    """Sum the rewards that scored a sample, where None means "not for this prompt"; false: a sample that one of them
+    could not score is left out. Advantages of each reward by itself (gdpo) leave it out in either case."""
 
     @property
     def recorded(self) -> list[str]:

@@ -36,7 +36,8 @@ class WeightedSum:
     """value = Σ_m w_m · d_m · n_m(r_m) over rewards m; d_m is −1 where lower is better, so higher always is.
 
     n_m is the identity, (r − mean_m) / std_m with fixed numbers, or the z-score over the valid images of the batch. A
-    sample is invalid when any reward with w_m > 0 could not judge it. A weight of 0 only records a reward.
+    sample is invalid when any reward with w_m > 0 could not judge it, with `allow_missing` when none could. A weight
+    of 0 only records a reward.
 
     The parts hold, for each m, "m" (raw, in its own unit), "m.weighted" (its term of the sum) and "m.x" for
     each part x of m; "m.std" is the judge's own standard deviation where it gives one. Normalisation within a
@@ -47,6 +48,7 @@ class WeightedSum:
         normalise: "none"; "batch" (z-scores over the images of one call: a score then depends on its neighbours, and
             several processes would each have their own scale); or label -> (mean, std) for every reward with a weight.
         allow_mixed_units: sum raw scores of different units all the same.
+        allow_missing: sum the rewards that judged a sample, as TRL does, where None means "not for this prompt".
         bounds: label -> what a trainer is to hold the reward's mean at, in its own unit: at least that, or at
             most where lower is better. `score` does not look at them.
         advantage_weights: label -> λ, by which a trainer of texts scales advantages with the reward's own standard
@@ -64,6 +66,7 @@ class WeightedSum:
         *,
         normalise: Normalise = "none",
         allow_mixed_units: bool = False,
+        allow_missing: bool = False,
         bounds: Mapping[str, float] | None = None,
         advantage_weights: Mapping[str, float] | None = None,
         name: str | None = None,
@@ -71,7 +74,7 @@ class WeightedSum:
         self.name = name or ("weighted_sum" if self.noun == "image" else "weighted_text_sum")
         self.rewards = {label: (with_capabilities(reward), weight) for label, (reward, weight) in rewards.items()}
         units = {label: reward.unit for label, (reward, weight) in rewards.items() if weight}
-        self._per_batch = normalise == "batch"
+        self._per_batch, self._allow_missing = normalise == "batch", allow_missing
         self._scales = dict(normalise) if isinstance(normalise, Mapping) else {}
         bounds, strengths = dict(bounds or {}), dict(advantage_weights or {})
         check_rules(self.name, self._rules(normalise, units, bounds, strengths, allow_mixed_units))
@@ -129,6 +132,7 @@ class WeightedSum:
                 not (bounds and self._per_batch)
                 and all(label in units and math.isfinite(value) for label, value in bounds.items())
             ),
+            "allow_missing goes without bounds, whose means are over all samples": not (bounds and self._allow_missing),
             "there is a bound on every term, so nothing is maximised; leave one without": (
                 not bounds or not bounds.keys() >= units.keys()
             ),
@@ -180,6 +184,7 @@ class WeightedSum:
         score per sample, is named by its label.
         """
         total = torch.zeros(len(unusable), dtype=torch.float64)
+        judged = torch.zeros(len(unusable), dtype=torch.bool)
         reasons = list(unusable)
         parts: dict[str, Tensor] = {}
         for label, (reward, weight) in self.rewards.items():
@@ -196,9 +201,12 @@ class WeightedSum:
             value = scores.value.double()
             term = self._term(label, _standardise(value, scores.valid) if self._per_batch else value)
             parts[f"{label}.weighted"] = term.float()
-            total += term
+            total += torch.where(scores.valid, term, 0.0)
+            judged |= scores.valid
             for row, reason in enumerate(failure_reasons(scores)):
                 reasons[row] = reasons[row] or (reason and f"{label}: {reason}")
+        if self._allow_missing:
+            reasons = [None if ok else reason for ok, reason in zip(judged.tolist(), reasons, strict=True)]
         # parts keep a validity of their own: a term may be known where the sum is not
         return replace(make_scores(total.float(), reasons, self.unit), parts=parts)
 

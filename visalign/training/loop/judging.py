@@ -141,8 +141,8 @@ def check_failures(scores: Scores, valid: Tensor, limit: float, name: str) -> No
     reasons = "; ".join(f"{reason} ({count}×)" for reason, count in counts.most_common(3))
     raise RewardFailure(
         f"reward {name!r} could not score {failed} of {len(valid)} samples; at most {limit:.0%} may fail "
-        f"(rollout.max_failure_rate). Reasons: {reasons or 'value not finite'}. Fix the reward, then "
-        "continue with --resume."
+        f"(rollout.max_failure_rate). Reasons: {reasons or 'value not finite'}. Fix the reward, or set "
+        "rewards.allow_missing where None means 'not for this prompt'; then continue with --resume."
     )
 
 
