@@ -132,7 +132,7 @@ class WeightedSum:
                 not (bounds and self._per_batch)
                 and all(label in units and math.isfinite(value) for label, value in bounds.items())
             ),
-            "allow_missing goes without bounds, whose means are over all samples": not (bounds and self._allow_missing),
+            "allow_missing goes without bounds, which hold means of all samples": not (bounds and self._allow_missing),
             "there is a bound on every term, so nothing is maximised; leave one without": (
                 not bounds or not bounds.keys() >= units.keys()
             ),

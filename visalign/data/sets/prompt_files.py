@@ -157,9 +157,7 @@ def load_prompts(
     return [record for _, record in records.values()]
 
 
-def _numbered_prompts(
-    path: Path, name: str, names: Mapping[str, str] | None
-) -> Iterator[tuple[int, Record | None]]:
+def _numbered_prompts(path: Path, name: str, names: Mapping[str, str] | None) -> Iterator[tuple[int, Record | None]]:
     """Read the numbered records of a file of prompts; None for a blank line."""
     kind, example = ("text", '{"prompt": "a red circle"}') if names is None else (CHAT, '{"prompt": "1 + 1 = ?"}')
     if path.suffix not in (".txt", ".jsonl"):
