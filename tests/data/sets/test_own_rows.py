@@ -13,7 +13,9 @@ from visalign.data.sets.completion_files import load_pairs, load_votes
 from visalign.data.sets.prompt_files import load_demonstrations, load_prompts
 from visalign.errors import UserError
 
-ASKED, RIGHT, WRONG = ({"role": role, "content": text} for role, text in zip(["user", *["assistant"] * 2], "?ab", strict=True))
+ASKED, RIGHT, WRONG = (
+    {"role": role, "content": text} for role, text in zip(["user", *["assistant"] * 2], "?ab", strict=True)
+)
 GSM8K = [{"question": f"{n} + 1?", "answer": f"{n + 1}\n#### {n + 1}"} for n in range(3)]
 
 
