@@ -79,12 +79,12 @@ def hollow_pipelines() -> Iterator[Trace]:
         parts = {name: part for name, part in parts.items() if part is not None}
         return original.__func__(getattr(diffusers, index["_class_name"]), folder, dtype=dtype, **parts, **options)
 
-    def load(self: Any, *, dtype: torch.dtype, quantization_config: Any = None) -> Any:
+    def load(self: Any, *, dtype: torch.dtype, quantization_config: Any = None, **options: Any) -> Any:
         entry = [self.type_hint.__module__.partition(".")[0], self.type_hint.__name__]
         folder = self.pretrained_model_name_or_path
         part: Any = _hollow(folder, self.name, entry, dtype, quantization_config, trace)
         if part is None:
-            return own_load(self, dtype=dtype)
+            return own_load(self, dtype=dtype, **options)
         part._diffusers_load_id = self.load_id  # by which diffusers knows it
         return part
 

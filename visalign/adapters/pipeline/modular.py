@@ -57,6 +57,8 @@ def load_modular(
         spec = pipe.get_component_spec(name)
         if name in required and spec.pretrained_model_name_or_path is not None:
             options = {"quantization_config": rounded[name]} if name in rounded else {}
+            if spec.type_hint.__module__.startswith("transformers."):  # of diffusers' own parts it is the default
+                options["trust_remote_code"] = False
             parts[name] = spec.load(dtype=dtypes.get(name, dtypes["default"]), **options)
     pipe.update_components(**parts)
     return pipe
