@@ -11,7 +11,15 @@ from torch import Tensor
 
 from tests.golden_families import Outputs, Row, family, gradients
 from tests.hosts.peers import PEERS
-from visalign.core import PolicyOutput, Trajectories, binary_tv, dppo, process_advantages, reinforce_pp_advantages
+from visalign.core import (
+    PolicyOutput,
+    Trajectories,
+    binary_tv,
+    dppo,
+    pass_at_k_advantages,
+    process_advantages,
+    reinforce_pp_advantages,
+)
 from visalign.core.surrogates.aggregation import aggregate, count_step
 from visalign.rewards.text.symbolic import is_installed
 from visalign.rewards.text.verifiable import VerifiableAnswer
@@ -80,6 +88,13 @@ def _reinforce_pp(case: Any) -> Outputs:
     return {"advantages": gain}
 
 
+def _pass_at_k(case: Any) -> Outputs:
+    options: Any = {"std": {"scale": "group"}, "none": {"scale": "none"}}[case.params["scale"]]
+    spread = {"ddof": case.params["ddof"], "eps": case.params["eps"]}
+    gain = pass_at_k_advantages(case.tensor("rewards"), case.inputs["group"], **options, **spread)
+    return {"advantages": gain, "token_advantages": gain[:, None] * case.tensor("mask")}
+
+
 def _equality(case: Any) -> Outputs | None:
     if not is_installed():
         return None
@@ -98,6 +113,7 @@ LOSSES: tuple[Row, ...] = (
 )
 ADVANTAGES: tuple[Row, ...] = (
     (r"deepseekmath_process\w*", _process, ("std", "eps"), ("step_rewards", "step_last_token", "mask")),
+    (r"verl_grpo_passk_\w+", _pass_at_k, ("scale", "ddof", "eps"), ("rewards", "group", "mask")),
     (r"verl_reinforce_pp\w*", _reinforce_pp, ("gamma",), ("token_rewards", "mask")),
 )
 EQUALITY: tuple[Row, ...] = ((r".*", _equality, (), ("answer", "truth")),)
