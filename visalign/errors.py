@@ -51,11 +51,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def excerpt(value: object, limit: int = 100) -> str:
-    """Write a value for a message, cut to `limit` characters: a cell may hold megabytes.
-
-    >>> excerpt("a" * 200, limit=8)
-    "'aaaaaaa... (202 characters)"
-    """
+    """Write a value for a message, cut to `limit` characters: a cell may hold megabytes."""
     text = repr(value)
     return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"
 

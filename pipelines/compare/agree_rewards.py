@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,8 @@ from visalign.data.sets.columns import Columns, read_table, rename_columns
 from visalign.data.sets.layouts import PAIR_LAYOUTS, QUALITY_LAYOUTS
 from visalign.data.sets.records import PreferenceSet, QualitySet
 from visalign.data.sets.sources import GENERATED, is_named_set, load_source
-from visalign.data.sets.tables import Row, column_names, first_row, listed
-from visalign.errors import UserError, suggestion
+from visalign.data.sets.tables import Row, first_row, require_columns
+from visalign.errors import UserError
 from visalign.evaluation.pages.agree_page import agree_page, file_tables
 from visalign.evaluation.pages.table_files import FOLDER, write_tables
 from visalign.evaluation.rewards.agreement import LEVEL, agreement, largest_disagreements
@@ -158,7 +158,7 @@ def _column_row(name: str, row: ImageRow) -> ScoreRow:
 
 def _rows_of_pairs(path: Path, pairs: PreferenceSet, scores: Sequence[str]) -> list[ImageRow]:
     names = {name for pair in pairs.pairs for name in pair.extra}
-    _require_columns(names, [f"{name}_left" for name in scores], path)
+    require_columns(path, dict.fromkeys(names), [f"{name}_left" for name in scores], purpose="--scores")
     rows: dict[tuple[str, str], ImageRow] = {}
     for pair in pairs.pairs:
         record = pair.extra.get("record")
@@ -174,7 +174,9 @@ def _rows_of_pairs(path: Path, pairs: PreferenceSet, scores: Sequence[str]) -> l
 
 
 def _rows_of_images(path: Path, records: QualitySet, prompt: str | None, scores: Sequence[str]) -> list[ImageRow]:
-    _require_columns({name for record in records.records for name in record.extra}, scores, path)
+    require_columns(
+        path, dict.fromkeys({name for record in records.records for name in record.extra}), scores, purpose="--scores"
+    )
     return [
         ImageRow(
             image=record.image,
@@ -187,15 +189,15 @@ def _rows_of_images(path: Path, records: QualitySet, prompt: str | None, scores:
 
 def _rows_of_table(path: Path, prompt: str | None, columns: Columns, scores: Sequence[str]) -> list[ImageRow]:
     """Read a table with scores; prompts and images where it has them."""
-    table = list(read_table(path, columns.names))
+    table, source = list(read_table(path, columns.names)), str(path)
     if table and {"image", "reward", "value"} <= set(table[0][1]):  # a row per image and reward
         by_image: dict[tuple[Any, Any], tuple[int, Row]] = {}
         for number, row in table:
             image = {name: row[name] for name in ("image", "prompt") if name in row}
             _, merged = by_image.setdefault((row["image"], row.get("prompt")), (number, image))
             merged[str(row["reward"])] = row["value"]
-        table = list(by_image.values())
-    _require_columns({name for _, row in table for name in row}, scores, path)
+        table, source = list(by_image.values()), f"rewards of {path}"
+    require_columns(source, dict.fromkeys(name for _, row in table for name in row), scores, purpose="--scores")
     rows = []
     for number, row in table:
         image = str(row.get("image", f"row {number}"))
@@ -214,15 +216,6 @@ def _distinct(rows: Sequence[ImageRow]) -> list[ImageRow]:
     if repeated := len(rows) - len(first):
         warnings.warn(f"{repeated} of {len(rows)} rows name an image again, which counts once.", stacklevel=3)
     return list(first.values())
-
-
-def _require_columns(columns: Collection[str], needed: Sequence[str], path: Path) -> None:
-    missing = [column for column in needed if column not in columns]
-    if missing:
-        raise UserError(
-            f"'{path}' has no column {missing[0]!r}. {suggestion(missing[0], columns)}Found: "
-            f"{listed(column_names(path, dict.fromkeys(sorted(columns))), limit=20)}."
-        )
 
 
 def _reward_record(label: str, reward: PointwiseReward | None, rows: Sequence[ScoreRow]) -> dict[str, Any]:

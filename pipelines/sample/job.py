@@ -324,9 +324,7 @@ class _Judge(NamedTuple):
 
 
 def _keep_best(best: dict[int, _Draw], samples: Tensor, judge: _Judge, rows: slice, count: int) -> list[str]:
-    """Put a draw of `rows` in its seed's place in `best` where it is the first or scores higher; return why draws
-    could not be judged.
-    """
+    """Keep in `best` the first or highest draw of each seed, and return why draws could not be judged."""
     # a function of its own: a batch is freed when it returns, before the next one is decoded
     scores, totals = judge(samples)
     for i, total in enumerate(totals.tolist()):

@@ -18,9 +18,7 @@ from visalign.data.sets.tables import READERS, Row, listed, read_rows, require_c
 from visalign.errors import UserError, excerpt
 from visalign.json_files import why_unreadable
 
-IMAGE_ENDINGS = (
-    *(".png", ".jpg", ".jpeg", ".jpe", ".jfif", ".webp", ".avif", ".jp2", ".bmp", ".gif", ".tif", ".tiff"),
-)
+IMAGE_ENDINGS = (".png", ".jpg", ".jpeg", ".jpe", ".jfif", ".webp", ".avif", ".jp2", ".bmp", ".gif", ".tif", ".tiff")
 """Endings of images in folders; a file that is named itself may have any."""
 _BESIDE = ("", ".txt", ".json", ".jsonl", ".csv", ".tsv", ".parquet", ".html", ".tex", ".md", ".yaml", ".yml", ".log")
 """Endings of captions, tables and pages beside images; a warning counts the files with any other."""
@@ -60,9 +58,8 @@ def find_images(items: Sequence[Path], *, clips: bool = False) -> list[Path]:
     for item in items:
         files = list(_walk(item, clips, skipped)) if item.is_dir() else [item]
         if not files:
-            others = f" It has other files: {_counts(skipped)}." if skipped else ""
             raise UserError(
-                f"The folder '{item}' holds no image. Allowed endings: {', '.join(IMAGE_ENDINGS)}.{others}"
+                f"The folder '{item}' holds no image. {_count(skipped)}Allowed endings: {', '.join(IMAGE_ENDINGS)}."
             )
         repeated += [path for path in files if path in paths]
         paths.update(dict.fromkeys(files))
@@ -71,18 +68,16 @@ def find_images(items: Sequence[Path], *, clips: bool = False) -> list[Path]:
     for path in paths:
         require_text_name(path)
     if skipped:
-        warnings.warn(
-            f"{skipped.total()} files with other endings are not read: {_counts(skipped)}. Convert images to PNG.",
-            stacklevel=2,
-        )
+        warnings.warn(f"{_count(skipped)}Convert images among them to PNG.", stacklevel=2)
     if repeated:
         warnings.warn(f"Images named twice count once: {listed(repeated)}.", stacklevel=2)
     return list(paths)
 
 
-def _counts(endings: Counter[str]) -> str:
-    """List endings with their number of files, frequent ones first."""
-    return listed([f"{ending} ({count})" for ending, count in endings.most_common()])
+def _count(skipped: Counter[str]) -> str:
+    """Count the files that are not read by their endings, with a trailing blank; empty without any."""
+    endings = listed([f"{ending} ({count})" for ending, count in skipped.most_common()])
+    return f"{skipped.total()} files with other endings are not read: {endings}. " if skipped else ""
 
 
 def require_text_name(path: Path) -> None:

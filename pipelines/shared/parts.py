@@ -159,7 +159,7 @@ def reward_fingerprints(terms: Mapping[str, RewardTerm]) -> dict[str, str]:
     prints: dict[str, str] = {}
     for label, term in terms.items():
         module = (term.name or label).rpartition(":")[0]
-        code = module if module.endswith(".py") else module and vars(sys.modules[module]).get("__file__")
+        code = module if module.endswith(".py") else vars(sys.modules.get(module, object)).get("__file__")
         files = [value for value in term.options.values() if isinstance(value, str) and os.path.isfile(value)]
         if code or files:
             digest = hashlib.sha256(Path(code).read_bytes() if code else b"")

@@ -95,7 +95,7 @@ def test_a_json_list_is_read_entry_by_entry(tmp_path: Path, monkeypatch: pytest.
             "lacks the columns 'image_left', 'image_right'.*Found: prompt, left",
         ),
         ([row(), row(label="middle")], "Row 2 of .*label is 'middle'; needed is left, right, tie"),
-        ([{k: v for k, v in row().items() if k != "label"}], "lacks the column 'label', .*without votes"),
+        ([{k: v for k, v in row().items() if k != "label"}], "lacks the column 'label', needed for a pref"),
     ],
 )
 def test_unusable_rows_are_named(tmp_path: Path, rows: list[dict[str, Any]], message: str) -> None:
@@ -301,10 +301,13 @@ def test_messages_list_the_columns_of_the_file(tmp_path: Path) -> None:
     for names, message in (
         (
             {"prompt": "caption", "image_left": "one"},
-            r"lacks the column 'image_right'.*Found: caption, one, other, score",
+            r"lacks the columns 'image_right', 'label'.*Found: caption, one, other, score",
         ),
         ({"prompt": "text"}, r"no column 'text', .*Found: caption, one, other, score\."),
-        ({"prompt": "caption", "image_left": "one", "image_right": "other"}, r"lacks the column 'image_right'.*other"),
+        (
+            {"prompt": "caption", "image_left": "one", "image_right": "other"},
+            r"lacks the columns 'image_right', 'label'.*other",
+        ),
     ):
         with pytest.raises(UserError, match=message):
             load_preferences(path, columns=Columns(names=names))

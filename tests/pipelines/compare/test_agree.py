@@ -144,7 +144,7 @@ def test_scores_of_several_rewards_as_score_writes_them(tmp_path: Path, monkeypa
         again = CliRunner().invoke(app, ["agree", "long.csv", *names, "--json"])
     assert json.loads(again.stdout)["set"]["images"] == 6
     wrong = CliRunner().invoke(app, ["agree", "long.csv", "-s", "contrast"])
-    assert wrong.exit_code == 2 and "has no column 'contrast'" in wrong.output
+    assert wrong.exit_code == 2 and "lacks the column 'contrast'" in wrong.output
 
 
 def test_the_command_reads_tables_of_pairs_folders_and_resumes(tmp_path: Path, monkeypatch: Any) -> None:

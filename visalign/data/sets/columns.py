@@ -27,9 +27,7 @@ IMAGES = ("image", "image_left", "image_right")
 _LONGEST_PATH = 4096
 """Longest path of the usual systems; a longer text may be an image in base64."""
 _VOTES = ("votes_left", "votes_right", "votes_tie")
-VOTE_COLUMNS = ("votes", *_VOTES)
-"""Columns of votes: lists, or counts."""
-_PAIR_COLUMNS = ("prompt", "image_left", "image_right", "label", "ballots", *VOTE_COLUMNS)
+_PAIR_COLUMNS = ("prompt", "image_left", "image_right", "label", "votes", "ballots", *_VOTES)
 _QUALITY_COLUMNS = ("image", "mos", "std", "prompt", "higher_is_better")
 _REQUIRED = (*IMAGES, "prompt", "mos", "label")
 
@@ -194,9 +192,7 @@ def _read_votes(row: Row) -> tuple[int, int, int] | None:
             return left, right, tie
     except (TypeError, ValueError, OverflowError, RecursionError):
         pass
-    raise UserError(
-        f"votes must be whole counts [left, right] or [left, right, tie], not all 0; got {excerpt(votes)}."
-    )
+    raise UserError(f"votes are whole counts [left, right] or [left, right, tie], not all 0; got {excerpt(votes)}.")
 
 
 def _read_ballots(value: Any) -> tuple[tuple[str, float], ...]:

@@ -31,13 +31,7 @@ def refer_to_images(path: str | Path, number: int, row: Mapping[str, Any], names
     """Replace the images inside a renamed row by references, so that a large table fits into the memory.
 
     Images inside are {"bytes", "path"} as the datasets library writes them, whose path stands where there are no
-    bytes, and bytes in columns whose name begins with "image".
-
-    Args:
-        path: The table.
-        number: Number of the row, from 1.
-        row: Our column name -> value.
-        names: Our column name -> the table's.
+    bytes, and bytes in columns whose name begins with "image". `names` are the table's names of our columns.
     """
     cells = dict(row)
     for name, value in row.items():

@@ -14,7 +14,7 @@ from itertools import combinations, islice
 from pathlib import Path
 from typing import Any
 
-from visalign.errors import UserError, excerpt
+from visalign.errors import UserError
 
 from .columns import read_quality
 from .image_references import parquet_reference
@@ -166,9 +166,7 @@ def genai_bench(folder: Path, split: str) -> Fields:
         for number, row in _rows(path, ("prompt", "vote_type"), "GenAI-Bench", columns):
             vote = row["vote_type"]
             if vote not in VOTES:
-                raise UserError(
-                    f"Row {number} of '{path}': vote_type is {excerpt(vote)}; allowed: {', '.join(VOTES)}."
-                )
+                raise UserError(f"Row {number} of '{path}': vote_type is {vote!r:.80}; allowed: {', '.join(VOTES)}.")
             images = [parquet_reference(path, f"{side}_image", number - 1) for side in ("left", "right")]
             models = (row.get("left_model"), row.get("right_model"))
             yield number, _pair(row["prompt"], images, VOTES[vote], models, extra={"vote_type": vote})

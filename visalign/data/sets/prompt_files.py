@@ -286,7 +286,7 @@ def _read_lines(path: Path, name: str) -> list[str]:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(f"{name} is not UTF-8 text ({error}); save it as UTF-8.") from error
-    lines = [line.rstrip("\r") for line in text.split("\n")]
+    lines = [line.lstrip("\ufeff").rstrip("\r") for line in text.split("\n")]  # joined files have marks inside
     return lines if lines[-1] else lines[:-1]
 
 

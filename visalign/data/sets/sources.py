@@ -14,16 +14,7 @@ from typing import Any, Literal
 from visalign.data.shapes.preferences import ShapesPreferences
 from visalign.errors import UserError, suggestion
 
-from .columns import (
-    VOTE_COLUMNS,
-    Columns,
-    fill_images,
-    parse_bool,
-    read_pair,
-    read_quality,
-    read_table,
-    rename_columns,
-)
+from .columns import Columns, fill_images, parse_bool, read_pair, read_quality, read_table, rename_columns
 from .image_references import shapes_reference
 from .layouts import PAIR_LAYOUTS, QUALITY_LAYOUTS, load_layout
 from .records import PreferencePair, PreferenceSet, QualityRecord, QualitySet
@@ -36,6 +27,8 @@ MOST_GENERATED = 100_000
 """Largest number of them: all are drawn before the first is judged."""
 _NEEDED = {"pairs": ("prompt", "image_left", "image_right"), "quality": ("image", "mos")}
 
+_VOTES = {"votes", "votes_left", "votes_right"}
+"""Columns that may stand for the label."""
 Kind = Literal["pairs", "quality"]
 
 
@@ -149,9 +142,8 @@ def _read_file(
     path: str | Path, kind: Kind | None, split: str | None, limit: int | None, columns: Columns | None
 ) -> PreferenceSet | QualitySet:
     columns = columns or Columns()
-    return _read_set(
-        Path(path), Path(path).stem, read_table(path, columns.names), kind, columns, split=split, limit=limit
-    )
+    rows = read_table(path, columns.names)
+    return _read_set(Path(path), Path(path).stem, rows, kind, columns, split=split, limit=limit)
 
 
 def _read_set(
@@ -171,11 +163,9 @@ def _read_set(
         is_pair = "image_left" in first or "image_right" in first
         kind = "quality" if not is_pair and ("mos" in first or "image" in first) else "pairs"
         purpose = "a quality set" if kind == "quality" else "a preference set (a quality set: image, mos)"
-    if number and (columns.missing(first, _NEEDED[kind]) or len(first) == 1):
-        require_columns(path, first, _NEEDED[kind], purpose=purpose)
-    if number and kind == "pairs" and not first.keys() & {"label", *VOTE_COLUMNS}:
-        votes = ", ".join(VOTE_COLUMNS)
-        require_columns(path, first, ("label",), purpose=f"a preference set without votes ({votes})")
+    needed = _NEEDED[kind] if kind == "quality" or _VOTES & first.keys() else (*_NEEDED[kind], "label")
+    if number and (columns.missing(first, needed) or len(first) == 1):
+        require_columns(path, first, needed, purpose=purpose)
     all_rows = chain([(number, first)] if number else [], rows)
     selected = select_split(f"'{path}'", all_rows, split, limit)
     folder, coding = path.parent if columns.has_images else None, columns.coding()
