@@ -60,8 +60,8 @@ class StepEncoder:
 
     def _prompt_ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
-            begin = getattr(self.tokenizer, "bos_token_id", None)
-            return self._ids(prompt) if begin is None else [begin, *self._ids(prompt)]
+            begin, ids = getattr(self.tokenizer, "bos_token_id", None), self._ids(prompt)
+            return ids if begin is None or ids[:1] == [begin] else [begin, *ids]
         messages = template_messages(prompt, "A prompt")
         if any(not isinstance(message["content"], str) for message in messages):
             raise UserError("A prompt shows images, and a process reward model reads text alone.")

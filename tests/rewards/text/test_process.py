@@ -159,7 +159,8 @@ def test_a_prompt_its_steps_and_a_marker_after_each() -> None:
     assert encoder.encode(asked, ["c"]).ids == ids("<user>q<end><assistant>c\n")
     begun = tiny_tokenizer()
     begun.bos_token = "<system>"
-    assert StepEncoder(begun, StepReading()).encode("q", ["c"]).ids == ids("<system>qc\n")
+    for prompt in ("q", "<system>q"):
+        assert StepEncoder(begun, StepReading()).encode(prompt, ["c"]).ids == ids("<system>qc\n")
     with pytest.raises(UserError, match="the tokenizer of the process reward model has no chat template"):
         StepEncoder(tiny_tokenizer(template=None), StepReading()).encode(asked, ["c"])
     shown = [{"role": "user", "content": [{"type": "image", "image": "x.png"}, {"type": "text", "text": "q"}]}]
