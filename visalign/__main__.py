@@ -19,11 +19,11 @@ def main() -> None:
     signal.signal(signal.SIGINT, interrupt)
     try:
         _run()
-    except (Exception, KeyboardInterrupt):  # an import that Ctrl-C broke off may end in any error
-        if not interrupted:
-            raise
-        print("Interrupted: Stopped by Ctrl-C.", file=sys.stderr)
-        sys.exit(128 + signal.SIGINT)
+    finally:  # an import that Ctrl-C broke off may end in any error
+        error = sys.exc_info()[1]
+        if interrupted and error is not None and not isinstance(error, SystemExit):
+            print("Interrupted: Stopped by Ctrl-C.", file=sys.stderr)
+            sys.exit(128 + signal.SIGINT)
 
 
 def _run() -> None:

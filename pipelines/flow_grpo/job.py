@@ -59,9 +59,8 @@ def _build(config: FlowGRPOConfig, output: Path) -> PolicyRun:
         seed=evaluation.seeds[0],
         columns=evaluation.grid,
     )
-    drift = None
-    if inputs.features is not None and accelerator.is_main_process:  # the others do not have the file `before`
-        drift = build_drift(inputs.features, before)
+    features = inputs.features if accelerator.is_main_process else None  # the others do not have the file `before`
+    drift = None if features is None else build_drift(features, before)
 
     def more_metrics(iteration: int, result: HeldoutResult) -> dict[str, float]:
         grids.keep(iteration, result)
