@@ -157,7 +157,7 @@ def _parse_override(item: str) -> tuple[list[str], Any]:
 
 
 def check_bounds(value: Any, depth: int = 0) -> None:
-    """Refuse values that no setting can hold: deep nesting, numbers beyond 64 bits, text that no file name may have.
+    """Refuse values that no setting can hold: deep nesting, numbers of more than 30 digits, text that no file name may have.
 
     They would end in a RecursionError, an OverflowError or a ValueError far below the file that holds them.
     """
@@ -166,8 +166,8 @@ def check_bounds(value: Any, depth: int = 0) -> None:
             raise OutOfBounds(f"it is nested more than {MAX_DEPTH} deep")
         for part in (*value, *value.values()) if isinstance(value, Mapping) else value:
             check_bounds(part, depth + 1)
-    elif isinstance(value, int) and abs(value) >= 2**64:
-        raise OutOfBounds("a whole number has more than 64 bits")
+    elif isinstance(value, int) and abs(value) > 10**30:
+        raise OutOfBounds("a whole number has more than 30 digits")
     elif isinstance(value, str) and _UNWRITABLE.search(value):
         raise OutOfBounds("a text holds a NUL or half of a character")
 
