@@ -26,7 +26,9 @@ _FIXABLE = "EEXIST EISDIR ELOOP EIO EMFILE ENOSPC EDQUOT EACCES EPERM EROFS ENOT
 """Errors of the system that are reported as a message: the user can fix them."""
 
 
-_NUL: dict[str, str] = dict.fromkeys(("embedded null byte", "embedded null character"), "A path holds a NUL character. Remove it.")
+_NUL: dict[str, str] = dict.fromkeys(
+    ("embedded null byte", "embedded null character"), "A path holds a NUL character. Remove it."
+)
 """Python's errors for paths that no file can have -> message; they come from tables and configurations."""
 
 

@@ -45,6 +45,7 @@ def count_encoded(towers: ClipTowers, monkeypatch) -> dict[str, int]:
 
 def test_score_equals_transformers_own_pipeline(folder, images):
     from transformers import AutoTokenizer, CLIPModel
+
     name = "transformers.models.clip.image_processing_pil_clip"  # transformers 5.0 has the one on tensors alone
     CLIPImageProcessorPil = pytest.importorskip(name).CLIPImageProcessorPil
 
