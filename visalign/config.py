@@ -157,7 +157,7 @@ def _parse_override(item: str) -> tuple[list[str], Any]:
 
 
 def check_bounds(value: Any, depth: int = 0) -> None:
-    """Refuse values that no setting can hold: deep nesting, numbers of over 30 digits, text that no file name may have.
+    """Refuse values that no setting can hold: deep nesting, numbers of over 30 digits, text that no path may have.
 
     They would end in a RecursionError, an OverflowError or a ValueError far below the file that holds them.
     """
