@@ -217,16 +217,19 @@ def _measure(
     scores: Sequence[Any],
     judges: Mapping[str, Any],
     settings: IntervalSettings,
-    max_failure_rate: float,
+    limit: float,
 ) -> dict[str, Any]:
-    """Report on every judge, compare every two, and rank them; `failed` names those without a report."""
+    """Report on every judge, compare every two, and rank them.
+
+    `failed` names those without a report, for instance with a larger share of missing scores than `limit`.
+    """
     identities = {judge.name: reward_identity(judge) for judge in judges.values()}
     reports: list[dict[str, Any]] = []
     reported, comparisons, failed = [], [], []
     for entry in scores:
         try:
             report = dict(kind.report(source, entry, settings), worst=worst_records(source, entry))
-            _refuse_failures(entry, max_failure_rate)
+            _refuse_failures(entry, limit)
         except ValueError as error:
             failed.append({"judge": entry.name, "error": str(error)})
             continue
