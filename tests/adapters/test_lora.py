@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """LoRA: a start that depends on its seed alone, the places that were asked for, and messages."""
 
+import json
 import math
 from typing import Any
 
@@ -14,7 +15,7 @@ from tests.support.models.sd3 import tiny_sd3_pipeline
 from visalign.adapters import LoraSettings
 from visalign.adapters.lora import ADAPTER, insert_adapters
 from visalign.adapters.pipeline.families import SD3_ATTENTION
-from visalign.adapters.pipeline.lora import WEIGHT_FILE, add_lora, load_lora, save_lora
+from visalign.adapters.pipeline.lora import METADATA, WEIGHT_FILE, add_lora, load_lora, save_lora
 from visalign.errors import UserError
 
 
@@ -100,6 +101,9 @@ def test_a_file_without_alpha_has_the_scale_that_diffusers_takes(tmp_path):
     load_lora({"transformer": networks[1]}, tmp_path)
     with pytest.raises(UserError, match=r"alpha 2 there, 3 here"):
         load_lora({"transformer": networks[2]}, tmp_path)
+    save_file(load_file(file), file, {"format": "pt", METADATA: json.dumps({"transformer.use_rslora": True})})
+    with pytest.raises(UserError, match=r"has transformer\.use_rslora, and this policy scales by α / r alone"):
+        load_lora({"transformer": networks[1]}, tmp_path)
 
 
 def test_adapters_multiply_in_the_dtype_of_their_input_and_learn_in_float32():

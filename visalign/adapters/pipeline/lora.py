@@ -163,6 +163,8 @@ def load_lora(networks: Mapping[str, Any], folder: Path) -> None:
         config = adapter_config(networks[part])
         alpha = metadata.get(f"{name}.lora_alpha", config.r)  # diffusers, too, takes the rank where a file has no α
         check_same_kind(subfolder, state, current, alpha, config.lora_alpha)
+        if scales := _other_scales(metadata):
+            raise UserError(f"The LoRA in {subfolder} has {', '.join(scales)}, and this policy scales by α / r alone.")
         set_peft_model_state_dict(networks[part], state, adapter_name=ADAPTER)
 
 
@@ -187,13 +189,18 @@ def read_lora(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise UserError(f"{file} is no whole safetensors file ({error}). Copy it again.") from error
 
 
+def _other_scales(metadata: Mapping[str, Any]) -> list[str]:
+    """Return the entries that scale adapters otherwise than by α / r."""
+    return [name for name, value in metadata.items() if value and name.rpartition(".")[2] in _OTHER_SCALES]
+
+
 def settings_of(folder: Path, seed: int = 0) -> LoraSettings:
     """Return the settings that saved adapters were made with, so that training can go on from them; `seed` is
     of what the settings draw.
     """
     saved, metadata = read_lora(folder)
     ranks = {name: len(weight) for name, weight in saved.items() if name.endswith("lora_A.weight")}
-    other_scales = [k for k, v in metadata.items() if v and k.rpartition(".")[2] in _OTHER_SCALES]
+    other_scales = _other_scales(metadata)
     if len(set(ranks.values())) != 1 or other_scales:
         raise UserError(
             f"{Path(folder) / WEIGHT_FILE} holds no adapters of one rank and one α in diffusers' format "
