@@ -52,13 +52,9 @@ def _build(config: FlowGRPOConfig, output: Path) -> PolicyRun:
     )
     sampling = {"steps": rollout.steps, "timestep_schedule": rollout.timestep_schedule}
     measure = build_evaluator(evaluation, policy, inputs.rewards, accelerator=accelerator, **sampling)
-    grids = SampleGrids(
-        output=output,
-        accelerator=accelerator,
-        heldout=evenly_spaced(inputs.heldout, evaluation.prompts_on_the_way),
-        seed=evaluation.seeds[0],
-        columns=evaluation.grid,
-    )
+    prompts = evenly_spaced(inputs.heldout, evaluation.prompts_on_the_way)
+    sizes = {"seed": evaluation.seeds[0], "columns": evaluation.grid}
+    grids = SampleGrids(output=output, accelerator=accelerator, heldout=prompts, **sizes)
     features = inputs.features if accelerator.is_main_process else None  # the others do not have the file `before`
     drift = None if features is None else build_drift(features, before)
 
