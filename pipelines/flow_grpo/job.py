@@ -53,7 +53,7 @@ def _build(config: FlowGRPOConfig, output: Path) -> PolicyRun:
     sampling = {"steps": rollout.steps, "timestep_schedule": rollout.timestep_schedule}
     measure = build_evaluator(evaluation, policy, inputs.rewards, accelerator=accelerator, **sampling)
     prompts = evenly_spaced(inputs.heldout, evaluation.prompts_on_the_way)
-    sizes = {"seed": evaluation.seeds[0], "columns": evaluation.grid}
+    sizes: dict[str, Any] = {"seed": evaluation.seeds[0], "columns": evaluation.grid}
     grids = SampleGrids(output=output, accelerator=accelerator, heldout=prompts, **sizes)
     features = inputs.features if accelerator.is_main_process else None  # the others do not have the file `before`
     drift = None if features is None else build_drift(features, before)
