@@ -9,7 +9,7 @@ import os
 import signal
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import typer
 from rich.console import Console
@@ -43,7 +43,7 @@ def user_messages(*, resume: str | None = None) -> Iterator[None]:
     if not os.environ.get("VISALIGN_TRACEBACK"):
         warnings.formatwarning = _plain_warning
     try:
-        with raise_on_sigterm() if resume else nullcontext():
+        with raise_on_sigterm():
             yield
     except KeyboardInterrupt as stop:
         number = stop.signal if isinstance(stop, Stopped) else signal.SIGINT

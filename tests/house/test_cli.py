@@ -214,6 +214,12 @@ def test_ctrl_c_says_how_to_go_on(toy: Toy) -> None:
     assert "visalign train toy seed=2 --output 'my out' --resume" in result.stderr
 
 
+def test_sigterm_is_said_by_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(typer.Exit) as stopped, cli_messages.user_messages():
+        signal.raise_signal(signal.SIGTERM)
+    assert stopped.value.exit_code == 143 and "Stopped by SIGTERM." in capsys.readouterr().err
+
+
 def _raise(error: BaseException) -> None:
     raise error
 
