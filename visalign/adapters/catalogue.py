@@ -102,7 +102,7 @@ def has_two_halves(folder_or_id: str | Path, adapter: str | None, guidance: floa
 
 
 class OwnSampling(NamedTuple):
-    """How a model samples where nothing else is asked for."""
+    """Sampling of a model where nothing else is asked for."""
 
     steps: int = 10
     guidance: float | None = None
