@@ -159,7 +159,7 @@ class PromptEncoder:
 
     @cached_property
     def _opening(self) -> tuple[str, str]:
-        """Return what a rendered text begins with or, where that is a special token of a role, holds; and the start token."""
+        """Return what a rendered text begins with (holds, where that is a special token); and the start token."""
         start = str(self.tokenizer.bos_token or "")
         before = self._surroundings[0].removeprefix(start).lstrip()
         tokens = (token for token in self._special.values() if before.startswith(token))
