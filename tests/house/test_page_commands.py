@@ -28,6 +28,8 @@ LEFT = {
     "model: A": "judges of the reader's",
     "runs/NAME": "a run of the reader's",
     "runs/FIRST": "runs of the reader's",
+    "uv venv": "an environment of 7 GB, with the lowest versions",
+    "lowest/bin/python": "the same",
     "--engine ray": "starts a cluster: tests/pipelines/score/test_on_ray.py",
     "serve-reward": "serves until it is ended: tests/rewards/serve",
     "video_align": "published weights",

@@ -23,6 +23,8 @@ from visalign.pipelines.score.image_rows import image_rows
 from visalign.pipelines.score.score import score_rows
 from visalign.rewards import load_reward
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*with other endings are not read")
+
 
 @pytest.fixture
 def images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

@@ -19,7 +19,6 @@ from visalign.data.shapes.prompts import heldout_prompts, train_prompts
 from visalign.errors import UserError, excerpt
 from visalign.interfaces import is_message
 
-from .columns import rename_columns
 from .tables import READERS, listed, parse_json, read_rows
 
 Record = dict[str, Any]
@@ -297,7 +296,10 @@ def _check_prompt(where: str, record: Any, kind: str, example: str, names: Mappi
         if theirs not in record and ours not in record:
             fields = listed(list(record), limit=20)
             raise UserError(f"{where} has no field {theirs!r}, which data.map.{ours} names. Its fields are {fields}.")
-    record = rename_columns(where, record, names) if names else record
+    if names:
+        from .columns import rename_columns  # needs scipy, which the core does not
+
+        record = rename_columns(where, record, names)
     prompt = record.get("prompt") if isinstance(record, dict) else None
     if not is_prompt(prompt) or (kind == "text" and not isinstance(prompt, str)):
         remedy = "" if kind == "text" else "; data.map.prompt names the field of another file that holds it"
