@@ -131,8 +131,9 @@ def _read(
 def _split_pair(row: Record) -> Record:
     """Take the messages that two whole conversations begin with as their prompt."""
     chosen, rejected = (row.get(name) for name in PAIR)
-    are_lists = isinstance(chosen, list) and isinstance(rejected, list)
-    if not are_lists or len(chosen) < 2 or chosen[:-1] != rejected[:-1]:
+    if not (isinstance(chosen, list) and isinstance(rejected, list)):
+        return row
+    if len(chosen) < 2 or chosen[:-1] != rejected[:-1]:
         return row
     return {**row, "prompt": chosen[:-1], PAIR[0]: chosen[-1:], PAIR[1]: rejected[-1:]}
 
