@@ -23,10 +23,13 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from tests.support.browser import Browser, find_browser
 from tests.support.servers.rewards import serving
+from visalign.evaluation.heldout.result import load_heldout
+from visalign.evaluation.pages.samples import shot as encode_shot
 from visalign.pipelines.cli.app import app
 from visalign.pipelines.collect.server import vote_server
 from visalign.pipelines.collect.store import Plan, VoteStore
 from visalign.pipelines.collect.tasks import Form, read_tasks
+from visalign.pipelines.shared.parts import evenly_spaced
 
 FOLDER = Path(__file__).parent / "images"
 WIDTH, HEIGHT, SHOWN = 1180, 860, 1000
@@ -38,6 +41,7 @@ JUDGES = ("-r", "clip_score", "-r", "hpsv3", "-r", "saturation")
 PAIRS = ("-r", "reward_dance_pairs")
 DRAWN = ("sample", PROMPT, "two green triangles", "a yellow square above a red triangle")
 PAGES = {
+    "before_after": ("report/report.html", ("quickstart", "-o", "report")),
     "report": ("report/report.html#images", ("quickstart", "-o", "report")),
     "text": ("text/report.html", ("train", "text_grpo", "-o", "text")),
     "evaluate": (
@@ -91,6 +95,26 @@ def save(image: Image.Image, to: Path) -> None:
     to.parent.mkdir(exist_ok=True)
     shown = image.convert("RGB").resize((SHOWN, SHOWN * image.height // image.width))
     shown.save(to, quality=70, method=6)
+
+
+def before_after(browser: Browser, run: Path, to: Path) -> None:
+    """Capture the same held-out prompts before and after a run: evenly spaced ones, with the first seed."""
+    results = [load_heldout(run / f"{side}.npz") for side in ("before", "after")]
+    first = [row for row in results[0].image_index.tolist() if results[0].seeds[row] == results[0].seeds[0]]
+    rows = evenly_spaced(first, 8)
+    parts = ["<body style='font: 15px sans-serif; margin: 12px'><table style='text-align: center'><tr><td></td>"]
+    parts += [f"<td style='width: 130px; vertical-align: bottom'>{results[0].title(row)}</td>" for row in rows]
+    for side, result in zip(("before", "after"), results, strict=True):
+        parts.append(f"<tr><th style='padding-right: 10px'>{side}</th>")
+        for shot in (encode_shot(row, result) for row in rows):
+            parts.append(f"<td><img src='{shot['source']}' width=130 height=130><br>{shot['verdict']}</td>")
+    page = Path("before_after.html")
+    page.write_text(f"<meta charset=utf-8>{''.join(parts)}</table>", encoding="utf-8")
+    browser.open(page, width=WIDTH, height=420, dark=False)
+    browser.image(Path("before_after.png"))
+    with Image.open("before_after.png") as image:
+        height = int(browser.value("document.querySelector('table').getBoundingClientRect().bottom")) + 8
+        save(image.crop((0, 0, image.width, min(height, image.height))), to)
 
 
 def voting(browser: Browser) -> None:
@@ -156,7 +180,10 @@ def main() -> None:
             continue
         if not Path(page).is_file():
             visalign(*command)
-        capture(browser, Path(page), section, FOLDER / f"{name}.webp")
+        if name == "before_after":
+            before_after(browser, Path(page).parent, FOLDER / f"{name}.webp")
+        else:
+            capture(browser, Path(page), section, FOLDER / f"{name}.webp")
         print(f"{FOLDER.name}/{name}.webp: {(FOLDER / f'{name}.webp').stat().st_size / 1000:.0f} kB")
     browser.close()
 

@@ -36,7 +36,6 @@ LEFT = {
     "-r geneval": "published weights",
     "visalign quickstart": "takes minutes: shapes_flow_grpo, which fine_tune.md runs, on a preset",
     "pip install": "installs",
-    "mkdocs serve": "serves until it is ended",
     "-m pytest": "all of this",
     "tests/benchmarks": "takes hours",
     "torchrun": "several processes: tests/training/loop/test_processes.py",
