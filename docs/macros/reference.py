@@ -100,7 +100,8 @@ def commands() -> str:
             names = " ".join(option.opts) if option.param_type_name == "option" else option.name.upper()
             rows.append((code(names), prose(getattr(option, "help", None) or "")))
         summary = prose(command.help or "")
-        parts.append(f"## visalign {name}\n\n{summary}\n\n{table(('argument', 'meaning'), rows)}")
+        example = f"```bash\n{command.epilog.removeprefix('Example: ')}\n```"
+        parts += [f"## visalign {name}", summary, example, table(("argument", "meaning"), rows)]
     return "\n\n".join(parts)
 
 

@@ -7,8 +7,7 @@ import io
 import json
 import os
 import sys
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -34,6 +33,7 @@ from .options import (
     Options,
     Overrides,
     clean_output,
+    config_and_overrides,
     print_result,
 )
 from .probe import probe_reward
@@ -45,12 +45,24 @@ app = Typer(
     help="Align visual generation: train with rewards, score images, inspect the results.",
     epilog="Errors are shown without a traceback; set VISALIGN_TRACEBACK=1 to see it.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,  # it prints local values, tokens of servers among them
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-command = partial(app.command, cls=Command)
+TRAIN, REWARD, EVALUATE, DATA, PROJECT = "Train", "Reward", "Evaluate", "Data", "Project"
+"""Groups of commands in --help."""
+
+
+def command(group: str, example: str, name: str | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a function as a command of a group, with an example below its help."""
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        first_sentence = (function.__doc__ or "").split(". ")[0].strip().rstrip(".")
+        options: Any = {"rich_help_panel": group, "epilog": f"Example: visalign {example}"}
+        return app.command(name, cls=Command, short_help=f"{first_sentence}.", **options)(function)
+
+    return register
+
 
 Output = Annotated[Path | None, Option("--output", "-o", help="Results folder. Default: a dated folder in runs/.")]
 Resume = Annotated[bool, Option("--resume", help="Continue the run in the output folder.")]
@@ -81,28 +93,28 @@ def _options(
             stream.reconfigure(errors="backslashreplace")
 
 
-@command()
+@command(TRAIN, "quickstart --output runs/first")
 def quickstart(output: Output = None, seed: Annotated[int, Option(help="Random seed.")] = 0) -> None:
     """Improve the packaged text-to-image model in a few minutes on a CPU, and show what changed."""
     then = ["visalign", "train", "shapes_flow_grpo"]
     _train("shapes_quickstart", [f"seed={seed}"], output, next_command=then)
 
 
-@command()
+@command(TRAIN, "train shapes_flow_grpo optimizer.lr=1e-3 --output runs/flow")
 def train(
-    config: Config,
+    config: Config = None,
     overrides: Overrides = None,
     output: Output = None,
     resume: Resume = False,
     dry_run: DryRun = False,
 ) -> None:
     """Run the job of a configuration file."""
-    _train(config, overrides or [], output, resume=resume, dry_run=dry_run)
+    _train(*config_and_overrides(config, overrides), output, resume=resume, dry_run=dry_run)
 
 
-@command("train-reward")
+@command(REWARD, "train-reward shapes_hpsv3 data.train=pairs.jsonl --output runs/reward", "train-reward")
 def train_reward(
-    config: Annotated[str, Argument(help="Name such as shapes_hpsv3, or a YAML file.")],
+    config: Config = None,
     overrides: Overrides = None,
     columns: MapColumns = None,
     labels: Labels = None,
@@ -113,10 +125,11 @@ def train_reward(
     """Train a reward model on pairs, votes or quality scores."""
     from visalign.data.sets.columns import parse_map
 
+    config, overrides = config_and_overrides(config, overrides)
     names = parse_map(columns or [])
     changes = [f"data.columns.{ours}={json.dumps(theirs)}" for ours, theirs in names.items()]
     changes += [] if labels is None else [f"data.coding={json.dumps(labels)}"]
-    changes += overrides or []
+    changes += overrides
     _train(config, changes, output, resume=resume, dry_run=dry_run, pipeline="train_reward")
 
 
@@ -152,9 +165,9 @@ def _train(
         show_summary(console, folder, summary, next_command or summary.next_command)
 
 
-@command()
+@command(TRAIN, "plan sd35_flow_grpo rollout.group_size=16")
 def plan(
-    config: Config,
+    config: Config = None,
     overrides: Overrides = None,
     processes: Annotated[
         int | None,
@@ -169,16 +182,16 @@ def plan(
 
     from .show import show_plan
 
-    job = load_job(config, overrides or [])
+    job = load_job(*config_and_overrides(config, overrides))
     with clean_output():
         estimate = job.estimate(job.config)
     print_result(estimate, show_plan, as_json)
 
 
-command()(sample)
+command(TRAIN, "sample 'a red circle' --lora runs/flow/lora --output drawn")(sample)
 
 
-@command("export-lora")
+@command(TRAIN, "export-lora runs/flow --output flow.safetensors", "export-lora")
 def export_lora(
     run: Annotated[Path, Argument(help="Run folder, or the folder of its LoRA.")],
     output: Annotated[Path, Option("--output", "-o", help="Output .safetensors file (must not exist).")],
@@ -194,11 +207,12 @@ def export_lora(
     echo(f"{layers} layers under kohya's keys: {output}")
 
 
-command()(score)
-command()(evaluate)
+command(REWARD, "score images/ -r hpsv3 -r clip_score --output scores.jsonl")(score)
+command(REWARD, "compare a.png b.png -r hpsv3 --prompt 'a red circle'")(compare)
+command(REWARD, "rank images/ -r hpsv3 --prompt 'a red circle'")(rank)
 
 
-@command("serve-reward")
+@command(REWARD, "serve-reward hpsv3 --port 8000", "serve-reward")
 def serve_reward(
     reward: Annotated[str, Argument(help="Name of a reward, module:Name or file.py:Name.")],
     options: Options = None,
@@ -243,11 +257,14 @@ def serve_reward(
     )
 
 
-for run_command in (probe_reward, compare, rank, agree, diagnose, collect):
-    command()(run_command)
+command(EVALUATE, "evaluate pairs.jsonl -r hpsv3 -r clip_score --output agreement")(evaluate)
+command(EVALUATE, "agree shapes:pairs --limit 200 -r clip_score -r saturation --output agree")(agree)
+command(EVALUATE, "probe-reward clip_score --count 64 --output probe")(probe_reward)
+command(EVALUATE, "diagnose runs/text --samples 32")(diagnose)
+command(DATA, "collect votes.sqlite drawn_by_a drawn_by_b")(collect)
 
 
-@command()
+@command(PROJECT, "doctor")
 def doctor() -> None:
     """Check this installation and print what to paste into an issue."""
     from visalign.doctor import examine
@@ -257,9 +274,12 @@ def doctor() -> None:
     raise Exit(0 if report.passed else 1)
 
 
-@command()
+@command(PROJECT, "configs --family sd3.5 --search guard")
 def configs(
-    name: Annotated[str | None, Argument(help="Name of the configuration to show.", show_default=False)] = None,
+    name: Annotated[str | None, Argument(help="Configuration to show as YAML.", show_default=False)] = None,
+    family: Annotated[str | None, Option(help="Only of this model family: sd3.5, flux, shapes, text.")] = None,
+    algorithm: Annotated[str | None, Option(help="Only with this algorithm: flow_grpo, nft, ppo.")] = None,
+    search: Annotated[str | None, Option(help="Only with these words in name or description.")] = None,
 ) -> None:
     """List the packaged configurations, or show one."""
     from visalign.config import resolve_config
@@ -267,12 +287,12 @@ def configs(
     from .show import show_configs, show_yaml
 
     if name is None:
-        show_configs(Console())
+        show_configs(Console(), family, algorithm, search)
     else:
         show_yaml(Console(), resolve_config(name).read_text(encoding="utf-8"))
 
 
-@command()
+@command(PROJECT, "rewards")
 def rewards() -> None:
     """List the rewards and judges by name."""
     from .show import show_rewards
@@ -280,7 +300,7 @@ def rewards() -> None:
     show_rewards(Console())
 
 
-@command()
+@command(PROJECT, "probes")
 def probes() -> None:
     """List the probes of probe-reward."""
     from .show import show_probes

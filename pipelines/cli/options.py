@@ -8,11 +8,13 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 from rich.console import Console
 from typer import Argument, Option, echo
 from typer.core import TyperCommand, TyperOption
+
+from visalign.errors import UserError
 
 from .messages import user_messages
 
@@ -22,7 +24,10 @@ MOST_COUNTED = 2**20
 Repeated = list[str] | None
 """Values of an option that may be given several times."""
 
-Config = Annotated[str, Argument(help="A name from `visalign configs`, or a YAML file.")]
+Config = Annotated[
+    str | None,
+    Argument(help="A name from `visalign configs`, or a YAML file. Default: visalign.yaml here.", show_default=False),
+]
 Overrides = Annotated[Repeated, Argument(help="Settings to change: key.sub=value ...", show_default=False)]
 ImageFiles = Annotated[
     list[Path],
@@ -64,8 +69,33 @@ AsJson = Annotated[bool, Option("--json", help="Print JSON instead of a table.")
 DryRun = Annotated[bool, Option("--dry-run", help="Show configuration and plan, then stop.")]
 
 
+VALUE_NAMES = ((Path, "PATH"), (int, "N"), (float, "X"), (str, "TEXT"))
+"""Type of an option -> name of its value in --help."""
+
+
 class Command(TyperCommand):
     """A command that prints errors as messages, and refuses an option given twice that takes one value."""
+
+    def get_params(self, ctx: Any) -> Any:
+        """Return the parameters with short value names: typer writes <list[str]> and <int range>."""
+        types = {} if self.callback is None else get_type_hints(self.callback)
+        parameters: Any = super().get_params(ctx)
+        for parameter in parameters:
+            words = str(types.get(parameter.name, bool))
+            label = next((label for kind, label in VALUE_NAMES if kind.__name__ in words), "")
+            if not isinstance(parameter, TyperOption):
+                parameter.display_type = lambda ctx: ""  # the name says it
+                parameter.metavar = parameter.metavar or parameter.name.upper()
+            elif "Literal" not in words:  # typer lists the choices
+                parameter.metavar = parameter.metavar or label
+        return parameters
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help without the bounds of numbers: an error names them."""
+        import typer.rich_utils
+
+        typer.rich_utils.RANGE_STRING = ""
+        super().format_help(ctx, formatter)
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command."""
@@ -88,6 +118,22 @@ class Command(TyperCommand):
 
         parser.parse_args = parse_once
         return parser
+
+
+def config_and_overrides(config: str | None, overrides: list[str] | None) -> tuple[str, list[str]]:
+    """Return configuration and overrides; where none is named, visalign.yaml of the working folder.
+
+    Raises:
+        UserError: none is named, and there is no such file.
+    """
+    changes = overrides or []
+    if config is not None and ("=" not in config or Path(config).is_file()):
+        return config, changes
+    if not Path("visalign.yaml").is_file():
+        raise UserError(
+            "No configuration is named, and this folder has no visalign.yaml. Name one: visalign configs lists them."
+        )
+    return "visalign.yaml", changes if config is None else [config, *changes]
 
 
 def resume_line(resume: bool) -> str:

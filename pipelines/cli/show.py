@@ -20,7 +20,8 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from visalign.atomic import write_atomic
-from visalign.config import config_folder, list_configs
+from visalign.config import config_folder, list_configs, read_config
+from visalign.errors import UserError
 from visalign.escaping import escape_control
 
 
@@ -40,14 +41,40 @@ def config_header(text: str) -> list[str]:
     return entries
 
 
-def show_configs(console: Console) -> None:
-    """Print the packaged configurations with the first lines of their headers."""
-    table = Table("name", "what it is", show_lines=True)
+def show_configs(
+    console: Console, family: str | None = None, algorithm: str | None = None, search: str | None = None
+) -> None:
+    """Print a line for each packaged configuration of a family, with an algorithm, that has the words.
+
+    Raises:
+        UserError: no configuration is left.
+    """
+    table = Table("name", "algorithm", "what it is", box=None, pad_edge=False)
     for name in list_configs():
-        header = config_header((config_folder() / f"{name}.yaml").read_text(encoding="utf-8"))
-        table.add_row(Text(name), Text("\n".join(header[:3])))
+        title, *rest = config_header((config_folder() / f"{name}.yaml").read_text(encoding="utf-8"))
+        content = read_config(name)
+        used = content.get("objective", {}).get("algorithm") or content.get("pipeline", "")
+        searched = [
+            (family, f"{name} {content.get('model', {}).get('path', '')}"),
+            (algorithm, f"{name} {used}"),
+            (search, " ".join([name, used, title, *rest])),
+        ]
+        if all(_has_words(text, words or "") for words, text in searched):
+            table.add_row(Text(name, no_wrap=True), Text(used), Text(title))
+    if not table.row_count:
+        raise UserError("No packaged configuration fits. `visalign configs` without options lists all of them.")
     console.print(table)
     console.print("Show one: visalign configs NAME. Run one: visalign train NAME.", highlight=False)
+
+
+def _has_words(text: str, words: str) -> bool:
+    """Whether each word stands in a text, whatever its case, dots, hyphens and underscores.
+
+    >>> _has_words("sd35_grpo_guard", "SD3.5 grpo-guard")
+    True
+    """
+    plain = re.sub(r"[-_.]", "", text.lower())
+    return all(re.sub(r"[-_.]", "", word) in plain for word in words.lower().split())
 
 
 def show_rewards(console: Console) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import json
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import typer
+import typer.main
 from PIL import Image
 from typer.testing import CliRunner, Result
 
@@ -106,6 +107,22 @@ def test_help_names_every_command() -> None:
     for command in ("quickstart", "train", "score", "doctor", "configs"):
         assert command in result.stdout
         assert visalign(command, "--help").exit_code == 0
+    titles = re.findall(r"^╭─ (\w+) ─", result.stdout, re.MULTILINE)
+    assert titles == ["Options", "Train", "Reward", "Evaluate", "Data", "Project"]
+    assert "Exits with" not in result.stdout, "a list has the first sentence"
+
+
+@pytest.mark.parametrize("name", sorted(typer.main.get_command(app).commands))  # type: ignore[attr-defined]
+def test_help_fits_80_columns_with_an_example_that_parses(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", 80)
+    text = visalign(name, "--help").stdout
+    assert max(map(len, text.splitlines())) <= 80
+    assert not re.search(r"<(list|int|str|bool)|range>|<=x", text)
+    command = typer.main.get_command(app).commands[name]  # type: ignore[attr-defined]
+    words = shlex.split(" ".join(command.epilog.removeprefix("Example: ").split()))
+    assert words[:2] == ["visalign", name]
+    command.make_context(name, words[2:])  # refuses unknown options
     assert visalign("--version").stdout.strip() == __version__
 
 
@@ -122,6 +139,16 @@ def test_an_unknown_command_exits_2_with_the_nearest() -> None:
     result = visalign("trian")
     assert result.exit_code == 2
     assert "No such command 'trian'" in result.stderr and "train" in result.stderr
+
+
+def test_visalign_yaml_of_the_folder_is_the_default(toy: Toy) -> None:
+    for arguments in ([], ["steps=3"]):
+        refused = visalign("plan", *arguments)
+        assert refused.exit_code == 2 and "this folder has no visalign.yaml" in refused.stderr
+    Path("visalign.yaml").write_text("pipeline: toy\nseed: 7\n")
+    assert visalign("train", "--output", "first").exit_code == 0
+    assert visalign("train", "steps=3", "seed=2", "--output", "second").exit_code == 0
+    assert [(config.seed, config.steps) for config, *_ in toy.calls] == [(7, 10), (2, 3)]
 
 
 def test_train_runs_the_configuration_with_its_overrides(toy: Toy) -> None:
@@ -423,7 +450,11 @@ def test_batches_do_not_change_the_rows(images: Path) -> None:
 def test_configs_lists_and_shows(toy: Toy) -> None:
     listed = visalign("configs")
     assert listed.exit_code == 0
-    assert "Toy job." in listed.stdout and "Command: visalign train toy" in listed.stdout
+    assert re.search(r"toy +toy +Toy job\.", listed.stdout)
+    for option, fits in (("--family", "toy"), ("--algorithm", "TOY"), ("--search", "JOB to-y")):
+        assert "Toy job." in visalign("configs", option, fits).stdout
+        refused = visalign("configs", option, "flux")
+        assert refused.exit_code == 2 and "No packaged configuration fits" in refused.stderr
     shown = visalign("configs", "toy")
     assert shown.stdout == f"{HEADER}pipeline: toy\nsteps: 5\n"
     refused = visalign("configs", "toi")

@@ -188,7 +188,7 @@ def check_command(words: list[str]) -> None:
     if arguments != words[1:]:
         return
     context = commands[words[0]].make_context(words[0], arguments)
-    if words[0] in {"train", "train-reward"}:
+    if words[0] in {"train", "train-reward"} and "=" not in (context.params["config"] or "="):  # else visalign.yaml
         load_job(context.params["config"], context.params["overrides"] or [])
     if words[0] == "configs" and context.params["name"]:
         read_config(context.params["name"])
