@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from visalign.errors import UserError
+from visalign.hub import hub_message, hub_outage
 from visalign.json_files import read_object
 
 INDEX = "model_index.json"  # index file that diffusers' `save_pretrained` writes next to a pipeline's components
@@ -75,16 +76,14 @@ def stored_variant(folder: Path) -> str | None:
 
 
 def _from_hub(name: str) -> dict[str, Any]:
-    from diffusers import DiffusionPipeline, ModularPipeline
+    from huggingface_hub import hf_hub_download
 
-    try:
+    hub_outage()
+    errors: list[Exception] = []
+    for file in (INDEX, MODULAR_INDEX):
         try:
-            index: Any = DiffusionPipeline.load_config(name)
-        except OSError:
-            index = ModularPipeline.load_config(name)
-    except (OSError, ValueError) as error:
-        raise FileNotFoundError(
-            f"There is no model folder {name}, and the hub has no pipeline of that name "
-            f"({str(error).splitlines()[0]}). Correct the path, or the name and the access to the hub."
-        ) from error
-    return dict(index)
+            return read_object(Path(hf_hub_download(name, file)))
+        except (OSError, ValueError) as error:
+            errors.append(error)
+    message = hub_message(name, "model", errors[0])
+    raise FileNotFoundError(f"There is no model folder {name}. {message}") from errors[0]

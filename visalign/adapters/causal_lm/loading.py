@@ -22,6 +22,7 @@ from transformers import (
 
 from visalign.adapters.model_folder import local_folder
 from visalign.errors import UserError
+from visalign.hub import hub_message, hub_outage
 from visalign.text import StoppingCriteria
 
 from .chat import PromptEncoder
@@ -61,15 +62,16 @@ def load_causal_lm(
 
 def from_pretrained(kind: Any, name: str, **options: Any) -> Any:
     """Load a class of transformers by name, never with code of its folder; the error says what to correct."""
+    is_remote = not Path(name).exists()
+    if is_remote:
+        hub_outage()
     try:
         return kind.from_pretrained(name, trust_remote_code=False, **options)
     except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError, SafetensorError) as error:
+        if is_remote and isinstance(error, OSError):
+            raise UserError(f"There is no model folder {name}. {hub_message(name, 'model', error)}") from error
         message = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(
-            f"{kind.__name__} cannot load {name} ({message}). Correct the path, or the name and the access "
-            "to the hub; where there is none, fetch it elsewhere (`hf download NAME --local-dir FOLDER`) and "
-            "give that folder."
-        ) from error
+        raise UserError(f"{kind.__name__} cannot load {name} ({message}). Copy its folder again.") from error
 
 
 def end_tokens(model: PreTrainedModel, prompts: PromptEncoder, stopping: StoppingCriteria) -> tuple[int, ...]:
