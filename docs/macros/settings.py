@@ -54,15 +54,28 @@ def default_of(field: dataclasses.Field[Any]) -> str:
     return code(value if value != "" else '""')
 
 
-def settings(name: str) -> str:
-    """Build the tables of every key of a job with its default and meaning, by section.
+HEAD = ("key", "default", "meaning")
+
+
+def settings(name: str, *keys: str) -> str:
+    """Build the tables of the keys of a job with their defaults and meanings, by section.
 
     Args:
         name: a pipeline of `visalign.pipelines.jobs.PIPELINES`, or `module:Dataclass`.
+        keys: build one table of these keys, in this order.
+
+    Raises:
+        ValueError: the job has no such key.
     """
     module, _, attribute = PIPELINES.get(name, name).partition(":")
     schema = getattr(importlib.import_module(module), attribute)
-    return "\n\n".join(_section(schema, "", shown={schema}))
+    tables = "\n\n".join(_section(schema, "", shown={schema}))
+    if not keys:
+        return tables
+    rows = {line.split("`")[1]: line for line in tables.splitlines() if line.startswith("| `")}
+    if missing := [key for key in keys if key not in rows]:
+        raise ValueError(f"{name} has no setting {', '.join(missing)}")
+    return "\n".join([table(HEAD, []), *(rows[key] for key in keys)])
 
 
 def _section(schema: type, prefix: str, shown: set[type]) -> Iterator[str]:
@@ -76,6 +89,6 @@ def _section(schema: type, prefix: str, shown: set[type]) -> Iterator[str]:
         shown.update(new)
         rows.append((code(key), default_of(field), prose(texts.get(field.name, ""))))
     title = f"**{prefix[:-1]}**" if prefix else "**the run**"
-    yield f"{title}: {prose((schema.__doc__ or '').splitlines()[0])}\n\n" + table(("key", "default", "meaning"), rows)
+    yield f"{title}: {prose((schema.__doc__ or '').splitlines()[0])}\n\n" + table(HEAD, rows)
     for kind, below in deeper:
         yield from _section(kind, below, shown)

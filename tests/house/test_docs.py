@@ -305,6 +305,7 @@ def test_macros_name_unknown_arguments(hooks: ModuleType) -> None:
         ("{{ tables }}", "no macro 'tables'"),
         ("{{ metrics reward_men }}", "no metric matches 'reward_men'"),
         ("{{ configs flow_grop }}", "no configuration of flow_grop"),
+        ("{{ settings flow_grpo rollout.step }}", "flow_grpo has no setting rollout.step"),
         ("{{ curves text_sample }}", "BEFORE -> AFTER"),
         ("{{ include README.md Nothing }}", "no heading '## Nothing'"),
     ):
