@@ -13,6 +13,11 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = (
     "README.md",
     "docs/index.md",
+    "docs/concepts/index.md",
+    "docs/help/index.md",
+    "docs/start/fine_tune.md",
+    "docs/start/python.md",
+    "docs/start/tables.md",
 )
 LONGEST, MEDIAN = 40, 18
 NO_PROSE = re.compile(
