@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import ConfigDict, ValidationError
 
 from .errors import ConfigError, did_you_mean, excerpt, nearest, suggestion
+from .other_names import our_names
 
 STRICT: ConfigDict = {"extra": "forbid", "coerce_numbers_to_str": True}
 """pydantic's settings for all configurations."""
@@ -60,18 +61,6 @@ def allowed_keys(schema: Any, prefix: str = "") -> Iterator[str]:
             yield from allowed_keys(entry, f"{prefix}{name}.*.")
 
 
-SYNONYMS = {
-    "learning_rate": "lr",
-    "num_generations": "group_size",
-    "guidance_scale": "guidance",
-    "num_inference_steps": "steps",
-    "max_steps": "iterations",
-    "epochs": "iterations",
-    "max_completion_length": "max_new_tokens",
-}
-"""Names of keys in other libraries -> ours."""
-
-
 def refusal(error: ValidationError, schema: Any, data: Any, sources: Sequence[Source]) -> ConfigError:
     """Describe an error by its full key: unknown keys, then wrong values, then what a dataclass itself refuses.
 
@@ -85,7 +74,8 @@ def refusal(error: ValidationError, schema: Any, data: Any, sources: Sequence[So
     location = _Location(schema, data, first["loc"][1:])
     where = next((name for keys, name in reversed(sources) if location.meets(keys)), "the defaults")
     if first["type"] in _UNKNOWN:
-        return _unknown_key(location, schema, where)
+        unknown = [str(entry["loc"][-1]) for entry in (first, *error.errors()) if entry["type"] in _UNKNOWN]
+        return _unknown_key(location, schema, where, unknown)
     key, value = ".".join(location.keys) + location.item, location.value
     if first["type"] == "missing":
         return ConfigError(f"Key '{key}': missing mandatory value. Set it in the file or as an override.")
@@ -133,21 +123,23 @@ class _Location:
         return all(key == other for key, other in zip(self.keys, keys, strict=False))
 
 
-def _unknown_key(location: _Location, root: Any, where: str) -> ConfigError:
+def _unknown_key(location: _Location, root: Any, where: str, unknown: Sequence[str]) -> ConfigError:
+    """Describe the first of the unknown keys, with our settings for all that other libraries know."""
     *above, key = location.keys
     prefix = "".join(f"{name}." for name in above)
     allowed = list(field_types(location.section))
     kind, variants = _union(location.union)
     readers = [str(name) for name, part in variants.items() if key in field_types(part)]
+    names = {full: full.rpartition(".")[2] for full in allowed_keys(root)}
+    translated = our_names(unknown, names)
     if readers:
         hint = f"It is read where {prefix}{kind} is {' or '.join(readers)}. "
+    elif translated:
+        hint = f"Here {translated}. "
     else:
-        similar = [
-            prefix + name for name in ([SYNONYMS[key]] if SYNONYMS.get(key) in allowed else nearest(key, allowed))
-        ]
+        similar = [prefix + name for name in nearest(key, allowed)]
         if not similar:
-            names = {full: full.rpartition(".")[2] for full in allowed_keys(root)}
-            alike = [SYNONYMS[key]] if key in SYNONYMS else nearest(key, set(names.values()), limit=1, cutoff=0.7)
+            alike = nearest(key, set(names.values()), limit=1, cutoff=0.7)
             similar = [full for full, name in names.items() if name in alike]
         hint = did_you_mean(similar)
     level = f"under '{'.'.join(above)}'" if above else "at the top level"

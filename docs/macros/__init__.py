@@ -15,6 +15,7 @@ from .catalogues import (
     refusals,
     regressions,
     text_rewards,
+    trl_names,
 )
 from .curves import curves, equal_cost
 from .reference import api, commands, face, include, python
@@ -34,6 +35,7 @@ _GROUPS = (
         refusals,
         regressions,
         text_rewards,
+        trl_names,
     ),
     (configs, curves, equal_cost, metrics, settings),
     (api, commands, face, include, python),

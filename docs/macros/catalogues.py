@@ -79,6 +79,16 @@ def text_rewards() -> str:
     return table(("name", "what it is", "preset"), rows)
 
 
+def trl_names() -> str:
+    """Build the table of names in TRL, and ours."""
+    names: dict[str, tuple[str, ...]] = importlib.import_module("visalign.other_names").TRL_NAMES
+    rows = []
+    for name, settings in names.items():
+        parts = [setting.partition(" (") for setting in settings]
+        rows.append((code(name), ", or ".join(code(ours) + space + note for ours, space, note in parts)))
+    return table(("elsewhere", "here"), rows)
+
+
 def algorithms() -> str:
     """Build the table of algorithms: kinds of policy, choice at each stage, paper."""
     core = importlib.import_module("visalign.core")

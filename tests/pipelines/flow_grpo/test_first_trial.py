@@ -92,7 +92,7 @@ def test_a_file_is_no_model_folder(tmp_path):
 @pytest.mark.parametrize(
     ("name", "override", "message"),
     [
-        ("text_grpo", "optimizer.learning_rate=1", "Did you mean 'optimizer.lr'\\? "),
+        ("text_grpo", "optimizer.learning_rate=1", "Here learning_rate is optimizer.lr"),
         ("text_grpo", "data.heldout=missing.jsonl", "the packaged sets are tasks:train, tasks:heldout"),
         ("shapes_flow_grpo", "evaluation.rewards={pick_score: {options: {model: /none}}}", "option model is '/none'"),
     ],
