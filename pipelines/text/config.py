@@ -58,6 +58,8 @@ class TextModelConfig:
     template was applied before is taken as it stands."""
     system: str | None = None
     """System message of every chat."""
+    template: dict[str, Any] = field(default_factory=dict)
+    """More variables of the chat template, e.g. {enable_thinking: false} for Qwen3 (TRL's chat_template_kwargs)."""
     dtype: Dtype = "float32"
     """Dtype of the weights: float32, bfloat16 or float16. Adapters are float32 always."""
     autocast: Autocast | None = None

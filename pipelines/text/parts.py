@@ -261,7 +261,10 @@ def prompt_encoder(model: TextModelConfig, tokenizer: Any) -> Any:
     from visalign.adapters.causal_lm.chat import PromptEncoder
 
     as_chat = model.chat == "chat" or (model.chat == "auto" and bool(tokenizer.chat_template))
-    return PromptEncoder(tokenizer, plain_as_chat=as_chat, system=model.system)
+    encoder = PromptEncoder(tokenizer, plain_as_chat=as_chat, system=model.system, template_options=model.template)
+    with name_key("model.template"):
+        encoder.check_options(model.template)
+    return encoder
 
 
 def build_value_model(model: ActorCriticConfig, device: torch.device) -> Any:

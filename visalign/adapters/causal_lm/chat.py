@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from jinja2 import TemplateError
+from jinja2 import Environment, TemplateError, meta
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from visalign.errors import UserError, suggestion
@@ -17,6 +18,9 @@ from visalign.text.messages import template_messages
 
 _PROBE = "QQTEXTQQ"
 """Content of messages whose surroundings in a rendered text are those of the template."""
+
+_OWN_VARIABLES = {"messages", "add_generation_prompt", "raise_exception", "bos_token", "eos_token", "tools"}
+"""Variables of templates that are no options."""
 
 
 def image_parts(prompt: Prompt) -> list[Mapping[str, Any]]:
@@ -61,6 +65,21 @@ class PromptEncoder:
                 "plain_as_chat and system need a chat template, and this tokenizer has none (a base model). "
                 "Give chat_template the Jinja text of one, or use plain text prompts without them."
             )
+
+    def check_options(self, options: Mapping[str, Any]) -> None:
+        """Refuse variables that the template does not read, or that the encoder sets itself."""
+        if not options:
+            return
+        # transformers' own block, which a plain environment cannot parse
+        jinja = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", self._template or "")
+        environment = Environment(extensions=["jinja2.ext.loopcontrols"])
+        read = meta.find_undeclared_variables(environment.parse(jinja)) - _OWN_VARIABLES
+        for name in options:
+            if name not in read:
+                reason = "which the prompt sets" if name in _OWN_VARIABLES else "which the chat template never reads"
+                problem = f"it sets {name!r}, {reason}" if self._template else "the tokenizer has no chat template"
+                names = ", ".join(sorted(read)) or "none"
+                raise UserError(f"{problem}. {suggestion(name, read)}Variables of this template: {names}.")
 
     def encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """Return the token ids of each prompt, ready for the model to continue.
