@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import sys
-from importlib.abc import MetaPathFinder
-from pathlib import Path
 from typing import Any
 
 NEEDED = (
@@ -34,8 +32,11 @@ def missing_extra(error: ModuleNotFoundError) -> str | None:
     return f"This needs {name}, which is not installed: python -m pip install 'visalign[{extra}]'"
 
 
-class MissingExtraFinder(MetaPathFinder):
-    """Last import finder: names the extra of a missing module that this package itself imports."""
+class MissingExtraFinder:
+    """Last import finder: names the extra of a missing module that this package itself imports.
+
+    It has no base: importing that of `importlib.abc` would take as long as the rest of `import visalign`.
+    """
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
         """Raise an error that names the extra, or return None for Python's own error."""
@@ -62,6 +63,7 @@ def visalign_version() -> str:
     if installed := installed_version("visalign"):
         return installed
     import tomllib
+    from pathlib import Path
 
     project = Path(__file__).resolve().parents[1] / "pyproject.toml"
     return tomllib.loads(project.read_text(encoding="utf-8"))["project"]["version"]
