@@ -257,6 +257,18 @@ def test_all_invalid(tmp_path: Path) -> None:
     assert "Accuracy by category" not in page.text and "judged wrong after training" not in page.text
 
 
+@pytest.mark.parametrize(
+    ("higher", "meaning"), [(True, "the model became worse"), (False, "would very likely show a gain")]
+)
+def test_without_verdicts_the_headline_is_the_trained_reward(tmp_path: Path, higher: bool, meaning: str) -> None:
+    turned = {"shapes_verifier": True, "clip_score": True, "sharpness": higher}
+    scores = [dict(make_result(share).scores) for share in (0.25, 0.75)]
+    before, after = (replace(blind_result(), scores=entry, higher_is_better=turned) for entry in scores)
+    page = report(tmp_path, before, after, main_rewards=["sharpness", "clip_score"])
+    assert "sharpness (levels²), held-out mean" in page.text and "\u221220.0" in page.text
+    assert "The whole interval lies below zero: " in page.text and meaning in page.text
+
+
 def test_a_run_with_a_reward_of_ones_own_shows_it_under_the_best_and_worst_images(tmp_path: Path) -> None:
     before, after = blind_result(0.25), blind_result(0.75)
     before = replace(before, reasons=("",) * len(before), scores={"glow": before.scores["clip_score"]})

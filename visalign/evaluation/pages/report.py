@@ -37,6 +37,7 @@ def write_report(
     load_code: str,
     resume_command: str,
     start: Mapping[str, float] | None = None,
+    main_rewards: Sequence[str] = (),
     trained_prompts: int | None = None,
     warnings: Sequence[str] = (),
     over_time: Sequence[tuple[int, Path]] = (),
@@ -56,11 +57,15 @@ def write_report(
         load_code: Python that loads the result.
         resume_command: The command that continues the run.
         start: Metric -> value before training: the first points of the curves.
+        main_rewards: Rewards that come first; the first of all is the headline of a run without verdicts.
         trained_prompts: Number of held-out prompts that were trained on; None: unknown.
         warnings: Warnings of the monitor during training, or that it stopped the run.
         over_time: (iterations finished, PNG) of the same prompts during training.
     """
     comparison, kind = compare(before, after), wording.kind_of(after)
+    order = [*main_rewards, *after.scores]
+    rewards = tuple(sorted(comparison.rewards, key=lambda row: order.index(row.name)))
+    comparison = dataclasses.replace(comparison, rewards=rewards)
     phases = sorted((costs.get("phases") or {}).items(), key=lambda phase: -phase[1])  # the longest first
     other_rewards = [row for row in comparison.rewards if not row.repeats_accuracy]
     height, width = after.images.shape[1:3]

@@ -61,7 +61,7 @@ def headline(
 
     `before`, `after` and `change` are formatted, `interval` is in words, `direction` is "up", "down" or "flat".
     """
-    kind, prompts, row = kind_of(before), len(set(before.keys)), comparison.overall
+    kind, prompts, row, is_higher_better = kind_of(before), len(set(before.keys)), comparison.overall, True
     counted = f"{prompts} prompts{_trained_on(prompts, trained_prompts)}"
     if math.isfinite(row.change.estimate):
         form, label = points, "Held-out accuracy"
@@ -75,6 +75,7 @@ def headline(
         )
     elif comparison.rewards:
         row, form = comparison.rewards[0], change
+        is_higher_better = row.higher_is_better
         label = f"{words(row.name)} ({row.unit}), held-out mean"
         sides = number(row.before), number(row.after), change(row.change.estimate)
         first = (
@@ -85,7 +86,10 @@ def headline(
         form, label = points, "Held-out evaluation"
         sides = MISSING, MISSING, "nothing to compare"
         first = f"No {kind.singular} has a verdict and no reward was evaluated."
-    sentences = [first, *_judgement(row.change)]
+    direction = "flat"
+    if row.change.excludes_zero:
+        direction = "up" if (row.change.estimate > 0) == is_higher_better else "down"
+    sentences = [first, *_judgement(row.change, direction)]
     if prompts < FEW:
         sentences.append(
             f"Only {prompts} prompts: one lucky prompt moves the numbers. Evaluate on more (data.heldout) "
@@ -104,7 +108,7 @@ def headline(
         "after": sides[1],
         "change": sides[2],
         "interval": level + span(row.change, form) if math.isfinite(row.change.low) else "no interval",
-        "direction": "up" if row.change.low > 0 else "down" if row.change.high < 0 else "flat",
+        "direction": direction,
         "sentences": sentences,
     }
 
@@ -118,15 +122,14 @@ def _trained_on(count: int, trained_prompts: int | None) -> str:
     return f", {'all' if trained_prompts >= count else trained_prompts} of which the model was also trained on"
 
 
-def _judgement(interval: Interval) -> list[str]:
+def _judgement(interval: Interval, direction: str) -> list[str]:
     if not math.isfinite(interval.estimate):
         return []
     if not math.isfinite(interval.low):
         return ["There are too few prompts for an interval of the change."]
-    if interval.low > 0:
-        return ["The whole interval lies above zero: other such prompts would very likely show a gain too."]
-    if interval.high < 0:
-        return ["The whole interval lies below zero: the model became worse."]
+    if direction != "flat":
+        meaning = {"up": "other such prompts would very likely show a gain too", "down": "the model became worse"}
+        return [f"The whole interval lies {'above' if interval.low > 0 else 'below'} zero: {meaning[direction]}."]
     return ["The interval contains zero: this evaluation shows no change. Use more prompts, or train longer."]
 
 
