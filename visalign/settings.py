@@ -25,8 +25,9 @@ Records = Annotated[int, Field(ge=1, le=MOST)]
 """Number of records that are read from a file of any length."""
 Steps = Annotated[int, Field(ge=1, le=10_000)]
 """Number of denoising steps; diffusion models are trained on 1000."""
-Side = Annotated[int, Field(ge=1, le=16_384)]
-"""Pixels along a side of an image."""
+MOST_PIXELS = 16_384
+"""Largest number of pixels along a side of an image."""
+Side = Annotated[int, Field(ge=1, le=MOST_PIXELS)]
 Natural = Annotated[int, Field(ge=0, le=MOST)]
 Share = Annotated[float, Field(ge=0, le=1)]
 PositiveShare = Annotated[float, Field(gt=0, le=1)]

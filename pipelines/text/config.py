@@ -99,7 +99,7 @@ class PromptsConfig:
     """Our name of a field -> that of the files, such as prompt: question for GSM8K's rows."""
     tasks: list[str] | None = None
     """Kinds of the packaged tasks; null: all."""
-    levels: list[int] | None = None
+    levels: list[Annotated[int, Field(ge=1, le=3)]] | None = None
     """Difficulties of the packaged tasks, 1 to 3; null: all."""
     size: Count = 1900
     """Records of tasks:train."""

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from visalign.errors import UserError
+from visalign.settings import MOST_PIXELS
 
 from .condition import Source, image_of
 from .families import FAMILIES, PIPELINES, REFUSED, Family
@@ -18,6 +19,8 @@ CUSTOM_ADAPTER = (
     "from_pretrained(folder_or_id, *, dtype, device, **options) whose objects are a "
     "visalign.interfaces.DiffusionPolicy; visalign.adapters.check_adapter(policy) tests it"
 )
+
+_MOST_FRAMES = 10_000
 
 
 def known_family(kind: Any, what: str) -> Family:
@@ -75,8 +78,8 @@ def call_arguments(
     if num_frames is not None:
         step = getattr(pipe, "vae_scale_factor_temporal", None)
         step = step or getattr(pipe, "vae_temporal_compression_ratio", 1)
-        if family.frames is None or num_frames < 1 or (num_frames - 1) % step:
-            allowed = "images" if family.frames is None else f"1 + a multiple of {step} frames"
+        if family.frames is None or num_frames not in range(1, _MOST_FRAMES, step):
+            allowed = "images" if family.frames is None else f"1 + a multiple of {step} frames below {_MOST_FRAMES}"
             raise UserError(f"num_frames is {num_frames}; {type(pipe).__name__} makes {allowed}.")
         size["num_frames"] = num_frames
     reserved = {*_RESERVED, *family.fixed, family.scale}
@@ -110,8 +113,8 @@ def _size(pipe: Any, family: Family, image_size: Any) -> dict[str, int]:
     problem = ""
     if family.own_size:
         problem = f"{type(pipe).__name__} makes images of an area of its own. Leave image_size out"
-    elif not pair or any(side < unit or side % unit for side in sides):
-        problem = f"this model makes multiples of {unit} pixels, as one number or a pair (height, width)"
+    elif not pair or any(side not in range(unit, MOST_PIXELS + 1, unit) for side in sides):
+        problem = f"this model makes multiples of {unit} pixels up to {MOST_PIXELS}, as one number or (height, width)"
     elif supported and tuple(sides) not in supported:
         problem = f"{type(pipe).__name__} makes these (height, width): {supported}"
     if problem:
