@@ -23,7 +23,6 @@ from visalign.pipelines.shared.parts import (
     load_terms,
     own_heldout,
     pointwise_only,
-    reward_fingerprints,
     weighted_sum,
 )
 from visalign.pipelines.shared.run_folder import fingerprint
@@ -117,7 +116,6 @@ def prepare(config: FlowGRPOConfig, world: int, device: str | None = None) -> In
         fingerprints={
             **_fingerprints("data.train" if data.pairs is None else "data.pairs", records),
             **_fingerprints("data.heldout", heldout),
-            **reward_fingerprints(terms),
         },
         notes=notes,
     )

@@ -23,7 +23,7 @@ from visalign.training.loop.monitor import BEST, best_checkpoint_note, monitor_m
 from visalign.training.loop.runtime import peak_memory_bytes
 from visalign.versions import versions
 
-from .parts import Records, check_alike, evenly_spaced, no_loading_bars
+from .parts import Records, check_alike, code_fingerprints, evenly_spaced, no_loading_bars
 from .run_folder import RunSummary, check_unchanged, claimed, summary_json, write_beginning, write_once
 from .sections import FREE_KEYS, HeldoutConfig
 
@@ -59,7 +59,7 @@ class Job(ABC):
     output: Path
     trainer: Trainer
     fingerprints: Mapping[str, str]
-    """Input -> SHA-256 of its content: a resume on other content is refused."""
+    """Data -> SHA-256 of its content: a resume on other content is refused, as on other code."""
     next_command: Sequence[str]
     """Command line that uses the result."""
 
@@ -106,12 +106,13 @@ def run_job(config: Any, output: Path, resume: bool = False, *, build: Callable[
             torch.set_num_threads(config.run.threads)
         job = build(config, output)
         trainer, accelerator = job.trainer, job.trainer.accelerator
+        prints = {**job.fingerprints, **code_fingerprints(config)}
         if accelerator.num_processes > 1:
-            check_alike(gather_object([{"--resume": resume, **job.fingerprints}]))
+            check_alike(gather_object([{"--resume": resume, **prints}]))
         if resume:
-            check_unchanged(output, job.fingerprints)
+            check_unchanged(output, prints)
         if accelerator.is_main_process:
-            write_beginning(output, config, job.fingerprints)
+            write_beginning(output, config, prints)
         accelerator.wait_for_everyone()  # the files of the beginning are there for all
         if config.run.trackers:
             accelerator.init_trackers("visalign", config={k: str(v) for k, v in flatten(config).items()})
@@ -274,6 +275,7 @@ class PolicyRun(Job):
             load_code=self.load_code,
             resume_command=resume_command(str(output / "config.yaml"), [], output),
             start=start,
+            main_rewards=self.curve,
             trained_prompts=self.heldout_trained_on,
             warnings=[*warnings, *best_checkpoint_note(self.config.run.best_by, state)],
             over_time=() if self.grids is None else self.grids.files(),

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -154,18 +153,28 @@ def load_terms(terms: Mapping[str, RewardTerm], load: Callable[..., Any], device
     return {label: load(term.name or label, run_device=device, **term.options) for label, term in terms.items()}
 
 
-def reward_fingerprints(terms: Mapping[str, RewardTerm]) -> dict[str, str]:
-    """Hash the user's code of each loaded reward, and the files that its options name."""
+def code_fingerprints(config: Any) -> dict[str, str]:
+    """Hash the code that a configuration names (of rewards, adapters, tools) by file or loaded module, and the files
+    that options name, by the key that names them.
+    """
     prints: dict[str, str] = {}
-    for label, term in terms.items():
-        module = (term.name or label).rpartition(":")[0]
+    for key, text in _texts(asdict(config)):
+        module = text.rpartition(":")[0]
         code = module if module.endswith(".py") else vars(sys.modules.get(module, object)).get("__file__")
-        files = [value for value in term.options.values() if isinstance(value, str) and os.path.isfile(value)]
-        if code or files:
-            digest = hashlib.sha256(Path(code).read_bytes() if code else b"")
-            digest.update("".join(map(file_fingerprint, files)).encode())
-            prints[f"reward {label}"] = digest.hexdigest()
+        if code or (".options." in key and os.path.isfile(text)):
+            prints[key] = file_fingerprint(code or text)
     return prints
+
+
+def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Yield (dotted key, text) of all texts and keys of nested mappings and lists; a label may name the reward."""
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, Mapping | list | tuple):
+        for name, entry in value.items() if isinstance(value, Mapping) else enumerate(value):
+            inner = f"{key}.{name}".lstrip(".")
+            yield inner, str(name)
+            yield from _texts(entry, inner)
 
 
 def pointwise_only(

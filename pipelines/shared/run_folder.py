@@ -90,7 +90,7 @@ def fingerprint(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 def check_unchanged(output: Path, fingerprints: Mapping[str, str]) -> None:
-    """Refuse to continue a run whose prompts or rewards have another content than when it began."""
+    """Refuse to continue a run whose data or code of one's own have another content than when it began."""
     from visalign.training.loop.checkpoint import check_same_config
 
     path = output / FINGERPRINTS

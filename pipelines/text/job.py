@@ -18,7 +18,6 @@ from visalign.pipelines.shared.parts import (
     ends_by,
     evenly_spaced,
     name_key,
-    reward_fingerprints,
     spread,
 )
 from visalign.pipelines.shared.run_folder import fingerprint
@@ -128,7 +127,7 @@ def text_run(
         config=config,
         output=output,
         trainer=build_trainer(config, output, algorithm, evaluate, columns=columns),
-        fingerprints=_fingerprints(config, inputs),
+        fingerprints={key: fingerprint(source) for key, source in inputs.sources.items()},
         title=f"{method} on {config.model.path}",
         policy=policy,
         measure=measure,
@@ -140,13 +139,6 @@ def text_run(
         heldout_trained_on=inputs.heldout_trained_on,
         next_command=_next_command(config, output),
     )
-
-
-def _fingerprints(config: TextConfig | SupervisedConfig, inputs: TextInputs) -> dict[str, str]:
-    """Hash the records of each source, and the code of the rewards."""
-    terms = {**config.evaluation.rewards, **(config.rewards.terms if isinstance(config, TextConfig) else {})}
-    records = {key: fingerprint(source) for key, source in inputs.sources.items()}
-    return records | reward_fingerprints(terms)
 
 
 def _next_command(config: Any, output: Path) -> list[str]:

@@ -20,7 +20,7 @@ from visalign.atomic import write_atomic
 from visalign.data.sets.prompt_files import TOOL_ANSWERS, demonstrations_jsonl
 from visalign.errors import UserError
 from visalign.interfaces import Scores
-from visalign.pipelines.shared.parts import Records, load_terms, name_key, reward_fingerprints, run_device
+from visalign.pipelines.shared.parts import Records, code_fingerprints, load_terms, name_key, run_device
 from visalign.pipelines.shared.run_folder import (
     RunSummary,
     check_unchanged,
@@ -147,7 +147,7 @@ def run(config: TextSampleConfig, output: Path, resume: bool = False) -> RunSumm
     begin = time.perf_counter()
     with claimed(config, output, resume=resume, free=FREE_KEYS):
         records, reward = _prepare(config)
-        prints = {"data.train": fingerprint(records), **reward_fingerprints(config.rewards.terms)}
+        prints = {"data.train": fingerprint(records), **code_fingerprints(config)}
         if resume:
             check_unchanged(output, prints)
         if config.run.threads is not None:

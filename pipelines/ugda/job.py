@@ -38,8 +38,15 @@ from visalign.pipelines.flow_grpo.job import sample_command, sampling_options
 from visalign.pipelines.jobs import Job, load_job
 from visalign.pipelines.sample.job import SampleSettings, sample_images
 from visalign.pipelines.score.report import load_shown_images
-from visalign.pipelines.shared.parts import Records, build_records, name_key
-from visalign.pipelines.shared.run_folder import RunSummary, claimed, summary_json, write_beginning, write_once
+from visalign.pipelines.shared.parts import Records, build_records, code_fingerprints, name_key
+from visalign.pipelines.shared.run_folder import (
+    RunSummary,
+    check_unchanged,
+    claimed,
+    summary_json,
+    write_beginning,
+    write_once,
+)
 from visalign.rewards.catalogue import load_judge, load_reward
 from visalign.rewards.combine.ensemble import Ensemble
 from visalign.seeds import sample_seed
@@ -87,7 +94,10 @@ def run(config: UGDAConfig, output: Path, resume: bool = False) -> RunSummary:
         raise UserError(f"{policy.model.path} edits images, and UGDA's rounds start from prompts alone.")
     with claimed(config, output, resume=resume, free=()):
         prompts = build_records(policy.data.train, "policy data.train")
-        write_beginning(output, config, {})
+        prints = code_fingerprints(config) | code_fingerprints(policy)
+        if resume:
+            check_unchanged(output, prints)
+        write_beginning(output, config, prints)
         rounds = [Round(config, output, number).run(prompts) for number in range(config.rounds)]
         before, after = rounds[0]["policy"]["before"], rounds[-1]["policy"]["after"]
         summary = {"rounds": rounds, "before": before, "after": after}

@@ -19,9 +19,9 @@ from visalign.pipelines.flow_grpo.inputs import prepare
 from visalign.pipelines.flow_grpo.job import FlowGRPOConfig, load_code, plan, run
 from visalign.pipelines.flow_grpo.parts import build_policy
 from visalign.pipelines.shared.job import result_folder
-from visalign.pipelines.shared.parts import reward_fingerprints
+from visalign.pipelines.shared.parts import code_fingerprints
 from visalign.pipelines.shared.run_folder import FINGERPRINTS, check_unchanged, write_once
-from visalign.pipelines.shared.sections import RewardTerm
+from visalign.pipelines.text.config import TextConfig
 from visalign.training.loop.checkpoint import CheckpointError
 
 SMALL = (
@@ -100,39 +100,43 @@ def test_prompts_that_are_trained_on_are_counted(tmp_path: Path) -> None:
     assert prepare(config(), 1).heldout_trained_on == 0
 
 
-def test_changed_prompts_and_rewards_are_noticed(tmp_path: Path) -> None:
-    prompts, reward, output = tmp_path / "a.txt", tmp_path / "mine.py", tmp_path / "run"
+def test_changed_prompts_are_noticed(tmp_path: Path) -> None:
+    prompts, output = tmp_path / "a.txt", tmp_path / "run"
     prompts.write_text("a red circle\na cross")
-    reward.write_text("def f(images):\n    return [1.0] * len(images)\n")
-    given = config("data.balance=false", f"data.train={prompts}", f"rewards.terms={{mine: {{name: '{reward}:f'}}}}")
+    given = config("data.balance=false", f"data.train={prompts}")
     first = prepare(given, 1).fingerprints
-    assert set(first) == {"data.train", "data.heldout", "reward mine"}
+    assert set(first) == {"data.train", "data.heldout"}
     check_unchanged(output, first)  # a run of a version that kept no fingerprints
     write_once(output / FINGERPRINTS, json.dumps(first))
     check_unchanged(output, prepare(given, 1).fingerprints)
     prompts.write_text("a red circle\na square")
-    with pytest.raises(CheckpointError, match=r"Differing keys: data\.train: '\w{64}' there") as caught:
-        check_unchanged(output, prepare(given, 1).fingerprints)
-    assert "reward" not in str(caught.value).split("Differing")[1].split("Set them")[0]
-    prompts.write_text("a red circle\na cross\n")
-    reward.write_text("def f(images):\n    return [2.0] * len(images)\n")
-    with pytest.raises(CheckpointError, match="reward mine: "):
+    with pytest.raises(CheckpointError, match=r"Differing keys: data\.train: '\w{64}' there"):
         check_unchanged(output, prepare(given, 1).fingerprints)
 
 
-def test_changed_modules_and_files_of_rewards_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of every kind of job: a module of one's own, and the files that a reward's options name."""
+def test_changed_code_and_files_of_options_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of rewards, adapters and tools alike, by file or by module."""
     monkeypatch.syspath_prepend(str(tmp_path))
-    code, words = tmp_path / "own_module_of_a_test.py", tmp_path / "words.txt"
-    code.write_text("def f(completions):\n    return [1.0] * len(completions)\n")
-    words.write_text("one")
-    importlib.import_module(code.stem)  # as loading the reward does
-    terms = {"mine": RewardTerm(name=f"{code.stem}:f", options={"words": str(words)}), "length": RewardTerm()}
-    prints = [reward_fingerprints(terms)]
-    for path in (code, words):
+    module, tool, words = (tmp_path / name for name in ("own_module_of_a_test.py", "tool.py", "words.txt"))
+    for path in (module, tool, words):
+        path.write_text("def f(text):\n    return text\n")
+    importlib.import_module(module.stem)  # as loading the reward does
+    terms = f"rewards.terms={{mine: {{name: '{module.stem}:f', options: {{words: {words}}}}}, '{tool}:f': {{}}}}"
+    text = load_config(TextConfig, None, [terms, f"rollout.tool.use={tool}:f"])
+    images = config(f"model.adapter={tool}:f", f"evaluation.rewards={{mine: {{name: '{tool}:f'}}}}")
+    keys = {
+        "rewards.terms.mine.name",
+        "rewards.terms.mine.options.words",
+        f"rewards.terms.{tool}:f",
+        "rollout.tool.use",
+    }
+    first, adapter = code_fingerprints(text), code_fingerprints(images)
+    assert set(first) == keys and set(adapter) == {"model.adapter", "evaluation.rewards.mine.name"}
+    for path in (module, tool, words):
         path.write_text(path.read_text() + "# changed\n")
-        prints.append(reward_fingerprints(terms))
-    assert len({entry["reward mine"] for entry in prints}) == 3 and len(prints[0]) == 1
+    changed, changed_adapter = code_fingerprints(text), code_fingerprints(images)
+    assert not set(first.values()) & set(changed.values()) and adapter.keys() == changed_adapter.keys()
+    assert adapter["model.adapter"] != changed_adapter["model.adapter"]
 
 
 def test_the_code_that_loads_the_result_has_its_path() -> None:
