@@ -20,11 +20,13 @@ def why_unreadable(error: ValueError | RecursionError) -> str:
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """Read the JSON object in a file of a model folder."""
+    """Read the JSON object in a file, such as those of a model folder."""
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise UserError(f"{file} cannot be read ({error.strerror}). Correct the path.") from error
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{file} is not JSON ({why_unreadable(error)}). Copy the model folder again.") from error
+        raise UserError(f"{file} is not JSON ({why_unreadable(error)}). Copy it again.") from error
     if not isinstance(content, dict):
-        raise UserError(f"{file} holds a {type(content).__name__}, needed is an object. Copy the model folder again.")
+        raise UserError(f"{file} holds a {type(content).__name__}, needed is an object. Copy it again.")
     return content

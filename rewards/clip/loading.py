@@ -68,7 +68,7 @@ def load_clip(model: str | Path, *, device: str | torch.device = "cpu", precisio
     model_cfg = None
     if source is not None:
         config = read_object(source / CONFIG)
-        model_cfg, ours = config["model_cfg"], config.get("preprocess_cfg", {})
+        model_cfg, ours = config["model_cfg"], config.get("preprocess_cfg") or {}
         preprocess |= {"window": ours["window"]} if "window" in ours else {}
         check_window(preprocess.get("window", 0))
     return ClipParts(
@@ -152,7 +152,7 @@ def save_changes(folder: str | Path, parts: ClipParts, base: str, *, subfolder: 
 def _load_changes(folder: Path, **options: Any) -> ClipParts:
     """Load the base and put the changed tensors into it."""
     try:
-        about = json.loads((folder / BASE).read_text(encoding="utf-8"))
+        about = read_object(folder / BASE)
         base, count = str(about["base"]), int(about["changed"])
         if Path(_place(folder, base)).resolve() == folder.resolve():
             raise ValueError("it names its own folder")

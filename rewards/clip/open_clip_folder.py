@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from visalign.json_files import read_object
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.weights.hub import META
 
@@ -62,7 +63,7 @@ def load_open_clip(
         with _by_shapes_alone() if hollow else nullcontext():
             model: Any = open_clip.create_model(name, tag, require_pretrained=not hollow, **options)
         tokenizer = open_clip.get_tokenizer(name)
-    except (RuntimeError, ValueError, TypeError, KeyError, OSError, SafetensorError) as error:
+    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, OSError, SafetensorError) as error:
         raise RewardError(
             f"The open_clip model {str(folder_or_name)!r} cannot be loaded: {error}. Check that config, "
             "weights and tokenizer belong together, and that names can be fetched from here."
@@ -193,8 +194,8 @@ def _check_folder(folder: Path, *, weights: bool) -> None:
         missing.append(WEIGHTS)
     if not missing:
         try:
-            text = json.loads((folder / CONFIG).read_text(encoding="utf-8"))["model_cfg"]["text_cfg"]
-        except (ValueError, KeyError, TypeError) as error:
+            text = read_object(folder / CONFIG)["model_cfg"]["text_cfg"]
+        except (KeyError, TypeError) as error:
             raise RewardError(
                 f"{folder / CONFIG} is no open_clip config ({type(error).__name__}: {error}); it needs "
                 "model_cfg with embed_dim, vision_cfg and text_cfg."

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from visalign.interfaces import Metadata, PointwiseReward, Scores, with_capabilities
+from visalign.json_files import read_object
 from visalign.rewards.base.contract import RewardError, check_choices, check_rules, make_scores
 from visalign.rewards.base.failure import failure_reasons
 from visalign.rewards.base.identity import Identity
@@ -132,9 +133,9 @@ class Calibrated:
 
 def _read(file: Path) -> tuple[list[float], list[float] | None]:
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = read_object(file)
         return list(content["value"]), content.get("std")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError) as error:
         raise RewardError(
             f"The reference '{file}' cannot be read ({type(error).__name__}: {error}); give JSON with a list "
             "'value', as Calibrated.save writes it."

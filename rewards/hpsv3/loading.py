@@ -75,8 +75,6 @@ def load_hpsv3(
 
 
 def _load_ours(folder: Path, base: str | Path | None, template: Template | None, **options: Any) -> HPSv3Model:
-    from safetensors.torch import load_file
-
     settings = JudgeSettings.read(folder)
     head = settings.rest["head"]
     if not isinstance(head, Mapping) or head.get("type") != "ranknet":
@@ -91,7 +89,7 @@ def _load_ours(folder: Path, base: str | Path | None, template: Template | None,
         options["adapter"] = folder
     engine = VisionLanguageEngine.from_pretrained(base or base_of(folder, settings), **options)
     weights = engine.weights + "+" + fingerprint(folder / HEAD_FILE)
-    tensors = load_file(folder / HEAD_FILE)
+    tensors = read_tensors(folder / HEAD_FILE)
     token = tensors.pop("reward_token", None)
     module = RanknetHead.from_state_dict(tensors).to(engine.network.device)
     model = HPSv3Model(engine, module, template=template, clamp=read_clamp(head))

@@ -12,7 +12,6 @@ escaped; an odd number of frames, which cannot be cut into pairs, loses one; a p
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor
 
 from visalign.interfaces import Metadata, RewardCapabilities, Scores
+from visalign.json_files import read_object
 from visalign.rewards.base.clips import listed_clips, read_clip
 from visalign.rewards.base.contract import (
     RewardError,
@@ -287,7 +287,7 @@ def _find_files(path: Path) -> tuple[Path, Path]:
 def _read_config(file: Path) -> dict[str, Any]:
     """Read fps, max_pixels, lora_scale and normal; a checkpoint of another kind is refused by name."""
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = read_object(file)
         data, model, lora = (config[f"{name}_config"] for name in ("data", "model", "peft_lora"))
         required = {
             "eval_dim": (data["eval_dim"], list(PARTS)),

@@ -6,7 +6,6 @@ Source: VisionReward, Xu et al., arXiv 2412.21059; the rule as in its released i
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from visalign.json_files import read_object
 
 VISIONREWARD_MASKS = {0: (22, 23, 24, 28, 29), 1: (25, 26), 2: (27,)}
 """For the published 30 questions on images: is there a body (0), a face (1), are there hands (2) -> the
@@ -134,7 +135,7 @@ class Checklist:
     @classmethod
     def read(cls, file: str | Path) -> Checklist:
         """Read a JSON file; see `from_dict`."""
-        return cls.from_dict(_read_object(Path(file)))
+        return cls.from_dict(read_object(Path(file)))
 
     @classmethod
     def from_visionreward(
@@ -152,7 +153,7 @@ class Checklist:
             masks: question -> the questions that count only where its answer is yes.
         """
         lines = Path(questions).read_text(encoding="utf-8-sig").splitlines()
-        record = _read_object(Path(weights))
+        record = read_object(Path(weights))
         coef = record.get("coef", [])
         coef = coef[0] if coef and isinstance(coef[0], list) else coef  # scikit-learn's coef_ has two axes
         rule = {"coef": coef, "intercept": record.get("intercept", 0.0), "masked_features": masks}
@@ -177,13 +178,3 @@ SHAPES_CHECKLIST = Checklist.from_dict(
 )
 """Checklist for the embedded model. The weights are the best non-negative ones on the votes of 800 training
 pairs, rounded; questions about faults and flat shapes then got the opposite sign."""
-
-
-def _read_object(file: Path) -> Mapping[str, Any]:
-    try:
-        record = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"The checklist file {file} cannot be read: {error}.") from error
-    if not isinstance(record, Mapping):
-        raise ValueError(f"{file} holds a {type(record).__name__}; it must hold an object.")
-    return record

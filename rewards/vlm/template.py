@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from visalign.json_files import read_object
 from visalign.rewards.base.contract import RewardError
 
 SETTINGS = "judge.json"
@@ -125,11 +126,8 @@ class JudgeSettings:
         file = Path(folder) / SETTINGS
         if not file.is_file():
             return cls()
-        try:
-            data = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise RewardError(f"{file.name} of {file.parent.name} is no JSON: {error}.") from error
-        if not isinstance(data, Mapping) or not isinstance(data.get("templates", {}), Mapping):
+        data = read_object(file)
+        if not isinstance(data.get("templates", {}), Mapping):
             raise RewardError(f"{file.name} needs an object with an object 'templates'.")
         templates = {name: Template.from_dict(name, item) for name, item in data.get("templates", {}).items()}
         rest = {key: data[key] for key in data if key not in ("templates", "positions")}

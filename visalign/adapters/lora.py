@@ -118,8 +118,12 @@ def check_same_kind(
     current: Mapping[str, Tensor],
     alpha: float,
     current_alpha: float,
+    metadata: Mapping[str, Any],
 ) -> None:
-    """Raise if saved adapters differ from the model's in rank, scale or layers, naming the first difference."""
+    """Raise if saved adapters differ from the model's in rank, scale or layers, naming the first difference.
+
+    `metadata` are the settings saved with them.
+    """
     saved, expected = ({n: tuple(w.shape) for n, w in weights.items()} for weights in (state, current))
     if saved != expected or alpha != current_alpha:
         differing = sorted(n for n in {*saved, *expected} if saved.get(n) != expected.get(n))
@@ -128,6 +132,14 @@ def check_same_kind(
             f"The LoRA in {folder} does not fit this model: alpha {alpha} there, {current_alpha} "
             f"here{example}. Build the policy with the model and the LoraSettings that it was trained with."
         )
+    if scales := other_scales(metadata):
+        raise UserError(f"The LoRA in {folder} has {', '.join(scales)}, and this policy scales by α / r alone.")
+
+
+def other_scales(metadata: Mapping[str, Any]) -> list[str]:
+    """Return the settings that scale saved adapters otherwise than by α / r."""
+    names = ("use_rslora", "use_dora", "alpha_pattern", "rank_pattern")
+    return [name for name, value in metadata.items() if value and name.rpartition(".")[2] in names]
 
 
 @contextmanager

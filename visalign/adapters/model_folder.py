@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
+
+from safetensors import SafetensorError, safe_open
 
 from visalign.errors import UserError
 from visalign.hub import hub_message, hub_outage
@@ -55,13 +58,28 @@ def pipeline_index(folder_or_id: str | Path) -> dict[str, Any]:
     return index
 
 
+@contextmanager
+def open_tensors(file: Path) -> Iterator[Any]:
+    """Open a safetensors file to read its tensors; a damaged one is refused by name."""
+    try:
+        with safe_open(file, "pt") as opened:
+            yield opened
+    except SafetensorError as error:
+        raise UserError(f"{file} is no whole safetensors file ({error}). Copy it again.") from error
+
+
+def read_tensors(file: Path) -> dict[str, Any]:
+    """Read all tensors of a safetensors file on the CPU."""
+    with open_tensors(file) as opened:
+        return {name: opened.get_tensor(name) for name in opened.keys()}  # no mapping
+
+
 def stored_dtype(folder: Path) -> Literal["float32", "bfloat16", "float16"]:
     """Return the dtype in which most weights of a network's folder are stored; float32 where it has no safetensors."""
     counts: Counter[str] = Counter()
     for file in folder.glob("*.safetensors"):
-        with file.open("rb") as stream:
-            header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-        counts.update(entry["dtype"] for name, entry in header.items() if name != "__metadata__")
+        with open_tensors(file) as opened:
+            counts.update(opened.get_slice(name).get_dtype() for name in opened.keys())  # no mapping
     (name, _), *_ = counts.most_common(1) or [("F32", 0)]
     return {"BF16": "bfloat16", "F16": "float16"}.get(name, "float32")  # type: ignore[return-value]
 

@@ -12,6 +12,7 @@ import torch
 from scipy.stats import norm
 
 from tests.support.judges.brightness import Brightness, grey
+from visalign.errors import UserError
 from visalign.rewards import RewardError, WeightedSum, check_reward, load_judge, load_reward
 from visalign.rewards.combine.calibrated import Calibrated
 
@@ -85,6 +86,6 @@ def test_refused(reference: Any, options: dict[str, Any], message: str):
 
 def test_an_unreadable_reference_is_named(tmp_path: Path):
     (tmp_path / "bad.json").write_text("[1, 2]")
-    for file in ("bad.json", "none.json"):
-        with pytest.raises(RewardError, match=rf"{file}' cannot be read .* give JSON with a list 'value'"):
+    for file, problem in (("bad.json", "holds a list, needed is an object"), ("none.json", "cannot be read")):
+        with pytest.raises(UserError, match=f"{file} {problem}"):
             Calibrated(Brightness(), tmp_path / file)

@@ -101,8 +101,7 @@ def test_a_model_that_does_not_see_is_refused() -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", r"judge\.json of .* is no JSON"),
-        ("[]", "needs an object with an object 'templates'"),
+        ('{"templates": []}', "needs an object with an object 'templates'"),
         ('{"templates": {"a": {}}}', "template 'a' is {}; it needs a list 'messages'"),
         (
             '{"templates": {"a": {"messages": [{"role": "user", "content": [{"type": "video"}]}]}}}',

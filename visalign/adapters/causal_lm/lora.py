@@ -4,11 +4,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
-from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -20,10 +18,12 @@ from visalign.adapters.lora import (
     check_same_kind,
     insert_adapters,
 )
+from visalign.adapters.model_folder import read_tensors
 from visalign.errors import UserError
+from visalign.json_files import read_object
 
 ALL_LINEAR = "all-linear"  # as a target: every linear layer but the output head, peft's name for it
-WEIGHT_FILE = "adapter_model.safetensors"  # the file that peft writes and looks for
+WEIGHT_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"  # as peft writes and looks for them
 
 
 def text_lora(
@@ -58,10 +58,11 @@ def load_text_lora(model: PreTrainedModel, folder: Path) -> None:
     path = Path(folder) / WEIGHT_FILE
     if not path.is_file():
         raise FileNotFoundError(f"{folder} holds no {WEIGHT_FILE}. Give a folder that policy.save() wrote.")
-    state = {name.removeprefix("base_model.model."): weight for name, weight in load_file(path).items()}
+    state = {name.removeprefix("base_model.model."): weight for name, weight in read_tensors(path).items()}
     current = get_peft_model_state_dict(model, adapter_name=ADAPTER)
-    saved: Any = LoraConfig.from_pretrained(str(folder))
-    check_same_kind(folder, state, current, saved.lora_alpha, adapter_config(model).lora_alpha)
+    config = read_object(Path(folder) / CONFIG_FILE)
+    alpha = config.get("lora_alpha", LoraConfig.lora_alpha)
+    check_same_kind(folder, state, current, alpha, adapter_config(model).lora_alpha, config)
     set_peft_model_state_dict(model, state, adapter_name=ADAPTER)
 
 

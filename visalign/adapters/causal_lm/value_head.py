@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedModel
 
+from visalign.adapters.model_folder import read_tensors
 from visalign.atomic import umask_permissions
 from visalign.errors import UserError
 from visalign.text import TextRollout
@@ -61,7 +62,7 @@ class ValueHead(nn.Module):
 
     def load(self, folder: Path) -> None:
         """Read what `save` wrote."""
-        state = load_file(Path(folder) / FILE)
+        state = read_tensors(Path(folder) / FILE)
         if (saved := state["linear.weight"].shape) != (expected := self.linear.weight.shape):
             raise UserError(
                 f"The value head in {folder} has {saved[0]} critics and hidden size {saved[1]}, this one "

@@ -18,7 +18,6 @@ import diffusers
 from peft import get_peft_model_state_dict, set_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -29,8 +28,11 @@ from visalign.adapters.lora import (
     check_bare,
     check_same_kind,
     insert_adapters,
+    other_scales,
 )
+from visalign.adapters.model_folder import open_tensors, read_tensors
 from visalign.errors import UserError
+from visalign.json_files import why_unreadable
 
 from .families import Family
 from .quantization import keep_rounded
@@ -41,7 +43,6 @@ PEFT = "peft"
 """Folder beside that file, for peft, where diffusers has no loader."""
 METADATA = "lora_adapter_metadata"
 """Under which diffusers keeps rank, alpha and places in that file."""
-_OTHER_SCALES = ("use_rslora", "use_dora", "alpha_pattern", "rank_pattern")
 
 
 def make_trainable(pipe: Any, family: Family, lora: LoraSettings | None, *, checkpointing: bool) -> list[Any]:
@@ -162,9 +163,7 @@ def load_lora(networks: Mapping[str, Any], folder: Path) -> None:
         current = get_peft_model_state_dict(networks[part], adapter_name=ADAPTER)
         config = adapter_config(networks[part])
         alpha = metadata.get(f"{name}.lora_alpha", config.r)  # diffusers, too, takes the rank where a file has no α
-        check_same_kind(subfolder, state, current, alpha, config.lora_alpha)
-        if scales := _other_scales(metadata):
-            raise UserError(f"The LoRA in {subfolder} has {', '.join(scales)}, and this policy scales by α / r alone.")
+        check_same_kind(subfolder, state, current, alpha, config.lora_alpha, metadata)
         set_peft_model_state_dict(networks[part], state, adapter_name=ADAPTER)
 
 
@@ -181,17 +180,12 @@ def read_lora(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     file = Path(folder) / WEIGHT_FILE
     if not file.is_file():
         raise FileNotFoundError(f"{folder} holds no {WEIGHT_FILE}. Give a folder that policy.save() wrote.")
+    with open_tensors(file) as opened:
+        text = (opened.metadata() or {}).get(METADATA, "{}")
     try:
-        with safe_open(file, "pt") as opened:
-            entries = json.loads((opened.metadata() or {}).get(METADATA, "{}"))
-            return {name: opened.get_tensor(name) for name in opened.keys()}, entries
-    except (SafetensorError, ValueError, RecursionError) as error:
-        raise UserError(f"{file} is no whole safetensors file ({error}). Copy it again.") from error
-
-
-def _other_scales(metadata: Mapping[str, Any]) -> list[str]:
-    """Return the entries that scale adapters otherwise than by α / r."""
-    return [name for name, value in metadata.items() if value and name.rpartition(".")[2] in _OTHER_SCALES]
+        return read_tensors(file), json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"The {METADATA} of {file} are not JSON ({why_unreadable(error)}). Copy it again.") from error
 
 
 def settings_of(folder: Path, seed: int = 0) -> LoraSettings:
@@ -200,11 +194,11 @@ def settings_of(folder: Path, seed: int = 0) -> LoraSettings:
     """
     saved, metadata = read_lora(folder)
     ranks = {name: len(weight) for name, weight in saved.items() if name.endswith("lora_A.weight")}
-    other_scales = _other_scales(metadata)
-    if len(set(ranks.values())) != 1 or other_scales:
+    scales = other_scales(metadata)
+    if len(set(ranks.values())) != 1 or scales:
         raise UserError(
             f"{Path(folder) / WEIGHT_FILE} holds no adapters of one rank and one α in diffusers' format "
-            f"(names that end in lora_A.weight){' but ' if other_scales else ''}{', '.join(other_scales)}. "
+            f"(names that end in lora_A.weight){' but ' if scales else ''}{', '.join(scales)}. "
             "Fuse it into the model (pipe.fuse_lora(); pipe.save_pretrained) and add a new one."
         )
     rank = next(iter(ranks.values()))
