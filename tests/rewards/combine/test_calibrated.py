@@ -13,7 +13,7 @@ from scipy.stats import norm
 
 from tests.support.judges.brightness import Brightness, grey
 from visalign.errors import UserError
-from visalign.rewards import RewardError, WeightedSum, check_reward, load_judge, load_reward
+from visalign.rewards import WeightedSum, check_reward, load_judge, load_reward
 from visalign.rewards.combine.calibrated import Calibrated
 
 REFERENCE = [0.2, 0.4, 0.4, 0.8]
