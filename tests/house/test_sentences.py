@@ -16,8 +16,12 @@ PAGES = (
     "docs/concepts/index.md",
     "docs/help/index.md",
     "docs/start/fine_tune.md",
+    "docs/start/hosts.md",
+    "docs/start/judge.md",
     "docs/start/python.md",
     "docs/start/tables.md",
+    "docs/start/text.md",
+    "docs/start/votes.md",
 )
 LONGEST, MEDIAN = 40, 18
 NO_PROSE = re.compile(
