@@ -10,10 +10,10 @@ from statistics import median
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ("docs/concepts", "docs/evidence", "docs/judges", "docs/trainers")
 PAGES = (
     "README.md",
     "docs/index.md",
-    "docs/concepts/index.md",
     "docs/help/index.md",
     "docs/start/fine_tune.md",
     "docs/start/hosts.md",
@@ -22,6 +22,7 @@ PAGES = (
     "docs/start/tables.md",
     "docs/start/text.md",
     "docs/start/votes.md",
+    *(str(page.relative_to(ROOT)) for folder in FOLDERS for page in sorted((ROOT / folder).glob("*.md"))),
 )
 LONGEST, MEDIAN = 40, 18
 NO_PROSE = re.compile(
