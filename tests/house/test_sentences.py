@@ -18,6 +18,8 @@ PAGES = (
     "docs/start/fine_tune.md",
     "docs/start/hosts.md",
     "docs/start/judge.md",
+    "docs/start/machines.md",
+    "docs/start/models.md",
     "docs/start/python.md",
     "docs/start/tables.md",
     "docs/start/text.md",
