@@ -6,7 +6,8 @@ from __future__ import annotations
 import difflib
 import sysconfig
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 
 class UserError(ValueError):
@@ -15,6 +16,10 @@ class UserError(ValueError):
 
 class ConfigError(UserError):
     """Invalid configuration file or override."""
+
+
+class RewardError(RuntimeError):
+    """A reward cannot be loaded, broke while judging, or failed too often."""
 
 
 class CaughtError:
@@ -48,6 +53,40 @@ def describe_error(error: BaseException) -> str:
         if module.split(".")[0] != "visalign" and not file.startswith((*libraries, "<")):
             return f"{text} ({file}, line {line})"
     return text
+
+
+class Naming:
+    """Turns what a reward raises, sys.exit included, into a RewardError that names it, its line and the sample.
+
+    Errors that are messages already pass as they are. `score_rows` scores samples from one row up to another: the
+    sample of `rows` that raises is searched by it.
+    """
+
+    def __init__(self, name: str, score_rows: Callable[[int, int], Any] | None = None, rows: int = 0) -> None:
+        self.name, self._score_rows, self._rows = name, score_rows, rows
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, Exception | SystemExit) and not isinstance(error, RewardError | UserError):
+            raise RewardError(
+                f"Reward {self.name!r} raised {describe_error(error)}{self._sample()}. For a sample that cannot be "
+                "judged return None (a function) or valid=False (a class) instead of raising."
+            ) from error
+
+    def _sample(self) -> str:
+        """Search the first sample that raises by halves; "" where none raises by itself."""
+        start, stop = 0, self._rows
+        while stop - start > 1:
+            middle = (start + stop) // 2
+            start, stop = (start, middle) if self._raises(start, middle) else (middle, stop)
+        return f" on sample {start} of {self._rows} (the first is 0)" if self._raises(start, stop) else ""
+
+    def _raises(self, start: int, stop: int) -> bool:
+        with CaughtError() as caught:
+            if self._score_rows is not None:
+                self._score_rows(start, stop)
+        return caught.error is not None
 
 
 def excerpt(value: object, limit: int = 100) -> str:

@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from visalign.errors import UserError
+from visalign.errors import Naming, UserError
 
 Metadata = Sequence[Mapping[str, Any] | None]
 """One mapping per sample (GenEval's layout for the shapes world), or None where a prompt has none."""
@@ -159,6 +159,17 @@ def with_capabilities(reward: Any) -> Any:
             "capabilities = visalign.interfaces.RewardCapabilities() and identity = None."
         ) from error
     return reward
+
+
+def score_named(reward: Any, samples: Any, prompts: Sequence[Any], metadata: Any = None, *, name: str) -> Any:
+    """Score samples by a reward; what it raises names the reward and the sample."""
+
+    def score_rows(start: int, stop: int) -> Any:
+        rows = slice(start, stop)
+        return reward.score(samples[rows], prompts[rows], None if metadata is None else metadata[rows])
+
+    with Naming(name, score_rows, len(prompts)):
+        return score_rows(0, len(prompts))
 
 
 @runtime_checkable

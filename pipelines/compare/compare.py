@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from visalign.errors import UserError
+from visalign.errors import Naming, UserError
 from visalign.interfaces import PairwiseReward, PointwiseReward, Preferences, Scores
 from visalign.pipelines.score.image_rows import require_still, require_text_name
 from visalign.pipelines.score.provenance import domain_note, provenance
 from visalign.pipelines.score.score import finite_or_none
 from visalign.rewards.base.contract import check_answer
-from visalign.rewards.base.failure import Naming, failure_reasons
+from visalign.rewards.base.failure import failure_reasons
 from visalign.rewards.base.images import load_images
 from visalign.rewards.pairs.as_pairwise import TIE, PairsFromScores, logistic_odds, normal_odds
 from visalign.rewards.pairs.asking import check_preferences, read_preferences

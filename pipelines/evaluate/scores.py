@@ -17,14 +17,14 @@ from visalign.data.sets.image_references import resolve_image
 from visalign.data.sets.prompt_files import source_of
 from visalign.data.sets.records import PreferencePair, PreferenceSet, QualityRecord, QualitySet
 from visalign.data.sets.tables import listed
-from visalign.errors import UserError
+from visalign.errors import Naming, UserError
 from visalign.evaluation.rewards.pair_scores import PairScores, from_probabilities, from_scores
 from visalign.evaluation.rewards.quality import QualityScores, from_values
 from visalign.interfaces import PairwiseReward, PointwiseReward
 from visalign.pipelines.score.log import Logged, ScoreLog, score_key
 from visalign.pipelines.score.score import MISSING, finite_or_none, read_number
 from visalign.rewards.base.contract import RewardError, check_answer
-from visalign.rewards.base.failure import FailureAlarm, Naming, failure_reasons
+from visalign.rewards.base.failure import FailureAlarm, failure_reasons
 from visalign.rewards.pairs.asking import check_preferences
 
 

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from visalign.errors import UserError
+from visalign.errors import Naming, UserError
 from visalign.evaluation.probes import response
 from visalign.evaluation.probes.catalogue import Level, Probe, Sample
 from visalign.interfaces import PointwiseReward
 from visalign.rewards.base.contract import RewardError, check_answer
-from visalign.rewards.base.failure import Naming, failure_reasons
+from visalign.rewards.base.failure import failure_reasons
 from visalign.rewards.base.images import as_contract, to_pil, to_uint8
 
 from .reference import Reference

@@ -26,12 +26,12 @@ from visalign.flow.rollout import decode_images, encoder_inputs, middle_frames, 
 from visalign.flow.search import PathSearch, ZeroOrderSearch
 from visalign.flow.steering import steered_rollout
 from visalign.flow.transitions import Solver
-from visalign.interfaces import Condition, DiffusionPolicy, PointwiseReward, Scores, with_capabilities
+from visalign.interfaces import Condition, DiffusionPolicy, PointwiseReward, Scores, score_named, with_capabilities
 from visalign.pipelines.shared.parts import check_texts, no_loading_bars
 from visalign.pipelines.shared.run_folder import check_place
 from visalign.pipelines.shared.sections import Dtype
 from visalign.precision import check_device
-from visalign.rewards.base.failure import Naming, failure_reasons
+from visalign.rewards.base.failure import failure_reasons
 from visalign.rewards.base.images import to_pil
 from visalign.seeds import sample_seed
 from visalign.settings import Count, Positive, Steps, refuse, settings
@@ -316,8 +316,7 @@ class _Judge(NamedTuple):
         total = torch.zeros(len(samples))
         for name, reward in self.rewards.items():
             images = samples if reward.capabilities.takes_clips else stills
-            with Naming(name):
-                score = scores[name] = reward.score(images, prompts, self.records)
+            score = scores[name] = score_named(reward, images, prompts, self.records, name=name)
             sign = 1.0 if reward.higher_is_better else -1.0
             total += torch.where(score.valid, sign * score.value, -torch.inf).cpu()
         return scores, total

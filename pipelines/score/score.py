@@ -13,10 +13,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from visalign.data.sets.image_references import open_bytes, resolve_image
-from visalign.errors import UserError
+from visalign.errors import Naming, UserError
 from visalign.escaping import csv_cell
-from visalign.interfaces import PointwiseReward, with_capabilities
-from visalign.rewards.base.failure import Naming, failure_reasons
+from visalign.interfaces import PointwiseReward, score_named, with_capabilities
+from visalign.rewards.base.failure import failure_reasons
 from visalign.rewards.base.images import animation_length, pixels_of
 from visalign.rewards.base.memory import max_pixels
 
@@ -152,8 +152,9 @@ def _split_by_pixels(images: Mapping[int, Any], pixels_of: Callable[[Any], int])
 
 def _score(label: str, reward: PointwiseReward, batch: Sequence[ImageRow], images: list[Any]) -> Iterator[ScoreRow]:
     records = [row.metadata for row in batch]
+    prompts = [row.prompt for row in batch]
+    scores = score_named(reward, images, prompts, records if any(records) else None, name=label)
     with Naming(label):
-        scores = reward.score(images, [row.prompt for row in batch], records if any(records) else None)
         judge = reward_identity(reward).line
     for index, (row, reason) in enumerate(zip(batch, failure_reasons(scores), strict=True)):
         value = float(scores.value[index])

@@ -19,7 +19,7 @@ from visalign.evaluation.heldout.text import prompt_text
 from visalign.evaluation.statistics import two_policies
 from visalign.evaluation.statistics.diversity import starc_distance, support_metrics
 from visalign.evaluation.statistics.intervals import share_interval
-from visalign.interfaces import Scores
+from visalign.interfaces import Scores, score_named
 from visalign.pipelines.jobs import load_job
 from visalign.pipelines.shared.job import result_folder, resume_command
 from visalign.pipelines.shared.parts import Records, evenly_spaced, no_loading_bars, run_device
@@ -132,7 +132,9 @@ class _Scorer:
         """Score a rollout of `generate`."""
         texts, prompts, samples = list(rollout.text), list(rollout.prompt), len(rollout.text) // len(self.records)
         records = [record for record in self.records for _ in range(samples)]
-        scores = {label: reward.score(texts, prompts, records) for label, reward in self.rewards.items()}
+        scores = {
+            label: score_named(reward, texts, prompts, records, name=label) for label, reward in self.rewards.items()
+        }
         total = self.reward.score(texts, prompts, records)
         correct, right = total, torch.full((len(texts),), torch.nan, dtype=torch.float64)
         if self.correctness is not None:

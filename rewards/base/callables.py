@@ -25,10 +25,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from visalign.errors import Naming
 from visalign.interfaces import Metadata, Scores
 
 from .contract import Request, RewardError, check_choices, make_scores, read_request, scatter
-from .failure import Naming
 from .images import to_pil, to_uint8
 
 Parameters = Mapping[str, inspect.Parameter]
@@ -182,13 +182,18 @@ class FunctionReward:
         images = self._convert([image for _, image in request.images.readable()])
         prompts = [request.prompts[row] for row in rows]
         records = [None if (record := request.metadata[row]) is None else dict(record) for row in rows]
-        with Naming(self.name):
+        keys = dict.fromkeys(key for record in records if record for key in record)
+        columns: dict[str, Any] = {key: [(record or {}).get(key) for record in records] for key in keys}
+        columns |= {"images": images, "completions": images, "prompts": prompts, "metadata": records}
+
+        def call_rows(start: int, stop: int) -> Any:
+            offered = {key: column[start:stop] for key, column in columns.items()}
             if self._positional:
-                return self._function(images, prompts, records)
-            keys = dict.fromkeys(key for record in records if record for key in record)
-            offered: dict[str, Any] = {key: [(record or {}).get(key) for record in records] for key in keys}
-            offered |= {"images": images, "completions": images, "prompts": prompts, "metadata": records}
+                return self._function(*(offered[key] for key in ("images", "prompts", "metadata")))
             return self._function(**pick_arguments(self.name, self._parameters, offered, _KNOWN))
+
+        with Naming(self.name, call_rows, len(rows)):
+            return call_rows(0, len(rows))
 
     def _convert(self, images: list[Tensor]) -> Any:
         if self._images_as == "pil":

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from visalign.data.sets.prompt_files import record_key
+from visalign.errors import RewardError as RewardError
 from visalign.interfaces import Metadata, Preferences, Scores
 
 from .images import ImageBatch, load_images
@@ -27,10 +28,6 @@ _INVISIBLE = ("Zs", "Zl", "Zp", "Cc", "Cf")
 
 GROUP_KEY = "group_id"
 """Key of the metadata by which a reward that compares inside groups (`needs_group`) knows them."""
-
-
-class RewardError(RuntimeError):
-    """A reward cannot be loaded, broke while judging, or failed too often."""
 
 
 def check_rules(name: str, rules: Mapping[str, bool]) -> None:

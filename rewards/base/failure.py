@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors of rewards: the name of the one that raised, and a reason for each sample without a score.
+"""Failures of rewards: a reason for each sample without a score.
 
 Single failures are masked rows; a judge that fails too often stops the run.
 """
@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from collections import Counter, deque
 
-from visalign.errors import UserError, describe_error
+from visalign.errors import RewardError
 from visalign.interfaces import Preferences, Scores
-
-from .contract import RewardError
 
 
 def failure_reasons(scores: Scores | Preferences) -> list[str | None]:
@@ -21,25 +19,6 @@ def failure_reasons(scores: Scores | Preferences) -> list[str | None]:
         None if ok else (reason or "no reason given")
         for ok, reason in zip(scores.valid.tolist(), reasons, strict=True)
     ]
-
-
-class Naming:
-    """Turns what a reward raises, sys.exit included, into a RewardError that names it and its line.
-
-    Errors that are messages already pass as they are.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if isinstance(error, Exception | SystemExit) and not isinstance(error, RewardError | UserError):
-            raise RewardError(
-                f"Reward {self.name!r} raised {describe_error(error)}. For a sample that cannot be judged "
-                "return None (a function) or valid=False (a class) instead of raising."
-            ) from error
 
 
 class FailureAlarm:

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from visalign.errors import Naming
 from visalign.interfaces import Metadata, PointwiseReward, RewardCapabilities, Scores, with_capabilities
 from visalign.rewards.base.clips import listed_clips, read_clip
 from visalign.rewards.base.contract import RewardError, check_counts, make_scores, read_metadata
-from visalign.rewards.base.failure import Naming, failure_reasons
+from visalign.rewards.base.failure import failure_reasons
 from visalign.rewards.base.identity import Identity
 from visalign.rewards.base.images import as_contract
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from visalign.core.rewards.uncertainty import bhattacharyya_overlap, penalise
+from visalign.errors import Naming
 from visalign.interfaces import Metadata, PointwiseReward, RewardCapabilities, Scores, with_capabilities
 from visalign.rewards.base.contract import RewardError, check_choices
-from visalign.rewards.base.failure import Naming
 from visalign.rewards.base.identity import Identity
 
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from visalign.errors import Naming
 from visalign.interfaces import Metadata, RewardCapabilities, Scores, with_capabilities
 from visalign.rewards.base.contract import (
     RewardError,
@@ -23,7 +24,7 @@ from visalign.rewards.base.contract import (
     scatter,
     without_group,
 )
-from visalign.rewards.base.failure import Naming, failure_reasons
+from visalign.rewards.base.failure import failure_reasons
 from visalign.rewards.base.images import as_contract, on_cpu
 
 from .uncertainty import with_deviation
@@ -170,15 +171,15 @@ class WeightedSum:
             images = as_contract([image for _, image in request.images.readable()])
             prompts, records = [prompts[row] for row in rows], [request.metadata[row] for row in rows]
 
-        def judge(reward: Any) -> Scores:
+        def judge(reward: Any, chunk: slice) -> Scores:
             metadata = records if reward.capabilities.needs_group else without_group(records)
             samples = images if reward.capabilities.takes_gpu_images else on_cpu(images)
-            return reward.score(samples, list(prompts), list(metadata))
+            return reward.score(samples[chunk], list(prompts[chunk]), list(metadata[chunk]))
 
         return self.add_up(judge, rows, reasons)
 
-    def add_up(self, judge: Callable[[Any], Any], usable: list[int], unusable: Sequence[str | None]) -> Scores:
-        """Score all B samples by what `judge` gets from each reward for the usable rows.
+    def add_up(self, judge: Callable[[Any, slice], Any], usable: list[int], unusable: Sequence[str | None]) -> Scores:
+        """Score all B samples by what `judge` gets from each reward for a slice of the usable rows.
 
         `unusable` [B] says why the other rows are not judged. A reward that raises, or does not return one
         score per sample, is named by its label.
@@ -188,8 +189,8 @@ class WeightedSum:
         reasons = list(unusable)
         parts: dict[str, Tensor] = {}
         for label, (reward, weight) in self.rewards.items():
-            with Naming(label):
-                answer = judge(reward)
+            with Naming(label, lambda start, stop, reward=reward: judge(reward, slice(start, stop)), len(usable)):
+                answer = judge(reward, slice(None))
             scores = _spread(check_answer(label, answer, len(usable), self.noun), usable, len(reasons))
             if label in self.capabilities.advantage_weights:
                 scores, _ = with_deviation(label, scores)

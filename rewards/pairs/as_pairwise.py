@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from visalign.core.preference.uncertainty import log_win_probability
+from visalign.errors import Naming
 from visalign.interfaces import Metadata, PairwiseReward, PointwiseReward, Preferences, with_capabilities
 from visalign.rewards.base.contract import Request, check_answer, check_choices, read_pairs, read_request
-from visalign.rewards.base.failure import Naming, failure_reasons
+from visalign.rewards.base.failure import failure_reasons
 from visalign.rewards.base.identity import Identity
 from visalign.rewards.base.images import as_contract
 

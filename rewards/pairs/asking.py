@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from visalign.core.preference.ranking import MAX_LOG_ODDS
+from visalign.errors import Naming
 from visalign.interfaces import Metadata, PairwiseReward, Preferences
 from visalign.rewards.base.contract import RewardError
-from visalign.rewards.base.failure import Naming
 from visalign.rewards.base.images import as_contract
 
 

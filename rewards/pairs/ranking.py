@@ -14,9 +14,10 @@ from torch import Tensor
 
 from visalign.core.preference.pairing import Method, next_pairs
 from visalign.core.preference.ranking import Model, RankingFit, fit_ranking
+from visalign.errors import Naming
 from visalign.interfaces import PairwiseReward, PointwiseReward, with_capabilities
 from visalign.rewards.base.contract import Request, check_answer, check_rules, read_request
-from visalign.rewards.base.failure import Naming, failure_reasons
+from visalign.rewards.base.failure import failure_reasons
 from visalign.rewards.base.images import as_contract
 
 from .asking import PairAnswers, PairAsker, distinct_images

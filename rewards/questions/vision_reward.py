@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from visalign.errors import Naming
 from visalign.interfaces import Metadata, PointwiseReward, Scores, with_capabilities
 from visalign.rewards.base.contract import (
     Request,
@@ -28,7 +29,7 @@ from visalign.rewards.base.contract import (
     read_request,
     scatter,
 )
-from visalign.rewards.base.failure import Naming, failure_reasons
+from visalign.rewards.base.failure import failure_reasons
 from visalign.rewards.base.identity import Identity
 from visalign.rewards.base.images import as_contract
 from visalign.rewards.vlm.engine import engine_of

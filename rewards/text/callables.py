@@ -19,9 +19,9 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from visalign.errors import Naming
 from visalign.interfaces import Metadata, Prompt, Scores
 from visalign.rewards.base.callables import pick_arguments, read_number, read_numbers, read_signature, unjudged
-from visalign.rewards.base.failure import Naming
 
 from .contract import TextRequest, TextVerdict, read_text_request, text_scores
 
@@ -77,22 +77,24 @@ class TextFunctionReward:
     def _call(self, request: TextRequest) -> list[float]:
         """Call the function, once with the lists or once per completion."""
         keys = dict.fromkeys(key for record in request.metadata if record for key in record)
-        columns = {key: request.column(key) for key in keys}
-        if self._takes_lists:
-            offered = columns | {"prompts": list(request.prompts), "completions": list(request.completions)}
-            arguments = pick_arguments(self.name, self._parameters, offered, _LISTS)
-            with Naming(self.name):
-                answer = self._function(**arguments)
-            return read_numbers(self.name, answer, len(request), "completion")
-        numbers = []
-        for row, (prompt, completion) in enumerate(zip(request.prompts, request.completions, strict=True)):
+        columns: dict[str, Any] = {key: request.column(key) for key in keys}
+        names = _LISTS if self._takes_lists else ("prompt", "completion")
+        columns |= zip(names, (request.prompts, request.completions), strict=True)
+
+        def call_rows(start: int, stop: int) -> Any:
+            if self._takes_lists:
+                offered = {key: list(column[start:stop]) for key, column in columns.items()}
+                return self._function(**pick_arguments(self.name, self._parameters, offered, names))
+            return [call(row) for row in range(start, stop)]
+
+        def call(row: int) -> Any:
+            if self._takes_text:
+                return self._function(request.completions[row])
             offered = {key: column[row] for key, column in columns.items()}
-            offered |= {"prompt": prompt, "completion": completion}
-            with Naming(self.name):
-                if self._takes_text:
-                    answer = self._function(completion)
-                else:
-                    names = ("prompt", "completion")
-                    answer = self._function(**pick_arguments(self.name, self._parameters, offered, names))
-            numbers.append(read_number(self.name, answer, f"for completion {row}"))
-        return numbers
+            return self._function(**pick_arguments(self.name, self._parameters, offered, names))
+
+        with Naming(self.name, call_rows, len(request)):
+            answer = call_rows(0, len(request))
+        if self._takes_lists:
+            return read_numbers(self.name, answer, len(request), "completion")
+        return [read_number(self.name, number, f"for completion {row}") for row, number in enumerate(answer)]

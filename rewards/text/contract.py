@@ -30,9 +30,9 @@ class TextRequest:
         """The entries of one metadata field, None where a record lacks it."""
         return [None if record is None else record.get(field) for record in self.metadata]
 
-    def score_with(self, reward: TextReward) -> Scores:
+    def score_with(self, reward: TextReward, chunk: slice = slice(None)) -> Scores:
         """Score copies of the lists, so that a reward that changes them changes nobody else's."""
-        return reward.score(list(self.completions), list(self.prompts), list(self.metadata))
+        return reward.score(self.completions[chunk], self.prompts[chunk], self.metadata[chunk])
 
 
 @dataclass(frozen=True, kw_only=True)

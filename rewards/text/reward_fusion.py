@@ -14,9 +14,10 @@ from torch.nn.functional import normalize
 
 from visalign.core.rewards.fusion import neighbour_weights, reward_fusion
 from visalign.data.sets.prompt_files import load_prompts
+from visalign.errors import Naming
 from visalign.interfaces import Metadata, Prompt, RewardCapabilities, Scores, TextReward, with_capabilities
 from visalign.rewards.base.contract import check_rules, make_scores
-from visalign.rewards.base.failure import Naming, failure_reasons
+from visalign.rewards.base.failure import failure_reasons
 from visalign.text.neighbours import hashed_ngrams, prompt_text
 
 from .contract import TextRequest, is_conversation, read_text_request

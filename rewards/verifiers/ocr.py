@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from visalign.errors import Naming
 from visalign.interfaces import Metadata, Scores
 from visalign.rewards.base.contract import (
     RewardError,
@@ -23,7 +24,6 @@ from visalign.rewards.base.contract import (
     read_request,
     scatter,
 )
-from visalign.rewards.base.failure import Naming
 from visalign.rewards.base.identity import Identity
 from visalign.rewards.base.images import to_uint8
 from visalign.rewards.pairs.asking import distinct_images

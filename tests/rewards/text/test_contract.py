@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from visalign.interfaces import Scores, TextReward
+from visalign.interfaces import Scores, TextReward, score_named
 from visalign.rewards import RewardError
 from visalign.rewards.catalogue import TEXT_CATALOGUE, load_text_reward
 from visalign.rewards.checks import check_text_reward
 from visalign.rewards.code.sandbox import bubblewrap_problem
 from visalign.rewards.text.callables import TextFunctionReward
+from visalign.rewards.text.combine import WeightedTextSum
 from visalign.rewards.text.contract import read_text_request
 
 ANSWERS = {"completions": ["4", r"\boxed{4}", "5"], "metadata": [{"answer": "4"}, {"answer": "4"}, {}]}
@@ -199,3 +200,23 @@ def test_a_good_reward_passes():
     assert len(check_text_reward(lambda completion: len(completion))) == 9
     with pytest.raises(ValueError, match="give at least two, and one prompt each"):
         check_text_reward(Base(), completions=["a"])
+
+
+class Lookup(Base):
+    """A user's class that raises where a completion is not in its table."""
+
+    def score(self, completions, prompts, metadata=None):
+        values = torch.tensor([{"a": 1.0}[text] for text in completions])
+        return Scores(value=values, valid=values > 0, unit="u")
+
+
+@pytest.mark.parametrize(
+    "reward", [Lookup(), lambda completion: {"a": 1.0}[completion], lambda completions: Lookup().score(completions, []).value]
+)  # fmt: skip
+@pytest.mark.parametrize("in_a_sum", [False, True])
+def test_what_a_reward_raises_names_the_sample_and_the_line(reward, in_a_sum):
+    reward = reward if isinstance(reward, Lookup) else TextFunctionReward(reward, name="mine")
+    reward = WeightedTextSum({"mine": (reward, 1.0)}) if in_a_sum else reward
+    message = r"Reward 'mine' raised KeyError: 'b' \(.*test_contract\.py, line \d+\) on sample 5 of 7 \(the first is 0"
+    with pytest.raises(RewardError, match=message):
+        score_named(reward, list("aaaaaba"), ["?"] * 7, name="mine")

@@ -15,7 +15,7 @@ from torch.nn.functional import interpolate
 
 from visalign.data.sets.prompt_files import record_key
 from visalign.flow.rollout import decode_images, encoder_inputs, middle_frames, rollout
-from visalign.interfaces import DiffusionPolicy, PointwiseReward, with_capabilities
+from visalign.interfaces import DiffusionPolicy, PointwiseReward, score_named, with_capabilities
 from visalign.seeds import sample_seed
 
 from .correctness import Tally, check_evaluation, record_tags
@@ -66,7 +66,7 @@ def evaluate(
             thumbnails.extend(_as_bytes(images[shown_rows], image_side))
             for name, reward in rewards.items():
                 samples = frames if name in clips else images
-                scores = reward.score(samples, prompts[rows], metadata[rows])
+                scores = score_named(reward, samples, prompts[rows], metadata[rows], name=name)
                 tally.add(name, reward, scores, len(images))
             if progress is not None:
                 progress(rows.stop, len(prompts))

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from visalign.core import pass_at_k
 from visalign.errors import UserError
-from visalign.interfaces import Scores, TextReward
+from visalign.interfaces import Scores, TextReward, score_named
 from visalign.seeds import sample_seed
 from visalign.text import Sampling, StoppingCriteria, TextPolicy, TextRollout
 from visalign.text.tool_calls import without_failed
@@ -111,7 +111,7 @@ def _part_text(part: Any) -> str:
 
 def _score(name: str, reward: TextReward, rollout: TextRollout, metadata: Sequence[Mapping[str, Any]]) -> Scores:
     """Return a reward's scores, invalid where a prompt was too long to be completed or a tool failed."""
-    scores = reward.score(list(rollout.text), list(rollout.prompt), metadata)
+    scores = score_named(reward, list(rollout.text), list(rollout.prompt), metadata, name=name)
     check_size(name, scores, len(metadata), "completions")
     if bool(rollout.generated.all()):
         return scores

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from visalign.core.groups.labels import group_index, group_sum
 from visalign.errors import UserError
-from visalign.interfaces import Scores, with_capabilities
+from visalign.interfaces import Scores, score_named, with_capabilities
 
 from .algorithm import Context
 
@@ -29,7 +29,7 @@ class RewardFailure(UserError):
 
 def score_samples(reward: Any, samples: Any, records: Records, *, what: str = "images") -> Scores:
     """Score images [b, 3, H, W] or b completions (`what`, in messages) against their prompt records."""
-    scores = reward.score(samples, [record["prompt"] for record in records], records)
+    scores = score_named(reward, samples, [record["prompt"] for record in records], records, name=reward.name)
     if not isinstance(scores, Scores) or len(scores) != len(records):
         returned = f"{len(scores)} scores" if isinstance(scores, Scores) else type(scores).__name__
         raise RewardFailure(
