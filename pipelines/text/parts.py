@@ -258,7 +258,7 @@ def lora_settings(model: TextModelConfig, seed: int) -> Any:
 
 def prompt_encoder(model: TextModelConfig, tokenizer: Any) -> Any:
     """Build the encoder of prompts."""
-    from visalign.adapters.causal_lm.chat import PromptEncoder
+    from visalign.text.chat import PromptEncoder
 
     as_chat = model.chat == "chat" or (model.chat == "auto" and bool(tokenizer.chat_template))
     encoder = PromptEncoder(tokenizer, plain_as_chat=as_chat, system=model.system, template_options=model.template)

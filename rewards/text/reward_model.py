@@ -14,7 +14,7 @@ from transformers import AutoModelForSequenceClassification
 
 from visalign.interfaces import Metadata, Prompt, Scores
 from visalign.rewards.base.contract import RewardError, check_counts
-from visalign.text.messages import template_messages
+from visalign.text.chat import PromptEncoder
 
 from .classifier import batches_by_length, load_classifier, load_tokenizer, longest_text, spelled_out
 from .contract import TextVerdict, read_text_request, text_scores
@@ -63,6 +63,7 @@ class RewardModel:
             )
         if pad is not None:
             self.model.config.pad_token_id = pad  # the head reads the last token that is not this one
+        self._prompts = PromptEncoder(self.tokenizer)
         self.max_length = longest_text(self.model, self.tokenizer, max_length)
 
     def score(self, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None = None) -> Scores:
@@ -85,11 +86,8 @@ class RewardModel:
         return text_scores(verdicts, self.unit)
 
     def _encode(self, prompt: Prompt, completion: str) -> list[int]:
-        if getattr(self.tokenizer, "chat_template", None):
-            messages = template_messages(prompt, "A prompt")
-            text = self.tokenizer.apply_chat_template(
-                [*messages, {"role": "assistant", "content": completion}], tokenize=False
-            )
+        if self.tokenizer.chat_template:
+            text = self._prompts.render_answered(prompt, completion)
             return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         if not isinstance(prompt, str):
             raise RewardError(

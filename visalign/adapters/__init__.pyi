@@ -4,12 +4,12 @@
 from .catalogue import ADAPTERS as ADAPTERS
 from .catalogue import find_adapter as find_adapter
 from .catalogue import load_policy as load_policy
-from .causal_lm.chat import PromptEncoder as PromptEncoder
 from .causal_lm.demonstrations import DemonstrationBatches as DemonstrationBatches
 from .causal_lm.demonstrations import demonstration_rollout as demonstration_rollout
 from .causal_lm.log_partition import PromptLogPartition as PromptLogPartition
 from .causal_lm.lora import text_lora as text_lora
 from .causal_lm.policy import CausalLMPolicy as CausalLMPolicy
+from .causal_lm.policy import PromptEncoder as PromptEncoder
 from .causal_lm.value_head import ValueHead as ValueHead
 from .causal_lm.value_head import ValueModel as ValueModel
 from .check import AdapterError as AdapterError

@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from visalign.errors import UserError
 from visalign.interfaces import Prompt
 
-from .messages import template_messages
+from .chat import PromptEncoder, image_parts
 from .steps import StepReading
 
 
@@ -42,6 +42,7 @@ class StepEncoder:
 
     def __init__(self, tokenizer: Any, reading: StepReading) -> None:
         self.tokenizer, self.reading = tokenizer, reading
+        self._prompts = PromptEncoder(tokenizer)
         self._marker = self._ids(reading.read_after_step)
         unknown = getattr(tokenizer, "unk_token_id", None)
         if not self._marker or (unknown is not None and unknown in self._marker):
@@ -62,17 +63,9 @@ class StepEncoder:
         if isinstance(prompt, str):
             begin, ids = getattr(self.tokenizer, "bos_token_id", None), self._ids(prompt)
             return ids if begin is None or ids[:1] == [begin] else [begin, *ids]
-        messages = template_messages(prompt, "A prompt")
-        if any(not isinstance(message["content"], str) for message in messages):
+        if image_parts(prompt):
             raise UserError("A prompt shows images, and a process reward model reads text alone.")
-        if not getattr(self.tokenizer, "chat_template", None):
-            raise UserError(
-                "A prompt is a conversation, and the tokenizer of the process reward model has no chat "
-                "template. Give plain prompts, or set tokenizer.chat_template."
-            )
-        continues = messages[-1]["role"] == "assistant"
-        turn = {"add_generation_prompt": not continues, "continue_final_message": continues}
-        return self._ids(self.tokenizer.apply_chat_template(messages, tokenize=False, **turn))
+        return self._ids(self._prompts.render(prompt))
 
     def _ids(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])

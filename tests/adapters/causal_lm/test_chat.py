@@ -7,8 +7,8 @@ import pytest
 from tokenizers import processors
 
 from tests.support.models.language import TEMPLATE, tiny_tokenizer
-from visalign.adapters.causal_lm.chat import PromptEncoder
 from visalign.errors import UserError
+from visalign.text.chat import PromptEncoder
 
 USER = {"role": "user", "content": "hi"}
 

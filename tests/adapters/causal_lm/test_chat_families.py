@@ -11,12 +11,12 @@ import pytest
 import torch
 from tokenizers import processors
 
-from tests.support.models.chat_families import FAMILIES
-from visalign.adapters.causal_lm.chat import PromptEncoder
+from tests.support.models.chat_families import FAMILIES, FIRST_SYSTEM, ChatFamily, by_role
 from visalign.adapters.causal_lm.demonstrations import demonstration_rollout
 from visalign.adapters.causal_lm.loading import end_tokens
 from visalign.errors import UserError
 from visalign.text import StoppingCriteria
+from visalign.text.chat import PromptEncoder
 from visalign.text.decoding import completion_text
 from visalign.text.steps import StepReading, step_index
 
@@ -72,6 +72,46 @@ def test_a_rendered_prompt_is_taken_as_it_stands(name) -> None:
     assert len(caught) == 1
     for text in ("2+2=", "<|im_end|> <|eot_id|> <end_of_turn> <|end|> </s>", "What is [INST]?"):
         assert encoder.render(text) == encoder.render([{"role": "user", "content": text}])
+
+
+DEEPSEEK = ChatFamily(
+    FIRST_SYSTEM + "{{ bos_token + system }}{% for m in messages %}{{ '<|User|>' + m.content if m.role == 'user' else "
+    "'<|Assistant|>' + m.content + eos_token }}{% endfor %}{{ '<|Assistant|><think>\n' if add_generation_prompt }}",
+    ("<|User|>", "<|Assistant|>", "<s>", "</s>"), "</s>", "<s>",
+)  # fmt: skip
+GLM = ChatFamily(by_role("<|", "|>\n", "").replace("{{ bos_token }}", "[gMASK]"), ("<|user|>", "[gMASK]"), "<|user|>")
+BY_HAND = ChatFamily(FAMILIES["Qwen3-Instruct-2507"].template, ("<eos>",), "<eos>")
+
+
+@pytest.mark.parametrize("family", [*FAMILIES.values(), DEEPSEEK, GLM, BY_HAND])
+def test_a_rendered_prompt_gets_the_header_that_files_and_people_leave_out(family) -> None:
+    tokenizer: Any = family.tokenizer()
+    encoder = PromptEncoder(tokenizer, plain_as_chat=True, template_options={"date_string": "26 Nov 2026"})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for messages in ([USER], [USER, {"role": "assistant", "content": "4"}, USER], [SYSTEM, USER]):
+            if messages[0] is SYSTEM and "no system message" in family.template:
+                continue
+            text = encoder.render(messages)
+            closed = encoder.render(messages, closed=True).removesuffix("<|endoftext|>")
+            assert {encoder.render(form) for form in (text, text.strip(), closed, closed.strip())} == {text}
+            answered = encoder.render([*messages, {"role": "assistant", "content": "It is 4."}])
+            assert encoder.render(answered) == answered  # an answer that was begun is continued
+
+
+@pytest.mark.parametrize("name", ["Qwen3-Instruct-2507", "Llama 3", "Gemma 3", "Phi-3"])
+def test_an_answer_behind_a_rendered_prompt_closes_its_turn(name) -> None:
+    encoder = PromptEncoder(FAMILIES[name].tokenizer(), plain_as_chat=True)
+    expected = encoder.render([USER, {"role": "assistant", "content": ANSWER}], closed=True)
+    with pytest.warns(UserWarning, match="marks of the chat template"):
+        assert encoder.render_answered(encoder.render([USER]), ANSWER) == expected
+    assert encoder.render_answered("2+2=", ANSWER) == encoder.render_answered([USER], ANSWER) == expected
+
+
+def test_the_next_turn_may_end_an_answer() -> None:
+    policy = GLM.policy()
+    assert policy.prompts.turn_end() is None
+    assert policy.tokenizer.decode(policy.prompts.end_token([USER], [1, policy.tokenizer.eos_token_id])) == "<|user|>"
 
 
 def test_no_end_token_stands_behind_a_prompt() -> None:

@@ -24,11 +24,11 @@ import transformers
 from accelerate import Accelerator
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
-from visalign.adapters.causal_lm.chat import PromptEncoder
 from visalign.adapters.causal_lm.policy import CausalLMPolicy
 from visalign.data.text_tasks.tasks import text_tasks
 from visalign.interfaces import Scores
 from visalign.rewards.text.verifiable import TaskAnswer
+from visalign.text.chat import PromptEncoder
 from visalign.training.loop.optimizer import OptimizerSettings
 from visalign.training.loop.sampler import PromptSampler
 from visalign.training.loop.trainer import RunSettings, Trainer

@@ -211,8 +211,9 @@ class Lookup(Base):
 
 
 @pytest.mark.parametrize(
-    "reward", [Lookup(), lambda completion: {"a": 1.0}[completion], lambda completions: Lookup().score(completions, []).value]
-)  # fmt: skip
+    "reward",
+    [Lookup(), lambda completion: {"a": 1.0}[completion], lambda completions: Lookup().score(completions, []).value],
+)
 @pytest.mark.parametrize("in_a_sum", [False, True])
 def test_what_a_reward_raises_names_the_sample_and_the_line(reward, in_a_sum):
     reward = reward if isinstance(reward, Lookup) else TextFunctionReward(reward, name="mine")

@@ -161,7 +161,7 @@ def test_a_prompt_its_steps_and_a_marker_after_each() -> None:
     begun.bos_token = "<system>"
     for prompt in ("q", "<system>q"):
         assert StepEncoder(begun, StepReading()).encode(prompt, ["c"]).ids == ids("<system>qc\n")
-    with pytest.raises(UserError, match="the tokenizer of the process reward model has no chat template"):
+    with pytest.raises(UserError, match="this tokenizer has no chat template"):
         StepEncoder(tiny_tokenizer(template=None), StepReading()).encode(asked, ["c"])
     shown = [{"role": "user", "content": [{"type": "image", "image": "x.png"}, {"type": "text", "text": "q"}]}]
     with pytest.raises(UserError, match="A prompt shows images, and a process reward model reads text alone"):

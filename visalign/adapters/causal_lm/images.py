@@ -28,11 +28,11 @@ from transformers import PreTrainedModel, ProcessorMixin
 from visalign.data.sets.image_references import resolve_image
 from visalign.errors import UserError
 from visalign.text import Prompt
+from visalign.text.chat import PromptEncoder, image_parts
 from visalign.vision.images import PatchedImage, insert_features, pixel_digest, tower_features
 from visalign.vision.pixels import read_pixels
 from visalign.vision.positions import rotary_positions
 
-from .chat import PromptEncoder, image_parts
 from .loading import VISION_LANGUAGE
 from .prompts import EncodedPrompts
 

@@ -24,8 +24,7 @@ from visalign.adapters.model_folder import local_folder
 from visalign.errors import UserError
 from visalign.hub import hub_message, hub_outage
 from visalign.text import StoppingCriteria
-
-from .chat import PromptEncoder
+from visalign.text.chat import PromptEncoder
 
 VISION_LANGUAGE = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")  # model types whose images are read
 

@@ -28,10 +28,10 @@ from visalign.text import (
     TokenOutput,
     sample_uniforms,
 )
+from visalign.text.chat import PromptEncoder, image_parts
 from visalign.text.decoding import decode
 
 from .batches import PromptBatch, assemble_rollout
-from .chat import PromptEncoder, image_parts
 from .generation import Completion, Ending, generate_completions
 from .images import ImagePrompts, QwenSight
 from .loading import check_causal_lm, context_length, end_tokens, load_causal_lm, pad_id

@@ -135,7 +135,7 @@ def load_prompts(
         if record is None:
             blank += 1
             continue
-        if isinstance(record["prompt"], str):
+        if names is None or path.suffix == ".txt":
             record["prompt"] = record["prompt"].strip()
         prompt = json.dumps(record["prompt"])
         key = (prompt,) if edits == "none" else (prompt, str(record.get("source")))

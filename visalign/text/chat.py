@@ -7,14 +7,14 @@ import re
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from jinja2 import Environment, TemplateError, meta
-from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from visalign.errors import UserError, suggestion
-from visalign.text import Prompt
-from visalign.text.messages import template_messages
+from visalign.interfaces import Prompt
+
+from .messages import template_messages
 
 _PROBE = "QQTEXTQQ"
 """Content of messages whose surroundings in a rendered text are those of the template."""
@@ -29,6 +29,26 @@ def image_parts(prompt: Prompt) -> list[Mapping[str, Any]]:
     contents = [message.get("content") for message in messages if isinstance(message, Mapping)]
     parts = [part for content in contents if isinstance(content, list | tuple) for part in content]
     return [part for part in parts if isinstance(part, Mapping) and part.get("type") == "image"]
+
+
+class Surroundings(NamedTuple):
+    """Text of a chat template around the content of messages; "" without a template."""
+
+    before: str
+    """Before the first message, a user's."""
+    behind: str
+    """Behind a user's message."""
+    header: str
+    """Behind that, before the assistant's answer."""
+    closing: str
+    """Behind the answer, where it is the last message."""
+    between: str
+    """Between an answer and the next message of a user."""
+
+    @property
+    def role(self) -> str:
+        """The header without the thinking that some templates open."""
+        return self.header.partition("<think>")[0].strip()
 
 
 class PromptEncoder:
@@ -46,20 +66,18 @@ class PromptEncoder:
 
     def __init__(
         self,
-        tokenizer: PreTrainedTokenizerBase | ProcessorMixin,
+        tokenizer: Any,
         *,
         chat_template: str | None = None,
         template_options: Mapping[str, Any] | None = None,
         plain_as_chat: bool = False,
         system: str | None = None,
     ) -> None:
-        loaded: Any = tokenizer
-        text_tokenizer: Any = loaded.tokenizer if isinstance(loaded, ProcessorMixin) else loaded
-        self.tokenizer: PreTrainedTokenizerBase = text_tokenizer
+        self.tokenizer: Any = getattr(tokenizer, "tokenizer", tokenizer)  # a processor's
         self.plain_as_chat, self.system = plain_as_chat, system
         self._options = dict(template_options or {})
         self._warned = False
-        self._template = _find_template(loaded.chat_template or text_tokenizer.chat_template, chat_template)
+        self._template = _find_template(tokenizer.chat_template or self.tokenizer.chat_template, chat_template)
         if self._template is None and (plain_as_chat or system is not None):
             raise UserError(
                 "plain_as_chat and system need a chat template, and this tokenizer has none (a base model). "
@@ -92,10 +110,10 @@ class PromptEncoder:
             if isinstance(prompt, str) and not self.plain_as_chat:
                 ids = self._text_tokens(prompt)
             else:  # the template writes special tokens itself
-                ids = self.tokenizer(self.render(prompt, index), add_special_tokens=False)["input_ids"]
+                ids = self._token_ids(self.render(prompt, index))
             if not ids:
                 raise UserError(f"Prompt {index} ({prompt!r}) has no tokens. Give a text that is not empty.")
-            encoded.append(list(ids))
+            encoded.append(ids)
         return encoded
 
     def render(self, prompt: Prompt, index: int = 0, *, closed: bool = False) -> str:
@@ -108,7 +126,7 @@ class PromptEncoder:
         if self._template is None:
             raise UserError(
                 f"Prompt {index} is a conversation, and this tokenizer has no chat template (a base model). "
-                "Give chat_template the Jinja text of one, or plain text prompts."
+                "Set the tokenizer's chat_template to the Jinja text of one, or give plain text prompts."
             )
         if self.system is not None and all(message["role"] != "system" for message in messages):
             messages = [{"role": "system", "content": self.system}, *messages]
@@ -128,12 +146,20 @@ class PromptEncoder:
                 "or give another chat_template."
             ) from error
 
+    def render_answered(self, prompt: Prompt, answer: str) -> str:
+        """Return the text of a prompt with the assistant's answer behind it, which ends its turn."""
+        if isinstance(prompt, str) and self._is_rendered(prompt):
+            return self._rendered(prompt) + answer + self._surroundings.closing
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        return self.render([*messages, {"role": "assistant", "content": answer}], closed=True)
+
     def turn_end(self, ends: Sequence[int | None] = ()) -> int | None:
-        """Return the token that the chat template writes behind a message of the assistant: the first special
-        one there, or one of `ends`; None without such.
+        """Return the token that the chat template writes behind a message of the assistant: the first special one
+        there, or one of `ends`, which may begin the next turn (GLM's do); None without such.
         """
-        ids = self.tokenizer(self._surroundings[2], add_special_tokens=False)["input_ids"]
-        return next((token for token in ids if token in self._special or token in ends), None)
+        closing, between = (self._token_ids(text) for text in self._surroundings[-2:])
+        marks = [token for token in closing if token in self._special or token in ends]
+        return next(iter([*marks, *(token for token in between if token in ends)]), None)
 
     def end_token(self, prompt: Prompt, ends: Sequence[int]) -> int:
         """Return the token that ends a completion of a prompt: `turn_end`, or the tokenizer's after plain text;
@@ -144,28 +170,37 @@ class PromptEncoder:
         end = self.tokenizer.eos_token_id if end is None else end
         return ends[0] if end is None else end
 
+    def _token_ids(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
     def _apply(self, messages: Sequence[Mapping[str, Any]], **turn: bool) -> str:
         options = {"chat_template": self._template, "tokenize": False, **turn, **self._options}
-        return str(self.tokenizer.apply_chat_template(list(messages), **options))  # type: ignore[arg-type]
+        return str(self.tokenizer.apply_chat_template(list(messages), **options))
 
-    def _apply_to_probe(self, content: Any = _PROBE, *answers: str) -> str:
-        """Render a message of a user and, closed, the answers of the assistant; "" where the template refuses."""
-        messages = [{"role": "user", "content": content}, *({"role": "assistant", "content": a} for a in answers)]
+    def _apply_to_probe(self, *contents: Any, header: bool = False) -> str:
+        """Render messages of user and assistant in turn; "" where the template refuses them."""
+        roles = ("user", "assistant", "user")
+        messages = [{"role": role, "content": text} for role, text in zip(roles, contents, strict=False)]
         try:
-            return self._apply(messages, add_generation_prompt=not answers)
+            return self._apply(messages, add_generation_prompt=header)
         except (TemplateError, ValueError, TypeError):
             return ""
 
     @cached_property
-    def _surroundings(self) -> tuple[str, str, str]:
-        """Text of the template before and behind a user's message, and behind an assistant's; "" without template."""
-        before, _, behind = self._apply_to_probe().partition(_PROBE)
-        return before, behind, self._apply_to_probe(_PROBE, _PROBE).rpartition(_PROBE)[2]
+    def _surroundings(self) -> Surroundings:
+        before, _, behind = self._apply_to_probe(_PROBE).partition(_PROBE)
+        _, _, opened = self._apply_to_probe(_PROBE, header=True).partition(_PROBE)
+        if not opened.startswith(behind):  # Phi's write the end of the text behind the last message
+            behind = behind.removesuffix(str(self.tokenizer.eos_token or ""))
+        closing = self._apply_to_probe(_PROBE, _PROBE).split(_PROBE)[2:]
+        between = self._apply_to_probe(*[_PROBE] * 3).split(_PROBE)[2:3]
+        header = opened.removeprefix(behind) if opened.startswith(behind) else ""
+        return Surroundings(before, behind, header, "".join(closing), "".join(between))
 
     @cached_property
     def _reading(self) -> dict[str, bool]:
         """Forms of content and of tool calls that the template reads; see `template_messages`."""
-        parts = self._apply_to_probe([{"type": "text", "text": _PROBE}]) == self._apply_to_probe()
+        parts = self._apply_to_probe([{"type": "text", "text": _PROBE}]) == self._apply_to_probe(_PROBE)
         # DeepSeek's templates join the arguments of a call to a text
         call = {"id": "call00000", "type": "function", "function": {"name": _PROBE, "arguments": {}}}
         asked = {"role": "user", "content": _PROBE}, {"role": "assistant", "content": "", "tool_calls": [call]}
@@ -180,7 +215,7 @@ class PromptEncoder:
     def _opening(self) -> tuple[str, str]:
         """Return what a rendered text begins with (holds, where that is a special token); and the start token."""
         start = str(self.tokenizer.bos_token or "")
-        before = self._surroundings[0].removeprefix(start).lstrip()
+        before = self._surroundings.before.removeprefix(start).lstrip()
         tokens = (token for token in self._special.values() if before.startswith(token))
         return max(tokens, key=len, default=before.strip()), start
 
@@ -191,14 +226,22 @@ class PromptEncoder:
     def _is_rendered(self, text: str) -> bool:
         """Check for a text to which the chat template was applied before."""
         opening, start = self._opening
-        text = text.lstrip().removeprefix(start).lstrip()
-        if opening in (marks := tuple(self._special.values())):  # other roles than the user's may come first
-            return opening in text and text.startswith(marks)
-        answer = self._surroundings[1].strip()
-        return bool(opening and answer) and text.startswith(opening) and answer in text
+        around, text = self._surroundings, text.strip()
+        begins, text = bool(start) and text.startswith(start), text.removeprefix(start).lstrip()
+        if not opening or opening not in text:
+            return False
+        behind, marks = around.behind.strip(), tuple(self._special.values())
+        if around.role and text.endswith((around.role, around.header.strip())):
+            return True
+        if opening in marks:  # other roles than the user's may come first
+            return begins or text.startswith(marks)
+        if behind and text.endswith(behind):
+            return True
+        answer = (around.behind + around.header).strip()
+        return bool(answer) and answer in text and (bool(behind) or text.startswith(opening))
 
     def _rendered(self, text: str) -> str:
-        """Return a rendered text with the start token that the template writes."""
+        """Return a rendered text with the start token and the header of an answer that the template writes."""
         if not self._warned:
             self._warned = True
             warnings.warn(
@@ -207,13 +250,23 @@ class PromptEncoder:
                 stacklevel=2,
             )
         start = self._opening[1]
-        missing = start and self._surroundings[0].startswith(start) and not text.startswith(start)
-        return start + text if missing else text
+        before, behind, header, _, between = self._surroundings
+        if start and before.startswith(start) and not text.startswith(start):
+            text = start + text
+        bare, role = text.rstrip(), self._surroundings.role
+        for end in filter(None, (header.strip(), role)):  # files of prompts lose the line end of the header
+            if bare.endswith(end):
+                rest = header.lstrip().removeprefix(end)
+                return bare + rest[: len(rest) - len(rest.lstrip())]
+        shared = (between[n:].strip() for n in range(len(between)) if before.endswith(between[n:]))
+        user = next(shared, "") or before.strip()
+        if not role or text.rfind(role) > text.rfind(user):  # a started answer is continued
+            return text
+        return bare.removesuffix(behind.strip()).rstrip() + behind + header
 
     def _text_tokens(self, text: str) -> list[int]:
         """Tokenize a plain text with the special tokens that the tokenizer puts before texts, and none behind."""
-        full = list(self.tokenizer(text)["input_ids"])
-        bare = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        full, bare = list(self.tokenizer(text)["input_ids"]), self._token_ids(text)
         if not bare:
             return [token for token in full if token == self.tokenizer.bos_token_id]
         begins = next((n for n in range(len(full)) if full[n : n + len(bare)] == bare), 0)
