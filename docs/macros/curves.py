@@ -11,13 +11,14 @@ from __future__ import annotations
 import html
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 
 from visalign.evaluation.pages.curves import running_mean
-from visalign.evaluation.pages.plots import Frame, text
+from visalign.evaluation.pages.plots import BOTTOM, TOP, Frame, label, text, ticks
 
 from .markdown import ROOT
 from .runs import header
@@ -25,6 +26,8 @@ from .runs import header
 FOLDER = ROOT / "docs/curves"
 NEAREST = 5
 """Iterations over which a drawn curve is averaged, where it has so many."""
+ROW = 36.0
+"""Height of a configuration's line in a figure of changes, in units of the view box."""
 GAP = 16.0
 """Between the names of lines, in units of the view box."""
 NAMES = {"reward_mean": "training reward", "heldout/accuracy": "held-out accuracy"}
@@ -101,41 +104,71 @@ def curve_of(name: str) -> Curve:
 
 
 def curves(*names: str) -> str:
-    """Draw a figure for each configuration."""
-    return f'<div class="curves">{"".join(_figure(name, curve_of(name)) for name in names)}</div>'
+    """Draw a curve for each configuration with kept runs, and the others together as before and after."""
+    chosen = {name: curve_of(name) for name in names}
+    drawn = [_figure(name, curve) for name, curve in chosen.items() if curve.points]
+    changes: dict[str, dict[str, Curve]] = {}
+    for name, curve in chosen.items():
+        if not curve.points:
+            changes.setdefault(curve.measure, {})[name] = curve
+    drawn += [_changes(measure, curves) for measure, curves in changes.items()]
+    return f'<div class="curves">{"".join(drawn)}</div>'
 
 
 def _figure(name: str, curve: Curve) -> str:
-    table = np.array(curve.points or [[0.0, *[curve.before[0]] * 3], [1.0, *[curve.after[0]] * 3]])
-    window = NEAREST if curve.points and len(table) >= 4 * NEAREST else 1
+    table = np.array(curve.points)
+    window = NEAREST if len(table) >= 4 * NEAREST else 1
     x, (mean, low, high) = table[:, 0], (running_mean(column, window) for column in table.T[1:])
-    shown = np.concatenate([low, high, curve.before, curve.after])
-    pad = max(float(np.ptp(shown)) / 12, 1e-3)  # some judge ends where it began
+    values = np.concatenate([low, high, curve.before, curve.after])
+    pad = max(float(np.ptp(values)) / 12, 1e-3)  # the measure of some runs ends where it began
     title = NAMES.get(curve.metric, curve.measure)
     frame = Frame(
         x=(0.0, float(x[-1])),
-        y=(float(shown.min()) - pad, float(shown.max()) + pad),
-        x_name="iteration" if curve.points else "0: before, 1: after training",
+        y=(float(values.min()) - pad, float(values.max()) + pad),
+        x_name="iteration",
         y_name=title,
         width=440.0,
         height=250.0,
         integers=True,
     )
     band = [*zip(x, low, strict=True), *zip(x[::-1], high[::-1], strict=True)]
-    after = curve.after if curve.points else curve.after[1:] or curve.after
-    ends = [(0.0, value) for value in curve.before] + [(float(x[-1]), value) for value in after]
-    parts = [frame.path("band", band)] if curve.points else []
-    parts += [frame.path("line" if curve.points else "change", zip(x, mean, strict=True)), frame.dots(ends)]
-    legend = f"dots: {curve.measure} before and after training"
-    if curve.points:
-        seeds = ", ".join(str(seed) for seed in curve.seeds or [])
-        near = f", mean of the nearest {window} iterations" if window > 1 else ""
-        legend = f"line: {title}, mean of seeds {seeds}{near}; band: lowest to highest seed; {legend}, each seed"
-    else:
-        legend += ", with seeds or a 95 % interval where the header of the configuration states them"
+    ends = [(0.0, value) for value in curve.before] + [(float(x[-1]), value) for value in curve.after]
+    parts = [frame.path("band", band), frame.path("line", zip(x, mean, strict=True)), frame.dots(ends)]
+    seeds = ", ".join(str(seed) for seed in curve.seeds or [])
+    near = f", mean of the nearest {window} iterations" if window > 1 else ""
+    legend = f"line: {title}, mean of seeds {seeds}{near}; band: lowest to highest seed; "
+    legend += f"dots: {curve.measure} before and after training, each seed"
     drawn = frame.svg(parts, f"{name}: {legend}")
     caption = f"<code>{html.escape(curve.command)}</code><br>{html.escape(legend.capitalize())}."
     return f"<figure>{drawn}<figcaption>{caption}</figcaption></figure>"
+
+
+def _changes(measure: str, curves: Mapping[str, Curve]) -> str:
+    """Draw a line from before to after training for each configuration, with its seeds or interval."""
+    values = [value for curve in curves.values() for value in (*curve.before, *curve.after)]
+    pad = max(float(np.ptp(values)) / 20, 1e-3)
+    ends, height = (min(values) - pad, max(values) + pad), TOP + BOTTOM + ROW * len(curves)
+    frame = Frame(x=ends, y=(0.0, len(curves)), x_name=measure, width=440.0, height=height)
+    drawn = []
+    marks = ticks(*frame.x)
+    for mark in marks:
+        left, base = frame.project(mark, 0.0)
+        drawn.append(frame.path("grid", [(mark, 0.0), (mark, len(curves))]))
+        drawn.append(text(left, base + 17, label(mark, marks[1] - marks[0] if len(marks) > 1 else 1.0)))
+    for row, (name, curve) in enumerate(curves.items()):
+        y = len(curves) - row - 0.7
+        drawn.append(text(frame.project(frame.x[0], y)[0], frame.project(0.0, y)[1] - 10, name, "start"))
+        drawn.append(frame.path("change", [(curve.before[0], y), (curve.after[0], y)]))
+        drawn.append(frame.path("range", [(min(curve.after), y), (max(curve.after), y)]))
+        drawn += [frame.dots([(curve.before[0], y)], "dot before"), frame.dots([(curve.after[0], y)])]
+    drawn.append(text(frame.width / 2, frame.height - 6, measure))
+    legend = f"{measure} before (hollow) and after training; bars: the seeds, or the 95 % interval, where known"
+    alt = f"{measure}: " + "; ".join(f"{name} {c.before[0]:g} to {c.after[0]:g}" for name, c in curves.items())
+    size = f'viewBox="0 0 {frame.width:.0f} {frame.height:.0f}"'
+    svg = f'<svg {size} role="img" aria-label="{html.escape(alt)}">{"".join(drawn)}</svg>'
+    commands = "<br>".join(f"<code>{html.escape(curve.command)}</code>" for curve in curves.values())
+    caption = f"{commands}<br>{html.escape(legend.capitalize())}."
+    return f"<figure>{svg}<figcaption>{caption}</figcaption></figure>"
 
 
 def equal_cost() -> str:

@@ -320,6 +320,7 @@ def test_a_curve_is_of_kept_runs_else_of_the_header(
     monkeypatch.setattr(drawn, "FOLDER", tmp_path)
     told = hooks.expand("{{ curves text_ppo }}")
     assert 'class="change"' in told and 'class="band"' not in told and "visalign train text_ppo<" in told
+    assert hooks.expand("{{ curves shapes_ram text_dpo }}").count("<figure>") == 1, "one measure, one figure"
     folders = []
     for seed, rewards in enumerate(([0.1, 0.3, 0.5], [0.3, 0.3])):
         folder = tmp_path / str(seed)
