@@ -20,6 +20,7 @@ from visalign.interfaces import PairwiseReward, PointwiseReward
 from visalign.pipelines.shared.parts import (
     Records,
     build_records,
+    check_routes,
     load_terms,
     own_heldout,
     pointwise_only,
@@ -28,6 +29,7 @@ from visalign.pipelines.shared.parts import (
 from visalign.pipelines.shared.run_folder import fingerprint
 from visalign.pipelines.shared.sections import RewardsConfig
 from visalign.precision import default_device
+from visalign.rewards.combine.routed import matches
 from visalign.settings import refuse
 from visalign.training.diffusion.experts import check_experts
 from visalign.training.diffusion.images import Features, StoredPreference
@@ -79,6 +81,7 @@ def prepare(config: FlowGRPOConfig, world: int, device: str | None = None) -> In
     else:
         heldout = build_records(data.heldout, "data.heldout", edits=edits, several=several)
     terms = {**evaluation.rewards, **config.rewarded}
+    check_routes(config.rewarded, records)
     judges = load_terms(terms, load_judge, device)
     rewards: dict[str, Any] = {
         label: judge
@@ -95,12 +98,17 @@ def prepare(config: FlowGRPOConfig, world: int, device: str | None = None) -> In
     elif config.comparison is None:
         reward = weighted_sum(config.rewards, pointwise_only(judges, needed=config.rewards.terms), WeightedSum)
     else:
+        if routed := [label for label, term in config.rewards.terms.items() if term.where]:
+            raise UserError(
+                f"rewards.terms.{routed[0]}.where: pref_grpo compares all samples of a group. Leave it out."
+            )
         rates = build_win_rates(config.comparison, config.rewards, judges)
         reward = weighted_sum(config.rewards, rates, WeightedSum)
     strata = [str(record.get("tag", "")) for record in records] if data.balance else None
     _check_method(config, reward, records, strata, world)
     if evaluation.correctness is not None:
-        check_judge(evaluation.correctness, rewards[evaluation.correctness], heldout[0])
+        first = next((r for r in heldout if matches(r, terms[evaluation.correctness].where)), heldout[0])
+        check_judge(evaluation.correctness, rewards[evaluation.correctness], first)
     towers = {label: judge.towers for label, judge in judges.items() if hasattr(judge, "towers")}
     name = next(iter(towers), None) if config.monitor.features == "auto" else config.monitor.features
     _check_monitor(config, has_features=name is not None)

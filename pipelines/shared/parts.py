@@ -8,6 +8,7 @@ import math
 import os
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -22,9 +23,10 @@ from PIL import Image
 from visalign.config import flatten
 from visalign.data.sets.image_references import resolve_image
 from visalign.data.sets.prompt_files import load_prompts
-from visalign.errors import UserError
-from visalign.interfaces import PairwiseReward, PointwiseReward
+from visalign.errors import UserError, excerpt, suggestion
+from visalign.interfaces import PairwiseReward, PointwiseReward, TextReward
 from visalign.rewards.base.identity import fingerprint as file_fingerprint
+from visalign.rewards.combine.routed import Routed, matches
 from visalign.seeds import sample_seed
 from visalign.versions import versions
 
@@ -150,7 +152,39 @@ def load_terms(terms: Mapping[str, RewardTerm], load: Callable[..., Any], device
         model = term.options.get("model")
         if isinstance(model, str) and model.startswith(("/", "./", "../")) and not Path(model).exists():
             raise UserError(f"The reward {label}: its option model is {model!r}, which does not exist. Correct it.")
-    return {label: load(term.name or label, run_device=device, **term.options) for label, term in terms.items()}
+    rewards = {label: load(term.name or label, run_device=device, **term.options) for label, term in terms.items()}
+    for label in (label for label, term in terms.items() if term.where):
+        if not isinstance(rewards[label], PointwiseReward | TextReward):
+            raise UserError(f"rewards.terms.{label}.where is set, and {label} only compares images. Leave it out.")
+        rewards[label] = Routed(rewards[label], terms[label].where)
+    return rewards
+
+
+def check_routes(terms: Mapping[str, RewardTerm], records: Records) -> None:
+    """Refuse a reward that no record of data.train is for, and records that no optimized reward is for."""
+    for label, where in ((label, term.where) for label, term in terms.items()):
+        if any(matches(record, where) for record in records):
+            continue
+        fields, key = (
+            list(dict.fromkeys(name for record in records for name in record)),
+            f"rewards.terms.{label}.where",
+        )
+        for name in where:
+            values = Counter(excerpt(record[name], 40) for record in records if name in record)
+            listed = ", ".join(f"{value} ({count})" for value, count in values.most_common(8))
+            remedy = f"{suggestion(name, fields)}Their fields are {', '.join(fields)}"
+            raise UserError(
+                f"{key} is {where}, and no record of data.train has it. "
+                + (f"Their values of {name} are {listed}" if values else f"None has the field {name!r}. {remedy}")
+                + "."
+            )
+    optimized = [term.where for term in terms.values() if term.weight > 0]
+    alone = [record for record in records if not any(matches(record, where) for where in optimized)]
+    if optimized and alone:
+        raise UserError(
+            f"{len(alone)} of {len(records)} records of data.train are of no reward, since all rewards.terms have a "
+            f"where; the first is {excerpt(dict(alone[0]), 200)}. Add a reward for them, or take them out."
+        )
 
 
 def code_fingerprints(config: Any) -> dict[str, str]:
@@ -203,6 +237,11 @@ def weighted_sum(config: RewardsConfig, rewards: Mapping[str, Any], kind: Any) -
         )
     for label, term in terms.items():
         reward, how = rewards[label], term.uncertainty
+        if term.where and (term.bound is not None or how == "advantage"):
+            raise UserError(
+                f"rewards.terms.{label}.where chooses records, and its bound or uncertainty=advantage reads all "
+                "samples of an iteration. Leave one of the two out."
+            )
         if how not in ("none", "advantage"):  # the trainer weighs advantages itself
             reward = UncertaintyUsed(reward, how=how, strength=term.strength, reference=term.reference)
         summands[label] = reward, term.weight

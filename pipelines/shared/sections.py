@@ -51,6 +51,9 @@ class RewardTerm:
     """Catalogue name, package.module:Name or path/to/file.py:Name, whose code runs; null: the label of the term."""
     options: dict[str, Any] = field(default_factory=dict)
     """Arguments of the reward."""
+    where: dict[str, Any] = field(default_factory=dict)
+    """Records that the reward is for: field -> value, or a list of values, e.g. {task: ocr}; {}: all. Other samples
+    are scored by the other terms."""
     mean: Finite = 0.0
     """With rewards.normalise=fixed: what is taken off ..."""
     std: Finite = 1.0
@@ -81,8 +84,9 @@ class RewardsConfig:
     allow_mixed_units: bool = False
     """Sum raw scores of different units all the same."""
     allow_missing: bool = False
-    """Sum the rewards that scored a sample, where None means "not for this prompt"; false: a sample that one of them
-    could not score is left out. Advantages of each reward by itself (gdpo) leave it out in either case."""
+    """Sum the rewards that scored a sample, also where one of them failed; false: a sample that one of them could not
+    score is left out. (None of a function means "not for this one" in either case.) Advantages of each reward by
+    itself (gdpo) leave it out in either case."""
 
     @property
     def recorded(self) -> list[str]:

@@ -23,6 +23,7 @@ from visalign.evaluation.heldout.text import check_labels, check_text_judge
 from visalign.pipelines.shared.parts import (
     Records,
     build_records,
+    check_routes,
     load_terms,
     name_key,
     no_loading_bars,
@@ -32,6 +33,7 @@ from visalign.pipelines.shared.parts import (
 from visalign.pipelines.shared.sections import RewardsConfig
 from visalign.precision import autocast_dtype
 from visalign.rewards.catalogue import load_text_reward
+from visalign.rewards.combine.routed import matches
 from visalign.rewards.text.combine import WeightedTextSum
 from visalign.rewards.text.process_reward import ProcessRewardModel
 from visalign.text import TextRollout
@@ -74,6 +76,7 @@ def prepare(config: TextConfig, device: str | None = None) -> TextInputs:
     """Read and check the sources of the configuration, without the model."""
     data, seed = config.data, config.seed
     records = text_records("train", data, seed)
+    check_routes(config.rewards.terms, records)
     heldout, rewards = heldout_inputs(config, device)
     check_answers(config.built_objective, records)
     demonstrations = None if data.demonstrations is None else text_demonstrations("demonstrations", data, seed)
@@ -84,10 +87,12 @@ def heldout_inputs(config: Any, device: str | None) -> tuple[Records, dict[str, 
     """Load held-out records and their rewards, including those that are trained on."""
     heldout, correctness = text_records("heldout", config.data, config.seed), config.evaluation.correctness
     trained = config.rewards.terms if isinstance(config, TextConfig) else {}
-    rewards = load_terms({**config.evaluation.rewards, **trained}, load_text_reward, device)
+    terms = {**config.evaluation.rewards, **trained}
+    rewards = load_terms(terms, load_text_reward, device)
     check_labels(rewards)
     if correctness is not None:
-        check_text_judge(correctness, rewards[correctness], heldout[0])
+        first = next((r for r in heldout if matches(r, terms[correctness].where)), heldout[0])
+        check_text_judge(correctness, rewards[correctness], first)
     return heldout, rewards
 
 

@@ -20,7 +20,14 @@ from visalign.atomic import write_atomic
 from visalign.data.sets.prompt_files import TOOL_ANSWERS, demonstrations_jsonl
 from visalign.errors import UserError
 from visalign.interfaces import Scores
-from visalign.pipelines.shared.parts import Records, code_fingerprints, load_terms, name_key, run_device
+from visalign.pipelines.shared.parts import (
+    Records,
+    check_routes,
+    code_fingerprints,
+    load_terms,
+    name_key,
+    run_device,
+)
 from visalign.pipelines.shared.run_folder import (
     RunSummary,
     check_unchanged,
@@ -167,6 +174,7 @@ def run(config: TextSampleConfig, output: Path, resume: bool = False) -> RunSumm
 def _prepare(config: TextSampleConfig) -> tuple[Records, Any]:
     """Load and check prompts and reward."""
     records = text_records("train", config.data, config.seed)
+    check_routes(config.rewards.terms, records)
     reward = text_sum(config.rewards, load_terms(config.rewards.terms, load_text_reward, None))
     refuse(_broken_rules(config, records, reward))
     if config.rollout.hint is not None:

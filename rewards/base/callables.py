@@ -9,7 +9,8 @@ The parameters' names decide what a function is given:
 - three unknown names: (images, prompts, metadata) in flow_grpo's order;
 - flow_grpo's factories (no parameter, or only `device`) are called once and return the function.
 
-It may return a list, array or tensor of B numbers, None or NaN for an image that it could not judge; also
+It may return a list, array or tensor of B numbers: None for an image that it is not for, which a sum of rewards
+then scores without it, and NaN for one that it could not judge; also
 flow_grpo's pair (scores, info), and its mapping name -> B numbers, of which "avg" (or the only entry) is the
 value and the others become parts.
 """
@@ -26,7 +27,7 @@ import torch
 from torch import Tensor
 
 from visalign.errors import Naming
-from visalign.interfaces import Metadata, Scores
+from visalign.interfaces import NOT_FOR_SAMPLE, Metadata, Scores
 
 from .contract import Request, RewardError, check_choices, make_scores, read_request, scatter
 from .images import to_pil, to_uint8
@@ -72,8 +73,8 @@ def pick_arguments(
     return {key: offered[key] for key in parameters if key in offered}
 
 
-def read_numbers(name: str, answer: Any, size: int, noun: str) -> list[float]:
-    """Read what a function returned for a batch as `size` numbers, NaN where None; `noun` names a sample."""
+def read_numbers(name: str, answer: Any, size: int, noun: str) -> list[float | None]:
+    """Read what a function returned for a batch as `size` numbers or None; `noun` names a sample."""
     if isinstance(answer, Tensor | np.ndarray):
         if answer.ndim != 1:
             raise RewardError(
@@ -87,27 +88,29 @@ def read_numbers(name: str, answer: Any, size: int, noun: str) -> list[float]:
     if len(answer) != size:
         raise RewardError(
             f"Reward {name!r} returned {len(answer)} scores for {size} {noun}s; return one number per {noun}"
-            ", None where it could not judge."
+            ", None where it is not for it, NaN where it could not judge."
         )
     return [read_number(name, item, f"for {noun} {index}") for index, item in enumerate(answer)]
 
 
-def read_number(name: str, item: Any, position: str) -> float:
-    """Read one number of a function, NaN for None."""
+def read_number(name: str, item: Any, position: str) -> float | None:
+    """Read one number of a function, or None."""
     if isinstance(item, Tensor | np.ndarray | np.generic) and item.ndim == 0:
         item = item.item()
     if item is not None and not isinstance(item, int | float):
         raise RewardError(
             f"Reward {name!r} returned {item!r} ({type(item).__name__}) {position}; needed is a number, or "
-            "None for one that it could not judge."
+            "None for one that it is not for."
         )
-    return math.nan if item is None else float(item)
+    return None if item is None else float(item)
 
 
-def unjudged(name: str, number: float, range: tuple[float, float]) -> str | None:
+def unjudged(name: str, number: float | None, range: tuple[float, float]) -> str | None:
     """Return why a number is no score, None for a score; one outside the range is the function's error."""
+    if number is None:
+        return f"{name} returned None: {NOT_FOR_SAMPLE}"
     if not math.isfinite(number):
-        return f"{name} returned {'None or NaN' if math.isnan(number) else number} for it"
+        return f"{name} returned {'NaN' if math.isnan(number) else number} for it"
     if not range[0] <= number <= range[1]:
         raise RewardError(
             f"Reward {name!r} returned {number:g}, outside its declared range {range}; correct the function "
@@ -174,8 +177,11 @@ class FunctionReward:
         value = numbers.pop(str(main))
         for row, number in zip(rows, value, strict=True):
             reasons[row] = unjudged(self.name, number, self.range)
-        parts = {key: scatter(part, rows, len(request)) for key, part in numbers.items()}
-        return make_scores(scatter(value, rows, len(request)), reasons, self.unit, parts=parts)
+        columns = {
+            key: [math.nan if n is None else n for n in column] for key, column in {**numbers, "": value}.items()
+        }
+        value, *parts = (scatter(columns[key], rows, len(request)) for key in ("", *numbers))
+        return make_scores(value, reasons, self.unit, parts=dict(zip(numbers, parts, strict=True)))
 
     def _call(self, request: Request, rows: list[int]) -> Any:
         """Call the function with copies of the readable rows, never with the caller's own data."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from visalign.errors import Naming
-from visalign.interfaces import Metadata, RewardCapabilities, Scores, with_capabilities
+from visalign.interfaces import NOT_FOR_SAMPLE, Metadata, RewardCapabilities, Scores, with_capabilities
 from visalign.rewards.base.contract import (
     RewardError,
     check_answer,
@@ -29,6 +29,7 @@ from visalign.rewards.base.images import as_contract, on_cpu
 
 from .uncertainty import with_deviation
 
+NO_REWARD = "no reward is for this sample (all returned None, or have another where)"
 Normalise = str | Mapping[str, tuple[float, float]]
 Noun = Literal["image", "completion"]
 
@@ -37,8 +38,8 @@ class WeightedSum:
     """value = Σ_m w_m · d_m · n_m(r_m) over rewards m; d_m is −1 where lower is better, so higher always is.
 
     n_m is the identity, (r − mean_m) / std_m with fixed numbers, or the z-score over the valid images of the batch. A
-    sample is invalid when any reward with w_m > 0 could not judge it, with `allow_missing` when none could. A weight
-    of 0 only records a reward.
+    sample is invalid when any reward with w_m > 0 could not judge it, with `allow_missing` when none could. A reward
+    that is not for a sample (`NOT_FOR_SAMPLE`) adds 0, and one must be for it. A weight of 0 only records a reward.
 
     The parts hold, for each m, "m" (raw, in its own unit), "m.weighted" (its term of the sum) and "m.x" for
     each part x of m; "m.std" is the judge's own standard deviation where it gives one. Normalisation within a
@@ -49,7 +50,7 @@ class WeightedSum:
         normalise: "none"; "batch" (z-scores over the images of one call: a score then depends on its neighbours, and
             several processes would each have their own scale); or label -> (mean, std) for every reward with a weight.
         allow_mixed_units: sum raw scores of different units all the same.
-        allow_missing: sum the rewards that judged a sample, as TRL does, where None means "not for this prompt".
+        allow_missing: sum the rewards that judged a sample, also where some of them failed.
         bounds: label -> what a trainer is to hold the reward's mean at, in its own unit: at least that, or at
             most where lower is better. `score` does not look at them.
         advantage_weights: label -> λ, by which a trainer of texts scales advantages with the reward's own standard
@@ -191,7 +192,7 @@ class WeightedSum:
         for label, (reward, weight) in self.rewards.items():
             with Naming(label, lambda start, stop, reward=reward: judge(reward, slice(start, stop)), len(usable)):
                 answer = judge(reward, slice(None))
-            scores = _spread(check_answer(label, answer, len(usable), self.noun), usable, len(reasons))
+            scores = spread_scores(check_answer(label, answer, len(usable), self.noun), usable, len(reasons))
             if label in self.capabilities.advantage_weights:
                 scores, _ = with_deviation(label, scores)
             parts[label] = scores.value
@@ -201,11 +202,18 @@ class WeightedSum:
                 continue
             value = scores.value.double()
             term = self._term(label, _standardise(value, scores.valid) if self._per_batch else value)
+            failures = failure_reasons(scores)
+            # a constraint holds the mean of all samples, so its reward must be for each
+            absent = [
+                str(reason).endswith(NOT_FOR_SAMPLE) and not self.capabilities.constraints for reason in failures
+            ]
+            term = torch.where(torch.tensor(absent, dtype=torch.bool), 0.0, term)
             parts[f"{label}.weighted"] = term.float()
             total += torch.where(scores.valid, term, 0.0)
             judged |= scores.valid
-            for row, reason in enumerate(failure_reasons(scores)):
-                reasons[row] = reasons[row] or (reason and f"{label}: {reason}")
+            for row, (reason, is_absent) in enumerate(zip(failures, absent, strict=True)):
+                reasons[row] = reasons[row] or (reason and not is_absent and f"{label}: {reason}") or None
+        reasons = [why or (None if ok else NO_REWARD) for why, ok in zip(reasons, judged.tolist(), strict=True)]
         if self._allow_missing:
             reasons = [None if ok else reason for ok, reason in zip(judged.tolist(), reasons, strict=True)]
         # parts keep a validity of their own: a term may be known where the sum is not
@@ -233,17 +241,21 @@ def _standardise(value: Tensor, valid: Tensor) -> Tensor:
     return (value - scores.mean()) / spread
 
 
-def _spread(scores: Scores, rows: list[int], size: int) -> Scores:
-    """Put the scores of some rows among all; invalid are rows not asked and values not finite."""
+def spread_scores(scores: Scores, rows: list[int], size: int, *, missing: str = "not judged") -> Scores:
+    """Put the scores of some rows among all; invalid are rows not asked (`missing`) and values not finite."""
     finite = torch.isfinite(scores.value)
-    reasons: list[str | None] = ["not judged"] * size
-    for row, reason, ok in zip(rows, failure_reasons(scores), finite.tolist(), strict=True):
+    reasons: list[str | None] = [missing] * size
+    texts = [""] * size
+    remarks = scores.text or [""] * len(rows)
+    for row, reason, ok, text in zip(rows, failure_reasons(scores), finite.tolist(), remarks, strict=True):
         reasons[row] = reason if ok or reason is not None else "the score is not a finite number"
+        texts[row] = text
     return Scores(
         value=scatter(scores.value, rows, size),
         valid=torch.tensor([reason is None for reason in reasons], dtype=torch.bool),
         unit=scores.unit,
         std=None if scores.std is None else scatter(scores.std, rows, size),
         parts={key: scatter(part, rows, size) for key, part in scores.parts.items()},
+        text=None if scores.text is None else texts,
         reason=reasons,
     )

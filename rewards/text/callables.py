@@ -8,8 +8,9 @@ The parameters' names decide what a function is given:
 - `completion`: called once per sample; any other name is `prompt` or the sample's entry of that column;
 - one parameter of any other name: it is the completion of one sample.
 
-It returns one number per completion (a batch: a list, array or tensor of B); None or NaN for one that it
-could not judge. TRL's async functions and its `trainer_state`, `log_extra` and `log_metric` are not offered.
+It returns one number per completion (a batch: a list, array or tensor of B); None for one that it is not for,
+which a sum of rewards then scores without it, and NaN for one that it could not judge. TRL's async functions and
+its `trainer_state`, `log_extra` and `log_metric` are not offered.
 """
 
 from __future__ import annotations
@@ -70,11 +71,11 @@ class TextFunctionReward:
         numbers = self._call(request) if len(request) else []
         reasons = [unjudged(self.name, number, self.range) for number in numbers]
         return text_scores(
-            [TextVerdict(value=number, reason=reason) for number, reason in zip(numbers, reasons, strict=True)],
+            [TextVerdict(value=number or 0.0, reason=reason) for number, reason in zip(numbers, reasons, strict=True)],
             self.unit,
         )
 
-    def _call(self, request: TextRequest) -> list[float]:
+    def _call(self, request: TextRequest) -> list[float | None]:
         """Call the function, once with the lists or once per completion."""
         keys = dict.fromkeys(key for record in request.metadata if record for key in record)
         columns: dict[str, Any] = {key: request.column(key) for key in keys}

@@ -176,7 +176,7 @@ def test_image_forms():
 def test_none_and_nan_are_invalid_with_a_reason():
     scores = FunctionReward(lambda images: [None, float("nan"), 3], name="mine").score(IMAGES, PROMPTS)
     assert scores.valid.tolist() == [False, False, True] and scores.value[:2].isnan().all()
-    assert scores.reason == ["mine returned None or NaN for it"] * 2 + [None]
+    assert scores.reason == ["mine returned None: not for this sample", "mine returned NaN for it", None]
     scores = FunctionReward(lambda images: [1, float("inf"), 3], name="mine").score(IMAGES, PROMPTS)
     assert scores.reason is not None and scores.reason[1] == "mine returned inf for it"
 
@@ -208,7 +208,7 @@ def test_exception_is_named_and_chained():
         RewardError, match=r"Reward 'broken' raised KeyError: 'brightness' \(.*test_catalogue\.py, line \d+\)"
     ) as caught:
         value(broken)
-    assert isinstance(caught.value.__cause__, KeyError) and "return None" in str(caught.value)
+    assert isinstance(caught.value.__cause__, KeyError) and "return NaN" in str(caught.value)
 
 
 def test_a_reward_that_ends_the_program_does_not():

@@ -56,7 +56,7 @@ def test_batch_normalisation_leaves_out_the_invalid_and_is_zero_when_all_equal()
 
 
 def test_rewards_of_some_prompts_alone_add_up_over_those_that_judged():
-    terms = {"a": (fixed([1.0, None, None, 4]), 1.0), "b": (fixed([None, 1.0, None, 1]), 2.0)}
+    terms = {"a": (fixed([1.0, math.nan, math.nan, 4]), 1.0), "b": (fixed([math.nan, 1.0, math.nan, 1]), 2.0)}
     scores = total(terms, allow_missing=True)
     assert scores.valid.tolist() == [True, True, False, True] and scores.value[[0, 1, 3]].tolist() == [1, 2, 6]
     assert str(failure_reasons(scores)[2]).startswith("a: ") and scores.parts["a"].isnan().tolist()[1:3] == [
@@ -68,12 +68,12 @@ def test_rewards_of_some_prompts_alone_add_up_over_those_that_judged():
 
 
 def test_invalid_part_makes_the_sum_invalid_with_its_reason():
-    scores = total({"a": (fixed([1.0, None, 3, 4]), 1.0), "b": (fixed([1.0, 1, None, 1]), 1.0)})
+    scores = total({"a": (fixed([1.0, math.nan, 3, 4]), 1.0), "b": (fixed([1.0, 1, math.nan, 1]), 1.0)})
     assert scores.valid.tolist() == [True, False, False, True]
     assert scores.reason == [
         None,
-        "a: fixed returned None or NaN for it",
-        "b: fixed returned None or NaN for it",
+        "a: fixed returned NaN for it",
+        "b: fixed returned NaN for it",
         None,
     ]
     assert scores.value[1:3].isnan().all() and scores.parts["b"][1] == 1

@@ -104,7 +104,7 @@ def test_the_form_of_trl():
         ["a4", "b", "c"], ["?"] * 3, [{"answer": "4", "extra": 1}, {"answer": "4"}, None]
     )
     assert scores.value[:2].tolist() == [1, 0] and scores.valid.tolist() == [True, True, False]
-    assert scores.reason == [None, None, "trl_style returned None or NaN for it"]
+    assert scores.reason == [None, None, "trl_style returned None: not for this sample"]
     for answer in (
         np.array([1.0, 2.0]),
         torch.tensor([1.0, 2.0]),

@@ -43,7 +43,7 @@ def test_mean_and_deviation_by_hand_and_a_member_that_fails_is_no_score() -> Non
     assert scores.std is not None and scores.std[:2].tolist() == pytest.approx([math.sqrt(2), 0])
     assert scores.valid.tolist() == [True, True, False] and scores.parts["first"].tolist() == [1, 2, 3]
     assert scores.reason is not None
-    assert scores.reason[2] == "1 of 2 members judged it: second: mine returned None or NaN for it"
+    assert scores.reason[2] == "1 of 2 members judged it: second: mine returned None: not for this sample"
     alone = pair(min_members=1).score(TEXTS, PROMPTS)
     assert alone.value.tolist() == [2, 2, 3] and alone.std is not None and bool(alone.std[2].isnan())
 

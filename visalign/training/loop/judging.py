@@ -142,7 +142,7 @@ def check_failures(scores: Scores, valid: Tensor, limit: float, name: str) -> No
     raise RewardFailure(
         f"reward {name!r} could not score {failed} of {len(valid)} samples; at most {limit:.0%} may fail "
         f"(rollout.max_failure_rate). Reasons: {reasons or 'value not finite'}. Fix the reward, or set "
-        "rewards.allow_missing where None means 'not for this prompt'; then continue with --resume."
+        "rewards.allow_missing=true to do without those that fail; then continue with --resume."
     )
 
 
