@@ -16,7 +16,7 @@ from typing import Any
 from visalign.data.sets.columns import image_path, read_table
 from visalign.data.sets.tables import READERS, Row, listed, read_rows, require_columns
 from visalign.errors import UserError, excerpt
-from visalign.json_files import why_unreadable
+from visalign.model_files import why_unreadable
 
 IMAGE_ENDINGS = (".png", ".jpg", ".jpeg", ".jpe", ".jfif", ".webp", ".avif", ".jp2", ".bmp", ".gif", ".tif", ".tiff")
 """Endings of images in folders; a file that is named itself may have any."""

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from visalign.json_files import read_object
+from visalign.model_files import read_object
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.weights.checkpoint_files import dtype_of, listed, read_tensors
 from visalign.rewards.weights.hub import META, TRANSFORMERS_FILES, is_hub_id, local_folder

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from visalign.json_files import read_object
+from visalign.model_files import LOADING_ERRORS, read_object
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.weights.hub import META
 
@@ -52,7 +52,6 @@ def load_open_clip(
         precision: "fp32", "bf16" or "fp16".
     """
     import open_clip
-    from safetensors import SafetensorError
 
     hollow = str(device) == META
     name, tag = _source(folder_or_name, weights=not hollow)
@@ -63,7 +62,8 @@ def load_open_clip(
         with _by_shapes_alone() if hollow else nullcontext():
             model: Any = open_clip.create_model(name, tag, require_pretrained=not hollow, **options)
         tokenizer = open_clip.get_tokenizer(name)
-    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, OSError, SafetensorError) as error:
+        tokenizer(["a"])  # one without a pad token fails here
+    except LOADING_ERRORS as error:
         raise RewardError(
             f"The open_clip model {str(folder_or_name)!r} cannot be loaded: {error}. Check that config, "
             "weights and tokenizer belong together, and that names can be fetched from here."

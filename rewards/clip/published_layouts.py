@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from visalign.json_files import read_object
+from visalign.model_files import read_object
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.weights.checkpoint_files import drop_suffixes, dtype_of, load_strict, read_folder
 from visalign.rewards.weights.hub import META

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from visalign.interfaces import Metadata, PointwiseReward, Scores, with_capabilities
-from visalign.json_files import read_object
+from visalign.model_files import read_object
 from visalign.rewards.base.contract import RewardError, check_choices, check_rules, make_scores
 from visalign.rewards.base.failure import failure_reasons
 from visalign.rewards.base.identity import Identity

@@ -21,6 +21,7 @@ from torch.nn.functional import interpolate, pixel_shuffle
 
 from visalign.atomic import umask_permissions
 from visalign.core import fuse_heatmaps, soft_clamp
+from visalign.model_files import LOADING_ERRORS, open_tensors
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.vlm.requests import Query
 from visalign.rewards.vlm.template import Template
@@ -131,21 +132,19 @@ class HeieHeads(nn.Module):
     @classmethod
     def load(cls, file: str | Path) -> HeieHeads:
         """Read a file of `save` as float32."""
-        from safetensors import SafetensorError, safe_open
-
         if not Path(file).is_file():
             raise FileNotFoundError(
                 f"There are no HEIE heads at {file}; take the packaged judge 'shapes-heie', or train some: "
                 "`python -m assets.build.heie --model MODEL --out FOLDER` in a checkout of visalign."
             )
         try:
-            with safe_open(str(file), "pt") as opened:
+            with open_tensors(Path(file)) as opened:
                 metadata = opened.metadata() or {}
                 state = {key: opened.get_tensor(key).float() for key in opened.keys()}  # no mapping
             if metadata["format"] != FORMAT:
                 raise ValueError(f"the format is {metadata['format']}")
             heads = cls(HeieSettings(**json.loads(metadata["settings"])))
-        except (SafetensorError, KeyError, TypeError, ValueError, ArithmeticError, AssertionError) as error:
+        except LOADING_ERRORS as error:
             raise RewardError(f"{file} is no file of HEIE heads, {FORMAT}: {error!r}.") from error
         load_strict(heads, state, str(file))
         return heads.eval()

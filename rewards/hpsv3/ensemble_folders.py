@@ -21,7 +21,7 @@ from torch import Tensor
 
 from visalign.atomic import umask_permissions
 from visalign.data.assets import PACKAGED, assets_folder, resolve_model
-from visalign.json_files import read_object
+from visalign.model_files import read_object
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.vlm.engine import VisionLanguageEngine
 from visalign.rewards.vlm.loading import ADAPTER, base_of

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from visalign.interfaces import Metadata, RewardCapabilities, Scores
-from visalign.json_files import read_object
+from visalign.model_files import read_object
 from visalign.rewards.base.clips import listed_clips, read_clip
 from visalign.rewards.base.contract import (
     RewardError,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from visalign.json_files import read_object
+from visalign.model_files import read_object
 
 VISIONREWARD_MASKS = {0: (22, 23, 24, 28, 29), 1: (25, 26), 2: (27,)}
 """For the published 30 questions on images: is there a body (0), a face (1), are there hands (2) -> the

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from visalign.interfaces import Metadata, Scores
-from visalign.json_files import read_object
+from visalign.model_files import read_object
 from visalign.rewards.base.contract import (
     RewardError,
     check_counts,

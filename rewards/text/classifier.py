@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
+from visalign.model_files import LOADING_ERRORS
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.weights.checkpoint_files import dtype_of, precision_on, quiet_loading
 
@@ -28,7 +29,7 @@ def load_classifier(
         with quiet_loading():
             options = {"dtype": dtype, "output_loading_info": True, "trust_remote_code": False}
             loaded, report = loader.from_pretrained(str(model), **options)
-    except (OSError, ValueError) as error:
+    except LOADING_ERRORS as error:
         kind = loader.__name__.removeprefix("AutoModelFor").removesuffix("Classification").lower()
         raise RewardError(
             f"{name}: {model} cannot be loaded as a {kind} classification model ({error}). Give a folder "
@@ -51,7 +52,7 @@ def load_tokenizer(name: str, model: str | Path | torch.nn.Module, tokenizer: An
         return source
     try:
         return AutoTokenizer.from_pretrained(str(source), trust_remote_code=False)
-    except (OSError, ValueError) as error:
+    except LOADING_ERRORS as error:
         raise RewardError(f"{name}: no tokenizer can be loaded from {source} ({error}). Give tokenizer=.") from error
 
 

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from visalign.model_files import LOADING_ERRORS
 from visalign.rewards.base.contract import RewardError, check_counts
 from visalign.rewards.base.identity import fingerprint
 from visalign.rewards.base.images import to_pil
@@ -110,7 +111,7 @@ class TransformersDetector:
             with quiet_loading():
                 model, info = maker.from_pretrained(self.source, output_loading_info=True, trust_remote_code=False)
             processor = reader.from_pretrained(self.source, trust_remote_code=False)
-        except (OSError, ValueError) as error:
+        except LOADING_ERRORS as error:
             raise RewardError(
                 f"geneval: the detector {self.source} cannot be loaded ({error}). Give a folder or hub id of "
                 "an object detector or instance segmenter of transformers, or an object with `detect`."

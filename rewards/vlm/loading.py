@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from visalign.data.assets import resolve_model
-from visalign.json_files import read_object
+from visalign.model_files import LOADING_ERRORS, read_object
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.base.identity import fingerprint
 from visalign.rewards.weights.checkpoint_files import listed, quiet_loading
@@ -83,7 +83,7 @@ def load_seeing_model(
                 model, info = load(str(folder), output_loading_info=True, trust_remote_code=False, **options)
         # transformers fills missing weights with random numbers
         _check_keys(info.get("missing_keys", ()), info.get("unexpected_keys", ()))
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+    except LOADING_ERRORS as error:
         raise RewardError(
             f"The vision-language model {str(folder_or_id)!r} cannot be loaded: {error}. Give all files of one model."
         ) from error
@@ -175,7 +175,7 @@ def load_processor(folder: Path) -> Any:
     reason = ""
     try:
         processor: Any = AutoProcessor.from_pretrained(str(folder), trust_remote_code=False)
-    except (OSError, ValueError, ImportError) as error:
+    except LOADING_ERRORS as error:
         processor, reason = None, f" ({error})"
     if not isinstance(processor, ProcessorMixin):
         raise RewardError(
@@ -188,7 +188,6 @@ def load_processor(folder: Path) -> Any:
 def add_adapter(model: Any, adapter: str | Path) -> Any:
     """Merge the peft LoRA of a folder into the weights; refuse keys that do not fit."""
     from peft import PeftModel
-    from safetensors import SafetensorError
 
     folder = Path(adapter)
     if not (folder / ADAPTER).is_file() or not any(folder.glob("adapter_model.*")):
@@ -203,11 +202,11 @@ def add_adapter(model: Any, adapter: str | Path) -> Any:
             wrapped: Any = PeftModel.from_pretrained(model, str(adapter))
             info = wrapped.load_adapter(str(adapter), "default")  # again: only this reports the keys
         _check_keys(info.missing_keys, info.unexpected_keys)
-    except (ValueError, RuntimeError, KeyError, OSError, SafetensorError) as error:
+        return wrapped.merge_and_unload()
+    except LOADING_ERRORS as error:
         raise RewardError(
             f"The LoRA {adapter} does not fit the model: {error}. Give the adapter of this base model, complete."
         ) from error
-    return wrapped.merge_and_unload()
 
 
 def _check_keys(missing: Iterable[Any], unexpected: Iterable[Any]) -> None:

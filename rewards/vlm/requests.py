@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from torch import Tensor
 
 from visalign.data.sets.prompt_files import listed_sources
@@ -264,9 +265,14 @@ class RowEncoder:
                 "The model's processor has no chat template. Copy the chat_template.jinja of the original "
                 "model into its folder."
             )
-        text = owner.apply_chat_template(
-            template.filled(fields), tokenize=False, add_generation_prompt=True, **template.chat
-        )
+        try:
+            text = owner.apply_chat_template(
+                template.filled(fields), tokenize=False, add_generation_prompt=True, **template.chat
+            )
+        except TemplateError as error:
+            raise RewardError(
+                f"The model's chat template fails ({error}). Copy the original's into its folder."
+            ) from error
         text += template.answer_prefix + continuation
         # verbose=False: rows that are too long get a reason, so that transformers need not warn of them
         return tuple(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from visalign.json_files import read_object
+from visalign.model_files import read_object
 from visalign.rewards.base.contract import RewardError
 
 SETTINGS = "judge.json"

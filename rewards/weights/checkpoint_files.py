@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import pickle
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from visalign.json_files import read_object
+from visalign.model_files import LOADING_ERRORS, read_object
 from visalign.precision import multiplies_bfloat16
 from visalign.rewards.base.contract import RewardError
 
@@ -61,7 +60,7 @@ def read_tensors(file: str | Path, key: str | None = None, *, optional: bool = F
         raise FileNotFoundError(f"There is no weight file {file}; give the path of the downloaded file.")
     try:
         content = _read(file)
-    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, OSError, KeyError) as error:
+    except LOADING_ERRORS as error:
         raise RewardError(
             f"{file} cannot be read as weights ({type(error).__name__}: {first_sentence(error)}). It must be "
             "complete and contain tensors only; download it again, or store its state dict as .safetensors."
@@ -100,7 +99,7 @@ def read_module(file: str | Path) -> dict[str, Tensor]:
         placeholders: list[Any] = [(type("Inert", (_Inert,), {}), name) for name in names]
         with torch.serialization.safe_globals(placeholders):
             content = _read(file)
-    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, KeyError) as error:
+    except LOADING_ERRORS as error:
         raise RewardError(
             f"{file} cannot be read as a pickled module without its code ({type(error).__name__}: "
             f"{first_sentence(error)}). Load it where its code is installed, and store module.state_dict() "
@@ -158,13 +157,9 @@ def drop_suffixes(state: Mapping[str, Tensor], suffixes: Sequence[str]) -> dict[
 
 def _read(file: Path) -> Any:
     if file.suffix == ".safetensors":
-        from safetensors import SafetensorError
         from safetensors.torch import load_file
 
-        try:
-            return load_file(file)
-        except SafetensorError as error:
-            raise ValueError(str(error)) from error
+        return load_file(file)
     return torch.load(file, map_location="cpu", weights_only=True)
 
 

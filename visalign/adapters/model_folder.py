@@ -10,11 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from safetensors import SafetensorError, safe_open
-
 from visalign.errors import UserError
 from visalign.hub import hub_message, hub_outage
-from visalign.json_files import read_object
+from visalign.model_files import LOADING_ERRORS, open_tensors, read_object
 
 INDEX = "model_index.json"  # index file that diffusers' `save_pretrained` writes next to a pipeline's components
 MODULAR_INDEX = "modular_model_index.json"  # index file of a modular pipeline; the classic one takes precedence
@@ -59,19 +57,17 @@ def pipeline_index(folder_or_id: str | Path) -> dict[str, Any]:
 
 
 @contextmanager
-def open_tensors(file: Path) -> Iterator[Any]:
-    """Open a safetensors file to read its tensors; a damaged one is refused by name."""
+def explain_damage(folder_or_id: str | Path, kind: str) -> Iterator[None]:
+    """Raise an error that says what to do where a pipeline cannot be loaded in the block."""
     try:
-        with safe_open(file, "pt") as opened:
-            yield opened
-    except SafetensorError as error:
-        raise UserError(f"{file} is no whole safetensors file ({error}). Copy it again.") from error
-
-
-def read_tensors(file: Path) -> dict[str, Any]:
-    """Read all tensors of a safetensors file on the CPU."""
-    with open_tensors(file) as opened:
-        return {name: opened.get_tensor(name) for name in opened.keys()}  # no mapping
+        yield
+    except UserError:  # a ValueError too
+        raise
+    except LOADING_ERRORS as error:
+        raise FileNotFoundError(
+            f"{folder_or_id} cannot be loaded as {kind}: {str(error).partition(chr(10))[0]} Copy the missing "
+            "folders, or save the pipeline again."
+        ) from error
 
 
 def stored_dtype(folder: Path) -> Literal["float32", "bfloat16", "float16"]:

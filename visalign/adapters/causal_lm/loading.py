@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -21,8 +20,10 @@ from transformers import (
 )
 
 from visalign.adapters.model_folder import local_folder
+from visalign.data.sets.tables import listed
 from visalign.errors import UserError
 from visalign.hub import hub_message, hub_outage
+from visalign.model_files import LOADING_ERRORS
 from visalign.text import StoppingCriteria
 from visalign.text.chat import PromptEncoder
 
@@ -50,13 +51,25 @@ def load_causal_lm(
                 f"{name} is a {config.model_type} without its processor (preprocessor_config.json). Save it "
                 "there: AutoProcessor.from_pretrained(original).save_pretrained(folder)."
             )
-        return from_pretrained(AutoModelForImageTextToText, name, dtype=dtype), processor
+        return load_whole(AutoModelForImageTextToText, name, dtype), processor
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UserError(
             f"{name} is a {config.model_type}, which is no causal language model. Choose a model that "
             f"AutoModelForCausalLM loads, or one that reads images: {', '.join(VISION_LANGUAGE)}."
         )
-    return from_pretrained(AutoModelForCausalLM, name, dtype=dtype), from_pretrained(AutoTokenizer, name)
+    return load_whole(AutoModelForCausalLM, name, dtype), from_pretrained(AutoTokenizer, name)
+
+
+def load_whole(kind: Any, name: str, dtype: torch.dtype) -> Any:
+    """Load a model all of whose weights are in its files; transformers would draw others at random."""
+    model, info = from_pretrained(kind, name, dtype=dtype, output_loading_info=True)
+    absent = sorted({*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])})
+    if absent:
+        raise UserError(
+            f"The files of {name} lack weights of its config.json, or have them in another shape: "
+            f"{listed(absent)}. They would be random; copy all files of one model."
+        )
+    return model
 
 
 def from_pretrained(kind: Any, name: str, **options: Any) -> Any:
@@ -66,7 +79,7 @@ def from_pretrained(kind: Any, name: str, **options: Any) -> Any:
         hub_outage()
     try:
         return kind.from_pretrained(name, trust_remote_code=False, **options)
-    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError, SafetensorError) as error:
+    except LOADING_ERRORS as error:
         if is_remote and isinstance(error, OSError):
             raise UserError(f"There is no model folder {name}. {hub_message(name, 'model', error)}") from error
         message = (str(error).strip() or type(error).__name__).splitlines()[0]

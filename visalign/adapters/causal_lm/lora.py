@@ -18,9 +18,8 @@ from visalign.adapters.lora import (
     check_same_kind,
     insert_adapters,
 )
-from visalign.adapters.model_folder import read_tensors
 from visalign.errors import UserError
-from visalign.json_files import read_object
+from visalign.model_files import read_object, read_tensors
 
 ALL_LINEAR = "all-linear"  # as a target: every linear layer but the output head, peft's name for it
 WEIGHT_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"  # as peft writes and looks for them

@@ -10,19 +10,18 @@ Source: PPO, arXiv 1707.06347, section 5 (shared or separate networks).
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedModel
 
-from visalign.adapters.model_folder import read_tensors
 from visalign.atomic import umask_permissions
 from visalign.errors import UserError
+from visalign.model_files import read_tensors
 from visalign.text import TextRollout
 
-from .loading import from_pretrained
+from .loading import load_whole
 from .replay import pack
 
 FILE = "value_head.safetensors"
@@ -92,7 +91,7 @@ class ValueModel(nn.Module):
         critics: int = 1,
     ) -> ValueModel:
         """The trunk of a language model, with a new head, or with the one that `save` left in the folder."""
-        trunk: Any = from_pretrained(AutoModel, str(folder_or_id), dtype=dtype)
+        trunk = load_whole(AutoModel, str(folder_or_id), dtype)
         model = cls(trunk.to(device), critics=critics)
         if (Path(folder_or_id) / FILE).is_file():
             model.head.load(Path(folder_or_id))

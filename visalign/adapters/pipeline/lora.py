@@ -30,9 +30,8 @@ from visalign.adapters.lora import (
     insert_adapters,
     other_scales,
 )
-from visalign.adapters.model_folder import open_tensors, read_tensors
 from visalign.errors import UserError
-from visalign.json_files import why_unreadable
+from visalign.model_files import open_tensors, read_tensors, why_unreadable
 
 from .families import Family
 from .quantization import keep_rounded

@@ -20,7 +20,7 @@ from diffusers import DiffusionPipeline
 from torch import Tensor, nn
 
 from visalign.adapters.lora import LoraSettings
-from visalign.adapters.model_folder import pipeline_index, stored_variant
+from visalign.adapters.model_folder import explain_damage, pipeline_index, stored_variant
 from visalign.adapters.weights import TrainedWeights
 from visalign.atomic import umask_permissions
 from visalign.errors import UserError
@@ -150,19 +150,12 @@ class PipelinePolicy:
         bare = [part for part, entry in index.items() if isinstance(entry, list) and entry and not any(entry)]
         absent: Any = dict.fromkeys([*bare, *({"safety_checker"} & index.keys())])
         absent["variant"] = stored_variant(Path(folder_or_id))
-        try:
+        with explain_damage(folder_or_id, kind):
             if family.modular:
                 pipe: Any = load_modular(folder_or_id, dtypes, without=without, **quantized)
             else:
                 untrusted = {**absent, **quantized, "trust_remote_code": False}
                 pipe = DiffusionPipeline.from_pretrained(str(folder_or_id), dtype=dtypes, **untrusted)
-        except UserError:  # a ValueError too
-            raise
-        except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:  # of a damaged index
-            raise FileNotFoundError(
-                f"{folder_or_id} cannot be loaded as {kind}: {str(error).partition(chr(10))[0]} Copy the missing "
-                "folders, or save the pipeline again."
-            ) from error
         return cls(pipe.to(device), **options)
 
     @property

@@ -20,7 +20,7 @@ from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import c
 from torch import Tensor, nn
 
 from visalign.adapters.lora import LoraSettings
-from visalign.adapters.model_folder import INDEX, pipeline_index, stored_variant
+from visalign.adapters.model_folder import INDEX, explain_damage, pipeline_index, stored_variant
 from visalign.adapters.pipeline.condition import check_condition
 from visalign.adapters.pipeline.encoding import ImageEncoder
 from visalign.adapters.pipeline.families import SD3_ATTENTION
@@ -148,7 +148,8 @@ class SD3Policy:
             )
         absent: dict[str, Any] = {} if use_t5 and listed.issuperset(T5_PARTS) else dict.fromkeys(T5_PARTS)
         files: dict[str, Any] = {"variant": stored_variant(folder), "trust_remote_code": False, **absent, **quantized}
-        pipe = StableDiffusion3Pipeline.from_pretrained(str(folder_or_id), dtype=dtype, **files)
+        with explain_damage(folder_or_id, "StableDiffusion3Pipeline"):
+            pipe = StableDiffusion3Pipeline.from_pretrained(str(folder_or_id), dtype=dtype, **files)
         pipe.set_progress_bar_config(disable=True)
         return cls(pipe.to(device), **options)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from visalign.errors import UserError, suggestion
-from visalign.json_files import why_unreadable
+from visalign.model_files import why_unreadable
 
 Row = dict[str, Any]
 NumberedRows = Iterator[tuple[int, Row]]
@@ -84,8 +84,8 @@ def require_columns(path: str | Path, row: Row, needed: Iterable[str], *, purpos
     """Refuse a row that lacks a column needed for a purpose, e.g. "a preference set"."""
     if missing := [name for name in needed if name not in row]:
         columns = column_names(path, row)
-        lacks = "has an empty cell in" if set(missing) <= set(columns) else "lacks"
-        hint = suggestion(missing[0], columns)
+        is_empty = set(missing) <= set(columns)
+        lacks, hint = ("has an empty cell in", "") if is_empty else ("lacks", suggestion(missing[0], columns))
         if len(columns) == 1 and Path(path).suffix.lower() in (".csv", ".tsv"):
             hint += "There is one column; those of a CSV are separated by , ; | or tabs. "
         raise UserError(

@@ -1,13 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read JSON that other programs wrote: why it cannot be read, and the object of a model folder's file."""
+"""Read the JSON and the tensors of model folders, and name what is damaged."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 from .errors import UserError
+
+LOADING_ERRORS = Exception
+"""Errors that libraries raise for damaged model folders: tokenizers raises `Exception` itself."""
 
 
 def why_unreadable(error: ValueError | RecursionError) -> str:
@@ -30,3 +37,19 @@ def read_object(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UserError(f"{file} holds a {type(content).__name__}, needed is an object. Copy it again.")
     return content
+
+
+@contextmanager
+def open_tensors(file: Path) -> Iterator[Any]:
+    """Open a safetensors file to read its tensors; a damaged one is refused by name."""
+    try:
+        with safe_open(file, "pt") as opened:
+            yield opened
+    except SafetensorError as error:
+        raise UserError(f"{file} is no whole safetensors file ({error}). Copy it again.") from error
+
+
+def read_tensors(file: Path) -> dict[str, Any]:
+    """Read all tensors of a safetensors file on the CPU."""
+    with open_tensors(file) as opened:
+        return {name: opened.get_tensor(name) for name in opened.keys()}  # no mapping
