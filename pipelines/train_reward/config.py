@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import MISSING, field, fields
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
@@ -255,10 +256,11 @@ class TrainRewardConfig:
         return TASKS[self.objective.task].labels
 
 
-def _changed(section: Any, name: str) -> bool:
+def _changed(section: Any, name: str, key: str) -> str | None:
+    """Return the override that sets a changed setting back; None for one that has its default."""
     item = next(item for item in fields(section) if item.name == name)
     default = item.default if item.default_factory is MISSING else item.default_factory()
-    return getattr(section, name) != default
+    return f"'{key}={json.dumps(default)}'" if getattr(section, name) != default else None
 
 
 def _readers(s: TrainRewardConfig) -> dict[str, tuple[bool, str]]:
@@ -323,16 +325,16 @@ def _broken_rules(s: TrainRewardConfig) -> Iterator[str]:
     }
     yield from (message for message, is_broken in rules.items() if is_broken)
     for name, (is_read, reader) in _readers(s).items():
-        if _changed(data, name) and not is_read:
+        if not is_read and (reset := _changed(data, name, f"data.{name}")):
             yield (
                 f"data.{name} is {getattr(data, name)!r}, and the task {task} on data.train {data.train} and "
-                f"data.heldout {data.heldout} does not read it: it is used by {reader}. Leave it out."
+                f"data.heldout {data.heldout} does not read it: it is used by {reader}. Leave it out, or add {reset}."
             )
     for name in UNREAD.get((model.kind, model.train), ()):
-        if _changed(s.objective, name):
+        if reset := _changed(s.objective, name, f"objective.{name}"):
             yield (
                 f"objective.{name} is {getattr(s.objective, name)!r}, and a judge of kind {model.kind} with "
-                f"model.train {model.train} does not use it. Leave it out."
+                f"model.train {model.train} does not use it. Leave it out, or add {reset}."
             )
     generated, labels, suggestion = _SOURCES[s.reads]
     for key, source in (("data.train", data.train), ("data.heldout", data.heldout)):

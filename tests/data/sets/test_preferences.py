@@ -260,11 +260,12 @@ def png(color: str) -> bytes:
     return file.getvalue()
 
 
-def test_images_inside_parquet_are_read_as_references(tmp_path: Path) -> None:
+@pytest.mark.parametrize("right", [png("green"), [png("green")], [{"bytes": png("green"), "width": 4}]])
+def test_images_inside_parquet_are_read_as_references(tmp_path: Path, right: Any) -> None:
     """The datasets library writes {"bytes", "path"}; without bytes the path counts, under any column name."""
     Image.new("RGB", (4, 4), "blue").save(tmp_path / "blue.png")
     cells = [{"bytes": png("red"), "path": "red.png"}, {"bytes": None, "path": "blue.png"}]
-    rows = [{"caption": "a", "one": cell, "image_right": png("green"), "label": 1} for cell in cells]
+    rows = [{"caption": "a", "one": cell, "image_right": right, "label": 1} for cell in cells]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
     columns = Columns(names={"prompt": "caption", "image_left": "one"})
     pairs = load_preferences(tmp_path / "a.parquet", columns=columns).pairs
@@ -280,7 +281,7 @@ def test_images_inside_parquet_are_read_as_references(tmp_path: Path) -> None:
     "row",
     [
         row(label="x" * 10**6),
-        row(image_left=["y" * 10**6]),
+        row(image_left=["y" * 10**6] * 2),
         row(image_right="y" * 10**6),
         row(votes="1" * 10**5),
         row(**{"z" * 10**6: 1}),

@@ -140,6 +140,13 @@ def test_old_pairs_weigh_as_the_policy_of_today_makes_them(tmp_path, rows):
         load_config(TrainRewardConfig, None, off_policy)
 
 
+def test_a_setting_that_own_data_do_not_read_names_what_sets_it_back() -> None:
+    own = ["data.train=p.csv", "data.heldout=p.csv"]
+    with pytest.raises(UserError, match=r"Leave it out, or add '(data\.kinds=.*)'\.") as refused:
+        load_config(TrainRewardConfig, "shapes_hp", own)
+    load_config(TrainRewardConfig, "shapes_hp", [*own, str(refused.value).rpartition("add '")[2].removesuffix("'.")])
+
+
 @pytest.fixture(scope="module")
 def residual(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny contrastive model whose image tower normalises batches, as shapes-clip's does."""

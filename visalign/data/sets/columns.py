@@ -225,7 +225,8 @@ def _read_text(row: Row, name: str, kind: str = "text") -> str:
 
 def _read_number(row: Row, name: str) -> float:
     if not _is_number(row.get(name)):
-        raise UserError(f"'{name}' is {excerpt(row.get(name))}, needed is a finite number.")
+        comma = " with a point, not a comma" if _is_number(str(row.get(name)).replace(",", ".")) else ""
+        raise UserError(f"'{name}' is {excerpt(row.get(name))}, needed is a finite number{comma}.")
     return float(row[name])
 
 

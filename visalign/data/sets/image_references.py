@@ -20,9 +20,9 @@ SHAPES = "shapes://"
 
 
 def parquet_reference(path: str | Path, column: str, row: int) -> str:
-    """Build the reference of an image stored as bytes in row 0, 1, ... of a Parquet file.
+    """Build the reference of an image stored in row 0, 1, ... of a Parquet file.
 
-    Values of the column are bytes, or {"bytes": ..., "path": ...} as the datasets library writes them.
+    Values of the column are bytes, {"bytes": ..., "path": ...} as the datasets library writes them, or a list of one.
     """
     return f"{PARQUET}{path}#{column}#{row}"
 
@@ -31,14 +31,18 @@ def refer_to_images(path: str | Path, number: int, row: Mapping[str, Any], names
     """Replace the images inside a renamed row by references, so that a large table fits into the memory.
 
     Images inside are {"bytes", "path"} as the datasets library writes them, whose path stands where there are no
-    bytes, and bytes in columns whose name begins with "image". `names` are the table's names of our columns.
+    bytes. In columns whose name begins with "image" they may also be bytes, have further fields, or be a list of one.
+    `names` are the table's names of our columns.
     """
     cells = dict(row)
     for name, value in row.items():
-        content = value
-        if isinstance(value, dict) and value.keys() == {"bytes", "path"}:
-            content, cells[name] = value["bytes"], value["path"]
-        elif not name.startswith("image"):
+        is_image = name.startswith("image")
+        if is_image and isinstance(value, list) and len(value) == 1:
+            value = cells[name] = value[0]
+        content, keys = value, value.keys() & {"bytes", "path"} if isinstance(value, dict) else set()
+        if keys and (is_image or value.keys() == {"bytes", "path"}):
+            content, cells[name] = value.get("bytes"), value.get("path")
+        elif not is_image:
             continue
         if isinstance(content, bytes) and Path(path).suffix.lower() == ".parquet":
             cells[name] = parquet_reference(path, names.get(name, name), number - 1)
@@ -57,8 +61,9 @@ def resolve_image(reference: str) -> Any:
     try:
         return _from_parquet(reference) if reference.startswith(PARQUET) else _from_shapes(reference)
     except (IndexError, KeyError, ValueError) as error:  # pyarrow.ArrowInvalid is a ValueError
+        problem = str(error).rstrip(".")
         raise UserError(
-            f"The reference '{reference}' leads to no image ({error}); needed is {PARQUET}FILE#COLUMN#ROW, "
+            f"The reference '{reference}' leads to no image ({problem}); needed is {PARQUET}FILE#COLUMN#ROW, "
             f"{SHAPES}SPLIT/SEED/pair/NUMBER/left|right or {SHAPES}SPLIT/SEED/quality/NUMBER."
         ) from error
 
@@ -98,6 +103,7 @@ def _parquet_bytes(reference: str) -> bytes:
     _, starts = _open_parquet(path)
     group = bisect_right(starts, number) - 1
     value = _row_group(path, column, group)[number - starts[group]].as_py()
+    value = value[0] if isinstance(value, list) and len(value) == 1 else value
     content = value.get("bytes") if isinstance(value, dict) else value
     if not isinstance(content, bytes):
         raise ValueError(f"the column holds {type(content).__name__}")
