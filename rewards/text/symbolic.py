@@ -28,8 +28,8 @@ CHILD = Path(__file__).with_name("symbolic_child.py")
 SECONDS = 5.0
 """Time limit of one comparison."""
 START_SECONDS = 60.0
-LONGEST = 1000
-"""Most characters of an answer that is compared."""
+LONGEST, DEEPEST, MOST_LETTERS, MOST_TERMS = 400, 12, 60, 60
+"""Most characters, nested brackets, letters outside commands, and terms or items of an answer that is compared."""
 
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _PREFIX = re.compile(r"[A-Za-z]\\in(?![A-Za-z])")
@@ -38,6 +38,10 @@ _NAMED = re.compile(rf"(?:{_ASSIGNED.pattern}|{_PREFIX.pattern})")
 _NUMBERS = re.compile(r"\\(?:frac|infty|pi|sqrt|cdot|times)(?![A-Za-z])")
 _UNIT = re.compile(r"[^A-Za-z]*\d[^A-Za-z]*([A-Za-z]+)")
 _ALONE = re.compile(r"(?<![A-Za-z])[A-Za-z](?![A-Za-z])")
+_HUGE = re.compile(
+    r"\^\{?[-+]?\d{5}|\^\w\^|\^\{[^{}]*\^\{[^{}]*\^|\d{5}\)?!|!\)?!|binom\{?\d{5}|\([^()]*[A-Za-z][^()]*\)\^\{?\d{3}"
+)
+"""Powers, towers, factorials and expansions whose digits or terms fill the memory."""
 
 
 @cache
@@ -48,17 +52,29 @@ def is_installed() -> bool:
 
 def symbolically_equal(answer: str, truth: str) -> bool:
     """Compare two expressions in LaTeX, normalised; False where that cannot be decided in time."""
-    if max(len(answer), len(truth)) > LONGEST or min(len(answer), len(truth)) == 0:
+    if not answer or not truth or _is_costly(answer) or _is_costly(truth):
         return False
     # keyed by process: after a fork the child must not read the parent's replies
     return _may_be_equal(answer, truth) and _worker(os.getpid()).compare(answer, truth)
+
+
+def _is_costly(text: str) -> bool:
+    """Check for what no solution writes and sympy reads for seconds: a policy that learns it would stall the run."""
+    bare = _COMMAND.sub(" ", text[: LONGEST + 1])
+    return (
+        len(text) > LONGEST
+        or sum(map(str.isalpha, bare)) > MOST_LETTERS
+        or max(bracket_depths(bare)) > DEEPEST
+        or sum(map(bare.count, ",+-&=")) > MOST_TERMS
+        or _HUGE.search(text) is not None
+    )
 
 
 def _may_be_equal(answer: str, truth: str) -> bool:
     """Rule out differences that math-verify overlooks.
 
     These are a variable on one side only, which it may take for a unit, other units, the case of letters,
-    percent signs, kinds of brackets, and names.
+    percent signs, kinds of brackets, and names. Words are no number.
     """
     bare = [_COMMAND.sub(" ", text) for text in (answer, truth)]
     letters = [set(re.findall(r"[A-Za-z]", text)) for text in bare]
@@ -66,6 +82,8 @@ def _may_be_equal(answer: str, truth: str) -> bool:
         variables = [set(_ALONE.findall(text)) - {"e", "i"} for text in bare]
         if any(not letters[k] - {"e", "i"} and variables[1 - k] for k in (0, 1)):
             return False
+    if any(letters[k] - {"e", "i"} and bare[k].isalpha() and not letters[1 - k] for k in (0, 1)):
+        return False
     for left, right in (letters, letters[::-1]):
         if any(letter not in right and letter.swapcase() in right for letter in left):
             return False

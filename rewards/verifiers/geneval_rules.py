@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from visalign.errors import excerpt
+
 THRESHOLD = 0.3
 """Least confidence of a box."""
 COUNTING_THRESHOLD = 0.9
@@ -110,7 +112,7 @@ def record_problem(record: Any) -> str | None:
     for part in ("include", "exclude"):
         clauses = record.get(part) or []
         if not isinstance(clauses, list | tuple):
-            return f"the metadata's {part} is {clauses!r}; {form}"
+            return f"the metadata's {part} is {excerpt(clauses)}; {form}"
         for number, clause in enumerate(clauses):
             if problem := _clause_problem(clause, number):
                 return f"{part}[{number}] {problem}; {form}"
@@ -122,14 +124,14 @@ def _clause_problem(clause: Any, number: int) -> str | None:
         return "has no class"
     count, color, position = (clause.get(key) for key in ("count", "color", "position"))
     if type(count) is not int or count < 1:
-        return f"has the count {count!r}, which must be a whole number from 1"
+        return f"has the count {excerpt(count)}, which must be a whole number from 1"
     if color is not None and color not in COLORS:
-        return f"has the color {color!r}; allowed are {', '.join(COLORS)}"
+        return f"has the color {excerpt(color)}; allowed are {', '.join(COLORS)}"
     if position is None:
         return None
     is_pair = isinstance(position, list | tuple) and len(position) == 2 and position[0] in RELATIONS
     if not is_pair or position[1] not in range(number):
-        return f"has the position {position!r}; allowed is [{' | '.join(RELATIONS)}, an earlier clause]"
+        return f"has the position {excerpt(position)}; allowed is [{' | '.join(RELATIONS)}, an earlier clause]"
     return None
 
 

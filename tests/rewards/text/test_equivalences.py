@@ -140,10 +140,25 @@ def test_a_comparison_that_never_ends_is_ended(installed: None, monkeypatch: pyt
     assert right("x+1", "1+x")
     monkeypatch.setattr(symbolic, "SECONDS", 1.0)
     begun = time.monotonic()
-    assert not right("9^{9^{9^{9^{9}}}}+x", "x+9^{9^{9^{9^{8}}}}")
+    assert not right(r"\int_0^1 x^{x^x}dx+y", r"y+\int_0^1 x^{x^{x+1}}dx")
     assert time.monotonic() - begun < 30
     monkeypatch.undo()
     assert right("x+2", "2+x")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "9^{9^{9^{9}}}", "2^2^2^2", "((9!)!)!", "100000!", "2^{99999999}", r"\binom{100000}{50000}", "(x+y+z)^{999}",
+        "1+" * 80 + "1", "(" * 20 + "1" + ")" * 20, r"\sqrt{" * 20 + "2" + "}" * 20, "the quick brown fox " * 6,
+        "score",
+    ],
+)  # fmt: skip
+def test_what_sympy_reads_for_seconds_does_not_reach_it(
+    answer: str, installed: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(symbolic, "_worker", None)
+    assert not right(answer, "4")
 
 
 def test_comparisons_in_threads_and_after_the_process_was_killed(installed: None) -> None:

@@ -9,11 +9,17 @@ from typing import Any
 import pytest
 
 from tests.rewards.text.test_contract import INPUTS
+from tests.rewards.text.test_process import TOKENIZER, CountingModel
+from tests.rewards.text.test_reward_model import model, tokenizer
 from visalign.interfaces import ToolCompletion
 from visalign.rewards.catalogue import load_text_reward
 from visalign.rewards.code.sandbox import bubblewrap_problem
 from visalign.rewards.reading import ratings, verdicts
 from visalign.rewards.reading.numbers import AnswerError
+from visalign.rewards.text.process_reward import ProcessRewardModel
+from visalign.rewards.text.reward_model import RewardModel
+from visalign.rewards.verifiers.geneval_rules import record_problem
+from visalign.rewards.verifiers.ocr import wanted_texts
 
 PIECES = (
     *'9{[(}^$%"\\ \n\0\ud800\u0301١²-',
@@ -27,6 +33,8 @@ READERS = {
     "final_score": ratings.final_score,
     "all_aspects": ratings.all_aspects,
     "quality_score": ratings.quality_score,
+    "tagged_score": ratings.tagged_score,
+    "decision": ratings.decision,
     "lift_label": ratings.lift_label,
     "rational_scores": ratings.rational_scores,
     "boxed_scores": ratings.boxed_scores,
@@ -35,10 +43,19 @@ READERS = {
     "pair_scores": verdicts.pair_scores,
     "aspect_pair_scores": verdicts.aspect_pair_scores,
     "flex_answer": verdicts.flex_answer,
+    "geneval": lambda text: check_clause(text, 1) + check_clause("cat", text),
+    "ocr": lambda text: wanted_texts(text, None),
 }
 SECONDS = 10.0
 """Time that a completion may take on a busy machine, math-verify's 5 s in it; what is quadratic takes longer."""
 SIZES = pytest.mark.parametrize("size", [2_000, pytest.param(200_000, marks=pytest.mark.slow)])
+
+
+def check_clause(kind: str, count: Any) -> str:
+    clause = {"class": kind, "count": count, "color": kind, "position": [kind, count]}
+    problem = record_problem({"include": [clause], "exclude": kind})
+    assert problem is not None and len(problem) < 400
+    return problem
 
 
 def hostile(size: int) -> list[str]:
@@ -48,7 +65,7 @@ def hostile(size: int) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("name", [name for name in INPUTS if name not in ("code_tests", "reward_fusion")])
+@pytest.mark.parametrize("name", INPUTS)
 @SIZES
 def test_no_completion_ends_a_run(name, size):
     options, inputs = INPUTS[name]
@@ -58,6 +75,24 @@ def test_no_completion_ends_a_run(name, size):
         begun = time.monotonic()
         reward.score([text], ["?"], [record])
         assert time.monotonic() - begun < SECONDS, f"{text[:30]!r} × {len(text)}"
+
+
+@pytest.mark.parametrize("name", ["reward_model", "process_reward"])
+def test_no_completion_ends_a_run_with_a_model(name):
+    texts = ["good", *hostile(300)]
+    reward = ProcessRewardModel(CountingModel(), tokenizer=TOKENIZER)
+    if name == "reward_model":
+        reward = RewardModel(model(), tokenizer=tokenizer())
+    scores = reward.score(texts, ["two"] * len(texts))
+    assert 0 < int(scores.valid.sum()) < len(texts)
+
+
+@pytest.mark.skipif(bubblewrap_problem() is not None, reason="no sandbox")
+def test_no_code_ends_a_run():
+    codes = ["9" * 5000, "(" * 5000, "\ud800", "\0", "print('x' * 10**9)", "'", "\\", "["]
+    texts = [f"```python\n{code}\n```" for code in codes]
+    scores = load_text_reward("code_tests").score(texts, ["?"] * len(texts), [{"tests": ["assert x"]}] * len(texts))
+    assert not scores.value.nan_to_num(0.0).any()
 
 
 @pytest.mark.parametrize("name", READERS)
