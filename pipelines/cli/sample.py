@@ -18,7 +18,9 @@ def sample(
     prompts: Annotated[list[str], Argument(help="Prompts, or .txt or .jsonl files of them.", show_default=False)],
     output: Annotated[Path, Option("--output", "-o", help="Output folder (must not exist).", show_default=False)],
     model: Annotated[str, Option("--model", "-m", help="Packaged model, folder, or hub id.")] = "shapes-sd3",
-    lora: Annotated[Path | None, Option(help="Folder of a LoRA, such as runs/.../lora.")] = None,
+    lora: Annotated[
+        Repeated, Option(help="LoRA: a run, its folder lora or a .safetensors file; PATH:0.8 weights it. Repeat.")
+    ] = None,
     seeds: Annotated[str, Option(help="Seeds such as 0,1,2 or 0-7; one image per prompt and seed.")] = "0-3",
     steps: Annotated[
         int | None,
@@ -77,7 +79,7 @@ def sample(
     settings = SampleSettings(
         model=model,
         adapter=model_options.pop("adapter", None),
-        lora=lora,
+        lora=lora or [],
         seeds=numbers(seeds),
         best_of=best_of,
         resample_after=[] if steer is None else numbers(steer, "--steer"),

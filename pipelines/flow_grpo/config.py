@@ -40,6 +40,9 @@ class ModelConfig:
     runs; null: by the model's index."""
     lora: LoraConfig | None = field(default_factory=LoraConfig)
     """null trains the whole transformer."""
+    lora_path: str | list[str] | None = None
+    """LoRA to continue from: a run folder, the folder of a LoRA, or a .safetensors file with the keys of diffusers,
+    kohya or ComfyUI; several as a list, each PATH or PATH:WEIGHT. Its rank, alpha and layers replace model.lora's."""
     guidance: NonNegative | None = None
     """Guidance scale of training and evaluation, as the pipeline counts it; null: none, or what a model that
     takes the scale as an input is used with. Published Flow-GRPO: 4.5."""
@@ -68,7 +71,7 @@ class ModelConfig:
     max_sequence_length: Count = 256
     """Tokens of the T5 part of the context."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Further options of the adapter: negative_prompt, lora_path, num_frames, gradient_checkpointing,
+    """Further options of the adapter: negative_prompt, num_frames, gradient_checkpointing,
     decoder_dtype, call={...} of pipelines."""
 
 

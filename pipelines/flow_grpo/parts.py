@@ -52,7 +52,7 @@ def _adapter_options(model: ModelConfig, device: torch.device, seed: int) -> dic
     """Collect the options of the adapter, without those that are null."""
     from visalign.adapters.lora import LoraSettings
 
-    names = ("use_t5", "guidance", "max_sequence_length", "image_size", "decode_batch", "quantization")
+    names = ("use_t5", "guidance", "max_sequence_length", "image_size", "decode_batch", "quantization", "lora_path")
     values = {name: getattr(model, name) for name in names}
     values["autocast"] = autocast_dtype(model.autocast, device)
     if (lora := model.lora) is not None:

@@ -53,8 +53,8 @@ class SampleSettings:
     """A packaged model, the folder of a diffusers pipeline, or a hub id."""
     adapter: str | None = None
     """See `model.adapter` of a configuration."""
-    lora: Path | None = None
-    """The folder that a run, or `pipe.save_lora_weights`, left."""
+    lora: Sequence[str | Path] = ()
+    """LoRAs, each PATH or PATH:WEIGHT: a run folder, the folder of a LoRA, or a .safetensors file."""
     seeds: Sequence[int] = (0, 1, 2, 3)
     """Seeds; each gives an image of each prompt."""
     best_of: Count = 1
@@ -152,9 +152,9 @@ def load_sampler(settings: SampleSettings) -> DiffusionPolicy:
     """Load the model with its adapters; what the settings leave open is as `with_own_sampling` has it."""
     from visalign.adapters.catalogue import load_policy
     from visalign.adapters.lora import LoraSettings
-    from visalign.adapters.pipeline.lora import settings_of
 
     none, settings = LoraSettings(rank=1), settings.with_own_sampling()
+    start = {"lora_path": [*settings.lora]} if settings.lora else {}
     with no_loading_bars():
         policy: Any = load_policy(
             resolve_model(settings.model),
@@ -162,11 +162,10 @@ def load_sampler(settings: SampleSettings) -> DiffusionPolicy:
             dtype=getattr(torch, str(settings.dtype)),
             device=settings.device,
             defaults={"lora": none},  # frozen in its dtype: adapters that change nothing
-            lora=none if settings.lora is None else settings_of(settings.lora),
+            lora=none,
+            **start,
             **{name: value for name, value in settings.options.items() if value is not None},
         )
-        if settings.lora is not None:
-            policy.load(settings.lora)
     return policy
 
 
@@ -392,7 +391,7 @@ def _facts(settings: SampleSettings) -> list[tuple[str, Any]]:
     """List the sampling settings for the page."""
     facts = {
         "Model": settings.model,
-        "LoRA": settings.lora,
+        "LoRA": ", ".join(map(str, settings.lora)) or None,
         "Steps": settings.steps,
         "Dtype": None if settings.dtype == "float32" else settings.dtype,
         "Solver": None if settings.solver == "euler" else settings.solver,

@@ -251,7 +251,7 @@ def sample_settings(config: UGDAConfig, lora: Path | None) -> SampleSettings:
     return SampleSettings(
         model=policy.model.path,
         adapter=options.pop("adapter", None),
-        lora=lora,
+        lora=[] if lora is None else [lora],
         seeds=range(config.labels.images),
         steps=policy.rollout.steps,
         timestep_schedule=policy.rollout.timestep_schedule,

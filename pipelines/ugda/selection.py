@@ -92,7 +92,7 @@ def image_influence(
     The loss of a sample is A times its matching error, the mean over `LEVELS` levels of |v_θ − (ε − x0)|², which
     stands in for −log π as in the policy's own regressions; x0 is drawn again by prompt and seed.
     """
-    assert sampling.lora is not None
+    [lora] = sampling.lora
     policy, advantage = load_sampler(sampling), torch.nan_to_num(advantage)
     latents = _redrawn(policy, sampling, images, prompts)
     named = list(policy.trainable_parameters())
@@ -103,7 +103,7 @@ def image_influence(
         return float(advantage[number]) * _matching_error(policy, prompts[number], latents[number], noise)
 
     total = torch.zeros(len(images), dtype=torch.float64)
-    for folder in checkpoint.folders(sampling.lora.parent / "checkpoints"):
+    for folder in checkpoint.folders(Path(lora).parent / "checkpoints"):
         config = checkpoint.verify(folder)["config"]
         loaded, optimizer = checkpoint.load(folder, config), OptimizerSettings(**config["optimizer"])
         with torch.no_grad():

@@ -68,15 +68,11 @@ def test_the_adapter_follows_from_the_folder_or_is_named(folder, adapter):
     "asked",
     [
         {"encoder_dtype": torch.bfloat16, "decoder_dtype": torch.float32},
-        {"lora_path": True},
     ],
     ids=lambda asked: next(iter(asked)),
 )
 def test_sd3_is_driven_by_the_general_adapter_where_only_that_takes_an_option(folder, asked, tmp_path):
     usual = {"use_t5": True, "max_sequence_length": 256}
-    if "lora_path" in asked:
-        load_policy(folder, lora=LoraSettings(rank=2)).save(tmp_path)
-        asked = {"lora_path": tmp_path}
     given = {"defaults": usual, "guidance": 2.0, "lora": LoraSettings(rank=2), **usual, **asked}
     policy = load_policy(folder, **given)
     assert type(policy) is PipelinePolicy and policy.guidance == 2

@@ -126,7 +126,7 @@ def variety(folder: Path) -> float:
     if not path.is_file():
         config = load_config(FlowGRPOConfig, resolve_config(REGRESSION), [])
         records = prepare(config, 1).heldout[::8][:24]
-        settings = SampleSettings(lora=folder / "lora", seeds=range(8), batch_size=96)
+        settings = SampleSettings(lora=[folder / "lora"], seeds=range(8), batch_size=96)
         judge: Any = load_reward("clip_score")
         with tempfile.TemporaryDirectory() as there:
             rows = sample_images(records, settings, Path(there))

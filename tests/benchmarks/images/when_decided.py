@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from visalign.adapters import LoraSettings, load_policy
-from visalign.adapters.pipeline.lora import settings_of
 from visalign.data.assets import resolve_model
 from visalign.data.shapes.detector import detect
 from visalign.data.shapes.prompts import CATEGORIES, heldout_prompts
@@ -38,10 +37,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--repeats", type=int, default=4, help="images of a prompt")
     options = parser.parse_args()
-    chosen = settings_of(options.lora) if options.lora else LoraSettings()
-    policy: Any = load_policy(resolve_model(options.model), lora=chosen)
-    if options.lora:
-        policy.load(options.lora)
+    start = {"lora_path": options.lora} if options.lora else {}
+    policy: Any = load_policy(resolve_model(options.model), lora=LoraSettings(), **start)
     records = [record for record in heldout_prompts() if options.tag in (None, record["tag"])]
     records *= options.repeats
     condition, sigmas = policy.encode([record["prompt"] for record in records]), policy.sigmas(options.steps)

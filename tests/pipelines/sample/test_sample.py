@@ -306,7 +306,7 @@ def test_a_video_is_written_whole_beside_its_middle_frame(tmp_path, monkeypatch)
     [
         (("--seeds", "a"), "--seeds is 'a'; give numbers from 0 up"),
         (("--best-of", 2), "nothing says what is best; give a reward (-r)"),
-        (("--lora", "nowhere"), "nowhere holds no pytorch_lora_weights.safetensors"),
+        (("--lora", "nowhere"), "There is no LoRA nowhere. Give a run folder"),
         (("--solver", "dpmpp_2m", "--steer", 1), "--solver is dpmpp_2m, and --steer takes Euler steps"),
         (("--option", "image_size=[16]"), "image_size is (16,); give one number or [height, width]"),
         (("--steer", "1"), "--steer resamples the draws of a seed: give best_of"),

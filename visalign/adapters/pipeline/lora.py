@@ -10,16 +10,18 @@ import inspect
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import diffusers
+import torch
 from peft import get_peft_model_state_dict, set_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from visalign.adapters.lora import (
     ADAPTER,
@@ -28,20 +30,17 @@ from visalign.adapters.lora import (
     check_bare,
     check_same_kind,
     insert_adapters,
-    other_scales,
 )
 from visalign.errors import UserError
-from visalign.model_files import open_tensors, read_tensors, why_unreadable
 
 from .families import Family
+from .lora_files import METADATA, WEIGHT_FILE, Adapter, Adapters, parse_lora, read_adapters, read_lora
 from .quantization import keep_rounded
 
-WEIGHT_FILE = "pytorch_lora_weights.safetensors"
-"""The file that diffusers' `load_lora_weights` looks for."""
 PEFT = "peft"
 """Folder beside that file, for peft, where diffusers has no loader."""
-METADATA = "lora_adapter_metadata"
-"""Under which diffusers keeps rank, alpha and places in that file."""
+LoraPaths = str | Path | Sequence[str | Path]
+"""LoRAs to start from, each PATH or PATH:WEIGHT."""
 
 
 def make_trainable(pipe: Any, family: Family, lora: LoraSettings | None, *, checkpointing: bool) -> list[Any]:
@@ -75,7 +74,8 @@ def add_lora(network: Any, settings: LoraSettings, usual: Sequence[str], unused:
     ones (see `Family`).
     """
     check_bare(network, "pipe.fuse_lora(); pipe.unload_lora_weights()")
-    linear = [name for name, module in network.named_modules() if isinstance(module, nn.Linear)]
+    kinds = nn.Linear if settings.target_modules is None else (nn.Linear, nn.Conv2d)
+    linear = [name for name, module in network.named_modules() if isinstance(module, kinds)]
 
     def ends(target: str) -> list[str]:
         return [name for name in linear if name == target or name.endswith("." + target)]
@@ -104,7 +104,7 @@ def _unused(names: Iterable[str], pattern: str | None) -> set[str]:
     return {name for name in names if matcher.search(name)}
 
 
-def save_lora(pipeline: Any, networks: Mapping[str, Any], folder: Path) -> None:
+def save_lora(pipeline: Any, networks: Mapping[str, Any], folder: Path, start: LoraStart | None = None) -> None:
     """Write the adapters so that `loading_code` restores them with their rank and alpha.
 
     Args:
@@ -112,13 +112,16 @@ def save_lora(pipeline: Any, networks: Mapping[str, Any], folder: Path) -> None:
         networks: part of the pipeline -> network with adapters, not wrapped.
         folder: gets `pytorch_lora_weights.safetensors`, and where the class has no loader a folder `peft`
             with the same in peft's format; a second network's go into a folder of its name in there.
+        start: the LoRAs that training started from, whose layers of text encoders are written too.
     """
+    encoders = _encoder_arguments(pipeline, {} if start is None else start.encoders)
     for part, (name, subfolder) in _places(networks, folder).items():
         config = adapter_config(networks[part]).to_dict()
         weights = {**get_peft_model_state_dict(networks[part], adapter_name=ADAPTER)}
         entry = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
         if has_loader(pipeline, name):
             more: Any = {f"{name}_lora_layers": weights, f"{name}_lora_adapter_metadata": entry}
+            more |= encoders if part == name else {}
             pipeline.save_lora_weights(save_directory=subfolder, **more)
             continue
         subfolder.mkdir(parents=True, exist_ok=True)
@@ -128,6 +131,22 @@ def save_lora(pipeline: Any, networks: Mapping[str, Any], folder: Path) -> None:
         adapter_config(networks[part]).save_pretrained(str(subfolder / PEFT))
         wrapped = {f"base_model.model.{key}": weight.contiguous() for key, weight in weights.items()}
         save_file(wrapped, subfolder / PEFT / SAFETENSORS_WEIGHTS_NAME)
+
+
+def _encoder_arguments(pipeline: Any, encoders: Adapters) -> dict[str, Any]:
+    """Return what `save_lora_weights` takes for layers of text encoders, which it has no rank per layer for."""
+    arguments: dict[str, Any] = {}
+    for part, layers in encoders.items():
+        if has_loader(pipeline, part):
+            rank = max(len(adapter.down) for adapter in layers.values())
+            config = {"r": rank, "lora_alpha": rank, "target_modules": sorted(layers)}
+            weights: dict[str, Tensor] = {}
+            for name, (down, up, _) in layers.items():
+                missing = rank - len(down)
+                weights[f"{name}.lora_A.weight"] = pad(down, (0, 0, 0, missing))
+                weights[f"{name}.lora_B.weight"] = pad(up, (0, missing))
+            arguments |= {f"{part}_lora_layers": weights, f"{part}_lora_adapter_metadata": config}
+    return arguments
 
 
 def loading_code(kind: str, parts: Sequence[str], folder: str | Path) -> str:
@@ -172,35 +191,66 @@ def _places(networks: Mapping[str, Any], folder: Path) -> dict[str, tuple[str, P
     return {part: (first, Path(folder) if part == first else Path(folder) / part) for part in networks}
 
 
-def read_lora(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the adapters and metadata of a file that diffusers or `save_lora` wrote; the names of both begin
-    with the part of the pipeline.
-    """
-    file = Path(folder) / WEIGHT_FILE
-    if not file.is_file():
-        raise FileNotFoundError(f"{folder} holds no {WEIGHT_FILE}. Give a folder that policy.save() wrote.")
-    with open_tensors(file) as opened:
-        text = (opened.metadata() or {}).get(METADATA, "{}")
-    try:
-        return read_tensors(file), json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"The {METADATA} of {file} are not JSON ({why_unreadable(error)}). Copy it again.") from error
+@dataclass(frozen=True)
+class LoraStart:
+    """What a policy starts from: adapters of one rank for its networks, layers fused into its text encoders."""
+
+    settings: LoraSettings
+    networks: Adapters
+    encoders: Adapters
+
+    def fill(self, networks: Mapping[str, Any]) -> None:
+        """Copy the adapters into networks that have some of these settings; what the rank leaves over starts at 0."""
+        with torch.no_grad():
+            for part, layers in self.networks.items():
+                for name, adapter in layers.items():
+                    layer, rank = networks[part].get_submodule(name), len(adapter.down)
+                    layer.lora_A[ADAPTER].weight[:rank] = adapter.down.to(layer.lora_A[ADAPTER].weight)
+                    layer.lora_B[ADAPTER].weight[:, :rank] = adapter.up.to(layer.lora_B[ADAPTER].weight)
 
 
-def settings_of(folder: Path, seed: int = 0) -> LoraSettings:
-    """Return the settings that saved adapters were made with, so that training can go on from them; `seed` is
-    of what the settings draw.
+def start_from_loras(pipe: Any, networks: Sequence[str], loras: LoraPaths, settings: LoraSettings | None) -> LoraStart:
+    """Read LoRAs (PATH or PATH:WEIGHT), fuse their layers of text encoders, and join those of the networks.
+
+    One LoRA keeps its rank and its weights. Several, or one of several ranks, become one whose rank is the
+    largest sum, with scale 1. A LoRA without layers of the networks leaves `settings` as they are.
     """
-    saved, metadata = read_lora(folder)
-    ranks = {name: len(weight) for name, weight in saved.items() if name.endswith("lora_A.weight")}
-    scales = other_scales(metadata)
-    if len(set(ranks.values())) != 1 or scales:
-        raise UserError(
-            f"{Path(folder) / WEIGHT_FILE} holds no adapters of one rank and one α in diffusers' format "
-            f"(names that end in lora_A.weight){' but ' if scales else ''}{', '.join(scales)}. "
-            "Fuse it into the model (pipe.fuse_lora(); pipe.save_pretrained) and add a new one."
+    pairs = [parse_lora(lora) for lora in ([loras] if isinstance(loras, str | Path) else loras)]
+    joined: dict[str, dict[str, list[Adapter]]] = {}
+    for path, weight in pairs:
+        for part, layers in read_adapters(pipe, networks, path).items():
+            for name, adapter in layers.items():
+                scaled = adapter._replace(scale=weight * adapter.scale)
+                joined.setdefault(part, {}).setdefault(name, []).append(scaled)
+    encoders = {part: _join(layers) for part, layers in joined.items() if part not in networks}
+    with torch.no_grad():
+        for part, layers in encoders.items():
+            for name, adapter in layers.items():
+                weight = getattr(pipe, part).get_submodule(name).weight
+                change = adapter.scale * adapter.up.float().flatten(1) @ adapter.down.float().flatten(1)
+                weight += change.view(weight.shape).to(weight)
+    inner = {part: layers for part, layers in joined.items() if part in networks}
+    settings = settings or LoraSettings(rank=1)
+    if not inner:
+        return LoraStart(settings, {}, encoders)
+    every = [adapter for layers in inner.values() for adapters in layers.values() for adapter in adapters]
+    if len(pairs) == 1 and len({(len(adapter.down), adapter.scale) for adapter in every}) == 1 and every[0].scale > 0:
+        start = {part: {name: adapters[0] for name, adapters in layers.items()} for part, layers in inner.items()}
+        rank, alpha = len(every[0].down), every[0].scale * len(every[0].down)
+    else:
+        start = {part: _join(layers) for part, layers in inner.items()}
+        rank = alpha = max(len(adapter.down) for layers in start.values() for adapter in layers.values())
+    targets = tuple(sorted({name for layers in start.values() for name in layers}))
+    return LoraStart(replace(settings, rank=rank, alpha=alpha, target_modules=targets), start, encoders)
+
+
+def _join(layers: Mapping[str, Sequence[Adapter]]) -> dict[str, Adapter]:
+    """Sum the adapters of each layer as one of scale 1, whose rank is the sum of theirs."""
+    return {
+        name: Adapter(
+            torch.cat([adapter.down.float() for adapter in adapters]),
+            torch.cat([adapter.scale * adapter.up.float() for adapter in adapters], 1),
+            1.0,
         )
-    rank = next(iter(ranks.values()))
-    alpha = next((v for k, v in metadata.items() if k.endswith(".lora_alpha")), rank)
-    targets = tuple(sorted({name.split(".", 1)[1].removesuffix(".lora_A.weight") for name in ranks}))
-    return replace(LoraSettings(seed=seed), rank=rank, alpha=float(alpha), target_modules=targets)
+        for name, adapters in layers.items()
+    }

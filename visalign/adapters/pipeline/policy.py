@@ -32,7 +32,7 @@ from .call import PipelineCall
 from .condition import Encoded, PipelineCondition, check_condition, lengths, source_key
 from .encoding import ImageEncoder
 from .guidance import Halves
-from .lora import load_lora, make_trainable, save_lora, settings_of
+from .lora import LoraPaths, load_lora, make_trainable, save_lora, start_from_loras
 from .modular import load_modular
 from .quantization import dtype_of, quantization_of
 from .schedulers import time_of
@@ -53,7 +53,7 @@ class PipelinePolicy:
         guidance: guidance scale; None is none, or the usual one of a network that takes it as an input.
         negative_prompt: prompt of the unconditional half; None is the pipeline's own.
         lora: adapters to add and train; None trains the whole network.
-        lora_path: saved adapters to go on from; their rank, alpha and places count.
+        lora_path: LoRAs to continue from, each PATH or PATH:WEIGHT; their rank, alpha and layers count.
         autocast: run the network under autocast in this dtype.
         image_size: in pixels, a square's side or (height, width); None is the pipeline's own.
         num_frames: frames of a video; 1 makes an image. None is the pipeline's own.
@@ -69,7 +69,7 @@ class PipelinePolicy:
         guidance: float | None = None,
         negative_prompt: str | None = None,
         lora: LoraSettings | None = None,
-        lora_path: str | Path | None = None,
+        lora_path: LoraPaths | None = None,
         autocast: torch.dtype | None = None,
         image_size: int | tuple[int, int] | None = None,
         num_frames: int | None = None,
@@ -92,17 +92,17 @@ class PipelinePolicy:
         # the time decides which network, or is laid on tokens
         one_time = len(self.networks) > 1 or pipe.config.get("expand_timesteps")
         self._mixed = self.family.mixed and not one_time
-        if lora_path is not None:
-            lora = settings_of(Path(lora_path), 0 if lora is None else lora.seed)
+        self._start = None if lora_path is None else start_from_loras(pipe, [*self.networks], lora_path, lora)
+        lora = lora if self._start is None else self._start.settings
         network = next(iter(self.networks.values()))
         self.storage_dtype: torch.dtype = torch.float32 if lora is None else dtype_of(network)
         self.autocast = network.dtype if lora is None and network.dtype.itemsize < 4 else autocast
         layers = make_trainable(pipe, self.family, lora, checkpointing=gradient_checkpointing)
         self.module: nn.Module = network if len(self.networks) == 1 else nn.ModuleDict(self.networks)
         self.lora, self.decode_batch = lora, decode_batch
-        if lora_path is not None:
-            load_lora(self.networks, Path(lora_path))
-        self._trained = TrainedWeights(self.module, layers if lora_path is None and layers else None)
+        if self._start is not None:
+            self._start.fill(self.networks)
+        self._trained = TrainedWeights(self.module, layers if self._start is None and layers else None)
         self._forward_count = ForwardCount()
         self._halves = Halves(self.networks, self.family, self._forward_count)
         self._times: dict[float, float] = {}
@@ -316,7 +316,7 @@ class PipelinePolicy:
         as `pipe.save_pretrained` does.
         """
         if self.lora is not None:
-            save_lora(type(self.pipe), self.networks, Path(folder))
+            save_lora(type(self.pipe), self.networks, Path(folder), self._start)
         else:
             with self._call.handed_back():
                 self.pipe.save_pretrained(folder)

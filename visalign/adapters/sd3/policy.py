@@ -24,7 +24,7 @@ from visalign.adapters.model_folder import INDEX, explain_damage, pipeline_index
 from visalign.adapters.pipeline.condition import check_condition
 from visalign.adapters.pipeline.encoding import ImageEncoder
 from visalign.adapters.pipeline.families import SD3_ATTENTION
-from visalign.adapters.pipeline.lora import add_lora, load_lora, save_lora
+from visalign.adapters.pipeline.lora import LoraPaths, add_lora, load_lora, save_lora, start_from_loras
 from visalign.adapters.pipeline.quantization import quantization_of
 from visalign.adapters.speed import gradient_mode
 from visalign.adapters.weights import TrainedWeights
@@ -54,6 +54,7 @@ class SD3Policy:
         pipe: pipeline on its device, in its dtype.
         guidance: w; 1 is no guidance, as in diffusers.
         lora: adapters to add and train; None trains the whole transformer.
+        lora_path: LoRAs to continue from, each PATH or PATH:WEIGHT; their rank, alpha and layers count.
         max_sequence_length: length of the T5 part of the context, the pipeline's argument of that name.
         autocast: run the transformer, and with bfloat16 the decoder, under autocast in this dtype.
         image_size: in pixels, a square's side or (height, width); None is the model's own.
@@ -69,6 +70,7 @@ class SD3Policy:
         *,
         guidance: float = 1.0,
         lora: LoraSettings | None = None,
+        lora_path: LoraPaths | None = None,
         max_sequence_length: int = 256,
         autocast: torch.dtype | None = None,
         image_size: int | tuple[int, int] | None = None,
@@ -87,6 +89,8 @@ class SD3Policy:
         self.pipe = pipe
         self.transformer = pipe.transformer
         self.guidance = float(guidance)
+        self._start = None if lora_path is None else start_from_loras(pipe, ["transformer"], lora_path, lora)
+        lora = lora if self._start is None else self._start.settings
         weights = self.transformer.dtype
         has_short_masters = lora is None and weights.itemsize < 4
         self.autocast = weights if autocast is None and has_short_masters else autocast
@@ -103,7 +107,9 @@ class SD3Policy:
         self._lora_layers = None if lora is None else add_lora(self.transformer, lora, SD3_ATTENTION)
         if self._lora_layers is None:
             self.transformer.requires_grad_(True)
-        self._trained = TrainedWeights(self.transformer, self._lora_layers)
+        if self._start is not None:
+            self._start.fill({"transformer": self.transformer})
+        self._trained = TrainedWeights(self.transformer, None if self._start else self._lora_layers)
         self._forward_count = ForwardCount()
 
     @classmethod
@@ -128,7 +134,8 @@ class SD3Policy:
             quantization: rounding of the frozen transformer under LoRA, "torchao_int8" or "bitsandbytes_4bit".
             **options: arguments of the constructor: guidance, lora, max_sequence_length, ...
         """
-        quantized = quantization_of(quantization, ["transformer"], dtype, adapters=options.get("lora") is not None)
+        adapters = options.get("lora") is not None or options.get("lora_path") is not None
+        quantized = quantization_of(quantization, ["transformer"], dtype, adapters=adapters)
         index, folder = pipeline_index(folder_or_id), Path(folder_or_id)
         class_name = index.get("_class_name")
         if class_name != StableDiffusion3Pipeline.__name__:  # a sibling would load with parts of other meaning
@@ -271,7 +278,7 @@ class SD3Policy:
         the whole pipeline as `pipe.save_pretrained` does (SD3.5 with T5: 21 GB, the transformer 10 of it).
         """
         if self.lora is not None:
-            save_lora(type(self.pipe), {"transformer": self.transformer}, Path(folder))
+            save_lora(type(self.pipe), {"transformer": self.transformer}, Path(folder), self._start)
         else:
             self.pipe.save_pretrained(folder)
         umask_permissions(Path(folder))

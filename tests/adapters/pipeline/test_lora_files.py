@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LoRA files under the keys that other programs write: each layer gets what the file says."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import DiffusionPipeline
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from tests.support.models.pipelines import tiny_pipeline, trained_weights
+from visalign.adapters import load_policy
+from visalign.adapters.pipeline.families import FAMILIES
+from visalign.adapters.pipeline.lora_files import parse_lora, read_adapters
+from visalign.data.assets import resolve_model
+from visalign.errors import UserError
+
+PAIR = {"kohya": ("lora_down.weight", "lora_up.weight"), "peft": ("lora_A.weight", "lora_B.weight")}
+SGM = {"down": "input_blocks_{}_1", "up": "output_blocks_{}_1", "mid": "middle_block_1"}
+
+
+@cache
+def bare(family: str) -> Any:
+    """Reading leaves a pipeline as it was, so all tests share one."""
+    if family in ("sd15", "sd3"):
+        return DiffusionPipeline.from_pretrained(resolve_model(f"shapes-{family}"))
+    return tiny_pipeline(family)[0]
+
+
+def flat(prefix: str) -> Callable[[str], str]:
+    return lambda layer: prefix + layer.replace(".", "_")
+
+
+def sgm(layer: str) -> str:
+    """kohya's name of a layer of SDXL, by the numbers of Stability's own code (two blocks to a level here)."""
+    side, block, attention, rest = re.fullmatch(
+        r"(down|up|mid)_blocks?\.?(\d*)\.attentions\.(\d+)\.(.+)", layer
+    ).groups()  # type: ignore[union-attr]
+    number = 0 if side == "mid" else 2 * int(block) + int(attention) + (side == "down")
+    return f"lora_unet_{SGM[side].format(number)}_{rest.replace('.', '_')}"
+
+
+def old(layer: str) -> str:
+    return "unet." + re.sub(r"\.to_(q|k|v|out)(\.0)?$", r".processor.to_\1_lora", layer)
+
+
+FORMS = {
+    "kohya_sd15": ("sd15", "unet", r"attentions|conv1", flat("lora_unet_"), PAIR["kohya"], 1.0),
+    "kohya_encoder": ("sd15", "text_encoder", r"fc|proj", flat("lora_te_text_model_"), PAIR["kohya"], 1.0),
+    "diffusers_0.20": ("sd15", "unet", r"to_", old, ("down.weight", "up.weight"), None),
+    "kohya_sdxl": ("sdxl", "unet", r"attentions.*(attn|ff)", sgm, PAIR["kohya"], 4.0),
+    "onetrainer_sd3": ("sd3", "transformer", r"attn|ff", flat("lora_transformer_"), PAIR["kohya"], 1.0),
+    "comfy_qwen": ("qwen_image", "transformer", r"attn|mlp", "diffusion_model.{}".format, PAIR["peft"], None),
+    "diffusers_wan": ("wan", "transformer", r"attn", "transformer.{}".format, PAIR["peft"], None),
+    "peft_pixart": ("pixart", "transformer", r"to_q", "base_model.model.{}".format, PAIR["peft"], None),
+}  # fmt: skip
+
+
+def adapters(network: nn.Module, pattern: str, rank: int = 2) -> dict[str, tuple[Tensor, Tensor]]:
+    """Random A and B of the layers whose names match, feed-forward layers with twice the rank."""
+    draw, pairs = torch.Generator().manual_seed(0), {}
+    for name, layer in network.named_modules():
+        if isinstance(layer, nn.Linear | nn.Conv2d) and re.search(pattern, name):
+            r, more = rank * (1 + (".ff" in name)), [1, 1] if isinstance(layer, nn.Conv2d) else []
+            down = torch.randn(r, *layer.weight.shape[1:], generator=draw)
+            pairs[name] = down, torch.randn(len(layer.weight), r, *more, generator=draw)
+    return pairs
+
+
+def product(down: Tensor, up: Tensor, scale: float) -> Tensor:
+    return scale * up.flatten(1) @ down.flatten(1)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_each_layer_gets_what_the_file_says(form, tmp_path):
+    family, part, pattern, key, ends, alpha = FORMS[form]
+    pipe = bare(family)
+    pairs = adapters(getattr(pipe, part), pattern)
+    state = {f"{key(layer)}.{end}": w for layer, pair in pairs.items() for end, w in zip(ends, pair, strict=True)}
+    if alpha is not None:
+        state |= {f"{key(layer)}.alpha": torch.tensor(alpha) for layer in pairs}
+    file = tmp_path / ("adapter_model.safetensors" if form.startswith("peft") else "style.safetensors")
+    save_file(state, file)
+    if form.startswith("peft"):
+        (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 2, "lora_alpha": 6}))
+    networks = FAMILIES[family].present({name: [1] for name in pipe.components})
+    found = read_adapters(pipe, networks, tmp_path)[part]
+    assert found.keys() == pairs.keys()
+    for layer, (down, up) in pairs.items():
+        scale = 3.0 if form.startswith("peft") else 1.0 if alpha is None else alpha / len(down)
+        assert torch.allclose(product(*found[layer]), product(down, up, scale), atol=1e-4), layer
+
+
+def test_joined_layers_of_sd3_are_split(tmp_path):
+    transformer = bare("sd3").transformer
+    last, width = len(transformer.transformer_blocks) - 1, transformer.inner_dim
+    draw, state = torch.Generator().manual_seed(0), {}
+    for name, outputs in (("x_block_attn_qkv", 3), ("context_block_adaLN_modulation_1", 2)):
+        base = f"lora_unet_joint_blocks_{last}_{name}"
+        state[f"{base}.lora_down.weight"] = torch.randn(2, width, generator=draw)
+        state[f"{base}.lora_up.weight"] = torch.randn(outputs * width, 2, generator=draw)
+    save_file(state, tmp_path / "sd3.safetensors")
+    found, ups = read_adapters(bare("sd3"), ["transformer"], tmp_path)["transformer"], [*state.values()][1::2]
+    block = f"transformer_blocks.{last}"
+    for layer, up in zip(("to_q", "to_k", "to_v"), ups[0].chunk(3), strict=True):
+        assert torch.equal(found[f"{block}.attn.{layer}"].up, up)
+    swapped = torch.cat([*ups[1].chunk(2)][::-1])  # scale and shift
+    assert torch.equal(found[f"{block}.norm1_context.linear"].up, swapped)
+
+
+def test_several_loras_are_summed_and_encoders_are_saved_again(tmp_path):
+    folder, pipe, state = resolve_model("shapes-sd15"), bare("sd15"), {}
+    for part, prefix, pattern in (("unet", "lora_unet_", r"attn|conv1"), ("text_encoder", "lora_te_", r"fc1")):
+        for layer, (down, up) in adapters(getattr(pipe, part), pattern).items():
+            base = prefix + layer.replace(".", "_")
+            state |= {f"{base}.lora_down.weight": down, f"{base}.lora_up.weight": up}
+    file = tmp_path / "style.safetensors"
+    save_file(state, file)
+    once, both = (load_policy(folder, lora_path=loras) for loras in (f"{file}:0.5", [f"{file}:0.75", f"{file}:-0.25"]))
+    both.save(tmp_path / "lora")
+    again = load_policy(folder, lora_path=tmp_path)
+    expected, original = trained_weights(once.networks["unet"]), pipe.text_encoder.state_dict()
+    changed = once.pipe.text_encoder.state_dict()
+    for policy in (both, again):
+        found = trained_weights(policy.networks["unet"])
+        assert all(torch.allclose(found[layer], weight, atol=1e-4) for layer, weight in expected.items())
+        for name, weight in policy.pipe.text_encoder.state_dict().items():
+            assert torch.allclose(weight, changed[name], atol=1e-5)
+            assert torch.equal(weight, original[name]) != name.endswith("fc1.weight")
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (
+            ["lora_unet_a.dora_scale", "lora_unet_a.lora_up.weight"],
+            r"is a DoRA \(keys such as lora_unet_a.dora_scale\)",
+        ),
+        (["lora_unet_a.hada_w1_a"], r"is a LoHa .*Merge it into the model"),
+        (["lora_unet_a.lokr_w1"], r"is a LoKr "),
+        (
+            ["model.diffusion_model.input_blocks.0.0.weight"],
+            r"is no LoRA: .*It is a whole model: give it as the model",
+        ),
+        (["emb_params"], r"is no LoRA: .*Give the file of a LoRA"),
+        (
+            ["lora_unet_double_blocks_0_img_mlp_0.lora_up.weight"],
+            r"fit this StableDiffusionPipeline: .*LoRA of FLUX.1",
+        ),
+        (
+            [f"lora_unet_mid_block_attentions_0_proj_in.lora_{end}.weight" for end in ("up", "down")],
+            r"a LoRA of Stable Diffusion, whose unet.mid_block.*proj_in takes 7 to 7, and here it takes 80 to 80",
+        ),
+    ],
+    ids=lambda value: value[0].rpartition(".")[2] if isinstance(value, list) else "",
+)
+def test_what_cannot_be_read_is_named(keys, message, tmp_path):
+    save_file({key: torch.ones(7, 7, 1, 1) for key in keys}, tmp_path / "x.safetensors")
+    with pytest.raises(UserError, match=message):
+        read_adapters(bare("sd15"), ["unet"], tmp_path / "x.safetensors")
+
+
+def test_places_of_a_lora(tmp_path):
+    for name in ("a.safetensors", "b.safetensors", "a:0.5.safetensors", "old.pt"):
+        (tmp_path / name).touch()
+    assert parse_lora(f"{tmp_path}/a.safetensors:-0.5") == (tmp_path / "a.safetensors", -0.5)
+    assert parse_lora(f"{tmp_path}/a:0.5.safetensors") == (tmp_path / "a:0.5.safetensors", 1.0)
+    assert parse_lora(r"C:\loras\a.safetensors:0.8") == (Path(r"C:\loras\a.safetensors"), 0.8)
+    assert parse_lora(r"C:\loras\a.safetensors")[1] == 1.0
+    with pytest.raises(UserError, match=r"has the weight 'strong'\. Give PATH or PATH:WEIGHT"):
+        parse_lora(f"{tmp_path}/a.safetensors:strong")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").touch()
+    for path, message in (
+        (tmp_path, r"holds 3 files, .*: a.safetensors, a:0.5.safetensors, b.safetensors\. Name the file"),
+        (tmp_path / "old.pt", r"ends in \.pt, and a LoRA is read from .safetensors alone"),
+        (tmp_path / "c.safetensors", r"There is no LoRA .*c.safetensors\. Did you mean '[ab].safetensors'"),
+        (tmp_path / "run", r"has no folder lora yet; .*Finish it: visalign train .*config.yaml .*--resume"),
+        (tmp_path / "a.safetensors", r"is no whole safetensors file"),
+    ):
+        with pytest.raises((UserError, FileNotFoundError), match=message):
+            read_adapters(bare("sd15"), ["unet"], path)
