@@ -195,16 +195,21 @@ command(TRAIN, "sample 'a red circle' --lora runs/flow/lora --output drawn")(sam
 def export_lora(
     run: Annotated[Path, Argument(help="Run folder, or the folder of its LoRA.")],
     output: Annotated[Path, Option("--output", "-o", help="Output .safetensors file (must not exist).")],
+    model: Annotated[
+        str | None, Option("--model", "-m", help="Model that the LoRA is for. Default: the run's.", show_default=False)
+    ] = None,
 ) -> None:
-    """Write a run's LoRA under kohya's keys, for ComfyUI and A1111; diffusers reads the run's own file."""
-    from visalign.adapters.pipeline.kohya import export_kohya
-    from visalign.pipelines.shared.run_folder import new_file
+    """Write a run's LoRA for ComfyUI and A1111; diffusers reads the run's own file."""
+    from visalign.adapters.catalogue import family_name
+    from visalign.adapters.pipeline.kohya import export_lora as export
+    from visalign.data.assets import resolve_model
+    from visalign.pipelines.shared.run_folder import model_of, new_file
 
     new_file(output, endings=(".safetensors",))
-    folder = run / "lora" if (run / "lora").is_dir() else run
-    output.parent.mkdir(parents=True, exist_ok=True)
-    layers = export_kohya(folder, output)
-    echo(f"{layers} layers under kohya's keys: {output}")
+    model = model or model_of(run)
+    family = None if model is None else family_name(resolve_model(model))
+    layers = export(run, output, family)
+    echo(f"{layers} layers for ComfyUI{f' ({family})' if family else ''}: {output}")
 
 
 command(REWARD, "score images/ -r hpsv3 -r clip_score --output scores.jsonl")(score)

@@ -145,6 +145,11 @@ def family_of(folder_or_id: str | Path, adapter: str | None) -> Family | None:
     return FAMILIES[PIPELINES[kind]] if kind in PIPELINES else None
 
 
+def family_name(folder_or_id: str | Path) -> str | None:
+    """Return the name of a model's family, None where it has none."""
+    return PIPELINES.get(str(pipeline_index(folder_or_id).get("_class_name")))
+
+
 def edits_of(folder_or_id: str | Path, adapter: str | None) -> Edits:
     """Return whether a model edits an image: its family's `source`, or a custom adapter's `takes_source`."""
     if (family := family_of(folder_or_id, adapter)) is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters under kohya's keys: diffusers' own loader makes the same network of them."""
+"""LoRAs under the keys of ComfyUI: diffusers' own loader makes the same network of them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from diffusers import FluxPipeline
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from tests.support.models.pipelines import tiny_pipeline
+from tests.support.models.pipelines import tiny_pipeline, trained_weights
 from visalign.adapters import LoraSettings
-from visalign.adapters.pipeline.lora import METADATA, WEIGHT_FILE
+from visalign.adapters.pipeline.kohya import DIFFUSERS_NAMES, RENAMED, export_lora
+from visalign.adapters.pipeline.lora_files import METADATA, WEIGHT_FILE, read_adapters
 from visalign.adapters.pipeline.policy import PipelinePolicy
+from visalign.errors import UserError
 from visalign.pipelines.cli.app import app
 
 
@@ -79,7 +81,7 @@ def test_adapters_of_flux_are_read_back_by_diffusers_as_they_were(tmp_path):
     folder = write(adapters, tmp_path / "lora", alpha=6)
     done = CliRunner().invoke(app, ["export-lora", str(folder), "-o", str(file)])
     assert done.exit_code == 0, done.output
-    assert done.output.startswith(f"{19 * 4 + 38} layers under kohya's keys")
+    assert done.output.startswith(f"{19 * 4 + 38} layers for ComfyUI")
     read, alphas, *_ = FluxPipeline.lora_state_dict(load_file(file), return_alphas=True)
     assert not alphas
     names = {name.removesuffix(".lora_A.weight") for name in adapters if name.endswith("lora_A.weight")}
@@ -101,10 +103,49 @@ def test_adapters_of_flux_without_a_key_are_named(tmp_path):
     assert done.exit_code != 0 and f"have no name for: {odd}" in said, said
 
 
-def test_a_network_without_such_keys_is_refused(tmp_path):
-    saved("flux", tmp_path)
-    done = CliRunner().invoke(app, ["export-lora", str(tmp_path), "-o", str(tmp_path / "k.safetensors")])
-    assert done.exit_code != 0 and "kohya's keys are written for U-Nets (sd15, sdxl) and for FLUX.1" in " ".join(
-        done.output.split()
-    )
+@pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:FutureWarning")
+@pytest.mark.parametrize("name", [*DIFFUSERS_NAMES[:-2], *RENAMED])
+def test_a_family_is_read_back_as_it_was(name, tmp_path):
+    policy = saved(name, tmp_path)
+    file = tmp_path / "comfy.safetensors"
+    assert export_lora(tmp_path / "lora", file, name)
+    read = read_adapters(tiny_pipeline(name)[0], [*policy.networks], file)
+    part = next(iter(policy.networks))
+    expected = trained_weights(policy.networks[part])
+    assert read[part].keys() == expected.keys()
+    for layer, (down, up, scale) in read[part].items():
+        assert torch.allclose(scale * up @ down, expected[layer], atol=1e-4), layer
+
+
+def test_encoders_have_kohyas_names_and_their_own_alpha(tmp_path):
+    state = {f"{part}.lora_{letter}.weight": torch.ones(4, 4) for part in ("unet.mid_block.attentions.0.proj_in",
+             "text_encoder.encoder.layers.0.mlp.fc1") for letter in "AB"}  # fmt: skip
+    entry = {"unet.lora_alpha": 8, "text_encoder.lora_alpha": 2}
+    save_file(state, tmp_path / WEIGHT_FILE, {"format": "pt", METADATA: json.dumps(entry)})
+    export_lora(tmp_path, tmp_path / "k.safetensors", None)
+    alphas = {name: float(value) for name, value in load_file(tmp_path / "k.safetensors").items() if "alpha" in name}
+    assert alphas == {
+        "lora_unet_mid_block_attentions_0_proj_in.alpha": 8,
+        "lora_te1_text_model_encoder_layers_0_mlp_fc1.alpha": 2,
+    }
+
+
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [
+        ("sana", r"is of sana, and keys of ComfyUI are written for sd15, .*report.html"),
+        (None, r"its keys do not name. Name it with --model"),
+    ],
+)
+def test_a_family_without_such_keys_is_refused(family, message, tmp_path):
+    saved("sana", tmp_path)
+    with pytest.raises(UserError, match=message):
+        export_lora(tmp_path / "lora", tmp_path / "k.safetensors", family)
     assert not (tmp_path / "k.safetensors").exists()
+
+
+def test_the_family_is_that_of_the_runs_model(tmp_path):
+    (tmp_path / "config.yaml").write_text("model: {path: shapes-sd3}")
+    saved("sd3", tmp_path)
+    done = CliRunner().invoke(app, ["export-lora", str(tmp_path / "lora"), "-o", str(tmp_path / "k.safetensors")])
+    assert done.exit_code == 0 and "layers for ComfyUI (sd3)" in done.output

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saved adapters under kohya's keys, which ComfyUI, A1111 and diffusers' own loaders read."""
+"""Write saved LoRAs under the keys that ComfyUI, A1111 and diffusers' own loaders read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from visalign.atomic import umask_permissions
 from visalign.errors import UserError
 
-from .lora import WEIGHT_FILE, read_lora
+from .lora_files import WEIGHT_FILE, read_lora
 
 FLUX = {"transformer_blocks": 19, "single_transformer_blocks": 38}  # FLUX.1's blocks, all of width 3072
 WIDTH = 3072
@@ -37,28 +37,108 @@ _LAYERS = {
 """kohya's layer -> prefix and names of diffusers' layers that it joins."""
 
 
-def export_kohya(folder: Path, file: Path) -> int:
-    """Write saved adapters of a U-Net or of FLUX.1 (a folder with `pytorch_lora_weights.safetensors`) under
-    kohya's keys to a .safetensors file; return the number of layers.
+KOHYA = ("sd15", "sdxl", "flux", "flux_kontext")
+DIFFUSERS_NAMES = (
+    *("sd3", "auraflow", "pixart", "hidream", "qwen_image", "qwen_image_edit", "qwen_image_edit_plus", "krea2"),
+    *("z_image", "kandinsky5", "kandinsky5_image", "chroma", *KOHYA[2:]),
+)
+"""Families whose layers ComfyUI finds by diffusers' names, with "transformer." in front."""
+RENAMED: dict[str, dict[str, str]] = {
+    "ltx": {},
+    "wan": {
+        **{"attn1.to_": "self_attn.", "attn2.to_": "cross_attn.", "out.0": "o"},
+        **{"ffn.net.0.proj": "ffn.0", "ffn.net.2": "ffn.2"},
+    },
+    "flux3": {
+        **{"single_transformer_blocks.": "single_blocks.", "mode_blocks.": "content_mode_blocks."},
+        **{"attn.to_out.0": "attn_out", "attn.to_q": "q_proj", "attn.to_k": "k_proj", "attn.to_v": "v_proj"},
+        **{"ff.linear_": "mlp_"},
+    },
+    "flux2": {
+        **{"single_transformer_blocks.": "single_blocks.", "transformer_blocks.": "double_blocks."},
+        **{"attn.to_qkv_mlp_proj": "linear1", "attn.to_out.0": "img_attn.proj", "attn.to_out": "linear2"},
+        **{"attn.to_add_out": "txt_attn.proj"},
+    },
+}
+"""Family -> part of diffusers' layer name -> the same in the model's own code, behind "diffusion_model."."""
+RENAMED["flux2_klein"] = RENAMED["flux2"]
+_JOINED = {
+    "attn.to_q attn.to_k attn.to_v": "img_attn.qkv",
+    "attn.add_q_proj attn.add_k_proj attn.add_v_proj": "txt_attn.qkv",
+}
+"""Layers of FLUX.2's double blocks that are one layer in its own code."""
+
+
+def export_lora(folder: Path, file: Path, family: str | None) -> int:
+    """Write the LoRA that a run saved to a .safetensors file under the keys that ComfyUI reads, for U-Nets and FLUX.1
+    kohya's, which A1111 and Forge read too; return the number of layers.
+
+    `family` None: a U-Net or FLUX.1, recognised by its layers.
     """
     saved, metadata = read_lora(folder)
-    part = next(iter(saved), "").partition(".")[0]
-    alpha = metadata.get(f"{part}.lora_alpha")
+    part = next((name.partition(".")[0] for name in saved if name.startswith(("unet.", "transformer."))), "")
+    alphas = {
+        name.removesuffix(".lora_alpha"): float(value) for name, value in metadata.items() if "lora_alpha" in name
+    }
     if part == "unet":
-        converted = convert_state_dict_to_kohya(saved)
-        if alpha is not None:  # diffusers writes the rank in its place
-            converted |= {name: torch.tensor(float(alpha)) for name in converted if name.endswith(".alpha")}
-    elif part == "transformer" and _is_flux(saved):
-        converted = flux_to_kohya(saved, None if alpha is None else float(alpha))
+        converted = _unet_to_kohya(saved, alphas)
+    elif _is_flux(saved) and family in (None, *KOHYA):
+        converted = flux_to_kohya(saved, alphas.get(part))
+    elif part and family in DIFFUSERS_NAMES:
+        converted = _scaled(saved, alphas)
+    elif part and family in RENAMED:
+        names = {name.removeprefix(f"{part}."): weight for name, weight in _scaled(saved, alphas).items()}
+        converted = {f"diffusion_model.{name}": weight for name, weight in _renamed(names, RENAMED[family]).items()}
     else:
+        known = ", ".join(dict.fromkeys([*KOHYA, *DIFFUSERS_NAMES, *RENAMED]))
+        unknown = "of a model that its keys do not name. Name it with --model. ComfyUI's keys"
         raise UserError(
-            f"The LoRA in {folder} is of a {part or 'model'}, and kohya's keys are written for U-Nets (sd15, "
-            "sdxl) and for FLUX.1 (19 double and 38 single blocks of width 3072, adapters in both) alone. "
-            f"Load {WEIGHT_FILE} as it is, by diffusers or a program that reads its keys."
+            f"The LoRA in {folder} is {f'of {family}, and keys of ComfyUI' if family else unknown} are written for "
+            f"{known}. The code in the run's report.html loads {WEIGHT_FILE} into diffusers."
         )
     save_file({name: weight.contiguous() for name, weight in converted.items()}, file, {"format": "pt"})
     umask_permissions(Path(file))
-    return sum(name.endswith(".alpha") for name in converted)
+    return sum(name.endswith((".lora_down.weight", ".lora_A.weight")) for name in converted)
+
+
+def _unet_to_kohya(saved: Mapping[str, Tensor], alphas: Mapping[str, float]) -> dict[str, Tensor]:
+    # transformers 5 dropped the prefix of a CLIP without projection; kohya's keys have it
+    named = {re.sub(r"^(text_encoder)\.encoder", r"\1.text_model.encoder", name): w for name, w in saved.items()}
+    converted, prefixes = convert_state_dict_to_kohya(named), {"lora_unet": "unet", "lora_te1": "text_encoder"}
+    for name in [name for name in converted if name.endswith(".alpha")]:
+        alpha = alphas.get(prefixes.get("_".join(name.split("_")[:2]), "text_encoder_2"))
+        if alpha is not None:  # diffusers writes the rank in its place
+            converted[name] = torch.tensor(alpha)
+    return converted
+
+
+def _scaled(saved: Mapping[str, Tensor], alphas: Mapping[str, float]) -> dict[str, Tensor]:
+    """Multiply α / r into the adapters: these keys have no place for α."""
+    ranks = {name.replace("lora_B", "lora_A"): name for name in saved if name.endswith("lora_B.weight")}
+    scales = {
+        up: alphas[name.partition(".")[0]] / len(saved[name]) if name.partition(".")[0] in alphas else 1.0
+        for name, up in ranks.items()
+    }
+    return {name: scales.get(name, 1.0) * weight for name, weight in saved.items()}
+
+
+def _renamed(names: Mapping[str, Tensor], changes: Mapping[str, str]) -> dict[str, Tensor]:
+    """Rename layers, and join those of FLUX.2's attention that its own code has as one."""
+    left, renamed = dict(names), {}
+    if "transformer_blocks." in changes:
+        for block in sorted({name.split(".attn.")[0] for name in names if name.startswith("transformer_blocks.")}):
+            for layers, name in _JOINED.items():
+                ends = [f"{block}.{layer}.lora_" for layer in layers.split()]
+                if all(f"{end}A.weight" in left for end in ends):
+                    renamed[f"{block}.{name}.lora_A.weight"] = torch.cat([left.pop(f"{end}A.weight") for end in ends])
+                    ups = [left.pop(f"{end}B.weight") for end in ends]
+                    renamed[f"{block}.{name}.lora_B.weight"] = torch.block_diag(*ups)
+    result = {}
+    for name, weight in {**renamed, **left}.items():
+        for old, new in changes.items():
+            name = name.replace(old, new)
+        result[name] = weight
+    return result
 
 
 def _is_flux(saved: Mapping[str, Tensor]) -> bool:
