@@ -62,7 +62,9 @@ def sampled(folder: Path, records: list[Record], lora: Path, seed: int, prompts:
 
 
 def sampling(lora: Path | None) -> SampleSettings:
-    return SampleSettings(model="shapes-sd3", lora=[lora] if lora else [], seeds=range(IMAGES), steps=10, batch_size=96)
+    return SampleSettings(
+        model="shapes-sd3", lora=[lora] if lora else [], seeds=range(IMAGES), steps=10, batch_size=96
+    )
 
 
 def truth(tasks: list[Task]) -> np.ndarray:
