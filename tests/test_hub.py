@@ -36,5 +36,5 @@ def test_a_silent_hub_is_named_in_time(monkeypatch):
 @pytest.mark.usefixtures("_asked_again")
 def test_a_missing_name_is_not_blamed_on_the_network(monkeypatch):
     monkeypatch.setattr("visalign.hub.hub_outage", lambda: "")
-    message = hub_message("a/b", "data set", OSError("404 Client Error\nand so on"))
-    assert message.startswith("The hub has no data set a/b for you (404 Client Error). Correct the name")
+    message = hub_message("a/b", "dataset", OSError("404 Client Error\nand so on"))
+    assert message.startswith("The hub has no dataset a/b for you (404 Client Error). Correct the name")

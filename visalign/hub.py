@@ -39,14 +39,15 @@ def hub_outage() -> str:
 
 
 def hub_message(name: str, kind: str, error: Any) -> str:
-    """Word the error that the hub's client raised for `name`, of which a `kind` ("model", "data set") was needed."""
+    """Word the error that the hub's client raised for `name`, of which a `kind` ("model", "dataset") was needed."""
     from huggingface_hub import constants
 
     if reason := hub_outage():
+        kinds = " --repo-type dataset" if kind == "dataset" else ""
         return (
             f"The {kind} {name} is not in the hub's cache ({constants.HF_HUB_CACHE}), and {constants.ENDPOINT} cannot "
-            f"be reached ({reason}). Connect to the network, or run `hf download {name} --local-dir FOLDER` where "
-            "there is one and give that folder."
+            f"be reached ({reason}). Connect to the network, or run `hf download {name}{kinds} --local-dir FOLDER` "
+            "where there is one and give that folder."
         )
     return (
         f"The hub has no {kind} {name} for you ({str(error).strip().partition(chr(10))[0]}). Correct the name; where "

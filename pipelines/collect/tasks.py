@@ -13,7 +13,8 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from visalign.data.sets.columns import read_table
+from visalign.data.sets.columns import read_table, usual_names
+from visalign.data.sets.hub_datasets import find_table
 from visalign.data.sets.image_references import PARQUET, missing_files
 from visalign.data.sets.prompt_files import record_key
 from visalign.data.sets.records import PreferencePair, PreferenceSet
@@ -135,11 +136,11 @@ def _read(source: str, prompt: str | None) -> Sequence[Task | ImageRow]:
         if isinstance(records, PreferenceSet):
             return [_pair_task(pair) for pair in records.pairs]
         return [ImageRow(image=record.image, prompt=record.prompt) for record in records.records]
-    path = Path(source)
+    path = find_table(source)
     if (path / SAMPLED).is_file():
         path /= SAMPLED
-    if "image_left" in first_row(path):  # not load_source: these pairs need no label
-        return [_row_task(path, number, row, prompt) for number, row in read_table(path, {})]
+    if "image_left" in usual_names(first := first_row(path), {}, judged=False) or "image_left" in first:
+        return [_row_task(path, number, row, prompt) for number, row in read_table(path, {})]  # they need no label
     return image_rows([path], prompt)
 
 

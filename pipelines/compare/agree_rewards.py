@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from visalign.atomic import write_atomic
-from visalign.data.sets.columns import Columns, read_table, rename_columns
+from visalign.data.sets.columns import Columns, read_table, usual_names
+from visalign.data.sets.hub_datasets import find_table
 from visalign.data.sets.layouts import PAIR_LAYOUTS, QUALITY_LAYOUTS
 from visalign.data.sets.records import PreferenceSet, QualitySet
 from visalign.data.sets.sources import GENERATED, is_named_set, load_source
@@ -54,11 +55,12 @@ def read_set(
         scores: Names of scores to keep in the rows' metadata: of columns NAME, or NAME_left and NAME_right;
             or of rewards in a table that `visalign score` wrote (image, reward, value).
     """
-    columns, path = columns or Columns(), Path(source)
+    columns = columns or Columns()
+    path = Path(source) if is_named_set(source) else find_table(source)
     first = first_row(path)
-    columns_of_first = rename_columns(path, first, columns.names) if first else {}
+    columns_of_first = {**first, **usual_names(first, columns.names, judged=False)}
     if is_named_set(source) or "image_left" in columns_of_first or "image_right" in columns_of_first:
-        records = load_source(source, limit=limit, columns=columns)
+        records = load_source(source if is_named_set(source) else str(path), limit=limit, columns=columns)
         if isinstance(records, PreferenceSet):
             rows = _rows_of_pairs(path, records, scores)
         else:

@@ -39,7 +39,7 @@ from visalign.evaluation.rewards.quality import evaluate_quality
 from visalign.interfaces import PointwiseReward
 from visalign.pipelines.score.provenance import domain_note, provenance, reward_identity
 from visalign.pipelines.score.report import load_shown_images
-from visalign.pipelines.shared.reward_options import load_each, reward_options, with_cache
+from visalign.pipelines.shared.reward_options import any_needs_prompt, load_each, reward_options, with_cache
 from visalign.pipelines.shared.run_folder import check_run_folder, pretty
 
 from .scores import column_scores, quality_column_scores, score_pairs, score_quality
@@ -130,7 +130,9 @@ def evaluate(
     if output is not None:
         check_run_folder(output, resume=resume)  # before hours of scoring
     judges = with_cache(load_each(rewards, options, load_judge, device), cache)
-    table = replace(table or Columns(), has_images=bool(judges or join))  # columns alone open no image
+    table = replace(  # columns alone open no image
+        table or Columns(), has_images=bool(judges or join), needs_prompt=any_needs_prompt(judges)
+    )
     records = load_source(source, split=split, limit=limit, columns=table)
     for path in join:
         records = join_scores(records, path)

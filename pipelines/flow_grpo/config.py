@@ -80,7 +80,10 @@ class DataConfig:
     """The prompts, or stored pairs."""
 
     train: str = "shapes:train"
-    """shapes:train, or a .txt or .jsonl file."""
+    """shapes:train; a .txt file (a prompt per line); a table (.jsonl, .json, .csv, .tsv, .parquet, .xlsx); a folder of
+    images with captions (cat.png, cat.txt or cat.caption); or a dataset of the hub, owner/name:split."""
+    map: dict[str, str] = field(default_factory=dict)
+    """Our name of a column -> that of the files, such as prompt: caption."""
     pairs: str | None = None
     """Learn from stored pairs of images in place of samples (objective.algorithm diffusion_dpo, gdro,
     reward_weighted or rejection, rollout.group_size=2): a preference set as `visalign evaluate` reads it,

@@ -73,13 +73,14 @@ def prepare(config: FlowGRPOConfig, world: int, device: str | None = None) -> In
     edits, several = edits_of(*model), joins_sources(*model)
     notes: tuple[str, ...] = ()
     if data.pairs is None:
-        records = build_records(data.train, "data.train", edits=edits, several=several)
+        records = build_records(data.train, "data.train", edits=edits, several=several, names=data.map)
     else:
-        records, notes = read_stored(data.pairs, edits, limit=data.pairs_size, several=several)
+        reading = {"limit": data.pairs_size, "several": several, "names": data.map}
+        records, notes = read_stored(data.pairs, edits, **reading)
     if data.heldout is None:
         records, heldout = own_heldout(records, config.seed)
     else:
-        heldout = build_records(data.heldout, "data.heldout", edits=edits, several=several)
+        heldout = build_records(data.heldout, "data.heldout", edits=edits, several=several, names=data.map)
     terms = {**evaluation.rewards, **config.rewarded}
     check_routes(config.rewarded, records)
     judges = load_terms(terms, load_judge, device)

@@ -98,7 +98,7 @@ def sample_command(config: FlowGRPOConfig, output: Path, *, edits: bool = False)
     """Build the `visalign sample` command whose images are as in the run's evaluation."""
     model, result = config.model, str(result_folder(config, output))
     source = config.data.heldout or config.data.train
-    has_sources = edits and source.endswith(".jsonl")  # without them nothing can be edited
+    has_sources = edits and Path(source).suffix not in (".txt", "")  # without them nothing can be edited
     prompts = [source, "--seeds", "0"] if has_sources else ["a red circle"]
     weights = ["--model", result] if model.lora is None else ["--model", model.path, "--lora", result]
     options, sampling = sampling_options(model), []

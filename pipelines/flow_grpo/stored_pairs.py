@@ -5,16 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from visalign.data.sets.checks import check_preferences, summed_votes, without_duplicates
+from visalign.data.sets.columns import Columns
 from visalign.data.sets.prompt_files import Edits, check_sources, source_of
 from visalign.data.sets.records import PreferenceSet
-from visalign.data.sets.sources import load_source
+from visalign.data.sets.sources import is_named_set, load_source
 from visalign.errors import UserError
 from visalign.pipelines.shared.parts import Records, Row, check_images, check_texts, name_key, read_images
 from visalign.training.diffusion.images import Stored
@@ -28,11 +28,17 @@ _SOURCES = (
 
 
 def read_stored(
-    source: str, edits: Edits, *, limit: int | None = None, several: bool = True
+    source: str,
+    edits: Edits,
+    *,
+    limit: int | None = None,
+    several: bool = True,
+    names: Mapping[str, str] | None = None,
 ) -> tuple[Records, tuple[str, ...]]:
     """Read the pairs of `data.pairs` with the votes of each summed, without ties; images are not read yet.
 
-    `edits` and `several` say whether the model edits an image, and whether it joins several.
+    `edits` and `several` say whether the model edits an image, and whether it joins several; `names` is our name of
+    a column -> the file's.
 
     Returns:
         (Record per pair: prompt, tag (its category), its two candidates, each {image, preference, where}, and
@@ -40,8 +46,8 @@ def read_stored(
             not stop the run).
     """
     with name_key("data.pairs"):
-        split = None if Path(source).is_file() else "train"
-        source_set = load_source(source, split=split, limit=limit)
+        split = "train" if is_named_set(source) else None
+        source_set = load_source(source, split=split, limit=limit, columns=Columns(names=names or {}))
         if not isinstance(source_set, PreferenceSet):
             raise UserError("the set holds single rated images. Give one with image_left and image_right.")
         findings = check_preferences(source_set, files=False)

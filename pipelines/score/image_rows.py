@@ -14,13 +14,30 @@ from pathlib import Path
 from typing import Any
 
 from visalign.data.sets.columns import image_path, read_table
+from visalign.data.sets.hub_datasets import find_table
+from visalign.data.sets.prompt_files import CAPTIONS
 from visalign.data.sets.tables import READERS, Row, listed, read_rows, require_columns
 from visalign.errors import UserError, excerpt
 from visalign.model_files import why_unreadable
 
 IMAGE_ENDINGS = (".png", ".jpg", ".jpeg", ".jpe", ".jfif", ".webp", ".avif", ".jp2", ".bmp", ".gif", ".tif", ".tiff")
 """Endings of images in folders; a file that is named itself may have any."""
-_BESIDE = ("", ".txt", ".json", ".jsonl", ".csv", ".tsv", ".parquet", ".html", ".tex", ".md", ".yaml", ".yml", ".log")
+_BESIDE = (
+    "",
+    *CAPTIONS,
+    ".json",
+    ".jsonl",
+    ".csv",
+    ".tsv",
+    ".parquet",
+    ".xlsx",
+    ".html",
+    ".tex",
+    ".md",
+    ".yaml",
+    ".yml",
+    ".log",
+)
 """Endings of captions, tables and pages beside images; a warning counts the files with any other."""
 RECORD, SAMPLES = "metadata.jsonl", "samples"
 """GenEval's folders: a record with the prompt, next to the folder of the samples."""
@@ -123,7 +140,7 @@ def image_rows(
     """
     rows: list[ImageRow] = []
     files: list[Path] = []
-    for item in items:
+    for item in map(find_table, items):
         if item.suffix.lower() in READERS and not item.is_dir():
             rows += _read_table(item, prompt if needs_prompt else prompt or "", names or {})
         else:
@@ -166,7 +183,9 @@ def with_prompt(path: Path, prompt: str | None, needed: bool) -> ImageRow:
         _, metadata = next(read_rows(record), (1, {}))
         if prompt is None and isinstance(metadata.get("prompt"), str):
             prompt = metadata["prompt"]
-    text = Path(f"{path.resolve()}.txt") if path.is_dir() else path.with_suffix(".txt")
+    stem = path.resolve() if path.is_dir() else path.with_suffix("")
+    texts = [Path(f"{stem}{ending}") for ending in CAPTIONS]
+    text = next(filter(Path.is_file, texts), texts[0])
     if path != text and prompt is None and text.is_file():
         try:
             prompt = text.read_text(encoding="utf-8-sig").strip()  # editors put U+FEFF first

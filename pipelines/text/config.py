@@ -93,10 +93,11 @@ class PromptsConfig:
     """Prompts to complete."""
 
     train: str = "tasks:train"
-    """tasks:train, tasks:heldout, or a table (.jsonl, .json, .csv, .tsv, .parquet) of records with "prompt" (a text
-    or a list of messages) and the fields that the rewards read; or a .txt file, a prompt per line."""
+    """tasks:train, tasks:heldout, a table (.jsonl, .json, .csv, .tsv, .parquet, .xlsx) or a dataset of the hub
+    (owner/name:split, owner/name/config:split) of records with "prompt" (a text or a list of messages; GSM8K's
+    "question" too) and the fields that the rewards read; or a .txt file, a prompt per line."""
     map: dict[str, str] = field(default_factory=dict)
-    """Our name of a field -> that of the files, such as prompt: question for GSM8K's rows."""
+    """Our name of a field -> that of the files, such as prompt: problem."""
     tasks: list[str] | None = None
     """Kinds of the packaged tasks; null: all."""
     levels: list[Annotated[int, Field(ge=1, le=3)]] | None = None
@@ -114,7 +115,7 @@ class HeldoutPromptsConfig(PromptsConfig):
     """Prompts to train on and prompts to measure on."""
 
     heldout: str = "tasks:heldout"
-    """tasks:heldout, or a .jsonl file of prompts with the fields that the rewards read."""
+    """tasks:heldout, or prompts in a form of data.train."""
     heldout_per_task: Count = 15
     """Records of each kind in tasks:heldout."""
     heldout_size: Count = 300
@@ -126,8 +127,8 @@ class TextDataConfig(HeldoutPromptsConfig):
     """Prompts and demonstrations."""
 
     heldout: str | None = None
-    """tasks:heldout, or a .jsonl file of prompts with the fields that the rewards read. null: a tenth of the prompts
-    (100 at most), which is then not trained on, with a model and prompts of one's own; else tasks:heldout."""
+    """tasks:heldout, or prompts in a form of data.train. null: a tenth of the prompts (100 at most), which is then not
+    trained on, with a model and prompts of one's own; else tasks:heldout."""
     demonstrations: str | None = None
     """Demonstrations for PPO-ptx: tasks:train, or a .jsonl file of records with prompt and completion."""
     demonstrations_batch: Count = 32

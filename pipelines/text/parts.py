@@ -121,7 +121,7 @@ def text_records(key: str, data: PromptsConfig, seed: int) -> Records:
             return heldout_tasks(getattr(data, "heldout_per_task", HELDOUT_PER_TASK), **options)
         if source.startswith("tasks:"):
             raise UserError(f"there is no {source!r}; the packaged records are tasks:train and tasks:heldout.")
-    return build_records(source, f"data.{key}", packaged=("tasks:train", "tasks:heldout"), names=data.map)
+    return build_records(source, f"data.{key}", packaged=("tasks:train", "tasks:heldout"), names=data.map, chat=True)
 
 
 def _images(key: str, data: Any, seed: int) -> PreferenceSet | QualitySet:

@@ -20,6 +20,8 @@ from pydantic.dataclasses import dataclass
 from transformers import AutoConfig, AutoModelForTokenClassification, AutoTokenizer
 
 from visalign.data.assets import resolve_model
+from visalign.data.sets.columns import rename_columns
+from visalign.data.sets.hub_datasets import find_table
 from visalign.data.sets.tables import read_rows
 from visalign.errors import UserError
 from visalign.pipelines.shared.job import JUDGE, JudgeRun, build_trainer, run_job
@@ -58,8 +60,11 @@ class StepDataConfig:
     """Records of steps."""
 
     train: str
-    """A .jsonl, .json or .parquet file: scored completions with prompt, completion and reward, such as the
-    dataset.jsonl of text_sample with selection.rule=all; or, with learns=labels, prompt, steps and labels."""
+    """A .jsonl, .json or .parquet file, or a dataset of the hub, owner/name:split: scored completions with prompt,
+    completion and reward, such as the dataset.jsonl of text_sample with selection.rule=all; or, with learns=labels,
+    prompt, steps and labels."""
+    map: dict[str, str] = field(default_factory=dict)
+    """Our name of a column -> that of the file."""
     heldout: Annotated[float, Field(ge=0, lt=1)] = 0.1
     """Share of the prompts whose records are held out."""
     too_long: Literal["refuse", "drop"] = "refuse"
@@ -113,7 +118,8 @@ Numbered = Sequence[tuple[int, Mapping[str, Any]]]
 
 def read_steps(config: TextProcessConfig) -> tuple[Numbered, Numbered]:
     """Read and check the records, split into (trained, heldout)."""
-    numbered = list(read_rows(config.data.train))
+    path, names = find_table(config.data.train), config.data.map
+    numbered = [(number, rename_columns(path, row, names)) for number, row in read_rows(path)]
     if not numbered:
         raise UserError(f"data.train: '{config.data.train}' has no record.")
     reading, outcomes = StepReading(separator=config.data.separator), config.learns == "outcomes"

@@ -49,10 +49,10 @@ class DemonstrationsDataConfig(RecordsDataConfig):
     """Demonstrations, and prompts of the evaluation."""
 
     train: str = "tasks:train"
-    """tasks:train, or a .jsonl file of records with "prompt" and a completion, such as the dataset.jsonl of
-    the job text_sample; a prompt may have several."""
+    """tasks:train, or a table or dataset of the hub of records with "prompt" and a completion, or with "messages",
+    such as the dataset.jsonl of the job text_sample; a prompt may have several."""
     field: Annotated[str, Field(min_length=1)] | None = None
-    """Field of the completion in a record; null: completion, or solution where there is none."""
+    """Field of the completion in a record; null: the first it has of completion, solution, response, answer."""
     decision: list[Any] | None = None
     """For pairs of images, with a question: the words for "the first is better" and "the second is better".
     The completion is the word that the votes prefer, then ", " and the column `field`, a teacher's reason
@@ -76,7 +76,7 @@ class CompletionsDataConfig(RecordsDataConfig):
     """Completions with preferences, and prompts of the evaluation."""
 
     train: str = "tasks:train"
-    """A .jsonl, .json, .csv, .tsv or .parquet file with the columns prompt, chosen, rejected; or prompt,
+    """A table or dataset of the hub with the columns prompt, chosen, rejected; or prompt,
     completion, label (kto); or prompt, completion, reward, such as the dataset.jsonl of text_sample with
     selection.rule=all, of which the best and the worst completion to each prompt become a pair. Or
     tasks:train, which pairs the solution of each task with that of another."""

@@ -93,7 +93,7 @@ def run(config: UGDAConfig, output: Path, resume: bool = False) -> RunSummary:
     if edits_of(resolve_model(policy.model.path), policy.model.adapter) == "needed":
         raise UserError(f"{policy.model.path} edits images, and UGDA's rounds start from prompts alone.")
     with claimed(config, output, resume=resume, free=()):
-        prompts = build_records(policy.data.train, "policy data.train")
+        prompts = build_records(policy.data.train, "policy data.train", names=policy.data.map)
         prints = code_fingerprints(config) | code_fingerprints(policy)
         if resume:
             check_unchanged(output, prints)

@@ -47,8 +47,8 @@ def test_what_a_tool_wrote_of_the_completion_is_none_of_another_field(tmp_path):
             '{"prompt": "p", "completion": "c"}\n{"prompt": "p"}',
             "line 2 has no text in the field 'completion'",
         ),
-        ('{"completion": "c"}', 'line 1 needs a JSON object with a "prompt"'),
-        ('{"prompt": [{"role": "user"}], "completion": "c"}', 'line 1 needs a JSON object with a "prompt"'),
+        ('{"completion": "c"}', 'line 1 needs a "prompt"'),
+        ('{"prompt": [{"role": "user"}], "completion": "c"}', 'line 1 needs a "prompt"'),
     ],
 )
 def test_files_that_cannot_be_used(content, message, tmp_path):

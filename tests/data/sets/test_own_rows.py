@@ -30,18 +30,21 @@ def write(path, rows):
 @pytest.mark.parametrize("ending", ["jsonl", "parquet"])
 def test_fields_are_renamed(tmp_path, ending):
     path = write(tmp_path / f"rows.{ending}", GSM8K)
-    records = load_prompts(path, names={"prompt": "question"})
+    records = load_prompts(path, names={"prompt": "question"}, chat=True)
     assert records == [{"prompt": row["question"], "answer": row["answer"]} for row in GSM8K]
-    with pytest.raises(UserError, match=r"1 has no field 'quest', which data.map.prompt names. Its fields are quest"):
-        load_prompts(path, names={"prompt": "quest"})
-    with pytest.raises(UserError, match=r"data\.map\.prompt names the field"):
-        load_prompts(path, names={})
+    with pytest.raises(
+        UserError, match=r"1 has no field 'quest', which data.map.prompt names. Did you mean 'question'"
+    ):
+        load_prompts(path, names={"prompt": "quest"}, chat=True)
+    assert load_prompts(path, chat=True) == records  # GSM8K's rows need no map
+    with pytest.raises(UserError, match=r"data\.map=\{prompt: FIELD\} names the field"):
+        load_prompts(path)
 
 
 def test_prompts_may_be_conversations_for_language_models_alone(tmp_path):
     path = write(tmp_path / "rows.jsonl", [{"prompt": [ASKED], "answer": "a"}] * 2)
     with pytest.warns(UserWarning, match="1 repeated"):
-        assert load_prompts(path, names={}) == [{"prompt": [ASKED], "answer": "a"}]
+        assert load_prompts(path, chat=True) == [{"prompt": [ASKED], "answer": "a"}]
     with pytest.raises(UserError, match='"prompt" that is text, such as'):
         load_prompts(path)
 

@@ -174,7 +174,7 @@ def test_a_folder_without_annotations_says_what_it_needs(tmp_path: Path, layout:
 
 def test_missing_columns_are_named_with_those_found(tmp_path: Path) -> None:
     (tmp_path / "test.json").write_text(json.dumps([{"prompt": "p", "path1": "a"}]))
-    with pytest.raises(UserError, match=r"lacks the column 'path2', needed for HPDv3.*Found: prompt, path1"):
+    with pytest.raises(UserError, match=r"lacks the column 'path2', needed for HPDv3.*Found: path1, prompt"):
         preferences("hpdv3", tmp_path)
 
 

@@ -91,8 +91,8 @@ def test_a_json_list_is_read_entry_by_entry(tmp_path: Path, monkeypatch: pytest.
     ("rows", "message"),
     [
         (
-            [{"prompt": "a", "left": "l.png"}],
-            "lacks the columns 'image_left', 'image_right'.*Found: prompt, left",
+            [{"prompt": "a", "one": "l.png"}],
+            "lacks the columns 'image_left', 'image_right'.*Found: prompt, one",
         ),
         ([row(), row(label="middle")], "Row 2 of .*label is 'middle'; needed is left, right, tie"),
         ([{k: v for k, v in row().items() if k != "label"}], "lacks the column 'label', needed for a pref"),

@@ -48,7 +48,7 @@ def test_blank_lines_and_duplicates_are_skipped_with_a_warning(tmp_path):
     [
         ("a.txt", "\n \n", "holds no prompt"),
         ("a.jsonl", '{"prompt": "\\ud83d\\ude00"}\n{"prompt": "\\ud83d"}', "line 2 has half a character"),
-        ("a.jsonl", '{"text": "a"}', 'line 1 needs a JSON object with a "prompt" that is text'),
+        ("a.jsonl", '{"words": "a"}', 'line 1 needs a "prompt" that is text'),
         (
             "a.jsonl",
             '{"prompt": "a", "tag": "x"}\n{"prompt": "a", "tag": "y"}',

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from visalign.errors import UserError
 
 from .image_references import PARQUET, missing_files
+from .ratings import describe_ratings
 from .records import PreferencePair, PreferenceSet, QualitySet
 from .tables import listed
 
@@ -62,7 +63,7 @@ def check_preferences(pairs: PreferenceSet, *, files: bool = True, judge_sees_si
 
 
 def check_quality(records: QualitySet, *, files: bool = True) -> list[Finding]:
-    """Refuse a quality set on which no correlation is defined or that leaks; report repeated images."""
+    """Refuse a quality set on which no correlation is defined or that leaks; report what else is odd."""
     if len({record.mos for record in records.records}) < 2:
         raise UserError(
             f"The {len(records)} images of '{records.name}' have one score; a correlation needs two. "
@@ -83,11 +84,14 @@ def check_quality(records: QualitySet, *, files: bool = True) -> list[Finding]:
         if mos != record.mos:
             raise UserError(
                 f"'{record.image}' has the score {mos:g} in row {first_row} and {record.mos:g} in row "
-                f"{row} of '{records.name}'. Keep one of them, or their mean."
+                f"{row} of '{records.name}'. Keep one of them; or name the column of the raters, whose mean counts: "
+                "--map annotator=COLUMN."
             )
         if first_row != row:
             repeated.append(row)
-    return _rows_finding("duplicates", repeated, "repeat an image")
+    odd = describe_ratings(records.ratings or records)
+    findings = [Finding(kind=kind, count=count, message=message) for kind, count, message in odd]
+    return [*findings, *_rows_finding("duplicates", repeated, "repeat an image")]
 
 
 def shared_images(sets: Mapping[str, Iterable[str]]) -> list[tuple[Item, Item]]:

@@ -14,7 +14,7 @@ from visalign.errors import UserError, excerpt, suggestion
 
 from .image_references import refer_to_images
 from .records import PreferencePair, QualityRecord
-from .tables import NumberedRows, Row, column_names, listed, read_rows
+from .tables import NumberedRows, Row, column_names, listed, nearest_first, read_rows
 
 SIDES = {"left": 1.0, "right": 0.0, "tie": 0.5}
 """Word for a label -> share for the left image."""
@@ -23,6 +23,19 @@ CODINGS = ("share", "margin")
 WORDS = {**SIDES, "a": 1.0, "b": 0.0}
 """Words that need no coding."""
 IMAGES = ("image", "image_left", "image_right")
+SHOWN_NAMES = {
+    "prompt": ("caption", "text"),
+    "image": ("image_path", "file_name", "filename", "path"),
+    "image_left": ("left", "left_image", "image_a", "image1", "image_1"),
+    "image_right": ("right", "right_image", "image_b", "image2", "image_2"),
+}
+"""Our name of a column -> names that are read as it where a table lacks ours."""
+JUDGED_NAMES = {
+    "label": ("choice", "winner", "preference", "preferred"),
+    "mos": ("rating", "score"),
+    "annotator": ("rater", "rater_id", "annotator_id", "worker_id", "voter"),
+}
+"""The same for tables of judgements."""
 
 _LONGEST_PATH = 4096
 """Longest path of the usual systems; a longer text may be an image in base64."""
@@ -40,10 +53,14 @@ class Columns:
     labels: str | None = None
     """One of `CODINGS`, or words with their sides, "1=left,2=right,0=tie"; None reads `WORDS` and shares."""
     has_images: bool = True  # False where scores are read from columns and no image is opened: rows may then name none
+    needs_prompt: bool = True  # False where nothing reads the prompts: pairs may then have none
 
     def missing(self, row: Row, needed: Iterable[str]) -> list[str]:
         """List the needed columns that a renamed row lacks."""
-        optional = () if self.has_images else (*IMAGES, "prompt")
+        optional = (
+            *(() if self.has_images else IMAGES),
+            *(() if self.has_images and self.needs_prompt else ("prompt",)),
+        )
         return [name for name in needed if name not in row and name not in optional]
 
     def coding(self) -> Mapping[str, float] | str | None:
@@ -83,16 +100,25 @@ def rename_columns(path: Any, row: Row, names: Mapping[str, str]) -> Row:
         if theirs not in row and ours in _REQUIRED and theirs not in (columns := column_names(path, row)):
             raise UserError(
                 f"'{path}' has no column {theirs!r}, which --map {ours}={theirs} names. "
-                f"{suggestion(theirs, columns)}Found: {listed(columns, limit=20)}."
+                f"{suggestion(theirs, columns)}Found: {listed(nearest_first(theirs, columns), limit=20)}."
             )
     unnamed = {name: value for name, value in row.items() if name not in names.values()}
     return unnamed | {ours: row[theirs] for ours, theirs in names.items() if theirs in row}
 
 
-def read_table(path: str | Path, names: Mapping[str, str]) -> NumberedRows:
+def usual_names(row: Row, names: Mapping[str, str], *, judged: bool) -> dict[str, str]:
+    """Add to names (ours -> the table's) those of `SHOWN_NAMES`, and if it is `judged` of `JUDGED_NAMES`."""
+    usual = {**SHOWN_NAMES, **JUDGED_NAMES} if judged else SHOWN_NAMES
+    taken = {*names, *row}
+    free = {ours: [name for name in others if name in row] for ours, others in usual.items() if ours not in taken}
+    return {ours: others[0] for ours, others in free.items() if others and others[0] not in names.values()} | {**names}
+
+
+def read_table(path: str | Path, names: Mapping[str, str], *, judged: bool = False) -> NumberedRows:
     """Read the numbered rows of a table with our column names, and with references for images inside it."""
     for number, row in read_rows(path):
-        yield number, refer_to_images(path, number, rename_columns(path, row, names), names)
+        columns = usual_names(row, names, judged=judged)
+        yield number, refer_to_images(path, number, rename_columns(path, row, columns), columns)
 
 
 def fill_images(number: int, row: Row) -> Row:
@@ -103,20 +129,26 @@ def fill_images(number: int, row: Row) -> Row:
     return {"prompt": prompt} | {f"image_{s}": f"row {number}, {s}" for s in ("left", "right")} | row
 
 
-def read_pair(row: Row, coding: Mapping[str, float] | str | None = None, folder: Path | None = None) -> PreferencePair:
+def read_pair(
+    row: Row,
+    coding: Mapping[str, float] | str | None = None,
+    folder: Path | None = None,
+    *,
+    needs_prompt: bool = True,
+) -> PreferencePair:
     """Read a pair from the columns that `load_preferences` names; numbers may be strings, as CSV has them.
 
     Relative image paths start at the folder; None leaves them as they are.
     """
     votes = _read_votes(row)
     if "label" in row:
-        label = _read_label(row["label"], coding)
+        label = _read_label(_named_side(row), coding)
     elif votes is not None:
         label = (votes[0] + votes[2] / 2) / sum(votes)
     else:
         raise UserError(f"neither 'label' nor votes ({', '.join(_VOTES)}) in it.")
     return PreferencePair(
-        prompt=_read_text(row, "prompt"),
+        prompt=_read_text(row, "prompt") if needs_prompt or "prompt" in row else "",
         image_left=image_path(row, "image_left", folder),
         image_right=image_path(row, "image_right", folder),
         label=label,
@@ -177,6 +209,15 @@ def _read_label(value: Any, coding: Mapping[str, float] | str | None) -> float:
             "--labels margin (above 0 for left), or each with its side, --labels 1=left,2=right,0=tie"
         )
     raise UserError(f"the label is {excerpt(value)}; {allowed}.")
+
+
+def _named_side(row: Row) -> Any:
+    """Return the label; where it names an image or a generator of the pair, that one's side."""
+    for kind in ("image", "generator"):
+        sides = {str(row.get(f"{kind}_{side}")): side for side in ("left", "right")}
+        if len(sides) == 2 and isinstance(row["label"], str) and row["label"] in sides:
+            return sides[row["label"]]
+    return row["label"]
 
 
 def _read_votes(row: Row) -> tuple[int, int, int] | None:

@@ -16,6 +16,7 @@ from visalign.core.regression.signals import best_worst_pairs
 from visalign.errors import UserError, excerpt
 
 from .columns import parse_bool, rename_columns
+from .hub_datasets import find_table
 from .prompt_files import is_prompt, message_text, with_answer
 from .tables import listed, read_rows, require_columns
 
@@ -38,7 +39,7 @@ class JudgedCompletions:
 def load_pairs(
     path: str | Path, *, unusable: str = "refuse", names: Mapping[str, str] | None = None
 ) -> JudgedCompletions:
-    """Load pairs from a `.jsonl`, `.json`, `.csv`, `.tsv` or `.parquet` file.
+    """Load pairs from a table of `visalign.data.sets.tables.READERS` or a dataset of the hub (`find_table`).
 
     Its columns are prompt, chosen, rejected; or prompt, completion, reward, where the best and the worst completion to
     each prompt become a pair, and prompts whose rewards are all equal give none. A prompt is a text or a list of
@@ -108,6 +109,7 @@ def _read(
     alternatives = " or ".join(", ".join(layout) for layout in layouts[1:])
     rows: list[NumberedRecord] = []
     columns: Sequence[str] = preferred
+    path = find_table(path)
     for number, row in read_rows(path):
         row = _split_pair(rename_columns(path, row, names or {}))
         if not rows:

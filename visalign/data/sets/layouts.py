@@ -216,15 +216,14 @@ def koniq10k(folder: Path) -> Fields:
 
 
 def spaq(folder: Path) -> Fields:
-    """Read SPAQ: `Annotations/MOS and Image attribute scores.csv`, images in `TestImage/`.
+    """Read SPAQ: `Annotations/MOS and Image attribute scores.xlsx` (or .csv), images in `TestImage/`.
 
-    The sheet is published as .xlsx and must be saved as CSV. The score is MOS, 0 to 100; the attributes
-    (Brightness, Colorfulness ...) are kept in `extra`.
+    The score is MOS, 0 to 100; the attributes (Brightness, Colorfulness ...) are kept in `extra`.
 
     Source: Fang et al., Perceptual Quality Assessment of Smartphone Photography, CVPR 2020.
     """
     inside = folder / "Annotations"
-    names = ["MOS and Image attribute scores.csv"]
+    names = [f"MOS and Image attribute scores.{ending}" for ending in ("csv", "xlsx")]
     path = _annotation_file(inside if inside.is_dir() else folder, names, "SPAQ")
     for number, row in _rows(path, ("Image name", "MOS"), "SPAQ"):
         image = str(folder / "TestImage" / row.pop("Image name"))

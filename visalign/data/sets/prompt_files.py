@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts from files: a prompt per line (`.txt`) or a JSON record per line (`.jsonl`, GenEval's layout); and
+"""Prompts from files: a prompt per line (`.txt`), a record per row of a table, or captions next to images; and
 demonstrations: prompts with their completions."""
 
 from __future__ import annotations
@@ -16,17 +16,23 @@ from typing import Any, Literal
 from PIL import Image
 
 from visalign.data.shapes.prompts import heldout_prompts, train_prompts
-from visalign.errors import UserError, excerpt
+from visalign.errors import UserError, excerpt, suggestion
 from visalign.interfaces import is_message
 
-from .tables import READERS, listed, parse_json, read_rows
+from .hub_datasets import FORMS, METADATA, find_table
+from .tables import READERS, listed, nearest_first, parse_json, read_rows
 
 Record = dict[str, Any]
 
 EMBEDDED = {"shapes:train": train_prompts, "shapes:heldout": heldout_prompts}
 """Names of the embedded prompt sets."""
 COMPLETION, SOLUTION = "completion", "solution"
+COMPLETIONS = (COMPLETION, SOLUTION, "response", "answer")
 """Fields of the completion when none is named: the first of these that a record has."""
+CAPTIONS = (".txt", ".caption")
+"""Endings of the captions next to images, as kohya's trainers read them."""
+_PROMPTS = {False: ("caption", "text"), True: ("question",)}
+"""Whether prompts are for a language model -> fields that are read as the prompt where a record has none."""
 TOOL_ANSWERS = "tool_answers"
 """Field with the [start, end] character spans of a completion that a tool wrote."""
 CHAT = "text or a list of messages"
@@ -106,36 +112,37 @@ def load_prompts(
     several: bool = True,
     packaged: Sequence[str] = (*EMBEDDED,),
     names: Mapping[str, str] | None = None,
+    chat: bool = False,
 ) -> list[Record]:
-    """Load the prompt records of an embedded set or of a file, in its order.
+    """Load the prompt records of an embedded set, of a file, or of a folder with captions, in its order.
 
-    `source` is "shapes:train", "shapes:heldout", or the path of a `.txt` or `.jsonl` file in UTF-8. A JSON record
-    needs "prompt"; its other fields reach the rewards as metadata. Blank lines are skipped and repeated prompts kept
-    once; a warning counts both. With `edits` a record's "source" is an image to edit, a path relative to the working
-    directory (with `several`, or a list of them): each is decoded once, and records of one prompt may differ in it.
-    `packaged` names the sets of the caller in messages.
+    `source` is "shapes:train", "shapes:heldout", a `.txt` file, any table of `read_rows`, a dataset of the hub
+    (`find_table`), or a folder of images with their captions. A record needs "prompt", for which `names` (our name
+    of a field -> the file's) may name another; its other fields reach the rewards as metadata. Blank lines are
+    skipped and repeated prompts kept once; a warning counts both. With `edits` a record's "source" is an image to
+    edit, a path relative to the working directory (with `several`, or a list of them): each is decoded once, and
+    records of one prompt may differ in it. `packaged` names the sets of the caller in messages.
 
-    `names` (our name of a field -> the file's) is given where prompts are for a language model: then a prompt may
-    be a conversation, a list of messages, and the file any table of `read_rows`.
+    With `chat` prompts are for a language model: then a prompt may be a conversation, a list of messages.
     """
     if str(source) in EMBEDDED:
         if edits == "needed":
             raise UserError(f"{source} has no images, and the model edits one. {_SOURCES}")
         return EMBEDDED[str(source)]()
-    path, name = Path(source), f"prompt file {source}"
-    tables = [".jsonl"] if names is None else list(READERS)
-    if path.suffix not in (".txt", *tables) or not path.is_file():
+    path, name = find_table(source), f"prompt file {source}"
+    if not path.is_dir() and (path.suffix.lower() not in (".txt", *READERS) or not path.is_file()):
         raise UserError(
-            f"no prompt set {str(source)!r}: it is no .txt file (a prompt per line) or {', '.join(tables)} file (a "
-            f"record per line), and the packaged sets are {', '.join(packaged)}."
+            f"no prompt set {str(source)!r}: it is no .txt file (a prompt per line), {', '.join(READERS)} file (a "
+            f"record per row), folder of images with captions or {FORMS}, and the packaged sets are "
+            f"{', '.join(packaged)}."
         )
     records: dict[tuple[str, ...], tuple[int, Record]] = {}
     blank, repeated = 0, 0
-    for number, record in _numbered_prompts(path, name, names):
+    for number, record in _numbered_prompts(path, name, names or {}, chat):
         if record is None:
             blank += 1
             continue
-        if names is None or path.suffix == ".txt":
+        if not chat or path.suffix == ".txt":
             record["prompt"] = record["prompt"].strip()
         prompt = json.dumps(record["prompt"])
         key = (prompt,) if edits == "none" else (prompt, str(record.get("source")))
@@ -147,7 +154,7 @@ def load_prompts(
             )
         repeated += first != number
     if not records:
-        raise UserError(f"{name} holds no prompt; it needs at least one, one per line.")
+        raise UserError(f"{name} holds no prompt; it needs at least one.")
     if blank or repeated:
         warnings.warn(f"{name}: skipped {blank} blank lines and {repeated} repeated prompts.", stacklevel=2)
     if edits != "none":
@@ -156,19 +163,43 @@ def load_prompts(
     return [record for _, record in records.values()]
 
 
-def _numbered_prompts(path: Path, name: str, names: Mapping[str, str] | None) -> Iterator[tuple[int, Record | None]]:
-    """Read the numbered records of a file of prompts; None for a blank line."""
-    kind, example = ("text", '{"prompt": "a red circle"}') if names is None else (CHAT, '{"prompt": "1 + 1 = ?"}')
-    if path.suffix not in (".txt", ".jsonl"):
-        for number, row in read_rows(path):
-            yield number, _check_prompt(f"{name} row {number}", row, kind, example, names)
+def _numbered_prompts(
+    path: Path, name: str, names: Mapping[str, str], chat: bool
+) -> Iterator[tuple[int, Record | None]]:
+    """Read the numbered records of a file or folder of prompts; None for a blank line."""
+    if path.is_dir():
+        yield from ((number, {"prompt": caption}) for number, caption in enumerate(_read_captions(path), 1))
+    elif path.suffix.lower() == ".txt":
+        for number, line in enumerate(_read_lines(path, name), start=1):
+            yield number, {"prompt": line} if line.strip() else None
+    else:
+        for where, number, record in _records(path, name):
+            yield number, record and _check_prompt(where, record, names, chat=chat)
+
+
+def _records(path: Path, name: str) -> Iterator[tuple[str, int, Any]]:
+    """Read (where, number, record) of a table, of which the lines of .jsonl may be blank (None) and any JSON."""
+    if path.suffix.lower() != ".jsonl":
+        yield from ((f"{name} row {number}", number, row) for number, row in read_rows(path))
         return
     for number, line in enumerate(_read_lines(path, name), start=1):
         where = f"{name} line {number}"
-        if not line.strip() or path.suffix == ".txt":
-            yield number, {"prompt": line} if line.strip() else None
-        else:
-            yield number, _check_prompt(where, parse_json(line, where), kind, example, names)
+        yield where, number, parse_json(line, where) if line.strip() else None
+
+
+def _read_captions(folder: Path) -> list[str]:
+    """Read the captions of the images in a folder and below, which lie next to them under the same name."""
+    images = [path for path in sorted(folder.rglob("*")) if _image_name(path.name)]
+    files = [next(filter(Path.is_file, map(path.with_suffix, CAPTIONS)), None) for path in images]
+    captions = [" ".join(" ".join(_read_lines(file, f"'{file}'")).split()) for file in files if file is not None]
+    if not any(captions):
+        raise UserError(
+            f"the folder '{folder}' holds {len(images)} images and no captions: cat.png has its caption in cat.txt or "
+            f"cat.caption, and a table of captions is {' or '.join(METADATA)}."
+        )
+    if missing := [path.name for path, file in zip(images, files, strict=True) if file is None]:
+        warnings.warn(f"{len(missing)} of {len(images)} images have no caption: {listed(missing)}.", stacklevel=2)
+    return list(filter(None, captions))
 
 
 def check_sources(records: Iterable[tuple[str, Record]], *, needed: bool, several: bool, remedy: str) -> None:
@@ -214,23 +245,24 @@ def _why_unreadable(source: str) -> str | None:
 def load_demonstrations(
     path: str | Path, field: str | None = None, names: Mapping[str, str] | None = None
 ) -> list[Record]:
-    """Load the records of a `.jsonl` file, each with "prompt" and its "completion"; `names` as in `load_prompts`.
+    """Load the records of a table, each with "prompt" and its "completion"; source and `names` as in `load_prompts`.
 
     Unlike `load_prompts` this keeps every record of a prompt: sampling gives several completions of one
     prompt. Blank lines are skipped, texts stay unchanged.
 
     A prompt is a text, or a conversation: a list of messages with "role" and "content". The completion is in
-    the field; None is "completion", or "solution" where a record has no completion. It is a text, or a list of
-    one message. Of a record with "messages" and no prompt the last message is the completion.
+    the field; None is the first of `COMPLETIONS` that a record has. It is a text, or a list of one message. Of a
+    record with "messages" (or ShareGPT's "conversations") and no prompt the last message is the completion.
     """
-    path, name = Path(path), f"file of demonstrations '{path}'"
-    if path.suffix != ".jsonl" or not path.is_file():
-        raise UserError(f"there is no {name}; give a .jsonl file, a prompt and its completion per line.")
+    table, name = find_table(path), f"file of demonstrations '{path}'"
+    if table.suffix.lower() not in READERS or not table.is_file():
+        raise UserError(
+            f"there is no {name}; give a {', '.join(READERS)} file, a prompt and its completion a row, or {FORMS}."
+        )
     records = []
-    for number, line in enumerate(_read_lines(path, name), start=1):
-        if line.strip():
-            where = f"'{path}' line {number}"
-            record = _check_prompt(where, _split_messages(parse_json(line, where)), CHAT, EXAMPLE, names)
+    for where, _, row in _records(table, f"'{path}'"):
+        if row is not None:
+            record = _check_prompt(where, _split_messages(row), names or {}, chat=True, example=EXAMPLE)
             records.append(with_completion(record, where, field))
     if not records:
         raise UserError(f"{name} has no record; it needs at least one line such as {EXAMPLE}.")
@@ -242,7 +274,7 @@ def with_completion(record: Mapping[str, Any], where: str, field: str | None = N
 
     `where` starts the message if the record has none.
     """
-    name = field or (COMPLETION if COMPLETION in record or SOLUTION not in record else SOLUTION)
+    name = field or next((name for name in COMPLETIONS if name in record), COMPLETION)
     if isinstance(text := message_text(record.get(name)), str):
         record = {**record, name: text}
     else:
@@ -289,25 +321,32 @@ def _read_lines(path: Path, name: str) -> list[str]:
     return lines if lines[-1] else lines[:-1]
 
 
-def _check_prompt(where: str, record: Any, kind: str, example: str, names: Mapping[str, str] | None = None) -> Record:
-    """Return a record, its fields renamed, whose prompt is of a kind, "text" or `CHAT`."""
-    names = names if names and isinstance(record, dict) else {}
+def _check_prompt(
+    where: str, record: Any, names: Mapping[str, str], *, chat: bool, example: str = '{"prompt": "a red circle"}'
+) -> Record:
+    """Return a record, its fields renamed, whose prompt is a text, or with `chat` perhaps a list of messages."""
+    fields = record if isinstance(record, dict) else {}
     for ours, theirs in names.items():
-        if theirs not in record and ours not in record:
-            fields = listed(list(record), limit=20)
-            raise UserError(f"{where} has no field {theirs!r}, which data.map.{ours} names. Its fields are {fields}.")
-    if names:
-        from .columns import rename_columns  # needs scipy, which the core does not
-
-        record = rename_columns(where, record, names)
-    prompt = record.get("prompt") if isinstance(record, dict) else None
-    if not is_prompt(prompt) or (kind == "text" and not isinstance(prompt, str)):
-        remedy = "" if kind == "text" else "; data.map.prompt names the field of another file that holds it"
+        if theirs not in fields and ours not in fields:
+            raise UserError(
+                f"{where} has no field {theirs!r}, which data.map.{ours} names. {suggestion(theirs, fields)}Its "
+                f"fields are {listed(nearest_first(theirs, fields), limit=20)}."
+            )
+    renamed = {ours: fields[theirs] for ours, theirs in names.items() if theirs in fields}
+    result = {name: value for name, value in fields.items() if name not in names.values()} | renamed
+    if usual := [name for name in _PROMPTS[chat] if name in result and "prompt" not in result]:
+        result["prompt"] = result.pop(usual[0])
+    if chat and is_prompt(conversation := _parse_text(result.get("prompt"))):
+        result["prompt"] = conversation  # CSV holds it as JSON
+    prompt = result.get("prompt")
+    if not is_prompt(prompt) or not (chat or isinstance(prompt, str)):
+        got = "an empty one" if "prompt" in result else f"the fields {listed(list(fields), limit=20) or 'none'}"
+        got = f"the prompt {excerpt(prompt)}" if prompt else got
         raise UserError(
-            f'{where} needs a JSON object with a "prompt" that is {kind}, such as {example}{remedy}; got '
-            f"{json.dumps(record, default=str)[:80]}."
+            f'{where} needs a "prompt" that is {CHAT if chat else "text"}, such as {example}; it has {got}. '
+            "data.map={prompt: FIELD} names the field of another file that holds it."
         )
-    return record
+    return result
 
 
 def message_text(value: Any) -> Any:
@@ -319,7 +358,19 @@ def message_text(value: Any) -> Any:
 
 def _split_messages(record: Any) -> Any:
     """Split the conversation of a record without a prompt into the prompt and the answer that ends it."""
-    if not isinstance(record, dict) or "prompt" in record or not isinstance(record.get("messages"), list):
+    if not isinstance(record, dict) or "prompt" in record:
         return record
-    *prompt, completion = record["messages"] or [None]
-    return {key: record[key] for key in record if key != "messages"} | {"prompt": prompt, COMPLETION: [completion]}
+    name = next((name for name in ("messages", "conversations") if _parse_text(record.get(name))), None)
+    messages = _parse_text(record[name]) if name else None
+    if not isinstance(messages, list) or not messages:
+        return record
+    *prompt, completion = [_sharegpt_message(message) for message in messages]
+    return {key: record[key] for key in record if key != name} | {"prompt": prompt, COMPLETION: [completion]}
+
+
+def _sharegpt_message(message: Any) -> Any:
+    """Write a message of ShareGPT, {"from": "human", "value": text}, as {"role", "content"}."""
+    if not isinstance(message, dict) or not {"from", "value"} <= message.keys():
+        return message
+    role = {"human": "user", "gpt": "assistant"}.get(message["from"], message["from"])
+    return {"role": role, "content": message["value"]}

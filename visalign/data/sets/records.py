@@ -41,8 +41,10 @@ class PreferencePair:
 
     @property
     def group(self) -> str:
-        """Key of the prompt, equal for all of its pairs."""
-        return self.prompt if self.prompt_id is None else self.prompt_id
+        """Key of the prompt, equal for all of its pairs; without a prompt that of the two images."""
+        if self.prompt_id is not None:
+            return self.prompt_id
+        return self.prompt or " ".join(sorted((self.image_left, self.image_right)))
 
     def swapped(self) -> PreferencePair:
         """Exchange the sides, also in the columns of `extra` that have sides.
@@ -83,6 +85,7 @@ class QualityRecord:
     category: str | None = None  # Kind of image or of distortion
     split: str | None = None
     reference: str | None = None  # The undistorted image behind this one: images that share it belong into one split
+    annotator: str | None = None  # Rater, in a table with a row per rating (`visalign.data.sets.ratings`)
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -123,6 +126,7 @@ class QualitySet(_Rows):
 
     records: tuple[QualityRecord, ...]
     higher_is_better: bool = True  # Direction of `mos`: False for difference scores (DMOS) where 0 is perfect
+    ratings: QualitySet | None = None  # A record per rating, where `records` are the means of several raters
 
     def __len__(self) -> int:
         return len(self.records)

@@ -14,9 +14,20 @@ from typing import Any, Literal
 from visalign.data.shapes.preferences import ShapesPreferences
 from visalign.errors import UserError, suggestion
 
-from .columns import Columns, fill_images, parse_bool, read_pair, read_quality, read_table, rename_columns
+from .columns import (
+    Columns,
+    fill_images,
+    parse_bool,
+    read_pair,
+    read_quality,
+    read_table,
+    rename_columns,
+    usual_names,
+)
+from .hub_datasets import FORMS, find_table
 from .image_references import shapes_reference
 from .layouts import PAIR_LAYOUTS, QUALITY_LAYOUTS, load_layout
+from .ratings import mean_ratings
 from .records import PreferencePair, PreferenceSet, QualityRecord, QualitySet
 from .tables import Row, listed, require_columns, select_split
 
@@ -37,10 +48,10 @@ def load_source(
 ) -> PreferenceSet | QualitySet:
     """Load a preference or quality set, at most `limit` records, unchecked (`visalign.data.sets.checks`).
 
-    `source` is a JSONL, JSON, CSV, TSV or Parquet file (`image_left` in it makes it a preference set, `mos` a quality
-    set), whose `columns` may have other names or labels; LAYOUT:FOLDER with a key of `PAIR_LAYOUTS` or
-    `QUALITY_LAYOUTS`; or "shapes:pairs", "shapes:quality". A `split` of None means "test" for a layout of pairs,
-    "heldout" for a generated set, and all of a file.
+    `source` is a table (`visalign.data.sets.tables.READERS`; `image_left` in it makes it a preference set, `mos` a
+    quality set), whose `columns` may have other names or labels; a dataset of the hub (`find_table`); LAYOUT:FOLDER
+    with a key of `PAIR_LAYOUTS` or `QUALITY_LAYOUTS`; or "shapes:pairs", "shapes:quality". A `split` of None means
+    "test" for a layout of pairs, "heldout" for a generated set, and all of a file.
     """
     layout, _, path = source.partition(":")
     layouts = (*PAIR_LAYOUTS, *QUALITY_LAYOUTS)
@@ -52,12 +63,13 @@ def load_source(
         return generate(SHAPES_PAIRS if limit is None else limit, split=split or "heldout")
     if has_layout:
         return load_layout(layout, path, split=split, limit=limit)
-    if not Path(source).is_file():
+    table = find_table(source)
+    if not table.is_file():
         raise UserError(
-            f"There is no set '{source}'. {suggestion(layout, (*layouts, *GENERATED))}Allowed: a file, "
+            f"There is no set '{source}'. {suggestion(layout, (*layouts, *GENERATED))}Allowed: a file, {FORMS}, "
             f"{', '.join(GENERATED)}, or LAYOUT:FOLDER with LAYOUT one of {', '.join(layouts)}."
         )
-    return _read_file(source, None, split, limit, columns)
+    return _read_file(table, None, split, limit, columns)
 
 
 def is_named_set(source: str) -> bool:
@@ -88,8 +100,9 @@ def load_quality(
 ) -> QualitySet:
     """Read a quality set, as `load_preferences` reads pairs; rows with different directions are refused.
 
-    Columns: `image`, `mos`; optional `std`, `prompt`, `generator`, `resolution`, `category`, `split`, `reference`, and
-    `higher_is_better` (equal in all rows; true where it is absent). Others are kept in `extra`.
+    Columns: `image`, `mos`; optional `std`, `prompt`, `generator`, `resolution`, `category`, `split`, `reference`,
+    `annotator` (a row per rating, of which an image's mean counts), and `higher_is_better` (equal in all rows; true
+    where it is absent). Others are kept in `extra`.
     """
     records = _read_file(path, "quality", split, limit, columns)
     assert isinstance(records, QualitySet)
@@ -113,7 +126,8 @@ def from_dataframe(
         for row in frame.to_dict("records")
     )
     columns = columns or Columns()
-    renamed = ((number, rename_columns(name, row, columns.names)) for number, row in enumerate(rows, 1))
+    named = ((row, usual_names(row, columns.names, judged=True)) for row in rows)
+    renamed = ((number, rename_columns(name, row, names)) for number, (row, names) in enumerate(named, 1))
     return _read_set(Path(folder) / name, name, renamed, None, columns)
 
 
@@ -142,7 +156,7 @@ def _read_file(
     path: str | Path, kind: Kind | None, split: str | None, limit: int | None, columns: Columns | None
 ) -> PreferenceSet | QualitySet:
     columns = columns or Columns()
-    rows = read_table(path, columns.names)
+    rows = read_table(path, columns.names, judged=True)
     return _read_set(Path(path), Path(path).stem, rows, kind, columns, split=split, limit=limit)
 
 
@@ -173,7 +187,10 @@ def _read_set(
     for number, row in selected:
         filled = row if columns.has_images else fill_images(number, row)
         try:
-            records.append(read_pair(filled, coding, folder) if kind == "pairs" else read_quality(filled, folder))
+            if kind == "pairs":
+                records.append(read_pair(filled, coding, folder, needs_prompt=columns.needs_prompt))
+            else:
+                records.append(read_quality(filled, folder))
         except UserError as error:
             raise UserError(f"Row {number} of '{path}': {error}") from error
     numbers = tuple(number for number, _ in selected)
@@ -182,7 +199,9 @@ def _read_set(
     directions = {parse_bool(row.get("higher_is_better", True)) for _, row in selected}
     if len(directions) > 1 or None in directions:
         raise UserError(f"'{path}': higher_is_better must be true or false, and the same in all rows.")
-    return QualitySet(name=name, records=tuple(records), higher_is_better=True in directions, rows=numbers)
+    return mean_ratings(
+        QualitySet(name=name, records=tuple(records), higher_is_better=True in directions, rows=numbers)
+    )
 
 
 def join_scores(source: PreferenceSet | QualitySet, path: str | Path) -> PreferenceSet | QualitySet:

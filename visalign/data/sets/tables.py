@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Readers of JSONL, JSON, CSV, TSV and Parquet tables: row after row with its number in the file."""
+"""Readers of JSONL, JSON, CSV, TSV, Parquet and Excel tables: row after row with its number in the file."""
 
 from __future__ import annotations
 
 import csv
 import json
 import re
+import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
 
-from visalign.errors import UserError, suggestion
+from visalign.errors import UserError, nearest, suggestion
 from visalign.model_files import why_unreadable
+
+from .annotation_tools import split_annotations
 
 Row = dict[str, Any]
 NumberedRows = Iterator[tuple[int, Row]]
@@ -23,21 +26,22 @@ SEPARATORS = (",", ";", "\t", "|")
 """Separators tried when the first line of a .csv or .tsv file does not contain its own."""
 _BETWEEN_ENTRIES = re.compile(r"[\s,]*")
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+_DECIMAL_COMMA = re.compile(r"-?\d+,\d+")
 
 
 def read_rows(path: str | Path, *, columns: Sequence[str] | None = None) -> NumberedRows:
     """Read the numbered rows of a table lazily, so that a file larger than the memory can be read.
 
-    It is a `.jsonl`, `.json` (a list of objects), `.csv`, `.tsv` or `.parquet` file, of which `columns` may select
-    some; text is UTF-8. The number is the line in a text file (CSV: the row's last line), and the 1-based row
-    elsewhere. Values of CSV are strings; empty ones are left out.
+    Endings are those of `READERS`, forms of JSON those of `_read_object`; `columns` may select some; text is UTF-8.
+    The number is the line in a text file (CSV: the row's last line), and the 1-based row elsewhere. Values of CSV are
+    strings; empty ones are left out. Exports of Label Studio and Argilla give a row per annotator.
     """
     path = Path(path)
     reader = READERS.get(path.suffix.lower())
     if reader is None or not path.is_file():
         raise UserError(f"There is no table '{path}'. Give an existing file that ends in {', '.join(READERS)}.")
     try:
-        yield from reader(path, columns)
+        yield from split_annotations(path, reader(path, columns))
     except UnicodeDecodeError as error:
         raise UserError(f"'{path}' is not UTF-8 text ({error.reason}); save it as UTF-8.") from error
 
@@ -90,8 +94,14 @@ def require_columns(path: str | Path, row: Row, needed: Iterable[str], *, purpos
             hint += "There is one column; those of a CSV are separated by , ; | or tabs. "
         raise UserError(
             f"'{path}' {lacks} the column{'s' if len(missing) > 1 else ''} {', '.join(map(repr, missing))}, needed "
-            f"for {purpose}. {hint}Found: {listed(columns, limit=20) or 'none'}."
+            f"for {purpose}. {hint}Found: {listed(nearest_first(missing[0], columns), limit=20) or 'none'}."
         )
+
+
+def nearest_first(name: str, columns: Iterable[str]) -> list[str]:
+    """Order columns for a message: those most similar to a missing one first."""
+    columns = list(columns)
+    return list(dict.fromkeys([*nearest(name, columns, limit=len(columns) or 1, cutoff=0.5), *columns]))
 
 
 def parse_json(text: str, where: str) -> Any:
@@ -134,16 +144,15 @@ def _read_jsonl(path: Path, _: Sequence[str] | None) -> NumberedRows:
                 yield number, _require_object(path, number, parse_json(line, f"Line {number} of '{path}'"))
 
 
-def _read_json(path: Path, _: Sequence[str] | None) -> NumberedRows:
+def _read_json(path: Path, columns: Sequence[str] | None) -> NumberedRows:
     """Decode the entries of a list from a buffer, since annotation files of gigabytes are common."""
     decoder = json.JSONDecoder()
     with path.open(encoding="utf-8-sig") as file:
         text, position, number = file.read(_BLOCK).lstrip(), 1, 0
         if not text.startswith("["):
-            raise UserError(
-                f"'{path}' is no list; needed is a list of objects. A file with one object per line must "
-                "end in .jsonl."
-            )
+            text += file.read()
+            yield from _read_object(path, text) if _is_json(text) else _read_jsonl(path, columns)
+            return
         while True:
             separator = _BETWEEN_ENTRIES.match(text, position)
             start = separator.end() if separator else position
@@ -164,6 +173,43 @@ def _read_json(path: Path, _: Sequence[str] | None) -> NumberedRows:
                 raise UserError(f"Row {number + 1} of '{path}' is not JSON ({reason}). Fix or remove it.") from error
             number += 1
             yield number, _require_object(path, number, row)
+
+
+def _is_json(text: str) -> bool:
+    """Return False for one object per line, which many tools write to .json as well, and for damaged text."""
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _read_object(path: Path, text: str) -> NumberedRows:
+    """Read an object that holds a table: {"data": [rows]}, {"prompt": [cells], ...}, {id: row, ...}, or as pandas
+    writes it, {"prompt": {"0": cell}, ...} and {"columns": [names], "data": [[cells]]}."""
+    value = json.loads(text)
+    entries = value if isinstance(value, dict) else {}
+    lists = [entry for entry in entries.values() if isinstance(entry, list)]
+    objects = [entry for entry in entries.values() if isinstance(entry, dict)]
+    rows: Any = None
+    if {"columns", "data"} <= entries.keys() and all(isinstance(row, list) for row in entries["data"]):
+        rows = [dict(zip(entries["columns"], row, strict=False)) for row in entries["data"]]
+    elif len(lists) == 1 and all(isinstance(row, dict) for row in lists[0]):
+        rows = lists[0]
+    elif lists and len(lists) == len(entries) and len({len(column) for column in lists}) == 1:
+        rows = [dict(zip(entries, cells, strict=True)) for cells in zip(*lists, strict=True)]
+    elif objects and len(objects) == len(entries):
+        is_frame = all(key.isdigit() for column in objects for key in column)
+        rows = [{name: c.get(key) for name, c in entries.items()} for key in objects[0]] if is_frame else objects
+    if rows is None:
+        sizes = ", ".join(f"{name!r} has {len(entry)}" for name, entry in entries.items() if isinstance(entry, list))
+        raise UserError(
+            f"'{path}' is no list; needed is a list of objects, an object with such a list under one key, or columns "
+            f'of equal length, {{"prompt": ["a", "b"]}}{f" ({sizes})" if sizes else ""}. A file with one '
+            "object per line must end in .jsonl."
+        )
+    for number, row in enumerate(rows, 1):
+        yield number, {name: cell for name, cell in row.items() if cell is not None}
 
 
 def _delimiter(file: TextIO, path: Path) -> str:
@@ -189,6 +235,8 @@ def _read_delimited(path: Path, _: Sequence[str] | None) -> NumberedRows:
                         f"Line {lines.line_num} of '{path}' has {len(values)} fields, the first line names "
                         f"{len(names)} columns. Quote fields that hold '{delimiter}'."
                     )
+                if delimiter == ";":  # where it separates columns, the comma separates decimals
+                    values = [v.replace(",", ".") if _DECIMAL_COMMA.fullmatch(v) else v for v in values]
                 row = {name: value for name, value in zip(names, values, strict=True) if value}
                 yield lines.line_num, row
         except csv.Error as error:
@@ -213,11 +261,28 @@ def _read_parquet(path: Path, columns: Sequence[str] | None) -> NumberedRows:
         raise UserError(f"'{path}' cannot be read as Parquet: {message}. It may be cut short.") from error
 
 
+def _read_excel(path: Path, _: Sequence[str] | None) -> NumberedRows:
+    """Read the first sheet; numbers are numbers there, whatever their decimals look like."""
+    try:
+        import openpyxl  # noqa: F401  # pandas' reader of .xlsx
+        import pandas
+    except ModuleNotFoundError as error:
+        raise UserError(f"'{path}' needs pandas and openpyxl: python -m pip install 'visalign[dataframe]'.") from error
+    try:
+        frame = pandas.read_excel(path, dtype=object)
+    except (ValueError, OSError, KeyError, zipfile.BadZipFile) as error:
+        raise UserError(f"'{path}' cannot be read as an Excel sheet: {error}. Save it again, or as CSV.") from error
+    for number, row in enumerate(frame.to_dict("records"), 2):  # the first row has the names, as Excel counts
+        if cells := {str(name): cell for name, cell in row.items() if not pandas.isna(cell)}:
+            yield number, cells
+
+
 READERS: dict[str, Callable[[Path, Sequence[str] | None], NumberedRows]] = {
     ".jsonl": _read_jsonl,
     ".json": _read_json,
     ".csv": _read_delimited,
     ".tsv": _read_delimited,
     ".parquet": _read_parquet,
+    ".xlsx": _read_excel,
 }
 """File ending -> reader."""

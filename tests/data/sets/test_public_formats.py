@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables as pandas, Excel, Label Studio, Argilla, kohya's trainers and the hub have them."""
+
+from __future__ import annotations
+
+import json
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from PIL import Image
+
+from visalign.data.sets import hub_datasets
+from visalign.data.sets.annotation_tools import to_argilla, to_label_studio
+from visalign.data.sets.checks import check_quality, summed_votes
+from visalign.data.sets.columns import Columns
+from visalign.data.sets.hub_datasets import find_table
+from visalign.data.sets.prompt_files import load_demonstrations, load_prompts
+from visalign.data.sets.records import PreferenceSet, QualitySet
+from visalign.data.sets.sources import load_source
+from visalign.data.sets.tables import read_rows
+from visalign.errors import UserError
+
+ROWS = [{"prompt": "a cat", "mos": 1}, {"prompt": "a dog", "mos": 2}]
+CHAT = [{"from": "human", "value": "1 + 1?"}, {"from": "gpt", "value": "2"}]
+
+
+def save(path, content):
+    path.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        ROWS,
+        {"data": ROWS, "version": 1},
+        {"prompt": ["a cat", "a dog"], "mos": [1, 2]},
+        {"prompt": {"0": "a cat", "1": "a dog"}, "mos": {"0": 1, "1": 2}},
+        {"columns": ["prompt", "mos"], "index": [0, 1], "data": [["a cat", 1], ["a dog", 2]]},
+        {"x": ROWS[0], "y": ROWS[1]},
+        "\n".join(map(json.dumps, ROWS)),
+    ],
+    ids=["list", "data", "columns", "frame", "split", "ids", "lines"],
+)
+def test_forms_of_json(tmp_path, content):
+    assert [row for _, row in read_rows(save(tmp_path / "a.json", content))] == ROWS
+
+
+def test_columns_of_unequal_length_are_counted(tmp_path):
+    path = save(tmp_path / "a.json", {"prompt": ["a", "b"], "mos": [1]})
+    with pytest.raises(UserError, match=r"columns of equal length.*\('prompt' has 2, 'mos' has 1\)"):
+        list(read_rows(path))
+
+
+def test_decimal_commas(tmp_path):
+    path = save(tmp_path / "a.csv", 'image;mos;prompt\na.png;3,5;"red, or 1,5"\n')
+    assert [row for _, row in read_rows(path)] == [{"image": "a.png", "mos": "3.5", "prompt": "red, or 1,5"}]
+
+
+def test_excel(tmp_path):
+    pandas, _ = pytest.importorskip("pandas"), pytest.importorskip("openpyxl")
+    pandas.DataFrame([{"image": "a.png", "mos": 3.5, "prompt": None}]).to_excel(tmp_path / "a.xlsx", index=False)
+    assert list(read_rows(tmp_path / "a.xlsx")) == [(2, {"image": "a.png", "mos": 3.5})]
+    save(tmp_path / "b.xlsx", "image,mos")
+    with pytest.raises(UserError, match=r"b.xlsx' cannot be read as an Excel sheet"):
+        list(read_rows(tmp_path / "b.xlsx"))
+
+
+def captions(tmp_path):
+    for name, ending, caption in (("a", "txt", "a cat"), ("b", "caption", "a\ndog"), ("c", None, "")):
+        Image.new("RGB", (4, 4)).save(tmp_path / f"{name}.png")
+        if ending:
+            save(tmp_path / f"{name}.{ending}", caption)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.csv", "caption,tag\na cat,x\na dog,y\n"),
+        ("a.tsv", "prompt\ttag\na cat\tx\na dog\ty\n"),
+        ("a.json", {"text": ["a cat", "a dog"]}),
+        ("metadata.csv", "file_name,text\na.png,a cat\nb.png,a dog\n"),
+        (None, captions),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:1 of 3 images have no caption")
+def test_prompts_of_images(tmp_path, name, content):
+    source = save(tmp_path / name, content) if name else content(tmp_path)
+    source = tmp_path if name == "metadata.csv" else source
+    assert [record["prompt"] for record in load_prompts(source)] == ["a cat", "a dog"]
+
+
+def test_a_column_that_is_missing_is_named_with_the_nearest_first(tmp_path):
+    path = save(tmp_path / "a.csv", "id,words,captions\n1,x,a cat\n")
+    with pytest.raises(UserError, match=r"no field 'caption'.*Did you mean 'captions'\? Its fields are captions, id"):
+        load_prompts(path, names={"prompt": "caption"})
+    with pytest.raises(UserError, match=r"it has the fields id, words, captions. data.map=\{prompt: FIELD\} names"):
+        load_prompts(path)
+    assert load_prompts(path, names={"prompt": "captions"})[0]["prompt"] == "a cat"
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=r"holds 0 images and no captions: cat.png has its caption in cat.txt"):
+        load_prompts(tmp_path / "empty")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"question": "1 + 1?", "answer": "2"},
+        {"prompt": "1 + 1?", "response": "2"},
+        {"prompt": json.dumps([{"role": "user", "content": "1 + 1?"}]), "completion": "2"},
+        {"conversations": CHAT},
+    ],
+    ids=["gsm8k", "response", "json", "sharegpt"],
+)
+def test_demonstrations_of_public_sets(tmp_path, row):
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "a.parquet")
+    (record,) = load_demonstrations(tmp_path / "a.parquet")
+    assert record["completion"] == "2"
+    assert record["prompt"] in ("1 + 1?", [{"role": "user", "content": "1 + 1?"}])
+
+
+def task(index, *results, by=1, **data):
+    entries = [{"from_name": name, "to_name": "x", "type": kind, "value": value} for name, kind, value in results]
+    kept = {"completed_by": {"id": by, "email": f"{by}@x.org"}, "result": entries, "was_cancelled": False}
+    skipped = {"completed_by": 9, "result": [], "was_cancelled": True}
+    return {"id": index, "data": data, "annotations": [kept, skipped], "predictions": []}
+
+
+RATED = [
+    {"image": "/data/upload/3/0a1b2c3d-a.png", "prompt": "a cat"},
+    {"image": "/data/local-files/?d=b%20c.png", "prompt": "a dog"},
+]
+
+
+def label_studio():
+    return [
+        task(i, ("q", "rating", {"rating": mos}), by=by, **RATED[i])
+        for i in (0, 1)
+        for by, mos in ((1, 2 + i), (2, 5))
+    ]
+
+
+def label_studio_min():
+    return [
+        {**RATED[i], "id": i, "annotator": by, "annotation_id": 10 * i + by, "q": [{"rating": mos}]}
+        for i in (0, 1)
+        for by, mos in ((1, 2 + i), (2, 5))
+    ]
+
+
+def argilla(form):
+    answers = [[(2 + i, "u1"), (5, "u2")] for i in (0, 1)]
+    fields = [{"image": name, "prompt": prompt} for name, prompt in (("a.png", "a cat"), ("b c.png", "a dog"))]
+    if form == "flat":
+        rows = [{"q.responses": [v for v, _ in a], "q.responses.users": [u for _, u in a]} for a in answers]
+        return [
+            {"id": "x", "_server_id": None, **f, **row, "q.suggestion": None}
+            for f, row in zip(fields, rows, strict=True)
+        ]
+    if form == "v1":
+        rows = [[{"values": {"q": {"value": v}}, "user_id": u, "status": "submitted"} for v, u in a] for a in answers]
+    else:
+        rows = [{"q": [{"value": v, "user_id": u} for v, u in a]} for a in answers]
+    return [{"id": "x", "fields": f, "metadata": {}, "responses": row} for f, row in zip(fields, rows, strict=True)]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [label_studio(), label_studio_min(), argilla("nested"), argilla("flat"), argilla("v1")],
+    ids=["label-studio", "label-studio-min", "argilla", "argilla-flat", "argilla-1"],
+)
+def test_exported_ratings(tmp_path, rows):
+    ratings = load_source(str(save(tmp_path / "a.json", rows)))
+    assert isinstance(ratings, QualitySet) and ratings.ratings is not None
+    assert [(r.image, r.prompt, r.mos) for r in ratings.records] == [
+        (str(tmp_path / "a.png"), "a cat", 3.5),
+        (str(tmp_path / "b c.png"), "a dog", 4.0),
+    ]
+    (finding, *_) = check_quality(ratings, files=False)
+    assert finding.message == "4 ratings of 2 images by 2 raters: an image's score is their mean."
+
+
+def pairs():
+    data = {"prompt": "a cat", "one": "l.png", "two": "r.png"}
+    label_studio = [
+        task(0, ("pw", "pairwise", {"selected": "left"}), by=1, **data),
+        task(0, ("pw", "choices", {"choices": ["Right"]}), by=2, **data),
+        task(0, ("pw", "pairwise", {"selected": "left"}), by=3, **data),
+    ]
+    ranks = [[1, 2], [2, 1], [1, 2]]
+    ranked = [[{"value": "left", "rank": a}, {"value": "right", "rank": b}] for a, b in ranks]
+    responses = {"pick": [{"value": value, "user_id": f"u{i}"} for i, value in enumerate(ranked)]}
+    csv = "left,right,rater,choice,caption\nl.png,r.png,A,left,a cat\nr.png,l.png,B,r.png,a cat\n"
+    csv += "l.png,r.png,C,l.png,a cat\n"
+    return {"a.json": label_studio, "b.json": [{"fields": data, "responses": responses}], "c.csv": csv}
+
+
+@pytest.mark.parametrize("name", ["a.json", "b.json", "c.csv"])
+def test_exported_pairs(tmp_path, name):
+    loaded = load_source(str(save(tmp_path / name, pairs()[name])))
+    assert isinstance(loaded, PreferenceSet)
+    (pair,) = summed_votes(loaded)[0].pairs
+    assert (pair.prompt, pair.image_left, pair.votes) == ("a cat", str(tmp_path / "l.png"), (2, 1, 0))
+
+
+@pytest.mark.parametrize("write", [to_label_studio, to_argilla])
+@pytest.mark.parametrize("answer", [{"label": "tie"}, {"mos": 4.0}], ids=["pairs", "ratings"])
+def test_what_is_exported_is_read_again(tmp_path, write, answer):
+    images = ("image_left", "image_right") if "label" in answer else ("image",)
+    data = {"prompt": "a cat", **{name: f"/x/{name}.png" for name in images}}
+    votes = [{**data, **answer, "annotator": name} for name in ("ann", "bob")]
+    rows = [row for _, row in read_rows(save(tmp_path / "a.json", write(votes)))]
+    ours = [{k: v for k, v in row.items() if k not in ("annotator", "voters")} for row in rows]
+    assert ours == [{**data, **answer}] * 2 and len({row["annotator"] for row in rows}) == 2
+
+
+def test_tasks_without_annotations_are_refused(tmp_path):
+    path = save(tmp_path / "a.json", [{"id": 1, "data": RATED[0], "annotations": []}])
+    with pytest.raises(UserError, match=r"a.json' has 1 tasks and no submitted annotation.*Annotate some"):
+        load_source(str(path))
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (["a.png,ann,1", "a.png,ann,2"], "ann rated 'a.png' 1 in row 2 and 2 in row 3. Keep one"),
+        (["a.png,ann,good", "b.png,ann,2"], "Row 2 .*'mos' is 'good', needed is a finite number"),
+    ],
+)
+def test_ratings_that_are_refused(tmp_path, lines, message):
+    path = save(tmp_path / "a.csv", "\n".join(["image,rater,score", *lines]))
+    with pytest.raises(UserError, match=message.replace("'a.png'", f"'{tmp_path}/a.png'")):
+        load_source(str(path))
+
+
+def test_odd_ratings_are_reported(tmp_path):
+    lines = [f"{i}.png,ann,{(1, 3, 4, 5, 55)[i % 5 if i < 5 else i % 4]}" for i in range(20)]
+    ratings = load_source(str(save(tmp_path / "a.csv", "\n".join(["image,rater,score", *lines]))))
+    assert isinstance(ratings, QualitySet)
+    one, far = [finding.message for finding in check_quality(ratings, files=False)]
+    assert "All 20 ratings are by one rater, ann" in one
+    assert far == "1 scores are far from the others (1 to 5): 55 in row 6. Check them."
+
+
+def test_pairs_need_no_prompt_where_nothing_reads_one(tmp_path):
+    path = save(tmp_path / "a.csv", "left,right,choice\na.png,b.png,left\nc.png,d.png,right\n")
+    with pytest.raises(UserError, match="lacks the column 'prompt'"):
+        load_source(str(path))
+    loaded = load_source(str(path), columns=Columns(needs_prompt=False))
+    assert isinstance(loaded, PreferenceSet) and len({pair.group for pair in loaded.pairs}) == 2
+
+
+def test_what_is_a_dataset_of_the_hub(tmp_path, monkeypatch):
+    monkeypatch.setattr(hub_datasets, "_fetch", lambda *parts: parts)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    for source in ("a/b", "c/d.csv", "./c/d", "shapes:pairs", "/c/d", "c/d/e/f"):
+        assert str(find_table(source)) == source.removeprefix("./")
+    assert find_table("openai/gsm8k") == ("openai/gsm8k", None, None, None)
+    assert find_table("openai/gsm8k/main:test") == ("openai/gsm8k", None, "main", "test")
+    assert find_table("hf://datasets/openai/gsm8k@v1:train[:5]") == ("openai/gsm8k", "v1", None, "train[:5]")
+
+
+def test_a_dataset_that_cannot_be_reached_is_named(monkeypatch):
+    for place in ("visalign.hub", "visalign.data.sets.hub_datasets"):
+        monkeypatch.setattr(f"{place}.hub_outage", lambda: "no route")
+    message = r"no file or folder 'no/such' here. The dataset no/such is not in the .* cannot be reached \(no route\)"
+    with pytest.raises(UserError, match=message):
+        load_source("no/such:test")
+
+
+def test_a_cached_dataset_is_read_without_a_network(tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets", reason="the extra datasets is not installed")
+    file, cache = save(tmp_path / "a.jsonl", '{"question": "1 + 1?", "answer": "#### 2"}'), tmp_path / "cache"
+    datasets.load_dataset("json", data_files={"train": str(file), "test": str(file)}, cache_dir=str(tmp_path))
+    folder = next((tmp_path / "json").glob("*/*/*/"))
+    for arrow in folder.glob("*.arrow"):
+        arrow.rename(arrow.with_name(arrow.name.replace("json", "gsm8k")))
+    info = json.loads((folder / "dataset_info.json").read_text()) | {"dataset_name": "gsm8k", "config_name": "main"}
+    save(folder / "dataset_info.json", info)
+    (cache / "me___gsm8k" / "main").mkdir(parents=True)
+    folder.parent.rename(cache / "me___gsm8k" / "main" / "0.0.0")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(cache))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
+    monkeypatch.setattr(hub_datasets, "hub_outage", lambda: "no route")
+    record = {"prompt": "1 + 1?", "answer": "#### 2"}
+    for source in ("me/gsm8k", "me/gsm8k:test", "hf://datasets/me/gsm8k/main:train[:1]"):
+        assert load_prompts(source, chat=True) == [record]
+    for source, message in (
+        ("me/gsm8k:tst", r"has the splits train, test. Write me/gsm8k:SPLIT"),
+        ("me/gsm8k/mn", r"has the configurations main. Write me/gsm8k/CONFIG:SPLIT"),
+    ):
+        with pytest.raises(UserError, match=message):
+            load_prompts(source)
