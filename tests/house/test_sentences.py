@@ -10,22 +10,14 @@ from statistics import median
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("docs/concepts", "docs/evidence", "docs/judges", "docs/trainers")
-PAGES = (
+PATTERNS = (
     "README.md",
-    "docs/index.md",
+    "assets/*/README.md",
+    "docs/*.md",
     "docs/help/index.md",
-    "docs/start/fine_tune.md",
-    "docs/start/hosts.md",
-    "docs/start/judge.md",
-    "docs/start/machines.md",
-    "docs/start/models.md",
-    "docs/start/python.md",
-    "docs/start/tables.md",
-    "docs/start/text.md",
-    "docs/start/votes.md",
-    *(str(page.relative_to(ROOT)) for folder in FOLDERS for page in sorted((ROOT / folder).glob("*.md"))),
+    *(f"docs/{folder}/*.md" for folder in ("concepts", "evidence", "judges", "start", "trainers")),
 )
+PAGES = sorted(str(page.relative_to(ROOT)) for pattern in PATTERNS for page in ROOT.glob(pattern))
 LONGEST, MEDIAN = 40, 18
 NO_PROSE = re.compile(
     r"\A---\n.*?^---\n"  # front matter
