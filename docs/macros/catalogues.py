@@ -67,7 +67,8 @@ def families() -> str:
         times = "any" if family.mixed else "one"
         kinds = ", ".join(code(kind) for kind in family.pipelines)
         rows.append((code(name), kinds, makes, family.guidance, off, usual, times))
-    return table(("family", "pipelines", "makes", "guidance", "off", "usual", "times"), rows)
+    header = ("family", "pipelines", "makes", "guidance", "off at", "usual", "noise levels in one pass")
+    return table(header, rows)
 
 
 def text_rewards() -> str:
@@ -86,7 +87,7 @@ def trl_names() -> str:
     for name, settings in names.items():
         parts = [setting.partition(" (") for setting in settings]
         rows.append((code(name), ", or ".join(code(ours) + space + note for ours, space, note in parts)))
-    return table(("elsewhere", "here"), rows)
+    return table(("in TRL", "in visalign"), rows)
 
 
 def algorithms() -> str:
