@@ -102,14 +102,17 @@ def read_number(name: str, item: Any, position: str) -> float | None:
             f"Reward {name!r} returned {item!r} ({type(item).__name__}) {position}; needed is a number, or "
             "None for one that it is not for."
         )
-    return None if item is None else float(item)
+    try:
+        return None if item is None else float(item)
+    except OverflowError:  # a whole number beyond 1e308
+        return math.inf
 
 
 def unjudged(name: str, number: float | None, range: tuple[float, float]) -> str | None:
     """Return why a number is no score, None for a score; one outside the range is the function's error."""
     if number is None:
         return f"{name} returned None: {NOT_FOR_SAMPLE}"
-    if not math.isfinite(number):
+    if not abs(number) <= torch.finfo(torch.float32).max:  # scores are float32
         return f"{name} returned {'NaN' if math.isnan(number) else number} for it"
     if not range[0] <= number <= range[1]:
         raise RewardError(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from typing import Any
@@ -177,8 +178,9 @@ def test_none_and_nan_are_invalid_with_a_reason():
     scores = FunctionReward(lambda images: [None, float("nan"), 3], name="mine").score(IMAGES, PROMPTS)
     assert scores.valid.tolist() == [False, False, True] and scores.value[:2].isnan().all()
     assert scores.reason == ["mine returned None: not for this sample", "mine returned NaN for it", None]
-    scores = FunctionReward(lambda images: [1, float("inf"), 3], name="mine").score(IMAGES, PROMPTS)
-    assert scores.reason is not None and scores.reason[1] == "mine returned inf for it"
+    for number, text in ((math.inf, "inf"), (1e300, "1e+300"), (10**400, "inf")):  # scores are float32
+        scores = FunctionReward(lambda images: [1, number, 3], name="mine").score(IMAGES, PROMPTS)  # noqa: B023
+        assert scores.reason is not None and scores.reason[1] == f"mine returned {text} for it"
 
 
 def test_bad_image_is_not_shown_to_the_function():

@@ -156,7 +156,8 @@ class PipelinePolicy:
             else:
                 untrusted = {**absent, **quantized, "trust_remote_code": False}
                 pipe = DiffusionPipeline.from_pretrained(str(folder_or_id), dtype=dtypes, **untrusted)
-        return cls(pipe.to(device), **options)
+            pipe = pipe.to(device)  # fails where weights are missing
+        return cls(pipe, **options)
 
     @property
     def guidance(self) -> float:

@@ -156,9 +156,9 @@ class SD3Policy:
         absent: dict[str, Any] = {} if use_t5 and listed.issuperset(T5_PARTS) else dict.fromkeys(T5_PARTS)
         files: dict[str, Any] = {"variant": stored_variant(folder), "trust_remote_code": False, **absent, **quantized}
         with explain_damage(folder_or_id, "StableDiffusion3Pipeline"):
-            pipe = StableDiffusion3Pipeline.from_pretrained(str(folder_or_id), dtype=dtype, **files)
+            pipe = StableDiffusion3Pipeline.from_pretrained(str(folder_or_id), dtype=dtype, **files).to(device)
         pipe.set_progress_bar_config(disable=True)
-        return cls(pipe.to(device), **options)
+        return cls(pipe, **options)
 
     @property
     def module(self) -> nn.Module:
