@@ -212,6 +212,34 @@ def export_lora(
     echo(f"{layers} layers for ComfyUI{f' ({family})' if family else ''}: {output}")
 
 
+@command(TRAIN, "push runs/flow me/flow-lora --license apache-2.0")
+def push(
+    run: Annotated[Path, Argument(help="Run folder.")],
+    name: Annotated[str, Argument(help="Name on the hub: owner/name.")],
+    license: Annotated[
+        str | None, Option(help="Licence, such as apache-2.0. Default: the base model's.", show_default=False)
+    ] = None,
+    private: Annotated[bool, Option("--private", help="Make a new repository private.")] = False,
+    dry_run: DryRun = False,
+) -> None:
+    """Upload a run's result and its model card to the Hugging Face hub.
+
+    With --dry-run the card is written and the files are listed, without network.
+    """
+    from visalign.pipelines.shared.hub import check_push, push_run
+    from visalign.pipelines.shared.model_card import result_of, write_card
+
+    result_of(run)
+    if dry_run:
+        folder = write_card(run, license=license, repo=name)
+        files = sorted(file for file in folder.rglob("*") if file.is_file())
+        echo(f"Would be uploaded to {name}, {sum(file.stat().st_size for file in files) / 1e6:.1f} MB:")
+        echo("\n".join(f"  {file}" for file in files))
+        return
+    check_push(name, then=f"To see what would be uploaded: visalign push {run} {name} --dry-run.")
+    echo(f"Uploaded to {push_run(run, name, license=license, private=private)}.")
+
+
 command(REWARD, "score images/ -r hpsv3 -r clip_score --output scores.jsonl")(score)
 command(REWARD, "compare a.png b.png -r hpsv3 --prompt 'a red circle'")(compare)
 command(REWARD, "rank images/ -r hpsv3 --prompt 'a red circle'")(rank)

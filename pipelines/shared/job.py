@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from visalign.atomic import write_atomic
 from visalign.config import flatten
+from visalign.errors import UserError
 from visalign.signals import Stopped
 from visalign.training.loop.metrics import read_metrics
 from visalign.training.loop.monitor import BEST, best_checkpoint_note, monitor_messages
@@ -101,6 +102,10 @@ def run_job(config: Any, output: Path, resume: bool = False, *, build: Callable[
 
     from visalign.training.loop.processes import report_lost_process
 
+    if config.run.push_to_hub is not None:
+        from .hub import check_push
+
+        check_push(config.run.push_to_hub, then="Or train without run.push_to_hub and upload later: visalign push.")
     with claimed(config, output, resume=resume, free=FREE_KEYS), report_lost_process():
         if config.run.threads is not None:
             torch.set_num_threads(config.run.threads)
@@ -126,11 +131,27 @@ def run_job(config: Any, output: Path, resume: bool = False, *, build: Callable[
             if result.stopped == "interrupted":
                 raise TrainingInterrupted(result.signal or signal.SIGINT)
             summary = job.after(before, result, measuring)
+            if accelerator.is_main_process:
+                _publish(job)
             accelerator.wait_for_everyone()
             return RunSummary(summary, job.next_command)
         finally:
             if config.run.trackers:
                 accelerator.end_training()
+
+
+def _publish(job: Job) -> None:
+    """Write the model card, and upload the result where the configuration says so; a failure is a warning."""
+    from .hub import push_run
+    from .model_card import write_card
+
+    run = job.config.run
+    try:
+        write_card(job.output, license=run.license)
+        if run.push_to_hub is not None:
+            job.trainer.progress.note(f"Uploaded to {push_run(job.output, run.push_to_hub)}.")
+    except UserError as error:
+        job.trainer.progress.note(f"Warning: {error}")
 
 
 def build_trainer(
@@ -256,7 +277,13 @@ class PolicyRun(Job):
             self.trainer.progress.note(f"Warning: {warnings[-1]}")
         costs = {**self.costs(result, evaluating), "phases": phases, **self.counts(result.counters)}
         trained_on = {} if self.heldout_trained_on is None else {"heldout_prompts_trained_on": self.heldout_trained_on}
-        spent = {**costs, **trained_on, "warnings": warnings, **({BEST: state[BEST]} if BEST in state else {})}
+        spent = {
+            **costs,
+            **trained_on,
+            "load_code": self.load_code,
+            "warnings": warnings,
+            **({BEST: state[BEST]} if BEST in state else {}),
+        }
         shared: dict[str, Any] = {"config": asdict(self.config), "versions": versions()}
         path = write_summary(output / "summary.json", before=before, after=after, costs=spent, **shared)
         start = None

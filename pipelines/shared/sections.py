@@ -216,6 +216,10 @@ class RunConfig(MachineConfig):
     last ones are the result."""
     trackers: list[str] = field(default_factory=list)
     """Trackers of accelerate besides metrics.jsonl: tensorboard, wandb, ..."""
+    push_to_hub: str | None = None
+    """Name on the Hugging Face hub, owner/name, that the result is uploaded to at the end, with its model card."""
+    license: str | None = None
+    """Licence in the model card, such as apache-2.0; null: the one in the card of the base model."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -229,7 +233,7 @@ class PolicyRunConfig(RunConfig):
 
 FREE_KEYS = (
     *("run.iterations", "run.max_seconds", "run.checkpoint_every", "run.keep_checkpoints", "run.best_by"),
-    *("run.trackers", "run.sharding"),
+    *("run.trackers", "run.sharding", "run.push_to_hub", "run.license"),
     *("rollout.batch_size", "model.decode_batch", "model.generate_batch", "model.score_batch"),
     *("optimizer.micro_batch", "optimizer.fused", "evaluation.batch_size", "server.patience"),
     *(f"monitor.{rule}.{limit.name}" for rule in ("warn", "stop") for limit in fields(MonitorLimits)),

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Model card of a run: README.md, images and a curve next to its weights, as the Hugging Face hub shows them."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCard, ModelCardData, try_to_load_from_cache
+from PIL import Image
+
+from visalign.atomic import write_atomic
+from visalign.data.assets import PACKAGED, resolve_model
+from visalign.errors import UserError
+from visalign.evaluation import HeldoutResult, load_heldout
+from visalign.evaluation.pages.curves import known_curves, panels
+from visalign.training.loop.metrics import read_metrics
+
+from .parts import evenly_spaced
+
+CARD, CURVE, CONFIG, IMAGES = "README.md", "curve.svg", "config.yaml", "images"
+RESULTS = ("lora", "model", "judge")
+"""Folders of a run that hold its result."""
+SHOWN = 4
+"""Prompts with an image before and after."""
+LICENSES = frozenset(
+    "apache-2.0 mit openrail openrail++ creativeml-openrail-m bsd-2-clause bsd-3-clause cc0-1.0 cc-by-4.0 "
+    "cc-by-sa-4.0 cc-by-nc-4.0 cc-by-nc-sa-4.0 cc-by-nd-4.0 gpl-3.0 agpl-3.0 lgpl-3.0 mpl-2.0 llama2 llama3 gemma "
+    "other unknown".split()
+)
+"""Licence ids that the hub knows; another one is given as `other` with its name."""
+_STYLE = (
+    "svg{background:#fff}text{font:14px sans-serif;fill:#555}.grid{stroke:#ddd}path{fill:none;stroke:#2563eb}"
+    ".line{stroke-width:2.25}.raw{opacity:.4}.dot,.last{fill:#2563eb}"
+)
+
+
+def result_of(run: Path) -> Path:
+    """Return the folder of a run's result; a run that has not ended has none."""
+    if not (run / CONFIG).is_file():
+        raise UserError(f"{run} is no run folder: it has no {CONFIG}. Give the folder that visalign train wrote.")
+    folder = next((run / name for name in RESULTS if (run / name).is_dir()), None)
+    if folder is None or not (run / "summary.json").is_file():
+        raise UserError(
+            f"The run {run} has not ended, so it has no result. Finish it: visalign train {run / CONFIG} "
+            f"--output {run} --resume."
+        )
+    return folder
+
+
+def write_card(run: Path, *, license: str | None = None, repo: str | None = None) -> Path:
+    """Write the model card of a run that has ended; return the folder of its result, which holds the card.
+
+    Args:
+        run: Run folder.
+        license: Licence id, such as apache-2.0; None takes the one of the base model's card.
+        repo: Name on the hub for the code that loads the result; None names the local folder.
+    """
+    folder = result_of(run)
+    shutil.copyfile(run / CONFIG, folder / CONFIG)
+    if folder.name == "judge":  # a trained reward writes a card of its own
+        return folder
+    summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+    config = summary["config"]
+    terms = (config.get("rewards") or {}).get("terms") or {}
+    before, after = (load_heldout(run / f"{when}.npz") for when in ("before", "after"))
+    is_text = bool(before.completions)
+    base = base_model(config["model"]["path"])
+    name = config["run"].get("license") if license is None else license
+    data = base | ({} if name is None else _license(name))
+    algorithm = (config.get("objective") or {}).get("algorithm", "visalign")
+    kind = "LoRA" if folder.name == "lora" else "fine-tuned model"
+    task, library = (
+        ("text-generation", "peft" if kind == "LoRA" else "transformers")
+        if is_text
+        else ("text-to-image", "diffusers")
+    )
+    tags = [*{"visalign": 0, algorithm: 0}, *(["lora"] if kind == "LoRA" else [])]
+    metadata = ModelCardData(library_name=library, pipeline_tag=task, tags=tags, **data)
+    rewards = ", ".join(label for label, term in terms.items() if term.get("weight")) or "stored data"
+    parent = data.get("base_model") or Path(str(config["model"]["path"])).name
+    text = "\n".join(
+        [
+            f"---\n{metadata.to_yaml()}\n---\n\n# {(repo or run.absolute().name).rpartition('/')[2]}\n",
+            f"A {kind} of {parent}, trained with {algorithm} of visalign on {rewards}.\n",
+            *_before_after(before, after, folder),
+            *_results(summary),
+            *_curve(run, folder),
+            f"## Use\n\n```python\n{summary.get('load_code', '').replace(str(folder), repo or str(folder))}\n```\n",
+            *_training(config, summary),
+            f"## Licence\n\n{_license_sentence(data, given=name is not None)}\n",
+        ]
+    )
+    write_atomic(folder / CARD, text)
+    return folder
+
+
+def base_model(path: str) -> dict[str, Any]:
+    """Return base_model and licence of a model for a card's header, as far as the machine knows them."""
+    folder, found = Path(resolve_model(path)), {}
+    if Path(path).name in PACKAGED:
+        return {"license": "apache-2.0"}
+    if not folder.is_dir():
+        found["base_model"], card = path, try_to_load_from_cache(path, CARD)
+    else:
+        card = folder / CARD
+        if cached := re.search(r"models--([\w.-]+)--([\w.-]+)/snapshots", str(folder.absolute())):
+            found["base_model"] = "/".join(cached.groups())
+        for index in ("model_index.json", "config.json"):
+            if (folder / index).is_file():
+                source = str(json.loads((folder / index).read_text(encoding="utf-8")).get("_name_or_path", ""))
+                if re.fullmatch(r"[\w.-]+/[\w.-]+", source) and not Path(source).exists():
+                    found["base_model"] = source
+    if isinstance(card, str | Path) and Path(card).is_file():
+        header = ModelCard.load(card, ignore_metadata_errors=True).data.to_dict()
+        names = ("license", "license_name", "license_link") + (() if "base_model" in found else ("base_model",))
+        found |= {key: header[key] for key in names if header.get(key)}
+    return found
+
+
+def _license(name: str) -> dict[str, str]:
+    """Return a licence's fields of a card's header."""
+    known = name.lower() in LICENSES
+    return {"license": name.lower()} if known else {"license": "other", "license_name": name}
+
+
+def _license_sentence(data: Mapping[str, Any], *, given: bool) -> str:
+    if "license" in data:
+        name = data.get("license_name", data["license"])
+        return f"{name}, {'stated for this model' if given else 'the licence of the base model'}."
+    return (
+        "No licence is stated: none was given (run.license, or visalign push --license), and no card of the base "
+        "model was found. Ask the owner before you use this model."
+    )
+
+
+def _before_after(before: HeldoutResult, after: HeldoutResult, folder: Path) -> Iterator[str]:
+    """Write images of the same prompts and seed before and after; yield a table of them."""
+    rows_after = {row: i for i, row in enumerate(after.image_index.tolist())}
+    first: dict[str, tuple[int, int]] = {}
+    for i, row in enumerate(before.image_index.tolist()):
+        if row in rows_after:
+            first.setdefault(before.prompts[row], (i, rows_after[row]))
+    chosen = evenly_spaced(list(first.items()), SHOWN)
+    if not chosen:
+        return
+    (folder / IMAGES).mkdir(exist_ok=True)
+    yield "| prompt | before | after |\n|---|---|---|"
+    for number, (prompt, rows) in enumerate(chosen):
+        names = [f"{IMAGES}/{when}_{number}.png" for when in ("before", "after")]
+        for name, result, row in zip(names, (before, after), rows, strict=True):
+            Image.fromarray(result.images[row]).save(folder / name)
+        cell = " ".join(prompt.split()).replace("|", "\\|")
+        yield f"| {cell} | ![before]({names[0]}) | ![after]({names[1]}) |"
+    yield "\nHeld-out prompts, the same seed before and after training.\n"
+
+
+def _results(summary: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a table of the held-out measures before and after, with intervals of the change."""
+    before, after, changes = (summary.get(key) or {} for key in ("before", "after", "changes"))
+    rows = [("accuracy", before.get("accuracy"), after.get("accuracy"), changes.get("accuracy"))]
+    for label, reward in (before.get("rewards") or {}).items():
+        later = (after.get("rewards") or {}).get(label) or {}
+        change = (changes.get("rewards") or {}).get(label)
+        rows.append((f"{label} ({reward.get('unit')})", reward.get("mean"), later.get("mean"), change))
+    seeds = len(before.get("seeds") or ())
+    yield f"## Results\n\nMeans over {before.get('prompts')} held-out prompts, seeds of each: {seeds}.\n"
+    yield "| reward | before | after | change (95 % interval) |\n|---|---|---|---|"
+    for label, first, last, change in rows:
+        if first is not None and last is not None:
+            interval = change and change.get("low") is not None
+            span = f" ({change['low']:+.4g} to {change['high']:+.4g})" if change and interval else ""
+            yield f"| {label} | {first:.4g} | {last:.4g} | {last - first:+.4g}{span} |"
+    yield ""
+
+
+def _curve(run: Path, folder: Path) -> Iterator[str]:
+    """Write the curve of the held-out reward, or of the training reward; yield its line."""
+    metrics = read_metrics(run / "metrics.jsonl") if (run / "metrics.jsonl").is_file() else []
+    drawn, _ = panels(metrics, known_curves(metrics))
+    panel = next((panel for panel in drawn if panel.curve.keys[0].startswith("heldout/")), next(iter(drawn), None))
+    if panel is not None:
+        svg = str(panel.svg).replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
+        write_atomic(folder / CURVE, svg.replace(">", f"><style>{_STYLE}</style>", 1))
+        yield f"![{panel.curve.title}]({CURVE})\n\n{panel.curve.title} ({panel.curve.unit}) over the iterations.\n"
+
+
+def _training(config: Mapping[str, Any], summary: Mapping[str, Any]) -> Iterator[str]:
+    """Yield prompts, rewards, cost and command."""
+    data, terms = config.get("data") or {}, (config.get("rewards") or {}).get("terms") or {}
+    yield "## Training\n\n| | |\n|---|---|"
+    yield f"| prompts | {Path(str(data.get('train'))).name}; held out: {Path(str(data.get('heldout'))).name} |"
+    for label, term in terms.items():
+        weight = f"weight {term.get('weight')}" if term.get("weight") else "recorded only"
+        yield f"| reward {label} | {Path(str(term.get('name') or label)).name}, {weight} |"
+    minutes = (summary.get("seconds") or 0) / 60
+    yield f"| iterations | {summary.get('iterations')}, {minutes:.0f} minutes |"
+    yield f"| command | `visalign train {CONFIG}` with [{CONFIG}]({CONFIG}) |"
+    versions = summary["versions"]
+    names = [name for name in ("visalign", "torch", "diffusers", "transformers", "peft") if name in versions]
+    yield f"| versions | {', '.join(f'{name} {versions[name]}' for name in names)} |\n"
