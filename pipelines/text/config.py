@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import field, replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,6 @@ from pydantic.dataclasses import dataclass
 
 from visalign.core import Objective
 from visalign.data.assets import assets_folder
-from visalign.errors import UserError
 from visalign.pipelines.shared.sections import (
     Dtype,
     HeldoutConfig,
@@ -114,8 +113,9 @@ class PromptsConfig:
 class HeldoutPromptsConfig(PromptsConfig):
     """Prompts to train on and prompts to measure on."""
 
-    heldout: str = "tasks:heldout"
-    """tasks:heldout, or prompts in a form of data.train."""
+    heldout: str | None = None
+    """tasks:heldout, or prompts in a form of data.train. null: a tenth of the prompts (100 at most), which is then not
+    trained on, with a model and prompts of one's own; else tasks:heldout."""
     heldout_per_task: Count = 15
     """Records of each kind in tasks:heldout."""
     heldout_size: Count = 300
@@ -126,9 +126,6 @@ class HeldoutPromptsConfig(PromptsConfig):
 class TextDataConfig(HeldoutPromptsConfig):
     """Prompts and demonstrations."""
 
-    heldout: str | None = None
-    """tasks:heldout, or prompts in a form of data.train. null: a tenth of the prompts (100 at most), which is then not
-    trained on, with a model and prompts of one's own; else tasks:heldout."""
     demonstrations: str | None = None
     """Demonstrations for PPO-ptx: tasks:train, or a .jsonl file of records with prompt and completion."""
     demonstrations_batch: Count = 32
@@ -142,10 +139,18 @@ class TextEvaluationConfig(HeldoutConfig):
     seeds: Annotated[list[Natural], Field(min_length=1)] = field(default_factory=lambda: [0, 1, 2, 3])
     """Seeds of the completions to each prompt; one more completion is greedy."""
     rewards: dict[str, RewardTerm] = field(default_factory=lambda: {"task_answer": RewardTerm()})
-    """label -> reward to report besides those trained on; weights have no effect. In reinforcement learning
-    task_answer is left out with a model and prompts of one's own."""
+    """label -> reward to report besides those trained on; weights have no effect. task_answer is left out
+    with a model and prompts of one's own."""
     correctness: str | None = "task_answer"
     """Reward that says right or wrong; null for none. The default's is left out likewise."""
+
+
+def _set_own_heldout(config: Any, trained: Collection[str]) -> None:
+    """Leave packaged prompts and rewards out of the evaluation of a model and prompts of one's own."""
+    if is_own(config.model.path, config.data.train) and config.data.question is None:
+        object.__setattr__(config, "evaluation", config.evaluation.without_packaged(trained))
+    elif config.data.heldout is None:
+        object.__setattr__(config, "data", replace(config.data, heldout="tasks:heldout"))
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -164,8 +169,7 @@ class SupervisedConfig:
     """Length, checkpoints, machine."""
 
     def __post_init__(self) -> None:
-        if not self.evaluation.rewards:
-            raise UserError("evaluation.rewards is empty; name at least one reward, e.g. {exact_answer: {}}.")
+        _set_own_heldout(self, {})
         self.evaluation.check_rewards()
 
 
@@ -259,10 +263,7 @@ class TextConfig:
     """Length, checkpoints, machine."""
 
     def __post_init__(self) -> None:
-        if is_own(self.model.path, self.data.train) and self.data.question is None:
-            object.__setattr__(self, "evaluation", self.evaluation.without_packaged(self.rewards.terms))
-        elif self.data.heldout is None:
-            object.__setattr__(self, "data", replace(self.data, heldout="tasks:heldout"))
+        _set_own_heldout(self, self.rewards.terms)
         check_batch_algebra(self.rollout.prompts_per_iteration, self.rollout.group_size)
         self.evaluation.check_rewards(*self.rewards.terms)
         self.rewards.check_monitor(self.monitor, self.evaluation, feature_drift=(False, "It is of images."))

@@ -83,9 +83,10 @@ def prepare(config: TextConfig, device: str | None = None) -> TextInputs:
     return TextInputs(records, heldout, rewards, text_sum(config.rewards, rewards), demonstrations)
 
 
-def heldout_inputs(config: Any, device: str | None) -> tuple[Records, dict[str, Any]]:
-    """Load held-out records and their rewards, including those that are trained on."""
-    heldout, correctness = text_records("heldout", config.data, config.seed), config.evaluation.correctness
+def heldout_inputs(config: Any, device: str | None, heldout: Records | None = None) -> tuple[Records, dict[str, Any]]:
+    """Load held-out records, unless they are given, and their rewards, including those that are trained on."""
+    correctness = config.evaluation.correctness
+    heldout = text_records("heldout", config.data, config.seed) if heldout is None else heldout
     trained = config.rewards.terms if isinstance(config, TextConfig) else {}
     terms = {**config.evaluation.rewards, **trained}
     rewards = load_terms(terms, load_text_reward, device)

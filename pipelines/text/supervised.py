@@ -19,7 +19,7 @@ from pydantic.dataclasses import dataclass
 from visalign.data.sets.completion_files import JudgedCompletions, check_votes, load_pairs, load_votes
 from visalign.errors import UserError
 from visalign.pipelines.shared.job import PolicyRun, run_job
-from visalign.pipelines.shared.parts import Records, build_accelerator, ends_by, name_key, split_records
+from visalign.pipelines.shared.parts import Records, build_accelerator, ends_by, name_key, own_heldout, split_records
 from visalign.schema import STRICT
 from visalign.settings import Count, Finite
 from visalign.training.loop.optimizer import OptimizerSettings
@@ -116,7 +116,6 @@ class TextDPOConfig(SupervisedConfig):
 
 def prepare_supervised(config: TextSFTConfig | TextDPOConfig, device: str | None = None) -> TextInputs:
     """Read and check the sources of the configuration, without the model."""
-    heldout, rewards = heldout_inputs(config, device)
     left_out: Mapping[str, int] = {}
     if isinstance(config, TextSFTConfig):
         records = text_demonstrations("train", config.data, config.seed, config.data.field)
@@ -124,6 +123,10 @@ def prepare_supervised(config: TextSFTConfig | TextDPOConfig, device: str | None
         with name_key("data.train"):
             completions = _completions(config)
         records, left_out = completions.records, completions.left_out
+    heldout = None
+    if config.data.heldout is None:
+        records, heldout = own_heldout(records, config.seed)
+    heldout, rewards = heldout_inputs(config, device, heldout)
     repeated = len({*_prompt_keys(records)} & {*_prompt_keys(heldout)})
     return TextInputs(records, heldout, rewards, left_out=left_out, heldout_trained_on=repeated)
 

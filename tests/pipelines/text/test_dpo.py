@@ -13,7 +13,8 @@ from tests.support.training.text_jobs import QUESTIONS, text_inputs
 from visalign.config import load_config
 from visalign.errors import UserError
 from visalign.pipelines.shared.parts import split_records
-from visalign.pipelines.text.supervised import TextDPOConfig, plan, run
+from visalign.pipelines.text.config import TextModelConfig
+from visalign.pipelines.text.supervised import TextDPOConfig, TextSFTConfig, plan, prepare_supervised, run
 from visalign.training.loop.metrics import read_metrics
 
 BASE = (
@@ -101,3 +102,16 @@ def test_completions_that_cannot_be_used_are_refused_before_anything_is_written(
     with pytest.raises(UserError, match=message):
         run(_config(inputs, _file(tmp_path, records), *overrides), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kind", [TextSFTConfig, TextDPOConfig])
+def test_a_tenth_of_ones_own_records_is_held_out(kind, tmp_path):
+    record = {"completion": "2", "chosen": "2", "rejected": "3"}
+    lines = [json.dumps({"prompt": f"1 + {n // 2} = ?", **record}) for n in range(40)]
+    (tmp_path / "own.jsonl").write_text("\n".join(lines))
+    model, data = TextModelConfig(path="me/model"), str(tmp_path / "own.jsonl")
+    config = kind(model=model, data={"train": data})
+    inputs = prepare_supervised(config)
+    assert (len(inputs.records), len(inputs.heldout), inputs.heldout_trained_on) == (36, 2, 0)
+    assert config.data.heldout is None and not config.evaluation.rewards and not inputs.rewards
+    assert kind(model=model).data.heldout == kind(data={"train": data}).data.heldout == "tasks:heldout"

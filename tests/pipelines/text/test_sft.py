@@ -163,7 +163,6 @@ def test_other_inputs_are_refused(inputs, tmp_path):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("evaluation.rewards={}", "evaluation.rewards is empty"),
         ("evaluation.correctness=exact", "Did you mean 'exact_answer'"),
     ],
 )
