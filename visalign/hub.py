@@ -18,7 +18,10 @@ WAIT = 3.0  # seconds for an answer; a name server that is silent would take lon
 def hub_outage() -> str:
     """Return why the hub cannot be reached, "" if it can; the first call in a process sends a request."""
     from huggingface_hub import constants, get_session
+    from huggingface_hub.errors import HfHubHTTPError
 
+    # errors of the hub's HTTP library, which depends on its version, derive from this base class
+    http_error: type[Exception] = HfHubHTTPError.__bases__[0]  # type: ignore[assignment]
     if constants.is_offline_mode():
         return "HF_HUB_OFFLINE is set"
     reasons = [f"no answer within {WAIT:.0f} s"]
@@ -27,7 +30,7 @@ def hub_outage() -> str:
         try:
             get_session().head(constants.ENDPOINT, timeout=WAIT)
             reasons.append("")
-        except Exception as error:
+        except (OSError, ValueError, RuntimeError, http_error) as error:
             reasons.append(str(error).strip().partition("\n")[0] or type(error).__name__)
 
     thread = threading.Thread(target=request, daemon=True)

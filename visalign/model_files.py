@@ -15,6 +15,15 @@ from .errors import UserError
 
 LOADING_ERRORS = Exception
 """Errors that libraries raise for damaged model folders: tokenizers raises `Exception` itself."""
+OTHER_FILES = {
+    b"GGUF": "a GGUF file, whose rounded weights are not trained",
+    b"PK": "a pickle file (.ckpt, .pt), which may run code when it is read",
+    b"\x80": "a pickle file (.ckpt, .pt), which may run code when it is read",
+    b"version https://git-lfs": "a pointer of Git LFS without weights (run `git lfs pull` in its folder)",
+    b"<": "a web page without weights (the site may want you to log in)",
+    b"{": "JSON text without weights (the site may want you to log in)",
+}
+"""Start of a file that is no safetensors file -> its kind."""
 
 
 def why_unreadable(error: ValueError | RecursionError) -> str:
@@ -41,12 +50,19 @@ def read_object(file: Path) -> dict[str, Any]:
 
 @contextmanager
 def open_tensors(file: Path) -> Iterator[Any]:
-    """Open a safetensors file to read its tensors; a damaged one is refused by name."""
+    """Open a safetensors file to read its tensors; a damaged one, or another kind of file, is refused by name."""
     try:
         with safe_open(file, "pt") as opened:
             yield opened
     except SafetensorError as error:
-        raise UserError(f"{file} is no whole safetensors file ({error}). Copy it again.") from error
+        with file.open("rb") as stream:
+            start = stream.read(64)
+        problem = f"no whole safetensors file ({error})"
+        if start[8:9] == b"{":
+            problem = f"no whole safetensors file: it was cut off at {file.stat().st_size:,} bytes ({error})"
+        for mark, other in OTHER_FILES.items():
+            problem = other if start.lstrip().startswith(mark) else problem
+        raise UserError(f"{file} is {problem}. Copy it again, as .safetensors.") from error
 
 
 def read_tensors(file: Path) -> dict[str, Any]:

@@ -17,7 +17,15 @@ from .options import MOST_COUNTED, Device, Repeated
 def sample(
     prompts: Annotated[list[str], Argument(help="Prompts, or .txt or .jsonl files of them.", show_default=False)],
     output: Annotated[Path, Option("--output", "-o", help="Output folder (must not exist).", show_default=False)],
-    model: Annotated[str, Option("--model", "-m", help="Packaged model, folder, or hub id.")] = "shapes-sd3",
+    model: Annotated[
+        str, Option("--model", "-m", help="Packaged model, folder, hub id, or .safetensors file.")
+    ] = "shapes-sd3",
+    config: Annotated[
+        str | None, Option(help="With a file as model: diffusers folder of its family.", show_default=False)
+    ] = None,
+    variant: Annotated[
+        str | None, Option(help="Variant of the weights' files, such as fp16.", show_default=False)
+    ] = None,
     lora: Annotated[
         Repeated, Option(help="LoRA: a run, its folder lora or a .safetensors file; PATH:0.8 weights it. Repeat.")
     ] = None,
@@ -60,8 +68,7 @@ def sample(
     ] = None,
 ) -> None:
     """Sample images or videos into a folder, with a table for `visalign score`, a grid and a page."""
-    from visalign.adapters.catalogue import edits_of, joins_sources
-    from visalign.data.assets import resolve_model
+    from visalign.adapters.catalogue import edits_of, index_source, joins_sources
     from visalign.data.sets.prompt_files import record_key
     from visalign.pipelines.sample.job import COST, GRID, PAGE, TABLE, SampleSettings, sample_images, search_of
     from visalign.pipelines.shared.parts import build_records
@@ -70,6 +77,7 @@ def sample(
     from visalign.rewards.catalogue import load_reward
 
     model_options: dict[str, Any] = parse_options(options or [])
+    model_options |= {k: v for k, v in (("config", config), ("variant", variant)) if v is not None}
     if isinstance(model_options.get("image_size"), list):
         model_options["image_size"] = tuple(model_options["image_size"])
     searching = parse_options(search_options or [], "--search-option")
@@ -95,7 +103,7 @@ def sample(
     records: list[Any] = []
     for prompt in dict.fromkeys(prompts):
         if prompt.startswith("shapes:") or Path(prompt).suffix in (".txt", ".jsonl"):
-            family = resolve_model(model), settings.adapter
+            family = index_source(model, settings.adapter, model_options.get("config")), settings.adapter
             edits, several = edits_of(*family), joins_sources(*family)
             records += build_records(prompt, "The prompts", edits=edits, several=several)
         else:

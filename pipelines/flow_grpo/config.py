@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import field, replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 from pydantic.dataclasses import dataclass
@@ -34,7 +35,12 @@ class ModelConfig:
     """The text-to-image model."""
 
     path: str = "shapes-sd3"
-    """A packaged model, the folder of a diffusers pipeline, or a hub id."""
+    """A packaged model, the folder of a diffusers pipeline, a hub id, or a .safetensors file as CivitAI has them."""
+    config: str | None = None
+    """Diffusers folder or hub id of the same family as a model.path of one file: it describes the file, and provides
+    parts that the file lacks, such as text encoders. null: a folder beside the file, else the hub's for its family."""
+    variant: str | None = None
+    """Variant of the weights' files, such as fp16; null: the usual ones, or the only ones that there are."""
     adapter: str | None = None
     """Adapter class: a name (sd3, pipeline), package.module:Class or path/to/file.py:Class, whose code
     runs; null: by the model's index."""
@@ -73,6 +79,13 @@ class ModelConfig:
     options: dict[str, Any] = field(default_factory=dict)
     """Further options of the adapter: negative_prompt, num_frames, gradient_checkpointing,
     decoder_dtype, call={...} of pipelines."""
+
+    @property
+    def described_by(self) -> Path | str:
+        """Folder or hub name whose index describes the model."""
+        from visalign.adapters.catalogue import index_source
+
+        return index_source(self.path, self.adapter, self.config)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -12,7 +12,6 @@ from typing import Any
 from torch import Tensor
 
 from visalign.adapters.catalogue import edits_of, joins_sources
-from visalign.data.assets import resolve_model
 from visalign.data.sets.prompt_files import listed_sources, record_key
 from visalign.errors import UserError, suggestion
 from visalign.evaluation.heldout.correctness import check_judge
@@ -69,7 +68,7 @@ def prepare(config: FlowGRPOConfig, world: int, device: str | None = None) -> In
     from visalign.rewards.combine.weighted_sum import WeightedSum
 
     data, evaluation = config.data, config.evaluation
-    model = resolve_model(config.model.path), config.model.adapter
+    model = config.model.described_by, config.model.adapter
     edits, several = edits_of(*model), joins_sources(*model)
     notes: tuple[str, ...] = ()
     if data.pairs is None:

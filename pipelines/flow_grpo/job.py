@@ -112,7 +112,7 @@ def sample_command(config: FlowGRPOConfig, output: Path, *, edits: bool = False)
 
 def sampling_options(model: ModelConfig) -> dict[str, Any]:
     """Return the options by which a model samples outside of a run as in it, without those that are null."""
-    options = {name: getattr(model, name) for name in ("adapter", "guidance", "image_size")}
+    options = {name: getattr(model, name) for name in ("config", "variant", "adapter", "guidance", "image_size")}
     options |= {name: model.options.get(name) for name in ("negative_prompt", "num_frames", "call")}
     return {name: value for name, value in options.items() if value is not None}
 
@@ -121,8 +121,9 @@ def load_code(config: FlowGRPOConfig, output: Path) -> str:
     """Write Python that loads the result into diffusers, for the job's working directory."""
     from visalign.adapters.pipeline.lora import loading_code
     from visalign.adapters.sd3.policy import T5_PARTS
+    from visalign.adapters.single_file import holds_pipeline
 
-    result, model = result_folder(config, output), resolve_model(config.model.path)
+    result, model = result_folder(config, output), config.model.described_by
     folder, path, adapter = (json.dumps(str(n)) for n in (result, config.model.path, config.model.adapter))
     if ":" in adapter:
         return (
@@ -144,5 +145,19 @@ def load_code(config: FlowGRPOConfig, output: Path) -> str:
         )
         imports += ["from peft import PeftModel"] if "PeftModel" in code else []
         imports.append("from visalign.data.assets import resolve_model")
-    arguments = ", ".join([source, *(f"{part}=None" for part in absent)])
-    return "\n".join(imports) + f"\n\npipe = {kind}.from_pretrained({arguments}){parts}{code}"
+    arguments, load = [source, *(f"{part}=None" for part in absent)], "from_pretrained"
+    if config.model.lora is not None and (file := Path(resolve_model(config.model.path))).is_file():
+        arguments, network = [json.dumps(str(model)), *arguments[1:]], family.present(index)[0]
+        kind, network_kind, described = index["_class_name"], index[network][1], f"config={arguments[0]}"
+        imports[0] = f"from diffusers import {kind}"
+        if holds_pipeline(file):
+            arguments, load = [source, described, *arguments[1:]], "from_single_file"
+        else:
+            imports[0] += f", {network_kind}"
+            imports.append(
+                f"\nnetwork = {network_kind}.from_single_file({source}, {described}, subfolder={json.dumps(network)})"
+            )
+            arguments.append(f"{network}=network")
+    elif config.model.lora is not None and config.model.variant is not None:
+        arguments.append(f"variant={json.dumps(config.model.variant)}")
+    return "\n".join(imports) + f"\n\npipe = {kind}.{load}({', '.join(arguments)}){parts}{code}"

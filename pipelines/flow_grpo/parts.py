@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from visalign.data.assets import resolve_model
 from visalign.errors import UserError
 from visalign.interfaces import DiffusionPolicy, PointwiseReward
 from visalign.pipelines.shared.grids import image_samples
@@ -35,7 +34,7 @@ def build_policy(model: ModelConfig, device: torch.device, seed: int) -> Diffusi
 
     with no_loading_bars():
         policy = load_policy(
-            resolve_model(model.path),
+            model.path,
             adapter=model.adapter,
             dtype=getattr(torch, model.dtype),
             device=device,
@@ -52,7 +51,8 @@ def _adapter_options(model: ModelConfig, device: torch.device, seed: int) -> dic
     """Collect the options of the adapter, without those that are null."""
     from visalign.adapters.lora import LoraSettings
 
-    names = ("use_t5", "guidance", "max_sequence_length", "image_size", "decode_batch", "quantization", "lora_path")
+    names = ("config", "variant", "use_t5", "guidance", "max_sequence_length", "image_size", "decode_batch")
+    names += ("quantization", "lora_path")
     values = {name: getattr(model, name) for name in names}
     values["autocast"] = autocast_dtype(model.autocast, device)
     if (lora := model.lora) is not None:

@@ -15,7 +15,6 @@ import torch
 
 from visalign.adapters.catalogue import has_two_halves
 from visalign.adapters.speed import COMPILED_FROM
-from visalign.data.assets import resolve_model
 from visalign.errors import UserError
 from visalign.flow.rollout import encoder_inputs
 from visalign.pipelines.shared.parts import Records, ends_by, evenly_spaced, run_device
@@ -151,7 +150,7 @@ def _image_passes(config: FlowGRPOConfig) -> ImagePasses:
 def _halves(model: ModelConfig, guidance: float | None) -> int:
     """Count the network's passes of a velocity at a guidance scale; None is the model's own."""
     scale = model.guidance if guidance is None else guidance
-    return 1 + has_two_halves(resolve_model(model.path), model.adapter, scale)
+    return 1 + has_two_halves(model.described_by, model.adapter, scale)
 
 
 # Seconds, from passes of the loaded model

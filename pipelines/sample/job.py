@@ -16,7 +16,6 @@ from PIL import Image
 from torch import Tensor
 
 from visalign.atomic import write_atomic
-from visalign.data.assets import resolve_model
 from visalign.data.sets.prompt_files import listed_sources, record_key
 from visalign.dotted_path import check_options
 from visalign.errors import UserError, suggestion
@@ -50,7 +49,7 @@ class SampleSettings:
     """Model and sampling."""
 
     model: str = "shapes-sd3"
-    """A packaged model, the folder of a diffusers pipeline, or a hub id."""
+    """A packaged model, the folder of a diffusers pipeline, a hub id, or a .safetensors file."""
     adapter: str | None = None
     """See `model.adapter` of a configuration."""
     lora: Sequence[str | Path] = ()
@@ -83,14 +82,15 @@ class SampleSettings:
     device: str = "cpu"
     """Device of model and samples."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Further options of the adapter: image_size, negative_prompt, ...; guidance (else the default of the pipeline's
-    call, none of packaged models; None: as `model.guidance` null in training)."""
+    """Further options of the adapter: config, variant, image_size, negative_prompt, ...; guidance (else the default of
+    the pipeline's call, none of packaged models; None: as `model.guidance` null in training)."""
 
     def with_own_sampling(self) -> SampleSettings:
         """Fill in steps, guidance and dtype as the model has them."""
         from visalign.adapters.catalogue import own_sampling
 
-        own = own_sampling(self.model, self.adapter, self.device)
+        files = {name: self.options[name] for name in ("variant", "config") if name in self.options}
+        own = own_sampling(self.model, self.adapter, self.device, **files)
         scale = {} if own.guidance is None else {"guidance": own.guidance}
         options = {**scale, **self.options}
         return replace(self, steps=self.steps or own.steps, dtype=self.dtype or own.dtype, options=options)
@@ -157,7 +157,7 @@ def load_sampler(settings: SampleSettings) -> DiffusionPolicy:
     start = {"lora_path": [*settings.lora]} if settings.lora else {}
     with no_loading_bars():
         policy: Any = load_policy(
-            resolve_model(settings.model),
+            settings.model,
             adapter=settings.adapter,
             dtype=getattr(torch, str(settings.dtype)),
             device=settings.device,

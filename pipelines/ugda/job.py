@@ -27,7 +27,6 @@ import torch
 
 from visalign.adapters.catalogue import edits_of
 from visalign.atomic import write_atomic
-from visalign.data.assets import resolve_model
 from visalign.errors import UserError
 from visalign.evaluation.pages.ugda_page import ugda_page
 from visalign.pipelines.collect.judge_votes import judge_votes
@@ -90,7 +89,7 @@ def run(config: UGDAConfig, output: Path, resume: bool = False) -> RunSummary:
     """
     one_process("UGDA's rounds run")
     policy = _policy_job(config, []).config
-    if edits_of(resolve_model(policy.model.path), policy.model.adapter) == "needed":
+    if edits_of(policy.model.described_by, policy.model.adapter) == "needed":
         raise UserError(f"{policy.model.path} edits images, and UGDA's rounds start from prompts alone.")
     with claimed(config, output, resume=resume, free=()):
         prompts = build_records(policy.data.train, "policy data.train", names=policy.data.map)

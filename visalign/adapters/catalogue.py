@@ -20,6 +20,7 @@ from .check import METHODS, AdapterError, check_members
 from .model_folder import pipeline_index, stored_dtype
 from .pipeline.arguments import CUSTOM_ADAPTER, known_family
 from .pipeline.families import FAMILIES, PIPELINES, Family
+from .single_file import model_source
 
 ADAPTERS = {
     "sd3": "visalign.adapters.sd3.policy:SD3Policy",
@@ -65,17 +66,20 @@ def load_policy(
     SD3 has a fast adapter of its own; the general one is used where an option requires it.
 
     Args:
-        folder_or_id: Folder, or `owner/name` on the hub.
+        folder_or_id: Packaged model, folder, `owner/name` on the hub, or checkpoint of one file (then `config`, a
+            folder or hub name, may describe it).
         adapter: See `find_adapter`.
         dtype: Dtype of the weights.
         device: Device of the weights.
         defaults: Default values of `options`; an option at its default is dropped if the adapter lacks it.
         **options: Arguments of the adapter's `from_pretrained`.
     """
-    kind, defaults, hint = find_adapter(folder_or_id, adapter), defaults or {}, ""
+    folder_or_id = resolve_model(folder_or_id)
+    described = index_source(folder_or_id, adapter, options.get("config"))
+    kind, defaults, hint = find_adapter(described, adapter), defaults or {}, ""
     accepted, refused = _split_options(kind, options, defaults)
     if refused and adapter in (None, "sd3"):
-        general = find_adapter(folder_or_id, "pipeline")
+        general = find_adapter(described, "pipeline")
         general_accepted, general_refused = _split_options(general, options, defaults)
         if adapter is None and not general_refused:
             kind, accepted, refused = general, general_accepted, []
@@ -94,6 +98,11 @@ def load_policy(
     return policy
 
 
+def index_source(path: str | Path, adapter: str | None = None, config: str | None = None) -> Path | str:
+    """Return the folder or hub name whose index describes a model; of one with a custom adapter its own."""
+    return model_source(path, config).folder if adapter in (None, *ADAPTERS) else resolve_model(path)
+
+
 def has_two_halves(folder_or_id: str | Path, adapter: str | None, guidance: float | None) -> bool:
     """Return True if guidance of this scale runs the network twice."""
     if guidance is None or (family := family_of(folder_or_id, adapter)) is None:
@@ -110,7 +119,9 @@ class OwnSampling(NamedTuple):
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
 
 
-def own_sampling(path: str, adapter: str | None, device: str) -> OwnSampling:
+def own_sampling(
+    path: str, adapter: str | None, device: str, *, variant: str | None = None, config: str | None = None
+) -> OwnSampling:
     """Read steps and guidance from the defaults of a pipeline's call, and the dtype from its stored weights.
 
     A hub id has bfloat16 on a GPU; float16 is float32 on a CPU. Packaged models and adapters of one's own sample
@@ -118,11 +129,12 @@ def own_sampling(path: str, adapter: str | None, device: str) -> OwnSampling:
     """
     import diffusers
 
-    is_packaged, folder = Path(path).name in PACKAGED, resolve_model(path)
-    family = None if is_packaged else family_of(folder, None if adapter == "sd3" else adapter)
-    if family is None:
+    if Path(path).name in PACKAGED or adapter not in (None, *ADAPTERS):
         return OwnSampling()
-    index = pipeline_index(folder)
+    source = model_source(path, config)
+    family = family_of(source.folder, None)
+    assert family is not None
+    index = pipeline_index(source.folder)
     kind = getattr(diffusers, str(index["_class_name"]), None)
     defaults = {} if kind is None else {n: p.default for n, p in inspect.signature(kind.__call__).parameters.items()}
     steps = len(index.get("sample_sigmas") or ()) or defaults.get("num_inference_steps")
@@ -130,8 +142,8 @@ def own_sampling(path: str, adapter: str | None, device: str) -> OwnSampling:
     networks = family.present(index)
     if not networks:
         raise UserError(f"{path} lists none of {', '.join(family.networks)}. Copy the model folder again.")
-    local = Path(folder) / networks[0]
-    dtype = stored_dtype(local) if local.is_dir() else "float32" if device == "cpu" else "bfloat16"
+    local = source.file or Path(source.folder) / networks[0]
+    dtype = stored_dtype(local, variant) if local.exists() else "float32" if device == "cpu" else "bfloat16"
     return OwnSampling(
         steps=steps if isinstance(steps, int) else 50,
         guidance=None if scale is None else max(float(scale), family.off),

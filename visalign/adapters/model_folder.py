@@ -26,11 +26,7 @@ def local_folder(folder_or_id: str | Path, content: str) -> Path | None:
     if folder.is_dir():
         return folder
     if folder.is_file():
-        is_checkpoint = folder.suffix in (".safetensors", ".ckpt")  # of one file, such as those of Civitai
-        remedy = " Make one of it: StableDiffusionXLPipeline.from_single_file(FILE).save_pretrained(FOLDER)."
-        raise UserError(
-            f"{folder} is a file, and a model is a folder that {content}.{remedy if is_checkpoint else ''}"
-        )
+        raise UserError(f"{folder} is a file, and a model is a folder that {content}.")
     name = str(folder_or_id) if isinstance(folder_or_id, str) else ""
     if name.count("/") == 1 and len(folder.parts) == 2 and name[0] not in "./~" and not folder.parent.is_dir():
         return None
@@ -64,16 +60,20 @@ def explain_damage(folder_or_id: str | Path, kind: str) -> Iterator[None]:
     except UserError:  # a ValueError too
         raise
     except LOADING_ERRORS as error:
+        for file in sorted(Path(folder_or_id).glob("*/*.safetensors")):
+            with open_tensors(file):  # names the damaged one
+                pass
         raise FileNotFoundError(
             f"{folder_or_id} cannot be loaded as {kind}: {str(error).partition(chr(10))[0]} Copy the missing "
             "folders, or save the pipeline again."
         ) from error
 
 
-def stored_dtype(folder: Path) -> Literal["float32", "bfloat16", "float16"]:
-    """Return the dtype in which most weights of a network's folder are stored; float32 where it has no safetensors."""
+def stored_dtype(path: Path, variant: str | None = None) -> Literal["float32", "bfloat16", "float16"]:
+    """Return the dtype of most weights in a file, or in a network's folder; float32 where it has no safetensors."""
+    files = [path] if path.is_file() else list(path.glob("*.safetensors"))
     counts: Counter[str] = Counter()
-    for file in folder.glob("*.safetensors"):
+    for file in [file for file in files if _variant_of(file) == variant] or files:
         with open_tensors(file) as opened:
             counts.update(opened.get_slice(name).get_dtype() for name in opened.keys())  # no mapping
     (name, _), *_ = counts.most_common(1) or [("F32", 0)]
@@ -83,10 +83,19 @@ def stored_dtype(folder: Path) -> Literal["float32", "bfloat16", "float16"]:
 def stored_variant(folder: Path) -> str | None:
     """Return the variant, such as fp16, of which alone some part of a pipeline's folder has weights."""
     for part in (path for path in folder.glob("*") if path.is_dir()):
-        ends = [re.search(r"\.(\w+)(-\d+-of-\d+)?\.safetensors$", file.name) for file in part.glob("*.safetensors")]
-        if ends and all(ends):
-            return next(end[1] for end in ends if end)
+        if (variants := stored_variants(part)) and all(variants):
+            return variants[0]
     return None
+
+
+def stored_variants(folder: Path) -> list[str | None]:
+    """Return the variant of each file of weights in a part's folder; None of the usual ones."""
+    return [_variant_of(file) for file in folder.glob("*") if file.suffix in (".safetensors", ".bin")]
+
+
+def _variant_of(file: Path) -> str | None:
+    match = re.search(r"\.(\w+)(-\d+-of-\d+)?$", file.stem)
+    return None if match is None else match[1]
 
 
 def _from_hub(name: str) -> dict[str, Any]:

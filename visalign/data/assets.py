@@ -33,9 +33,18 @@ def assets_folder() -> Path:
 
 
 def resolve_model(name_or_path: str | Path) -> Path | str:
-    """Return the folder of a packaged model; an existing folder or a hub id stays as it is."""
-    if Path(name_or_path).is_dir():
-        return Path(name_or_path)
+    """Return the folder of a packaged model; an existing path or a hub id stays as it is.
+
+    "~" is the home folder; a repository's folder in the hub's cache (models--owner--name) is its snapshot.
+    """
+    path = Path(name_or_path).expanduser()
+    if (path / "snapshots").is_dir():
+        main = path / "refs" / "main"
+        snapshots = sorted((path / "snapshots").iterdir())
+        commit = main.read_text().strip() if main.is_file() else snapshots[-1].name if snapshots else ""
+        return path / "snapshots" / commit
+    if path.exists():
+        return path
     if str(name_or_path) not in PACKAGED:
         return str(name_or_path)
     return assets_folder() / str(name_or_path)

@@ -318,7 +318,7 @@ def test_messages_of_model_folders(folders, tmp_path):
         SD3Policy.from_pretrained(folders["plain"] / "transformer")
     with pytest.raises(FileNotFoundError, match=r"lacks vae\. An SD3 pipeline needs transformer"):
         SD3Policy.from_pretrained(copy("null_vae", vae=[None, None]))
-    with pytest.raises(FileNotFoundError, match=r"lacks text_encoder_3\..*may be absent"):
+    with pytest.raises(FileNotFoundError, match=r"lacks tokenizer_3\..*may be absent"):
         SD3Policy.from_pretrained(copy("half_t5", text_encoder_3=["transformers", "T5EncoderModel"]))
     with pytest.raises(UserError, match="is a StableDiffusionPipeline; the SD3 adapter loads a Stable"):
         SD3Policy.from_pretrained(copy("sd1", _class_name=StableDiffusionPipeline.__name__))

@@ -83,12 +83,6 @@ def test_weights_of_a_variant_alone_are_read(tmp_path):
     assert load_policy(tmp_path / "half").storage_dtype == torch.float32
 
 
-def test_a_file_is_no_model_folder(tmp_path):
-    (tmp_path / "civit.safetensors").write_bytes(b"x")
-    with pytest.raises(UserError, match=r"civit.safetensors is a file, .*from_single_file\(FILE\)"):
-        load_policy(tmp_path / "civit.safetensors")
-
-
 @pytest.mark.parametrize(
     ("name", "override", "message"),
     [

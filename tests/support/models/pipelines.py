@@ -67,7 +67,7 @@ def tiny_folder(name: str, folder: Path) -> Path:
     vocabulary = len(tokenizer)
     parts: dict[str, Any] = {"text_encoder": None, "tokenizer": tokenizer}
     if name == "sdxl":
-        parts |= {"text_encoder": tiny_text_encoder(16, vocabulary), "tokenizer_2": tokenizer}
+        parts |= {"text_encoder": CLIPTextModel(tiny_text_encoder(16, vocabulary).config), "tokenizer_2": tokenizer}
         parts["text_encoder_2"] = tiny_text_encoder(16, vocabulary)
     elif name in ("pixart", "wan"):
         parts["text_encoder"] = tiny_t5(vocabulary)

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import DiffusionPipeline
 from torch import Tensor, nn
 
 from visalign.adapters.lora import LoraSettings
-from visalign.adapters.model_folder import explain_damage, pipeline_index, stored_variant
+from visalign.adapters.model_folder import explain_damage, pipeline_index
+from visalign.adapters.single_file import model_source
 from visalign.adapters.weights import TrainedWeights
 from visalign.atomic import umask_permissions
 from visalign.errors import UserError
@@ -32,6 +32,7 @@ from .call import PipelineCall
 from .condition import Encoded, PipelineCondition, check_condition, lengths, source_key
 from .encoding import ImageEncoder
 from .guidance import Halves
+from .loading import load_pipeline
 from .lora import LoraPaths, load_lora, make_trainable, save_lora, start_from_loras
 from .modular import load_modular
 from .quantization import dtype_of, quantization_of
@@ -115,25 +116,30 @@ class PipelinePolicy:
         *,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        variant: str | None = None,
+        config: str | Path | None = None,
         encoder_dtype: torch.dtype | None = None,
         decoder_dtype: torch.dtype | None = None,
         quantization: str | None = None,
         without: Sequence[str] = (),
         **options: Any,
     ) -> PipelinePolicy:
-        """Load a pipeline from a folder or the hub, networks rounded while they are read, and make it a policy.
+        """Load a pipeline from a folder, a file or the hub, networks rounded while they are read; make it a policy.
 
         Args:
-            folder_or_id: a folder as `save_pretrained` writes it, or `owner/name`.
+            folder_or_id: a folder as `save_pretrained` writes it, `owner/name`, or a checkpoint of one file.
             dtype: dtype of the frozen weights; trained weights are always float32.
             device: device of all parts.
+            variant: variant of the weights' files, such as fp16; None is the usual one, or the only one.
+            config: folder or hub name that describes a checkpoint of one file, see `model_source`.
             encoder_dtype: dtype of the encoders of texts and images; None is `dtype`.
             decoder_dtype: dtype of the autoencoder; None is `dtype`.
             quantization: rounding of the frozen network under LoRA, one of `QUANTIZATIONS`; None is none.
             without: parts of a modular pipeline that are not loaded, such as FLUX.3's prompt_upsampler.
             **options: arguments of the constructor: guidance, lora, image_size, num_frames, ...
         """
-        index = pipeline_index(folder_or_id)
+        source = model_source(folder_or_id, config)
+        index = pipeline_index(source.folder)
         kind = index.get("_class_name")
         family = known_family(kind, str(folder_or_id))
         if without and not family.modular:
@@ -146,17 +152,11 @@ class PipelinePolicy:
             dtypes |= {part: encoder_dtype for part in index if part.startswith(encoders)}
         if decoder_dtype is not None and "vae" in index:
             dtypes["vae"] = decoder_dtype
-        # diffusers wants to be told of a part that is absent, such as SD3's T5
-        bare = [part for part, entry in index.items() if isinstance(entry, list) and entry and not any(entry)]
-        absent: Any = dict.fromkeys([*bare, *({"safety_checker"} & index.keys())])
-        absent["variant"] = stored_variant(Path(folder_or_id))
-        with explain_damage(folder_or_id, kind):
-            if family.modular:
-                pipe: Any = load_modular(folder_or_id, dtypes, without=without, **quantized)
-            else:
-                untrusted = {**absent, **quantized, "trust_remote_code": False}
-                pipe = DiffusionPipeline.from_pretrained(str(folder_or_id), dtype=dtypes, **untrusted)
-            pipe = pipe.to(device)  # fails where weights are missing
+        if family.modular:
+            with explain_damage(source.folder, str(kind)):
+                pipe: Any = load_modular(source.folder, dtypes, without=without, **quantized).to(device)
+        else:
+            pipe = load_pipeline(source, index, dtypes, device, variant=variant, **quantized)
         return cls(pipe, **options)
 
     @property

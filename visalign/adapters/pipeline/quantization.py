@@ -49,6 +49,11 @@ def by_shapes_alone() -> Iterator[None]:
         _BY_SHAPES.reset(token)
 
 
+def reads_shapes_alone() -> bool:
+    """Return True inside of `by_shapes_alone`."""
+    return _BY_SHAPES.get()
+
+
 def quantization_of(
     name: str | None, networks: Iterable[str], dtype: torch.dtype, *, adapters: bool
 ) -> dict[str, Any]:

@@ -20,12 +20,14 @@ from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import c
 from torch import Tensor, nn
 
 from visalign.adapters.lora import LoraSettings
-from visalign.adapters.model_folder import INDEX, explain_damage, pipeline_index, stored_variant
+from visalign.adapters.model_folder import pipeline_index
 from visalign.adapters.pipeline.condition import check_condition
 from visalign.adapters.pipeline.encoding import ImageEncoder
 from visalign.adapters.pipeline.families import SD3_ATTENTION
+from visalign.adapters.pipeline.loading import load_pipeline
 from visalign.adapters.pipeline.lora import LoraPaths, add_lora, load_lora, save_lora, start_from_loras
 from visalign.adapters.pipeline.quantization import quantization_of
+from visalign.adapters.single_file import model_source
 from visalign.adapters.speed import gradient_mode
 from visalign.adapters.weights import TrainedWeights
 from visalign.atomic import umask_permissions
@@ -119,24 +121,29 @@ class SD3Policy:
         *,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        variant: str | None = None,
+        config: str | Path | None = None,
         use_t5: bool = True,
         quantization: str | None = None,
         **options: Any,
     ) -> SD3Policy:
-        """Load a pipeline from a folder or the hub and make it a policy; wrong folders are refused before loading.
+        """Load a pipeline from a folder, a file or the hub as a policy; wrong folders are refused before loading.
 
         Args:
-            folder_or_id: a folder as `save_pretrained` writes it, or `owner/name`.
+            folder_or_id: a folder as `save_pretrained` writes it, `owner/name`, or a checkpoint of one file.
             dtype: dtype of the frozen weights; trained weights are always float32. In full fine-tuning the
                 transformer is computed in it (see the class).
             device: device of all parts.
+            variant: variant of the weights' files, such as fp16; None is the usual one, or the only one.
+            config: folder or hub name that describes a checkpoint of one file, see `model_source`.
             use_t5: False leaves the third text encoder out (9 GB less for SD3.5).
             quantization: rounding of the frozen transformer under LoRA, "torchao_int8" or "bitsandbytes_4bit".
             **options: arguments of the constructor: guidance, lora, max_sequence_length, ...
         """
         adapters = options.get("lora") is not None or options.get("lora_path") is not None
         quantized = quantization_of(quantization, ["transformer"], dtype, adapters=adapters)
-        index, folder = pipeline_index(folder_or_id), Path(folder_or_id)
+        source = model_source(folder_or_id, config)
+        index = pipeline_index(source.folder)
         class_name = index.get("_class_name")
         if class_name != StableDiffusion3Pipeline.__name__:  # a sibling would load with parts of other meaning
             raise UserError(
@@ -144,19 +151,14 @@ class SD3Policy:
                 "(SD3, SD3.5). Choose such a model, or name the adapter that loads it (model.adapter)."
             )
         listed = {part for part in (*REQUIRED_PARTS, *T5_PARTS) if (index.get(part) or [None])[0] is not None}
-        missing = [part for part in REQUIRED_PARTS if part not in listed]
-        if folder.is_dir():
-            missing += [part for part in sorted(listed) if not any((folder / part).glob("*"))]
-        if missing:
+        t5 = T5_PARTS if use_t5 and listed & {*T5_PARTS} else ()
+        if missing := [part for part in (*REQUIRED_PARTS, *t5) if part not in listed]:
             raise FileNotFoundError(
-                f"{folder} lacks {', '.join(missing)}. An SD3 pipeline needs {', '.join(REQUIRED_PARTS)}; T5 "
-                f"({', '.join(T5_PARTS)}) may be absent when {INDEX} lists it as [null, null]. Copy the missing "
-                "folders, or save the pipeline again."
+                f"{folder_or_id} lacks {', '.join(missing)}. An SD3 pipeline needs {', '.join(REQUIRED_PARTS)}; T5 "
+                f"({', '.join(T5_PARTS)}) may be absent, or left out by model.use_t5=false. Save the pipeline again."
             )
-        absent: dict[str, Any] = {} if use_t5 and listed.issuperset(T5_PARTS) else dict.fromkeys(T5_PARTS)
-        files: dict[str, Any] = {"variant": stored_variant(folder), "trust_remote_code": False, **absent, **quantized}
-        with explain_damage(folder_or_id, "StableDiffusion3Pipeline"):
-            pipe = StableDiffusion3Pipeline.from_pretrained(str(folder_or_id), dtype=dtype, **files).to(device)
+        absent = () if t5 else T5_PARTS
+        pipe = load_pipeline(source, index, {"default": dtype}, device, variant=variant, absent=absent, **quantized)
         pipe.set_progress_bar_config(disable=True)
         return cls(pipe, **options)
 
