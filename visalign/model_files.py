@@ -59,7 +59,7 @@ def open_tensors(file: Path) -> Iterator[Any]:
             start = stream.read(64)
         problem = f"no whole safetensors file ({error})"
         if start[8:9] == b"{":
-            problem = f"no whole safetensors file: it was cut off at {file.stat().st_size:,} bytes ({error})"
+            problem += f": it was cut off at {file.stat().st_size:,} bytes"
         for mark, other in OTHER_FILES.items():
             problem = other if start.lstrip().startswith(mark) else problem
         raise UserError(f"{file} is {problem}. Copy it again, as .safetensors.") from error
