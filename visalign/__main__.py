@@ -16,14 +16,21 @@ def main() -> None:
         interrupted = True
         raise KeyboardInterrupt
 
-    signal.signal(signal.SIGINT, interrupt)
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # a shell has its background jobs ignore it
+        signal.signal(signal.SIGINT, interrupt)
     try:
         _run()
     finally:  # an import that Ctrl-C broke off may end in any error
-        error = sys.exc_info()[1]
-        if interrupted and error is not None and not isinstance(error, SystemExit):
+        if interrupted and _ends_silently(sys.exc_info()[1]):
             print("Interrupted: Stopped by Ctrl-C.", file=sys.stderr)
             sys.exit(128 + signal.SIGINT)
+
+
+def _ends_silently(error: BaseException | None) -> bool:
+    """Return whether nothing says that Ctrl-C ended the command; typer turns it into an Exit without a word."""
+    if isinstance(error, SystemExit):
+        return error.__context__ is not None and isinstance(error.__context__.__cause__, KeyboardInterrupt)
+    return error is not None
 
 
 def _run() -> None:

@@ -306,15 +306,20 @@ def test_divergence_memory_and_impossible_paths_are_messages(
     assert re.search(message, capsys.readouterr().err)
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError("an import was broken off")])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError("an import was broken off"), typer.Exit(130)])
 def test_ctrl_c_during_imports_is_a_message(
     error: BaseException, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def importing() -> None:
         try:
             signal.raise_signal(signal.SIGINT)
-        except KeyboardInterrupt:
-            raise error from None
+        except KeyboardInterrupt as stop:
+            if not isinstance(error, typer.Exit):
+                raise error from None
+            try:  # as typer does between the start and our command
+                raise error from stop
+            except typer.Exit:
+                sys.exit(130)
 
     before = signal.getsignal(signal.SIGINT)
     monkeypatch.setattr(__main__, "_run", importing)
