@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from visalign.atomic import write_atomic
 from visalign.config import flatten
 from visalign.errors import UserError
+from visalign.model_files import read_object
 from visalign.signals import Stopped
 from visalign.training.loop.metrics import read_metrics
 from visalign.training.loop.monitor import BEST, best_checkpoint_note, monitor_messages
@@ -308,7 +309,7 @@ class PolicyRun(Job):
             over_time=() if self.grids is None else self.grids.files(),
             **shared,
         )
-        return json.loads(path.read_text(encoding="utf-8"))
+        return read_object(path)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -336,7 +337,7 @@ class JudgeRun(Job):
         is_stored = path.is_file()
         accelerator.wait_for_everyone()  # all have looked before the first writes
         if is_stored:
-            return json.loads(path.read_text(encoding="utf-8"))
+            return read_object(path)
         if self.heldout:
             self.trainer.progress.note(f"Measuring on {self.heldout} held-out examples before training.")
         with self.trainer.measuring():

@@ -19,6 +19,7 @@ from visalign.atomic import write_atomic
 from visalign.config import config_to_yaml, load_config
 from visalign.errors import UserError
 from visalign.locks import LOCK, check_unlocked, hold_lock
+from visalign.model_files import read_object
 
 FINGERPRINTS = "inputs.json"
 """File of a run folder: what was read -> SHA-256 of its content."""
@@ -95,7 +96,7 @@ def check_unchanged(output: Path, fingerprints: Mapping[str, str]) -> None:
 
     path = output / FINGERPRINTS
     if path.is_file():
-        saved = json.loads(path.read_text(encoding="utf-8"))
+        saved = read_object(path)
         known = {key: value for key, value in fingerprints.items() if key in saved}  # an earlier version kept fewer
         check_same_config(saved, known, where=f"the run in '{output}' (SHA-256 of its inputs)")
 

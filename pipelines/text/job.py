@@ -12,14 +12,7 @@ from typing import Any
 from visalign.evaluation import HeldoutResult
 from visalign.evaluation.heldout.text import evaluate_text
 from visalign.pipelines.shared.job import PolicyRun, build_trainer, on_the_way, result_folder, run_job
-from visalign.pipelines.shared.parts import (
-    Records,
-    build_accelerator,
-    ends_by,
-    evenly_spaced,
-    name_key,
-    spread,
-)
+from visalign.pipelines.shared.parts import Records, build_accelerator, ends_by, evenly_spaced, name_key, spread
 from visalign.pipelines.shared.run_folder import fingerprint
 from visalign.training.loop.progress import POLICY_COLUMNS, SUPERVISED_COLUMNS
 from visalign.training.loop.sampler import check_batch_reward

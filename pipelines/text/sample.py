@@ -20,14 +20,8 @@ from visalign.atomic import write_atomic
 from visalign.data.sets.prompt_files import TOOL_ANSWERS, demonstrations_jsonl
 from visalign.errors import UserError
 from visalign.interfaces import Scores
-from visalign.pipelines.shared.parts import (
-    Records,
-    check_routes,
-    code_fingerprints,
-    load_terms,
-    name_key,
-    run_device,
-)
+from visalign.model_files import read_object
+from visalign.pipelines.shared.parts import Records, check_routes, code_fingerprints, load_terms, name_key, run_device
 from visalign.pipelines.shared.run_folder import (
     RunSummary,
     check_unchanged,
@@ -337,7 +331,7 @@ def save_point(path: Path, completions: Completions) -> None:
 
 def load_point(path: Path) -> Completions:
     """Read a file of `save_point`."""
-    columns = json.loads(path.read_text(encoding="utf-8"))
+    columns = read_object(path)
     reward = [math.nan if value is None else value for value in columns["reward"]]
     columns["reward"] = torch.tensor(reward, dtype=torch.float32)
     columns["truncated"] = torch.tensor(columns["truncated"], dtype=torch.bool)

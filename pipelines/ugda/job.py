@@ -29,6 +29,7 @@ from visalign.adapters.catalogue import edits_of
 from visalign.atomic import write_atomic
 from visalign.errors import UserError
 from visalign.evaluation.pages.ugda_page import ugda_page
+from visalign.model_files import read_object
 from visalign.pipelines.collect.judge_votes import judge_votes
 from visalign.pipelines.collect.store import Plan, VoteStore
 from visalign.pipelines.collect.tasks import Form, read_tasks
@@ -149,13 +150,13 @@ class Round:
             policy = _policy_job(self.config, [folder / "judge" for folder in self.members])
             _run_part(policy, self.folder / "policy")
             write_atomic(self.folder / ROUND, summary_json(self._record(labels)))
-            records = [_read_json(part.folder / ROUND) for part in (*self.earlier, self)]
+            records = [read_object(part.folder / ROUND) for part in (*self.earlier, self)]
             tasks = read_tasks([str(self.folder / LABELS)], single=False)[:REPORTED_PAIRS]
             reported = [
                 {"prompt": task.prompt, "images": [*load_shown_images(task.images).values()]} for task in tasks
             ]
             write_atomic(self.output / "report.html", ugda_page(records, reported))
-        return _read_json(self.folder / ROUND)
+        return read_object(self.folder / ROUND)
 
     def sample(self, prompts: Records) -> None:
         """Sample images of this round's prompts from the policy so far."""
@@ -227,8 +228,8 @@ class Round:
             for name, part in (("all", rows), ("queued", queued))
             if part and part[0].get(measure) is not None
         }
-        policy = _read_json(self.folder / "policy" / SUMMARY)
-        judges = [_read_json(path / SUMMARY) for path in self.members]
+        policy = read_object(self.folder / "policy" / SUMMARY)
+        judges = [read_object(path / SUMMARY) for path in self.members]
         return {
             "round": self.number,
             "seconds": sum(summary["seconds"] for summary in (*judges, policy)),
@@ -311,10 +312,6 @@ def _run_part(job: Job, output: Path) -> None:
     """Run a job, or continue it, unless it is finished."""
     if not (output / SUMMARY).is_file():
         job.run(job.config, output=output, resume=(output / "config.yaml").is_file())
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def _read_pairs(path: Path) -> list[dict[str, Any]]:

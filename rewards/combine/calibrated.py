@@ -132,11 +132,7 @@ class Calibrated:
 
 
 def _read(file: Path) -> tuple[list[float], list[float] | None]:
-    try:
-        content = read_object(file)
-        return list(content["value"]), content.get("std")
-    except (KeyError, TypeError) as error:
-        raise RewardError(
-            f"The reference '{file}' cannot be read ({type(error).__name__}: {error}); give JSON with a list "
-            "'value', as Calibrated.save writes it."
-        ) from error
+    content = read_object(file)
+    if not isinstance(content.get("value"), list):
+        raise RewardError(f"The reference '{file}' has no list 'value'; give JSON as Calibrated.save writes it.")
+    return content["value"], content.get("std")

@@ -24,15 +24,7 @@ from visalign.data.assets import resolve_model
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.base.identity import fingerprint
 from visalign.rewards.vlm.engine import VisionLanguageEngine
-from visalign.rewards.vlm.loading import (
-    ADAPTER,
-    PLACING,
-    base_of,
-    find_model,
-    load_processor,
-    placed,
-    placing_options,
-)
+from visalign.rewards.vlm.loading import ADAPTER, PLACING, base_of, find_model, load_processor, placed, placing_options
 from visalign.rewards.vlm.published import published_prompt
 from visalign.rewards.vlm.template import SETTINGS, JudgeSettings, Template, question
 from visalign.rewards.weights.checkpoint_files import check_fit, quiet_loading, read_tensors
@@ -82,8 +74,6 @@ def _load_ours(folder: Path, base: str | Path | None, template: Template | None,
             f"The head of {folder.name}/{SETTINGS} is {head!r}; HPSv3's is 'ranknet'. A folder of "
             "'ranknet members' is for the judge lora_ensemble."
         )
-    if not (folder / HEAD_FILE).is_file():
-        raise FileNotFoundError(f"{folder} holds no {HEAD_FILE}; copy the folder again.")
     options = {"name": folder.name, "settings": settings, "positions": settings.positions, **options}
     if (folder / ADAPTER).is_file():
         options["adapter"] = folder
@@ -106,12 +96,7 @@ def _load_published(path: Path, base: str | Path | None, template: Template | No
 
 
 def published_engine(
-    path: Path,
-    base: str | Path | None,
-    *,
-    default_base: str | Path | None,
-    heads: str,
-    **options: Any,
+    path: Path, base: str | Path | None, *, default_base: str | Path | None, heads: str, **options: Any
 ) -> tuple[VisionLanguageEngine, dict[str, Tensor]]:
     """Load one weight file or its folder: (model, tensors of its heads); adds the reward token.
 

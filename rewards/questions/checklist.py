@@ -139,11 +139,7 @@ class Checklist:
 
     @classmethod
     def from_visionreward(
-        cls,
-        questions: str | Path,
-        weights: str | Path,
-        *,
-        masks: Mapping[int, Sequence[int]] = VISIONREWARD_MASKS,
+        cls, questions: str | Path, weights: str | Path, *, masks: Mapping[int, Sequence[int]] = VISIONREWARD_MASKS
     ) -> Checklist:
         """Read VisionReward's question file (one per line) and weight file ("coef", "intercept").
 

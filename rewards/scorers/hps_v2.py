@@ -62,11 +62,7 @@ class HpsV2(ClipJudge):
         preprocess: Mapping[str, Any] | None = None,
         **towers: Any,
     ) -> None:
-        check_choices(
-            self.name,
-            version=(version, FILES),
-            resampling=(resampling, RESAMPLING),
-        )
+        check_choices(self.name, version=(version, FILES), resampling=(resampling, RESAMPLING))
         self.version = version
         super().__init__(
             model,
@@ -83,11 +79,7 @@ class HpsV2(ClipJudge):
 
 
 def _load(
-    model: str | Path,
-    version: str,
-    architecture: str | Mapping[str, Any],
-    device: str | torch.device,
-    precision: str,
+    model: str | Path, version: str, architecture: str | Mapping[str, Any], device: str | torch.device, precision: str
 ) -> ClipParts:
     """Load the published file strictly into open_clip's model."""
     from visalign.data.assets import resolve_model

@@ -54,10 +54,7 @@ RENAMED = (
     (r"^blip\.visual_encoder\.norm\.", "vision.post_layernorm."),
     (r"^blip\.visual_encoder\.blocks\.(\d+)\.norm([12])\.", r"vision.encoder.layers.\1.layer_norm\2."),
     (r"^blip\.visual_encoder\.blocks\.(\d+)\.attn\.qkv\.", r"vision.encoder.layers.\1.self_attn.qkv."),
-    (
-        r"^blip\.visual_encoder\.blocks\.(\d+)\.attn\.proj\.",
-        r"vision.encoder.layers.\1.self_attn.projection.",
-    ),
+    (r"^blip\.visual_encoder\.blocks\.(\d+)\.attn\.proj\.", r"vision.encoder.layers.\1.self_attn.projection."),
     (r"^blip\.visual_encoder\.blocks\.(\d+)\.mlp\.", r"vision.encoder.layers.\1.mlp."),
     (r"^blip\.text_encoder\.", "text."),
     (r"^mlp\.", "head."),
@@ -273,11 +270,7 @@ class ImageRewardModel(nn.Module):
 
 
 def build(
-    state: Mapping[str, Tensor],
-    where: str,
-    *,
-    med_config: Mapping[str, Any],
-    vision_heads: int | None = None,
+    state: Mapping[str, Tensor], where: str, *, med_config: Mapping[str, Any], vision_heads: int | None = None
 ) -> ImageRewardModel:
     """Build the network of a published state dict, in evaluation mode, with sizes from the weights.
 

@@ -78,13 +78,7 @@ class TransformersDetector:
         batch_size: images, or (image, class) pairs for a zero-shot model, in one pass.
     """
 
-    def __init__(
-        self,
-        model: str | Path,
-        *,
-        device: str | torch.device = "cpu",
-        batch_size: int = 8,
-    ) -> None:
+    def __init__(self, model: str | Path, *, device: str | torch.device = "cpu", batch_size: int = 8) -> None:
         check_counts("geneval", batch_size=batch_size)
         self.source, self.batch_size = str(model), batch_size
         self._device = torch.device(device)

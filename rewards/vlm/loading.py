@@ -20,14 +20,7 @@ from visalign.model_files import LOADING_ERRORS, read_object
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.base.identity import fingerprint
 from visalign.rewards.weights.checkpoint_files import listed, quiet_loading
-from visalign.rewards.weights.hub import (
-    META,
-    SMALL_FILES,
-    TRANSFORMERS_FILES,
-    is_hub_id,
-    local_folder,
-    revision_of,
-)
+from visalign.rewards.weights.hub import META, SMALL_FILES, TRANSFORMERS_FILES, is_hub_id, local_folder, revision_of
 
 from .template import SETTINGS, JudgeSettings
 

@@ -124,7 +124,7 @@ def read_folder(folder: str | Path) -> dict[str, Tensor]:
         raise FileNotFoundError(f"The folder {folder} contains no weights; it needs one of {', '.join(names)}.")
     if file.suffix != ".json":
         return read_tensors(file)
-    shards = read_object(file)["weight_map"].values()
+    shards = read_object(file).get("weight_map", {}).values()
     return {key: tensor for shard in sorted(set(shards)) for key, tensor in read_tensors(file.parent / shard).items()}
 
 

@@ -11,14 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from visalign.errors import UserError
-from visalign.text import (
-    Prompt,
-    Sampling,
-    StopReason,
-    TextRollout,
-    TokenSets,
-    draw_seeds,
-)
+from visalign.text import Prompt, Sampling, StopReason, TextRollout, TokenSets, draw_seeds
 from visalign.text.decoding import completion_text
 
 from .generation import Completion

@@ -23,14 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from visalign.adapters.lora import (
-    ADAPTER,
-    LoraSettings,
-    adapter_config,
-    check_bare,
-    check_same_kind,
-    insert_adapters,
-)
+from visalign.adapters.lora import ADAPTER, LoraSettings, adapter_config, check_bare, check_same_kind, insert_adapters
 from visalign.errors import UserError
 
 from .families import Family

@@ -130,11 +130,7 @@ def fill_images(number: int, row: Row) -> Row:
 
 
 def read_pair(
-    row: Row,
-    coding: Mapping[str, float] | str | None = None,
-    folder: Path | None = None,
-    *,
-    needs_prompt: bool = True,
+    row: Row, coding: Mapping[str, float] | str | None = None, folder: Path | None = None, *, needs_prompt: bool = True
 ) -> PreferencePair:
     """Read a pair from the columns that `load_preferences` names; numbers may be strings, as CSV has them.
 

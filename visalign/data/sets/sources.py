@@ -14,16 +14,7 @@ from typing import Any, Literal
 from visalign.data.shapes.preferences import ShapesPreferences
 from visalign.errors import UserError, suggestion
 
-from .columns import (
-    Columns,
-    fill_images,
-    parse_bool,
-    read_pair,
-    read_quality,
-    read_table,
-    rename_columns,
-    usual_names,
-)
+from .columns import Columns, fill_images, parse_bool, read_pair, read_quality, read_table, rename_columns, usual_names
 from .hub_datasets import FORMS, find_table
 from .image_references import shapes_reference
 from .layouts import PAIR_LAYOUTS, QUALITY_LAYOUTS, load_layout

@@ -108,10 +108,7 @@ class Panel:
 
 
 def panels(
-    metrics: Sequence[Mapping[str, Any]],
-    curves: Sequence[Curve] = CURVES,
-    *,
-    start: Mapping[str, float] | None = None,
+    metrics: Sequence[Mapping[str, Any]], curves: Sequence[Curve] = CURVES, *, start: Mapping[str, float] | None = None
 ) -> tuple[tuple[Panel, ...], str]:
     """Draw every curve that has finite values; return its panels, and sentences that name the others.
 
