@@ -33,7 +33,7 @@ RATIONAL_EDIT_ASPECTS = dict((_FAITHFUL, ("image_faithfulness", "Image Faithfuln
 _END = r"(?!\w|\.\d|,\d)"
 _FINAL = re.compile(rf"Final Score:[\s*_]*(?P<number>{NUMBER}){_END}(?:\s*/\s*(?P<whole>\d+))?")
 _ASPECT = re.compile(
-    rf"(?P<name>Alignment|Coherence|Style)\s+Score\s*+(?:\(1-5\))?[\s*_]*+:[\s*_]*+(?P<number>{NUMBER})",
+    rf"(?P<name>Alignment|Coherence|Style)\s+Score\s*+(?:\(1-5\))?[\s*_]*+:[\s*_]*+(?P<number>{NUMBER}){_END}",
     re.IGNORECASE,
 )
 _PUBLISHED_ASPECT = re.compile(rf"(?P<name>Alignment|Coherence|Style) Score \(1-5\):\s*(?P<number>{NUMBER})")
@@ -245,5 +245,5 @@ def _rational_value(line: str) -> float | str | None:
     words = match[1].strip(" *\t")
     if words == "N/A":
         return words
-    number = re.match(r"\d+(?:\.\d+)?", words)
+    number = re.match(r"\d+(?:\.\d+)?(?!\.?\d|,\d)", words)
     return None if number is None else float(number[0])

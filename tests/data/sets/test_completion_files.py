@@ -36,6 +36,13 @@ def test_pairs_are_read_with_conversations(tmp_path):
     assert found.records == [{**PAIR, "more": 1}, {"prompt": asked, **said}] and not found.left_out
 
 
+def test_the_text_that_two_completions_begin_with_is_their_prompt(tmp_path):
+    path = _file(tmp_path, {"chosen": "The sky is blue.", "rejected": "The sky is green."})
+    assert load_pairs(path).records == [{"prompt": "The sky is", "chosen": " blue.", "rejected": " green."}]
+    with pytest.raises(UserError, match="lacks the column 'prompt'"):
+        load_pairs(_file(tmp_path, {"chosen": "yes", "rejected": "no"}))
+
+
 def test_the_best_and_the_worst_of_judged_completions_become_a_pair(tmp_path):
     rows = _judged(("p", "mid", 0.5), ("q", "x", 1), ("p", "bad", 0), ("p", "good", 1), ("q", "y", 1))
     found = load_pairs(_file(tmp_path, *rows, *_judged(("r", "same", 0), ("r", "same", 1))))

@@ -31,6 +31,7 @@ PLAIN = [
 MATHS = [
     (r"5\text{ cm}", "5"),
     (r"90^\circ", "90"),
+    ("90°", "90"),
     (r"\frac{\sqrt{2}}{2}", r"\frac{1}{\sqrt{2}}"),
     (r"\sqrt{8}", r"2\sqrt{2}"),
     (r"\frac{\pi}{2}", r"0.5\pi"),

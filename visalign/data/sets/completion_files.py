@@ -131,13 +131,15 @@ def _read(
 
 
 def _split_pair(row: Record) -> Record:
-    """Take the messages that two whole conversations begin with as their prompt."""
+    """Take the messages, or without a prompt the text, that two whole conversations begin with as their prompt."""
     chosen, rejected = (row.get(name) for name in PAIR)
-    if not (isinstance(chosen, list) and isinstance(rejected, list)):
+    if isinstance(chosen, list) and isinstance(rejected, list) and len(chosen) > 1 and chosen[:-1] == rejected[:-1]:
+        return {**row, "prompt": chosen[:-1], PAIR[0]: chosen[-1:], PAIR[1]: rejected[-1:]}
+    if "prompt" in row or not (isinstance(chosen, str) and isinstance(rejected, str)):
         return row
-    if len(chosen) < 2 or chosen[:-1] != rejected[:-1]:
-        return row
-    return {**row, "prompt": chosen[:-1], PAIR[0]: chosen[-1:], PAIR[1]: rejected[-1:]}
+    size = next((n for n, pair in enumerate(zip(chosen, rejected, strict=False)) if len({*pair}) > 1), 0)
+    size -= chosen[:size].endswith(" ")  # a blank belongs to the word behind it, as in TRL
+    return {**row, "prompt": chosen[:size], PAIR[0]: chosen[size:], PAIR[1]: rejected[size:]} if size else row
 
 
 def _text(value: Any) -> str | None:
