@@ -17,7 +17,7 @@ from .data import Decisions
 
 NO_STEP_ENTROPY = "on denoising steps of fixed variance the entropy is one constant and the log-prob is the noise draw"
 _NONZERO = object()
-_DIVERSITY = "'dapo', or FlowRL ('flowrl') for diverse images"
+_DIVERSITY = "'dapo', or 'grpo' with a KL term, kl=0.04"
 _NO_VOCABULARY = "binary divergences need the probability of a token; a density is none"
 _GROUP_BASELINE = "'grpo' or 'reinforce_pp_baseline', whose baseline is the other samples of the prompt"
 
@@ -26,7 +26,7 @@ ON_STEPS: dict[tuple[str, Any], tuple[str, str]] = {
     **{("selection", name): (NO_STEP_ENTROPY, _DIVERSITY) for name in stages.SELECTIONS},
     **dict.fromkeys(
         [("advantage", name) for name in ("aem", "entropy_aware", "empg", "perplexity", "pear", "ares")],
-        (NO_STEP_ENTROPY, "'canon' with another measure of the samples, or 'grpo'"),
+        (NO_STEP_ENTROPY, "'canon' with objective.metric=PART, another part of the reward, or 'grpo'"),
     ),
     ("advantage", "opo"): (
         "its baseline weighs rewards by the length of a completion, and all samples have one number of steps",
