@@ -5,15 +5,13 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import typing
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from visalign.data.assets import PACKAGED, assets_folder
 from visalign.errors import UserError
 
-from .markdown import ROOT, code, first_sentence, prose, table
+from .markdown import code, first_sentence, prose, table
 
 
 def _class_at(path: str) -> type:
@@ -21,23 +19,18 @@ def _class_at(path: str) -> type:
     return getattr(importlib.import_module(module), name)
 
 
-def entries(name: str) -> Iterator[tuple[str, type, Mapping[str, Any], str]]:
-    """(name, class, preset options, file) of a catalogue of `visalign.rewards`."""
+def entries(name: str) -> Iterator[tuple[str, type, Mapping[str, Any]]]:
+    """(name, class, preset options) of a catalogue of `visalign.rewards`."""
     for key, entry in getattr(importlib.import_module("visalign.rewards"), name).items():
         path, options = entry if isinstance(entry, tuple) else (entry, {})
-        kind = _class_at(path)
-        file = Path(typing.cast("str", inspect.getsourcefile(kind))).resolve().relative_to(ROOT / "rewards")
-        yield key, kind, options, file.as_posix()
-
-
-OFFERS = ("score", "compare", "score_with_gradient")
-"""Methods that a judge of images may offer."""
+        yield key, _class_at(path), options
 
 
 def judges() -> str:
-    """Build the table of judges of images."""
+    """Build the table of rewards for images."""
+    statistics = importlib.import_module("visalign.rewards.statistics").STATISTICS
     rows = []
-    for name, kind, options, file in entries("CATALOGUE"):
+    for name, kind, options in entries("CATALOGUE"):
         unit = getattr(kind(**options) if options else kind, "unit", "")
         has = [word for word in ("score", "compare", "score_with_gradient") if callable(getattr(kind, word, None))]
         starts = [option.default for option in inspect.signature(kind).parameters.values()]
@@ -45,14 +38,13 @@ def judges() -> str:
         rows.append(
             (
                 code(name),
-                first_sentence(kind),
+                first_sentence(statistics[name][0] if name in statistics else kind).partition(": scalar")[0],
                 unit if isinstance(unit, str) and unit else "its own",
                 ", ".join(code(word) for word in has),
                 ", ".join(packaged),
-                code(file),
             )
         )
-    return table(("name", "what it is", "unit", "offers", "packaged model", "file in rewards/"), rows)
+    return table(("name", "what it is", "unit", "offers", "packaged model"), rows)
 
 
 def families() -> str:
@@ -74,7 +66,7 @@ def families() -> str:
 def text_rewards() -> str:
     """Build the table of rewards for text."""
     rows = []
-    for name, kind, options, _ in entries("TEXT_CATALOGUE"):
+    for name, kind, options in entries("TEXT_CATALOGUE"):
         given = ", ".join(f"{key}={value}" for key, value in options.items() if key != "name")
         rows.append((code(name), first_sentence(kind), code(given) if given else ""))
     return table(("name", "what it is", "preset"), rows)

@@ -42,7 +42,7 @@ def _named(name: str) -> Any:
     wing, _, rest = name.partition(".")
     try:
         if wing == "judge":
-            return {key: kind for key, kind, _, _ in entries("CATALOGUE")}[rest]
+            return {key: kind for key, kind, _ in entries("CATALOGUE")}[rest]
         if wing == "job":
             return importlib.import_module(PIPELINES[rest].partition(":")[0])
         place, _, attribute = name.rpartition(".")

@@ -61,7 +61,13 @@ LENGTHS = {"run.iterations", "data.size", "rollout.samples"}
 OF_THE_READER = ("FOLDER", "NAME", "pairs.jsonl")
 """Placeholders of the reader's own files; such commands are only parsed, in `test_docs`."""
 
-STARTS = [block for block in BLOCKS if block.language == "bash" and block.page.parent == SITE / "trainers"]
+STARTS = [
+    block
+    for block in BLOCKS
+    if block.language == "bash"
+    and block.page.parent == SITE / "trainers"
+    and block.line <= PAGES[block.page].partition("## What we measured")[0].count("\n")
+]
 
 
 def runnable(block: Block) -> list[list[str]]:
