@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -100,8 +101,13 @@ def sample_command(config: FlowGRPOConfig, output: Path, *, edits: bool = False)
     source = config.data.heldout or config.data.train
     has_sources = edits and Path(source).suffix not in (".txt", "")  # without them nothing can be edited
     prompts = [source, "--seeds", "0"] if has_sources else ["a red circle"]
-    weights = ["--model", result] if model.lora is None else ["--model", model.path, "--lora", result]
     options, sampling = sampling_options(model), []
+    files = {f"--{name}": options.pop(name) for name in ("config", "variant") if name in options}
+    weights = (
+        ["--model", result]
+        if model.lora is None
+        else ["--model", model.path, *chain(*files.items()), "--lora", result]
+    )
     if model.lora is None or Path(model.path).name not in PACKAGED:  # sampled by the pipeline's own defaults otherwise
         options.setdefault("guidance", None)
         sampling = ["--steps", str(config.evaluation.steps or config.rollout.steps), "--dtype", model.dtype]

@@ -104,6 +104,8 @@ def base_model(path: str) -> dict[str, Any]:
     folder, found = Path(resolve_model(path)), {}
     if Path(path).name in PACKAGED:
         return {"license": "apache-2.0"}
+    if folder.is_file():  # of one file, which names neither
+        return {}
     if not folder.is_dir():
         found["base_model"], card = path, try_to_load_from_cache(path, CARD)
     else:

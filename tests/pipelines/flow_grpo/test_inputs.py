@@ -10,13 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import DiffusionPipeline
 
 from tests.support.models.pipelines import tiny_folder, trained_weights
 from tests.support.models.sd3 import build_tiny_sd3
+from tests.support.models.single_files import save_single_file
 from visalign.config import load_config
+from visalign.data.assets import resolve_model
 from visalign.errors import UserError
 from visalign.pipelines.flow_grpo.inputs import prepare
-from visalign.pipelines.flow_grpo.job import FlowGRPOConfig, load_code, plan, run
+from visalign.pipelines.flow_grpo.job import FlowGRPOConfig, load_code, plan, run, sample_command
 from visalign.pipelines.flow_grpo.parts import build_policy
 from visalign.pipelines.shared.job import result_folder
 from visalign.pipelines.shared.parts import code_fingerprints
@@ -146,6 +149,20 @@ def test_the_code_that_loads_the_result_has_its_path() -> None:
     assert 'from_pretrained("runs/first/model")' in whole and "lora" not in whole
     for code in (adapters, whole):
         compile(code, "report", "exec")
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_the_code_that_loads_the_result_of_a_file(tmp_path, alone):
+    pipe = DiffusionPipeline.from_pretrained(str(resolve_model("shapes-sd15")))
+    pipe.unet.conv_in.bias.data += 1
+    file = save_single_file(pipe, tmp_path / "civit.safetensors", network_only=alone)
+    overrides = [f"model.path={file}", "model.config=shapes-sd15"]
+    code, names = load_code(config(*overrides), tmp_path), dict[str, Any]()
+    exec(code.partition("\npipe.load_lora")[0], names)
+    assert torch.equal(names["pipe"].unet.conv_in.bias, pipe.unet.conv_in.bias)
+    command = sample_command(config(*overrides), tmp_path)
+    assert command[4:8] == [str(file), "--config", "shapes-sd15", "--lora"]
+    assert "--config" not in sample_command(config(*overrides, "model.lora=null"), tmp_path)
 
 
 @pytest.mark.parametrize(
