@@ -35,7 +35,7 @@ def agree(
         str,
         Argument(
             metavar="SET",
-            help="Table (image, prompt), folder, LAYOUT:FOLDER, shapes:pairs, shapes:quality.",
+            help="Table (image, prompt), folder, hub dataset, LAYOUT:FOLDER, shapes:pairs, shapes:quality.",
             show_default=False,
         ),
     ],
@@ -54,7 +54,7 @@ def agree(
     as_json: AsJson = False,
 ) -> None:
     """Show how far rewards agree on a set: rank correlations, and the images they disagree on."""
-    from visalign.data.sets.columns import Columns, parse_map
+    from visalign.data.sets.columns import Columns, parse_map, parse_scores
     from visalign.pipelines.compare.agree_rewards import ROWS, agree_rewards, read_set, write_agreement
     from visalign.pipelines.shared.reward_options import any_needs_prompt, load_each, with_cache
     from visalign.pipelines.shared.run_folder import check_run_folder
@@ -64,8 +64,8 @@ def agree(
         check_run_folder(output, resume=resume)
     with clean_output():
         loaded = load_each(reward or [], options or [], load_reward, device)
-    table = Columns(names=parse_map(columns or []), has_images=any_needs_prompt(loaded))
-    names = list(dict.fromkeys(scores or []))
+    names, score_columns = parse_scores(scores or [])
+    table = Columns(names=parse_map(columns or []) | score_columns, has_images=any_needs_prompt(loaded))
     rows = read_set(source, prompt=prompt, limit=limit, columns=table, scores=names)
     rewards, log = with_cache(loaded, cache), output / ROWS if output is not None and loaded else None
     with scoring(log, rewards, len(rows), resume=resume) as keeping, clean_output():

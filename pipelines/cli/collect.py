@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -61,6 +61,10 @@ def collect(
     options: LabelOptions = None,
     device: Device = None,
     export: Annotated[Path | None, Option(help="Write the votes as a set (.jsonl) to train on, then stop.")] = None,
+    form: Annotated[
+        Literal["set", "label-studio", "argilla"],
+        Option("--format", help="Format of --export: a set, or every vote as JSON for these tools."),
+    ] = "set",
     model: Annotated[
         bool, Option("--model", help="Export labels of the annotator model, not shares of votes.")
     ] = False,
@@ -76,15 +80,17 @@ def collect(
 
     if model and export is None:
         raise UserError("--model says how --export writes labels. Add --export FILE.jsonl.")
+    if form != "set" and (export is None or model):
+        raise UserError(f"--format {form} writes every vote as it is: add --export FILE.json, without --model.")
     if sources:
         words = QUALITY_WORDS if slider is None and single and not question else ()
         words = tuple(word.strip() for word in slider.split(",")) if slider else words
-        form = Form(slider=words, checklist=tuple(question or ()), boxes=boxes, text=text)
+        questions = Form(slider=words, checklist=tuple(question or ()), boxes=boxes, text=text)
         tasks = read_tasks(sources, single=single, prompt=prompt, per_prompt=per_prompt, seed=seed)
         tasks += gold_tasks(gold) if gold else []
         every = {"gold_every": gold_every, "repeat_every": repeat_every}
         plan = Plan(votes=votes_each, seed=seed, allowed=tuple(voter or ()), **every)
-        store = VoteStore.create(votes, tasks, form, plan)
+        store = VoteStore.create(votes, tasks, questions, plan)
     elif any((single, slider, question, boxes, text, gold, voter, prompt)):
         raise UserError(
             "The questions and voters of this file were fixed when it was created. To ask something else, "
@@ -96,7 +102,7 @@ def collect(
         if judge is not None:
             _judge(store, judge, options or [], device)
         if export is not None:
-            _export(store, export, model, leave_out or [])
+            _export(store, export, model, leave_out or [], form)
         if report is not None or tables is not None:
             _report(store, report, tables, leave_out or [])
         if judge is None and export is None and report is None and tables is None:
@@ -129,14 +135,17 @@ def _judge(store: Any, name: str, options: list[str], device: str | None) -> Non
         raise Exit(1)
 
 
-def _export(store: Any, path: Path, model: bool, leave_out: list[str]) -> None:
-    from visalign.pipelines.collect.votes import export_rows, select_votes, write_rows
+def _export(store: Any, path: Path, model: bool, leave_out: list[str], form: str) -> None:
+    from visalign.data.sets.annotation_tools import to_argilla, to_label_studio
+    from visalign.pipelines.collect.votes import export_rows, select_votes, vote_rows, write_rows
     from visalign.pipelines.shared.run_folder import new_file
 
-    new_file(path, endings=(".jsonl",))
-    rows = export_rows(store, select_votes(store, leave_out), model=model)
-    write_rows(path, rows)
-    echo(f"{len(rows)} records: {path}")
+    build = {"label-studio": to_label_studio, "argilla": to_argilla}.get(form)
+    new_file(path, endings=(".jsonl",) if build is None else (".json",))
+    votes = select_votes(store, leave_out)
+    rows = export_rows(store, votes, model=model) if build is None else vote_rows(store, votes)
+    write_rows(path, rows, build)
+    echo(f"{len(rows)} {'records' if build is None else 'votes'}: {path}")
 
 
 def _report(store: Any, path: Path | None, tables: Path | None, leave_out: list[str]) -> None:

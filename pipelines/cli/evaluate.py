@@ -40,7 +40,8 @@ def evaluate(
     source: Annotated[
         str,
         Argument(
-            help="Labelled set: JSONL, CSV or Parquet file, LAYOUT:FOLDER, shapes:pairs, shapes:quality.",
+            help="Labelled set: table, Label Studio or Argilla export, owner/name:split of the hub, LAYOUT:FOLDER, "
+            "shapes:pairs, shapes:quality.",
             show_default=False,
         ),
     ],
@@ -72,20 +73,21 @@ def evaluate(
 ) -> None:
     """Measure rewards on a preference set or a quality set: agreement, calibration, correlation, slices."""
     with user_messages(resume=resume_line(resume) if output is not None else None):
-        from visalign.data.sets.columns import Columns, parse_map
+        from visalign.data.sets.columns import Columns, parse_map, parse_scores
         from visalign.evaluation.pages.table_files import FOLDER
         from visalign.evaluation.rewards.judged_pairs import IntervalSettings
         from visalign.pipelines.evaluate.job import PAGE
         from visalign.pipelines.evaluate.job import evaluate as run
 
-        table = Columns(names=parse_map(columns or []), labels=labels)
+        names, score_columns = parse_scores(scores or [])
+        table = Columns(names=parse_map(columns or []) | score_columns, labels=labels)
         with Progress(console=Console(stderr=True), transient=True) as progress:
             task = progress.add_task("asking the judge", total=None, visible=bool(reward))
             result = run(
                 source,
                 rewards=reward or (),
                 options=reward_options or (),
-                columns=scores or (),
+                columns=names,
                 lower_is_better=lower_is_better or (),
                 table=table,
                 join=join or (),

@@ -38,7 +38,12 @@ ImageFiles = Annotated[
 Rewards = Annotated[list[str], Option("--reward", "-r", help="Name of a reward; repeat for several.")]
 OptionalRewards = Annotated[Repeated, Option("--reward", "-r", help="Name of a reward; repeat for several.")]
 Scores = Annotated[
-    Repeated, Option("--scores", "-s", help="Scores in a column NAME, or NAME_left and NAME_right; repeat.")
+    Repeated,
+    Option(
+        "--scores",
+        "-s",
+        help="Scores in a column NAME, or NAME_left and NAME_right; NAME=COLUMN, NAME=LEFT,RIGHT; repeat.",
+    ),
 ]
 Prompt = Annotated[str | None, Option("--prompt", "-p", help="Prompt for images that do not come with one.")]
 LabelOptions = Annotated[Repeated, Option("--option", help="LABEL.NAME=VALUE for a reward; repeat for several.")]

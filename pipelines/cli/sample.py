@@ -11,11 +11,14 @@ from typer import Argument, Option, echo
 
 from visalign.errors import UserError, excerpt
 
-from .options import MOST_COUNTED, Device, Repeated
+from .options import MOST_COUNTED, Device, MapColumns, Repeated
 
 
 def sample(
-    prompts: Annotated[list[str], Argument(help="Prompts, or .txt or .jsonl files of them.", show_default=False)],
+    prompts: Annotated[
+        list[str],
+        Argument(help="Prompts, or files of them (.txt, .csv, .jsonl ...), hf://owner/name.", show_default=False),
+    ],
     output: Annotated[Path, Option("--output", "-o", help="Output folder (must not exist).", show_default=False)],
     model: Annotated[
         str, Option("--model", "-m", help="Packaged model, folder, hub id, or .safetensors file.")
@@ -29,6 +32,7 @@ def sample(
     lora: Annotated[
         Repeated, Option(help="LoRA: a run, its folder lora or a .safetensors file; PATH:0.8 weights it. Repeat.")
     ] = None,
+    columns: MapColumns = None,
     seeds: Annotated[str, Option(help="Seeds such as 0,1,2 or 0-7; one image per prompt and seed.")] = "0-3",
     steps: Annotated[
         int | None,
@@ -69,7 +73,8 @@ def sample(
 ) -> None:
     """Sample images or videos into a folder, with a table for `visalign score`, a grid and a page."""
     from visalign.adapters.catalogue import edits_of, index_source, joins_sources
-    from visalign.data.sets.prompt_files import record_key
+    from visalign.data.sets.columns import parse_map
+    from visalign.data.sets.prompt_files import is_prompt_source, record_key
     from visalign.pipelines.sample.job import COST, GRID, PAGE, TABLE, SampleSettings, sample_images, search_of
     from visalign.pipelines.shared.parts import build_records
     from visalign.pipelines.shared.reward_options import parse_options
@@ -100,12 +105,12 @@ def sample(
         **choices,
     )
     rewards = {name: load_reward(name, run_device=device) for name in dict.fromkeys(reward or [])}
-    records: list[Any] = []
+    names, records = parse_map(columns or []), []
     for prompt in dict.fromkeys(prompts):
-        if prompt.startswith("shapes:") or Path(prompt).suffix in (".txt", ".jsonl"):
+        if is_prompt_source(prompt):
             family = index_source(model, settings.adapter, model_options.get("config")), settings.adapter
             edits, several = edits_of(*family), joins_sources(*family)
-            records += build_records(prompt, "The prompts", edits=edits, several=several)
+            records += build_records(prompt, "The prompts", edits=edits, several=several, names=names)
         else:
             records.append({"prompt": prompt})
     records = list({record_key(record): record for record in records}.values())  # files may overlap

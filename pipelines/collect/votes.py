@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any
@@ -114,6 +114,20 @@ def export_rows(store: VoteStore, votes: Sequence[Vote], *, model: bool = False)
         fit = _fit(countable, list(by_task))
         soft = list(zip(fit.soft_label.tolist(), fit.posterior_std.tolist(), strict=True))
     return [_pair_row(store.tasks[t], by_task[t], label) for t, label in zip(by_task, soft, strict=True)]
+
+
+def vote_rows(store: VoteStore, votes: Sequence[Vote]) -> list[dict[str, Any]]:
+    """Build a row per vote for the exports to other tools: prompt, images, annotator, and label or mos."""
+    rows = []
+    for vote in sorted(_countable(store, votes), key=lambda vote: vote.task):
+        task = store.tasks[vote.task]
+        names = ("image_left", "image_right") if store.is_pairs else ("image",)
+        answer = {"label": vote.answer.get("choice")} if store.is_pairs else {"mos": vote.answer.get("slider")}
+        row = {"prompt": task.prompt, **dict(zip(names, task.images, strict=True)), "annotator": vote.annotator}
+        rows += [row | answer] if None not in answer.values() else []
+    if not rows:
+        raise UserError(f"'{store.path}' holds no choice and no grade to export. Leave --format out.")
+    return rows
 
 
 def with_images(store: VoteStore, result: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -302,8 +316,13 @@ def _repeats(votes: Sequence[Vote]) -> Interval:
     return wilson_interval(sum(same), len(same))
 
 
-def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write rows atomically as JSONL; images below the file's folder get relative paths."""
+def write_rows(
+    path: Path, rows: Iterable[Mapping[str, Any]], build: Callable[[list[dict[str, Any]]], Any] | None = None
+) -> None:
+    """Write rows atomically as JSONL, or as the JSON that `build` makes of them.
+
+    Images below the file's folder get relative paths.
+    """
     folder = path.resolve().parent
 
     def relative(name: str, value: Any) -> Any:
@@ -311,5 +330,6 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
             return str(Path(value).relative_to(folder))
         return value
 
-    lines = [json.dumps({k: relative(k, v) for k, v in row.items()}, ensure_ascii=False) for row in rows]
-    write_atomic(path, "".join(f"{line}\n" for line in lines))
+    local = [{k: relative(k, v) for k, v in row.items()} for row in rows]
+    items, indent = (local, None) if build is None else ([build(local)], 2)
+    write_atomic(path, "".join(f"{json.dumps(item, ensure_ascii=False, indent=indent)}\n" for item in items))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -207,7 +208,23 @@ def _rows_of_table(path: Path, prompt: str | None, columns: Columns, scores: Seq
         metadata = {_SCORES: {name: row.get(name) for name in scores}}
         text = str(row.get("prompt", prompt or ""))
         rows.append(ImageRow(image=str(local) if local.is_file() else image, prompt=text, metadata=metadata))
-    return rows
+    return _mean_rows(rows, scores)
+
+
+def _mean_rows(rows: Sequence[ImageRow], scores: Sequence[str]) -> list[ImageRow]:
+    """Join the rows of an image and prompt, such as those of several raters, to one with their mean scores."""
+    groups: dict[tuple[str, str], list[ImageRow]] = {}
+    for row in rows:
+        groups.setdefault((row.image, row.prompt), []).append(row)
+    joined = []
+    for group in groups.values():
+        columns = [(row.metadata or {})[_SCORES] for row in group]
+        values = {name: [v for c in columns if not np.isnan(v := read_number(c.get(name)))] for name in scores}
+        means = {name: np.mean(numbers) if numbers else None for name, numbers in values.items()}
+        joined.append(group[0] if len(group) == 1 else replace(group[0], metadata={_SCORES: means}))
+    if len(joined) < len(rows):
+        warnings.warn(f"{len(rows)} rows are about {len(joined)} images: the mean of an image's counts.", stacklevel=3)
+    return joined
 
 
 def _distinct(rows: Sequence[ImageRow]) -> list[ImageRow]:

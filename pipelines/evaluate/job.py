@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -36,6 +37,7 @@ from visalign.evaluation.rewards.fusion import fuse_preferences, fuse_quality
 from visalign.evaluation.rewards.judged_pairs import IntervalSettings
 from visalign.evaluation.rewards.preferences import evaluate_preferences
 from visalign.evaluation.rewards.quality import evaluate_quality
+from visalign.evaluation.statistics.annotators import alpha_of_rating_sums, rating_sums
 from visalign.interfaces import PointwiseReward
 from visalign.pipelines.score.provenance import domain_note, provenance, reward_identity
 from visalign.pipelines.score.report import load_shown_images
@@ -179,10 +181,8 @@ def _checked(
 ) -> tuple[PreferenceSet | QualitySet, list[Finding]]:
     """Check a set and sum the votes of its pairs."""
     if isinstance(source, QualitySet):
-        findings, prompts = (
-            check_quality(source, files=bool(judges)),
-            [record.prompt or "" for record in source.records],
-        )
+        findings = check_quality(source, files=bool(judges)) + _rater_agreement(source.ratings)
+        prompts = [record.prompt or "" for record in source.records]
     else:
         if swap_sides:
             source = replace(source, pairs=tuple(mix_sides(pair) for pair in source.pairs))  # by a hash of each pair
@@ -193,6 +193,19 @@ def _checked(
     notes = {name: domain_note(judge, prompts) for name, judge in judges.items()}
     findings += [Finding(kind=PACKAGED_JUDGE, count=1, message=f"{n}: {note}") for n, note in notes.items() if note]
     return source, findings
+
+
+def _rater_agreement(ratings: QualitySet | None) -> list[Finding]:
+    """Report how far the raters of single images agree."""
+    if ratings is None or len({record.annotator for record in ratings.records}) < 2:
+        return []
+    images = list(dict.fromkeys((record.image, record.prompt) for record in ratings.records))
+    index = {image: number for number, image in enumerate(images)}
+    items = [index[record.image, record.prompt] for record in ratings.records]
+    sums = rating_sums([record.mos for record in ratings.records], items, items=len(images)).sum(0)
+    alpha = float(alpha_of_rating_sums(sums[None])[0])
+    message = f"Krippendorff's alpha of the raters is {alpha:.2f}; 1 is full agreement, 0 is chance."
+    return [Finding(kind="raters", count=len(items), message=message)] if math.isfinite(alpha) else []
 
 
 def _trained_on(source: PreferenceSet | QualitySet, models: Mapping[str, str]) -> list[Finding]:

@@ -16,7 +16,7 @@ from scipy import special
 from visalign.data.sets.image_references import resolve_image
 from visalign.data.sets.prompt_files import source_of
 from visalign.data.sets.records import PreferencePair, PreferenceSet, QualityRecord, QualitySet
-from visalign.data.sets.tables import listed
+from visalign.data.sets.tables import listed, nearest_first
 from visalign.errors import Naming, UserError
 from visalign.evaluation.rewards.pair_scores import PairScores, from_probabilities, from_scores
 from visalign.evaluation.rewards.quality import QualityScores, from_values
@@ -198,7 +198,9 @@ def column_scores(pairs: PreferenceSet, name: str, *, higher_is_better: bool = T
     if prob not in columns:
         raise UserError(
             f"'{pairs.name}' has no scores {name!r}: needed are the columns {name}_left and {name}_right, or "
-            f"{prob}. Found besides the set's own: {listed(sorted(columns), limit=20) or 'none'}."
+            f"{prob}. Found besides the set's own: "
+            f"{listed(nearest_first(name, sorted(columns)), limit=20) or 'none'}. "
+            f"--scores {name}=COLUMN or {name}=LEFT,RIGHT names others."
         )
     if not higher_is_better:
         raise UserError(
@@ -216,7 +218,8 @@ def quality_column_scores(records: QualitySet, name: str, *, higher_is_better: b
     if name not in columns:
         raise UserError(
             f"'{records.name}' has no column {name!r}. Found besides the set's own: "
-            f"{listed(sorted(columns), limit=20) or 'none'}."
+            f"{listed(nearest_first(name, sorted(columns)), limit=20) or 'none'}. "
+            f"--scores {name}=COLUMN names another."
         )
     return from_values(
         name,

@@ -171,8 +171,9 @@ class RewardDataConfig:
     """The labelled examples."""
 
     train: str = "shapes:pairs"
-    """shapes:pairs, shapes:quality (generated), a file of pairs or of rated images, or LAYOUT:FOLDER; for a
-    critique the dataset.jsonl of text_sample."""
+    """shapes:pairs, shapes:quality (generated), a table of pairs or of rated images (a row per rater too, and exports
+    of Label Studio and Argilla), a dataset of the hub (owner/name:split), or LAYOUT:FOLDER; for a critique the
+    dataset.jsonl of text_sample."""
     heldout: str | None = "shapes:pairs"
     """The same for what is measured; prompts that also stand in data.train are refused. null: nothing."""
     train_split: str | None = None
@@ -181,6 +182,8 @@ class RewardDataConfig:
     """The same for data.heldout."""
     columns: dict[str, str] = field(default_factory=dict)
     """Our name of a column -> that of the files, such as mos: score; the command line has --map mos=score."""
+    map: dict[str, str] = field(default_factory=dict)
+    """The same as columns, under its name in the jobs that train a policy."""
     coding: str | None = None
     """Meaning of the labels of files: share, margin, or words such as 1=left,2=right,0=tie (--labels); null:
     left, right, tie, A, B, or shares."""
@@ -279,7 +282,7 @@ def _readers(s: TrainRewardConfig) -> dict[str, tuple[bool, str]]:
         "annotators": (votes, "shapes:quality, and shapes:pairs with data.labels=votes"),
         "off_policy": (pair_file and kind != "pair", "tasks that compare two scores, on a file of pairs"),
         "convex_da": (pair_file and kind != "hp", "judges that read the prompt, on a file of pairs"),
-        "columns": (any(files), "files of pairs or of rated images"),
+        **dict.fromkeys(("columns", "map"), (any(files), "files of pairs or of rated images")),
         "coding": (any(files), "files of pairs"),
         "train_split": (files[0], "a file or layout in data.train"),
         "heldout_split": (files[1], "a file or layout in data.heldout"),

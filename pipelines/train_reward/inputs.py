@@ -130,7 +130,7 @@ def _load(config: TrainRewardConfig, side: str, notes: list[str]) -> Examples:
     with name_key(f"data.{side}"):
         if config.reads == "answers":
             return file_answers(load_demonstrations(source)[:limit], name=Path(source).name, right=data.right)
-        columns = Columns(names=data.columns, labels=data.coding)
+        columns = Columns(names=data.map | data.columns, labels=data.coding)
         records = load_source(source, split=split, limit=limit, columns=columns)
         if isinstance(records, QualitySet):
             return _ratings(config, records)
@@ -144,11 +144,12 @@ def _ratings(config: TrainRewardConfig, records: QualitySet) -> Examples:
             "pairs. Give a set with image_left and image_right, or model.kind rating."
         )
     check_quality(records)
-    scores = [record.mos for record in records.records]
-    if not (1 <= min(scores) and max(scores) <= 5):
+    ratings = records.ratings or records
+    outside = [(record.mos, ratings.row(i)) for i, record in enumerate(ratings.records) if not 1 <= record.mos <= 5]
+    if outside:
         raise UserError(
-            f"mos of the set goes from {min(scores):g} to {max(scores):g}; this judge answers from 1 to 5. "
-            "Rescale the column."
+            f"mos is {listed([f'{mos:g} in row {row}' for mos, row in outside])}; this judge answers from 1 to 5. "
+            "Correct these rows, or rescale the column."
         )
     return file_ratings(records)
 

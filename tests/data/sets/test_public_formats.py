@@ -13,13 +13,15 @@ from PIL import Image
 from visalign.data.sets import hub_datasets
 from visalign.data.sets.annotation_tools import to_argilla, to_label_studio
 from visalign.data.sets.checks import check_quality, summed_votes
-from visalign.data.sets.columns import Columns
+from visalign.data.sets.columns import Columns, parse_scores
 from visalign.data.sets.hub_datasets import find_table
 from visalign.data.sets.prompt_files import load_demonstrations, load_prompts
 from visalign.data.sets.records import PreferenceSet, QualitySet
 from visalign.data.sets.sources import load_source
 from visalign.data.sets.tables import read_rows
 from visalign.errors import UserError
+from visalign.pipelines.compare.agree_rewards import read_set
+from visalign.pipelines.evaluate.job import evaluate
 
 ROWS = [{"prompt": "a cat", "mos": 1}, {"prompt": "a dog", "mos": 2}]
 CHAT = [{"from": "human", "value": "1 + 1?"}, {"from": "gpt", "value": "2"}]
@@ -96,7 +98,9 @@ def test_a_column_that_is_missing_is_named_with_the_nearest_first(tmp_path):
     path = save(tmp_path / "a.csv", "id,words,captions\n1,x,a cat\n")
     with pytest.raises(UserError, match=r"no field 'caption'.*Did you mean 'captions'\? Its fields are captions, id"):
         load_prompts(path, names={"prompt": "caption"})
-    with pytest.raises(UserError, match=r"it has the fields id, words, captions. data.map=\{prompt: FIELD\} names"):
+    with pytest.raises(
+        UserError, match=r"it has the fields id, words, captions. data.map=\{prompt: FIELD\}, or --map prompt=FIELD"
+    ):
         load_prompts(path)
     assert load_prompts(path, names={"prompt": "captions"})[0]["prompt"] == "a cat"
     (tmp_path / "empty").mkdir()
@@ -294,3 +298,33 @@ def test_a_cached_dataset_is_read_without_a_network(tmp_path, monkeypatch):
     ):
         with pytest.raises(UserError, match=message):
             load_prompts(source)
+
+
+@pytest.mark.parametrize(
+    ("kind", "scores"),
+    [
+        ("ratings", ["a=first judge", "b=second"]),
+        ("pairs", ["a=l1,r1", "b=second"]),
+    ],
+)
+def test_scores_in_columns_of_any_name(tmp_path, kind, scores):
+    lines = ["image;rater;rating;first judge;second"] if kind == "ratings" else ["left;right;choice;l1;r1;second_prob"]
+    for i in range(20):
+        if kind == "ratings":
+            lines += [
+                f"{i}.png;{rater};{1 + i % 4 + wide};{i}7,{i};{-i},5" for rater, wide in (("ann", 0), ("bob", 1))
+            ]
+        else:
+            lines.append(f"{i}l.png;{i}r.png;{'left' if i % 2 else 'right'};{i % 2},5;{(i + 1) % 2},5;0,{i + 10}")
+    path, (names, columns) = save(tmp_path / "a.csv", "\n".join(lines)), parse_scores(scores)
+    result = evaluate(str(path), columns=names, table=Columns(names=columns))
+    assert [entry["judge"]["name"] for entry in result["judges"]] == ["a", "b"]
+    messages = [finding["message"] for finding in result["set"]["findings"]]
+    if kind == "ratings":
+        assert messages[1] == "Krippendorff's alpha of the raters is 0.68; 1 is full agreement, 0 is chance."
+        with pytest.warns(UserWarning, match="40 rows are about 20 images"):
+            assert len(read_set(str(path), scores=names, columns=Columns(names=columns, has_images=False))) == 20
+    with pytest.raises(UserError, match=r"'a' has no .*'ann'.* --scores ann=COLUMN"):
+        evaluate(str(path), columns=["ann"])
+    with pytest.raises(UserError, match=r"--scores is 'a='; write NAME, NAME=COLUMN or, of pairs, NAME=LEFT,RIGHT"):
+        parse_scores(["a="])

@@ -188,6 +188,12 @@ def test_the_command(tmp_path):
     table.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     found = run.invoke(app, ["collect", file, str(table), "--judge", "sharpness"])
     assert found.exit_code == 0 and "sharpness voted on 4 pairs" in found.output
+    for tool in ("label-studio", "argilla"):
+        path = tmp_path / f"{tool}.json"
+        assert run.invoke(app, ["collect", file, "--export", str(path), "--format", tool]).exit_code == 0
+        assert {(p.image_left, p.label) for p in load_preferences(path).pairs} == {
+            (str(tmp_path / f"l{n}.png"), 0.5) for n in range(4)
+        }
     found = run.invoke(
         app, ["collect", file, "--export", str(tmp_path / "e.jsonl"), "--report", str(tmp_path / "r.html")]
     )
@@ -195,6 +201,8 @@ def test_the_command(tmp_path):
     for arguments, why in (
         ([file, str(table)], "exists. Leave the images out"),
         ([file, "--single", "--export", "x.jsonl"], "The questions and voters of this file were fixed"),
+        ([file, "--export", "x.json", "--format", "argilla", "--model"], "argilla writes every vote as it is"),
+        ([file, "--export", "x.jsonl", "--format", "argilla"], ".json"),
         ([file, "--model"], "--model says how --export writes labels"),
         ([file, "--export", "x.txt"], ".jsonl"),
         ([str(tmp_path / "none.sqlite")], "There is no file of votes"),

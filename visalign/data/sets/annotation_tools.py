@@ -9,14 +9,12 @@ import re
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 from urllib.parse import unquote
 
 from visalign.errors import UserError
 
 Row = dict[str, Any]
-Tool = Literal["label-studio", "argilla"]
-TOOLS: tuple[str, ...] = get_args(Tool)
 
 _CHOICES = {"left", "right", "tie", "a", "b"}
 _VALUES = ("rating", "number", "choices", "selected", "text")

@@ -42,6 +42,8 @@ _LONGEST_PATH = 4096
 _VOTES = ("votes_left", "votes_right", "votes_tie")
 _PAIR_COLUMNS = ("prompt", "image_left", "image_right", "label", "votes", "ballots", *_VOTES)
 _QUALITY_COLUMNS = ("image", "mos", "std", "prompt", "higher_is_better")
+_SCORES = ("", "_left", "_right", "_prob", "_prob_swapped", "_std", "_std_left", "_std_right")
+"""Endings of the columns of a score."""
 _REQUIRED = (*IMAGES, "prompt", "mos", "label")
 
 
@@ -94,6 +96,27 @@ def parse_map(items: Sequence[str]) -> dict[str, str]:
     return names
 
 
+def parse_scores(items: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Parse NAME, NAME=COLUMN and NAME=LEFT,RIGHT items into the names and {our column: the table's}.
+
+    >>> parse_scores(["clip", "judge=score_left_img,score_right_img"])[1]
+    {'judge_left': 'score_left_img', 'judge_right': 'score_right_img'}
+    """
+    names: list[str] = []
+    columns: dict[str, str] = {}
+    for item in items:
+        name, equals, theirs = item.partition("=")
+        parts = theirs.split(",")
+        if not name or (equals and not all(parts)) or len(parts) > 2:
+            raise UserError(f"--scores is {item!r}; write NAME, NAME=COLUMN or, of pairs, NAME=LEFT,RIGHT.")
+        names.append(name)
+        if len(parts) == 2:
+            columns |= {f"{name}_left": parts[0], f"{name}_right": parts[1]}
+        elif theirs:
+            columns |= {f"{name}{ending}": f"{theirs}{ending}" for ending in _SCORES}
+    return list(dict.fromkeys(names)), columns
+
+
 def rename_columns(path: Any, row: Row, names: Mapping[str, str]) -> Row:
     """Rename a row's columns to ours; other columns stay."""
     for ours, theirs in names.items():
@@ -109,9 +132,9 @@ def rename_columns(path: Any, row: Row, names: Mapping[str, str]) -> Row:
 def usual_names(row: Row, names: Mapping[str, str], *, judged: bool) -> dict[str, str]:
     """Add to names (ours -> the table's) those of `SHOWN_NAMES`, and if it is `judged` of `JUDGED_NAMES`."""
     usual = {**SHOWN_NAMES, **JUDGED_NAMES} if judged else SHOWN_NAMES
-    taken = {*names, *row}
-    free = {ours: [name for name in others if name in row] for ours, others in usual.items() if ours not in taken}
-    return {ours: others[0] for ours, others in free.items() if others and others[0] not in names.values()} | {**names}
+    free = {name for name in row if name not in names.values()}
+    matches = {ours: [name for name in others if name in free] for ours, others in usual.items() if ours not in free}
+    return {ours: others[0] for ours, others in matches.items() if others} | {**names}
 
 
 def read_table(path: str | Path, names: Mapping[str, str], *, judged: bool = False) -> NumberedRows:

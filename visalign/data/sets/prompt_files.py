@@ -105,6 +105,12 @@ def _image_name(source: Any) -> str:
     return hashlib.blake2b(content, digest_size=8).hexdigest()
 
 
+def is_prompt_source(text: str) -> bool:
+    """Tell the name of an embedded set, a file, a folder with "/" in its name or a hf:// address from a prompt."""
+    is_file = Path(text).suffix.lower() in (".txt", *READERS) or ("/" in text and Path(text).is_dir())
+    return is_file or text.startswith(("shapes:", "hf:"))
+
+
 def load_prompts(
     source: str | Path,
     *,
@@ -329,8 +335,8 @@ def _check_prompt(
     for ours, theirs in names.items():
         if theirs not in fields and ours not in fields:
             raise UserError(
-                f"{where} has no field {theirs!r}, which data.map.{ours} names. {suggestion(theirs, fields)}Its "
-                f"fields are {listed(nearest_first(theirs, fields), limit=20)}."
+                f"{where} has no field {theirs!r}, which data.map.{ours} (--map) names. "
+                f"{suggestion(theirs, fields)}Its fields are {listed(nearest_first(theirs, fields), limit=20)}."
             )
     renamed = {ours: fields[theirs] for ours, theirs in names.items() if theirs in fields}
     result = {name: value for name, value in fields.items() if name not in names.values()} | renamed
@@ -344,7 +350,7 @@ def _check_prompt(
         got = f"the prompt {excerpt(prompt)}" if prompt else got
         raise UserError(
             f'{where} needs a "prompt" that is {CHAT if chat else "text"}, such as {example}; it has {got}. '
-            "data.map={prompt: FIELD} names the field of another file that holds it."
+            "data.map={prompt: FIELD}, or --map prompt=FIELD, names another field that holds it."
         )
     return result
 

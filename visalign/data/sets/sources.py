@@ -48,7 +48,9 @@ def load_source(
     layouts = (*PAIR_LAYOUTS, *QUALITY_LAYOUTS)
     has_layout = is_named_set(source)
     if has_layout and columns is not None and (columns.names or columns.labels):
-        raise UserError(f"--map and --labels are for tables, and '{source}' has a layout of its own.")
+        raise UserError(
+            f"--map, --labels and --scores NAME=COLUMN are for tables, and '{source}' has a layout of its own."
+        )
     if source in GENERATED:
         generate = shapes_pairs if source == GENERATED[0] else shapes_quality
         return generate(SHAPES_PAIRS if limit is None else limit, split=split or "heldout")

@@ -227,7 +227,9 @@ def _read_delimited(path: Path, _: Sequence[str] | None) -> NumberedRows:
         lines = csv.reader(file, delimiter=delimiter, strict=True)
         try:
             names = next(lines, [])
-            if not names or len(set(names)) < len(names):
+            if not names:
+                raise UserError(f"'{path}' is empty; needed is a first line with the columns, and a row per record.")
+            if len(set(names)) < len(names):
                 raise UserError(f"The first line of '{path}' must name the columns, each once.")
             for values in filter(None, lines):
                 if len(values) != len(names):
