@@ -87,6 +87,7 @@ TEXT_CATALOGUE: dict[str, Entry] = {
     "reward_fusion": "visalign.rewards.text.reward_fusion:RewardFusion",
     "process_reward": "visalign.rewards.text.process_reward:ProcessRewardModel",
     "ensemble": "visalign.rewards.text.combine:TextEnsemble",
+    "environment": "visalign.rewards.text.environment:EnvironmentReward",
 }
 """Rewards for text."""
 

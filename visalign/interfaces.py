@@ -29,11 +29,15 @@ class ToolCompletion(str):
 
     answers: Sequence[tuple[int, int]]
     """(begin, end) characters that the tool wrote."""
+    outcome: float | None
+    """Reward that an environment gave; None without one."""
 
-    def __new__(cls, text: str, answers: Sequence[tuple[int, int]] = ()) -> ToolCompletion:
+    def __new__(
+        cls, text: str, answers: Sequence[tuple[int, int]] = (), outcome: float | None = None
+    ) -> ToolCompletion:
         """Keep the spans beside the text."""
         completion = super().__new__(cls, text)
-        completion.answers = answers
+        completion.answers, completion.outcome = answers, outcome
         return completion
 
 
@@ -46,7 +50,8 @@ def policy_text(completion: str) -> str:
     if not isinstance(completion, ToolCompletion):
         return completion
     edges = [0, *(edge for span in completion.answers for edge in span), len(completion)]
-    return "".join(completion[start:end] for start, end in zip(edges[::2], edges[1::2], strict=True))
+    text = "".join(completion[start:end] for start, end in zip(edges[::2], edges[1::2], strict=True))
+    return ToolCompletion(text, (), completion.outcome)
 
 
 def is_message(message: Any) -> bool:

@@ -115,7 +115,7 @@ class _Scorer:
     @torch.no_grad()
     def generate(self, policy: Any, seeds: Sequence[int], sampling: Sampling) -> TextRollout:
         """Complete each record, as often as there are seeds for it."""
-        return with_tool(self.generation, policy, policy).generate(
+        return with_tool(self.generation, policy, policy, self.records).generate(
             [record["prompt"] for record in self.records],
             seeds=seeds,
             num_generations=len(seeds) // len(self.records),

@@ -61,7 +61,7 @@ def _build(config: TextConfig, output: Path) -> PolicyRun:
         dynamic=config.dynamic,
         self_imitation=config.self_imitation,
         latent_flow=config.latent_flow,
-        generator=with_tool(config.rollout, server or policy, policy),
+        generator=with_tool(config.rollout, server or policy, policy, inputs.records),
         after_update=syncing(config, policy, server, output, accelerator),
         value_model=build_value_model(config.model, accelerator.device),
         log_partition=PromptLogPartition(policy, seed=seed) if objective.surrogate == "flow_balance" else None,
@@ -92,7 +92,7 @@ def text_run(
     added to each evaluation during training.
     """
     generation = config.generation
-    generator = with_tool(generation, policy, policy)
+    generator = with_tool(generation, policy, policy, inputs.heldout)
 
     def measure(records: Records, seeds: Any) -> HeldoutResult:
         def evaluate_part(share: tuple[int, int]) -> HeldoutResult:

@@ -38,6 +38,7 @@ from visalign.rewards.text.combine import WeightedTextSum
 from visalign.rewards.text.process_reward import ProcessRewardModel
 from visalign.text import TextRollout
 from visalign.text.tools import ToolPolicy
+from visalign.text.turns import ChatTurns
 from visalign.training.text.trajectories import check_answers
 
 from .config import ActorCriticConfig, PromptsConfig, TextConfig, TextModelConfig
@@ -313,9 +314,12 @@ def build_server(config: TextConfig, policy: CausalLMPolicy) -> Any:
     return ServerGenerator(policy, server.base_url, server.model, api_key=key, **options)
 
 
-def with_tool(generation: Any, engine: Any, policy: CausalLMPolicy) -> Any:
-    """Add `generation.tool` to a generator of completions; without a tool return it unchanged."""
-    tool = generation.tool
+def with_tool(generation: Any, engine: Any, policy: CausalLMPolicy, records: Records) -> Any:
+    """Add `generation.tool` or `.environment` to a generator of completions; without either return it unchanged."""
+    tool, environment = generation.tool, generation.environment
+    if environment is not None:
+        with name_key("rollout.environment"):
+            return ToolPolicy(engine, policy.tokenizer, ChatTurns(policy.prompts, environment.build(), records))
     return engine if tool is None else ToolPolicy(engine, policy.tokenizer, tool.build())
 
 

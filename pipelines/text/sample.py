@@ -88,8 +88,13 @@ class GridConfig(CompletionSettings):
     """Share of a point's completions that may fail to be scored before the run stops."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         with name_key("rollout"):
             self.points()
+        if self.hint is not None and self.environment is not None:
+            raise UserError(
+                "rollout.hint changes the prompts that rollout.environment knows. Set one of the two to null."
+            )
 
     def points(self) -> list[GridPoint]:
         """List the points, the seeds of one distribution next to each other; then those with hints."""
@@ -195,7 +200,7 @@ def _sample_point(config: TextSampleConfig, records: Records, reward: Any, polic
     point, title, console = points[number], f"point {number + 1} of {len(points)}", Console()
     with console.status(title) as status:
         completions = sample_point(
-            with_tool(rollout, policy, policy),
+            with_tool(rollout, policy, policy, records),
             reward,
             records,
             point,

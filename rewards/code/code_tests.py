@@ -13,7 +13,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
-from visalign.interfaces import Metadata, Prompt, RewardCapabilities, Scores, policy_text
+from visalign.interfaces import Metadata, Prompt, RewardCapabilities, Scores
 from visalign.rewards.base.contract import RewardError, check_choices, check_counts, check_rules
 from visalign.rewards.text.contract import TextVerdict, after_marker, read_text_request, shortened, text_scores
 from visalign.rewards.text.parsing import extract_code, has_fence
@@ -171,9 +171,7 @@ class CodeTests:
             raise NoSandbox(problem)
         setups = request.column(self._setup_field) if self._setup_field else [None] * len(request)
         with ThreadPoolExecutor(max_workers=self._workers) as pool:
-            results = list(
-                pool.map(self._judge, map(policy_text, request.completions), request.column(self._field), setups)
-            )
+            results = list(pool.map(self._judge, request.completions, request.column(self._field), setups))
         shares = [share for _, share in results]
         parts = {"share": shares, "all": [float(share == 1) for share in shares]}
         return text_scores([verdict for verdict, _ in results], self.unit, parts=parts)

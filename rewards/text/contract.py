@@ -45,10 +45,7 @@ class TextVerdict:
 
 
 class TextRule:
-    """Base of rewards that score each completion by itself, with its record: subclasses define `judge`.
-
-    It sees what the policy wrote: the answers of a tool are left out.
-    """
+    """Base of rewards that score each completion by itself, with its record: subclasses define `judge`."""
 
     name: str
     unit: str
@@ -62,13 +59,16 @@ class TextRule:
         """Score each completion, whatever its prompt; `text` holds the remarks."""
         request = read_text_request(self.name, completions, prompts, metadata)
         records = [record or {} for record in request.metadata]
-        return text_scores(list(map(self.judge, map(policy_text, request.completions), records)), self.unit)
+        return text_scores(list(map(self.judge, request.completions, records)), self.unit)
 
 
 def read_text_request(
     name: str, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None
 ) -> TextRequest:
-    """Check types and lengths of B completions, B prompts and B metadata records (None for none)."""
+    """Check types and lengths of B completions, B prompts and B metadata records (None for none).
+
+    Answers of tools and environments are left out of the completions: they earn the policy nothing.
+    """
     for argument, values, item in (
         ("completions", completions, "string"),
         ("prompts", prompts, "string or conversation"),
@@ -94,7 +94,7 @@ def read_text_request(
                 "string, or a list of messages such as {'role': 'user', 'content': 'text'}."
             )
     records = read_metadata(name, metadata, len(completions), noun="completion")
-    return TextRequest(list(completions), list(prompts), records)
+    return TextRequest([*map(policy_text, completions)], list(prompts), records)
 
 
 def is_conversation(prompt: Any) -> bool:

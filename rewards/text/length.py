@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from visalign.core.rewards.terms import soft_overlong
-from visalign.interfaces import Metadata, Prompt, Scores, policy_text
+from visalign.interfaces import Metadata, Prompt, Scores
 from visalign.rewards.base.contract import check_choices, check_counts, check_rules
 from visalign.seeds import sample_seed
 
@@ -155,7 +155,7 @@ class RandomReward:
         """Draw for each completion."""
         request = read_text_request(self.name, completions, prompts, metadata)
         keys = [json.dumps(prompt, sort_keys=True, default=str) for prompt in request.prompts]
-        pairs = zip(keys, map(policy_text, request.completions), strict=True)
+        pairs = zip(keys, request.completions, strict=True)
         uniform = [sample_seed(self._seed, "random reward", *pair) / 2**63 for pair in pairs]
         return text_scores([TextVerdict(value=float(number < self._share)) for number in uniform], self.unit)
 

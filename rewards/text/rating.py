@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from visalign.core.preference.fidelity import FLOOR, answer_statistics, fidelity_rewards
-from visalign.interfaces import Metadata, Prompt, RewardCapabilities, Scores, policy_text
+from visalign.interfaces import Metadata, Prompt, RewardCapabilities, Scores
 from visalign.rewards.base.contract import check_choices, check_rules
 from visalign.rewards.reading.numbers import AnswerError
 from visalign.rewards.reading.ratings import FORMS, first_word
@@ -71,7 +71,7 @@ class RatingReward:
     def score(self, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None = None) -> Scores:
         """Score all answers together; the remark and the part "rating" are the rating."""
         request = read_text_request(self.name, completions, prompts, metadata)
-        ratings = [_read_rating(self.reader, self.prefilled + policy_text(text)) for text in request.completions]
+        ratings = [_read_rating(self.reader, self.prefilled + text) for text in request.completions]
         images, labels, sets = (request.column(field) for field in ("image", "mos", "set"))
         problems = [self._record_problem(image, mos) for image, mos in zip(images, labels, strict=True)]
         groups: dict[tuple[str, ...], list[int]] = {}

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from jinja2 import Environment, TemplateError, meta
 
-from visalign.errors import UserError, suggestion
+from visalign.errors import CaughtError, UserError, suggestion
 from visalign.interfaces import Prompt
 
 from .messages import template_messages
@@ -98,6 +98,27 @@ class PromptEncoder:
                 problem = f"it sets {name!r}, {reason}" if self._template else "the tokenizer has no chat template"
                 names = ", ".join(sorted(read)) or "none"
                 raise UserError(f"{problem}. {suggestion(name, read)}Variables of this template: {names}.")
+
+    def use_tools(self, tools: Sequence[Callable[..., Any]]) -> None:
+        """Describe tools in every conversation: functions with type hints, and a docstring with their "Args:"."""
+        if self._template is None:
+            raise UserError("This tokenizer has no chat template (a base model), so nothing can answer its turns.")
+        if not tools:
+            return
+        if not re.search(r"\btools\b", self._template):
+            raise UserError(
+                "The chat template of this model describes no tools. Take a model that was trained with them."
+            )
+        self._options["tools"] = list(tools)
+        with CaughtError() as caught:
+            self._apply([{"role": "user", "content": _PROBE}])
+        if caught.error is not None:  # transformers reads a tool's signature and docstring
+            raise UserError(f"The tools cannot be described to the model: {caught.error}")
+
+    @property
+    def role(self) -> str:
+        """Text that opens a turn of the assistant."""
+        return self._surroundings.role
 
     def encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """Return the token ids of each prompt, ready for the model to continue.

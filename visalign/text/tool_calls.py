@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Thread
 from time import monotonic
@@ -90,31 +91,44 @@ def ask_all(use: ToolUse, calls: Sequence[str]) -> dict[str, str | ToolFailure |
     A call fails if it raises, takes longer than `use.seconds`, or answers anything but text. A thread cannot
     be stopped: a hanging one is left behind.
     """
-    answers: dict[str, str | ToolFailure | None] = {}
     distinct = list(dict.fromkeys(calls))
-    for start in range(0, len(distinct), PARALLEL):
-        batch, done = distinct[start : start + PARALLEL], SimpleQueue[tuple[str, Any]]()
-        for call in batch:
-            Thread(target=_ask, args=(use, call, done), daemon=True).start()
-        deadline = monotonic() + use.seconds
+    answers = run_all([partial(_ask, use, call) for call in distinct], use.seconds, use.name)
+    return dict(zip(distinct, answers, strict=True))
+
+
+def _ask(use: ToolUse, call: str) -> str | ToolFailure | None:
+    answer: Any = use.tool(call)
+    if answer is not None and not isinstance(answer, str):
+        return ToolFailure(f"{use.name} answered a {type(answer).__name__}, needed is a text or None")
+    return answer and without_surrogates(answer)
+
+
+def without_surrogates(text: str) -> str:
+    """Replace halves of surrogate pairs, which a tokenizer refuses."""
+    return text.encode(errors="replace").decode()
+
+
+def run_all(jobs: Sequence[Callable[[], Any]], seconds: float, name: str) -> list[Any]:
+    """Run jobs in threads, `PARALLEL` at a time; one that raises or takes longer is a `ToolFailure` of `name`."""
+    results: dict[int, Any] = {}
+    for start in range(0, len(jobs), PARALLEL):
+        batch, done = range(start, min(start + PARALLEL, len(jobs))), SimpleQueue[tuple[int, Any]]()
+        for number in batch:
+            Thread(target=_run, args=(jobs[number], name, number, done), daemon=True).start()
+        deadline = monotonic() + seconds
         for _ in batch:
             try:
-                call, answer = done.get(timeout=max(0.0, deadline - monotonic()))
+                number, result = done.get(timeout=max(0.0, deadline - monotonic()))
             except Empty:
                 break
-            answers[call] = answer
-        for call in batch:
-            answers.setdefault(call, ToolFailure(f"{use.name} gave no answer in {use.seconds:g} s"))
-    return answers
+            results[number] = result
+    return [results.get(number, ToolFailure(f"{name} gave no answer in {seconds:g} s")) for number in range(len(jobs))]
 
 
-def _ask(use: ToolUse, call: str, done: SimpleQueue[tuple[str, Any]]) -> None:
+def _run(job: Callable[[], Any], name: str, number: int, done: SimpleQueue[tuple[int, Any]]) -> None:
+    result: Any = None
     with CaughtError() as caught:
-        answer: Any = use.tool(call)
-        if answer is not None and not isinstance(answer, str):
-            answer = ToolFailure(f"{use.name} answered a {type(answer).__name__}, needed is a text or None")
+        result = job()
     if caught.error is not None:
-        answer = ToolFailure(f"{use.name} raised {type(caught.error).__name__}: {caught.error}")
-    if isinstance(answer, str):  # a tokenizer refuses half a surrogate pair
-        answer = answer.encode(errors="replace").decode()
-    done.put((call, answer))
+        result = ToolFailure(f"{name} raised {type(caught.error).__name__}: {caught.error}")
+    done.put((number, result))

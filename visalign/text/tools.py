@@ -23,6 +23,7 @@ from .rollout import TextRollout, ToolTrace
 from .stopping import StoppingCriteria, StopReason, StopStrings
 from .token_sets import TokenSets
 from .tool_calls import ToolFailure, ToolUse, ask_all
+from .turns import ChatTurns, Conversation
 
 CHARACTERS = 32
 """Characters of an answer per token that it may have; what is beyond is not even tokenized."""
@@ -50,6 +51,10 @@ class _Sample:
     tokens: list[_Token] = field(default_factory=list)
     trace: ToolTrace = field(default_factory=ToolTrace)
     reason: StopReason = "length"
+    outcome: float | None = None
+    """Reward of the environment."""
+    conversation: Conversation | None = None
+    """Its tools and environment, with `ChatTurns`."""
     prompt_row: tuple[Tensor, Tensor] | None = None
     """Ids and mask of the prompt, as the engine read it first."""
 
@@ -71,7 +76,7 @@ class ToolPolicy:
     (`after`), which are context with loss mask 0. Special tokens in an answer are read as plain text.
     """
 
-    def __init__(self, engine: Any, tokenizer: Any, use: ToolUse) -> None:
+    def __init__(self, engine: Any, tokenizer: Any, use: ToolUse | ChatTurns) -> None:
         self.engine, self.tokenizer, self.use = engine, tokenizer, use
 
     def generate(
@@ -96,19 +101,48 @@ class ToolPolicy:
         shown = [()] * len(prompts) if images is None else images
         rows = [row for row in zip(prompts, labels, shown, strict=True) for _ in range(num_generations)]
         samples = [_Sample(*row, seed) for row, seed in zip(rows, sample_seeds, strict=True)]
+        if isinstance(self.use, ChatTurns):
+            self._begin(self.use, samples)
         growing = samples
         while growing:
             self._draw_turn(growing, sampling, stopping, has_images=images is not None)
             growing = self._answer_calls(growing, stopping)
+        if isinstance(self.use, ChatTurns):
+            self._finish(self.use, samples)
         return self._rollout(samples, sampling, has_images=images is not None)
+
+    def _begin(self, turns: ChatTurns, samples: Sequence[_Sample]) -> None:
+        """Reset the environments; one that fails takes its first turn and no other."""
+        conversations, prompts = turns.begin([sample.prompt for sample in samples])
+        for sample, conversation, prompt in zip(samples, conversations, prompts, strict=True):
+            sample.conversation = conversation
+            if isinstance(prompt, ToolFailure):
+                sample.trace = replace(sample.trace, failed=prompt.why)
+            else:
+                sample.prompt = prompt
+
+    def _finish(self, turns: ChatTurns, samples: Sequence[_Sample]) -> None:
+        """Ask the environments for their rewards."""
+        finished = [sample for sample in samples if sample.trace.failed is None]
+        rewards = turns.finish([sample.conversation for sample in finished if sample.conversation is not None])
+        for sample, reward in zip(finished, rewards, strict=True):
+            if isinstance(reward, ToolFailure):
+                self._fail(sample, reward.why)
+            sample.outcome = None if isinstance(reward, ToolFailure) else reward
+        turns.discard([s.conversation for s in samples if s.trace.failed and s.conversation is not None])
+
+    def _fail(self, sample: _Sample, why: str) -> None:
+        sample.trace, sample.reason = replace(sample.trace, failed=why), "tool failed"
 
     def _draw_turn(
         self, growing: Sequence[_Sample], sampling: Sampling, stopping: StoppingCriteria, *, has_images: bool
     ) -> None:
         """Let samples draw on, up to a call, their end or the limit."""
-        calling = replace(stopping, strings=(*stopping.strings, self.use.close))
+        use, calling = self.use, stopping
+        if isinstance(use, ToolUse):
+            calling = replace(stopping, strings=(*stopping.strings, use.close))
         for may_call in (True, False):
-            samples = [s for s in growing if (s.trace.calls < self.use.max_calls) == may_call]
+            samples = [s for s in growing if (isinstance(use, ChatTurns) or s.trace.calls < use.max_calls) == may_call]
             if not samples:
                 continue
             rollout = self.engine.generate(
@@ -149,16 +183,17 @@ class ToolPolicy:
 
     def _answer_calls(self, growing: Sequence[_Sample], stopping: StoppingCriteria) -> list[_Sample]:
         """Ask the tool for the samples that have called; return the samples that go on."""
-        calling = [sample for sample in growing if self._has_called(sample, stopping)]
-        calls = [self._call_text(sample) for sample in calling]
-        answers = ask_all(self.use, [call for call in calls if call is not None])
+        for sample in growing:
+            if sample.trace.failed:
+                self._fail(sample, sample.trace.failed)
+        answers = self._answer_turns(self.use, growing) if isinstance(self.use, ChatTurns) else None
+        answers = self._ask(self.use, growing, stopping) if isinstance(self.use, ToolUse) else answers or []
         continuing = []
-        for sample, call in zip(calling, calls, strict=True):
-            answer = None if call is None else answers[call]
+        for sample, answer in answers:
             if isinstance(answer, ToolFailure):
-                sample.trace, sample.reason = replace(sample.trace, failed=answer.why), "tool failed"
+                self._fail(sample, answer.why)
                 continue
-            if answer is not None:
+            if answer:
                 self._append_answer(sample, answer)
             del sample.tokens[stopping.max_new_tokens :]  # an answer may reach beyond the limit
             if len(sample.tokens) == stopping.max_new_tokens:
@@ -167,28 +202,49 @@ class ToolPolicy:
                 continuing.append(sample)
         return continuing
 
-    def _has_called(self, sample: _Sample, stopping: StoppingCriteria) -> bool:
+    def _answer_turns(self, turns: ChatTurns, growing: Sequence[_Sample]) -> list[tuple[_Sample, Any]]:
+        """Answer the samples whose turn has ended, and whose conversation has not."""
+        ended = [sample for sample in growing if sample.reason == "eos"]
+        texts = [completion_text(self.tokenizer, sample.ids_since_answer(), ended=True) for sample in ended]
+        answers = turns.answer([s.conversation for s in ended if s.conversation is not None], texts)
+        return [pair for pair in zip(ended, answers, strict=True) if pair[1] is not None]
+
+    def _ask(self, use: ToolUse, growing: Sequence[_Sample], stopping: StoppingCriteria) -> list[tuple[_Sample, Any]]:
+        """Answer the samples that have called; None for one that asked nothing."""
+        calling = [sample for sample in growing if self._has_called(use, sample, stopping)]
+        calls = [self._call_text(use, sample) for sample in calling]
+        answers = ask_all(use, [call for call in calls if call is not None])
+        texts = [None if call is None else answers[call] for call in calls]
+        pieces = [
+            text if not isinstance(text, str) else [(use.answer.replace("{answer}", text), False)] for text in texts
+        ]
+        return list(zip(calling, pieces, strict=True))
+
+    def _has_called(self, use: ToolUse, sample: _Sample, stopping: StoppingCriteria) -> bool:
         """Check if the turn ended with a call, and with nothing that ends the completion."""
-        if sample.reason != "stop string" or sample.trace.calls >= self.use.max_calls:
+        if sample.reason != "stop string" or sample.trace.calls >= use.max_calls:
             return False
         return not StopStrings(stopping.strings, self._decode).found(sample.ids_since_answer())
 
-    def _call_text(self, sample: _Sample) -> str | None:
+    def _call_text(self, use: ToolUse, sample: _Sample) -> str | None:
         text = self._decode(sample.ids())
-        text = text[: text.rfind(self.use.close)]
-        if self.use.open is None:
+        text = text[: text.rfind(use.close)]
+        if use.open is None:
             return text
-        start = text.rfind(self.use.open)
-        call = text[start + len(self.use.open) :]
-        return None if start < 0 or self.use.close in call else call
+        start = text.rfind(use.open)
+        call = text[start + len(use.open) :]
+        return None if start < 0 or use.close in call else call
 
-    def _append_answer(self, sample: _Sample, answer: str) -> None:
-        most = self.use.max_answer_tokens
-        text = self.use.answer.replace("{answer}", answer[: CHARACTERS * most])
-        ids = self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-        cut = len(ids) > most or len(answer) > CHARACTERS * most
-        sample.trace = replace(sample.trace, calls=sample.trace.calls + 1, cut=sample.trace.cut + cut)
-        sample.tokens += [_Token(int(token)) for token in ids[:most]]
+    def _append_answer(self, sample: _Sample, pieces: Sequence[tuple[str, bool]]) -> None:
+        """Append what was not drawn: pieces of the template with its special tokens, and answers, cut where too long."""
+        was_cut = False
+        for text, from_template in pieces:
+            most = len(text) if from_template else self.use.max_answer_tokens
+            text = text if from_template else text[: CHARACTERS * most + 1]
+            ids = self.tokenizer(text, add_special_tokens=False, split_special_tokens=not from_template)["input_ids"]
+            was_cut |= len(ids) > most or (len(text) > CHARACTERS * most and not from_template)
+            sample.tokens += [_Token(int(token)) for token in ids[:most]]
+        sample.trace = replace(sample.trace, calls=sample.trace.calls + 1, cut=sample.trace.cut + was_cut)
 
     def _rollout(self, samples: Sequence[_Sample], sampling: Sampling, *, has_images: bool) -> TextRollout:
         length = max(1, *(len(sample.tokens) for sample in samples))
@@ -210,9 +266,7 @@ class ToolPolicy:
             full_log_prob=full_log_prob,
             entropy=entropy,
             text=[
-                ToolCompletion(
-                    completion_text(self.tokenizer, s.ids(), ended=s.reason == "eos"), self._answer_spans(s)
-                )
+                ToolCompletion(self._text(s.ids(), ended=s.reason == "eos"), self._answer_spans(s), s.outcome)
                 for s in samples
             ],
             stop_reason=[sample.reason for sample in samples],
@@ -230,8 +284,14 @@ class ToolPolicy:
         edges, inside, ids = list[int](), False, sample.ids()
         for position, drawn in enumerate([*(bool(token.loss_mask) for token in sample.tokens), True]):
             if drawn == inside:
-                edges, inside = [*edges, len(completion_text(self.tokenizer, ids[:position], ended=False))], not inside
+                edges, inside = [*edges, len(self._text(ids[:position]))], not inside
         return tuple((begin, end) for begin, end in zip(edges[::2], edges[1::2], strict=True) if begin < end)
+
+    def _text(self, ids: Sequence[int], *, ended: bool = False) -> str:
+        """Decode a completion; in a conversation the end tokens of its earlier turns stay."""
+        if isinstance(self.use, ChatTurns):
+            return self._decode(ids[: len(ids) - ended])
+        return completion_text(self.tokenizer, ids, ended=ended)
 
     def _decode(self, ids: Sequence[int]) -> str:
         return decode(self.tokenizer, ids)

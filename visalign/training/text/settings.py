@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import field, fields
+from inspect import iscoroutinefunction
 from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field
@@ -25,6 +26,7 @@ from visalign.settings import (
 from visalign.text import Sampling, StoppingCriteria
 from visalign.text.calculator import calculator
 from visalign.text.tool_calls import Tool, ToolFormat, ToolUse
+from visalign.text.turns import EnvironmentUse
 from visalign.training.policy.settings import ObjectiveSettings
 
 Text = Annotated[str, Field(min_length=1)]
@@ -51,6 +53,45 @@ class ToolSettings(ToolFormat):
         return ToolUse(tool=cast("Tool", tool), name=self.use, **tool_format)
 
 
+@settings("rollout.environment")
+class EnvironmentSettings:
+    """Tools and environment that a conversation goes on with, in the form of the chat template."""
+
+    use: str | None = None
+    """package.module:Class or FILE.py:Class of an environment, made without arguments. reset(**record) begins a sample,
+    and may return a text that is put behind the prompt. Its public methods are tools (TRL's environment_factory); or
+    step(text) returns the next message, or (message, reward, done). The reward "environment" reads get_reward(), or
+    the sum over the steps. One that raises, or takes longer than `seconds`, fails: the sample is not scored."""
+    tools: list[Text] = field(default_factory=list)
+    """Functions package.module:name or FILE.py:name with type hints and a docstring, called by the template's form."""
+    max_turns: Count = 8
+    """Most turns of the policy; behind the last one nothing is answered."""
+    max_answer_tokens: Count = 256
+    """Tokens of an answer or a message; a longer one is cut."""
+    seconds: Positive = 30.0
+    """Time limit of a turn's tools, or of a step."""
+
+    def __post_init__(self) -> None:
+        if self.use is None and not self.tools:
+            raise UserError(
+                "rollout.environment names nothing. Set its use to an environment, or its tools to functions."
+            )
+        self.build()
+
+    def build(self) -> EnvironmentUse:
+        """Load the environment and the tools."""
+        factory: Any = None if self.use is None else import_by_path(self.use, what="environment")
+        tools: list[Any] = [import_by_path(path, what="tool") for path in self.tools]
+        for path, loaded in zip([self.use or "", *self.tools], [factory, *tools], strict=True):
+            if loaded is not None and (not callable(loaded) or iscoroutinefunction(loaded)):
+                raise UserError(
+                    f"rollout.environment: {path} is no class or plain function; name one that can be called."
+                )
+        name = self.use or ", ".join(self.tools)
+        limits = {key: getattr(self, key) for key in ("max_turns", "max_answer_tokens", "seconds")}
+        return EnvironmentUse(name=name, factory=factory, tools=tools, **limits)
+
+
 @settings("rollout")
 class CompletionSettings:
     """End of completions, and the tool that they may call."""
@@ -61,6 +102,12 @@ class CompletionSettings:
     """Texts that end a completion."""
     tool: ToolSettings | None = None
     """Tool that answers in the middle of completions; {} is a calculator that writes what follows " = "."""
+    environment: EnvironmentSettings | None = None
+    """Tools and environment of conversations of several turns; null: none."""
+
+    def __post_init__(self) -> None:
+        if self.tool is not None and self.environment is not None:
+            raise UserError("rollout.tool and rollout.environment both answer the policy. Set one of the two to null.")
 
     def stopping(self) -> StoppingCriteria:
         """Return the conditions that end a completion."""
