@@ -20,6 +20,7 @@ from visalign.pipelines.shared.parts import (
     Records,
     build_records,
     check_routes,
+    first_routed,
     load_terms,
     own_heldout,
     pointwise_only,
@@ -28,7 +29,6 @@ from visalign.pipelines.shared.parts import (
 from visalign.pipelines.shared.run_folder import fingerprint
 from visalign.pipelines.shared.sections import RewardsConfig
 from visalign.precision import default_device
-from visalign.rewards.combine.routed import matches
 from visalign.settings import refuse
 from visalign.training.diffusion.experts import check_experts
 from visalign.training.diffusion.images import Features, StoredPreference
@@ -98,17 +98,13 @@ def prepare(config: FlowGRPOConfig, world: int, device: str | None = None) -> In
     elif config.comparison is None:
         reward = weighted_sum(config.rewards, pointwise_only(judges, needed=config.rewards.terms), WeightedSum)
     else:
-        if routed := [label for label, term in config.rewards.terms.items() if term.where]:
-            raise UserError(
-                f"rewards.terms.{routed[0]}.where: pref_grpo compares all samples of a group. Leave it out."
-            )
         rates = build_win_rates(config.comparison, config.rewards, judges)
         reward = weighted_sum(config.rewards, rates, WeightedSum)
     strata = [str(record.get("tag", "")) for record in records] if data.balance else None
     _check_method(config, reward, records, strata, world)
     if evaluation.correctness is not None:
-        first = next((r for r in heldout if matches(r, terms[evaluation.correctness].where)), heldout[0])
-        check_judge(evaluation.correctness, rewards[evaluation.correctness], first)
+        label = evaluation.correctness
+        check_judge(label, rewards[label], first_routed(heldout, terms[label]))
     towers = {label: judge.towers for label, judge in judges.items() if hasattr(judge, "towers")}
     name = next(iter(towers), None) if config.monitor.features == "auto" else config.monitor.features
     _check_monitor(config, has_features=name is not None)
@@ -216,6 +212,8 @@ def build_win_rates(
 
 
 def _unfit_comparison(config: ComparisonConfig, rewards: RewardsConfig, judges: Mapping[str, Any]) -> Iterator[str]:
+    for label in (label for label, term in rewards.terms.items() if term.where):
+        yield f"rewards.terms.{label}.where: pref_grpo compares all samples of a group. Leave it out."
     for label in config.scores:
         if label not in rewards.terms:
             yield (

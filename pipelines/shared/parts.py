@@ -160,6 +160,11 @@ def load_terms(terms: Mapping[str, RewardTerm], load: Callable[..., Any], device
     return rewards
 
 
+def first_routed(records: Records, term: RewardTerm) -> Mapping[str, Any]:
+    """Return the first record that a reward is for; the first of all where it is for none."""
+    return next((record for record in records if matches(record, term.where)), records[0])
+
+
 def check_routes(terms: Mapping[str, RewardTerm], records: Records) -> None:
     """Refuse a reward that no record of data.train is for, and records that no optimized reward is for."""
     for label, where in ((label, term.where) for label, term in terms.items()):

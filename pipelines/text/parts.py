@@ -24,6 +24,7 @@ from visalign.pipelines.shared.parts import (
     Records,
     build_records,
     check_routes,
+    first_routed,
     load_terms,
     name_key,
     no_loading_bars,
@@ -33,7 +34,6 @@ from visalign.pipelines.shared.parts import (
 from visalign.pipelines.shared.sections import RewardsConfig
 from visalign.precision import autocast_dtype
 from visalign.rewards.catalogue import load_text_reward
-from visalign.rewards.combine.routed import matches
 from visalign.rewards.text.combine import WeightedTextSum
 from visalign.rewards.text.process_reward import ProcessRewardModel
 from visalign.text import TextRollout
@@ -93,8 +93,7 @@ def heldout_inputs(config: Any, device: str | None, heldout: Records | None = No
     rewards = load_terms(terms, load_text_reward, device)
     check_labels(rewards)
     if correctness is not None:
-        first = next((r for r in heldout if matches(r, terms[correctness].where)), heldout[0])
-        check_text_judge(correctness, rewards[correctness], first)
+        check_text_judge(correctness, rewards[correctness], first_routed(heldout, terms[correctness]))
     return heldout, rewards
 
 

@@ -236,7 +236,7 @@ class ToolPolicy:
         return None if start < 0 or use.close in call else call
 
     def _append_answer(self, sample: _Sample, pieces: Sequence[tuple[str, bool]]) -> None:
-        """Append what was not drawn: pieces of the template with its special tokens, and answers, cut where too long."""
+        """Append what was not drawn: pieces of the template with its special tokens, and answers, cut if too long."""
         was_cut = False
         for text, from_template in pieces:
             most = len(text) if from_template else self.use.max_answer_tokens

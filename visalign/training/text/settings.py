@@ -58,8 +58,8 @@ class EnvironmentSettings:
     """Tools and environment that a conversation goes on with, in the form of the chat template."""
 
     use: str | None = None
-    """package.module:Class or FILE.py:Class of an environment, made without arguments. reset(**record) begins a sample,
-    and may return a text that is put behind the prompt. Its public methods are tools (TRL's environment_factory); or
+    """package.module:Class or FILE.py:Class of an environment, made without arguments. reset(**record) begins a
+    sample, and may return a text that is put behind the prompt. Its public methods are tools (TRL's environment_factory); or
     step(text) returns the next message, or (message, reward, done). The reward "environment" reads get_reward(), or
     the sum over the steps. One that raises, or takes longer than `seconds`, fails: the sample is not scored."""
     tools: list[Text] = field(default_factory=list)
