@@ -59,9 +59,10 @@ class EnvironmentSettings:
 
     use: str | None = None
     """package.module:Class or FILE.py:Class of an environment, made without arguments. reset(**record) begins a
-    sample, and may return a text that is put behind the prompt. Its public methods are tools (TRL's environment_factory); or
-    step(text) returns the next message, or (message, reward, done). The reward "environment" reads get_reward(), or
-    the sum over the steps. One that raises, or takes longer than `seconds`, fails: the sample is not scored."""
+    sample, and may return a text that is put behind the prompt. Its public methods are tools (as with TRL's
+    environment_factory); or step(text) returns the next message, or (message, reward, done). The reward
+    "environment" reads get_reward(), or the sum over the steps. A sample whose environment raises, or takes longer
+    than `seconds`, is not scored."""
     tools: list[Text] = field(default_factory=list)
     """Functions package.module:name or FILE.py:name with type hints and a docstring, called by the template's form."""
     max_turns: Count = 8
