@@ -152,6 +152,17 @@ def test_changes_of_a_row_apply_where_it_is_chosen():
         DiffusionObjectiveSettings(changes_for={"grpo_gard": {}})
 
 
+def test_options_of_a_file_leave_with_the_choice_that_they_belong_to():
+    rows = {"grpo_guard": {"advantage_options": {"scale": "group"}}, "awm": {"signal_options": {"scale": "group"}}}
+    for advantage, options in (("group", "group"), ("gdpo", None)):
+        guard = DiffusionObjectiveSettings(
+            algorithm="grpo_guard", changes_for=rows, changes={"advantage": advantage}
+        ).build(length=3)
+        assert (guard.advantage, guard.advantage_options.get("scale")) == (advantage, options)
+    awm = DiffusionObjectiveSettings(algorithm="awm", changes_for=rows, changes={"signal": "gdpo", "clamp": None})
+    assert awm.regression is not None and "scale" not in awm.regression.signal_options
+
+
 def test_an_off_policy_correction_compares_rollout_and_replay(tmp_path):
     """They agree here, so the correction changes nothing: same weights to the bit."""
     ends = []

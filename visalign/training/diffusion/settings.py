@@ -12,7 +12,7 @@ from visalign.core.regression.ascents import ASCENTS, Ascent, named_ascent
 from visalign.core.regression.rows import MATRIX_SIGNALS, REGRESSIONS, Regression, named_regression
 from visalign.errors import UserError
 from visalign.settings import NonNegative, Positive, check_rules, settings
-from visalign.training.policy.settings import MATRIX_ADVANTAGES, ObjectiveSettings, merge_changes
+from visalign.training.policy.settings import MATRIX_ADVANTAGES, ObjectiveSettings
 from visalign.training.policy.update import couples_decisions
 
 from .published import published_alternative
@@ -86,7 +86,7 @@ class DiffusionObjectiveSettings(ObjectiveSettings):
     def _build(self, build: Any) -> Any:
         """Build a named algorithm with `changes_for` and `changes` applied."""
         try:
-            return build(self.algorithm, **merge_changes(self.changes_for.get(self.algorithm, {}), self.changes))
+            return self.change(build)
         except (ValueError, TypeError) as error:
             raise UserError(f"objective: {error}") from error
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, replace
 from typing import Any
 
@@ -63,7 +63,6 @@ class ObjectiveSettings:
         `length` is the most decisions of a sample (tokens, or trained denoising steps): Dr.GRPO's length
         unless `changes` has one.
         """
-        changes = merge_changes(self.changes_for.get(self.algorithm, {}), self.changes)
         try:
             for name, fields in self.changes_for.items():
                 look_up = named_regression if name in REGRESSIONS else named_objective
@@ -73,12 +72,22 @@ class ObjectiveSettings:
                     f"algorithm={self.algorithm} trains on velocities or pixels of images, and a text has "
                     "none. Take 'grpo', or 'reinforce_pp' without a clip."
                 )
-            objective = named_objective(self.algorithm, **changes)
+            objective = self.change(named_objective)
         except (ValueError, TypeError) as error:
             raise UserError(f"objective: {error}") from error
         if objective.aggregation == "dr_grpo" and objective.length is None:
             objective = replace(objective, length=length)
         return objective if self.balance_every is None else self._balance(objective)
+
+    def change(self, build: Callable[..., Any]) -> Any:
+        """Build the named algorithm with `changes_for`, then `changes`, applied.
+
+        Options of `changes_for` are dropped with the choice that they were written for.
+        """
+        first, second = self.changes_for.get(self.algorithm, {}), self.changes
+        row = build(self.algorithm, **first)
+        dropped = {f"{key}_options" for key, value in second.items() if getattr(row, key, value) != value}
+        return build(self.algorithm, **_merge({key: first[key] for key in first if key not in dropped}, second))
 
     def _balance(self, objective: Objective) -> Objective:
         self.check_balanced("advantage", objective.advantage, "group")
@@ -130,7 +139,7 @@ def reads_reference_log_prob(objective: Objective) -> bool:
     return "ref_log_prob" in ADVANTAGES[objective.advantage].needs
 
 
-def merge_changes(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+def _merge(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
     """Merge the fields of both, the second's where both have one; options are merged one by one."""
     merged = {**first, **second}
     for key in first.keys() & second.keys():
