@@ -35,13 +35,14 @@ def refer_to_images(path: str | Path, number: int, row: Mapping[str, Any], names
     `names` are the table's names of our columns.
     """
     cells = dict(row)
-    for name, value in row.items():
+    for name, cell in row.items():
         is_image = name.startswith("image")
-        if is_image and isinstance(value, list) and len(value) == 1:
-            value = cells[name] = value[0]
-        content, keys = value, value.keys() & {"bytes", "path"} if isinstance(value, dict) else set()
-        if keys and (is_image or value.keys() == {"bytes", "path"}):
-            content, cells[name] = value.get("bytes"), value.get("path")
+        if is_image and isinstance(cell, list) and len(cell) == 1:
+            cells[name] = cell[0]
+        content = cells[name]
+        if isinstance(content, dict) and (is_image or content.keys() == {"bytes", "path"}):
+            if content.keys() & {"bytes", "path"}:
+                content, cells[name] = content.get("bytes"), content.get("path")
         elif not is_image:
             continue
         if isinstance(content, bytes) and Path(path).suffix.lower() == ".parquet":
