@@ -17,6 +17,8 @@ IMAGES = frozenset(
     "transformers typer yaml".split()
 )
 """Modules of the extra `images`; the core, text rewards and clients work without them."""
+EXTRAS = {"ray": "ray", "gradio": "demo"}
+"""Module -> its extra."""
 
 
 def missing_extra(error: ModuleNotFoundError) -> str | None:
@@ -26,9 +28,9 @@ def missing_extra(error: ModuleNotFoundError) -> str | None:
     "This needs peft, which is not installed: python -m pip install 'visalign[images]'"
     """
     name = (error.name or "").partition(".")[0]
-    if name not in IMAGES | {"ray"}:
+    extra = "images" if name in IMAGES else EXTRAS.get(name)
+    if extra is None:
         return None
-    extra = "images" if name in IMAGES else name
     return f"This needs {name}, which is not installed: python -m pip install 'visalign[{extra}]'"
 
 

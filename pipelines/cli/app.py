@@ -37,7 +37,7 @@ from .options import (
     print_result,
 )
 from .probe import probe_reward
-from .sample import sample
+from .sample import demo, sample
 from .score import score
 
 app = Typer(
@@ -189,6 +189,9 @@ def plan(
 
 
 command(TRAIN, "sample 'a red circle' --lora runs/flow/lora --output drawn")(sample)
+
+
+command(TRAIN, "demo --lora runs/flow/lora")(demo)
 
 
 @command(TRAIN, "export-lora runs/flow --output flow.safetensors", "export-lora")

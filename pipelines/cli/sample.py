@@ -13,6 +13,10 @@ from visalign.errors import UserError, excerpt
 
 from .options import MOST_COUNTED, Device, MapColumns, Repeated
 
+Loras = Annotated[
+    Repeated, Option(help="LoRA: a run, its folder lora or a .safetensors file; PATH:0.8 weights it. Repeat.")
+]
+
 
 def sample(
     prompts: Annotated[
@@ -29,9 +33,7 @@ def sample(
     variant: Annotated[
         str | None, Option(help="Variant of the weights' files, such as fp16.", show_default=False)
     ] = None,
-    lora: Annotated[
-        Repeated, Option(help="LoRA: a run, its folder lora or a .safetensors file; PATH:0.8 weights it. Repeat.")
-    ] = None,
+    lora: Loras = None,
     columns: MapColumns = None,
     seeds: Annotated[str, Option(help="Seeds such as 0,1,2 or 0-7; one image per prompt and seed.")] = "0-3",
     steps: Annotated[
@@ -120,6 +122,38 @@ def sample(
         f"{len(rows)} images in {output}: {TABLE} for visalign score, {PAGE} and {GRID} to look at. "
         f"Denoising took {cost} forward-equivalents."
     )
+
+
+def demo(
+    model: Annotated[str, Option("--model", "-m", help="Packaged model, folder, or hub id.")] = "shapes-sd3",
+    lora: Loras = None,
+    steps: Annotated[
+        int | None, Option(help="Denoising steps. Default: the pipeline's.", min=1, max=100, show_default=False)
+    ] = None,
+    device: Device = None,
+    options: Annotated[Repeated, Option("--option", help="NAME=VALUE for the model: image_size=512.")] = None,
+    host: Annotated[str, Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, Option(help="Port to listen on.", min=1, max=65535)] = 7860,
+) -> None:
+    """Open a local page that samples from a prompt, with a slider for the strength of the LoRA.
+
+    Needs the extra `demo` of visalign.
+    """
+    from visalign.pipelines.sample.demo import build_demo
+    from visalign.pipelines.sample.job import SampleSettings
+    from visalign.pipelines.shared.reward_options import parse_options
+    from visalign.precision import default_device
+
+    parsed = parse_options(options or [])
+    settings = SampleSettings(
+        model=model, lora=lora or [], steps=steps, device=device or default_device(), options=parsed
+    )
+    page = build_demo(settings)
+    echo(f"Ready on http://{host}:{port} (Ctrl-C ends it).", err=True)
+    try:
+        page.launch(server_name=host, server_port=port, quiet=True)
+    except OSError as error:
+        raise UserError(f"Port {port} of {host} cannot be used ({error}). Give another one with --port.") from error
 
 
 def numbers(text: str, option: str = "--seeds") -> list[int]:

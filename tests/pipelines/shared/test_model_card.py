@@ -31,9 +31,9 @@ def run_folder(folder: Path, *, model: Path, text: bool = False, license: str | 
         result.save(folder / f"{name}.npz")
     rows = [{"iteration": i, "reward_mean": i / 4, "heldout/accuracy": 0.4 + i / 10} for i in range(1, 5)]
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    terms = {"mine": {"weight": 1.0, "name": "/home/me/mine.py:redness"}, "seen": {"weight": 0}}
+    terms = {"mine": {"weight": 1.0, "name": "/tmp/me/mine.py:redness"}, "seen": {"weight": 0}}
     config = {"model": {"path": str(model)}, "run": {"license": license}, "rewards": {"terms": terms}}
-    config |= {"data": {"train": "/home/me/prompts.txt", "heldout": None}, "objective": {"algorithm": "grpo"}}
+    config |= {"data": {"train": "/tmp/me/prompts.txt", "heldout": None}, "objective": {"algorithm": "grpo"}}
     code = f'pipe.load_lora_weights("{folder}/lora")'
     costs = {"load_code": code, "seconds": 120.0, "iterations": 4}
     entries: dict[str, Any] = {"config": config, "versions": {"torch": "2.9"}, "costs": costs}
@@ -69,7 +69,7 @@ def test_the_card_is_what_the_hub_reads(header, own, expected, sentence, tmp_pat
     assert data == header_fields | expected
     assert "A LoRA of maker/flux, trained with grpo of visalign on mine." in card.text
     assert re.search(r"\| accuracy \| 0.4\d+ \| 0.9\d+ \| \+0.5 \(\+", card.text) and f'"{folder}"' in card.text
-    assert "| prompts | prompts.txt; held out: None |" in card.text and "/home/me" not in card.text
+    assert "| prompts | prompts.txt; held out: None |" in card.text and "/tmp/me" not in card.text
     for number in range(4):
         with Image.open(folder / f"images/before_{number}.png") as image:
             assert image.size == (8, 8)
