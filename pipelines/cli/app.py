@@ -203,14 +203,13 @@ def export_lora(
     ] = None,
 ) -> None:
     """Write a run's LoRA for ComfyUI and A1111; diffusers reads the run's own file."""
-    from visalign.adapters.catalogue import family_name
+    from visalign.adapters.catalogue import family_name, index_source
     from visalign.adapters.pipeline.kohya import export_lora as export
-    from visalign.data.assets import resolve_model
     from visalign.pipelines.shared.run_folder import model_of, new_file
 
     new_file(output, endings=(".safetensors",))
     model = model or model_of(run)
-    family = None if model is None else family_name(resolve_model(model))
+    family = None if model is None else family_name(index_source(model))
     layers = export(run, output, family)
     echo(f"{layers} layers for ComfyUI{f' ({family})' if family else ''}: {output}")
 

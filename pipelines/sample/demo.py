@@ -10,9 +10,8 @@ import torch
 from peft.tuners.lora import LoraLayer
 from PIL import Image
 
-from visalign.adapters.catalogue import edits_of
+from visalign.adapters.catalogue import edits_of, index_source
 from visalign.adapters.lora import ADAPTER
-from visalign.data.assets import resolve_model
 from visalign.data.sets.prompt_files import record_key
 from visalign.errors import UserError
 from visalign.flow.rollout import decode_images, middle_frames, rollout
@@ -30,7 +29,8 @@ def build_demo(settings: SampleSettings) -> Any:
     os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")  # read when it is imported
     import gradio
 
-    if edits_of(resolve_model(settings.model), settings.adapter) == "needed":
+    source = index_source(settings.model, settings.adapter, settings.options.get("config"))
+    if edits_of(source, settings.adapter) == "needed":
         raise UserError(f"{settings.model} edits images, and the demo has prompts alone. Use visalign sample.")
     settings = settings.with_own_sampling()
     policy: Any = load_sampler(settings)
