@@ -15,7 +15,6 @@ from torch import Tensor
 
 from visalign.errors import UserError
 from visalign.evaluation.heldout.correctness import finite_scores, verdict
-from visalign.evaluation.heldout.text import prompt_text
 from visalign.evaluation.statistics import two_policies
 from visalign.evaluation.statistics.diversity import starc_distance, support_metrics
 from visalign.evaluation.statistics.intervals import share_interval
@@ -27,6 +26,7 @@ from visalign.pipelines.shared.run_folder import summary_json
 from visalign.rewards.catalogue import load_text_reward
 from visalign.seeds import sample_seed
 from visalign.text import Sampling, TextRollout
+from visalign.text.messages import prompt_text
 from visalign.training.loop.metrics import read_metrics
 
 from .parts import build_text_policy, heldout_inputs, text_sum, with_tool

@@ -18,7 +18,8 @@ from visalign.errors import Naming
 from visalign.interfaces import Metadata, Prompt, RewardCapabilities, Scores, TextReward, with_capabilities
 from visalign.rewards.base.contract import check_rules, make_scores
 from visalign.rewards.base.failure import failure_reasons
-from visalign.text.neighbours import hashed_ngrams, prompt_text
+from visalign.text.messages import prompt_text
+from visalign.text.neighbours import hashed_ngrams
 
 from .contract import TextRequest, is_conversation, read_text_request
 
@@ -135,4 +136,4 @@ class RewardFusion:
 
 def _pool_key(prompt: Prompt) -> str:
     """Text of a prompt without the blanks at its ends, which a file of prompts loses."""
-    return prompt_text(prompt).strip()
+    return prompt_text(prompt, images=False).strip()

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from visalign.core.rewards.fusion import convex_vertices
-from visalign.text.neighbours import changed_words, convex_variants, hashed_ngrams, prompt_text
+from visalign.text.messages import prompt_text
+from visalign.text.neighbours import changed_words, convex_variants, hashed_ngrams
 
 LONG = "a small red circle stands to the left of two large yellow squares on a plain white ground"
 
@@ -25,7 +26,7 @@ def test_the_cosine_of_letters_by_hand() -> None:
 def test_the_words_of_a_conversation() -> None:
     parts = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "What?"}]
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": parts}]
-    assert prompt_text(chat) == "Be brief.\nWhat?" and prompt_text("What?") == "What?"
+    assert prompt_text(chat, images=False) == "Be brief.\nWhat?" and prompt_text("What?") == "What?"
 
 
 def test_a_share_of_the_words_changes() -> None:

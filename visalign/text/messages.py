@@ -35,6 +35,29 @@ def template_messages(
     ]
 
 
+def prompt_text(prompt: Prompt, *, images: bool = True) -> str:
+    """Return a prompt as one text: itself, or the contents of its messages, with the names of `images`.
+
+    >>> prompt_text([{"role": "user", "content": [{"image": "a.png"}, {"text": "How good is it?"}]}])
+    '[a.png] How good is it?'
+    """
+    if isinstance(prompt, str):
+        return prompt
+    contents = (message.get("content") or "" for message in prompt)
+    lists = (content if isinstance(content, list | tuple) else [content] for content in contents)
+    return "\n".join(" ".join(_part_text(part) for part in parts if images or not _is_image(part)) for parts in lists)
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, Mapping) and (part.get("image") is not None or part.get("type") == "image")
+
+
+def _part_text(part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    return f"[{part['image']}]" if part.get("image") is not None else str(part.get("text", part))
+
+
 def _template_message(
     message: Mapping[str, Any], where: str, reads_parts: bool, text_arguments: bool
 ) -> dict[str, Any]:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from random import Random
-from typing import Any
 from zlib import crc32
 
 import torch
@@ -14,25 +13,10 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from visalign.core.rewards.fusion import convex_vertices
-from visalign.interfaces import Prompt
 
 _WORDS = re.compile(r"(\s+)")
 _SHORTEST = 4
 """Letters of the shortest word in which two may be swapped."""
-
-
-def prompt_text(prompt: Prompt) -> str:
-    """Return the words of a prompt, or of all turns of a conversation, without images."""
-    if isinstance(prompt, str):
-        return prompt
-    return "\n".join(_content_text(message.get("content") or "") for message in prompt)
-
-
-def _content_text(content: Any) -> str:
-    if isinstance(content, str):
-        return content
-    parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
-    return "\n".join(part["text"] for part in parts if part.get("type", "text") == "text")
 
 
 def hashed_ngrams(texts: Sequence[str], *, n: int = 3, size: int = 2048) -> Tensor:

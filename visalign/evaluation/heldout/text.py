@@ -16,6 +16,7 @@ from visalign.errors import UserError
 from visalign.interfaces import Scores, TextReward, score_named
 from visalign.seeds import sample_seed
 from visalign.text import Sampling, StoppingCriteria, TextPolicy, TextRollout
+from visalign.text.messages import prompt_text
 from visalign.text.tool_calls import without_failed
 
 from .correctness import Tally, check_evaluation, check_size, finite_scores, record_tags, verdict
@@ -88,25 +89,6 @@ def evaluate_text(
         completions=tuple(rollout.text),
         **fields,
     )
-
-
-def prompt_text(prompt: Any) -> str:
-    """Return a prompt as one text: itself, or the contents of its messages with the names of their images.
-
-    >>> prompt_text([{"role": "user", "content": [{"image": "a.png"}, {"text": "How good is it?"}]}])
-    '[a.png] How good is it?'
-    """
-    if isinstance(prompt, str):
-        return prompt
-    contents = (message.get("content") or "" for message in prompt)
-    lists = (content if isinstance(content, list | tuple) else [{"text": content}] for content in contents)
-    return "\n".join(" ".join(map(_part_text, parts)) for parts in lists)
-
-
-def _part_text(part: Any) -> str:
-    if isinstance(part, str):
-        return part
-    return f"[{part['image']}]" if part.get("image") is not None else str(part.get("text", part))
 
 
 def _score(name: str, reward: TextReward, rollout: TextRollout, metadata: Sequence[Mapping[str, Any]]) -> Scores:
