@@ -98,8 +98,7 @@ def prepare(config: FlowGRPOConfig, world: int, device: str | None = None) -> In
     elif config.comparison is None:
         reward = weighted_sum(config.rewards, pointwise_only(judges, needed=config.rewards.terms), WeightedSum)
     else:
-        rates = build_win_rates(config.comparison, config.rewards, judges)
-        reward = weighted_sum(config.rewards, rates, WeightedSum)
+        reward = weighted_sum(config.rewards, build_win_rates(config.comparison, config.rewards, judges), WeightedSum)
     strata = [str(record.get("tag", "")) for record in records] if data.balance else None
     _check_method(config, reward, records, strata, world)
     if evaluation.correctness is not None:
