@@ -16,12 +16,12 @@ from .errors import UserError
 LOADING_ERRORS = Exception
 """Errors that libraries raise for damaged model folders: tokenizers raises `Exception` itself."""
 OTHER_FILES = {
-    b"GGUF": "a GGUF file, whose rounded weights are not trained",
-    b"PK": "a pickle file (.ckpt, .pt), which may run code when it is read",
-    b"\x80": "a pickle file (.ckpt, .pt), which may run code when it is read",
-    b"version https://git-lfs": "a pointer of Git LFS without weights (run `git lfs pull` in its folder)",
-    b"<": "a web page without weights (the site may want you to log in)",
-    b"{": "JSON text without weights (the site may want you to log in)",
+    b"GGUF": "a GGUF file, whose rounded weights are not trained. Take the model's .safetensors",
+    b"PK": "a pickle file (.ckpt, .pt), which may run code when it is read. Take the model's .safetensors",
+    b"\x80": "a pickle file (.ckpt, .pt), which may run code when it is read. Take the model's .safetensors",
+    b"version https://git-lfs": "a pointer of Git LFS without weights. Run `git lfs pull` in its folder",
+    b"<": "a web page without weights. Log in where the file is, and download it again",
+    b"{": "JSON text without weights. Log in where the file is, and download it again",
 }
 """Start of a file that is no safetensors file -> its kind."""
 
@@ -57,12 +57,11 @@ def open_tensors(file: Path) -> Iterator[Any]:
     except SafetensorError as error:
         with file.open("rb") as stream:
             start = stream.read(64)
-        problem = f"no whole safetensors file ({error})"
-        if start[8:9] == b"{":
-            problem += f": it was cut off at {file.stat().st_size:,} bytes"
+        cut = f": it was cut off at {file.stat().st_size:,} bytes" if start[8:9] == b"{" else ""
+        problem = f"no whole safetensors file ({error}){cut}. Copy it again"
         for mark, other in OTHER_FILES.items():
             problem = other if start.lstrip().startswith(mark) else problem
-        raise UserError(f"{file} is {problem}. Copy it again, as .safetensors.") from error
+        raise UserError(f"{file} is {problem}.") from error
 
 
 def read_tensors(file: Path) -> dict[str, Any]:

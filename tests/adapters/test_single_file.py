@@ -109,10 +109,10 @@ def test_kinds_by_their_keys(tmp_path, keys, kind):
     [
         (
             b"GGUF\x03\x00\x00\x00" + bytes(60),
-            r"is a GGUF file, whose rounded weights are not trained\. Copy it again",
+            r"is a GGUF file, whose rounded weights are not trained\. Take the model's \.saf",
         ),
         (b"PK\x03\x04" + bytes(60), r"is a pickle file \(.ckpt, .pt\), which may run code"),
-        (b"<!DOCTYPE html><html>" + bytes(60), r"is a web page without weights \(the site may want you to log in"),
+        (b"<!DOCTYPE html><html>" + bytes(60), r"is a web page without weights\. Log in where the file is"),
         (b"version https://git-lfs.github.com/spec/v1\noid x", r"is a pointer of Git LFS without weights"),
         (b"", r"is no whole safetensors file \("),
         ("cut", r"is no whole safetensors file \(.*\): it was cut off at [\d,]+ bytes"),
@@ -233,3 +233,18 @@ def test_damaged_folders(models, tmp_path, damage, message):
     damage(tmp_path / "model")
     with pytest.raises((UserError, FileNotFoundError), match=message):
         load_policy(tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("nowhere.safetensors", r"There is no model file nowhere.safetensors\. Give a folder"),
+        ("https://civitai.com/api/download/models/1", r"models/1 is an address\. Download the file, and give its path"),
+        ("run", r"It holds a LoRA: give its base model here, and this folder as the LoRA"),
+    ],
+)
+def test_paths_that_are_no_model(tmp_path, monkeypatch, path, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run" / "lora").mkdir(parents=True)
+    with pytest.raises((UserError, FileNotFoundError), match=message):
+        load_policy(path)

@@ -30,8 +30,11 @@ def local_folder(folder_or_id: str | Path, content: str) -> Path | None:
     name = str(folder_or_id) if isinstance(folder_or_id, str) else ""
     if name.count("/") == 1 and len(folder.parts) == 2 and name[0] not in "./~" and not folder.parent.is_dir():
         return None
+    if name.startswith(("http://", "https://")):
+        raise UserError(f"{name} is an address. Download the file, and give its path.")
+    kind = "file" if folder.suffix in (".safetensors", ".ckpt", ".gguf") else "folder"
     raise FileNotFoundError(
-        f"There is no model folder {folder}. Give a folder that {content} or a hub name of the form owner/name."
+        f"There is no model {kind} {folder}. Give a folder that {content} or a hub name of the form owner/name."
     )
 
 
@@ -43,8 +46,12 @@ def pipeline_index(folder_or_id: str | Path) -> dict[str, Any]:
     file = next((folder / name for name in (INDEX, MODULAR_INDEX) if (folder / name).is_file()), None)
     if file is None:
         raise FileNotFoundError(
-            f"{folder} contains no {INDEX} or {MODULAR_INDEX}, so it is no diffusers pipeline. Give the "
-            "folder above transformer/, vae/ and text_encoder/, as pipe.save_pretrained writes it."
+            f"{folder} contains no {INDEX} or {MODULAR_INDEX}, so it is no diffusers pipeline. "
+            + (
+                "It holds a LoRA: give its base model here, and this folder as the LoRA (visalign sample --lora)."
+                if (folder / "lora").is_dir() or any(folder.glob("*lora*.safetensors"))
+                else "Give the folder above transformer/, vae/ and text_encoder/, as pipe.save_pretrained writes it."
+            )
         )
     index = read_object(file)
     if not isinstance(index.get("_class_name", ""), str):

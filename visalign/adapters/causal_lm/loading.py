@@ -27,6 +27,7 @@ from visalign.model_files import LOADING_ERRORS
 from visalign.text import StoppingCriteria
 from visalign.text.chat import PromptEncoder
 
+CONTENT = "holds config.json and the weights, as save_pretrained writes it,"
 VISION_LANGUAGE = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")  # model types whose images are read
 
 
@@ -37,7 +38,7 @@ def load_causal_lm(
     `save_pretrained` writes it or `owner/name` on the hub.
     """
     name = str(folder_or_id)
-    folder = local_folder(folder_or_id, "holds config.json and the weights, as save_pretrained writes it,")
+    folder = local_folder(folder_or_id, CONTENT)
     if folder is not None and not (folder / "config.json").is_file():
         raise FileNotFoundError(
             f"{folder} holds no config.json, so it is no transformers model. Give the folder that "
@@ -74,7 +75,7 @@ def load_whole(kind: Any, name: str, dtype: torch.dtype) -> Any:
 
 def from_pretrained(kind: Any, name: str, **options: Any) -> Any:
     """Load a class of transformers by name, never with code of its folder; the error says what to correct."""
-    is_remote = not Path(name).exists()
+    is_remote = local_folder(name, CONTENT) is None
     if is_remote:
         hub_outage()
     try:
