@@ -239,7 +239,10 @@ def test_damaged_folders(models, tmp_path, damage, message):
     ("path", "message"),
     [
         ("nowhere.safetensors", r"There is no model file nowhere.safetensors\. Give a folder"),
-        ("https://civitai.com/api/download/models/1", r"models/1 is an address\. Download the file, and give its path"),
+        (
+            "https://civitai.com/api/download/models/1",
+            r"models/1 is an address\. Download the file, and give its path",
+        ),
         ("run", r"It holds a LoRA: give its base model here, and this folder as the LoRA"),
     ],
 )
