@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from visalign.data.sets.columns import image_path, read_table
+from visalign.data.sets.columns import RATERS, image_path, read_table
 from visalign.data.sets.hub_datasets import find_table
 from visalign.data.sets.prompt_files import CAPTIONS
 from visalign.data.sets.tables import READERS, Row, listed, read_rows, require_columns
@@ -241,13 +241,19 @@ def _walk(folder: Path, clips: bool, skipped: Counter[str]) -> Iterator[Path]:
 def _read_table(path: Path, prompt: str | None, names: Mapping[str, str]) -> list[ImageRow]:
     needed = ("image",) if prompt is not None else ("image", "prompt")
     rows: list[ImageRow] = []
+    rated: set[tuple[str, str]] = set()
     for number, row in read_table(path, names):
         if not rows:
             require_columns(path, row, needed, purpose="a table of images")
         try:
-            rows.append(table_row(path, row, prompt))
+            image = table_row(path, row, prompt)
         except UserError as error:
             raise UserError(f"Row {number} of '{path}': {error}") from error
+        if not RATERS.isdisjoint(row):  # a row per rater: the image is scored once
+            if (key := (image.image, image.prompt)) in rated:
+                continue
+            rated.add(key)
+        rows.append(image)
     if not rows:
         raise UserError(f"'{path}' holds no row.")
     return rows

@@ -22,6 +22,7 @@ from visalign.data.sets.tables import read_rows
 from visalign.errors import UserError
 from visalign.pipelines.compare.agree_rewards import read_set
 from visalign.pipelines.evaluate.job import evaluate
+from visalign.pipelines.score.image_rows import image_rows
 
 ROWS = [{"prompt": "a cat", "mos": 1}, {"prompt": "a dog", "mos": 2}]
 CHAT = [{"from": "human", "value": "1 + 1?"}, {"from": "gpt", "value": "2"}]
@@ -46,13 +47,21 @@ def save(path, content):
     ids=["list", "data", "columns", "frame", "split", "ids", "lines"],
 )
 def test_forms_of_json(tmp_path, content):
-    assert [row for _, row in read_rows(save(tmp_path / "a.json", content))] == ROWS
+    rows = [row for _, row in read_rows(save(tmp_path / "a.json", content))]
+    assert [{name: row[name] for name in ROWS[0]} for row in rows] == ROWS
 
 
-def test_columns_of_unequal_length_are_counted(tmp_path):
-    path = save(tmp_path / "a.json", {"prompt": ["a", "b"], "mos": [1]})
-    with pytest.raises(UserError, match=r"columns of equal length.*\('prompt' has 2, 'mos' has 1\)"):
-        list(read_rows(path))
+@pytest.mark.parametrize(
+    ("content", "counts"),
+    [
+        ({"prompt": ["a", "b"], "mos": [1]}, r"\('prompt' has 2, 'mos' has 1\)"),
+        ({"train": ROWS, "test": ROWS}, r"\('train' has 2, 'test' has 2\)"),
+        ({}, "must end in .jsonl"),
+    ],
+)
+def test_json_that_is_no_table_is_refused(tmp_path, content, counts):
+    with pytest.raises(UserError, match=rf"a.json' is no list; .*columns of equal length.*{counts}"):
+        list(read_rows(save(tmp_path / "a.json", content)))
 
 
 def test_decimal_commas(tmp_path):
@@ -163,6 +172,9 @@ def argilla(form):
             {"id": "x", "_server_id": None, **f, **row, "q.suggestion": None}
             for f, row in zip(fields, rows, strict=True)
         ]
+    if form == "dataset":
+        rows = [{"q": [{"value": v, "user_id": u, "status": "submitted"} for v, u in a]} for a in answers]
+        return [{**f, **row} for f, row in zip(fields, rows, strict=True)]
     if form == "v1":
         rows = [[{"values": {"q": {"value": v}}, "user_id": u, "status": "submitted"} for v, u in a] for a in answers]
     else:
@@ -172,8 +184,8 @@ def argilla(form):
 
 @pytest.mark.parametrize(
     "rows",
-    [label_studio(), label_studio_min(), argilla("nested"), argilla("flat"), argilla("v1")],
-    ids=["label-studio", "label-studio-min", "argilla", "argilla-flat", "argilla-1"],
+    [label_studio(), label_studio_min(), argilla("nested"), argilla("flat"), argilla("v1"), argilla("dataset")],
+    ids=["label-studio", "label-studio-min", "argilla", "argilla-flat", "argilla-1", "argilla-dataset"],
 )
 def test_exported_ratings(tmp_path, rows):
     ratings = load_source(str(save(tmp_path / "a.json", rows)))
@@ -182,6 +194,7 @@ def test_exported_ratings(tmp_path, rows):
         (str(tmp_path / "a.png"), "a cat", 3.5),
         (str(tmp_path / "b c.png"), "a dog", 4.0),
     ]
+    assert len(image_rows([tmp_path / "a.json"])) == 2  # not four
     (finding, *_) = check_quality(ratings, files=False)
     assert finding.message == "4 ratings of 2 images by 2 raters: an image's score is their mean."
 

@@ -56,13 +56,15 @@ def _read_task(row: Row) -> tuple[Row, list[tuple[str, Row]]] | None:
     elif "annotation_id" in row and "annotator" in row:
         data = {name: value for name, value in row.items() if name not in _MIN}
         values = {name: _answer(value) for name, value in data.items() if _is_answer(value)}
+        values |= {name: value for name, value in data.items() if _is_side(value)}
         data = {name: value for name, value in data.items() if name not in values}
-        if not values and isinstance(label := row.get("choice"), str):
-            values = {"label": label}
         answers = [(str(row["annotator"]), values)]
     elif isinstance(fields := row.get("fields"), dict) and "responses" in row:
         data = {**(row.get("metadata") or {}), **fields}
         answers = _group_responses(row["responses"] or {})
+    elif responses := {name: value for name, value in row.items() if _are_responses(value)}:  # version 1, as a dataset
+        data = {name: value for name, value in row.items() if name not in responses}
+        answers = _group_responses(responses)
     elif questions := [name.removesuffix(".responses") for name in row if name.endswith(".responses")]:
         data = {name: value for name, value in row.items() if name.split(".")[0] not in (*questions, "_server_id")}
         columns = {name: (row[f"{name}.responses"], row.get(f"{name}.responses.users")) for name in questions}
@@ -101,6 +103,15 @@ def _answer(value: Any) -> Any:
     value = value[0] if isinstance(value, list) else value
     content = next(value[kind] for kind in _VALUES if kind in value)
     return content[0] if isinstance(content, list) and len(content) == 1 else content
+
+
+def _is_side(value: Any) -> bool:
+    return isinstance(value, str) and value.strip().lower() in _CHOICES
+
+
+def _are_responses(value: Any) -> bool:
+    entries = value if isinstance(value, list) else []
+    return bool(entries) and all(isinstance(entry, dict) and {"user_id", "value"} <= entry.keys() for entry in entries)
 
 
 def _parsed(text: str) -> Any:
@@ -150,7 +161,7 @@ def _is_image(value: str) -> bool:
 def _name_answers(values: Row) -> Row:
     """Name the only number `mos` and the only side `label`."""
     numbers = [name for name, v in values.items() if isinstance(v, int | float) and not isinstance(v, bool)]
-    sides = [name for name, v in values.items() if isinstance(v, str) and v.strip().lower() in _CHOICES]
+    sides = [name for name, value in values.items() if _is_side(value)]
     names = {group[0]: ours for group, ours in ((numbers, "mos"), (sides, "label")) if len(group) == 1}
     return {names.get(name, name): value for name, value in values.items()}
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from visalign.errors import UserError
 
 from .image_references import PARQUET, missing_files
-from .ratings import describe_ratings
+from .ratings import UNKNOWN_AGREEMENT, describe_ratings
 from .records import PreferencePair, PreferenceSet, QualitySet
 from .tables import listed
 
@@ -150,8 +150,11 @@ def summed_votes(pairs: PreferenceSet) -> tuple[PreferenceSet, list[Finding]]:
         is_vote = len(rows) > 1 or (first.annotator is not None and not first.ballots)
         summed.append(_sum_votes(rows) if is_vote else first)
     findings = []
+    annotators = {pair.annotator for pair in pairs.pairs} - {None}
+    if len(annotators) == 1 and not any(pair.annotator is None for pair in pairs.pairs):
+        message = f"All {len(pairs)} votes are by one annotator, {next(iter(annotators))}: {UNKNOWN_AGREEMENT}."
+        findings.append(Finding(kind="one rater", count=len(pairs), message=message))
     if len(summed) < len(pairs):
-        annotators = {pair.annotator for pair in pairs.pairs} - {None}
         unnamed = sum(pair.annotator is None for pair in pairs.pairs)
         by = f" of {len(annotators)} annotators" if annotators else ""
         note = f" {unnamed} rows name no annotator and count as one vote each." if unnamed else ""

@@ -36,6 +36,8 @@ JUDGED_NAMES = {
     "annotator": ("rater", "rater_id", "annotator_id", "worker_id", "voter"),
 }
 """The same for tables of judgements."""
+RATERS = {"annotator", *JUDGED_NAMES["annotator"]}
+"""Columns of which one tells that a table has a row per rater."""
 
 _LONGEST_PATH = 4096
 """Longest path of the usual systems; a longer text may be an image in base64."""

@@ -20,6 +20,7 @@ from visalign.errors import UserError, excerpt, suggestion
 from visalign.interfaces import is_message
 
 from .hub_datasets import FORMS, METADATA, find_table
+from .image_references import refer_to_images
 from .tables import READERS, listed, nearest_first, parse_json, read_rows
 
 Record = dict[str, Any]
@@ -186,7 +187,9 @@ def _numbered_prompts(
 def _records(path: Path, name: str) -> Iterator[tuple[str, int, Any]]:
     """Read (where, number, record) of a table, of which the lines of .jsonl may be blank (None) and any JSON."""
     if path.suffix.lower() != ".jsonl":
-        yield from ((f"{name} row {number}", number, row) for number, row in read_rows(path))
+        for number, row in read_rows(path):
+            cells = refer_to_images(path, number, row, {}).items()
+            yield f"{name} row {number}", number, {key: cell for key, cell in cells if not isinstance(cell, bytes)}
         return
     for number, line in enumerate(_read_lines(path, name), start=1):
         where = f"{name} line {number}"

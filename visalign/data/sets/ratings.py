@@ -16,6 +16,8 @@ from .tables import listed
 OUTLIER = 3.0
 """Distance of a rating from the middle half of all, in widths of that half, from which it is reported."""
 
+UNKNOWN_AGREEMENT = "how far people agree is not known"
+
 
 def mean_ratings(ratings: QualitySet) -> QualitySet:
     """Replace the rows of an image's raters by one with their mean and standard deviation; other sets stay.
@@ -59,7 +61,7 @@ def describe_ratings(ratings: QualitySet) -> list[tuple[str, int, str]]:
         notes.append(("ratings", len(scores), message))
     elif None not in raters:
         rater = next(iter(raters))
-        message = f"All {len(scores)} ratings are by one rater, {rater}: how far people agree is not known."
+        message = f"All {len(scores)} ratings are by one rater, {rater}: {UNKNOWN_AGREEMENT}."
         notes.append(("one rater", len(scores), message))
     low, high = np.percentile(scores, [25, 75])
     margin = OUTLIER * (high - low)

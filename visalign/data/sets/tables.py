@@ -196,11 +196,12 @@ def _read_object(path: Path, text: str) -> NumberedRows:
         rows = [dict(zip(entries["columns"], row, strict=False)) for row in entries["data"]]
     elif len(lists) == 1 and all(isinstance(row, dict) for row in lists[0]):
         rows = lists[0]
-    elif lists and len(lists) == len(entries) and len({len(column) for column in lists}) == 1:
+    elif any(map(_is_column, lists)) and len(lists) == len(entries) and len({len(column) for column in lists}) == 1:
         rows = [dict(zip(entries, cells, strict=True)) for cells in zip(*lists, strict=True)]
     elif objects and len(objects) == len(entries):
         is_frame = all(key.isdigit() for column in objects for key in column)
-        rows = [{name: c.get(key) for name, c in entries.items()} for key in objects[0]] if is_frame else objects
+        frame = [{name: cells.get(key) for name, cells in entries.items()} for key in objects[0]]
+        rows = frame if is_frame else [{"id": key, **row} for key, row in entries.items()]
     if rows is None:
         sizes = ", ".join(f"{name!r} has {len(entry)}" for name, entry in entries.items() if isinstance(entry, list))
         raise UserError(
@@ -210,6 +211,11 @@ def _read_object(path: Path, text: str) -> NumberedRows:
         )
     for number, row in enumerate(rows, 1):
         yield number, {name: cell for name, cell in row.items() if cell is not None}
+
+
+def _is_column(cells: list[Any]) -> bool:
+    """Tell a column from a list of records, such as {"train": [...], "test": [...]}, which must not be mixed."""
+    return any(not isinstance(cell, dict) for cell in cells)
 
 
 def _delimiter(file: TextIO, path: Path) -> str:
@@ -237,7 +243,7 @@ def _read_delimited(path: Path, _: Sequence[str] | None) -> NumberedRows:
                         f"Line {lines.line_num} of '{path}' has {len(values)} fields, the first line names "
                         f"{len(names)} columns. Quote fields that hold '{delimiter}'."
                     )
-                if delimiter == ";":  # where it separates columns, the comma separates decimals
+                if delimiter != ",":  # a comma inside a number then separates its decimals
                     values = [v.replace(",", ".") if _DECIMAL_COMMA.fullmatch(v) else v for v in values]
                 row = {name: value for name, value in zip(names, values, strict=True) if value}
                 yield lines.line_num, row
