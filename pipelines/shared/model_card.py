@@ -71,7 +71,7 @@ def write_card(run: Path, *, license: str | None = None, repo: str | None = None
     is_text = bool(before.completions)
     base = base_model(config["model"]["path"])
     name = config["run"].get("license") if license is None else license
-    data = base | ({} if name is None else _license(name))
+    data: dict[str, Any] = base | ({} if name is None else _license(name))
     algorithm = (config.get("objective") or {}).get("algorithm", "visalign")
     kind = "LoRA" if folder.name == "lora" else "fine-tuned model"
     task, library = (

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from tests.support.models.pipelines import tiny_pipeline, trained_weights
 from visalign.adapters import load_policy
+from visalign.adapters.pipeline import lora_files
 from visalign.adapters.pipeline.families import FAMILIES
-from visalign.adapters.pipeline.lora_files import parse_lora, read_adapters
+from visalign.adapters.pipeline.lora_files import WEIGHT_FILE, lora_file, parse_lora, read_adapters
 from visalign.data.assets import resolve_model
 from visalign.errors import UserError
 
@@ -75,6 +76,9 @@ def adapters(network: nn.Module, pattern: str, rank: int = 2) -> dict[str, tuple
     return pairs
 
 
+load: Any = load_policy
+
+
 def product(down: Tensor, up: Tensor, scale: float) -> Tensor:
     return scale * up.flatten(1) @ down.flatten(1)
 
@@ -124,9 +128,9 @@ def test_several_loras_are_summed_and_encoders_are_saved_again(tmp_path):
             state |= {f"{base}.lora_down.weight": down, f"{base}.lora_up.weight": up}
     file = tmp_path / "style.safetensors"
     save_file(state, file)
-    once, both = (load_policy(folder, lora_path=loras) for loras in (f"{file}:0.5", [f"{file}:0.75", f"{file}:-0.25"]))
+    once, both = (load(folder, lora_path=loras) for loras in (f"{file}:0.5", [f"{file}:0.75", f"{file}:-0.25"]))
     both.save(tmp_path / "lora")
-    again = load_policy(folder, lora_path=tmp_path)
+    again = load(folder, lora_path=tmp_path)
     expected, original = trained_weights(once.networks["unet"]), pipe.text_encoder.state_dict()
     changed = once.pipe.text_encoder.state_dict()
     for policy in (both, again):
@@ -166,6 +170,25 @@ def test_what_cannot_be_read_is_named(keys, message, tmp_path):
     save_file({key: torch.ones(7, 7, 1, 1) for key in keys}, tmp_path / "x.safetensors")
     with pytest.raises(UserError, match=message):
         read_adapters(bare("sd15"), ["unet"], tmp_path / "x.safetensors")
+
+
+def test_a_lora_of_the_hub(tmp_path, monkeypatch):
+    for module in ("visalign.hub", lora_files.__name__):
+        monkeypatch.setattr(f"{module}.hub_outage", lambda: "")
+    files = {"me/style/x.safetensors": tmp_path / "x.safetensors", f"me/run/{WEIGHT_FILE}": tmp_path / WEIGHT_FILE}
+
+    def download(name, file):
+        if f"{name}/{file}" not in files:
+            raise OSError("404 Client Error")
+        return str(files[f"{name}/{file}"])
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    for path in files.values():
+        path.touch()
+    assert lora_file(Path("me/style/x.safetensors")) == tmp_path / "x.safetensors"
+    assert lora_file(Path("me/run")) == tmp_path / WEIGHT_FILE
+    with pytest.raises(FileNotFoundError, match=r"no LoRA me/other here\. .* given as owner/name/FILE.safetensors"):
+        lora_file(Path("me/other"))
 
 
 def test_places_of_a_lora(tmp_path):

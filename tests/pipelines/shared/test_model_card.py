@@ -80,7 +80,7 @@ def test_the_card_is_what_the_hub_reads(header, own, expected, sentence, tmp_pat
 
 def test_the_card_of_a_text_run_has_no_images(tmp_path):
     folder = write_card(run_folder(tmp_path / "first", model=base_folder(tmp_path / "base"), text=True))
-    data = ModelCard.load(folder / "README.md").data
+    data: Any = ModelCard.load(folder / "README.md").data
     assert (data.library_name, data.pipeline_tag) == ("peft", "text-generation") and not (folder / "images").exists()
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from visalign.adapters.lora import other_scales
 from visalign.errors import UserError, suggestion
+from visalign.hub import hub_message, hub_outage
 from visalign.model_files import open_tensors, read_object, read_tensors, why_unreadable
 
 WEIGHT_FILE = "pytorch_lora_weights.safetensors"
@@ -108,6 +109,9 @@ def lora_file(path: Path) -> Path:
             f"{path} ends in {path.suffix or 'nothing'}, and a LoRA is read from .safetensors alone: other files may "
             "run code when they are opened. Convert it (safetensors.torch.save_file), or get it as .safetensors."
         )
+    on_hub = len(path.parts) in (2, 3) and path.parts[0][0] not in "./~" and not Path(path.parts[0]).is_dir()
+    if on_hub and not path.is_dir():
+        return _from_hub("/".join(path.parts[:2]), *path.parts[2:])
     if not path.is_dir():
         raise FileNotFoundError(
             f"There is no LoRA {path}. {suggestion(path.name, _names(path.parent))}Give a run folder, "
@@ -131,6 +135,25 @@ def lora_file(path: Path) -> Path:
             f"visalign train {path / 'config.yaml'} --output {path} --resume."
         )
     raise FileNotFoundError(f"{folder} holds no {WEIGHT_FILE} or other .safetensors file. Give the folder of a LoRA.")
+
+
+def _from_hub(name: str, *file: str) -> Path:
+    """Return the named file of a hub repository in the cache, or the one that diffusers or peft writes."""
+    from huggingface_hub import hf_hub_download
+
+    hub_outage()
+    errors: list[Exception] = []
+    for candidate in file or (WEIGHT_FILE, PEFT_FILE):
+        try:
+            if candidate == PEFT_FILE:
+                hf_hub_download(name, "adapter_config.json")
+            return Path(hf_hub_download(name, candidate))
+        except (OSError, ValueError) as error:
+            errors.append(error)
+    raise FileNotFoundError(
+        f"There is no LoRA {'/'.join([name, *file])} here. {hub_message(name, 'LoRA', errors[0])} A file of another "
+        "name is given as owner/name/FILE.safetensors."
+    ) from errors[0]
 
 
 def _names(folder: Path) -> list[str]:
@@ -323,8 +346,9 @@ def _by_diffusers(pipe: Any, file: Path, state: Mapping[str, Tensor], mismatch: 
         where = f", whose {sizes[1]} has {sizes[2]}, and here it has {sizes[3]}" if sizes else ""
         raise UserError(mismatch.format(where or f", with keys such as {next(iter(state))}")) from error
     adapters: Adapters = {}
-    for part, network in pipe.components.items():
-        for name, layer in network.named_modules() if isinstance(network, nn.Module) else ():
+    networks = [(part, network) for part, network in pipe.components.items() if isinstance(network, nn.Module)]
+    for part, network in networks:
+        for name, layer in network.named_modules():
             if isinstance(layer, LoraLayer) and _INCOMING in layer.lora_A:
                 pair = layer.lora_A[_INCOMING].weight, layer.lora_B[_INCOMING].weight
                 down, up = (weight.detach().clone() for weight in pair)
