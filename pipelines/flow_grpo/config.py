@@ -87,6 +87,10 @@ class ModelConfig:
 
         return index_source(self.path, self.adapter, self.config)
 
+    def __post_init__(self) -> None:
+        if self.lora_path is not None and self.lora is None:
+            object.__setattr__(self, "lora", LoraConfig())
+
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class DataConfig:

@@ -52,6 +52,9 @@ class TextModelConfig:
     """A packaged model, a transformers folder, or a hub id."""
     lora: LoraConfig | None = None
     """Adapters; null trains the whole model, {} adapters on all linear layers."""
+    lora_path: str | None = None
+    """LoRA to continue from, as peft and TRL save it: a folder, or a run. Its rank, alpha and layers replace
+    model.lora's, and the reference is the model with it."""
     chat: Literal["auto", "plain", "chat"] = "auto"
     """Format of plain prompts: auto (the chat template where there is one), plain, or chat. A prompt to which the
     template was applied before is taken as it stands."""
@@ -74,6 +77,10 @@ class TextModelConfig:
     """Completions that grow together; memory and speed only."""
     score_batch: Count = 64
     """Completions per forward pass without gradient; memory and speed only."""
+
+    def __post_init__(self) -> None:
+        if self.lora_path is not None and self.lora is None:
+            object.__setattr__(self, "lora", LoraConfig())
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

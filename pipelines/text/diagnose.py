@@ -177,7 +177,7 @@ def _config(run: Path) -> Any:
 def _policy(config: Any, run: Path | None) -> Any:
     """Load the policy that a run began with, or with `run` its result."""
     changes: dict[str, Any] = {"value": "none"} if hasattr(config.model, "value") else {}
-    if run is None:
+    if run is None and config.model.lora_path is None:
         changes["lora"] = None
     model = replace(config.model, **changes)
     policy = build_text_policy(model, run_device(config.run), config.seed, reference=False)

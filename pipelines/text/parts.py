@@ -244,6 +244,7 @@ def build_text_policy(
         network.to(device),
         tokenizer,
         lora=lora_settings(model, seed),
+        lora_path=model.lora_path,
         prompts=prompt_encoder(model, tokenizer),
         value_head=head,
         autocast=autocast_dtype(model.autocast, device),
@@ -254,10 +255,12 @@ def build_text_policy(
 
 def lora_settings(model: TextModelConfig, seed: int) -> Any:
     """Return the configured adapters, or None."""
-    from visalign.adapters.causal_lm.lora import ALL_LINEAR, text_lora
+    from visalign.adapters.causal_lm.lora import ALL_LINEAR, settings_of, text_lora
 
     if (lora := model.lora) is None:
         return None
+    if model.lora_path is not None:
+        return settings_of(model.lora_path, seed)
     targets = tuple(lora.target_modules or (ALL_LINEAR,))
     return text_lora(rank=lora.rank, alpha=lora.alpha, target_modules=targets, seed=seed)
 

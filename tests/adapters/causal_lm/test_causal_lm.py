@@ -223,6 +223,22 @@ def test_what_it_saves_the_libraries_load(tmp_path, lora) -> None:
             torch.testing.assert_close(again.log_probs(rollout).log_prob, start, rtol=0, atol=1e-6)
 
 
+@torch.no_grad()
+def test_training_continues_from_a_lora_which_is_then_the_reference(tmp_path) -> None:
+    given = policy(lora=LORA)
+    rollout = rollout_of(given)
+    perturb(given)
+    given.save(tmp_path / "run" / "lora")
+    expected = given.log_probs(rollout).log_prob
+    again = policy(lora_path=tmp_path / "run")
+    assert again.lora is not None and (again.lora.rank, again.lora.alpha) == (LORA.rank, LORA.alpha)
+    torch.testing.assert_close(again.log_probs(rollout).log_prob, expected, rtol=0, atol=1e-6)
+    perturb(again)
+    assert (again.log_probs(rollout).log_prob - expected).abs().max() > 0.01
+    with again.reference():
+        torch.testing.assert_close(again.log_probs(rollout).log_prob, expected, rtol=0, atol=1e-6)
+
+
 def test_a_lora_of_another_kind_is_refused(tmp_path) -> None:
     policy(lora=LORA).save(tmp_path)
     with pytest.raises(UserError, match=r"alpha 7 there, 7 here; .* there, .* here. Build the policy with"):

@@ -35,6 +35,12 @@ def test_absurd_settings_of_texts(override: str) -> None:
         load_config(TextConfig, None, [override])
 
 
+@pytest.mark.parametrize("kind", [FlowGRPOConfig, TextConfig])
+def test_a_lora_to_continue_from_is_trained_as_a_lora(kind) -> None:
+    model = load_config(kind, None, ["model.lora=null", "model.lora_path=runs/first"]).model
+    assert model.lora is not None and model.lora_path == "runs/first"
+
+
 def test_absurd_counts_of_commands() -> None:
     assert numbers("0,2-4") == [0, 2, 3, 4]
     for text in ("0-4294967295", "9" * 5000, ",".join(["0-600000"] * 2)):

@@ -42,7 +42,7 @@ def load_causal_lm(
     if folder is not None and not (folder / "config.json").is_file():
         raise FileNotFoundError(
             f"{folder} holds no config.json, so it is no transformers model. Give the folder that "
-            "model.save_pretrained wrote; for a LoRA alone give its base model here and load() it after."
+            "model.save_pretrained wrote; for a LoRA alone give its base model here, and the LoRA as model.lora_path."
         )
     config: Any = from_pretrained(AutoConfig, name)
     if config.model_type in VISION_LANGUAGE:

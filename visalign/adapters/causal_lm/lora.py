@@ -52,16 +52,34 @@ def add_text_lora(
     return insert_adapters(model, settings, targets, task="CAUSAL_LM")
 
 
-def load_text_lora(model: PreTrainedModel, folder: Path) -> None:
-    """Read adapters that `model.save_pretrained` or peft wrote into the model's; rank, alpha and places must agree."""
+def settings_of(folder: str | Path, seed: int = 0) -> LoraSettings:
+    """Return the settings of saved adapters, so that training can continue from them."""
+    path = _weight_file(folder)
+    config, layers = read_object(path.with_name(CONFIG_FILE)), set()
+    for name in read_tensors(path):
+        layers.add(name.removeprefix("base_model.model.").partition(".lora_")[0])
+    rank, alpha = config.get("r", LoraConfig.r), config.get("lora_alpha", LoraConfig.lora_alpha)
+    return text_lora(rank=rank, alpha=alpha, target_modules=tuple(sorted(layers)), seed=seed)
+
+
+def _weight_file(folder: str | Path) -> Path:
+    """Return the file of adapters of a run, or of a folder that peft wrote."""
     path = Path(folder) / WEIGHT_FILE
-    if not path.is_file():
-        raise FileNotFoundError(f"{folder} holds no {WEIGHT_FILE}. Give a folder that policy.save() wrote.")
+    if not path.is_file() and not (path := Path(folder) / "lora" / WEIGHT_FILE).is_file():
+        raise FileNotFoundError(
+            f"{folder} holds no {WEIGHT_FILE}. Give a run folder, or a folder that peft or policy.save() wrote."
+        )
+    return path
+
+
+def load_text_lora(model: PreTrainedModel, folder: str | Path) -> None:
+    """Read adapters that `model.save_pretrained` or peft wrote into the model's; rank, alpha and places must agree."""
+    path = _weight_file(folder)
     state = {name.removeprefix("base_model.model."): weight for name, weight in read_tensors(path).items()}
     current = get_peft_model_state_dict(model, adapter_name=ADAPTER)
-    config = read_object(Path(folder) / CONFIG_FILE)
+    config = read_object(path.with_name(CONFIG_FILE))
     alpha = config.get("lora_alpha", LoraConfig.lora_alpha)
-    check_same_kind(folder, state, current, alpha, adapter_config(model).lora_alpha, config)
+    check_same_kind(path.parent, state, current, alpha, adapter_config(model).lora_alpha, config)
     set_peft_model_state_dict(model, state, adapter_name=ADAPTER)
 
 

@@ -35,7 +35,7 @@ from .batches import PromptBatch, assemble_rollout
 from .generation import Completion, Ending, generate_completions
 from .images import ImagePrompts, QwenSight
 from .loading import check_causal_lm, context_length, end_tokens, load_causal_lm, pad_id
-from .lora import add_text_lora, load_text_lora
+from .lora import add_text_lora, load_text_lora, settings_of
 from .network import CausalNetwork, enable_recomputation, recomputed_layers
 from .prompts import EncodedPrompts
 from .replay import expert_routes, layer_states, scored_sampling, token_output
@@ -59,6 +59,7 @@ class CausalLMPolicy:
         model: on its device, in its dtype.
         tokenizer: tokenizer (a pad token is not needed), or processor of a model that reads images.
         lora: adapters to add and train (`text_lora()`); None trains the whole model.
+        lora_path: saved adapters to continue from, of the settings `lora` or, with None, of their own.
         prompts: how prompts become tokens; by default the tokenizer's (or processor's) own chat template
             for conversations and plain tokenization for texts.
         value_head: a head on this model's hidden states; a separate network is a `ValueModel`.
@@ -79,6 +80,7 @@ class CausalLMPolicy:
         tokenizer: PreTrainedTokenizerBase | ProcessorMixin,
         *,
         lora: LoraSettings | None = None,
+        lora_path: str | Path | None = None,
         prompts: PromptEncoder | None = None,
         value_head: ValueHead | None = None,
         max_prompt_tokens: int | None = None,
@@ -92,6 +94,8 @@ class CausalLMPolicy:
         self.processor = tokenizer if isinstance(tokenizer, ProcessorMixin) else None
         text_tokenizer: Any = tokenizer if self.processor is None else getattr(tokenizer, "tokenizer", None)
         check_causal_lm(model, text_tokenizer)
+        if lora_path is not None:
+            lora = lora or settings_of(lora_path)
         self.model, self.tokenizer, self.lora = model.eval(), text_tokenizer, lora
         sight = None if self.processor is None else QwenSight(model)
         self.prompts = prompts or PromptEncoder(tokenizer)
@@ -113,6 +117,9 @@ class CausalLMPolicy:
                 "be shared with a value head. Use a separate ValueModel."
             )
         self.value_head = None if value_head is None else value_head.to(model.device)
+        if lora_path is not None:
+            load_text_lora(model, lora_path)
+            adapters = None  # the reference is the model with them
         self._trained = TrainedWeights(model, adapters, reference=reference)
         self._routing: ExpertRouting | None = None
 
