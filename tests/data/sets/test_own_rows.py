@@ -64,6 +64,22 @@ def test_demonstrations_as_trl_has_them(tmp_path, row):
     assert (record["prompt"], record["completion"]) == ([ASKED], "a")
 
 
+@pytest.mark.parametrize(
+    ("row", "record"),
+    [
+        ({"messages": [ASKED]}, {"prompt": [ASKED]}),
+        ({"messages": [ASKED, RIGHT]}, {"prompt": [ASKED], "answer": "a"}),
+        ({"messages": [ASKED, RIGHT], "answer": "7"}, {"prompt": [ASKED], "answer": "7"}),
+        (
+            {"conversations": [{"from": "human", "value": "?"}, {"from": "gpt", "value": "a"}]},
+            {"prompt": [ASKED], "answer": "a"},
+        ),
+    ],
+)
+def test_whole_conversations_are_prompts_whose_last_answer_is_the_reference(tmp_path, row, record):
+    assert load_prompts(write(tmp_path / "rows.jsonl", [row]), chat=True) == [record]
+
+
 @pytest.mark.parametrize("prompt", [{}, {"prompt": "?"}, {"prompt": [ASKED]}])
 def test_pairs_as_trl_has_them(tmp_path, prompt):
     before = [] if isinstance(prompt.get("prompt"), list) else [ASKED]

@@ -181,7 +181,7 @@ def _numbered_prompts(
             yield number, {"prompt": line} if line.strip() else None
     else:
         for where, number, record in _records(path, name):
-            yield number, record and _check_prompt(where, record, names, chat=chat)
+            yield number, record and _check_prompt(where, _asked(record) if chat else record, names, chat=chat)
 
 
 def _records(path: Path, name: str) -> Iterator[tuple[str, int, Any]]:
@@ -363,6 +363,17 @@ def message_text(value: Any) -> Any:
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], dict):
         return value[0].get("content")
     return value
+
+
+def _asked(record: Any) -> Any:
+    """Take the conversation of a record without a prompt as its prompt; a last message of the assistant is "answer"."""
+    split = _split_messages(record)
+    if split is record:
+        return record
+    (last,) = split.pop(COMPLETION)
+    if not isinstance(last, dict) or last.get("role") != "assistant":
+        return {**split, "prompt": [*split["prompt"], last]}
+    return {"answer": last.get("content"), **split}
 
 
 def _split_messages(record: Any) -> Any:
