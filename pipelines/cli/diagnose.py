@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 from typer import Argument, Option
 
-from .options import MOST_COUNTED, AsJson, Repeated, Seed, clean_output, print_result
+from .options import MOST_COUNTED, AsJson, LabelOptions, Repeated, Seed, clean_output, print_result
 
 
 def diagnose(
@@ -28,6 +28,11 @@ def diagnose(
     reward: Annotated[
         Repeated, Option("--reward", "-r", help="Additional text reward to report; repeat for several.")
     ] = None,
+    options: LabelOptions = None,
+    right_at: Annotated[
+        float | None,
+        Option(help="Reward from which a completion is right. Default: the verdict of the run's evaluation."),
+    ] = None,
     margin: Annotated[
         float, Option(help="Largest gap in nats between the two likeliest tokens of a near tie.", min=0)
     ] = 0.1,
@@ -40,7 +45,7 @@ def diagnose(
 
     sampling = {"samples": samples, "prompts": prompts, "margin": margin, "noise": noise, "seed": seed}
     with clean_output():
-        result = compared(run, second, rewards=reward or (), **sampling)
+        result = compared(run, second, rewards=reward or (), options=options or (), right_at=right_at, **sampling)
     print_result(result, show_diagnosis, as_json)
 
 
@@ -50,7 +55,11 @@ def show_diagnosis(console: Console, result: Mapping[str, Any]) -> None:
         Text(
             f"{result['tuned']} against {result['base']}: {result['prompts']} held-out prompts, "
             f"{result['samples']} completions each"
-            + (f", solved by {result['correctness']}" if result["correctness"] else "; no reward says right or wrong")
+            + (
+                f", solved by {result['correctness']}"
+                if result["correctness"]
+                else "; no reward says right or wrong (--right-at)"
+            )
         )
     )
     if result["support"] is not None:

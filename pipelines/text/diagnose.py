@@ -22,6 +22,7 @@ from visalign.interfaces import Scores, score_named
 from visalign.pipelines.jobs import load_job
 from visalign.pipelines.shared.job import result_folder, resume_command
 from visalign.pipelines.shared.parts import Records, evenly_spaced, no_loading_bars, run_device
+from visalign.pipelines.shared.reward_options import load_each
 from visalign.pipelines.shared.run_folder import summary_json
 from visalign.rewards.catalogue import load_text_reward
 from visalign.seeds import sample_seed
@@ -56,6 +57,8 @@ def diagnose(
     samples: int = 32,
     prompts: int | None = None,
     rewards: Sequence[str] = (),
+    options: Sequence[str] = (),
+    right_at: float | None = None,
     margin: float = 0.1,
     noise: float = 0.1,
     seed: int = 0,
@@ -64,15 +67,17 @@ def diagnose(
 
     Prompts, rewards and the sampled distribution are those of the held-out evaluation of the last run. With `second`,
     a later run, its policy is the tuned one, and that of `run` the base; without, the base is the model that `run`
-    began with. Tokens whose first and second choice are less than `margin` nats apart are near ties; `noise` is the
-    scale β of the Gumbel noise on the logits under which greedy completions are repeated.
+    began with. `options` are those of the added `rewards`, as `reward_options` takes them. With `right_at` a
+    completion is right from that reward on, whatever the run's own verdict. Tokens whose first and second choice are
+    less than `margin` nats apart are near ties; `noise` is the scale β of the Gumbel noise on the logits under which
+    greedy completions are repeated.
 
     Returns:
         JSON-able: policies, `support` (None where no reward says right or wrong), `best_of_n`,
         `rewards` (a distance per pair), `clip`, `greedy`.
     """
     config, first_config = _config(second or run), _config(run)
-    scorer = _Scorer(config, rewards, prompts)
+    scorer = _Scorer(config, load_each(rewards, options, load_text_reward, None), prompts, right_at)
     policies = {
         "base": _policy(first_config, None if second is None else run),
         "tuned": _policy(config, second or run),
@@ -86,8 +91,8 @@ def diagnose(
         "tuned": str(second or run),
         "prompts": len(scorer.records),
         "samples": samples,
-        "correctness": scorer.correctness,
-        "support": None if scorer.correctness is None else _support(base, tuned, scorer.records, generator),
+        "correctness": scorer.right,
+        "support": None if scorer.right is None else _support(base, tuned, scorer.records, generator),
         "best_of_n": _best_of_n(policies["base"], base, tuned, generator),
         "rewards": _distances(base, tuned, generator),
         "clip": _clip(second or run, base, generator),
@@ -103,11 +108,12 @@ def diagnose(
 class _Scorer:
     """Held-out records of a run, the generation of completions to them, and the rewards of these."""
 
-    def __init__(self, config: Any, more: Sequence[str], prompts: int | None) -> None:
+    def __init__(self, config: Any, more: Mapping[str, Any], prompts: int | None, right_at: float | None) -> None:
         records, rewards = heldout_inputs(config, None)
         self.records, self.generation = evenly_spaced(records, prompts), config.generation
-        added = {name: load_text_reward(name) for name in more if name not in rewards}
-        self.rewards, self.correctness = {**rewards, **added}, config.evaluation.correctness
+        self.rewards, self.correctness = {**rewards, **more, **rewards}, config.evaluation.correctness
+        self.right_at = right_at
+        self.right = self.correctness if right_at is None else f"a reward of {right_at:g} or better"  # in words
         is_optimized = hasattr(config, "rewards")  # a supervised run optimizes no reward
         label = self.correctness or next(iter(rewards))
         self.reward = text_sum(config.rewards, rewards) if is_optimized else rewards[label]
@@ -137,7 +143,11 @@ class _Scorer:
         }
         total = self.reward.score(texts, prompts, records)
         correct, right = total, torch.full((len(texts),), torch.nan, dtype=torch.float64)
-        if self.correctness is not None:
+        if self.right_at is not None:
+            sign = 1 if self.reward.higher_is_better else -1
+            is_right = (sign * total.value.cpu() >= sign * self.right_at).double()
+            right = torch.where(finite_scores(total), is_right, torch.nan)
+        elif self.correctness is not None:
             correct = scores[self.correctness]
             is_right = verdict(self.correctness, self.rewards[self.correctness], correct).double()
             right = torch.where(finite_scores(correct), is_right, torch.nan)
@@ -145,7 +155,7 @@ class _Scorer:
         def table(values: Tensor) -> Tensor:
             return torch.where(rollout.generated, values, torch.nan).reshape(-1, samples)
 
-        judged = _value(total) + (0 if self.correctness is None else right)
+        judged = _value(total) + (0 if self.right is None else right)
         if not bool(judged.isfinite().any()):
             why = next(filter(None, correct.reason or total.reason or []), "no reason given")
             raise UserError(f"None of {len(records)} completions could be scored ({why}).")

@@ -158,3 +158,7 @@ def test_without_a_verdict_the_reward_is_compared(runs, tmp_path):
     (tmp_path / "config.yaml").write_text(text)
     said = _said(tmp_path, "--samples", 2)
     assert "no reward says right or wrong" in said and "Reward against KL" in said and "Support" not in said
+    options = ("-r", "length", "--option", "length.max_length=3", "--option", "length.cache=1")
+    found = json.loads(_said(tmp_path, "--samples", 2, "--right-at", 1, *options, "--json"))
+    assert found["support"]["expanded"] > 3 and found["correctness"] == "a reward of 1 or better"
+    assert [pair["second"] for pair in found["rewards"]] == ["length"]

@@ -366,7 +366,7 @@ def message_text(value: Any) -> Any:
 
 
 def _asked(record: Any) -> Any:
-    """Take the conversation of a record without a prompt as its prompt; a last message of the assistant is "answer"."""
+    """Take the conversation of a record without a prompt as its prompt; the assistant's last message is "answer"."""
     split = _split_messages(record)
     if split is record:
         return record
