@@ -37,7 +37,7 @@ def hub_outage() -> str:
     thread.start()
     thread.join(WAIT + 0.5)
     if reasons[-1]:
-        vars(constants)["HF_HUB_OFFLINE"] = True  # the client reads it at each request
+        constants.HF_HUB_OFFLINE = True  # the client reads it at each request
     return reasons[-1]
 
 

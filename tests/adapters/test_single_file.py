@@ -116,8 +116,12 @@ def test_kinds_by_their_keys(tmp_path, keys, kind):
         (b"version https://git-lfs.github.com/spec/v1\noid x", r"is a pointer of Git LFS without weights"),
         (b"", r"is no whole safetensors file \("),
         ("cut", r"is no whole safetensors file \(.*\): it was cut off at [\d,]+ bytes"),
-        ({"lora_unet_mid_block.lora_up.weight": 1}, r"is a LoRA, no model .*it as the LoRA \(visalign sample --lora"),
-        ({"control_model.input_blocks.0.0.weight": 1}, r"is a ControlNet, no model"),
+        ({"lora_unet_mid_block.lora_up.weight": 1}, r"is a LoRA \(a key: .*it as the LoRA \(visalign sample --lora"),
+        (
+            {"double_blocks.0.img_mlp.0.scale_weight": 1},
+            r"is a checkpoint of rounded weights \(a key: .* Give its",
+        ),
+        ({"control_model.input_blocks.0.0.weight": 1}, r"is a ControlNet \(a key"),
         (
             {"double_blocks.0.img.weight": 1},
             r"no known family; its keys look like double_blocks.0.img.weight\. .*Flux",
@@ -141,7 +145,7 @@ def test_files_that_are_no_model(models, tmp_path, content, message):
 
 def test_a_config_that_does_not_fit(models):
     with pytest.raises(
-        UserError, match=r"of the kind xl_base, and model.config=.* is a StableDiffusionPipeline\. Give"
+        UserError, match=r"is a xl_base checkpoint, and model.config=.* is a StableDiffusionPipeline\. Give"
     ):
         load_policy(models["sdxl"][1], config=models["sd15"][0])
     with pytest.raises(UserError, match=r"does not fit the unet \(UNet2DConditionModel\) of .*expected shape"):

@@ -84,7 +84,8 @@ def stored_dtype(path: Path, variant: str | None = None) -> Literal["float32", "
         with open_tensors(file) as opened:
             counts.update(opened.get_slice(name).get_dtype() for name in opened.keys())  # no mapping
     (name, _), *_ = counts.most_common(1) or [("F32", 0)]
-    return {"BF16": "bfloat16", "F16": "float16"}.get(name, "float32")  # type: ignore[return-value]
+    names = {"BF16": "bfloat16", "F16": "float16", "F8_E4M3": "bfloat16", "F8_E5M2": "bfloat16"}
+    return names.get(name, "float32")  # type: ignore[return-value]
 
 
 def stored_variant(folder: Path) -> str | None:

@@ -17,33 +17,29 @@ import torch
 from visalign.data.assets import resolve_model
 from visalign.errors import UserError
 from visalign.hub import hub_outage
-from visalign.model_files import open_tensors, read_tensors
+from visalign.model_files import LOADING_ERRORS, open_tensors, read_tensors
 
 from .model_folder import INDEX, pipeline_index, stored_variant, stored_variants
 
 PIPELINES = {
-    "v1": ("StableDiffusionPipeline",),
-    "v2": ("StableDiffusionPipeline",),
-    "xl_base": ("StableDiffusionXLPipeline",),
-    "playground-v2-5": ("StableDiffusionXLPipeline",),
-    "sd3": ("StableDiffusion3Pipeline",),
-    "sd35_medium": ("StableDiffusion3Pipeline",),
-    "sd35_large": ("StableDiffusion3Pipeline",),
-    "flux-dev": ("FluxPipeline", "FluxKontextPipeline"),
-    "flux-schnell": ("FluxPipeline",),
-    "flux-2-dev": ("Flux2Pipeline", "Flux2KleinPipeline"),
-    "chroma": ("ChromaPipeline",),
-    "z-image-turbo": ("ZImagePipeline",),
-    "lumina2": ("Lumina2Pipeline",),
-    "sana": ("SanaPipeline",),
-    "auraflow": ("AuraFlowPipeline",),
-    "hidream": ("HiDreamImagePipeline",),
-    "krea2": ("Krea2Pipeline",),
-    "wan-t2v-1.3B": ("WanPipeline",),
-    "wan-t2v-14B": ("WanPipeline",),
-    "hunyuan-video": ("HunyuanVideoPipeline",),
+    "StableDiffusionPipeline": ("v1", "v2"),
+    "StableDiffusionXLPipeline": ("xl_base", "playground-v2-5"),
+    "StableDiffusion3Pipeline": ("sd3", "sd35_medium", "sd35_large"),
+    "FluxPipeline": ("flux-dev", "flux-schnell"),
+    "FluxKontextPipeline": ("flux-dev",),
+    "Flux2Pipeline": ("flux-2-dev",),
+    "Flux2KleinPipeline": ("flux-2-dev",),
+    "ChromaPipeline": ("chroma",),
+    "ZImagePipeline": ("z-image-turbo",),
+    "Lumina2Pipeline": ("lumina2",),
+    "SanaPipeline": ("sana",),
+    "AuraFlowPipeline": ("auraflow",),
+    "HiDreamImagePipeline": ("hidream",),
+    "Krea2Pipeline": ("krea2",),
+    "WanPipeline": ("wan-t2v-1.3B", "wan-t2v-14B"),
+    "HunyuanVideoPipeline": ("hunyuan-video",),
 }
-"""diffusers' name of a kind of checkpoint -> pipelines that run it."""
+"""Pipeline -> diffusers' names for the checkpoints that it runs."""
 PREFIXES = {
     "vae": ("first_stage_model.", "vae."),
     "text_encoder": ("cond_stage_model.", "conditioner.embedders.0.", "text_encoders.clip_l."),
@@ -55,8 +51,9 @@ NO_MODELS = {
     "LoRA": ("lora_unet_", "lora_te", ".lora_A.", ".lora_B.", ".lora_up.", ".lora_down.", ".hada_w", ".lokr_w"),
     "ControlNet": ("control_model.", "controlnet_"),
     "textual inversion": ("emb_params", "string_to_param"),
+    "checkpoint of rounded weights": ("scale_weight", "scaled_fp8", ".absmax", ".qweight", ".wscales"),
 }
-"""Kind of file that is no model -> parts of its keys."""
+"""Kind of file that training cannot start from -> parts of its keys."""
 
 
 @dataclass(frozen=True)
@@ -104,20 +101,20 @@ class ModelSource:
 
     def _part(self, name: str, entry: Any, state: dict[str, Any], options: dict[str, Any]) -> Any:
         from diffusers import pipelines
-        from diffusers.loaders.single_file import load_single_file_sub_model
+        from diffusers.loaders import single_file
 
-        described = (pipelines, hasattr(pipelines, entry[0]), str(self.folder))
+        loader: Any = single_file.load_single_file_sub_model
         projection = state.get("text_encoders.clip_l.transformer.text_projection.weight")
         try:
-            part: Any = load_single_file_sub_model(*entry, name, state, *described, **options)
+            is_pipeline_module = hasattr(pipelines, entry[0])
+            part = loader(*entry, name, state, pipelines, is_pipeline_module, str(self.folder), **options)
             if projection is not None and hasattr(part, "text_projection"):
                 part.text_projection.weight.data.copy_(projection)  # diffusers puts the identity there
             empty = [key for key, weight in part.named_parameters() if weight.is_meta]
             problem = f"it has no {', '.join(empty[:3])} ({len(empty)} weights are missing)" if empty else ""
-        except KeyError as error:
-            problem = f"it has no {error}"
-        except (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
+        except LOADING_ERRORS as error:
             problem = str(error).strip().partition("\n")[0].partition(". If you want")[0]
+            problem = f"it has no {problem}" if isinstance(error, KeyError) else problem
         if problem:
             raise UserError(
                 f"{self.file} does not fit the {name} ({entry[1]}) of {self.folder}: {problem}. Give a diffusers "
@@ -151,7 +148,16 @@ def model_source(path: str | Path, config: str | Path | None = None) -> ModelSou
             raise UserError(f"model.config is for a model of one file, and {path} is none. Leave model.config out.")
         return ModelSource(model)
     kind = checkpoint_kind(file)
-    return ModelSource(_neighbour(file, kind) if config is None else _checked_config(file, kind, config), file)
+    fitting = [pipeline for pipeline, kinds in PIPELINES.items() if kind in kinds]
+    if config is None:
+        return ModelSource(_neighbour(file, kind, fitting), file)
+    pipeline = str(pipeline_index(folder := resolve_model(config)).get("_class_name"))
+    if pipeline not in (fitting or PIPELINES) and (fitting or "Modular" in pipeline):
+        raise UserError(
+            f"{file} is a {kind or 'single-file'} checkpoint, and model.config={config} is a {pipeline}. Give the "
+            f"folder of a {' or '.join(fitting) or 'pipeline that is not modular'}."
+        )
+    return ModelSource(folder, file)
 
 
 def checkpoint_kind(file: Path) -> str | None:
@@ -165,26 +171,24 @@ def checkpoint_kind(file: Path) -> str | None:
     with open_tensors(file) as opened:
         shapes = {key: torch.empty(opened.get_slice(key).get_shape(), device="meta") for key in opened.keys()}
     for name, marks in NO_MODELS.items():
-        if marked := [key for key in shapes if any(mark in key for mark in marks)]:
-            advice = "Give its base model, and it as the LoRA (visalign sample --lora FILE)" if name == "LoRA" else ""
-            raise UserError(f"{file} is a {name}, no model (a key: {marked[0]}). {advice or 'Give a base model'}.")
+        if key := next((key for key in shapes if any(mark in key for mark in marks)), None):
+            as_lora = ", and it as the LoRA (visalign sample --lora FILE)" if name == "LoRA" else ""
+            raise UserError(f"{file} is a {name} (a key: {key}). Give its base model{as_lora}.")
     try:
-        kind = single_file_utils.infer_diffusers_model_type(shapes)
+        kind: str | None = single_file_utils.infer_diffusers_model_type(shapes)
     except (LookupError, UnboundLocalError):  # sizes that no published model of the family has
-        kind = "sd3" if any("joint_blocks." in key for key in shapes) else "v1"
+        kind = "v1"
     network = {key.removeprefix("model.diffusion_model.") for key in shapes}
-    kind = "v1" if kind == "instruct-pix2pix" else kind  # by its 8 channels, which latents of 8 have as well
-    if kind == "v1" and ("label_emb.0.0.weight" in network or any(k.startswith("conditioner.") for k in shapes)):
-        kind = "xl_base"
-    if kind == "v1" and "input_blocks.0.0.weight" not in network:
-        kind = "sd3" if "joint_blocks.0.x_block.attn.qkv.weight" in network else None
+    if kind in ("v1", "instruct-pix2pix"):  # what diffusers falls back to; latents of 8 channels look like the other
+        is_xl = "label_emb.0.0.weight" in network or any(key.startswith("conditioner.") for key in shapes)
+        kind = "xl_base" if is_xl else "v1" if "input_blocks.0.0.weight" in network else None
+        kind = "sd3" if "joint_blocks.0.x_block.attn.qkv.weight" in network else kind
     if kind is None and not {"conv_in.weight", "proj_out.weight"} & network:
-        families = sorted({pipelines[0].removesuffix("Pipeline") for pipelines in PIPELINES.values()})
         raise UserError(
             f"{file} is of no known family; its keys look like {', '.join(list(shapes)[:3])}. Files of these families "
-            f"are read: {', '.join(families)}. Of others give a diffusers folder."
+            f"are read: {', '.join(name.removesuffix('Pipeline') for name in PIPELINES)}. Of others give a folder."
         )
-    if kind is not None and kind not in PIPELINES:
+    if kind is not None and not any(kind in kinds for kinds in PIPELINES.values()):
         raise UserError(f"{file} is a {kind} checkpoint, which is not read from one file. Give a diffusers folder.")
     return kind
 
@@ -195,20 +199,7 @@ def holds_pipeline(file: Path) -> bool:
         return any(key.startswith(PREFIXES["vae"]) for key in opened.keys())  # no mapping
 
 
-def _checked_config(file: Path, kind: str | None, config: str | Path) -> Path | str:
-    folder = resolve_model(config)
-    pipeline = str(pipeline_index(folder).get("_class_name"))
-    if "Modular" in pipeline or (kind is not None and pipeline not in PIPELINES[kind]):
-        allowed = " or ".join(PIPELINES[kind]) if kind is not None else "pipeline that is not modular"
-        what = "in diffusers' own layout" if kind is None else f"of the kind {kind}"
-        raise UserError(
-            f"{file} is a checkpoint {what}, and model.config={config} is a {pipeline}. Give the folder of a "
-            f"{allowed}."
-        )
-    return folder
-
-
-def _neighbour(file: Path, kind: str | None) -> Path | str:
+def _neighbour(file: Path, kind: str | None, pipelines: list[str]) -> Path | str:
     """Find the folder that describes a file: its own, the one of its name, another beside it; else the hub's."""
     from diffusers.loaders.single_file_utils import DIFFUSERS_DEFAULT_PIPELINE_PATHS
     from huggingface_hub import try_to_load_from_cache
@@ -220,11 +211,11 @@ def _neighbour(file: Path, kind: str | None) -> Path | str:
         )
     first = [file.parent, file.with_suffix("")]
     folders = [*first, *(path for path in sorted(file.parent.iterdir()) if path.is_dir() and path not in first)]
-    fitting = [f for f in folders if (f / INDEX).is_file() and pipeline_index(f).get("_class_name") in PIPELINES[kind]]
+    fitting = [f for f in folders if (f / INDEX).is_file() and pipeline_index(f).get("_class_name") in pipelines]
     if fitting and (len(fitting) == 1 or fitting[0] in first):
         return fitting[0]
     name = str(DIFFUSERS_DEFAULT_PIPELINE_PATHS[kind]["pretrained_model_name_or_path"])
-    needs = f"{file} is a {kind} checkpoint without the configuration and tokenizers of a {PIPELINES[kind][0]}."
+    needs = f"{file} is a {kind} checkpoint without the configuration and tokenizers of a {pipelines[0]}."
     if fitting:
         raise UserError(f"{needs} Say which of {', '.join(map(str, fitting))} fits: model.config=FOLDER.")
     if not isinstance(try_to_load_from_cache(name, INDEX), str) and (reason := hub_outage()):
@@ -237,15 +228,11 @@ def _neighbour(file: Path, kind: str | None) -> Path | str:
 
 def _keys_of_parts(index: Mapping[str, Any], keys: list[str]) -> dict[str, list[str]]:
     """Return part of the pipeline -> keys of its weights in the file, without parts that the file lacks."""
-    parts = {n: [k for k in keys if k.startswith(p)] for n, e in index.items() if (p := _prefixes(n, e))}
+    prefixes = {name: PREFIXES.get(entry[1], PREFIXES.get(name)) for name, entry in index.items() if name[0] != "_"}
+    parts = {name: [key for key in keys if key.startswith(starts)] for name, starts in prefixes.items() if starts}
     if "text_encoder" in parts and parts.get("text_encoder_2"):
         parts["text_encoder"] += parts["text_encoder_2"]  # by which diffusers knows that a file of SDXL has the first
-    every = tuple(prefix for prefixes in PREFIXES.values() for prefix in prefixes)
+    every = tuple(prefix for starts in PREFIXES.values() for prefix in starts)
     if network := next((name for name in ("unet", "transformer") if name in index), None):
         parts[network] = [key for key in keys if not key.startswith(every)]
     return {name: part_keys for name, part_keys in parts.items() if part_keys}
-
-
-def _prefixes(name: str, entry: Any) -> tuple[str, ...]:
-    kind = entry[1] if isinstance(entry, list) and len(entry) == 2 else ""
-    return PREFIXES.get(kind, PREFIXES.get(name, ()) if kind else ())
