@@ -95,4 +95,4 @@ def show_agreement(console: Console, result: Mapping[str, Any]) -> None:
     for reward in result["rewards"]:
         if reward["failed"]:
             why = "; ".join(reward["reasons"])
-            console.print(Text(f"! {reward['label']} could not judge {reward['failed']} images: {why}"))
+            console.print(Text(f"! {reward['label']} could not score {reward['failed']} images: {why}"))

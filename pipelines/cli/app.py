@@ -329,7 +329,7 @@ def configs(
 
 @command(PROJECT, "rewards")
 def rewards() -> None:
-    """List the rewards and judges by name."""
+    """List the rewards by name."""
     from .show import show_rewards
 
     show_rewards(Console())

@@ -41,7 +41,7 @@ def compare(
     device: Device = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare two images: winner, margin, confidence and reasons. Exits with 1 if a judge fails."""
+    """Compare two images: winner, margin, confidence and reasons. Exits with 1 if a reward fails."""
     from visalign.evaluation.pages.compare_page import compare_page, file_tables
     from visalign.pipelines.compare.compare import compare_images, read_two
     from visalign.pipelines.shared.reward_options import load_each, needed_prompt, with_cache
@@ -69,7 +69,7 @@ def show_comparison(console: Console, result: Mapping[str, Any]) -> None:
     from visalign.evaluation.pages.base import plain
     from visalign.evaluation.pages.compare_page import in_words, margin
 
-    table = Table("judge", "which, how sure", "A", "B", "by how much (for A)", "notes")
+    table = Table("reward", "which, how sure", "A", "B", "by how much (for A)", "notes")
     explanations = []
     for judge in result["judges"]:
         sides = judge.get("sides") or {}
@@ -87,10 +87,10 @@ def show_comparison(console: Console, result: Mapping[str, Any]) -> None:
 
 def rank(
     images: Annotated[list[Path], Argument(help="Image files or folders of images.", show_default=False)],
-    reward: Annotated[str, Option("--reward", "-r", help="A judge's name.")],
+    reward: Annotated[str, Option("--reward", "-r", help="Name of the reward.")],
     prompt: Prompt = None,
     options: LabelOptions = None,
-    budget: Annotated[float, Option(help="Calls of a pairwise judge as a share of all pairs, in (0, 2].")] = 0.3,
+    budget: Annotated[float, Option(help="Calls of a pairwise reward as a share of all pairs, in (0, 2].")] = 0.3,
     level: Annotated[float, Option(help="Confidence level of the intervals.")] = 0.9,
     output: NewFile = None,
     tables: Tables = None,

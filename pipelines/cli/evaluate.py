@@ -82,7 +82,7 @@ def evaluate(
         names, score_columns = parse_scores(scores or [])
         table = Columns(names=parse_map(columns or []) | score_columns, labels=labels)
         with Progress(console=Console(stderr=True), transient=True) as progress:
-            task = progress.add_task("asking the judge", total=None, visible=bool(reward))
+            task = progress.add_task("scoring", total=None, visible=bool(reward))
             result = run(
                 source,
                 rewards=reward or (),

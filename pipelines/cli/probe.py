@@ -29,7 +29,7 @@ from .options import (
 
 
 def probe_reward(
-    reward: Annotated[str, Argument(help="A judge's name, module:Name or file.py:Name.")],
+    reward: Annotated[str, Argument(help="Name of the reward, module:Name or file.py:Name.")],
     reference: Annotated[
         list[Path] | None,
         Option("--reference", "-i", help="Table, folder or image to probe on. Default: the shapes world."),
@@ -44,7 +44,7 @@ def probe_reward(
     output: NewFolder = None,
     as_json: AsJson = False,
 ) -> None:
-    """Find irrelevant changes that shift a judge's scores. Exits with 1 if a probe fails."""
+    """Find irrelevant changes that shift a reward's scores. Exits with 1 if a probe fails."""
     from visalign.evaluation.probes.catalogue import PAIR_PROBES, select_probes
     from visalign.pipelines.probe.job import probe_reward as run
     from visalign.pipelines.probe.job import probes_for, write_probe

@@ -90,14 +90,14 @@ def show_rewards(console: Console) -> None:
 
 
 def show_probes(console: Console) -> None:
-    """Print every probe and its expectation of a judge."""
+    """Print every probe and its expectation of a reward."""
     from visalign.evaluation.probes.catalogue import PAIR_PROBES, PROBES, WANTED, WANTED_OF_PAIRS
 
     for title, probes, expectations in (
         ("that scores", PROBES, WANTED),
         ("that compares", PAIR_PROBES, WANTED_OF_PAIRS),
     ):
-        table = Table("name", "what is changed", "expected", title=f"Probes of a judge {title}", title_justify="left")
+        table = Table("name", "what is changed", "expected", title=f"Probes of a reward {title}", title_justify="left")
         for probe in probes:
             table.add_row(Text(probe.name), Text(probe.title), Text(expectations[probe.wanted]))
         console.print(table)
@@ -198,7 +198,7 @@ def cost_line(summary: Mapping[str, Any]) -> str:
 RESULTS = {
     "report.html": "before and after, opens in a browser",
     "lora": "adapters, loaded by the code in report.html",
-    "judge": "the judge and its card; give this folder as the model of its reward",
+    "judge": "the trained reward and its card; give this folder as the model of its reward",
     "model": "for from_pretrained, by the code in report.html",
     "dataset.jsonl": "the chosen completions; data.train of text_sft",
     "samples.jsonl": "what was sampled",

@@ -138,9 +138,9 @@ On held-out examples of `{data.heldout}` (no prompt in common with the training 
 |---|---|---|
 {chr(10).join(rows)}
 
-The first column was measured on the first examples alone while the judge was untrained.
+The first column was measured on the first examples alone while the reward was untrained.
 """
-    training = f"""# A judge of kind {model.kind}
+    training = f"""# A reward of kind {model.kind}
 
 Trained from `{model.path}` ({trained_part}, {summary["trainable_parameters"]:,} parameters moved); read by \
 `{reader.replace(":", ".")}`.
