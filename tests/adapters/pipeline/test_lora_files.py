@@ -25,7 +25,7 @@ from visalign.data.assets import resolve_model
 from visalign.errors import UserError
 
 PAIR = {"kohya": ("lora_down.weight", "lora_up.weight"), "peft": ("lora_A.weight", "lora_B.weight")}
-SGM = {"down": "input_blocks_{}_1", "up": "output_blocks_{}_1", "mid": "middle_block_1"}
+SGM = {"down": "input_blocks.{}.1", "up": "output_blocks.{}.1", "mid": "middle_block.1"}
 
 
 @cache
@@ -41,12 +41,19 @@ def flat(prefix: str) -> Callable[[str], str]:
 
 
 def sgm(layer: str) -> str:
-    """kohya's name of a layer of SDXL, by the numbers of Stability's own code (two blocks to a level here)."""
-    side, block, attention, rest = re.fullmatch(
-        r"(down|up|mid)_blocks?\.?(\d*)\.attentions\.(\d+)\.(.+)", layer
-    ).groups()  # type: ignore[union-attr]
+    """Name of a layer in Stability's own code, which has two blocks to a level here."""
+    match = re.fullmatch(r"(down|up|mid)_blocks?\.?(\d*)\.attentions\.(\d+)\.(.+)", layer)
+    side, block, attention, rest = match.groups() if match else ("mid", "", "", layer)
     number = 0 if side == "mid" else 2 * int(block) + int(attention) + (side == "down")
-    return f"lora_unet_{SGM[side].format(number)}_{rest.replace('.', '_')}"
+    return f"{SGM[side].format(number)}.{rest}"
+
+
+def kohya_sgm(layer: str) -> str:
+    return flat("lora_unet_")(sgm(layer))
+
+
+def comfy_sgm(layer: str) -> str:
+    return f"diffusion_model.{sgm(layer)}"
 
 
 def old(layer: str) -> str:
@@ -57,7 +64,9 @@ FORMS = {
     "kohya_sd15": ("sd15", "unet", r"attentions|conv1", flat("lora_unet_"), PAIR["kohya"], 1.0),
     "kohya_encoder": ("sd15", "text_encoder", r"fc|proj", flat("lora_te_text_model_"), PAIR["kohya"], 1.0),
     "diffusers_0.20": ("sd15", "unet", r"to_", old, ("down.weight", "up.weight"), None),
-    "kohya_sdxl": ("sdxl", "unet", r"attentions.*(attn|ff)", sgm, PAIR["kohya"], 4.0),
+    "kohya_sdxl": ("sdxl", "unet", r"attentions.*(attn|ff)", kohya_sgm, PAIR["kohya"], 4.0),
+    "comfy_sdxl": ("sdxl", "unet", r"attentions.*attn", comfy_sgm, PAIR["peft"], None),
+    "comfy_sd15": ("sd15", "unet", r"attentions.*attn", comfy_sgm, PAIR["kohya"], 1.0),
     "onetrainer_sd3": ("sd3", "transformer", r"attn|ff", flat("lora_transformer_"), PAIR["kohya"], 1.0),
     "comfy_qwen": ("qwen_image", "transformer", r"attn|mlp", "diffusion_model.{}".format, PAIR["peft"], None),
     "diffusers_wan": ("wan", "transformer", r"attn", "transformer.{}".format, PAIR["peft"], None),
@@ -118,6 +127,18 @@ def test_joined_layers_of_sd3_are_split(tmp_path):
         assert torch.equal(found[f"{block}.attn.{layer}"].up, up)
     swapped = torch.cat([*ups[1].chunk(2)][::-1])  # scale and shift
     assert torch.equal(found[f"{block}.norm1_context.linear"].up, swapped)
+
+
+@pytest.mark.parametrize(
+    "form", ["lora_unet_double_blocks_0_img_attn_qkv", "diffusion_model.double_blocks.0.img_attn.qkv"]
+)
+def test_joined_layers_of_flux_are_split(form, tmp_path):
+    ends, width = PAIR["kohya" if form.startswith("lora") else "peft"], bare("flux").transformer.inner_dim
+    down, up = torch.randn(2, width), torch.randn(3 * width, 2)
+    save_file({f"{form}.{ends[0]}": down, f"{form}.{ends[1]}": up}, tmp_path / "flux.safetensors")
+    found = read_adapters(bare("flux"), ["transformer"], tmp_path)["transformer"]
+    for layer, rows in zip(("to_q", "to_k", "to_v"), up.chunk(3), strict=True):
+        assert torch.allclose(product(*found[f"transformer_blocks.0.attn.{layer}"]), rows @ down, atol=1e-5)
 
 
 def test_several_loras_are_summed_and_encoders_are_saved_again(tmp_path):

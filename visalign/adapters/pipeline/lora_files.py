@@ -48,7 +48,7 @@ BASES = {
     "SDXL": r"lora_te2_|add_embedding|label_emb|input_blocks_[4-8]_1_transformer_blocks_[2-9]",
     "Wan": r"blocks\W\d+\W(self|cross)_attn",
     "Z-Image or Lumina 2": r"(^|\W|_)layers\W\d+\Watt",
-    "Stable Diffusion": r"down_blocks|mid_block|input_blocks",
+    "Stable Diffusion": r"down_blocks|mid_block|middle_block|input_blocks|output_blocks",
 }
 """Base model -> pattern of the keys of its LoRAs; the first that matches."""
 _CONTEXT = {768: "SD1.5", 1024: "SD2", 2048: "SDXL"}
@@ -336,9 +336,16 @@ def _by_diffusers(pipe: Any, file: Path, state: Mapping[str, Tensor], mismatch: 
     """Read adapters by diffusers' loader of the pipeline, which is bare again afterwards."""
     if not hasattr(pipe, "load_lora_weights"):
         raise UserError(mismatch.format(f", whose keys such as {next(iter(state))} are none of its layers"))
+    source: Any = str(file.parent)
+    options = {"weight_name": file.name, "adapter_name": _INCOMING}
+    own_names = all(name.startswith("diffusion_model.") for name in state)
+    if own_names and type(pipe).__name__.startswith(("StableDiffusion", "FluxP", "FluxK")):
+        source = {_as_kohya(name): weight for name, weight in state.items()}  # diffusers reads these names so alone
+    if type(pipe).__name__ == "StableDiffusionPipeline":
+        options["unet_config"] = pipe.unet.config  # by which blocks of Stability's own code are numbered
     try:
         with _quiet():
-            pipe.load_lora_weights(str(file.parent), weight_name=file.name, adapter_name=_INCOMING)
+            pipe.load_lora_weights(source, **options)
     except (ValueError, RuntimeError, KeyError, AttributeError, TypeError, IndexError) as error:
         sizes = re.search(
             r"size mismatch for (.+?)\.lora_\w.*?Size\((\[.*?\])\).*?Size\((\[.*?\])\)", str(error), re.S
@@ -359,6 +366,13 @@ def _by_diffusers(pipe: Any, file: Path, state: Mapping[str, Tensor], mismatch: 
     if placed < stored:
         raise UserError(mismatch.format(f", and {stored - placed} of its {stored} layers have no place here"))
     return adapters
+
+
+def _as_kohya(name: str) -> str:
+    """Write ComfyUI's "diffusion_model.LAYER.lora_A.weight" as kohya does."""
+    layer, kind, end = re.fullmatch(r"diffusion_model\.(.+)\.(lora_\w+|alpha)(\.weight)?", name).groups()  # type: ignore[union-attr]
+    letters = {"lora_A": "lora_down", "lora_B": "lora_up"}
+    return f"lora_unet_{layer.replace('.', '_')}.{letters.get(kind, kind)}{end or ''}"
 
 
 @contextmanager
