@@ -25,6 +25,7 @@ from .parts import evenly_spaced
 CARD, CURVE, CONFIG, IMAGES = "README.md", "curve.svg", "config.yaml", "images"
 RESULTS = ("lora", "model", "judge")
 """Folders of a run that hold its result."""
+HUB_ID = r"\w[\w.-]*/[\w.-]+"
 SHOWN = 4
 """Prompts with an image before and after."""
 LICENSES = frozenset(
@@ -101,21 +102,19 @@ def write_card(run: Path, *, license: str | None = None, repo: str | None = None
 
 def base_model(path: str) -> dict[str, Any]:
     """Return base_model and licence of a model for a card's header, as far as the machine knows them."""
-    folder, found = Path(resolve_model(path)), {}
+    folder, found, card = Path(resolve_model(path)), {}, None
     if Path(path).name in PACKAGED:
         return {"license": "apache-2.0"}
-    if folder.is_file():  # of one file, which names neither
-        return {}
-    if not folder.is_dir():
+    if not folder.exists() and re.fullmatch(HUB_ID, path):
         found["base_model"], card = path, try_to_load_from_cache(path, CARD)
-    else:
+    elif folder.is_dir():  # one file names neither
         card = folder / CARD
         if cached := re.search(r"models--([\w.-]+)--([\w.-]+)/snapshots", str(folder.absolute())):
             found["base_model"] = "/".join(cached.groups())
         for index in ("model_index.json", "config.json"):
             if (folder / index).is_file():
                 source = str(json.loads((folder / index).read_text(encoding="utf-8")).get("_name_or_path", ""))
-                if re.fullmatch(r"[\w.-]+/[\w.-]+", source) and not Path(source).exists():
+                if re.fullmatch(HUB_ID, source) and not Path(source).exists():
                     found["base_model"] = source
     if isinstance(card, str | Path) and Path(card).is_file():
         header = ModelCard.load(card, ignore_metadata_errors=True).data.to_dict()

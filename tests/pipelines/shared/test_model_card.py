@@ -18,7 +18,7 @@ from tests.support.evaluation_samples import make_result, make_text_result
 from visalign.evaluation import write_summary
 from visalign.pipelines.cli.app import app
 from visalign.pipelines.shared import hub
-from visalign.pipelines.shared.model_card import write_card
+from visalign.pipelines.shared.model_card import base_model, write_card
 
 
 def run_folder(folder: Path, *, model: Path, text: bool = False, license: str | None = None) -> Path:
@@ -76,6 +76,20 @@ def test_the_card_is_what_the_hub_reads(header, own, expected, sentence, tmp_pat
         assert f"![after](images/after_{number}.png)" in card.text
     assert (folder / "curve.svg").read_text().startswith('<svg xmlns="http://www.w3.org/2000/svg"')
     assert "![Held-out accuracy](curve.svg)" in card.text
+
+
+def test_the_base_model_of_any_path(tmp_path):
+    (tmp_path / "file.safetensors").touch()
+    cached = tmp_path / "models--maker--flux" / "snapshots" / "0a1b"
+    cached.mkdir(parents=True)
+    for path, expected in (
+        ("maker/flux", {"base_model": "maker/flux"}),
+        (tmp_path / "file.safetensors", {}),
+        (cached, {"base_model": "maker/flux"}),
+        ("shapes-sd3", {"license": "apache-2.0"}),
+        ("anything of my own", {}),
+    ):
+        assert base_model(str(path)) == expected
 
 
 def test_the_card_of_a_text_run_has_no_images(tmp_path):
