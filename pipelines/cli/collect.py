@@ -28,11 +28,17 @@ from .options import (
 
 
 def collect(
-    votes: Annotated[Path, Argument(help="SQLite file of the votes; created if missing.", show_default=False)],
+    votes: Annotated[
+        Path,
+        Argument(
+            help="SQLite file of the votes, created if missing. A folder of images first: votes.sqlite.",
+            show_default=False,
+        ),
+    ],
     sources: Annotated[
         Repeated,
         Argument(
-            help="For a new file: images, folders, tables (prompt, image_left, image_right) or sets.",
+            help="For a new file: images, folders (of several, pairs across them), tables or sets.",
             show_default=False,
         ),
     ] = None,
@@ -78,6 +84,8 @@ def collect(
     from visalign.pipelines.collect.store import Plan, VoteStore
     from visalign.pipelines.collect.tasks import QUALITY_WORDS, Form, gold_tasks, read_tasks
 
+    if votes.is_dir():
+        votes, sources = Path("votes.sqlite"), [str(votes), *(sources or [])]
     if model and export is None:
         raise UserError("--model says how --export writes labels. Add --export FILE.jsonl.")
     if form != "set" and (export is None or model):
@@ -114,8 +122,11 @@ def collect(
 def _serve(store: Any, host: str, port: int) -> None:
     from visalign.pipelines.collect import server
 
-    intro, end = f"{len(store.tasks)} tasks. Vote at", f"(Ctrl-C ends it; the votes are in {store.path})."
-    server.serve_votes(store, host=host, port=port, on_ready=lambda url: echo(f"{intro} {url} {end}", err=True))
+    def ready(url: str, progress: str) -> None:
+        end = f"(Ctrl-C ends it; the votes are in {store.path})."
+        echo(f"{len(store.tasks)} tasks. Vote at {url} {end}\nProgress, for you alone: {progress}", err=True)
+
+    server.serve_votes(store, host=host, port=port, on_ready=ready)
     echo(f"{len(store.votes())} votes are in {store.path}.", err=True)
 
 

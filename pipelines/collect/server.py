@@ -9,6 +9,7 @@
     POST /back   {assignment}    -> the answer before it, to be corrected
     POST /vote   {client, assignment, answer, seconds}
     GET  /image/ASSIGNMENT/SIDE  the image, without the name of its file
+    GET  /progress?key=KEY       votes so far, for whoever runs the server and knows the key
 
 Refusals are JSON {"error": what was given, what is allowed}: 400 unreadable, 401 unknown voter, 403 another
 page's request, another voter's task or a used-up invitation, 404, 409 a name that is taken or a browser that votes
@@ -44,10 +45,12 @@ from starlette.routing import Route
 from visalign.data.sets.image_references import resolve_image
 from visalign.errors import UserError
 from visalign.evaluation.pages.base import page_environment, page_script
+from visalign.evaluation.pages.votes_page import progress_page
 from visalign.pipelines.serve_reward import call_when_ready, check_port_free, is_loopback
 
 from .store import CHOICES, SIDES, Assignment, VoteRefused, VoteStore
 from .tasks import Form
+from .votes import progress
 
 LONGEST_BODY = 64 << 10
 MOST_NAMES = 500
@@ -89,9 +92,9 @@ class Ballot(BaseModel):
 
 
 def serve_votes(
-    store: VoteStore, *, host: str = "127.0.0.1", port: int = 8080, on_ready: Callable[[str], object]
+    store: VoteStore, *, host: str = "127.0.0.1", port: int = 8080, on_ready: Callable[[str, str], object]
 ) -> None:
-    """Serve the page until interrupted; `on_ready` gets its address when the server listens.
+    """Serve the page until interrupted; `on_ready` gets its address and that of the progress when it listens.
 
     On a host that others reach, new voters need the invitation that is a part of the page's address. It is
     another at each start; registered voters stay in.
@@ -104,10 +107,11 @@ def serve_votes(
     local = is_loopback(host)
     invite = None if local else secrets.token_urlsafe(9)  # 12 letters, short enough to be read out
     hosts = ["127.0.0.1", "localhost", "[::1]", host] if local else None
-    app, connections = vote_server(store, invite=invite, hosts=hosts), connections_allowed(256)
-    server = Server(server_config(app, host, port, connections=connections, idle=30.0))
     url = f"http://{_own_address() if host in ('0.0.0.0', '::') else host}:{port}/"
-    call_when_ready(server, partial(on_ready, f"{url}?invite={invite}" if invite else url))
+    vote_url, key = f"{url}?invite={invite}" if invite else url, secrets.token_urlsafe(9)
+    app = vote_server(store, invite=invite, hosts=hosts, progress=(key, vote_url))
+    server = Server(server_config(app, host, port, connections=connections_allowed(256), idle=30.0))
+    call_when_ready(server, partial(on_ready, vote_url, f"{url}progress?key={key}"))
     server.run()
 
 
@@ -121,14 +125,22 @@ def _own_address() -> str:
             return socket.gethostname()
 
 
-def vote_server(store: VoteStore, *, invite: str | None = None, hosts: list[str] | None = None) -> Starlette:
+def vote_server(
+    store: VoteStore,
+    *,
+    invite: str | None = None,
+    hosts: list[str] | None = None,
+    progress: tuple[str, str] = ("", ""),
+) -> Starlette:
     """Build the application for uvicorn.
 
     New voters need the code `invite`, if there is one. `hosts`, the host names that requests may have, keep
-    other web pages out of a server on this machine.
+    other web pages out of a server on this machine. `progress` is the key of its page, without which there is
+    none, and the address for voters that it shows.
     """
-    server = _VoteServer(store, invite)
+    server = _VoteServer(store, invite, progress)
     routes = [Route("/", server.root), Route("/image/{assignment:str}/{side:str}", server.image)]
+    routes.append(Route("/progress", server.progress))
     for endpoint in (server.join, server.leave, server.next, server.back, server.vote):
         routes.append(Route(f"/{endpoint.__name__}", endpoint, methods=["POST"]))
     handlers: dict[Any, Any] = dict.fromkeys((HTTPException, UserError, ClientDisconnect), _refuse)
@@ -137,7 +149,8 @@ def vote_server(store: VoteStore, *, invite: str | None = None, hosts: list[str]
 
 
 class _VoteServer:
-    def __init__(self, store: VoteStore, invite: str | None) -> None:
+    def __init__(self, store: VoteStore, invite: str | None, progress: tuple[str, str]) -> None:
+        self._key, self._vote_url = progress
         self._store, self._invite, self._cookie = store, (invite or "").encode(), f"visalign-{store.name}"
         self._names = 0
         self._answer = answer_model(store.form, is_pair=store.is_pairs)
@@ -169,6 +182,13 @@ class _VoteServer:
                 message = f"This browser votes as {other!r}. To vote as {name!r}, leave the page by its button first."
                 raise HTTPException(409, message)
         return self._remember(RedirectResponse("/", 303), secret)
+
+    async def progress(self, request: Request) -> Response:
+        key = request.query_params.get("key", "")
+        if not self._key or not hmac.compare_digest(key.encode(errors="replace"), self._key.encode()):
+            raise HTTPException(403, "The progress needs the key in the address that visalign collect printed.")
+        counts = await run_in_threadpool(progress, self._store)
+        return HTMLResponse(progress_page(counts, vote_url=self._vote_url, file=str(self._store.path)))
 
     async def join(self, request: Request) -> Response:
         body = await _read_body(request, Join)

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -167,7 +168,10 @@ class VoteStore:
     def create(path: Path, tasks: Sequence[Task], form: Form, plan: Plan) -> VoteStore:
         """Create a file."""
         if path.exists():
-            raise UserError(f"'{path}' exists. Leave the images out to go on with it, or name another file.")
+            raise UserError(
+                f"'{path}' exists. To go on with it: visalign collect {path}. For other images name another file: "
+                "visalign collect OTHER.sqlite SOURCE …"
+            )
         if len({len(task.images) for task in tasks}) != 1:
             raise UserError("A file of votes asks about pairs or about single images, not about both.")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -280,6 +284,24 @@ class VoteStore:
         return [
             Vote(task, name, bool(judge), bool(again), bool(swapped), position, json.loads(answer), seconds)
             for task, name, judge, again, swapped, position, answer, seconds in self._fetch(query)
+        ]
+
+    def voters(self) -> list[dict[str, Any]]:
+        """List `name`, `is_judge`, number of `votes`, median `seconds` and time of the `last` vote of each voter."""
+        query = (
+            "SELECT n.name, n.secret IS NULL, COUNT(v.answer), MAX(voted_at), GROUP_CONCAT(v.seconds) "
+            "FROM annotators n LEFT JOIN assignments a ON a.annotator = n.id LEFT JOIN votes v "
+            f"ON v.assignment = a.id AND v.revision = 1 AND v.answer != '{UNSEEN}' GROUP BY n.id ORDER BY n.id"
+        )
+        return [
+            {
+                "name": name,
+                "is_judge": bool(judge),
+                "votes": votes,
+                "last": last,
+                "seconds": median(map(float, seconds.split(","))) if seconds else None,
+            }
+            for name, judge, votes, last, seconds in self._fetch(query)
         ]
 
     def unseen(self) -> int:

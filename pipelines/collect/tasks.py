@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import combinations, islice, product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,8 +20,9 @@ from visalign.data.sets.image_references import PARQUET, missing_files
 from visalign.data.sets.prompt_files import record_key
 from visalign.data.sets.records import PreferencePair, PreferenceSet
 from visalign.data.sets.sources import is_named_set, load_source
-from visalign.data.sets.tables import Row, first_row, listed
+from visalign.data.sets.tables import READERS, Row, first_row, listed
 from visalign.errors import UserError
+from visalign.evaluation.pages.base import short_names
 from visalign.pipelines.score.image_rows import SAMPLED, ImageRow, image_rows
 from visalign.settings import settings
 
@@ -83,20 +85,29 @@ def read_tasks(
     Args:
         sources: Images, folders of images, also those of `visalign sample`, tables (prompt, `image_left`,
             `image_right`; or prompt, image), "LAYOUT:FOLDER", "shapes:pairs", "shapes:quality".
-        single: Whether to show one image at a time; else pairs, formed among the images of one prompt.
+        single: Whether to show one image at a time; else pairs of images of one prompt, across the sources
+            where there are several.
         prompt: Prompt of images without one.
-        per_prompt: Largest number of pairs among the images of one prompt.
+        per_prompt: Largest number of pairs of one prompt.
         seed: Seed of their draw.
     """
-    items = [item for source in sources for item in _read(source, prompt)]
-    tasks = [item for item in items if isinstance(item, Task)]
-    rows = [item for item in items if isinstance(item, ImageRow)]
+    tasks: list[Task] = []
+    by_source: dict[str, list[ImageRow]] = {}
+    for source in sources:
+        for item in _read(source, prompt):
+            if isinstance(item, Task):
+                tasks.append(item)
+            else:
+                by_source.setdefault(_model_name(source), []).append(item)
+    rows = [row for part in by_source.values() for row in part]
     if single and tasks:
         raise UserError("--single shows one image, and the set holds pairs. Leave --single out.")
     if single:
         tasks = [Task(prompt=row.prompt, images=(_absolute(row.image),), extra=_metadata(row)) for row in rows]
     else:
-        tasks += _pair_images(rows, per_prompt, seed)
+        tasks += (
+            _pair_models(by_source, per_prompt, seed) if len(by_source) > 1 else _pair_images(rows, per_prompt, seed)
+        )
     if not tasks:
         raise UserError(
             "There is nothing to ask: no two images share a prompt. Give images of one prompt, a table "
@@ -158,6 +169,14 @@ def _row_task(path: Path, number: int, row: Row, default: str | None) -> Task:
     return Task(prompt=prompt, images=tuple(_absolute(str(i), path.parent) for i in images), extra=extra)
 
 
+def _model_name(source: str) -> str:
+    """Return the path of a folder, or of a table without its ending; images named one by one have no model."""
+    path = Path(source)
+    if path.is_file() and path.suffix.lower() not in READERS:
+        return ""
+    return str(path.parent if path.name == SAMPLED else path.with_suffix("") if path.is_file() else path)
+
+
 def _metadata(row: ImageRow) -> dict[str, Any]:
     return {} if row.metadata is None else {"metadata": dict(row.metadata)}
 
@@ -186,6 +205,50 @@ def _pair_images(rows: Iterable[ImageRow], limit: int, seed: int) -> list[Task]:
         pairs = dict.fromkeys(tuple(sorted((circle[i], circle[j]))) for i, j in steps)  # the store draws the sides
         tasks += [Task(prompt=prompt, images=pair, extra=_metadata(images[pair[0]])) for pair in islice(pairs, limit)]
     return tasks
+
+
+def _pair_models(models: Mapping[str, Sequence[ImageRow]], limit: int, seed: int) -> list[Task]:
+    """Form at most `limit` pairs of each prompt, of images from two sources, with the sides drawn.
+
+    Images of one seed, or of one file name, are paired where two sources have any; else every two.
+    """
+    names, by_prompt = short_names(models), {}
+    for model, rows in models.items():
+        for row in rows:
+            key = record_key({**(row.metadata or {}), "prompt": row.prompt})
+            number = _relative(row.image, model) if row.seed is None else f"seed {row.seed}"
+            by_prompt.setdefault(key, {}).setdefault(model, {})[number] = row
+    tasks, unpaired = [], sum(map(len, models.values()))
+    for (prompt, *_), images in by_prompt.items():
+        pairs, paired = [], set()
+        for (first, left), (second, right) in combinations(images.items(), 2):
+            same = [(number, number) for number in left if number in right]
+            for numbers in same or product(left, right):
+                paired |= {(first, numbers[0]), (second, numbers[1])}
+                pairs.append(((first, left[numbers[0]]), (second, right[numbers[1]])))
+        unpaired -= len(paired)
+        for pair in sorted(pairs, key=lambda pair: draw(seed, prompt, *(row.image for _, row in pair)))[:limit]:
+            (first, left), (second, right) = pair[:: -1 if draw(seed, prompt, pair[0][1].image, "side") % 2 else 1]
+            extra = {"generator_left": names[first], "generator_right": names[second], **_metadata(left)}
+            extra |= {"seed": left.seed} if left.seed is not None and left.seed == right.seed else {}
+            tasks.append(Task(prompt=prompt, images=(_absolute(left.image), _absolute(right.image)), extra=extra))
+    if not tasks:
+        raise UserError(
+            f"{listed(list(names.values()))} share no prompt, and of several folders pairs are formed across them "
+            "only. Sample the same prompts into each; or, for pairs within, give one folder that holds them all."
+        )
+    if unpaired:
+        warnings.warn(
+            f"{unpaired} images have no counterpart of their prompt and seed and are left out.", stacklevel=2
+        )
+    return tasks
+
+
+def _relative(image: str, model: str) -> str:
+    """Return an image's path inside its source without the ending; a table's folder may hold the images."""
+    path = Path(image)
+    base = next((base for base in (Path(model), Path(model).parent) if path.is_relative_to(base)), Path())
+    return str(path.relative_to(base).with_suffix("")) if path.is_relative_to(base) else image
 
 
 def draw(*key: object) -> int:

@@ -123,7 +123,9 @@ def vote_rows(store: VoteStore, votes: Sequence[Vote]) -> list[dict[str, Any]]:
         task = store.tasks[vote.task]
         names = ("image_left", "image_right") if store.is_pairs else ("image",)
         answer = {"label": vote.answer.get("choice")} if store.is_pairs else {"mos": vote.answer.get("slider")}
-        row = {"prompt": task.prompt, **dict(zip(names, task.images, strict=True)), "annotator": vote.annotator}
+        models = {name: task.extra[name] for name in ("generator_left", "generator_right") if name in task.extra}
+        row = {"prompt": task.prompt, **dict(zip(names, task.images, strict=True)), **models}
+        row["annotator"] = vote.annotator
         rows += [row | answer] if None not in answer.values() else []
     if not rows:
         raise UserError(f"'{store.path}' holds no choice and no grade to export. Leave --format out.")
@@ -196,7 +198,8 @@ def _analyse_pairs(store: VoteStore, first: Sequence[Vote], settings: IntervalSe
     if not order:
         alpha = Interval(estimate=math.nan).to_dict()
         notes = ["All votes are on gold pairs."]
-        return {"alpha": alpha, "disputed": [], "split": 0, "with_two": 0, "by_name": {}, "notes": notes}
+        empty: dict[str, Any] = {"disputed": [], "split": 0, "with_two": 0, "models": [], "by_name": {}}
+        return {"alpha": alpha, **empty, "notes": notes}
     row = {task: index for index, task in enumerate(order)}
     index, clusters = cluster_index([store.tasks[task].prompt for task in order])
     by_voter = _group(first, "annotator")
@@ -238,9 +241,44 @@ def _analyse_pairs(store: VoteStore, first: Sequence[Vote], settings: IntervalSe
         "disputed": disputed,
         "split": len(split),
         "with_two": int((votes.sum(1) > 1).sum()),
+        "models": _models([store.tasks[task] for task in order], votes, index, clusters, settings),
         "by_name": by_name,
         "notes": [note for holds, note in notes if holds],
     }
+
+
+def _models(
+    tasks: Sequence[Task], votes: Array, index: Any, clusters: int, settings: IntervalSettings
+) -> list[dict[str, Any]]:
+    """Rank the models of the pairs by their mean share of the votes [N, 3], ties half; none without names of two.
+
+    The intervals hold for all models together (Bonferroni); the shares of two models are one number.
+    """
+    sides = [[task.extra.get(f"generator_{side}") for side in ("left", "right")] for task in tasks]
+    names = sorted({str(name) for pair in sides if None not in pair and pair[0] != pair[1] for name in pair})
+    left, table = (votes[:, 0] + votes[:, 2] / 2) / votes.sum(1), RatioTable(index, clusters)
+    pairs: dict[Any, int] = {}
+    for name in names:
+        credit = np.array([(a == name) * x + (b == name) * (1 - x) for (a, b), x in zip(sides, left, strict=True)])
+        counted = np.array([None not in pair and (pair[0] == name) != (pair[1] == name) for pair in sides])
+        pairs[name] = int(counted.sum())
+        table.add(name, credit * counted, counted.astype(float))
+    level = 1 - (1 - settings.level) / (len(names) if len(names) > 2 else 1)
+    rows = [
+        {"name": name, "pairs": pairs[name], **share.to_dict(), "level": settings.level}
+        for name, share in table.intervals(**settings.drawing(), level=level).items()
+    ]
+    return sorted(rows, key=lambda row: -row["estimate"])
+
+
+def progress(store: VoteStore) -> dict[str, Any]:
+    """Count the votes for whoever runs the collection: of how many, and of each voter with the last one's time."""
+    tasks = {number for number, task in store.tasks.items() if task.gold is None}
+    counts = Counter(vote.task for vote in store.votes() if not (vote.is_repeat or vote.is_judge))
+    goal, people = store.plan.votes, [row for row in store.voters() if not row["is_judge"]]
+    target = len(tasks) * (goal or len(people))
+    counted = sum(min(count, goal or count) for task, count in counts.items() if task in tasks)
+    return {"tasks": len(tasks), "goal": goal, "votes": counted, "target": target, "voters": store.voters()}
 
 
 def _analyse_images(store: VoteStore, first: Sequence[Vote], settings: IntervalSettings) -> dict[str, Any]:
@@ -276,7 +314,7 @@ def _analyse_images(store: VoteStore, first: Sequence[Vote], settings: IntervalS
         }
         for name, of_voter in gaps.items()
     }
-    return {"alphas": alphas, "by_name": distances, "notes": []}
+    return {"alphas": alphas, "models": [], "by_name": distances, "notes": []}
 
 
 def _alpha(sums: Array, statistic: Any, index: Any, clusters: int, settings: IntervalSettings) -> Interval:

@@ -205,6 +205,20 @@ def test_a_link_takes_no_browser_from_its_voter(url):
     assert ada.get(other).status_code == 303 and ada.post("/next", json={}).json()["name"] == "Eve"
 
 
+def test_the_progress_is_for_whoever_has_its_key(store):
+    with serving(vote_server(store, progress=("key", "http://here/"))) as url:
+        assert httpx.get(f"{url}/progress?key=guess").status_code == 403
+        empty = httpx.get(f"{url}/progress?key=key").text
+        assert "Nobody has joined yet" in empty and "http://here/" in empty and "0 of 18" in empty
+        ada = joined(url, "Ada")
+        number = ada.post("/next", json={}).json()["assignment"]
+        ada.post("/vote", json={"client": "c", "assignment": number, "answer": LEFT, "seconds": 2})
+        page = httpx.get(f"{url}/progress?key=key").text
+        assert "1 of 18" in page and "Ada" in page and "2.0" in page and 'data-reload="5"' in page
+    with serving(vote_server(store)) as url:
+        assert httpx.get(f"{url}/progress?key=").status_code == 403
+
+
 def test_an_invitation_registers_so_many_names(store, monkeypatch):
     monkeypatch.setattr("visalign.pipelines.collect.server.MOST_NAMES", 2)
     with serving(vote_server(store, invite="code")) as url:

@@ -133,7 +133,7 @@ def test_files_that_are_none(tmp_path):
     path.write_text("hello, this is no database at all")
     with pytest.raises(UserError, match="is no file of votes: file is not a database"):
         VoteStore(path)
-    with pytest.raises(UserError, match=r"exists\. Leave the images out"):
+    with pytest.raises(UserError, match=r"exists\. To go on with it: visalign collect "):
         made(path)
     other = tmp_path / "o.sqlite"
     sqlite3.connect(other).execute("CREATE TABLE about (name, value)")

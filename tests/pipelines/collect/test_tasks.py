@@ -100,3 +100,42 @@ def test_gold_pairs_are_held_to_what_others_are(images, tmp_path):
     ):
         with pytest.raises(UserError, match=why):
             gold_tasks(table(tmp_path, *rows))
+
+
+def sampled(folder: Path, seeds: range, prompts: tuple[str, ...] = ("x", "y"), *, table: bool = True) -> str:
+    """A folder as `visalign sample` writes it, or with captions alone."""
+    folder.mkdir()
+    rows = []
+    for number, prompt in enumerate(prompts):
+        for seed in seeds:
+            name = f"{number:04d}_{seed}"
+            Image.new("RGB", (8, 8)).save(folder / f"{name}.png")
+            (folder / f"{name}.txt").write_text(prompt)
+            rows.append({"image": f"{name}.png", "prompt": prompt, "seed": seed})
+    if table:
+        (folder / "images.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return str(folder)
+
+
+@pytest.mark.parametrize("table", [True, False])
+def test_two_folders_make_pairs_across_them_of_one_prompt_and_seed(tmp_path, table):
+    first = sampled(tmp_path / "sd", range(6), table=table)
+    prompts = ("y", "x", "z") if table else ("x", "y", "z")  # captions have no seeds: there the names count
+    second = sampled(tmp_path / "flux", range(2, 7), prompts, table=table)
+    with pytest.warns(UserWarning, match="11 images have no counterpart"):  # 4 + 2 by their seed, 5 by their prompt
+        tasks = read_tasks([first, f"{second}/"], single=False, seed=3)
+    assert len(tasks) == 8 and {task.prompt for task in tasks} == {"x", "y"}
+    for task in tasks:
+        models = [task.extra[f"generator_{side}"] for side in ("left", "right")]
+        assert [Path(image).parent.name for image in task.images] == models and sorted(models) == ["flux", "sd"]
+        assert len({Path(image).stem.split("_")[1] for image in task.images}) == 1
+    assert {task.extra["generator_left"] for task in tasks} == {"flux", "sd"}
+    assert all(("seed" in task.extra) == table for task in tasks)
+
+
+def test_folders_without_common_seeds_or_prompts(tmp_path):
+    folders = [sampled(tmp_path / name, range(k, k + 2), ("x",)) for k, name in ((0, "a"), (5, "b"), (9, "c"))]
+    tasks = read_tasks(folders, single=False, per_prompt=99)
+    assert len(tasks) == 12 and len(read_tasks(folders, single=False)) == 10
+    with pytest.raises(UserError, match=r"a, d share no prompt, and of several folders pairs are formed across them"):
+        read_tasks([folders[0], sampled(tmp_path / "d", range(2), ("other",))], single=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,17 +15,18 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from tests.support.judges.brightness import Brightness, BrightnessPairs
+from visalign.data.sets.annotation_tools import to_label_studio
 from visalign.data.sets.checks import check_preferences
 from visalign.data.sets.sources import load_preferences, load_quality
 from visalign.errors import UserError
-from visalign.evaluation.pages.votes_page import file_tables, votes_page
+from visalign.evaluation.pages.votes_page import file_tables, models_line, votes_page
 from visalign.evaluation.rewards.judged_pairs import IntervalSettings
 from visalign.interfaces import Preferences
 from visalign.pipelines.cli.app import app
 from visalign.pipelines.collect.judge_votes import judge_votes
 from visalign.pipelines.collect.store import Plan, VoteStore
 from visalign.pipelines.collect.tasks import QUALITY_WORDS, Form, Task
-from visalign.pipelines.collect.votes import export_rows, report, select_votes, with_images, write_rows
+from visalign.pipelines.collect.votes import export_rows, report, select_votes, vote_rows, with_images, write_rows
 
 SETTINGS = IntervalSettings(resamples=200)
 
@@ -167,6 +169,25 @@ class Halting:
         return Preferences(prob=prob, valid=valid, reason=[None if ok else "too dark" for ok in valid.tolist()])
 
 
+def test_models_are_ranked_and_named_in_every_export(tmp_path):
+    store = made(tmp_path)
+    for number, task in store.tasks.items():
+        names = {"generator_left": "old", "generator_right": "new"}
+        store.tasks[number] = replace(task, extra=names)
+    vote_all(store, "a", lambda task: {"choice": "tie" if number_of(task) < 2 else "right"})
+    votes = select_votes(store)
+    found = report(store, votes, SETTINGS)
+    first, second = found["models"]
+    assert (first["name"], first["estimate"], first["pairs"]) == ("new", 7 / 8, 8)
+    assert second["estimate"] == 1 / 8 and second["low"] == pytest.approx(1 - first["high"])
+    assert "new against old: 87.5" in models_line(found)[0] and models_line(found)[0].endswith("new is preferred.")
+    assert '<section id="models">' in votes_page(found, []) and file_tables(found)[1].name == "models"
+    three = found | {"models": [first, second, first | {"name": "third"}]}
+    assert "third 87.5" in models_line(three)[0]
+    task, *_ = to_label_studio(vote_rows(store, votes))
+    assert task["data"]["generator_right"] == export_rows(store, votes)[0]["generator_right"] == "new"
+
+
 @pytest.mark.parametrize("prob", [1.0])  # a certain answer is bounded and averaged as well
 def test_failures_are_no_votes_and_a_place_is_no_opinion(tmp_path, prob):
     store = made(tmp_path)
@@ -175,6 +196,15 @@ def test_failures_are_no_votes_and_a_place_is_no_opinion(tmp_path, prob):
     votes = store.votes()
     assert {v.answer["choice"] for v in votes} == {"tie"}
     assert np.allclose([v.answer["prob"] for v in votes], 0.5, atol=1e-6)
+
+
+def test_folders_alone_start_a_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b"):
+        Path(name).mkdir()
+        Image.new("RGB", (8, 8), "red" if name == "a" else "blue").save(f"{name}/1.png")
+    found = CliRunner().invoke(app, ["collect", "a", "b", "-p", "a cat", "--judge", "sharpness"])
+    assert found.exit_code == 0 and "voted on 1 pairs" in found.output and Path("votes.sqlite").is_file(), found.output
 
 
 def test_the_command(tmp_path):
@@ -199,7 +229,7 @@ def test_the_command(tmp_path):
     )
     assert found.exit_code == 0 and "4 records" in found.output and (tmp_path / "r.html").is_file()
     for arguments, why in (
-        ([file, str(table)], "exists. Leave the images out"),
+        ([file, str(table)], "exists. To go on with it: visalign collect"),
         ([file, "--single", "--export", "x.jsonl"], "The questions and voters of this file were fixed"),
         ([file, "--export", "x.json", "--format", "argilla", "--model"], "argilla writes every vote as it is"),
         ([file, "--export", "x.jsonl", "--format", "argilla"], ".json"),

@@ -202,6 +202,6 @@ def _by_task(votes: Sequence[Row]) -> list[tuple[Row, list[Row]]]:
     """Group votes by what was shown: prompt and images."""
     tasks: dict[str, tuple[Row, list[Row]]] = {}
     for vote in votes:
-        data = {name: vote[name] for name in ("prompt", "image", "image_left", "image_right") if name in vote}
+        data = {name: value for name, value in vote.items() if name not in ("annotator", "label", "mos")}
         tasks.setdefault(json.dumps(data), (data, []))[1].append(vote)
     return list(tasks.values())

@@ -57,3 +57,5 @@ document.addEventListener("click", (event) => {
   large.replaceChildren(image, make("p", event.target.alt, { className: "small" }));
   large.showModal();
 });
+const seconds = Number(document.body.dataset.reload);
+if (seconds) setInterval(() => document.hidden || large.open || location.reload(), 1000 * seconds);

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .base import fixed, render_page
+from .base import fixed, render_page, share, whole_percent, with_span
 from .table_files import FileTable
 
 UNRELIABLE = 0.7
@@ -41,7 +42,7 @@ def headlines(result: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 def sentences(result: Mapping[str, Any]) -> list[str]:
     """Summarise the votes in sentences."""
-    lines = ["Alpha is 1 where all agree and 0 where they agree as often as by chance."]
+    lines = [*models_line(result), "Alpha is 1 where all agree and 0 where they agree as often as by chance."]
     for entry in result["annotators"]:
         value, std = entry.get("reliability"), entry.get("reliability_std")
         if value is not None and value + 2 * std < UNRELIABLE:
@@ -55,6 +56,35 @@ def sentences(result: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+def models_line(result: Mapping[str, Any]) -> list[str]:
+    """Say which of two models voters prefer, or the order of several; nothing without models."""
+    rows = result["models"]
+    if len(rows) > 2:
+        shares = [f"{row['name']} {with_span(row, share, whole_percent)}" for row in rows]
+        return [f"Share of votes: {', '.join(shares)}."]
+    if not rows:
+        return []
+    first, second = rows
+    is_open = first["low"] is None or first["low"] <= 0.5
+    verdict = "The interval holds 50 %: not settled." if is_open else f"{first['name']} is preferred."
+    ends = with_span(first, share, whole_percent)
+    return [f"{first['name']} against {second['name']}: {ends} of the votes on {first['pairs']} pairs. {verdict}"]
+
+
+def progress_page(progress: Mapping[str, Any], *, vote_url: str, file: str) -> str:
+    """Render the `progress` of a collection, which reloads, for whoever runs it."""
+    voters = [row | {"ago": None if row["last"] is None else time.time() - row["last"]} for row in progress["voters"]]
+    return render_page(
+        "progress_page.html.j2",
+        title="Progress",
+        command="visalign collect",
+        progress=progress,
+        voters=voters,
+        vote_url=vote_url,
+        file=file,
+    )
+
+
 def file_tables(result: Mapping[str, Any]) -> list[FileTable]:
     """Build the table of voters, for files."""
     plain = ("name", "is_judge", "votes", "seconds")
@@ -66,4 +96,8 @@ def file_tables(result: Mapping[str, Any]) -> list[FileTable]:
         intervals = [entry.get(name) or {} for name in measured]
         ends = [tuple(interval.get(end) for end in ("estimate", "low", "high")) for interval in intervals]
         rows.append([entry[name] for name in plain] + ends + [entry.get(name) for name in numbers])
-    return [FileTable(name="voters", columns=(*plain, *measured, *numbers), rows=rows)]
+    tables = [FileTable(name="voters", columns=(*plain, *measured, *numbers), rows=rows)]
+    if models := result["models"]:
+        shares = [[row["name"], row["pairs"], (row["estimate"], row["low"], row["high"])] for row in models]
+        tables.append(FileTable(name="models", columns=("name", "pairs", "share"), rows=shares))
+    return tables
