@@ -352,8 +352,8 @@ JOB_RULES = (
     (
         lambda s: s.row is None and (s.rollout.guidance is not None or s.rollout.merge_adapters),
         "rollout.guidance and rollout.merge_adapters sample with another policy than the trained one, whose "
-        "log-probs or gradient objective.algorithm={s.objective.algorithm} needs. Leave them out, or take a "
-        "regression, e.g. objective.algorithm=diffusion_nft.",
+        "log-probs or gradient objective.algorithm={s.objective.algorithm} needs. Set rollout.guidance=null and "
+        "rollout.merge_adapters=false, or take a regression, e.g. objective.algorithm=diffusion_nft.",
     ),
     (
         _unused_noise_setting,

@@ -142,12 +142,12 @@ def _credit_conflict(s: DiffusionObjectiveSettings, objective: Objective) -> str
     return ""
 
 
-def _log_prob_setting(s: DiffusionObjectiveSettings) -> str | None:
-    """Name a setting that an algorithm without log-probs of stochastic steps would ignore."""
+def _log_prob_setting(s: DiffusionObjectiveSettings) -> tuple[str, str] | None:
+    """Name a setting that an algorithm without log-probs of stochastic steps would ignore, and its default."""
     if s.is_policy_gradient:
         return None
-    changed = [name for name in ("ratio_bound", "metric", "step_weights") if getattr(s, name) is not None]
-    return (changed + (["credit"] if s.credit != "image" else []) or [None])[0]
+    changed = [(name, "null") for name in ("ratio_bound", "metric", "step_weights") if getattr(s, name) is not None]
+    return (changed + ([("credit", "image")] if s.credit != "image" else []) or [None])[0]
 
 
 OBJECTIVE_RULES = (
@@ -162,8 +162,8 @@ OBJECTIVE_RULES = (
     ),
     (
         _log_prob_setting,
-        "objective.{v} is for log-probs of steps, which objective.algorithm={s.algorithm} has not. Leave it "
-        "out, or take flow_grpo.",
+        "objective.{v[0]} is for log-probs of steps, which objective.algorithm={s.algorithm} has not. Set "
+        "objective.{v[0]}={v[1]}, or take flow_grpo.",
     ),
     (
         lambda s: s.ascent is not None and s.balance_every is not None,
