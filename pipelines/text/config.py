@@ -292,9 +292,8 @@ def _broken_rules(s: TextConfig) -> Iterator[str]:
     algorithm = f"objective.algorithm={s.objective.algorithm}"
     if isinstance(s, TextPPOConfig) and objective.advantage != "gae":
         yield f"{algorithm} has no value function. Use ppo, ppo_kl or ppo_ptx, or write 'pipeline: text_grpo'."
-    if s.rollout.environment is None and "environment" in {
-        term.name or label for label, term in s.rewards.terms.items()
-    }:
+    acts = s.rollout.environment is not None and s.rollout.environment.use is not None
+    if not acts and any((term.name or label) == "environment" for label, term in s.rewards.terms.items()):
         yield "rewards.terms names environment, and there is none. Set rollout.environment={use: FILE.py:Class}."
     if s.self_imitation is not None and s.data.question is not None:
         yield "self_imitation stores tokens, and data.question asks about images. Set one of the two to null."

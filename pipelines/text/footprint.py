@@ -9,8 +9,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from visalign.data.assets import resolve_model
+from visalign.pipelines.shared.parts import name_key
 from visalign.pipelines.shared.plan import GB, dtype_name, per_device, tokens_by_device, trained_memory, weight_bytes
 from visalign.precision import autocast_dtype
+from visalign.text.turns import ChatTurns
 from visalign.training.text.trajectories import needs_reference
 
 from .config import TextConfig
@@ -39,8 +41,7 @@ def footprint(config: TextConfig, inputs: TextInputs) -> dict[str, Any]:
         network: Any = AutoModelForCausalLM.from_config(loaded, **options).eval()
     if model.lora is not None:
         add_text_lora(network, lora_settings(model, config.seed))
-    encoder = prompt_encoder(model, from_pretrained(AutoTokenizer, name))
-    longest_prompt = max(map(len, encoder.encode([r["prompt"] for r in inputs.records[:PROMPTS]])))
+    longest_prompt = _longest_prompt(config, from_pretrained(AutoTokenizer, name), inputs)
     length = longest_prompt + rollout.max_new_tokens
     completions = rollout.prompts_per_iteration * rollout.group_size
     rows = 0 if config.server is not None else min(model.generate_batch, completions)
@@ -82,6 +83,15 @@ def footprint(config: TextConfig, inputs: TextInputs) -> dict[str, Any]:
         ),
         **speed,
     }
+
+
+def _longest_prompt(config: TextConfig, tokenizer: Any, inputs: TextInputs) -> int:
+    """Count the tokens of the longest prompt, with the tools that stand in each."""
+    encoder = prompt_encoder(config.model, tokenizer)
+    if config.rollout.environment is not None:
+        with name_key("rollout.environment"):
+            ChatTurns(encoder, config.rollout.environment.build())
+    return max(map(len, encoder.encode([r["prompt"] for r in inputs.records[:PROMPTS]])))
 
 
 def training_memory(network: Any, *, ema: bool) -> dict[str, float]:

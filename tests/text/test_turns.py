@@ -16,7 +16,7 @@ from visalign.errors import UserError
 from visalign.interfaces import ToolCompletion
 from visalign.rewards.catalogue import load_text_reward
 from visalign.rewards.text.callables import TextFunctionReward
-from visalign.text import Sampling, StoppingCriteria
+from visalign.text import Sampling, StoppingCriteria, StopReason
 from visalign.text.chat import PromptEncoder
 from visalign.text.rollout import TextRollout
 from visalign.text.tools import ToolPolicy
@@ -86,11 +86,12 @@ class Scripted:
         self.prompts.append(self.encoder.render(prompts[0]))
         ids = [self.encoder.tokenizer(self.turns.pop(0), add_special_tokens=False)["input_ids"]] * len(prompts)
         tokens = torch.tensor([[*old, *new] for old, new in zip(after, ids, strict=True)])
+        reasons: list[StopReason] = ["eos"] * len(prompts)
         drawn = torch.tensor([[0.0] * len(old) + [1.0] * len(new) for old, new in zip(after, ids, strict=True)])
         return TextRollout(
             prompt_ids=torch.ones(len(prompts), 1, dtype=torch.int64), prompt_mask=torch.ones(len(prompts), 1),
             completion_ids=tokens, loss_mask=drawn, log_prob=-drawn, full_log_prob=-drawn, entropy=drawn,
-            text=[""] * len(prompts), stop_reason=["eos"] * len(prompts), group=group, prompt=prompts,
+            text=[""] * len(prompts), stop_reason=reasons, group=group, prompt=prompts,
             seed=[0] * len(prompts), sampling=Sampling(),
         )  # fmt: skip
 
@@ -152,7 +153,7 @@ def test_steps_end_the_conversation_and_add_up() -> None:
     rollout, _ = played("2", "3", factory=Game)
     assert isinstance(text := rollout.text[0], ToolCompletion) and text.outcome == 4
     assert text.startswith("2<|im_end|>\n<|im_start|>user\nNo <|im_end|><|im_end|>") and text.endswith("\n3")
-    end = rollout.completion_ids[0] == FAMILIES["Qwen3"].tokenizer().convert_tokens_to_ids("<|im_end|>")
+    end: Any = rollout.completion_ids[0] == FAMILIES["Qwen3"].tokenizer().convert_tokens_to_ids("<|im_end|>")
     assert int(end.sum()) == 3, "an environment's text holds no special token"
     assert played("1", "2", "3", factory=Game, max_turns=2)[0].text[0].outcome == -2  # type: ignore[attr-defined]
     assert played(called(CALL), factory=Room, max_turns=1)[0].text[0] == called(CALL), (

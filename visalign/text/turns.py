@@ -116,8 +116,8 @@ class ChatTurns:
             return prompt + str(text)
         *earlier, last = prompt
         content = last["content"]
-        more = str(text) if isinstance(content, str) else [{"type": "text", "text": str(text)}]
-        return [*earlier, {**last, "content": content + more}]
+        joined = content + str(text) if isinstance(content, str) else [*content, {"type": "text", "text": str(text)}]
+        return [*earlier, {**last, "content": joined}]
 
     def answer(self, conversations: Sequence[Conversation], texts: Sequence[str]) -> list[Any]:
         """Answer a turn of each conversation: lists of (text, whether the template wrote it), None at its end."""
@@ -161,8 +161,8 @@ class ChatTurns:
 
     def _call(self, conversation: Conversation, call: Any) -> dict[str, Any]:
         """Call a tool; what the policy did wrong is the answer, what the tool raises is not caught."""
-        name = call.get("name") if isinstance(call, Mapping) else None
-        answer = {"role": "tool", "name": str(name), "tool_call_id": "call00000"}
+        name = str(call.get("name")) if isinstance(call, Mapping) else ""
+        answer = {"role": "tool", "name": name, "tool_call_id": "call00000"}
         if name not in conversation.tools:
             problem = f"no tool {name!r}" if name else f"no call {excerpt(call)}"
             return {**answer, "content": f"error: {problem}; the tools are {', '.join(conversation.tools)}"}
