@@ -42,8 +42,7 @@ def models(tmp_path_factory) -> dict[str, tuple[Any, Any]]:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_file_has_the_weights_of_its_folder(models, name):
     folder, file = models[name]
-    policy: Any = load_policy(file, config=folder)
-    expected: Any = load_policy(folder)
+    policy, expected = load_policy(file, config=folder), load_policy(folder)
     assert type(policy) is type(expected)
     for part, module in expected.pipe.components.items():
         if isinstance(module, torch.nn.Module):
@@ -195,9 +194,8 @@ def test_variants_and_shards(models, tmp_path):
     pipe.unet.conv_in.bias.data += 1
     shutil.copytree(models["sd15"][0], tmp_path / "both")
     pipe.to(torch.float16).save_pretrained(tmp_path / "both", variant="fp16", max_shard_size="20KB")
-    load: Any = load_policy
     biases = {
-        variant: float(load(tmp_path / "both", variant=variant).pipe.unet.conv_in.bias.data.mean())
+        variant: float(load_policy(tmp_path / "both", variant=variant).pipe.unet.conv_in.bias.data.mean())
         for variant in (None, "fp16")
     }
     assert biases["fp16"] == pytest.approx(biases[None] + 1, abs=1e-3)
@@ -206,7 +204,7 @@ def test_variants_and_shards(models, tmp_path):
     with pytest.raises(UserError, match=r"has no weights of the variant 'bf16'; its variants are: fp16\. Give one"):
         load_policy(tmp_path / "both", variant="bf16")
     pipe.save_pretrained(tmp_path / "pickled", safe_serialization=False)
-    assert float(load(tmp_path / "pickled").pipe.unet.conv_in.bias.data.mean()) == pytest.approx(biases["fp16"])
+    assert float(load_policy(tmp_path / "pickled").pipe.unet.conv_in.bias.data.mean()) == pytest.approx(biases["fp16"])
 
 
 def test_a_folder_of_the_hubs_cache_is_its_snapshot(models, tmp_path, monkeypatch):

@@ -28,6 +28,7 @@ import mkdocs.commands.build
 import mkdocs.config
 import pytest
 import typer.main
+from lunr import lunr
 
 import visalign.core
 from visalign.config import config_folder, list_configs, read_config
@@ -43,6 +44,14 @@ SITE = ROOT / "docs"
 ISSUES = ROOT / ".github/ISSUE_TEMPLATE"
 CORE_README = ROOT / "visalign/core/README.md"
 TEST_COMMAND = 'python -m pip install -e ".[test]" && python -m pytest'
+GUIDES = {
+    "+lora": "start/",
+    "+resume": "start/fine_tune/",
+    "+learning +rate": "start/fine_tune/",
+    "+out +memory": "help/",
+    "+system +prompt": "start/text/",
+}
+"""Search -> page that comes first; before the reference, which has each word in a title."""
 HEADER_WORDS = ("Command", "Hardware", "Duration", "Expected")
 BLOCK = re.compile(r"^(?P<skip><!-- not run -->\n+)?```(?P<language>\w*)\n(?P<code>.*?)^```", re.MULTILINE | re.DOTALL)
 
@@ -294,6 +303,11 @@ def test_the_site_builds(tmp_path: Path) -> None:
         for found in re.findall(r'<(?:script|link|img)[^>]+(?:src|href)="(?:https?:)?//[^"]+"', html)
     ]
     assert outside == []
+    documents = json.loads((tmp_path / "site/search/search_index.json").read_text(encoding="utf-8"))["docs"]
+    fields = [{"field_name": "title", "boost": 1000}, "text"]  # as the theme weighs them
+    index = lunr("location", fields, [(document, {"boost": document["boost"]}) for document in documents])
+    for words, guide in GUIDES.items():
+        assert index.search(words)[0]["ref"].startswith(guide), (words, index.search(words)[:3])
     for face in ("core", "rewards", "training", "adapters", "flow", "text", "evaluation"):
         html = pages[tmp_path / "site/reference" / face / "index.html"]
         names = importlib.import_module(f"visalign.{face}").__all__
