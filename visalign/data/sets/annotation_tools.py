@@ -21,7 +21,7 @@ _VALUES = ("rating", "number", "choices", "selected", "text")
 """Keys of Label Studio's values, of which each has one."""
 _FOLDERS = re.compile(r".*/data/(?:upload/(?:\d+/)?(?:[0-9a-f]{8}-)?|local-files/\?d=)")
 """What Label Studio puts in front of a file's own name or path."""
-_MIN = {"id", "annotation_id", "created_at", "updated_at", "lead_time", "annotator"}
+_MIN = {"id", "annotation_id", "created_at", "updated_at", "lead_time", "annotator", "agreement"}
 """Columns of Label Studio's JSON-MIN and CSV that are no data and no answers."""
 
 
