@@ -99,7 +99,6 @@ def captions(tmp_path):
 @pytest.mark.filterwarnings("ignore:1 of 3 images have no caption")
 def test_prompts_of_images(tmp_path, name, content):
     source = save(tmp_path / name, content) if name else content(tmp_path)
-    source = tmp_path if name == "metadata.csv" else source
     assert [record["prompt"] for record in load_prompts(source)] == ["a cat", "a dog"]
 
 
@@ -175,17 +174,14 @@ def argilla(form):
     if form == "dataset":
         rows = [{"q": [{"value": v, "user_id": u, "status": "submitted"} for v, u in a]} for a in answers]
         return [{**f, **row} for f, row in zip(fields, rows, strict=True)]
-    if form == "v1":
-        rows = [[{"values": {"q": {"value": v}}, "user_id": u, "status": "submitted"} for v, u in a] for a in answers]
-    else:
-        rows = [{"q": [{"value": v, "user_id": u} for v, u in a]} for a in answers]
+    rows = [{"q": [{"value": v, "user_id": u} for v, u in a]} for a in answers]
     return [{"id": "x", "fields": f, "metadata": {}, "responses": row} for f, row in zip(fields, rows, strict=True)]
 
 
 @pytest.mark.parametrize(
     "rows",
-    [label_studio(), label_studio_min(), argilla("nested"), argilla("flat"), argilla("v1"), argilla("dataset")],
-    ids=["label-studio", "label-studio-min", "argilla", "argilla-flat", "argilla-1", "argilla-dataset"],
+    [label_studio(), label_studio_min(), argilla("nested"), argilla("flat"), argilla("dataset")],
+    ids=["label-studio", "label-studio-min", "argilla", "argilla-flat", "argilla-dataset"],
 )
 def test_exported_ratings(tmp_path, rows):
     ratings = load_source(str(save(tmp_path / "a.json", rows)))

@@ -15,8 +15,6 @@ from visalign.errors import UserError
 from visalign.hub import hub_message, hub_outage
 
 FORMS = "a dataset of the hub, owner/name, owner/name:split or owner/name/config:split"
-METADATA = ("metadata.jsonl", "metadata.csv")
-"""Tables of a folder of images, as the datasets library reads them: file_name and other columns."""
 _FILE = re.compile(r"hf:/?/?datasets/([\w.-]+/[\w.-]+?)(?:@([\w.-]+))?/(.+\.\w+)")
 _ID = re.compile(r"(hf:/?/?(?:datasets/)?)?([\w.-]+/[\w.-]+?)(?:@([\w./-]+))?(?:/([\w.-]+))?(?::([\w.\[\]%:-]+))?")
 
@@ -25,26 +23,16 @@ def find_table(source: str | Path) -> Path:
     """Return the path of a table: the source itself, or a local file of the dataset of the hub that it names.
 
     A dataset is named as in `FORMS`, with hf://datasets/ in front if one likes, or by one of its files,
-    hf://datasets/owner/name/train.parquet. A folder with the metadata file of `datasets` is that file.
+    hf://datasets/owner/name/train.parquet.
     """
     if match := _FILE.fullmatch(str(source)):
         return _download(*match.groups())
     match = _ID.fullmatch(str(source))
     path = Path(source)
     is_file_name = path.suffix.lower() in (".jsonl", ".tsv", ".parquet") or mimetypes.guess_type(path.name)[0]
-    if path.is_dir():
-        return next((path / name for name in METADATA if _names_files(path / name)), path)
     if not match or path.exists() or (str(source).startswith((".", "~")) and not match[1]) or is_file_name:
         return path
     return _fetch(*match.groups()[1:])
-
-
-def _names_files(path: Path) -> bool:
-    """Check for the column file_name; GenEval's metadata.jsonl has none."""
-    if not path.is_file():
-        return False
-    with path.open("rb") as file:
-        return b"file_name" in file.readline()
 
 
 def _download(name: str, revision: str | None, file: str) -> Path:

@@ -19,9 +19,9 @@ from visalign.data.shapes.prompts import heldout_prompts, train_prompts
 from visalign.errors import UserError, excerpt, suggestion
 from visalign.interfaces import is_message
 
-from .hub_datasets import FORMS, METADATA, find_table
+from .hub_datasets import FORMS, find_table
 from .image_references import refer_to_images
-from .tables import READERS, listed, nearest_first, parse_json, read_rows
+from .tables import READERS, listed, nearest_first, read_rows
 
 Record = dict[str, Any]
 
@@ -181,19 +181,15 @@ def _numbered_prompts(
             yield number, {"prompt": line} if line.strip() else None
     else:
         for where, number, record in _records(path, name):
-            yield number, record and _check_prompt(where, _asked(record) if chat else record, names, chat=chat)
+            yield number, _check_prompt(where, _asked(record) if chat else record, names, chat=chat)
 
 
-def _records(path: Path, name: str) -> Iterator[tuple[str, int, Any]]:
-    """Read (where, number, record) of a table, of which the lines of .jsonl may be blank (None) and any JSON."""
-    if path.suffix.lower() != ".jsonl":
-        for number, row in read_rows(path):
-            cells = refer_to_images(path, number, row, {}).items()
-            yield f"{name} row {number}", number, {key: cell for key, cell in cells if not isinstance(cell, bytes)}
-        return
-    for number, line in enumerate(_read_lines(path, name), start=1):
-        where = f"{name} line {number}"
-        yield where, number, parse_json(line, where) if line.strip() else None
+def _records(path: Path, name: str) -> Iterator[tuple[str, int, Record]]:
+    """Read (where, number, record) of a table; images inside a Parquet file become references."""
+    kind = "line" if path.suffix.lower() == ".jsonl" else "row"
+    for number, row in read_rows(path):
+        cells = refer_to_images(path, number, row, {}).items()
+        yield f"{name} {kind} {number}", number, {key: cell for key, cell in cells if not isinstance(cell, bytes)}
 
 
 def _read_captions(folder: Path) -> list[str]:
@@ -204,7 +200,7 @@ def _read_captions(folder: Path) -> list[str]:
     if not any(captions):
         raise UserError(
             f"the folder '{folder}' holds {len(images)} images and no captions: cat.png has its caption in cat.txt or "
-            f"cat.caption, and a table of captions is {' or '.join(METADATA)}."
+            "cat.caption; or give a table of captions."
         )
     if missing := [path.name for path, file in zip(images, files, strict=True) if file is None]:
         warnings.warn(f"{len(missing)} of {len(images)} images have no caption: {listed(missing)}.", stacklevel=2)
@@ -270,9 +266,8 @@ def load_demonstrations(
         )
     records = []
     for where, _, row in _records(table, f"'{path}'"):
-        if row is not None:
-            record = _check_prompt(where, _split_messages(row), names or {}, chat=True, example=EXAMPLE)
-            records.append(with_completion(record, where, field))
+        record = _check_prompt(where, _split_messages(row), names or {}, chat=True, example=EXAMPLE)
+        records.append(with_completion(record, where, field))
     if not records:
         raise UserError(f"{name} has no record; it needs at least one line such as {EXAMPLE}.")
     return records
@@ -331,10 +326,9 @@ def _read_lines(path: Path, name: str) -> list[str]:
 
 
 def _check_prompt(
-    where: str, record: Any, names: Mapping[str, str], *, chat: bool, example: str = '{"prompt": "a red circle"}'
+    where: str, fields: Record, names: Mapping[str, str], *, chat: bool, example: str = '{"prompt": "a red circle"}'
 ) -> Record:
     """Return a record, its fields renamed, whose prompt is a text, or with `chat` perhaps a list of messages."""
-    fields = record if isinstance(record, dict) else {}
     for ours, theirs in names.items():
         if theirs not in fields and ours not in fields:
             raise UserError(
@@ -365,7 +359,7 @@ def message_text(value: Any) -> Any:
     return value
 
 
-def _asked(record: Any) -> Any:
+def _asked(record: Record) -> Record:
     """Take the conversation of a record without a prompt as its prompt; the assistant's last message is "answer"."""
     split = _split_messages(record)
     if split is record:
@@ -376,9 +370,9 @@ def _asked(record: Any) -> Any:
     return {"answer": last.get("content"), **split}
 
 
-def _split_messages(record: Any) -> Any:
+def _split_messages(record: Record) -> Record:
     """Split the conversation of a record without a prompt into the prompt and the answer that ends it."""
-    if not isinstance(record, dict) or "prompt" in record:
+    if "prompt" in record:
         return record
     name = next((name for name in ("messages", "conversations") if _parse_text(record.get(name))), None)
     messages = _parse_text(record[name]) if name else None

@@ -140,6 +140,7 @@ def _require_object(path: Path, number: int, row: Any) -> Row:
 def _read_jsonl(path: Path, _: Sequence[str] | None) -> NumberedRows:
     with path.open(encoding="utf-8-sig", newline="\n") as file:
         for number, line in enumerate(file, 1):
+            line = line.lstrip("\ufeff")  # joined files have marks inside
             if line.strip():
                 yield number, _require_object(path, number, parse_json(line, f"Line {number} of '{path}'"))
 
