@@ -55,8 +55,7 @@ def footprint(config: TextConfig, inputs: TextInputs) -> dict[str, Any]:
     memory = training_memory(network, ema=bool(config.optimizer.ema_decay))
     weights = [name for name in memory if name.startswith("frozen_weights") or name == "trained_weights"]
     has_reference = needs_reference(objective)
-    is_copied = has_reference and (model.lora is None or model.lora_path is not None)
-    memory["reference"] = is_copied * memory["trained_weights"]
+    memory["reference"] = 0.0 if model.lora and not model.lora_path else has_reference * memory["trained_weights"]
     if model.value == "separate":
         trunk = [w for name, w in network.base_model.named_parameters() if "lora_" not in name]
         memory["value_network_and_its_optimizer"] = sum(trained_memory(trunk, ema=False, copies=0).values())

@@ -38,6 +38,7 @@ LEFT = {
     "pip install": "installs",
     "-m pytest": "all of this",
     "tests/benchmarks": "takes hours",
+    "--license": "uploads to the hub",
     "torchrun": "several processes: tests/training/loop/test_processes.py",
     "accelerate launch": "several processes: tests/training/loop/test_processes.py",
     "export VERL": "names a plugin to verl: tests/integrations",
