@@ -113,6 +113,7 @@ class Command(TyperCommand):
         parse = parser.parse_args
 
         def parse_once(args: list[str]) -> Any:
+            self._refuse_dashed_settings(ctx, args)
             values, rest, order = parse(args=args)
             for option in dict.fromkeys(order):
                 single = isinstance(option, TyperOption) and not (option.multiple or option.is_flag)
@@ -123,6 +124,19 @@ class Command(TyperCommand):
 
         parser.parse_args = parse_once
         return parser
+
+    def _refuse_dashed_settings(self, ctx: Any, args: list[str]) -> None:
+        """Answer --learning_rate, as TRL's scripts have it, by our setting."""
+        parameters = self.get_params(ctx)
+        known = {name for parameter in parameters for name in (*parameter.opts, *parameter.secondary_opts)}
+        named = [arg.partition("=")[0] for arg in args if arg.startswith("--") and arg != "--"]
+        if (wrong := [name for name in named if name not in known]) and any(p.name == "overrides" for p in parameters):
+            from visalign.other_names import TRL_NAMES
+
+            keys = [name.lstrip("-").replace("-", "_") for name in wrong]
+            ours = "; ".join(f"{key} is {' or '.join(TRL_NAMES[key])}" for key in keys if key in TRL_NAMES)
+            hint = f": {ours}" if ours else ", such as optimizer.lr=1e-5; visalign configs NAME lists them"
+            ctx.fail(f"There is no option {wrong[0]}. Settings are written KEY=VALUE, without dashes{hint}.")
 
 
 def config_and_overrides(config: str | None, overrides: list[str] | None) -> tuple[str, list[str]]:

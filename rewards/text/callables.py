@@ -20,9 +20,10 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from visalign.errors import Naming
+from visalign.errors import Naming, RewardError
 from visalign.interfaces import Metadata, Prompt, Scores
 from visalign.rewards.base.callables import pick_arguments, read_number, read_numbers, read_signature, unjudged
+from visalign.rewards.base.contract import check_choices
 
 from .contract import TextRequest, TextVerdict, read_text_request, text_scores
 
@@ -38,6 +39,7 @@ class TextFunctionReward:
         function: the user's function.
         unit: unit of the numbers.
         range: smallest and largest possible number; one outside is an error of the function.
+        completions_as: "text", or "messages": [{"role": "assistant", "content": text}], as TRL has conversations.
     """
 
     def __init__(
@@ -48,7 +50,10 @@ class TextFunctionReward:
         unit: str = "user units",
         range: tuple[float, float] = (-math.inf, math.inf),
         higher_is_better: bool = True,
+        completions_as: str = "text",
     ) -> None:
+        check_choices(name or "function", completions_as=(completions_as, ("text", "messages")))
+        self._as_messages = completions_as == "messages"
         self.name = name or getattr(function, "__name__", type(function).__name__)
         self.unit, self.higher_is_better = unit, higher_is_better
         self.range = (float(range[0]), float(range[1]))
@@ -80,7 +85,10 @@ class TextFunctionReward:
         keys = dict.fromkeys(key for record in request.metadata if record for key in record)
         columns: dict[str, Any] = {key: request.column(key) for key in keys}
         names = _LISTS if self._takes_lists else ("prompt", "completion")
-        columns |= zip(names, (request.prompts, request.completions), strict=True)
+        completions: list[Any] = request.completions
+        if self._as_messages:
+            completions = [[{"role": "assistant", "content": text}] for text in completions]
+        columns |= zip(names, (request.prompts, completions), strict=True)
 
         def call_rows(start: int, stop: int) -> Any:
             if self._takes_lists:
@@ -90,12 +98,18 @@ class TextFunctionReward:
 
         def call(row: int) -> Any:
             if self._takes_text:
-                return self._function(request.completions[row])
+                return self._function(completions[row])
             offered = {key: column[row] for key, column in columns.items()}
             return self._function(**pick_arguments(self.name, self._parameters, offered, names))
 
-        with Naming(self.name, call_rows, len(request)):
-            answer = call_rows(0, len(request))
+        try:
+            with Naming(self.name, call_rows, len(request)):
+                answer = call_rows(0, len(request))
+        except RewardError as error:
+            if "indices must be integers" not in str(error):
+                raise
+            hint = "Completions are texts here; its option completions_as=messages gives TRL's lists of messages."
+            raise RewardError(f"{error} {hint}") from error
         if self._takes_lists:
             return read_numbers(self.name, answer, len(request), "completion")
         return [read_number(self.name, number, f"for completion {row}") for row, number in enumerate(answer)]

@@ -4,11 +4,13 @@
 import re
 
 import pytest
+from typer.testing import CliRunner
 
 from tests.support.models.language import tiny_tokenizer
 from visalign.config import load_config
 from visalign.errors import ConfigError, UserError
 from visalign.other_names import TRL_NAMES
+from visalign.pipelines.cli.app import app
 from visalign.pipelines.flow_grpo.config import FlowGRPOConfig
 from visalign.pipelines.text.config import TextGRPOConfig, TextModelConfig
 from visalign.pipelines.text.parts import prompt_encoder
@@ -70,3 +72,19 @@ def test_variables_of_the_template_reach_every_prompt():
 def test_a_variable_that_the_template_does_not_read_is_refused(template, variables, message):
     with pytest.raises(UserError, match=message):
         prompt_encoder(TextModelConfig(template=variables), tiny_tokenizer(template=template))
+
+
+@pytest.mark.parametrize(
+    ("option", "answer"),
+    [
+        (
+            "--learning_rate",
+            "There is no option --learning_rate. Settings are written KEY=VALUE, without dashes: learning_rate is",
+        ),
+        ("--num-generations=4", "num_generations is rollout.group_size"),
+        ("--foo", "such as optimizer.lr=1e-5; visalign configs NAME lists them"),
+    ],
+)
+def test_a_setting_with_dashes_is_answered(option, answer):
+    done = CliRunner().invoke(app, ["plan", "text_grpo", option, "8"])
+    assert done.exit_code == 2 and answer in " ".join(re.sub("[│╭╮╰╯─]", " ", done.output).split())

@@ -114,6 +114,15 @@ def test_the_form_of_trl():
         assert TextFunctionReward(lambda completions, a=answer: a).score(["a", "b"], ["?"] * 2).valid.all()
 
 
+def test_completions_are_texts_or_trls_lists_of_messages():
+    def trl_chat(completions, **columns):
+        return [float(len(messages[0]["content"])) for messages in completions]
+
+    assert TextFunctionReward(trl_chat, completions_as="messages").score(["abc"], ["?"]).value.tolist() == [3]
+    with pytest.raises(RewardError, match="Completions are texts here; its option completions_as=messages"):
+        TextFunctionReward(trl_chat).score(["abc"], ["?"])
+
+
 def test_one_completion_at_a_time():
     assert TextFunctionReward(len).score(["abc", ""], ["?"] * 2).value.tolist() == [3, 0]
 
