@@ -10,8 +10,9 @@ import signal
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,7 @@ from visalign.training.loop.runtime import peak_memory_bytes
 from visalign.versions import versions
 
 from .parts import Records, check_alike, code_fingerprints, evenly_spaced, no_loading_bars
-from .run_folder import RunSummary, check_unchanged, claimed, summary_json, write_beginning, write_once
+from .run_folder import RunSummary, check_unchanged, claimed, record_end, summary_json, write_beginning, write_once
 from .sections import FREE_KEYS, HeldoutConfig
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ def run_job(config: Any, output: Path, resume: bool = False, *, build: Callable[
         from .hub import check_push
 
         check_push(config.run.push_to_hub, then="Or train without run.push_to_hub and upload later: visalign push.")
-    with claimed(config, output, resume=resume, free=FREE_KEYS), report_lost_process():
+    with claimed(config, output, resume=resume, free=FREE_KEYS), report_lost_process(), ExitStack() as ending:
         if config.run.threads is not None:
             torch.set_num_threads(config.run.threads)
         job = build(config, output)
@@ -119,6 +120,7 @@ def run_job(config: Any, output: Path, resume: bool = False, *, build: Callable[
             check_unchanged(output, prints)
         if accelerator.is_main_process:
             write_beginning(output, config, prints)
+            ending.push(partial(record_end, output))
         accelerator.wait_for_everyone()  # the files of the beginning are there for all
         if config.run.trackers:
             accelerator.init_trackers("visalign", config={k: str(v) for k, v in flatten(config).items()})

@@ -9,7 +9,7 @@ import os
 import shlex
 import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -23,6 +23,8 @@ from visalign.model_files import read_object
 
 FINGERPRINTS = "inputs.json"
 """File of a run folder: what was read -> SHA-256 of its content."""
+END = "ended.txt"
+"""File of a run folder whose last process ended before the result: `interrupted` or `failed`, then why."""
 
 
 class RunSummary(dict[str, Any]):
@@ -105,6 +107,16 @@ def write_beginning(output: Path, config: Any, fingerprints: Mapping[str, str]) 
     """Write the run's copy of its configuration, which can be run again, and the hashes of its inputs."""
     write_once(output / "config.yaml", f"pipeline: {config.pipeline}\n" + config_to_yaml(config))
     write_once(output / FINGERPRINTS, json.dumps(dict(fingerprints), indent=1, sort_keys=True) + "\n")
+    (output / END).unlink(missing_ok=True)
+
+
+def record_end(output: Path, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+    """Write why a run ends before its result, for `visalign watch`; called as a context's end is."""
+    if kind is not None:
+        stopped = issubclass(kind, KeyboardInterrupt | SystemExit)
+        text = "interrupted\n" if stopped else f"failed\n{str(error) or kind.__name__}\n"
+        with suppress(OSError):  # a full disk may be what ends the run
+            write_atomic(output / END, text)
 
 
 def write_once(path: Path, text: str) -> None:

@@ -18,6 +18,7 @@ from visalign.interfaces import Scores
 from visalign.pipelines.flow_grpo.config import FlowGRPOConfig
 from visalign.pipelines.shared import parts as build
 from visalign.pipelines.shared.job import TrainingInterrupted, run_job
+from visalign.pipelines.watch import run_state
 from visalign.pipelines.shared.parts import weighted_sum
 from visalign.pipelines.shared.sections import PolicyRunConfig, RewardsConfig, RewardTerm, RunConfig
 from visalign.rewards import WeightedSum
@@ -69,6 +70,7 @@ def test_trackers_are_closed_after_an_interruption(tmp_path: Path) -> None:
     with pytest.raises(TrainingInterrupted):
         run_job(config, tmp_path / "run", build=lambda *_: cast(Any, job))
     assert calls == ["begin", "end"]
+    assert run_state(tmp_path / "run").name == "interrupted"
 
 
 class _Doubtful:

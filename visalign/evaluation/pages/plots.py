@@ -76,7 +76,8 @@ class Frame:
         x_marks = [mark for mark in x_marks if not self.integers or mark.is_integer()]
         for mark in x_marks:
             x, y = self.project(mark, self.y[0])
-            drawn += [grid.format(x, y, x, high[1]), text(x, y + 17, label(mark, _step(x_marks, self.x)))]
+            step = 1.0 if self.integers else _step(x_marks, self.x)
+            drawn += [grid.format(x, y, x, high[1]), text(x, y + 17, label(mark, step))]
         for mark in (y_marks := ticks(*self.y)):
             x, y = self.project(self.x[0], mark)
             tick = text(x - 7, y + 5, label(mark, _step(y_marks, self.y)), "end")
