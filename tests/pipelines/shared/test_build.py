@@ -18,9 +18,9 @@ from visalign.interfaces import Scores
 from visalign.pipelines.flow_grpo.config import FlowGRPOConfig
 from visalign.pipelines.shared import parts as build
 from visalign.pipelines.shared.job import TrainingInterrupted, run_job
-from visalign.pipelines.watch import run_state
 from visalign.pipelines.shared.parts import weighted_sum
 from visalign.pipelines.shared.sections import PolicyRunConfig, RewardsConfig, RewardTerm, RunConfig
+from visalign.pipelines.watch import run_state
 from visalign.rewards import WeightedSum
 
 
