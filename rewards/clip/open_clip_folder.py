@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from visalign.hub import hub_outage
 from visalign.model_files import LOADING_ERRORS, read_object
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.weights.hub import META
@@ -58,6 +59,8 @@ def load_open_clip(
     options: dict[str, Any] = {"precision": precision, "device": str(device), "pretrained_text": False}
     if hollow:
         options["load_weights"], tag = False, None
+    if not name.startswith("local-dir:"):
+        hub_outage()
     try:
         with _by_shapes_alone() if hollow else nullcontext():
             model: Any = open_clip.create_model(name, tag, require_pretrained=not hollow, **options)

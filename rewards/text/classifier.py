@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
+from visalign.hub import hub_outage
 from visalign.model_files import LOADING_ERRORS
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.weights.checkpoint_files import dtype_of, precision_on, quiet_loading
@@ -25,6 +26,8 @@ def load_classifier(
     dtype = dtype_of(precision_on(device, precision), f"{name}: ")
     if isinstance(model, torch.nn.Module):
         return model.to(device, dtype).eval()
+    if not Path(model).exists():
+        hub_outage()
     try:
         with quiet_loading():
             options = {"dtype": dtype, "output_loading_info": True, "trust_remote_code": False}

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from visalign.hub import hub_outage
 from visalign.model_files import LOADING_ERRORS
 from visalign.rewards.base.contract import RewardError, check_counts
 from visalign.rewards.base.identity import fingerprint
@@ -93,6 +94,8 @@ class TransformersDetector:
         """Model, processor, kind."""
         import transformers
 
+        if not Path(self.source).exists():
+            hub_outage()
         try:
             config = transformers.AutoConfig.from_pretrained(self.source, trust_remote_code=False)
             kind = _kind_of(config)

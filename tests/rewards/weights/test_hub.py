@@ -6,10 +6,15 @@ from __future__ import annotations
 import time
 
 import pytest
+import torch
+from huggingface_hub import constants
+from transformers import AutoModel
 
 from tests.support.hub import COMMIT, hub, offline
 from visalign.rewards import RewardError
 from visalign.rewards.clip.loading import HUB_FILES
+from visalign.rewards.clip.open_clip_folder import load_open_clip
+from visalign.rewards.text.classifier import load_classifier
 from visalign.rewards.vlm.engine import VisionLanguageEngine
 from visalign.rewards.weights.hub import is_hub_id, local_folder, needed_files, revision_of
 
@@ -46,3 +51,20 @@ def test_without_a_network_each_model_is_asked_for_once(monkeypatch):
         VisionLanguageEngine.from_pretrained("Qwen/Qwen2-VL-7B-Instruct")
     assert time.monotonic() - begun < 5
     assert log == ["list Qwen/Qwen2-VL-7B-Instruct", "fetch Qwen/Qwen2-VL-7B-Instruct "]
+
+
+@pytest.mark.parametrize(
+    ("module", "load"),
+    [
+        ("text.classifier", lambda: load_classifier("x", "a/b", AutoModel, "fp32", torch.device("cpu"))),
+        ("clip.open_clip_folder", lambda: load_open_clip("a/b")),
+        ("weights.hub", lambda: local_folder("a/b", ("*",))),
+    ],
+)
+def test_a_hub_that_is_down_is_known_before_it_is_asked(monkeypatch, module, load):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    log: list[str] = []
+    monkeypatch.setattr(f"visalign.rewards.{module}.hub_outage", lambda: log.append("asked") or "down")
+    with pytest.raises(RewardError, match=r"a/b"):
+        load()
+    assert log
