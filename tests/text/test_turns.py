@@ -135,7 +135,7 @@ def test_a_conversation_has_the_form_of_the_template_and_only_the_policys_tokens
         (called({"name": "add", "arguments": {"c": 1}}), "error: missing a required argument: 'a'"),
         ('<tool_call>{"name": "add", </tool_call>', "error: no call"),
         (called({"name": "add", "arguments": '{"a": 4}'}), "<|im_start|>tool\n4<|im_end|>"),
-        (called(CALL) + called(CALL), "<|im_start|>tool\n3<|im_end|>\n<|im_start|>tool\n3<|im_end|>"),
+        (called(CALL) + " {so} " + called(CALL), "<|im_start|>tool\n3<|im_end|>\n<|im_start|>tool\n3<|im_end|>"),
     ],
 )
 def test_wrong_calls_are_answered_and_several_too(turn, answer) -> None:
@@ -159,6 +159,12 @@ def test_steps_end_the_conversation_and_add_up() -> None:
     assert played(called(CALL), factory=Room, max_turns=1)[0].text[0] == called(CALL), (
         "behind the last turn is nothing"
     )
+
+
+def test_a_conversation_whose_first_turn_was_cut_earned_nothing() -> None:
+    turns = ChatTurns(PromptEncoder(FAMILIES["Qwen3"].tokenizer()), EnvironmentUse(name="mine", factory=Game))
+    conversations, _ = turns.begin([PROMPT])
+    assert turns.finish(conversations) == [0.0]
 
 
 def test_an_environment_that_raises_leaves_a_sample_that_is_not_scored() -> None:

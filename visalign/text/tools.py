@@ -123,7 +123,7 @@ class ToolPolicy:
 
     def _finish(self, turns: ChatTurns, samples: Sequence[_Sample]) -> None:
         """Ask the environments for their rewards."""
-        finished = [sample for sample in samples if sample.trace.failed is None]
+        finished = [s for s in samples if s.trace.failed is None and s.reason != "prompt too long"]
         rewards = turns.finish([sample.conversation for sample in finished if sample.conversation is not None])
         for sample, reward in zip(finished, rewards, strict=True):
             if isinstance(reward, ToolFailure):
@@ -215,10 +215,10 @@ class ToolPolicy:
         calls = [self._call_text(use, sample) for sample in calling]
         answers = ask_all(use, [call for call in calls if call is not None])
         texts = [None if call is None else answers[call] for call in calls]
-        pieces = [
-            text if not isinstance(text, str) else [(use.answer.replace("{answer}", text), False)] for text in texts
+        return [
+            (sample, [(use.answer.replace("{answer}", text), False)] if isinstance(text, str) else text)
+            for sample, text in zip(calling, texts, strict=True)
         ]
-        return list(zip(calling, pieces, strict=True))
 
     def _has_called(self, use: ToolUse, sample: _Sample, stopping: StoppingCriteria) -> bool:
         """Check if the turn ended with a call, and with nothing that ends the completion."""

@@ -146,18 +146,19 @@ class ChatTurns:
             parsed = self.encoder.tokenizer.parse_response(text)
             return [call.get("function", call) for call in parsed.get("tool_calls") or []]
         text = text.rpartition("</think>")[2]
-        start = text.find(self._marker)
-        text = text[start + len(self._marker) :] if start >= 0 else ""
-        if not self._marker and not text.lstrip().startswith("{"):
-            return []
+        pieces = text.split(self._marker)[1:] if self._marker else [text] * text.lstrip().startswith("{")
         calls, decoder = list[Any](), json.JSONDecoder()
-        while (begin := text.find("{")) >= 0:
-            try:
-                call, end = decoder.raw_decode(text, begin)
-            except ValueError:
-                return [*calls, text]
-            calls, text = [*calls, call.get("function", call)], text[end:]
-        return calls or ([text] if start >= 0 else [])
+        for piece in pieces:
+            more = True
+            while more:  # a list of calls behind one mark, as Mistral has them
+                try:
+                    call, end = decoder.raw_decode(piece, max(0, piece.find("{")))
+                except ValueError:
+                    call, end = piece, len(piece)
+                calls.append(call.get("function", call) if isinstance(call, dict) else call)
+                piece = piece[end:].lstrip()
+                more = piece.startswith(",")
+        return calls
 
     def _call(self, conversation: Conversation, call: Any) -> dict[str, Any]:
         """Call a tool; what the policy did wrong is the answer, what the tool raises is not caught."""
@@ -188,6 +189,8 @@ class ChatTurns:
     def _outcome(self, conversation: Conversation) -> float | None:
         if hasattr(type(conversation.environment), "get_reward"):
             conversation.reward = conversation.environment.get_reward()
+        if conversation.reward is None and not conversation.turns:
+            return 0.0  # its first turn was cut, so that nothing was stepped
         return None if conversation.reward is None else float(conversation.reward)
 
     def _pieces(self, messages: Sequence[Mapping[str, Any]]) -> list[tuple[str, bool]]:
@@ -222,7 +225,7 @@ def _call_form(encoder: PromptEncoder) -> tuple[str, str | None]:
         found = found.get("function", found)
         if isinstance(found, Mapping) and found.get("name") == _CALLED:
             key = next(name for name, value in found.items() if _KEY in str(value))
-            words = text[:begin].rpartition(encoder.role)[2].rstrip("[ \n").split()
+            words = text[:begin].rpartition(encoder.role or text[:1])[2].rstrip("[ \n").split()
             return (words[-1] if words else ""), key
     if getattr(encoder.tokenizer, "response_template", None) is None:
         raise UserError(
@@ -239,7 +242,7 @@ def _step_result(result: Any) -> tuple[Any, Any, bool]:
     if len(result) not in (2, 3, 4, 5):
         raise ValueError(f"step returned {len(result)} values; return a text, or (observation, reward, done)")
     observation, reward, *rest = result
-    return observation, reward, any(flag for flag in rest if isinstance(flag, bool))
+    return observation, reward, any(bool(flag) for flag in rest if not isinstance(flag, Mapping))
 
 
 def _accepted(function: Callable[..., Any], record: Mapping[str, Any]) -> dict[str, Any]:

@@ -244,8 +244,10 @@ def test_a_whole_model_is_handed_over_in_the_folder_of_the_server(tmp_path: Path
     ]
 
 
-def test_a_tool_that_breaks_stops_the_run_and_says_why(tmp_path):
-    (tmp_path / "broken.py").write_text("def search(text):\n    raise RuntimeError('no network')\n")
-    config = _grpo(f"rollout.tool={{use: '{tmp_path}/broken.py:search'}}", "run.iterations=1")
-    with pytest.raises(RewardFailure, match=r"at most 10% may fail .*search raised RuntimeError: no network"):
+@pytest.mark.parametrize(("setting", "name"), [("tool", "search"), ("environment", "Gone")])
+def test_a_tool_that_breaks_stops_the_run_and_says_why(tmp_path, setting, name):
+    code = "def search(text):\n    raise RuntimeError('no network')\nclass Gone:\n    def reset(self): ...\n"
+    (tmp_path / "broken.py").write_text(f"{code}    def step(self, text):\n        search(text)\n")
+    config = _grpo(f"rollout.{setting}={{use: '{tmp_path}/broken.py:{name}'}}", "run.iterations=1")
+    with pytest.raises(RewardFailure, match=rf"at most 10% may fail .*{name} raised RuntimeError: no network"):
         text_grpo.run(config, tmp_path / "run")
