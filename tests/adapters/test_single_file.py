@@ -72,7 +72,7 @@ def test_a_folder_beside_the_file_describes_it(models, tmp_path, monkeypatch):
     file = tmp_path / "civit.safetensors"
     shutil.copy(models["sd15"][1], file)
     with pytest.raises(
-        UserError, match=r"civit.safetensors is a v1 checkpoint without .* has them as .* cannot be rea"
+        UserError, match=r"civit.safetensors is a checkpoint of the kind v1, without .* has them as .* cannot be rea"
     ):
         load_policy(file)
     for name in ("one", "two"):
@@ -129,7 +129,7 @@ def test_kinds_by_their_keys(tmp_path, keys, kind):
         ({"conv_in.weight": 1}, r"holds one network in diffusers' own layout"),
         (
             {"conditioner.embedders.0.model.transformer.resblocks.9.mlp.c_proj.bias": 1},
-            r"is a xl_refiner checkpoint, wh",
+            r"is a checkpoint of the kind xl_refiner, wh",
         ),
     ],
 )
@@ -145,7 +145,8 @@ def test_files_that_are_no_model(models, tmp_path, content, message):
 
 def test_a_config_that_does_not_fit(models):
     with pytest.raises(
-        UserError, match=r"is a xl_base checkpoint, and model.config=.* is a StableDiffusionPipeline\. Give"
+        UserError,
+        match=r"is a checkpoint of the kind xl_base, and model.config=.* is a StableDiffusionPipeline\. Give",
     ):
         load_policy(models["sdxl"][1], config=models["sd15"][0])
     with pytest.raises(UserError, match=r"does not fit the unet \(UNet2DConditionModel\) of .*expected shape"):

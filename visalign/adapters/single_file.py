@@ -154,8 +154,8 @@ def model_source(path: str | Path, config: str | Path | None = None) -> ModelSou
     pipeline = str(pipeline_index(folder := resolve_model(config)).get("_class_name"))
     if pipeline not in (fitting or PIPELINES) and (fitting or "Modular" in pipeline):
         raise UserError(
-            f"{file} is a {kind or 'single-file'} checkpoint, and model.config={config} is a {pipeline}. Give the "
-            f"folder of a {' or '.join(fitting) or 'pipeline that is not modular'}."
+            f"{file} is a checkpoint of the kind {kind or 'diffusers'}, and model.config={config} is a {pipeline}. "
+            f"Give the folder of a {' or '.join(fitting) or 'pipeline that is not modular'}."
         )
     return ModelSource(folder, file)
 
@@ -189,7 +189,9 @@ def checkpoint_kind(file: Path) -> str | None:
             f"are read: {', '.join(name.removesuffix('Pipeline') for name in PIPELINES)}. Of others give a folder."
         )
     if kind is not None and not any(kind in kinds for kinds in PIPELINES.values()):
-        raise UserError(f"{file} is a {kind} checkpoint, which is not read from one file. Give a diffusers folder.")
+        raise UserError(
+            f"{file} is a checkpoint of the kind {kind}, which is not read. Give a base model of a family."
+        )
     return kind
 
 
@@ -215,7 +217,7 @@ def _neighbour(file: Path, kind: str | None, pipelines: list[str]) -> Path | str
     if fitting and (len(fitting) == 1 or fitting[0] in first):
         return fitting[0]
     name = str(DIFFUSERS_DEFAULT_PIPELINE_PATHS[kind]["pretrained_model_name_or_path"])
-    needs = f"{file} is a {kind} checkpoint without the configuration and tokenizers of a {pipelines[0]}."
+    needs = f"{file} is a checkpoint of the kind {kind}, without configuration and tokenizers of a {pipelines[0]}."
     if fitting:
         raise UserError(f"{needs} Say which of {', '.join(map(str, fitting))} fits: model.config=FOLDER.")
     if not isinstance(try_to_load_from_cache(name, INDEX), str) and (reason := hub_outage()):
