@@ -188,9 +188,9 @@ def test_several_loras_are_summed_and_encoders_are_saved_again(tmp_path):
     ids=lambda value: value[0].rpartition(".")[2] if isinstance(value, list) else "",
 )
 def test_what_cannot_be_read_is_named(keys, message, tmp_path):
-    save_file({key: torch.ones(7, 7, 1, 1) for key in keys}, tmp_path / "x.safetensors")
+    save_file({key: torch.ones(7, 7, 1, 1) for key in keys}, tmp_path / "{x}.safetensors")
     with pytest.raises(UserError, match=message):
-        read_adapters(bare("sd15"), ["unet"], tmp_path / "x.safetensors")
+        read_adapters(bare("sd15"), ["unet"], tmp_path / "{x}.safetensors")
 
 
 def test_a_lora_of_the_hub(tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ import json
 import math
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -76,6 +76,8 @@ SD3_LAYERS = {
 
 Adapters = dict[str, dict[str, Adapter]]
 """Part of the pipeline -> layer -> adapter."""
+Misfit = Callable[[str], UserError]
+"""Detail -> error of a LoRA that is for another model."""
 
 
 def parse_lora(text: str | Path) -> tuple[Path, float]:
@@ -109,8 +111,8 @@ def lora_file(path: Path) -> Path:
             f"{path} ends in {path.suffix or 'nothing'}, and a LoRA is read from .safetensors alone: other files may "
             "run code when they are opened. Convert it (safetensors.torch.save_file), or get it as .safetensors."
         )
-    on_hub = len(path.parts) in (2, 3) and path.parts[0][0] not in "./~" and not Path(path.parts[0]).is_dir()
-    if on_hub and not path.is_dir():
+    names_hub = len(path.parts) == 3 or (len(path.parts) == 2 and path.suffix != ".safetensors")
+    if names_hub and path.parts[0][0] not in "./~" and not Path(path.parts[0]).is_dir():
         return _from_hub("/".join(path.parts[:2]), *path.parts[2:])
     if not path.is_dir():
         raise FileNotFoundError(
@@ -216,23 +218,26 @@ def read_adapters(pipe: Any, networks: Sequence[str], path: Path) -> Adapters:
             more, entries = read_lora(second)
             state |= {name.replace(networks[0], part, 1): weight for name, weight in more.items()}
             metadata |= {name.replace(networks[0], part, 1): value for name, value in entries.items()}
-    mismatch = (
-        f"{file} does not fit this {type(pipe).__name__}: it is a LoRA of {base_of(state, metadata)}{{}}. Use it with "
-        "the model that it was made for, or take a LoRA of this one."
-    )
+
+    def misfit(detail: str) -> UserError:
+        return UserError(
+            f"{file} does not fit this {type(pipe).__name__}: it is a LoRA of {base_of(state, metadata)}, {detail}. "
+            "Use it with the model that it was made for, or take a LoRA of this one."
+        )
+
     is_sd3 = type(pipe).__name__.startswith("StableDiffusion3") and any("joint_blocks" in name for name in state)
     adapters = _by_layer_names(_split_sd3(state) if is_sd3 else state, metadata, parts, networks[0])
     if adapters is None:
-        adapters = _by_diffusers(pipe, file, state, mismatch)
+        adapters = _by_diffusers(pipe, file, state, misfit)
     if not adapters:
-        raise UserError(mismatch.format(", and none of its layers has a place here"))
+        raise misfit("and none of its layers has a place here")
     for part, layers in adapters.items():
         for name, adapter in layers.items():
-            _check_shape(f"{part}.{name}", parts[part].get_submodule(name), adapter, mismatch)
+            _check_shape(f"{part}.{name}", parts[part].get_submodule(name), adapter, misfit)
     return adapters
 
 
-def _check_shape(name: str, layer: Any, adapter: Adapter, mismatch: str) -> None:
+def _check_shape(name: str, layer: Any, adapter: Adapter, misfit: Misfit) -> None:
     """Refuse an adapter of another size than its layer; quantized weights have no shape of their own."""
     convolution = isinstance(layer, nn.Conv2d)
     sides = ("in_channels", "out_channels") if convolution else ("in_features", "out_features")
@@ -240,7 +245,7 @@ def _check_shape(name: str, layer: Any, adapter: Adapter, mismatch: str) -> None
     stored = (adapter.down.shape[1], adapter.up.shape[0]), tuple(adapter.down.shape[2:])
     if stored != expected:
         sizes = [f"{inputs} to {outputs}" for inputs, outputs in (stored[0], expected[0])]
-        raise UserError(mismatch.format(f", whose {name} takes {sizes[0]}, and here it takes {sizes[1]}"))
+        raise misfit(f"whose {name} takes {sizes[0]}, and here it takes {sizes[1]}")
 
 
 def _split_sd3(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -332,10 +337,10 @@ def _layer_names(parts: Mapping[str, nn.Module], first: str) -> dict[str, tuple[
     return names
 
 
-def _by_diffusers(pipe: Any, file: Path, state: Mapping[str, Tensor], mismatch: str) -> Adapters:
+def _by_diffusers(pipe: Any, file: Path, state: Mapping[str, Tensor], misfit: Misfit) -> Adapters:
     """Read adapters by diffusers' loader of the pipeline, which is bare again afterwards."""
     if not hasattr(pipe, "load_lora_weights"):
-        raise UserError(mismatch.format(f", whose keys such as {next(iter(state))} are none of its layers"))
+        raise misfit(f"whose keys such as {next(iter(state))} are none of its layers")
     source: Any = str(file.parent)
     options = {"weight_name": file.name, "adapter_name": _INCOMING}
     own_names = all(name.startswith("diffusion_model.") for name in state)
@@ -350,8 +355,8 @@ def _by_diffusers(pipe: Any, file: Path, state: Mapping[str, Tensor], mismatch: 
         sizes = re.search(
             r"size mismatch for (.+?)\.lora_\w.*?Size\((\[.*?\])\).*?Size\((\[.*?\])\)", str(error), re.S
         )
-        where = f", whose {sizes[1]} has {sizes[2]}, and here it has {sizes[3]}" if sizes else ""
-        raise UserError(mismatch.format(where or f", with keys such as {next(iter(state))}")) from error
+        where = f"whose {sizes[1]} has {sizes[2]}, and here it has {sizes[3]}" if sizes else ""
+        raise misfit(where or f"with keys such as {next(iter(state))}") from error
     adapters: Adapters = {}
     networks = [(part, network) for part, network in pipe.components.items() if isinstance(network, nn.Module)]
     for part, network in networks:
@@ -364,7 +369,7 @@ def _by_diffusers(pipe: Any, file: Path, state: Mapping[str, Tensor], mismatch: 
     stored = sum(_encoder_of(name) is None and bool(re.search(r"lora_A|lora[._]down", name)) for name in state)
     placed = sum(len(layers) for part, layers in adapters.items() if not part.startswith("text_encoder"))
     if placed < stored:
-        raise UserError(mismatch.format(f", and {stored - placed} of its {stored} layers have no place here"))
+        raise misfit(f"and {stored - placed} of its {stored} layers have no place here")
     return adapters
 
 
