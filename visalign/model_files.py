@@ -60,7 +60,7 @@ def open_tensors(file: Path) -> Iterator[Any]:
         cut = f": it was cut off at {file.stat().st_size:,} bytes" if start[8:9] == b"{" else ""
         problem = f"no whole safetensors file ({error}){cut}. Copy it again"
         for mark, other in OTHER_FILES.items():
-            problem = other if start.lstrip().startswith(mark) else problem
+            problem = other if not cut and start.lstrip().startswith(mark) else problem  # a length may begin with \x80
         raise UserError(f"{file} is {problem}.") from error
 
 

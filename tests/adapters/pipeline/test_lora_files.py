@@ -222,11 +222,14 @@ def test_places_of_a_lora(tmp_path):
     with pytest.raises(UserError, match=r"has the weight 'strong'\. Give PATH or PATH:WEIGHT"):
         parse_lora(f"{tmp_path}/a.safetensors:strong")
     (tmp_path / "run").mkdir()
+    (tmp_path / "cut").mkdir()
+    (tmp_path / "cut" / "a.safetensors").write_bytes(b"\x80\x67" + bytes(6) + b'{"__metadata__": {"for')
     (tmp_path / "run" / "config.yaml").touch()
     for path, message in (
         (tmp_path, r"holds 3 files, .*: a.safetensors, a:0.5.safetensors, b.safetensors\. Name the file"),
         (tmp_path / "old.pt", r"ends in \.pt, and a LoRA is read from .safetensors alone"),
         (tmp_path / "c.safetensors", r"There is no LoRA .*c.safetensors\. Did you mean '[ab].safetensors'"),
+        (tmp_path / "cut", r"is no whole safetensors file .*cut off at 30 bytes"),
         (tmp_path / "run", r"has no folder lora yet; .*Finish it: visalign train .*config.yaml .*--resume"),
         (tmp_path / "a.safetensors", r"is no whole safetensors file"),
     ):
