@@ -201,7 +201,7 @@ class PolicyRun(Job):
     counts: Callable[[Counters], Mapping[str, Any]]
     """More entries of the summary."""
     curve: Sequence[str] = ()
-    """Rewards whose held-out mean and interval are the curve of a run without verdicts, see `HeldoutConfig.curve`."""
+    """Rewards whose held-out mean and interval are curves, see `HeldoutConfig.curve`."""
     heldout_trained_on: int | None = None
     """Held-out prompts that are trained on as well; None where that is not known."""
     grids: SampleGrids | None = None
@@ -389,9 +389,9 @@ def on_the_way(
 ) -> Callable[[int], dict[str, float]]:
     """Return the evaluation while a policy is trained: some held-out prompts, the first seed.
 
-    Its metrics are accuracy, accuracy of each tag (without verdicts the intervals of the rewards of `curve`), mean
-    of each reward, and the change since `before`, the file of the evaluation before training, of accuracy and of
-    the rewards `recorded`. `more` gets the iterations finished and the result, and adds metrics.
+    Its metrics are accuracy with its interval, accuracy of each tag, mean of each reward, intervals of the rewards of
+    `curve`, and the change since `before`, the file of the evaluation before training, of accuracy and of the rewards
+    `recorded`. `more` gets the iterations finished and the result, and adds metrics.
     """
     numbers = evenly_spaced(range(len(heldout)), evaluation.prompts_on_the_way)
     records, rows = [heldout[number] for number in numbers], [number * len(evaluation.seeds) for number in numbers]
@@ -405,7 +405,8 @@ def on_the_way(
             start.append(load_heldout(before))
         compared = ["accuracy", *(label for label in recorded if label in result.scores)]
         changes = result.changes(start[0], rows, compared) if start else {}
-        verdicts = {"accuracy": result.accuracy}
+        ends = result.interval()  # a tag may be "low", so these keys have no dot
+        verdicts = {"accuracy": result.accuracy, "accuracy_low": ends.low, "accuracy_high": ends.high}
         verdicts |= {f"accuracy.{tag}": value for tag, value in result.by_category.items()}
         return {
             **(verdicts if evaluation.correctness is not None else {}),

@@ -133,8 +133,8 @@ class HeldoutConfig:
         return replace(self, rewards=rewards, correctness=None if is_left_out else self.correctness)
 
     def curve(self, optimized: Sequence[str]) -> list[str]:
-        """Return the rewards whose means are the held-out curve: none with verdicts, else what is optimized."""
-        return [] if self.correctness is not None else [*optimized] or [*self.rewards]
+        """Return the rewards whose held-out means are curves next to the accuracy: those optimized, else the others."""
+        return [label for label in optimized or self.rewards if label != self.correctness]
 
     def check_rewards(self, *trained: str) -> None:
         """Refuse seeds or labels that repeat, and a correctness that is no reward here or `trained` on."""

@@ -152,3 +152,13 @@ def test_what_a_run_names_itself_gets_panels_of_its_own() -> None:
         "Judge's own std: hps",
         "Judge's own std",
     ]
+
+
+def test_the_accuracy_has_its_interval_and_a_tag_called_low_is_none():
+    row = {"heldout/accuracy": 0.5, "heldout/accuracy_low": 0.25, "heldout/accuracy_high": 0.75}
+    row |= {"heldout/accuracy.low": 0.1, "heldout/accuracy.high": 0.9}
+    rows = [{"iteration": k, **row} for k in (1, 2)]
+    (panel,), _ = panels(rows, [curve for curve in known_curves(rows) if curve.keys[0].startswith("heldout/acc")])
+    assert str(panel.svg).count('class="raw"') == 2 and panel.curve.title == "Held-out accuracy"
+    (bare,), _ = panels([{"iteration": 1, "heldout/accuracy": 0.5}], CURVES[1:2])
+    assert 'class="raw"' not in str(bare.svg)

@@ -114,12 +114,15 @@ def _text(console: Console) -> str:
 def test_plain_progress_prints_a_line_per_iteration():
     console = Console(file=io.StringIO(), force_terminal=False, width=200)
     progress = TrainingProgress(5, console=console)
-    progress.update({**RECORD, "heldout/accuracy": 0.5})
+    progress.update({**RECORD, "heldout/accuracy": 0.5, "heldout/accuracy_low": 0.25, "heldout/accuracy_high": 0.75,
+                     "heldout/accuracy.low": 0.1})  # fmt: skip
     progress.update({**RECORD, "iteration": 2, "kl": None})
     progress.note("a [note]")
     progress.update({**RECORD, "iteration": 3, "clip_low": float("nan"), "ratio_std": float("nan")})
     first, second, note, third = _text(console).splitlines()
-    assert first.startswith("iteration 1/5: reward 0.250, held-out 0.500") and first.endswith("2:00 left")
+    assert first.startswith("iteration 1/5: reward 0.250, held-out 0.500 (0.250 to 0.750), ") and first.endswith(
+        "2:00 left"
+    )
     assert "clipped 3.0%" in first and "ratio spread 2.0e-04" in first
     assert "held-out" not in second and second.endswith("1:30 left")
     assert note == "a [note]"

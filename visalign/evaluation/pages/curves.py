@@ -46,9 +46,17 @@ def _from_zero(keys: str, title: str, unit: str, meaning: str) -> Curve:
 
 _HELDOUT_IMAGES = "of held-out images from those before training"
 
+_THIN = "thin: 95\u00a0% interval"
+
 CURVES = (
     Curve(("reward_mean",), "Training reward", "reward", "mean over valid samples"),
-    Curve(("heldout/accuracy",), "Held-out accuracy", "%", "held-out prompts, the same seeds each time"),
+    Curve(
+        ("heldout/accuracy",),
+        "Held-out accuracy",
+        "%",
+        f"held-out prompts, the same seeds each time; {_THIN}",
+        ends=("heldout/accuracy_low", "heldout/accuracy_high"),
+    ),
     _from_zero("reward_group_std", "Spread within groups", "reward", "standard deviation, mean"),
     Curve(("loss",), "Loss", "nats or reward", "mean over updates"),
     Curve(("perplexity",), "Perplexity", "exp of nats per token", "of the demonstrations, before each update"),
@@ -83,9 +91,9 @@ def known_curves(metrics: Sequence[Mapping[str, Any]]) -> tuple[Curve, ...]:
     curves = [*CURVES]
     for key in dict.fromkeys(key for row in metrics for key in row):
         family, _, name = key.partition("/")
-        if family == "heldout" and name.endswith(".low"):
+        if family == "heldout" and name.endswith(".low") and not name.startswith("accuracy."):
             mean = key.removesuffix(".low")
-            meaning = "held-out mean, the same prompts and seeds each time; thin: 95\u00a0% interval"
+            meaning = f"held-out mean, the same prompts and seeds each time; {_THIN}"
             title = f"Held-out {words(name.removesuffix('.low'))}"
             curves.insert(1, Curve((mean,), title, "its unit", meaning, ends=(key, f"{mean}.high")))
         elif family in FAMILIES:
@@ -123,7 +131,7 @@ def panels(
     for curve, x, y in series:
         if np.isfinite(y).any() and not _is_zero(y):
             ends = [_series(metrics, replace(curve, keys=(key,)), start or {}) for key in curve.ends]
-            drawn.append(_panel(curve, x, y, ends))
+            drawn.append(_panel(curve, x, y, [end for end in ends if len(end[0])]))
     absent = (
         ("Zero in every iteration", [curve.title for curve, _, y in series if _is_zero(y)]),
         ("Never measured", [curve.title for curve, _, y in series if len(y) and not np.isfinite(y).any()]),

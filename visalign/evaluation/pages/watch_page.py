@@ -50,12 +50,11 @@ def _latest(metrics: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
     first = next((key for key in ("reward_mean", "loss") if key in values), None)
     if first is not None:
         entries.append(({"reward_mean": "Reward", "loss": "Loss"}[first], number(values[first][0]), "last iteration"))
-    means = [key.removesuffix(".low") for key in values if key.startswith("heldout/") and key.endswith(".low")]
-    for key in [*means, *(["heldout/accuracy"] if "heldout/accuracy" in values else [])]:
-        if key not in values:
-            continue
+    lows = [key.removesuffix(".low") for key in values if key.startswith("heldout/") and key.endswith(".low")]
+    for key in [key for key in dict.fromkeys(("heldout/accuracy", *lows)) if key in values]:
         value, row = values[key]
-        ends = {"low": row.get(f"{key}.low"), "high": row.get(f"{key}.high")}
+        sign = "_" if key == "heldout/accuracy" else "."
+        ends = {end: row.get(f"{key}{sign}{end}") for end in ("low", "high")}
         detail = f"iteration {row['iteration']}"
         detail = f"{span(ends, number)}, {detail}" if ends["low"] is not None else detail
         entries.append((f"Held-out {key.removeprefix('heldout/').replace('_', ' ')}", number(value), detail))

@@ -105,7 +105,7 @@ METRICS: dict[str, str] = {
     "training, feature_frechet, squared Fréchet distance from these, feature_drift, the former over the mean "
     "distance of two of these; change/LABEL, the mean change since before training, in its standard errors, "
     "of the accuracy and of rewards of weight 0; REWARD.low and REWARD.high, the 95 % interval over prompts of "
-    "the mean of an optimized reward, in runs without verdicts; "
+    "the mean of an optimized reward, accuracy_low and accuracy_high that of the accuracy; "
     "for a reward on held-out labels: accuracy (where the truth is clear), accuracy_all, nll (nats per "
     "vote), ece, std_mean, std_auroc, std_auroc_votes, std_auroc_lead, mass_low; for ratings mae, srcc and "
     "mass_low; for critiques the share of right ones critique_right, critique_accuracy, critique_auroc, "

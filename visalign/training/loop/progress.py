@@ -56,10 +56,16 @@ def heldout_means(record: Mapping[str, Any]) -> list[str]:
     """
     names = [key.removesuffix(".low") for key in record if key.startswith("heldout/") and key.endswith(".low")]
     return [
-        f"held-out {name.removeprefix('heldout/')} {_cell('{:.3f}', record[name])} "
-        f"({_cell('{:.3f}', record[f'{name}.low'])} to {_cell('{:.3f}', record[f'{name}.high'])})"
+        f"held-out {name.removeprefix('heldout/')} {_cell('{:.3f}', record[name])}{_ends(record, name, '.')}"
         for name in names
+        if name != "heldout/accuracy"  # that of the tag "low" is no end
     ]
+
+
+def _ends(record: Mapping[str, Any], key: str, sign: str = "_") -> str:
+    """Format the ends of a metric's interval in parentheses; empty where the record has none."""
+    ends = [record.get(f"{key}{sign}{end}") for end in ("low", "high")]
+    return "" if None in ends else f" ({' to '.join(_cell('{:.3f}', end) for end in ends)})"
 
 
 def _cell(form: str, value: float) -> str:
@@ -105,7 +111,11 @@ class TrainingProgress:
             values["clip"] = values.get("clip_low", 0.0) + values.get("clip_high", 0.0)
         self._last |= values
         fresh = {k: v for k, v in self._last.items() if k in values or not k.startswith("heldout/")}
-        known = [f"{title} {_cell(form, fresh[key])}" for title, key, form in self._columns if key in fresh]
+        known = [
+            f"{title} {_cell(form, fresh[key])}{_ends(values, key)}"
+            for title, key, form in self._columns
+            if key in fresh
+        ]
         cells = ", ".join([*known, *heldout_means(values)])
         if self.enabled:
             line = f"iteration {self._done}/{self._total}: {cells}, {clock_text(self.seconds_left())} left"
