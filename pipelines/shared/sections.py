@@ -133,7 +133,7 @@ class HeldoutConfig:
         return replace(self, rewards=rewards, correctness=None if is_left_out else self.correctness)
 
     def curve(self, optimized: Sequence[str]) -> list[str]:
-        """Return the rewards whose held-out means are curves next to the accuracy: those optimized, else the others."""
+        """Return the rewards that have a held-out curve next to the accuracy: those optimized, else the others."""
         return [label for label in optimized or self.rewards if label != self.correctness]
 
     def check_rewards(self, *trained: str) -> None:

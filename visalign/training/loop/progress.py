@@ -64,8 +64,8 @@ def heldout_means(record: Mapping[str, Any]) -> list[str]:
 
 def _ends(record: Mapping[str, Any], key: str, sign: str = "_") -> str:
     """Format the ends of a metric's interval in parentheses; empty where the record has none."""
-    ends = [record.get(f"{key}{sign}{end}") for end in ("low", "high")]
-    return "" if None in ends else f" ({' to '.join(_cell('{:.3f}', end) for end in ends)})"
+    ends = [_cell("{:.3f}", record[name]) for end in ("low", "high") if (name := f"{key}{sign}{end}") in record]
+    return f" ({' to '.join(ends)})" if len(ends) == 2 else ""
 
 
 def _cell(form: str, value: float) -> str:
