@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,18 @@ def test_parts_that_are_missing_are_named(folders, tmp_path):
         PipelinePolicy(pipe, lora=LORA)
     with pytest.raises(FileNotFoundError, match=r"no model_index.json or modular_model_index.json, so it"):
         policy_of(folders["flux3"] / "vae")
+
+
+def test_a_variant_of_one_part_alone(folders, tmp_path):
+    source, folder = folders["qwen_image_21"], tmp_path / "model"
+    shutil.copytree(source, folder)
+    index = folder / "modular_model_index.json"
+    index.write_text(index.read_text().replace(str(source), str(folder)))
+    for file in (folder / "transformer").glob("diffusion_pytorch_model*"):
+        file.rename(file.with_name(file.name.replace("model.", "model.fp16.")))
+    policy_of(folder)
+    with pytest.raises(UserError, match=r"has no weights of the variant 'bf16'; its variants are: fp16\."):
+        policy_of(folder, variant="bf16")
 
 
 def test_the_whole_network_is_saved_as_diffusers_reads_it(folders, tmp_path):

@@ -20,6 +20,7 @@ from diffusers.guiders import ClassifierFreeGuidance
 from diffusers.modular_pipelines import LoopSequentialPipelineBlocks, PipelineState
 from torch import Tensor
 
+from visalign.adapters.model_folder import stored_variants
 from visalign.errors import UserError
 
 from .families import Family
@@ -33,6 +34,7 @@ def load_modular(
     dtypes: Mapping[str, torch.dtype],
     *,
     without: Collection[str] = (),
+    variant: str | None = None,
     quantization_config: Any = None,
 ) -> Any:
     """Load the parts of a modular pipeline that its text-to-image blocks need, in their `dtypes` ("default" is of
@@ -59,6 +61,9 @@ def load_modular(
             options = {"quantization_config": rounded[name]} if name in rounded else {}
             if spec.type_hint.__module__.startswith("transformers."):  # of diffusers' own parts it is the default
                 options["trust_remote_code"] = False
+            part_folder = Path(spec.pretrained_model_name_or_path) / (spec.subfolder or name)
+            if variant in stored_variants(part_folder) or not part_folder.is_dir():
+                options["variant"] = variant
             parts[name] = spec.load(dtype=dtypes.get(name, dtypes["default"]), **options)
     pipe.update_components(**parts)
     return pipe

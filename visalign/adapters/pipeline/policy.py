@@ -153,8 +153,9 @@ class PipelinePolicy:
         if decoder_dtype is not None and "vae" in index:
             dtypes["vae"] = decoder_dtype
         if family.modular:
+            files = {"variant": source.variant(variant), **quantized}
             with explain_damage(source.folder, str(kind)):
-                pipe: Any = load_modular(source.folder, dtypes, without=without, **quantized).to(device)
+                pipe: Any = load_modular(source.folder, dtypes, without=without, **files).to(device)
         else:
             pipe = load_pipeline(source, index, dtypes, device, variant=variant, **quantized)
         return cls(pipe, **options)
