@@ -90,7 +90,7 @@ def captions(tmp_path):
     ("name", "content"),
     [
         ("a.csv", "caption,tag\na cat,x\na dog,y\n"),
-        ("a.tsv", "prompt\ttag\na cat\tx\na dog\ty\n"),
+        ("a.tsv", "Prompt\ttag\na cat\tx\na dog\ty\n"),
         ("a.json", {"text": ["a cat", "a dog"]}),
         ("metadata.csv", "file_name,text\na.png,a cat\nb.png,a dog\n"),
         (None, captions),
@@ -205,8 +205,8 @@ def pairs():
     ranks = [[1, 2], [2, 1], [1, 2]]
     ranked = [[{"value": "left", "rank": a}, {"value": "right", "rank": b}] for a, b in ranks]
     responses = {"pick": [{"value": value, "user_id": f"u{i}"} for i, value in enumerate(ranked)]}
-    csv = "left,right,rater,choice,caption\nl.png,r.png,A,left,a cat\nr.png,l.png,B,r.png,a cat\n"
-    csv += "l.png,r.png,C,l.png,a cat\n"
+    csv = ",Left,Image B,rater,choice,caption\n0,l.png,r.png,A,left,a cat\n1,r.png,l.png,B,r.png,a cat\n"
+    csv += "2,l.png,r.png,C,l.png,a cat\n"
     return {"a.json": label_studio, "b.json": [{"fields": data, "responses": responses}], "c.csv": csv}
 
 
@@ -273,6 +273,7 @@ def test_what_is_a_dataset_of_the_hub(tmp_path, monkeypatch):
         assert str(find_table(source)) == source.removeprefix("./")
     assert find_table("openai/gsm8k") == ("openai/gsm8k", None, None, None)
     assert find_table("openai/gsm8k/main:test") == ("openai/gsm8k", None, "main", "test")
+    assert find_table("https://huggingface.co/datasets/openai/gsm8k") == ("openai/gsm8k", None, None, None)
     assert find_table("hf://datasets/openai/gsm8k@v1:train[:5]") == ("openai/gsm8k", "v1", None, "train[:5]")
 
 

@@ -14,7 +14,7 @@ from visalign.errors import UserError, excerpt, suggestion
 
 from .image_references import refer_to_images
 from .records import PreferencePair, QualityRecord
-from .tables import NumberedRows, Row, column_names, listed, nearest_first, read_rows
+from .tables import NumberedRows, Row, column_names, listed, nearest_first, plain_name, read_rows
 
 SIDES = {"left": 1.0, "right": 0.0, "tie": 0.5}
 """Word for a label -> share for the left image."""
@@ -134,8 +134,12 @@ def rename_columns(path: Any, row: Row, names: Mapping[str, str]) -> Row:
 def usual_names(row: Row, names: Mapping[str, str], *, judged: bool) -> dict[str, str]:
     """Add to names (ours -> the table's) those of `SHOWN_NAMES`, and if it is `judged` of `JUDGED_NAMES`."""
     usual = {**SHOWN_NAMES, **JUDGED_NAMES} if judged else SHOWN_NAMES
-    free = {name for name in row if name not in names.values()}
-    matches = {ours: [name for name in others if name in free] for ours, others in usual.items() if ours not in free}
+    free = {plain_name(name): name for name in row if name not in names.values()}
+    matches = {
+        ours: [free[name] for name in (ours, *others) if name in free]
+        for ours, others in usual.items()
+        if ours not in row or ours in names.values()
+    }
     return {ours: others[0] for ours, others in matches.items() if others} | {**names}
 
 

@@ -16,7 +16,10 @@ from visalign.hub import hub_message, hub_outage
 
 FORMS = "a dataset of the hub, owner/name, owner/name:split or owner/name/config:split"
 _FILE = re.compile(r"hf:/?/?datasets/([\w.-]+/[\w.-]+?)(?:@([\w.-]+))?/(.+\.\w+)")
-_ID = re.compile(r"(hf:/?/?(?:datasets/)?)?([\w.-]+/[\w.-]+?)(?:@([\w./-]+))?(?:/([\w.-]+))?(?::([\w.\[\]%:-]+))?")
+_ID = re.compile(
+    r"(hf:/?/?(?:datasets/)?|https:/?/huggingface\.co/datasets/)?"
+    r"([\w.-]+/[\w.-]+?)(?:@([\w./-]+))?(?:/([\w.-]+))?(?::([\w.\[\]%:-]+))?"
+)
 
 
 def find_table(source: str | Path) -> Path:

@@ -21,7 +21,7 @@ from visalign.interfaces import is_message
 
 from .hub_datasets import FORMS, find_table
 from .image_references import refer_to_images
-from .tables import READERS, listed, nearest_first, read_rows
+from .tables import READERS, listed, nearest_first, plain_name, read_rows
 
 Record = dict[str, Any]
 
@@ -109,7 +109,7 @@ def _image_name(source: Any) -> str:
 def is_prompt_source(text: str) -> bool:
     """Tell the name of an embedded set, a file, a folder with "/" in its name or a hf:// address from a prompt."""
     is_file = Path(text).suffix.lower() in (".txt", *READERS) or ("/" in text and Path(text).is_dir())
-    return is_file or text.startswith(("shapes:", "hf:"))
+    return is_file or text.startswith(("shapes:", "hf:", "https://huggingface.co/datasets/"))
 
 
 def load_prompts(
@@ -337,7 +337,8 @@ def _check_prompt(
             )
     renamed = {ours: fields[theirs] for ours, theirs in names.items() if theirs in fields}
     result = {name: value for name, value in fields.items() if name not in names.values()} | renamed
-    if usual := [name for name in _PROMPTS[chat] if name in result and "prompt" not in result]:
+    plain = {plain_name(name): name for name in result}
+    if usual := [plain[name] for name in ("prompt", *_PROMPTS[chat]) if name in plain and "prompt" not in result]:
         result["prompt"] = result.pop(usual[0])
     if chat and is_prompt(conversation := _parse_text(result.get("prompt"))):
         result["prompt"] = conversation  # CSV holds it as JSON

@@ -98,6 +98,11 @@ def require_columns(path: str | Path, row: Row, needed: Iterable[str], *, purpos
         )
 
 
+def plain_name(column: str) -> str:
+    """Write a column's name in our way, such as "image_left" for "Image Left"."""
+    return column.strip().lower().replace(" ", "_")
+
+
 def nearest_first(name: str, columns: Iterable[str]) -> list[str]:
     """Order columns for a message: those most similar to a missing one first."""
     columns = list(columns)
