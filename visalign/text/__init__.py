@@ -21,9 +21,12 @@ from .rollout import TextRollout, ToolTrace, join_rollouts
 from .stopping import StoppingCriteria, StopReason, StopStrings
 from .token_sets import TokenSets
 from .tools import ToolPolicy, ToolUse
+from .turns import ChatTurns, EnvironmentUse
 
 __all__ = [
+    "ChatTurns",
     "Distribution",
+    "EnvironmentUse",
     "Message",
     "Prompt",
     "Sampling",

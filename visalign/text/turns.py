@@ -12,13 +12,15 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from visalign.errors import CaughtError, UserError, describe_error, excerpt
 from visalign.interfaces import Prompt
 
-from .chat import PromptEncoder
 from .tool_calls import ToolFailure, run_all, without_surrogates
+
+if TYPE_CHECKING:
+    from .chat import PromptEncoder  # it needs jinja2, which the core does without
 
 _CALLED, _KEY, _SAID = "QQNAMEQQ", "QQKEYQQ", "QQTURNQQ"
 """Texts whose places in a rendered conversation are those of a call's name, its argument and a turn."""
