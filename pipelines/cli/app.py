@@ -237,8 +237,8 @@ def export_lora(
     from visalign.pipelines.shared.run_folder import model_of, new_file
 
     new_file(output, endings=(".safetensors",))
-    model = model or model_of(run)
-    family = None if model is None else family_name(index_source(model))
+    path, config = (model, None) if model else model_of(run)
+    family = None if path is None else family_name(index_source(path, config=config))
     layers = export(run, output, family)
     echo(f"{layers} layers for ComfyUI{f' ({family})' if family else ''}: {output}")
 

@@ -125,14 +125,14 @@ def write_once(path: Path, text: str) -> None:
         write_atomic(path, text)
 
 
-def model_of(folder: Path) -> str | None:
-    """Return the model of the run whose folder, or a folder inside, this is; None where that is no run."""
+def model_of(folder: Path) -> tuple[str | None, str | None]:
+    """Return model.path and model.config of the run that a folder is, or is inside of; None where it is no run."""
     import yaml
 
     configs = [parent / "config.yaml" for parent in (folder, *folder.absolute().parents[:2])]
     text = next((file.read_text(encoding="utf-8") for file in configs if file.is_file()), "{}")
     model = yaml.safe_load(text).get("model")
-    return model.get("path") if isinstance(model, dict) else None
+    return (model.get("path"), model.get("config")) if isinstance(model, dict) else (None, None)
 
 
 def new_file(path: Path | None, *, endings: Sequence[str] = ()) -> None:

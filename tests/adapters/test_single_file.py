@@ -12,6 +12,7 @@ import torch
 from diffusers import DiffusionPipeline
 from huggingface_hub import constants
 from safetensors.torch import save_file
+from typer.testing import CliRunner
 
 from tests.support.models.pipelines import tiny_folder
 from tests.support.models.single_files import save_single_file
@@ -22,6 +23,7 @@ from visalign.adapters.single_file import checkpoint_kind, model_source
 from visalign.data.assets import resolve_model
 from visalign.errors import UserError
 from visalign.hub import hub_outage
+from visalign.pipelines.cli.app import app
 
 VAE = "vae/diffusion_pytorch_model.safetensors"
 NETWORK = "model.diffusion_model."
@@ -42,7 +44,8 @@ def models(tmp_path_factory) -> dict[str, tuple[Any, Any]]:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_file_has_the_weights_of_its_folder(models, name):
     folder, file = models[name]
-    policy, expected = load_policy(file, config=folder), load_policy(folder)
+    policy: Any = load_policy(file, config=folder)
+    expected: Any = load_policy(folder)
     assert type(policy) is type(expected)
     for part, module in expected.pipe.components.items():
         if isinstance(module, torch.nn.Module):
@@ -195,8 +198,9 @@ def test_variants_and_shards(models, tmp_path):
     pipe.unet.conv_in.bias.data += 1
     shutil.copytree(models["sd15"][0], tmp_path / "both")
     pipe.to(torch.float16).save_pretrained(tmp_path / "both", variant="fp16", max_shard_size="20KB")
+    load: Any = load_policy
     biases = {
-        variant: float(load_policy(tmp_path / "both", variant=variant).pipe.unet.conv_in.bias.data.mean())
+        variant: float(load(tmp_path / "both", variant=variant).pipe.unet.conv_in.bias.data.mean())
         for variant in (None, "fp16")
     }
     assert biases["fp16"] == pytest.approx(biases[None] + 1, abs=1e-3)
@@ -205,7 +209,7 @@ def test_variants_and_shards(models, tmp_path):
     with pytest.raises(UserError, match=r"has no weights of the variant 'bf16'; its variants are: fp16\. Give one"):
         load_policy(tmp_path / "both", variant="bf16")
     pipe.save_pretrained(tmp_path / "pickled", safe_serialization=False)
-    assert float(load_policy(tmp_path / "pickled").pipe.unet.conv_in.bias.data.mean()) == pytest.approx(biases["fp16"])
+    assert float(load(tmp_path / "pickled").pipe.unet.conv_in.bias.data.mean()) == pytest.approx(biases["fp16"])
 
 
 def test_a_folder_of_the_hubs_cache_is_its_snapshot(models, tmp_path, monkeypatch):
@@ -256,3 +260,13 @@ def test_paths_that_are_no_model(tmp_path, monkeypatch, path, message):
     (tmp_path / "run" / "lora").mkdir(parents=True)
     with pytest.raises((UserError, FileNotFoundError), match=message):
         load_policy(path)
+
+
+def test_export_lora_knows_a_file_by_the_runs_configuration(models, tmp_path):
+    file, run = tmp_path / "civit.safetensors", tmp_path / "run"
+    shutil.copy(models["sd15"][1], file)
+    policy: Any = load_policy(file, config=models["sd15"][0], lora=LoraSettings(rank=2))
+    policy.save(run / "lora")
+    (run / "config.yaml").write_text(json.dumps({"model": {"path": str(file), "config": str(models["sd15"][0])}}))
+    done = CliRunner().invoke(app, ["export-lora", str(run), "-o", str(tmp_path / "comfy.safetensors")])
+    assert "layers for ComfyUI (sd15)" in done.output
