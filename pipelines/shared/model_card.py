@@ -17,6 +17,7 @@ from visalign.atomic import write_atomic
 from visalign.data.assets import PACKAGED, resolve_model
 from visalign.errors import UserError
 from visalign.evaluation import HeldoutResult, load_heldout
+from visalign.evaluation.pages.base import duration
 from visalign.evaluation.pages.curves import known_curves, panels
 from visalign.training.loop.metrics import read_metrics
 
@@ -26,6 +27,8 @@ CARD, CURVE, CONFIG, IMAGES = "README.md", "curve.svg", "config.yaml", "images"
 RESULTS = ("lora", "model", "judge")
 """Folders of a run that hold its result."""
 HUB_ID = r"\w[\w.-]*/[\w.-]+"
+Samples = list[tuple[str, str, str]]
+"""Prompt, image before, image after."""
 SHOWN = 4
 """Prompts with an image before and after."""
 LICENSES = frozenset(
@@ -67,37 +70,50 @@ def write_card(run: Path, *, license: str | None = None, repo: str | None = None
         return folder
     summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
     config = summary["config"]
-    terms = (config.get("rewards") or {}).get("terms") or {}
     before, after = (load_heldout(run / f"{when}.npz") for when in ("before", "after"))
-    is_text = bool(before.completions)
-    base = base_model(config["model"]["path"])
+    samples = _save_images(before, after, folder)
     name = config["run"].get("license") if license is None else license
-    data: dict[str, Any] = base | ({} if name is None else _license(name))
-    algorithm = (config.get("objective") or {}).get("algorithm", "visalign")
-    kind = "LoRA" if folder.name == "lora" else "fine-tuned model"
-    task, library = (
-        ("text-generation", "peft" if kind == "LoRA" else "transformers")
-        if is_text
-        else ("text-to-image", "diffusers")
-    )
-    tags = [*{"visalign": 0, algorithm: 0}, *(["lora"] if kind == "LoRA" else [])]
-    metadata = ModelCardData(library_name=library, pipeline_tag=task, tags=tags, **data)
-    rewards = ", ".join(label for label, term in terms.items() if term.get("weight")) or "stored data"
-    parent = data.get("base_model") or Path(str(config["model"]["path"])).name
-    text = "\n".join(
-        [
-            f"---\n{metadata.to_yaml()}\n---\n\n# {(repo or run.absolute().name).rpartition('/')[2]}\n",
-            f"A {kind} of {parent}, trained with {algorithm} of visalign on {rewards}.\n",
-            *_before_after(before, after, folder),
-            *_results(summary),
-            *_curve(run, folder),
-            f"## Use\n\n```python\n{summary.get('load_code', '').replace(str(folder), repo or str(folder))}\n```\n",
-            *_training(config, summary),
-            f"## Licence\n\n{_license_sentence(data, given=name is not None)}\n",
-        ]
-    )
-    write_atomic(folder / CARD, text)
+    fields = base_model(config["model"]["path"]) | ({} if name is None else _license(name))
+    is_lora, code = folder.name == "lora", summary.get("load_code", "").replace(str(folder), repo or str(folder))
+    if samples and not before.sources:
+        code += f"\nimage = pipe({json.dumps(samples[0][0])}).images[0]"
+    text = [
+        f"---\n{_header(config, fields, samples, is_lora=is_lora, is_text=bool(before.completions))}\n---\n",
+        f"# {(repo or run.absolute().name).rpartition('/')[2]}\n",
+        _sentence(config, fields, is_lora=is_lora),
+        *_before_after(samples),
+        *_results(summary),
+        *_curve(run, folder),
+        f"## Use\n\n```python\n{code}\n```\n",
+        *_training(config, summary),
+        f"## Licence\n\n{_license_sentence(fields, given=name is not None)}\n",
+    ]
+    write_atomic(folder / CARD, "\n".join(text))
     return folder
+
+
+def _algorithm(config: Mapping[str, Any]) -> str:
+    return (config.get("objective") or {}).get("algorithm") or "visalign"
+
+
+def _header(
+    config: Mapping[str, Any], fields: Mapping[str, Any], samples: Samples, *, is_lora: bool, is_text: bool
+) -> str:
+    """Return the YAML header of the card; images of a `widget` are the gallery that the hub shows."""
+    tags = [*dict.fromkeys(["visalign", _algorithm(config), *(["lora"] if is_lora else [])])]
+    library = ("peft" if is_lora else "transformers") if is_text else "diffusers"
+    more: dict[str, Any] = {**fields, "pipeline_tag": "text-generation" if is_text else "text-to-image"}
+    if samples:
+        more["widget"] = [{"text": prompt, "output": {"url": image}} for prompt, _, image in samples]
+    return ModelCardData(library_name=library, tags=tags, **more).to_yaml()
+
+
+def _sentence(config: Mapping[str, Any], fields: Mapping[str, Any], *, is_lora: bool) -> str:
+    terms = (config.get("rewards") or {}).get("terms") or {}
+    rewards = ", ".join(label for label, term in terms.items() if term.get("weight")) or "stored data"
+    parent = fields.get("base_model") or Path(str(config["model"]["path"])).name
+    kind = "LoRA" if is_lora else "fine-tuned model"
+    return f"A {kind} of {parent}, trained with {_algorithm(config)} of visalign on {rewards}.\n"
 
 
 def base_model(path: str) -> dict[str, Any]:
@@ -139,25 +155,31 @@ def _license_sentence(data: Mapping[str, Any], *, given: bool) -> str:
     )
 
 
-def _before_after(before: HeldoutResult, after: HeldoutResult, folder: Path) -> Iterator[str]:
-    """Write images of the same prompts and seed before and after; yield a table of them."""
+def _save_images(before: HeldoutResult, after: HeldoutResult, folder: Path) -> Samples:
+    """Write images of the same prompts and seed before and after."""
     rows_after = {row: i for i, row in enumerate(after.image_index.tolist())}
     first: dict[str, tuple[int, int]] = {}
     for i, row in enumerate(before.image_index.tolist()):
         if row in rows_after:
             first.setdefault(before.prompts[row], (i, rows_after[row]))
-    chosen = evenly_spaced(list(first.items()), SHOWN)
-    if not chosen:
-        return
-    (folder / IMAGES).mkdir(exist_ok=True)
-    yield "| prompt | before | after |\n|---|---|---|"
-    for number, (prompt, rows) in enumerate(chosen):
+    samples: Samples = []
+    for number, (prompt, rows) in enumerate(evenly_spaced(list(first.items()), SHOWN)):
+        (folder / IMAGES).mkdir(exist_ok=True)
         names = [f"{IMAGES}/{when}_{number}.png" for when in ("before", "after")]
         for name, result, row in zip(names, (before, after), rows, strict=True):
             Image.fromarray(result.images[row]).save(folder / name)
-        cell = " ".join(prompt.split()).replace("|", "\\|")
-        yield f"| {cell} | ![before]({names[0]}) | ![after]({names[1]}) |"
-    yield "\nHeld-out prompts, the same seed before and after training.\n"
+        samples.append((prompt, *names))
+    return samples
+
+
+def _before_after(samples: Samples) -> Iterator[str]:
+    """Yield a table of the images."""
+    if samples:
+        yield "| prompt | before | after |\n|---|---|---|"
+        for prompt, *names in samples:
+            cells = [" ".join(prompt.split()).replace("|", "\\|"), *(f"![image]({name})" for name in names)]
+            yield f"| {' | '.join(cells)} |"
+        yield "\nHeld-out prompts, the same seed before and after training.\n"
 
 
 def _results(summary: Mapping[str, Any]) -> Iterator[str]:
@@ -198,8 +220,7 @@ def _training(config: Mapping[str, Any], summary: Mapping[str, Any]) -> Iterator
     for label, term in terms.items():
         weight = f"weight {term.get('weight')}" if term.get("weight") else "recorded only"
         yield f"| reward {label} | {Path(str(term.get('name') or label)).name}, {weight} |"
-    minutes = (summary.get("seconds") or 0) / 60
-    yield f"| iterations | {summary.get('iterations')}, {minutes:.0f} minutes |"
+    yield f"| iterations | {summary.get('iterations')}, in {duration(summary.get('seconds') or 0.0)} |"
     yield f"| command | `visalign train {CONFIG}` with [{CONFIG}]({CONFIG}) |"
     versions = summary["versions"]
     names = [name for name in ("visalign", "torch", "diffusers", "transformers", "peft") if name in versions]

@@ -65,15 +65,19 @@ def test_the_card_is_what_the_hub_reads(header, own, expected, sentence, tmp_pat
     card = ModelCard.load(folder / "README.md")
     data = card.data.to_dict()
     assert data.pop("tags") == ["visalign", "grpo", "lora"] and sentence in card.text
+    assert data.pop("widget")[0] == {"text": "prompt 0", "output": {"url": "images/after_0.png"}}
     header_fields = {"base_model": "maker/flux", "library_name": "diffusers", "pipeline_tag": "text-to-image"}
     assert data == header_fields | expected
     assert "A LoRA of maker/flux, trained with grpo of visalign on mine." in card.text
-    assert re.search(r"\| accuracy \| 0.4\d+ \| 0.9\d+ \| \+0.5 \(\+", card.text) and f'"{folder}"' in card.text
+    assert (
+        re.search(r"\| accuracy \| 0.4\d+ \| 0.9\d+ \| \+0.5 \(\+", card.text)
+        and f'"{folder}")\nimage = pipe("prompt 0").images[0]' in card.text
+    )
     assert "| prompts | prompts.txt; held out: None |" in card.text and "/tmp/me" not in card.text
     for number in range(4):
         with Image.open(folder / f"images/before_{number}.png") as image:
             assert image.size == (8, 8)
-        assert f"![after](images/after_{number}.png)" in card.text
+        assert f"![image](images/after_{number}.png)" in card.text
     assert (folder / "curve.svg").read_text().startswith('<svg xmlns="http://www.w3.org/2000/svg"')
     assert "![Held-out accuracy](curve.svg)" in card.text
 
