@@ -93,14 +93,14 @@ def write_card(run: Path, *, license: str | None = None, repo: str | None = None
 
 
 def _algorithm(config: Mapping[str, Any]) -> str:
-    return (config.get("objective") or {}).get("algorithm") or "visalign"
+    return (config.get("objective") or {}).get("algorithm") or "supervised fine-tuning"
 
 
 def _header(
     config: Mapping[str, Any], fields: Mapping[str, Any], samples: Samples, *, is_lora: bool, is_text: bool
 ) -> str:
     """Return the YAML header of the card; images of a `widget` are the gallery that the hub shows."""
-    tags = [*dict.fromkeys(["visalign", _algorithm(config), *(["lora"] if is_lora else [])])]
+    tags = ["visalign", _algorithm(config).replace(" ", "-"), *(["lora"] if is_lora else [])]
     library = ("peft" if is_lora else "transformers") if is_text else "diffusers"
     more: dict[str, Any] = {**fields, "pipeline_tag": "text-generation" if is_text else "text-to-image"}
     if samples:
@@ -165,7 +165,7 @@ def _save_images(before: HeldoutResult, after: HeldoutResult, folder: Path) -> S
     samples: Samples = []
     for number, (prompt, rows) in enumerate(evenly_spaced(list(first.items()), SHOWN)):
         (folder / IMAGES).mkdir(exist_ok=True)
-        names = [f"{IMAGES}/{when}_{number}.png" for when in ("before", "after")]
+        names = f"{IMAGES}/before_{number}.png", f"{IMAGES}/after_{number}.png"
         for name, result, row in zip(names, (before, after), rows, strict=True):
             Image.fromarray(result.images[row]).save(folder / name)
         samples.append((prompt, *names))

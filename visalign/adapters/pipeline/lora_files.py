@@ -358,11 +358,11 @@ def _by_diffusers(pipe: Any, file: Path, state: Mapping[str, Tensor], misfit: Mi
         where = f"whose {sizes[1]} has {sizes[2]}, and here it has {sizes[3]}" if sizes else ""
         raise misfit(where or f"with keys such as {next(iter(state))}") from error
     adapters: Adapters = {}
-    networks = [(part, network) for part, network in pipe.components.items() if isinstance(network, nn.Module)]
+    networks: list[tuple[str, Any]] = [(p, m) for p, m in pipe.components.items() if isinstance(m, nn.Module)]
     for part, network in networks:
         for name, layer in network.named_modules():
             if isinstance(layer, LoraLayer) and _INCOMING in layer.lora_A:
-                pair = layer.lora_A[_INCOMING].weight, layer.lora_B[_INCOMING].weight
+                pair: Any = layer.lora_A[_INCOMING].weight, layer.lora_B[_INCOMING].weight
                 down, up = (weight.detach().clone() for weight in pair)
                 adapters.setdefault(part, {})[name] = Adapter(down, up, layer.scaling[_INCOMING])
     pipe.unload_lora_weights()
