@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,10 +38,10 @@ MOST_COLUMNS = 3
 
 def evaluate(
     source: Annotated[
-        str,
+        list[str],
         Argument(
-            help="Labelled set: table, Label Studio or Argilla export, owner/name:split of the hub, LAYOUT:FOLDER, "
-            "shapes:pairs, shapes:quality.",
+            help="Labelled set, or several for one leaderboard: table, Label Studio or Argilla export, "
+            "owner/name:split of the hub, LAYOUT:FOLDER, shapes:pairs, shapes:quality.",
             show_default=False,
         ),
     ],
@@ -76,15 +76,14 @@ def evaluate(
         from visalign.data.sets.columns import Columns, parse_map, parse_scores
         from visalign.evaluation.pages.table_files import FOLDER
         from visalign.evaluation.rewards.judged_pairs import IntervalSettings
-        from visalign.pipelines.evaluate.job import PAGE
+        from visalign.pipelines.evaluate.job import BOARD, PAGE, evaluate_sets
         from visalign.pipelines.evaluate.job import evaluate as run
 
         names, score_columns = parse_scores(scores or [])
         table = Columns(names=parse_map(columns or []) | score_columns, labels=labels)
         with Progress(console=Console(stderr=True), transient=True) as progress:
             task = progress.add_task("scoring", total=None, visible=bool(reward))
-            result = run(
-                source,
+            options: dict[str, Any] = dict(
                 rewards=reward or (),
                 options=reward_options or (),
                 columns=names,
@@ -105,11 +104,16 @@ def evaluate(
                 settings=IntervalSettings(seed=seed, resamples=resamples, bins=bins),
                 on_batch=lambda done, total: progress.update(task, completed=done, total=total),
             )
-        console = Console()
-        show_evaluation(console, result)
-        lines = [f"No report on {item['judge']}: {item['error']}" for item in result["failed"]]
+            console, several = Console(), len(source) > 1
+            results, boards = evaluate_sets(source, **options) if several else ({"": run(source[0], **options)}, [])
+        for result in results.values() if not several else ():
+            show_evaluation(console, result)
+        show_leaderboards(console, results, boards)
+        failed = [(name, item) for name, result in results.items() for item in result["failed"]]
+        lines = [f"No report on {item['judge']}{name and f' on {name}'}: {item['error']}" for name, item in failed]
         if output is not None:
-            lines += [f"Page: {output / PAGE}", f"CSV and LaTeX: {output / FOLDER}"]
+            page = f"{BOARD}.html" if several else PAGE
+            lines += [f"Page: {output / page}", f"CSV and LaTeX: {output / FOLDER}"]
         for line in lines:
             console.print(line, highlight=False, soft_wrap=True)
 
@@ -131,13 +135,34 @@ def show_evaluation(console: Console, result: Mapping[str, Any]) -> None:
     names = [escape(judge["judge"]["name"]) for judge in judges]
     tables = [table for tables in evaluation_tables(result).values() for table in tables]
     for entry in sorted(tables, key=lambda table: bool(table.columns)):
-        for start in range(0, 1 if entry.columns else len(names), MOST_COLUMNS):
-            chosen = slice(None) if entry.columns else slice(start, start + MOST_COLUMNS)
-            heads = [*map(escape, entry.columns)] or names[chosen]
-            table = Table("", *heads, title=entry.title, title_justify="left", box=None, pad_edge=False)
-            for row in entry.rows:
-                table.add_row(Text(row.what), *(Text(str(cell)) for cell in row.cells[chosen]))
-            console.print(table)
+        _print_table(console, entry, names)
     notes = [f"! {judge['judge']['name']}: {note}" for judge in judges for note in judge["notes"]]
     for line in (*filter(None, [fusion_line(result)]), *comparison_lines(result), *notes):
         console.print(Text(line))
+
+
+def show_leaderboards(
+    console: Console, results: Mapping[str, Mapping[str, Any]], boards: Sequence[Mapping[str, Any]]
+) -> None:
+    """Print the leaderboards over several sets."""
+    from visalign.data.sets.checks import PACKAGED_JUDGE
+    from visalign.evaluation.pages.reward_page import sets_table
+
+    findings = [finding for result in results.values() for finding in result["set"]["findings"]] if boards else []
+    for message in dict.fromkeys(f["message"] for f in findings if f["kind"] == PACKAGED_JUDGE):
+        console.print(Text(message, style="bold red"))
+    for board in boards:
+        _print_table(console, sets_table(board), [])
+        if board["unranked"]:
+            console.print(Text(f"Without a report on some set, and so not ranked: {', '.join(board['unranked'])}."))
+
+
+def _print_table(console: Console, entry: Any, names: Sequence[str]) -> None:
+    """Print a table of a page, in parts where it has a column per judge."""
+    for start in range(0, 1 if entry.columns else len(names), MOST_COLUMNS):
+        chosen = slice(None) if entry.columns else slice(start, start + MOST_COLUMNS)
+        heads = [*map(escape, entry.columns)] or names[chosen]
+        table = Table("", *heads, title=entry.title, title_justify="left", box=None, pad_edge=False)
+        for row in entry.rows:
+            table.add_row(Text(row.what), *(Text(str(cell)) for cell in row.cells[chosen]))
+        console.print(table)

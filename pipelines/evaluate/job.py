@@ -24,13 +24,16 @@ from visalign.data.sets.checks import (
 from visalign.data.sets.columns import Columns
 from visalign.data.sets.records import PreferenceSet, QualitySet, mix_sides
 from visalign.data.sets.sources import join_scores, load_source
+from visalign.data.sets.tables import listed
 from visalign.data.sets.trained_images import image_print, trained_images
 from visalign.errors import UserError
+from visalign.evaluation.pages.base import short_names
 from visalign.evaluation.rewards.comparison import (
     add_holm,
     compare_on_preferences,
     compare_on_quality,
     leaderboard,
+    leaderboard_of_sets,
     worst_records,
 )
 from visalign.evaluation.rewards.fusion import fuse_preferences, fuse_quality
@@ -48,6 +51,8 @@ from .scores import column_scores, quality_column_scores, score_pairs, score_qua
 
 RESULT = "evaluation.json"
 PAGE = "evaluation.html"
+BOARD = "leaderboard"
+"""Name of page, JSON and table of an evaluation on several sets."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +95,7 @@ def evaluate(
     max_failure_rate: float = 0.5,
     settings: IntervalSettings | None = None,
     on_batch: Callable[[int, int], object] | None = None,
+    loaded: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Run an evaluation: a report per judge, comparisons of every two, a leaderboard, as JSON.
 
@@ -114,6 +120,7 @@ def evaluate(
         max_failure_rate: Share of failed answers, or missing scores, above which the run stops.
         settings: Settings of the intervals.
         on_batch: Called with the number of finished scores of a reward and of all.
+        loaded: The rewards by name where they are loaded already.
     """
     from visalign.rewards.catalogue import load_judge
 
@@ -131,7 +138,7 @@ def evaluate(
         raise UserError(message)
     if output is not None:
         check_run_folder(output, resume=resume)  # before hours of scoring
-    judges = with_cache(load_each(rewards, options, load_judge, device), cache)
+    judges = with_cache(load_each(rewards, options, load_judge, device), cache) if loaded is None else loaded
     table = replace(  # columns alone open no image
         table or Columns(), has_images=bool(judges or join), needs_prompt=any_needs_prompt(judges)
     )
@@ -174,6 +181,66 @@ def evaluate(
     if output is not None:
         write_result(output, result)
     return result
+
+
+def evaluate_sets(
+    sources: Sequence[str],
+    *,
+    output: Path | None = None,
+    resume: bool = False,
+    settings: IntervalSettings | None = None,
+    **options: Any,
+) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
+    """Evaluate on several sets, whose results lie in folders of the output, and rank the rewards over the sets.
+
+    Returns:
+        Set -> result of `evaluate`, and a `leaderboard_of_sets` for each kind of set.
+    """
+    from visalign.rewards.catalogue import load_judge
+
+    settings = settings or IntervalSettings()
+    if len(set(sources)) < len(sources):
+        raise UserError(f"A set is named twice: {listed(sorted(s for s in set(sources) if sources.count(s) > 1))}.")
+    if output is not None:
+        check_run_folder(output, resume=resume)
+    rewards, of_rewards, device = (options.get(name) for name in ("rewards", "options", "device"))
+    loaded = with_cache(load_each(rewards or (), of_rewards or (), load_judge, device), options.get("cache"))
+    results = {}
+    for source, name in _set_names(sources).items():
+        folder = None if output is None else output / name
+        again = resume and folder is not None and folder.is_dir()
+        shared: dict[str, Any] = {**options, "settings": settings, "loaded": loaded}
+        results[name] = evaluate(source, output=folder, resume=again, **shared)
+    kinds = dict.fromkeys(result["set"]["kind"] for result in results.values())
+    boards = []
+    for kind in kinds:
+        of_kind = {name: result for name, result in results.items() if result["set"]["kind"] == kind}
+        boards.append(leaderboard_of_sets(of_kind, level=settings.level))
+    if output is not None:
+        write_sets(output, boards, results, settings.level)
+    return results, boards
+
+
+def _set_names(sources: Sequence[str]) -> dict[str, str]:
+    """Name each source after its file, without what all of them share, as a folder can be called."""
+    stems = {source: str(Path(source).with_suffix("")) for source in sources}
+    short = short_names(stems.values())
+    names: dict[str, str] = {}
+    for source, stem in stems.items():
+        name = re.sub(r"[^\w.-]+", "-", short[stem]).strip("-.") or "set"
+        names[source] = name if name not in names.values() else f"{name}-{len(names) + 1}"
+    return names
+
+
+def write_sets(folder: Path, boards: Sequence[Mapping[str, Any]], results: Mapping[str, Any], level: float) -> None:
+    """Write `leaderboard.json`, `leaderboard.html` and `tables/` of an evaluation on several sets."""
+    from visalign.evaluation.pages.reward_page import judge_file_table, sets_page, sets_table
+    from visalign.evaluation.pages.table_files import FOLDER, write_tables
+
+    write_atomic(folder / f"{BOARD}.json", pretty({"format": "visalign leaderboard 1", "leaderboards": boards}))
+    tables = [judge_file_table(f"{BOARD}_{board['kind']}", sets_table(board)) for board in boards]
+    write_tables(folder / FOLDER, tables)
+    write_atomic(folder / f"{BOARD}.html", sets_page(boards, results, level))
 
 
 def _checked(

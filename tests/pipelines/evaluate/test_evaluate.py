@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from scipy import stats
 from typer.testing import CliRunner
 
 from tests.support.models.clip import save_tiny_clip
@@ -22,11 +24,12 @@ from visalign.data.sets.records import PreferenceSet
 from visalign.data.sets.sources import shapes_pairs, shapes_quality, write_rows
 from visalign.data.sets.trained_images import write_trained_images
 from visalign.errors import UserError
+from visalign.evaluation.rewards.comparison import leaderboard_of_sets
 from visalign.evaluation.rewards.judged_pairs import IntervalSettings
 from visalign.evaluation.rewards.preferences import evaluate_preferences
 from visalign.interfaces import Preferences, Scores
 from visalign.pipelines.cli.app import app
-from visalign.pipelines.evaluate.job import evaluate
+from visalign.pipelines.evaluate.job import evaluate, evaluate_sets
 from visalign.pipelines.evaluate.scores import column_scores, score_pairs, score_quality
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.base.identity import Identity
@@ -383,3 +386,39 @@ def test_judges_take_options_by_their_label():
         evaluate(**two, options=("quality=20",))
     with pytest.raises(UserError, match="--option is of a --reward, and there is none"):
         evaluate(source="shapes:pairs", columns=("x",), options=("quality=20",))
+
+
+def test_several_sets_make_one_leaderboard(tmp_path: Path) -> None:
+    sources, output = [], tmp_path / "out"
+    for name, count in (("old", 60), ("new", 120)):
+        (tmp_path / name).mkdir()
+        sources.append(str(ten_metrics(tmp_path / name, count)))
+    command = ["evaluate", *sources, "-s", "m0", "-s", "m1", "-s", "m2", "--resamples", "200", "-o", str(output)]
+    ran = CliRunner().invoke(app, command)
+    assert ran.exit_code == 0 and "Mean of the sets" in ran.output, ran.output
+    (board,) = json.loads((output / "leaderboard.json").read_text())["leaderboards"]
+    best, *_, last = board["rows"]
+    assert [*best["sets"]] == board["sets"] == ["old-ten", "new-ten"] and best["estimate"] > last["estimate"]
+    numbers, z = [*best["sets"].values()], [stats.norm.ppf(q) for q in (0.975, 1 - 0.05 / 6)]
+    assert best["estimate"] == pytest.approx(np.mean([n["estimate"] for n in numbers]))
+    stds = [(n["high"] - n["low"]) / 2 / z[0] for n in numbers]
+    assert best["high"] - best["estimate"] == pytest.approx(z[1] * math.hypot(*stds) / 2)
+    page = (output / "leaderboard.html").read_text()
+    assert page.count('<span class="dot') == 3 and 'href="old-ten/evaluation.html"' in page
+    assert all((output / name / "evaluation.html").is_file() for name in board["sets"])
+    again = CliRunner().invoke(app, command)
+    assert again.exit_code == 2 and "is not empty" in again.output
+    twice = CliRunner().invoke(app, ["evaluate", sources[0], sources[0], "-s", "m0"])
+    assert twice.exit_code == 2 and "A set is named twice" in twice.output
+
+
+def test_sets_of_two_kinds_have_a_leaderboard_each_and_a_reward_without_a_report_none(tmp_path: Path) -> None:
+    pairs = table(tmp_path, 20, a_left=lambda pair: 1.0, a_right=lambda pair: 0.0)
+    rows = tmp_path / "opinions.csv"
+    rows.write_text("image,mos,a,b\n" + "".join(f"{k}.png,{k},{k % 3},1\n" for k in range(9)))
+    _, boards = evaluate_sets([str(pairs), str(rows)], columns=["a"], settings=IntervalSettings(resamples=100))
+    assert [board["kind"] for board in boards] == ["preferences", "quality"]
+    empty: dict[str, Any] = {"set": {"kind": "quality"}, "comparisons": [], "judges": []}
+    reports = [{"judge": {"name": "a"}, "correlations": {"srcc": boards[1]["rows"][0]}}]
+    results = {"x": empty | {"judges": reports}, "y": empty}
+    assert leaderboard_of_sets(results, level=0.95)["unranked"] == ["a"]

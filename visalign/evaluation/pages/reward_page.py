@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
@@ -11,9 +12,22 @@ from typing import Any
 from markupsafe import Markup
 
 from visalign.data.sets.checks import PACKAGED_JUDGE
+from visalign.evaluation.rewards.comparison import headline
 from visalign.evaluation.statistics.agreement import HEADLINE
 
-from .base import MISSING, fixed, model_name, points, render_page, share, signed, span, words
+from .base import (
+    MISSING,
+    fixed,
+    model_name,
+    plain,
+    points,
+    render_page,
+    share,
+    signed,
+    span,
+    whole_percent,
+    words,
+)
 from .plots import reliability_plot, risk_plot, scatter_plot
 from .table_files import FileTable
 
@@ -47,6 +61,13 @@ class Cell:
     plain: Any = None
     """Number, or (estimate, low, high), for a file; None where the value is a text."""
 
+    @property
+    def interval(self) -> dict[str, float] | None:
+        """Number with its interval, as it is drawn."""
+        return (
+            dict(zip(("estimate", "low", "high"), self.plain, strict=True)) if isinstance(self.plain, tuple) else None
+        )
+
     def __str__(self) -> str:
         """Format for a terminal."""
         interval = "" if self.ends in ("", "no interval") else f" [{self.ends.replace(' to ', ', ')}]"
@@ -73,6 +94,10 @@ class JudgeTable:
     """Heading on the page."""
     columns: tuple[str, ...] = ()
     """Names of the columns; empty where each is a reward."""
+    track: tuple[float, float] | None = None
+    """Ends of the axis on which the first cells are drawn as dots with intervals; None draws none."""
+    marks: tuple[str, ...] = ()
+    """Marks of that axis, evenly spaced."""
 
 
 def evaluation_page(result: Mapping[str, Any], images: Mapping[str, Mapping[str, Any] | None]) -> str:
@@ -81,7 +106,7 @@ def evaluation_page(result: Mapping[str, Any], images: Mapping[str, Mapping[str,
     is_pairs = about["kind"] == "preferences"
     names = [judge["judge"]["name"] for judge in judges]
     form = share if is_pairs else fixed
-    numbers = [j["agreement"][HEADLINE]["micro"] if is_pairs else j["correlations"]["srcc"] for j in judges]
+    numbers = [headline(judge) for judge in judges]
     return render_page(
         "reward_page.html.j2",
         title=f"{', '.join(names)} on {about['name']}",
@@ -179,14 +204,53 @@ def _difference_form(comparison: Mapping[str, Any]) -> Callable[[float | None], 
 
 def _leaderboard(result: Mapping[str, Any]) -> JudgeTable:
     board, is_pairs = result["leaderboard"], result["set"]["kind"] == "preferences"
-    rows = []
-    for row in board["rows"]:
-        ranks = "–".join(dict.fromkeys((str(row["best_place"]), str(row["worst_place"]))))
-        rows.append(Row(what=row["judge"], cells=[_cell(row, share if is_pairs else fixed), Cell(value=ranks)]))
+    form = share if is_pairs else fixed
+    rows = [Row(what=row["judge"], cells=[_cell(row, form), _places(row)]) for row in board["rows"]]
     what = "Agreement" if is_pairs else "SRCC"
     level = f"{board['rows'][0]['level']:.0%} intervals that hold for all together"
     of = f"on the {board['on']} {'pairs' if is_pairs else 'images'} that all scored"
-    return JudgeTable(title=f"Leaderboard {of}", rows=rows, columns=(f"{what}, {level}", "Place"))
+    columns, axis = (f"{what}, {level}", "Place"), _axis(board["rows"], is_pairs)
+    return JudgeTable(title=f"Leaderboard {of}", rows=rows, columns=columns, **axis)
+
+
+def _places(row: Mapping[str, Any]) -> Cell:
+    return Cell(value="–".join(dict.fromkeys((str(row["best_place"]), str(row["worst_place"])))))
+
+
+def _axis(rows: Sequence[Mapping[str, Any]], is_pairs: bool) -> dict[str, Any]:
+    """Return track and marks of a leaderboard: all intervals, out to multiples of a twentieth on even quarters."""
+    ends = [row[end] for row in rows for end in ("low", "estimate", "high") if row[end] is not None]
+    low = math.floor(20 * min(ends, default=0.0) + 1e-9) / 20
+    step = max(math.ceil(5 * (max(ends, default=1.0) - low) - 1e-9), 1) / 20
+    form = whole_percent if is_pairs else partial(plain, digits=2)
+    return {"track": (low, low + 4 * step), "marks": tuple(form(low + k * step) for k in range(5))}
+
+
+def sets_table(board: Mapping[str, Any]) -> JudgeTable:
+    """Build the table of a `leaderboard_of_sets`: mean, places, and a column per set."""
+    is_pairs = board["kind"] == "preferences"
+    form, rows = share if is_pairs else fixed, []
+    for row in board["rows"]:
+        cells = [_cell(row, form), _places(row), *(_cell(row["sets"][name], form) for name in board["sets"])]
+        rows.append(Row(what=row["judge"], cells=cells))
+    what = "Agreement with people" if is_pairs else "SRCC with mean opinions"
+    columns = ("Mean of the sets", "Place", *board["sets"])
+    return JudgeTable(title=what, rows=rows, columns=columns, **_axis(board["rows"], is_pairs))
+
+
+def sets_page(boards: Sequence[Mapping[str, Any]], results: Mapping[str, Mapping[str, Any]], level: float) -> str:
+    """Render the leaderboards over several sets, with links to the page of each set."""
+    findings = [finding for result in results.values() for finding in result["set"]["findings"]]
+    messages = [finding["message"] for finding in findings if finding["kind"] == PACKAGED_JUDGE]
+    return render_page(
+        "sets_page.html.j2",
+        title="Leaderboard",
+        command="visalign evaluate",
+        banners=list(dict.fromkeys(messages)),
+        boards=[(board, sets_table(board)) for board in boards],
+        results=results,
+        level=level,
+    )
 
 
 def _comparisons(comparisons: Sequence[Mapping[str, Any]]) -> JudgeTable:
@@ -245,12 +309,16 @@ def file_tables(result: Mapping[str, Any]) -> list[FileTable]:
     files = []
     for section, tables in evaluation_tables(result).items():
         for table in tables:
-            rows = [[row.what, *map(_plain, row.cells)] for row in table.rows]
             is_first = table is tables[0] and section != "slices"
             name = section if len(tables) == 1 or is_first else table.title
-            columns = (table.title, *(table.columns or names))
-            files.append(FileTable(name=name, columns=columns, rows=rows))
+            files.append(judge_file_table(name, table, names))
     return files
+
+
+def judge_file_table(name: str, table: JudgeTable, names: Sequence[str] = ()) -> FileTable:
+    """Convert a table for a file; `names` are the columns of a table that has none."""
+    rows = [[row.what, *map(_plain, row.cells)] for row in table.rows]
+    return FileTable(name=name, columns=(table.title, *(table.columns or names)), rows=rows)
 
 
 def _plain(cell: Cell) -> Any:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from visalign.data.sets.records import PreferenceSet, QualitySet
+from visalign.evaluation.statistics.agreement import HEADLINE
 from visalign.evaluation.statistics.comparisons import cluster_std, holm, mcnemar, power
 from visalign.evaluation.statistics.correlations import srcc, weighted_srcc
 from visalign.evaluation.statistics.intervals import (
@@ -125,21 +127,80 @@ def leaderboard(
     if measured is None:
         return None
     records, numbers = measured
-    better, worse = ({entry.name: 0 for entry in scores} for _ in range(2))
+    rows = [
+        {"judge": entry.name} | number.to_dict() | {"level": settings.level}
+        for entry, number in zip(scores, numbers, strict=True)
+    ]
+    return {"on": records, "of": len(source), "rows": _in_order(rows, comparisons)}
+
+
+def _in_order(rows: Sequence[dict[str, Any]], comparisons: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Sort rows, best first, and add `best_place` and `worst_place`, which no clear comparison excludes."""
+    better, worse = ({row["judge"]: 0 for row in rows} for _ in range(2))
     for entry in comparisons:
         if entry["clear"]:
             wins = entry["difference"]["estimate"] > 0
             better[entry["second" if wins else "first"]] += 1
             worse[entry["first" if wins else "second"]] += 1
-    rows = [
-        {"judge": entry.name}
-        | number.to_dict()
-        | {"level": settings.level}
-        | {"best_place": 1 + better[entry.name], "worst_place": len(scores) - worse[entry.name]}
-        for entry, number in zip(scores, numbers, strict=True)
-    ]
-    rows.sort(key=lambda row: -(row["estimate"] if row["estimate"] is not None else -np.inf))
-    return {"on": records, "of": len(source), "rows": rows}
+    for row in rows:
+        row |= {"best_place": 1 + better[row["judge"]], "worst_place": len(rows) - worse[row["judge"]]}
+    return sorted(rows, key=lambda row: -(row["estimate"] if row["estimate"] is not None else -np.inf))
+
+
+def leaderboard_of_sets(results: Mapping[str, Mapping[str, Any]], *, level: float) -> dict[str, Any]:
+    """Rank rewards by the mean of their headlines over sets of one kind, each set counted once.
+
+    The sets are independent samples: the deviation of a mean follows from those of the sets, which are read from
+    their intervals. Only rewards with a report on every set are ranked.
+
+    Args:
+        results: Set -> result of an evaluation.
+        level: Level of the intervals, which hold for all rewards together (Bonferroni).
+
+    Returns:
+        JSON-able: `kind`, `sets`, and `rows` as those of `leaderboard`, with `sets` (set -> headline); `unranked`, the
+        rewards without a report on some set.
+    """
+    numbers = {
+        name: {judge["judge"]["name"]: headline(judge) for judge in result["judges"]}
+        for name, result in results.items()
+    }
+    judges = list(dict.fromkeys(judge for by_judge in numbers.values() for judge in by_judge))
+    ranked = [judge for judge in judges if all(judge in by_judge for by_judge in numbers.values())]
+    single = 1 - (1 - level) / max(len(ranked), 1)
+    rows = []
+    for judge in ranked:
+        by_set = {name: by_judge[judge] for name, by_judge in numbers.items()}
+        estimate, std = _mean_of_sets([*by_set.values()])
+        reach = float(stats.norm.ppf((1 + single) / 2)) * std if std is not None else None
+        ends = {"low": None, "high": None} if reach is None else {"low": estimate - reach, "high": estimate + reach}
+        rows.append({"judge": judge, "estimate": estimate, **ends, "level": level, "sets": by_set})
+    by_pair = [{(c["first"], c["second"]): c["difference"] for c in r["comparisons"]} for r in results.values()]
+    comparisons: list[dict[str, Any]] = []
+    for first, second in combinations(ranked, 2):
+        if all((first, second) in differences for differences in by_pair):
+            estimate, std = _mean_of_sets([differences[first, second] for differences in by_pair])
+            p_value = 2 * float(stats.norm.sf(abs(estimate) / std)) if std else 1.0
+            entry = {"first": first, "second": second, "difference": {"estimate": estimate}, "p_value": p_value}
+            comparisons.append(entry)
+    add_holm(comparisons, level=level)
+    kind = next(iter(results.values()))["set"]["kind"]
+    unranked = [judge for judge in judges if judge not in ranked]
+    return {"kind": kind, "sets": [*results], "rows": _in_order(rows, comparisons), "unranked": unranked}
+
+
+def headline(report: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the number of a reward's report that a leaderboard is of: agreement under our tie policy, or SRCC."""
+    return report["agreement"][HEADLINE]["micro"] if "agreement" in report else report["correlations"]["srcc"]
+
+
+def _mean_of_sets(numbers: Sequence[Mapping[str, Any]]) -> tuple[float, float | None]:
+    """Return mean and standard deviation of independent numbers with intervals; None where one has no interval."""
+    estimate = float(np.mean([number["estimate"] for number in numbers]))
+    if any(number["low"] is None for number in numbers):
+        return estimate, None
+    reach = [(number["high"] - number["low"]) / 2 / stats.norm.ppf((1 + number["level"]) / 2) for number in numbers]
+    return estimate, float(np.linalg.norm(reach)) / len(numbers)
 
 
 def _accuracies(
