@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from visalign.interfaces import Scores, TextReward, score_named
+from visalign.interfaces import Scores, TextReward, ToolCompletion, score_named
 from visalign.rewards import RewardError
 from visalign.rewards.catalogue import TEXT_CATALOGUE, load_text_reward
 from visalign.rewards.checks import check_text_reward
@@ -40,6 +40,7 @@ INPUTS = {
     "length": ({"max_length": 4, "cache": 2}, {}),
     "repetition": ({}, {}),
     "random": ({}, {}),
+    "environment": ({}, {"completions": [ToolCompletion("a", (), 1.0), ToolCompletion("b", (), 0.0), "no"]}),
     "code_tests": (
         {},
         {"completions": ["```\nx = 4\n```", "no"], "metadata": [{"tests": ["assert x == 4"]}] * 2},
