@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of settings in TRL, transformers and diffusers, and ours; for messages about unknown keys and the docs."""
+"""Names of settings in TRL, transformers, diffusers and kohya, and ours; for messages about unknown keys and the docs."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-TRL_NAMES: dict[str, tuple[str, ...]] = {
+OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "model_name_or_path": ("model.path",),
     "torch_dtype": ("model.dtype",),
     "bf16": ("model.autocast=bfloat16",),
@@ -75,8 +75,19 @@ TRL_NAMES: dict[str, tuple[str, ...]] = {
     "report_to": ("run.trackers",),
     "output_dir": ("the option --output",),
     "resume_from_checkpoint": ("the option --resume",),
-    "guidance_scale": ("rollout.guidance",),
+    "pretrained_model_name_or_path": ("model.path",),
+    "rank": ("model.lora.rank",),
+    "network_dim": ("model.lora.rank",),
+    "network_alpha": ("model.lora.alpha",),
+    "mixed_precision": ("model.autocast",),
+    "train_batch_size": ("optimizer.micro_batch (memory only; rollout.prompts_per_iteration sets the batch)",),
+    "max_train_steps": ("run.iterations",),
+    "checkpointing_steps": ("run.checkpoint_every",),
+    "lr_scheduler": ("optimizer.decay",),
+    "lr_warmup_steps": ("optimizer.warmup_updates",),
+    "guidance_scale": ("model.guidance", "rollout.guidance"),
     "num_inference_steps": ("rollout.steps",),
+    "negative_prompt": ("model.options.negative_prompt",),
     "resolution": ("model.image_size",),
 }
 """Name elsewhere -> our settings, of which a job has the first that it allows; a remark may stand in brackets."""
@@ -90,7 +101,7 @@ def our_names(names: Iterable[str], allowed: Collection[str]) -> str:
     """
     answers = []
     for name in dict.fromkeys(names):
-        settings = [text for text in TRL_NAMES.get(name, ()) if _key(text) is None or _key(text) in allowed]
+        settings = [text for text in OTHER_NAMES.get(name, ()) if _key(text) is None or _key(text) in allowed]
         answers += [f"{name} is {settings[0]}"] if settings else []
     return "; ".join(answers)
 
@@ -98,6 +109,6 @@ def our_names(names: Iterable[str], allowed: Collection[str]) -> str:
 def _key(setting: str) -> str | None:
     """Return the key of a setting in a schema, up to a field with free entries; None of an option."""
     key = setting.split("=")[0].split(" (")[0].replace(".LABEL.", ".*.")
-    for free in ("objective.changes", "model.template"):
+    for free in ("objective.changes", "model.template", "model.options"):
         key = free if key.startswith(free) else key
     return None if " " in key else key

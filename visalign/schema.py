@@ -84,6 +84,8 @@ def refusal(error: ValidationError, schema: Any, data: Any, sources: Sequence[So
         return ConfigError(f"Key '{key}' in {where}: got {shown_value}. {first['msg']}.")
     choices = typing.get_args(location.hint) if typing.get_origin(location.hint) is typing.Literal else ()
     hint = suggestion(str(value), map(str, choices))
+    if isinstance(value, Mapping) and any(":" in str(name) and entry is None for name, entry in value.items()):
+        hint = "YAML wants a blank after a colon: {name: value}."
     return ConfigError(
         f"Key '{key}' in {where}: got {shown_value}, expected {_type_name(location.hint)}. {hint}".strip()
     )

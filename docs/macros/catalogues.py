@@ -73,13 +73,13 @@ def text_rewards() -> str:
 
 
 def trl_names() -> str:
-    """Build the table of names in TRL, and ours."""
-    names: dict[str, tuple[str, ...]] = importlib.import_module("visalign.other_names").TRL_NAMES
+    """Build the table of names in TRL, diffusers and kohya's scripts, and ours."""
+    names: dict[str, tuple[str, ...]] = importlib.import_module("visalign.other_names").OTHER_NAMES
     rows = []
     for name, settings in names.items():
         parts = [setting.partition(" (") for setting in settings]
         rows.append((code(name), ", or ".join(code(ours) + space + note for ours, space, note in parts)))
-    return table(("in TRL", "in visalign"), rows)
+    return table(("elsewhere", "in visalign"), rows)
 
 
 def algorithms() -> str:

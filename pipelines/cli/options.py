@@ -131,10 +131,10 @@ class Command(TyperCommand):
         known = {name for parameter in parameters for name in (*parameter.opts, *parameter.secondary_opts)}
         named = [arg.partition("=")[0] for arg in args if arg.startswith("--") and arg != "--"]
         if (wrong := [name for name in named if name not in known]) and any(p.name == "overrides" for p in parameters):
-            from visalign.other_names import TRL_NAMES
+            from visalign.other_names import OTHER_NAMES
 
             keys = [name.lstrip("-").replace("-", "_") for name in wrong]
-            ours = "; ".join(f"{key} is {' or '.join(TRL_NAMES[key])}" for key in keys if key in TRL_NAMES)
+            ours = "; ".join(f"{key} is {' or '.join(OTHER_NAMES[key])}" for key in keys if key in OTHER_NAMES)
             hint = f": {ours}" if ours else ", such as optimizer.lr=1e-5; visalign configs NAME lists them"
             ctx.fail(f"There is no option {wrong[0]}. Settings are written KEY=VALUE, without dashes{hint}.")
 

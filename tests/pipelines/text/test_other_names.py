@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from tests.support.models.language import tiny_tokenizer
 from visalign.config import load_config
 from visalign.errors import ConfigError, UserError
-from visalign.other_names import TRL_NAMES
+from visalign.other_names import OTHER_NAMES
 from visalign.pipelines.cli.app import app
 from visalign.pipelines.flow_grpo.config import FlowGRPOConfig
 from visalign.pipelines.text.config import TextGRPOConfig, TextModelConfig
@@ -24,11 +24,11 @@ ALL = {
 THINKING = "{{ messages[0].content }}{% if enable_thinking is false %}<end>{% endif %}"
 
 
-@pytest.mark.parametrize("name", TRL_NAMES)
+@pytest.mark.parametrize("name", OTHER_NAMES)
 def test_every_setting_of_the_table_exists(name):
-    for setting in TRL_NAMES[name]:
+    for setting in OTHER_NAMES[name]:
         key = re.split("[= ]", setting.removeprefix("the option --"))[0].replace("LABEL", "*")
-        free = key.startswith(("objective.changes.", "model.template."))
+        free = key.startswith(("objective.changes.", "model.template.", "model.options."))
         assert free or key in ALL or key in ("output", "resume"), setting
 
 
@@ -45,7 +45,9 @@ def test_all_names_of_a_file_are_answered_at_once(tmp_path):
         (TextGRPOConfig, "optimizer.learning_rate=1", "Here learning_rate is optimizer.lr."),
         (TextGRPOConfig, "loss_type=dapo", "Here loss_type is objective.algorithm."),
         (TextDPOConfig, "beta=0.1", "Here beta is loss.beta."),
-        (FlowGRPOConfig, "guidance_scale=3", "Here guidance_scale is rollout.guidance."),
+        (FlowGRPOConfig, "guidance_scale=3", "Here guidance_scale is model.guidance."),
+        (FlowGRPOConfig, "network_dim=16", "Here network_dim is model.lora.rank."),
+        (FlowGRPOConfig, "data.map={prompt:caption}", "YAML wants a blank after a colon: {name: value}."),
         (TextGRPOConfig, "output_dir=x", "Here output_dir is the option --output."),
     ],
 )
