@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of settings in TRL, transformers, diffusers and kohya, and ours; for messages about unknown keys and the docs."""
+"""Names of settings in TRL, transformers, diffusers and kohya, and ours; for messages about unknown keys and docs."""
 
 from __future__ import annotations
 
