@@ -33,7 +33,7 @@ def assets_folder() -> Path:
 
 
 def resolve_model(name_or_path: str | Path) -> Path | str:
-    """Return the folder of a packaged model; an existing path or a hub id stays as it is.
+    """Return the folder of a packaged model, or an existing folder; a file or a hub id stays a text.
 
     "~" is the home folder; a repository's folder in the hub's cache (models--owner--name) is its snapshot.
     """
@@ -43,8 +43,8 @@ def resolve_model(name_or_path: str | Path) -> Path | str:
         snapshots = sorted((path / "snapshots").iterdir())
         commit = main.read_text().strip() if main.is_file() else snapshots[-1].name if snapshots else ""
         return path / "snapshots" / commit
-    if path.exists():
+    if path.is_dir():
         return path
     if str(name_or_path) not in PACKAGED:
-        return str(name_or_path)
+        return str(path if path.is_file() else name_or_path)
     return assets_folder() / str(name_or_path)
