@@ -58,6 +58,10 @@ class ModelConfig:
     autocast: Autocast | None = None
     """Run the transformer under autocast in this dtype; raise objective.ratio_bound with it. auto: bfloat16
     where the device multiplies it, else none (a processor without that arithmetic is ten times as slow)."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass, for memory: one forward more for each backward."""
+    offload: bool = False
+    """Keep text encoders and autoencoder in CPU memory, and copy them to the GPU while they are used."""
     quantization: str | None = None
     """Quantization of the frozen transformer or U-Net under LoRA: torchao_int8 (a quarter of float32, half of
     bfloat16) or bitsandbytes_4bit; null: none."""
@@ -77,8 +81,8 @@ class ModelConfig:
     max_sequence_length: Count = 256
     """Tokens of the T5 part of the context."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Further options of the adapter: negative_prompt, num_frames, gradient_checkpointing,
-    decoder_dtype, call={...} of pipelines."""
+    """Further options of the adapter: negative_prompt, num_frames, decoder_dtype,
+    call={...} of pipelines."""
 
     @property
     def described_by(self) -> Path | str:

@@ -52,7 +52,7 @@ def _adapter_options(model: ModelConfig, device: torch.device, seed: int) -> dic
     from visalign.adapters.lora import LoraSettings
 
     names = ("config", "variant", "use_t5", "guidance", "max_sequence_length", "image_size", "decode_batch")
-    names += ("quantization", "lora_path")
+    names += ("quantization", "lora_path", "gradient_checkpointing", "offload")
     values = {name: getattr(model, name) for name in names}
     values["autocast"] = autocast_dtype(model.autocast, device)
     if (lora := model.lora) is not None:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from visalign.adapters.catalogue import has_two_halves
+from visalign.adapters.offload import ENCODERS, is_offloaded
 from visalign.adapters.speed import COMPILED_FROM
 from visalign.errors import UserError
 from visalign.flow.rollout import encoder_inputs
@@ -251,7 +252,7 @@ def _footprint(config: FlowGRPOConfig, inputs: Inputs, batch: Mapping[str, Any],
             f"visalign plan follows a model by shapes alone, and {config.model.path} asks for numbers there "
             f"({str(error).splitlines()[0]}). `visalign train CONFIG --dry-run` loads it and times passes."
         ) from error
-    memory, network = _memory(config, policy, images / world, passes)
+    memory, network, offloaded = _memory(config, policy, images / world, passes)
     cost, trained = planned_cost(config), _image_passes(config).trained
     recomputed = trained * all_images * config.objective.epochs * any(p.largest_block for p in passes)
     guided = policy.guided if hasattr(policy, "guided") else policy.guidance != 1
@@ -280,6 +281,7 @@ def _footprint(config: FlowGRPOConfig, inputs: Inputs, batch: Mapping[str, Any],
             sharding=config.run.sharding,
             not_counted=NOT_COUNTED,
             spare=memory["activations_of_a_micro_batch"],
+            details={"in_CPU_memory": offloaded} if offloaded else None,
             peak_share=COMPILED_SHARE if compiled else PEAK_SHARE,
         ),
     }
@@ -323,16 +325,22 @@ def _networks(policy: Any) -> list[str]:
 
 def _memory(
     config: FlowGRPOConfig, policy: Any, images: float, passes: list[Pass]
-) -> tuple[dict[str, float], list[str]]:
-    """Compute the GB of a process by part, and name the parts that are weights of the trained network."""
+) -> tuple[dict[str, float], list[str], float]:
+    """Compute the GB of a process by part, name the parts that are weights of the trained network, and compute the GB
+    that stay in CPU memory.
+    """
     from visalign.training.diffusion.merging import mergeable_adapters
 
     objective, rollout, optimizer = config.objective, config.rollout, config.optimizer
     weights = [weight for _, weight in policy.trainable_parameters()]
     trained_ids = {id(weight) for weight in weights}
-    memory, network = dict[str, float](), ["trained_weights"]
+    memory, network, offloaded = dict[str, float](), ["trained_weights"], dict[bool, float]()
     for name, part in policy.pipe.components.items():
         if isinstance(part, torch.nn.Module) and (size := weight_bytes(part, trained_ids)):
+            if config.model.offload and is_offloaded(name):  # encoders are in use together, the autoencoder later
+                used = name.startswith(ENCODERS)
+                offloaded[used] = offloaded.get(used, 0.0) + size / GB
+                continue
             key = f"{name}, {dtype_name(part, trained_ids)}"
             memory[key] = size / GB
             network += [key] * (name in _networks(policy))
@@ -340,7 +348,7 @@ def _memory(
     updates = objective.epochs * optimizer.updates_per_iteration  # in the first of them the policy is the old one
     keeps_old = row is not None and row.anchor == "old" and (row.keeps_old or updates > 1)
     copies = (config.model.lora is None) + keeps_old + len(set((objective.experts or {}).values()))
-    memory |= trained_memory(weights, ema=bool(optimizer.ema_decay), copies=copies)
+    memory |= trained_memory(weights, ema=bool(optimizer.ema_decay), copies=copies, optimizer=optimizer.name)
 
     # rollout records: the latents as stored, and per recorded step x and x' as stored and the mean in float32
     recorded = ascent is None if row is None else row.visited
@@ -352,7 +360,9 @@ def _memory(
     graphs = 1 if ascent is None or ascent.stop_range else min(ascent.last, rollout.steps)
     largest, block = max(p.activations for p in passes), max(p.largest_block for p in passes)
     activations = memory["activations_of_a_micro_batch"] = (largest * graphs + block) / GB
+    if offloaded:  # in use while no activations are held
+        memory["offloaded_parts_in_use"] = max(0.0, max(offloaded.values()) - activations)
     if rollout.merge_adapters:  # merged weights exist only while sampling, when no activations are held
         merged = sum(layer.get_base_layer().weight.nbytes for layer in mergeable_adapters(policy.module))
         memory["merged_adapters"] = max(0.0, merged / GB - activations)
-    return memory, network
+    return memory, network, sum(offloaded.values())

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from visalign.training.loop.adamw_8bit import moment_bytes
+
 GB = 1e9
 PEAK_SHARE = 0.215
 """Share of the peak that whole iterations of Flow-GRPO reached eagerly on one H200 (SD3.5-medium, batch 16)."""
@@ -81,12 +83,16 @@ TRAINED = (
 """The parts of `trained_memory`."""
 
 
-def trained_memory(trained: Sequence[Tensor], *, ema: bool, copies: int) -> dict[str, float]:
-    """Compute the GB of trained weights, AdamW, averages, and `copies` in float32 (a reference, an old policy)."""
+def trained_memory(trained: Sequence[Tensor], *, ema: bool, copies: int, optimizer: str = "adamw") -> dict[str, float]:
+    """Compute the GB of trained weights, AdamW, averages, and `copies` in float32 (a reference, an old policy).
+
+    `optimizer` is its name in the settings.
+    """
     numbers = sum(weight.numel() for weight in trained)
     stored = sum(weight.nbytes for weight in trained)
     masters = 4 * sum(weight.numel() for weight in trained if weight.element_size() < 4)  # AdamW steps in float32
-    sizes = stored, masters, stored, 8 * numbers, 4 * numbers * ema, 4 * numbers * copies
+    moments = moment_bytes(trained, optimizer)
+    sizes = stored, masters, stored, moments, 4 * numbers * ema, 4 * numbers * copies
     return {name: size / GB for name, size in zip(TRAINED, sizes, strict=True)}
 
 

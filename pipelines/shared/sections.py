@@ -234,6 +234,7 @@ class PolicyRunConfig(RunConfig):
 FREE_KEYS = (
     *("run.iterations", "run.max_seconds", "run.checkpoint_every", "run.keep_checkpoints", "run.best_by"),
     *("run.trackers", "run.sharding", "run.push_to_hub", "run.license"),
+    *("model.gradient_checkpointing", "model.offload"),
     *("rollout.batch_size", "model.decode_batch", "model.generate_batch", "model.score_batch"),
     *("optimizer.micro_batch", "optimizer.fused", "evaluation.batch_size", "server.patience"),
     *(f"monitor.{rule}.{limit.name}" for rule in ("warn", "stop") for limit in fields(MonitorLimits)),

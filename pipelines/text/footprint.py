@@ -13,6 +13,7 @@ from visalign.pipelines.shared.parts import name_key
 from visalign.pipelines.shared.plan import GB, dtype_name, per_device, tokens_by_device, trained_memory, weight_bytes
 from visalign.precision import autocast_dtype
 from visalign.text.turns import ChatTurns
+from visalign.training.loop.optimizer import AdamWSettings
 from visalign.training.text.trajectories import needs_reference
 
 from .config import TextConfig
@@ -52,13 +53,14 @@ def footprint(config: TextConfig, inputs: TextInputs) -> dict[str, Any]:
         activations, flops = trace_forward(network, micro_batch, length, model.gradient_checkpointing)
     flops += 2 * network.get_output_embeddings().weight.numel() * rollout.max_new_tokens  # no head on prompts
     logits = 4 * rows * network.config.vocab_size  # float32
-    memory = training_memory(network, ema=bool(config.optimizer.ema_decay))
+    memory = training_memory(network, config.optimizer)
     weights = [name for name in memory if name.startswith("frozen_weights") or name == "trained_weights"]
     has_reference = needs_reference(objective)
     memory["reference"] = 0.0 if model.lora and not model.lora_path else has_reference * memory["trained_weights"]
     if model.value == "separate":
         trunk = [w for name, w in network.base_model.named_parameters() if "lora_" not in name]
-        memory["value_network_and_its_optimizer"] = sum(trained_memory(trunk, ema=False, copies=0).values())
+        copy = trained_memory(trunk, ema=False, copies=0, optimizer=config.optimizer.name)
+        memory["value_network_and_its_optimizer"] = sum(copy.values())
     memory["generation_or_activations_of_a_micro_batch"] = max(cache + logits, activations) / GB
     update = (3 + model.gradient_checkpointing) * config.objective.epochs  # forward, twice that backward, again
     before = bool(rows) + has_reference + rollout.recompute + rollout.routing_replay
@@ -93,7 +95,7 @@ def _longest_prompt(config: TextConfig, tokenizer: Any, inputs: TextInputs) -> i
     return max(map(len, encoder.encode([r["prompt"] for r in inputs.records[:PROMPTS]])))
 
 
-def training_memory(network: Any, *, ema: bool) -> dict[str, float]:
+def training_memory(network: Any, optimizer: AdamWSettings) -> dict[str, float]:
     """Compute the GB of a network, its gradients and its optimizer, by part."""
     trained = [weight for weight in network.parameters() if weight.requires_grad]
     trained_ids = {id(weight) for weight in trained}
@@ -101,7 +103,7 @@ def training_memory(network: Any, *, ema: bool) -> dict[str, float]:
     if any(not weight.requires_grad for weight in network.parameters()):
         name = f"frozen_weights, {dtype_name(network, trained_ids)}"
         memory[name] = weight_bytes(network, trained_ids) / GB
-    memory |= trained_memory(trained, ema=ema, copies=0)
+    memory |= trained_memory(trained, ema=bool(optimizer.ema_decay), copies=0, optimizer=optimizer.name)
     del memory["reference_and_old_policy"]
     return memory
 

@@ -238,7 +238,7 @@ def estimate(config: TextProcessConfig) -> dict[str, Any]:
     records, _ = read_steps(config)
     longest = max(len(tokens.ids) for tokens, _ in _texts(config, model, tokenizer, records).texts)
     activations, flops = trace_forward(model, min(config.data.batch, len(records)), longest)
-    memory = training_memory(model, ema=False)
+    memory = training_memory(model, config.optimizer)
     network = [name for name in memory if name.startswith("frozen_weights") or name == "trained_weights"]
     memory["activations_of_an_update"] = activations / GB
     passes = 3 if config.model.train == "full" else 1  # a frozen trunk has no backward pass

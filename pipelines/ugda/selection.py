@@ -21,6 +21,7 @@ from visalign.pipelines.sample.job import SampleSettings, load_sampler
 from visalign.rewards.combine.ensemble import Ensemble
 from visalign.seeds import sample_seed
 from visalign.training.loop import checkpoint
+from visalign.training.loop.adamw_8bit import read_moment
 from visalign.training.loop.optimizer import OptimizerSettings
 from visalign.training.policy.influence import AdamState, adam_influence
 
@@ -118,9 +119,16 @@ def image_influence(
 def _adam_state(loaded: checkpoint.Checkpoint, named: Any, optimizer: OptimizerSettings) -> AdamState:
     """Read Adam's moments from a checkpoint; 0 for a parameter that had no step."""
     moments = loaded.tensors["optimizer"]
+
+    def read(key: str, power: int) -> Tensor:
+        return read_moment(moments, key, power) if optimizer.name == "adamw_8bit" else moments[key]
+
     first, second = (
-        [moments.get(f"{name}.{key}", torch.zeros_like(p)).to(p.device) for name, p in named]
-        for key in ("exp_avg", "exp_avg_sq")
+        [
+            (read(f"{name}.{key}", power) if f"{name}.step" in moments else torch.zeros_like(p)).to(p.device)
+            for name, p in named
+        ]
+        for power, key in enumerate(("exp_avg", "exp_avg_sq"), start=1)
     )
     steps = max((int(moments[key]) for key in moments if key.endswith(".step")), default=0)
     betas = (optimizer.betas[0], optimizer.betas[1])

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,23 @@ def test_memory_by_part_is_what_a_run_holds(folders):
     full = estimate(configured(folders, "sd3", "model.lora=null", "model.dtype=bfloat16"))["memory_in_GB"]
     assert full["transformer, trained"] < 1e-5  # its table of positions
     assert full["reference_and_old_policy"] == pytest.approx(full["trained_weights"])
+
+
+def test_settings_that_save_memory_are_planned_and_leave_the_run_as_it_is(folders, tmp_path):
+    """They may change on resume; what is trained stays equal to the bit."""
+    savings = ("model.gradient_checkpointing=true", "model.offload=true")
+    plain, saving = configured(folders, "sd3", "run.checkpoint_every=1"), configured(folders, "sd3", *savings)
+    before, after = (estimate(config)["memory_in_GB"] for config in (plain, saving))
+    parts = [before[name] for name in before if name.startswith(("text_encoder", "vae"))]
+    assert after["in_CPU_memory"] == pytest.approx(sum(parts)) and not any("vae" in name for name in after)
+    assert after["activations_of_a_micro_batch"] < before["activations_of_a_micro_batch"]
+    low = estimate(configured(folders, "sd3", "optimizer.name=adamw_8bit", "model.lora.rank=512"))["memory_in_GB"]
+    assert 0 < low["adamw_moments"] < low["gradients"]
+    run(plain, tmp_path / "plain")
+    run(replace(plain, run=replace(plain.run, iterations=1)), tmp_path / "saving")
+    run(replace(saving, run=plain.run), tmp_path / "saving", resume=True)
+    files = [tmp_path / name / "lora" / "pytorch_lora_weights.safetensors" for name in ("plain", "saving")]
+    assert files[0].read_bytes() == files[1].read_bytes()
 
 
 def test_several_sizes_are_planned_by_the_largest_and_their_mean(folders):

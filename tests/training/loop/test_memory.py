@@ -82,7 +82,7 @@ def test_an_evaluation_is_named_on_the_way_and_before_the_training(tmp_path: Pat
     def evaluate(_: int) -> dict[str, float]:
         raise CUDA
 
-    said = r"evaluation .*evaluation\.batch_size is 1 already\. Take model\.dtype=bfloat16, train a LoRA"
+    said = r"evaluation .*evaluation\.batch_size is 1 already\. Set model\.gradient_checkpointing=true, optimizer"
     trainer = _trainer(tmp_path, ToyPolicy(), evaluate=evaluate, run={"evaluate_every": 1})
     with pytest.raises(OutOfMemory, match=said):
         trainer.train()

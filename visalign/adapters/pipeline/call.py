@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from diffusers.guiders import ClassifierFreeGuidance
 from PIL import Image
 from torch import Tensor
 
+from visalign.adapters.offload import AUTOENCODER, ENCODERS, on_device
 from visalign.errors import UserError
 from visalign.flow.rollout import middle_frames
 
@@ -117,11 +118,21 @@ class PipelineCall:
         if "negative_prompt" in self._arguments and self.negative_prompt is not None:
             inputs["negative_prompt"] = [self.negative_prompt]
         try:
-            self.run(inputs, None, None)
+            with self.encoding():
+                self.run(inputs, None, None)
         except ValueError as error:
             raise UserError(f"{type(self.pipe).__name__} refuses its call: {error}") from error
         encoded = {**named(self._returned, self.family.encodes.split()), **image_input}
         return encoded if guided else positive(encoded)
+
+    def encoding(self) -> AbstractContextManager[None]:
+        """Have the encoders on the network's device inside the block, and what encodes images to edit."""
+        names = ENCODERS if self.family.source == "none" else ENCODERS + AUTOENCODER
+        return on_device(self.pipe, names, self._device)
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self.networks.values())).device
 
     def _scale(self, guided: bool) -> dict[str, float]:
         family = self.family
@@ -160,7 +171,8 @@ class PipelineCall:
         for chunk in latents.split(1 if self.family.alone == "always" else batch_size):
             inputs = self.inputs([self.nothing] * len(chunk))
             decoder = getattr(self.pipe.vae, "dtype", chunk.dtype)
-            out = self.run(inputs, chunk.to(decoder), torch.empty(0), output_type="pt")
+            with on_device(self.pipe, AUTOENCODER, self._device):
+                out = self.run(inputs, chunk.to(decoder), torch.empty(0), output_type="pt")
             images = torch.stack(list(out)) if isinstance(out, list) else out
             frames.append(images.float().clamp(0, 1))
         return torch.cat(frames)
@@ -271,6 +283,9 @@ class CachedLookups:
         weight = next(self._networks[0].parameters())
         if self._weights != (weight.dtype, weight.device):
             self._values = {(id(network), "dtype"): dtype_of(network) for network in self._networks}
+            # the first part of the pipeline may be in CPU memory
+            device = self._networks[0].device
+            self._values |= {(id(self._parts[0]), name): device for name in ("device", "_execution_device")}
             self._weights = weight.dtype, weight.device
         kinds = [type(part) for part in self._parts]
         try:

@@ -11,6 +11,7 @@ import diffusers
 import torch
 
 from visalign.adapters.model_folder import INDEX, explain_damage
+from visalign.adapters.offload import place
 from visalign.adapters.single_file import ModelSource
 from visalign.errors import UserError
 
@@ -29,6 +30,7 @@ def load_pipeline(
     *,
     variant: str | None = None,
     absent: Iterable[str] = (),
+    offload: bool = False,
     **quantized: Any,
 ) -> Any:
     """Load the parts that the index lists: from the single file what it holds, all others from the folder.
@@ -40,6 +42,7 @@ def load_pipeline(
         device: of all parts.
         variant: see `ModelSource.variant`.
         absent: parts to leave out, besides those that the index leaves out.
+        offload: leave text encoders and autoencoder in CPU memory.
         **quantized: see `quantization_of`.
     """
     kind, folder = str(index["_class_name"]), Path(source.folder)
@@ -62,6 +65,5 @@ def load_pipeline(
             "that may be absent, such as T5, as [null, null]."
         )
     with explain_damage(source.folder, kind):
-        return loader.from_pretrained(str(source.folder), dtype=dtypes, **options).to(
-            device
-        )  # fails on missing weights
+        pipe = loader.from_pretrained(str(source.folder), dtype=dtypes, **options)  # fails on missing weights
+    return place(pipe, device, offload=offload)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from visalign.adapters.lora import LoraSettings
 from visalign.adapters.model_folder import explain_damage, pipeline_index
+from visalign.adapters.offload import AUTOENCODER, ENCODERS, on_device, place
 from visalign.adapters.single_file import model_source
 from visalign.adapters.weights import TrainedWeights
 from visalign.atomic import umask_permissions
@@ -122,6 +123,7 @@ class PipelinePolicy:
         decoder_dtype: torch.dtype | None = None,
         quantization: str | None = None,
         without: Sequence[str] = (),
+        offload: bool = False,
         **options: Any,
     ) -> PipelinePolicy:
         """Load a pipeline from a folder, a file or the hub, networks rounded while they are read; make it a policy.
@@ -136,6 +138,8 @@ class PipelinePolicy:
             decoder_dtype: dtype of the autoencoder; None is `dtype`.
             quantization: rounding of the frozen network under LoRA, one of `QUANTIZATIONS`; None is none.
             without: parts of a modular pipeline that are not loaded, such as FLUX.3's prompt_upsampler.
+            offload: keep the encoders of texts and images and the autoencoder in CPU memory; they are copied to
+                `device` while they are used.
             **options: arguments of the constructor: guidance, lora, image_size, num_frames, ...
         """
         source = model_source(folder_or_id, config)
@@ -148,16 +152,16 @@ class PipelinePolicy:
         quantized = quantization_of(quantization, family.present(index), dtype, adapters=adapters)
         dtypes = {"default": dtype}
         if encoder_dtype is not None:
-            encoders = ("text_encoder", "image_encoder", "prompt_upsampler")
-            dtypes |= {part: encoder_dtype for part in index if part.startswith(encoders)}
+            dtypes |= {part: encoder_dtype for part in index if part.startswith(ENCODERS)}
         if decoder_dtype is not None and "vae" in index:
             dtypes["vae"] = decoder_dtype
         if family.modular:
             files = {"variant": source.variant(variant), **quantized}
             with explain_damage(source.folder, str(kind)):
-                pipe: Any = load_modular(source.folder, dtypes, without=without, **files).to(device)
+                modular = load_modular(source.folder, dtypes, without=without, **files)
+            pipe: Any = place(modular, device, offload=offload)
         else:
-            pipe = load_pipeline(source, index, dtypes, device, variant=variant, **quantized)
+            pipe = load_pipeline(source, index, dtypes, device, variant=variant, offload=offload, **quantized)
         return cls(pipe, **options)
 
     @property
@@ -224,9 +228,10 @@ class PipelinePolicy:
             for name, source in {key[1]: first[key][1] for key in row_of}.items()
         }
         null_per_source = self.guided and self.takes_source  # the null prompt may look at the image
-        unique = tuple(
-            self._call.encode(first[key][0], guided=null_per_source, source=sources[key[1]]) for key in row_of
-        )
+        with self._call.encoding():  # once for all prompts
+            unique = tuple(
+                self._call.encode(first[key][0], guided=null_per_source, source=sources[key[1]]) for key in row_of
+            )
         return PipelineCondition(unique, torch.tensor([row_of[key] for key in keys]))
 
     @property
@@ -299,7 +304,8 @@ class PipelinePolicy:
         """Clean latents [B, ...] of B images [3, h, w] in [0, 1] of any size, see `ImageEncoder`; `decode` is
         its inverse.
         """
-        return self._encoder(images)
+        with on_device(self.pipe, AUTOENCODER, self.device):
+            return self._encoder(images)
 
     @cached_property
     def _encoder(self) -> ImageEncoder:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from visalign.adapters.lora import LoraSettings
 from visalign.adapters.model_folder import pipeline_index
+from visalign.adapters.offload import AUTOENCODER, on_device
 from visalign.adapters.pipeline.condition import check_condition
 from visalign.adapters.pipeline.encoding import ImageEncoder
 from visalign.adapters.pipeline.families import SD3_ATTENTION
@@ -60,6 +61,7 @@ class SD3Policy:
         max_sequence_length: length of the T5 part of the context, the pipeline's argument of that name.
         autocast: run the transformer, and with bfloat16 the decoder, under autocast in this dtype.
         image_size: in pixels, a square's side or (height, width); None is the model's own.
+        gradient_checkpointing: compute activations again in the backward instead of keeping them.
         encode_batch: prompts per pass of the text encoders.
         decode_batch: latents per pass of the autoencoder.
     """
@@ -76,6 +78,7 @@ class SD3Policy:
         max_sequence_length: int = 256,
         autocast: torch.dtype | None = None,
         image_size: int | tuple[int, int] | None = None,
+        gradient_checkpointing: bool = False,
         encode_batch: int = 64,
         decode_batch: int = 32,
     ) -> None:
@@ -105,6 +108,8 @@ class SD3Policy:
         pipe.vae.requires_grad_(False).eval()
         self.transformer.eval()
         use_weighted_attention(self.transformer)
+        if gradient_checkpointing:
+            self.transformer.enable_gradient_checkpointing()
         self.lora = lora
         self._lora_layers = None if lora is None else add_lora(self.transformer, lora, SD3_ATTENTION)
         if self._lora_layers is None:
@@ -125,6 +130,7 @@ class SD3Policy:
         config: str | Path | None = None,
         use_t5: bool = True,
         quantization: str | None = None,
+        offload: bool = False,
         **options: Any,
     ) -> SD3Policy:
         """Load a pipeline from a folder, a file or the hub as a policy; wrong folders are refused before loading.
@@ -138,6 +144,8 @@ class SD3Policy:
             config: folder or hub name that describes a checkpoint of one file, see `model_source`.
             use_t5: False leaves the third text encoder out (9 GB less for SD3.5).
             quantization: rounding of the frozen transformer under LoRA, "torchao_int8" or "bitsandbytes_4bit".
+            offload: keep the text encoders and the autoencoder in CPU memory; they are copied to `device` while they
+                are used.
             **options: arguments of the constructor: guidance, lora, max_sequence_length, ...
         """
         adapters = options.get("lora") is not None or options.get("lora_path") is not None
@@ -158,7 +166,8 @@ class SD3Policy:
                 f"({', '.join(T5_PARTS)}) may be absent, or left out by model.use_t5=false. Save the pipeline again."
             )
         absent = () if t5 else T5_PARTS
-        pipe = load_pipeline(source, index, {"default": dtype}, device, variant=variant, absent=absent, **quantized)
+        parts: dict[str, Any] = {"variant": variant, "absent": absent, "offload": offload, **quantized}
+        pipe = load_pipeline(source, index, {"default": dtype}, device, **parts)
         pipe.set_progress_bar_config(disable=True)
         return cls(pipe, **options)
 
@@ -227,7 +236,8 @@ class SD3Policy:
         scale, shift = vae.config.scaling_factor, vae.config.shift_factor or 0.0
         # float16 is left out: its range is too short for some autoencoders (diffusers' `force_upcast`).
         low = self.autocast == torch.bfloat16
-        with torch.autocast(latents.device.type, torch.bfloat16) if low else nullcontext():
+        autocast = torch.autocast(latents.device.type, torch.bfloat16) if low else nullcontext()
+        with autocast, on_device(self.pipe, AUTOENCODER, self.device):
             for chunk in latents.split(self.decode_batch):
                 scaled = (chunk.to(vae.dtype) / scale) + shift
                 scaled = scaled.contiguous(memory_format=torch.channels_last)  # convolutions run faster so
@@ -238,7 +248,8 @@ class SD3Policy:
         """Clean latents [B, C, H, W] of B images [3, h, w] in [0, 1] of any size, see `ImageEncoder`;
         `decode` is its inverse.
         """
-        return self._encoder(images)
+        with on_device(self.pipe, AUTOENCODER, self.device):
+            return self._encoder(images)
 
     @cached_property
     def _encoder(self) -> ImageEncoder:

@@ -11,6 +11,8 @@ import torch
 from diffusers import StableDiffusion3Pipeline
 from torch import Tensor
 
+from visalign.adapters.offload import ENCODERS, on_device
+
 from .joint_attention import collapse_null_tokens
 
 
@@ -52,7 +54,8 @@ class SD3TextEncoders:
         """Encode B prompts, each unique one once, in order of first appearance."""
         rows = {prompt: row for row, prompt in enumerate(dict.fromkeys(prompts))}
         unique = list(rows)
-        chunks = [self._encode(unique[i : i + self._batch]) for i in range(0, len(unique), self._batch)]
+        with on_device(self._pipe, ENCODERS, self._pipe.transformer.device):
+            chunks = [self._encode(unique[i : i + self._batch]) for i in range(0, len(unique), self._batch)]
         embeds, pooled = (torch.cat(tensors) for tensors in zip(*chunks, strict=True))
         embeds, weights = collapse_null_tokens(embeds)
         log_multiplicity = weights if weights.any() else None

@@ -12,8 +12,10 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from visalign.errors import UserError
 from visalign.settings import Count, Natural, NonNegative, Positive, Share, settings
 
+from .adamw_8bit import AdamW8bit, flat_state, whole_state
 from .checkpoint import Checkpoint, CheckpointError
 from .sharding import distribute_like, gathered
 
@@ -28,6 +30,8 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 class AdamWSettings:
     """AdamW, learning rate schedule, clipping and averaging of every training."""
 
+    name: Literal["adamw", "adamw_8bit"] = "adamw"
+    """adamw, or adamw_8bit: moments in eight bits (torchao), 2 bytes of memory per trained number instead of 8."""
     lr: Positive = 3e-4
     """Learning rate after the warm-up."""
     warmup_updates: Natural = 0
@@ -46,7 +50,7 @@ class AdamWSettings:
     weight_decay: NonNegative = 1e-4
     """AdamW decoupled weight decay."""
     fused: bool = False
-    """Run AdamW's step as one kernel of torch (CPU, CUDA) for all weights; equal up to rounding."""
+    """Run AdamW's step as one kernel of torch (CPU, CUDA) for all weights; equal up to rounding. Only adamw."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     """L2 norm that the gradient is clipped to; .inf does not clip."""
     updates_per_iteration: Count = 1
@@ -57,6 +61,10 @@ class AdamWSettings:
     """Updates between two averages; each of the first `ema_every` updates is averaged too."""
     ema_warmup: bool = True
     """The average after n updates uses min(decay, (1 + n)/(10 + n)), as Flow-GRPO's code does."""
+
+    def __post_init__(self) -> None:
+        if self.fused and self.name != "adamw":
+            raise UserError(f"optimizer.fused is true, and {self.name} has no fused step. Leave one of the two out.")
 
     def lr_at(self, update: int) -> float:
         """Compute the learning rate of optimizer update 0, 1, 2, ..."""
@@ -98,13 +106,13 @@ class TrainedWeights:
         for name, master in self.masters:
             rate = next((factor for prefix, factor in (rates or {}).items() if name.startswith(prefix)), 1.0)
             groups.setdefault(rate, []).append(master)
-        self.optimizer = torch.optim.AdamW(
-            [{"params": members, "rate": rate} for rate, members in groups.items()],
-            lr=settings.lr,
-            betas=(settings.betas[0], settings.betas[1]),
-            eps=settings.eps,
-            weight_decay=settings.weight_decay,
-            fused=settings.fused or None,
+        rated = [{"params": members, "rate": rate} for rate, members in groups.items()]
+        options = {name: getattr(settings, name) for name in ("lr", "eps", "weight_decay")}
+        options["betas"] = (settings.betas[0], settings.betas[1])
+        self.optimizer = (
+            AdamW8bit(rated, **options)
+            if settings.name == "adamw_8bit"
+            else torch.optim.AdamW(rated, fused=settings.fused or None, **options)
         )
 
     def begin(self, lr: float) -> None:
@@ -153,7 +161,9 @@ class TrainedWeights:
                 if state := self.optimizer.state.get(master):
                     # v̂ = v / (1 − β₂ᵗ)
                     unbiased = 1 - group["betas"][1] ** float(state["step"])
-                    squares = gathered(state["exp_avg_sq"]).flatten()[::stride]
+                    low = isinstance(self.optimizer, AdamW8bit)
+                    second = self.optimizer.second_moment(master) if low else gathered(state["exp_avg_sq"])
+                    squares = second.flatten()[::stride]
                     samples.append((squares.double() / unbiased).cpu())
         squares = torch.cat(samples) if samples else torch.zeros(0)
         squares = squares[squares > 0]
@@ -162,10 +172,11 @@ class TrainedWeights:
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """Return the checkpointed state: file stem -> name -> tensor; a moment is "parameter.moment"."""
         moments = {
-            f"{name}.{key}": self.optimizer.state[master][key]
+            part: value
             for name, master in self.masters
             if master in self.optimizer.state
             for key in MOMENTS
+            for part, value in flat_state(f"{name}.{key}", self.optimizer.state[master][key]).items()
         }
         return {"trainable": {name: m.detach() for name, m in self.masters}, "optimizer": moments}
 
@@ -185,7 +196,7 @@ class TrainedWeights:
         for name, master in self.masters:
             master.copy_(distribute_like(weights[name], master))
             if f"{name}.step" in moments:
-                state = {key: moments[f"{name}.{key}"] for key in MOMENTS}
+                state = {key: whole_state(f"{name}.{key}", moments, master) for key in MOMENTS}
                 state |= {key: distribute_like(state[key], master) for key in MOMENTS if key != "step"}
                 if self.optimizer.defaults["fused"]:  # the fused kernel counts steps on the weight's device
                     state["step"] = state["step"].to(master.device)

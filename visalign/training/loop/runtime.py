@@ -127,8 +127,9 @@ def explain_out_of_memory(clock: PhaseClock, values: Mapping[str, Any], free: Co
         text = f"Out of memory {when}{f' ({request[0]})' if request else ''}. {key} is "
         if values[key] == 1:
             raise OutOfMemory(
-                f"{text}1 already. Take model.dtype=bfloat16, train a LoRA, take smaller images "
-                "(model.image_size, rollout.image_sizes), or a larger device."
+                f"{text}1 already. Set model.gradient_checkpointing=true, optimizer.name=adamw_8bit, for images "
+                "model.offload=true, or model.dtype=bfloat16; train a LoRA; take smaller images (model.image_size, "
+                "rollout.image_sizes), or a larger device. `visalign plan` shows the memory of each."
             ) from error
         current, lower = (values[key], values[key] // 2) if values[key] else ("null, the model's own number", 1)
         harmless, again = "", "and another --output: a run is resumed with the value that it started with."
