@@ -238,7 +238,9 @@ def export_lora(
 
     new_file(output, endings=(".safetensors",))
     path, config = (model, None) if model else model_of(run)
-    family = None if path is None else family_name(index_source(path, config=config))
+    family = None
+    with suppress(*(() if model else (ValueError, OSError))):  # the run's model may be on another machine
+        family = None if path is None else family_name(index_source(path, config=config))
     layers = export(run, output, family)
     echo(f"{layers} layers for ComfyUI{f' ({family})' if family else ''}: {output}")
 

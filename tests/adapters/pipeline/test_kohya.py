@@ -144,8 +144,16 @@ def test_a_family_without_such_keys_is_refused(family, message, tmp_path):
     assert not (tmp_path / "k.safetensors").exists()
 
 
-def test_the_family_is_that_of_the_runs_model(tmp_path):
-    (tmp_path / "config.yaml").write_text("model: {path: shapes-sd3}")
-    saved("sd3", tmp_path)
+@pytest.mark.parametrize(
+    ("family", "path", "message"),
+    [
+        ("sd3", "shapes-sd3", "layers for ComfyUI (sd3)"),
+        ("sd15", "a/folder/elsewhere", "layers for ComfyUI:"),
+        ("sd3", "a/folder/elsewhere", "its keys do not name. Name it with --model"),
+    ],
+)
+def test_the_family_is_that_of_the_runs_model(family, path, message, tmp_path):
+    (tmp_path / "config.yaml").write_text(f"model: {{path: {path}}}")
+    saved(family, tmp_path)
     done = CliRunner().invoke(app, ["export-lora", str(tmp_path / "lora"), "-o", str(tmp_path / "k.safetensors")])
-    assert done.exit_code == 0 and "layers for ComfyUI (sd3)" in done.output
+    assert message in " ".join(done.output.split())
