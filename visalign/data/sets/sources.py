@@ -172,6 +172,8 @@ def _read_set(
         purpose = "a quality set" if kind == "quality" else "a preference set (a quality set: image, mos)"
     needed = _NEEDED[kind] if kind == "quality" or _VOTES & first.keys() else (*_NEEDED[kind], "label")
     if number and (columns.missing(first, needed) or len(first) == 1):
+        missing = next(name for name in needed if name not in first)
+        purpose = f"{purpose}; --map {missing}=COLUMN names another"
         require_columns(path, first, needed, purpose=purpose)
     all_rows = chain([(number, first)] if number else [], rows)
     selected = select_split(f"'{path}'", all_rows, split, limit)
