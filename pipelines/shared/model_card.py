@@ -7,11 +7,13 @@ import json
 import re
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData, try_to_load_from_cache
 from PIL import Image
+from yaml import YAMLError
 
 from visalign.atomic import write_atomic
 from visalign.data.assets import PACKAGED, resolve_model
@@ -133,9 +135,10 @@ def base_model(path: str) -> dict[str, Any]:
                 if re.fullmatch(HUB_ID, source) and not Path(source).exists():
                     found["base_model"] = source
     if isinstance(card, str | Path) and Path(card).is_file():
-        header = ModelCard.load(card, ignore_metadata_errors=True).data.to_dict()
         names = ("license", "license_name", "license_link") + (() if "base_model" in found else ("base_model",))
-        found |= {key: header[key] for key in names if header.get(key)}
+        with suppress(ValueError, YAMLError):  # a README that is no card
+            header = ModelCard.load(card, ignore_metadata_errors=True).data.to_dict()
+            found |= {key: header[key] for key in names if header.get(key)}
     return found
 
 

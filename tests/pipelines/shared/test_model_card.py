@@ -56,6 +56,7 @@ def base_folder(folder: Path, header: str = "") -> Path:
         ("license: mit", "Apache-2.0", {"license": "apache-2.0"}, "apache-2.0, stated for this model."),
         ("license: other\nlicense_name: flux", None, {"license": "other", "license_name": "flux"}, "flux, the lic"),
         ("", "My Own", {"license": "other", "license_name": "My Own"}, "My Own, stated for this model."),
+        ("a: [b", None, {}, "No licence is stated"),
         ("", None, {}, "No licence is stated: none was given (run.license, or visalign push --license)"),
     ],
 )  # fmt: skip
