@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from visalign.interfaces import Metadata, RewardCapabilities, Scores
@@ -39,7 +40,6 @@ from visalign.rewards.vlm.published import published_prompt
 from visalign.rewards.vlm.template import JudgeSettings, question
 from visalign.rewards.weights.checkpoint_files import dtype_of, read_tensors
 from visalign.rewards.weights.hub import SMALL_FILES, revision_of
-from visalign.rewards.weights.resize import resize_smoothly
 
 from .loading import engine_of_tensors, find_weights, smart_resize
 
@@ -217,14 +217,16 @@ class VideoAlign:
         frames, reason = read_clip(where, clip, choose)
         if reason is not None:
             return None, reason
-        levels = torch.stack(frames).mul(255).round().double()
+        levels = torch.stack(frames).mul(255).round()
         patches = engine.network.images.settings()
         bounds = {"min_pixels": self._min_pixels, "max_pixels": config["max_pixels"]}
         try:
             size = smart_resize(*levels.shape[-2:], factor=patches["patch"] * patches["merge"], **bounds)
         except ValueError as error:
             return None, str(error)
-        return resize_smoothly(levels, size).round().clamp(0, 255).to(torch.uint8), None
+        # in float32, as torchvision resizes: exact values would round otherwise at a few pixels
+        resized = F.interpolate(levels, size, mode="bicubic", antialias=True)
+        return resized.round().clamp(0, 255).to(torch.uint8), None
 
     def _rewards(self, queries: Sequence[Query], rows: Sequence[int], reasons: list[str | None]) -> Tensor:
         """Compute [N, 3] float32 of N requests at `rows`, NaN where one gets a reason."""

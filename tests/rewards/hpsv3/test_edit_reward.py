@@ -7,11 +7,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.judges.official import PIXELS, SOURCE, edit_reward, images
+from tests.support.judges.official import PIXELS, images
+from tests.support.judges.published_vlm import edit_reward
 from visalign.rewards import RewardError, check_reward, load_reward
 from visalign.rewards.hpsv3.edit_reward import QUESTIONS
 
-RECORDS = [{"source": SOURCE}] * 4
+RECORDS = [{"source": images()[3]}] * 4
 
 
 def test_the_published_words() -> None:

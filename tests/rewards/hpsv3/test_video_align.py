@@ -12,7 +12,8 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.support.judges.official import PIXELS, RATE, clips, video_align
+from tests.support.judges.official import PIXELS
+from tests.support.judges.published_vlm import RATE, films, video_align
 from tests.support.models.vision_language import save_tiny_seeing_model
 from visalign.rewards import RewardError, load_judge
 from visalign.rewards.hpsv3.video_align import PARTS, TEMPLATE, VideoAlign, merge_lora, sample_frames
@@ -50,11 +51,11 @@ def test_frames_are_even_from_the_first_to_the_last() -> None:
 
 
 def test_parts_add_up_in_deviations_and_clips_are_independent(folder) -> None:
-    shown, prompts = clips(), ["a cat", "a red dog", "a cat", "b"]
+    shown, prompts = films(), ["a cat", "a red dog", "a cat", "b"]
     found = judge(folder).score(shown, prompts)
     assert found.valid.all() and found.unit == "standard deviations"
     assert torch.equal(found.value, found.parts["VQ"] + found.parts["MQ"] + found.parts["TA"])
-    assert found.parts["frames"].tolist() == [4, 4, 10, 18]
+    assert found.parts["frames"].tolist() == [4, 4, 8, 10]
     alone = judge(folder).score(shown[1:2], prompts[1:2]).value
     torch.testing.assert_close(alone, found.value[1:2], rtol=1e-4, atol=1e-4)
     backwards = judge(folder).score([shown[1][::-1].copy()], prompts[1:2]).value
@@ -62,20 +63,20 @@ def test_parts_add_up_in_deviations_and_clips_are_independent(folder) -> None:
 
 
 def test_every_form_of_a_clip_and_its_frame_rate(folder, tmp_path) -> None:
-    clip = clips()[2]
+    clip = films()[2]
     for at, frame in enumerate(clip):
         Image.fromarray(frame).save(tmp_path / f"{at:02}.png")
     forms = [clip, torch.tensor(clip).permute(0, 3, 1, 2) / 255, sorted(tmp_path.glob("*.png"))]
     found = judge(folder).score(forms, ["a"] * 3).value
     assert found.tolist() == pytest.approx([float(found[0])] * 3, abs=1e-6)
     told = judge(folder, clip_fps=None).score([clip] * 2, ["a"] * 2, [{"fps": 8}, {"fps": RATE}])
-    assert told.parts["frames"].tolist() == [4, 10] and told.value[1] == pytest.approx(float(found[0]), abs=1e-5)
+    assert told.parts["frames"].tolist() == [4, 8] and told.value[1] == pytest.approx(float(found[0]), abs=1e-5)
     assert judge(folder, frames=6).score([clip], ["a"]).parts["frames"].item() == 6
     assert judge(folder, fps=1).identity != judge(folder).identity
 
 
 def test_clips_that_cannot_be_judged_have_a_reason(folder) -> None:
-    clip = clips()[0]
+    clip = films()[0]
     broken = [*(Image.fromarray(frame) for frame in clip[:4]), folder / "none.png"]
     long = np.zeros((4, 1, 300, 3), dtype=np.uint8)
     given = [clip, clip[:1], broken, clip, clip, long]
@@ -107,9 +108,9 @@ def test_clips_that_cannot_be_judged_have_a_reason(folder) -> None:
 
 
 def test_parts_of_the_published_folder_are_read_alike(folder) -> None:
-    wanted = judge(folder).score(clips()[:1], ["a cat"]).value
+    wanted = judge(folder).score(films()[:1], ["a cat"]).value
     for place in ("VideoReward/checkpoint-20", "VideoReward/checkpoint-20/model.pth"):
-        assert torch.equal(judge(folder, place).score(clips()[:1], ["a cat"]).value, wanted)
+        assert torch.equal(judge(folder, place).score(films()[:1], ["a cat"]).value, wanted)
 
 
 def test_halves_of_a_lora_are_refused() -> None:
@@ -130,7 +131,7 @@ def test_other_checkpoints_are_refused_by_name(folder, tmp_path) -> None:
 
     def refused(kind: type[Exception], match: str) -> None:
         with pytest.raises(kind, match=match):
-            judge(tmp_path, base=folder / "base").score(clips()[:1], ["a"])
+            judge(tmp_path, base=folder / "base").score(films()[:1], ["a"])
 
     told["data_config"]["prompt_template_type"] = "simple"
     file.write_text(json.dumps(told))
@@ -141,4 +142,4 @@ def test_other_checkpoints_are_refused_by_name(folder, tmp_path) -> None:
     refused(FileNotFoundError, r"holds model_config\.json; give the folder as it was published")
     other = save_tiny_seeing_model(tmp_path / "other", "qwen2_5_vl")
     with pytest.raises(RewardError, match="The weights of the file do not fit the model"):
-        judge(folder, base=other).score(clips()[:1], ["a"])
+        judge(folder, base=other).score(films()[:1], ["a"])

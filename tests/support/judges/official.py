@@ -14,7 +14,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
@@ -29,6 +28,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
 
+from tests.support.judges.published_vlm import COLUMNS, FROZEN, edit_reward, hpsv3, video_align, vlm_inputs
 from tests.support.models import published_layouts
 from tests.support.models.clip import CONTEXT, SIZES, tiny_clip_config
 from tests.support.models.published_layouts import (
@@ -37,11 +37,11 @@ from tests.support.models.published_layouts import (
     open_clip_vit,
     save_pickled_module,
     transformers_clip,
+    weights,
 )
 from tests.support.models.vision_language import TEMPLATE, tiny_seeing_model, tiny_seeing_tokenizer
 from visalign.rewards.chat.unified_reward import Mode
 
-FROZEN = Path(__file__).parents[2] / "golden" / "official" / "judges.json"
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 PROMPTS = ["a red circle", "Tom &amp; Jerry, don't stop 42", "two  blue squares " * 12, "é 日本 🙂"]
 SHAPES = ((41, 44), (32, 35), (35, 32), (60, 47))
@@ -60,33 +60,6 @@ def images() -> list[Image.Image]:
     """Noise of other sizes each; numpy's generator is the same everywhere."""
     random = np.random.default_rng(7)
     return [Image.fromarray(random.integers(0, 256, (*shape, 3), dtype=np.uint8)) for shape in SHAPES]
-
-
-RATE = 4.0
-"""Frames a second that the clips show."""
-
-
-def clips() -> list[np.ndarray]:
-    """Of 5, 9, 20 and 37 frames, uint8 [F, H, W, 3] each."""
-    random = np.random.default_rng(8)
-    return [
-        random.integers(0, 256, (length, *shape, 3), dtype=np.uint8)
-        for length, shape in zip((5, 9, 20, 37), SHAPES, strict=True)
-    ]
-
-
-def weights(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, Tensor]:
-    """Norms near 1, the rest N(0, 0.04), from numpy."""
-    random, state = np.random.default_rng(seed), {}
-    for key, shape in shapes.items():
-        if key.endswith("position_ids"):
-            state[key] = torch.arange(shape[1])[None]
-            continue
-        noise = torch.tensor(random.standard_normal(shape, dtype=np.float32) * np.float32(0.2))
-        state[key] = 1 + noise if key.endswith("weight") and len(shape) == 1 else noise
-        if key == "logit_scale":
-            state[key] = torch.tensor(4.6)
-    return state
 
 
 def _clip_folder(folder: Path, seed: int, *, config: bool = True) -> Path:
@@ -326,196 +299,6 @@ def soft_tifa(folder: Path) -> tuple[Any, Callable[[], Tensor]]:
     return SoftTifa(folder / "vlm", spellings="published"), official
 
 
-def hpsv3(folder: Path) -> tuple[Any, Callable[[], Tensor]]:
-    """The released forward: embeddings with the image's in their places, plain positions, the head on the
-    state at the reward token; its mean.
-    """
-    from safetensors.torch import save_file
-
-    from visalign.rewards.hpsv3.judge import HPSv3
-    from visalign.rewards.hpsv3.loading import PUBLISHED_TEMPLATE
-
-    base = folder / "hpsv3" / "base"
-    _seeing(base, 9)
-    _, processor = _seeing(folder / "unused", 9)
-    processor.tokenizer.add_special_tokens({"additional_special_tokens": ["<|Reward|>"]})
-    token = processor.tokenizer.convert_tokens_to_ids("<|Reward|>")
-    model: Any = tiny_seeing_model(vocab_size=token + 1, max_position_embeddings=8192)
-    model.config.tie_word_embeddings = False
-    state = weights({key: tuple(value.shape) for key, value in model.state_dict().items()}, 10)
-    state["lm_head.weight"] = state["model.language_model.embed_tokens.weight"].clone()
-    model.load_state_dict(state)
-    shapes = {"0": (1024, 32), "3": (16, 1024), "5": (2, 16)}
-    layers = {f"rm_head.{n}.weight": shape for n, shape in shapes.items()}
-    layers |= {f"rm_head.{n}.bias": (shape[0],) for n, shape in shapes.items()}
-    ranknet = weights(layers, 11)
-    old = {
-        key.removeprefix("model.") if "visual" in key else key.replace("model.language_model.", "model."): held
-        for key, held in state.items()
-    }
-    save_file({k: v.contiguous() for k, v in (old | ranknet).items()}, folder / "hpsv3" / "HPSv3.safetensors")
-    text = PUBLISHED_TEMPLATE.messages[0]["content"][1]["text"]
-
-    def official() -> Tensor:
-        trunk, found = model.eval().model, []
-        for image, prompt in zip(images(), _SPELLED, strict=True):
-            inputs = _asked(processor, text.replace("{prompt}", prompt), image)
-            ids = inputs["input_ids"]
-            embedded = trunk.get_input_embeddings()(ids)
-            seen = trunk.get_image_features(inputs["pixel_values"], inputs["image_grid_thw"]).pooler_output
-            mask = (ids == model.config.image_token_id)[..., None].expand_as(embedded)
-            embedded = embedded.masked_scatter(mask, torch.cat(list(seen)))
-            states = trunk.language_model(inputs_embeds=embedded, attention_mask=inputs["attention_mask"])[0]
-            at = states[0, ids[0] == token]
-            for number in ("0", "3", "5"):
-                at = F.linear(at, ranknet[f"rm_head.{number}.weight"], ranknet[f"rm_head.{number}.bias"])
-                at = at.relu() if number != "5" else at
-            found.append(at[0, 0])
-        return torch.stack(found)
-
-    return HPSv3(folder / "hpsv3" / "HPSv3.safetensors", base=base, **PIXELS), official
-
-
-def video_align(folder: Path) -> tuple[Any, Callable[[], Tensor]]:
-    """The released forward on transformers' and peft's own classes: two frames a second, resized by
-    torchvision, a video's tokens, plain positions, the head at three tokens, the sum in deviations.
-    """
-    from peft import LoraConfig, get_peft_model
-
-    from visalign.rewards.hpsv3.video_align import TEMPLATE as QUESTION
-    from visalign.rewards.hpsv3.video_align import TOKENS, VideoAlign
-
-    base, checkpoint = folder / "base", folder / "VideoReward" / "checkpoint-20"
-    _, processor = _seeing(base, 16)
-    processor.tokenizer.add_special_tokens({"additional_special_tokens": list(TOKENS)})
-    places = processor.tokenizer.convert_tokens_to_ids(list(TOKENS))
-    model: Any = tiny_seeing_model(vocab_size=places[-1] + 1, max_position_embeddings=8192)
-    names = [n for n, m in model.model.language_model.named_modules() if isinstance(m, nn.Linear)]
-    lora = LoraConfig(r=4, lora_alpha=8, target_modules=[f"model.language_model.{name}" for name in names])
-    with warnings.catch_warnings():  # peft 0.18 reads a property that transformers 5.23 has renamed
-        warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
-        wrapped: Any = get_peft_model(model, lora)
-    state = weights({key: tuple(value.shape) for key, value in wrapped.state_dict().items()}, 17)
-    state |= {key: 0.2 * held for key, held in state.items() if ".lora_" in key}
-    embeddings = "base_model.model.model.language_model.embed_tokens.weight"
-    state["base_model.model.lm_head.weight"] = state[embeddings]
-    wrapped.load_state_dict(state)
-    head = weights({"rm_head.weight": (1, 32)}, 18)["rm_head.weight"]
-    checkpoint.mkdir(parents=True)
-    old = {
-        key.replace("model.model.visual.", "model.visual.").replace("model.language_model.", "model."): held
-        for key, held in (state | {"base_model.model.rm_head.weight": head}).items()
-    }
-    torch.save({key: held.clone() for key, held in old.items()}, checkpoint / "model.pth")
-    normal = {"VQ_mean": 3.7, "VQ_std": 2.2, "MQ_mean": 1.2, "MQ_std": 1.4, "TA_mean": 2.8, "TA_std": 2.5}
-    told = {
-        "data_config": {"eval_dim": ["VQ", "MQ", "TA"], "prompt_template_type": "detailed_special"},
-        "model_config": {"use_special_tokens": True, "output_dim": 1, "reward_token": "special"},
-        "peft_lora_config": {"lora_r": 4, "lora_alpha": 8, "use_rslora": False},
-        "inference_config": normal,
-    }
-    told["data_config"] |= {"fps": 2.0, "max_frame_pixels": 2048, "sample_type": "uniform"}
-    (folder / "VideoReward" / "model_config.json").write_text(json.dumps(told))
-    text = QUESTION.messages[0]["content"][1]["text"]
-
-    def official() -> Tensor:
-        trunk, found = wrapped.eval().base_model.model.model, []
-        for clip, prompt in zip(clips(), _SPELLED, strict=True):
-            inputs = _shown(processor, text.replace("{prompt}", prompt), clip)
-            ids = inputs["input_ids"]
-            embedded = trunk.get_input_embeddings()(ids)
-            seen = trunk.get_video_features(inputs["pixel_values_videos"], inputs["video_grid_thw"])
-            mask = (ids == model.config.video_token_id)[..., None].expand_as(embedded)
-            embedded = embedded.masked_scatter(mask, torch.cat(list(seen.pooler_output)))
-            states = trunk.language_model(inputs_embeds=embedded, attention_mask=inputs["attention_mask"])[0]
-            said = dict(zip(("VQ", "MQ", "TA"), states[0, torch.isin(ids[0], torch.tensor(places))], strict=True))
-            raw = {part: F.linear(state, head)[0] for part, state in said.items()}
-            found.append(sum((raw[p] - normal[f"{p}_mean"]) / normal[f"{p}_std"] for p in raw))
-        return torch.stack(found)
-
-    judge = VideoAlign(folder / "VideoReward", base=base, clip_fps=RATE, min_pixels=PIXELS["min_pixels"])
-    return judge, official
-
-
-def _shown(processor: Any, text: str, clip: np.ndarray) -> Any:
-    """The processor's inputs of a video, of which two frames a second are taken, four at least and an even
-    number, and resized as tensors.
-    """
-    from torchvision.transforms import InterpolationMode
-    from torchvision.transforms.functional import resize
-    from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
-
-    count = 2 * round(min(max(len(clip) / RATE * 2.0, 4), len(clip) // 2 * 2) / 2)
-    frames = torch.tensor(clip)[torch.linspace(0, len(clip) - 1, count).round().long()].permute(0, 3, 1, 2)
-    size = smart_resize(*clip.shape[1:3], factor=8, min_pixels=PIXELS["min_pixels"], max_pixels=2048)
-    frames = resize(frames, list(size), interpolation=InterpolationMode.BICUBIC, antialias=True)
-    messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": text}]}]
-    written = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    written = written.replace("<|image_pad|>", "<|video_pad|>")
-    kept = {"do_resize": False, "do_sample_frames": False, "cap_pixels_per_frame": False}
-    return processor(text=[written], videos=[frames], videos_kwargs=kept, return_tensors="pt")
-
-
-def edit_reward(folder: Path) -> tuple[Any, Callable[[], Tensor]]:
-    """The released forward once for each head: source and edit, the head at every token, read at the reward
-    token, the mean of both heads' outputs; the first of them.
-    """
-    from safetensors.torch import save_file
-
-    from visalign.rewards.hpsv3.edit_reward import QUESTIONS, EditReward
-
-    base = folder / "base"
-    _, processor = _seeing(base, 12)
-    processor.tokenizer.add_special_tokens({"additional_special_tokens": ["<|Reward|>"]})
-    token = processor.tokenizer.convert_tokens_to_ids("<|Reward|>")
-    model: Any = tiny_seeing_model("qwen2_5_vl", vocab_size=token + 1, max_position_embeddings=8192)
-    model.config.tie_word_embeddings = False
-    tiny_seeing_model("qwen2_5_vl", max_position_embeddings=8192).config.save_pretrained(base)
-    state = weights({key: tuple(value.shape) for key, value in model.state_dict().items()}, 13)
-    state["lm_head.weight"] = state["model.language_model.embed_tokens.weight"].clone()
-    model.load_state_dict(state)
-    heads = [_ranknet_head(32, 14), _ranknet_head(32, 15)]
-    both = {f"rm_heads.head_{n}.{key}": held for n, own in enumerate(heads) for key, held in own.items()}
-    save_file({k: v.contiguous() for k, v in (state | both).items()}, folder / "model.safetensors")
-
-    def official() -> Tensor:
-        trunk, found = model.eval().model, []
-        for image, prompt in zip(images(), _SPELLED, strict=True):
-            said = []
-            for question, own in zip(QUESTIONS, heads, strict=True):
-                text = question.messages[0]["content"][2]["text"].replace("{prompt}", prompt)
-                inputs = _asked(processor, text, SOURCE, image)
-                ids = inputs["input_ids"]
-                embedded = trunk.get_input_embeddings()(ids)
-                seen = trunk.get_image_features(inputs["pixel_values"], inputs["image_grid_thw"])
-                mask = (ids == model.config.image_token_id)[..., None].expand_as(embedded)
-                embedded = embedded.masked_scatter(mask, torch.cat(list(seen.pooler_output)))
-                states = trunk.language_model(inputs_embeds=embedded, attention_mask=inputs["attention_mask"])[0]
-                layers = nn.Sequential(
-                    nn.Linear(32, 1024), nn.ReLU(), nn.Dropout(0.05), nn.Linear(1024, 16), nn.ReLU()
-                ).append(nn.Linear(16, 2))
-                layers.load_state_dict(own)
-                said.append(layers.eval()(states)[ids == token].view(1, -1))
-            found.append(torch.stack(said).mean(0)[0, 0])
-        return torch.stack(found)
-
-    return EditReward(folder / "model.safetensors", base=base, **PIXELS), official
-
-
-def _ranknet_head(width: int, seed: int) -> dict[str, Tensor]:
-    """Tensors of the published head under the names of its layers."""
-    shapes: dict[str, tuple[int, ...]] = {
-        "0.weight": (1024, width),
-        "3.weight": (16, 1024),
-        "5.weight": (2, 16),
-    }
-    return weights(shapes | {"0.bias": (1024,), "3.bias": (16,), "5.bias": (2,)}, seed)
-
-
-SOURCE = Image.fromarray(np.random.default_rng(8).integers(0, 256, (36, 30, 3), dtype=np.uint8))
-"""What the images are edits of, for judges of edits."""
-
-
 def mps(folder: Path) -> tuple[Any, Callable[[], Tensor]]:
     """The evaluation's forward on the released cross model, whose code stands in the folder that MPS_CODE
     names; without it the frozen numbers.
@@ -659,11 +442,12 @@ JUDGES = {
 """Name -> (our judge on a checkpoint that it makes in a folder, the official scores of it)."""
 
 
-def prompts_of(name: str) -> list[str]:
-    """What a judge is asked with."""
-    spelled = ("vqa_score", "soft_tifa", "hpsv3", "edit_reward", "video_align")
-    spelled += ("unified_reward", "unified_reward_final")
-    return _SPELLED if name in spelled else PROMPTS
+def inputs_of(name: str) -> tuple[list[Any], list[str], list[dict[str, Any]]]:
+    """Images or clips, prompts and records that a judge is asked with."""
+    if name in COLUMNS:
+        return vlm_inputs(name)
+    spelled = name in ("vqa_score", "soft_tifa", "unified_reward", "unified_reward_final")
+    return images(), _SPELLED if spelled else PROMPTS, [{"vqa_list": QUESTIONS}] * 4
 
 
 def main(names: Sequence[str]) -> None:

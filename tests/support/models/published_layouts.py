@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -243,3 +244,17 @@ def mps_layers(width: int, head: int, heads: int, *, layers: int) -> dict[str, t
         found |= {f"{block}fused_attn_ff_proj.weight": (query + 2 * head + 2 * inner, width)}
         found |= {f"{block}attn_out.weight": (width, query), f"{block}ff_out.1.weight": (width, inner)}
     return found
+
+
+def weights(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, Tensor]:
+    """Norms near 1, the rest N(0, 0.04), from numpy."""
+    random, state = np.random.default_rng(seed), {}
+    for key, shape in shapes.items():
+        if key.endswith("position_ids"):
+            state[key] = torch.arange(shape[1])[None]
+            continue
+        noise = torch.tensor(random.standard_normal(shape, dtype=np.float32) * np.float32(0.2))
+        state[key] = 1 + noise if key.endswith("weight") and len(shape) == 1 else noise
+        if key == "logit_scale":
+            state[key] = torch.tensor(4.6)
+    return state
