@@ -219,8 +219,9 @@ def test_places_of_a_lora(tmp_path):
     assert parse_lora(f"{tmp_path}/a:0.5.safetensors") == (tmp_path / "a:0.5.safetensors", 1.0)
     assert parse_lora(r"C:\loras\a.safetensors:0.8") == (Path(r"C:\loras\a.safetensors"), 0.8)
     assert parse_lora(r"C:\loras\a.safetensors")[1] == 1.0
-    with pytest.raises(UserError, match=r"has the weight 'strong'\. Give PATH or PATH:WEIGHT"):
-        parse_lora(f"{tmp_path}/a.safetensors:strong")
+    for wrong in (f"{tmp_path}/a.safetensors:strong", "a.safetensors:nan", ":0.5", ""):
+        with pytest.raises(UserError, match=rf"The LoRA is '{wrong}'\. Give PATH or PATH:WEIGHT, such as .+:0\.8"):
+            parse_lora(wrong)
     (tmp_path / "run").mkdir()
     (tmp_path / "cut").mkdir()
     (tmp_path / "cut" / "a.safetensors").write_bytes(b"\x80\x67" + bytes(6) + b'{"__metadata__": {"for')

@@ -87,18 +87,17 @@ def parse_lora(text: str | Path) -> tuple[Path, float]:
     (0.8, 1.0)
     """
     path, colon, number = str(text).rpartition(":")
-    if not colon or Path(text).exists():
+    if str(text) and (not colon or Path(text).exists()):
         return Path(text), 1.0
     try:
         weight = float(number)
     except ValueError:
-        if not Path(path).exists() or len(path) == 1:
+        if path and (not Path(path).exists() or len(path) == 1):
             return Path(text), 1.0
         weight = math.nan
     if not path or not math.isfinite(weight):
-        raise UserError(
-            f"The LoRA {str(text)!r} has the weight {number!r}. Give PATH or PATH:WEIGHT, such as {path}:0.8."
-        )
+        example = f"{path or 'style.safetensors'}:0.8"
+        raise UserError(f"The LoRA is {str(text)!r}. Give PATH or PATH:WEIGHT, such as {example}.")
     return Path(path), weight
 
 
