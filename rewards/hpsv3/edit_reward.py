@@ -4,8 +4,8 @@
 Source: Wu et al., "EditReward", arXiv 2509.26346; the forward is that of github.com/TIGER-AI-Lab/EditReward
 (configs with "ranknet_multi_head" and "mean"). Checkpoints: the collection TIGER-Lab/editreward, one weight
 file under the names of HPSv3's, with two heads `rm_heads.head_0`, `rm_heads.head_1`. As with HPSv3, the
-language model gets embeddings without ids, so that positions are plain ("1d"); a reward token in a prompt is
-escaped.
+language model gets embeddings without ids, so that positions are plain ("1d"), except in Qwen3-VL; a reward
+token in a prompt is escaped.
 """
 
 from __future__ import annotations
@@ -75,6 +75,11 @@ class EditReward:
         path = find_weights(self._model)
         options = {"default_base": None, "heads": "rm_heads.", **self._options}
         engine, state = published_engine(path, self._base, **options)
+        if engine.model.config.model_type == "qwen3_vl" and "positions" not in self._options:
+            raise RewardError(
+                "The base is a Qwen3-VL, which the released code reads with three-axis positions and images in its "
+                "processor's sizes; give positions='mrope', and min_pixels and max_pixels of that processor."
+            )
         engine.model.eval().requires_grad_(False)
         heads = [_pop_head(state, number).to(engine.network.device) for number in range(2)]
         if state:

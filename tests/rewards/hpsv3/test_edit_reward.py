@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.support.judges.official import PIXELS, images
 from tests.support.judges.published_vlm import edit_reward
+from tests.support.models.vision_language import save_tiny_seeing_model, tiny_seeing_model, tiny_seeing_tokenizer
 from visalign.rewards import RewardError, check_reward, load_reward
 from visalign.rewards.hpsv3.edit_reward import QUESTIONS
 
@@ -39,3 +40,14 @@ def test_an_edit_needs_its_source_and_heads_are_two(tmp_path) -> None:
         )
     with pytest.raises(RewardError, match=r"holds no config\.json; give as base the model"):
         load_reward("edit_reward", model=str(tmp_path / "one")).score(images()[:1], ["a"], RECORDS[:1])
+
+
+def test_a_base_that_the_released_code_reads_otherwise_is_refused(tmp_path) -> None:
+    base = save_tiny_seeing_model(tmp_path / "base", "qwen3_vl")
+    (tmp_path / "weights").mkdir()
+    model = tiny_seeing_model("qwen3_vl", vocab_size=len(tiny_seeing_tokenizer()) + 1)
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    save_file(state | {"rm_heads.head_0.0.weight": torch.zeros(2, 2)}, tmp_path / "weights" / "model.safetensors")
+    judge = load_reward("edit_reward", model=str(tmp_path / "weights"), base=base)
+    with pytest.raises(RewardError, match=r"base is a Qwen3-VL.* give positions='mrope'"):
+        judge.score(images()[:1], ["a"], RECORDS[:1])
