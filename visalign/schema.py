@@ -170,4 +170,6 @@ def _type_name(hint: Any) -> str:
         return f"a mapping with the keys {', '.join(field_types(section))}"
     if entry is not None:
         return f"a mapping from names to mappings with the keys {', '.join(field_types(entry))}"
+    if typing.get_origin(hint) is dict:
+        return "a mapping such as {name: value}"
     return hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)

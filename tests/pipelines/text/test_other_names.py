@@ -48,6 +48,7 @@ def test_all_names_of_a_file_are_answered_at_once(tmp_path):
         (FlowGRPOConfig, "guidance_scale=3", "Here guidance_scale is model.guidance."),
         (FlowGRPOConfig, "network_dim=16", "Here network_dim is model.lora.rank."),
         (FlowGRPOConfig, "data.map={prompt:caption}", "YAML wants a blank after a colon: {name: value}."),
+        (TextGRPOConfig, "rewards.terms={a: {where: ocr}}", "got 'ocr' (str), expected a mapping such as"),
         (TextGRPOConfig, "output_dir=x", "Here output_dir is the option --output."),
     ],
 )
