@@ -6,10 +6,13 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from visalign.config import PIPELINE_KEY, load_config, read_config, resolve_config
 from visalign.errors import ConfigError, suggestion
+
+from .shared.learning_rate import plan_search, requested, run_with_found_rate
 
 PIPELINES = {
     "flow_grpo": "visalign.pipelines.flow_grpo.job:FlowGRPOConfig",
@@ -53,5 +56,15 @@ def load_job(name_or_path: str, overrides: Sequence[str] = (), *, pipeline: str 
         )
     module_name, _, schema = PIPELINES[name].partition(":")
     module = importlib.import_module(module_name)
-    config = load_config(getattr(module, schema), path, overrides)
-    return Job(config=config, run=module.run, plan=module.plan, estimate=getattr(module, "estimate", module.plan))
+    kind, run = getattr(module, schema), module.run
+    plans = {"plan": module.plan, "estimate": getattr(module, "estimate", module.plan)}
+    finds, overrides = requested(read_config(path), overrides, kind)
+    config = load_config(kind, path, overrides)
+    if finds:
+        run = partial(run_with_found_rate, run=run)
+        plans = {name: partial(_with_search, plan) for name, plan in plans.items()}
+    return Job(config=config, run=run, **plans)
+
+
+def _with_search(plan: Callable[[Any], Mapping[str, Any]], config: Any) -> Mapping[str, Any]:
+    return {**plan(config), "learning_rate": plan_search(config)}

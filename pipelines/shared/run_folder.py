@@ -105,7 +105,7 @@ def check_unchanged(output: Path, fingerprints: Mapping[str, str]) -> None:
 
 def write_beginning(output: Path, config: Any, fingerprints: Mapping[str, str]) -> None:
     """Write the run's copy of its configuration, which can be run again, and the hashes of its inputs."""
-    write_once(output / "config.yaml", f"pipeline: {config.pipeline}\n" + config_to_yaml(config))
+    write_config(output, config)
     write_once(output / FINGERPRINTS, json.dumps(dict(fingerprints), indent=1, sort_keys=True) + "\n")
     (output / END).unlink(missing_ok=True)
 
@@ -117,6 +117,11 @@ def record_end(output: Path, kind: type[BaseException] | None, error: BaseExcept
         text = "interrupted\n" if stopped else f"failed\n{str(error) or kind.__name__}\n"
         with suppress(OSError):  # a full disk may be what ends the run
             write_atomic(output / END, text)
+
+
+def write_config(output: Path, config: Any) -> None:
+    """Write the run's copy of its configuration."""
+    write_once(output / "config.yaml", f"pipeline: {config.pipeline}\n" + config_to_yaml(config))
 
 
 def write_once(path: Path, text: str) -> None:

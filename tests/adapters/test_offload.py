@@ -57,8 +57,8 @@ def test_parts_are_used_on_the_device_alone(name: str, tmp_path: Path, monkeypat
     for module in (call, policy, sd3_policy, text):
         if hasattr(module, "on_device"):
             monkeypatch.setattr(module, "on_device", _restored)
-    for found, other in zip(sample(True), expected, strict=True):
-        assert torch.equal(found, other)
+    for actual, other in zip(sample(True), expected, strict=True):
+        assert torch.equal(actual, other)
     assert GOOD
 
 

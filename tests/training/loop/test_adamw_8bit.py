@@ -48,12 +48,12 @@ def test_steps_are_near_those_of_float32(size):
     plain, low = _weights("adamw"), _weights("adamw_8bit")
     _train(plain, size, range(40))
     assert _train(low, size, range(40)) < 2
-    for (_, expected), (_, found) in zip(plain.named, low.named, strict=True):
-        assert torch.cosine_similarity(found.flatten(), expected.flatten(), dim=0) > 0.99
+    for (_, expected), (_, actual) in zip(plain.named, low.named, strict=True):
+        assert torch.cosine_similarity(actual.flatten(), expected.flatten(), dim=0) > 0.99
     assert low.resolution() == pytest.approx(plain.resolution(), rel=0.1)
     moments = [t for state in low.optimizer.state.values() for key, t in state.items() if key != "step"]
-    held = sum(weight_bytes(torch.nn.ParameterList([torch.nn.Parameter(t, False)])) for t in moments)
-    assert held == moment_bytes([weight for _, weight in low.named], "adamw_8bit") < 0.3 * 8 * 32 * 256
+    stored = sum(weight_bytes(torch.nn.ParameterList([torch.nn.Parameter(t, False)])) for t in moments)
+    assert stored == moment_bytes([weight for _, weight in low.named], "adamw_8bit") < 0.3 * 8 * 32 * 256
 
 
 @needs_torchao

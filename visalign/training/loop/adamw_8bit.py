@@ -63,7 +63,7 @@ class AdamW8bit:
 
     def second_moment(self, weight: Tensor) -> Tensor:
         """Return v of a weight."""
-        return read_moment(flat_state("v", self.state[weight]["exp_avg_sq"]), "v", 2)
+        return read_moment(split_state("v", self.state[weight]["exp_avg_sq"]), "v", 2)
 
     def _floor(self, group: Mapping[str, Any]) -> Tensor:
         weight = group["params"][0]
@@ -74,15 +74,15 @@ class AdamW8bit:
         return FLOOR * (self.second_moment(weight).mean() / unbiased).sqrt()
 
 
-def flat_state(name: str, value: Tensor) -> dict[str, Tensor]:
+def split_state(name: str, value: Tensor) -> dict[str, Tensor]:
     """Return a moment as plain tensors by name, for a file: codes, scale and table of one in eight bits."""
     if not is_traceable_wrapper_subclass(value) or isinstance(value, DTensor):
         return {name: value}
     return {f"{name}.{part}": getattr(value, part) for part in value.__tensor_flatten__()[0]}
 
 
-def whole_state(name: str, tensors: Mapping[str, Tensor], weight: Tensor) -> Tensor:
-    """Return the moment that `flat_state` took apart, on the device of its weight."""
+def join_state(name: str, tensors: Mapping[str, Tensor], weight: Tensor) -> Tensor:
+    """Return the moment that `split_state` took apart, on the device of its weight."""
     if name in tensors:
         return tensors[name]
     from torchao.optim.subclass_8bit import OptimState8bit  # type: ignore[import-not-found]  # optional
@@ -92,7 +92,7 @@ def whole_state(name: str, tensors: Mapping[str, Tensor], weight: Tensor) -> Ten
 
 
 def read_moment(tensors: Mapping[str, Tensor], name: str, power: int) -> Tensor:
-    """Return the first (`power` 1) or second moment that `flat_state` took apart, of the gradients before scaling."""
+    """Return the first (`power` 1) or second moment that `split_state` took apart, of the gradients before scaling."""
     if name in tensors:
         return tensors[name] / SCALE**power
     codes, scale, table = (tensors[f"{name}.{part}"] for part in ("codes", "scale", "qmap"))

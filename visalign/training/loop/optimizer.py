@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from visalign.errors import UserError
 from visalign.settings import Count, Natural, NonNegative, Positive, Share, settings
 
-from .adamw_8bit import AdamW8bit, flat_state, whole_state
+from .adamw_8bit import AdamW8bit, split_state, join_state
 from .checkpoint import Checkpoint, CheckpointError
 from .sharding import distribute_like, gathered
 
@@ -33,7 +33,7 @@ class AdamWSettings:
     name: Literal["adamw", "adamw_8bit"] = "adamw"
     """adamw, or adamw_8bit: moments in eight bits (torchao), 2 bytes of memory per trained number instead of 8."""
     lr: Positive = 3e-4
-    """Learning rate after the warm-up."""
+    """Learning rate after the warm-up; `find` compares five in short runs first."""
     warmup_updates: Natural = 0
     """Updates over which the learning rate rises linearly."""
     decay_updates: Count | None = None
@@ -176,7 +176,7 @@ class TrainedWeights:
             for name, master in self.masters
             if master in self.optimizer.state
             for key in MOMENTS
-            for part, value in flat_state(f"{name}.{key}", self.optimizer.state[master][key]).items()
+            for part, value in split_state(f"{name}.{key}", self.optimizer.state[master][key]).items()
         }
         return {"trainable": {name: m.detach() for name, m in self.masters}, "optimizer": moments}
 
@@ -196,7 +196,7 @@ class TrainedWeights:
         for name, master in self.masters:
             master.copy_(distribute_like(weights[name], master))
             if f"{name}.step" in moments:
-                state = {key: whole_state(f"{name}.{key}", moments, master) for key in MOMENTS}
+                state = {key: join_state(f"{name}.{key}", moments, master) for key in MOMENTS}
                 state |= {key: distribute_like(state[key], master) for key in MOMENTS if key != "step"}
                 if self.optimizer.defaults["fused"]:  # the fused kernel counts steps on the weight's device
                     state["step"] = state["step"].to(master.device)

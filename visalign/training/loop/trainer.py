@@ -53,6 +53,10 @@ SCALE_AGAIN_AFTER = 2000
 A = TypeVar("A", bound=Algorithm)
 
 
+class Diverged(CheckpointError):
+    """A trained weight is not finite."""
+
+
 @settings("run")
 class RunSettings:
     """Length of a run, and what it writes."""
@@ -347,7 +351,7 @@ class Trainer(Generic[A]):
         iteration = self.counters.iteration
         tensors = {**self.context.tensors, **self.weights.tensors(), "ema": self.ema.state()}
         if names := gather_object(checkpoint.not_finite(tensors["trainable"])):
-            raise CheckpointError(
+            raise Diverged(
                 f"after iteration {iteration} the weight {names[0]} is not finite: the run has diverged, and "
                 "no checkpoint of it is kept. Continue from the last whole one with a lower optimizer.lr, or "
                 "compute in bfloat16 or float32 where the model is in float16."
