@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from visalign.errors import UserError
 from visalign.settings import Count, Natural, NonNegative, Positive, Share, settings
 
-from .adamw_8bit import AdamW8bit, split_state, join_state
+from .adamw_8bit import AdamW8bit, join_state, split_state
 from .checkpoint import Checkpoint, CheckpointError
 from .sharding import distribute_like, gathered
 
