@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ needs_torchao = pytest.mark.skipif(find_spec("torchao") is None, reason="torchao
 SHAPES = {"matrix": (32, 256), "bias": (48,)}
 
 
-def _weights(name: str) -> TrainedWeights:
+def _weights(name: Any) -> TrainedWeights:
     named = [(key, torch.nn.Parameter(torch.zeros(shape))) for key, shape in SHAPES.items()]
     return TrainedWeights(named, OptimizerSettings(name=name, weight_decay=0.0))
 

@@ -161,8 +161,10 @@ class TrainedWeights:
                 if state := self.optimizer.state.get(master):
                     # v̂ = v / (1 − β₂ᵗ)
                     unbiased = 1 - group["betas"][1] ** float(state["step"])
-                    low = isinstance(self.optimizer, AdamW8bit)
-                    second = self.optimizer.second_moment(master) if low else gathered(state["exp_avg_sq"])
+                    if isinstance(self.optimizer, AdamW8bit):
+                        second = self.optimizer.second_moment(master)
+                    else:
+                        second = gathered(state["exp_avg_sq"])
                     squares = second.flatten()[::stride]
                     samples.append((squares.double() / unbiased).cpu())
         squares = torch.cat(samples) if samples else torch.zeros(0)
