@@ -263,6 +263,7 @@ class PolicyRun(Job):
     ) -> dict[str, Any]:
         """Write summary.json, and report.html, whose curve starts with the accuracy before training."""
         from visalign.evaluation import write_report, write_summary
+        from visalign.evaluation.pages.wording import unchanged_note
 
         output, evaluation, state = self.output, self.config.evaluation, result.counters.own
         metrics, phases = read_metrics(output / "metrics.jsonl"), {"evaluation": evaluating}
@@ -272,12 +273,9 @@ class PolicyRun(Job):
                     name = key.removeprefix("seconds/")
                     phases[name] = phases.get(name, 0.0) + value
         warnings = monitor_messages(state)
-        if before.has_same_samples(after):
-            warnings.append(
-                f"The result equals its start: all held-out {self.samples} and their scores are those of before "
-                "training. Train longer, or with a higher optimizer.lr."
-            )
-            self.trainer.progress.note(f"Warning: {warnings[-1]}")
+        if note := unchanged_note(before, after):
+            warnings.append(note)
+            self.trainer.progress.note(f"Warning: {note}")
         costs = {**self.costs(result, evaluating), "phases": phases, **self.counts(result.counters)}
         trained_on = {} if self.heldout_trained_on is None else {"heldout_prompts_trained_on": self.heldout_trained_on}
         spent = {

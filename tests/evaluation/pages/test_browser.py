@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
@@ -21,15 +23,17 @@ from visalign.data.sets.sources import shapes_pairs, write_rows
 from visalign.evaluation.pages.compare_page import compare_page
 from visalign.evaluation.pages.report import write_report
 from visalign.evaluation.pages.sample_page import sample_page
+from visalign.evaluation.pages.votes_page import progress_page
 from visalign.evaluation.probes.catalogue import select_probes
 from visalign.evaluation.rewards.judged_pairs import IntervalSettings
 from visalign.pipelines.compare.compare import compare_images, read_two
-from visalign.pipelines.evaluate.job import evaluate
+from visalign.pipelines.evaluate.job import evaluate, evaluate_sets
 from visalign.pipelines.probe.job import probe_reward, write_probe
 from visalign.pipelines.probe.reference import shapes_reference_set
 from visalign.pipelines.score.image_rows import ImageRow
 from visalign.pipelines.score.report import score_summary, write_score_page
 from visalign.pipelines.score.score import score_rows
+from visalign.pipelines.watch import build_page
 from visalign.rewards.catalogue import load_reward
 
 PATH = find_browser()
@@ -40,6 +44,8 @@ pytestmark = [
         reason="no Chromium on the path; on Debian: apt-get install chromium. The pages are unchecked",
     ),
 ]
+AXE = Path(os.environ.get("AXE", "node_modules/axe-core/axe.min.js"))
+"""Script of axe-core, where it is installed: AXE=FILE, or that of the working folder."""
 SIZES = {"desktop": (1280, 900), "phone": (390, 844)}
 MOST_TABS = 400
 FOCUSED = """(() => { const e = document.activeElement;
@@ -158,7 +164,43 @@ def _report(folder: Path, make: Callable[..., Any] = make_result, **options: Any
     )
 
 
+def _sets(folder: Path) -> Path:
+    rng = np.random.default_rng(0)
+    names = ("a_set_with_a_long_name_without_any_spaces", "b")
+    for name in names:
+        rows = [{"image": f"{k}.png", "mos": k % 7, "good": k % 7 + rng.normal(), "other": k % 3} for k in range(30)]
+        (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    settings = IntervalSettings(resamples=100)
+    sources = [str(folder / f"{name}.jsonl") for name in names]
+    evaluate_sets(sources, columns=("good", "other"), output=folder / "sets", settings=settings)
+    return folder / "sets" / "leaderboard.html"
+
+
+def _watch(folder: Path) -> Path:
+    runs = [folder / "watch" / name for name in ("a_run_with_a_long_name_without_any_spaces_in_it", "b", "none")]
+    for run in runs[:2]:
+        (run / "samples").mkdir(parents=True)
+        Image.new("RGB", (512, 64)).save(run / "samples" / "000000.png")
+        (run / "config.yaml").write_text("run: {iterations: 9}\n")
+        rows = [{"iteration": k, "reward_mean": k / 9, "kl": 0.1 * k, "seconds": 9.0} for k in range(1, 4)]
+        (run / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (runs[1] / "ended.txt").write_text("failed\nOut of memory (a message with a/rather/long/path/without/spaces).\n")
+    (page := folder / "watch.html").write_text(build_page(runs, reload=60))
+    return page
+
+
+def _progress(folder: Path) -> Path:
+    voters = [{"name": "Ada", "is_judge": False, "votes": 3, "seconds": 2.0, "last": 0.0}]
+    counts = {"tasks": 9, "goal": 3, "votes": 3, "target": 27, "voters": voters}
+    page = folder / "progress.html"
+    page.write_text(progress_page(counts, vote_url="http://here/?invite=x", file="v.sqlite"))
+    return page
+
+
 PAGES: dict[str, Callable[[Path], Path]] = {
+    "sets": _sets,
+    "watch": _watch,
+    "progress": _progress,
     "compare": _compare,
     "probe": _probe,
     "evaluate": _evaluate,
@@ -240,6 +282,19 @@ def test_a_page_is_used_by_keyboard(browser: Browser, page_of: Callable[[str], P
     browser.until("location.hash", "#content")
     assert browser.value("document.querySelectorAll('h1').length") == 1
     assert browser.value("document.documentElement.lang") == "en"
+
+
+@pytest.mark.skipif(not AXE.is_file(), reason="npm install axe-core in the working folder to check the pages by it")
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("name", PAGES)
+def test_axe_finds_nothing_serious(browser: Browser, page_of: Callable[[str], Path], name: str, dark: bool) -> None:
+    browser.open(page_of(name), width=390 if dark else 1280, height=900, dark=dark)
+    browser.value(f"{AXE.read_text()};0")
+    found = browser.value(
+        "axe.run().then(r => r.violations.filter(v => ['serious', 'critical'].includes(v.impact))"
+        ".map(v => [v.id, v.nodes[0].html.slice(0, 200)]))"
+    )
+    assert found == []
 
 
 def _luminance(colour: list[float]) -> float:

@@ -20,6 +20,7 @@ from tests.support.evaluation_samples import TAGS, blind_result, make_result, ma
 from visalign.evaluation import HeldoutResult, compare, write_report, write_summary
 from visalign.evaluation.pages.base import data_uri, number
 from visalign.evaluation.pages.samples import failures, galleries, take_in_turn
+from visalign.evaluation.pages.wording import unchanged_note
 
 VOID = {"meta", "img", "br", "hr", "link", "input", "line", "circle", "path"}
 HOSTILE = '<script>alert("x")</script> & "red" circle\'s'
@@ -117,6 +118,18 @@ def test_the_page_says_whether_the_prompts_were_trained_on(tmp_path: Path, seen:
     assert words in page.text and "never trained on" not in page.text
     blind = report(tmp_path, blind_result(), blind_result(), trained_prompts=seen)
     assert words.removesuffix(", each drawn") + ", from the same noise" in blind.text
+
+
+def test_what_voids_the_verdict_stands_above_it_and_what_is_missing_says_how_to_get_it(tmp_path: Path) -> None:
+    same = make_result(0.5)
+    warned = unchanged_note(same, same)
+    page = report(tmp_path / "same", same, same, trained_prompts=12, warnings=[warned, "the KL rose"], metrics=METRICS)
+    assert page.source.count('class="banner"') == 2 and page.text.count("The result equals its start") == 1
+    assert "Every held-out prompt was trained on" in page.text and "the KL rose" in page.text
+    heldout = any(key.startswith("heldout/") for row in METRICS for key in row)
+    assert ("No held-out curve: set evaluation.every" in page.text) is not heldout
+    sound = report(tmp_path / "sound", make_result(0.25), make_result(0.5), metrics=[{"iteration": 1, "loss": 1.0}])
+    assert 'class="banner"' not in sound.source and "No held-out curve: set evaluation.every" in sound.text
 
 
 def test_nothing_is_fetched_and_nothing_runs(tmp_path: Path) -> None:

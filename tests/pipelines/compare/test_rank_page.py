@@ -88,6 +88,7 @@ def test_the_page_shows_images_and_reasons(names: list[str]) -> None:
     blind = record(names[:2], BrightnessPairs(fails=lambda left, right: True))
     empty = ranking_page(blind)
     assert "No image could be scored." in empty and "no answer" in empty
+    assert '<p class="banner" role="alert">far off' in ranking_page(blind | {"warning": "far off"})
 
 
 def test_names_lose_only_what_all_share() -> None:

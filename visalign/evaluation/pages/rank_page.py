@@ -47,7 +47,8 @@ def rank_page(result: Mapping[str, Any], images: Mapping[str, Mapping[str, Any] 
         images=images,
         shown=SHOWN,
         names=short_names(row["image"] for row in result["images"]),
-        sentences=list(filter(None, [*sentences(result), source, result["warning"]])),
+        banners=[result["warning"]] if result["warning"] else [],
+        sentences=list(filter(None, [*sentences(result), source])),
     )
 
 

@@ -69,6 +69,7 @@ def write_report(
     phases = sorted((costs.get("phases") or {}).items(), key=lambda phase: -phase[1])  # the longest first
     other_rewards = [row for row in comparison.rewards if not row.repeats_accuracy]
     height, width = after.images.shape[1:3]
+    banners = wording.void_notes(before, after, trained_prompts)
     curves, at_zero = panels(metrics, known_curves(metrics), start=start)
     page = render_page(
         "report.html.j2",
@@ -87,7 +88,9 @@ def write_report(
         title=title,
         panels=curves,
         at_zero=at_zero,
-        warnings=warnings,
+        banners=banners,
+        warnings=[warning for warning in warnings if warning not in banners],
+        has_heldout_curve=any(panel.curve.keys[0].startswith("heldout/") for panel in curves),
         over_time=[(number, data_uri(np.asarray(Image.open(path)))) for number, path in over_time],
         config=[(name, setting(value)) for name, value in flatten(config).items()],
         versions=versions,

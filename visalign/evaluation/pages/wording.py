@@ -113,6 +113,28 @@ def headline(
     }
 
 
+def unchanged_note(before: HeldoutResult, after: HeldoutResult) -> str:
+    """Warn of a result that equals its start; empty for any other."""
+    if not before.has_same_samples(after):
+        return ""
+    return (
+        f"The result equals its start: all held-out {kind_of(after).plural} and their scores are those of before "
+        "training. Train longer, or with a higher optimizer.lr."
+    )
+
+
+def void_notes(before: HeldoutResult, after: HeldoutResult, trained_prompts: int | None) -> list[str]:
+    """Say why the headline of a report means nothing, for its banners."""
+    memory = trained_prompts is not None and trained_prompts >= len(set(before.keys))
+    notes = (
+        unchanged_note(before, after),
+        "Every held-out prompt was trained on, so the numbers say nothing about new prompts. Set data.heldout."
+        if memory
+        else "",
+    )
+    return [note for note in notes if note]
+
+
 def _trained_on(count: int, trained_prompts: int | None) -> str:
     """Say how many of the prompts the model knows from training."""
     if trained_prompts is None:
