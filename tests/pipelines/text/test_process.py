@@ -174,5 +174,5 @@ def test_what_it_would_do_and_what_it_refuses(inputs: Path, tmp_path: Path) -> N
         file.write_text("\n".join(map(json.dumps, lines)))
         with pytest.raises(UserError, match=message):
             run(_config(inputs, f"data.train={file}"), tmp_path / "bad")
-    with pytest.raises(UserError, match=r"AutoModelForTokenClassification cannot load .* Correct the path"):
+    with pytest.raises(FileNotFoundError, match=r"There is no model folder .*nothing\. Give a folder that holds"):
         run(_config(inputs, f"model.path={tmp_path}/nothing"), tmp_path / "bad")

@@ -37,7 +37,7 @@ def refer_to_images(path: str | Path, number: int, row: Mapping[str, Any], names
     cells = dict(row)
     for name, cell in row.items():
         is_image = name.startswith("image")
-        if is_image and isinstance(cell, list) and len(cell) == 1:
+        if is_image and isinstance(cell, list) and len(cell) == 1 and isinstance(cell[0], str | bytes | dict):
             cells[name] = cell[0]
         content = cells[name]
         if isinstance(content, dict) and (is_image or content.keys() == {"bytes", "path"}):
