@@ -73,12 +73,11 @@ class EditReward:
     @cached_property
     def _loaded(self) -> tuple[VisionLanguageEngine, list[RanknetHead]]:
         path = find_weights(self._model)
-        options = {"default_base": None, "heads": "rm_heads.", **self._options}
-        engine, state = published_engine(path, self._base, **options)
-        if engine.model.config.model_type == "qwen3_vl" and "positions" not in self._options:
+        engine, state = published_engine(path, self._base, default_base=None, heads="rm_heads.", **self._options)
+        if engine.model.config.model_type == "qwen3_vl" and engine.positions == "1d":
             raise RewardError(
-                "The base is a Qwen3-VL, which the released code reads with three-axis positions and images in its "
-                "processor's sizes; give positions='mrope', and min_pixels and max_pixels of that processor."
+                "The base is a Qwen3-VL, which was trained with three-axis positions and its processor's sizes of "
+                "images; give positions='mrope', min_pixels and max_pixels."
             )
         engine.model.eval().requires_grad_(False)
         heads = [_pop_head(state, number).to(engine.network.device) for number in range(2)]

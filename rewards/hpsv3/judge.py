@@ -5,9 +5,9 @@ Source: Ma et al., "HPSv3: Towards Wide-Spectrum Human Preference Score", arXiv 
 the files and folders that are read; published weights are asked in the words of their training.
 
 Differences from the released inference: the standard deviation is returned, not its logarithm; the head runs
-at the reward token alone; a reward token in a prompt is escaped; the mode of positions is explicit. By the
-released code the published weights were trained with plain positions ("1d"), their default here; under
-three-axis positions the same weights give other scores.
+at the reward token alone; a reward token in a prompt is escaped; the mode of positions is explicit; files are
+read as by all judges (upright, over white, 16 bits scaled). By the released code the published weights were
+trained with plain positions ("1d"), their default here; under three-axis positions they give other scores.
 
 The standard deviation of the published weights carries little: their training averages −ln σ(z) over draws,
 which falls as the deviation shrinks, and so collapses it (`visalign.core.preference.uncertainty` has the

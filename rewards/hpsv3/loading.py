@@ -91,8 +91,7 @@ def _load_ours(folder: Path, base: str | Path | None, template: Template | None,
 def _load_published(path: Path, base: str | Path | None, template: Template | None, **options: Any) -> HPSv3Model:
     engine, tensors = published_engine(path, base, default_base=BASE, heads="rm_head.", **options)
     head = RanknetHead.from_state_dict(tensors).to(engine.network.device)
-    template = template or engine.template("hpsv3", PUBLISHED_TEMPLATE)
-    return HPSv3Model(engine, head, template=template, clamp=None)
+    return HPSv3Model(engine, head, template=template or engine.template("hpsv3", PUBLISHED_TEMPLATE), clamp=None)
 
 
 def published_engine(

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -141,8 +141,8 @@ class VideoAlign:
         """(engine, head [1 or 3, H], the checkpoint's settings of `_read_config` with the options)."""
         root, weights = _find_files(find_weights(self._model))
         config = _read_config(root / CONFIG)
-        config["fps"] = config["fps"] if self._fps is None else self._fps
-        config["max_pixels"] = config["max_pixels"] if self._max_pixels is None else self._max_pixels
+        options = {"fps": self._fps, "max_pixels": self._max_pixels}
+        config |= {name: value for name, value in options.items() if value is not None}
         source = find_model(self._base, SMALL_FILES)
         state = merge_lora(read_tensors(weights), config["lora_scale"], self._options["dtype"])
         head = state.pop("rm_head.weight", None)
@@ -210,10 +210,7 @@ class VideoAlign:
         if clip_fps is not None and not _is_rate(clip_fps):
             return None, f'"fps" of its record is {clip_fps!r}; allowed are numbers above 0'
         engine, _, config = self._loaded
-
-        def choose(length: int) -> list[int] | str:
-            return sample_frames(length, clip_fps=clip_fps, fps=config["fps"], frames=self._frames)
-
+        choose = partial(sample_frames, clip_fps=clip_fps, fps=config["fps"], frames=self._frames)
         frames, reason = read_clip(where, clip, choose)
         if reason is not None:
             return None, reason
