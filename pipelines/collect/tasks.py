@@ -148,6 +148,8 @@ def _read(source: str, prompt: str | None) -> Sequence[Task | ImageRow]:
             return [_pair_task(pair) for pair in records.pairs]
         return [ImageRow(image=record.image, prompt=record.prompt) for record in records.records]
     path = find_table(source)
+    if not path.exists():
+        raise UserError(f"There is no folder, table or image '{source}'.")
     if (path / SAMPLED).is_file():
         path /= SAMPLED
     if "image_left" in usual_names(first := first_row(path), {}, judged=False) or "image_left" in first:

@@ -57,7 +57,7 @@ class ImageRow:
     prompt: str
     metadata: Mapping[str, Any] | None = None
     """The prompt's record for verifiers."""
-    seed: str | None = None
+    seed: int | str | None = None
     """Seed of the image, where a table has the column."""
     content: bytes | None = field(default=None, repr=False)
     """The image's file, where it travels with the row."""
@@ -213,8 +213,7 @@ def table_row(path: Path, row: Row, prompt: str | None) -> ImageRow:
         raise UserError(f"'metadata' is not JSON ({why_unreadable(error)}).") from error
     if not isinstance(metadata, Mapping | None):
         raise UserError(f"'metadata' is a {type(metadata).__name__}, needed is an object.")
-    seed = row.get("seed")
-    return ImageRow(image=image, prompt=text, metadata=metadata, seed=None if seed is None else str(seed))
+    return ImageRow(image=image, prompt=text, metadata=metadata, seed=row.get("seed"))
 
 
 def _walk(folder: Path, clips: bool, skipped: Counter[str]) -> Iterator[Path]:

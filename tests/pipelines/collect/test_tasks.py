@@ -130,12 +130,14 @@ def test_two_folders_make_pairs_across_them_of_one_prompt_and_seed(tmp_path, tab
         assert [Path(image).parent.name for image in task.images] == models and sorted(models) == ["flux", "sd"]
         assert len({Path(image).stem.split("_")[1] for image in task.images}) == 1
     assert {task.extra["generator_left"] for task in tasks} == {"flux", "sd"}
-    assert all(("seed" in task.extra) == table for task in tasks)
+    assert all(isinstance(task.extra.get("seed"), int) == table for task in tasks)
 
 
 def test_folders_without_common_seeds_or_prompts(tmp_path):
     folders = [sampled(tmp_path / name, range(k, k + 2), ("x",)) for k, name in ((0, "a"), (5, "b"), (9, "c"))]
     tasks = read_tasks(folders, single=False, per_prompt=99)
     assert len(tasks) == 12 and len(read_tasks(folders, single=False)) == 10
+    with pytest.raises(UserError, match=r"There is no folder, table or image 'nowhere'"):
+        read_tasks([folders[0], "nowhere"], single=False)
     with pytest.raises(UserError, match=r"a, d share no prompt, and of several folders pairs are formed across them"):
         read_tasks([folders[0], sampled(tmp_path / "d", range(2), ("other",))], single=False)
