@@ -109,7 +109,7 @@ def _find(config: Any, output: Path, run: Callable[..., RunSummary]) -> float:
         console.print(f"Learning rate {rate:g} ({number} of {len(rates)})", highlight=False)
         try:
             ended = read_object(folder / "summary.json") if (folder / "summary.json").is_file() else None
-            row = _measured(config, ended or run(*_prepared(config, rate, folder, output), resume=True))
+            row = measure_change(config, ended or run(*_prepared(config, rate, folder, output), resume=True))
         except Diverged:
             row = {"change": None, "note": "diverged"}
         rows.append({"lr": rate, **row})
@@ -147,7 +147,7 @@ def _prepared(config: Any, rate: float, folder: Path, output: Path) -> tuple[Any
     return short, folder
 
 
-def _measured(config: Any, summary: Mapping[str, Any]) -> dict[str, Any]:
+def measure_change(config: Any, summary: Mapping[str, Any]) -> dict[str, Any]:
     """Return the held-out change of a short run, and why it does not count."""
     note = "stopped by the monitor" if summary["stopped"] == "monitor" else ""
     gain, before, after = summary.get("gain"), summary["before"], summary["after"]

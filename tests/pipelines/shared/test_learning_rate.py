@@ -15,7 +15,7 @@ from visalign.errors import UserError
 from visalign.pipelines.flow_grpo import job
 from visalign.pipelines.flow_grpo.job import FlowGRPOConfig
 from visalign.pipelines.jobs import load_job
-from visalign.pipelines.shared.learning_rate import requested, run_with_found_rate
+from visalign.pipelines.shared.learning_rate import measure_change, requested, run_with_found_rate
 from visalign.pipelines.shared.run_folder import RunSummary
 from visalign.pipelines.text.supervised import TextSFTConfig
 from visalign.training.loop.trainer import Diverged
@@ -93,3 +93,22 @@ def test_the_plan_names_the_rates_and_what_cannot_be_compared_is_refused(tmp_pat
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match="runs in one process"):
         run_with_found_rate(load_config(FlowGRPOConfig), tmp_path / "run", run=_run_of([], {}))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "summary", "change"),
+    [
+        ([], {"gain": {"estimate": 0.2}, "before": {}, "after": {}}, 0.2),
+        ([], {"before": {"srcc": 0.5}, "after": {"accuracy": None, "srcc": 0.75}}, 0.25),
+        (["evaluation.correctness=null"], {"gain": {}, "higher_is_better": True}, 3.0),
+        (["evaluation.correctness=null"], {"gain": {}, "higher_is_better": False}, -1.0),
+    ],
+)
+def test_the_change_is_of_verdicts_of_a_measure_or_of_the_weighted_rewards(overrides, summary, change):
+    terms = "rewards.terms={up: {name: sharpness}, other: {name: sharpness, weight: 2.0}}"
+    config = load_config(FlowGRPOConfig, None, [terms, "rewards.allow_mixed_units=true", *overrides])
+    if "higher_is_better" in summary:
+        directions = {"up": {"higher_is_better": True}, "other": {"higher_is_better": summary["higher_is_better"]}}
+        rewards = {"up": {"estimate": 1.0}, "other": {"estimate": 1.0}}
+        summary = {"gain": {}, "before": {"rewards": directions}, "after": {}, "changes": {"rewards": rewards}}
+    assert measure_change(config, {"stopped": "finished", **summary})["change"] == pytest.approx(change)
