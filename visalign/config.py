@@ -62,9 +62,11 @@ def resolve_config(name_or_path: str | Path) -> Path:
         return packaged
     problem = "is a folder, not a YAML file" if path.is_dir() else "does not exist"
     names = list_configs()
+    begun = [other for other in names if name and other.startswith(f"{name}_")]
+    similar = f"Names that begin so: {', '.join(begun)}. " if begun else suggestion(name, names)
     raise ConfigError(
-        f"Configuration '{name_or_path}' {problem}. {suggestion(name, names)}Give a path "
-        f"or the name of a packaged configuration: {', '.join(names)}."
+        f"Configuration '{name_or_path}' {problem}. {similar}Give the path of a YAML file, or one of the {len(names)} "
+        "names that `visalign configs` lists."
     )
 
 

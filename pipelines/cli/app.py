@@ -16,6 +16,7 @@ from typing import Annotated, Any
 from rich.console import Console
 from typer import Argument, Exit, Option, Typer, echo
 
+from visalign.errors import UserError
 from visalign.versions import visalign_version
 
 from .agree import agree
@@ -237,6 +238,8 @@ def export_lora(
     from visalign.pipelines.shared.run_folder import model_of, new_file
 
     new_file(output, endings=(".safetensors",))
+    if (run / "model").is_dir() and not (run / "lora").is_dir():
+        raise UserError(f"{run} trained the whole model, so it has no LoRA. Load {run / 'model'} itself.")
     path, config = (model, None) if model else model_of(run)
     family = None
     with suppress(*(() if model else (ValueError, OSError))):  # the run's model may be on another machine
@@ -259,10 +262,11 @@ def push(
 
     With --dry-run the card is written and the files are listed, without network.
     """
-    from visalign.pipelines.shared.hub import check_push, push_run
+    from visalign.pipelines.shared.hub import check_name, check_push, push_run
     from visalign.pipelines.shared.model_card import result_of, write_card
 
     result_of(run)
+    check_name(name)
     if dry_run:
         folder = write_card(run, license=license, repo=name)
         files = sorted(file for file in folder.rglob("*") if file.is_file())

@@ -62,7 +62,12 @@ def show_configs(
         if all(_has_words(text, words or "") for words, text in searched):
             table.add_row(Text(name, no_wrap=True), Text(used), Text(title))
     if not table.row_count:
-        raise UserError("No packaged configuration fits. `visalign configs` without options lists all of them.")
+        options = {"--family": family, "--algorithm": algorithm, "--search": search}
+        filters = " ".join(f"{option} {words!r}" for option, words in options.items() if words)
+        raise UserError(
+            f"No packaged configuration fits {filters}. Leave one out; `visalign configs` alone lists all with their "
+            "algorithms."
+        )
     console.print(table)
     console.print("Show one: visalign configs NAME. Run one: visalign train NAME.", highlight=False)
 

@@ -200,7 +200,7 @@ def column_scores(pairs: PreferenceSet, name: str, *, higher_is_better: bool = T
             f"'{pairs.name}' has no scores {name!r}: needed are the columns {name}_left and {name}_right, or "
             f"{prob}. Found besides the set's own: "
             f"{listed(nearest_first(name, sorted(columns)), limit=20) or 'none'}. "
-            f"--scores {name}=COLUMN or {name}=LEFT,RIGHT names others."
+            f"In the file, --scores {name}=COLUMN or {name}=LEFT,RIGHT names others."
         )
     if not higher_is_better:
         raise UserError(

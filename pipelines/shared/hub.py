@@ -15,10 +15,15 @@ from visalign.hub import hub_outage
 from .model_card import write_card
 
 
-def check_push(name: str, *, then: str) -> None:
-    """Refuse an upload that cannot succeed: the name, the token, the network; `then` says how to upload later."""
+def check_name(name: str) -> None:
+    """Refuse a name that the hub would refuse."""
     if not re.fullmatch(r"([\w][\w.-]*/)?[\w][\w.-]*", name):
         raise UserError(f"The name on the hub is {name!r}. Give owner/name, such as me/my-lora.")
+
+
+def check_push(name: str, *, then: str) -> None:
+    """Refuse an upload that cannot succeed: the name, the token, the network; `then` says how to upload later."""
+    check_name(name)
     if not get_token():
         raise UserError(f"No token for {constants.ENDPOINT} is stored. Run `hf auth login`, or set HF_TOKEN. {then}")
     if reason := hub_outage():

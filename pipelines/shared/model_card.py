@@ -76,7 +76,9 @@ def write_card(run: Path, *, license: str | None = None, repo: str | None = None
     samples = _save_images(before, after, folder)
     name = config["run"].get("license") if license is None else license
     fields = base_model(config["model"]["path"]) | ({} if name is None else _license(name))
-    is_lora, code = folder.name == "lora", summary.get("load_code", "").replace(str(folder), repo or str(folder))
+    written = rf"(?:[^\"'\n]*/)?{re.escape(run.absolute().name)}/{folder.name}(?=[\"'])"  # as the run named it
+    is_lora = folder.name == "lora"
+    code = re.sub(written, lambda _: repo or str(folder), summary.get("load_code", ""))
     if samples and not before.sources:
         code += f"\nimage = pipe({json.dumps(samples[0][0])}).images[0]"
     text = [

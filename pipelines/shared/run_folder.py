@@ -145,7 +145,8 @@ def new_file(path: Path | None, *, endings: Sequence[str] = ()) -> None:
     if path is None:
         return
     if endings and path.suffix.lower() not in endings:
-        raise UserError(f"'{path}' ends in '{path.suffix}'; what is written there ends in {' or '.join(endings)}.")
+        ending = f"ends in '{path.suffix}'" if path.suffix else "has no ending"
+        raise UserError(f"'{path}' {ending}; what is written there ends in {' or '.join(endings)}.")
     check_place(path)
     if path.exists():
         raise UserError(f"'{path}' exists, and nothing is overwritten. Give another name or remove it.")

@@ -35,6 +35,7 @@ def local_folder(folder_or_id: str | Path, content: str) -> Path | None:
     kind = "file" if folder.suffix in (".safetensors", ".ckpt", ".gguf") else "folder"
     raise FileNotFoundError(
         f"There is no model {kind} {folder}. Give a folder that {content} or a hub name of the form owner/name."
+        f"{' Correct the path.' if kind == 'file' else ''}"
     )
 
 

@@ -157,3 +157,10 @@ def test_the_family_is_that_of_the_runs_model(family, path, message, tmp_path):
     saved(family, tmp_path)
     done = CliRunner().invoke(app, ["export-lora", str(tmp_path / "lora"), "-o", str(tmp_path / "k.safetensors")])
     assert message in " ".join(done.output.split())
+
+
+def test_a_run_of_the_whole_model_has_no_lora_to_export(tmp_path):
+    (tmp_path / "model").mkdir()
+    done = CliRunner().invoke(app, ["export-lora", str(tmp_path), "-o", str(tmp_path / "k.safetensors")])
+    assert done.exit_code == 2 and "trained the whole model, so it has no LoRA" in " ".join(done.output.split())
+    assert not (tmp_path / "k.safetensors").exists()

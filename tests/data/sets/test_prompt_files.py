@@ -64,6 +64,8 @@ def test_refused_files(tmp_path, name, text, message):
 def test_missing_file_names_the_embedded_sets():
     with pytest.raises(UserError, match=r"no prompt set 'shapes:test'.*shapes:train, shapes:heldout"):
         load_prompts("shapes:test")
+    with pytest.raises(UserError, match=r"'a\.csv': there is no such file\. Correct the path"):
+        load_prompts("a.csv")
 
 
 def test_a_source_may_be_a_list_of_images(tmp_path):

@@ -146,3 +146,10 @@ def test_what_cannot_be_pushed_is_named(tmp_path, monkeypatch):
     assert "is no run folder: it has no config.yaml" in push(tmp_path, "me/first")[1]
     (run / "summary.json").unlink()
     assert "has not ended, so it has no result. Finish it: visalign train" in push(run, "me/first")[1]
+
+
+def test_the_code_loads_the_hub_s_result_however_the_run_is_named(tmp_path, monkeypatch):
+    run_folder(tmp_path / "first", model=base_folder(tmp_path / "base"))
+    monkeypatch.chdir(tmp_path)
+    text = (write_card(Path("first"), repo="me/lora") / "README.md").read_text()
+    assert 'load_lora_weights("me/lora")' in text
