@@ -34,8 +34,8 @@ def local_folder(folder_or_id: str | Path, content: str) -> Path | None:
         raise UserError(f"{name} is an address. Download the file, and give its path.")
     kind = "file" if folder.suffix in (".safetensors", ".ckpt", ".gguf") else "folder"
     raise FileNotFoundError(
-        f"There is no model {kind} {folder}. Give a folder that {content} or a hub name of the form owner/name."
-        f"{' Correct the path.' if kind == 'file' else ''}"
+        f"There is no model {kind} {folder}. {'Correct the path, or give' if kind == 'file' else 'Give'} a folder that "
+        f"{content} or a hub name of the form owner/name."
     )
 
 

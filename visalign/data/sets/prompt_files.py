@@ -138,10 +138,10 @@ def load_prompts(
         return EMBEDDED[str(source)]()
     path, name = find_table(source), f"prompt file {source}"
     if not path.is_dir() and (path.suffix.lower() not in (".txt", *READERS) or not path.is_file()):
-        is_missing = path.suffix.lower() in (".txt", *READERS) and not path.exists()
-        fault = "there is no such file. Correct the path, or give" if is_missing else "it is not one of those read. Give"
+        if path.suffix.lower() in (".txt", *READERS) and not path.exists():
+            raise UserError(f"no prompt set {str(source)!r}: there is no such file. Correct the path.")
         raise UserError(
-            f"no prompt set {str(source)!r}: {fault} a .txt file (a prompt per line), {', '.join(READERS)} file (a "
+            f"no prompt set {str(source)!r}: give a .txt file (a prompt per line), {', '.join(READERS)} file (a "
             f"record per row), folder of images with captions, {FORMS}, or {', '.join(packaged)} (packaged)."
         )
     records: dict[tuple[str, ...], tuple[int, Record]] = {}

@@ -94,8 +94,7 @@ def require_columns(path: str | Path, row: Row, needed: Iterable[str], *, purpos
             hint += "There is one column; those of a CSV are separated by , ; | or tabs. "
         raise UserError(
             f"'{path}' {lacks} the column{'s' if len(missing) > 1 else ''} {', '.join(map(repr, missing))}, needed "
-            f"for {purpose}. {hint}Found: {listed(nearest_first(missing[0], columns), limit=20) or 'none'}. "
-            "Rename a column, or name it where the command has --map OURS=THEIRS."
+            f"for {purpose}. {hint}Found: {listed(nearest_first(missing[0], columns), limit=20) or 'none'}."
         )
 
 
