@@ -32,10 +32,10 @@ def local_folder(folder_or_id: str | Path, content: str) -> Path | None:
         return None
     if name.startswith(("http://", "https://")):
         raise UserError(f"{name} is an address. Download the file, and give its path.")
-    kind = "file" if folder.suffix in (".safetensors", ".ckpt", ".gguf") else "folder"
+    is_file = folder.suffix in (".safetensors", ".ckpt", ".gguf")
+    kind, remedy = ("file", "Correct the path, or give") if is_file else ("folder", "Give")
     raise FileNotFoundError(
-        f"There is no model {kind} {folder}. {'Correct the path, or give' if kind == 'file' else 'Give'} a folder that "
-        f"{content} or a hub name of the form owner/name."
+        f"There is no model {kind} {folder}. {remedy} a folder that {content} or a hub name of the form owner/name."
     )
 
 
