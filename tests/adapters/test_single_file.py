@@ -247,7 +247,7 @@ def test_damaged_folders(models, tmp_path, damage, message):
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("nowhere.safetensors", r"There is no model file nowhere.safetensors\. Give a folder"),
+        ("nowhere.safetensors", r"There is no model file nowhere.safetensors\. Correct the path, or give a folder"),
         (
             "https://civitai.com/api/download/models/1",
             r"models/1 is an address\. Download the file, and give its path",
