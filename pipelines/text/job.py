@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from visalign.data.assets import resolve_model
 from visalign.evaluation import HeldoutResult
 from visalign.evaluation.heldout.text import evaluate_text
 from visalign.pipelines.shared.job import PolicyRun, build_trainer, on_the_way, result_folder, run_job
@@ -175,6 +176,10 @@ def planned_evaluation(config: Any, heldout: Records) -> dict[str, int]:
 
 def plan(config: TextConfig, inputs: TextInputs | None = None) -> dict[str, Any]:
     """Plan the batches of a job, in groups of entries."""
+    from visalign.adapters.causal_lm.loading import CONTENT
+    from visalign.adapters.model_folder import local_folder
+
+    local_folder(str(resolve_model(config.model.path)), CONTENT)  # a dry run reads nothing else of the model
     inputs = inputs or prepare(config)
     rollout, per_iteration = config.rollout, config.optimizer.updates_per_iteration
     completions = rollout.prompts_per_iteration * rollout.group_size

@@ -27,7 +27,7 @@ from visalign.pipelines.shared.job import TrainingInterrupted
 from visalign.pipelines.text import job as text_grpo
 from visalign.pipelines.text import job as text_ppo
 from visalign.pipelines.text.config import ServerConfig
-from visalign.pipelines.text.job import TextGRPOConfig, TextPPOConfig, load_code
+from visalign.pipelines.text.job import TextGRPOConfig, TextPPOConfig, load_code, plan
 from visalign.pipelines.text.parts import prepare, syncing
 from visalign.rewards.base.contract import RewardError
 from visalign.training.loop.judging import RewardFailure
@@ -96,6 +96,11 @@ def test_a_run_leaves_the_page_of_an_image_run(finished):
         "for from_pretrained, by the code in report.html)",
     ]
     assert scope["model"].config.vocab_size and scope["tokenizer"].chat_template
+
+
+def test_a_dry_run_names_a_missing_model():
+    with pytest.raises(FileNotFoundError, match="There is no model folder nowhere"):
+        plan(_grpo("model.path=nowhere"))
 
 
 def test_the_code_loads_adapters_and_models_that_see():
