@@ -128,9 +128,11 @@ class Command(TyperCommand):
     def _refuse_dashed_settings(self, ctx: Any, args: list[str]) -> None:
         """Answer --learning_rate, as TRL's scripts have it, by our setting."""
         parameters = self.get_params(ctx)
-        known = {name for parameter in parameters for name in (*parameter.opts, *parameter.secondary_opts)}
-        named = [arg.partition("=")[0] for arg in args if arg.startswith("--") and arg != "--"]
-        if (wrong := [name for name in named if name not in known]) and any(p.name == "overrides" for p in parameters):
+        option_names = {name for parameter in parameters for name in (*parameter.opts, *parameter.secondary_opts)}
+        dashed_names = [arg.partition("=")[0] for arg in args if arg.startswith("--") and arg != "--"]
+        if (wrong := [name for name in dashed_names if name not in option_names]) and any(
+            p.name == "overrides" for p in parameters
+        ):
             from visalign.other_names import OTHER_NAMES
 
             keys = [name.lstrip("-").replace("-", "_") for name in wrong]

@@ -73,7 +73,7 @@ def show_configs(
 
 
 def _has_words(text: str, words: str) -> bool:
-    """Whether each word stands in a text, whatever its case, dots, hyphens and underscores.
+    """Check that each word stands in a text, whatever its case, dots, hyphens and underscores.
 
     >>> _has_words("sd35_grpo_guard", "SD3.5 grpo-guard")
     True

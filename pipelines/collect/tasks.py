@@ -152,7 +152,7 @@ def _read(source: str, prompt: str | None) -> Sequence[Task | ImageRow]:
         raise UserError(f"There is no folder, table or image '{source}'.")
     if (path / SAMPLED).is_file():
         path /= SAMPLED
-    if "image_left" in usual_names(first := first_row(path), {}, judged=False) or "image_left" in first:
+    if "image_left" in usual_names(first := first_row(path), {}, is_judged=False) or "image_left" in first:
         return [_row_task(path, number, row, prompt) for number, row in read_table(path, {})]  # they need no label
     return image_rows([path], prompt)
 

@@ -59,7 +59,7 @@ def read_set(
     columns = columns or Columns()
     path = Path(source) if is_named_set(source) else find_table(source)
     first = first_row(path)
-    columns_of_first = {**first, **usual_names(first, columns.names, judged=False)}
+    columns_of_first = {**first, **usual_names(first, columns.names, is_judged=False)}
     if is_named_set(source) or "image_left" in columns_of_first or "image_right" in columns_of_first:
         records = load_source(source if is_named_set(source) else str(path), limit=limit, columns=columns)
         if isinstance(records, PreferenceSet):

@@ -122,32 +122,32 @@ def _sentence(config: Mapping[str, Any], fields: Mapping[str, Any], *, is_lora: 
 
 def base_model(path: str) -> dict[str, Any]:
     """Return base_model and licence of a model for a card's header, as far as the machine knows them."""
-    folder, found, card = Path(resolve_model(path)), {}, None
+    folder, entries, card = Path(resolve_model(path)), {}, None
     if Path(path).name in PACKAGED:
         return {"license": "apache-2.0"}
     if not folder.exists() and re.fullmatch(HUB_ID, path):
-        found["base_model"], card = path, try_to_load_from_cache(path, CARD)
+        entries["base_model"], card = path, try_to_load_from_cache(path, CARD)
     elif folder.is_dir():  # one file names neither
         card = folder / CARD
         if cached := re.search(r"models--([\w.-]+)--([\w.-]+)/snapshots", str(folder.absolute())):
-            found["base_model"] = "/".join(cached.groups())
+            entries["base_model"] = "/".join(cached.groups())
         for index in ("model_index.json", "config.json"):
             if (folder / index).is_file():
                 source = str(json.loads((folder / index).read_text(encoding="utf-8")).get("_name_or_path", ""))
                 if re.fullmatch(HUB_ID, source) and not Path(source).exists():
-                    found["base_model"] = source
+                    entries["base_model"] = source
     if isinstance(card, str | Path) and Path(card).is_file():
-        names = ("license", "license_name", "license_link") + (() if "base_model" in found else ("base_model",))
+        names = ("license", "license_name", "license_link") + (() if "base_model" in entries else ("base_model",))
         with suppress(ValueError, YAMLError):  # a README that is no card
             header = ModelCard.load(card, ignore_metadata_errors=True).data.to_dict()
-            found |= {key: header[key] for key in names if header.get(key)}
-    return found
+            entries |= {key: header[key] for key in names if header.get(key)}
+    return entries
 
 
 def _license(name: str) -> dict[str, str]:
     """Return a licence's fields of a card's header."""
-    known = name.lower() in LICENSES
-    return {"license": name.lower()} if known else {"license": "other", "license_name": name}
+    is_listed = name.lower() in LICENSES
+    return {"license": name.lower()} if is_listed else {"license": "other", "license_name": name}
 
 
 def _license_sentence(data: Mapping[str, Any], *, given: bool) -> str:

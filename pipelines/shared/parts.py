@@ -184,11 +184,11 @@ def check_routes(terms: Mapping[str, RewardTerm], records: Records) -> None:
                 + "."
             )
     optimized = [term.where for term in terms.values() if term.weight > 0]
-    alone = [record for record in records if not any(matches(record, where) for where in optimized)]
-    if optimized and alone:
+    unrewarded = [record for record in records if not any(matches(record, where) for where in optimized)]
+    if optimized and unrewarded:
         raise UserError(
-            f"{len(alone)} of {len(records)} records of data.train are of no reward, since all rewards.terms have a "
-            f"where; the first is {excerpt(dict(alone[0]), 200)}. Add a reward for them, or take them out."
+            f"{len(unrewarded)} of {len(records)} records of data.train have no reward, as all rewards.terms have a where; "
+            f"the first is {excerpt(dict(unrewarded[0]), 200)}. Add a reward for them, or take them out."
         )
 
 

@@ -34,7 +34,7 @@ NAMES = ("sd15", "sdxl", "flux", "sd3")
 def models(tmp_path_factory) -> dict[str, tuple[Any, Any]]:
     """name -> (folder, file of the whole pipeline; FLUX has the keys of diffusers for its network)."""
     root = tmp_path_factory.mktemp("models")
-    folders = {name: tiny_folder(name, root / "folders" / name) for name in NAMES[:3]}
+    folders: dict[str, Any] = {name: tiny_folder(name, root / "folders" / name) for name in NAMES[:3]}
     folders["sd3"] = resolve_model("shapes-sd3")
     (root / "files").mkdir()
     pipes = {name: DiffusionPipeline.from_pretrained(str(folder)) for name, folder in folders.items()}

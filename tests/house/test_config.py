@@ -261,7 +261,7 @@ def test_a_packaged_name_is_found_from_any_folder_and_a_users_file_first(package
 
 
 def test_a_missing_file_names_the_nearest(packaged: Path) -> None:
-    message = r"Configuration 'shapes_flow_gpro' does not exist. Did you mean 'shapes_flow_grpo'.*_quickstart\."
+    message = r"Configuration 'shapes_flow_gpro' does not exist. Did you mean 'shapes_flow_grpo'.* 2 names"
     with pytest.raises(ConfigError, match=message):
         resolve_config("shapes_flow_gpro")
     with pytest.raises(ConfigError, match="does not exist"):

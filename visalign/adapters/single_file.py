@@ -71,8 +71,8 @@ class ModelSource:
         variants = sorted({end for part in folder.glob("*/") for end in stored_variants(part) if end})
         if variant in variants:
             return variant
-        others = f"; its variants are: {', '.join(variants)}. Give one of them, or leave" if variants else ". Leave"
-        raise UserError(f"{folder} has no weights of the variant {variant!r}{others} model.variant (--variant) out.")
+        choices = f"; its variants are: {', '.join(variants)}. Give one of them, or leave" if variants else ". Leave"
+        raise UserError(f"{folder} has no weights of the variant {variant!r}{choices} model.variant (--variant) out.")
 
     def parts(
         self, index: Mapping[str, Any], dtypes: Mapping[str, torch.dtype], quantization_config: Any = None

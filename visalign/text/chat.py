@@ -224,9 +224,9 @@ class PromptEncoder:
         parts = self._apply_to_probe([{"type": "text", "text": _PROBE}]) == self._apply_to_probe(_PROBE)
         # DeepSeek's templates join the arguments of a call to a text
         call = {"id": "call00000", "type": "function", "function": {"name": _PROBE, "arguments": {}}}
-        asked = {"role": "user", "content": _PROBE}, {"role": "assistant", "content": "", "tool_calls": [call]}
+        call_messages = {"role": "user", "content": _PROBE}, {"role": "assistant", "content": "", "tool_calls": [call]}
         try:
-            self._apply([*asked, {"role": "tool", "tool_call_id": "call00000", "content": _PROBE}])
+            self._apply([*call_messages, {"role": "tool", "tool_call_id": "call00000", "content": _PROBE}])
             text_arguments = False
         except (TemplateError, ValueError, TypeError) as error:
             text_arguments = isinstance(error, TypeError)

@@ -197,36 +197,36 @@ class ChatTurns:
 
     def _pieces(self, messages: Sequence[Mapping[str, Any]]) -> list[tuple[str, bool]]:
         """Split what the template writes behind a turn into (text, whether it is the template's)."""
-        places = [f"QQ{number}ANSWERQQ" for number in range(len(messages))]
-        behind = [{**message, "content": place} for message, place in zip(messages, places, strict=True)]
+        markers = [f"QQ{number}ANSWERQQ" for number in range(len(messages))]
+        behind = [{**message, "content": marker} for message, marker in zip(messages, markers, strict=True)]
         opened = [{"role": "user", "content": _KEY}, {"role": "assistant", "content": _SAID}]
         text = self.encoder.render([*opened, *behind]).rpartition(_SAID)[2]
-        if any(place not in text for place in places):
+        if any(marker not in text for marker in markers):
             raise UserError(
                 f"{self.use.name}: the chat template of this model has no place for messages of the role "
                 f"{messages[0]['role']!r}. Take a model that was trained with tools."
             )
         end = self.encoder.turn_end()
         mark = "" if end is None else self.encoder.tokenizer.decode([end])
-        text = text[text.find(mark) + len(mark) :] if mark and mark in text.partition(places[0])[0] else text
-        contents = dict(zip(places, (without_surrogates(message["content"]) for message in messages), strict=True))
-        parts = re.split(f"({'|'.join(places)})", text)
+        text = text[text.find(mark) + len(mark) :] if mark and mark in text.partition(markers[0])[0] else text
+        contents = dict(zip(markers, (without_surrogates(message["content"]) for message in messages), strict=True))
+        parts = re.split(f"({'|'.join(markers)})", text)
         return [(contents.get(part, part), part not in contents) for part in parts if part]
 
 
 def _call_form(encoder: PromptEncoder) -> tuple[str, str | None]:
     """Return the mark before the calls of a turn and the key of their arguments; None where they are no JSON."""
     call = {"type": "function", "id": "call00000", "function": {"name": _CALLED, "arguments": {_KEY: _KEY}}}
-    asked = {"role": "user", "content": _SAID}, {"role": "assistant", "content": "", "tool_calls": [call]}
-    text = encoder.render(asked, closed=True).rpartition(_SAID)[2]
+    call_messages = {"role": "user", "content": _SAID}, {"role": "assistant", "content": "", "tool_calls": [call]}
+    text = encoder.render(call_messages, closed=True).rpartition(_SAID)[2]
     for begin in (match.start() for match in re.finditer("{", text)):
         try:
-            found, _ = json.JSONDecoder().raw_decode(text, begin)
+            call_object, _ = json.JSONDecoder().raw_decode(text, begin)
         except ValueError:
             continue
-        found = found.get("function", found)
-        if isinstance(found, Mapping) and found.get("name") == _CALLED:
-            key = next(name for name, value in found.items() if _KEY in str(value))
+        call_object = call_object.get("function", call_object)
+        if isinstance(call_object, Mapping) and call_object.get("name") == _CALLED:
+            key = next(name for name, value in call_object.items() if _KEY in str(value))
             words = text[:begin].rpartition(encoder.role or text[:1])[2].rstrip("[ \n").split()
             return (words[-1] if words else ""), key
     if getattr(encoder.tokenizer, "response_template", None) is None:

@@ -87,7 +87,11 @@ def test_weights_of_a_variant_alone_are_read(tmp_path):
     ("name", "override", "message"),
     [
         ("text_grpo", "optimizer.learning_rate=1", "Here learning_rate is optimizer.lr"),
-        ("text_grpo", "data.heldout=missing.jsonl", "the packaged sets are tasks:train, tasks:heldout"),
+        (
+            "text_grpo",
+            "data.heldout=missing.jsonl",
+            "data.heldout: no prompt set 'missing.jsonl': there is no such file",
+        ),
         ("shapes_flow_grpo", "evaluation.rewards={pick_score: {options: {model: /none}}}", "option model is '/none'"),
     ],
 )

@@ -188,7 +188,8 @@ def test_what_cannot_be_used_is_refused_before_anything_is_written(inputs, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("file", "old", "key"), [("prompts.jsonl", '"a a?"', r"data\.train"), ("early.py", "\n", "reward early")]
+    ("file", "old", "key"),
+    [("prompts.jsonl", '"a a?"', r"data\.train"), ("early.py", "\n", r"rewards\.terms\.early\.name")],
 )
 def test_resume_notices_other_prompts_and_rewards(finished, inputs, file, old, key):
     path = inputs / file

@@ -138,7 +138,7 @@ def test_a_run_saves_what_the_judge_reads(model, tmp_path):
         "ece",
     }
     folder = tmp_path / "run" / "judge"
-    assert sorted(path.name for path in folder.iterdir()) == ["README.md", "judge.json"]
+    assert sorted(path.name for path in folder.iterdir()) == ["README.md", "config.yaml", "judge.json"]
     saved = json.loads((folder / "judge.json").read_text())
     assert saved["checklist"]["questions"] == CHECKLIST["questions"]
     coef = saved["checklist"]["coef"]
@@ -185,7 +185,7 @@ def test_wrong_checklists_by_message(model, tmp_path):
     (tmp_path / "questions.json").write_text(json.dumps({**CHECKLIST, "coef": [1.0]}))
     with pytest.raises(UserError, match=r"model\.checklist: There are 1 weights for 3 features and the alignment"):
         run(_config(model, tmp_path), tmp_path / "run")
-    with pytest.raises(UserError, match=r"model\.checklist: The checklist file none\.json cannot be read"):
+    with pytest.raises(UserError, match=r"model\.checklist: none\.json cannot be read"):
         prepare_reward(_config(model, tmp_path, "model.checklist=none.json"))
     with pytest.raises(UserError, match=r"Unknown key 'model\.checklist' .* read where model.kind is checklist"):
         load_config(TrainRewardConfig, None, ["model.checklist=x.json"])

@@ -77,7 +77,7 @@ def test_images_are_routed_as_texts_are() -> None:
             r"where is \{'task': 'orc'\}, and no record of data.train has it. .*'ocr' \(2\), 'count' \(1\)",
         ),
         ({"tsk": "ocr"}, "None has the field 'tsk'. Did you mean 'task'"),
-        ({"task": "ocr"}, r"2 of 4 records of data.train are of no reward, .*the first is \{'task': 'count'\}"),
+        ({"task": "ocr"}, r"2 of 4 records of data.train have no reward, .*the first is \{'task': 'count'\}"),
     ],
 )
 def test_a_route_that_no_record_has_is_refused(where, message) -> None:

@@ -48,7 +48,7 @@ READERS = {
 }
 SECONDS = 10.0
 """Time that a completion may take on a busy machine, math-verify's 5 s in it; what is quadratic takes longer."""
-SIZES = pytest.mark.parametrize("size", [2_000, pytest.param(200_000, marks=pytest.mark.slow)])
+SIZES = pytest.mark.parametrize("size", [2_000, pytest.param(50_000, marks=pytest.mark.slow)])
 
 
 def check_clause(kind: str, count: Any) -> str:

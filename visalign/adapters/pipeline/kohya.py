@@ -90,11 +90,11 @@ def export_lora(folder: Path, file: Path, family: str | None) -> int:
         names = {name.removeprefix(f"{part}."): weight for name, weight in _scaled(saved, alphas).items()}
         converted = {f"diffusion_model.{name}": weight for name, weight in _renamed(names, RENAMED[family]).items()}
     else:
-        known = ", ".join(dict.fromkeys([*KOHYA, *DIFFUSERS_NAMES, *RENAMED]))
+        families = ", ".join(dict.fromkeys([*KOHYA, *DIFFUSERS_NAMES, *RENAMED]))
         unknown = "of a model that its keys do not name. Name it with --model. ComfyUI's keys"
         raise UserError(
             f"The LoRA in {folder} is {f'of {family}, and keys of ComfyUI' if family else unknown} are written for "
-            f"{known}. The code in the run's report.html loads {WEIGHT_FILE} into diffusers."
+            f"{families}. The code in the run's report.html loads {WEIGHT_FILE} into diffusers."
         )
     save_file({name: weight.contiguous() for name, weight in converted.items()}, file, {"format": "pt"})
     umask_permissions(Path(file))
@@ -103,8 +103,8 @@ def export_lora(folder: Path, file: Path, family: str | None) -> int:
 
 def _unet_to_kohya(saved: Mapping[str, Tensor], alphas: Mapping[str, float]) -> dict[str, Tensor]:
     # transformers 5 dropped the prefix of a CLIP without projection; kohya's keys have it
-    named = {re.sub(r"^(text_encoder)\.encoder", r"\1.text_model.encoder", name): w for name, w in saved.items()}
-    converted, prefixes = convert_state_dict_to_kohya(named), {"lora_unet": "unet", "lora_te1": "text_encoder"}
+    renamed = {re.sub(r"^(text_encoder)\.encoder", r"\1.text_model.encoder", name): w for name, w in saved.items()}
+    converted, prefixes = convert_state_dict_to_kohya(renamed), {"lora_unet": "unet", "lora_te1": "text_encoder"}
     for name in [name for name in converted if name.endswith(".alpha")]:
         alpha = alphas.get(prefixes.get("_".join(name.split("_")[:2]), "text_encoder_2"))
         if alpha is not None:  # diffusers writes the rank in its place

@@ -186,7 +186,7 @@ def _places(networks: Mapping[str, Any], folder: Path) -> dict[str, tuple[str, P
 
 @dataclass(frozen=True)
 class LoraStart:
-    """What a policy starts from: adapters of one rank for its networks, layers fused into its text encoders."""
+    """Start of a policy: adapters of one rank for its networks, layers fused into its text encoders."""
 
     settings: LoraSettings
     networks: Adapters

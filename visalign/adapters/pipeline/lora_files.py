@@ -188,8 +188,8 @@ def _check_kind(file: Path, state: Mapping[str, Tensor]) -> None:
             )
     if not any("lora" in name for name in state):
         names = ", ".join(list(state)[:3]) or "none"
-        whole = any(name.startswith(("model.diffusion_model.", "first_stage_model.", "vae.")) for name in state)
-        then = "It is a whole model: give it as the model." if whole else "Give the file of a LoRA."
+        is_model = any(name.startswith(("model.diffusion_model.", "first_stage_model.", "vae.")) for name in state)
+        then = "It is a whole model: give it as the model." if is_model else "Give the file of a LoRA."
         raise UserError(f"{file} is no LoRA: no key has 'lora' in its name (keys: {names}). {then}")
 
 

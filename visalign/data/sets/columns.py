@@ -131,22 +131,22 @@ def rename_columns(path: Any, row: Row, names: Mapping[str, str]) -> Row:
     return unnamed | {ours: row[theirs] for ours, theirs in names.items() if theirs in row}
 
 
-def usual_names(row: Row, names: Mapping[str, str], *, judged: bool) -> dict[str, str]:
-    """Add to names (ours -> the table's) those of `SHOWN_NAMES`, and if it is `judged` of `JUDGED_NAMES`."""
-    usual = {**SHOWN_NAMES, **JUDGED_NAMES} if judged else SHOWN_NAMES
+def usual_names(row: Row, names: Mapping[str, str], *, is_judged: bool) -> dict[str, str]:
+    """Add to names (ours -> the table's) those of `SHOWN_NAMES`, and of `JUDGED_NAMES` if the table `is_judged`."""
+    usual = {**SHOWN_NAMES, **JUDGED_NAMES} if is_judged else SHOWN_NAMES
     free = {plain_name(name): name for name in row if name not in names.values()}
     matches = {
-        ours: [free[name] for name in (ours, *others) if name in free]
-        for ours, others in usual.items()
+        ours: [free[name] for name in (ours, *aliases) if name in free]
+        for ours, aliases in usual.items()
         if ours not in row or ours in names.values()
     }
-    return {ours: others[0] for ours, others in matches.items() if others} | {**names}
+    return {ours: aliases[0] for ours, aliases in matches.items() if aliases} | {**names}
 
 
-def read_table(path: str | Path, names: Mapping[str, str], *, judged: bool = False) -> NumberedRows:
+def read_table(path: str | Path, names: Mapping[str, str], *, is_judged: bool = False) -> NumberedRows:
     """Read the numbered rows of a table with our column names, and with references for images inside it."""
     for number, row in read_rows(path):
-        columns = usual_names(row, names, judged=judged)
+        columns = usual_names(row, names, is_judged=is_judged)
         yield number, refer_to_images(path, number, rename_columns(path, row, columns), columns)
 
 

@@ -119,8 +119,8 @@ def from_dataframe(
         for row in frame.to_dict("records")
     )
     columns = columns or Columns()
-    named = ((row, usual_names(row, columns.names, judged=True)) for row in rows)
-    renamed = ((number, rename_columns(name, row, names)) for number, (row, names) in enumerate(named, 1))
+    rows_with_names = ((row, usual_names(row, columns.names, is_judged=True)) for row in rows)
+    renamed = ((number, rename_columns(name, row, names)) for number, (row, names) in enumerate(rows_with_names, 1))
     return _read_set(Path(folder) / name, name, renamed, None, columns)
 
 
@@ -149,7 +149,7 @@ def _read_file(
     path: str | Path, kind: Kind | None, split: str | None, limit: int | None, columns: Columns | None
 ) -> PreferenceSet | QualitySet:
     columns = columns or Columns()
-    rows = read_table(path, columns.names, judged=True)
+    rows = read_table(path, columns.names, is_judged=True)
     return _read_set(Path(path), Path(path).stem, rows, kind, columns, split=split, limit=limit)
 
 

@@ -27,15 +27,15 @@ STATES = {
 def watch_page(runs: Sequence[Mapping[str, Any]], *, reload: int) -> str:
     """Render runs as read by `visalign.pipelines.watch`; the page reloads every `reload` seconds, 0: never."""
     names = [run["folder"] for run in runs]
-    shown = []
+    sections = []
     for run in runs:
         curves, at_zero = panels(run["metrics"], known_curves(run["metrics"]))
         grids = [(iteration, _grid(path)) for iteration, path in run["grids"]]
         values = {"panels": curves, "at_zero": at_zero, "grids": grids, "latest": _latest(run["metrics"])}
-        shown.append({**run, **values, "word": STATES[run["state"]]})
-    failed = [f"{run['folder']} failed: {run['sentence']}" for run in shown if run["state"] == "failed"]
+        sections.append({**run, **values, "word": STATES[run["state"]]})
+    failed = [f"{run['folder']} failed: {run['sentence']}" for run in sections if run["state"] == "failed"]
     title = names[0] if len(names) == 1 else f"{len(names)} runs"
-    return render_page("watch_page.html.j2", title=title, banners=failed, runs=shown, reload=reload)
+    return render_page("watch_page.html.j2", title=title, banners=failed, runs=sections, reload=reload)
 
 
 def _grid(path: Path) -> str:
