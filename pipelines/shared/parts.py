@@ -187,7 +187,7 @@ def check_routes(terms: Mapping[str, RewardTerm], records: Records) -> None:
     unrewarded = [record for record in records if not any(matches(record, where) for where in optimized)]
     if optimized and unrewarded:
         raise UserError(
-            f"{len(unrewarded)} of {len(records)} records of data.train have no reward, as all rewards.terms have a where; "
+            f"{len(unrewarded)} of {len(records)} records of data.train have no reward, as each reward has a where; "
             f"the first is {excerpt(dict(unrewarded[0]), 200)}. Add a reward for them, or take them out."
         )
 
