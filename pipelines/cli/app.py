@@ -130,7 +130,7 @@ def train_reward(
 
     config, overrides = config_and_overrides(config, overrides)
     names = parse_map(columns or [])
-    changes = [f"data.columns.{ours}={json.dumps(theirs)}" for ours, theirs in names.items()]
+    changes = [f"data.map.{ours}={json.dumps(theirs)}" for ours, theirs in names.items()]
     changes += [] if labels is None else [f"data.coding={json.dumps(labels)}"]
     changes += overrides
     _train(config, changes, output, resume=resume, dry_run=dry_run, pipeline="train_reward")
@@ -219,8 +219,6 @@ def watch(
 
 
 command(TRAIN, "sample 'a red circle' --lora runs/flow/lora --output drawn")(sample)
-
-
 command(TRAIN, "demo --lora runs/flow/lora")(demo)
 
 
@@ -234,7 +232,7 @@ def export_lora(
 ) -> None:
     """Write a run's LoRA for ComfyUI and A1111; diffusers reads the run's own file."""
     from visalign.adapters.catalogue import family_name, index_source
-    from visalign.adapters.pipeline.kohya import export_lora as export
+    from visalign.adapters.pipeline.lora_export import export_lora as export
     from visalign.pipelines.shared.run_folder import model_of, new_file
 
     new_file(output, endings=(".safetensors",))

@@ -22,22 +22,7 @@ from visalign.model_files import why_unreadable
 
 IMAGE_ENDINGS = (".png", ".jpg", ".jpeg", ".jpe", ".jfif", ".webp", ".avif", ".jp2", ".bmp", ".gif", ".tif", ".tiff")
 """Endings of images in folders; a file that is named itself may have any."""
-_BESIDE = (
-    "",
-    *CAPTIONS,
-    ".json",
-    ".jsonl",
-    ".csv",
-    ".tsv",
-    ".parquet",
-    ".xlsx",
-    ".html",
-    ".tex",
-    ".md",
-    ".yaml",
-    ".yml",
-    ".log",
-)
+_BESIDE = ("", *CAPTIONS, *".json .jsonl .csv .tsv .parquet .xlsx .html .tex .md .yaml .yml .log".split())
 """Endings of captions, tables and pages beside images; a warning counts the files with any other."""
 RECORD, SAMPLES = "metadata.jsonl", "samples"
 """GenEval's folders: a record with the prompt, next to the folder of the samples."""

@@ -180,10 +180,8 @@ class RewardDataConfig:
     """Rows of data.train with this split, e.g. train; null: all of a file, of a layout its test split."""
     heldout_split: str | None = None
     """The same for data.heldout."""
-    columns: dict[str, str] = field(default_factory=dict)
-    """Our name of a column -> that of the files, such as mos: score; the command line has --map mos=score."""
     map: dict[str, str] = field(default_factory=dict)
-    """The same as columns, under its name in the jobs that train a policy."""
+    """Our name of a column -> that of the files, such as mos: score; the command line has --map mos=score."""
     coding: str | None = None
     """Meaning of the labels of files: share, margin, or words such as 1=left,2=right,0=tie (--labels); null:
     left, right, tie, A, B, or shares."""
@@ -282,7 +280,7 @@ def _readers(s: TrainRewardConfig) -> dict[str, tuple[bool, str]]:
         "annotators": (votes, "shapes:quality, and shapes:pairs with data.labels=votes"),
         "off_policy": (pair_file and kind != "pair", "tasks that compare two scores, on a file of pairs"),
         "convex_da": (pair_file and kind != "hp", "judges that read the prompt, on a file of pairs"),
-        **dict.fromkeys(("columns", "map"), (any(files), "files of pairs or of rated images")),
+        "map": (any(files), "files of pairs or of rated images"),
         "coding": (any(files), "files of pairs"),
         "train_split": (files[0], "a file or layout in data.train"),
         "heldout_split": (files[1], "a file or layout in data.heldout"),

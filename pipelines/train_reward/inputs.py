@@ -130,7 +130,7 @@ def _load(config: TrainRewardConfig, side: str, notes: list[str]) -> Examples:
     with name_key(f"data.{side}"):
         if config.reads == "answers":
             return file_answers(load_demonstrations(source)[:limit], name=Path(source).name, right=data.right)
-        columns = Columns(names=data.map | data.columns, labels=data.coding)
+        columns = Columns(names=data.map, labels=data.coding)
         records = load_source(source, split=split, limit=limit, columns=columns)
         if isinstance(records, QualitySet):
             return _ratings(config, records)

@@ -85,14 +85,14 @@ def test_columns_of_other_names_and_labels_are_read_as_evaluate_reads_them(tmp_p
     ]
     wanted = prepare_reward(_config(tmp_path, plain)).train
     names = {"prompt": "text", "image_left": "one", "image_right": "two", "label": "choice"}
-    mapped = [f"data.columns.{ours}={name}" for ours, name in names.items()]
+    mapped = [f"data.map.{ours}={name}" for ours, name in names.items()]
     found = prepare_reward(_config(tmp_path, theirs, *mapped, "data.coding='1=left,2=right'")).train
     assert [found[n].label for n in range(4)] == [wanted[n].label for n in range(4)] == [1, 0, 1, 0]
     assert [row[1:] for row in found.rows] == [row[1:] for row in wanted.rows]
     with pytest.raises(UserError, match=r"data\.train: .* has no column 'txt', which --map prompt=txt names"):
-        prepare_reward(_config(tmp_path, theirs, *mapped, "data.columns.prompt=txt"))
-    with pytest.raises(UserError, match=r"data\.columns is .* used by files of pairs"):
-        load_config(TrainRewardConfig, None, ["data.columns.mos=score"])
+        prepare_reward(_config(tmp_path, theirs, *mapped, "data.map.prompt=txt"))
+    with pytest.raises(UserError, match=r"data\.map is .* used by files of pairs"):
+        load_config(TrainRewardConfig, None, ["data.map.mos=score"])
     options = ["--map", "mos=a score", "--labels", "1=left,2=right", "--dry-run"]
     said = CliRunner().invoke(app, ["train-reward", "shapes_hpsv3", f"data.train={tmp_path}/set.jsonl", *options])
     assert "has no column 'a score', which --map mos=a score names" in " ".join(said.output.split())

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from tests.support.models.pipelines import tiny_pipeline, trained_weights
 from visalign.adapters import LoraSettings
-from visalign.adapters.pipeline.kohya import DIFFUSERS_NAMES, RENAMED, export_lora
+from visalign.adapters.pipeline.lora_export import DIFFUSERS_NAMES, RENAMED, export_lora
 from visalign.adapters.pipeline.lora_files import METADATA, WEIGHT_FILE, read_adapters
 from visalign.adapters.pipeline.policy import PipelinePolicy
 from visalign.errors import UserError
