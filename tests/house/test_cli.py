@@ -321,7 +321,7 @@ def test_ctrl_c_during_imports_is_a_message(
             except typer.Exit:
                 sys.exit(130)
 
-    before = signal.getsignal(signal.SIGINT)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background ignore it
     monkeypatch.setattr(__main__, "_run", importing)
     try:
         with pytest.raises(SystemExit) as stopped:
