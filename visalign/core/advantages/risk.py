@@ -95,8 +95,7 @@ def bundle_scores(reward: Tensor, bundle: Tensor, *, size: int = 5) -> tuple[Ten
 
 
 def bundle_groups(bundle: Tensor, group: Labels) -> Tensor:
-    """Label the N bundles that share a prompt, [N]; `bundle` [B] numbers 0 … N − 1, `group` [B] labels
-    prompts."""
+    """Label the N bundles that share a prompt, [N]; `bundle` [B] numbers 0 … N − 1, `group` [B] labels prompts."""
     prompt, prompts = group_index(group, len(bundle), bundle.device)
     first = group_min(prompt[:, None].double(), bundle, int(bundle.max()) + 1)
     first = group_min(group_min(first[bundle], prompt, prompts)[prompt], bundle, len(first))

@@ -68,10 +68,9 @@ def prl_advantages(
     loss. Blocks count present decisions, from the row's first: padding and holes change nothing, and the last
     block may be short. Released code marks block ends by non-zero values, and loses an end whose value is 0.
 
-    `log_ratio` is log π_old − log π_ref in nats, of true log-densities (log_prob_reduction="sum"). η is in
-    nats per unit of advantage; infinity switches the term off. NaN in a row whose advantage or a present
-    log-ratio is not finite. Process reward learning, arXiv 2601.10201; released η 1, 100 and 200, blocks of
-    64, 128 and 256.
+    `log_ratio` is log π_old − log π_ref in nats, of true log-densities (log_prob_reduction="sum"). η is in nats per
+    unit of advantage; infinity switches the term off. NaN in a row whose advantage or a present log-ratio is not
+    finite. Process reward learning, arXiv 2601.10201; released η 1, 100 and 200, blocks of 64, 128 and 256.
     """
     check_axes(advantage=(advantage, "B"), log_ratio=(log_ratio, "B T"))
     remaining = discounted_returns(log_ratio, weight)

@@ -35,9 +35,8 @@ def ares_reward(
 ) -> Tensor:
     """Add `difficulty_entropy_reward` to the reward.
 
-    Windows count above a threshold, that of the earlier rollouts (at first the rollout's own); their target
-    is the mean count of the samples of the same difficulty. ARES, arXiv 2510.08457, its reward alone; the
-    window is ours.
+    Windows count above a threshold, that of the earlier rollouts (at first the rollout's own); their target is the
+    mean count of the samples of the same difficulty. ARES, arXiv 2510.08457, its reward alone; the window is ours.
     """
     threshold = entropy_before
     if threshold is None:
@@ -68,8 +67,7 @@ def par(
     references: int = 1,
     scale: Scale = "group",
 ) -> Tensor:
-    """Compute the group's advantage of R′_b = mean_m σ(k (R_b − R_bm)), R_bm of completions of the start
-    policy.
+    """Compute the group's advantage of R′_b = mean_m σ(k (R_b − R_bm)), R_bm of completions of the start policy.
 
     PAR, arXiv 2502.18770.
     """
@@ -126,9 +124,8 @@ def riskpo(
 ) -> Tensor:
     """A = (ω CVaR(S) + RVaR(S))/(ω + 1)/std(S), S the scores of bundles of samples of `bundle` prompts each.
 
-    The std is over the bundles of the same prompts. The quantiles are those that `riskpo_quantiles` tracked
-    over the earlier rollouts (`rate` is its η), at first this one's own. RiskPO, arXiv 2510.00911; see
-    `mixed_value_at_risk`.
+    The std is over the bundles of the same prompts. The quantiles are those that `riskpo_quantiles` tracked over the
+    earlier rollouts (`rate` is its η), at first this one's own. RiskPO, arXiv 2510.00911; see `mixed_value_at_risk`.
     """
     score, index = bundle_scores(reward, bundle_index, size=bundle)
     ends = quantiles or _score_quantiles(score, (level_down, level_up))
