@@ -104,12 +104,7 @@ def generate_completions(
         if int(growing.sum()) < COMPACT_BELOW * len(rows):
             remaining = growing.nonzero()[:, 0]
             cache.reorder(remaining)
-            rows, mask, token, growing = (
-                rows[remaining],
-                mask[remaining],
-                token[remaining],
-                growing[remaining],
-            )
+            rows, mask, token, growing = (rows[remaining], mask[remaining], token[remaining], growing[remaining])
         # masked tokens of ended completions do not move their position, so none walks past the context's end
         mask[:, width + step] = growing
         features, cache = network.features(token[:, None], mask[:, : width + step + 1], cache=cache, caching=True)

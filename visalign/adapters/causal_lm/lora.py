@@ -10,14 +10,7 @@ from peft.tuners.lora import LoraLayer
 from torch import nn
 from transformers import PreTrainedModel
 
-from visalign.adapters.lora import (
-    ADAPTER,
-    LoraSettings,
-    adapter_config,
-    check_bare,
-    check_same_kind,
-    insert_adapters,
-)
+from visalign.adapters.lora import ADAPTER, LoraSettings, adapter_config, check_bare, check_same_kind, insert_adapters
 from visalign.errors import UserError
 from visalign.model_files import read_object, read_tensors
 

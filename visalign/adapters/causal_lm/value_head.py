@@ -83,12 +83,7 @@ class ValueModel(nn.Module):
 
     @classmethod
     def from_pretrained(
-        cls,
-        folder_or_id: str | Path,
-        *,
-        dtype: torch.dtype = torch.float32,
-        device: str = "cpu",
-        critics: int = 1,
+        cls, folder_or_id: str | Path, *, dtype: torch.dtype = torch.float32, device: str = "cpu", critics: int = 1
     ) -> ValueModel:
         """The trunk of a language model, with a new head, or with the one that `save` left in the folder."""
         trunk = load_whole(AutoModel, str(folder_or_id), dtype)

@@ -200,13 +200,7 @@ class PipelineCall:
         image_input = {}
         if self._source is not None:
             self._source.used, image_input = 0, {"image": self._source.image}
-        arguments = {
-            **self.fixed,
-            **inputs,
-            **image_input,
-            "num_inference_steps": steps,
-            "output_type": output_type,
-        }
+        arguments = {**self.fixed, **inputs, **image_input, "num_inference_steps": steps, "output_type": output_type}
         try:
             # Qwen-Image warns at every call of what its own encoder left out
             with nullcontext() if latents is None else silent(self.pipe), self._lookups.cached():

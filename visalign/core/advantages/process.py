@@ -86,13 +86,7 @@ def aggregate_steps(reward: Tensor, how: Reduction, exists: Tensor | None = None
 
 
 def process_advantages(
-    reward: Tensor,
-    step: Tensor,
-    group: Labels,
-    *,
-    weight: Tensor | None = None,
-    ddof: int = 1,
-    eps: float = 1e-4,
+    reward: Tensor, step: Tensor, group: Labels, *, weight: Tensor | None = None, ddof: int = 1, eps: float = 1e-4
 ) -> Tensor:
     """Sum the standardised rewards of all steps that end at or after a decision (GRPO, process supervision).
 

@@ -98,13 +98,7 @@ def reinforce_pp_advantages(
 
 
 def reinforce_pp_baseline_advantages(
-    reward: Tensor,
-    group: Labels,
-    weight: Tensor,
-    *,
-    ddof: int = 1,
-    eps: float = 1e-8,
-    valid: Tensor | None = None,
+    reward: Tensor, group: Labels, weight: Tensor, *, ddof: int = 1, eps: float = 1e-8, valid: Tensor | None = None
 ) -> Tensor:
     """Centre rewards in their group, then whiten over all decisions of the batch (REINFORCE++ with baseline).
 

@@ -73,12 +73,7 @@ def siren_peaks(nucleus_entropy: Tensor, weight: Tensor, *, quantile: float) -> 
 
 
 def epo(
-    weight: Tensor,
-    entropy_before: float | None,
-    *,
-    low: float = 0.8,
-    high: float = 1.2,
-    smoothing: float = 0.1,
+    weight: Tensor, entropy_before: float | None, *, low: float = 0.8, high: float = 1.2, smoothing: float = 0.1
 ) -> EntropyTarget:
     """Reward entropy, and penalise it outside [κ_l, κ_r] times the mean entropy of the earlier rollouts.
 

@@ -258,11 +258,7 @@ ADVANTAGES = {
 
 
 def decision_divergence(
-    log_prob: Tensor,
-    old_log_prob: Tensor,
-    exact: Tensor | None,
-    *,
-    divergence: Literal["tv", "kl", "exact"] = "tv",
+    log_prob: Tensor, old_log_prob: Tensor, exact: Tensor | None, *, divergence: Literal["tv", "kl", "exact"] = "tv"
 ) -> Tensor:
     """Measure D(π_old, π) of each decision, [b, T]: `binary_tv`, `binary_kl` or PolicyOutput.divergence."""
     if divergence != "exact":

@@ -75,9 +75,7 @@ DIRECT = {
         source="DPO, arXiv 2305.18290, eq. 7; ε > 0: cDPO, Mitchell 2023", formula=_LOGISTIC, loss=_logistic
     ),
     "robust": DirectRow(
-        source="robust DPO, arXiv 2403.00409",
-        formula="(−(1 − ε) ln σ(m) + ε ln σ(−m)) / (1 − 2ε)",
-        loss=_robust,
+        source="robust DPO, arXiv 2403.00409", formula="(−(1 − ε) ln σ(m) + ε ln σ(−m)) / (1 − 2ε)", loss=_robust
     ),
     "hinge": DirectRow(
         source="SLiC-HF, arXiv 2305.10425, from a reference as in RSO, 2309.06657",

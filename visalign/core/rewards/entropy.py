@@ -13,13 +13,7 @@ EASY, MEDIUM, HARD = 0, 1, 2
 
 
 def phase_entropy_reward(
-    reward: Tensor,
-    entropy: Tensor,
-    step: Tensor,
-    weight: Tensor,
-    *,
-    alpha: float = 1.0,
-    right_at: float = 1.0,
+    reward: Tensor, entropy: Tensor, step: Tensor, weight: Tensor, *, alpha: float = 1.0, right_at: float = 1.0
 ) -> Tensor:
     """Charge a right completion for the entropy of its thinking above that of its answer (PEAR).
 

@@ -27,12 +27,7 @@ def place_terminal(reward: Tensor, weight: Tensor) -> Tensor:
 
 
 def kl_in_reward(
-    reward: Tensor,
-    old_log_prob: Tensor,
-    ref_log_prob: Tensor,
-    *,
-    beta: float | Tensor,
-    weight: Tensor | None = None,
+    reward: Tensor, old_log_prob: Tensor, ref_log_prob: Tensor, *, beta: float | Tensor, weight: Tensor | None = None
 ) -> Tensor:
     """Charge each decision for leaving the reference: r_t − β (log π_old − log π_ref), [B, T].
 

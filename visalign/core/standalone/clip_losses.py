@@ -88,12 +88,7 @@ def listwise_choice_loss(score: Tensor, share: Tensor, group: Labels) -> Tensor:
 
 
 def rank_margin_loss(
-    score: Tensor,
-    rank: Tensor,
-    group: Labels,
-    *,
-    margin: float = 1.0,
-    mode: Literal["paper", "upstream"] = "paper",
+    score: Tensor, rank: Tensor, group: Labels, *, margin: float = 1.0, mode: Literal["paper", "upstream"] = "paper"
 ) -> Tensor:
     """Hinge loss [P] over the pairs of a prompt, whose lead must grow with the difference of their ranks.
 

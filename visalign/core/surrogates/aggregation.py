@@ -64,11 +64,7 @@ class Counts:
 
 
 def count_step(
-    weight: Tensor,
-    *,
-    length: int | None = None,
-    group: Labels | None = None,
-    empty: Literal["drop", "keep"] = "drop",
+    weight: Tensor, *, length: int | None = None, group: Labels | None = None, empty: Literal["drop", "keep"] = "drop"
 ) -> Counts:
     """Count tokens, sequences and groups of one optimizer step, or of a part of it.
 

@@ -74,13 +74,7 @@ def clip_b_keep(score: Tensor, advantage: Tensor, weight: Tensor, thresholds: Cl
 
 
 def clip_v_thresholds(
-    score: Tensor,
-    expected: Tensor,
-    advantage: Tensor,
-    weight: Tensor,
-    *,
-    mu: float = 8.5,
-    max_fraction: float = 1e-4,
+    score: Tensor, expected: Tensor, advantage: Tensor, weight: Tensor, *, mu: float = 8.5, max_fraction: float = 1e-4
 ) -> Tensor:
     """Find the value of E_p[S] − S above which tokens with A < 0 are dropped; 0-dim.
 

@@ -230,11 +230,7 @@ def _select(groups: DynamicGroups) -> _Scored | None:
 
 
 def _experience(
-    parts: TextParts,
-    selected: _Scored,
-    records: Mapping[Any, Mapping[str, Any]],
-    iteration: int,
-    clock: PhaseClock,
+    parts: TextParts, selected: _Scored, records: Mapping[Any, Mapping[str, Any]], iteration: int, clock: PhaseClock
 ) -> TextExperience:
     """Compute the inputs of the objective for the selected samples."""
     shares, rollout, objective = selected.shares, selected.rollout, parts.objective

@@ -166,10 +166,7 @@ def statistics(completions: Completions, selectable: Tensor, *, threshold: float
         "distinct_accepted": _distinct_texts(completions, groups, accepted),
         "pass_at_k": {k: float(pass_at_k(scored_count, accepted_count, k).nanmean()) for k in sizes},
         "best_of_n": {
-            n: {
-                "reward": float(expected_best_of_k(rewards, n).nanmean()),
-                "kl_bound": float(best_of_n_kl_bound(n)),
-            }
+            n: {"reward": float(expected_best_of_k(rewards, n).nanmean()), "kl_bound": float(best_of_n_kl_bound(n))}
             for n in sizes
         },
     }
