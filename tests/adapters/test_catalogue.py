@@ -8,14 +8,7 @@ import pytest
 import torch
 
 from tests.support.models.sd3 import build_tiny_sd3
-from visalign.adapters import (
-    AdapterError,
-    LoraSettings,
-    PipelinePolicy,
-    SD3Policy,
-    check_adapter,
-    load_policy,
-)
+from visalign.adapters import AdapterError, LoraSettings, PipelinePolicy, SD3Policy, check_adapter, load_policy
 from visalign.errors import UserError
 
 OWN = """
@@ -65,11 +58,7 @@ def test_the_adapter_follows_from_the_folder_or_is_named(folder, adapter):
 
 
 @pytest.mark.parametrize(
-    "asked",
-    [
-        {"encoder_dtype": torch.bfloat16, "decoder_dtype": torch.float32},
-    ],
-    ids=lambda asked: next(iter(asked)),
+    "asked", [{"encoder_dtype": torch.bfloat16, "decoder_dtype": torch.float32}], ids=lambda asked: next(iter(asked))
 )
 def test_sd3_is_driven_by_the_general_adapter_where_only_that_takes_an_option(folder, asked, tmp_path):
     usual = {"use_t5": True, "max_sequence_length": 256}

@@ -116,10 +116,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"reference": flat_reference}, r"reference: inside reference\(\), also after a nested one"),
     ({"reference": stuck_reference}, r"reference: reference\(\) did not restore the policy"),
     ({"velocity": untrained}, r"reference: changing the trainable parameters does not change"),
-    (
-        changed("decode", lambda i, *_: i[:, :1]),
-        r"decode: decode of 3 latents .* is torch.float32 \(3, 1, 64, 64\)",
-    ),
+    (changed("decode", lambda i, *_: i[:, :1]), r"decode: decode of 3 latents .* is torch.float32 \(3, 1, 64, 64\)"),
     (changed("decode", lambda i, *_: i * 2 - 1), r"decode: decoded values reach from -1 to .*clamp\(0, 1\)"),
     (
         changed("encode_images", lambda z, *_: z.flatten(1)),

@@ -61,11 +61,7 @@ def test_places_and_sizes():
     )
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{"rank": 0}, {"init": "normal"}],
-    ids=str,
-)
+@pytest.mark.parametrize("settings", [{"rank": 0}, {"init": "normal"}], ids=str)
 def test_impossible_settings(settings):
     with pytest.raises(UserError, match=rf"lora\.{next(iter(settings))}.* is .*should"):
         LoraSettings(**settings)

@@ -120,10 +120,7 @@ def test_kinds_by_their_keys(tmp_path, keys, kind):
         (b"", r"is no whole safetensors file \("),
         ("cut", r"is no whole safetensors file \(.*\): it was cut off at [\d,]+ bytes"),
         ({"lora_unet_mid_block.lora_up.weight": 1}, r"is a LoRA \(a key: .*it as the LoRA \(visalign sample --lora"),
-        (
-            {"double_blocks.0.img_mlp.0.scale_weight": 1},
-            r"is a checkpoint of rounded weights \(a key: .* Give its",
-        ),
+        ({"double_blocks.0.img_mlp.0.scale_weight": 1}, r"is a checkpoint of rounded weights \(a key: .* Give its"),
         ({"control_model.input_blocks.0.0.weight": 1}, r"is a ControlNet \(a key"),
         (
             {"double_blocks.0.img.weight": 1},

@@ -10,12 +10,7 @@ import pytest
 import torch
 
 import visalign.core as core
-from visalign.core.checks import (
-    check_axes,
-    check_choice,
-    check_integer_pairs,
-    check_same,
-)
+from visalign.core.checks import check_axes, check_choice, check_integer_pairs, check_same
 
 B, BT = torch.zeros(2), torch.zeros(2, 3)
 

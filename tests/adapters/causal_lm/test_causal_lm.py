@@ -19,11 +19,7 @@ from transformers import (
     GraniteForCausalLM,
 )
 
-from tests.support.models.language import (
-    save_tiny_language_model,
-    tiny_model,
-    tiny_tokenizer,
-)
+from tests.support.models.language import save_tiny_language_model, tiny_model, tiny_tokenizer
 from visalign.adapters.causal_lm.lora import text_lora
 from visalign.adapters.causal_lm.policy import CausalLMPolicy
 from visalign.core.tokens.entropy_terms import nucleus_entropy
@@ -276,8 +272,7 @@ def odd() -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("build", "head"),
-    [(gemma, (1.0, 2.0)), (granite, (1 / 3, None)), (gpt2, (1.0, None)), (odd, None)],
+    ("build", "head"), [(gemma, (1.0, 2.0)), (granite, (1 / 3, None)), (gpt2, (1.0, None)), (odd, None)]
 )
 def test_other_architectures(build, head) -> None:
     with torch.random.fork_rng(devices=[]):

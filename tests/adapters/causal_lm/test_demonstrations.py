@@ -87,10 +87,7 @@ def test_of_pairs_and_votes_too_what_a_tool_wrote_is_not_learnt():
     assert rows.loss_mask.sum(1).tolist() == [7, 6, 6, 7]
 
 
-@pytest.mark.parametrize(
-    "spans",
-    [[[0, 9]], [[2, 4], [3, 5]], [4, 6]],
-)
+@pytest.mark.parametrize("spans", [[[0, 9]], [[2, 4], [3, 5]], [4, 6]])
 def test_spans_that_are_none_of_the_completion_are_refused(spans):
     record = {"prompt": "g", "completion": "1+2=3. a", "tool_answers": spans}
     message = r"Record 0 has tool_answers .*; it must be a list of \[begin, end\], .* \(it has 8\)"

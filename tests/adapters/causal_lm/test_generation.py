@@ -68,10 +68,7 @@ def test_greedy_completions_are_those_of_transformers(shared) -> None:
     rollout = sampled(shared, Sampling(temperature=0), StoppingCriteria(max_new_tokens=14), num_generations=1)
     for row, prompt in enumerate(shared.prompts.encode(PROMPTS)):
         theirs = shared.model.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt)),
-            max_new_tokens=14,
-            do_sample=False,
+            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), max_new_tokens=14, do_sample=False
         )[0, len(prompt) :]
         ours = rollout.completion_ids[row, rollout.loss_mask[row] > 0]
         assert ours.tolist() == theirs.tolist()
@@ -107,9 +104,7 @@ def test_every_completion_says_why_it_ended(shared) -> None:
         assert rollout.text[row] == text.replace("<end>", "").replace("<pad>", "")
     assert "<user>" in "".join(rollout.text), "special tokens that are no start, end or padding stay"
     special = sampled(
-        shared,
-        num_generations=12,
-        stopping=StoppingCriteria(max_new_tokens=14, strings=("<end>",), eos_ids=()),
+        shared, num_generations=12, stopping=StoppingCriteria(max_new_tokens=14, strings=("<end>",), eos_ids=())
     )
     ended = [row for row, reason in enumerate(special.stop_reason) if reason == "stop string"]
     assert ended and all(special.completion_ids[row, special.loss_mask[row] > 0][-1] == 1 for row in ended)

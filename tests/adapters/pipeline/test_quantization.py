@@ -130,11 +130,7 @@ def test_a_plan_rounds_every_frozen_linear_layer_to_four_bits(folders, name):
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        (
-            "flux",
-            {"quantization": "int3"},
-            r"quantization is 'int3'; allowed are torchao_int8, bitsandbytes_4",
-        ),
+        ("flux", {"quantization": "int3"}, r"quantization is 'int3'; allowed are torchao_int8, bitsandbytes_4"),
         ("sd3", {"lora": None}, r"quantization is 'torchao_int8'; rounded weights cannot be trained"),
         ("sd3", {}, r"quantization is 'torchao_int8'; it needs torchao: pip install torchao"),
     ],

@@ -10,11 +10,7 @@ from diffusers import SD3Transformer2DModel
 from diffusers.models.attention_processor import FusedJointAttnProcessor2_0
 
 from visalign.adapters.sd3 import joint_attention
-from visalign.adapters.sd3.joint_attention import (
-    append_null_token,
-    collapse_null_tokens,
-    use_weighted_attention,
-)
+from visalign.adapters.sd3.joint_attention import append_null_token, collapse_null_tokens, use_weighted_attention
 
 SD3 = {"dual_attention_layers": (), "qk_norm": None}
 SD35 = {"dual_attention_layers": (0,), "qk_norm": "rms_norm"}

@@ -9,12 +9,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from diffusers import (
-    DDIMScheduler,
-    FlowMatchEulerDiscreteScheduler,
-    StableDiffusion3Pipeline,
-    StableDiffusionPipeline,
-)
+from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler, StableDiffusion3Pipeline, StableDiffusionPipeline
 
 from tests.support.models.sd3 import build_tiny_sd3, load_pipeline, tiny_sd3_pipeline
 from tests.support.ratio import ratio_check

@@ -72,8 +72,7 @@ def drawn(source, sampling=RAW[0], stopping=EVERY, prompts=PROMPTS, **options: A
 
 
 @pytest.mark.parametrize(
-    ("mode", "sampling"),
-    [*(("raw_logprobs", s) for s in RAW), *(("processed_logprobs", s) for s in PROCESSED)],
+    ("mode", "sampling"), [*(("raw_logprobs", s) for s in RAW), *(("processed_logprobs", s) for s in PROCESSED)]
 )
 def test_a_servers_completions_are_the_policys_own(policy, server, mode, sampling) -> None:
     server.mode = mode

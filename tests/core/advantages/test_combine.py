@@ -70,8 +70,7 @@ def test_gdpo_per_sample() -> None:
     assert result[5] == 0 and result[valid_rows].mean().abs() < 1e-12
     assert result[valid_rows].std().item() == pytest.approx(1, abs=1e-3)
     torch.testing.assert_close(
-        result[valid_rows],
-        gdpo_advantages(rewards[valid_rows], [1, 2, 0.5], [["a", "b"][i % 2] for i in valid_rows]),
+        result[valid_rows], gdpo_advantages(rewards[valid_rows], [1, 2, 0.5], [["a", "b"][i % 2] for i in valid_rows])
     )
 
 

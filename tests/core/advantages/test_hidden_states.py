@@ -45,9 +45,7 @@ def test_velocity_and_acceleration_are_those_of_the_ranks_of_prefixes() -> None:
     expected = float(effective_rank(states)), (first + second) / 2, second - first
     assert_values(rank_dynamics(states, stride=3), *expected)
     assert_values(
-        rank_dynamics(states, stride=5)[1:],
-        float(effective_rank(states[:10])) - float(effective_rank(states[:5])),
-        0,
+        rank_dynamics(states, stride=5)[1:], float(effective_rank(states[:10])) - float(effective_rank(states[:5])), 0
     )
     assert_values(rank_dynamics(states, stride=6)[1:], 0, 0)  # one stride
     assert_values(rank_dynamics(states[:0]), 0, 0, 0)

@@ -48,13 +48,7 @@ def test_absent_decisions_are_no_part_of_a_step() -> None:
 def test_aggregate_steps() -> None:
     reward = rows([0.5, 0.8, NAN], [0.9, 0.1, 0.2], [0.3, NAN, 0.4], [NAN, NAN, NAN])
     exists = torch.tensor([[True, True, False], [True] * 3, [True] * 3, [False] * 3])
-    expected = {
-        "sum": [1.3, 1.2],
-        "mean": [0.65, 0.4],
-        "min": [0.5, 0.1],
-        "product": [0.4, 0.018],
-        "last": [0.8, 0.2],
-    }
+    expected = {"sum": [1.3, 1.2], "mean": [0.65, 0.4], "min": [0.5, 0.1], "product": [0.4, 0.018], "last": [0.8, 0.2]}
     hows: tuple[Any, ...] = ("sum", "mean", "min", "product", "last")
     for how in hows:
         result = aggregate_steps(reward, how, exists)

@@ -270,10 +270,7 @@ def test_ares_by_hand() -> None:
     entropy = torch.tensor([[1.0, NAN, 3, 5, 7], [1, 2, NAN, NAN, NAN]]).double()
     weight = torch.tensor([[1, 0, 1, 1, 1], [1, 1, 0, 0, 0]])
     means, there = window_entropy(entropy, weight, window=3)
-    assert means[0, :2].tolist() == [3, 5] and there.tolist() == [
-        [True, True, False, False, False],
-        [False] * 5,
-    ]
+    assert means[0, :2].tolist() == [3, 5] and there.tolist() == [[True, True, False, False, False], [False] * 5]
 
 
 def test_ares_compares_completions_of_one_difficulty_and_keeps_its_threshold() -> None:

@@ -205,10 +205,7 @@ def test_top_entropy_counts_all_tokens_as_the_paper_does_or_those_it_keeps() -> 
     [
         ({"advantage": "grpo"}, r"no advantage 'grpo'.*Choose one of: group, gdpo"),
         ({"surrogate": "ppo_klip"}, r"no surrogate 'ppo_klip'\. Did you mean 'ppo_clip'"),
-        (
-            {"surrogate_options": {"eps_hi": 1}},
-            r"'ppo_clip' has no option 'eps_hi'\. Did you mean 'eps_high'",
-        ),
+        ({"surrogate_options": {"eps_hi": 1}}, r"'ppo_clip' has no option 'eps_hi'\. Did you mean 'eps_high'"),
         ({"surrogate_options": {**CLIP, "dual_clip": 3.0, "delta": 4.0}}, "dual_clip and delta both bound r"),
         ({"kl": -0.1}, r"kl is -0\.1; it must be at least 0"),
     ],

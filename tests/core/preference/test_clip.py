@@ -11,13 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests.support.core import assert_values, f64, normal
-from visalign.core.preference.ict import (
-    IctLabels,
-    hp_loss,
-    ict_hp_loss,
-    ict_labels,
-    ict_loss,
-)
+from visalign.core.preference.ict import IctLabels, hp_loss, ict_hp_loss, ict_labels, ict_loss
 from visalign.core.standalone.clip_losses import listwise_choice_loss, pickscore_loss, rank_margin_loss
 
 

@@ -31,11 +31,7 @@ ANSWERS = (f64(-3, -8), f64(-5, -6), f64(-4, -7), f64(-4, -7), f64(2, 4), f64(1,
     ("row", "options", "wanted"),
     [
         ("sigmoid", {"beta": 0.5}, [math.log1p(math.exp(-1)), math.log1p(math.exp(1))]),
-        (
-            "sigmoid",
-            {"beta": 0.5, "eps": 0.1},
-            [math.log1p(math.exp(-1)) + 0.1, math.log1p(math.exp(1)) - 0.1],
-        ),
+        ("sigmoid", {"beta": 0.5, "eps": 0.1}, [math.log1p(math.exp(-1)) + 0.1, math.log1p(math.exp(1)) - 0.1]),
         ("hinge", {"beta": 0.25}, [0.5, 1.5]),
         ("ipo", {"beta": 0.5}, [0.25, (-7 / 12 - 1) ** 2]),
         ("simpo", {"beta": 2.0, "gamma": 1.0}, [math.log1p(math.exp(-6)), math.log1p(math.exp(1))]),
@@ -88,8 +84,7 @@ def test_gradients_by_differences() -> None:
     rest = [normal(4, seed=2), normal(4, seed=3), f64(1, 2, 3, 4), f64(4, 3, 2, 1)]
     for row in PAIRED:
         assert torch.autograd.gradcheck(
-            lambda better, worse, row=row: direct_preference_loss(better, worse, *rest, row=row, beta=0.7),
-            given,
+            lambda better, worse, row=row: direct_preference_loss(better, worse, *rest, row=row, beta=0.7), given
         )
 
 

@@ -85,8 +85,7 @@ class TestBradleyTerry:
         left, right = (normal(5, seed=s).requires_grad_() for s in (0, 1))
         label = f64(0, 0.2, 0.5, 1, NAN)
         assert torch.autograd.gradcheck(
-            lambda a, b: bradley_terry_loss(a, b, label, margin=0.2, centre=0.05, displacement=0.8),
-            (left, right),
+            lambda a, b: bradley_terry_loss(a, b, label, margin=0.2, centre=0.05, displacement=0.8), (left, right)
         )
 
 

@@ -88,8 +88,7 @@ def test_gradients(mode: str) -> None:
         (left, right, *stds),
     )
     assert torch.autograd.gradgradcheck(
-        lambda m, s: log_win_probability(m, s),
-        (f64(0.3, -2).requires_grad_(), f64(0.7, 2.2).requires_grad_()),
+        lambda m, s: log_win_probability(m, s), (f64(0.3, -2).requires_grad_(), f64(0.7, 2.2).requires_grad_())
     )
 
 

@@ -79,18 +79,14 @@ class TestLosses:
         torch.testing.assert_close(with_term, yes_no_pair_loss(left, right, label) + 0.1 * each)
         one = yes_no_pair_loss(left, right, likelihood_weight=1.0)
         assert_values(
-            one[:1] - yes_no_pair_loss(left, right)[:1],
-            math.log1p(math.exp(-0.4)) + math.log1p(math.exp(-0.1)),
+            one[:1] - yes_no_pair_loss(left, right)[:1], math.log1p(math.exp(-0.4)) + math.log1p(math.exp(-0.1))
         )
 
     def test_gradients(self) -> None:
         logits = [normal(3, 5, seed=s).requires_grad_() for s in (0, 1)]
         assert torch.autograd.gradcheck(
             lambda a, b: yes_no_pair_loss(
-                yes_no_answer(a, [0, 1], [2]),
-                yes_no_answer(b, [0, 1], [2]),
-                f64(1, 0.3, NAN),
-                likelihood_weight=0.2,
+                yes_no_answer(a, [0, 1], [2]), yes_no_answer(b, [0, 1], [2]), f64(1, 0.3, NAN), likelihood_weight=0.2
             ),
             logits,
         )

@@ -12,12 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from visalign.core.rewards.best_of import (
-    best_of_n_kl_bound,
-    best_of_n_kl_estimate,
-    expected_best_of_k,
-    pass_at_k,
-)
+from visalign.core.rewards.best_of import best_of_n_kl_bound, best_of_n_kl_estimate, expected_best_of_k, pass_at_k
 
 
 def exact(n: int, c: int, k: int) -> float:

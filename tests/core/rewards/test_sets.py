@@ -65,12 +65,7 @@ def test_frechet_distance() -> None:
 
 @pytest.mark.parametrize(
     "measure",
-    [
-        vendi_score,
-        vendi_gains,
-        lambda x: frechet_distance(x, normal(6, 4)),
-        lambda x: frechet_gains(x, normal(3, 4)),
-    ],
+    [vendi_score, vendi_gains, lambda x: frechet_distance(x, normal(6, 4)), lambda x: frechet_gains(x, normal(3, 4))],
 )
 def test_stacks_equal_single_sets(measure: Callable[[Tensor], Tensor]) -> None:
     value = normal(2, 3, 5, 4)

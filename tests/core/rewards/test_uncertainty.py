@@ -32,9 +32,7 @@ class TestOverlap:
         cases = ((0.0, 1.0, 0.5, 2.0), (-1.0, 0.3, 1.0, 0.5), (2.0, 0.7, 2.0, 0.7))
         for m, s, n, t in cases:
             wanted = quad(
-                lambda x, p=(m, s, n, t): math.sqrt(norm.pdf(x, p[0], p[1]) * norm.pdf(x, p[2], p[3])),
-                -20,
-                20,
+                lambda x, p=(m, s, n, t): math.sqrt(norm.pdf(x, p[0], p[1]) * norm.pdf(x, p[2], p[3])), -20, 20
             )[0]
             assert bhattacharyya(f64(m), f64(s), f64(n), f64(t)).item() == pytest.approx(wanted, rel=1e-8)
 

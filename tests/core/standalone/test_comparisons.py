@@ -96,8 +96,7 @@ class TestBalance:
         assert alpha[1] == 0
         torch.testing.assert_close(alpha[[0, 2, 3]], min_norm_weights(gradient))
         torch.testing.assert_close(
-            combine_gradients(padded, alpha, rescale=True),
-            combine_gradients(gradient, alpha[[0, 2, 3]], rescale=True),
+            combine_gradients(padded, alpha, rescale=True), combine_gradients(gradient, alpha[[0, 2, 3]], rescale=True)
         )
         assert_values(min_norm_weights(torch.zeros(4, 2).double()), *[0.25] * 4)
         assert combine_gradients(torch.zeros(2, 3), torch.ones(2) / 2, rescale=True).eq(0).all()

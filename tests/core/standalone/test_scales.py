@@ -9,11 +9,7 @@ import pytest
 import torch
 
 from tests.support.core import assert_values, f64, normal
-from visalign.core.advantages.copo import (
-    between_group_advantages,
-    consistency_entropy,
-    copo_weight,
-)
+from visalign.core.advantages.copo import between_group_advantages, consistency_entropy, copo_weight
 from visalign.core.advantages.entropy import aem_advantages, aem_scale, empg_advantages, empg_scale
 from visalign.core.advantages.risk import (
     conditional_value_at_risk,

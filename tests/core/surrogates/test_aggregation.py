@@ -119,10 +119,7 @@ COUNTS = count_step(torch.ones(2, 3), group=[0, 1])
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (
-            lambda x: aggregate(x, x, "group_token_mean", COUNTS),
-            "needs count_step.* and denominator=row_tokens",
-        ),
+        (lambda x: aggregate(x, x, "group_token_mean", COUNTS), "needs count_step.* and denominator=row_tokens"),
         (lambda x: count_step(x, group=[0]), "one label per sample, 2 in all; got a list"),
     ],
 )

@@ -8,14 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from visalign.core.surrogates.kl_gate import (
-    TARGET,
-    WARMUP,
-    KLGate,
-    gate_threshold,
-    gated_coefficient,
-    next_gate,
-)
+from visalign.core.surrogates.kl_gate import TARGET, WARMUP, KLGate, gate_threshold, gated_coefficient, next_gate
 
 STANDING = KLGate(steps=WARMUP, velocity=TARGET)
 """The error is 0, the phase that of a reward that does not grow."""

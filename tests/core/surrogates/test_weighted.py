@@ -13,14 +13,7 @@ from torch import Tensor
 from torch.distributions import Bernoulli, kl_divergence
 
 from visalign.core.surrogates.ratios import ratio_level
-from visalign.core.surrogates.weighted import (
-    binary_kl,
-    binary_tv,
-    cispo,
-    dppo,
-    reinforce,
-    vespo,
-)
+from visalign.core.surrogates.weighted import binary_kl, binary_tv, cispo, dppo, reinforce, vespo
 
 NAN = float("nan")
 DOUBLE: dict[str, Any] = {"dtype": torch.float64}
@@ -96,8 +89,7 @@ def test_reinforce_with_the_ratio_has_the_gradient_of_the_ratio() -> None:
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "weights"),
-    [(0.8, 1.2, [0.8, 1.0, 1.2]), (0.0, 5.0, [0.1, 1.0, 5.0]), (0.0, 0.2, [0.1, 0.2, 0.2])],
+    ("low", "high", "weights"), [(0.8, 1.2, [0.8, 1.0, 1.2]), (0.0, 5.0, [0.1, 1.0, 5.0]), (0.0, 0.2, [0.1, 0.2, 0.2])]
 )
 def test_cispo_bounds_are_ratios(low: float, high: float, weights: list[float]) -> None:
     """The three public conventions, and no decision without a gradient."""

@@ -12,12 +12,7 @@ from scipy import stats
 from torch import Tensor
 
 from visalign.core.surrogates.aggregation import aggregate, count_step
-from visalign.core.tokens.entropy import (
-    covariance_statistics,
-    entropy_bonus,
-    fit_entropy_curve,
-    token_covariance,
-)
+from visalign.core.tokens.entropy import covariance_statistics, entropy_bonus, fit_entropy_curve, token_covariance
 
 NAN = float("nan")
 

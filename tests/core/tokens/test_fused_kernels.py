@@ -40,10 +40,7 @@ def check() -> None:
 def test_statistics_and_gradient_are_those_of_the_logits():
     pytest.importorskip("triton")
     run = subprocess.run(
-        [sys.executable, __file__],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
+        [sys.executable, __file__], env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True
     )
     assert run.returncode == 0, run.stderr[-2000:]
 

@@ -155,7 +155,4 @@ def test_edits_are_sampled_and_paired_by_source(folder, tmp_path):
         f"{folder}/{n}.png" for n in ("dark", "light") for _ in "ab"
     ]
     tasks = read_tasks([str(tmp_path / "made")], single=False)
-    assert sorted(Path(task.images[0]).name[:4] == Path(task.images[1]).name[:4] for task in tasks) == [
-        True,
-        True,
-    ]
+    assert sorted(Path(task.images[0]).name[:4] == Path(task.images[1]).name[:4] for task in tasks) == [True, True]

@@ -44,11 +44,7 @@ def inputs(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("inputs")
     tiny_sd3_pipeline().save_pretrained(folder / "model")
     records = [
-        {
-            "prompt": "a red circle",
-            "tag": "colors",
-            "include": [{"class": "circle", "count": 1, "color": "red"}],
-        },
+        {"prompt": "a red circle", "tag": "colors", "include": [{"class": "circle", "count": 1, "color": "red"}]},
         {"prompt": "two circles", "tag": "counting", "include": [{"class": "circle", "count": 2}]},
         {"prompt": "three circles", "tag": "counting", "include": [{"class": "circle", "count": 3}]},
     ]
@@ -58,11 +54,7 @@ def inputs(tmp_path_factory) -> Path:
 
 
 def _config(inputs: Path, *overrides: str) -> FlowGRPOConfig:
-    files = (
-        f"model.path={inputs}/model",
-        f"data.train={inputs}/train.jsonl",
-        f"data.heldout={inputs}/heldout.jsonl",
-    )
+    files = (f"model.path={inputs}/model", f"data.train={inputs}/train.jsonl", f"data.heldout={inputs}/heldout.jsonl")
     return load_config(FlowGRPOConfig, None, [*BASE, *files, *overrides])
 
 
@@ -166,11 +158,7 @@ def test_counted_cost_is_the_planned_one(finished, inputs):
 def test_plan_measures_and_counts(inputs):
     planned = plan(_config(inputs))
     batch = planned["batch"]
-    assert (batch["images_per_iteration"], batch["pairs_per_iteration"], batch["pairs_per_update"]) == (
-        12,
-        24,
-        12,
-    )
+    assert (batch["images_per_iteration"], batch["pairs_per_iteration"], batch["pairs_per_update"]) == (12, 24, 12)
     assert batch["micro_batches_per_update"] == 2 and batch["updates"] == 4
     assert planned["evaluation"]["images"] == 2 * 2 * 2 + 2 * 2
     time = planned["time"]

@@ -166,8 +166,7 @@ def test_the_code_that_loads_the_result_of_a_file(tmp_path, alone):
 
 
 @pytest.mark.parametrize(
-    ("name", "lora"),
-    [("wan", "{rank: 2}"), ("flux", "{rank: 2}"), ("sd3 without T5", "{rank: 2}"), ("sd3", "null")],
+    ("name", "lora"), [("wan", "{rank: 2}"), ("flux", "{rank: 2}"), ("sd3 without T5", "{rank: 2}"), ("sd3", "null")]
 )
 def test_the_code_that_loads_the_result_loads_what_was_trained(name: str, lora: str, tmp_path: Path) -> None:
     model = tmp_path / "a model"

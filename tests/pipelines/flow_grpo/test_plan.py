@@ -25,13 +25,7 @@ from visalign.flow.rollout import rollout
 from visalign.pipelines.cli.app import app
 from visalign.pipelines.flow_grpo.job import FlowGRPOConfig, estimate, run
 from visalign.pipelines.flow_grpo.parts import build_policy
-from visalign.pipelines.shared.plan import (
-    GB,
-    judge_bytes,
-    on_each_device,
-    trained_memory,
-    weight_bytes,
-)
+from visalign.pipelines.shared.plan import GB, judge_bytes, on_each_device, trained_memory, weight_bytes
 from visalign.training.loop.metrics import read_metrics
 from visalign.training.loop.optimizer import OptimizerSettings, TrainedWeights
 

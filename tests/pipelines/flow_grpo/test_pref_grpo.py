@@ -144,10 +144,7 @@ def test_scores_beside_win_rates(files):
     ("overrides", "message"),
     [
         (["comparison={budget: 0.5, hard: true}"], "comparison.budget and comparison.hard are both set"),
-        (
-            ["rewards.terms={sharpness: {}}", "comparison.scores=[sharp]"],
-            "'sharp', which is no term. Did you",
-        ),
+        (["rewards.terms={sharpness: {}}", "comparison.scores=[sharp]"], "'sharp', which is no term. Did you"),
         (
             [f"rewards.terms={{judge: {{name: '{HERE}'}}, sharpness: {{}}}}", "comparison.scores=[judge]"],
             "a judge that only compares; take it out",

@@ -120,10 +120,7 @@ def test_an_adapter_without_an_encoder_is_refused():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"image_left": "absent.png"},
-            r"data\.pairs: The image '.*absent\.png' in row 2 of 'pairs' cannot",
-        ),
+        ({"image_left": "absent.png"}, r"data\.pairs: The image '.*absent\.png' in row 2 of 'pairs' cannot"),
         ({"label": 7.5}, r"data\.pairs: Row 2 of '.*pairs\.jsonl': .*7\.5"),
     ],
 )
@@ -184,14 +181,8 @@ def test_pairs_of_edits_are_learnt_from_with_what_they_edit(tmp_path, monkeypatc
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"metadata": None},
-            r"row 2 of 'edits' has no 'source', the image .*Give each pair one in a column",
-        ),
-        (
-            {"metadata": {"source": "absent.png"}},
-            r"row 2 of 'edits': the source 'absent\.png' .*no such file",
-        ),
+        ({"metadata": None}, r"row 2 of 'edits' has no 'source', the image .*Give each pair one in a column"),
+        ({"metadata": {"source": "absent.png"}}, r"row 2 of 'edits': the source 'absent\.png' .*no such file"),
         ({"source": ["a.png", "b.png"]}, r"row 2 of 'edits': .* since the model edits one image"),
     ],
 )

@@ -38,16 +38,9 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _config(inputs: Path, *more: str) -> TextProcessConfig:
-    base = [
-        f"model.path={inputs}/model",
-        f"data.train={inputs}/judged.jsonl",
-        "run.device=cpu",
-        "data.batch=8",
-    ]
+    base = [f"model.path={inputs}/model", f"data.train={inputs}/judged.jsonl", "run.device=cpu", "data.batch=8"]
     return load_config(
-        TextProcessConfig,
-        None,
-        [*base, "optimizer.lr=5e-3", "run.iterations=10", "evaluation.every=5", *more],
+        TextProcessConfig, None, [*base, "optimizer.lr=5e-3", "run.iterations=10", "evaluation.every=5", *more]
     )
 
 
@@ -122,8 +115,7 @@ def test_labels_of_steps_train_the_other_kind(inputs: Path, tmp_path: Path) -> N
     file = tmp_path / "labelled.jsonl"
     file.write_text("\n".join(map(json.dumps, records)))
     summary = run(
-        _config(inputs, "learns=labels", f"data.train={file}", "model.train=head", "data.heldout=0"),
-        tmp_path / "run",
+        _config(inputs, "learns=labels", f"data.train={file}", "model.train=head", "data.heldout=0"), tmp_path / "run"
     )
     assert summary["before"] == summary["after"] == {} and summary["records"] == 32
     assert ProcessRewardModel(tmp_path / "run/judge").unit == "probability"

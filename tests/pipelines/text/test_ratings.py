@@ -99,12 +99,7 @@ def decided(*overrides: str) -> TextSFTConfig:
         TextSFTConfig,
         None,
         [
-            *(
-                "model.path=shapes-vlm",
-                "data.train=shapes:pairs",
-                "data.heldout=shapes:pairs",
-                "data.size=12",
-            ),
+            *("model.path=shapes-vlm", "data.train=shapes:pairs", "data.heldout=shapes:pairs", "data.size=12"),
             *("data.heldout_size=4", "data.question=Is image 2 better for {prompt}?", "run.device=cpu"),
             *("evaluation={rewards: {verdict: {options: {words: ['no', 'yes']}}}, correctness: null}",),
             *("data.decision=['no', 'yes']", *overrides),

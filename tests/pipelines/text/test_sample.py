@@ -98,10 +98,7 @@ def test_the_summary_says_what_each_point_is_worth(finished, inputs, tmp_path):
     assert summary["failure_reasons"] == {"early: a z in it": summary["failed"]}
     keys = [(row["temperature"], row["top_p"], row["seed"]) for row in summary["points"]]
     assert keys == [(0.7, 1.0, 0), (0.7, 1.0, 3), (1.5, 1.0, 0), (1.5, 1.0, 3)]
-    assert [(row["temperature"], row["top_p"]) for row in summary["distributions"]] == [
-        (0.7, 1.0),
-        (1.5, 1.0),
-    ]
+    assert [(row["temperature"], row["top_p"]) for row in summary["distributions"]] == [(0.7, 1.0), (1.5, 1.0)]
     for row in summary["distributions"]:
         own = [line for line in lines if line["temperature"] == row["temperature"]]
         good = [line for line in own if line["reward"] >= 0.3]
@@ -221,12 +218,7 @@ def test_settings_that_cannot_be(override, message, inputs):
 
 def test_the_plan_counts_the_completions(inputs):
     found = plan(_config(inputs))
-    assert found["sampling"] == {
-        "prompts": 8,
-        "grid_points": 4,
-        "completions_per_prompt": 16,
-        "completions": 128,
-    }
+    assert found["sampling"] == {"prompts": 8, "grid_points": 4, "completions_per_prompt": 16, "completions": 128}
     assert found["selection"] == {"rule": "rejection", "records_at_most": 24}
     assert plan(_config(inputs, "selection.rule=best_of_n"))["selection"]["records_at_most"] == 8
     assert plan(_config(inputs, "selection.per_prompt=null"))["selection"]["records_at_most"] == 128
@@ -245,9 +237,7 @@ def test_a_dataset_says_what_the_tool_wrote(inputs, tmp_path):
         before = line["completion"][:begin]
         assert before.endswith("b") and line["completion"][begin:end] in (before[-2:-1] * 2, before[-2:-1])
     again = run(
-        _config(inputs, calls, "rollout.max_new_tokens=8", "selection.rule=all"),
-        tmp_path / "run",
-        resume=True,
+        _config(inputs, calls, "rollout.max_new_tokens=8", "selection.rule=all"), tmp_path / "run", resume=True
     )
     assert _lines(tmp_path / "run") == lines and again["records"] == summary["records"]
 

@@ -143,10 +143,7 @@ def test_what_never_answered_is_not_waited_for_and_patience_ends() -> None:
         link = ServerConnection(server.url, retries=1, backoff=0.01, patience=0.2)
         link.get("models")
         begin = time.monotonic()
-        with (
-            pytest.warns(UserWarning, match="is unavailable"),
-            pytest.raises(ServerError, match=r"failed \d+ times"),
-        ):
+        with pytest.warns(UserWarning, match="is unavailable"), pytest.raises(ServerError, match=r"failed \d+ times"):
             link.post("/reset_prefix_cache", {})
         assert time.monotonic() - begin >= 0.2
 
@@ -155,12 +152,7 @@ def test_weights_are_renamed_into_their_folder(tmp_path: Path) -> None:
     """What is left of a killed process, of a model in parts, and of links to a cache."""
     folder, cache = tmp_path / "served", tmp_path / "cache"
     (folder / ".writing").mkdir(parents=True)
-    for name in (
-        "model-00001-of-00002.safetensors",
-        "model.safetensors.index.json",
-        "config.json",
-        ".writing/x",
-    ):
+    for name in ("model-00001-of-00002.safetensors", "model.safetensors.index.json", "config.json", ".writing/x"):
         (folder / name).write_text("old")
     cache.write_text("kept")
     (folder / "model.safetensors").symlink_to(cache)

@@ -126,10 +126,7 @@ LONG = {"prompt": "a", "completion": "b" * 60}
     [
         ([], "data.train: file of demonstrations .* has no record"),
         ([{"prompt": "a"}], "data.train: .* line 1 has no text in the field 'completion'"),
-        (
-            [{"prompt": "a", "completion": "b"}, LONG],
-            "data.train: 1 of 2 records are longer than the 48 tokens",
-        ),
+        ([{"prompt": "a", "completion": "b"}, LONG], "data.train: 1 of 2 records are longer than the 48 tokens"),
     ],
 )
 def test_demonstrations_that_cannot_be_used_are_refused_before_anything_is_written(records, message, inputs, tmp_path):
@@ -160,12 +157,7 @@ def test_other_inputs_are_refused(inputs, tmp_path):
         run(_config(inputs, *images, "data.train=tasks:train"), output)
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("evaluation.correctness=exact", "Did you mean 'exact_answer'"),
-    ],
-)
+@pytest.mark.parametrize(("override", "message"), [("evaluation.correctness=exact", "Did you mean 'exact_answer'")])
 def test_settings_that_cannot_be(override, message, inputs):
     with pytest.raises(UserError, match=message):
         _config(inputs, override)

@@ -163,8 +163,7 @@ def test_a_record_without_the_answer_whose_likelihood_is_asked_is_refused_before
 def test_a_reward_under_the_label_of_a_measure_is_refused_before_the_run():
     options = "{task_answer: {}, length: {options: {rule: linear, scale: 5}}}"
     with pytest.raises(
-        UserError,
-        match=r"label 'length' is the name of a measure .* such as {my_length: {name: length}}",
+        UserError, match=r"label 'length' is the name of a measure .* such as {my_length: {name: length}}"
     ):
         prepare(_grpo(f"rewards.terms={options}", "rewards.allow_mixed_units=true"))
 
@@ -245,10 +244,7 @@ def test_a_whole_model_is_handed_over_in_the_folder_of_the_server(tmp_path: Path
     (tmp_path / "served/config.json").touch()
     syncing(cast(Any, config), policy, generator, tmp_path, cast(Any, process))(1)
     assert done == ["reload served"] and generator.model == "base"
-    assert sorted(path.name for path in (tmp_path / "served").iterdir()) == [
-        "config.json",
-        "model.safetensors",
-    ]
+    assert sorted(path.name for path in (tmp_path / "served").iterdir()) == ["config.json", "model.safetensors"]
 
 
 @pytest.mark.parametrize(("setting", "name"), [("tool", "search"), ("environment", "Gone")])

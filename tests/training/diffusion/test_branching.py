@@ -159,10 +159,7 @@ def test_trees_that_do_not_fit_are_refused(changes: dict[str, Any], message: str
 @pytest.mark.parametrize(
     ("objective", "message"),
     [
-        (
-            {"credit": "image"},
-            "credit is 'image' and rollout.branch is Branch.*Set objective.credit=branches",
-        ),
+        ({"credit": "image"}, "credit is 'image' and rollout.branch is Branch.*Set objective.credit=branches"),
         ({"algorithm": "gmpo", "changes": {"kl": 0.0}, **BRANCHES}, "gmpo joins the steps .*Take flow_grpo"),
     ],
 )

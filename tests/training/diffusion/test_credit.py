@@ -11,11 +11,7 @@ import torch
 from tests.support.training.images import Brightness, ToyPolicy, toy_trainer, whole_and_resumed
 from visalign.errors import UserError
 from visalign.flow.rollout import complete, predict_clean, rollout
-from visalign.training import (
-    DiffusionObjectiveSettings,
-    RolloutSettings,
-    forward_equivalents_per_image,
-)
+from visalign.training import DiffusionObjectiveSettings, RolloutSettings, forward_equivalents_per_image
 
 CHANGES = {"kl": 0.0, "surrogate_options": {"eps_low": 0.1, "eps_high": 0.1}}
 
@@ -30,13 +26,7 @@ def test_the_prediction_is_read_off_the_mean(schedule):
     condition = policy.encode(["bright", "dark", "light"])
     sigmas = policy.sigmas(4)
     made: Any = rollout(
-        policy,
-        condition,
-        sigmas=sigmas,
-        sde_steps=[0, 2],
-        schedule=schedule,
-        noise_level=0.5,
-        seeds=[1, 2, 3],
+        policy, condition, sigmas=sigmas, sde_steps=[0, 2], schedule=schedule, noise_level=0.5, seeds=[1, 2, 3]
     )
     for k in range(2):
         x, sigma = made.x[:, k], made.sigma[k].expand(3)
@@ -93,10 +83,7 @@ def test_steps_earn_what_their_noise_changed(credit, tmp_path):
 
 @pytest.mark.parametrize(
     ("credit", "rollout_", "free"),
-    [
-        ("one_step", {}, 4),
-        ("turning_points", {"sde_steps": [1, 2], "train_steps": [2]}, 4 + 3 + 2),
-    ],
+    [("one_step", {}, 4), ("turning_points", {"sde_steps": [1, 2], "train_steps": [2]}, 4 + 3 + 2)],
 )
 def test_the_cost_is_the_planned_one(credit, rollout_, free, tmp_path):
     trainer = toy_trainer(tmp_path, objective=_objective(credit), rollout=rollout_)

@@ -35,10 +35,7 @@ def test_reward_rises(tmp_path):
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.1
 
 
-GSPO = {
-    "algorithm": "flow_gspo",
-    "changes": {"kl": 0.1, "surrogate_options": {"eps_low": 0.1, "eps_high": 0.1}},
-}
+GSPO = {"algorithm": "flow_gspo", "changes": {"kl": 0.1, "surrogate_options": {"eps_low": 0.1, "eps_high": 0.1}}}
 GUARD = {"algorithm": "grpo_guard", "step_weights": [1.0, 2.0, 0.5, 0.0], "changes": {"kl": 0.1}}
 
 
@@ -146,8 +143,7 @@ FLASH |= {"ode_compression": 0.5, "solver": "dpmpp_2m"}
 
 
 @pytest.mark.parametrize(
-    ("guided", "beta", "steps"),
-    [(False, 0.0, FLASH), (True, 0.0, {"train_steps": [1]}), (True, 0.1, {})],
+    ("guided", "beta", "steps"), [(False, 0.0, FLASH), (True, 0.0, {"train_steps": [1]}), (True, 0.1, {})]
 )
 def test_counted_cost_is_the_planned_minimum(tmp_path, guided, beta, steps):
     """MixGRPO-Flash by DPM-Solver: windows at 0 and at 1, of whose 3 and 2 steps behind 2 and 1 stay."""

@@ -9,12 +9,7 @@ import pytest
 import torch
 
 from tests.support.training.images import toy_trainer
-from visalign.training.diffusion.image_statistics import (
-    STATISTICS,
-    feature_drift,
-    group_diversity,
-    image_statistics,
-)
+from visalign.training.diffusion.image_statistics import STATISTICS, feature_drift, group_diversity, image_statistics
 
 
 def _flat(*colour: float) -> torch.Tensor:

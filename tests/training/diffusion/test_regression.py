@@ -20,12 +20,7 @@ from tests.support.training.images import (
 from visalign.core.regression.rows import REGRESSIONS
 from visalign.errors import UserError
 from visalign.interfaces import with_capabilities
-from visalign.training import (
-    DiffusionObjectiveSettings,
-    RolloutSettings,
-    forward_equivalents_per_image,
-    read_metrics,
-)
+from visalign.training import DiffusionObjectiveSettings, RolloutSettings, forward_equivalents_per_image, read_metrics
 from visalign.training.diffusion.cost import planned_passes
 from visalign.training.diffusion.rollout_settings import check_processes, check_sampling
 
@@ -178,9 +173,7 @@ def test_the_old_policy_samples_and_moves_as_its_row_says(tmp_path):
     """θ_old ← d θ_old + (1 − d) θ with d = 0, then 1/2; the images are the old policy's."""
     policy = ToyPolicy()
     trainer = toy_trainer(
-        tmp_path,
-        policy=policy,
-        objective={"algorithm": "diffusion_nft", "changes": {"old_decay": [0, 0.5, 0.5]}},
+        tmp_path, policy=policy, objective={"algorithm": "diffusion_nft", "changes": {"old_decay": [0, 0.5, 0.5]}}
     )
     trainer.iterate()
     first = policy_weights(policy)

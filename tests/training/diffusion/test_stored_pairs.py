@@ -126,11 +126,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "objective",
-    [
-        {"algorithm": "flow_grpo"},
-        {"algorithm": "diffusion_dpo", "changes": {"anchor": "old"}},
-    ],
+    "objective", [{"algorithm": "flow_grpo"}, {"algorithm": "diffusion_dpo", "changes": {"anchor": "old"}}]
 )
 def test_what_needs_the_policys_own_samples_is_refused(objective: Any):
     settings = DiffusionObjectiveSettings(**objective)

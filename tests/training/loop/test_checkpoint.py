@@ -30,10 +30,7 @@ CONFIG = {"seed": 0, "optimizer": {"lr": 1e-3}, "run": {"iterations": 10}}
 
 
 def _save(root, step, value=1.0, **arguments):
-    tensors = {
-        "trainable": {"a.weight": torch.full((3, 2), value)},
-        "optimizer": {"a.step": torch.tensor(2.0)},
-    }
+    tensors = {"trainable": {"a.weight": torch.full((3, 2), value)}, "optimizer": {"a.step": torch.tensor(2.0)}}
     return save(root, step, tensors, {"iteration": step, "seconds": 1.5}, CONFIG, **arguments)
 
 

@@ -39,10 +39,7 @@ class Narrow(ToyPolicy):
 
 def _trainer(folder: Path, policy: ToyPolicy, sizes: dict[str, Any] | None = None, **arguments: Any) -> Any:
     sizes = {"batch_size": 48, "micro_batch": 64, **(sizes or {})}
-    own = {
-        "rollout": {"batch_size": sizes["batch_size"]},
-        "optimizer": {"micro_batch": sizes["micro_batch"]},
-    }
+    own = {"rollout": {"batch_size": sizes["batch_size"]}, "optimizer": {"micro_batch": sizes["micro_batch"]}}
     others = {"evaluation": {"batch_size": 1}, "model": {"decode_batch": 8}}
     run = {"config": own | others, "free_keys": FREE_KEYS, "checkpoint_every": 1, "iterations": 2}
     return toy_trainer(folder, policy=policy, run={**run, **arguments.pop("run", {})}, **own, **arguments)
@@ -51,11 +48,7 @@ def _trainer(folder: Path, policy: ToyPolicy, sizes: dict[str, Any] | None = Non
 @pytest.mark.parametrize(
     ("narrow", "smaller", "said"),
     [
-        (
-            Narrow(CUDA, without=24),
-            "batch_size",
-            "sampling (Tried to allocate 2.00 GiB). rollout.batch_size is 48.",
-        ),
+        (Narrow(CUDA, without=24), "batch_size", "sampling (Tried to allocate 2.00 GiB). rollout.batch_size is 48."),
         (Narrow(CPU, within=32), "micro_batch", "(tried to allocate 9 bytes). optimizer.micro_batch is 64."),
     ],
     ids=["rollout", "update"],
@@ -67,10 +60,7 @@ def test_the_setting_is_named_and_a_resume_with_half_of_it_goes_on(
     narrow.full = True
     stopped = _trainer(tmp_path, narrow)
     assert stopped.resume()
-    half, same = (
-        {"batch_size": 24, "micro_batch": 32}[smaller],
-        "memory only: samples and updates stay the same",
-    )
+    half, same = ({"batch_size": 24, "micro_batch": 32}[smaller], "memory only: samples and updates stay the same")
     with pytest.raises(OutOfMemory, match=f"{re.escape(said)} .*{same}.*{smaller}={half} and --resume"):
         stopped.train()
     assert [path.name for path in checkpoint.folders(tmp_path / "checkpoints")] == ["step_000001"]

@@ -88,10 +88,7 @@ def test_trends_are_the_latest_iterations_against_the_first():
     )
     assert said == []
     _, _, own = _followed(rows[:4], warn=off)
-    wider, kept = (
-        Monitor(MonitorSettings(window=5, warn=off), TrainingProgress(9, enabled=False)),
-        own["monitor"],
-    )
+    wider, kept = (Monitor(MonitorSettings(window=5, warn=off), TrainingProgress(9, enabled=False)), own["monitor"])
     assert wider.follow({"iteration": 5, **rows[4]}, own) == pytest.approx(trends), "its beginning stays that"
     assert len(kept["first"]["reward_group_std"]) == 2
     stale = _followed([*rows, {**rows[-1], "agreement/a": NAN}], warn=off)[0]

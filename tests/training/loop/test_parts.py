@@ -96,14 +96,7 @@ def test_a_damaged_metrics_file_is_named(tmp_path):
         MetricsFile(tmp_path / "m.jsonl", after=2)
 
 
-RECORD = {
-    "iteration": 1,
-    "reward_mean": 0.25,
-    "ratio_std": 2e-4,
-    "clip_low": 0.01,
-    "clip_high": 0.02,
-    "seconds": 30.0,
-}
+RECORD = {"iteration": 1, "reward_mean": 0.25, "ratio_std": 2e-4, "clip_low": 0.01, "clip_high": 0.02, "seconds": 30.0}
 
 
 def _text(console: Console) -> str:

@@ -82,11 +82,7 @@ def test_of_text(tmp_path: Path) -> None:
     def make(**options: Any) -> Trainer:
         objective = {"changes": {"kl": 0.01}}
         return toy_text_trainer(
-            tmp_path,
-            policy=toy_policy(lora=text_lora()),
-            objective=objective,
-            optimizer=ONE_UPDATE,
-            **options,
+            tmp_path, policy=toy_policy(lora=text_lora()), objective=objective, optimizer=ONE_UPDATE, **options
         )
 
     logged, by_hand, resumed = logged_and_by_hand(tmp_path, make, of_text, toy_policy())

@@ -24,13 +24,7 @@ from visalign.core.preference.yes_no import yes_no_loss, yes_no_pair_loss
 from visalign.errors import UserError
 from visalign.training.loop.trainer import RunSettings, Trainer
 from visalign.training.reward.batch import RewardBatch
-from visalign.training.reward.heldout import (
-    auroc,
-    calibration_error,
-    lead_stratum,
-    pair_measures,
-    score_pairs,
-)
+from visalign.training.reward.heldout import auroc, calibration_error, lead_stratum, pair_measures, score_pairs
 from visalign.training.reward.settings import RewardObjectiveSettings, RewardOptimizerSettings
 from visalign.training.reward.tasks import TASKS
 from visalign.training.reward.trainer import RewardModeling

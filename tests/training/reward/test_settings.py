@@ -96,8 +96,7 @@ def _config(task: str, *more: str) -> TrainRewardConfig:
 
 
 @pytest.mark.parametrize(
-    ("task", "name", "value"),
-    [("uncertainty", "theta", 0.5), ("rating", "kinds", '["quality"]')],
+    ("task", "name", "value"), [("uncertainty", "theta", 0.5), ("rating", "kinds", '["quality"]')]
 )
 def test_data_settings_without_a_reader_are_refused(task, name, value):
     assert _config(task).objective.task == task

@@ -66,12 +66,7 @@ def _trainer(folder: Path, iterations: int = 6, *, policy: Any = None, **setting
     return Trainer(
         _dpo(policy or _policy(), settings.pop("size", 3), **settings),
         optimizer=OptimizerSettings(
-            lr=1e-2,
-            weight_decay=0.0,
-            micro_batch=2,
-            ema_decay=0.0,
-            ema_every=1,
-            updates_per_iteration=updates,
+            lr=1e-2, weight_decay=0.0, micro_batch=2, ema_decay=0.0, ema_every=1, updates_per_iteration=updates
         ),
         run=RunSettings(**run),
     )

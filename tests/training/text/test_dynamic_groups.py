@@ -52,12 +52,7 @@ def test_samples_of_a_group_need_not_be_neighbours() -> None:
 
 def test_missing_rewards_are_no_signal_and_too_few_are_a_failure() -> None:
     groups = new(5, max_rounds=2)
-    rewards = {
-        "one left": [1.0, NAN],
-        "equal but one": [1.0, 1.0, NAN],
-        "kept": [1.0, 0.0, NAN],
-        "masked": [0.0, 1.0],
-    }
+    rewards = {"one left": [1.0, NAN], "equal but one": [1.0, 1.0, NAN], "kept": [1.0, 0.0, NAN], "masked": [0.0, 1.0]}
     feed(groups, rewards, valid=torch.tensor([True] * 8 + [True, False]))
     assert [groups.now[name] for name in ("failed", "dropped_flat", "kept")] == [2, 1, 1]
     feed(groups, {"infinite": [float("inf"), 1.0, 0.0]})

@@ -70,8 +70,7 @@ def test_what_is_missing_is_named(tmp_path) -> None:
     with pytest.raises(UserError, match=r"rlfr adds rewards of single tokens.*Set latent_flow=\{\}"):
         toy_text_trainer(tmp_path, "rlfr", process=None)
     with pytest.raises(
-        UserError,
-        match=r"one advantage per completion.*single steps \(process, latent_flow\) have no place.*rlfr",
+        UserError, match=r"one advantage per completion.*single steps \(process, latent_flow\) have no place.*rlfr"
     ):
         toy_text_trainer(tmp_path, "grpo", latent_flow=LatentFlowSettings())
     with pytest.raises(UserError, match="latent_flow and process both score steps"):

@@ -15,10 +15,7 @@ from torch.nn.functional import cross_entropy
 
 from tests.support.models.language import tiny_model, tiny_tokenizer
 from tests.support.training.images import outcome
-from visalign.adapters.causal_lm.demonstrations import (
-    DemonstrationBatches,
-    demonstration_rollout,
-)
+from visalign.adapters.causal_lm.demonstrations import DemonstrationBatches, demonstration_rollout
 from visalign.adapters.causal_lm.policy import CausalLMPolicy
 from visalign.text import Sampling, StoppingCriteria, TextRollout
 from visalign.training.loop import checkpoint
@@ -41,12 +38,7 @@ def _policy(**options: Any) -> CausalLMPolicy:
 
 
 def _trainer(
-    folder: Path,
-    iterations: int = 6,
-    *,
-    policy: CausalLMPolicy | None = None,
-    batches: Any = None,
-    **more: Any,
+    folder: Path, iterations: int = 6, *, policy: CausalLMPolicy | None = None, batches: Any = None, **more: Any
 ) -> Trainer[SFT]:
     policy = policy or _policy()
     pace = OptimizerSettings(**{**PACE, "updates_per_iteration": 2, **more.pop("optimizer", {})})

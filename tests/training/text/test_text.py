@@ -107,8 +107,7 @@ def test_remax_compares_with_the_greedy_completion_to_the_same_record(tmp_path):
 
     trainer = toy_text_trainer(tmp_path, "remax", reward=PerRecord(), rollout={"prompts_per_iteration": 2})
     trainer.algorithm.parts = replace(
-        trainer.algorithm.parts,
-        records=[{"prompt": "g", "letter": x} for x in ("a", "b", "a", "b", "a", "b")],
+        trainer.algorithm.parts, records=[{"prompt": "g", "letter": x} for x in ("a", "b", "a", "b", "a", "b")]
     )
     trainer.iterate()
     sampled, greedy = seen
