@@ -20,19 +20,16 @@ from .annotation_tools import split_annotations
 Row = dict[str, Any]
 NumberedRows = Iterator[tuple[int, Row]]
 
-_BLOCK = 1 << 20
-"""Characters of a JSON list read at once."""
 SEPARATORS = (",", ";", "\t", "|")
 """Separators tried when the first line of a .csv or .tsv file does not contain its own."""
-_BETWEEN_ENTRIES = re.compile(r"[\s,]*")
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _DECIMAL_COMMA = re.compile(r"-?\d+,\d+")
 
 
 def read_rows(path: str | Path, *, columns: Sequence[str] | None = None) -> NumberedRows:
-    """Read the numbered rows of a table lazily, so that a file larger than the memory can be read.
+    """Read the numbered rows of a table, lazily but for .json and .xlsx.
 
-    Endings are those of `READERS`, forms of JSON those of `_read_object`; `columns` may select some; text is UTF-8.
+    Endings are those of `READERS`, forms of JSON those of `_table_rows`; `columns` may select some; text is UTF-8.
     The number is the line in a text file (CSV: the row's last line), and the 1-based row elsewhere. Values of CSV are
     strings; empty ones are left out. Exports of Label Studio and Argilla give a row per annotator.
     """
@@ -76,12 +73,10 @@ def select_split(
         for item in rows
         if splits.add(str(item[1].get("split"))) or split is None or item[1].get("split") == split
     )
-    selected = list(islice(matching, limit))
-    if not selected and splits:
-        raise UserError(f"{source} holds no row of the split '{split}'. Splits: {listed(sorted(splits))}.")
-    if not selected:
-        raise UserError(f"{source} holds no row.")
-    return selected
+    if selected := list(islice(matching, limit)):
+        return selected
+    splits_line = f" of the split '{split}'. Splits: {listed(sorted(splits))}" if splits else ""
+    raise UserError(f"{source} holds no row{splits_line}.")
 
 
 def require_columns(path: str | Path, row: Row, needed: Iterable[str], *, purpose: str) -> None:
@@ -110,13 +105,10 @@ def nearest_first(name: str, columns: Iterable[str]) -> list[str]:
 
 
 def parse_json(text: str, where: str) -> Any:
-    """Parse JSON text; `where` starts the messages.
-
-    A lone surrogate, such as "\\ud83d" where an emoji was cut, is refused: no tokenizer reads it.
-    """
+    """Parse JSON text; `where` starts the messages."""
     try:
         value = json.loads(text)
-        if _SURROGATE.search(text):
+        if _SURROGATE.search(text):  # no tokenizer reads half an emoji
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         surrogate = error.object[error.start].encode("ascii", "backslashreplace").decode()
@@ -151,77 +143,45 @@ def _read_jsonl(path: Path, _: Sequence[str] | None) -> NumberedRows:
 
 
 def _read_json(path: Path, columns: Sequence[str] | None) -> NumberedRows:
-    """Decode the entries of a list from a buffer, since annotation files of gigabytes are common."""
-    decoder = json.JSONDecoder()
-    with path.open(encoding="utf-8-sig") as file:
-        text, position, number = file.read(_BLOCK).lstrip(), 1, 0
-        if not text.startswith("["):
-            text += file.read()
-            yield from _read_object(path, text) if _is_json(text) else _read_jsonl(path, columns)
-            return
-        while True:
-            separator = _BETWEEN_ENTRIES.match(text, position)
-            start = separator.end() if separator else position
-            if text.startswith("]", start):
-                return
-            try:
-                row, position = decoder.raw_decode(text, start)
-            except json.JSONDecodeError as error:
-                more = file.read(max(_BLOCK, len(text) - start))
-                if not more:
-                    raise UserError(
-                        f"Row {number + 1} of '{path}' is not JSON ({error.msg}), or the file is cut short."
-                    ) from error
-                text, position = text[start:] + more, 0
-                continue
-            except (ValueError, RecursionError) as error:
-                reason = why_unreadable(error)
-                raise UserError(f"Row {number + 1} of '{path}' is not JSON ({reason}). Fix or remove it.") from error
-            number += 1
-            yield number, _require_object(path, number, row)
-
-
-def _is_json(text: str) -> bool:
-    """Return False for one object per line, which many tools write to .json as well, and for damaged text."""
+    text = path.read_text(encoding="utf-8-sig")
     try:
-        json.loads(text)
-    except (ValueError, RecursionError):
-        return False
-    return True
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        if text.lstrip().startswith("["):
+            raise UserError(f"'{path}' is not JSON ({why_unreadable(error)}); it may be cut short.") from error
+        yield from _read_jsonl(path, columns)  # many tools write one object per line to .json as well
+        return
+    for number, row in enumerate(value if isinstance(value, list) else _table_rows(path, value), 1):
+        yield number, _require_object(path, number, row)
 
 
-def _read_object(path: Path, text: str) -> NumberedRows:
-    """Read an object that holds a table: {"data": [rows]}, {"prompt": [cells], ...}, {id: row, ...}, or as pandas
-    writes it, {"prompt": {"0": cell}, ...} and {"columns": [names], "data": [[cells]]}."""
-    value = json.loads(text)
+def _table_rows(path: Path, value: Any) -> list[Row]:
+    """List the rows of an object that holds a table: {"data": [rows]}, {"prompt": [cells], ...}, {id: row, ...}, or
+    as pandas writes it, {"prompt": {"0": cell}, ...} and {"columns": [names], "data": [[cells]]}."""
     entries = value if isinstance(value, dict) else {}
     lists = [entry for entry in entries.values() if isinstance(entry, list)]
     objects = [entry for entry in entries.values() if isinstance(entry, dict)]
-    rows: Any = None
+    # a column has a cell that is no object, unlike the lists of {"train": [...], "test": [...]}, which stay apart
+    has_column = any(not isinstance(cell, dict) for column in lists for cell in column)
+    rows: list[Row]
     if {"columns", "data"} <= entries.keys() and all(isinstance(row, list) for row in entries["data"]):
         rows = [dict(zip(entries["columns"], row, strict=False)) for row in entries["data"]]
     elif len(lists) == 1 and all(isinstance(row, dict) for row in lists[0]):
         rows = lists[0]
-    elif any(map(_is_column, lists)) and len(lists) == len(entries) and len({len(column) for column in lists}) == 1:
+    elif has_column and len(lists) == len(entries) and len({len(column) for column in lists}) == 1:
         rows = [dict(zip(entries, cells, strict=True)) for cells in zip(*lists, strict=True)]
     elif objects and len(objects) == len(entries):
         is_frame = all(key.isdigit() for column in objects for key in column)
         frame = [{name: cells.get(key) for name, cells in entries.items()} for key in objects[0]]
         rows = frame if is_frame else [{"id": key, **row} for key, row in entries.items()]
-    if rows is None:
+    else:
         sizes = ", ".join(f"{name!r} has {len(entry)}" for name, entry in entries.items() if isinstance(entry, list))
         raise UserError(
             f"'{path}' is no list; needed is a list of objects, an object with such a list under one key, or columns "
             f'of equal length, {{"prompt": ["a", "b"]}}{f" ({sizes})" if sizes else ""}. A file with one '
             "object per line must end in .jsonl."
         )
-    for number, row in enumerate(rows, 1):
-        yield number, {name: cell for name, cell in row.items() if cell is not None}
-
-
-def _is_column(cells: list[Any]) -> bool:
-    """Tell a column from a list of records, such as {"train": [...], "test": [...]}, which must not be mixed."""
-    return any(not isinstance(cell, dict) for cell in cells)
+    return [{name: cell for name, cell in row.items() if cell is not None} for row in rows]
 
 
 def _delimiter(file: TextIO, path: Path) -> str:
@@ -239,10 +199,8 @@ def _read_delimited(path: Path, _: Sequence[str] | None) -> NumberedRows:
         lines = csv.reader(file, delimiter=delimiter, strict=True)
         try:
             names = next(lines, [])
-            if not names:
-                raise UserError(f"'{path}' is empty; needed is a first line with the columns, and a row per record.")
-            if len(set(names)) < len(names):
-                raise UserError(f"The first line of '{path}' must name the columns, each once.")
+            if not names or len(set(names)) < len(names):
+                raise UserError(f"'{path}' needs a first line that names the columns, each once.")
             for values in filter(None, lines):
                 if len(values) != len(names):
                     raise UserError(
@@ -251,8 +209,7 @@ def _read_delimited(path: Path, _: Sequence[str] | None) -> NumberedRows:
                     )
                 if delimiter != ",":  # a comma inside a number then separates its decimals
                     values = [v.replace(",", ".") if _DECIMAL_COMMA.fullmatch(v) else v for v in values]
-                row = {name: value for name, value in zip(names, values, strict=True) if value}
-                yield lines.line_num, row
+                yield lines.line_num, {name: value for name, value in zip(names, values, strict=True) if value}
         except csv.Error as error:
             raise UserError(f"Line {lines.line_num} of '{path}' cannot be read as CSV: {error}.") from error
 
