@@ -18,7 +18,7 @@ from visalign.data.sets.columns import Columns
 from visalign.data.sets.image_references import parquet_reference, resolve_image
 from visalign.data.sets.records import PreferencePair, PreferenceSet, mix_sides
 from visalign.data.sets.sources import load_preferences, load_quality, load_source, shapes_pairs, write_rows
-from visalign.data.sets.tables import read_rows, require_columns
+from visalign.data.sets.tables import require_columns
 from visalign.errors import UserError
 from visalign.pipelines.score.image_rows import image_rows
 from visalign.rewards.base.images import load_images
