@@ -63,9 +63,11 @@ def _label_studio_task(row: Row) -> tuple[Row, Annotations] | None:
 
 def _annotator(annotation: Mapping[str, Any]) -> Any:
     """Return an annotator's e-mail address or number, or the name that `to_label_studio` left in the results."""
-    names = [text for entry in annotation.get("result") or () for text in (entry.get("meta") or {}).get("text", ())]
+    for entry in annotation.get("result") or ():
+        if names := (entry.get("meta") or {}).get("text"):
+            return names[0]
     user = annotation.get("completed_by")
-    return next(iter(names), user.get("email", user.get("id")) if isinstance(user, dict) else user)
+    return user.get("email", user.get("id")) if isinstance(user, dict) else user
 
 
 def _results(results: Iterable[Mapping[str, Any]]) -> Row:

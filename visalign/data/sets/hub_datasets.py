@@ -15,7 +15,6 @@ from visalign.errors import UserError
 from visalign.hub import hub_message, hub_outage
 
 FORMS = "a dataset of the hub, owner/name, owner/name:split or owner/name/config:split"
-_FILE = re.compile(r"hf:/?/?datasets/([\w.-]+/[\w.-]+?)(?:@([\w.-]+))?/(.+\.\w+)")
 _ID = re.compile(
     r"(hf:/?/?(?:datasets/)?|https:/?/huggingface\.co/datasets/)?"
     r"([\w.-]+/[\w.-]+?)(?:@([\w./-]+))?(?:/([\w.-]+))?(?::([\w.\[\]%:-]+))?"
@@ -25,30 +24,14 @@ _ID = re.compile(
 def find_table(source: str | Path) -> Path:
     """Return the path of a table: the source itself, or a local file of the dataset of the hub that it names.
 
-    A dataset is named as in `FORMS`, with hf://datasets/ in front if one likes, or by one of its files,
-    hf://datasets/owner/name/train.parquet.
+    A dataset is named as in `FORMS`, with hf://datasets/ in front if one likes.
     """
-    if match := _FILE.fullmatch(str(source)):
-        return _download(*match.groups())
     match = _ID.fullmatch(str(source))
     path = Path(source)
     is_file_name = path.suffix.lower() in (".jsonl", ".tsv", ".parquet") or mimetypes.guess_type(path.name)[0]
     if not match or path.exists() or (str(source).startswith((".", "~")) and not match[1]) or is_file_name:
         return path
     return _fetch(*match.groups()[1:])
-
-
-def _download(name: str, revision: str | None, file: str) -> Path:
-    import huggingface_hub
-    from huggingface_hub.errors import HfHubHTTPError
-
-    # errors of the client's HTTP library, which depends on its version, derive from this base class
-    http_error: type[Exception] = HfHubHTTPError.__bases__[0]  # type: ignore[assignment]
-    hub_outage()
-    try:
-        return Path(huggingface_hub.hf_hub_download(name, file, repo_type="dataset", revision=revision))
-    except (OSError, ValueError, http_error) as error:
-        raise UserError(hub_message(name, "dataset", error)) from error
 
 
 @lru_cache(maxsize=16)

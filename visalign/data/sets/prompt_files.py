@@ -36,7 +36,6 @@ _PROMPTS = {False: ("caption", "text"), True: ("question",)}
 """Whether prompts are for a language model -> fields that are read as the prompt where a record has none."""
 TOOL_ANSWERS = "tool_answers"
 """Field with the [start, end] character spans of a completion that a tool wrote."""
-CHAT = "text or a list of messages"
 EXAMPLE = '{"prompt": "1 + 1 = ?", "completion": "2"}'
 _SOURCES = 'Give each prompt one: a .jsonl file of {"prompt": "make it blue", "source": "cup.png"}.'
 
@@ -137,15 +136,16 @@ def load_prompts(
             raise UserError(f"{source} has no images, and the model edits one. {_SOURCES}")
         return EMBEDDED[str(source)]()
     path, name = find_table(source), f"prompt file {source}"
-    if not path.is_dir() and (path.suffix.lower() not in (".txt", *READERS) or not path.is_file()):
-        if path.suffix.lower() in (".txt", *READERS) and not path.exists():
-            raise UserError(f"no prompt set {str(source)!r}: there is no such file. Correct the path.")
+    has_ending = path.suffix.lower() in (".txt", *READERS)
+    if has_ending and not path.exists():
+        raise UserError(f"no prompt set {str(source)!r}: there is no such file. Correct the path.")
+    if not path.is_dir() and not (has_ending and path.is_file()):
         raise UserError(
             f"no prompt set {str(source)!r}: give a .txt file (a prompt per line), {', '.join(READERS)} file (a "
             f"record per row), folder of images with captions, {FORMS}, or {', '.join(packaged)} (packaged)."
         )
     records: dict[tuple[str, ...], tuple[int, Record]] = {}
-    blank, repeated = 0, 0
+    blank = repeated = 0
     for number, record in _numbered_prompts(path, name, names or {}, chat):
         if record is None:
             blank += 1
@@ -282,12 +282,11 @@ def with_completion(record: Mapping[str, Any], where: str, field: str | None = N
     name = field or next((name for name in COMPLETIONS if name in record), COMPLETION)
     if isinstance(text := message_text(record.get(name)), str):
         record = {**record, name: text}
-    else:
-        raise UserError(
-            f"{where} has no text in the field {name!r}: its fields are {listed(list(record), limit=20)}. Each record "
-            f"needs a prompt and its completion, such as {EXAMPLE}."
-        )
-    return with_answer({**record}, COMPLETION, record, name)
+        return with_answer(record, COMPLETION, record, name)
+    raise UserError(
+        f"{where} has no text in the field {name!r}: its fields are {listed(list(record), limit=20)}. Each record "
+        f"needs a prompt and its completion, such as {EXAMPLE}."
+    )
 
 
 def tool_answers_field(field: str) -> str:
@@ -348,7 +347,7 @@ def _check_prompt(
         got = "an empty one" if "prompt" in result else f"the fields {listed(list(fields), limit=20) or 'none'}"
         got = f"the prompt {excerpt(prompt)}" if prompt else got
         raise UserError(
-            f'{where} needs a "prompt" that is {CHAT if chat else "text"}, such as {example}; it has {got}. '
+            f'{where} needs a "prompt" that is {"text or a list of messages" if chat else "text"}, such as {example}; it has {got}. '
             "data.map={prompt: FIELD}, or --map prompt=FIELD, names another field that holds it."
         )
     return result
