@@ -136,9 +136,6 @@ def load_judge(name: str, *, run_device: str | None = None, **options: Any) -> P
         run_device: where a judge that takes `device` runs unless its options say otherwise, such as "cuda:0".
             None: the GPU where there is one, else the CPU.
         **options: arguments of the class; for a function those of `FunctionReward` (unit, range, ...).
-
-    Raises:
-        RewardError: unknown name, module or attribute; wrong options; or the object is no reward.
     """
     judge = _make("reward", name, CATALOGUE, options, run_device, _IMAGE_FUNCTION)
     if isinstance(judge, PointwiseReward | PairwiseReward):

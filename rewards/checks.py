@@ -35,19 +35,11 @@ def check_reward(
     metadata: Metadata | None = None,
     tolerance: float = 1e-6,
 ) -> list[str]:
-    """Try a reward against the contract and return the names of the checks, all of which passed.
+    """Try a reward against the contract and return the names of the checks; a RewardError lists all faults and fixes.
 
-    A reward whose `needs_batch` or `needs_group` is true need not score a sample by itself as in a batch.
-
-    Args:
-        reward: an object with the reward contract, a name for `load_reward`, or a plain function.
-        images: B ≥ 2 images of one size that the reward can judge; four noisy 64×64 images when None.
-        prompts: their prompts; shapes-world prompts when None.
-        metadata: their records.
-        tolerance: how much equal scores may differ, absolute and relative (bf16 towers need more).
-
-    Raises:
-        RewardError: lists everything that is wrong, each with its fix.
+    A reward whose `needs_batch` or `needs_group` is true need not score a sample by itself as in a batch. Without
+    `images` (two or more of one size) four noisy ones of 64×64 are tried. `tolerance` is absolute and relative; bf16
+    towers need more.
 
     Example:
         >>> check_reward("sharpness")[0]

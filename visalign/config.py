@@ -89,16 +89,9 @@ def read_config(path: str | Path) -> dict[str, Any]:
 def load_config(schema: type[T], path: str | Path | None = None, overrides: Sequence[str] = ()) -> T:
     """Build one configuration: the defaults of the dataclass `schema`, then the YAML file, then the overrides.
 
-    A field that is a dict (say `rewards`) is replaced as a whole by the file's or by an override of the field
-    itself; an override with a dotted key edits one entry of it.
-
-    Args:
-        schema: Dataclass; a union of dataclasses in it is told apart by one field, `Field(discriminator=...)`.
-        path: See `resolve_config`; None for the defaults.
-        overrides: Items `key.sub=value`; the value is read as YAML (`1e-4`, `true`, `null`, `[1, 2]`).
-
-    Raises:
-        ConfigError: The message names the full key, what was given and what is allowed.
+    A union of dataclasses is told apart by one field, `Field(discriminator=...)`. An override is `key.sub=value`, its
+    value read as YAML (`1e-4`, `true`, `null`, `[1, 2]`). A field that is a dict (say `rewards`) is replaced as a
+    whole by the file's or by an override of the field itself; an override with a dotted key edits one entry of it.
     """
     values: dict[str, Any] = {}
     sources: list[Source] = []

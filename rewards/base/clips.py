@@ -37,13 +37,9 @@ def listed_clips(name: str, images: Any) -> list[Any]:
 def read_clip(where: str, clip: Any, choose: Callable[[int], Sequence[int] | str]) -> tuple[list[Tensor], str | None]:
     """Read the frames of a clip that are judged, [3, H, W] float32 in [0, 1] each; or none of them, and why.
 
-    The files that are judged, and all frames of an animation, may together have as many pixels as one image.
-
-    Args:
-        where: which clip it is, for messages.
-        clip: in any form.
-        choose: from the number of its frames to the numbers of those that are judged, rising from 0; or why
-            a clip of so many frames cannot be judged.
+    The files that are judged, and all frames of an animation, may together have as many pixels as one image. `choose`
+    turns a number of frames into the numbers of those that are judged, rising from 0, or says why such a clip cannot
+    be judged.
     """
     frames, length = _frames_of(clip), animation_length(clip)
     if len(frames) == 0:

@@ -99,13 +99,8 @@ class ChatJudge:
     ) -> Scores:
         """Ask about B images and average the readable answers to each (`average_answers`).
 
-        Args:
-            request: images and prompts.
-            read: returns "value" and parts of one answer, or raises AnswerError.
-            unit: of the value.
-            top_logprobs: alternatives of the first token to request.
-            fields: further names that the template fills.
-            source: show the image under "source" in a record first.
+        `read` returns "value" and parts of one answer, or raises AnswerError. `fields` are further names that the
+        template fills; `source` shows the image under "source" in a record first.
         """
         reasons = list(request.images.reasons)
         rows, queries = requests(request, self.template, reasons, fields, source=source)

@@ -61,14 +61,10 @@ def read_yes_no(
     no: Sequence[str] = ("no",),
     min_mass: float = 0.0,
 ) -> ListedAnswer:
-    """Add up the tokens that spell yes and those that spell no, ignoring case and blanks.
+    """Add up the probabilities of the tokens that spell yes and no, ignoring case and blanks.
 
-    Args:
-        log_probs: token -> log-prob in nats.
-        yes: words for yes.
-        no: words for no.
-        min_mass: smallest probability of both together that counts as an answer; below it, and where neither
-            side is listed, it is an AnswerError.
+    `log_probs` is token -> log-prob in nats. Below `min_mass` of both together, and where neither side is listed, it
+    is an AnswerError.
     """
     for token, value in log_probs.items():
         if math.isnan(value) or value > 1e-3:

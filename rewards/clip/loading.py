@@ -118,12 +118,7 @@ def load_fine_tuned_clip(
 def save_changes(folder: str | Path, parts: ClipParts, base: str, *, subfolder: str = "", dtype: torch.dtype) -> None:
     """Write a fine-tuned model as its base and the tensors that differ from it, a fraction of its size.
 
-    Args:
-        folder: created if missing.
-        parts: the model.
-        base: packaged name, hub id, or folder or file relative to `folder`.
-        subfolder: of the base.
-        dtype: of the weights on disk.
+    `base` is a packaged name, a hub id, or a path relative to `folder`; `dtype` is that of the weights on disk.
     """
     from safetensors.torch import save_file
 

@@ -46,11 +46,9 @@ def load_open_clip(
 ) -> tuple[Any, dict[str, Any], Tokenizer]:
     """Load (open_clip model in evaluation mode without gradients, its preprocess_cfg, tokenizer).
 
-    Args:
-        folder_or_name: a folder in the format above, a name of the package's own models ("shapes-clip"), a
-            hub id "organisation/model" (or "hf-hub:..."), or "architecture:tag" ("ViT-B-32:openai").
-        device: where it goes; "meta": shapes alone.
-        precision: "fp32", "bf16" or "fp16".
+    Its name is a folder in the format above, a name of the package's own models ("shapes-clip"), a hub id
+    "organisation/model" (or "hf-hub:..."), or "architecture:tag" ("ViT-B-32:openai"). On the device "meta" it has
+    shapes alone.
     """
     import open_clip
 
@@ -83,15 +81,10 @@ def save_open_clip(
     preprocess_cfg: Mapping[str, Any] | None = None,
     dtype: torch.dtype = torch.float16,
 ) -> None:
-    """Write a model in the format that `load_open_clip` reads.
+    """Write an `open_clip.CLIP` in the format that `load_open_clip` reads.
 
-    Args:
-        folder: created if missing.
-        model: an `open_clip.CLIP`.
-        model_cfg: the embed_dim, vision_cfg and text_cfg that it was built from.
-        tokenizer: transformers' own.
-        preprocess_cfg: mean, std, interpolation, resize_mode and window; the model's own when None.
-        dtype: of the weights on disk.
+    `model_cfg` has the embed_dim, vision_cfg and text_cfg that it was built from; the tokenizer is transformers' own;
+    a `preprocess_cfg` of None is the model's own; `dtype` is that of the weights on disk.
     """
     from safetensors.torch import save_file
 
@@ -129,10 +122,7 @@ def check_end_token(model: torch.nn.Module, tokenizer: Tokenizer) -> int | None:
 def check_pooling(tokenizer: Any, pooled: int | None, length: int) -> int:
     """Return the end token's id; short and cut texts must hold it where the text tower pools.
 
-    Args:
-        tokenizer: open_clip's, or one that wraps transformers' as `tokenizer`.
-        pooled: id of the token that the tower pools at; the largest id of a text when None.
-        length: of the context, to which texts are cut.
+    The tower pools at the token `pooled`, or at the largest id of a text when None.
     """
     wrapped = getattr(tokenizer, "tokenizer", None)
     end: Any = getattr(tokenizer, "eot_token_id", None) if wrapped is None else wrapped.eos_token_id

@@ -122,15 +122,11 @@ class LoraEnsembleReward:
 
     @torch.no_grad()
     def align(self, images: Any, prompts: Sequence[str]) -> None:
-        """Give all members one level and one scale on these images: a constant and a factor for each.
+        """Give all members one level and one scale on these images, a hundred or more like those of their training.
 
-        The scale is that of the member with the largest spread, since a deviation can be added but not taken
-        away (`ensemble_model.stretch_scale`); the level is the members' mean. A member's order of images
-        does not change, nor, up to an approximation, do its probabilities of pairs.
-
-        Args:
-            images: images like those of the members' training; a hundred or more.
-            prompts: their prompts.
+        The scale is that of the member with the largest spread, since a deviation can be added but not taken away
+        (`ensemble_model.stretch_scale`); the level is the members' mean. A member's order of images does not change,
+        nor, up to an approximation, do its probabilities of pairs.
         """
         scores, model = self.score(images, prompts), self.model
         by_member = torch.stack([scores.parts[f"member_{m}"] for m in range(model.members)]).double()

@@ -74,18 +74,12 @@ class RanknetHead(nn.Module):
     ) -> Tensor:
         """Compute outputs [B, outputs] of rows of hidden states [B, L, D] and tokens [B, L].
 
-        "special": at the reward token, which occurs exactly once in each row. "last": at the last token that
-        is no padding. "mean": the outputs averaged over all tokens that are no padding; the released code
-        leaves the last of them out.
+        "special": at the reward token, which occurs exactly once in each row. "last": at the last token that is no
+        padding. "mean": the outputs averaged over all tokens that are no padding; the released code leaves the last of
+        them out.
 
-        Args:
-            hidden: last hidden states.
-            input_ids: tokens.
-            pooling: one of the three.
-            special_token_id: the reward token, for "special".
-            pad_token_id: the padding; without it or an attention_mask every token counts. Without the mask,
-                the row ends before its first padding token.
-            attention_mask: [B, L], 0 where there is no token; needed for left padding.
+        Without an attention_mask a row ends before its first padding token, and without `pad_token_id` every token
+        counts. Left padding needs the mask.
         """
         rows = torch.arange(len(hidden), device=hidden.device)
         if pooling == "special":

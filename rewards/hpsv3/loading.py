@@ -53,12 +53,9 @@ def load_hpsv3(
 ) -> HPSv3Model:
     """Load either layout, in evaluation mode and without gradients.
 
-    Args:
-        path_or_id: folder, packaged name, hub id, or the published file itself.
-        base: folder or hub id with config and processor for the published layout; where its folder has none
-            and None is given, `BASE`. In our layout it replaces what judge.json names.
-        template: replaces the folder's.
-        **options: of `VisionLanguageEngine.from_pretrained`; the head is always float32.
+    The model is a folder, packaged name, hub id, or the published file itself. `base` has config and processor for the
+    published layout (`BASE` where its folder has none); in our layout it replaces what judge.json names. `options` are
+    those of `VisionLanguageEngine.from_pretrained`; the head is always float32.
     """
     path = find_weights(path_or_id)
     is_ours = path.is_dir() and "head" in JudgeSettings.read(path).rest
@@ -97,14 +94,9 @@ def _load_published(path: Path, base: str | Path | None, template: Template | No
 def published_engine(
     path: Path, base: str | Path | None, *, default_base: str | Path | None, heads: str, **options: Any
 ) -> tuple[VisionLanguageEngine, dict[str, Tensor]]:
-    """Load one weight file or its folder: (model, tensors of its heads); adds the reward token.
+    """Load one weight file or its folder: (model, tensors under the prefix `heads`); adds the reward token.
 
-    Args:
-        path: file or folder.
-        base: folder or hub id with config and processor; that of the folder, else `default_base`, when None.
-        default_base: base if none is named; None where there are several.
-        heads: prefix of the heads' tensors.
-        **options: of `engine_of_tensors`.
+    Config and processor are those of `base`, else of the folder, else of `default_base`.
     """
     file, folder = (path, path.parent) if path.is_file() else (_weight_file(path), path)
     settings = JudgeSettings.read(folder)

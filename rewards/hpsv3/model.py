@@ -142,11 +142,9 @@ class HPSv3Model(nn.Module):
     def save_pretrained(self, folder: str | Path, *, base: str | None = None) -> None:
         """Write what `HPSv3` reads.
 
-        Args:
-            folder: created if missing.
-            base: where the vision-language model can be found (packaged name, hub id, or folder relative to
-                this one), whose weights are then not written; only a LoRA in it, the head, and the embedding
-                of the token. None writes the whole model and its processor.
+        With `base` (packaged name, hub id, or folder relative to this one) the vision-language model's weights are not
+        written; only a LoRA in it, the head, and the embedding of the token. None writes the whole model and its
+        processor.
         """
         from safetensors.torch import save_file
 

@@ -212,15 +212,7 @@ def ask_in_rounds(
     method: Method = "active",
     model: Model | None = None,
 ) -> list[Comparisons]:
-    """Ask about several groups at once, in rounds of at most ⌊G/2⌋ calls each, for large batches.
-
-    Args:
-        asker: judge and images.
-        sets: image numbers of each group.
-        calls: largest number of calls for each group.
-        method: how pairs are chosen.
-        model: of the fit.
-    """
+    """Ask about several groups of image numbers at once, in rounds of at most ⌊G/2⌋ calls each, for large batches."""
     pairs = [torch.zeros(0, 2, dtype=torch.int64) for _ in sets]
     log_odds = [torch.zeros(0, dtype=torch.float64) for _ in sets]
     reasons: list[list[str | None]] = [[] for _ in sets]

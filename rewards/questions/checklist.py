@@ -143,10 +143,8 @@ class Checklist:
     ) -> Checklist:
         """Read VisionReward's question file (one per line) and weight file ("coef", "intercept").
 
-        Args:
-            questions: e.g. VisionReward_image_qa_select.txt.
-            weights: e.g. weight_select.json; its first coefficient is that of the alignment.
-            masks: question -> the questions that count only where its answer is yes.
+        The first coefficient of weight_select.json is that of the alignment. `masks`: question -> the questions that
+        count only where its answer is yes.
         """
         lines = Path(questions).read_text(encoding="utf-8-sig").splitlines()
         record = read_object(Path(weights))

@@ -125,19 +125,10 @@ def select_references(
     top_k: int = 2,
     metadata: Mapping[str, Any] | None = None,
 ) -> ReferenceChoice:
-    """Rank N images of a prompt by the number of others that they beat, and take the first.
+    """Rank N ≥ 2 images of a prompt by the number of others that they beat, and take the first (the paper: 2 of 16).
 
-    All pairs are asked in both orders and their log-odds averaged; a failed comparison counts for neither.
-
-    Args:
-        judge: any pairwise judge.
-        images: N ≥ 2 images in any form of `load_images`; unreadable ones are never chosen.
-        prompt: prompt of all images.
-        top_k: number of references; the paper takes 2 of 16.
-        metadata: the prompt's record.
-
-    Raises:
-        ValueError: fewer images than `top_k` could be ranked.
+    All pairs are asked in both orders and their log-odds averaged; a failed comparison counts for neither. Unreadable
+    images are never chosen.
     """
     batch = load_images(images)
     size, rows = len(batch), [row for row, _ in batch.readable()]

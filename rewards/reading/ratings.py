@@ -73,18 +73,11 @@ def aspect_scores(
     limits: tuple[float, float] | None = (1.0, 5.0),
     lenient: bool = False,
 ) -> dict[str, float]:
-    """UnifiedReward's scores for alignment, coherence and style, as many as the text gives.
+    """Read UnifiedReward's scores for alignment, coherence and style, as many as the text gives.
 
-    Args:
-        text: what the judge wrote.
-        published_form: read "Alignment Score (1-5): n" only; otherwise the scale may be missing and the case
-            may differ.
-        limits: smallest and largest score, or None for any number.
-        lenient: as verl-omni reads: of an aspect given twice the last number counts, and where none is named
-            (and the published form is not asked for) the first three numbers are taken for the three.
-
-    Returns:
-        Aspect -> score; empty where the text names none.
+    The published form is "Alignment Score (1-5): n" only; otherwise the scale may be missing and the case may differ.
+    `lenient` reads as verl-omni: of an aspect given twice the last number counts, and where none is named (and the
+    published form is not asked for) the first three numbers are taken for the three.
     """
     by_name: dict[str, list[float]] = {}
     matches = _PUBLISHED_ASPECT.finditer(text) if published_form else _ASPECT.finditer(without_emphasis(text))

@@ -61,13 +61,10 @@ _TIE_WORD = re.compile(r"\s*(?:a\s+)?(?:tie|draw|equal|both|none)\s*\.?\s*", re.
 def verdict(text: str, *, options: Sequence[str] = OPTIONS) -> int:
     """Parse a judge's text as a careful reader does: 1 first better, 2 second better, 0 a tie.
 
-    Clauses that deny or doubt an option, or ask, assert nothing: "Image 2 is not better" leaves a tie open.
-    "Image 1 is worse" asserts the other one, and "the first image" is the first option's. Where both are
-    asserted, what is said "overall" counts.
-
-    Args:
-        text: what the judge wrote; its last complete <answer> counts, else what stands outside <think>.
-        options: the two sentences that were asked for, "NAME is better".
+    Its last complete <answer> counts, else what stands outside <think>; `options` are the two sentences that were
+    asked for, "NAME is better". Clauses that deny or doubt an option, or ask, assert nothing: "Image 2 is not better"
+    leaves a tie open. "Image 1 is worse" asserts the other one, and "the first image" is the first option's. Where
+    both are asserted, what is said "overall" counts.
     """
     answer = statement(text)
     names = [_subject(option, side) for side, option in enumerate(options, 1)]

@@ -54,11 +54,7 @@ class ByteBudget:
 
     @contextmanager
     def reserve(self, length: int) -> Iterator[None]:
-        """Reserve room for a body of `length` bytes and all the JSON that it may hold.
-
-        Raises:
-            QueueFull: other requests leave no room.
-        """
+        """Reserve room for a body of `length` bytes and all the JSON that it may hold, or raise QueueFull."""
         count = length + JSON_GROWTH * min(length, self._limits.max_header)
         limit = self._limits.max_total_bytes
         if self.used + count > limit:

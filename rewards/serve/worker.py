@@ -90,10 +90,9 @@ class JudgeWorker:
     def ask(self, request: JudgeRequest, timeout: float | None = None) -> Scores | Preferences:
         """Judge a request of at least one row; calls from several threads wait for each other.
 
-        Raises:
-            JudgeRefused, JudgeFailed: what the judge raised, or its answer is unusable.
-            WorkerDied, WorkerTimeout: the process ended.
-            WorkerUnavailable: it could not be restarted, several died in a row, or it is closed.
+        JudgeRefused and JudgeFailed are what the judge raised, or its answer is unusable; WorkerDied and WorkerTimeout
+        that the process ended; WorkerUnavailable that it could not be restarted, several died in a row, or it is
+        closed.
         """
         with self._lock:
             self._ensure_running()
@@ -236,11 +235,8 @@ def judge_card(judge: Any) -> dict[str, Any]:
 
 
 def answer_request(judge: Any, request: JudgeRequest) -> Scores | Preferences:
-    """Score or compare, as the request asks.
-
-    Raises:
-        JudgeRefused: the judge finds fault with the request.
-        JudgeFailed: it raised anything else.
+    """Score or compare, as the request asks; raise JudgeRefused where the judge finds fault with it, else
+    JudgeFailed.
     """
     with CaughtError() as judging:
         sides = [

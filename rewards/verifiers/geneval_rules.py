@@ -150,16 +150,12 @@ def judge(
     *,
     position_threshold: float = POSITION_THRESHOLD,
 ) -> GenEvalVerdict:
-    """Apply the rules to the boxes of one image.
+    """Apply the rules to the boxes of one image: class -> boxes, most confident first, coloured where a clause needs
+    it.
 
-    All includes must hold and no exclude may; colours and positions are read on the first `count` boxes of a
-    class; a position fails where its target clause failed. "partial" follows the soft score of flow_grpo's
-    reward server, with two deviations: it is never below 0, and a failed position earns 0 (there ½).
-
-    Args:
-        objects: class -> boxes, most confident first, with colours where a clause needs them.
-        record: a record without `record_problem`.
-        position_threshold: see `relative_position`.
+    All includes must hold and no exclude may; colours and positions are read on the first `count` boxes of a class; a
+    position fails where its target clause failed. "partial" follows the soft score of flow_grpo's reward server, with
+    two deviations: it is never below 0, and a failed position earns 0 (there ½).
     """
     outcome = _Outcome()
     for number, clause in enumerate(record["include"]):

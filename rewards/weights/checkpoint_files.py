@@ -48,12 +48,9 @@ def precision_on(device: str | torch.device, precision: str = "auto") -> str:
 
 
 def read_tensors(file: str | Path, key: str | None = None, *, optional: bool = False) -> dict[str, Tensor]:
-    """Read the state dict of a weight file on the CPU, with weights_only=True.
+    """Read the state dict of a .safetensors file, or of one of `torch.save` with weights_only=True, on the CPU.
 
-    Args:
-        file: .safetensors, or a file of `torch.save` (.bin, .pt, .pth).
-        key: Key of the state dict in the file, e.g. "state_dict"; None for the top level.
-        optional: Accept a file without that key.
+    `key` names it inside the file, e.g. "state_dict"; a file without that key is accepted if it is optional.
     """
     file = Path(file)
     if not file.is_file():

@@ -89,13 +89,9 @@ def _version(tensor: Tensor) -> tuple[int, int]:
 
 
 class WeightPrint:
-    """Fingerprint of a module: that of its files until its weights change, then that of its memory.
+    """Fingerprint of a module: that of its files (None without) until its weights change, then that of its memory.
 
     Unchanged tensors are not read again, so the frozen part of a model in training costs nothing.
-
-    Args:
-        module: Module as loaded.
-        files: Fingerprint of its files; None without files.
     """
 
     def __init__(self, module: nn.Module, files: str | None) -> None:

@@ -51,18 +51,16 @@ def target_shape(config: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def model_levels(image: Tensor, config: Mapping[str, Any]) -> Tensor:
-    """Resize, center-crop and pad an image to the levels that the model sees.
+    """Resize, center-crop and pad an image [3, H, W] in [0, 1] to the levels that the model sees.
 
-    Args:
-        image: [3, H, W] in [0, 1].
-        config: open_clip's preprocess_cfg, and of ours: `crop_rounding` ("nearest" as torchvision has it, or
-            "down" as transformers has it) and `resampling`: "pil" (8-bit levels, rounded after each pass),
-            "float" (antialiased, never rounded or clipped, as torchvision resizes tensors), or "aliased" (as
-            torchvision up to 0.16 resized tensors unless told otherwise), and `window`, pixels on a side
-            that are read instead of the whole where all else is a plain border (`seen_window`).
+    `config` is open_clip's preprocess_cfg, and of ours `crop_rounding` ("nearest" as torchvision has it, or "down" as
+    transformers has it), `resampling`: "pil" (8-bit levels, rounded after each pass), "float" (antialiased, never
+    rounded or clipped, as torchvision resizes tensors), or "aliased" (as torchvision up to 0.16 resized tensors unless
+    told otherwise), and `window`, pixels on a side that are read instead of the whole where all else is a plain border
+    (`seen_window`).
 
-    Returns [3, height, width] float32, from 0 to 255; whole numbers with "pil". An image so elongated that
-    the resized one would not fit into memory is a ValueError.
+    Returns [3, height, width] float32, from 0 to 255; whole numbers with "pil". An image so elongated that the resized
+    one would not fit into memory is a ValueError.
     """
     if side := config.get("window"):
         image = seen_window(image, side)

@@ -17,18 +17,13 @@ from .images import PatchedImage
 def rotary_positions(
     image_mask: Tensor, mask: Tensor, images: Sequence[Sequence[PatchedImage]], merge: int
 ) -> tuple[Tensor, Tensor]:
-    """Return positions [3, b, S] int64 of tokens on three axes, and offsets [b, 1]: a later token that has n
-    before it is at n + offset.
+    """Return positions [3, b, S] int64 of tokens on three axes, and offsets [b, 1]: a later token that has n before it
+    is at n + offset.
 
-    Text moves on by one on all axes at once. A clip of t × r × c tokens (an image has t = 1) that begins at
-    position s has the axes (s + its moment, s + its row, s + its column), and the text behind it goes on at
-    s + max(t, r, c), as Qwen2-VL counts; its successors space moments by seconds.
-
-    Args:
-        image_mask: bool [b, S], True for the tokens that stand for images.
-        mask: [b, S], 0 for padding, whose positions are 0.
-        images: b lists, in the order of their tokens.
-        merge: patches that become one token, on each side.
+    Text moves on by one on all axes at once. A clip of t × r × c tokens (an image has t = 1) that begins at position s
+    has the axes (s + its moment, s + its row, s + its column), and the text behind it goes on at s + max(t, r, c), as
+    Qwen2-VL counts; its successors space moments by seconds. Padding is at 0; `merge` patches on each side become one
+    token.
     """
 
     def text_positions(count: int, start: int) -> Tensor:

@@ -36,6 +36,7 @@ _PROMPTS = {False: ("caption", "text"), True: ("question",)}
 """Whether prompts are for a language model -> fields that are read as the prompt where a record has none."""
 TOOL_ANSWERS = "tool_answers"
 """Field with the [start, end] character spans of a completion that a tool wrote."""
+CHAT = "text or a list of messages"
 EXAMPLE = '{"prompt": "1 + 1 = ?", "completion": "2"}'
 _SOURCES = 'Give each prompt one: a .jsonl file of {"prompt": "make it blue", "source": "cup.png"}.'
 
@@ -347,7 +348,7 @@ def _check_prompt(
         got = "an empty one" if "prompt" in result else f"the fields {listed(list(fields), limit=20) or 'none'}"
         got = f"the prompt {excerpt(prompt)}" if prompt else got
         raise UserError(
-            f'{where} needs a "prompt" that is {"text or a list of messages" if chat else "text"}, such as {example}; it has {got}. '
+            f'{where} needs a "prompt" that is {CHAT if chat else "text"}, such as {example}; it has {got}. '
             "data.map={prompt: FIELD}, or --map prompt=FIELD, names another field that holds it."
         )
     return result

@@ -12,11 +12,7 @@ from .prompts import Record
 
 
 class Neighbours:
-    """Index of prompts that differ in one word, or that lack one.
-
-    Args:
-        records: Prompt records; neighbours come from these alone, so that splits stay apart.
-    """
+    """Index of prompts that differ in one word, or that lack one, among these records: so splits stay apart."""
 
     def __init__(self, records: Sequence[Record]) -> None:
         self.records = list(records)

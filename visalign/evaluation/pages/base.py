@@ -44,16 +44,10 @@ def render_page(
 ) -> str:
     """Render a page that extends `page.html.j2`: one file, no network, light or dark, any width.
 
-    Its script (`page.js`, for sorting, filtering, copying and enlarging) is the only one that the page's
-    security policy lets run, by its hash. Everything in it is escaped, and an undefined name is an error.
-
-    Args:
-        template: File name of the template in this folder.
-        title: Title of the page.
-        command: Command for the footer, unless this process runs a whole_percent command line.
-        models: (reward, its model and identity), for the footer.
-        banners: Warnings above everything else, such as that the numbers mean nothing.
-        **values: Values for the template.
+    Its script (`page.js`, for sorting, filtering, copying and enlarging) is the only one that the page's security
+    policy lets run, by its hash. Everything in it is escaped, and an undefined name is an error. `models` are (reward,
+    its model and identity) for the footer, as is `command` unless this process runs a command line; `banners` are
+    warnings above everything else, such as that the numbers mean nothing.
     """
     filters = (
         plain,

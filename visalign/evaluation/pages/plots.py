@@ -208,12 +208,9 @@ def response_plot(probe: Mapping[str, Any]) -> Markup | None:
 
 
 def heatmap_plot(labels: Sequence[str], cells: Sequence[Sequence[float | None]], alt: str) -> Markup:
-    """Plot a square of correlations, one colour above 0 and one below; None is a dash.
+    """Plot a square of K × K correlations, one colour above 0 and one below; None is a dash.
 
-    Args:
-        labels: [K] labels of the rows and, by their numbers, of the columns.
-        cells: [K][K] in [-1, 1]; the diagonal is not drawn.
-        alt: Description of the plot, in words.
+    `labels` are those of the rows and, by their numbers, of the columns; `alt` describes the plot in words.
     """
     names = [_cut(f"{number} {label}", 25) for number, label in enumerate(labels, 1)]
     size, left, top = 52.0, 16 + 7.8 * max(map(len, names)), 30.0

@@ -150,16 +150,9 @@ def _in_order(rows: Sequence[dict[str, Any]], comparisons: Sequence[Mapping[str,
 def leaderboard_of_sets(results: Mapping[str, Mapping[str, Any]], *, level: float) -> dict[str, Any]:
     """Rank rewards by the mean of their headlines over sets of one kind, each set counted once.
 
-    The sets are independent samples: the deviation of a mean follows from those of the sets, which are read from
-    their intervals. Only rewards with a report on every set are ranked.
-
-    Args:
-        results: Set -> result of an evaluation.
-        level: Level of the intervals, which hold for all rewards together (Bonferroni).
-
-    Returns:
-        JSON-able: `kind`, `sets`, and `rows` as those of `leaderboard`, with `sets` (set -> headline); `unranked`, the
-        rewards without a report on some set.
+    The sets are independent samples: the deviation of a mean follows from those of the sets, which are read from their
+    intervals. The intervals hold for all rewards together (Bonferroni). Only rewards with a report on every set are
+    ranked; `unranked` names the others.
     """
     numbers = {
         name: {judge["judge"]["name"]: headline(judge) for judge in result["judges"]}
