@@ -133,7 +133,6 @@ class FunctionReward:
 
     Args:
         function: the user's function, or a flow_grpo factory of one, which may ask for `device`.
-        unit: unit of the numbers.
         range: smallest and largest possible number; one outside is an error of the function.
         images_as: "tensor" ([B, 3, H, W] float32 in [0, 1]; a list of [3, H, W] when sizes differ), "pil"
             (list of RGB images) or "uint8" (list of [H, W, 3] arrays).

@@ -64,7 +64,6 @@ class DeepSeekGRM(ChatJudge):
         meta: folder of a trained meta judge, loaded here and asked as it was trained; the judge itself,
             untrained, when None.
         min_mass: smallest probability of yes and no together that counts as the meta judge's answer.
-        **options: of `ChatJudge`, as is the address.
     """
 
     name = "deepseek_grm"

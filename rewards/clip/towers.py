@@ -47,7 +47,6 @@ class ClipTowers:
 
     Args:
         model: what `load_clip` takes, or a model that is loaded already.
-        device: where the towers run.
         precision: of the towers: "fp32", "bf16", "fp16", or "auto": "bf16" on a GPU that multiplies it, else "fp32".
             Cosines are float32 always.
         batch_size: images or prompts in one forward pass.
@@ -232,7 +231,6 @@ class ClipJudge:
     Args:
         model: where nothing else is said a folder of open_clip or transformers, a packaged name, a hub id of
             open_clip, "transformers:organisation/model", or "architecture:tag".
-        device: where the towers run.
         **towers: precision, batch_size, cache_bytes, ... of `ClipTowers`.
     """
 

@@ -34,8 +34,6 @@ class Calibrated:
         reference: N ≥ 2 valid scores of the reward, or a JSON file {"value": [...], "std": [...]} as `save` writes it.
         std: N standard deviations of the reference scores; 0 when None.
         scale: "quantile" or "better".
-        device: where a reward given by name runs, if it has a network; see `load_judge`.
-        **options: of a reward given by name.
     """
 
     range = (0.0, 1.0)

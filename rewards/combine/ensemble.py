@@ -52,7 +52,6 @@ class Ensemble:
             rows be judged by different members, whose levels may differ.
         calibration: label -> (mean, std) for every member: its score becomes (r − mean)/std, higher better.
             Needed where units or directions differ.
-        name: of the ensemble.
     """
 
     capabilities = RewardCapabilities()

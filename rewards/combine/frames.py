@@ -30,8 +30,6 @@ class Frames:
     Args:
         reward: of images, or its name for `load_reward`.
         frames: most frames of a clip that are judged.
-        device: where a reward given by name runs, if it has a network; see `load_judge`.
-        **options: of a reward given by name.
     """
 
     def __init__(

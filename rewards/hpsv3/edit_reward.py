@@ -49,7 +49,6 @@ class EditReward:
         model: the published file, its folder, or hub id.
         base: folder or hub id of the model that it was trained from, whose config and processor are needed
             where the folder has none: "Qwen/Qwen2.5-VL-7B-Instruct", "XiaomiMiMo/MiMo-VL-7B-SFT-2508", ...
-        **options: of `engine_of`, as are device and precision; the heads are always float32.
     """
 
     name = "edit_reward"

@@ -52,7 +52,6 @@ class HPSv3:
             (`PUBLISHED`), or the module.
         base: config and processor for the published layout; see `loading.load_hpsv3`.
         template: replaces the folder's.
-        **options: of `engine_of`, as are device and precision; the head is always float32.
     """
 
     name = "hpsv3"

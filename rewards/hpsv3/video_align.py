@@ -101,7 +101,6 @@ class VideoAlign:
         frames: number of judged frames instead, evenly spaced.
         min_pixels: smallest size of a resized frame.
         max_pixels: largest size of a resized frame; that of the checkpoint when None.
-        **options: of `engine_of`, as are device and precision; the head is always float32.
     """
 
     name = "video_align"

@@ -53,7 +53,6 @@ class GroupWinRate:
     decimals: `rule="published"`.
 
     Args:
-        judge: the pairwise judge.
         rule: "own" as above, or "published", which sets both_orders, hard and budget itself.
         both_orders: ask each pair in both orders (without a budget); None does so unless the judge averages
             both itself (`RewardCapabilities.both_orders`).
@@ -61,7 +60,6 @@ class GroupWinRate:
             itself is the share of a win.
         budget: share of the G(G − 1)/2 pairs of a group that may be asked as single calls, in (0, 1]; None
             for all pairs.
-        name: for messages and logs.
     """
 
     unit = "win rate"

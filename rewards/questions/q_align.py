@@ -51,7 +51,6 @@ class QAlign:
             ends where the level begins.
         min_mass: smallest probability of the five words together that counts as an answer; upstream reads
             them whatever else the model would write (0).
-        **loading: of `engine_of`, as are device and precision.
     """
 
     name = "q_align"

@@ -68,11 +68,8 @@ class _YesNoJudge:
         write_reasons: also generate the reasons, into `text`; needs decision_first.
         template: replaces the folder's, or ours.
         yes: spellings of yes instead of the template's, each one token of the model.
-        no: spellings of no.
         min_mass: smallest probability of yes and no together that counts as an answer.
-        max_new_tokens: of a reason.
         options: the judge's own, for the identity.
-        **loading: of `engine_of`, as are device and precision.
     """
 
     name: str

@@ -40,7 +40,6 @@ class ReferenceReward:
         judge: any pairwise judge, e.g. `RewardDancePairs`.
         references: prompt -> its reference images, in any form of `load_images`.
         value: "log_odds" or "prob".
-        name: for messages and logs.
     """
 
     higher_is_better = True

@@ -59,10 +59,8 @@ class VisionReward:
             to its yes/no question (VQAScore's form, as published).
         template: replaces the folder's "checklist", or ours; has {question}.
         yes: spellings of yes instead of the template's, each one token of the model.
-        no: spellings of no.
         min_mass: smallest probability of yes and no together that counts as an answer.
         max_unanswered: share of unanswered questions above which an image is not scored.
-        **loading: of `engine_of`, as are device and precision.
     """
 
     name = "vision_reward"

@@ -80,14 +80,12 @@ class VisualQuality:
         thinking: let it think before it rates (template "rating_thinking"); needs "sampled".
         answers: K of each image in "sampled"; 1 gives no standard deviation.
         seed: of the answers; an answer depends only on it, the image and the answer's number.
-        temperature: of the answers.
         max_new_tokens: of an answer; 2048 with thinking and 16 without when None.
         template: replaces the folder's, or ours. In "direct" its words "scores" are the whole ratings, each
             one token, and "digits" the ten digits where ratings have two decimal places.
         min_mass: smallest probability of all scores together that counts as a rating ("direct"), and smallest
             "digit_mass".
         variance_floor: γ of the comparison, in squared rating steps.
-        **loading: of `engine_of`, as are device and precision.
     """
 
     name = "visual_quality_r1"

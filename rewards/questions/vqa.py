@@ -71,7 +71,6 @@ class VqaScore(_NextWordJudge):
         rule: "vqascore", or "geneval2" for the question and the spellings of Yes of that benchmark's code,
             whatever the folder says.
         template: replaces the folder's "vqa_score" or "yes_no", or the published question.
-        **loading: of `engine_of`, as are device and precision.
     """
 
     name = "vqa_score"
@@ -126,7 +125,6 @@ class SoftTifa(_NextWordJudge):
         spellings: "tokens" (see above), or "published" for those of GenEval 2's code: first tokens with
             repeats, and Yes as the answer of all that does not begin with "How many".
         template: replaces the folder's "soft_tifa", or ours; has {question}.
-        **loading: of `engine_of`, as are device and precision.
     """
 
     name = "soft_tifa"

@@ -2,5 +2,5 @@
 """Published scorers that give an image one number from features: CLIP score, PickScore, HPSv2, LAION,
 ImageReward, ICT, HP.
 
-It needs `clip` and `weights`; nothing that asks a model a question comes in.
+`**towers` are options of `ClipJudge`. It needs `clip` and `weights`; nothing that asks a model a question comes in.
 """

@@ -54,7 +54,6 @@ class Hp(ClipHeadJudge):
 
     Args:
         model: a folder that `save` wrote, a packaged name, the folder of 8y/HP, or its hub id.
-        **towers: options of `ClipJudge`.
     """
 
     name = "hp"

@@ -46,7 +46,6 @@ class HpsV2(ClipJudge):
         resampling: "float", "aliased" or "pil", as above.
         architecture: of the .pt file: a name of open_clip, or its model_cfg.
         preprocess: replaces entries of the preprocessing, e.g. {"resize_mode": "shortest"} to crop instead.
-        **towers: options of `ClipJudge`.
     """
 
     name = "hps_v2"

@@ -52,7 +52,6 @@ class Ict(ClipJudge):
         model: a folder that `save` wrote, a packaged name, the folder of 8y/ICT, its hub id, or its
             pytorch_model.bin by itself.
         threshold: θ in (0, 1], or None for the cosine itself.
-        **towers: options of `ClipJudge`.
     """
 
     name = "ict"

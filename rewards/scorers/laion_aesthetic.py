@@ -43,7 +43,6 @@ class LaionAesthetic(ClipHeadJudge):
             "ViT-L-14:openai" of open_clip.
         head: the .pth file, or a folder or hub id that holds `PUBLISHED_HEAD`.
         preprocess: replaces entries of the preprocessing.
-        **towers: options of `ClipJudge`.
     """
 
     name = "laion_aesthetic"

@@ -33,7 +33,6 @@ class PickScore(ClipJudge):
             ("shapes-clip").
         scale: that of another project, see `units.SCALES`: "logit" (as published), "cosine", "cosine × 100",
             "logit / 26" or "(logit − 18) / 8".
-        **towers: options of `ClipJudge`.
     """
 
     name = "pick_score"

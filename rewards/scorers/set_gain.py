@@ -42,7 +42,6 @@ class VendiGain:
         model: model of the image tower, as for `clip_score`.
         over: "group", the images of one prompt, or "batch", all images of a call (then there must be only one
             process).
-        **towers: options of `ClipTowers`.
 
     DRAGON, arXiv 2504.15217; Vendi score, arXiv 2210.02410.
     """

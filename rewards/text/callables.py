@@ -36,8 +36,6 @@ class TextFunctionReward:
     """Text reward that calls a plain function.
 
     Args:
-        function: the user's function.
-        unit: unit of the numbers.
         range: smallest and largest possible number; one outside is an error of the function.
         completions_as: "text", or "messages": [{"role": "assistant", "content": text}], as TRL has conversations.
     """

@@ -37,7 +37,6 @@ class TextEnsemble(Ensemble):
             (their `name` is the reward; the label when missing).
         how: "mean", "min", "lower_bound" or "uwo", see `Ensemble`.
         strength: λ ≥ 0 of the last two.
-        ddof: of the variance between members.
         min_members: smallest number of members that scored a completion; all when None.
         calibration: label -> (mean, std) for every member.
     """

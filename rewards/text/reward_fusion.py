@@ -47,7 +47,6 @@ class RewardFusion:
         top: most neighbours.
         embed: texts to vectors, or the name of such a function (package.module:name, file.py:name);
             hashed runs of three letters when None.
-        **options: of a reward given by name.
     """
 
     def __init__(

@@ -75,7 +75,6 @@ class TransformersDetector:
 
     Args:
         model: folder or hub id.
-        device: device of the model.
         batch_size: images, or (image, class) pairs for a zero-shot model, in one pass.
     """
 

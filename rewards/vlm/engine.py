@@ -74,7 +74,6 @@ class VisionLanguageEngine:
 
     Args:
         model: transformers model with language head, on its device.
-        processor: of the model.
         name: folder name or hub id, for the identity.
         positions: "mrope" or "1d"; that of the settings, else "mrope", when None. InternVL has only "1d".
         settings: templates and further settings of the model's folder.

@@ -50,7 +50,6 @@ class YesNoReader:
         engine: `rewards.vlm.VisionLanguageEngine`.
         template: the question; its words "yes" and "no" replace the default spellings.
         yes: spellings instead of the template's, each one token of the model.
-        no: spellings of no.
         min_mass: least probability of both sets together that counts as an answer, in [0, 1); 0 reads the
             odds whatever else the model would say.
     """
