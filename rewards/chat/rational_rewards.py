@@ -15,12 +15,7 @@ from typing import Any, Literal
 from visalign.interfaces import Metadata, Scores
 from visalign.rewards.base.contract import check_choices, read_request
 from visalign.rewards.reading.numbers import AnswerError
-from visalign.rewards.reading.ratings import (
-    RATIONAL_ASPECTS,
-    RATIONAL_EDIT_ASPECTS,
-    rational_mean,
-    rational_scores,
-)
+from visalign.rewards.reading.ratings import RATIONAL_ASPECTS, RATIONAL_EDIT_ASPECTS, rational_mean, rational_scores
 from visalign.rewards.vlm.published import published_prompt
 from visalign.rewards.vlm.template import Template
 

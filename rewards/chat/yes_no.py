@@ -142,12 +142,7 @@ class YesNoServer(ChatJudge):
     default_max_new_tokens = 1
 
     def __init__(
-        self,
-        *address: str,
-        top_logprobs: int = 20,
-        min_mass: float = MIN_MASS,
-        device: Any = "cpu",
-        **options: Any,
+        self, *address: str, top_logprobs: int = 20, min_mass: float = MIN_MASS, device: Any = "cpu", **options: Any
     ) -> None:
         check_reading(self.name, top_logprobs=top_logprobs, min_mass=min_mass)
         super().__init__(*address, device=device, **options)

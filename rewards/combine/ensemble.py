@@ -14,13 +14,7 @@ from torch import Tensor
 from visalign.core.rewards.uncertainty import combine_members, penalise
 from visalign.errors import Naming
 from visalign.interfaces import Metadata, PointwiseReward, RewardCapabilities, Scores, with_capabilities
-from visalign.rewards.base.contract import (
-    check_answer,
-    check_rules,
-    check_scales,
-    make_scores,
-    read_request,
-)
+from visalign.rewards.base.contract import check_answer, check_rules, check_scales, make_scores, read_request
 from visalign.rewards.base.failure import failure_reasons
 from visalign.rewards.base.identity import Identity
 from visalign.rewards.base.images import as_contract

@@ -33,12 +33,7 @@ class Frames:
     """
 
     def __init__(
-        self,
-        reward: PointwiseReward | str,
-        frames: int = 8,
-        *,
-        device: str | None = None,
-        **options: Any,
+        self, reward: PointwiseReward | str, frames: int = 8, *, device: str | None = None, **options: Any
     ) -> None:
         from visalign.rewards.catalogue import load_reward
 

@@ -42,12 +42,7 @@ class UncertaintyUsed:
     """
 
     def __init__(
-        self,
-        reward: PointwiseReward,
-        *,
-        how: str = "lower_bound",
-        strength: float = 1.0,
-        reference: float = 0.0,
+        self, reward: PointwiseReward, *, how: str = "lower_bound", strength: float = 1.0, reference: float = 0.0
     ) -> None:
         check_choices("UncertaintyUsed", how=(how, ("lower_bound", "weight", "bhattacharyya")))
         self.reward: Any = with_capabilities(reward)

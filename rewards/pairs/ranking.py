@@ -139,13 +139,7 @@ def _rank_scores(judge: PointwiseReward, request: Request, level: float) -> Rank
 
 
 def _rank_pairs(
-    judge: PairwiseReward,
-    request: Request,
-    *,
-    budget: float,
-    level: float,
-    method: Method,
-    model: Model | None,
+    judge: PairwiseReward, request: Request, *, budget: float, level: float, method: Method, model: Model | None
 ) -> Ranking:
     readable = request.images.readable()
     score, low, high = (torch.full((len(request),), torch.nan) for _ in range(3))

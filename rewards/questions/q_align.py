@@ -20,14 +20,7 @@ import torch
 from torch import Tensor
 
 from visalign.interfaces import Metadata, Scores
-from visalign.rewards.base.contract import (
-    RewardError,
-    check_choices,
-    check_rules,
-    make_scores,
-    read_request,
-    scatter,
-)
+from visalign.rewards.base.contract import RewardError, check_choices, check_rules, make_scores, read_request, scatter
 from visalign.rewards.base.identity import Identity
 from visalign.rewards.vlm.engine import engine_of
 from visalign.rewards.vlm.requests import requests

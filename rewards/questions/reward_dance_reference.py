@@ -117,12 +117,7 @@ class ReferenceChoice:
 
 
 def select_references(
-    judge: PairwiseReward,
-    images: Any,
-    prompt: str,
-    *,
-    top_k: int = 2,
-    metadata: Mapping[str, Any] | None = None,
+    judge: PairwiseReward, images: Any, prompt: str, *, top_k: int = 2, metadata: Mapping[str, Any] | None = None
 ) -> ReferenceChoice:
     """Rank N ≥ 2 images of a prompt by the number of others that they beat, and take the first (the paper: 2 of 16).
 

@@ -67,11 +67,7 @@ def final_score(text: str) -> float:
 
 
 def aspect_scores(
-    text: str,
-    *,
-    published_form: bool = False,
-    limits: tuple[float, float] | None = (1.0, 5.0),
-    lenient: bool = False,
+    text: str, *, published_form: bool = False, limits: tuple[float, float] | None = (1.0, 5.0), lenient: bool = False
 ) -> dict[str, float]:
     """Read UnifiedReward's scores for alignment, coherence and style, as many as the text gives.
 

@@ -60,13 +60,7 @@ class Hp(ClipHeadJudge):
     unit = "HP score"
     range = INFINITE
 
-    def __init__(
-        self,
-        model: str | Path = "shapes-hp",
-        *,
-        device: str | torch.device = "cpu",
-        **towers: Any,
-    ) -> None:
+    def __init__(self, model: str | Path = "shapes-hp", *, device: str | torch.device = "cpu", **towers: Any) -> None:
         self._model = model
         self._head: AffineHead | None = None
         self._collapsed: tuple[int, nn.Linear] | None = None

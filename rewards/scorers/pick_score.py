@@ -39,12 +39,7 @@ class PickScore(ClipJudge):
     unit = "cosine × exp(logit_scale)"
 
     def __init__(
-        self,
-        model: str | Path = PUBLISHED,
-        *,
-        scale: str = "logit",
-        device: str | torch.device = "cpu",
-        **towers: Any,
+        self, model: str | Path = PUBLISHED, *, scale: str = "logit", device: str | torch.device = "cpu", **towers: Any
     ) -> None:
         allowed = [key for key, row in SCALES.items() if row.family == "cosine" and not row.refusal]
         check_choices(self.name, scale=(scale, allowed))

@@ -28,15 +28,7 @@ from visalign.interfaces import Preferences, Scores
 from visalign.rewards.base.contract import RewardError, answer_of, rows_of
 
 from .limits import ByteBudget, QueueFull, RequestLimits
-from .wire import (
-    JUDGE_HEADER,
-    MEDIA_TYPE,
-    JudgeRequest,
-    WireError,
-    concatenate_requests,
-    pack_answer,
-    unpack_request,
-)
+from .wire import JUDGE_HEADER, MEDIA_TYPE, JudgeRequest, WireError, concatenate_requests, pack_answer, unpack_request
 from .worker import JudgeFailed, JudgeRefused, WorkerDied, WorkerTimeout, WorkerUnavailable
 
 try:
@@ -202,12 +194,7 @@ def _fail(batch: list[_Pending], error: Exception | SystemExit | None) -> None:
 
 
 def judge_server(
-    judge: Any,
-    card: dict[str, Any],
-    *,
-    token: str | None = None,
-    limits: RequestLimits | None = None,
-    **batching: Any,
+    judge: Any, card: dict[str, Any], *, token: str | None = None, limits: RequestLimits | None = None, **batching: Any
 ) -> Starlette:
     """Build the ASGI application, for uvicorn.
 

@@ -19,15 +19,7 @@ from visalign.interfaces import RewardCapabilities
 from visalign.rewards.base.contract import check_choices, check_rules
 
 from .contract import TextRule, TextVerdict, after_marker, regular_expression, shortened
-from .parsing import (
-    EXTRACTORS,
-    NORMALISERS,
-    boxed_answers,
-    names_differ,
-    normalise_latex,
-    parse_list,
-    parse_number,
-)
+from .parsing import EXTRACTORS, NORMALISERS, boxed_answers, names_differ, normalise_latex, parse_list, parse_number
 from .symbolic import is_installed, symbolically_equal
 
 _FINAL_LINE = re.compile(r"####[ \t]*([^\n#]*[^\s#])\s*\Z")

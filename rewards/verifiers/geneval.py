@@ -21,14 +21,7 @@ from torch import Tensor
 
 from visalign.data.assets import resolve_model
 from visalign.interfaces import Metadata, Scores
-from visalign.rewards.base.contract import (
-    Request,
-    check_choices,
-    check_rules,
-    make_scores,
-    read_request,
-    scatter,
-)
+from visalign.rewards.base.contract import Request, check_choices, check_rules, make_scores, read_request, scatter
 from visalign.rewards.base.identity import Identity, fingerprint
 from visalign.rewards.base.images import ImageBatch
 from visalign.rewards.clip.towers import ClipTowers

@@ -16,14 +16,7 @@ import numpy as np
 
 from visalign.errors import Naming
 from visalign.interfaces import Metadata, Scores
-from visalign.rewards.base.contract import (
-    RewardError,
-    check_choices,
-    check_rules,
-    make_scores,
-    read_request,
-    scatter,
-)
+from visalign.rewards.base.contract import RewardError, check_choices, check_rules, make_scores, read_request, scatter
 from visalign.rewards.base.identity import Identity
 from visalign.rewards.base.images import to_uint8
 from visalign.rewards.pairs.asking import distinct_images

@@ -233,12 +233,7 @@ class VisionLanguageEngine:
 
 
 def engine_of(
-    model: Any,
-    name: str,
-    *,
-    device: str | torch.device = "cpu",
-    precision: str = "auto",
-    **loading: Any,
+    model: Any, name: str, *, device: str | torch.device = "cpu", precision: str = "auto", **loading: Any
 ) -> Any:
     """Return a judge's engine: the given one (judges may share it), or one loaded from a folder or hub id.
 

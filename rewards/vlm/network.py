@@ -48,14 +48,7 @@ class SeeingNetwork:
     """
 
     def __init__(
-        self,
-        model: Any,
-        images: ImageEncoder,
-        *,
-        positions: str,
-        pad: int,
-        max_tokens: int,
-        feature_bytes: int,
+        self, model: Any, images: ImageEncoder, *, positions: str, pad: int, max_tokens: int, feature_bytes: int
     ) -> None:
         self.model, self.images, self.pad, self.max_tokens = model, images, pad, max_tokens
         self.trunk: Any = model.base_model

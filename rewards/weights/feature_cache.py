@@ -67,11 +67,7 @@ class FeatureCache(Generic[V]):
 
 
 def encode_once(
-    keys: Sequence[bytes],
-    encode: Callable[[list[int]], Tensor],
-    *,
-    cache: FeatureCache[Tensor],
-    batch_size: int,
+    keys: Sequence[bytes], encode: Callable[[list[int]], Tensor], *, cache: FeatureCache[Tensor], batch_size: int
 ) -> Tensor:
     """Return features [N, ...] of N ≥ 1 items; `encode` maps positions of new, distinct ones to theirs."""
     first: dict[bytes, int] = {}

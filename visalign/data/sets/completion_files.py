@@ -61,11 +61,7 @@ def load_pairs(
 
 
 def load_votes(
-    path: str | Path,
-    *,
-    threshold: float = 1.0,
-    unusable: str = "refuse",
-    names: Mapping[str, str] | None = None,
+    path: str | Path, *, threshold: float = 1.0, unusable: str = "refuse", names: Mapping[str, str] | None = None
 ) -> JudgedCompletions:
     """Load completions with a vote each, from a file as `load_pairs` reads it.
 

@@ -129,11 +129,7 @@ def size_word(radius: float) -> str:
 
 
 def sample_scene(
-    record: Record,
-    rng: np.random.Generator,
-    *,
-    style: str | None = None,
-    style_weights: Sequence[float] | None = None,
+    record: Record, rng: np.random.Generator, *, style: str | None = None, style_weights: Sequence[float] | None = None
 ) -> Scene:
     """Draw a scene that satisfies a prompt record; colors and sizes that it leaves open are drawn.
 

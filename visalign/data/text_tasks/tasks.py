@@ -75,12 +75,7 @@ def make_record(task: str, problem: Problem, level: int, rng: np.random.Generato
 
 
 def task_record(
-    number: int,
-    *,
-    seed: int,
-    split: Split = "train",
-    tasks: Sequence[str] = TASKS,
-    levels: Sequence[int] = LEVELS,
+    number: int, *, seed: int, split: Split = "train", tasks: Sequence[str] = TASKS, levels: Sequence[int] = LEVELS
 ) -> Record:
     """Make record `number` of an endless feed, a function of its arguments alone; the kinds take turns."""
     _check(split, tasks, levels)
@@ -95,12 +90,7 @@ def task_record(
 
 
 def text_tasks(
-    count: int,
-    *,
-    seed: int = 0,
-    split: Split = "train",
-    tasks: Sequence[str] = TASKS,
-    levels: Sequence[int] = LEVELS,
+    count: int, *, seed: int = 0, split: Split = "train", tasks: Sequence[str] = TASKS, levels: Sequence[int] = LEVELS
 ) -> list[Record]:
     """Make the first `count` records with distinct problems, the kinds in turn; splits are disjoint."""
     _check(split, tasks, levels)

@@ -25,9 +25,7 @@ VERDICTS = {
 
 
 def probe_page(
-    result: Mapping[str, Any],
-    original: Mapping[str, Any],
-    images: Mapping[str, Sequence[Mapping[str, Any]]],
+    result: Mapping[str, Any], original: Mapping[str, Any], images: Mapping[str, Sequence[Mapping[str, Any]]]
 ) -> str:
     """Render the result of `probe_reward`.
 

@@ -15,19 +15,7 @@ from visalign.data.sets.checks import PACKAGED_JUDGE
 from visalign.evaluation.rewards.comparison import headline
 from visalign.evaluation.statistics.agreement import HEADLINE
 
-from .base import (
-    MISSING,
-    fixed,
-    model_name,
-    plain,
-    points,
-    render_page,
-    share,
-    signed,
-    span,
-    whole_percent,
-    words,
-)
+from .base import MISSING, fixed, model_name, plain, points, render_page, share, signed, span, whole_percent, words
 from .plots import reliability_plot, risk_plot, scatter_plot
 from .table_files import FileTable
 
