@@ -82,6 +82,7 @@ TEXT_CATALOGUE: dict[str, Entry] = {
     "random": "visalign.rewards.text.length:RandomReward",
     "rating": "visalign.rewards.text.rating:RatingReward",
     "verdict": "visalign.rewards.text.rating:VerdictReward",
+    "spct": "visalign.rewards.text.rating:ScoresReward",
     "code_tests": "visalign.rewards.code.code_tests:CodeTests",
     "reward_model": "visalign.rewards.text.reward_model:RewardModel",
     "reward_fusion": "visalign.rewards.text.reward_fusion:RewardFusion",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rewards for a judge's answers about images: ratings by order or distance, verdicts on pairs.
+"""Rewards for a judge's answers: ratings of images by order or distance, verdicts on pairs, scores of n responses.
 
 Deviations from VisualQuality-R1's released code: an unreadable answer is no random number, a single image is
 no error, and images are compared over all answers of a call.
@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 
+from visalign.core import best_response_reward
 from visalign.core.preference.fidelity import FLOOR, answer_statistics, fidelity_rewards
 from visalign.interfaces import Metadata, Prompt, RewardCapabilities, Scores
 from visalign.rewards.base.contract import check_choices, check_rules
 from visalign.rewards.reading.numbers import AnswerError
-from visalign.rewards.reading.ratings import FORMS, first_word
+from visalign.rewards.reading.ratings import FORMS, boxed_scores, first_word
 from visalign.rewards.reading.verdicts import OPTIONS, verdict
 
 from .contract import TextRule, TextVerdict, read_text_request, text_scores
@@ -119,7 +120,7 @@ class VerdictReward(TextRule):
     """1 for an answer about a pair that agrees with its record's `label`, else −1, also if unreadable.
 
     `label` is the share of votes for the first image. Rule-based reward of SPCT (DeepSeek-GRM, arXiv
-    2504.02495).
+    2504.02495) for one decision; `ScoresReward` has its rule for the scores of n responses.
 
     Args:
         words: two words with which an answer may begin, that of the first image first; None: the answer
@@ -157,6 +158,33 @@ class VerdictReward(TextRule):
                 return TextVerdict(value=-1.0, remark=str(error))
         right = side == (1 if label > 0.5 else 2)
         return TextVerdict(value=1.0 if right else -1.0, remark=("a tie", "the first", "the second")[side])
+
+
+class ScoresReward(TextRule):
+    r"""1 for an answer whose scores put its record's best response alone in front, else −1, also if unreadable.
+
+    The answer scores all n responses of its prompt in one box, \boxed{7, 3}. `rewards` of the record are their true
+    rewards in the order shown; a single response's score must equal its own. The rule of SPCT (DeepSeek-GRM, arXiv
+    2504.02495, section 3.2), `visalign.core.best_response_reward`.
+    """
+
+    name = "spct"
+    range = (-1.0, 1.0)
+    unit = "1 = right, -1 = wrong"
+
+    def judge(self, completion: str, record: Mapping[str, Any]) -> TextVerdict:
+        """Compare the scores with the record's true rewards."""
+        listed = record.get("rewards")
+        rewards = [_number(value) for value in listed] if isinstance(listed, list | tuple) else []
+        finite = bool(rewards) and all(map(math.isfinite, rewards))
+        if not finite or (len(rewards) > 1 and rewards.count(max(rewards)) > 1):
+            return TextVerdict(reason="its record has no 'rewards', one number per response of which one is highest")
+        try:
+            scores = boxed_scores(completion, count=len(rewards))
+        except AnswerError as error:
+            return TextVerdict(value=-1.0, remark=str(error))
+        pair = torch.tensor([scores, rewards], dtype=torch.float64)
+        return TextVerdict(value=float(best_response_reward(*pair)), remark=", ".join(f"{s:g}" for s in scores))
 
 
 def _read_rating(reader: Callable[[str], float], text: str) -> tuple[float, str]:

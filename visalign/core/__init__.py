@@ -72,7 +72,7 @@ regression.losses: covariance_guidance crd_loss level_weight matching_error matc
     preference_loss ram_loss reward_probability
 regression.rows: LOSSES REGRESSIONS PairOutput Regression SIGNALS named_regression
 regression.signals: best_share best_worst_pairs old_policy_decay soft_clip tilted_weights
-rewards.best_of: best_of_n_kl_bound best_of_n_kl_estimate expected_best_of_k pass_at_k
+rewards.best_of: best_of_n_kl_bound best_of_n_kl_estimate best_response_reward expected_best_of_k pass_at_k
 rewards.entropy: difficulty_entropy_reward difficulty_of phase_entropy_reward window_entropy
 rewards.fusion: convex_vertices neighbour_weights reward_fusion
 rewards.likelihood: jepo_credit likelihood_reward

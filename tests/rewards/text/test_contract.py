@@ -51,6 +51,10 @@ INPUTS = {
     ),
     "rating": ({}, {"completions": ["4", "2", "no"], "metadata": RATED}),
     "ensemble": ({"members": {n: {"name": "length", "max_length": 4, "cache": n} for n in (1, 2)}}, {}),
+    "spct": (
+        {},
+        {"completions": [r"\boxed{7, 3}", r"\boxed{7, 7}", "no"], "metadata": [{"rewards": [1, 0]}] * 2 + [{}]},
+    ),
     "verdict": ({}, {"completions": ["A", "B", "no"], "metadata": [{"label": 0.9}] * 2 + [{}]}),
 }
 

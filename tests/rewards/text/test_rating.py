@@ -111,3 +111,27 @@ def test_boxed_scores_go_from_1_to_10():
 def test_the_first_word_of_the_answer_is_the_verdict(text):
     reward = load_text_reward("verdict", words=("first", "second"))
     assert reward.score([text], ["?"], [{"label": 0.9}]).value.tolist() == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("answer", "rewards", "value", "remark"),
+    [
+        (r"Principles: ... Critique: ... \boxed{7, 3, 5}", [1.0, 0.0, 0.5], 1.0, "7, 3, 5"),
+        (r"\boxed{7, 7, 5}", [1.0, 0.0, 0.5], -1.0, "7, 7, 5"),
+        (r"\boxed{3, 7, 5}", [1.0, 0.0, 0.5], -1.0, "3, 7, 5"),
+        (r"\boxed{7, 3}", [1.0, 0.0, 0.5], -1.0, "the judge boxed 2 scores, 3 were asked for"),
+        (r"\boxed{11, 3}", [1.0, 0.0], -1.0, "the judge's number 11 is outside [1, 10]"),
+        ("both are good", [1.0, 0.0], -1.0, r"the judge's text has no \boxed{score}"),
+        (r"\boxed{10}", [10.0], 1.0, "10"),
+        (r"\boxed{9}", [10.0], -1.0, "9"),
+        (r"\boxed{7, 3}", [1.0, 1.0], None, "no 'rewards'"),
+        (r"\boxed{7, 3}", "1, 0", None, "no 'rewards'"),
+    ],
+)
+def test_spct_pays_for_the_best_response_alone_in_front(answer, rewards, value, remark):
+    scores = load_text_reward("spct").score([answer], ["?"], [{"rewards": rewards}])
+    assert scores.text is not None and scores.reason is not None
+    if value is None:
+        assert math.isnan(float(scores.value)) and remark in str(scores.reason[0])
+    else:
+        assert float(scores.value) == value and scores.text[0] == remark

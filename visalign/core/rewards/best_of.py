@@ -54,6 +54,24 @@ def expected_best_of_k(reward: Tensor, k: int, *, valid: Tensor | None = None) -
     return torch.where(n[..., 0] >= k, top[..., 0] + below, float("nan"))
 
 
+def best_response_reward(scores: Tensor, rewards: Tensor) -> Tensor:
+    """Reward a judge's scores [*, n] of n responses: 1 if the best one alone has the highest score, else −1.
+
+    r̂ = 1 where S_j > S_i for all i ≠ j, with j = argmax of the true `rewards` [*, n]. The score of a single response
+    (n = 1) must equal its true reward. A missing score (NaN, an unreadable answer) gives −1. Rule-based reward of
+    SPCT, DeepSeek-GRM, arXiv 2504.02495, section 3.2.
+    """
+    if scores.shape != rewards.shape or scores.ndim == 0 or not scores.shape[-1]:
+        shapes = f"{tuple(scores.shape)} and {tuple(rewards.shape)}"
+        raise ValueError(f"scores and rewards are both [*, n] with n ≥ 1; got {shapes}.")
+    if scores.shape[-1] == 1:
+        right = (scores == rewards)[..., 0]
+    else:
+        best = rewards.argmax(-1, keepdim=True)
+        right = (scores.gather(-1, best) > scores.scatter(-1, best, -torch.inf)).all(-1)
+    return torch.where(right, 1.0, -1.0)
+
+
 def best_of_n_kl_bound(n: Tensor | int) -> Tensor:
     """Bound how far best-of-n moves a policy: KL(π_BoN‖π) ≤ log n − (n − 1)/n, in nats.
 
