@@ -39,7 +39,9 @@ def ties_score(
     for row, (count, values) in enumerate(zip(right, scores, strict=True)):
         spread[row] = max(values[:count]) - min(values[:count]) if count > 1 else np.nan
         gap[row] = min(values[:count]) - max(values[count:])
-    rows = {kind: {q: row for row, (k, q) in enumerate(zip(kinds, questions, strict=True)) if k == kind} for kind in kinds}
+    rows = {
+        kind: {q: row for row, (k, q) in enumerate(zip(kinds, questions, strict=True)) if k == kind} for kind in kinds
+    }
     shared = [question for question in rows.get("tied", {}) if question in rows.get("ref", {})]
     tied, ref = ([rows[kind][question] for question in shared] for kind in ("tied", "ref"))
     narrowest = np.minimum(gap[tied], gap[ref])
