@@ -12,7 +12,7 @@ from typing import Any
 from visalign.config import PIPELINE_KEY, load_config, read_config, resolve_config
 from visalign.errors import ConfigError, suggestion
 
-from .shared.learning_rate import plan_search, requested, run_with_found_rate
+from .shared.learning_rate import FIND, KEY, plan_search, run_with_found_rate, split_search
 
 PIPELINES = {
     "flow_grpo": "visalign.pipelines.flow_grpo.job:FlowGRPOConfig",
@@ -45,21 +45,22 @@ def load_job(name_or_path: str, overrides: Sequence[str] = (), *, pipeline: str 
     path = resolve_config(name_or_path)
     name = read_config(path).get(PIPELINE_KEY)
     if name not in PIPELINES:
-        fault = f"names the pipeline '{name}', which does not exist" if name else "names no pipeline"
         raise ConfigError(
-            f"'{path}' {fault}. {suggestion(str(name or ''), PIPELINES)}Write a line 'pipeline: NAME' with "
-            f"one of: {', '.join(PIPELINES)}."
+            f"'{path}' names {f'the pipeline {name!r}, which does not exist' if name else 'no pipeline'}. "
+            f"{suggestion(str(name or ''), PIPELINES)}Write a line 'pipeline: NAME' with one of: {', '.join(PIPELINES)}."
         )
     if name != (pipeline or name):
-        raise ConfigError(
-            f"'{path}' is of the pipeline '{name}', and needed is one of '{pipeline}'; visalign train runs any."
-        )
+        raise ConfigError(f"'{path}' is of the pipeline '{name}', not '{pipeline}'; visalign train runs any.")
     module_name, _, schema = PIPELINES[name].partition(":")
     module = importlib.import_module(module_name)
     kind, run = getattr(module, schema), module.run
     plans = {"plan": module.plan, "estimate": getattr(module, "estimate", module.plan)}
-    finds, overrides = requested(read_config(path), overrides, kind)
-    config = load_config(kind, path, overrides)
+    finds, overrides = split_search(overrides)
+    try:
+        config = load_config(kind, path, overrides)
+    except ConfigError as error:
+        hint = f" Or let short runs find it: {KEY}={FIND}." if f"'{KEY}'" in str(error) else ""
+        raise ConfigError(f"{error}{hint}") from error
     if finds:
         run = partial(run_with_found_rate, run=run)
         plans = {name: partial(_with_search, plan) for name, plan in plans.items()}

@@ -38,9 +38,10 @@ def run_state(folder: Path) -> State:
         check_unlocked(folder / LOCK, what=str(folder))
     except FolderInUseError:
         return State("training", "")
-    if not (folder / "config.yaml").is_file() and (folder / "metrics.jsonl").is_file():
-        return State("unknown", "The folder has no config.yaml, so only its metrics are shown.")
-    if not (folder / "config.yaml").is_file():
+    config = folder / "config.yaml"
+    if not config.is_file():
+        if (folder / "metrics.jsonl").is_file():
+            return State("unknown", "The folder has no config.yaml, so only its metrics are shown.")
         start = shlex.join(["visalign", "train", "CONFIG", "--output", str(folder)])
         return State("waiting", f"No run has begun here. Start it: {start}. This page shows it when it begins.")
     if (folder / "summary.json").is_file():
@@ -49,7 +50,7 @@ def run_state(folder: Path) -> State:
     name, _, message = path.read_text(encoding="utf-8").partition("\n") if path.is_file() else ("ended", "", "")
     if name == "ended":
         message = "The process ended without a result, as when it is killed or the machine restarts."
-    again = shlex.join(["visalign", "train", str(folder / "config.yaml"), "--output", str(folder), "--resume"])
+    again = shlex.join(["visalign", "train", str(config), "--output", str(folder), "--resume"])
     return State(name, f"{message.strip()} Continue with: {again}".strip())
 
 

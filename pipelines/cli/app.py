@@ -7,7 +7,6 @@ import io
 import json
 import os
 import sys
-import webbrowser
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -195,27 +194,15 @@ def plan(
 def watch(
     runs: Annotated[list[Path], Argument(help="Run folders, or a folder of run folders.", show_default=False)],
     port: Annotated[int, Option(help="Port to listen on.", min=1, max=65535)] = 8090,
-    output: Annotated[
-        Path | None, Option("--output", "-o", help="Write the page (.html) once instead, and stop.")
-    ] = None,
-    browser: Annotated[bool, Option("--browser", help="Open the page in a browser.")] = False,
 ) -> None:
     """Show runs on a local page while they train: curves, sample grids, state. It reloads by itself."""
-    from visalign.atomic import write_atomic
-    from visalign.pipelines.shared.run_folder import new_file
-    from visalign.pipelines.watch import build_page, serve_page
+    from visalign.pipelines.watch import serve_page
 
     def ready(url: str) -> None:
         echo(f"Watch at {url} (Ctrl-C ends the page, not the run).", err=True)
-        if browser:
-            webbrowser.open(url)
 
-    if output is None:
-        with suppress(KeyboardInterrupt):
-            serve_page(runs, port=port, on_ready=ready)
-        return
-    new_file(output, endings=(".html",))
-    echo(f"Page: {write_atomic(output, build_page(runs))}")
+    with suppress(KeyboardInterrupt):
+        serve_page(runs, port=port, on_ready=ready)
 
 
 command(TRAIN, "sample 'a red circle' --lora runs/flow/lora --output drawn")(sample)

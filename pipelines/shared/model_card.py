@@ -24,6 +24,7 @@ from visalign.evaluation.pages.curves import known_curves, panels
 from visalign.training.loop.metrics import read_metrics
 
 from .parts import evenly_spaced
+from .sections import check_license
 
 CARD, CURVE, CONFIG, IMAGES = "README.md", "curve.svg", "config.yaml", "images"
 RESULTS = ("lora", "model", "judge")
@@ -32,13 +33,6 @@ HUB_ID = r"\w[\w.-]*/[\w.-]+"
 Samples = list[tuple[str, str, str]]
 """Prompt, image before, image after."""
 SHOWN = 4
-"""Prompts with an image before and after."""
-LICENSES = frozenset(
-    "apache-2.0 mit openrail openrail++ creativeml-openrail-m bsd-2-clause bsd-3-clause cc0-1.0 cc-by-4.0 "
-    "cc-by-sa-4.0 cc-by-nc-4.0 cc-by-nc-sa-4.0 cc-by-nd-4.0 gpl-3.0 agpl-3.0 lgpl-3.0 mpl-2.0 llama2 llama3 gemma "
-    "other unknown".split()
-)
-"""Licence ids that the hub knows; another one is given as `other` with its name."""
 _STYLE = (
     "svg{background:#fff}text{font:14px sans-serif;fill:#555}.grid{stroke:#ddd}path{fill:none;stroke:#2563eb}"
     ".line{stroke-width:2.25}.raw{opacity:.4}.dot,.last{fill:#2563eb}"
@@ -63,7 +57,7 @@ def write_card(run: Path, *, license: str | None = None, repo: str | None = None
 
     Args:
         run: Run folder.
-        license: Licence id, such as apache-2.0; None takes the one of the base model's card.
+        license: None takes the one of the base model's card.
         repo: Name on the hub for the code that loads the result; None names the local folder.
     """
     folder = result_of(run)
@@ -74,50 +68,45 @@ def write_card(run: Path, *, license: str | None = None, repo: str | None = None
     config = summary["config"]
     before, after = (load_heldout(run / f"{when}.npz") for when in ("before", "after"))
     samples = _save_images(before, after, folder)
-    name = config["run"].get("license") if license is None else license
-    fields = base_model(config["model"]["path"]) | ({} if name is None else _license(name))
+    stated = config["run"].get("license") if license is None else check_license(license)
+    fields = base_model(config["model"]["path"])
+    if stated is not None:
+        fields = {key: value for key, value in fields.items() if key == "base_model"} | {"license": stated}
+    algorithm = (config.get("objective") or {}).get("algorithm") or "supervised fine-tuning"
+    is_lora, is_text = folder.name == "lora", bool(before.completions)
+    if samples:
+        fields["widget"] = [{"text": prompt, "output": {"url": image}} for prompt, _, image in samples]
+    header = ModelCardData(
+        library_name=("peft" if is_lora else "transformers") if is_text else "diffusers",
+        tags=["visalign", algorithm.replace(" ", "-"), *(["lora"] if is_lora else [])],
+        pipeline_tag="text-generation" if is_text else "text-to-image",
+        **fields,
+    )
+    terms = (config.get("rewards") or {}).get("terms") or {}
+    rewards = ", ".join(label for label, term in terms.items() if term.get("weight")) or "stored data"
+    parent = fields.get("base_model") or Path(str(config["model"]["path"])).name
+    kind = "LoRA" if is_lora else "fine-tuned model"
     written = rf"(?:[^\"'\n]*/)?{re.escape(run.absolute().name)}/{folder.name}(?=[\"'])"  # as the run named it
-    is_lora = folder.name == "lora"
     code = re.sub(written, lambda _: repo or str(folder), summary.get("load_code", ""))
     if samples and not before.sources:
         code += f"\nimage = pipe({json.dumps(samples[0][0])}).images[0]"
+    licence = "No licence is stated: none was given (run.license, or visalign push --license), and no card of the base "
+    licence += "model was found. Ask the owner before you use this model."
+    if name := fields.get("license_name", fields.get("license")):
+        licence = f"{name}, {'the licence of the base model' if stated is None else 'stated for this model'}."
     text = [
-        f"---\n{_header(config, fields, samples, is_lora=is_lora, is_text=bool(before.completions))}\n---\n",
+        f"---\n{header.to_yaml()}\n---\n",
         f"# {(repo or run.absolute().name).rpartition('/')[2]}\n",
-        _sentence(config, fields, is_lora=is_lora),
+        f"A {kind} of {parent}, trained with {algorithm} of visalign on {rewards}.\n",
         *_before_after(samples),
         *_results(summary),
         *_curve(run, folder),
         f"## Use\n\n```python\n{code}\n```\n",
         *_training(config, summary),
-        f"## Licence\n\n{_license_sentence(fields, given=name is not None)}\n",
+        f"## Licence\n\n{licence}\n",
     ]
     write_atomic(folder / CARD, "\n".join(text))
     return folder
-
-
-def _algorithm(config: Mapping[str, Any]) -> str:
-    return (config.get("objective") or {}).get("algorithm") or "supervised fine-tuning"
-
-
-def _header(
-    config: Mapping[str, Any], fields: Mapping[str, Any], samples: Samples, *, is_lora: bool, is_text: bool
-) -> str:
-    """Return the YAML header of the card; images of a `widget` are the gallery that the hub shows."""
-    tags = ["visalign", _algorithm(config).replace(" ", "-"), *(["lora"] if is_lora else [])]
-    library = ("peft" if is_lora else "transformers") if is_text else "diffusers"
-    more: dict[str, Any] = {**fields, "pipeline_tag": "text-generation" if is_text else "text-to-image"}
-    if samples:
-        more["widget"] = [{"text": prompt, "output": {"url": image}} for prompt, _, image in samples]
-    return ModelCardData(library_name=library, tags=tags, **more).to_yaml()
-
-
-def _sentence(config: Mapping[str, Any], fields: Mapping[str, Any], *, is_lora: bool) -> str:
-    terms = (config.get("rewards") or {}).get("terms") or {}
-    rewards = ", ".join(label for label, term in terms.items() if term.get("weight")) or "stored data"
-    parent = fields.get("base_model") or Path(str(config["model"]["path"])).name
-    kind = "LoRA" if is_lora else "fine-tuned model"
-    return f"A {kind} of {parent}, trained with {_algorithm(config)} of visalign on {rewards}.\n"
 
 
 def base_model(path: str) -> dict[str, Any]:
@@ -144,22 +133,6 @@ def base_model(path: str) -> dict[str, Any]:
     return entries
 
 
-def _license(name: str) -> dict[str, str]:
-    """Return a licence's fields of a card's header."""
-    is_listed = name.lower() in LICENSES
-    return {"license": name.lower()} if is_listed else {"license": "other", "license_name": name}
-
-
-def _license_sentence(data: Mapping[str, Any], *, given: bool) -> str:
-    if "license" in data:
-        name = data.get("license_name", data["license"])
-        return f"{name}, {'stated for this model' if given else 'the licence of the base model'}."
-    return (
-        "No licence is stated: none was given (run.license, or visalign push --license), and no card of the base "
-        "model was found. Ask the owner before you use this model."
-    )
-
-
 def _save_images(before: HeldoutResult, after: HeldoutResult, folder: Path) -> Samples:
     """Write images of the same prompts and seed before and after."""
     rows_after = {row: i for i, row in enumerate(after.image_index.tolist())}
@@ -178,7 +151,6 @@ def _save_images(before: HeldoutResult, after: HeldoutResult, folder: Path) -> S
 
 
 def _before_after(samples: Samples) -> Iterator[str]:
-    """Yield a table of the images."""
     if samples:
         yield "| prompt | before | after |\n|---|---|---|"
         for prompt, *names in samples:

@@ -8,7 +8,7 @@ from dataclasses import field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from visalign.data.assets import PACKAGED
@@ -23,6 +23,21 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 def is_own(model: str, prompts: str) -> bool:
     """Check whether model and prompts are the user's own; neither a packaged model nor packaged prompts."""
     return Path(model).name not in PACKAGED and not prompts.startswith(("shapes:", "tasks:"))
+
+
+LICENSES = (
+    "apache-2.0 mit openrail openrail++ creativeml-openrail-m bsd-2-clause bsd-3-clause cc0-1.0 cc-by-4.0 "
+    "cc-by-sa-4.0 cc-by-nc-4.0 cc-by-nc-sa-4.0 cc-by-nd-4.0 gpl-3.0 agpl-3.0 lgpl-3.0 mpl-2.0 llama2 llama3 gemma "
+    "other unknown".split()
+)
+"""Licence ids that the hub knows."""
+
+
+def check_license(name: str) -> str:
+    """Return a licence id as the hub writes it."""
+    if name.lower() not in LICENSES:
+        raise UserError(f"The licence is {name!r}. {suggestion(name, LICENSES)}Give one of: {', '.join(LICENSES)}.")
+    return name.lower()
 
 
 _SYNONYMS = TypeAdapter(dict[str, list[str]])
@@ -218,7 +233,7 @@ class RunConfig(MachineConfig):
     """Trackers of accelerate besides metrics.jsonl: tensorboard, wandb, ..."""
     push_to_hub: str | None = None
     """Name on the Hugging Face hub, owner/name, that the result is uploaded to at the end, with its model card."""
-    license: str | None = None
+    license: Annotated[str, AfterValidator(check_license)] | None = None
     """Licence in the model card, such as apache-2.0; null: the one in the card of the base model."""
 
 

@@ -70,20 +70,15 @@ def test_runs_that_ended_say_how_and_how_to_go_on(tmp_path, error, name, sentenc
     assert watch.run_state(run).name == "finished"
 
 
-def test_what_has_not_begun_a_folder_of_runs_and_a_file(tmp_path, monkeypatch):
+def test_what_has_not_begun_a_folder_of_runs_and_a_file(tmp_path):
     assert "Start it: visalign train CONFIG --output" in watch.build_page([tmp_path / "none"])
     runs = [run_folder(tmp_path / "runs" / name) for name in "ba"]
     assert watch.run_folders([tmp_path / "runs"]) == runs[::-1]
     with hold_lock(tmp_path / "runs" / LOCK, what="x"):  # a run that has only begun
         assert watch.run_folders([tmp_path / "runs"]) == [tmp_path / "runs"]
-    page = tmp_path / "page.html"
-    for arguments, code, output in (
-        ([str(runs[0] / "config.yaml")], 2, "is a file. Give the folder that visalign train writes"),
-        ([str(tmp_path / "runs"), "-o", str(page)], 0, "Page: "),
-    ):
-        result = CliRunner().invoke(app, ["watch", *arguments])
-        assert result.exit_code == code and output in result.output, result.output
-    assert "<h1>2 runs</h1>" in page.read_text() and "data-reload" not in page.read_text().partition("<main")[0]
+    result = CliRunner().invoke(app, ["watch", str(runs[0] / "config.yaml")])
+    assert result.exit_code == 2 and "is a file. Give the folder that visalign train writes" in result.output
+    assert "<h1>2 runs</h1>" in watch.build_page([tmp_path / "runs"])
 
 
 @pytest.fixture

@@ -11,11 +11,11 @@ import pytest
 import yaml
 
 from visalign.config import load_config
-from visalign.errors import UserError
+from visalign.errors import ConfigError, UserError
 from visalign.pipelines.flow_grpo import job
 from visalign.pipelines.flow_grpo.job import FlowGRPOConfig
 from visalign.pipelines.jobs import load_job
-from visalign.pipelines.shared.learning_rate import measure_change, requested, run_with_found_rate
+from visalign.pipelines.shared.learning_rate import measure_change, run_with_found_rate, split_search
 from visalign.pipelines.shared.run_folder import RunSummary
 from visalign.pipelines.text.supervised import TextSFTConfig
 from visalign.training.loop.trainer import Diverged
@@ -70,16 +70,11 @@ def test_a_resume_repeats_no_rate_that_ended(tmp_path):
     assert [call[0] for call in calls] == [3e-5, 9e-5, 3e-4, 9e-4, 3e-3, 3e-4]
 
 
-@pytest.mark.parametrize(
-    ("content", "overrides", "expected"),
-    [
-        ({}, ["seed=1", "optimizer.lr=find"], (True, ["seed=1"])),
-        ({"optimizer": {"lr": "find"}}, [], (True, ["optimizer.lr=0.0003"])),
-        ({"optimizer": {"lr": "find"}}, ["optimizer.lr=1e-3"], (False, ["optimizer.lr=0.0003", "optimizer.lr=1e-3"])),
-    ],
-)
-def test_a_file_or_an_override_asks_for_it(content, overrides, expected):
-    assert requested(content, overrides, FlowGRPOConfig) == expected
+def test_the_last_override_asks_for_it():
+    assert split_search(["seed=1", "optimizer.lr=find"]) == (True, ["seed=1"])
+    assert split_search(["optimizer.lr=find", "optimizer.lr=1e-3"]) == (False, ["optimizer.lr=1e-3"])
+    with pytest.raises(ConfigError, match=r"got 'abc' \(str\).* Or let short runs find it: optimizer.lr=find"):
+        load_job("shapes_flow_grpo", ["optimizer.lr=abc"])
 
 
 def test_the_plan_names_the_rates_and_what_cannot_be_compared_is_refused(tmp_path, monkeypatch):

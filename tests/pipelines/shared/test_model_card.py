@@ -53,9 +53,9 @@ def base_folder(folder: Path, header: str = "") -> Path:
     ("header", "own", "expected", "sentence"),
     [
         ("license: mit", None, {"license": "mit"}, "mit, the licence of the base model."),
-        ("license: mit", "Apache-2.0", {"license": "apache-2.0"}, "apache-2.0, stated for this model."),
+        ("license: mit", "apache-2.0", {"license": "apache-2.0"}, "apache-2.0, stated for this model."),
         ("license: other\nlicense_name: flux", None, {"license": "other", "license_name": "flux"}, "flux, the lic"),
-        ("", "My Own", {"license": "other", "license_name": "My Own"}, "My Own, stated for this model."),
+        ("license: other\nlicense_name: flux", "mit", {"license": "mit"}, "mit, stated for this model."),
         ("a: [b", None, {}, "No licence is stated"),
         ("", None, {}, "No licence is stated: none was given (run.license, or visalign push --license)"),
     ],
@@ -137,6 +137,8 @@ def test_what_cannot_be_pushed_is_named(tmp_path, monkeypatch):
     run = run_folder(tmp_path / "first", model=base_folder(tmp_path / "base"))
     code, output = push(run, "me/first", "--dry-run")
     assert code == 0 and "Would be uploaded to me/first" in output and f"{run}/lora/README.md" in output
+    code, output = push(run, "me/first", "--license", "foo", "--dry-run")
+    assert code == 2 and "The licence is 'foo'. Give one of: apache-2.0, mit," in output
     monkeypatch.setattr(hub, "get_token", lambda: None)
     assert "No token for https://huggingface.co is stored. Run `hf auth login`" in push(run, "me/first")[1]
     monkeypatch.setattr(hub, "get_token", lambda: "token")

@@ -170,7 +170,7 @@ def test_what_is_refused(tmp_path):
     wrong = UGDAConfig(policy=PartConfig(config="text_grpo"))
     with pytest.raises(
         UserError,
-        match=r"policy.config: '.*text_grpo.yaml' is of the pipeline 'text_grpo', and needed is one of 'flow_grpo'",
+        match=r"policy.config: '.*text_grpo.yaml' is of the pipeline 'text_grpo', not 'flow_grpo'",
     ):
         plan(wrong)
     wrong = UGDAConfig(ensemble=EnsembleConfig(config="shapes_quickstart"))
