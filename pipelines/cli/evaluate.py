@@ -106,14 +106,17 @@ def evaluate(
             )
             console, several = Console(), len(source) > 1
             results, boards = evaluate_sets(source, **options) if several else ({"": run(source[0], **options)}, [])
-        for result in results.values() if not several else ():
-            show_evaluation(console, result)
-        show_leaderboards(console, results, boards)
-        failed = [(name, item) for name, result in results.items() for item in result["failed"]]
-        lines = [f"No report on {item['judge']}{name and f' on {name}'}: {item['error']}" for name, item in failed]
+        if several:
+            show_leaderboards(console, results, boards)
+        else:
+            show_evaluation(console, results[""])
+        lines = [
+            f"No report on {item['judge']}{name and f' on {name}'}: {item['error']}"
+            for name, result in results.items()
+            for item in result["failed"]
+        ]
         if output is not None:
-            page = f"{BOARD}.html" if several else PAGE
-            lines += [f"Page: {output / page}", f"CSV and LaTeX: {output / FOLDER}"]
+            lines += [f"Page: {output / (f'{BOARD}.html' if several else PAGE)}", f"CSV and LaTeX: {output / FOLDER}"]
         for line in lines:
             console.print(line, highlight=False, soft_wrap=True)
 
@@ -148,7 +151,7 @@ def show_leaderboards(
     from visalign.data.sets.checks import PACKAGED_JUDGE
     from visalign.evaluation.pages.reward_page import sets_table
 
-    findings = [finding for result in results.values() for finding in result["set"]["findings"]] if boards else []
+    findings = [finding for result in results.values() for finding in result["set"]["findings"]]
     for message in dict.fromkeys(f["message"] for f in findings if f["kind"] == PACKAGED_JUDGE):
         console.print(Text(message, style="bold red"))
     for board in boards:

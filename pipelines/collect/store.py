@@ -166,7 +166,6 @@ class VoteStore:
 
     @staticmethod
     def create(path: Path, tasks: Sequence[Task], form: Form, plan: Plan) -> VoteStore:
-        """Create a file."""
         if path.exists():
             raise UserError(
                 f"'{path}' exists. To go on with it: visalign collect {path}. For other images name another file: "
@@ -194,7 +193,6 @@ class VoteStore:
         return VoteStore(path)
 
     def close(self) -> None:
-        """Close the file."""
         with self._lock:
             self._db.close()
 
@@ -212,11 +210,8 @@ class VoteStore:
                 row = (name, None if judge else _hash(secret), time.time())
                 db.execute("INSERT INTO annotators (name, secret, joined_at) VALUES (?, ?, ?)", row)
             elif not judge or voters[0][0] is not None:
-                raise VoteRefused(
-                    409,
-                    f"Somebody already votes as {name!r}. Open your own link, which identifies you, or take "
-                    "another name.",
-                )
+                message = f"Somebody already votes as {name!r}. Open your own link, which identifies you, or take another"
+                raise VoteRefused(409, f"{message} name.")
         return secret
 
     def voter(self, secret: str) -> str:
@@ -293,16 +288,12 @@ class VoteStore:
             "FROM annotators n LEFT JOIN assignments a ON a.annotator = n.id LEFT JOIN votes v "
             f"ON v.assignment = a.id AND v.revision = 1 AND v.answer != '{UNSEEN}' GROUP BY n.id ORDER BY n.id"
         )
-        return [
-            {
-                "name": name,
-                "is_judge": bool(judge),
-                "votes": votes,
-                "last": last,
-                "seconds": median(map(float, seconds.split(","))) if seconds else None,
-            }
-            for name, judge, votes, last, seconds in self._fetch(query)
-        ]
+        names = ("name", "is_judge", "votes", "last", "seconds")
+        voters = [dict(zip(names, row, strict=True)) for row in self._fetch(query)]
+        for voter in voters:
+            seconds = voter["seconds"]
+            voter |= {"is_judge": bool(voter["is_judge"]), "seconds": seconds and median(map(float, seconds.split(",")))}
+        return voters
 
     def unseen(self) -> int:
         """Count how often an image could not be shown."""

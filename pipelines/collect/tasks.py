@@ -82,14 +82,9 @@ def read_tasks(
 ) -> list[Task]:
     """Read distinct tasks from sources of images; labels that a set already has are not shown.
 
-    Args:
-        sources: Images, folders of images, also those of `visalign sample`, tables (prompt, `image_left`,
-            `image_right`; or prompt, image), "LAYOUT:FOLDER", "shapes:pairs", "shapes:quality".
-        single: Whether to show one image at a time; else pairs of images of one prompt, across the sources
-            where there are several.
-        prompt: Prompt of images without one.
-        per_prompt: Largest number of pairs of one prompt.
-        seed: Seed of their draw.
+    Sources are images, folders of images, also those of `visalign sample`, tables (prompt, `image_left`,
+    `image_right`; or prompt, image), "LAYOUT:FOLDER", "shapes:pairs", "shapes:quality". Unless `single`, tasks are
+    at most `per_prompt` pairs of images of one prompt, across the sources where there are several.
     """
     tasks: list[Task] = []
     by_source: dict[str, list[ImageRow]] = {}
@@ -104,10 +99,10 @@ def read_tasks(
         raise UserError("--single shows one image, and the set holds pairs. Leave --single out.")
     if single:
         tasks = [Task(prompt=row.prompt, images=(_absolute(row.image),), extra=_metadata(row)) for row in rows]
+    elif len(by_source) > 1:
+        tasks += _pair_models(by_source, per_prompt, seed)
     else:
-        tasks += (
-            _pair_models(by_source, per_prompt, seed) if len(by_source) > 1 else _pair_images(rows, per_prompt, seed)
-        )
+        tasks += _pair_images(rows, per_prompt, seed)
     if not tasks:
         raise UserError(
             "There is nothing to ask: no two images share a prompt. Give images of one prompt, a table "

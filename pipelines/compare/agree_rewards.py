@@ -6,7 +6,6 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -48,13 +47,8 @@ def read_set(
 ) -> list[ImageRow]:
     """Read distinct images with prompts from a table (image, prompt), a folder, or a set of `evaluate`.
 
-    Args:
-        source: Path, or name of a set; of a preference set both images of each pair are read, each once.
-        prompt: Prompt of images without one.
-        limit: Largest number of images.
-        columns: How the columns of a table are read.
-        scores: Names of scores to keep in the rows' metadata: of columns NAME, or NAME_left and NAME_right;
-            or of rewards in a table that `visalign score` wrote (image, reward, value).
+    Of a preference set both images of each pair are read, each once. `scores` are kept in the rows' metadata: of
+    columns NAME, or NAME_left and NAME_right; or of rewards in a table that `visalign score` wrote.
     """
     columns = columns or Columns()
     path = Path(source) if is_named_set(source) else find_table(source)
@@ -208,23 +202,7 @@ def _rows_of_table(path: Path, prompt: str | None, columns: Columns, scores: Seq
         metadata = {_SCORES: {name: row.get(name) for name in scores}}
         text = str(row.get("prompt", prompt or ""))
         rows.append(ImageRow(image=str(local) if local.is_file() else image, prompt=text, metadata=metadata))
-    return _mean_rows(rows, scores)
-
-
-def _mean_rows(rows: Sequence[ImageRow], scores: Sequence[str]) -> list[ImageRow]:
-    """Join the rows of an image and prompt, such as those of several raters, to one with their mean scores."""
-    groups: dict[tuple[str, str], list[ImageRow]] = {}
-    for row in rows:
-        groups.setdefault((row.image, row.prompt), []).append(row)
-    joined = []
-    for group in groups.values():
-        columns = [(row.metadata or {})[_SCORES] for row in group]
-        values = {name: [v for c in columns if not np.isnan(v := read_number(c.get(name)))] for name in scores}
-        means = {name: np.mean(numbers) if numbers else None for name, numbers in values.items()}
-        joined.append(group[0] if len(group) == 1 else replace(group[0], metadata={_SCORES: means}))
-    if len(joined) < len(rows):
-        warnings.warn(f"{len(rows)} rows are about {len(joined)} images: the mean of an image's counts.", stacklevel=3)
-    return joined
+    return _distinct(rows)
 
 
 def _distinct(rows: Sequence[ImageRow]) -> list[ImageRow]:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -40,7 +39,6 @@ from visalign.evaluation.rewards.fusion import fuse_preferences, fuse_quality
 from visalign.evaluation.rewards.judged_pairs import IntervalSettings
 from visalign.evaluation.rewards.preferences import evaluate_preferences
 from visalign.evaluation.rewards.quality import evaluate_quality
-from visalign.evaluation.statistics.annotators import alpha_of_rating_sums, rating_sums
 from visalign.interfaces import PointwiseReward
 from visalign.pipelines.score.provenance import domain_note, provenance, reward_identity
 from visalign.pipelines.score.report import load_shown_images
@@ -99,28 +97,9 @@ def evaluate(
 ) -> dict[str, Any]:
     """Run an evaluation: a report per judge, comparisons of every two, a leaderboard, as JSON.
 
-    Args:
-        source: A set as `visalign.data.sets.sources.load_source` takes it; votes of a pair are summed.
-        rewards: Names of rewards that are asked now.
-        options: Options of these, `LABEL.NAME=VALUE`, or `NAME=VALUE` where there is only one.
-        columns: Names of precomputed scores in the set's columns.
-        lower_is_better: Names among `columns` where a lower score is better.
-        table: How the columns of the source are read.
-        join: Tables with scores of the source's images.
-        split: As in `load_source`.
-        limit: As in `load_source`.
-        output: Folder for the JSON, its page and tables, and the scores; None writes nothing.
-        resume: Continue the scoring in the output folder.
-        swap_sides: Exchange the sides of half of the pairs, always the same half.
-        keep_duplicates: Keep rows in which an annotator repeats an earlier row.
-        fuse: Stack all of them into one more judge, cross-fitted by prompt.
-        cache: Folder of the cache of scores; None computes every score.
-        device: Device of the rewards; None is the GPU where there is one.
-        batch_size: Images or pairs per call of a reward.
-        max_failure_rate: Share of failed answers, or missing scores, above which the run stops.
-        settings: Settings of the intervals.
-        on_batch: Called with the number of finished scores of a reward and of all.
-        loaded: The rewards by name where they are loaded already.
+    The keywords are the options of the command, `columns` those of --scores. `table` says how the columns of the
+    source are read; `loaded` are the rewards by name where they are loaded already; `on_batch` is called with the
+    number of finished scores of a reward and of all. Without an output folder nothing is written.
     """
     from visalign.rewards.catalogue import load_judge
 
@@ -149,7 +128,10 @@ def evaluate(
     chosen = reward_options(options, list(judges))
     findings += _trained_on(records, {n: str(o["model"]) for n, o in chosen.items() if "model" in o})
     kind = PREFERENCES if isinstance(records, PreferenceSet) else QUALITY
-    scores = [kind.read_columns(records, name, higher_is_better=name not in lower_is_better) for name in columns]
+    scores = [
+        kind.read_columns(records, name, higher_is_better=name not in lower_is_better, names=table.names)
+        for name in columns
+    ]
     for name, judge in judges.items():
         file_name = re.sub(r"[^\w.-]+", "-", name).strip("-") or "judge"
         log = None if output is None else output / f"scores-{file_name}.jsonl"
@@ -196,6 +178,8 @@ def evaluate_sets(
     Returns:
         Set -> result of `evaluate`, and a `leaderboard_of_sets` for each kind of set.
     """
+    from visalign.evaluation.pages.reward_page import judge_file_table, sets_page, sets_table
+    from visalign.evaluation.pages.table_files import FOLDER, write_tables
     from visalign.rewards.catalogue import load_judge
 
     settings = settings or IntervalSettings()
@@ -211,13 +195,15 @@ def evaluate_sets(
         again = resume and folder is not None and folder.is_dir()
         shared: dict[str, Any] = {**options, "settings": settings, "loaded": loaded}
         results[name] = evaluate(source, output=folder, resume=again, **shared)
-    kinds = dict.fromkeys(result["set"]["kind"] for result in results.values())
     boards = []
-    for kind in kinds:
+    for kind in dict.fromkeys(result["set"]["kind"] for result in results.values()):
         of_kind = {name: result for name, result in results.items() if result["set"]["kind"] == kind}
         boards.append(leaderboard_of_sets(of_kind, level=settings.level))
     if output is not None:
-        write_sets(output, boards, results, settings.level)
+        write_atomic(output / f"{BOARD}.json", pretty({"format": "visalign leaderboard 1", "leaderboards": boards}))
+        tables = [judge_file_table(f"{BOARD}_{board['kind']}", sets_table(board)) for board in boards]
+        write_tables(output / FOLDER, tables)
+        write_atomic(output / f"{BOARD}.html", sets_page(boards, results, settings.level))
     return results, boards
 
 
@@ -232,23 +218,12 @@ def _set_names(sources: Sequence[str]) -> dict[str, str]:
     return names
 
 
-def write_sets(folder: Path, boards: Sequence[Mapping[str, Any]], results: Mapping[str, Any], level: float) -> None:
-    """Write `leaderboard.json`, `leaderboard.html` and `tables/` of an evaluation on several sets."""
-    from visalign.evaluation.pages.reward_page import judge_file_table, sets_page, sets_table
-    from visalign.evaluation.pages.table_files import FOLDER, write_tables
-
-    write_atomic(folder / f"{BOARD}.json", pretty({"format": "visalign leaderboard 1", "leaderboards": boards}))
-    tables = [judge_file_table(f"{BOARD}_{board['kind']}", sets_table(board)) for board in boards]
-    write_tables(folder / FOLDER, tables)
-    write_atomic(folder / f"{BOARD}.html", sets_page(boards, results, level))
-
-
 def _checked(
     source: PreferenceSet | QualitySet, judges: Mapping[str, Any], *, swap_sides: bool, keep_duplicates: bool
 ) -> tuple[PreferenceSet | QualitySet, list[Finding]]:
     """Check a set and sum the votes of its pairs."""
     if isinstance(source, QualitySet):
-        findings = check_quality(source, files=bool(judges)) + _rater_agreement(source.ratings)
+        findings = check_quality(source, files=bool(judges))
         prompts = [record.prompt or "" for record in source.records]
     else:
         if swap_sides:
@@ -262,19 +237,6 @@ def _checked(
     return source, findings
 
 
-def _rater_agreement(ratings: QualitySet | None) -> list[Finding]:
-    """Report how far the raters of single images agree."""
-    if ratings is None or len({record.annotator for record in ratings.records}) < 2:
-        return []
-    images = list(dict.fromkeys((record.image, record.prompt) for record in ratings.records))
-    index = {image: number for number, image in enumerate(images)}
-    items = [index[record.image, record.prompt] for record in ratings.records]
-    sums = rating_sums([record.mos for record in ratings.records], items, items=len(images)).sum(0)
-    alpha = float(alpha_of_rating_sums(sums[None])[0])
-    message = f"Krippendorff's alpha of the raters is {alpha:.2f}; 1 is full agreement, 0 is chance."
-    return [Finding(kind="raters", count=len(items), message=message)] if math.isfinite(alpha) else []
-
-
 def _trained_on(source: PreferenceSet | QualitySet, models: Mapping[str, str]) -> list[Finding]:
     """Tell of each judge, by the fingerprints beside its model, how many rows show images of its training."""
     known = {name: prints for name, model in models.items() if (prints := trained_images(model))}
@@ -285,33 +247,30 @@ def _trained_on(source: PreferenceSet | QualitySet, models: Mapping[str, str]) -
     else:
         rows = [{image_print(pair.image_left), image_print(pair.image_right)} for pair in source.pairs]
     counts = {name: sum(bool(row & prints) for row in rows) for name, prints in known.items()}
-    message = "rows show an image that it was trained on, and say nothing about new images. Leave them out."
+    message = f"of {len(rows)} rows show an image that it was trained on, and say nothing about new images."
     return [
-        Finding(kind="trained on", count=count, message=f"{name}: {count} of {len(rows)} {message}")
+        Finding(kind="trained on", count=count, message=f"{name}: {count} {message} Leave them out.")
         for name, count in counts.items()
         if count
     ]
 
 
 def _measure(
-    kind: _Kind,
-    source: Any,
-    scores: Sequence[Any],
-    judges: Mapping[str, Any],
-    settings: IntervalSettings,
-    limit: float,
+    kind: _Kind, source: Any, scores: Sequence[Any], judges: Mapping[str, Any], settings: Any, limit: float
 ) -> dict[str, Any]:
-    """Report on every judge, compare every two, and rank them.
-
-    `failed` names those without a report, for instance with a larger share of missing scores than `limit`.
-    """
+    """Report on every judge, compare every two, and rank them; `failed` names those without a report."""
     identities = {judge.name: reward_identity(judge) for judge in judges.values()}
     reports: list[dict[str, Any]] = []
     reported, comparisons, failed = [], [], []
     for entry in scores:
         try:
             report = dict(kind.report(source, entry, settings), worst=worst_records(source, entry))
-            _refuse_failures(entry, limit)
+            missing, size = int((~entry.judged).sum()), len(entry.judged)
+            if missing > limit * size:  # the numbers would be about the easy part of the set
+                raise ValueError(
+                    f"{missing} of {size} scores are missing, above max_failure_rate {limit:g}; most often because: "
+                    f"{next(iter(entry.failures()))}. Mend them, or raise --max-failure-rate."
+                )
         except ValueError as error:
             failed.append({"judge": entry.name, "error": str(error)})
             continue
@@ -329,17 +288,6 @@ def _measure(
     add_holm(comparisons, level=settings.level)
     board = leaderboard(source, reported, comparisons, settings)
     return {"judges": reports, "comparisons": comparisons, "leaderboard": board, "failed": failed}
-
-
-def _refuse_failures(scores: Any, limit: float) -> None:
-    """Refuse scores of which too many failed: their numbers are about the easy part of the set."""
-    failed = int((~scores.judged).sum())
-    if failed > limit * len(scores.judged):
-        reason = next(iter(scores.failures()))
-        raise ValueError(
-            f"{failed} of {len(scores.judged)} scores are missing, above max_failure_rate {limit:g}; "
-            f"most often because: {reason}. Mend them, or raise --max-failure-rate."
-        )
 
 
 def write_result(folder: Path, result: dict[str, Any]) -> None:

@@ -29,8 +29,6 @@ from visalign.rewards.pairs.asking import check_preferences
 
 
 class _Request(NamedTuple):
-    """A request to a reward: one or two images, a prompt and its record."""
-
     images: tuple[str, ...]
     prompt: str
     metadata: Mapping[str, Any] | None
@@ -93,15 +91,10 @@ def _ask(
     max_failure_rate: float = 0.5,
     on_batch: Callable[[int, int], object] | None = None,
 ) -> list[tuple[Logged, ...]]:
-    """Answer every request; equal ones are asked once, and those in the log are not asked again.
+    """Answer every request, `rows` of those whose answers belong together; equal ones are asked once.
 
-    Args:
-        reward: Pointwise reward for requests with one image, pairwise for those with two.
-        rows: Requests whose answers belong together.
-        log: File to which answers are written batch by batch, and from which earlier ones are read.
-        batch_size: Requests per call of the reward.
-        max_failure_rate: Share of failures among the last 200 answers above which the run stops.
-        on_batch: Called with the number of finished answers and of all.
+    Answers are written to the file `log` batch by batch, and those in it are not asked again. Above a share of
+    failures among the last 200 answers the run stops. `on_batch` gets the numbers of finished answers and of all.
     """
     alarm = FailureAlarm(reward.name, max_failure_rate, min_samples=50)
     keys = [tuple(score_key(*request) for request in row) for row in rows]
@@ -122,33 +115,27 @@ def _ask(
 
 def _answer_batch(reward: Any, batch: Sequence[tuple[str, _Request]]) -> dict[str, Logged]:
     ask = _score_batch if isinstance(reward, PointwiseReward) else _compare_batch
-    answers: dict[str, Logged] = {}
-    readable: list[tuple[str, _Request, tuple[Any, ...]]] = []
+    answers, readable = dict[str, Logged](), list[Any]()
     for key, request in batch:
         try:
-            readable.append((key, request, tuple(map(resolve_image, request.images))))
+            readable.append((key, tuple(map(resolve_image, request.images)), request.prompt, request.metadata))
         except UserError as error:
             answers[key] = Logged(value=None, reason=str(error))
     if readable:
-        keys, requests, images = zip(*readable, strict=True)
-        prompts, records = [r.prompt for r in requests], [r.metadata for r in requests]
+        keys, *inputs = map(list, zip(*readable, strict=True))
         with Naming(reward.name):
-            answers |= dict(zip(keys, ask(reward, images, prompts, records), strict=True))
+            answers |= dict(zip(keys, ask(reward, *inputs), strict=True))
     return answers
 
 
-def _score_batch(
-    reward: Any, images: Sequence[tuple[Any, ...]], prompts: list[str], records: list[Any]
-) -> list[Logged]:
+def _score_batch(reward: Any, images: list[Any], prompts: list[str], records: list[Any]) -> list[Logged]:
     scores = reward.score([image for (image,) in images], prompts, records)
     check_answer(reward.name, scores, len(prompts), "image")
     stds = [None] * len(prompts) if scores.std is None else scores.std
     return list(map(_logged, scores.value, failure_reasons(scores), stds))
 
 
-def _compare_batch(
-    judge: Any, images: Sequence[tuple[Any, ...]], prompts: list[str], records: list[Any]
-) -> list[Logged]:
+def _compare_batch(judge: Any, images: list[Any], prompts: list[str], records: list[Any]) -> list[Logged]:
     left, right = map(list, zip(*images, strict=True))
     answer = judge.compare(left, right, prompts, records)
     check_preferences(judge.name, answer, len(prompts))
@@ -176,31 +163,34 @@ def _metadata(record: PreferencePair | QualityRecord) -> Mapping[str, Any] | Non
     return (metadata if source is None else {**metadata, "source": source}) or None
 
 
-def column_scores(pairs: PreferenceSet, name: str, *, higher_is_better: bool = True) -> PairScores:
+def column_scores(
+    pairs: PreferenceSet, name: str, *, higher_is_better: bool = True, names: Mapping[str, str] | None = None
+) -> PairScores:
     """Read precomputed scores of a preference set; a row without a number counts as failed.
 
     Columns are NAME_left and NAME_right (scores; NAME_std_left, NAME_std_right too), or NAME_prob, the
-    probability that the left image is better (with NAME_prob_swapped, the same after an exchange).
+    probability that the left image is better (with NAME_prob_swapped, the same after an exchange). `names` are
+    those of the file where it has others.
     """
     rows, reasons = [pair.extra for pair in pairs.pairs], [MISSING] * len(pairs)
     columns, prob = {column for row in rows for column in row}, f"{name}_prob"
-    if {f"{name}_left", f"{name}_right"} <= columns:
+    left, right = sides = f"{name}_left", f"{name}_right"
+    if {*sides} <= columns:
         return from_scores(
             name,
             f"column {name}",
-            _numbers(rows, f"{name}_left"),
-            _numbers(rows, f"{name}_right"),
+            _numbers(rows, left),
+            _numbers(rows, right),
             std_left=_numbers(rows, f"{name}_std_left"),  # NaN without the column, which counts as none
             std_right=_numbers(rows, f"{name}_std_right"),
             reasons=reasons,
             higher_is_better=higher_is_better,
         )
     if prob not in columns:
+        needed = " and ".join((names or {}).get(side, side) for side in sides)
         raise UserError(
-            f"'{pairs.name}' has no scores {name!r}: needed are the columns {name}_left and {name}_right, or "
-            f"{prob}. Found besides the set's own: "
-            f"{listed(nearest_first(name, sorted(columns)), limit=20) or 'none'}. "
-            f"In the file, --scores {name}=COLUMN or {name}=LEFT,RIGHT names others."
+            f"'{pairs.name}' has no scores {name!r}: needed are the columns {needed}, or {prob}. "
+            f"{_found(name, columns)}In the file, --scores {name}=COLUMN or {name}=LEFT,RIGHT names others."
         )
     if not higher_is_better:
         raise UserError(
@@ -211,14 +201,15 @@ def column_scores(pairs: PreferenceSet, name: str, *, higher_is_better: bool = T
     return from_probabilities(name, _numbers(rows, prob), swapped=swapped, reasons=reasons)
 
 
-def quality_column_scores(records: QualitySet, name: str, *, higher_is_better: bool = True) -> QualityScores:
+def quality_column_scores(
+    records: QualitySet, name: str, *, higher_is_better: bool = True, names: Mapping[str, str] | None = None
+) -> QualityScores:
     """Read precomputed scores of a quality set: the column NAME, and NAME_std where it exists."""
     rows = [record.extra for record in records.records]
     columns = {column for row in rows for column in row}
     if name not in columns:
         raise UserError(
-            f"'{records.name}' has no column {name!r}. Found besides the set's own: "
-            f"{listed(nearest_first(name, sorted(columns)), limit=20) or 'none'}. "
+            f"'{records.name}' has no column {(names or {}).get(name, name)!r}. {_found(name, columns)}"
             f"--scores {name}=COLUMN names another."
         )
     return from_values(
@@ -229,6 +220,10 @@ def quality_column_scores(records: QualitySet, name: str, *, higher_is_better: b
         reasons=[MISSING] * len(records),
         higher_is_better=higher_is_better,
     )
+
+
+def _found(name: str, columns: set[str]) -> str:
+    return f"Found besides the set's own: {listed(nearest_first(name, sorted(columns)), limit=20) or 'none'}. "
 
 
 def _numbers(rows: Sequence[Mapping[str, Any]], column: str) -> list[float]:

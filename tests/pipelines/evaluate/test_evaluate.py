@@ -199,6 +199,8 @@ def test_a_pairwise_judges_columns_are_as_if_it_were_asked(tmp_path: Path) -> No
     np.testing.assert_allclose(column_scores(given, "j").margin, asked.margin, atol=1e-6)
     turned = replace(given, pairs=tuple(pair.swapped() for pair in given.pairs))
     np.testing.assert_allclose(column_scores(turned, "j").margin, -asked.margin, atol=1e-6)
+    with pytest.raises(UserError, match="needed are the columns mine and b_right, or b_prob"):
+        column_scores(given, "b", names={"b_left": "mine"})
     with pytest.raises(UserError, match="j_prob is the probability that the left image is better"):
         column_scores(given, "j", higher_is_better=False)
 
