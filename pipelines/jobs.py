@@ -47,7 +47,8 @@ def load_job(name_or_path: str, overrides: Sequence[str] = (), *, pipeline: str 
     if name not in PIPELINES:
         raise ConfigError(
             f"'{path}' names {f'the pipeline {name!r}, which does not exist' if name else 'no pipeline'}. "
-            f"{suggestion(str(name or ''), PIPELINES)}Write a line 'pipeline: NAME' with one of: {', '.join(PIPELINES)}."
+            f"{suggestion(str(name or ''), PIPELINES)}Write a line 'pipeline: NAME' with one of: "
+            f"{', '.join(PIPELINES)}."
         )
     if name != (pipeline or name):
         raise ConfigError(f"'{path}' is of the pipeline '{name}', not '{pipeline}'; visalign train runs any.")

@@ -34,10 +34,9 @@ _NUL: dict[str, str] = dict.fromkeys(
 
 @contextmanager
 def user_messages(*, resume: str | None = None) -> Iterator[None]:
-    """Turn errors that are meant for the user into one message on the error stream and an exit code.
+    """Turn errors that are meant for the user into one message and an exit code.
 
-    Warnings are printed without their line of code. Unexpected errors keep their traceback, and all errors do
-    when VISALIGN_TRACEBACK is set. After Ctrl-C and SIGTERM `resume` is printed, the command that continues.
+    All errors keep their traceback when VISALIGN_TRACEBACK is set. After Ctrl-C and SIGTERM `resume` is printed.
     """
     form = warnings.formatwarning
     if not os.environ.get("VISALIGN_TRACEBACK"):
@@ -68,10 +67,7 @@ def _plain_warning(
 
 
 def is_deliberate(error: BaseException) -> bool:
-    """Return whether an error is a message: of our own type, raised by our code, or a fault of the system.
-
-    A ValueError that torch raises three calls below us, or a KeyError of a bug, is none.
-    """
+    """Return whether an error is a message of ours or a fault of the system, not a bug three calls below us."""
     if type(error).__module__.split(".")[0] == "visalign":
         return True
     if isinstance(error, OSError) and errno.errorcode.get(error.errno or 0) in _FIXABLE.split():

@@ -142,11 +142,7 @@ class Command(TyperCommand):
 
 
 def config_and_overrides(config: str | None, overrides: list[str] | None) -> tuple[str, list[str]]:
-    """Return configuration and overrides; where none is named, visalign.yaml of the working folder.
-
-    Raises:
-        UserError: none is named, and there is no such file.
-    """
+    """Return configuration and overrides; where none is named, visalign.yaml of the working folder."""
     changes = overrides or []
     if config is not None and ("=" not in config or Path(config).is_file()):
         return config, changes

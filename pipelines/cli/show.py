@@ -44,11 +44,7 @@ def config_header(text: str) -> list[str]:
 def show_configs(
     console: Console, family: str | None = None, algorithm: str | None = None, search: str | None = None
 ) -> None:
-    """Print a line for each packaged configuration of a family, with an algorithm, that has the words.
-
-    Raises:
-        UserError: no configuration is left.
-    """
+    """Print a line for each packaged configuration of a family, with an algorithm, that has the words."""
     table = Table("name", "algorithm", "what it is", box=None, pad_edge=False)
     for name in list_configs():
         title, *rest = config_header((config_folder() / f"{name}.yaml").read_text(encoding="utf-8"))

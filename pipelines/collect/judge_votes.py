@@ -23,11 +23,7 @@ EVEN = 0.55
 def judge_votes(
     store: VoteStore, judge: PointwiseReward | PairwiseReward, name: str, *, batch_size: int = 32
 ) -> tuple[int, list[str]]:
-    """Have a judge answer all pairs that it has not answered, gold ones included, and store batch by batch.
-
-    Returns:
-        Number of new votes, and the reasons of pairs without one.
-    """
+    """Have a judge answer all pairs that it has not answered; return the number of votes, and why others have none."""
     if not store.is_pairs:
         raise UserError("A judge votes on pairs, and this file asks about single images. Use visalign score.")
     compare = (as_pairwise(judge) if isinstance(judge, PointwiseReward) else judge).compare

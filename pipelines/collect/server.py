@@ -12,8 +12,8 @@
     GET  /progress?key=KEY       votes so far, for whoever runs the server and knows the key
 
 Refusals are JSON {"error": what was given, what is allowed}: 400 unreadable, 401 unknown voter, 403 another
-page's request, another voter's task or a used-up invitation, 404, 409 a name that is taken or a browser that votes
-as somebody else, 413 too long, 415 other media type, 422 a value that is not allowed, 507 a full disk.
+page's request, another voter's task or a used-up invitation, 404, 409 a name that is taken or a browser that
+votes as somebody else, 413 too long, 415 other media type, 422 a value that is not allowed, 507 a full disk.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ def serve_votes(
 ) -> None:
     """Serve the page until interrupted; `on_ready` gets its address and that of the progress when it listens.
 
-    On a host that others reach, new voters need the invitation that is a part of the page's address. It is
-    another at each start; registered voters stay in.
+    On a host that others reach, new voters need the invitation in the address, which is another at each
+    start.
     """
     from uvicorn import Server
 
@@ -134,9 +134,9 @@ def vote_server(
 ) -> Starlette:
     """Build the application for uvicorn.
 
-    New voters need the code `invite`, if there is one. `hosts`, the host names that requests may have, keep
-    other web pages out of a server on this machine. `progress` is the key of its page, without which there is
-    none, and the address for voters that it shows.
+    New voters need the code `invite`, if any. Requests may have only the host names `hosts`, against other
+    web pages. `progress` is the key of its page, without which there is none, and the address for voters that
+    it shows.
     """
     server = _VoteServer(store, invite, progress)
     routes = [Route("/", server.root), Route("/image/{assignment:str}/{side:str}", server.image)]

@@ -210,8 +210,8 @@ class VoteStore:
                 row = (name, None if judge else _hash(secret), time.time())
                 db.execute("INSERT INTO annotators (name, secret, joined_at) VALUES (?, ?, ?)", row)
             elif not judge or voters[0][0] is not None:
-                message = f"Somebody already votes as {name!r}. Open your own link, which identifies you, or take another"
-                raise VoteRefused(409, f"{message} name.")
+                message = f"Somebody already votes as {name!r}. Open your own link, or take another name."
+                raise VoteRefused(409, message)
         return secret
 
     def voter(self, secret: str) -> str:
@@ -291,8 +291,8 @@ class VoteStore:
         names = ("name", "is_judge", "votes", "last", "seconds")
         voters = [dict(zip(names, row, strict=True)) for row in self._fetch(query)]
         for voter in voters:
-            seconds = voter["seconds"]
-            voter |= {"is_judge": bool(voter["is_judge"]), "seconds": seconds and median(map(float, seconds.split(",")))}
+            voter["is_judge"], seconds = bool(voter["is_judge"]), voter["seconds"]
+            voter["seconds"] = median(map(float, seconds.split(","))) if seconds else None
         return voters
 
     def unseen(self) -> int:

@@ -186,10 +186,7 @@ def _absolute(image: str, folder: Path = Path()) -> str:
 
 
 def _pair_images(rows: Iterable[ImageRow], limit: int, seed: int) -> list[Task]:
-    """Form at most `limit` pairs of the images of each prompt (for edits: of each prompt and source).
-
-    Neighbours in a shuffled circle come first, then images two apart: all images appear about as often.
-    """
+    """Form at most `limit` pairs of each prompt (and source): all its images appear about as often."""
     by_prompt: dict[tuple[str, ...], dict[str, ImageRow]] = {}
     for row in rows:
         key = record_key({**(row.metadata or {}), "prompt": row.prompt})
@@ -205,10 +202,7 @@ def _pair_images(rows: Iterable[ImageRow], limit: int, seed: int) -> list[Task]:
 
 
 def _pair_models(models: Mapping[str, Sequence[ImageRow]], limit: int, seed: int) -> list[Task]:
-    """Form at most `limit` pairs of each prompt, of images from two sources, with the sides drawn.
-
-    Images of one seed, or of one file name, are paired where two sources have any; else every two.
-    """
+    """Form at most `limit` pairs of each prompt across two sources: of one seed or file name where there are any."""
     names, by_prompt = short_names(models), {}
     for model, rows in models.items():
         for row in rows:

@@ -59,9 +59,9 @@ def select_votes(store: VoteStore, leave_out: Collection[str] = ()) -> list[Vote
 def report(store: VoteStore, votes: Sequence[Vote], settings: IntervalSettings) -> dict[str, Any]:
     """Analyse the votes as JSON: agreement as Krippendorff's α, each voter's reliability, disputed pairs.
 
-    Of each voter: median seconds, `rest` (agreement with the majority of the others), `repeats` and `gold`
-    (shares of equal and of right answers), and of pairs the share of the left of the screen and the annotator
-    model. `notes` report what is odd.
+    Of each voter: `rest` (agreement with the majority of the others), `repeats` and `gold` (shares of equal
+    and of right answers), and of pairs the share of the left of the screen and the annotator model. `notes`
+    report what is odd.
     """
     first = _countable(store, votes)
     analysis = (_analyse_pairs if store.is_pairs else _analyse_images)(store, first, settings)
@@ -98,8 +98,8 @@ def report(store: VoteStore, votes: Sequence[Vote], settings: IntervalSettings) 
 def export_rows(store: VoteStore, votes: Sequence[Vote], *, model: bool = False) -> list[dict[str, Any]]:
     """Build rows of a preference set (pairs) or of a quality set (single images, mos = mean of the slider).
 
-    Gold tasks and repeats are left out. Labels of pairs are shares of the votes, or with `model` the
-    probability, by the annotator model, that a typical one of these voters prefers the left image.
+    Labels of pairs are shares of the votes, or with `model` the annotator model's probability that a typical
+    one of these voters prefers the left image.
     """
     countable = sorted(_countable(store, votes), key=lambda vote: vote.task)
     by_task = _group(countable, "task")
@@ -250,7 +250,8 @@ def _analyse_pairs(store: VoteStore, first: Sequence[Vote], settings: IntervalSe
 def _models(
     tasks: Sequence[Task], votes: Array, index: Any, clusters: int, settings: IntervalSettings
 ) -> list[dict[str, Any]]:
-    """Rank the models of the pairs by their mean share of the votes [N, 3], ties half; none without names of two.
+    """Rank the models of the pairs by their mean share of the votes [N, 3], ties half; none without names of
+    two.
 
     The intervals hold for all models together (Bonferroni); the shares of two models are one number.
     """
@@ -272,7 +273,8 @@ def _models(
 
 
 def progress(store: VoteStore) -> dict[str, Any]:
-    """Count the votes for whoever runs the collection: of how many, and of each voter with the last one's time."""
+    """Count the votes for whoever runs the collection: of how many, and of each voter with the last one's
+    time."""
     tasks = {number for number, task in store.tasks.items() if task.gold is None}
     counts = Counter(vote.task for vote in store.votes() if not (vote.is_repeat or vote.is_judge))
     goal, people = store.plan.votes, [row for row in store.voters() if not row["is_judge"]]
@@ -357,10 +359,8 @@ def _repeats(votes: Sequence[Vote]) -> Interval:
 def write_rows(
     path: Path, rows: Iterable[Mapping[str, Any]], build: Callable[[list[dict[str, Any]]], Any] | None = None
 ) -> None:
-    """Write rows atomically as JSONL, or as the JSON that `build` makes of them.
-
-    Images below the file's folder get relative paths.
-    """
+    """Write rows as JSONL, or as the JSON that `build` makes of them, with relative paths of images in its
+    folder."""
     folder = path.resolve().parent
 
     def relative(name: str, value: Any) -> Any:

@@ -1,5 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`visalign compare`, `rank` and `agree`: images side by side under one or several rewards.
-
-It needs `score`; no policy comes in.
-"""
+"""`visalign compare`, `rank` and `agree`: images under one or several rewards. They need `score`."""

@@ -51,10 +51,9 @@ def compare_images(
 ) -> dict[str, Any]:
     """Ask judges which of two images, A and B, [3, H, W] in [0, 1], is better; the answers as JSON.
 
-    A pointwise judge scores both, in one call; the probability that A is better follows from its standard
-    deviations, or from its scores where they are log-odds, as in `visalign.rewards.as_pairwise`. A pairwise
-    judge is asked in both orders, and its log-odds are averaged: (ℓ_AB − ℓ_BA)/2 is for A, (ℓ_AB + ℓ_BA)/2
-    is its position bias. Each judge is sure, unsure or sees a tie by `RULE`.
+    A pointwise judge scores both; the probability that A is better follows from its standard deviations or log-odds. A
+    pairwise judge is asked in both orders: (ℓ_AB − ℓ_BA)/2 is for A, (ℓ_AB + ℓ_BA)/2 is its position bias. `RULE` says
+    when a judge is sure, unsure or sees a tie.
     """
     entries = []
     for label, judge in judges.items():

@@ -18,11 +18,7 @@ from visalign.rewards.pairs.ranking import Ranking
 def ranking_record(
     ranking: Ranking, names: Sequence[str], prompt: str, reward: str, judge: PointwiseReward | PairwiseReward
 ) -> dict[str, Any]:
-    """Convert a ranking to JSON: the judged images, best first, then the others with their reasons.
-
-    Of a pairwise judge `asked` lists every call: the probability that the left image is better, or the reason
-    why there is no answer.
-    """
+    """Convert a ranking to JSON: judged images, best first, others with reasons; of a pairwise judge every call."""
     is_pairwise = ranking.pairs is not None
     calls: list[dict[str, Any]] = []
     if ranking.pairs is not None and ranking.answers is not None:

@@ -173,11 +173,7 @@ def evaluate_sets(
     settings: IntervalSettings | None = None,
     **options: Any,
 ) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
-    """Evaluate on several sets, whose results lie in folders of the output, and rank the rewards over the sets.
-
-    Returns:
-        Set -> result of `evaluate`, and a `leaderboard_of_sets` for each kind of set.
-    """
+    """Evaluate on several sets; return set -> result of `evaluate`, and a leaderboard over the sets of each kind."""
     from visalign.evaluation.pages.reward_page import judge_file_table, sets_page, sets_table
     from visalign.evaluation.pages.table_files import FOLDER, write_tables
     from visalign.rewards.catalogue import load_judge

@@ -35,10 +35,7 @@ class _Request(NamedTuple):
 
 
 def score_pairs(pairs: PreferenceSet, reward: PointwiseReward | PairwiseReward, **asking: Any) -> PairScores:
-    """Score a preference set: each distinct image and prompt once, or each pair in both orders.
-
-    A failed score is NaN with the reward's reason. `asking` are the keywords of `_ask`.
-    """
+    """Score each distinct image and prompt once, or each pair in both orders; a failure is NaN with its reason."""
     requests = []
     for pair in pairs.pairs:
         left, right = pair.image_left, pair.image_right
@@ -168,9 +165,8 @@ def column_scores(
 ) -> PairScores:
     """Read precomputed scores of a preference set; a row without a number counts as failed.
 
-    Columns are NAME_left and NAME_right (scores; NAME_std_left, NAME_std_right too), or NAME_prob, the
-    probability that the left image is better (with NAME_prob_swapped, the same after an exchange). `names` are
-    those of the file where it has others.
+    Columns are NAME_left and NAME_right (NAME_std_left, NAME_std_right too), or NAME_prob of the left image (with
+    NAME_prob_swapped, the same after an exchange). `names` are those of the file where it has others.
     """
     rows, reasons = [pair.extra for pair in pairs.pairs], [MISSING] * len(pairs)
     columns, prob = {column for row in rows for column in row}, f"{name}_prob"

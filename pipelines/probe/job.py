@@ -45,10 +45,7 @@ def probe_reward(
     batch_size: int = 32,
     on_probe: Callable[[int, str], object] = lambda done, title: None,
 ) -> dict[str, Any]:
-    """Run probes on a reward, and return their reports as JSON.
-
-    `on_probe` is called with the number of finished probes and the title of the next.
-    """
+    """Run probes on a reward, and return their reports; `on_probe` gets the number finished and the next title."""
     started = time.perf_counter()
     probes = probes_for(judge) if probes is None else probes
     is_pointwise = isinstance(judge, PointwiseReward)
@@ -81,8 +78,7 @@ def probe_reward(
 
 
 def write_probe(folder: Path, result: Mapping[str, Any], reference: Reference, *, seed: int = 0) -> Path:
-    """Write `probe.json`, `tables/` and `probe.html`, with the first reference image as example; return the
-    page's path."""
+    """Write `probe.json`, `tables/` and `probe.html`, with the first reference image as example; return its path."""
     sample = reference.samples[0]
     images = {}
     for probe in PROBES if result["judge"]["kind"] == ScoreRunner.kind else PAIR_PROBES:

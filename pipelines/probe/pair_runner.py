@@ -43,10 +43,9 @@ class PairAnswers(NamedTuple):
 
 
 class PairRunner(ProbeRunner):
-    """Runs the probes of a pairwise judge.
+    """Runs the probes of a pairwise judge, asked in both orders with the log-odds averaged.
 
-    Each pair is asked in both orders and the log-odds averaged; in one order only where the judge declares
-    that it asks both itself (`RewardCapabilities.both_orders`) and its answers on real pairs confirm it.
+    One order is asked where the judge declares that it asks both itself and its answers on real pairs confirm it.
     """
 
     kind, unit, higher_is_better = "comparisons", "log-odds", True
@@ -159,8 +158,7 @@ class PairRunner(ProbeRunner):
     def _changed(self, probe: Probe, level: Level, seed: int) -> LevelResult:
         """Compare changed samples with the unchanged, or with their rivals as the unchanged were before.
 
-        Under another prompt, both images are real ones, and the response is the change of the lead, for the
-        image that led.
+        Under another prompt the response is the change of the lead, for the image that led.
         """
         is_reworded = probe.name in ("spelling", "other_prompt")
         with_rivals = is_reworded or probe.versus_real

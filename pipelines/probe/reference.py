@@ -54,10 +54,7 @@ class Reference:
 
 
 def shapes_reference_set(count: int = 64, *, seed: int = 0) -> Reference:
-    """Draw images of the shapes world, right and wrong for their prompts, in all its styles and distortions.
-
-    Each has two others of its prompt: the right image of its pair, and a third that is drawn freely.
-    """
+    """Draw images of the shapes world in all its styles and distortions, each with two others of its prompt."""
     source = ShapesPreferences(seed, split=_SPLIT)
     samples, others, metadata = [], [], []
     for number, pair in enumerate(shapes_pairs(count, seed=seed, split=_SPLIT).pairs):
@@ -96,10 +93,7 @@ def read_reference(source: str, rows: Sequence[ImageRow]) -> Reference:
 
 
 def _find_rivals(samples: Sequence[Sample]) -> tuple[tuple[tuple[Sample, ...], ...], int]:
-    """Choose the next two images of the same prompt, or, where there is none, the next two of other prompts.
-
-    The second of only two images of a prompt has none: their one comparison is the first one's.
-    """
+    """Choose the next two images of the prompt, else of other prompts; of two images only the first has a rival."""
     groups: dict[str, list[int]] = {}
     for row, sample in enumerate(samples):
         groups.setdefault(sample.prompt, []).append(row)

@@ -82,10 +82,7 @@ class ProbeRunner(ABC):
         tolerant: bool = True,
         form: Callable[[Tensor], Any] | None = None,
     ) -> ProbeAnswers:
-        """Ask about rows in batches, with images in a `form`; rows without a sample are left out.
-
-        An error of a tolerated reward is a failure of its batch instead of the end.
-        """
+        """Ask about rows in batches, with images in a `form`; if `tolerant`, an error is a failure of its batch."""
         answered: list[int] = []
         answers: list[Answer] = [(np.zeros(0), [])]
         for start in range(0, len(rows), self.batch_size):

@@ -69,8 +69,8 @@ class SampleSettings:
     noise_level: Positive = 0.7
     """Level of the noise that separates the children of a resampled draw."""
     steps: Steps | None = None
-    """Denoising steps; without noise on the way where nothing is resampled. None: the default of the pipeline's call,
-    10 of packaged models."""
+    """Denoising steps; without noise on the way where nothing is resampled. None: the default of the
+    pipeline's call, 10 of packaged models."""
     solver: Solver = "euler"
     """Solver of the steps without noise, "euler" or "dpmpp_2m"; steering and searches take Euler steps."""
     timestep_schedule: Literal["diffusers", "plain"] = "diffusers"
@@ -82,8 +82,8 @@ class SampleSettings:
     device: str = "cpu"
     """Device of model and samples."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Further options of the adapter: config, variant, image_size, negative_prompt, ...; guidance (else the default of
-    the pipeline's call, none of packaged models; None: as `model.guidance` null in training)."""
+    """Further options of the adapter: config, variant, image_size, negative_prompt, ...; guidance (else the
+    default of the pipeline's call, none of packaged models; None: as `model.guidance` null in training)."""
 
     def with_own_sampling(self) -> SampleSettings:
         """Fill in steps, guidance and dtype as the model has them."""
@@ -176,21 +176,12 @@ def sample_images(
     *,
     rewards: Mapping[str, PointwiseReward] | None = None,
 ) -> list[dict[str, Any]]:
-    """Sample and write each image as it is made, then the grid, the page and the table.
+    """Sample and write each image as it is made, then the grid, the page and the table; return the table's
+    rows.
 
     The noise of an image depends on its prompt, the source that it edits, and its seed alone. With `best_of`
-    N a seed stands for N draws, and the one with the highest sum of rewards is kept; one that could not be
-    judged only where none could. What is steered or searched goes by the same sum.
-
-    Args:
-        records: Records with "prompt"; handed to the rewards as metadata.
-        settings: Model and sampling.
-        output: A new or empty folder.
-        rewards: label -> reward, for the table and for `best_of`.
-
-    Returns:
-        The rows of images.jsonl: image, of a video also clip, prompt, seed, each reward's value (null where
-        it failed), of an edit the source as metadata, and the forward-equivalents of all that was drawn.
+    N the one of N draws with the highest sum of rewards is kept; one that could not be judged only where none
+    could. A reward that failed is null in a row; its cost is that of all that was drawn.
     """
     rewards = rewards or {}
     if (settings.best_of > 1 or settings.search is not None) and not rewards:
@@ -235,8 +226,8 @@ def _draw(
 ) -> Iterator[tuple[dict[str, Any], Tensor]]:
     """Yield (row, image [3, H, W] or video [F, 3, H, W]), seeds of a prompt side by side.
 
-    Only the best so far of a seed's draws is kept, so that memory does not grow with their number; of draws
-    that meet on the way, the latents are.
+    Only the best draw so far of a seed is kept, so that memory does not grow; of draws that meet, the latents
+    are.
     """
     count = settings.best_of
     requests = [(record, seed) for record in records for seed in settings.seeds]
@@ -305,11 +296,8 @@ class _Judge(NamedTuple):
         return _Judge(self.rewards, self.records[rows])
 
     def __call__(self, samples: Tensor) -> tuple[dict[str, Scores], Tensor]:
-        """Score samples [N, 3, H, W], or videos [N, F, 3, H, W], which judges of clips see whole.
-
-        Returns:
-            (label -> scores, [N] their sum with lower-is-better turned round, −∞ where one failed).
-        """
+        """Score images or videos [N, F, 3, H, W]; return label -> scores, and [N] sums, −∞ where one
+        failed."""
         stills, prompts = middle_frames(samples), [str(record["prompt"]) for record in self.records]
         scores: dict[str, Scores] = {}
         total = torch.zeros(len(samples))

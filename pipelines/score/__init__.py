@@ -1,5 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`visalign score`: folders and tables of images under a reward, with a log that resumes.
-
-It needs `shared`; no policy comes in.
-"""
+"""`visalign score`: folders and tables of images under a reward, with a log that resumes. It needs `shared`."""

@@ -53,8 +53,7 @@ class ImageRow:
 def find_images(items: Sequence[Path], *, clips: bool = False) -> list[Path]:
     """Find the files to score, each once: those named, and the images in the folders named and below, sorted.
 
-    A named file that does not exist stays: it becomes a row with its reason. With `clips`, a folder of
-    `numbered_frames` is listed itself, not its frames.
+    A named file that does not exist becomes a row with its reason. With `clips` a folder of `numbered_frames` is one.
     """
     paths: dict[Path, None] = {}
     repeated: list[Path] = []
@@ -113,17 +112,9 @@ def image_rows(
 ) -> list[ImageRow]:
     """Read images with their prompts from image files, folders, clips and tables.
 
-    Prompts lie next to the images of folders (`cat.png`, `cat.txt`; a clip's frames in `roll`, `roll.txt`),
-    or in GenEval's layout (`00000/metadata.jsonl`, `00000/samples/`). Tables
-    (`visalign.data.sets.tables.READERS`) have the columns image, prompt and, if wanted, metadata (an object,
-    or JSON text); paths in a table start at its folder, and a Parquet table may hold the images.
-
-    Args:
-        items: Paths.
-        prompt: Prompt of all images of files and folders, and of table rows without one.
-        needs_prompt: False where no reward uses it; the default is then empty.
-        names: Our name of a table's column -> the table's.
-        clips: As in `find_images`.
+    Prompts lie next to images (`cat.png`, `cat.txt`; a clip's frames in `roll`, `roll.txt`), or in GenEval's layout.
+    Tables have the columns image, prompt and, if wanted, metadata; `names` are ours -> theirs; paths start at their
+    folder. `prompt` is that of images without one, empty where no reward reads it.
     """
     rows: list[ImageRow] = []
     files: list[Path] = []
@@ -140,8 +131,7 @@ def image_rows(
 def numbered_frames(folder: str | Path) -> list[Path]:
     """List the frames of a folder that holds one clip, by number; empty for any other folder.
 
-    Beside hidden files it holds two or more images whose names differ in their numbers alone: `1.png`,
-    `2.png`, or `roll_001.jpg`, `roll_002.jpg`. GenEval's samples are no clip.
+    It holds two or more images whose names differ in their numbers alone. GenEval's samples are no clip.
     """
     folder = Path(folder)
     if folder.name == SAMPLES and (folder.parent / RECORD).is_file():
@@ -202,12 +192,10 @@ def table_row(path: Path, row: Row, prompt: str | None) -> ImageRow:
 
 
 def _walk(folder: Path, clips: bool, skipped: Counter[str]) -> Iterator[Path]:
-    """List the images in a folder and below, sorted at each step, without hidden folders.
+    """List the images in a folder and below, sorted at each step; `skipped` counts the endings of other files.
 
-    Endings of files that are not read are counted in `skipped`.
-
-    The `grid.png` that GenEval and `visalign sample` write is left out; of sampled videos the middle frame is
-    listed, or with `clips` the whole.
+    The `grid.png` of GenEval and `visalign sample` is left out; of sampled videos the middle frame is listed, or with
+    `clips` the whole.
     """
     for folder_path, folders, names in os.walk(folder):
         if clips and numbered_frames(folder_path):

@@ -35,8 +35,7 @@ class Logged:
 class ScoreLog:
     """JSONL file with the rewards' identities first, then a line per score, flushed with its batch.
 
-    Without a path scores are kept in memory. Failed rows are written for the reader, but tried again. `entry` is the
-    dataclass of a score, `Logged` or `ScoreRow`; without `resume` the file must not hold scores.
+    Without a path scores are kept in memory. Failed rows are written, but tried again. `entry` is a score's dataclass.
     """
 
     def __init__(self, path: Path | None, rewards: Mapping[str, Any], entry: type, *, resume: bool = True) -> None:

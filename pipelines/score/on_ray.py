@@ -91,9 +91,8 @@ def score_on_ray(
 ) -> RayResult:
     """Score files of images (`find_parts`) into a folder, a Parquet file for each.
 
-    The folder must be new, or with `resume` keeps its finished files. `rewards` are used for their
-    identities: each worker loads its own. `on_part` is called with the number of finished files and of all.
-    Without an address (HOST:PORT of a cluster's head) Ray is started on this machine.
+    `rewards` are used for their identities: each worker loads its own. `on_part` is called with the number of finished
+    files and of all. Without an address (HOST:PORT of a cluster's head) Ray is started on this machine.
     """
     output = output.absolute()
     if parents := [item for item in items if item.is_dir() and output.is_relative_to(item.absolute())]:

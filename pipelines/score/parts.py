@@ -63,10 +63,7 @@ class Part:
 
 
 def find_parts(items: Sequence[Path], *, clips: bool = False) -> list[Part]:
-    """List the files to score of tables, tar files, folders and images.
-
-    Of a folder that holds Parquet or tar files, at any depth, only these are read; else the images in it.
-    """
+    """List the tables, tar files and images to score; of a folder with Parquet or tar files only these are read."""
     parts: list[Part] = []
     others: list[Path] = []
     for item in (item.absolute() for item in items):
@@ -116,10 +113,7 @@ def check_part(part: Part, options: ScoringOptions) -> None:
 
 
 def read_part(part: Part, options: ScoringOptions) -> Iterator[ImageRow]:
-    """Read the images of a part lazily, those of Parquet and tar files with their content.
-
-    A row that is no image with a prompt has its reason instead.
-    """
+    """Read the images of a part lazily, those of Parquet and tar files with content; a bad row has its reason."""
     if isinstance(part.source, tuple):
         for path in part.source:
             try:

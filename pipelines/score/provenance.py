@@ -43,10 +43,7 @@ def domain_note(reward: Any, prompts: Iterable[str]) -> str | None:
 
 
 def reward_identity(reward: Any) -> Identity:
-    """Return a reward's own identity, or one from its name, unit, class and source file where it has none.
-
-    Other inputs of such a reward, weights or settings, are unknown: give it an identity to include them.
-    """
+    """Return a reward's own identity, or one from its name, unit, class and source file, which is all we know."""
     identity = with_capabilities(reward).identity
     if isinstance(identity, Identity):
         return identity

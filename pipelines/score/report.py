@@ -117,10 +117,7 @@ def _summarize(label: str, reward: PointwiseReward, rows: Sequence[ScoreRow]) ->
 
 
 def histogram(values: np.ndarray) -> dict[str, list[float]]:
-    """Count values in √n bins of one width, at most `MOST_BINS`: `edges` [K + 1] and `counts` [K].
-
-    Equal values have one bin around them.
-    """
+    """Count values in √n bins of one width: `edges` [K + 1], `counts` [K]; equal values have one bin around them."""
     if float(np.ptp(values)) <= 1e-12 * float(np.abs(values).max()):
         half = abs(float(values[0])) / 10 or 0.5
         return {"edges": [float(values[0]) - half, float(values[0]) + half], "counts": [float(len(values))]}

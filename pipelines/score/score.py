@@ -66,12 +66,7 @@ def score_rows(
 ) -> list[ScoreRow]:
     """Score N images with their prompts by M rewards: N·M rows, image by image.
 
-    Args:
-        table: N images.
-        rewards: Label -> reward.
-        batch_size: Images held in memory at once; no effect on a score.
-        on_batch: Called with the number of images of each finished batch.
-        store: Log of `ScoreRow` with earlier scores, which are not computed again.
+    `batch_size` bounds memory alone; `on_batch` gets the images of each finished batch. Scores in `store` are kept.
     """
     rows = []
     for start in range(0, len(table), batch_size):

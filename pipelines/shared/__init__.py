@@ -1,5 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of jobs: builders, sections of configurations, run folders, resuming.
-
-It needs the wings; it knows no job.
-"""
+"""Parts of all jobs: builders, sections of configurations, run folders, resuming. It knows no job."""

@@ -91,13 +91,8 @@ class Job(ABC):
 def run_job(config: Any, output: Path, resume: bool = False, *, build: Callable[[Any, Path], Job]) -> RunSummary:
     """Run a job and return the content of summary.json, which is empty in all processes but the first.
 
-    Nothing is written before everything that can be checked has been; `build` makes the objects and writes
-    nothing. With `resume` the run in `output` goes on from its newest whole checkpoint; its result is that of
-    an uninterrupted run.
-
-    Raises:
-        UserError: Something in the configuration or the folder cannot be used.
-        TrainingInterrupted: After Ctrl-C or SIGTERM.
+    Nothing is written before everything that can be checked has been; `build` makes the objects and writes nothing.
+    With `resume` the run in `output` goes on from its newest whole checkpoint, to the result of an uninterrupted run.
     """
     import torch
     from accelerate.utils import gather_object
@@ -387,9 +382,8 @@ def on_the_way(
 ) -> Callable[[int], dict[str, float]]:
     """Return the evaluation while a policy is trained: some held-out prompts, the first seed.
 
-    Its metrics are accuracy with its interval, accuracy of each tag, mean of each reward, intervals of the rewards of
-    `curve`, and the change since `before`, the file of the evaluation before training, of accuracy and of the rewards
-    `recorded`. `more` gets the iterations finished and the result, and adds metrics.
+    Intervals are of the rewards of `curve`, changes since the file `before` of accuracy and of the rewards `recorded`.
+    `more` gets the iterations finished and the result, and adds metrics.
     """
     numbers = evenly_spaced(range(len(heldout)), evaluation.prompts_on_the_way)
     records, rows = [heldout[number] for number in numbers], [number * len(evaluation.seeds) for number in numbers]

@@ -50,8 +50,7 @@ def run_with_found_rate(
 ) -> RunSummary:
     """Find the learning rate of a job by short runs in its folder, then run it; `config.yaml` gets the rate.
 
-    All begin from the same weights with the same seeds, so that the choice can be repeated. With `resume` the
-    short runs that have ended are not repeated.
+    All begin from the same weights with the same seeds. With `resume` those that have ended are not repeated.
     """
     check_run_folder(output, resume=resume)
     saved = output / "config.yaml"
@@ -96,7 +95,7 @@ def _find(config: Any, output: Path, run: Callable[..., RunSummary]) -> float:
 
 
 def _short_run(config: Any, rate: float, output: Path, run: Callable[..., RunSummary]) -> dict[str, Any]:
-    """Run one rate unless it has ended; return its held-out change. The rates share what is measured before training."""
+    """Run one rate unless it has ended; return its held-out change."""
     from visalign.training.loop.trainer import Diverged
 
     iterations, folder = _iterations(config), output / FOLDER / f"{rate:g}"

@@ -55,10 +55,7 @@ def result_of(run: Path) -> Path:
 def write_card(run: Path, *, license: str | None = None, repo: str | None = None) -> Path:
     """Write the model card of a run that has ended; return the folder of its result, which holds the card.
 
-    Args:
-        run: Run folder.
-        license: None takes the one of the base model's card.
-        repo: Name on the hub for the code that loads the result; None names the local folder.
+    `license` None takes the one of the base model's card; `repo` is the name on the hub in the code that loads it.
     """
     folder = result_of(run)
     shutil.copyfile(run / CONFIG, folder / CONFIG)
@@ -90,7 +87,9 @@ def write_card(run: Path, *, license: str | None = None, repo: str | None = None
     code = re.sub(written, lambda _: repo or str(folder), summary.get("load_code", ""))
     if samples and not before.sources:
         code += f"\nimage = pipe({json.dumps(samples[0][0])}).images[0]"
-    licence = "No licence is stated: none was given (run.license, or visalign push --license), and no card of the base "
+    licence = (
+        "No licence is stated: none was given (run.license, or visalign push --license), and no card of the base "
+    )
     licence += "model was found. Ask the owner before you use this model."
     if name := fields.get("license_name", fields.get("license")):
         licence = f"{name}, {'the licence of the base model' if stated is None else 'stated for this model'}."

@@ -49,10 +49,7 @@ PATIENCE = timedelta(hours=12)
 
 
 def build_accelerator(config: Any, folder: Path) -> Accelerator:
-    """Build device, processes and trackers; the model's own `autocast` sets the precision.
-
-    Several processes on a machine without CUDA are several processes on its CPU (gloo).
-    """
+    """Build device, processes (without CUDA on the CPU) and trackers; the model's `autocast` sets the precision."""
     import torch
     from accelerate import Accelerator, InitProcessGroupKwargs
     from accelerate.utils import gather_object, parse_flag_from_env
@@ -118,10 +115,7 @@ def check_alike(processes: Sequence[Mapping[str, Any]]) -> None:
 
 
 def spread(accelerator: Accelerator, count: int, evaluate: Callable[..., HeldoutResult]) -> HeldoutResult:
-    """Divide an evaluation of `count` items among all processes, which all get the whole result.
-
-    `evaluate` takes `share` (r, w) and evaluates the r-th of w equal shares.
-    """
+    """Divide an evaluation of `count` items among all processes by its `share` (r, w); all get the whole result."""
     from accelerate.utils import gather_object
 
     from visalign.evaluation import joined
@@ -193,9 +187,7 @@ def check_routes(terms: Mapping[str, RewardTerm], records: Records) -> None:
 
 
 def code_fingerprints(config: Any) -> dict[str, str]:
-    """Hash the code that a configuration names (of rewards, adapters, tools) by file or loaded module, and the files
-    that options name, by the key that names them.
-    """
+    """Hash the files of code (of rewards, adapters, tools) and of options that a configuration names, by its keys."""
     prints: dict[str, str] = {}
     for key, text in _texts(asdict(config)):
         module = text.rpartition(":")[0]

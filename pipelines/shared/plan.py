@@ -84,10 +84,7 @@ TRAINED = (
 
 
 def trained_memory(trained: Sequence[Tensor], *, ema: bool, copies: int, optimizer: str = "adamw") -> dict[str, float]:
-    """Compute the GB of trained weights, AdamW, averages, and `copies` in float32 (a reference, an old policy).
-
-    `optimizer` is its name in the settings.
-    """
+    """Compute the GB of trained weights, optimizer, averages, and `copies` in float32 (a reference, an old policy)."""
     numbers = sum(weight.numel() for weight in trained)
     stored = sum(weight.nbytes for weight in trained)
     masters = 4 * sum(weight.numel() for weight in trained if weight.element_size() < 4)  # AdamW steps in float32
@@ -127,16 +124,8 @@ def per_device(
 ) -> dict[str, Any]:
     """Compute a plan's groups of memory (see `on_each_device`) and hours on one device of each kind.
 
-    Args:
-        memory: GB of the parts of a run in one process, without rewards.
-        network: Names of the parts that are weights of the trained network, frozen ones too.
-        rewards: Loaded rewards.
-        operations: Operations of the whole run.
-        sharding: FSDP2 in place of DDP.
-        not_counted: What the memory leaves out, but for rewards that load their networks later.
-        spare: GB of `memory` that are free while sampling.
-        details: GB that are parts of others.
-        peak_share: Share of a device's peak that the run is taken to reach.
+    `memory` are GB of the parts of a run in one process without rewards, `network` those of the trained network,
+    `details` parts of others; `spare` GB are free while sampling. `operations` are those of the whole run.
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
     parts = on_each_device(memory, network, world=world, sharding=sharding, spare=spare)

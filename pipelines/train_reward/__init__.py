@@ -1,5 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`visalign train-reward` and its configurations: data, judges, measurement, card.
-
-It needs `shared`; the training loop belongs to `visalign.training`.
-"""
+"""`visalign train-reward` and its configurations: data, judges, measurement, card. It needs `shared`."""

@@ -31,10 +31,8 @@ from .vlm_judges import yes_and_no
 class ChecklistJudge(SeeingJudge):
     """Weights w ≥ 0 of a checklist, with signs that stay; with train=lora also what the model answers.
 
-    A question whose given weight is negative speaks of a fault and keeps its sign, so that w ≥ 0 says that no question
-    turns round. After each update w is projected, w ← max(w, 0): with train=head the problem is convex.
-
-    VisionReward, arXiv 2412.21059, section 3.
+    A question with a negative weight speaks of a fault. After each update w ← max(w, 0): with train=head the problem
+    is convex. VisionReward, arXiv 2412.21059, section 3.
     """
 
     def __init__(self, config: TrainRewardConfig, device: torch.device) -> None:
@@ -88,10 +86,7 @@ class ChecklistJudge(SeeingJudge):
 
     @torch.no_grad()
     def features(self, example: Example) -> Tensor:
-        """[images, F] factors of the rule's weights, as `VisionReward` scores; equal images are asked once.
-
-        Each image is asked by itself, so that its last bits do not depend on what it was asked with.
-        """
+        """[images, F] factors of the rule's weights; each image is asked by itself, for equal last bits, and once."""
         rows = []
         for image in example.images:
             text = example.prompt if self._reads_prompt else ""

@@ -23,10 +23,7 @@ from .judges import TrainedJudge, base_name, freeze
 
 
 class IctJudge(TrainedJudge):
-    """Two towers that learn the truncated cosines of what they were before.
-
-    From the score `data.theta` on an image counts as containing all of its prompt.
-    """
+    """Towers that learn their own truncated cosines: from `data.theta` on an image contains all of its prompt."""
 
     def __init__(self, config: TrainRewardConfig, device: torch.device) -> None:
         self.judge = Ict.from_pretrained(config.model.path, device=device, cache_bytes=0)

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configuration of the training of a judge. YAML files hold only what differs from these.
-
-`model.kind` chooses one of the dataclasses of a model; each has only the settings that its judge reads.
-"""
+"""Configuration of the training of a judge; `model.kind` chooses one of the dataclasses of a model."""
 
 from __future__ import annotations
 
@@ -91,8 +88,7 @@ class HpModel(TrainedModel):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class DiversityConfig:
-    """Diversity loss of an ensemble's next member: −weight times the mean over the adapted layers of
-    `visalign.core.nuclear_diversity` of their LoRA matrices and its own.
+    """Diversity loss of an ensemble's next member: −weight · `visalign.core.nuclear_diversity` of the LoRA matrices.
 
     Zhai et al., arXiv 2401.00243, whose members are trained together; here one after another, the earlier ones fixed.
     """

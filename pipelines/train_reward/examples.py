@@ -92,10 +92,7 @@ def _shapes(count: int, split: str, example: Callable[[int], Example]) -> Exampl
 
 
 def shapes_pairs(seed: int, count: int, *, split: str = "train", labels: str = "votes", **world: Any) -> Examples:
-    """Draw pairs of the shapes world, labelled by votes of annotators, the truth or the probability.
-
-    `world` are annotators, kinds and surroundings of `ShapesPreferences`, here and below.
-    """
+    """Draw pairs of the shapes world; `world` are annotators, kinds and surroundings of `ShapesPreferences`."""
     preferences = ShapesPreferences(seed, split=split, **world)
 
     def example(number: int) -> Example:
@@ -116,10 +113,7 @@ def shapes_pairs(seed: int, count: int, *, split: str = "train", labels: str = "
 
 
 def shapes_triples(seed: int, count: int, *, split: str = "train", **world: Any) -> Examples:
-    """Draw three images of a prompt, ascending: of another prompt or spoilt; right but poor; right and rich.
-
-    The world has no words for what makes an image rich, so the refined prompt is the prompt.
-    """
+    """Draw three images of a prompt, ascending: of another prompt or spoilt; right but poor; right and rich."""
     preferences = ShapesPreferences(seed, split=split, **world)
 
     def example(number: int) -> Example:
@@ -171,10 +165,7 @@ def _from_files(
 def file_pairs(
     pairs: PreferenceSet, *, weights: Sequence[float] | None = None, triples_in: Path | None = None
 ) -> Examples:
-    """Pairs of a checked preference set with their weights; None: 1 each.
-
-    With `triples_in`, the folder of a column `image_refined`, that image wins over the better one of its row.
-    """
+    """Pairs of a checked preference set; an `image_refined` in the folder `triples_in` wins over the better one."""
     rows, labels, refined = [], [], []
     for number, pair in enumerate(pairs.pairs):
         where = f"row {pairs.row(number)} of '{pairs.name}'"
@@ -192,10 +183,7 @@ def file_pairs(
 
 
 def file_triples(pairs: PreferenceSet, folder: Path) -> Examples:
-    """Triples of a checked preference set: the worse image, the better one, the refined one.
-
-    The column `image_refined` holds paths relative to `folder`; a column `prompt_refined` may be there.
-    """
+    """Triples of a checked preference set: the worse image, the better one, `image_refined` relative to `folder`."""
     rows, labels = [], []
     for number, pair in enumerate(pairs.pairs):
         where = f"row {pairs.row(number)} of '{pairs.name}'"
@@ -273,10 +261,7 @@ def file_answers(records: Sequence[Mapping[str, Any]], *, name: str, right: floa
 
 @dataclass(frozen=True, kw_only=True)
 class ExampleBatches:
-    """Stream of examples, epoch after epoch in a new order, every example once in each.
-
-    Batch `number` of `size` examples in micro-batches of `micro` is a function of (seed, number) alone.
-    """
+    """Stream of examples, each once per epoch in a new order; a batch is a function of (seed, number) alone."""
 
     examples: Examples
     encode: Callable[[Sequence[Example]], RewardBatch]
@@ -299,10 +284,7 @@ def _order(seed: int, epoch: int, total: int) -> np.ndarray:
 
 
 def pair_batch(inputs: Any, examples: Sequence[Example], *, heldout: bool) -> RewardBatch:
-    """Build a batch of pairs whose rows are all the left ones, then all the right ones.
-
-    With `heldout` they are measured on, and the label is the truth.
-    """
+    """Build a batch of pairs, all left ones, then all right ones; with `heldout` the label is the truth."""
     count, votes = len(examples), None
     if any(example.votes is not None for example in examples):
         unknown = (math.nan,) * 3

@@ -170,10 +170,7 @@ class SeeingJudge(TrainedJudge):
 
 
 class OtherMembers:
-    """Nuclear diversity of the trained LoRA matrices and those of earlier members, folders of trained judges.
-
-    Of `trained`, parameters by name, only LoRA matrices count.
-    """
+    """Nuclear diversity of the trained LoRA matrices and those of earlier members, folders of trained judges."""
 
     def __init__(self, folders: Sequence[str], trained: Mapping[str, Tensor]) -> None:
         self.trained = {

@@ -24,11 +24,7 @@ ON_THE_WAY = 400
 
 @dataclass(frozen=True)
 class Measure:
-    """Measures a judge with the weights that it has; without held-out examples it returns no numbers.
-
-    Processes (this one's number, how many there are) share the examples, each counted once, and all of them
-    get the numbers.
-    """
+    """Measures a judge with the weights that it has; `processes` (number, count) share the examples."""
 
     config: TrainRewardConfig
     judge: Any
@@ -36,10 +32,7 @@ class Measure:
     processes: tuple[int, int] = (0, 1)
 
     def __call__(self, *, final: bool = False) -> dict[str, float]:
-        """Compute the numbers on all held-out examples (`final`) or on the first `ON_THE_WAY`.
-
-        All processes call it together.
-        """
+        """Compute the numbers on all held-out examples (`final`) or the first `ON_THE_WAY`; all processes call it."""
         if self.heldout is None:
             return {}
         examples = self.heldout

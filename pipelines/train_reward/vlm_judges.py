@@ -31,8 +31,7 @@ from .judges import SeeingJudge, base_name, cast, refuse, trainable
 class Hpsv3Judge(SeeingJudge):
     """Mean and log-deviation, read at the reward token by a new head.
 
-    The token's embedding is trained with every setting but head; with adapters it is a parameter of its own,
-    put in place of the model's row where the token is read.
+    The token's embedding is trained with every setting but head; with adapters it is a parameter of its own.
     """
 
     def __init__(self, config: TrainRewardConfig, device: torch.device) -> None:

@@ -78,10 +78,8 @@ SET_BY_ROUND = {
 class UGDAConfig:
     """UGDA (Sun et al., ICLR 2025): an ensemble as reward, refitted where it is unsure and it matters.
 
-    A round samples from the policy so far, labels pairs of these samples, fits the members of the ensemble on
-    all labels so far, each from another seed, and trains the policy from its start on their mean. Differs
-    from the publication, which has no code: images for texts, pairs for answers, and the influence of
-    `visalign.training.policy.influence`.
+    Differs from the publication, which has no code: images for texts, pairs for answers, the policy trained from its
+    start in each round, and the influence of `visalign.training.policy.influence`.
     """
 
     pipeline: ClassVar[str] = "ugda"

@@ -83,11 +83,7 @@ def plan(config: UGDAConfig) -> dict[str, Any]:
 
 
 def run(config: UGDAConfig, output: Path, resume: bool = False) -> RunSummary:
-    """Run the rounds; with `resume` continue with the first step that has left no file.
-
-    Raises:
-        WaitingForVotes: People label, and some pair has fewer votes than wanted; continue with `resume`.
-    """
+    """Run the rounds; with `resume` continue with the first step that has left no file."""
     one_process("UGDA's rounds run")
     policy = _policy_job(config, []).config
     if edits_of(policy.model.described_by, policy.model.adapter) == "needed":

@@ -54,11 +54,7 @@ class Candidate(NamedTuple):
 def score_candidates(
     tasks: Sequence[Task], ensemble: Ensemble, sampling: SampleSettings, *, seed: int = 0
 ) -> list[Candidate]:
-    """Compute margin, deviation and influence of pairs; pairs that a member cannot judge are left out.
-
-    `sampling` are the settings by which the policy made the images, PROMPT_SEED.png; `seed` is that of the
-    noise at which gradients are taken.
-    """
+    """Compute margin, deviation and influence of pairs; pairs that a member cannot judge are left out."""
     prompt_of = {image: task.prompt for task in tasks for image in task.images}
     images, prompts = list(prompt_of), list(prompt_of.values())
     row = {image: number for number, image in enumerate(images)}
@@ -189,8 +185,8 @@ def _matching_error(policy: DiffusionPolicy, prompt: str, latent: Tensor, seed: 
 def select_candidates(pool: Sequence[Candidate], count: int, rule: str, *, seed: int) -> list[Candidate]:
     """Choose the pairs to label.
 
-    Rules: random; uncertainty, the pairs on whose margin the members differ most; and ugda, of the most
-    uncertain half the more influential half, of these the first `count` (Sun et al., UGDA, ICLR 2025).
+    Rules: random; uncertainty, the pairs on whose margin the members differ most; ugda, of the most uncertain half the
+    more influential half, of these the first `count`.
     """
     if rule == "random":
         draw = torch.Generator().manual_seed(seed % 2**63)
