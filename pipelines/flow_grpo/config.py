@@ -24,8 +24,9 @@ from visalign.pipelines.shared.sections import (
 from visalign.precision import Autocast
 from visalign.schema import STRICT
 from visalign.settings import Count, Natural, NonNegative, PositiveShare, Records, Side, Steps, refuse
-from visalign.training.diffusion.rollout_settings import RolloutSettings, check_sampling, check_sharding
+from visalign.training.diffusion.rollout_settings import RolloutSettings, check_dynamic, check_sampling, check_sharding
 from visalign.training.diffusion.settings import DiffusionObjectiveSettings
+from visalign.training.loop.dynamic_groups import DynamicSettings
 from visalign.training.loop.monitor import MonitorSettings
 from visalign.training.loop.optimizer import OptimizerSettings
 
@@ -186,6 +187,8 @@ class FlowGRPOConfig:
     """Optimize win rates inside each group instead of scores (the pipeline pref_grpo); null: the scores."""
     rollout: RolloutSettings = field(default_factory=RolloutSettings)
     """Sampling."""
+    dynamic: DynamicSettings = field(default_factory=DynamicSettings)
+    """Dynamic sampling."""
     objective: DiffusionObjectiveSettings = field(default_factory=DiffusionObjectiveSettings)
     """The loss."""
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
@@ -202,7 +205,9 @@ class FlowGRPOConfig:
             object.__setattr__(self, "evaluation", self.evaluation.without_packaged(self.rewarded))
         elif self.data.heldout is None:
             object.__setattr__(self, "data", replace(self.data, heldout="shapes:heldout"))
-        check_sampling(self.objective, self.rollout, stored=self.data.pairs is not None)
+        stored = self.data.pairs is not None
+        check_sampling(self.objective, self.rollout, stored=stored)
+        check_dynamic(self.dynamic, self.objective, self.rollout, stored=stored)
         refuse(_broken_rules(self))
         if self.run.sharding:
             check_sharding(self.objective, self.rollout)

@@ -31,9 +31,9 @@ from visalign.pipelines.shared.sections import RewardsConfig
 from visalign.precision import default_device
 from visalign.settings import refuse
 from visalign.training.diffusion.experts import check_experts
-from visalign.training.diffusion.images import Features, StoredPreference
 from visalign.training.diffusion.reward_gradient import check_differentiable
-from visalign.training.diffusion.rollout_settings import check_processes
+from visalign.training.diffusion.rollout_settings import check_dynamic, check_processes
+from visalign.training.diffusion.samples import Features, StoredPreference
 from visalign.training.loop.sampler import PromptSampler
 
 from .config import ComparisonConfig, FlowGRPOConfig
@@ -132,6 +132,7 @@ def _check_method(config: FlowGRPOConfig, reward: Any, records: Records, strata:
     # built for its refusals: the algorithm makes its own, but only once the model is there
     PromptSampler(len(records), *size, config.seed, strata=strata, cycle=config.data.cycle)
     objective.check_constrained(reward)
+    check_dynamic(config.dynamic, objective, rollout, reward=reward)
     if objective.ascent is not None:
         check_differentiable(reward)
     if objective.experts:

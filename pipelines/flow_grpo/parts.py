@@ -17,7 +17,7 @@ from visalign.pipelines.shared.grids import image_samples
 from visalign.pipelines.shared.parts import Records, no_loading_bars, spread
 from visalign.precision import autocast_dtype
 from visalign.training.diffusion.image_statistics import feature_drift
-from visalign.training.diffusion.images import Features
+from visalign.training.diffusion.samples import Features
 
 from .config import EvaluationConfig, ModelConfig
 

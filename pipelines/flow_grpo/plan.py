@@ -45,8 +45,9 @@ def plan(config: FlowGRPOConfig, *, measure: bool = True) -> dict[str, Any]:
     """Compute batch arithmetic and cost of a job, and with `measure` its seconds from timed passes."""
     groups, inputs = _arithmetic(config)
     if measure:
-        images = groups["batch"]["images_per_iteration"] / groups["batch"]["processes"]
-        groups["time"] = _timed_run(config, inputs.records, images, groups["evaluation"]["images"])
+        batch = groups["batch"]
+        counts = batch["images_per_iteration"] / batch["processes"], batch.get("rounds_per_iteration_at_most", 1)
+        groups["time"] = _timed_run(config, inputs.records, *counts, groups["evaluation"]["images"])
     return groups
 
 
@@ -62,6 +63,7 @@ def _arithmetic(config: FlowGRPOConfig) -> tuple[dict[str, Any], Inputs]:
     inputs = prepare(config, world)
     heldout, seeds = len(inputs.heldout), len(evaluation.seeds)
     images = rollout.prompts_per_iteration * rollout.group_size
+    rounds = config.dynamic.max_rounds if config.dynamic.enabled else 1
     pairs = round(images * _image_passes(config).trained)
     pairs_per_update = pairs / optimizer.updates_per_iteration
     updates = config.objective.epochs * optimizer.updates_per_iteration
@@ -72,15 +74,16 @@ def _arithmetic(config: FlowGRPOConfig) -> tuple[dict[str, Any], Inputs]:
             "processes": world,
             "training_prompts": len(inputs.records),
             "images_per_iteration": images,
+            **({"rounds_per_iteration_at_most": rounds} if config.dynamic.enabled else {}),
             "pairs_per_iteration": pairs,
             "updates_per_iteration": updates,
             "pairs_per_update": pairs_per_update,
             "micro_batches_per_update": math.ceil(pairs_per_update / world / optimizer.micro_batch),
             "iterations": iterations,
-            "images": images * iterations,
+            "images": images * rounds * iterations,
             "updates": updates * iterations,
         },
-        "cost": {"forward_equivalents_per_image": planned_cost(config)},
+        "cost": {"forward_equivalents_per_image": planned_cost(config, rounds=rounds)},
         "evaluation": {
             "heldout_prompts": heldout,
             "heldout_prompts_trained_on": inputs.heldout_trained_on,
@@ -92,8 +95,11 @@ def _arithmetic(config: FlowGRPOConfig) -> tuple[dict[str, Any], Inputs]:
     return groups, inputs
 
 
-def planned_cost(config: FlowGRPOConfig, trained_share: float = 1.0) -> float:
-    """Compute the forward-equivalents per image of a run in which `trained_share` of the samples train."""
+def planned_cost(config: FlowGRPOConfig, trained_share: float = 1.0, *, rounds: float = 1) -> float:
+    """Compute the forward-equivalents per image of a run in which `trained_share` of the samples train.
+
+    With `rounds` of dynamic sampling the samples of one are trained on.
+    """
     rollout, objective, passes = config.rollout, config.objective, _image_passes(config)
     measured = 0.0
     if objective.balance_every:
@@ -101,7 +107,7 @@ def planned_cost(config: FlowGRPOConfig, trained_share: float = 1.0) -> float:
         measured = rewards / objective.balance_every / config.optimizer.updates_per_iteration
     return forward_equivalents_per_image(
         steps=passes.sampled,
-        trained=passes.trained,
+        trained=passes.trained / rounds,
         guided=_halves(config.model, None) > 1,
         reference=passes.other_policies,
         trained_share=trained_share,
@@ -157,8 +163,10 @@ def _halves(model: ModelConfig, guidance: float | None) -> int:
 # Seconds, from passes of the loaded model
 
 
-def _timed_run(config: FlowGRPOConfig, records: Records, images: float, evaluated: int) -> dict[str, Any]:
-    """Extrapolate timed passes to `images` per iteration and `evaluated` images; rewards come on top."""
+def _timed_run(
+    config: FlowGRPOConfig, records: Records, images: float, rounds: int, evaluated: int
+) -> dict[str, Any]:
+    """Extrapolate timed passes to `rounds` of `images` per iteration and `evaluated` images, without rewards."""
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
     policy: Any = build_policy(config.model, run_device(config.run), config.seed)
@@ -173,7 +181,7 @@ def _timed_run(config: FlowGRPOConfig, records: Records, images: float, evaluate
     passes = _image_passes(config)
     epoch = train + passes.other_policies * sample
     per_step = passes.before_update * sample + config.objective.epochs * epoch
-    iteration = images * (passes.sampled * sample + decode + passes.trained * per_step)
+    iteration = images * (rounds * (passes.sampled * sample + decode) + passes.trained * per_step)
     total = min(config.run.iterations * iteration, config.run.max_seconds or math.inf)
     threads = f" with {torch.get_num_threads()} threads" if policy.device.type == "cpu" else ""
     return {
@@ -242,7 +250,8 @@ def _footprint(config: FlowGRPOConfig, inputs: Inputs, batch: Mapping[str, Any],
     """
     from visalign.adapters.hollow import hollow_pipelines
 
-    world, images, all_images = batch["processes"], batch["images_per_iteration"], batch["images"]
+    world, all_images = batch["processes"], batch["images"]
+    images = all_images / batch["iterations"]
     pairs = min(config.optimizer.micro_batch, math.ceil(batch["pairs_per_update"] / world))
     try:
         with hollow_pipelines() as trace:
@@ -253,8 +262,9 @@ def _footprint(config: FlowGRPOConfig, inputs: Inputs, batch: Mapping[str, Any],
             f"({str(error).splitlines()[0]}). `visalign train CONFIG --dry-run` loads it and times passes."
         ) from error
     memory, network, offloaded = _memory(config, policy, images / world, passes)
-    cost, trained = planned_cost(config), _image_passes(config).trained
-    recomputed = trained * all_images * config.objective.epochs * any(p.largest_block for p in passes)
+    rounds = images / batch["images_per_iteration"]
+    cost, trained = planned_cost(config, rounds=rounds), _image_passes(config).trained
+    recomputed = trained / rounds * all_images * config.objective.epochs * any(p.largest_block for p in passes)
     guided = policy.guided if hasattr(policy, "guided") else policy.guidance != 1
     evaluation = evaluated * (config.evaluation.steps or config.rollout.steps) * (1 + guided)
     flops = math.fsum(p.flops for p in passes) / len(passes)

@@ -17,7 +17,7 @@ from visalign.data.sets.records import PreferenceSet
 from visalign.data.sets.sources import is_named_set, load_source
 from visalign.errors import UserError
 from visalign.pipelines.shared.parts import Records, Row, check_images, check_texts, name_key, read_images
-from visalign.training.diffusion.images import Stored
+from visalign.training.diffusion.samples import Stored
 
 READ = 32
 """Images that are in memory as files have them."""

@@ -26,11 +26,11 @@ from visalign.pipelines.shared.sections import (
 from visalign.precision import Autocast
 from visalign.schema import STRICT
 from visalign.settings import Count, Finite, Natural, NonNegative, Positive, refuse
+from visalign.training.loop.dynamic_groups import DynamicSettings
 from visalign.training.loop.monitor import MonitorSettings
 from visalign.training.loop.optimizer import OptimizerSettings
 from visalign.training.loop.sampler import check_batch_algebra
 from visalign.training.text.settings import (
-    DynamicSettings,
     GenerationSettings,
     LatentFlowSettings,
     SelfImitationSettings,

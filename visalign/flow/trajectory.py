@@ -76,6 +76,12 @@ class Trajectory:
         """Number of dimensions of one latent."""
         return self.latents[0].numel()
 
+    def rows(self, index: Tensor) -> Trajectory:
+        """Select the samples `index` [n] int64, ascending; samples that share steps come together."""
+        position = torch.full((len(self),), -1).index_put((index,), torch.arange(len(index)))
+        tensors = {name: value[index.to(value.device)] for name in _PER_SAMPLE for value in (getattr(self, name),)}
+        return replace(self, **tensors, node=position[self.node[index]])
+
     def pairs(self, sample: Tensor, step: Tensor) -> Pairs:
         """Select the pairs (sample[i], step[i]), [N] each; steps are counted among the S, not in sigmas."""
         check_axes(sample=(sample, "N"), step=(step, "N"))

@@ -11,6 +11,7 @@ from .diffusion.settings import DiffusionObjectiveSettings as DiffusionObjective
 from .loop.algorithm import Algorithm as Algorithm
 from .loop.algorithm import Counters as Counters
 from .loop.checkpoint import CheckpointError as CheckpointError
+from .loop.dynamic_groups import DynamicSettings as DynamicSettings
 from .loop.judging import RewardFailure as RewardFailure
 from .loop.metrics import METRICS as METRICS
 from .loop.metrics import read_metrics as read_metrics
@@ -37,7 +38,6 @@ from .reward.trainer import RewardModeling as RewardModeling
 from .text.dpo import DPO as DPO
 from .text.dpo import DPOSettings as DPOSettings
 from .text.rl import TextRL as TextRL
-from .text.settings import DynamicSettings as DynamicSettings
 from .text.settings import LatentFlowSettings as LatentFlowSettings
 from .text.settings import SelfImitationSettings as SelfImitationSettings
 from .text.settings import TextObjectiveSettings as TextObjectiveSettings

@@ -28,7 +28,7 @@ from visalign.pipelines.flow_grpo.config import FlowGRPOConfig
 from visalign.pipelines.flow_grpo.inputs import prepare
 from visalign.pipelines.flow_grpo.parts import build_policy
 from visalign.training import FlowGRPO
-from visalign.training.diffusion.images import ScoredImages
+from visalign.training.diffusion.samples import ScoredImages
 from visalign.training.loop.runtime import PhaseClock
 
 TREES = 3

@@ -153,6 +153,10 @@ def test_counted_cost_is_the_planned_one(finished, inputs):
     more = _config(inputs, "objective.changes.kl_in_reward=0.1", "objective.epochs=2")
     assert planned_cost(more) == 3 * 2 + 2 * 2 + 2 * 2 * (4 + 2)
     assert plan(more, measure=False)["batch"]["updates"] == 2 * planned["batch"]["updates"]
+    refilled = plan(_config(inputs, "dynamic={enabled: true, max_rounds: 4}"), measure=False)
+    assert refilled["batch"]["rounds_per_iteration_at_most"] == 4
+    assert refilled["batch"]["images"] == 4 * planned["batch"]["images"]
+    assert refilled["cost"]["forward_equivalents_per_image"] == 3 * 2 + 2 * (4 + 2) / 4
 
 
 def test_plan_measures_and_counts(inputs):

@@ -64,6 +64,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "draft": ("objective={algorithm: draft, changes: {last: 2, kl: 0.1}}",),
     "draft_lv": ("objective={algorithm: draft_lv}",),
     "refl": ("objective={algorithm: refl, changes: {stop_range: [0.3, 1.0]}}",),
+    "dynamic": ("dynamic={enabled: true, max_rounds: 2}",),
     "window": ("rollout.sde_window=1",),
     "shared_noise": ("rollout.shared_noise=true",),
     "epochs": ("objective.epochs=2",),
@@ -160,6 +161,7 @@ def test_two_updates(family: str, name: str, tmp_path: Path) -> None:
         rollout=config.rollout,
         objective=objective,
         accelerator=Accelerator(cpu=True),
+        dynamic=config.dynamic,
     )
     if objective.regression is not None and objective.regression.weighting == "prediction":
         assert algorithm.row.weighting == ("epsilon" if family == "sd15" else "uniform")

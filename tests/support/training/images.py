@@ -27,6 +27,7 @@ from visalign.training import (
     read_metrics,
 )
 from visalign.training.loop import checkpoint
+from visalign.training.loop.processes import Shares
 
 RECORDS = [{"prompt": word, "tag": tag} for word, tag in [("bright", "up"), ("dark", "down"), ("light", "up")]]
 WORDS = {"bright": 0, "dark": 1, "light": 2}
@@ -232,6 +233,11 @@ def toy_trainer(
         evaluate=evaluate,
         progress=progress,
     )
+
+
+def none_owned(shares: Shares) -> Shares:
+    """The same samples, all of another process."""
+    return Shares(shares.accelerator, [torch.zeros(0, dtype=torch.int64), torch.arange(len(shares.own))])
 
 
 def outcome(folder: Path) -> tuple[str, dict[str, dict[str, bytes]], list[dict[str, Any]]]:

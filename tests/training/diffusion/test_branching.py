@@ -77,7 +77,7 @@ def test_a_failed_image_leaves_the_mean_and_its_step_is_still_trained(tmp_path):
     expected = (nodes - nodes.mean()) / (nodes.std() + 1e-8)
     torch.testing.assert_close(t.advantage[1:8:2, 0].double(), expected, rtol=1e-4, atol=1e-5)
     step = next(step for step in steps if 1 in step.sample)
-    place, decision, times = trainer.algorithm._pairs(experience, step, step.local_rows(0, 48))
+    place, decision, times = trainer.algorithm._pairs(experience, step, step.local_rows(torch.arange(48)))
     rows = step.sample[place]
     assert 0 not in rows and len(rows) == len(step.sample) // 8 * (4 + 4 + 7)
     assert times[(rows == 1) & (decision == 0)] == 1 and times[(rows == 2) & (decision == 0)] == 2

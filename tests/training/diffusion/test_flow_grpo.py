@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.training.images import Brightness, ToyPolicy, gradients_of, policy_weights, toy_trainer
+from tests.support.training.images import Brightness, ToyPolicy, gradients_of, none_owned, policy_weights, toy_trainer
 from tests.support.training.metric_families import ASCENT_ONLY, MONITOR_ONLY, REGRESSION_ONLY, TEXT_ONLY
 from visalign.core.surrogates.ratio_check import RatioError
 from visalign.errors import UserError
@@ -78,7 +78,7 @@ def test_a_process_without_a_sample_sends_one_pair_and_moves_nothing(tmp_path, o
     policy = ToyPolicy()
     trainer = toy_trainer(tmp_path, policy=policy, objective=objective, optimizer={"micro_batch": 1})
     experience = trainer.algorithm.collect(trainer.context).experience
-    trainer.algorithm.first = len(experience.trajectories.weight)  # all samples are another process's
+    experience.shares = none_owned(experience.shares)
     for step in trainer.algorithm.prepare(experience, trainer.context):
         before = policy.count.forward_backward
         sums = trainer.algorithm.backward(experience, step, trainer.context)

@@ -13,6 +13,7 @@ from tests.support.training.images import (
     Brightness,
     ToyPolicy,
     gradients_of,
+    none_owned,
     policy_weights,
     toy_trainer,
     whole_and_resumed,
@@ -97,8 +98,7 @@ def test_a_process_without_a_sample_moves_nothing(name, tmp_path):
     algorithm = trainer.algorithm
     experience = algorithm.collect(trainer.context).experience
     steps = algorithm.prepare(experience, trainer.context)
-    algorithm.first = 1000
-    elsewhere = replace(experience, signal=torch.cat([torch.zeros(1000), experience.signal]))
+    elsewhere = replace(experience, images=replace(experience.images, shares=none_owned(experience.images.shares)))
     for step in steps:
         before = policy.count.forward_backward
         sums = algorithm.backward(elsewhere, step, trainer.context)

@@ -14,8 +14,8 @@ from torch.nn.functional import logsigmoid
 from tests.support.training.images import ToyPolicy, toy_trainer, whole_and_resumed
 from visalign.errors import UserError
 from visalign.training import DiffusionObjectiveSettings, RolloutSettings
-from visalign.training.diffusion.images import StoredPreference
 from visalign.training.diffusion.rollout_settings import check_sampling
+from visalign.training.diffusion.samples import StoredPreference
 from visalign.training.loop.algorithm import Context
 
 TABLE = torch.randn(12, 4, 4, 4, generator=torch.Generator().manual_seed(3))

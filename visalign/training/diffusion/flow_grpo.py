@@ -35,7 +35,7 @@ from visalign.flow.trajectory import Trajectory
 from visalign.interfaces import Condition
 from visalign.training.loop.algorithm import Collected, Context
 from visalign.training.loop.judging import RolloutPrefetcher, reward_weights
-from visalign.training.loop.processes import no_sync_unless_last
+from visalign.training.loop.processes import Shares, no_sync_unless_last
 from visalign.training.policy.settings import MATRIX_ADVANTAGES, reads_reference_log_prob
 from visalign.training.policy.update import (
     PolicyStep,
@@ -46,7 +46,8 @@ from visalign.training.policy.update import (
     update_metrics,
 )
 
-from .images import ImageAlgorithm, PendingImages, ScoredImages
+from .images import ImageAlgorithm
+from .samples import PendingImages, ScoredImages
 
 
 @dataclass(kw_only=True)
@@ -59,6 +60,7 @@ class Experience:
     trained: Tensor  # [T] int64, the steps to train on: indices among the stochastic steps of `trajectory`
     trajectories: Trajectories  # [B, T] of all processes in rank order, on the CPU
     node: Tensor  # [b, T] int64, the first of this process's samples that shares the trained step
+    shares: Shares  # Owner of each of the B samples
     signal: dict[str, float] = field(default_factory=dict)
 
 
@@ -82,16 +84,23 @@ class FlowGRPO(ImageAlgorithm):
         is_sum = self.objective.ratio == "log_prob" and self.rollout.log_prob_reduction == "sum"
         return RATIO_BOUND * (math.prod(self.policy.latent_shape) if is_sum else 1)
 
-    def _sample(self, iteration: int, run: Context) -> tuple[PendingImages, tuple[int, ...]]:
-        """Sample an iteration and choose which of its stochastic steps are trained on."""
-        sde_steps, trained = self.rollout.choose_steps(self.seed, iteration)
-        return self.sample(iteration, run.clock, sde_steps), trained
+    def _sample(self, iteration: int, run: Context) -> PendingImages:
+        return self.sample(iteration, run.clock, self.rollout.choose_steps(self.seed, iteration)[0])
 
     def collect(self, run: Context) -> Collected:
         """Sample, decode and score one iteration's groups."""
+        iteration = run.counters.iteration
+        sde_steps, trained = self.rollout.choose_steps(self.seed, iteration)
+
+        def sample_round(number: int) -> PendingImages:
+            if self.groups is None:
+                return self._prefetcher.next(run)
+            return self.sample(number, run.clock, sde_steps, iteration)
+
         with self.unsharded():
-            pending, trained = self._prefetcher.next(run)
-            images = self.constrained(self.scored(pending, run.clock), run)
+            images, collected = self.collect_images(run, sample_round)
+            if images is None:
+                return collected
             node = images.trajectory.node[:, list(trained)]
             experience = Experience(
                 objective=self.objective,
@@ -100,14 +109,15 @@ class FlowGRPO(ImageAlgorithm):
                 trained=torch.tensor(trained),
                 trajectories=self._credit(self._trajectories(images, trained), images, trained, node, run),
                 node=node,
+                shares=images.shares,
             )
             with run.clock.phase("replay"):
                 self._add_log_probs(experience, run.micro_batch)
-        return Collected(experience=experience, samples=self.samples, metrics=images.metrics)
+        return replace(collected, experience=experience)
 
     def _trajectories(self, images: ScoredImages, trained: Sequence[int]) -> Trajectories:
         trajectory, step_weights, loss_weight = images.trajectory, self.settings.step_weights, None
-        old = self.gather_all(trajectory.log_prob[:, list(trained)].contiguous())
+        old = images.shares.gather_all(trajectory.log_prob[:, list(trained)].contiguous())
         if step_weights is not None or self.objective.step_weight != "uniform":
             if step_weights is None:
                 factor = guard_step_weight(self.sigmas.diff().float().cpu())
@@ -139,7 +149,7 @@ class FlowGRPO(ImageAlgorithm):
             return trajectories
         if credit == "branches":
             value = torch.where(images.valid, images.value, torch.nan)
-            advantage = branch_advantages(value, self.gather_all(node + self.first), images.group)
+            advantage = branch_advantages(value, images.shares.gather_all(images.own[node]), images.group)
             return replace(trajectories, advantage=advantage)
         levels = []  # R_k: reward of the image that is completed without noise from stochastic step k
         for k, step in enumerate(trajectory.sde_steps):
@@ -158,7 +168,7 @@ class FlowGRPO(ImageAlgorithm):
                     )
             scores = self.score(latents, images.records, run.clock)
             levels.append(torch.where(scores.valid, scores.value, torch.nan).double().cpu())
-        level = self.gather_all(torch.stack(levels, 1))
+        level = images.shares.gather_all(torch.stack(levels, 1))
         # after the last stochastic step the rollout is its own deterministic rest: R_n = R
         middle = torch.cat([level[:, 1:], images.value[:, None]], 1)
         rewards = turning_point_rewards(images.value, level[:, 0], middle)
@@ -203,7 +213,7 @@ class FlowGRPO(ImageAlgorithm):
         flat = torch.cat(chunks)
         index = (sample.to(flat.device), decision.to(flat.device))
         log_prob = flat.new_empty(node.shape).index_put(index, flat)
-        return self.gather_all(log_prob.gather(0, node.to(flat.device)))
+        return experience.shares.gather_all(log_prob.gather(0, node.to(flat.device)))
 
     def prepare(self, experience: Experience, run: Context) -> list[PolicyStep]:
         """Compute advantages and denominators over all processes' samples, and split them into updates."""
@@ -251,7 +261,7 @@ class FlowGRPO(ImageAlgorithm):
         self, experience: Experience, step: PolicyStep, size: int
     ) -> Iterator[tuple[Prepared, PolicyOutput]]:
         """Yield rows and the policy's outputs for them; rows of weight 0 where this process is `idle`."""
-        local = step.local_rows(self.first, len(experience.trajectory))
+        local = step.local_rows(experience.shares.local)
         row, decision, count = self._pairs(experience, step, local)
         zero = torch.zeros(1, dtype=torch.int64)
         first = flat_rows(step.prepared, zero, zero)
@@ -266,7 +276,7 @@ class FlowGRPO(ImageAlgorithm):
         for batch in torch.arange(len(row)).split(size):
             rows = flat_rows(step.prepared, row[batch], decision[batch])
             rows = replace(rows, weight=rows.weight * count[batch, None]).to(self.policy.device)
-            sample = step.sample[row[batch]] - self.first
+            sample = experience.shares.local[step.sample[row[batch]]]
             with self._no_sync(int(batch[-1]) == len(row) - 1):
                 yield rows, self._output(experience, sample, decision[batch])
 
@@ -276,7 +286,7 @@ class FlowGRPO(ImageAlgorithm):
         The loss of a shared pair counts for each of its samples, so the update is that of all of them.
         """
         steps = len(experience.trained)
-        node = experience.node[step.sample[local] - self.first]
+        node = experience.node[experience.shares.local[step.sample[local]]]
         label, position = (node * steps + torch.arange(steps)).flatten(), torch.arange(node.numel())
         labels, index, count = label.unique(return_inverse=True, return_counts=True)
         first = torch.full_like(labels, len(position)).scatter_reduce(0, index, position, "amin")
@@ -290,7 +300,7 @@ class FlowGRPO(ImageAlgorithm):
         steps = len(experience.trained)
         batches = local.split(max(1, size // steps))
         for batch in batches:
-            sample, last = step.sample[batch] - self.first, batch is batches[-1]
+            sample, last = experience.shares.local[step.sample[batch]], batch is batches[-1]
             rows = step.prepared.rows(batch).to(self.policy.device)
             if steps > size:
                 yield from self._in_two_passes(experience, rows, sample, size, last)

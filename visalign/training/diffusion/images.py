@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
+from statistics import fmean
 from typing import Any, ClassVar
 
 import torch
@@ -21,14 +22,13 @@ from visalign.flow.trajectory import Trajectory, concatenate_trajectories, traje
 from visalign.interfaces import (
     Condition,
     DiffusionPolicy,
-    Metadata,
     PointwiseReward,
-    RewardCapabilities,
     Scores,
     with_capabilities,
 )
 from visalign.seeds import sample_seed
-from visalign.training.loop.algorithm import Algorithm, Context
+from visalign.training.loop.algorithm import Algorithm, Collected, Context
+from visalign.training.loop.dynamic_groups import DynamicGroups, DynamicSettings
 from visalign.training.loop.judging import (
     RewardScorer,
     as_higher_is_better,
@@ -46,61 +46,9 @@ from visalign.training.policy.constraints import RewardConstraints
 from visalign.training.policy.reference import Reference
 
 from .image_statistics import STATISTICS, group_diversity, image_statistics
-from .rollout_settings import RolloutSettings, check_processes, check_sampling, check_sharding
+from .rollout_settings import RolloutSettings, check_dynamic, check_processes, check_sampling, check_sharding
+from .samples import Features, PendingImages, Records, ScoredImages, Stored, select_images
 from .settings import DiffusionObjectiveSettings
-
-Records = Sequence[Mapping[str, Any]]
-Features = Callable[[Tensor], Tensor]
-"""Images [b, 3, H, W] -> features [b, d] in any unit, for distances between images."""
-Stored = Callable[[Records], Tensor]
-"""b records -> clean latents [b, ...] of their images, in the policy's storage dtype, on its device."""
-
-
-class StoredPreference:
-    """Reward that returns the "preference" of a record; no image is looked at."""
-
-    name = "preference"
-    unit = "share of votes"
-    range = (0.0, 1.0)
-    higher_is_better = True
-    capabilities = RewardCapabilities()
-    identity = None
-
-    def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
-        """Return the "preference" of each of the B records."""
-        values = [float(record["preference"]) for record in metadata or () if record is not None]
-        value = torch.tensor(values, dtype=torch.float32)
-        return Scores(value=value, valid=torch.ones(len(value), dtype=torch.bool), unit=self.unit)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ImageSamples:
-    """b samples of this process."""
-
-    condition: Condition
-    trajectory: Trajectory
-    batch: Batch
-    records: Records
-
-
-@dataclass(frozen=True, kw_only=True)
-class PendingImages(ImageSamples):
-    """Samples whose scores are being computed."""
-
-    scores: Sequence[Callable[[], Scores]]  # One per chunk of samples, in order; a call waits for the chunk's scores
-    statistics: Tensor | None  # [b, 4 + d]: `image_statistics`, and features; None for stored images
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScoredImages(ImageSamples):
-    """b samples of this process, and the scores of all B."""
-
-    value: Tensor  # [B] float64 of all processes in rank order, on the CPU
-    valid: Tensor  # bool [B]
-    group: Tensor  # [B] int64
-    columns: Tensor  # [B, M] float64, each term of the reward by itself
-    parts: Mapping[str, Tensor]  # name -> [B] float64, the parts of the reward
-    metrics: Mapping[str, float]
 
 
 class PolicyModule(nn.Module):
@@ -145,6 +93,7 @@ class ImageAlgorithm(Algorithm):
         features: for the diversity of a group; None measures none.
         stored: encoder of stored images that replace samples. Each prompt record then has under "candidates"
             a record for each of the G samples of its group, which is merged into it.
+        dynamic: dynamic sampling: replace groups without signal by new ones.
     """
 
     algorithms: ClassVar[Mapping[str, Any]] = NAMED  # Values of `objective.algorithm` that this class trains
@@ -167,6 +116,7 @@ class ImageAlgorithm(Algorithm):
         sharding: bool = False,
         features: Features | None = None,
         stored: Stored | None = None,
+        dynamic: DynamicSettings | None = None,
     ) -> None:
         reward = with_capabilities(reward)
         self.policy, self.seed, self.reward, self.sharding = policy, seed, reward, sharding
@@ -180,6 +130,9 @@ class ImageAlgorithm(Algorithm):
                 "VelocityRegression for regressions, RewardGradient for draft, draft_lv and refl."
             )
         check_sampling(settings, rollout, stored=stored is not None)
+        dynamic = dynamic or DynamicSettings()
+        check_dynamic(dynamic, settings, rollout, stored=stored is not None, reward=reward)
+        self.groups = DynamicGroups(rollout.prompts_per_iteration, dynamic) if dynamic.enabled else None
         check_processes(settings, rollout, reward, self.accelerator.num_processes)
         settings.check_constrained(reward)
         self.records, self.features, self.stored = records, features, stored
@@ -190,7 +143,6 @@ class ImageAlgorithm(Algorithm):
         self.samples = size[0] * size[1]
         self.shares = Shares.even(self.samples, self.accelerator)
         self.gather_all = self.shares.gather_all
-        self.first = int(self.shares.own[0])  # this process's first sample among all B
         policy.module.eval()  # with dropout the replay would evaluate another function than the rollout
         check_sizes(policy, rollout.image_sizes)
         self._default_size = getattr(policy, "image_size", None)
@@ -222,19 +174,45 @@ class ImageAlgorithm(Algorithm):
         self.sigmas = policy.sigmas(steps, timestep_schedule=schedule)
         self.times = policy.times(self.sigmas)
 
-    def prompts(self, iteration: int) -> tuple[Batch, list[dict[str, Any]]]:
-        """Return this process's batch of an iteration and its prompt records."""
-        self.resize(iteration)
-        batch = self.sampler.batch(iteration, self.accelerator.process_index, self.accelerator.num_processes)
+    def prompts(self, number: int, iteration: int | None = None) -> tuple[Batch, list[dict[str, Any]]]:
+        """Return this process's batch of a round and its prompt records; None: the rounds are the iterations."""
+        self.resize(number if iteration is None else iteration)
+        batch = self.sampler.batch(number, self.accelerator.process_index, self.accelerator.num_processes)
         records = [dict(self.records[i]) for i in batch.prompt_index.tolist()]
         if self.scorer.reward.capabilities.needs_group:  # win rates: a prompt may be in two groups
             for record, label in zip(records, batch.group_id.tolist(), strict=True):
                 record["group_id"] = label
         return batch, records
 
-    def sample(self, iteration: int, clock: PhaseClock, sde_steps: Sequence[int] = ()) -> PendingImages:
-        """Sample, decode and submit to the reward, one chunk after the other."""
-        batch, records = self.prompts(iteration)
+    def collect_images(
+        self, run: Context, sample_round: Callable[[int], PendingImages]
+    ) -> tuple[ScoredImages | None, Collected]:
+        """Sample and score groups, with dynamic sampling round after round until enough of them carry signal.
+
+        Returns:
+            (the images, None where no group carries signal; counts and metrics of all samples).
+        """
+        if self.groups is None:
+            images = self.constrained(self.scored(sample_round(run.counters.iteration), run.clock), run)
+            return images, Collected(experience=None, samples=self.samples, metrics=images.metrics)
+        rounds: list[Mapping[str, float]] = []
+        while self.groups.wants_more:
+            images = self.scored(sample_round(self.groups.round), run.clock)
+            self.groups.feed(images.group, images.value, images.valid, payload=images)
+            rounds.append(images.metrics)
+        taken = self.groups.take()
+        means = {name: fmean(metrics[name] for metrics in rounds) for name in rounds[0]}
+        collected = Collected(
+            experience=None, samples=self.samples * len(rounds), metrics={**means, **self.groups.metrics()}
+        )
+        encode = partial(self.encode, clock=run.clock)
+        return (select_images(taken, encode) if taken else None), collected
+
+    def sample(
+        self, number: int, clock: PhaseClock, sde_steps: Sequence[int] = (), iteration: int | None = None
+    ) -> PendingImages:
+        """Sample a round, decode and submit to the reward, one chunk after the other; see `prompts`."""
+        batch, records = self.prompts(number, iteration)
         if self.stored is not None:
             return self._load_stored(batch, records, clock)
         shares_steps = self.rollout.shared_noise or self.rollout.branch is not None
@@ -298,6 +276,7 @@ class ImageAlgorithm(Algorithm):
             parts=parts,
             columns=self.gather_all(reward_columns(self.scorer.reward, scores)),
             metrics=metrics,
+            shares=self.shares,
         )
 
     def score(self, latents: Tensor, records: Records, clock: PhaseClock) -> Scores:
@@ -418,12 +397,16 @@ class ImageAlgorithm(Algorithm):
             self.resize(None)
 
     def finish(self, run: Context) -> None:
-        """Reset the reference where it is due."""
+        """Reset the reference where it is due, and store the rounds of dynamic sampling."""
         self.reference.finish(run, self.divergence)
+        if self.groups is not None:
+            run.counters.own["rounds"] = self.groups.round
 
     def restore(self, run: Context) -> None:
         """Load the reference of a checkpoint."""
         self.reference.restore(run)
+        if self.groups is not None:
+            self.groups.round = run.counters.own.get("rounds", 0)
 
     def unsharded(self) -> AbstractContextManager[Any]:
         """Hold the whole network in each process inside the block."""

@@ -42,8 +42,9 @@ from visalign.training.loop.sharding import local_shard, max_over_processes
 from visalign.training.policy.update import split_updates
 
 from .experts import Experts
-from .images import ImageAlgorithm, ScoredImages
+from .images import ImageAlgorithm
 from .merging import mergeable_adapters, merged_adapters
+from .samples import PendingImages, ScoredImages
 
 OLD, AVERAGE = "old", "average"  # File stems of the old policy's weights and of the average's in a checkpoint
 PULLS = ("loss/kl", "loss/average")  # Losses that draw to the reference and to the average
@@ -121,11 +122,17 @@ class VelocityRegression(ImageAlgorithm):
         old = self._with_old() if self.row.keeps_old else nullcontext()
         steps, visited = self.rollout.choose_steps(self.seed, iteration) if self.row.visited else ((), ())
         merged = merged_adapters(self._merged_layers) if self._merged_layers else nullcontext()
+
+        def sample_round(number: int) -> PendingImages:
+            return self.sample(number, run.clock, steps, iteration)
+
         with old, self.unsharded(), merged, guidance_scale(self.policy, self.rollout.guidance):
-            images = self.constrained(self.scored(self.sample(iteration, run.clock, steps), run.clock), run)
+            images, collected = self.collect_images(run, sample_round)
+        if images is None:
+            return collected
         plain = list(reward_weights(self.scorer.reward).values())
         experience = self._end_points(images, visited, plain if self.balance is None else self.balance.weights(run))
-        return Collected(experience=experience, samples=self.samples, metrics=images.metrics)
+        return replace(collected, experience=experience)
 
     def _end_points(self, images: ScoredImages, visited: Sequence[int], weights: Sequence[float]) -> EndPoints:
         """Compute the samples' signal under weights of the rewards."""
@@ -142,12 +149,12 @@ class VelocityRegression(ImageAlgorithm):
         )
         if self.row.loss == "covariance":
             x0, group = images.trajectory.latents, images.batch.group_id
-            own_present = present[self.first : self.first + len(x0)]
+            own_present = present[images.own]
             experience.guidance = torch.zeros_like(x0, dtype=torch.promote_types(x0.dtype, torch.float32))
             for label in group.unique():
                 rows = ((group == label) & own_present).nonzero()[:, 0]
                 if len(rows):
-                    own_signal = signal[self.first + rows].to(experience.guidance)
+                    own_signal = signal[images.own[rows]].to(experience.guidance)
                     experience.guidance[group == label] = covariance_guidance(x0[rows], own_signal)
         return experience
 
@@ -212,8 +219,8 @@ class VelocityRegression(ImageAlgorithm):
 
     def backward(self, experience: EndPoints, step: RegressionStep, run: Context) -> dict[str, float]:
         """Add the gradient of the update, in micro-batches of flat (sample, level) pairs."""
-        first, size = self.first, len(experience.images.batch)
-        units = [unit - first for unit in step.units if first <= int(unit[0]) < first + size]
+        local = experience.images.shares.local
+        units = [local[unit] for unit in step.units if int(local[unit[0]]) >= 0]
         sums = torch.zeros(len(SUMS), dtype=torch.float64, device=self.policy.device)
         # Σ over units and levels of ℓ / (count · S); DDP averages gradients over the processes
         share = 1 / (step.count * experience.levels)
@@ -313,7 +320,7 @@ class VelocityRegression(ImageAlgorithm):
         pairs = PairOutput(v=v, target=target, sigma=sigma, anchor=anchors[row.anchor], guidance=guidance)
         strengths = zip(PULLS, (step.kl, step.average_kl), (v_ref, v_average), strict=True)
         pulls = {name: k * velocity_kl(v, other) for name, k, other in strengths if k > 0 and other is not None}
-        return pairs, experience.signal[self.first + sample].to(v), pulls
+        return pairs, experience.signal[images.own[sample]].to(v), pulls
 
     def _noised(
         self, experience: EndPoints, sample: Tensor, level: Tensor, epoch: int

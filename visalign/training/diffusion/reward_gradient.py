@@ -98,8 +98,8 @@ class RewardGradient(ImageAlgorithm):
 
     def backward(self, experience: AscentBatch, step: AscentStep, run: Context) -> dict[str, float]:
         """Generate the update's images and add the gradient of −mean reward, in micro-batches of images."""
-        process, size, first = self.accelerator, len(experience.batch), self.first
-        local = step.sample[(first <= step.sample) & (step.sample < first + size)] - first
+        process, local = self.accelerator, self.shares.local[step.sample]
+        local = local[local >= 0]
         value = torch.full((len(experience.group),), torch.nan, dtype=torch.float64)
         sums = torch.zeros(2, dtype=torch.float64)  # Σ image gradient's norm, Σ k |v − v_ref|²
         # DDP averages over the processes, and the loss is a mean over all of them
@@ -108,7 +108,7 @@ class RewardGradient(ImageAlgorithm):
         idle, zero = self.idle(len(batches)), torch.zeros(1, dtype=torch.int64)  # all processes count before a batch
         for sample in batches:
             last = sample is batches[-1]
-            value[first + sample], batch_sums = self._backward_batch(experience, step, sample, scale, last)
+            value[self.shares.own[sample]], batch_sums = self._backward_batch(experience, step, sample, scale, last)
             sums += batch_sums
         for _ in range(idle):
             x0, _ = self._clean(experience, step, zero)

@@ -35,6 +35,7 @@ from visalign.settings import (
     check_rules,
     settings,
 )
+from visalign.training.loop.dynamic_groups import DynamicSettings
 from visalign.training.loop.sampler import check_batch_algebra, check_batch_reward, check_whole_groups
 from visalign.training.policy.settings import stale_message
 
@@ -426,6 +427,31 @@ def check_sampling(objective: DiffusionObjectiveSettings, rollout: RolloutSettin
     """Refuse an objective and a rollout, or with `stored` stored pairs of images, that do not fit each other."""
     both = SimpleNamespace(objective=objective, rollout=rollout, row=objective.regression)
     check_rules(both, (*JOB_RULES, *(STORED_PAIR_RULES if stored else SAMPLED_RULES)))
+
+
+def check_dynamic(
+    dynamic: DynamicSettings,
+    objective: DiffusionObjectiveSettings,
+    rollout: RolloutSettings,
+    *,
+    stored: bool = False,
+    reward: Any = None,
+) -> None:
+    """Refuse dynamic sampling where no rewards of a group decide what is learnt, or others are needed for it."""
+    row = objective.regression
+    compares = objective.is_policy_gradient or (row is not None and row.loss != "distil")
+    bounds = () if reward is None else reward.capabilities.constraints
+    reasons = {
+        "data.pairs, which are stored": stored,
+        f"objective.algorithm={objective.algorithm}, which compares no rewards": not compares,
+        "rollout.staleness=1, which samples before the last rewards are known": rollout.staleness > 0,
+        f"a bound of rewards.terms ({', '.join(bounds)}), which is on the mean of all samples": bool(bounds),
+    }
+    for reason in (reason for reason, applies in reasons.items() if dynamic.enabled and applies):
+        raise UserError(
+            f"dynamic.enabled=true replaces groups whose rewards are equal, and there is {reason}. Set "
+            "dynamic.enabled=false, or leave the other out (e.g. objective.algorithm=dapo with sampled images)."
+        )
 
 
 def check_processes(objective: DiffusionObjectiveSettings, rollout: RolloutSettings, reward: Any, world: int) -> None:

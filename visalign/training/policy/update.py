@@ -34,10 +34,9 @@ class PolicyStep:
     live: Tensor  # [n] bool: samples that have a gradient
     extra: Any = None  # Further data of the update (PPO-ptx's demonstrations)
 
-    def local_rows(self, first: int, size: int) -> Tensor:
-        """Return the indices [m], among the n, of this process's `size` live samples from `first` on."""
-        is_local = (self.sample >= first) & (self.sample < first + size)
-        return (self.live & is_local).nonzero()[:, 0]
+    def local_rows(self, local: Tensor) -> Tensor:
+        """Return the indices [m], among the n, of this process's live samples; `local` [B] is that of `Shares`."""
+        return (self.live & (local[self.sample] >= 0)).nonzero()[:, 0]
 
 
 def prepare_steps(

@@ -22,20 +22,18 @@ from visalign.seeds import sample_seed
 from visalign.text import TextRollout, ToolTrace, join_rollouts
 from visalign.text.tool_calls import without_failed
 from visalign.training.loop.algorithm import Collected
+from visalign.training.loop.dynamic_groups import DynamicGroups
 from visalign.training.loop.judging import check_failures, concatenate_scores, reward_columns, score_metrics
 from visalign.training.loop.processes import Shares
 from visalign.training.loop.runtime import PhaseClock
 from visalign.training.loop.sampler import PromptSampler
 from visalign.training.policy.settings import MATRIX_ADVANTAGES
 
-from .dynamic_groups import DynamicGroups
 from .parts import Records, TextParts
 from .self_imitation import Replay
 from .trajectories import build_trajectories, bundle_index, engine_gap
 
 TOOLS = "tools/"  # Prefix of the columns of `ToolTrace` counts, whose means are logged
-GROUP_COUNTS = ("rounds", "generated", "kept", "dropped_right", "dropped_wrong", "dropped_flat", "surplus")
-"""Counts of `DynamicGroups` that are logged."""
 
 
 @dataclass(kw_only=True)
@@ -140,7 +138,7 @@ def collect(
         selected = _select(groups)
     metrics = _metrics(parts.reward, rounds)
     if groups is not None:
-        metrics |= {f"groups/{name}": float(groups.last[name]) for name in GROUP_COUNTS}
+        metrics |= groups.metrics()
     tokens = int(sum(float(scored.columns["length"].sum()) for scored in rounds))
     samples = sum(len(scored.group) for scored in rounds)
     experience = None

@@ -32,6 +32,7 @@ from visalign.errors import UserError
 from visalign.interfaces import TextReward
 from visalign.text import TextPolicy, TextRollout
 from visalign.training.loop.algorithm import Collected, Context
+from visalign.training.loop.dynamic_groups import DynamicGroups, DynamicSettings
 from visalign.training.loop.judging import RewardScorer, RolloutPrefetcher, as_higher_is_better
 from visalign.training.loop.processes import get_accelerator, synced_last
 from visalign.training.loop.sampler import PromptSampler
@@ -41,7 +42,6 @@ from visalign.training.policy.reference import GatedKL, Reference
 from visalign.training.policy.update import PolicyStep, backward, prepare_steps, update_metrics
 
 from .collect import PendingRound, TextExperience, collect, sample_completions
-from .dynamic_groups import DynamicGroups
 from .latent_flow import KEY as FLOW_KEY
 from .latent_flow import LatentFlow
 from .parts import (
@@ -57,7 +57,6 @@ from .replay import TextAlgorithm, TextReplay, distribute
 from .self_imitation import KEY as IMITATION_KEY
 from .self_imitation import Replay, SelfImitation
 from .settings import (
-    DynamicSettings,
     LatentFlowSettings,
     SelfImitationSettings,
     TextObjectiveSettings,

@@ -14,7 +14,6 @@ from visalign.dotted_path import import_by_path
 from visalign.errors import UserError
 from visalign.settings import (
     Count,
-    Finite,
     Natural,
     NonNegative,
     Positive,
@@ -173,32 +172,6 @@ class TextRolloutSettings(GenerationSettings):
     def sampling(self) -> Sampling:
         """Distribution that tokens are drawn from."""
         return Sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
-
-
-@settings("dynamic")
-class DynamicSettings:
-    """Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): sample on until enough groups carry signal."""
-
-    enabled: bool = False
-    """Replace groups without signal by new ones."""
-    max_rounds: Count = 4
-    """Most rounds of P prompts for one iteration; then it trains on the groups there are."""
-    rule: Literal["spread", "accuracy"] = "spread"
-    """Condition for signal: spread (rewards differ) or accuracy (0 < share of right samples < 1)."""
-    right_at: Finite | None = None
-    """Reward from which a completion is right; for the rule accuracy and the counts."""
-
-    def __post_init__(self) -> None:
-        check_rules(self, DYNAMIC_RULES)
-
-
-DYNAMIC_RULES = (
-    (
-        lambda s: s.rule != "spread" and s.right_at is None,
-        "dynamic.rule={s.rule} asks which completions are right, and dynamic.right_at is null. Set it to the "
-        "reward of a right completion, for example 1.0.",
-    ),
-)
 
 
 @settings("self_imitation")

@@ -11,7 +11,7 @@ import torch
 
 from visalign.core.advantages.group import group_advantages
 from visalign.training import DynamicSettings
-from visalign.training.text.dynamic_groups import DynamicGroups, ScoredGroup
+from visalign.training.loop.dynamic_groups import DynamicGroups, ScoredGroup
 
 NAN = float("nan")
 

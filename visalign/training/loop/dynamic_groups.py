@@ -23,14 +23,42 @@ import math
 from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from visalign.core.groups.labels import Labels
+from visalign.settings import Count, Finite, check_rules, settings
 
-from .settings import DynamicSettings
+GROUP_COUNTS = ("rounds", "generated", "kept", "dropped_right", "dropped_wrong", "dropped_flat", "surplus")
+"""Counts of `DynamicGroups` that are logged."""
+
+
+@settings("dynamic")
+class DynamicSettings:
+    """Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): sample on until enough groups carry signal."""
+
+    enabled: bool = False
+    """Replace groups without signal by new ones."""
+    max_rounds: Count = 4
+    """Most rounds of P prompts for one iteration; then it trains on the groups there are."""
+    rule: Literal["spread", "accuracy"] = "spread"
+    """Condition for signal: spread (rewards differ) or accuracy (0 < share of right samples < 1)."""
+    right_at: Finite | None = None
+    """Reward from which a sample is right; for the rule accuracy and the counts."""
+
+    def __post_init__(self) -> None:
+        check_rules(self, DYNAMIC_RULES)
+
+
+DYNAMIC_RULES = (
+    (
+        lambda s: s.rule != "spread" and s.right_at is None,
+        "dynamic.rule={s.rule} asks which samples are right, and dynamic.right_at is null. Set it to the "
+        "reward of a right sample, for example 1.0.",
+    ),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +88,10 @@ class DynamicGroups:
     def wants_more(self) -> bool:
         """True while groups are missing and rounds are left."""
         return len(self._pool) < self.wanted and self.now["rounds"] < self.settings.max_rounds
+
+    def metrics(self) -> dict[str, float]:
+        """Return the counts of the last update."""
+        return {f"groups/{name}": float(self.last[name]) for name in GROUP_COUNTS}
 
     def feed(self, group: Labels, rewards: Tensor, valid: Tensor | None = None, *, payload: Any = None) -> None:
         """Add a round of scored samples; groups may have any sizes, and come whole, under labels never used before.
