@@ -163,9 +163,7 @@ def _halves(model: ModelConfig, guidance: float | None) -> int:
 # Seconds, from passes of the loaded model
 
 
-def _timed_run(
-    config: FlowGRPOConfig, records: Records, images: float, rounds: int, evaluated: int
-) -> dict[str, Any]:
+def _timed_run(config: FlowGRPOConfig, records: Records, images: float, rounds: int, evaluated: int) -> dict[str, Any]:
     """Extrapolate timed passes to `rounds` of `images` per iteration and `evaluated` images, without rewards."""
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
