@@ -23,8 +23,7 @@ class Report:
     """Facts about the machine and the result of every check."""
 
     facts: dict[str, str]
-    checks: dict[str, tuple[bool, str]]
-    """Name -> (passed, what works, or what is wrong and how to fix it)."""
+    checks: dict[str, tuple[bool, str]]  # Name -> (passed, what works, or what is wrong and how to fix it)
 
     @property
     def passed(self) -> bool:

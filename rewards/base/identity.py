@@ -22,20 +22,15 @@ _BLOCK, _BLOCKS = 1 << 16, 512
 class Identity:
     """Two judges with equal identity give equal scores to the same image and prompt."""
 
-    judge: str
-    """Name of the kind of judge, e.g. "hpsv3"."""
-    model: str
-    """Folder name or hub id of the weights."""
-    weights: str = ""
-    """Fingerprint of the weight files (`fingerprint`), or "" where there are none or they are remote."""
+    judge: str  # Name of the kind of judge, e.g. "hpsv3"
+    model: str  # Folder name or hub id of the weights
+    weights: str = ""  # Fingerprint of the weight files (`fingerprint`), or "" where there are none or they are remote
     revision: str = ""
     """Commit of the hub's repository, or ""; no part of the digest, since the fingerprint says the same."""
-    template: str | None = None
-    """The prompt template as text, if the judge has one."""
+    template: str | None = None  # The prompt template as text, if the judge has one
     preprocessing: Mapping[str, Any] = field(default_factory=dict)
     """Size, resampling, mean and std, patch size: all that happens between pixels and the model."""
-    dtype: str = "float32"
-    """Of the tower; heads and scores are float32 always."""
+    dtype: str = "float32"  # Of the tower; heads and scores are float32 always
     options: Mapping[str, Any] = field(default_factory=dict)
     """Everything else that moves a score: position ids, mode, number of answers, seed."""
 

@@ -101,8 +101,7 @@ _MAX_QUOTED = 120
 class Reply:
     """Answer of a chat model."""
 
-    text: str
-    """Without special tokens, as the server gives it."""
+    text: str  # Without special tokens, as the server gives it
     first_token: Mapping[str, float]
     """Token -> log-prob of the most probable first tokens; empty where none were requested."""
 

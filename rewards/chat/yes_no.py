@@ -39,14 +39,10 @@ _TOKEN_MARKS = str.maketrans({"Ġ": " ", "▁": " ", "Ċ": "\n"})
 class ListedAnswer:
     """Yes against no by a list of first tokens."""
 
-    log_odds: float
-    """ln P(yes) − ln P(no), in nats; NaN where one side is not listed, which leaves them undefined."""
-    bound: float
-    """The log-odds; where one side is not listed, the nearest to 0 that they can be. Always finite."""
-    mass: float
-    """Probability of the listed yes and no together."""
-    missing: str | None = None
-    """The side that is not listed: "yes", "no" or None."""
+    log_odds: float  # ln P(yes) − ln P(no), in nats; NaN where one side is not listed, which leaves them undefined
+    bound: float  # The log-odds; where one side is not listed, the nearest to 0 that they can be. Always finite
+    mass: float  # Probability of the listed yes and no together
+    missing: str | None = None  # The side that is not listed: "yes", "no" or None
 
     @property
     def prob(self) -> float:

@@ -85,16 +85,11 @@ class ClipParts:
     encoder: ClipEncoder
     preprocess: Mapping[str, Any]
     """size, mean, std, interpolation, resize_mode; and how the crop's odd pixel falls (`crop_rounding`)."""
-    tokenizer: Callable[..., Tensor]
-    """Texts (and `context_length`) -> token ids [N, L], cut before the end token."""
-    end: int | None
-    """Id of the token that the text tower pools at; None where it pools elsewhere."""
-    folder: Path | None
-    """Folder of the weights, or None where open_clip keeps them itself."""
-    model_cfg: Mapping[str, Any] | None = None
-    """open_clip's model_cfg, or None for transformers."""
-    base: str = ""
-    """Fingerprint of the other weights, where `folder` holds only those that differ from them."""
+    tokenizer: Callable[..., Tensor]  # Texts (and `context_length`) -> token ids [N, L], cut before the end token
+    end: int | None  # Id of the token that the text tower pools at; None where it pools elsewhere
+    folder: Path | None  # Folder of the weights, or None where open_clip keeps them itself
+    model_cfg: Mapping[str, Any] | None = None  # open_clip's model_cfg, or None for transformers
+    base: str = ""  # Fingerprint of the other weights, where `folder` holds only those that differ from them
 
     @property
     def weights(self) -> str:

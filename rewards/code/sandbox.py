@@ -39,16 +39,11 @@ class SandboxLimits:
     """Limits of one run; bubblewrap enforces all, a server the first and the third."""
 
     wall_seconds: float = 10.0
-    cpu_seconds: int = 10
-    """Per process."""
-    memory_mb: int = 512
-    """Address space per process in MiB."""
-    processes: int = 16
-    """Processes and threads at the same time."""
-    file_mb: int = 16
-    """Size of the folder, and of what is printed, in MiB."""
-    output_bytes: int = 65536
-    """Longest output that can pass a test."""
+    cpu_seconds: int = 10  # Per process
+    memory_mb: int = 512  # Address space per process in MiB
+    processes: int = 16  # Processes and threads at the same time
+    file_mb: int = 16  # Size of the folder, and of what is printed, in MiB
+    output_bytes: int = 65536  # Longest output that can pass a test
 
 
 class Run(NamedTuple):

@@ -38,19 +38,13 @@ LOG_STD = (-4.0, 1.0)
 class HeieSettings:
     """Sizes of the heads."""
 
-    hidden: int
-    """Width of the language part's hidden states."""
-    features: int
-    """Width of an image's features."""
-    width: int = 96
-    """Width of the heads; divisible by 4 and by `attention_heads`."""
+    hidden: int  # Width of the language part's hidden states
+    features: int  # Width of an image's features
+    width: int = 96  # Width of the heads; divisible by 4 and by `attention_heads`
     attention_heads: int = 4
-    queries: int = 4
-    """Number of query vectors made from a hidden state."""
-    cells: int = 8
-    """Cells of the map on each side of a feature."""
-    tiles: int = 2
-    """n of the n × n tiles that the heads were trained with."""
+    queries: int = 4  # Number of query vectors made from a hidden state
+    cells: int = 8  # Cells of the map on each side of a feature
+    tiles: int = 2  # n of the n × n tiles that the heads were trained with
 
 
 class MapHead(nn.Module):

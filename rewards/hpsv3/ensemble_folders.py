@@ -51,12 +51,10 @@ class Member:
     """Trained judge of an ensemble."""
 
     name: str
-    tensors: Mapping[str, Tensor]
-    """Tensors as `LoraEnsembleModel` names them, without the axis of members."""
+    tensors: Mapping[str, Tensor]  # Tensors as `LoraEnsembleModel` names them, without the axis of members
     scaling: float
     settings: JudgeSettings
-    base: str | Path
-    """Folder of the base, or its name."""
+    base: str | Path  # Folder of the base, or its name
 
     def shared_facts(self) -> dict[str, Any]:
         """Return what all members must share, by its name in a message."""

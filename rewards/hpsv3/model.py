@@ -36,12 +36,9 @@ TEMPLATE = question("hpsv3", "Quality, and match with the caption: {prompt} " + 
 class HPSv3Batch:
     """Tokenised images and prompts, before any forward pass."""
 
-    rows: list[TokenRow]
-    """N valid rows."""
-    index: list[int]
-    """Index of each row among the B given ones."""
-    reasons: list[str | None]
-    """Reason why one of the B cannot be judged; None for the others."""
+    rows: list[TokenRow]  # N valid rows
+    index: list[int]  # Index of each row among the B given ones
+    reasons: list[str | None]  # Reason why one of the B cannot be judged; None for the others
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -184,14 +184,10 @@ class GroupWinRate:
 class _Outcome:
     """Result of the comparisons of n distinct images."""
 
-    pairs: Tensor
-    """[N, 2] pairs within groups."""
-    prob: Tensor
-    """[N] share of a win of the first image; NaN where unknown."""
-    compared: Tensor
-    """[n] number of valid answers about each image."""
-    reasons: list[str | None]
-    """[n] reason of one failed comparison, if any failed."""
+    pairs: Tensor  # [N, 2] pairs within groups
+    prob: Tensor  # [N] share of a win of the first image; NaN where unknown
+    compared: Tensor  # [n] number of valid answers about each image
+    reasons: list[str | None]  # [n] reason of one failed comparison, if any failed
 
 
 def _count_valid(pairs: Tensor, answers: PairAnswers, size: int) -> Tensor:

@@ -38,8 +38,7 @@ class PairAnswers:
 
     Clamped to ±`MAX_LOG_ODDS`, so that a certain "yes" can be averaged with a certain "no".
     """
-    reasons: list[str | None]
-    """Reason why an answer is missing; None for the others."""
+    reasons: list[str | None]  # Reason why an answer is missing; None for the others
 
     @property
     def prob(self) -> Tensor:

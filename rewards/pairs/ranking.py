@@ -192,8 +192,7 @@ def count_calls(size: int, budget: float) -> int:
 class Comparisons:
     """Comparisons inside one group and their fit."""
 
-    pairs: Tensor
-    """[N, 2] (left, right) within the group: numbers 0 … G − 1."""
+    pairs: Tensor  # [N, 2] (left, right) within the group: numbers 0 … G − 1
     answers: PairAnswers
     fit: RankingFit
 

@@ -30,13 +30,11 @@ class ChecklistRule:
     and m = p, which is the expected score when mask and answer are independent.
     """
 
-    weights: Sequence[float]
-    """Weight of the alignment first where `has_alignment`, then of each feature."""
+    weights: Sequence[float]  # Weight of the alignment first where `has_alignment`, then of each feature
     masked: Mapping[int, Sequence[int]] = field(default_factory=dict)
     """Question (is there a face?) -> the questions that count 0 unless its answer is yes."""
     intercept: float = 0.0
-    has_alignment: bool = True
-    """Adds a text-image alignment score to the answers."""
+    has_alignment: bool = True  # Adds a text-image alignment score to the answers
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> ChecklistRule:

@@ -108,12 +108,9 @@ class ReferenceReward:
 class ReferenceChoice:
     """Best of N images of one prompt."""
 
-    chosen: list[int]
-    """Numbers of the images, best first."""
-    wins: Tensor
-    """[N] number of other images that each beats; NaN without a valid comparison."""
-    strength: Tensor
-    """[N] mean probability of beating another image; breaks ties of wins."""
+    chosen: list[int]  # Numbers of the images, best first
+    wins: Tensor  # [N] number of other images that each beats; NaN without a valid comparison
+    strength: Tensor  # [N] mean probability of beating another image; breaks ties of wins
 
 
 def select_references(

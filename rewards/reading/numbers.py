@@ -50,10 +50,8 @@ class AnswerError(ValueError):
 class Statement:
     """The part of a judge's text that counts."""
 
-    text: str
-    """Without thinking, tags and markdown's emphasis, stripped."""
-    in_block: bool
-    """Whether it stood between <answer> and </answer>."""
+    text: str  # Without thinking, tags and markdown's emphasis, stripped
+    in_block: bool  # Whether it stood between <answer> and </answer>
 
 
 def statement(text: str) -> Statement:

@@ -137,10 +137,8 @@ def aspect_pair_scores(text: str) -> dict[str, tuple[float, float]]:
 class FlexAnswer:
     """UnifiedReward-Flex's judgement of a pair."""
 
-    winner: int
-    """1, 2, or 0 for a tie."""
-    categories: Mapping[str, int | None]
-    """Category -> 1, 2, 0, or None where its winner cannot be read."""
+    winner: int  # 1, 2, or 0 for a tie
+    categories: Mapping[str, int | None]  # Category -> 1, 2, 0, or None where its winner cannot be read
 
     def preference(
         self,

@@ -23,15 +23,12 @@ INFINITE = (float("-inf"), float("inf"))
 class Scale:
     """Scale of a score: y = (slope·x + offset) / divisor of its family's base x."""
 
-    family: str
-    """Scales of one family are affine to each other."""
+    family: str  # Scales of one family are affine to each other
     meaning: str
-    slope: float | None = 1.0
-    """None for exp(logit_scale) of the checkpoint."""
+    slope: float | None = 1.0  # None for exp(logit_scale) of the checkpoint
     offset: float = 0.0
     divisor: float = 1.0
-    refusal: str = ""
-    """Reason why it cannot be converted; "" where it can."""
+    refusal: str = ""  # Reason why it cannot be converted; "" where it can
 
 
 SCALES: dict[str, Scale] = {

@@ -37,12 +37,10 @@ class WireError(ValueError):
 class JudgeRequest:
     """B images, or B pairs, with prompts and records."""
 
-    images: Sequence[Tensor]
-    """uint8 [3, H, W] each; the left images if they are pairs."""
+    images: Sequence[Tensor]  # uint8 [3, H, W] each; the left images if they are pairs
     prompts: Sequence[str]
     metadata: Sequence[Mapping[str, Any] | None]
-    right: Sequence[Tensor] | None = None
-    """The right images of pairs; None for single images."""
+    right: Sequence[Tensor] | None = None  # The right images of pairs; None for single images
     messages: tuple[bytes | bytearray, ...] = field(default=(), compare=False, repr=False)
     """Bytes that the request was read from; they go to the worker as they are."""
 

@@ -29,18 +29,12 @@ from visalign.text.steps import StepReading, StepRewards, step_index
 class ImplicitScores:
     """Log-ratio rewards of B completions; float32, no gradient."""
 
-    token: Tensor
-    """[B, T] r_t; 0 where the loss mask is 0, and in invalid completions."""
-    prefix: Tensor
-    """[B, T] Σ_{s≤t} r_s, the value of the prefix that ends with token t."""
-    total: Tensor
-    """[B] Σ_t r_t, the outcome reward; NaN in invalid completions."""
-    steps: StepRewards
-    """[B, K], the sums over the tokens of each step. A completion of blanks is invalid here alone."""
-    valid: Tensor
-    """bool [B]."""
-    reason: list[str | None]
-    """Why a completion is invalid; None for the valid ones."""
+    token: Tensor  # [B, T] r_t; 0 where the loss mask is 0, and in invalid completions
+    prefix: Tensor  # [B, T] Σ_{s≤t} r_s, the value of the prefix that ends with token t
+    total: Tensor  # [B] Σ_t r_t, the outcome reward; NaN in invalid completions
+    steps: StepRewards  # [B, K], the sums over the tokens of each step. A completion of blanks is invalid here alone
+    valid: Tensor  # bool [B]
+    reason: list[str | None]  # Why a completion is invalid; None for the valid ones
 
 
 class ImplicitProcessReward:

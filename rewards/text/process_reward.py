@@ -42,15 +42,12 @@ CONTRIBUTIONS = ("sum",)
 class StepScores:
     """Step scores of B completions."""
 
-    span: Sequence[Sequence[Span]]
-    """B lists of (first character, one past the last), the separator left out."""
+    span: Sequence[Sequence[Span]]  # B lists of (first character, one past the last), the separator left out
     prob: Sequence[Tensor]
     """B tensors [n_steps] float32, the probability that the step is right, or its contribution; NaN in
     invalid completions."""
-    valid: Tensor
-    """bool [B]."""
-    reason: Sequence[str | None]
-    """Why a completion is invalid; None for the valid ones."""
+    valid: Tensor  # bool [B]
+    reason: Sequence[str | None]  # Why a completion is invalid; None for the valid ones
 
     def __len__(self) -> int:
         return len(self.prob)

@@ -44,12 +44,9 @@ ALIASES = {
 class Found:
     """Boxes of one class in one image, in any order."""
 
-    boxes: Tensor
-    """[n, 4] x0, y0, x1, y1 in pixels of the image."""
-    scores: Tensor
-    """[n] confidence in [0, 1]."""
-    masks: Tensor | None = None
-    """[n, H, W] bool, where the detector segments."""
+    boxes: Tensor  # [n, 4] x0, y0, x1, y1 in pixels of the image
+    scores: Tensor  # [n] confidence in [0, 1]
+    masks: Tensor | None = None  # [n, H, W] bool, where the detector segments
 
 
 class Detector(Protocol):

@@ -32,27 +32,20 @@ Box = Sequence[float]
 class Detected:
     """Box of a detected object."""
 
-    box: tuple[float, float, float, float]
-    """x0, y0, x1, y1 in pixels, y downwards."""
+    box: tuple[float, float, float, float]  # x0, y0, x1, y1 in pixels, y downwards
     score: float
-    color: str | None = None
-    """One of `COLORS`; None if not needed."""
+    color: str | None = None  # One of `COLORS`; None if not needed
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenEvalVerdict:
     """Result of the rules for one image."""
 
-    correct: bool
-    """GenEval's verdict: at least `count` boxes of each included class, the most confident of them right."""
-    strict: bool
-    """The same with exactly `count` boxes of each included class."""
-    partial: float
-    """Mean of the checks in [0, 1]; a number (of boxes, of right colours) off by k of n earns 1 − k/n."""
-    checks: dict[str, bool]
-    """Name of the check -> whether it holds, as `correct` reads it."""
-    reason: str
-    """What is wrong, in words; empty when correct."""
+    correct: bool  # GenEval's verdict: at least `count` boxes of each included class, the most confident of them right
+    strict: bool  # The same with exactly `count` boxes of each included class
+    partial: float  # Mean of the checks in [0, 1]; a number (of boxes, of right colours) off by k of n earns 1 − k/n
+    checks: dict[str, bool]  # Name of the check -> whether it holds, as `correct` reads it
+    reason: str  # What is wrong, in words; empty when correct
 
 
 def box_iou(a: Box, b: Box) -> float:

@@ -42,12 +42,9 @@ LOADING = (
 class AnswerLogits:
     """Logits of the next token for B requests."""
 
-    logits: Tensor
-    """[B, K] float32 of the requested tokens; NaN where there is a reason."""
-    log_total: Tensor | None
-    """[B] float32 logsumexp over the whole vocabulary; None if not requested."""
-    reasons: list[str | None]
-    """Why a request could not be judged; None for the others."""
+    logits: Tensor  # [B, K] float32 of the requested tokens; NaN where there is a reason
+    log_total: Tensor | None  # [B] float32 logsumexp over the whole vocabulary; None if not requested
+    reasons: list[str | None]  # Why a request could not be judged; None for the others
 
     @property
     def mass(self) -> Tensor:
@@ -61,10 +58,8 @@ class AnswerLogits:
 class HiddenStates:
     """Last hidden states of B requests."""
 
-    states: Tensor
-    """[B, H] float32; NaN where there is a reason."""
-    reasons: list[str | None]
-    """Why a request could not be judged; None for the others."""
+    states: Tensor  # [B, H] float32; NaN where there is a reason
+    reasons: list[str | None]  # Why a request could not be judged; None for the others
 
 
 class VisionLanguageEngine:

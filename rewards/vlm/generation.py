@@ -26,12 +26,9 @@ from .requests import TokenRow
 class JudgeAnswers:
     """K answers to each of B requests."""
 
-    texts: list[list[str]]
-    """Without special tokens and the template's answer prefix; [] where there is a reason."""
-    finished: list[list[bool]]
-    """True for answers that ended before max_new_tokens."""
-    reasons: list[str | None]
-    """Why a request could not be answered; None for the others."""
+    texts: list[list[str]]  # Without special tokens and the template's answer prefix; [] where there is a reason
+    finished: list[list[bool]]  # True for answers that ended before max_new_tokens
+    reasons: list[str | None]  # Why a request could not be answered; None for the others
 
 
 def check_drawing(answers: int, temperature: float, max_new_tokens: int) -> None:

@@ -31,10 +31,8 @@ class Pack:
     """Rows with the same images and a common prefix."""
 
     rows: tuple[TokenRow, ...]
-    numbers: tuple[int, ...]
-    """Indices of the rows among all."""
-    shared: int
-    """Tokens of the common prefix; all tokens for a single row."""
+    numbers: tuple[int, ...]  # Indices of the rows among all
+    shared: int  # Tokens of the common prefix; all tokens for a single row
 
     @property
     def length(self) -> int:
@@ -45,22 +43,14 @@ class Pack:
 class Batch:
     """Packs padded on the right."""
 
-    ids: Tensor
-    """[b, S] int64."""
-    mask: Tensor
-    """[b, S], 0 for padding."""
-    image_mask: Tensor
-    """bool [b, S], True for image tokens."""
-    positions: Tensor | None
-    """[3, b, S] or [b, S] int64; None where they count tokens and no pack holds several rows."""
-    segments: Tensor | None
-    """[b, S]: 0 in the common prefix, n in the n-th suffix, -1 in padding; None without packs."""
-    images: list[SeenImage]
-    """Images, pack by pack."""
-    ends: Tensor
-    """[n, 2] (pack, position) of the last token of each row."""
-    numbers: list[int]
-    """Indices of the n rows among all."""
+    ids: Tensor  # [b, S] int64
+    mask: Tensor  # [b, S], 0 for padding
+    image_mask: Tensor  # bool [b, S], True for image tokens
+    positions: Tensor | None  # [3, b, S] or [b, S] int64; None where they count tokens and no pack holds several rows
+    segments: Tensor | None  # [b, S]: 0 in the common prefix, n in the n-th suffix, -1 in padding; None without packs
+    images: list[SeenImage]  # Images, pack by pack
+    ends: Tensor  # [n, 2] (pack, position) of the last token of each row
+    numbers: list[int]  # Indices of the n rows among all
 
 
 def pack_rows(rows: Sequence[TokenRow], image_token: int, *, share: bool = True) -> list[Pack]:

@@ -37,10 +37,8 @@ class SeenImage:
     digest: str
     grid: tuple[int, int, int] = field(compare=False)
     """(frames, rows, columns) of patches; (tiles, 1, 1) where a model takes tiles."""
-    tokens: int = field(compare=False)
-    """Number of image tokens in the prompt."""
-    pixels: Tensor = field(compare=False, repr=False)
-    """uint8 [3, H, W], or [F, 3, H, W] of a clip."""
+    tokens: int = field(compare=False)  # Number of image tokens in the prompt
+    pixels: Tensor = field(compare=False, repr=False)  # uint8 [3, H, W], or [F, 3, H, W] of a clip
 
 
 class PatchEncoder:
@@ -135,10 +133,8 @@ class Query:
 class TokenRow:
     """Input of the network for one request, up to the token whose hidden state is read."""
 
-    ids: tuple[int, ...]
-    """Tokens, with as many image tokens as the images take."""
-    images: tuple[SeenImage, ...]
-    """Images in the order of their tokens."""
+    ids: tuple[int, ...]  # Tokens, with as many image tokens as the images take
+    images: tuple[SeenImage, ...]  # Images in the order of their tokens
 
 
 class RowEncoder:

@@ -43,13 +43,11 @@ _NAME = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
 class Template:
     """Question to a vision-language model."""
 
-    messages: Sequence[Mapping[str, Any]]
-    """Conversation with slots for images."""
+    messages: Sequence[Mapping[str, Any]]  # Conversation with slots for images
     name: str = "template"
     answer_prefix: str = ""
     chat: Mapping[str, Any] = field(default_factory=dict)
-    words: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """name -> words that are looked for in the answer."""
+    words: Mapping[str, Sequence[str]] = field(default_factory=dict)  # name -> words that are looked for in the answer
 
     @classmethod
     def from_dict(cls, name: str, data: Any) -> Template:
@@ -115,10 +113,8 @@ class JudgeSettings:
     """Contents of a model folder's `judge.json`."""
 
     templates: Mapping[str, Template] = field(default_factory=dict)
-    positions: str | None = None
-    """One of `POSITIONS`, or None if not set."""
-    rest: Mapping[str, Any] = field(default_factory=dict)
-    """The other keys of the file."""
+    positions: str | None = None  # One of `POSITIONS`, or None if not set
+    rest: Mapping[str, Any] = field(default_factory=dict)  # The other keys of the file
 
     @classmethod
     def read(cls, folder: str | Path) -> JudgeSettings:

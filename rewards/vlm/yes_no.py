@@ -33,14 +33,10 @@ SUREST = 87.0
 class Odds:
     """Answers of a model to B yes/no questions."""
 
-    log_odds: Tensor
-    """[B] float32 ln(p_yes / p_no) within ±`SUREST`; NaN where there is a reason."""
-    mass: Tensor
-    """[B] float32 p_yes + p_no over the whole vocabulary; NaN where it was not computed."""
-    decision: list[str]
-    """The likelier answer in its likeliest spelling."""
-    reasons: list[str | None]
-    """Why an answer is missing; None for the others."""
+    log_odds: Tensor  # [B] float32 ln(p_yes / p_no) within ±`SUREST`; NaN where there is a reason
+    mass: Tensor  # [B] float32 p_yes + p_no over the whole vocabulary; NaN where it was not computed
+    decision: list[str]  # The likelier answer in its likeliest spelling
+    reasons: list[str | None]  # Why an answer is missing; None for the others
 
 
 class YesNoReader:

@@ -16,24 +16,18 @@ from torch import Tensor
 class PatchedImage:
     """An image cut into patches; two are equal if their pixels are."""
 
-    digest: str
-    """Digest of the pixels before resizing."""
-    grid: tuple[int, int, int] = field(compare=False)
-    """(frames, rows, columns) of patches."""
-    tokens: int = field(compare=False)
-    """Tokens that it takes in the prompt."""
-    patches: Tensor = field(compare=False, repr=False)
-    """[rows · columns, numbers of a patch] float32, on the CPU."""
+    digest: str  # Digest of the pixels before resizing
+    grid: tuple[int, int, int] = field(compare=False)  # (frames, rows, columns) of patches
+    tokens: int = field(compare=False)  # Tokens that it takes in the prompt
+    patches: Tensor = field(compare=False, repr=False)  # [rows · columns, numbers of a patch] float32, on the CPU
 
 
 @dataclass(frozen=True)
 class ImageFeatures:
     """Vision tower features of one image."""
 
-    embeds: Tensor
-    """[tokens, H], in place of the embeddings of the image tokens."""
-    deeper: tuple[Tensor, ...] = ()
-    """[tokens, H] each, added behind the first layers of the language part (DeepStack)."""
+    embeds: Tensor  # [tokens, H], in place of the embeddings of the image tokens
+    deeper: tuple[Tensor, ...] = ()  # [tokens, H] each, added behind the first layers of the language part (DeepStack)
 
     @property
     def nbytes(self) -> int:

@@ -21,20 +21,15 @@ LONGEST = 200  # longer side by shorter side at most
 class PatchCutter:
     """Resizes as PIL does (bicubic, antialiased), normalises and cuts; each image by itself."""
 
-    patch: int
-    """Pixels of a patch, on each side."""
-    merge: int
-    """Patches that become one token, on each side."""
-    frames: int
-    """Frames of a patch; a still image is repeated so often."""
-    min_pixels: int
-    """Limit of the resized image, as `max_pixels`."""
+    patch: int  # Pixels of a patch, on each side
+    merge: int  # Patches that become one token, on each side
+    frames: int  # Frames of a patch; a still image is repeated so often
+    min_pixels: int  # Limit of the resized image, as `max_pixels`
     max_pixels: int
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
     resample: str = "bicubic"
-    window: int = 0
-    """Pixels on a side that are read instead of the whole where all else is a plain border; 0: never."""
+    window: int = 0  # Pixels on a side that are read instead of the whole where all else is a plain border; 0: never
 
     def __post_init__(self) -> None:
         check_window(self.window)

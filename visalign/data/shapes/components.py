@@ -14,21 +14,15 @@ from scipy.sparse.csgraph import connected_components
 class Components:
     """N components of B label maps; ordered by image, label, and the first pixel in reading order."""
 
-    image: np.ndarray
-    """[N], index of the map."""
-    label: np.ndarray
-    """[N], label."""
-    area: np.ndarray
-    """[N], pixels."""
-    top: np.ndarray
-    """[N], first row of the bounding box; `bottom` is the row after its last."""
+    image: np.ndarray  # [N], index of the map
+    label: np.ndarray  # [N], label
+    area: np.ndarray  # [N], pixels
+    top: np.ndarray  # [N], first row of the bounding box; `bottom` is the row after its last
     bottom: np.ndarray
     left: np.ndarray
     right: np.ndarray
-    name: np.ndarray
-    """[N], value of its pixels in `owner`."""
-    owner: np.ndarray
-    """[B, H, W], the component of each pixel; −1 on the ground."""
+    name: np.ndarray  # [N], value of its pixels in `owner`
+    owner: np.ndarray  # [B, H, W], the component of each pixel; −1 on the ground
 
     def __len__(self) -> int:
         return len(self.image)

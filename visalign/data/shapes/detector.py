@@ -46,16 +46,12 @@ _HUED = tuple(name for name in COLORS if name != "white")
 class Detection:
     """A detected object."""
 
-    shape: str
-    """One of SHAPES, or UNKNOWN."""
+    shape: str  # One of SHAPES, or UNKNOWN
     color: str
-    x: float
-    """Centre of the bounding box in pixels."""
+    x: float  # Centre of the bounding box in pixels
     y: float
-    radius: float
-    """Half of the extent in pixels."""
-    overlap: float
-    """Intersection over union with the ideal shape, in [0, 1]."""
+    radius: float  # Half of the extent in pixels
+    overlap: float  # Intersection over union with the ideal shape, in [0, 1]
 
 
 def detect(images: Tensor | np.ndarray) -> list[list[Detection]]:
@@ -132,19 +128,14 @@ def majority(labels: np.ndarray) -> np.ndarray:
 class _Bank:
     """K ideal shapes after the detector's own steps, so that its erosion of thin parts cancels out."""
 
-    masks: np.ndarray
-    """[K, 24·24] float32, each mask scaled to its bounding box."""
-    area: np.ndarray
-    """[K], sum of each mask."""
-    shape: np.ndarray
-    """[K], positions in SHAPES."""
-    height: np.ndarray
-    """[K] float32, pixels of the detected bounding box."""
+    masks: np.ndarray  # [K, 24·24] float32, each mask scaled to its bounding box
+    area: np.ndarray  # [K], sum of each mask
+    shape: np.ndarray  # [K], positions in SHAPES
+    height: np.ndarray  # [K] float32, pixels of the detected bounding box
     width: np.ndarray
     radius: np.ndarray
     """[K, 2], (slope, intercept) of the drawn radius against √(detected area), equal for all of a shape."""
-    offset: np.ndarray
-    """[K, 2], drawn centre (x, y) minus the centre of the detected box."""
+    offset: np.ndarray  # [K, 2], drawn centre (x, y) minus the centre of the detected box
 
 
 @cache

@@ -49,12 +49,9 @@ class ShapesPair:
     left: Scene
     right: Scene
     kind: str
-    utility: tuple[float, float]
-    """Values of left and right."""
-    noise: tuple[float, float]
-    """Standard deviation with which an annotator sees each."""
-    votes: tuple[int, int]
-    """For left and for right."""
+    utility: tuple[float, float]  # Values of left and right
+    noise: tuple[float, float]  # Standard deviation with which an annotator sees each
+    votes: tuple[int, int]  # For left and for right
 
     @property
     def prompt(self) -> str:
@@ -91,10 +88,8 @@ class ShapesQuality:
     """An image and its ratings by annotators from 1 to 5."""
 
     scene: Scene
-    mos: float
-    """Mean opinion score, 1 + 4·quality plus the error of the mean of the ratings."""
-    std: float
-    """Standard deviation of the ratings."""
+    mos: float  # Mean opinion score, 1 + 4·quality plus the error of the mean of the ratings
+    std: float  # Standard deviation of the ratings
 
 
 def utility(scene: Scene, record: Record) -> float:

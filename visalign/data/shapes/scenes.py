@@ -47,8 +47,7 @@ class SceneObject:
     color: str
     x: float
     y: float
-    radius: float
-    """Half of the width and of the height."""
+    radius: float  # Half of the width and of the height
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,22 +55,17 @@ class Distortion:
     """A degradation of the finished image."""
 
     kind: str = "none"
-    severity: float = 0.0
-    """0 is none, 1 the worst."""
+    severity: float = 0.0  # 0 is none, 1 the worst
 
 
 @dataclass(frozen=True, kw_only=True)
 class Canvas:
     """A larger plain image around the scene's image, scaled to 64×64 pixels as a whole."""
 
-    share: float
-    """Share of the canvas's side that the image takes, in (0, 1]."""
-    x: float
-    """Place of the image in [0, 1]: 0 at the left edge, 1 at the right one."""
-    y: float
-    """Place from top to bottom."""
-    color: tuple[int, int, int]
-    """RGB, 0-255."""
+    share: float  # Share of the canvas's side that the image takes, in (0, 1]
+    x: float  # Place of the image in [0, 1]: 0 at the left edge, 1 at the right one
+    y: float  # Place from top to bottom
+    color: tuple[int, int, int]  # RGB, 0-255
 
     def box(self) -> tuple[int, int, int]:
         """(left, top, side) of the image in pixels."""
@@ -85,16 +79,12 @@ class Scene:
 
     record: Record
     objects: tuple[SceneObject, ...]
-    background: tuple[int, int, int]
-    """RGB of the ground, 0-255."""
+    background: tuple[int, int, int]  # RGB of the ground, 0-255
     style: str
-    texture_seed: int
-    """Seed of the textured style's pattern and of the noise distortion."""
+    texture_seed: int  # Seed of the textured style's pattern and of the noise distortion
     distortion: Distortion = Distortion()
-    specks: tuple[SceneObject, ...] = ()
-    """Too small to count as objects, neither for a prompt nor for the verifier."""
-    canvas: Canvas | None = None
-    """None: the image fills the frame."""
+    specks: tuple[SceneObject, ...] = ()  # Too small to count as objects, neither for a prompt nor for the verifier
+    canvas: Canvas | None = None  # None: the image fills the frame
 
     @property
     def richness(self) -> float:

@@ -18,22 +18,16 @@ LEVELS = (1, 2, 3)
 class Kind:
     """A kind of task."""
 
-    draw: Callable[[Rng, int], Problem]
-    """Draws a problem of a level, which `valid` may refuse."""
-    wordings: tuple[str, ...]
-    """Prompts of the same meaning with {0}, {1}, … for the entries of the problem."""
-    work: Callable[[Problem, Rng], Working]
-    """Returns a right (working, answer), drawn where several are right."""
-    answer: Literal["integer", "integers", "symbol"] = "integer"
-    """Type of the answer in the box."""
+    draw: Callable[[Rng, int], Problem]  # Draws a problem of a level, which `valid` may refuse
+    wordings: tuple[str, ...]  # Prompts of the same meaning with {0}, {1}, … for the entries of the problem
+    work: Callable[[Problem, Rng], Working]  # Returns a right (working, answer), drawn where several are right
+    answer: Literal["integer", "integers", "symbol"] = "integer"  # Type of the answer in the box
     accepts: Callable[[Problem, list[int]], bool] | None = None
     """Check of the numbers in the box, for kinds with several right answers; else None."""
-    unordered_answer: bool = False
-    """The order of the numbers in the box carries no meaning."""
+    unordered_answer: bool = False  # The order of the numbers in the box carries no meaning
     unordered_problem: bool = False
     """The order of the numbers in the problem carries no meaning: 3 + 5 is the problem 5 + 3."""
-    valid: Callable[[Problem], bool] = lambda problem: True
-    """Check that the problem has an answer."""
+    valid: Callable[[Problem], bool] = lambda problem: True  # Check that the problem has an answer
 
 
 def _one_list(draw: Callable[[Rng, int], list[int]]) -> Callable[[Rng, int], Problem]:

@@ -21,15 +21,11 @@ class AccuracyRow:
     """Accuracy of a category or of all samples."""
 
     name: str
-    before: Interval
-    """Share correct with its interval."""
+    before: Interval  # Share correct with its interval
     after: Interval
-    change: Interval
-    """after - before with its paired interval over prompts."""
-    correct: tuple[int, int]
-    """Correct samples before, after."""
-    judged: tuple[int, int]
-    """Samples with a verdict before, after."""
+    change: Interval  # after - before with its paired interval over prompts
+    correct: tuple[int, int]  # Correct samples before, after
+    judged: tuple[int, int]  # Samples with a verdict before, after
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,15 +36,11 @@ class RewardRow:
     unit: str
     before: float
     after: float
-    change: Interval
-    """after - before over the samples valid on both sides, in `unit`, paired by prompt."""
-    invalid: tuple[int, int]
-    """Samples without a score before, after."""
+    change: Interval  # after - before over the samples valid on both sides, in `unit`, paired by prompt
+    invalid: tuple[int, int]  # Samples without a score before, after
     higher_is_better: bool
-    repeats_accuracy: bool
-    """True where its scores are the verdicts themselves."""
-    neutral: bool = False
-    """True where neither direction is better or worse."""
+    repeats_accuracy: bool  # True where its scores are the verdicts themselves
+    neutral: bool = False  # True where neither direction is better or worse
 
     @property
     def verdict(self) -> str:

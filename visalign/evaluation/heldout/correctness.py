@@ -23,10 +23,8 @@ PART = "correct"
 class Tally:
     """Accumulates scores and verdicts batch by batch."""
 
-    correctness: str | None
-    """Name of the reward that gives the verdicts."""
-    samples: str
-    """Kind of samples, in the plural."""
+    correctness: str | None  # Name of the reward that gives the verdicts
+    samples: str  # Kind of samples, in the plural
     correct: list[bool] = field(default_factory=list)
     judged: list[bool] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)

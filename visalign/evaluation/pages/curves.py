@@ -111,8 +111,7 @@ class Panel:
 
     curve: Curve
     svg: Markup
-    note: str
-    """Smoothing and gaps, in words."""
+    note: str  # Smoothing and gaps, in words
 
 
 def panels(

@@ -28,10 +28,8 @@ class Frame:
     y_name: str = ""
     width: float = 360.0
     height: float = 300.0
-    right: float = 14.0
-    """Margin at the right."""
-    integers: bool = False
-    """Marks on the x axis are whole numbers only."""
+    right: float = 14.0  # Margin at the right
+    integers: bool = False  # Marks on the x axis are whole numbers only
 
     def project(self, x: float, y: float) -> Point:
         """Map a data point into the view box."""

@@ -43,11 +43,9 @@ class Cell:
     """Number of one reward in one row."""
 
     value: str
-    ends: str = ""
-    """Ends of its interval, "low to high"; may be empty."""
+    ends: str = ""  # Ends of its interval, "low to high"; may be empty
     more: str = ""
-    plain: Any = None
-    """Number, or (estimate, low, high), for a file; None where the value is a text."""
+    plain: Any = None  # Number, or (estimate, low, high), for a file; None where the value is a text
 
     @property
     def interval(self) -> dict[str, float] | None:
@@ -75,17 +73,13 @@ class Row:
 class JudgeTable:
     """Table with a column per reward."""
 
-    title: str
-    """Title of the table in a terminal, and of its first column on the page."""
+    title: str  # Title of the table in a terminal, and of its first column on the page
     rows: list[Row]
-    heading: str = ""
-    """Heading on the page."""
-    columns: tuple[str, ...] = ()
-    """Names of the columns; empty where each is a reward."""
+    heading: str = ""  # Heading on the page
+    columns: tuple[str, ...] = ()  # Names of the columns; empty where each is a reward
     track: tuple[float, float] | None = None
     """Ends of the axis on which the first cells are drawn as dots with intervals; None draws none."""
-    marks: tuple[str, ...] = ()
-    """Marks of that axis, evenly spaced."""
+    marks: tuple[str, ...] = ()  # Marks of that axis, evenly spaced
 
 
 def evaluation_page(result: Mapping[str, Any], images: Mapping[str, Mapping[str, Any] | None]) -> str:

@@ -21,12 +21,9 @@ class SampleKind:
 
     singular: str
     plural: str
-    verb: str
-    """Participle for a prompt, such as "drawn"."""
-    same: str
-    """Common ground of before and after."""
-    pairing: str
-    """The same as a sentence."""
+    verb: str  # Participle for a prompt, such as "drawn"
+    same: str  # Common ground of before and after
+    pairing: str  # The same as a sentence
 
 
 IMAGES = SampleKind(

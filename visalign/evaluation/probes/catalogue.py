@@ -53,8 +53,7 @@ CANVASES = (("white", 0.8), ("grey", 0.8), ("white", 0.5), ("grey", 0.5))
 class Sample:
     """Image and its prompt."""
 
-    image: Tensor
-    """[3, H, W] float32 in [0, 1], on the 8-bit grid."""
+    image: Tensor  # [3, H, W] float32 in [0, 1], on the 8-bit grid
     prompt: str
 
 
@@ -63,8 +62,7 @@ class Level:
     """Strength or kind of a change."""
 
     label: str
-    x: float | None = None
-    """Position on the response curve; None for kinds that have no order."""
+    x: float | None = None  # Position on the response curve; None for kinds that have no order
 
 
 Change = Callable[[Sample, Level, torch.Generator], Sample | None]
@@ -78,18 +76,14 @@ class Probe:
     name: str
     title: str
     wanted: Wanted
-    levels: tuple[Level, ...]
-    """From weak to strong where `wanted` is "falling"."""
-    change: Change | None = None
-    """None for probes of how the reward is called: they change no sample."""
+    levels: tuple[Level, ...]  # From weak to strong where `wanted` is "falling"
+    change: Change | None = None  # None for probes of how the reward is called: they change no sample
     x_name: str = ""
-    neutral: float | None = None
-    """The x at which the image is unchanged."""
+    neutral: float | None = None  # The x at which the image is unchanged
     versus_real: bool = False
     """For pairwise rewards: compare the changed image with another real one instead of itself unchanged; the
     response is then how much better it does than the unchanged one did."""
-    why: str = ""
-    """Consequence of training on a reward that fails the probe."""
+    why: str = ""  # Consequence of training on a reward that fails the probe
 
 
 def _of_image(function: Callable[[Tensor, Level, torch.Generator], Tensor]) -> Change:
