@@ -22,7 +22,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from tests.benchmarks.judges.linear_reward import LinearReward, features, fit, strength_of
+from tests.benchmarks.judges.linear_reward import features, fit, strength_of
 from tests.benchmarks.judges.which_labels import log_ratios, sampled, sampling, truth
 from tests.support.benchmarks import argument_parser, run_visalign, write_rows
 from visalign.core import effective_sample_size, off_policy_pair_weights
@@ -52,7 +52,8 @@ def policy(folder: Path, reward: Path, seed: int, iterations: int) -> Path:
             "train", "shapes_quickstart", f"rewards.terms={{r: {{name: '{term}', options: {{file: '{reward}'}}}}}}",
             "objective.changes_for.diffusion_nft_closed.reference_guidance=null", f"data.heldout={few}",
             "rollout.prompts_per_iteration=12", f"run.iterations={iterations}", f"seed={seed}",
-            f"optimizer.decay_updates={4 * iterations}", "run.max_seconds=null", "evaluation.every=0", "-o", str(folder),
+            f"optimizer.decay_updates={4 * iterations}", "run.max_seconds=null", "evaluation.every=0",
+            "-o", str(folder),
         )  # fmt: skip
     return folder / "lora"
 
