@@ -84,6 +84,8 @@ TEXT_CATALOGUE: dict[str, Entry] = {
     "verdict": "visalign.rewards.text.rating:VerdictReward",
     "spct": "visalign.rewards.text.rating:ScoresReward",
     "code_tests": "visalign.rewards.code.code_tests:CodeTests",
+    "text_judge": "visalign.rewards.chat.text_judge:TextJudge",
+    "text_grm": ("visalign.rewards.chat.text_judge:TextJudge", {"form": "list", "answers": 8}),
     "reward_model": "visalign.rewards.text.reward_model:RewardModel",
     "reward_fusion": "visalign.rewards.text.reward_fusion:RewardFusion",
     "process_reward": "visalign.rewards.text.process_reward:ProcessRewardModel",

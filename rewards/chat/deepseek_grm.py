@@ -3,10 +3,10 @@
 
 Source: Liu et al., "Inference-Time Scaling for Generalist Reward Modeling", arXiv 2504.02495, section 4:
 pointwise scores of 1 to 10, k samples whose scores are added, and a meta reward model that keeps the k_meta
-best samples. The paper judges a language model's answers; here a vision-language model judges an image, and
-the meta judge is a model that is asked whether the critique is right. Its log-odds of yes are the meta score:
-a scalar head, the difference of two rows of the vocabulary. `visalign train-reward` with model.kind critique
-trains it by cross-entropy on which votes were right.
+best samples. The paper judges a language model's answers, as `text_judge` does; here a vision-language model judges
+an image, and the meta judge is a model that is asked whether the critique is right. Its log-odds of yes are the
+meta score: a scalar head, the difference of two rows of the vocabulary. `visalign train-reward` with model.kind
+critique trains it by cross-entropy on which votes were right.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from visalign.interfaces import Metadata, Scores
 from visalign.rewards.base.contract import RewardError, check_choices, read_request
@@ -22,14 +22,14 @@ from visalign.rewards.base.identity import Identity
 from visalign.rewards.reading.numbers import AnswerError
 from visalign.rewards.reading.ratings import FORMS
 from visalign.rewards.vlm.requests import Query, requests
-from visalign.rewards.vlm.template import question
+from visalign.rewards.vlm.template import Template, question
 from visalign.rewards.vlm.yes_no import MIN_MASS
 
 from .judge import Answer, ChatJudge, failure_reason
-from .local import LocalModel
 from .messages import Reply
 from .yes_no import check_reading, read_reply_yes_no
 
+T = TypeVar("T")
 TOP_LOGPROBS = 20
 
 CRITIQUE = question(
@@ -83,19 +83,11 @@ class DeepSeekGRM(ChatJudge):
         device: Any = "cpu",
         **options: Any,
     ) -> None:
-        if k_meta is not None and not 1 <= k_meta <= answers:
-            raise RewardError(
-                f"{self.name}: k_meta is {k_meta}; allowed are whole numbers from 1 to answers ({answers})."
-            )
+        check_k_meta(self.name, k_meta, answers)
         check_choices(self.name, reads=(reads, FORMS))
         check_reading(self.name, top_logprobs=TOP_LOGPROBS, min_mass=min_mass)
         super().__init__(*address, answers=answers, device=device, **options)
-        if meta is not None and k_meta is None:
-            raise RewardError(f"{self.name}: meta is '{meta}' and k_meta None; set how many samples it keeps.")
-        self.meta_server, self.meta_template = self.server, META
-        if meta is not None:
-            self.meta_server = LocalModel(meta, device=device)
-            self.meta_template = self.meta_server.engine.template(META.name, META)
+        self.meta_server, self.meta_template = connect_meta(self, meta, k_meta, META, device)
         self.k_meta, self.votes, self.min_mass = k_meta, k_meta or answers, min_mass
         self.reader, low, high = FORMS[reads]
         self.unit = f"sum of {self.votes} scores from {low:g} to {high:g}"
@@ -128,36 +120,66 @@ class DeepSeekGRM(ChatJudge):
     def _ask_meta(
         self, queries: list[Query], samples: list[list[tuple[float, str]]]
     ) -> list[list[float | AnswerError]]:
-        """Ask the meta judge about each readable sample."""
-        meta_queries = [
-            replace(query, fields={"critique": text})
-            for query, row_samples in zip(queries, samples, strict=True)
-            for _, text in row_samples
-        ]
-
-        def read(reply: Reply) -> float:
-            return read_reply_yes_no(reply, self.meta_template, self.min_mass).bound
-
-        options = {"max_new_tokens": 1, "top_logprobs": TOP_LOGPROBS}
-        answers = iter(self.meta_server.ask(self.meta_template, meta_queries, read=read, **options))
-        return [[next(answers)[0] for _ in row_samples] for row_samples in samples]
+        texts = [[text for _, text in row] for row in samples]
+        return ask_meta(self.meta_server, self.meta_template, queries, texts, self.min_mass)
 
     def _select_votes(
         self, samples: Sequence[tuple[float, str]], metas: Sequence[float | AnswerError] | None
     ) -> list[Answer | AnswerError]:
         """Return the samples that count, best first, as K times their scores, whose mean is the sum."""
-        rated = [(score, text, {}) for score, text in samples]
-        if metas is not None:
-            rated = [
-                (score, text, {"meta": meta})
-                for (score, text), meta in zip(samples, metas, strict=True)
-                if not isinstance(meta, AnswerError)
-            ]
-            if not rated:
-                reason = failure_reason(metas)
-                return [AnswerError(f"the meta judge rated none of {len(samples)} samples: {reason}")]
-            rated = sorted(rated, key=lambda sample: -sample[2]["meta"])[: self.votes]
+        chosen = best_votes(samples, metas, self.votes)
+        if isinstance(chosen, AnswerError):
+            return [chosen]
         return [
-            ({"value": self.votes * score, "mean": score, "votes": float(len(rated)), **meta}, text)
-            for score, text, meta in rated
+            ({"value": self.votes * score, "mean": score, "votes": float(len(chosen)), **meta}, text)
+            for (score, text), meta in chosen
         ]
+
+
+def ask_meta(
+    server: Any, template: Template, queries: Sequence[Query], texts: Sequence[Sequence[str]], min_mass: float
+) -> list[list[float | AnswerError]]:
+    """Ask a meta judge about each written answer to each query: log-odds of yes."""
+    meta_queries = [
+        replace(query, fields={**query.fields, "critique": text})
+        for query, row in zip(queries, texts, strict=True)
+        for text in row
+    ]
+
+    def read(reply: Reply) -> float:
+        return read_reply_yes_no(reply, template, min_mass).bound
+
+    options = {"max_new_tokens": 1, "top_logprobs": TOP_LOGPROBS}
+    answers = iter(server.ask(template, meta_queries, read=read, **options))
+    return [[next(answers)[0] for _ in row] for row in texts]
+
+
+def best_votes(
+    samples: Sequence[T], metas: Sequence[float | AnswerError] | None, count: int
+) -> list[tuple[T, dict[str, float]]] | AnswerError:
+    """Return the `count` samples that the meta judge rates highest, best first; all of them without one."""
+    if metas is None:
+        return [(sample, {}) for sample in samples]
+    pairs = zip(samples, metas, strict=True)
+    rated = [(sample, {"meta": meta}) for sample, meta in pairs if not isinstance(meta, AnswerError)]
+    if not rated:
+        return AnswerError(f"the meta judge rated none of {len(samples)} samples: {failure_reason(metas)}")
+    return sorted(rated, key=lambda sample: -sample[1]["meta"])[:count]
+
+
+def check_k_meta(name: str, k_meta: int | None, answers: int) -> None:
+    """Refuse a number of samples to keep that is not among the K answers."""
+    if k_meta is not None and not 1 <= k_meta <= answers:
+        raise RewardError(f"{name}: k_meta is {k_meta}; allowed are whole numbers from 1 to answers ({answers}).")
+
+
+def connect_meta(
+    judge: ChatJudge, meta: str | Path | None, k_meta: int | None, template: Template, device: Any
+) -> tuple[Any, Template]:
+    """Load the meta judge of a folder, asked as it was trained; without one the judge is asked itself."""
+    if meta is None:
+        return judge.server, template
+    if k_meta is None:
+        raise RewardError(f"{judge.name}: meta is '{meta}' and k_meta None; set how many samples it keeps.")
+    server = judge.load_local(meta, device=device)
+    return server, server.engine.template(template.name, template)

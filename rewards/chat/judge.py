@@ -57,6 +57,8 @@ class ChatJudge:
     """Names in braces that a template must contain."""
     default_temperature = 0.0
     default_max_new_tokens = 1024
+    load_local: Callable[..., LocalModel] = LocalModel
+    """Loads a model in this process."""
 
     def __init__(
         self,
@@ -72,7 +74,9 @@ class ChatJudge:
         max_new_tokens: int | None = None,
         **server_options: Any,
     ) -> None:
-        self.server = connect(self.name, server, base_url, model, server_options, device=device)
+        self.server = connect(
+            self.name, server, base_url, model, server_options, device=device, load_local=self.load_local
+        )
         self.template = as_template(self.name, template, self.default_template, self.required_fields)
         self.answers = answers
         self.sampling = {
@@ -159,6 +163,7 @@ def connect(
     options: dict[str, Any],
     *,
     device: Any = "cpu",
+    load_local: Callable[..., LocalModel] = LocalModel,
 ) -> ChatServer | LocalModel:
     """Return the given server, or connect to `base_url` and `model`, else to those of the environment.
 
@@ -173,7 +178,7 @@ def connect(
         options = {"api_key_env": KEY if KEY in os.environ else None, **options}
     model = model if model is not None else os.environ.get(MODEL)
     if base_url is None and model and (isinstance(resolve_model(model), Path) or is_hub_id(model)):
-        return LocalModel(model, device=device, **options)
+        return load_local(model, device=device, **options)
     if base_url is None or not model:
         raise RewardError(
             f"{name}: base_url is {base_url!r} and model {model!r}; give the address of an OpenAI-compatible "

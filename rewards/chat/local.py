@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Vision-language model in this process that stands in for a chat server."""
+"""Model in this process that stands in for a chat server."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
-
-import torch
 
 from visalign.rewards.base.failure import FailureAlarm
 from visalign.rewards.reading.numbers import AnswerError
@@ -73,24 +71,13 @@ class LocalModel:
         """Return the arguments of `Identity` except `judge`."""
         return self.engine.identity_fields(template, **options)
 
-    @torch.no_grad()
     def _first_tokens(self, template: Template, queries: Sequence[Query], count: int) -> list[Reply | AnswerError]:
         """Return the likeliest first tokens of each request."""
-        rows, reasons = self.engine.encode(template, queries)
-        valid_rows = [row for row in rows if row is not None]
-        if not valid_rows:
-            return [AnswerError(str(reason)) for reason in reasons]
-        log_prob, ids = self.engine.network.likeliest(self.engine.states(valid_rows), count)
-        tokens = iter(zip(log_prob.tolist(), ids.tolist(), strict=True))
-        decode = self.engine.processor.tokenizer.decode
-        replies: list[Reply | AnswerError] = []
-        for reason in reasons:
-            if reason is not None:
-                replies.append(AnswerError(reason))
-                continue
-            spelled = ((decode([token_id]), value) for value, token_id in zip(*next(tokens), strict=True))
-            replies.append(Reply("", merge_spellings(spelled)))
-        return replies
+        rows, reasons = self.engine.likeliest(template, queries, count)
+        return [
+            Reply("", merge_spellings(row)) if reason is None else AnswerError(reason)
+            for row, reason in zip(rows, reasons, strict=True)
+        ]
 
 
 def _reply(text: str, ended: bool) -> Reply | AnswerError:

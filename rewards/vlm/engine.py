@@ -207,6 +207,21 @@ class VisionLanguageEngine:
         rows, reasons = self.encode(template, queries)
         return generate_answers(self.network, self.processor.tokenizer, rows, reasons, **sampling)
 
+    @torch.no_grad()
+    def likeliest(
+        self, template: Template, queries: Sequence[Query], count: int
+    ) -> tuple[list[list[tuple[str, float]]], list[str | None]]:
+        """Return the likeliest first tokens of each answer with their log-probs, and reasons where there are none."""
+        rows, reasons = self.encode(template, queries)
+        valid_rows = [row for row in rows if row is not None]
+        if not valid_rows:
+            return [[] for _ in rows], reasons
+        log_prob, ids = self.network.likeliest(self.states(valid_rows), count)
+        tokens = iter(zip(log_prob.tolist(), ids.tolist(), strict=True))
+        decode = self.processor.tokenizer.decode
+        spelled = [zip(*next(tokens), strict=True) if row is not None else () for row in rows]
+        return [[(decode([token_id]), value) for value, token_id in row] for row in spelled], reasons
+
     def clear_features(self) -> None:
         """Drop cached image features, after the tower's weights changed."""
         self.network.cache.clear()

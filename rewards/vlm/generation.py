@@ -57,17 +57,17 @@ def generate_answers(
     Temperature 0 is greedy.
     """
     check_drawing(answers, temperature, max_new_tokens)
-    end_tokens = _end_tokens(network.model, tokenizer)
+    ends = end_tokens(network.model, tokenizer)
     unique_rows = list(dict.fromkeys(row for row in rows if row is not None))
     answers_of: dict[TokenRow, list[list[int]]] = {}
     for part in _parts(unique_rows, answers, max_new_tokens, network.max_tokens):
-        tokens = _generate(network, part, answers, seed, temperature, max_new_tokens, end_tokens)
+        tokens = _generate(network, part, answers, seed, temperature, max_new_tokens, ends)
         answers_of.update(zip(part, tokens, strict=True))
     texts, finished = [], []
     for row in rows:
         tokens = [] if row is None else answers_of[row]
         texts.append([tokenizer.decode(ids, skip_special_tokens=True) for ids in tokens])
-        finished.append([bool(ids) and ids[-1] in end_tokens for ids in tokens])
+        finished.append([bool(ids) and ids[-1] in ends for ids in tokens])
     return JudgeAnswers(texts, finished, reasons)
 
 
@@ -165,7 +165,8 @@ def _uniforms(seed: int, row: TokenRow, answer: int, count: int) -> Tensor:
     return torch.rand(count, generator=generator, dtype=torch.float64)
 
 
-def _end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
+def end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
+    """Collect the ids that end an answer."""
     tokens: set[Any] = set()
     for ids in (getattr(model.generation_config, "eos_token_id", None), tokenizer.eos_token_id):
         tokens |= set(ids) if isinstance(ids, list | tuple) else {ids}

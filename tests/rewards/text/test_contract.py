@@ -22,7 +22,7 @@ from visalign.rewards.text.contract import read_text_request
 
 ANSWERS = {"completions": ["4", r"\boxed{4}", "5"], "metadata": [{"answer": "4"}, {"answer": "4"}, {}]}
 RATED = [{"image": f"{n}.png", "mos": float(n)} for n in (4, 3, 2)]
-NEED_A_MODEL = ("reward_model", "process_reward")
+NEED_A_MODEL = ("reward_model", "process_reward", "text_judge", "text_grm")
 INPUTS = {
     "exact_answer": ({}, ANSWERS),
     "numeric_answer": ({}, ANSWERS),
