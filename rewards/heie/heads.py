@@ -26,7 +26,7 @@ from visalign.rewards.base.contract import RewardError
 from visalign.rewards.vlm.requests import Query
 from visalign.rewards.vlm.template import Template
 from visalign.rewards.weights.checkpoint_files import load_strict
-from visalign.rewards.weights.resize import resize_smoothly
+from visalign.vision.resize import resize_smoothly
 from visalign.vision.pixels import to_levels
 
 FORMAT = "visalign-heie-2"

@@ -23,12 +23,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from visalign.interfaces import Metadata, Scores
 from visalign.rewards.base.contract import make_scores, read_request, scatter
 from visalign.rewards.base.identity import Identity
 from visalign.rewards.vlm.engine import check_loading
-from visalign.rewards.vlm.requests import requests
+from visalign.rewards.vlm.requests import askable_rows, requests
 from visalign.rewards.vlm.template import Template
 from visalign.rewards.weights.checkpoint_files import dtype_of
 from visalign.rewards.weights.fingerprints import WeightPrint, evaluation_mode
@@ -114,3 +115,13 @@ class HPSv3:
         value, std = (scatter(column, rows, len(request)) for column in (mean, log_std.exp()))
         mark_not_finite(rows, value, std, reasons)
         return make_scores(value, reasons, self.unit, std=std, parts={"mean": value, "std": std})
+
+    def score_with_gradient(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        """Score images [B, 3, H, W] in [0, 1] by the mean, differentiably in the pixels: [B] float32, NaN without one."""
+        rows = askable_rows(self.model.template, prompts)
+        batch = self.model.encode([images[row] for row in rows], [prompts[row] for row in rows])
+        value = torch.full((len(prompts),), torch.nan)
+        if len(batch):
+            with evaluation_mode(self.model):
+                value[[rows[index] for index in batch.index]] = self.model(batch)[0].cpu()
+        return value

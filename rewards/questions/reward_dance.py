@@ -32,7 +32,7 @@ from visalign.rewards.base.contract import (
 )
 from visalign.rewards.base.identity import Identity
 from visalign.rewards.vlm.engine import engine_of
-from visalign.rewards.vlm.requests import Query, check_fields, requests
+from visalign.rewards.vlm.requests import Query, askable_rows, check_fields, requests
 from visalign.rewards.vlm.template import Template, question
 from visalign.rewards.vlm.yes_no import MIN_MASS, Odds, YesNoReader
 
@@ -111,6 +111,14 @@ class _YesNoJudge:
         """Identity of the scores."""
         return Identity(judge=self.name, **self.engine.identity_fields(self.template, **self._options))
 
+    def _odds_with_gradient(self, images: Sequence[Sequence[Tensor]], prompts: Sequence[str]) -> Tensor:
+        """Compute the log-odds [B] of yes, differentiable in the images of each question; NaN without an answer."""
+        rows = askable_rows(self.template, prompts)
+        queries = [Query(images=images[row], prompt=prompts[row], fields=self._fields) for row in rows]
+        log_odds = torch.full((len(prompts),), torch.nan)
+        log_odds[rows] = self._read(queries, gradient=True).log_odds
+        return log_odds
+
     def _write_reasons(self, rows: list[int], size: int, queries: Sequence[Query], odds: Odds) -> list[str] | None:
         """Generate the reasons greedily, decision included; None where they are not asked for."""
         if not self._reason_tokens:
@@ -169,6 +177,11 @@ class RewardDance(_YesNoJudge):
         text = self._write_reasons(rows, len(request), queries, odds)
         return make_scores(parts[self.value], reasons, self.unit, parts=parts, text=text)
 
+    def score_with_gradient(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        """Score images [B, 3, H, W] in [0, 1], differentiably in the pixels: [B] float32, NaN without an answer."""
+        log_odds = self._odds_with_gradient([[image] for image in images], prompts)
+        return log_odds if self.value == "log_odds" else log_odds.sigmoid()
+
 
 class RewardDancePairs(_YesNoJudge):
     """Probability that the left of two images is better: the question with a reference, in both orders.
@@ -208,6 +221,13 @@ class RewardDancePairs(_YesNoJudge):
     ) -> Preferences:
         """Compare numbered images: n images with n prompts, pairs [N, 2] (left, right) of one prompt each."""
         return self._compare(read_request(self.name, images, prompts, metadata), pairs.cpu())
+
+    def compare_with_gradient(self, left: Sequence[Tensor], right: Sequence[Tensor], prompts: Sequence[str]) -> Tensor:
+        """Compute the log-odds [B] of `compare`, differentiable in the images [3, H, W] that require a gradient."""
+        second = self._odds_with_gradient(list(zip(right, left, strict=True)), prompts)
+        if not self.both_orders:
+            return second
+        return (second - self._odds_with_gradient(list(zip(left, right, strict=True)), prompts)) / 2
 
     def _compare(self, request: Request, pairs: Tensor) -> Preferences:
         size, orders = len(pairs), 1 + self.both_orders

@@ -187,19 +187,28 @@ class VisionLanguageEngine:
         size = self.model.config.get_text_config().hidden_size
         return HiddenStates(_fill_rows(rows, size, self.states), reasons)
 
-    @torch.no_grad()
     def answer_logits(
-        self, template: Template, queries: Sequence[Query], ids: Sequence[int], *, left_over: bool = False
+        self,
+        template: Template,
+        queries: Sequence[Query],
+        ids: Sequence[int],
+        *,
+        left_over: bool = False,
+        gradient: bool = False,
     ) -> AnswerLogits:
-        """Compute the logits of K tokens at the start of the answer; `left_over` adds `log_total`."""
-        rows, reasons = self.encode(template, queries)
+        """Compute the logits of K tokens at the start of the answer; `left_over` adds `log_total`.
+
+        With `gradient` the logits, without `log_total`, have that of the images that require one.
+        """
 
         def compute(rows: Sequence[TokenRow]) -> Tensor:
             states = self.states(rows)
             logits = self.network.head_logits(states, ids)
-            return torch.cat((logits, self.network.log_total(states)[:, None]), 1) if left_over else logits
+            return torch.cat((logits, self.network.log_total(states.detach())[:, None]), 1) if left_over else logits
 
-        values = _fill_rows(rows, len(ids) + left_over, compute)
+        with torch.set_grad_enabled(gradient):
+            rows, reasons = self.encode(template, queries)
+            values = _fill_rows(rows, len(ids) + left_over, compute)
         return AnswerLogits(values[:, : len(ids)], values[:, -1] if left_over else None, reasons)
 
     def generate(self, template: Template, queries: Sequence[Query], **sampling: Any) -> JudgeAnswers:

@@ -130,15 +130,18 @@ class SeeingNetwork:
         return [weight for name, weight in self.trunk.named_parameters() if "language_model." not in name]
 
     def features(self, images: Sequence[SeenImage]) -> dict[SeenImage, ImageFeatures]:
-        """Features of images: cached ones, or computed with gradient while the tower is trained.
+        """Features of images: cached ones, or computed with gradient where the tower is trained or the image has one.
 
         The cache is keyed by pixels, across prompts and calls, and cleared when the tower's weights change.
         """
         unique = list(dict.fromkeys(images))
         tower = self.tower
-        if torch.is_grad_enabled() and any(weight.requires_grad for weight in tower):
-            live = self.images.features(self.trunk, unique) if unique else []
-            return dict(zip(unique, live, strict=True))
+        is_trained = torch.is_grad_enabled() and any(weight.requires_grad for weight in tower)
+        live = [image for image in unique if is_trained or image.pixels.is_floating_point()]
+        with_gradient = dict(zip(live, self.images.features(self.trunk, live) if live else [], strict=True))
+        if len(live) == len(unique):
+            return with_gradient
+        unique = [image for image in unique if image not in with_gradient]
         state = hash(tuple((w.data_ptr(), 0 if w.is_inference() else w._version) for w in tower))
         if state != self._tower_state:
             self.cache.clear()
@@ -150,7 +153,7 @@ class SeeingNetwork:
                 for image, value in zip(part, self.images.features(self.trunk, part), strict=True):
                     self.cache.put(image.digest, value)
                     features[image] = value
-        return features
+        return {**features, **with_gradient}
 
     def inputs(self, batch: Batch) -> dict[str, Any]:
         """Inputs of the language part for a batch, without its mask."""

@@ -22,7 +22,7 @@ from visalign.rewards.base.contract import Request, RewardError, prompt_problem
 from visalign.rewards.base.images import load_images
 from visalign.vision.images import ImageFeatures, PatchedImage, pixel_digest, tower_features
 from visalign.vision.patches import PatchCutter
-from visalign.vision.pixels import to_levels
+from visalign.vision.pixels import rounded_levels, to_levels
 
 from .template import Template, escape
 
@@ -38,7 +38,13 @@ class SeenImage:
     grid: tuple[int, int, int] = field(compare=False)
     """(frames, rows, columns) of patches; (tiles, 1, 1) where a model takes tiles."""
     tokens: int = field(compare=False)  # Number of image tokens in the prompt
-    pixels: Tensor = field(compare=False, repr=False)  # uint8 [3, H, W], or [F, 3, H, W] of a clip
+    # uint8 [3, H, W], or [F, 3, H, W] of a clip; float in [0, 1] of an image with a gradient
+    pixels: Tensor = field(compare=False, repr=False)
+
+
+def _digest(pixels: Tensor) -> str:
+    """Digest of the pixels; an image with a gradient gets its own, so that it shares nothing with its equals."""
+    return f"live {id(pixels)}" if pixels.is_floating_point() else pixel_digest(pixels)
 
 
 class PatchEncoder:
@@ -56,7 +62,7 @@ class PatchEncoder:
         """Measure an image or clip in tokens; ValueError with the reason where the model cannot take it."""
         pixels = self.cutter.seen(pixels)
         grid = self.cutter.grid(*pixels.shape[-2:], frames=len(pixels) if pixels.ndim == 4 else 1)
-        return SeenImage(pixel_digest(pixels), grid, self.cutter.tokens(grid), pixels)
+        return SeenImage(_digest(pixels), grid, self.cutter.tokens(grid), pixels)
 
     def features(self, trunk: Any, images: Sequence[SeenImage]) -> list[ImageFeatures]:
         """Encode images in one pass through the tower."""
@@ -80,11 +86,20 @@ class TileEncoder:
         if pixels.ndim != 3:
             raise RewardError("A model that cuts images into tiles takes no clip; give a Qwen2-VL.")
         tiles = self._images.get_number_of_image_patches(*pixels.shape[1:], {"crop_to_patches": True})
-        return SeenImage(pixel_digest(pixels), (int(tiles), 1, 1), int(tiles) * self._length, pixels)
+        return SeenImage(_digest(pixels), (int(tiles), 1, 1), int(tiles) * self._length, pixels)
 
     def features(self, trunk: Any, images: Sequence[SeenImage]) -> list[ImageFeatures]:
         options = {"crop_to_patches": True, "return_tensors": "pt", "input_data_format": "channels_first"}
-        tiles = [self._images(images=[image.pixels], **options)["pixel_values"] for image in images]
+
+
+        def cut(pixels: Tensor) -> Tensor:
+            if not pixels.is_floating_point():
+                return self._images(images=[pixels], **options)["pixel_values"]
+            exact = cut(rounded_levels(pixels.detach()))
+            smooth = self._images(images=[pixels.float() * 255], **options)["pixel_values"]  # neither rounds nor clips
+            return smooth + (exact - smooth).detach()
+
+        tiles = [cut(image.pixels) for image in images]
         device = trunk.get_input_embeddings().weight.device
         embeds = trunk.get_image_features(torch.cat(tiles).to(device), return_dict=True).pooler_output
         return [ImageFeatures(part.flatten(0, 1)) for part in embeds.split(list(map(len, tiles)))]
@@ -175,7 +190,8 @@ class RowEncoder:
         measured = {} if measured is None else measured
         for image in query.images:
             if id(image) not in measured:
-                measured[id(image)] = self._images.measure(to_levels(image))
+                has_gradient = torch.is_grad_enabled() and image.requires_grad
+                measured[id(image)] = self._images.measure(image if has_gradient else to_levels(image))
         images = tuple(measured[id(image)] for image in query.images)
         remaining, ids = iter(images), []
         for token in text_ids:
@@ -300,6 +316,11 @@ def requests(
         pair = [before[row], image] if source else [image]
         queries.append(Query(images=pair, prompt=prompt, fields=dict(fields or {})))
     return rows, queries
+
+
+def askable_rows(template: Template, prompts: Sequence[str]) -> list[int]:
+    """List the rows whose prompt can be asked about: any where the template needs none."""
+    return [row for row, p in enumerate(prompts) if "prompt" not in template.fields or prompt_problem(p) is None]
 
 
 def source_images(metadata: Sequence[Mapping[str, Any] | None], reasons: list[str | None]) -> dict[int, Tensor]:

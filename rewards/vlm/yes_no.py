@@ -71,17 +71,17 @@ class YesNoReader:
             )
         self.ids = [*self._yes, *self._no]
 
-    def __call__(self, queries: Sequence[Any]) -> Odds:
-        """Read the answers to B requests."""
+    def __call__(self, queries: Sequence[Any], *, gradient: bool = False) -> Odds:
+        """Read the answers to B requests; with `gradient` the log-odds have that of the images that require one."""
         if not queries:
             return Odds(torch.zeros(0), torch.zeros(0), [], [])
-        reply = self.engine.answer_logits(self.template, queries, self.ids, left_over=True)
+        reply = self.engine.answer_logits(self.template, queries, self.ids, left_over=True, gradient=gradient)
         logits = reply.logits.double()  # float32 rounding would depend on the batch
         log_prob = logits - reply.log_total.double()[:, None]
         split, size = len(self._yes), len(self.ids)
         answer = yes_no_answer(log_prob, range(split), range(split, size), normalised=True)
         odds = answer.log_odds.clamp(-SUREST, SUREST).float()
-        mass = answer.mass.clamp(max=1.0).float()
+        mass = answer.mass.detach().clamp(max=1.0).float()
         reasons = list(reply.reasons)
         for row, share in enumerate(mass.tolist()):
             if reasons[row] is None and not share >= self.min_mass:
@@ -89,7 +89,7 @@ class YesNoReader:
                     f"the model answers neither yes nor no: together they have {share:.2g} of the "
                     f"probability, and at least {self.min_mass:g} is asked for"
                 )
-            elif reasons[row] is None and not math.isfinite(float(odds[row])):
+            elif reasons[row] is None and not math.isfinite(odds[row].item()):
                 reasons[row] = "the model's log-odds are no number"
         valid = torch.tensor([reason is None for reason in reasons])
         return Odds(torch.where(valid, odds, torch.nan), mass, self._decisions(logits, odds), reasons)

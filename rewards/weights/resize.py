@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from visalign.rewards.base.contract import Request
-from visalign.vision.resize import resize_like_pil, resize_weights
+from visalign.vision.resize import resize_like_pil, resize_smoothly
 from visalign.vision.window import seen_window
 
 SETTINGS = "size mean std interpolation resize_mode fill_color crop_rounding resampling window".split()
@@ -126,20 +126,6 @@ def normalised(pixels: Tensor, config: Mapping[str, Any]) -> Tensor:
     """(x − mean) / std of pixels [N, 3, h, w] in [0, 1]."""
     mean, std = (torch.tensor(config[key], device=pixels.device).view(1, 3, 1, 1) for key in ("mean", "std"))
     return (pixels - mean) / std
-
-
-def resize_smoothly(images: Tensor, size: tuple[int, int], interpolation: str = "bicubic") -> Tensor:
-    """Resize images [N, C, H, W] of any range, y = W_H x W_Wᵀ with PIL's antialiased "bicubic" or "bilinear".
-
-    Never rounded or clipped; differentiable, dtype kept.
-    """
-    for axis, target in ((3, size[1]), (2, size[0])):
-        source = images.shape[axis]
-        if source != target:
-            weights = resize_weights(source, target, interpolation)
-            weights = (weights / weights.sum(1, keepdim=True)).to(images.device, images.dtype)
-            images = images @ weights.T if axis == 3 else weights @ images
-    return images
 
 
 def checked_shape(height: int, width: int, config: Mapping[str, Any]) -> tuple[int, int]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from PIL import Image
 from transformers import Qwen2VLImageProcessor
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize as own_smart_resize
 
 from visalign.vision.patches import PatchCutter, smart_resize
@@ -91,3 +92,20 @@ def test_settings_that_are_not_done_here_are_refused() -> None:
             PatchCutter.of(Qwen2VLImageProcessor(**change))
     cutter = PatchCutter.of(Qwen2VLImageProcessor(), min_pixels=200704, max_pixels=200704)
     assert cutter.settings()["min_pixels"] == cutter.max_pixels == 200704 and cutter.patch == 14
+
+
+@pytest.mark.parametrize("size", [(56, 56), (100, 301), (37, 90), (90, 90), (1, 90), (118, 40)])
+def test_images_with_a_gradient_have_the_processors_pixels(size) -> None:
+    processor = Qwen2VLImageProcessorPil(patch_size=4, size={"shortest_edge": 64, "longest_edge": 1600})
+    levels, cutter = make_image(*size, seed=0), PatchCutter.of(processor)
+    leaf = (levels.float() / 255).requires_grad_()
+    cut = cutter.cut(leaf)
+    expected = cutter.cut(levels)
+    if size[0] <= 2 * size[1]:  # Pillow 13 begins with the height of tall images, see visalign/vision/resize.py
+        image = Image.fromarray(levels.permute(1, 2, 0).numpy())
+        expected = torch.as_tensor(processor(images=[image], return_tensors="pt")["pixel_values"])
+    torch.testing.assert_close(cut.detach(), expected, rtol=0, atol=1e-5)
+    (gradient,) = torch.autograd.grad(cut.sum(), leaf)
+    # rows of the resize sum to 1: along a brighter image each number grows by 1 / std
+    growth = sum(cut.numel() / 3 / deviation for deviation in cutter.std)
+    assert float(gradient.sum()) == pytest.approx(growth, rel=1e-4)

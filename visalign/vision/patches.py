@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .resize import resize_like_pil
+from .pixels import rounded_levels
+from .resize import resize_like_pil, resize_smoothly
 from .window import check_window, seen_window
 
 LONGEST = 200  # longer side by shorter side at most
@@ -77,7 +78,14 @@ class PatchCutter:
         return seen_window(pixels, self.window) if self.window and pixels.ndim == 3 else pixels
 
     def levels(self, pixels: Tensor) -> Tensor:
-        """Resize images uint8 [*, 3, H, W] to float32 [*, 3, h, w] of whole numbers from 0 to 255."""
+        """Resize images uint8 [*, 3, H, W], or float in [0, 1], to float32 [*, 3, h, w] of whole numbers from 0 to 255.
+
+        The gradient of a float image is that of the resize, straight through rounding and clipping.
+        """
+        if pixels.is_floating_point():
+            exact = self.levels(rounded_levels(pixels.detach()))
+            smooth = resize_smoothly(pixels.float() * 255, exact.shape[-2:], self.resample)
+            return smooth + (exact - smooth).detach()
         _, rows, columns = self.grid(*pixels.shape[-2:])
         size = (rows * self.patch, columns * self.patch)
         if tuple(pixels.shape[-2:]) == size:
@@ -86,8 +94,8 @@ class PatchCutter:
         return resize_like_pil(flat, size, self.resample).view(*pixels.shape[:-2], *size)
 
     def cut(self, pixels: Tensor) -> Tensor:
-        """Return patches [moments · rows · columns, 3 · frames · patch²] float32 of an image uint8 [3, H, W] or a clip
-        [F, 3, H, W], whose last frame is repeated where a moment lacks one; those of one token stand together.
+        """Return patches [moments · rows · columns, 3 · frames · patch²] float32 of an image [3, H, W] or a clip
+        [F, 3, H, W] as `levels` takes them, whose last frame is repeated where a moment lacks one; those of one token stand together.
         """
         mean, std = (torch.tensor(of, device=pixels.device).view(3, 1, 1) for of in (self.mean, self.std))
         image = (self.levels(pixels) / 255 - mean) / std

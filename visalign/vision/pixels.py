@@ -83,7 +83,12 @@ def to_levels(image: Tensor) -> Tensor:
     """Convert an image in [0, 1] of any layout to uint8 on the CPU, rounded to the nearest level; uint8 stays."""
     if image.dtype == torch.uint8:
         return image.cpu()
-    return image.detach().cpu().float().mul(255).round().clamp(0, 255).to(torch.uint8)
+    return rounded_levels(image.detach().cpu())
+
+
+def rounded_levels(image: Tensor) -> Tensor:
+    """Round a float image in [0, 1] to uint8 levels on its device."""
+    return image.float().mul(255).round().clamp(0, 255).to(torch.uint8)
 
 
 def _from_pil(image: Image.Image, where: str) -> Tensor:

@@ -10,6 +10,7 @@ pixels for some layouts (torch 2.15: images of width 1, by up to 166 levels).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -31,6 +32,20 @@ def resize_like_pil(levels: Tensor, size: tuple[int, int], interpolation: str = 
         down = resize_weights(levels.shape[2], height, interpolation).to(levels.device)
         levels = _to_levels(down @ levels)
     return levels.float()
+
+
+def resize_smoothly(images: Tensor, size: Sequence[int], interpolation: str = "bicubic") -> Tensor:
+    """Resize images [*, H, W] of any range, y = W_H x W_Wᵀ with PIL's antialiased "bicubic" or "bilinear".
+
+    Never rounded or clipped; differentiable, dtype kept.
+    """
+    for axis, target in ((-1, size[1]), (-2, size[0])):
+        source = images.shape[axis]
+        if source != target:
+            weights = resize_weights(source, target, interpolation)
+            weights = (weights / weights.sum(1, keepdim=True)).to(images.device, images.dtype)
+            images = images @ weights.T if axis == -1 else weights @ images
+    return images
 
 
 def _to_levels(sums: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ def seen_window(image: Tensor, side: int) -> Tensor:
     if max(height, width) <= side:
         return image
     levels = image.detach()
-    levels = levels.short() if levels.dtype == torch.uint8 else levels * 255
+    levels = levels.short() if levels.dtype == torch.uint8 else (levels * 255).round()
     corners = levels[:, [0, 0, -1, -1], [0, -1, 0, -1]]
     alike = (corners[:, :, None] - corners[:, None]).abs().amax(0) <= TOLERANCE
     shared = alike.sum(1) >= 3

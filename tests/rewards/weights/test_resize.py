@@ -10,7 +10,8 @@ from PIL import Image
 
 from tests.support.models.clip import save_tiny_transformers_clip
 from visalign.rewards.scorers.clip_score import ClipScore
-from visalign.rewards.weights.resize import model_levels, model_pixels, resize_smoothly, resized_shape
+from visalign.rewards.weights.resize import model_levels, model_pixels, resized_shape
+from visalign.vision.resize import resize_smoothly
 
 BICUBIC = Image.Resampling.BICUBIC
 CONFIG = {"size": 64, "mean": [0.5] * 3, "std": [0.5] * 3, "interpolation": "bicubic"}

@@ -185,7 +185,13 @@ class ScriptedEngine:
         return {"model": "scripted", "template": template.text, "options": options}
 
     def answer_logits(
-        self, template: Template, asks: Sequence[Query], ids: Sequence[int], *, left_over: bool = False
+        self,
+        template: Template,
+        asks: Sequence[Query],
+        ids: Sequence[int],
+        *,
+        left_over: bool = False,
+        gradient: bool = False,
     ) -> AnswerLogits:
         assert self._probability is not None
         self.asked += asks

@@ -251,7 +251,7 @@ def check_differentiable(reward: Any) -> None:
             raise UserError(
                 f"The reward {label!r} ({type(term).__name__}) has no gradient in the pixels, through which "
                 "objective.algorithm would train. Take one with score_with_gradient(images, prompts), as the "
-                "CLIP rewards, image_reward and laion_aesthetic have, or an algorithm that needs none, e.g. "
+                "CLIP rewards, image_reward, reward_dance and hpsv3 have, or an algorithm that needs none, e.g. "
                 "objective.algorithm=diffusion_nft."
             )
 
@@ -273,6 +273,9 @@ def image_gradient(reward: Any, images: Tensor, prompts: Sequence[str], row: Asc
                     f"score_with_gradient of the reward {label!r} returned {list(scores.shape)} for "
                     f"{len(images)} images; it must return one number for each, [{len(images)}]."
                 )
+            if not scores.isfinite().any():  # a judge that answered about none of them has no graph either
+                value += torch.nan
+                continue
             (term_gradient,) = torch.autograd.grad(scores.sum(), leaf)
         if row.normalise:
             norm = term_gradient.flatten(1).norm(dim=1).reshape(-1, 1, 1, 1)
