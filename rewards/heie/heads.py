@@ -26,8 +26,8 @@ from visalign.rewards.base.contract import RewardError
 from visalign.rewards.vlm.requests import Query
 from visalign.rewards.vlm.template import Template
 from visalign.rewards.weights.checkpoint_files import load_strict
-from visalign.vision.resize import resize_smoothly
 from visalign.vision.pixels import to_levels
+from visalign.vision.resize import resize_smoothly
 
 FORMAT = "visalign-heie-2"
 LOG_STD = (-4.0, 1.0)

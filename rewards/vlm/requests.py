@@ -91,7 +91,6 @@ class TileEncoder:
     def features(self, trunk: Any, images: Sequence[SeenImage]) -> list[ImageFeatures]:
         options = {"crop_to_patches": True, "return_tensors": "pt", "input_data_format": "channels_first"}
 
-
         def cut(pixels: Tensor) -> Tensor:
             if not pixels.is_floating_point():
                 return self._images(images=[pixels], **options)["pixel_values"]

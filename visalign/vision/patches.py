@@ -78,7 +78,7 @@ class PatchCutter:
         return seen_window(pixels, self.window) if self.window and pixels.ndim == 3 else pixels
 
     def levels(self, pixels: Tensor) -> Tensor:
-        """Resize images uint8 [*, 3, H, W], or float in [0, 1], to float32 [*, 3, h, w] of whole numbers from 0 to 255.
+        """Resize images [*, 3, H, W], uint8 or float in [0, 1], to float32 [*, 3, h, w] of whole numbers to 255.
 
         The gradient of a float image is that of the resize, straight through rounding and clipping.
         """
@@ -95,7 +95,8 @@ class PatchCutter:
 
     def cut(self, pixels: Tensor) -> Tensor:
         """Return patches [moments · rows · columns, 3 · frames · patch²] float32 of an image [3, H, W] or a clip
-        [F, 3, H, W] as `levels` takes them, whose last frame is repeated where a moment lacks one; those of one token stand together.
+        [F, 3, H, W], as `levels` takes them. The last frame is repeated where a moment lacks one; patches of one
+        token stand together.
         """
         mean, std = (torch.tensor(of, device=pixels.device).view(3, 1, 1) for of in (self.mean, self.std))
         image = (self.levels(pixels) / 255 - mean) / std
