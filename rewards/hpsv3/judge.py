@@ -117,7 +117,7 @@ class HPSv3:
         return make_scores(value, reasons, self.unit, std=std, parts={"mean": value, "std": std})
 
     def score_with_gradient(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        """Compute the mean of images [B, 3, H, W] in [0, 1], differentiably in the pixels: [B] float32, NaN without."""
+        """Compute the means [B] float32 of images [B, 3, H, W] in [0, 1], differentiable in the pixels."""
         rows = askable_rows(self.model.template, prompts)
         batch = self.model.encode([images[row] for row in rows], [prompts[row] for row in rows])
         value = torch.full((len(prompts),), torch.nan)
