@@ -108,12 +108,8 @@ class ChatJudge:
         """
         reasons = list(request.images.reasons)
         rows, queries = requests(request, self.template, reasons, fields, source=source)
-
-        def read_with_text(reply: Reply) -> Answer:
-            return read(reply), reply.text
-
         options = {"top_logprobs": top_logprobs, **self.sampling}
-        answers = self.server.ask(self.template, queries, read=read_with_text, **options)
+        answers = self.server.ask(self.template, queries, read=lambda reply: (read(reply), reply.text), **options)
         return self.average_answers(request, rows, answers, reasons, unit)
 
     def average_answers(

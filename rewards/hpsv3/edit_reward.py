@@ -79,7 +79,11 @@ class EditReward:
                 "images; give positions='mrope', min_pixels and max_pixels."
             )
         engine.model.eval().requires_grad_(False)
-        heads = [_pop_head(state, number).to(engine.network.device) for number in range(2)]
+        heads = []
+        for prefix in ("rm_heads.head_0.", "rm_heads.head_1."):
+            keys = [key for key in state if key.startswith(prefix)]
+            head = RanknetHead.from_state_dict({f"rm_head.{key.removeprefix(prefix)}": state.pop(key) for key in keys})
+            heads.append(head.to(engine.network.device))
         if state:
             raise RewardError(f"{path.name} holds more than two heads: {', '.join(sorted(state)[:4])}.")
         return engine, heads
@@ -111,10 +115,3 @@ class EditReward:
         mark_not_finite(rows, value, std, reasons)
         parts = {"following": following, "quality": quality}
         return make_scores(value, reasons, self.unit, std=std, parts=parts)
-
-
-def _pop_head(state: dict[str, Tensor], number: int) -> RanknetHead:
-    """Build one head from its tensors, which are removed from the state."""
-    prefix = f"rm_heads.head_{number}."
-    keys = [key for key in state if key.startswith(prefix)]
-    return RanknetHead.from_state_dict({f"rm_head.{k.removeprefix(prefix)}": state.pop(k) for k in keys})

@@ -58,9 +58,12 @@ def load_hpsv3(
     those of `VisionLanguageEngine.from_pretrained`; the head is always float32.
     """
     path = find_weights(path_or_id)
-    is_ours = path.is_dir() and "head" in JudgeSettings.read(path).rest
-    load = _load_ours if is_ours else _load_published
-    return load(path, base, template, **options).eval().requires_grad_(False)
+    if path.is_dir() and "head" in JudgeSettings.read(path).rest:
+        return _load_ours(path, base, template, **options).eval().requires_grad_(False)
+    engine, tensors = published_engine(path, base, default_base=BASE, heads="rm_head.", **options)
+    head = RanknetHead.from_state_dict(tensors).to(engine.network.device)
+    model = HPSv3Model(engine, head, template=template or engine.template("hpsv3", PUBLISHED_TEMPLATE), clamp=None)
+    return model.eval().requires_grad_(False)
 
 
 def _load_ours(folder: Path, base: str | Path | None, template: Template | None, **options: Any) -> HPSv3Model:
@@ -83,12 +86,6 @@ def _load_ours(folder: Path, base: str | Path | None, template: Template | None,
     model.add_token(None if token is None else token.to(engine.network.device))
     engine.set_fingerprint(weights)
     return model
-
-
-def _load_published(path: Path, base: str | Path | None, template: Template | None, **options: Any) -> HPSv3Model:
-    engine, tensors = published_engine(path, base, default_base=BASE, heads="rm_head.", **options)
-    head = RanknetHead.from_state_dict(tensors).to(engine.network.device)
-    return HPSv3Model(engine, head, template=template or engine.template("hpsv3", PUBLISHED_TEMPLATE), clamp=None)
 
 
 def published_engine(

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 
 from visalign.data.assets import resolve_model
+from visalign.data.sets.tables import listed
 from visalign.model_files import LOADING_ERRORS, read_object
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.base.identity import fingerprint
-from visalign.rewards.weights.checkpoint_files import listed, quiet_loading
+from visalign.rewards.weights.checkpoint_files import quiet_loading
 from visalign.rewards.weights.hub import META, SMALL_FILES, TRANSFORMERS_FILES, is_hub_id, local_folder, revision_of
 
 from .template import SETTINGS, JudgeSettings
@@ -205,7 +206,7 @@ def add_adapter(model: Any, adapter: str | Path) -> Any:
 def _check_keys(missing: Iterable[Any], unexpected: Iterable[Any]) -> None:
     keys = [sorted(map(str, part)) for part in (missing, unexpected)]
     if any(keys):
-        raise ValueError(f"missing {listed(keys[0])}; unexpected {listed(keys[1])}")
+        raise ValueError(f"missing {listed(keys[0]) or 'nothing'}; unexpected {listed(keys[1]) or 'nothing'}")
 
 
 def base_of(folder: Path, settings: JudgeSettings) -> str | Path:

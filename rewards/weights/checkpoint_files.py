@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from visalign.data.sets.tables import listed
 from visalign.model_files import LOADING_ERRORS, read_object
 from visalign.precision import multiplies_bfloat16
 from visalign.rewards.base.contract import RewardError
 
-_SHOWN = 8
-"""Largest number of keys that a message names."""
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Dtypes of towers and models; heads and scores are always float32."""
 
@@ -70,7 +69,7 @@ def read_tensors(file: str | Path, key: str | None = None, *, optional: bool = F
         raise RewardError(f"{file} contains a {type(content).__name__}; it must contain a state dict.")
     if others := [str(name) for name, value in content.items() if not isinstance(value, Tensor)]:
         raise RewardError(
-            f"{file} contains entries that are no tensors ({listed(others)}); give a file of the model's "
+            f"{file} contains entries that are no tensors ({listed(sorted(others))}); give a file of the model's "
             "weights alone."
         )
     return dict(content)
@@ -140,7 +139,7 @@ def check_fit(expected: Mapping[str, Tensor], state: Mapping[str, Tensor], where
         "of another shape": [f"{key} {tuple(a)} instead of {tuple(b)}" for key, a, b in shapes if a != b],
     }
     if any(differences.values()):
-        problems = "; ".join(f"{problem}: {listed(keys)}" for problem, keys in differences.items() if keys)
+        problems = "; ".join(f"{problem}: {listed(sorted(keys))}" for problem, keys in differences.items() if keys)
         raise RewardError(
             f"The weights of {where} do not fit the model, {problems}. Give the checkpoint of this reward, "
             "or the config that belongs to it; nothing is loaded in part."
@@ -164,12 +163,6 @@ def first_sentence(error: Exception) -> str:
     """Return the first sentence of an error message."""
     lines = str(error).splitlines() or ["no message"]
     return lines[0].split(". ")[0][:200]
-
-
-def listed(keys: Sequence[str]) -> str:
-    """List the first names and the number of further ones; "nothing" for an empty list."""
-    more = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
-    return (", ".join(sorted(keys)[:_SHOWN]) or "nothing") + more
 
 
 @contextmanager

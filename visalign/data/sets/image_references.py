@@ -60,7 +60,8 @@ def resolve_image(reference: str) -> Any:
     if not reference.startswith((PARQUET, SHAPES)):
         return reference
     try:
-        return _from_parquet(reference) if reference.startswith(PARQUET) else _from_shapes(reference)
+        is_stored = reference.startswith(PARQUET)
+        return open_bytes(_parquet_bytes(reference), reference) if is_stored else _from_shapes(reference)
     except (IndexError, KeyError, ValueError) as error:  # pyarrow.ArrowInvalid is a ValueError
         problem = str(error).rstrip(".")
         raise UserError(
@@ -92,10 +93,6 @@ def image_bytes(reference: str) -> bytes:
     if reference.startswith(PARQUET):
         return _parquet_bytes(reference)
     return reference.encode() if reference.startswith(SHAPES) else Path(reference).read_bytes()
-
-
-def _from_parquet(reference: str) -> Image.Image:
-    return open_bytes(_parquet_bytes(reference), reference)
 
 
 def _parquet_bytes(reference: str) -> bytes:

@@ -6,8 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from markupsafe import Markup
-
 from visalign.evaluation.rewards.agreement import FEWEST_PROMPTS
 
 from .base import model_name, plain, render_page, signed
@@ -42,16 +40,18 @@ def agree_page(result: Mapping[str, Any], images: Mapping[str, Mapping[str, Any]
         ],
         labels=labels,
         squares=squares,
-        heatmaps={kind: _heatmap(labels, squares[kind], where) for kind, where in KINDS.items()},
+        heatmaps={
+            kind: heatmap_plot(
+                labels,
+                [[cell and cell["estimate"] for cell in row] for row in squares[kind]],
+                f"Heatmap of the rank correlations {where}.",
+            )
+            for kind, where in KINDS.items()
+        },
         images=images,
         sentences=sentences(result),
         facts_of_set=list(_facts(result)),
     )
-
-
-def _heatmap(labels: list[str], square: list[list[Any]], where: str) -> Markup:
-    correlations = [[cell and cell["estimate"] for cell in row] for row in square]
-    return heatmap_plot(labels, correlations, f"Heatmap of the rank correlations {where}.")
 
 
 def _facts(result: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -132,11 +132,8 @@ def panels(
         ("Zero in every iteration", [curve.title for curve, _, y in series if _is_zero(y)]),
         ("Never measured", [curve.title for curve, _, y in series if len(y) and not np.isfinite(y).any()]),
     )
-    return tuple(drawn), " ".join(f"{why}, and not drawn: {_listed(titles)}." for why, titles in absent if titles)
-
-
-def _listed(titles: Sequence[str]) -> str:
-    return " and ".join(filter(None, (", ".join(titles[:-1]), *titles[-1:])))
+    lists = [(why, " and ".join(filter(None, (", ".join(titles[:-1]), *titles[-1:])))) for why, titles in absent]
+    return tuple(drawn), " ".join(f"{why}, and not drawn: {titles}." for why, titles in lists if titles)
 
 
 def _is_zero(values: NDArray[np.float64]) -> bool:
@@ -186,9 +183,10 @@ def _draw(curve: Curve, x: NDArray, y: NDArray, smooth: NDArray, ends: Sequence[
     rows = np.flatnonzero(np.isfinite(y))
     smallest, largest = float(y[rows].min()), float(y[rows].max())
     first, end = (float(x[0]), float(x[-1])) if x[-1] > x[0] else (float(x[0]) - 0.5, float(x[0]) + 0.5)
+    drawn = np.concatenate([y, *(values for _, values in ends)])
     frame = Frame(
         x=(first, end),
-        y=_limits(curve, *_extremes([y, *(values for _, values in ends)])),
+        y=_limits(curve, float(np.nanmin(drawn)), float(np.nanmax(drawn))),
         x_name="iteration",
         width=WIDTH,
         height=HEIGHT,
@@ -213,10 +211,6 @@ def _draw(curve: Curve, x: NDArray, y: NDArray, smooth: NDArray, ends: Sequence[
         f"from {y[rows[0]]:.3g} to {last_text} at the end, smallest {smallest:.3g}, largest {largest:.3g}."
     )
     return frame.svg(parts, alt)
-
-
-def _extremes(series: Sequence[NDArray]) -> tuple[float, float]:
-    return float(np.nanmin(np.concatenate(series))), float(np.nanmax(np.concatenate(series)))
 
 
 def _limits(curve: Curve, low: float, high: float) -> tuple[float, float]:
