@@ -28,12 +28,7 @@ from visalign.interfaces import DiffusionPolicy
 SIGMAS = diffusers_timestep_sigmas(6, shift=3.0)
 SEEDS = [101, 202, 303, 404, 505]
 CONDITION = Shift(torch.tensor([0.0, 0.5, -0.5, 1.0, -1.0]))
-KERNELS = [
-    ("flow", 0.7, "gaussian"),
-    ("dance", 0.3, "gaussian"),
-    ("cps", 0.8, "gaussian"),
-    ("cps", 0.8, "quadratic"),
-]
+KERNELS = [("flow", 0.7, "gaussian"), ("dance", 0.3, "gaussian"), ("cps", 0.8, "gaussian"), ("cps", 0.8, "quadratic")]
 
 
 def run(policy: DiffusionPolicy, **settings) -> Trajectory:
@@ -82,11 +77,7 @@ def test_steps_between_noise_steps_are_euler_steps():
 def test_replay_under_unchanged_weights_has_ratio_one(dtype, log_prob_reduction, schedule, noise_level, form):
     policy = GaussianPolicy(latent_shape=(2, 3, 3), storage_dtype=dtype)
     found = run(
-        policy,
-        schedule=schedule,
-        noise_level=noise_level,
-        log_prob=form,
-        log_prob_reduction=log_prob_reduction,
+        policy, schedule=schedule, noise_level=noise_level, log_prob=form, log_prob_reduction=log_prob_reduction
     )
     pairs, stats = replay_all(policy, found)
     assert torch.equal(stats.log_prob, pairs.log_prob)  # exactly 1: elementwise policy, rounded before the log-prob
@@ -136,8 +127,7 @@ def test_ratio_error_names_causes_and_carries_the_measurement():
     found = run(policy)
     policy.network.weight.data += 0.05
     with pytest.raises(
-        RatioError,
-        match=r"ratio must be 1.*15 pairs.*allowed 1e-05.*dropout.*guidance.*objective\.ratio_bound",
+        RatioError, match=r"ratio must be 1.*15 pairs.*allowed 1e-05.*dropout.*guidance.*objective\.ratio_bound"
     ) as caught:
         ratio_check(policy, CONDITION, found)
     assert not caught.value.check.ok and caught.value.check.max_abs_log_ratio > 1e-5

@@ -10,13 +10,7 @@ import torch
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 from diffusers.utils.torch_utils import randn_tensor
 
-from visalign.flow import (
-    diffusers_timestep_sigmas,
-    initial_noise,
-    sample_seed,
-    step_noise,
-    timestep_sigmas,
-)
+from visalign.flow import diffusers_timestep_sigmas, initial_noise, sample_seed, step_noise, timestep_sigmas
 
 
 def test_timestep_sigmas_by_hand():

@@ -105,10 +105,7 @@ def test_batches_change_nothing():
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [
-        ({"particles": 1}, "groups of at least 2"),
-        ({"resample_after": [38]}, "rising steps among 0 to 37"),
-    ],
+    [({"particles": 1}, "groups of at least 2"), ({"resample_after": [38]}, "rising steps among 0 to 37")],
 )
 def test_what_cannot_be_is_refused(changes, message):
     settings = {

@@ -12,13 +12,7 @@ from diffusers import DDIMScheduler, DPMSolverMultistepScheduler
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 
 from tests.support.flow_policies import GaussianPolicy, Shift
-from visalign.flow import (
-    Kernel,
-    cps_step,
-    diffusers_timestep_sigmas,
-    sde_step,
-    timestep_sigmas,
-)
+from visalign.flow import Kernel, cps_step, diffusers_timestep_sigmas, sde_step, timestep_sigmas
 from visalign.flow.parametrization import flow_sigma, preserving_scale, velocity_of_prediction
 from visalign.flow.transitions import ODESolver, ddim_step
 

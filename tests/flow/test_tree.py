@@ -18,10 +18,7 @@ CONDITION = Shift(torch.tensor([0.5] * 4 + [-0.5] * 4))
 
 def run(policy, nodes, **settings):
     return rollout(
-        policy,
-        CONDITION,
-        **{"sigmas": SIGMAS, "sde_steps": [0, 1, 2], "seeds": SEEDS, **settings},
-        nodes=nodes,
+        policy, CONDITION, **{"sigmas": SIGMAS, "sde_steps": [0, 1, 2], "seeds": SEEDS, **settings}, nodes=nodes
     )
 
 

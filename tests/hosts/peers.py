@@ -86,10 +86,7 @@ PEERS: dict[str, Preset] = {
         empty="keep",
     ),
     "trl:vespo": _preset(
-        "vespo",
-        "The rollout's importance ratio is folded into W instead of multiplying the loss.",
-        _TRL_TOKENS,
-        *_TRL,
+        "vespo", "The rollout's importance ratio is folded into W instead of multiplying the loss.", _TRL_TOKENS, *_TRL
     ),
     "trl:dr_grpo": _preset("dr_grpo", "L is max_completion_length.", *_TRL, empty="keep"),
     "trl:top_entropy": _preset(
@@ -129,11 +126,7 @@ PEERS: dict[str, Preset] = {
         aggregation="token_mean",
     ),
     "verl:gspo": _preset(
-        "gspo",
-        "The log-ratio is cut at 10.",
-        **_VERL_GROUP,
-        surrogate_options=_CLIP,
-        level="sequence_token",
+        "gspo", "The log-ratio is cut at 10.", **_VERL_GROUP, surrogate_options=_CLIP, level="sequence_token"
     ),
     "verl:cispo": _preset(
         "cispo",
@@ -164,10 +157,7 @@ PEERS: dict[str, Preset] = {
         advantage_options={"counted": "nonzero_reward"},
     ),
     "verl:reinforce_pp": _preset(
-        "reinforce_pp",
-        advantage_options={"ddof": 1},
-        kl_in_reward=0.0,
-        surrogate_options={"dual_clip": 3.0},
+        "reinforce_pp", advantage_options={"ddof": 1}, kl_in_reward=0.0, surrogate_options={"dual_clip": 3.0}
     ),
     "verl:clip_cov": _preset(
         "clip_cov",
@@ -191,8 +181,7 @@ PEERS: dict[str, Preset] = {
     ),
     # verl-omni 0.2.0
     "verl_omni:grpo_guard": _preset(
-        "grpo_guard",
-        "Scale and dt are means over the micro-batch: rows at different noise levels get each other's.",
+        "grpo_guard", "Scale and dt are means over the micro-batch: rows at different noise levels get each other's."
     ),
 }
 """peer:algorithm -> its defaults."""

@@ -34,12 +34,7 @@ def environment(host: str, folder: Path) -> Path:
     python, finished = folder / host / "bin" / "python", folder / host / "finished"
     if not finished.exists():  # absent, or begun and broken off
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder / host)], check=True)
-        wanted = [
-            *HOSTS[host],
-            "pytest>=8.4",
-            "--editable",
-            f"{ROOT}[images]" if host in SOURCES else str(ROOT),
-        ]
+        wanted = [*HOSTS[host], "pytest>=8.4", "--editable", f"{ROOT}[images]" if host in SOURCES else str(ROOT)]
         subprocess.run([str(python), "-m", "pip", "install", "--quiet", *wanted], check=True)
         finished.touch()
     return python

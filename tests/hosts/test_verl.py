@@ -166,10 +166,7 @@ def test_advantages_in_verl_are_those_of_the_objective(name: str, per_token: boo
     rewards = torch.zeros(B, T).scatter(1, places[:, None], reward[:, None])
     process = 0.1 * torch.randn(B, T, generator=g) * mask if per_token else None
     batch = DataProto.from_dict(
-        tensors={
-            "token_level_rewards": rewards if process is None else rewards + process,
-            "response_mask": mask,
-        },
+        tensors={"token_level_rewards": rewards if process is None else rewards + process, "response_mask": mask},
         non_tensors={"uid": groups},
     )
     made = compute_advantage(batch, adv_estimator=f"visalign:{name}", config=AlgoConfig()).batch

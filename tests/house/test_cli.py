@@ -73,10 +73,7 @@ class Toy:
         return run_folder.RunSummary(numbers, ["visalign", "sample", "a red circle"])
 
     def plan(self, config: ToyConfig) -> dict[str, Any]:
-        return {
-            "expected_seconds": 318.2,
-            "batch": {"samples": 48 * config.steps, "forward_equivalents": 12.5},
-        }
+        return {"expected_seconds": 318.2, "batch": {"samples": 48 * config.steps, "forward_equivalents": 12.5}}
 
 
 @pytest.fixture

@@ -12,15 +12,7 @@ import pytest
 from pydantic import Field
 
 from visalign import config as config_module
-from visalign.config import (
-    config_to_yaml,
-    flatten,
-    list_configs,
-    load_config,
-    read_config,
-    resolve_config,
-    to_plain,
-)
+from visalign.config import config_to_yaml, flatten, list_configs, load_config, read_config, resolve_config, to_plain
 from visalign.errors import ConfigError
 from visalign.schema import allowed_keys
 
@@ -157,10 +149,7 @@ def test_null_is_allowed_only_where_the_type_says_so(write) -> None:
         ("group_size: 1", r"group_size is 1; a group needs at least 2 samples"),
         ("note: ${nothing}", r"Key 'note': Interpolation key 'nothing' not found"),
         ("seed: 1\nseed: 2", r"job.yaml', line 2, column 1: not valid YAML: found duplicate key"),
-        (
-            "seed: 1\nnote: [1,\n",
-            r"job.yaml', line 3, column 1: not valid YAML: .*list of .key: value. lines",
-        ),
+        ("seed: 1\nnote: [1,\n", r"job.yaml', line 3, column 1: not valid YAML: .*list of .key: value. lines"),
         ("- a\n- b", r"its top level is a list. A configuration is a list of 'key: value' lines"),
     ],
 )
@@ -174,10 +163,7 @@ def test_a_bad_file_is_refused_by_name(write, text: str, message: str) -> None:
     [
         ("seed", r"Override 'seed' is not of the form key.sub=value"),
         ("optimizer..x=3", r"is not of the form key.sub=value"),
-        (
-            "rewards={a:{}}",
-            r"is not valid YAML. .*put a blank behind each colon of a mapping \({key: value}\)",
-        ),
+        ("rewards={a:{}}", r"is not valid YAML. .*put a blank behind each colon of a mapping \({key: value}\)"),
         ("seeds=\udcff", r"its value '.*' is not valid YAML"),
         ("seed=" + "9" * 4400, r"its value '9{99}\.\.\. \(4402 characters\) is not valid YAML"),
         ("seed=0x" + "f" * 4000, r"is not valid YAML: a whole number has more than 30 digits"),

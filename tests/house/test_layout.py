@@ -109,11 +109,7 @@ def test_the_links_lead_to_the_wings(wing: str) -> None:
     assert SETUPTOOLS["package-dir"][f"visalign.{wing}"] == wing
     if shutil.which("git") and (ROOT / ".git").exists():
         mode = subprocess.run(
-            ["git", "ls-files", "-s", f"visalign/{wing}"],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=True,
+            ["git", "ls-files", "-s", f"visalign/{wing}"], cwd=ROOT, capture_output=True, text=True, check=True
         )
         assert mode.stdout.startswith("120000 "), f"visalign/{wing} is not committed as a link"
 
@@ -209,9 +205,7 @@ def test_heavy_libraries_stay_at_the_leaves() -> None:
     assert core <= {"torch", "triton", "visalign", *sys.stdlib_module_names}
 
 
-BY_NAME = {
-    "wandb": "accelerate imports it for run.trackers=[wandb]",
-}
+BY_NAME = {"wandb": "accelerate imports it for run.trackers=[wandb]"}
 """Dependencies that no import statement of the product names, and who needs them."""
 BROUGHT = {
     "triton": "torch brings it where it has CUDA",

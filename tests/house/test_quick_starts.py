@@ -25,12 +25,7 @@ IMAGES = (
     "evaluation.steps=2",
 )
 TEXT = ("run.iterations=1", "data.tasks=[add]", "data.heldout_per_task=2", "evaluation.seeds=[0]")
-COMPLETIONS = (
-    "data.size=8",
-    "rollout.prompts_per_iteration=2",
-    "rollout.group_size=2",
-    "rollout.max_new_tokens=8",
-)
+COMPLETIONS = ("data.size=8", "rollout.prompts_per_iteration=2", "rollout.group_size=2", "rollout.max_new_tokens=8")
 BUDGETS = {
     "flow_grpo": IMAGES,
     "pref_grpo": IMAGES,
@@ -40,12 +35,7 @@ BUDGETS = {
     "text_sft": (*TEXT, "data.batch=4"),
     "text_process": ("run.iterations=1",),
     "text_sample": ("data.tasks=[add]", "data.size=4", "rollout.samples=2"),
-    "train_reward": (
-        "run.iterations=1",
-        "data.size=16",
-        "data.heldout_size=8",
-        "optimizer.updates_per_iteration=2",
-    ),
+    "train_reward": ("run.iterations=1", "data.size=16", "data.heldout_size=8", "optimizer.updates_per_iteration=2"),
     "ugda": (
         "rounds=1",
         "labels={prompts: 2, images: 2, first: 2}",

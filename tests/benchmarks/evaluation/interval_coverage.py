@@ -167,11 +167,7 @@ def agree(rng: np.random.Generator, prompts: int, settings: IntervalSettings, *,
     """How far two rewards agree."""
     _, x, other, index = ratings(rng, prompts, each)
     (found,) = agreement(
-        ["one", "two"],
-        np.stack([x, other]),
-        [str(k) for k in index],
-        seed=settings.seed,
-        resamples=settings.resamples,
+        ["one", "two"], np.stack([x, other]), [str(k) for k in index], seed=settings.seed, resamples=settings.resamples
     )
     return found
 

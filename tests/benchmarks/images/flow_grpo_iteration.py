@@ -23,11 +23,7 @@ from pathlib import Path
 from statistics import median
 
 ROOT = Path(__file__).resolve().parents[3]
-HELDOUT = {
-    "prompt": "a red circle",
-    "tag": "colors",
-    "include": [{"class": "circle", "count": 1, "color": "red"}],
-}
+HELDOUT = {"prompt": "a red circle", "tag": "colors", "include": [{"class": "circle", "count": 1, "color": "red"}]}
 OVERRIDES = (
     "evaluation.every=0", "evaluation.rewards={}", "evaluation.correctness=null", "evaluation.seeds=[0]",
     "run.max_seconds=null", "run.checkpoint_every=1000", "run.device=cpu",

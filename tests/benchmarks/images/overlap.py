@@ -26,11 +26,7 @@ import visalign as va
 from visalign.interfaces import Scores
 from visalign.training import DiffusionObjectiveSettings, RunSettings
 
-WAYS: dict[str, dict[str, Any]] = {
-    "judged after": {},
-    "overlap=4": {"overlap": 4},
-    "staleness=1": {"staleness": 1},
-}
+WAYS: dict[str, dict[str, Any]] = {"judged after": {}, "overlap=4": {"overlap": 4}, "staleness=1": {"staleness": 1}}
 CHANGES = {"importance_sampling": {"level": "token", "mode": "truncate", "high": 2.0}}
 
 

@@ -43,10 +43,7 @@ def configs(iterations: int, seed: int, every: int, overrides: list[str]) -> dic
         score = load_config(flow_grpo.FlowGRPOConfig, plain, shared)
     finally:
         plain.unlink(missing_ok=True)
-    return {
-        "win rate": (pref_grpo, load_config(pref_grpo.PrefGRPOConfig, path, shared)),
-        "score": (flow_grpo, score),
-    }
+    return {"win rate": (pref_grpo, load_config(pref_grpo.PrefGRPOConfig, path, shared)), "score": (flow_grpo, score)}
 
 
 def table(folders: dict[str, Path]) -> str:

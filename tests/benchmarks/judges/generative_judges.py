@@ -139,10 +139,7 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=15, help="of the policy")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     given = parser.parse_args()
-    sets = {
-        "known grounds": clear_pairs(0.0, given.heldout),
-        "other grounds": clear_pairs(1.0, given.heldout),
-    }
+    sets = {"known grounds": clear_pairs(0.0, given.heldout), "other grounds": clear_pairs(1.0, given.heldout)}
     rows: list[dict[str, Any]] = []
     for seed in given.seeds:
         for name in JUDGES:

@@ -288,10 +288,7 @@ def policies(folder: Path, judges: dict[str, tuple[str, dict[str, Any]]], given:
     print("|---|---|---|---|---|")
     for name, own in found.items():
         gains = ["" if name == "CLIP score" else interval((own - first)[:, column], mean) for column in range(2)]
-        print(
-            f"| {name} | {own[:, 0].mean():.3f} | {gains[0]} | {own[:, 1].mean():.3f} | {gains[1]} |",
-            flush=True,
-        )
+        print(f"| {name} | {own[:, 0].mean():.3f} | {gains[0]} | {own[:, 1].mean():.3f} | {gains[1]} |", flush=True)
 
 
 def counted(folder: Path, prompts: Path, lora: list[str]) -> np.ndarray:

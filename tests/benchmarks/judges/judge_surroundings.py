@@ -109,10 +109,7 @@ def main() -> None:
     print("|---|" + "---|" * len(arguments.surfaces))
     for given in arguments.judges:
         name, _, folder = given.partition("=")
-        judge, kinds = (
-            load_judge(name, **({"model": folder} if folder else {})),
-            KINDS.get(name, ("alignment",)),
-        )
+        judge, kinds = (load_judge(name, **({"model": folder} if folder else {})), KINDS.get(name, ("alignment",)))
         found = [accuracy(judge, surface, kinds, arguments.pairs) for surface in arguments.surfaces]
         print(f"| {given} | " + " | ".join(f"{value:.3f}" for value in found) + " |", flush=True)
 

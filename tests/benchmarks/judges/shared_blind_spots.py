@@ -149,11 +149,7 @@ def one_seed(seed: int, given: argparse.Namespace) -> dict[str, list[tuple[Tenso
     """Ensemble -> per test set ([N] whether the mean lead is wrong, [N] deviation of the members)."""
     tests = [drawn("heldout", seed + 500, ground, given.heldout, clear=True) for ground in (None, "pink")]
     train = drawn("train", seed, None, given.pairs, clear=False)
-    towers = {
-        "vlm": seeing(),
-        "clip": contrastive(ClipScore("shapes-clip")),
-        "ict": contrastive(Ict("shapes-ict")),
-    }
+    towers = {"vlm": seeing(), "clip": contrastive(ClipScore("shapes-clip")), "ict": contrastive(Ict("shapes-ict"))}
     known = {name: features(tower, train) for name, tower in towers.items()}
     held = {name: [features(tower, pairs) for pairs in tests] for name, tower in towers.items()}
     grounds = [third(known["vlm"], 0)] + [

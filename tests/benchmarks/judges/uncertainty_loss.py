@@ -33,14 +33,7 @@ from visalign.data.shapes.preferences import ShapesPair, ShapesPreferences, anno
 from visalign.data.shapes.render import render
 from visalign.data.shapes.surroundings import with_specks
 from visalign.evaluation.statistics.correlations import srcc
-from visalign.pipelines.train_reward.examples import (
-    Example,
-    Examples,
-    as_image,
-    pair_batch,
-    pair_images,
-    shapes_pairs,
-)
+from visalign.pipelines.train_reward.examples import Example, Examples, as_image, pair_batch, pair_images, shapes_pairs
 from visalign.rewards.hpsv3.head import RanknetHead
 from visalign.rewards.hpsv3.judge import HPSv3
 from visalign.rewards.questions.reward_dance import YES_NO
@@ -83,8 +76,7 @@ def features_of(engine: VisionLanguageEngine, pairs: Examples, chunk: int = 50) 
         asked = {"question": "Is the background textured?"}
         columns = [
             engine.hidden(
-                template,
-                [Query(images=[i], prompt=p, fields=asked) for i, p in zip(images, prompts, strict=True)],
+                template, [Query(images=[i], prompt=p, fields=asked) for i, p in zip(images, prompts, strict=True)]
             )
             for template in (shows, rating, style)
         ]

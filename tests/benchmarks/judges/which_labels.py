@@ -25,13 +25,7 @@ from tests.support.benchmarks import argument_parser, read_rows, run_visalign, w
 from visalign.data.shapes.prompts import Record, heldout_prompts, parse_prompt, train_prompts
 from visalign.pipelines.collect.tasks import Task, read_tasks
 from visalign.pipelines.sample.job import SampleSettings, sample_images
-from visalign.pipelines.ugda.selection import (
-    Candidate,
-    log_ratios,
-    member_scores,
-    score_candidates,
-    select_candidates,
-)
+from visalign.pipelines.ugda.selection import Candidate, log_ratios, member_scores, score_candidates, select_candidates
 from visalign.rewards.catalogue import load_reward
 from visalign.rewards.combine.ensemble import Ensemble
 

@@ -124,8 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             count = partial(rows_in, folder)
             found[name].append(timed([command], options.count, count, kill=name == "killed"))
         print(
-            f"round {number}: {[(name, *map(round, given[-1])) for name, given in found.items() if given]}",
-            flush=True,
+            f"round {number}: {[(name, *map(round, given[-1])) for name, given in found.items() if given]}", flush=True
         )
     expected = {}
     for log in logs:

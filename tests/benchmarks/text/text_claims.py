@@ -261,10 +261,7 @@ def _distinct(model: Path | None, records: Sequence[Mapping[str, Any]], samples:
     prompts = [record["prompt"] for record in records]
     with torch.no_grad():
         rollout = policy.generate(
-            prompts,
-            seeds=sample_seed("claims"),
-            num_generations=samples,
-            stopping=StoppingCriteria(max_new_tokens=96),
+            prompts, seeds=sample_seed("claims"), num_generations=samples, stopping=StoppingCriteria(max_new_tokens=96)
         )
     texts = np.array(rollout.text, dtype=object).reshape(len(records), samples)
     right, distinct = [], []

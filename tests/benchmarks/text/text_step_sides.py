@@ -128,9 +128,7 @@ def ours(options: argparse.Namespace, meter: Meter, folder: Path) -> None:
         REWARDS[options.reward](),
         records,
         rollout=TextRolloutSettings(
-            prompts_per_iteration=options.prompts,
-            group_size=options.group,
-            max_new_tokens=options.max_new_tokens,
+            prompts_per_iteration=options.prompts, group_size=options.group, max_new_tokens=options.max_new_tokens
         ),
         objective=TextObjectiveSettings(algorithm="grpo", changes={"kl": options.beta}),
         seed=SEED,

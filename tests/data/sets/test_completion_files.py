@@ -89,11 +89,7 @@ def test_equal_completions_are_refused_or_left_out(tmp_path):
 @pytest.mark.parametrize(
     ("load", "row", "message"),
     [
-        (
-            load_pairs,
-            {"prompt": "p", "chosen": "a", "rejcted": "b"},
-            "lacks the column 'rejected'.*'rejcted'",
-        ),
+        (load_pairs, {"prompt": "p", "chosen": "a", "rejcted": "b"}, "lacks the column 'rejected'.*'rejcted'"),
         (load_votes, {**VOTE, "label": "maybe"}, "Row 1 of .*: label 'maybe' is neither true"),
         (
             load_pairs,

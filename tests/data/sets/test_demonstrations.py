@@ -43,10 +43,7 @@ def test_what_a_tool_wrote_of_the_completion_is_none_of_another_field(tmp_path):
     ("content", "message"),
     [
         (" \n\n", "has no record"),
-        (
-            '{"prompt": "p", "completion": "c"}\n{"prompt": "p"}',
-            "line 2 has no text in the field 'completion'",
-        ),
+        ('{"prompt": "p", "completion": "c"}\n{"prompt": "p"}', "line 2 has no text in the field 'completion'"),
         ('{"completion": "c"}', 'line 1 needs a "prompt"'),
         ('{"prompt": [{"role": "user"}], "completion": "c"}', 'line 1 needs a "prompt"'),
     ],

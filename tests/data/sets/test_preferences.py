@@ -52,11 +52,7 @@ def test_all_formats_agree(tmp_path: Path) -> None:
     rows = [row(category="x", label="1"), row(image_left="a,b.png", label="0", category="y")]
     write(tmp_path / "a.jsonl", rows)
     (tmp_path / "a.json").write_text(json.dumps(rows, indent=2))
-    lines = [
-        "prompt,image_left,image_right,label,category",
-        "a cat,l.png,r.png,1,x",
-        'a cat,"a,b.png",r.png,0,y',
-    ]
+    lines = ["prompt,image_left,image_right,label,category", "a cat,l.png,r.png,1,x", 'a cat,"a,b.png",r.png,0,y']
     (tmp_path / "a.csv").write_text("\n".join(lines) + "\n")
     (tmp_path / "a.tsv").write_text(
         "\n".join(lines).replace('"a,b.png"', "a;b.png").replace(",", "\t").replace("a;b", "a,b")
@@ -77,10 +73,7 @@ def test_rows_written_are_read_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        (
-            [{"prompt": "a", "one": "l.png"}],
-            "lacks the columns 'image_left', 'image_right'.*Found: prompt, one",
-        ),
+        ([{"prompt": "a", "one": "l.png"}], "lacks the columns 'image_left', 'image_right'.*Found: prompt, one"),
         ([row(), row(label="middle")], "Row 2 of .*label is 'middle'; needed is left, right, tie"),
         ([{k: v for k, v in row().items() if k != "label"}], "lacks the column 'label', needed for a pref"),
     ],

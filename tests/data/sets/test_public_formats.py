@@ -311,11 +311,7 @@ def test_a_cached_dataset_is_read_without_a_network(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("kind", "scores"),
-    [
-        ("ratings", ["a=first judge", "b=second"]),
-        ("pairs", ["a=l1,r1", "b=second"]),
-    ],
+    ("kind", "scores"), [("ratings", ["a=first judge", "b=second"]), ("pairs", ["a=l1,r1", "b=second"])]
 )
 def test_scores_in_columns_of_any_name(tmp_path, kind, scores):
     lines = ["image;rater;rating;first judge;second"] if kind == "ratings" else ["left;right;choice;l1;r1;second_prob"]

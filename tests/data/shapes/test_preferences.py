@@ -9,13 +9,7 @@ import numpy as np
 import pytest
 
 from visalign.data.shapes.neighbours import Neighbours
-from visalign.data.shapes.preferences import (
-    CLEAR,
-    KINDS,
-    ShapesPreferences,
-    annotator_noise,
-    utility,
-)
+from visalign.data.shapes.preferences import CLEAR, KINDS, ShapesPreferences, annotator_noise, utility
 from visalign.data.shapes.prompts import parse_prompt, train_prompts
 from visalign.data.shapes.scenes import sample_scene
 from visalign.errors import UserError

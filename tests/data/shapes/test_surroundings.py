@@ -12,12 +12,7 @@ from visalign.data.shapes.detector import MIN_AREA
 from visalign.data.shapes.preferences import ShapesPreferences
 from visalign.data.shapes.render import render, render_many
 from visalign.data.shapes.scenes import SIZE, Canvas, sample_scene
-from visalign.data.shapes.surroundings import (
-    HELDOUT_GROUNDS,
-    is_visible,
-    surround,
-    with_specks,
-)
+from visalign.data.shapes.surroundings import HELDOUT_GROUNDS, is_visible, surround, with_specks
 from visalign.data.shapes.verifier import verify
 
 

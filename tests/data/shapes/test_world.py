@@ -156,12 +156,7 @@ def circle(color: str = "red", x: float = 20, y: float = 20, radius: float = 9, 
             False,
             "circle is not right of square",
         ),
-        (
-            "a red circle and a blue circle",
-            [circle(), circle(x=50)],
-            False,
-            "expected 1 blue circle, found 0",
-        ),
+        ("a red circle and a blue circle", [circle(), circle(x=50)], False, "expected 1 blue circle, found 0"),
     ],
 )
 def test_genevals_rules_by_hand(prompt: str, found: list[Detection], correct: bool, reason: str) -> None:

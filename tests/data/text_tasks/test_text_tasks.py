@@ -168,10 +168,7 @@ def test_reference_solutions_vary_where_several_answers_are_right(task: str) -> 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            {"tasks": ["sorted"]},
-            r"tasks is \['sorted'\].* Did you mean 'sort'\? Allowed: train or heldout; some of",
-        ),
+        ({"tasks": ["sorted"]}, r"tasks is \['sorted'\].* Did you mean 'sort'\? Allowed: train or heldout; some of"),
         ({"split": "test"}, "split is 'test'"),
     ],
 )

@@ -40,8 +40,7 @@ PATH = find_browser()
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
-        PATH is None,
-        reason="no Chromium on the path; on Debian: apt-get install chromium. The pages are unchecked",
+        PATH is None, reason="no Chromium on the path; on Debian: apt-get install chromium. The pages are unchecked"
     ),
 ]
 AXE = Path(os.environ.get("AXE", "node_modules/axe-core/axe.min.js"))
@@ -74,10 +73,7 @@ def _compare(folder: Path) -> Path:
     Image.new("RGB", (300, 200), (200, 30, 30)).save(files[0])
     Image.new("RGB", (64, 64), (90, 90, 90)).save(files[1])
     images = read_two(files)
-    judges = {
-        "brightness": Brightness(std=0.1),
-        "pairs_with_a_long_name_without_spaces": BrightnessPairs(bias=0.5),
-    }
+    judges = {"brightness": Brightness(std=0.1), "pairs_with_a_long_name_without_spaces": BrightnessPairs(bias=0.5)}
     page = folder / "compare.html"
     result = compare_images(images, "a red square to the left of a green triangle", judges)
     page.write_text(compare_page(result, images, [file.name for file in files]))

@@ -10,16 +10,7 @@ import xml.etree.ElementTree as ElementTree
 import numpy as np
 import pytest
 
-from visalign.evaluation.pages.curves import (
-    CURVES,
-    HEIGHT,
-    RIGHT,
-    WIDTH,
-    Curve,
-    known_curves,
-    panels,
-    running_mean,
-)
+from visalign.evaluation.pages.curves import CURVES, HEIGHT, RIGHT, WIDTH, Curve, known_curves, panels, running_mean
 from visalign.evaluation.pages.plots import BOTTOM, LEFT, TOP, label, ticks
 
 REWARD = Curve(keys=("reward_mean",), title="Reward", unit="points", meaning="mean")
@@ -41,14 +32,7 @@ def points(svg: str, name: str = "line") -> list[list[tuple[float, float]]]:
     return strokes
 
 
-@pytest.mark.parametrize(
-    ("low", "high", "expected"),
-    [
-        (0, 1, [0, 0.5, 1]),
-        (-3, 17, [0, 5, 10, 15]),
-        (2, 2, [2]),
-    ],
-)
+@pytest.mark.parametrize(("low", "high", "expected"), [(0, 1, [0, 0.5, 1]), (-3, 17, [0, 5, 10, 15]), (2, 2, [2])])
 def test_ticks_are_round_and_inside(low: float, high: float, expected: list[float]) -> None:
     assert ticks(low, high) == pytest.approx(expected)
 

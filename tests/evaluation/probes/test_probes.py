@@ -14,14 +14,7 @@ from torch import Tensor
 from visalign.data.shapes.prompts import combination, heldout_prompts, parse_prompt
 from visalign.evaluation.pages.probe_page import in_words
 from visalign.evaluation.probes import perturbations as change
-from visalign.evaluation.probes.catalogue import (
-    PAIR_PROBES,
-    PROBES,
-    WANTED_OF_PAIRS,
-    Sample,
-    examples,
-    select_probes,
-)
+from visalign.evaluation.probes.catalogue import PAIR_PROBES, PROBES, WANTED_OF_PAIRS, Sample, examples, select_probes
 from visalign.evaluation.probes.paraphrases import SPELLINGS, respelled
 from visalign.evaluation.probes.response import (
     circle_chance,

@@ -11,11 +11,7 @@ import torch
 from numpy.typing import NDArray
 from scipy import stats
 
-from visalign.evaluation.statistics.intervals import (
-    expanded_tail,
-    paired_bootstrap,
-    wilson_interval,
-)
+from visalign.evaluation.statistics.intervals import expanded_tail, paired_bootstrap, wilson_interval
 
 
 def seeded(seed: int = 0) -> torch.Generator:

@@ -196,11 +196,7 @@ def test_nan_costs_its_row_only():
     ("items", "error", "message"),
     [
         (torch.rand(3, 8, 8), ValueError, r"not a batch of images. Add the batch dimension"),
-        (
-            torch.rand(2, 8, 8, 3),
-            ValueError,
-            "channels first with 3 channels. Use images.permute",
-        ),
+        (torch.rand(2, 8, 8, 3), ValueError, "channels first with 3 channels. Use images.permute"),
         (torch.zeros(2, 4, 8, 8, dtype=torch.uint8), ValueError, "no dimension of 3 channels"),
         (torch.zeros(2, 3, 8, 3, dtype=torch.uint8), ValueError, r"may be \[B, 3, H, W\] or \[B, H, W, 3\]"),
         (torch.rand(2, 3, 8, 8) * 2 - 1, ValueError, r"allowed is \[0, 1\].*images / 2 \+ 0.5"),

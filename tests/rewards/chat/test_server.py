@@ -95,10 +95,7 @@ FAILURES = {
     "reset": ("!reset", "connection broke off"),
     "500": ((500, {"error": {"message": "out of memory"}}, {}), "500 .*out of memory"),
     "429": ((429, {"error": {"message": "slow down"}}, {}), "429 .*slow down"),
-    "400": (
-        (400, {"object": "error", "message": "longer than the context"}, {}),
-        "400 .*longer than the context",
-    ),
+    "400": ((400, {"object": "error", "message": "longer than the context"}, {}), "400 .*longer than the context"),
     "text": ("<html>", "did not answer with a JSON object"),
     "choices": ({"choices": []}, "no choices with a message"),
     "null": (chat(None), "wrote nothing"),
@@ -231,11 +228,7 @@ def test_the_key_comes_from_the_environment(monkeypatch):
 
 
 def test_probabilities_of_equal_spellings_are_added():
-    top = [
-        {"token": "yes", "logprob": -1.0},
-        {"token": "yes", "logprob": -1.0},
-        {"token": "no", "logprob": -2.0},
-    ]
+    top = [{"token": "yes", "logprob": -1.0}, {"token": "yes", "logprob": -1.0}, {"token": "no", "logprob": -2.0}]
     sent = chat("yes", finish="length")
     sent["choices"][0]["logprobs"] = {"content": [{"token": "yes", "top_logprobs": top}]}
     found = read_reply(sent, first_token_only=True).first_token

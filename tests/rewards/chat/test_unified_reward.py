@@ -375,10 +375,7 @@ def test_the_command_line_finds_the_server_in_the_environment(tmp_path: Path, mo
     ("make", "message"),
     [
         (lambda: UnifiedReward(), "base_url is None and model None; give the address"),
-        (
-            lambda: load_reward("unified_reward", mode="points"),
-            "mode is 'points'; allowed are aspects, final",
-        ),
+        (lambda: load_reward("unified_reward", mode="points"), "mode is 'points'; allowed are aspects, final"),
         (lambda: UnifiedReward("http://a", "m", template="Rate it"), r"the template has no \{prompt\}"),
         (lambda: UnifiedReward("http://a", server=ChatServer("http://a", "m")), "not both"),
         (lambda: Lift("http://a", "m", template="{prompt}"), r"no \{question\}"),

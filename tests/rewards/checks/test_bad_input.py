@@ -18,16 +18,7 @@ from visalign.rewards import load_judge
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.base.images import to_pil
 
-READ = (
-    "clip_score",
-    "ict",
-    "ict_hp",
-    "hpsv3",
-    "reward_dance",
-    "vqa_score",
-    "reward_dance_pairs",
-    "pick_score",
-)
+READ = ("clip_score", "ict", "ict_hp", "hpsv3", "reward_dance", "vqa_score", "reward_dance_pairs", "pick_score")
 READ = (*READ, "hps_v2", "vision_reward")
 """Judges that look at the prompt, as they work with nothing downloaded."""
 BLIND = ("hp", "visual_quality_r1", "jpeg_size", "sharpness", "colourfulness")

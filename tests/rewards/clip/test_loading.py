@@ -12,12 +12,7 @@ import pytest
 import torch
 
 from tests.support.hub import offline
-from tests.support.models.clip import (
-    CONTEXT,
-    save_tiny_clip,
-    save_tiny_transformers_clip,
-    tiny_clip_state,
-)
+from tests.support.models.clip import CONTEXT, save_tiny_clip, save_tiny_transformers_clip, tiny_clip_state
 from tests.support.models.published_layouts import CLIP_H14, open_clip_vit, transformers_clip
 from visalign.rewards import RewardError
 from visalign.rewards.clip.loading import load_clip, load_fine_tuned_clip
@@ -117,12 +112,7 @@ def test_preprocessing_that_is_not_offered(folder, tmp_path, processor, message)
 
 
 def test_preprocessing_is_read_from_either_file(folder, tmp_path):
-    said = {
-        "size": {"height": 32, "width": 32},
-        "resample": 2,
-        "image_mean": [0.1] * 3,
-        "image_std": [0.2] * 3,
-    }
+    said = {"size": {"height": 32, "width": 32}, "resample": 2, "image_mean": [0.1] * 3, "image_std": [0.2] * 3}
     copy = shutil.copytree(folder, tmp_path / "copy")
     (copy / "processor_config.json").write_text(json.dumps({"image_processor": {**said, "crop_size": 32}}))
     preprocess = load_clip(copy).preprocess

@@ -10,10 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.support.models.clip import (
-    SIZES,
-    save_tiny_transformers_clip,
-)
+from tests.support.models.clip import SIZES, save_tiny_transformers_clip
 from visalign.rewards import check_reward, load_reward
 from visalign.rewards.base.contract import read_request
 from visalign.rewards.base.images import to_pil

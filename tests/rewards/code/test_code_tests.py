@@ -187,10 +187,7 @@ def test_code_that_breaks_or_lies_fails_with_its_reason(code, remark):
         ("for i in range(9): open(f'/tmp/{i}', 'w').write('x' * (1 << 20))", "No space left"),
         ("print('x' * 100000)", "printed too much"),
         ("while True: print('x' * 100000)", "too large"),
-        (
-            "import os, time\nfor _ in range(20):\n    if not os.fork(): time.sleep(2); os._exit(0)",
-            "Resource",
-        ),
+        ("import os, time\nfor _ in range(20):\n    if not os.fork(): time.sleep(2); os._exit(0)", "Resource"),
         ("import os\nos.setuid(0)", "Operation not permitted|Invalid argument"),
     ],
 )

@@ -70,12 +70,7 @@ def test_rewards_of_some_prompts_alone_add_up_over_those_that_judged():
 def test_invalid_part_makes_the_sum_invalid_with_its_reason():
     scores = total({"a": (fixed([1.0, math.nan, 3, 4]), 1.0), "b": (fixed([1.0, 1, math.nan, 1]), 1.0)})
     assert scores.valid.tolist() == [True, False, False, True]
-    assert scores.reason == [
-        None,
-        "a: fixed returned NaN for it",
-        "b: fixed returned NaN for it",
-        None,
-    ]
+    assert scores.reason == [None, "a: fixed returned NaN for it", "b: fixed returned NaN for it", None]
     assert scores.value[1:3].isnan().all() and scores.parts["b"][1] == 1
 
 
@@ -115,18 +110,10 @@ def test_units():
     ("rewards", "options", "message"),
     [
         ({}, {}, "the weights are {}"),
-        (
-            {"a": (fixed([1]), -1.0)},
-            {},
-            "weights are {'a': -1.0}; allowed are finite numbers from 0, one above",
-        ),
+        ({"a": (fixed([1]), -1.0)}, {}, "weights are {'a': -1.0}; allowed are finite numbers from 0, one above"),
         ({"a": (fixed([1]), 1)}, {"normalise": "group"}, "normalise is 'group'; allowed are 'none', 'batch'"),
         ({"a": (fixed([1]), 1)}, {"normalise": {"b": (0, 1)}}, r"no \(mean, std\) for a"),
-        (
-            {"a": (fixed([1]), 1)},
-            {"normalise": {"a": (0, 0)}},
-            r"normalise\['a'\] is \(0, 0\); needed are finite",
-        ),
+        ({"a": (fixed([1]), 1)}, {"normalise": {"a": (0, 0)}}, r"normalise\['a'\] is \(0, 0\); needed are finite"),
     ],
 )
 def test_refused(rewards, options, message):

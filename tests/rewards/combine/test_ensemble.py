@@ -25,13 +25,7 @@ class Fixed:
     range = (0.0, 3.0)
 
     def __init__(
-        self,
-        factor: float,
-        *,
-        unit: str = "u",
-        std: float | None = None,
-        better: bool = True,
-        limit: float = 0.0,
+        self, factor: float, *, unit: str = "u", std: float | None = None, better: bool = True, limit: float = 0.0
     ) -> None:
         self.name = f"fixed_{factor}"
         self.factor, self.unit, self.std, self.higher_is_better, self.limit = factor, unit, std, better, limit

@@ -45,11 +45,7 @@ def refuse_network(*_):
 def test_the_packaged_judge_heats_what_breaks_the_prompt_and_nothing_else():
     circle = SceneObject(shape="circle", color="red", x=32, y=24, radius=9.3)
     shown = Scene(
-        record=parse_prompt("a red circle"),
-        objects=(circle,),
-        background=(60, 60, 60),
-        style="flat",
-        texture_seed=0,
+        record=parse_prompt("a red circle"), objects=(circle,), background=(60, 60, 60), style="flat", texture_seed=0
     )
     image = torch.from_numpy(render(shown)).permute(2, 0, 1).float() / 255
     told = packaged(write_reasons=False).explain([image] * 3, ["a red circle", "a blue circle", "a cross"])

@@ -95,10 +95,7 @@ def test_the_whole_model_survives_a_round_trip(tmp_path, shared) -> None:
     assert not any(parameter.requires_grad for parameter in again.model.parameters())
     assert again.identity.weights and again.identity.options["positions"] == "1d"
     head = load_file(tmp_path / "reward_head.safetensors")
-    save_file(
-        {key: value for key, value in head.items() if "3.bias" not in key},
-        tmp_path / "reward_head.safetensors",
-    )
+    save_file({key: value for key, value in head.items() if "3.bias" not in key}, tmp_path / "reward_head.safetensors")
     with pytest.raises(RewardError, match=r"missing: rm_head\.3\.bias"):
         HPSv3.from_pretrained(tmp_path)
     (tmp_path / "reward_head.safetensors").unlink()

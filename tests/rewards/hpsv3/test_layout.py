@@ -119,12 +119,7 @@ def published_keys() -> list[str]:
         for part in ("norm1", "norm2", "attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")
         for kind in ("weight", "bias")
     ]
-    keys = [
-        "model.embed_tokens.weight",
-        "model.norm.weight",
-        "lm_head.weight",
-        "visual.patch_embed.proj.weight",
-    ]
+    keys = ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight", "visual.patch_embed.proj.weight"]
     keys += [f"model.layers.{number}.{name}" for number in range(28) for name in layer]
     keys += [f"visual.blocks.{number}.{name}" for number in range(32) for name in block]
     keys += [f"visual.merger.{part}.{kind}" for part in ("ln_q", "mlp.0", "mlp.2") for kind in ("weight", "bias")]

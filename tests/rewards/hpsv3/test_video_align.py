@@ -85,13 +85,7 @@ def test_clips_that_cannot_be_judged_have_a_reason(folder) -> None:
     assert found.valid.tolist() == [True] + [False] * 5 and torch.isnan(found.parts["VQ"][1:]).all()
     for reason, wanted in zip(
         (found.reason or [])[1:],
-        (
-            "clip of 1 frame",
-            "frame 4: no such image",
-            '"fps" of its record is',
-            "the prompt is empty",
-            "200 times",
-        ),
+        ("clip of 1 frame", "frame 4: no such image", '"fps" of its record is', "the prompt is empty", "200 times"),
         strict=True,
     ):
         assert wanted in str(reason)

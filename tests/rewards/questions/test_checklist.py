@@ -10,15 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.judges.vision_language import (
-    PROMPTS,
-    ScriptedEngine,
-    ask_text,
-    given,
-    images,
-    tiny_engine,
-    why,
-)
+from tests.support.judges.vision_language import PROMPTS, ScriptedEngine, ask_text, given, images, tiny_engine, why
 from visalign.rewards import RewardError, check_reward
 from visalign.rewards.questions.checklist import SHAPES_CHECKLIST, VISIONREWARD_MASKS, Checklist
 from visalign.rewards.questions.vision_reward import VisionReward

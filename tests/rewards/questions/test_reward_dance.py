@@ -128,10 +128,7 @@ def test_reasons_are_written_behind_the_decision_and_change_no_score():
 def test_pairs_are_asked_in_both_orders_and_a_bias_cancels():
     def probability(template, ask):
         level = float(ask.images[1].mean() - ask.images[0].mean()) + 0.7  # likes the second image
-        return {
-            "yes": 0.8 * torch.tensor(level).sigmoid().item(),
-            "no": 0.8 * torch.tensor(-level).sigmoid().item(),
-        }
+        return {"yes": 0.8 * torch.tensor(level).sigmoid().item(), "no": 0.8 * torch.tensor(-level).sigmoid().item()}
 
     dark, bright = torch.zeros(1, 3, 8, 8), torch.ones(1, 3, 8, 8)
     judge = RewardDancePairs(ScriptedEngine(probability))

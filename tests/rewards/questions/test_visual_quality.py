@@ -9,22 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.judges.vision_language import (
-    PROMPTS,
-    ScriptedEngine,
-    ask_text,
-    given,
-    images,
-    tiny_engine,
-    why,
-)
+from tests.support.judges.vision_language import PROMPTS, ScriptedEngine, ask_text, given, images, tiny_engine, why
 from visalign.core import thurstone_probability
 from visalign.rewards import RewardError, check_reward
-from visalign.rewards.questions.visual_quality_r1 import (
-    RATING,
-    RATING_THINKING,
-    VisualQuality,
-)
+from visalign.rewards.questions.visual_quality_r1 import RATING, RATING_THINKING, VisualQuality
 
 WHOLE = ask_text("rate", answer_prefix="<answer>", words={"scores": tuple("12345")})
 FINE = ask_text("rate", answer_prefix="<answer>", words=RATING.words)
@@ -67,12 +55,7 @@ def test_whole_ratings_have_the_mean_and_deviation_of_their_tokens():
 
 
 def test_two_decimals_are_read_behind_each_digit():
-    table = {
-        "": {"3": 0.5, "5": 0.5},
-        "3.": {"2": 0.25, "7": 0.75},
-        "3.2": {"5": 1.0},
-        "3.7": {"0": 0.5, "9": 0.5},
-    }
+    table = {"": {"3": 0.5, "5": 0.5}, "3.": {"2": 0.25, "7": 0.75}, "3.2": {"5": 1.0}, "3.7": {"0": 0.5, "9": 0.5}}
     any_digit = {digit: 0.1 for digit in "0123456789"}
     scores = direct(lambda ask: table.get(ask.continuation, any_digit), FINE).score(images(1), [""])
     leaves = {3.25: 0.125, 3.70: 0.1875, 3.79: 0.1875, 5.0: 0.5}

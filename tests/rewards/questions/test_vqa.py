@@ -44,10 +44,7 @@ def test_the_question_and_spellings_of_geneval_2():
 
 
 def test_soft_tifa_by_hand():
-    told = {
-        "How many?": {"four": 0.3, "4": 0.2, "five": 0.5},
-        "Is it red?": {"Yes": 0.1, "yes": 0.1, "no": 0.8},
-    }
+    told = {"How many?": {"four": 0.3, "4": 0.2, "five": 0.5}, "Is it red?": {"Yes": 0.1, "yes": 0.1, "no": 0.8}}
     words = ("four", "4", "five", "Yes", "yes", "no")
     engine = ScriptedEngine(lambda template, ask: told[ask.prompt], words=words)
     record = {"vqa_list": [["How many?", "four"], ["Is it red?", "Yes"]]}

@@ -128,10 +128,7 @@ REFUSED = {
     all_aspects: [
         ("Alignment Score (1-5): 5", "no score for coherence, style"),
         ("Alignment Score: 6\nCoherence Score: 3\nStyle Score: 2", "6 is outside"),
-        (
-            "Alignment Score: 4\nAlignment Score: 2\nCoherence Score: 3\nStyle Score: 2",
-            "alignment twice: 4 and 2",
-        ),
+        ("Alignment Score: 4\nAlignment Score: 2\nCoherence Score: 3\nStyle Score: 2", "alignment twice: 4 and 2"),
     ],
     verdict: [
         ("", "nothing"),
@@ -325,9 +322,7 @@ def test_checklist_by_hand():
 
 @pytest.mark.parametrize(
     ("rule", "yes", "alignment", "reason"),
-    [
-        ({"coef": [1.0, 1.0], "masked_features": {"0": [7]}}, [[1.0, 0.0]], [0.0], "question 7; there are 2"),
-    ],
+    [({"coef": [1.0, 1.0], "masked_features": {"0": [7]}}, [[1.0, 0.0]], [0.0], "question 7; there are 2")],
 )
 def test_checklist_refuses(rule, yes, alignment, reason):
     with pytest.raises(ValueError, match=reason):

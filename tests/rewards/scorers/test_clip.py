@@ -20,13 +20,7 @@ from visalign.rewards.clip.loading import load_clip
 from visalign.rewards.clip.open_clip_folder import check_end_token, load_open_clip
 from visalign.rewards.scorers.clip_score import ClipScore
 
-PROMPTS = [
-    "a red circle",
-    "two circles",
-    "a blue square",
-    "a green triangle left of a red circle",
-    "a red circle",
-]
+PROMPTS = ["a red circle", "two circles", "a blue square", "a green triangle left of a red circle", "a red circle"]
 
 
 @pytest.fixture(scope="module")

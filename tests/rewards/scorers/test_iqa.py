@@ -60,10 +60,7 @@ def test_direction_references_and_refusals(stub) -> None:
     first = Iqa("psnr").score(torch.ones(2, 3, 8, 8), ["a", "a"], listed)
     assert first.value[0] == 1 and first.valid.tolist() == [True, False], "of several the first"
     assert full.value[0] == 1 and 'no "source"' in str(full.reason)
-    for metric, message in (
-        ("musik", "no metric 'musik' .* Did you mean 'musiq'"),
-        ("fid", "no metric 'fid'"),
-    ):
+    for metric, message in (("musik", "no metric 'musik' .* Did you mean 'musiq'"), ("fid", "no metric 'fid'")):
         with pytest.raises(RewardError, match=message):
             Iqa(metric)
     assert Iqa("niqe").identity.model.endswith(": niqe")

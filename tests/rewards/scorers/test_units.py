@@ -30,11 +30,7 @@ def test_by_hand(value, source, target, expected):
 @pytest.mark.parametrize(
     ("source", "target", "message"),
     [
-        (
-            "cosine",
-            "softmax",
-            "'softmax' is not affine: a softmax over a group depends on the other images",
-        ),
+        ("cosine", "softmax", "'softmax' is not affine: a softmax over a group depends on the other images"),
         ("sigmoid(hp)", "hp", r"'sigmoid\(hp\)' is not affine: .*use IctHp\(mode='upstream'\)"),
         ("torchmetrics", "cosine", "loses all negative cosines"),
         ("cosine", "rating", "measure different things, so no affine"),

@@ -26,11 +26,7 @@ from visalign.rewards.serve.wire import MEDIA_TYPE, pack_request
 pytest.importorskip("starlette")
 httpx = pytest.importorskip("httpx")
 connections = pytest.importorskip("visalign.rewards.serve.connections")
-SMALL: dict[str, Any] = {
-    "max_bytes": 40_000,
-    "max_header": 20_000,
-    "max_total_bytes": 1_500_000,
-}
+SMALL: dict[str, Any] = {"max_bytes": 40_000, "max_header": 20_000, "max_total_bytes": 1_500_000}
 
 
 @contextmanager
@@ -126,10 +122,7 @@ def test_limits_follow_from_the_memory():
 
 
 def test_silent_connections_make_room_for_those_who_ask():
-    with (
-        serving(app_of(Habits()), http=bounded(8, idle=30.0)) as url,
-        ExitStack() as open_lines,
-    ):
+    with serving(app_of(Habits()), http=bounded(8, idle=30.0)) as url, ExitStack() as open_lines:
         remote = RemoteReward(url)
         lines = [open_lines.enter_context(line_to(url, b"POST /v1")) for _ in range(30)]
         assert remote.score(LEVELS[:4], ["1", "2", "3", "4"]).valid.all()
@@ -158,10 +151,7 @@ def test_a_connection_that_asks_nothing_is_closed():
 
 
 def test_one_too_many_is_told_to_come_again():
-    with (
-        serving(app_of(Habits()), http=bounded(2, idle=30.0)) as url,
-        ExitStack() as busy,
-    ):
+    with serving(app_of(Habits()), http=bounded(2, idle=30.0)) as url, ExitStack() as busy:
         for _ in range(2):
             busy.enter_context(line_to(url, unfinished(1000)))
         reply = httpx.get(f"{url}/health")

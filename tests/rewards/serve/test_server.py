@@ -247,12 +247,7 @@ def test_a_slow_body_is_given_up():
     with serving(app_of(Habits(), limits=RequestLimits(receive_timeout=0.2))) as url:
         parts = urlsplit(url)
         with socket.create_connection((parts.hostname or "", parts.port or 0), timeout=5) as line:
-            head = (
-                "POST /v1/score HTTP/1.1",
-                "Host: a",
-                f"Content-Type: {MEDIA_TYPE}",
-                "Content-Length: 100",
-            )
+            head = ("POST /v1/score HTTP/1.1", "Host: a", f"Content-Type: {MEDIA_TYPE}", "Content-Length: 100")
             line.sendall("\r\n".join((*head, "", "xx")).encode())
             assert b" 408 " in line.recv(4096).split(b"\r\n")[0]
         assert RemoteReward(url).score(LEVELS[:1], ["1"]).valid.all()
@@ -298,10 +293,7 @@ def test_no_server_and_other_servers_are_told_apart(habits: Any):
         RemoteReward("http://127.0.0.1:9")
     from starlette.applications import Starlette
 
-    with (
-        serving(Starlette()) as url,
-        pytest.raises(RewardError, match="answers 404, but is no"),
-    ):
+    with serving(Starlette()) as url, pytest.raises(RewardError, match="answers 404, but is no"):
         RemoteReward(url)
     with pytest.raises(ValueError, match="attempts is 0"):
         RemoteReward(habits[0], attempts=0)

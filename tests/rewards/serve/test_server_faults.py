@@ -28,19 +28,8 @@ from visalign.rewards.serve import worker as judge_worker
 from visalign.rewards.serve.client import RemoteReward
 from visalign.rewards.serve.limits import RequestLimits
 from visalign.rewards.serve.server import judge_server
-from visalign.rewards.serve.wire import (
-    MEDIA_TYPE,
-    JudgeRequest,
-    pack_answer,
-    pack_request,
-    unpack_request,
-)
-from visalign.rewards.serve.worker import (
-    JudgeWorker,
-    WorkerDied,
-    WorkerUnavailable,
-    judge_card,
-)
+from visalign.rewards.serve.wire import MEDIA_TYPE, JudgeRequest, pack_answer, pack_request, unpack_request
+from visalign.rewards.serve.worker import JudgeWorker, WorkerDied, WorkerUnavailable, judge_card
 
 pytest.importorskip("starlette")
 httpx = pytest.importorskip("httpx")

@@ -10,13 +10,7 @@ import pytest
 import torch
 
 from visalign.rewards import check_reward, load_reward
-from visalign.rewards.statistics import (
-    brightness,
-    colourfulness,
-    contrast,
-    edge_density,
-    saturation,
-)
+from visalign.rewards.statistics import brightness, colourfulness, contrast, edge_density, saturation
 
 NAMES = ("brightness", "contrast", "saturation", "colourfulness", "edge_density")
 

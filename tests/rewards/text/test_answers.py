@@ -9,13 +9,7 @@ from fractions import Fraction
 import pytest
 
 from visalign.rewards.catalogue import load_text_reward
-from visalign.rewards.text.parsing import (
-    boxed_answers,
-    normalise_latex,
-    normalise_text,
-    parse_list,
-    parse_number,
-)
+from visalign.rewards.text.parsing import boxed_answers, normalise_latex, normalise_text, parse_list, parse_number
 from visalign.rewards.text.verifiable import VerifiableAnswer
 
 

@@ -7,12 +7,7 @@ import pytest
 import torch
 
 from visalign.interfaces import Scores, TextReward
-from visalign.rewards import (
-    RewardError,
-    TextFunctionReward,
-    WeightedTextSum,
-    check_text_reward,
-)
+from visalign.rewards import RewardError, TextFunctionReward, WeightedTextSum, check_text_reward
 
 TEXTS = ["4", "5", "", "22"]
 PROMPTS = ["?"] * 4

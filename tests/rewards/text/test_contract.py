@@ -41,10 +41,7 @@ INPUTS = {
     "repetition": ({}, {}),
     "random": ({}, {}),
     "environment": ({}, {"completions": [ToolCompletion("a", (), 1.0), ToolCompletion("b", (), 0.0), "no"]}),
-    "code_tests": (
-        {},
-        {"completions": ["```\nx = 4\n```", "no"], "metadata": [{"tests": ["assert x == 4"]}] * 2},
-    ),
+    "code_tests": ({}, {"completions": ["```\nx = 4\n```", "no"], "metadata": [{"tests": ["assert x == 4"]}] * 2}),
     "reward_fusion": (
         {"reward": "exact_answer", "pool": [{"prompt": "What is 2 + 2??", "answer": "5"}], "threshold": 0.8},
         {**ANSWERS, "prompts": ["What is 2 + 2?"] * 3},
@@ -110,12 +107,7 @@ def test_the_form_of_trl():
     )
     assert scores.value[:2].tolist() == [1, 0] and scores.valid.tolist() == [True, True, False]
     assert scores.reason == [None, None, "trl_style returned None: not for this sample"]
-    for answer in (
-        np.array([1.0, 2.0]),
-        torch.tensor([1.0, 2.0]),
-        (1, True),
-        [np.float32(1), torch.tensor(2)],
-    ):
+    for answer in (np.array([1.0, 2.0]), torch.tensor([1.0, 2.0]), (1, True), [np.float32(1), torch.tensor(2)]):
         assert TextFunctionReward(lambda completions, a=answer: a).score(["a", "b"], ["?"] * 2).valid.all()
 
 

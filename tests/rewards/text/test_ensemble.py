@@ -59,11 +59,7 @@ def test_members_by_name_with_options() -> None:
 @pytest.mark.parametrize(
     ("members", "error", "message"),
     [
-        (
-            ["length", "length"],
-            RewardError,
-            "ensemble: members is .*; give different names, or {label: {name",
-        ),
+        (["length", "length"], RewardError, "ensemble: members is .*; give different names, or {label: {name"),
         ("length", RewardError, "members is 'length'; give different names"),
         (["exact_answer", "exat"], RewardError, "no text reward 'exat'"),
         ({"a": 3, "b": "length"}, RewardError, "member 'a' is 3; give a reward's name or its options"),

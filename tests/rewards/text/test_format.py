@@ -34,10 +34,7 @@ def remark(reward, completion):
     [
         ("<think>a</think><answer>b</answer>", ""),
         ("<think>a</think>", "<answer> occurs 0 times, needed is once"),
-        (
-            "<think>a</think><answer>b</answer><answer>c</answer>",
-            "<answer> occurs 2 times, needed is once",
-        ),
+        ("<think>a</think><answer>b</answer><answer>c</answer>", "<answer> occurs 2 times, needed is once"),
         ("<answer>b</answer><think>a</think>", "the tags are out of order"),
         ("<think> </think><answer>b</answer>", "a tag is empty"),
         ("<think>a</think>so <answer>b</answer>", "text outside the tags: 'so'"),
@@ -52,11 +49,7 @@ def test_tags(text, problem):
 
 def test_prefilled_tags_patterns_and_bad_options():
     assert values(TextFormat(prefilled="<think>"), ["a</think><answer>b</answer>"]) == [1]
-    assert values(TextFormat(pattern=r"Answer: .+"), ["Answer: 4\nfive", "An answer: 4", " Answer: 4 "]) == [
-        1,
-        0,
-        1,
-    ]
+    assert values(TextFormat(pattern=r"Answer: .+"), ["Answer: 4\nfive", "An answer: 4", " Answer: 4 "]) == [1, 0, 1]
     cases: list[tuple[dict[str, Any], str]] = [
         ({"tags": ["a", "a"]}, "give at least one, each once"),
         ({"tags": ["<a>"]}, "without < and >"),
@@ -69,16 +62,7 @@ def test_prefilled_tags_patterns_and_bad_options():
 
 def test_json_is_strict():
     good = ['{"a": [1, null]}', " 3 ", '"x"']
-    bad = [
-        "{'a': 1}",
-        '{"a": 1,}',
-        "NaN",
-        '{"a": -Infinity}',
-        '{"a": 1, "a": 2}',
-        "",
-        "[" * 100_000,
-        "1" * 5000,
-    ]
+    bad = ["{'a': 1}", '{"a": 1,}', "NaN", '{"a": -Infinity}', '{"a": 1, "a": 2}', "", "[" * 100_000, "1" * 5000]
     assert values(JsonFormat(), good + bad) == [1] * 3 + [0] * len(bad)
     assert remark(JsonFormat(), '{"a": 1, "a": 2}') == "no JSON: a key is repeated"
     fence = JsonFormat(where="fence")
@@ -129,11 +113,7 @@ def test_length_rules():
     scores = tokens.score(["a"] * 4, ["?"] * 4, [{"tokens": n} for n in (6, 8, 12, "many")])
     assert scores.value[:3].tolist() == [0, -0.5, -1] and not scores.valid[3]
     own = LengthReward("target", target_field="n", scale=10).score(texts, ["?"] * 3, [{"n": 4}, {}, {"n": 12}])
-    assert own.value.nan_to_num(7).tolist() == [0, 7, -1] and own.parts["length"].nan_to_num(7).tolist() == [
-        4,
-        7,
-        2,
-    ]
+    assert own.value.nan_to_num(7).tolist() == [0, 7, -1] and own.parts["length"].nan_to_num(7).tolist() == [4, 7, 2]
     assert own.reason is not None and "has None as 'n', needed is a length" in str(own.reason[1])
 
 
@@ -155,11 +135,7 @@ def test_soft_overlong_is_the_core_function():
             "takes scale and target or scale and target_field, no more and no less; given: target",
         ),
         ("linear", {"scale": 0}, "scale 0; allowed are finite numbers above 0"),
-        (
-            "soft_overlong",
-            {"max_length": 4, "cache": 5},
-            "cache is 5; allowed are 1 to max_length, which is 4",
-        ),
+        ("soft_overlong", {"max_length": 4, "cache": 5}, "cache is 5; allowed are 1 to max_length, which is 4"),
     ],
 )
 def test_bad_length_options(rule, options, message):

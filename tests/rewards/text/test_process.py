@@ -302,11 +302,7 @@ def trained_and_not() -> tuple[CausalLMPolicy, TextRollout]:
     policy = CausalLMPolicy(tiny_model(), TOKENIZER)
     sampling = Sampling(temperature=0.7, top_p=0.9)
     made = policy.generate(
-        ["q", "a b"],
-        seeds=3,
-        num_generations=2,
-        sampling=sampling,
-        stopping=StoppingCriteria(max_new_tokens=12),
+        ["q", "a b"], seeds=3, num_generations=2, sampling=sampling, stopping=StoppingCriteria(max_new_tokens=12)
     )
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():

@@ -141,8 +141,7 @@ class Planted:
             for kind in classes:
                 boxes = scene.get(kind, [])
                 detected[kind] = Found(
-                    torch.tensor([box for box, _ in boxes]).reshape(-1, 4),
-                    torch.tensor([score for _, score in boxes]),
+                    torch.tensor([box for box, _ in boxes]).reshape(-1, 4), torch.tensor([score for _, score in boxes])
                 )
             answers.append(detected)
         return answers

@@ -120,8 +120,7 @@ IMAGES = [image.mul(255).round() / 255 for image in IMAGES]
 
 
 @pytest.mark.parametrize(
-    ("save", "kind"),
-    [(save_detr, "detection"), (save_mask2former, "segmentation"), (save_owlv2, "zero_shot")],
+    ("save", "kind"), [(save_detr, "detection"), (save_mask2former, "segmentation"), (save_owlv2, "zero_shot")]
 )
 def test_detectors_of_transformers(save: Any, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(geneval_detectors, "MIN_SCORE", 0.001)

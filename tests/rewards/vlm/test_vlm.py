@@ -166,12 +166,7 @@ def test_words_are_one_token_each() -> None:
 def test_what_cannot_be_judged_is_a_row_with_its_reason() -> None:
     judge = tiny_judge(max_tokens=60)
     fine = Query(images=[noise(16, 16)], prompt="a")
-    asks = [
-        fine,
-        Query(images=[noise(2, 500)], prompt="a"),
-        Query(images=[noise(16, 16)], prompt="long " * 30),
-        fine,
-    ]
+    asks = [fine, Query(images=[noise(2, 500)], prompt="a"), Query(images=[noise(16, 16)], prompt="long " * 30), fine]
     reply = judge.answer_logits(ONE, asks, [7], left_over=True)
     assert reply.reasons[0] is reply.reasons[3] is None and reply.log_total is not None
     assert "one side may be at most 200 times the other" in (reply.reasons[1] or "")

@@ -39,8 +39,7 @@ def make_images(canvas: bool) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["clip_score", "ict", "hp", "hpsv3", "reward_dance", "reward_dance_pairs", "vqa_score", "lora_ensemble"],
+    "name", ["clip_score", "ict", "hp", "hpsv3", "reward_dance", "reward_dance_pairs", "vqa_score", "lora_ensemble"]
 )
 def test_a_canvas_costs_a_packaged_judge_nothing(name: str) -> None:
     judge: Any = load_judge(name)
