@@ -38,7 +38,8 @@ def test_the_adapter_of_the_readme_is_trained_and_loaded(tmp_path: Path) -> None
         return done.stdout
 
     where = "import visalign; print(visalign.__file__)"
-    assert run(f"{code_with('redness', README.name)}\n{where}").splitlines()[-1].startswith(str(site))
+    trained = code_with("redness", README.name).replace("iterations=8", "iterations=5")  # redder already
+    assert run(f"{trained}\n{where}").splitlines()[-1].startswith(str(site))
     (away / "runs/red").rename(away / "runs/first")
     drawn = code_with("load_lora_weights", "fine_tune.md")
     assert run(f"{drawn}\nprint(pipe.get_active_adapters(), _.size)".replace("\npipe(", "\n_ = pipe(")) == (
