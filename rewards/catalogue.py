@@ -69,10 +69,7 @@ _ANSWERS = "visalign.rewards.text.verifiable:VerifiableAnswer"
 TEXT_CATALOGUE: dict[str, Entry] = {
     "exact_answer": (_ANSWERS, {"compare": "exact", "name": "exact_answer"}),
     "numeric_answer": (_ANSWERS, {"compare": "number", "extract": "last_number", "name": "numeric_answer"}),
-    "boxed_answer": (
-        _ANSWERS,
-        {"compare": "math", "extract": "boxed", "normalise": "latex", "name": "boxed_answer"},
-    ),
+    "boxed_answer": (_ANSWERS, {"compare": "math", "extract": "boxed", "normalise": "latex", "name": "boxed_answer"}),
     "list_answer": (_ANSWERS, {"compare": "list", "extract": "last_line", "name": "list_answer"}),
     "text_format": "visalign.rewards.text.format:TextFormat",
     "json_format": "visalign.rewards.text.format:JsonFormat",

@@ -39,12 +39,8 @@ TEMPLATE = question(
 class Lift(ChatJudge):
     """Mean over the questions of 0.9 for Good, 0.2 for Normal, 0.05 for Bad; the parts hold each question.
 
-    An image with an unreadable answer to one question has no score. `std`, with more than one answer, is the
-    standard error of the mean.
-
-    Args:
-        questions: respect -> question, instead of ours.
-        **options: of `ChatJudge`, as is the address; a template has {prompt} and {question}.
+    An image with an unreadable answer to one question has no score. `std`, with more than one answer, is the standard
+    error of the mean. `questions`, respect -> question, replace ours; a template has {prompt} and {question}.
     """
 
     name = "lift"

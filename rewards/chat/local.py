@@ -21,10 +21,8 @@ T = TypeVar("T")
 class LocalModel:
     """Model with the interface of `ChatServer`: the same questions, replies and failures.
 
-    Args:
-        model: folder, hub id or packaged name of a model that `rewards.vlm` knows; or a loaded engine.
-        max_failure_rate: as of `ChatServer`.
-        **loading: of `engine_of`: device, precision, attention, device_map, quantization, ...
+    It is a folder, hub id or packaged name of a model that `rewards.vlm` knows, or a loaded engine; `loading` are
+    options of `engine_of`: device, precision, attention, device_map, quantization, ...
     """
 
     def __init__(

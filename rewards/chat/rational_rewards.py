@@ -53,11 +53,8 @@ class RationalRewards(ChatJudge):
 
     "generation": faithfulness to the text, physical and visual quality, rendering of text. "edit": also faithfulness
     to the source image, which is the record's "source". An aspect that does not apply ("N/A") is left out of the mean
-    and NaN among the parts; a judgement that skips an aspect is a failure. The judgement is in `text`.
-
-    Args:
-        mode: "generation" or "edit".
-        **options: of `ChatJudge`, as is the address; upstream samples at temperature 0.1.
+    and NaN among the parts; a judgement that skips an aspect is a failure. The judgement is in `text`. Upstream
+    samples at temperature 0.1.
     """
 
     name = "rational_rewards"

@@ -120,13 +120,10 @@ QUESTION = question(
 class YesNoServer(ChatJudge):
     """Log-odds of yes against no in nats.
 
-    The parts hold "prob", P(yes) of the two, σ of the value; "mass", the probability of both together. Where
-    yes or no is not among the alternatives the log-odds are undefined, and the image has no score.
-
-    Args:
-        top_logprobs: alternatives of the first token to request; OpenAI and vLLM allow 20 by default.
-        min_mass: smallest probability of yes and no together that counts as an answer.
-        **options: of `ChatJudge`, as is the address; of a `Template` the words "yes" and "no" count.
+    The parts hold "prob", P(yes) of the two, σ of the value; "mass", the probability of both together. Where yes or no
+    is not among the `top_logprobs` alternatives of the first token (OpenAI and vLLM allow 20 by default), or both have
+    less than `min_mass`, the log-odds are undefined, and the image has no score. Of a `Template` the words "yes" and
+    "no" count.
     """
 
     name = "yes_no_server"

@@ -25,12 +25,8 @@ LAYERS = (0, 3, 5)
 class RanknetHead(nn.Module):
     """Linear, ReLU, dropout, Linear, ReLU, Linear under the published keys `rm_head.{0,3,5}.{weight,bias}`.
 
-    Args:
-        input_dim: width of the hidden states; 3584 for the 7B model.
-        hidden: widths of the two inner layers.
-        outputs: 2 for (mean, log-deviation), 1 for a mean alone.
-
-    Ma et al., HPSv3, arXiv 2508.03789, released code.
+    The 7B model's `input_dim` is 3584; 2 outputs are (mean, log-deviation), 1 is a mean alone. Ma et al., HPSv3, arXiv
+    2508.03789, released code.
     """
 
     def __init__(self, input_dim: int, *, hidden: tuple[int, int] = HIDDEN, outputs: int = 2) -> None:

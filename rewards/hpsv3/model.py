@@ -47,14 +47,12 @@ class HPSv3Batch:
 class HPSv3Model(nn.Module):
     """(mean, log-deviation) of images and prompts, float32, with gradients where parameters require them.
 
-    The caller chooses what is trained: `backbone` whole, a LoRA in it (`backbone.add_adapter(config)`), or
-    only `head`. A tower without trainable parameters runs once per image; its features are cached.
+    The caller chooses what is trained: `backbone` whole, a LoRA in it (`backbone.add_adapter(config)`), or only
+    `head`. A tower without trainable parameters runs once per image; its features are cached.
 
-    Args:
-        engine: the vision-language model; its tokenizer needs `REWARD_TOKEN` before rows are encoded.
-        head: on the model's hidden states, float32.
-        template: with `REWARD_TOKEN` once; that of the engine's folder, or `TEMPLATE`, when None.
-        clamp: bounds of the log-deviation (soft); None for heads that were trained without.
+    The engine's tokenizer needs `REWARD_TOKEN` before rows are encoded, and the template has it once (that of the
+    engine's folder, or `TEMPLATE`, when None). `clamp` bounds the log-deviation softly; None for heads that were
+    trained without.
     """
 
     _no_split_modules = ("RanknetHead",)  # of another dtype than the backbone

@@ -41,10 +41,7 @@ def as_pairwise(reward: PointwiseReward, *, link: Link = "auto") -> PairwiseRewa
     of the means accordingly. Each distinct (image, prompt, record) is scored once. A pair is invalid, with the
     reason, if either image could not be scored or its standard deviation is NaN. The parts hold the two scores,
     "left" and "right", in the reward's unit.
-
-    Args:
-        reward: any pointwise reward.
-        link: "auto" takes "logistic" where the unit says "Bradley-Terry", "log-odds" or "logit".
+    "auto" takes "logistic" where the unit says "Bradley-Terry", "log-odds" or "logit".
     """
     return PairsFromScores(reward, link=link)
 

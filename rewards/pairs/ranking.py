@@ -76,27 +76,16 @@ def rank(
     method: Method = "active",
     model: Model | None = None,
 ) -> Ranking:
-    """Order the images of one prompt.
+    """Order the images of one prompt; equal images are one item of the fit and keep their order.
 
     A pointwise judge (one with `score`) orders by its mean, with mean ± z std as interval. A pairwise judge (`compare`
     alone) is asked in rounds of at most n/2 calls (`visalign.core.preference.pairing`), and the scores, the position
     bias and the intervals come from one fit (`visalign.core.preference.ranking`); a failed call counts as a call and
     is left out of the fit. A judge that offers both is asked for scores; wrap it to have it compare.
 
-    Args:
-        images: n images in any accepted form.
-        prompt: prompt of all images.
-        judge: the judge.
-        metadata: the prompt's record.
-        budget: calls as a share of n(n − 1)/2, in (0, 2]: 2 is every pair in both orders. At least n − 1
-            calls are made, since fewer give no order.
-        level: probability of the intervals, in (0, 1).
-        method: "active" or "swiss".
-        model: model of the fit; None takes "log_odds" for a judge that answers in probabilities, and
-            "bradley_terry" for one that only decides.
-
-    Returns:
-        The ranking; equal images are one item of the fit and keep their order.
+    `budget` is the share of n(n − 1)/2 calls, in (0, 2]: 2 is every pair in both orders. At least n − 1 calls are
+    made, since fewer give no order. `level` is the probability of the intervals. A `model` of None is "log_odds" for a
+    judge that answers in probabilities, "bradley_terry" for one that only decides.
     """
     rules = {
         f"budget is {budget}; allowed are shares of n(n − 1)/2 in (0, 2]": 0 < budget <= 2,

@@ -25,14 +25,11 @@ from visalign.rewards.vlm.requests import source_images
 
 
 class Iqa:
-    """Metric of pyiqa, in its own unit; `higher_is_better` is pyiqa's.
+    """Metric of pyiqa, one of `pyiqa.list_models()`, in its own unit; `higher_is_better` is pyiqa's.
 
-    A full-reference metric compares with the record's "source". An image that the metric refuses, or for
-    which it returns no finite number, is invalid.
-
-    Args:
-        metric: a name of `pyiqa.list_models()`.
-        **options: of pyiqa's `create_metric`, such as pretrained_model_path for your own weights.
+    A full-reference metric compares with the record's "source". An image that the metric refuses, or for which it
+    returns no finite number, is invalid. `options` are those of pyiqa's `create_metric`, such as pretrained_model_path
+    for your own weights.
     """
 
     name = "iqa"

@@ -64,13 +64,9 @@ SCALES: dict[str, Scale] = {
 
 
 def convert(value: Value, source: str, target: str, *, logit_scale: float | None = None) -> Value:
-    """Convert a score to another scale: y = (a_t·x + b_t)/d_t with x = (d_s·value − b_s)/a_s.
+    """Convert a score to another scale of `SCALES`: y = (a_t·x + b_t)/d_t with x = (d_s·value − b_s)/a_s.
 
-    Args:
-        value: number or tensor on the scale `source`.
-        source: a name of `SCALES`.
-        target: a name of `SCALES`.
-        logit_scale: exp(logit_scale) of the checkpoint (`PickScore.logit_scale`), where a scale needs it.
+    Some need exp(logit_scale) of the checkpoint (`PickScore.logit_scale`).
 
     Example:
         >>> convert(0.21, "cosine", "logit / 26", logit_scale=100.0)

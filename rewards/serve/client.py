@@ -75,10 +75,6 @@ class RemoteReward:
         pause: seconds before a server is asked again, doubled for each further failure.
         patience: seconds for which servers that are only busy are asked again, which counts as no attempt.
         batch_size: images in one request; the smallest of the servers' batch sizes when None.
-
-    Raises:
-        RewardError: a server cannot be reached, is none of ours, or serves another judge than the others.
-        ValueError: attempts or batch_size below 1, no url, a token that cannot be sent.
     """
 
     def __init__(

@@ -65,14 +65,11 @@ class Detector(Protocol):
 
 
 class TransformersDetector:
-    """Detector of transformers; images of one size share a forward pass, so none is padded.
+    """Detector of transformers, a folder or hub id; images of one size share a forward pass, so none is padded.
 
     Its kind is read from the configuration: "detection" (DETR, RT-DETR, YOLOS), "segmentation" (Mask2Former,
-    MaskFormer: boxes around masks), or "zero_shot" (OWL-ViT, OWLv2, Grounding DINO: one class at a time).
-
-    Args:
-        model: folder or hub id.
-        batch_size: images, or (image, class) pairs for a zero-shot model, in one pass.
+    MaskFormer: boxes around masks), or "zero_shot" (OWL-ViT, OWLv2, Grounding DINO: one class at a time). A batch has
+    `batch_size` images, or (image, class) pairs for a zero-shot model.
     """
 
     def __init__(self, model: str | Path, *, device: str | torch.device = "cpu", batch_size: int = 8) -> None:

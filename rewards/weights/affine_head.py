@@ -29,12 +29,9 @@ IMAGEREWARD_MEAN, IMAGEREWARD_STD = 0.16717362830052426, 1.0333394966054072
 class AffineHead(nn.Module):
     """Five linear layers with the published keys `layers.{0,2,4,6,7}` (`{0,3,6,9,11}` with ReLU).
 
-    Args:
-        input_dim: Width of the embedding; 1024 for HP, 768 for the LAION aesthetic and ImageReward.
-        widths: Output widths of the five layers.
-        activation: "none" (affine in evaluation mode), or "relu" (LAION's `reluMSE` file).
-
-    ICT-HP, arXiv 2507.19002; ImageReward, arXiv 2304.05977; LAION's improved-aesthetic-predictor.
+    Its `input_dim` is 1024 for HP, 768 for the LAION aesthetic and ImageReward; `activation` is "none" (affine in
+    evaluation mode) or "relu" (LAION's `reluMSE` file). ICT-HP, arXiv 2507.19002; ImageReward, arXiv 2304.05977;
+    LAION's improved-aesthetic-predictor.
     """
 
     def __init__(self, input_dim: int, *, widths: Sequence[int] = WIDTHS, activation: Activation = "none") -> None:

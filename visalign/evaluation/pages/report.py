@@ -44,23 +44,12 @@ def write_report(
 ) -> Path:
     """Write `report.html` into a run's folder, atomically, and return its path.
 
-    Args:
-        run_folder: Created if missing.
-        before: Held-out evaluation before training, of images or completions.
-        after: The same prompts and seeds after training.
-        metrics: Rows of metrics.jsonl; may be empty.
-        config: The run's configuration, nested mappings or a dataclass.
-        versions: Package -> version.
-        costs: Each optional: `seconds`, `phases` {name: seconds}, `forward_equivalents_per_image`,
-            `peak_memory_bytes` (or {"host": ..., "cuda": ...}); others are shown under their names.
-        title: The page's title.
-        load_code: Python that loads the result.
-        resume_command: The command that continues the run.
-        start: Metric -> value before training: the first points of the curves.
-        main_rewards: Rewards that come first; the first of all is the headline of a run without verdicts.
-        trained_prompts: Number of held-out prompts that were trained on; None: unknown.
-        warnings: Warnings of the monitor during training, or that it stopped the run.
-        over_time: (iterations finished, PNG) of the same prompts during training.
+    `before` and `after` are held-out evaluations of the same prompts and seeds; `metrics` are rows of metrics.jsonl.
+    All `costs` are optional: `seconds`, `phases` {name: seconds}, `forward_equivalents_per_image`, `peak_memory_bytes`
+    (or {"host": ..., "cuda": ...}); others are shown under their names. `start` has the first points of the curves,
+    metric -> value before training; the first of `main_rewards` is the headline of a run without verdicts;
+    `trained_prompts` counts the held-out prompts that were trained on (None: unknown); `over_time` are (iterations
+    finished, PNG) of the same prompts.
     """
     comparison, kind = compare(before, after), wording.kind_of(after)
     order = [*main_rewards, *after.scores]
