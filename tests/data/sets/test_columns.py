@@ -36,15 +36,6 @@ def test_numbers_that_are_not_plain_ask_for_their_meaning(tmp_path: Path) -> Non
         pairs_of(tmp_path, [1], labels="1=up")
 
 
-def test_columns_with_other_names(tmp_path: Path) -> None:
-    lines = ["id;text;one;two;label", "7;a cat;1.png;2.png;1", "8;a dog;3.png;4.png;0"]
-    (tmp_path / "a.csv").write_text("\n".join(lines))
-    names = parse_map(["prompt=text", "image_left=one", "image_right=two"])
-    found = load_source(str(tmp_path / "a.csv"), columns=Columns(names=names))
-    assert isinstance(found, PreferenceSet) and [p.label for p in found.pairs] == [1, 0]
-    assert found.pairs[0].prompt == "a cat" and found.pairs[0].image_left == str(tmp_path / "1.png")
-
-
 def test_a_wrong_map_is_said(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("file,score\na.png,1\nb.png,2\n")
     found = load_source(str(tmp_path / "a.csv"), columns=Columns(names={"image": "file", "mos": "score"}))
