@@ -32,7 +32,7 @@ def test_fields_are_renamed(tmp_path, ending):
     path = write(tmp_path / f"rows.{ending}", GSM8K)
     records = load_prompts(path, names={"prompt": "question"}, chat=True)
     assert records == [{"prompt": row["question"], "answer": row["answer"]} for row in GSM8K]
-    message = r"1 has no field 'quest', which data.map.prompt \(--map\) names. Did you mean 'question'\? .*are question"
+    message = r"1 has no field 'quest', which data.map.prompt \(--map\) names. Did you mean 'question'\?.*are question"
     with pytest.raises(UserError, match=message):
         load_prompts(path, names={"prompt": "quest"}, chat=True)
     assert load_prompts(path, chat=True) == records  # GSM8K's rows need no map
