@@ -98,8 +98,7 @@ def _options(
 @command(TRAIN, "quickstart --output runs/first")
 def quickstart(output: Output = None, seed: Annotated[int, Option(help="Random seed.")] = 0) -> None:
     """Improve the packaged text-to-image model in a few minutes on a CPU, and show what changed."""
-    then = ["visalign", "train", "shapes_flow_grpo"]
-    _train("shapes_quickstart", [f"seed={seed}"], output, next_command=then)
+    _train("shapes_quickstart", [f"seed={seed}"], output, next_command=["visalign", "train", "shapes_flow_grpo"])
 
 
 @command(TRAIN, "train shapes_flow_grpo optimizer.lr=1e-3 --output runs/flow")
@@ -128,11 +127,9 @@ def train_reward(
     from visalign.data.sets.columns import parse_map
 
     config, overrides = config_and_overrides(config, overrides)
-    names = parse_map(columns or [])
-    changes = [f"data.map.{ours}={json.dumps(theirs)}" for ours, theirs in names.items()]
+    changes = [f"data.map.{ours}={json.dumps(theirs)}" for ours, theirs in parse_map(columns or []).items()]
     changes += [] if labels is None else [f"data.coding={json.dumps(labels)}"]
-    changes += overrides
-    _train(config, changes, output, resume=resume, dry_run=dry_run, pipeline="train_reward")
+    _train(config, changes + overrides, output, resume=resume, dry_run=dry_run, pipeline="train_reward")
 
 
 def _train(
@@ -228,7 +225,7 @@ def export_lora(
     path, config = (model, None) if model else model_of(run)
     family = None
     with suppress(*(() if model else (ValueError, OSError))):  # the run's model may be on another machine
-        family = None if path is None else family_name(index_source(path, config=config))
+        family = path and family_name(index_source(path, config=config))
     layers = export(run, output, family)
     echo(f"{layers} layers for ComfyUI{f' ({family})' if family else ''}: {output}")
 
@@ -296,20 +293,9 @@ def serve_reward(
         echo(f"{address}: {pixels:.0f} megapixels at once, {size:.0f} MiB under way.", err=True)
 
     echo(f"Loading {reward}.", err=True)
-    serve(
-        reward,
-        parse_options(options or []),
-        host=host,
-        port=port,
-        token_env=token_env,
-        max_batch=max_batch,
-        timeout=timeout,
-        threads=threads,
-        memory=memory,
-        max_pixels=max_pixels,
-        max_connections=max_connections,
-        on_ready=ready,
-    )
+    listening = {"host": host, "port": port, "token_env": token_env, "max_connections": max_connections}
+    limits = {"max_batch": max_batch, "timeout": timeout, "memory": memory, "max_pixels": max_pixels}
+    serve(reward, parse_options(options or []), threads=threads, on_ready=ready, **listening, **limits)
 
 
 command(EVALUATE, "evaluate pairs.jsonl -r hpsv3 -r clip_score --output agreement")(evaluate)

@@ -51,17 +51,9 @@ def diagnose(
 
 def show_diagnosis(console: Console, result: Mapping[str, Any]) -> None:
     """Print a table for each question, and its answer."""
-    console.print(
-        Text(
-            f"{result['tuned']} against {result['base']}: {result['prompts']} held-out prompts, "
-            f"{result['samples']} completions each"
-            + (
-                f", solved by {result['correctness']}"
-                if result["correctness"]
-                else "; no reward says right or wrong (--right-at)"
-            )
-        )
-    )
+    line = f"{result['tuned']} against {result['base']}: {result['prompts']} held-out prompts, {result['samples']} "
+    verdict = result["correctness"] and f", solved by {result['correctness']}"
+    console.print(Text(f"{line}completions each{verdict or '; no reward says right or wrong (--right-at)'}"))
     if result["support"] is not None:
         _show_support(console, result["support"])
     _show_best_of_n(console, result["best_of_n"])
@@ -73,10 +65,8 @@ def show_diagnosis(console: Console, result: Mapping[str, Any]) -> None:
             f"(net {clip['net']:+.3%}), in {clip['iterations']:.0%} of the iterations."
         )
         if (stake := clip["advantage_at_stake"]) is not None:
-            line += (
-                f" Rewards by lot would withhold {stake['estimate']:.2f} of advantage from the right ones of "
-                f"{result['samples']} completions."
-            )
+            line += f" Rewards by lot would withhold {stake['estimate']:.2f} of advantage from the right ones of "
+            line += f"{result['samples']} completions."
         console.print(Text(line))
 
 

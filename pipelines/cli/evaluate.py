@@ -83,38 +83,27 @@ def evaluate(
         table = Columns(names=parse_map(columns or []) | score_columns, labels=labels)
         with Progress(console=Console(stderr=True), transient=True) as progress:
             task = progress.add_task("scoring", total=None, visible=bool(reward))
-            options: dict[str, Any] = dict(
-                rewards=reward or (),
-                options=reward_options or (),
-                columns=names,
-                lower_is_better=lower_is_better or (),
-                table=table,
-                join=join or (),
-                split=split,
-                limit=limit,
-                output=output,
-                resume=resume,
-                swap_sides=swap_sides,
-                keep_duplicates=keep_duplicates,
-                fuse=fuse,
-                cache=cache,
-                device=device,
-                batch_size=batch_size,
-                max_failure_rate=max_failure_rate,
-                settings=IntervalSettings(seed=seed, resamples=resamples, bins=bins),
-                on_batch=lambda done, total: progress.update(task, completed=done, total=total),
-            )
+            reading = {"table": table, "join": join or (), "split": split, "limit": limit, "columns": names}
+            options: dict[str, Any] = reading | {
+                "rewards": reward or (),
+                "options": reward_options or (),
+                "lower_is_better": lower_is_better or (),
+                "swap_sides": swap_sides,
+                "keep_duplicates": keep_duplicates,
+                "fuse": fuse,
+                "max_failure_rate": max_failure_rate,
+                "settings": IntervalSettings(seed=seed, resamples=resamples, bins=bins),
+                "on_batch": lambda done, total: progress.update(task, completed=done, total=total),
+            }
+            options |= {"output": output, "resume": resume, "cache": cache, "device": device, "batch_size": batch_size}
             console, several = Console(), len(source) > 1
             results, boards = evaluate_sets(source, **options) if several else ({"": run(source[0], **options)}, [])
         if several:
             show_leaderboards(console, results, boards)
         else:
             show_evaluation(console, results[""])
-        lines = [
-            f"No report on {item['judge']}{name and f' on {name}'}: {item['error']}"
-            for name, result in results.items()
-            for item in result["failed"]
-        ]
+        failed = [(name, item) for name, result in results.items() for item in result["failed"]]
+        lines = [f"No report on {item['judge']}{name and f' on {name}'}: {item['error']}" for name, item in failed]
         if output is not None:
             lines += [f"Page: {output / (f'{BOARD}.html' if several else PAGE)}", f"CSV and LaTeX: {output / FOLDER}"]
         for line in lines:

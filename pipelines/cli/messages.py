@@ -24,12 +24,8 @@ USER_ERROR = 2
 
 _FIXABLE = "EEXIST EISDIR ELOOP EIO EMFILE ENOSPC EDQUOT EACCES EPERM EROFS ENOTDIR ENAMETOOLONG"
 """Errors of the system that are reported as a message: the user can fix them."""
-
-
-_NUL: dict[str, str] = dict.fromkeys(
-    ("embedded null byte", "embedded null character"), "A path holds a NUL character. Remove it."
-)
-"""Python's errors for paths that no file can have -> message; they come from tables and configurations."""
+_NUL = ("embedded null byte", "embedded null character")
+"""Python's errors for paths that no file can have; they come from tables and configurations."""
 
 
 @contextmanager
@@ -95,7 +91,7 @@ def describe(error: BaseException) -> str:
         return f"{error.strerror}: {error.filename!s:.300}" if error.filename else error.strerror
     if _is_out_of_memory(error):
         return f"Out of memory ({str(error).partition(chr(10))[0]:.300}). Give smaller numbers, batches or images."
-    return _NUL.get(str(error)) or str(error) or type(error).__name__
+    return "A path holds a NUL character. Remove it." if str(error) in _NUL else str(error) or type(error).__name__
 
 
 def show_message(message: str, *, title: str, style: str) -> None:

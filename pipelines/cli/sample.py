@@ -90,19 +90,15 @@ def sample(
     searching = parse_options(search_options or [], "--search-option")
     if search_options and search is None:
         raise UserError(f"--search-option {search_options[0]} belongs to --search, which is not given.")
-    choices: dict[str, Any] = {"solver": solver, "dtype": dtype}  # checked by their types
+    drawing = {"seeds": numbers(seeds), "best_of": best_of, "strength": strength, "steps": steps, "solver": solver}
+    running = {"batch_size": batch_size, "dtype": dtype, "device": device or default_device()}
+    choices: dict[str, Any] = drawing | running  # checked by their types
     settings = SampleSettings(
         model=model,
         adapter=model_options.pop("adapter", None),
         lora=lora or [],
-        seeds=numbers(seeds),
-        best_of=best_of,
         resample_after=[] if steer is None else numbers(steer, "--steer"),
         search=None if search is None else search_of(search, searching),
-        strength=strength,
-        steps=steps,
-        batch_size=batch_size,
-        device=device or default_device(),
         options=model_options,
         **choices,
     )
@@ -117,11 +113,9 @@ def sample(
             records.append({"prompt": prompt})
     records = list({record_key(record): record for record in records}.values())  # files may overlap
     rows = sample_images(records, settings, output, rewards=rewards)
+    files = f"{TABLE} for visalign score, {PAGE} and {GRID} to look at"
     cost = sum(row[COST] for row in rows)
-    echo(
-        f"{len(rows)} images in {output}: {TABLE} for visalign score, {PAGE} and {GRID} to look at. "
-        f"Denoising took {cost} forward-equivalents."
-    )
+    echo(f"{len(rows)} images in {output}: {files}. Denoising took {cost} forward-equivalents.")
 
 
 def demo(
@@ -144,11 +138,8 @@ def demo(
     from visalign.pipelines.shared.reward_options import parse_options
     from visalign.precision import default_device
 
-    parsed = parse_options(options or [])
-    settings = SampleSettings(
-        model=model, lora=lora or [], steps=steps, device=device or default_device(), options=parsed
-    )
-    page = build_demo(settings)
+    chosen = {"device": device or default_device(), "options": parse_options(options or [])}
+    page = build_demo(SampleSettings(model=model, lora=lora or [], steps=steps, **chosen))
     echo(f"Ready on http://{host}:{port} (Ctrl-C ends it).", err=True)
     try:
         page.launch(server_name=host, server_port=port, quiet=True)

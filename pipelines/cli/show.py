@@ -45,7 +45,8 @@ def show_configs(
     console: Console, family: str | None = None, algorithm: str | None = None, search: str | None = None
 ) -> None:
     """Print a line for each packaged configuration of a family, with an algorithm, that has the words."""
-    table = Table("name", "algorithm", "what it is", box=None, pad_edge=False)
+    columns = (Column(head, no_wrap=True) for head in ("name", "algorithm"))
+    table = Table(*columns, "what it is", box=None, pad_edge=False)
     for name in list_configs():
         title, *rest = config_header((config_folder() / f"{name}.yaml").read_text(encoding="utf-8"))
         content = read_config(name)
@@ -56,7 +57,7 @@ def show_configs(
             (search, " ".join([name, used, title, *rest])),
         ]
         if all(_has_words(text, words or "") for words, text in searched):
-            table.add_row(Text(name, no_wrap=True), Text(used), Text(title))
+            table.add_row(Text(name), Text(used), Text(title, no_wrap=True, overflow="ellipsis"))
     if not table.row_count:
         options = {"--family": family, "--algorithm": algorithm, "--search": search}
         filters = " ".join(f"{option} {words!r}" for option, words in options.items() if words)
@@ -94,10 +95,8 @@ def show_probes(console: Console) -> None:
     """Print every probe and its expectation of a reward."""
     from visalign.evaluation.probes.catalogue import PAIR_PROBES, PROBES, WANTED, WANTED_OF_PAIRS
 
-    for title, probes, expectations in (
-        ("that scores", PROBES, WANTED),
-        ("that compares", PAIR_PROBES, WANTED_OF_PAIRS),
-    ):
+    kinds = ("that scores", PROBES, WANTED), ("that compares", PAIR_PROBES, WANTED_OF_PAIRS)
+    for title, probes, expectations in kinds:
         table = Table("name", "what is changed", "expected", title=f"Probes of a reward {title}", title_justify="left")
         for probe in probes:
             table.add_row(Text(probe.name), Text(probe.title), Text(expectations[probe.wanted]))
@@ -118,8 +117,7 @@ def show_plan(console: Console, plan: Mapping[str, Any]) -> None:
 
     groups = {key: value for key, value in plan.items() if isinstance(value, Mapping)}
     plain = {key: value for key, value in plan.items() if key not in groups}
-    tables = {"plan": plain} if plain else {}
-    for title, rows in (tables | groups).items():
+    for title, rows in (({"plan": plain} if plain else {}) | groups).items():
         table = Table("", "", title=title, title_justify="left", show_header=False)
         for name, value in rows.items():
             in_seconds = "seconds" in name and isinstance(value, float)
@@ -163,16 +161,14 @@ HELDOUT = {"accuracy": "accuracy", "ece": "calibration error", "srcc": "SRCC", "
 
 def before_after(before: Mapping[str, Any], after: Mapping[str, Any]) -> Table:
     """Build a table of the held-out measures, per category too, and of the rewards, before and after."""
-    measures = [key for key in HELDOUT if key in before and key in after]
-    rows = [(f"held-out {HELDOUT[key]}", before[key], after[key]) for key in measures]
+    rows = [(f"held-out {HELDOUT[key]}", before[key], after[key]) for key in HELDOUT if key in before and key in after]
     for tag, value in (before.get("by_category") or {}).items():
         rows.append((f"  {tag.replace('_', ' ')}", value, (after.get("by_category") or {}).get(tag)))
     for name, reward in (before.get("rewards") or {}).items():
         later = (after.get("rewards") or {}).get(name) or {}
         rows.append((f"{name} ({reward.get('unit')})", reward.get("mean"), later.get("mean")))
-    table = Table("", "before", "after", "change", box=None, pad_edge=False)
-    for column in table.columns[1:]:
-        column.justify = "right"
+    heads = (Column(head, justify="right") for head in ("before", "after", "change"))
+    table = Table("", *heads, box=None, pad_edge=False)
     for label, first, second in rows:
         if first is None and second is None:
             continue  # a run without a check of what is right has no accuracy

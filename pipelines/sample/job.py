@@ -262,12 +262,10 @@ def _draw(
             unjudged += draw.total == -torch.inf
             yield row, draw.sample
     if failures:
-        kept = f" {unjudged} of {len(requests)} seeds have no draw to prefer, and keep the first."
-        warnings.warn(
-            f"{len(failures)} of {len(requests) * count} draws could not be judged: {failures[0]}."
-            f"{kept if count > 1 and unjudged else ''}",
-            stacklevel=2,
-        )
+        warning = f"{len(failures)} of {len(requests) * count} draws could not be judged: {failures[0]}."
+        if count > 1 and unjudged:
+            warning += f" {unjudged} of {len(requests)} seeds have no draw to prefer, and keep the first."
+        warnings.warn(warning, stacklevel=2)
 
 
 def _decode(policy: DiffusionPolicy, latents: Tensor, batch_size: int) -> Tensor:
@@ -363,16 +361,9 @@ def _denoise(
         return settings.search(policy, condition, total, **common)
     if not settings.resample_after:
         return rollout(policy, condition, solver=settings.solver, **common).latents
-    return steered_rollout(
-        policy,
-        condition,
-        total,
-        particles=settings.best_of,
-        resample_after=settings.resample_after,
-        strength=settings.strength,
-        noise_level=settings.noise_level,
-        **common,
-    )
+    common |= {"particles": settings.best_of, "resample_after": settings.resample_after}
+    common |= {"strength": settings.strength, "noise_level": settings.noise_level}
+    return steered_rollout(policy, condition, total, **common)
 
 
 def _facts(settings: SampleSettings) -> list[tuple[str, Any]]:

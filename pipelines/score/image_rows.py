@@ -55,24 +55,21 @@ def find_images(items: Sequence[Path], *, clips: bool = False) -> list[Path]:
 
     A named file that does not exist becomes a row with its reason. With `clips` a folder of `numbered_frames` is one.
     """
-    paths: dict[Path, None] = {}
-    repeated: list[Path] = []
-    skipped: Counter[str] = Counter()
+    paths, skipped = Counter[Path](), Counter[str]()
     for item in items:
         files = list(_walk(item, clips, skipped)) if item.is_dir() else [item]
         if not files:
             raise UserError(
                 f"The folder '{item}' holds no image. {_count(skipped)}Allowed endings: {', '.join(IMAGE_ENDINGS)}."
             )
-        repeated += [path for path in files if path in paths]
-        paths.update(dict.fromkeys(files))
+        paths.update(files)
     if not paths:
         raise UserError("No images were named. Give files or folders.")
     for path in paths:
         require_text_name(path)
     if skipped:
         warnings.warn(f"{_count(skipped)}Convert images among them to PNG.", stacklevel=2)
-    if repeated:
+    if repeated := [path for path, count in paths.items() if count > 1]:
         warnings.warn(f"Images named twice count once: {listed(repeated)}.", stacklevel=2)
     return list(paths)
 
@@ -116,8 +113,7 @@ def image_rows(
     Tables have the columns image, prompt and, if wanted, metadata; `names` are ours -> theirs; paths start at their
     folder. `prompt` is that of images without one, empty where no reward reads it.
     """
-    rows: list[ImageRow] = []
-    files: list[Path] = []
+    rows, files = list[ImageRow](), list[Path]()
     for item in map(find_table, items):
         if item.suffix.lower() in READERS and not item.is_dir():
             rows += _read_table(item, prompt if needs_prompt else prompt or "", names or {})
@@ -136,8 +132,7 @@ def numbered_frames(folder: str | Path) -> list[Path]:
     folder = Path(folder)
     if folder.name == SAMPLES and (folder.parent / RECORD).is_file():
         return []
-    frames: list[tuple[int, str]] = []
-    patterns = set()
+    frames, patterns = list[tuple[int, str]](), set[tuple[str, str]]()
     try:
         with os.scandir(folder) as entries:
             for entry in entries:
@@ -215,8 +210,7 @@ def _walk(folder: Path, clips: bool, skipped: Counter[str]) -> Iterator[Path]:
 
 def _read_table(path: Path, prompt: str | None, names: Mapping[str, str]) -> list[ImageRow]:
     needed = ("image",) if prompt is not None else ("image", "prompt")
-    rows: list[ImageRow] = []
-    rated: set[tuple[str, str]] = set()
+    rows, rated = list[ImageRow](), set[tuple[str, str]]()
     for number, row in read_table(path, names):
         if not rows:
             require_columns(path, row, needed, purpose="a table of images")

@@ -64,17 +64,12 @@ class Part:
 
 def find_parts(items: Sequence[Path], *, clips: bool = False) -> list[Part]:
     """List the tables, tar files and images to score; of a folder with Parquet or tar files only these are read."""
-    parts: list[Part] = []
-    others: list[Path] = []
+    parts, others = list[Part](), list[Path]()
     for item in (item.absolute() for item in items):
-        inside = sorted(
-            path
-            for path in item.rglob("*")
-            if _is_table(path, (".parquet",)) and "/." not in f"/{path.relative_to(item)}"
-        )
+        tables = (path for path in item.rglob("*") if _is_table(path, (".parquet",)))
+        inside = sorted(path for path in tables if "/." not in f"/{path.relative_to(item)}")
         files = inside or ([item] if _is_table(item, tuple(READERS)) else [])
-        if not files:
-            others.append(item)
+        others += [] if files else [item]
         for path in files:
             name = str(path.relative_to(item)) if inside else path.name
             parts.append(Part(source=path, output=f"{name.removesuffix('.parquet')}.parquet"))
@@ -82,8 +77,7 @@ def find_parts(items: Sequence[Path], *, clips: bool = False) -> list[Part]:
     for start in range(0, len(images), IMAGES):
         name = f"images-{start // IMAGES:05}.parquet"
         parts.append(Part(source=tuple(images[start : start + IMAGES]), output=name))
-    parts = list(dict.fromkeys(parts))
-    sources: dict[str, Part] = {}
+    parts, sources = list(dict.fromkeys(parts)), dict[str, Part]()
     for part in parts:
         if (other := sources.setdefault(part.output, part)) is not part:
             raise UserError(

@@ -36,9 +36,8 @@ def domain_note(reward: Any, prompts: Iterable[str]) -> str | None:
     if not outside:
         return None
     return (
-        f"{len(outside)} of {len(distinct)} prompts, such as {outside[0][:60]!r}, are not of the world of "
-        f"shapes that {', '.join(packaged)} was trained on: these numbers mean nothing. Give published "
-        "weights as model."
+        f"Not of the world of shapes that {', '.join(packaged)} was trained on: {len(outside)} of {len(distinct)} "
+        f"prompts, such as {outside[0][:60]!r}. These numbers mean nothing. Give published weights as model."
     )
 
 

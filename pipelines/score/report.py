@@ -60,10 +60,7 @@ def file_tables(rows: Sequence[ScoreRow], summary: Mapping[str, Any]) -> list[Fi
     rewards = summary["rewards"]
     statistics = ("label", "unit", "judged", "failed", "mean", "spread", "mean_std")
     percents = [f"{100 * q:.0f}" for q in QUANTILES]
-    values = [
-        [reward[name] for name in statistics] + [reward["quantiles"].get(percent) for percent in percents]
-        for reward in rewards
-    ]
+    values = [[r[name] for name in statistics] + [r["quantiles"].get(p) for p in percents] for r in rewards]
     with_std = {reward["label"] for reward in rewards if reward["mean_std"] is not None}
     scores: dict[int, list[Any]] = {}
     for index, row in enumerate(rows):

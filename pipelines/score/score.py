@@ -83,8 +83,7 @@ def _score_batch(
 ) -> list[ScoreRow]:
     """Collect one reward's rows of a batch: stored ones, unreadable references, and new scores."""
     keys = [f"{score_key([row.image], row.prompt, row.metadata)}:{label}" for row in batch if store is not None]
-    rows: dict[int, ScoreRow] = {}
-    images: dict[int, Any] = {}
+    rows, images = dict[int, ScoreRow](), dict[int, Any]()
     for index, row in enumerate(batch):
         if store is not None and (stored := store.get(keys[index])) is not None:
             rows[index] = stored
@@ -131,11 +130,9 @@ def pixels_of_clip(item: Any) -> int:
 
 def _split_by_pixels(images: Mapping[int, Any], pixels_of: Callable[[Any], int]) -> Iterator[list[int]]:
     """Split indices so that the images of each part have no more pixels than a single one may."""
-    indices: list[int] = []
-    limit, total = max_pixels(), 0
+    indices, limit, total = list[int](), max_pixels(), 0
     for index, image in images.items():
-        pixels = pixels_of(image)
-        pixels = pixels if pixels <= limit else 0  # it will be refused, not decoded
+        pixels = pixels if (pixels := pixels_of(image)) <= limit else 0  # a larger one is refused, not decoded
         if indices and total + pixels > limit:
             yield indices
             indices, total = [], 0
@@ -146,8 +143,7 @@ def _split_by_pixels(images: Mapping[int, Any], pixels_of: Callable[[Any], int])
 
 
 def _score(label: str, reward: PointwiseReward, batch: Sequence[ImageRow], images: list[Any]) -> Iterator[ScoreRow]:
-    records = [row.metadata for row in batch]
-    prompts = [row.prompt for row in batch]
+    records, prompts = [row.metadata for row in batch], [row.prompt for row in batch]
     scores = score_named(reward, images, prompts, records if any(records) else None, name=label)
     with Naming(label):
         judge = reward_identity(reward).line

@@ -213,7 +213,7 @@ class PolicyRun(Job):
         (is_stored,) = broadcast_object_list([path.is_file()])  # as the first process sees it
         if self.heldout_trained_on:
             note(
-                f"Warning: {self.heldout_trained_on} of {len(self.heldout)} held-out prompts are trained on as well, "
+                f"Warning: prompts both held out and trained on: {self.heldout_trained_on} of {len(self.heldout)}, "
                 "so the accuracy is partly one of memory. Take them out of the training data or data.heldout."
             )
         if is_stored:
@@ -273,15 +273,11 @@ class PolicyRun(Job):
             self.trainer.progress.note(f"Warning: {note}")
         costs = {**self.costs(result, evaluating), "phases": phases, **self.counts(result.counters)}
         trained_on = {} if self.heldout_trained_on is None else {"heldout_prompts_trained_on": self.heldout_trained_on}
-        spent = {
-            **costs,
-            **trained_on,
-            "load_code": self.load_code,
-            "warnings": warnings,
-            **({BEST: state[BEST]} if BEST in state else {}),
-        }
+        best = {BEST: state[BEST]} if BEST in state else {}
+        spent = {**costs, **trained_on, "load_code": self.load_code, "warnings": warnings, **best}
         shared: dict[str, Any] = {"config": asdict(self.config), "versions": versions()}
-        path = write_summary(output / "summary.json", before=before, after=after, costs=spent, **shared)
+        shared |= {"before": before, "after": after}
+        path = write_summary(output / "summary.json", costs=spent, **shared)
         start = None
         if evaluation.every:
             numbers = evenly_spaced(range(len(self.heldout)), evaluation.prompts_on_the_way)
@@ -290,8 +286,6 @@ class PolicyRun(Job):
             start = {f"heldout/{name}": value for name, value in numbers.items() if math.isfinite(value)}
         write_report(
             output,
-            before=before,
-            after=after,
             metrics=metrics,
             costs=costs,
             title=self.title,

@@ -164,19 +164,15 @@ def check_routes(terms: Mapping[str, RewardTerm], records: Records) -> None:
     for label, where in ((label, term.where) for label, term in terms.items()):
         if any(matches(record, where) for record in records):
             continue
-        fields, key = (
-            list(dict.fromkeys(name for record in records for name in record)),
-            f"rewards.terms.{label}.where",
+        name = next(iter(where))
+        values = Counter(excerpt(record[name], 40) for record in records if name in record)
+        listed = ", ".join(f"{value} ({count})" for value, count in values.most_common(8))
+        fields = list(dict.fromkeys(name for record in records for name in record))
+        missing = f"None has the field {name!r}. {suggestion(name, fields)}Their fields are {', '.join(fields)}."
+        raise UserError(
+            f"rewards.terms.{label}.where is {where}, and no record of data.train has it. "
+            f"{f'Their values of {name} are {listed}.' if values else missing}"
         )
-        for name in where:
-            values = Counter(excerpt(record[name], 40) for record in records if name in record)
-            listed = ", ".join(f"{value} ({count})" for value, count in values.most_common(8))
-            remedy = f"{suggestion(name, fields)}Their fields are {', '.join(fields)}"
-            raise UserError(
-                f"{key} is {where}, and no record of data.train has it. "
-                + (f"Their values of {name} are {listed}" if values else f"None has the field {name!r}. {remedy}")
-                + "."
-            )
     optimized = [term.where for term in terms.values() if term.weight > 0]
     unrewarded = [record for record in records if not any(matches(record, where) for where in optimized)]
     if optimized and unrewarded:
@@ -281,11 +277,8 @@ def check_texts(records: Records) -> Records:
     return records
 
 
-_prompt_of = itemgetter("prompt")
-
-
 def split_records(
-    records: Sequence[T], share: float, seed: int, prompt_of: Callable[[T], Any] = _prompt_of
+    records: Sequence[T], share: float, seed: int, prompt_of: Callable[[T], Any] = itemgetter("prompt")
 ) -> tuple[list[T], list[T]]:
     """Split records by prompt into (trained, heldout); of two prompts or more at least one is held out."""
     keys = [json.dumps(prompt_of(record), sort_keys=True) for record in records]
@@ -320,11 +313,9 @@ def read_images(references: Sequence[str], where: str) -> tuple[Tensor, ...]:
     from visalign.rewards.base.images import load_images
 
     batch = load_images([resolve_image(reference) for reference in references])
-    for reference, reason in zip(references, batch.reasons, strict=True):
+    for name, reason in zip(references, batch.reasons, strict=True):
         if reason is not None:
-            raise UserError(
-                f"The image '{reference}' in {where} cannot be read: {reason}. Repair it or take the row out."
-            )
+            raise UserError(f"The image '{name}' in {where} cannot be read: {reason}. Repair it or take the row out.")
     return tuple(image for image in batch.images if image is not None)
 
 

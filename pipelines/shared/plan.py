@@ -76,10 +76,7 @@ def dtype_name(part: nn.Module, without: Collection[int] = ()) -> str:
     return max(sizes, key=lambda name: sizes[name]) if sizes else "trained"
 
 
-TRAINED = (
-    *("trained_weights", "float32_masters", "gradients", "adamw_moments"),
-    *("averaged_weights", "reference_and_old_policy"),
-)
+TRAINED = "trained_weights float32_masters gradients adamw_moments averaged_weights reference_and_old_policy".split()
 """The parts of `trained_memory`."""
 
 
@@ -132,11 +129,10 @@ def per_device(
     judges, later = judge_bytes(rewards)
     parts["judges"] = judges / GB
     in_all = parts["in_all"] = math.fsum(parts.values())
-    hours: dict[str, float | str] = {}
+    hours: dict[str, float | str] = {n: operations / world / (d.peak * peak_share) / 3600 for n, d in DEVICES.items()}
     for name, device in DEVICES.items():
-        value = operations / world / (device.peak * peak_share) / 3600
-        fits = in_all <= device.memory
-        hours[name] = value if fits else f"{value:.3g}, but {in_all:.0f} GB do not fit {device.memory:.0f} GB"
+        if in_all > device.memory:
+            hours[name] = f"{hours[name]:.3g}, but {in_all:.0f} GB do not fit {device.memory:.0f} GB"
     basis = f"{peak_share:.1%} of the data sheet's dense bfloat16 peak, as measured on one H200 with"
     hours["basis"] = f"{basis} SD3.5-medium at batch 16; rewards are not counted"
     memory_groups = {**parts, **(details or {}), "not_counted": ", ".join([not_counted, *later])}

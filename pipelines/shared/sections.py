@@ -21,7 +21,7 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 def is_own(model: str, prompts: str) -> bool:
-    """Check whether model and prompts are the user's own; neither a packaged model nor packaged prompts."""
+    """Return True for the user's own model and prompts: neither a packaged model nor packaged prompts."""
     return Path(model).name not in PACKAGED and not prompts.startswith(("shapes:", "tasks:"))
 
 
@@ -118,9 +118,7 @@ class RewardsConfig:
         remedy = "Hold a reward out with rewards.terms.LABEL.weight=0, or leave it null."
         recorded = bool(self.recorded)
         paired = evaluation.every > 0 and (recorded or evaluation.correctness is not None)
-        measured: dict[str, tuple[bool, str]] = dict.fromkeys(
-            ("agreement", "agreement_change", "recorded_change"), (recorded, remedy)
-        )
+        measured = dict.fromkeys(("agreement", "agreement_change", "recorded_change"), (recorded, remedy))
         measured["heldout_change"] = paired, f"Set evaluation.every above 0. {remedy}"
         monitor.check({**measured, **more})
 

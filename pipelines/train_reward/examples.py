@@ -153,13 +153,8 @@ def _from_files(
     def example(number: int) -> Example:
         return replace(labels[number], images=read_images(rows[number].images, rows[number].where))
 
-    return Examples(
-        count=len(rows),
-        example=example,
-        prompts=frozenset(plain(label.prompt) for label in labels) if prompts is None else frozenset(prompts),
-        rows=tuple(rows),
-        content=tuple(content),
-    )
+    names = frozenset(plain(label.prompt) for label in labels) if prompts is None else frozenset(prompts)
+    return Examples(count=len(rows), example=example, prompts=names, rows=tuple(rows), content=tuple(content))
 
 
 def file_pairs(

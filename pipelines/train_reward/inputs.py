@@ -96,9 +96,7 @@ def prepare_reward(config: TrainRewardConfig) -> RewardInputs:
         )
     if isinstance(model, ChecklistModel):
         if model.train == "head":
-            notes.append(
-                "Each image is asked about once, when it is first read: the first iterations take the longest."
-            )
+            notes.append("Each image is asked about once, when first read: the first iterations take the longest.")
         if model.checklist is not None:
             try:
                 checklist = Checklist.read(model.checklist)
@@ -111,11 +109,9 @@ def prepare_reward(config: TrainRewardConfig) -> RewardInputs:
 def _load(config: TrainRewardConfig, side: str, notes: list[str]) -> Examples:
     """Load and check data.train or data.heldout; oddities go into `notes`."""
     data, is_train = config.data, side == "train"
-    source, limit, split = (
-        (data.train, data.size, data.train_split)
-        if is_train
-        else (str(data.heldout), data.heldout_size, data.heldout_split)
-    )
+    source, limit, split = str(data.heldout), data.heldout_size, data.heldout_split
+    if is_train:
+        source, limit, split = data.train, data.size, data.train_split
     if source in GENERATED:
         if limit is None:
             raise UserError(f"{source} has no end; give numbers for data.size and data.heldout_size.")
@@ -132,9 +128,8 @@ def _load(config: TrainRewardConfig, side: str, notes: list[str]) -> Examples:
             return file_answers(load_demonstrations(source)[:limit], name=Path(source).name, right=data.right)
         columns = Columns(names=data.map, labels=data.coding)
         records = load_source(source, split=split, limit=limit, columns=columns)
-        if isinstance(records, QualitySet):
-            return _ratings(config, records)
-        return _pairs(config, records, side, notes)
+        is_rated = isinstance(records, QualitySet)
+        return _ratings(config, records) if is_rated else _pairs(config, records, side, notes)
 
 
 def _ratings(config: TrainRewardConfig, records: QualitySet) -> Examples:

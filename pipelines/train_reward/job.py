@@ -56,12 +56,10 @@ def _build(config: TrainRewardConfig, output: Path) -> JudgeRun:
     judge, data, count = build_judge(config, accelerator.device), config.data, len(inputs.train)
     heldout = None if inputs.heldout is None else judge.remember(inputs.heldout)
     measure = Measure(config, judge, heldout, (accelerator.process_index, accelerator.num_processes))
-    examples = judge.remember(inputs.train)
+    numbers = {"size": data.batch, "micro": data.micro_batch, "seed": config.seed}
     algorithm = RewardModeling(
         judge,
-        ExampleBatches(
-            examples=examples, encode=judge.encode, size=data.batch, micro=data.micro_batch, seed=config.seed
-        ),
+        ExampleBatches(examples=judge.remember(inputs.train), encode=judge.encode, **numbers),
         objective=config.objective,
         accelerator=accelerator,
         seed=config.seed,
@@ -164,17 +162,9 @@ def plan(config: TrainRewardConfig) -> dict[str, Any]:
     inputs = prepare_reward(config)
     updates = config.run.iterations * config.optimizer.updates_per_iteration
     read = updates * config.data.batch
+    heldout = 0 if inputs.heldout is None else len(inputs.heldout)
+    length = {"iterations": config.run.iterations, "updates": updates, "examples_seen": read}
     return {
-        "examples": {
-            "train": len(inputs.train),
-            "heldout": 0 if inputs.heldout is None else len(inputs.heldout),
-            "per_update": config.data.batch,
-        },
-        "length": {
-            "iterations": config.run.iterations,
-            "updates": updates,
-            "examples_seen": read,
-            "epochs": read / len(inputs.train),
-            "ends_by": ends_by(config.run),
-        },
+        "examples": {"train": len(inputs.train), "heldout": heldout, "per_update": config.data.batch},
+        "length": {**length, "epochs": read / len(inputs.train), "ends_by": ends_by(config.run)},
     }

@@ -239,7 +239,5 @@ def refuse(reasons: Sequence[str | None], prompts: Sequence[str]) -> None:
     """Refuse examples that the model cannot read, by UserError."""
     for prompt, reason in zip(prompts, reasons, strict=True):
         if reason is not None:
-            excerpt = textwrap.shorten(prompt, 80)
-            raise UserError(
-                f"An example with the prompt {excerpt!r} cannot be learnt: {reason}. Take it out of the set."
-            )
+            text = textwrap.shorten(prompt, 80)
+            raise UserError(f"An example with the prompt {text!r} cannot be learnt: {reason}. Take it out of the set.")

@@ -112,12 +112,10 @@ class Round:
 
     @property
     def folder(self) -> Path:
-        """Folder of this round."""
         return self.output / f"round_{self.number:02d}"
 
     @property
     def earlier(self) -> list[Round]:
-        """Rounds before this one."""
         return [replace(self, number=number) for number in range(self.number)]
 
     @property
@@ -192,7 +190,7 @@ class Round:
                 VoteStore.create(path, queue, Form(), settings).close()
             with closing(VoteStore(path)) as store:
                 if labels.by != "people":
-                    check_failures(labels, vote(store, labels), len(store.tasks))
+                    vote(store, labels)
                 counts = Counter(entry.task for entry in store.votes() if not entry.is_repeat)
                 if labels.by == "people" and (missing := sum(counts[task] < votes for task in store.tasks)):
                     raise WaitingForVotes(
@@ -257,21 +255,18 @@ def sample_settings(config: UGDAConfig, lora: Path | None) -> SampleSettings:
     )
 
 
-def vote(store: VoteStore, labels: LabelConfig) -> list[str]:
-    """Vote on each pair by a judge or the verifier of the shapes world; return why pairs have no vote."""
+def vote(store: VoteStore, labels: LabelConfig) -> None:
+    """Vote on each pair by a judge or the verifier of the shapes world, unless too many of them fail."""
     if labels.by == "truth":
         judge: Any = load_reward("shapes_verifier", mode="mixed")
     else:
         judge = load_judge(labels.by, **labels.options)
-    return judge_votes(store, judge, labels.by)[1]
-
-
-def check_failures(labels: LabelConfig, reasons: Sequence[str], queue: int) -> None:
-    """Refuse a labeller that failed too often; its votes stay, the other pairs are asked again."""
-    if len(reasons) > labels.max_failure_rate * queue:
+    _, reasons = judge_votes(store, judge, labels.by)
+    if len(reasons) > labels.max_failure_rate * len(store.tasks):  # its votes stay, the other pairs are asked again
         raise UserError(
-            f"{labels.by!r} could not label {len(reasons)} of {queue} pairs; at most {labels.max_failure_rate:.0%} "
-            f"may fail (labels.max_failure_rate). The first: {reasons[0]}. Fix it, then continue with --resume."
+            f"{labels.by!r} could not label {len(reasons)} of {len(store.tasks)} pairs; at most "
+            f"{labels.max_failure_rate:.0%} may fail (labels.max_failure_rate). The first: {reasons[0]}. Fix it, "
+            "then continue with --resume."
         )
 
 

@@ -463,6 +463,11 @@ def test_configs_lists_and_shows(toy: Toy) -> None:
     assert refused.exit_code == 2 and "Did you mean 'toy'?" in refused.stderr
 
 
+def test_packaged_configurations_have_a_line_each() -> None:
+    listed = CliRunner(env={"COLUMNS": "100"}).invoke(app, ["configs"]).stdout
+    assert len(listed.splitlines()) == 2 + len(config_module.list_configs())
+
+
 @pytest.fixture
 def models(tmp_path: Path) -> Path:
     from safetensors.numpy import save_file

@@ -37,10 +37,10 @@ def test_a_packaged_judge_says_where_it_does_not_belong(command, image, tmp_path
     found = CliRunner().invoke(app, [command, *images, "-p", "a cat on a mat", *options])
     assert found.exit_code == 0, found.output
     identity = reward_identity(load_reward("clip_score", model="shapes-clip"))
-    caution = "1 of 1 prompts, such as 'a cat on a mat', are not of the world of shapes"
+    caution = "was trained on: 1 of 1 prompts, such as 'a cat on a mat'. These numbers mean nothing."
     page = (tmp_path / "p.html").read_text()
     assert identity.line in found.stderr and caution in found.stderr and "(packaged: " in found.stderr
-    assert "are not of the world of shapes" in page
+    assert "Not of the world of shapes" in page
     assert identity.digest[:12] in page
     if command == "score":
         assert json.loads(found.stdout)["judge"] == identity.line
