@@ -149,13 +149,7 @@ def test_another_s_vote_too_much_and_what_is_no_json(store, url):
     assert httpx.get(f"{url}/image/{10**30}/left", cookies=dict(ada.cookies)).status_code == 403
     assert ada.get(f"/image/{number}/top").status_code == 404
     head = {"Content-Type": "application/json"}
-    for content, status in (
-        (b"x" * 10_000_000, 413),
-        (b"{", 400),
-        (b"[" * 60_000, 400),
-        (b"[]", 422),
-        (b"\xff", 400),
-    ):
+    for content, status in ((b"x" * 10_000_000, 413), (b"{", 400), (b"[" * 60_000, 400), (b"[]", 422), (b"\xff", 400)):
         assert ada.post("/vote", content=content, headers=head).status_code == status
     assert ada.post("/vote", content=b"{}", headers={"Content-Type": "text/plain"}).status_code == 415
     foreign = ada.post("/vote", json=sent, headers={"Origin": "http://evil.example"})
@@ -256,11 +250,7 @@ in_browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium on the path
 
 def open_page(browser: Browser, url: str, width: int, height: int) -> None:
     browser.call(
-        "Emulation.setDeviceMetricsOverride",
-        width=width,
-        height=height,
-        deviceScaleFactor=1,
-        mobile=width < 600,
+        "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
     )
     browser.visit(url)
 

@@ -57,18 +57,9 @@ def test_a_table_keeps_its_other_columns_and_forgets_what_was_said(images, tmp_p
 @pytest.mark.parametrize(
     ("rows", "why"),
     [
-        (
-            [{"prompt": "x", "image_left": "a.png", "image_right": "a.png"}],
-            "1 pairs show the same image twice",
-        ),
-        (
-            [{"prompt": "x", "image_left": "a.png", "image_right": "z.png"}],
-            "1 images do not exist: .*z.png",
-        ),
-        (
-            [{"prompt": "x", "image_left": "a.png"}],
-            "Row 1 of .* needs texts in prompt, image_left and image_right",
-        ),
+        ([{"prompt": "x", "image_left": "a.png", "image_right": "a.png"}], "1 pairs show the same image twice"),
+        ([{"prompt": "x", "image_left": "a.png", "image_right": "z.png"}], "1 images do not exist: .*z.png"),
+        ([{"prompt": "x", "image_left": "a.png"}], "Row 1 of .* needs texts in prompt, image_left and image_right"),
     ],
 )
 def test_what_is_refused(images, tmp_path, rows, why):

@@ -236,10 +236,7 @@ def test_the_command(tmp_path):
         ([file, "--model"], "--model says how --export writes labels"),
         ([file, "--export", "x.txt"], ".jsonl"),
         ([str(tmp_path / "none.sqlite")], "There is no file of votes"),
-        (
-            [file, "--report", str(tmp_path / "s.html"), "--leave-out", "sharpness"],
-            "no vote besides those left",
-        ),
+        ([file, "--report", str(tmp_path / "s.html"), "--leave-out", "sharpness"], "no vote besides those left"),
     ):
         found = run.invoke(app, ["collect", *arguments])
         assert found.exit_code == 2 and why in found.output.replace("\n", " "), found.output

@@ -90,11 +90,7 @@ def test_where_two_part() -> None:
 def test_a_set_is_scored_and_directions_are_turned(tmp_path: Path) -> None:
     rows = read_set("shapes:pairs", limit=20)
     assert len(rows) == 20 and rows[0].prompt == rows[1].prompt and rows[0].metadata
-    rewards = {
-        "up": Brightness(),
-        "down": Brightness(higher_is_better=False),
-        "colour": load_reward("saturation"),
-    }
+    rewards = {"up": Brightness(), "down": Brightness(higher_is_better=False), "colour": load_reward("saturation")}
     result = agree_rewards(rows, rewards, source="shapes:pairs")
     assert [(pair["first"], pair["second"]) for pair in result["pairs"]] == [
         ("up", "down"),
@@ -162,12 +158,6 @@ def test_the_command_reads_tables_of_pairs_folders_and_resumes(tmp_path: Path, m
         Image.new("RGB", (8, 8), (60 * level, 9, 9)).save(tmp_path / f"{level}.png")
     folder = CliRunner().invoke(app, ["agree", ".", "-p", "x", "-r", "saturation", "-r", "brightness", "--json"])
     assert folder.exit_code == 0, folder.output
-    assert json.loads(folder.stdout)["set"] == {
-        "source": ".",
-        "images": 4,
-        "prompts": 1,
-        "seed": 0,
-        "level": 0.95,
-    }
+    assert json.loads(folder.stdout)["set"] == {"source": ".", "images": 4, "prompts": 1, "seed": 0, "level": 0.95}
     wrong = CliRunner().invoke(app, ["agree", ".", "-r", "saturation", "-r", "ocr"])
     assert wrong.exit_code == 2 and "has no prompt" in " ".join(wrong.output.split())

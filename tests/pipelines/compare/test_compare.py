@@ -241,11 +241,7 @@ def test_tables_of_compare_rank_and_score_are_csv_and_latex(images: Path) -> Non
     [judge] = read["comparison"]
     assert (judge["winner"], judge["sure"], judge["prob_A"]) == ("B", "yes", "")
     assert float(judge["difference"]) == float(judge["A"]) - float(judge["B"]) < 0
-    assert [(row["image"], row["place"]) for row in read["ranking"]] == [
-        ("b.png", "1"),
-        ("a.png", "2"),
-        ("c.png", ""),
-    ]
+    assert [(row["image"], row["place"]) for row in read["ranking"]] == [("b.png", "1"), ("a.png", "2"), ("c.png", "")]
     assert read["ranking"][0]["score"] == judge["B"] and "c.png" in read["ranking"][2]["reason"]
     assert [row["saturation"] for row in read["scores"]] == [judge["A"], ""]
     pairs = visalign("rank", "a.png", "b.png", "-p", "x", "-r", "reward_dance_pairs", "--tables", "pairs")

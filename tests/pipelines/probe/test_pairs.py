@@ -249,13 +249,7 @@ def test_the_command_takes_ones_own_judge(tmp_path: Path, monkeypatch: Any) -> N
     assert result["judge"]["kind"] == "comparisons" and list(verdicts(result)) == names
     page = Path("out/probe.html").read_text()
     assert "likes_<the>" not in page and "likes_&lt;the&gt;_first" in page
-    for words in (
-        "the very same answer",
-        "by chance 50.0",
-        "<small>wins ",
-        "the same winner: at least",
-        "Share",
-    ):
+    for words in ("the very same answer", "by chance 50.0", "<small>wins ", "the same winner: at least", "Share"):
         assert words in page, words
     assert page.count("<img") == page.count('alt="') == 1 + 6 + 6
     refused = CliRunner().invoke(app, ["probe-reward", "saturation", "--only", "transitivity"])

@@ -120,11 +120,7 @@ def test_the_solver_is_that_which_was_asked_for(folder, tmp_path):
     for name in ("euler", "dpmpp_2m"):
         assert run(*given, "--solver", name, "-o", tmp_path / name).exit_code == 0
     policy = load_policy(folder, lora=LoraSettings())
-    drawn = {
-        "sigmas": policy.sigmas(4),
-        "seeds": [sample_seed("sample", "a red circle", 3, 0)],
-        "solver": "dpmpp_2m",
-    }
+    drawn = {"sigmas": policy.sigmas(4), "seeds": [sample_seed("sample", "a red circle", 3, 0)], "solver": "dpmpp_2m"}
     with torch.no_grad():
         [wanted] = policy.decode(rollout(policy, policy.encode(["a red circle"]), **drawn).latents)
     wanted = wanted.clamp(0, 1).mul(255).round().permute(1, 2, 0).numpy()
@@ -148,12 +144,7 @@ def test_the_page_shows_each_image_beside_its_prompt_under_its_seed(folder, tmp_
             assert f'src="{found["image"]}" alt="Seed {seed}: {prompt}"' in cell
             assert f'href="{found["image"]}"' in cell and (tmp_path / "out" / found["image"]).is_file()
             assert f"sharpness {plain(found['sharpness'])}" in cell
-    assert [page.count(text) for text in ("Seed 0</th>", "Seed 3</th>", "<img ", "Draws of a seed")] == [
-        1,
-        1,
-        4,
-        1,
-    ]
+    assert [page.count(text) for text in ("Seed 0</th>", "Seed 3</th>", "<img ", "Draws of a seed")] == [1, 1, 4, 1]
     failed = [{"image": "a.png", "prompt": "", "seed": 0, "r": None}]
     page = sample_page(failed, size=(8, 8), rewards={"r": "bits"}, facts=[])
     assert "bits, mean; 1 failed" in page and "r failed" in page and "(empty)" in page

@@ -16,12 +16,7 @@ from typer.testing import CliRunner
 from tests.support.judges.brightness import Brightness
 from visalign.pipelines.cli.app import app
 from visalign.pipelines.score.image_rows import ImageRow
-from visalign.pipelines.score.report import (
-    MOST_BINS,
-    histogram,
-    score_summary,
-    write_score_page,
-)
+from visalign.pipelines.score.report import MOST_BINS, histogram, score_summary, write_score_page
 from visalign.pipelines.score.score import score_rows
 
 

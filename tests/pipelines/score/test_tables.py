@@ -126,11 +126,7 @@ def test_records_reach_the_reward(light: Light) -> None:
 
 
 def test_folders_and_results_of_geneval_bring_prompts_and_records(light: Light) -> None:
-    record = {
-        "tag": "colors",
-        "include": [{"class": "cup", "count": 1, "color": "red"}],
-        "prompt": "a red cup",
-    }
+    record = {"tag": "colors", "include": [{"class": "cup", "count": 1, "color": "red"}], "prompt": "a red cup"}
     folder = Path("out/00000/samples")
     folder.mkdir(parents=True)
     (folder.parent / "metadata.jsonl").write_text(json.dumps(record))
@@ -144,12 +140,7 @@ def test_folders_and_results_of_geneval_bring_prompts_and_records(light: Light) 
     shutil.copy("images/2.png", "images/deep/grid.png")
     write("images/deep/images.jsonl", {"image": "0.png"})
     assert not any(path.name == "grid.png" for path in find_images([Path("images")])), "as sample writes it"
-    line = {
-        "filename": "out/00000/samples/00000.png",
-        "tag": "colors",
-        "prompt": "a red cup",
-        "correct": True,
-    }
+    line = {"filename": "out/00000/samples/00000.png", "tag": "colors", "prompt": "a red cup", "correct": True}
     write("results.jsonl", line | {"reason": "", "metadata": json.dumps(record), "details": "{}"})
     assert visalign("results.jsonl", "--map", "image=filename", "-r", "light").exit_code == 0
     assert (light.asked, light.records) == (["a red cup"], [record])
@@ -160,10 +151,7 @@ def test_folders_are_read_to_the_bottom_and_prompts_may_lie_beside(light: Light)
     Image.new("RGB", (4, 4)).save("images/.hidden/x.png")
     Path("images/notes.md").write_text("not an image")
     found = [path.as_posix() for path in find_images([Path("images")])]
-    assert found == [
-        *(f"images/{k}.png" for k in (0, 2, 4)),
-        *(f"images/deep/er/{k}.png" for k in (1, 3, 5)),
-    ]
+    assert found == [*(f"images/{k}.png" for k in (0, 2, 4)), *(f"images/deep/er/{k}.png" for k in (1, 3, 5))]
     for path in found:
         Path(path).with_suffix(".txt").write_text(f"prompt of {Path(path).stem}\n")
     assert [row.prompt for row in image_rows([Path("images")])][:2] == ["prompt of 0", "prompt of 2"]
@@ -260,11 +248,7 @@ def test_failed_rows_are_tried_again(light: Light, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        (
-            "t.csv",
-            "file,prompt\na.png,x\n",
-            "'t.csv' lacks the column 'image', needed for a table of images.",
-        ),
+        ("t.csv", "file,prompt\na.png,x\n", "'t.csv' lacks the column 'image', needed for a table of images."),
         ("t.jsonl", '{"image": [3], "prompt": "x"}', "Row 1 of 't.jsonl': 'image' is [3], needed is a path."),
         ("t.jsonl", '{"image": "a.png", "prompt": "x", "metadata": "{"}', "'metadata' is not JSON"),
     ],

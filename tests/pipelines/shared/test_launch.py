@@ -27,11 +27,7 @@ LAUNCH = Path(__file__).resolve().parents[3] / "docs" / "launch"
 
 def _said(folder: Path, script: str, *arguments: str) -> list[str]:
     """What torchrun would be given by a script, on a machine where `srun` runs what follows it."""
-    stand_ins = {
-        "torchrun": 'printf "%s\\n" "$@"',
-        "srun": 'shift; "$@"',
-        "scontrol": "printf 'one\\ntwo\\n'",
-    }
+    stand_ins = {"torchrun": 'printf "%s\\n" "$@"', "srun": 'shift; "$@"', "scontrol": "printf 'one\\ntwo\\n'"}
     for name, body in stand_ins.items():
         path = folder / name
         path.write_text(f"#!/bin/sh\n{body}\n")

@@ -107,10 +107,7 @@ def test_its_folder_rates_as_it_did(model, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            {"reward": 0.5},
-            r"none of the 8 answers of 'train.jsonl' are right by data.right 1.*from 0.5 to 0.5",
-        ),
+        ({"reward": 0.5}, r"none of the 8 answers of 'train.jsonl' are right by data.right 1.*from 0.5 to 0.5"),
         ({"reward": math.nan}, r"row 1 of 'train.jsonl' has nan under 'reward'; needed are image, caption"),
     ],
 )

@@ -48,10 +48,7 @@ def _config(folder: Path, rows: list[dict[str, Any]], *more: str) -> TrainReward
 
 
 def test_rated_images_of_a_file_are_parted_by_their_references(tmp_path, rows):
-    rated = [
-        {"image": "0a.png", "mos": 2.5, "std": 0.5},
-        {"image": "1a.png", "mos": 4.0, "reference": "1b.png"},
-    ]
+    rated = [{"image": "0a.png", "mos": 2.5, "std": 0.5}, {"image": "1a.png", "mos": 4.0, "reference": "1b.png"}]
     (tmp_path / "rated.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rated))
     quality = load_source(str(tmp_path / "rated.jsonl"))
     assert isinstance(quality, QualitySet)

@@ -75,10 +75,7 @@ def test_two_processes_are_one_run_and_go_on_as_one(tmp_path):
     assert said.count("iteration 1/2") == said.count("iteration 2/2") == 1
     assert said.count("Measuring on 7 held-out examples") == said.count("Done") == 1
     folder = tmp_path / "two"
-    assert [path.name for path in sorted((folder / "checkpoints").iterdir())] == [
-        "step_000001",
-        "step_000002",
-    ]
+    assert [path.name for path in sorted((folder / "checkpoints").iterdir())] == ["step_000001", "step_000002"]
     assert not (folder / "checkpoints" / "step_000002" / "sharded").exists()
     assert json.loads((folder / "summary.json").read_text())["examples"] == 20
     assert (folder / "judge" / "README.md").read_text().count("4 updates of 5 examples") == 1

@@ -38,10 +38,7 @@ def test_adapters_that_find_no_layer_are_refused(kind):
     config = load_config(
         TrainRewardConfig,
         None,
-        [
-            *(f"model.kind={kind}", f"objective.task={kind}", "model.train=lora"),
-            "model.lora.target_modules=[nothing]",
-        ],
+        [*(f"model.kind={kind}", f"objective.task={kind}", "model.train=lora"), "model.lora.target_modules=[nothing]"],
     )
     with pytest.raises(UserError, match=r"model\.lora cannot be added to 'shapes-vlm': .*target_modules, or"):
         build_judge(config, torch.device("cpu"))

@@ -19,11 +19,7 @@ from visalign.config import load_config, resolve_config
 from visalign.data.sets.trained_images import trained_images
 from visalign.data.shapes.preferences import ShapesPreferences
 from visalign.errors import UserError
-from visalign.pipelines.train_reward.examples import (
-    shapes_pairs,
-    shapes_ratings,
-    shapes_triples,
-)
+from visalign.pipelines.train_reward.examples import shapes_pairs, shapes_ratings, shapes_triples
 from visalign.pipelines.train_reward.inputs import prepare_reward
 from visalign.pipelines.train_reward.job import TrainRewardConfig, build_judge, plan, run
 from visalign.rewards.hpsv3.judge import HPSv3
@@ -100,14 +96,7 @@ def _config(models: Path, kind: str, train: str = "", task: str = "", **more: An
     }
     content: dict[str, Any] = {
         "model": model,
-        "data": {
-            "train": rated,
-            "heldout": rated,
-            "size": 12,
-            "heldout_size": 6,
-            "batch": 4,
-            "micro_batch": 2,
-        },
+        "data": {"train": rated, "heldout": rated, "size": 12, "heldout_size": 6, "batch": 4, "micro_batch": 2},
         "objective": {"task": task or known[kind][1]},
         "optimizer": {"lr": 1e-3, "updates_per_iteration": 2},
         "evaluation": {"every": 1},
@@ -271,10 +260,7 @@ def test_triples_come_from_pairs_with_a_refined_image(models, tmp_path):
     assert len(example.images) == 3 and example.refined == "a red circle"
     right = sum(b"t2b.png") % 256 / 255
     assert float(example.images[0].mean()) == pytest.approx(right, abs=1e-3)
-    held = {
-        "heldout": _set(tmp_path, "h.jsonl", [dict(_pairs("h")[0], image_left="r.png")]),
-        "heldout_size": None,
-    }
+    held = {"heldout": _set(tmp_path, "h.jsonl", [dict(_pairs("h")[0], image_left="r.png")]), "heldout_size": None}
     with pytest.raises(UserError, match=r"of data\.heldout are also in data\.train.*r\.png"):
         prepare_reward(_config(models, "ict", data={**data, **held}))
     bare = {**data, "train": _set(tmp_path / "bare", "t.jsonl", _pairs("t"))}

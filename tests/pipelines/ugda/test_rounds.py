@@ -26,12 +26,7 @@ from visalign.pipelines.sample.job import SampleSettings, load_sampler, sample_i
 from visalign.pipelines.train_reward.config import OffPolicyConfig
 from visalign.pipelines.ugda.config import EnsembleConfig, LabelConfig, PartConfig, UGDAConfig
 from visalign.pipelines.ugda.job import WaitingForVotes, _judge_job, plan, run, sample_settings
-from visalign.pipelines.ugda.selection import (
-    Candidate,
-    _redrawn,
-    member_scores,
-    select_candidates,
-)
+from visalign.pipelines.ugda.selection import Candidate, _redrawn, member_scores, select_candidates
 from visalign.rewards.combine.ensemble import Ensemble
 
 
@@ -169,8 +164,7 @@ def test_what_is_refused(tmp_path):
         UGDAConfig(policy=PartConfig(config="shapes_quickstart", changes={"rewards.terms": {}}))
     wrong = UGDAConfig(policy=PartConfig(config="text_grpo"))
     with pytest.raises(
-        UserError,
-        match=r"policy.config: '.*text_grpo.yaml' is of the pipeline 'text_grpo', not 'flow_grpo'",
+        UserError, match=r"policy.config: '.*text_grpo.yaml' is of the pipeline 'text_grpo', not 'flow_grpo'"
     ):
         plan(wrong)
     wrong = UGDAConfig(ensemble=EnsembleConfig(config="shapes_quickstart"))
