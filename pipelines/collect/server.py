@@ -66,25 +66,19 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 class Empty(BaseModel):
-    """Body without values."""
+    pass
 
 
 class Join(BaseModel):
-    """Body of /join."""
-
     name: str
     invite: str = ""
 
 
 class Back(BaseModel):
-    """Body of /back."""
-
     assignment: Number | None = None
 
 
 class Ballot(BaseModel):
-    """Body of /vote."""
-
     client: Annotated[str, Field(min_length=1, max_length=80, pattern=r"^[\x00-\x7f]*$")]
     assignment: Number
     answer: dict[str, Any]
@@ -104,11 +98,11 @@ def serve_votes(
     from visalign.rewards.serve.connections import connections_allowed, server_config
 
     check_port_free(host, port)
-    local = is_loopback(host)
-    invite = None if local else secrets.token_urlsafe(9)  # 12 letters, short enough to be read out
-    hosts = ["127.0.0.1", "localhost", "[::1]", host] if local else None
     url = f"http://{_own_address() if host in ('0.0.0.0', '::') else host}:{port}/"
-    vote_url, key = f"{url}?invite={invite}" if invite else url, secrets.token_urlsafe(9)
+    vote_url, key, invite, hosts = url, secrets.token_urlsafe(9), None, ["127.0.0.1", "localhost", "[::1]", host]
+    if not is_loopback(host):
+        invite, hosts = secrets.token_urlsafe(9), None  # 12 letters, short enough to be read out
+        vote_url += f"?invite={invite}"
     app = vote_server(store, invite=invite, hosts=hosts, progress=(key, vote_url))
     server = Server(server_config(app, host, port, connections=connections_allowed(256), idle=30.0))
     call_when_ready(server, partial(on_ready, vote_url, f"{url}progress?key={key}"))
@@ -246,9 +240,8 @@ class _VoteServer:
         if assignment is None:
             return JSONResponse(content | {"done": True})
         number, task = assignment.assignment, assignment.task
-        images = {side: f"/image/{number}/{side}" for side in SIDES[: len(task.images)]}
-        content |= {"assignment": number, "prompt": task.prompt, "answer": assignment.answer}
-        return JSONResponse(content | {"images": images})
+        content["images"] = {side: f"/image/{number}/{side}" for side in SIDES[: len(task.images)]}
+        return JSONResponse(content | {"assignment": number, "prompt": task.prompt, "answer": assignment.answer})
 
 
 def _check_box(box: tuple[str, float, float, float, float]) -> tuple[str, float, float, float, float]:
@@ -266,9 +259,7 @@ def answer_model(form: Form, *, is_pair: bool) -> type[BaseModel]:
     """
     side = Literal["left", "right"] if is_pair else Literal["left"]
     box = Annotated[tuple[side, Share, Share, Share, Share], AfterValidator(_check_box)]
-    fields: dict[str, Any] = {}
-    if is_pair:
-        fields["choice"] = (Literal[CHOICES], ...)
+    fields: dict[str, Any] = {"choice": (Literal[CHOICES], ...)} if is_pair else {}
     if form.slider:
         fields["slider"] = (Annotated[float, Strict(), Field(ge=1, le=len(form.slider))], ...)
     if form.checklist:

@@ -31,10 +31,7 @@ QUALITY_WORDS = ("bad", "poor", "fair", "good", "excellent")
 Words = Annotated[str, Field(max_length=200, pattern=r"\S")]
 PAIR_COLUMNS = ("generator_left", "generator_right", "resolution", "category", "split", "prompt_id")
 """Columns of a pair that its votes keep."""
-_DROPPED = (
-    "prompt", "image_left", "image_right",
-    "label", "votes", "votes_left", "votes_right", "votes_tie", "annotator", "ballots",
-)  # fmt: skip
+_DROPPED = "prompt image_left image_right label votes votes_left votes_right votes_tie annotator ballots".split()
 
 
 @settings("form")

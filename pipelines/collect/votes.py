@@ -82,17 +82,10 @@ def report(store: VoteStore, votes: Sequence[Vote], settings: IntervalSettings) 
     people = sum(not entry["is_judge"] for entry in entries)
     if unseen := store.unseen():
         analysis["notes"].append(f"{unseen} times an image could not be shown: no votes.")
-    return {
-        "format": FORMAT,
-        "pairs": store.is_pairs,
-        "tasks": sum(task.gold is None for task in store.tasks.values()),
-        "voted": len({vote.task for vote in first}),
-        "votes": len(votes),
-        "people": people,
-        "judges": len(entries) - people,
-        "annotators": entries,
-        **analysis,
-    }
+    asked = sum(task.gold is None for task in store.tasks.values())
+    counts = {"tasks": asked, "voted": len({vote.task for vote in first}), "votes": len(votes)}
+    counts |= {"people": people, "judges": len(entries) - people}
+    return {"format": FORMAT, "pairs": store.is_pairs, **counts, "annotators": entries, **analysis}
 
 
 def export_rows(store: VoteStore, votes: Sequence[Vote], *, model: bool = False) -> list[dict[str, Any]]:
@@ -122,11 +115,11 @@ def vote_rows(store: VoteStore, votes: Sequence[Vote]) -> list[dict[str, Any]]:
     for vote in sorted(_countable(store, votes), key=lambda vote: vote.task):
         task = store.tasks[vote.task]
         names = ("image_left", "image_right") if store.is_pairs else ("image",)
-        answer = {"label": vote.answer.get("choice")} if store.is_pairs else {"mos": vote.answer.get("slider")}
+        label, answer = ("label", "choice") if store.is_pairs else ("mos", "slider")
         models = {name: task.extra[name] for name in ("generator_left", "generator_right") if name in task.extra}
         row = {"prompt": task.prompt, **dict(zip(names, task.images, strict=True)), **models}
-        row["annotator"] = vote.annotator
-        rows += [row | answer] if None not in answer.values() else []
+        if answer in vote.answer:
+            rows.append(row | {"annotator": vote.annotator, label: vote.answer[answer]})
     if not rows:
         raise UserError(f"'{store.path}' holds no choice and no grade to export. Leave --format out.")
     return rows

@@ -134,14 +134,8 @@ def _compare_pairs(
     pairs = agreement(list(judges), values, [row.prompt for row in rows], seed=seed)
     for entry, (a, b) in zip(pairs, combinations(range(len(judges)), 2), strict=True):
         entry["disagreements"] = [
-            {
-                "image": rows[row].image,
-                "prompt": rows[row].prompt,
-                "first": first,
-                "second": second,
-                "first_score": scores[a][row].value,
-                "second_score": scores[b][row].value,
-            }
+            {"image": rows[row].image, "prompt": rows[row].prompt, "first": first, "second": second}
+            | {"first_score": scores[a][row].value, "second_score": scores[b][row].value}
             for row, first, second in largest_disagreements(values[a], values[b], most=SHOWN)
         ]
     return pairs
@@ -171,17 +165,13 @@ def _rows_of_pairs(path: Path, pairs: PreferenceSet, scores: Sequence[str]) -> l
 
 
 def _rows_of_images(path: Path, records: QualitySet, prompt: str | None, scores: Sequence[str]) -> list[ImageRow]:
-    require_columns(
-        path, dict.fromkeys({name for record in records.records for name in record.extra}), scores, purpose="--scores"
-    )
-    return [
-        ImageRow(
-            image=record.image,
-            prompt=record.prompt or prompt or "",
-            metadata={_SCORES: {name: record.extra.get(name) for name in scores}} if scores else None,
-        )
-        for record in records.records
-    ]
+    names = dict.fromkeys(name for record in records.records for name in record.extra)
+    require_columns(path, names, scores, purpose="--scores")
+    rows = []
+    for record in records.records:
+        metadata = {_SCORES: {name: record.extra.get(name) for name in scores}} if scores else None
+        rows.append(ImageRow(image=record.image, prompt=record.prompt or prompt or "", metadata=metadata))
+    return rows
 
 
 def _rows_of_table(path: Path, prompt: str | None, columns: Columns, scores: Sequence[str]) -> list[ImageRow]:

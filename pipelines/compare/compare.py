@@ -67,15 +67,9 @@ def compare_images(
     votes: dict[str, list[str]] = {}
     for entry in entries:
         votes.setdefault(entry["winner"], []).append(entry["label"])
-    return {
-        "format": "visalign comparison 1",
-        "prompt": prompt,
-        "judges": entries,
-        "votes": votes,
-        "unsure": [entry["label"] for entry in entries if entry["sure"] is False],
-        "rule": RULE,
-        "summary": _summary(votes, entries),
-    }
+    unsure = [entry["label"] for entry in entries if entry["sure"] is False]
+    result = {"format": "visalign comparison 1", "prompt": prompt, "judges": entries, "votes": votes}
+    return result | {"unsure": unsure, "rule": RULE, "summary": _summary(votes, entries)}
 
 
 _NO_RESULT = {"winner": "failed", "sure": None, "prob": None, "difference": None, "difference_std": None}

@@ -82,7 +82,7 @@ class PairRunner(ProbeRunner):
             case "swap":
                 first, second = _sign(self.real.first[self.scored]), _sign(self.real.second[self.scored])
                 report = response.share_report(level.label, first == -second, nothing, chance=0.5)
-                return self._no_responses(), report
+                return np.full(len(self.reference.samples), np.nan), report
             case "transitivity":
                 return self._cycles(level)
             case "neighbours" | "form":
@@ -105,9 +105,6 @@ class PairRunner(ProbeRunner):
 
     def _pair(self, row: int) -> tuple[Sample, Sample]:
         return self.reference.samples[row], self.reference.rivals(row)[0]
-
-    def _no_responses(self) -> np.ndarray:
-        return np.full(len(self.reference.samples), np.nan)
 
     def _ask(self, sides: list[Any], prompts: list[str], records: list[Any] | None) -> Answer:
         preferences = self.judge.compare(*sides, prompts, records)
@@ -153,7 +150,7 @@ class PairRunner(ProbeRunner):
         reasons = [a or b for a, b in zip(between.reasons, back.reasons, strict=True)]
         cycles, left_out = response.is_cycle(*signs), len(self.scored) - len(rows)
         report = response.share_report(level.label, cycles, reasons, chance=chance, left_out=left_out)
-        return self._no_responses(), report
+        return np.full(len(self.reference.samples), np.nan), report
 
     def _changed(self, probe: Probe, level: Level, seed: int) -> LevelResult:
         """Compare changed samples with the unchanged, or with their rivals as the unchanged were before.

@@ -40,7 +40,6 @@ class Reference:
     """Samples whose others are images of other prompts, because their own has no more."""
 
     def rivals(self, row: int) -> tuple[Sample, ...]:
-        """Return the other images of a sample."""
         return self.others[row] if self.others else ()
 
     def changed(self, probe: Probe, level: Level, row: int, seed: int) -> Sample | None:
@@ -87,9 +86,8 @@ def read_reference(source: str, rows: Sequence[ImageRow]) -> Reference:
     if not samples:
         raise UserError(f"None of the {len(rows)} reference images of {source} can be read: {reasons[0]}")
     others, strangers = _find_rivals(samples)
-    return Reference(
-        source, tuple(samples), tuple(metadata), unreadable=len(reasons), others=others, strangers=strangers
-    )
+    counts = {"unreadable": len(reasons), "strangers": strangers}
+    return Reference(source, tuple(samples), tuple(metadata), others=others, **counts)
 
 
 def _find_rivals(samples: Sequence[Sample]) -> tuple[tuple[tuple[Sample, ...], ...], int]:

@@ -7,7 +7,7 @@ import json
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -197,7 +197,7 @@ def sample_images(
     output.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
     thumbnails: list[Image.Image] = []
-    for row, sample in _draw(policy, records, settings, sigmas, rewards):
+    for row, sample in _Sampler(policy, settings, sigmas).draw(records, rewards):
         number = len(rows) // len(settings.seeds)
         name, image = f"{number:04d}_{row['seed']}", to_pil(middle_frames(sample[None])[0])
         files = {"image": f"{name}.png"}
@@ -215,64 +215,6 @@ def sample_images(
     write_atomic(output / PAGE, page)
     write_atomic(output / TABLE, "".join(f"{line}\n" for line in lines))  # last: with it the folder is whole
     return rows
-
-
-def _draw(
-    policy: DiffusionPolicy,
-    records: Sequence[Mapping[str, Any]],
-    settings: SampleSettings,
-    sigmas: Tensor,
-    rewards: Mapping[str, PointwiseReward],
-) -> Iterator[tuple[dict[str, Any], Tensor]]:
-    """Yield (row, image [3, H, W] or video [F, 3, H, W]), seeds of a prompt side by side.
-
-    Only the best draw so far of a seed is kept, so that memory does not grow; of draws that meet, the latents
-    are.
-    """
-    count = settings.best_of
-    requests = [(record, seed) for record in records for seed in settings.seeds]
-    together = max(1, settings.batch_size // count)
-    declared = {label: with_capabilities(reward) for label, reward in rewards.items()}
-    failures: list[str] = []
-    unjudged = 0
-    for start in range(0, len(requests), together):
-        chunk = requests[start : start + together]
-        part = [(record, seed, i) for record, seed in chunk for i in range(count)]
-        inputs = encoder_inputs(policy, [record for record, _, _ in part])
-        seeds = [
-            sample_seed("sample", *record_key(entry), s, i) for entry, (_, s, i) in zip(inputs, part, strict=True)
-        ]
-        judge = _Judge(declared, [dict(record) for record, _, _ in part])
-        best: dict[int, _Draw] = {}
-        with torch.no_grad():
-            condition = policy.encode(inputs)
-            before = policy.forward_count.equivalents
-            for rows, latents in _latents(policy, condition, settings, sigmas, seeds, judge):
-                failures += _keep_best(
-                    best, _decode(policy, latents, settings.batch_size), judge.of(rows), rows, count
-                )
-            spent = policy.forward_count.equivalents - before
-        for index, draw in best.items():
-            record, seed, _ = part[index * count]
-            row: dict[str, Any] = {"prompt": str(record["prompt"]), "seed": seed, **draw.scores}
-            source = record.get("source")
-            if source is not None and all(isinstance(name, str) for name in listed_sources(source)):
-                row["metadata"] = {"source": source}
-            row[COST] = spent * count // len(part)  # every draw takes as many
-            unjudged += draw.total == -torch.inf
-            yield row, draw.sample
-    if failures:
-        warning = f"{len(failures)} of {len(requests) * count} draws could not be judged: {failures[0]}."
-        if count > 1 and unjudged:
-            warning += f" {unjudged} of {len(requests)} seeds have no draw to prefer, and keep the first."
-        warnings.warn(warning, stacklevel=2)
-
-
-def _decode(policy: DiffusionPolicy, latents: Tensor, batch_size: int) -> Tensor:
-    """Decode latents [N, ...] to images or videos, float32 on the CPU."""
-    batches = latents.split(batch_size)
-    samples = [decode_images(policy, batch, clips=True).float().cpu() for batch in batches]
-    return samples[0] if len(samples) == 1 else torch.cat(samples)  # no second copy in memory
 
 
 class _Draw(NamedTuple):
@@ -320,50 +262,88 @@ def _keep_best(best: dict[int, _Draw], samples: Tensor, judge: _Judge, rows: sli
     return [next(filter(None, row)) for row in zip(*reasons, strict=True) if any(row)]
 
 
-def _latents(
-    policy: DiffusionPolicy,
-    condition: Condition,
-    settings: SampleSettings,
-    sigmas: Tensor,
-    seeds: Sequence[int],
-    judge: _Judge,
-) -> Iterator[tuple[slice, Tensor]]:
-    """Yield (rows, their final latents), batch by batch; where a reward compares the draws, all together."""
-    capabilities = [reward.capabilities for reward in judge.rewards.values()]
-    compares = any(needs.needs_group or needs.needs_batch for needs in capabilities)
-    size = len(seeds) if compares else settings.batch_size
-    parts = [slice(first, min(first + size, len(seeds))) for first in range(0, len(seeds), size)]
-    if settings.resample_after or isinstance(settings.search, PathSearch):  # the draws of a seed meet
-        latents = _denoise(policy, condition, settings, sigmas, seeds, judge)
-        yield from ((rows, latents[rows]) for rows in parts)
-        return
-    for rows in parts:
-        part = condition.select(torch.arange(rows.start, rows.stop))
-        yield rows, _denoise(policy, part, settings, sigmas, seeds[rows], judge.of(rows))
+@dataclass(frozen=True)
+class _Sampler:
+    """Draws of a policy by the settings of its sampling."""
 
+    policy: Any
+    settings: SampleSettings
+    sigmas: Tensor
 
-def _denoise(
-    policy: DiffusionPolicy,
-    condition: Condition,
-    settings: SampleSettings,
-    sigmas: Tensor,
-    seeds: Sequence[int],
-    judge: _Judge,
-) -> Tensor:
-    """Compute [N, ...] final latents: along the ODE, steered, or searched for."""
-    common: dict[str, Any] = {"sigmas": sigmas, "seeds": seeds, "batch_size": settings.batch_size}
+    def draw(
+        self, records: Sequence[Mapping[str, Any]], rewards: Mapping[str, PointwiseReward]
+    ) -> Iterator[tuple[dict[str, Any], Tensor]]:
+        """Yield (row, image [3, H, W] or video [F, 3, H, W]), seeds of a prompt side by side.
 
-    def total(images: Tensor) -> Tensor:
-        return judge(images)[1]
+        Only the best draw so far of a seed is kept, so that memory does not grow; of draws that meet, the latents.
+        """
+        count, failures, unjudged = self.settings.best_of, list[str](), 0
+        requests = [(record, seed) for record in records for seed in self.settings.seeds]
+        together = max(1, self.settings.batch_size // count)
+        declared = {label: with_capabilities(reward) for label, reward in rewards.items()}
+        for start in range(0, len(requests), together):
+            part = [(record, seed, i) for record, seed in requests[start : start + together] for i in range(count)]
+            inputs = encoder_inputs(self.policy, [record for record, _, _ in part])
+            seeds = [sample_seed("sample", *record_key(e), s, i) for e, (_, s, i) in zip(inputs, part, strict=True)]
+            judge = _Judge(declared, [dict(record) for record, _, _ in part])
+            best: dict[int, _Draw] = {}
+            with torch.no_grad():
+                condition = self.policy.encode(inputs)
+                before = self.policy.forward_count.equivalents
+                for rows, latents in self._latents(condition, seeds, judge):
+                    failures += _keep_best(best, self._decode(latents), judge.of(rows), rows, count)
+                spent = self.policy.forward_count.equivalents - before
+            for index, draw in best.items():
+                record, seed, _ = part[index * count]
+                row: dict[str, Any] = {"prompt": str(record["prompt"]), "seed": seed, **draw.scores}
+                source = record.get("source")
+                if source is not None and all(isinstance(name, str) for name in listed_sources(source)):
+                    row["metadata"] = {"source": source}
+                row[COST] = spent * count // len(part)  # every draw takes as many
+                unjudged += draw.total == -torch.inf
+                yield row, draw.sample
+        if failures:
+            warning = f"{len(failures)} of {len(requests) * count} draws could not be judged: {failures[0]}."
+            if count > 1 and unjudged:
+                warning += f" {unjudged} of {len(requests)} seeds have no draw to prefer, and keep the first."
+            warnings.warn(warning, stacklevel=2)
 
-    if settings.search is not None:
-        common |= {"paths": settings.best_of} if isinstance(settings.search, PathSearch) else {}
-        return settings.search(policy, condition, total, **common)
-    if not settings.resample_after:
-        return rollout(policy, condition, solver=settings.solver, **common).latents
-    common |= {"particles": settings.best_of, "resample_after": settings.resample_after}
-    common |= {"strength": settings.strength, "noise_level": settings.noise_level}
-    return steered_rollout(policy, condition, total, **common)
+    def _decode(self, latents: Tensor) -> Tensor:
+        """Decode latents [N, ...] to images or videos, float32 on the CPU."""
+        batches = latents.split(self.settings.batch_size)
+        samples = [decode_images(self.policy, batch, clips=True).float().cpu() for batch in batches]
+        return samples[0] if len(samples) == 1 else torch.cat(samples)  # no second copy in memory
+
+    def _latents(self, condition: Condition, seeds: Sequence[int], judge: _Judge) -> Iterator[tuple[slice, Tensor]]:
+        """Yield (rows, their final latents), batch by batch; where a reward compares the draws, all together."""
+        capabilities = [reward.capabilities for reward in judge.rewards.values()]
+        compares = any(needs.needs_group or needs.needs_batch for needs in capabilities)
+        size = len(seeds) if compares else self.settings.batch_size
+        parts = [slice(first, min(first + size, len(seeds))) for first in range(0, len(seeds), size)]
+        if self.settings.resample_after or isinstance(self.settings.search, PathSearch):  # the draws of a seed meet
+            latents = self._denoise(condition, seeds, judge)
+            yield from ((rows, latents[rows]) for rows in parts)
+            return
+        for rows in parts:
+            part = condition.select(torch.arange(rows.start, rows.stop))
+            yield rows, self._denoise(part, seeds[rows], judge.of(rows))
+
+    def _denoise(self, condition: Condition, seeds: Sequence[int], judge: _Judge) -> Tensor:
+        """Compute [N, ...] final latents: along the ODE, steered, or searched for."""
+        settings = self.settings
+        common: dict[str, Any] = {"sigmas": self.sigmas, "seeds": seeds, "batch_size": settings.batch_size}
+
+        def total(images: Tensor) -> Tensor:
+            return judge(images)[1]
+
+        if settings.search is not None:
+            common |= {"paths": settings.best_of} if isinstance(settings.search, PathSearch) else {}
+            return settings.search(self.policy, condition, total, **common)
+        if not settings.resample_after:
+            return rollout(self.policy, condition, solver=settings.solver, **common).latents
+        common |= {"particles": settings.best_of, "resample_after": settings.resample_after}
+        common |= {"strength": settings.strength, "noise_level": settings.noise_level}
+        return steered_rollout(self.policy, condition, total, **common)
 
 
 def _facts(settings: SampleSettings) -> list[tuple[str, Any]]:
