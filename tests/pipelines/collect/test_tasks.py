@@ -84,13 +84,10 @@ def test_single_of_pairs_split_gold_and_forms_are_refused(images, tmp_path):
 def test_gold_pairs_are_held_to_what_others_are(images, tmp_path):
     row = {"prompt": "x", "image_left": "a.png", "image_right": "b.png", "label": 1}
     assert len(gold_tasks(table(tmp_path, row, row))) == 1
-    for rows, why in (
-        ([row, {**row, "label": 0}], r"Row 2 of .* has another answer to an earlier pair"),
-        ([{**row, "image_right": "z.png"}], "1 images do not exist: .*z.png"),
-        ([{**row, "image_right": "a.png"}], "1 pairs show the same image twice"),
-    ):
-        with pytest.raises(UserError, match=why):
-            gold_tasks(table(tmp_path, *rows))
+    with pytest.raises(UserError, match=r"Row 2 of .* has another answer to an earlier pair"):
+        gold_tasks(table(tmp_path, row, {**row, "label": 0}))
+    with pytest.raises(UserError, match=r"1 images do not exist: .*z.png"):
+        gold_tasks(table(tmp_path, {**row, "image_right": "z.png"}))
 
 
 def sampled(folder: Path, seeds: range, prompts: tuple[str, ...] = ("x", "y"), *, table: bool = True) -> str:

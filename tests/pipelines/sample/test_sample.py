@@ -195,31 +195,6 @@ def test_of_many_draws_one_batch_and_the_best_are_in_memory(search, compares, tm
         assert np.abs(found - expected).max() <= 1
 
 
-def test_steered_draws_go_where_the_reward_is(folder, tmp_path):
-    """Against as many draws that do not meet, without noise on the way: the mean over eight seeds."""
-    common = (
-        "a red circle",
-        "-m",
-        folder,
-        "--steps",
-        6,
-        "--seeds",
-        "0-7",
-        "-r",
-        "saturation",
-        "--option",
-        "guidance=null",
-        "--best-of",
-        4,
-    )
-    assert run(*common, "-o", tmp_path / "apart").exit_code == 0
-    steered = run(*common, "--steer", "1,2,3", "--strength", 100, "-o", tmp_path / "steered")
-    assert steered.exit_code == 0, steered.output
-    apart, met = (sum(row["saturation"] for row in rows(tmp_path / name)) / 8 for name in ("apart", "steered"))
-    assert met > apart
-    assert len({row["saturation"] for row in rows(tmp_path / "steered")}) == 8
-
-
 ZERO_ORDER = ("--search", "zero_order", "--search-option", "rounds=2", "--search-option", "radius=0.8")
 PATHS = ("--search", "paths", "--best-of", 2, "--search-option", "branches=3", "--search-option", "start=2")
 

@@ -7,7 +7,7 @@ import json
 import os
 import socket
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pandas
 import pytest
@@ -19,9 +19,6 @@ from visalign.data.sets.columns import Columns
 from visalign.data.sets.records import PreferenceSet
 from visalign.data.sets.sources import from_dataframe, shapes_pairs, to_dataframe
 from visalign.pipelines.cli.app import app
-from visalign.pipelines.score.image_rows import image_rows
-from visalign.pipelines.score.score import score_rows
-from visalign.rewards import load_reward
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*with other endings are not read")
 
@@ -71,23 +68,6 @@ def test_what_should_not_be_opened_in_a_folder_is_a_row_with_its_reason(images: 
     for name, reason in reasons.items():
         assert rows[name]["value"] is None and reason in rows[name]["reason"]
     assert all(rows[name]["value"] is not None for name in "abc") and Path("x.html").is_file()
-
-
-def test_large_images_are_held_one_after_the_other(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Sizes:
-        name, unit, range, higher_is_better = "sizes", "", (0.0, 1.0), True
-        batches: ClassVar[list[int]] = []
-
-        def score(self, images: Any, prompts: Any, metadata: Any = None) -> Any:
-            self.batches.append(len(images))
-            return load_reward("saturation").score(images, prompts, metadata)
-
-    monkeypatch.setenv("VISALIGN_MAX_PIXELS", "150")  # of which two images of 64 are left
-    table = image_rows([images], needs_prompt=False)
-    rows = score_rows(table, {"sizes": Sizes()})
-    assert Sizes.batches == [2, 1] and [Path(row.image).stem for row in rows] == ["a", "b", "c"]
-    alone = score_rows(table, {"saturation": load_reward("saturation")}, batch_size=1)
-    assert [row.value for row in rows] == [row.value for row in alone]
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,7 @@ from visalign.rewards.hpsv3.ensemble_folders import adapters_of
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = save_tiny_seeing_model(tmp_path_factory.mktemp("models") / "vlm")
-    return folder
+    return save_tiny_seeing_model(tmp_path_factory.mktemp("models") / "vlm")
 
 
 def _config(model: Path, *more: str, rank: int = 2) -> TrainRewardConfig:

@@ -33,13 +33,9 @@ def _config(model: Path, kind: str) -> TrainRewardConfig:
     return load_config(TrainRewardConfig, None, [*given, *sets, "model.save_dtype=float32"])
 
 
-@pytest.mark.parametrize("kind", ["yes_no"])
-def test_adapters_that_find_no_layer_are_refused(kind):
-    config = load_config(
-        TrainRewardConfig,
-        None,
-        [*(f"model.kind={kind}", f"objective.task={kind}", "model.train=lora"), "model.lora.target_modules=[nothing]"],
-    )
+def test_adapters_that_find_no_layer_are_refused():
+    overrides = ["model.kind=yes_no", "objective.task=yes_no", "model.lora.target_modules=[nothing]"]
+    config = load_config(TrainRewardConfig, None, overrides)
     with pytest.raises(UserError, match=r"model\.lora cannot be added to 'shapes-vlm': .*target_modules, or"):
         build_judge(config, torch.device("cpu"))
 

@@ -168,16 +168,16 @@ def test_the_saved_judge_scores_as_the_trained_one(models, tmp_path, kind, train
         assert named == json.loads((folder / "judge.json").read_text())["base"] and not Path(named).is_absolute()
 
 
-def test_a_run_from_start_to_card(models, tmp_path, kind="rating", train="lora", task="rating"):
-    summary = run(_config(models, kind, train, task), tmp_path / "run")
+def test_a_run_from_start_to_card(models, tmp_path):
+    summary = run(_config(models, "rating", "lora", "rating"), tmp_path / "run")
     assert summary["updates"] == 4 and summary["examples"] == 16 and summary["epochs"] == pytest.approx(16 / 12)
     assert set(summary["after"]) >= {"mae", "srcc"}
     records = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [record["samples"] for record in records] == [8, 16]
     assert any(key.startswith("heldout/") for key in records[0])
     card = (tmp_path / "run" / "judge" / "README.md").read_text()
-    assert f"Loss: {task}; 4 updates of 4 examples." in card and "## How good it is" in card
-    assert _read(kind, tmp_path / "run" / "judge").name
+    assert "Loss: rating; 4 updates of 4 examples." in card and "## How good it is" in card
+    assert _read("rating", tmp_path / "run" / "judge").name
 
 
 def test_a_resumed_run_is_the_run(models, tmp_path):
@@ -346,8 +346,3 @@ def test_the_packaged_configurations_are_planned(name):
     planned = plan(config)
     assert planned["length"]["epochs"] > 0.3
     assert config.optimizer.decay_updates == planned["length"]["updates"]
-
-
-def test_float16_has_its_loss_scaled(models, tmp_path):
-    run(_config(models, "hpsv3", model={"autocast": "float16"}), tmp_path / "run")
-    assert all("loss_scale" in record for record in read_metrics(tmp_path / "run" / "metrics.jsonl"))
