@@ -101,8 +101,7 @@ def collect(
         store = VoteStore.create(votes, tasks, questions, plan)
     elif any((single, slider, question, boxes, text, gold, voter, prompt)):
         raise UserError(
-            "The questions and voters of this file were fixed when it was created. To ask something else, "
-            "start another file: visalign collect OTHER.sqlite SOURCE …"
+            "The questions and voters of this file were fixed at its start. Name another file to ask more."
         )
     else:
         store = VoteStore(votes)

@@ -61,10 +61,7 @@ def show_configs(
     if not table.row_count:
         options = {"--family": family, "--algorithm": algorithm, "--search": search}
         filters = " ".join(f"{option} {words!r}" for option, words in options.items() if words)
-        raise UserError(
-            f"No packaged configuration fits {filters}. Leave one out; `visalign configs` alone lists all with their "
-            "algorithms."
-        )
+        raise UserError(f"No packaged configuration fits {filters}. `visalign configs` alone lists all.")
     console.print(table)
     console.print("Show one: visalign configs NAME. Run one: visalign train NAME.", highlight=False)
 

@@ -136,10 +136,7 @@ class VoteStore:
 
     def __init__(self, path: Path) -> None:
         if not path.is_file():
-            raise UserError(
-                f"There is no file of votes '{path}'. Create one: visalign collect {path} SOURCE, where "
-                "SOURCE are the images."
-            )
+            raise UserError(f"There is no file of votes '{path}'. Create one: visalign collect {path} IMAGES.")
         self.path = path
         self._lock = threading.RLock()  # a transaction calls methods that lock again
         with ExitStack() as opened:
@@ -168,8 +165,7 @@ class VoteStore:
     def create(path: Path, tasks: Sequence[Task], form: Form, plan: Plan) -> VoteStore:
         if path.exists():
             raise UserError(
-                f"'{path}' exists. To go on with it: visalign collect {path}. For other images name another file: "
-                "visalign collect OTHER.sqlite SOURCE …"
+                f"'{path}' exists. To go on with it: visalign collect {path}. For other images name another."
             )
         if len({len(task.images) for task in tasks}) != 1:
             raise UserError("A file of votes asks about pairs or about single images, not about both.")

@@ -101,10 +101,7 @@ def read_tasks(
     else:
         tasks += _pair_images(rows, per_prompt, seed)
     if not tasks:
-        raise UserError(
-            "There is nothing to ask: no two images share a prompt. Give images of one prompt, a table "
-            "with the columns prompt, image_left, image_right, or --single."
-        )
+        raise UserError("No two images share a prompt. Give such images, a table of pairs, or --single.")
     return _checked(list({task.key: task for task in reversed(tasks)}.values())[::-1])
 
 
@@ -118,9 +115,9 @@ def gold_tasks(source: str) -> list[Task]:
     for index, pair in enumerate(pairs.pairs):
         task = replace(_pair_task(pair), gold=sides.get(pair.label))
         if task.gold is None or tasks.setdefault(task.key, task).gold != task.gold:
+            where = f"Row {pairs.row(index)} of '{source}'"
             raise UserError(
-                f"Row {pairs.row(index)} of '{source}' is a split vote, or has another answer to an earlier "
-                "pair; a gold pair has one: left, right or tie."
+                f"{where} is a split vote, or has another answer to an earlier pair. Give one answer to each."
             )
     return _checked(list(tasks.values()))
 
@@ -222,8 +219,8 @@ def _pair_models(models: Mapping[str, Sequence[ImageRow]], limit: int, seed: int
             tasks.append(Task(prompt=prompt, images=(_absolute(left.image), _absolute(right.image)), extra=extra))
     if not tasks:
         raise UserError(
-            f"{listed(list(names.values()))} share no prompt, and of several folders pairs are formed across them "
-            "only. Sample the same prompts into each; or, for pairs within, give one folder that holds them all."
+            f"{listed(list(names.values()))} share no prompt, and of several folders pairs are formed across them. "
+            "Sample the same prompts into each, or give one folder that holds them all."
         )
     if unpaired:
         warnings.warn(

@@ -89,10 +89,8 @@ def agree_rewards(
     """
     started = time.perf_counter()
     if len(rewards) + len(columns) < 2 or len(rows) < 3:
-        raise UserError(
-            f"Agreement takes at least 2 rewards (--reward, --scores) and 3 images; got "
-            f"{len(rewards) + len(columns)} rewards and {len(rows)} images."
-        )
+        got = f"{len(rewards) + len(columns)} rewards and {len(rows)} images"
+        raise UserError(f"Agreement takes at least 2 rewards (--reward, --scores) and 3 images; got {got}.")
     table = {name: [_column_row(name, row) for row in rows] for name in columns}
     if rewards:
         scored = score_rows(rows, rewards, batch_size=batch_size, on_batch=on_batch, store=store)

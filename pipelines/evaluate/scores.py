@@ -62,10 +62,8 @@ def score_pairs(pairs: PreferenceSet, reward: PointwiseReward | PairwiseReward, 
 def score_quality(records: QualitySet, reward: PointwiseReward, **asking: Any) -> QualityScores:
     """Score the images of a quality set, as `score_pairs` scores pairs."""
     if not isinstance(reward, PointwiseReward):
-        raise RewardError(
-            f"{getattr(reward, 'name', reward)!r} compares two images and gives no score of one, which a "
-            "quality set needs. Evaluate it on a preference set."
-        )
+        name = getattr(reward, "name", reward)
+        raise RewardError(f"{name!r} compares two images and gives no score of one. Evaluate it on a preference set.")
     requests = [(_Request((record.image,), record.prompt, _metadata(record)),) for record in records.records]
     answers = _ask(reward, requests, **asking)
     std = _column(answers, 0, "std")
@@ -190,8 +188,7 @@ def column_scores(
         )
     if not higher_is_better:
         raise UserError(
-            f"--lower-is-better names {name!r}, but {prob} is the probability that the left image is better. "
-            "Take it out."
+            f"--lower-is-better names {name!r}, and {prob} is the probability that the left image is better."
         )
     swapped = _numbers(rows, f"{prob}_swapped") if f"{prob}_swapped" in columns else None
     return from_probabilities(name, _numbers(rows, prob), swapped=swapped, reasons=reasons)
@@ -204,9 +201,9 @@ def quality_column_scores(
     rows = [record.extra for record in records.records]
     columns = {column for row in rows for column in row}
     if name not in columns:
+        column = (names or {}).get(name, name)
         raise UserError(
-            f"'{records.name}' has no column {(names or {}).get(name, name)!r}. {_found(name, columns)}"
-            f"--scores {name}=COLUMN names another."
+            f"'{records.name}' has no column {column!r}. {_found(name, columns)}--scores {name}=COLUMN names another."
         )
     return from_values(
         name,

@@ -59,9 +59,8 @@ def find_images(items: Sequence[Path], *, clips: bool = False) -> list[Path]:
     for item in items:
         files = list(_walk(item, clips, skipped)) if item.is_dir() else [item]
         if not files:
-            raise UserError(
-                f"The folder '{item}' holds no image. {_count(skipped)}Allowed endings: {', '.join(IMAGE_ENDINGS)}."
-            )
+            endings = ", ".join(IMAGE_ENDINGS)
+            raise UserError(f"The folder '{item}' holds no image. {_count(skipped)}Allowed endings: {endings}.")
         paths.update(files)
     if not paths:
         raise UserError("No images were named. Give files or folders.")
@@ -93,10 +92,7 @@ def require_still(path: Path) -> None:
     from visalign.rewards.base.images import animation_length  # torch, which readers of files do without
 
     if (length := animation_length(path)) > 1:
-        raise UserError(
-            f"'{path}' is a clip of {length} frames, and images are compared here. Score clips with "
-            "visalign score -r frames, or give one of the frames."
-        )
+        raise UserError(f"'{path}' is a clip of {length} frames, and images are compared here. Use score -r frames.")
 
 
 def image_rows(

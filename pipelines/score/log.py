@@ -50,7 +50,7 @@ class ScoreLog:
             if path.is_file() and path.stat().st_size:
                 if not resume:
                     raise UserError(
-                        f"'{path}' holds the scores of a run that was stopped. Go on with --resume, or remove it."
+                        f"'{path}' holds the scores of a run that was stopped. Add --resume, or remove it."
                     )
                 self._read(path, {label: identity.digest for label, identity in identities.items()}, entry)
             else:
@@ -86,10 +86,8 @@ class ScoreLog:
             raise UserError(f"'{path}' holds no scores of ours. Give another --output, or remove it.")
         for label, digest in digests.items():
             if header["judges"].get(label, {}).get("digest") != digest:
-                raise UserError(
-                    f"'{path}' holds scores of {', '.join(header['judges'])}, not of this {label!r}. Use the "
-                    "same rewards again, or give another --output."
-                )
+                labels = ", ".join(header["judges"])
+                raise UserError(f"'{path}' holds scores of {labels}, not of this {label!r}. Give another --output.")
         names = {field.name for field in fields(entry)}
         for number, line in enumerate(lines, 2):
             row = _parse_object(line)

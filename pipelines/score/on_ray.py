@@ -185,9 +185,9 @@ def ray_running(address: str | None) -> Iterator[None]:
             socket.create_connection((host.strip("[]"), int(port)), timeout=5.0).close()
         ray.init(address or "local", log_to_driver=False, logging_level="ERROR", **local)
     except (RuntimeError, ValueError, OSError, OverflowError) as error:
+        where = address or "this machine"
         raise UserError(
-            f"No Ray at {address or 'this machine'}: {error}. --address takes HOST:PORT of a cluster's head "
-            "('ray start --head'), given on one of its machines; the cluster may want RAY_AUTH_TOKEN."
+            f"No Ray at {where}: {error}. --address takes HOST:PORT of a cluster's head (ray start --head)."
         ) from error
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, handler)

@@ -80,10 +80,8 @@ def find_parts(items: Sequence[Path], *, clips: bool = False) -> list[Part]:
     parts, sources = list(dict.fromkeys(parts)), dict[str, Part]()
     for part in parts:
         if (other := sources.setdefault(part.output, part)) is not part:
-            raise UserError(
-                f"The scores of '{other.source}' and of '{part.source}' would both be '{part.output}'. Name "
-                "the folder that holds both, or score them one after the other."
-            )
+            both = f"'{other.source}' and of '{part.source}'"
+            raise UserError(f"The scores of {both} would both be '{part.output}'. Score them one after the other.")
     return parts
 
 
@@ -202,9 +200,9 @@ def finished_parts(
         metadata = json.loads((parquet_schema(path).metadata or {}).get(METADATA_KEY, b"{}"))
         expected = part_metadata(part, options, digests)
         if metadata.get("judges") != expected["judges"]:
+            rewards = ", ".join(digests)
             raise UserError(
-                f"'{path}' holds no scores of {', '.join(digests)}, or those of other versions. Give another "
-                "--output, or remove it."
+                f"'{path}' holds no scores of {rewards}, or those of other versions. Give another --output."
             )
         if metadata == expected:
             finished.append(part)

@@ -37,8 +37,8 @@ def push_run(run: Path, name: str, *, license: str | None = None, private: bool 
         repo = api.create_repo(name, private=private, exist_ok=True)
         api.upload_folder(repo_id=repo.repo_id, folder_path=folder, commit_message="Upload with visalign")
     except (HfHubHTTPError, OSError) as error:
+        reason = str(error).strip().partition("\n")[0]
         raise UserError(
-            f"{name} was not uploaded ({str(error).strip().partition(chr(10))[0]}). Check that the token may write "
-            f"there (`hf auth whoami`), then: visalign push {run} {name}."
+            f"{name} was not uploaded ({reason}). Check that the token may write there: hf auth whoami."
         ) from error
     return str(repo)

@@ -68,14 +68,9 @@ def _find(config: Any, output: Path, run: Callable[..., RunSummary]) -> float:
 
     evaluation = config.evaluation
     if isinstance(evaluation, HeldoutConfig) and evaluation.correctness is None and not _curve(config):
-        raise UserError(
-            "optimizer.lr=find compares held-out numbers, and evaluation.rewards is empty. Name a reward there, "
-            "or give a number."
-        )
+        raise UserError("optimizer.lr=find compares held-out numbers, and evaluation.rewards is empty. Name a reward.")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UserError(
-            "optimizer.lr=find runs in one process. Find the rate in one, then start several with optimizer.lr=NUMBER."
-        )
+        raise UserError("optimizer.lr=find runs in one process. Find the rate first, then start several with it.")
     rates = _rates(config)
     rows = [{"lr": rate, **_short_run(config, rate, output, run)} for rate in rates]
     valid = [row for row in rows if row["change"] is not None and row["note"] == ""]

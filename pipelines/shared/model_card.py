@@ -45,10 +45,8 @@ def result_of(run: Path) -> Path:
         raise UserError(f"{run} is no run folder: it has no {CONFIG}. Give the folder that visalign train wrote.")
     folder = next((run / name for name in RESULTS if (run / name).is_dir()), None)
     if folder is None or not (run / "summary.json").is_file():
-        raise UserError(
-            f"The run {run} has not ended, so it has no result. Finish it: visalign train {run / CONFIG} "
-            f"--output {run} --resume."
-        )
+        resume = f"visalign train {run / CONFIG} --output {run} --resume"
+        raise UserError(f"The run {run} has not ended, so it has no result. Finish it: {resume}.")
     return folder
 
 

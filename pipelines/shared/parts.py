@@ -81,16 +81,12 @@ def build_accelerator(config: Any, folder: Path) -> Accelerator:
     except torch.distributed.DistNetworkError as error:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise UserError(
-            f"The processes cannot meet at {where} (MASTER_ADDR:MASTER_PORT): {str(error).splitlines()[0]} "
-            "If the port is in use, give another one: --master_port of torchrun, --main_process_port of "
-            "accelerate launch."
+            f"The processes cannot meet at {where}: {str(error).splitlines()[0]} If the port is in use, give "
+            "another one: --master_port of torchrun, --main_process_port of accelerate launch."
         ) from error
     available = [str(tracker) for tracker in accelerator.log_with]  # accelerate drops those not installed
-    if missing := [name for name in run.trackers if name not in ("all", *available)]:
-        raise UserError(
-            f"run.trackers names {', '.join(missing)}, which is not installed. Run: python -m pip install "
-            f"{' '.join(missing)}; or take it out of run.trackers."
-        )
+    if names := " ".join(name for name in run.trackers if name not in ("all", *available)):
+        raise UserError(f"run.trackers names {names}, which is not installed: python -m pip install {names}.")
     if accelerator.num_processes > 1:
         watch_machines(accelerator)
         packages = {name: version for name, version in versions().items() if name != "platform"}  # kernels may differ
@@ -108,10 +104,8 @@ def check_alike(processes: Sequence[Mapping[str, Any]]) -> None:
         if first.get(name) != other.get(name)
     ]
     if differing:
-        raise UserError(
-            f"The {len(processes)} processes of this run differ: {'; '.join(differing[:6])}. Start all "
-            "with one command, and with the same packages and files on every machine."
-        )
+        keys = "; ".join(differing[:6])
+        raise UserError(f"The {len(processes)} processes of this run differ: {keys}. Start all with one command.")
 
 
 def spread(accelerator: Accelerator, count: int, evaluate: Callable[..., HeldoutResult]) -> HeldoutResult:
@@ -176,9 +170,10 @@ def check_routes(terms: Mapping[str, RewardTerm], records: Records) -> None:
     optimized = [term.where for term in terms.values() if term.weight > 0]
     unrewarded = [record for record in records if not any(matches(record, where) for where in optimized)]
     if optimized and unrewarded:
+        count = f"{len(unrewarded)} of {len(records)} records of data.train"
+        first = excerpt(dict(unrewarded[0]), 200)
         raise UserError(
-            f"{len(unrewarded)} of {len(records)} records of data.train have no reward, as each reward has a where; "
-            f"the first is {excerpt(dict(unrewarded[0]), 200)}. Add a reward for them, or take them out."
+            f"{count} have no reward, as each has a where; the first is {first}. Add a reward, or take them out."
         )
 
 
@@ -210,10 +205,8 @@ def pointwise_only(
     """Select the judges that score single images; the `needed` labels must be among them."""
     pointwise = {label: judge for label, judge in judges.items() if isinstance(judge, PointwiseReward)}
     if missing := [label for label in needed if label not in pointwise]:
-        raise UserError(
-            f"{', '.join(missing)} only compares images and gives no score. Train on win rates with "
-            "'pipeline: pref_grpo', or choose a reward that scores."
-        )
+        names = ", ".join(missing)
+        raise UserError(f"{names} only compares images and gives no score. Take 'pipeline: pref_grpo', or another.")
     return pointwise
 
 
@@ -224,17 +217,13 @@ def weighted_sum(config: RewardsConfig, rewards: Mapping[str, Any], kind: Any) -
     terms, summands = config.terms, {}
     strengths = {label: term.strength for label, term in terms.items() if term.uncertainty == "advantage"}
     if strengths and kind.noun == "image":
-        raise UserError(
-            f"rewards.terms.{next(iter(strengths))}.uncertainty is advantage, which weighs the advantages of "
-            "texts only. Take weight or lower_bound."
-        )
+        key = f"rewards.terms.{next(iter(strengths))}.uncertainty"
+        raise UserError(f"{key} is advantage, which weighs texts only. Take weight or lower_bound.")
     for label, term in terms.items():
         reward, how = rewards[label], term.uncertainty
         if term.where and (term.bound is not None or how == "advantage"):
-            raise UserError(
-                f"rewards.terms.{label}.where chooses records, and its bound or uncertainty=advantage reads all "
-                "samples of an iteration. Leave one of the two out."
-            )
+            key = f"rewards.terms.{label}.where"
+            raise UserError(f"{key} chooses records, and its bound or uncertainty=advantage reads all. Leave one out.")
         if how not in ("none", "advantage"):  # the trainer weighs advantages itself
             reward = UncertaintyUsed(reward, how=how, strength=term.strength, reference=term.reference)
         summands[label] = reward, term.weight
@@ -271,8 +260,7 @@ def check_texts(records: Records) -> Records:
             str(record["prompt"]).encode()
         except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair
             raise UserError(
-                f"The prompt {record['prompt']!r:.80} is no text in Unicode: it holds half of a surrogate "
-                "pair. Correct it or leave it out."
+                f"The prompt {record['prompt']!r:.80} holds half a character. Correct it or leave it out."
             ) from error
     return records
 

@@ -50,11 +50,8 @@ def reward_options(items: Sequence[str], names: Sequence[str]) -> dict[str, dict
         elif len(items_of) == 1 and "." not in item.partition("=")[0]:
             items_of[names[0]].append(item)
         else:
-            raise UserError(
-                f"--option is {excerpt(item)}, which names none of the rewards. "
-                f"{suggestion(item.split('.')[0], items_of)}Write LABEL.NAME=VALUE with LABEL one of "
-                f"{', '.join(items_of)}."
-            )
+            hint = f"{suggestion(item.split('.')[0], items_of)}Write LABEL.NAME=VALUE, LABEL: {', '.join(items_of)}."
+            raise UserError(f"--option is {excerpt(item)}, which names none of the rewards. {hint}")
     return {name: parse_options(entries) for name, entries in items_of.items()}
 
 

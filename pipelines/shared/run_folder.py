@@ -58,10 +58,8 @@ def check_run_folder(folder: Path, *, resume: bool) -> None:
     if _is_first() and folder.is_dir():
         check_unlocked(folder / LOCK, what=f"The output folder '{folder}'")
         if not resume and set(os.listdir(folder)) - {LOCK}:
-            raise UserError(
-                f"The output folder '{folder}' is not empty, and nothing is overwritten. Give another "
-                "--output, or continue its run with --resume."
-            )
+            remedy = "Give another --output, or continue with --resume."
+            raise UserError(f"The output folder '{folder}' is not empty, and nothing is overwritten. {remedy}")
 
 
 @contextmanager
@@ -162,8 +160,7 @@ def check_place(path: Path) -> None:
             pass
     except OSError as error:
         raise UserError(
-            f"Nothing can be written to '{path}', since '{existing}' is no folder or cannot be written "
-            f"({error.strerror}). Give another folder."
+            f"Nothing can be written to '{path}': '{existing}': {error.strerror}. Give another folder."
         ) from None
 
 

@@ -156,14 +156,11 @@ class HeldoutConfig:
         labels, judge = {**dict.fromkeys(trained), **self.rewards}, self.correctness
         if "accuracy" in labels:
             raise UserError(
-                "A reward's label is 'accuracy', which names the share of right verdicts in evaluations; "
-                "give it another label and its name: {my_accuracy: {name: REWARD}}."
+                "A reward's label is 'accuracy', which names the verdicts. Give {my_accuracy: {name: REWARD}}."
             )
         if judge is not None and judge not in labels:
-            raise UserError(
-                f"evaluation.correctness is {judge!r}, which is no label of a reward. "
-                f"{suggestion(judge, labels)}Labels: {', '.join(labels)}; or null."
-            )
+            allowed = f"{suggestion(judge, labels)}Labels: {', '.join(labels)}; or null."
+            raise UserError(f"evaluation.correctness is {judge!r}, which is no label of a reward. {allowed}")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -188,9 +185,9 @@ class ConvexDAConfig:
             try:
                 words = _SYNONYMS.validate_json(Path(self.synonyms).read_bytes())
             except (OSError, ValidationError) as error:
+                remedy = 'Give a JSON file such as {"big": ["large", "huge"]}.'
                 raise UserError(
-                    f"data.convex_da.synonyms: '{self.synonyms}' cannot be read ({error}). Give a JSON file "
-                    'such as {"big": ["large", "huge"]}.'
+                    f"data.convex_da.synonyms: '{self.synonyms}' cannot be read ({error}). {remedy}"
                 ) from error
         if any(not isinstance(prompt, str) for prompt in prompts):
             raise UserError("data.convex_da changes words of prompts, and a prompt is a conversation.")

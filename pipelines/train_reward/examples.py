@@ -184,8 +184,7 @@ def file_triples(pairs: PreferenceSet, folder: Path) -> Examples:
         where = f"row {pairs.row(number)} of '{pairs.name}'"
         if pair.label == 0.5 or "image_refined" not in pair.extra:
             raise UserError(
-                f"{where} is a tie or has no column image_refined; ict learns from triples: image_left and "
-                "image_right, of which one is better, and image_refined, made from a richer prompt."
+                f"{where} is a tie or has no column image_refined; ict learns from two images and that one."
             )
         images = (pair.image_left, pair.image_right)
         ascending = images[::-1] if pair.label > 0.5 else images
@@ -235,10 +234,9 @@ def file_answers(records: Sequence[Mapping[str, Any]], *, name: str, right: floa
             answer = _Answer.model_validate(dict(record))
         except ValidationError as error:
             field = str(error.errors()[0]["loc"][0])
+            needed = "image, caption, completion and reward, as text_sample writes them with data.question"
             raise UserError(
-                f"row {number} of '{name}' has {excerpt(record.get(field))} under {field!r}; needed are image, "
-                "caption, completion and reward, as text_sample writes them with data.question about rated "
-                "images that have prompts."
+                f"row {number} of '{name}' has {excerpt(record.get(field))} under {field!r}; needed are {needed}."
             ) from error
         rows.append(Row(f"row {number} of '{name}'", answer.caption, (answer.image,)))
         is_right = float(answer.reward >= right)
@@ -248,8 +246,7 @@ def file_answers(records: Sequence[Mapping[str, Any]], *, name: str, right: floa
         rewards = [row["reward"] for row in content]
         raise UserError(
             f"{'all' if labels[0].target else 'none'} of the {len(labels)} answers of '{name}' are right by "
-            f"data.right {right:g}; a judge of them learns from both kinds. Rewards go from {min(rewards):g} "
-            f"to {max(rewards):g}: set data.right between, and in text_sample selection.rule=all."
+            f"data.right {right:g}. Set it between: rewards go from {min(rewards):g} to {max(rewards):g}."
         )
     return _from_files(rows, labels, content, prompts=(image for row in rows for image in row.images))
 

@@ -66,9 +66,9 @@ def prepare_reward(config: TrainRewardConfig) -> RewardInputs:
     heldout = None if data.heldout is None else _load(config, "heldout", notes)
     if heldout is not None:
         if shared := sorted(train.prompts & heldout.prompts):
+            count = f"{len(shared)} prompts (of rated images: references) of data.heldout"
             raise UserError(
-                f"{len(shared)} prompts (of rated images: references) of data.heldout are also in "
-                f"data.train: {listed([repr(prompt) for prompt in shared])}. Put each into one of the two."
+                f"{count} are also in data.train: {listed([repr(prompt) for prompt in shared])}. Keep each in one."
             )
         both = {"data.heldout": heldout, "data.train": train}
         images = {name: [ref for row in side.rows for ref in row.images] for name, side in both.items()}
@@ -83,9 +83,9 @@ def prepare_reward(config: TrainRewardConfig) -> RewardInputs:
             continue
         for where, prompt, _ in examples.rows:
             if prompt is not None and not prompt.strip() and model.kind != "hp":
+                reads = f"and a judge of kind {model.kind} reads it"
                 raise UserError(
-                    f"{name}: the prompt in {where} is {prompt!r}, and a judge of kind {model.kind} reads it. Write "
-                    "one, or take the row out."
+                    f"{name}: the prompt in {where} is {prompt!r}, {reads}. Write one, or take the row out."
                 )
         check_images(examples.rows, name)
         prints[name] = fingerprint(examples.content)
@@ -135,17 +135,14 @@ def _load(config: TrainRewardConfig, side: str, notes: list[str]) -> Examples:
 def _ratings(config: TrainRewardConfig, records: QualitySet) -> Examples:
     if config.reads != "rows":
         raise UserError(
-            f"the set holds single rated images, and a judge of kind {config.model.kind} learns from "
-            "pairs. Give a set with image_left and image_right, or model.kind rating."
+            f"the set holds single rated images, and a judge of kind {config.model.kind} learns from pairs."
         )
     check_quality(records)
     ratings = records.ratings or records
     outside = [(record.mos, ratings.row(i)) for i, record in enumerate(ratings.records) if not 1 <= record.mos <= 5]
     if outside:
-        raise UserError(
-            f"mos is {listed([f'{mos:g} in row {row}' for mos, row in outside])}; this judge answers from 1 to 5. "
-            "Correct these rows, or rescale the column."
-        )
+        values = listed([f"{mos:g} in row {row}" for mos, row in outside])
+        raise UserError(f"mos is {values}; this judge answers from 1 to 5. Rescale the column.")
     return file_ratings(records)
 
 
@@ -179,10 +176,9 @@ def _off_policy_weights(pairs: PreferenceSet, settings: OffPolicyConfig, notes: 
         except (TypeError, ValueError):
             ratios.append([math.nan])
         if not all(map(math.isfinite, ratios[-1])):
+            columns = f"log_ratio_left {excerpt(values[0])} and log_ratio_right {excerpt(values[1])}"
             raise UserError(
-                f"row {pairs.row(number)} has log_ratio_left {excerpt(values[0])} and log_ratio_right "
-                f"{excerpt(values[1])}, and data.off_policy weighs pairs by them: ln of the probability of an "
-                "image under the policy of today over that under its maker."
+                f"row {pairs.row(number)} has {columns}; data.off_policy needs ln of π_today/π_maker in both."
             )
     left, right = torch.tensor(ratios, dtype=torch.float64).T
     zeros = torch.zeros_like(left)
@@ -202,8 +198,8 @@ def _refuse_contradictions(pairs: PreferenceSet) -> None:
             wins_of.setdefault((pair.prompt, first, second), Counter())[wins] += 1
     split = [key for key, counts in wins_of.items() if len(counts) == 2 and counts[True] == counts[False]]
     if split:
+        images = listed([f"{key[1]} and {key[2]}" for key in split])
         raise UserError(
-            f"{len(split)} pairs of '{pairs.name}' are judged as often one way as the other, by single "
-            f"labels: {listed([f'{key[1]} and {key[2]}' for key in split])}. Count them as votes of one row "
-            "(votes_left, votes_right), or take them out."
+            f"{len(split)} pairs of '{pairs.name}' are judged as often one way as the other, by single labels: "
+            f"{images}. Count them as votes of one row (votes_left, votes_right), or take them out."
         )

@@ -128,10 +128,8 @@ class SeeingJudge(TrainedJudge):
         try:
             model.add_adapter(LoraConfig(r=lora.rank, lora_alpha=alpha, target_modules=targets, lora_dropout=0.0))
         except ValueError as error:
-            raise UserError(
-                f"model.lora cannot be added to {settings.path!r}: {error} Name linear layers of this "
-                "model in model.lora.target_modules, or leave it out."
-            ) from error
+            remedy = "Name linear layers in model.lora.target_modules, or leave it out."
+            raise UserError(f"model.lora cannot be added to {settings.path!r}: {error} {remedy}") from error
         if settings.diversity is not None:
             self._others = OtherMembers(settings.diversity.others, dict(trainable(model)))
 
@@ -181,16 +179,13 @@ class OtherMembers:
             try:
                 adapters = adapters_of(find_weights(folder))
             except (OSError, RewardError) as error:
-                raise UserError(
-                    f"model.diversity.others names {folder!r}, which has no adapters to be kept apart from "
-                    f"({error}). Give folders of judges that were trained with model.train lora."
-                ) from error
+                message = f"model.diversity.others names {folder!r}, which has no adapters ({error})."
+                raise UserError(f"{message} Train it with model.train lora.") from error
             for name, value in self.trained.items():
                 axis = 1 if name.endswith("lora_A") else 0  # ranks may differ
                 if name not in adapters or adapters[name].shape[axis] != value.shape[axis]:
                     raise UserError(
-                        f"model.diversity.others names {folder!r}, whose adapters have no {name} of the trained "
-                        "size. Members have one base and model.lora.target_modules."
+                        f"model.diversity.others names {folder!r}, whose adapters have no {name} of the trained size."
                     )
             self.members.append({name: adapters[name].to(x.device).float() for name, x in self.trained.items()})
 
@@ -209,10 +204,8 @@ def freeze(model: nn.Module, beginnings: Sequence[str]) -> None:
     for beginning in beginnings:
         if not any(name.startswith(beginning) for name in names):
             first = sorted({".".join(name.split(".")[:2]) for name in names})
-            raise UserError(
-                f"model.frozen has {beginning!r}, and no name of a trained parameter begins so. "
-                f"{suggestion(beginning, first)}They begin with {', '.join(first)}."
-            )
+            hint = f"{suggestion(beginning, first)}They begin with {', '.join(first)}."
+            raise UserError(f"model.frozen has {beginning!r}, and no name of a trained parameter begins so. {hint}")
     for name, parameter in model.named_parameters():
         if name.startswith(tuple(beginnings)):
             parameter.requires_grad_(False)

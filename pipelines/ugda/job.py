@@ -193,10 +193,8 @@ class Round:
                     vote(store, labels)
                 counts = Counter(entry.task for entry in store.votes() if not entry.is_repeat)
                 if labels.by == "people" and (missing := sum(counts[task] < votes for task in store.tasks)):
-                    raise WaitingForVotes(
-                        f"{missing} of {len(store.tasks)} pairs wait for votes. Collect them: visalign collect "
-                        f"{store.path}; then run the same command with --resume."
-                    )
+                    wait = f"{missing} of {len(store.tasks)} pairs wait for votes"
+                    raise WaitingForVotes(f"{wait}. Collect them: visalign collect {store.path}; then add --resume.")
                 write_rows(self.folder / LABELS, export_rows(store, select_votes(store)))
         return _read_pairs(self.folder / LABELS)
 
