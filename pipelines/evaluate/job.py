@@ -104,17 +104,12 @@ def evaluate(
     from visalign.rewards.catalogue import load_judge
 
     started, settings = time.perf_counter(), settings or IntervalSettings()
-    unknown = sorted(set(lower_is_better) - set(columns))
-    rules = (
-        (options and not rewards, "--option is of a --reward, and there is none."),
-        (
-            not rewards and not columns,
-            "Nothing to evaluate: name a reward (--reward) or columns of scores in the set (--scores).",
-        ),
-        (unknown, f"--lower-is-better names {', '.join(unknown)}, which is no --scores column."),
-    )
-    if message := next((message for broken, message in rules if broken), None):
-        raise UserError(message)
+    if options and not rewards:
+        raise UserError("--option is of a --reward, and there is none.")
+    if not rewards and not columns:
+        raise UserError("Nothing to evaluate: name a reward (--reward) or columns of scores in the set (--scores).")
+    if unknown := ", ".join(sorted(set(lower_is_better) - set(columns))):
+        raise UserError(f"--lower-is-better names {unknown}, which is no --scores column.")
     if output is not None:
         check_run_folder(output, resume=resume)  # before hours of scoring
     judges = with_cache(load_each(rewards, options, load_judge, device), cache) if loaded is None else loaded

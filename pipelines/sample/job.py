@@ -116,10 +116,7 @@ class SampleSettings:
             option = "--steer" if after else "--search"
             yield f"--solver is {self.solver}, and {option} takes Euler steps. Leave one of the two out."
         if after and (after != sorted(set(after)) or not 0 <= after[0] <= after[-1] <= last):
-            yield (
-                f"Draws are to be resampled (--steer) after the steps {after}; of {self.steps} steps give "
-                f"rising ones from 0 to {last}: the noise of the next step sets them apart."
-            )
+            yield f"--steer is {after}; of {self.steps} steps give rising ones from 0 to {last}."
         if after and self.best_of < 2:
             yield "--steer resamples the draws of a seed: give best_of (--best-of) of 2 or more."
         if self.search is not None and after:

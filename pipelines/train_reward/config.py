@@ -293,11 +293,7 @@ _SOURCES = {
     "pairs": ("shapes:pairs", "pairs", "shapes:pairs or a file of pairs"),
     "triples": ("shapes:pairs", "triples", "shapes:pairs or a file of pairs"),
     "rows": ("shapes:quality", "rated images", "shapes:quality or a file with image and mos"),
-    "answers": (
-        None,
-        "what another one wrote",
-        "text_sample's dataset.jsonl (selection.rule=all, with data.question)",
-    ),
+    "answers": (None, "what another one wrote", "text_sample's dataset.jsonl (selection.rule=all, data.question)"),
 }
 """What a task reads -> (generated set that it reads, the same in words, what to give)."""
 
@@ -323,16 +319,12 @@ def _broken_rules(s: TrainRewardConfig) -> Iterator[str]:
     yield from (message for message, is_broken in rules.items() if is_broken)
     for name, (is_read, reader) in _readers(s).items():
         if not is_read and (reset := _changed(data, name, f"data.{name}")):
-            yield (
-                f"data.{name} is {getattr(data, name)!r}, and the task {task} on data.train {data.train} and "
-                f"data.heldout {data.heldout} does not read it: it is used by {reader}. Leave it out, or add {reset}."
-            )
+            value = getattr(data, name)
+            yield f"data.{name} is {value!r}, and it is used by {reader}. Leave it out, or add {reset}."
     for name in UNREAD.get((model.kind, model.train), ()):
         if reset := _changed(s.objective, name, f"objective.{name}"):
-            yield (
-                f"objective.{name} is {getattr(s.objective, name)!r}, and a judge of kind {model.kind} with "
-                f"model.train {model.train} does not use it. Leave it out, or add {reset}."
-            )
+            reader = f"a judge of kind {model.kind} with model.train {model.train}"
+            yield f"objective.{name} is set, and {reader} does not use it. Leave it out, or add {reset}."
     generated, labels, suggestion = _SOURCES[s.reads]
     for key, source in (("data.train", data.train), ("data.heldout", data.heldout)):
         if source in GENERATED and source != generated:
