@@ -175,19 +175,6 @@ def test_too_many_missing_scores_are_refused(tmp_path: Path, kind: str) -> None:
     assert evaluate(**options, max_failure_rate=1.0)["judges"]
 
 
-@pytest.mark.parametrize(
-    ("colors", "message"), [(("red", "grey"), "People are split"), (("red", "red"), "same score")]
-)
-def test_split_votes_are_not_blamed_on_the_reward(tmp_path: Path, colors: tuple[str, str], message: str) -> None:
-    for name, color in zip("ab", colors, strict=True):
-        Image.new("RGB", (8, 8), color).save(tmp_path / f"{name}.png")
-    votes = ("ben", "right") if colors[1] == "grey" else ("ben", "left")
-    rows = [f"a wall,a.png,b.png,{name},{label}" for name, label in (("anna", "left"), votes)]
-    (tmp_path / "votes.csv").write_text("\n".join(["prompt,image_left,image_right,annotator,label", *rows]))
-    result = evaluate(str(tmp_path / "votes.csv"), rewards=["saturation"], settings=FAST)
-    assert [message in note for note in result["judges"][0]["notes"]] == [True]
-
-
 def test_a_pairwise_judges_columns_are_as_if_it_were_asked(tmp_path: Path) -> None:
     pairs = shapes_pairs(60)
     asked = score_pairs(pairs, Sided())
@@ -362,19 +349,6 @@ def test_stacked_judges_beat_each_of_them_on_prompts_that_set_no_weight(tmp_path
     assert first["judge"] == "fused" and first["best_place"] == 1 and first["worst_place"] <= 2
     assert first["low"] > max(row["estimate"] for row in others)
     assert set(result["fusion"]["weights"]) == set(SIX) and min(result["fusion"]["weights"].values()) > 0
-
-
-def test_the_worst_pairs_of_each_judge_are_shown(tmp_path: Path) -> None:
-    source = str(table(tmp_path))
-    good, coin = evaluate(source=source, columns=("good", "coin"), output=tmp_path / "o", settings=FAST)["judges"]
-    assert len(coin["worst"]) == 6
-    for row in coin["worst"] + good["worst"]:
-        assert (row["label"] - 0.5) * row["margin"] < 0
-    page = (tmp_path / "o" / "evaluation.html").read_text()
-    assert page.count('src="data:image/png') == 2 * (len(coin["worst"]) + len(good["worst"]))
-    (quality,) = evaluate(source="shapes:quality", rewards=("sharpness",), limit=30, settings=FAST)["judges"]
-    gaps = [abs(row["place"] - row["place_mos"]) for row in quality["worst"]]
-    assert gaps == sorted(gaps, reverse=True) and len(gaps) == 6 and gaps[0] <= 1
 
 
 def test_judges_take_options_by_their_label():

@@ -26,46 +26,36 @@ from .test_train_reward import _config, _examples, models
 
 __all__ = ["models"]
 
-DIVIDED = [("checklist", "lora", "checklist")]
+JUDGE = ("checklist", "lora", "checklist")
 """Adapters; a head and all weights differ in what is gathered alone."""
 
 
-def _train(models: Path, root: Path, which: list[Any], *, resume: bool = False, **given: Any) -> None:
+def _train(models: Path, root: Path, sharding: bool) -> None:
     """Five examples to an update, so that one process makes two micro-batches and the other one; a judge that
     is not divided reads each in several passes."""
     judges._TOKENS = 100
-    for kind, train, task in which:
-        config = _config(
-            models,
-            kind,
-            train,
-            task,
-            data={"batch": 5},
-            optimizer={"eps": 1e-3},  # or the rounding of small gradients is blown up
-            run={"threads": 1, **given},
-        )
-        run(config, root / "-".join((kind, train, task)), resume=resume)
+    optimizer = {"eps": 1e-3}  # or the rounding of small gradients is blown up
+    run_settings = {"threads": 1, "sharding": sharding}
+    run(_config(models, *JUDGE, data={"batch": 5}, optimizer=optimizer, run=run_settings), root)
 
 
-def in_two(jobs: list[tuple[str, str, list[Any], dict[str, Any]]]) -> None:
-    """`_train` in two processes, by (folder of models, root, which, more)."""
-    for read, root, which, given in jobs:
-        if not in_forks(Path(root), 2, partial(_train, Path(read), Path(root), which, **given)):
+def in_two(models: str, root: str) -> None:
+    """`_train` in two processes, with and without division."""
+    for name in ("ddp", "fsdp"):
+        (Path(root) / name).mkdir()
+        if not in_forks(
+            Path(root) / name, 2, partial(_train, Path(models), Path(root) / name / "run", name == "fsdp")
+        ):
             sys.exit(f"a process in {root} ended badly")
-
-
-def _start(*jobs: Any) -> None:
-    code = f"from {__name__} import in_two; in_two({list(jobs)!r})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, cwd=ROOT)
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")
 def runs(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`ddp` and `fsdp`, in each a run of every judge in two processes."""
+    """`ddp` and `fsdp`, in each the run of two processes."""
     root = tmp_path_factory.mktemp("sharding")
-    given = [(str(models), str(root / name), DIVIDED, {"sharding": name == "fsdp"}) for name in ("ddp", "fsdp")]
-    _start(*given)
+    code = f"from {__name__} import in_two; in_two({str(models)!r}, {str(root)!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
     return root
 
 
@@ -75,10 +65,9 @@ def _numbers(record: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("judge", DIVIDED, ids="-".join)
-def test_a_divided_judge_is_the_judge(judge, runs):
+def test_a_divided_judge_is_the_judge(runs):
     """Measurements in which the processes have unequal parts, an image that was seen before, dropout."""
-    ddp, fsdp = (runs / name / "-".join(judge) for name in ("ddp", "fsdp"))
+    ddp, fsdp = (runs / name / "run" for name in ("ddp", "fsdp"))
     assert (fsdp / "checkpoints" / "step_000002" / "sharded").is_dir()
     records = [[_numbers(r) for r in read_metrics(one / "metrics.jsonl")] for one in (ddp, fsdp)]
     assert len(records[0]) == len(records[1]) == 2

@@ -328,10 +328,6 @@ def test_ratings_have_the_judges_unit(models, tmp_path):
             ["model.kind=pair", "objective.task=yes_no", "model.head=[8, 4]"],
             "Unknown key 'model.head' in .* It is read where model.kind is hpsv3 or hp",
         ),
-        (
-            ["model.kind=checklist", "model.train=head", "model.autocast=bfloat16"],
-            "model.autocast is 'bfloat16', and the answers of a frozen model are read without it",
-        ),
         (["objective.task=hp"], "objective.task is 'hp'; a judge of kind hpsv3 learns by uncertainty"),
     ],
 )
