@@ -41,12 +41,9 @@ def _train(models: Path, root: Path, sharding: bool) -> None:
 
 def in_two(models: str, root: str) -> None:
     """`_train` in two processes, with and without division."""
-    for name in ("ddp", "fsdp"):
-        (Path(root) / name).mkdir()
-        if not in_forks(
-            Path(root) / name, 2, partial(_train, Path(models), Path(root) / name / "run", name == "fsdp")
-        ):
-            sys.exit(f"a process in {root} ended badly")
+    for folder in (Path(root) / "ddp", Path(root) / "fsdp"):
+        if not in_forks(folder, 2, partial(_train, Path(models), folder / "run", folder.name == "fsdp")):
+            sys.exit(f"a process in {folder} ended badly")
 
 
 @pytest.fixture(scope="module")
