@@ -21,8 +21,7 @@ from visalign.pipelines.shared.run_folder import END
 from visalign.training.loop.metrics import read_metrics
 
 HOST, RELOAD, REPORT = "127.0.0.1", 5, "report.html"
-GRIDS = 6
-"""Largest number of sample grids of a run on the page: the first and the newest."""
+GRIDS = 6  # Largest number of sample grids of a run on the page: the first and the newest
 
 
 class State(NamedTuple):

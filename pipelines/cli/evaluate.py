@@ -32,8 +32,7 @@ from .options import (
     resume_line,
 )
 
-MOST_COLUMNS = 3
-"""Judges per table in a terminal; more follow in tables below."""
+MOST_COLUMNS = 3  # Judges per table in a terminal; more follow in tables below
 
 
 def evaluate(

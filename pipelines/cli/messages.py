@@ -19,8 +19,7 @@ from rich.text import Text
 from visalign.escaping import escape_control
 from visalign.signals import Stopped, raise_on_sigterm, signal_name
 
-USER_ERROR = 2
-"""Exit code for input that cannot be used."""
+USER_ERROR = 2  # Exit code for input that cannot be used
 
 _FIXABLE = "EEXIST EISDIR ELOOP EIO EMFILE ENOSPC EDQUOT EACCES EPERM EROFS ENOTDIR ENAMETOOLONG"
 """Errors of the system that are reported as a message: the user can fix them."""

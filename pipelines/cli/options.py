@@ -18,11 +18,9 @@ from visalign.errors import UserError
 
 from .messages import user_messages
 
-MOST_COUNTED = 2**20
-"""Largest count of an option, as in `visalign.settings`; its import would slow --help."""
+MOST_COUNTED = 2**20  # Largest count of an option, as in `visalign.settings`; its import would slow --help
 
-Repeated = list[str] | None
-"""Values of an option that may be given several times."""
+Repeated = list[str] | None  # Values of an option that may be given several times
 
 Config = Annotated[
     str | None,

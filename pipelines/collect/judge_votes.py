@@ -16,8 +16,7 @@ from visalign.rewards.pairs.asking import read_preferences
 
 from .store import VoteStore
 
-EVEN = 0.55
-"""Below this probability of either side a judge votes for a tie, as in `visalign compare`."""
+EVEN = 0.55  # Below this probability of either side a judge votes for a tie, as in `visalign compare`
 
 
 def judge_votes(

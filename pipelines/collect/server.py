@@ -53,8 +53,7 @@ from .tasks import Form
 from .votes import progress
 
 LONGEST_BODY = 64 << 10
-MOST_NAMES = 500
-"""Names that one start of the server registers, so that a leaked invitation cannot fill the file."""
+MOST_NAMES = 500  # Names that one start of the server registers, so that a leaked invitation cannot fill the file
 MEDIA = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp", "GIF": "image/gif"}
 """Formats sent unchanged; other images are sent as PNG."""
 

@@ -37,13 +37,10 @@ from .tasks import Form, Task, draw
 FORMAT = "visalign votes 2"
 SIDES = ("left", "right")
 CHOICES = (*SIDES, "tie")
-LAPSES = 1800.0
-"""Seconds after which a task that was shown and not answered is free for others."""
-GAP = 5
-"""Least number of other tasks before a pair is repeated."""
+LAPSES = 1800.0  # Seconds after which a task that was shown and not answered is free for others
+GAP = 5  # Least number of other tasks before a pair is repeated
 MAX_NAME = 60
-UNSEEN = '{"unseen": true}'
-"""Stored answer where an image could not be shown."""
+UNSEEN = '{"unseen": true}'  # Stored answer where an image could not be shown
 
 _TABLES = f"""
 CREATE TABLE about (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -104,10 +101,8 @@ class Assignment:
 
     assignment: int
     task: Task
-    swapped: bool
-    """Whether the pair's left image is shown on the right."""
-    answer: dict[str, Any] | None = None
-    """Earlier answer, sides as on the screen."""
+    swapped: bool  # Whether the pair's left image is shown on the right
+    answer: dict[str, Any] | None = None  # Earlier answer, sides as on the screen
 
     def image(self, side: str) -> str:
         """Return the image on a side of the screen; a single image is on the left."""
@@ -122,11 +117,9 @@ class Vote:
     task: int
     annotator: str
     is_judge: bool
-    is_repeat: bool
-    """Whether this is the second answer of this voter to this task."""
+    is_repeat: bool  # Whether this is the second answer of this voter to this task
     swapped: bool
-    position: int
-    """Position among the voter's tasks, from 0."""
+    position: int  # Position among the voter's tasks, from 0
     answer: Mapping[str, Any]
     seconds: float | None
 

@@ -26,8 +26,7 @@ from visalign.evaluation.pages.base import short_names
 from visalign.pipelines.score.image_rows import SAMPLED, ImageRow, image_rows
 from visalign.settings import settings
 
-QUALITY_WORDS = ("bad", "poor", "fair", "good", "excellent")
-"""Words of the slider: the five grades of ITU-T P.910."""
+QUALITY_WORDS = ("bad", "poor", "fair", "good", "excellent")  # Words of the slider: the five grades of ITU-T P.910
 Words = Annotated[str, Field(max_length=200, pattern=r"\S")]
 PAIR_COLUMNS = ("generator_left", "generator_right", "resolution", "category", "split", "prompt_id")
 """Columns of a pair that its votes keep."""
@@ -62,10 +61,8 @@ class Task:
     prompt: str
     images: tuple[str, ...]
     """One image, or the left and the right one; as `resolve_image` reads them, with absolute paths."""
-    gold: str | None = None
-    """ "left", "right" or "tie" where the answer is known; such votes only measure the voter."""
-    extra: Mapping[str, Any] = field(default_factory=dict)
-    """Other columns, which the export writes again."""
+    gold: str | None = None  # "left", "right" or "tie" where the answer is known; such votes only measure the voter
+    extra: Mapping[str, Any] = field(default_factory=dict)  # Other columns, which the export writes again
 
     @property
     def key(self) -> str:

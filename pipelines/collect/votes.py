@@ -34,8 +34,7 @@ from visalign.pipelines.score.report import load_shown_images
 from .store import CHOICES, Vote, VoteStore
 from .tasks import PAIR_COLUMNS, Task
 
-MOST_DISPUTED = 12
-"""Pairs that the page shows with their images."""
+MOST_DISPUTED = 12  # Pairs that the page shows with their images
 FORMAT = "visalign votes report 1"
 FITTED = ("reliability", "reliability_std", "side_bias", "agreement")
 """Numbers of the annotator model in a voter's entry."""

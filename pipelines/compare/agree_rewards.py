@@ -31,10 +31,8 @@ from visalign.pipelines.score.score import MISSING, ScoreRow, finite_or_none, re
 from visalign.pipelines.shared.run_folder import pretty
 
 RESULT, PAGE, ROWS = "agreement.json", "agreement.html", "scores.jsonl"
-SHOWN = 8
-"""Images shown for every two rewards."""
-_SCORES = "scores"
-"""Key of the rows' metadata for scores from columns."""
+SHOWN = 8  # Images shown for every two rewards
+_SCORES = "scores"  # Key of the rows' metadata for scores from columns
 
 
 def read_set(

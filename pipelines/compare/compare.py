@@ -23,8 +23,7 @@ from visalign.rewards.pairs.as_pairwise import TIE, PairsFromScores, logistic_od
 from visalign.rewards.pairs.asking import check_preferences, read_preferences
 
 SIDES = ("A", "B")
-SURE, EVEN = 0.75, 0.55
-"""A judge is sure of the image that it prefers with 75 % or more; below 55 % it sees a tie."""
+SURE, EVEN = 0.75, 0.55  # A judge is sure of the image that it prefers with 75 % or more; below 55 % it sees a tie
 SURE_MOVES = 3.0
 """A score without uncertainty is sure of a difference of so many times its change under invisible changes."""
 RULE = (

@@ -49,8 +49,7 @@ from .scores import column_scores, quality_column_scores, score_pairs, score_qua
 
 RESULT = "evaluation.json"
 PAGE = "evaluation.html"
-BOARD = "leaderboard"
-"""Name of page, JSON and table of an evaluation on several sets."""
+BOARD = "leaderboard"  # Name of page, JSON and table of an evaluation on several sets
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,7 @@ from .reference import Reference
 from .runner import ScoreRunner
 
 RESULT, PAGE = "probe.json", "probe.html"
-SHOWN_SIDE = 224
-"""Longest side of the example images on the page, in pixels."""
+SHOWN_SIDE = 224  # Longest side of the example images on the page, in pixels
 
 
 def probes_for(judge: PointwiseReward | PairwiseReward, names: Sequence[str] | None = None) -> tuple[Probe, ...]:

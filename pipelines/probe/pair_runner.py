@@ -17,18 +17,15 @@ from visalign.rewards.pairs.asking import check_preferences, read_preferences
 from .reference import Reference
 from .runner import Answer, LevelResult, MakeSamples, ProbeAnswers, ProbeRunner
 
-TIE = 1e-6
-"""Log-odds below this are a tie."""
+TIE = 1e-6  # Log-odds below this are a tie
 
 
 class PairAnswers(NamedTuple):
     """Answers about pairs (a, b) in both orders, NaN where one of them is missing."""
 
     rows: list[int]
-    first: np.ndarray
-    """[n] log-odds of a, shown on the left."""
-    second: np.ndarray
-    """[n] log-odds of b, shown on the left; −`first` where one order was asked."""
+    first: np.ndarray  # [n] log-odds of a, shown on the left
+    second: np.ndarray  # [n] log-odds of b, shown on the left; −`first` where one order was asked
     reasons: list[str | None]
 
     @property

@@ -21,8 +21,7 @@ from visalign.pipelines.score.image_rows import ImageRow
 from visalign.rewards.base.images import load_images
 
 _SPLIT = "heldout"
-_THIRD = 2
-"""Stream of the draws of third images; `ShapesPreferences` uses 0 and 1."""
+_THIRD = 2  # Stream of the draws of third images; `ShapesPreferences` uses 0 and 1
 
 
 @dataclass(frozen=True)
@@ -32,12 +31,10 @@ class Reference:
     source: str
     samples: tuple[Sample, ...]
     metadata: tuple[Mapping[str, Any] | None, ...]
-    unreadable: int = 0
-    """Images that could not be read and are left out."""
+    unreadable: int = 0  # Images that could not be read and are left out
     others: tuple[tuple[Sample, ...], ...] = ()
     """For pairwise judges: up to two other images per sample, under the sample's prompt."""
-    strangers: int = 0
-    """Samples whose others are images of other prompts, because their own has no more."""
+    strangers: int = 0  # Samples whose others are images of other prompts, because their own has no more
 
     def rivals(self, row: int) -> tuple[Sample, ...]:
         return self.others[row] if self.others else ()

@@ -21,8 +21,7 @@ from visalign.rewards.base.images import as_contract, to_pil, to_uint8
 
 from .reference import Reference
 
-COMPANY_ROWS = 16
-"""Images that are asked about one by one in the probe "neighbours"."""
+COMPANY_ROWS = 16  # Images that are asked about one by one in the probe "neighbours"
 FORMS: dict[str, Callable[[Tensor], Any]] = {
     "uint8, channels first": lambda image: image.mul(255).round().to(torch.uint8),
     "uint8, channels last": to_uint8,
@@ -45,8 +44,7 @@ class ProbeAnswers(NamedTuple):
     """Answers about some rows of the reference."""
 
     rows: list[int]
-    value: np.ndarray
-    """[n] NaN where there is none."""
+    value: np.ndarray  # [n] NaN where there is none
     reasons: list[str | None]
 
 
@@ -57,10 +55,8 @@ class ProbeRunner(ABC):
     unit: str
     higher_is_better: bool
     spread: float
-    scored: list[int]
-    """Rows whose unchanged samples got an answer."""
-    with_records = False
-    """Whether the prompts' records are handed over, because the reward answers only with them."""
+    scored: list[int]  # Rows whose unchanged samples got an answer
+    with_records = False  # Whether the prompts' records are handed over, because the reward answers only with them
 
     def __init__(self, name: str, reference: Reference, batch_size: int) -> None:
         self.name, self.reference, self.batch_size = name, reference, batch_size

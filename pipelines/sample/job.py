@@ -37,10 +37,8 @@ from visalign.settings import Count, Positive, Steps, refuse, settings
 
 TABLE, COST = "images.jsonl", "forward_equivalents"
 GRID, PAGE = "grid.png", "index.html"
-CLIP = "clip"
-"""The column of a whole video; its image is the middle frame."""
-LARGEST_GRID = 64
-"""Prompts shown in the grid."""
+CLIP = "clip"  # The column of a whole video; its image is the middle frame
+LARGEST_GRID = 64  # Prompts shown in the grid
 SEARCHES: dict[str, type[ZeroOrderSearch | PathSearch]] = {"zero_order": ZeroOrderSearch, "paths": PathSearch}
 
 

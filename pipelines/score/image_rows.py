@@ -28,8 +28,7 @@ RECORD, SAMPLES = "metadata.jsonl", "samples"
 """GenEval's folders: a record with the prompt, next to the folder of the samples."""
 SAMPLED, SAMPLED_CLIP = "images.jsonl", ".webp"
 """Table that `visalign sample` writes next to its images; the ending of its videos."""
-_NUMBERED = re.compile(r"(.*?)([0-9]+)(\.[A-Za-z]+)")
-"""Name of a clip's frame: common start, number, ending."""
+_NUMBERED = re.compile(r"(.*?)([0-9]+)(\.[A-Za-z]+)")  # Name of a clip's frame: common start, number, ending
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,14 +39,10 @@ class ImageRow:
     """A path, or a reference that `visalign.data.sets.image_references.resolve_image` reads; a folder where
     `numbered_frames` finds a clip in it."""
     prompt: str
-    metadata: Mapping[str, Any] | None = None
-    """The prompt's record for verifiers."""
-    seed: int | str | None = None
-    """Seed of the image, where a table has the column."""
-    content: bytes | None = field(default=None, repr=False)
-    """The image's file, where it travels with the row."""
-    reason: str | None = None
-    """Why there is nothing to score, where that is known."""
+    metadata: Mapping[str, Any] | None = None  # The prompt's record for verifiers
+    seed: int | str | None = None  # Seed of the image, where a table has the column
+    content: bytes | None = field(default=None, repr=False)  # The image's file, where it travels with the row
+    reason: str | None = None  # Why there is nothing to score, where that is known
 
 
 def find_images(items: Sequence[Path], *, clips: bool = False) -> list[Path]:

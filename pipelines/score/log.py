@@ -26,8 +26,7 @@ FORMAT = "visalign scores 1"
 class Logged:
     """Answer of a reward."""
 
-    value: float | None
-    """Score, or log-odds for the left image; None where it failed."""
+    value: float | None  # Score, or log-odds for the left image; None where it failed
     std: float | None = None
     reason: str | None = None
 

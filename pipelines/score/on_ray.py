@@ -37,8 +37,7 @@ from .parts import (
 from .provenance import reward_identity
 from .score import ScoreRow, score_rows
 
-DEATHS = 3
-"""Workers that a file of images may end before it counts as unreadable."""
+DEATHS = 3  # Workers that a file of images may end before it counts as unreadable
 
 
 class Worker:
@@ -67,13 +66,10 @@ class Worker:
 class RayResult:
     """Counts of a scoring with Ray."""
 
-    before: int = 0
-    """Files of scores from an earlier run."""
-    files: int = 0
-    """Files of scores that were written."""
+    before: int = 0  # Files of scores from an earlier run
+    files: int = 0  # Files of scores that were written
     rows: int = 0
-    failed: int = 0
-    """Rows without a value."""
+    failed: int = 0  # Rows without a value
     unread: dict[str, str] = field(default_factory=dict)
     """A file that could not be read to its end -> reason; nothing is written for it."""
 

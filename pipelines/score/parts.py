@@ -26,10 +26,8 @@ from .score import ScoreRow
 
 TARS = (".tar", ".tar.gz", ".tgz")
 """WebDataset's files: neighbours of one name are a sample, `7.jpg` with `7.txt` (prompt) and `7.json`."""
-IMAGES = 1024
-"""Single images per file of scores."""
-METADATA_KEY = b"visalign"
-"""Key in a Parquet file of its `part_metadata`."""
+IMAGES = 1024  # Single images per file of scores
+METADATA_KEY = b"visalign"  # Key in a Parquet file of its `part_metadata`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,15 +35,12 @@ class ScoringOptions:
     """Options of reading and scoring rows."""
 
     rewards: Sequence[str]
-    options: Sequence[str] = ()
-    """Options of the rewards, as `load_each` takes them."""
+    options: Sequence[str] = ()  # Options of the rewards, as `load_each` takes them
     prompt: str | None = None
     needs_prompt: bool = True
-    names: Mapping[str, str] = field(default_factory=dict)
-    """Our name of a table's column -> the table's."""
+    names: Mapping[str, str] = field(default_factory=dict)  # Our name of a table's column -> the table's
     batch_size: int = 32
-    clips: bool = False
-    """Whether folders of numbered frames are clips, as in `find_images`."""
+    clips: bool = False  # Whether folders of numbered frames are clips, as in `find_images`
 
     @property
     def default_prompt(self) -> str | None:
@@ -58,8 +53,7 @@ class Part:
     """A table, a tar file, or single images, all by absolute paths."""
 
     source: Path | tuple[Path, ...]
-    output: str
-    """File of its scores, relative to the output folder."""
+    output: str  # File of its scores, relative to the output folder
 
 
 def find_parts(items: Sequence[Path], *, clips: bool = False) -> list[Part]:

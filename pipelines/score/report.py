@@ -24,12 +24,10 @@ from .image_rows import numbered_frames
 from .provenance import domain_note, provenance
 from .score import ScoreRow
 
-SHOWN = 8
-"""Best and worst images of each reward on the page."""
+SHOWN = 8  # Best and worst images of each reward on the page
 SHOWN_SIDE = 320
 MOST_BINS = 40
-NAMED = 5
-"""Images that are named for each reason of failure."""
+NAMED = 5  # Images that are named for each reason of failure
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 
 

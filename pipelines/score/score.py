@@ -24,31 +24,23 @@ from .image_rows import ImageRow, numbered_frames
 from .log import ScoreLog, score_key
 from .provenance import reward_identity
 
-MISSING = "no number in the column"
-"""Reason of a failure where scores are read from a table."""
+MISSING = "no number in the column"  # Reason of a failure where scores are read from a table
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreRow:
     """Score of one image by one reward."""
 
-    image: str
-    """Path as given, or as listed from a given folder; or a reference into a Parquet table."""
+    image: str  # Path as given, or as listed from a given folder; or a reference into a Parquet table
     reward: str
-    value: float | None
-    """Score in `unit`; None where the image could not be scored."""
+    value: float | None  # Score in `unit`; None where the image could not be scored
     unit: str
-    std: float | None = None
-    """Standard deviation in the same unit, where the reward gives one."""
-    reason: str | None = None
-    """Why there is no value."""
+    std: float | None = None  # Standard deviation in the same unit, where the reward gives one
+    reason: str | None = None  # Why there is no value
     prompt: str = ""
-    parts: dict[str, float | None] = field(default_factory=dict)
-    """Terms of the value."""
-    text: str | None = None
-    """The judge's explanation, where it writes one."""
-    judge: str = ""
-    """Provenance: model, revision or fingerprint, and digest of the identity."""
+    parts: dict[str, float | None] = field(default_factory=dict)  # Terms of the value
+    text: str | None = None  # The judge's explanation, where it writes one
+    judge: str = ""  # Provenance: model, revision or fingerprint, and digest of the identity
 
 
 def takes_clips(reward: Any) -> bool:

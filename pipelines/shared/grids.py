@@ -20,22 +20,18 @@ from .parts import Records, evenly_spaced
 if TYPE_CHECKING:
     from visalign.evaluation import HeldoutResult
 
-FOLDER = "samples"
-"""Folder of the grids in a run folder; one file per evaluation, named by the iterations finished."""
+FOLDER = "samples"  # Folder of the grids in a run folder; one file per evaluation, named by the iterations finished
 
 
 @dataclass(kw_only=True)
 class SampleGrids:
     """Grids of held-out images, one per evaluation; only the first process writes."""
 
-    output: Path
-    """Run folder."""
+    output: Path  # Run folder
     accelerator: Accelerator
-    heldout: Records
-    """Prompt records of the evaluations on the way."""
+    heldout: Records  # Prompt records of the evaluations on the way
     seed: int
-    columns: int
-    """Images side by side; 0 writes no grid."""
+    columns: int  # Images side by side; 0 writes no grid
     keys: list[tuple[str, ...]] = field(default_factory=list)
     """Keys of the prompts from left to right; chosen from the first result's images."""
 

@@ -37,8 +37,7 @@ if TYPE_CHECKING:
 
     from .grids import SampleGrids
 
-JUDGE = "judge"
-"""Folder of a trained judge inside the run's folder."""
+JUDGE = "judge"  # Folder of a trained judge inside the run's folder
 
 
 class TrainingInterrupted(Stopped):
@@ -63,8 +62,7 @@ class Job(ABC):
     trainer: Trainer
     fingerprints: Mapping[str, str]
     """Data -> SHA-256 of its content: a resume on other content is refused, as on other code."""
-    next_command: Sequence[str]
-    """Command line that uses the result."""
+    next_command: Sequence[str]  # Command line that uses the result
 
     @abstractmethod
     def before(self) -> Any:
@@ -189,18 +187,12 @@ class PolicyRun(Job):
     policy: Any
     measure: Measure
     heldout: Records
-    samples: str
-    """Noun for samples in messages: images, completions."""
-    load_code: str
-    """Python that loads the result."""
-    counts: Callable[[Counters], Mapping[str, Any]]
-    """More entries of the summary."""
-    curve: Sequence[str] = ()
-    """Rewards whose held-out mean and interval are curves, see `HeldoutConfig.curve`."""
-    heldout_trained_on: int | None = None
-    """Held-out prompts that are trained on as well; None where that is not known."""
-    grids: SampleGrids | None = None
-    """Grids of images to keep at each evaluation; None for texts."""
+    samples: str  # Noun for samples in messages: images, completions
+    load_code: str  # Python that loads the result
+    counts: Callable[[Counters], Mapping[str, Any]]  # More entries of the summary
+    curve: Sequence[str] = ()  # Rewards whose held-out mean and interval are curves, see `HeldoutConfig.curve`
+    heldout_trained_on: int | None = None  # Held-out prompts that are trained on as well; None where that is not known
+    grids: SampleGrids | None = None  # Grids of images to keep at each evaluation; None for texts
 
     def before(self) -> HeldoutResult | None:
         """Evaluate before training, or read the file of it; None in all processes but the first."""
@@ -305,20 +297,14 @@ class PolicyRun(Job):
 class JudgeRun(Job):
     """Run of a judge that is measured on held-out labels before and after."""
 
-    measure: Callable[..., dict[str, Any]]
-    """(final) -> name -> number, of the weights that the judge has."""
-    heldout: int
-    """Examples that it measures on."""
-    save: Callable[[Path], None]
-    """Write the judge into a folder."""
-    counts: Callable[[TrainResult], Mapping[str, Any]]
-    """More entries of the summary."""
-    notes: Callable[[], Any] = list
-    """Lines about the weights for the card, while the judge has those of the result."""
+    measure: Callable[..., dict[str, Any]]  # (final) -> name -> number, of the weights that the judge has
+    heldout: int  # Examples that it measures on
+    save: Callable[[Path], None]  # Write the judge into a folder
+    counts: Callable[[TrainResult], Mapping[str, Any]]  # More entries of the summary
+    notes: Callable[[], Any] = list  # Lines about the weights for the card, while the judge has those of the result
     card: Callable[[Mapping[str, Any], Any], str] | None = None
     """(summary, notes) -> text of README.md beside the judge; None writes none."""
-    network: Any = None
-    """The module whose weights may be divided among the processes; None: none may."""
+    network: Any = None  # The module whose weights may be divided among the processes; None: none may
 
     def before(self) -> dict[str, Any]:
         """Measure before training, or read the file of it."""

@@ -18,14 +18,11 @@ from .run_folder import RunSummary, check_run_folder, pretty, write_config, writ
 from .sections import HeldoutConfig, RewardsConfig
 
 KEY, FIND = "optimizer.lr", "find"
-FACTORS = (0.1, 0.3, 1.0, 3.0, 10.0)
-"""Learning rates that are compared, in those of the configuration."""
-FOLDER = "learning_rate"
-"""Folder of the short runs in that of the run, and name of the file with their table."""
+FACTORS = (0.1, 0.3, 1.0, 3.0, 10.0)  # Learning rates that are compared, in those of the configuration
+FOLDER = "learning_rate"  # Folder of the short runs in that of the run, and name of the file with their table
 WEIGHTS = ("checkpoints", "lora", "model", "judge")
 """Folders that are deleted from a short run, since they would fill the disk."""
-BEFORE = ("before.npz", "before.json")
-"""Files of the measurement before training, which is the same for all rates."""
+BEFORE = ("before.npz", "before.json")  # Files of the measurement before training, which is the same for all rates
 RULE = (
     "Highest held-out change; of equal ones the lowest rate. The configuration's own rate where none improved on the "
     "start."

@@ -27,11 +27,9 @@ from .parts import evenly_spaced
 from .sections import check_license
 
 CARD, CURVE, CONFIG, IMAGES = "README.md", "curve.svg", "config.yaml", "images"
-RESULTS = ("lora", "model", "judge")
-"""Folders of a run that hold its result."""
+RESULTS = ("lora", "model", "judge")  # Folders of a run that hold its result
 HUB_ID = r"\w[\w.-]*/[\w.-]+"
-Samples = list[tuple[str, str, str]]
-"""Prompt, image before, image after."""
+Samples = list[tuple[str, str, str]]  # Prompt, image before, image after
 SHOWN = 4
 _STYLE = (
     "svg{background:#fff}text{font:14px sans-serif;fill:#555}.grid{stroke:#ddd}path{fill:none;stroke:#2563eb}"

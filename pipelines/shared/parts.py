@@ -42,8 +42,7 @@ if TYPE_CHECKING:
 Records = Sequence[Mapping[str, Any]]
 T = TypeVar("T")
 
-MOST_HELD_OUT = 100
-"""Prompts of a run's own that are held out where it names none."""
+MOST_HELD_OUT = 100  # Prompts of a run's own that are held out where it names none
 PATIENCE = timedelta(hours=12)
 """Time that processes wait for each other; a judge may take hours over the images of one process."""
 
@@ -288,12 +287,9 @@ def own_heldout(records: Sequence[Mapping[str, Any]], seed: int) -> tuple[Record
 class Row(NamedTuple):
     """Prompt and images of a row of a file."""
 
-    where: str
-    """The row in words, for messages."""
-    prompt: str | None
-    """None: the set has no prompts."""
-    images: tuple[str, ...]
-    """References, as `resolve_image` takes them."""
+    where: str  # The row in words, for messages
+    prompt: str | None  # None: the set has no prompts
+    images: tuple[str, ...]  # References, as `resolve_image` takes them
 
 
 def read_images(references: Sequence[str], where: str) -> tuple[Tensor, ...]:

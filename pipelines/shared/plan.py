@@ -24,12 +24,9 @@ COMPILED_SHARE = 0.36
 class Device(NamedTuple):
     """Figures of a vendor's data sheet."""
 
-    peak: float
-    """Operations a second in dense bfloat16 with float32 sums."""
-    memory: float
-    """GB."""
-    bandwidth: float
-    """Bytes a second of its memory."""
+    peak: float  # Operations a second in dense bfloat16 with float32 sums
+    memory: float  # GB
+    bandwidth: float  # Bytes a second of its memory
 
 
 DEVICES = {

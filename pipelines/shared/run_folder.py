@@ -21,8 +21,7 @@ from visalign.errors import UserError
 from visalign.locks import LOCK, check_unlocked, hold_lock
 from visalign.model_files import read_object
 
-FINGERPRINTS = "inputs.json"
-"""File of a run folder: what was read -> SHA-256 of its content."""
+FINGERPRINTS = "inputs.json"  # File of a run folder: what was read -> SHA-256 of its content
 END = "ended.txt"
 """File of a run folder whose last process ended before the result: `interrupted` or `failed`, then why."""
 

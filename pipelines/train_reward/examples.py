@@ -32,26 +32,17 @@ class Example:
     """A pair (two images), triple (three, ascending), rated image (one) or answer about an image."""
 
     prompt: str
-    images: tuple[Tensor, ...] = ()
-    """Each float32 [3, H, W] in [0, 1]."""
-    label: float = math.nan
-    """Pairs: probability that the first is better, for training."""
-    truth: float = math.nan
-    """Pairs: 1 or 0 for who is truly better (of votes: their majority), NaN where nobody knows."""
-    clear: bool = True
-    """Pairs: whether the truth is clear."""
-    votes: tuple[int, int, int] | None = None
-    """Pairs: for the first, for the second, for neither."""
+    images: tuple[Tensor, ...] = ()  # Each float32 [3, H, W] in [0, 1]
+    label: float = math.nan  # Pairs: probability that the first is better, for training
+    truth: float = math.nan  # Pairs: 1 or 0 for who is truly better (of votes: their majority), NaN where nobody knows
+    clear: bool = True  # Pairs: whether the truth is clear
+    votes: tuple[int, int, int] | None = None  # Pairs: for the first, for the second, for neither
     target: float = math.nan
     """Rated images: the mean opinion, 1 to 5 for the embedded models; answers: 1 or 0 for right."""
-    critique: str = ""
-    """Answers: what a judge wrote."""
-    weight: float = 1.0
-    """Pairs: how much it counts beside the others."""
-    refined: str | None = None
-    """Triples: the prompt of the third image; None: the same."""
-    features: Tensor | None = None
-    """[images, F] what a frozen model says of the images, in their stead."""
+    critique: str = ""  # Answers: what a judge wrote
+    weight: float = 1.0  # Pairs: how much it counts beside the others
+    refined: str | None = None  # Triples: the prompt of the third image; None: the same
+    features: Tensor | None = None  # [images, F] what a frozen model says of the images, in their stead
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,15 +50,12 @@ class Examples:
     """A numbered set."""
 
     count: int
-    example: Callable[[int], Example]
-    """Number -> example."""
+    example: Callable[[int], Example]  # Number -> example
     prompts: frozenset[str]
     """All prompts of the set, or of where it is drawn from, as `plain` writes them; of rated images from
     files, which need not have prompts, and of answers, the images or their references."""
-    rows: tuple[Row, ...] = ()
-    """Rows of a set from files."""
-    content: tuple[dict[str, object], ...] = ()
-    """Content of the files, for a fingerprint."""
+    rows: tuple[Row, ...] = ()  # Rows of a set from files
+    content: tuple[dict[str, object], ...] = ()  # Content of the files, for a fingerprint
 
     def __len__(self) -> int:
         return self.count

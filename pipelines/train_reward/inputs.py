@@ -43,8 +43,7 @@ from .examples import (
     with_prompts,
 )
 
-_HELDOUT_SEED = 1_000_003
-"""Added to the seed of generated held-out examples."""
+_HELDOUT_SEED = 1_000_003  # Added to the seed of generated held-out examples
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,10 +52,8 @@ class RewardInputs:
 
     train: Examples
     heldout: Examples | None
-    notes: tuple[str, ...]
-    """Oddities of the sets that do not stop the run."""
-    fingerprints: Mapping[str, str]
-    """data.train, data.heldout, model.checklist -> SHA-256 of what was read from files."""
+    notes: tuple[str, ...]  # Oddities of the sets that do not stop the run
+    fingerprints: Mapping[str, str]  # data.train, data.heldout, model.checklist -> SHA-256 of what was read from files
 
 
 def prepare_reward(config: TrainRewardConfig) -> RewardInputs:

@@ -18,8 +18,7 @@ from visalign.training.reward.tasks import TASKS
 from .config import TrainRewardConfig
 from .examples import Examples
 
-ON_THE_WAY = 400
-"""Held-out examples of the evaluations on the way; the last one takes all."""
+ON_THE_WAY = 400  # Held-out examples of the evaluations on the way; the last one takes all
 
 
 @dataclass(frozen=True)

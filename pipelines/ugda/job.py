@@ -60,8 +60,7 @@ __all__ = ["UGDAConfig", "plan", "run"]
 SUMMARY, ROUND = "summary.json", "round.json"
 CANDIDATES, QUEUE, LABELS, PAIRS = "candidates.jsonl", "queue.jsonl", "labels.jsonl", "pairs.jsonl"
 SIDES = "image_left", "image_right"
-REPORTED_PAIRS = 12
-"""Pairs of the last round in the report."""
+REPORTED_PAIRS = 12  # Pairs of the last round in the report
 
 
 class WaitingForVotes(UserError):

@@ -25,22 +25,17 @@ from visalign.training.loop.adamw_8bit import read_moment
 from visalign.training.loop.optimizer import OptimizerSettings
 from visalign.training.policy.influence import AdamState, adam_influence
 
-LEVELS = 4
-"""Noise levels at which a sample's gradient is taken, in equal parts of [0, 1]."""
-SHARE = 0.5
-"""Share of the pairs that UGDA keeps by variance, and of these by influence."""
+LEVELS = 4  # Noise levels at which a sample's gradient is taken, in equal parts of [0, 1]
+SHARE = 0.5  # Share of the pairs that UGDA keeps by variance, and of these by influence
 
 
 class Candidate(NamedTuple):
     """A pair that may be labelled; in the first round without measures."""
 
     task: Task
-    margin: float | None = None
-    """Ensemble mean of the left image's score minus that of the right one."""
-    deviation: float | None = None
-    """Standard deviation of that margin between the members."""
-    influence: float | None = None
-    """Sum of both images' influence on the policy."""
+    margin: float | None = None  # Ensemble mean of the left image's score minus that of the right one
+    deviation: float | None = None  # Standard deviation of that margin between the members
+    influence: float | None = None  # Sum of both images' influence on the policy
 
     def row(self) -> dict[str, Any]:
         """Return the row of the queue."""
