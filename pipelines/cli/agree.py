@@ -78,7 +78,6 @@ def agree(
 
 
 def show_agreement(console: Console, result: Mapping[str, Any]) -> None:
-    """Print a line per pair of rewards, and its meaning."""
     from visalign.evaluation.pages.agree_page import sentences
     from visalign.evaluation.pages.base import share, with_span
 

@@ -173,7 +173,6 @@ def _report(store: Any, path: Path | None, tables: Path | None, leave_out: list[
 
 
 def show_report(console: Console, result: dict[str, Any]) -> None:
-    """Print a line per voter, and the agreement."""
     from visalign.evaluation.pages.base import plain, share
     from visalign.evaluation.pages.votes_page import headlines, sentences
 

@@ -65,7 +65,6 @@ def compare(
 
 
 def show_comparison(console: Console, result: Mapping[str, Any]) -> None:
-    """Print a line per judge, its explanations, and the summary."""
     from visalign.evaluation.pages.base import plain
     from visalign.evaluation.pages.compare_page import in_words, margin
 
@@ -129,7 +128,6 @@ def rank(
 
 
 def show_ranking(console: Console, result: Mapping[str, Any]) -> None:
-    """Print a line per image."""
     from visalign.evaluation.pages.base import plain, short_names
     from visalign.evaluation.pages.rank_page import sentences
 

@@ -50,7 +50,6 @@ def diagnose(
 
 
 def show_diagnosis(console: Console, result: Mapping[str, Any]) -> None:
-    """Print a table for each question, and its answer."""
     line = f"{result['tuned']} against {result['base']}: {result['prompts']} held-out prompts, {result['samples']} "
     verdict = result["correctness"] and f", solved by {result['correctness']}"
     console.print(Text(f"{line}completions each{verdict or '; no reward says right or wrong (--right-at)'}"))

@@ -135,7 +135,6 @@ def show_evaluation(console: Console, result: Mapping[str, Any]) -> None:
 def show_leaderboards(
     console: Console, results: Mapping[str, Mapping[str, Any]], boards: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Print the leaderboards over several sets."""
     from visalign.data.sets.checks import PACKAGED_JUDGE
     from visalign.evaluation.pages.reward_page import sets_table
 

@@ -101,7 +101,6 @@ class Command(TyperCommand):
         super().format_help(ctx, formatter)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command."""
         with user_messages():
             return super().invoke(ctx)
 
@@ -162,7 +161,6 @@ def clean_output() -> Iterator[None]:
 
 
 def print_result(result: Any, show: Callable[[Console, Any], None], as_json: bool) -> None:
-    """Print a result as a table or as JSON."""
     from visalign.pipelines.shared.run_folder import pretty
 
     if as_json:

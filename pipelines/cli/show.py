@@ -204,13 +204,11 @@ RESULTS = {
 
 
 def result_files(folder: Path) -> list[str]:
-    """List the results in a run's folder."""
     lines = [f"{folder / name}  ({what})" for name, what in RESULTS.items() if (folder / name).exists()]
     return lines or [str(folder)]
 
 
 def show_scores(rows: Sequence[Any], form: str, output: Path | None) -> None:
-    """Write scores to the screen or to a file."""
     from visalign.pipelines.score.score import encode_rows
 
     stream = sys.stdout if output is None else io.StringIO()

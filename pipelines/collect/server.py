@@ -297,7 +297,6 @@ def _validate(values: Any, model: type[Model]) -> Model:
 
 
 def image_bytes(reference: str) -> tuple[bytes, str]:
-    """Read (content, media type) of an image."""
     try:
         image = resolve_image(reference)
         if isinstance(image, str):

@@ -204,7 +204,6 @@ class VoteStore:
         return secret
 
     def voter(self, secret: str) -> str:
-        """Return the name of a secret's voter."""
         rows = self._fetch("SELECT name FROM annotators WHERE secret = ?", _hash(secret))
         if not rows:
             raise VoteRefused(401, "You are not known here. Enter your name first.")
@@ -285,7 +284,6 @@ class VoteStore:
         return voters
 
     def unseen(self) -> int:
-        """Count how often an image could not be shown."""
         return self._fetch("SELECT COUNT(*) FROM last_votes WHERE is_unseen")[0][0]
 
     def add_judge_votes(self, name: str, answers: Mapping[int, Mapping[str, Any]]) -> int:

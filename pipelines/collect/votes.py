@@ -43,7 +43,6 @@ Array = NDArray[np.float64]
 
 
 def select_votes(store: VoteStore, leave_out: Collection[str] = ()) -> list[Vote]:
-    """Return the votes that count, without those of some voters."""
     votes = store.votes()
     names = {vote.annotator for vote in votes}
     for name in leave_out:
@@ -312,7 +311,6 @@ def _analyse_images(store: VoteStore, first: Sequence[Vote], settings: IntervalS
 
 
 def _alpha(sums: Array, statistic: Any, index: Any, clusters: int, settings: IntervalSettings) -> Interval:
-    """Compute an α with its interval over prompts."""
     by_prompt = cluster_sums(sums, index, clusters) if len(sums) else sums
     by_prompt = by_prompt[by_prompt[:, 1:].sum(1) > 0]  # a prompt without two votes says nothing
     if not len(by_prompt):

@@ -202,7 +202,6 @@ def _distinct(rows: Sequence[ImageRow]) -> list[ImageRow]:
 
 
 def _reward_record(label: str, reward: PointwiseReward | None, rows: Sequence[ScoreRow]) -> dict[str, Any]:
-    """Describe a reward, or a column of scores (None), and its scores."""
     reasons = [row.reason for row in rows if row.reason]
     values = [row.value for row in rows if row.value is not None]
     identity = None if reward is None else reward_identity(reward)

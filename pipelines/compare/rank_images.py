@@ -60,5 +60,4 @@ def ranking_record(
 
 
 def ranking_page(result: Mapping[str, Any]) -> str:
-    """Render the page of a ranking with its best images embedded."""
     return rank_page(result, load_shown_images(row["image"] for row in result["images"][:SHOWN]))

@@ -89,7 +89,6 @@ class PairRunner(ProbeRunner):
                 return self._changed(probe, level, seed)
 
     def record(self) -> dict[str, Any]:
-        """Describe the reference as JSON."""
         reasons = [self.real.reasons[row] for row in self.paired]
         return {
             **response.reference_counts(reasons, len(self.paired)),

@@ -185,7 +185,6 @@ class ScoreRunner(ProbeRunner):
         return self._responses(level, answers, self.value[answers.rows], left_out=left_out)
 
     def record(self) -> dict[str, Any]:
-        """Describe the reference as JSON."""
         counts = response.reference_counts(self.reasons, len(self.value))
         return counts | super().record() | {"mean": float(self.value[self.scored].mean())}
 

@@ -227,7 +227,6 @@ class _Judge(NamedTuple):
     records: Sequence[Mapping[str, Any]]
 
     def of(self, rows: slice) -> _Judge:
-        """Return the judge of a part of the records."""
         return _Judge(self.rewards, self.records[rows])
 
     def __call__(self, samples: Tensor) -> tuple[dict[str, Scores], Tensor]:
@@ -342,7 +341,6 @@ class _Sampler:
 
 
 def _facts(settings: SampleSettings) -> list[tuple[str, Any]]:
-    """List the sampling settings for the page."""
     facts = {
         "Model": settings.model,
         "LoRA": ", ".join(map(str, settings.lora)) or None,

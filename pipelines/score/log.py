@@ -24,8 +24,6 @@ FORMAT = "visalign scores 1"
 
 @dataclass(frozen=True, kw_only=True)
 class Logged:
-    """Answer of a reward."""
-
     value: float | None  # Score, or log-odds for the left image; None where it failed
     std: float | None = None
     reason: str | None = None

@@ -32,8 +32,6 @@ METADATA_KEY = b"visalign"  # Key in a Parquet file of its `part_metadata`
 
 @dataclass(frozen=True, kw_only=True)
 class ScoringOptions:
-    """Options of reading and scoring rows."""
-
     rewards: Sequence[str]
     options: Sequence[str] = ()  # Options of the rewards, as `load_each` takes them
     prompt: str | None = None

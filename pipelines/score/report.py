@@ -48,7 +48,6 @@ def score_summary(
 
 
 def write_score_page(path: Path, summary: Mapping[str, Any]) -> Path:
-    """Write the page with its images embedded."""
     names = {row["image"] for reward in summary["rewards"] for row in (*reward["best"], *reward["worst"])}
     return write_atomic(path, score_page(summary, load_shown_images(sorted(names))))
 

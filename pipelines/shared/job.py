@@ -307,7 +307,6 @@ class JudgeRun(Job):
     network: Any = None  # The module whose weights may be divided among the processes; None: none may
 
     def before(self) -> dict[str, Any]:
-        """Measure before training, or read the file of it."""
         path, accelerator = self.output / "before.json", self.trainer.accelerator
         is_stored = path.is_file()
         accelerator.wait_for_everyone()  # all have looked before the first writes
@@ -322,7 +321,6 @@ class JudgeRun(Job):
         return before
 
     def after(self, before: dict[str, Any], result: TrainResult, measuring: float) -> dict[str, Any]:
-        """Measure, save the judge with its card, write the summary."""
         from visalign.training.loop.sharding import unsharded_state
 
         begin, is_first = time.perf_counter(), self.trainer.accelerator.is_main_process

@@ -185,7 +185,6 @@ def _curve(run: Path, folder: Path) -> Iterator[str]:
 
 
 def _training(config: Mapping[str, Any], summary: Mapping[str, Any]) -> Iterator[str]:
-    """Yield prompts, rewards, cost and command."""
     data, terms = config.get("data") or {}, (config.get("rewards") or {}).get("terms") or {}
     yield "## Training\n\n| | |\n|---|---|"
     yield f"| prompts | {Path(str(data.get('train'))).name}; held out: {Path(str(data.get('heldout'))).name} |"

@@ -293,7 +293,6 @@ class Row(NamedTuple):
 
 
 def read_images(references: Sequence[str], where: str) -> tuple[Tensor, ...]:
-    """Read the images of a row."""
     from visalign.rewards.base.images import load_images
 
     batch = load_images([resolve_image(reference) for reference in references])

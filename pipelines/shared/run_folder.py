@@ -117,7 +117,6 @@ def record_end(output: Path, kind: type[BaseException] | None, error: BaseExcept
 
 
 def write_config(output: Path, config: Any) -> None:
-    """Write the run's copy of its configuration."""
     write_once(output / "config.yaml", f"pipeline: {config.pipeline}\n" + config_to_yaml(config))
 
 

@@ -105,12 +105,10 @@ class RewardsConfig:
 
     @property
     def recorded(self) -> list[str]:
-        """Labels of the rewards that are not optimized."""
         return [label for label, term in self.terms.items() if term.weight == 0]
 
     @property
     def optimized(self) -> list[str]:
-        """Labels of the rewards that are optimized."""
         return [label for label, term in self.terms.items() if term.weight > 0]
 
     def check_monitor(self, monitor: MonitorSettings, evaluation: HeldoutConfig, **more: tuple[bool, str]) -> None:

@@ -106,7 +106,6 @@ class ChecklistJudge(SeeingJudge):
         return rule.features(rule.fill_unanswered((answers + 1) / 2), aligned)[0].float()
 
     def encode(self, examples: Sequence[Example], *, heldout: bool = False) -> RewardBatch:
-        """Encode pairs: all left images, then all right ones."""
         if self.frozen:
             features = [self.features(e) if e.features is None else e.features for e in examples]
             inputs: Any = torch.stack(features, 1).flatten(0, 1)  # [2, pairs, F]
@@ -157,12 +156,10 @@ class ChecklistJudge(SeeingJudge):
         return features, torch.cat(masses, 1).mean(1)
 
     def learnt(self) -> Checklist:
-        """Return the checklist with the weights as they are."""
         weights = tuple((self.sign * self.weights.detach().clamp(min=0.0)).cpu().tolist())
         return replace(self.checklist, rule=replace(self.checklist.rule, weights=weights))
 
     def card_notes(self) -> list[str]:
-        """List the weight of each answer for the card."""
         checklist = self.learnt()
         names = ["(alignment)"] if checklist.rule.has_alignment else []
         names += [q for number, q in enumerate(checklist.questions) if number not in checklist.rule.masked]

@@ -73,7 +73,6 @@ class IctJudge(TrainedJudge):
         return {"value": value, "image": image, "easy": easy, "refined": other}
 
     def save(self, folder: Path) -> None:
-        """Write what `Ict.from_pretrained` reads."""
         self.module.eval()
         self.judge.save(folder, dtype=self.save_dtype)
 
@@ -98,7 +97,6 @@ class HpJudge(TrainedJudge):
             freeze(encoder, model.frozen)
 
     def encode(self, examples: Sequence[Example], *, heldout: bool = False) -> RewardBatch:
-        """Encode pairs."""
         return pair_batch(self.judge.towers.pixels(pair_images(examples)), examples, heldout=heldout)
 
     def __call__(self, inputs: Any) -> Outputs:
@@ -106,6 +104,5 @@ class HpJudge(TrainedJudge):
             return {"value": self.module(inputs)}
 
     def save(self, folder: Path) -> None:
-        """Write what `Hp.from_pretrained` reads."""
         self.module.eval()
         self.judge.save(folder, dtype=self.save_dtype, base=base_name(self.settings.path, folder))

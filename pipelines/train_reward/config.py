@@ -22,8 +22,6 @@ from visalign.training.reward.tasks import TASKS
 
 
 class JudgeKind(NamedTuple):
-    """Kind of judge."""
-
     tasks: tuple[str, ...]  # Tasks of its objective, the usual one first
     reward: str | None
     """Name in the catalogue of the reward that reads it; None: deepseek_grm does, as its option meta."""

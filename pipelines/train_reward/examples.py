@@ -120,7 +120,6 @@ def shapes_triples(seed: int, count: int, *, split: str = "train", **world: Any)
 
 
 def shapes_ratings(seed: int, count: int, *, split: str = "train", **world: Any) -> Examples:
-    """Draw images of the shapes world, rated by annotators."""
     preferences = ShapesPreferences(seed, split=split, **world)
 
     def example(number: int) -> Example:

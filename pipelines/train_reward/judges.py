@@ -45,11 +45,9 @@ class TrainedJudge(ABC):
         self.save_dtype: torch.dtype = getattr(torch, self.settings.save_dtype)
 
     def trainable_parameters(self) -> Sequence[tuple[str, nn.Parameter]]:
-        """Names and parameters that are trained."""
         return trainable(self.module)
 
     def train(self, mode: bool = True) -> None:
-        """Dropout on or off."""
         self.module.train(mode)
 
     @abstractmethod
@@ -81,7 +79,6 @@ class TrainedJudge(ABC):
         return None
 
     def precision(self) -> Any:
-        """Autocast as model.autocast says."""
         dtype = self.autocast_dtype
         return torch.autocast(self.device.type, dtype or torch.float32, enabled=dtype is not None)
 

@@ -72,7 +72,6 @@ class Hpsv3Judge(SeeingJudge):
         return parameters if self.token is None else [*parameters, ("reward_token", self.token)]
 
     def encode(self, examples: Sequence[Example], *, heldout: bool = False) -> RewardBatch:
-        """Encode pairs: all left images, then all right ones."""
         prompts = [example.prompt for example in examples]
         batch = self.judge.encode(pair_images(examples), [*prompts, *prompts])
         refuse(batch.reasons, [*prompts, *prompts])
@@ -155,7 +154,6 @@ class AnswerJudge(SeeingJudge):
 
     @torch.no_grad()
     def save(self, folder: Path) -> None:
-        """Write what the judges' `from_pretrained` reads: `judge.json` with the LoRA or the whole model."""
         self.write(folder, [self.template])
 
 

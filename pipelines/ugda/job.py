@@ -103,8 +103,6 @@ def run(config: UGDAConfig, output: Path, resume: bool = False) -> RunSummary:
 
 @dataclass(frozen=True)
 class Round:
-    """A round and its folder."""
-
     config: UGDAConfig
     output: Path
     number: int
@@ -162,7 +160,6 @@ class Round:
         sample_images([prompts[i] for i in order], self.sampling, samples)
 
     def queue(self) -> None:
-        """Choose the pairs to label."""
         if (self.folder / QUEUE).is_file():
             return
         labels, seed = self.config.labels, self.config.seed

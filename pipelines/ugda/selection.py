@@ -38,7 +38,6 @@ class Candidate(NamedTuple):
     influence: float | None = None  # Sum of both images' influence on the policy
 
     def row(self) -> dict[str, Any]:
-        """Return the row of the queue."""
         left, right = self.task.images
         row = {"prompt": self.task.prompt, "image_left": left, "image_right": right}
         if self.margin is None:
