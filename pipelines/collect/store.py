@@ -83,16 +83,11 @@ class VoteRefused(UserError):
 class Plan:
     """Rules by which tasks are assigned."""
 
-    votes: Natural = 3
-    """Number of votes on each task; 0: everybody's."""
-    gold_every: Natural = 10
-    """Each n-th task has a known answer, while there are any; 0: none."""
-    repeat_every: Natural = 15
-    """Each n-th task repeats an earlier one with its sides exchanged; 0: none."""
-    seed: int = 0
-    """Random seed of order and sides."""
-    allowed: tuple[str, ...] = ()
-    """Names that may vote; empty: all."""
+    votes: Natural = 3  # Number of votes on each task; 0: everybody's
+    gold_every: Natural = 10  # Each n-th task has a known answer, while there are any; 0: none
+    repeat_every: Natural = 15  # Each n-th task repeats an earlier one with its sides exchanged; 0: none
+    seed: int = 0  # Random seed of order and sides
+    allowed: tuple[str, ...] = ()  # Names that may vote; empty: all
 
 
 @dataclass(frozen=True)
@@ -277,7 +272,7 @@ class VoteStore:
             f"ON v.assignment = a.id AND v.revision = 1 AND v.answer != '{UNSEEN}' GROUP BY n.id ORDER BY n.id"
         )
         names = ("name", "is_judge", "votes", "last", "seconds")
-        voters = [dict(zip(names, row, strict=True)) for row in self._fetch(query)]
+        voters: list[dict[str, Any]] = [dict(zip(names, row, strict=True)) for row in self._fetch(query)]
         for voter in voters:
             voter["is_judge"], seconds = bool(voter["is_judge"]), voter["seconds"]
             voter["seconds"] = median(map(float, seconds.split(","))) if seconds else None

@@ -37,14 +37,11 @@ _DROPPED = "prompt image_left image_right label votes votes_left votes_right vot
 class Form:
     """Questions besides the choice of an image, or about the single image."""
 
-    slider: Annotated[tuple[Words, ...], Field(max_length=11)] = ()
-    """Words of the grades 1, 2, ...; empty: no slider."""
+    slider: Annotated[tuple[Words, ...], Field(max_length=11)] = ()  # Words of the grades 1, 2, ...; empty: no slider
     checklist: Annotated[tuple[Words, ...], Field(max_length=40)] = ()
     """Questions that are answered yes, no, or not at all."""
-    boxes: bool = False
-    """Whether voters can draw boxes around faults."""
-    text: bool = False
-    """Whether voters can write a comment."""
+    boxes: bool = False  # Whether voters can draw boxes around faults
+    text: bool = False  # Whether voters can write a comment
 
     def __post_init__(self) -> None:
         if len(self.slider) == 1:

@@ -32,14 +32,9 @@ def ranking_record(
     rows = []
     for position, row in enumerate([*ranking.order, *unjudged], 1):
         is_judged = position <= len(ranking.order)
-        entry = {
-            "place": position if is_judged else None,
-            "image": names[row],
-            "score": finite_or_none(ranking.score[row]),
-            "low": finite_or_none(ranking.low[row]),
-            "high": finite_or_none(ranking.high[row]),
-            "reason": None if is_judged else ranking.reason[row] or "not judged",
-        }
+        entry = {"place": position if is_judged else None, "image": names[row]}
+        entry |= {name: finite_or_none(getattr(ranking, name)[row]) for name in ("score", "low", "high")}
+        entry["reason"] = None if is_judged else ranking.reason[row] or "not judged"
         rows.append(entry | ({"calls": counts[names[row]]} if is_pairwise else {}))
     return {
         "format": "visalign ranking 1",

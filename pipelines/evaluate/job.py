@@ -137,18 +137,11 @@ def evaluate(
         scores.append(fused)
     measured = _measure(kind, records, scores, judges, settings, max_failure_rate)
     findings += [Finding(kind="no report", count=1, message=f"{f['judge']}: {f['error']}") for f in measured["failed"]]
+    about = {"source": source, "name": records.name, "kind": kind.name, "size": len(records), "split": split}
+    about |= {"seed": settings.seed, "resamples": settings.resamples, "findings": list(map(asdict, findings))}
     result = {
         "format": "visalign evaluation 1",
-        "set": {
-            "source": source,
-            "name": records.name,
-            "kind": kind.name,
-            "size": len(records),
-            "split": split,
-            "seed": settings.seed,
-            "resamples": settings.resamples,
-            "findings": [asdict(finding) for finding in findings],
-        },
+        "set": about,
         **measured,
         "provenance": {name: provenance(judge) for name, judge in judges.items()},
         "fusion": fusion,
@@ -238,11 +231,8 @@ def _trained_on(source: PreferenceSet | QualitySet, models: Mapping[str, str]) -
         rows = [{image_print(pair.image_left), image_print(pair.image_right)} for pair in source.pairs]
     counts = {name: sum(bool(row & prints) for row in rows) for name, prints in known.items()}
     message = f"of {len(rows)} rows show an image that it was trained on, and say nothing about new images."
-    return [
-        Finding(kind="trained on", count=count, message=f"{name}: {count} {message} Leave them out.")
-        for name, count in counts.items()
-        if count
-    ]
+    lines = {name: f"{name}: {count} {message} Leave them out." for name, count in counts.items() if count}
+    return [Finding(kind="trained on", count=counts[name], message=line) for name, line in lines.items()]
 
 
 def _measure(

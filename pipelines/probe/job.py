@@ -55,16 +55,11 @@ def probe_reward(
         levels = [runner.run_level(probe, level, seed) for level in probe.levels]
         reports.append(response.probe_report(probe, levels))
     identity = reward_identity(judge)
+    about = {"name": judge.name, "kind": runner.kind, "unit": runner.unit, "higher_is_better": runner.higher_is_better}
+    about |= {"digest": identity.digest, "identity": json.loads(json.dumps(asdict(identity), default=str))}
     return {
         "format": "visalign probe 1",
-        "judge": {
-            "name": judge.name,
-            "kind": runner.kind,
-            "unit": runner.unit,
-            "higher_is_better": runner.higher_is_better,
-            "digest": identity.digest,
-            "identity": json.loads(json.dumps(asdict(identity), default=str)),
-        },
+        "judge": about,
         "reference": runner.record(),
         "limits": dict(response.LIMITS),
         "level": response.LEVEL,

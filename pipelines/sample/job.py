@@ -46,39 +46,29 @@ SEARCHES: dict[str, type[ZeroOrderSearch | PathSearch]] = {"zero_order": ZeroOrd
 class SampleSettings:
     """Model and sampling."""
 
-    model: str = "shapes-sd3"
-    """A packaged model, the folder of a diffusers pipeline, a hub id, or a .safetensors file."""
-    adapter: str | None = None
-    """See `model.adapter` of a configuration."""
+    model: str = "shapes-sd3"  # A packaged model, the folder of a diffusers pipeline, a hub id, or a .safetensors file
+    adapter: str | None = None  # See `model.adapter` of a configuration
     lora: Sequence[str | Path] = ()
     """LoRAs, each PATH or PATH:WEIGHT: a run folder, the folder of a LoRA, or a .safetensors file."""
-    seeds: Sequence[int] = (0, 1, 2, 3)
-    """Seeds; each gives an image of each prompt."""
-    best_of: Count = 1
-    """Draw so many for each seed and keep the one that the rewards like best."""
+    seeds: Sequence[int] = (0, 1, 2, 3)  # Seeds; each gives an image of each prompt
+    best_of: Count = 1  # Draw so many for each seed and keep the one that the rewards like best
     resample_after: Sequence[int] = ()
     """Steps, 0 to T − 3, after which the `best_of` draws of a seed are resampled by the rewards of their
     predicted images (Feynman-Kac steering); none: the draws do not meet."""
     search: ZeroOrderSearch | PathSearch | None = None
     """Search for noise that the rewards like: from each draw, or with the `best_of` draws of a seed as the
     paths of a group."""
-    strength: Positive = 10.0
-    """λ of exp(λ r), what a steered draw is likelier by, per unit of the rewards' sum."""
-    noise_level: Positive = 0.7
-    """Level of the noise that separates the children of a resampled draw."""
+    strength: Positive = 10.0  # λ of exp(λ r), what a steered draw is likelier by, per unit of the rewards' sum
+    noise_level: Positive = 0.7  # Level of the noise that separates the children of a resampled draw
     steps: Steps | None = None
     """Denoising steps; without noise on the way where nothing is resampled. None: the default of the
     pipeline's call, 10 of packaged models."""
     solver: Solver = "euler"
     """Solver of the steps without noise, "euler" or "dpmpp_2m"; steering and searches take Euler steps."""
-    timestep_schedule: Literal["diffusers", "plain"] = "diffusers"
-    """See `rollout.timestep_schedule`."""
-    batch_size: Count = 16
-    """Images at once; memory only."""
-    dtype: Dtype | None = None
-    """Dtype of the weights; None: as they are stored, see `own_sampling`."""
-    device: str = "cpu"
-    """Device of model and samples."""
+    timestep_schedule: Literal["diffusers", "plain"] = "diffusers"  # See `rollout.timestep_schedule`
+    batch_size: Count = 16  # Images at once; memory only
+    dtype: Dtype | None = None  # Dtype of the weights; None: as they are stored, see `own_sampling`
+    device: str = "cpu"  # Device of model and samples
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further options of the adapter: config, variant, image_size, negative_prompt, ...; guidance (else the
     default of the pipeline's call, none of packaged models; None: as `model.guidance` null in training)."""

@@ -332,15 +332,9 @@ class JudgeRun(Job):
                 if is_first:
                     self.save(self.output / JUDGE)
                 notes = self.notes()
-        summary = {
-            "before": before,
-            "after": after,
-            **self.costs(result, measuring),
-            **self.counts(result),
-            **({BEST: best} if (best := result.counters.own.get(BEST)) else {}),
-            "config": asdict(self.config),
-            "versions": versions(),
-        }
+        summary = {"before": before, "after": after, **self.costs(result, measuring), **self.counts(result)}
+        summary |= {BEST: best} if (best := result.counters.own.get(BEST)) else {}
+        summary |= {"config": asdict(self.config), "versions": versions()}
         text = summary_json(summary)
         if is_first:
             if self.card is not None:

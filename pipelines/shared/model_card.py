@@ -62,7 +62,7 @@ def write_card(run: Path, *, license: str | None = None, repo: str | None = None
     before, after = (load_heldout(run / f"{when}.npz") for when in ("before", "after"))
     samples = _save_images(before, after, folder)
     stated = config["run"].get("license") if license is None else check_license(license)
-    fields = base_model(config["model"]["path"])
+    fields: dict[str, Any] = base_model(config["model"]["path"])
     if stated is not None:
         fields = {key: value for key, value in fields.items() if key == "base_model"} | {"license": stated}
     algorithm = (config.get("objective") or {}).get("algorithm") or "supervised fine-tuning"

@@ -124,10 +124,8 @@ def reward_card(config: TrainRewardConfig, summary: Mapping[str, Any], examples:
     reward = JUDGE_KINDS[model.kind].reward
     reader = f"{CATALOGUE['deepseek_grm']}` as `meta" if reward is None else str(CATALOGUE[reward])
     trained_part = model.train + "".join(f" but `{name}`" for name in model.frozen)
-    rows = [
-        f"| {MEANING.get(name, name)} | {_number(summary['before'].get(name))} | {_number(value)} |"
-        for name, value in after.items()
-    ]
+    cells = [(MEANING.get(name, name), summary["before"].get(name), value) for name, value in after.items()]
+    rows = [f"| {meaning} | {_number(before)} | {_number(value)} |" for meaning, before, value in cells]
     quality = f"""## How good it is
 
 On held-out examples of `{data.heldout}` (no prompt in common with the training data):
