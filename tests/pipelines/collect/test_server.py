@@ -7,6 +7,7 @@ import asyncio
 import json
 import re
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -248,6 +249,13 @@ BROWSER = find_browser()
 in_browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium on the path; the page is unchecked")
 
 
+@pytest.fixture
+def browser() -> Iterator[Browser]:
+    browser = Browser(str(BROWSER))
+    yield browser
+    browser.close()
+
+
 def open_page(browser: Browser, url: str, width: int, height: int) -> None:
     browser.call(
         "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
@@ -264,112 +272,97 @@ def type_name(browser: Browser, name: str) -> None:
 
 @pytest.mark.slow
 @in_browser
-def test_pairs_by_keyboard_alone(tmp_path):
-    store = made(tmp_path, ALL)
-    browser = Browser(str(BROWSER))
-    try:
-        with serving(vote_server(store)) as url:
-            open_page(browser, url, 390, 844)
-            type_name(browser, "Ada")
-            assert browser.value("document.documentElement.scrollWidth") <= 390
-            assert browser.value("document.querySelector('#prompt').textContent").startswith("image <i>")
-            browser.until("ready && [...document.images].every((image) => image.style.width)")
-            link = browser.value("document.querySelector('#link').href")
-            assert link.startswith(f"{url}/?me=") and store.voter(link.partition("=")[2]) == "Ada"
-            browser.press("Enter", 13)
-            browser.until("document.querySelector('#said').textContent.startsWith('Choose an image')")
-            browser.press("ArrowLeft", 37)
-            assert browser.value("document.querySelector('[aria-pressed=true]').dataset.choice") == "left"
-            browser.value("document.querySelectorAll('.add')[1].focus()")
-            browser.press("Enter", 13)
-            browser.press("ArrowRight", 39)
-            browser.value("document.activeElement.blur()")
-            browser.press("Enter", 13)
-            browser.until("document.querySelector('#progress').value", 1)
-            (vote,) = store.votes()
-            sides = {"left": "right", "right": "left"} if vote.swapped else {"left": "left", "right": "right"}
-            assert vote.answer["choice"] == sides["left"]
-            (box,) = vote.answer["boxes"]
-            assert box[0] == sides["right"] and box[1:] == pytest.approx([0.42, 0.4, 0.62, 0.6])
-            browser.until("ready")
-            browser.press("ArrowDown", 40)
-            browser.press("Enter", 13)
-            browser.until("document.querySelector('#progress').value", 2)
-            browser.press("Backspace", 8)
-            browser.until("ready && document.querySelector('[aria-pressed=true]')?.dataset.choice", "tie")
-            browser.press("ArrowRight", 39)
-            browser.press("Enter", 13)
-            browser.until("document.querySelector('[aria-pressed=true]') === null")
-            assert [v.answer["choice"] for v in store.votes()][1] != "tie" and len(store.votes()) == 2
-            assert not browser.seen("Runtime.exceptionThrown")
-    finally:
-        browser.close()
-        store.close()
+def test_pairs_by_keyboard_alone(tmp_path, browser):
+    with closing(made(tmp_path, ALL)) as store, serving(vote_server(store)) as url:
+        open_page(browser, url, 390, 844)
+        type_name(browser, "Ada")
+        assert browser.value("document.documentElement.scrollWidth") <= 390
+        assert browser.value("document.querySelector('#prompt').textContent").startswith("image <i>")
+        browser.until("ready && [...document.images].every((image) => image.style.width)")
+        link = browser.value("document.querySelector('#link').href")
+        assert link.startswith(f"{url}/?me=") and store.voter(link.partition("=")[2]) == "Ada"
+        browser.press("Enter", 13)
+        browser.until("document.querySelector('#said').textContent.startsWith('Choose an image')")
+        browser.press("ArrowLeft", 37)
+        assert browser.value("document.querySelector('[aria-pressed=true]').dataset.choice") == "left"
+        browser.value("document.querySelectorAll('.add')[1].focus()")
+        browser.press("Enter", 13)
+        browser.press("ArrowRight", 39)
+        browser.value("document.activeElement.blur()")
+        browser.press("Enter", 13)
+        browser.until("document.querySelector('#progress').value", 1)
+        (vote,) = store.votes()
+        sides = {"left": "right", "right": "left"} if vote.swapped else {"left": "left", "right": "right"}
+        assert vote.answer["choice"] == sides["left"]
+        (box,) = vote.answer["boxes"]
+        assert box[0] == sides["right"] and box[1:] == pytest.approx([0.42, 0.4, 0.62, 0.6])
+        browser.until("ready")
+        browser.press("ArrowDown", 40)
+        browser.press("Enter", 13)
+        browser.until("document.querySelector('#progress').value", 2)
+        browser.press("Backspace", 8)
+        browser.until("ready && document.querySelector('[aria-pressed=true]')?.dataset.choice", "tie")
+        browser.press("ArrowRight", 39)
+        browser.press("Enter", 13)
+        browser.until("document.querySelector('[aria-pressed=true]') === null")
+        assert [v.answer["choice"] for v in store.votes()][1] != "tie" and len(store.votes()) == 2
+        assert not browser.seen("Runtime.exceptionThrown")
 
 
 @pytest.mark.slow
 @in_browser
-def test_one_image_with_a_slider_and_a_box_drawn_by_pointer(tmp_path):
-    store = made(tmp_path, Form(slider=QUALITY_WORDS, boxes=True, text=True), single=True, count=2)
-    browser = Browser(str(BROWSER))
-    try:
-        with serving(vote_server(store)) as url:
-            open_page(browser, url, 390, 844)
-            type_name(browser, "Ada")
-            # The name's field takes no key once the question is there, be the next frame drawn or not.
-            assert browser.value("start(), show(now), document.activeElement.tagName") == "BODY"
-            browser.press("4", 52)
-            assert browser.value("document.querySelector('#word').textContent") == "good"
-            browser.until("ready && [...document.images].every((image) => image.style.width)")
-            area = [browser.value(f"document.images[0].getBoundingClientRect().{s}") for s in SIDES]
-            for kind, share in (("mousePressed", 0.25), ("mouseMoved", 0.5), ("mouseReleased", 0.5)):
-                x, y = area[0] + share * area[2], area[1] + share * area[3]
-                browser.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
-            browser.value("document.querySelector('#text').value = 'a blur'")
-            browser.press("Enter", 13)
-            browser.until("document.querySelector('#progress').value", 1)
-            (vote,) = store.votes()
-            assert vote.answer["slider"] == 4 and vote.answer["text"] == "a blur"
-            assert vote.answer["boxes"][0][1:] == pytest.approx([0.25, 0.25, 0.5, 0.5], abs=0.02)
-            browser.until("ready")
-            browser.press("2", 50)
-            browser.press("Enter", 13)
-            browser.until("document.querySelector('#end').hidden", False)
-    finally:
-        browser.close()
-        store.close()
+def test_one_image_with_a_slider_and_a_box_drawn_by_pointer(tmp_path, browser):
+    with (
+        closing(made(tmp_path, Form(slider=QUALITY_WORDS, boxes=True, text=True), single=True, count=2)) as store,
+        serving(vote_server(store)) as url,
+    ):
+        open_page(browser, url, 390, 844)
+        type_name(browser, "Ada")
+        # The name's field takes no key once the question is there, be the next frame drawn or not.
+        assert browser.value("start(), show(now), document.activeElement.tagName") == "BODY"
+        browser.press("4", 52)
+        assert browser.value("document.querySelector('#word').textContent") == "good"
+        browser.until("ready && [...document.images].every((image) => image.style.width)")
+        area = [browser.value(f"document.images[0].getBoundingClientRect().{s}") for s in SIDES]
+        for kind, share in (("mousePressed", 0.25), ("mouseMoved", 0.5), ("mouseReleased", 0.5)):
+            x, y = area[0] + share * area[2], area[1] + share * area[3]
+            browser.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
+        browser.value("document.querySelector('#text').value = 'a blur'")
+        browser.press("Enter", 13)
+        browser.until("document.querySelector('#progress').value", 1)
+        (vote,) = store.votes()
+        assert vote.answer["slider"] == 4 and vote.answer["text"] == "a blur"
+        assert vote.answer["boxes"][0][1:] == pytest.approx([0.25, 0.25, 0.5, 0.5], abs=0.02)
+        browser.until("ready")
+        browser.press("2", 50)
+        browser.press("Enter", 13)
+        browser.until("document.querySelector('#end').hidden", False)
 
 
 @pytest.mark.slow
 @in_browser
-def test_nobody_votes_on_what_is_not_shown(tmp_path):
+def test_nobody_votes_on_what_is_not_shown(tmp_path, browser):
     """Keys wait for the images; an image that cannot be read is passed over, and is no vote."""
-    store = made(tmp_path, Form(), count=3)
-    browser = Browser(str(BROWSER))
     slow = "HTMLImageElement.prototype.decode = () => new Promise((...e) => (window.ends ||= []).push(e))"
-    try:
-        with serving(vote_server(store)) as url:
-            open_page(browser, url, 1280, 900)
-            type_name(browser, "Ada")
-            browser.until("ready")
-            browser.value(f"{slow}, show(now), 0")
-            browser.press("ArrowLeft", 37)
-            browser.until("document.querySelector('#said').textContent", "The images are still on their way.")
-            assert browser.value("document.querySelector('#task').getAttribute('aria-busy')") == "true"
-            assert not store.votes()
-            browser.value("ends.splice(0).forEach(([seen]) => seen()), 0")
-            browser.until("ready")
-            browser.press("ArrowLeft", 37)
-            browser.until("document.querySelector('#progress').value", 1)
-            browser.value("ends.splice(0).forEach(([, broken]) => broken()), 0")
-            browser.until("document.querySelector('#unseen').hidden", False)
-            browser.value("document.querySelector('#unseen').click()")
-            browser.until("document.querySelector('#progress').value", 2)
-            assert len(store.votes()) == 1 and store.unseen() == 1
-            browser.value("document.querySelector('#leave').click()")
-            browser.until("document.querySelector('#join').hidden", False)
-            assert browser.value("document.querySelector('#who').textContent") == ""
-            assert not browser.seen("Runtime.exceptionThrown")
-    finally:
-        browser.close()
-        store.close()
+    with closing(made(tmp_path, Form(), count=3)) as store, serving(vote_server(store)) as url:
+        open_page(browser, url, 1280, 900)
+        type_name(browser, "Ada")
+        browser.until("ready")
+        browser.value(f"{slow}, show(now), 0")
+        browser.press("ArrowLeft", 37)
+        browser.until("document.querySelector('#said').textContent", "The images are still on their way.")
+        assert browser.value("document.querySelector('#task').getAttribute('aria-busy')") == "true"
+        assert not store.votes()
+        browser.value("ends.splice(0).forEach(([seen]) => seen()), 0")
+        browser.until("ready")
+        browser.press("ArrowLeft", 37)
+        browser.until("document.querySelector('#progress').value", 1)
+        browser.value("ends.splice(0).forEach(([, broken]) => broken()), 0")
+        browser.until("document.querySelector('#unseen').hidden", False)
+        browser.value("document.querySelector('#unseen').click()")
+        browser.until("document.querySelector('#progress').value", 2)
+        assert len(store.votes()) == 1 and store.unseen() == 1
+        browser.value("document.querySelector('#leave').click()")
+        browser.until("document.querySelector('#join').hidden", False)
+        assert browser.value("document.querySelector('#who').textContent") == ""
+        assert not browser.seen("Runtime.exceptionThrown")

@@ -60,33 +60,20 @@ def tiny(tmp_path: Path, **labels: Any) -> UGDAConfig:
     heldout = tmp_path / "heldout.jsonl"
     heldout.write_text(json.dumps(parse_prompt("a purple triangle")) + "\n")
     small: dict[str, Any] = {"prompts": 3, "images": 3, "first": 4, "more": 2}
+    short = {"run.iterations": 1, "optimizer.updates_per_iteration": 1}
+    judges = short | {"data.batch": 4, "data.micro_batch": 4}
+    policy = short | {"data.heldout": str(heldout), "evaluation.seeds": [0], "evaluation.every": 0}
+    policy |= {
+        "rollout.prompts_per_iteration": 2,
+        "rollout.group_size": 2,
+        "rollout.steps": 4,
+        "run.max_seconds": None,
+    }
     return UGDAConfig(
         rounds=2,
         labels=LabelConfig(**small | labels),
-        ensemble=EnsembleConfig(
-            members=2,
-            off_policy=OffPolicyConfig(),
-            changes={
-                "run.iterations": 1,
-                "optimizer.updates_per_iteration": 1,
-                "data.batch": 4,
-                "data.micro_batch": 4,
-            },
-        ),
-        policy=PartConfig(
-            config="shapes_quickstart",
-            changes={
-                "run.iterations": 1,
-                "data.heldout": str(heldout),
-                "evaluation.seeds": [0],
-                "evaluation.every": 0,
-                "rollout.prompts_per_iteration": 2,
-                "rollout.group_size": 2,
-                "rollout.steps": 4,
-                "optimizer.updates_per_iteration": 1,
-                "run.max_seconds": None,
-            },
-        ),
+        ensemble=EnsembleConfig(members=2, off_policy=OffPolicyConfig(), changes=judges),
+        policy=PartConfig(config="shapes_quickstart", changes=policy),
     )
 
 
@@ -127,16 +114,8 @@ def test_two_rounds_with_people_who_label(tmp_path):
 
 def test_the_page_and_the_plan(tmp_path):
     policy = {when: {"accuracy": 0.5} for when in ("before", "after")}
-    record = {
-        "round": 0,
-        "candidates": 9,
-        "labelled": 4,
-        "ties": 1,
-        "pairs": 4,
-        "seconds": 60.0,
-        "ensemble_wrong": None,
-        "policy": policy,
-    }
+    counts = {"round": 0, "candidates": 9, "labelled": 4, "ties": 1, "pairs": 4, "seconds": 60.0}
+    record = counts | {"ensemble_wrong": None, "policy": policy}
     assert "50.0" in ugda_page([record], [])
     found = plan(tiny(tmp_path))
     assert found["pairs_labelled"] == 6 and found["judges_trained"] == 4 and "policy" in found
