@@ -17,7 +17,7 @@ from visalign.evaluation.pages.watch_page import watch_page
 from visalign.locks import LOCK, FolderInUseError, check_unlocked
 from visalign.pipelines.serve_reward import check_port_free
 from visalign.pipelines.shared.grids import FOLDER as SAMPLES
-from visalign.pipelines.shared.run_folder import END
+from visalign.pipelines.shared.run_folder import END, resume_command
 from visalign.training.loop.metrics import read_metrics
 
 HOST, RELOAD, REPORT = "127.0.0.1", 5, "report.html"
@@ -25,9 +25,7 @@ GRIDS = 6  # Largest number of sample grids of a run on the page: the first and 
 
 
 class State(NamedTuple):
-    """State of a run, one of `visalign.evaluation.pages.watch_page.STATES`, and a sentence."""
-
-    name: str
+    state: str  # A key of `visalign.evaluation.pages.watch_page.STATES`
     sentence: str
 
 
@@ -49,8 +47,7 @@ def run_state(folder: Path) -> State:
     name, _, message = path.read_text(encoding="utf-8").partition("\n") if path.is_file() else ("ended", "", "")
     if name == "ended":
         message = "The process ended without a result, as when it is killed or the machine restarts."
-    again = shlex.join(["visalign", "train", str(config), "--output", str(folder), "--resume"])
-    return State(name, f"{message.strip()} Continue with: {again}".strip())
+    return State(name, f"{message.strip()} Continue with: {resume_command(str(config), [], folder)}".strip())
 
 
 def read_run(folder: Path) -> dict[str, Any]:
@@ -60,19 +57,13 @@ def read_run(folder: Path) -> dict[str, Any]:
     metrics = read_metrics(folder / "metrics.jsonl")
     total, done = (config.get("run") or {}).get("iterations"), len(metrics)
     seconds = [row["seconds"] for row in metrics[-50:] if row.get("seconds")]
-    training = state.name == "training"
+    training = state.state == "training"
     grids = sorted((folder / SAMPLES).glob("*.png"))
-    return {
-        "folder": str(folder),
-        "state": state.name,
-        "sentence": state.sentence,
-        "done": done,
-        "total": total,
-        "left": fmean(seconds) * max(total - done, 0) if training and seconds and total else None,
-        "metrics": metrics,
-        "grids": [(int(file.stem), file) for file in [*grids[:1], *grids[1:][1 - GRIDS :]][::-1]],
-        "has_report": (folder / REPORT).is_file(),
-    }
+    left = fmean(seconds) * max(total - done, 0) if training and seconds and total else None
+    progress = {"folder": str(folder), **state._asdict(), "done": done, "total": total, "left": left}
+    newest = [*grids[:1], *grids[1:][1 - GRIDS :]][::-1]
+    files = {"grids": [(int(file.stem), file) for file in newest], "has_report": (folder / REPORT).is_file()}
+    return {**progress, "metrics": metrics, **files}
 
 
 def run_folders(folders: Sequence[Path]) -> list[Path]:

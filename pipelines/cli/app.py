@@ -144,8 +144,7 @@ def _train(
 ) -> None:
     from visalign.config import config_to_yaml
     from visalign.pipelines.jobs import load_job
-    from visalign.pipelines.shared.job import resume_command
-    from visalign.pipelines.shared.run_folder import output_folder
+    from visalign.pipelines.shared.run_folder import output_folder, resume_command
     from visalign.rewards.weights.checkpoint_files import quiet_loading
 
     from .show import show_plan, show_summary, show_yaml

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import math
-import shlex
 import signal
 import time
 from abc import ABC, abstractmethod
@@ -27,7 +26,16 @@ from visalign.training.loop.runtime import peak_memory_bytes
 from visalign.versions import versions
 
 from .parts import Records, check_alike, code_fingerprints, evenly_spaced, no_loading_bars
-from .run_folder import RunSummary, check_unchanged, claimed, record_end, summary_json, write_beginning, write_once
+from .run_folder import (
+    RunSummary,
+    check_unchanged,
+    claimed,
+    record_end,
+    resume_command,
+    summary_json,
+    write_beginning,
+    write_once,
+)
 from .sections import FREE_KEYS, HeldoutConfig
 
 if TYPE_CHECKING:
@@ -42,15 +50,6 @@ JUDGE = "judge"  # Folder of a trained judge inside the run's folder
 
 class TrainingInterrupted(Stopped):
     """Ctrl-C or SIGTERM: the iteration was finished and saved; the command line says how to go on."""
-
-
-def resume_command(config: str, overrides: Sequence[str], folder: Path) -> str:
-    """Write the command line that continues a run, quoted for a shell.
-
-    >>> resume_command("shapes_quickstart", ["seed=1"], Path("my runs"))
-    "visalign train shapes_quickstart seed=1 --output 'my runs' --resume"
-    """
-    return shlex.join(["visalign", "train", config, *overrides, "--output", str(folder), "--resume"])
 
 
 @dataclass(frozen=True, kw_only=True)

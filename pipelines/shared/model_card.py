@@ -24,6 +24,7 @@ from visalign.evaluation.pages.curves import known_curves, panels
 from visalign.training.loop.metrics import read_metrics
 
 from .parts import evenly_spaced
+from .run_folder import resume_command
 from .sections import check_license
 
 CARD, CURVE, CONFIG, IMAGES = "README.md", "curve.svg", "config.yaml", "images"
@@ -43,8 +44,8 @@ def result_of(run: Path) -> Path:
         raise UserError(f"{run} is no run folder: it has no {CONFIG}. Give the folder that visalign train wrote.")
     folder = next((run / name for name in RESULTS if (run / name).is_dir()), None)
     if folder is None or not (run / "summary.json").is_file():
-        resume = f"visalign train {run / CONFIG} --output {run} --resume"
-        raise UserError(f"The run {run} has not ended, so it has no result. Finish it: {resume}.")
+        again = resume_command(str(run / CONFIG), [], run)
+        raise UserError(f"The run {run} has not ended, so it has no result. Finish it: {again}.")
     return folder
 
 

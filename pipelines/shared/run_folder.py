@@ -36,6 +36,15 @@ class RunSummary(dict[str, Any]):
         self.next_command = tuple(next_command)
 
 
+def resume_command(config: str, overrides: Sequence[str], folder: Path) -> str:
+    """Write the command line that continues a run, quoted for a shell.
+
+    >>> resume_command("shapes_quickstart", ["seed=1"], Path("my runs"))
+    "visalign train shapes_quickstart seed=1 --output 'my runs' --resume"
+    """
+    return shlex.join(["visalign", "train", config, *overrides, "--output", str(folder), "--resume"])
+
+
 def output_folder(output: Path | None, name: str, *, resume: bool) -> Path:
     """Return the given folder, or `runs/NAME-YYYYmmdd-HHMMSS`, checked by `check_run_folder`."""
     processes = int(os.environ.get("WORLD_SIZE", "1"))
@@ -72,7 +81,7 @@ def claimed(config: Any, output: Path, *, resume: bool, free: Collection[str]) -
             if not (output / "config.yaml").is_file():
                 raise UserError(f"There is no run in '{output}' to resume: it has no config.yaml.")
             saved = load_config(type(config), output / "config.yaml")
-            again = shlex.join(["visalign", "train", str(output / "config.yaml"), "--output", str(output), "--resume"])
+            again = resume_command(str(output / "config.yaml"), [], output)
             remedy = f"Resume it under its own: {again}; or start a new run in another output folder."
             where = f"the run in '{output}'"
             check_same_config(asdict(saved), asdict(config), free=free, where=where, remedy=remedy)

@@ -20,7 +20,7 @@ from visalign.evaluation.statistics.diversity import starc_distance, support_met
 from visalign.evaluation.statistics.intervals import share_interval
 from visalign.interfaces import Scores, score_named
 from visalign.pipelines.jobs import load_job
-from visalign.pipelines.shared.job import result_folder, resume_command
+from visalign.pipelines.shared.job import result_folder
 from visalign.pipelines.shared.parts import Records, evenly_spaced, no_loading_bars, run_device
 from visalign.pipelines.shared.reward_options import load_each
 from visalign.pipelines.shared.run_folder import summary_json

@@ -62,12 +62,12 @@ def test_runs_that_ended_say_how_and_how_to_go_on(tmp_path, error, name, sentenc
     run = run_folder(tmp_path / "run")
     record_end(run, type(error) if error else None, error, None)
     state = watch.run_state(run)
-    assert state.name == name and state.sentence.startswith(sentence)
+    assert state.state == name and state.sentence.startswith(sentence)
     assert state.sentence.endswith(f"Continue with: visalign train {run}/config.yaml --output {run} --resume")
     page = watch.build_page([run])
     assert ('<p class="banner" role="alert">' in page) == (name == "failed") and "<full>" not in page
     (run / "summary.json").write_text("{}")
-    assert watch.run_state(run).name == "finished"
+    assert watch.run_state(run).state == "finished"
 
 
 def test_what_has_not_begun_a_folder_of_runs_and_a_file(tmp_path):

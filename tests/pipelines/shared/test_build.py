@@ -70,7 +70,7 @@ def test_trackers_are_closed_after_an_interruption(tmp_path: Path) -> None:
     with pytest.raises(TrainingInterrupted):
         run_job(config, tmp_path / "run", build=lambda *_: cast(Any, job))
     assert calls == ["begin", "end"]
-    assert run_state(tmp_path / "run").name == "interrupted"
+    assert run_state(tmp_path / "run").state == "interrupted"
 
 
 class _Doubtful:
