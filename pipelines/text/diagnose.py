@@ -23,7 +23,7 @@ from visalign.pipelines.jobs import load_job
 from visalign.pipelines.shared.job import result_folder
 from visalign.pipelines.shared.parts import Records, evenly_spaced, no_loading_bars, run_device
 from visalign.pipelines.shared.reward_options import load_each
-from visalign.pipelines.shared.run_folder import summary_json
+from visalign.pipelines.shared.run_folder import resume_command, summary_json
 from visalign.rewards.catalogue import load_text_reward
 from visalign.seeds import sample_seed
 from visalign.text import Sampling, TextRollout
