@@ -64,13 +64,6 @@ def test_the_position_bias_is_said_with_its_interval(names: list[str]) -> None:
     assert "That interval holds 0: no clear position bias." in none
 
 
-def test_images_that_cannot_be_read_are_not_called_scored(names: list[str]) -> None:
-    result = record(names[4:], BrightnessPairs())
-    assert result["asked"] == [] and result["images"][0]["calls"] == 0 and result["position_bias"] is None
-    assert sentences(result) == ["brightness_pairs: 0 calls."]
-    assert "Nothing was asked: there were no two images to compare." in ranking_page(result)
-
-
 def test_whether_the_first_place_is_open(names: list[str]) -> None:
     wide, narrow = (record(names, Brightness(std=std)) for std in (0.3, 0.01))
     assert sentences(wide)[-1] == "The first place is open: 3 other intervals overlap with that of the first."
