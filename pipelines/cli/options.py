@@ -144,7 +144,7 @@ def config_and_overrides(config: str | None, overrides: list[str] | None) -> tup
     if config is not None and ("=" not in config or Path(config).is_file()):
         return config, changes
     if not Path("visalign.yaml").is_file():
-        raise UserError("No configuration named; this folder has no visalign.yaml. Name one: visalign configs lists them.")
+        raise UserError("No configuration named; this folder has no visalign.yaml. visalign configs lists names.")
     return "visalign.yaml", changes if config is None else [config, *changes]
 
 
