@@ -44,8 +44,9 @@ def train(folder: Path, names: tuple[str, ...], arm: str, seed: int, iterations:
     run_visalign(
         "train", "shapes_quickstart", f"rewards={{terms: {{{terms}}}, allow_mixed_units: true}}",
         "objective.algorithm=diffusion_nft", *(f"{ROW}.{level}" for level in levels), ARMS[arm], f"seed={seed}",
-        "rollout.prompts_per_iteration=8", "rollout.group_size=8", f"run.iterations={iterations}", f"optimizer.decay_updates={4 * iterations}",
-        "run.max_seconds=null", "evaluation={every: 0, seeds: [0]}", f"data.heldout={some}", "monitor.features=null", "-o", str(folder),
+        "rollout.prompts_per_iteration=8", "rollout.group_size=8", f"run.iterations={iterations}",
+        f"optimizer.decay_updates={4 * iterations}", "run.max_seconds=null", "evaluation={every: 0, seeds: [0]}",
+        f"data.heldout={some}", "monitor.features=null", "-o", str(folder),
     )  # fmt: skip
 
 

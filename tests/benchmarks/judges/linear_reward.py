@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -39,22 +40,41 @@ def features(images: Any, prompts: Sequence[str], model: str = "shapes-vlm") -> 
     return torch.cat(columns, 1).double()
 
 
+def minimise(loss: Callable[[Tensor], Tensor], width: int, strength: float) -> Tensor:
+    """Coefficients [width] at the least of a convex loss plus L2, float64."""
+    coefficients = torch.zeros(width, dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.LBFGS([coefficients], max_iter=100, line_search_fn="strong_wolfe")
+
+    def total() -> Tensor:
+        optimizer.zero_grad()
+        value = loss(coefficients) + strength / 2 * coefficients.square().sum()
+        value.backward()
+        return value
+
+    optimizer.step(total)
+    return coefficients.detach()
+
+
 def fit(left: Tensor, right: Tensor, label: Tensor, weight: Tensor, strength: float) -> Tensor:
     """Weights [D] of Bradley-Terry on standardised states; a pair counts by its weight of mean 1."""
     scale = torch.cat((left, right)).std(0) + 1e-4
     difference = (left - right) / scale
-    coefficients = torch.zeros(difference.shape[1], dtype=torch.float64, requires_grad=True)
-    optimizer = torch.optim.LBFGS([coefficients], max_iter=100, line_search_fn="strong_wolfe")
 
-    def loss() -> Tensor:
-        optimizer.zero_grad()
+    def loss(coefficients: Tensor) -> Tensor:
         errors = F.binary_cross_entropy_with_logits(difference @ coefficients, label, reduction="none")
-        total = (weight * errors).mean() + strength / 2 * coefficients.square().sum()
-        total.backward()
-        return total
+        return (weight * errors).mean()
 
-    optimizer.step(loss)
-    return coefficients.detach() / scale
+    return minimise(loss, difference.shape[1], strength) / scale
+
+
+def fit_choices(states: Tensor, chosen: Tensor, strength: float) -> Tensor:
+    """Weights [D] of the chosen one [P] of each group of states [P, K, D], by softmax over the group."""
+    scale = states.flatten(0, 1).std(0) + 1e-4
+
+    def loss(coefficients: Tensor) -> Tensor:
+        return F.cross_entropy(states / scale @ coefficients, chosen)
+
+    return minimise(loss, states.shape[2], strength) / scale
 
 
 def strength_of(left: Tensor, right: Tensor, label: Tensor, fold: Tensor) -> float:
@@ -69,6 +89,22 @@ def strength_of(left: Tensor, right: Tensor, label: Tensor, fold: Tensor) -> flo
         return total
 
     return min(STRENGTHS, key=error)
+
+
+def tilted(scores: np.ndarray, right: np.ndarray, divergence: float) -> np.ndarray:
+    """Accuracy [P] of the policy w ∝ exp(βr) over the N samples [P, N] of a prompt, at a mean KL over prompts.
+
+    It is what the reward's maximum under a KL penalty comes to on these samples; β is found by bisection.
+    """
+    count, centred = scores.shape[1], scores - scores.max(1, keepdims=True)
+    low, high = 0.0, 1e4 / scores.std()
+    for _ in range(60):
+        middle = (low + high) / 2
+        weight = np.exp(middle * centred)
+        weight /= weight.sum(1, keepdims=True)
+        spent = (weight * np.log(np.maximum(weight, 1e-300) * count)).sum(1).mean()
+        low, high = (middle, high) if spent < divergence else (low, middle)
+    return (weight * right).sum(1)
 
 
 class LinearReward:
