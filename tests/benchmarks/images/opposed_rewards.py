@@ -35,12 +35,17 @@ ROW = "objective.changes_for.diffusion_nft"
 ARMS = {"equal": f"{ROW}.signal=normalise_then_sum", "MARBLE": "objective.balance_every=2"}
 
 
-def train(folder: Path, names: tuple[str, ...], arm: str, seed: int, iterations: int) -> None:
+def train(folder: Path, names: tuple[str, ...], arm: str, seed: int, iterations: int, bound: float) -> None:
     if (folder / "summary.json").is_file():
         return
     some = write_rows(folder.with_name("prompts.jsonl"), heldout_prompts()[::2])
     terms = ", ".join(f"{name}: {TERMS[name] % (1 / len(names))}" for name in names)
-    levels = ("levels=1", "level_range=[0.0,0.6]", *(["signal_options={ddof: 0}"] if arm == "equal" else []))
+    levels = (
+        "levels=1",
+        "level_range=[0.0,0.6]",
+        f"loss_options={{bound: {bound}}}",
+        *(["signal_options={ddof: 0}"] if arm == "equal" else []),
+    )
     run_visalign(
         "train", "shapes_quickstart", f"rewards={{terms: {{{terms}}}, allow_mixed_units: true}}",
         "objective.algorithm=diffusion_nft", *(f"{ROW}.{level}" for level in levels), ARMS[arm], f"seed={seed}",
@@ -69,7 +74,8 @@ def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--iterations", type=int, default=12)
+    parser.add_argument("--iterations", type=int, default=16)
+    parser.add_argument("--bound", type=float, default=0.5, help="of advantages; published: 5")
     given = parser.parse_args()
     for title, names in SETS.items():
         print(
@@ -79,7 +85,7 @@ def main() -> None:
         for arm in ARMS:
             folders = [given.output.resolve() / f"{title}_{arm}_{seed}" for seed in given.seeds]
             for folder, seed in zip(folders, given.seeds, strict=True):
-                train(folder, names, arm, seed, given.iterations)
+                train(folder, names, arm, seed, given.iterations, given.bound)
             found, right = (np.concatenate(part) for part in zip(*(gains(f, names) for f in folders), strict=True))
             rows = np.random.default_rng(0).integers(len(found), size=(4000, len(found)))
             means, value = found[rows].mean(1), found.mean(0)

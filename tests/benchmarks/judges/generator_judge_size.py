@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Does a larger judge pick better, and more so for a larger generator? Two generators, three judges.
+
+    python tests/benchmarks/judges/generator_judge_size.py --output runs/sizes --seeds 0 1 2
+
+RewardDance's claim (arXiv 2509.08826). Judges are linear heads on the states of the first 1, 2 or 4 language
+layers of `shapes-vlm`, fitted on 1,500 pairs of the shapes world that differ in what was asked for. Generators
+are `shapes-sd15` (1.5 million parameters) and `shapes-sd3` (6.3 million). Each judge tilts each generator to
+1 nat on held-out prompts, w ∝ exp(βr) over 16 samples; the verifier's accuracy there is what counts.
+
+Before it was run: "larger judges are better" is refuted for a generator where the interval of the lead of four
+layers over one holds 0 or lies below; "more so for the larger generator" where the interval of the difference
+of these leads does. 95 % by bootstrap over the prompts of all seeds, paired; a seed is a draw of training pairs.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+from tests.benchmarks.judges.judge_size import MOST, cut
+from tests.benchmarks.judges.linear_reward import features, fit, strength_of, tilted
+from tests.benchmarks.judges.votes_over_kl import truth
+from tests.support.benchmarks import argument_parser, read_rows, run_visalign, write_rows
+from visalign.data.shapes.preferences import ShapesPreferences
+from visalign.data.shapes.prompts import heldout_prompts
+from visalign.evaluation.statistics.intervals import paired_bootstrap
+
+GENERATORS, LAYERS, SAMPLES = ("shapes-sd15", "shapes-sd3"), (1, 2, MOST), 16
+
+
+def samples(folder: Path, asked: Path, model: str) -> tuple[list[str], list[str]]:
+    """Images of a generator, those of a prompt next to each other; their prompts."""
+    if not (folder / "images.jsonl").is_file():
+        given = ("--model", model, "--seeds", f"0-{SAMPLES - 1}", "--batch-size", "96", "-o", str(folder))
+        run_visalign("sample", str(asked), *given)
+    rows = read_rows(folder / "images.jsonl")
+    order = {row["prompt"]: place for place, row in enumerate(read_rows(asked))}
+    rows.sort(key=lambda row: order[row["prompt"]])
+    return [str(folder / row["image"]) for row in rows], [row["prompt"] for row in rows]
+
+
+def head(model: str, pairs: int, seed: int) -> tuple[torch.Tensor, float]:
+    """Weights of a judge, and its accuracy on a fifth of the pairs that it did not learn from."""
+    drawn = [ShapesPreferences(seed, kinds=["alignment"]).pair(number) for number in range(pairs)]
+    images = [image for side in (0, 1) for image in (pair.images()[side] for pair in drawn)]
+    left, right = features(images, [pair.prompt for pair in drawn] * 2, model).split(pairs)
+    label = torch.tensor([pair.votes[0] / sum(pair.votes) for pair in drawn], dtype=torch.float64)
+    better = torch.tensor([pair.utility[0] > pair.utility[1] for pair in drawn])
+    fold, one = torch.arange(pairs) % 5, torch.ones(())
+    strength = strength_of(left, right, label, fold)
+    kept = fold > 0
+    part = fit(left[kept], right[kept], label[kept], one, strength)
+    known = (((left - right) @ part > 0) == better)[~kept].double().mean()
+    return fit(left, right, label, one, strength), float(known)
+
+
+def lead(one: np.ndarray, other: np.ndarray, prompts: list[str]) -> str:
+    found = paired_bootstrap(other, one, prompts, generator=torch.Generator().manual_seed(0))
+    return f"{found.estimate:+.3f} ({found.low:+.3f} to {found.high:+.3f})"
+
+
+def main() -> None:
+    parser = argument_parser(__doc__)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--pairs", type=int, default=1500)
+    given = parser.parse_args()
+    output = given.output.resolve()
+    asked = write_rows(output / "heldout.jsonl", heldout_prompts()[::2])
+    models = {layers: str(cut(output / f"cut{layers}", layers)) for layers in LAYERS}
+    heads = {(n, seed): head(model, given.pairs, seed) for n, model in models.items() for seed in given.seeds}
+    for layers in LAYERS:
+        known = [heads[layers, seed][1] for seed in given.seeds]
+        print(
+            f"{layers} layers: {np.mean(known):.3f} ({', '.join(f'{v:.3f}' for v in known)}) of unseen pairs",
+            flush=True,
+        )
+    leads, labels = {}, []
+    for generator in GENERATORS:
+        images, told = samples(output / generator, asked, generator)
+        right = truth(images, told).view(-1, SAMPLES).numpy()
+        found = {}
+        for layers, model in models.items():
+            states = features(images, told, model)
+            scores = [(states @ heads[layers, seed][0]).view(-1, SAMPLES).numpy() for seed in given.seeds]
+            parts = [tilted(score, right, 1.0) for score in scores]
+            found[layers] = np.concatenate(parts)
+            each = ", ".join(f"{part.mean():.3f}" for part in parts)
+            print(
+                f"| {generator} | {right.mean():.3f} | {layers} layers | {found[layers].mean():.3f} ({each}) |",
+                flush=True,
+            )
+        labels = told[::SAMPLES] * len(given.seeds)
+        leads[generator] = found[MOST] - found[1]
+        for layers in LAYERS[:-1]:
+            print(f"{generator}: 4 layers over {layers}: {lead(found[MOST], found[layers], labels)}")
+    small, large = (leads[generator] for generator in GENERATORS)
+    print(f"the lead of 4 over 1, larger over smaller generator: {lead(large, small, labels)}")
+
+
+if __name__ == "__main__":
+    main()
