@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from pathlib import Path
 from typing import Any
 
 WAIT = 3.0  # seconds for an answer; a name server that is silent would take longer than the request's own limit
@@ -39,6 +40,20 @@ def hub_outage() -> str:
     if reasons[-1]:
         constants.HF_HUB_OFFLINE = True  # the client reads it at each request
     return reasons[-1]
+
+
+def hub_file(name: str, kind: str, *files: str) -> Path:
+    """Download the first of `files` that a repository has to the hub's cache; a `FileNotFoundError` says why not."""
+    from huggingface_hub import hf_hub_download
+
+    hub_outage()  # a hub that cannot be reached is not asked again
+    errors: list[Exception] = []
+    for file in files:
+        try:
+            return Path(hf_hub_download(name, file))
+        except (OSError, ValueError) as error:
+            errors.append(error)
+    raise FileNotFoundError(f"There is no {kind} {name}. {hub_message(name, kind, errors[0])}") from errors[0]
 
 
 def hub_message(name: str, kind: str, error: Any) -> str:

@@ -16,7 +16,6 @@ from .check import AdapterError as AdapterError
 from .check import check_adapter as check_adapter
 from .lora import LoraSettings as LoraSettings
 from .pipeline.policy import PipelinePolicy as PipelinePolicy
-from .sd3.joint_attention import append_null_token as append_null_token
 from .sd3.joint_attention import collapse_null_tokens as collapse_null_tokens
 from .sd3.joint_attention import use_weighted_attention as use_weighted_attention
 from .sd3.policy import SD3Policy as SD3Policy

@@ -30,9 +30,7 @@ ADAPTERS = {
 
 
 def find_adapter(folder_or_id: str | Path, adapter: str | None = None) -> Any:
-    """Return the adapter class of a name in `ADAPTERS`, `package.module:Class` or `path/to/file.py:Class`;
-    None: the one that the model's index asks for.
-    """
+    """Return the adapter class of a name in `ADAPTERS` or of an own one's path; None: as the model's index asks."""
     if adapter is None:
         kind = pipeline_index(folder_or_id).get("_class_name")
         known_family(kind, str(folder_or_id))
@@ -61,13 +59,12 @@ def load_policy(
     defaults: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> DiffusionPolicy:
-    """Load a model as a policy.
+    """Load a model as a policy: a packaged one, a folder, `owner/name` on the hub, or a checkpoint of one file.
 
     SD3 has a fast adapter of its own; the general one is used where an option requires it.
 
     Args:
-        folder_or_id: Packaged model, folder, `owner/name` on the hub, or checkpoint of one file (then `config`, a
-            folder or hub name, may describe it).
+        folder_or_id: See above; `config`, a folder or hub name, may describe a checkpoint.
         adapter: See `find_adapter`.
         dtype: Dtype of the weights.
         device: Device of the weights.
@@ -76,22 +73,17 @@ def load_policy(
     """
     folder_or_id = resolve_model(folder_or_id)
     described = index_source(folder_or_id, adapter, options.get("config"))
-    kind, defaults, hint = find_adapter(described, adapter), defaults or {}, ""
+    kind, defaults = find_adapter(described, adapter), defaults or {}
     accepted, refused = _split_options(kind, options, defaults)
-    if refused and adapter in (None, "sd3"):
-        general = find_adapter(described, "pipeline")
-        general_accepted, general_refused = _split_options(general, options, defaults)
-        if adapter is None and not general_refused:
-            kind, accepted, refused = general, general_accepted, []
-        elif general is not kind:
-            takes = f"no {', '.join(general_refused)}" if general_refused else ", ".join(refused)
-            hint = f"; model.adapter=pipeline takes {takes}"
+    if refused and adapter is None:
+        kind = find_adapter(described, "pipeline")
+        accepted, refused = _split_options(kind, options, defaults)
     if refused:
         names = [n for n, p in _parameters(kind).items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
         similar = "".join(suggestion(name, names) for name in refused)
         raise UserError(
             f"The adapter {kind.__name__} takes no {', '.join(refused)}. {similar}It takes "
-            f"{', '.join(names[1:])}: leave the others at their defaults{hint}."
+            f"{', '.join(names[1:])}: leave the others at their defaults."
         )
     policy = kind.from_pretrained(folder_or_id, dtype=dtype, device=device, **accepted)
     check_members(policy)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, get_args
 
@@ -40,10 +40,9 @@ class _Probe:
     sigma: Tensor
     tolerance: float
 
+    @torch.no_grad()
     def velocity(self, condition: Condition | None = None) -> Tensor:
-        """Compute the velocity without gradient."""
-        with torch.no_grad():
-            return self.policy.velocity(self.x, self.sigma, condition or self.condition)
+        return self.policy.velocity(self.x, self.sigma, condition or self.condition)
 
     def differ(self, a: Tensor, b: Tensor) -> bool:
         """Return True if the tensors differ by more than the tolerance relative to the largest |b|."""
@@ -55,8 +54,8 @@ def check_adapter(
 ) -> list[str]:
     """Run the contract tests on an adapter, restore its weights and gradients, and return the passed checks.
 
-    The first failed check raises `AdapterError`, which says what to fix. `prompts` are two that the model
-    should tell apart; `save` also tests `save` and, if present, `load`, in a temporary folder.
+    The first failed check raises `AdapterError`. `prompts` are two that the model should tell apart; `save` also
+    tests `save` and, if present, `load`, in a temporary folder.
     """
     check_members(policy)
     first, second = prompts
@@ -198,9 +197,9 @@ def _check_gradients(probe: _Probe) -> Problems:
     trainable = {id(p) for _, p in parameters}
     untrained = [(n, p) for n, p in probe.policy.module.named_parameters() if id(p) not in trainable]
     saved_gradients = [(p, p.grad) for _, p in (*parameters, *untrained)]
-    for p, _ in saved_gradients:
-        p.grad = None
     try:
+        for p, _ in saved_gradients:
+            p.grad = None
         with torch.enable_grad():
             probe.policy.velocity(probe.x, probe.sigma, probe.condition).square().sum().backward()
         unreached = [name for name, p in parameters if p.grad is None]
@@ -298,15 +297,12 @@ def _check_encode_images(probe: _Probe) -> Problems:
 
 
 def _check_forward_count(probe: _Probe) -> Problems:
-    def counts() -> tuple[int, int]:
-        return probe.policy.forward_count.forward, probe.policy.forward_count.forward_backward
-
-    start = counts()
+    start = astuple(probe.policy.forward_count)
     probe.velocity()
-    middle = counts()
+    middle = astuple(probe.policy.forward_count)
     with torch.enable_grad():
         probe.policy.velocity(probe.x, probe.sigma, probe.condition)
-    end = counts()
+    end = astuple(probe.policy.forward_count)
     yield (
         middle[0] - start[0] not in (3, 6) or middle[1] != start[1] or end[1] - middle[1] != 3,
         f"3 latents without and then with gradient counted (forward, forward_backward) {start} -> {middle} "

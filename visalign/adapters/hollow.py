@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pipelines without weights: only shapes, from which passes and memory are counted instead of run.
 
-Inside `hollow_pipelines` diffusers builds a pipeline from its configuration files. Its networks hold their
-parameters on the meta device; a call goes through them there and comes back with random numbers of the right
-shape, so that tokenisation, packing, masks and guidance are the policy's own.
+Networks hold their parameters on the meta device; a call comes back with random numbers of the right shape, so that
+tokenisation, packing, masks and guidance are the policy's own.
 """
 
 from __future__ import annotations
@@ -99,9 +98,7 @@ def hollow_pipelines() -> Iterator[Trace]:
 
 @contextmanager
 def traced_network(network: Any) -> Iterator[Trace]:
-    """Trace calls of a network on the meta device inside the block, after which the trace is complete; CPU
-    autocast stands for that of the device.
-    """
+    """Trace calls of a network on the meta device inside the block, under the CPU's autocast; complete behind it."""
     trace, autocast = Trace(), torch.autocast
     weights = _storages(network)
 
@@ -128,18 +125,17 @@ def _hollow(
     yield only null tokens, of which the policy keeps one, which changes every number.
     """
     sizes = [file.stat().st_size for file in (Path(folder) / name).glob("*.safetensors")]
-    if name.startswith("text_encoder") and 0 < sum(sizes) < SMALL:
+    loader: Any = getattr(importlib.import_module(entry[0]), entry[1], None)
+    has_weights = isinstance(loader, type) and issubclass(loader, nn.Module)
+    if not has_weights or (name.startswith("text_encoder") and 0 < sum(sizes) < SMALL):
         return None
-    kind: Any = getattr(importlib.import_module(entry[0]), entry[1], None)
-    if not isinstance(kind, type) or not issubclass(kind, nn.Module):
-        return None
-    loader: Any = kind
+    is_diffusers = issubclass(loader, ConfigMixin)
     with META:
-        if issubclass(kind, ConfigMixin):
+        if is_diffusers:
             part: Any = loader.from_config(loader.load_config(folder, subfolder=name))
         else:
             part = loader(loader.config_class.from_pretrained(folder, subfolder=name))
-    always = issubclass(kind, ConfigMixin) or dtype == torch.float16  # as the two libraries have it
+    always = is_diffusers or dtype == torch.float16  # as the two libraries have it
     names = ("_keep_in_fp32_modules_strict", *["_keep_in_fp32_modules"] * always)
     float32_modules = {module for attribute in names for module in getattr(part, attribute, None) or ()}
     for path, weight in part.named_parameters():
@@ -247,9 +243,7 @@ def _storages(part: nn.Module) -> set[int]:
 
 
 def _beside_meta(_: Any, args: Any, kwargs: Any) -> Any:
-    """Move arguments to the meta device where one of them is, except `SIZES`: masks that come from a `LAYOUT`
-    go with latents.
-    """
+    """Move arguments to the meta device where one of them is (masks of a `LAYOUT` go with latents), but `SIZES`."""
     if not any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves((args, kwargs))):
         return args, kwargs
     sizes = {key: kwargs[key] for key in SIZES & kwargs.keys()}

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from visalign.errors import UserError
-from visalign.hub import hub_message, hub_outage
+from visalign.hub import hub_file
 from visalign.model_files import LOADING_ERRORS, open_tensors, read_object
 
 INDEX = "model_index.json"  # index file that diffusers' `save_pretrained` writes next to a pipeline's components
@@ -43,7 +43,7 @@ def pipeline_index(folder_or_id: str | Path) -> dict[str, Any]:
     """Read the index of a diffusers pipeline, classic or modular, from a folder or the hub."""
     folder = local_folder(folder_or_id, f"a diffusers pipeline was saved to (with {INDEX})")
     if folder is None:
-        return _from_hub(str(folder_or_id))
+        return read_object(hub_file(str(folder_or_id), "model", INDEX, MODULAR_INDEX))
     file = next((folder / name for name in (INDEX, MODULAR_INDEX) if (folder / name).is_file()), None)
     if file is None:
         raise FileNotFoundError(
@@ -105,17 +105,3 @@ def stored_variants(folder: Path) -> list[str | None]:
 def _variant_of(file: Path) -> str | None:
     match = re.search(r"\.(\w+)(-\d+-of-\d+)?$", file.stem)
     return None if match is None else match[1]
-
-
-def _from_hub(name: str) -> dict[str, Any]:
-    from huggingface_hub import hf_hub_download
-
-    hub_outage()
-    errors: list[Exception] = []
-    for file in (INDEX, MODULAR_INDEX):
-        try:
-            return read_object(Path(hf_hub_download(name, file)))
-        except (OSError, ValueError) as error:
-            errors.append(error)
-    message = hub_message(name, "model", errors[0])
-    raise FileNotFoundError(f"There is no model folder {name}. {message}") from errors[0]

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from .weights import swapped_weights
+
 ENCODERS = ("text_encoder", "image_encoder", "prompt_upsampler")
 """Beginnings of the names of a pipeline's encoders of texts and images."""
 AUTOENCODER = ("vae",)
@@ -38,11 +40,6 @@ def on_device(pipe: Any, names: tuple[str, ...], device: torch.device) -> Iterat
     """
     parts = [part for name, part in pipe.components.items() if name.startswith(names) and isinstance(part, nn.Module)]
     tensors = [tensor for part in parts for tensor in (*part.parameters(), *part.buffers())]
-    elsewhere = [(tensor, tensor.data) for tensor in tensors if tensor.device != device and not tensor.is_meta]
-    try:
-        for tensor, data in elsewhere:
-            tensor.data = data.to(device)
+    elsewhere = [tensor for tensor in tensors if tensor.device != device and not tensor.is_meta]
+    with swapped_weights(elsewhere, [tensor.data.to(device) for tensor in elsewhere]):
         yield
-    finally:
-        for tensor, data in elsewhere:
-            tensor.data = data

@@ -95,7 +95,7 @@ class SteeringCallback:
         self._shape: tuple[int, ...] | None = None
         self._decode = decode
         if decode is None:
-            call = PipelineCall(copy.copy(pipe), image_size=image_size, num_frames=num_frames)
+            call = PipelineCall(copy.copy(pipe), image_size, num_frames)
             self._shape, self._decode = call.latent_shape, lambda latents: call.images(latents, decode_batch)
 
     @torch.no_grad()

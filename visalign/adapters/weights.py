@@ -15,8 +15,8 @@ from .lora import lora_disabled
 
 
 @contextmanager
-def swapped_weights(parameters: Sequence[nn.Parameter], stored: Sequence[Tensor]) -> Iterator[None]:
-    """Swap in stored values (same shapes, device, dtype) inside the block, without copying.
+def swapped_weights(parameters: Sequence[Tensor], stored: Sequence[Tensor]) -> Iterator[None]:
+    """Swap in stored values (of the same shapes) inside the block, without copying.
 
     A graph built before the block is valid after it; a backward inside would use the stored weights.
     """

@@ -10,7 +10,7 @@ from diffusers import SD3Transformer2DModel
 from diffusers.models.attention_processor import FusedJointAttnProcessor2_0
 
 from visalign.adapters.sd3 import joint_attention
-from visalign.adapters.sd3.joint_attention import append_null_token, collapse_null_tokens, use_weighted_attention
+from visalign.adapters.sd3.joint_attention import collapse_null_tokens, use_weighted_attention
 
 SD3 = {"dual_attention_layers": (), "qk_norm": None}
 SD35 = {"dual_attention_layers": (0,), "qk_norm": "rms_norm"}
@@ -139,17 +139,6 @@ def test_collapse_keeps_inner_and_single_null_tokens():
     assert short.shape == (1, 5, 3) and weight.tolist() == pytest.approx([0, 0, 0, 0, math.log(2)])
     empty, weight = collapse_null_tokens(torch.zeros(1, 7, 3))
     assert empty.shape == (1, 1, 3) and weight.tolist() == pytest.approx([math.log(7)])
-
-
-def test_append_is_collapse_of_the_long_context():
-    clip = torch.randn(2, 4, 3, requires_grad=True)
-    embeds, weight = append_null_token(clip, 5, count=256)
-    long = torch.cat((torch.nn.functional.pad(clip, (0, 2)), torch.zeros(2, 256, 5)), dim=1)
-    expected, expected_weight = collapse_null_tokens(long)
-    torch.testing.assert_close(embeds, expected)
-    torch.testing.assert_close(weight, expected_weight)
-    embeds.sum().backward()
-    assert clip.grad is not None and torch.equal(clip.grad, torch.ones(2, 4, 3))
 
 
 def test_messages():

@@ -164,7 +164,8 @@ def test_guidance_under_autocast_keeps_the_gradient():
 
 
 def test_each_unique_prompt_is_encoded_once(monkeypatch):
-    policy = SD3Policy(tiny_sd3_pipeline(), guidance=2.0, encode_batch=2)
+    monkeypatch.setattr("visalign.adapters.sd3.text.BATCH", 2)
+    policy = SD3Policy(tiny_sd3_pipeline(), guidance=2.0)
     seen = []
     encode_prompt = policy.pipe.encode_prompt
     monkeypatch.setattr(
@@ -304,7 +305,7 @@ def test_messages_of_model_folders(folders, tmp_path):
         return target
 
     for name in (tmp_path / "nowhere", "shapes-sd3-mistyped"):
-        with pytest.raises(FileNotFoundError, match=r"There is no model folder .*owner/name"):
+        with pytest.raises(FileNotFoundError, match=r"There is no model .*owner/name"):
             SD3Policy.from_pretrained(name)
 
     with pytest.raises(FileNotFoundError, match=r"no model folder nobody/nothing\. The model .* cannot be reached"):

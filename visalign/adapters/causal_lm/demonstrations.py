@@ -21,7 +21,8 @@ import torch
 from visalign.data.sets.prompt_files import tool_answers_field, with_answer
 from visalign.errors import UserError
 from visalign.seeds import sample_seed
-from visalign.text import Prompt, Sampling, StoppingCriteria, TextRollout
+from visalign.text import Prompt, StoppingCriteria, TextRollout
+from visalign.text.rollout import undrawn_rollout
 
 from .loading import end_tokens, pad_id
 from .policy import CausalLMPolicy
@@ -36,19 +37,13 @@ def demonstration_rollout(
     prompts: Sequence[Prompt],
     completions: Sequence[str],
     *,
-    end: bool = True,
     answers: Sequence[Spans] | None = None,
 ) -> TextRollout:
-    """Put given completions in the form of a rollout, so that `policy.log_probs` scores them: loss mask 1 on
+    """Put B given completions in the form of a rollout, so that `policy.log_probs` scores them: loss mask 1 on
     the completions' tokens, log-probs and entropies 0, as nothing was drawn.
 
-    Args:
-        policy: the policy, for its tokenizer and prompt encoding.
-        prompts: B texts or conversations.
-        completions: B texts, tokenised apart from the prompt, without special tokens.
-        end: put an end token after each completion: the one that the chat template writes behind a message of
-            the assistant, or the tokenizer's after a plain text.
-        answers: B lists of the spans of a completion that a tool wrote: loss mask 0.
+    Behind each stands the end token that the chat template writes, or the tokenizer's after a plain text. `answers`
+    are B lists of the spans of a completion that a tool wrote: loss mask 0.
     """
     ends = end_tokens(policy.model, policy.prompts, StoppingCriteria())
     encoded, pad = policy.encode(prompts), pad_id(policy.tokenizer, ends)
@@ -56,11 +51,8 @@ def demonstration_rollout(
     completion_ids, masks = [], []
     for row, text in enumerate(completions):
         ids, mask = _tokens(policy, text, spans[row])
-        if end:
-            ids, mask = [*ids, policy.prompts.end_token(prompts[row], ends)], [*mask, 1.0]
+        ids, mask = [*ids, policy.prompts.end_token(prompts[row], ends)], [*mask, 1.0]
         used, room = len(encoded.ids[row]), policy.context_length
-        if not ids:
-            raise UserError(f"Completion {row} has no tokens; give a text that is not empty, or let it end.")
         if room is not None and used + len(ids) > room:
             raise UserError(
                 f"Prompt and completion {row} have {used} + {len(ids)} tokens, and the model reads {room} at "
@@ -69,30 +61,16 @@ def demonstration_rollout(
         completion_ids.append(ids)
         masks.append(mask)
     prompt_ids, prompt_mask = left_pad(encoded.ids, pad)
-    count, length = len(completions), max(map(len, completion_ids))
-    blank = torch.zeros(count, length)
-    return TextRollout(
-        prompt_ids=prompt_ids,
-        prompt_mask=prompt_mask.float(),
-        completion_ids=torch.tensor([ids + [pad] * (length - len(ids)) for ids in completion_ids]),
-        loss_mask=torch.tensor([mask + [0.0] * (length - len(mask)) for mask in masks]),
-        log_prob=blank,
-        full_log_prob=blank,
-        entropy=blank,
-        text=list(completions),
-        stop_reason=["eos" if end else "length" for _ in range(count)],
-        group=list(range(count)),
-        prompt=list(prompts),
-        seed=[0] * count,
-        sampling=Sampling(),
-        images=None if encoded.images is None else [list(images) for images in encoded.images],
-    )
+    length = max(map(len, completion_ids))
+    padded = torch.tensor([ids + [pad] * (length - len(ids)) for ids in completion_ids])
+    loss_mask = torch.tensor([mask + [0.0] * (length - len(mask)) for mask in masks])
+    images = None if encoded.images is None else [list(images) for images in encoded.images]
+    rollout = undrawn_rollout(prompt_ids, prompt_mask.float(), padded, loss_mask)
+    return replace(rollout, text=list(completions), prompt=list(prompts), images=images)
 
 
 def _tokens(policy: CausalLMPolicy, text: str, answers: Spans) -> tuple[list[int], list[float]]:
-    """Return the tokens of a completion and their loss mask; what a tool wrote is tokenized by itself, as it
-    is put into completions.
-    """
+    """Return the tokens of a completion and their loss mask; what a tool wrote is tokenized by itself."""
     ids, mask = list[int](), list[float]()
     edges = [0, *(edge for span in answers for edge in span), len(text)]
     for number, (begin, stop) in enumerate(itertools.pairwise(edges)):
@@ -156,9 +134,7 @@ class DemonstrationBatches:
         return self.rows([self._record(visit) for visit in range(number * self.size, (number + 1) * self.size)])
 
     def rows(self, index: Sequence[int]) -> TextRollout:
-        """Some records as a rollout, grouped by record: their completions in the first field, after them
-        those in the next.
-        """
+        """Return records as a rollout, grouped by record: completions in the first field, then those in the next."""
         chosen = [self._records[row] for row in index]
         rollout = demonstration_rollout(
             self._policy,
@@ -188,9 +164,7 @@ def demonstration_lengths(policy: CausalLMPolicy, records: Sequence[Record], fie
 def fitting_demonstrations(
     policy: CausalLMPolicy, records: Sequence[Record], *, too_long: str = "refuse", field: str = "completion"
 ) -> list[Record]:
-    """Return the records that the model can read whole, in their order; none is ever cut. One that does not
-    fit is an error, or with `too_long="drop"` left out.
-    """
+    """Return the records that the model can read whole; another is an error, or with `too_long="drop"` left out."""
     lengths, room = demonstration_lengths(policy, records, field), policy.context_length
     if room is None:
         return list(records)
@@ -205,10 +179,8 @@ def fitting_demonstrations(
     return fitting
 
 
-def with_mismatched(
-    policy: CausalLMPolicy, records: Sequence[Record], field: str = "mismatched"
-) -> list[dict[str, Any]]:
-    """Give each record the completion of another prompt as `field`: that of the next record which the model
+def with_mismatched(policy: CausalLMPolicy, records: Sequence[Record]) -> list[dict[str, Any]]:
+    """Give each record the completion of another prompt as "mismatched": that of the next record which the model
     can read behind this one's prompt, the first after the last; raises `UserError` if there is none.
     """
     keys = [json.dumps(record["prompt"], sort_keys=True) for record in records]
@@ -217,8 +189,8 @@ def with_mismatched(
     for step in range(1, count):
         for index in unmatched:
             other = records[(index + step) % count]
-            mismatched[index] = with_answer(mismatched[index], field, other, "completion")
-        lengths = demonstration_lengths(policy, [mismatched[index] for index in unmatched], field)
+            mismatched[index] = with_answer(mismatched[index], "mismatched", other, "completion")
+        lengths = demonstration_lengths(policy, [mismatched[index] for index in unmatched], "mismatched")
         unmatched = [
             index
             for index, length in zip(unmatched, lengths, strict=True)

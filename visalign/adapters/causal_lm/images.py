@@ -48,8 +48,8 @@ class ImageProcessor:
         self._bytes = 0
 
     def __call__(self, image: Any, where: str) -> PatchedImage:
-        """Read an image: PIL image, uint8 tensor [3, H, W], float tensor [3, H, W] in [0, 1], or a reference as
-        `visalign.data.sets.image_references.resolve_image` takes it, such as a path; `where` is its name in messages.
+        """Read a PIL image, a tensor [3, H, W] (uint8, or float in [0, 1]) or a reference as `resolve_image` takes it,
+        such as a path; `where` is its name in messages.
         """
         pixels = read_pixels(_open(image, where), where)
         digest = pixel_digest(pixels)
@@ -104,9 +104,7 @@ class ImagePrompts:
 
         An image stands in its part of a conversation, {"type": "image", "image": image}; or the part is
         {"type": "image"} and takes the next one of the prompt's list. Plain text marks images by the
-        model's own image token. Prompts without images may stand between.
-
-        `images` are P lists, empty where a prompt has none; None is none at all.
+        model's own image token. `images` are P lists, empty where a prompt has none; None is none at all.
         """
         lists = [()] * len(prompts) if images is None else images
         if isinstance(images, str) or len(lists) != len(prompts):
@@ -131,9 +129,7 @@ class ImagePrompts:
     def encoded_images(
         self, images: Sequence[Sequence[Any]], ids: Sequence[Sequence[int]], samples: Sequence[int]
     ) -> list[list[PatchedImage]]:
-        """Encode the images (`EncodedPrompts.images`) of b prompts whose tokens are known; `samples` are
-        their numbers, for messages.
-        """
+        """Encode the images (`EncodedPrompts.images`) of b prompts whose tokens are known; messages name `samples`."""
         patched = [self._read(row, f"sample {n}") for n, row in zip(samples, images, strict=True)]
         for sample, row, tokens in zip(samples, patched, ids, strict=True):
             expected, marks = sum(image.tokens for image in row), list(tokens).count(self._image_token)

@@ -34,11 +34,8 @@ VISION_LANGUAGE = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")  # model types whose im
 def load_causal_lm(
     folder_or_id: str | Path, *, dtype: torch.dtype
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | ProcessorMixin]:
-    """Load a model on the CPU and its tokenizer, or its processor if it reads images, from a folder as
-    `save_pretrained` writes it or `owner/name` on the hub.
-    """
-    name = str(folder_or_id)
-    folder = local_folder(folder_or_id, CONTENT)
+    """Load a model on the CPU, and its tokenizer, or its processor if it reads images, from a folder or the hub."""
+    name, folder = str(folder_or_id), local_folder(folder_or_id, CONTENT)
     if folder is not None and not (folder / "config.json").is_file():
         raise FileNotFoundError(
             f"{folder} holds no config.json, so it is no transformers model. Give the folder that "
@@ -88,9 +85,7 @@ def from_pretrained(kind: Any, name: str, **options: Any) -> Any:
 
 
 def end_tokens(model: PreTrainedModel, prompts: PromptEncoder, stopping: StoppingCriteria) -> tuple[int, ...]:
-    """Return the tokens that end a completion: those of `stopping`, or of the generation config, the tokenizer
-    and the chat template together.
-    """
+    """Return the tokens that end a completion: of `stopping`, or of generation config, tokenizer and chat template."""
     if stopping.eos_ids is not None:
         return stopping.eos_ids
     configured: Any = getattr(model.generation_config, "eos_token_id", None)  # one id, or a list

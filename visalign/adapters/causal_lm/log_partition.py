@@ -23,10 +23,8 @@ class LogPartitionHead(nn.Module):
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
-        layers: list[nn.Module] = []
-        for _ in range(2):
-            layers += [nn.Linear(hidden_size, hidden_size), nn.GELU(), nn.LayerNorm(hidden_size)]
-        self.trunk = nn.Sequential(*layers)
+        layers = [(nn.Linear(hidden_size, hidden_size), nn.GELU(), nn.LayerNorm(hidden_size)) for _ in range(2)]
+        self.trunk = nn.Sequential(*layers[0], *layers[1])
         self.out = nn.Linear(hidden_size, 1)
         nn.init.zeros_(self.out.weight)
         nn.init.zeros_(self.out.bias)

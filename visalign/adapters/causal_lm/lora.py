@@ -23,23 +23,16 @@ def text_lora(
     rank: int = 16,
     alpha: float = 32,
     target_modules: tuple[str, ...] = (ALL_LINEAR,),
-    dropout: float = 0.0,
     seed: int = 0,
 ) -> LoraSettings:
-    """`LoraSettings` with the defaults of a language model: all linear layers, rank 16, α 32, and peft's own
-    start. The policy never switches dropout on, since the ratio would move.
-    """
-    return LoraSettings(
-        rank=rank, alpha=alpha, target_modules=target_modules, dropout=dropout, init="kaiming", seed=seed
-    )
+    """Return `LoraSettings` with the defaults of a language model: all linear layers, rank 16, α 32, peft's start."""
+    return LoraSettings(rank=rank, alpha=alpha, target_modules=target_modules, init="kaiming", seed=seed)
 
 
 def add_text_lora(
     model: PreTrainedModel, settings: LoraSettings, language: nn.Module | None = None
 ) -> list[LoraLayer]:
-    """Freeze the model and put trainable float32 adapters into it, or into its part `language`, in place;
-    return the layers that carry them.
-    """
+    """Freeze the model and put float32 adapters into it, or its part `language`, in place; return their layers."""
     check_bare(model, "peft: PeftModel.from_pretrained(...).merge_and_unload()")
     targets = _targets(model, settings.target_modules or (ALL_LINEAR,), language)
     return insert_adapters(model, settings, targets, task="CAUSAL_LM")
@@ -48,9 +41,8 @@ def add_text_lora(
 def settings_of(folder: str | Path, seed: int = 0) -> LoraSettings:
     """Return the settings of saved adapters, so that training can continue from them."""
     path = _weight_file(folder)
-    config, layers = read_object(path.with_name(CONFIG_FILE)), set()
-    for name in read_tensors(path):
-        layers.add(name.removeprefix("base_model.model.").partition(".lora_")[0])
+    config = read_object(path.with_name(CONFIG_FILE))
+    layers = {name.removeprefix("base_model.model.").partition(".lora_")[0] for name in read_tensors(path)}
     rank, alpha = config.get("r", LoraConfig.r), config.get("lora_alpha", LoraConfig.lora_alpha)
     return text_lora(rank=rank, alpha=alpha, target_modules=tuple(sorted(layers)), seed=seed)
 

@@ -49,8 +49,7 @@ class LinearHead:
             elif weight.dtype == torch.float32:
                 product = linear(hidden.float(), weight)
             else:
-                strips = [linear(hidden.float(), part.float()) for part in weight.split(STRIP)]
-                product = torch.cat(strips, -1)
+                product = torch.cat([linear(hidden.float(), part.float()) for part in weight.split(STRIP)], -1)
             if bias is not None:
                 product = product + bias.float()
             product = product * self.scale if self.scale != 1 else product
@@ -61,16 +60,12 @@ class LinearHead:
         # s·Wh/τ = Wh/(τ/s); under a cap the scale has to stand inside, on the hidden state
         inside = self.soft_cap is not None and self.scale != 1
         bias = self.layer.bias
-        if bias is not None and inside:
-            bias = bias * self.scale
-        return fused_log_prob_entropy(
-            hidden * self.scale if inside else hidden,
-            self.layer.weight,
-            target,
-            head_bias=bias,
-            temperature=temperature if inside else temperature / self.scale,
-            soft_cap=self.soft_cap,
-        )
+        if inside:
+            hidden, bias = hidden * self.scale, None if bias is None else bias * self.scale
+        else:
+            temperature /= self.scale
+        options: dict[str, Any] = {"head_bias": bias, "temperature": temperature, "soft_cap": self.soft_cap}
+        return fused_log_prob_entropy(hidden, self.layer.weight, target, **options)
 
 
 @dataclass
@@ -123,8 +118,7 @@ class CausalNetwork:
         caching: bool = False,
     ) -> tuple[Tensor, PromptCache]:
         """Return ([b, S, H] hidden states or [b, S, V] logits, the cache, empty without `caching`) of tokens
-        [b, S] after those in the cache. The mask [b, past + S] is 0 for padding anywhere; `encoded_images`
-        are b lists, for the first tokens.
+        [b, S] after those in the cache. The mask [b, past + S] is 0 for padding; `encoded_images` are b lists.
         """
         out, offset = self._forward(ids, mask, encoded_images, cache, use_cache=caching)
         features = out.logits.float() if self.head is None else out.last_hidden_state
@@ -139,17 +133,11 @@ class CausalNetwork:
         return out.last_hidden_state[:, -1]
 
     def hidden_states(
-        self,
-        ids: Tensor,
-        mask: Tensor,
-        depths: Sequence[float],
-        *,
-        encoded_images: Sequence[Sequence[PatchedImage]] | None = None,
+        self, ids: Tensor, mask: Tensor, encoded_images: Sequence[Sequence[PatchedImage]] | None
     ) -> Tensor:
-        """Return [b, S, L, H] float32 behind these shares of the layers, 1 behind the last; see `features`."""
+        """Return [b, S, H] float32 behind the last layer; see `features`."""
         out, _ = self._forward(ids, mask, encoded_images, None, use_cache=False, output_hidden_states=True)
-        layers = len(out.hidden_states) - 1
-        return torch.stack([out.hidden_states[round(depth * layers)].float() for depth in depths], 2)
+        return out.hidden_states[-1].float()
 
     def _forward(
         self,

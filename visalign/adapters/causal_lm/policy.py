@@ -38,7 +38,7 @@ from .loading import check_causal_lm, context_length, end_tokens, load_causal_lm
 from .lora import add_text_lora, load_text_lora, settings_of
 from .network import CausalNetwork, enable_recomputation, recomputed_layers
 from .prompts import EncodedPrompts
-from .replay import expert_routes, layer_states, scored_sampling, token_output
+from .replay import expert_routes, pack, scored_sampling, token_output
 from .routing import ExpertRouting
 from .value_head import ValueHead
 
@@ -137,9 +137,8 @@ class CausalLMPolicy:
 
         `dtype` is of the frozen weights (and of all weights in full fine-tuning); adapters are always float32.
         """
-        model: Any
-        model, tokenizer = load_causal_lm(folder_or_id, dtype=dtype)
-        return cls(model.to(device), tokenizer, **options)
+        loaded: Any = load_causal_lm(folder_or_id, dtype=dtype)
+        return cls(loaded[0].to(device), loaded[1], **options)
 
     @property
     def module(self) -> nn.Module:
@@ -189,21 +188,13 @@ class CausalLMPolicy:
         images: Sequence[Sequence[Any]] | None = None,
         after: Sequence[Sequence[int]] | None = None,
     ) -> TextRollout:
-        """Complete P prompts G times each; B = P·G samples, the samples of a prompt next to each other.
+        """Complete P prompts G times each, see `TextPolicy.generate`.
 
         A sample's tokens follow from its prompt and its seed; neighbours and batch sizes change them through
         float rounding only. Where the context ends first, it ends there with the reason "length".
 
-        Args:
-            prompts: P texts or conversations; the parts {"type": "image"} of a conversation stand for images,
-                and may hold them as "image".
-            seeds: one for the call (`draw_seeds` derives those of the samples), or B of them.
-            num_generations: G.
-            sampling: how tokens are drawn; by default from the model itself.
-            stopping: rules that end a completion.
-            group: P labels of the prompts; by default 0 to P-1.
-            images: P lists of images for image parts that hold none: PIL, or [3, H, W] in [0, 1] or uint8.
-            after: B lists of tokens that the completions begin with: context with loss mask 0, in the limit.
+        `images` are P lists for the image parts of conversations that hold none: PIL, or [3, H, W] in [0, 1] or uint8.
+        `after` are B lists of tokens that the completions begin with: context with loss mask 0, in the limit.
         """
         sampling, stopping = sampling or Sampling(), stopping or StoppingCriteria()
         batch = PromptBatch.build(
@@ -245,20 +236,15 @@ class CausalLMPolicy:
         distribution: Distribution = "sampled",
         statistic: Callable[[Tensor], Tensor] | None = None,
     ) -> TokenOutput:
-        """Log-prob and entropy (and V with a value head) of the rollout's tokens, by the present weights: [b,
-        T] each, float32, 0 where the loss mask is 0; differentiable unless gradients are off.
+        """Compute log-prob and entropy (and V with a value head) [b, T] of the rollout's tokens, see `TextPolicy`.
 
         "sampled" is renormalised over the tokens that the rollout could have drawn, so that its ratio to
         `rollout.log_prob` is that of the distribution that was sampled; "full" is over the whole vocabulary,
         to be set against `rollout.full_log_prob`. Samples without weight cost nothing.
 
-        Args:
-            rollout: B samples.
-            rows: b of the samples, integers, booleans or a slice; None is all. With gradient all b go through the
-                model together; without, `score_batch` at a time, sorted by length.
-            distribution: whose log-probs.
-            statistic: of that distribution, [n, V] log-probs, −∞ outside it, to [n]. A quantile of the vocabulary
-                needs all logits of a token at once; they are computed in pieces, again for the gradient.
+        With gradient all b rows go through the model together; without, `score_batch` at a time, sorted by length.
+        `statistic` gets log-probs −∞ outside the distribution; its logits are computed in pieces, again for the
+        gradient.
         """
         sampling = scored_sampling(rollout, distribution)
         chosen = torch.arange(len(rollout))[slice(None) if rows is None else rows]
@@ -293,13 +279,16 @@ class CausalLMPolicy:
         return replace(rollout, routes=expert_routes(self._network, rollout, routing, images, self.score_batch))
 
     @torch.no_grad()
-    def hidden_states(self, rollout: TextRollout, *, depths: Sequence[float] = (1.0,)) -> Iterator[tuple[int, Tensor]]:
-        """Yield (sample, [T, L, H] float32), the states that a sample's T tokens of loss mask 1 were predicted from,
-        of the samples that have such; `depths` are shares of the layers, 1 is behind the last.
+    def hidden_states(self, rollout: TextRollout) -> Iterator[tuple[int, Tensor]]:
+        """Yield (sample, [T, H] float32), the last states that a sample's T tokens of loss mask 1 were predicted from,
+        of the samples that have such.
         """
         live = (rollout.loss_mask != 0).any(1).nonzero()[:, 0]
         for part in live.split(self.score_batch):
-            yield from layer_states(self._network, rollout, part, depths, self._image_prompts)
+            packed = pack(rollout, part, self.device, self._image_prompts)
+            states = self._network.hidden_states(packed.ids, packed.mask, packed.encoded_images)
+            for number, sample in enumerate(part.tolist()):
+                yield sample, states[number, packed.before[packed.row == number].to(self.device)]
 
     def reference(self) -> AbstractContextManager[None]:
         """Restore the model from before training inside the block; nestable. Call backward outside."""

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -86,9 +86,7 @@ def _encode_images(
 
 
 def scored_sampling(rollout: TextRollout, distribution: str) -> Sampling:
-    """Return the distribution ("sampled" or "full") of the log-probs; a truncated rollout must have kept its
-    token sets.
-    """
+    """Return the distribution ("sampled" or "full") of the log-probs; a truncated rollout must have its token sets."""
     if distribution == "full":
         return Sampling(temperature=rollout.sampling.scale)
     if rollout.sampling.truncates and rollout.kept is None:
@@ -182,16 +180,6 @@ def _through_logits(
         else:
             pieces.append(piece(*inputs))
     return [torch.cat(columns) for columns in zip(*pieces, strict=True)]
-
-
-def layer_states(
-    network: CausalNetwork, rollout: TextRollout, part: Tensor, depths: Sequence[float], encoder: ImagePrompts | None
-) -> Iterator[tuple[int, Tensor]]:
-    """Yield (sample, [T, L, H] float32) of some samples, each with a token of loss mask 1, behind some layers."""
-    packed = pack(rollout, part, network.model.device, encoder)
-    states = network.hidden_states(packed.ids, packed.mask, depths, encoded_images=packed.encoded_images)
-    for number, sample in enumerate(part.tolist()):
-        yield sample, states[number, packed.before[packed.row == number].to(states.device)]
 
 
 def expert_routes(

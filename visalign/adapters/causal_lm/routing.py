@@ -42,8 +42,7 @@ class ExpertRouting:
 
     @contextmanager
     def recorded(self, rows: int) -> Iterator[list[Tensor]]:
-        """Record routes: inside the block, a forward pass of [rows, S] tokens fills the list with [rows, S,
-        L, k] int16."""
+        """Record routes: a pass of [rows, S] tokens inside the block fills the list with [rows, S, L, k] int16."""
         routes_by_layer, recorded = dict[int, Tensor](), list[Tensor]()
         self._recording = routes_by_layer
         try:
@@ -53,9 +52,8 @@ class ExpertRouting:
                     f"{self._layers - len(routes_by_layer)} of {self._layers} layers with experts choose by "
                     "something else than a top-k over all of them. Leave rollout.routing_replay out."
                 )
-            flat = [routes_by_layer[layer] for layer in range(self._layers)]
-            by_layer = [routes.view(rows, -1, routes.shape[-1]) for routes in flat]
-            recorded.append(torch.stack(by_layer, 2).short())
+            by_layer = (routes_by_layer[layer] for layer in range(self._layers))
+            recorded.append(torch.stack([r.view(rows, -1, r.shape[-1]) for r in by_layer], 2).short())
         finally:
             self._recording = None
 
@@ -75,9 +73,7 @@ class ExpertRouting:
                 self._replayed = None
 
     def _enter(self, number: int, experts: int, entered: list[_TopK], *_: Any) -> None:
-        routes = self._replayed
-        if self._gradient_only and not torch.is_grad_enabled():
-            routes = None
+        routes = None if self._gradient_only and not torch.is_grad_enabled() else self._replayed
         if routes is not None or self._recording is not None:
             entered.append(_TopK(experts, None if routes is None else routes[number]))
             entered[-1].__enter__()

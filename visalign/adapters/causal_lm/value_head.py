@@ -32,11 +32,10 @@ class ValueHead(nn.Module):
 
     Args:
         hidden_size: H.
-        trunk_gradient: whether the value loss moves the network below; False trains only the head.
         critics: C; several start near 0, each elsewhere, for they would stay alike.
     """
 
-    def __init__(self, hidden_size: int, *, trunk_gradient: bool = True, critics: int = 1) -> None:
+    def __init__(self, hidden_size: int, *, critics: int = 1) -> None:
         super().__init__()
         self.linear = nn.Linear(hidden_size, critics)
         nn.init.zeros_(self.linear.weight)
@@ -44,13 +43,11 @@ class ValueHead(nn.Module):
         if critics > 1:
             drawn = torch.randn(critics, hidden_size, generator=torch.Generator().manual_seed(0))
             self.linear.weight.data.copy_(0.1 * drawn / hidden_size**0.5)
-        self.trunk_gradient = trunk_gradient
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Values [*N] float32 of hidden states [*N, H]; [*N, C] of several critics."""
         with torch.autocast(hidden.device.type, enabled=False):
-            states = hidden if self.trunk_gradient else hidden.detach()
-            values = self.linear(states.float())
+            values = self.linear(hidden.float())
             return values[..., 0] if self.linear.out_features == 1 else values
 
     def save(self, folder: Path) -> None:
@@ -71,9 +68,7 @@ class ValueHead(nn.Module):
 
 
 class ValueModel(nn.Module):
-    """A separate network for V: a transformer without a language head (`AutoModel`), and a `ValueHead`; all
-    of it trains.
-    """
+    """A separate network for V, all trained: a transformer without language head (`AutoModel`), and a `ValueHead`."""
 
     def __init__(self, trunk: PreTrainedModel, *, critics: int = 1) -> None:
         super().__init__()
@@ -93,9 +88,7 @@ class ValueModel(nn.Module):
         return model
 
     def values(self, rollout: TextRollout, rows: Tensor | slice | None = None) -> Tensor:
-        """V [b, T] (or [b, T, C]) float32 before each token, in the token ids of this model's tokenizer;
-        differentiable, 0 where the loss mask is 0.
-        """
+        """Compute V [b, T] (or [b, T, C]) float32 before each token, differentiable; 0 where the loss mask is 0."""
         if rollout.images is not None:
             raise UserError(
                 "A separate ValueModel reads only text, and this rollout has images. Give the policy a "

@@ -83,12 +83,8 @@ def call_arguments(
             raise UserError(f"num_frames is {num_frames}; {type(pipe).__name__} makes {allowed}.")
         size["num_frames"] = num_frames
     reserved = {*_RESERVED, *family.fixed, family.scale}
-    refused = [
-        name
-        for name in more or ()
-        if name not in taken or name in reserved or "prompt" in name or name.startswith("callback")
-    ]
-    if refused:
+    allowed_names = [n for n in taken if n not in reserved and "prompt" not in n and not n.startswith("callback")]
+    if refused := [name for name in more or () if name not in allowed_names]:
         raise UserError(
             f"call names {', '.join(refused)}, which {type(pipe).__name__} does not take, the policy sets "
             "itself, or must be off in training. Use guidance, negative_prompt, image_size, num_frames and "

@@ -30,8 +30,6 @@ from .schedulers import handing_scheduler
 EXCHANGED = ("scheduler", "guider", "ocr_guider")
 """Parts that are exchanged while a pipeline is driven. Of guiders only plain guidance is left: others begin
 at a step's index, which one call has not."""
-
-
 LOOKED_UP = ("dtype", "device", "_execution_device")
 """Properties of a pipeline and of its networks whose values are cached."""
 
@@ -46,11 +44,10 @@ class PipelineCall:
     def __init__(
         self,
         pipe: Any,
-        *,
+        image_size: int | tuple[int, int] | None,
+        num_frames: int | None,
         guidance: float | None = None,
         negative_prompt: str | None = None,
-        image_size: int | tuple[int, int] | None = None,
-        num_frames: int | None = None,
         call: Mapping[str, Any] | None = None,
     ) -> None:
         """Exchange the pipeline's parts and run it once for the shapes; arguments as of `PipelinePolicy`."""
@@ -217,7 +214,6 @@ class PipelineCall:
 
     def _source_encoded(self, image: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Encode an image to edit in the autoencoder's dtype; the pipeline has it in that of its text encoders."""
-
         return self._source.encoded(
             lambda: self._own_encode_source(image.to(self.pipe.vae.dtype), *args, **kwargs).to(image.dtype)
         )

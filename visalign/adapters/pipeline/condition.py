@@ -78,15 +78,13 @@ def check_condition(kind: type[T], x: Tensor, sigma: Tensor, condition: Any) -> 
 
 
 def named(returned: Sequence[tuple[Any, ...]], names: Sequence[str]) -> Encoded:
-    """Map the results of one or two calls of `encode_prompt` (the second of the negative prompt) to argument
-    names; "-" is left out.
-    """
-    arguments = {}
-    for prefix, outputs in zip(("", "negative_"), returned, strict=False):
-        for name, value in zip(names, outputs, strict=True):
-            if name != "-" and value is not None:
-                arguments[prefix + name] = value
-    return arguments
+    """Map results of `encode_prompt`, the second of the negative prompt, to argument names; "-" is left out."""
+    return {
+        prefix + name: value
+        for prefix, outputs in zip(("", "negative_"), returned, strict=False)
+        for name, value in zip(names, outputs, strict=True)
+        if name != "-" and value is not None
+    }
 
 
 def join(rows: Sequence[Encoded], axes: Mapping[str, int]) -> dict[str, Any]:

@@ -9,14 +9,15 @@ which further latents confirm, it is inverted.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from visalign.adapters.weights import swapped_weights
 from visalign.errors import UserError
 
 DIGIT = 1024  # base in which positions in a latent are written, so that float32 holds each digit exactly enough
@@ -45,8 +46,7 @@ class ImageEncoder:
             self.size, self._given = (height, width), zero.shape
             self._shift = zero.flatten()
             self._scale = self._input(torch.ones(policy.latent_shape))[1].flatten() - self._shift
-            count = zero.numel()
-            position = torch.arange(count)
+            position = torch.arange(count := zero.numel())
             if count != math.prod(policy.latent_shape) or not bool(self._scale.all()):
                 self._refuse("its pipeline leaves latents out on the way to the autoencoder")
             high, low = (self._digit(digit) for digit in (position // DIGIT, position % DIGIT))
@@ -131,15 +131,8 @@ def fitted(image: Tensor, size: tuple[int, int]) -> Tensor:
     return image[:, top : top + size[0], left : left + size[1]]
 
 
-@contextmanager
-def _in_float32(module: torch.nn.Module) -> Iterator[None]:
+def _in_float32(module: torch.nn.Module) -> AbstractContextManager[None]:
     """Cast all weights of the module to float32 inside the block."""
     tensors = [*module.parameters(), *module.buffers()]
-    originals = [(t, t.data) for t in tensors if t.is_floating_point() and t.dtype.itemsize < 4]
-    try:
-        for tensor, data in originals:
-            tensor.data = data.float()
-        yield
-    finally:
-        for tensor, data in originals:
-            tensor.data = data
+    half = [t for t in tensors if t.is_floating_point() and t.dtype.itemsize < 4]
+    return swapped_weights(half, [t.data.float() for t in half])

@@ -116,10 +116,7 @@ _QWEN_21 = Family(
 
 FAMILIES: dict[str, Family] = {
     "sd3": Family(
-        pipelines=("StableDiffusion3Pipeline",),
-        encodes=_POOLED,
-        guidance="concatenated",
-        lora=SD3_ATTENTION,
+        pipelines=("StableDiffusion3Pipeline",), encodes=_POOLED, guidance="concatenated", lora=SD3_ATTENTION
     ),
     "sd15": Family(
         pipelines=("StableDiffusionPipeline",),
@@ -129,11 +126,7 @@ FAMILIES: dict[str, Family] = {
         unit=1,
     ),
     "sdxl": Family(
-        pipelines=("StableDiffusionXLPipeline",),
-        encodes=_POOLED,
-        guidance="concatenated",
-        networks=("unet",),
-        unit=1,
+        pipelines=("StableDiffusionXLPipeline",), encodes=_POOLED, guidance="concatenated", networks=("unet",), unit=1
     ),
     "pixart": Family(
         pipelines=("PixArtSigmaPipeline",),
@@ -210,10 +203,7 @@ FAMILIES: dict[str, Family] = {
         unit=1,
     ),
     "lumina2": Family(
-        pipelines=("Lumina2Pipeline",),
-        encodes=_MASKED,
-        guidance="two calls",
-        fixed={"cfg_trunc_ratio": 1.0},
+        pipelines=("Lumina2Pipeline",), encodes=_MASKED, guidance="two calls", fixed={"cfg_trunc_ratio": 1.0}
     ),
     "chroma": Family(
         pipelines=("ChromaPipeline",),
@@ -222,16 +212,10 @@ FAMILIES: dict[str, Family] = {
         lora=JOINT,
     ),
     "cogview4": Family(
-        pipelines=("CogView4Pipeline",),
-        encodes="prompt_embeds negative_prompt_embeds",
-        guidance="two calls",
+        pipelines=("CogView4Pipeline",), encodes="prompt_embeds negative_prompt_embeds", guidance="two calls"
     ),
     "auraflow": Family(
-        pipelines=("AuraFlowPipeline",),
-        encodes=_MASKED,
-        guidance="concatenated",
-        mixed=False,
-        lora=JOINT,
+        pipelines=("AuraFlowPipeline",), encodes=_MASKED, guidance="concatenated", mixed=False, lora=JOINT
     ),
     "hidream": Family(
         pipelines=("HiDreamImagePipeline",),
@@ -240,11 +224,7 @@ FAMILIES: dict[str, Family] = {
             "pooled_prompt_embeds negative_pooled_prompt_embeds"
         ),
         guidance="concatenated",
-        batch_axis={
-            "prompt_embeds_llama3": 1,
-            "negative_prompt_embeds_llama3": 1,
-            "encoder_hidden_states_llama3": 1,
-        },
+        batch_axis={"prompt_embeds_llama3": 1, "negative_prompt_embeds_llama3": 1, "encoder_hidden_states_llama3": 1},
         own_size=True,
         lora=("to_q", "to_k", "to_v", "to_out", "to_q_t", "to_k_t", "to_v_t", "to_out_t"),
     ),
@@ -292,12 +272,7 @@ FAMILIES: dict[str, Family] = {
         frame_rate=15.0,
     ),
     "ltx": Family(
-        pipelines=("LTXPipeline",),
-        encodes=_MASKED,
-        guidance="concatenated",
-        frames=161,
-        frame_rate=25.0,
-        unit=1,
+        pipelines=("LTXPipeline",), encodes=_MASKED, guidance="concatenated", frames=161, frame_rate=25.0, unit=1
     ),
 }
 """name -> family."""

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -20,27 +21,24 @@ from .families import Family
 
 
 @contextmanager
-def silent(pipe: Any = None) -> Iterator[None]:
-    """Silence diffusers below errors inside the block, and a classic `pipe` entirely; exceptions pass.
+def silent(pipe: Any = None, level: int = logging.ERROR) -> Iterator[None]:
+    """Silence diffusers below `level` inside the block, or a classic `pipe` entirely; exceptions pass.
 
     Of a pipeline with many calls only its own logger is switched: a level for all of diffusers empties every
     logger's cache.
     """
     if pipe is None or hasattr(pipe, "blocks"):  # blocks of a modular one speak for themselves
         logger = logging.getLogger("diffusers")
-        level = logger.level
-        logger.setLevel(logging.ERROR)
+        before = logger.level
+        logger.setLevel(level)
         try:
             yield
         finally:
-            logger.setLevel(level)
+            logger.setLevel(before)
         return
     logger = logging.getLogger(type(pipe).__module__)
-    before, logger.disabled = logger.disabled, True
-    try:
+    with patch.object(logger, "disabled", True):
         yield
-    finally:
-        logger.disabled = before
 
 
 class Halves:
@@ -77,7 +75,10 @@ class Halves:
             joined = self._guided and self._family.guidance == "concatenated"
             if joined and self.apart:
                 halves = [self._half(network, forward, args, kwargs, half) for half in (0, 1)]
-                return tuple(_cat(parts) for parts in zip(*halves, strict=True))
+                return tuple(
+                    torch.cat(parts) if isinstance(parts[0], Tensor) else [item for part in parts for item in part]
+                    for parts in zip(*halves, strict=True)
+                )
             is_null = self._guided and not joined and number == 1
             return self._counted(network, forward, args, kwargs, 2 if joined else 1, is_null)
 
@@ -95,13 +96,11 @@ class Halves:
         learning = torch.is_grad_enabled() and not is_null
         with gradient_mode(network, learning):
             out = forward(*args, **kwargs)
-        if not learning:
-            out = tree_map_only(Tensor, Tensor.detach, out)
         if learning:
             self._count.forward_backward += halves * self._samples
-        else:
-            self._count.forward += halves * self._samples
-        return out
+            return out
+        self._count.forward += halves * self._samples
+        return tree_map_only(Tensor, Tensor.detach, out)
 
     def _part(self, value: Any, half: int, name: str = "") -> Any:
         """Return the samples of one half, of tensors, lists and dicts."""
@@ -127,7 +126,3 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, dict):
         return {key: _cast(item, dtype) for key, item in value.items()}
     return type(value)(_cast(item, dtype) for item in value) if isinstance(value, list | tuple) else value
-
-
-def _cat(parts: tuple[Any, ...]) -> Any:
-    return torch.cat(parts) if isinstance(parts[0], Tensor) else [item for part in parts for item in part]

@@ -35,15 +35,8 @@ def load_pipeline(
 ) -> Any:
     """Load the parts that the index lists: from the single file what it holds, all others from the folder.
 
-    Args:
-        source: files of the model.
-        index: of its folder.
-        dtypes: part -> dtype; "default" is of all others.
-        device: of all parts.
-        variant: see `ModelSource.variant`.
-        absent: parts to leave out, besides those that the index leaves out.
-        offload: leave text encoders and autoencoder in CPU memory.
-        **quantized: see `quantization_of`.
+    `dtypes` maps parts to dtypes ("default": all others), `absent` are parts to leave out besides those that the index
+    leaves out, and `quantized` comes from `quantization_of`.
     """
     kind, folder = str(index["_class_name"]), Path(source.folder)
     listed = {name for name, entry in index.items() if isinstance(entry, list) and any(entry)} - {*absent}

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA on the networks of a diffusers pipeline: add, save as its library does, load, start from another's.
-
-Source: LoRA, arXiv 2106.09685.
-"""
+"""LoRA on the networks of a diffusers pipeline: add, save as its library does, load, start from another's."""
 
 from __future__ import annotations
 
@@ -60,11 +57,9 @@ def make_trainable(pipe: Any, family: Family, lora: LoraSettings | None, *, chec
 
 
 def add_lora(network: Any, settings: LoraSettings, usual: Sequence[str], unused: str | None = None) -> list[LoraLayer]:
-    """Freeze a network of diffusers and put trainable float32 adapters into it, in place; return the layers
-    that carry them.
+    """Freeze a network of diffusers and put trainable float32 adapters into it, in place; return the adapted layers.
 
-    Where the settings name no targets, the layers are those that end in a name of `usual`, without `unused`
-    ones (see `Family`).
+    Where the settings name no targets, these end in a name of `usual`, without `unused` ones (see `Family`).
     """
     check_bare(network, "pipe.fuse_lora(); pipe.unload_lora_weights()")
     kinds = nn.Linear if settings.target_modules is None else (nn.Linear, nn.Conv2d)
@@ -100,12 +95,9 @@ def _unused(names: Iterable[str], pattern: str | None) -> set[str]:
 def save_lora(pipeline: Any, networks: Mapping[str, Any], folder: Path, start: LoraStart | None = None) -> None:
     """Write the adapters so that `loading_code` restores them with their rank and alpha.
 
-    Args:
-        pipeline: the diffusers class.
-        networks: part of the pipeline -> network with adapters, not wrapped.
-        folder: gets `pytorch_lora_weights.safetensors`, and where the class has no loader a folder `peft`
-            with the same in peft's format; a second network's go into a folder of its name in there.
-        start: the LoRAs that training started from, whose layers of text encoders are written too.
+    The folder gets `pytorch_lora_weights.safetensors`, and where the class `pipeline` has no loader a folder `peft`
+    with the same in peft's format; a second network's go into a folder of its name. Layers of text encoders that
+    training started from are written too.
     """
     encoders = _encoder_arguments(pipeline, {} if start is None else start.encoders)
     for part, (name, subfolder) in _places(networks, folder).items():
@@ -143,14 +135,13 @@ def _encoder_arguments(pipeline: Any, encoders: Adapters) -> dict[str, Any]:
 
 
 def loading_code(kind: str, parts: Sequence[str], folder: str | Path) -> str:
-    """Return the Python that loads what `save_lora` wrote into a diffusers pipeline `pipe` (a class name), a
-    line per part.
+    """Return the Python that loads what `save_lora` wrote into a pipeline `pipe` of the class `kind`.
 
     diffusers has no loader for PixArt and PRX, and one for HunyuanImage's network only: peft reads their
     adapters, by `from peft import PeftModel`.
     """
-    parts_by_folder, lines = _places(dict.fromkeys(parts), Path(folder)), []
-    for part, (first, subfolder) in parts_by_folder.items():
+    lines = []
+    for part, (first, subfolder) in _places(dict.fromkeys(parts), Path(folder)).items():
         if has_loader(getattr(diffusers, kind), first):
             more = "" if part == first else f", load_into_{part}=True"
             lines.append(f"pipe.load_lora_weights({json.dumps(str(subfolder))}{more})")

@@ -77,9 +77,7 @@ def export_lora(folder: Path, file: Path, family: str | None) -> int:
     """
     saved, metadata = read_lora(folder)
     part = next((name.partition(".")[0] for name in saved if name.startswith(("unet.", "transformer."))), "")
-    alphas = {
-        name.removesuffix(".lora_alpha"): float(value) for name, value in metadata.items() if "lora_alpha" in name
-    }
+    alphas = {name.removesuffix(".lora_alpha"): float(α) for name, α in metadata.items() if "lora_alpha" in name}
     if part == "unet":
         converted = _unet_to_kohya(saved, alphas)
     elif _is_flux(saved) and family in (None, *KOHYA):
@@ -151,18 +149,14 @@ def _is_flux(saved: Mapping[str, Tensor]) -> bool:
 
 
 def flux_to_kohya(saved: Mapping[str, Tensor], alpha: float | None) -> dict[str, Tensor]:
-    """Convert FLUX.1's adapters ("transformer.….lora_A.weight" and lora_B) to kohya's network, in which
-    queries, keys and values are one layer.
+    """Convert FLUX.1's adapters to kohya's network, in which queries, keys and values are one layer.
 
     With n layers of rank r in one, A is theirs one above the other and B block-diagonal: rank n r, alpha n α.
     `alpha` None is the rank.
     """
     left = {
-        name.removeprefix("transformer.").removesuffix(".lora_A.weight"): (
-            weight,
-            saved[name.replace("lora_A", "lora_B")],
-        )
-        for name, weight in saved.items()
+        name.removeprefix("transformer.").removesuffix(".lora_A.weight"): (w, saved[name.replace("lora_A", "lora_B")])
+        for name, w in saved.items()
         if name.endswith(".lora_A.weight")
     }
     converted: dict[str, Tensor] = {}

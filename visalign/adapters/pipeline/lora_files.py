@@ -4,23 +4,24 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from diffusers.utils import logging
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from visalign.adapters.lora import other_scales
 from visalign.errors import UserError, suggestion
-from visalign.hub import hub_message, hub_outage
+from visalign.hub import hub_file
 from visalign.model_files import open_tensors, read_object, read_tensors, why_unreadable
+
+from .guidance import silent
 
 WEIGHT_FILE = "pytorch_lora_weights.safetensors"
 """The file that diffusers' `load_lora_weights` looks for."""
@@ -114,9 +115,10 @@ def lora_file(path: Path) -> Path:
     if names_hub and path.parts[0][0] not in "./~" and not Path(path.parts[0]).is_dir():
         return _from_hub("/".join(path.parts[:2]), *path.parts[2:])
     if not path.is_dir():
+        siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
         raise FileNotFoundError(
-            f"There is no LoRA {path}. {suggestion(path.name, _names(path.parent))}Give a run folder, "
-            "its folder lora, or a .safetensors file; with a weight as PATH:0.8."
+            f"There is no LoRA {path}. {suggestion(path.name, siblings)}Give a run folder, its folder lora, or a "
+            ".safetensors file; with a weight as PATH:0.8."
         )
     folder = path / "lora" if (path / "lora").is_dir() else path
     for name in (WEIGHT_FILE, PEFT_FILE):
@@ -140,25 +142,13 @@ def lora_file(path: Path) -> Path:
 
 def _from_hub(name: str, *file: str) -> Path:
     """Return the named file of a hub repository in the cache, or the one that diffusers or peft writes."""
-    from huggingface_hub import hf_hub_download
-
-    hub_outage()
-    errors: list[Exception] = []
-    for candidate in file or (WEIGHT_FILE, PEFT_FILE):
-        try:
-            if candidate == PEFT_FILE:
-                hf_hub_download(name, "adapter_config.json")
-            return Path(hf_hub_download(name, candidate))
-        except (OSError, ValueError) as error:
-            errors.append(error)
-    raise FileNotFoundError(
-        f"There is no LoRA {'/'.join([name, *file])} here. {hub_message(name, 'LoRA', errors[0])} A file of another "
-        "name is given as owner/name/FILE.safetensors."
-    ) from errors[0]
-
-
-def _names(folder: Path) -> list[str]:
-    return [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
+    try:
+        weights = hub_file(name, "LoRA", *(file or (WEIGHT_FILE, PEFT_FILE)))
+        if weights.name == PEFT_FILE:
+            hub_file(name, "LoRA", "adapter_config.json")  # has its alpha
+        return weights
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{error} A file of another name is given as owner/name/FILE.safetensors.") from error
 
 
 def read_lora(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -274,8 +264,7 @@ def _by_layer_names(
     """Read adapters whose keys name layers of the pipeline, with dots or kohya's underscores; None: others do."""
     if other_scales(metadata):
         return None
-    names, adapters, alphas = _layer_names(parts, first), {}, {}
-    absent = 0
+    names, adapters, alphas, absent = _layer_names(parts, first), {}, {}, 0
     for key in state:
         split = re.fullmatch(r"(.+)\.(?:lora_(A|B|down|up)(?:\.default)?\.weight|(alpha))", key)
         if split is None or split[1] not in names:
@@ -288,9 +277,7 @@ def _by_layer_names(
         else:
             adapters.setdefault(names[split[1]], {})["down" if split[2] in ("A", "down") else "up"] = state[key]
     if absent:
-        warnings.warn(
-            f"{absent} tensors for text encoders that this pipeline does not have are left out.", stacklevel=4
-        )
+        warnings.warn(f"{absent} tensors for text encoders that this pipeline lacks are left out.", stacklevel=4)
     result: Adapters = {}
     for (part, layer), pair in adapters.items():
         if len(pair) != 2:
@@ -348,12 +335,11 @@ def _by_diffusers(pipe: Any, file: Path, state: Mapping[str, Tensor], misfit: Mi
     if type(pipe).__name__ == "StableDiffusionPipeline":
         options["unet_config"] = pipe.unet.config  # by which blocks of Stability's own code are numbered
     try:
-        with _quiet():
+        with silent(level=logging.CRITICAL):  # it lists the keys that have no place, which are counted below
             pipe.load_lora_weights(source, **options)
     except (ValueError, RuntimeError, KeyError, AttributeError, TypeError, IndexError) as error:
-        sizes = re.search(
-            r"size mismatch for (.+?)\.lora_\w.*?Size\((\[.*?\])\).*?Size\((\[.*?\])\)", str(error), re.S
-        )
+        size = r"Size\((\[.*?\])\)"
+        sizes = re.search(rf"size mismatch for (.+?)\.lora_\w.*?{size}.*?{size}", str(error), re.DOTALL)
         where = f"whose {sizes[1]} has {sizes[2]}, and here it has {sizes[3]}" if sizes else ""
         raise misfit(where or f"with keys such as {next(iter(state))}") from error
     adapters: Adapters = {}
@@ -377,14 +363,3 @@ def _as_kohya(name: str) -> str:
     layer, kind, end = re.fullmatch(r"diffusion_model\.(.+)\.(lora_\w+|alpha)(\.weight)?", name).groups()  # type: ignore[union-attr]
     letters = {"lora_A": "lora_down", "lora_B": "lora_up"}
     return f"lora_unet_{layer.replace('.', '_')}.{letters.get(kind, kind)}{end or ''}"
-
-
-@contextmanager
-def _quiet() -> Any:
-    """Keep diffusers from listing the keys that it has no place for; they are counted."""
-    level = logging.get_verbosity()
-    logging.set_verbosity(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)

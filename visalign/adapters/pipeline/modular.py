@@ -93,10 +93,8 @@ def as_one_call(pipe: Any, family: Family) -> None:
             problem = f"has no {', '.join(missing)}. Load its parts (pipe.load_components())"
     if problem:
         raise UserError(f"This {kind.__name__} {problem}, or use PipelinePolicy.from_pretrained.")
-    text, loop = (
-        _text_encoder(row),
-        next(i for i, block in enumerate(row) if isinstance(block, LoopSequentialPipelineBlocks)),
-    )
+    text = _text_encoder(row)
+    loop = next(i for i, block in enumerate(row) if isinstance(block, LoopSequentialPipelineBlocks))
     steps = [_with_gradient(block) for block in row[loop].sub_blocks.values()]
 
     def step(components: Any, state: Any, **at: Any) -> tuple[Any, Any]:
@@ -180,9 +178,7 @@ class _OneCall:
 
 
 def _row(pipe: Any, absent: Collection[str]) -> list[Any]:
-    """Return the blocks in order, each a leaf or the loop, without those before the text encoder that need
-    what is absent.
-    """
+    """Return the leaves and the loop in order, without blocks before the text encoder that need what is absent."""
     blocks = pipe.blocks
     if not any(isinstance(block, LoopSequentialPipelineBlocks) for block in blocks.sub_blocks.values()):
         blocks = blocks.get_workflow(WORKFLOW)

@@ -79,14 +79,7 @@ class PipelinePolicy:
         decode_batch: int = 8,
         call: Mapping[str, Any] | None = None,
     ) -> None:
-        self._call = PipelineCall(
-            pipe,
-            guidance=guidance,
-            negative_prompt=negative_prompt,
-            image_size=image_size,
-            num_frames=num_frames,
-            call=call,
-        )
+        self._call = PipelineCall(pipe, image_size, num_frames, guidance, negative_prompt, call)
         self._image_size = image_size
         self.pipe, self.family, self.networks = pipe, self._call.family, self._call.networks
         self.latent_shape: tuple[int, ...] = self._call.latent_shape
@@ -180,9 +173,7 @@ class PipelinePolicy:
 
     @property
     def image_size(self) -> int | tuple[int, int] | None:
-        """Image size as passed to the constructor. Setting it changes `latent_shape` and `sigmas`; conditions
-        encoded before belong to the previous size.
-        """
+        """Image size as passed; setting it changes `latent_shape` and `sigmas`, and encoded conditions are void."""
         return self._image_size
 
     @image_size.setter
@@ -214,9 +205,8 @@ class PipelinePolicy:
         """Encode B prompts by the pipeline's own `encode_prompt`, each unique one once and by itself, so that
         a prompt's encoding does not depend on its neighbours' lengths.
 
-        Args:
-            prompts: B texts; or records with "prompt" and "source", the image to edit (a file, a PIL image or
-                [3, H, W] in [0, 1]) or, of a family that joins `several`, a list of them.
+        A prompt is a text, or a record with "prompt" and "source", the image to edit (a file, a PIL image or
+        [3, H, W] in [0, 1]) or, of a family that joins `several`, a list of them.
         """
         prompt_sources = [(p, None) if isinstance(p, str) else (str(p["prompt"]), p.get("source")) for p in prompts]
         keys = [(text, source_key(source)) for text, source in prompt_sources]
@@ -301,9 +291,7 @@ class PipelinePolicy:
         return self._call.frames(latents, self.decode_batch)
 
     def encode_images(self, images: Sequence[Tensor]) -> Tensor:
-        """Clean latents [B, ...] of B images [3, h, w] in [0, 1] of any size, see `ImageEncoder`; `decode` is
-        its inverse.
-        """
+        """Encode B images [3, h, w] in [0, 1] of any size, see `ImageEncoder`; `decode` is the inverse."""
         with on_device(self.pipe, AUTOENCODER, self.device):
             return self._encoder(images)
 
@@ -320,9 +308,7 @@ class PipelinePolicy:
         return self._trained.named()
 
     def save(self, folder: Path) -> None:
-        """Write what was trained, in float32: with LoRA what `save_lora` writes, without, the whole pipeline
-        as `pipe.save_pretrained` does.
-        """
+        """Write what was trained, in float32: a LoRA as `save_lora` does, or else the whole pipeline as diffusers."""
         if self.lora is not None:
             save_lora(type(self.pipe), self.networks, Path(folder), self._start)
         else:

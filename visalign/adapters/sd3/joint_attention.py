@@ -38,23 +38,6 @@ def collapse_null_tokens(prompt_embeds: Tensor) -> tuple[Tensor, Tensor]:
     return prompt_embeds, log_multiplicity
 
 
-def append_null_token(clip_embeds: Tensor, joint_attention_dim: int, count: int = 256) -> tuple[Tensor, Tensor]:
-    """Return the collapsed context of an SD3 pipeline without T5, from its CLIP tokens; the long one is never built.
-
-    Args:
-        clip_embeds: [B, L, D] tokens of the CLIP text encoders, joined along D.
-        joint_attention_dim: the transformer's context width; the tokens are filled up with zeros.
-        count: number of null tokens that the appended one stands for (the pipeline's `max_sequence_length`).
-
-    Returns:
-        The context [B, L + 1, joint_attention_dim] and the log-multiplicity [L + 1] float32 of its tokens.
-    """
-    _, length, width = clip_embeds.shape
-    log_multiplicity = torch.zeros(length + 1, device=clip_embeds.device)
-    log_multiplicity[-1] = math.log(count)
-    return F.pad(clip_embeds, (0, joint_attention_dim - width, 0, 1)), log_multiplicity
-
-
 SHORT = 128
 """Keys up to which attention is written out on the CPU. With its backward, in bfloat16, it takes a quarter of
 the fused kernel's time at 29 keys, 0.6 at 64, 0.8 at 128, 1.1 at 256; it keeps all weights in memory."""
@@ -77,15 +60,8 @@ class WeightedJointAttention:
         attention_mask: Tensor | None = None,
         context_log_multiplicity: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Joint attention of image tokens [B, N, D] and context tokens [B, L', D], of which both are
-        returned; without context, attention among the image tokens.
-
-        Args:
-            attn: diffusers' `Attention` layer with its projections and query/key norms.
-            hidden_states: image tokens.
-            encoder_hidden_states: context tokens.
-            attention_mask: unused; diffusers passes it to every processor.
-            context_log_multiplicity: [L'], log of how many equal tokens each context token stands for.
+        """Attend jointly among image tokens [B, N, D] and context tokens [B, L', D], and return both; without
+        context, among the image tokens. `attention_mask` is unused; diffusers passes it to every processor.
         """
         count, bias = hidden_states.shape[1], None
         projections, norms = (attn.to_q, attn.to_k, attn.to_v), (attn.norm_q, attn.norm_k)

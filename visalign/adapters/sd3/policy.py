@@ -62,7 +62,6 @@ class SD3Policy:
         autocast: run the transformer, and with bfloat16 the decoder, under autocast in this dtype.
         image_size: in pixels, a square's side or (height, width); None is the model's own.
         gradient_checkpointing: compute activations again in the backward instead of keeping them.
-        encode_batch: prompts per pass of the text encoders.
         decode_batch: latents per pass of the autoencoder.
     """
 
@@ -79,7 +78,6 @@ class SD3Policy:
         autocast: torch.dtype | None = None,
         image_size: int | tuple[int, int] | None = None,
         gradient_checkpointing: bool = False,
-        encode_batch: int = 64,
         decode_batch: int = 32,
     ) -> None:
         missing = [part for part in REQUIRED_PARTS if getattr(pipe, part, None) is None]
@@ -104,7 +102,7 @@ class SD3Policy:
         self.decode_batch = decode_batch
         self._image_size, self.latent_shape = image_size, _latent_shape(pipe, image_size)
         self.storage_dtype: torch.dtype = self.transformer.dtype
-        self._text = SD3TextEncoders(pipe, max_sequence_length=max_sequence_length, batch=encode_batch)
+        self._text = SD3TextEncoders(pipe, max_sequence_length=max_sequence_length)
         pipe.vae.requires_grad_(False).eval()
         self.transformer.eval()
         use_weighted_attention(self.transformer)
@@ -135,18 +133,8 @@ class SD3Policy:
     ) -> SD3Policy:
         """Load a pipeline from a folder, a file or the hub as a policy; wrong folders are refused before loading.
 
-        Args:
-            folder_or_id: a folder as `save_pretrained` writes it, `owner/name`, or a checkpoint of one file.
-            dtype: dtype of the frozen weights; trained weights are always float32. In full fine-tuning the
-                transformer is computed in it (see the class).
-            device: device of all parts.
-            variant: variant of the weights' files, such as fp16; None is the usual one, or the only one.
-            config: folder or hub name that describes a checkpoint of one file, see `model_source`.
-            use_t5: False leaves the third text encoder out (9 GB less for SD3.5).
-            quantization: rounding of the frozen transformer under LoRA, "torchao_int8" or "bitsandbytes_4bit".
-            offload: keep the text encoders and the autoencoder in CPU memory; they are copied to `device` while they
-                are used.
-            **options: arguments of the constructor: guidance, lora, max_sequence_length, ...
+        The arguments are those of `PipelinePolicy.from_pretrained`, and `use_t5`: False leaves the third text encoder
+        out (9 GB less for SD3.5). `options` are of the constructor.
         """
         adapters = options.get("lora") is not None or options.get("lora_path") is not None
         quantized = quantization_of(quantization, ["transformer"], dtype, adapters=adapters)
@@ -245,9 +233,7 @@ class SD3Policy:
         return (torch.cat(images) / 2 + 0.5).clamp(0, 1).contiguous()
 
     def encode_images(self, images: Sequence[Tensor]) -> Tensor:
-        """Clean latents [B, C, H, W] of B images [3, h, w] in [0, 1] of any size, see `ImageEncoder`;
-        `decode` is its inverse.
-        """
+        """Encode B images [3, h, w] in [0, 1] of any size, see `ImageEncoder`; `decode` is the inverse."""
         with on_device(self.pipe, AUTOENCODER, self.device):
             return self._encoder(images)
 
@@ -329,9 +315,7 @@ class SD3Policy:
 
 
 def _latent_shape(pipe: StableDiffusion3Pipeline, image_size: int | tuple[int, int] | None) -> tuple[int, int, int]:
-    """Return C, H, W of the latents of an image of `image_size` pixels, one number for a square or (height,
-    width); None is the size the model was made for.
-    """
+    """Return C, H, W of the latents of an image of `image_size` pixels; None is the size the model was made for."""
     config, scale = pipe.transformer.config, pipe.vae_scale_factor
     size = config.sample_size * scale if image_size is None else image_size
     height, width = (size, size) if isinstance(size, int) else size

@@ -15,6 +15,8 @@ from visalign.adapters.offload import ENCODERS, on_device
 
 from .joint_attention import collapse_null_tokens
 
+BATCH = 64  # prompts that pass the encoders at a time
+
 
 @dataclass(frozen=True, kw_only=True)
 class SD3Condition:
@@ -39,11 +41,11 @@ class SD3Condition:
 
 class SD3TextEncoders:
     """The two CLIP encoders and T5, if there, behind the pipeline's own `encode_prompt`; frozen. Of a run of
-    null tokens one weighted token is kept; `batch` prompts go through in a pass.
+    null tokens one weighted token is kept.
     """
 
-    def __init__(self, pipe: StableDiffusion3Pipeline, *, max_sequence_length: int, batch: int) -> None:
-        self._pipe, self._max_sequence_length, self._batch = pipe, max_sequence_length, batch
+    def __init__(self, pipe: StableDiffusion3Pipeline, *, max_sequence_length: int) -> None:
+        self._pipe, self._max_sequence_length = pipe, max_sequence_length
         self._null: SD3Condition | None = None
         for encoder in (pipe.text_encoder, pipe.text_encoder_2, pipe.text_encoder_3):
             if encoder is not None:
@@ -55,7 +57,7 @@ class SD3TextEncoders:
         rows = {prompt: row for row, prompt in enumerate(dict.fromkeys(prompts))}
         unique = list(rows)
         with on_device(self._pipe, ENCODERS, self._pipe.transformer.device):
-            chunks = [self._encode(unique[i : i + self._batch]) for i in range(0, len(unique), self._batch)]
+            chunks = [self._encode(unique[i : i + BATCH]) for i in range(0, len(unique), BATCH)]
         embeds, pooled = (torch.cat(tensors) for tensors in zip(*chunks, strict=True))
         embeds, weights = collapse_null_tokens(embeds)
         log_multiplicity = weights if weights.any() else None
