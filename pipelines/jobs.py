@@ -62,6 +62,11 @@ def load_job(name_or_path: str, overrides: Sequence[str] = (), *, pipeline: str 
     except ConfigError as error:
         hint = f" Or let short runs find it: {KEY}={FIND}." if f"'{KEY}'" in str(error) else ""
         raise ConfigError(f"{error}{hint}") from error
+    if getattr(config.run, "sharding", False) and config.optimizer.name == "adamw_8bit":
+        raise ConfigError(
+            "optimizer.name is adamw_8bit, and run.sharding divides the moments among the processes already. Leave "
+            "one of the two out."
+        )
     if finds:
         run = partial(run_with_found_rate, run=run)
         plans = {name: partial(_with_search, plan) for name, plan in plans.items()}

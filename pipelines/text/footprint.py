@@ -6,18 +6,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from visalign.data.assets import resolve_model
-from visalign.pipelines.shared.parts import name_key
 from visalign.pipelines.shared.plan import GB, dtype_name, per_device, tokens_by_device, trained_memory, weight_bytes
 from visalign.precision import autocast_dtype
-from visalign.text.turns import ChatTurns
 from visalign.training.loop.optimizer import AdamWSettings
 from visalign.training.text.trajectories import needs_reference
 
 from .config import TextConfig
-from .parts import TextInputs, lora_settings, prompt_encoder
+from .parts import TextInputs, lora_settings, planned_encoder
 
 PROMPTS = 256
 """Training prompts whose length is measured."""
@@ -34,7 +32,7 @@ def footprint(config: TextConfig, inputs: TextInputs) -> dict[str, Any]:
     from visalign.adapters.causal_lm.lora import add_text_lora
 
     model, rollout, objective = config.model, config.rollout, config.built_objective
-    loaded: Any = from_pretrained(AutoConfig, name := str(resolve_model(model.path)))
+    loaded: Any = from_pretrained(AutoConfig, str(resolve_model(model.path)))
     if loaded.model_type in VISION_LANGUAGE:
         return {}
     with torch.device("meta"):
@@ -42,8 +40,8 @@ def footprint(config: TextConfig, inputs: TextInputs) -> dict[str, Any]:
         network: Any = AutoModelForCausalLM.from_config(loaded, **options).eval()
     if model.lora is not None:
         add_text_lora(network, lora_settings(model, config.seed))
-    longest_prompt = _longest_prompt(config, from_pretrained(AutoTokenizer, name), inputs)
-    length = longest_prompt + rollout.max_new_tokens
+    prompts = planned_encoder(config).encode([record["prompt"] for record in inputs.records[:PROMPTS]])
+    length = (longest_prompt := max(map(len, prompts))) + rollout.max_new_tokens
     completions = rollout.prompts_per_iteration * rollout.group_size
     rows = 0 if config.server is not None else min(model.generate_batch, completions)
     low = autocast_dtype("bfloat16" if model.autocast == "auto" else model.autocast, torch.device("cpu"))
@@ -84,15 +82,6 @@ def footprint(config: TextConfig, inputs: TextInputs) -> dict[str, Any]:
         ),
         **speed,
     }
-
-
-def _longest_prompt(config: TextConfig, tokenizer: Any, inputs: TextInputs) -> int:
-    """Count the tokens of the longest prompt, with the tools that stand in each."""
-    encoder = prompt_encoder(config.model, tokenizer)
-    if config.rollout.environment is not None:
-        with name_key("rollout.environment"):
-            ChatTurns(encoder, config.rollout.environment.build())
-    return max(map(len, encoder.encode([r["prompt"] for r in inputs.records[:PROMPTS]])))
 
 
 def training_memory(network: Any, optimizer: AdamWSettings) -> dict[str, float]:

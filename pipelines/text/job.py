@@ -26,6 +26,7 @@ from .parts import (
     build_server,
     build_text_policy,
     build_value_model,
+    planned_encoder,
     prepare,
     syncing,
     with_tool,
@@ -181,6 +182,8 @@ def plan(config: TextConfig, inputs: TextInputs | None = None) -> dict[str, Any]
 
     local_folder(str(resolve_model(config.model.path)), CONTENT)  # a dry run reads nothing else of the model
     inputs = inputs or prepare(config)
+    if config.rollout.environment is not None:
+        planned_encoder(config)  # refuses a template without tools
     rollout, per_iteration = config.rollout, config.optimizer.updates_per_iteration
     completions = rollout.prompts_per_iteration * rollout.group_size
     return {

@@ -276,6 +276,20 @@ def prompt_encoder(model: TextModelConfig, tokenizer: Any) -> Any:
     return encoder
 
 
+def planned_encoder(config: TextConfig) -> Any:
+    """Build the encoder of prompts without the model, with the tools of an environment; refuse a template without."""
+    from transformers import AutoTokenizer
+
+    from visalign.adapters.causal_lm.loading import from_pretrained
+
+    tokenizer = from_pretrained(AutoTokenizer, str(resolve_model(config.model.path)))
+    encoder = prompt_encoder(config.model, tokenizer)
+    if config.rollout.environment is not None:
+        with name_key("rollout.environment"):
+            ChatTurns(encoder, config.rollout.environment.build())
+    return encoder
+
+
 def build_value_model(model: ActorCriticConfig, device: torch.device) -> Any:
     """Load a separate value network, or return None."""
     from visalign.adapters.causal_lm.value_head import ValueModel

@@ -179,7 +179,6 @@ def test_an_environment_that_raises_leaves_a_sample_that_is_not_scored() -> None
         (None, {"factory": Game}, "no chat template"),
         ("{{ messages[0].content }}", {"tools": [add]}, "describes no tools"),
         (TEMPLATE, {"tools": [lambda a: a]}, "cannot be described to the model"),
-        (TEMPLATE, {"factory": object}, "mine has no method reset"),
         (TEMPLATE.replace("| tojson }}</tool_call>", ".name }}</tool_call>"), {"tools": [add]}, "which is no JSON"),
         ("{{ messages[0].content }}", {"factory": Game}, "no place for messages of the role 'user'"),
     ],

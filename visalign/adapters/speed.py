@@ -33,17 +33,11 @@ def speed_up(
 ) -> None:
     """Change how a network is executed, in place; its function stays the same.
 
-    Args:
-        module: Network of diffusers with its adapters, or an `nn.ModuleDict` of several.
-        compiled: `torch.compile` each repeated block (`_repeated_blocks`, or `_no_split_modules`), so that one
-            compilation serves all. None: on a GPU, if the network has 100 million parameters or more.
-        attention: Backend of diffusers' attention dispatch: native, flash, sage, xformers, ...
-        channels_last: Store 2D convolution weights channels last.
-        vae: Autoencoder of images, whose decoder is compiled with the blocks on a GPU: 6.1 ms for an image of 512²
-            in bfloat16 on an H200, and 12.9 without.
-
-    Raises:
-        UserError: No repeated blocks, no layers that take a backend, or a backend unavailable here.
+    `module` is a network of diffusers with its adapters, or an `nn.ModuleDict` of several. With `compiled`
+    each repeated block is compiled, so that one compilation serves all; None: on a GPU, if the network has
+    100 million parameters or more. `attention` is a backend of diffusers' dispatch (native, flash, sage,
+    xformers, ...), `channels_last` of 2D convolution weights. The decoder of `vae` is compiled with the
+    blocks on a GPU: 6.1 ms for an image of 512² in bfloat16 on an H200, and 12.9 without.
     """
     for network in module.values() if isinstance(module, nn.ModuleDict) else [module]:
         if channels_last:
@@ -124,9 +118,9 @@ def _cut(output: Tensor) -> Tensor:
 def gradient_mode(network: nn.Module, learning: bool) -> Iterator[None]:
     """Run a pass of a network with or without gradient inside the block; detach the output of one without.
 
-    Compiled blocks run one graph for both, that of training, because two graphs round apart: by a log-ratio of 1.9e-4
-    in bfloat16, beyond the clip range of 1e-4 (docs/evidence/gpu.md, section 2). Without `learning` each block frees
-    its activations at once.
+    Compiled blocks run one graph for both, that of training, because two graphs round apart: by a log-ratio
+    of 1.9e-4 in bfloat16, beyond the clip range of 1e-4 (docs/evidence/gpu.md, section 2). Without `learning`
+    each block frees its activations at once.
     """
     compiled: CompiledBlocks | None = network.__dict__.get(_COMPILED)
     if learning or compiled is None:

@@ -54,14 +54,10 @@ class Surroundings(NamedTuple):
 class PromptEncoder:
     """Turns prompts into token ids, and says which prompt cannot be turned and why.
 
-    Args:
-        tokenizer: tokenizer or processor of the model.
-        chat_template: the Jinja text of a template, or the name of one of the tokenizer's; None is the
-            processor's or the tokenizer's own.
-        template_options: more variables of the template, e.g. {"enable_thinking": False}.
-        plain_as_chat: wrap a plain text as the message of a user, unless the template was applied to it before;
-            False tokenizes it as it stands.
-        system: put this message before conversations that have none of the role "system".
+    `chat_template` is Jinja text or the name of one of the tokenizer's (or processor's) templates, None its own;
+    `template_options` are more variables of it, e.g. {"enable_thinking": False}. With `plain_as_chat` a plain text is
+    the message of a user, unless the template was applied to it before. `system` is put before conversations that have
+    no system message.
     """
 
     def __init__(

@@ -63,11 +63,7 @@ def log_distribution(logits: Tensor, temperature: float = 1.0, kept: Tensor | No
 
 
 def kept_tokens(log_p: Tensor, sampling: Sampling) -> Tensor | None:
-    """Compute K, the tokens that may be drawn, from log-probs [*N, V] of the full vocabulary at τ.
-
-    Returns:
-        bool [*N, V], at least one True per row; None when nothing is cut off.
-    """
+    """Compute K, the tokens that may be drawn, bool [*N, V], from log-probs at τ; None when nothing is cut off."""
     if not sampling.truncates:
         return None
     kept = log_p > -math.inf

@@ -70,10 +70,8 @@ class ToolPolicy:
     """Completions with a tool; has the signature of `TextPolicy.generate`.
 
     Every turn re-reads the prompt and the text so far. A sample's tokens follow from its prompt, its seed and
-    the tool's answers; up to its first call they are those of a completion without a tool.
-
-    The engine draws the turns: a `TextPolicy` or a server, whose `generate` continues from P lists of tokens
-    (`after`), which are context with loss mask 0. Special tokens in an answer are read as plain text.
+    the tool's answers; up to its first call they are those of a completion without a tool. The engine draws the turns:
+    a `TextPolicy` or a server, whose `generate` continues from lists of tokens (`after`).
     """
 
     def __init__(self, engine: Any, tokenizer: Any, use: ToolUse | ChatTurns) -> None:
@@ -186,9 +184,8 @@ class ToolPolicy:
         for sample in growing:
             if sample.trace.failed:
                 self._fail(sample, sample.trace.failed)
-        answers = self._answer_turns(self.use, growing) if isinstance(self.use, ChatTurns) else None
-        answers = self._ask(self.use, growing, stopping) if isinstance(self.use, ToolUse) else answers or []
-        continuing = []
+        is_chat, continuing = isinstance(self.use, ChatTurns), []
+        answers = self._answer_turns(self.use, growing) if is_chat else self._ask(self.use, growing, stopping)
         for sample, answer in answers:
             if isinstance(answer, ToolFailure):
                 self._fail(sample, answer.why)
@@ -211,7 +208,9 @@ class ToolPolicy:
 
     def _ask(self, use: ToolUse, growing: Sequence[_Sample], stopping: StoppingCriteria) -> list[tuple[_Sample, Any]]:
         """Answer the samples that have called; None for one that asked nothing."""
-        calling = [sample for sample in growing if self._has_called(use, sample, stopping)]
+        ends = StopStrings(stopping.strings, self._decode)  # a turn that ends with one of these as well calls nothing
+        stopped = [s for s in growing if s.reason == "stop string" and s.trace.calls < use.max_calls]
+        calling = [sample for sample in stopped if not ends.found(sample.ids_since_answer())]
         calls = [self._call_text(use, sample) for sample in calling]
         answers = ask_all(use, [call for call in calls if call is not None])
         texts = [None if call is None else answers[call] for call in calls]
@@ -219,12 +218,6 @@ class ToolPolicy:
             (sample, [(use.answer.replace("{answer}", text), False)] if isinstance(text, str) else text)
             for sample, text in zip(calling, texts, strict=True)
         ]
-
-    def _has_called(self, use: ToolUse, sample: _Sample, stopping: StoppingCriteria) -> bool:
-        """Check if the turn ended with a call, and with nothing that ends the completion."""
-        if sample.reason != "stop string" or sample.trace.calls >= use.max_calls:
-            return False
-        return not StopStrings(stopping.strings, self._decode).found(sample.ids_since_answer())
 
     def _call_text(self, use: ToolUse, sample: _Sample) -> str | None:
         text = self._decode(sample.ids())

@@ -68,8 +68,7 @@ def tool_methods(environment: Any) -> list[Callable[..., Any]]:
 class ChatTurns:
     """Runs the conversations of a batch; environments are made once and reset for each sample.
 
-    Args:
-        records: prompt records, whose fields `reset` gets by their names.
+    `reset` gets the fields of a prompt's record by their names.
     """
 
     def __init__(self, encoder: PromptEncoder, use: EnvironmentUse, records: Sequence[Mapping[str, Any]] = ()) -> None:
@@ -100,18 +99,14 @@ class ChatTurns:
 
     def _make(self, factory: Callable[[], Any]) -> Any:
         with CaughtError() as caught:
-            environment = factory()
-            if callable(getattr(environment, "reset", None)):
-                return environment
-        problem = "has no method reset" if caught.error is None else f"raised {describe_error(caught.error)}"
-        raise UserError(
-            f"{self.use.name} {problem}. An environment is made without arguments; it has reset(**record), and "
-            "step(text) or methods that are tools."
-        )
+            return factory()
+        raise UserError(f"{self.use.name} raised {describe_error(caught.error)}. It is called without arguments.")
 
     def _reset(self, conversation: Conversation, prompt: Prompt) -> Prompt:
-        record = self._records.get(_key(prompt), {"prompt": prompt})
-        text = conversation.environment.reset(**_accepted(conversation.environment.reset, record))
+        record, reset = self._records.get(_key(prompt), {"prompt": prompt}), conversation.environment.reset
+        parameters = inspect.signature(reset).parameters
+        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        text = reset(**{name: value for name, value in record.items() if takes_all or name in parameters})
         if text is None:
             return prompt
         if isinstance(prompt, str):
@@ -245,12 +240,6 @@ def _step_result(result: Any) -> tuple[Any, Any, bool]:
         raise ValueError(f"step returned {len(result)} values; return a text, or (observation, reward, done)")
     observation, reward, *rest = result
     return observation, reward, any(bool(flag) for flag in rest if not isinstance(flag, Mapping))
-
-
-def _accepted(function: Callable[..., Any], record: Mapping[str, Any]) -> dict[str, Any]:
-    parameters = inspect.signature(function).parameters
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    return {name: value for name, value in record.items() if takes_all or name in parameters}
 
 
 def _key(prompt: Prompt) -> str:

@@ -103,6 +103,13 @@ def test_a_dry_run_names_a_missing_model():
         plan(_grpo("model.path=nowhere"))
 
 
+def test_a_dry_run_names_a_template_without_tools_and_a_step_that_would_divide_twice():
+    with pytest.raises(UserError, match=r"rollout.environment.* describes no tools"):
+        plan(_grpo("rollout.environment={tools: ['json:dumps']}"))
+    with pytest.raises(ConfigError, match="adamw_8bit, and run.sharding divides the moments"):
+        load_job("text_grpo", ["optimizer.name=adamw_8bit", "run.sharding=true"])
+
+
 def test_the_code_loads_adapters_and_models_that_see():
     adapters = load_code(_grpo("model.lora={}"), Path("runs/a"))
     assert 'PeftModel.from_pretrained(base, "runs/a/lora")' in adapters
@@ -193,6 +200,7 @@ def test_packaged_configurations_are_whole(name, tmp_path):
         ("objective.algorithm=ppo", r"fits a value function, and model\.value is none"),
         ("data.train=tasks:test", "the packaged records are tasks:train and tasks:heldout"),
         ("evaluation.correctness=boxed", "evaluation.correctness is 'boxed'"),
+        ("rollout.environment={use: 'builtins:object'}", "builtins:object has no method reset"),
         ("rewards.terms={task_answer: {bound: 0.5}}", "constraints are held in trainings of images alone"),
         ("server={base_url: 'http://x/v1', model: m}", "nothing could be handed over between two"),
         (

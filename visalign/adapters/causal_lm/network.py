@@ -133,11 +133,12 @@ class CausalNetwork:
         return out.last_hidden_state[:, -1]
 
     def hidden_states(
-        self, ids: Tensor, mask: Tensor, encoded_images: Sequence[Sequence[PatchedImage]] | None
+        self, ids: Tensor, mask: Tensor, depths: Sequence[float], images: Sequence[Sequence[PatchedImage]] | None
     ) -> Tensor:
-        """Return [b, S, H] float32 behind the last layer; see `features`."""
-        out, _ = self._forward(ids, mask, encoded_images, None, use_cache=False, output_hidden_states=True)
-        return out.hidden_states[-1].float()
+        """Return [b, S, L, H] float32 behind these shares of the layers, 1 behind the last; see `features`."""
+        out, _ = self._forward(ids, mask, images, None, use_cache=False, output_hidden_states=True)
+        layers = len(out.hidden_states) - 1
+        return torch.stack([out.hidden_states[round(depth * layers)].float() for depth in depths], 2)
 
     def _forward(
         self,

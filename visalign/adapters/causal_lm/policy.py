@@ -55,23 +55,13 @@ class CausalLMPolicy:
     A vision-language model (Qwen2-VL, Qwen2.5-VL, Qwen3-VL) reads images in its prompts when it is given
     with its processor; LoRA is then put into its language part only. The model is changed in place.
 
-    Args:
-        model: on its device, in its dtype.
-        tokenizer: tokenizer (a pad token is not needed), or processor of a model that reads images.
-        lora: adapters to add and train (`text_lora()`); None trains the whole model.
-        lora_path: saved adapters to continue from, of the settings `lora` or, with None, of their own.
-        prompts: how prompts become tokens; by default the tokenizer's (or processor's) own chat template
-            for conversations and plain tokenization for texts.
-        value_head: a head on this model's hidden states; a separate network is a `ValueModel`.
-        max_prompt_tokens: longest prompt; None is what the model's context leaves for one token more.
-        long_prompts: a longer prompt is an error ("refuse"), or gives masked samples with the stop reason
-            "prompt too long" ("mask").
-        autocast: run the model under autocast in this dtype; log-probs stay float32.
-        gradient_checkpointing: compute activations again in the backward pass, for memory.
-        reference: keep a copy of the weights for `reference()` in full fine-tuning; False saves that memory
-            where no KL is needed.
-        generate_batch: completions that grow together; memory and speed only.
-        score_batch: samples per forward pass where no gradient is needed.
+    `tokenizer` is a tokenizer (a pad token is not needed) or a processor; `prompts` by default its chat
+    template for conversations, and plain tokenization for texts. `lora_path` are saved adapters to continue
+    from, of the settings `lora` or, with None, of their own. A prompt longer than `max_prompt_tokens` (None:
+    than what the context leaves for one token more) is an error, or with `long_prompts="mask"` gives masked
+    samples with the stop reason "prompt too long". Log-probs are float32 under `autocast`. `reference=False`
+    keeps no copy of the weights in full fine-tuning. `generate_batch` completions grow together,
+    `score_batch` pass without gradient: memory and speed only.
     """
 
     def __init__(
@@ -242,9 +232,9 @@ class CausalLMPolicy:
         `rollout.log_prob` is that of the distribution that was sampled; "full" is over the whole vocabulary,
         to be set against `rollout.full_log_prob`. Samples without weight cost nothing.
 
-        With gradient all b rows go through the model together; without, `score_batch` at a time, sorted by length.
-        `statistic` gets log-probs −∞ outside the distribution; its logits are computed in pieces, again for the
-        gradient.
+        With gradient all b rows go through the model together; without, `score_batch` at a time, sorted by
+        length. `statistic` gets log-probs −∞ outside the distribution; its logits are computed in pieces,
+        again for the gradient.
         """
         sampling = scored_sampling(rollout, distribution)
         chosen = torch.arange(len(rollout))[slice(None) if rows is None else rows]
@@ -279,14 +269,14 @@ class CausalLMPolicy:
         return replace(rollout, routes=expert_routes(self._network, rollout, routing, images, self.score_batch))
 
     @torch.no_grad()
-    def hidden_states(self, rollout: TextRollout) -> Iterator[tuple[int, Tensor]]:
-        """Yield (sample, [T, H] float32), the last states that a sample's T tokens of loss mask 1 were predicted from,
-        of the samples that have such.
+    def hidden_states(self, rollout: TextRollout, *, depths: Sequence[float] = (1.0,)) -> Iterator[tuple[int, Tensor]]:
+        """Yield (sample, [T, L, H] float32), the states that a sample's T tokens of loss mask 1 were predicted from,
+        of the samples that have such; `depths` are shares of the layers, 1 is behind the last.
         """
         live = (rollout.loss_mask != 0).any(1).nonzero()[:, 0]
         for part in live.split(self.score_batch):
             packed = pack(rollout, part, self.device, self._image_prompts)
-            states = self._network.hidden_states(packed.ids, packed.mask, packed.encoded_images)
+            states = self._network.hidden_states(packed.ids, packed.mask, depths, packed.encoded_images)
             for number, sample in enumerate(part.tolist()):
                 yield sample, states[number, packed.before[packed.row == number].to(self.device)]
 

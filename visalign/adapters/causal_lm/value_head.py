@@ -28,12 +28,7 @@ FILE = "value_head.safetensors"
 
 
 class ValueHead(nn.Module):
-    """w·h + b in float32, starting at 0, so that the first advantages are the returns.
-
-    Args:
-        hidden_size: H.
-        critics: C; several start near 0, each elsewhere, for they would stay alike.
-    """
+    """w·h + b in float32, starting at 0, so that the first advantages are the returns; several start near it apart."""
 
     def __init__(self, hidden_size: int, *, critics: int = 1) -> None:
         super().__init__()

@@ -50,18 +50,10 @@ class PipelinePolicy:
     reference is a copy of it. A video is judged by its middle frame, by all where a reward `takes_clips`. The
     pipeline is changed: its scheduler is exchanged, its networks get adapters.
 
-    Args:
-        pipe: pipeline of a class in `FAMILIES`, on its device, in its dtype.
-        guidance: guidance scale; None is none, or the usual one of a network that takes it as an input.
-        negative_prompt: prompt of the unconditional half; None is the pipeline's own.
-        lora: adapters to add and train; None trains the whole network.
-        lora_path: LoRAs to continue from, each PATH or PATH:WEIGHT; their rank, alpha and layers count.
-        autocast: run the network under autocast in this dtype.
-        image_size: in pixels, a square's side or (height, width); None is the pipeline's own.
-        num_frames: frames of a video; 1 makes an image. None is the pipeline's own.
-        gradient_checkpointing: compute activations again in the backward instead of keeping them.
-        decode_batch: latents per pass of the autoencoder.
-        call: more arguments of the pipeline's call, such as max_sequence_length.
+    `pipe` is of a class in `FAMILIES`, on its device, in its dtype. Guidance None is none, or the usual one of a
+    network that takes the scale as an input. `lora_path` are LoRAs to continue from, each PATH or PATH:WEIGHT, whose
+    rank, alpha and layers count. `image_size` is a square's side or (height, width), `num_frames` 1 makes an image,
+    and None is the pipeline's own. `call` has more arguments of the pipeline's call, such as max_sequence_length.
     """
 
     def __init__(
@@ -121,19 +113,11 @@ class PipelinePolicy:
     ) -> PipelinePolicy:
         """Load a pipeline from a folder, a file or the hub, networks rounded while they are read; make it a policy.
 
-        Args:
-            folder_or_id: a folder as `save_pretrained` writes it, `owner/name`, or a checkpoint of one file.
-            dtype: dtype of the frozen weights; trained weights are always float32.
-            device: device of all parts.
-            variant: variant of the weights' files, such as fp16; None is the usual one, or the only one.
-            config: folder or hub name that describes a checkpoint of one file, see `model_source`.
-            encoder_dtype: dtype of the encoders of texts and images; None is `dtype`.
-            decoder_dtype: dtype of the autoencoder; None is `dtype`.
-            quantization: rounding of the frozen network under LoRA, one of `QUANTIZATIONS`; None is none.
-            without: parts of a modular pipeline that are not loaded, such as FLUX.3's prompt_upsampler.
-            offload: keep the encoders of texts and images and the autoencoder in CPU memory; they are copied to
-                `device` while they are used.
-            **options: arguments of the constructor: guidance, lora, image_size, num_frames, ...
+        `dtype` is of the frozen weights, of encoders and autoencoder unless they have their own; trained weights are
+        always float32. `config`, a folder or hub name, describes a checkpoint of one file (see `model_source`), and
+        `variant` is that of the weights' files, such as fp16. `quantization` is one of `QUANTIZATIONS`. Parts of a
+        modular pipeline that are not loaded, such as FLUX.3's prompt_upsampler, are named in `without`. With `offload`
+        encoders and autoencoder stay in CPU memory, and are copied to `device` while they are used.
         """
         source = model_source(folder_or_id, config)
         index = pipeline_index(source.folder)

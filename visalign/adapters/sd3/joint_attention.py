@@ -22,11 +22,10 @@ from torch import Tensor
 
 
 def collapse_null_tokens(prompt_embeds: Tensor) -> tuple[Tensor, Tensor]:
-    """Keep one token of the trailing run of all-zero tokens of a context [B, L, D].
+    """Keep one token of the trailing run of all-zero tokens of a context [B, L, D]; a run is null in the whole batch.
 
-    Returns:
-        The context [B, L', D] and the log-multiplicity [L'] float32 of its tokens: log n for the kept null token, 0
-        for every other. A run counts only where it is null in the whole batch; without one the input is returned.
+    Returns the context [B, L', D] and the log-multiplicity [L'] float32 of its tokens: log n of the null
+    token, else 0.
     """
     length = prompt_embeds.shape[1]
     occupied = prompt_embeds.detach().ne(0).any(dim=-1).any(dim=0).nonzero()
@@ -46,10 +45,10 @@ the fused kernel's time at 29 keys, 0.6 at 64, 0.8 at 128, 1.1 at 256; it keeps 
 class WeightedJointAttention:
     """Attention processor for SD3 whose context tokens may stand for several equal ones.
 
-    The weights arrive as `joint_attention_kwargs={"context_log_multiplicity": [L']}` in the transformer's forward;
-    left out, the processor equals diffusers' `JointAttnProcessor2_0`. Attention without context (the second one of
-    SD3.5's dual blocks) ignores them. On CUDA they are rounded to the dtype of the queries, as the fused kernels
-    demand; in bfloat16 that is 1.4 % of the weight of a token that stands for 256.
+    The weights arrive as `joint_attention_kwargs={"context_log_multiplicity": [L']}` in the transformer's
+    forward; left out, the processor equals diffusers' `JointAttnProcessor2_0`. Attention without context (the
+    second one of SD3.5's dual blocks) ignores them. On CUDA they are rounded to the dtype of the queries, as
+    the fused kernels demand; in bfloat16 that is 1.4 % of the weight of a token that stands for 256.
     """
 
     def __call__(

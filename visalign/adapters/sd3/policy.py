@@ -53,16 +53,8 @@ class SD3Policy:
     more transformer in memory); weights of 16 bits are computed with under autocast in their dtype, since
     AdamW's steps are smaller than their spacing. The transformer is changed in place.
 
-    Args:
-        pipe: pipeline on its device, in its dtype.
-        guidance: w; 1 is no guidance, as in diffusers.
-        lora: adapters to add and train; None trains the whole transformer.
-        lora_path: LoRAs to continue from, each PATH or PATH:WEIGHT; their rank, alpha and layers count.
-        max_sequence_length: length of the T5 part of the context, the pipeline's argument of that name.
-        autocast: run the transformer, and with bfloat16 the decoder, under autocast in this dtype.
-        image_size: in pixels, a square's side or (height, width); None is the model's own.
-        gradient_checkpointing: compute activations again in the backward instead of keeping them.
-        decode_batch: latents per pass of the autoencoder.
+    The arguments are those of `PipelinePolicy`. `guidance` is w, 1 for none as in diffusers, `max_sequence_length` the
+    length of the T5 part of the context. With bfloat16 the decoder, too, runs under `autocast`.
     """
 
     prediction: Prediction = "velocity"

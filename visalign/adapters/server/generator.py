@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sample completions on vLLM or another OpenAI-compatible server, for off-policy training.
 
-The server is the rollout policy μ: `rollout.log_prob` holds its log-probs, and the ratio to those of the policy
-under training corrects for kernels, precision and weights. That is valid only if the server's log-probs belong
-to the distribution it samples from:
+The server is the rollout policy μ: `rollout.log_prob` holds its log-probs, and the ratio to those of the
+policy under training corrects for kernels, precision and weights. That is valid only if the server's
+log-probs belong to the distribution it samples from:
 
 - By default vLLM gives log-probs of the raw logits, right only at temperature 1 without top_k and top_p.
   Otherwise the server must run with `--logprobs-mode processed_logprobs` (vLLM 0.10.2 or later) and
@@ -46,17 +46,11 @@ from .weights import adapter_name, load_adapter, reload_weights, served_models, 
 class ServerGenerator:
     """Generate completions on a server, with the signature of `TextPolicy.generate`.
 
-    Args:
-        policy: Policy under training, whose prompts, end tokens and limits hold.
-        base_url: As for OpenAI clients, "http://host:8000/v1".
-        model: Name of the policy's model on the server (vLLM: --served-model-name).
-        api_key: Bearer token.
-        logprobs_mode: Meaning of the server's log-probs, as it was started.
-        max_logprobs: Log-probs per token that the server lists at most (vLLM: --max-logprobs). Leave some
-            room above top_k, since tokens that tie with the k-th can be sampled too.
-        parallel: Requests in flight, one per sample.
-        **connection: timeout, retries, backoff and patience of `ServerConnection`. A server that restarts
-            within the patience is given its weights again.
+    Prompts, end tokens and limits are those of the `policy` under training. `base_url` is as for OpenAI clients,
+    "http://host:8000/v1", `model` the policy's name on the server (vLLM: --served-model-name). `logprobs_mode` and
+    `max_logprobs` are as the server was started; leave some room above top_k, since tokens that tie with the k-th can
+    be sampled too. `parallel` requests are in flight, one per sample; `connection` has timeout, retries, backoff and
+    patience of `ServerConnection`. A server that restarts within the patience is given its weights again.
     """
 
     weights_folder: str | None = None

@@ -79,21 +79,11 @@ class ImageAlgorithm(Algorithm):
 
     A subclass defines `setup`, which runs at the end of `__init__` and sets `module`, the trained function.
 
-    Args:
-        policy: on the accelerator's device.
-        reward: scores one image at a time; higher is better (or its sign is turned).
-        records: prompt records, each with "prompt"; handed to the reward as metadata.
-        rollout: sampling.
-        objective: algorithm and its changes.
-        seed: of the run.
-        accelerator: device, processes and trackers. None creates one on the policy's device.
-        strata: label per record, see `PromptSampler`.
-        cycle: see `PromptSampler`.
-        sharding: divide the network, its gradients and AdamW's moments among the processes (FSDP2).
-        features: for the diversity of a group; None measures none.
-        stored: encoder of stored images that replace samples. Each prompt record then has under "candidates"
-            a record for each of the G samples of its group, which is merged into it.
-        dynamic: dynamic sampling: replace groups without signal by new ones.
+    The reward scores one image at a time, and gets the prompt records, each with "prompt", as metadata.
+    `strata` and `cycle` are those of `PromptSampler`; `sharding` divides the network, its gradients and
+    AdamW's moments among the processes (FSDP2); `features` measure the diversity of a group. `stored` encodes
+    stored images that replace samples. Each prompt record then has under "candidates" a record for each of
+    the G samples of its group, merged into it. `dynamic` replaces groups without signal by new ones.
     """
 
     algorithms: ClassVar[Mapping[str, Any]] = NAMED  # Values of `objective.algorithm` that this class trains

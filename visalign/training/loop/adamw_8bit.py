@@ -36,15 +36,9 @@ class AdamW8bit:
                 "optimizer.name is adamw_8bit, which needs torchao: pip install 'visalign[quantization]'. "
                 "Or set optimizer.name=adamw."
             )
-        weights = [(weight, group) for group in groups for weight in group["params"]]
-        if any(isinstance(weight, DTensor) for weight, _ in weights):
-            raise UserError(
-                "optimizer.name is adamw_8bit, and run.sharding divides the moments among the processes already. "
-                "Leave one of the two out."
-            )
         from torchao.optim import AdamW8bit as TorchAdamW8bit  # type: ignore[import-not-found]  # optional
 
-        single = [{**group, "params": [weight]} for weight, group in weights]
+        single = [{**group, "params": [weight]} for group in groups for weight in group["params"]]
         self._optimizer: Any = TorchAdamW8bit(single, eps=eps * SCALE, block_size=BLOCK, **options)
         self.param_groups, self.state = self._optimizer.param_groups, self._optimizer.state
         self.defaults = {"eps": eps, "fused": False}

@@ -97,12 +97,8 @@ class TrainResult:
 class Trainer(Generic[A]):
     """Runs an algorithm's iterations; writes metrics and checkpoints.
 
-    Args:
-        algorithm: model and data.
-        run: length, checkpoints, evaluation.
-        optimizer: None takes Flow-GRPO's published numbers.
-        evaluate: called by all processes under the averaged weights; its numbers are logged as `heldout/...`.
-        progress: prints the records.
+    The default optimizer has Flow-GRPO's published numbers. All processes call `evaluate` under the averaged weights;
+    its numbers are logged as `heldout/...`.
     """
 
     def __init__(
@@ -152,15 +148,8 @@ class Trainer(Generic[A]):
     def train(self) -> TrainResult:
         """Run to the last iteration, the budget, a monitor's limit, Ctrl-C or SIGTERM; save the last state.
 
-        A resumed run whose budget or iterations are used up does nothing.
-
-        Raises:
-            CheckpointError: a checkpoint could not be written, or its weights are not finite.
-            FolderInUse: another process works in the run's folder.
-            OutOfMemory: too much went through the network together; the message names the setting.
-            ProcessLost: another process of the run has ended.
-            RatioError: the ratio is not 1 at the first update.
-            RewardFailure: too many samples could not be scored.
+        A resumed run whose budget or iterations are used up does nothing. The errors that end a run are
+        `CheckpointError`, `FolderInUse`, `OutOfMemory`, `ProcessLost`, `RatioError` and `RewardFailure`.
         """
         counters, folder = self.counters, self.run.folder
         is_first, lock = self.accelerator.is_main_process, nullcontext()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -51,15 +51,9 @@ class Reference:
         self.every, self.above = settings.reset_reference_every, settings.reset_reference_above
         self._stored: dict[str, Tensor] | None = None
 
-    @contextmanager
-    def applied(self) -> Iterator[None]:
-        """Turn the policy into the reference; nothing is copied, so older graphs stay valid."""
-        if self._stored is None:
-            with self.policy.reference():
-                yield
-            return
-        with swapped_weights(self.policy, self._stored):
-            yield
+    def applied(self) -> AbstractContextManager[None]:
+        """Turn the policy into the reference inside the block; nothing is copied, so older graphs stay valid."""
+        return self.policy.reference() if self._stored is None else swapped_weights(self.policy, self._stored)
 
     def finish(self, run: Context, divergence: float | None) -> None:
         """Reset at the end of an iteration if due, by the mean divergence of its updates (None or NaN: unknown)."""
@@ -82,10 +76,7 @@ class Reference:
 
 
 class GatedKL:
-    """SAFE's KL term, whose coefficient follows the measured KL; see `gated_coefficient`.
-
-    `base` is the threshold in nats per token; None is the paper's 0.3.
-    """
+    """SAFE's KL term, whose coefficient follows the measured KL from a threshold `base` on, nats per token."""
 
     def __init__(self, base: float | None) -> None:
         self._base = 0.3 if base is None else base

@@ -38,18 +38,10 @@ def train_implicit_process_reward(
 ) -> list[LabelReport]:
     """Fit a language model to outcomes, in place; return loss and accuracy of each epoch.
 
-    The reference's log-probs are computed once. Log-probs are those of the models themselves, at temperature
-    1 over the full vocabulary. A completion counts as right where q > 0.
-
-    Args:
-        policy: π_φ, with the token ids of the rollout.
-        rollout: B completions, the policy's own or another's.
-        label: [B] 1 right, 0 wrong, or between; NaN where the outcome is unknown. Completions without
-            tokens are left out.
-        settings: epochs, batches, learning rate, seed.
-        beta: β > 0, reward per nat.
-        reference: π_ref; `policy.reference()` when None.
-        trainer: to continue with, instead of a new one by the settings.
+    The reference's log-probs (None: `policy.reference()`'s) are computed once. Log-probs are those of the models
+    themselves, at temperature 1 over the full vocabulary. A completion, the policy's own or another's, counts as right
+    where q > 0. Labels [B] are 1 right, 0 wrong, or between, NaN where the outcome is unknown; completions without
+    tokens are left out. With `trainer` a fit continues, else one begins by the settings.
     """
     if beta <= 0:
         raise ValueError(f"beta must be positive; got {beta}.")

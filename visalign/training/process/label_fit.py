@@ -65,15 +65,10 @@ class LabelOutputs:
 class LabelFit(Algorithm):
     """Fits a model to right and wrong; an iteration is a pass over the rows. An `Algorithm` for `Trainer`.
 
-    The loss of an update is the mean over the labels of its batch, which the processes share; dropout alone differs
-    between one and several. The data may change between passes, as in PRIME: set `outputs` and `rows`.
-
-    Args:
-        parameters: names and parameters to train.
-        settings: batches and seed.
-        accelerator: processes; None creates one on the parameters' device.
-        divided: the network of these parameters and names, to be divided with its gradients and AdamW's
-            moments among the processes (FSDP2); `outputs` uses each of its weights whatever the rows.
+    The loss of an update is the mean over the labels of its batch, which the processes share; dropout alone
+    differs between one and several. The data may change between passes, as in PRIME: set `outputs` and
+    `rows`. `divided` is the network of these parameters and names, to be divided with its gradients and
+    AdamW's moments among the processes (FSDP2); `outputs` uses each of its weights whatever the rows.
     """
 
     outputs: Callable[[list[int]], LabelOutputs]  # Map rows to losses, with gradient

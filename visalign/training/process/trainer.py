@@ -45,8 +45,8 @@ StepRecord = Mapping[str, Any]
 def step_label_loss(odds: Tensor, label: Tensor) -> Tensor:
     """Compute the cross-entropy of a step's label: ℓ = −y ln σ(z) − (1 − y) ln σ(−z), per step [n].
 
-    z are log-odds that the step is right (of two logits their difference), y the labels in [0, 1]; without one, NaN,
-    loss and gradient are 0. Wang et al., Math-Shepherd, arXiv 2312.08935, eq. 2.
+    z are log-odds that the step is right (of two logits their difference), y the labels in [0, 1]; without
+    one, NaN, loss and gradient are 0. Wang et al., Math-Shepherd, arXiv 2312.08935, eq. 2.
     """
     labelled = torch.isfinite(label)
     target = torch.where(labelled, label, 0.5).to(odds.dtype)
@@ -57,16 +57,10 @@ def step_label_loss(odds: Tensor, label: Tensor) -> Tensor:
 class StepTexts:
     """Tokenized records of a process reward model, and its loss on them, for `LabelFit`.
 
-    Args:
-        model: a token classifier with two labels (`AutoModelForTokenClassification`, num_labels=2), or
-            with one, a progress estimator.
-        tokenizer: of the model.
-        records: labelled texts, or scored completions.
-        reading: separator, and marker if the model reads another.
-        max_length: longest text in tokens; the model's own limit when None.
-        right_label: which of two labels means right.
-        numbers: of the records, in messages; 0, 1, ... when None.
-        too_long: records above the model's length are refused ("refuse") or left out ("drop").
+    The model is a token classifier with two labels (`AutoModelForTokenClassification`, num_labels=2) for
+    labelled texts, or with one, a progress estimator, for scored completions. `reading` has the separator,
+    and a marker if the model reads another; `numbers` name the records in messages. Those above the model's
+    length are refused ("refuse") or left out ("drop").
     """
 
     dropped: int  # Records that were too long
@@ -78,17 +72,14 @@ class StepTexts:
         records: Sequence[StepRecord],
         *,
         reading: StepReading | None = None,
-        max_length: int | None = None,
-        right_label: int = 1,
         numbers: Sequence[int] | None = None,
         too_long: str = "refuse",
     ) -> None:
-        self.model, self.right_label, self.dropped = model, right_label, 0
+        self.model, self.dropped = model, 0
         config = getattr(model, "config", None)
         self.learns_outcomes = getattr(config, "num_labels", 2) == 1
         encoder = StepEncoder(tokenizer, reading or StepReading())
-        limit = getattr(config, "max_position_embeddings", None)
-        longest = min(bound for bound in (max_length, limit, math.inf) if bound is not None)
+        longest = getattr(config, "max_position_embeddings", None) or math.inf
         self.texts: list[tuple[StepTokens, Tensor]] = []
         for number, record in zip(numbers or range(len(records)), records, strict=True):
             steps, labels = read_record(number, record, encoder.reading, outcomes=self.learns_outcomes)
@@ -114,7 +105,7 @@ class StepTexts:
         The odds of a progress estimator are Σ_k c_k − ½: above 0 the completion counts as right.
         """
         texts = [self.texts[row] for row in rows]
-        logits = step_logits(self.model, [tokens for tokens, _ in texts], right_label=self.right_label)
+        logits = step_logits(self.model, [tokens for tokens, _ in texts])
         label = torch.cat([label for _, label in texts]).to(logits.device)
         if not self.learns_outcomes:
             return LabelOutputs(odds=logits, label=label, loss=step_label_loss(logits, label))
@@ -131,8 +122,6 @@ def train_process_reward(
     *,
     settings: FitSettings | None = None,
     reading: StepReading | None = None,
-    max_length: int | None = None,
-    right_label: int = 1,
     trainer: Trainer[LabelFit] | None = None,
     sharding: bool = False,
 ) -> list[LabelReport]:
@@ -142,7 +131,7 @@ def train_process_reward(
     is on or off as before. With `trainer` a fit continues, else one begins by the settings, with `sharding`
     on a model that is divided among the processes (FSDP2) and stays so.
     """
-    texts = StepTexts(model, tokenizer, records, reading=reading, max_length=max_length, right_label=right_label)
+    texts = StepTexts(model, tokenizer, records, reading=reading)
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     was_training = model.training
     model.train()
@@ -159,13 +148,10 @@ def evaluate_process_reward(
     records: Sequence[StepRecord],
     *,
     reading: StepReading | None = None,
-    max_length: int | None = None,
-    right_label: int = 1,
     batch_size: int = 16,
 ) -> LabelReport:
     """Compute loss and accuracy on labelled texts without dropout; arguments as in `train_process_reward`."""
-    texts = StepTexts(model, tokenizer, records, reading=reading, max_length=max_length, right_label=right_label)
-    return measure_steps(texts, batch_size)
+    return measure_steps(StepTexts(model, tokenizer, records, reading=reading), batch_size)
 
 
 @torch.no_grad()
@@ -186,14 +172,10 @@ def read_record(
     """Read the steps of a record, and their labels or the outcome; NaN where there is none."""
     needed = ("prompt", "completion", "reward") if outcomes else ("prompt", "steps", "labels")
     if missing := [key for key in needed if key not in record]:
-        learns = (
-            "A progress estimator (num_labels=1) reads the dataset.jsonl of text_sample with selection.rule=all."
-            if outcomes
-            else 'TRL calls the steps "completions".'
-        )
+        learns = "A progress estimator reads text_sample's dataset.jsonl of selection.rule=all."
         raise UserError(
             f"Record {number} has no {', '.join(missing)}; its keys are {', '.join(map(str, record))}, and "
-            f"needed are {', '.join(needed)}. {learns}"
+            f"needed are {', '.join(needed)}. {learns if outcomes else 'TRL calls the steps completions.'}"
         )
     if not is_prompt(record["prompt"]):
         raise UserError(

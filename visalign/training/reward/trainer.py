@@ -32,18 +32,11 @@ from .tasks import TASKS
 class RewardModeling(Algorithm):
     """Trains a reward model on labelled pairs, triples or images; an `Algorithm` for `Trainer`.
 
-    Args:
-        judge: reward model on its device.
-        data: the batches; process i of n takes share i of each.
-        objective: task and its settings.
-        accelerator: processes and trackers.
-        seed: of dropout and of sampled losses.
-        penalty: term that each update adds to the loss of its labels, with gradient; may return None.
-        compute_dtype: of the model's products, where not all are in float32; float16 gets its loss scaled.
-        sharding: divide the model, its gradients and AdamW's moments among the processes (FSDP2). The model is then a
-            module, or has all its weights in `module`, and uses each of them equally often for any batch.
-        undivided: with sharding, frozen parameters that stay whole in each process, since the model
-            caches their outputs.
+    Process i of n takes share i of each batch. `penalty` is a term that each update adds to the loss of its labels,
+    with gradient; it may return None. `compute_dtype` is of the model's products, where not all are in float32. With
+    `sharding` the model, its gradients and AdamW's moments are divided among the processes (FSDP2). The model is then
+    a module, or has all its weights in `module`, and uses each of them equally often for any batch; frozen parameters
+    that are `undivided` stay whole in each process, since the model caches their outputs.
     """
 
     def __init__(

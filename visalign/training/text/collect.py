@@ -122,9 +122,7 @@ def collect(
 ) -> Collected:
     """Collect the completions of an iteration; `sample_round` samples a round by its number.
 
-    Returns:
-        The experience, None where dynamic sampling found no group with signal; and counts of all samples,
-            dropped groups included.
+    The experience is None where dynamic sampling found no group with signal; counts include dropped groups.
     """
     rounds: list[_Round] = []
     if groups is None:
@@ -197,12 +195,9 @@ def _score(parts: TextParts, pending: PendingRound, clock: PhaseClock) -> _Round
 
 def tool_columns(traces: Sequence[ToolTrace]) -> dict[str, Tensor]:
     """Tabulate tool calls, name -> [B]."""
-    counts = {
-        "calls": [trace.calls for trace in traces],
-        "cut": [trace.cut for trace in traces],
-        "failed": [trace.failed is not None for trace in traces],
-    }
-    return {TOOLS + name: torch.tensor(values).double() for name, values in counts.items()}
+    counts = [(trace.calls, trace.cut, trace.failed is not None) for trace in traces]
+    columns = torch.tensor(counts, dtype=torch.float64).T
+    return {TOOLS + name: column for name, column in zip(("calls", "cut", "failed"), columns, strict=True)}
 
 
 def _select(groups: DynamicGroups) -> _Scored | None:

@@ -123,16 +123,12 @@ class PreferenceData:
 
 
 class DPO(TextAlgorithm):
-    """Training of a text policy on preferences; an `Algorithm` for `Trainer`.
+    """Training of a text policy, which has the weights of the reference, on preferences; an `Algorithm` for `Trainer`.
 
-    Args:
-        policy: with the weights of the reference.
-        completions: the stream of batches (`visalign.adapters.DemonstrationBatches` with the two
-            `settings.fields`; for votes see `with_mismatched`); each update takes one.
-        good: N votes of the completions' records, for kto.
-        heldout: completions of records that are only evaluated, `heldout_good` their votes.
-        accelerator: processes, which share each batch, and trackers. None creates one on the policy's device.
-        sharding: divide the model, its gradients and AdamW's moments among the processes (FSDP2).
+    Each update takes a batch of `completions` (`visalign.adapters.DemonstrationBatches` with the two
+    `settings.fields`; for votes see `with_mismatched`). `good` are N votes of the records, for kto; `heldout`
+    completions are only evaluated. `sharding` divides the model, its gradients and AdamW's moments among the
+    processes (FSDP2).
     """
 
     def __init__(

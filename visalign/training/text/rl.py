@@ -71,18 +71,11 @@ HEADS = ("value_head.", "value_model.", "log_partition.")
 class TextRL(TextAlgorithm):
     """Reinforcement learning of a text policy; an `Algorithm` for `Trainer`.
 
-    Args:
-        reward: scores one completion at a time; lower is better is negated.
-        records: prompt records, each with "prompt"; handed to the reward as metadata.
-        accelerator: processes and trackers. None creates one on the policy's device.
-        latent_flow: token rewards by a flow that learns from right completions; excludes `process`.
-        generator: generates the completions; None is the policy.
-        value_model: separate value network, for PPO; None where the policy has a value head.
-        process: process reward of a completion's steps, added to that of the completion.
-        demonstrations: of PPO-ptx.
-        after_update: called by all processes with the iterations finished after the update, for a server
-            that loads the weights.
-        sharding: divide the model, its gradients and AdamW's moments among the processes (FSDP2).
+    The reward gets the prompt records, each with "prompt", as metadata. `generator` generates the
+    completions, None is the policy. `value_model` is a separate value network for PPO, `process` rewards a
+    completion's steps (`latent_flow` its tokens, in place of it), `demonstrations` are of PPO-ptx. All
+    processes call `after_update` with the iterations finished after an update, for a server that loads the
+    weights. `sharding` divides the model, its gradients and AdamW's moments among the processes (FSDP2).
     """
 
     def __init__(
@@ -111,7 +104,6 @@ class TextRL(TextAlgorithm):
         self.settings = objective or TextObjectiveSettings()
         base = self.settings.build(length=self.rollout.max_new_tokens)
         self.policy = policy
-
         self._prefetcher = RolloutPrefetcher[PendingRound](self._sample, self.rollout.staleness)
         reward, reference = as_higher_is_better(reward), Reference(policy, self.settings)
         self.flow: LatentFlow | None = None
@@ -185,9 +177,8 @@ class TextRL(TextAlgorithm):
             "a reference (objective.changes.kl) without LoRA": needs_reference(self.parts.objective)
             and getattr(parts.policy, "lora", None) is None,
         }
-        for name, is_used in conflicts.items():
-            if is_used:
-                raise UserError(f"sharding goes without {name}. Leave one of the two out.")
+        if name := next((name for name, is_used in conflicts.items() if is_used), None):
+            raise UserError(f"sharding goes without {name}. Leave one of the two out.")
 
     def rates(self, lr: float) -> Mapping[str, float]:
         """Return factors of the learning rate `lr` for the heads."""
@@ -404,7 +395,6 @@ class TextRL(TextAlgorithm):
             memory["penalty"] = self._kl_penalty
         if self.gate is not None:
             memory["kl_gate"] = self.gate.state()
-
         for key, part in self._stateful():
             run.tensors[key] = part.state()
         if self.after_update is not None and self._had_updates:  # else the server has these weights
@@ -416,7 +406,6 @@ class TextRL(TextAlgorithm):
         memory = run.counters.own
         self.parts.reference.restore(run)
         self._kl_penalty = memory.get("penalty")
-
         if self.gate is not None and "kl_gate" in memory:
             self.gate.load(memory["kl_gate"])
         if self.groups is not None:

@@ -87,6 +87,11 @@ class EnvironmentSettings:
                 raise UserError(
                     f"rollout.environment: {path} is no class or plain function; name one that can be called."
                 )
+        if isinstance(factory, type) and not callable(getattr(factory, "reset", None)):
+            raise UserError(
+                f"rollout.environment: {self.use} has no method reset. An environment has reset(**record), and "
+                "step(text) or methods that are tools."
+            )
         name = self.use or ", ".join(self.tools)
         limits = {key: getattr(self, key) for key in ("max_turns", "max_answer_tokens", "seconds")}
         return EnvironmentUse(name=name, factory=factory, tools=tools, **limits)

@@ -31,12 +31,8 @@ from .replay import TextAlgorithm, TextReplay, distribute
 class SFT(TextAlgorithm):
     """Training of a text policy on demonstrations; an `Algorithm` for `Trainer`.
 
-    Args:
-        policy: on its device.
-        demonstrations: the stream of batches (`visalign.adapters.DemonstrationBatches`); each update
-            takes one of its own.
-        accelerator: processes, which share each batch, and trackers. None creates one on the policy's device.
-        sharding: divide the model, its gradients and AdamW's moments among the processes (FSDP2).
+    Each update takes a batch of the stream (`visalign.adapters.DemonstrationBatches`), which the processes share.
+    `sharding` divides the model, its gradients and AdamW's moments among the processes (FSDP2).
     """
 
     def __init__(

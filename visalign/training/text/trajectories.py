@@ -112,7 +112,7 @@ def _record_columns(parts: TextParts, rollout: TextRollout, records: GroupRecord
     if objective.advantage == "rank_bonus":
         rank = torch.zeros(len(rollout), 3).double()
         for sample, states in cast("Any", parts.policy).hidden_states(rollout):
-            rank[sample] = rank_dynamics(states, stride=options.get("stride", 40)).cpu()
+            rank[sample] = rank_dynamics(states[:, 0], stride=options.get("stride", 40)).cpu()
         return {"rank": rank}
     if objective.advantage == "copo" and (read := parts.reward.capabilities.read_answer) is not None:
         answers = [read(text, records[label]) for text, label in zip(rollout.text, rollout.group, strict=True)]
