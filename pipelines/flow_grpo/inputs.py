@@ -48,18 +48,12 @@ class Inputs:
     heldout: Records
     rewards: Mapping[str, PointwiseReward]
     """label -> reward to report on held-out images: all that can score one image by itself."""
-    reward: PointwiseReward
-    """The optimized sum, or the preferences of stored pairs."""
-    features: Features | None
-    """Image features for the monitor."""
-    strata: list[str] | None
-    """Label per training record, with data.balance."""
-    heldout_trained_on: int
-    """Number of held-out prompts that are trained on as well."""
-    fingerprints: Mapping[str, str]
-    """Input -> SHA-256 of its content."""
-    notes: tuple[str, ...] = ()
-    """Oddities of the inputs that do not stop the run."""
+    reward: PointwiseReward  # The optimized sum, or the preferences of stored pairs
+    features: Features | None  # Image features for the monitor
+    strata: list[str] | None  # Label per training record, with data.balance
+    heldout_trained_on: int  # Number of held-out prompts that are trained on as well
+    fingerprints: Mapping[str, str]  # Input -> SHA-256 of its content
+    notes: tuple[str, ...] = ()  # Oddities of the inputs that do not stop the run
 
 
 def prepare(config: FlowGRPOConfig, world: int, device: str | None = None) -> Inputs:

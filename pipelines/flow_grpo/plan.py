@@ -36,8 +36,7 @@ from .config import FlowGRPOConfig, ModelConfig
 from .inputs import Inputs, prepare
 from .parts import build_policy
 
-PROBE = 32
-"""Samples in the passes that are timed."""
+PROBE = 32  # Samples in the passes that are timed
 NOT_COUNTED = "kernels' workspaces, the allocator's gaps, activations of sampling, of the autoencoder and of judges"
 
 
@@ -121,14 +120,10 @@ def planned_cost(config: FlowGRPOConfig, trained_share: float = 1.0, *, rounds: 
 class ImagePasses(NamedTuple):
     """Velocities that one image costs, by kind."""
 
-    sampled: float
-    """Steps without a gradient; none of a stored image, and steps that images share count once."""
-    trained: float
-    """Steps, or noise levels, that train in an epoch; likewise."""
-    other_policies: float
-    """Reference, old policy and expert, per trained step."""
-    before_update: int
-    """Passes over all trained steps, see `FlowGRPO.collect`."""
+    sampled: float  # Steps without a gradient; none of a stored image, and steps that images share count once
+    trained: float  # Steps, or noise levels, that train in an epoch; likewise
+    other_policies: float  # Reference, old policy and expert, per trained step
+    before_update: int  # Passes over all trained steps, see `FlowGRPO.collect`
 
 
 def _image_passes(config: FlowGRPOConfig) -> ImagePasses:
@@ -230,12 +225,9 @@ def _seconds_per_sample(policy: Any, records: Records, size: Any = None) -> list
 class Pass(NamedTuple):
     """Velocity of the network without weights."""
 
-    flops: float
-    """Operations of a pass for one sample."""
-    activations: int
-    """Bytes of activations that its backward needs."""
-    largest_block: int
-    """Bytes of those that checkpointing computes again at once."""
+    flops: float  # Operations of a pass for one sample
+    activations: int  # Bytes of activations that its backward needs
+    largest_block: int  # Bytes of those that checkpointing computes again at once
 
 
 def _footprint(config: FlowGRPOConfig, inputs: Inputs, batch: Mapping[str, Any], evaluated: int) -> dict[str, Any]:

@@ -19,8 +19,7 @@ from visalign.errors import UserError
 from visalign.pipelines.shared.parts import Records, Row, check_images, check_texts, name_key, read_images
 from visalign.training.diffusion.samples import Stored
 
-READ = 32
-"""Images that are in memory as files have them."""
+READ = 32  # Images that are in memory as files have them
 _SOURCES = (
     'Give each pair one in a column "source", a path such as cup.png, or as `visalign sample` leaves it, '
     '{"source": PATH} in "metadata"; or leave data.pairs out.'

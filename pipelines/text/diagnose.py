@@ -34,20 +34,16 @@ from .parts import build_text_policy, heldout_inputs, text_sum, with_tool
 
 __all__ = ["diagnose"]
 
-TRAINED = ("text_dpo", "text_grpo", "text_ppo", "text_sft")
-"""Pipelines whose runs leave a text policy."""
+TRAINED = ("text_dpo", "text_grpo", "text_ppo", "text_sft")  # Pipelines whose runs leave a text policy
 
 
 class _ScoredCompletions(NamedTuple):
     """P·n scored completions of one policy; the completions of a prompt are neighbours."""
 
     rollout: TextRollout
-    reward: Tensor
-    """[P, n] float64; NaN where it failed."""
-    solved: Tensor
-    """[P, n] float64 1 or 0; NaN where the reward failed, or nothing says what solves a prompt."""
-    values: Mapping[str, Tensor]
-    """label -> [P, n] float64 of each reward, higher is better; NaN where it failed."""
+    reward: Tensor  # [P, n] float64; NaN where it failed
+    solved: Tensor  # [P, n] float64 1 or 0; NaN where the reward failed, or nothing says what solves a prompt
+    values: Mapping[str, Tensor]  # label -> [P, n] float64 of each reward, higher is better; NaN where it failed
 
 
 def diagnose(

@@ -17,8 +17,7 @@ from visalign.training.text.trajectories import needs_reference
 from .config import TextConfig
 from .parts import TextInputs, lora_settings, planned_encoder
 
-PROMPTS = 256
-"""Training prompts whose length is measured."""
+PROMPTS = 256  # Training prompts whose length is measured
 NOT_COUNTED = "kernels' workspaces, the allocator's gaps, activations of generation and of judges"
 
 

@@ -55,14 +55,10 @@ class TextInputs(NamedTuple):
     records: Records
     """Prompts; of supervised jobs with a completion, a pair of completions, or a completion and its label."""
     heldout: Records
-    rewards: Mapping[str, Any]
-    """label -> reward, those that are trained on and those that are only reported."""
-    reward: Any = None
-    """The sum that is optimized; None for supervised jobs."""
-    demonstrations: Records | None = None
-    """Demonstrations for the ptx term, each with prompt and completion."""
-    left_out: Mapping[str, int] = {}
-    """Reason -> records that are not used."""
+    rewards: Mapping[str, Any]  # label -> reward, those that are trained on and those that are only reported
+    reward: Any = None  # The sum that is optimized; None for supervised jobs
+    demonstrations: Records | None = None  # Demonstrations for the ptx term, each with prompt and completion
+    left_out: Mapping[str, int] = {}  # Reason -> records that are not used
     heldout_trained_on: int | None = None
     """Held-out prompts that are trained on as well; None where that is not counted."""
 

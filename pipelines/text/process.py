@@ -112,8 +112,7 @@ class TextProcessConfig:
             raise UserError(f"optimizer.updates_per_iteration is {updates}; an iteration is one pass. Leave it at 1.")
 
 
-Numbered = Sequence[tuple[int, Mapping[str, Any]]]
-"""Records with their row numbers in the file."""
+Numbered = Sequence[tuple[int, Mapping[str, Any]]]  # Records with their row numbers in the file
 
 
 def read_steps(config: TextProcessConfig) -> tuple[Numbered, Numbered]:

@@ -54,8 +54,7 @@ from .parts import build_text_policy, text_records, text_sum, with_tool
 __all__ = ["TextSampleConfig", "plan", "run"]
 
 DATASET = "dataset.jsonl"
-POINTS = "points"
-"""Folder of scored completions, a file per grid point, which a resumed run does not sample again."""
+POINTS = "points"  # Folder of scored completions, a file per grid point, which a resumed run does not sample again
 FREE_KEYS = (
     *(f"selection.{name}" for name in ("rule", "threshold", "per_prompt", "skip_solved", "truncated", "seed")),
     *("rollout.prompts_per_call", "rollout.max_failure_rate"),

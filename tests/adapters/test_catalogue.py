@@ -57,19 +57,15 @@ def test_the_adapter_follows_from_the_folder_or_is_named(folder, adapter):
     assert type(policy) is SD3Policy and policy.guidance == 2 and policy.storage_dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize(
-    "asked", [{"encoder_dtype": torch.bfloat16, "decoder_dtype": torch.float32}], ids=lambda asked: next(iter(asked))
-)
-def test_sd3_is_driven_by_the_general_adapter_where_only_that_takes_an_option(folder, asked, tmp_path):
+def test_sd3_is_driven_by_the_general_adapter_where_only_that_takes_an_option(folder):
     usual = {"use_t5": True, "max_sequence_length": 256}
-    given = {"defaults": usual, "guidance": 2.0, "lora": LoraSettings(rank=2), **usual, **asked}
+    given = {"defaults": usual, "guidance": 2.0, "lora": LoraSettings(rank=2), **usual, "decoder_dtype": torch.float32}
     policy = load_policy(folder, **given)
     assert type(policy) is PipelinePolicy and policy.guidance == 2
     assert type(load_policy(folder, adapter="pipeline", **given)) is PipelinePolicy
-    names = ", ".join(asked)
-    with pytest.raises(UserError, match=rf"takes no {names}\. .*; model\.adapter=pipeline takes {names}\."):
+    with pytest.raises(UserError, match=r"SD3Policy takes no decoder_dtype\."):
         load_policy(folder, adapter="sd3", **given)
-    with pytest.raises(UserError, match=rf"takes no {names}\. .*; model\.adapter=pipeline takes no use_t5"):
+    with pytest.raises(UserError, match=r"PipelinePolicy takes no use_t5\."):
         load_policy(folder, **{**given, "use_t5": False})
 
 

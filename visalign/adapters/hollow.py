@@ -45,10 +45,8 @@ class Trace:
     flops: dict[str, int] = field(default_factory=dict)
     """Part of the pipeline -> floating-point operations of matrix products (a multiply-add is two) since
     `clear`, without backward."""
-    held: int = 0
-    """Bytes that the backward of a network's last call with gradient would find stored, without weights."""
-    largest_block: int = 0
-    """Bytes that one block recomputes at a time under gradient checkpointing; 0 without."""
+    held: int = 0  # Bytes that the backward of a network's last call with gradient would find stored, without weights
+    largest_block: int = 0  # Bytes that one block recomputes at a time under gradient checkpointing; 0 without
 
     def clear(self) -> None:
         """Reset the counts."""

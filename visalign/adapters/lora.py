@@ -22,8 +22,7 @@ from torch.nn.functional import linear
 from visalign.errors import UserError
 from visalign.settings import Count, settings
 
-ADAPTER = "default"
-"""Name of our adapter inside the model."""
+ADAPTER = "default"  # Name of our adapter inside the model
 
 
 @settings("lora")

@@ -18,8 +18,7 @@ from torch.utils._triton import has_triton
 from visalign.errors import UserError
 
 RECOMPILE_LIMIT = 64
-COMPILED_FROM = 100_000_000
-"""Parameters from which compiling pays by itself: it takes about a minute on a GPU."""
+COMPILED_FROM = 100_000_000  # Parameters from which compiling pays by itself: it takes about a minute on a GPU
 _COMPILED = "compiled_blocks"
 
 
@@ -69,8 +68,7 @@ class CompiledBlocks:
         # kinds of block × sizes × (gradient, none, adapters off) are more graphs than torch's limit of 8 a function,
         # behind which a block silently runs eagerly
         config.recompile_limit = max(config.recompile_limit, RECOMPILE_LIMIT)
-        self.frees_activations = False
-        """Whether a block's output is cut from what made it, see `gradient_mode`."""
+        self.frees_activations = False  # Whether a block's output is cut from what made it, see `gradient_mode`
         self._eager, self._untraceable = False, exc.TorchDynamoException
         warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`")  # in diffusers
         for block in blocks:

@@ -21,8 +21,7 @@ _SIGNS: dict[type, Callable[[Any, Any], Any]] = {
 _EXPRESSION = re.compile(r"[\d\s()+\-*/%.]+$")
 _CONTINUES = re.compile(r"[\w,]$|[×÷^√]\s*$")
 """Text before an expression that is part of a larger one: 1,000 + 5, or x-3 + 4."""
-LONGEST = 200
-"""Most characters of an expression."""
+LONGEST = 200  # Most characters of an expression
 
 
 def calculator(text: str) -> str | None:

@@ -16,8 +16,7 @@ from visalign.interfaces import Prompt
 
 from .messages import template_messages
 
-_PROBE = "QQTEXTQQ"
-"""Content of messages whose surroundings in a rendered text are those of the template."""
+_PROBE = "QQTEXTQQ"  # Content of messages whose surroundings in a rendered text are those of the template
 
 _OWN_VARIABLES = {"messages", "add_generation_prompt", "raise_exception", "bos_token", "eos_token", "tools"}
 """Variables of templates that are no options."""
@@ -34,16 +33,11 @@ def image_parts(prompt: Prompt) -> list[Mapping[str, Any]]:
 class Surroundings(NamedTuple):
     """Text of a chat template around the content of messages; "" without a template."""
 
-    before: str
-    """Before the first message, a user's."""
-    behind: str
-    """Behind a user's message."""
-    header: str
-    """Behind that, before the assistant's answer."""
-    closing: str
-    """Behind the answer, where it is the last message."""
-    between: str
-    """Between an answer and the next message of a user."""
+    before: str  # Before the first message, a user's
+    behind: str  # Behind a user's message
+    header: str  # Behind that, before the assistant's answer
+    closing: str  # Behind the answer, where it is the last message
+    between: str  # Between an answer and the next message of a user
 
     @property
     def role(self) -> str:

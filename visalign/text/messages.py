@@ -10,8 +10,7 @@ from typing import Any
 from visalign.errors import UserError
 from visalign.interfaces import Prompt, is_message
 
-BETWEEN_PARTS = "\n\n"
-"""Text between two joined parts, as in mistral_common."""
+BETWEEN_PARTS = "\n\n"  # Text between two joined parts, as in mistral_common
 
 
 def template_messages(

@@ -15,8 +15,7 @@ from torch.nn.functional import normalize
 from visalign.core.rewards.fusion import convex_vertices
 
 _WORDS = re.compile(r"(\s+)")
-_SHORTEST = 4
-"""Letters of the shortest word in which two may be swapped."""
+_SHORTEST = 4  # Letters of the shortest word in which two may be swapped
 
 
 def hashed_ngrams(texts: Sequence[str], *, n: int = 3, size: int = 2048) -> Tensor:

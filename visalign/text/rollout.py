@@ -19,8 +19,7 @@ from .distribution import Sampling
 from .stopping import StopReason
 from .token_sets import TokenSets
 
-NOT_GENERATED = ("prompt too long", "tool failed")
-"""Stop reasons of samples that are not to be scored."""
+NOT_GENERATED = ("prompt too long", "tool failed")  # Stop reasons of samples that are not to be scored
 
 
 @dataclass(frozen=True, kw_only=True)

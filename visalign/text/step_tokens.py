@@ -29,8 +29,7 @@ class StepTokens:
     """Tokens of one prompt and its steps."""
 
     ids: list[int]
-    ends: list[int]
-    """Position in `ids` of the token at which each step is judged."""
+    ends: list[int]  # Position in `ids` of the token at which each step is judged
 
 
 class StepEncoder:

@@ -23,8 +23,7 @@ from visalign.errors import UserError
 from .decoding import completion_text
 from .rollout import TextRollout
 
-Span = tuple[int, int]
-"""First character of a step, and one past its last; the separator is outside."""
+Span = tuple[int, int]  # First character of a step, and one past its last; the separator is outside
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,8 +21,7 @@ from .rollout import TextRollout
 
 Tool = Callable[[str], str | None]
 """Text of a call -> its answer, which may state that the call was wrong; None: it is no call."""
-PARALLEL = 32
-"""Calls in progress at a time."""
+PARALLEL = 32  # Calls in progress at a time
 
 
 @dataclass(frozen=True, kw_only=True)

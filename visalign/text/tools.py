@@ -25,8 +25,7 @@ from .token_sets import TokenSets
 from .tool_calls import ToolFailure, ToolUse, ask_all
 from .turns import ChatTurns, Conversation
 
-CHARACTERS = 32
-"""Characters of an answer per token that it may have; what is beyond is not even tokenized."""
+CHARACTERS = 32  # Characters of an answer per token that it may have; what is beyond is not even tokenized
 _NO_IDS = torch.zeros(0, dtype=torch.int32)
 
 
@@ -36,8 +35,7 @@ class _Token(NamedTuple):
     log_prob: float = 0.0
     full_log_prob: float = 0.0
     entropy: float = 0.0
-    kept: Tensor = _NO_IDS
-    """Ids that could be drawn."""
+    kept: Tensor = _NO_IDS  # Ids that could be drawn
 
 
 @dataclass
@@ -51,12 +49,9 @@ class _Sample:
     tokens: list[_Token] = field(default_factory=list)
     trace: ToolTrace = field(default_factory=ToolTrace)
     reason: StopReason = "length"
-    outcome: float | None = None
-    """Reward of the environment."""
-    conversation: Conversation | None = None
-    """Its tools and environment, with `ChatTurns`."""
-    prompt_row: tuple[Tensor, Tensor] | None = None
-    """Ids and mask of the prompt, as the engine read it first."""
+    outcome: float | None = None  # Reward of the environment
+    conversation: Conversation | None = None  # Its tools and environment, with `ChatTurns`
+    prompt_row: tuple[Tensor, Tensor] | None = None  # Ids and mask of the prompt, as the engine read it first
 
     def ids(self) -> list[int]:
         return [token.id for token in self.tokens]

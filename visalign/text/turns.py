@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
 _CALLED, _KEY, _SAID = "QQNAMEQQ", "QQKEYQQ", "QQTURNQQ"
 """Texts whose places in a rendered conversation are those of a call's name, its argument and a turn."""
-OWN_METHODS = ("reset", "step", "get_reward")
-"""Methods of an environment that are no tools."""
+OWN_METHODS = ("reset", "step", "get_reward")  # Methods of an environment that are no tools
 
 
 @dataclass(frozen=True, kw_only=True)

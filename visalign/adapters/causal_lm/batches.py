@@ -24,18 +24,12 @@ class PromptBatch:
 
     prompts: Sequence[Prompt]
     encoded: EncodedPrompts
-    group: Sequence[Hashable]
-    """P labels."""
-    generations: int
-    """G."""
-    seeds: Sequence[int]
-    """B."""
-    after: Sequence[Sequence[int]] | None
-    """B lists of tokens that the completions begin with."""
-    context: int | None
-    """Largest number of tokens of prompt and completion together."""
-    longest: int | None
-    """Largest number of tokens of a prompt that is completed."""
+    group: Sequence[Hashable]  # P labels
+    generations: int  # G
+    seeds: Sequence[int]  # B
+    after: Sequence[Sequence[int]] | None  # B lists of tokens that the completions begin with
+    context: int | None  # Largest number of tokens of prompt and completion together
+    longest: int | None  # Largest number of tokens of a prompt that is completed
 
     @classmethod
     def build(

@@ -21,8 +21,7 @@ from visalign.text.distribution import invert_cumulative
 
 from .network import CausalNetwork, PromptCache
 
-CHECK_EVERY = 16
-"""Tokens between two looks at which completions have ended."""
+CHECK_EVERY = 16  # Tokens between two looks at which completions have ended
 _BY_KEY_HEAD = "visalign_by_key_head"
 
 
@@ -69,8 +68,7 @@ class CapturedDecoder:
         self._step = torch.zeros(1, dtype=torch.long, device=device)
         self._token = torch.zeros(count, dtype=torch.long, device=device)
         self.ids = torch.zeros(count, longest, dtype=torch.long, device=device)
-        self.numbers = torch.zeros(3, count, longest, device=device)
-        """log_prob, full_log_prob, entropy."""
+        self.numbers = torch.zeros(3, count, longest, device=device)  # log_prob, full_log_prob, entropy
 
     def draw(self, logits: Tensor) -> None:
         """Draw the next token of each row from logits [n, V]."""

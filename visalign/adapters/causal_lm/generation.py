@@ -38,8 +38,7 @@ class Ending:
     """Rules that end the completions of a batch."""
 
     eos_ids: frozenset[int]
-    limit: Sequence[int]
-    """[b] tokens of each completion at most."""
+    limit: Sequence[int]  # [b] tokens of each completion at most
     strings: StopStrings
 
     def reason(self, row: int, ids: Sequence[int]) -> StopReason | None:
@@ -57,12 +56,10 @@ class Completion:
 
     ids: list[int]
     reason: StopReason
-    log_prob: Tensor
-    """[n] float32."""
+    log_prob: Tensor  # [n] float32
     full_log_prob: Tensor
     entropy: Tensor
-    kept: list[Tensor]
-    """Per token the ids that could be drawn; empty without truncation."""
+    kept: list[Tensor]  # Per token the ids that could be drawn; empty without truncation
 
 
 @torch.no_grad()

@@ -72,10 +72,8 @@ class LinearHead:
 class PromptCache:
     """Keys and values of the tokens so far, which samples share and leave."""
 
-    keys: Any
-    """Cache of transformers."""
-    offset: Tensor | None = None
-    """See `QwenSight.see`; None where positions count tokens."""
+    keys: Any  # Cache of transformers
+    offset: Tensor | None = None  # See `QwenSight.see`; None where positions count tokens
 
     def reorder(self, index: Tensor) -> None:
         """Keep the rows `index` [n], in place; repeats allowed."""

@@ -17,22 +17,17 @@ from visalign.vision.images import PatchedImage
 class EncodedPrompt:
     """Encoded prompt; equal prompts are encoded once."""
 
-    ids: tuple[int, ...]
-    """Tokens, with as many image tokens as the images take."""
-    encoded_images: tuple[PatchedImage, ...] = ()
-    """In the order of their tokens."""
+    ids: tuple[int, ...]  # Tokens, with as many image tokens as the images take
+    encoded_images: tuple[PatchedImage, ...] = ()  # In the order of their tokens
 
 
 @dataclass(frozen=True)
 class EncodedPrompts:
     """P encoded prompts."""
 
-    ids: Sequence[Sequence[int]]
-    """P lists of tokens."""
-    encoded_images: Sequence[Sequence[PatchedImage]] | None = None
-    """P lists; None where no prompt has any."""
-    images: Sequence[Sequence[Any]] | None = None
-    """The images as they were given."""
+    ids: Sequence[Sequence[int]]  # P lists of tokens
+    encoded_images: Sequence[Sequence[PatchedImage]] | None = None  # P lists; None where no prompt has any
+    images: Sequence[Sequence[Any]] | None = None  # The images as they were given
 
     def prompt(self, index: int, more: Sequence[int] = ()) -> EncodedPrompt:
         """Return one prompt, with more tokens behind it."""

@@ -29,20 +29,13 @@ backward."""
 class Packed:
     """Prompts and completions of b samples as one block without left padding, and the n tokens to score."""
 
-    ids: Tensor
-    """[b, S] prompt, completion, padding on the right; on the network's device."""
-    mask: Tensor
-    """[b, S] int64, on the network's device."""
-    row: Tensor
-    """[n] sample of each token, row by row."""
-    column: Tensor
-    """[n] its position t in the completion."""
-    before: Tensor
-    """[n] its predecessor's position in the block: the state there predicts it."""
-    target: Tensor
-    """[n] its id."""
-    encoded_images: list[list[PatchedImage]] | None
-    """b lists; None where the rollout has none."""
+    ids: Tensor  # [b, S] prompt, completion, padding on the right; on the network's device
+    mask: Tensor  # [b, S] int64, on the network's device
+    row: Tensor  # [n] sample of each token, row by row
+    column: Tensor  # [n] its position t in the completion
+    before: Tensor  # [n] its predecessor's position in the block: the state there predicts it
+    target: Tensor  # [n] its id
+    encoded_images: list[list[PatchedImage]] | None  # b lists; None where the rollout has none
 
 
 def pack(rollout: TextRollout, rows: Tensor, device: torch.device, encoder: ImagePrompts | None = None) -> Packed:

@@ -26,10 +26,8 @@ class Source:
     """Images that one edit starts from, and their latents."""
 
     images: tuple[Image.Image, ...]
-    latents: dict[int, Any] = field(default_factory=dict)
-    """Place -> as the pipeline encodes it."""
-    used: int = 0
-    """Number of images that the present call has used: it goes through them in order."""
+    latents: dict[int, Any] = field(default_factory=dict)  # Place -> as the pipeline encodes it
+    used: int = 0  # Number of images that the present call has used: it goes through them in order
 
     @property
     def image(self) -> Any:
@@ -50,8 +48,7 @@ class PipelineCondition:
     """B prompts; the unique ones are stored once."""
 
     unique: tuple[Encoded, ...]
-    index: Tensor
-    """[B] int64 on the CPU, places among the unique."""
+    index: Tensor  # [B] int64 on the CPU, places among the unique
 
     def __len__(self) -> int:
         return len(self.index)

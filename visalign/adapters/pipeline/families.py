@@ -25,48 +25,35 @@ SD3_ATTENTION = tuple(f"attn.{name}" for name in JOINT)
 class Family:
     """Description of one family of pipelines."""
 
-    pipelines: tuple[str, ...]
-    """Class names in diffusers."""
+    pipelines: tuple[str, ...]  # Class names in diffusers
     encodes: str
     """What `encode_prompt` returns, in order, by the names under which the pipeline's call takes it back;
     "-" for what it makes anew."""
     guidance: Guidance
-    scale: str = "guidance_scale"
-    """The call's argument that holds the guidance scale."""
-    off: float = 1.0
-    """The scale that is no guidance."""
+    scale: str = "guidance_scale"  # The call's argument that holds the guidance scale
+    off: float = 1.0  # The scale that is no guidance
     usual: float | None = None
     """The scale where none is asked for, of networks that take it as an input; None is `off`."""
-    unconditional: int = 0
-    """Which half of a batch of both is the unconditional one; of two calls it is the second."""
+    unconditional: int = 0  # Which half of a batch of both is the unconditional one; of two calls it is the second
     negative: str | None = None
     """The negative prompt where none is given, of a call that has none itself and would not guide without."""
-    mixed: bool = True
-    """Whether the samples of one call may stand at different times; otherwise they go by groups."""
+    mixed: bool = True  # Whether the samples of one call may stand at different times; otherwise they go by groups
     alone: Literal["never", "guided", "always"] = "never"
     """When a call takes one sample alone: PRX's gives its network two times for 2n guided samples."""
     batch_axis: Mapping[str, int] = field(default_factory=dict)
     """Arguments of the call, or of the network, whose samples do not stand along the first axis."""
-    networks: tuple[str, ...] = ("transformer",)
-    """The parts of the pipeline that denoise; absent ones are skipped."""
-    fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of every call."""
-    unit: int = 2
-    """Height and width are multiples of this times the autoencoder's factor."""
-    lora: tuple[str, ...] = ATTENTION
-    """Ends of the names of the layers that get adapters, where none are asked for."""
+    networks: tuple[str, ...] = ("transformer",)  # The parts of the pipeline that denoise; absent ones are skipped
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # Arguments of every call
+    unit: int = 2  # Height and width are multiples of this times the autoencoder's factor
+    lora: tuple[str, ...] = ATTENTION  # Ends of the names of the layers that get adapters, where none are asked for
     unused: str | None = None
     """Pattern of layers, or weights, that the velocity does not depend on; "{last}" is the last block."""
-    own_size: bool = False
-    """Whether the call makes images of an area of its own, whatever it is asked for."""
-    frames: int | None = None
-    """Of a video where none are asked for; None makes single images."""
+    own_size: bool = False  # Whether the call makes images of an area of its own, whatever it is asked for
+    frames: int | None = None  # Of a video where none are asked for; None makes single images
     frame_rate: float = 8.0
     """Frames a second of its videos: as diffusers' example of the pipeline writes them, or by its call."""
-    source: Literal["none", "optional", "needed"] = "none"
-    """Whether the call's `image` is an image to edit."""
-    several: bool = False
-    """Whether an edit may start from several images, which `image` lists."""
+    source: Literal["none", "optional", "needed"] = "none"  # Whether the call's `image` is an image to edit
+    several: bool = False  # Whether an edit may start from several images, which `image` lists
     modular: bool = False
     """Whether diffusers has it as blocks of a `ModularPipeline`; `encodes` names values of their state."""
     padded: bool = True

@@ -51,8 +51,7 @@ class Halves:
     def __init__(self, networks: Mapping[str, Any], family: Family, count: ForwardCount) -> None:
         self._family, self._count = family, count
         self._samples: int | None = None
-        self.apart = True
-        """Split the halves; False leaves the pipeline's own batch (then both carry gradient)."""
+        self.apart = True  # Split the halves; False leaves the pipeline's own batch (then both carry gradient)
         for network in networks.values():
             network.forward = self._before(network, network.forward)
 

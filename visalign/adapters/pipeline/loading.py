@@ -18,8 +18,7 @@ from visalign.errors import UserError
 from .guidance import silent
 from .quantization import reads_shapes_alone
 
-UNUSED = {"safety_checker", "feature_extractor", "image_encoder"}
-"""Parts of pipelines that no family here needs."""
+UNUSED = {"safety_checker", "feature_extractor", "image_encoder"}  # Parts of pipelines that no family here needs
 
 
 def load_pipeline(

@@ -29,8 +29,7 @@ from .quantization import keep_rounded
 
 PEFT = "peft"
 """Folder beside that file, for peft, where diffusers has no loader."""
-LoraPaths = str | Path | Sequence[str | Path]
-"""LoRAs to start from, each PATH or PATH:WEIGHT."""
+LoraPaths = str | Path | Sequence[str | Path]  # LoRAs to start from, each PATH or PATH:WEIGHT
 
 
 def make_trainable(pipe: Any, family: Family, lora: LoraSettings | None, *, checkpointing: bool) -> list[Any]:

@@ -23,13 +23,10 @@ from visalign.model_files import open_tensors, read_object, read_tensors, why_un
 
 from .guidance import silent
 
-WEIGHT_FILE = "pytorch_lora_weights.safetensors"
-"""The file that diffusers' `load_lora_weights` looks for."""
-METADATA = "lora_adapter_metadata"
-"""Key under which diffusers keeps rank, alpha and target layers in that file."""
+WEIGHT_FILE = "pytorch_lora_weights.safetensors"  # The file that diffusers' `load_lora_weights` looks for
+METADATA = "lora_adapter_metadata"  # Key under which diffusers keeps rank, alpha and target layers in that file
 PEFT_FILE = "adapter_model.safetensors"
-_INCOMING = "incoming"
-"""Name of an adapter while diffusers converts its keys."""
+_INCOMING = "incoming"  # Name of an adapter while diffusers converts its keys
 OTHER_KINDS = {
     "DoRA": r"dora_scale|lora_magnitude_vector",
     "LoHa": r"hada_w",
@@ -52,8 +49,7 @@ BASES = {
     "Stable Diffusion": r"down_blocks|mid_block|middle_block|input_blocks|output_blocks",
 }
 """Base model -> pattern of the keys of its LoRAs; the first that matches."""
-_CONTEXT = {768: "SD1.5", 1024: "SD2", 2048: "SDXL"}
-"""Width of the text that a U-Net attends to -> base model."""
+_CONTEXT = {768: "SD1.5", 1024: "SD2", 2048: "SDXL"}  # Width of the text that a U-Net attends to -> base model
 
 
 class Adapter(NamedTuple):
@@ -77,8 +73,7 @@ SD3_LAYERS = {
 
 Adapters = dict[str, dict[str, Adapter]]
 """Part of the pipeline -> layer -> adapter."""
-Misfit = Callable[[str], UserError]
-"""Detail -> error of a LoRA that is for another model."""
+Misfit = Callable[[str], UserError]  # Detail -> error of a LoRA that is for another model
 
 
 def parse_lora(text: str | Path) -> tuple[Path, float]:

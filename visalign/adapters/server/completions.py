@@ -54,20 +54,15 @@ class CompletionRequest:
 
     url: str
     model: str
-    sample: int
-    """Index in the rollout, for messages."""
+    sample: int  # Index in the rollout, for messages
     prompt: Sequence[int]
-    limit: int
-    """Largest number of tokens."""
+    limit: int  # Largest number of tokens
     sampling: Sampling
     stopping: StoppingCriteria
-    ends: Sequence[int]
-    """Ids of end tokens, in place of the server's own."""
+    ends: Sequence[int]  # Ids of end tokens, in place of the server's own
     seed: int
-    top_logprobs: int = 1
-    """Number of most probable tokens requested at each position."""
-    vocabulary: float = math.inf
-    """Number of the policy's token ids."""
+    top_logprobs: int = 1  # Number of most probable tokens requested at each position
+    vocabulary: float = math.inf  # Number of the policy's token ids
 
     def body(self) -> dict[str, Any]:
         """Build the request's body; all that vLLM would take from the model's generation config is sent."""

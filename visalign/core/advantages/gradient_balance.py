@@ -15,8 +15,7 @@ from torch import Tensor
 from visalign.core.checks import check_axes, check_same
 from visalign.core.precision import float32_dtype
 
-MAX_REWARDS = 12
-"""All 2^K − 1 subsets of the rewards are solved at once."""
+MAX_REWARDS = 12  # All 2^K − 1 subsets of the rewards are solved at once
 
 
 def min_norm_weights(gradient: Tensor, *, normalise: bool = True) -> Tensor:

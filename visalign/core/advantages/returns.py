@@ -18,8 +18,7 @@ from visalign.core.precision import float32_dtype
 
 from .group import group_advantages, whiten
 
-BLOCK = 128
-"""Decisions per matrix product of the backward recursion."""
+BLOCK = 128  # Decisions per matrix product of the backward recursion
 
 
 def discounted_returns(reward: Tensor, weight: Tensor | None = None, *, gamma: float = 1.0) -> Tensor:

@@ -34,10 +34,8 @@ from .reward_stage import ares_threshold
 class EntropyTarget:
     """Tensors that an entropy term fixes before the first micro-batch."""
 
-    weight: Tensor | None = None
-    """[B, T] factor of each decision's entropy."""
-    level: Tensor | None = None
-    """[B, n] target levels, the same in each row."""
+    weight: Tensor | None = None  # [B, T] factor of each decision's entropy
+    level: Tensor | None = None  # [B, n] target levels, the same in each row
 
 
 def bonus() -> EntropyTarget:

@@ -68,8 +68,7 @@ class Stage:
             elif parameter.default is parameter.empty and "None" not in annotation:  # else the step may lack it
                 needs.append(source)
         self._computed = [source for source in self.inputs.values() if isinstance(source, Stage)]
-        self.needs = tuple(dict.fromkeys(needs))
-        """Fields without which the function cannot be called."""
+        self.needs = tuple(dict.fromkeys(needs))  # Fields without which the function cannot be called
         self.options = {k: v for stage in self._computed for k, v in stage.options.items()} | self._defaults
         """Option -> default, those of computed inputs included; `inspect.Parameter.empty` without one."""
 

@@ -19,20 +19,16 @@ from visalign.core.groups.moments import present_entries
 from visalign.core.precision import float32_dtype
 
 FidelityMode = Literal["paper", "upstream"]
-FLOOR = 0.05**2
-"""Added to a difference's variance, in squared units of a 1 to 5 scale; the released code has 1e-6."""
+FLOOR = 0.05**2  # Added to a difference's variance, in squared units of a 1 to 5 scale; the released code has 1e-6
 
 
 @dataclass(frozen=True)
 class AnswerStatistics:
     """Mean and variance of K answers for each of B images."""
 
-    mean: Tensor
-    """[B], NaN without a valid answer."""
-    variance: Tensor
-    """[B], over the valid answers; 0 for a single one, NaN without any."""
-    count: Tensor
-    """[B] int64, valid answers."""
+    mean: Tensor  # [B], NaN without a valid answer
+    variance: Tensor  # [B], over the valid answers; 0 for a single one, NaN without any
+    count: Tensor  # [B] int64, valid answers
 
 
 def answer_statistics(answers: Tensor, *, valid: Tensor | None = None, ddof: int = 1) -> AnswerStatistics:

@@ -18,12 +18,9 @@ from visalign.core.precision import float32, float32_dtype
 class CtrlULoss:
     """The terms of Ctrl-U, numbers."""
 
-    total: Tensor
-    """λ · reward + uncertainty, to be added to the diffusion loss."""
-    reward: Tensor
-    """Mean of the weighted reward loss, before λ."""
-    uncertainty: Tensor
-    """Mean of U."""
+    total: Tensor  # λ · reward + uncertainty, to be added to the diffusion loss
+    reward: Tensor  # Mean of the weighted reward loss, before λ
+    uncertainty: Tensor  # Mean of U
 
 
 def ctrl_u_loss(

@@ -21,8 +21,7 @@ from visalign.core.precision import float32
 from .bradley_terry import average_pairs, margin_ranking_loss
 
 IctMode = Literal["paper", "upstream"]
-THETA = 0.7
-"""Not published; what a third-party port assumes for unscaled scores."""
+THETA = 0.7  # Not published; what a third-party port assumes for unscaled scores
 
 
 @dataclass(frozen=True)

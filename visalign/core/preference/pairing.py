@@ -14,8 +14,7 @@ from visalign.core.checks import check_choice
 from .ranking import RankingFit
 
 Method = Literal["active", "swiss"]
-CLOSE = 0.7
-"""A pair asked once is asked in the other order only while the likelier winner wins with at most this."""
+CLOSE = 0.7  # A pair asked once is asked in the other order only while the likelier winner wins with at most this
 
 
 def next_pairs(

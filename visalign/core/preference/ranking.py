@@ -19,10 +19,8 @@ from visalign.core.checks import check_choice, check_integer_pairs
 Model = Literal["bradley_terry", "thurstone", "log_odds"]
 SPREAD_SCALE = 5.0
 """Scale of the half-Cauchy prior on the spread of the scores (Gelman, Bayesian Analysis 1 (2006) 515)."""
-BIAS_STD = 2.0
-"""Prior standard deviation of the position bias, in the unit of the scores."""
-MAX_LOG_ODDS = 12.0
-"""Answers surer than σ(12) count as σ(12)."""
+BIAS_STD = 2.0  # Prior standard deviation of the position bias, in the unit of the scores
+MAX_LOG_ODDS = 12.0  # Answers surer than σ(12) count as σ(12)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,12 +25,9 @@ from visalign.core.precision import float32
 from .bradley_terry import paired_scores
 
 UncertainForm = Literal["paper", "upstream", "upstream_monte_carlo"]
-WIDE = 1.5
-"""Standard deviation of z from which the second rule is used."""
-NODES = 32
-"""Of the Gauss-Hermite rule."""
-STEP, REACH = 0.75, 80.0
-"""Of the trapezoidal rule: spacing and half-width, in units of z."""
+WIDE = 1.5  # Standard deviation of z from which the second rule is used
+NODES = 32  # Of the Gauss-Hermite rule
+STEP, REACH = 0.75, 80.0  # Of the trapezoidal rule: spacing and half-width, in units of z
 
 
 def soft_clamp(value: Tensor, low: float = -7.0, high: float = 3.0) -> Tensor:

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from visalign.core.groups.moments import present_entries
 
-STIRLING_FROM = 16
-"""Where the four-term Stirling series is exact to 1e-14."""
+STIRLING_FROM = 16  # Where the four-term Stirling series is exact to 1e-14
 
 
 def pass_at_k(samples: Tensor | int, correct: Tensor | int, k: Tensor | int) -> Tensor:

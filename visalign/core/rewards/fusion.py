@@ -73,8 +73,7 @@ def convex_vertices(embedding: Tensor) -> Tensor:
     return torch.tensor(sorted({number for side in sides for *_, number in side}))
 
 
-Point = tuple[float, float, int]
-"""Two coordinates and the row of the text."""
+Point = tuple[float, float, int]  # Two coordinates and the row of the text
 
 
 def _chain(points: list[Point], least: float) -> list[Point]:

@@ -38,10 +38,8 @@ from .ratios import LogProbReduction, expand_over_event, reduce_event
 Estimator = Literal["k1", "k2", "k3", "abs", "low_var_kl"]
 Direction = Literal["reverse", "forward"]
 
-LOG_LIMIT = 20.0
-"""Exponentials are e^min(x, 20), as in `ppo`."""
-VALUE_LIMIT = 10.0
-"""Value at which "low_var_kl" saturates."""
+LOG_LIMIT = 20.0  # Exponentials are e^min(x, 20), as in `ppo`
+VALUE_LIMIT = 10.0  # Value at which "low_var_kl" saturates
 
 
 def kl_estimate(

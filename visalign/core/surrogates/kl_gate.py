@@ -10,10 +10,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-WARMUP = 50
-"""Steps of the first phase."""
-TARGET = 0.001
-"""Target growth of the reward per step."""
+WARMUP = 50  # Steps of the first phase
+TARGET = 0.001  # Target growth of the reward per step
 
 
 @dataclass(frozen=True, kw_only=True)

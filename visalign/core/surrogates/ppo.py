@@ -11,8 +11,7 @@ from torch import Tensor
 
 from visalign.core.precision import float32
 
-LOG_RATIO_LIMIT = 20.0
-"""Ratios are e^min(log r, 20): e^20 = 4.9e8 replaces larger ones, and nothing overflows."""
+LOG_RATIO_LIMIT = 20.0  # Ratios are e^min(log r, 20): e^20 = 4.9e8 replaces larger ones, and nothing overflows
 
 
 def ppo_clip(

@@ -24,12 +24,9 @@ from .fused_tiles import TILES, Rows, Transform, head_gradients, softmax_statist
 class LogProbEntropy:
     """Statistics of the policy's distribution over the vocabulary at each token; the shape of the targets."""
 
-    log_prob: Tensor
-    """log p of the target, in nats, differentiable."""
-    entropy: Tensor
-    """H = −Σ_v p_v log p_v, in nats, differentiable."""
-    sum_p2: Tensor | None = None
-    """Σ_v p_v², no gradient; optimal token baselines need it."""
+    log_prob: Tensor  # log p of the target, in nats, differentiable
+    entropy: Tensor  # H = −Σ_v p_v log p_v, in nats, differentiable
+    sum_p2: Tensor | None = None  # Σ_v p_v², no gradient; optimal token baselines need it
 
 
 def log_prob_entropy(

@@ -20,11 +20,9 @@ from torch.utils._triton import has_triton
 TILES: dict[str, tuple[int, int]] = {"cpu": (1024, 768), "cuda": (4096, 8192)}
 """Device -> rows and vocabulary entries of a tile: a few MB that stay in a CPU's cache, 128 MiB on a GPU."""
 
-KERNEL_ROWS = 8192
-"""Rows of a tile of gradients that a kernel writes, bfloat16: 128 MiB with 8192 vocabulary entries."""
+KERNEL_ROWS = 8192  # Rows of a tile of gradients that a kernel writes, bfloat16: 128 MiB with 8192 vocabulary entries
 
-EXCLUDED = -1e30
-"""Stands for a bias of −∞: p is 0, and 0·log p is 0 instead of NaN."""
+EXCLUDED = -1e30  # Stands for a bias of −∞: p is 0, and 0·log p is 0 instead of NaN
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,10 +54,8 @@ class Statistics:
     log_prob: Tensor
     entropy: Tensor
     sum_p2: Tensor
-    top: Tensor
-    """m, the largest logit."""
-    total: Tensor
-    """s = Σ_v e^(z_v − m) in [1, V]; log Z = m + log s, kept apart: at large m their sum rounds off."""
+    top: Tensor  # m, the largest logit
+    total: Tensor  # s = Σ_v e^(z_v − m) in [1, V]; log Z = m + log s, kept apart: at large m their sum rounds off
 
 
 @dataclass(frozen=True)

@@ -76,8 +76,7 @@ class DynamicGroups:
 
     def __init__(self, wanted: int, settings: DynamicSettings) -> None:
         self.wanted, self.settings = wanted, settings
-        self.round = 0
-        """Rounds fed in the whole run: a new number for a prompt sampler, the same after a resume."""
+        self.round = 0  # Rounds fed in the whole run: a new number for a prompt sampler, the same after a resume
         self.now, self.last = Counter[str](), Counter[str]()
         """Counts of the present update and of the one before: rounds; groups generated = kept + dropped_right (no
         signal, all samples right) + dropped_wrong + dropped_flat (neither, or no `right_at`) + failed (fewer than two

@@ -28,8 +28,7 @@ class AdamState:
 
     exp_avg: Sequence[Tensor]
     exp_avg_sq: Sequence[Tensor]
-    steps: int
-    """Steps taken so far, t."""
+    steps: int  # Steps taken so far, t
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-15
 

@@ -19,8 +19,7 @@ from visalign.training.loop.algorithm import Context
 
 from .settings import ObjectiveSettings
 
-KEY = "reference"
-"""File stem of the reference's weights in a checkpoint, and key of the iteration of the last reset."""
+KEY = "reference"  # File stem of the reference's weights in a checkpoint, and key of the iteration of the last reset
 
 
 @contextmanager

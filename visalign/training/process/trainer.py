@@ -38,8 +38,7 @@ from visalign.training.loop.trainer import Trainer
 
 from .label_fit import FitSettings, LabelFit, LabelOutputs, LabelReport, fit_labels, label_trainer, report_labels
 
-StepRecord = Mapping[str, Any]
-"""{"prompt", "steps", "labels"} or {"prompt", "completion", "reward"}, as above."""
+StepRecord = Mapping[str, Any]  # {"prompt", "steps", "labels"} or {"prompt", "completion", "reward"}, as above
 
 
 def step_label_loss(odds: Tensor, label: Tensor) -> Tensor:

@@ -33,8 +33,7 @@ from visalign.core.preference.yes_no import YesNo, yes_no_loss, yes_no_pair_loss
 from .batch import Outputs, RewardBatch
 
 Settings = Any  # Class of the task in `settings`
-Sums = tuple[Tensor, Tensor]
-"""(Σ weight · loss, Σ weight): micro-batches and processes add up to the whole batch."""
+Sums = tuple[Tensor, Tensor]  # (Σ weight · loss, Σ weight): micro-batches and processes add up to the whole batch
 
 
 @dataclass(frozen=True, kw_only=True)

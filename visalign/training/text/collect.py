@@ -56,8 +56,7 @@ class PendingRound:
     records: Records  # [b] prompt records
     shares: Shares  # Owner of each of the round's B samples
     group: list[int]  # [B] labels
-    scores: Sequence[Callable[[], Scores]]
-    """Functions that wait for the scores of consecutive chunks of the b samples."""
+    scores: Sequence[Callable[[], Scores]]  # Functions that wait for the scores of consecutive chunks of the b samples
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,8 +31,7 @@ from visalign.training.policy.reference import Reference
 from .settings import LatentFlowSettings
 
 KEY = "latent_flow"  # File stem of the networks in a checkpoint
-DEPTHS = (0.25, 0.5, 0.75)
-"""Shares of the layers behind which states are taken; the paper's, as the constants below."""
+DEPTHS = (0.25, 0.5, 0.75)  # Shares of the layers behind which states are taken; the paper's, as the constants below
 TIME = 0.8  # Time at which a state is compared with the flow
 KEEP, TOP, SCALE = 0.6, 15, 0.01
 """Share of a completion's range of deviations below which a token is not penalised, most tokens of a

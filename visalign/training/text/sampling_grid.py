@@ -29,8 +29,7 @@ class GridPoint:
     temperature: float
     top_p: float
     seed: int
-    hinted: bool = False
-    """Whether the prompts end with a hint at their answers."""
+    hinted: bool = False  # Whether the prompts end with a hint at their answers
 
 
 @dataclass(frozen=True, kw_only=True)
