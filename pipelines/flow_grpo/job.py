@@ -17,7 +17,6 @@ from visalign.evaluation import HeldoutResult
 from visalign.pipelines.shared.grids import SampleGrids
 from visalign.pipelines.shared.job import PolicyRun, build_trainer, on_the_way, result_folder, run_job
 from visalign.pipelines.shared.parts import build_accelerator, evenly_spaced
-from visalign.training.loop.algorithm import Counters
 
 from .config import FlowGRPOConfig, ModelConfig, PrefGRPOConfig
 from .inputs import prepare
@@ -82,18 +81,16 @@ def _build(config: FlowGRPOConfig, output: Path) -> PolicyRun:
         curve=curve,
         load_code=load_code(config, output),
         next_command=sample_command(config, output, edits=any(len(record_key(r)) > 1 for r in inputs.heldout)),
-        counts=_image_counts,
+        counts=lambda c: {
+            "images": c.samples,
+            "forward_equivalents_per_image": c.forward_equivalents / max(1, c.samples),
+        },
         heldout_trained_on=inputs.heldout_trained_on,
         grids=grids,
     )
 
 
 run = partial(run_job, build=_build)
-
-
-def _image_counts(counters: Counters) -> dict[str, float]:
-    images = counters.samples
-    return {"images": images, "forward_equivalents_per_image": counters.forward_equivalents / max(1, images)}
 
 
 def sample_command(config: FlowGRPOConfig, output: Path, *, edits: bool = False) -> list[str]:
@@ -104,11 +101,8 @@ def sample_command(config: FlowGRPOConfig, output: Path, *, edits: bool = False)
     prompts = [source, "--seeds", "0"] if has_sources else ["a red circle"]
     options, sampling = sampling_options(model), []
     files = {f"--{name}": options.pop(name) for name in ("config", "variant") if name in options}
-    weights = (
-        ["--model", result]
-        if model.lora is None
-        else ["--model", model.path, *chain(*files.items()), "--lora", result]
-    )
+    trained = [model.path, *chain(*files.items()), "--lora", result]
+    weights = ["--model", *([result] if model.lora is None else trained)]
     if model.lora is None or Path(model.path).name not in PACKAGED:  # sampled by the pipeline's own defaults otherwise
         options.setdefault("guidance", None)
         sampling = ["--steps", str(config.evaluation.steps or config.rollout.steps), "--dtype", model.dtype]
@@ -146,10 +140,8 @@ def load_code(config: FlowGRPOConfig, output: Path) -> str:
     absent = [part for part in T5_PARTS if part in index and not (config.model.use_t5 and any(index[part]))]
     source = folder
     if config.model.lora is not None:
-        source, code = (
-            f"resolve_model({path})",
-            "\n" + loading_code(index["_class_name"], family.present(index), result),
-        )
+        source = f"resolve_model({path})"
+        code = "\n" + loading_code(index["_class_name"], family.present(index), result)
         imports += ["from peft import PeftModel"] if "PeftModel" in code else []
         imports.append("from visalign.data.assets import resolve_model")
     arguments, load = [source, *(f"{part}=None" for part in absent)], "from_pretrained"
@@ -161,9 +153,8 @@ def load_code(config: FlowGRPOConfig, output: Path) -> str:
             arguments, load = [source, described, *arguments[1:]], "from_single_file"
         else:
             imports[0] += f", {network_kind}"
-            imports.append(
-                f"\nnetwork = {network_kind}.from_single_file({source}, {described}, subfolder={json.dumps(network)})"
-            )
+            read = f"{source}, {described}, subfolder={json.dumps(network)}"
+            imports.append(f"\nnetwork = {network_kind}.from_single_file({read})")
             arguments.append(f"{network}=network")
     elif config.model.lora is not None and config.model.variant is not None:
         arguments.append(f"variant={json.dumps(config.model.variant)}")

@@ -258,9 +258,7 @@ def _footprint(config: FlowGRPOConfig, inputs: Inputs, batch: Mapping[str, Any],
     guided = policy.guided if hasattr(policy, "guided") else policy.guidance != 1
     evaluation = evaluated * (config.evaluation.steps or config.rollout.steps) * (1 + guided)
     flops = math.fsum(p.flops for p in passes) / len(passes)
-    compiled = (
-        config.model.compile is not False and sum(w.numel() for w in policy.module.parameters()) >= COMPILED_FROM
-    )
+    size = sum(weight.numel() for weight in policy.module.parameters())
     return {
         "model": {
             "trained_parameters": sum(w.numel() for _, w in policy.trainable_parameters()),
@@ -282,17 +280,13 @@ def _footprint(config: FlowGRPOConfig, inputs: Inputs, batch: Mapping[str, Any],
             not_counted=NOT_COUNTED,
             spare=memory["activations_of_a_micro_batch"],
             details={"in_CPU_memory": offloaded} if offloaded else None,
-            peak_share=COMPILED_SHARE if compiled else PEAK_SHARE,
+            peak_share=COMPILED_SHARE if config.model.compile is not False and size >= COMPILED_FROM else PEAK_SHARE,
         ),
     }
 
 
 def _hollow_passes(config: FlowGRPOConfig, record: Any, pairs: int, trace: Any) -> tuple[Any, Pass, list[Pass]]:
-    """Build the policy without weights and trace a velocity of `pairs`.
-
-    Returns:
-        (policy at its largest training size, pass at its own size, pass at each size that it is trained at).
-    """
+    """Trace velocities of `pairs` without weights: (policy at its largest size, its own pass, one per training size)."""
     autocast = "bfloat16" if config.model.autocast == "auto" else config.model.autocast  # as GPUs have it
     model = replace(config.model, compile=False, autocast=autocast)  # compiling changes no size
     policy: Any = build_policy(model, torch.device("cpu"), config.seed)
@@ -326,9 +320,7 @@ def _networks(policy: Any) -> list[str]:
 def _memory(
     config: FlowGRPOConfig, policy: Any, images: float, passes: list[Pass]
 ) -> tuple[dict[str, float], list[str], float]:
-    """Compute the GB of a process by part, name the parts that are weights of the trained network, and compute the GB
-    that stay in CPU memory.
-    """
+    """Compute (GB of a process by part, the parts that are weights of the trained network, GB in CPU memory)."""
     from visalign.training.diffusion.merging import mergeable_adapters
 
     objective, rollout, optimizer = config.objective, config.rollout, config.optimizer

@@ -37,12 +37,8 @@ def read_stored(
     """Read the pairs of `data.pairs` with the votes of each summed, without ties; images are not read yet.
 
     `edits` and `several` say whether the model edits an image, and whether it joins several; `names` is our name of
-    a column -> the file's.
-
-    Returns:
-        (Record per pair: prompt, tag (its category), its two candidates, each {image, preference, where}, and
-            where the model edits the source, the images that both are edits of; oddities of the set that do
-            not stop the run).
+    a column -> the file's. A record has prompt, tag (its category), two candidates, each {image, preference, where},
+    and where the model edits the source. With the records come oddities of the set that do not stop the run.
     """
     with name_key("data.pairs"):
         split = "train" if is_named_set(source) else None

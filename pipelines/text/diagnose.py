@@ -66,11 +66,8 @@ def diagnose(
     began with. `options` are those of the added `rewards`, as `reward_options` takes them. With `right_at` a
     completion is right from that reward on, whatever the run's own verdict. Tokens whose first and second choice are
     less than `margin` nats apart are near ties; `noise` is the scale β of the Gumbel noise on the logits under which
-    greedy completions are repeated.
-
-    Returns:
-        JSON-able: policies, `support` (None where no reward says right or wrong), `best_of_n`,
-        `rewards` (a distance per pair), `clip`, `greedy`.
+    greedy completions are repeated. In the result `support` is None where no reward says right or wrong, and `rewards`
+    has a distance per pair.
     """
     config, first_config = _config(second or run), _config(run)
     scorer = _Scorer(config, load_each(rewards, options, load_text_reward, None), prompts, right_at)

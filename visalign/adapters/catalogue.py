@@ -61,15 +61,9 @@ def load_policy(
 ) -> DiffusionPolicy:
     """Load a model as a policy: a packaged one, a folder, `owner/name` on the hub, or a checkpoint of one file.
 
-    SD3 has a fast adapter of its own; the general one is used where an option requires it.
-
-    Args:
-        folder_or_id: See above; `config`, a folder or hub name, may describe a checkpoint.
-        adapter: See `find_adapter`.
-        dtype: Dtype of the weights.
-        device: Device of the weights.
-        defaults: Default values of `options`; an option at its default is dropped if the adapter lacks it.
-        **options: Arguments of the adapter's `from_pretrained`.
+    SD3 has a fast adapter of its own; the general one is used where an option requires it (`find_adapter`). `options`
+    go to the adapter's `from_pretrained`, such as `config`, which may describe a checkpoint; one at its value in
+    `defaults` is dropped if the adapter lacks it.
     """
     folder_or_id = resolve_model(folder_or_id)
     described = index_source(folder_or_id, adapter, options.get("config"))

@@ -79,10 +79,7 @@ class ModelSource:
     ) -> dict[str, Any]:
         """Load the parts of the index that the file holds; none where there is no file.
 
-        Args:
-            index: part -> [library, class].
-            dtypes: part -> dtype; "default" is of all others.
-            quantization_config: diffusers' quantization of the pipeline, applied to the network.
+        `dtypes` has "default" for parts that it does not name; the network is rounded as `quantization_config` says.
         """
         if self.file is None:
             return {}
@@ -134,11 +131,9 @@ class ModelSource:
 
 
 def model_source(path: str | Path, config: str | Path | None = None) -> ModelSource:
-    """Find the files of a model.
+    """Find the files of a packaged model, a diffusers folder, a hub name, or a checkpoint of one file.
 
-    Args:
-        path: packaged model, diffusers folder, hub name, or checkpoint of one file.
-        config: folder or hub name that describes the file; None is a folder beside it, else the hub's of its family.
+    `config` is a folder or hub name that describes the file; None is a folder beside it, else the hub's of its family.
     """
     model = resolve_model(path)
     if not (file := Path(model)).is_file():

@@ -40,16 +40,11 @@ def ctrl_u_loss(
     cross-entropy is averaged over the positions whose label is not ignored, U over all positions; both are
     averaged over the images that count.
 
-    Args:
-        primary: [B, C, *] logits of the prediction that is trained on.
-        auxiliary: [B, C, *] logits of the other one, e.g. of the image denoised from the next time step.
-        labels: [B, *] int64, the condition that the image should show.
-        counted: [B], 0 for an image at a noise level too high to judge (Ctrl-U: t > 400); None: all count.
-        weight: λ, see `ctrl_u_weight`.
-        scale: of U.
-        ignore_index: label of positions without one.
-        detach: treat U as a constant in the weight; then + U is left out of the total: alone it would only
-            teach the model to make both predictions alike.
+    `primary` and `auxiliary` [B, C, *] are logits: of the prediction that is trained on, and of another, e.g. of the
+    image denoised from the next time step. `labels` [B, *] is the condition that the image should show; `counted` [B]
+    is 0 for an image at a noise level too high to judge (Ctrl-U: t > 400). `weight` is λ of `ctrl_u_weight`. With
+    `detach` U is a constant in the weight and left out of the total: alone it would only teach the model to make both
+    predictions alike.
 
     Ctrl-U, arXiv 2410.11236, eq. 2 and 3; released code.
     """

@@ -28,13 +28,8 @@ def win_rates(pairs: Tensor, preference: Tensor, size: int) -> Tensor:
     judge gives a probability. Pref-GRPO has p in {0, 1} and all pairs of a group. Its released code rounds to
     3 decimals and counts a failed answer as a tie; here a failure (NaN) is left out of both sums.
 
-    Args:
-        pairs: [N, 2] sample numbers in 0 … size − 1; any subset, any order, repetitions count.
-        preference: [N], or [N, C] for C criteria; in [0, 1], NaN where the judge failed.
-        size: B, samples in all.
-
-    Returns:
-        [B] or [B, C] in [0, 1], no gradient; NaN for a sample without a valid comparison.
+    `pairs` [N, 2] holds sample numbers below `size` B, in any order; repetitions count. `preference` is [N], or [N, C]
+    for C criteria, and the result [B] or [B, C], without gradient; NaN for a sample without a valid comparison.
 
     Wang et al., Pref-GRPO, arXiv 2508.20751, the win rate of a group.
     """

@@ -70,12 +70,9 @@ def fit_ranking(
     wins always. A probability strictly between 0 and 1 counts as a split vote in the first two models, whose
     intervals are then not those of a judge that answers in probabilities.
 
-    Args:
-        pairs: [N, 2] (left, right), sample numbers in 0 … size − 1; repetitions and both orders count.
-        prob: [N] probability that the left one is better, 1/2 for a tie, NaN where the judge failed.
-        size: n, samples in all; one without a valid comparison has score 0 and the prior's std.
-        model: the link.
-        position_bias: estimate b; otherwise it is 0.
+    `pairs` [N, 2] holds (left, right), sample numbers below `size`; repetitions and both orders count. `prob` [N] is
+    1/2 for a tie, NaN where the judge failed. A sample without a valid comparison has score 0 and the prior's std.
+    Without `position_bias` b is 0.
 
     Bradley and Terry, Biometrika 39 (1952) 324; Thurstone, Psychological Review 34 (1927) 273, case V.
     """

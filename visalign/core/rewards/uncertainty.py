@@ -62,20 +62,11 @@ def combine_members(
     strength: float = 1.0,
     ddof: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """Combine the rewards [M, B] of an ensemble's M members to one, and measure their deviation.
+    """Combine the rewards [M, B] of an ensemble's M members to ([B] reward, [B] standard deviation between them).
 
-    Args:
-        mean: [M, B] rewards, in one unit; what is not finite is missing.
-        std: [M, B] each member's own deviation, needed for "inverse_variance".
-        valid: Bool [M, B].
-        how: "mean"; "min", the most careful member; "lower_bound", mean − λ · deviation between members;
-            "inverse_variance", weights 1/σ².
-        strength: λ of the lower bound.
-        ddof: Of the deviation between members.
-
-    Returns:
-        ([B] reward, [B] standard deviation between the members: epistemic); NaN where no member answered,
-        deviation 0 where one did.
+    "min" is the most careful member; "lower_bound" is mean − `strength` · deviation; "inverse_variance" has weights
+    1/σ², of each member's own `std` [M, B]. What is not finite, or not `valid`, is missing: NaN where no member
+    answered. The deviation, with `ddof`, is epistemic; 0 where one member answered.
 
     Coste et al., Reward Model Ensembles, arXiv 2310.02743 (mean, worst case, lower bound).
     """

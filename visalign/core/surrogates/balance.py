@@ -31,17 +31,9 @@ def flow_balance(
     ε_low, 1 + ε_high), constant along T. The released code computes the clipped weight and uses the unclipped one
     (here ε_low = 1, ε_high = ∞). Without a ratio and with length_normalised=False it is plain trajectory balance.
 
-    Args:
-        log_prob: [B, T] log π of whole sequences.
-        ref_log_prob: [B, T] log π_ref.
-        log_z: [B] learned log-partition of each sample's prompt, differentiable.
-        reward: [B], group-normalized in the paper; detached.
-        weight: [B, T].
-        beta: β in nats per unit of reward.
-        log_ratio: [B, T], `ratio_level(…, "sequence_sum")` in the paper; detached. None for ω = 1.
-        eps_low: ε_low of ω's clip.
-        eps_high: ε_high of ω's clip.
-        length_normalised: divide the sums of log-probs by n_i = Σ_t w, as FlowRL does.
+    All but `log_z` and `reward`, [B], are [B, T]. `log_z` is differentiable; `reward` is detached, and in the paper
+    group-normalized; `beta` is in nats per unit of it. `log_ratio`, in the paper of `ratio_level(…, "sequence_sum")`,
+    is detached; None is ω = 1. Without `length_normalised` n is 1, and not Σ_t w.
 
     Zhu et al., FlowRL, arXiv 2509.15207; Malkin et al., trajectory balance, arXiv 2201.13259.
     """

@@ -173,7 +173,10 @@ class FlowGRPO(ImageAlgorithm):
         middle = torch.cat([level[:, 1:], images.value[:, None]], 1)
         rewards = turning_point_rewards(images.value, level[:, 0], middle)
         step_reward = rewards.increment if credit == "one_step" else rewards.step_reward
-        return _with_step_rewards(trajectories, step_reward[:, list(trained)])
+        step_reward = step_reward[:, list(trained)].to(trajectories.old_log_prob.dtype)
+        finite = torch.isfinite(step_reward).all(1)  # a sample with a NaN among them becomes invalid
+        process_reward = step_reward.nan_to_num() * finite[:, None]
+        return replace(trajectories, process_reward=process_reward, valid=images.valid & finite)
 
     def _metric(self, images: ScoredImages) -> Tensor | None:
         """Return [B] the part of the reward that splits groups, where `objective.metric` names one."""
@@ -362,12 +365,3 @@ class FlowGRPO(ImageAlgorithm):
         if objective.surrogate in ("dppo", "ppo_kl"):
             terms["divergence"] = gaussian_kl(mean, pairs.mean, pairs.std, log_prob_reduction=reduction)
         return PolicyOutput(**{name: value.view(shape) for name, value in terms.items()})
-
-
-def _with_step_rewards(trajectories: Trajectories, step_reward: Tensor) -> Trajectories:
-    """Add rewards [B, T] of the trained steps; a sample with a NaN among them becomes invalid."""
-    reward = step_reward.to(trajectories.old_log_prob.dtype)
-    finite = torch.isfinite(reward).all(1)
-    assert trajectories.valid is not None
-    process_reward = reward.nan_to_num() * finite[:, None]
-    return replace(trajectories, process_reward=process_reward, valid=trajectories.valid & finite)

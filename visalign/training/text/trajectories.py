@@ -60,13 +60,8 @@ def build_trajectories(
         default = "</think>" if objective.advantage == "pear" else "\n"
         reading = StepReading(separator=settings.separator or default)
         columns["step"] = step_index(rollout, parts.tokenizer, reading)
-    statistics: dict[str, Callable[[Tensor], Tensor] | None] = {
-        "expected_score": (lambda log_p: discriminator_scores(log_p).expected)
-        if objective.selection == "clip_v"
-        else None,
-        "nucleus_entropy": nucleus_of(objective),
-    }
-    for name, statistic in statistics.items():
+    expected_score = (lambda log_p: discriminator_scores(log_p).expected) if objective.selection == "clip_v" else None
+    for name, statistic in (("expected_score", expected_score), ("nucleus_entropy", nucleus_of(objective))):
         if statistic is not None:
             values = policy.log_probs(rollout, statistic=statistic).statistic
             columns[name] = None if values is None else values.cpu()
@@ -228,10 +223,8 @@ def answer_likelihood(
         answers.append(_ids(parts, records[label]["answer"]))
     limit = getattr(parts.policy, "context_length", None)
     fits = [limit is None or len(c) + len(a) <= limit for c, a in zip(contexts, answers, strict=True)]
-    contexts, answers = (
-        [ids if fit else ids[:1] for ids, fit in zip(column, fits, strict=True)] for column in (contexts, answers)
-    )
-    scored = _with_tokens(rollout, contexts, answers)
+    read = ([i if fit else i[:1] for i, fit in zip(ids, fits, strict=True)] for ids in (contexts, answers))
+    scored = _with_tokens(rollout, *read)
     reward = likelihood_reward(parts.policy.log_probs(scored).log_prob.cpu(), scored.loss_mask, kind=kind)
     return torch.where(torch.tensor(fits), reward, torch.nan)
 
