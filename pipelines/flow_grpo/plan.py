@@ -286,7 +286,7 @@ def _footprint(config: FlowGRPOConfig, inputs: Inputs, batch: Mapping[str, Any],
 
 
 def _hollow_passes(config: FlowGRPOConfig, record: Any, pairs: int, trace: Any) -> tuple[Any, Pass, list[Pass]]:
-    """Trace velocities of `pairs` without weights: (policy at its largest size, its own pass, one per training size)."""
+    """Trace velocities without weights: (policy at its largest size, its own pass, one pass per training size)."""
     autocast = "bfloat16" if config.model.autocast == "auto" else config.model.autocast  # as GPUs have it
     model = replace(config.model, compile=False, autocast=autocast)  # compiling changes no size
     policy: Any = build_policy(model, torch.device("cpu"), config.seed)

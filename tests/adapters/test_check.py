@@ -96,36 +96,18 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
         r"encode: encode of 3 prompts has length 2.*Let __len__ count samples",
     ),
     (changed("encode", wrong_select), r"condition: a sample's velocity changes with select"),
-    (
-        {"encode": lambda self, prompts: SD3Policy.encode(self, ["same"] * len(prompts))},
-        r"condition: the prompts .* give the same velocity",
-    ),
-    (
-        changed("velocity", lambda v, x, *_: v + (len(x) == 1)),
-        r"neighbours: the velocity of sample 0 depends on its neighbours",
-    ),
-    (
-        {"trainable_parameters": lambda self: list(self.module.named_parameters())},
-        r"gradients: .*is listed as trainable but frozen",
-    ),
+    ({"encode": lambda self, prompts: SD3Policy.encode(self, ["same"] * len(prompts))}, r"condition: .*same velocity"),
+    (changed("velocity", lambda v, x, *_: v + (len(x) == 1)), r"neighbours: the velocity of sample 0 depends"),
+    ({"trainable_parameters": lambda self: list(self.module.named_parameters())}, r"gradients: .*but frozen"),
     ({"_forward": no_gradient}, r"gradients: no gradient reaches transformer_blocks"),
-    (
-        changed("trainable_parameters", lambda p: p[:3]),
-        r"gradients: .* gets a gradient but is not listed as trainable",
-    ),
+    (changed("trainable_parameters", lambda p: p[:3]), r"gradients: .* gets a gradient but is not listed"),
     ({"reference": flat_reference}, r"reference: inside reference\(\), also after a nested one"),
     ({"reference": stuck_reference}, r"reference: reference\(\) did not restore the policy"),
     ({"velocity": untrained}, r"reference: changing the trainable parameters does not change"),
     (changed("decode", lambda i, *_: i[:, :1]), r"decode: decode of 3 latents .* is torch.float32 \(3, 1, 64, 64\)"),
     (changed("decode", lambda i, *_: i * 2 - 1), r"decode: decoded values reach from -1 to .*clamp\(0, 1\)"),
-    (
-        changed("encode_images", lambda z, *_: z.flatten(1)),
-        r"encode_images: encode_images of 2 images is torch.float32 \(2, 512\)",
-    ),
-    (
-        {"forward_count": property(lambda self: type(self._forward_count)())},
-        r"forward_count: 3 latents without and then with gradient counted",
-    ),
+    (changed("encode_images", lambda z, *_: z.flatten(1)), r"encode_images: .* of 2 images is torch"),
+    ({"forward_count": property(lambda self: type(self._forward_count)())}, r"forward_count: 3 latents without"),
     ({"save": lambda _, folder: folder.mkdir()}, r"save: save\(folder\) wrote nothing"),
     ({"load": lambda *_: None}, r"save: load\(folder\) does not restore"),
 ]

@@ -61,9 +61,7 @@ def test_a_file_of_the_network_alone_takes_the_rest_from_the_folder(models, tmp_
     assert torch.equal(policy.transformer.proj_out.bias, pipe.transformer.proj_out.bias.bfloat16())
     assert own_sampling(str(file), None, "cuda", config="shapes-sd3").dtype == "bfloat16"
     shutil.copytree(models["sd3"][0], tmp_path / "bare", ignore=shutil.ignore_patterns("*.safetensors"))
-    with pytest.raises(
-        UserError, match=r"holds transformer only, and .*bare has no weights of text_encoder, .*, vae\."
-    ):
+    with pytest.raises(UserError, match=r"holds transformer only, and .*bare has no weights of text_encoder"):
         load_policy(file, config=tmp_path / "bare")
     with hollow_pipelines():  # needs no weights
         assert load_policy(file, config=tmp_path / "bare", lora=LoraSettings(rank=2))
@@ -74,9 +72,7 @@ def test_a_folder_beside_the_file_describes_it(models, tmp_path, monkeypatch):
     hub_outage.cache_clear()
     file = tmp_path / "civit.safetensors"
     shutil.copy(models["sd15"][1], file)
-    with pytest.raises(
-        UserError, match=r"civit.safetensors is a checkpoint of the kind v1, without .* has them as .* cannot be rea"
-    ):
+    with pytest.raises(UserError, match=r"civit.safetensors is a checkpoint of the kind v1, without .* has them as"):
         load_policy(file)
     for name in ("one", "two"):
         shutil.copytree(models["sd15"][0], tmp_path / name)
@@ -110,10 +106,7 @@ def test_kinds_by_their_keys(tmp_path, keys, kind):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (
-            b"GGUF\x03\x00\x00\x00" + bytes(60),
-            r"is a GGUF file, whose rounded weights are not trained\. Take the model's \.saf",
-        ),
+        (b"GGUF\x03\x00\x00\x00" + bytes(60), r"is a GGUF file, whose rounded weights are not trained"),
         (b"PK\x03\x04" + bytes(60), r"is a pickle file \(.ckpt, .pt\), which may run code"),
         (b"<!DOCTYPE html><html>" + bytes(60), r"is a web page without weights\. Log in where the file is"),
         (b"version https://git-lfs.github.com/spec/v1\noid x", r"is a pointer of Git LFS without weights"),
@@ -122,10 +115,7 @@ def test_kinds_by_their_keys(tmp_path, keys, kind):
         ({"lora_unet_mid_block.lora_up.weight": 1}, r"is a LoRA \(a key: .*it as the LoRA \(visalign sample --lora"),
         ({"double_blocks.0.img_mlp.0.scale_weight": 1}, r"is a checkpoint of rounded weights \(a key: .* Give its"),
         ({"control_model.input_blocks.0.0.weight": 1}, r"is a ControlNet \(a key"),
-        (
-            {"double_blocks.0.img.weight": 1},
-            r"no known family; its keys look like double_blocks.0.img.weight\. .*Flux",
-        ),
+        ({"double_blocks.0.img.weight": 1}, r"no known family; its keys look like double_blocks.0.img.weight"),
         ({"conv_in.weight": 1}, r"holds one network in diffusers' own layout"),
         (
             {"conditioner.embedders.0.model.transformer.resblocks.9.mlp.c_proj.bias": 1},
@@ -144,10 +134,7 @@ def test_files_that_are_no_model(models, tmp_path, content, message):
 
 
 def test_a_config_that_does_not_fit(models):
-    with pytest.raises(
-        UserError,
-        match=r"is a checkpoint of the kind xl_base, and model.config=.* is a StableDiffusionPipeline\. Give",
-    ):
+    with pytest.raises(UserError, match=r"kind xl_base, and .* is a StableDiffusionPipeline"):
         load_policy(models["sdxl"][1], config=models["sd15"][0])
     with pytest.raises(UserError, match=r"does not fit the unet \(UNet2DConditionModel\) of .*expected shape"):
         load_policy(models["sd15"][1], config=_with_other_unet(models["sd15"]))
@@ -245,10 +232,7 @@ def test_damaged_folders(models, tmp_path, damage, message):
     ("path", "message"),
     [
         ("nowhere.safetensors", r"There is no model file nowhere.safetensors\. Correct the path, or give a folder"),
-        (
-            "https://civitai.com/api/download/models/1",
-            r"models/1 is an address\. Download the file, and give its path",
-        ),
+        ("https://civitai.com/api/download/models/1", r"models/1 is an address\. Download the file"),
         ("run", r"It holds a LoRA: give its base model here, and this folder as the LoRA"),
     ],
 )

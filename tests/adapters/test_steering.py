@@ -218,10 +218,7 @@ def test_settings_that_cannot_be_are_refused(given, message):
     ("scheduler", "message"),
     [
         (lambda: diffusers.DPMSolverMultistepScheduler(), "DPMSolverMultistepScheduler, whose steps do not"),
-        (
-            lambda: diffusers.FlowMatchHeunDiscreteScheduler(),
-            "set pipe.scheduler = FlowMatchEulerDiscreteScheduler.from_config",
-        ),
+        (lambda: diffusers.FlowMatchHeunDiscreteScheduler(), "scheduler = FlowMatchEuler"),
         (lambda: diffusers.DDIMScheduler(), "DDIMScheduler of clip_sample=True.*pipe.scheduler = DDIM"),
     ],
 )

@@ -74,11 +74,7 @@ def test_unknown_templates_are_refused(template, options, message) -> None:
         (None, ["a", [USER]], "Prompt 1 is a conversation, and this tokenizer has no chat template"),
         (TEMPLATE, [""], r"Prompt 0 \(''\) has no tokens"),
         (TEMPLATE, [[{"role": "user"}]], "Prompt 0 holds {'role': 'user'}; a conversation is"),
-        (
-            TEMPLATE,
-            [[USER, {"role": "judge", "content": "x"}]],
-            "chat template refuses prompt 0: role judge. Its messages are of user, judge. Change them",
-        ),
+        (TEMPLATE, [[USER, {"role": "judge", "content": "x"}]], "chat template refuses prompt 0: role judge"),
     ],
 )
 def test_bad_prompts_are_named(template, prompts, message) -> None:

@@ -163,18 +163,12 @@ def call(**function: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("message", "text"),
     [
-        (
-            call(name="add", arguments="{a: 2}"),
-            "Message 1 of prompt 0 calls 'add' with arguments that are no JSON object: {a: 2}",
-        ),
+        (call(name="add", arguments="{a: 2}"), "Message 1 of prompt 0 calls 'add' with arguments that are no JSON"),
         (call(name="add", arguments="[1]"), "with arguments that are no JSON object"),
         (call(arguments={}), "has the tool call {'function': {'arguments': {}}}; a call is"),
         ({"role": "user", "content": 4}, "Message 1 of prompt 0 has the content 4; give a text, or a list of parts"),
         ({"role": "user", "content": [{"type": "audio"}]}, "has the part {'type': 'audio'} in its content; parts are"),
-        (
-            {"role": "assistant", "content": None},
-            "Prompt 0 holds {'role': 'assistant', 'content': None}; a conversation",
-        ),
+        ({"role": "assistant", "content": None}, "Prompt 0 holds {'role': 'assistant', 'content': None}"),
         (call(name="add"), "Prompt 0 ends with a tool call. Add the tool's message"),
     ],
 )

@@ -257,16 +257,9 @@ def test_numbers_that_are_none_are_named_with_their_row() -> None:
         objective.prepare(replace(trajectories, old_log_prob=broken))
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"old_log_prob": torch.zeros(8, 5)}, r"old_log_prob \[B, T\]; got \(8, 6\) and \(8, 5\)"),
-        ({"reward": torch.zeros(8, 3)}, r"reward \[B\]; got \(8, 6\) and \(8, 3\)"),
-    ],
-)
-def test_shapes_are_named(changes: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        replace(step()[0], **changes)
+def test_shapes_are_named() -> None:
+    with pytest.raises(ValueError, match=r"old_log_prob \[B, T\]; got \(8, 6\) and \(8, 5\)"):
+        replace(step()[0], old_log_prob=torch.zeros(8, 5))
 
 
 @pytest.mark.parametrize("beta", [0.0, 1e-9])

@@ -151,7 +151,6 @@ class TestVotes:
     ("options", "message"),
     [
         ({"eps": 0.1, "row": "ipo"}, "row ipo with eps=0.1 has no use for eps; leave it out"),
-        ({"label": f64(1)}, r"rejected \[B\], label \[B\]; got \(2,\), \(2,\), \(1,\)"),
         ({"ref_chosen": None}, "row sigmoid measures from a reference; give ref_log_prob, or take simpo"),
         ({"row": "simpo"}, "row simpo divides by the tokens of a completion; give their number as length"),
     ],

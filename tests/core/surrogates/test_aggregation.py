@@ -116,13 +116,6 @@ def test_a_sequence_split_over_micro_batches_keeps_its_own_mean() -> None:
 COUNTS = count_step(torch.ones(2, 3), group=[0, 1])
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda x: aggregate(x, x, "group_token_mean", COUNTS), "needs count_step.* and denominator=row_tokens"),
-        (lambda x: count_step(x, group=[0]), "one label per sample, 2 in all; got a list"),
-    ],
-)
-def test_bad_input_is_named(call: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        call(torch.ones(2, 3))
+def test_bad_input_is_named() -> None:
+    with pytest.raises(ValueError, match=r"needs count_step.* and denominator=row_tokens"):
+        aggregate(torch.ones(2, 3), torch.ones(2, 3), "group_token_mean", COUNTS)

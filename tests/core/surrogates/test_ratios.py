@@ -140,14 +140,8 @@ def test_gspo_token_is_gspo_where_the_advantage_is_constant() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (
-            lambda x, s: gaussian_log_prob(x, x, s[:1], log_prob_reduction="mean"),
-            r"std must have the leading .*\(2, 3\).*\(1,\)",
-        ),
-        (
-            lambda x, s: gaussian_log_prob(x, x, x, log_prob_reduction="mean"),
-            r"at least one and not all; got shape \(2, 3\)",
-        ),
+        (lambda x, s: gaussian_log_prob(x, x, s[:1], log_prob_reduction="mean"), r"std must have the leading"),
+        (lambda x, s: gaussian_log_prob(x, x, x, log_prob_reduction="mean"), r"at least one and not all; got shape"),
     ],
 )
 def test_bad_input_is_named(call: Any, message: str) -> None:

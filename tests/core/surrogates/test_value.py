@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -87,13 +85,6 @@ def test_explained_variance_without_variance_is_no_number() -> None:
         assert result.isnan()
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda x: value_loss(x, x[0]), r"values \(2, 3\) and returns \(3,\) must have one shape"),
-        (lambda x: value_loss(x, x, clip=0.2), "give old_values and clip, or neither; got clip=0.2"),
-    ],
-)
-def test_bad_input_is_named(call: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        call(torch.zeros(2, 3))
+def test_bad_input_is_named() -> None:
+    with pytest.raises(ValueError, match=r"give old_values and clip, or neither; got clip=0.2"):
+        value_loss(torch.zeros(2, 3), torch.zeros(2, 3), clip=0.2)

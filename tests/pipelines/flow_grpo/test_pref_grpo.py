@@ -149,10 +149,7 @@ def test_scores_beside_win_rates(files):
             [f"rewards.terms={{judge: {{name: '{HERE}'}}, sharpness: {{}}}}", "comparison.scores=[judge]"],
             "a judge that only compares; take it out",
         ),
-        (
-            [f"evaluation.rewards={{judge: {{name: '{HERE}'}}, shapes_verifier: {{}}}}"],
-            "judge only compares images and gives no score",
-        ),
+        ([f"evaluation.rewards={{judge: {{name: '{HERE}'}}, shapes_verifier: {{}}}}"], "judge only compares images"),
     ],
 )
 def test_refused(files, overrides, message):

@@ -3,17 +3,14 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from tests.support.models.sd3 import tiny_sd3_pipeline
 from visalign.adapters import SD3Policy
 from visalign.adapters.lora import LoraSettings
 from visalign.config import load_config
-from visalign.errors import ConfigError
 from visalign.pipelines.flow_grpo.job import FlowGRPOConfig, plan, run
 from visalign.pipelines.flow_grpo.plan import planned_cost
-from visalign.pipelines.jobs import load_job
 from visalign.training.loop.metrics import read_metrics
 
 RECORDS = [{"prompt": text, "tag": ""} for text in ("a red circle", "two circles", "a blue square")]
@@ -86,8 +83,3 @@ def test_two_experts_become_one_policy(tmp_path):
     assert log[-1]["anchor_distance"] < 0.3 * log[0]["anchor_distance"]
     # 4 steps, and 2 of them with a backward and an expert's pass
     assert {row["forward_equivalents_per_image"] for row in log} == {4 + 2 * (3 + 1)} == {planned_cost(config)}
-
-
-def test_a_file_of_stochastic_steps_is_refused_with_what_to_set():
-    with pytest.raises(ConfigError, match=r"diffusion_nft samples along the ODE, .*Set rollout.sde_steps=null"):
-        load_job("shapes_grpo_guard", ["objective.algorithm=diffusion_nft", "objective.ratio_bound=null"])

