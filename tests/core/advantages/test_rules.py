@@ -85,7 +85,7 @@ class TestOnlineDpo:
         objective = named_objective("online_dpo", advantage_options=options)
         trajectories = Trajectories(
             weight=weight, old_log_prob=old, ref_log_prob=ref, group=group, reward=reward,
-            valid=torch.isfinite(reward),
+            valid=torch.isfinite(reward)
         )  # fmt: skip
         policy = old.clone().requires_grad_()
         objective.loss(objective.prepare(trajectories), PolicyOutput(log_prob=policy)).total.backward()

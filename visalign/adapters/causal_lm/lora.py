@@ -19,11 +19,7 @@ WEIGHT_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"  #
 
 
 def text_lora(
-    *,
-    rank: int = 16,
-    alpha: float = 32,
-    target_modules: tuple[str, ...] = (ALL_LINEAR,),
-    seed: int = 0,
+    *, rank: int = 16, alpha: float = 32, target_modules: tuple[str, ...] = (ALL_LINEAR,), seed: int = 0
 ) -> LoraSettings:
     """Return `LoraSettings` with the defaults of a language model: all linear layers, rank 16, α 32, peft's start."""
     return LoraSettings(rank=rank, alpha=alpha, target_modules=target_modules, init="kaiming", seed=seed)

@@ -19,13 +19,7 @@ from visalign.errors import UserError
 from visalign.flow.noise import initial_noise
 from visalign.flow.rollout import decode_images, encoder_inputs, middle_frames, rollout
 from visalign.flow.trajectory import Trajectory, concatenate_trajectories, trajectory_of_latents
-from visalign.interfaces import (
-    Condition,
-    DiffusionPolicy,
-    PointwiseReward,
-    Scores,
-    with_capabilities,
-)
+from visalign.interfaces import Condition, DiffusionPolicy, PointwiseReward, Scores, with_capabilities
 from visalign.seeds import sample_seed
 from visalign.training.loop.algorithm import Algorithm, Collected, Context
 from visalign.training.loop.dynamic_groups import DynamicGroups, DynamicSettings

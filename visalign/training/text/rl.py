@@ -56,12 +56,7 @@ from .parts import (
 from .replay import TextAlgorithm, TextReplay, distribute
 from .self_imitation import KEY as IMITATION_KEY
 from .self_imitation import Replay, SelfImitation
-from .settings import (
-    LatentFlowSettings,
-    SelfImitationSettings,
-    TextObjectiveSettings,
-    TextRolloutSettings,
-)
+from .settings import LatentFlowSettings, SelfImitationSettings, TextObjectiveSettings, TextRolloutSettings
 from .trajectories import needs_reference, nucleus_of
 
 HEADS = ("value_head.", "value_model.", "log_partition.")

@@ -12,16 +12,7 @@ from pydantic import Field
 from visalign.core import Objective
 from visalign.dotted_path import import_by_path
 from visalign.errors import UserError
-from visalign.settings import (
-    Count,
-    Natural,
-    NonNegative,
-    Positive,
-    PositiveShare,
-    Share,
-    check_rules,
-    settings,
-)
+from visalign.settings import Count, Natural, NonNegative, Positive, PositiveShare, Share, check_rules, settings
 from visalign.text import Sampling, StoppingCriteria
 from visalign.text.calculator import calculator
 from visalign.text.tool_calls import Tool, ToolFormat, ToolUse
