@@ -188,7 +188,7 @@ def join_rollouts(rollouts: Sequence[TextRollout], *, length: int = 0) -> TextRo
                 for column, rollout in zip(columns, rollouts, strict=True)
                 for entry in ([_ABSENT[name]] * len(rollout) if column is None else column)
             ]
-    kept = [rollout.kept.extended(length) for rollout in rollouts if rollout.kept is not None]
-    if kept:
-        joined["kept"] = TokenSets(torch.cat([k.ids for k in kept]), torch.cat([k.count for k in kept]))
+    if kept := [rollout.kept for rollout in rollouts if rollout.kept is not None]:
+        counts = [widen(sets.count, left=False) for sets in kept]
+        joined["kept"] = TokenSets(torch.cat([sets.ids for sets in kept]), torch.cat(counts))
     return replace(rollouts[0], **joined)

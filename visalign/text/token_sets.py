@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 
 @dataclass(frozen=True)
@@ -42,10 +41,6 @@ class TokenSets:
         samples = self.ids.split(self.count.sum(1).tolist())
         chosen = [samples[i] for i in index.tolist()]
         return TokenSets(torch.cat(chosen) if chosen else self.ids[:0], self.count[index])
-
-    def extended(self, length: int) -> TokenSets:
-        """Pad to T = `length`, at least the present T."""
-        return TokenSets(self.ids, pad(self.count, (0, length - self.count.shape[1])))
 
     def mask(self, row: Tensor, column: Tensor, vocabulary: int) -> Tensor:
         """Return the sets of decisions `column` [n] of samples `row` [n] as bool masks [n, V]."""

@@ -24,15 +24,19 @@ from visalign.core.checks import check_axes, check_choice, check_same
 from visalign.core.precision import float32
 
 
+def _logistic(m: Tensor, beta: float, eps: float) -> Tensor:
+    return -(1 - eps) * logsigmoid(m) - eps * logsigmoid(-m)
+
+
 @dataclass(frozen=True, kw_only=True)
 class DirectRow:
     """A method of direct preference optimisation, with its published constants."""
 
     source: str
     """Paper, arXiv id, equation."""
-    formula: str
+    formula: str = "−(1 − ε) ln σ(m) − ε ln σ(−m)"
     """Loss in m, β and ε or the label l; of votes in r and z₀."""
-    loss: Callable[[Tensor, float, float], Tensor] | None
+    loss: Callable[[Tensor, float, float], Tensor] | None = _logistic
     """(m, β, ε) -> loss; None for votes without pairs."""
     beta: float = 0.1
     gamma: float = 0.0
@@ -53,63 +57,31 @@ class DirectRow:
         return self.loss is _logistic
 
 
-def _logistic(m: Tensor, beta: float, eps: float) -> Tensor:
-    return -(1 - eps) * logsigmoid(m) - eps * logsigmoid(-m)
-
-
-def _robust(m: Tensor, beta: float, eps: float) -> Tensor:
-    return (-(1 - eps) * logsigmoid(m) + eps * logsigmoid(-m)) / (1 - 2 * eps)
-
-
-def _hinge(m: Tensor, beta: float, eps: float) -> Tensor:
-    return (1 - m).clamp(min=0)
-
-
-def _squared(m: Tensor, beta: float, eps: float) -> Tensor:
-    return ((m - 0.5) / beta).square()
-
-
-_LOGISTIC = "−(1 − ε) ln σ(m) − ε ln σ(−m)"
 DIRECT = {
-    "sigmoid": DirectRow(
-        source="DPO, arXiv 2305.18290, eq. 7; ε > 0: cDPO, Mitchell 2023", formula=_LOGISTIC, loss=_logistic
-    ),
+    "sigmoid": DirectRow(source="DPO, arXiv 2305.18290, eq. 7; ε > 0: cDPO, Mitchell 2023"),
     "robust": DirectRow(
-        source="robust DPO, arXiv 2403.00409", formula="(−(1 − ε) ln σ(m) + ε ln σ(−m)) / (1 − 2ε)", loss=_robust
+        source="robust DPO, arXiv 2403.00409",
+        formula="(−(1 − ε) ln σ(m) + ε ln σ(−m)) / (1 − 2ε)",
+        loss=lambda m, beta, eps: (-(1 - eps) * logsigmoid(m) + eps * logsigmoid(-m)) / (1 - 2 * eps),
     ),
     "hinge": DirectRow(
         source="SLiC-HF, arXiv 2305.10425, from a reference as in RSO, 2309.06657",
         formula="max(0, 1 − m)",
-        loss=_hinge,
+        loss=lambda m, beta, eps: (1 - m).clamp(min=0),
         smooths=False,
     ),
     "ipo": DirectRow(
         source="IPO, arXiv 2310.12036, eq. 17, per token",
         formula="((m − 1/2)/β)²",
-        loss=_squared,
+        loss=lambda m, beta, eps: ((m - 0.5) / beta).square(),
         per_token=True,
         smooths=False,
     ),
-    "sigmoid_norm": DirectRow(
-        source="length-normalised DPO, Tülu 3, arXiv 2411.15124",
-        formula=_LOGISTIC,
-        loss=_logistic,
-        beta=5.0,
-        per_token=True,
-    ),
-    "simpo": DirectRow(
-        source="SimPO, arXiv 2405.14734, eq. 6",
-        formula=_LOGISTIC,
-        loss=_logistic,
-        beta=2.0,
-        gamma=1.0,
-        reference=False,
-        per_token=True,
-    ),
+    "sigmoid_norm": DirectRow(source="length-normalised DPO, Tülu 3, arXiv 2411.15124", beta=5.0, per_token=True),
+    "simpo": DirectRow(source="SimPO, arXiv 2405.14734, eq. 6", beta=2.0, gamma=1.0, reference=False, per_token=True),
     "power": DirectRow(
         source="POWER, arXiv 2412.09544, by its abstract",
         formula="−l ln σ(m) − (1 − l) ln σ(−m) − η β/|y_w| log π(y_w), l = 1 − ε or a label that moves",
-        loss=_logistic,
         beta=2.0,
         reference=False,
         per_token=True,

@@ -224,11 +224,6 @@ def _is_no_subset(steps: Sequence[int] | None, allowed: Collection[int]) -> bool
     return steps is not None and (not steps or len(set(steps)) < len(steps) or not set(steps) <= set(allowed))
 
 
-def _shared_step(s: RolloutSettings) -> str:
-    """Name a trained step after which all images of a prompt are still one; "" for none."""
-    return next((f"{step}" for step in s.trained if s.branch and s.paths(step + 1) == 1), "")
-
-
 RULES = (
     (
         lambda s: _is_no_subset(s.sde_steps, range(s.steps)),
@@ -294,7 +289,7 @@ RULES = (
         "{s.branch.at} has {v} images. Take a multiple of {v}, or other rollout.branch.at and children.",
     ),
     (
-        _shared_step,
+        lambda s: next((f"{step}" for step in s.trained if s.branch and s.paths(step + 1) == 1), ""),
         "rollout.branch.at is {s.branch.at}, and all images of a prompt share step {v}: there is nothing to "
         "compare it with. Branch there, take {v} out of rollout.sde_steps or train_steps, or let "
         "rollout.group_size hold several trees.",
