@@ -29,9 +29,33 @@ def test_what_fits_passes() -> None:
         (lambda: check_axes(a=(B, "B T")), r"^a must be \[B, T\]; got shape \(2,\)\.$"),
         (lambda: check_choice("mode", "max", ("mean", "sum")), "^mode must be one of mean, sum; got 'max'"),
         (lambda: check_integer_pairs(torch.ones(1, 2, dtype=torch.bool)), "got torch.bool"),
+        (lambda: core.group_advantages(B, [0]), "one label per sample, 2 in all; got a list"),
+        (lambda: core.group_advantages(B, B), r"labels must be integers, .* got torch.float32"),
+        (lambda: core.effective_rank(B), r"must be \[..., n, d\] with n, d ≥ 1; got \(2,\)"),
+        (lambda: core.effective_rank(BT / 0), "embeddings must be finite; leave out"),
+        (lambda: core.listwise_choice_loss(B + 1, B + 1, [0, 0]), r"sum to 1; got \[2.0\]"),
+        (lambda: core.bradley_terry_loss(B, B, B + 1.5), r"lie in \[0, 1\].*got 1.5 to 1.5"),
+        (lambda: core.fit_ranking(torch.tensor([[0, 1]]), B, 2), r"prob must be \[N\], N = 1 pairs"),
+        (lambda: core.yes_no_answer(B, [], [1]), r"must each name a token, .* got \[\] and \[1\]"),
+        (lambda: core.yes_no_answer(B, [0], [2]), r"different ones in 0 … 1; got \[0\] and \[2\]"),
+        (lambda: core.expected_best_of_k(torch.ones(3), -1), "k must be ≥ 1 .* got -1 and"),
+        (lambda: core.expected_best_of_k(torch.ones(2, 0), 1), r"got 1 and \(2, 0\)"),
+        (lambda: core.convex_vertices(BT / 0), "embedding holds a number that is not finite"),
+        (lambda: core.vendi_score(BT), "a row of zeros has no direction"),
+        (lambda: core.frechet_gains(torch.ones(1, 2), torch.ones(3, 2)), "got 1 sample. Give at least 2"),
+        (lambda: core.frechet_distance(BT / 0, BT), "embeddings must be finite"),
+        (lambda: core.adaptive_kl_coefficient(0.1, 1.0, samples=50_000), "got 50000/10000. Use a longer horizon"),
+        (lambda: core.soft_overlong(B, max_length=10, cache=11), "got cache=11, max_length=10"),
+        (lambda: core.combine_members(BT, how="inverse_variance"), "needs std"),
+        (lambda: core.aggregate(BT, BT, "group_token_mean", core.count_step(BT)), "and denominator=row_tokens"),
+        (lambda: core.kl_penalty(B, B, gradient="k1"), r"k1' is refused: .* under π is zero.* Use gradient='k2'"),
+        (lambda: core.gaussian_log_prob(BT, BT, B[:1], log_prob_reduction="mean"), "std must have the leading"),
+        (lambda: core.gaussian_log_prob(BT, BT, BT, log_prob_reduction="mean"), "at least one and not all; got shape"),
+        (lambda: core.ppo_clip(BT[..., None], B, eps_low=0.2, eps_high=0.2), r"must be \[B\] or \[B, T\]"),
+        (lambda: core.value_loss(BT, BT, clip=0.2), "give old_values and clip, or neither; got clip=0.2"),
     ],
 )
-def test_bad_input_is_named(bad: Callable[[], None], message: str) -> None:
+def test_bad_input_is_named(bad: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         bad()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CANON, PRL, SPEAR: hand values, independent loops, exact gradients, what is missing, bad input."""
+"""CANON, PRL, SPEAR: hand values, independent loops, exact gradients, what is missing."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Thurstone and fidelity: hand values, masks, single answers, data sets apart, gradients, bad input."""
+"""Thurstone and fidelity: hand values, masks, single answers, data sets apart, gradients."""
 
 from __future__ import annotations
 

@@ -172,8 +172,3 @@ def test_only_close_pairs_are_asked_in_both_orders_and_no_call_twice() -> None:
     again = next_pairs(fit, asked, 6)
     assert again.tolist() == [[1, 0]] and len(next_pairs(fit, asked, 6, both_orders=False)) == 0
     assert len(next_pairs(fit, torch.cat([asked, again]), 6)) == 0
-
-
-def test_bad_comparisons_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"prob must be \[N\], N = 1 pairs"):
-        fit_ranking(torch.tensor([[0, 1]]), torch.tensor([0.5, 1]), 2)

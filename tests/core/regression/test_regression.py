@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Regressions of velocities: hand values, identities, gradients, what the rows make of rewards, bad input."""
+"""Regressions of velocities: hand values, identities, gradients, what the rows make of rewards."""
 
 from __future__ import annotations
 

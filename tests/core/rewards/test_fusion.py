@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 from scipy.spatial import ConvexHull
 
@@ -59,8 +58,3 @@ class TestConvexVertices:
             centred = (points - points.mean(0)).numpy()
             plane = centred @ np.linalg.eigh(centred.T @ centred)[1][:, -2:]
             assert convex_vertices(points).tolist() == sorted(ConvexHull(plane).vertices.tolist())
-
-
-def test_bad_input() -> None:
-    with pytest.raises(ValueError, match="embedding holds a number that is not finite"):
-        convex_vertices(f64(NAN)[None])

@@ -188,8 +188,3 @@ class TestDiversityOfMembers:
         assert zeros.grad.norm().item() == pytest.approx(0.5**0.5)  # of ‖C‖_* 1, over ‖C‖_F √2
         leaf = normal(3, 4).requires_grad_()
         assert torch.autograd.gradcheck(lambda x: nuclear_diversity([normal(2, 4, seed=3), x]), (leaf,))
-
-
-def test_bad_input() -> None:
-    with pytest.raises(ValueError, match="needs std"):
-        combine_members(normal(2, 2), how="inverse_variance")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GDRO and MARBLE: hand values, loops, optimality, gradients, missing values, bad input."""
+"""GDRO and MARBLE: hand values, loops, optimality, gradients, missing values."""
 
 from __future__ import annotations
 

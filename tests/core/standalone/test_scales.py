@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""COPO, RiskPO, EMPG, AEM, TEA: hand values, independent loops, identities, missing values, bad input."""
+"""COPO, RiskPO, EMPG, AEM, TEA: hand values, independent loops, identities, missing values."""
 
 from __future__ import annotations
 

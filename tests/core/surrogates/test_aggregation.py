@@ -114,8 +114,3 @@ def test_a_sequence_split_over_micro_batches_keeps_its_own_mean() -> None:
 
 
 COUNTS = count_step(torch.ones(2, 3), group=[0, 1])
-
-
-def test_bad_input_is_named() -> None:
-    with pytest.raises(ValueError, match=r"needs count_step.* and denominator=row_tokens"):
-        aggregate(torch.ones(2, 3), torch.ones(2, 3), "group_token_mean", COUNTS)

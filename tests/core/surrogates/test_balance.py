@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FlowRL's balance and DRO: slow formulas, where they rest, gradients, masks, bad input."""
+"""FlowRL's balance and DRO: slow formulas, where they rest, gradients, masks."""
 
 from __future__ import annotations
 
