@@ -10,14 +10,10 @@ import pytest
 import torch
 
 from tests.support.training.images import Brightness, ToyPolicy, gradients_of, toy_trainer, whole_and_resumed
-from visalign.errors import UserError
 from visalign.training import (
     BranchSettings,
-    DiffusionObjectiveSettings,
-    RolloutSettings,
     forward_equivalents_per_image,
 )
-from visalign.training.diffusion.rollout_settings import check_sampling
 
 GRID = {"group_size": 8, "sde_steps": [0, 1, 2]}
 TREE = {**GRID, "branch": BranchSettings(at=[0, 2], children=2)}
@@ -142,28 +138,3 @@ def test_a_step_in_common_is_asked_again_once(tmp_path):
     assert trainer.algorithm.policy.count.forward == 6 * (2 + 4 + 4 + 8) + 6 * (4 + 4 + 8)
     torch.testing.assert_close(t.old_log_prob, t.rollout_log_prob, rtol=1e-4, atol=1e-5)
     assert torch.equal(t.old_log_prob.gather(0, experience.node), t.old_log_prob)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"group_size": 6}, "6, and a tree with 2 children at the steps .0, 2. has 4 images.*multiple of 4"),
-        ({"branch": BranchSettings(at=[1], children=8)}, "a prompt share step 0.*take 0 out of rollout.sde"),
-    ],
-)
-def test_trees_that_do_not_fit_are_refused(changes: dict[str, Any], message: str):
-    with pytest.raises(UserError, match=message):
-        RolloutSettings(**{"steps": 4, **TREE, **changes})
-
-
-@pytest.mark.parametrize(
-    ("objective", "message"),
-    [
-        ({"credit": "image"}, "credit is 'image' and rollout.branch is Branch.*Set objective.credit=branches"),
-        ({"algorithm": "gmpo", "changes": {"kl": 0.0}, **BRANCHES}, "gmpo joins the steps .*Take flow_grpo"),
-    ],
-)
-def test_what_does_not_go_with_branches_is_refused(objective: dict[str, Any], message: str):
-    given: dict[str, Any] = {name: value for name, value in TREE.items() if name != "sde_steps"}
-    with pytest.raises(UserError, match=message):
-        check_sampling(DiffusionObjectiveSettings(**objective), RolloutSettings(steps=4, **given))

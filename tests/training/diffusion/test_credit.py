@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from tests.support.training.images import Brightness, ToyPolicy, toy_trainer, whole_and_resumed
-from visalign.errors import UserError
 from visalign.flow.rollout import complete, predict_clean, rollout
-from visalign.training import DiffusionObjectiveSettings, RolloutSettings, forward_equivalents_per_image
+from visalign.training import RolloutSettings, forward_equivalents_per_image
 
 CHANGES = {"kl": 0.0, "surrogate_options": {"eps_low": 0.1, "eps_high": 0.1}}
 
@@ -110,15 +109,3 @@ def test_it_learns_and_a_resume_is_exact(tmp_path):
 
 def test_a_window_on_average_completes_its_share():
     assert RolloutSettings(steps=4, sde_window=1).completed_per_image == (4 + 3 + 2) / 3
-
-
-@pytest.mark.parametrize(
-    ("objective", "message"),
-    [
-        ({"credit": "one_step", "algorithm": "gdpo"}, "one_step.*needs advantage='group'.*credit=image"),
-        ({"changes": {"advantage": "steps"}}, "reward of each step.*Take objective.credit=turning_points"),
-    ],
-)
-def test_what_does_not_fit_is_refused(objective: dict[str, Any], message: str):
-    with pytest.raises(UserError, match=message):
-        DiffusionObjectiveSettings(**objective)

@@ -11,12 +11,17 @@ from rich.console import Console
 
 from visalign.errors import UserError
 from visalign.training.diffusion.cost import forward_equivalents_per_image
-from visalign.training.diffusion.rollout_settings import RolloutSettings
+from visalign.training.diffusion.rollout_settings import RolloutSettings, check_sampling
 from visalign.training.diffusion.settings import DiffusionObjectiveSettings
 from visalign.training.loop.ema import EMA
 from visalign.training.loop.metrics import MetricsFile, check_keys, read_metrics
 from visalign.training.loop.optimizer import OptimizerSettings
 from visalign.training.loop.progress import TrainingProgress
+from visalign.training.text.dpo import DPOSettings
+from visalign.training.text.settings import TextObjectiveSettings
+
+NFT = {"algorithm": "diffusion_nft"}
+TREE = {"steps": 4, "group_size": 8, "branch": {"at": [0, 2], "children": 2}}
 
 
 def _parameter(values) -> tuple[str, torch.nn.Parameter]:
@@ -150,12 +155,42 @@ def test_cost_is_the_reference_table():
         (RolloutSettings, {"schedule": "cps", "steps": 4, "sde_steps": [0, 3]}, r"\[0, 3\] holds the last.*Take 3"),
         (RolloutSettings, {"sde_window": 10}, "sde_window is 10; with 9 sde_steps it must be 1 to 9"),
         (RolloutSettings, {"image_sizes": [8], "staleness": 1}, r"staleness=1 .* Leave one of the two out"),
+        (RolloutSettings, {**TREE, "group_size": 6}, "6, and a tree with 2 children at the steps .0, 2. has 4 images"),
+        (RolloutSettings, {**TREE, "branch": {"at": [1], "children": 8}}, "a prompt share step 0.*take 0 out of"),
+        (DPOSettings, {"row": "dpo"}, "loss.row is 'dpo'. Input should be 'sigmoid', 'robust'"),
+        (DPOSettings, {"row": "ipo", "label_smoothing": 0.1}, "loss.row=ipo does not read it"),
+        (DPOSettings, {"row": "robust"}, "loss.row=robust without label_smoothing is sigmoid"),
         (DiffusionObjectiveSettings, {"changes": {"ratio": "gard"}}, r"objective: ratio must be one of log_prob"),
+        (DiffusionObjectiveSettings, {"changes": {"advantage": "steps"}}, "Take objective.credit=turning_points"),
+        (DiffusionObjectiveSettings, {"credit": "one_step", "algorithm": "gdpo"}, "one_step.*needs advantage='group'"),
+        (
+            DiffusionObjectiveSettings,
+            {**NFT, "ratio_bound": 0.1},
+            "ratio_bound is for log-probs .*ratio_bound=null, or",
+        ),
+        (DiffusionObjectiveSettings, {**NFT, "changes": {"kll": 1}}, "no field 'kll'. Did you mean 'kl'"),
+        (DiffusionObjectiveSettings, {"changes_for": {"ram": {"levls": 2}}}, "no field 'levls'. Did you mean 'lev"),
+        (DiffusionObjectiveSettings, {"algorithm": "draft", "reset_reference_above": 0.1}, "draft has no reference"),
+        (TextObjectiveSettings, {"algorithm": "dapo", "reset_reference_every": 5}, "dapo has no reference. Set .*kl"),
     ],
 )
 def test_settings_refuse_what_cannot_work(kind, values, message):
     with pytest.raises(UserError, match=message):
         kind(**values)
+
+
+@pytest.mark.parametrize(
+    ("objective", "rollout", "message"),
+    [
+        (NFT, {"sde_steps": [0, 1]}, r"diffusion_nft samples along the ODE, .*Set rollout.sde_steps=null"),
+        ({**NFT, "changes": {"levels": 4}}, {"steps": 3}, "changes.levels is 4, and the sampler has 3 timesteps"),
+        ({"credit": "image"}, TREE, "credit is 'image' and rollout.branch is Branch.*Set objective.credit=branches"),
+        ({"algorithm": "gmpo", "credit": "branches"}, TREE, "gmpo joins the steps .*Take flow_grpo"),
+    ],
+)
+def test_objectives_refuse_rollouts_that_they_cannot_learn_from(objective, rollout, message):
+    with pytest.raises(UserError, match=message):
+        check_sampling(DiffusionObjectiveSettings(**objective), RolloutSettings(**rollout))
 
 
 def test_rates_of_the_schedules():

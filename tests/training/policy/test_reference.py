@@ -10,8 +10,6 @@ import torch
 
 from tests.support.training.images import ToyPolicy, toy_trainer, whole_and_resumed
 from tests.support.training.text import toy_text_trainer
-from visalign.errors import UserError
-from visalign.training import DiffusionObjectiveSettings, TextObjectiveSettings
 from visalign.training.policy.reference import KEY
 
 FLOW = {"algorithm": "flow_grpo", "changes": {"surrogate_options": {"eps_low": 0.1, "eps_high": 0.1}}}
@@ -83,10 +81,3 @@ def test_texts_reset_theirs_and_resume(tmp_path):
     trained = _weights(trainer)
     with trainer.algorithm.parts.reference.applied():
         assert all(torch.equal(a, b) for a, b in zip(trained, _weights(trainer), strict=True))
-
-
-def test_a_reference_that_nothing_leans_on_is_refused():
-    with pytest.raises(UserError, match=r"reset_reference_every is 5, and .*dapo has no reference. Set .*kl"):
-        TextObjectiveSettings(algorithm="dapo", reset_reference_every=5)
-    with pytest.raises(UserError, match=r"reset_reference_above is 0.1, and .*draft has no reference"):
-        DiffusionObjectiveSettings(algorithm="draft", reset_reference_above=0.1)

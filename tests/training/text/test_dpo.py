@@ -198,21 +198,6 @@ def test_a_label_moves_once_per_visit_of_its_pair(row):
     torch.testing.assert_close(twice.labels, wanted, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"row": "dpo"}, "loss.row is 'dpo'. Input should be 'sigmoid', 'robust'"),
-        ({"row": "ipo", "label_smoothing": 0.1}, "label_smoothing is set, and loss.row=ipo does not read it"),
-        ({"row": "robust"}, "loss.row=robust without label_smoothing is sigmoid"),
-        ({"row": "kto", "gamma": 1.0}, "loss.gamma is set, and loss.row=kto does not"),
-        ({"desirable_weight": 2.0}, "desirable_weight is set, and loss.row=sigmoid"),
-    ],
-)
-def test_settings_that_cannot_be(settings, message):
-    with pytest.raises(UserError, match=message):
-        DPOSettings(**settings)
-
-
 def test_pairs_are_not_read_from_votes():
     with pytest.raises(UserError, match="no text in the field 'chosen': its fields are prompt, completion"):
         DemonstrationBatches(_policy(), VOTES, size=2, seed=0, field=("chosen", "rejected"))
