@@ -123,8 +123,8 @@ def _hollow(
     yield only null tokens, of which the policy keeps one, which changes every number.
     """
     sizes = [file.stat().st_size for file in (Path(folder) / name).glob("*.safetensors")]
-    loader: Any = getattr(importlib.import_module(entry[0]), entry[1], None)
-    has_weights = isinstance(loader, type) and issubclass(loader, nn.Module)
+    kind = loader = getattr(importlib.import_module(entry[0]), entry[1], None)
+    has_weights = isinstance(kind, type) and issubclass(kind, nn.Module)
     if not has_weights or (name.startswith("text_encoder") and 0 < sum(sizes) < SMALL):
         return None
     is_diffusers = issubclass(loader, ConfigMixin)

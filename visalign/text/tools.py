@@ -179,8 +179,8 @@ class ToolPolicy:
         for sample in growing:
             if sample.trace.failed:
                 self._fail(sample, sample.trace.failed)
-        is_chat, continuing = isinstance(self.use, ChatTurns), []
-        answers = self._answer_turns(self.use, growing) if is_chat else self._ask(self.use, growing, stopping)
+        use, continuing = self.use, []
+        answers = self._answer_turns(use, growing) if isinstance(use, ChatTurns) else self._ask(use, growing, stopping)
         for sample, answer in answers:
             if isinstance(answer, ToolFailure):
                 self._fail(sample, answer.why)

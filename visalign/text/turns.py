@@ -99,6 +99,7 @@ class ChatTurns:
     def _make(self, factory: Callable[[], Any]) -> Any:
         with CaughtError() as caught:
             return factory()
+        assert caught.error is not None
         raise UserError(f"{self.use.name} raised {describe_error(caught.error)}. It is called without arguments.")
 
     def _reset(self, conversation: Conversation, prompt: Prompt) -> Prompt:

@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support.training.images import Brightness, ToyPolicy, toy_trainer, whole_and_resumed
+from tests.support.training.images import Brightness, ToyPolicy, none_owned, toy_trainer, whole_and_resumed
 from visalign.core import ASCENTS, Ascent, named_ascent
 from visalign.errors import UserError
 from visalign.flow.noise import initial_noise
@@ -110,11 +109,9 @@ def test_a_process_without_a_sample_moves_nothing(tmp_path):
     for _, parameter in trainer.algorithm.policy.trainable_parameters():
         parameter.grad = None
     trainer.algorithm._update_sums = lambda *_: {}  # the other process's samples are not here to be counted
-    elsewhere = replace(step, sample=torch.tensor([48, 49]))
+    trainer.algorithm.shares = none_owned(trainer.algorithm.shares)
     before = trainer.algorithm.policy.count.forward_backward
-    trainer.algorithm.backward(
-        replace(asked, value=torch.zeros(50), group=torch.zeros(50)), elsewhere, trainer.context
-    )
+    trainer.algorithm.backward(asked, step, trainer.context)
     assert trainer.algorithm.policy.count.forward_backward == before + 1
     assert not _gradient(trainer).any()
 
