@@ -21,17 +21,14 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from visalign.data.text_tasks.kinds import KINDS
 from visalign.data.text_tasks.tasks import (
     TASKS,
     Record,
     check_answer,
     heldout_tasks,
-    make_record,
-    problem_key,
+    misread,
     task_record,
 )
-from visalign.data.text_tasks.workings import Problem
 
 from .stage import Plan, fast_autocast, muon_and_adam, packaged, tidy, train
 
@@ -60,33 +57,6 @@ def new_language() -> Qwen3ForCausalLM:
     model = Qwen3ForCausalLM(Qwen3Config.from_pretrained(folder, dtype=torch.float32))
     model.generation_config = GenerationConfig.from_pretrained(folder)
     return model
-
-
-def misread(record: Record, rng: np.random.Generator) -> Record:
-    """The record with the solution of another problem: one number changed by up to 3, or by tens."""
-    task, problem = record["task"], record["problem"]
-    changed = problem
-    while problem_key(task, changed) == problem_key(task, problem) or not KINDS[task].valid(changed):
-        changed = _one_changed(problem, rng)
-    other = make_record(task, changed, record["level"], rng)
-    return record | {"solution": other["solution"]}
-
-
-def _one_changed(problem: Problem, rng: np.random.Generator) -> Problem:
-    """One of the numbers, at any depth, replaced by another of as many digits or one near it."""
-    places = [
-        (i, j)
-        for i, entry in enumerate(problem)
-        if not isinstance(entry, str)
-        for j in (range(len(entry)) if isinstance(entry, list) else [None])
-    ]
-    i, j = places[int(rng.integers(len(places)))]
-    old = problem[i] if j is None else problem[i][j]
-    step = int(rng.integers(1, 4)) * (10 if old >= 10 and rng.random() < 0.5 else 1)
-    new = old + step if rng.random() < 0.5 or old - step < 1 else old - step
-    if j is None:
-        return [*problem[:i], new, *problem[i + 1 :]]
-    return [*problem[:i], [*problem[i][:j], new, *problem[i][j + 1 :]], *problem[i + 1 :]]
 
 
 def corpus_record(number: int, *, seed: int) -> Record:

@@ -89,6 +89,33 @@ def task_record(
     raise UserError(f"task {task!r} has no {split} problem of levels {list(levels)}; allow more levels.")
 
 
+def misread(record: Record, rng: np.random.Generator) -> Record:
+    """Return the record with the solution of another problem: one number changed by up to 3, or by tens."""
+    task, problem = record["task"], record["problem"]
+    changed = problem
+    while problem_key(task, changed) == problem_key(task, problem) or not KINDS[task].valid(changed):
+        changed = _one_changed(problem, rng)
+    other = make_record(task, changed, record["level"], rng)
+    return record | {"solution": other["solution"]}
+
+
+def _one_changed(problem: Problem, rng: np.random.Generator) -> Problem:
+    """Replace one of the numbers, at any depth, by another of as many digits or one near it."""
+    places = [
+        (i, j)
+        for i, entry in enumerate(problem)
+        if not isinstance(entry, str)
+        for j in (range(len(entry)) if isinstance(entry, list) else [None])
+    ]
+    i, j = places[int(rng.integers(len(places)))]
+    old = problem[i] if j is None else problem[i][j]
+    step = int(rng.integers(1, 4)) * (10 if old >= 10 and rng.random() < 0.5 else 1)
+    new = old + step if rng.random() < 0.5 or old - step < 1 else old - step
+    if j is None:
+        return [*problem[:i], new, *problem[i + 1 :]]
+    return [*problem[:i], [*problem[i][:j], new, *problem[i][j + 1 :]], *problem[i + 1 :]]
+
+
 def text_tasks(
     count: int, *, seed: int = 0, split: Split = "train", tasks: Sequence[str] = TASKS, levels: Sequence[int] = LEVELS
 ) -> list[Record]:
