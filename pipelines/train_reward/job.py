@@ -27,6 +27,9 @@ __all__ = ["JUDGE", "TrainRewardConfig", "plan", "run"]
 
 MEANING = {
     "accuracy": "pairs on the right side, where the truth is clear",
+    "accuracy_low": "low end of the 95 % interval of the accuracy",
+    "accuracy_high": "high end of the 95 % interval of the accuracy",
+    "accuracy_shorter": "pairs on the right side, of those whose better text is the shorter one",
     "accuracy_all": "pairs on the right side, all whose truth is known",
     "nll": "negative log-likelihood of a vote, nats",
     "ece": "expected calibration error against the votes, 10 bins",
@@ -124,18 +127,7 @@ def reward_card(config: TrainRewardConfig, summary: Mapping[str, Any], examples:
     reward = JUDGE_KINDS[model.kind].reward
     reader = f"{CATALOGUE['deepseek_grm']}` as `meta" if reward is None else str(CATALOGUE[reward])
     trained_part = model.train + "".join(f" but `{name}`" for name in model.frozen)
-    cells = [(MEANING.get(name, name), summary["before"].get(name), value) for name, value in after.items()]
-    rows = [f"| {meaning} | {_number(before)} | {_number(value)} |" for meaning, before, value in cells]
-    quality = f"""## How good it is
-
-On held-out examples of `{data.heldout}` (no prompt in common with the training data):
-
-| measure | before | after |
-|---|---|---|
-{chr(10).join(rows)}
-
-The first column was measured on the first examples alone while the reward was untrained.
-"""
+    quality = quality_section(summary, f"`{data.heldout}`")
     training = f"""# A reward of kind {model.kind}
 
 Trained from `{model.path}` ({trained_part}, {summary["trainable_parameters"]:,} parameters moved); read by \
@@ -149,6 +141,22 @@ Trained from `{model.path}` ({trained_part}, {summary["trainable_parameters"]:,}
 - Made by `visalign train-reward`; the run's config.yaml holds every setting.
 """
     return "\n".join([training, *([quality] if after else []), *notes])
+
+
+def quality_section(summary: Mapping[str, Any], heldout: str) -> str:
+    """Write the section of a card with the held-out numbers before and after."""
+    cells = [(MEANING.get(name, name), summary["before"].get(name), value) for name, value in summary["after"].items()]
+    rows = [f"| {meaning} | {_number(before)} | {_number(value)} |" for meaning, before, value in cells]
+    return f"""## How good it is
+
+On held-out examples of {heldout} (no prompt in common with the training data):
+
+| measure | before | after |
+|---|---|---|
+{chr(10).join(rows)}
+
+The first column was measured on the first examples alone while the reward was untrained.
+"""
 
 
 def _number(value: Any) -> str:

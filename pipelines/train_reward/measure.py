@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from visalign.evaluation.statistics.correlations import srcc
-from visalign.training.reward.heldout import LOW, auroc, concatenate_pairs, pair_measures, score_pairs
+from visalign.evaluation.statistics.intervals import share_interval
+from visalign.training.reward.heldout import LOW, HeldoutPairs, auroc, concatenate_pairs, pair_measures, score_pairs
 from visalign.training.reward.tasks import TASKS
 
 from .config import TrainRewardConfig
@@ -50,9 +51,10 @@ class Measure:
             results = gather_object(results)
         values: list[Any] = [value for _, value in sorted(results, key=lambda pair: pair[0])]
         if is_pairs:
-            return pair_measures(concatenate_pairs(values))
+            pairs = concatenate_pairs(values)
+            return {**pair_measures(pairs), **(accuracy_interval(pairs) if final else {})}
         value, mass, target = torch.cat(values, 1)
-        measures = _rating_measures if task.labels == "rows" else _answer_measures
+        measures = rating_measures if task.labels == "rows" else _answer_measures
         return {**measures(value, target), "mass_low": float(mass.quantile(LOW))}
 
     @torch.no_grad()
@@ -63,7 +65,16 @@ class Measure:
         return torch.stack([value, mass, batch.target.double()])
 
 
-def _rating_measures(value: Tensor, target: Tensor) -> dict[str, float]:
+def accuracy_interval(pairs: HeldoutPairs) -> dict[str, float]:
+    """Compute the ends of the 95 % interval of the accuracy, over examples where one has several pairs."""
+    decided = torch.isfinite(pairs.truth) & (pairs.truth != 0.5) & pairs.clear
+    hits = (pairs.difference[decided].sign() * (pairs.truth[decided] - 0.5).sign() + 1) / 2
+    example = torch.arange(len(hits)) if pairs.example is None else pairs.example[decided]
+    ends = share_interval(hits.numpy(), example.tolist())
+    return {"accuracy_low": ends.low, "accuracy_high": ends.high}
+
+
+def rating_measures(value: Tensor, target: Tensor) -> dict[str, float]:
     return {"mae": float((value - target).abs().mean()), "srcc": float(srcc(value.numpy(), target.numpy()))}
 
 

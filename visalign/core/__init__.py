@@ -51,8 +51,8 @@ groups.labels: group_index
 objective.data: Decisions
 objective.explain: Explanation
 objective.loss_statistics: loss_statistics no_statistics
-preference.bradley_terry: average_pairs bradley_terry_loss margin_ranking_loss outcome_loss soft_labels
-    tie_log_prob vote_shares
+preference.bradley_terry: average_pairs bradley_terry_loss margin_ranking_loss outcome_loss plackett_luce_loss
+    soft_labels tie_log_prob vote_shares
 preference.direct: DIRECT DirectRow direct_preference_loss dynamic_labels implicit_reward kto_loss
     kto_reference_point
 preference.fidelity: answer_statistics fidelity fidelity_loss fidelity_rewards quality_preferences

@@ -20,6 +20,8 @@ CHANGED: dict[str, Any] = {
     "margin": 0.3,
     "centre": 0.1,
     "displacement": 1.2,
+    "sign": 0.4,
+    "l2": 0.2,
     "ties": "davidson",
     "tie_strength": 3.0,
     "smoothing": 2.0,
@@ -45,6 +47,9 @@ PAIRS: dict[str, Any] = {
     "left": torch.arange(3),
     "right": torch.arange(3, 6),
     "label": torch.tensor([1.0, 0.0, 0.7]),
+    "rank": torch.tensor([[0.0, 1.0], [1.0, 0.0], [0.0, 1.0]]),
+    "row": torch.tensor([[0, 3], [1, 4], [2, 5]]),
+    "weight": torch.ones(3),
     "votes": torch.tensor([[7.0, 2.0, 0.0], [1.0, 3.0, 2.0], [float("nan")] * 3]),
 }
 TRIPLES = {"ict": ict_labels(torch.tensor([0.2, 0.5, 0.1]), torch.tensor([0.6, 0.9, 0.3]), torch.ones(3), theta=0.7)}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training a reward on pairs: votes as soft labels, Bradley-Terry in its variants, averages of pairs."""
+"""Training a reward on pairs and rankings: votes as soft labels, Bradley-Terry in its variants, Plackett-Luce."""
 
 from __future__ import annotations
 
@@ -44,13 +44,16 @@ def bradley_terry_loss(
     margin: Tensor | float = 0.0,
     centre: float = 0.0,
     displacement: float = 1.0,
+    sign: float = 0.0,
+    l2: float = 0.0,
 ) -> Tensor:
     """Negative log-likelihood of a pair: −p ln σ(l − τ r − m) − (1 − p) ln σ(r − τ l − m) + c (l + r)².
 
     τ = 1, m = 0, c = 0 is Bradley-Terry; HPSv2's loss is its sum over pairs. `margin` m, a number or [*], is
     the lead of the better sample in TRL, HPSv3's constant 0.57; `centre` c keeps scores, of which a
     likelihood knows differences only, near 0 (TRL: 0.01); `displacement` τ ≠ 1 is HPSv3's "likelihood
-    displacement". Give pairs without a label weight 0 in `average_pairs`. Bradley and Terry 1952;
+    displacement". `sign` s adds s (max(0, −b) + max(0, w)), which pulls the better score b above 0 and the worse one
+    w below; `l2` adds l2 (l² + r²). Give pairs without a label weight 0 in `average_pairs`. Bradley and Terry 1952;
     InstructGPT, arXiv 2203.02155, eq. 1; margin: Llama 2, 2307.09288, eq. 2; centring: 2312.09244; HPSv3,
     2508.03789, released code.
     """
@@ -58,7 +61,26 @@ def bradley_terry_loss(
     lead = float32(margin) if isinstance(margin, Tensor) else margin
     loss = -prob * F.logsigmoid(first - displacement * other - lead)
     loss = loss - (1 - prob) * F.logsigmoid(other - displacement * first - lead)
-    return torch.where(labelled, loss + centre * (first + other).square(), 0.0)
+    loss = loss + centre * (first + other).square() + l2 * (first.square() + other.square())
+    if sign:  # relu(−b) + relu(w), the sides in their shares of the label
+        loss = loss + sign * (prob * (F.relu(-first) + F.relu(other)) + (1 - prob) * (F.relu(first) + F.relu(-other)))
+    return torch.where(labelled, loss, 0.0)
+
+
+def plackett_luce_loss(score: Tensor, rank: Tensor) -> Tensor:
+    """Negative log-likelihood [P] of rankings: Σ_i [ln Σ_{j = i or rank_j > rank_i} e^{s_j} − s_i].
+
+    `score` and `rank` are [P, K]; rank 0 is the best, NaN an absent sample. Samples of equal rank are not compared
+    with one another, so a best-of-K label (rank 0, the others 1) is the cross-entropy of the chosen one, and two
+    samples give Bradley-Terry's −ln σ(s_best − s_worst). Plackett 1975; Luce 1959.
+    """
+    check_same(score=score, rank=rank)
+    present = torch.isfinite(rank)
+    value = torch.where(present, float32(score), 0.0)
+    itself = torch.eye(rank.shape[-1], dtype=torch.bool, device=rank.device)
+    worse = rank[..., None, :] > rank[..., :, None]  # False beside NaN
+    total = torch.where(worse | itself, value[..., None, :], float("-inf")).logsumexp(-1)
+    return torch.where(present, total - value, 0.0).sum(-1)
 
 
 def tie_log_prob(left: Tensor, right: Tensor, strength: Tensor | float, *, model: TieModel = "rao_kupper") -> Tensor:

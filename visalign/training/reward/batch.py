@@ -27,7 +27,11 @@ class RewardBatch:
     right: Tensor | None = None  # [N] int64
     label: Tensor | None = None  # [N] probability that the left one is better; NaN: unknown
     votes: Tensor | None = None  # [N, 3] votes (left, right, equal); NaN rows where only the label is known
-    weight: Tensor | None = None  # [N] ≥ 0, weight of each pair; None: all equal
+    weight: Tensor | None = None  # [N] ≥ 0, weight of each pair (or of P rankings); None: all equal
+    margin: Tensor | None = None  # [N] lead that the better one of each pair should have; None: the objective's alone
+    example: Tensor | None = None  # [N] int64, number of the example that each pair is of; None: each its own
+    rank: Tensor | None = None  # [P, K] rank of each sample of P examples, 0 the best; NaN: absent
+    row: Tensor | None = None  # [P, K] int64, row of each; any where absent
     clear: Tensor | None = None  # Bool [N], True where the truth of a held-out pair is clear; None: everywhere
     target: Tensor | None = None  # [M] target of "value": a rating in the reward's unit, or the probability of yes
     ict: IctLabels | None = None  # Targets of triples; rows are I1 of all, then I2 of all, then I3 of all

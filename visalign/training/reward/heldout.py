@@ -33,6 +33,8 @@ class HeldoutPairs:
     share: Tensor  # Share of the votes for the left image, ties half; NaN where there are none
     weight: Tensor  # Votes behind `share`
     clear: Tensor  # Bool: True where the truth is clear
+    example: Tensor | None = None
+    """Number of the example that each pair is of; None where each is its own."""
     mass: Tensor | None = None
     """Probability of all allowed answers, the smaller of the pair's two; None for models without answers."""
 
@@ -41,7 +43,7 @@ class HeldoutPairs:
 def score_pairs(model: TrainableJudge, batches: Iterable[RewardBatch], task: Task) -> HeldoutPairs:
     """Score held-out pairs, with labels (the truth), votes, or both, without dropout."""
     model.train(False)
-    return concatenate_pairs([_scored(model(batch.inputs), batch, task) for batch in batches])
+    return concatenate_pairs([score_batch(model(batch.inputs), batch, task) for batch in batches])
 
 
 def concatenate_pairs(parts: Sequence[HeldoutPairs]) -> HeldoutPairs:
@@ -50,12 +52,13 @@ def concatenate_pairs(parts: Sequence[HeldoutPairs]) -> HeldoutPairs:
     return HeldoutPairs(**{n: None if values[0] is None else torch.cat(values) for n, values in columns.items()})  # type: ignore[arg-type]
 
 
-def _scored(outputs: Outputs, batch: RewardBatch, task: Task) -> HeldoutPairs:
+def score_batch(outputs: Outputs, batch: RewardBatch, task: Task) -> HeldoutPairs:
+    """Score the pairs of a batch from a model's outputs on it."""
     left, right, label, votes = batch.left, batch.right, batch.label, batch.votes
     assert left is not None and right is not None and label is not None
     value = outputs["value"].cpu()
     columns: dict[str, Tensor | None] = dict.fromkeys(("prob", "std", "mass"))
-    columns |= {"difference": value[left] - value[right], "truth": label}
+    columns |= {"difference": value[left] - value[right], "truth": label, "example": batch.example}
     if votes is None:
         columns |= {"share": label, "weight": torch.ones_like(label)}
     else:

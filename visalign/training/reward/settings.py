@@ -18,7 +18,8 @@ class RewardObjectiveSettings:
 
     task: str = "uncertainty"
     """A key of `visalign.training.reward.tasks.TASKS`: bradley_terry, uncertainty, uncertainty_upstream,
-    upstream_monte_carlo, ict, hp, yes_no, rating, rating_fidelity, critique, checklist."""
+    upstream_monte_carlo, plackett_luce, mse, bce, ict, hp, yes_no, rating, rating_fidelity, critique,
+    checklist."""
 
     def __new__(cls, task: str = "uncertainty", **values: Any) -> RewardObjectiveSettings:
         """Create an instance of the task's class."""
@@ -53,6 +54,10 @@ class BradleyTerrySettings(VotesSettings):
     """Weight of (l + r)², which keeps scores of pairs near 0; TRL uses 0.01."""
     displacement: Finite = 1.0
     """HPSv3's factor τ on the rejected score."""
+    sign: NonNegative = 0.0
+    """Weight of max(0, −better) + max(0, worse), which gives good answers scores above 0 and bad ones below."""
+    l2: NonNegative = 0.0
+    """Weight of l² + r²."""
     ties: Literal["half", "rao_kupper", "davidson"] = "half"
     """Treatment of a tie: half a vote for either side, or an outcome of its own ("rao_kupper" is HPSv3's "btt")."""
     tie_strength: Positive = 2.0
@@ -72,9 +77,9 @@ TIE_RULES: Rules = (
         "objective.tie_strength is {s.tie_strength}; for rao_kupper it must be above 1.",
     ),
     (
-        lambda s: s.ties != "half" and (s.margin, s.centre, s.displacement) != (0, 0, 1),
-        "objective.margin, centre and displacement are of the plain loss, and objective.ties is {s.ties}; leave them "
-        "out, or set objective.ties=half.",
+        lambda s: s.ties != "half" and (s.margin, s.centre, s.displacement, s.sign, s.l2) != (0, 0, 1, 0, 0),
+        "objective.margin, centre, displacement, sign and l2 are of the plain loss, and objective.ties is {s.ties}; "
+        "leave them out, or set objective.ties=half.",
     ),
 )
 """A likelihood with ties has a strength and nothing of the plain loss."""
@@ -98,6 +103,22 @@ class MonteCarloSettings(UncertaintySettings):
     """upstream_monte_carlo."""
     samples: Count = 1000
     """Draws per pair."""
+
+
+@settings("objective")
+class RankingSettings(RewardObjectiveSettings):
+    """Likelihood of whole rankings, of texts alone."""
+
+    task: Literal["plackett_luce"] = "plackett_luce"
+    """plackett_luce."""
+
+
+@settings("objective")
+class ValueSettings(RewardObjectiveSettings):
+    """Regression on scores, of texts alone."""
+
+    task: Literal["mse", "bce"] = "mse"
+    """mse (squared error of the score) or bce (cross-entropy of σ(score), for scores from 0 to 1)."""
 
 
 @settings("objective")
@@ -170,6 +191,8 @@ AnyObjective = Annotated[
     BradleyTerrySettings
     | UncertaintySettings
     | MonteCarloSettings
+    | RankingSettings
+    | ValueSettings
     | IctSettings
     | HpSettings
     | YesNoSettings

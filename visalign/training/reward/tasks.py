@@ -21,6 +21,7 @@ from visalign.core.preference.bradley_terry import (
     bradley_terry_loss,
     margin_ranking_loss,
     outcome_loss,
+    plackett_luce_loss,
     soft_labels,
     tie_log_prob,
     vote_shares,
@@ -80,7 +81,9 @@ def _bradley_terry(outputs: Outputs, batch: RewardBatch, settings: Settings, _: 
     if settings.ties != "half":
         log_prob = tie_log_prob(left, right, settings.tie_strength, model=settings.ties)
         return _sums(outcome_loss(log_prob, _outcome_shares(batch, settings, left)), weight)
-    options = {name: getattr(settings, name) for name in ("margin", "centre", "displacement")}
+    options = {name: getattr(settings, name) for name in ("margin", "centre", "displacement", "sign", "l2")}
+    if batch.margin is not None:
+        options["margin"] = settings.margin + batch.margin.to(left)
     return _sums(bradley_terry_loss(left, right, label, **options), weight)
 
 
@@ -170,6 +173,23 @@ def _rating(outputs: Outputs, batch: RewardBatch, settings: Settings, _: torch.G
     return torch.where(rated, error, 0.0).sum(), rated.sum().to(value)
 
 
+def _plackett_luce(outputs: Outputs, batch: RewardBatch, settings: Settings, _: torch.Generator) -> Sums:
+    assert batch.rank is not None and batch.row is not None and batch.weight is not None
+    value = outputs["value"]
+    loss = plackett_luce_loss(value[batch.row.to(value.device)], batch.rank.to(value))
+    return _sums(loss, batch.weight.to(loss))
+
+
+def _regression(loss: Callable[..., Tensor]) -> Callable[..., Sums]:
+    def loss_sums(outputs: Outputs, batch: RewardBatch, settings: Settings, _: torch.Generator) -> Sums:
+        assert batch.target is not None
+        value = outputs["value"]
+        target = batch.target.to(value)
+        return _sums(loss(value, target.nan_to_num(0.0), reduction="none"), (~torch.isnan(target)).to(value))
+
+    return loss_sums
+
+
 def _rating_fidelity(outputs: Outputs, batch: RewardBatch, settings: Settings, _: torch.Generator) -> Sums:
     """Compute VisualQuality-R1's fidelity of Thurstone's probability between all images of a micro-batch."""
     assert batch.target is not None
@@ -216,6 +236,9 @@ TASKS: dict[str, Task] = {
     "yes_no": Task(loss=_yes_no, log_prob=_logistic),
     "rating": Task(loss=_rating, labels="rows"),
     "rating_fidelity": Task(loss=_rating_fidelity, labels="rows"),
+    "plackett_luce": Task(loss=_plackett_luce, log_prob=_logistic),
+    "mse": Task(loss=_regression(F.mse_loss), labels="rows"),
+    "bce": Task(loss=_regression(F.binary_cross_entropy_with_logits), labels="rows"),
     "critique": Task(loss=_yes_no, labels="answers"),
     "checklist": Task(loss=_checklist, log_prob=_logistic),
 }

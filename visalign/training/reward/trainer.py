@@ -39,6 +39,9 @@ class RewardModeling(Algorithm):
     that are `undivided` stay whole in each process, since the model caches their outputs.
     """
 
+    updates: int | None = None
+    """Updates of the whole run, so that the last iteration may have fewer than the others; None: no end."""
+
     def __init__(
         self,
         judge: TrainableJudge,
@@ -90,7 +93,8 @@ class RewardModeling(Algorithm):
     def collect(self, run: Context) -> Collected:
         """Return the numbers of the iteration's batches, which are read in their update."""
         first, count = run.counters.updates, run.optimizer.updates_per_iteration
-        return Collected(experience=list(range(first, first + count)))
+        end = first + count if self.updates is None else min(first + count, self.updates)
+        return Collected(experience=list(range(first, end)))
 
     def backward(self, experience: list[int], step: int, run: Context) -> dict[str, float]:
         """Add the gradient of Σ w ℓ / Σ w over batch `step`, summed over the processes."""
