@@ -155,7 +155,7 @@ def build_trainer(
     """Build the trainer of an algorithm by the sections optimizer, evaluation and run of a configuration."""
     from visalign.training import RunSettings, Trainer, TrainingProgress
 
-    same = ("iterations", "checkpoint_every", "keep_checkpoints", "max_seconds", "best_by")
+    same = ("iterations", "checkpoint_every", "keep_checkpoints", "max_seconds", "best_by", "patience")
     run = RunSettings(
         folder=output,
         evaluate_every=config.evaluation.every,

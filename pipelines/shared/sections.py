@@ -224,6 +224,8 @@ class RunConfig(MachineConfig):
     highest, or behind "-" the lowest, are the run's result. Of a reward that is not trained on: one judge
     is learnt from, another decides. Where a resume changes it, what was best before is forgotten. null: the
     last ones are the result."""
+    patience: Count | None = None
+    """Evaluations without a better run.best_by after which training stops (early stopping); null: never."""
     trackers: list[str] = field(default_factory=list)
     """Trackers of accelerate besides metrics.jsonl: tensorboard, wandb, ..."""
     push_to_hub: str | None = None
@@ -243,7 +245,7 @@ class PolicyRunConfig(RunConfig):
 
 FREE_KEYS = (
     *("run.iterations", "run.max_seconds", "run.checkpoint_every", "run.keep_checkpoints", "run.best_by"),
-    *("run.trackers", "run.sharding", "run.push_to_hub", "run.license"),
+    *("run.patience", "run.trackers", "run.sharding", "run.push_to_hub", "run.license"),
     *("model.gradient_checkpointing", "model.offload"),
     *("rollout.batch_size", "model.decode_batch", "model.generate_batch", "model.score_batch"),
     *("optimizer.micro_batch", "optimizer.fused", "evaluation.batch_size", "server.patience"),

@@ -75,6 +75,8 @@ class RunSettings:
     best_by: str | None = None
     """Metric of the evaluations that selects the weights of the result: the highest, or with a "-" in front
     the lowest; None: the last weights."""
+    patience: Count | None = None
+    """Evaluations without a better `best_by` after which the run stops; None: never."""
     monitor: MonitorSettings | None = None
     """Limits that warn and stop while the policy changes; None: no monitor."""
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -89,7 +91,7 @@ class TrainResult:
 
     counters: Counters
     stopped: str
-    """"finished", "interrupted" (Ctrl-C, SIGTERM), "max_seconds" or "monitor"."""
+    """"finished", "interrupted" (Ctrl-C, SIGTERM), "max_seconds", "patience" or "monitor"."""
     signal: int | None = None
     """Signal that interrupted this process."""
 
@@ -118,6 +120,11 @@ class Trainer(Generic[A]):
                 f"run.best_by is {run.best_by!r}, and nothing is evaluated during training. Set "
                 f"evaluation.every to the iterations between two evaluations, at most {run.iterations} "
                 "(run.iterations), or leave best_by out."
+            )
+        if run.patience is not None and run.best_by is None:
+            raise UserError(
+                f"run.patience is {run.patience}, and run.best_by names no metric that could stop improving. Set it, "
+                "e.g. run.best_by=-heldout/nll, or leave run.patience out."
             )
         settings = OptimizerSettings() if optimizer is None else optimizer
         parameters = list(algorithm.parameters())
@@ -313,6 +320,10 @@ class Trainer(Generic[A]):
             return "interrupted"
         if self._sum(self.monitor.stops(self.counters.own)):
             return "monitor"
+        if self.run.patience is not None and (best := self.counters.own.get(BEST)):
+            since = self.counters.iteration - best["iteration"]
+            if self._sum(since >= self.run.patience * self.run.evaluate_every):
+                return "patience"
         is_over = budget is not None and self.counters.seconds >= budget
         return "max_seconds" if self._sum(is_over) else "finished"
 
