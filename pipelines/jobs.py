@@ -21,6 +21,7 @@ PIPELINES = {
     "text_grpo": "visalign.pipelines.text.job:TextGRPOConfig",
     "text_ppo": "visalign.pipelines.text.job:TextPPOConfig",
     "text_process": "visalign.pipelines.text.process:TextProcessConfig",
+    "text_reward": "visalign.pipelines.text.reward:TextRewardConfig",
     "text_sample": "visalign.pipelines.text.sample:TextSampleConfig",
     "text_sft": "visalign.pipelines.text.supervised:TextSFTConfig",
     "train_reward": "visalign.pipelines.train_reward.job:TrainRewardConfig",
@@ -40,8 +41,8 @@ class Job:
     """The plan without timed passes, with memory and hours where the job estimates them."""
 
 
-def load_job(name_or_path: str, overrides: Sequence[str] = (), *, pipeline: str | None = None) -> Job:
-    """Read a configuration file, with `key.sub=value` items over it, of any job or of one pipeline's."""
+def load_job(name_or_path: str, overrides: Sequence[str] = (), *, pipelines: Sequence[str] = ()) -> Job:
+    """Read a configuration file, with `key.sub=value` items over it, of any job or of some pipelines'."""
     path = resolve_config(name_or_path)
     name = read_config(path).get(PIPELINE_KEY)
     if name not in PIPELINES:
@@ -50,8 +51,9 @@ def load_job(name_or_path: str, overrides: Sequence[str] = (), *, pipeline: str 
             f"{suggestion(str(name or ''), PIPELINES)}Write a line 'pipeline: NAME' with one of: "
             f"{', '.join(PIPELINES)}."
         )
-    if name != (pipeline or name):
-        raise ConfigError(f"'{path}' is of the pipeline '{name}', not '{pipeline}'; visalign train runs any.")
+    if name not in (pipelines or PIPELINES):
+        needed = " or ".join(f"'{pipeline}'" for pipeline in pipelines)
+        raise ConfigError(f"'{path}' is of the pipeline '{name}', not {needed}; visalign train runs any.")
     module_name, _, schema = PIPELINES[name].partition(":")
     module = importlib.import_module(module_name)
     kind, run = getattr(module, schema), module.run

@@ -123,13 +123,14 @@ def train_reward(
     resume: Resume = False,
     dry_run: DryRun = False,
 ) -> None:
-    """Train a reward model on pairs, votes or quality scores."""
+    """Train a reward model, of images or of texts, on pairs, rankings, votes or scores."""
     from visalign.data.sets.columns import parse_map
 
     config, overrides = config_and_overrides(config, overrides)
     changes = [f"data.map.{ours}={json.dumps(theirs)}" for ours, theirs in parse_map(columns or []).items()]
     changes += [] if labels is None else [f"data.coding={json.dumps(labels)}"]
-    _train(config, changes + overrides, output, resume=resume, dry_run=dry_run, pipeline="train_reward")
+    pipelines = ("train_reward", "text_reward")
+    _train(config, changes + overrides, output, resume=resume, dry_run=dry_run, pipelines=pipelines)
 
 
 def _train(
@@ -139,7 +140,7 @@ def _train(
     *,
     resume: bool = False,
     dry_run: bool = False,
-    pipeline: str | None = None,
+    pipelines: Sequence[str] = (),
     next_command: Sequence[str] = (),
 ) -> None:
     from visalign.config import config_to_yaml
@@ -151,12 +152,12 @@ def _train(
 
     console = Console()
     if dry_run:
-        job = load_job(config, overrides, pipeline=pipeline)
+        job = load_job(config, overrides, pipelines=pipelines)
         show_yaml(console, config_to_yaml(job.config))
         show_plan(console, job.plan(job.config))
         return
     folder = output_folder(output, Path(config).stem, resume=resume)  # refused before anything is loaded
-    job = load_job(config, overrides, pipeline=pipeline)
+    job = load_job(config, overrides, pipelines=pipelines)
     with user_messages(resume=resume_command(config, overrides, folder)), quiet_loading():
         summary = job.run(job.config, output=folder, resume=resume)
     if int(os.environ.get("RANK", "0")) == 0:

@@ -119,16 +119,19 @@ def spread(accelerator: Accelerator, count: int, evaluate: Callable[..., Heldout
 
 @contextmanager
 def no_loading_bars() -> Iterator[None]:
-    """Hide the libraries' loading bars, which would break the run's own display."""
+    """Hide the libraries' loading bars and reports of new heads, which would break the run's own display."""
     import diffusers.utils.logging as diffusers_logging
     import transformers.utils.logging as transformers_logging
 
     active = [log for log in (diffusers_logging, transformers_logging) if log.is_progress_bar_enabled()]
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
     for log in active:
         log.disable_progress_bar()
     try:
         yield
     finally:
+        transformers_logging.set_verbosity(verbosity)
         for log in active:
             log.enable_progress_bar()
 

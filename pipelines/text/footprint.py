@@ -96,6 +96,29 @@ def training_memory(network: Any, optimizer: AdamWSettings) -> dict[str, float]:
     return memory
 
 
+def estimate_fit(model: Any, config: Any, *, rows: int, longest: int, texts: float, frozen: bool) -> dict[str, Any]:
+    """Compute memory and hours of training a classifier on `texts` texts, each as long as the longest, in groups.
+
+    `rows` texts go through the network together; a frozen trunk has no backward pass.
+    """
+    activations, flops = trace_forward(model, rows, longest)
+    memory = training_memory(model, config.optimizer)
+    network = [name for name in memory if name.startswith("frozen_weights") or name == "trained_weights"]
+    memory["activations_of_an_update"] = activations / GB
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return {
+        "model": {"trained_parameters": trained, "longest_text": longest},
+        **per_device(
+            memory,
+            network,
+            {},
+            (1 if frozen else 3) * flops * texts,
+            sharding=config.run.sharding,
+            not_counted="kernels' workspaces, the allocator's gaps, the optimizer's temporary values",
+        ),
+    }
+
+
 def trace_forward(network: Any, rows: int, length: int, recompute: bool = False) -> tuple[int, float]:
     """Trace the trunk on `rows` texts: (bytes stored for the backward pass, operations of one text)."""
     from visalign.adapters.causal_lm.network import enable_recomputation, recomputed_layers

@@ -26,7 +26,6 @@ from visalign.data.sets.tables import read_rows
 from visalign.errors import UserError
 from visalign.pipelines.shared.job import JUDGE, JudgeRun, build_trainer, run_job
 from visalign.pipelines.shared.parts import build_accelerator, ends_by, name_key, no_loading_bars
-from visalign.pipelines.shared.plan import GB, per_device
 from visalign.pipelines.shared.run_folder import fingerprint
 from visalign.pipelines.shared.sections import ConvexDAConfig, Dtype, PolicyRunConfig
 from visalign.schema import STRICT
@@ -37,7 +36,7 @@ from visalign.training.loop.progress import SUPERVISED_COLUMNS
 from visalign.training.process.label_fit import FitSettings, LabelFit
 from visalign.training.process.trainer import StepTexts, measure_steps, read_record
 
-from .footprint import trace_forward, training_memory
+from .footprint import estimate_fit
 from .supervised import split_records
 
 __all__ = ["TextProcessConfig", "estimate", "plan", "run"]
@@ -188,7 +187,7 @@ def _load(config: TextProcessConfig, *, hollow: bool = False) -> tuple[Any, Any]
 
     folder, dtype = str(resolve_model(config.model.path)), getattr(torch, config.model.dtype)
     labels = 1 if config.learns == "outcomes" else 2
-    with quiet_loading(), torch.random.fork_rng(devices=[]):
+    with quiet_loading(), no_loading_bars(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         if hollow:
             settings = from_pretrained(AutoConfig, folder, num_labels=labels)
@@ -236,23 +235,6 @@ def estimate(config: TextProcessConfig) -> dict[str, Any]:
     model, tokenizer = _load(config, hollow=True)
     records, _ = read_steps(config)
     longest = max(len(tokens.ids) for tokens, _ in _texts(config, model, tokenizer, records).texts)
-    activations, flops = trace_forward(model, min(config.data.batch, len(records)), longest)
-    memory = training_memory(model, config.optimizer)
-    network = [name for name in memory if name.startswith("frozen_weights") or name == "trained_weights"]
-    memory["activations_of_an_update"] = activations / GB
-    passes = 3 if config.model.train == "full" else 1  # a frozen trunk has no backward pass
-    return {
-        **plan(config),
-        "model": {
-            "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
-            "longest_text": longest,
-        },
-        **per_device(
-            memory,
-            network,
-            {},
-            passes * flops * len(records) * config.run.iterations,
-            sharding=config.run.sharding,
-            not_counted="kernels' workspaces, the allocator's gaps, the optimizer's temporary values",
-        ),
-    }
+    rows, texts = min(config.data.batch, len(records)), len(records) * config.run.iterations
+    fit = estimate_fit(model, config, rows=rows, longest=longest, texts=texts, frozen=config.model.train == "head")
+    return {**plan(config), **fit}

@@ -1,23 +1,56 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reward model: a transformers sequence classifier with one output for prompt and completion."""
+"""Reward model: a transformers sequence classifier that scores a prompt with its completion."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForSequenceClassification
 
+from visalign.core.preference.uncertainty import soft_clamp
+from visalign.errors import UserError
 from visalign.interfaces import Metadata, Prompt, Scores
 from visalign.rewards.base.contract import RewardError, check_counts
 from visalign.text.chat import PromptEncoder
 
 from .classifier import batches_by_length, load_classifier, load_tokenizer, longest_text, spelled_out
 from .contract import TextVerdict, read_text_request, text_scores
+
+MEAN_AND_STD = ("mean", "log_std")
+"""Names of the outputs (`config.id2label`) of a model that gives a mean and a standard deviation."""
+MEMBER = "member_"
+"""Beginning of the names of the outputs of an ensemble on one network."""
+
+
+def read_logits(logits: Tensor, names: Sequence[str]) -> tuple[Tensor, Tensor | None]:
+    """Read scores [M] and their standard deviations, None without, from the outputs [M, n] of the given names."""
+    if tuple(names) == MEAN_AND_STD:
+        return logits[:, 0], soft_clamp(logits[:, 1]).exp()
+    return (logits[:, 0], None) if len(names) == 1 else (logits.mean(1), logits.std(1))
+
+
+def answered_tokens(tokenizer: Any, encoder: PromptEncoder, prompt: Prompt, completion: str) -> list[int]:
+    """Tokenize a prompt and its completion as the assistant's message, or without a chat template their text.
+
+    Raises:
+        UserError: a conversation, and the tokenizer has no chat template.
+    """
+    if tokenizer.chat_template:
+        text = encoder.render_answered(prompt, completion)
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    if not isinstance(prompt, str):
+        raise UserError(
+            "a prompt is a conversation, and the tokenizer has no chat template. Give plain prompts, or set "
+            "tokenizer.chat_template."
+        )
+    return list(tokenizer(prompt + completion)["input_ids"])
 
 
 class RewardModel:
@@ -26,7 +59,8 @@ class RewardModel:
     Prompt and completion (as the assistant's message) go through the tokenizer's chat template; without a
     template they are concatenated. Texts longer than the model's limit are invalid, not cut: the lost part
     could be what matters. So are completions that spell out a special token, with which a policy could forge
-    turns of the conversation.
+    turns of the conversation. The policy may have another tokenizer, since completions come as texts. Models of the
+    job text_reward with a mean and a deviation, or with several heads, give a standard deviation too.
 
     Args:
         model: folder or hub name of a sequence classification model with one label, or the module.
@@ -56,7 +90,9 @@ class RewardModel:
         self.model = load_classifier(name, model, AutoModelForSequenceClassification, precision, self.device)
         self.tokenizer: Any = load_tokenizer(name, model, tokenizer)
         labels, pad = self.model.config.num_labels, self.tokenizer.pad_token_id
-        if labels != 1 or (pad is None and batch_size > 1):
+        self.outputs = [str(self.model.config.id2label[index]) for index in range(labels)]
+        known = labels == 1 or tuple(self.outputs) == MEAN_AND_STD or all(n.startswith(MEMBER) for n in self.outputs)
+        if not known or (pad is None and batch_size > 1):
             raise RewardError(
                 f"{name}: the model has {labels} outputs and the tokenizer the pad token {pad}; needed are a "
                 "model that was trained as a reward model (num_labels=1), and its pad token or batch_size=1."
@@ -70,6 +106,7 @@ class RewardModel:
         """Score each completion; metadata is ignored."""
         request = read_text_request(self.name, completions, prompts, metadata)
         verdicts = [TextVerdict()] * len(request)
+        deviation = [math.nan] * len(request)
         encoded: dict[int, list[int]] = {}
         for row, (prompt, completion) in enumerate(zip(request.prompts, request.completions, strict=True)):
             reason = spelled_out(self.tokenizer, completion)
@@ -80,27 +117,26 @@ class RewardModel:
                 verdicts[row] = TextVerdict(reason=reason)
                 del encoded[row]
         for rows in batches_by_length({row: len(ids) for row, ids in encoded.items()}, self.batch_size):
-            for row, value in zip(rows, self._forward([encoded[row] for row in rows]), strict=True):
+            for row, value, std in zip(rows, *self._forward([encoded[row] for row in rows]), strict=True):
+                deviation[row] = std if math.isfinite(value) else math.nan
                 reason = None if math.isfinite(value) else f"the reward model gave {value} for it"
                 verdicts[row] = TextVerdict(value=value, reason=reason)
-        return text_scores(verdicts, self.unit)
+        scores = text_scores(verdicts, self.unit)
+        return scores if len(self.outputs) == 1 else replace(scores, std=torch.tensor(deviation))
 
     def _encode(self, prompt: Prompt, completion: str) -> list[int]:
-        if self.tokenizer.chat_template:
-            text = self._prompts.render_answered(prompt, completion)
-            return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-        if not isinstance(prompt, str):
-            raise RewardError(
-                f"{self.name}: a prompt is a conversation, and the tokenizer has no chat template. Give plain "
-                "prompts, or set tokenizer.chat_template."
-            )
-        return list(self.tokenizer(prompt + completion)["input_ids"])
+        try:
+            return answered_tokens(self.tokenizer, self._prompts, prompt, completion)
+        except UserError as error:
+            raise RewardError(f"{self.name}: {error}") from error
 
     @torch.no_grad()
-    def _forward(self, batch: list[list[int]]) -> list[float]:
-        """Compute the logits of texts, padded on the right to the longest of them."""
+    def _forward(self, batch: list[list[int]]) -> tuple[list[float], list[float]]:
+        """Compute scores and standard deviations (NaN without) of texts, padded on the right to the longest."""
         rows = [torch.tensor(tokens, device=self.device) for tokens in batch]
         ids = pad_sequence(rows, batch_first=True, padding_value=self.tokenizer.pad_token_id or 0)
         # a text may spell the pad token, so the mask is that of the lengths
         mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
-        return self.model(input_ids=ids, attention_mask=mask).logits[:, 0].float().tolist()
+        logits = self.model(input_ids=ids, attention_mask=mask).logits.float()
+        value, std = read_logits(logits, self.outputs)
+        return value.tolist(), [math.nan] * len(batch) if std is None else std.tolist()

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Readers of preferences between completions: pairs, votes, and rewards from which both are made."""
+"""Readers of preferences between completions: pairs, votes, rankings, and rewards from which all are made."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,14 +24,19 @@ from .tables import listed, read_rows, require_columns
 Record = dict[str, Any]
 NumberedRecord = tuple[int, Record]
 PAIR, VOTE, SCORED = ("chosen", "rejected"), ("completion", "label"), ("completion", "reward")
-"""The columns, besides "prompt", of the three layouts; the first two are TRL's."""
+RANKED = ("completions", "scores")
+"""The columns, besides "prompt", of the layouts; the first two are TRL's."""
+_HUMAN, _ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
+"""What begins the turns of HH-RLHF's transcripts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class JudgedCompletions:
-    """Pairs or votes."""
+    """Pairs, votes or rankings."""
 
-    records: list[Record]  # Each with "prompt", and "chosen" and "rejected", or "completion" and "label" (bool)
+    records: list[Record]
+    """Each with "prompt", and "chosen" and "rejected", or "completion" and "label" (bool), or "completions" and
+    "scores"."""
     left_out: dict[str, int] = field(default_factory=dict)
     """Reason -> count: prompts whose completions all have the same reward (ties), pairs of equal completions
     (equal), records with an empty completion (empty)."""
@@ -47,7 +53,7 @@ def load_pairs(
     error (`unusable` "refuse") or left out ("drop"). Without a prompt, chosen and rejected are conversations whose
     last messages differ. `names` is our name of a column -> the file's.
     """
-    rows = _read(path, PAIR, "pairs", names)
+    rows = _read(path, (PAIR, SCORED), "pairs", names)
     is_scored = PAIR[0] not in rows[0][1]
     pairs = _best_and_worst(rows) if is_scored else rows
     # equal completions with different rewards are the reward's noise
@@ -69,7 +75,7 @@ def load_votes(
     becomes two votes; or prompt, completion, reward, where a good completion has at least the threshold.
     """
     votes: list[NumberedRecord] = []
-    for number, row in _read(path, VOTE, "votes", names):
+    for number, row in _read(path, (VOTE, PAIR, SCORED), "votes", names):
         if PAIR[0] in row:
             rest = {name: value for name, value in row.items() if name not in PAIR}
             for name in PAIR:
@@ -87,6 +93,57 @@ def load_votes(
     return completions
 
 
+def load_rankings(
+    path: str | Path, *, unusable: str = "refuse", names: Mapping[str, str] | None = None
+) -> JudgedCompletions:
+    """Load prompts with completions and their scores (higher is better), from a file as `load_pairs` reads it.
+
+    Its columns are prompt, chosen, rejected, whose scores are 1 and 0; or prompt, completion, and reward or label, a
+    row for each completion; or prompt, completions, and scores or ranks (1 the best), a row for each prompt; or
+    those of UltraFeedback. A pair keeps its "margin". Equal completions of a prompt become one of their mean score.
+    """
+    rows = _read(path, (PAIR, RANKED, SCORED, VOTE), "rankings", names)
+    usable = _drop_unusable(path, rows, drop=unusable == "drop")
+    rankings: dict[Any, Record] = {}
+    for index, row in enumerate(usable.records):
+        if PAIR[0] in row:
+            prompt, texts = _whole_answers(row["prompt"], [row[name] for name in PAIR])
+            margin = {} if row.get("margin") is None else {"margin": row["margin"]}
+            rankings[index] = {"prompt": prompt, "completions": texts, "scores": [1.0, 0.0], **margin}
+        elif RANKED[0] in row and RANKED[1] in row:
+            rankings[index] = {name: row[name] for name in ("prompt", *RANKED)}
+        else:
+            score = row["reward"] if "reward" in row else parse_bool(row["label"])
+            if score is None:
+                raise UserError(f"'{path}': the label {excerpt(row['label'])} is neither true (good) nor false (bad).")
+            entry = rankings.setdefault(_key(row), {"prompt": row["prompt"], "completions": [], "scores": []})
+            entry["completions"].append(row["completion"])
+            entry["scores"].append(float(score))
+    for ranking in rankings.values():
+        scores: dict[str, list[float]] = {}
+        for text, score in zip(ranking["completions"], ranking["scores"], strict=True):
+            scores.setdefault(text, []).append(score)
+        ranking |= {"completions": [*scores], "scores": [sum(s) / len(s) for s in scores.values()]}
+    return JudgedCompletions(records=[*rankings.values()], left_out=usable.left_out)
+
+
+def _whole_answers(prompt: Any, texts: list[str]) -> tuple[Any, list[str]]:
+    """Give the answers of an HH-RLHF transcript back the words that both begin with."""
+    head, mark, tail = prompt.rpartition(_ASSISTANT) if isinstance(prompt, str) else ("", "", "")
+    if not mark or not head.startswith(_HUMAN):
+        return prompt, texts
+    return head + mark, [tail + text for text in texts]
+
+
+def transcript_messages(text: str) -> list[dict[str, str]] | None:
+    """Return the messages of an HH-RLHF transcript, or None for another text."""
+    if not text.startswith(_HUMAN):
+        return None
+    turns = re.split(f"({_HUMAN}|{_ASSISTANT})", text)[1:]
+    roles = {_HUMAN: "user", _ASSISTANT: "assistant"}
+    return [{"role": roles[mark], "content": turn.strip()} for mark, turn in zip(turns[::2], turns[1::2], strict=True)]
+
+
 def check_votes(where: str, votes: Sequence[Mapping[str, Any]]) -> None:
     """Refuse votes that are all good or all bad."""
     good = sum(record["label"] for record in votes)
@@ -98,27 +155,32 @@ def check_votes(where: str, votes: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _read(
-    path: str | Path, preferred: Sequence[str], purpose: str, names: Mapping[str, str] | None
+    path: str | Path, layouts: Sequence[Sequence[str]], purpose: str, names: Mapping[str, str] | None
 ) -> list[NumberedRecord]:
     """Read numbered rows of one layout and check their prompts and completions."""
-    layouts = (preferred, SCORED) if preferred == PAIR else (preferred, PAIR, SCORED)
     alternatives = " or ".join(", ".join(layout) for layout in layouts[1:])
     rows: list[NumberedRecord] = []
-    columns: Sequence[str] = preferred
+    columns: Sequence[str] = layouts[0]
     path = find_table(path)
     for number, row in read_rows(path):
         row = _split_pair(rename_columns(path, row, names or {}))
+        row = _scored_list(row) if RANKED in layouts else row
         if not rows:
-            columns = next((layout for layout in layouts if set(layout) <= set(row)), preferred)
+            columns = next((layout for layout in layouts if set(layout) <= set(row)), layouts[0])
         require_columns(path, row, ("prompt", *columns), purpose=f"{purpose} (or prompt with {alternatives})")
-        values: Record = {name: _text(row[name]) for name in columns if name not in ("label", "reward")}
+        values: Record = {name: _text(row[name]) for name in columns if name not in ("label", "reward", *RANKED)}
         if "reward" in columns:
             values["reward"] = _number(row["reward"])
+        if columns == RANKED:
+            values |= {"completions": _list(row["completions"], _text), "scores": _list(row["scores"], _number)}
+            if len(values["completions"] or "") != len(values["scores"] or ""):
+                values["scores"] = None
         checked = {"prompt": row["prompt"] if is_prompt(row["prompt"]) else None, **values}
         if odd := [name for name, value in checked.items() if value is None]:
             raise UserError(
                 f"Row {number} of '{path}': {odd[0]} is {excerpt(row[odd[0]])}. A prompt is a text or "
-                "a list of messages, a completion a text or a list of one message, a reward a number."
+                "a list of messages, a completion a text or a list of one message, a reward a number"
+                f"{', completions and scores are lists of equal length' if columns == RANKED else ''}."
             )
         rows.append((number, {**row, **values}))
     if not rows:
@@ -136,6 +198,24 @@ def _split_pair(row: Record) -> Record:
     size = next((n for n, pair in enumerate(zip(chosen, rejected, strict=False)) if len({*pair}) > 1), 0)
     size -= chosen[:size].endswith(" ")  # a blank belongs to the word behind it, as in TRL
     return {**row, "prompt": chosen[:size], PAIR[0]: chosen[size:], PAIR[1]: rejected[size:]} if size else row
+
+
+def _scored_list(row: Record) -> Record:
+    """Read UltraFeedback's answers with their scores, and ranks (1 the best) as scores."""
+    answers = row.get("completions")
+    if "instruction" in row and isinstance(answers, list) and all(isinstance(answer, dict) for answer in answers):
+        # the released overall_score has slips (1 for 10), so that the mean of the four aspects comes first
+        scores = [answer.get("fine-grained_score", answer.get("overall_score")) for answer in answers]
+        texts = [answer.get("response") for answer in answers]
+        return {**row, "prompt": row["instruction"], "completions": texts, "scores": scores}
+    ranks = _list(row.get("ranks"), _number)
+    return row if ranks is None or "scores" in row else {**row, "scores": [-rank for rank in ranks]}
+
+
+def _list(values: Any, read: Callable[[Any], Any]) -> list[Any] | None:
+    """Read each entry of a list; None if one cannot be read."""
+    entries = [read(value) for value in values] if isinstance(values, list) else [None]
+    return None if None in entries else entries
 
 
 def _text(value: Any) -> str | None:
@@ -174,6 +254,7 @@ def _drop_unusable(path: str | Path, rows: Sequence[NumberedRecord], *, drop: bo
     faults: dict[str, list[int]] = {}
     for number, record in rows:
         texts = [record[name] for name in (*PAIR, "completion") if name in record]
+        texts += record.get("completions", []) if RANKED[1] in record else []
         if not all(text.strip() for text in texts):
             faults.setdefault("empty", []).append(number)
         elif len(texts) == 2 and texts[0] == texts[1]:

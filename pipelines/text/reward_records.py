@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Records of a text reward's training: read from any layout, tokenized, paired, balanced by length."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from visalign.data.sets.completion_files import load_rankings, transcript_messages
+from visalign.data.sets.tables import listed
+from visalign.data.text_tasks.tasks import check_answer, misread, text_tasks
+from visalign.errors import UserError, excerpt
+from visalign.pipelines.shared.parts import Records, name_key, split_records
+from visalign.rewards.text.reward_model import answered_tokens
+from visalign.text.chat import PromptEncoder
+
+BINS = 8
+"""Bins of the difference in length within which pairs are balanced."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankedTexts:
+    """A prompt with K completions, tokenized: one element of a batch."""
+
+    number: int
+    ids: tuple[list[int], ...]
+    scores: tuple[float, ...]
+    """Higher is better; targets of mse and bce."""
+    pairs: tuple[tuple[int, int], ...]
+    """(better, worse) of all completions of different score."""
+    margin: float = 0.0
+
+
+def read_rankings(config: Any) -> tuple[Records, Records, dict[str, int]]:
+    """Read and check the records: trained ones, held-out ones, and reason -> count of those left out."""
+    data = config.data
+    with name_key("data.train"):
+        if data.train.startswith("tasks:"):
+            records, left_out = _task_pairs(data, config.seed), {}
+        else:
+            loaded = load_rankings(data.train, unusable=data.unusable, names=data.map)
+            records, left_out = loaded.records, dict(loaded.left_out)
+        _check_scores(records, config.objective.task)
+    if not isinstance(data.heldout, str):
+        return *split_records(records, data.heldout, config.seed), left_out
+    with name_key("data.heldout"):
+        heldout = load_rankings(data.heldout, unusable=data.unusable, names=data.map).records
+    trained = {str(record["prompt"]) for record in records}
+    if shared := [str(record["prompt"]) for record in heldout if str(record["prompt"]) in trained]:
+        raise UserError(
+            f"{len(shared)} prompts of data.heldout are also in data.train: {listed([repr(p) for p in shared])}. Put "
+            "each into one of the two."
+        )
+    return records, heldout, left_out
+
+
+def _task_pairs(data: Any, seed: int) -> list[dict[str, Any]]:
+    """Pair the solution of each packaged task with that of a misread problem, which is wrong."""
+    if data.train != "tasks:train":
+        raise UserError(f"there is no {data.train!r}; the packaged pairs are tasks:train.")
+    kinds = {name: tuple(value) for name in ("tasks", "levels") if (value := getattr(data, name)) is not None}
+    tasks, rng = text_tasks(data.size, seed=seed, split="train", **kinds), np.random.default_rng([seed, 62])
+    records = []
+    for task in tasks:
+        others = (misread(task, rng)["solution"] for _ in range(20))  # some are right all the same
+        if wrong := next((text for text in others if not check_answer(text, task)[0]), None):
+            completions = [task["solution"], wrong]
+            records.append({"prompt": task["prompt"], "completions": completions, "scores": [1.0, 0.0]})
+    return records
+
+
+def _check_scores(records: Records, task: str) -> None:
+    """Refuse scores from which the task learns nothing."""
+    scores = [score for record in records for score in record["scores"]]
+    if task == "bce" and (outside := [score for score in scores if not 0 <= score <= 1]):
+        raise UserError(
+            f"{len(outside)} scores are outside 0 to 1, such as {outside[0]:g}, and objective.task bce reads "
+            "probabilities. Rescale them, or set objective.task=mse."
+        )
+    if task in ("mse", "bce") and len(set(scores)) < 2:
+        raise UserError(f"all {len(scores)} scores are {scores[0]:g}, from which nothing is learnt. Add the others.")
+    if task not in ("mse", "bce") and all(len(set(record["scores"])) < 2 for record in records):
+        raise UserError(
+            f"none of the {len(records)} prompts has two completions of different score, so no completion is better "
+            "than another. Add completions to each prompt, or set objective.task=mse, which reads single scores."
+        )
+
+
+def tokenize(
+    records: Records, tokenizer: Any, *, limit: int, drop: bool, compares: bool, left_out: dict[str, int]
+) -> list[RankedTexts]:
+    """Tokenize records; completions above `limit` tokens and records without a pair are counted in `left_out`."""
+    encoder, counts, texts = PromptEncoder(tokenizer), Counter[str](), list[RankedTexts]()
+    for number, record in enumerate(records):
+        ids: list[list[int]] = []
+        scores: list[float] = []
+        for completion, score in zip(record["completions"], record["scores"], strict=True):
+            prompt = record["prompt"]
+            if tokenizer.chat_template and isinstance(prompt, str):  # turns of HH-RLHF become the template's
+                *messages, answer = transcript_messages(prompt + completion) or [{"content": completion}]
+                prompt, completion = messages or prompt, answer["content"]
+            tokens = answered_tokens(tokenizer, encoder, prompt, completion)
+            if len(tokens) > limit and not drop:
+                raise UserError(
+                    f"the completion {excerpt(completion)} with its prompt has {len(tokens)} tokens; the model reads "
+                    f"at most {limit}. Shorten it; data.too_long=drop leaves such completions out."
+                )
+            counts["too_long"] += len(tokens) > limit
+            if len(tokens) <= limit:
+                ids.append(tokens)
+                scores.append(score)
+        pairs = [(i, j) for i, left in enumerate(scores) for j, right in enumerate(scores) if left > right]
+        if ids and (pairs or not compares):
+            margin = float(record.get("margin", 0.0))
+            texts.append(RankedTexts(number=number, ids=(*ids,), scores=(*scores,), pairs=(*pairs,), margin=margin))
+        elif ids:
+            counts["ties"] += 1
+    for reason, count in counts.items():
+        if count:
+            left_out[reason] = left_out.get(reason, 0) + count
+    if not texts:
+        raise UserError(f"no record is left: left out {left_out}. Give shorter texts, or a model that reads longer.")
+    return texts
+
+
+def longer_share(texts: Sequence[RankedTexts]) -> float:
+    """Compute the share of the pairs whose better completion is the longer one, equal lengths half."""
+    leads = [np.sign(lead) for text in texts for lead in map(_lead_of(text), text.pairs)]
+    return float(np.mean(leads) + 1) / 2 if leads else float("nan")
+
+
+def _lead_of(text: RankedTexts) -> Callable[[tuple[int, int]], int]:
+    """Return the function of a pair that gives the lead in tokens of its better completion."""
+    return lambda pair: len(text.ids[pair[0]]) - len(text.ids[pair[1]])
+
+
+def length_balanced(texts: Sequence[RankedTexts], seed: int) -> list[RankedTexts]:
+    """Leave out pairs at random until the better completion is the longer one in half of them, at any difference.
+
+    Within each of `BINS` bins of the absolute difference in length, equally full, the surplus of either kind goes;
+    pairs of equal length stay.
+    """
+    leads = [(lead, i, pair) for i, text in enumerate(texts) for pair in text.pairs for lead in [_lead_of(text)(pair)]]
+    unequal = sorted((entry for entry in leads if entry[0]), key=lambda entry: abs(entry[0]))
+    rng, kept = np.random.default_rng([seed, 63]), {(i, pair) for lead, i, pair in leads if not lead}
+    for part in np.array_split(np.arange(len(unequal)), BINS):
+        sides = [[unequal[n][1:] for n in part if (unequal[n][0] > 0) == is_longer] for is_longer in (True, False)]
+        size = min(map(len, sides))
+        kept |= {side[n] for side in sides for n in rng.permutation(len(side))[:size]}
+    if not kept:
+        raise UserError(
+            f"data.length_balanced finds nothing to balance {len(leads)} pairs with: the better completion is the "
+            f"longer one in {longer_share(texts):.0%}. Add pairs, or leave it out."
+        )
+    balanced = [replace(t, pairs=tuple(p for p in t.pairs if (i, p) in kept)) for i, t in enumerate(texts)]
+    return [text for text in balanced if text.pairs]
