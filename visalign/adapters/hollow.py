@@ -123,11 +123,13 @@ def _hollow(
     yield only null tokens, of which the policy keeps one, which changes every number.
     """
     sizes = [file.stat().st_size for file in (Path(folder) / name).glob("*.safetensors")]
-    kind = loader = getattr(importlib.import_module(entry[0]), entry[1], None)
-    has_weights = isinstance(kind, type) and issubclass(kind, nn.Module)
-    if not has_weights or (name.startswith("text_encoder") and 0 < sum(sizes) < SMALL):
+    kind: Any = getattr(importlib.import_module(entry[0]), entry[1], None)
+    loader: Any = kind
+    if not isinstance(kind, type) or not issubclass(kind, nn.Module):
         return None
-    is_diffusers = issubclass(loader, ConfigMixin)
+    if name.startswith("text_encoder") and 0 < sum(sizes) < SMALL:
+        return None
+    is_diffusers = issubclass(kind, ConfigMixin)
     with META:
         if is_diffusers:
             part: Any = loader.from_config(loader.load_config(folder, subfolder=name))
