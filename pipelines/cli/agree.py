@@ -58,12 +58,12 @@ def agree(
     from visalign.pipelines.compare.agree_rewards import ROWS, agree_rewards, read_set, write_agreement
     from visalign.pipelines.shared.reward_options import any_needs_prompt, load_each, with_cache
     from visalign.pipelines.shared.run_folder import check_run_folder
-    from visalign.rewards.catalogue import load_reward
+    from visalign.rewards.text.completions import load_any_reward
 
     if output is not None:
         check_run_folder(output, resume=resume)
     with clean_output():
-        loaded = load_each(reward or [], options or [], load_reward, device)
+        loaded = load_each(reward or [], options or [], load_any_reward, device)
     names, score_columns = parse_scores(scores or [])
     table = Columns(names=parse_map(columns or []) | score_columns, has_images=any_needs_prompt(loaded))
     rows = read_set(source, prompt=prompt, limit=limit, columns=table, scores=names)

@@ -132,10 +132,10 @@ def _serve(store: Any, host: str, port: int) -> None:
 def _judge(store: Any, name: str, options: list[str], device: str | None) -> None:
     from visalign.pipelines.collect.judge_votes import judge_votes
     from visalign.pipelines.shared.reward_options import load_each
-    from visalign.rewards.catalogue import load_judge
+    from visalign.rewards.text.completions import load_any_judge
 
     with clean_output():
-        loaded = load_each([name], options, load_judge, device)[name]
+        loaded = load_each([name], options, load_any_judge, device)[name]
         new, reasons = judge_votes(store, loaded, name)
     echo(f"{name} voted on {new} pairs.", err=True)
     for reason in reasons[:5]:

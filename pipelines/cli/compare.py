@@ -85,7 +85,10 @@ def show_comparison(console: Console, result: Mapping[str, Any]) -> None:
 
 
 def rank(
-    images: Annotated[list[Path], Argument(help="Image files or folders of images.", show_default=False)],
+    images: Annotated[
+        list[Path],
+        Argument(help="Image files or folders, or a table of completions of one prompt.", show_default=False),
+    ],
     reward: Annotated[str, Option("--reward", "-r", help="Name of the reward.")],
     prompt: Prompt = None,
     options: LabelOptions = None,
@@ -97,25 +100,29 @@ def rank(
     device: Device = None,
     as_json: AsJson = False,
 ) -> None:
-    """Rank images of one prompt, best first. Exits with 1 if any image could not be judged."""
+    """Rank images, or texts, of one prompt, best first. Exits with 1 if any image could not be judged."""
+    from visalign.data.sets.image_references import resolve_image
+    from visalign.data.sets.tables import READERS
     from visalign.evaluation.pages.rank_page import file_tables
-    from visalign.pipelines.compare.rank_images import ranking_page, ranking_record
+    from visalign.pipelines.compare.rank_images import completions_to_rank, ranking_page, ranking_record
     from visalign.pipelines.score.image_rows import find_images, require_still
     from visalign.pipelines.shared.reward_options import load_each, needed_prompt, with_cache
     from visalign.pipelines.shared.run_folder import new_file
-    from visalign.rewards.catalogue import load_judge
     from visalign.rewards.pairs.ranking import rank as order
+    from visalign.rewards.text.completions import load_any_judge
 
     new_file(output, endings=(".html", ".json"))
     new_file(tables)
-    paths = find_images(images)
-    for path in paths:
-        require_still(path)
-    names = [str(path) for path in paths]
+    if any(path.suffix.lower() in READERS for path in images):
+        names, prompt = completions_to_rank(images, prompt)
+    else:
+        names = [str(path) for path in find_images(images)]
+        for name in names:
+            require_still(Path(name))
     with clean_output():
-        loaded = load_each([reward], options or [], load_judge, device)
+        loaded = load_each([reward], options or [], load_any_judge, device)
         text, judge = needed_prompt(prompt, loaded), with_cache(loaded, cache)[reward]
-        ranking = order(names, text, judge, budget=budget, level=level)
+        ranking = order([resolve_image(name) for name in names], text, judge, budget=budget, level=level)
     result = ranking_record(ranking, names, text, reward, judge)
     print_result(result, show_ranking, as_json)
     write_page_or_json(output, result, lambda: ranking_page(result), as_json)
@@ -123,7 +130,7 @@ def rank(
     print_provenance({reward: judge}, [text])
     failed = sum(row["reason"] is not None for row in result["images"])
     if failed:
-        echo(f"{failed} of {len(paths)} images could not be judged; their rows give the reasons.", err=True)
+        echo(f"{failed} of {len(names)} images could not be judged; their rows give the reasons.", err=True)
         raise Exit(1)
 
 

@@ -30,7 +30,8 @@ Overrides = Annotated[Repeated, Argument(help="Settings to change: key.sub=value
 ImageFiles = Annotated[
     list[Path],
     Argument(
-        help="Image files, folders of images or clips, tables with the columns image, prompt.", show_default=False
+        help="Image files, folders of images or clips, tables with the columns image (or completion), prompt.",
+        show_default=False,
     ),
 ]
 Rewards = Annotated[list[str], Option("--reward", "-r", help="Name of a reward; repeat for several.")]

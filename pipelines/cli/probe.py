@@ -52,13 +52,13 @@ def probe_reward(
     from visalign.pipelines.score.image_rows import image_rows
     from visalign.pipelines.shared.reward_options import load_each
     from visalign.pipelines.shared.run_folder import check_run_folder
-    from visalign.rewards.catalogue import load_judge
+    from visalign.rewards.text.completions import load_any_judge
 
     if output is not None:
         check_run_folder(output, resume=False)
     select_probes(only, PAIR_PROBES)
     with clean_output():
-        judge = load_each([reward], options or [], load_judge, device)[reward]
+        judge = load_each([reward], options or [], load_any_judge, device)[reward]
     probes = probes_for(judge, only)
     if reference:
         images = read_reference(", ".join(map(str, reference)), image_rows(reference, prompt)[:count])

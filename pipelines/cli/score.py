@@ -82,7 +82,7 @@ def score(
         from visalign.pipelines.score.score import score_rows, takes_clips
         from visalign.pipelines.shared.reward_options import any_needs_prompt, load_each, with_cache
         from visalign.pipelines.shared.run_folder import new_file
-        from visalign.rewards.catalogue import load_reward
+        from visalign.rewards.text.completions import load_any_reward
 
         from .show import print_provenance, show_scores
 
@@ -100,7 +100,7 @@ def score(
                 raise UserError("--resume goes on with the scoring of a file. Add --output FILE.")
         started = time.perf_counter()
         with clean_output():
-            loaded = load_each(reward, options or [], load_reward, device)
+            loaded = load_each(reward, options or [], load_any_reward, device)
         reading: dict[str, Any] = {
             "needs_prompt": any_needs_prompt(loaded),
             "names": parse_map(columns or []),

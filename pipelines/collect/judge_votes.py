@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from visalign.data.sets.image_references import resolve_image
+from visalign.data.sets.text_rows import text_record
 from visalign.errors import UserError
 from visalign.interfaces import PairwiseReward, PointwiseReward
 from visalign.rewards.pairs.as_pairwise import as_pairwise
@@ -34,7 +35,8 @@ def judge_votes(
         tasks = [store.tasks[number] for number in batch]
         left, right = ([resolve_image(task.images[side]) for task in tasks] for side in (0, 1))
         prompts = [task.prompt for task in tasks]
-        records = [task.extra.get("metadata", task.extra.get("record")) for task in tasks]
+        extras = [text_record(task.images[0], task.extra) for task in tasks]
+        records = [e or t.extra.get("metadata", t.extra.get("record")) for e, t in zip(extras, tasks, strict=True)]
         # both orders in one call: a pointwise reward scores each image once
         answer = read_preferences(compare(left + right, right + left, prompts * 2, records * 2))
         forward, backward = answer.log_odds.chunk(2)

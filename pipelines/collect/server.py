@@ -42,9 +42,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
 from starlette.routing import Route
 
-from visalign.data.sets.image_references import resolve_image
+from visalign.data.sets.image_references import CompletionText, resolve_image
 from visalign.errors import UserError
-from visalign.evaluation.pages.base import page_environment, page_script
+from visalign.evaluation.pages.base import page_environment, page_script, text_image
 from visalign.evaluation.pages.votes_page import progress_page
 from visalign.pipelines.serve_reward import call_when_ready, check_port_free, is_loopback
 
@@ -299,6 +299,8 @@ def _validate(values: Any, model: type[Model]) -> Model:
 def image_bytes(reference: str) -> tuple[bytes, str]:
     try:
         image = resolve_image(reference)
+        if isinstance(image, CompletionText):
+            return text_image(image)[0], "image/svg+xml"
         if isinstance(image, str):
             content = Path(image).read_bytes()
             image = Image.open(io.BytesIO(content))

@@ -21,6 +21,7 @@ from visalign.data.sets.prompt_files import record_key
 from visalign.data.sets.records import PreferencePair, PreferenceSet
 from visalign.data.sets.sources import is_named_set, load_source
 from visalign.data.sets.tables import READERS, Row, first_row, listed
+from visalign.data.sets.text_rows import refer_to_texts
 from visalign.errors import UserError
 from visalign.evaluation.pages.base import short_names
 from visalign.pipelines.score.image_rows import SAMPLED, ImageRow, image_rows
@@ -135,7 +136,8 @@ def _read(source: str, prompt: str | None) -> Sequence[Task | ImageRow]:
         raise UserError(f"There is no folder, table or image '{source}'.")
     if (path / SAMPLED).is_file():
         path /= SAMPLED
-    if "image_left" in usual_names(first := first_row(path), {}, is_judged=False) or "image_left" in first:
+    first = refer_to_texts(first_row(path))
+    if "image_left" in usual_names(first, {}, is_judged=False) or "image_left" in first:
         return [_row_task(path, number, row, prompt) for number, row in read_table(path, {})]  # they need no label
     return image_rows([path], prompt)
 

@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 
 from visalign.atomic import write_atomic
 from visalign.data.sets.columns import SIDES
+from visalign.data.sets.image_references import TEXT
 from visalign.data.sets.records import PreferencePair, QualityRecord
+from visalign.data.sets.text_rows import text_prompt
 from visalign.errors import UserError, suggestion
 from visalign.evaluation.rewards.judged_pairs import IntervalSettings
 from visalign.evaluation.statistics import agreement, annotators
@@ -104,7 +106,11 @@ def export_rows(store: VoteStore, votes: Sequence[Vote], *, model: bool = False)
     if model:
         fit = _fit(countable, list(by_task))
         soft = list(zip(fit.soft_label.tolist(), fit.posterior_std.tolist(), strict=True))
-    return [_pair_row(store.tasks[t], by_task[t], label) for t, label in zip(by_task, soft, strict=True)]
+    rows = [_pair_row(store.tasks[t], by_task[t], label) for t, label in zip(by_task, soft, strict=True)]
+    decided = [row for row in rows if row.get("share") != 0.5]  # of two completions that tie none is chosen
+    if not decided:
+        raise UserError(f"All {len(rows)} pairs of '{store.path}' are ties: no completion is chosen.")
+    return decided
 
 
 def vote_rows(store: VoteStore, votes: Sequence[Vote]) -> list[dict[str, Any]]:
@@ -151,7 +157,7 @@ def _pair_row(task: Task, votes: Sequence[Vote], soft: tuple[float, float] | Non
     extra = {name: value for name, value in task.extra.items() if name not in PAIR_COLUMNS}
     if soft is not None:
         extra |= {"vote_share": share, "difference_std": soft[1]}
-    return PreferencePair(
+    pair = PreferencePair(
         prompt=task.prompt,
         image_left=task.images[0],
         image_right=task.images[1],
@@ -160,7 +166,18 @@ def _pair_row(task: Task, votes: Sequence[Vote], soft: tuple[float, float] | Non
         ballots=tuple((vote.annotator, SIDES[vote.answer["choice"]]) for vote in votes),
         extra=extra | _other_answers(votes),
         **columns,
-    ).to_row()
+    )
+    return _completions(pair) if task.images[0].startswith(TEXT) else pair.to_row()
+
+
+def _completions(pair: PreferencePair) -> dict[str, Any]:
+    """Write a pair of completions in TRL's columns; `share` is that of the votes for chosen, `prob` is a judge's."""
+    swap = pair.label < 0.5
+    row = (pair.swapped() if swap else pair).to_row()
+    share, chosen, rejected = row.pop("label"), *(row.pop(f"image_{s}").removeprefix(TEXT) for s in ("left", "right"))
+    probs = [1 - a["prob"] if swap else a["prob"] for a in row.pop("answers", ()) if "prob" in a]
+    texts = {"prompt": text_prompt(row["prompt"]), "chosen": chosen, "rejected": rejected, "share": share}
+    return row | texts | ({"prob": fmean(probs)} if probs else {})
 
 
 def _image_row(task: Task, votes: Sequence[Vote]) -> dict[str, Any]:

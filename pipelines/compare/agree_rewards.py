@@ -19,6 +19,7 @@ from visalign.data.sets.layouts import PAIR_LAYOUTS, QUALITY_LAYOUTS
 from visalign.data.sets.records import PreferenceSet, QualitySet
 from visalign.data.sets.sources import GENERATED, is_named_set, load_source
 from visalign.data.sets.tables import Row, first_row, require_columns
+from visalign.data.sets.text_rows import text_record
 from visalign.errors import UserError
 from visalign.evaluation.pages.agree_page import agree_page, file_tables
 from visalign.evaluation.pages.table_files import FOLDER, write_tables
@@ -149,7 +150,7 @@ def _rows_of_pairs(path: Path, pairs: PreferenceSet, scores: Sequence[str]) -> l
     rows: dict[tuple[str, str], ImageRow] = {}
     for pair in pairs.pairs:
         record = pair.extra.get("record")
-        metadata = dict(record) if isinstance(record, Mapping) else {}
+        metadata = text_record(pair.image_left, pair.extra) or (dict(record) if isinstance(record, Mapping) else {})
         for side, image in (("left", pair.image_left), ("right", pair.image_right)):
             if scores:
                 metadata = metadata | {_SCORES: {name: pair.extra.get(f"{name}_{side}") for name in scores}}
@@ -165,7 +166,8 @@ def _rows_of_images(path: Path, records: QualitySet, prompt: str | None, scores:
     require_columns(path, names, scores, purpose="--scores")
     rows = []
     for record in records.records:
-        metadata = {_SCORES: {name: record.extra.get(name) for name in scores}} if scores else None
+        kept = {_SCORES: {name: record.extra.get(name) for name in scores}} if scores else {}
+        metadata = text_record(record.image, record.extra) | kept or None
         rows.append(ImageRow(image=record.image, prompt=record.prompt or prompt or "", metadata=metadata))
     return rows
 
@@ -185,9 +187,13 @@ def _rows_of_table(path: Path, prompt: str | None, columns: Columns, scores: Seq
     for number, row in table:
         image = str(row.get("image", f"row {number}"))
         local = path.parent / image
-        metadata = {_SCORES: {name: row.get(name) for name in scores}}
+        metadata = text_record(image, row) | {_SCORES: {name: row.get(name) for name in scores}}
         text = str(row.get("prompt", prompt or ""))
-        rows.append(ImageRow(image=str(local) if local.is_file() else image, prompt=text, metadata=metadata))
+        rows.append(
+            ImageRow(
+                image=image if "://" in image or not local.is_file() else str(local), prompt=text, metadata=metadata
+            )
+        )
     return _distinct(rows)
 
 

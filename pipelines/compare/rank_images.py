@@ -5,14 +5,29 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from visalign.errors import UserError, excerpt
 from visalign.evaluation.pages.rank_page import SHOWN, rank_page
 from visalign.interfaces import PairwiseReward, PointwiseReward
+from visalign.pipelines.score.image_rows import image_rows
 from visalign.pipelines.score.provenance import domain_note, provenance
 from visalign.pipelines.score.report import load_shown_images
 from visalign.pipelines.score.score import finite_or_none
 from visalign.rewards.pairs.ranking import Ranking
+
+
+def completions_to_rank(items: Sequence[Path], prompt: str | None) -> tuple[list[str], str]:
+    """Read tables of completions of one prompt: their references, and the prompt."""
+    rows = image_rows(items, prompt)
+    prompts = list(dict.fromkeys(row.prompt for row in rows))
+    if len(prompts) > 1:
+        raise UserError(
+            f"The tables hold {len(prompts)} prompts, {excerpt(prompts[0])} and {excerpt(prompts[1])} among them, and "
+            "answers are ranked under one. Keep the rows of one prompt; visalign score ranks within each."
+        )
+    return list(dict.fromkeys(row.image for row in rows)), prompts[0]
 
 
 def ranking_record(

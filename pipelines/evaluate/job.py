@@ -100,7 +100,7 @@ def evaluate(
     source are read; `loaded` are the rewards by name where they are loaded already; `on_batch` is called with the
     number of finished scores of a reward and of all. Without an output folder nothing is written.
     """
-    from visalign.rewards.catalogue import load_judge
+    from visalign.rewards.text.completions import load_any_judge
 
     started, settings = time.perf_counter(), settings or IntervalSettings()
     if options and not rewards:
@@ -111,7 +111,7 @@ def evaluate(
         raise UserError(f"--lower-is-better names {unknown}, which is no --scores column.")
     if output is not None:
         check_run_folder(output, resume=resume)  # before hours of scoring
-    judges = with_cache(load_each(rewards, options, load_judge, device), cache) if loaded is None else loaded
+    judges = with_cache(load_each(rewards, options, load_any_judge, device), cache) if loaded is None else loaded
     table = replace(  # columns alone open no image
         table or Columns(), has_images=bool(judges or join), needs_prompt=any_needs_prompt(judges)
     )
@@ -163,7 +163,7 @@ def evaluate_sets(
     """Evaluate on several sets; return set -> result of `evaluate`, and a leaderboard over the sets of each kind."""
     from visalign.evaluation.pages.reward_page import judge_file_table, sets_page, sets_table
     from visalign.evaluation.pages.table_files import FOLDER, write_tables
-    from visalign.rewards.catalogue import load_judge
+    from visalign.rewards.text.completions import load_any_judge
 
     settings = settings or IntervalSettings()
     if len(set(sources)) < len(sources):
@@ -171,7 +171,7 @@ def evaluate_sets(
     if output is not None:
         check_run_folder(output, resume=resume)
     rewards, of_rewards, device = (options.get(name) for name in ("rewards", "options", "device"))
-    loaded = with_cache(load_each(rewards or (), of_rewards or (), load_judge, device), options.get("cache"))
+    loaded = with_cache(load_each(rewards or (), of_rewards or (), load_any_judge, device), options.get("cache"))
     results = {}
     for source, name in _set_names(sources).items():
         folder = None if output is None else output / name

@@ -17,6 +17,7 @@ from visalign.data.sets.image_references import resolve_image
 from visalign.data.sets.prompt_files import source_of
 from visalign.data.sets.records import PreferencePair, PreferenceSet, QualityRecord, QualitySet
 from visalign.data.sets.tables import listed, nearest_first
+from visalign.data.sets.text_rows import text_record
 from visalign.errors import Naming, UserError
 from visalign.evaluation.rewards.pair_scores import PairScores, from_probabilities, from_scores
 from visalign.evaluation.rewards.quality import QualityScores, from_values
@@ -153,6 +154,12 @@ def _column(rows: Sequence[tuple[Logged, ...]], index: int, name: str) -> NDArra
 
 def _metadata(record: PreferencePair | QualityRecord) -> Mapping[str, Any] | None:
     """Collect the prompt's record for verifiers, and the source of edits, from the extra columns."""
+    if isinstance(record, PreferencePair):
+        reference = record.image_left
+    else:
+        reference = record.image
+    if columns := text_record(reference, record.extra):
+        return columns
     verifier_record, source = record.extra.get("record"), source_of(record.extra)
     metadata = {**verifier_record} if isinstance(verifier_record, Mapping) else {}
     return (metadata if source is None else {**metadata, "source": source}) or None

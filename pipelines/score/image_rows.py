@@ -17,6 +17,7 @@ from visalign.data.sets.columns import RATERS, image_path, read_table
 from visalign.data.sets.hub_datasets import find_table
 from visalign.data.sets.prompt_files import CAPTIONS
 from visalign.data.sets.tables import READERS, Row, listed, read_rows, require_columns
+from visalign.data.sets.text_rows import text_record
 from visalign.errors import UserError, excerpt
 from visalign.model_files import why_unreadable
 
@@ -174,6 +175,7 @@ def table_row(path: Path, row: Row, prompt: str | None) -> ImageRow:
         raise UserError(f"'metadata' is not JSON ({why_unreadable(error)}).") from error
     if not isinstance(metadata, Mapping | None):
         raise UserError(f"'metadata' is a {type(metadata).__name__}, needed is an object.")
+    metadata = text_record(image, row) | dict(metadata or {}) or None
     return ImageRow(image=image, prompt=text, metadata=metadata, seed=row.get("seed"))
 
 

@@ -14,6 +14,7 @@ from visalign.data.assets import PACKAGED
 from visalign.data.shapes.prompts import parse_prompt
 from visalign.interfaces import PointwiseReward, with_capabilities
 from visalign.rewards.base.identity import Identity
+from visalign.rewards.text.completions import CompletionScores
 
 
 def provenance(reward: Any) -> str:
@@ -46,6 +47,7 @@ def reward_identity(reward: Any) -> Identity:
     identity = with_capabilities(reward).identity
     if isinstance(identity, Identity):
         return identity
+    reward = reward.reward if isinstance(reward, CompletionScores) else reward
     kind = f"{type(reward).__module__}:{type(reward).__qualname__}"
     options = {"unit": reward.unit if isinstance(reward, PointwiseReward) else "probability"}
     digest = hashlib.sha256()  # of the files of the class, and of the user's function in it

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from visalign.atomic import write_atomic
-from visalign.data.sets.image_references import resolve_image
+from visalign.data.sets.image_references import TEXT, resolve_image
 from visalign.errors import UserError
-from visalign.evaluation.pages.base import embedded
+from visalign.evaluation.pages.base import embedded, embedded_text
 from visalign.evaluation.pages.score_page import score_page
 from visalign.evaluation.pages.table_files import FileTable
 from visalign.interfaces import PointwiseReward
@@ -77,6 +77,9 @@ def load_shown_images(names: Iterable[str]) -> dict[str, dict[str, Any] | None]:
     images: dict[str, dict[str, Any] | None] = {}
     for name in names:
         image = None
+        if name.startswith(TEXT):
+            images[name] = embedded_text(name.removeprefix(TEXT))
+            continue
         with suppress(UserError):
             frames = numbered_frames(name)
             image = load_images([frames[len(frames) // 2] if frames else resolve_image(name)]).images[0]

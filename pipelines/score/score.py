@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from visalign.data.sets.image_references import open_bytes, resolve_image
+from visalign.data.sets.image_references import CompletionText, open_bytes, resolve_image
 from visalign.errors import Naming, UserError
 from visalign.escaping import csv_cell
 from visalign.interfaces import PointwiseReward, score_named, with_capabilities
@@ -99,6 +99,8 @@ def _load(row: ImageRow, label: str, reward: PointwiseReward) -> Any:
     if row.reason is not None:
         raise UserError(row.reason)
     image = resolve_image(row.image) if row.content is None else open_bytes(row.content, row.image)
+    if isinstance(image, CompletionText):
+        return image
     is_folder = isinstance(image, str) and os.path.isdir(image)
     frames = numbered_frames(row.image) if is_folder else []
     if takes_clips(reward):

@@ -17,6 +17,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from visalign.data.sets.completion_files import JudgedCompletions, check_votes, load_pairs, load_votes
+from visalign.data.text_tasks.tasks import wrong_solutions
 from visalign.errors import UserError
 from visalign.pipelines.shared.job import PolicyRun, run_job
 from visalign.pipelines.shared.parts import Records, build_accelerator, ends_by, name_key, own_heldout, split_records
@@ -142,14 +143,9 @@ def _completions(config: TextDPOConfig) -> JudgedCompletions:
         if config.loss.votes:
             return load_votes(data.train, threshold=data.threshold, unusable=data.unusable, names=data.map)
         return load_pairs(data.train, unusable=data.unusable, names=data.map)
-    tasks = text_records("train", data, config.seed)
     records: list[dict[str, Any]] = []
-    for index, task in enumerate(tasks):
-        prompt, chosen = task["prompt"], task["solution"]
-        following = (*tasks[index + 1 :], *tasks[:index])
-        rejected = next((other["solution"] for other in following if other["answer"] != task["answer"]), None)
-        if rejected is None:
-            raise UserError("all tasks have one answer, so no solution is wrong; raise data.size.")
+    for task, rejected in wrong_solutions(text_records("train", data, config.seed)):
+        prompt, chosen = task["prompt"], task["chosen"]
         if config.loss.votes:
             records.append({"prompt": prompt, "completion": chosen, "label": True})
             records.append({"prompt": prompt, "completion": rejected, "label": False})

@@ -93,8 +93,10 @@ class Request:
         return len(self.prompts)
 
 
-def read_request(name: str, images: Any, prompts: Sequence[str], metadata: Metadata | None) -> Request:
-    """Check what a reward was asked to judge; `images` come in any form that `load_images` takes."""
+def read_request(
+    name: str, images: Any, prompts: Sequence[str], metadata: Metadata | None, *, texts: bool = False
+) -> Request:
+    """Check what a reward was asked to judge; `images` (or `texts`) come in any form that `load_images` takes."""
     if isinstance(prompts, str) or not isinstance(prompts, Sequence):
         raise TypeError(
             f"{name}: prompts is a {type(prompts).__name__}, needed is a list with one string per image. "
@@ -103,7 +105,7 @@ def read_request(name: str, images: Any, prompts: Sequence[str], metadata: Metad
     for index, prompt in enumerate(prompts):
         if not isinstance(prompt, str):
             raise TypeError(f"{name}: prompts[{index}] is a {type(prompt).__name__}, needed is a string.")
-    batch = load_images(images)
+    batch = load_images(images, texts=texts)
     if len(batch) != len(prompts):
         raise ValueError(
             f"{name}: {len(batch)} images and {len(prompts)} prompts; give one prompt per image, repeated if need be."
@@ -112,10 +114,10 @@ def read_request(name: str, images: Any, prompts: Sequence[str], metadata: Metad
 
 
 def read_pairs(
-    name: str, left: Any, right: Any, prompts: Sequence[str], metadata: Metadata | None
+    name: str, left: Any, right: Any, prompts: Sequence[str], metadata: Metadata | None, *, texts: bool = False
 ) -> tuple[Request, Tensor]:
     """Read B pairs of images of B prompts as one request of 2B images, and their numbers [B, 2] in it."""
-    first, second = read_request(name, left, prompts, metadata), load_images(right)
+    first, second = read_request(name, left, prompts, metadata, texts=texts), load_images(right, texts=texts)
     if len(second) != len(first):
         raise ValueError(f"{name}: {len(first)} left and {len(second)} right images; give pairs.")
     both = ImageBatch(first.images.images + second.images, first.images.reasons + second.reasons)

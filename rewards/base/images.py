@@ -24,6 +24,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from visalign.data.sets.image_references import CompletionText
 from visalign.vision.pixels import first_frame_upright, over_white, to_levels
 
 from .memory import max_pixels
@@ -68,7 +69,7 @@ class ImageBatch:
         return [(row, image) for row, image in enumerate(self.images) if image is not None]
 
 
-def load_images(items: Any) -> ImageBatch:
+def load_images(items: Any, *, texts: bool = False) -> ImageBatch:
     """Read B images from any accepted form.
 
     An unreadable image in a list, or a row of a tensor that holds NaN, becomes None with its reason; a tensor
@@ -78,6 +79,7 @@ def load_images(items: Any) -> ImageBatch:
         items: float tensor or array [B, 3, H, W] in [0, 1]; uint8 tensor or array [B, 3, H, W] or [B, H, W,
             3]; or a sequence whose elements are PIL images of any mode, paths, or single images (float [3, H,
             W], uint8 [3, H, W] or [H, W, 3]), sizes mixed at will.
+        texts: keep completions (`CompletionText`) as they are; they are unreadable images otherwise.
     """
     if isinstance(items, Tensor | np.ndarray):
         return _read_batch(items, "images")
@@ -86,7 +88,11 @@ def load_images(items: Any) -> ImageBatch:
     images: list[Tensor | None] = []
     reasons: list[str | None] = []
     for index, item in enumerate(items):
-        batch = _read_item(item, f"images[{index}]")
+        if isinstance(item, CompletionText):
+            kept: Any = item if texts else None
+            batch = ImageBatch([kept], [None if texts else f"{item[:40]!r} is a text, and images are judged"])
+        else:
+            batch = _read_item(item, f"images[{index}]")
         images += batch.images
         reasons += batch.reasons
     return ImageBatch(images, reasons)
@@ -104,6 +110,8 @@ def to_pil(image: Tensor) -> Image.Image:
 
 def as_contract(images: list[Tensor]) -> Tensor | list[Tensor]:
     """Stack images [3, H, W] of one size; a list of mixed sizes stays one, which every reward takes, too."""
+    if any(isinstance(image, str) for image in images):  # completions, where a command takes both
+        return images
     return torch.stack(images) if len({image.shape for image in images}) == 1 else images
 
 
@@ -136,7 +144,7 @@ def _read_item(item: Any, where: str) -> ImageBatch:
 
 def animation_length(item: Any) -> int:
     """Count the frames of an animated GIF, PNG or WebP (a path or a PIL image) undecoded; else 1."""
-    if not isinstance(item, Image.Image | str | os.PathLike):
+    if isinstance(item, CompletionText) or not isinstance(item, Image.Image | str | os.PathLike):
         return 1
     try:
         with _open(item) as image:
@@ -170,6 +178,8 @@ def pixels_of(item: Any) -> int:
     """Compute H·W of an image as `load_images` takes it in a list, undecoded; 0 where unreadable."""
     if isinstance(item, Tensor | np.ndarray):
         return math.prod(item.shape) // 3
+    if isinstance(item, CompletionText):
+        return 0
     try:
         with _open(item) as image:
             return image.width * image.height

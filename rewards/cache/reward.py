@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from visalign.data.sets.image_references import CompletionText
 from visalign.interfaces import Metadata, PointwiseReward, Preferences, Scores, with_capabilities
 from visalign.rewards.base.contract import RewardError, answer_of, read_metadata, rows_of
 from visalign.rewards.base.identity import Identity
@@ -114,6 +115,8 @@ class CachedJudge(_Cached):
 
 def content_digest(item: Any) -> bytes | None:
     """Hash an image's content: a file's bytes, else shape and pixels (SHA-256); None if it cannot be read."""
+    if isinstance(item, CompletionText):
+        return hashlib.sha256(b"text" + item.encode("utf-8", "surrogatepass")).digest()
     if isinstance(item, str | os.PathLike):
         try:
             return hashlib.sha256(b"file" + Path(item).read_bytes()).digest()

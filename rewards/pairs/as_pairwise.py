@@ -65,13 +65,13 @@ class PairsFromScores:
 
     def compare(self, left: Any, right: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Preferences:
         """Compare B pairs of images, B prompts, B records."""
-        return self._compare(*read_pairs(self.name, left, right, prompts, metadata))
+        return self._compare(*read_pairs(self.name, left, right, prompts, metadata, texts=True))
 
     def compare_pairs(
         self, images: Any, pairs: Tensor, prompts: Sequence[str], metadata: Metadata | None = None
     ) -> Preferences:
         """Compare numbered images: n images with n prompts and records, pairs [N, 2] (left, right)."""
-        return self._compare(read_request(self.name, images, prompts, metadata), pairs)
+        return self._compare(read_request(self.name, images, prompts, metadata, texts=True), pairs)
 
     def _compare(self, request: Request, pairs: Tensor) -> Preferences:
         value, std, reasons = self._score(request)

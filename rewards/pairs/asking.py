@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from visalign.core.preference.ranking import MAX_LOG_ODDS
+from visalign.data.sets.image_references import CompletionText
 from visalign.errors import Naming
 from visalign.interfaces import Metadata, PairwiseReward, Preferences
 from visalign.rewards.base.contract import RewardError
@@ -126,8 +127,11 @@ def distinct_images(images: Sequence[Tensor], labels: Sequence[Any]) -> tuple[li
     first: list[int] = []
     index: list[int] = []
     for position, (image, label) in enumerate(zip(images, labels, strict=True)):
-        pixels = hashlib.sha256(image.detach().cpu().contiguous().numpy().tobytes()).digest()
-        key = (label, tuple(image.shape), pixels)
+        if isinstance(image, CompletionText):
+            key = (label, (), image)
+        else:
+            pixels = hashlib.sha256(image.detach().cpu().contiguous().numpy().tobytes()).digest()
+            key = (label, tuple(image.shape), pixels)
         if key not in numbers:
             numbers[key] = len(first)
             first.append(position)

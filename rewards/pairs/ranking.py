@@ -92,7 +92,7 @@ def rank(
         f"level is {level}; allowed are probabilities between 0 and 1, e.g. 0.9": 0 < level < 1,
     }
     check_rules(judge.name, rules)
-    request = read_request(judge.name, images, [prompt] * len(images), [metadata] * len(images))
+    request = read_request(judge.name, images, [prompt] * len(images), [metadata] * len(images), texts=True)
     if isinstance(judge, PointwiseReward):
         return _rank_scores(judge, request, level)
     return _rank_pairs(judge, request, budget=budget, level=level, method=method, model=model)

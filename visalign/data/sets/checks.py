@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from visalign.errors import UserError
 
-from .image_references import PARQUET, missing_files
+from .image_references import PARQUET, TEXT, missing_files
 from .ratings import UNKNOWN_AGREEMENT, describe_ratings
 from .records import PreferencePair, PreferenceSet, QualitySet
 from .tables import listed
@@ -80,7 +80,9 @@ def check_quality(records: QualitySet, *, files: bool = True) -> list[Finding]:
     repeated, scores = [], {}
     for index, record in enumerate(records.records):
         row = records.row(index)
-        first_row, mos = scores.setdefault(record.image, (row, record.mos))
+        # one completion may answer several prompts
+        key = (record.image, record.prompt if record.image.startswith(TEXT) else "")
+        first_row, mos = scores.setdefault(key, (row, record.mos))
         if mos != record.mos:
             raise UserError(
                 f"'{record.image}' has the score {mos:g} in row {first_row} and {record.mos:g} in row "
@@ -224,6 +226,8 @@ def _refuse_leaks(
 
 def _file_state(reference: str) -> tuple[Hashable, int | None]:
     """(identity of the image's file and its place in it, bytes of a file that holds this image alone)."""
+    if reference.startswith(TEXT):
+        return reference, None
     path, *position = [reference]
     if reference.startswith(PARQUET):
         path, *position = reference.removeprefix(PARQUET).rsplit("#", 2)

@@ -12,9 +12,10 @@ from typing import Any
 
 from visalign.errors import UserError, excerpt, suggestion
 
-from .image_references import refer_to_images
+from .image_references import TEXT, refer_to_images
 from .records import PreferencePair, QualityRecord
 from .tables import NumberedRows, Row, column_names, listed, nearest_first, plain_name, read_rows
+from .text_rows import refer_to_texts
 
 SIDES = {"left": 1.0, "right": 0.0, "tie": 0.5}
 """Word for a label -> share for the left image."""
@@ -147,7 +148,7 @@ def read_table(path: str | Path, names: Mapping[str, str], *, is_judged: bool = 
     """Read the numbered rows of a table with our column names, and with references for images inside it."""
     for number, row in read_rows(path):
         columns = usual_names(row, names, is_judged=is_judged)
-        yield number, refer_to_images(path, number, rename_columns(path, row, columns), columns)
+        yield number, refer_to_texts(refer_to_images(path, number, rename_columns(path, row, columns), columns))
 
 
 def fill_images(number: int, row: Row) -> Row:
@@ -282,6 +283,8 @@ def _other_fields(record: type, row: Row, columns: Collection[str]) -> dict[str,
 
 def _read_text(row: Row, name: str, kind: str = "text") -> str:
     value = row.get(name)
+    if kind == "path" and isinstance(value, str) and value.startswith(TEXT):
+        return value
     if isinstance(value, int):
         return str(value)
     if not isinstance(value, str) or not value or (kind == "path" and len(value) > _LONGEST_PATH):

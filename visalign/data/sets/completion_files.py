@@ -18,8 +18,9 @@ from visalign.errors import UserError, excerpt
 
 from .columns import parse_bool, rename_columns
 from .hub_datasets import find_table
-from .prompt_files import is_prompt, message_text, with_answer
+from .prompt_files import is_prompt, with_answer
 from .tables import listed, read_rows, require_columns
+from .text_rows import completion_text, split_pair
 
 Record = dict[str, Any]
 NumberedRecord = tuple[int, Record]
@@ -163,16 +164,16 @@ def _read(
     columns: Sequence[str] = layouts[0]
     path = find_table(path)
     for number, row in read_rows(path):
-        row = _split_pair(rename_columns(path, row, names or {}))
+        row = split_pair(rename_columns(path, row, names or {}))
         row = _scored_list(row) if RANKED in layouts else row
         if not rows:
             columns = next((layout for layout in layouts if set(layout) <= set(row)), layouts[0])
         require_columns(path, row, ("prompt", *columns), purpose=f"{purpose} (or prompt with {alternatives})")
-        values: Record = {name: _text(row[name]) for name in columns if name not in ("label", "reward", *RANKED)}
+        values: Record = {name: completion_text(row[name]) for name in columns if name not in ("label", "reward", *RANKED)}
         if "reward" in columns:
             values["reward"] = _number(row["reward"])
         if columns == RANKED:
-            values |= {"completions": _list(row["completions"], _text), "scores": _list(row["scores"], _number)}
+            values |= {"completions": _list(row["completions"], completion_text), "scores": _list(row["scores"], _number)}
             if len(values["completions"] or "") != len(values["scores"] or ""):
                 values["scores"] = None
         checked = {"prompt": row["prompt"] if is_prompt(row["prompt"]) else None, **values}
@@ -186,18 +187,6 @@ def _read(
     if not rows:
         raise UserError(f"'{path}' holds no row.")
     return rows
-
-
-def _split_pair(row: Record) -> Record:
-    """Take the messages, or without a prompt the text, that two whole conversations begin with as their prompt."""
-    chosen, rejected = (row.get(name) for name in PAIR)
-    if isinstance(chosen, list) and isinstance(rejected, list) and len(chosen) > 1 and chosen[:-1] == rejected[:-1]:
-        return {**row, "prompt": chosen[:-1], PAIR[0]: chosen[-1:], PAIR[1]: rejected[-1:]}
-    if "prompt" in row or not (isinstance(chosen, str) and isinstance(rejected, str)):
-        return row
-    size = next((n for n, pair in enumerate(zip(chosen, rejected, strict=False)) if len({*pair}) > 1), 0)
-    size -= chosen[:size].endswith(" ")  # a blank belongs to the word behind it, as in TRL
-    return {**row, "prompt": chosen[:size], PAIR[0]: chosen[size:], PAIR[1]: rejected[size:]} if size else row
 
 
 def _scored_list(row: Record) -> Record:
@@ -216,12 +205,6 @@ def _list(values: Any, read: Callable[[Any], Any]) -> list[Any] | None:
     """Read each entry of a list; None if one cannot be read."""
     entries = [read(value) for value in values] if isinstance(values, list) else [None]
     return None if None in entries else entries
-
-
-def _text(value: Any) -> str | None:
-    """Read a completion, a text or a conversation of one message; earlier messages belong to the prompt."""
-    value = message_text(value)
-    return value if isinstance(value, str) else None
 
 
 def _number(value: Any) -> float | None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""References to images: a path, an image inside a Parquet file, or an image of the shapes world."""
+"""References to images, a path, an image inside a Parquet file or of the shapes world, and to completions."""
 
 from __future__ import annotations
 
@@ -17,6 +17,12 @@ from visalign.errors import UserError
 
 PARQUET = "parquet://"
 SHAPES = "shapes://"
+TEXT = "text://"
+"""Begins the reference of a completion, which follows it as it is."""
+
+
+class CompletionText(str):
+    """Completion where a command takes images too; there a plain string is the path of one."""
 
 
 def parquet_reference(path: str | Path, column: str, row: int) -> str:
@@ -56,7 +62,9 @@ def shapes_reference(split: str, seed: int, kind: str, number: int, side: str = 
 
 
 def resolve_image(reference: str) -> Any:
-    """Turn a reference into an input of a reward: a path (not opened), a PIL image or uint8 [H, W, 3]."""
+    """Turn a reference into an input of a reward: a path (not opened), a PIL image, uint8 [H, W, 3], a completion."""
+    if reference.startswith(TEXT):
+        return CompletionText(reference.removeprefix(TEXT))
     if not reference.startswith((PARQUET, SHAPES)):
         return reference
     try:
@@ -75,7 +83,7 @@ def missing_files(references: list[str]) -> list[str]:
     paths = [
         reference.removeprefix(PARQUET).rsplit("#", 2)[0] if reference.startswith(PARQUET) else reference
         for reference in references
-        if not reference.startswith(SHAPES)
+        if not reference.startswith((SHAPES, TEXT))
     ]
     return [path for path in dict.fromkeys(paths) if path and not Path(path).is_file()]
 
@@ -92,7 +100,7 @@ def image_bytes(reference: str) -> bytes:
     """Return the content of an image's file; of an image of the shapes world its reference."""
     if reference.startswith(PARQUET):
         return _parquet_bytes(reference)
-    return reference.encode() if reference.startswith(SHAPES) else Path(reference).read_bytes()
+    return reference.encode() if reference.startswith((SHAPES, TEXT)) else Path(reference).read_bytes()
 
 
 def _parquet_bytes(reference: str) -> bytes:

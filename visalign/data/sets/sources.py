@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from visalign.data.shapes.preferences import ShapesPreferences
+from visalign.data.text_tasks.tasks import heldout_tasks, text_tasks, wrong_solutions
 from visalign.errors import UserError, suggestion
 
 from .columns import Columns, fill_images, parse_bool, read_pair, read_quality, read_table, rename_columns, usual_names
@@ -21,8 +22,11 @@ from .layouts import PAIR_LAYOUTS, QUALITY_LAYOUTS, load_layout
 from .ratings import mean_ratings
 from .records import PreferencePair, PreferenceSet, QualityRecord, QualitySet
 from .tables import Row, listed, require_columns, select_split
+from .text_rows import refer_to_texts
 
 GENERATED = ("shapes:pairs", "shapes:quality")
+TASK_PAIRS = "tasks:pairs"
+"""Set of completions: the solution of each packaged task, and that of another."""
 SHAPES_PAIRS = 400
 """Default number of pairs or rated images of a generated set."""
 MOST_GENERATED = 100_000
@@ -54,6 +58,8 @@ def load_source(
     if source in GENERATED:
         generate = shapes_pairs if source == GENERATED[0] else shapes_quality
         return generate(SHAPES_PAIRS if limit is None else limit, split=split or "heldout")
+    if source == TASK_PAIRS:
+        return task_pairs(limit, split=split or "heldout")
     if has_layout:
         return load_layout(layout, path, split=split, limit=limit)
     table = find_table(source)
@@ -68,7 +74,7 @@ def load_source(
 def is_named_set(source: str) -> bool:
     """Return whether a source is LAYOUT:FOLDER or generated, and no file or folder."""
     layout, colon, _ = source.partition(":")
-    return source in GENERATED or (bool(colon) and (layout in PAIR_LAYOUTS or layout in QUALITY_LAYOUTS))
+    return source in (*GENERATED, TASK_PAIRS) or (bool(colon) and layout in {*PAIR_LAYOUTS, *QUALITY_LAYOUTS})
 
 
 def load_preferences(
@@ -287,6 +293,14 @@ def shapes_pairs(count: int, *, seed: int = 0, split: str = "heldout") -> Prefer
             )
         )
     return PreferenceSet(name="shapes-pairs", pairs=tuple(pairs))
+
+
+def task_pairs(count: int | None = None, *, split: str = "heldout") -> PreferenceSet:
+    """Pair the solutions of packaged text tasks with others; of the held-out ones all where no count is given."""
+    tasks = heldout_tasks() if count is None else text_tasks(count, split=split)  # type: ignore[arg-type]
+    pairs = wrong_solutions(tasks)
+    rows = [refer_to_texts({**task, "category": task["task"], "rejected": wrong}) for task, wrong in pairs]
+    return PreferenceSet(name="task-pairs", pairs=tuple(map(read_pair, rows)))
 
 
 def _check_count(count: int) -> None:

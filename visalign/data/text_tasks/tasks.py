@@ -149,6 +149,18 @@ def heldout_tasks(
     return text_tasks(per_task * len(tasks), seed=0, split="heldout", tasks=tasks, levels=levels)
 
 
+def wrong_solutions(tasks: Sequence[Record]) -> list[tuple[Record, str]]:
+    """Pair each task, whose solution becomes "chosen", with the solution of the next one with another answer."""
+    pairs = []
+    for index, task in enumerate(tasks):
+        following = (*tasks[index + 1 :], *tasks[:index])
+        rejected = next((other["solution"] for other in following if other["answer"] != task["answer"]), None)
+        if rejected is None:
+            raise UserError("all tasks have one answer, so no solution is wrong; raise data.size.")
+        pairs.append(({**task, "chosen": task["solution"]}, rejected))
+    return pairs
+
+
 def check_answer(completion: str, record: Mapping[str, Any]) -> tuple[bool, str]:
     """Check if a completion answers a record's problem.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import html
 import io
 import math
 import shlex
@@ -30,6 +31,8 @@ LARGEST_SIDE = 768
 """Images are shrunk to this many pixels on their longer side before they go into a page."""
 PIXELATED_SIDE = 128
 """Images up to this side are stored losslessly and enlarged as squares; larger ones are photographs."""
+MOST_LETTERS = 1200
+"""Letters of a text that are shown where images stand."""
 MISSING = "–"
 
 
@@ -121,6 +124,27 @@ def data_uri(image: NDArray[np.uint8]) -> str:
     kind, options = ("png", {"optimize": True}) if is_small else ("jpeg", {"quality": 88})
     Image.fromarray(image).save(buffer, format=kind, **options)
     return f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode('ascii')}"
+
+
+def text_image(text: str) -> tuple[bytes, int, int]:
+    """Draw a text as an SVG image that the browser wraps: (content, width, height); a long text is cut."""
+    shown = "".join(sign if sign.isprintable() or sign in "\n\t" else "\ufffd" for sign in text[:MOST_LETTERS])
+    shown += "…" if len(text) > MOST_LETTERS else ""
+    width, height = 480, 24 + 20 * sum(1 + len(line) // 56 for line in shown.split("\n"))
+    style = "font:14px/20px sans-serif;white-space:pre-wrap;overflow-wrap:anywhere;padding:10px;background:#fff"
+    content = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}"><foreignObject width="100%" '
+        f'height="100%"><div xmlns="http://www.w3.org/1999/xhtml" style="{style}">{html.escape(shown)}</div>'
+        "</foreignObject></svg>"
+    )
+    return content.encode(), width, height
+
+
+def embedded_text(text: str) -> dict[str, Any]:
+    """Encode a text for a page where images stand, with the keys of `embedded`."""
+    content, width, height = text_image(text)
+    source = f"data:image/svg+xml;base64,{base64.b64encode(content).decode('ascii')}"
+    return {"source": source, "width": width, "height": height, "pixelated": False}
 
 
 def embedded(image: Tensor, *, side: int = LARGEST_SIDE) -> dict[str, Any]:

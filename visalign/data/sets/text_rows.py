@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of tables of completions, as commands of images and texts read them: each completion is a reference."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+from visalign.interfaces import Prompt, is_message
+
+from .image_references import TEXT
+from .prompt_files import message_text
+from .tables import Row
+
+PAIR = ("chosen", "rejected")
+SIDES = ("left", "right")
+
+
+def completion_text(value: Any) -> str | None:
+    """Read a completion, a text or a conversation of one message; earlier messages belong to the prompt."""
+    value = message_text(value)
+    return value if isinstance(value, str) else None
+
+
+def split_pair(row: Row) -> Row:
+    """Take the messages, or without a prompt the text, that two whole conversations begin with as their prompt."""
+    chosen, rejected = (row.get(name) for name in PAIR)
+    if isinstance(chosen, list) and isinstance(rejected, list) and len(chosen) > 1 and chosen[:-1] == rejected[:-1]:
+        return {**row, "prompt": chosen[:-1], PAIR[0]: chosen[-1:], PAIR[1]: rejected[-1:]}
+    if "prompt" in row or not (isinstance(chosen, str) and isinstance(rejected, str)):
+        return row
+    size = next((n for n, pair in enumerate(zip(chosen, rejected, strict=False)) if len({*pair}) > 1), 0)
+    size -= chosen[:size].endswith(" ")  # a blank belongs to the word behind it, as in TRL
+    return {**row, "prompt": chosen[:size], PAIR[0]: chosen[size:], PAIR[1]: rejected[size:]} if size else row
+
+
+def refer_to_texts(row: Row) -> Row:
+    """Name the completions of a row as images are named; rows of images stay as they are.
+
+    A completion is the image, and a reward next to it its mos. Chosen and rejected are the left and the right image,
+    or by a hash of the row the right and the left one, so that no side always wins.
+    """
+    if "image" in row or "image_left" in row:
+        return row
+    row = split_pair(row)
+    texts = {name: completion_text(row[name]) for name in ("completion", *PAIR) if name in row}
+    if None in texts.values() or not (texts.keys() >= {*PAIR} or "completion" in texts):
+        return row
+    rest = {name: value for name, value in row.items() if name not in texts}
+    if not isinstance(rest.get("prompt", ""), str):
+        rest["prompt"] = json.dumps(rest["prompt"], ensure_ascii=False)
+    references = {name: f"{TEXT}{text}" for name, text in texts.items()}
+    if "completion" in texts:
+        score = {"mos": row["reward"]} if "reward" in row and "mos" not in row else {}
+        return {**rest, **score, "image": references["completion"]}
+    order = SIDES[:: 1 - 2 * (zlib.crc32(json.dumps(texts, sort_keys=True).encode()) % 2)]
+    sides = {f"image_{side}": references[name] for side, name in zip(order, PAIR, strict=True)}
+    return {**rest, **sides, "label": order[0]}
+
+
+def text_prompt(prompt: str) -> Prompt:
+    """Read the prompt of a completion back: a conversation stands in a row as JSON."""
+    if not prompt.lstrip().startswith('[{"'):
+        return prompt
+    try:
+        messages = json.loads(prompt)
+    except ValueError:
+        return prompt
+    return messages if messages and all(map(is_message, messages)) else prompt
+
+
+def text_record(reference: str, columns: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the columns that a reward of a completion reads; none for an image."""
+    return dict(columns) if reference.startswith(TEXT) else {}
