@@ -32,7 +32,11 @@ def probe_reward(
     reward: Annotated[str, Argument(help="Name of the reward, module:Name or file.py:Name.")],
     reference: Annotated[
         list[Path] | None,
-        Option("--reference", "-i", help="Table, folder or image to probe on. Default: the shapes world."),
+        Option(
+            "--reference",
+            "-i",
+            help="Table, folder or image to probe on. Default: the shapes world, or the text tasks.",
+        ),
     ] = None,
     prompt: Prompt = None,
     options: Options = None,
@@ -45,25 +49,24 @@ def probe_reward(
     as_json: AsJson = False,
 ) -> None:
     """Find irrelevant changes that shift a reward's scores. Exits with 1 if a probe fails."""
-    from visalign.evaluation.probes.catalogue import PAIR_PROBES, select_probes
     from visalign.pipelines.probe.job import probe_reward as run
     from visalign.pipelines.probe.job import probes_for, write_probe
-    from visalign.pipelines.probe.reference import read_reference, shapes_reference_set
+    from visalign.pipelines.probe.reference import read_reference, shapes_reference_set, task_reference_set
     from visalign.pipelines.score.image_rows import image_rows
     from visalign.pipelines.shared.reward_options import load_each
     from visalign.pipelines.shared.run_folder import check_run_folder
-    from visalign.rewards.text.completions import load_any_judge
+    from visalign.rewards.text.completions import CompletionPairs, CompletionScores, load_any_judge
 
     if output is not None:
         check_run_folder(output, resume=False)
-    select_probes(only, PAIR_PROBES)
     with clean_output():
         judge = load_each([reward], options or [], load_any_judge, device)[reward]
     probes = probes_for(judge, only)
     if reference:
         images = read_reference(", ".join(map(str, reference)), image_rows(reference, prompt)[:count])
     else:
-        images = shapes_reference_set(count, seed=seed)
+        of_texts = isinstance(judge, CompletionScores | CompletionPairs)
+        images = (task_reference_set if of_texts else shapes_reference_set)(count, seed=seed)
     with Progress(console=Console(stderr=True), transient=True) as progress, clean_output():
         task = progress.add_task("probing", total=len(probes))
         result = run(

@@ -13,14 +13,16 @@ from typing import Any
 import torch
 
 from visalign.atomic import write_atomic
-from visalign.evaluation.pages.base import embedded
+from visalign.evaluation.pages.base import embedded, embedded_text
 from visalign.evaluation.pages.probe_page import file_tables, probe_page
 from visalign.evaluation.pages.table_files import FOLDER, write_tables
 from visalign.evaluation.probes import response
 from visalign.evaluation.probes.catalogue import PAIR_PROBES, PROBES, Probe, examples, select_probes
+from visalign.evaluation.probes.text_catalogue import TEXT_PAIR_PROBES, TEXT_PROBES
 from visalign.interfaces import PairwiseReward, PointwiseReward
 from visalign.pipelines.score.provenance import reward_identity
 from visalign.pipelines.shared.run_folder import pretty
+from visalign.rewards.text.completions import CompletionPairs, CompletionScores
 
 from .pair_runner import PairRunner
 from .reference import Reference
@@ -30,9 +32,19 @@ RESULT, PAGE = "probe.json", "probe.html"
 SHOWN_SIDE = 224  # Longest side of the example images on the page, in pixels
 
 
+_CATALOGUES = {
+    (False, True): PROBES,
+    (False, False): PAIR_PROBES,
+    (True, True): TEXT_PROBES,
+    (True, False): TEXT_PAIR_PROBES,
+}
+"""(of texts, gives scores) -> probes."""
+
+
 def probes_for(judge: PointwiseReward | PairwiseReward, names: Sequence[str] | None = None) -> tuple[Probe, ...]:
     """Select the probes of a reward by its kind; one that can do both is probed as one that scores."""
-    return select_probes(names, PROBES if isinstance(judge, PointwiseReward) else PAIR_PROBES)
+    of_texts = isinstance(judge, CompletionScores | CompletionPairs)
+    return select_probes(names, _CATALOGUES[of_texts, isinstance(judge, PointwiseReward)])
 
 
 def probe_reward(
@@ -71,14 +83,18 @@ def probe_reward(
     }
 
 
+def _shown(item: Any) -> dict[str, Any]:
+    return embedded_text(item) if isinstance(item, str) else embedded(item, side=SHOWN_SIDE)
+
+
 def write_probe(folder: Path, result: Mapping[str, Any], reference: Reference, *, seed: int = 0) -> Path:
     """Write `probe.json`, `tables/` and `probe.html`, with the first reference image as example; return its path."""
     sample = reference.samples[0]
     images = {}
-    for probe in PROBES if result["judge"]["kind"] == ScoreRunner.kind else PAIR_PROBES:
+    for probe in _CATALOGUES[isinstance(sample.image, str), result["judge"]["kind"] == ScoreRunner.kind]:
         levels = examples(probe, sample, torch.Generator().manual_seed(1_000_003 * seed))
-        images[probe.name] = [{"label": label} | embedded(image, side=SHOWN_SIDE) for label, image in levels]
-    original = embedded(sample.image, side=SHOWN_SIDE) | {"prompt": sample.prompt}
+        images[probe.name] = [{"label": label} | _shown(image) for label, image in levels]
+    original = _shown(sample.image) | {"prompt": sample.prompt}
     write_atomic(folder / RESULT, pretty(result))
     write_tables(folder / FOLDER, file_tables(result))
     return write_atomic(folder / PAGE, probe_page(result, original, images))

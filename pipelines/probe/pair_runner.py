@@ -80,6 +80,15 @@ class PairRunner(ProbeRunner):
                 first, second = _sign(self.real.first[self.scored]), _sign(self.real.second[self.scored])
                 report = response.share_report(level.label, first == -second, nothing, chance=0.5)
                 return np.full(len(self.reference.samples), np.nan), report
+            case "contrast_instructions":
+                others = self.reference.contrasts()
+                rows = [row for row in self.scored if others[row] is not None]
+
+                def pair(row: int) -> tuple[Sample, Sample]:
+                    return self.reference.samples[row], self.reference.samples[others[row] or 0]
+
+                contrasted = self._ask_both_orders(rows, pair)
+                return self._contrast(level, contrasted.lead, contrasted.reasons)
             case "transitivity":
                 return self._cycles(level)
             case "neighbours" | "form":

@@ -10,13 +10,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from visalign.data.sets.image_references import resolve_image
+from visalign.data.sets.image_references import CompletionText, resolve_image
 from visalign.data.sets.sources import shapes_pairs
 from visalign.data.shapes.preferences import ShapesPreferences, degraded
 from visalign.data.shapes.render import render
 from visalign.data.shapes.scenes import sample_scene
+from visalign.data.text_tasks.tasks import text_tasks, wrong_solutions
 from visalign.errors import UserError
 from visalign.evaluation.probes.catalogue import Level, Probe, Sample
+from visalign.evaluation.probes.text_catalogue import contrasts
 from visalign.pipelines.score.image_rows import ImageRow
 from visalign.rewards.base.images import load_images
 
@@ -38,6 +40,12 @@ class Reference:
 
     def rivals(self, row: int) -> tuple[Sample, ...]:
         return self.others[row] if self.others else ()
+
+    def contrasts(self) -> list[int | None]:
+        """Find the row that a row is contrasted with, as `contrasts`; the answer is the record's, else the text."""
+        records = zip(self.samples, self.metadata, strict=True)
+        answers = [str((record or {}).get("answer", sample.image)) for sample, record in records]
+        return contrasts([sample.prompt for sample in self.samples], answers)
 
     def changed(self, probe: Probe, level: Level, row: int, seed: int) -> Sample | None:
         """Apply a probe's change, or the next other prompt, to a sample; None where it does not apply."""
@@ -66,12 +74,23 @@ def shapes_reference_set(count: int = 64, *, seed: int = 0) -> Reference:
     return Reference("shapes world", tuple(samples), tuple(metadata), others=tuple(others))
 
 
+def task_reference_set(count: int = 64, *, seed: int = 0) -> Reference:
+    """Pair the solutions of packaged text tasks with those of others, each a sample; a prompt's right one is first."""
+    samples, others, metadata = [], [], []
+    for task, wrong in wrong_solutions(text_tasks(max(count // 2, 2), seed=seed, split="heldout")):
+        pair = [Sample(CompletionText(text), task["prompt"]) for text in (task["chosen"], wrong)]
+        samples += pair
+        others += [(pair[1],), ()]
+        metadata += [task, task]
+    return Reference("packaged text tasks", tuple(samples), tuple(metadata), others=tuple(others))
+
+
 def read_reference(source: str, rows: Sequence[ImageRow]) -> Reference:
     """Read the images of rows; unreadable ones are counted."""
     samples, metadata, reasons = [], [], []
     for row in rows:
         try:
-            batch = load_images([resolve_image(row.image)])
+            batch = load_images([resolve_image(row.image)], texts=True)
             image, reason = batch.images[0], batch.reasons[0]
         except UserError as error:
             image, reason = None, str(error)

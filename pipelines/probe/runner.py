@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from visalign.data.sets.image_references import CompletionText
 from visalign.errors import Naming, UserError
 from visalign.evaluation.probes import response
 from visalign.evaluation.probes.catalogue import Level, Probe, Sample
@@ -99,13 +100,13 @@ class ProbeRunner(ABC):
         if level.label == "in reverse order":
             return self.ask(self.scored[::-1], make)
         white, rows = 0, self.scored[:COMPANY_ROWS]
-        if level.label == "among white images":
+        if level.label in ("among white images", "among white texts"):
             white = min(max(self.batch_size, 2), 8) - 1
         values, reasons = [], []
         for row in rows:
             samples = make(row)
             assert samples, "the unchanged samples always apply"
-            images = [as_contract([s.image, *[torch.ones_like(s.image)] * white]) for s in samples]
+            images = [as_contract([s.image, *[_empty(s.image)] * white]) for s in samples]
             value, reason = self._call(images, [samples[0].prompt] * (1 + white), [row] * (1 + white), True)
             values.append(value[0])
             reasons.append(reason[0])
@@ -148,6 +149,17 @@ class ProbeRunner(ABC):
         full, _ = self._all_rows(answers._replace(value=responses))
         return full, response.level_report(level.label, level.x, responses, answers.reasons, left_out=left_out)
 
+    def _contrast(self, level: Level, responses: np.ndarray, reasons: Sequence[str | None]) -> LevelResult:
+        """Report the share of rows whose own text or prompt is ahead by the `responses`, NaN where unknown."""
+        known = responses[np.isfinite(responses)]
+        report = response.share_report(level.label, known > 0, reasons, chance=0.5)
+        return np.full(len(self.reference.samples), np.nan), report
+
+
+def _empty(item: Any) -> Any:
+    """Return a white image of the same size, or a text without words."""
+    return CompletionText("") if isinstance(item, CompletionText) else torch.ones_like(item)
+
 
 class ScoreRunner(ProbeRunner):
     """Runs the probes of a pointwise reward: scores of changed samples against those of the unchanged."""
@@ -172,6 +184,16 @@ class ScoreRunner(ProbeRunner):
     def run_level(self, probe: Probe, level: Level, seed: int) -> LevelResult:
         """Compute the responses at one level of a probe; `seed` is that of random changes."""
         left_out = 0
+        if probe.name == "contrast_instructions":
+            samples = self.reference.samples
+            others = self.reference.contrasts()
+            rows = [row for row in self.scored if others[row] is not None]
+            swaps_prompt = level.label == "own prompt first"
+            mixed = [(samples[others[r] or 0], samples[r])[:: -1 if swaps_prompt else 1] for r in rows]
+            texts, prompts = [text.image for text, _ in mixed], [asked.prompt for _, asked in mixed]
+            records = [others[row] or 0 for row in rows] if swaps_prompt else rows
+            value, reasons = self._call([texts], prompts, records, True)
+            return self._contrast(level, (self.value[rows] - value) * (1 if self.higher_is_better else -1), reasons)
         if probe.name in ("neighbours", "form"):
             answers = self.ask_again(probe, level, self._unchanged)
         else:

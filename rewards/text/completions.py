@@ -11,7 +11,15 @@ import torch
 
 from visalign.data.sets.image_references import CompletionText
 from visalign.data.sets.text_rows import text_prompt
-from visalign.interfaces import Metadata, PairwiseReward, PointwiseReward, Preferences, Scores, TextReward
+from visalign.interfaces import (
+    Metadata,
+    PairwiseReward,
+    PointwiseReward,
+    Preferences,
+    Scores,
+    TextReward,
+    with_capabilities,
+)
 from visalign.rewards.base.contract import scatter
 from visalign.rewards.catalogue import TEXT_CATALOGUE, find_target, load_judge, load_reward, load_text_reward
 from visalign.rewards.chat.text_judge import TextJudge
@@ -21,7 +29,7 @@ class _Completions:
     """Text reward of which a command asks; items that are no completions fail."""
 
     def __init__(self, reward: Any) -> None:
-        self.reward, self.name = reward, reward.name
+        self.reward, self.name = with_capabilities(reward), reward.name
         self.capabilities, self.identity = reward.capabilities, reward.identity
 
     def _rows(self, *sides: Sequence[Any]) -> tuple[list[int], list[str | None]]:

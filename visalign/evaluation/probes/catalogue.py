@@ -27,6 +27,7 @@ WANTED: dict[Wanted, str] = {
     "falling": "a lower score the stronger it is",
     "loss": "a clearly lower score",
     "shown": "nothing; shown for information",
+    "consistent": "the right one ahead nearly always",
 }
 """Wanted response of a score -> in words."""
 
@@ -51,9 +52,9 @@ CANVASES = (("white", 0.8), ("grey", 0.8), ("white", 0.5), ("grey", 0.5))
 
 @dataclass(frozen=True)
 class Sample:
-    """Image and its prompt."""
+    """Image, or completion, and its prompt."""
 
-    image: Tensor  # [3, H, W] float32 in [0, 1], on the 8-bit grid
+    image: Any  # [3, H, W] float32 in [0, 1], on the 8-bit grid; or a `CompletionText`
     prompt: str
 
 
@@ -261,7 +262,7 @@ def select_probes(names: Sequence[str] | None, probes: tuple[Probe, ...] = PROBE
     return tuple(by_name[name] for name in dict.fromkeys(names)) if names else probes
 
 
-def examples(probe: Probe, sample: Sample, generator: torch.Generator) -> list[tuple[str, Tensor]]:
+def examples(probe: Probe, sample: Sample, generator: torch.Generator) -> list[tuple[str, Any]]:
     """Return (label, image) of one sample at every level; empty for a probe that leaves the images alone."""
     if probe.change is None or probe.name == "spelling":
         return []
