@@ -169,11 +169,16 @@ def _read(
         if not rows:
             columns = next((layout for layout in layouts if set(layout) <= set(row)), layouts[0])
         require_columns(path, row, ("prompt", *columns), purpose=f"{purpose} (or prompt with {alternatives})")
-        values: Record = {name: completion_text(row[name]) for name in columns if name not in ("label", "reward", *RANKED)}
+        values: Record = {
+            name: completion_text(row[name]) for name in columns if name not in ("label", "reward", *RANKED)
+        }
         if "reward" in columns:
             values["reward"] = _number(row["reward"])
         if columns == RANKED:
-            values |= {"completions": _list(row["completions"], completion_text), "scores": _list(row["scores"], _number)}
+            values |= {
+                "completions": _list(row["completions"], completion_text),
+                "scores": _list(row["scores"], _number),
+            }
             if len(values["completions"] or "") != len(values["scores"] or ""):
                 values["scores"] = None
         checked = {"prompt": row["prompt"] if is_prompt(row["prompt"]) else None, **values}
