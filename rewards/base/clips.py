@@ -41,12 +41,7 @@ def read_clip(where: str, clip: Any, choose: Callable[[int], Sequence[int] | str
     turns a number of frames into the numbers of those that are judged, rising from 0, or says why such a clip cannot
     be judged.
     """
-    frames: Any = [clip]  # as `load_images` takes them
-    if isinstance(clip, Tensor | np.ndarray):
-        frames = clip[None] if clip.ndim == 3 else clip
-    elif isinstance(clip, Sequence) and not isinstance(clip, str | bytes):
-        frames = clip
-    length = animation_length(clip)
+    frames, length = _frames_of(clip), animation_length(clip)
     if len(frames) == 0:
         raise ValueError(f"{where} is a clip of 0 frames; give at least one image.")
     is_animated = length > 1
@@ -75,3 +70,10 @@ def read_clip(where: str, clip: Any, choose: Callable[[int], Sequence[int] | str
         listed = ", ".join(f"{height}×{width}" for height, width in sizes)
         raise ValueError(f"{where} has frames of the sizes {listed}; the frames of a clip have one size.")
     return images, None
+
+
+def _frames_of(clip: Any) -> Any:
+    """Return a clip's frames as `load_images` takes them."""
+    if isinstance(clip, Tensor | np.ndarray):
+        return clip[None] if clip.ndim == 3 else clip
+    return clip if isinstance(clip, Sequence) and not isinstance(clip, str | bytes) else [clip]

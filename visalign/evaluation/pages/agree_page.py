@@ -20,7 +20,7 @@ REDUNDANT = 0.9
 def agree_page(result: Mapping[str, Any], images: Mapping[str, Mapping[str, Any] | None]) -> str:
     """Render the result of `agree_rewards`; images as returned by `embedded`, None where unreadable."""
     labels = [reward["label"] for reward in result["rewards"]]
-    squares = {kind: matrix(result, kind) for kind in KINDS}
+    squares: dict[str, list[list[Any]]] = {kind: matrix(result, kind) for kind in KINDS}
     return render_page(
         "agree_page.html.j2",
         title="Where rewards part company",
