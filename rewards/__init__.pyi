@@ -43,7 +43,6 @@ from .questions.checklist import Checklist as Checklist
 from .questions.reward_dance import RewardDance as RewardDance
 from .questions.reward_dance import RewardDancePairs as RewardDancePairs
 from .questions.reward_dance_reference import ReferenceReward as ReferenceReward
-from .questions.reward_dance_reference import select_references as select_references
 from .questions.vision_reward import VisionReward as VisionReward
 from .questions.visual_quality_r1 import VisualQuality as VisualQuality
 from .text.callables import TextFunctionReward as TextFunctionReward

@@ -228,6 +228,17 @@ class DifferentiableReward(Protocol):
         ...
 
 
+class ReferencedReward(Protocol):
+    """A pointwise reward against reference images of the prompt, which a trainer may draw."""
+
+    references: dict[str, Any]
+    """Prompt -> its reference images."""
+
+    def rank(self, images: Tensor, prompt: str, record: Mapping[str, Any]) -> list[int]:
+        """Order images uint8 [n, 3, H, W] of a prompt, best first."""
+        ...
+
+
 @runtime_checkable
 class DifferentiableSum(Protocol):
     """A sum of rewards whose gradient is the sum of its terms' gradients."""

@@ -27,10 +27,11 @@ from visalign.pipelines.shared.parts import (
     weighted_sum,
 )
 from visalign.pipelines.shared.run_folder import fingerprint
-from visalign.pipelines.shared.sections import RewardsConfig
+from visalign.pipelines.shared.sections import RewardsConfig, RewardTerm
 from visalign.precision import default_device
 from visalign.settings import refuse
 from visalign.training.diffusion.experts import check_experts
+from visalign.training.diffusion.references import ReferenceImages
 from visalign.training.diffusion.reward_gradient import check_differentiable
 from visalign.training.diffusion.rollout_settings import check_dynamic, check_processes
 from visalign.training.diffusion.samples import Features, StoredPreference
@@ -49,6 +50,7 @@ class Inputs:
     rewards: Mapping[str, PointwiseReward]
     """label -> reward to report on held-out images: all that can score one image by itself."""
     reward: PointwiseReward  # The optimized sum, or the preferences of stored pairs
+    references: ReferenceImages | None  # Of the term that has some
     features: Features | None  # Image features for the monitor
     strata: list[str] | None  # Label per training record, with data.balance
     heldout_trained_on: int  # Number of held-out prompts that are trained on as well
@@ -80,7 +82,7 @@ def prepare(config: FlowGRPOConfig, world: int, device: str | None = None) -> In
     rewards: dict[str, Any] = {
         label: judge
         for label, judge in pointwise_only(judges, needed=evaluation.rewards).items()
-        if not judge.capabilities.needs_group
+        if not judge.capabilities.needs_group and not terms[label].references
     }
     if of_sets := [label for label in evaluation.rewards if label not in rewards]:
         raise UserError(
@@ -93,6 +95,7 @@ def prepare(config: FlowGRPOConfig, world: int, device: str | None = None) -> In
         reward = weighted_sum(config.rewards, pointwise_only(judges, needed=config.rewards.terms), WeightedSum)
     else:
         reward = weighted_sum(config.rewards, build_win_rates(config.comparison, config.rewards, judges), WeightedSum)
+    references = build_references(config.rewarded, judges, records)
     strata = [str(record.get("tag", "")) for record in records] if data.balance else None
     _check_method(config, reward, records, strata, world)
     if evaluation.correctness is not None:
@@ -107,6 +110,7 @@ def prepare(config: FlowGRPOConfig, world: int, device: str | None = None) -> In
         heldout=heldout,
         rewards=rewards,
         reward=reward,
+        references=references,
         features=None if name is None else build_features(name, towers.get(name), device or default_device()),
         strata=strata,
         heldout_trained_on=len(trained_prompts),
@@ -131,6 +135,28 @@ def _check_method(config: FlowGRPOConfig, reward: Any, records: Records, strata:
         check_differentiable(reward)
     if objective.experts:
         check_experts(objective.experts, records)
+
+
+def build_references(
+    terms: Mapping[str, RewardTerm], judges: Mapping[str, Any], records: Records
+) -> ReferenceImages | None:
+    """Build the reference images of the term that has some; those of a record stay its prompt's."""
+    compared = {label: term.references for label, term in terms.items() if term.references}
+    if not compared:
+        return None
+    if len(compared) > 1:
+        raise UserError(f"rewards.terms: {' and '.join(compared)} have references, and one term can. Leave others out.")
+    label, settings = next(iter(compared.items()))
+    prompts = {record_key(record) for record in records}
+    if len(prompts) > len({prompt for prompt, *_ in prompts}):
+        raise UserError(
+            f"rewards.terms.{label}.references: references are drawn per prompt, and prompts of data.train come with "
+            "several sources. Leave references out, or word the prompts differently."
+        )
+    reward = judges[label]
+    own = {str(record["prompt"]): record["references"] for record in records if "references" in record}
+    reward.references.update(own)
+    return ReferenceImages(reward, count=settings.count, keep=settings.keep, every=settings.every)
 
 
 def build_features(name: str, towers: Any, device: str) -> Features:
@@ -223,5 +249,7 @@ def _unfit_comparison(config: ComparisonConfig, rewards: RewardsConfig, judges: 
         remedy = f"Name it in comparison.scores: [{label}]."
         if term.bound is not None:
             yield (f"rewards.terms.{label}.bound is {term.bound}, and win rates have the mean 0.5. {remedy}")
+        if term.references:
+            yield f"rewards.terms.{label}.references: pref_grpo compares the images of a group instead. {remedy}"
         if judges[label].capabilities.needs_group:
             yield f"rewards.terms.{label} judges sets of images, and no two can be compared by it. {remedy}"

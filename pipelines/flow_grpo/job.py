@@ -50,6 +50,7 @@ def _build(config: FlowGRPOConfig, output: Path) -> PolicyRun:
         features=inputs.features,
         stored=None if config.data.pairs is None else stored_latents(policy, inputs.records[0]),
         dynamic=config.dynamic,
+        references=inputs.references,
     )
     sampling = {"steps": rollout.steps, "timestep_schedule": rollout.timestep_schedule}
     measure = build_evaluator(evaluation, policy, inputs.rewards, accelerator=accelerator, **sampling)

@@ -30,6 +30,7 @@ from visalign.pipelines.shared.plan import (
 )
 from visalign.training.diffusion.cost import forward_equivalents_per_image, planned_passes
 from visalign.training.diffusion.images import check_sizes
+from visalign.training.loop.sampler import PromptSampler
 from visalign.training.policy.settings import reads_reference_log_prob
 
 from .config import FlowGRPOConfig, ModelConfig
@@ -46,7 +47,8 @@ def plan(config: FlowGRPOConfig, *, measure: bool = True) -> dict[str, Any]:
     if measure:
         batch = groups["batch"]
         counts = batch["images_per_iteration"] / batch["processes"], batch.get("rounds_per_iteration_at_most", 1)
-        groups["time"] = _timed_run(config, inputs.records, *counts, groups["evaluation"]["images"])
+        drawn = batch.get("reference_images", 0) / batch["iterations"] / batch["processes"]
+        groups["time"] = _timed_run(config, inputs.records, *counts, drawn, groups["evaluation"]["images"])
     return groups
 
 
@@ -63,6 +65,7 @@ def _arithmetic(config: FlowGRPOConfig) -> tuple[dict[str, Any], Inputs]:
     heldout, seeds = len(inputs.heldout), len(evaluation.seeds)
     images = rollout.prompts_per_iteration * rollout.group_size
     rounds = config.dynamic.max_rounds if config.dynamic.enabled else 1
+    references = _reference_images(config, inputs, rounds)
     pairs = round(images * _image_passes(config).trained)
     pairs_per_update = pairs / optimizer.updates_per_iteration
     updates = config.objective.epochs * optimizer.updates_per_iteration
@@ -80,9 +83,14 @@ def _arithmetic(config: FlowGRPOConfig) -> tuple[dict[str, Any], Inputs]:
             "micro_batches_per_update": math.ceil(pairs_per_update / world / optimizer.micro_batch),
             "iterations": iterations,
             "images": images * rounds * iterations,
+            **({"reference_images": references} if references else {}),
             "updates": updates * iterations,
         },
-        "cost": {"forward_equivalents_per_image": planned_cost(config, rounds=rounds)},
+        "cost": {
+            "forward_equivalents_per_image": planned_cost(
+                config, rounds=rounds, references=references / (images * rounds * iterations)
+            )
+        },
         "evaluation": {
             "heldout_prompts": heldout,
             "heldout_prompts_trained_on": inputs.heldout_trained_on,
@@ -94,17 +102,33 @@ def _arithmetic(config: FlowGRPOConfig) -> tuple[dict[str, Any], Inputs]:
     return groups, inputs
 
 
-def planned_cost(config: FlowGRPOConfig, trained_share: float = 1.0, *, rounds: float = 1) -> float:
+def _reference_images(config: FlowGRPOConfig, inputs: Inputs, rounds: int) -> int:
+    """Count the images that a run draws as references."""
+    if inputs.references is None:
+        return 0
+    size = config.rollout.prompts_per_iteration, config.rollout.group_size
+    order = {"strata": inputs.strata, "cycle": config.data.cycle}
+    sampler = PromptSampler(len(inputs.records), *size, config.seed, **order)
+    prompts = [str(record["prompt"]) for record in inputs.records]
+    batches = (sampler.batch(number).prompt_index.tolist() for number in range(config.run.iterations * rounds))
+    return inputs.references.planned((n // rounds, [prompts[i] for i in batch]) for n, batch in enumerate(batches))
+
+
+def planned_cost(
+    config: FlowGRPOConfig, trained_share: float = 1.0, *, rounds: float = 1, references: float = 0.0
+) -> float:
     """Compute the forward-equivalents per image of a run in which `trained_share` of the samples train.
 
-    With `rounds` of dynamic sampling the samples of one are trained on.
+    With `rounds` of dynamic sampling the samples of one are trained on; `references` are images drawn as references
+    per image of the run.
     """
     rollout, objective, passes = config.rollout, config.objective, _image_passes(config)
     measured = 0.0
     if objective.balance_every:
         rewards = sum(term.weight > 0 for term in config.rewards.terms.values())
         measured = rewards / objective.balance_every / config.optimizer.updates_per_iteration
-    return forward_equivalents_per_image(
+    drawn = references * rollout.steps * _halves(config.model, rollout.guidance)
+    return drawn + forward_equivalents_per_image(
         steps=passes.sampled,
         trained=passes.trained / rounds,
         guided=_halves(config.model, None) > 1,
@@ -158,8 +182,12 @@ def _halves(model: ModelConfig, guidance: float | None) -> int:
 # Seconds, from passes of the loaded model
 
 
-def _timed_run(config: FlowGRPOConfig, records: Records, images: float, rounds: int, evaluated: int) -> dict[str, Any]:
-    """Extrapolate timed passes to `rounds` of `images` per iteration and `evaluated` images, without rewards."""
+def _timed_run(
+    config: FlowGRPOConfig, records: Records, images: float, rounds: int, references: float, evaluated: int
+) -> dict[str, Any]:
+    """Extrapolate timed passes to an iteration of `rounds` of `images`, of which one is trained on, and `references`
+    that are drawn, and to `evaluated` images; without rewards.
+    """
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
     policy: Any = build_policy(config.model, run_device(config.run), config.seed)
@@ -175,6 +203,7 @@ def _timed_run(config: FlowGRPOConfig, records: Records, images: float, rounds: 
     epoch = train + passes.other_policies * sample
     per_step = passes.before_update * sample + config.objective.epochs * epoch
     iteration = images * (rounds * (passes.sampled * sample + decode) + passes.trained * per_step)
+    iteration += references * (config.rollout.steps * sample + decode)
     total = min(config.run.iterations * iteration, config.run.max_seconds or math.inf)
     threads = f" with {torch.get_num_threads()} threads" if policy.device.type == "cpu" else ""
     return {
@@ -253,7 +282,8 @@ def _footprint(config: FlowGRPOConfig, inputs: Inputs, batch: Mapping[str, Any],
         ) from error
     memory, network, offloaded = _memory(config, policy, images / world, passes)
     rounds = images / batch["images_per_iteration"]
-    cost, trained = planned_cost(config, rounds=rounds), _image_passes(config).trained
+    references = batch.get("reference_images", 0) / all_images
+    cost, trained = planned_cost(config, rounds=rounds, references=references), _image_passes(config).trained
     recomputed = trained / rounds * all_images * config.objective.epochs * any(p.largest_block for p in passes)
     guided = policy.guided if hasattr(policy, "guided") else policy.guidance != 1
     evaluation = evaluated * (config.evaluation.steps or config.rollout.steps) * (1 + guided)

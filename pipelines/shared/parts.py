@@ -143,11 +143,30 @@ def load_terms(terms: Mapping[str, RewardTerm], load: Callable[..., Any], device
         if isinstance(model, str) and model.startswith(("/", "./", "../")) and not Path(model).exists():
             raise UserError(f"The reward {label}: its option model is {model!r}, which does not exist. Correct it.")
     rewards = {label: load(term.name or label, run_device=device, **term.options) for label, term in terms.items()}
+    for label, term in terms.items():
+        if term.references:
+            rewards[label] = _with_references(label, rewards[label], term)
     for label in (label for label, term in terms.items() if term.where):
         if not isinstance(rewards[label], PointwiseReward | TextReward):
             raise UserError(f"rewards.terms.{label}.where is set, and {label} only compares images. Leave it out.")
         rewards[label] = Routed(rewards[label], terms[label].where)
     return rewards
+
+
+def _with_references(label: str, judge: Any, term: RewardTerm) -> Any:
+    """Make a score against reference images of a pairwise judge."""
+    from visalign.rewards.questions.reward_dance_reference import ReferenceReward
+
+    key = f"rewards.terms.{label}.references"
+    if not isinstance(judge, PairwiseReward):
+        raise UserError(
+            f"{key}: {judge.name} scores one sample and compares with no reference. Leave it out, or take a judge of "
+            "two images, such as reward_dance_pairs."
+        )
+    if term.where:
+        raise UserError(f"{key}: references are drawn for all prompts, and {label}.where chooses some. Leave one out.")
+    assert term.references is not None
+    return ReferenceReward(judge, value=term.references.value, name=judge.name)
 
 
 def first_routed(records: Records, term: RewardTerm) -> Mapping[str, Any]:
@@ -207,8 +226,10 @@ def pointwise_only(
     """Select the judges that score single images; the `needed` labels must be among them."""
     pointwise = {label: judge for label, judge in judges.items() if isinstance(judge, PointwiseReward)}
     if missing := [label for label in needed if label not in pointwise]:
-        names = ", ".join(missing)
-        raise UserError(f"{names} only compares images and gives no score. Take 'pipeline: pref_grpo', or another.")
+        raise UserError(
+            f"{', '.join(missing)} only compares images and gives no score. Take 'pipeline: pref_grpo', compare with "
+            "reference images (rewards.terms.LABEL.references), or take another."
+        )
     return pointwise
 
 

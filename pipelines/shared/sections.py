@@ -14,7 +14,7 @@ from pydantic.dataclasses import dataclass
 from visalign.data.assets import PACKAGED
 from visalign.errors import UserError, suggestion
 from visalign.schema import STRICT
-from visalign.settings import Count, Finite, Natural, Positive, PositiveShare
+from visalign.settings import MOST_COUNTED, Count, Finite, Natural, Positive, PositiveShare
 from visalign.training.loop.monitor import MonitorLimits, MonitorSettings
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -56,6 +56,28 @@ class LoraConfig:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class ReferencesConfig:
+    """Reference images of each prompt, drawn while training, with which a pairwise judge compares (RewardDance)."""
+
+    count: Annotated[int, Field(ge=2, le=MOST_COUNTED)] = 16
+    """Images drawn of a prompt; the judge ranks them by the others that each beats."""
+    keep: Count = 2
+    """The best of them, which are kept as references; the reward is the mean over them."""
+    every: Count | None = None
+    """Iterations after which the present policy draws a prompt's references again. null: the model before training
+    draws them, once, as published."""
+    value: Literal["log_odds", "prob"] = "log_odds"
+    """The reward: log-odds that the image beats a reference, or as published the probability."""
+
+    def __post_init__(self) -> None:
+        if self.keep > self.count:
+            raise UserError(
+                f"references.keep is {self.keep} and references.count is {self.count}: no more images can be kept "
+                "than are drawn. RewardDance draws 16 and keeps 2."
+            )
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class RewardTerm:
     """A reward of the sum."""
 
@@ -84,6 +106,9 @@ class RewardTerm:
     """A constraint in place of a wish, in trainings of images: hold the reward's mean at least here, in its
     own unit (at most, where lower is better), and maximise the terms without a bound. What it takes is
     learnt, see `objective.multiplier_rate`; `weight` is then its unit alone. null: none."""
+    references: ReferencesConfig | None = None
+    """For a judge that compares two images, such as reward_dance_pairs, in trainings of images: compare with
+    reference images of the prompt, {count, keep, every}; the term is then a score. null: none."""
     reference: Finite = 0.0
     """For the weight: the value of a judge that knows nothing, in its unit."""
 
@@ -153,6 +178,11 @@ class HeldoutConfig:
         """Refuse seeds or labels that repeat, and a correctness that is no reward here or `trained` on."""
         if len(set(self.seeds)) != len(self.seeds):
             raise UserError(f"evaluation.seeds is {self.seeds}; give different numbers, e.g. [0, 1].")
+        for label in (label for label, term in self.rewards.items() if term.references):
+            raise UserError(
+                f"evaluation.rewards.{label}.references: reference images are drawn for prompts that are trained on. "
+                f"Leave it out here; rewards.terms.{label}.references takes it."
+            )
         labels, judge = {**dict.fromkeys(trained), **self.rewards}, self.correctness
         if "accuracy" in labels:
             raise UserError(

@@ -1,21 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reference images for a pairwise judge: scores against them, and the choice of the best among N.
+"""Reference images for a pairwise judge: scores against them, and the order in which N are good ones.
 
 RewardDance (arXiv 2509.08826) scores an image by P(yes) that it beats a reference of the same prompt, and
 takes as references the best of 16 samples of the model before training, ranked by how many others they beat.
+A trainer draws them: `rewards.terms.LABEL.references`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from visalign.core import group_pairs
-from visalign.interfaces import Metadata, PairwiseReward, Scores, with_capabilities
+from visalign.core.preference.ranking import MAX_LOG_ODDS
+from visalign.interfaces import Metadata, PairwiseReward, RewardCapabilities, Scores, with_capabilities
 from visalign.rewards.base.contract import check_choices, make_scores, read_request
 from visalign.rewards.base.identity import Identity
 from visalign.rewards.base.images import as_contract, load_images
@@ -25,8 +27,18 @@ from visalign.rewards.weights.feature_cache import image_key
 from .reward_dance import UNITS
 
 _NO_REFERENCE = (
-    "there is no readable reference image for this prompt; give it in references or in the metadata under 'references'"
+    "there is no readable reference image for this prompt; give it in references, or in the metadata under "
+    "'references', or let a training draw it with rewards.terms.LABEL.references"
 )
+
+
+@runtime_checkable
+class DifferentiablePairs(Protocol):
+    """A pairwise judge with a gradient in the pixels."""
+
+    def compare_with_gradient(self, left: Sequence[Tensor], right: Sequence[Tensor], prompts: Sequence[str]) -> Tensor:
+        """Compute the log-odds [B] that the left image [3, H, W] is better, NaN without an answer."""
+        ...
 
 
 class ReferenceReward:
@@ -38,11 +50,12 @@ class ReferenceReward:
 
     Args:
         judge: any pairwise judge, e.g. `RewardDancePairs`.
-        references: prompt -> its reference images, in any form of `load_images`.
+        references: prompt -> its reference images, in any form of `load_images`; a trainer may add to them.
         value: "log_odds" or "prob".
     """
 
     higher_is_better = True
+    capabilities = RewardCapabilities()
 
     def __init__(
         self,
@@ -56,6 +69,8 @@ class ReferenceReward:
         check_choices(self.name, value=(value, UNITS))
         self.judge, self.references, self.value = with_capabilities(judge), dict(references or {}), value
         self.unit, self.range = UNITS[value]
+        if isinstance(judge, DifferentiablePairs):  # an attribute, since trainers tell by it whether there is a gradient
+            self.score_with_gradient = self._score_with_gradient
 
     @property
     def identity(self) -> Identity | None:
@@ -103,39 +118,39 @@ class ReferenceReward:
         value = value.sigmoid() if self.value == "prob" else value
         return make_scores(value, reasons, self.unit, parts=parts)
 
+    def _score_with_gradient(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        """Score images [B, 3, H, W] in [0, 1] against references: [B], differentiable in the pixels, NaN without one."""
+        assert isinstance(self.judge, DifferentiablePairs)
+        references = [[r for _, r in load_images(self.references.get(p, [])).readable()] for p in prompts]
+        rows = [row for row, of in enumerate(references) for _ in of]
+        right = [reference.to(images.device) for of in references for reference in of]
+        log_odds = torch.full((len(prompts),), torch.nan)
+        if rows:
+            answers = self.judge.compare_with_gradient(images[rows].unbind(), right, [prompts[row] for row in rows])
+            answers = answers.clamp(-MAX_LOG_ODDS, MAX_LOG_ODDS)
+            valid, index = ~answers.isnan(), torch.tensor(rows)
+            total = torch.zeros(len(prompts)).index_add(0, index[valid], answers[valid])
+            count = torch.bincount(index[valid], minlength=len(prompts))
+            log_odds = torch.where(count > 0, total / count.clamp(min=1), torch.nan)
+        return log_odds.sigmoid() if self.value == "prob" else log_odds
 
-@dataclass(frozen=True)
-class ReferenceChoice:
-    """Best of N images of one prompt."""
+    def rank(self, images: Any, prompt: str, record: Mapping[str, Any] | None = None) -> list[int]:
+        """Order N images of a prompt by the number of others that each beats, best first.
 
-    chosen: list[int]  # Numbers of the images, best first
-    wins: Tensor  # [N] number of other images that each beats; NaN without a valid comparison
-    strength: Tensor  # [N] mean probability of beating another image; breaks ties of wins
-
-
-def select_references(
-    judge: PairwiseReward, images: Any, prompt: str, *, top_k: int = 2, metadata: Mapping[str, Any] | None = None
-) -> ReferenceChoice:
-    """Rank N ≥ 2 images of a prompt by the number of others that they beat, and take the first (the paper: 2 of 16).
-
-    All pairs are asked in both orders and their log-odds averaged; a failed comparison counts for neither. Unreadable
-    images are never chosen.
-    """
-    batch = load_images(images)
-    size, rows = len(batch), [row for row, _ in batch.readable()]
-    readable = [image for _, image in batch.readable()]
-    asker = PairAsker(judge, readable, [prompt] * len(rows), [metadata] * len(rows))
-    pairs = group_pairs([0] * len(rows), len(rows))
-    orders = asker.ask(torch.cat([pairs, pairs.flip(1)])).log_odds.view(2, -1)
-    log_odds = (orders[0] - orders[1]) / 2
-    table = torch.full((size, size), torch.nan, dtype=torch.float64)
-    left, right = torch.tensor(rows)[pairs].unbind(1)
-    table[left, right], table[right, left] = log_odds, -log_odds
-    is_compared = ~torch.isnan(table)
-    wins = torch.where(is_compared.any(1), (table > 0).sum(1).double(), torch.nan)
-    strength = torch.where(is_compared, table.sigmoid(), 0.0).sum(1) / is_compared.sum(1)
-    ranked = [row for row in range(size) if is_compared[row].any()]
-    order = sorted(ranked, key=lambda row: (-float(wins[row]), -float(strength[row]), row))
-    if len(order) < top_k:
-        raise ValueError(f"Only {len(order)} of {size} images could be compared, and top_k is {top_k}.")
-    return ReferenceChoice(order[:top_k], wins.float(), strength.float())
+        All pairs are asked in both orders and their log-odds averaged; equal numbers of wins are ordered by the mean
+        probability of winning. Images that could not be compared come last.
+        """
+        batch = load_images(images)
+        rows, readable = [row for row, _ in batch.readable()], [image for _, image in batch.readable()]
+        asker = PairAsker(self.judge, readable, [prompt] * len(rows), [record] * len(rows))
+        pairs = group_pairs([0] * len(rows), len(rows))
+        if self.judge.capabilities.both_orders:
+            log_odds = asker.ask(pairs).log_odds
+        else:
+            first, second = asker.ask(torch.cat([pairs, pairs.flip(1)])).log_odds.view(2, len(pairs))
+            log_odds = (first - second) / 2
+        table = torch.full((len(batch), len(batch)), torch.nan, dtype=torch.float64)
+        left, right = torch.tensor(rows, dtype=torch.int64)[pairs].unbind(1)
+        table[left, right], table[right, left] = log_odds, -log_odds
+        wins, strength = (table > 0).sum(1).tolist(), table.sigmoid().nanmean(1).nan_to_num(-1.0).tolist()
+        return sorted(range(len(batch)), key=lambda row: (strength[row] < 0, -wins[row], -strength[row], row))

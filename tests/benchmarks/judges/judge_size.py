@@ -39,7 +39,7 @@ from visalign.evaluation.heldout.result import load_heldout
 from visalign.evaluation.statistics.intervals import Interval, paired_bootstrap, wilson_interval
 from visalign.rewards import load_judge, load_reward
 from visalign.rewards.questions.reward_dance import RewardDancePairs
-from visalign.rewards.questions.reward_dance_reference import ReferenceReward, select_references
+from visalign.rewards.questions.reward_dance_reference import ReferenceReward
 from visalign.training.loop.metrics import read_metrics
 
 MOST = 4
@@ -132,11 +132,11 @@ def references(folder: Path, asked: Path, samples: Path, judge: Path) -> dict[st
     if all(table.is_file() for table in tables.values()):
         return tables
     images = sampled(samples, asked)
-    ranker = RewardDancePairs(str(judge))
+    ranker = ReferenceReward(RewardDancePairs(str(judge)))
     rows: dict[str, list[Any]] = {name: [] for name in tables}
     for record in read_rows(asked):
         own = images[record["prompt"]]
-        order = select_references(ranker, own, record["prompt"], top_k=SAMPLES).chosen
+        order = ranker.rank(own, record["prompt"], record)
         for name, kept in (("best", order[:REFERENCES]), ("worst", order[-REFERENCES:])):
             rows[name].append({**record, "references": [own[place] for place in kept]})
     return {name: write_rows(table, rows[name]) for name, table in tables.items()}

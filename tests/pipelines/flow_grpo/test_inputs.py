@@ -189,3 +189,35 @@ def test_the_code_that_loads_the_result_loads_what_was_trained(name: str, lora: 
         assert expected and expected.keys() == loaded.keys()
         for layer, weight in expected.items():
             torch.testing.assert_close(loaded[layer], weight, rtol=0, atol=1e-7)
+
+
+PAIRS = "name: 'tests.support.judges.brightness:BrightnessPairs'"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("rewards.terms={sharpness: {references: {}}}", "sharpness scores one sample and compares with no reference"),
+        (f"rewards.terms={{j: {{{PAIRS}, references: {{count: 2, keep: 3}}}}}}", "keep is 3 and references.count is 2"),
+        (f"rewards.terms={{j: {{{PAIRS}, references: {{count: 1}}}}}}", r"references\.count.*got 1.*or equal to 2"),
+        (f"rewards.terms={{j: {{{PAIRS}, references: {{every: 0}}}}}}", r"references\.every.*got 0.*or equal to 1"),
+        (f"rewards.terms={{j: {{{PAIRS}, references: {{}}, where: {{tag: a}}}}}}", "drawn for all prompts, and j.where"),
+        (
+            f"rewards.terms={{j: {{{PAIRS}, references: {{}}}}, k: {{{PAIRS}, references: {{}}}}}}",
+            "j and k have references, and one term can",
+        ),
+        (f"evaluation.rewards={{j: {{{PAIRS}, references: {{}}}}}}", r"evaluation\.rewards\.j\.references: reference"),
+        (f"rewards.terms={{j: {{{PAIRS}}}}}", r"compare with reference images \(rewards\.terms\.LABEL\.references\)"),
+    ],
+)
+def test_references_that_cannot_be_are_refused(change: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        prepare(config(change), 1)
+
+
+def test_references_are_of_the_training_alone(tmp_path: Path) -> None:
+    table = tmp_path / "prompts.jsonl"
+    table.write_text('{"prompt": "a cat", "references": ["cat.png"]}\n{"prompt": "a dog"}\n')
+    inputs = prepare(config(f"rewards.terms={{j: {{{PAIRS}, references: {{}}}}}}", f"data.train={table}"), 1)
+    assert inputs.references is not None and inputs.references.own == {"a cat"} and "j" not in inputs.rewards
+    assert (inputs.references.count, inputs.references.keep, inputs.references.every) == (16, 2, None)

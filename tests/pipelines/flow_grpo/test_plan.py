@@ -36,6 +36,7 @@ BASE = (
     "evaluation={seeds: [0], every: 0, correctness: null, rewards: {}}",
     "run={iterations: 2, device: cpu}",
 )
+PAIRS = "tests.support.judges.brightness:BrightnessPairs"
 FLOW = "objective.changes.surrogate_options={eps_low: 1.0, eps_high: 1.0}"
 
 
@@ -99,6 +100,7 @@ def test_operations_and_stored_bytes_are_those_of_a_real_velocity(folders, name,
     [
         ("objective.algorithm=ram", "model.guidance=2.0", "rollout.guidance=1.0"),
         ("objective.algorithm=draft", "objective.changes.last=2", "rewards.terms={clip_score: {}}"),
+        (f"rewards.terms={{j: {{name: '{PAIRS}', references: {{count: 3, keep: 1, every: 1}}}}}}",),
     ],
 )
 def test_planned_forward_equivalents_are_counted_ones(folders, tmp_path, changes):

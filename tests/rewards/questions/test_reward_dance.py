@@ -22,7 +22,7 @@ from tests.support.judges.vision_language import (
 from visalign.rewards import RewardError, check_reward
 from visalign.rewards.catalogue import load_judge
 from visalign.rewards.questions.reward_dance import EXPLAIN, RewardDance, RewardDancePairs
-from visalign.rewards.questions.reward_dance_reference import ReferenceReward, select_references
+from visalign.rewards.questions.reward_dance_reference import ReferenceReward
 from visalign.rewards.vlm.yes_no import SUREST
 
 LETTERS = {"yes": ["y", "s"], "no": ["n"], "min_mass": 0.0}
@@ -203,12 +203,11 @@ def test_references_are_averaged_in_log_odds_and_missing_ones_masked():
         ReferenceReward(judge.judge, value=unknown)
 
 
-def test_the_best_of_n_are_chosen_by_wins():
+def test_images_are_ranked_by_wins_and_those_without_a_comparison_come_last():
     levels = torch.tensor([0.2, 0.9, 0.5, 0.7])
     shown = [level.expand(3, 8, 8) for level in levels]
-    judge = RewardDancePairs(brightness())
-    choice = select_references(judge, [*shown, "missing.png"], "a", top_k=2)
-    assert choice.chosen == [1, 3] and choice.wins.tolist()[:4] == [0, 3, 1, 2]
-    assert math.isnan(choice.wins[4])
-    with pytest.raises(ValueError, match="Only 4 of 5"):
-        select_references(judge, [*shown, "missing.png"], "a", top_k=5)
+    for both_orders in (True, False):
+        judge = RewardDancePairs(brightness(), both_orders=both_orders)
+        assert ReferenceReward(judge).rank(["missing.png", *shown], "a") == [2, 4, 3, 1, 0]
+        assert len(judge.engine.asked) == 12  # each of 6 pairs in both orders, whoever swaps them
+    assert ReferenceReward(judge).rank(["missing.png", shown[0]], "a") == [0, 1]

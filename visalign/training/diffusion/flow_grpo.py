@@ -85,6 +85,7 @@ class FlowGRPO(ImageAlgorithm):
         return RATIO_BOUND * (math.prod(self.policy.latent_shape) if is_sum else 1)
 
     def _sample(self, iteration: int, run: Context) -> PendingImages:
+        self.draw_references(iteration, iteration, run.clock)
         return self.sample(iteration, run.clock, self.rollout.choose_steps(self.seed, iteration)[0])
 
     def collect(self, run: Context) -> Collected:
@@ -95,6 +96,7 @@ class FlowGRPO(ImageAlgorithm):
         def sample_round(number: int) -> PendingImages:
             if self.groups is None:
                 return self._prefetcher.next(run)
+            self.draw_references(number, iteration, run.clock)
             return self.sample(number, run.clock, sde_steps, iteration)
 
         with self.unsharded():

@@ -40,6 +40,8 @@ from visalign.training.policy.constraints import RewardConstraints
 from visalign.training.policy.reference import Reference
 
 from .image_statistics import STATISTICS, group_diversity, image_statistics
+from .references import KEY as REFERENCES
+from .references import ReferenceImages
 from .rollout_settings import RolloutSettings, check_dynamic, check_processes, check_sampling, check_sharding
 from .samples import Features, PendingImages, Records, ScoredImages, Stored, select_images
 from .settings import DiffusionObjectiveSettings
@@ -77,7 +79,8 @@ class ImageAlgorithm(Algorithm):
     `strata` and `cycle` are those of `PromptSampler`; `sharding` divides the network, its gradients and
     AdamW's moments among the processes (FSDP2); `features` measure the diversity of a group. `stored` encodes
     stored images that replace samples. Each prompt record then has under "candidates" a record for each of
-    the G samples of its group, merged into it. `dynamic` replaces groups without signal by new ones.
+    the G samples of its group, merged into it. `dynamic` replaces groups without signal by new ones, and
+    `references` are reference images that the reward compares with.
     """
 
     algorithms: ClassVar[Mapping[str, Any]] = NAMED  # Values of `objective.algorithm` that this class trains
@@ -101,6 +104,7 @@ class ImageAlgorithm(Algorithm):
         features: Features | None = None,
         stored: Stored | None = None,
         dynamic: DynamicSettings | None = None,
+        references: ReferenceImages | None = None,
     ) -> None:
         reward = with_capabilities(reward)
         self.policy, self.seed, self.reward, self.sharding = policy, seed, reward, sharding
@@ -119,7 +123,7 @@ class ImageAlgorithm(Algorithm):
         self.groups = DynamicGroups(rollout.prompts_per_iteration, dynamic) if dynamic.enabled else None
         check_processes(settings, rollout, reward, self.accelerator.num_processes)
         settings.check_constrained(reward)
-        self.records, self.features, self.stored = records, features, stored
+        self.records, self.features, self.stored, self.references = records, features, stored, references
         in_thread = rollout.overlap > 1 or rollout.staleness > 0
         self.scorer = RewardScorer(as_higher_is_better(reward), what="images", in_thread=in_thread)
         size = rollout.prompts_per_iteration, rollout.group_size
@@ -167,6 +171,12 @@ class ImageAlgorithm(Algorithm):
             for record, label in zip(records, batch.group_id.tolist(), strict=True):
                 record["group_id"] = label
         return batch, records
+
+    def draw_references(self, number: int, iteration: int, clock: PhaseClock) -> None:
+        """Draw the reference images that prompts of a round lack; where adapters are not merged."""
+        if self.references is not None:
+            self.resize(iteration)
+            self.references.draw(self, number, iteration, clock)
 
     def collect_images(
         self, run: Context, sample_round: Callable[[int], PendingImages]
@@ -346,7 +356,9 @@ class ImageAlgorithm(Algorithm):
         settings, network = self.settings, self.policy.module
         has_adapters = any(isinstance(part, LoraLayer) for part in network.modules())
         unsupported = {
-            "a reference (objective.changes.kl) without LoRA": needs_reference and not has_adapters,
+            "a reference (objective.changes.kl, rewards.terms.LABEL.references) without LoRA": (
+                (needs_reference or self.references is not None) and not has_adapters
+            ),
             f"the algorithm {settings.algorithm!r}, which joins {joins}": joins is not None,
         }
         check_sharding(settings, self.rollout, unsupported)
@@ -383,12 +395,16 @@ class ImageAlgorithm(Algorithm):
     def finish(self, run: Context) -> None:
         """Reset the reference where it is due, and store the rounds of dynamic sampling."""
         self.reference.finish(run, self.divergence)
+        if self.references is not None:
+            run.tensors[REFERENCES] = self.references.state()
         if self.groups is not None:
             run.counters.own["rounds"] = self.groups.round
 
     def restore(self, run: Context) -> None:
         """Load the reference of a checkpoint."""
         self.reference.restore(run)
+        if self.references is not None:
+            self.references.load(run.tensors.get(REFERENCES, {}))
         if self.groups is not None:
             self.groups.round = run.counters.own.get("rounds", 0)
 

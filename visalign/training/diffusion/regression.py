@@ -121,12 +121,13 @@ class VelocityRegression(ImageAlgorithm):
             self._average = EMA(self.policy.trainable_parameters(), decay=0.5, warmup=False)
         old = self._with_old() if self.row.keeps_old else nullcontext()
         steps, visited = self.rollout.choose_steps(self.seed, iteration) if self.row.visited else ((), ())
-        merged = merged_adapters(self._merged_layers) if self._merged_layers else nullcontext()
 
         def sample_round(number: int) -> PendingImages:
-            return self.sample(number, run.clock, steps, iteration)
+            self.draw_references(number, iteration, run.clock)
+            with merged_adapters(self._merged_layers) if self._merged_layers else nullcontext():
+                return self.sample(number, run.clock, steps, iteration)
 
-        with old, self.unsharded(), merged, guidance_scale(self.policy, self.rollout.guidance):
+        with old, self.unsharded(), guidance_scale(self.policy, self.rollout.guidance):
             images, collected = self.collect_images(run, sample_round)
         if images is None:
             return collected

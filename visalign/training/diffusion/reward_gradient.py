@@ -72,7 +72,10 @@ class RewardGradient(ImageAlgorithm):
 
     def collect(self, run: Context) -> Collected:
         """Choose and encode the iteration's prompts; each update samples its own images."""
-        batch, records = self.prompts(run.counters.iteration)
+        iteration = run.counters.iteration
+        with self.unsharded():
+            self.draw_references(iteration, iteration, run.clock)
+        batch, records = self.prompts(iteration)
         experience = AscentBatch(
             condition=self.encode(records, run.clock),
             prompts=[str(record["prompt"]) for record in records],

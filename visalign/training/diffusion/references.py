@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reference images of a reward, drawn and ranked while a policy trains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
+
+import torch
+from accelerate.utils import gather_object
+from torch import Tensor
+
+from visalign.flow.rollout import decode_images, rollout
+from visalign.interfaces import ReferencedReward
+from visalign.seeds import sample_seed
+from visalign.settings import MOST
+from visalign.vision.pixels import to_levels
+
+from .samples import Records
+
+if TYPE_CHECKING:
+    from visalign.training.loop.runtime import PhaseClock
+
+    from .images import ImageAlgorithm
+
+KEY = "references"
+"""File stem of the references in a checkpoint."""
+
+
+class ReferenceImages:
+    """Draw `count` images of a prompt, rank them by the reward's judge, and keep the best `keep` as its references.
+
+    A prompt's references are drawn when it first comes up: with `every` None by the model before training, once, as
+    in the paper; else by the present policy, and again once they are `every` iterations old.
+
+    RewardDance, arXiv 2509.08826: P(yes) against the best 2 of 16 (table 8, Bo16 top-2).
+    """
+
+    def __init__(self, reward: ReferencedReward, *, count: int, keep: int, every: int | None = None) -> None:
+        self.reward, self.count, self.keep, self.every = reward, count, keep, every
+        self.own = frozenset(reward.references)  # Prompts whose references are the user's
+        self.drawn: dict[str, int] = {}  # Prompt -> iteration
+
+    def due(self, prompts: Iterable[str], iteration: int, drawn: Mapping[str, int]) -> list[str]:
+        """List the prompts whose references have not been `drawn`, or are too old."""
+        oldest = 0 if self.every is None else iteration - self.every + 1
+        return [p for p in dict.fromkeys(prompts) if p not in self.own and drawn.get(p, -MOST) < oldest]
+
+    def planned(self, rounds: Iterable[tuple[int, Sequence[str]]]) -> int:
+        """Count the images drawn in a run of these (iteration, prompts)."""
+        drawn, count = dict[str, int](), 0
+        for iteration, prompts in rounds:
+            due = self.due(prompts, iteration, drawn)
+            drawn |= dict.fromkeys(due, iteration)
+            count += self.count * len(due)
+        return count
+
+    def draw(self, algorithm: ImageAlgorithm, number: int, iteration: int, clock: PhaseClock) -> None:
+        """Draw the references that are due for the prompts of a round, shared among all processes."""
+        indices = algorithm.sampler.batch(number).prompt_index.tolist()
+        records = {str(algorithm.records[i]["prompt"]): algorithm.records[i] for i in indices}
+        due, process = self.due(records, iteration, self.drawn), algorithm.accelerator
+        if not due:
+            return
+        algorithm.wait_for_rewards()  # the judge ranks next, and its references change
+        own, chosen = due[process.process_index :: process.num_processes], dict[str, Tensor]()
+        size = max(1, algorithm.rollout.batch_size // self.count)
+        with algorithm.policy.reference() if self.every is None else nullcontext():
+            for start in range(0, len(own), size):
+                prompts = own[start : start + size]
+                images = self._sample(algorithm, [records[prompt] for prompt in prompts], iteration, clock)
+                for prompt, candidates in zip(prompts, images.split(self.count), strict=True):
+                    with clock.phase("reward"):
+                        best = self.reward.rank(candidates, prompt, records[prompt])[: self.keep]
+                    chosen[prompt] = candidates[best]
+        for share in gather_object([chosen]):
+            self.reward.references.update(share)
+            self.drawn |= dict.fromkeys(share, iteration)
+        self._drop(self.due(self.drawn, iteration, self.drawn))
+
+    def _sample(self, algorithm: ImageAlgorithm, records: Records, iteration: int, clock: PhaseClock) -> Tensor:
+        """Sample `count` images of each record along the ODE: uint8 [n · count, 3, H, W] on the CPU."""
+        moment = 0 if self.every is None else iteration
+        seeds = [
+            sample_seed(algorithm.seed, "reference image", str(record["prompt"]), moment, number)
+            for record in records
+            for number in range(self.count)
+        ]
+        condition = algorithm.encode([record for record in records for _ in range(self.count)], clock)
+        options = {"batch_size": algorithm.rollout.batch_size, "solver": algorithm.rollout.solver}
+        with clock.phase("rollout"), torch.no_grad(), algorithm.accelerator.autocast():
+            latents = rollout(algorithm.policy, condition, sigmas=algorithm.sigmas, seeds=seeds, **options).latents
+        with clock.phase("decode"), torch.no_grad(), algorithm.accelerator.autocast():
+            chunks = latents.split(algorithm.rollout.batch_size)
+            return torch.cat([to_levels(decode_images(algorithm.policy, c, clips=False).float()) for c in chunks])
+
+    def _drop(self, prompts: Iterable[str]) -> None:
+        for prompt in prompts:
+            del self.drawn[prompt], self.reward.references[prompt]
+
+    def state(self) -> dict[str, Tensor]:
+        """Return "ITERATION PROMPT" -> images of what was drawn, for a checkpoint."""
+        return {f"{iteration} {prompt}": self.reward.references[prompt] for prompt, iteration in self.drawn.items()}
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Restore from a checkpoint."""
+        self._drop([*self.drawn])
+        for name, images in state.items():
+            iteration, _, prompt = name.partition(" ")
+            self.drawn[prompt], self.reward.references[prompt] = int(iteration), images
