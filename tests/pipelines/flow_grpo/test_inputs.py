@@ -201,7 +201,10 @@ PAIRS = "name: 'tests.support.judges.brightness:BrightnessPairs'"
         (f"rewards.terms={{j: {{{PAIRS}, references: {{count: 2, keep: 3}}}}}}", "keep is 3 and references.count is 2"),
         (f"rewards.terms={{j: {{{PAIRS}, references: {{count: 1}}}}}}", r"references\.count.*got 1.*or equal to 2"),
         (f"rewards.terms={{j: {{{PAIRS}, references: {{every: 0}}}}}}", r"references\.every.*got 0.*or equal to 1"),
-        (f"rewards.terms={{j: {{{PAIRS}, references: {{}}, where: {{tag: a}}}}}}", "drawn for all prompts, and j.where"),
+        (
+            f"rewards.terms={{j: {{{PAIRS}, references: {{}}, where: {{tag: counting}}}}, brightness: {{}}}}",
+            "drawn for all prompts, and j.where",
+        ),
         (
             f"rewards.terms={{j: {{{PAIRS}, references: {{}}}}, k: {{{PAIRS}, references: {{}}}}}}",
             "j and k have references, and one term can",
