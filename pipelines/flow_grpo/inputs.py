@@ -145,7 +145,9 @@ def build_references(
     if not compared:
         return None
     if len(compared) > 1:
-        raise UserError(f"rewards.terms: {' and '.join(compared)} have references, and one term can. Leave others out.")
+        raise UserError(
+            f"rewards.terms: {' and '.join(compared)} have references, and one term can. Leave others out."
+        )
     label, settings = next(iter(compared.items()))
     prompts = {record_key(record) for record in records}
     if len(prompts) > len({prompt for prompt, *_ in prompts}):

@@ -69,7 +69,9 @@ class ReferenceReward:
         check_choices(self.name, value=(value, UNITS))
         self.judge, self.references, self.value = with_capabilities(judge), dict(references or {}), value
         self.unit, self.range = UNITS[value]
-        if isinstance(judge, DifferentiablePairs):  # an attribute, since trainers tell by it whether there is a gradient
+        if isinstance(
+            judge, DifferentiablePairs
+        ):  # an attribute, since trainers tell by it whether there is a gradient
             self.score_with_gradient = self._score_with_gradient
 
     @property
@@ -119,7 +121,7 @@ class ReferenceReward:
         return make_scores(value, reasons, self.unit, parts=parts)
 
     def _score_with_gradient(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        """Score images [B, 3, H, W] in [0, 1] against references: [B], differentiable in the pixels, NaN without one."""
+        """Score images [B, 3, H, W] in [0, 1], differentiably in the pixels: [B], NaN where there is no reference."""
         assert isinstance(self.judge, DifferentiablePairs)
         references = [[r for _, r in load_images(self.references.get(p, [])).readable()] for p in prompts]
         rows = [row for row, of in enumerate(references) for _ in of]
