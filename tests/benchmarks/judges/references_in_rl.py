@@ -42,14 +42,16 @@ def train(folder: Path, term: str, seed: int, iterations: int) -> None:
         return
     some = write_rows(folder.parent / "heldout.jsonl", heldout_prompts()[::2])
     by_tag = [[r for r in train_prompts() if r["tag"] == tag][: PROMPTS // len(CATEGORIES)] for tag in CATEGORIES]
+    table = write_rows(folder.parent / "prompts.jsonl", [record for records in by_tag for record in records])
     row = "objective.changes_for.diffusion_nft_closed"
     run_visalign(
         "train", "shapes_quickstart", f"rewards.terms={{judge: {term}}}", "rollout.merge_adapters=false",
-        f"data.train={write_rows(folder.parent / 'prompts.jsonl', sum(by_tag, []))}", f"data.heldout={some}",
+        f"data.train={table}", f"data.heldout={some}",
         f"{row}.reference_guidance=null", f"{row}.kl_until={iterations // 4}", f"seed={seed}",
         f"rollout.prompts_per_iteration={SIDE}", f"rollout.group_size={SIDE}", f"run.iterations={iterations}",
         f"optimizer.decay_updates={4 * iterations}", "run.max_seconds=null", "run.threads=1", "run.device=cpu",
-        "evaluation={every: 0, seeds: [0], rewards: {shapes_verifier: {}}}", "monitor.features=null", "-o", str(folder),
+        "evaluation={every: 0, seeds: [0], rewards: {shapes_verifier: {}}}", "monitor.features=null",
+        "-o", str(folder),
     )  # fmt: skip
 
 
