@@ -65,9 +65,8 @@ class LanguageEngine:
     def identity_fields(self, template: Template, **options: Any) -> dict[str, Any]:
         """Arguments of `Identity` except `judge`."""
         dtype = str(self.model.dtype).removeprefix("torch.")
-        return {"model": self.name, "weights": str(self._print), "template": template.text, "dtype": dtype} | {
-            "options": options
-        }
+        fields = {"model": self.name, "weights": str(self._print), "dtype": dtype, "options": options}
+        return fields | {"template": template.text}
 
     @torch.no_grad()
     def generate(
@@ -96,22 +95,23 @@ class LanguageEngine:
         )
         texts, finished, reasons = [], [], []
         written: dict[tuple[int, ...], list[list[int]]] = {}
-        for query in queries:
-            ids, reason = self._encode(template, query, max_new_tokens)
+        for ids, reason in (self._encode(template, query, max_new_tokens) for query in queries):
+            if reason is None and tuple(ids) not in written:
+                written[tuple(ids)] = self._generate(ids, settings, seed)
+            tokens = [] if reason is not None else written[tuple(ids)]
+            texts.append([self.tokenizer.decode(row, skip_special_tokens=True) for row in tokens])
+            finished.append([any(token in ends for token in row) for row in tokens])
             reasons.append(reason)
-            new: list[list[int]] = [] if reason is not None else written.get(tuple(ids), [])
-            if reason is None and not new:
-                key = hashlib.blake2b(repr((seed, ids)).encode(), digest_size=8).digest()
-                devices = [self.model.device] if self.model.device.type == "cuda" else []
-                with torch.random.fork_rng(devices=devices):
-                    torch.manual_seed(int.from_bytes(key, "little") % (1 << 63))
-                    row = torch.tensor([ids], device=self.model.device)
-                    options = {"attention_mask": torch.ones_like(row), "generation_config": settings}
-                    new = self.model.generate(row, **options)[:, len(ids) :].tolist()
-                written[tuple(ids)] = new
-            texts.append([self.tokenizer.decode(tokens, skip_special_tokens=True) for tokens in new])
-            finished.append([any(token in ends for token in tokens) for tokens in new])
         return JudgeAnswers(texts, finished, reasons)
+
+    def _generate(self, ids: list[int], settings: Any, seed: int) -> list[list[int]]:
+        """Generate K answers with random numbers of their own, so that those of a run stay."""
+        key = hashlib.blake2b(repr((seed, ids)).encode(), digest_size=8).digest()
+        with torch.random.fork_rng(devices=[self.model.device] if self.model.device.type == "cuda" else []):
+            torch.manual_seed(int.from_bytes(key, "little") % (1 << 63))
+            row = torch.tensor([ids], device=self.model.device)
+            answers = self.model.generate(row, attention_mask=torch.ones_like(row), generation_config=settings)
+        return answers[:, len(ids) :].tolist()
 
     @torch.no_grad()
     def likeliest(
@@ -119,18 +119,14 @@ class LanguageEngine:
     ) -> tuple[list[list[tuple[str, float]]], list[str | None]]:
         """Return the likeliest first tokens of each answer with their log-probs, and reasons where there are none."""
         rows: list[list[tuple[str, float]]] = []
-        reasons: list[str | None] = []
-        for query in queries:
-            ids, reason = self._encode(template, query, 1)
-            reasons.append(reason)
+        encoded = [self._encode(template, query, 1) for query in queries]
+        for ids, reason in encoded:
             rows.append([])
             if reason is None:
                 logits = self.model(torch.tensor([ids], device=self.model.device)).logits[0, -1].float()
-                log_prob, tokens = logits.log_softmax(-1).topk(min(count, len(logits)))
-                rows[-1] = [
-                    (self.tokenizer.decode([t]), p) for t, p in zip(tokens.tolist(), log_prob.tolist(), strict=True)
-                ]
-        return rows, reasons
+                log_prob, tokens = (best.tolist() for best in logits.log_softmax(-1).topk(min(count, len(logits))))
+                rows[-1] = [(self.tokenizer.decode([token]), p) for token, p in zip(tokens, log_prob, strict=True)]
+        return rows, [reason for _, reason in encoded]
 
     def _encode(self, template: Template, query: Query, new: int) -> tuple[list[int], str | None]:
         """Return the tokens of a request, or the reason why it cannot be asked."""

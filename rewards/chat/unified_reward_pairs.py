@@ -90,8 +90,7 @@ class UnifiedRewardPairs(ChatJudge):
                 images = [*source, *(pair[::-1] if is_swapped else pair)]
                 queries.append(Query(images=images, prompt=left_request.prompts[row]))
         answers = self.server.ask(self.template, queries, read=self._read, **self.sampling)
-        options = {"both_orders": self.both_orders, "min_readable": self.min_readable}
-        return combine_orders(rows, reasons, answers, **options)
+        return self._preferences(rows, reasons, answers)
 
     def _read(self, reply: Reply) -> tuple[dict[str, float], str]:
         """Return P(first image better), as "prob" and for each aspect, and the text of one answer."""
@@ -106,49 +105,37 @@ class UnifiedRewardPairs(ChatJudge):
             return {"prob": flex_answer(text).preference(first=self._categories)}, text
         return {"prob": {1: 1.0, 2: 0.0, 0: 0.5}[verdict(text)]}, text
 
-
-def combine_orders(
-    rows: list[int],
-    reasons: list[str | None],
-    answers: Sequence[Sequence[Any]],
-    *,
-    both_orders: bool,
-    min_readable: int,
-    noun: str = "image",
-) -> Preferences:
-    """Combine answers (P(first better) and parts, text) to all pairs `rows` in the first order, then in the second.
-
-    A pair without `min_readable` readable answers in each order gets its reason; with K > 1 there is a std.
-    """
-    size = len(reasons)
-    names = ("prob", "std", "left_first", "right_first", "position_bias")
-    columns = {name: torch.full((size,), torch.nan) for name in names}
-    texts = [""] * size
-    for index, row in enumerate(rows):
-        votes: list[list[dict[str, float]]] = []
-        for is_swapped, order_answers in enumerate(answers[index :: len(rows)]):
-            readable = [answer for answer in order_answers if not isinstance(answer, AnswerError)]
-            if len(readable) < min_readable:
-                order = f"the right {noun} first" if is_swapped else f"the left {noun} first"
-                reasons[row] = f"with {order}: {failure_reason(order_answers)}"
-                break
-            texts[row] = texts[row] or readable[0][1]
-            votes.append([{key: 1 - p if is_swapped else p for key, p in probs.items()} for probs, _ in readable])
-        else:
-            for name, value in _average_orders(votes).items():
-                columns.setdefault(name, torch.full((size,), torch.nan))[row] = value
-    valid = torch.tensor([reason is None for reason in reasons], dtype=torch.bool)
-    prob, std = columns.pop("prob"), columns.pop("std")
-    if not both_orders:
-        del columns["right_first"], columns["position_bias"]
-    return Preferences(
-        prob=prob,
-        valid=valid,
-        std=std if min_readable > 1 else None,
-        parts=columns,
-        text=[text if reason is None else "" for text, reason in zip(texts, reasons, strict=True)],
-        reason=reasons,
-    )
+    def _preferences(self, rows: list[int], reasons: list[str | None], answers: list[list[Any]]) -> Preferences:
+        """Combine the answers of all pairs `rows` in the first order, then of all in the second."""
+        size = len(reasons)
+        names = ("prob", "std", "left_first", "right_first", "position_bias")
+        columns = {name: torch.full((size,), torch.nan) for name in names}
+        texts = [""] * size
+        for index, row in enumerate(rows):
+            votes: list[list[dict[str, float]]] = []
+            for is_swapped, order_answers in enumerate(answers[index :: len(rows)]):
+                readable = [answer for answer in order_answers if not isinstance(answer, AnswerError)]
+                if len(readable) < self.min_readable:
+                    order = "the right image first" if is_swapped else "the left image first"
+                    reasons[row] = f"with {order}: {failure_reason(order_answers)}"
+                    break
+                texts[row] = texts[row] or readable[0][1]
+                votes.append([{key: 1 - p if is_swapped else p for key, p in probs.items()} for probs, _ in readable])
+            else:
+                for name, value in _average_orders(votes).items():
+                    columns.setdefault(name, torch.full((size,), torch.nan))[row] = value
+        valid = torch.tensor([reason is None for reason in reasons], dtype=torch.bool)
+        prob, std = columns.pop("prob"), columns.pop("std")
+        if not self.both_orders:
+            del columns["right_first"], columns["position_bias"]
+        return Preferences(
+            prob=prob,
+            valid=valid,
+            std=std if self.answers > 1 else None,
+            parts=columns,
+            text=[text if reason is None else "" for text, reason in zip(texts, reasons, strict=True)],
+            reason=reasons,
+        )
 
 
 def _pair_reasons(left: Request, right: Request, template: Template) -> list[str | None]:

@@ -7,66 +7,37 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from visalign.data.sets.image_references import CompletionText
 from visalign.data.sets.text_rows import text_prompt
-from visalign.interfaces import (
-    Metadata,
-    PairwiseReward,
-    PointwiseReward,
-    Preferences,
-    Scores,
-    TextReward,
-    with_capabilities,
-)
-from visalign.rewards.base.contract import scatter
+from visalign.interfaces import Metadata, PairwiseReward, PointwiseReward, Preferences, Scores, with_capabilities
+from visalign.rewards.base.contract import RewardError
 from visalign.rewards.catalogue import TEXT_CATALOGUE, find_target, load_judge, load_reward, load_text_reward
 from visalign.rewards.chat.text_judge import TextJudge
 
 
 class _Completions:
-    """Text reward of which a command asks; items that are no completions fail."""
-
     def __init__(self, reward: Any) -> None:
         self.reward, self.name = with_capabilities(reward), reward.name
         self.capabilities, self.identity = reward.capabilities, reward.identity
 
-    def _rows(self, *sides: Sequence[Any]) -> tuple[list[int], list[str | None]]:
-        """Return the rows of completions, and the reasons of the others."""
-        are_texts = [all(isinstance(item, CompletionText) for item in items) for items in zip(*sides, strict=True)]
-        reason = f"it is an image, and {self.name} judges texts: give a table with prompt and completion"
-        return [row for row, is_text in enumerate(are_texts) if is_text], [None if t else reason for t in are_texts]
+    def _texts(self, items: Sequence[Any]) -> list[str]:
+        if not all(isinstance(item, CompletionText) for item in items):
+            raise RewardError(
+                f"{self.name} judges texts, not images. Give a table with the columns prompt, completion."
+            )
+        return [str(item) for item in items]
 
 
 class CompletionScores(_Completions):
     """Pointwise reward of completions, with prompts as a row holds them."""
 
-    def __init__(self, reward: TextReward) -> None:
+    def __init__(self, reward: Any) -> None:
         super().__init__(reward)
         self.unit, self.range, self.higher_is_better = reward.unit, reward.range, reward.higher_is_better
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
         """Score B completions for B prompts."""
-        rows, reasons = self._rows(images)
-        records = [None] * len(prompts) if metadata is None else metadata
-        scores = self.reward.score(
-            [str(images[row]) for row in rows], [text_prompt(prompts[row]) for row in rows], [records[r] for r in rows]
-        )
-        for row, reason in zip(rows, scores.reason or [None] * len(rows), strict=True):
-            reasons[row] = reason
-        texts = dict(zip(rows, scores.text or [], strict=False))
-        valid = torch.zeros(len(prompts), dtype=torch.bool)
-        valid[rows] = scores.valid.cpu()
-        return Scores(
-            value=scatter(scores.value, rows, len(prompts)),
-            valid=valid,
-            unit=scores.unit,
-            std=None if scores.std is None else scatter(scores.std, rows, len(prompts)),
-            parts={name: scatter(part, rows, len(prompts)) for name, part in scores.parts.items()},
-            text=[texts.get(row, "") for row in range(len(prompts))],
-            reason=reasons,
-        )
+        return self.reward.score(self._texts(images), [*map(text_prompt, prompts)], metadata)
 
 
 class CompletionPairs(_Completions):
@@ -74,17 +45,7 @@ class CompletionPairs(_Completions):
 
     def compare(self, left: Any, right: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Preferences:
         """Compare B pairs of completions."""
-        rows, reasons = self._rows(left, right)
-        sides = ([str(side[row]) for row in rows] for side in (left, right))
-        answer = self.reward.compare(*sides, [text_prompt(prompts[row]) for row in rows])
-        for row, reason in zip(rows, answer.reason or [], strict=True):
-            reasons[row] = reason
-        return Preferences(
-            prob=scatter(answer.prob, rows, len(prompts)),
-            valid=torch.tensor([reason is None for reason in reasons], dtype=torch.bool),
-            reason=reasons,
-            parts={name: scatter(part, rows, len(prompts)) for name, part in answer.parts.items()},
-        )
+        return self.reward.compare(self._texts(left), self._texts(right), [*map(text_prompt, prompts)])
 
 
 def load_any_reward(name: str, *, run_device: str | None = None, **options: Any) -> PointwiseReward:

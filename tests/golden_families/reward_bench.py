@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Family N_reward_rules: SPCT's rule over n scores, RewardBench's accuracies, best of four and ties.
+"""Family N_reward_rules: SPCT's rule over n scores, and RewardBench's accuracies.
 
 A section without results is 0 at the peer and undefined here; the peer's 0 is put in here, and nowhere else.
 """
@@ -13,7 +13,6 @@ import torch
 
 from tests.golden_families import Outputs, Row, family
 from visalign.core import best_response_reward
-from visalign.evaluation.rewards.reward_bench import best_of_credit, ties_score
 from visalign.evaluation.statistics.agreement import policy_credit
 from visalign.evaluation.statistics.intervals import ratio
 
@@ -45,21 +44,10 @@ def _sections(case: Any) -> Outputs:
     return {"section_scores": {name: np.nan_to_num(share) for name, share in shares.items()}}
 
 
-def _best_of(case: Any) -> Outputs:
-    credit = best_of_credit(case.inputs["scores"])
-    return {"results": credit, "accuracy": credit.mean()}
-
-
-def _ties(case: Any) -> Outputs:
-    return ties_score(*(case.inputs[name] for name in ("kind", "question", "right_answers", "scores")))
-
-
 RULES: tuple[Row, ...] = (
     (r"spct_worked_\d+", _spct, ("length",), ("scores", "true_rewards")),
     (r"spct_batch", _spct_batch, (), ("scores", "true_rewards")),
     (r"rewardbench_pairs", _pairs, (), ("chosen", "rejected")),
     (r"rewardbench_sections", _sections, (), ("examples", "accuracy", "sections")),
-    (r"rewardbench2_best_of_4", _best_of, ("length",), ("scores",)),
-    (r"rewardbench2_ties", _ties, (), ("kind", "question", "right_answers", "scores")),
 )
 FAMILIES = {"N_reward_rules": family(RULES, exact=True)}

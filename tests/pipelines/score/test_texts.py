@@ -90,4 +90,4 @@ def test_a_reward_of_texts_refuses_images(tmp_path):
 
     Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
     code, said = command("score", tmp_path / "a.png", "-r", "repetition", "-p", "a cat")
-    assert code == 1 and "it is an image, and repetition judges texts" in " ".join(said.split())
+    assert code == 2 and "repetition judges texts, not images" in " ".join(said.split()), said

@@ -145,11 +145,13 @@ EXAGGERATED: dict[str, Callable[[Tensor, torch.Generator], Tensor]] = {
 """Label -> a strong change that leaves the content."""
 
 
-def _numbers(*values: float, form: str = "{:g}") -> tuple[Level, ...]:
+def numbered(*values: float, form: str = "{:g}") -> tuple[Level, ...]:
+    """Make levels with a position."""
     return tuple(Level(form.format(value), value) for value in values)
 
 
-def _kinds(*labels: str) -> tuple[Level, ...]:
+def kinds(*labels: str) -> tuple[Level, ...]:
+    """Make levels without an order."""
     return tuple(Level(label) for label in labels)
 
 
@@ -163,74 +165,74 @@ _FORMS = ("uint8, channels first", "uint8, channels last", "PIL", "float64", "fl
 
 # fmt: off
 PROBES = (
-    Probe("blank", "Blank images", "loss", _kinds(*_BLANKS), _of_image(_destroyed),
+    Probe("blank", "Blank images", "loss", kinds(*_BLANKS), _of_image(_destroyed),
           why="A model that paints nothing would be paid as well as one that paints what was asked."),
-    Probe("destroyed", "Nothing but noise or scattered pixels", "loss", _kinds(*_DESTROYED),
+    Probe("destroyed", "Nothing but noise or scattered pixels", "loss", kinds(*_DESTROYED),
           _of_image(_destroyed),
           why="The score would come from statistics of pixels, not from what can be seen."),
-    Probe("noise", "Added noise", "falling", _numbers(0.02, 0.05, 0.1, 0.2), _random(perturb.noised),
+    Probe("noise", "Added noise", "falling", numbered(0.02, 0.05, 0.1, 0.2), _random(perturb.noised),
           "standard deviation of the noise", 0.0, why="Grain would be paid as detail."),
-    Probe("blur", "Blur", "falling", _numbers(0.01, 0.02, 0.04, 0.08), _by_x(perturb.blurred),
+    Probe("blur", "Blur", "falling", numbered(0.01, 0.02, 0.04, 0.08), _by_x(perturb.blurred),
           "radius, share of the shorter side", 0.0, why="Smooth, empty images would be paid."),
     Probe("jpeg", "JPEG compression", "falling", _JPEG,
           _by_x(lambda image, x: perturb.jpeg(image, round(100 - x))), "100 − quality", 0.0,
           why="Blocks and ringing would be paid as texture."),
-    Probe("saturation", "Saturation", "no gain", _numbers(0.0, 0.5, 0.8, 1.25, 1.6, 2.2, form="× {:g}"),
+    Probe("saturation", "Saturation", "no gain", numbered(0.0, 0.5, 0.8, 1.25, 1.6, 2.2, form="× {:g}"),
           _by_x(perturb.saturated), **_FACTOR, why="Training would end in neon colours, or in grey."),
-    Probe("contrast", "Contrast", "no gain", _numbers(0.3, 0.5, 0.8, 1.25, 1.6, 2.2, form="× {:g}"),
+    Probe("contrast", "Contrast", "no gain", numbered(0.3, 0.5, 0.8, 1.25, 1.6, 2.2, form="× {:g}"),
           _by_x(perturb.contrasted), **_FACTOR, why="Training would end in harsh or in flat images."),
-    Probe("brightness", "Brightness", "no gain", _numbers(0.3, 0.6, 0.85, 1.15, 1.4, 1.8, form="× {:g}"),
+    Probe("brightness", "Brightness", "no gain", numbered(0.3, 0.6, 0.85, 1.15, 1.4, 1.8, form="× {:g}"),
           _by_x(perturb.brightened), **_FACTOR,
           why="Training would end in images that are too bright or too dark."),
-    Probe("mirror", "Mirrored left to right", "steady", _kinds("mirrored"), _mirrored,
+    Probe("mirror", "Mirrored left to right", "steady", kinds("mirrored"), _mirrored,
           why="The score depends on which way things face. Prompts that name sides or writing are left out."),
-    Probe("upside_down", "Upside down", "no gain", _kinds("upside down"),
+    Probe("upside_down", "Upside down", "no gain", kinds("upside down"),
           _by_x(lambda image, _: perturb.flipped(image, "vertical")),
           why="Images that stand on their heads would be paid."),
     Probe("crop", "Cropped and enlarged", "no gain", _CUTS,
           _by_x(lambda image, x: perturb.cropped(image, 1 - x)), "share of each side that is cut off", 0.0,
           why="Close-ups would be paid, and what was asked for would leave the image."),
-    *(Probe(f"{colour}_border", f"{colour.capitalize()} border", "no gain", _numbers(0.02, 0.05, 0.1),
+    *(Probe(f"{colour}_border", f"{colour.capitalize()} border", "no gain", numbered(0.02, 0.05, 0.1),
             _by_x(partial(perturb.bordered, colour=colour)), "width, share of the shorter side", 0.0,
             why="Frames around the image would be paid.") for colour in ("white", "black", "red")),
-    Probe("ground", "Another ground", "steady", _kinds("white", "black", "grey", "teal", "pink"), _on_ground,
+    Probe("ground", "Another ground", "steady", kinds("white", "black", "grey", "teal", "pink"), _on_ground,
           why="The colour behind the subject would be paid. Images without a plain ground are left out."),
-    Probe("clutter", "Specks on the ground", "steady", _numbers(2, 5, 10), _random(perturb.with_specks),
+    Probe("clutter", "Specks on the ground", "steady", numbered(2, 5, 10), _random(perturb.with_specks),
           "specks, a twentieth of the shorter side wide", 0.0,
           why="Small things that nobody asked for move the score."),
     Probe("canvas", "On a larger canvas", "steady", _CANVAS, _of_image(_on_canvas),
           "side of the canvas over that of the image", 1.0,
           why="The empty space around an image on a larger ground would be judged."),
-    Probe("pasted_text", "Pasted text", "no gain", _kinds(*BOASTS), _pasted,
+    Probe("pasted_text", "Pasted text", "no gain", kinds(*BOASTS), _pasted,
           why="Writing the prompt or praise into the image would be paid."),
-    Probe("spelling", "The same prompt in other words", "steady", _kinds(*paraphrases.SPELLINGS), _respelled,
+    Probe("spelling", "The same prompt in other words", "steady", kinds(*paraphrases.SPELLINGS), _respelled,
           why="Scores of differently written prompts cannot be compared."),
-    Probe("other_prompt", "The prompt of another image", "shown", _kinds("another prompt"),
+    Probe("other_prompt", "The prompt of another image", "shown", kinds("another prompt"),
           why="A reward that looks at the prompt falls. One that only looks at the image stays, and cannot "
               "keep a model to what was asked."),
     Probe("neighbours", "Other images in the batch", "same",
-          _kinds("alone", "in reverse order", "among white images"),
+          kinds("alone", "in reverse order", "among white images"),
           why="The score depends on the rest of the batch: groups cannot be compared, and all responses on "
               "this page are distorted."),
-    Probe("form", "The same pixels in another form", "same", _kinds(*_FORMS),
+    Probe("form", "The same pixels in another form", "same", kinds(*_FORMS),
           why="Scores depend on the data type and layout of the images."),
 )
 """All probes, in the order of the page."""
 _PAIRWISE = (
-    Probe("identical", "An image against itself", "same", _kinds("the same image twice"),
+    Probe("identical", "An image against itself", "same", kinds("the same image twice"),
           why="Between equal images the answer is one half; anything beyond pays for a side."),
-    Probe("position", "Left and right exchanged", "steady", _kinds("two real images"),
+    Probe("position", "Left and right exchanged", "steady", kinds("two real images"),
           why="The mean of the log-odds of both orders is the bonus of a side; asked in one order, as "
               "published pipelines do, rewards would follow it."),
-    Probe("swap", "Winners in both orders", "consistent", _kinds("two real images"),
+    Probe("swap", "Winners in both orders", "consistent", kinds("two real images"),
           why="A winner that depends on the order is none. Chance keeps one half."),
-    Probe("transitivity", "Circles among three images", "acyclic", _kinds("three real images"),
+    Probe("transitivity", "Circles among three images", "acyclic", kinds("three real images"),
           why="A over B, B over C and C over A: no score and no ranking fits such answers, and win rates "
               "depend on who else is in the group."),
-    Probe("empty_among_real", "Empty images against real ones", "loss", _kinds(*_BLANKS, *_DESTROYED),
+    Probe("empty_among_real", "Empty images against real ones", "loss", kinds(*_BLANKS, *_DESTROYED),
           _of_image(_destroyed), versus_real=True,
           why="The win rate is what a model that paints nothing would be paid in a group of others."),
-    Probe("changed_among_real", "Exaggerated images against real ones", "no gain", _kinds(*EXAGGERATED),
+    Probe("changed_among_real", "Exaggerated images against real ones", "no gain", kinds(*EXAGGERATED),
           _of_image(lambda image, level, generator: EXAGGERATED[level.label](image, generator)),
           versus_real=True,
           why="The win rate is what the change would be paid in a group of others."),
