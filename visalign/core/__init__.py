@@ -33,7 +33,7 @@ from visalign.core.tokens.causal_lm import token_log_probs
 from visalign.core.tokens.fused_head import fused_log_prob_entropy, log_prob_entropy
 
 _ROOMS = """
-advantages.baselines: best_of_group_advantages gpg_advantages opo_advantages pass_at_k_advantages
+advantages.baselines: best_of_group_advantages decoupled_advantages gpg_advantages opo_advantages pass_at_k_advantages
 advantages.combine: gdpo_advantages normalise_then_sum weighted_mean weighted_sum
 advantages.copo: between_group_advantages consistency_entropy copo_advantages copo_weight
 advantages.entropy: aem_advantages aem_scale empg_advantages empg_scale entropy_aware_advantages

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from visalign.core.advantages.baselines import (
     best_of_group_advantages,
+    decoupled_advantages,
     gpg_advantages,
     opo_advantages,
     pass_at_k_advantages,
@@ -147,3 +148,38 @@ def test_best_of_group() -> None:
     reward, group = vector(1, 3, 2, 7, 7, 4), ["x", "x", "x", "y", "y", "y"]
     assert torch.equal(best_of_group_advantages(reward, group), vector(0, 1, 0, 1, 1, 0))
     assert torch.equal(best_of_group_advantages(reward, group, worst=-1), vector(-1, 1, 0, 1, 1, -1))
+
+
+def test_decoupled_by_hand() -> None:
+    """Samples 0, 2 and 4 of "a" are actions taken: the mean is that of the two whose reward is there."""
+    reward, group = vector(1, 5, 3, 0, NAN, 7), ["a", "a", "a", "a", "a", "b"]
+    taken = vector(NAN, 3, NAN, -2, NAN, NAN)
+    torch.testing.assert_close(decoupled_advantages(reward, group), taken, equal_nan=True)
+    plain = vector(NAN, 5, NAN, 0, NAN, NAN)
+    torch.testing.assert_close(decoupled_advantages(reward, group, baseline="none"), plain, equal_nan=True)
+    assert decoupled_advantages(vector(NAN, 2), [0, 0])[1] == 0, "no action taken has an approval"
+
+
+@pytest.mark.parametrize(("name", "follows"), [("da_pg", "approval"), ("grpo", "tampering")])
+def test_decoupled_approval_does_not_learn_to_tamper(name: str, follows: str) -> None:
+    """Answer 1 is worth less, and each time it is the action taken all approvals of that prompt rise by 4.
+
+    Exact expectation over all pairs (action taken, query). By DA-PG the gradient is that of the approval; where the
+    approval of the action taken is learnt from, it is that of the approval with the rise.
+    """
+    approval, rise = vector(1.0, 0.5), vector(0.0, 4.0)
+    logits = vector(0.2, -0.3).requires_grad_()
+    log_prob = logits.log_softmax(0)
+    draws = torch.tensor(list(itertools.product(range(2), repeat=2)))
+    chance = log_prob[draws].sum(1).exp().detach()
+    if name == "da_pg":
+        reward = approval[draws] + rise[draws[:, :1]]
+        gain = decoupled_advantages(reward.flatten(), torch.arange(4).repeat_interleave(2)).view(4, 2)[:, 1]
+        loss = -(chance * gain * log_prob[draws[:, 1]]).sum()
+    else:
+        loss = -(log_prob.exp().detach() * (approval + rise) * log_prob).sum()
+    worth = approval if follows == "approval" else approval + rise
+    (expected,) = torch.autograd.grad(-(log_prob.exp() * worth).sum(), logits, retain_graph=True)
+    (found,) = torch.autograd.grad(loss, logits)
+    torch.testing.assert_close(found, expected)
+    assert (found[1] > 0) == (name == "da_pg"), "answer 1 becomes less likely by DA-PG alone"

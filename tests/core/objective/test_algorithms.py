@@ -19,6 +19,8 @@ NO_POLICY_GRADIENT = {"flowrl"}
 @pytest.mark.parametrize("name", NAMED)
 def test_every_algorithm_is_invariant(name: str) -> None:
     report = check_invariance(objectives()[name], *step_for(name))
+    if name == "da_pg":  # the order within a group says which samples are actions taken
+        assert report.pop("permute") > 1e-6
     assert max(report.values()) < 1e-6, report
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Advantages with other baselines than the group mean: OPO, GPG, pass@k, best and worst of a group."""
+"""Advantages with other baselines than the group mean: OPO, GPG, pass@k, best and worst of a group, DA-PG."""
 
 from __future__ import annotations
 
@@ -116,6 +116,28 @@ def best_of_group_advantages(
     high = -group_min(torch.where(mask, -values, float("inf")), index, groups)[index]
     mark = (values == high).double() + worst * (values == low).double()
     return _finish(torch.where(mask & (high > low), mark, 0.0), reward)
+
+
+def decoupled_advantages(
+    reward: Tensor, group: Labels, *, baseline: Literal["taken", "none"] = "taken", valid: Tensor | None = None
+) -> Tensor:
+    """Learn from queries that are drawn apart from the actions taken (decoupled approval): A_q = R_q − b.
+
+    Of the samples of a group the first, third, ... are the actions taken and the others the queries. Only the queries
+    are learnt from, an action taken has NaN. What the actions taken do to the approval of their prompt is then
+    independent of what is learnt: E[Σ_q A_q ∇ log π(q)] is the gradient of the approval alone. DA-PG, Uesato et al.,
+    Avoiding tampering incentives in deep RL via decoupled approval, arXiv 2011.08827. Deviation: b is the mean
+    approval of the actions taken, which leaves that gradient as it is; "none" is b = 0, as published.
+    """
+    values, mask, index, groups = _rows(reward, group, valid)
+    same = index[:, None] == index
+    is_query = (same.tril(-1).sum(1) % 2 == 1)[:, None]
+    taken = mask & ~is_query
+    number = group_sum(taken.double(), index, groups)
+    mean = divide(group_sum(torch.where(taken, values, 0.0), index, groups), number)[index]
+    has_baseline = number[index] > 0 if baseline == "taken" else torch.ones_like(mask)
+    gain = torch.where(mask & has_baseline, values - (mean if baseline == "taken" else 0.0), 0.0)
+    return _finish(torch.where(is_query, gain, torch.nan), reward)
 
 
 def _rows(reward: Tensor, group: Labels, valid: Tensor | None) -> tuple[Tensor, Tensor, Tensor, int]:

@@ -76,6 +76,12 @@ NAMED: dict[str, Objective] = {
         surrogate="reinforce",
         aggregation="seq_mean_token_sum",
     ),
+    "da_pg": Objective(
+        source="DA-PG, arXiv 2011.08827: approval of queries drawn apart from the actions taken",
+        advantage="decoupled",
+        surrogate="reinforce",
+        aggregation="seq_mean_token_sum",
+    ),
     "reinforce_pp": Objective(
         source="Hu et al., arXiv 2501.03262, version with the KL in the reward",
         advantage="reinforce_pp",

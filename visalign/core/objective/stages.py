@@ -229,6 +229,7 @@ ADVANTAGES = {
     "gpg": Stage(baselines.gpg_advantages),
     "pass_at_k": Stage(baselines.pass_at_k_advantages),
     "best_of_group": Stage(baselines.best_of_group_advantages),
+    "decoupled": Stage(baselines.decoupled_advantages),
     "gae": Stage(whitened_gae),
     "remax": Stage(returns.remax_advantages, reward="decision_reward", baseline="greedy_reward"),
     "reinforce_pp": Stage(returns.reinforce_pp_advantages, reward="decision_reward"),

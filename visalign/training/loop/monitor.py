@@ -2,7 +2,7 @@
 """Monitor reward hacking during training: trends against the first iterations, limits that warn or stop.
 
 The best held-out evaluation (`run.best_by`) may select the result: one reward is trained on, another selects
-(decoupled approval).
+(checkpoint selection).
 
 Sources of the signs: rewards that are not trained on, Gao et al., arXiv 2210.10760 (gold against proxy); the
 spread of the reward within groups, after RewardDance, arXiv 2509.08826 (there over training steps).
