@@ -24,11 +24,17 @@ from visalign.pipelines.shared.sections import (
 from visalign.precision import Autocast
 from visalign.schema import STRICT
 from visalign.settings import Count, Natural, NonNegative, PositiveShare, Records, Side, Steps, refuse
-from visalign.training.diffusion.rollout_settings import RolloutSettings, check_dynamic, check_sampling, check_sharding
+from visalign.training.diffusion.rollout_settings import (
+    RolloutSettings,
+    check_more_samples,
+    check_sampling,
+    check_sharding,
+)
 from visalign.training.diffusion.settings import DiffusionObjectiveSettings
 from visalign.training.loop.dynamic_groups import DynamicSettings
 from visalign.training.loop.monitor import MonitorSettings
 from visalign.training.loop.optimizer import OptimizerSettings
+from visalign.training.policy.winners import ReplaySettings
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -189,6 +195,8 @@ class FlowGRPOConfig:
     """Sampling."""
     dynamic: DynamicSettings = field(default_factory=DynamicSettings)
     """Dynamic sampling."""
+    self_imitation: ReplaySettings | None = None
+    """SPEAR's replay of images that beat their group, for regressions; {} has the paper's numbers, null: none."""
     objective: DiffusionObjectiveSettings = field(default_factory=DiffusionObjectiveSettings)
     """The loss."""
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
@@ -207,7 +215,7 @@ class FlowGRPOConfig:
             object.__setattr__(self, "data", replace(self.data, heldout="shapes:heldout"))
         stored = self.data.pairs is not None
         check_sampling(self.objective, self.rollout, stored=stored)
-        check_dynamic(self.dynamic, self.objective, self.rollout, stored=stored)
+        check_more_samples(self.objective, self.rollout, self.dynamic, self.self_imitation, stored=stored)
         refuse(_broken_rules(self))
         if self.run.sharding:
             check_sharding(self.objective, self.rollout)

@@ -33,7 +33,7 @@ from visalign.settings import refuse
 from visalign.training.diffusion.experts import check_experts
 from visalign.training.diffusion.references import ReferenceImages
 from visalign.training.diffusion.reward_gradient import check_differentiable
-from visalign.training.diffusion.rollout_settings import check_dynamic, check_processes
+from visalign.training.diffusion.rollout_settings import check_more_samples, check_processes
 from visalign.training.diffusion.samples import Features, StoredPreference
 from visalign.training.loop.sampler import PromptSampler
 
@@ -103,6 +103,7 @@ def prepare(config: FlowGRPOConfig, world: int, device: str | None = None) -> In
         check_judge(label, rewards[label], first_routed(heldout, terms[label]))
     towers = {label: judge.towers for label, judge in judges.items() if hasattr(judge, "towers")}
     name = next(iter(towers), None) if config.monitor.features == "auto" else config.monitor.features
+    config.objective.check_features(name is not None)
     _check_monitor(config, has_features=name is not None)
     trained_prompts = {_prompt_key(record) for record in records} & {_prompt_key(record) for record in heldout}
     return Inputs(
@@ -129,8 +130,8 @@ def _check_method(config: FlowGRPOConfig, reward: Any, records: Records, strata:
     check_processes(objective, rollout, reward, world)
     # built for its refusals: the algorithm makes its own, but only once the model is there
     PromptSampler(len(records), *size, config.seed, strata=strata, cycle=config.data.cycle)
-    objective.check_constrained(reward)
-    check_dynamic(config.dynamic, objective, rollout, reward=reward)
+    objective.check_reward(reward)
+    check_more_samples(objective, rollout, config.dynamic, config.self_imitation, reward=reward)
     if objective.ascent is not None:
         check_differentiable(reward)
     if objective.experts:

@@ -51,6 +51,7 @@ def _build(config: FlowGRPOConfig, output: Path) -> PolicyRun:
         stored=None if config.data.pairs is None else stored_latents(policy, inputs.records[0]),
         dynamic=config.dynamic,
         references=inputs.references,
+        self_imitation=config.self_imitation,
     )
     sampling = {"steps": rollout.steps, "timestep_schedule": rollout.timestep_schedule}
     measure = build_evaluator(evaluation, policy, inputs.rewards, accelerator=accelerator, **sampling)

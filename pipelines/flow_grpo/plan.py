@@ -31,7 +31,7 @@ from visalign.pipelines.shared.plan import (
 from visalign.training.diffusion.cost import forward_equivalents_per_image, planned_passes
 from visalign.training.diffusion.images import check_sizes
 from visalign.training.loop.sampler import PromptSampler
-from visalign.training.policy.settings import reads_reference_log_prob
+from visalign.training.policy.settings import needs_reference_log_prob
 
 from .config import FlowGRPOConfig, ModelConfig
 from .inputs import Inputs, prepare
@@ -55,7 +55,7 @@ def plan(config: FlowGRPOConfig, *, measure: bool = True) -> dict[str, Any]:
 def estimate(config: FlowGRPOConfig) -> dict[str, Any]:
     """Compute batch arithmetic, memory, forward-equivalents and hours by device without loading a model."""
     groups, inputs = _arithmetic(config)
-    return {**groups, **_footprint(config, inputs, groups["batch"], groups["evaluation"]["images"])}
+    return {**groups, **_footprint(config, inputs, groups)}
 
 
 def _arithmetic(config: FlowGRPOConfig) -> tuple[dict[str, Any], Inputs]:
@@ -65,7 +65,7 @@ def _arithmetic(config: FlowGRPOConfig) -> tuple[dict[str, Any], Inputs]:
     heldout, seeds = len(inputs.heldout), len(evaluation.seeds)
     images = rollout.prompts_per_iteration * rollout.group_size
     rounds = config.dynamic.max_rounds if config.dynamic.enabled else 1
-    references = _reference_images(config, inputs, rounds)
+    references, replay = _reference_images(config, inputs, rounds), config.self_imitation
     pairs = round(images * _image_passes(config).trained)
     pairs_per_update = pairs / optimizer.updates_per_iteration
     updates = config.objective.epochs * optimizer.updates_per_iteration
@@ -88,7 +88,10 @@ def _arithmetic(config: FlowGRPOConfig) -> tuple[dict[str, Any], Inputs]:
         },
         "cost": {
             "forward_equivalents_per_image": planned_cost(
-                config, rounds=rounds, references=references / (images * rounds * iterations)
+                config,
+                rounds=rounds,
+                references=references / (images * rounds * iterations),
+                replayed=0 if replay is None else (replay.batch or images) / (images * rounds),
             )
         },
         "evaluation": {
@@ -103,24 +106,34 @@ def _arithmetic(config: FlowGRPOConfig) -> tuple[dict[str, Any], Inputs]:
 
 
 def _reference_images(config: FlowGRPOConfig, inputs: Inputs, rounds: int) -> int:
-    """Count the images that a run draws as references."""
+    """Count the images that a run draws as references; of PAR the most, once for each prompt that it visits."""
+    visited = min(len(inputs.records), config.rollout.prompts_per_iteration * config.run.iterations)
+    objective = config.objective.build(length=1) if config.objective.is_policy_gradient else None
+    is_par = objective is not None and objective.advantage == "par"
+    start = visited * objective.advantage_options.get("references", 1) if is_par else 0
     if inputs.references is None:
-        return 0
+        return start
     size = config.rollout.prompts_per_iteration, config.rollout.group_size
     order = {"strata": inputs.strata, "cycle": config.data.cycle}
     sampler = PromptSampler(len(inputs.records), *size, config.seed, **order)
     prompts = [str(record["prompt"]) for record in inputs.records]
     batches = (sampler.batch(number).prompt_index.tolist() for number in range(config.run.iterations * rounds))
-    return inputs.references.planned((n // rounds, [prompts[i] for i in batch]) for n, batch in enumerate(batches))
+    drawn = ((n // rounds, [prompts[i] for i in batch]) for n, batch in enumerate(batches))
+    return start + inputs.references.planned(drawn)
 
 
 def planned_cost(
-    config: FlowGRPOConfig, trained_share: float = 1.0, *, rounds: float = 1, references: float = 0.0
+    config: FlowGRPOConfig,
+    trained_share: float = 1.0,
+    *,
+    rounds: float = 1,
+    references: float = 0.0,
+    replayed: float = 0.0,
 ) -> float:
     """Compute the forward-equivalents per image of a run in which `trained_share` of the samples train.
 
-    With `rounds` of dynamic sampling the samples of one are trained on; `references` are images drawn as references
-    per image of the run.
+    With `rounds` of dynamic sampling the samples of one are trained on; per image of the run `references` are drawn
+    as references, and `replayed` are trained on again.
     """
     rollout, objective, passes = config.rollout, config.objective, _image_passes(config)
     measured = 0.0
@@ -128,16 +141,22 @@ def planned_cost(
         rewards = sum(term.weight > 0 for term in config.rewards.terms.values())
         measured = rewards / objective.balance_every / config.optimizer.updates_per_iteration
     drawn = references * rollout.steps * _halves(config.model, rollout.guidance)
-    return drawn + forward_equivalents_per_image(
-        steps=passes.sampled,
-        trained=passes.trained / rounds,
-        guided=_halves(config.model, None) > 1,
-        reference=passes.other_policies,
-        trained_share=trained_share,
-        epochs=objective.epochs,
-        asked_again=passes.before_update,
-        guided_rollout=None if rollout.guidance is None else _halves(config.model, rollout.guidance) > 1,
-        measured=measured,
+    guided = _halves(config.model, None) > 1
+    again = replayed * objective.epochs * passes.trained * (3 + guided)
+    return (
+        drawn
+        + again
+        + forward_equivalents_per_image(
+            steps=passes.sampled,
+            trained=passes.trained / rounds,
+            guided=guided,
+            reference=passes.other_policies,
+            trained_share=trained_share,
+            epochs=objective.epochs,
+            asked_again=passes.before_update,
+            guided_rollout=None if rollout.guidance is None else _halves(config.model, rollout.guidance) > 1,
+            measured=measured,
+        )
     )
 
 
@@ -159,8 +178,7 @@ def _image_passes(config: FlowGRPOConfig) -> ImagePasses:
         sampled += rollout.completed_per_image
     if (regression := settings.regression) is None:
         objective = settings.build(length=1)
-        in_reward = objective.kl_in_reward or reads_reference_log_prob(objective)
-        before_update = bool(in_reward) + (objective.importance_sampling is not None)
+        before_update = needs_reference_log_prob(objective) + (objective.importance_sampling is not None)
         return ImagePasses(sampled, rollout.pairs_per_image, float(objective.kl > 0), before_update)
     other_policies = planned_passes(
         regression,
@@ -259,7 +277,7 @@ class Pass(NamedTuple):
     largest_block: int  # Bytes of those that checkpointing computes again at once
 
 
-def _footprint(config: FlowGRPOConfig, inputs: Inputs, batch: Mapping[str, Any], evaluated: int) -> dict[str, Any]:
+def _footprint(config: FlowGRPOConfig, inputs: Inputs, groups: Mapping[str, Any]) -> dict[str, Any]:
     """Compute memory in GB, operations and hours of a run on each device, in groups.
 
     Operations and stored activations are counted on the policy's own velocity on the meta device. On tiny
@@ -269,6 +287,7 @@ def _footprint(config: FlowGRPOConfig, inputs: Inputs, batch: Mapping[str, Any],
     """
     from visalign.adapters.hollow import hollow_pipelines
 
+    batch, evaluated = groups["batch"], groups["evaluation"]["images"]
     world, all_images = batch["processes"], batch["images"]
     images = all_images / batch["iterations"]
     pairs = min(config.optimizer.micro_batch, math.ceil(batch["pairs_per_update"] / world))
@@ -281,10 +300,9 @@ def _footprint(config: FlowGRPOConfig, inputs: Inputs, batch: Mapping[str, Any],
             f"({str(error).splitlines()[0]}). `visalign train CONFIG --dry-run` loads it and times passes."
         ) from error
     memory, network, offloaded = _memory(config, policy, images / world, passes)
-    rounds = images / batch["images_per_iteration"]
-    references = batch.get("reference_images", 0) / all_images
-    cost, trained = planned_cost(config, rounds=rounds, references=references), _image_passes(config).trained
-    recomputed = trained / rounds * all_images * config.objective.epochs * any(p.largest_block for p in passes)
+    cost, trained = groups["cost"]["forward_equivalents_per_image"], _image_passes(config).trained
+    trained_images = batch["images_per_iteration"] * batch["iterations"]
+    recomputed = trained * trained_images * config.objective.epochs * any(p.largest_block for p in passes)
     guided = policy.guided if hasattr(policy, "guided") else policy.guidance != 1
     evaluation = evaluated * (config.evaluation.steps or config.rollout.steps) * (1 + guided)
     flops = math.fsum(p.flops for p in passes) / len(passes)

@@ -41,6 +41,16 @@ PULLED = [
     f"brightness: {{weight: {BRIGHTNESS}}}}}, allow_mixed_units: true}}",
 ]
 GDPO = "objective.changes_for.grpo_guard={advantage: gdpo, advantage_options: {ddof: 0}}"
+# what texts had first, each against the same run without it; a reward of 0 and 1 leaves groups without signal
+STRICT = [*SMALL, "rewards.terms.verifier.options.mode=correct"]
+DYNAMIC = "dynamic={enabled: true, max_rounds: 3}"
+PAR = "objective.changes={advantage: par, advantage_options: {k: 5}}"
+FLOWRL = [
+    "objective.algorithm=flowrl",
+    "objective.changes={surrogate_options: {beta: 2}}",
+    "objective.ratio_bound=0.5",
+    "rollout.log_prob_reduction=sum",
+]
 CPS = ["rollout.schedule=cps", "rollout.noise_level=0.8", "objective.ratio_bound=null"]
 ROWS: dict[str, tuple[str, list[str]]] = {
     "Flow-GRPO": (TRAJECTORY, ["objective.algorithm=flow_grpo"]),
@@ -49,6 +59,11 @@ ROWS: dict[str, tuple[str, list[str]]] = {
     "GRPO-Guard": (TRAJECTORY, []),
     "GRPO-Guard, one start": (TRAJECTORY, [*SIXTEEN, "rollout.shared_noise=true"]),
     "GRPO-Guard, tree": (TRAJECTORY, [*SIXTEEN, *TREE]),
+    "GRPO-Guard, 96 images": (TRAJECTORY, SMALL),
+    "GRPO-Guard, PAR": (TRAJECTORY, [*SMALL, PAR]),
+    "FlowRL": (TRAJECTORY, [*SMALL, *FLOWRL]),
+    "GRPO-Guard, 0 or 1": (TRAJECTORY, STRICT),
+    "GRPO-Guard, 0 or 1, dynamic": (TRAJECTORY, [*STRICT, DYNAMIC]),
     "Flow-GRPO, 96 images": (TRAJECTORY, TURNING),
     "TP-GRPO": (TRAJECTORY, [*TURNING, "objective.credit=turning_points"]),
     "TP-GRPO, one step": (TRAJECTORY, [*TURNING, "objective.credit=one_step"]),
@@ -57,6 +72,8 @@ ROWS: dict[str, tuple[str, list[str]]] = {
     "two rewards, MARBLE": (TRAJECTORY, [*PULLED, "objective.balance_every=2"]),
     "Flow-CPS": (TRAJECTORY, ["objective.algorithm=flow_grpo", *CPS]),
     "DiffusionNFT": (REGRESSION, [PLAIN, TWO_LEVELS]),
+    "DiffusionNFT, 96 images": (REGRESSION, [PLAIN, TWO_LEVELS, *SMALL]),
+    "DiffusionNFT, replay": (REGRESSION, [PLAIN, TWO_LEVELS, *SMALL, "self_imitation={warmup: 4, batch: 48}"]),
     "DiffusionNFT, guided reference": (REGRESSION, [TWO_LEVELS]),
     **{
         name: (REGRESSION, [f"objective.algorithm={row}", f"objective.changes_for.{row}={LEVELS}"])

@@ -26,8 +26,9 @@ NOT_ON_STEPS = {
     "dppo_kl": r"divergence='kl'.*'flow_dppo'",
     **{
         name: rf"selection='{name}'.*denoising steps of fixed variance.*'dapo'"
-        for name in ("top_entropy", "clip_cov", "kl_cov", "clip_b", "clip_v", "steer", "entrocraft")
+        for name in ("top_entropy", "clip_cov", "kl_cov", "clip_b", "clip_v", "steer")
     },
+    "entrocraft": r"selection='entrocraft'.*variety.*'dapo'",
     **{name: rf"advantage='{name}'.*'canon'" for name in ("aem", "empg", "perplexity", "pear", "ares")},
     "aepo": "advantage='entropy_aware'.*'canon'",
     **{name: r"entropy=0.*denoising steps of fixed variance.*'dapo'" for name in ("siren", "epo", "tea")},
@@ -104,7 +105,7 @@ def test_the_guard_needs_its_zeros_its_weights_and_an_exact_kl() -> None:
         by_velocity.loss(by_velocity.prepare(step_for("flow_grpo")[0]), policy)
     with pytest.raises(ValueError, match=r"'grpo' with kl_form='velocity'.*tokens.*'divergence'"):
         check_decisions(named_objective("grpo", kl_form="velocity"), "tokens", name="grpo")
-    with pytest.raises(ValueError, match=r"kl_in_reward and .* need log-probs.*Take ratio='log_prob'"):
+    with pytest.raises(ValueError, match=r"kl_in_reward, .* need log-probs.*Take ratio='log_prob'"):
         replace(objective, kl_in_reward=0.1)
 
 

@@ -157,6 +157,14 @@ def test_counted_cost_is_the_planned_one(finished, inputs):
     assert refilled["batch"]["rounds_per_iteration_at_most"] == 4
     assert refilled["batch"]["images"] == 4 * planned["batch"]["images"]
     assert refilled["cost"]["forward_equivalents_per_image"] == 3 * 2 + 2 * (4 + 2) / 4
+    par = plan(_config(inputs, "objective={algorithm: par, changes: {kl: 0}}"), measure=False)
+    made = par["batch"]["reference_images_at_most"]
+    assert made == min(par["batch"]["training_prompts"], 2 * 3)
+    assert par["cost"]["forward_equivalents_per_image"] == 3 * 2 * (1 + made / par["batch"]["images"]) + 2 * 4
+    keys = ("objective={algorithm: diffusion_nft, ratio_bound: null}", "self_imitation={batch: 3}")
+    replayed, plain = (plan(_config(inputs, *k), measure=False)["cost"] for k in (keys, keys[:1]))
+    extra = replayed["forward_equivalents_per_image"] - plain["forward_equivalents_per_image"]
+    assert extra == pytest.approx(3 / 12 * 2 * 4)
 
 
 def test_plan_measures_and_counts(inputs):

@@ -65,6 +65,14 @@ KINDS: dict[str, tuple[str, ...]] = {
     "draft_lv": ("objective={algorithm: draft_lv}",),
     "refl": ("objective={algorithm: refl, changes: {stop_range: [0.3, 1.0]}}",),
     "dynamic": ("dynamic={enabled: true, max_rounds: 2}",),
+    "par": ("objective.algorithm=par",),
+    "flowrl": ("objective={algorithm: flowrl, changes: {surrogate_options: {beta: 0.01}}}",),
+    "riskpo": ("objective={algorithm: riskpo, changes: {advantage_options: {bundle: 2}}}",),
+    "entrocraft": ("objective={algorithm: entrocraft, changes: {selection_options: {low: 0.0, high: 2.0}}}",),
+    "replay": (
+        "objective={algorithm: diffusion_nft, changes: {levels: 2, kl: 0.1}}",
+        "self_imitation={warmup: 1, batch: 3}",
+    ),
     "window": ("rollout.sde_window=1",),
     "shared_noise": ("rollout.shared_noise=true",),
     "epochs": ("objective.epochs=2",),
@@ -162,6 +170,8 @@ def test_two_updates(family: str, name: str, tmp_path: Path) -> None:
         objective=objective,
         accelerator=Accelerator(cpu=True),
         dynamic=config.dynamic,
+        self_imitation=config.self_imitation,
+        features=(lambda images: images.flatten(2).mean(2)) if name == "entrocraft" else None,
     )
     if objective.regression is not None and objective.regression.weighting == "prediction":
         assert algorithm.row.weighting == ("epsilon" if family == "sd15" else "uniform")
@@ -180,7 +190,11 @@ def test_two_updates(family: str, name: str, tmp_path: Path) -> None:
     own = {id(p) for _, p in trained}
     networks = [part for part in policy.pipe.components.values() if isinstance(part, torch.nn.Module)]
     assert all(p.grad is None for part in networks for p in part.parameters() if id(p) not in own)
-    planned = sum(planned_cost(config, record.get("trained_share", 1.0)) for record in records)
+    references = 3 / 16 if name == "par" else 0.0  # three prompts come in 16 images
+    shares = [record.get("trained_share", 1.0) for record in records]
+    replayed = [record.get("replay/samples", 0) / 8 for record in records]
+    pairs = zip(shares, replayed, strict=True)
+    planned = sum(planned_cost(config, share, references=references, replayed=again) for share, again in pairs)
     counted = sum(record["forward_equivalents_per_image"] for record in records)
     assert counted == pytest.approx(planned, rel=1e-12)
 

@@ -100,8 +100,8 @@ def test_a_resumed_run_samples_on_where_it_was(objective: Any, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"objective": {"algorithm": "draft"}}, r"algorithm=draft, which compares no rewards.*dynamic.enabled=false"),
-        ({"rollout": {**SIZE, "staleness": 1}, "objective": CORRECTED}, r"rollout.staleness=1, which samples before"),
+        ({"objective": {"algorithm": "draft"}}, r"algorithm=draft compares no rewards.*dynamic.enabled=false"),
+        ({"rollout": {**SIZE, "staleness": 1}, "objective": CORRECTED}, r"rollout.staleness=1 samples before"),
     ],
 )
 def test_what_does_not_go_with_it_is_refused(changes: Any, message: str, tmp_path: Path) -> None:

@@ -63,7 +63,10 @@ def _two_updates(trainer: Trainer[FlowGRPO], policy: ToyPolicy, all_live: bool =
     return gradients_of(policy)
 
 
-@pytest.mark.parametrize("objective", [{}, GUARD, GSPO], ids=["published", "guard", "gspo"])
+BALANCE = {"algorithm": "flowrl", "changes": {"surrogate_options": {"beta": 0.1}}}
+
+
+@pytest.mark.parametrize("objective", [{}, GUARD, GSPO, BALANCE], ids=["published", "guard", "gspo", "flowrl"])
 def test_accumulation_equals_one_big_batch(tmp_path, objective):
     """GSPO couples the steps of a sample: at 1 and 2 pairs its gradient comes from two passes."""
     whole = _gradient(tmp_path, 10_000, objective)

@@ -15,7 +15,7 @@ from visalign.errors import UserError
 from visalign.interfaces import Scores
 from visalign.training import SelfImitationSettings
 from visalign.training.loop.metrics import check_keys
-from visalign.training.text.self_imitation import KEY
+from visalign.training.policy.winners import KEY
 
 PACE = {"weight": 0.5, "warmup": 2}
 

@@ -21,8 +21,9 @@ from visalign.rewards.text.combine import WeightedTextSum
 from visalign.rewards.text.format import TextFormat
 from visalign.rewards.text.verifiable import VerifiableAnswer
 from visalign.training.loop.metrics import METRICS, check_keys
+from visalign.training.policy.update import bundle_index
 from visalign.training.text.collect import policy_entropy
-from visalign.training.text.trajectories import answer_label, bundle_index, check_answers
+from visalign.training.text.trajectories import answer_label, check_answers
 
 TRUNCATE = {"level": "token", "mode": "truncate", "high": 5.0}
 

@@ -23,7 +23,7 @@ _GROUP_BASELINE = "'grpo' or 'reinforce_pp_baseline', whose baseline is the othe
 
 ON_STEPS: dict[tuple[str, Any], tuple[str, str]] = {
     ("entropy", _NONZERO): (NO_STEP_ENTROPY, _DIVERSITY),
-    **{("selection", name): (NO_STEP_ENTROPY, _DIVERSITY) for name in stages.SELECTIONS},
+    **{("selection", name): (NO_STEP_ENTROPY, _DIVERSITY) for name in stages.SELECTIONS if name != "entrocraft"},
     **dict.fromkeys(
         [("advantage", name) for name in ("aem", "entropy_aware", "empg", "perplexity", "pear", "ares")],
         (NO_STEP_ENTROPY, "'canon' with objective.metric=PART, another part of the reward, or 'grpo'"),
@@ -43,9 +43,10 @@ EXTRA: dict[str, tuple[str, str]] = {
     "value": ("it needs a value function of noisy latents", _GROUP_BASELINE),
     "greedy_reward": ("it needs the reward of a greedy completion, and an image has none", "'rloo'"),
     "reference_reward": ("it needs rewards of the reference's images of the same prompts", "'pref_grpo'"),
+    "entropy": ("it needs a measure of the variety of samples in place of an entropy", _DIVERSITY),
     "likelihood": ("it needs a reference answer in words after each sample", "'grpo'"),
     "log_z": ("it needs a learned log Z of each prompt", "'grpo' with a KL term, kl=0.04"),
-    "process_reward": ("it needs a reward of each step", "objective.credit=turning_points or one_step"),
+    "process_reward": ("it needs a reward of each step", "'flow_grpo' with objective.credit=turning_points"),
     "metric": (
         "it needs a second number of each sample",
         "objective.metric=PART, the name of a part of the reward (a term of weight 0 is one), or 'grpo'",

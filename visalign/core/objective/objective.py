@@ -359,9 +359,12 @@ RULES: tuple[tuple[Callable[[Objective], bool], str], ...] = (
         "Trajectories.entropy_before. Take one of the two, or entropy_term='bonus'.",
     ),
     (
-        lambda o: o.ratio == "guard" and (bool(o.kl_in_reward) or o.importance_sampling is not None),
-        "kl_in_reward and importance_sampling need log-probs, and under ratio='guard' log_prob is a ratio. Take "
-        "ratio='log_prob', or the exact kl.",
+        lambda o: (
+            o.ratio == "guard"
+            and (bool(o.kl_in_reward) or o.importance_sampling is not None or o.surrogate == "flow_balance")
+        ),
+        "kl_in_reward, importance_sampling and flow_balance need log-probs, and under ratio='guard' log_prob is a "
+        "ratio. Take ratio='log_prob', or the exact kl.",
     ),
 )
 """(condition that is refused, message)."""

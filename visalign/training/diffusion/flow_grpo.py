@@ -36,7 +36,8 @@ from visalign.interfaces import Condition
 from visalign.training.loop.algorithm import Collected, Context
 from visalign.training.loop.judging import RolloutPrefetcher, reward_weights
 from visalign.training.loop.processes import Shares, no_sync_unless_last
-from visalign.training.policy.settings import MATRIX_ADVANTAGES, reads_reference_log_prob
+from visalign.training.policy.reference import KEY as RESET_KEY
+from visalign.training.policy.settings import MATRIX_ADVANTAGES, needs_reference, needs_reference_log_prob
 from visalign.training.policy.update import (
     PolicyStep,
     backward,
@@ -44,9 +45,10 @@ from visalign.training.policy.update import (
     flat_rows,
     prepare_steps,
     update_metrics,
+    with_bundles,
 )
 
-from .images import ImageAlgorithm
+from .images import ImageAlgorithm, ReferenceRewards
 from .samples import PendingImages, ScoredImages
 
 
@@ -60,20 +62,45 @@ class Experience:
     trained: Tensor  # [T] int64, the steps to train on: indices among the stochastic steps of `trajectory`
     trajectories: Trajectories  # [B, T] of all processes in rank order, on the CPU
     node: Tensor  # [b, T] int64, the first of this process's samples that shares the trained step
+    prompt: Tensor  # [b] int64, indices into the training prompts
     shares: Shares  # Owner of each of the B samples
     signal: dict[str, float] = field(default_factory=dict)
+
+
+class PromptLogPartition(torch.nn.Module):
+    """FlowRL's log Z of N training prompts: one number that all share plus one of each; 0 before training.
+
+    The paper (arXiv 2509.15207, section 3.3) reads it from the prompt's hidden states; image models encode prompts in
+    ways that have nothing in common.
+    """
+
+    def __init__(self, prompts: int) -> None:
+        super().__init__()
+        self.shared, self.prompt = torch.nn.Parameter(torch.zeros(1)), torch.nn.Parameter(torch.zeros(prompts))
+
+    def forward(self, index: Tensor) -> Tensor:
+        """Return log Z [n] of the prompts `index` [n]."""
+        return self.shared + self.prompt[index.to(self.prompt.device)]
 
 
 class FlowGRPO(ImageAlgorithm):
     """Trains a diffusion policy on a reward; its arguments are those of `ImageAlgorithm`."""
 
+    log_z: PromptLogPartition | None = None  # Of FlowRL
+    reference_rewards: ReferenceRewards | None = None  # Of PAR
+
     def setup(self) -> None:
         """Build the objective and the trained replay."""
         self.objective = self.settings.build(length=self.rollout.trained_per_image)
         joins = "the steps of an image" if couples_decisions(self.objective) else None
-        self._scores_reference = bool(self.objective.kl_in_reward) or reads_reference_log_prob(self.objective)
-        needs_reference = self.objective.kl > 0 or self._scores_reference
-        self.module = self.distribute(replay, needs_reference=needs_reference, joins=joins)
+        self._scores_reference = needs_reference_log_prob(self.objective)
+        if self.objective.surrogate == "flow_balance":
+            self.log_z = PromptLogPartition(len(self.records)).to(self.policy.device)
+        if self.objective.advantage == "par":
+            count = self.objective.advantage_options.get("references", 1)
+            self.reference_rewards = ReferenceRewards(self, count)
+        uses_reference = needs_reference(self.objective)
+        self.module = self.distribute(replay, needs_reference=uses_reference, joins=joins, head=self.log_z)
         self._prefetcher = RolloutPrefetcher(self._sample, self.rollout.staleness)
 
     @property
@@ -104,13 +131,15 @@ class FlowGRPO(ImageAlgorithm):
             if images is None:
                 return collected
             node = images.trajectory.node[:, list(trained)]
+            trajectories = self._credit(self._trajectories(images, trained), images, trained, node, run)
             experience = Experience(
                 objective=self.objective,
                 condition=images.condition,
                 trajectory=images.trajectory,
                 trained=torch.tensor(trained),
-                trajectories=self._credit(self._trajectories(images, trained), images, trained, node, run),
+                trajectories=self._more_inputs(trajectories, images, collected.metrics, run),
                 node=node,
+                prompt=images.batch.prompt_index,
                 shares=images.shares,
             )
             with run.clock.phase("replay"):
@@ -179,6 +208,16 @@ class FlowGRPO(ImageAlgorithm):
         finite = torch.isfinite(step_reward).all(1)  # a sample with a NaN among them becomes invalid
         process_reward = step_reward.nan_to_num() * finite[:, None]
         return replace(trajectories, process_reward=process_reward, valid=images.valid & finite)
+
+    def _more_inputs(
+        self, t: Trajectories, images: ScoredImages, metrics: Mapping[str, float], run: Context
+    ) -> Trajectories:
+        """Add rewards of the reference, the monitored variety, or bundles, where the objective needs them."""
+        if self.reference_rewards is not None:
+            t = replace(t, reference_reward=self.reference_rewards.of(images, run))
+        if self.objective.selection == "entrocraft":
+            t = replace(t, entropy=torch.full_like(t.weight, metrics["diversity"]))
+        return with_bundles(self.objective, t, run.counters.own)
 
     def _metric(self, images: ScoredImages) -> Tensor | None:
         """Return [B] the part of the reward that splits groups, where `objective.metric` names one."""
@@ -262,6 +301,26 @@ class FlowGRPO(ImageAlgorithm):
         self.divergence = metrics.get("kl")
         return {**experience.signal, **metrics, **({"clip_range": min(bounds)} if bounds else {})}
 
+    def finish(self, run: Context) -> None:
+        """Store the rewards of the reference, and forget them where it is another one now."""
+        reset = run.counters.own.get(RESET_KEY)
+        super().finish(run)
+        if self.reference_rewards is not None:
+            if run.counters.own.get(RESET_KEY) != reset:
+                self.reference_rewards.load({})
+            run.tensors["reference_rewards"] = self.reference_rewards.state()
+
+    def restore(self, run: Context) -> None:
+        """Load the rewards of the reference of a checkpoint."""
+        super().restore(run)
+        if self.reference_rewards is not None:
+            self.reference_rewards.load(run.tensors["reference_rewards"])
+
+    def parameters(self) -> Sequence[tuple[str, torch.nn.Parameter]]:
+        """Return the policy's trained parameters, and those of FlowRL's log Z."""
+        head = () if self.log_z is None else self.log_z.named_parameters()
+        return [*super().parameters(), *((f"log_z.{name}", parameter) for name, parameter in head)]
+
     def _micro_batches(
         self, experience: Experience, step: PolicyStep, size: int
     ) -> Iterator[tuple[Prepared, PolicyOutput]]:
@@ -327,23 +386,26 @@ class FlowGRPO(ImageAlgorithm):
         chunks = torch.arange(len(experience.trained)).split(size)
         with torch.no_grad():
             outputs = [self._output(experience, sample.expand(len(chunk)), chunk) for chunk in chunks]
-        names = [name for name, value in vars(outputs[0]).items() if value is not None]
+        names = [name for name, value in vars(outputs[0]).items() if value is not None and name != "log_z"]
         leaves = {
             name: torch.cat([getattr(output, name) for output in outputs]).view(1, -1).requires_grad_()
             for name in names
         }
-        yield rows, PolicyOutput(**leaves)
+        log_z = None if outputs[0].log_z is None else outputs[0].log_z[:1].requires_grad_()
+        yield rows, PolicyOutput(**leaves, log_z=log_z)
         for chunk in chunks:
             with self._no_sync(last and chunk is chunks[-1]):
                 output = self._output(experience, sample.expand(len(chunk)), chunk)
                 pairs = [(getattr(output, name)[:, 0], leaf.grad) for name, leaf in leaves.items()]
                 pairs = [(value, grad[0, chunk]) for value, grad in pairs if grad is not None]
+                if log_z is not None and log_z.grad is not None and output.log_z is not None and chunk is chunks[-1]:
+                    pairs.append((output.log_z[:1], log_z.grad))
                 torch.autograd.backward([value for value, _ in pairs], [grad for _, grad in pairs])
 
     def _output(self, experience: Experience, sample: Tensor, decision: Tensor | None = None) -> PolicyOutput:
         """Evaluate the policy on single decisions [N, 1] of `sample` [N], or on all decisions of n samples [n, T]."""
         objective, steps = experience.objective, len(experience.trained)
-        shape = (len(sample), 1 if decision is not None else steps)
+        shape, prompts = (len(sample), 1 if decision is not None else steps), sample
         if decision is None:
             decision = torch.arange(steps).repeat(len(sample))
             sample = sample.repeat_interleave(steps)
@@ -366,4 +428,5 @@ class FlowGRPO(ImageAlgorithm):
             terms["kl"] = gaussian_kl(mean, reference.mean, pairs.std, log_prob_reduction=reduction)
         if objective.surrogate in ("dppo", "ppo_kl"):
             terms["divergence"] = gaussian_kl(mean, pairs.mean, pairs.std, log_prob_reduction=reduction)
-        return PolicyOutput(**{name: value.view(shape) for name, value in terms.items()})
+        log_z = None if self.log_z is None else self.log_z(experience.prompt[prompts])
+        return PolicyOutput(**{name: value.view(shape) for name, value in terms.items()}, log_z=log_z)

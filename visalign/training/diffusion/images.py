@@ -38,11 +38,12 @@ from visalign.training.loop.sharding import max_over_processes, shard, unsharded
 from visalign.training.policy.balance import RewardBalance
 from visalign.training.policy.constraints import RewardConstraints
 from visalign.training.policy.reference import Reference
+from visalign.training.policy.winners import ReplaySettings
 
 from .image_statistics import STATISTICS, group_diversity, image_statistics
 from .references import KEY as REFERENCES
 from .references import ReferenceImages
-from .rollout_settings import RolloutSettings, check_dynamic, check_processes, check_sampling, check_sharding
+from .rollout_settings import RolloutSettings, check_more_samples, check_processes, check_sampling, check_sharding
 from .samples import Features, PendingImages, Records, ScoredImages, Stored, select_images
 from .settings import DiffusionObjectiveSettings
 
@@ -50,9 +51,9 @@ from .settings import DiffusionObjectiveSettings
 class PolicyModule(nn.Module):
     """A function of a policy as a module, so that DDP wraps it and synchronizes the policy's gradients."""
 
-    def __init__(self, policy: DiffusionPolicy, function: Callable[..., Any]) -> None:
+    def __init__(self, policy: DiffusionPolicy, function: Callable[..., Any], head: nn.Module | None) -> None:
         super().__init__()
-        self.network = policy.module  # registers the parameters with DDP; the policy itself is no module
+        self.network, self.head = policy.module, head  # registered with DDP; the policy itself is no module
         self._function = partial(function, policy)
 
     def forward(self, *arguments: Any) -> Any:
@@ -80,7 +81,8 @@ class ImageAlgorithm(Algorithm):
     AdamW's moments among the processes (FSDP2); `features` measure the diversity of a group. `stored` encodes
     stored images that replace samples. Each prompt record then has under "candidates" a record for each of
     the G samples of its group, merged into it. `dynamic` replaces groups without signal by new ones, and
-    `references` are reference images that the reward compares with.
+    `references` are reference images that the reward compares with. `self_imitation` replays images that beat
+    their group (`VelocityRegression`).
     """
 
     algorithms: ClassVar[Mapping[str, Any]] = NAMED  # Values of `objective.algorithm` that this class trains
@@ -105,6 +107,7 @@ class ImageAlgorithm(Algorithm):
         stored: Stored | None = None,
         dynamic: DynamicSettings | None = None,
         references: ReferenceImages | None = None,
+        self_imitation: ReplaySettings | None = None,
     ) -> None:
         reward = with_capabilities(reward)
         self.policy, self.seed, self.reward, self.sharding = policy, seed, reward, sharding
@@ -118,11 +121,13 @@ class ImageAlgorithm(Algorithm):
                 "VelocityRegression for regressions, RewardGradient for draft, draft_lv and refl."
             )
         check_sampling(settings, rollout, stored=stored is not None)
-        dynamic = dynamic or DynamicSettings()
-        check_dynamic(dynamic, settings, rollout, stored=stored is not None, reward=reward)
-        self.groups = DynamicGroups(rollout.prompts_per_iteration, dynamic) if dynamic.enabled else None
+        added = dynamic or DynamicSettings(), self_imitation
+        check_more_samples(settings, rollout, *added, stored=stored is not None, reward=reward)
+        self.replay_settings = self_imitation
+        self.groups = DynamicGroups(rollout.prompts_per_iteration, added[0]) if added[0].enabled else None
         check_processes(settings, rollout, reward, self.accelerator.num_processes)
-        settings.check_constrained(reward)
+        settings.check_reward(reward)
+        settings.check_features(features is not None)
         self.records, self.features, self.stored, self.references = records, features, stored, references
         in_thread = rollout.overlap > 1 or rollout.staleness > 0
         self.scorer = RewardScorer(as_higher_is_better(reward), what="images", in_thread=in_thread)
@@ -215,7 +220,7 @@ class ImageAlgorithm(Algorithm):
         trajectories, scores, statistics = [], [], []
         for rows in chunks:
             conditions = condition if len(chunks) == 1 else condition.select(rows)
-            trajectories.append(self._rollout(conditions, batch, rows, sde_steps, clock))
+            trajectories.append(self.roll_out(conditions, batch, rows, sde_steps, clock))
             images, measured = self._decode(trajectories[-1].latents, clock)
             scores.append(self._submit(images, [records[i] for i in rows.tolist()], clock))
             statistics.append(measured)
@@ -314,7 +319,7 @@ class ImageAlgorithm(Algorithm):
         with clock.phase("rollout"), torch.no_grad(), self.accelerator.autocast():
             return self.policy.encode(encoder_inputs(self.policy, records))
 
-    def _rollout(
+    def roll_out(
         self, condition: Condition, batch: Batch, rows: Tensor, sde_steps: Sequence[int], clock: PhaseClock
     ) -> Trajectory:
         """Sample the given rows of the batch, whose condition it is."""
@@ -341,14 +346,19 @@ class ImageAlgorithm(Algorithm):
         return parts.pop(""), valid, parts
 
     def distribute(
-        self, function: Callable[..., Any], *, needs_reference: bool, joins: str | None = None
+        self,
+        function: Callable[..., Any],
+        *,
+        needs_reference: bool,
+        joins: str | None = None,
+        head: nn.Module | None = None,
     ) -> nn.Module:
         """Share a function of the policy among the processes as a module, or divide its network (FSDP2).
 
         `needs_reference`: the policy before training is evaluated as well. `joins`: what an objective joins,
-        so that processes differ in their forwards.
+        so that processes differ in their forwards. `head`: trained beside the network.
         """
-        module = PolicyModule(self.policy, function)
+        module = PolicyModule(self.policy, function, head)
         if not self.sharding:
             return share_gradients(module, self.accelerator)
         from peft.tuners.lora import LoraLayer
@@ -423,3 +433,59 @@ class ImageAlgorithm(Algorithm):
     def forward_equivalents(self) -> int:
         """Count one for a forward on one latent, two more for a backward."""
         return self.policy.forward_count.equivalents
+
+
+class ReferenceRewards:
+    """Rewards of `count` images per prompt, sampled by the reference when the prompt first comes, and stored.
+
+    The images are sampled as the policy's are, with noise that depends on the run's seed and the prompt. PAR (arXiv
+    2502.18770, eq. 4) compares the policy's rewards with them.
+    """
+
+    def __init__(self, algorithm: ImageAlgorithm, count: int) -> None:
+        self._algorithm, self._count = algorithm, count
+        self._rewards: dict[int, Tensor] = {}  # Index of a prompt -> [count] float64
+
+    def of(self, images: ScoredImages, run: Context) -> Tensor:
+        """Return [B, count] float64 of the samples' prompts; NaN where the reward failed, which is tried again."""
+        prompt = images.shares.gather_all(images.batch.prompt_index[: len(images.shares.own)]).tolist()
+        new = torch.tensor([i for i in dict.fromkeys(prompt) if i not in self._rewards], dtype=torch.int64)
+        rewards = dict(self._rewards)
+        if len(new):
+            fresh = self._sample(new, images.trajectory.sde_steps, run)
+            rewards |= dict(zip(new.tolist(), fresh, strict=True))
+            self._rewards |= {i: reward for i, reward in rewards.items() if bool(reward.isfinite().all())}
+        result = torch.stack([rewards[i] for i in prompt])
+        value, valid = result.mean(1).float(), result.isfinite().all(1)
+        reason = ["the reference's image of the prompt has no reward"] * len(value)
+        judge, limit = self._algorithm.scorer.reward, self._algorithm.rollout.max_failure_rate
+        check_failures(Scores(value=value, valid=valid, unit=judge.unit, reason=reason), valid, limit, judge.name)
+        return result
+
+    def _sample(self, prompts: Tensor, sde_steps: tuple[int, ...], run: Context) -> Tensor:
+        """Sample and score `count` images of each of n prompts, [n, count]; the processes share the work."""
+        algorithm = self._algorithm
+        number = (prompts[:, None] * self._count + torch.arange(self._count)).flatten()
+        world = algorithm.accelerator.num_processes
+        shares = Shares.of_owners(torch.arange(len(number)) % world, algorithm.accelerator)
+        own, value = number[shares.own], torch.zeros(0, dtype=torch.float64)
+        if len(own):
+            records = [algorithm.records[i] for i in (own // self._count).tolist()]
+            # ids below 0: no sample of the run has the same noise
+            batch = Batch(prompt_index=own // self._count, group_id=-1 - own, sample_id=-1 - own)
+            condition, rows = algorithm.encode(records, run.clock), torch.arange(len(own))
+            with algorithm.reference.applied():
+                latents = algorithm.roll_out(condition, batch, rows, sde_steps, run.clock).latents
+            scores = algorithm.score(latents, records, run.clock)
+            value = torch.where(scores.valid, scores.value, torch.nan).double().cpu()
+        return shares.gather_all(value).view(len(prompts), self._count)
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the rewards, for a checkpoint."""
+        rewards = torch.stack([*self._rewards.values()]) if self._rewards else torch.zeros(0, self._count)
+        return {"prompt": torch.tensor(list(self._rewards), dtype=torch.int64), "reward": rewards}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Restore from a checkpoint; an empty state forgets all, for another reference."""
+        pairs = zip(state["prompt"].tolist(), state["reward"], strict=True) if state else ()
+        self._rewards = {i: reward.clone() for i, reward in pairs}

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from torch import Tensor
 from visalign.core.groups.group_statistics import group_extremes
 from visalign.core.groups.labels import group_index
 from visalign.core.regression.losses import covariance_guidance
-from visalign.core.regression.rows import MATRIX_SIGNALS, REGRESSIONS, PairOutput
+from visalign.core.regression.rows import MATRIX_SIGNALS, REGRESSIONS, PairOutput, Regression
 from visalign.core.regression.signals import best_worst_pairs
 from visalign.core.surrogates.kl import velocity_kl
 from visalign.errors import UserError
@@ -40,11 +41,12 @@ from visalign.training.loop.judging import reward_weights
 from visalign.training.loop.processes import no_sync_unless_last
 from visalign.training.loop.sharding import local_shard, max_over_processes
 from visalign.training.policy.update import split_updates
+from visalign.training.policy.winners import KEY as REPLAY
 
 from .experts import Experts
 from .images import ImageAlgorithm
 from .merging import mergeable_adapters, merged_adapters
-from .samples import PendingImages, ScoredImages
+from .samples import PendingImages, ScoredImages, SelfImitation, StoredImage
 
 OLD, AVERAGE = "old", "average"  # File stems of the old policy's weights and of the average's in a checkpoint
 PULLS = ("loss/kl", "loss/average")  # Losses that draw to the reference and to the average
@@ -55,6 +57,7 @@ SUMS = ("pairs", "loss/policy", *PULLS, "match_error", "anchor_distance")  # Sum
 class EndPoints:
     """Training data of an iteration."""
 
+    row: Regression
     images: ScoredImages
     signal: Tensor  # [B] of all processes: advantage or weight of each sample
     present: Tensor  # bool [B]
@@ -65,6 +68,8 @@ class EndPoints:
     guidance: Tensor | None = None  # [b, ...] of this process's samples, where the loss takes the group's direction.
     kl: float = 0.0  # k of this iteration
     metrics: dict[str, float] = field(default_factory=dict)
+    drawn: tuple[int, ...] = ()  # Of a replay: further parts of the seeds of its noise
+    replays: Sequence[EndPoints | None] = ()  # Self-imitation's replay of each update
 
 
 Outputs = tuple[PairOutput, Tensor, dict[str, Tensor]]
@@ -80,6 +85,7 @@ class RegressionStep:
     epoch: int
     kl: float  # k of this iteration
     average_kl: float  # That of the pull to the average
+    replay: EndPoints | None  # Images of earlier iterations
     on_policy: bool  # True while the weights are those of the rollout, so that the old policy need not be evaluated
 
 
@@ -102,6 +108,9 @@ class VelocityRegression(ImageAlgorithm):
             needs_reference=self.row.asks_reference,
             joins="the samples of a group" if self.row.of_groups else None,
         )
+        self.imitation: SelfImitation | None = None
+        if self.replay_settings is not None:
+            self.imitation = SelfImitation(StoredImage, self.replay_settings, self.seed)
         self._merged_layers = mergeable_adapters(policy.module) if self.rollout.merge_adapters else []
         self._old: EMA | None = None
         self._average: EMA | None = None
@@ -141,6 +150,7 @@ class VelocityRegression(ImageAlgorithm):
         reward = images.columns if by_column else images.value
         signal, present = self.row.prepare(reward, images.group, valid=images.valid, weights=weights)
         experience = EndPoints(
+            row=self.row,
             images=images,
             signal=signal,
             present=present,
@@ -171,10 +181,28 @@ class VelocityRegression(ImageAlgorithm):
             self.balance.measure(run, self.parameters(), gradient)
             balanced = self._end_points(experience.images, experience.visited, self.balance.weights(run))
             vars(experience).update(vars(balanced))
+        if self.imitation is not None:
+            experience.replays = self._replays(self.imitation, experience.images, run)
         steps = self._steps(experience, run)
         if self.balance is not None:
             experience.metrics |= self.balance.metrics(run)
         return steps
+
+    def _replays(self, imitation: SelfImitation, images: ScoredImages, run: Context) -> list[EndPoints | None]:
+        """Draw the end points that each update replays, under a regression weighted by Ã."""
+        plain: Any = {"anchor": "none", "kl": 0.0, "kl_until": None, "average_kl": 0.0, "reference_guidance": None}
+        row = replace(self.row, loss="weighted", loss_options={}, old_decay=(0, 0.0, 0.0), **plain)
+        encode, iteration = partial(self.encode, clock=run.clock), run.counters.iteration
+        updates = run.optimizer.updates_per_iteration
+        drawn = imitation.replays(images, self.records, encode, iteration, updates)
+        points: dict[str, Any] = {"row": row, "levels": row.level_count(self.rollout.steps), "drawn": (iteration,)}
+        replays = [
+            EndPoints(images=replay[0], signal=replay[1], present=replay[1] > 0, value=replay[1], **points)
+            if replay is not None
+            else None
+            for replay in drawn
+        ]
+        return replays * self.settings.epochs
 
     def _steps(self, experience: EndPoints, run: Context) -> list[RegressionStep]:
         row, group = self.row, experience.images.group
@@ -188,11 +216,13 @@ class VelocityRegression(ImageAlgorithm):
                 sample = sample[torch.from_numpy(draw.permutation(len(sample)))]
             units, count = self._units(experience, sample, max(kl, row.average_kl) > 0, on_policy)
             total += len(sample)
-            if units:
+            replay = experience.replays[number] if experience.replays else None
+            if units or replay is not None:
                 trained += sum(map(len, units))
                 epoch = number // per_epoch
-                strength = {"kl": kl, "average_kl": row.average_kl}
-                steps.append(RegressionStep(units=units, count=count, epoch=epoch, on_policy=on_policy, **strength))
+                strength: dict[str, Any] = {"kl": kl, "average_kl": row.average_kl}
+                chosen: dict[str, Any] = {"units": units, "count": max(1, count), "replay": replay}
+                steps.append(RegressionStep(**chosen, epoch=epoch, on_policy=on_policy, **strength))
                 on_policy = False
         magnitude = experience.signal[experience.present].abs()
         experience.metrics = {
@@ -235,7 +265,13 @@ class VelocityRegression(ImageAlgorithm):
             self.accelerator.backward(pairs.v.sum() * 0.0)
         if self.accelerator.num_processes > 1:
             sums = torch.as_tensor(self.accelerator.reduce(sums, "sum"))
-        totals = dict(zip(SUMS, sums.tolist(), strict=True))
+        totals: dict[str, float] = dict(zip(SUMS, sums.tolist(), strict=True))
+        if self.imitation is not None:
+            totals["loss/replay"] = 0.0
+        if (replay := step.replay) is not None:
+            units = list(torch.arange(len(replay.signal))[:, None])
+            alone = replace(step, units=units, count=len(units), kl=0.0, average_kl=0.0, replay=None, on_policy=True)
+            totals["loss/replay"] = self.backward(replay, alone, run)["loss/policy"]
         return totals | {name: totals[name] * share for name in ("loss/policy", *PULLS)}
 
     def _backward_batch(
@@ -248,40 +284,40 @@ class VelocityRegression(ImageAlgorithm):
         last: bool,
     ) -> Tensor:
         """Add the gradient of some units; return their `SUMS`."""
-        sample = torch.cat([unit for unit, _ in batch])
+        row, sample = experience.row, torch.cat([unit for unit, _ in batch])
         level = torch.cat([torch.full((len(unit),), number) for unit, number in batch])
         lengths = [len(unit) for unit, _ in batch]
         share = torch.cat([torch.full((n,), 1 / n) for n in lengths]).to(self.policy.device)
         if len(sample) <= size:
             with no_sync_unless_last(self.module, self.accelerator, last=last):
                 outputs = self._outputs(experience, step, sample, level)
-                return self._backward_sum(outputs, self._loss(outputs, lengths), share, scale)
+                return self._backward_sum(outputs, self._loss(row, outputs, lengths), share, scale)
         # a group that does not fit: ∂ℓ/∂error of all its samples first, then the network's gradient chunk by
         # chunk; one forward more, and the same update
         parts = torch.arange(len(sample)).split(size)
         with torch.no_grad():
             chunks = [self._outputs(experience, step, sample[part], level[part]) for part in parts]
-        errors = [self.row.errors(pairs) for pairs, *_ in chunks]
+        errors = [row.errors(pairs) for pairs, *_ in chunks]
         leaf = torch.cat([error for error, _ in errors]).requires_grad_()
         rest = torch.cat([other for _, other in errors]), torch.cat([signal for _, signal, _ in chunks])
-        loss = self.row.group_loss(leaf, *rest)
+        loss = row.group_loss(leaf, *rest)
         (slope,) = torch.autograd.grad(loss, leaf)
         sums = torch.zeros(len(SUMS), dtype=torch.float64, device=self.policy.device)
         for part in parts:
             with no_sync_unless_last(self.module, self.accelerator, last=last and part is parts[-1]):
                 outputs = self._outputs(experience, step, sample[part], level[part])
-                surrogate = (self.row.errors(outputs[0])[0] * slope[part]).sum()
+                surrogate = (row.errors(outputs[0])[0] * slope[part]).sum()
                 sums += self._backward_sum(outputs, surrogate, share[part], scale)
         sums[SUMS.index("loss/policy")] = float(loss.detach())
         return sums
 
-    def _loss(self, outputs: Outputs, lengths: Sequence[int]) -> Tensor:
+    def _loss(self, row: Regression, outputs: Outputs, lengths: Sequence[int]) -> Tensor:
         """Sum the units' losses."""
         pairs, signal, _ = outputs
-        if not self.row.of_groups:
-            return self.row.pair_loss(pairs, signal).sum()
-        units = zip(*(column.split(list(lengths)) for column in (*self.row.errors(pairs), signal)), strict=True)
-        return torch.stack([self.row.group_loss(*unit) for unit in units]).sum()
+        if not row.of_groups:
+            return row.pair_loss(pairs, signal).sum()
+        units = zip(*(column.split(list(lengths)) for column in (*row.errors(pairs), signal)), strict=True)
+        return torch.stack([row.group_loss(*unit) for unit in units]).sum()
 
     def _backward_sum(self, outputs: Outputs, loss: Tensor, share: Tensor, scale: float) -> Tensor:
         """Backpropagate a micro-batch's sum; return its `SUMS`."""
@@ -295,7 +331,7 @@ class VelocityRegression(ImageAlgorithm):
 
     def _outputs(self, experience: EndPoints, step: RegressionStep, sample: Tensor, level: Tensor) -> Outputs:
         """Evaluate the policies on N pairs of this process's `sample` [N] at `level` [N], below S."""
-        row, images = self.row, experience.images
+        row, images = experience.row, experience.images
         condition = images.condition.select(sample)
         x, target, sigma, time = self._noised(experience, sample, level, step.epoch)
         anchor = v_ref = v_average = None
@@ -327,14 +363,14 @@ class VelocityRegression(ImageAlgorithm):
         self, experience: EndPoints, sample: Tensor, level: Tensor, epoch: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Noise end points: (x_σ [N, ...] as stored, u = ε − x0, σ [N], time [N]); u is 0 at visited states."""
-        row, sigmas, images = self.row, self.sigmas, experience.images
+        row, sigmas, images, draw = experience.row, self.sigmas, experience.images, (epoch, *experience.drawn)
         if row.visited:
             pairs = images.trajectory.pairs(sample, torch.tensor(experience.visited)[level])
             return pairs.x, torch.zeros_like(pairs.mean), pairs.sigma, pairs.time
         key = images.batch.group_id if row.noise == "group" else images.batch.sample_id
         keys = list(zip(key[sample].tolist(), level.tolist(), strict=True))
         # S equal parts of the chosen range of the schedule's T steps, one position in each
-        draws = [sample_seed(self.seed, "level", label, number, epoch) / 2**63 for label, number in keys]
+        draws = [sample_seed(self.seed, "level", label, number, *draw) / 2**63 for label, number in keys]
         low, high = row.level_range
         within = (level + torch.tensor(draws, dtype=torch.float64)) / experience.levels
         position = (low + (high - low) * within) * self.rollout.steps
@@ -346,7 +382,7 @@ class VelocityRegression(ImageAlgorithm):
         if row.noise == "start":
             seeds = self.sample_seeds(images.batch.sample_id[sample])
         else:
-            seeds = [sample_seed(self.seed, "target noise", label, number, epoch) for label, number in keys]
+            seeds = [sample_seed(self.seed, "target noise", label, number, *draw) for label, number in keys]
         latents = images.trajectory.latents
         stored = latents[sample.to(latents.device)]
         x0 = stored.to(torch.promote_types(stored.dtype, torch.float32))
@@ -359,11 +395,15 @@ class VelocityRegression(ImageAlgorithm):
     def record(self, experience: EndPoints, sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
         """Compute metrics of the updates."""
         self.divergence = None
+        if self.imitation is not None:
+            experience.metrics |= self.imitation.metrics()
         if not sums:
             return experience.metrics
         total = {name: sum(update[name] for update in sums) for name in SUMS}
-        kl, pairs = total["loss/kl"], total["pairs"]
+        total["loss/replay"] = sum(update.get("loss/replay", 0.0) for update in sums)
+        kl, pairs = total["loss/kl"], max(1.0, total["pairs"])
         used = {"loss/policy": True, "loss/kl": self.row.kl > 0, "loss/average": self.row.average_kl > 0}
+        used["loss/replay"] = self.imitation is not None
         terms = {name: total[name] / len(sums) for name, is_used in used.items() if is_used}
         anchor = {} if self.row.anchor == "none" else {"anchor_distance": total["anchor_distance"] / pairs}
         if experience.kl > 0:
@@ -377,6 +417,8 @@ class VelocityRegression(ImageAlgorithm):
     def finish(self, run: Context) -> None:
         """Move the old policy and the average towards the new one, and reset the reference where it is due."""
         super().finish(run)
+        if self.imitation is not None:
+            run.tensors[REPLAY] = self.imitation.state()
         if self._old is not None and self.row.keeps_old:
             # θ_old ← decay θ_old + (1 − decay) θ
             self._old.update(1, decay=self.row.decay_at(run.counters.iteration - 1))
@@ -388,6 +430,8 @@ class VelocityRegression(ImageAlgorithm):
     def restore(self, run: Context) -> None:
         """Load the old policy, the average and the reference of a checkpoint."""
         super().restore(run)
+        if self.imitation is not None:
+            self.imitation.load(run.tensors[REPLAY])
         if self.row.keeps_old and self.row.anchor == "old":
             self._old = EMA(self.policy.trainable_parameters(), decay=0.5, warmup=False)
             self._old.load(run.tensors[OLD])

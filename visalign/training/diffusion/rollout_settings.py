@@ -21,6 +21,7 @@ from visalign.flow.rollout import visited_steps
 from visalign.flow.transitions import LAST_IS_EXACT, Solver
 from visalign.flow.tree import tree_nodes
 from visalign.flow.windows import WindowOrder, window_steps
+from visalign.interfaces import RewardCapabilities
 from visalign.seeds import sample_seed
 from visalign.settings import (
     MOST_COUNTED,
@@ -38,6 +39,7 @@ from visalign.settings import (
 from visalign.training.loop.dynamic_groups import DynamicSettings
 from visalign.training.loop.sampler import check_batch_algebra, check_batch_reward, check_whole_groups
 from visalign.training.policy.settings import stale_message
+from visalign.training.policy.winners import ReplaySettings
 
 from .settings import DiffusionObjectiveSettings
 
@@ -424,28 +426,43 @@ def check_sampling(objective: DiffusionObjectiveSettings, rollout: RolloutSettin
     check_rules(both, (*JOB_RULES, *(STORED_PAIR_RULES if stored else SAMPLED_RULES)))
 
 
-def check_dynamic(
-    dynamic: DynamicSettings,
+def check_more_samples(
     objective: DiffusionObjectiveSettings,
     rollout: RolloutSettings,
+    dynamic: DynamicSettings | None,
+    replay: ReplaySettings | None,
     *,
     stored: bool = False,
     reward: Any = None,
 ) -> None:
-    """Refuse dynamic sampling where no rewards of a group decide what is learnt, or others are needed for it."""
-    row = objective.regression
-    compares = objective.is_policy_gradient or (row is not None and row.loss != "distil")
-    bounds = () if reward is None else reward.capabilities.constraints
-    reasons = {
-        "data.pairs, which are stored": stored,
-        f"objective.algorithm={objective.algorithm}, which compares no rewards": not compares,
-        "rollout.staleness=1, which samples before the last rewards are known": rollout.staleness > 0,
-        f"a bound of rewards.terms ({', '.join(bounds)}), which is on the mean of all samples": bool(bounds),
+    """Refuse dynamic sampling where no rewards of a group decide what is learnt, and a replay where a ratio would lie
+    or stored rewards cannot be compared with new ones.
+    """
+    row, can = objective.regression, RewardCapabilities() if reward is None else reward.capabilities
+    name, learns = f"objective.algorithm={objective.algorithm}", row is not None and row.loss != "distil"
+    has_ratio = objective.is_policy_gradient or (row is not None and row.loss == "elbo")
+    refusals = {
+        f"{name} compares no rewards": not (learns or objective.is_policy_gradient),
+        "data.pairs are stored": stored,
+        f"a bound of rewards.terms ({', '.join(can.constraints)}) counts all samples alike": bool(can.constraints),
     }
-    for reason in (reason for reason, applies in reasons.items() if dynamic.enabled and applies):
+    of_dynamic = {"rollout.staleness=1 samples before the last rewards are known": rollout.staleness > 0}
+    of_replay = {
+        f"{name} has a ratio to the policy that sampled, which is older": has_ratio,
+        "rollout.image_sizes gives the latents several sizes": bool(rollout.image_sizes),
+        f"{'' if reward is None else reward.name} compares an iteration's samples": can.needs_group or can.needs_batch,
+    }
+    reasons = [reason for reason, applies in (refusals | of_dynamic).items() if applies]
+    if dynamic is not None and dynamic.enabled and reasons:
         raise UserError(
-            f"dynamic.enabled=true replaces groups whose rewards are equal, and there is {reason}. Set "
-            "dynamic.enabled=false, or leave the other out (e.g. objective.algorithm=dapo with sampled images)."
+            f"dynamic.enabled=true replaces groups whose rewards are equal, and {reasons[0]}. Set "
+            "dynamic.enabled=false, or change the other, e.g. objective.algorithm=dapo on sampled images."
+        )
+    reasons = [reason for reason, applies in (of_replay | refusals).items() if applies]
+    if replay is not None and reasons:
+        raise UserError(
+            f"self_imitation replays images of earlier iterations, and {reasons[0]}. Set self_imitation=null, or "
+            "change the other, e.g. objective.algorithm=diffusion_nft, ram or reward_weighted on sampled images."
         )
 
 

@@ -1,22 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples of an image algorithm: drawn, scored, and those of the groups that an update trains on."""
+"""Samples of an image algorithm: drawn, scored, selected for an update, or stored and replayed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 from torch import Tensor
 
-from visalign.flow.trajectory import Trajectory, concatenate_trajectories
+from visalign.core.groups.group_statistics import group_mean
+from visalign.core.groups.labels import group_index
+from visalign.flow.trajectory import Trajectory, concatenate_trajectories, trajectory_of_latents
 from visalign.interfaces import Condition, Metadata, RewardCapabilities, Scores
 from visalign.training.loop.dynamic_groups import ScoredGroup
 from visalign.training.loop.processes import Shares
 from visalign.training.loop.sampler import Batch
+from visalign.training.policy.winners import StoredSample, WinnerBuffer, group_means
 
 Records = Sequence[Mapping[str, Any]]
+Encode = Callable[[Records], Condition]
 Features = Callable[[Tensor], Tensor]
 """Images [b, 3, H, W] -> features [b, d] in any unit, for distances between images."""
 Stored = Callable[[Records], Tensor]
@@ -79,7 +85,7 @@ class ScoredImages(ImageSamples):
         return self.shares.own if len(self.shares.own) else torch.zeros(len(self.batch), dtype=torch.int64)
 
 
-def select_images(taken: Sequence[ScoredGroup], encode: Callable[[Records], Condition]) -> ScoredImages:
+def select_images(taken: Sequence[ScoredGroup], encode: Encode) -> ScoredImages:
     """Select the groups that an update trains on, in their order; each process selects among its own samples."""
     pairs: list[tuple[ScoredImages, Tensor]] = [(group.payload, group.index) for group in taken]
     first = pairs[0][0]
@@ -111,3 +117,61 @@ def select_images(taken: Sequence[ScoredGroup], encode: Callable[[Records], Cond
         columns=column(lambda images: images.columns),
         parts={name: column(lambda images, name=name: images.parts.get(name, missing)) for name in names},
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredImage(StoredSample):
+    """Clean latents of D numbers of an image."""
+
+    latents: Tensor  # [D] storage dtype
+    prompt: Tensor  # [1] int64, index of the training prompt
+    sample: Tensor  # [1] int64, `Batch.sample_id`
+
+
+class SelfImitation(WinnerBuffer[StoredImage]):
+    """Buffer of images with A > 0, and what each update of an iteration replays.
+
+    L = mean over the replay of c(s) Ã w(σ) |v_θ − (ε − x0)|², Ã = R − median of the groups' means, Ã > 0. SPEAR (arXiv
+    2509.22601) with reward-weighted regression (arXiv 2302.12192). The off-policy rule: a stored image is a target
+    at its noised end point; a ratio would take it for a draw of the old policy, which it is not.
+    """
+
+    def replays(
+        self, images: ScoredImages, records: Records, encode: Encode, iteration: int, updates: int
+    ) -> list[tuple[ScoredImages, Tensor] | None]:
+        """Draw (images, weights [N] c(s) Ã) for each update, or None, and store the iteration's own winners.
+
+        The scores of what is drawn are those of the iteration.
+        """
+        index, groups = group_index(images.group, len(images.value))
+        means = group_means(images.value, images.valid, images.group)
+        drawn, advantage, _ = self.draw_winners(means, iteration, len(images.value))
+        parts = [part.sort().values for part in drawn.tensor_split(updates)]
+        take = partial(self._samples, images=images, records=records, encode=encode)
+        result = [(take(part), self.weight * advantage[part]) if len(part) else None for part in parts]
+        winners = images.valid & (images.value > group_mean(images.value, images.valid, index, groups)[index])
+        born = torch.tensor([iteration], dtype=torch.int32)
+        pairs = [(row, i) for row, i in enumerate(images.shares.own.tolist()) if winners[i]]
+        own = [(i, self._store(images, row, i, born)) for row, i in pairs]
+        self.samples.extend(stored for _, stored in sorted(gather_object(own), key=lambda pair: pair[0]))
+        return result
+
+    def _samples(self, index: Tensor, images: ScoredImages, records: Records, encode: Encode) -> ScoredImages:
+        accelerator = images.shares.accelerator
+        shares = Shares.of_owners(torch.arange(len(index)) % accelerator.num_processes, accelerator)
+        stored = [self.samples[i] for i in index[shares.own if len(shares.own) else [0]].tolist()]
+        sample, prompt = (torch.cat([getattr(image, name) for image in stored]) for name in ("sample", "prompt"))
+        chosen, latents = [records[i] for i in prompt.tolist()], images.trajectory.latents
+        clean = torch.stack([image.latents for image in stored]).view(-1, *latents.shape[1:]).to(latents.device)
+        batch = Batch(prompt_index=prompt, group_id=sample, sample_id=sample)
+        columns: dict[str, Any] = {"condition": encode(chosen), "batch": batch, "records": chosen, "shares": shares}
+        return replace(images, trajectory=trajectory_of_latents(clean), **columns)
+
+    def _store(self, images: ScoredImages, row: int, sample: int, born: Tensor) -> StoredImage:
+        return StoredImage(
+            latents=images.trajectory.latents[row].flatten().cpu().clone(),
+            prompt=images.batch.prompt_index[row : row + 1].clone(),
+            sample=images.batch.sample_id[row : row + 1].clone(),
+            reward=images.value[sample : sample + 1].float(),
+            born=born,
+        )

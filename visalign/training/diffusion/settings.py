@@ -60,7 +60,8 @@ class DiffusionObjectiveSettings(ObjectiveSettings):
             super().__post_init__()
             extra = {"metric": self.metric is not None, "process_reward": self.credit != "image"}
             extra["advantage"] = self.credit == "branches"
-            self.check("denoising_steps", [name for name, needed in extra.items() if needed])
+            supplied = [name for name, needed in extra.items() if needed]
+            self.check("denoising_steps", [*supplied, "reference_reward", "log_z", "bundle", "entropy"])
 
     @property
     def is_policy_gradient(self) -> bool:
@@ -103,11 +104,19 @@ class DiffusionObjectiveSettings(ObjectiveSettings):
             return replace(objective, advantage="given", advantage_options={})
         return replace(objective, advantage="steps", advantage_options={"scale": "group", "ddof": 0})
 
-    def check_constrained(self, reward: Any) -> None:
-        """Refuse rewards with a bound where training does not use the sum of all rewards."""
+    def check_reward(self, reward: Any) -> None:
+        """Refuse a bound where training does not use the sum of all rewards, and with PAR comparing rewards."""
+        capabilities, name = reward.capabilities, f"objective.algorithm={self.algorithm}"
+        is_par = self.is_policy_gradient and self.build(length=1).advantage == "par"
+        if is_par and (capabilities.needs_group or capabilities.needs_batch):
+            raise UserError(
+                f"{name} compares each reward with that of an image of the reference, and "
+                f"{reward.name} compares the samples of an iteration with each other. Take a reward of single "
+                "images, or objective.algorithm=flow_grpo."
+            )
         if not (bounds := reward.capabilities.constraints):
             return
-        name, row = f"objective.algorithm={self.algorithm}", self.regression
+        row = self.regression
         by_term = row is not None and row.signal in MATRIX_SIGNALS
         if self.is_policy_gradient:
             by_term = self.build(length=1).advantage in MATRIX_ADVANTAGES
@@ -116,12 +125,22 @@ class DiffusionObjectiveSettings(ObjectiveSettings):
             f"objective.balance_every={self.balance_every} weighs them": self.balance_every is not None,
             f"objective.credit={self.credit} scores more than images": self.credit in COMPLETIONS,
             f"{name} takes each reward by itself": by_term,
+            f"{name} compares with stored rewards of the reference": is_par,
         }
         if reason := next((reason for reason, applies in reasons.items() if applies), None):
             raise UserError(
                 f"rewards.terms has a bound ({', '.join(bounds)}), which changes the weight of that term, "
                 f"and {reason}. Take flow_grpo, grpo_guard, diffusion_nft, awm or ram with one advantage of "
                 "the sum, or set the bound to null."
+            )
+
+    def check_features(self, has_features: bool) -> None:
+        """Refuse Entrocraft, whose monitor is the variety of images here, without features to measure it."""
+        if self.is_policy_gradient and self.build(length=1).selection == "entrocraft" and not has_features:
+            raise UserError(
+                f"objective.algorithm={self.algorithm} holds the metric diversity in a band, and there are no "
+                "features of images to measure it. Set monitor.features to a CLIP model, or take "
+                "objective.algorithm=dapo."
             )
 
 

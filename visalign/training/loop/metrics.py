@@ -59,7 +59,7 @@ METRICS: dict[str, str] = {
     "tools/*": "means over completions: a tool's answers (calls), of these cut short (cut), completions "
     "whose tool failed (failed)",
     "latent_flow/*": "RLFR: loss of flow matching on right completions, mean over its steps (loss)",
-    "replay/*": "self-imitation: completions kept (size) and drawn to be learnt from again (samples), the "
+    "replay/*": "self-imitation: samples kept (size) and drawn to be learnt from again (samples), the "
     "baseline of their advantages, the weight of their loss",
     "kl_old": "mean k3 estimate of KL(π_old‖π) over trained tokens as they were trained, nats; with a "
     "target, over all tokens after the last step",

@@ -10,7 +10,6 @@ from typing import Any
 from visalign.core import Objective, named_objective
 from visalign.core.objective.data import Decisions
 from visalign.core.objective.decisions import check_decisions
-from visalign.core.objective.stages import ADVANTAGES
 from visalign.core.regression.ascents import ASCENTS, named_ascent
 from visalign.core.regression.rows import REGRESSIONS, named_regression
 from visalign.errors import UserError
@@ -130,13 +129,12 @@ class ObjectiveSettings:
 
 def needs_reference(objective: Objective) -> bool:
     """True if a loss uses the policy before training."""
-    special = objective.surrogate == "flow_balance" or objective.advantage == "par"
-    return bool(objective.kl or objective.kl_in_reward) or special or reads_reference_log_prob(objective)
+    return bool(objective.kl) or objective.advantage == "par" or needs_reference_log_prob(objective)
 
 
-def reads_reference_log_prob(objective: Objective) -> bool:
-    """True if the advantages depend on log π/π_ref."""
-    return "ref_log_prob" in ADVANTAGES[objective.advantage].needs
+def needs_reference_log_prob(objective: Objective) -> bool:
+    """True if the rewards, the advantages or the policy's loss depend on log π_ref."""
+    return "ref_log_prob" in {**objective.trajectory_needs(), **objective.output_needs()}
 
 
 def _merge(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:

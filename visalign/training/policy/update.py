@@ -19,6 +19,8 @@ from torch import Tensor
 
 from visalign.core import Objective, PolicyOutput, Prepared, Trajectories
 from visalign.core.objective.loss_statistics import LossStatistics, no_statistics
+from visalign.core.objective.reward_stage import riskpo_quantiles
+from visalign.core.objective.stages import sample_reward
 from visalign.core.surrogates.value import explained_variance
 from visalign.seeds import sample_seed
 
@@ -193,3 +195,27 @@ def signal_metrics(prepared: Sequence[Prepared]) -> dict[str, float]:
         value = torch.cat([p.value for p in prepared if p.value is not None])
         metrics["value_explained"] = float(explained_variance(value, returns, present))
     return metrics
+
+
+def bundle_index(group: Sequence[Any], size: int) -> Tensor:
+    """Number RiskPO's bundles [B]: the j-th samples of `size` prompts are one.
+
+    N prompts make max(1, N // size) bundles for each j, as even as possible.
+    """
+    prompt = {label: n for n, label in enumerate(dict.fromkeys(group))}
+    bundles, seen, index = max(1, len(prompt) // size), dict.fromkeys(group, 0), []
+    for label in group:
+        index.append(prompt[label] * bundles // len(prompt) * len(group) + seen[label])
+        seen[label] += 1
+    return torch.tensor(index)
+
+
+def with_bundles(objective: Objective, t: Trajectories, memory: dict[str, Any]) -> Trajectories:
+    """Add bundles and the quantiles of the earlier rollouts for RiskPO, and track this rollout's in `memory`."""
+    if objective.advantage != "riskpo":
+        return t
+    labels = t.group.tolist() if isinstance(t.group, Tensor) else t.group
+    bundle = bundle_index(labels, objective.advantage_options.get("bundle", 5))
+    t = replace(t, bundle=bundle, quantiles=memory.get("quantiles"))
+    memory["quantiles"] = riskpo_quantiles(t, sample_reward(t, objective.kl_in_reward), **objective.advantage_options)
+    return t

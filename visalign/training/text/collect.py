@@ -31,7 +31,7 @@ from visalign.training.policy.settings import MATRIX_ADVANTAGES
 
 from .parts import Records, TextParts
 from .self_imitation import Replay
-from .trajectories import build_trajectories, bundle_index, engine_gap
+from .trajectories import build_trajectories, engine_gap
 
 TOOLS = "tools/"  # Prefix of the columns of `ToolTrace` counts, whose means are logged
 
@@ -239,9 +239,6 @@ def _experience(
     if objective.selection == "clip_cov":
         generator = torch.Generator().manual_seed(sample_seed(parts.seed, "uniform", iteration))
         t = replace(t, uniform=torch.rand(t.weight.shape, generator=generator))
-    if objective.advantage == "riskpo":
-        size = objective.advantage_options.get("bundle", 5)
-        t = replace(t, bundle=bundle_index(selected.group, size))
     return TextExperience(rollout=rollout, trajectories=t, shares=shares, features=features)
 
 

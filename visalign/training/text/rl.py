@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from visalign.core import Objective, PolicyOutput, Prepared, Trajectories, count_step, penalty_kl_coefficient
 from visalign.core.advantages.hidden_states import rank_average
 from visalign.core.objective.entropy_stage import entropy_memory, remembers
-from visalign.core.objective.reward_stage import riskpo_quantiles
 from visalign.core.objective.stages import ADVANTAGES, sample_reward
 from visalign.errors import UserError
 from visalign.interfaces import TextReward
@@ -39,7 +38,8 @@ from visalign.training.loop.sampler import PromptSampler
 from visalign.training.loop.sharding import pad_batches
 from visalign.training.policy.balance import RewardBalance
 from visalign.training.policy.reference import GatedKL, Reference
-from visalign.training.policy.update import PolicyStep, backward, prepare_steps, update_metrics
+from visalign.training.policy.update import PolicyStep, backward, prepare_steps, update_metrics, with_bundles
+from visalign.training.policy.winners import KEY as IMITATION_KEY
 
 from .collect import PendingRound, TextExperience, collect, sample_completions
 from .latent_flow import KEY as FLOW_KEY
@@ -54,7 +54,6 @@ from .parts import (
     check_parts,
 )
 from .replay import TextAlgorithm, TextReplay, distribute
-from .self_imitation import KEY as IMITATION_KEY
 from .self_imitation import Replay, SelfImitation
 from .settings import LatentFlowSettings, SelfImitationSettings, TextObjectiveSettings, TextRolloutSettings
 from .trajectories import needs_reference, nucleus_of
@@ -223,10 +222,7 @@ class TextRL(TextAlgorithm):
             before = memory.get("entropies", [])
             memory["entropies"] = entropy_memory(objective, t, before)
             t = replace(t, entropy_before=before[0] if before else None)
-        if objective.advantage == "riskpo":
-            t = replace(t, quantiles=memory.get("quantiles"))
-            reward = sample_reward(t, objective.kl_in_reward)
-            memory["quantiles"] = riskpo_quantiles(t, reward, **objective.advantage_options)
+        t = with_bundles(objective, t, memory)
         if (rank := t.rank) is not None:
             average, rate = memory.get("rank_average"), objective.advantage_options.get("rate", 0.3)
             t = replace(t, rank_average=average)

@@ -7,10 +7,8 @@ full; it draws an iteration's replay at random; age and warm-up count iterations
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from accelerate.utils import gather_object
@@ -18,24 +16,18 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from visalign.core import Objective, Prepared, Trajectories
-from visalign.core.advantages.rules import replay_advantages, replay_weight
-from visalign.core.groups.group_statistics import group_mean
-from visalign.core.groups.labels import group_index
 from visalign.core.objective.stages import sample_reward
-from visalign.seeds import sample_seed
 from visalign.text import Sampling, TextRollout, TokenSets
 from visalign.text.rollout import undrawn_rollout
 from visalign.training.loop.algorithm import Context
 from visalign.training.policy.update import PolicyStep
+from visalign.training.policy.winners import StoredSample, WinnerBuffer, group_means
 
 from .settings import SelfImitationSettings, TextRolloutSettings
 
-KEY = "self_imitation"  # File stem of the buffer in a checkpoint
-HISTORY = 10240  # Groups whose mean rewards are stored, the newest; as SPEAR's scripts
-
 
 @dataclass(frozen=True, kw_only=True)
-class StoredCompletion:
+class StoredCompletion(StoredSample):
     """A completion of T tokens to a prompt of L."""
 
     prompt: Tensor  # [L] int32
@@ -44,11 +36,6 @@ class StoredCompletion:
     log_prob: Tensor  # [T] float32, log π_old
     kept: Tensor  # [M] int32, ids of the tokens that could be drawn, decision after decision
     kept_count: Tensor  # [T] int32 of these per decision; empty where all could
-    reward: Tensor  # [1] float32
-    born: Tensor  # [1] int32, iterations before the one that sampled it
-
-
-_NAMES = tuple(f.name for f in fields(StoredCompletion))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +46,7 @@ class Replay:
     prepared: Prepared  # [n, T]
 
 
-class SelfImitation:
+class SelfImitation(WinnerBuffer[StoredCompletion]):
     """Buffers of completions with A > 0 and of the groups' mean rewards, and the replay's loss.
 
     L = c(s) · clipped surrogate of π/π_old under Ã = R − median of the means, over completions with Ã > 0.
@@ -70,47 +57,32 @@ class SelfImitation:
     def __init__(
         self, settings: SelfImitationSettings, objective: Objective, rollout: TextRolloutSettings, seed: int
     ) -> None:
-        self._settings, self._sampling, self._seed = settings, rollout.sampling, seed
+        super().__init__(StoredCompletion, settings, seed)
+        self._sampling = rollout.sampling
         self.objective = settings.build(objective)
-        self._buffer: deque[StoredCompletion] = deque(maxlen=settings.capacity)
-        self._means: deque[float] = deque(maxlen=HISTORY)
-        self._metrics: dict[str, float] = {}
 
     def draw(self, t: Trajectories, run: Context, updates: int, epochs: int) -> list[Replay | None]:
         """Draw what each update of an iteration replays; None for nothing. All epochs replay the same.
 
         The mean rewards of the iteration's own samples `t`, of all processes, count already.
         """
-        iteration, settings = run.counters.iteration, self._settings
-        self._means.extend(_group_means(t))
-        while self._buffer and iteration - int(self._buffer[0].born) > settings.max_age:
-            self._buffer.popleft()
-        weight = float(replay_weight(iteration, warmup=settings.warmup, ceiling=settings.weight))
-        self._metrics = {"replay/size": float(len(self._buffer)), "replay/weight": weight}
-        if not (weight and self._buffer and self._means):
-            return [None] * (updates * epochs)
-        rewards = torch.cat([stored.reward for stored in self._buffer])
-        means = torch.tensor(list(self._means), dtype=torch.float64)
-        advantage, keep = replay_advantages(rewards, means)
-        index = keep.nonzero()[:, 0]
-        generator = torch.Generator().manual_seed(sample_seed(self._seed, KEY, iteration))
-        index = index[torch.randperm(len(index), generator=generator)[: settings.batch or len(t.weight)]]
-        baseline = float(rewards[0] - advantage[0])  # the median is the same for all
-        self._metrics |= {"replay/baseline": baseline, "replay/samples": len(index)}
+        reward = sample_reward(t, 0.0).double()
+        means = group_means(reward, torch.isfinite(reward) & t.present(), t.group)
+        index, advantage, generator = self.draw_winners(means, run.counters.iteration, len(t.weight))
         parts = [part.sort().values for part in index.tensor_split(updates)]
-        return [self._replay(part, advantage, weight, generator) for part in parts] * epochs
+        return [self._replay(part, advantage, generator) for part in parts] * epochs
 
-    def _replay(self, index: Tensor, advantage: Tensor, weight: float, generator: torch.Generator) -> Replay | None:
+    def _replay(self, index: Tensor, advantage: Tensor, generator: torch.Generator) -> Replay | None:
         if not len(index):
             return None
-        stored = [self._buffer[i] for i in index.tolist()]
+        stored = [self.samples[i] for i in index.tolist()]
         weights, log_prob = _padded(stored, "weight"), _padded(stored, "log_prob")
         t = Trajectories(
             weight=weights,
             old_log_prob=log_prob,
             group=range(len(stored)),
             advantage=advantage[index],
-            loss_weight=torch.full_like(weights, weight),
+            loss_weight=torch.full_like(weights, self.weight),
             uniform=torch.rand(weights.shape, generator=generator),
         )
         return Replay(rollout=_rollout(stored, self._sampling), prepared=self.objective.prepare(t))
@@ -133,34 +105,7 @@ class SelfImitation:
             for row, sample in enumerate(index.tolist())
             if positive[sample]
         ]
-        self._buffer.extend(stored for _, stored in sorted(gather_object(local), key=lambda pair: pair[0]))
-
-    def metrics(self) -> dict[str, float]:
-        """Return metrics of the iteration's replay."""
-        return self._metrics
-
-    def state(self) -> dict[str, Tensor]:
-        """Return both buffers, for a checkpoint."""
-        state = {"means": torch.tensor(list(self._means), dtype=torch.float64)}
-        for name in _NAMES:
-            parts = [getattr(stored, name) for stored in self._buffer]
-            state[name] = torch.cat(parts) if parts else torch.zeros(0)
-            state[f"{name}_length"] = torch.tensor([len(part) for part in parts], dtype=torch.int64)
-        return state
-
-    def load(self, state: Any) -> None:
-        """Continue from a checkpoint's buffers."""
-        self._means.extend(state["means"].tolist())
-        columns = [state[name].split(state[f"{name}_length"].tolist()) for name in _NAMES]
-        rows = (dict(zip(_NAMES, row, strict=True)) for row in zip(*columns, strict=True))
-        self._buffer.extend(StoredCompletion(**row) for row in rows)
-
-
-def _group_means(t: Trajectories) -> list[float]:
-    reward = sample_reward(t, 0.0).double()
-    valid = torch.isfinite(reward) & t.present()
-    index, groups = group_index(t.group, len(reward))
-    return group_mean(reward, valid, index, groups)[index[valid].unique()].tolist()
+        self.samples.extend(stored for _, stored in sorted(gather_object(local), key=lambda pair: pair[0]))
 
 
 def _store(

@@ -12,12 +12,13 @@ from pydantic import Field
 from visalign.core import Objective
 from visalign.dotted_path import import_by_path
 from visalign.errors import UserError
-from visalign.settings import Count, Natural, NonNegative, Positive, PositiveShare, Share, check_rules, settings
+from visalign.settings import Count, Natural, Positive, PositiveShare, Share, check_rules, settings
 from visalign.text import Sampling, StoppingCriteria
 from visalign.text.calculator import calculator
 from visalign.text.tool_calls import Tool, ToolFormat, ToolUse
 from visalign.text.turns import EnvironmentUse
 from visalign.training.policy.settings import ObjectiveSettings
+from visalign.training.policy.winners import ReplaySettings
 
 Text = Annotated[str, Field(min_length=1)]
 
@@ -171,20 +172,9 @@ class TextRolloutSettings(GenerationSettings):
 
 
 @settings("self_imitation")
-class SelfImitationSettings:
-    """Self-imitation (SPEAR, arXiv 2509.22601): completions with A > 0 are stored, and replayed while they
-    beat the median of the groups' mean rewards. The defaults are those of its scripts."""
+class SelfImitationSettings(ReplaySettings):
+    """Self-imitation of completions."""
 
-    capacity: Count = 2048
-    """Completions stored, the newest."""
-    max_age: Count = 10
-    """Iterations after which a completion is dropped."""
-    batch: Count | None = None
-    """Completions replayed in an iteration, drawn at random; null: as many as it has of its own."""
-    weight: NonNegative = 1.0
-    """c₀ of the loss's factor c(s) = c₀ (1 − cos(π min(s, T)/T))/2, s iterations."""
-    warmup: Count = 200
-    """T."""
     cov_share: Annotated[float, Field(ge=0, lt=1)] = 0.02
     """Share of the tokens, of those with a covariance of log-prob and advantage of 1 to 40, that leave the
     replay's loss (Clip-Cov); 0: none."""

@@ -152,19 +152,6 @@ def answer_label(answer: str | None) -> int:
     return int.from_bytes(blake2b(answer.encode(errors="surrogatepass"), digest_size=7).digest()) + 1
 
 
-def bundle_index(group: Sequence[int], size: int) -> Tensor:
-    """Number RiskPO's bundles [B]: the j-th samples of `size` prompts are one.
-
-    N prompts make max(1, N // size) bundles for each j, as even as possible.
-    """
-    prompt = {label: n for n, label in enumerate(dict.fromkeys(group))}
-    bundles, seen, index = max(1, len(prompt) // size), dict.fromkeys(group, 0), []
-    for label in group:
-        index.append(prompt[label] * bundles // len(prompt) * len(group) + seen[label])
-        seen[label] += 1
-    return torch.tensor(index)
-
-
 def nucleus_of(objective: Objective) -> Callable[[Tensor], Tensor] | None:
     """Return a function of log-probs [n, V] to nucleus entropies [n], where the objective needs them."""
     if not (objective.entropy and objective.entropy_term == "siren"):
