@@ -131,7 +131,9 @@ def _check_method(config: FlowGRPOConfig, reward: Any, records: Records, strata:
     # built for its refusals: the algorithm makes its own, but only once the model is there
     PromptSampler(len(records), *size, config.seed, strata=strata, cycle=config.data.cycle)
     objective.check_reward(reward)
-    check_more_samples(objective, rollout, config.dynamic, config.self_imitation, reward=reward)
+    renewed = any(term.references and term.references.every for term in config.rewarded.values())
+    more = config.dynamic, config.self_imitation
+    check_more_samples(objective, rollout, *more, reward=reward, renewed=renewed)
     if objective.ascent is not None:
         check_differentiable(reward)
     if objective.experts:

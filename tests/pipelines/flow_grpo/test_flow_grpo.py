@@ -158,7 +158,7 @@ def test_counted_cost_is_the_planned_one(finished, inputs):
     assert refilled["batch"]["images"] == 4 * planned["batch"]["images"]
     assert refilled["cost"]["forward_equivalents_per_image"] == 3 * 2 + 2 * (4 + 2) / 4
     par = plan(_config(inputs, "objective={algorithm: par, changes: {kl: 0}}"), measure=False)
-    made = par["batch"]["reference_images_at_most"]
+    made = par["batch"]["reference_images"]
     assert made == min(par["batch"]["training_prompts"], 2 * 3)
     assert par["cost"]["forward_equivalents_per_image"] == 3 * 2 * (1 + made / par["batch"]["images"]) + 2 * 4
     keys = ("objective={algorithm: diffusion_nft, ratio_bound: null}", "self_imitation={batch: 3}")

@@ -122,7 +122,8 @@ class ImageAlgorithm(Algorithm):
             )
         check_sampling(settings, rollout, stored=stored is not None)
         added = dynamic or DynamicSettings(), self_imitation
-        check_more_samples(settings, rollout, *added, stored=stored is not None, reward=reward)
+        renewed = references is not None and references.every is not None
+        check_more_samples(settings, rollout, *added, stored=stored is not None, reward=reward, renewed=renewed)
         self.replay_settings = self_imitation
         self.groups = DynamicGroups(rollout.prompts_per_iteration, added[0]) if added[0].enabled else None
         check_processes(settings, rollout, reward, self.accelerator.num_processes)

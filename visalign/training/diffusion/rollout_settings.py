@@ -434,6 +434,7 @@ def check_more_samples(
     *,
     stored: bool = False,
     reward: Any = None,
+    renewed: bool = False,
 ) -> None:
     """Refuse dynamic sampling where no rewards of a group decide what is learnt, and a replay where a ratio would lie
     or stored rewards cannot be compared with new ones.
@@ -450,6 +451,7 @@ def check_more_samples(
     of_replay = {
         f"{name} has a ratio to the policy that sampled, which is older": has_ratio,
         "rollout.image_sizes gives the latents several sizes": bool(rollout.image_sizes),
+        "the references of rewards.terms are renewed, so that stored rewards are of older ones": renewed,
         f"{'' if reward is None else reward.name} compares an iteration's samples": can.needs_group or can.needs_batch,
     }
     reasons = [reason for reason, applies in (refusals | of_dynamic).items() if applies]
