@@ -66,16 +66,15 @@ def prepare(config: FlowGRPOConfig, world: int, device: str | None = None) -> In
     data, evaluation = config.data, config.evaluation
     model = config.model.described_by, config.model.adapter
     edits, several = edits_of(*model), joins_sources(*model)
-    notes: tuple[str, ...] = ()
+    reading, notes = {"several": several, "names": data.map}, ()
     if data.pairs is None:
-        records = build_records(data.train, "data.train", edits=edits, several=several, names=data.map)
+        records = build_records(data.train, "data.train", edits=edits, **reading)
     else:
-        reading = {"limit": data.pairs_size, "several": several, "names": data.map}
-        records, notes = read_stored(data.pairs, edits, **reading)
+        records, notes = read_stored(data.pairs, edits, limit=data.pairs_size, **reading)
     if data.heldout is None:
         records, heldout = own_heldout(records, config.seed)
     else:
-        heldout = build_records(data.heldout, "data.heldout", edits=edits, several=several, names=data.map)
+        heldout = build_records(data.heldout, "data.heldout", edits=edits, **reading)
     terms = {**evaluation.rewards, **config.rewarded}
     check_routes(config.rewarded, records)
     judges = load_terms(terms, load_judge, device)
@@ -98,12 +97,10 @@ def prepare(config: FlowGRPOConfig, world: int, device: str | None = None) -> In
     references = build_references(config.rewarded, judges, records)
     strata = [str(record.get("tag", "")) for record in records] if data.balance else None
     _check_method(config, reward, records, strata, world)
-    if evaluation.correctness is not None:
-        label = evaluation.correctness
+    if (label := evaluation.correctness) is not None:
         check_judge(label, rewards[label], first_routed(heldout, terms[label]))
     towers = {label: judge.towers for label, judge in judges.items() if hasattr(judge, "towers")}
     name = next(iter(towers), None) if config.monitor.features == "auto" else config.monitor.features
-    config.objective.check_features(name is not None)
     _check_monitor(config, has_features=name is not None)
     trained_prompts = {_prompt_key(record) for record in records} & {_prompt_key(record) for record in heldout}
     return Inputs(
@@ -184,7 +181,8 @@ def build_features(name: str, towers: Any, device: str) -> Features:
 
 
 def _check_monitor(config: FlowGRPOConfig, *, has_features: bool) -> None:
-    """Refuse a monitor that would stop a run by what it does not measure."""
+    """Refuse a monitor that would stop a run by what it does not measure, and an objective that needs it."""
+    config.objective.check_features(has_features)
     remedy, drift = "Set monitor.features to a CLIP model", has_features and config.evaluation.every > 0
     measured = {
         "diversity_ratio": (has_features, f"{remedy}, or leave it null."),

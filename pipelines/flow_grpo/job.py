@@ -83,16 +83,17 @@ def _build(config: FlowGRPOConfig, output: Path) -> PolicyRun:
         curve=curve,
         load_code=load_code(config, output),
         next_command=sample_command(config, output, edits=any(len(record_key(r)) > 1 for r in inputs.heldout)),
-        counts=lambda c: {
-            "images": c.samples,
-            "forward_equivalents_per_image": c.forward_equivalents / max(1, c.samples),
-        },
+        counts=_image_counts,
         heldout_trained_on=inputs.heldout_trained_on,
         grids=grids,
     )
 
 
 run = partial(run_job, build=_build)
+
+
+def _image_counts(c: Any) -> dict[str, float]:
+    return {"images": c.samples, "forward_equivalents_per_image": c.forward_equivalents / max(1, c.samples)}
 
 
 def sample_command(config: FlowGRPOConfig, output: Path, *, edits: bool = False) -> list[str]:

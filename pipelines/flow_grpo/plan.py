@@ -108,9 +108,9 @@ def _arithmetic(config: FlowGRPOConfig) -> tuple[dict[str, Any], Inputs]:
 def _reference_images(config: FlowGRPOConfig, inputs: Inputs, rounds: int) -> int:
     """Count the images that a run draws as references; of PAR the most, once for each prompt that it visits."""
     visited = min(len(inputs.records), config.rollout.prompts_per_iteration * config.run.iterations)
-    objective = config.objective.build(length=1) if config.objective.is_policy_gradient else None
-    is_par = objective is not None and objective.advantage == "par"
-    start = visited * objective.advantage_options.get("references", 1) if is_par else 0
+    start = 0
+    if config.objective.is_policy_gradient and (row := config.objective.build(length=1)).advantage == "par":
+        start = visited * row.advantage_options.get("references", 1)
     if inputs.references is None:
         return start
     size = config.rollout.prompts_per_iteration, config.rollout.group_size

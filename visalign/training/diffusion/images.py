@@ -140,13 +140,7 @@ class ImageAlgorithm(Algorithm):
         policy.module.eval()  # with dropout the replay would evaluate another function than the rollout
         check_sizes(policy, rollout.image_sizes)
         self._default_size = getattr(policy, "image_size", None)
-        try:
-            for iteration in range(len(rollout.image_sizes or ())):  # refused before an image is sampled
-                self.resize(iteration)
-        except UserError as error:
-            raise UserError(f"rollout.image_sizes: {error}") from error
-        finally:
-            self.resize(None)
+        self._check_image_sizes()
         self.reference = Reference(policy, settings)
         self.constraints = RewardConstraints(reward, settings.multiplier_rate)
         every = settings.balance_every
@@ -155,6 +149,16 @@ class ImageAlgorithm(Algorithm):
 
     def setup(self) -> None:
         """Build the objective and the trained module."""
+
+    def _check_image_sizes(self) -> None:
+        """Refuse sizes that the policy has no use for."""
+        try:
+            for iteration in range(len(self.rollout.image_sizes or ())):  # refused before an image is sampled
+                self.resize(iteration)
+        except UserError as error:
+            raise UserError(f"rollout.image_sizes: {error}") from error
+        finally:
+            self.resize(None)
 
     def resize(self, iteration: int | None) -> None:
         """Set the policy to an iteration's image size; None restores its own, as between iterations."""

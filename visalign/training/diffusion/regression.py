@@ -197,10 +197,8 @@ class VelocityRegression(ImageAlgorithm):
         drawn = imitation.replays(images, self.records, encode, iteration, updates)
         points: dict[str, Any] = {"row": row, "levels": row.level_count(self.rollout.steps), "drawn": (iteration,)}
         replays = [
-            EndPoints(images=replay[0], signal=replay[1], present=replay[1] > 0, value=replay[1], **points)
-            if replay is not None
-            else None
-            for replay in drawn
+            None if r is None else EndPoints(images=r[0], signal=r[1], present=r[1] > 0, value=r[1], **points)
+            for r in drawn
         ]
         return replays * self.settings.epochs
 
