@@ -112,8 +112,9 @@ class PromptsConfig:
     """Records of tasks:train."""
     question: str | None = None
     """Question about images: with it the sets are shapes:quality or shapes:pairs, tables of rated images or
-    of pairs, or LAYOUT:FOLDER, of data.train at most data.size; {prompt} is the images' own prompt. null: the
-    sets are prompts."""
+    of pairs, or LAYOUT:FOLDER, of data.train at most data.size; {prompt} is the images' own prompt. With {responses}
+    in it, or text_judge for that judge's own question, it is about responses, of tasks:train or tables as text_reward
+    reads them. null: the sets are prompts."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

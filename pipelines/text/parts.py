@@ -10,14 +10,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 
 from visalign.data.assets import resolve_model
 from visalign.data.sets.checks import check_preferences, check_quality
+from visalign.data.sets.completion_files import load_rankings
 from visalign.data.sets.prompt_files import load_demonstrations, with_completion
 from visalign.data.sets.records import PreferencePair, PreferenceSet, QualitySet
 from visalign.data.sets.sources import GENERATED, load_source, shapes_pairs, shapes_quality
-from visalign.data.text_tasks.tasks import HELDOUT_PER_TASK, TASKS, heldout_tasks, text_tasks
+from visalign.data.text_tasks.tasks import HELDOUT_PER_TASK, TASKS, heldout_tasks, text_tasks, wrong_solutions
 from visalign.errors import UserError
 from visalign.evaluation.heldout.text import check_labels, check_text_judge
 from visalign.pipelines.shared.parts import (
@@ -34,6 +36,7 @@ from visalign.pipelines.shared.parts import (
 from visalign.pipelines.shared.sections import RewardsConfig
 from visalign.precision import autocast_dtype
 from visalign.rewards.catalogue import load_text_reward
+from visalign.rewards.chat.text_judge import write_question
 from visalign.rewards.text.combine import WeightedTextSum
 from visalign.rewards.text.process_reward import ProcessRewardModel
 from visalign.text import TextRollout
@@ -67,6 +70,10 @@ class TextInputs(NamedTuple):
         """Return the records by the key of their source."""
         sources = {"data.train": self.records, "data.heldout": self.heldout}
         return sources if self.demonstrations is None else {**sources, "data.demonstrations": self.demonstrations}
+
+
+OWN_QUESTION = "text_judge"
+"""data.question for the question that the judge of that name asks."""
 
 
 def prepare(config: TextConfig, device: str | None = None) -> TextInputs:
@@ -104,6 +111,8 @@ def text_records(key: str, data: PromptsConfig, seed: int) -> Records:
         return own_split[key == "heldout"]
     source = getattr(data, key)
     if data.question is not None:
+        if data.question == OWN_QUESTION or "{responses}" in data.question:
+            return _ask_about_responses(key, data, seed)
         images = _images(key, data, seed)
         if isinstance(images, PreferenceSet):
             return [_ask_about_pair(pair, data.question) for pair in images.pairs if pair.label != 0.5]
@@ -119,6 +128,30 @@ def text_records(key: str, data: PromptsConfig, seed: int) -> Records:
         if source.startswith("tasks:"):
             raise UserError(f"there is no {source!r}; the packaged records are tasks:train and tasks:heldout.")
     return build_records(source, f"data.{key}", packaged=("tasks:train", "tasks:heldout"), names=data.map, chat=True)
+
+
+def _ask_about_responses(key: str, data: Any, seed: int) -> Records:
+    """Ask a judge of texts about the responses to each prompt, in an order that is drawn.
+
+    Records have their true `rewards` and the number of the `best` one; prompts without a single best are left out.
+    """
+    source, records = getattr(data, key), []
+    if source.startswith("tasks:"):
+        pairs = wrong_solutions(text_records(key, replace(data, question=None), seed))
+        rankings = [{"prompt": t["prompt"], "completions": [t["chosen"], x], "scores": [1.0, 0.0]} for t, x in pairs]
+    else:
+        with name_key(f"data.{key}"):
+            rankings = load_rankings(source, unusable="drop", names=data.map).records
+    text = None if data.question == OWN_QUESTION else data.question
+    for number, ranking in enumerate(rankings[: data.size if key == "train" else data.heldout_size]):
+        order = np.random.default_rng([seed, 63, number]).permutation(len(ranking["scores"])).tolist()
+        rewards = [float(ranking["scores"][i]) for i in order]
+        if rewards.count(max(rewards)) == 1:
+            prompt = write_question(text, ranking["prompt"], [ranking["completions"][i] for i in order])
+            records.append({"prompt": prompt, "rewards": rewards, "best": rewards.index(max(rewards)) + 1})
+    if not records:
+        raise UserError(f"data.{key}: no prompt of '{source}' has one best response. Give pairs, or other scores.")
+    return records
 
 
 def _images(key: str, data: Any, seed: int) -> PreferenceSet | QualitySet:

@@ -263,10 +263,7 @@ class TextJudge(ChatJudge):
 
     def _query(self, prompt: Prompt, texts: Sequence[str]) -> Query:
         """Fill the question about completions of a prompt."""
-        box = ", ".join(["score"] if len(texts) == 1 else [f"score {number}" for number in range(1, len(texts) + 1)])
-        count = "response" if len(texts) == 1 else f"{len(texts)} responses"
-        fields = {"responses": numbered(texts), "count": count, "principles": self.principles, "scores": box}
-        return Query(images=[], prompt=transcript(prompt), fields=fields)
+        return Query(images=[], prompt=transcript(prompt), fields=question_fields(texts, self.principles))
 
     def _check_script(self, vote: Vote | AnswerError) -> Vote | AnswerError:
         """Turn a vote that is written in another script than its question into a failure."""
@@ -278,6 +275,20 @@ class TextJudge(ChatJudge):
                 vote = AnswerError(f"the judge answered in {script} script, in which nothing was asked")
                 self.server.alarm.note(str(vote))
         return vote
+
+
+def question_fields(texts: Sequence[str], principles: str = PRINCIPLES) -> dict[str, str]:
+    """Return what fills the question about completions, besides the prompt."""
+    box = ", ".join(["score"] if len(texts) == 1 else [f"score {number}" for number in range(1, len(texts) + 1)])
+    count = "response" if len(texts) == 1 else f"{len(texts)} responses"
+    return {"responses": numbered(texts), "count": count, "principles": principles, "scores": box}
+
+
+def write_question(text: str | None, prompt: Prompt, texts: Sequence[str]) -> str:
+    """Write the question about completions as a prompt to train a judge on; None for the judge's own text."""
+    template = SCORES if text is None else question("text_judge", text, images=())
+    (message,) = template.filled({"prompt": transcript(prompt), **question_fields(texts)})
+    return message["content"][-1]["text"]
 
 
 def numbered(texts: Sequence[str]) -> str:
