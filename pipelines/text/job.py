@@ -28,6 +28,7 @@ from .parts import (
     build_value_model,
     planned_encoder,
     prepare,
+    retokenized,
     syncing,
     with_tool,
 )
@@ -118,10 +119,15 @@ def text_run(
     curve = evaluation.curve(optimized)
     evaluate = on_the_way(evaluation, measure, inputs.heldout, before, recorded, curve, lambda *_: more_metrics())
     columns = SUPERVISED_COLUMNS if isinstance(config, SupervisedConfig) else POLICY_COLUMNS
+    trainer = build_trainer(config, output, algorithm, evaluate, columns=columns)
+    for label in retokenized(inputs.rewards, policy.tokenizer):
+        trainer.progress.note(
+            f"{label} has another tokenizer than the policy: completions are tokenized again for it."
+        )
     return PolicyRun(
         config=config,
         output=output,
-        trainer=build_trainer(config, output, algorithm, evaluate, columns=columns),
+        trainer=trainer,
         fingerprints={key: fingerprint(source) for key, source in inputs.sources.items()},
         title=f"{method} on {config.model.path}",
         policy=policy,

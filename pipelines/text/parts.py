@@ -39,6 +39,7 @@ from visalign.rewards.catalogue import load_text_reward
 from visalign.rewards.chat.text_judge import write_question
 from visalign.rewards.text.combine import WeightedTextSum
 from visalign.rewards.text.process_reward import ProcessRewardModel
+from visalign.rewards.text.reward_model import RewardModel
 from visalign.text import TextRollout
 from visalign.text.tools import ToolPolicy
 from visalign.text.turns import ChatTurns
@@ -249,6 +250,12 @@ def text_sum(config: RewardsConfig, rewards: Mapping[str, Any]) -> Any:
             where = f"rewards.terms.{label}.bound is {term.bound}"
             raise UserError(f"{where}, and constraints are held in trainings of images alone. Set it to null.")
     return weighted_sum(config, rewards, WeightedTextSum)
+
+
+def retokenized(rewards: Mapping[str, Any], tokenizer: Any) -> list[str]:
+    """Return the labels of reward models whose vocabulary is not that of the policy's tokenizer."""
+    models = {label: reward for label, reward in rewards.items() if isinstance(reward, RewardModel)}
+    return [label for label, model in models.items() if model.tokenizer.get_vocab() != tokenizer.get_vocab()]
 
 
 def build_text_policy(

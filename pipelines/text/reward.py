@@ -196,11 +196,10 @@ def _build(config: TextRewardConfig, output: Path) -> JudgeRun:
     examples, heldout, left_out = _read(config, network.tokenizer, network.limit)
     updates, iterations = _length(config, len(examples))
     texts: Any = examples
+    encode: Any = network.encode
     algorithm = RewardModeling(
         network,
-        ExampleBatches(
-            examples=texts, encode=network.encode, size=data.batch, micro=data.micro_batch, seed=config.seed
-        ),
+        ExampleBatches(examples=texts, encode=encode, size=data.batch, micro=data.micro_batch, seed=config.seed),
         objective=config.objective,
         accelerator=accelerator,
         seed=config.seed,

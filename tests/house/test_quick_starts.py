@@ -33,6 +33,7 @@ BUDGETS = {
     "text_ppo": (*TEXT, *COMPLETIONS),
     "text_dpo": (*TEXT, "data.batch=4"),
     "text_sft": (*TEXT, "data.batch=4"),
+    "text_reward": ("data.size=24", "data.batch=4", "run.iterations=1", "optimizer.updates_per_iteration=1"),
     "text_process": ("run.iterations=1",),
     "text_sample": ("data.tasks=[add]", "data.size=4", "rollout.samples=2"),
     "train_reward": ("run.iterations=1", "data.size=16", "data.heldout_size=8", "optimizer.updates_per_iteration=2"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,11 @@ from transformers import (
 from tests.support.models.language import save_tiny_language_model, tiny_config, tiny_tokenizer
 from visalign.config import load_config
 from visalign.core.preference.bradley_terry import bradley_terry_loss, plackett_luce_loss
+from visalign.data.assets import resolve_model
 from visalign.data.sets.completion_files import load_rankings, transcript_messages
 from visalign.errors import ConfigError, UserError
 from visalign.pipelines.jobs import load_job
+from visalign.pipelines.text.parts import retokenized
 from visalign.pipelines.text.reward import TextRewardConfig, estimate, plan, run
 from visalign.pipelines.text.reward_network import RewardNetwork
 from visalign.pipelines.text.reward_records import RankedTexts, length_balanced, longer_share, tokenize
@@ -58,7 +61,7 @@ def config(inputs: Path, *more: str) -> TextRewardConfig:
     return load_config(TextRewardConfig, None, [*base, *pace, *more])
 
 
-def texts_of(*elements: tuple[list[str], list[float]]) -> list[RankedTexts]:
+def texts_of(*elements: tuple[list[str], Sequence[float]]) -> list[RankedTexts]:
     records = [{"prompt": "q", "completions": texts, "scores": scores} for texts, scores in elements]
     return tokenize(records, tiny_tokenizer(), limit=48, drop=False, compares=True, left_out={})
 
@@ -210,12 +213,21 @@ def test_length_balanced_pairs_leave_length_without_meaning() -> None:
 
 
 def test_an_encoder_and_a_model_without_a_pad_token(inputs: Path, tmp_path: Path) -> None:
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    BertForSequenceClassification(BertConfig(vocab_size=64, **sizes, num_labels=1)).save_pretrained(tmp_path / "bert")
+    sizes: dict[str, Any] = {
+        "num_labels": 1,
+        "vocab_size": 64,
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+    }
+    BertForSequenceClassification(BertConfig(**sizes)).save_pretrained(tmp_path / "bert")
     tiny_tokenizer(pad=False, template=None).save_pretrained(tmp_path / "bert")
     short = ["data.epochs=1", "evaluation.every=0"]
     run(config(inputs, f"model.path={tmp_path}/bert", *short), tmp_path / "run")
-    reward = load_text_reward("reward_model", model=tmp_path / "run/judge")
+    reward: Any = load_text_reward("reward_model", model=tmp_path / "run/judge")
+    assert retokenized({"other": reward}, tiny_tokenizer()) == []
+    assert retokenized({"other": reward}, AutoTokenizer.from_pretrained(resolve_model("tasks-qwen3"))) == ["other"]
     assert reward.tokenizer.pad_token == "<end>" and reward.score(["ab"], ["q"]).valid.all()
 
 
