@@ -21,7 +21,7 @@ PIPELINES = {
     "text_grpo": "visalign.pipelines.text.job:TextGRPOConfig",
     "text_ppo": "visalign.pipelines.text.job:TextPPOConfig",
     "text_process": "visalign.pipelines.text.process:TextProcessConfig",
-    "text_reward": "visalign.pipelines.text.reward:TextRewardConfig",
+    "text_reward": "visalign.pipelines.train_reward.text:TextRewardConfig",
     "text_sample": "visalign.pipelines.text.sample:TextSampleConfig",
     "text_sft": "visalign.pipelines.text.supervised:TextSFTConfig",
     "train_reward": "visalign.pipelines.train_reward.job:TrainRewardConfig",

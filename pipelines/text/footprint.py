@@ -9,9 +9,16 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from visalign.data.assets import resolve_model
-from visalign.pipelines.shared.plan import GB, dtype_name, per_device, tokens_by_device, trained_memory, weight_bytes
+from visalign.pipelines.shared.plan import (
+    GB,
+    per_device,
+    tokens_by_device,
+    trace_forward,
+    trained_memory,
+    training_memory,
+    weight_bytes,
+)
 from visalign.precision import autocast_dtype
-from visalign.training.loop.optimizer import AdamWSettings
 from visalign.training.text.trajectories import needs_reference
 
 from .config import TextConfig
@@ -81,57 +88,6 @@ def footprint(config: TextConfig, inputs: TextInputs) -> dict[str, Any]:
         ),
         **speed,
     }
-
-
-def training_memory(network: Any, optimizer: AdamWSettings) -> dict[str, float]:
-    """Compute the GB of a network, its gradients and its optimizer, by part."""
-    trained = [weight for weight in network.parameters() if weight.requires_grad]
-    trained_ids = {id(weight) for weight in trained}
-    memory: dict[str, float] = {}
-    if any(not weight.requires_grad for weight in network.parameters()):
-        name = f"frozen_weights, {dtype_name(network, trained_ids)}"
-        memory[name] = weight_bytes(network, trained_ids) / GB
-    memory |= trained_memory(trained, ema=bool(optimizer.ema_decay), copies=0, optimizer=optimizer.name)
-    del memory["reference_and_old_policy"]
-    return memory
-
-
-def estimate_fit(model: Any, config: Any, *, rows: int, longest: int, texts: float, frozen: bool) -> dict[str, Any]:
-    """Compute memory and hours of training a classifier on `texts` texts, each as long as the longest, in groups.
-
-    `rows` texts go through the network together; a frozen trunk has no backward pass.
-    """
-    activations, flops = trace_forward(model, rows, longest)
-    memory = training_memory(model, config.optimizer)
-    network = [name for name in memory if name.startswith("frozen_weights") or name == "trained_weights"]
-    memory["activations_of_an_update"] = activations / GB
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    return {
-        "model": {"trained_parameters": trained, "longest_text": longest},
-        **per_device(
-            memory,
-            network,
-            {},
-            (1 if frozen else 3) * flops * texts,
-            sharding=config.run.sharding,
-            not_counted="kernels' workspaces, the allocator's gaps, the optimizer's temporary values",
-        ),
-    }
-
-
-def trace_forward(network: Any, rows: int, length: int, recompute: bool = False) -> tuple[int, float]:
-    """Trace the trunk on `rows` texts: (bytes stored for the backward pass, operations of one text)."""
-    from visalign.adapters.causal_lm.network import enable_recomputation, recomputed_layers
-    from visalign.adapters.hollow import traced_network
-
-    if recompute:
-        enable_recomputation(network)
-    tokens = torch.zeros(rows, length, dtype=torch.long, device="meta")
-    # transformers reads the positions' values without a mask, and a meta tensor has none
-    mask = torch.ones(1, 1, length, length, dtype=torch.bool, device="meta")
-    with recomputed_layers(network, recompute), traced_network(network.base_model) as trace:
-        network.base_model(input_ids=tokens, attention_mask=mask, use_cache=False)
-    return trace.held + trace.largest_block, trace.flops["network"] / rows
 
 
 def _cache_bytes(network: Any, rows: int, length: int) -> int:

@@ -120,10 +120,8 @@ def text_run(
     evaluate = on_the_way(evaluation, measure, inputs.heldout, before, recorded, curve, lambda *_: more_metrics())
     columns = SUPERVISED_COLUMNS if isinstance(config, SupervisedConfig) else POLICY_COLUMNS
     trainer = build_trainer(config, output, algorithm, evaluate, columns=columns)
-    for label in retokenized(inputs.rewards, policy.tokenizer):
-        trainer.progress.note(
-            f"{label} has another tokenizer than the policy: completions are tokenized again for it."
-        )
+    for note in retokenized(inputs.rewards, policy.tokenizer):
+        trainer.progress.note(note)
     return PolicyRun(
         config=config,
         output=output,

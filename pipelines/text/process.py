@@ -26,6 +26,7 @@ from visalign.data.sets.tables import read_rows
 from visalign.errors import UserError
 from visalign.pipelines.shared.job import JUDGE, JudgeRun, build_trainer, run_job
 from visalign.pipelines.shared.parts import build_accelerator, ends_by, name_key, no_loading_bars
+from visalign.pipelines.shared.plan import estimate_fit
 from visalign.pipelines.shared.run_folder import fingerprint
 from visalign.pipelines.shared.sections import ConvexDAConfig, Dtype, PolicyRunConfig
 from visalign.schema import STRICT
@@ -36,7 +37,6 @@ from visalign.training.loop.progress import SUPERVISED_COLUMNS
 from visalign.training.process.label_fit import FitSettings, LabelFit
 from visalign.training.process.trainer import StepTexts, measure_steps, read_record
 
-from .footprint import estimate_fit
 from .supervised import split_records
 
 __all__ = ["TextProcessConfig", "estimate", "plan", "run"]

@@ -21,7 +21,8 @@ import numpy as np
 import torch
 
 from visalign.config import load_config
-from visalign.pipelines.text import job, reward, supervised
+from visalign.pipelines.text import job, supervised
+from visalign.pipelines.train_reward import text as reward
 
 KINDS = ("data.tasks=[reverse, nth, unique, evens]", "data.levels=[1, 2]", "run.device=cpu")
 HELDOUT = ("data.heldout_per_task=40", "evaluation.seeds=[0]")

@@ -24,7 +24,7 @@ from visalign.rewards.text.reward_model import MEAN_AND_STD, MEMBER
 from visalign.rewards.weights.checkpoint_files import quiet_loading
 from visalign.training.reward.batch import Outputs, RewardBatch
 
-from .reward_records import RankedTexts
+from .text_records import RankedTexts
 
 
 def output_names(config: Any) -> list[str]:

@@ -21,10 +21,9 @@ from pydantic.dataclasses import dataclass
 
 from visalign.pipelines.shared.job import JUDGE, JudgeRun, build_trainer, run_job
 from visalign.pipelines.shared.parts import build_accelerator, ends_by, name_key
+from visalign.pipelines.shared.plan import estimate_fit
 from visalign.pipelines.shared.run_folder import fingerprint
 from visalign.pipelines.shared.sections import LoraConfig, PolicyRunConfig
-from visalign.pipelines.train_reward.examples import ExampleBatches
-from visalign.pipelines.train_reward.measure import ON_THE_WAY, accuracy_interval, rating_measures
 from visalign.rewards.text.classifier import longest_text
 from visalign.schema import STRICT
 from visalign.settings import Count, Natural, Positive, Records, refuse
@@ -40,9 +39,10 @@ from visalign.training.reward.settings import (
 )
 from visalign.training.reward.tasks import TASKS
 
-from .footprint import estimate_fit
-from .reward_network import RewardNetwork, load_network
-from .reward_records import RankedTexts, length_balanced, longer_share, read_rankings, tokenize
+from .examples import ExampleBatches
+from .measure import ON_THE_WAY, accuracy_interval, rating_measures
+from .text_network import RewardNetwork, load_network
+from .text_records import RankedTexts, length_balanced, longer_share, read_rankings, tokenize
 
 __all__ = ["TextRewardConfig", "estimate", "plan", "run"]
 
@@ -271,7 +271,7 @@ def _measure(
 
 def _card(config: TextRewardConfig, summary: Mapping[str, Any], names: Sequence[str]) -> str:
     """Write the text of README.md: data, loss, held-out numbers as measured."""
-    from visalign.pipelines.train_reward.job import quality_section
+    from .job import quality_section
 
     data, after = config.data, summary["after"]
     reading = "The output is the score." if len(names) == 1 else f"The outputs are {', '.join(names)}."
