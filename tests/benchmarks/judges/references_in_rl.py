@@ -45,7 +45,7 @@ def train(folder: Path, term: str, seed: int, iterations: int) -> None:
     table = write_rows(folder.parent / "prompts.jsonl", [record for records in by_tag for record in records])
     row = "objective.changes_for.diffusion_nft_closed"
     run_visalign(
-        "train", "shapes_quickstart", f"rewards.terms={{judge: {term}}}", "rollout.merge_adapters=false",
+        "train", "shapes_quickstart", f"rewards.terms={{judge: {term}}}",
         f"data.train={table}", f"data.heldout={some}",
         f"{row}.reference_guidance=null", f"{row}.kl_until={iterations // 4}", f"seed={seed}",
         f"rollout.prompts_per_iteration={SIDE}", f"rollout.group_size={SIDE}", f"run.iterations={iterations}",
@@ -59,7 +59,7 @@ def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--output", type=Path, required=True, help="runs that are there are not repeated")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--iterations", type=int, default=8, help="of the arm with references")
+    parser.add_argument("--iterations", type=int, default=6, help="of the arm with references")
     parser.add_argument("--more", type=int, default=2, help="iterations of the arm without")
     given = parser.parse_args()
     after: dict[str, np.ndarray] = {}
