@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from accelerate.utils import gather_object
@@ -15,14 +15,10 @@ from visalign.flow.rollout import decode_images, rollout
 from visalign.interfaces import ReferencedReward
 from visalign.seeds import sample_seed
 from visalign.settings import MOST
+from visalign.training.loop.runtime import PhaseClock
 from visalign.vision.pixels import to_levels
 
 from .samples import Records
-
-if TYPE_CHECKING:
-    from visalign.training.loop.runtime import PhaseClock
-
-    from .images import ImageAlgorithm
 
 KEY = "references"
 """File stem of the references in a checkpoint."""
@@ -56,8 +52,8 @@ class ReferenceImages:
             count += self.count * len(due)
         return count
 
-    def draw(self, algorithm: ImageAlgorithm, number: int, iteration: int, clock: PhaseClock) -> None:
-        """Draw the references that are due for the prompts of a round, shared among all processes."""
+    def draw(self, algorithm: Any, number: int, iteration: int, clock: PhaseClock) -> None:
+        """Draw the references that are due for the prompts of a round of an `ImageAlgorithm`; all processes call it."""
         indices = algorithm.sampler.batch(number).prompt_index.tolist()
         records = {str(algorithm.records[i]["prompt"]): algorithm.records[i] for i in indices}
         due, process = self.due(records, iteration, self.drawn), algorithm.accelerator
@@ -79,7 +75,7 @@ class ReferenceImages:
             self.drawn |= dict.fromkeys(share, iteration)
         self._drop(self.due(self.drawn, iteration, self.drawn))
 
-    def _sample(self, algorithm: ImageAlgorithm, records: Records, iteration: int, clock: PhaseClock) -> Tensor:
+    def _sample(self, algorithm: Any, records: Records, iteration: int, clock: PhaseClock) -> Tensor:
         """Sample `count` images of each record along the ODE: uint8 [n · count, 3, H, W] on the CPU."""
         moment = 0 if self.every is None else iteration
         seeds = [
