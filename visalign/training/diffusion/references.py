@@ -53,7 +53,7 @@ class ReferenceImages:
         return count
 
     def draw(self, algorithm: Any, number: int, iteration: int, clock: PhaseClock) -> None:
-        """Draw the references that are due for the prompts of a round of an `ImageAlgorithm`; all processes call it."""
+        """Draw the references due for the prompts of a round of an `ImageAlgorithm`; all processes call it."""
         indices = algorithm.sampler.batch(number).prompt_index.tolist()
         records = {str(algorithm.records[i]["prompt"]): algorithm.records[i] for i in indices}
         due, process = self.due(records, iteration, self.drawn), algorithm.accelerator
