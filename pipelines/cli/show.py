@@ -91,8 +91,14 @@ def show_rewards(console: Console) -> None:
 def show_probes(console: Console) -> None:
     """Print every probe and its expectation of a reward."""
     from visalign.evaluation.probes.catalogue import PAIR_PROBES, PROBES, WANTED, WANTED_OF_PAIRS
+    from visalign.evaluation.probes.text_catalogue import TEXT_PAIR_PROBES, TEXT_PROBES
 
-    kinds = ("that scores", PROBES, WANTED), ("that compares", PAIR_PROBES, WANTED_OF_PAIRS)
+    kinds = (
+        ("that scores", PROBES, WANTED),
+        ("that compares", PAIR_PROBES, WANTED_OF_PAIRS),
+        ("that scores texts", TEXT_PROBES, WANTED),
+        ("that compares texts", TEXT_PAIR_PROBES, WANTED_OF_PAIRS),
+    )
     for title, probes, expectations in kinds:
         table = Table("name", "what is changed", "expected", title=f"Probes of a reward {title}", title_justify="left")
         for probe in probes:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from visalign.data.sets.image_references import CompletionText, resolve_image
+from visalign.data.sets.image_references import TEXT, resolve_image
 from visalign.data.sets.sources import shapes_pairs
 from visalign.data.shapes.preferences import ShapesPreferences, degraded
 from visalign.data.shapes.render import render
@@ -76,13 +76,10 @@ def shapes_reference_set(count: int = 64, *, seed: int = 0) -> Reference:
 
 def task_reference_set(count: int = 64, *, seed: int = 0) -> Reference:
     """Pair the solutions of packaged text tasks with those of others, each a sample; a prompt's right one is first."""
-    samples, others, metadata = [], [], []
-    for task, wrong in wrong_solutions(text_tasks(max(count // 2, 2), seed=seed, split="heldout")):
-        pair = [Sample(CompletionText(text), task["prompt"]) for text in (task["chosen"], wrong)]
-        samples += pair
-        others += [(pair[1],), ()]
-        metadata += [task, task]
-    return Reference("packaged text tasks", tuple(samples), tuple(metadata), others=tuple(others))
+    pairs = wrong_solutions(text_tasks(max(count // 2, 2), seed=seed, split="heldout"))
+    texts = [(task, text) for task, wrong in pairs for text in (task["chosen"], wrong)]
+    rows = [ImageRow(image=f"{TEXT}{text}", prompt=task["prompt"], metadata=task) for task, text in texts]
+    return read_reference("packaged text tasks", rows)
 
 
 def read_reference(source: str, rows: Sequence[ImageRow]) -> Reference:

@@ -15,6 +15,8 @@ from visalign.hub import hub_outage
 from visalign.model_files import LOADING_ERRORS
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.base.identity import fingerprint
+from visalign.rewards.catalogue import check_options
+from visalign.rewards.text.classifier import longest_text
 from visalign.rewards.vlm.generation import JudgeAnswers, check_drawing, end_tokens
 from visalign.rewards.vlm.requests import Query
 from visalign.rewards.vlm.template import JudgeSettings, Template, escape
@@ -56,7 +58,7 @@ class LanguageEngine:
         self.settings = JudgeSettings.read(source)
         self._print = WeightPrint(self.model, fingerprint(source) if isinstance(source, Path) else None)
         self._specials = [str(token) for token in self.tokenizer.added_tokens_decoder.values() if str(token).strip()]
-        self._longest = self.model.config.get_text_config().max_position_embeddings
+        self._longest = longest_text(self.model, self.tokenizer, None)
 
     def template(self, kind: str, default: Template) -> Template:
         """Return the folder's template of a kind, else the default."""
@@ -84,27 +86,21 @@ class LanguageEngine:
 
         check_drawing(answers, temperature, max_new_tokens)
         ends = sorted(end_tokens(self.model, self.tokenizer))
-        drawing = {"temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
-        settings: Any = GenerationConfig(
-            do_sample=temperature > 0,
-            num_return_sequences=answers,
-            max_new_tokens=max_new_tokens,
-            eos_token_id=ends,
-            pad_token_id=ends[0],
-            **drawing,
+        drawing: dict[str, Any] = {"temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
+        drawing |= {"do_sample": temperature > 0, "num_return_sequences": answers, "max_new_tokens": max_new_tokens}
+        settings = GenerationConfig(eos_token_id=ends, pad_token_id=ends[0], **drawing)
+        encoded = [self._encode(template, query, max_new_tokens) for query in queries]
+        written = {
+            ids: self._generate(ids, settings, seed) for ids, reason in dict.fromkeys(encoded) if reason is None
+        }
+        rows = [[] if reason is not None else written[ids] for ids, reason in encoded]
+        return JudgeAnswers(
+            [[self.tokenizer.decode(tokens, skip_special_tokens=True) for tokens in row] for row in rows],
+            [[any(token in ends for token in tokens) for tokens in row] for row in rows],
+            [reason for _, reason in encoded],
         )
-        texts, finished, reasons = [], [], []
-        written: dict[tuple[int, ...], list[list[int]]] = {}
-        for ids, reason in (self._encode(template, query, max_new_tokens) for query in queries):
-            if reason is None and tuple(ids) not in written:
-                written[tuple(ids)] = self._generate(ids, settings, seed)
-            tokens = [] if reason is not None else written[tuple(ids)]
-            texts.append([self.tokenizer.decode(row, skip_special_tokens=True) for row in tokens])
-            finished.append([any(token in ends for token in row) for row in tokens])
-            reasons.append(reason)
-        return JudgeAnswers(texts, finished, reasons)
 
-    def _generate(self, ids: list[int], settings: Any, seed: int) -> list[list[int]]:
+    def _generate(self, ids: tuple[int, ...], settings: Any, seed: int) -> list[list[int]]:
         """Generate K answers with random numbers of their own, so that those of a run stay."""
         key = hashlib.blake2b(repr((seed, ids)).encode(), digest_size=8).digest()
         with torch.random.fork_rng(devices=[self.model.device] if self.model.device.type == "cuda" else []):
@@ -128,11 +124,11 @@ class LanguageEngine:
                 rows[-1] = [(self.tokenizer.decode([token]), p) for token, p in zip(tokens, log_prob, strict=True)]
         return rows, [reason for _, reason in encoded]
 
-    def _encode(self, template: Template, query: Query, new: int) -> tuple[list[int], str | None]:
+    def _encode(self, template: Template, query: Query, new: int) -> tuple[tuple[int, ...], str | None]:
         """Return the tokens of a request, or the reason why it cannot be asked."""
         fields = {"prompt": query.prompt, **query.fields}
         if any("\ud800" <= sign <= "\udfff" for text in fields.values() for sign in text):
-            return [], "the question is no text in Unicode: it holds half of a surrogate pair"
+            return (), "the question is no text in Unicode: it holds half of a surrogate pair"
         messages = template.filled({name: escape(text, self._specials) for name, text in fields.items()})
         for message in messages:
             if not isinstance(message["content"], str):
@@ -144,7 +140,7 @@ class LanguageEngine:
             text = "\n".join(message["content"] for message in messages) + "\n"
         text += template.answer_prefix + query.continuation
         is_chat = bool(self.tokenizer.chat_template)
-        ids = list(self.tokenizer(text, add_special_tokens=not is_chat, verbose=False)["input_ids"])
+        ids = tuple(self.tokenizer(text, add_special_tokens=not is_chat, verbose=False)["input_ids"])
         if len(ids) + new > self._longest:
             return ids, (
                 f"the question has {len(ids)} tokens, and with an answer of up to {new} the model, which reads "
@@ -166,5 +162,8 @@ def load_language_model(model: str | Path, *, max_failure_rate: float = 0.5, **l
             f"The model {str(model)!r} cannot be loaded: {error}. Give a folder that save_pretrained wrote, a hub "
             "name, or with base_url the name under which a server has it."
         ) from error
-    engine: Any = LanguageEngine(model, **loading) if is_language else model
+    engine: Any = model
+    if is_language:
+        check_options("text_judge", LanguageEngine, {"model": model, **loading})
+        engine = LanguageEngine(model, **loading)
     return LocalModel(engine, max_failure_rate=max_failure_rate, **({} if is_language else loading))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from visalign.data.sets.image_references import CompletionText
@@ -42,6 +43,10 @@ class CompletionScores(_Completions):
 
 class CompletionPairs(_Completions):
     """Pairwise judge of completions."""
+
+    def __init__(self, reward: Any) -> None:
+        super().__init__(reward)
+        self.capabilities = replace(reward.capabilities, needs_group=False)  # a pair is all it sees
 
     def compare(self, left: Any, right: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Preferences:
         """Compare B pairs of completions."""

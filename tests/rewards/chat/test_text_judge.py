@@ -174,5 +174,7 @@ def test_a_packaged_language_model_answers_in_this_process():
     assert len(rows[0]) == 5 and rows[0][0][1] >= rows[0][1][1]
     with pytest.raises(RewardError, match=r"cannot be loaded.*Give a folder"):
         load_language_model("shapes-clip")
+    with pytest.raises(RewardError, match="attention"):
+        load_language_model("tasks-qwen3", attention="eager")
     with pytest.raises(RewardError, match="base_url is None"):
         load_text_reward("text_judge", model="no-such-model")
