@@ -13,6 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from accelerate.state import AcceleratorState
 from torch.distributed.tensor import DTensor
 
 from tests.support.models.language import tiny_config, tiny_tokenizer
-from tests.support.training.images import toy_trainer
+from tests.support.training.images import Brightness, toy_trainer
 from tests.support.training.rewards import ToyJudge, ToyPairs
 from tests.support.training.text import DEMONSTRATIONS, Letters, toy_policy, toy_text_trainer
 from visalign.adapters.causal_lm.demonstrations import DemonstrationBatches, with_mismatched
@@ -43,7 +44,9 @@ from visalign.training import (
     Trainer,
     end_processes,
 )
+from visalign.training.loop.dynamic_groups import DynamicSettings
 from visalign.training.loop.sharding import gathered, unsharded_state
+from visalign.training.policy.winners import ReplaySettings
 from visalign.training.process.label_fit import FitSettings, label_trainer
 from visalign.training.process.trainer import train_process_reward
 
@@ -172,6 +175,7 @@ def images(
     *,
     rollout: Any = None,
     sharding: bool = False,
+    added: Any = (),
     **objective: Any,
 ) -> Trainer[Any]:
     """A trainer of images; where a row lets it be, on samples that no number of processes divides."""
@@ -187,8 +191,9 @@ def images(
         accelerator=accelerator,
         objective={"algorithm": row, "changes": changes, **objective},
         rollout=rollout or ({} if row == "crd" else UNEVEN),
-        optimizer={"micro_batch": 7, "lr": 1e-3},
-        run={"iterations": 2, "checkpoint_every": 1},
+        optimizer={"micro_batch": 7, "lr": 1e-3, **({"eps": 1e-2} if row == "flowrl" else {})},
+        run={"iterations": 3 if added else 2, "checkpoint_every": 1},
+        **dict(added),
         sharding=sharding and accelerator.num_processes > 1,
     )
 
@@ -202,6 +207,15 @@ def tools(folder: Path, accelerator: Accelerator) -> Trainer[Any]:
     return text(folder, accelerator, "grpo", policy=policy, generator=writer, rollout=size)
 
 
+class BrightAlone(Brightness):
+    """`Brightness` of the prompt bright; all other groups are without signal."""
+
+    def score(self, images: Any, prompts: Any, metadata: Any = None) -> Any:
+        scores = super().score(images, prompts, metadata)
+        return replace(scores, value=scores.value * torch.tensor([prompt == "bright" for prompt in prompts]))
+
+
+MORE, REPLAY = DynamicSettings(enabled=True, max_rounds=2), ReplaySettings(warmup=1)
 MIXED = {"a": (Letters("a"), 1.0), "b": (Letters("b"), 0.5)}
 JOBS: dict[str, Callable[[Path, Accelerator], Trainer[Any]]] = {
     "slow": slow,
@@ -226,6 +240,10 @@ JOBS: dict[str, Callable[[Path, Accelerator], Trainer[Any]]] = {
     "judge": judge,
     "process_reward": process_reward,
     "flow_grpo": lambda f, a: images(f, a, "flow_grpo"),
+    "flow_grpo+dynamic": lambda f, a: images(f, a, "flow_grpo", added={"dynamic": MORE, "reward": BrightAlone()}),
+    "par": lambda f, a: images(f, a, "par"),
+    "flowrl of images": lambda f, a: images(f, a, "flowrl"),
+    "diffusion_nft+replay": lambda f, a: images(f, a, "diffusion_nft", added={"self_imitation": REPLAY}),
     "flow_grpo+branches": lambda f, a: images(f, a, "flow_grpo", rollout=BRANCHES, credit="branches"),
     "diffusion_nft+sharded": lambda f, a: images(f, a, "diffusion_nft", sharding=True),
     "gspo+lora+sharded": lambda f, a: text(
