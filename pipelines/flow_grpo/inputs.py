@@ -70,7 +70,9 @@ def prepare(config: FlowGRPOConfig, world: int, device: str | None = None) -> In
     if data.pairs is None:
         records = build_records(data.train, "data.train", edits=edits, **reading)
     else:
-        records, notes = read_stored(data.pairs, edits, limit=data.pairs_size, **reading)
+        row, size = config.objective.regression, config.rollout.group_size
+        soft = bool(row and row.loss_options.get("soft"))
+        records, notes = read_stored(data.pairs, edits, size=size, soft=soft, limit=data.pairs_size, **reading)
     if data.heldout is None:
         records, heldout = own_heldout(records, config.seed)
     else:

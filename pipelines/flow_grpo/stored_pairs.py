@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sets of compared images that a policy learns from in place of its samples."""
+"""Sets of compared or rated images that a policy learns from in place of its samples."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from visalign.data.sets.checks import check_preferences, summed_votes, without_duplicates
 from visalign.data.sets.columns import Columns
 from visalign.data.sets.prompt_files import Edits, check_sources, source_of
-from visalign.data.sets.records import PreferenceSet
+from visalign.data.sets.records import PreferenceSet, QualitySet
 from visalign.data.sets.sources import is_named_set, load_source
 from visalign.errors import UserError
 from visalign.pipelines.shared.parts import Records, Row, check_images, check_texts, name_key, read_images
@@ -30,47 +30,101 @@ def read_stored(
     source: str,
     edits: Edits,
     *,
+    size: int = 2,
+    soft: bool = False,
     limit: int | None = None,
     several: bool = True,
     names: Mapping[str, str] | None = None,
 ) -> tuple[Records, tuple[str, ...]]:
-    """Read the pairs of `data.pairs` with the votes of each summed, without ties; images are not read yet.
+    """Read the groups of `data.pairs`: pairs with the votes of each summed, without ties, or `size` rated images each.
 
     `edits` and `several` say whether the model edits an image, and whether it joins several; `names` is our name of
-    a column -> the file's. A record has prompt, tag (its category), two candidates, each {image, preference, where},
-    and where the model edits the source. With the records come oddities of the set that do not stop the run.
+    a column -> the file's. `soft` takes preferences for probabilities, which ratings are not. A record has prompt, tag
+    (its category), candidates, each {image, preference, where}, and where the model edits the source. Images are not
+    read yet. With the records come oddities of the set that do not stop the run.
     """
     with name_key("data.pairs"):
         split = "train" if is_named_set(source) else None
         source_set = load_source(source, split=split, limit=limit, columns=Columns(names=names or {}))
-        if not isinstance(source_set, PreferenceSet):
-            raise UserError("the set holds single rated images. Give one with image_left and image_right.")
-        findings = check_preferences(source_set, files=False)
-        pairs, summed = summed_votes(without_duplicates(source_set))
-        check_texts([{"prompt": pair.prompt} for pair in pairs.pairs])
-        sources = {} if edits == "none" else _sources(source_set)
-        rows, records = [], []
-        for number, pair in enumerate(pairs.pairs):
-            if pair.label == 0.5:
-                continue
-            images = pair.image_left, pair.image_right
-            where = f"row {pairs.row(number)} of '{pairs.name}'"
-            rows.append(Row(where, pair.prompt, images))
-            sides = zip(images, (pair.label, 1 - pair.label), strict=True)
-            candidates = [{"image": image, "preference": share, "where": where} for image, share in sides]
-            records.append({"prompt": pair.prompt, "tag": pair.category or "", "candidates": candidates})
-            if (edited := sources.get((pair.prompt, frozenset(images)))) is not None:
-                records[-1]["source"] = edited
-        if not records:
-            raise UserError(f"the votes on each of {len(pairs)} pairs are ties. Give more votes.")
-    check_images(rows, "data.pairs")
+        is_rated = isinstance(source_set, QualitySet)
+        if is_rated and soft:
+            raise UserError(
+                "the set holds rated images, and loss_options soft=true takes votes for probabilities. "
+                "Give image_left and image_right with votes, or set soft=false."
+            )
+        if not is_rated and size != 2:
+            raise UserError(
+                f"rollout.group_size is {size}, and a group of data.pairs is a pair. Set rollout.group_size=2; "
+                "rollout.prompts_per_iteration is then the number of pairs. Larger groups need rated images: a "
+                "table with image, prompt and mos."
+            )
+        check_texts([{"prompt": row.prompt} for row in (source_set.records if is_rated else source_set.pairs)])
+        records, notes = _rated_groups(source_set, size, edits) if is_rated else _pairs(source_set, edits)
+    rows = [(record, candidate) for record in records for candidate in record["candidates"]]
+    check_images([Row(image["where"], record["prompt"], (image["image"],)) for record, image in rows], "data.pairs")
     if edits != "none":
-        labelled = [(f"data.pairs: {row.where}", record) for row, record in zip(rows, records, strict=True)]
+        labelled = [(f"data.pairs: {record['candidates'][0]['where']}", record) for record in records]
         check_sources(labelled, needed=edits == "needed", several=several, remedy=_SOURCES)
+    return records, tuple(f"data.pairs: {note}" for note in notes)
+
+
+def _pairs(source_set: PreferenceSet, edits: Edits) -> tuple[Records, list[str]]:
+    """Read pairs with their votes summed; ties are left out."""
+    findings = check_preferences(source_set, files=False)
+    pairs, summed = summed_votes(without_duplicates(source_set))
+    sources = {} if edits == "none" else _sources(source_set)
+    records: list[dict[str, Any]] = []
+    for number, pair in enumerate(pairs.pairs):
+        if pair.label == 0.5:
+            continue
+        images = pair.image_left, pair.image_right
+        where = f"row {pairs.row(number)} of '{pairs.name}'"
+        sides = zip(images, (pair.label, 1 - pair.label), strict=True)
+        candidates = [{"image": image, "preference": share, "where": where} for image, share in sides]
+        records.append({"prompt": pair.prompt, "tag": pair.category or "", "candidates": candidates})
+        if (edited := sources.get((pair.prompt, frozenset(images)))) is not None:
+            records[-1]["source"] = edited
+    if not records:
+        raise UserError(f"the votes on each of {len(pairs)} pairs are ties. Give more votes.")
     notes = [finding.message for finding in (*findings, *summed) if finding.kind not in ("ties", "one_side")]
     if ties := len(pairs) - len(records):
         notes.append(f"{ties} of {len(pairs)} pairs are ties and left out.")
-    return records, tuple(f"data.pairs: {note}" for note in notes)
+    return records, notes
+
+
+def _rated_groups(rated: QualitySet, size: int, edits: Edits) -> tuple[Records, list[str]]:
+    """Cut the rated images of each prompt (and source) into groups of `size`, in the order of the file."""
+    groups: dict[Any, dict[str, Any]] = {}
+    for number, image in enumerate(rated.records):
+        if not image.prompt.strip():
+            raise UserError(f"row {rated.row(number)} of '{rated.name}' has no prompt to learn its image for.")
+        source = None if edits == "none" else source_of(image.extra)
+        score = image.mos if rated.higher_is_better else -image.mos
+        where = f"row {rated.row(number)} of '{rated.name}'"
+        group = groups.setdefault((image.prompt, repr(source)), {"tag": image.category or "", "candidates": {}})
+        candidate = {"image": image.image, "preference": score, "where": where}
+        first = group["candidates"].setdefault(image.image, candidate)
+        if first["preference"] != score:
+            raise UserError(
+                f"{first['where']} and row {rated.row(number)} rate one image of one prompt differently. Keep one of "
+                "them, or name the raters in a column annotator, whose mean counts."
+            )
+        group |= {"prompt": image.prompt} | ({} if source is None else {"source": source})
+    records = [
+        group | {"candidates": part}
+        for group in groups.values()
+        for start in range(0, len(group["candidates"]), size)
+        if len(part := [*group["candidates"].values()][start : start + size]) == size
+    ]
+    if not records:
+        most = max(len(group["candidates"]) for group in groups.values())
+        raise UserError(
+            f"rollout.group_size is {size}, and no prompt has so many rated images: {most} at most. Set "
+            f"rollout.group_size={max(2, most)} or less, or rate more images of a prompt."
+        )
+    left_out = len(rated) - size * len(records)
+    note = f"{left_out} of {len(rated)} images are left out: groups have {size} (rollout.group_size)."
+    return records, [note] if left_out else []
 
 
 def _sources(pairs: PreferenceSet) -> dict[Any, Any]:

@@ -132,6 +132,58 @@ def test_a_bad_row_is_named_before_a_model_is_loaded(tmp_path, changes: Any, mes
     assert not (tmp_path / "run").exists()
 
 
+def _rated(folder: Path, **changes: Any) -> Path:
+    """Five rated images of one prompt and one of another, as `visalign score` leaves them."""
+    _file(folder)
+    rows = [{"prompt": "a red circle", "image": f"{name}.png", "quality": 5 - n} for n, name in enumerate("abc")]
+    for number in range(2):
+        Image.new("RGB", (32, 32), (0, 80 * number, 0)).save(folder / f"d{number}.png")
+        rows.append({"prompt": "a red circle", "image": f"d{number}.png", "quality": 1.5})
+    rows.append({"prompt": "two circles", "image": "c.png", "quality": 9})
+    rows[1] |= changes
+    path = folder / "rated.jsonl"
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return path
+
+
+def test_rated_images_are_groups_of_a_prompt(tmp_path):
+    read = {"size": 4, "names": {"mos": "quality"}}
+    [record], notes = read_stored(str(_rated(tmp_path)), "none", **read)
+    assert [one["preference"] for one in record["candidates"]] == [5, 4, 3, 1.5]
+    assert "2 of 6 images are left out: groups have 4" in "".join(notes)
+    assert len(read_stored(str(tmp_path / "rated.jsonl"), "none", size=2, names=read["names"])[0]) == 2
+    tiny_sd3_pipeline().save_pretrained(tmp_path / "model")
+    (tmp_path / "prompts.txt").write_text("a red circle\na square\n")
+    data = f"data={{pairs: {tmp_path}/rated.jsonl, map: {{mos: quality}}, heldout: {tmp_path}/prompts.txt}}"
+    objective = "objective={algorithm: gdro, changes: {levels: 2, loss_options: {beta: 12, gamma: 0.5, tau: 0.05}}}"
+    rollout = "rollout={prompts_per_iteration: 1, group_size: 4, steps: 4}"
+    run(_config(f"model.path={tmp_path}/model", data, objective, rollout), tmp_path / "run")
+    log = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert all(row["grad_norm"] > 0 and row["reward_mean"] == pytest.approx(3.375) for row in log)
+
+
+@pytest.mark.parametrize(
+    ("size", "changes", "message"),
+    [
+        (6, {}, r"rollout.group_size is 6, and no prompt has so many rated images: 5 at most"),
+        (4, {"prompt": " "}, r"row 2 of 'rated' has no prompt to learn its image for"),
+        (4, {"image": "absent.png"}, r"absent\.png' in row 2 of 'rated' cannot"),
+        (4, {"quality": "good"}, r"Row 2 of .*'good'"),
+        (4, {"image": "a.png"}, r"row 1 of 'rated' and row 2 rate one image of one prompt differently. Keep one"),
+    ],
+)
+def test_rated_images_that_make_no_groups_are_refused(tmp_path, size: int, changes: Any, message: str):
+    with pytest.raises(UserError, match=rf"data\.pairs: .*{message}"):
+        read_stored(str(_rated(tmp_path, **changes)), "none", size=size, names={"mos": "quality"})
+
+
+def test_ratings_are_no_probabilities_and_pairs_no_larger_groups(tmp_path):
+    with pytest.raises(UserError, match=r"data\.pairs: the set holds rated images, and loss_options soft=true"):
+        read_stored(str(_rated(tmp_path)), "none", soft=True, names={"mos": "quality"})
+    with pytest.raises(UserError, match=r"rollout.group_size is 4, and a group of data.pairs is a pair"):
+        prepare(_config("data.pairs=shapes:pairs", "rollout.group_size=4"), 1)
+
+
 def test_what_does_not_go_with_pairs_is_refused():
     with pytest.raises((UserError, ConfigError), match="Stored pairs are not judged"):
         prepare(_config("data.pairs=shapes:pairs", "monitor.stop.agreement=0.1"), 1)

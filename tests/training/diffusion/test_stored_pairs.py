@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from visalign.training import DiffusionObjectiveSettings, RolloutSettings
 from visalign.training.diffusion.rollout_settings import check_sampling
 from visalign.training.diffusion.samples import StoredPreference
 from visalign.training.loop.algorithm import Context
+from visalign.training.loop.metrics import read_metrics
 
 TABLE = torch.randn(12, 4, 4, 4, generator=torch.Generator().manual_seed(3))
 TABLE[0::2] += 0.5
@@ -134,9 +136,23 @@ def test_what_needs_the_policys_own_samples_is_refused(objective: Any):
         check_sampling(settings, RolloutSettings(group_size=2), stored=True)
 
 
-def test_groups_that_are_no_pairs_and_votes_without_any_are_refused(tmp_path):
-    with pytest.raises(UserError, match=r"rollout.group_size is 4, and a group of data.pairs is a pair"):
-        _trainer(tmp_path, rollout={"group_size": 4})
+def test_groups_of_four_learn_the_order_of_their_ratings(tmp_path):
+    """GDRO on four stored images a prompt: the lighter two gain likelihood against the darker two."""
+    candidates = [{"latent": number, "preference": 5.0 - number % 2} for number in range(4)]
+    records = [{"prompt": word, "candidates": candidates} for word in ("bright", "light")]
+    changes = {"loss_options": {"beta": 12.0, "gamma": 0.0}}
+    trainer = _trainer(
+        tmp_path, records=records, rollout={"prompts_per_iteration": 2, "group_size": 4},
+        objective={"algorithm": "gdro", "changes": changes}, run={"iterations": 16},
+    )  # fmt: skip
+    trainer.train()
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    losses = [row["loss"] for row in rows]
+    assert losses[0] == pytest.approx(math.log(24), rel=0.05), "ln 4 + ln 3 + ln 2 while policy and reference agree"
+    assert losses[-1] < 0.8 * losses[0]
+
+
+def test_votes_without_any_are_refused(tmp_path):
     soft = {"algorithm": "diffusion_dpo", "changes": {"loss_options": {"soft": True}}}
     with pytest.raises(UserError, match=r"soft=true, which takes votes for probabilities.*data.pairs"):
         toy_trainer(tmp_path, objective=soft)

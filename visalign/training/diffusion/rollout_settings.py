@@ -405,11 +405,6 @@ STORED_PAIR_RULES = (
         "objective.changes, and data.pairs holds images from elsewhere. Take diffusion_dpo, gdro, "
         "reward_weighted or rejection as published, or leave data.pairs out.",
     ),
-    (
-        lambda s: s.rollout.group_size != 2,
-        "rollout.group_size is {s.rollout.group_size}, and a group of data.pairs is a pair. Set "
-        "rollout.group_size=2; rollout.prompts_per_iteration is then the number of pairs.",
-    ),
 )
 SAMPLED_RULES = (
     (

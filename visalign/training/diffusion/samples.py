@@ -33,8 +33,8 @@ class StoredPreference:
     """Reward that returns the "preference" of a record; no image is looked at."""
 
     name = "preference"
-    unit = "share of votes"
-    range = (0.0, 1.0)
+    unit = "share of votes, or rating"
+    range = (float("-inf"), float("inf"))
     higher_is_better = True
     capabilities = RewardCapabilities()
     identity = None
