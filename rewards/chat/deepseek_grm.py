@@ -161,7 +161,7 @@ def best_votes(
     if metas is None:
         return [(sample, {}) for sample in samples]
     pairs = zip(samples, metas, strict=True)
-    rated = [(sample, {"meta": meta}) for sample, meta in pairs if not isinstance(meta, AnswerError)]
+    rated: list[tuple[T, dict[str, float]]] = [(s, {"meta": m}) for s, m in pairs if not isinstance(m, AnswerError)]
     if not rated:
         return AnswerError(f"the meta judge rated none of {len(samples)} samples: {failure_reason(metas)}")
     return sorted(rated, key=lambda sample: -sample[1]["meta"])[:count]

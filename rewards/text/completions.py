@@ -13,7 +13,6 @@ from visalign.data.sets.text_rows import text_prompt
 from visalign.interfaces import Metadata, PairwiseReward, PointwiseReward, Preferences, Scores, with_capabilities
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.catalogue import TEXT_CATALOGUE, find_target, load_judge, load_reward, load_text_reward
-from visalign.rewards.chat.text_judge import TextJudge
 
 
 class _Completions:
@@ -65,7 +64,7 @@ def load_any_judge(name: str, *, run_device: str | None = None, **options: Any) 
     if not judges_texts(name):
         return load_judge(name, run_device=run_device, **options)
     reward = load_text_reward(name, run_device=run_device, **options)
-    compares = isinstance(reward, TextJudge) and reward.form != "point"
+    compares = isinstance(reward, PairwiseReward) and with_capabilities(reward).capabilities.needs_group
     return CompletionPairs(reward) if compares else CompletionScores(reward)
 
 

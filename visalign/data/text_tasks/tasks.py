@@ -149,7 +149,7 @@ def heldout_tasks(
     return text_tasks(per_task * len(tasks), seed=0, split="heldout", tasks=tasks, levels=levels)
 
 
-def wrong_solutions(tasks: Sequence[Record]) -> list[tuple[Record, str]]:
+def wrong_solutions(tasks: Sequence[Mapping[str, Any]]) -> list[tuple[Record, str]]:
     """Pair each task, whose solution becomes "chosen", with the solution of the next one with another answer."""
     pairs = []
     for index, task in enumerate(tasks):

@@ -97,7 +97,7 @@ _CONTRAST = Probe(
 def _texts(name: str, probes: Sequence[Probe] = PROBES) -> Probe:
     """Take a probe of images whose change is of the prompt or of the order of a call."""
     probe = next(probe for probe in probes if probe.name == name)
-    words: Callable[[str], str] = lambda text: text.replace("images", "texts").replace("image", "text")  # noqa: E731
+    words: Callable[[str], str] = lambda text: text.replace("An image", "A text").replace("image", "text")  # noqa: E731
     levels = tuple(Level(words(level.label), level.x) for level in probe.levels)
     return replace(probe, levels=levels, title=words(probe.title), why=words(probe.why))
 
