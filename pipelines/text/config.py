@@ -14,6 +14,7 @@ from pydantic.dataclasses import dataclass
 
 from visalign.core import Objective
 from visalign.data.assets import assets_folder
+from visalign.errors import UserError
 from visalign.pipelines.shared.sections import (
     Dtype,
     HeldoutConfig,
@@ -187,7 +188,13 @@ class ProcessConfig:
 
     model: str
     """A transformers folder or hub id of a token classifier with two labels, or with one: a progress
-    estimator (SPA-RL, arXiv 2505.20732). The job text_process leaves either in its folder `judge`."""
+    estimator (SPA-RL, arXiv 2505.20732). With `reference`, of a causal language model, or a folder of its adapters.
+    The job text_process leaves each of them in its folder `judge`."""
+    reference: str | None = None
+    """Language model that `model` was before its training on outcomes or pairs (text_process learns=implicit,
+    text_dpo): a token's reward is β log π_model/π_reference (arXiv 2412.01981). null: `model` is a classifier."""
+    beta: Positive = 0.05
+    """With `reference`, β: that of the training, so that the rewards add up to what was learnt."""
     separator: str = "\n"
     """Text that ends a step in a completion."""
     clip: Finite | None = None
@@ -203,6 +210,13 @@ class ProcessConfig:
     SPA-RL redistributes an outcome, which its contributions add up to."""
     options: dict[str, Any] = field(default_factory=dict)
     """Other arguments of `ProcessRewardModel`."""
+
+    def __post_init__(self) -> None:
+        if self.options and self.reference is not None:
+            raise UserError(
+                f"process.options {', '.join(self.options)} are of a classifier, and process.reference makes "
+                "process.model a language model. Leave one of the two out."
+            )
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -38,14 +39,16 @@ from visalign.precision import autocast_dtype
 from visalign.rewards.catalogue import load_text_reward
 from visalign.rewards.chat.text_judge import write_question
 from visalign.rewards.text.combine import WeightedTextSum
+from visalign.rewards.text.implicit_process_reward import ImplicitProcessReward
 from visalign.rewards.text.process_reward import ProcessRewardModel
 from visalign.rewards.text.reward_model import RewardModel
 from visalign.text import TextRollout
+from visalign.text.steps import StepRewards
 from visalign.text.tools import ToolPolicy
 from visalign.text.turns import ChatTurns
 from visalign.training.text.trajectories import check_answers
 
-from .config import ActorCriticConfig, PromptsConfig, TextConfig, TextModelConfig
+from .config import ActorCriticConfig, ProcessConfig, PromptsConfig, TextConfig, TextModelConfig
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -342,14 +345,46 @@ def build_process(config: TextConfig, policy: CausalLMPolicy) -> Any:
     """Build the process reward of rollouts with the policy's tokenizer, or None."""
     if (process := config.process) is None:
         return None
-    model = ProcessRewardModel(model=process.model, separator=process.separator, **process.options)
+    if process.reference is None:
+        model = ProcessRewardModel(model=process.model, separator=process.separator, **process.options)
+        score = partial(model.score_rollout, tokenizer=policy.tokenizer)
+    else:
+        implicit = _build_implicit(process, config.model, policy)
+
+        def score(rollout: TextRollout) -> StepRewards:
+            return implicit.score_rollout(rollout).steps
 
     def score_rollout(rollout: TextRollout) -> Any:
-        steps = model.score_rollout(rollout, tokenizer=policy.tokenizer)
+        steps = score(rollout)
         bounded = steps.bounded(clip=process.clip, delta=process.delta)
         return replace(bounded, reward=process.coefficient * bounded.reward)
 
     return SimpleNamespace(score_rollout=score_rollout, replaces=process.replaces)
+
+
+def _build_implicit(process: ProcessConfig, model: TextModelConfig, policy: CausalLMPolicy) -> ImplicitProcessReward:
+    """Load the two language models of an implicit process reward, which read the policy's token ids."""
+    from visalign.adapters.causal_lm.lora import WEIGHT_FILE
+
+    folder, reference = resolve_model(process.model), str(process.reference)
+    is_adapter = any((Path(folder) / name / WEIGHT_FILE).is_file() for name in ("", "lora"))
+    sources = {
+        "model": {"path": reference, "lora_path": str(folder)} if is_adapter else {"path": str(folder)},
+        "reference": {"path": reference},
+    }
+    loaded = {}
+    for key, source in sources.items():
+        same = {name: getattr(model, name) for name in ("dtype", "autocast", "score_batch")}
+        with name_key(f"process.{key}"):
+            loaded[key] = build_text_policy(TextModelConfig(**source, **same), policy.device, 0, reference=False)
+            if loaded[key].tokenizer.get_vocab() != policy.tokenizer.get_vocab():
+                raise UserError(
+                    f"{process.model if key == 'model' else reference} has another vocabulary than model.path, and "
+                    "a log-ratio is of the policy's tokens. Train it from a model of the policy's family, or use a "
+                    "classifier."
+                )
+    options = {"tokenizer": policy.tokenizer, "beta": process.beta, "separator": process.separator}
+    return ImplicitProcessReward(loaded["model"], reference=loaded["reference"], **options)
 
 
 def build_server(config: TextConfig, policy: CausalLMPolicy) -> Any:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training of a process reward model, a token classifier, from judged completions or labels of steps.
+"""Training of a process reward model from judged completions or labels of steps.
 
+It is a token classifier, or a language model whose log-ratio to its beginning is the reward (implicit).
 It is measured on held-out prompts before and after, and saved as `process.model` reads it.
 """
 
@@ -8,17 +9,21 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, field
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
+from accelerate import Accelerator
 from pydantic import Field
 from pydantic.dataclasses import dataclass
-from transformers import AutoConfig, AutoModelForTokenClassification, AutoTokenizer
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
+from visalign.adapters.causal_lm.demonstrations import demonstration_rollout, fitting_demonstrations
+from visalign.adapters.causal_lm.loading import from_pretrained
 from visalign.data.assets import resolve_model
 from visalign.data.sets.columns import rename_columns
 from visalign.data.sets.hub_datasets import find_table
@@ -30,13 +35,16 @@ from visalign.pipelines.shared.plan import estimate_fit
 from visalign.pipelines.shared.run_folder import fingerprint
 from visalign.pipelines.shared.sections import ConvexDAConfig, Dtype, PolicyRunConfig
 from visalign.schema import STRICT
-from visalign.settings import Count, Natural
+from visalign.settings import Count, Natural, Positive
 from visalign.text.steps import StepReading
 from visalign.training.loop.optimizer import AdamWSettings
 from visalign.training.loop.progress import SUPERVISED_COLUMNS
+from visalign.training.process.implicit import ImplicitTexts
 from visalign.training.process.label_fit import FitSettings, LabelFit
 from visalign.training.process.trainer import StepTexts, measure_steps, read_record
 
+from .config import TextModelConfig
+from .parts import build_text_policy, prompt_encoder
 from .supervised import split_records
 
 __all__ = ["TextProcessConfig", "estimate", "plan", "run"]
@@ -44,7 +52,7 @@ __all__ = ["TextProcessConfig", "estimate", "plan", "run"]
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class StepModelConfig:
-    """The language model that becomes a token classifier, with a new head."""
+    """The language model that becomes a token classifier with a new head, or an implicit process reward."""
 
     path: str = "tasks-qwen3"
     """A packaged model, a transformers folder, or a hub id."""
@@ -60,8 +68,8 @@ class StepDataConfig:
 
     train: str
     """A .jsonl, .json or .parquet file, or a dataset of the hub, owner/name:split: scored completions with prompt,
-    completion and reward, such as the dataset.jsonl of text_sample with selection.rule=all; or, with learns=labels,
-    prompt, steps and labels."""
+    completion and reward (with learns=implicit from 0, wrong, to 1, right), such as the dataset.jsonl of text_sample
+    with selection.rule=all; or, with learns=labels, prompt, steps and labels."""
     map: dict[str, str] = field(default_factory=dict)
     """Our name of a column -> that of the file."""
     heldout: Annotated[float, Field(ge=0, lt=1)] = 0.1
@@ -90,9 +98,12 @@ class TextProcessConfig:
 
     pipeline: ClassVar[str] = "text_process"
 
-    learns: Literal["outcomes", "labels"] = "outcomes"
-    """Target: outcomes (SPA-RL's progress estimator: contributions of the steps that add up to the reward) or
-    labels (the probability that a step is right)."""
+    learns: Literal["outcomes", "labels", "implicit"] = "outcomes"
+    """Target: outcomes (SPA-RL's progress estimator: contributions of the steps that add up to the reward),
+    labels (the probability that a step is right), or implicit (a language model whose β log π/π_before, added up
+    over a completion, is the log-odds of being right; arXiv 2412.01981)."""
+    beta: Positive = 0.05
+    """With learns=implicit, β: log-odds per nat."""
     seed: Natural = 0
     """Seed of the run: the new head, the order and split of the records, dropout."""
     model: StepModelConfig = field(default_factory=StepModelConfig)
@@ -109,6 +120,9 @@ class TextProcessConfig:
     def __post_init__(self) -> None:
         if (updates := self.optimizer.updates_per_iteration) != 1:
             raise UserError(f"optimizer.updates_per_iteration is {updates}; an iteration is one pass. Leave it at 1.")
+        if self.learns == "implicit" and (self.model.train == "head" or self.run.sharding):
+            key = "model.train=head" if self.model.train == "head" else "run.sharding"
+            raise UserError(f"learns=implicit trains a whole language model in each process, without {key}. Drop it.")
 
 
 Numbered = Sequence[tuple[int, Mapping[str, Any]]]  # Records with their row numbers in the file
@@ -120,10 +134,12 @@ def read_steps(config: TextProcessConfig) -> tuple[Numbered, Numbered]:
     numbered = [(number, rename_columns(path, row, names)) for number, row in read_rows(path)]
     if not numbered:
         raise UserError(f"data.train: '{config.data.train}' has no record.")
-    reading, outcomes = StepReading(separator=config.data.separator), config.learns == "outcomes"
+    reading, outcomes = StepReading(separator=config.data.separator), config.learns != "labels"
     with name_key("data.train"):
         for number, record in numbered:
             read_record(number, record, reading, outcomes=outcomes)
+            if config.learns == "implicit":
+                _check_probability(number, record)
     trained, heldout = split_records(numbered, config.data.heldout, config.seed, lambda row: row[1]["prompt"])
     if (settings := config.data.convex_da) is not None:
         variants = settings.variants([record["prompt"] for _, record in trained], config.seed)
@@ -136,13 +152,12 @@ def _build(config: TextProcessConfig, output: Path) -> JudgeRun:
     """Build the objects of a run, without writing anything."""
     trained, measured = read_steps(config)
     accelerator = build_accelerator(config, output)
-    model, tokenizer = _load(config)
-    model.to(accelerator.device).train()
-    texts, heldout = (_texts(config, model, tokenizer, side) for side in (trained, measured))
+    named, model, save, tokenize = (_implicit if config.learns == "implicit" else _classifier)(config, accelerator)
+    texts, heldout = tokenize(trained), tokenize(measured) if measured else None
     if not texts.rows:
         raise UserError(f"data.train: none of the {len(trained)} records has a step and a finite reward or label.")
     fit = LabelFit(
-        [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad],
+        named,
         FitSettings(batch_size=config.data.batch, seed=config.seed),
         accelerator=accelerator,
         divided=model if config.run.sharding else None,
@@ -150,15 +165,11 @@ def _build(config: TextProcessConfig, output: Path) -> JudgeRun:
     fit.outputs, fit.rows = texts.outputs, texts.rows
 
     def measure(*, final: bool = False) -> dict[str, float]:
-        return asdict(measure_steps(heldout, config.data.batch)) if heldout.rows else {}
-
-    def save(folder: Path) -> None:
-        with no_loading_bars():
-            model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+        return asdict(measure_steps(heldout, config.data.batch)) if heldout and heldout.rows else {}
 
     keys = {"model": output / JUDGE, "separator": json.dumps(config.data.separator)}
-    keys |= {"replaces": "true"} if config.learns == "outcomes" else {}
+    more = {"outcomes": {"replaces": "true"}, "implicit": {"reference": config.model.path, "beta": config.beta}}
+    keys |= more.get(config.learns, {})
     return JudgeRun(
         config=config,
         output=output,
@@ -166,7 +177,7 @@ def _build(config: TextProcessConfig, output: Path) -> JudgeRun:
         fingerprints={"data.train": fingerprint([record for _, record in (*trained, *measured)])},
         network=model,
         measure=measure,
-        heldout=len(heldout.rows),
+        heldout=len(heldout.rows) if heldout else 0,
         save=save,
         counts=lambda result: {
             "records": len(texts.rows),
@@ -180,9 +191,54 @@ def _build(config: TextProcessConfig, output: Path) -> JudgeRun:
 run = partial(run_job, build=_build)
 
 
+Learner = tuple[Any, nn.Module, Callable[[Path], None], Callable[[Numbered], Any]]
+"""Trained parameters by name, the module, a function that saves it, and one from records to its texts."""
+
+
+def _classifier(config: TextProcessConfig, accelerator: Accelerator) -> Learner:
+    """Load a token classifier to train."""
+    model, tokenizer = _load(config)
+    model.to(accelerator.device).train()
+
+    def save(folder: Path) -> None:
+        with no_loading_bars():
+            model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+    named = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
+    return named, model, save, partial(_texts, config, model, tokenizer)
+
+
+def _implicit(config: TextProcessConfig, accelerator: Accelerator) -> Learner:
+    """Load a language model to train as an implicit process reward."""
+    model = TextModelConfig(path=config.model.path, dtype=config.model.dtype, score_batch=config.data.batch)
+    policy = build_text_policy(model, accelerator.device, config.seed, reference=False)
+
+    def tokenize(records: Numbered) -> ImplicitTexts:
+        with name_key("data.train"):
+            rows = [record for _, record in records]
+            fitting = fitting_demonstrations(policy, rows, too_long=config.data.too_long)
+            rollout = demonstration_rollout(
+                policy, *([row[key] for row in fitting] for key in ("prompt", "completion"))
+            )
+        label = [math.nan if row["reward"] is None else row["reward"] for row in fitting]
+        return ImplicitTexts(policy, rollout, label, beta=config.beta, reference=policy)  # not yet trained
+
+    return policy.trainable_parameters(), policy.module, policy.save, tokenize
+
+
+def _check_probability(number: int, record: Mapping[str, Any]) -> None:
+    """Refuse an outcome that is no probability of being right."""
+    reward = record["reward"]
+    if reward is not None and math.isfinite(reward) and not 0 <= reward <= 1:
+        raise UserError(
+            f"Record {number} has the reward {reward}, and learns=implicit reads 1 (right), 0 (wrong), or a share "
+            "between. Scale the rewards, or use learns=outcomes."
+        )
+
+
 def _load(config: TextProcessConfig, *, hollow: bool = False) -> tuple[Any, Any]:
     """Load the classifier, partly frozen, and its tokenizer; `hollow`: without weights."""
-    from visalign.adapters.causal_lm.loading import from_pretrained
     from visalign.rewards.weights.checkpoint_files import quiet_loading
 
     folder, dtype = str(resolve_model(config.model.path)), getattr(torch, config.model.dtype)
@@ -232,9 +288,18 @@ def plan(config: TextProcessConfig) -> dict[str, Any]:
 
 def estimate(config: TextProcessConfig) -> dict[str, Any]:
     """Extend the plan by memory and hours by device, each text as long as the longest."""
-    model, tokenizer = _load(config, hollow=True)
     records, _ = read_steps(config)
-    longest = max(len(tokens.ids) for tokens, _ in _texts(config, model, tokenizer, records).texts)
+    if config.learns == "implicit":
+        folder, dtype = str(resolve_model(config.model.path)), getattr(torch, config.model.dtype)
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(from_pretrained(AutoConfig, folder), dtype=dtype)
+        tokenizer = from_pretrained(AutoTokenizer, folder)
+        prompts = prompt_encoder(TextModelConfig(path=folder), tokenizer).encode([row["prompt"] for _, row in records])
+        texts = tokenizer([row["completion"] for _, row in records], add_special_tokens=False)["input_ids"]
+        longest = 1 + max(len(prompt) + len(text) for prompt, text in zip(prompts, texts, strict=True))
+    else:
+        model, tokenizer = _load(config, hollow=True)
+        longest = max(len(tokens.ids) for tokens, _ in _texts(config, model, tokenizer, records).texts)
     rows, texts = min(config.data.batch, len(records)), len(records) * config.run.iterations
     fit = estimate_fit(model, config, rows=rows, longest=longest, texts=texts, frozen=config.model.train == "head")
     return {**plan(config), **fit}

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,16 @@ from safetensors.torch import load_file
 
 from tests.support.models.language import save_tiny_language_model
 from tests.support.training.text import toy_policy, toy_text_trainer
+from visalign.adapters.causal_lm.lora import text_lora
+from visalign.adapters.causal_lm.policy import CausalLMPolicy
 from visalign.config import load_config
 from visalign.errors import UserError
 from visalign.pipelines.text.config import TextGRPOConfig
 from visalign.pipelines.text.parts import build_process
 from visalign.pipelines.text.process import TextProcessConfig, estimate, plan, read_steps, run
 from visalign.rewards import ProcessRewardModel
+from visalign.text import StoppingCriteria
+from visalign.text.policy_protocol import model_log_prob
 from visalign.training.loop.metrics import read_metrics
 
 TEXTS = ["a", "b", "a\nb", "b\na", "a\na", "b\nb", "a\nb\na", "b\nb\na"]
@@ -165,3 +170,65 @@ def test_what_it_would_do_and_what_it_refuses(inputs: Path, tmp_path: Path) -> N
             run(_config(inputs, f"data.train={file}"), tmp_path / "bad")
     with pytest.raises(FileNotFoundError, match=r"There is no model folder .*nothing\. Give a folder that holds"):
         run(_config(inputs, f"model.path={tmp_path}/nothing"), tmp_path / "bad")
+
+
+def _implicit(inputs: Path, *more: str, rewards: tuple[float | None, ...] = (1.0, 0.0)) -> TextProcessConfig:
+    """A run on completions of "a", right, and of "b", wrong."""
+    lines = [
+        {"prompt": f"q{n}", "completion": t, "reward": r} for n in range(6) for t, r in zip("ab", rewards, strict=True)
+    ]
+    (inputs / "outcomes.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return _config(inputs, "learns=implicit", "beta=0.5", f"data.train={inputs}/outcomes.jsonl", *more)
+
+
+def test_outcomes_train_a_language_model_whose_log_ratio_pays_a_policy(inputs: Path, tmp_path: Path) -> None:
+    summary = run(_implicit(inputs), tmp_path / "run")
+    assert summary["before"]["loss"] == pytest.approx(math.log(2)) and summary["after"]["loss"] < 0.35
+    assert summary["after"]["accuracy"] == 1 and summary["records"] == 10
+    run(_implicit(inputs, "run.iterations=4"), tmp_path / "stopped")
+    run(_implicit(inputs), tmp_path / "stopped", resume=True)
+    ends = [load_file(tmp_path / name / "judge/model.safetensors") for name in ("run", "stopped")]
+    assert all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())
+
+    given = [f"process.model={tmp_path}/run/judge", f"process.reference={inputs}/model", "process.separator=e"]
+    config = load_config(TextGRPOConfig, None, ["objective.algorithm=grpo_process", "process.beta=0.5", *given])
+    policy = CausalLMPolicy.from_pretrained(inputs / "model")
+    trainer = toy_text_trainer(tmp_path / "rl", "grpo_process", policy=policy, process=build_process(config, policy))
+    found = trainer.algorithm.collect(trainer.context).experience
+    judge, start = (CausalLMPolicy.from_pretrained(f) for f in (tmp_path / "run/judge", inputs / "model"))
+    ratio = model_log_prob(judge, found.rollout) - model_log_prob(start, found.rollout)
+    paid = found.trajectories.process_reward.sum(1)
+    valid = found.trajectories.valid
+    torch.testing.assert_close(paid[valid], 0.5 * ratio.detach().sum(1)[valid], rtol=1e-4, atol=1e-5)
+    assert valid.any() and trainer.iterate()["updates"] == 2
+
+
+def test_an_adapter_is_an_implicit_reward_and_another_vocabulary_none(inputs: Path, tmp_path: Path) -> None:
+    policy = CausalLMPolicy.from_pretrained(inputs / "model", lora=text_lora(rank=2, alpha=4, seed=1))
+    policy.save(tmp_path / "lora")
+    keys = [f"process.model={tmp_path}", f"process.reference={inputs}/model"]
+    process = build_process(load_config(TextGRPOConfig, None, keys), policy)
+    rollout = policy.generate(["q"], seeds=0, stopping=StoppingCriteria(max_new_tokens=4))
+    assert process.score_rollout(rollout).tokens("last").abs().max() == 0, "new adapters change nothing"
+    with pytest.raises(UserError, match=r"process\.reference: tasks-qwen3 has another vocabulary than model.path"):
+        build_process(
+            load_config(TextGRPOConfig, None, [f"process.model={inputs}/model", "process.reference=tasks-qwen3"]),
+            policy,
+        )
+
+
+def test_what_the_implicit_kind_refuses(inputs: Path, tmp_path: Path) -> None:
+    for overrides, message in (
+        (["model.train=head"], "learns=implicit trains a whole language model .* without model.train=head"),
+        (["run.sharding=true"], "without run.sharding. Drop it"),
+        (["beta=0"], r"beta.*got 0"),
+    ):
+        with pytest.raises((UserError, ValueError), match=message):
+            _implicit(inputs, *overrides)
+    with pytest.raises(UserError, match=r"data\.train: Record 1 has the reward 3\.0, and learns=implicit reads 1"):
+        run(_implicit(inputs, rewards=(3.0, 0.0)), tmp_path / "bad")
+    with pytest.raises(UserError, match="none of the 10 records has a step and a finite reward"):
+        run(_implicit(inputs, rewards=(None, None)), tmp_path / "bad")
+    with pytest.raises(UserError, match=r"process\.options min_steps are of a classifier"):
+        load_config(TextGRPOConfig, None, ["process.model=x", "process.reference=y", "process.options={min_steps: 2}"])
+    assert not (tmp_path / "bad").exists() and estimate(_implicit(inputs))["model"]["longest_text"] <= 48

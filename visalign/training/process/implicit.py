@@ -26,6 +26,50 @@ from visalign.training.loop.trainer import Trainer
 from .label_fit import FitSettings, LabelFit, LabelOutputs, LabelReport, fit_labels, label_trainer
 
 
+class ImplicitTexts:
+    """Completions with outcomes, and the loss of an implicit process reward on them, for `LabelFit`.
+
+    Labels [B] are 1 right, 0 wrong, or between, NaN where the outcome is unknown; completions without tokens are
+    left out. The reference's log-probs (None: `policy.reference()`'s) are computed once, here. Log-probs are those
+    of the models themselves, at temperature 1 over the full vocabulary.
+    """
+
+    def __init__(
+        self,
+        policy: TextPolicy,
+        rollout: TextRollout,
+        label: Tensor | Sequence[float],
+        *,
+        beta: float = 0.05,
+        reference: TextPolicy | None = None,
+    ) -> None:
+        if beta <= 0:
+            raise ValueError(f"beta must be positive; got {beta}.")
+        self.label = torch.as_tensor(label, dtype=torch.float32).cpu()
+        if self.label.shape != (len(rollout),) or bool(((self.label < 0) | (self.label > 1)).any()):
+            raise UserError(
+                f"label is {self.label.tolist()[:8]} for {len(rollout)} completions; give one number per completion: "
+                "1 (right), 0 (wrong), between, or NaN where the outcome is unknown."
+            )
+        self.model, self.policy, self.rollout, self.beta = policy.module, policy, rollout, beta
+        self.weight = (rollout.loss_mask != 0).float()
+        self.rows = torch.nonzero((self.weight != 0).any(1) & torch.isfinite(self.label))[:, 0].tolist()
+        self._reference = reference_log_prob(policy, rollout, reference=reference).cpu()
+
+    def length(self, row: int) -> int:
+        """Count the tokens of a completion and its prompt."""
+        return int(self.weight[row].sum() + self.rollout.prompt_mask[row].sum())
+
+    def outputs(self, rows: Sequence[int]) -> LabelOutputs:
+        """Evaluate the model on some completions, with gradient; one counts as right where q > 0."""
+        index = torch.tensor(rows)
+        log_prob = model_log_prob(self.policy, self.rollout, index)
+        log_ratio = log_prob - self._reference[index].to(log_prob.device)
+        target, mask = self.label[index].to(log_ratio.device), self.weight[index].to(log_ratio.device)
+        loss = implicit_prm_loss(log_ratio, target, mask, beta=self.beta)
+        return LabelOutputs(odds=self.beta * (log_ratio.detach() * mask).sum(1), label=target, loss=loss)
+
+
 def train_implicit_process_reward(
     policy: TextPolicy,
     rollout: TextRollout,
@@ -38,33 +82,8 @@ def train_implicit_process_reward(
 ) -> list[LabelReport]:
     """Fit a language model to outcomes, in place; return loss and accuracy of each epoch.
 
-    The reference's log-probs (None: `policy.reference()`'s) are computed once. Log-probs are those of the models
-    themselves, at temperature 1 over the full vocabulary. A completion, the policy's own or another's, counts as right
-    where q > 0. Labels [B] are 1 right, 0 wrong, or between, NaN where the outcome is unknown; completions without
-    tokens are left out. With `trainer` a fit continues, else one begins by the settings.
+    The data are described at `ImplicitTexts`; the completions are the policy's own or another's. With `trainer` a
+    fit continues, else one begins by the settings.
     """
-    if beta <= 0:
-        raise ValueError(f"beta must be positive; got {beta}.")
-    labels = torch.as_tensor(label, dtype=torch.float32).cpu()
-    if labels.shape != (len(rollout),) or bool(((labels < 0) | (labels > 1)).any()):
-        raise UserError(
-            f"label is {labels.tolist()[:8]} for {len(rollout)} completions; give one number per completion: "
-            "1 (right), 0 (wrong), between, or NaN where the outcome is unknown."
-        )
-    weight = (rollout.loss_mask != 0).float()
-    with_tokens = (weight != 0).any(1) & torch.isfinite(labels)
-    ref = reference_log_prob(policy, rollout, reference=reference).cpu()
-
-    def outputs(rows: list[int]) -> LabelOutputs:
-        index = torch.tensor(rows)
-        log_prob = model_log_prob(policy, rollout, index)
-        log_ratio = log_prob - ref[index].to(log_prob.device)
-        target, mask = labels[index].to(log_ratio.device), weight[index].to(log_ratio.device)
-        loss = implicit_prm_loss(log_ratio, target, mask, beta=beta)
-        return LabelOutputs(odds=beta * (log_ratio.detach() * mask).sum(1), label=target, loss=loss)
-
-    return fit_labels(
-        outputs,
-        torch.nonzero(with_tokens)[:, 0].tolist(),
-        trainer or label_trainer(policy.trainable_parameters(), settings),
-    )
+    texts = ImplicitTexts(policy, rollout, label, beta=beta, reference=reference)
+    return fit_labels(texts.outputs, texts.rows, trainer or label_trainer(policy.trainable_parameters(), settings))

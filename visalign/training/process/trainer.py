@@ -36,6 +36,7 @@ from visalign.text.step_tokens import StepEncoder, StepTokens, step_logits
 from visalign.text.steps import StepReading
 from visalign.training.loop.trainer import Trainer
 
+from .implicit import ImplicitTexts
 from .label_fit import FitSettings, LabelFit, LabelOutputs, LabelReport, fit_labels, label_trainer, report_labels
 
 StepRecord = Mapping[str, Any]  # {"prompt", "steps", "labels"} or {"prompt", "completion", "reward"}, as above
@@ -98,6 +99,10 @@ class StepTexts:
         """Indices of the texts with a label."""
         return [row for row, (_, label) in enumerate(self.texts) if torch.isfinite(label).any()]
 
+    def length(self, row: int) -> int:
+        """Count the tokens of a text."""
+        return len(self.texts[row][0].ids)
+
     def outputs(self, rows: Sequence[int]) -> LabelOutputs:
         """Evaluate the model on some texts, with gradient.
 
@@ -154,9 +159,9 @@ def evaluate_process_reward(
 
 
 @torch.no_grad()
-def measure_steps(texts: StepTexts, batch_size: int = 16) -> LabelReport:
+def measure_steps(texts: StepTexts | ImplicitTexts, batch_size: int = 16) -> LabelReport:
     """Compute loss and accuracy on tokenized texts without dropout."""
-    order = sorted(texts.rows, key=lambda row: len(texts.texts[row][0].ids))  # little padding in a batch
+    order = sorted(texts.rows, key=texts.length)  # little padding in a batch
     starts, was_training = range(0, len(order), batch_size), texts.model.training
     texts.model.eval()
     try:
