@@ -36,6 +36,7 @@ from visalign.pipelines.shared.parts import (
 )
 from visalign.pipelines.shared.sections import RewardsConfig
 from visalign.precision import autocast_dtype
+from visalign.rewards.base.contract import RewardError
 from visalign.rewards.catalogue import load_text_reward
 from visalign.rewards.chat.text_judge import write_question
 from visalign.rewards.text.combine import WeightedTextSum
@@ -346,7 +347,11 @@ def build_process(config: TextConfig, policy: CausalLMPolicy) -> Any:
     if (process := config.process) is None:
         return None
     if process.reference is None:
-        model = ProcessRewardModel(model=process.model, separator=process.separator, **process.options)
+        try:
+            model = ProcessRewardModel(model=process.model, separator=process.separator, **process.options)
+        except RewardError as error:
+            hint = "A language model is a process reward with process.reference, the model before its training."
+            raise UserError(f"process.model: {error} {hint}") from error
         score = partial(model.score_rollout, tokenizer=policy.tokenizer)
     else:
         implicit = _build_implicit(process, config.model, policy)

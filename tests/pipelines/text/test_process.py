@@ -231,4 +231,7 @@ def test_what_the_implicit_kind_refuses(inputs: Path, tmp_path: Path) -> None:
         run(_implicit(inputs, rewards=(None, None)), tmp_path / "bad")
     with pytest.raises(UserError, match=r"process\.options min_steps are of a classifier"):
         load_config(TextGRPOConfig, None, ["process.model=x", "process.reference=y", "process.options={min_steps: 2}"])
+    config = load_config(TextGRPOConfig, None, [f"process.model={inputs}/model"])
+    with pytest.raises(UserError, match=r"process\.model: .* has no weights for score.*with process\.reference, the"):
+        build_process(config, toy_policy())
     assert not (tmp_path / "bad").exists() and estimate(_implicit(inputs))["model"]["longest_text"] <= 48

@@ -22,7 +22,6 @@ from visalign.rewards.text.format import TextFormat
 from visalign.rewards.text.verifiable import VerifiableAnswer
 from visalign.training.loop.metrics import METRICS, check_keys
 from visalign.training.policy.update import bundle_index
-from visalign.training.text.collect import policy_entropy
 from visalign.training.text.trajectories import answer_label, check_answers
 
 TRUNCATE = {"level": "token", "mode": "truncate", "high": 5.0}
@@ -177,12 +176,6 @@ def test_riskpos_bundles_have_one_sample_of_each_prompt() -> None:
     group = [4, 4, 7, 7, 5, 5, 4, 6, 6]
     assert bundle_index(group, 2).tolist() == [0, 1, 0, 1, 9, 10, 2, 9, 10]
     assert bundle_index(group, 9).tolist() == [0, 1, 0, 1, 0, 1, 2, 0, 1]
-
-
-def test_the_policys_entropy_is_the_mean_over_completions_of_their_token_means():
-    """Lengths 2 and 6, entropies 1 and 0 of each token; a completion without a token does not count."""
-    assert policy_entropy(torch.tensor([2.0, 0.0, 0.0]), torch.tensor([2, 6, 0])) == 0.5
-    assert policy_entropy(torch.zeros(1), torch.zeros(1)) == 0.0
 
 
 def test_copos_answers_are_those_that_the_reward_reads(tmp_path):

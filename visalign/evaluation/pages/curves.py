@@ -71,6 +71,10 @@ CURVES = (
     _from_zero("heldout/feature_distance", "Drift of held-out images", "cosine distance", "from before training"),
     _from_zero("heldout/feature_frechet", "Fréchet distance", "squared, of unit features", _HELDOUT_IMAGES),
     _from_zero("entropy", "Entropy", "nats", "mean over completions of the token mean"),
+    _from_zero("entropy_answer", "Entropy of answers", "nats", "answers to one prompt, mean over groups"),
+    Curve(("covariance/mean",), "Covariance of log-prob and advantage", "per token", "entropy falls where positive"),
+    Curve(("entropy_drop",), "Entropy spent", "nats", "−ΔH, since the iteration before"),
+    Curve(("entropy_drop_foreseen",), "Entropy spent, foreseen", "η · Cov", "up to a factor under AdamW"),
     _from_zero("repetition", "Repetition", "share", "of runs of four tokens, mean"),
     _from_zero("length_mean", "Length", "tokens", "mean of the completions"),
     _from_zero("truncated_share", "Cut off", "%", "completions that met the length limit"),
@@ -186,7 +190,7 @@ def _draw(curve: Curve, x: NDArray, y: NDArray, smooth: NDArray, ends: Sequence[
     drawn = np.concatenate([y, *(values for _, values in ends)])
     frame = Frame(
         x=(first, end),
-        y=_limits(curve, float(np.nanmin(drawn)), float(np.nanmax(drawn))),
+        y=limits(curve, float(np.nanmin(drawn)), float(np.nanmax(drawn))),
         x_name="iteration",
         width=WIDTH,
         height=HEIGHT,
@@ -213,7 +217,7 @@ def _draw(curve: Curve, x: NDArray, y: NDArray, smooth: NDArray, ends: Sequence[
     return frame.svg(parts, alt)
 
 
-def _limits(curve: Curve, low: float, high: float) -> tuple[float, float]:
+def limits(curve: Curve, low: float, high: float) -> tuple[float, float]:
     """Return the y range: padded by a twentieth, from zero where set, never empty."""
     if curve.from_zero and low >= 0:
         return 0.0, high * 1.05 if high > 0 else 1.0

@@ -21,6 +21,7 @@ from visalign.evaluation.heldout.result import HeldoutResult
 from . import wording
 from .base import PIXELATED_SIDE, data_uri, render_page, setting
 from .curves import known_curves, panels
+from .entropy_fit import entropy_panels
 from .samples import failures, galleries
 
 
@@ -75,7 +76,7 @@ def write_report(
         pixelated=kind is wording.IMAGES and max(height, width) <= PIXELATED_SIDE,
         image_height=round(256 * height / width),
         title=title,
-        panels=curves,
+        panels=(*curves, *entropy_panels(metrics)),
         at_zero=at_zero,
         banners=banners,
         warnings=[warning for warning in warnings if warning not in banners],

@@ -50,7 +50,16 @@ METRICS: dict[str, str] = {
     "length_mean": "mean length of the iteration's completions, tokens",
     "repetition": "mean share of a completion's runs of four tokens that it had before (seq-rep-4), 0 to 1",
     "truncated_share": "share of completions that met the length limit, 0 to 1",
-    "entropy": "mean over completions of the mean entropy of the distributions of their tokens, nats",
+    "entropy": "mean over completions of the mean entropy of the distributions of their tokens, nats "
+    "(arXiv 2505.22617, eq. 5)",
+    "entropy_token": "mean entropy over all tokens alike: long completions count more, nats",
+    "entropy_answer": "entropy of the answers to one prompt, mean over groups, nats; at most ln of the group's "
+    "size. Of rewards that name answers (task_answer, verifiable ones)",
+    "entropy_drop": "entropy of the iteration before less that of this one, −ΔH, nats; of other prompts",
+    "entropy_drop_foreseen": "learning rate times covariance/mean, summed over the updates in between; of plain "
+    "policy gradient it foresees entropy_drop, of AdamW up to a factor (arXiv 2505.22617)",
+    "covariance/*": "covariance of a token's log π and advantage over the iteration's tokens (mean), and the mean "
+    "over the tokens where it is largest, by their share in per cent (top_0.02 to top_50)",
     "engine_gap": "mean |log π_old - log μ| per token between the policy and the engine that sampled, nats",
     "groups/*": "dynamic sampling: rounds; groups generated, kept (with signal), dropped as all right, all "
     "wrong or without spread, and surplus",

@@ -29,9 +29,10 @@ from visalign.training.loop.runtime import PhaseClock
 from visalign.training.loop.sampler import PromptSampler
 from visalign.training.policy.settings import MATRIX_ADVANTAGES
 
+from .entropy_metrics import answer_entropy, policy_entropy
 from .parts import Records, TextParts
 from .self_imitation import Replay
-from .trajectories import build_trajectories, engine_gap
+from .trajectories import answer_labels, build_trajectories, engine_gap
 
 TOOLS = "tools/"  # Prefix of the columns of `ToolTrace` counts, whose means are logged
 
@@ -76,6 +77,7 @@ class _Scored:
 class _Round(_Scored):
     records: Records  # [b] prompt records
     tokens: Tensor  # [B, T] int64, −1 for none
+    answer: Tensor | None  # [B] int64, labels of the answers; None where the reward names none
 
 
 def sample_completions(parts: TextParts, sampler: PromptSampler, number: int, clock: PhaseClock) -> PendingRound:
@@ -146,7 +148,7 @@ def collect(
             metrics["engine_gap"] = engine_gap(experience.trajectories, parts.rollout.allowed_gap)
             if (entropy := experience.trajectories.entropy) is not None:  # another engine may report none
                 weight = experience.trajectories.weight
-                metrics["entropy"] = policy_entropy((entropy * weight).sum(1), weight.sum(1))
+                metrics |= policy_entropy((entropy * weight).sum(1), weight.sum(1))
     return Collected(experience=experience, samples=samples, tokens=tokens, metrics=metrics)
 
 
@@ -178,6 +180,7 @@ def _score(parts: TextParts, pending: PendingRound, clock: PhaseClock) -> _Round
     reward = columns["value"].float()
     if parts.objective.advantage in MATRIX_ADVANTAGES:
         reward = shares.gather_all(reward_columns(parts.reward, scores).float())
+    answer = answer_labels(parts.reward, rollout, pending.records)
     if parts.accelerator.num_processes > 1:  # rows of one width can be gathered
         rollout = join_rollouts([rollout], length=width)
     return _Round(
@@ -187,6 +190,7 @@ def _score(parts: TextParts, pending: PendingRound, clock: PhaseClock) -> _Round
         group=pending.group,
         reward=reward,
         valid=valid,
+        answer=None if answer is None else shares.gather_all(answer),
         tokens=shares.gather_all(torch.where(rollout.loss_mask != 0, rollout.completion_ids, -1)),
         columns=columns,
     )
@@ -272,6 +276,7 @@ def _metrics(reward: Any, rounds: Sequence[_Round]) -> dict[str, float]:
     length = columns["length"]
     group = torch.tensor([label for scored in rounds for label in scored.group])
     parts = {name.removeprefix("part/"): part for name, part in columns.items() if name.startswith("part/")}
+    answers = [scored.answer for scored in rounds if scored.answer is not None]
     return {
         **{name: float(column.mean()) for name, column in columns.items() if name.startswith(TOOLS)},
         **score_metrics(reward, columns["value"], valid, group, parts),
@@ -279,13 +284,9 @@ def _metrics(reward: Any, rounds: Sequence[_Round]) -> dict[str, float]:
         "repetition": float(torch.cat([repetition(scored.tokens) for scored in rounds]).nanmean()),
         "length_mean": float(length.mean()),
         "truncated_share": float(columns["truncated"].mean()),
-        "entropy": policy_entropy(columns["entropy"], length),
+        **policy_entropy(columns["entropy"], length),
+        **(answer_entropy(torch.cat(answers), group.tolist()) if answers else {}),
     }
-
-
-def policy_entropy(total: Tensor, length: Tensor) -> float:
-    """Average over completions the mean entropy of their tokens, Σ_t H_t [B] over the length [B]; 0 without any."""
-    return float((total / length)[length > 0].mean()) if bool((length > 0).any()) else 0.0
 
 
 def repetition(tokens: Tensor) -> Tensor:

@@ -42,6 +42,7 @@ from visalign.training.policy.update import PolicyStep, backward, prepare_steps,
 from visalign.training.policy.winners import KEY as IMITATION_KEY
 
 from .collect import PendingRound, TextExperience, collect, sample_completions
+from .entropy_metrics import covariance_metrics, entropy_drop
 from .latent_flow import KEY as FLOW_KEY
 from .latent_flow import LatentFlow
 from .parts import (
@@ -208,6 +209,8 @@ class TextRL(TextAlgorithm):
         with self.unsharded():
             collected = collect(self.parts, sample_round, self.groups, run.counters.iteration, run.clock)
         self._had_updates = collected.experience is not None
+        drop = entropy_drop(collected.metrics["entropy"], run.counters.own)
+        collected = replace(collected, metrics={**collected.metrics, **drop})
         if collected.experience is not None:
             self._update_memory(collected.experience, run)
         return collected
@@ -290,6 +293,13 @@ class TextRL(TextAlgorithm):
             whole_groups=True,
             extras=[pair if any(part is not None for part in pair) else None for pair in pairs],
         )
+        if steps:
+            spread = covariance_metrics(
+                [step.prepared for step in steps[: max(1, len(steps) // self.settings.epochs)]]
+            )
+            experience.signal |= spread
+            rate = sum(run.optimizer.lr_at(first + number) for number in range(len(steps)))
+            run.counters.own["entropy_drop_foreseen"] = rate * spread.get("covariance/mean", 0.0)
         return steps
 
     def backward(self, experience: TextExperience, step: PolicyStep, run: Context) -> dict[str, float]:

@@ -109,9 +109,9 @@ def _record_columns(parts: TextParts, rollout: TextRollout, records: GroupRecord
         for sample, states in cast("Any", parts.policy).hidden_states(rollout):
             rank[sample] = rank_dynamics(states[:, 0], stride=options.get("stride", 40)).cpu()
         return {"rank": rank}
-    if objective.advantage == "copo" and (read := parts.reward.capabilities.read_answer) is not None:
-        answers = [read(text, records[label]) for text, label in zip(rollout.text, rollout.group, strict=True)]
-        return {"answer": torch.tensor([answer_label(answer) for answer in answers], dtype=torch.int64)}
+    if objective.advantage == "copo":
+        labels = answer_labels(parts.reward, rollout, [records[label] for label in rollout.group])
+        return {} if labels is None else {"answer": labels}
     if "likelihood" in ADVANTAGES[objective.advantage].needs:
         kind = options.get("kind", "log_prob")
         return {"likelihood": answer_likelihood(parts, rollout, records, settings.answer_prefix, kind)}
@@ -143,6 +143,14 @@ def _prompt_rewards(
     scores = score_samples(parts.reward, list(other.text), metadata, what="completions")
     value = torch.where(scores.valid.cpu(), scores.value.cpu(), torch.nan).float().view(len(labels), count)
     return value[[labels.index(label) for label in rollout.group]]
+
+
+def answer_labels(reward: Any, rollout: TextRollout, records: Sequence[Mapping[str, Any]]) -> Tensor | None:
+    """Number the answers [b] of completions to records; None where the reward names none."""
+    if (read := reward.capabilities.read_answer) is None:
+        return None
+    answers = [read(text, record) for text, record in zip(rollout.text, records, strict=True)]
+    return torch.tensor([answer_label(answer) for answer in answers], dtype=torch.int64)
 
 
 def answer_label(answer: str | None) -> int:
