@@ -238,7 +238,7 @@ def mechanism(folder: Path, iterations: int, seeds: Sequence[int]) -> list[dict[
     """Entropy along small runs, the covariance that shall drive it, and whether −ΔH follows η Cov.
 
     Refuted where Cov is not positive while entropy falls, where its largest 2 % are below ten times the mean, or
-    where GRPO's −ΔH and η Cov (means of five iterations) have no positive rank correlation; a remedy, where its
+    where GRPO's −ΔH and η Cov (means of three iterations) have no positive rank correlation; a remedy, where its
     entropy ends no higher than GRPO's under the same KL.
     """
     rows = []
@@ -248,8 +248,8 @@ def mechanism(folder: Path, iterations: int, seeds: Sequence[int]) -> list[dict[
             more = (*SMALL, f"seed={seed}", f"run.iterations={iterations}")
             _, log = train([*overrides, *more], folder / f"{name.replace(' ', '_')}_{seed}")
             drop, foreseen = (np.array([r[key] for r in log[1:]]) for key in ("entropy_drop", "entropy_drop_foreseen"))
-            size = len(drop) // 5 * 5
-            blocks = [values[:size].reshape(-1, 5).mean(1) for values in (drop, foreseen)]
+            size = len(drop) // 3 * 3
+            blocks = [values[:size].reshape(-1, 3).mean(1) for values in (drop, foreseen)]
             fit = fit_entropy_curve(*(torch.tensor([r[key] for r in log]) for key in ("entropy", "reward_mean")))
             ends = {
                 key: float(np.mean([r[key] for r in log[-5:]])) for key in ("entropy", "entropy_answer", "reward_mean")
@@ -543,7 +543,7 @@ def compared(arms: Mapping[str, Sequence[str]]) -> Callable[..., list[dict[str, 
 CLAIMS = {
     "entropy": (entropy, 60),
     "collapse": (collapse, 250),
-    "mechanism": (mechanism, 40),
+    "mechanism": (mechanism, 24),
     "diversity": (diversity, 50),
     "ratio": (ratio, 5),
     "parts": (compared(PARTS), 60),

@@ -32,7 +32,8 @@ def test_the_covariance_and_its_largest_shares_by_hand() -> None:
     advantage = torch.tensor([[2.0, 0.0, 0.0], [-2.0, 9.0, 9.0]])
     weight = torch.tensor([[1.0, 1, 1], [1, 0, 0]])
     t = Trajectories(old_log_prob=log_prob, weight=weight, group=[0, 0], advantage=advantage)
-    prepared = Objective(advantage="given", surrogate="reinforce").prepare_steps(t, [torch.tensor([0]), torch.tensor([1])])
+    objective = Objective(advantage="given", surrogate="reinforce")
+    prepared = objective.prepare_steps(t, [torch.tensor([0]), torch.tensor([1])])
     found = covariance_metrics(prepared)
     assert found == pytest.approx(
         {"covariance/mean": 1.5, **{f"covariance/top_{s}": 3.0 for s in (0.02, 0.2, 2, 20, 50)}}
