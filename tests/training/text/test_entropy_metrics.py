@@ -51,6 +51,15 @@ def test_a_run_sets_the_entropy_it_spent_beside_what_the_covariance_foresees(tmp
     assert one["covariance/top_2"] >= one["covariance/top_50"] >= one["covariance/mean"]
 
 
+def test_an_entropy_that_no_engine_reports_is_not_remembered() -> None:
+    memory = {"entropy": 0.5, "entropy_drop_foreseen": 0.1}
+    assert entropy_drop(math.nan, memory) == {} and memory == {}
+    assert entropy_drop(0.4, memory) == {} and memory == {"entropy": 0.4}
+    assert entropy_drop(0.3, memory | {"entropy_drop_foreseen": 0.2}) == pytest.approx(
+        {"entropy_drop": 0.1, "entropy_drop_foreseen": 0.2}
+    )
+
+
 def test_the_report_draws_the_fit_and_its_ceiling() -> None:
     rows = [
         {

@@ -7,6 +7,7 @@ largest shares); Wu et al., The Invisible Leash, arXiv 2507.14843 (entropy of an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -59,7 +60,9 @@ def entropy_drop(entropy: float, memory: dict[str, Any]) -> dict[str, float]:
 
     `memory` is the run's own state, which holds η Cov of the last updates.
     """
-    before, foreseen = memory.get("entropy"), memory.pop("entropy_drop_foreseen", None)
+    before, foreseen = memory.pop("entropy", None), memory.pop("entropy_drop_foreseen", None)
+    if not math.isfinite(entropy):  # a server may report none
+        return {}
     memory["entropy"] = entropy
     if before is None or foreseen is None:
         return {}
