@@ -13,7 +13,7 @@ from visalign.core import Objective, Trajectories
 from visalign.evaluation.pages.curves import known_curves, panels
 from visalign.evaluation.pages.entropy_fit import entropy_panels
 from visalign.interfaces import RewardCapabilities
-from visalign.training.text.entropy_metrics import answer_entropy, covariance_metrics, policy_entropy
+from visalign.training.text.entropy_metrics import answer_entropy, covariance_metrics, entropy_drop, policy_entropy
 
 
 def test_entropies_of_completions_tokens_and_answers() -> None:
