@@ -64,7 +64,7 @@ def load_job(name_or_path: str, overrides: Sequence[str] = (), *, pipelines: Seq
     except ConfigError as error:
         hint = f" Or let short runs find it: {KEY}={FIND}." if f"'{KEY}'" in str(error) else ""
         raise ConfigError(f"{error}{hint}") from error
-    if getattr(config.run, "sharding", False) and config.optimizer.name == "adamw_8bit":
+    if getattr(getattr(config, "run", None), "sharding", False) and config.optimizer.name == "adamw_8bit":
         raise ConfigError(
             "optimizer.name is adamw_8bit, and run.sharding divides the moments among the processes already. Leave "
             "one of the two out."

@@ -73,7 +73,7 @@ class RankingDataConfig:
     train: str = "tasks:train"
     """A table or dataset of the hub (owner/name:split). Columns: prompt, chosen, rejected (TRL's layouts; HH-RLHF,
     Skywork), with a margin if there is one; prompt, completion, reward or label, a row for each completion; prompt,
-    completions, scores or ranks; or UltraFeedback's. Or tasks:train: solutions of packaged tasks and wrong ones."""
+    completions, scores or ranks; or UltraFeedback's. Or tasks:train, solutions of packaged tasks and wrong ones."""
     map: dict[str, str] = field(default_factory=dict)
     """Our name of a column -> that of the file."""
     size: Records = 1900
