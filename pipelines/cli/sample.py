@@ -61,6 +61,13 @@ def sample(
     search_options: Annotated[
         Repeated, Option("--search-option", help="NAME=VALUE for the search, such as rounds=3; repeat.")
     ] = None,
+    refine: Annotated[
+        str | None,
+        Option(
+            help="Language model that makes prompts richer: adds its image to pairs, or to the worst and best by -r.",
+            show_default=False,
+        ),
+    ] = None,
     strength: Annotated[float, Option(help="With --steer: strength in the weights exp(strength * reward).")] = 10.0,
     device: Device = None,
     dtype: Annotated[
@@ -78,6 +85,7 @@ def sample(
     from visalign.data.sets.columns import parse_map
     from visalign.data.sets.prompt_files import is_prompt_source, record_key
     from visalign.pipelines.sample.job import COST, GRID, PAGE, TABLE, SampleSettings, sample_images, search_of
+    from visalign.pipelines.sample.triples import load_pairs
     from visalign.pipelines.shared.parts import build_records
     from visalign.pipelines.shared.reward_options import parse_options
     from visalign.precision import default_device
@@ -104,6 +112,9 @@ def sample(
     )
     rewards = {name: load_reward(name, run_device=device) for name in dict.fromkeys(reward or [])}
     names, records = parse_map(columns or []), []
+    if refine is not None and len(prompts) == 1 and (pairs := load_pairs(prompts[0])) is not None:
+        _refine(pairs, refine, settings, output, rewards)
+        return
     for prompt in dict.fromkeys(prompts):
         if is_prompt_source(prompt):
             family = index_source(model, settings.adapter, model_options.get("config")), settings.adapter
@@ -112,10 +123,20 @@ def sample(
         else:
             records.append({"prompt": prompt})
     records = list({record_key(record): record for record in records}.values())  # files may overlap
+    if refine is not None:
+        _refine(records, refine, settings, output, rewards)
+        return
     rows = sample_images(records, settings, output, rewards=rewards)
     files = f"{TABLE} for visalign score, {PAGE} and {GRID} to look at"
     cost = sum(row[COST] for row in rows)
     echo(f"{len(rows)} images in {output}: {files}. Denoising took {cost} forward-equivalents.")
+
+
+def _refine(prompts: Any, refiner: str, settings: Any, output: Path, rewards: dict[str, Any]) -> None:
+    from visalign.pipelines.sample.triples import TRIPLES, sample_triples
+
+    rows = sample_triples(prompts, refiner, settings, output, rewards=rewards)
+    echo(f"{len(rows)} triples: {output / TRIPLES}, for visalign train-reward shapes_ict data.train=FILE.")
 
 
 def demo(

@@ -16,7 +16,7 @@ from pydantic import Field
 
 from visalign.data.sets.columns import read_table, usual_names
 from visalign.data.sets.hub_datasets import find_table
-from visalign.data.sets.image_references import PARQUET, missing_files
+from visalign.data.sets.image_references import absolute_reference, missing_files
 from visalign.data.sets.prompt_files import record_key
 from visalign.data.sets.records import PreferencePair, PreferenceSet
 from visalign.data.sets.sources import is_named_set, load_source
@@ -90,7 +90,9 @@ def read_tasks(
     if single and tasks:
         raise UserError("--single shows one image, and the set holds pairs. Leave --single out.")
     if single:
-        tasks = [Task(prompt=row.prompt, images=(_absolute(row.image),), extra=_metadata(row)) for row in rows]
+        tasks = [
+            Task(prompt=row.prompt, images=(absolute_reference(row.image),), extra=_metadata(row)) for row in rows
+        ]
     elif len(by_source) > 1:
         tasks += _pair_models(by_source, per_prompt, seed)
     else:
@@ -144,7 +146,7 @@ def _read(source: str, prompt: str | None) -> Sequence[Task | ImageRow]:
 
 def _pair_task(pair: PreferencePair) -> Task:
     columns = {name: getattr(pair, name) for name in PAIR_COLUMNS if getattr(pair, name) is not None}
-    images = (_absolute(pair.image_left), _absolute(pair.image_right))
+    images = (absolute_reference(pair.image_left), absolute_reference(pair.image_right))
     return Task(prompt=pair.prompt, images=images, extra=columns | dict(pair.extra))
 
 
@@ -153,7 +155,7 @@ def _row_task(path: Path, number: int, row: Row, default: str | None) -> Task:
     if not isinstance(prompt, str) or not all(isinstance(image, str) and image for image in images):
         raise UserError(f"Row {number} of '{path}' needs texts in prompt, image_left and image_right.")
     extra = {name: value for name, value in row.items() if name not in _DROPPED}
-    return Task(prompt=prompt, images=tuple(_absolute(str(i), path.parent) for i in images), extra=extra)
+    return Task(prompt=prompt, images=tuple(absolute_reference(str(i), path.parent) for i in images), extra=extra)
 
 
 def _model_name(source: str) -> str:
@@ -168,19 +170,12 @@ def _metadata(row: ImageRow) -> dict[str, Any]:
     return {} if row.metadata is None else {"metadata": dict(row.metadata)}
 
 
-def _absolute(image: str, folder: Path = Path()) -> str:
-    """Make a path absolute, so that the votes can be served from anywhere; other references stay."""
-    if image.startswith(PARQUET):
-        return f"{PARQUET}{Path(image.removeprefix(PARQUET)).resolve()}"
-    return image if "://" in image else str((folder / image).resolve())
-
-
 def _pair_images(rows: Iterable[ImageRow], limit: int, seed: int) -> list[Task]:
     """Form at most `limit` pairs of each prompt (and source): all its images appear about as often."""
     by_prompt: dict[tuple[str, ...], dict[str, ImageRow]] = {}
     for row in rows:
         key = record_key({**(row.metadata or {}), "prompt": row.prompt})
-        by_prompt.setdefault(key, {})[_absolute(row.image)] = row
+        by_prompt.setdefault(key, {})[absolute_reference(row.image)] = row
     tasks = []
     for (prompt, *_), images in by_prompt.items():
         circle = sorted(images, key=lambda image: draw(seed, prompt, image))
@@ -212,7 +207,13 @@ def _pair_models(models: Mapping[str, Sequence[ImageRow]], limit: int, seed: int
             (first, left), (second, right) = pair[:: -1 if draw(seed, prompt, pair[0][1].image, "side") % 2 else 1]
             extra = {"generator_left": names[first], "generator_right": names[second], **_metadata(left)}
             extra |= {"seed": left.seed} if left.seed is not None and left.seed == right.seed else {}
-            tasks.append(Task(prompt=prompt, images=(_absolute(left.image), _absolute(right.image)), extra=extra))
+            tasks.append(
+                Task(
+                    prompt=prompt,
+                    images=(absolute_reference(left.image), absolute_reference(right.image)),
+                    extra=extra,
+                )
+            )
     if not tasks:
         raise UserError(
             f"{listed(list(names.values()))} share no prompt, and of several folders pairs are formed across them. "

@@ -173,9 +173,7 @@ def sample_images(
         reason = f"best_of is {settings.best_of}" if settings.best_of > 1 else "--search is given"
         raise UserError(f"{reason} and nothing says what is best; give a reward (-r).")
     check_texts(records)
-    check_place(output)
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise UserError(f"{output} is no empty folder. Give another one, so that no image is lost.")
+    check_folder(output)
     settings = settings.with_own_sampling()
     policy = load_sampler(settings)
     sigmas = policy.sigmas(settings.steps or 0, timestep_schedule=settings.timestep_schedule)
@@ -200,6 +198,13 @@ def sample_images(
     write_atomic(output / PAGE, page)
     write_atomic(output / TABLE, "".join(f"{line}\n" for line in lines))  # last: with it the folder is whole
     return rows
+
+
+def check_folder(output: Path) -> None:
+    """Refuse an output that is no empty or new folder."""
+    check_place(output)
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise UserError(f"{output} is no empty folder. Give another one, so that no image is lost.")
 
 
 class _Draw(NamedTuple):

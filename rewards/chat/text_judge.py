@@ -76,7 +76,7 @@ class Vote(NamedTuple):
 
 
 Ballot = Sequence[Vote | AnswerError]
-_REFUSAL = re.compile(
+REFUSAL = re.compile(
     r"\W*(?:i['’]?m\s+sorry|i\s+am\s+sorry|sorry,|as\s+an\s+ai\b|i\s+(?:must|have\s+to)\s+decline|i\s+(?:can(?:no|['’])t"
     r"|am\s+(?:unable|not\s+able)\s+to|won['’]t|refuse\s+to)\s*(?:judge|rate|score|evaluate|compare|assess|assist|help"
     r"|answer|comply|provide|do\s+(?:this|that))\b)",
@@ -230,7 +230,7 @@ class TextJudge(ChatJudge):
         for size, entries in asked.items():
 
             def read(reply: Reply, size: int = size) -> Any:
-                if _REFUSAL.match(reply.text):
+                if REFUSAL.match(reply.text):
                     raise AnswerError(f"the judge refused: {reply.text.strip()[:120]}")
                 if self.form == "pair":
                     side = verdict(reply.text, options=OPTIONS)

@@ -78,6 +78,13 @@ def resolve_image(reference: str) -> Any:
         ) from error
 
 
+def absolute_reference(image: str, folder: Path = Path()) -> str:
+    """Make a path absolute, so that the votes can be served from anywhere; other references stay."""
+    if image.startswith(PARQUET):
+        return f"{PARQUET}{Path(image.removeprefix(PARQUET)).resolve()}"
+    return image if "://" in image else str((folder / image).resolve())
+
+
 def missing_files(references: list[str]) -> list[str]:
     """List the files of these references that do not exist, each once, in the order given."""
     paths = [
