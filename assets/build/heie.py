@@ -22,7 +22,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from visalign.core import laplace_loss
 from visalign.data.shapes.preferences import ShapesPreferences, degraded
 from visalign.data.shapes.prompts import Record
 from visalign.data.shapes.render import render
@@ -32,7 +31,7 @@ from visalign.data.shapes.verifier import verify_scene
 from visalign.data.shapes.wrong_regions import wrong_pixels
 from visalign.evaluation.statistics.correlations import srcc
 from visalign.evaluation.statistics.selective import auroc
-from visalign.rewards.heie.heads import HeieHeads, HeieSettings, View, compute_views, draw_maps
+from visalign.rewards.heie.heads import HeieHeads, HeieSettings, View, compute_views, draw_maps, map_losses, pooled
 from visalign.rewards.heie.judge import HEADS, Heie
 from visalign.rewards.questions.reward_dance import EXPLAIN
 from visalign.rewards.vlm.engine import Query, VisionLanguageEngine
@@ -136,10 +135,7 @@ def faults_data(engine: VisionLanguageEngine, faults: ShapesFaults, *, tiles: in
 def heie_loss(
     heads: HeieHeads, views: Sequence[View], heat: Tensor, score: Tensor, *, wrong_weight: float = 4.0
 ) -> Tensor:
-    """Sum the Laplace likelihoods of both maps, the absolute error of their fusion, and the score's entropy.
-
-    Wrong cells are rare: a cell with heat 1 counts 1 + `wrong_weight` times as much as one with heat 0 (HEIE
-    uses a focal weight for that).
+    """Sum the losses of the maps and the score's entropy.
 
     Args:
         heads: the heads.
@@ -150,19 +146,7 @@ def heie_loss(
     """
     maps = draw_maps(heads, views)
     loss = F.binary_cross_entropy_with_logits(maps.score, score)
-    for logits, log_std in filter(None, (maps.whole, maps.tiles)):
-        target = pooled(heat, logits)
-        nll = laplace_loss(logits.sigmoid(), target, log_std.exp())
-        nll = nll + F.binary_cross_entropy_with_logits(logits, target, reduction="none")
-        loss = loss + ((1 + wrong_weight * target) * nll).mean() / 2
-    target = pooled(heat, maps.heat)
-    return loss + ((1 + wrong_weight * target) * (maps.heat - target).abs()).mean()
-
-
-def pooled(truth: Tensor, like: Tensor) -> Tensor:
-    """Average the truth [B, h, w] over the cells of a map [B, h', w']."""
-    height, width = int(like.shape[1]), int(like.shape[2])
-    return F.adaptive_avg_pool2d(truth[:, None], (height, width))[:, 0]
+    return loss + map_losses(maps, heat, wrong_weight=wrong_weight).mean()
 
 
 @torch.no_grad()

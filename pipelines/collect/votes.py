@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -38,6 +39,7 @@ from .tasks import PAIR_COLUMNS, Task
 
 MOST_DISPUTED = 12  # Pairs that the page shows with their images
 FORMAT = "visalign votes report 1"
+SIDE_WORD = re.compile(r"\b(left|right)\b", re.IGNORECASE)
 FITTED = ("reliability", "reliability_std", "side_bias", "agreement")
 """Numbers of the annotator model in a voter's entry."""
 
@@ -101,7 +103,8 @@ def export_rows(store: VoteStore, votes: Sequence[Vote], *, model: bool = False)
     if model and not store.is_pairs:
         raise UserError("The annotator model is of pairs, and these votes are on single images.")
     if not store.is_pairs:
-        return [_image_row(store.tasks[task], ballots) for task, ballots in by_task.items()]
+        best = {"mos_best": len(store.form.slider)} if store.form.slider else {}
+        return [_image_row(store.tasks[task], ballots, best) for task, ballots in by_task.items()]
     soft: list[tuple[float, float] | None] = [None] * len(by_task)
     if model:
         fit = _fit(countable, list(by_task))
@@ -164,7 +167,7 @@ def _pair_row(task: Task, votes: Sequence[Vote], soft: tuple[float, float] | Non
         label=share if soft is None else soft[0],
         votes=counts if soft is None else None,
         ballots=tuple((vote.annotator, SIDES[vote.answer["choice"]]) for vote in votes),
-        extra=extra | _other_answers(votes),
+        extra=extra | _other_answers(votes) | _reason(votes, share),
         **columns,
     )
     return _completions(pair) if task.images[0].startswith(TEXT) else pair.to_row()
@@ -180,9 +183,9 @@ def _completions(pair: PreferencePair) -> dict[str, Any]:
     return row | texts | ({"prob": fmean(probs)} if probs else {})
 
 
-def _image_row(task: Task, votes: Sequence[Vote]) -> dict[str, Any]:
+def _image_row(task: Task, votes: Sequence[Vote], best: Mapping[str, int]) -> dict[str, Any]:
     grades = [float(vote.answer["slider"]) for vote in votes if "slider" in vote.answer]
-    image, extra = task.images[0], dict(task.extra) | _other_answers(votes)
+    image, extra = task.images[0], dict(task.extra) | _other_answers(votes) | {"voters": len(votes), **best}
     if not grades:
         return {"image": image, "prompt": task.prompt, **extra}
     std = stdev(grades) if len(grades) > 1 else None
@@ -199,6 +202,16 @@ def _other_answers(votes: Iterable[Vote]) -> dict[str, Any]:
         marks = {name: vote.answer[name] for name in ("boxes", "text", "prob") if vote.answer.get(name)}
         answers += [{"annotator": vote.annotator, **marks}] if marks else []
     return ({"checklist": checklist} if checklist else {}) | ({"answers": answers} if answers else {})
+
+
+def _reason(votes: Iterable[Vote], share: float) -> dict[str, str]:
+    """Choose the text of the first voter with the majority, whose "left" and "right", if any, are not exchanged."""
+    side = "left" if share > 0.5 else "right" if share < 0.5 else "tie"
+    for vote in votes:
+        text = vote.answer.get("text", "").strip()
+        if text and vote.answer["choice"] == side and not (vote.swapped and SIDE_WORD.search(text)):
+            return {"reason": text}
+    return {}
 
 
 def _analyse_pairs(store: VoteStore, first: Sequence[Vote], settings: IntervalSettings) -> dict[str, Any]:

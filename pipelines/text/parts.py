@@ -182,24 +182,28 @@ def _images(key: str, data: Any, seed: int) -> PreferenceSet | QualitySet:
 def _decided_pairs(key: str, data: Any, words: Sequence[str], reason: str | None, seed: int) -> Records:
     """Ask about pairs, with the decision of the votes as completion, followed by a teacher's reason.
 
-    `words` are those for "the first is better" and "the second is better", `reason` the column of the reasons.
+    `words` are those for "the first is better" and "the second is better", `reason` the column of the reasons;
+    pairs without a text in it are left out.
     """
     images, records = _images(key, data, seed), []
     if isinstance(images, QualitySet):
         raise UserError(f"data.decision decides between two images, and data.{key} is a set of rated ones.")
-    for number, pair in enumerate(images.pairs):
+    for pair in images.pairs:
         if pair.label == 0.5:  # a tie prefers no word
             continue
         completion = words[pair.label < 0.5]  # the label is the share of votes for the first image
         if reason is not None:
             text = pair.extra.get(reason)
             if not isinstance(text, str) or not text.strip():
-                raise UserError(
-                    f"data.{key}: row {images.row(number)} has no text in the column {reason!r} (data.field). "
-                    f"Set data.field to null, or to one of: {', '.join(pair.extra)}."
-                )
+                continue
             completion = f"{completion}, {text.strip()}"
         records.append({**_ask_about_pair(pair, data.question), "completion": completion})
+    if not records:
+        columns = ", ".join(sorted({name for pair in images.pairs for name in pair.extra}))
+        raise UserError(
+            f"data.{key}: no pair that is decided has a text in the column {reason!r} (data.field). Set data.field to "
+            f"null, or to one of: {columns}."
+        )
     return records
 
 

@@ -56,8 +56,9 @@ class DemonstrationsDataConfig(RecordsDataConfig):
     """Field of the completion in a record; null: the first it has of completion, solution, response, answer."""
     decision: list[Any] | None = None
     """For pairs of images, with a question: the words for "the first is better" and "the second is better".
-    The completion is the word that the votes prefer, then ", " and the column `field`, a teacher's reason
-    (RewardDance, arXiv 2509.08826). null: data.train holds completions."""
+    The completion is the word that the votes prefer, then ", " and the column `field`, a teacher's
+    or a voter's reason (RewardDance, arXiv 2509.08826); pairs without one are left out. null: data.train holds
+    completions."""
 
     def __post_init__(self) -> None:
         words = self.decision

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -13,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from visalign.data.sets.tables import listed
+from visalign.errors import UserError
 from visalign.rewards.base.failure import failure_reasons
 from visalign.rewards.questions.checklist import Checklist
 from visalign.rewards.questions.reward_dance import YES_NO
@@ -51,6 +55,8 @@ class ChecklistJudge(SeeingJudge):
         self.module = nn.ModuleDict({"model": self.engine.model})
         self.module.register_parameter("weights", nn.Parameter(signed.abs()))
         self.frozen = self.settings.train == "head"
+        self.learns_answers = config.objective.task == "checklist_answers"
+        self.module.weights.requires_grad_(not self.learns_answers)
         with torch.random.fork_rng():
             torch.manual_seed(config.seed)
             self.unfreeze()
@@ -61,7 +67,7 @@ class ChecklistJudge(SeeingJudge):
         return self.module.weights
 
     def trainable_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        return [("weights", self.weights), *trainable(self.engine.model)]
+        return [*([] if self.learns_answers else [("weights", self.weights)]), *trainable(self.engine.model)]
 
     def train(self, mode: bool = True) -> None:
         if self.frozen:
@@ -76,6 +82,8 @@ class ChecklistJudge(SeeingJudge):
 
     def remember(self, examples: Examples) -> Examples:
         """Put answers in the images' stead where the model is frozen; each is asked at its first use."""
+        if self.learns_answers:
+            self._check_questions(examples)
 
         @cache
         def answered(number: int) -> Example:
@@ -83,6 +91,17 @@ class ChecklistJudge(SeeingJudge):
             return replace(example, images=(), features=self.features(example))
 
         return replace(examples, example=answered) if self.frozen else examples
+
+    def _check_questions(self, examples: Examples) -> None:
+        """Refuse answers to questions that the checklist does not ask."""
+        marks: Any = [image["checklist"] for image in examples.content]
+        answered = list(dict.fromkeys(question for answers in marks for question in answers))
+        if unknown := [question for question in answered if question not in self.checklist.questions]:
+            file = json.dumps({"questions": answered, "coef": [1.0] * len(answered), "has_alignment": False})
+            raise UserError(
+                f"People answered {listed(unknown)}; the checklist has no such question. Give model.checklist=FILE, "
+                f"with weights to begin with in coef: {file}"
+            )
 
     @torch.no_grad()
     def features(self, example: Example) -> Tensor:
@@ -106,6 +125,11 @@ class ChecklistJudge(SeeingJudge):
         return rule.features(rule.fill_unanswered((answers + 1) / 2), aligned)[0].float()
 
     def encode(self, examples: Sequence[Example], *, heldout: bool = False) -> RewardBatch:
+        if self.learns_answers:
+            questions = self.checklist.questions
+            inputs = self._encode_questions(pair_images(examples), [example.prompt for example in examples])
+            target = [[(e.answers or {}).get(question, math.nan) for question in questions] for e in examples]
+            return RewardBatch(inputs=inputs, size=len(examples), target=torch.tensor(target))
         if self.frozen:
             features = [self.features(e) if e.features is None else e.features for e in examples]
             inputs: Any = torch.stack(features, 1).flatten(0, 1)  # [2, pairs, F]
@@ -137,23 +161,24 @@ class ChecklistJudge(SeeingJudge):
             features = inputs.to(self.weights)
         else:
             with self.precision():
-                features, outputs["log_mass"] = self._answer(*inputs)
+                features, outputs["log_mass"], outputs["odds"] = self._answer(*inputs)
             features = features.to(self.weights)
         value = features @ (self.sign * self.weights) + self.checklist.rule.intercept
         return {"value": value, "weights": self.weights, **outputs}
 
-    def _answer(self, rows: list[Any], count: int) -> tuple[Tensor, Tensor]:
-        """Compute (features [count, F], mean ln P(yes or no) over the questions [count]), with gradient."""
+    def _answer(self, rows: list[Any], count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute features [count, F], mean ln P(yes or no) over the questions [count], and log-odds [count, Q]."""
         states = self.engine.states(rows)
         questions = count * len(self.checklist.questions)
         odds, log_mass = self.odds(states[:questions], *self._words[0])
+        odds = odds.view(count, -1)
         masses, aligned = [log_mass.view(count, -1)], None
         if self.checklist.rule.has_alignment:
             aligned_odds, log_mass = self.odds(states[questions:], *self._words[1])
             aligned = aligned_odds.sigmoid()
             masses.append(log_mass[:, None])
-        features = self.checklist.rule.features(odds.sigmoid().view(count, -1), aligned)
-        return features, torch.cat(masses, 1).mean(1)
+        features = self.checklist.rule.features(odds.sigmoid(), aligned)
+        return features, torch.cat(masses, 1).mean(1), odds
 
     def learnt(self) -> Checklist:
         weights = tuple((self.sign * self.weights.detach().clamp(min=0.0)).cpu().tolist())

@@ -89,6 +89,7 @@ class HpJudge(TrainedJudge):
         super().__init__(config, self.judge.module, device)
         self.module.requires_grad_(False)
         self.module.head.requires_grad_(True)
+        self.ict = None if model.ict is None else Ict.from_pretrained(model.ict, device=device, cache_bytes=0)
         if model.train == "full":
             encoder: Any = self.module.encoder.model
             is_open = self.module.encoder.is_open_clip
@@ -97,11 +98,21 @@ class HpJudge(TrainedJudge):
             freeze(encoder, model.frozen)
 
     def encode(self, examples: Sequence[Example], *, heldout: bool = False) -> RewardBatch:
-        return pair_batch(self.judge.towers.pixels(pair_images(examples)), examples, heldout=heldout)
+        images = pair_images(examples)
+        pixels = self.judge.towers.pixels(images)
+        if len(examples[0].images) == 2:
+            return pair_batch({"pixels": pixels}, examples, heldout=heldout)
+        assert self.ict is not None  # of ict_hp, which alone reads triples
+        towers = self.ict.towers
+        with torch.no_grad():
+            image = self.ict.module.image_features(towers.pixels(images))
+            text = self.ict.module.text_features(towers.tokens([example.prompt for example in examples]))
+        inputs = {"pixels": pixels, "cosine": cosine(image, text.repeat(3, 1))}
+        return RewardBatch(inputs=inputs, size=len(examples))
 
     def __call__(self, inputs: Any) -> Outputs:
         with self.precision():
-            return {"value": self.module(inputs)}
+            return {**inputs, "value": self.module(inputs["pixels"])}
 
     def save(self, folder: Path) -> None:
         self.module.eval()

@@ -33,9 +33,10 @@ JUDGE_KINDS = {
     "pair": JudgeKind(("yes_no",), "reward_dance_pairs"),
     "rating": JudgeKind(("rating", "rating_fidelity"), "visual_quality_r1"),
     "critique": JudgeKind(("critique",), None),
-    "checklist": JudgeKind(("checklist",), "vision_reward"),
+    "checklist": JudgeKind(("checklist", "checklist_answers"), "vision_reward"),
+    "heie": JudgeKind(("heie",), "heie"),
     "ict": JudgeKind(("ict",), "ict"),
-    "hp": JudgeKind(("hp", "bradley_terry"), "hp"),
+    "hp": JudgeKind(("hp", "bradley_terry", "ict_hp"), "hp"),
 }
 
 
@@ -81,6 +82,8 @@ class HpModel(TrainedModel):
     """A CLIP model."""
     head: Annotated[list[Count], Field(min_length=4, max_length=4)] | None = None
     """Inner widths of the head; null: the published ones, 1024, 128, 64, 16."""
+    ict: str | None = None
+    """ict_hp: a trained ICT, such as shapes-ict or the folder that train-reward wrote; it stays as it is."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -145,6 +148,22 @@ class ChecklistModel(SeeingModel):
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class HeieModel(TrainedModel):
+    """A map of faults and a score of plausibility, by new heads on a frozen Qwen-VL model."""
+
+    kind: Literal["heie"] = "heie"
+    """heie."""
+    train: Literal["head"] = "head"
+    """The new heads."""
+    tiles: Count = 2
+    """n of the n × n enlarged tiles that are read next to the whole image; 1: none."""
+    width: Annotated[int, Field(gt=0, multiple_of=4)] = 64
+    """Width of the heads."""
+    cells: Count = 4
+    """Cells of the map on each side of an image token."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class OffPolicyConfig:
     """OCRM, arXiv 2507.15507: a pair weighs as the policy of today makes its images.
 
@@ -166,7 +185,7 @@ class RewardDataConfig:
     train: str = "shapes:pairs"
     """shapes:pairs, shapes:quality (generated), a table of pairs or of rated images (a row per rater too, and exports
     of Label Studio and Argilla), a dataset of the hub (owner/name:split), or LAYOUT:FOLDER; for a critique the
-    dataset.jsonl of text_sample."""
+    dataset.jsonl of text_sample; for heie and checklist_answers an export of visalign collect."""
     heldout: str | None = "shapes:pairs"
     """The same for what is measured; prompts that also stand in data.train are refused. null: nothing."""
     train_split: str | None = None
@@ -182,10 +201,10 @@ class RewardDataConfig:
     """Examples of data.train at most; for generated ones, how many. null: all of a file."""
     heldout_size: Records | None = 1000
     """Examples of data.heldout."""
-    kinds: Annotated[list[Kind], Field(min_length=1)] = field(default_factory=lambda: list(KINDS))
-    """shapes:pairs: what the images of a pair differ in."""
+    kinds: Annotated[list[Kind], Field(min_length=1)] | None = None
+    """shapes:pairs: what the images of a pair differ in; null: quality and richness for hp, else everything."""
     heldout_kinds: Annotated[list[Kind], Field(min_length=1)] | None = None
-    """The same for data.heldout; null: as kinds."""
+    """The same for data.heldout; null: alignment for ict, else as kinds."""
     surroundings: Share = 0.0
     """Share of generated training images on other grounds, with specks or on a canvas; a judge that met
     none of them is wrong on them. Held-out ones have none, and images of files stay as they are."""
@@ -226,9 +245,9 @@ class TrainRewardConfig:
 
     seed: Natural = 0
     """Random seed of generated data, order, new weights and dropout."""
-    model: Annotated[Hpsv3Model | AnswerModel | ChecklistModel | IctModel | HpModel, Field(discriminator="kind")] = (
-        field(default_factory=Hpsv3Model)
-    )
+    model: Annotated[
+        Hpsv3Model | AnswerModel | ChecklistModel | HeieModel | IctModel | HpModel, Field(discriminator="kind")
+    ] = field(default_factory=Hpsv3Model)
     """The judge."""
     data: RewardDataConfig = field(default_factory=RewardDataConfig)
     """The labels."""
@@ -246,8 +265,15 @@ class TrainRewardConfig:
 
     @property
     def reads(self) -> str:
-        """Kind of labels that the task reads: pairs, triples, rows (rated images) or answers."""
+        """Kind of labels that the task reads: pairs, triples, rows (rated images), answers, faults or checks."""
         return TASKS[self.objective.task].labels
+
+    def pair_kinds(self, side: str) -> list[Kind]:
+        """Kinds of the generated pairs of data.train or data.heldout."""
+        kinds = self.data.kinds or (["quality", "richness"] if self.model.kind == "hp" else list(KINDS))
+        if side == "train":
+            return kinds
+        return self.data.heldout_kinds or (["alignment"] if self.model.kind == "ict" else kinds)
 
 
 def _changed(section: Any, name: str, key: str) -> str | None:
@@ -261,7 +287,7 @@ def _readers(s: TrainRewardConfig) -> dict[str, tuple[bool, str]]:
     """Setting of `data` that only some tasks or sources read -> (True if it is read, by what)."""
     data, pairs, kind = s.data, s.reads == "pairs", s.model.kind
     sources = data.train, data.heldout
-    files = [s.reads != "answers" and source not in (None, *GENERATED) for source in sources]
+    files = [s.reads not in ("answers", *MARKS) and source not in (None, *GENERATED) for source in sources]
     pair_file, shapes_pairs = pairs and data.train not in GENERATED, pairs and "shapes:pairs" in sources
     votes = (shapes_pairs and data.labels == "votes") or "shapes:quality" in sources
     return {
@@ -280,6 +306,7 @@ def _readers(s: TrainRewardConfig) -> dict[str, tuple[bool, str]]:
     }
 
 
+MARKS = ("faults", "checks")  # What is read from an export of visalign collect
 UNREAD = {
     ("pair", "lora"): ("smoothing", "pair_weight", "likelihood"),  # it learns the share of the votes
     ("pair", "full"): ("smoothing", "pair_weight", "likelihood"),
@@ -290,6 +317,8 @@ _SOURCES = {
     "pairs": ("shapes:pairs", "pairs", "shapes:pairs or a file of pairs"),
     "triples": ("shapes:pairs", "triples", "shapes:pairs or a file of pairs"),
     "rows": ("shapes:quality", "rated images", "shapes:quality or a file with image and mos"),
+    "faults": (None, "boxes around faults", "what visalign collect --boxes exported"),
+    "checks": (None, "answers to its checklist", "what visalign collect --single -q exported"),
     "answers": (None, "what another one wrote", "text_sample's dataset.jsonl (selection.rule=all, data.question)"),
 }
 """What a task reads -> (generated set that it reads, the same in words, what to give)."""
@@ -309,6 +338,12 @@ def _broken_rules(s: TrainRewardConfig) -> Iterator[str]:
         "out, or set train: lora.": weights_only and model.autocast,
         f"objective.task is {task!r}; a judge of kind {model.kind} learns by {', '.join(tasks)}. Set "
         "objective.task, or another model.kind.": task not in tasks,
+        "model.ict names the judge whose cosine the task ict_hp multiplies by. Give both, or neither.": isinstance(
+            model, HpModel
+        )
+        and (model.ict is None) == (task == "ict_hp"),
+        "objective.task is 'checklist_answers', which trains what the model answers, and model.train is 'head'. Set "
+        "model.train: lora.": weights_only and task == "checklist_answers",
         "run.sharding goes without model.diversity. Leave one of the two out.": s.run.sharding and diverse,
         "run.sharding divides a network that is trained, and model.train head of a checklist trains the weights of "
         "the answers alone. Set model.train: lora, or leave run.sharding out.": s.run.sharding and weights_only,

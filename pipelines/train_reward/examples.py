@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 from torch import Tensor
 
 from visalign.data.sets.columns import image_path
+from visalign.data.sets.marks import MarkedImage
 from visalign.data.sets.records import PreferenceSet, QualitySet
 from visalign.data.shapes.preferences import ShapesPreferences, degraded
 from visalign.data.shapes.prompts import heldout_prompts, train_prompts
@@ -43,6 +44,9 @@ class Example:
     weight: float = 1.0  # Pairs: how much it counts beside the others
     refined: str | None = None  # Triples: the prompt of the third image; None: the same
     features: Tensor | None = None  # [images, F] what a frozen model says of the images, in their stead
+    heat: Tensor | None = None  # Marked images: [h, w] share of the voters who boxed each cell
+    view: Any = None  # Marked images: what HEIE's frozen model reads of the image, in its stead
+    answers: Mapping[str, float] | None = None  # Marked images: question -> share of yes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +175,8 @@ def file_triples(pairs: PreferenceSet, folder: Path) -> Examples:
         where = f"row {pairs.row(number)} of '{pairs.name}'"
         if pair.label == 0.5 or "image_refined" not in pair.extra:
             raise UserError(
-                f"{where} is a tie or has no column image_refined; ict learns from two images and that one."
+                f"{where} is a tie or has no column image_refined; a triple is two images and that one. visalign "
+                "sample PAIRS.jsonl --refine MODEL draws it."
             )
         images = (pair.image_left, pair.image_right)
         ascending = images[::-1] if pair.label > 0.5 else images
@@ -204,6 +209,17 @@ def file_ratings(records: QualitySet) -> Examples:
     labels = [Example(prompt=record.prompt, target=sign * record.mos) for record in records.records]
     content = (record.to_row() for record in records.records)
     return _from_files(rows, labels, content, prompts=(record.origin for record in records.records))
+
+
+def file_marks(images: Sequence[MarkedImage]) -> Examples:
+    """Images with what people marked in an export of `visalign collect`."""
+    rows = [Row(image.where, image.prompt, (image.image,)) for image in images]
+    labels = [
+        Example(prompt=i.prompt, target=i.plausibility, heat=torch.from_numpy(i.heat()), answers=i.checklist)
+        for i in images
+    ]
+    content = (asdict(image) for image in images)
+    return _from_files(rows, labels, content, prompts=(image.image for image in images))
 
 
 class _Answer(BaseModel, strict=True):

@@ -21,6 +21,7 @@ from visalign.data.sets.checks import (
     without_duplicates,
 )
 from visalign.data.sets.columns import Columns
+from visalign.data.sets.marks import MarkedImage, load_marks
 from visalign.data.sets.prompt_files import load_demonstrations
 from visalign.data.sets.records import PreferenceSet, QualitySet
 from visalign.data.sets.sources import GENERATED, load_source
@@ -34,6 +35,7 @@ from .config import ChecklistModel, OffPolicyConfig, TrainRewardConfig
 from .examples import (
     Examples,
     file_answers,
+    file_marks,
     file_pairs,
     file_ratings,
     file_triples,
@@ -79,7 +81,7 @@ def prepare_reward(config: TrainRewardConfig) -> RewardInputs:
         if examples is None or not examples.rows:
             continue
         for where, prompt, _ in examples.rows:
-            if prompt is not None and not prompt.strip() and model.kind != "hp":
+            if prompt is not None and not prompt.strip() and (model.kind != "hp" or config.reads == "triples"):
                 reads = f"and a judge of kind {model.kind} reads it"
                 raise UserError(
                     f"{name}: the prompt in {where} is {prompt!r}, {reads}. Write one, or take the row out."
@@ -118,15 +120,28 @@ def _load(config: TrainRewardConfig, side: str, notes: list[str]) -> Examples:
             return shapes_ratings(seed, limit, annotators=data.annotators, **world)
         if config.reads == "triples" and is_train:
             return shapes_triples(seed, limit, **world)
-        kinds = data.kinds if is_train else data.heldout_kinds or data.kinds
-        return shapes_pairs(seed, limit, labels=data.labels, annotators=data.annotators, kinds=kinds, **world)
+        world |= {"kinds": config.pair_kinds(side), "labels": data.labels, "annotators": data.annotators}
+        return shapes_pairs(seed, limit, **world)
     with name_key(f"data.{side}"):
         if config.reads == "answers":
             return file_answers(load_demonstrations(source)[:limit], name=Path(source).name, right=data.right)
+        if config.reads in ("faults", "checks"):
+            return _marks(config, load_marks(source, limit=limit), source)
         columns = Columns(names=data.map, labels=data.coding)
         records = load_source(source, split=split, limit=limit, columns=columns)
         is_rated = isinstance(records, QualitySet)
         return _ratings(config, records) if is_rated else _pairs(config, records, side, notes)
+
+
+def _marks(config: TrainRewardConfig, images: list[MarkedImage], source: str) -> Examples:
+    """Check that people marked what the task reads, and leave out images without an answer to the checklist."""
+    if config.reads == "checks":
+        images = [image for image in images if image.checklist]
+    if not images:
+        raise UserError(f"'{source}' has no answers about single images. Collect them: visalign collect --single -q.")
+    if config.reads == "faults" and not any(image.boxes for image in images):
+        raise UserError(f"'{source}' has no box around a fault. Collect them: visalign collect --boxes.")
+    return file_marks(images)
 
 
 def _ratings(config: TrainRewardConfig, records: QualitySet) -> Examples:

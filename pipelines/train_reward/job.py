@@ -38,8 +38,11 @@ MEANING = {
     "std_auroc_votes": "AUROC of it for pairs against the majority of the votes",
     "std_auroc_lead": "the same among pairs of equal lead",
     "mass_low": "probability of all answers that are read, its 1 % quantile over the examples",
-    "mae": "mean absolute error of the rating",
-    "srcc": "Spearman correlation with the mean opinion score",
+    "mae": "mean absolute error of the rating, or of the plausibility",
+    "srcc": "Spearman correlation with the mean opinion score, or with the plausibility",
+    "heat_auroc": "AUROC of the map's cells for cells that a half of the voters boxed",
+    "answer_accuracy": "answers on the side of most people",
+    "answer_nll": "negative log-likelihood of a person's answer, nats",
     "critique_right": "answers that are right",
     "critique_accuracy": "answers of which it says rightly whether they are",
     "critique_auroc": "AUROC of its log-odds for right answers",
@@ -110,9 +113,10 @@ def build_judge(config: TrainRewardConfig, device: torch.device) -> TrainedJudge
     """Load the judge on its device, ready to train."""
     from .checklist_judge import ChecklistJudge
     from .clip_judges import HpJudge, IctJudge
+    from .heie_judge import HeieJudge
     from .vlm_judges import AnswerJudge, Hpsv3Judge
 
-    kinds = {"hpsv3": Hpsv3Judge, "checklist": ChecklistJudge, "ict": IctJudge, "hp": HpJudge}
+    kinds = {"hpsv3": Hpsv3Judge, "checklist": ChecklistJudge, "heie": HeieJudge, "ict": IctJudge, "hp": HpJudge}
     return kinds.get(config.model.kind, AnswerJudge)(config, device)
 
 
@@ -120,10 +124,10 @@ def reward_card(config: TrainRewardConfig, summary: Mapping[str, Any], examples:
     """Write the text of README.md: data, steps, time, held-out numbers as measured."""
     model, data, after = config.model, config.data, summary["after"]
     labels = ""
-    if config.reads == "triples":
+    if model.kind == "ict":
         labels = f", labels: cosines of `{model.path}` truncated at {data.theta:g}"
-    elif data.train == "shapes:pairs":
-        labels = f", labels: {data.labels}, pairs that differ in {', '.join(data.kinds)}"
+    elif data.train == "shapes:pairs" and config.reads == "pairs":
+        labels = f", labels: {data.labels}, pairs that differ in {', '.join(config.pair_kinds('train'))}"
     reward = JUDGE_KINDS[model.kind].reward
     reader = f"{CATALOGUE['deepseek_grm']}` as `meta" if reward is None else str(CATALOGUE[reward])
     trained_part = model.train + "".join(f" but `{name}`" for name in model.frozen)

@@ -39,28 +39,42 @@ class Measure:
         count = len(examples) if final else min(len(examples), ON_THE_WAY)
         task = TASKS[self.config.objective.task]
         size, (process, processes) = self.config.evaluation.batch, self.processes
-        is_pairs = task.labels not in ("rows", "answers")
+        is_pairs = task.labels in ("pairs", "triples")
         if not is_pairs:
             self.judge.train(False)
         results = []
         for start in range(process * size, count, processes * size):
             numbers = range(start, min(start + size, count))
             batch = self.judge.encode([examples[number] for number in numbers], heldout=True)
-            results.append((start, score_pairs(self.judge, [batch], task) if is_pairs else self._outputs(batch)))
+            results.append(
+                (start, score_pairs(self.judge, [batch], task) if is_pairs else self._outputs(batch, task.labels))
+            )
         if processes > 1:
             results = gather_object(results)
         values: list[Any] = [value for _, value in sorted(results, key=lambda pair: pair[0])]
         if is_pairs:
             pairs = concatenate_pairs(values)
             return {**pair_measures(pairs), **(accuracy_interval(pairs) if final else {})}
+        if task.labels == "faults":
+            score, heat = (torch.cat(part, 1) for part in zip(*values, strict=True))
+            return {**rating_measures(*score), "heat_auroc": auroc(heat[0], heat[1] >= 0.5)}
         value, mass, target = torch.cat(values, 1)
-        measures = rating_measures if task.labels == "rows" else _answer_measures
+        if task.labels == "checks":
+            return {**_answer_measures(value, target), "mass_low": float(mass.quantile(LOW))}
+        measures = rating_measures if task.labels == "rows" else _critique_measures
         return {**measures(value, target), "mass_low": float(mass.quantile(LOW))}
 
     @torch.no_grad()
-    def _outputs(self, batch: Any) -> Tensor:
-        """[3, n] value, mass of the answers, and target."""
+    def _outputs(self, batch: Any, labels: str) -> Any:
+        """[3, n] value, mass of the answers, target; of maps [2, n] score and target, [2, cells] heat and truth."""
         outputs = self.judge(batch.inputs)
+        if labels == "faults":
+            score = torch.stack([outputs["value"].sigmoid().cpu(), batch.target]).double()
+            return score, torch.stack([outputs["heat"].cpu().flatten(), outputs["truth"].flatten()])
+        if labels == "checks":
+            odds, answered = outputs["odds"].cpu().double(), ~torch.isnan(batch.target)
+            mass = outputs["log_mass"].cpu().double().exp()[:, None].expand_as(odds)
+            return torch.stack([odds[answered], mass[answered], batch.target.double()[answered]])
         value, mass = outputs["value"].cpu().double(), outputs["log_mass"].cpu().double().exp()
         return torch.stack([value, mass, batch.target.double()])
 
@@ -79,6 +93,15 @@ def rating_measures(value: Tensor, target: Tensor) -> dict[str, float]:
 
 
 def _answer_measures(value: Tensor, target: Tensor) -> dict[str, float]:
+    """Measure log-odds against shares of yes; an even share is on no side."""
+    decided = target != 0.5
+    return {
+        "answer_accuracy": float(((value > 0) == (target > 0.5))[decided].double().mean()),
+        "answer_nll": float((softplus(value) - target * value).mean()),
+    }
+
+
+def _critique_measures(value: Tensor, target: Tensor) -> dict[str, float]:
     right = target > 0.5
     return {
         "critique_right": float(target.mean()),

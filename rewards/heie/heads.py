@@ -17,10 +17,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import interpolate, pixel_shuffle
+from torch.nn.functional import (
+    adaptive_avg_pool2d,
+    binary_cross_entropy_with_logits,
+    interpolate,
+    pixel_shuffle,
+)
 
 from visalign.atomic import umask_permissions
-from visalign.core import fuse_heatmaps, soft_clamp
+from visalign.core import fuse_heatmaps, laplace_loss, soft_clamp
 from visalign.model_files import LOADING_ERRORS, open_tensors
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.vlm.requests import Query
@@ -237,6 +242,27 @@ def draw_maps(heads: HeieHeads, views: Sequence[View]) -> Maps:
     heat, weight = fuse_heatmaps(torch.stack([enlarged[0].sigmoid(), tiled[0].sigmoid()]), std)
     # Maps of one image share their errors, so the mean deviation is what an average of them has at most.
     return Maps(whole, tiled, heat, (weight * std).sum(0), heads.scorer(hidden[:, 0], heat))
+
+
+def map_losses(maps: Maps, heat: Tensor, *, wrong_weight: float = 4.0) -> Tensor:
+    """[B] Laplace likelihoods of the maps of image and tiles plus the absolute error of their fusion.
+
+    `heat` is the truth [B, h, w] in [0, 1]. Wrong cells are rare: one with heat 1 counts 1 + `wrong_weight` times as
+    much as one with heat 0 (HEIE uses a focal weight for that).
+    """
+    target = pooled(heat, maps.heat)
+    loss = ((1 + wrong_weight * target) * (maps.heat - target).abs()).mean((1, 2))
+    for logits, log_std in filter(None, (maps.whole, maps.tiles)):
+        target = pooled(heat, logits)
+        nll = laplace_loss(logits.sigmoid(), target, log_std.exp())
+        nll = nll + binary_cross_entropy_with_logits(logits, target, reduction="none")
+        loss = loss + ((1 + wrong_weight * target) * nll).mean((1, 2)) / 2
+    return loss
+
+
+def pooled(truth: Tensor, like: Tensor) -> Tensor:
+    """Average the truth [B, h, w] over the cells of a map [B, h', w']."""
+    return adaptive_avg_pool2d(truth[:, None], (int(like.shape[1]), int(like.shape[2])))[:, 0]
 
 
 def splice_tiles(tiles: Tensor, rows: int, columns: int) -> Tensor:

@@ -19,6 +19,7 @@ from tests.support.models.clip import tiny_config, tiny_tokenizer
 from visalign.config import load_config
 from visalign.data.sets.records import QualitySet
 from visalign.data.sets.sources import load_source
+from visalign.data.shapes.preferences import KINDS
 from visalign.errors import UserError
 from visalign.pipelines.cli.app import app
 from visalign.pipelines.train_reward.examples import file_ratings
@@ -138,10 +139,27 @@ def test_old_pairs_weigh_as_the_policy_of_today_makes_them(tmp_path, rows):
 
 
 def test_a_setting_that_own_data_do_not_read_names_what_sets_it_back() -> None:
-    own = ["data.train=p.csv", "data.heldout=p.csv"]
+    own = ["data.train=p.csv", "data.heldout=p.csv", 'data.kinds=["quality"]']
     with pytest.raises(UserError, match=r"Leave it out, or add '(data\.kinds=.*)'\.") as refused:
         load_config(TrainRewardConfig, "shapes_hp", own)
     load_config(TrainRewardConfig, "shapes_hp", [*own, str(refused.value).rpartition("add '")[2].removesuffix("'.")])
+
+
+@pytest.mark.parametrize(
+    ("name", "train", "heldout"),
+    [("shapes_ict", list(KINDS), ["alignment"]), ("shapes_hp", ["quality", "richness"], ["quality", "richness"])],
+)
+def test_kinds_of_generated_pairs_follow_from_the_judge_and_need_no_key_for_own_data(name, train, heldout) -> None:
+    config = load_config(TrainRewardConfig, name, ["data.train=FILE", "data.heldout=null"])
+    assert config.pair_kinds("train") == train and config.pair_kinds("heldout") == heldout
+    config = load_config(TrainRewardConfig, name, ['data.heldout_kinds=["mixed"]'])
+    assert config.pair_kinds("heldout") == ["mixed"]
+
+
+@pytest.mark.parametrize("own", [["objective.task=ict_hp"], ["model.ict=shapes-ict"]])
+def test_the_joint_task_and_its_ict_come_together(own) -> None:
+    with pytest.raises(UserError, match=r"the task ict_hp multiplies by\. Give both, or neither"):
+        load_config(TrainRewardConfig, None, ["model.kind=hp", "model.path=shapes-clip", "objective.task=hp", *own])
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ from tests.support.models.clip import save_tiny_clip
 from tests.support.models.vision_language import save_tiny_seeing_model
 from tests.support.training.metric_families import without_times
 from visalign.config import load_config, resolve_config
+from visalign.core.preference.ict import hp_loss, ict_hp_loss
 from visalign.data.sets.trained_images import trained_images
 from visalign.data.shapes.preferences import ShapesPreferences
 from visalign.errors import UserError
@@ -30,6 +31,7 @@ from visalign.rewards.scorers.hp import Hp
 from visalign.rewards.scorers.ict import Ict
 from visalign.training.loop.checkpoint import CheckpointError
 from visalign.training.loop.metrics import read_metrics
+from visalign.training.reward.tasks import TASKS
 
 CONFIGS = (
     "shapes_hp",
@@ -278,6 +280,30 @@ def test_hp_learns_both_inequalities_of_a_triple(models, tmp_path):
     assert [float(image.mean()) for image in extra.images] == pytest.approx(means, abs=1e-3)
     other = prepare_reward(_config(models, "hpsv3", data={"train": train, "heldout": None, "size": None}))
     assert len(other.train) == 6 and any("only ict and hp" in note for note in other.notes)
+
+
+def test_hp_learns_triples_next_to_a_trained_ict(models, tmp_path):
+    """The loss is that of core on HP's scores and ICT's cosines of the three images."""
+    model = {"ict": str(models / "clip")}
+    config = _config(models, "hp", "head", "ict_hp", model=model, objective={"product": 2.0})
+    judge, inputs = build_judge(config, torch.device("cpu")), prepare_reward(config)
+    assert {len(inputs.train[n].images) for n in range(12)} == {3} and len(_examples(config)[0].images) == 2
+    examples = [inputs.train[n] for n in range(4)]
+    batch = judge.encode(examples)
+    outputs = judge(batch.inputs)
+    ict = Ict.from_pretrained(models / "clip")
+    prompts = [example.prompt for example in examples]
+    cosine = torch.stack([ict.score([e.images[n] for e in examples], prompts).value for n in range(3)])
+    torch.testing.assert_close(outputs["cosine"].view(3, 4), cosine)
+    total, weight = TASKS["ict_hp"].loss(outputs, batch, config.objective, torch.Generator())
+    hp = outputs["value"].view(3, 4)
+    torch.testing.assert_close(total / weight, hp_loss(hp) + 2 * ict_hp_loss(cosine, hp))
+    assert run(config, tmp_path / "run")["updates"] == 4
+    assert "cosines of" not in (tmp_path / "run" / "judge" / "README.md").read_text()
+    rows = [{**row, "prompt": " "} for row in _pairs("b", 3, image_refined="r.png")]
+    blank = {"train": _set(tmp_path, "b.jsonl", rows), "heldout": None}
+    with pytest.raises(UserError, match=r"the prompt in row 1 .* judge of kind hp reads it"):
+        prepare_reward(_config(models, "hp", "head", "ict_hp", model=model, data={**blank, "size": None}))
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,9 @@ METRICS: dict[str, str] = {
     "for a reward on held-out labels: accuracy (where the truth is clear) with accuracy_low and accuracy_high, "
     "accuracy_shorter (of texts whose better one is the shorter one), accuracy_all, nll (nats per "
     "vote), ece, std_mean, std_auroc, std_auroc_votes, std_auroc_lead, mass_low; for ratings mae, srcc and "
-    "mass_low; for critiques the share of right ones critique_right, critique_accuracy, critique_auroc, "
+    "mass_low; for boxes around faults mae and srcc of the plausibility and heat_auroc of the map; for answers to a "
+    "checklist answer_accuracy and answer_nll; for critiques the share of right ones critique_right, "
+    "critique_accuracy, critique_auroc, "
     "critique_nll; for a process reward loss, accuracy, accuracy_right and accuracy_wrong on right and wrong "
     "labels, and their number (labels)",
 }

@@ -33,7 +33,7 @@ class RewardBatch:
     rank: Tensor | None = None  # [P, K] rank of each sample of P examples, 0 the best; NaN: absent
     row: Tensor | None = None  # [P, K] int64, row of each; any where absent
     clear: Tensor | None = None  # Bool [N], True where the truth of a held-out pair is clear; None: everywhere
-    target: Tensor | None = None  # [M] target of "value": a rating in the reward's unit, or the probability of yes
+    target: Tensor | None = None  # [M] target of "value": a rating, or the probability of yes; [M, Q] of Q answers
     ict: IctLabels | None = None  # Targets of triples; rows are I1 of all, then I2 of all, then I3 of all
 
 

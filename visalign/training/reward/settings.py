@@ -18,8 +18,8 @@ class RewardObjectiveSettings:
 
     task: str = "uncertainty"
     """A key of `visalign.training.reward.tasks.TASKS`: bradley_terry, uncertainty, uncertainty_upstream,
-    upstream_monte_carlo, plackett_luce, mse, bce, ict, hp, yes_no, rating, rating_fidelity, critique,
-    checklist."""
+    upstream_monte_carlo, plackett_luce, mse, bce, ict, hp, ict_hp, yes_no, rating, rating_fidelity, critique,
+    checklist, checklist_answers, heie."""
 
     def __new__(cls, task: str = "uncertainty", **values: Any) -> RewardObjectiveSettings:
         """Create an instance of the task's class."""
@@ -142,6 +142,18 @@ class HpSettings(VotesSettings):
 
 
 @settings("objective")
+class IctHpSettings(RewardObjectiveSettings):
+    """HP on triples, next to a trained ICT."""
+
+    task: Literal["ict_hp"] = "ict_hp"
+    """ict_hp."""
+    margin: NonNegative = 0.3
+    """Lead of I2 over I1 and of I3 over I2."""
+    product: NonNegative = 1.0
+    """Weight of the same margins on ICT's cosine times HP's softmax over the triple; 1 in the released code."""
+
+
+@settings("objective")
 class RatingSettings(RewardObjectiveSettings):
     """Rating by the expectation over score tokens."""
 
@@ -187,6 +199,26 @@ class ChecklistSettings(VotesSettings):
     """λ of λ/2 |w|²; with 0 the weight of a question that separates all pairs grows without bound."""
 
 
+@settings("objective")
+class ChecklistAnswersSettings(RewardObjectiveSettings):
+    """Cross-entropy of the answers to a checklist with people's shares of yes."""
+
+    task: Literal["checklist_answers"] = "checklist_answers"
+    """checklist_answers."""
+    mass: NonNegative = 1.0
+    """As in a rating."""
+
+
+@settings("objective")
+class HeieObjectiveSettings(RewardObjectiveSettings):
+    """HEIE's maps of faults and its score of plausibility."""
+
+    task: Literal["heie"] = "heie"
+    """heie."""
+    wrong_weight: NonNegative = 4.0
+    """Additional weight of cells that everybody boxed, which are rare."""
+
+
 AnyObjective = Annotated[
     BradleyTerrySettings
     | UncertaintySettings
@@ -195,10 +227,13 @@ AnyObjective = Annotated[
     | ValueSettings
     | IctSettings
     | HpSettings
+    | IctHpSettings
     | YesNoSettings
     | RatingSettings
     | CritiqueSettings
-    | ChecklistSettings,
+    | ChecklistSettings
+    | ChecklistAnswersSettings
+    | HeieObjectiveSettings,
     Field(discriminator="task"),
 ]
 OBJECTIVES: dict[str, type[RewardObjectiveSettings]] = {

@@ -27,7 +27,7 @@ from visalign.core.preference.bradley_terry import (
     vote_shares,
 )
 from visalign.core.preference.fidelity import fidelity_loss, quality_preferences, thurstone_score
-from visalign.core.preference.ict import IctLabels, ict_loss
+from visalign.core.preference.ict import IctLabels, hp_loss, ict_hp_loss, ict_loss
 from visalign.core.preference.uncertainty import log_win_probability, pair_deviation, uncertain_preference_loss
 from visalign.core.preference.yes_no import YesNo, yes_no_loss, yes_no_pair_loss
 
@@ -45,7 +45,8 @@ class Task:
     log_prob: Callable[[Outputs, RewardBatch], tuple[Tensor, Tensor]] | None = None
     """(ln P, ln (1 − P)) [N] that the left image of each pair is better; None: no probability."""
     labels: str = "pairs"
-    """Unit of the labels: "pairs", "triples", "rows" (rated images) or "answers" (written critiques)."""
+    """Unit of the labels: "pairs", "triples", "rows" (rated images), "answers" (written critiques), "faults"
+    (boxes) or "checks" (answers to a checklist)."""
 
 
 def _sums(loss: Tensor, weight: Tensor) -> Sums:
@@ -135,6 +136,14 @@ def _ict(outputs: Outputs, batch: RewardBatch, settings: Settings, _: torch.Gene
     return loss * weight, weight
 
 
+def _ict_hp(outputs: Outputs, batch: RewardBatch, settings: Settings, _: torch.Generator) -> Sums:
+    """Add both margins of HP's scores of triples and, weighted, those of ICT's cosine times HP's share."""
+    hp, cosine = (outputs[name].view(3, -1) for name in ("value", "cosine"))
+    loss = hp_loss(hp, margin=settings.margin) + settings.product * ict_hp_loss(cosine, hp, margin=settings.margin)
+    weight = loss.new_tensor(float(batch.size))
+    return loss * weight, weight
+
+
 def _yes_no(outputs: Outputs, batch: RewardBatch, settings: Settings, _: torch.Generator) -> Sums:
     """Compute the likelihood of the answer on rows, Bradley-Terry on the log-odds (and some likelihood) on pairs.
 
@@ -161,6 +170,24 @@ def _checklist(outputs: Outputs, batch: RewardBatch, settings: Settings, _: torc
     loss = bradley_terry_loss(left, right, label) + (penalty[batch.left] + penalty[batch.right]) / 2
     total, count = _sums(loss, weight)
     return total + settings.penalty / 2 * outputs["weights"].square().sum() * count, count
+
+
+def _checklist_answers(outputs: Outputs, batch: RewardBatch, settings: Settings, _: torch.Generator) -> Sums:
+    """Compute the cross-entropy of all answers [M, Q] that people gave."""
+    assert batch.target is not None
+    odds = outputs["odds"]
+    target = batch.target.to(odds)
+    answered = ~torch.isnan(target)
+    loss = yes_no_loss(_answer(odds), target) + other_answer_penalty(outputs, settings)[:, None]
+    return torch.where(answered, loss, 0.0).sum(), answered.sum().to(odds)
+
+
+def _heie(outputs: Outputs, batch: RewardBatch, settings: Settings, _: torch.Generator) -> Sums:
+    """Add the losses of the maps and the cross-entropy of the score with the plausibility."""
+    assert batch.target is not None
+    value = outputs["value"]
+    loss = outputs["map_loss"] + F.binary_cross_entropy_with_logits(value, batch.target.to(value), reduction="none")
+    return _sums(loss, torch.ones_like(loss))
 
 
 def _rating(outputs: Outputs, batch: RewardBatch, settings: Settings, _: torch.Generator) -> Sums:
@@ -233,6 +260,7 @@ TASKS: dict[str, Task] = {
     "upstream_monte_carlo": Task(loss=_uncertainty("upstream_monte_carlo"), log_prob=_quadrature),
     "ict": Task(loss=_ict, labels="triples"),
     "hp": Task(loss=_hp),
+    "ict_hp": Task(loss=_ict_hp, labels="triples"),
     "yes_no": Task(loss=_yes_no, log_prob=_logistic),
     "rating": Task(loss=_rating, labels="rows"),
     "rating_fidelity": Task(loss=_rating_fidelity, labels="rows"),
@@ -241,6 +269,8 @@ TASKS: dict[str, Task] = {
     "bce": Task(loss=_regression(F.binary_cross_entropy_with_logits), labels="rows"),
     "critique": Task(loss=_yes_no, labels="answers"),
     "checklist": Task(loss=_checklist, log_prob=_logistic),
+    "checklist_answers": Task(loss=_checklist_answers, labels="checks"),
+    "heie": Task(loss=_heie, labels="faults"),
 }
 """Task -> its loss. uncertainty_upstream and upstream_monte_carlo are HPSv3's released code, which drives
 the standard deviation to 0."""
