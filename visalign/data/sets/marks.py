@@ -37,7 +37,7 @@ class MarkedImage:
         heat = np.zeros((CELLS, CELLS), np.float32)
         for boxes in self.boxes:
             heat += np.max([np.outer(_covered(top, bottom), _covered(x0, x1)) for x0, top, x1, bottom in boxes], 0)
-        return heat / self.voters
+        return heat / np.float32(self.voters)
 
     @property
     def plausibility(self) -> float:
