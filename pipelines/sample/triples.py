@@ -127,7 +127,9 @@ def _worst_and_best(
     """Pair the images of each prompt with the lowest and the highest sum of rewards."""
     by_prompt: dict[str, list[tuple[float, str]]] = {}
     for row in rows:
-        values = [math.nan if row[n] is None else row[n] * (1 if r.higher_is_better else -1) for n, r in rewards.items()]
+        values = [
+            math.nan if row[n] is None else row[n] * (1 if r.higher_is_better else -1) for n, r in rewards.items()
+        ]
         scored = by_prompt.setdefault(row["prompt"], [])
         if math.isfinite(total := sum(values)):
             scored.append((total, str(folder / row["image"])))
@@ -136,9 +138,7 @@ def _worst_and_best(
         if not scored or min(scored)[0] == max(scored)[0]:
             failures.append(f"{prompt!r}: the rewards prefer none of its images.")
             continue
-        pairs.append(
-            PreferencePair(prompt=prompt, image_left=max(scored)[1], image_right=min(scored)[1], label=1.0)
-        )
+        pairs.append(PreferencePair(prompt=prompt, image_left=max(scored)[1], image_right=min(scored)[1], label=1.0))
     return pairs
 
 
