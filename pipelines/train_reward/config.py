@@ -132,6 +132,8 @@ class AnswerModel(SeeingModel):
     tokens), critique (is what a judge wrote of an image right: the meta judge of deepseek_grm)."""
     train: Literal["lora", "full"] = "lora"
     """Adapters in the language part, or all."""
+    lora_path: str | None = None
+    """Judge whose adapters are trained on, a folder of the same base and lora; null: new adapters."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -328,8 +330,11 @@ def _broken_rules(s: TrainRewardConfig) -> Iterator[str]:
     data, model, task = s.data, s.model, s.objective.task
     weights_only = model.kind == "checklist" and model.train == "head"
     diverse = isinstance(model, SeeingModel) and model.diversity is not None
+    continued = isinstance(model, AnswerModel) and model.lora_path is not None
     tasks = JUDGE_KINDS[model.kind].tasks
     rules = {
+        f"model.lora_path names adapters, and model.train is {model.train!r}, which has none. Set train: lora, or "
+        "leave it out.": continued and model.train != "lora",
         f"model.frozen is {model.frozen} and model.train is {model.train!r}, which moves none of these weights. "
         "Set train: full, or take frozen out.": model.frozen and model.train != "full",
         f"model.diversity keeps adapters apart, and model.train is {model.train!r}, which has none. Set train: "

@@ -25,7 +25,7 @@ from visalign.rewards.vlm.loading import name_base
 from visalign.rewards.vlm.template import JudgeSettings, Template
 from visalign.training.reward.batch import Outputs, RewardBatch
 
-from .config import TrainRewardConfig
+from .config import AnswerModel, TrainRewardConfig
 from .examples import Example, Examples
 
 LANGUAGE = r"(.*\.)?language_model\..*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
@@ -126,6 +126,11 @@ class SeeingJudge(TrainedJudge):
         except ValueError as error:
             remedy = "Name linear layers in model.lora.target_modules, or leave it out."
             raise UserError(f"model.lora cannot be added to {settings.path!r}: {error} {remedy}") from error
+        if isinstance(settings, AnswerModel) and settings.lora_path is not None:
+            names = {name: name.removesuffix(".default.weight") for name, _ in trainable(model)}
+            by_name = {names[name]: value.data for name, value in trainable(model)}
+            for name, value in read_adapters("model.lora_path", settings.lora_path, by_name).items():
+                by_name[name].copy_(value)
         if settings.diversity is not None:
             self._others = OtherMembers(settings.diversity.others, dict(trainable(model)))
 
@@ -171,19 +176,9 @@ class OtherMembers:
             name.removesuffix(".default.weight"): value for name, value in trained.items() if ".lora_" in name
         }
         self.members: list[dict[str, Tensor]] = []
-        for folder in folders:
-            try:
-                adapters = adapters_of(find_weights(folder))
-            except (OSError, RewardError) as error:
-                message = f"model.diversity.others names {folder!r}, which has no adapters ({error})."
-                raise UserError(f"{message} Train it with model.train lora.") from error
-            for name, value in self.trained.items():
-                axis = 1 if name.endswith("lora_A") else 0  # ranks may differ
-                if name not in adapters or adapters[name].shape[axis] != value.shape[axis]:
-                    raise UserError(
-                        f"model.diversity.others names {folder!r}, whose adapters have no {name} of the trained size."
-                    )
-            self.members.append({name: adapters[name].to(x.device).float() for name, x in self.trained.items()})
+        self.members += [
+            read_adapters("model.diversity.others", folder, self.trained, ranks_differ=True) for folder in folders
+        ]
 
     def diversity(self) -> Tensor:
         """Mean over the matrices A and B of all layers."""
@@ -192,6 +187,24 @@ class OtherMembers:
             for name, value in self.trained.items()
         ]
         return torch.stack(values).mean()
+
+
+def read_adapters(
+    key: str, folder: str, trained: Mapping[str, Tensor], *, ranks_differ: bool = False
+) -> dict[str, Tensor]:
+    """Read a trained judge's LoRA matrices of the `trained` ones, refusing others; `key` names the setting."""
+    try:
+        adapters = adapters_of(find_weights(folder))
+    except (OSError, RewardError) as error:
+        raise UserError(
+            f"{key} names {folder!r}, which has no adapters ({error}). Train it with model.train lora."
+        ) from error
+    for name, value in trained.items():
+        axis = 1 if name.endswith("lora_A") else 0
+        size = slice(axis, axis + 1) if ranks_differ else slice(None)
+        if name not in adapters or adapters[name].shape[size] != value.shape[size]:
+            raise UserError(f"{key} names {folder!r}, whose adapters have no {name} of the trained size.")
+    return {name: adapters[name].to(value.device).float() for name, value in trained.items()}
 
 
 def freeze(model: nn.Module, beginnings: Sequence[str]) -> None:

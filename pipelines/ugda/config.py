@@ -68,8 +68,8 @@ class EnsembleConfig(PartConfig):
 
 
 SET_BY_ROUND = {
-    "ensemble": ("data.train", "data.heldout", "data.off_policy", "model.diversity", "seed"),
-    "policy": ("rewards", "seed", "data.pairs"),
+    "ensemble": ("data.train", "data.heldout", "data.off_policy", "model.diversity", "model.lora_path", "seed"),
+    "policy": ("rewards", "seed", "data.pairs", "model.lora_path"),
 }
 """Keys that a round sets itself."""
 
@@ -78,8 +78,8 @@ SET_BY_ROUND = {
 class UGDAConfig:
     """UGDA (Sun et al., ICLR 2025): an ensemble as reward, refitted where it is unsure and it matters.
 
-    Differs from the publication, which has no code: images for texts, pairs for answers, the policy trained from its
-    start in each round, and the influence of `visalign.training.policy.influence`.
+    Differs from the publication, which has no code: images for texts, pairs for answers, members and policy trained
+    from their start in each round unless `refine` is set, and the influence of `visalign.training.policy.influence`.
     """
 
     pipeline: ClassVar[str] = "ugda"
@@ -88,6 +88,8 @@ class UGDAConfig:
     """Random seed of prompts, selection and members."""
     rounds: Count = 2
     """Number of rounds; the first labels at random."""
+    refine: bool = False
+    """Train on the members and the policy of the round before, as published; false: both from their start."""
     labels: LabelConfig = field(default_factory=LabelConfig)
     """Labelled pairs."""
     ensemble: EnsembleConfig = field(default_factory=EnsembleConfig)

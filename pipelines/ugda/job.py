@@ -70,7 +70,8 @@ class WaitingForVotes(UserError):
 def plan(config: UGDAConfig) -> dict[str, Any]:
     """Count what the rounds will sample, label and train, with the plan of a policy's training."""
     labels, policy = config.labels, _policy_job(config, [])
-    _judge_job(config, 1, Path())  # refuses what the ensemble's configuration does not allow
+    # refuses what the ensemble's configuration does not allow
+    _judge_job(config, 1, Path(), Path() if config.refine else None)
     return {
         "rounds": config.rounds,
         "images_per_round": labels.prompts * labels.images,
@@ -116,6 +117,11 @@ class Round:
         return [replace(self, number=number) for number in range(self.number)]
 
     @property
+    def start(self) -> Path | None:
+        """Folder of the round whose members and policy this one trains on; None: from their start."""
+        return self.earlier[-1].folder if self.config.refine and self.number else None
+
+    @property
     def sampling(self) -> SampleSettings:
         """Sampling of the policy so far: the base model, or with the adapters of the round before."""
         return sample_settings(self.config, self.earlier[-1].folder / "policy" / "lora" if self.number else None)
@@ -137,8 +143,8 @@ class Round:
                 self._weigh(pairs, labels)
             write_rows(self.folder / PAIRS, [row for rows in (*pairs, labels) for row in rows])
             for member, folder in enumerate(self.members):
-                _run_part(_judge_job(self.config, member, self.folder), folder)
-            policy = _policy_job(self.config, [folder / "judge" for folder in self.members])
+                _run_part(_judge_job(self.config, member, self.folder, self.start), folder)
+            policy = _policy_job(self.config, [folder / "judge" for folder in self.members], self.start)
             _run_part(policy, self.folder / "policy")
             write_atomic(self.folder / ROUND, summary_json(self._record(labels)))
             records = [read_object(part.folder / ROUND) for part in (*self.earlier, self)]
@@ -264,11 +270,13 @@ def vote(store: VoteStore, labels: LabelConfig) -> None:
         )
 
 
-def _judge_job(config: UGDAConfig, member: int, folder: Path) -> Job:
-    """Build the training of a member in the round of `folder`."""
+def _judge_job(config: UGDAConfig, member: int, folder: Path, start: Path | None = None) -> Job:
+    """Build the training of a member in the round of `folder`, from that in the round of `start`."""
     ensemble = config.ensemble
     changes: dict[str, Any] = {"data.train": str(folder / PAIRS), "data.heldout": None}
     changes["seed"] = config.seed + member
+    if start is not None:
+        changes["model.lora_path"] = str(start / "members" / str(member) / "judge")
     if member and ensemble.diversity:
         earlier = [str(folder / "members" / str(other) / "judge") for other in range(member)]
         changes["model.diversity"] = {"weight": ensemble.diversity, "others": earlier}
@@ -277,9 +285,11 @@ def _judge_job(config: UGDAConfig, member: int, folder: Path) -> Job:
     return _part_job("ensemble", ensemble, "train_reward", changes)
 
 
-def _policy_job(config: UGDAConfig, judges: Sequence[Path]) -> Job:
-    """Build the training of the policy on the mean of these judges."""
+def _policy_job(config: UGDAConfig, judges: Sequence[Path], start: Path | None = None) -> Job:
+    """Build the training of the policy on the mean of these judges, from that in the round of `start`."""
     changes: dict[str, Any] = {"seed": config.seed}
+    if start is not None:
+        changes["model.lora_path"] = str(start / "policy" / "lora")
     if judges:
         term = {"name": config.ensemble.judge, "weight": 1 / len(judges)}
         terms = {f"member{n}": term | {"options": {"model": str(j)}} for n, j in enumerate(judges)}
@@ -290,7 +300,7 @@ def _policy_job(config: UGDAConfig, judges: Sequence[Path]) -> Job:
 def _part_job(name: str, part: PartConfig, pipeline: str, changes: Mapping[str, Any]) -> Job:
     overrides = [f"{key}={json.dumps(value)}" for key, value in {**changes, **part.changes}.items()]
     with name_key(f"{name}.config"):
-        return load_job(part.config, overrides, pipeline=pipeline)
+        return load_job(part.config, overrides, pipelines=(pipeline,))
 
 
 def _run_part(job: Job, output: Path) -> None:

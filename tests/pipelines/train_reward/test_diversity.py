@@ -13,7 +13,7 @@ from tests.support.models.vision_language import save_tiny_seeing_model
 from visalign.config import load_config
 from visalign.errors import UserError
 from visalign.pipelines.train_reward.job import TrainRewardConfig, build_judge, run
-from visalign.pipelines.train_reward.judges import OtherMembers
+from visalign.pipelines.train_reward.judges import OtherMembers, trainable
 from visalign.rewards.hpsv3.ensemble_folders import adapters_of
 
 
@@ -73,3 +73,23 @@ def test_members_that_cannot_be_kept_apart_are_refused(model, tmp_path):
     other = tmp_path / "other" / "judge"
     with pytest.raises(UserError, match=r"whose adapters have no .*lora_A of the trained size"):
         build_judge(_config(model, f"model.diversity={{others: ['{other}']}}"), torch.device("cpu"))
+
+
+def test_a_judge_goes_on_from_the_adapters_of_another(tmp_path):
+    """Before its first update it has that judge's adapters; adapters of another rank are refused."""
+
+    def config(*more: str, rank: int = 2) -> TrainRewardConfig:
+        kind = f"model={{kind: yes_no, save_dtype: float32, lora: {{rank: {rank}, alpha: 4.0}}}}"
+        given = [kind, "objective.task=yes_no", "data={size: 4, heldout: null, batch: 4, micro_batch: 4}", "optimizer.updates_per_iteration=1"]
+        return load_config(TrainRewardConfig, None, [*given, "run={iterations: 1, device: cpu}", *more])
+
+    run(config(), tmp_path / "0")
+    folder = tmp_path / "0" / "judge"
+    going_on = build_judge(config(f"model.lora_path={folder}"), torch.device("cpu"))
+    own = {name.removesuffix(".default.weight"): value for name, value in trainable(going_on.module)}
+    earlier = adapters_of(folder)
+    assert own.keys() == earlier.keys() and all(torch.equal(own[name], earlier[name]) for name in own)
+    with pytest.raises(UserError, match=r"model\.lora_path names .*, whose adapters have no .* of the trained size"):
+        build_judge(config(f"model.lora_path={folder}", rank=3), torch.device("cpu"))
+    with pytest.raises(UserError, match=r"model\.lora_path names adapters, and model\.train is 'full'"):
+        config(f"model.lora_path={folder}", "model.train=full")

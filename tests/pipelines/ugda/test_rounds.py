@@ -25,7 +25,7 @@ from visalign.pipelines.collect.tasks import Form, Task
 from visalign.pipelines.sample.job import SampleSettings, load_sampler, sample_images
 from visalign.pipelines.train_reward.config import OffPolicyConfig
 from visalign.pipelines.ugda.config import EnsembleConfig, LabelConfig, PartConfig, UGDAConfig
-from visalign.pipelines.ugda.job import WaitingForVotes, _judge_job, plan, run, sample_settings
+from visalign.pipelines.ugda.job import Round, WaitingForVotes, _judge_job, _policy_job, plan, run, sample_settings
 from visalign.pipelines.ugda.selection import Candidate, _redrawn, member_scores, select_candidates
 from visalign.rewards.combine.ensemble import Ensemble
 
@@ -182,3 +182,16 @@ def test_members_are_kept_apart_from_those_before_them(tmp_path):
 def test_what_a_round_sets_itself_cannot_be_changed(key):
     with pytest.raises(ValidationError, match=rf"ensemble\.changes sets {key}, which each round sets itself"):
         UGDAConfig(ensemble=EnsembleConfig(changes={key: 3}))
+
+
+def test_rounds_that_refine_start_from_the_round_before(tmp_path):
+    plain = tiny(tmp_path)
+    config = replace(plain, refine=True)
+    assert Round(plain, tmp_path, 1).start is None and Round(config, tmp_path, 0).start is None
+    start = Round(config, tmp_path, 1).start
+    judge, policy = _judge_job(config, 1, tmp_path, start).config, _policy_job(config, [], start).config
+    assert judge.model.lora_path == str(tmp_path / "round_00" / "members" / "1" / "judge")
+    assert policy.model.lora_path == str(tmp_path / "round_00" / "policy" / "lora")
+    other = replace(config, ensemble=EnsembleConfig(config="shapes_hpsv3", judge="hpsv3"))
+    with pytest.raises(UserError, match="lora_path"):
+        plan(other)
