@@ -67,7 +67,8 @@ class ChecklistJudge(SeeingJudge):
         return self.module.weights
 
     def trainable_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        return [*([] if self.learns_answers else [("weights", self.weights)]), *trainable(self.engine.model)]
+        weights = [("weights", self.weights)] if self.weights.requires_grad else []
+        return [*weights, *trainable(self.engine.model)]
 
     def train(self, mode: bool = True) -> None:
         if self.frozen:
