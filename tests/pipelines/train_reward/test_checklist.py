@@ -128,7 +128,8 @@ def test_updates_of_the_trainer_go_to_the_closed_form_fit(tmp_path, penalty=0.1)
 def test_a_run_saves_what_the_judge_reads(model, tmp_path):
     config = _config(model, tmp_path, "optimizer.lr=0.3")
     summary = run(config, tmp_path / "run")
-    assert summary["trainable_parameters"] == 4 and set(summary["after"]) == {"accuracy", "accuracy_all", "nll", "ece"}
+    assert summary["trainable_parameters"] == 4
+    assert {"accuracy", "accuracy_low", "accuracy_high", "accuracy_all", "nll", "ece"} == set(summary["after"])
     folder = tmp_path / "run" / "judge"
     assert sorted(path.name for path in folder.iterdir()) == ["README.md", "config.yaml", "judge.json"]
     saved = json.loads((folder / "judge.json").read_text())
