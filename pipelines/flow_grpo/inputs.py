@@ -70,9 +70,7 @@ def prepare(config: FlowGRPOConfig, world: int, device: str | None = None) -> In
     if data.pairs is None:
         records = build_records(data.train, "data.train", edits=edits, **reading)
     else:
-        row, size = config.objective.regression, config.rollout.group_size
-        soft = bool(row and row.loss_options.get("soft"))
-        records, notes = read_stored(data.pairs, edits, size=size, soft=soft, limit=data.pairs_size, **reading)
+        records, notes = read_stored(data.pairs, edits, **_groups(config), **reading)
     if data.heldout is None:
         records, heldout = own_heldout(records, config.seed)
     else:
@@ -120,6 +118,13 @@ def prepare(config: FlowGRPOConfig, world: int, device: str | None = None) -> In
         },
         notes=notes,
     )
+
+
+def _groups(config: FlowGRPOConfig) -> dict[str, Any]:
+    """Return what the groups of `data.pairs` depend on, for `read_stored`."""
+    row = config.objective.regression
+    soft = bool(row and row.loss_options.get("soft"))
+    return {"size": config.rollout.group_size, "soft": soft, "limit": config.data.pairs_size}
 
 
 def _check_method(config: FlowGRPOConfig, reward: Any, records: Records, strata: list[str] | None, world: int) -> None:

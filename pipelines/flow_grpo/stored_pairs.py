@@ -68,7 +68,7 @@ def read_stored(
     return records, tuple(f"data.pairs: {note}" for note in notes)
 
 
-def _pairs(source_set: PreferenceSet, edits: Edits) -> tuple[Records, list[str]]:
+def _pairs(source_set: PreferenceSet, edits: Edits) -> tuple[list[dict[str, Any]], list[str]]:
     """Read pairs with their votes summed; ties are left out."""
     findings = check_preferences(source_set, files=False)
     pairs, summed = summed_votes(without_duplicates(source_set))
@@ -92,7 +92,7 @@ def _pairs(source_set: PreferenceSet, edits: Edits) -> tuple[Records, list[str]]
     return records, notes
 
 
-def _rated_groups(rated: QualitySet, size: int, edits: Edits) -> tuple[Records, list[str]]:
+def _rated_groups(rated: QualitySet, size: int, edits: Edits) -> tuple[list[dict[str, Any]], list[str]]:
     """Cut the rated images of each prompt (and source) into groups of `size`, in the order of the file."""
     groups: dict[Any, dict[str, Any]] = {}
     for number, image in enumerate(rated.records):
