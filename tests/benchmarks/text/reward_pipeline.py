@@ -2,8 +2,10 @@
 """SFT, then a reward model, then PPO and GRPO on it: verified accuracy after each, on the packaged tasks.
 
     python tests/benchmarks/text/reward_pipeline.py runs/pipeline --seeds 0 1 2
+    python tests/benchmarks/text/reward_pipeline.py runs/own --seeds 0 1 2 --learn-from samples --kl 0.05
 
-The reward model learns pairs of right and wrong solutions and never sees the verifier, which measures alone.
+The reward model learns from solutions of misread problems, or from the SFT model's own samples with the verifier as
+their annotator (InstructGPT, arXiv 2203.02155, section 3.1). In RL the verifier measures alone.
 Refuted where the verified accuracy after PPO or after GRPO is not above that after SFT: the interval of the gain
 (± 1.96 standard errors over seeds; of one seed, over held-out prompts) holds 0. Prints a table in Markdown.
 """
@@ -21,7 +23,7 @@ import numpy as np
 import torch
 
 from visalign.config import load_config
-from visalign.pipelines.text import job, supervised
+from visalign.pipelines.text import job, sample, supervised
 from visalign.pipelines.train_reward import text as reward
 
 KINDS = ("data.tasks=[reverse, nth, unique, evens]", "data.levels=[1, 2]", "run.device=cpu")
@@ -37,17 +39,23 @@ def step(run: Callable[..., Any], kind: Any, folder: Path, *overrides: str) -> d
     return json.loads(done.read_text())
 
 
-def pipeline(folder: Path, seed: int, iterations: int) -> dict[str, float]:
+def pipeline(folder: Path, seed: int, options: argparse.Namespace) -> dict[str, float]:
     """Return the pair accuracy of the reward and the verified accuracies of one seed."""
     start = f"seed={seed}"
     sft = ("generation.max_new_tokens=64", "data.batch=64", "optimizer.lr=5e-5", "run.iterations=2")
     tuned = step(supervised.run, supervised.TextSFTConfig, folder / "sft", start, *sft, *HELDOUT, "data.size=1200")
     pace = ("optimizer.lr=1e-3", "optimizer.updates_per_iteration=25", "evaluation.every=0")
-    pairs = ("data.size=5000", "data.batch=16", "data.micro_batch=16")
+    pairs: tuple[str, ...] = ("data.size=5000", "data.batch=16", "data.micro_batch=16")
+    if options.learn_from == "samples":
+        answers = ("rollout.samples=8", "rollout.max_new_tokens=64", "selection.rule=all", "data.size=2400")
+        model = f"model.path={folder / 'sft/model'}"
+        step(sample.run, sample.TextSampleConfig, folder / "samples", start, model, *answers)
+        pairs = (f"data.train={folder / 'samples/dataset.jsonl'}", "data.batch=16", "data.micro_batch=16")
     judge = step(reward.run, reward.TextRewardConfig, folder / "reward", start, *pairs, *pace)
     term = f"rewards.terms={{reward_model: {{options: {{model: {folder / 'reward/judge'}}}}}}}"
-    more = (start, f"model.path={folder / 'sft/model'}", term, f"run.iterations={iterations}", *HELDOUT, *SHORT)
+    more = (start, f"model.path={folder / 'sft/model'}", term, f"run.iterations={options.iterations}", *HELDOUT, *SHORT)
     more += ("data.size=1200", "evaluation.rewards={task_answer: {}}", "evaluation.correctness=task_answer")
+    more += (f"objective.changes={{kl: {options.kl}}}",) if options.kl else ()
     group = ("rollout.prompts_per_iteration=16", "rollout.group_size=8", "rollout.max_new_tokens=64")
     grpo = step(job.run, job.TextGRPOConfig, folder / "grpo", *more, *group)
     wide = ("rollout.prompts_per_iteration=64", "rollout.group_size=2", "rollout.max_new_tokens=64")
@@ -89,11 +97,13 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="run folders; finished ones are not repeated")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--iterations", type=int, default=10, help="of PPO and of GRPO")
+    parser.add_argument("--learn-from", choices=("misread", "samples"), default="misread", help="pairs of the reward")
+    parser.add_argument("--kl", type=float, default=0.0, help="weight of the KL to the SFT model")
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows = []
     for seed in options.seeds:
-        rows.append(pipeline(options.folder / str(seed), seed, options.iterations))
+        rows.append(pipeline(options.folder / str(seed), seed, options))
         print(json.dumps({"seed": seed, **rows[-1]}), flush=True)
         print(table(rows), flush=True)
 
