@@ -369,7 +369,7 @@ def images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         Image.fromarray(np.full((8, 8, 3), level, dtype=np.uint8)).save(folder / f"{name}.png")
     (folder / "c_broken.JPG").write_bytes(b"no image")
     (folder / "notes.txt").write_text("not an image")
-    monkeypatch.setattr("visalign.rewards.catalogue.load_reward", _load)
+    monkeypatch.setattr("visalign.rewards.text.completions.load_any_reward", _load)
     monkeypatch.chdir(tmp_path)
     return folder
 

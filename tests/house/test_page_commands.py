@@ -26,6 +26,7 @@ LEFT = {
     "FOLDER": "a model of the reader's",
     "MODEL": "a model of the reader's",
     "model: A": "judges of the reader's",
+    "texts.": "votes of a judge of the reader's",
     "runs/NAME": "a run of the reader's",
     "runs/FIRST": "runs of the reader's",
     "uv venv": "an environment of 7 GB, with the lowest versions",
@@ -123,7 +124,7 @@ def lay_out(commands: list[list[str]]) -> None:
     Path("table.csv").write_text(f"image,prompt\n{table}", encoding="utf-8")
     rated = [{"image": name, "prompt": "a red circle", "mos": k % 2} for k, name in enumerate(names)]
     write_lines("rated.jsonl", rated)
-    if not any("--export" in words for words in commands):  # which makes the file
+    if not any("--export" in words and "pairs.jsonl" in words for words in commands):  # which makes the file
         texts = {"chosen": "4", "rejected": "5"}
         write_lines("pairs.jsonl", [{"prompt": f"{k} + {4 - k} =", **texts} for k in range(4)])
     sides = [f"m{judge}_{side}" for judge in range(3) for side in ("left", "right")]

@@ -56,7 +56,7 @@ def test_a_place_below_a_file_is_refused_before_any_work(arguments: tuple[str, .
     result = visalign(*arguments)
     assert result.exit_code == 2
     assert "Error: Nothing can be written to 'file/x" in result.stderr
-    assert f"since '{here / 'file'}' is no folder or cannot be written (Not a dir" in result.stderr
+    assert f"'{here / 'file'}': Not a directory. Give another folder." in result.stderr
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
@@ -64,7 +64,7 @@ def test_a_place_that_no_file_can_be_made_in_is_refused_before_any_work() -> Non
     """Permissions do not say it: root may write /proc."""
     result = visalign(*IMAGE, "-o", "/proc/x.json")
     assert result.exit_code == 2
-    assert "since '/proc' is no folder or cannot be written (No such file" in result.stderr
+    assert "'/proc': No such file or directory. Give another folder." in result.stderr
 
 
 def test_a_cache_that_is_a_file_is_refused() -> None:

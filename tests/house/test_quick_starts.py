@@ -49,7 +49,7 @@ BUDGETS = {
 """Pipeline -> settings of a small run."""
 LENGTHS = {"run.iterations", "data.size", "rollout.samples"}
 """Settings of a page that the budget replaces; its other settings are kept."""
-OF_THE_READER = ("FOLDER", "NAME", "pairs.jsonl")
+OF_THE_READER = ("FOLDER", "NAME", "pairs.jsonl", "triples.jsonl", "heie.yaml", "checklist.yaml")
 """Placeholders of the reader's own files; such commands are only parsed, in `test_docs`."""
 
 STARTS = [
