@@ -84,8 +84,8 @@ def report(store: VoteStore, votes: Sequence[Vote], settings: IntervalSettings) 
     people = sum(not entry["is_judge"] for entry in entries)
     if unseen := store.unseen():
         analysis["notes"].append(f"{unseen} times an image could not be shown: no votes.")
-    asked = sum(task.gold is None for task in store.tasks.values())
-    counts = {"tasks": asked, "voted": len({vote.task for vote in first}), "votes": len(votes)}
+    rated_tasks = sum(task.gold is None for task in store.tasks.values())
+    counts = {"tasks": rated_tasks, "voted": len({vote.task for vote in first}), "votes": len(votes)}
     counts |= {"people": people, "judges": len(entries) - people}
     return {"format": FORMAT, "pairs": store.is_pairs, **counts, "annotators": entries, **analysis}
 

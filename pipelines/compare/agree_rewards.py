@@ -166,8 +166,8 @@ def _rows_of_images(path: Path, records: QualitySet, prompt: str | None, scores:
     require_columns(path, names, scores, purpose="--scores")
     rows = []
     for record in records.records:
-        kept = {_SCORES: {name: record.extra.get(name) for name in scores}} if scores else {}
-        metadata = text_record(record.image, record.extra) | kept or None
+        columns = {_SCORES: {name: record.extra.get(name) for name in scores}} if scores else {}
+        metadata = text_record(record.image, record.extra) | columns or None
         rows.append(ImageRow(image=record.image, prompt=record.prompt or prompt or "", metadata=metadata))
     return rows
 

@@ -163,8 +163,8 @@ def build_references(
             "several sources. Leave references out, or word the prompts differently."
         )
     reward = judges[label]
-    own = {str(record["prompt"]): record["references"] for record in records if "references" in record}
-    reward.references.update(own)
+    references = {str(record["prompt"]): record["references"] for record in records if "references" in record}
+    reward.references.update(references)
     return ReferenceImages(reward, count=settings.count, keep=settings.keep, every=settings.every)
 
 

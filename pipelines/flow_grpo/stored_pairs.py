@@ -117,10 +117,10 @@ def _rated_groups(rated: QualitySet, size: int, edits: Edits) -> tuple[list[dict
         if len(part := [*group["candidates"].values()][start : start + size]) == size
     ]
     if not records:
-        most = max(len(group["candidates"]) for group in groups.values())
+        largest = max(len(group["candidates"]) for group in groups.values())
         raise UserError(
-            f"rollout.group_size is {size}, and no prompt has so many rated images: {most} at most. Set "
-            f"rollout.group_size={max(2, most)} or less, or rate more images of a prompt."
+            f"rollout.group_size is {size}, and no prompt has so many rated images: {largest} at most. Set "
+            f"rollout.group_size={max(2, largest)} or less, or rate more images of a prompt."
         )
     left_out = len(rated) - size * len(records)
     note = f"{left_out} of {len(rated)} images are left out: groups have {size} (rollout.group_size)."

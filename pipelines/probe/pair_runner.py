@@ -81,11 +81,11 @@ class PairRunner(ProbeRunner):
                 report = response.share_report(level.label, first == -second, nothing, chance=0.5)
                 return np.full(len(self.reference.samples), np.nan), report
             case "contrast_instructions":
-                others = self.reference.contrasts()
-                rows = [row for row in self.scored if others[row] is not None]
+                contrasts = self.reference.contrasts()
+                rows = [row for row in self.scored if contrasts[row] is not None]
 
                 def pair(row: int) -> tuple[Sample, Sample]:
-                    return self.reference.samples[row], self.reference.samples[others[row] or 0]
+                    return self.reference.samples[row], self.reference.samples[contrasts[row] or 0]
 
                 contrasted = self._ask_both_orders(rows, pair)
                 return self._contrast(level, contrasted.lead, contrasted.reasons)

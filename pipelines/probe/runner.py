@@ -151,8 +151,8 @@ class ProbeRunner(ABC):
 
     def _contrast(self, level: Level, responses: np.ndarray, reasons: Sequence[str | None]) -> LevelResult:
         """Report the share of rows whose own text or prompt is ahead by the `responses`, NaN where unknown."""
-        known = responses[np.isfinite(responses)]
-        report = response.share_report(level.label, known > 0, reasons, chance=0.5)
+        finite = responses[np.isfinite(responses)]
+        report = response.share_report(level.label, finite > 0, reasons, chance=0.5)
         return np.full(len(self.reference.samples), np.nan), report
 
 
@@ -186,12 +186,12 @@ class ScoreRunner(ProbeRunner):
         left_out = 0
         if probe.name == "contrast_instructions":
             samples = self.reference.samples
-            others = self.reference.contrasts()
-            rows = [row for row in self.scored if others[row] is not None]
+            contrasts = self.reference.contrasts()
+            rows = [row for row in self.scored if contrasts[row] is not None]
             swaps_prompt = level.label == "own prompt first"
-            mixed = [(samples[others[r] or 0], samples[r])[:: -1 if swaps_prompt else 1] for r in rows]
-            texts, prompts = [text.image for text, _ in mixed], [asked.prompt for _, asked in mixed]
-            records = [others[row] or 0 for row in rows] if swaps_prompt else rows
+            mixed = [(samples[contrasts[r] or 0], samples[r])[:: -1 if swaps_prompt else 1] for r in rows]
+            texts, prompts = [text.image for text, _ in mixed], [record.prompt for _, record in mixed]
+            records = [contrasts[row] or 0 for row in rows] if swaps_prompt else rows
             value, reasons = self._call([texts], prompts, records, True)
             return self._contrast(level, (self.value[rows] - value) * (1 if self.higher_is_better else -1), reasons)
         if probe.name in ("neighbours", "form"):

@@ -56,16 +56,16 @@ class Part:
 
 def find_parts(items: Sequence[Path], *, clips: bool = False) -> list[Part]:
     """List the tables, tar files and images to score; of a folder with Parquet or tar files only these are read."""
-    parts, others = list[Part](), list[Path]()
+    parts, strangers = list[Part](), list[Path]()
     for item in (item.absolute() for item in items):
         tables = (path for path in item.rglob("*") if _is_table(path, (".parquet",)))
         inside = sorted(path for path in tables if "/." not in f"/{path.relative_to(item)}")
         files = inside or ([item] if _is_table(item, tuple(READERS)) else [])
-        others += [] if files else [item]
+        strangers += [] if files else [item]
         for path in files:
             name = str(path.relative_to(item)) if inside else path.name
             parts.append(Part(source=path, output=f"{name.removesuffix('.parquet')}.parquet"))
-    images = find_images(others, clips=clips) if others or not items else []
+    images = find_images(strangers, clips=clips) if strangers or not items else []
     for start in range(0, len(images), IMAGES):
         name = f"images-{start // IMAGES:05}.parquet"
         parts.append(Part(source=tuple(images[start : start + IMAGES]), output=name))

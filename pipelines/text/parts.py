@@ -263,8 +263,8 @@ def text_sum(config: RewardsConfig, rewards: Mapping[str, Any]) -> Any:
 def retokenized(rewards: Mapping[str, Any], tokenizer: Any) -> list[str]:
     """Write a note for each reward model whose vocabulary is not that of the policy's tokenizer."""
     models = {label: reward for label, reward in rewards.items() if isinstance(reward, RewardModel)}
-    others = [label for label, model in models.items() if model.tokenizer.get_vocab() != tokenizer.get_vocab()]
-    return [f"{other} has another tokenizer than the policy: completions are tokenized again." for other in others]
+    labels = [label for label, model in models.items() if model.tokenizer.get_vocab() != tokenizer.get_vocab()]
+    return [f"{other} has another tokenizer than the policy: completions are tokenized again." for other in labels]
 
 
 def build_text_policy(

@@ -152,12 +152,14 @@ def _build(config: TextProcessConfig, output: Path) -> JudgeRun:
     """Build the objects of a run, without writing anything."""
     trained, measured = read_steps(config)
     accelerator = build_accelerator(config, output)
-    named, model, save, tokenize = (_implicit if config.learns == "implicit" else _classifier)(config, accelerator)
+    parameters, model, save, tokenize = (_implicit if config.learns == "implicit" else _classifier)(
+        config, accelerator
+    )
     texts, heldout = tokenize(trained), tokenize(measured) if measured else None
     if not texts.rows:
         raise UserError(f"data.train: none of the {len(trained)} records has a step and a finite reward or label.")
     fit = LabelFit(
-        named,
+        parameters,
         FitSettings(batch_size=config.data.batch, seed=config.seed),
         accelerator=accelerator,
         divided=model if config.run.sharding else None,
@@ -205,8 +207,8 @@ def _classifier(config: TextProcessConfig, accelerator: Accelerator) -> Learner:
             model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 
-    named = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
-    return named, model, save, partial(_texts, config, model, tokenizer)
+    parameters = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
+    return parameters, model, save, partial(_texts, config, model, tokenizer)
 
 
 def _implicit(config: TextProcessConfig, accelerator: Accelerator) -> Learner:

@@ -58,7 +58,8 @@ class RewardModelConfig:
     lora: LoraConfig = field(default_factory=lambda: LoraConfig(rank=16, alpha=32.0))
     """Adapters, with train=lora, which are merged into the saved weights; target_modules null: all linear layers."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Dtype of the trunk's weights; the head is float32. auto: bfloat16 on a GPU, else float32."""
+    """Dtype of the trunk's weights; the head is float32. auto: on a GPU bfloat16 or, with train=full, float32 under
+    bfloat16 autocast; else float32."""
     heads: Count = 1
     """Heads on the same trunk. Several are an ensemble: each learns with other weights of the examples, and the reward
     is their mean with their standard deviation."""
@@ -165,9 +166,11 @@ def _broken_rules(s: TextRewardConfig) -> Iterator[str]:
 
 def _length(config: TextRewardConfig, prompts: int) -> tuple[int, int]:
     """Return (updates, iterations) of a run on so many training prompts."""
-    each = config.optimizer.updates_per_iteration
-    updates = min(max(1, round(config.data.epochs * prompts / config.data.batch)), config.run.iterations * each)
-    return updates, math.ceil(updates / each)
+    per_iteration = config.optimizer.updates_per_iteration
+    updates = min(
+        max(1, round(config.data.epochs * prompts / config.data.batch)), config.run.iterations * per_iteration
+    )
+    return updates, math.ceil(updates / per_iteration)
 
 
 def _read(config: TextRewardConfig, tokenizer: Any, limit: int) -> tuple[list[RankedTexts], list[RankedTexts], Any]:
@@ -286,8 +289,8 @@ Trained from `{config.model.path}` ({config.model.train}, {summary["trainable_pa
 - Loss: {config.objective.task}; {summary["updates"]} updates of {data.batch} prompts.
 - Made by `visalign train-reward`; the run's config.yaml holds every setting.
 """
-    held = f"`{data.heldout}`" if isinstance(data.heldout, str) else f"`{data.train}`"
-    return "\n".join([training, *([quality_section(summary, held)] if after else [])])
+    source = f"`{data.heldout}`" if isinstance(data.heldout, str) else f"`{data.train}`"
+    return "\n".join([training, *([quality_section(summary, source)] if after else [])])
 
 
 def plan(config: TextRewardConfig) -> dict[str, Any]:

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,8 @@ def load_network(config: Any, device: torch.device | str) -> tuple[Any, Any]:
             f"model.path is {settings.path!r}, a classifier with {base.num_labels} outputs, and this objective trains "
             f"{len(names)}. Give its base model, or one with {len(names)}."
         )
-    dtype = "bfloat16" if device.type == "cuda" else "float32"
+    # steps of AdamW are below the resolution of bfloat16 weights
+    dtype = "bfloat16" if device.type == "cuda" and settings.train != "full" else "float32"
     options: dict[str, Any] = {"dtype": getattr(torch, dtype if settings.dtype == "auto" else settings.dtype)}
     labels = {"num_labels": len(names), "problem_type": "regression" if len(names) == 1 else None}
     with quiet_loading(), no_loading_bars(), torch.random.fork_rng(devices=[]):
@@ -76,10 +78,15 @@ def load_network(config: Any, device: torch.device | str) -> tuple[Any, Any]:
         model.base_model.requires_grad_(settings.train == "full")
     for head in head_modules(model):  # its sums and differences of scores need float32
         head.float().requires_grad_(True)
-        head.register_forward_pre_hook(lambda _, inputs: (inputs[0].float(), *inputs[1:]))
+        head.forward = partial(_in_float32, head.forward)
     if settings.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model.to(device), tokenizer
+
+
+def _in_float32(forward: Callable[..., Tensor], states: Tensor, *others: Any) -> Tensor:
+    with torch.autocast(states.device.type, enabled=False):
+        return forward(states.float(), *others)
 
 
 def head_modules(model: Any) -> list[nn.Module]:
@@ -102,6 +109,8 @@ class RewardNetwork:
         self.names, self.heads = output_names(config), config.model.heads
         self.limit = longest_text(self.module, self.tokenizer, config.data.max_length)
         self.compute_dtype: torch.dtype = self.module.base_model.dtype
+        if config.model.dtype == "auto" and device.type == "cuda":
+            self.compute_dtype = torch.bfloat16
 
     def trainable_parameters(self) -> Sequence[tuple[str, nn.Parameter]]:
         """Return names and parameters that are trained."""
@@ -149,7 +158,10 @@ class RewardNetwork:
 
     def __call__(self, inputs: Any) -> Outputs:
         """Return value [M], and log_std where outputs or heads give one; in training value [heads · M]."""
-        logits: Tensor = self.module(**{name: value.to(self.device) for name, value in inputs.items()}).logits.float()
+        on_device = {name: value.to(self.device) for name, value in inputs.items()}
+        is_mixed = self.compute_dtype != self.module.base_model.dtype
+        with torch.autocast(self.device.type, self.compute_dtype, enabled=is_mixed):
+            logits: Tensor = self.module(**on_device).logits.float()
         if tuple(self.names) == MEAN_AND_STD:
             return {"value": logits[:, 0], "log_std": soft_clamp(logits[:, 1])}
         if self.heads == 1:

@@ -66,8 +66,8 @@ def _task_pairs(data: Any, seed: int) -> list[dict[str, Any]]:
     tasks, rng = text_tasks(data.size, seed=seed, split="train", **kinds), np.random.default_rng([seed, 62])
     records = []
     for task in tasks:
-        others = (misread(task, rng)["solution"] for _ in range(20))  # some are right all the same
-        if wrong := next((text for text in others if not check_answer(text, task)[0]), None):
+        attempts = (misread(task, rng)["solution"] for _ in range(20))  # some are right all the same
+        if wrong := next((text for text in attempts if not check_answer(text, task)[0]), None):
             completions = [task["solution"], wrong]
             records.append({"prompt": task["prompt"], "completions": completions, "scores": [1.0, 0.0]})
     return records
@@ -146,15 +146,15 @@ def length_balanced(texts: Sequence[RankedTexts], seed: int) -> list[RankedTexts
     """
     leads = [(lead, i, pair) for i, text in enumerate(texts) for pair in text.pairs for lead in [_lead_of(text)(pair)]]
     unequal = sorted((entry for entry in leads if entry[0]), key=lambda entry: abs(entry[0]))
-    rng, kept = np.random.default_rng([seed, 63]), {(i, pair) for lead, i, pair in leads if not lead}
+    rng, chosen = np.random.default_rng([seed, 63]), {(i, pair) for lead, i, pair in leads if not lead}
     for part in np.array_split(np.arange(len(unequal)), BINS):
         sides = [[unequal[n][1:] for n in part if (unequal[n][0] > 0) == is_longer] for is_longer in (True, False)]
         size = min(map(len, sides))
-        kept |= {side[n] for side in sides for n in rng.permutation(len(side))[:size]}
-    if not kept:
+        chosen |= {side[n] for side in sides for n in rng.permutation(len(side))[:size]}
+    if not chosen:
         raise UserError(
             f"data.length_balanced finds nothing to balance {len(leads)} pairs with: the better completion is the "
             f"longer one in {longer_share(texts):.0%}. Add pairs, or leave it out."
         )
-    balanced = [replace(t, pairs=tuple(p for p in t.pairs if (i, p) in kept)) for i, t in enumerate(texts)]
+    balanced = [replace(t, pairs=tuple(p for p in t.pairs if (i, p) in chosen)) for i, t in enumerate(texts)]
     return [text for text in balanced if text.pairs]

@@ -106,7 +106,7 @@ def image_influence(
     return total
 
 
-def _adam_state(loaded: checkpoint.Checkpoint, named: Any, optimizer: OptimizerSettings) -> AdamState:
+def _adam_state(loaded: checkpoint.Checkpoint, parameters: Any, optimizer: OptimizerSettings) -> AdamState:
     """Read Adam's moments from a checkpoint; 0 for a parameter that had no step."""
     moments = loaded.tensors["optimizer"]
 
@@ -116,7 +116,7 @@ def _adam_state(loaded: checkpoint.Checkpoint, named: Any, optimizer: OptimizerS
     first, second = (
         [
             (read(f"{name}.{key}", power) if f"{name}.step" in moments else torch.zeros_like(p)).to(p.device)
-            for name, p in named
+            for name, p in parameters
         ]
         for power, key in enumerate(("exp_avg", "exp_avg_sq"), start=1)
     )

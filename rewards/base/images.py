@@ -89,8 +89,8 @@ def load_images(items: Any, *, texts: bool = False) -> ImageBatch:
     reasons: list[str | None] = []
     for index, item in enumerate(items):
         if isinstance(item, CompletionText):
-            kept: Any = item if texts else None
-            batch = ImageBatch([kept], [None if texts else f"{item[:40]!r} is a text, and images are judged"])
+            texts_or_none: Any = item if texts else None
+            batch = ImageBatch([texts_or_none], [None if texts else f"{item[:40]!r} is a text, and images are judged"])
         else:
             batch = _read_item(item, f"images[{index}]")
         images += batch.images

@@ -67,7 +67,7 @@ META = question(
 
 
 class Vote(NamedTuple):
-    """One readable answer."""
+    """Readable answer of a judge."""
 
     scores: tuple[float, ...]
     """Of the completions of its question, in the order of the list."""
@@ -178,7 +178,7 @@ class TextJudge(ChatJudge):
             if self.form == "pair" and len(copies) > 1:  # copies of one text tie
                 for row in copies:
                     results[row].append({"value": 0.5, "std": math.nan, "meta": math.nan})
-        reasons = [None if found else reason for found, reason in zip(results, reasons, strict=True)]
+        reasons = [None if result else reason for result, reason in zip(results, reasons, strict=True)]
         columns = {name: [fmean(r[name] for r in row) if row else math.nan for row in results] for name in RESULTS}
         value, std, meta = (torch.tensor(column) for column in columns.values())
         parts = {} if self.k_meta is None else {"meta": meta}
@@ -218,7 +218,7 @@ class TextJudge(ChatJudge):
         """Return K votes on each list of completions in each order; scores are in the order of the list."""
         orders = (1, -1) if both_orders else (1,)
         ballots: list[list[Ballot]] = [[[] for _ in orders] for _ in lists]
-        asked: dict[int, list[tuple[int, int, Query]]] = {}
+        queries: dict[int, list[tuple[int, int, Query]]] = {}
         for number, (prompt, texts) in enumerate(lists):
             for index, order in enumerate(orders):
                 if prompt_text(prompt) != prompt_text(prompt, images=False):
@@ -226,8 +226,8 @@ class TextJudge(ChatJudge):
                         AnswerError("its prompt shows images, which a judge of texts does not see")
                     ]
                 else:
-                    asked.setdefault(len(texts), []).append((number, index, self._query(prompt, texts[::order])))
-        for size, entries in asked.items():
+                    queries.setdefault(len(texts), []).append((number, index, self._query(prompt, texts[::order])))
+        for size, entries in queries.items():
 
             def read(reply: Reply, size: int = size) -> Any:
                 if REFUSAL.match(reply.text):
@@ -268,8 +268,8 @@ class TextJudge(ChatJudge):
     def _check_script(self, vote: Vote | AnswerError) -> Vote | AnswerError:
         """Turn a vote that is written in another script than its question into a failure."""
         if isinstance(vote, Vote):
-            asked = scripts(" ".join((self.template.text, vote.query.prompt, *vote.query.fields.values())))
-            other = {script: count for script, count in scripts(vote.text).items() if script not in asked}
+            alphabet = scripts(" ".join((self.template.text, vote.query.prompt, *vote.query.fields.values())))
+            other = {script: count for script, count in scripts(vote.text).items() if script not in alphabet}
             if 2 * sum(other.values()) > scripts(vote.text).total():
                 script = max(other, key=lambda script: other[script])
                 vote = AnswerError(f"the judge answered in {script} script, in which nothing was asked")

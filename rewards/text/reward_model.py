@@ -91,8 +91,10 @@ class RewardModel:
         self.tokenizer: Any = load_tokenizer(name, model, tokenizer)
         labels, pad = self.model.config.num_labels, self.tokenizer.pad_token_id
         self.outputs = [str(self.model.config.id2label[index]) for index in range(labels)]
-        known = labels == 1 or tuple(self.outputs) == MEAN_AND_STD or all(n.startswith(MEMBER) for n in self.outputs)
-        if not known or (pad is None and batch_size > 1):
+        is_readable = (
+            labels == 1 or tuple(self.outputs) == MEAN_AND_STD or all(n.startswith(MEMBER) for n in self.outputs)
+        )
+        if not is_readable or (pad is None and batch_size > 1):
             raise RewardError(
                 f"{name}: the model has {labels} outputs and the tokenizer the pad token {pad}; needed are a "
                 "model that was trained as a reward model (num_labels=1), and its pad token or batch_size=1."

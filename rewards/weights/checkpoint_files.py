@@ -67,9 +67,9 @@ def read_tensors(file: str | Path, key: str | None = None, *, optional: bool = F
         raise RewardError(f"{file} has no {key!r} at its top level; give the file as it was published.")
     if not isinstance(content, Mapping) or not content:
         raise RewardError(f"{file} contains a {type(content).__name__}; it must contain a state dict.")
-    if others := [str(name) for name, value in content.items() if not isinstance(value, Tensor)]:
+    if entries := [str(name) for name, value in content.items() if not isinstance(value, Tensor)]:
         raise RewardError(
-            f"{file} contains entries that are no tensors ({listed(sorted(others))}); give a file of the model's "
+            f"{file} contains entries that are no tensors ({listed(sorted(entries))}); give a file of the model's "
             "weights alone."
         )
     return dict(content)

@@ -80,7 +80,7 @@ def one_seed(folder: Path, seed: int, prompts: int, iterations: int) -> dict[str
         )
     new = pairs(sampled(folder / "fresh", train_prompts(), lora, seed, prompts))
     count = min(len(old), len(new[2]))
-    fits["fresh labels"] = fit(*(part[:count] for part in new[:3]), torch.ones(count), strength)
+    fits["fresh labels"] = fit(new[0][:count], new[1][:count], new[2][:count], torch.ones(count), strength)
     test = pairs(sampled(folder / "test", heldout_prompts(), lora, seed, 208))
     print(f"seed {seed}: {len(old)} old, {count} fresh, {len(test[3])} test pairs, L2 {strength}, sd of log-ratios "
           f"{float(ratios.std()):.2f}, effective shares {shares}", flush=True)  # fmt: skip

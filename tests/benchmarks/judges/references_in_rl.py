@@ -77,7 +77,8 @@ def main() -> None:
         means = f"{np.concatenate(before).mean():.3f} | {after[arm].mean():.3f}"
         print(f"| {arm} | {cost:.0f} | {means} | {seeds} | {spread:.2f} |", flush=True)
     labels = [r["prompt"] for r in heldout_prompts()[::2]] * len(given.seeds)
-    lead = paired_bootstrap(*after.values(), labels, generator=torch.Generator().manual_seed(0))
+    first, second = after.values()
+    lead = paired_bootstrap(first, second, labels, generator=torch.Generator().manual_seed(0))
     print(f"\nLead of references: {lead.estimate:+.3f} ({lead.low:+.3f} to {lead.high:+.3f})")
 
 

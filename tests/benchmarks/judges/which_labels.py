@@ -47,7 +47,7 @@ def first_round(folder: Path, seed: int, labels: int) -> None:
     run_visalign("train", "shapes_ugda", *given, "-o", str(folder))
 
 
-def sampled(folder: Path, records: list[Record], lora: Path, seed: int, prompts: int) -> list[Task]:
+def sampled(folder: Path, records: list[Record], lora: Path | None, seed: int, prompts: int) -> list[Task]:
     """All pairs of the policy's images of some prompts."""
     order = torch.randperm(len(records), generator=torch.Generator().manual_seed(seed)).tolist()
     if not (folder / "images.jsonl").is_file():

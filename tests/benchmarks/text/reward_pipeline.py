@@ -53,7 +53,14 @@ def pipeline(folder: Path, seed: int, options: argparse.Namespace) -> dict[str, 
         pairs = (f"data.train={folder / 'samples/dataset.jsonl'}", "data.batch=16", "data.micro_batch=16")
     judge = step(reward.run, reward.TextRewardConfig, folder / "reward", start, *pairs, *pace)
     term = f"rewards.terms={{reward_model: {{options: {{model: {folder / 'reward/judge'}}}}}}}"
-    more = (start, f"model.path={folder / 'sft/model'}", term, f"run.iterations={options.iterations}", *HELDOUT, *SHORT)
+    more = (
+        start,
+        f"model.path={folder / 'sft/model'}",
+        term,
+        f"run.iterations={options.iterations}",
+        *HELDOUT,
+        *SHORT,
+    )
     more += ("data.size=1200", "evaluation.rewards={task_answer: {}}", "evaluation.correctness=task_answer")
     more += (f"objective.changes={{kl: {options.kl}}}",) if options.kl else ()
     group = ("rollout.prompts_per_iteration=16", "rollout.group_size=8", "rollout.max_new_tokens=64")

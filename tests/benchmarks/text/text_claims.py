@@ -262,7 +262,7 @@ def mechanism(folder: Path, iterations: int, seeds: Sequence[int]) -> list[dict[
                     "foreseen ceiling": float(fit.ceiling),
                     **{f"Cov {key}": value for key, value in cov.items()},
                     "share Cov > 0": float(np.mean([r["covariance/mean"] > 0 for r in log])),
-                    "rank correlation": float(spearmanr(*blocks).statistic),
+                    "rank correlation": float(spearmanr(*blocks)[0]),
                     "sum of −ΔH / sum of η Cov": float(drop.sum() / foreseen.sum()),
                 }
             )

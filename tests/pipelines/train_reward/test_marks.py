@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -114,9 +115,10 @@ def test_boxes_train_heie(request, tmp_path, fixture):
     batch = judge.encode(examples)
     outputs = judge(batch.inputs)
     total, weight = TASKS["heie"].loss(outputs, batch, config.objective, torch.Generator())
+    assert batch.target is not None
     bce = torch.nn.functional.binary_cross_entropy_with_logits(outputs["value"], batch.target)
     torch.testing.assert_close(total / weight, bce + outputs["map_loss"].mean())
-    reward = load_reward("heie", model=tmp_path / "run" / "judge", write_reasons=False)
+    reward: Any = load_reward("heie", model=tmp_path / "run" / "judge", write_reasons=False)
     image = np.asarray(Image.open(inputs.train.rows[0].images[0]))
     explained = reward.explain([image], [inputs.train[0].prompt])
     assert explained.heatmap.shape == (1, 64, 64) and bool(explained.scores.valid[0])

@@ -28,7 +28,7 @@ from visalign.errors import ConfigError, UserError
 from visalign.pipelines.jobs import load_job
 from visalign.pipelines.text.parts import retokenized
 from visalign.pipelines.train_reward.text import TextRewardConfig, estimate, plan, run
-from visalign.pipelines.train_reward.text_network import RewardNetwork
+from visalign.pipelines.train_reward.text_network import RewardNetwork, head_modules
 from visalign.pipelines.train_reward.text_records import RankedTexts, length_balanced, longer_share, tokenize
 from visalign.rewards import RewardError, load_text_reward
 from visalign.training.loop.metrics import read_metrics
@@ -126,6 +126,23 @@ def test_a_stopped_run_goes_on_to_the_same_weights_and_patience_ends_it(inputs: 
         UserError, match=r"run.patience is 2, and run.best_by names no metric that could stop improving"
     ):
         run(config(inputs, "run.patience=2"), tmp_path / "never")
+
+
+def test_full_training_in_bfloat16_keeps_float32_weights_and_head(inputs: Path) -> None:
+    network = RewardNetwork(config(inputs), CPU)
+    batch = network.encode(texts_of((["a", "b"], [1, 0])))
+    exact = network(batch.inputs)["value"]
+    network.compute_dtype = torch.bfloat16  # as on a GPU
+    outputs = []
+    head_modules(network.module)[0].register_forward_hook(lambda _, inputs, output: outputs.append(output))
+    mixed = network(batch.inputs)["value"]
+    mixed.sum().backward()
+    assert outputs[0].dtype == torch.float32
+    assert {(p.dtype, p.grad.dtype) for _, p in network.trainable_parameters() if p.grad is not None} == {
+        (torch.float32, torch.float32)
+    }
+    assert not torch.equal(mixed, exact)
+    torch.testing.assert_close(mixed, exact, rtol=0.05, atol=0.05)
 
 
 def test_all_pairs_of_a_prompt_weigh_one_and_heads_learn_from_other_weights(inputs: Path) -> None:

@@ -101,13 +101,13 @@ def misread(record: Record, rng: np.random.Generator) -> Record:
 
 def _one_changed(problem: Problem, rng: np.random.Generator) -> Problem:
     """Replace one of the numbers, at any depth, by another of as many digits or one near it."""
-    places = [
+    positions = [
         (i, j)
         for i, entry in enumerate(problem)
         if not isinstance(entry, str)
         for j in (range(len(entry)) if isinstance(entry, list) else [None])
     ]
-    i, j = places[int(rng.integers(len(places)))]
+    i, j = positions[int(rng.integers(len(positions)))]
     old = problem[i] if j is None else problem[i][j]
     step = int(rng.integers(1, 4)) * (10 if old >= 10 and rng.random() < 0.5 else 1)
     new = old + step if rng.random() < 0.5 or old - step < 1 else old - step

@@ -128,13 +128,13 @@ def data_uri(image: NDArray[np.uint8]) -> str:
 
 def text_image(text: str) -> tuple[bytes, int, int]:
     """Draw a text as an SVG image that the browser wraps: (content, width, height); a long text is cut."""
-    shown = "".join(sign if sign.isprintable() or sign in "\n\t" else "\ufffd" for sign in text[:MOST_LETTERS])
-    shown += "…" * (len(text) > MOST_LETTERS)
-    width, height = 480, 24 + 20 * sum(1 + len(line) // 56 for line in shown.split("\n"))
+    printable = "".join(sign if sign.isprintable() or sign in "\n\t" else "\ufffd" for sign in text[:MOST_LETTERS])
+    printable += "…" * (len(text) > MOST_LETTERS)
+    width, height = 480, 24 + 20 * sum(1 + len(line) // 56 for line in printable.split("\n"))
     style = "font:14px/20px sans-serif;white-space:pre-wrap;overflow-wrap:anywhere;padding:10px;background:#fff"
     content = (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}"><foreignObject width="100%" '
-        f'height="100%"><div xmlns="http://www.w3.org/1999/xhtml" style="{style}">{html.escape(shown)}</div>'
+        f'height="100%"><div xmlns="http://www.w3.org/1999/xhtml" style="{style}">{html.escape(printable)}</div>'
         "</foreignObject></svg>"
     )
     return content.encode(), width, height

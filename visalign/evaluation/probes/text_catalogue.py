@@ -117,12 +117,14 @@ def contrasts(prompts: Sequence[str], answers: Sequence[str]) -> list[int | None
     words = {prompt: set(re.findall(r"\w+", prompt.casefold())) for prompt in prompts}
     first = {prompt: row for row, prompt in reversed(list(enumerate(prompts)))}
 
-    def likeness(one: str, other: str) -> float:
-        return len(words[one] & words[other]) / max(len(words[one] | words[other]), 1)
+    def likeness(answer: str, other: str) -> float:
+        return len(words[answer] & words[other]) / max(len(words[answer] | words[other]), 1)
 
     nearest: list[int | None] = []
     for row, prompt in enumerate(prompts):
-        others = [other for other, start in first.items() if answers[start] != answers[row]]
-        best = max(others, key=lambda other: likeness(prompt, other), default=None) if first[prompt] == row else None
+        candidates = [other for other, start in first.items() if answers[start] != answers[row]]
+        best = (
+            max(candidates, key=lambda other: likeness(prompt, other), default=None) if first[prompt] == row else None
+        )
         nearest.append(None if best is None else first[best])
     return nearest

@@ -268,8 +268,8 @@ class VelocityRegression(ImageAlgorithm):
             totals["loss/replay"] = 0.0
         if (replay := step.replay) is not None:
             units = list(torch.arange(len(replay.signal))[:, None])
-            alone = replace(step, units=units, count=len(units), kl=0.0, average_kl=0.0, replay=None, on_policy=True)
-            totals["loss/replay"] = self.backward(replay, alone, run)["loss/policy"]
+            part = replace(step, units=units, count=len(units), kl=0.0, average_kl=0.0, replay=None, on_policy=True)
+            totals["loss/replay"] = self.backward(replay, part, run)["loss/policy"]
         return totals | {name: totals[name] * share for name in ("loss/policy", *PULLS)}
 
     def _backward_batch(

@@ -203,10 +203,10 @@ def bundle_index(group: Sequence[Any], size: int) -> Tensor:
     N prompts make max(1, N // size) bundles for each j, as even as possible.
     """
     prompt = {label: n for n, label in enumerate(dict.fromkeys(group))}
-    bundles, seen, index = max(1, len(prompt) // size), dict.fromkeys(group, 0), []
+    bundles, counts, index = max(1, len(prompt) // size), dict.fromkeys(group, 0), []
     for label in group:
-        index.append(prompt[label] * bundles // len(prompt) * len(group) + seen[label])
-        seen[label] += 1
+        index.append(prompt[label] * bundles // len(prompt) * len(group) + counts[label])
+        counts[label] += 1
     return torch.tensor(index)
 
 
