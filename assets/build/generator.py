@@ -7,6 +7,7 @@ Rectified flow (Esser et al. 2024, arXiv 2403.03206, section 2): x_σ = (1 − �
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +25,7 @@ from diffusers import (
 from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer
 
-from visalign.adapters.sd3.joint_attention import append_null_token, use_weighted_attention
+from visalign.adapters.sd3.joint_attention import use_weighted_attention
 from visalign.data.shapes.prompts import CATEGORIES, heldout_prompts
 from visalign.data.shapes.verifier import verify
 
@@ -102,7 +103,9 @@ class Generator(nn.Module):
     def velocity(self, x: Tensor, sigma: Tensor, ids: Tensor) -> Tensor:
         """v [B, 8, 8, 8] float32 at noise levels sigma [B] for token ids [B, L]."""
         context, pooled = self.text(ids)
-        context, weight = append_null_token(context, 128)
+        # one token stands for the 256 null tokens of the T5 encoder that the pipeline lacks
+        weight = F.pad(torch.zeros(context.shape[1]), (0, 1), value=math.log(256)).to(context.device)
+        context = F.pad(context, (0, 128 - context.shape[2], 0, 1))
         output = self.transformer(
             x,
             encoder_hidden_states=context,

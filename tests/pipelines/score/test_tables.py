@@ -67,7 +67,7 @@ def light(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Light:
             judge.identity = Identity(judge="light", model="mean", options=options)
         return judge
 
-    monkeypatch.setattr("visalign.rewards.catalogue.load_reward", load)
+    monkeypatch.setattr("visalign.rewards.text.completions.load_any_reward", load)
     monkeypatch.chdir(tmp_path)
     return judge
 

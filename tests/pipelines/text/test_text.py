@@ -170,7 +170,11 @@ def test_a_record_without_the_answer_whose_likelihood_is_asked_is_refused_before
 def test_packaged_configurations_are_whole(name, tmp_path):
     judged = tmp_path / "judged.jsonl"  # what the config's first command writes
     judged.write_text("".join(f'{{"prompt": "{n}", "completion": "1, 2", "reward": 1.0}}\n' for n in range(40)))
-    job = load_job(name, [f"data.train={judged}"] if name == "text_process" else [])
+    overrides = {
+        "text_process": [f"data.train={judged}"],
+        "text_reward_hh": ["data.train=tasks:train", "data.heldout=0.1"],
+    }
+    job = load_job(name, overrides.get(name, []))
     plan = job.plan(job.config)
     assert plan
     header = (Path("configs") / f"{name}.yaml").read_text().split("\npipeline")[0]

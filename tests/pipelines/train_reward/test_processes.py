@@ -100,7 +100,7 @@ def test_pairs_measured_in_parts_are_the_pairs():
     truth = (torch.rand(30, generator=generator) < 0.5).double()
     known = {"truth": truth, "share": truth, "weight": torch.ones(30).double()}
     clear = torch.rand(30, generator=generator) < 0.8
-    whole = HeldoutPairs(**columns, **known, clear=clear)
+    whole = HeldoutPairs(**columns, **known, clear=clear, example=torch.arange(30) // 3)
     parts = [
         HeldoutPairs(**{name: getattr(whole, name)[part] for name in HeldoutPairs.__dataclass_fields__})
         for part in (slice(0, 11), slice(11, 30))

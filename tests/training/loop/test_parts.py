@@ -161,7 +161,11 @@ def test_cost_is_the_reference_table():
         (DPOSettings, {"row": "ipo", "label_smoothing": 0.1}, "loss.row=ipo does not read it"),
         (DPOSettings, {"row": "robust"}, "loss.row=robust without label_smoothing is sigmoid"),
         (DiffusionObjectiveSettings, {"changes": {"ratio": "gard"}}, r"objective: ratio must be one of log_prob"),
-        (DiffusionObjectiveSettings, {"changes": {"advantage": "steps"}}, "Take objective.credit=turning_points"),
+        (
+            DiffusionObjectiveSettings,
+            {"changes": {"advantage": "steps"}},
+            "Take 'flow_grpo' with objective.credit=turning_points",
+        ),
         (DiffusionObjectiveSettings, {"credit": "one_step", "algorithm": "gdpo"}, "one_step.*needs advantage='group'"),
         (
             DiffusionObjectiveSettings,

@@ -17,7 +17,7 @@ from visalign.training.reward.settings import OBJECTIVES, RewardObjectiveSetting
 from visalign.training.reward.tasks import TASKS
 
 CHANGED: dict[str, Any] = {
-    "margin": 0.3,
+    "margin": 0.4,
     "centre": 0.1,
     "displacement": 1.2,
     "sign": 0.4,
@@ -42,6 +42,9 @@ OUTPUTS = {
     "easy": ROWS[:3] + 1,
     "refined": ROWS[3:6] - 1,
     "weights": torch.tensor([1.0, 2.0]),
+    "cosine": torch.linspace(0.1, 0.6, 9),
+    "odds": ROWS[:, :2],
+    "map_loss": torch.linspace(0.2, 0.4, 9),
 }
 PAIRS: dict[str, Any] = {
     "left": torch.arange(3),
@@ -57,6 +60,8 @@ BATCHES = {
     "pairs": PAIRS,
     "triples": TRIPLES,
     "rows": {"target": torch.linspace(1, 5, 9)},
+    "checks": {"target": (ROWS[:, 2:4] > 0).float()},
+    "faults": {"target": torch.linspace(0, 1, 9)},
     "answers": {"target": torch.tensor([1.0, 0.0, 1.0, 0.0, 1.0, 1.0, 0.0, 1.0, float("nan")])},
 }
 

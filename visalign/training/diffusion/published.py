@@ -79,12 +79,16 @@ PUBLISHED: dict[str, tuple[str, str]] = {
 """Name -> (overrides as on the command line, description with the packaged configuration)."""
 
 
+SUPPLIED = ("reference_reward", "log_z", "bundle", "entropy")
+"""Fields of trajectories that the image trainers make for every algorithm that needs them."""
+
+
 def image_algorithms() -> list[str]:
     """List every `objective.algorithm` that works on images."""
     names = []
     for name, row in NAMED.items():
         with suppress(ValueError):  # it means nothing on denoising steps
-            check_decisions(row, "denoising_steps", name=name, available=["metric"])
+            check_decisions(row, "denoising_steps", name=name, available=["metric", *SUPPLIED])
             names.append(name)
     return [*names, *REGRESSIONS, *ASCENTS]
 

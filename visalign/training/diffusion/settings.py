@@ -15,7 +15,7 @@ from visalign.settings import NonNegative, Positive, check_rules, settings
 from visalign.training.policy.settings import MATRIX_ADVANTAGES, ObjectiveSettings
 from visalign.training.policy.update import couples_decisions
 
-from .published import published_alternative
+from .published import SUPPLIED, published_alternative
 
 COMPLETIONS = ("turning_points", "one_step")  # Credits that score more images than are sampled
 
@@ -61,7 +61,7 @@ class DiffusionObjectiveSettings(ObjectiveSettings):
             extra = {"metric": self.metric is not None, "process_reward": self.credit != "image"}
             extra["advantage"] = self.credit == "branches"
             supplied = [name for name, needed in extra.items() if needed]
-            self.check("denoising_steps", [*supplied, "reference_reward", "log_z", "bundle", "entropy"])
+            self.check("denoising_steps", [*supplied, *SUPPLIED])
 
     @property
     def is_policy_gradient(self) -> bool:
