@@ -36,7 +36,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file
-from scipy.stats import spearmanr
+from scipy.stats import rankdata
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from visalign.adapters.causal_lm.demonstrations import demonstration_rollout
@@ -262,7 +262,7 @@ def mechanism(folder: Path, iterations: int, seeds: Sequence[int]) -> list[dict[
                     "foreseen ceiling": float(fit.ceiling),
                     **{f"Cov {key}": value for key, value in cov.items()},
                     "share Cov > 0": float(np.mean([r["covariance/mean"] > 0 for r in log])),
-                    "rank correlation": float(spearmanr(*blocks)[0]),
+                    "rank correlation": float(np.corrcoef([rankdata(b) for b in blocks])[0, 1]),
                     "sum of −ΔH / sum of η Cov": float(drop.sum() / foreseen.sum()),
                 }
             )
