@@ -43,7 +43,7 @@ def test_what_a_refusal_advises_is_accepted(kind: str, name: str, changes: dict[
         KINDS[kind](algorithm=name, changes=changes)
     except UserError as error:
         for settings in _advised(str(error)):
-            KINDS[kind](**settings)
+            assert KINDS[kind](**settings).algorithm == settings["algorithm"], f"advised by: {error}"
 
 
 @pytest.mark.parametrize("field", EXTRA)
