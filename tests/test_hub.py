@@ -9,15 +9,15 @@ import time
 import pytest
 from huggingface_hub import constants
 
-from visalign.hub import hub_message, hub_outage
+from visalign.hub import go_offline_if_unreachable, hub_message
 
 
 @pytest.fixture
 def _asked_again(monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    hub_outage.cache_clear()
+    go_offline_if_unreachable.cache_clear()
     yield
-    hub_outage.cache_clear()
+    go_offline_if_unreachable.cache_clear()
 
 
 @pytest.mark.usefixtures("_asked_again")
@@ -35,6 +35,6 @@ def test_a_silent_hub_is_named_in_time(monkeypatch):
 
 @pytest.mark.usefixtures("_asked_again")
 def test_a_missing_name_is_not_blamed_on_the_network(monkeypatch):
-    monkeypatch.setattr("visalign.hub.hub_outage", lambda: "")
+    monkeypatch.setattr("visalign.hub.go_offline_if_unreachable", lambda: "")
     message = hub_message("a/b", "dataset", OSError("404 Client Error\nand so on"))
     assert message.startswith("The hub has no dataset a/b for you (404 Client Error). Correct the name")

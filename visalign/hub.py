@@ -16,8 +16,8 @@ WAIT = 3.0  # seconds for an answer; a name server that is silent would take lon
 
 
 @functools.cache
-def hub_outage() -> str:
-    """Return why the hub cannot be reached, "" if it can; the first call in a process sends a request."""
+def go_offline_if_unreachable() -> str:
+    """Take the hub's client offline if the hub cannot be reached; return why, "" if it can. It asks once a process."""
     from huggingface_hub import constants, get_session
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -46,7 +46,7 @@ def hub_file(name: str, kind: str, *files: str) -> Path:
     """Download the first of `files` that a repository has to the hub's cache; a `FileNotFoundError` says why not."""
     from huggingface_hub import hf_hub_download
 
-    hub_outage()  # a hub that cannot be reached is not asked again
+    go_offline_if_unreachable()
     errors: list[Exception] = []
     for file in files:
         try:
@@ -60,7 +60,7 @@ def hub_message(name: str, kind: str, error: Any) -> str:
     """Word the error that the hub's client raised for `name`, of which a `kind` ("model", "dataset") was needed."""
     from huggingface_hub import constants
 
-    if reason := hub_outage():
+    if reason := go_offline_if_unreachable():
         kinds = " --repo-type dataset" if kind == "dataset" else ""
         return (
             f"The {kind} {name} is not in the hub's cache ({constants.HF_HUB_CACHE}), and {constants.ENDPOINT} cannot "

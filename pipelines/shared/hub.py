@@ -10,7 +10,7 @@ from huggingface_hub import HfApi, constants, get_token
 from huggingface_hub.errors import HfHubHTTPError
 
 from visalign.errors import UserError
-from visalign.hub import hub_outage
+from visalign.hub import go_offline_if_unreachable
 
 from .model_card import write_card
 
@@ -26,7 +26,7 @@ def check_push(name: str, *, then: str) -> None:
     check_name(name)
     if not get_token():
         raise UserError(f"No token for {constants.ENDPOINT} is stored. Run `hf auth login`, or set HF_TOKEN. {then}")
-    if reason := hub_outage():
+    if reason := go_offline_if_unreachable():
         raise UserError(f"{constants.ENDPOINT} cannot be reached ({reason}). Connect to the network. {then}")
 
 

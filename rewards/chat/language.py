@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from visalign.data.assets import resolve_model
-from visalign.hub import hub_outage
+from visalign.hub import go_offline_if_unreachable
 from visalign.model_files import LOADING_ERRORS
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.base.identity import fingerprint
@@ -42,7 +42,7 @@ class LanguageEngine:
 
         source = resolve_model(model)
         if not isinstance(source, Path):
-            hub_outage()
+            go_offline_if_unreachable()
         dtype = dtype_of(precision_on(device, precision), "LanguageEngine: ")
         try:
             with quiet_loading():

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from visalign.hub import hub_outage
+from visalign.hub import go_offline_if_unreachable
 from visalign.model_files import LOADING_ERRORS, read_object
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.weights.hub import META
@@ -58,7 +58,7 @@ def load_open_clip(
     if hollow:
         options["load_weights"], tag = False, None
     if not name.startswith("local-dir:"):
-        hub_outage()
+        go_offline_if_unreachable()
     try:
         with _by_shapes_alone() if hollow else nullcontext():
             model: Any = open_clip.create_model(name, tag, require_pretrained=not hollow, **options)

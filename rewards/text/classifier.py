@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from visalign.hub import hub_outage
+from visalign.hub import go_offline_if_unreachable
 from visalign.model_files import LOADING_ERRORS
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.weights.checkpoint_files import dtype_of, precision_on, quiet_loading
@@ -27,7 +27,7 @@ def load_classifier(
     if isinstance(model, torch.nn.Module):
         return model.to(device, dtype).eval()
     if not Path(model).exists():
-        hub_outage()
+        go_offline_if_unreachable()
     try:
         with quiet_loading():
             options = {"dtype": dtype, "output_loading_info": True, "trust_remote_code": False}

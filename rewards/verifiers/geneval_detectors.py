@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from visalign.hub import hub_outage
+from visalign.hub import go_offline_if_unreachable
 from visalign.model_files import LOADING_ERRORS
 from visalign.rewards.base.contract import RewardError, check_counts
 from visalign.rewards.base.identity import fingerprint
@@ -88,7 +88,7 @@ class TransformersDetector:
         import transformers
 
         if not Path(self.source).exists():
-            hub_outage()
+            go_offline_if_unreachable()
         try:
             config = transformers.AutoConfig.from_pretrained(self.source, trust_remote_code=False)
             kind = _kind_of(config)

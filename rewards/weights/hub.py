@@ -12,7 +12,7 @@ from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from visalign.hub import hub_outage
+from visalign.hub import go_offline_if_unreachable
 from visalign.rewards.base.contract import RewardError
 
 from .checkpoint_files import first_sentence
@@ -54,7 +54,7 @@ def local_folder(name: str | Path, patterns: Sequence[str], device: Any = None) 
     repository, _, revision = str(name).partition("@")
     request: dict[str, Any] = {"revision": revision or None}
     hub_error: Exception | None = None
-    hub_outage()
+    go_offline_if_unreachable()
     try:
         info = huggingface_hub.HfApi().model_info(repository, timeout=TIMEOUT, **request)
         files = needed_files([sibling.rfilename for sibling in info.siblings or ()], patterns)
@@ -71,7 +71,7 @@ def local_folder(name: str | Path, patterns: Sequence[str], device: Any = None) 
         return Path(huggingface_hub.snapshot_download(repository, **request))
     except failures as error:
         cause = hub_error if hub_error is not None and isinstance(error, LocalEntryNotFoundError) else error
-        reason = hub_outage() or f"{type(cause).__name__}: {first_sentence(cause)}"
+        reason = go_offline_if_unreachable() or f"{type(cause).__name__}: {first_sentence(cause)}"
         raise RewardError(
             f"The model {str(name)!r} is not on this disk and cannot be fetched from here ({reason}). "
             f"Where there is a network, run `hf download {repository} --local-dir FOLDER`, and give that folder as "

@@ -22,7 +22,7 @@ from visalign.adapters.hollow import hollow_pipelines
 from visalign.adapters.single_file import checkpoint_kind, model_source
 from visalign.data.assets import resolve_model
 from visalign.errors import UserError
-from visalign.hub import hub_outage
+from visalign.hub import go_offline_if_unreachable
 from visalign.pipelines.cli.app import app
 
 VAE = "vae/diffusion_pytorch_model.safetensors"
@@ -69,7 +69,7 @@ def test_a_file_of_the_network_alone_takes_the_rest_from_the_folder(models, tmp_
 
 def test_a_folder_beside_the_file_describes_it(models, tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    hub_outage.cache_clear()
+    go_offline_if_unreachable.cache_clear()
     file = tmp_path / "civit.safetensors"
     shutil.copy(models["sd15"][1], file)
     with pytest.raises(UserError, match=r"civit.safetensors is a checkpoint of the kind v1, without .* has them as"):
@@ -82,7 +82,7 @@ def test_a_folder_beside_the_file_describes_it(models, tmp_path, monkeypatch):
         model_source(file)
     shutil.copy(models["sd15"][0] / "model_index.json", tmp_path)
     assert model_source(file).folder == tmp_path
-    hub_outage.cache_clear()
+    go_offline_if_unreachable.cache_clear()
 
 
 @pytest.mark.parametrize(

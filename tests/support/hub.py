@@ -45,7 +45,7 @@ def hub(monkeypatch, repositories: Mapping[str, Path], *, reachable: bool = True
         folder.mkdir(parents=True, exist_ok=True)
         return str(folder)
 
-    monkeypatch.setattr("visalign.rewards.weights.hub.hub_outage", lambda: "")
+    monkeypatch.setattr("visalign.rewards.weights.hub.go_offline_if_unreachable", lambda: "")
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", info)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
     return log

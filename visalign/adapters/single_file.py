@@ -16,7 +16,7 @@ import torch
 
 from visalign.data.assets import resolve_model
 from visalign.errors import UserError
-from visalign.hub import hub_outage
+from visalign.hub import go_offline_if_unreachable
 from visalign.model_files import LOADING_ERRORS, open_tensors, read_tensors
 
 from .model_folder import INDEX, pipeline_index, stored_variant, stored_variants
@@ -213,7 +213,7 @@ def _neighbour(file: Path, kind: str | None, pipelines: list[str]) -> Path | str
     needs = f"{file} is a checkpoint of the kind {kind}, without configuration and tokenizers of a {pipelines[0]}."
     if fitting:
         raise UserError(f"{needs} Say which of {', '.join(map(str, fitting))} fits: model.config=FOLDER.")
-    if not isinstance(try_to_load_from_cache(name, INDEX), str) and (reason := hub_outage()):
+    if not isinstance(try_to_load_from_cache(name, INDEX), str) and (reason := go_offline_if_unreachable()):
         raise UserError(
             f"{needs} The hub has them as {name} and cannot be reached ({reason}). Give a diffusers folder of the "
             "same family: model.config=FOLDER, or put one beside the file."

@@ -184,7 +184,7 @@ def test_what_cannot_be_read_is_named(keys, message, tmp_path):
 
 
 def test_a_lora_of_the_hub(tmp_path, monkeypatch):
-    monkeypatch.setattr("visalign.hub.hub_outage", lambda: "")
+    monkeypatch.setattr("visalign.hub.go_offline_if_unreachable", lambda: "")
     files = {"me/style/x.safetensors": tmp_path / "x.safetensors", f"me/run/{WEIGHT_FILE}": tmp_path / WEIGHT_FILE}
 
     def download(name, file):

@@ -271,7 +271,7 @@ def test_what_is_a_dataset_of_the_hub(tmp_path, monkeypatch):
 
 def test_a_dataset_that_cannot_be_reached_is_named(monkeypatch):
     for place in ("visalign.hub", "visalign.data.sets.hub_datasets"):
-        monkeypatch.setattr(f"{place}.hub_outage", lambda: "no route")
+        monkeypatch.setattr(f"{place}.go_offline_if_unreachable", lambda: "no route")
     message = r"no file or folder 'no/such' here. The dataset no/such is not in the .* cannot be reached \(no route\)"
     with pytest.raises(UserError, match=message):
         load_source("no/such:test")
@@ -290,7 +290,7 @@ def test_a_cached_dataset_is_read_without_a_network(tmp_path, monkeypatch):
     folder.parent.rename(cache / "me___gsm8k" / "main" / "0.0.0")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(cache))
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
-    monkeypatch.setattr(hub_datasets, "hub_outage", lambda: "no route")
+    monkeypatch.setattr(hub_datasets, "go_offline_if_unreachable", lambda: "no route")
     record = {"prompt": "1 + 1?", "answer": "#### 2"}
     for source in ("me/gsm8k", "me/gsm8k:test", "hf://datasets/me/gsm8k/main:train[:1]"):
         assert load_prompts(source, chat=True) == [record]

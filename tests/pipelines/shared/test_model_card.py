@@ -119,7 +119,7 @@ def test_a_push_uploads_the_folder_with_its_card(tmp_path, monkeypatch):
         def upload_folder(self, **options):
             calls.append(options)
 
-    for name, stand_in in (("HfApi", Api), ("get_token", lambda: "token"), ("hub_outage", lambda: "")):
+    for name, stand_in in (("HfApi", Api), ("get_token", lambda: "token"), ("go_offline_if_unreachable", lambda: "")):
         monkeypatch.setattr(hub, name, stand_in)
     code, output = push(run, "me/first", "--private", "--license", "mit")
     assert code == 0 and "Uploaded to" in output, output
@@ -142,7 +142,7 @@ def test_what_cannot_be_pushed_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(hub, "get_token", lambda: None)
     assert "No token for https://huggingface.co is stored. Run `hf auth login`" in push(run, "me/first")[1]
     monkeypatch.setattr(hub, "get_token", lambda: "token")
-    monkeypatch.setattr(hub, "hub_outage", lambda: "no answer within 3 s")
+    monkeypatch.setattr(hub, "go_offline_if_unreachable", lambda: "no answer within 3 s")
     assert "cannot be reached (no answer within 3 s). Connect to the network." in push(run, "me/first")[1]
     assert "The name on the hub is 'me/a/b'. Give owner/name" in push(run, "me/a/b")[1]
     assert "is no run folder: it has no config.yaml" in push(tmp_path, "me/first")[1]

@@ -64,7 +64,7 @@ def test_without_a_network_each_model_is_asked_for_once(monkeypatch):
 def test_a_hub_that_is_down_is_known_before_it_is_asked(monkeypatch, module, load):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     log: list[str] = []
-    monkeypatch.setattr(f"visalign.rewards.{module}.hub_outage", lambda: log.append("asked") or "down")
+    monkeypatch.setattr(f"visalign.rewards.{module}.go_offline_if_unreachable", lambda: log.append("asked") or "down")
     with pytest.raises(RewardError, match=r"a/b"):
         load()
     assert log

@@ -22,7 +22,7 @@ from transformers import (
 from visalign.adapters.model_folder import local_folder
 from visalign.data.sets.tables import listed
 from visalign.errors import UserError
-from visalign.hub import hub_message, hub_outage
+from visalign.hub import go_offline_if_unreachable, hub_message
 from visalign.model_files import LOADING_ERRORS
 from visalign.text import StoppingCriteria
 from visalign.text.chat import PromptEncoder
@@ -74,7 +74,7 @@ def from_pretrained(kind: Any, name: str, **options: Any) -> Any:
     """Load a class of transformers by name, never with code of its folder; the error says what to correct."""
     is_remote = local_folder(name, CONTENT) is None
     if is_remote:
-        hub_outage()
+        go_offline_if_unreachable()
     try:
         return kind.from_pretrained(name, trust_remote_code=False, **options)
     except LOADING_ERRORS as error:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from visalign.errors import UserError
-from visalign.hub import hub_message, hub_outage
+from visalign.hub import go_offline_if_unreachable, hub_message
 
 FORMS = "a dataset of the hub, owner/name, owner/name:split or owner/name/config:split"
 _ID = re.compile(
@@ -37,7 +37,7 @@ def find_table(source: str | Path) -> Path:
 @lru_cache(maxsize=16)
 def _fetch(name: str, revision: str | None, config: str | None, split: str | None) -> Path:
     """Return a split as a Parquet file in the cache of the hub's library, written if it is not there."""
-    outage = hub_outage()
+    outage = go_offline_if_unreachable()
     if outage and not _cached(name):
         raise UserError(f"There is no file or folder {name!r} here. {hub_message(name, 'dataset', outage)}")
     try:
