@@ -134,8 +134,8 @@ def _check_method(config: FlowGRPOConfig, reward: Any, records: Records, strata:
     check_processes(objective, rollout, reward, world)
     # built for its refusals: the algorithm makes its own, but only once the model is there
     PromptSampler(len(records), *size, config.seed, strata=strata, cycle=config.data.cycle)
-    objective.check_reward(reward)
     renewed = any(term.references and term.references.every for term in config.rewarded.values())
+    objective.check_reward(reward, renewed=renewed)
     more = config.dynamic, config.self_imitation
     check_more_samples(objective, rollout, *more, reward=reward, renewed=renewed)
     if objective.ascent is not None:

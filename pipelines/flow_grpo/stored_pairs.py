@@ -122,8 +122,9 @@ def _rated_groups(rated: QualitySet, size: int, edits: Edits) -> tuple[list[dict
             f"rollout.group_size is {size}, and no prompt has so many rated images: {largest} at most. Set "
             f"rollout.group_size={max(2, largest)} or less, or rate more images of a prompt."
         )
-    left_out = len(rated) - size * len(records)
-    note = f"{left_out} of {len(rated)} images are left out: groups have {size} (rollout.group_size)."
+    images = sum(len(group["candidates"]) for group in groups.values())
+    left_out = images - size * len(records)
+    note = f"{left_out} of {images} images are left out: groups have {size} (rollout.group_size)."
     return records, [note] if left_out else []
 
 

@@ -76,10 +76,10 @@ def shapes_reference_set(count: int = 64, *, seed: int = 0) -> Reference:
 
 def task_reference_set(count: int = 64, *, seed: int = 0) -> Reference:
     """Pair the solutions of packaged text tasks with those of others, each a sample; a prompt's right one is first."""
-    pairs = wrong_solutions(text_tasks(max(count // 2, 2), seed=seed, split="heldout"))
+    pairs = wrong_solutions(text_tasks(max((count + 1) // 2, 2), seed=seed, split="heldout"))
     texts = [(task, text) for task, wrong in pairs for text in (task["chosen"], wrong)]
     rows = [ImageRow(image=f"{TEXT}{text}", prompt=task["prompt"], metadata=task) for task, text in texts]
-    return read_reference("packaged text tasks", rows)
+    return read_reference("packaged text tasks", rows[:count])
 
 
 def read_reference(source: str, rows: Sequence[ImageRow]) -> Reference:

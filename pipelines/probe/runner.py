@@ -192,7 +192,10 @@ class ScoreRunner(ProbeRunner):
             mixed = [(samples[contrasts[r] or 0], samples[r])[:: -1 if swaps_prompt else 1] for r in rows]
             texts, prompts = [text.image for text, _ in mixed], [record.prompt for _, record in mixed]
             records = [contrasts[row] or 0 for row in rows] if swaps_prompt else rows
-            value, reasons = self._call([texts], prompts, records, True)
+            parts = [slice(start, start + self.batch_size) for start in range(0, len(rows), self.batch_size)]
+            answers = [self._call([texts[part]], prompts[part], records[part], True) for part in parts]
+            value = np.concatenate([np.zeros(0), *(value for value, _ in answers)])
+            reasons = [reason for _, batch in answers for reason in batch]
             return self._contrast(level, (self.value[rows] - value) * (1 if self.higher_is_better else -1), reasons)
         if probe.name in ("neighbours", "form"):
             answers = self.ask_again(probe, level, self._unchanged)

@@ -45,10 +45,11 @@ def load_network(config: Any, device: torch.device | str) -> tuple[Any, Any]:
     folder, device = str(resolve_model(settings.path)), torch.device(device)
     base: Any = from_pretrained(AutoConfig, folder)
     is_classifier = any(name.endswith("ForSequenceClassification") for name in base.architectures or ())
-    if is_classifier and base.num_labels != len(names):
+    outputs = [base.id2label[number] for number in range(base.num_labels)] if is_classifier else names
+    if len(outputs) != len(names) or (len(names) > 1 and outputs != names):
         raise UserError(
-            f"model.path is {settings.path!r}, a classifier with {base.num_labels} outputs, and this objective trains "
-            f"{len(names)}. Give its base model, or one with {len(names)}."
+            f"model.path is {settings.path!r}, a classifier with {len(outputs)} outputs ({', '.join(outputs)}), and "
+            f"this objective trains {len(names)} ({', '.join(names)}). Give its base model, or one with these."
         )
     # steps of AdamW are below the resolution of bfloat16 weights
     dtype = "bfloat16" if device.type == "cuda" and settings.train != "full" else "float32"

@@ -45,6 +45,10 @@ def read_rankings(config: Any) -> tuple[Records, Records, dict[str, int]]:
             loaded = load_rankings(data.train, unusable=data.unusable, names=data.map)
             records, left_out = loaded.records, dict(loaded.left_out)
         _check_scores(records, config.objective.task)
+    if config.compares:
+        tied = [record for record in records if len(set(record["scores"])) < 2]
+        records = [record for record in records if len(set(record["scores"])) > 1]
+        left_out |= {"ties": len(tied)} if tied else {}
     if not isinstance(data.heldout, str):
         return *split_records(records, data.heldout, config.seed), left_out
     with name_key("data.heldout"):
@@ -117,7 +121,7 @@ def tokenize(
         if ids and (pairs or not compares):
             margin = float(record.get("margin", 0.0))
             texts.append(RankedTexts(number=number, ids=(*ids,), scores=(*scores,), pairs=(*pairs,), margin=margin))
-        elif ids:
+        elif len(ids) == len(record["completions"]):
             counts["ties"] += 1
     for reason, count in counts.items():
         if count:

@@ -86,6 +86,7 @@ def run(config: UGDAConfig, output: Path, resume: bool = False) -> RunSummary:
     """Run the rounds; with `resume` continue with the first step that has left no file."""
     one_process("UGDA's rounds run")
     policy = _policy_job(config, []).config
+    _judge_job(config, 1, Path(), Path() if config.refine else None)  # refused here, not after the labelling
     if edits_of(policy.model.described_by, policy.model.adapter) == "needed":
         raise UserError(f"{policy.model.path} edits images, and UGDA's rounds start from prompts alone.")
     with claimed(config, output, resume=resume, free=()):
@@ -294,7 +295,10 @@ def _policy_job(config: UGDAConfig, judges: Sequence[Path], start: Path | None =
         term = {"name": config.ensemble.judge, "weight": 1 / len(judges)}
         terms = {f"member{n}": term | {"options": {"model": str(j)}} for n, j in enumerate(judges)}
         changes["rewards.terms"] = terms
-    return _part_job("policy", config.policy, "flow_grpo", changes)
+    job = _part_job("policy", config.policy, "flow_grpo", changes)
+    if config.rounds > 1 and job.config.model.lora is None:
+        raise UserError("UGDA's rounds hand the policy on as a LoRA. Set policy.changes={model.lora: {rank: 8}}.")
+    return job
 
 
 def _part_job(name: str, part: PartConfig, pipeline: str, changes: Mapping[str, Any]) -> Job:

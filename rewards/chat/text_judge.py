@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from itertools import combinations, pairwise
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -77,12 +77,12 @@ class Vote(NamedTuple):
 
 Ballot = Sequence[Vote | AnswerError]
 REFUSAL = re.compile(
-    r"\W*(?:i['’]?m\s+sorry|i\s+am\s+sorry|sorry,|as\s+an\s+ai\b|i\s+(?:must|have\s+to)\s+decline|i\s+(?:can(?:no|['’])t"
+    r"\W*(?:i['’]?m\s+sorry|i\s+am\s+sorry|sorry,|i\s+(?:must|have\s+to)\s+decline|i\s+(?:can(?:no|['’])t"
     r"|am\s+(?:unable|not\s+able)\s+to|won['’]t|refuse\s+to)\s*(?:judge|rate|score|evaluate|compare|assess|assist|help"
-    r"|answer|comply|provide|do\s+(?:this|that))\b)",
+    r"|answer|comply|provide|do\s+(?:this|that))\b(?!\s+but\b)(?![^.!?\n]*\b(?:above|below|higher|lower)\b))",
     re.IGNORECASE,
 )
-"""Beginning of an answer that refuses; "I cannot fault it" does not."""
+"""Beginning of an answer that refuses; "I cannot fault it" and "I cannot rate it above 3" do not."""
 
 
 class TextJudge(ChatJudge):
@@ -154,7 +154,7 @@ class TextJudge(ChatJudge):
         request = read_text_request(self.name, completions, prompts, metadata)
         groups: dict[Hashable, dict[str, list[int]]] = {}
         for row, text in enumerate(request.completions):
-            group = (request.metadata[row] or {}).get(GROUP_KEY, 0), repr(request.prompts[row])
+            group = repr((request.metadata[row] or {}).get(GROUP_KEY, 0)), repr(request.prompts[row])
             groups.setdefault(group, {}).setdefault(text, []).append(row)
         lists = [rows for distinct in groups.values() for rows in self._split([*distinct.values()])]
         texts = [(request.prompts[rows[0][0]], [request.completions[same[0]] for same in rows]) for rows in lists]
@@ -164,16 +164,17 @@ class TextJudge(ChatJudge):
         reasons: list[str | None] = ["its group has no other completion to compare it with"] * len(request)
         remarks = [""] * len(request)
         for rows, orders in zip(lists, ballots, strict=True):
-            chosen = self._choose(orders, metas)
+            counted = [self._choose(votes, metas) for votes in orders]
+            error = next((votes for votes in counted if isinstance(votes, AnswerError)), None)
             for position, row in ((position, row) for position, same in enumerate(rows) for row in same):
-                if isinstance(chosen, AnswerError):
-                    reasons[row] = str(chosen)
+                if error is not None:
+                    reasons[row] = str(error)
                     continue
-                scores = torch.tensor([vote.scores[position] for vote, _ in chosen], dtype=torch.float64)
-                error = scores.std() / math.sqrt(len(scores)) if len(scores) > 1 else math.nan
-                rated = math.fsum(meta.get("meta", math.nan) for _, meta in chosen) / len(chosen)
-                results[row].append({"value": float(scores.mean()), "std": float(error), "meta": rated})
-                remarks[row] = remarks[row] or chosen[0][0].text
+                # each order counts alike, or the one with more readable votes would leave its bias of position
+                scores = [[vote.scores[position] for vote, _ in votes] for votes in counted]
+                rated = fmean(meta.get("meta", math.nan) for votes in counted for _, meta in votes)
+                results[row].append({"value": fmean(map(fmean, scores)), "std": _error(scores), "meta": rated})
+                remarks[row] = remarks[row] or counted[0][0][0].text
         for (copies,) in [[*distinct.values()] for distinct in groups.values() if len(distinct) == 1]:
             if self.form == "pair" and len(copies) > 1:  # copies of one text tie
                 for row in copies:
@@ -196,9 +197,9 @@ class TextJudge(ChatJudge):
         table = torch.full((len(first), 2), torch.nan, dtype=torch.float64)  # P(left better) in each order
         reasons: list[str | None] = [None] * len(first)
         for row, orders in enumerate(ballots):
-            chosen = self._choose(orders, {})
-            if isinstance(chosen, AnswerError):
-                reasons[row] = str(chosen)
+            counted = [self._choose(votes, {}) for votes in orders]
+            if error := next((votes for votes in counted if isinstance(votes, AnswerError)), None):
+                reasons[row] = str(error)
                 continue
             for number, votes in enumerate(orders):
                 scores = [vote.scores for vote in votes if isinstance(vote, Vote)]
@@ -217,10 +218,11 @@ class TextJudge(ChatJudge):
     def _ask(self, lists: Sequence[tuple[Prompt, Sequence[str]]], *, both_orders: bool) -> list[list[Ballot]]:
         """Return K votes on each list of completions in each order; scores are in the order of the list."""
         orders = (1, -1) if both_orders else (1,)
-        ballots: list[list[Ballot]] = [[[] for _ in orders] for _ in lists]
+        # a text alone has no order
+        ballots: list[list[Ballot]] = [[[] for _ in orders[: len(texts)]] for _, texts in lists]
         queries: dict[int, list[tuple[int, int, Query]]] = {}
         for number, (prompt, texts) in enumerate(lists):
-            for index, order in enumerate(orders):
+            for index, order in enumerate(orders[: len(texts)]):
                 if prompt_text(prompt) != prompt_text(prompt, images=False):
                     ballots[number][index] = [
                         AnswerError("its prompt shows images, which a judge of texts does not see")
@@ -233,8 +235,8 @@ class TextJudge(ChatJudge):
                 if REFUSAL.match(reply.text):
                     raise AnswerError(f"the judge refused: {reply.text.strip()[:120]}")
                 if self.form == "pair":
-                    side = verdict(reply.text, options=OPTIONS)
-                    return (float(side != 2), float(side != 1)), reply.text
+                    first = {1: 1.0, 2: 0.0}.get(verdict(reply.text, options=OPTIONS), 0.5)
+                    return (first, 1 - first), reply.text
                 return tuple(boxed_scores(reply.text, count=size)), reply.text
 
             answers = self.server.ask(self.template, [query for *_, query in entries], read=read, **self.sampling)
@@ -252,14 +254,12 @@ class TextJudge(ChatJudge):
         metas = ask_meta(self.meta_server, self.meta_template, queries, texts, self.min_mass)
         return {id(vote): meta for vote, (meta,) in zip(readable, metas, strict=True)}
 
-    def _choose(self, orders: Sequence[Ballot], metas: Mapping[int, Any]) -> Any:
-        """Return the votes on a list that count, each with its part "meta"; an AnswerError if too few are readable."""
-        readable = [[vote for vote in votes if isinstance(vote, Vote)] for votes in orders]
-        for votes, valid in zip(orders, readable, strict=True):
-            if len(valid) < self.min_readable:
-                return AnswerError(failure_reason(votes))
-        votes = [vote for valid in readable for vote in valid]
-        return best_votes(votes, [metas[id(vote)] for vote in votes] if metas else None, self.votes)
+    def _choose(self, votes: Ballot, metas: Mapping[int, Any]) -> Any:
+        """Return the votes that count, each with its part "meta"; an AnswerError if too few are readable."""
+        readable = [vote for vote in votes if isinstance(vote, Vote)]
+        if len(readable) < self.min_readable:
+            return AnswerError(failure_reason(votes))
+        return best_votes(readable, [metas[id(vote)] for vote in readable] if metas else None, self.votes)
 
     def _query(self, prompt: Prompt, texts: Sequence[str]) -> Query:
         """Fill the question about completions of a prompt."""
@@ -275,6 +275,14 @@ class TextJudge(ChatJudge):
                 vote = AnswerError(f"the judge answered in {script} script, in which nothing was asked")
                 self.server.alarm.note(str(vote))
         return vote
+
+
+def _error(orders: Sequence[Sequence[float]]) -> float:
+    """Standard error of the mean of the orders' means; of one vote an order that of the orders, of one vote NaN."""
+    if min(map(len, orders)) > 1:
+        return math.sqrt(sum(stdev(votes) ** 2 / len(votes) for votes in orders)) / len(orders)
+    votes = [vote for votes in orders for vote in votes]
+    return stdev(votes) / math.sqrt(len(votes)) if len(votes) > 1 else math.nan
 
 
 def question_fields(texts: Sequence[str], principles: str = PRINCIPLES) -> dict[str, str]:

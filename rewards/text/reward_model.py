@@ -99,6 +99,12 @@ class RewardModel:
                 f"{name}: the model has {labels} outputs and the tokenizer the pad token {pad}; needed are a "
                 "model that was trained as a reward model (num_labels=1), and its pad token or batch_size=1."
             )
+        size = self.model.get_input_embeddings().num_embeddings
+        if (largest := max(self.tokenizer.get_vocab().values())) >= size:
+            raise RewardError(
+                f"{name}: the tokenizer's tokens go to {largest}, and the model has embeddings of {size}. Give the "
+                "folder that holds the model's own tokenizer."
+            )
         if pad is not None:
             self.model.config.pad_token_id = pad  # the head reads the last token that is not this one
         self._prompts = PromptEncoder(self.tokenizer)

@@ -12,7 +12,7 @@ from visalign.data.sets.checks import check_preferences, check_quality
 from visalign.data.sets.image_references import CompletionText, missing_files, resolve_image
 from visalign.data.sets.records import PreferenceSet, QualitySet
 from visalign.data.sets.sources import load_source
-from visalign.data.sets.text_rows import refer_to_texts, text_prompt, text_record
+from visalign.data.sets.text_rows import refer_to_texts, split_pair, text_prompt, text_record
 
 
 @pytest.mark.parametrize(
@@ -42,6 +42,11 @@ def test_the_side_of_the_chosen_is_drawn_and_conversations_come_back():
         sides.add(row["label"])
     assert sides == {"left", "right"}
     assert text_prompt('[{"a": 1}]') == '[{"a": 1}]' and text_prompt('[{"x') == '[{"x'
+
+
+def test_a_whole_conversation_that_begins_the_other_leaves_an_empty_answer():
+    head = "\n\nHuman: q\n\nAssistant:"
+    assert split_pair({"chosen": f"{head} yes", "rejected": head})["rejected"] == ""
 
 
 def test_sets_of_texts_are_read_and_checked(tmp_path: Path):

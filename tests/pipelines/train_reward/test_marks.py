@@ -220,6 +220,20 @@ def test_a_file_without_the_marks_is_refused(tmp_path, options, message):
         prepare_reward(load_config(TrainRewardConfig, None, [f"data.train={bare}", *TINY, *options]))
 
 
+@pytest.mark.parametrize(
+    "change",
+    [{"answers": [3]}, {"mos_best": "5"}, {"checklist": {"q": 0.5}}, {"checklist": ["a"]}, {"mos": 1, "mos_best": 1},
+     {"voters": True}, {"voters": -1}],
+    ids=str,
+)  # fmt: skip
+def test_rows_that_collect_never_writes_are_refused_by_number(single, tmp_path, change):
+    rows = [json.loads(line) for line in single.read_text().splitlines()]
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text("".join(f"{json.dumps(row)}\n" for row in [{**rows[0], **change}]))
+    with pytest.raises(UserError, match=r"row 1 of 'bad\.jsonl'"):
+        load_marks(bad)
+
+
 def test_questions_that_the_checklist_does_not_ask_are_refused(single, tmp_path):
     options = ["model.kind=checklist", "objective.task=checklist_answers", f"data.train={single}"]
     options += [f"model.checklist={checklist(tmp_path, QUESTIONS[0])}"]

@@ -29,7 +29,13 @@ from visalign.pipelines.jobs import load_job
 from visalign.pipelines.text.parts import retokenized
 from visalign.pipelines.train_reward.text import TextRewardConfig, estimate, plan, run
 from visalign.pipelines.train_reward.text_network import RewardNetwork, head_modules
-from visalign.pipelines.train_reward.text_records import RankedTexts, length_balanced, longer_share, tokenize
+from visalign.pipelines.train_reward.text_records import (
+    RankedTexts,
+    length_balanced,
+    longer_share,
+    read_rankings,
+    tokenize,
+)
 from visalign.rewards import RewardError, load_text_reward
 from visalign.training.loop.metrics import read_metrics
 from visalign.training.reward.tasks import TASKS
@@ -249,12 +255,46 @@ def test_an_encoder_and_a_model_without_a_pad_token(inputs: Path, tmp_path: Path
     assert reward.tokenizer.pad_token == "<end>" and reward.score(["ab"], ["q"]).valid.all()
 
 
+def test_ties_are_counted_before_the_split_and_shortened_prompts_once(inputs: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": f"q{n}", "completions": ["a", "b"], "scores": [1, int(n < 2)]} for n in range(12)]
+    rows[11]["scores"] = [1, 0]
+    file = write(tmp_path / "ties.jsonl", rows)
+    trained, measured, left_out = read_rankings(config(inputs, f"data.train={file}", "data.heldout=0.2"))
+    assert (len(trained) + len(measured), left_out) == (10, {"ties": 2})
+    options: Any = {"limit": 5, "drop": True, "compares": True, "left_out": (counts := {})}
+    record = {"prompt": "q", "completions": ["a" * 9, "b"], "scores": [1.0, 0.0]}
+    with pytest.raises(UserError, match="no record is left"):
+        tokenize([record], tiny_tokenizer(template=None), **options)
+    assert counts == {"too_long": 1}
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path: Path) -> None:
+    Qwen3ForSequenceClassification(tiny_config(num_labels=1, vocab_size=8)).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(RewardError, match=r"tokens go to \d+, and the model has embeddings of 8"):
+        load_text_reward("reward_model", model=tmp_path)
+
+
 def test_what_is_refused_and_with_which_words(inputs: Path, tmp_path: Path) -> None:
     pair = {"prompt": "q", "chosen": "a", "rejected": "b"}
     same, long = {**pair, "rejected": "a"}, {**pair, "chosen": "a" * 60}
     for rows, more, message in (
         ([pair, same], [], "1 of 2 records .* have equal completions, .*rows 2.*data.unusable=drop leaves them out"),
         ([{**pair, "chosen": " "}], [], "have empty completions"),
+        (
+            [pair, {"prompt": "r", "completions": [], "scores": []}],
+            [],
+            "has an empty cell",
+        ),
+        ([{"prompt": "r", "completions": [], "scores": []}], [], "have empty completions"),
+        ([{**pair, "margin": "abc"}], [], "the margin 'abc' is no number of 0 or more"),
+        ([{**pair, "margin": -5}], [], "the margin -5 is no number"),
+        ([{"prompt": "q", "completion": "a", "reward": float("inf")}], [], "reward is inf"),
+        (
+            [{"chosen": "\n\nHuman: q\n\nAssistant: a"} | {"rejected": "\n\nHuman: q\n\nAssistant: a"}],
+            [],
+            "have empty",
+        ),
         (
             [pair, long],
             [],
@@ -284,7 +324,8 @@ def test_what_is_refused_and_with_which_words(inputs: Path, tmp_path: Path) -> N
     Qwen3ForSequenceClassification(tiny_config(num_labels=3)).save_pretrained(wide)
     tiny_tokenizer().save_pretrained(wide)
     with pytest.raises(
-        UserError, match=r"a classifier with 3 outputs, and this objective trains 1\. Give its base model"
+        UserError,
+        match=r"a classifier with 3 outputs \(LABEL_0, .*\), and this objective trains 1 \(LABEL_0\)\. Give its base",
     ):
         run(config(inputs, f"model.path={wide}"), tmp_path / "bad")
     with pytest.raises(RewardError, match="the model has 3 outputs"):

@@ -104,6 +104,29 @@ def test_praise_that_begins_like_a_refusal_and_a_question_in_that_script_are_sco
         assert judge.score(["好"], ["这是什么？"]).value.tolist() == [8]
 
 
+def test_ties_are_halves_and_each_order_counts_alike():
+    with judging(lambda body: chat("<answer>a tie</answer>"), form="pair") as (judge, _):
+        assert judge.score(["a", "b", "c"], ["p"] * 3).value.tolist() == [0.5] * 3
+
+    def reversed_fails(body: Body) -> Body:
+        readable = SHOWN.findall(words(body))[0] == "a" or body["seed"] < 2
+        return chat(r"\boxed{9, 3}" if readable else "no")
+
+    with judging(reversed_fails, form="list", answers=8) as (judge, _):
+        assert judge.score(["a", "b"], ["p", "p"]).value.tolist() == [48, 48]
+    with judging(form="list", answers=2) as (judge, stub):
+        judge.score(["a"], ["p"], [{"group_id": [1]}])
+    assert len(stub.asked) == 2, "a text alone has no second order"
+
+
+@pytest.mark.parametrize(
+    "text", ["As an AI judge, I weigh both.", "I can't help but admire it.", "I cannot rate it above 7."]
+)
+def test_a_verdict_that_begins_like_a_refusal_is_a_score(text):
+    with judging(lambda body: chat(rf"{text} \boxed{{7}}")) as (judge, _):
+        assert judge.score(["a"], ["p"]).value.tolist() == [7]
+
+
 def test_one_unreadable_order_is_no_score_and_of_k_answers_two_must_be_readable():
     def odd(body: Body) -> Body:
         return chat("no") if body["seed"] == 0 or SHOWN.findall(words(body))[0] == "bad" else chat(r"\boxed{6, 4}")

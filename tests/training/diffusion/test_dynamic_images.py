@@ -81,6 +81,19 @@ def test_without_a_group_of_dead_signal_it_is_the_plain_run(tmp_path: Path) -> N
     assert torch.equal(*ends)
 
 
+def test_a_part_of_the_reward_that_only_some_rounds_have_is_their_mean(tmp_path: Path) -> None:
+    class Sometimes(Flat):
+        calls = 0
+
+        def score(self, images: Any, prompts: Any, metadata: Any = None) -> Scores:
+            scores = super().score(images, prompts, metadata)
+            self.calls += 1
+            return replace(scores, parts={"late": torch.ones(len(prompts))} if self.calls == 1 else {})
+
+    record = _trainer(tmp_path, Sometimes("bright")).iterate()
+    assert record["reward_part/late"] == 1 and record["groups/rounds"] == 3
+
+
 def test_an_iteration_without_signal_learns_nothing_and_the_run_goes_on(tmp_path: Path) -> None:
     trainer = _trainer(tmp_path, Flat(), dynamic={"max_rounds": 2})
     record = trainer.iterate()

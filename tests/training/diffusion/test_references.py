@@ -11,6 +11,7 @@ import torch
 
 from tests.support.judges.brightness import BrightnessPairs
 from tests.support.training.images import RECORDS, ToyPolicy, toy_trainer, whole_and_resumed
+from visalign.errors import UserError
 from visalign.flow.rollout import rollout
 from visalign.rewards.questions.reward_dance_reference import ReferenceReward
 from visalign.seeds import sample_seed
@@ -77,6 +78,17 @@ def test_references_of_the_users_own_stay_and_old_ones_of_other_prompts_go(tmp_p
     rounds = [(i, [trainer.algorithm.prompts(i)[1][0]["prompt"]]) for i in range(4)]
     assert references.planned(rounds) == 4 * sum(prompts != ["bright"] for _, prompts in rounds)
     assert len(references.drawn) == 1 and len(references.state()) == 1  # one prompt an iteration, two are old
+
+
+def test_renewed_references_go_with_no_stored_or_late_scores(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"par compares with stored rewards .*Set references\.every=null"):
+        trainer_of(tmp_path, every=1, objective={"algorithm": "par"})
+    late = {
+        "credit": "one_step",
+        "changes": {"importance_sampling": {"level": "token", "mode": "truncate", "high": 2.0}},
+    }
+    with pytest.raises(UserError, match="one_step scores after the next iteration has renewed"):
+        trainer_of(tmp_path, every=1, objective=late, rollout={"staleness": 1})
 
 
 @pytest.mark.parametrize("every", [None, 2])

@@ -109,7 +109,9 @@ def load_rankings(
     for index, row in enumerate(usable.records):
         if PAIR[0] in row:
             prompt, texts = _whole_answers(row["prompt"], [row[name] for name in PAIR])
-            margin = {} if row.get("margin") is None else {"margin": row["margin"]}
+            margin = {} if row.get("margin") is None else {"margin": _number(row["margin"])}
+            if margin and (margin["margin"] is None or margin["margin"] < 0):
+                raise UserError(f"'{path}': the margin {excerpt(row['margin'])} is no number of 0 or more.")
             rankings[index] = {"prompt": prompt, "completions": texts, "scores": [1.0, 0.0], **margin}
         elif RANKED[0] in row and RANKED[1] in row:
             rankings[index] = {name: row[name] for name in ("prompt", *RANKED)}
@@ -188,7 +190,8 @@ def _read(
                 "a list of messages, a completion a text or a list of one message, a reward a number"
                 f"{', completions and scores are lists of equal length' if columns == RANKED else ''}."
             )
-        rows.append((number, {**row, **values}))
+        others = {*PAIR, *RANKED, *SCORED, *VOTE} - {*columns}  # of another layout, read by nobody
+        rows.append((number, {**{k: v for k, v in row.items() if k not in others}, **values}))
     if not rows:
         raise UserError(f"'{path}' holds no row.")
     return rows
@@ -214,7 +217,7 @@ def _list(values: Any, read: Callable[[Any], Any]) -> list[Any] | None:
 
 def _number(value: Any) -> float | None:
     try:
-        return None if math.isnan(number := float(value)) else number
+        return number if math.isfinite(number := float(value)) else None
     except (TypeError, ValueError):
         return None
 
@@ -243,7 +246,7 @@ def _drop_unusable(path: str | Path, rows: Sequence[NumberedRecord], *, drop: bo
     for number, record in rows:
         texts = [record[name] for name in (*PAIR, "completion") if name in record]
         texts += record.get("completions", []) if RANKED[1] in record else []
-        if not all(text.strip() for text in texts):
+        if not texts or not all(text.strip() for text in texts):
             faults.setdefault("empty", []).append(number)
         elif len(texts) == 2 and texts[0] == texts[1]:
             faults.setdefault("equal", []).append(number)

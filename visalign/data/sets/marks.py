@@ -55,17 +55,27 @@ def load_marks(path: str | Path, *, limit: int | None = None) -> list[MarkedImag
     """Read the images of an export, a pair as two; `limit` counts images."""
     if not Path(path).is_file():
         raise UserError(f"There is no file '{path}'. Write it: visalign collect VOTES.sqlite --export FILE.jsonl.")
-    images = [marked for number, row in read_table(path, {}) for marked in _read_row(Path(path), number, row)]
+    images = [marked for number, row in read_table(path, {}) for marked in _checked_row(Path(path), number, row)]
     if not images:
         raise UserError(f"'{path}' has no row.")
     return images[:limit]
+
+
+def _checked_row(path: Path, number: int, row: dict[str, Any]) -> list[MarkedImage]:
+    try:
+        return list(_read_row(path, number, row))
+    except UserError:
+        raise
+    except (TypeError, AttributeError, KeyError, ValueError, ZeroDivisionError) as error:
+        fault = f"row {number} of '{path.name}' is no row of an export of visalign collect"
+        raise UserError(f"{fault}: {error}. Write it: visalign collect VOTES.sqlite --export FILE.jsonl.") from error
 
 
 def _read_row(path: Path, number: int, row: dict[str, Any]) -> Iterator[MarkedImage]:
     where = f"row {number} of '{path.name}'"
     sides = ("left", "right") if "image_left" in row else ("left",)
     answers, voters = row.get("answers", []), row.get("voters", len(row.get("ballots", ())))
-    if not isinstance(answers, list) or not isinstance(voters, int):
+    if not isinstance(answers, list) or isinstance(voters, bool) or not isinstance(voters, int) or voters < 0:
         raise UserError(f"{where} has no count of voters. Give an export of visalign collect.")
     voters -= sum("prob" in answer for answer in answers)  # judges mark nothing
     mos, best = row.get("mos"), row.get("mos_best", 5)

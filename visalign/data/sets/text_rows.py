@@ -31,7 +31,10 @@ def split_pair(row: Row) -> Row:
         return {**row, "prompt": chosen[:-1], PAIR[0]: chosen[-1:], PAIR[1]: rejected[-1:]}
     if "prompt" in row or not (isinstance(chosen, str) and isinstance(rejected, str)):
         return row
-    size = next((n for n, pair in enumerate(zip(chosen, rejected, strict=False)) if len({*pair}) > 1), 0)
+    size = next(
+        (n for n, pair in enumerate(zip(chosen, rejected, strict=False)) if len({*pair}) > 1),
+        min(len(chosen), len(rejected)),
+    )
     size -= chosen[:size].endswith(" ")  # a blank belongs to the word behind it, as in TRL
     return {**row, "prompt": chosen[:size], PAIR[0]: chosen[size:], PAIR[1]: rejected[size:]} if size else row
 

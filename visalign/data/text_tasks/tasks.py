@@ -150,11 +150,11 @@ def heldout_tasks(
 
 
 def wrong_solutions(tasks: Sequence[Mapping[str, Any]]) -> list[tuple[Record, str]]:
-    """Pair each task, whose solution becomes "chosen", with the solution of the next one with another answer."""
+    """Pair each task, whose solution becomes "chosen", with the next solution that does not answer it."""
     pairs = []
     for index, task in enumerate(tasks):
         following = (*tasks[index + 1 :], *tasks[:index])
-        rejected = next((other["solution"] for other in following if other["answer"] != task["answer"]), None)
+        rejected = next((t["solution"] for t in following if not check_answer(t["solution"], task)[0]), None)
         if rejected is None:
             raise UserError("all tasks have one answer, so no solution is wrong; raise data.size.")
         pairs.append(({**task, "chosen": task["solution"]}, rejected))

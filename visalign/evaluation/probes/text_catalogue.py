@@ -48,13 +48,18 @@ def _change(function: Callable[[str, Level, torch.Generator], str | None]) -> Ch
 
     def change(sample: Sample, level: Level, generator: torch.Generator) -> Sample | None:
         text = function(sample.image, level, generator)
-        return None if text is None else Sample(CompletionText(text.replace("{prompt}", sample.prompt)), sample.prompt)
+        return None if text is None else Sample(CompletionText(text), sample.prompt)
 
     return change
 
 
 def _templated(texts: dict[str, str]) -> Change:
-    return _change(lambda text, level, _: texts[level.label].replace("{text}", text))
+    def change(sample: Sample, level: Level, _: torch.Generator) -> Sample:
+        parts = {"{text}": sample.image, "{prompt}": sample.prompt}
+        text = re.sub(r"\{(?:text|prompt)\}", lambda match: parts[match[0]], texts[level.label])
+        return Sample(CompletionText(text), sample.prompt)
+
+    return change
 
 
 def _cut(text: str, level: Level, generator: torch.Generator) -> str | None:

@@ -127,7 +127,7 @@ class ImageAlgorithm(Algorithm):
         self.replay_settings = self_imitation
         self.groups = DynamicGroups(rollout.prompts_per_iteration, added[0]) if added[0].enabled else None
         check_processes(settings, rollout, reward, self.accelerator.num_processes)
-        settings.check_reward(reward)
+        settings.check_reward(reward, renewed=renewed)
         settings.check_features(features is not None)
         self.records, self.features, self.stored, self.references = records, features, stored, references
         in_thread = rollout.overlap > 1 or rollout.staleness > 0
@@ -205,7 +205,8 @@ class ImageAlgorithm(Algorithm):
             self.groups.feed(images.group, images.value, images.valid, payload=images)
             rounds.append(images.metrics)
         taken = self.groups.take()
-        means = {name: fmean(metrics[name] for metrics in rounds) for name in rounds[0]}
+        names = dict.fromkeys(name for metrics in rounds for name in metrics)  # parts of rewards may be missing
+        means = {name: fmean(metrics[name] for metrics in rounds if name in metrics) for name in names}
         collected = Collected(
             experience=None, samples=self.samples * len(rounds), metrics={**means, **self.groups.metrics()}
         )

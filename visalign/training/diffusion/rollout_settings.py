@@ -434,6 +434,11 @@ def check_more_samples(
     """Refuse dynamic sampling where no rewards of a group decide what is learnt, and a replay where a ratio would lie
     or stored rewards cannot be compared with new ones.
     """
+    if renewed and rollout.staleness and objective.credit == "one_step":
+        raise UserError(
+            "objective.credit=one_step scores after the next iteration has renewed the references of rewards.terms. "
+            "Set rollout.staleness=0, or references.every=null."
+        )
     row, can = objective.regression, RewardCapabilities() if reward is None else reward.capabilities
     name, learns = f"objective.algorithm={objective.algorithm}", row is not None and row.loss != "distil"
     has_ratio = objective.is_policy_gradient or (row is not None and row.loss == "elbo")

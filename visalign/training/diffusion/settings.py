@@ -104,8 +104,11 @@ class DiffusionObjectiveSettings(ObjectiveSettings):
             return replace(objective, advantage="given", advantage_options={})
         return replace(objective, advantage="steps", advantage_options={"scale": "group", "ddof": 0})
 
-    def check_reward(self, reward: Any) -> None:
-        """Refuse a bound where training does not use the sum of all rewards, and with PAR comparing rewards."""
+    def check_reward(self, reward: Any, *, renewed: bool) -> None:
+        """Refuse a bound where training does not use the sum of all rewards, and with PAR comparing rewards.
+
+        `renewed` says that the references of a reward are.
+        """
         capabilities, name = reward.capabilities, f"objective.algorithm={self.algorithm}"
         is_par = self.is_policy_gradient and self.build(length=1).advantage == "par"
         if is_par and (capabilities.needs_group or capabilities.needs_batch):
@@ -113,6 +116,11 @@ class DiffusionObjectiveSettings(ObjectiveSettings):
                 f"{name} compares each reward with that of an image of the reference, and "
                 f"{reward.name} compares the samples of an iteration with each other. Take a reward of single "
                 "images, or objective.algorithm=flow_grpo."
+            )
+        if is_par and renewed:
+            raise UserError(
+                f"{name} compares with stored rewards of the reference, and the references of rewards.terms are "
+                "renewed. Set references.every=null, or take objective.algorithm=flow_grpo."
             )
         if not (bounds := reward.capabilities.constraints):
             return
