@@ -190,8 +190,8 @@ def _read(
                 "a list of messages, a completion a text or a list of one message, a reward a number"
                 f"{', completions and scores are lists of equal length' if columns == RANKED else ''}."
             )
-        others = {*PAIR, *RANKED, *SCORED, *VOTE} - {*columns}  # of another layout, read by nobody
-        rows.append((number, {**{k: v for k, v in row.items() if k not in others}, **values}))
+        unread = {*PAIR, *RANKED, *SCORED, *VOTE} - {*columns}  # columns of other layouts
+        rows.append((number, {**{k: v for k, v in row.items() if k not in unread}, **values}))
     if not rows:
         raise UserError(f"'{path}' holds no row.")
     return rows
