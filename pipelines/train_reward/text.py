@@ -86,7 +86,8 @@ class RankingDataConfig:
     heldout: Annotated[float, Field(ge=0, lt=1)] | str = 0.1
     """Share of the prompts that are held out, or a file in a form of data.train."""
     unusable: Literal["refuse", "drop"] = "refuse"
-    """Treatment of pairs of equal completions and of empty ones: an error (refuse), or left out (drop)."""
+    """Treatment of pairs of equal completions, of empty ones, and of prompts of data.heldout in data.train: an error
+    (refuse), or left out (drop)."""
     max_length: Count | None = None
     """Tokens of the longest prompt with its completion; null: limited by the model alone."""
     too_long: Literal["refuse", "drop"] = "refuse"

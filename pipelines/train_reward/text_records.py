@@ -53,13 +53,15 @@ def read_rankings(config: Any) -> tuple[Records, Records, dict[str, int]]:
         return *split_records(records, data.heldout, config.seed), left_out
     with name_key("data.heldout"):
         heldout = load_rankings(data.heldout, unusable=data.unusable, names=data.map).records
-    trained = {str(record["prompt"]) for record in records}
-    if shared := [str(record["prompt"]) for record in heldout if str(record["prompt"]) in trained]:
+    measured = {str(record["prompt"]) for record in heldout}
+    shared = list(dict.fromkeys(prompt for record in records if (prompt := str(record["prompt"])) in measured))
+    new = [record for record in records if str(record["prompt"]) not in measured]
+    if shared and (data.unusable == "refuse" or not new):
         raise UserError(
             f"{len(shared)} prompts of data.heldout are also in data.train: {listed([repr(p) for p in shared])}. Put "
-            "each into one of the two."
+            "each into one of the two; data.unusable=drop leaves them out of data.train."
         )
-    return records, heldout, left_out
+    return new, heldout, left_out | ({"shared": len(records) - len(new)} if shared else {})
 
 
 def _task_pairs(data: Any, seed: int) -> list[dict[str, Any]]:

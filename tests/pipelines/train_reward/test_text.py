@@ -320,6 +320,8 @@ def test_what_is_refused_and_with_which_words(inputs: Path, tmp_path: Path) -> N
     both = write(tmp_path / "both.jsonl", [pair, {**pair, "prompt": "q3"}])
     with pytest.raises(UserError, match=r"1 prompts of data\.heldout are also in data.train: 'q3'"):
         run(config(inputs, f"data.heldout={both}"), tmp_path / "bad")
+    dropped = config(inputs, f"data.heldout={both}", "data.unusable=drop")
+    assert read_rankings(dropped)[2] == {"shared": 1} and len(read_rankings(dropped)[1]) == 2
     wide = tmp_path / "wide"
     Qwen3ForSequenceClassification(tiny_config(num_labels=3)).save_pretrained(wide)
     tiny_tokenizer().save_pretrained(wide)
