@@ -19,7 +19,9 @@ def cases(family: str):
     return [pytest.param(FAMILIES[family], case, id=case.name) for case in content[1]]
 
 
-@pytest.mark.parametrize(("family", "case"), [*cases("E_sigma_tables"), *cases("E_sde_steps")])
+@pytest.mark.parametrize(
+    ("family", "case"), [*cases("E_sigma_tables"), *cases("E_sde_steps"), *cases("L_precise_steps")]
+)
 def test_golden(family, case):
     found = run_case(family, case)
     assert found is not None, "this variant is not known"

@@ -28,7 +28,7 @@ from visalign.interfaces import DiffusionPolicy
 SIGMAS = diffusers_timestep_sigmas(6, shift=3.0)
 SEEDS = [101, 202, 303, 404, 505]
 CONDITION = Shift(torch.tensor([0.0, 0.5, -0.5, 1.0, -1.0]))
-KERNELS = [("flow", 0.7, "gaussian"), ("dance", 0.3, "gaussian"), ("cps", 0.8, "gaussian"), ("cps", 0.8, "quadratic")]
+KERNELS = [*((name, 0.5, "gaussian") for name in ("flow", "dance", "cps", "precise")), ("cps", 0.8, "quadratic")]
 
 
 def run(policy: DiffusionPolicy, **settings) -> Trajectory:
@@ -223,7 +223,7 @@ def test_steps_behind_the_last_noise_can_be_fewer():
     ("changes", "message"),
     [
         ({"sde_steps": (0, 6)}, r"rising indices in 0 to 5; got \[0, 6\]"),
-        ({"schedule": "cps", "sde_steps": (5,)}, "last step of CPS"),
+        ({"schedule": "cps", "sde_steps": (5,)}, "last step .* of cps"),
         ({"sigmas": torch.tensor([1.0, 0.5])}, "fall strictly from at most 1 down to 0; got .1.0, 0.5"),
         ({"seeds": [1, 2]}, "of 5 samples needs one seed for each, .*got 2"),
         ({"noise": torch.zeros(5, 2, 3, 4)}, r"must be \[5, 2, 3, 3\].*got \[5, 2, 3, 4\]"),

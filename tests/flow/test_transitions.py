@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The three kernels: hand values, diffusers, torch.distributions, identities, marginals."""
+"""The two kernels: hand values, diffusers, torch.distributions, identities, marginals."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from diffusers import DDIMScheduler, DPMSolverMultistepScheduler
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 
 from tests.support.flow_policies import GaussianPolicy, Shift
-from visalign.flow import Kernel, cps_step, diffusers_timestep_sigmas, sde_step, timestep_sigmas
+from visalign.flow import Kernel, diffusers_timestep_sigmas, replacement_step, sde_step, timestep_sigmas
 from visalign.flow.parametrization import flow_sigma, preserving_scale, velocity_of_prediction
-from visalign.flow.transitions import ODESolver, ddim_step
+from visalign.flow.transitions import ODESolver
 
-LEVELS = {"flow": 0.7, "dance": 0.3, "cps": 0.8, "ddim": 1.0}
+LEVELS = {"flow": 0.7, "dance": 0.3, "cps": 0.8, "ddim": 1.0, "precise": 1.5, "dance_precise": 0.5}
 
 
 def latents(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -33,7 +33,7 @@ def test_flow_step_by_hand():
 
 def test_cps_step_by_hand():
     x, v = torch.tensor([[2.0]], dtype=torch.float64), torch.tensor([[-1.0]], dtype=torch.float64)
-    step = cps_step(x, v, 0.5, 0.25, noise_level=1 / 3)
+    step = replacement_step(x, v, 0.5, 0.25, schedule="cps", noise_level=1 / 3)
     # x̂0 = 2.5, x̂1 = 1.5; std = sin(30°)/4, kept noise cos(30°)/4
     assert step.mean.item() == pytest.approx(0.75 * 2.5 + 1.5 * math.sqrt(3) / 8, rel=1e-12)
     assert step.std.item() == pytest.approx(0.125, rel=1e-12)
@@ -54,7 +54,7 @@ def test_schedule_none_is_the_diffusers_euler_step(steps):
         assert torch.equal(x, peer) and step.std.tolist() == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("schedule", ["flow", "dance", "cps", "ddim"])
+@pytest.mark.parametrize("schedule", LEVELS)
 def test_log_prob_is_torch_distributions(schedule):
     kernel = Kernel(schedule=schedule, noise_level=LEVELS[schedule], sigma_max=0.95)
     step = kernel.step(latents(3, 2, 4), latents(3, 2, 4, seed=1), 0.6, 0.5)
@@ -85,12 +85,26 @@ def test_sde_and_ode_have_the_marginals_of_the_flow(schedule, noise_level):
             assert abs(x.std() - std) < 0.012
 
 
+def test_precise_at_root_two_is_ancestral_sampling():
+    """κ = ρ^(η²) is DDIM's 1 − η²(1 − ρ²) there; noise level 0 is the ODE."""
+    x, v, sigma = latents(3, 2), latents(3, 2, seed=1), torch.tensor([1.0, 0.7, 0.2]).double()
+    precise, ancestral = (
+        replacement_step(x, v, sigma, sigma / 2, schedule=schedule, noise_level=level)
+        for schedule, level in (("precise", math.sqrt(2)), ("ddim", 1.0))
+    )
+    torch.testing.assert_close(precise, ancestral)
+    for schedule in ("cps", "ddim", "precise", "dance_precise"):
+        step = replacement_step(x, v, sigma, 0 * sigma, schedule=schedule, noise_level=0.0)
+        torch.testing.assert_close(step.mean, sde_step(x, v, sigma, 0 * sigma, schedule="none").mean)
+        assert step.std.tolist() == [0, 0, 0]
+
+
 def test_last_step_flow_std_is_finite_and_cps_log_prob_is_refused():
     x, v = latents(2, 3), latents(2, 3, seed=1)
     flow = sde_step(x, v, 0.01, 0.0, schedule="flow", noise_level=0.7, sigma_max=0.9)
     assert bool(torch.isfinite(flow.log_prob(x, "mean")).all()) and bool((flow.std > 0).all())
-    cps = cps_step(x, v, 0.01, 0.0, noise_level=0.8)
-    with pytest.raises(ValueError, match=r"smallest std is 0\..*last step of CPS"):
+    cps = replacement_step(x, v, 0.01, 0.0, schedule="cps", noise_level=0.8)
+    with pytest.raises(ValueError, match=r"smallest std is 0\..*last step .* of cps, ddim, precise"):
         cps.log_prob(x, "mean")
     ode = sde_step(x, v, 0.5, 0.4, schedule="none")
     with pytest.raises(ValueError, match="log-probability is undefined"):
@@ -130,7 +144,7 @@ def test_ddim_is_diffusers_own_step():
         size, size_next = preserving_scale(sigma), preserving_scale(sigma_next)
         v = velocity_of_prediction(output, x * size, sigma.expand(4), "epsilon")
         for eta in (0.0, 0.5, 1.0):
-            ours = ddim_step(x * size, v, sigma, sigma_next, eta=eta)
+            ours = replacement_step(x * size, v, sigma, sigma_next, schedule="ddim", noise_level=eta)
             zero = torch.zeros_like(x)
             mean = scheduler.step(output, t, x, eta=eta, variance_noise=zero).prev_sample
             moved = scheduler.step(output, t, x, eta=eta, variance_noise=zero + 1).prev_sample

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from visalign.flow.windows import window_steps
 
 _GRIDS = ("diffusers", "plain")
 _SCHEDULES = {"flow": "flow", "Flow-SDE": "flow", "dance": "dance", "Dance-SDE": "dance"}
-_SCHEDULES |= {"cps": "cps", "CPS": "cps"}
+_SCHEDULES |= {"cps": "cps", "CPS": "cps", "precise": "precise", "dance_precise": "dance_precise"}
 _KNOWN_TABLE = {"shift", "steps", "num_train_timesteps"}
 _KNOWN_STEP = {"kind", "noise_level", "shift", "steps", "step_index", "sigma_max", "dtype"}
 
@@ -64,6 +65,31 @@ def sde_steps(case: Any) -> dict[str, Any] | None:
     if params["kind"] == "CPS":  # this peer's log_prob is the quadratic form, which we offer by that name
         ours["log_prob"] = quadratic
     return ours
+
+
+def precise_steps(case: Any) -> dict[str, Any] | None:
+    """Steps as above with |∂μ/∂v|, or the variances of a chain of them on Gaussian data with the exact velocity."""
+    if "data_std" not in case.params:
+        ours = sde_steps(case)
+        if ours and "abs_dmean_dv" in case.expected:
+            names = ("sample", "sigma", "sigma_next")
+            x, sigma, sigma_next = (case.tensor(name) for name in names)
+            kernel = Kernel(schedule=case.params["kind"], noise_level=case.params["noise_level"])
+            v = torch.zeros_like(x).requires_grad_()
+            (slope,) = torch.autograd.grad(kernel.step(x, v, sigma, sigma_next).mean.sum(), v)
+            ours["abs_dmean_dv"] = slope.flatten(1)[:, 0].abs()
+        return ours
+    schedule = {"ode": "none"}.get(case.params["kind"], case.params["kind"])
+    kernel = Kernel(schedule=schedule, **{name: case.params[name] for name in ("noise_level", "sigma_max")})
+    spread, sigmas, one = case.params["data_std"] ** 2, case.tensor("sigmas"), torch.ones(1, 1, dtype=torch.float64)
+    factors, stds, variance = [], [], [1.0]
+    for sigma, sigma_next in pairwise(sigmas):
+        v = (sigma - (1 - sigma) * spread) / ((1 - sigma) ** 2 * spread + sigma**2)
+        step = kernel.step(one, one * v, sigma, sigma_next)
+        factors.append(float(step.mean))
+        stds.append(float(step.std))
+        variance.append(factors[-1] ** 2 * variance[-1] + stds[-1] ** 2)
+    return {"mean_factor": factors, "std": stds, "variance": variance, "ratio": variance[-1] / spread}
 
 
 def ddim_steps(case: Any) -> dict[str, Any] | None:
@@ -140,6 +166,6 @@ def tolerance(case: Any, key: str) -> tuple[float, float, str] | None:
 
 
 FAMILIES = {"E_sigma_tables": sigma_tables, "E_sde_steps": sde_steps, "E_ddim_steps": ddim_steps}
-FAMILIES["E_windows_steps"] = windows
+FAMILIES |= {"E_windows_steps": windows, "L_precise_steps": precise_steps}
 TOLERANCES = {"E_sigma_tables": lambda case, key: (1e-6, 1e-7, "largest"), "E_sde_steps": tolerance}
 TOLERANCES["E_ddim_steps"] = tolerance

@@ -54,7 +54,7 @@ class SteeringCallback:
         resample_after: steps of the call, rising, 1 to T − 2: a callback does not get the latents before step
             0, and after the last step there is no noise.
         strength: λ, per unit of the reward.
-        schedule: noise schedule: "flow", "dance", "cps" or "ddim", at `noise_level`.
+        schedule: noise schedule, see `visalign.flow.Kernel`, at `noise_level`.
         decode: latents [B, ...] as the pipeline has them, clean -> images [B, 3, H, W] in [0, 1]; None
             decodes as the pipeline does (of a video the middle frame).
         image_size: the call's square side or (height, width), like `num_frames` where it is not the default.
@@ -87,7 +87,7 @@ class SteeringCallback:
         if not self._kernel.std(torch.tensor(0.5), torch.tensor(0.4)) > 0:
             raise ValueError(
                 f'schedule "{schedule}" at noise_level {noise_level} draws no noise, so children of one '
-                "parent would stay equal. Raise noise_level; flow, dance, cps and ddim draw it."
+                "parent would stay equal. Raise noise_level; every schedule but none draws it then."
             )
         _check_sampler(pipe.scheduler)
         self._reward, self._particles, self._after = reward, particles, after

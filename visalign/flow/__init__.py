@@ -21,13 +21,13 @@ from .schedules import diffusers_timestep_sigmas, timestep_sigmas
 from .search import PathSearch, ZeroOrderSearch
 from .steering import steered_rollout
 from .trajectory import Pairs, Trajectory
-from .transitions import Kernel, Transition, cps_step, noise_rate, sde_step, velocity_between
+from .transitions import Kernel, Transition, noise_rate, replacement_step, sde_step, velocity_between
 from .tree import tree_nodes
 
 __all__ = [
     "Kernel", "Pairs", "PathSearch", "RatioCheck", "RatioError", "StepStats", "Trajectory", "Transition",
-    "ZeroOrderSearch", "check_log_ratio", "cps_step", "diffusers_timestep_sigmas", "flow_sigma",
-    "initial_noise", "noise_rate", "preserving_scale", "replay", "rollout", "sample_seed", "sde_step",
+    "ZeroOrderSearch", "check_log_ratio", "diffusers_timestep_sigmas", "flow_sigma", "initial_noise",
+    "noise_rate", "preserving_scale", "replacement_step", "replay", "rollout", "sample_seed", "sde_step",
     "steered_rollout", "step_noise", "timestep_sigmas", "tree_nodes", "velocity_between",
     "velocity_of_prediction",
 ]  # fmt: skip

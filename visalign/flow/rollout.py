@@ -52,7 +52,7 @@ def rollout(
         sigmas: [T + 1].
         sde_steps: rising indices in [0, T); empty for a deterministic rollout (evaluation). With bfloat16
             storage leave out steps of tiny std (0.006 in diffusers' last one), the size of rounding.
-        schedule: "flow", "dance", "cps" or "ddim".
+        schedule: see `Kernel`.
         noise_level: a or η of the schedule.
         seeds: [B]; not needed with `noise` and no stochastic step.
         noise: [B, ...] standard normal noise, instead of `initial_noise(seeds)` (e.g. shared in a group).

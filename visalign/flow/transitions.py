@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Denoising steps as Gaussians: mean and total std of x' from (x, v, σ, σ'), samples and log-probs.
 
-Three kernels. `sde_step` is Flow-SDE, Dance-SDE and the ODE: one mean formula, three noise rates. `cps_step`
-is Coefficients-Preserving Sampling, `ddim_step` DDIM with η (DDPO's): both replace part of the predicted
-noise. `std` has one meaning: the standard deviation of x', √(−dt) included.
+Two kernels. `sde_step` is Flow-SDE, Dance-SDE and the ODE: one mean formula, three noise rates.
+`replacement_step` replaces part of the predicted noise: Coefficients-Preserving Sampling, DDIM with η (DDPO's),
+Precise. `std` has one meaning: the standard deviation of x', √(−dt) included.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from visalign.core.surrogates.ratios import LogProbReduction, gaussian_log_prob,
 
 NOISE_SCHEDULES = ("flow", "dance", "none")
 """Noise schedules of the SDE kernel: Flow-SDE, Dance-SDE, and none (the ODE)."""
-LAST_IS_EXACT = ("cps", "ddim")
-"""Kernels that add no noise in the last step (σ' = 0)."""
+REPLACING = ("cps", "ddim", "precise", "dance_precise")
+"""Schedules that replace predicted noise by fresh noise, and so add none in the last step (σ' = 0)."""
+SHARES = ("cps", "ddim")
+"""Schedules whose noise level is a share, 0 to 1."""
 Solver = Literal["euler", "dpmpp_2m"]
 """Solver of the ODE, see `ODESolver`."""
 SOLVERS: tuple[str, ...] = get_args(Solver)
@@ -58,8 +60,8 @@ class Transition:
         if not bool((self.std > 0).all()):
             raise ValueError(
                 f"The log-probability is undefined: the smallest std is {float(self.std.min()):.3g}. A step "
-                "has none under the ODE, at noise level 0, where σ' is not below σ, and in the last step of "
-                "CPS and DDIM (σ' = 0). Leave such steps out of sde_steps."
+                "has none under the ODE, at noise level 0, where σ' is not below σ, and in the last step "
+                f"(σ' = 0) of {', '.join(REPLACING)}. Leave such steps out of sde_steps."
             )
         return gaussian_log_prob(x_next, self.mean, self.std, log_prob_reduction=log_prob_reduction)
 
@@ -69,9 +71,10 @@ class Kernel:
     """Kind of a rollout's steps, and the convention of their log-probability; a replay needs the same."""
 
     schedule: str
-    """"flow", "dance", "none" (noise schedules of the SDE kernel), "cps" or "ddim"."""
+    """"flow", "dance", "none" (noise schedules of the SDE kernel), "cps", "ddim", "precise", "dance_precise"."""
     noise_level: float
-    """a of Flow-SDE (paper: 0.7), η of Dance (0.3), a of CPS (0.8), η of DDIM (1); not read by "none"."""
+    """a of Flow-SDE (paper: 0.7), η of Dance (0.3), a of CPS (0.8), η of DDIM (1), of Precise (1.5) and of its
+    Dance form; not read by "none"."""
     sigma_max: float = 0.0
     """Flow-SDE's stand-in for σ = 1, in [0, 1); the others ignore it."""
     log_prob_reduction: LogProbReduction = "mean"
@@ -81,8 +84,8 @@ class Kernel:
 
     def __post_init__(self) -> None:
         schedule, noise_level, sigma_max = self.schedule, self.noise_level, self.sigma_max
-        check_choice("schedule", schedule, (*NOISE_SCHEDULES, *LAST_IS_EXACT))
-        largest = 1.0 if schedule in LAST_IS_EXACT else math.inf
+        check_choice("schedule", schedule, (*NOISE_SCHEDULES, *REPLACING))
+        largest = 1.0 if schedule in SHARES else math.inf
         if schedule != "none" and not (0 <= noise_level <= largest and noise_level < math.inf):
             raise ValueError(f"noise_level of {schedule} must lie in [0, {largest:g}]; got {noise_level}.")
         if schedule == "flow" and not 0 <= sigma_max < 1:
@@ -96,19 +99,16 @@ class Kernel:
 
     def std(self, sigma: Tensor, sigma_next: Tensor) -> Tensor:
         """Compute the total std of x' for noise levels σ, σ' of equal shape, in their shape and dtype."""
-        if self.schedule == "cps":
-            return _cps_std(sigma_next, self.noise_level)
-        if self.schedule == "ddim":
-            return _ddim_std(sigma, sigma_next, self.noise_level)
+        if self.schedule in REPLACING:
+            kept = _kept_variance(sigma, sigma_next, self.schedule, self.noise_level)
+            return sigma_next * (1 - kept).sqrt()
         rate = noise_rate(sigma, self.sigma_max, schedule=self.schedule, noise_level=self.noise_level)
         return rate * torch.sqrt(sigma - sigma_next)
 
     def step(self, x: Tensor, v: Tensor, sigma: Tensor | float, sigma_next: Tensor | float) -> Transition:
         """Compute the transition out of x [B, ...] along v [B, ...]; σ and σ' are scalars or [B]."""
-        if self.schedule == "cps":
-            return cps_step(x, v, sigma, sigma_next, noise_level=self.noise_level)
-        if self.schedule == "ddim":
-            return ddim_step(x, v, sigma, sigma_next, eta=self.noise_level)
+        if self.schedule in REPLACING:
+            return replacement_step(x, v, sigma, sigma_next, schedule=self.schedule, noise_level=self.noise_level)
         options = {"noise_level": self.noise_level, "sigma_max": self.sigma_max}
         return sde_step(x, v, sigma, sigma_next, schedule=self.schedule, **options)
 
@@ -208,53 +208,39 @@ def velocity_between(x: Tensor, x_next: Tensor, sigma: Tensor | float, sigma_nex
     return (x_next - x) / _rows(sigma_next - sigma, x)
 
 
-def cps_step(
-    x: Tensor, v: Tensor, sigma: Tensor | float, sigma_next: Tensor | float, *, noise_level: float
+def replacement_step(
+    x: Tensor, v: Tensor, sigma: Tensor | float, sigma_next: Tensor | float, *, schedule: str, noise_level: float
 ) -> Transition:
-    """Take a step of Coefficients-Preserving Sampling: fresh noise replaces part of the predicted noise.
+    """Take a step in which fresh noise replaces part of the predicted noise.
 
-    With x̂0 = x − σv and x̂1 = x + (1 − σ)v:  μ = (1 − σ')·x̂0 + σ' cos(aπ/2)·x̂1,  std = σ' sin(aπ/2).
-    In the last step (σ' = 0) std is 0 and the log-probability undefined.
+    With x̂0 = x − σv and x̂1 = x + (1 − σ)v:  μ = (1 − σ')·x̂0 + √κ σ'·x̂1,  std = √(1 − κ) σ'. κ is the share of
+    the noise's variance that is kept; with ρ = σ'(1 − σ) / (σ(1 − σ')), the fall of the noise-to-signal ratio:
 
-    a = `noise_level` in [0, 1]: 0 is the ODE, 1 replaces all of the noise. Source: Wang and Yu,
-    Coefficients-Preserving Sampling, arXiv 2509.05952.
+    cps: κ = cos²(aπ/2), a = `noise_level` in [0, 1]; Wang and Yu, arXiv 2509.05952.
+    ddim: κ = 1 − η²(1 − ρ²), DDPO's kernel on the flow's scale: x is DDIM's latent times n = √((1 − σ)² + σ²),
+        and a log-probability differs by ln n' a dimension. η = 1 is ancestral sampling; Song et al., DDIM,
+        arXiv 2010.02502, eq. 12 and 16; Black et al., DDPO, arXiv 2305.13301.
+    precise: κ = ρ^(η²); arXiv 2605.23522. It is ddim's at η = √2 where ddim has η = 1.
+    dance_precise: κ = exp(−η²(1/σ' − 1/σ)), its form of Dance-SDE.
+
+    Noise level 0 is the ODE. In the last step (σ' = 0) std is 0 and the log-probability undefined.
     """
     x, v, sigma, sigma_next = _working(x, v, sigma, sigma_next)
-    noise_scale = sigma_next * torch.cos(torch.full_like(sigma_next, noise_level * torch.pi / 2))
-    return _replace_noise(x, v, sigma, sigma_next, noise_scale, _cps_std(sigma_next, noise_level))
-
-
-def ddim_step(x: Tensor, v: Tensor, sigma: Tensor | float, sigma_next: Tensor | float, *, eta: float) -> Transition:
-    """Take a step of DDIM with η, DDPO's kernel, on the flow's scale: η = 1 is ancestral sampling, 0 the ODE.
-
-    With ᾱ = (1 − σ)² / ((1 − σ)² + σ²) and n = √((1 − σ)² + σ²), the variance of eq. 16 and the mean of eq.
-    12, std² = η² (1 − ᾱ')/(1 − ᾱ) (1 − ᾱ/ᾱ') and μ = √ᾱ' x̂0 + √(1 − ᾱ' − std²) ε̂, are, times n': std = η σ'
-    (n/σ) √(1 − ((1 − σ) n' / ((1 − σ') n))²), μ = (1 − σ')·x̂0 + √(σ'² − std²)·x̂1. A log-probability of the
-    scaled latent differs from that of the other by ln n' a dimension, a constant. Source: Song et al., DDIM,
-    arXiv 2010.02502; Black et al., DDPO, arXiv 2305.13301.
-    """
-    x, v, sigma, sigma_next = _working(x, v, sigma, sigma_next)
-    std = _ddim_std(sigma, sigma_next, eta)
-    noise_scale = (sigma_next.square() - std.square()).clamp_min(0).sqrt()
-    return _replace_noise(x, v, sigma, sigma_next, noise_scale, std)
-
-
-def _replace_noise(
-    x: Tensor, v: Tensor, sigma: Tensor, sigma_next: Tensor, noise_scale: Tensor, std: Tensor
-) -> Transition:
-    """(1 − σ')·x̂0 + noise_scale·x̂1 with x̂0 = x − σv, x̂1 = x + (1 − σ)v."""
+    kept = _kept_variance(sigma, sigma_next, schedule, noise_level)
     clean, noise = x - _rows(sigma, x) * v, x + _rows(1 - sigma, x) * v
-    return Transition(_rows(1 - sigma_next, x) * clean + _rows(noise_scale, x) * noise, std)
+    mean = _rows(1 - sigma_next, x) * clean + _rows(sigma_next * kept.sqrt(), x) * noise
+    return Transition(mean, sigma_next * (1 - kept).sqrt())
 
 
-def _ddim_std(sigma: Tensor, sigma_next: Tensor, eta: float) -> Tensor:
-    size, size_next = torch.hypot(1 - sigma, sigma), torch.hypot(1 - sigma_next, sigma_next)
-    fall = 1 - ((1 - sigma) * size_next / ((1 - sigma_next) * size)).square()
-    return eta * sigma_next * size / sigma * fall.clamp_min(0).sqrt()
-
-
-def _cps_std(sigma_next: Tensor, noise_level: float) -> Tensor:
-    return sigma_next * torch.sin(torch.full_like(sigma_next, noise_level * torch.pi / 2))
+def _kept_variance(sigma: Tensor, sigma_next: Tensor, schedule: str, level: float) -> Tensor:
+    """κ of `replacement_step`, in [0, 1]."""
+    if schedule == "cps":
+        return torch.cos(torch.full_like(sigma_next, level * torch.pi / 2)).square()
+    if schedule == "dance_precise":
+        product = (sigma * sigma_next).clamp_min(torch.finfo(sigma.dtype).tiny)  # or 0 / 0 at level 0
+        return torch.exp(-(level**2) * (sigma - sigma_next).clamp_min(0) / product)
+    ratio = (sigma_next * (1 - sigma) / (sigma * (1 - sigma_next))).clamp_max(1)
+    return 1 - level**2 * (1 - ratio.square()) if schedule == "ddim" else ratio ** (level**2)
 
 
 def _working(

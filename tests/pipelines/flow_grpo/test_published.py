@@ -26,6 +26,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     | SAMPLE_STD,
     "flow_cps": {"schedule": "cps", "noise_level": 0.8},
     "cps": {"schedule": "cps", "noise_level": 0.8},
+    "precise": {"schedule": "precise", "noise_level": 1.5},
     "ddpo": {"schedule": "ddim", "noise_level": 1.0, "kl": 0, "scale": "group"},
     "tp_grpo": {"algorithm": "flow_grpo", "credit": "turning_points"},
     "branch_grpo": {"credit": "branches", "at": [0, 2]},
@@ -74,8 +75,9 @@ def _whole(name: str) -> list[str]:
 def test_the_configuration_that_is_named_is_of_the_algorithm(name: str) -> None:
     (whole,) = _whole(name)
     lines = resolve_config(whole).read_text().splitlines()
-    flash = [line.removeprefix("# Flash: ") for line in lines if line.startswith("# Flash: ")]
-    config = _loaded(whole, *(shlex.split(flash[0]) if name.endswith("_flash") else ()))
+    label = {"mix_grpo_flash": "# Flash: ", "precise": "# Precise: "}.get(name)
+    settings = [line.removeprefix(label) for line in lines if label and line.startswith(label)]
+    config = _loaded(whole, *(shlex.split(settings[0]) if label else ()))
     own = {key: value for key, value in FIELDS[name].items() if key not in ("at", "algorithm")}
     assert {key: _has(config, key) for key in own} == own
 

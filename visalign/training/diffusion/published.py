@@ -39,6 +39,10 @@ PUBLISHED: dict[str, tuple[str, str]] = {
             "Flow-CPS, arXiv 2509.05952; `sd35_flow_cps` is a whole configuration",
         ),
     ),
+    "precise": (
+        f"{_FLOW} rollout.schedule=precise rollout.noise_level=1.5",
+        "the sampler of arXiv 2605.23522; the header of `sd35_flow_cps` has its settings",
+    ),
     "ddpo": (
         f"{_BY_GROUP} rollout.schedule=ddim rollout.noise_level=1.0",
         "DDPO, arXiv 2305.13301, with groups; `sd15_ddpo` is a whole configuration",

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from visalign.errors import UserError
 from visalign.flow.rollout import visited_steps
-from visalign.flow.transitions import LAST_IS_EXACT, Solver
+from visalign.flow.transitions import REPLACING, SHARES, Solver
 from visalign.flow.tree import tree_nodes
 from visalign.flow.windows import WindowOrder, window_steps
 from visalign.interfaces import RewardCapabilities
@@ -76,11 +76,12 @@ class RolloutSettings:
     """T, denoising steps."""
     timestep_schedule: Literal["diffusers", "plain"] = "diffusers"
     """Timestep schedule: "diffusers" (the model's scheduler, whose shift is applied twice) or "plain"."""
-    schedule: Literal["flow", "dance", "cps", "ddim"] = "flow"
+    schedule: Literal["flow", "dance", "cps", "ddim", "precise", "dance_precise"] = "flow"
     """Noise schedule of the stochastic steps: "flow" (Flow-GRPO), "dance" (DanceGRPO), "cps" (coefficients-
-    preserving), "ddim" (DDPO)."""
+    preserving), "ddim" (DDPO), "precise" (keeps the variance of narrow data; published η: 1.5 at 20 steps) or
+    its Dance form, "dance_precise"."""
     noise_level: Positive = 0.7
-    """Noise level a (η for "dance" and "ddim")."""
+    """Noise level a (η for "dance", "ddim" and "precise")."""
     sde_steps: list[Natural] | None = None
     """Steps that are stochastic, 0 to T-1; the others are deterministic. null: all but the last."""
     sde_window: Count | None = None
@@ -234,12 +235,12 @@ RULES = (
         "objective.algorithm=diffusion_nft.",
     ),
     (
-        lambda s: s.schedule in LAST_IS_EXACT and s.noise_level > 1,
+        lambda s: s.schedule in SHARES and s.noise_level > 1,
         "rollout.noise_level is {s.noise_level}; for rollout.schedule={s.schedule} it must be at most 1 "
         "(DDPO uses 1, Flow-CPS 0.8).",
     ),
     (
-        lambda s: s.schedule in LAST_IS_EXACT and s.steps - 1 in s.stochastic and f"{s.steps - 1}",
+        lambda s: s.schedule in REPLACING and s.steps - 1 in s.stochastic and f"{s.steps - 1}",
         "rollout.sde_steps {s.stochastic} holds the last of {s.steps} steps, in which {s.schedule} adds no "
         "noise, so it has no log-probability. Take {v} out, or set rollout.schedule to flow or dance.",
     ),
