@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from visalign.interfaces import Metadata, Scores
-from visalign.rewards.base.contract import RewardError, check_choices, read_request
+from visalign.rewards.base.contract import check_choices, check_rules, read_request
 from visalign.rewards.base.identity import Identity
 from visalign.rewards.reading.numbers import AnswerError
 from visalign.rewards.reading.ratings import FORMS
@@ -30,6 +30,8 @@ from .messages import Reply
 from .yes_no import check_reading, read_reply_yes_no
 
 T = TypeVar("T")
+Vote = tuple[T, str, dict[str, float]]
+"""Score, or scores, of a written answer, its text, and its part "meta" where a meta judge rated it."""
 TOP_LOGPROBS = 20
 
 CRITIQUE = question(
@@ -83,20 +85,19 @@ class DeepSeekGRM(ChatJudge):
         device: Any = "cpu",
         **options: Any,
     ) -> None:
-        check_k_meta(self.name, k_meta, answers)
+        check_meta(self.name, answers, k_meta, meta, min_mass)
         check_choices(self.name, reads=(reads, FORMS))
-        check_reading(self.name, top_logprobs=TOP_LOGPROBS, min_mass=min_mass)
         super().__init__(*address, answers=answers, device=device, **options)
-        self.meta_server, self.meta_template = connect_meta(self, meta, k_meta, META, device)
-        self.k_meta, self.votes, self.min_mass = k_meta, k_meta or answers, min_mass
+        self.meta_judge = MetaJudge(self, k_meta, meta, META, min_mass, device)
+        self.votes = k_meta or answers
         self.reader, low, high = FORMS[reads]
         self.unit = f"sum of {self.votes} scores from {low:g} to {high:g}"
         self.range = (self.votes * low, self.votes * high)
         fields: dict[str, Any] = {**self.sampling, "k_meta": k_meta, "reads": reads}
         if k_meta is not None:
-            fields |= {"meta_model": self.meta_server.model, "meta_template": self.meta_template.text}
-            meta_fields = self.meta_server.identity_fields(self.meta_template)
-            fields |= {"min_mass": min_mass, "meta": Identity(judge=META.name, **meta_fields).digest}
+            server, template = self.meta_judge.server, self.meta_judge.template
+            fields |= {"meta_model": server.model, "meta_template": template.text, "min_mass": min_mass}
+            fields["meta"] = Identity(judge=META.name, **server.identity_fields(template)).digest
         self.identity = self.make_identity(**fields)
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
@@ -105,81 +106,88 @@ class DeepSeekGRM(ChatJudge):
         reasons = list(request.images.reasons)
         rows, queries = requests(request, self.template, reasons)
         answers = self.server.ask(self.template, queries, read=self._read, **self.sampling)
-        samples = [[answer for answer in row if not isinstance(answer, AnswerError)] for row in answers]
-        samples = [row if len(row) >= self.min_readable else [] for row in samples]
-        metas = [None] * len(rows) if self.k_meta is None else self._ask_meta(queries, samples)
-        votes = [
-            self._select_votes(row_samples, row_meta) if row_samples else [AnswerError(failure_reason(row))]
-            for row, row_samples, row_meta in zip(answers, samples, metas, strict=True)
-        ]
+        votes = [self._scaled(chosen) for chosen in self.meta_judge.choose(queries, answers)]
         return self.average_answers(request, rows, votes, reasons, self.unit, min_readable=1)
 
     def _read(self, reply: Reply) -> tuple[float, str]:
         return self.reader(reply.text), reply.text
 
-    def _ask_meta(
-        self, queries: list[Query], samples: list[list[tuple[float, str]]]
-    ) -> list[list[float | AnswerError]]:
-        texts = [[text for _, text in row] for row in samples]
-        return ask_meta(self.meta_server, self.meta_template, queries, texts, self.min_mass)
-
-    def _select_votes(
-        self, samples: Sequence[tuple[float, str]], metas: Sequence[float | AnswerError] | None
-    ) -> list[Answer | AnswerError]:
-        """Return the samples that count, best first, as K times their scores, whose mean is the sum."""
-        chosen = best_votes(samples, metas, self.votes)
+    def _scaled(self, chosen: list[Vote[float]] | AnswerError) -> list[Answer | AnswerError]:
+        """Return votes as K times their scores, whose mean is the sum."""
         if isinstance(chosen, AnswerError):
             return [chosen]
+        count = float(len(chosen))
         return [
-            ({"value": self.votes * score, "mean": score, "votes": float(len(chosen)), **meta}, text)
-            for (score, text), meta in chosen
+            ({"value": self.votes * score, "mean": score, "votes": count, **part}, text) for score, text, part in chosen
         ]
 
 
-def ask_meta(
-    server: Any, template: Template, queries: Sequence[Query], texts: Sequence[Sequence[str]], min_mass: float
-) -> list[list[float | AnswerError]]:
-    """Ask a meta judge about each written answer to each query: log-odds of yes."""
-    meta_queries = [
-        replace(query, fields={**query.fields, "critique": text})
-        for query, row in zip(queries, texts, strict=True)
-        for text in row
-    ]
+class MetaJudge:
+    """Judge of a judge's written answers, which keeps the `k_meta` best of K; all count where that is None.
 
-    def read(reply: Reply) -> float:
-        return read_reply_yes_no(reply, template, min_mass).bound
+    It is the model of a folder, asked as it was trained; without one the judge itself.
+    """
 
-    options = {"max_new_tokens": 1, "top_logprobs": TOP_LOGPROBS}
-    answers = iter(server.ask(template, meta_queries, read=read, **options))
-    return [[next(answers)[0] for _ in row] for row in texts]
+    def __init__(
+        self,
+        judge: ChatJudge,
+        k_meta: int | None,
+        folder: str | Path | None,
+        template: Template,
+        min_mass: float,
+        device: Any,
+    ) -> None:
+        self.k_meta, self.min_mass, self.min_readable = k_meta, min_mass, judge.min_readable
+        self.server: Any = judge.server
+        self.template = template
+        if folder is not None:
+            self.server = judge.load_local(folder, device=device)
+            self.template = self.server.engine.template(template.name, template)
+
+    def rate(self, queries: Sequence[Query], texts: Sequence[Sequence[str]]) -> list[list[float | AnswerError]]:
+        """Ask about each written answer to each query: log-odds of yes."""
+        critiques = [
+            replace(query, fields={**query.fields, "critique": text})
+            for query, row in zip(queries, texts, strict=True)
+            for text in row
+        ]
+
+        def read(reply: Reply) -> float:
+            return read_reply_yes_no(reply, self.template, self.min_mass).bound
+
+        options = {"max_new_tokens": 1, "top_logprobs": TOP_LOGPROBS}
+        answers = iter(self.server.ask(self.template, critiques, read=read, **options))
+        return [[next(answers)[0] for _ in row] for row in texts]
+
+    def choose(
+        self, queries: Sequence[Query], answers: Sequence[Sequence[tuple[T, str] | AnswerError]], *, rated: bool = True
+    ) -> list[list[Vote[T]] | AnswerError]:
+        """Return the answers to each query that count, the best first, or why there are none; all unless `rated`."""
+        readable = [[answer for answer in row if not isinstance(answer, AnswerError)] for row in answers]
+        readable = [row if len(row) >= self.min_readable else [] for row in readable]
+        rated = rated and self.k_meta is not None
+        metas: list[Any] = [()] * len(queries)
+        if rated:
+            metas = self.rate(queries, [[text for _, text in row] for row in readable])
+        chosen: list[list[Vote[T]] | AnswerError] = []
+        for row, row_answers, row_metas in zip(readable, answers, metas, strict=True):
+            if not row:
+                chosen.append(AnswerError(failure_reason(row_answers)))
+            elif not rated:
+                chosen.append([(*answer, {}) for answer in row])
+            else:
+                pairs = zip(row, row_metas, strict=True)
+                votes = [(*answer, {"meta": meta}) for answer, meta in pairs if not isinstance(meta, AnswerError)]
+                votes.sort(key=lambda vote: -vote[2]["meta"])
+                lost = f"the meta judge rated none of {len(row)} samples: "
+                chosen.append(votes[: self.k_meta] or AnswerError(lost + failure_reason(row_metas)))
+        return chosen
 
 
-def best_votes(
-    samples: Sequence[T], metas: Sequence[float | AnswerError] | None, count: int
-) -> list[tuple[T, dict[str, float]]] | AnswerError:
-    """Return the `count` samples that the meta judge rates highest, best first; all of them without one."""
-    if metas is None:
-        return [(sample, {}) for sample in samples]
-    pairs = zip(samples, metas, strict=True)
-    rated: list[tuple[T, dict[str, float]]] = [(s, {"meta": m}) for s, m in pairs if not isinstance(m, AnswerError)]
-    if not rated:
-        return AnswerError(f"the meta judge rated none of {len(samples)} samples: {failure_reason(metas)}")
-    return sorted(rated, key=lambda sample: -sample[1]["meta"])[:count]
-
-
-def check_k_meta(name: str, k_meta: int | None, answers: int) -> None:
-    """Refuse a number of samples to keep that is not among the K answers."""
-    if k_meta is not None and not 1 <= k_meta <= answers:
-        raise RewardError(f"{name}: k_meta is {k_meta}; allowed are whole numbers from 1 to answers ({answers}).")
-
-
-def connect_meta(
-    judge: ChatJudge, meta: str | Path | None, k_meta: int | None, template: Template, device: Any
-) -> tuple[Any, Template]:
-    """Load the meta judge of a folder, asked as it was trained; without one the judge is asked itself."""
-    if meta is None:
-        return judge.server, template
-    if k_meta is None:
-        raise RewardError(f"{judge.name}: meta is '{meta}' and k_meta None; set how many samples it keeps.")
-    server = judge.load_local(meta, device=device)
-    return server, server.engine.template(template.name, template)
+def check_meta(name: str, answers: int, k_meta: int | None, meta: str | Path | None, min_mass: float) -> None:
+    """Refuse options with which a meta judge cannot choose among K answers."""
+    counts = f"k_meta is {k_meta}; allowed are whole numbers from 1 to answers ({answers})"
+    needless = f"meta is '{meta}' and k_meta None; set how many samples it keeps"
+    rules = {counts: k_meta is None or 1 <= k_meta <= answers, needless: meta is None or k_meta is not None}
+    check_rules(name, rules)
+    check_reading(name, top_logprobs=TOP_LOGPROBS, min_mass=min_mass)

@@ -12,11 +12,12 @@ import math
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
+from functools import partial
 from itertools import combinations, pairwise
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -31,14 +32,14 @@ from visalign.rewards.vlm.template import escape, question
 from visalign.rewards.vlm.yes_no import MIN_MASS
 from visalign.text.messages import prompt_text
 
-from .deepseek_grm import ask_meta, best_votes, check_k_meta, connect_meta
-from .judge import ChatJudge, failure_reason
+from .deepseek_grm import MetaJudge, Vote, check_meta
+from .judge import ChatJudge
 from .language import load_language_model
 from .messages import Reply
-from .yes_no import check_reading
 
 Form = Literal["point", "pair", "list"]
-RESULTS = ("value", "std", "meta")
+Values = tuple[float, ...]
+"""Scores of the completions of a question."""
 OPTIONS = ("Response 1 is better", "Response 2 is better")
 PRINCIPLES = (
     "First write the principles by which such a response should be judged, with a weight in percent for each. "
@@ -66,16 +67,6 @@ META = question(
 )
 
 
-class Vote(NamedTuple):
-    """Readable answer of a judge."""
-
-    scores: tuple[float, ...]
-    """Of the completions of its question, in the order of the list."""
-    text: str
-    query: Query
-
-
-Ballot = Sequence[Vote | AnswerError]
 REFUSAL = re.compile(
     r"\W*(?:i['’]?m\s+sorry|i\s+am\s+sorry|sorry,|i\s+(?:must|have\s+to)\s+decline|i\s+(?:can(?:no|['’])t"
     r"|am\s+(?:unable|not\s+able)\s+to|won['’]t|refuse\s+to)\s*(?:judge|rate|score|evaluate|compare|assess|assist|help"
@@ -128,17 +119,16 @@ class TextJudge(ChatJudge):
         **options: Any,
     ) -> None:
         check_choices(self.name, form=(form, get_args(Form)))
-        check_k_meta(self.name, k_meta, answers)
+        check_meta(self.name, answers, k_meta, meta, min_mass)
         needless = f"k_meta is {k_meta}, and with form 'pair' there are no scores to add; leave it out"
         few = f"size is {size}; a list has at least 2 completions"
         check_rules(self.name, {few: form != "list" or size >= 2, needless: form != "pair" or k_meta is None})
-        check_reading(self.name, top_logprobs=2, min_mass=min_mass)
         self.default_template = PAIR if form == "pair" else SCORES
         self.default_temperature = 1.0 if answers > 1 else 0.0
         super().__init__(*address, answers=answers, device=device, **options)
-        self.form, self.size, self.k_meta, self.min_mass = form, size if form == "list" else 1, k_meta, min_mass
+        self.form, self.size = form, size if form == "list" else 1
         self.both_orders, self.principles = both_orders, PRINCIPLES if principles else ""
-        self.meta_server, self.meta_template = connect_meta(self, meta, k_meta, META, device)
+        self.meta_judge = MetaJudge(self, k_meta, meta, META, min_mass, device)
         self.votes = 1 if form == "pair" else k_meta or answers
         self.capabilities = RewardCapabilities(needs_group=form != "point", both_orders=both_orders)
         scale = "score from 1 to 10" if self.votes == 1 else f"sum of {self.votes} scores from 1 to 10"
@@ -146,7 +136,8 @@ class TextJudge(ChatJudge):
         self.range = (0.0, 1.0) if form == "pair" else (1.0 * self.votes, 10.0 * self.votes)
         fields: dict[str, Any] = {"form": form, "size": size, "both_orders": both_orders, "k_meta": k_meta}
         if k_meta is not None:
-            fields |= {"meta": self.meta_server.identity_fields(self.meta_template), "min_mass": min_mass}
+            server, template = self.meta_judge.server, self.meta_judge.template
+            fields |= {"meta": server.identity_fields(template), "min_mass": min_mass}
         self.identity = self.make_identity(**self.sampling, principles=principles, **fields)
 
     def score(self, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None = None) -> Scores:
@@ -158,31 +149,28 @@ class TextJudge(ChatJudge):
             groups.setdefault(group, {}).setdefault(text, []).append(row)
         lists = [rows for distinct in groups.values() for rows in self._split([*distinct.values()])]
         texts = [(request.prompts[rows[0][0]], [request.completions[same[0]] for same in rows]) for rows in lists]
-        ballots = self._ask(texts, both_orders=self.both_orders and self.form != "point")
-        metas = self._rate([vote for orders in ballots for votes in orders for vote in votes])
-        results: list[list[dict[str, float]]] = [[] for _ in request.completions]
+        results: list[list[tuple[float, float, float]]] = [[] for _ in request.completions]  # value, std, meta
         reasons: list[str | None] = ["its group has no other completion to compare it with"] * len(request)
         remarks = [""] * len(request)
-        for rows, orders in zip(lists, ballots, strict=True):
-            counted = [self._choose(votes, metas) for votes in orders]
-            error = next((votes for votes in counted if isinstance(votes, AnswerError)), None)
+        both_orders = self.both_orders and self.form != "point"
+        for rows, orders in zip(lists, self._ask(texts, both_orders=both_orders), strict=True):
             for position, row in ((position, row) for position, same in enumerate(rows) for row in same):
-                if error is not None:
-                    reasons[row] = str(error)
+                if isinstance(orders, AnswerError):
+                    reasons[row] = str(orders)
                     continue
                 # each order counts alike, or the one with more readable votes would leave its bias of position
-                scores = [[vote.scores[position] for vote, _ in votes] for votes in counted]
-                rated = fmean(meta.get("meta", math.nan) for votes in counted for _, meta in votes)
-                results[row].append({"value": fmean(map(fmean, scores)), "std": _error(scores), "meta": rated})
-                remarks[row] = remarks[row] or counted[0][0][0].text
+                scores = [[values[position] for values, _, _ in votes] for votes in orders]
+                meta = fmean(part.get("meta", math.nan) for votes in orders for _, _, part in votes)
+                results[row].append((fmean(map(fmean, scores)), _error(scores), meta))
+                remarks[row] = remarks[row] or orders[0][0][1]
         for (copies,) in [[*distinct.values()] for distinct in groups.values() if len(distinct) == 1]:
             if self.form == "pair" and len(copies) > 1:  # copies of one text tie
                 for row in copies:
-                    results[row].append({"value": 0.5, "std": math.nan, "meta": math.nan})
+                    results[row].append((0.5, math.nan, math.nan))
         reasons = [None if result else reason for result, reason in zip(results, reasons, strict=True)]
-        columns = {name: [fmean(r[name] for r in row) if row else math.nan for row in results] for name in RESULTS}
-        value, std, meta = (torch.tensor(column) for column in columns.values())
-        parts = {} if self.k_meta is None else {"meta": meta}
+        means = [[fmean(column) for column in zip(*row, strict=True)] or [math.nan] * 3 for row in results]
+        value, std, meta = torch.tensor(means).reshape(-1, 3).unbind(1)
+        parts = {} if self.meta_judge.k_meta is None else {"meta": meta}
         std = None if self.form == "pair" or std.isnan().all() else self.votes * std
         return make_scores(self.votes * value, reasons, self.unit, std=std, parts=parts, text=remarks)
 
@@ -192,18 +180,16 @@ class TextJudge(ChatJudge):
         """Compare B pairs of completions; with "point" and "list" by their scores in one answer."""
         first = read_text_request(self.name, left, prompts, metadata)
         second = read_text_request(self.name, right, prompts, metadata)
-        pairs = zip(first.completions, second.completions, strict=True)
-        ballots = self._ask(list(zip(first.prompts, pairs, strict=True)), both_orders=self.both_orders)
+        pairs = list(zip(first.completions, second.completions, strict=True))
         table = torch.full((len(first), 2), torch.nan, dtype=torch.float64)  # P(left better) in each order
         reasons: list[str | None] = [None] * len(first)
-        for row, orders in enumerate(ballots):
-            counted = [self._choose(votes, {}) for votes in orders]
-            if error := next((votes for votes in counted if isinstance(votes, AnswerError)), None):
-                reasons[row] = str(error)
+        asked = self._ask(list(zip(first.prompts, pairs, strict=True)), both_orders=self.both_orders, rated=False)
+        for row, orders in enumerate(asked):
+            if isinstance(orders, AnswerError):
+                reasons[row] = str(orders)
                 continue
             for number, votes in enumerate(orders):
-                scores = [vote.scores for vote in votes if isinstance(vote, Vote)]
-                table[row, number] = fmean((1 + (a > b) - (a < b)) / 2 for a, b in scores)
+                table[row, number] = fmean((1 + (a > b) - (a < b)) / 2 for (a, b), _, _ in votes)
         bias = {"position_bias": ((table[:, 0] - table[:, 1]) / 2).float()} if self.both_orders else {}
         valid = torch.tensor([reason is None for reason in reasons], dtype=torch.bool)
         return Preferences(prob=table.nanmean(1).float(), valid=valid, parts=bias, reason=reasons)
@@ -215,66 +201,53 @@ class TextJudge(ChatJudge):
         parts = math.ceil(len(texts) / self.size)  # even parts: 5 completions are 3 and 2, not 4 and 1
         return [texts[a:b] for a, b in pairwise(round(part * len(texts) / parts) for part in range(parts + 1))]
 
-    def _ask(self, lists: Sequence[tuple[Prompt, Sequence[str]]], *, both_orders: bool) -> list[list[Ballot]]:
-        """Return K votes on each list of completions in each order; scores are in the order of the list."""
-        orders = (1, -1) if both_orders else (1,)
-        # a text alone has no order
-        ballots: list[list[Ballot]] = [[[] for _ in orders[: len(texts)]] for _, texts in lists]
+    def _ask(
+        self, lists: Sequence[tuple[Prompt, Sequence[str]]], *, both_orders: bool, rated: bool = True
+    ) -> list[list[list[Vote[Values]]] | AnswerError]:
+        """Return the votes on each list of completions in each order, scores in the order of the list, or a failure."""
+        results: list[list[list[Vote[Values]] | AnswerError]] = [[] for _ in lists]
         queries: dict[int, list[tuple[int, int, Query]]] = {}
         for number, (prompt, texts) in enumerate(lists):
-            for index, order in enumerate(orders[: len(texts)]):
-                if prompt_text(prompt) != prompt_text(prompt, images=False):
-                    ballots[number][index] = [
-                        AnswerError("its prompt shows images, which a judge of texts does not see")
-                    ]
-                else:
-                    queries.setdefault(len(texts), []).append((number, index, self._query(prompt, texts[::order])))
+            if prompt_text(prompt) != prompt_text(prompt, images=False):
+                results[number].append(AnswerError("its prompt shows images, which a judge of texts does not see"))
+                continue
+            for order in (1, -1)[: min(len(texts), 1 + both_orders)]:  # a text alone has no order
+                fields = question_fields(texts[::order], self.principles)
+                query = Query(images=[], prompt=transcript(prompt), fields=fields)
+                queries.setdefault(len(texts), []).append((number, order, query))
         for size, entries in queries.items():
+            asked = [query for *_, query in entries]
+            answers = self.server.ask(self.template, asked, read=partial(self._read, size=size), **self.sampling)
+            checked = [[self._check_script(v, q) for v in row] for row, q in zip(answers, asked, strict=True)]
+            chosen = self.meta_judge.choose(asked, checked, rated=rated)
+            for (number, order, _), votes in zip(entries, chosen, strict=True):
+                if not isinstance(votes, AnswerError):
+                    votes = [(scores[::order], text, part) for scores, text, part in votes]
+                results[number].append(votes)
+        return [next((votes for votes in orders if isinstance(votes, AnswerError)), orders) for orders in results]
 
-            def read(reply: Reply, size: int = size) -> Any:
-                if REFUSAL.match(reply.text):
-                    raise AnswerError(f"the judge refused: {reply.text.strip()[:120]}")
-                if self.form == "pair":
-                    first = {1: 1.0, 2: 0.0}.get(verdict(reply.text, options=OPTIONS), 0.5)
-                    return (first, 1 - first), reply.text
-                return tuple(boxed_scores(reply.text, count=size)), reply.text
+    def _read(self, reply: Reply, size: int) -> tuple[Values, str]:
+        """Read the scores of the completions in the order shown."""
+        if REFUSAL.match(reply.text):
+            raise AnswerError(f"the judge refused: {reply.text.strip()[:120]}")
+        if self.form == "pair":
+            first = {1: 1.0, 2: 0.0}.get(verdict(reply.text, options=OPTIONS), 0.5)
+            return (first, 1 - first), reply.text
+        return tuple(boxed_scores(reply.text, count=size)), reply.text
 
-            answers = self.server.ask(self.template, [query for *_, query in entries], read=read, **self.sampling)
-            for (number, index, query), row in zip(entries, answers, strict=True):
-                votes = [v if isinstance(v, AnswerError) else Vote(v[0][:: orders[index]], v[1], query) for v in row]
-                ballots[number][index] = [self._check_script(vote) for vote in votes]
-        return ballots
-
-    def _rate(self, votes: Ballot) -> dict[int, float | AnswerError]:
-        """Ask the meta judge about the readable votes: id of a vote -> its log-odds."""
-        readable = [vote for vote in votes if isinstance(vote, Vote)]
-        if self.k_meta is None or not readable:
-            return {}
-        queries, texts = [vote.query for vote in readable], [[vote.text] for vote in readable]
-        metas = ask_meta(self.meta_server, self.meta_template, queries, texts, self.min_mass)
-        return {id(vote): meta for vote, (meta,) in zip(readable, metas, strict=True)}
-
-    def _choose(self, votes: Ballot, metas: Mapping[int, Any]) -> Any:
-        """Return the votes that count, each with its part "meta"; an AnswerError if too few are readable."""
-        readable = [vote for vote in votes if isinstance(vote, Vote)]
-        if len(readable) < self.min_readable:
-            return AnswerError(failure_reason(votes))
-        return best_votes(readable, [metas[id(vote)] for vote in readable] if metas else None, self.votes)
-
-    def _query(self, prompt: Prompt, texts: Sequence[str]) -> Query:
-        """Fill the question about completions of a prompt."""
-        return Query(images=[], prompt=transcript(prompt), fields=question_fields(texts, self.principles))
-
-    def _check_script(self, vote: Vote | AnswerError) -> Vote | AnswerError:
+    def _check_script(self, vote: Any, query: Query) -> Any:
         """Turn a vote that is written in another script than its question into a failure."""
-        if isinstance(vote, Vote):
-            alphabet = scripts(" ".join((self.template.text, vote.query.prompt, *vote.query.fields.values())))
-            other = {script: count for script, count in scripts(vote.text).items() if script not in alphabet}
-            if 2 * sum(other.values()) > scripts(vote.text).total():
-                script = max(other, key=lambda script: other[script])
-                vote = AnswerError(f"the judge answered in {script} script, in which nothing was asked")
-                self.server.alarm.note(str(vote))
-        return vote
+        if isinstance(vote, AnswerError):
+            return vote
+        alphabet = scripts(" ".join((self.template.text, query.prompt, *query.fields.values())))
+        letters = scripts(vote[1])
+        other = {script: count for script, count in letters.items() if script not in alphabet}
+        if 2 * sum(other.values()) <= letters.total():
+            return vote
+        script = max(other, key=lambda script: other[script])
+        error = AnswerError(f"the judge answered in {script} script, in which nothing was asked")
+        self.server.alarm.note(str(error))
+        return error
 
 
 def _error(orders: Sequence[Sequence[float]]) -> float:

@@ -100,7 +100,8 @@ def asked(metas: dict[str, str], pairs: list[ShapesPair], votes: int) -> dict[st
             readable = [[one for one in row if not isinstance(one, AnswerError)] for row in drawn]
             readable = [row if len(row) >= judge.min_readable else [] for row in readable]
         found[name] = np.full((len(images), votes), np.nan)
-        for place, (row, said) in enumerate(zip(readable, judge._ask_meta(queries, readable), strict=True)):
+        rated = judge.meta_judge.rate(queries, [[text for _, text in row] for row in readable])
+        for place, (row, said) in enumerate(zip(readable, rated, strict=True)):
             found["votes"][place, : len(row)] = [score for score, _ in row]
             found[name][place, : len(row)] = [np.nan if isinstance(m, AnswerError) else m for m in said]
         mine = summed(found["votes"], found[name], votes // 2)

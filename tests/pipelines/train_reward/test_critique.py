@@ -99,7 +99,7 @@ def test_its_folder_rates_as_it_did(model, tmp_path, monkeypatch):
     judge.save(tmp_path / "judge")
     grm = DeepSeekGRM(model=str(model), meta=tmp_path / "judge", k_meta=1, min_mass=0.0)
     queries = [Query(images=[one.images[0]], prompt=one.prompt) for one in shown]
-    rated = grm._ask_meta(queries, [[(1.0, one.critique)] for one in shown])
+    rated = grm.meta_judge.rate(queries, [[one.critique] for one in shown])
     torch.testing.assert_close(torch.tensor(rated)[:, 0], wanted, rtol=1e-4, atol=1e-4)
     assert judge.encode(shown).target.tolist() == [1, 0, 1, 0]  # type: ignore[union-attr]  # answers have them
 

@@ -15,7 +15,8 @@ from tests.support.servers.chat import Body, ChatStub, chat, serving, words
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.catalogue import load_text_reward
 from visalign.rewards.chat.language import load_language_model
-from visalign.rewards.chat.text_judge import TextJudge
+from visalign.rewards.chat.text_judge import TextJudge, question_fields
+from visalign.rewards.vlm.requests import Query
 
 SHOWN = re.compile(r"\[Response \d\]\n(.*?)\n\[End", re.DOTALL)
 TEXTS = ["a", "bbb", "bb", "cccc", "bbb"]
@@ -193,7 +194,8 @@ def test_a_packaged_language_model_answers_in_this_process():
     again: Any = load_text_reward("text_judge", model="tasks-qwen3", answers=2, **drawing)
     assert again.score(["What is 3 + 4?"], ["Add"]).reason == scores.reason[:1]
     assert judge.identity.model == "tasks-qwen3" and judge.identity.weights
-    rows, _ = judge.server.engine.likeliest(judge.template, [judge._query("Add", ["3 + 4"])], 5)
+    query = Query(images=[], prompt="Add", fields=question_fields(["3 + 4"]))
+    rows, _ = judge.server.engine.likeliest(judge.template, [query], 5)
     assert len(rows[0]) == 5 and rows[0][0][1] >= rows[0][1][1]
     with pytest.raises(RewardError, match=r"cannot be loaded.*Give a folder"):
         load_language_model("shapes-clip")
