@@ -186,6 +186,18 @@ def scatter(values: Sequence[float] | Tensor, rows: Sequence[int], size: int) ->
     return full
 
 
+def scatter_scores(
+    columns: Mapping[str, Tensor],
+    rows: Sequence[int],
+    reasons: Sequence[str | None],
+    unit: str,
+    text: Sequence[str] | None = None,
+) -> Scores:
+    """Make scores of the columns "value", perhaps "std", and parts, each with the numbers of `rows`."""
+    parts = {name: scatter(column, rows, len(reasons)) for name, column in columns.items()}
+    return make_scores(parts.pop("value"), reasons, unit, std=parts.pop("std", None), parts=parts, text=text)
+
+
 def make_scores(
     value: Tensor,
     reasons: Sequence[str | None],

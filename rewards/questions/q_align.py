@@ -20,9 +20,15 @@ import torch
 from torch import Tensor
 
 from visalign.interfaces import Metadata, Scores
-from visalign.rewards.base.contract import RewardError, check_choices, check_rules, make_scores, read_request, scatter
-from visalign.rewards.base.identity import Identity
-from visalign.rewards.vlm.engine import engine_of
+from visalign.rewards.base.contract import (
+    RewardError,
+    check_choices,
+    check_rules,
+    make_scores,
+    read_request,
+    scatter_scores,
+)
+from visalign.rewards.vlm.engine import EngineJudge
 from visalign.rewards.vlm.requests import requests
 from visalign.rewards.vlm.template import Template
 from visalign.rewards.vlm.yes_no import MIN_MASS
@@ -31,7 +37,7 @@ Task = Literal["quality", "aesthetics"]
 LEVELS = {"excellent": 5.0, "good": 4.0, "fair": 3.0, "poor": 2.0, "bad": 1.0}
 
 
-class QAlign:
+class QAlign(EngineJudge):
     """Σ p·s over the levels s = 5 to 1, with p the softmax over the five words; the prompt is ignored.
 
     `std` is √Σ p·(s − value)², the width of the distribution (DeQA-Score's), not an error. The parts hold
@@ -59,36 +65,28 @@ class QAlign:
         template: Template | None = None,
         min_mass: float = MIN_MASS,
         device: str | torch.device = "cpu",
-        precision: str = "auto",
         **loading: Any,
     ) -> None:
         check_choices(self.name, task=(task, get_args(Task)))
         bounds = f"min_mass is {min_mass}; allowed are probabilities below 1"
         check_rules(self.name, {bounds: 0 <= min_mass < 1})
-        self.engine = engine_of(model, self.name, device=device, precision=precision, **loading)
-        name, text = f"q_align_{task}", f"How would you rate the {task} of this image?\n"
+        text = f"How would you rate the {task} of this image?\n"
         messages = [{"role": "user", "content": [{"type": "text", "text": text}, {"type": "image"}]}]
-        published = Template(name=name, messages=messages, answer_prefix=f"The {task} of the image is")
-        self.template = template or self.engine.template(name, published)
+        prefix = f"The {task} of the image is"
+        published = Template(name=f"q_align_{task}", messages=messages, answer_prefix=prefix)
+        super().__init__(model, published, template, device=device, **loading)
         self.min_mass, self._level_ids = min_mass, _first_tokens(self.engine.processor.tokenizer)
-
-    @property
-    def identity(self) -> Identity:
-        """Identity of the scores."""
-        fields = self.engine.identity_fields(self.template, min_mass=self.min_mass, levels=self._level_ids)
-        return Identity(judge=self.name, **fields)
+        self.options = {"min_mass": min_mass, "levels": self._level_ids}
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
         """Score B images; prompts and metadata are ignored."""
         request = read_request(self.name, images, prompts, metadata)
         reasons, size = list(request.images.reasons), len(request)
-        promptless = replace(request, prompts=["-"] * size)
-        rows, queries = requests(promptless, self.template, reasons)
+        rows, queries = requests(replace(request, prompts=["-"] * size), self.template, reasons)
         if not rows:
             return make_scores(torch.full((size,), torch.nan), reasons, self.unit)
         answer = self.engine.answer_logits(self.template, queries, self._level_ids, left_over=True)
-        mass = answer.mass
-        for row, reason, row_mass in zip(rows, answer.reasons, mass.tolist(), strict=True):
+        for row, reason, row_mass in zip(rows, answer.reasons, answer.mass.tolist(), strict=True):
             reasons[row] = reason
             if reason is None and not row_mass >= self.min_mass:
                 reasons[row] = (
@@ -97,10 +95,8 @@ class QAlign:
                 )
         prob = answer.logits.double().softmax(-1)
         mean, std = moments(prob, torch.tensor(list(LEVELS.values()), dtype=torch.float64))
-        columns = {**dict(zip(LEVELS, prob.unbind(1), strict=True)), "mass": mass, "value": mean, "std": std}
-        parts = {key: scatter(column.float(), rows, size) for key, column in columns.items()}
-        value, std = parts.pop("value"), parts.pop("std")
-        return make_scores(value, reasons, self.unit, std=std, parts=parts)
+        columns = {**dict(zip(LEVELS, prob.unbind(1), strict=True)), "mass": answer.mass, "value": mean, "std": std}
+        return scatter_scores(columns, rows, reasons, self.unit)
 
 
 def moments(prob: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

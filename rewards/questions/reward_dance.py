@@ -24,14 +24,13 @@ from visalign.rewards.base.contract import (
     Request,
     check_choices,
     check_rules,
-    make_scores,
     prompt_problem,
     read_pairs,
     read_request,
     scatter,
+    scatter_scores,
 )
-from visalign.rewards.base.identity import Identity
-from visalign.rewards.vlm.engine import engine_of
+from visalign.rewards.vlm.engine import EngineJudge
 from visalign.rewards.vlm.requests import Query, askable_rows, check_fields, requests
 from visalign.rewards.vlm.template import Template, question
 from visalign.rewards.vlm.yes_no import MIN_MASS, Odds, YesNoReader
@@ -57,7 +56,7 @@ PAIR = question("pair", _TWO + _WORD, images=("", ""))
 PAIR_EXPLAIN = question("pair_explain", _TWO + _REASON, images=("", ""))
 
 
-class _YesNoJudge:
+class _YesNoJudge(EngineJudge):
     """Model, question, and how its answer is read.
 
     Args:
@@ -90,26 +89,16 @@ class _YesNoJudge:
         no: Sequence[str] | None = None,
         min_mass: float = MIN_MASS,
         max_new_tokens: int = 128,
-        device: str | torch.device = "cpu",
-        precision: str = "auto",
         options: Mapping[str, Any],
         **loading: Any,
     ) -> None:
         one_word = "write_reasons without decision_first: the question then asks for one word; set both"
         check_rules(self.name, {one_word: decision_first or not write_reasons})
-        self.engine = engine_of(model, self.name, device=device, precision=precision, **loading)
-        default = self.long_question if decision_first else self.short_question
-        self.template = template or self.engine.template(default.name, default)
+        super().__init__(model, self.long_question if decision_first else self.short_question, template, **loading)
         self._fields = check_fields(self.template, instruction=instruction)
         self._read = YesNoReader(self.engine, self.template, yes=yes, no=no, min_mass=min_mass)
         self._reason_tokens = max_new_tokens if write_reasons else 0
-        fixed = {"instruction": instruction, "min_mass": min_mass}
-        self._options = {**options, **fixed, **self._read.spellings}
-
-    @property
-    def identity(self) -> Identity:
-        """Identity of the scores."""
-        return Identity(judge=self.name, **self.engine.identity_fields(self.template, **self._options))
+        self.options = {**options, "instruction": instruction, "min_mass": min_mass, **self._read.spellings}
 
     def _odds_with_gradient(self, images: Sequence[Sequence[Tensor]], prompts: Sequence[str]) -> Tensor:
         """Compute the log-odds [B] of yes, differentiable in the images of each question; NaN without an answer."""
@@ -171,11 +160,10 @@ class RewardDance(_YesNoJudge):
         for row, reason in zip(rows, odds.reasons, strict=True):
             reasons[row] = reason
         prob = odds.log_odds.sigmoid()
-        columns = {"log_odds": odds.log_odds, "prob": prob, "mass": odds.mass}
-        columns["prob_vocabulary"] = prob * odds.mass
-        parts = {key: scatter(column, rows, len(request)) for key, column in columns.items()}
+        columns = {"log_odds": odds.log_odds, "prob": prob, "mass": odds.mass, "prob_vocabulary": prob * odds.mass}
+        columns["value"] = columns[self.value]
         text = self._write_reasons(rows, len(request), queries, odds)
-        return make_scores(parts[self.value], reasons, self.unit, parts=parts, text=text)
+        return scatter_scores(columns, rows, reasons, self.unit, text=text)
 
     def score_with_gradient(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         """Score images [B, 3, H, W] in [0, 1], differentiably in the pixels: [B] float32, NaN without an answer."""

@@ -24,15 +24,13 @@ from visalign.rewards.base.contract import (
     Request,
     check_choices,
     check_rules,
-    make_scores,
     prompt_problem,
     read_request,
-    scatter,
+    scatter_scores,
 )
 from visalign.rewards.base.failure import failure_reasons
-from visalign.rewards.base.identity import Identity
 from visalign.rewards.base.images import as_contract
-from visalign.rewards.vlm.engine import engine_of
+from visalign.rewards.vlm.engine import EngineJudge
 from visalign.rewards.vlm.requests import requests
 from visalign.rewards.vlm.template import Template, question
 from visalign.rewards.vlm.yes_no import MIN_MASS, YesNoReader
@@ -43,7 +41,7 @@ from .reward_dance import RewardDance
 CHECKLIST = question("checklist", "{question} Answer yes or no.")
 
 
-class VisionReward:
+class VisionReward(EngineJudge):
     """Weighted sum of the answers to a checklist, in the unit of its weights (log-odds, as they are fitted).
 
     An answer counts x = 2p − 1 with p the probability of yes ("soft"), or ±1 ("hard", as published). A question that
@@ -80,20 +78,18 @@ class VisionReward:
         min_mass: float = MIN_MASS,
         max_unanswered: float = 0.5,
         device: str | torch.device = "cpu",
-        precision: str = "auto",
         **loading: Any,
     ) -> None:
         check_choices(self.name, answers=(answers, ("soft", "hard")))
         shares = f"max_unanswered is {max_unanswered}; allowed are shares in [0, 1]"
         check_rules(self.name, {shares: 0 <= max_unanswered <= 1})
-        self.engine = engine_of(model, self.name, device=device, precision=precision, **loading)
+        super().__init__(model, CHECKLIST, template, device=device, **loading)
         self.checklist = checklist_of(checklist, self.engine)
-        self.template = template or self.engine.template("checklist", CHECKLIST)
         message = f"the template {self.template.name!r} has no {{question}}; write it into its text"
         check_rules(self.name, {message: "question" in self.template.fields})
         words: dict[str, Any] = {"yes": yes, "no": no, "min_mass": min_mass}
         self._read = YesNoReader(self.engine, self.template, **words)
-        self.answers, self.max_unanswered, self.min_mass = answers, max_unanswered, min_mass
+        self.answers, self.max_unanswered = answers, max_unanswered
         self.alignment: Any = None
         if self.checklist.rule.has_alignment:
             alignment = alignment or RewardDance(self.engine, value="prob", **words)
@@ -101,17 +97,16 @@ class VisionReward:
         self.range = _range(self.checklist.rule, self.alignment)
 
     @property
-    def identity(self) -> Identity:
-        """Identity of the scores."""
-        options = {
+    def options(self) -> dict[str, Any]:
+        """What the scores depend on besides model and question."""
+        return {
             "questions": self.checklist.questions,
             "rule": repr(self.checklist.rule),
             "answers": self.answers,
             "alignment": repr(self.alignment and (self.alignment.identity or self.alignment.name)),
-            "min_mass": self.min_mass,
+            "min_mass": self._read.min_mass,
             **self._read.spellings,
         }
-        return Identity(judge=self.name, **self.engine.identity_fields(self.template, **options))
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
         """Score B images for their prompts; metadata is passed on to the alignment score."""
@@ -121,18 +116,17 @@ class VisionReward:
         alignment = self._align(request, rows, reasons)
         row_alignment = None if alignment is None else alignment[rows].double()
         rule = self.checklist.rule
-        value = scatter(rule.score(rule.fill_unanswered(yes), row_alignment).float(), rows, size)
-        columns = {
-            wording: scatter((2 * yes[:, number] - 1).float(), rows, size)
-            for number, wording in enumerate(self.checklist.questions)
+        columns = dict(zip(self.checklist.questions, (2 * yes - 1).unbind(1), strict=True))
+        columns |= {
+            "value": rule.score(rule.fill_unanswered(yes), row_alignment),
+            "unanswered": yes.isnan().sum(1).float(),
         }
-        columns["unanswered"] = scatter(yes.isnan().sum(1).float(), rows, size)
         if alignment is not None:
-            columns["alignment"] = alignment
+            columns["alignment"] = alignment[rows]
         text = [""] * size
         for row, missing in zip(rows, unanswered, strict=True):
             text[row] = "left out: " + "; ".join(missing) if missing else ""
-        return make_scores(value, reasons, self.unit, parts=columns, text=text if any(text) else None)
+        return scatter_scores(columns, rows, reasons, self.unit, text=text if any(text) else None)
 
     def _ask(self, request: Request, reasons: list[str | None]) -> tuple[list[int], Tensor, list[list[str]]]:
         """(rows, probability of yes [rows, N] float64, NaN where unanswered, the unanswered with reasons)."""

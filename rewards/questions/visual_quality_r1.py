@@ -26,15 +26,13 @@ from visalign.rewards.base.contract import (
     check_choices,
     check_counts,
     check_rules,
-    make_scores,
     read_request,
-    scatter,
+    scatter_scores,
 )
-from visalign.rewards.base.identity import Identity
 from visalign.rewards.pairs.as_pairwise import PairsFromScores
 from visalign.rewards.reading.numbers import AnswerError
 from visalign.rewards.reading.ratings import quality_score
-from visalign.rewards.vlm.engine import engine_of
+from visalign.rewards.vlm.engine import EngineJudge
 from visalign.rewards.vlm.published import published_prompt
 from visalign.rewards.vlm.requests import Query, requests
 from visalign.rewards.vlm.template import Template, question
@@ -63,7 +61,7 @@ RATING_THINKING = question(
 )
 
 
-class VisualQuality:
+class VisualQuality(EngineJudge):
     """Rating of an image's quality from 1 to 5 with its standard deviation; the prompt is ignored.
 
     `std` is the spread of one answer, not the error of their mean, as in Thurstone's model, which
@@ -107,7 +105,6 @@ class VisualQuality:
         min_mass: float = MIN_MASS,
         variance_floor: float = FLOOR,
         device: str | torch.device = "cpu",
-        precision: str = "auto",
         **loading: Any,
     ) -> None:
         check_counts(self.name, answers=answers, max_new_tokens=max_new_tokens)
@@ -118,21 +115,14 @@ class VisualQuality:
             f"variance_floor is {variance_floor}; allowed are numbers above 0": 0 < variance_floor < math.inf,
         }
         check_rules(self.name, rules)
-        self.engine = engine_of(model, self.name, device=device, precision=precision, **loading)
-        default = RATING_THINKING if thinking else RATING
-        self.template = template or self.engine.template(default.name, default)
-        self.mode, self.answers, self.min_mass = mode, answers, min_mass
+        super().__init__(model, RATING_THINKING if thinking else RATING, template, device=device, **loading)
+        self.answers = answers
         self._digits = RatingDigits(self.engine, self.template, min_mass) if mode == "direct" else None
         self._pairs = PairsFromScores(self, link="normal", floor=variance_floor)
         self._sampling = {"answers": answers, "seed": seed, "temperature": temperature}
         self._sampling["max_new_tokens"] = max_new_tokens or (2048 if thinking else 16)
         options = {"min_mass": min_mass} if mode == "direct" else self._sampling
-        self._options: dict[str, Any] = {"mode": mode, "variance_floor": variance_floor, **options}
-
-    @property
-    def identity(self) -> Identity:
-        """Identity of the scores."""
-        return Identity(judge=self.name, **self.engine.identity_fields(self.template, **self._options))
+        self.options = {"mode": mode, "variance_floor": variance_floor, **options}
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
         """Rate B images; prompts and metadata are ignored."""
@@ -140,13 +130,10 @@ class VisualQuality:
         size = len(request)
         reasons, texts = list(request.images.reasons), [""] * size
         rows, queries = requests(replace(request, prompts=["-"] * size), self.template, reasons)
-        ratings, row_texts, row_reasons = (self._digits or self._sample)(queries)
-        columns = {key: scatter(column, rows, size) for key, column in ratings.items()}
+        columns, row_texts, row_reasons = (self._digits or self._sample)(queries)
         for row, reason, text in zip(rows, row_reasons, row_texts, strict=True):
             reasons[row], texts[row] = reason, text
-        value, std = columns.pop("value"), columns.pop("std", None)
-        text = texts if any(texts) else None
-        return make_scores(value, reasons, self.unit, std=std, parts=columns, text=text)
+        return scatter_scores(columns, rows, reasons, self.unit, text=texts if any(texts) else None)
 
     def compare(self, left: Any, right: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Preferences:
         """Compare B pairs of images by Thurstone's model."""

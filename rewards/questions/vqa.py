@@ -19,8 +19,7 @@ from torch import Tensor
 
 from visalign.interfaces import Metadata, Scores
 from visalign.rewards.base.contract import RewardError, check_choices, check_rules, make_scores, read_request
-from visalign.rewards.base.identity import Identity
-from visalign.rewards.vlm.engine import engine_of
+from visalign.rewards.vlm.engine import EngineJudge
 from visalign.rewards.vlm.requests import Query, requests
 from visalign.rewards.vlm.template import Template, question
 
@@ -33,22 +32,12 @@ GENEVAL2 = question("vqa_score", 'Does this image show "{prompt}"? Answer the qu
 ONE_WORD = question("soft_tifa", "{question} Answer in one word.")
 
 
-class _NextWordJudge:
+class _NextWordJudge(EngineJudge):
     """Model, question, and the probability of words as the next one."""
 
-    name: str
     unit = "probability"
     range = (0.0, 1.0)
     higher_is_better = True
-
-    def __init__(
-        self, model: Any, template: Template, *, device: Any, precision: str, loading: Mapping[str, Any]
-    ) -> None:
-        self.engine = engine_of(model, self.name, device=device, precision=precision, **loading)
-        self.template = self.engine.template(template.name, template)
-
-    def _make_identity(self, **options: Any) -> Identity:
-        return Identity(judge=self.name, **self.engine.identity_fields(self.template, **options))
 
     def _first_tokens(self, words: Sequence[str]) -> list[int]:
         """Return the first token of each word, as GenEval 2's code."""
@@ -83,22 +72,20 @@ class VqaScore(_NextWordJudge):
         rule: Literal["vqascore", "geneval2"] = "vqascore",
         template: Template | None = None,
         device: str | torch.device = "cpu",
-        precision: str = "auto",
         **loading: Any,
     ) -> None:
         check_choices(self.name, rule=(rule, ("vqascore", "geneval2")))
-        super().__init__(model, SHOWS, device=device, precision=precision, loading=loading)
         if rule == "geneval2":
             template = template or GENEVAL2
-        elif template is None and self.template is SHOWS:
-            template = self.engine.template("yes_no", SHOWS)
-        self.template = template or self.template
+        super().__init__(model, SHOWS, template, device=device, **loading)
+        if self.template is SHOWS:
+            self.template = self.engine.template("yes_no", SHOWS)
         words = self.template.words.get("yes", ("Yes",)) if answer is None else (answer,)
         if rule == "geneval2" and answer is None:
             words, self._ids = AFFIRMED, self._first_tokens(AFFIRMED)
         else:
             self._ids = self.engine.token_ids(list(words))
-        self.identity = self._make_identity(answer=list(words))
+        self.options = {"answer": list(words)}
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
         """Score B images for their prompts; metadata is ignored."""
@@ -137,17 +124,16 @@ class SoftTifa(_NextWordJudge):
         spellings: Literal["tokens", "published"] = "tokens",
         template: Template | None = None,
         device: str | torch.device = "cpu",
-        precision: str = "auto",
         **loading: Any,
     ) -> None:
-        check_choices(self.name, mean=(mean, ("geometric", "arithmetic")))
-        check_choices(self.name, spellings=(spellings, ("tokens", "published")))
-        super().__init__(model, ONE_WORD, device=device, precision=precision, loading=loading)
-        self.template = template or self.template
+        check_choices(
+            self.name, mean=(mean, ("geometric", "arithmetic")), spellings=(spellings, ("tokens", "published"))
+        )
+        super().__init__(model, ONE_WORD, template, device=device, **loading)
         message = f"the template {self.template.name!r} has no {{question}}; write it into its text"
         check_rules(self.name, {message: "question" in self.template.fields})
         self.mean, self.spellings = mean, spellings
-        self.identity = self._make_identity(mean=mean, spellings=spellings)
+        self.options = {"mean": mean, "spellings": spellings}
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
         """Score B images by their records; the prompt is ignored."""

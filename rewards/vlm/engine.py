@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from visalign.rewards.base.contract import RewardError
+from visalign.rewards.base.identity import Identity
 from visalign.rewards.weights.checkpoint_files import dtype_of
 from visalign.rewards.weights.fingerprints import WeightPrint
 
@@ -269,6 +270,26 @@ def engine_of(
         return model
     check_loading(name, loading)
     return VisionLanguageEngine.from_pretrained(model, device=device, dtype=dtype, **loading)
+
+
+class EngineJudge:
+    """Judge of a vision-language model: its engine, its question, and the identity of its scores.
+
+    The question is `template`, else the folder's of the same name as `default`, else that.
+    """
+
+    name: str
+    options: Mapping[str, Any]
+    """What the scores depend on besides model and question."""
+
+    def __init__(self, model: Any, default: Template, template: Template | None = None, **loading: Any) -> None:
+        self.engine = engine_of(model, self.name, **loading)
+        self.template: Template = template or self.engine.template(default.name, default)
+
+    @property
+    def identity(self) -> Identity:
+        """Identity of the scores."""
+        return Identity(judge=self.name, **self.engine.identity_fields(self.template, **self.options))
 
 
 def check_loading(name: str, options: Mapping[str, Any]) -> None:
