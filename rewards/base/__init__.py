@@ -1,5 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared parts of rewards: request in, `Scores` out, images, failures, identity, a user's function.
-
-It needs `visalign.interfaces`; no model and no other room comes in.
-"""
+"""Shared parts of rewards: request in, `Scores` out, images, failures, identity, a user's function."""

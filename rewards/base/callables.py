@@ -4,14 +4,13 @@
 The parameters' names decide what a function is given:
 
 - `images` or `completions`, `prompts`, `metadata`: B images, prompts, and records (None where missing);
-- any other name, and all that fits into `**kwargs`: a column of the metadata, as TRL passes its dataset's: a
-  list with an entry per image, None where a record lacks the key;
+- any other name, and all that fits into `**kwargs`: a column of the metadata, as TRL passes its dataset's: a list with
+  an entry per image, None where a record lacks the key;
 - three unknown names: (images, prompts, metadata) in flow_grpo's order;
 - flow_grpo's factories (no parameter, or only `device`) are called once and return the function.
 
-It may return a list, array or tensor of B numbers: None for an image that it is not for, which a sum of rewards
-then scores without it, and NaN for one that it could not judge; also
-flow_grpo's pair (scores, info), and its mapping name -> B numbers, of which "avg" (or the only entry) is the
+It may return a list, array or tensor of B numbers: None for an image that it is not for, NaN for one that it could not
+judge; flow_grpo's pair (scores, info); or its mapping name -> B numbers, of which "avg" (or the only entry) is the
 value and the others become parts.
 """
 
@@ -36,10 +35,7 @@ Parameters = Mapping[str, inspect.Parameter]
 
 
 def read_signature(name: str, function: Callable[..., Any], *, forms: str, wrapped: str) -> Parameters:
-    """Read the parameters of a user's function.
-
-    For messages, `forms` are the calls that are allowed and `wrapped` how a coroutine is wrapped.
-    """
+    """Read the parameters of a user's function; messages name the calls allowed, and how a coroutine is wrapped."""
     if not callable(function):
         raise TypeError(f"Reward {name!r} is a {type(function).__name__}, not a function. Allowed: {forms}.")
     method = getattr(function, "__call__", None)  # noqa: B004  # an object may have a coroutine as its call
@@ -56,10 +52,7 @@ def read_signature(name: str, function: Callable[..., Any], *, forms: str, wrapp
 def pick_arguments(
     name: str, parameters: Parameters, offered: dict[str, Any], arguments: Sequence[str]
 ) -> dict[str, Any]:
-    """Select the offered values that the signature asks for; all of them with `**kwargs`.
-
-    Names that are not in `arguments` are columns of the metadata.
-    """
+    """Select the offered values that the signature asks for, all with `**kwargs`; `arguments` are not metadata."""
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return offered
     needed = [p.name for p in parameters.values() if p.default is p.empty and p.kind is not p.VAR_POSITIONAL]

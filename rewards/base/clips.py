@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Clip intake: what a judge of clips accepts in the place of an image, and the frames that it asks for.
 
-A clip is a sequence of images of one size, or an array [F, ...], in any form that `load_images` takes; an
-animated GIF, PNG or WebP (a path or a PIL image) is a clip of its frames, any other single image one of one
-frame.
+A clip is a sequence of images of one size, an array [F, ...], or an animated GIF, PNG or WebP (a path or a PIL image).
 """
 
 from __future__ import annotations
@@ -37,9 +35,8 @@ def listed_clips(name: str, images: Any) -> list[Any]:
 def read_clip(where: str, clip: Any, choose: Callable[[int], Sequence[int] | str]) -> tuple[list[Tensor], str | None]:
     """Read the frames of a clip that are judged, [3, H, W] float32 in [0, 1] each; or none of them, and why.
 
-    The files that are judged, and all frames of an animation, may together have as many pixels as one image. `choose`
-    turns a number of frames into the numbers of those that are judged, rising from 0, or says why such a clip cannot
-    be judged.
+    They may together have as many pixels as one image. `choose` turns a number of frames into the numbers of those
+    that are judged, rising from 0, or says why such a clip cannot be judged.
     """
     frames, length = _frames_of(clip), animation_length(clip)
     if len(frames) == 0:

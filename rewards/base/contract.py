@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The two ends of every reward: a checked request goes in; out come `Scores`, where failure is no number.
 
-One rule for prompts without a visible character: a reward that looks at the prompt masks the row with the
-reason of `prompt_problem`, because an image cannot be compared with nothing; one that does not look at it
-scores the image. A reward of records (GenEval's, the shapes verifier, OCR's "text") looks at these instead.
+A reward that looks at the prompt masks rows whose prompt has no visible character (`prompt_problem`).
 """
 
 from __future__ import annotations

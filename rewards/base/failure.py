@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Failures of rewards: a reason for each sample without a score.
-
-Single failures are masked rows; a judge that fails too often stops the run.
-"""
+"""Failures of rewards: a reason for each sample without a score; a judge that fails too often stops the run."""
 
 from __future__ import annotations
 
@@ -24,8 +21,7 @@ def failure_reasons(scores: Scores | Preferences) -> list[str | None]:
 class FailureAlarm:
     """Stops a run whose judge fails too often.
 
-    `limit` is the largest share of failures, 0 to 1, among the last `window` answers; 1 never stops. Nothing
-    stops before `min_samples` answers.
+    `limit` is the largest share of failures, 0 to 1, among the last `window` answers, after `min_samples` at least.
     """
 
     def __init__(self, name: str, limit: float, *, window: int = 200, min_samples: int = 8) -> None:

@@ -58,8 +58,7 @@ class Identity:
 def fingerprint(folder: str | Path) -> str:
     """Hash name, size and content of a folder's weight files to 32 hex digits; "" if there are none.
 
-    Of a file above 64 MiB only 512 blocks of 64 KiB are read, the first and the last among them: a change
-    that lies between two blocks is not seen.
+    Of a file above 64 MiB only 512 blocks of 64 KiB are read: a change that lies between two blocks is not seen.
     """
     path = Path(folder)
     files = [path] if path.is_file() else sorted({file for pattern in _WEIGHTS for file in path.rglob(pattern)})

@@ -70,15 +70,14 @@ class ImageBatch:
 
 
 def load_images(items: Any, *, texts: bool = False) -> ImageBatch:
-    """Read B images from any accepted form.
+    """Read B images from any accepted form; in a list, an unreadable one becomes None with its reason.
 
-    An unreadable image in a list, or a row of a tensor that holds NaN, becomes None with its reason; a tensor
-    of the wrong layout, type or range is an error of the caller: TypeError or ValueError.
+    A tensor of the wrong layout, type or range is an error of the caller: TypeError or ValueError; a row with NaN is
+    None.
 
     Args:
-        items: float tensor or array [B, 3, H, W] in [0, 1]; uint8 tensor or array [B, 3, H, W] or [B, H, W,
-            3]; or a sequence whose elements are PIL images of any mode, paths, or single images (float [3, H,
-            W], uint8 [3, H, W] or [H, W, 3]), sizes mixed at will.
+        items: float tensor or array [B, 3, H, W] in [0, 1]; uint8 tensor or array [B, 3, H, W] or [B, H, W, 3]; or a
+            sequence whose elements are PIL images of any mode, paths, or single images, sizes mixed at will.
         texts: keep completions (`CompletionText`) as they are; they are unreadable images otherwise.
     """
     if isinstance(items, Tensor | np.ndarray):
@@ -154,10 +153,7 @@ def animation_length(item: Any) -> int:
 
 
 def load_animation(item: Image.Image | str | os.PathLike[str], numbers: Sequence[int]) -> ImageBatch:
-    """Read the frames `numbers` (from 0, best in rising order) of an animation: all, or none with one reason.
-
-    All its frames together may have as many pixels as a single image, since those between are decoded too.
-    """
+    """Read frames of an animation, all or none; those between are decoded too, so all have the pixels of one image."""
     max_pixels()  # what is wrong with the limit is no fault of the image
     length = animation_length(item)
     try:

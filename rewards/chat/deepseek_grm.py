@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """DeepSeek-GRM: sums K sampled scores with principles and critique; a meta judge may filter the samples.
 
-Source: Liu et al., "Inference-Time Scaling for Generalist Reward Modeling", arXiv 2504.02495, section 4:
-pointwise scores of 1 to 10, k samples whose scores are added, and a meta reward model that keeps the k_meta
-best samples. The paper judges a language model's answers, as `text_judge` does; here a vision-language model judges
-an image, and the meta judge is a model that is asked whether the critique is right. Its log-odds of yes are the
-meta score: a scalar head, the difference of two rows of the vocabulary. `visalign train-reward` with model.kind
-critique trains it by cross-entropy on which votes were right.
+Source: Liu et al., "Inference-Time Scaling for Generalist Reward Modeling", arXiv 2504.02495, section 4. The paper
+judges a language model's answers, as `text_judge` does; here a vision-language model judges an image. The meta judge
+is asked whether a critique is right; its score is the log-odds of yes, a scalar head made of two rows of the
+vocabulary. `visalign train-reward` with model.kind critique trains it by cross-entropy on which votes were right.
 """
 
 from __future__ import annotations
@@ -53,18 +51,15 @@ META = question(
 class DeepSeekGRM(ChatJudge):
     """Sum of the scores of K samples, or of the k_meta that a meta judge rates highest.
 
-    Where samples are unreadable the sum is scaled to the full number, K·mean, so that a failure is no low
-    vote; at least two must be readable. `std` is the standard error of that sum, K·s/√n. The parts hold,
-    beside those of `average_answers`, "mean", the mean score; "votes", the number of samples summed; with a
-    meta judge "meta", the mean log-odds of the samples summed.
+    Where samples are unreadable the sum is K·mean, so that a failure is no low vote; at least two must be readable.
+    `std` is the standard error of that sum, K·s/√n. Further parts are "mean", the mean score; "votes", the number of
+    samples summed; with a meta judge "meta", their mean log-odds.
 
     Args:
-        answers: K samples of each image.
         reads: how a sample states its score, a key of `rewards.reading.ratings.FORMS`: "boxed", 1 to 10, or
             for judges that were taught another form "answer", 1 to 5, or "yes_no", 1 or 0.
         k_meta: samples that the meta judge keeps; None asks no meta judge.
-        meta: folder of a trained meta judge, loaded here and asked as it was trained; the judge itself,
-            untrained, when None.
+        meta: folder of a trained meta judge; the judge itself, untrained, when None.
         min_mass: smallest probability of yes and no together that counts as the meta judge's answer.
     """
 
@@ -118,7 +113,8 @@ class DeepSeekGRM(ChatJudge):
             return [chosen]
         count = float(len(chosen))
         return [
-            ({"value": self.votes * score, "mean": score, "votes": count, **part}, text) for score, text, part in chosen
+            ({"value": self.votes * score, "mean": score, "votes": count, **part}, text)
+            for score, text, part in chosen
         ]
 
 

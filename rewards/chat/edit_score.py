@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """EditScore: a vision-language model scores an edited image against its source and its instruction.
 
-Source: Luo et al., "EditScore", arXiv 2509.23909; code github.com/VectorSpaceLab/EditScore (Apache-2.0);
-checkpoints EditScore/EditScore-*, LoRAs on Qwen2.5-VL and Qwen3-VL. The rule is VIEScore's (Ku et al., arXiv
-2312.14867). Upstream draws a random score where an answer cannot be read; here its image is masked.
+Source: Luo et al., "EditScore", arXiv 2509.23909; code github.com/VectorSpaceLab/EditScore (Apache-2.0). The rule
+is VIEScore's (Ku et al., arXiv 2312.14867). Upstream draws a random score where an answer cannot be read.
 """
 
 from __future__ import annotations
@@ -28,16 +27,15 @@ from .messages import Reply
 class EditScore(ChatJudge):
     """√(following · quality) of an edit, from 0 to 10; the source image is the record's "source".
 
-    Two questions are asked, each answered by two numbers from 0 to 25, which are divided by 2.5. About source and
-    edit: how well the instruction is followed ("prompt_following") and how little else changed ("consistency"). About
-    the edit alone: its naturalness and its freedom from artifacts. Following is the smaller of the first two, quality
-    ("perceptual_quality") of the last two. With more than one answer the score is the mean of the passes, as
-    upstream's num_pass, with its standard error; a pass with an unreadable answer is left out.
+    Two questions get two numbers from 0 to 25 each, divided by 2.5. About source and edit: how well the instruction is
+    followed ("prompt_following") and how little else changed ("consistency"). About the edit alone: its naturalness
+    and its freedom from artifacts. Following is the smaller of the first two, quality ("perceptual_quality") of the
+    last two. With K answers the score is the mean of K passes, upstream's num_pass; an unreadable pass is left out.
 
     Args:
         labelled: write "<img1>: " before each image, as checkpoints on Qwen2.5-VL were trained.
-        **options: of `ChatJudge`, as is the address: a LoRA's base as `model` with the LoRA as `adapter`, in
-            this process; upstream samples at temperature 0.7.
+        **options: of `ChatJudge`, as is the address; upstream samples at temperature 0.7. A LoRA in this process is
+            `adapter`, its base `model`.
     """
 
     name = "edit_score"

@@ -37,15 +37,15 @@ class ChatJudge:
 
     Args:
         base_url: address of an OpenAI-compatible server; VISALIGN_JUDGE_URL in the environment if None.
-        model: the name under which it serves the judge; VISALIGN_JUDGE_MODEL if None. Without an address, a
-            folder, hub id or packaged name of a model that is loaded in this process.
+        model: the name under which it serves the judge; VISALIGN_JUDGE_MODEL if None. Without an address, a folder,
+            hub id or packaged name of a model that is loaded in this process.
         server: a `ChatServer` or `LocalModel` instead of the two, which several judges may share.
-        device: where a model in this process runs; a server ignores it.
-        template: replaces the judge's own: a `Template`, or only its text, with the same names in braces; the
-            images then come first, without labels, as in the published prompts.
+        device: where a model in this process runs.
+        template: replaces the judge's own: a `Template`, or only its text with the same names in braces, behind the
+            images.
         answers: K to each question.
         seed: of the first answer; the next answers use the next seeds.
-        temperature: of the answers; 0 always takes the likeliest token, so allows one answer.
+        temperature: 0 always takes the likeliest token, so allows one answer.
         max_new_tokens: of an answer; a longer one is a failure.
         **server_options: of `ChatServer`, or of `LocalModel`: precision, attention, device_map, ...
     """
@@ -124,9 +124,8 @@ class ChatJudge:
     ) -> Scores:
         """Average K answers to each of `rows`; a row with too few readable answers gets its reason.
 
-        With K > 1 there are also the standard deviation s of the answers (ddof 1) as the part "spread", the
-        standard error of the mean, s/√n, as `std`, and the part "readable", the share of readable answers.
-        `text` is the first readable answer.
+        With K > 1, `std` is the standard error s/√n, and there are the parts "spread", the deviation s (ddof 1), and
+        "readable", the share of readable answers. `text` is the first of these.
         """
         size = len(request)
         columns = {name: torch.full((size,), torch.nan) for name in ("value", "std")}
@@ -161,10 +160,7 @@ def connect(
     device: Any = "cpu",
     load_local: Callable[..., LocalModel] = LocalModel,
 ) -> ChatServer | LocalModel:
-    """Return the given server, or connect to `base_url` and `model`, else to those of the environment.
-
-    Without an address, a model that is found on disk or on the hub is loaded here.
-    """
+    """Return the given server, or connect to `base_url` and `model`, else to those of the environment."""
     if server is not None:
         if base_url is not None or model is not None or options:
             raise RewardError(f"{name}: give a server, or base_url, model and options of one, not both.")

@@ -30,11 +30,6 @@ class LanguageEngine:
     """Causal language model with the members of `VisionLanguageEngine` that `LocalModel` uses.
 
     Requests are answered one after the other, the K answers to each together; for speed, serve the model.
-
-    Args:
-        model: folder, hub id or packaged name that AutoModelForCausalLM loads, LoRA folders too.
-        device: where it runs.
-        precision: of the weights: "fp32", "bf16", "fp16", or "auto": "bf16" on a GPU, else "fp32".
     """
 
     def __init__(self, model: str | Path, *, device: str | torch.device = "cpu", precision: str = "auto") -> None:

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """LiFT: a critic model calls an image Good, Normal or Bad in each of several respects.
 
-Source: Wang et al., "LiFT", arXiv 2412.04814: LiFT-Critic rates videos in semantic consistency, motion
-smoothness and fidelity, and its code maps Good, Normal and Bad to 0.9, 0.2 and 0.05, anything else to Good.
-An image has no motion, so two questions are asked here by default, in our own words; an answer without one
-clear label is masked.
+Source: Wang et al., "LiFT", arXiv 2412.04814, whose critic rates videos and counts anything unclear as Good. An
+image has no motion, so two questions are asked here, in our words; an answer without one clear label is masked.
 """
 
 from __future__ import annotations
@@ -39,8 +37,8 @@ TEMPLATE = question(
 class Lift(ChatJudge):
     """Mean over the questions of 0.9 for Good, 0.2 for Normal, 0.05 for Bad; the parts hold each question.
 
-    An image with an unreadable answer to one question has no score. `std`, with more than one answer, is the standard
-    error of the mean. `questions`, respect -> question, replace ours; a template has {prompt} and {question}.
+    An image with an unreadable answer has no score. `std`, with more than one answer, is the standard error.
+    `questions`, respect -> question, replace ours; a template has {prompt} and {question}.
     """
 
     name = "lift"

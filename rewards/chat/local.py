@@ -19,11 +19,7 @@ T = TypeVar("T")
 
 
 class LocalModel:
-    """Model with the interface of `ChatServer`: the same questions, replies and failures.
-
-    It is a folder, hub id or packaged name of a model that `rewards.vlm` knows, or a loaded engine; `loading` are
-    options of `engine_of`: device, precision, attention, device_map, quantization, ...
-    """
+    """Model (folder, hub id, packaged name or engine) asked as a `ChatServer`; `loading` is for `engine_of`."""
 
     def __init__(
         self, model: str | Path | VisionLanguageEngine, *, max_failure_rate: float = 0.5, **loading: Any

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chat-completions messages: a template and its images as a request, a chat.completion as a reply.
-
-Images are sent without loss, and no user's text can spell a control token.
-"""
+"""Chat-completions messages: a template and its images as a request, a chat.completion as a reply."""
 
 from __future__ import annotations
 

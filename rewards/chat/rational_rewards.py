@@ -2,8 +2,7 @@
 """RationalRewards: a vision-language model judges an image by aspects, each with a score from 1 to 4.
 
 Source: Wang et al., "RationalRewards", arXiv 2604.11626; checkpoints TIGER-Lab/RationalRewards-8B-T2I and
--Edit (Qwen3-VL, Apache-2.0), whose cards hold the questions. Upstream scores a judgement without a number 0;
-here its image is masked.
+-Edit (Qwen3-VL). Upstream scores a judgement without a number 0; here its image is masked.
 """
 
 from __future__ import annotations
@@ -52,9 +51,8 @@ class RationalRewards(ChatJudge):
     """(m − 1)/3, from 0 to 1, with m the mean of the aspects' scores, each clipped to [1, 4].
 
     "generation": faithfulness to the text, physical and visual quality, rendering of text. "edit": also faithfulness
-    to the source image, which is the record's "source". An aspect that does not apply ("N/A") is left out of the mean
-    and NaN among the parts; a judgement that skips an aspect is a failure. The judgement is in `text`. Upstream
-    samples at temperature 0.1.
+    to the record's "source" image. An aspect that does not apply ("N/A") is left out of the mean and NaN among the
+    parts; a judgement that skips an aspect is a failure. Upstream samples at temperature 0.1.
     """
 
     name = "rational_rewards"

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rubric: a model writes a checklist for the prompt, then each of its questions is asked about the image.
 
-Sources: RubricRM, arXiv 2608.26956, and AutoRubric-T2I, arXiv 2605.17602, for the idea of writing a list of
-criteria for each input before anything is scored. Both questions are in our words and suit any model; they
-are not those of the papers' checkpoints.
+The idea is that of RubricRM, arXiv 2608.26956, and AutoRubric-T2I, arXiv 2605.17602; both questions are in our words.
 """
 
 from __future__ import annotations
@@ -43,18 +41,16 @@ _LIST_ITEM = re.compile(r"^\s*(?:\d+\s*[.)]|[-*•])\s+(?P<text>\S.*?)\s*$", re.
 class Rubric(ChatJudge):
     """Mean over a checklist of the probability of yes, from 0 to 1; the checklist is written for each prompt.
 
-    The checklist is the record's "checklist", [question, ...], where it has one. Else it is written once from
-    the prompt, without an image, by greedy decoding, and remembered, so that all images of a prompt are
-    checked against the same list. The parts hold "questions", their number, and "least", the smallest
-    probability; `text` has a line for each question. An image with an unanswered question has no score, nor
-    have images whose prompt got no readable checklist.
+    The checklist is the record's "checklist", [question, ...], if it has one. Else it is written once from the prompt,
+    by greedy decoding, and remembered for all images of the prompt. The parts hold "questions", their number, and
+    "least", the smallest probability; `text` has a line for each question. An image with an unanswered question has no
+    score.
 
     Args:
         max_questions: largest number of questions of a checklist; a longer one is a failure.
         top_logprobs: alternatives of the first token to request.
         min_mass: smallest probability of yes and no together that counts as an answer.
-        **options: of `ChatJudge`, as is the address; a template has {question}, and max_new_tokens is that of
-            a checklist.
+        **options: of `ChatJudge`, as is the address; a template has {question}. max_new_tokens is for the checklist.
     """
 
     name = "rubric"

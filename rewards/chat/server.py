@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Client of an OpenAI-compatible chat-completions server (vLLM, SGLang, OpenAI) for judges.
 
-A request that fails, for whatever reason, is a failure with a reason and costs only its own row: a server
-that hangs or hangs up, 429 and 5xx after the retries, text that is no JSON, no choices, an answer cut at the
-token limit, a refusal. Errors that every row would meet (401, 403, 404), and failures above
-`max_failure_rate`, end the call.
+A request that fails (429 and 5xx after the retries, no JSON, an answer cut off, a refusal) costs only its own row.
+Errors that every row would meet (401, 403, 404), and failures above `max_failure_rate`, end the call.
 """
 
 from __future__ import annotations
@@ -35,10 +33,7 @@ _FATAL_STATUS = (401, 403, 404)
 
 
 class ChatServer:
-    """Asks a served vision-language model.
-
-    Equal requests are sent once. An answer depends only on its request, its number and the seed, as far as
-    the server respects the seed.
+    """Asks a served vision-language model; equal requests are sent once.
 
     Args:
         base_url: as OpenAI clients take it, "http://host:8000/v1".
@@ -105,8 +100,8 @@ class ChatServer:
     ) -> list[list[T | AnswerError]]:
         """Return K answers to each of B requests, as `read` takes them from replies, or AnswerErrors.
 
-        The k-th answer has the seed `seed` + k. With `top_logprobs`, the number of alternatives of the first
-        token to request, an answer may be cut off.
+        The k-th answer has the seed `seed` + k. Where `top_logprobs` of the first token are requested it may be cut
+        off.
         """
         check_drawing(answers, temperature, max_new_tokens)
         urls = ImageUrls()

@@ -86,7 +86,7 @@ class TextJudge(ChatJudge):
     than the question counts as failed. `std` is the standard error over K answers, `text` the first of them.
 
     Args:
-        form: see above.
+        form: "point", "pair" or "list".
         size: most completions in one prompt, with "list".
         both_orders: ask pairs and lists in the reverse order, too.
         principles: have the judge write principles first, as DeepSeek-GRM.
@@ -204,7 +204,7 @@ class TextJudge(ChatJudge):
     def _ask(
         self, lists: Sequence[tuple[Prompt, Sequence[str]]], *, both_orders: bool, rated: bool = True
     ) -> list[list[list[Vote[Values]]] | AnswerError]:
-        """Return the votes on each list of completions in each order, scores in the order of the list, or a failure."""
+        """Return the votes on each list of completions in each order, scores in the list's order; or a failure."""
         results: list[list[list[Vote[Values]] | AnswerError]] = [[] for _ in lists]
         queries: dict[int, list[tuple[int, int, Query]]] = {}
         for number, (prompt, texts) in enumerate(lists):

@@ -2,8 +2,7 @@
 """UnifiedReward: a vision-language model rates an image, or an edit of one, in points.
 
 Source: Wang et al., "Unified Reward Model for Multimodal Understanding and Generation", arXiv 2503.05236, its
-versions 2.0 and Edit; checkpoints CodeGoat24/UnifiedReward-*. The questions are those of their training
-(`vlm.published`). Peers score an unreadable answer 0 or with the batch mean; here its image is masked.
+versions 2.0 and Edit, with the questions of their training. Peers score an unreadable answer 0 or with the batch mean.
 """
 
 from __future__ import annotations
@@ -51,15 +50,10 @@ _READERS: dict[str, Callable[[Reply], dict[str, float]]] = {
 class UnifiedReward(ChatJudge):
     """Points for an image and its prompt, from 1 to 5; for edits from 0 to 25.
 
-    "aspects": the mean of alignment, coherence and style, which are parts. "final": the number after
-    "Final Score:". "edit_following": the mean of how well an edit follows the prompt, its instruction
-    ("success"), and of how little else it changes ("restraint"); the source image is the record's
-    "source", a file, a PIL image or an array. "edit_quality": the mean of "naturalness" and "no_artifacts" of
-    the edit alone. With more than one answer the score is their mean, with their standard deviation.
-
-    Args:
-        mode: "aspects", "final", "edit_following" or "edit_quality".
-        **options: of `ChatJudge`, as is the address; a template has {prompt} where the published one does.
+    "aspects": the mean of alignment, coherence and style, which are parts. "final": the number after "Final Score:".
+    "edit_following": the mean of how well an edit follows the prompt, its instruction ("success"), and of how little
+    else it changes ("restraint"); the source image is the record's "source". "edit_quality": the mean of "naturalness"
+    and "no_artifacts" of the edit alone. `**options` are those of `ChatJudge`, as is the address.
     """
 
     name = "unified_reward"

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """UnifiedReward on pairs: compares two images by rank, after thinking, by scores, or as JSON.
 
-Source: Wang et al., UnifiedReward, arXiv 2503.05236, and its version 2.0; UnifiedReward-Think, arXiv
-2505.03318; UnifiedReward-Flex, arXiv 2602.02380; UnifiedReward-Edit. Pref-GRPO (arXiv 2508.20751) asks in one
-order; models prefer a position, so here each pair is asked in both. The questions are those of the
-checkpoints' training (`vlm.published`).
+Source: Wang et al., UnifiedReward, arXiv 2503.05236, and its versions 2.0 and Edit; UnifiedReward-Think, arXiv
+2505.03318; UnifiedReward-Flex, arXiv 2602.02380; the questions are those of their training. Pref-GRPO (arXiv
+2508.20751) asks in one order; models prefer a position, so here each pair is asked in both.
 """
 
 from __future__ import annotations
@@ -41,7 +40,6 @@ class UnifiedRewardPairs(ChatJudge):
     "position_bias", half their difference: above 0 it favours the first image.
 
     Args:
-        mode: see above.
         both_orders: ask each pair in both orders; one order is half the calls and keeps the position bias.
         flex_categories: those that count: "all", or "first_three", as in Pref-GRPO's code.
         **options: of `ChatJudge`, as is the address, with K answers in each order; a template has {prompt}

@@ -2,12 +2,9 @@
 """P(yes) of a chat model from the alternatives of its first token, as top_logprobs lists them.
 
 The question of RewardDance (arXiv 2509.08826) and VQAScore through any server that gives top_logprobs:
-log-odds = logsumexp over the yes tokens − logsumexp over the no tokens. Peers read one spelling and take 0
-where it is missing; here all spellings count, and an answer is masked that is neither yes nor no, or lists
-one side only.
-
-A list holds only the top 20 or so tokens. Where one side is missing the log-odds are undefined, not infinite:
-an unlisted token has some probability, at most that of the last listed one, which bounds them.
+log-odds = logsumexp over the yes tokens − logsumexp over the no tokens. Peers read one spelling and take 0 where it
+is missing; here all count. Where one side is not listed the log-odds are undefined, not infinite: an unlisted token
+has at most the probability of the last listed one, which bounds them.
 """
 
 from __future__ import annotations
@@ -59,8 +56,7 @@ def read_yes_no(
 ) -> ListedAnswer:
     """Add up the probabilities of the tokens that spell yes and no, ignoring case and blanks.
 
-    `log_probs` is token -> log-prob in nats. Below `min_mass` of both together, and where neither side is listed, it
-    is an AnswerError.
+    `log_probs` are in nats. Below `min_mass` of both together, or with neither side listed, it is an AnswerError.
     """
     for token, value in log_probs.items():
         if math.isnan(value) or value > 1e-3:
@@ -120,10 +116,9 @@ QUESTION = question(
 class YesNoServer(ChatJudge):
     """Log-odds of yes against no in nats.
 
-    The parts hold "prob", P(yes) of the two, σ of the value; "mass", the probability of both together. Where yes or no
-    is not among the `top_logprobs` alternatives of the first token (OpenAI and vLLM allow 20 by default), or both have
-    less than `min_mass`, the log-odds are undefined, and the image has no score. Of a `Template` the words "yes" and
-    "no" count.
+    The parts hold "prob", P(yes) of the two, and "mass", the probability of both together. Where yes or no is not
+    among the `top_logprobs` alternatives of the first token (OpenAI and vLLM allow 20 by default), or both have less
+    than `min_mass`, the image has no score. Of a `Template` the words "yes" and "no" count.
     """
 
     name = "yes_no_server"

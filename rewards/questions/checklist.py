@@ -38,10 +38,7 @@ class ChecklistRule:
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> ChecklistRule:
-        """Read the published file: "coef", "intercept" (a number or a list of one) and "masked_features".
-
-        The keys of "masked_features" may be strings, as JSON has it.
-        """
+        """Read the published file: "coef", "intercept" (a number or a list of one) and "masked_features"."""
         if "coef" not in record or not set(record) <= set(_RULE_KEYS):
             raise ValueError(
                 f"A checklist rule has the keys {', '.join(sorted(_RULE_KEYS))}, coef at least; given are "
@@ -58,10 +55,7 @@ class ChecklistRule:
         )
 
     def score(self, yes: Tensor, alignment: Tensor | None = None) -> Tensor:
-        """Score B images [B]; differentiable in both arguments.
-
-        `yes` [B, N] is 1 for yes, 0 for no, or the probability of yes; NaN makes its row NaN.
-        """
+        """Score B images [B]; `yes` [B, N] is 1 for yes, 0 for no, or the probability of yes; NaN makes a row NaN."""
         columns = self.features(yes, alignment)
         weights = torch.tensor(list(self.weights), dtype=columns.dtype, device=columns.device)
         return (columns * weights).sum(1) + self.intercept
@@ -139,10 +133,9 @@ class Checklist:
     def from_visionreward(
         cls, questions: str | Path, weights: str | Path, *, masks: Mapping[int, Sequence[int]] = VISIONREWARD_MASKS
     ) -> Checklist:
-        """Read VisionReward's question file (one per line) and weight file ("coef", "intercept").
+        """Read VisionReward's question file (one per line) and weight file, with the alignment's coefficient first.
 
-        The first coefficient of weight_select.json is that of the alignment. `masks`: question -> the questions that
-        count only where its answer is yes.
+        `masks`: question -> the questions that count only where its answer is yes.
         """
         lines = Path(questions).read_text(encoding="utf-8-sig").splitlines()
         record = read_object(Path(weights))

@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Q-Align and DeQA-Score: the mean of five levels of quality under the next word's probabilities.
 
-Sources: Wu et al., "Q-Align", arXiv 2312.17090; You et al., "DeQA-Score", arXiv 2501.11561. Both ask the same
-question and read the same five words, excellent, good, fair, poor, bad, as 5 to 1; they differ in training.
-
-The published checkpoints (q-future/one-align, zhiyuanyou/DeQA-Score-Mix3) are mPLUG-Owl2, whose code comes
-with them, is never run here, and does not import under transformers 5. They are refused by name. Any model of
-`rewards.vlm` can be asked, whether trained on the levels or not; it sees images in their own shape, where
-upstream pads them to squares.
+Sources: Wu et al., "Q-Align", arXiv 2312.17090; You et al., "DeQA-Score", arXiv 2501.11561, which differ in training.
+Their checkpoints (q-future/one-align, zhiyuanyou/DeQA-Score-Mix3) are mPLUG-Owl2, whose code comes with them and is
+never run here. Any model of `rewards.vlm` can be asked; it sees images in their own shape, where upstream pads them to
+squares.
 """
 
 from __future__ import annotations
@@ -40,16 +37,13 @@ LEVELS = {"excellent": 5.0, "good": 4.0, "fair": 3.0, "poor": 2.0, "bad": 1.0}
 class QAlign(EngineJudge):
     """Σ p·s over the levels s = 5 to 1, with p the softmax over the five words; the prompt is ignored.
 
-    `std` is √Σ p·(s − value)², the width of the distribution (DeQA-Score's), not an error. The parts hold
-    each level's p, and "mass", the probability of all five among everything that the model may write.
+    `std` is √Σ p·(s − value)², the width of the distribution (DeQA-Score's), not an error. The parts hold each level's
+    p, and "mass", the probability of all five among everything that the model may write.
 
     Args:
-        model: folder or hub id; or a loaded `rewards.vlm.VisionLanguageEngine`.
-        task: "quality" or "aesthetics".
-        template: replaces the folder's "q_align_quality" or "q_align_aesthetics", or the published words; it
-            ends where the level begins.
-        min_mass: smallest probability of the five words together that counts as an answer; upstream reads
-            them whatever else the model would write (0).
+        template: replaces the folder's "q_align_quality" or "q_align_aesthetics", or the published words; it ends
+            where the level begins.
+        min_mass: smallest probability of the five words together that counts as an answer; 0 upstream.
     """
 
     name = "q_align"

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """RewardDance: a vision-language model's log-odds of "yes" to one question about an image or a pair.
 
-Source: Wu et al., "RewardDance: Reward Scaling in Visual Generation", arXiv 2509.08826; no code is out.
-The reward is P("yes") where the answer begins, after one prefill; a reason, if wanted, is written behind the
-decision and does not change the score. Our choices, where the paper is silent or a reward needs more:
-log-odds over all spellings of yes and no instead of the probability of one token (a probability saturates;
-the left-over mass is reported too); a pair asked in both orders; the wording of the questions. A model
-folder's `judge.json` replaces the wording.
+Source: Wu et al., "RewardDance: Reward Scaling in Visual Generation", arXiv 2509.08826; no code is out. The reward is
+P("yes") where the answer begins, after one prefill; a reason behind the decision does not change it. Our choices:
+log-odds over all spellings of yes and no instead of the probability of one token, which saturates; a pair asked in
+both orders; the wording of the questions, which a model folder's `judge.json` replaces.
 """
 
 from __future__ import annotations
@@ -60,12 +58,9 @@ class _YesNoJudge(EngineJudge):
     """Model, question, and how its answer is read.
 
     Args:
-        model: folder, hub id or packaged name of a Qwen2-VL, Qwen2.5-VL, Qwen3-VL or InternVL model; or a
-            loaded `rewards.vlm.VisionLanguageEngine`.
         instruction: task-specific criteria, filled in for the template's {instruction}.
         decision_first: ask for reasons behind the decision; the score is still read at the decision.
         write_reasons: also generate the reasons, into `text`; needs decision_first.
-        template: replaces the folder's, or ours.
         yes: spellings of yes instead of the template's, each one token of the model.
         min_mass: smallest probability of yes and no together that counts as an answer.
         options: the judge's own, for the identity.
@@ -126,13 +121,13 @@ class _YesNoJudge(EngineJudge):
 class RewardDance(_YesNoJudge):
     """Log-odds (or probability) that the answer to a yes/no question about one image is yes.
 
-    Parts of the scores: "log_odds", "prob" (σ of it), "mass" (probability of yes and no over the whole
-    vocabulary) and "prob_vocabulary" (that of yes alone).
+    Parts of the scores: "log_odds", "prob" (σ of it), "mass" (probability of yes and no over the whole vocabulary) and
+    "prob_vocabulary" (that of yes alone).
 
     Args:
         value: "log_odds", or "prob" as in the paper, over yes and no.
-        **options: model, instruction, decision_first, write_reasons, template ("yes_no" or "explain" of the
-            folder), yes, no, min_mass, max_new_tokens, and those of `engine_of`.
+        **options: instruction, decision_first, write_reasons, template ("yes_no" or "explain" of the folder), yes, no,
+            min_mass, max_new_tokens, and those of `engine_of`.
     """
 
     name = "reward_dance"
@@ -180,9 +175,8 @@ class RewardDancePairs(_YesNoJudge):
 
     Args:
         both_orders: ask in both orders; otherwise once, with the right image as the reference, as the paper.
-        **options: as for `RewardDance` (templates "pair" and "pair_explain", with two images, the first for
-            the reference); `min_mass` counts in each order, and reasons are written for the order with the
-            left image second.
+        **options: as for `RewardDance` (templates "pair" and "pair_explain", the first image is the reference);
+            `min_mass` counts in each order, and reasons are written for the order with the left image second.
     """
 
     name = "reward_dance_pairs"

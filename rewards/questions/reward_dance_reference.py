@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reference images for a pairwise judge: scores against them, and the order in which N are good ones.
 
-RewardDance (arXiv 2509.08826) scores an image by P(yes) that it beats a reference of the same prompt, and
-takes as references the best of 16 samples of the model before training, ranked by how many others they beat.
-A trainer draws them: `rewards.terms.LABEL.references`.
+RewardDance (arXiv 2509.08826) scores an image by P(yes) that it beats a reference of the same prompt: the best of 16
+samples of the model before training. A trainer draws them: `rewards.terms.LABEL.references`.
 """
 
 from __future__ import annotations
@@ -44,14 +43,9 @@ class DifferentiablePairs(Protocol):
 class ReferenceReward:
     """Mean log-odds (or its σ) that an image beats the reference images of its prompt.
 
-    The references are `metadata[i]["references"]`, else those given at the start for the prompt. A failed comparison
-    is left out; an image without references, or without a valid comparison, is invalid. Parts: "log_odds",
-    "references" (number of valid comparisons) and "spread" (the standard deviation of their log-odds, NaN below two).
-
-    Args:
-        judge: any pairwise judge, e.g. `RewardDancePairs`.
-        references: prompt -> its reference images, in any form of `load_images`; a trainer may add to them.
-        value: "log_odds" or "prob".
+    The references are `metadata[i]["references"]`, else those of `references`, prompt -> images, to which a trainer
+    may add. A failed comparison is left out; without a valid one an image is invalid. Parts: "log_odds", "references"
+    (number of valid comparisons) and "spread" (the standard deviation of their log-odds, NaN below two).
     """
 
     higher_is_better = True
@@ -137,11 +131,7 @@ class ReferenceReward:
         return log_odds.sigmoid() if self.value == "prob" else log_odds
 
     def rank(self, images: Any, prompt: str, record: Mapping[str, Any] | None = None) -> list[int]:
-        """Order N images of a prompt by the number of others that each beats, best first.
-
-        All pairs are asked in both orders and their log-odds averaged; equal numbers of wins are ordered by the mean
-        probability of winning. Images that could not be compared come last.
-        """
+        """Order N images of a prompt by how many others each beats in both orders, then by mean probability."""
         batch = load_images(images)
         rows, readable = [row for row, _ in batch.readable()], [image for _, image in batch.readable()]
         asker = PairAsker(self.judge, readable, [prompt] * len(rows), [record] * len(rows))

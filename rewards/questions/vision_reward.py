@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """VisionReward: many yes/no questions about one image, each with a weight.
 
-Source: Xu et al., "VisionReward", arXiv 2412.21059. Its released code asks with 30 generations per image
-and counts every answer but the exact string "yes" as no, refusals included. Here all questions of an image
-are one batch that shares the image and the beginning of the prompt, an answer is read as log-odds, and an
-unanswered question is left out and named. The default checklist is for the shapes world;
-`Checklist.from_visionreward` reads VisionReward's own from its two files.
+Source: Xu et al., "VisionReward", arXiv 2412.21059. Its released code generates 30 answers per image and counts all
+but the exact string "yes" as no, refusals included. Here all questions of an image share its prefix, an answer is read
+as log-odds, and an unanswered question is left out and named. The default checklist is for the shapes world;
+`Checklist.from_visionreward` reads VisionReward's.
 """
 
 from __future__ import annotations
@@ -49,12 +48,10 @@ class VisionReward(EngineJudge):
     The parts hold each question's x (NaN if unanswered), "alignment" and "unanswered".
 
     Args:
-        model: folder, hub id or packaged name; or a loaded `rewards.vlm.VisionLanguageEngine`.
-        checklist: the questions, as object or JSON file; if None, "checklist" in the folder's judge.json,
-            else the one for the shapes world.
-        answers: "soft" or "hard".
-        alignment: text-image score that is added where the rule has one; when None, the same model's P(yes)
-            to its yes/no question (VQAScore's form, as published).
+        checklist: the questions, as object or JSON file; if None, "checklist" in the folder's judge.json, else the one
+            for the shapes world.
+        alignment: text-image score that is added where the rule has one; when None, the same model's P(yes) to its
+            yes/no question (VQAScore's form, as published).
         template: replaces the folder's "checklist", or ours; has {question}.
         yes: spellings of yes instead of the template's, each one token of the model.
         min_mass: smallest probability of yes and no together that counts as an answer.

@@ -2,11 +2,10 @@
 """VisualQuality-R1: a vision-language model rates the quality of an image from 1 to 5.
 
 Source: Wu et al., "VisualQuality-R1", NeurIPS 2025, arXiv 2505.14460; checkpoint TianheWu/VisualQuality-R1-7B
-(Qwen2.5-VL). Upstream samples one text per image, so that a score differs from call to call, and returns a
-random number where the text cannot be read. Here `mode="direct"` is the expectation over the digits that the
-model would write, always the same, and `mode="sampled"` the mean of K seeded answers, without the unreadable
-ones. Both questions are the published ones, with images numbered by the chat template; the `judge.json` of a
-folder replaces them (templates "rating" and "rating_thinking").
+(Qwen2.5-VL). Upstream samples one text per image and returns a random number where it cannot be read. Here
+`mode="direct"` is the expectation over the digits that the model would write, and `mode="sampled"` the mean of K
+seeded answers, without the unreadable ones. Both questions are the published ones; the `judge.json` of a folder
+replaces them (templates "rating" and "rating_thinking").
 """
 
 from __future__ import annotations
@@ -64,23 +63,19 @@ RATING_THINKING = question(
 class VisualQuality(EngineJudge):
     """Rating of an image's quality from 1 to 5 with its standard deviation; the prompt is ignored.
 
-    `std` is the spread of one answer, not the error of their mean, as in Thurstone's model, which
-    `compare` is: P(left better) = Φ((μ_l − μ_r) / √(σ_l² + σ_r² + γ)).
-    Direct: value Σ p·s and std √Σ p·(s − value)² over the ratings s that the model may write next; the parts
-    hold "mass", the probability of all scores among everything it may write, "left_over", the rest, and for
-    ratings with decimals "digit_mass", the share of what begins as a rating that goes on with digits.
-    Sampled: mean and standard deviation (ddof 1) of the readable answers; the parts hold "readable", their
-    share, and `text` is the first of them.
+    `std` is the spread of one answer, as in Thurstone's model, which `compare` is: P(left better) = Φ((μ_l − μ_r) /
+    √(σ_l² + σ_r² + γ)). Direct: value Σ p·s and std √Σ p·(s − value)² over the ratings s that the model may write
+    next; the parts hold "mass", the probability of all scores among everything it may write, "left_over", the rest,
+    and for ratings with decimals "digit_mass", the share of what begins as a rating that goes on with digits. Sampled:
+    mean and standard deviation (ddof 1) of the readable answers; the part "readable" is their share, and `text` the
+    first of them.
 
     Args:
-        model: folder, hub id or packaged name; or a loaded `rewards.vlm.VisionLanguageEngine`.
-        mode: "direct" or "sampled".
         thinking: let it think before it rates (template "rating_thinking"); needs "sampled".
         answers: K of each image in "sampled"; 1 gives no standard deviation.
-        seed: of the answers; an answer depends only on it, the image and the answer's number.
         max_new_tokens: of an answer; 2048 with thinking and 16 without when None.
-        template: replaces the folder's, or ours. In "direct" its words "scores" are the whole ratings, each
-            one token, and "digits" the ten digits where ratings have two decimal places.
+        template: replaces the folder's, or ours. In "direct" its words "scores" are the whole ratings, each one token,
+            and "digits" the ten digits where ratings have two decimal places.
         min_mass: smallest probability of all scores together that counts as a rating ("direct"), and smallest
             "digit_mass".
         variance_floor: γ of the comparison, in squared rating steps.
@@ -185,17 +180,10 @@ def read_ratings(answers: Sequence[str]) -> tuple[list[float], str, str]:
 class RatingDigits:
     """Ratings as expectations over the digits that a model would write: no sampling, and a variance.
 
-    Where ratings have two decimal places, the whole number is read first, then the tenths behind each whole
-    number, then the hundredths behind each tenth: P(s.dt) = P(s) P(d | "s.") P(t | "s.d"), each over its own
-    set of tokens. The largest rating has no decimals but ".00". All continuations share the image and the
-    question, so that each costs two or three tokens.
-
-    Args:
-        engine: `rewards.vlm.VisionLanguageEngine`.
-        template: ends where the rating begins; its words "scores" are whole ratings, "digits" the digits 0
-            to 9 in order, where ratings have two decimal places.
-        min_mass: smallest probability of all scores together that counts as a rating, and smallest share of
-            what begins as a rating that goes on with digits.
+    Where ratings have two decimal places, the whole number is read first, then the tenths behind each whole number,
+    then the hundredths behind each tenth: P(s.dt) = P(s) P(d | "s.") P(t | "s.d"), each over its own set of tokens.
+    The largest rating has no decimals but ".00". All continuations share the image and the question, so that each
+    costs two or three tokens. The options are those of `VisualQuality`.
     """
 
     def __init__(self, engine: Any, template: Template, min_mass: float) -> None:
@@ -250,8 +238,7 @@ class RatingDigits:
     def _distribution(self, queries: list[Query], prob: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Split the probabilities of whole numbers [b, scores] by their decimals.
 
-        Returns:
-            (ratings [L], their probabilities [b, L] that sum to 1, probability of complete ratings [b]).
+        The result is (ratings [L], their probabilities [b, L] that sum to 1, probability of complete ratings [b]).
         """
         values = torch.tensor(self.values, dtype=torch.float64)
         if not self._digit_ids:

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """VQAScore's one question about the prompt, and GenEval 2's questions about its parts (Soft-TIFA).
 
-Sources: VQAScore, Lin et al., arXiv 2404.01291: P("Yes" | image, question) over the whole vocabulary.
-GenEval 2, Kamath et al., arXiv 2512.16853: Soft-TIFA, the mean over the questions of a prompt of the
-probability of the right answer: geometric for the benchmark's score, arithmetic as the milder one.
-github.com/facebookresearch/GenEval2, evaluation.py: which spellings it counts, and its own question for
-VQAScore. It adds the probability of the first token of each spelling, repeats included: of a tokenizer that
-splits " 4" it counts the space, and of "seventy" the word "other".
+Sources: VQAScore, Lin et al., arXiv 2404.01291: P("Yes" | image, question) over the whole vocabulary. GenEval 2,
+Kamath et al., arXiv 2512.16853: Soft-TIFA, the geometric (the benchmark's) or arithmetic mean over the questions of a
+prompt of the probability of the right answer. github.com/facebookresearch/GenEval2, evaluation.py: its own question
+for VQAScore, and the spellings, of which it adds the first tokens, repeats included: of a tokenizer that splits " 4"
+it counts the space, and of "seventy" the word "other".
 """
 
 from __future__ import annotations
@@ -54,11 +53,10 @@ class VqaScore(_NextWordJudge):
     """P("Yes") over the whole vocabulary when asked if the image shows the prompt.
 
     Args:
-        model: folder, hub id or packaged name; or a loaded `rewards.vlm.VisionLanguageEngine`.
-        answer: the word whose probability is the score, one token of the model; "Yes", or the template's
-            words for it, when None.
-        rule: "vqascore", or "geneval2" for the question and the spellings of Yes of that benchmark's code,
-            whatever the folder says.
+        answer: the word whose probability is the score, one token of the model; "Yes", or the template's words for it,
+            when None.
+        rule: "vqascore", or "geneval2" for the question and the spellings of Yes of that benchmark's code, whatever
+            the folder says.
         template: replaces the folder's "vqa_score" or "yes_no", or the published question.
     """
 
@@ -102,15 +100,14 @@ class VqaScore(_NextWordJudge):
 class SoftTifa(_NextWordJudge):
     """Mean over a record's questions of the probability that the right answer is the next word.
 
-    The questions are the record's "vqa_list", [[question, answer], ...], as GenEval 2 gives them. An answer
-    counts in its usual spellings that are one token, a number also as a digit, each token once. `text` names
-    the question whose answer is least probable.
+    The questions are the record's "vqa_list", [[question, answer], ...], as GenEval 2 gives them. An answer counts in
+    its usual spellings that are one token, a number also as a digit, each token once. `text` names the question whose
+    answer is least probable.
 
     Args:
-        model: folder, hub id or packaged name; or a loaded `rewards.vlm.VisionLanguageEngine`.
         mean: "geometric" (Soft-TIFA GM) or "arithmetic" (AM).
-        spellings: "tokens" (see above), or "published" for those of GenEval 2's code: first tokens with
-            repeats, and Yes as the answer of all that does not begin with "How many".
+        spellings: "tokens" (see above), or "published" for those of GenEval 2's code: first tokens with repeats, and
+            Yes as the answer of all that does not begin with "How many".
         template: replaces the folder's "soft_tifa", or ours; has {question}.
     """
 

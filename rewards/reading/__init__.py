@@ -1,5 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From what a model wrote to a number or a verdict, as pure functions of text.
-
-It needs nothing; no model and no image comes in.
-"""
+"""From what a model wrote to a number or a verdict, as pure functions of text."""

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parse a judge's text: the part that is its answer, and the single number that it states.
-
-What a careful reader would call unclear is an `AnswerError` with its reason; nothing is guessed.
-"""
+"""Parse a judge's text: its answer, and the number in it; what is unclear is an `AnswerError`, not a guess."""
 
 from __future__ import annotations
 
@@ -85,10 +82,7 @@ def without_emphasis(text: str) -> str:
 
 
 def _blocks(text: str, tag: str) -> tuple[list[tuple[int, int, int, int]], bool]:
-    """Return where each block of a tag begins, its content begins and ends, and it ends; True if one stays open.
-
-    A block ends at the first closing tag. In linear time, which a lazy regular expression does not take.
-    """
+    """Return where each block of a tag and its content begin and end, in linear time; True if one stays open."""
     blocks: list[tuple[int, int, int, int]] = []
     opened: re.Match[str] | None = None
     for match in _TAGS[tag].finditer(text):

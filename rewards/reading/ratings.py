@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scores in judges' texts: UnifiedReward, VisualQuality-R1, LiFT, RationalRewards, DeepSeek-GRM.
 
-Sources: UnifiedReward, Wang et al., arXiv 2503.05236; VisualQuality-R1, Wu et al., arXiv 2505.14460; LiFT,
-Wang et al., arXiv 2412.04814; DeepSeek-GRM, Liu et al., arXiv 2504.02495. The forms are those that the judges
-were trained to write. Peers turn a text that they cannot read into 0 (flow_grpo, verl-omni), the batch mean
-(Pref-GRPO), a random number (VisualQuality-R1) or "Good" (LiFT); here it is an `AnswerError`, and its sample
-is masked.
+Sources: UnifiedReward, Wang et al., arXiv 2503.05236; VisualQuality-R1, Wu et al., arXiv 2505.14460; LiFT, Wang et
+al., arXiv 2412.04814; DeepSeek-GRM, Liu et al., arXiv 2504.02495. Peers turn a text that they cannot read into 0
+(flow_grpo, verl-omni), the batch mean (Pref-GRPO), a random number (VisualQuality-R1) or "Good" (LiFT); here it is an
+`AnswerError`, and its sample is masked.
 """
 
 from __future__ import annotations

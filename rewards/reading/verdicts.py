@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parse which of two images a judge's text prefers: UnifiedReward's answers, thinking or not, and Flex.
 
-Source: UnifiedReward, Wang et al., arXiv 2503.05236, and its Think and Flex successors. Pref-GRPO looks for
-the first option as a substring, so that "I do not agree that Image 1 is better" counts for image 1, and takes
-an unreadable answer for a tie; here an answer that asserts both options, or none, is an `AnswerError`.
+Source: UnifiedReward, Wang et al., arXiv 2503.05236, and successors. Pref-GRPO looks for the first option as a
+substring ("I do not agree that Image 1 is better" counts for image 1) and takes unreadable answers for ties.
 """
 
 from __future__ import annotations
@@ -61,10 +60,9 @@ _TIE_WORD = re.compile(r"\s*(?:a\s+)?(?:tie|draw|equal|both|none)\s*\.?\s*", re.
 def verdict(text: str, *, options: Sequence[str] = OPTIONS) -> int:
     """Parse a judge's text as a careful reader does: 1 first better, 2 second better, 0 a tie.
 
-    Its last complete <answer> counts, else what stands outside <think>; `options` are the two sentences that were
-    asked for, "NAME is better". Clauses that deny or doubt an option, or ask, assert nothing: "Image 2 is not better"
-    leaves a tie open. "Image 1 is worse" asserts the other one, and "the first image" is the first option's. Where
-    both are asserted, what is said "overall" counts.
+    `options` are the two sentences that were asked for, "NAME is better". Clauses that deny or doubt an option, or
+    ask, assert nothing: "Image 2 is not better" leaves a tie open. "Image 1 is worse" asserts the other one, and "the
+    first image" is the first option's. Where both are asserted, what is said "overall" counts.
     """
     answer = statement(text)
     names = [_subject(option, side) for side, option in enumerate(options, 1)]

@@ -1,5 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A judge behind HTTP, and the client that is a reward.
-
-It needs `base` and Starlette or httpx; it knows no particular judge.
-"""
+"""A judge behind HTTP (Starlette), and the client (httpx) that is a reward."""

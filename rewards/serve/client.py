@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Client of `visalign serve-reward`: a judge on other machines as a reward.
-
-Images travel as 8-bit pixels: floats are rounded to the nearest of 256 levels, as a PNG would round them.
-"""
+"""Client of `visalign serve-reward`: a judge on other machines as a reward; images travel as 8-bit pixels."""
 
 from __future__ import annotations
 
@@ -59,16 +56,14 @@ class _Server:
 
 
 class RemoteReward:
-    """Scores, or compares, through one server or several of the same judge.
+    """Scores, or compares, through one server or several of the same judge, with its name, unit and range.
 
-    Name, unit, range and direction are those of the judge that is served. Unreadable images are not sent; an
-    image whose request failed after all attempts is invalid with the reason, never a number. Of several
-    servers the one with the fewest rows under way is asked; a request that fails at one goes to another, and
-    one that failed is left out for a while. Scores and their order do not depend on the server that answered.
+    An image whose request failed after all attempts is invalid with the reason, never a number. Of several servers the
+    one with the fewest rows under way is asked; a request that fails at one goes to another, and one that failed is
+    left out for a while. Scores and their order do not depend on the server that answered.
 
     Args:
         url: of the server, e.g. "http://127.0.0.1:8000"; or a list of them, or several with commas between.
-        token: the servers', or None.
         token_env: name of an environment variable that holds the token, unless `token` is given.
         timeout: seconds for one request; half a minute more than the server allows its judge when None.
         attempts: tries of a request at each server that fails in passing (connection lost, judge died).

@@ -48,12 +48,11 @@ def connections_allowed(requested: int) -> int:
 
 
 class BoundedProtocol(H11Protocol):
-    """uvicorn's HTTP protocol with limits that its settings lack.
+    """uvicorn's HTTP protocol with limits that its settings lack, or silent connections would crowd out all others.
 
-    uvicorn's `timeout_keep_alive` begins with the first answer, and its `limit_concurrency` lets silent connections
-    crowd out all others. Here a connection is closed when for `idle` seconds it has sent no whole request or does not
-    read its answer. When there are more than `max_connections`, the one that has been so longest (and for a second at
-    least) is closed, those that never sent a request first; if there is none, the new one gets 503.
+    A connection is closed when for `idle` seconds it has sent no whole request or does not read its answer. When there
+    are more than `max_connections`, the one that has been so longest (and for a second at least) is closed, those that
+    never sent a request first; if there is none, the new one gets 503.
     """
 
     def __init__(self, *args: Any, max_connections: int, idle: float, **options: Any) -> None:

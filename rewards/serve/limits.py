@@ -69,8 +69,7 @@ class ByteBudget:
 def limits_for(memory: float | None, *, connections: int, **fields: Any) -> RequestLimits:
     """Derive limits from memory: half for requests and connections, half for the judge's work on one batch.
 
-    `memory` is in GiB, beside those that the processes take when they idle; None takes half of what is free. Each open
-    connection may hold `CONNECTION_BYTES` that no request is charged for. `fields` of `RequestLimits` are kept.
+    `memory` is in GiB, beside what the processes take idle; None takes half of what is free. `fields` override.
     """
     if memory is not None and not math.isfinite(memory):
         raise UserError(f"--memory is {memory}; give a number of GiB.")

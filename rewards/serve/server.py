@@ -64,11 +64,9 @@ class _Pending:
 class Batcher:
     """Collects requests until a batch is full or its oldest has waited long enough, then has it judged.
 
-    While a batch is judged the next one collects. A batch that the judge refuses, or dies of, is judged again
-    request by request, so that only the one at fault fails.
-
-    A batch has at most `max_batch` rows and `max_pixels`; a larger request is its own batch. Its first request waits
-    `max_wait` seconds for others, and `max_waiting` rows may wait in all. `judge.ask` runs in a thread.
+    While a batch is judged the next one collects. A batch that the judge refuses, or dies of, is judged again request
+    by request, so that only the one at fault fails. A request larger than `max_batch` rows or `max_pixels` is its own
+    batch. `max_wait` is in seconds, and `max_waiting` rows may wait in all. `judge.ask` runs in a thread.
     """
 
     def __init__(
@@ -156,11 +154,7 @@ class Batcher:
         return batch
 
     async def _answer(self, batch: list[_Pending], tries: int = 2) -> None:
-        """Hand each request its rows, or its error.
-
-        A request that fails by itself is at fault, but a death is tried once more. If there is no judge, no
-        request is at fault and none is judged again.
-        """
+        """Hand each request its rows, or its error; a death is tried again, and without a judge none is at fault."""
         batch = [pending for pending in batch if not pending.answer.done()]
         if not batch:
             return
@@ -196,11 +190,10 @@ def _fail(batch: list[_Pending], error: Exception | SystemExit | None) -> None:
 def judge_server(
     judge: Any, card: dict[str, Any], *, token: str | None = None, limits: RequestLimits | None = None, **batching: Any
 ) -> Starlette:
-    """Build the ASGI application, for uvicorn.
+    """Build the ASGI application, for uvicorn; `batching` are max_batch, max_wait and max_waiting of `Batcher`.
 
-    `app.state.batcher` is its batcher, and `app.state.stop()`, from any thread or signal handler, has it
-    refuse what waits and what comes. `card` is `judge_card` of the judge; requests must bring `token` as
-    `Authorization: Bearer TOKEN`, and `batching` are max_batch, max_wait and max_waiting of `Batcher`.
+    `app.state.stop()`, from any thread or signal handler, has its `app.state.batcher` refuse what waits and what
+    comes. `card` is `judge_card` of the judge; requests must bring `token` as `Authorization: Bearer TOKEN`.
     """
     bounds = limits or RequestLimits()
     batcher = Batcher(judge, timeout=bounds.timeout, max_pixels=bounds.max_pixels, **batching)

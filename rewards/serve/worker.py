@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A judge in a process of its own: if it dies, another takes its place and no other request is harmed.
 
-Requests go to the process as the bytes that they came in, over a plain pipe: nothing is copied, a death is
-known at once with its exit code, and the process ends when the server is gone, however that went.
+Requests go to the process over a plain pipe as the bytes that they came in; a death is known at once.
 """
 
 from __future__ import annotations
@@ -65,8 +64,7 @@ _MAX_PAUSE = 60.0
 class JudgeWorker:
     """The judge `load_judge(name, **options)` in a child process, which is restarted when it dies.
 
-    `card` describes it, `restarts` counts, and `down` says why there is no judge now, or is None. `threads`
-    are the CPU threads of the process, and `load_timeout` the seconds for the judge to be ready.
+    `card` describes it, `restarts` counts, and `down` says why there is no judge now, or is None.
     """
 
     def __init__(
@@ -90,9 +88,8 @@ class JudgeWorker:
     def ask(self, request: JudgeRequest, timeout: float | None = None) -> Scores | Preferences:
         """Judge a request of at least one row; calls from several threads wait for each other.
 
-        JudgeRefused and JudgeFailed are what the judge raised, or its answer is unusable; WorkerDied and WorkerTimeout
-        that the process ended; WorkerUnavailable that it could not be restarted, several died in a row, or it is
-        closed.
+        JudgeRefused and JudgeFailed are the judge's; WorkerDied and WorkerTimeout: the process ended;
+        WorkerUnavailable: none.
         """
         with self._lock:
             self._ensure_running()

@@ -3,14 +3,13 @@
 
 The parameters' names decide what a function is given:
 
-- `completions` or `prompts` (or `**kwargs`): TRL's form, called once with the lists of B; any other name is a
-  column of the metadata, a list with None where a record lacks the key;
+- `completions` or `prompts` (or `**kwargs`): TRL's form, called once with the lists of B; any other name is a column
+  of the metadata, a list with None where a record lacks the key;
 - `completion`: called once per sample; any other name is `prompt` or the sample's entry of that column;
 - one parameter of any other name: it is the completion of one sample.
 
-It returns one number per completion (a batch: a list, array or tensor of B); None for one that it is not for,
-which a sum of rewards then scores without it, and NaN for one that it could not judge. TRL's async functions and
-its `trainer_state`, `log_extra` and `log_metric` are not offered.
+It returns one number per completion (a batch: a list, array or tensor of B); None for one that it is not for, and NaN
+for one that it could not judge. TRL's async functions, `trainer_state`, `log_extra` and `log_metric` are not offered.
 """
 
 from __future__ import annotations

@@ -66,10 +66,7 @@ def longest_text(model: Any, tokenizer: Any, max_length: int | None) -> int:
 
 
 def spelled_out(tokenizer: Any, completion: str) -> str | None:
-    """Reason to refuse a completion that spells out a special token and so could forge turns, or None.
-
-    A tokenizer cannot read half of a surrogate pair either.
-    """
+    """Reason to refuse a completion that spells out a special token, with which it could forge turns; else None."""
     if any("\ud800" <= sign <= "\udfff" for sign in completion):
         return "the completion holds half of a surrogate pair"
     forged = next((token for token in tokenizer.all_special_tokens if token and token in completion), None)

@@ -28,13 +28,13 @@ class WeightedTextSum(WeightedSum):
 class TextEnsemble(Ensemble):
     """Mean or lower bound of several rewards for text; `Scores.std` is the deviation between them.
 
-    `Ensemble` for completions: the same formulas, options and parts. Reward models of other seeds or data
-    give the deviation that `rewards.terms.LABEL.uncertainty` uses. A completion that some member could not
-    score is invalid, unless `min_members` allows it.
+    `Ensemble` for completions: the same formulas, options and parts. Reward models of other seeds or data give the
+    deviation that `rewards.terms.LABEL.uncertainty` uses. A completion that some member could not score is invalid,
+    unless `min_members` allows it.
 
     Args:
-        members: two or more names for `load_text_reward`, or label -> a reward, its name, or its options
-            (their `name` is the reward; the label when missing).
+        members: two or more names for `load_text_reward`, or label -> a reward, its name, or its options (their `name`
+            is the reward; the label when missing).
         how: "mean", "min", "lower_bound" or "uwo", see `Ensemble`.
         strength: λ ≥ 0 of the last two.
         min_members: smallest number of members that scored a completion; all when None.

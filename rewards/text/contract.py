@@ -65,10 +65,7 @@ class TextRule:
 def read_text_request(
     name: str, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None
 ) -> TextRequest:
-    """Check types and lengths of B completions, B prompts and B metadata records (None for none).
-
-    Answers of tools and environments are left out of the completions: they earn the policy nothing.
-    """
+    """Check B completions, prompts and records (None for none); answers of tools and environments are left out."""
     for argument, values, item in (
         ("completions", completions, "string"),
         ("prompts", prompts, "string or conversation"),

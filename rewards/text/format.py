@@ -17,14 +17,9 @@ from .parsing import fenced_blocks
 class TextFormat(TextRule):
     """1 for a completion of the required form, else 0; the remark says what is wrong.
 
-    With `tags`: each <tag>…</tag> occurs exactly once, in this order, not nested and not empty, with nothing
-    but white space around. With `pattern`: the regular expression matches the whole text.
-
-    Args:
-        tags: names in order.
-        pattern: regular expression for the stripped text, instead of tags; "." matches line ends too.
-        prefilled: start of the completion that the chat template wrote ("<think>" for some models); put
-            in front before the check.
+    With `tags`: each <tag>…</tag> occurs exactly once, in this order, not nested and not empty, with nothing but white
+    space around. With `pattern`, instead of tags: the regular expression matches the whole stripped text, "." line
+    ends too. `prefilled` is the start of the completion that the chat template wrote ("<think>" for some models).
     """
 
     unit = "1 = right form"
@@ -71,13 +66,9 @@ class TextFormat(TextRule):
 
 
 class JsonFormat(TextRule):
-    """1 for a completion that is JSON and meets the schema, else 0.
+    """1 for a completion that is JSON (RFC 8259, no key twice) and meets the schema (by jsonschema), else 0.
 
-    JSON as in RFC 8259: NaN, Infinity and repeated keys in one object are refused.
-
-    Args:
-        schema: a JSON schema; None only parses. Needs the package jsonschema.
-        where: "whole" (the stripped completion) or "fence" (its only fenced block that is marked json, or not marked).
+    `where` is "whole", the completion, or "fence", its only fenced block that is marked json, or not marked.
     """
 
     unit = "1 = right form"

@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Implicit process reward: token rewards from the log-ratio of a model trained on outcomes to its reference.
 
-r_t = β (log π_φ(y_t | y_<t) − log π_ref(y_t | y_<t)). The reward of a step is the sum over its tokens, and
-the sum over all is the outcome reward that π_φ was trained with (`visalign.training.process.implicit`), so
-no step needs a label.
-
-Sources: Yuan et al., "Free process rewards without process labels", arXiv 2412.01981, section 3; Cui et al.,
-    PRIME, arXiv 2502.01456.
+r_t = β (log π_φ(y_t | y_<t) − log π_ref(y_t | y_<t)). Their sum is the outcome reward that π_φ was trained with
+(`visalign.training.process.implicit`), so no step needs a label. Sources: Yuan et al., "Free process rewards without
+process labels", arXiv 2412.01981, section 3; Cui et al., PRIME, arXiv 2502.01456.
 """
 
 from __future__ import annotations
@@ -38,17 +35,14 @@ class ImplicitScores:
 
 
 class ImplicitProcessReward:
-    """Process rewards from the log-ratio of a model to its reference.
-
-    The log-probs are those of the models themselves, at temperature 1 over the full vocabulary, whatever the
-    rollout was sampled with. The end token counts, as part of the last step.
+    """Process rewards from the log-ratio of a model to its reference, at temperature 1 over the full vocabulary.
 
     Args:
         policy: π_φ, with the token ids of the rollouts that it scores.
         tokenizer: of the policy that writes the rollouts, to find their steps.
         reference: π_ref; `policy.reference()`, the model before training, when None.
         beta: reward per nat, as in its training; 0.05 in PRIME.
-        separator: text that ends a step.
+        separator: text that ends a step; the end token is part of the last one.
     """
 
     higher_is_better = True

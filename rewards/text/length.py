@@ -29,21 +29,17 @@ UNITS = ("words", "characters")
 class LengthReward:
     """Penalty in [-1, 0] for the length n of a completion.
 
-    - "target": -min(|n - target| / scale, 1). Distance to a target length as in L1, arXiv 2503.04697 (LCPO),
-      bounded here;
+    - "target": -min(|n - target| / scale, 1). Distance to a target length as in L1, arXiv 2503.04697 (LCPO), bounded
+      here;
     - "linear": -min(n / scale, 1): shorter is better;
     - "soft_overlong": `visalign.core.soft_overlong`, 0 up to max_length - cache, -1 from max_length on.
 
     Args:
-        rule: see the class.
         count: unit of length, "words" (between white space), "characters", tokens of a transformers tokenizer, or a
             function of the text. Tokenizing again can give another length than was generated: prefer length_field.
         length_field: metadata field with the number of generated tokens, as DAPO counts; replaces `count`.
-        target: target length, for "target".
         target_field: metadata field with the sample's own target.
         scale: length that costs the full penalty, for "target" and "linear".
-        max_length: L of "soft_overlong".
-        cache: c of "soft_overlong", 1 … L.
     """
 
     range = (-1.0, 0.0)
@@ -111,8 +107,8 @@ class LengthReward:
 class RepetitionPenalty(TextRule):
     """-(1 - distinct / all) over the n-grams of a completion: 0 without repetition, near -1 for a loop.
 
-    A completion of fewer than n units scores 0. The n-gram penalty of Yeo et al., arXiv 2502.03373, as a
-    score of the whole text.
+    A completion of fewer than n units scores 0. The n-gram penalty of Yeo et al., arXiv 2502.03373, for the whole
+    text.
     """
 
     range = (-1.0, 0.0)
@@ -137,10 +133,7 @@ class RepetitionPenalty(TextRule):
 
 
 class RandomReward:
-    """Random 1 or 0, a function of seed, prompt and completion, so that equal completions score equal.
-
-    Random rewards as controls for clipping and drift: arXiv 2512.16912.
-    """
+    """Random 1 or 0, a function of seed, prompt and completion; a control for clipping and drift, arXiv 2512.16912."""
 
     unit = "by lot"
     range = (0.0, 1.0)

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parsing of answers in text: extraction, numbers, lists and fenced code.
-
-All functions take time linear in the text, because a policy writes it and could stall the run.
-"""
+"""Parsing of answers: extraction, numbers, lists and fenced code, all linear in the text, which a policy writes."""
 
 from __future__ import annotations
 

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Process reward model: a transformers token classifier that scores each step of a completion.
 
-As in TRL's PRMTrainer and Math-Shepherd (Wang et al., arXiv 2312.08935) it has two labels, of which 1 means
-right, and scores a step at the last token of the separator or marker behind it; see
-`visalign.text.step_tokens`. `visalign.training.process.trainer` trains such models.
+As in TRL's PRMTrainer and Math-Shepherd (Wang et al., arXiv 2312.08935) it has two labels, of which 1 means right, and
+scores a step at the last token of the separator or marker behind it (`visalign.text.step_tokens`).
 
-With a single label it is SPA-RL's progress estimator (arXiv 2505.20732): contributions that add up to the
-outcome. The paper's second reward, for executable actions, is left out: completions with a failed tool call
-are not scored.
+With a single label it is SPA-RL's progress estimator (arXiv 2505.20732): contributions that add up to the outcome. The
+paper's second reward, for executable actions, is left out: completions with a failed tool call are not scored.
 """
 
 from __future__ import annotations
@@ -62,17 +60,17 @@ class StepScores:
 class ProcessRewardModel:
     """Probability or contribution of each step, and an aggregate of them per completion.
 
-    Aggregates: "min", the weakest step (Math-Shepherd); "product", that all are right (Lightman et al.,
-    arXiv 2305.20050); "mean"; "last"; "sum" for contributions of a progress estimator, in the outcome's unit.
-    A policy can raise "mean" by writing more good steps, "min" and "product" by writing fewer: watch the part
-    "steps", or set `min_steps`.
+    Aggregates: "min", the weakest step (Math-Shepherd); "product", that all are right (Lightman et al., arXiv
+    2305.20050); "mean"; "last"; "sum" for contributions of a progress estimator, in the outcome's unit. A policy can
+    raise "mean" by writing more good steps, "min" and "product" by writing fewer: watch the part "steps", or set
+    `min_steps`.
 
-    Texts longer than the model's limit are invalid, not cut; so are texts without a step, and texts that
-    spell out a special token, with which a policy could forge turns.
+    Texts longer than the model's limit are invalid, not cut; so are texts without a step, and texts that spell out a
+    special token, with which a policy could forge turns.
 
     Args:
-        model: folder or hub name of a token classification model with two labels, or with one (a
-            progress estimator), or the module.
+        model: folder or hub name of a token classification model with two labels, or with one (a progress estimator),
+            or the module.
         tokenizer: folder, hub name or object; that of the model when None.
         separator: text that ends a step in a completion.
         marker: text that the model reads after each step; the separator when None.
@@ -80,7 +78,6 @@ class ProcessRewardModel:
         min_steps: completions with fewer steps are invalid.
         right_label: which of two labels means right, 0 or 1.
         precision: of the weights: "fp32", "bf16", "fp16", or "auto": "bf16" on a GPU, else "fp32".
-        batch_size: texts per forward pass.
         max_length: tokens of the longest text; the smaller one of the model's and tokenizer's limits when None.
     """
 
@@ -158,10 +155,7 @@ class ProcessRewardModel:
         return StepScores(span=spans, prob=prob, valid=valid, reason=reasons)
 
     def score(self, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None = None) -> Scores:
-        """Aggregate the steps of each completion.
-
-        Parts are all aggregates of the model and "steps", their number; `text` lists the steps' scores.
-        """
+        """Aggregate the steps of each completion; parts are all aggregates and "steps", the number of steps."""
         scores = self.steps(completions, prompts, metadata)
         table = scores.padded()
         exists = torch.isfinite(table)
@@ -171,10 +165,9 @@ class ProcessRewardModel:
         return make_scores(parts[self.aggregate], scores.reason, self.unit, parts=parts, text=text)
 
     def score_rollout(self, rollout: TextRollout, *, tokenizer: Any = None) -> StepRewards:
-        """Score the steps of a rollout; `tokens()` of the result gives process rewards [B, T].
+        """Score the steps of a rollout, also a last one cut off; the result's `tokens()` are process rewards [B, T].
 
-        A completion cut at the length limit is scored with its unfinished last step. `tokenizer` is that of
-        the policy that wrote it; the model's when None.
+        `tokenizer` is that of the policy that wrote it; the model's when None.
         """
         scores = self.steps(list(rollout.text), list(rollout.prompt))
         step = step_index(rollout, self.tokenizer if tokenizer is None else tokenizer, self.reading)

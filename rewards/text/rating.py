@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rewards for a judge's answers: ratings of images by order or distance, verdicts on pairs, scores of n responses.
 
-Deviations from VisualQuality-R1's released code: an unreadable answer is no random number, a single image is
-no error, and images are compared over all answers of a call.
+Deviations from VisualQuality-R1's code: an unreadable answer is no random number, a single image is no error, and
+images are compared over all answers of a call.
 """
 
 from __future__ import annotations
@@ -29,21 +29,19 @@ RULES = ("fidelity", "binary", "regression")
 class RatingReward:
     """Score a written rating of an image against its record's `image`, `mos` and (optional) `set`.
 
-    - "fidelity": mean over the other images of the set of √(p q) + √((1 − p)(1 − q)), q = Φ(this rating's
-      lead over the other image's mean in deviations), p by the labels 1, ½ or 0; in [0, 1];
+    - "fidelity": mean over the other images of the set of √(p q) + √((1 − p)(1 − q)), q = Φ(this rating's lead over
+      the other image's mean in deviations), p by the labels 1, ½ or 0; in [0, 1];
     - "binary": mean over the other images of 1 where the lead has the labels' sign, ½ for equal ratings;
     - "regression": 1 − |rating − mos| / (largest − smallest rating).
 
-    The K answers of an image are those with its record in one call. An unreadable answer is left out of its
-    image's mean; it scores 0 where there is a bonus for the form, and is masked without.
-
-    Wu et al., VisualQuality-R1, arXiv 2505.14460, section 3; its ablations.
+    The K answers of an image are those with its record in one call. An unreadable answer is left out of its image's
+    mean; it scores 0 where there is a bonus for the form, and is masked without. Wu et al., VisualQuality-R1, arXiv
+    2505.14460, section 3; its ablations.
 
     Args:
-        rule: see the class.
         form: bonus for a readable answer, ≥ 0.
-        reads: form of the rating, a key of `rewards.reading.ratings.FORMS`: "answer" (1 to 5), "boxed"
-            (1 to 10) or "yes_no" (1 or 0).
+        reads: form of the rating, a key of `rewards.reading.ratings.FORMS`: "answer" (1 to 5), "boxed" (1 to 10) or
+            "yes_no" (1 or 0).
         prefilled: start of the answer that the prompt wrote, e.g. "<answer>".
         floor: γ of "fidelity", in squared rating steps.
     """
@@ -119,13 +117,9 @@ class RatingReward:
 class VerdictReward(TextRule):
     """1 for an answer about a pair that agrees with its record's `label`, else −1, also if unreadable.
 
-    `label` is the share of votes for the first image. Rule-based reward of SPCT (DeepSeek-GRM, arXiv
-    2504.02495) for one decision; `ScoresReward` has its rule for the scores of n responses.
-
-    Args:
-        words: two words with which an answer may begin, that of the first image first; None: the answer
-            asserts one of `options`.
-        options: the two sentences that the prompt asks for, "NAME is better".
+    `label` is the share of votes for the first image. `words` are two with which an answer may begin, that of the
+    first image first; without them the answer asserts one of the sentences `options`, "NAME is better". Rule-based
+    reward of SPCT (DeepSeek-GRM, arXiv 2504.02495) for one decision; `ScoresReward` has its rule for n responses.
     """
 
     range = (-1.0, 1.0)

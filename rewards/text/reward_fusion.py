@@ -30,23 +30,21 @@ Embed = Callable[[Sequence[str]], Tensor]
 class RewardFusion:
     """Average a reward over the prompts of a fixed pool that are nearest to a completion's own prompt.
 
-    R′ = (R + Σ_m w_m R_m)/(1 + Σ_m w_m): R_m is the reward of the same completion under the m-th neighbour,
-    with the neighbour's record as metadata, and w_m the similarity of the two prompts. A prompt is no
-    neighbour of itself, a neighbour that cannot be scored is left out, and without neighbours R is unchanged.
-    The pool is fixed, so that scores do not depend on their order; the released code changes it.
-
-    Parts are "own", R, and "neighbours", their number. Unit, range and direction are the reward's.
+    R′ = (R + Σ_m w_m R_m)/(1 + Σ_m w_m): R_m is the reward of the same completion under the m-th neighbour, with the
+    neighbour's record as metadata, and w_m the similarity of the two prompts. A prompt is no neighbour of itself, and
+    one that cannot be scored is left out. The released code changes the pool; here it is fixed, so that scores do not
+    depend on their order. Parts are "own", R, and "neighbours", their number.
 
     Shen et al., The trickle-down impact of reward (in-)consistency on RLHF, arXiv 2309.16155.
 
     Args:
         reward: the reward, or its name for `load_text_reward`.
-        pool: a .txt or .jsonl file of prompts, such as that of data.train; or prompts, or records with
-            "prompt". Other fields of a record are the metadata under that prompt.
+        pool: a .txt or .jsonl file of prompts, such as that of data.train; or prompts, or records with "prompt", whose
+            other fields are the metadata under it.
         threshold: least cosine of a neighbour, in (0, 1].
         top: most neighbours.
-        embed: texts to vectors, or the name of such a function (package.module:name, file.py:name);
-            hashed runs of three letters when None.
+        embed: texts to vectors, or the name of such a function (package.module:name, file.py:name); hashed runs of
+            three letters when None.
     """
 
     def __init__(

@@ -37,11 +37,7 @@ def read_logits(logits: Tensor, names: Sequence[str]) -> tuple[Tensor, Tensor | 
 
 
 def answered_tokens(tokenizer: Any, encoder: PromptEncoder, prompt: Prompt, completion: str) -> list[int]:
-    """Tokenize a prompt and its completion as the assistant's message, or without a chat template their text.
-
-    Raises:
-        UserError: a conversation, and the tokenizer has no chat template.
-    """
+    """Tokenize a prompt and its completion as the assistant's message, or without a chat template their text."""
     if tokenizer.chat_template:
         text = encoder.render_answered(prompt, completion)
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -56,17 +52,15 @@ def answered_tokens(tokenizer: Any, encoder: PromptEncoder, prompt: Prompt, comp
 class RewardModel:
     """Logit of a trained reward model for a completion of its prompt, float32.
 
-    Prompt and completion (as the assistant's message) go through the tokenizer's chat template; without a
-    template they are concatenated. Texts longer than the model's limit are invalid, not cut: the lost part
-    could be what matters. So are completions that spell out a special token, with which a policy could forge
-    turns of the conversation. The policy may have another tokenizer, since completions come as texts. Models of the
-    job text_reward with a mean and a deviation, or with several heads, give a standard deviation too.
+    Prompt and completion (as the assistant's message) go through the tokenizer's chat template; without one they are
+    concatenated. Texts longer than the model's limit are invalid, not cut: the lost part could be what matters. So are
+    completions that spell out a special token, with which a policy could forge turns of the conversation. Models of
+    the job text_reward with a mean and a deviation, or with several heads, give a standard deviation too.
 
     Args:
         model: folder or hub name of a sequence classification model with one label, or the module.
         tokenizer: folder, hub name or object; that of the model when None.
         precision: of the weights: "fp32", "bf16", "fp16", or "auto": "bf16" on a GPU, else "fp32".
-        batch_size: texts per forward pass.
         max_length: tokens of the longest text; the smaller one of the model's and tokenizer's limits when None.
     """
 

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Symbolic equality of two mathematical expressions, by math-verify (optional) in a process of its own.
 
-sympy can compute for ever on text that a policy wrote, and cannot be stopped from inside: the process is
-killed after `SECONDS` and started again. math-verify takes some unequal answers for equal; those are refused
-first.
+sympy can compute for ever on text that a policy wrote: the process is killed after `SECONDS` and started again.
+math-verify takes some unequal answers for equal; those are refused first.
 """
 
 from __future__ import annotations
@@ -73,8 +72,7 @@ def _is_costly(text: str) -> bool:
 def _may_be_equal(answer: str, truth: str) -> bool:
     """Rule out differences that math-verify overlooks.
 
-    These are a variable on one side only, which it may take for a unit, other units, the case of letters,
-    percent signs, kinds of brackets, and names. Words are no number.
+    These are a variable on one side only, other units, the case of letters, percent signs, brackets, and names.
     """
     bare = [_COMMAND.sub(" ", text) for text in (answer, truth)]
     letters = [set(re.findall(r"[A-Za-z]", text)) for text in bare]

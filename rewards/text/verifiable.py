@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Verifiable answers: 1 where the completion's answer equals the ground truth, else 0.
 
-An answer is extracted (`extract`) from the completion, parsed, and compared (`compare`) with the ground truth
-of the metadata. A completion without an answer scores 0 and its remark says why; a sample without a readable
-ground truth is invalid.
+A completion without an answer scores 0 and its remark says why; a sample without a readable ground truth is invalid.
 """
 
 from __future__ import annotations
@@ -27,32 +25,28 @@ COMPARISONS = ("exact", "number", "list", "math")
 
 
 class VerifiableAnswer(TextRule):
-    """Compare the answer of a completion with the ground truth of its metadata.
-
-    Comparisons:
+    r"""Compare the answer of a completion with the ground truth of its metadata.
 
     - "exact": equal after the normalisation;
-    - "number": |answer - truth| ≤ max(absolute, relative · |truth|), in exact arithmetic; forms as in
-      `parse_number`;
+    - "number": |answer - truth| ≤ max(absolute, relative · |truth|), in exact arithmetic; forms as in `parse_number`;
     - "list": as many items, each equal to its counterpart as a number or else as normalised text;
-    - "math": as "number" where both are numbers (of x = 1 and y = 1 the names count), else equal as
-      mathematics: by math-verify where it is installed (`pip install visalign[math]`), else as "exact".
-      Decimals are exact: 0.333 is not 1/3.
+    - "math": as "number" where both are numbers (of x = 1 and y = 1 the names count), else equal as mathematics: by
+      math-verify where it is installed (`pip install visalign[math]`), else as "exact". Decimals are exact: 0.333 is
+      not 1/3.
 
-    For all but "list" the ground truth may be a list of alternatives, of which one must match. A worked
-    solution is a ground truth too: its answer stands behind a last "####" (GSM8K), or where `extract` "boxed" or
-    "answer_tag" finds it.
+    For all but "list" the ground truth may be a list of alternatives, of which one must match. A worked solution is a
+    ground truth too: its answer stands behind a last "####" (GSM8K), or where `extract` "boxed" or "answer_tag" finds
+    it.
 
     Args:
-        extract: "whole", "last_line", "boxed" (\\boxed{…} or \\fbox{…}), "answer_tag"
-            (<answer>…</answer>), "last_number", or "pattern".
-        compare: see the class.
+        extract: "whole", "last_line", "boxed" (\\boxed{…} or \\fbox{…}), "answer_tag" (<answer>…</answer>),
+            "last_number", or "pattern".
         field: metadata field with the ground truth.
-        pattern: regular expression whose only group is the answer. Avoid nested repetitions: a policy can
-            write text on which they take for ever.
+        pattern: regular expression whose only group is the answer. Avoid nested repetitions: a policy can write text
+            on which they take for ever.
         after: only the text behind the last occurrence of this marker counts, e.g. "</think>".
         normalise: "text", "latex" or "none", see `visalign.rewards.text.parsing`.
-        absolute: tolerance in the unit of the answer; 0 compares exactly, so 0.333 is not 1/3.
+        absolute: tolerance in the unit of the answer; 0 compares exactly.
         relative: tolerance as a share of the ground truth.
     """
 
@@ -183,11 +177,7 @@ def _alternatives(truth: Any) -> list[Any]:
 
 
 class TaskAnswer(TextRule):
-    """1 for a right boxed answer to a text task, 0 for a wrong or missing one.
-
-    The metadata is the task's record (`visalign.data.text_tasks.tasks`); tasks with several right answers
-    accept each of them. Other records are invalid.
-    """
+    """1 for a right boxed answer to a text task (`visalign.data.text_tasks.tasks`), 0 for a wrong or missing one."""
 
     name = "task_answer"
     unit = "1 = correct"

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engine of vision-language judges: one prefill per request, without repeated work.
 
-A request is a template with images and a prompt. An image goes through the vision tower once for all prompts
-and calls; requests with the same images share their common prefix; only the needed rows of the language head
-are multiplied; batches are filled by tokens and padded on the right.
-
-Positions: "mrope" are the three axes of Qwen2-VL (arXiv 2409.12191, section 2.1); "1d" counts tokens as in
-text, which is how some published heads were trained. Scores differ, so positions are part of the identity.
+An image goes through the vision tower once for all prompts and calls; requests with the same images share their common
+prefix; only the needed rows of the language head are multiplied. Positions: "mrope" are the three axes of Qwen2-VL
+(arXiv 2409.12191, section 2.1); "1d" counts tokens as in text, which is how some published heads were trained. Scores
+differ, so positions are part of the identity.
 """
 
 from __future__ import annotations
@@ -64,12 +62,9 @@ class HiddenStates:
 
 
 class VisionLanguageEngine:
-    """A vision-language model that answers questions about images.
-
-    Families: Qwen2-VL, Qwen2.5-VL, Qwen3-VL, and InternVL as transformers has it.
+    """Vision-language model that answers questions: Qwen2-VL, Qwen2.5-VL, Qwen3-VL, or transformers' InternVL.
 
     Args:
-        model: transformers model with language head, on its device.
         name: folder name or hub id, for the identity.
         positions: "mrope" or "1d"; that of the settings, else "mrope", when None. InternVL has only "1d".
         settings: templates and further settings of the model's folder.
@@ -77,8 +72,8 @@ class VisionLanguageEngine:
         max_tokens: limit of one request; that of the model's config when None.
         feature_bytes: cache size for image features.
         weights: fingerprint of the weight files, for the identity; that of the weights in memory when "".
-        **pixels: min_pixels and max_pixels of a resized image, and `window` of `PatchCutter`; defaults are
-            "pixels" of the settings, then the processor's.
+        **pixels: min_pixels and max_pixels of a resized image, and `window` of `PatchCutter`; defaults are "pixels" of
+            the settings, then the processor's.
     """
 
     def __init__(
@@ -133,8 +128,7 @@ class VisionLanguageEngine:
         """Load a model with its processor and its `judge.json`; `**options` are those of the class.
 
         A device "meta" reads no weight, only shapes. `adapter` is a LoRA as peft saves it, merged into the weights;
-        `attention` and `device_map` (instead of `device`) are transformers'; `quantization` "int8" or "int4" for
-        the language part, by bitsandbytes.
+        `quantization` is "int8" or "int4" for the language part, by bitsandbytes.
         """
         placing = {"attention": attention, "device_map": device_map, "quantization": quantization}
         loaded, revision = load_seeing_model(folder_or_id, device=device, dtype=dtype, adapter=adapter, **placing)
@@ -161,10 +155,7 @@ class VisionLanguageEngine:
     def encode(
         self, template: Template, queries: Sequence[Query], *, at: str | None = None
     ) -> tuple[list[TokenRow | None], list[str | None]]:
-        """Encode B requests as (rows or None, reasons or None); the model is not run.
-
-        `at` is the special token at which the row ends; None for the last token.
-        """
+        """Encode B requests as (rows or None, reasons or None), up to the special token `at` or the last token."""
         rows: list[TokenRow | None] = []
         reasons: list[str | None] = []
         measured: dict[int, SeenImage] = {}  # keyed by id(): the queries keep their tensors alive
@@ -197,9 +188,9 @@ class VisionLanguageEngine:
         left_over: bool = False,
         gradient: bool = False,
     ) -> AnswerLogits:
-        """Compute the logits of K tokens at the start of the answer; `left_over` adds `log_total`.
+        """Compute the logits of K tokens at the start of the answer, with `gradient` in the images that require one.
 
-        With `gradient` the logits, without `log_total`, have that of the images that require one.
+        `left_over` adds `log_total`, which has none.
         """
 
         def compute(rows: Sequence[TokenRow]) -> Tensor:
@@ -257,8 +248,8 @@ def engine_of(
 ) -> Any:
     """Return a judge's engine: the given one (judges may share it), or one loaded from a folder or hub id.
 
-    Log-odds and scores are float32 whatever the `precision` of the weights: "fp32", "bf16", "fp16", or
-    "auto", which is bf16, but fp32 on the CPU. `loading` are options of `LOADING`.
+    Log-odds and scores are float32 whatever the `precision` of the weights: "fp32", "bf16", "fp16", or "auto", which
+    is bf16, but fp32 on the CPU. `loading` are options of `LOADING`.
     """
     dtype = dtype_of(precision, f"{name}: ", device)
     if not isinstance(model, str | Path):

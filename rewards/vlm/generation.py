@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Generated answers of a vision-language judge, for modes that think before they judge.
 
-Tokens are drawn by inverting the cumulative distribution at uniform numbers, which depend on the request, the
-answer's number and the seed alone: the other requests of a batch do not matter.
+Tokens are drawn by inverting the cumulative distribution at uniform numbers that depend on the request, the answer's
+number and the seed alone, not on the other requests of a batch.
 """
 
 from __future__ import annotations
@@ -52,10 +52,7 @@ def generate_answers(
     temperature: float = 1.0,
     max_new_tokens: int = 256,
 ) -> JudgeAnswers:
-    """Generate K `answers` to each request; each depends on its request, its number and the seed only.
-
-    Temperature 0 is greedy.
-    """
+    """Generate K `answers` to each request; temperature 0 is greedy."""
     check_drawing(answers, temperature, max_new_tokens)
     ends = end_tokens(network.model, tokenizer)
     unique_rows = list(dict.fromkeys(row for row in rows if row is not None))

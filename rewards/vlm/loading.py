@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loading of vision-language models, their processors and settings, from a folder, packaged name or hub id.
-
-A folder may hold only a LoRA, or only settings, and name its base.
-"""
+"""Loading of vision-language models: a folder, packaged name or hub id; a LoRA's or settings' folder has a base."""
 
 from __future__ import annotations
 
@@ -39,10 +36,7 @@ def load_seeing_model(
     adapter: str | Path | None,
     **placing: Any,
 ) -> tuple[dict[str, Any], str]:
-    """Load the arguments of `VisionLanguageEngine`, and the commit of the hub's repository ("" for other folders).
-
-    The model is in evaluation mode, without gradients. `placing` are options of `PLACING`.
-    """
+    """Load the arguments of `VisionLanguageEngine`, and the commit of the hub's repository ("" for other folders)."""
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     source = resolve_model(folder_or_id)
@@ -101,10 +95,7 @@ def placing_options(
     device_map: Any = None,
     quantization: str | None = None,
 ) -> dict[str, Any]:
-    """Arguments of transformers' from_pretrained for the options `PLACING`.
-
-    The language part's linear layers are quantized, by bitsandbytes; vision part and head are not.
-    """
+    """Arguments of from_pretrained for the options `PLACING`; only the language part's linear layers are quantized."""
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention}
     if quantization is not None:
         settings: dict[str, dict[str, Any]] = {

@@ -43,8 +43,7 @@ def image_encoder(model: Any, processor: Any, **changes: Any) -> ImageEncoder:
 class SeeingNetwork:
     """Hidden states of rows, and logits of the requested tokens only.
 
-    `positions` are "mrope" or "1d", `pad` is the id of padding tokens, `max_tokens` are those of one pass,
-    with padding, and `feature_bytes` is the cache size for image features.
+    `max_tokens` are those of one pass, with padding, and `feature_bytes` is the cache size for image features.
     """
 
     def __init__(
@@ -71,8 +70,8 @@ class SeeingNetwork:
     def states(self, rows: Sequence[TokenRow], run: Callable[[Batch], Tensor] | None = None) -> Tensor:
         """Hidden states [N, H] float32 at the ends of N ≥ 1 rows, with gradient where it is enabled.
 
-        Equal rows are computed once; rows with the same images share their common prefix. `run` maps a batch
-        to values at each of its tokens, [b, S, *]; the language part when None.
+        Equal rows are computed once. `run` maps a batch to values at its tokens, [b, S, *]; the language part when
+        None.
         """
         run = run or self.hidden
         unique_rows = list(dict.fromkeys(rows))
@@ -130,10 +129,7 @@ class SeeingNetwork:
         return [weight for name, weight in self.trunk.named_parameters() if "language_model." not in name]
 
     def features(self, images: Sequence[SeenImage]) -> dict[SeenImage, ImageFeatures]:
-        """Features of images: cached ones, or computed with gradient where the tower is trained or the image has one.
-
-        The cache is keyed by pixels, across prompts and calls, and cleared when the tower's weights change.
-        """
+        """Features of images: cached, or computed with gradient where the tower is trained or the image has one."""
         unique = list(dict.fromkeys(images))
         tower = self.tower
         is_trained = torch.is_grad_enabled() and any(weight.requires_grad for weight in tower)

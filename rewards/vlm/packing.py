@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prefix sharing: packs of rows with a common prefix, and batches of packs.
 
-A pack holds the common prefix once and the rows' suffixes one after another. A suffix attends to the prefix
-and itself alone (a block-diagonal mask), at the positions that it has in its own row.
+In a pack a row's suffix attends to the common prefix and itself alone (a block-diagonal mask), at its own positions.
 """
 
 from __future__ import annotations
@@ -54,10 +53,7 @@ class Batch:
 
 
 def pack_rows(rows: Sequence[TokenRow], image_token: int, *, share: bool = True) -> list[Pack]:
-    """Pack N rows by common prefixes that hold all image tokens, longest packs first.
-
-    With `share=False` each row has its own pack.
-    """
+    """Pack N rows by common prefixes with all image tokens, longest packs first; unless `share` each row alone."""
     groups: dict[tuple[str, ...], list[int]] = {}
     for number, row in enumerate(rows):
         key = tuple(image.digest for image in row.images) if share and row.images else (f"row {number}",)
@@ -115,10 +111,7 @@ def batch_packs(packs: Sequence[Pack], max_tokens: int) -> list[list[Pack]]:
 
 
 def collate(packs: Sequence[Pack], image_token: int, pad: int, merge: int) -> Batch:
-    """Collate packs, padded with `pad` on the right.
-
-    `merge` is the number of patches per token and side where positions have three axes, else 0.
-    """
+    """Collate packs, padded on the right; `merge` is patches per token and side for three axes, else 0."""
     width, several = max(pack.length for pack in packs), any(len(pack.rows) > 1 for pack in packs)
     ids = torch.full((len(packs), width), pad, dtype=torch.int64)
     mask, segments = torch.zeros_like(ids), torch.full_like(ids, -1)

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests to a vision-language model: images measured in tokens, prompts turned into token ids.
 
-A clip [F, 3, H, W] may take an image's slot: its features replace the image tokens, so that the model reads
-the same as behind its own video token. A prompt that spells out a special token is escaped or refused.
+A clip [F, 3, H, W] may take an image's slot: its features replace the image tokens, as behind a video token.
 """
 
 from __future__ import annotations
@@ -48,11 +47,7 @@ def _digest(pixels: Tensor) -> str:
 
 
 class PatchEncoder:
-    """Patches of a resized image, for Qwen2-VL, Qwen2.5-VL and Qwen3-VL.
-
-    `changes` are fields of `PatchCutter`, e.g. min_pixels and max_pixels. `merge` is the number of patches
-    per token, on each side.
-    """
+    """Patches of a resized image, for Qwen-VL; `changes` are fields of `PatchCutter`, such as max_pixels."""
 
     def __init__(self, image_processor: Any, **changes: Any) -> None:
         self.cutter = PatchCutter.of(image_processor, **changes)
@@ -175,10 +170,9 @@ class RowEncoder:
     def __call__(
         self, template: Template, query: Query, at: str | None, measured: dict[int, SeenImage] | None = None
     ) -> TokenRow:
-        """Encode a request; ValueError with the reason why it cannot be judged.
+        """Encode a request up to the special token `at` (None: the last); ValueError says why it cannot be judged.
 
-        `at` is the special token at which the row ends, None for the last token; `measured` caches images by
-        the id() of their tensor.
+        `measured` caches images by the id() of their tensor.
         """
         if len(query.images) != template.images:
             raise RewardError(
@@ -212,10 +206,7 @@ class RowEncoder:
         return TokenRow(tuple(ids[: ids.index(token_id) + 1]), images)
 
     def word_ids(self, words: Sequence[str], *, skip_missing: bool = False) -> list[int]:
-        """Return the ids of words (blanks included) that are one token each, without repeats.
-
-        `skip_missing` drops words of several tokens instead of raising.
-        """
+        """Return the ids of words (with blanks) of one token each, once; `skip_missing` drops the others."""
         word_ids: dict[int, None] = {}
         for word in words:
             ids = self.tokenizer(word, add_special_tokens=False)["input_ids"]
@@ -299,8 +290,7 @@ def requests(
 ) -> tuple[list[int], list[Any]]:
     """Build (rows, queries) of the images that can be judged; write the others' reasons into `reasons`.
 
-    A prompt without a visible character is refused where the template needs one. `fields` fill further
-    names of the template; with `source` the image before the edit precedes the edited one.
+    `fields` fill further names of the template; with `source` the image before the edit precedes the edited one.
     """
     rows, queries = [], []
     before = source_images(request.metadata, reasons) if source else {}

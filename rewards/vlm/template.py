@@ -165,10 +165,7 @@ def _is_part(part: Any) -> bool:
 
 
 def question(name: str, text: str, *, images: Sequence[str] = ("",), **fields: Any) -> Template:
-    """Create a template of one user message: images, each after its label ("" for none), then the text.
-
-    `fields` are other fields of the template.
-    """
+    """Create a template of one user message: images, each after its label ("" for none), then the text."""
     content: list[dict[str, str]] = []
     for label in images:
         content += [{"type": "text", "text": label}] * bool(label)

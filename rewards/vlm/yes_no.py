@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Yes/no answers from the next token: log-odds of two sets of tokens, and their total probability.
 
-Other implementations compare one spelling ("Yes") or read a server's top 20 log-probs, and score 0 for any
-other answer. Here every one-token spelling counts, and an answer that is neither yes nor no is masked.
+Peers compare one spelling ("Yes") and score 0 for any other answer. Here every one-token spelling counts.
 """
 
 from __future__ import annotations
@@ -42,12 +41,8 @@ class Odds:
 class YesNoReader:
     """Reader of a vision-language engine's answers to one yes/no template.
 
-    Args:
-        engine: `rewards.vlm.VisionLanguageEngine`.
-        template: the question; its words "yes" and "no" replace the default spellings.
-        yes: spellings instead of the template's, each one token of the model.
-        min_mass: least probability of both sets together that counts as an answer, in [0, 1); 0 reads the
-            odds whatever else the model would say.
+    `yes` and `no` are spellings instead of the template's, each one token of the model. `min_mass` is the least
+    probability of both together that counts as an answer; 0 reads the odds whatever else the model would say.
     """
 
     def __init__(
