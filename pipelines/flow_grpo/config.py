@@ -113,8 +113,8 @@ class DataConfig:
     map: dict[str, str] = field(default_factory=dict)
     """Our name of a column -> that of the files, such as prompt: caption."""
     pairs: str | None = None
-    """Learn from stored pairs of images in place of samples (objective.algorithm diffusion_dpo, gdro,
-    reward_weighted or rejection): a preference set as `visalign evaluate` reads it (rollout.group_size=2),
+    """Learn from stored pairs of images in place of samples (objective.algorithm diffusion_dpo, diffusion_kto,
+    gdro, reward_weighted or rejection): a preference set as `visalign evaluate` reads it (rollout.group_size=2),
     such as `visalign collect --export` writes, or rated images (image, prompt, mos), of which each prompt gives
     groups of rollout.group_size; or LAYOUT:FOLDER of a published set, e.g. pick_a_pic, of which the split train
     is read; for a model that edits with a column "source". Then data.train and rewards are unused;

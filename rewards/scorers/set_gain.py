@@ -1,21 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rewards of a set of images, credited to its images: variety, and closeness to reference images.
+"""Rewards of a set of images, credited to its images: variety, and closeness to exemplars, images or texts.
 
-An image scores R of the set minus R without the image, on embeddings of a contrastive model's image tower
-(not normalised for the Fréchet distance). Trainers name the sets in the metadata.
+An image scores R of the set minus R without the image, or the side of DRAGON's sets on which it is. R is of embeddings
+of a contrastive model (not normalised for the Fréchet distance to images). Trainers name the sets in the metadata.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-from visalign.core import frechet_distance, frechet_gains, vendi_gains, vendi_score
+from visalign.core import contrast_sets, frechet_closeness, set_gains, vendi_gains, vendi_score
 from visalign.interfaces import Metadata, RewardCapabilities, Scores
 from visalign.rewards.base.contract import (
     GROUP_KEY,
@@ -29,111 +31,165 @@ from visalign.rewards.base.contract import (
 from visalign.rewards.catalogue import check_options
 from visalign.rewards.clip.towers import ClipTowers
 
-Over = Literal["group", "batch"]
-
 
 class VendiGain:
     """Contribution of an image to the variety of its set: the Vendi score minus that without it.
 
     The part "set" is the score of the whole set. Unreadable images belong to no set; an image alone in its
-    set is invalid. Two images gain the same, so that groups of two learn nothing.
+    set is invalid. Two images gain the same, so that groups of two learn nothing from gains.
 
     Args:
         model: model of the image tower, as for `clip_score`.
         over: "group", the images of one prompt, or "batch", all images of a call (then there must be only one
-            process).
+            process). "sets" is DRAGON: neighbouring images of a group are a pair, and `visalign.core.contrast_sets`
+            divides all pairs of a call into a positive and a negative set. An image scores 1 or −1, for
+            algorithms that contrast the two; the parts "positive" and "negative" are the scores of these sets.
 
-    DRAGON, arXiv 2504.15217; Vendi score, arXiv 2210.02410.
+    Vendi score, arXiv 2210.02410; "sets": DRAGON, arXiv 2504.15217, which a gain is not.
     """
 
     name = "vendi_gain"
     unit = "Vendi score"
     range = (float("-inf"), float("inf"))
     higher_is_better = True
+    overs: tuple[str, ...] = ("group", "batch", "sets")
+    sign = 1  # Direction of the parts: −1 shows a distance where `measure` is its negative
 
     def __init__(
         self,
         model: str | Path = "shapes-clip",
         *,
-        over: Over = "group",
+        over: str = "group",
         device: str | torch.device = "cpu",
         **towers: Any,
     ) -> None:
-        check_choices(self.name, over=(over, get_args(Over)))
+        check_choices(self.name, over=(over, self.overs))
         check_options(self.name, ClipTowers, {"model": model, "device": device, **towers})
         self.towers = ClipTowers(model, device=device, **{"batch_size": 64, **towers})
-        self.capabilities = RewardCapabilities(needs_group=True, needs_batch=over == "batch")
+        self.over = over
+        self.capabilities = RewardCapabilities(needs_group=over != "image", needs_batch=over in ("batch", "sets"))
+        if over == "sets":
+            self.unit, self.range = "1 = in the positive set", (-1.0, 1.0)
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
-        """Gains of B images; each record has the key "group_id"."""
+        """Score B images; each record has the key "group_id", unless over="image"."""
         request = read_request(self.name, images, prompts, metadata)
-        if not all(record is not None and GROUP_KEY in record for record in request.metadata):
+        needs_group = self.capabilities.needs_group
+        if needs_group and not all(record is not None and GROUP_KEY in record for record in request.metadata):
             raise RewardError(
                 f"{self.name} scores sets, not single images, and the metadata name none "
                 f"({GROUP_KEY!r}). Train on it (rewards.terms); vendi_score and frechet_distance of "
                 "visalign.core measure sets."
             )
-        labels = [0] * len(request) if self.capabilities.needs_batch else group_labels(self.name, request)
+        labels = group_labels(self.name, request) if needs_group else []
         reasons = list(request.images.reasons)
         rows, features = self.towers.image_features(request, reasons)
-        gains, set_scores = torch.full((2, len(rows)), torch.nan, dtype=torch.float64)
-        for label in dict.fromkeys(labels):
-            members = torch.tensor([index for index, row in enumerate(rows) if labels[row] == label])
-            if len(members) > 1:
-                gains[members], set_scores[members] = self.gains(features[members].double())
-        for row, is_alone in zip(rows, gains.isnan().tolist(), strict=True):
+        values, parts = torch.full((len(rows),), torch.nan, dtype=torch.float64), dict[str, Tensor]()
+        for members in self._sets([labels[row] if labels else 0 for row in rows]):
+            values[members], scores = self.credit(features[members].double())
+            for name, score in scores.items():
+                parts.setdefault(name, torch.full_like(values, torch.nan))[members] = self.sign * score
+        for row, is_alone in zip(rows, values.isnan().tolist(), strict=True):
             if is_alone:
-                reasons[row] = "its set has no other image"
-        parts = {"set": scatter(set_scores, rows, len(request))}
-        return make_scores(scatter(gains, rows, len(request)), reasons, self.unit, parts=parts)
+                reasons[row] = f"its {'group' if self.over == 'sets' else 'set'} has no other image"
+        columns = {name: scatter(part, rows, len(request)) for name, part in parts.items()}
+        return make_scores(scatter(values, rows, len(request)), reasons, self.unit, parts=columns)
 
-    def gains(self, embedding: Tensor) -> tuple[Tensor, Tensor]:
-        """(gains [n], R of the set []) of embeddings [n, d]."""
-        return vendi_gains(embedding), vendi_score(embedding)
+    def _sets(self, labels: Sequence[Hashable]) -> list[list[int]]:
+        """Split images by their labels into the sets that are scored; of "sets" into pairs, one after the other."""
+        if self.over in ("image", "batch"):
+            return [list(range(len(labels)))] if len(labels) > (self.over == "batch") else []
+        groups: dict[Hashable, list[int]] = {}
+        for index, label in enumerate(labels):
+            groups.setdefault(label, []).append(index)
+        members = [group for group in groups.values() if len(group) > 1]
+        if self.over == "sets" and members:
+            return [[index for group in members for index in group[: len(group) // 2 * 2]]]
+        return members
+
+    def credit(self, embedding: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Compute (scores [n], R by part) of embeddings [n, d]."""
+        if self.over == "image":
+            return self.measure(embedding[:, None]), {}
+        if self.over == "sets":
+            is_first, scores = contrast_sets(self.measure, embedding[::2], embedding[1::2])
+            side = torch.where(is_first, 1.0, -1.0).double()
+            return torch.stack([side, -side], 1).flatten(), {"positive": scores[0], "negative": scores[1]}
+        return self.gains(embedding), {"set": self.measure(embedding)}
+
+    def gains(self, embedding: Tensor) -> Tensor:
+        """Compute what each of n images adds to R of their set."""
+        return vendi_gains(embedding)
+
+    def measure(self, embedding: Tensor) -> Tensor:
+        """Compute R of sets [..., n, d]."""
+        return vendi_score(embedding)
 
 
 class FrechetGain(VendiGain):
-    """Contribution of an image to the closeness of its set to a folder of images: the squared Fréchet
+    """Contribution of an image to the closeness of its set to exemplars, images or texts: the squared Fréchet
     distance without it minus that with it.
 
     The part "set" is the distance of the whole set. Use large sets: `over="batch"`.
 
     Args:
-        reference: folder with at least two images, subfolders included.
-        model, over, **towers: as for `VendiGain`.
+        reference: the exemplars, at least two: a folder of images, subfolders included; a .txt file, a text per line;
+            or a list of texts. Texts are embedded by the text tower, and all embeddings then brought to unit norm.
+        model, over, **towers: as for `VendiGain`. With over="image" an image scores minus its own distance to the
+            exemplars, |z − μ|² + tr Σ, as one embedding has no spread.
 
-    DRAGON, arXiv 2504.15217; FID, arXiv 1706.08500, by the embeddings of `model` instead of Inception's.
+    FID, arXiv 1706.08500, by the embeddings of `model` instead of Inception's; exemplars: DRAGON, arXiv 2504.15217.
     """
 
     name = "frechet_gain"
     unit = "squared Fréchet distance"
+    overs = ("group", "batch", "sets", "image")
+    sign = -1
 
     def __init__(
         self,
-        reference: str | Path,
+        reference: str | Path | Sequence[str],
         model: str | Path = "shapes-clip",
         *,
-        over: Over = "group",
+        over: str = "group",
         device: str | torch.device = "cpu",
         **towers: Any,
     ) -> None:
         super().__init__(model, over=over, device=device, **towers)
-        endings = set(Image.registered_extensions())
-        self._files = [path for path in sorted(Path(reference).rglob("*")) if path.suffix.lower() in endings]
-        if len(self._files) < 2:
+        self._texts, self._files = list[str](), list[Path]()
+        if not isinstance(reference, str | Path):
+            self._texts = list(map(str, reference))
+        elif Path(reference).suffix == ".txt" and Path(reference).is_file():
+            self._texts = [line for line in Path(reference).read_text(encoding="utf-8").splitlines() if line.strip()]
+        else:
+            endings = set(Image.registered_extensions())
+            self._files = [path for path in sorted(Path(reference).rglob("*")) if path.suffix.lower() in endings]
+        if (count := len(self._texts or self._files)) < 2:
             raise RewardError(
-                f"{self.name}: reference={str(reference)!r} holds {len(self._files)} images; give a folder "
-                "with at least two."
+                f"{self.name}: reference={str(reference)!r} holds {count} exemplars; give at least two: a folder "
+                "of images, a .txt file with a text per line, or a list of texts."
             )
-        self._reference: Tensor | None = None
 
-    def gains(self, embedding: Tensor) -> tuple[Tensor, Tensor]:
-        """(gains [n], R of the set []) of embeddings [n, d]."""
-        if self._reference is None:
+    def gains(self, embedding: Tensor) -> Tensor:
+        """Compute what each of n images adds to R of their set."""
+        return set_gains(self.measure, embedding)
+
+    def measure(self, embedding: Tensor) -> Tensor:
+        """Compute R of sets [..., n, d], minus the distance."""
+        return self._closeness(F.normalize(embedding, dim=-1) if self._texts else embedding)
+
+    @cached_property
+    def _closeness(self) -> Callable[[Tensor], Tensor]:
+        """Embed the exemplars; the Fréchet distance to them."""
+        if self._texts:
+            reasons: list[str | None] = [None] * len(self._texts)
+            self.towers.read_prompts(self._texts, reasons)
+            exemplars = F.normalize(self.towers.text_features(self._texts).double(), dim=-1)
+        else:
             request = read_request(self.name, self._files, [""] * len(self._files), None)
             reasons = list(request.images.reasons)
-            _, self._reference = self.towers.image_features(request, reasons)
-            for file, reason in zip(self._files, reasons, strict=True):
-                if reason:
-                    raise RewardError(f"{self.name}: the reference {file} cannot be read: {reason}.")
-        return frechet_gains(embedding, self._reference), frechet_distance(embedding, self._reference)
+            _, exemplars = self.towers.image_features(request, reasons)
+        for exemplar, reason in zip(self._texts or self._files, reasons, strict=True):
+            if reason:
+                raise RewardError(f"{self.name}: the exemplar {str(exemplar)!r} cannot be read: {reason}.")
+        return frechet_closeness(exemplars)

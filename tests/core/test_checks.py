@@ -42,7 +42,7 @@ def test_what_fits_passes() -> None:
         (lambda: core.expected_best_of_k(torch.ones(2, 0), 1), r"got 1 and \(2, 0\)"),
         (lambda: core.convex_vertices(BT / 0), "embedding holds a number that is not finite"),
         (lambda: core.vendi_score(BT), "a row of zeros has no direction"),
-        (lambda: core.frechet_gains(torch.ones(1, 2), torch.ones(3, 2)), "got 1 sample. Give at least 2"),
+        (lambda: core.set_gains(core.vendi_score, torch.ones(1, 2)), "got 1 sample. Give at least 2"),
         (lambda: core.frechet_distance(BT / 0, BT), "embeddings must be finite"),
         (lambda: core.adaptive_kl_coefficient(0.1, 1.0, samples=50_000), "got 50000/10000. Use a longer horizon"),
         (lambda: core.soft_overlong(B, max_length=10, cache=11), "got cache=11, max_length=10"),

@@ -67,7 +67,7 @@ preference.ranking: RankingFit fit_ranking
 preference.uncertainty: log_win_probability mean_log_win pair_deviation soft_clamp uncertain_preference_loss
 preference.yes_no: YesNo both_orders yes_no_answer yes_no_loss yes_no_pair_loss
 regression.ascents: ASCENTS Ascent named_ascent
-regression.groupwise: gdro_loss soft_plackett_luce
+regression.groupwise: diffusion_kto_loss gdro_loss soft_plackett_luce
 regression.losses: covariance_guidance crd_loss level_weight matching_error matching_loss nft_loss
     preference_loss ram_loss reward_probability
 regression.rows: LOSSES REGRESSIONS PairOutput Regression SIGNALS named_regression
@@ -76,7 +76,7 @@ rewards.best_of: best_of_n_kl_bound best_of_n_kl_estimate best_response_reward e
 rewards.entropy: difficulty_entropy_reward difficulty_of phase_entropy_reward window_entropy
 rewards.fusion: convex_vertices neighbour_weights reward_fusion
 rewards.likelihood: jepo_credit likelihood_reward
-rewards.sets: frechet_distance frechet_gains set_gains vendi_gains vendi_score
+rewards.sets: contrast_sets frechet_closeness frechet_distance set_gains vendi_gains vendi_score
 rewards.steps: branch_advantages branch_rewards clip_step_rewards delta_step_rewards implicit_prm_loss
     implicit_step_rewards progress_loss turning_point_rewards
 rewards.terms: adaptive_kl_coefficient constraint_multiplier filter_overlong kl_in_reward

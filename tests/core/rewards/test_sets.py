@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 
 from tests.support.core import f64, normal
-from visalign.core.rewards.sets import frechet_distance, frechet_gains, vendi_gains, vendi_score
+from visalign.core.rewards.sets import (
+    contrast_sets,
+    frechet_closeness,
+    frechet_distance,
+    set_gains,
+    vendi_gains,
+    vendi_score,
+)
 
 
 def assert_values(ours: Tensor, *expected: float) -> None:
@@ -65,7 +72,12 @@ def test_frechet_distance() -> None:
 
 @pytest.mark.parametrize(
     "measure",
-    [vendi_score, vendi_gains, lambda x: frechet_distance(x, normal(6, 4)), lambda x: frechet_gains(x, normal(3, 4))],
+    [
+        vendi_score,
+        vendi_gains,
+        lambda x: frechet_distance(x, normal(6, 4)),
+        lambda x: set_gains(frechet_closeness(normal(3, 4)), x),
+    ],
 )
 def test_stacks_equal_single_sets(measure: Callable[[Tensor], Tensor]) -> None:
     value = normal(2, 3, 5, 4)
@@ -73,3 +85,23 @@ def test_stacks_equal_single_sets(measure: Callable[[Tensor], Tensor]) -> None:
     for i in range(2):
         for j in range(3):
             torch.testing.assert_close(stacked[i, j], measure(value[i, j]))
+
+
+def test_pairs_are_swapped_where_that_parts_the_sets() -> None:
+    """By hand: R({a, b, a}) = 1.8899, R({a, b, c}) = 3, R({a, a, a}) = 1; and nothing to gain by a swap."""
+    a, b, c = torch.eye(3)
+    is_first, values = contrast_sets(vendi_score, torch.stack([a, b, a]), torch.stack([a, a, c]))
+    assert is_first.tolist() == [True, True, False]
+    assert_values(values, 3, 1)
+    is_first, values = contrast_sets(vendi_score, torch.stack([a, b, c]), torch.stack([a, a, a]))
+    assert is_first.all() and values.tolist() == pytest.approx([3, 1])
+    assert not contrast_sets(vendi_score, torch.stack([a, a, a]), torch.stack([b, c, a]))[0][:2].any()
+
+
+def test_sets_of_an_instance_reward_are_its_better_samples_and_others_are_no_worse_than_before() -> None:
+    first, second = normal(8, 3), normal(8, 3, seed=1)
+    is_first, _ = contrast_sets(lambda sets: sets[..., 0].mean(-1), first, second)
+    assert is_first.tolist() == (first[:, 0] > second[:, 0]).tolist()
+    for measure in (vendi_score, frechet_closeness(normal(9, 3, seed=2))):
+        _, (positive, negative) = contrast_sets(measure, first, second)
+        assert positive - negative > (measure(first) - measure(second)).abs()

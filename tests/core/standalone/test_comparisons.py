@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GDRO and MARBLE: hand values, loops, optimality, gradients, missing values."""
+"""GDRO, Diffusion-KTO and MARBLE: hand values, loops, optimality, gradients, missing values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from tests.support.core import assert_values, f64, normal
 from visalign.core.advantages.gradient_balance import combine_gradients, min_norm_weights, smooth_weights
-from visalign.core.regression.groupwise import gdro_loss, soft_plackett_luce
+from visalign.core.regression.groupwise import diffusion_kto_loss, gdro_loss, soft_plackett_luce
 
 NAN = float("nan")
 
@@ -59,6 +59,18 @@ class TestRanking:
         assert_values(alone, 1.4)
         assert gdro_loss(f64(NAN)[None], f64(1)[None], f64(NAN)[None], beta=6, gamma=2).item() == 0
         assert torch.autograd.gradcheck(lambda e: gdro_loss(e, ref, reward, beta=3, gamma=0.5), (error,))
+
+    def test_kto(self) -> None:
+        """h = (0.3, 0.1, 0.2) less their mean 0.2 are (0.1, −0.1, 0); a signal of 0 has no loss and no gradient."""
+        error = f64(0.1, 0.3, 0.2).requires_grad_()
+        signal, options = f64(0.7, -2, 0), {"beta": 2.0, "undesirable_weight": 3.0}
+        loss = diffusion_kto_loss(error, f64(0.4, 0.4, 0.4), signal, **options)
+        sigmoid = 1 / (1 + math.exp(0.2))
+        assert_values(loss.detach()[None], 4 * sigmoid / 3)
+        (slope,) = torch.autograd.grad(loss, error)
+        assert_values(slope, *(weight * 2 * sigmoid * (1 - sigmoid) / 3 for weight in (1, -3, 0)))
+        worse = diffusion_kto_loss(f64(0.5, 0.3), f64(0.1, 0.1), f64(1, -1), beta=2)  # z is not below 0
+        assert_values(worse[None], (1 / (1 + math.exp(-0.8)) + 1 / (1 + math.exp(0.4))) / 2)
 
 
 class TestBalance:

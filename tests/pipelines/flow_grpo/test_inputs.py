@@ -87,9 +87,14 @@ def test_rewards_of_sets_want_whole_sets_and_stay_out_of_the_evaluation() -> Non
     assert reward.capabilities.needs_group and "vendi_gain" not in prepare(given, 1).rewards
     with pytest.raises(UserError, match=r"3 and there are 2 processes: some group would be spread"):
         prepare(given, 2)
-    given = config("rewards.terms={variety: {name: vendi_gain, options: {over: batch}}}")
-    with pytest.raises(UserError, match="all samples of an iteration, and each of 3"):
-        prepare(given, 3)
+    for over in ("batch", "sets"):
+        given = config(f"rewards.terms={{variety: {{name: vendi_gain, options: {{over: {over}}}}}}}")
+        with pytest.raises(UserError, match="all samples of an iteration, and each of 3"):
+            prepare(given, 3)
+    nearness = "{frechet_gain: {options: {over: image, reference: [a red circle, a blue square]}}}"
+    assert (
+        "frechet_gain" in prepare(config(f"evaluation.rewards={nearness}", "evaluation.correctness=null"), 1).rewards
+    )
     with pytest.raises(UserError, match=r"evaluation\.rewards names vendi_gain, which judges sets"):
         prepare(config("evaluation.rewards={vendi_gain: {}, shapes_verifier: {}}"), 1)
 

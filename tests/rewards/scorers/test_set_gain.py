@@ -92,15 +92,51 @@ def test_a_sum_hands_the_groups_on(folder: Path) -> None:
     torch.testing.assert_close(scores.parts["variety.set"], expected.parts["set"])
 
 
+@pytest.mark.parametrize("name", ["vendi_gain", "frechet_gain"])
+def test_sets_are_divided_pair_by_pair(folder: Path, reference: Path, name: str) -> None:
+    """Odd images of a group have no pair; what is left scores 1 and −1, as no single swap could do better."""
+    options: dict[str, Any] = {"reference": reference} if name == "frechet_gain" else {}
+    reward = load_reward(name, model=folder, over="sets", **options)
+    assert reward.capabilities.needs_batch and reward.unit == "1 = in the positive set"
+    groups = [7, 3, 7, 3, 7, 9, 9]
+    scores = reward.score(make_images(7), ["a"] * 7, [{"group_id": group} for group in groups])
+    assert scores.valid.tolist() == [True] * 4 + [False] + [True] * 2
+    assert scores.reason is not None and scores.reason[4] == "its group has no other image"
+    value, parts = scores.value, scores.parts
+    assert all(float(value[a]) == -float(value[b]) and abs(value[a]) == 1 for a, b in ((0, 2), (1, 3), (5, 6)))
+    with torch.no_grad():
+        embedding = ClipScore(folder).towers.image_features_with_gradient(make_images(7)).double()
+    for part, side in (("positive", 1), ("negative", -1)):
+        expected = reward.sign * reward.measure(embedding[value == side])
+        assert parts[part][0].item() == pytest.approx(float(expected), rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["list", "file"])
+def test_exemplars_may_be_texts_and_an_image_alone_may_be_scored(folder: Path, tmp_path: Path, kind: str) -> None:
+    """By hand: |z − μ|² + tr Σ of unit embeddings; the nearest image is the one of the largest mean cosine."""
+    texts = ["a red circle", "two circles", "a green square"]
+    (tmp_path / "texts.txt").write_text("\n".join(texts) + "\n\n")
+    given: Any = texts if kind == "list" else tmp_path / "texts.txt"
+    reward = load_reward("frechet_gain", model=folder, reference=given, over="image")
+    assert not reward.capabilities.needs_group and not reward.capabilities.needs_batch
+    scores = reward.score(make_images(4), ["a"] * 4)
+    cosines = torch.stack([ClipScore(folder).score(make_images(4), [text] * 4).value for text in texts])
+    torch.testing.assert_close(scores.value, 2 * cosines.mean(0) - 2, rtol=1e-4, atol=1e-5)
+
+
 def test_refused(folder: Path, reference: Path, tmp_path: Path) -> None:
     with pytest.raises(RewardError, match=r"scores sets, not single images.*'group_id'"):
         load_reward("vendi_gain", model=folder).score(make_images(2), ["a", "a"])
-    with pytest.raises(ValueError, match=r"over is 'prompt'; allowed are group, batch"):
-        load_reward("vendi_gain", over="prompt")
-    with pytest.raises(RewardError, match=r"reference='.*' holds 0 images"):
+    with pytest.raises(ValueError, match=r"over is 'image'; allowed are group, batch, sets"):
+        load_reward("vendi_gain", over="image")
+    with pytest.raises(
+        RewardError, match=r"reference='.*' holds 0 exemplars; give at least two: a folder of images, a \.txt"
+    ):
         load_reward("frechet_gain", reference=tmp_path)
+    with pytest.raises(RewardError, match=r"the exemplar ' ' cannot be read: the prompt is empty"):
+        load_reward("frechet_gain", reference=["a", " "], model=folder, over="image").score(make_images(1), ["a"])
     for number in range(2):
         (tmp_path / f"{number}.png").write_bytes(b"no image")
     broken = load_reward("frechet_gain", reference=tmp_path, model=folder)
-    with pytest.raises(RewardError, match=r"0\.png cannot be read: .*cannot be decoded"):
+    with pytest.raises(RewardError, match=r"0\.png' cannot be read: .*cannot be decoded"):
         broken.score(make_images(2), ["a", "a"], [{"group_id": 0}] * 2)

@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.support.models.clip import save_tiny_clip
 from tests.support.training.images import (
     Brightness,
     ToyPolicy,
@@ -21,6 +23,7 @@ from tests.support.training.images import (
 from visalign.core.regression.rows import REGRESSIONS
 from visalign.errors import UserError
 from visalign.interfaces import with_capabilities
+from visalign.rewards import load_reward
 from visalign.training import DiffusionObjectiveSettings, RolloutSettings, forward_equivalents_per_image, read_metrics
 from visalign.training.diffusion.cost import planned_passes
 from visalign.training.diffusion.rollout_settings import check_processes
@@ -214,6 +217,27 @@ def test_the_pull_to_the_average_is_its_distance(tmp_path):
     record = trainer.iterate()
     assert record["loss/average"] > 0 and "loss/kl" not in record and trainer.algorithm.divergence is None
     assert record["loss"] == pytest.approx(record["loss/policy"] + record["loss/average"], rel=1e-9)
+
+
+@pytest.mark.parametrize(("name", "size"), [("diffusion_dpo", 2), ("diffusion_kto", 4)])
+def test_positive_and_negative_sets_of_an_iteration_are_contrasted(name, size, tmp_path):
+    """DRAGON: each pair of a prompt has an image in either set, the better set is the positive one; resumes."""
+    reward = load_reward("vendi_gain", model=save_tiny_clip(tmp_path / "clip"), over="sets")
+
+    def make(folder: Path, iterations: int) -> Any:
+        run = {"iterations": iterations, "checkpoint_every": 1}
+        rollout = {"prompts_per_iteration": 6, "group_size": size}
+        return toy_trainer(folder, reward=reward, run=run, rollout=rollout, objective={"algorithm": name})
+
+    trainer = make(tmp_path / "once", 1)
+    experience = trainer.algorithm.collect(trainer.context).experience
+    value, parts = experience.images.value, experience.images.parts
+    assert (value[::2] == -value[1::2]).all() and parts["positive"][0] > parts["negative"][0]
+    units = [unit for step in trainer.algorithm.prepare(experience, trainer.context) for unit in step.units]
+    assert sorted(len(unit) for unit in units) == [size] * 6
+    assert size > 2 or all(value[unit].tolist() == [1, -1] for unit in units)
+    whole, parts, _ = whole_and_resumed(make, tmp_path, 1, 2)
+    assert whole == parts
 
 
 @pytest.mark.parametrize("name", ["gdro", "diffusion_dpo"])

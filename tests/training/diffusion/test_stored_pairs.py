@@ -107,9 +107,9 @@ def test_the_loss_of_a_flow_is_equation_14(soft: bool, tmp_path):
     assert loss == pytest.approx(float(expected), rel=1e-9)
 
 
-@pytest.mark.parametrize("name", ["diffusion_dpo", "rejection"])
+@pytest.mark.parametrize("name", ["diffusion_dpo", "diffusion_kto", "rejection"])
 def test_a_policy_learns_what_was_preferred(name: str, tmp_path):
-    changes = {"loss_options": {"beta": 50.0}} if name == "diffusion_dpo" else {}
+    changes = {"loss_options": {"beta": 50.0}} if name != "rejection" else {}
     objective = {"algorithm": name, "changes": changes}
     trainer = _trainer(tmp_path, objective=objective, run={"iterations": 20}, optimizer={"lr": 0.01})
     trainer.train()

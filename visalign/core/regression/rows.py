@@ -19,7 +19,7 @@ from visalign.core.groups.moments import present_entries
 from visalign.core.objective.options import Stage, change_row, pick
 from visalign.core.surrogates.ppo import ppo_clip
 
-from .groupwise import gdro_loss
+from .groupwise import diffusion_kto_loss, gdro_loss
 from .losses import (
     Weighting,
     covariance_loss,
@@ -94,6 +94,7 @@ OF_GROUPS = {
     "crd": Stage(crd_loss, advantage="signal"),
     "dpo": Stage(pair_preference_loss),
     "gdro": Stage(group_gdro_loss),
+    "kto": Stage(diffusion_kto_loss),
 }
 """Losses that compare the errors of several samples of a prompt at one noise level."""
 LOSSES = {**ON_VELOCITIES, **ON_ERRORS, **OF_GROUPS}
@@ -110,7 +111,7 @@ MATRIX_SIGNALS = {"gdpo": gdpo_advantages, "normalise_then_sum": normalise_then_
 """The same of several rewards: name -> function of (rewards [B, M], M weights, group)."""
 
 _ANCHORS: dict[str, tuple[Anchor, ...]] = {
-    **dict.fromkeys(("nft", "ram", "covariance", "crd", "dpo", "gdro"), ("old", "reference")),
+    **dict.fromkeys(("nft", "ram", "covariance", "crd", "dpo", "gdro", "kto"), ("old", "reference")),
     "elbo": ("old",),
     "weighted": ("none",),
     "distil": ("expert",),
@@ -429,6 +430,15 @@ REGRESSIONS: dict[str, Regression] = {
         anchor="reference",
         weighting="prediction",
         signal="reward",
+        noise="group",
+    ),
+    "diffusion_kto": Regression(
+        source="Li et al., Diffusion-KTO, arXiv 2404.04465, eq. 8; good: above the mean of the group",
+        loss="kto",
+        loss_options={"beta": 5000.0},
+        anchor="reference",
+        weighting="prediction",
+        signal_options={"scale": "none"},
         noise="group",
     ),
 }

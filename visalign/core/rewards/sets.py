@@ -35,8 +35,7 @@ def frechet_distance(embedding: Tensor, reference: Tensor) -> Tensor:
     FID divide by n − 1, as a set may lose all but one of its samples here. A small set has too small a Σ: compare only
     sets of one size. Heusel et al., FID, arXiv 1706.08500, eq. 6; Dowson and Landau 1982.
     """
-    value = check_embeddings(embedding)
-    return _to_gaussian(value, *_gaussian(reference, value.shape[-1]))
+    return -frechet_closeness(reference)(embedding)
 
 
 def set_gains(score: Callable[[Tensor], Tensor], embedding: Tensor) -> Tensor:
@@ -44,8 +43,7 @@ def set_gains(score: Callable[[Tensor], Tensor], embedding: Tensor) -> Tensor:
 
     A policy gradient with g_i follows the gradient of E[R(S)], as R(S∖{i}) does not depend on sample i.
     `score` is R, from [..., m, d] to [...] for m of n − 1 and n; it is called n + 1 times. n is at least 2.
-    Rewards of sets: DRAGON, arXiv 2504.15217, which builds a better and a worse set by swapping samples. The
-    difference: Wolpert and Tumer 2001.
+    The difference: Wolpert and Tumer 2001. It is not DRAGON, whose sets are those of `contrast_sets`.
     """
     size = embedding.shape[-2]
     if size < 2:
@@ -53,6 +51,28 @@ def set_gains(score: Callable[[Tensor], Tensor], embedding: Tensor) -> Tensor:
     rest = ~torch.eye(size, dtype=torch.bool, device=embedding.device)
     without = [score(embedding[..., others, :]) for others in rest]
     return score(embedding)[..., None] - torch.stack(without, -1)
+
+
+def contrast_sets(score: Callable[[Tensor], Tensor], first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """Divide n pairs of samples [n, d] into a positive and a negative set, one sample of each pair in either.
+
+    D₊ begins as the better of the two sets. Each pair in turn is swapped if that raises R(D₊) − R(D₋). If R is a mean
+    over samples, D₊ gets the better one of each pair. `score` is R, from [2, n, d] to [2]; it is called n + 2 times.
+    DRAGON, arXiv 2504.15217.
+
+    Returns:
+        (bool [n], True where D₊ has the first sample of the pair; R of D₊ and of D₋ [2]).
+    """
+    sets = torch.stack([first, second])
+    value, is_first = score(sets), torch.ones(len(first), dtype=torch.bool)
+    for rows in (slice(None), *range(len(first))):
+        swapped = sets.clone()
+        swapped[:, rows] = sets[:, rows].flip(0)
+        swapped_value = score(swapped)
+        if swapped_value[0] - swapped_value[1] > value[0] - value[1]:
+            sets, value = swapped, swapped_value
+            is_first[rows] = ~is_first[rows]
+    return is_first, value
 
 
 def vendi_gains(embedding: Tensor) -> Tensor:
@@ -65,28 +85,28 @@ def vendi_gains(embedding: Tensor) -> Tensor:
     return set_gains(vendi_score, value)
 
 
-def frechet_gains(embedding: Tensor, reference: Tensor) -> Tensor:
-    """Compute `set_gains` of −`frechet_distance`: positive for a sample that brings its set closer."""
-    value = check_embeddings(embedding)
-    mean, root = _gaussian(reference, value.shape[-1])
-    return set_gains(lambda rows: -_to_gaussian(rows, mean, root), value)
+def frechet_closeness(reference: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return R of sets [..., n, d]: −`frechet_distance` to `reference` [m, d], whose Gaussian is computed once."""
+    mean, root = _gaussian(reference)
+
+    def score(embedding: Tensor) -> Tensor:
+        value = check_embeddings(embedding)
+        check_axes(embedding=(value.flatten(0, -2), f"n {len(mean)}"))
+        centre = value.mean(-2, keepdim=True)
+        a = (value - centre) / value.shape[-2] ** 0.5
+        spread = a.square().sum((-2, -1)) + root.square().sum()
+        # −|μ − μ_r|² − tr(Σ) − tr(Σ_r) + 2 Σ singular values of A Bᵀ
+        return 2 * torch.linalg.svdvals(a @ root.mT).sum(-1) - (centre - mean).square().sum((-2, -1)) - spread
+
+    return score
 
 
-def _gaussian(reference: Tensor, width: int) -> tuple[Tensor, Tensor]:
+def _gaussian(reference: Tensor) -> tuple[Tensor, Tensor]:
     """Return μ [d] and B [k, d], Σ = BᵀB, of a set."""
     value = check_embeddings(reference)
-    check_axes(reference=(value, f"m {width}"))
     mean = value.mean(0)
     root = (value - mean) / len(value) ** 0.5
-    return mean, torch.linalg.qr(root, mode="r").R if len(root) > width else root
-
-
-def _to_gaussian(value: Tensor, mean: Tensor, root: Tensor) -> Tensor:
-    centre = value.mean(-2, keepdim=True)
-    a = (value - centre) / value.shape[-2] ** 0.5
-    spread = a.square().sum((-2, -1)) + root.square().sum()
-    # |μ − μ_r|² + tr(Σ) + tr(Σ_r) − 2 Σ singular values of A Bᵀ
-    return (centre - mean).square().sum((-2, -1)) + spread - 2 * torch.linalg.svdvals(a @ root.mT).sum(-1)
+    return mean, torch.linalg.qr(root, mode="r").R if len(root) > root.shape[1] else root
 
 
 def _unit(rows: Tensor) -> Tensor:

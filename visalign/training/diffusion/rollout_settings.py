@@ -393,10 +393,10 @@ JOB_RULES = (
 def _needs_samples(s: Any) -> bool:
     """Return True where an algorithm cannot learn from images that another policy may have made."""
     row = s.row
-    if row is None or row.loss not in ("dpo", "gdro", "weighted") or row.anchor == "old":
+    if row is None or row.loss not in ("dpo", "gdro", "kto", "weighted") or row.anchor == "old":
         return True
-    several = s.objective.balance_every is not None or row.signal not in ("reward", "tilt", "best")
-    return several or row.noise == "start"
+    signals = ("advantage",) if row.loss == "kto" else ("reward", "tilt", "best")
+    return s.objective.balance_every is not None or row.signal not in signals or row.noise == "start"
 
 
 STORED_PAIR_RULES = (
@@ -404,7 +404,7 @@ STORED_PAIR_RULES = (
         _needs_samples,
         "objective.algorithm={s.objective.algorithm} learns from samples of the policy itself, or does so by "
         "objective.changes, and data.pairs holds images from elsewhere. Take diffusion_dpo, gdro, "
-        "reward_weighted or rejection as published, or leave data.pairs out.",
+        "diffusion_kto, reward_weighted or rejection as published, or leave data.pairs out.",
     ),
 )
 SAMPLED_RULES = (
