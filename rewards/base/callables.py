@@ -38,8 +38,7 @@ def read_signature(name: str, function: Callable[..., Any], *, forms: str, wrapp
     """Read the parameters of a user's function; messages name the calls allowed, and how a coroutine is wrapped."""
     if not callable(function):
         raise TypeError(f"Reward {name!r} is a {type(function).__name__}, not a function. Allowed: {forms}.")
-    method = getattr(function, "__call__", None)  # noqa: B004  # an object may have a coroutine as its call
-    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(method):
+    if any(map(inspect.iscoroutinefunction, (function, function.__call__))):  # an object's call may be one
         raise TypeError(f"Reward {name!r} is a coroutine function; wrap it: {wrapped}.")
     try:
         return inspect.signature(function).parameters
@@ -68,20 +67,14 @@ def pick_arguments(
 
 def read_numbers(name: str, answer: Any, size: int, noun: str) -> list[float | None]:
     """Read what a function returned for a batch as `size` numbers or None; `noun` names a sample."""
+    form = f"a {type(answer).__name__}"
     if isinstance(answer, Tensor | np.ndarray):
-        if answer.ndim != 1:
-            raise RewardError(
-                f"Reward {name!r} returned the shape {list(answer.shape)}; needed is [{size}], one number per {noun}."
-            )
-        answer = answer.tolist()
-    if isinstance(answer, str) or not isinstance(answer, Sequence):
+        form, answer = f"the shape {list(answer.shape)}", answer.tolist() if answer.ndim == 1 else None
+    is_list = isinstance(answer, Sequence) and not isinstance(answer, str)
+    if not is_list or len(answer) != size:
         raise RewardError(
-            f"Reward {name!r} returned a {type(answer).__name__}; needed is a list of {size} numbers, one per {noun}."
-        )
-    if len(answer) != size:
-        raise RewardError(
-            f"Reward {name!r} returned {len(answer)} scores for {size} {noun}s; return one number per {noun}"
-            ", None where it is not for it, NaN where it could not judge."
+            f"Reward {name!r} returned {f'{len(answer)} scores' if is_list else form} for {size} {noun}s; return a "
+            f"list of one number per {noun}, None where it is not for it, NaN where it could not judge."
         )
     return [read_number(name, item, f"for {noun} {index}") for index, item in enumerate(answer)]
 
@@ -168,15 +161,14 @@ class FunctionReward:
                 f"Reward {self.name!r} returned a mapping with the keys {', '.join(map(str, columns))}; it "
                 'cannot be told which is the reward. Add the key "avg", as flow_grpo does.'
             )
-        numbers = {str(key): read_numbers(self.name, column, len(rows), "image") for key, column in columns.items()}
-        value = numbers.pop(str(main))
-        for row, number in zip(rows, value, strict=True):
-            reasons[row] = unjudged(self.name, number, self.range)
-        columns = {
-            key: [math.nan if n is None else n for n in column] for key, column in {**numbers, "": value}.items()
-        }
-        value, *parts = (scatter(columns[key], rows, len(request)) for key in ("", *numbers))
-        return make_scores(value, reasons, self.unit, parts=dict(zip(numbers, parts, strict=True)))
+        parts: dict[str, Tensor] = {}
+        for key, column in columns.items():
+            numbers = read_numbers(self.name, column, len(rows), "image")
+            parts[str(key)] = scatter([math.nan if n is None else n for n in numbers], rows, len(request))
+            if key == main:
+                for row, number in zip(rows, numbers, strict=True):
+                    reasons[row] = unjudged(self.name, number, self.range)
+        return make_scores(parts.pop(str(main)), reasons, self.unit, parts=parts)
 
     def _call(self, request: Request, rows: list[int]) -> Any:
         """Call the function with copies of the readable rows, never with the caller's own data."""
@@ -197,10 +189,8 @@ class FunctionReward:
             return call_rows(0, len(rows))
 
     def _convert(self, images: list[Tensor]) -> Any:
-        if self._images_as == "pil":
-            return [to_pil(image) for image in images]
-        if self._images_as == "uint8":
-            return [to_uint8(image) for image in images]
+        if self._images_as != "tensor":
+            return list(map(to_pil if self._images_as == "pil" else to_uint8, images))
         same = len({image.shape for image in images}) == 1
         return torch.stack(images) if same else [image.clone() for image in images]
 

@@ -168,7 +168,7 @@ def read_ratings(answers: Sequence[str]) -> tuple[list[float], str, str]:
     failure, text = "", ""
     for answer in answers:
         try:
-            rating = quality_score(answer, low=LOW, high=HIGH)
+            rating = quality_score(answer)
         except AnswerError as error:
             failure = failure or str(error)
             continue

@@ -90,11 +90,8 @@ def verdict(text: str, *, options: Sequence[str] = OPTIONS) -> int:
     raise AnswerError(f"the judge's answer asserts neither {options[0]!r} nor {options[1]!r}{doubt}")
 
 
-def pair_scores(text: str, *, total: float | None = 1.0) -> tuple[float, float]:
-    """Read the two scores of a pair, each after "Image 1" or "Image 2".
-
-    Unless `total` is None, they are at least 0 and add up to it within 0.02.
-    """
+def pair_scores(text: str) -> tuple[float, float]:
+    """Read the two scores of a pair, each after "Image 1" or "Image 2", which add up to 1 within 0.02."""
     answer = statement(text).text
     scores = []
     for name in ("Image 1", "Image 2"):
@@ -105,10 +102,8 @@ def pair_scores(text: str, *, total: float | None = 1.0) -> tuple[float, float]:
             count = "no score" if not numbers else "several scores"
             raise AnswerError(f"the judge's text gives {count} for {name}")
         scores.append(numbers.pop())
-    if not all(map(math.isfinite, scores)):
-        raise AnswerError("the judge's scores are not finite")
-    if total is not None and (min(scores) < 0 or abs(sum(scores) - total) > 0.02):
-        raise AnswerError(f"the judge's scores {scores[0]:g} and {scores[1]:g} do not add up to {total:g}")
+    if not min(scores) >= 0 or not abs(sum(scores) - 1) <= 0.02:
+        raise AnswerError(f"the judge's scores {scores[0]:g} and {scores[1]:g} do not add up to 1")
     return scores[0], scores[1]
 
 
@@ -138,34 +133,16 @@ class FlexAnswer:
     winner: int  # 1, 2, or 0 for a tie
     categories: Mapping[str, int | None]  # Category -> 1, 2, 0, or None where its winner cannot be read
 
-    def preference(
-        self,
-        *,
-        overall_weight: float = 1.0,
-        dim_weight: float = 1.0,
-        category_weights: Sequence[float] | None = None,
-        first: int | None = None,
-    ) -> float:
-        """Probability that the first is better: (w_o p + w_d Σ c_i p_i / Σ c_i) / (w_o + w_d), ties 0.5.
+    def preference(self, *, first: int | None = None) -> float:
+        """Probability that the first is better, ties ½: mean of the overall winner and the categories' mean.
 
-        Args:
-            first: categories that count, the first of the answer; Pref-GRPO's code counts 3. All when None.
-            overall_weight: w_o, of the overall winner.
-            dim_weight: w_d, of the mean over the categories.
-            category_weights: c_i of the first categories; 1 for those beyond.
+        Only the `first` categories count, 3 in Pref-GRPO's code; all when None.
         """
-        weights = [*(category_weights or ()), *[1.0] * len(self.categories)]
-        rated = [
-            (w, half)
-            for w, side in zip(weights, list(self.categories.values())[:first], strict=False)
-            if (half := _half(side)) is not None
-        ]
-        overall = {1: 1.0, 2: 0.0, 0: 0.5}[self.winner]
-        scale = math.fsum(w for w, _ in rated)
-        if not rated or scale <= 0 or dim_weight <= 0:
-            return overall
-        mean = math.fsum(w * half for w, half in rated) / scale
-        return (overall_weight * overall + dim_weight * mean) / (overall_weight + dim_weight)
+        prob = {1: 1.0, 2: 0.0, 0: 0.5}
+        sides = list(self.categories.values())[:first]
+        rated = [prob[side] for side in sides if side is not None]
+        overall = prob[self.winner]
+        return (overall + math.fsum(rated) / len(rated)) / 2 if rated else overall
 
 
 def flex_winner(text: Any) -> int:
@@ -231,7 +208,3 @@ def _ties(clause: str) -> bool:
     """Return True if a clause calls both images equal."""
     match = _TIE.search(clause)
     return match is not None and not _DOUBT.search(clause[: match.start()])
-
-
-def _half(side: int | None) -> float | None:
-    return None if side is None else {1: 1.0, 2: 0.0, 0: 0.5}[side]

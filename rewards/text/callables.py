@@ -87,17 +87,14 @@ class TextFunctionReward:
             completions = [[{"role": "assistant", "content": text}] for text in completions]
         columns |= zip(names, (request.prompts, completions), strict=True)
 
-        def call_rows(start: int, stop: int) -> Any:
-            if self._takes_lists:
-                offered = {key: list(column[start:stop]) for key, column in columns.items()}
-                return self._function(**pick_arguments(self.name, self._parameters, offered, names))
-            return [call(row) for row in range(start, stop)]
-
-        def call(row: int) -> Any:
+        def call(index: int | slice) -> Any:
             if self._takes_text:
-                return self._function(completions[row])
-            offered = {key: column[row] for key, column in columns.items()}
+                return self._function(completions[index])
+            offered = {key: column[index] for key, column in columns.items()}
             return self._function(**pick_arguments(self.name, self._parameters, offered, names))
+
+        def call_rows(start: int, stop: int) -> Any:
+            return call(slice(start, stop)) if self._takes_lists else [call(row) for row in range(start, stop)]
 
         try:
             with Naming(self.name, call_rows, len(request)):

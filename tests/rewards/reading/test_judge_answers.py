@@ -228,7 +228,6 @@ def test_verdict_of_other_names():
 def test_pair_scores():
     assert pair_scores("Image 1: 0.7\nImage 2: 0.3") == (0.7, 0.3)
     assert pair_scores("Image 1 Score: 0.66, Image 2 Score: 0.33") == (0.66, 0.33)
-    assert pair_scores("Image 1: 2.5, Image 2: -0.5", total=None) == (2.5, -0.5)
     for text, reason in (
         ("Image 1: 0.7", "no score for Image 2"),
         ("Image 1: 0.7\nImage 2: 0.7", "do not add up to 1"),
@@ -248,11 +247,9 @@ def _page(winner: object, *winners: object) -> str:
 def test_flex():
     said = flex_answer("Here:\n```json\n" + _page("Image 1", "Image 2", "tie", "Image 1/2") + "\n```")
     assert said == FlexAnswer(1, {"c0": 2, "c1": 0, "c2": None})
-    # overall 1; categories (0.7·0 + 0.3·0.5) / 1, the unreadable one left out
-    blend = said.preference(overall_weight=0.3, dim_weight=0.7, category_weights=[0.7, 0.3, 9.0])
-    assert blend == pytest.approx(0.3 * 1 + 0.7 * 0.15)
+    # overall 1; categories (0 + 0.5) / 2, the unreadable one left out
     assert said.preference() == pytest.approx((1 + 0.25) / 2)
-    assert said.preference(dim_weight=0.0) == 1
+    assert said.preference(first=1) == 0.5
     assert flex_answer(_page("Image 2")).preference() == 0
     assert flex_answer('{"a": {"b": 1}} {"winner": "Image 2", "x": "{"}').winner == 2
 
