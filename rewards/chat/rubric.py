@@ -7,11 +7,11 @@ The idea is that of RubricRM, arXiv 2608.26956, and AutoRubric-T2I, arXiv 2605.1
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from visalign.interfaces import Metadata, Scores
-from visalign.rewards.base.contract import check_counts, prompt_problem, read_request
+from visalign.rewards.base.contract import prompt_problem, read_request
 from visalign.rewards.reading.numbers import AnswerError, statement
 from visalign.rewards.vlm.requests import Query
 from visalign.rewards.vlm.template import question
@@ -35,6 +35,8 @@ ASKING = question(
     "This picture was generated from the caption: {prompt}\n{question}\nAnswer with one word, yes or no.",
     words={"yes": ("yes",), "no": ("no",)},
 )
+MAX_QUESTIONS = 20
+"""Largest number of questions of a checklist that is written; a longer one is a failure."""
 _LIST_ITEM = re.compile(r"^\s*(?:\d+\s*[.)]|[-*•])\s+(?P<text>\S.*?)\s*$", re.MULTILINE)
 
 
@@ -47,7 +49,6 @@ class Rubric(ChatJudge):
     score.
 
     Args:
-        max_questions: largest number of questions of a checklist; a longer one is a failure.
         top_logprobs: alternatives of the first token to request.
         min_mass: smallest probability of yes and no together that counts as an answer.
         **options: of `ChatJudge`, as is the address; a template has {question}. max_new_tokens is for the checklist.
@@ -63,18 +64,16 @@ class Rubric(ChatJudge):
     def __init__(
         self,
         *address: str,
-        max_questions: int = 20,
         top_logprobs: int = 20,
         min_mass: float = MIN_MASS,
         device: Any = "cpu",
         **options: Any,
     ) -> None:
-        check_counts(self.name, max_questions=max_questions)
         check_reading(self.name, top_logprobs=top_logprobs, min_mass=min_mass)
         super().__init__(*address, device=device, **options)
-        self.max_questions, self.top_logprobs, self.min_mass = max_questions, top_logprobs, min_mass
+        self.top_logprobs, self.min_mass = top_logprobs, min_mass
         self._written: dict[str, list[str]] = {}
-        fields = {"max_questions": max_questions, "top_logprobs": top_logprobs, "min_mass": min_mass}
+        fields = {"max_questions": MAX_QUESTIONS, "top_logprobs": top_logprobs, "min_mass": min_mass}
         self.identity = self.make_identity(writing=WRITING.text, **fields, **self.sampling)
 
     def checklists(self, prompts: Sequence[str]) -> dict[str, list[str] | AnswerError]:
@@ -92,21 +91,23 @@ class Rubric(ChatJudge):
         request = read_request(self.name, images, prompts, metadata)
         reasons = list(request.images.reasons)
         readable = dict(request.images.readable())
+        recorded = {
+            row: record["checklist"] for row, record in enumerate(request.metadata) if "checklist" in (record or {})
+        }
+        for row in readable:
+            reasons[row] = prompt_problem(request.prompts[row])
+        unwritten = [row for row in readable if reasons[row] is None and row not in recorded]
+        written = self.checklists([request.prompts[row] for row in unwritten])
         checklists: dict[int, list[str]] = {}
         for row in readable:
-            record = request.metadata[row] or {}
-            reasons[row] = prompt_problem(request.prompts[row])
-            if reasons[row] is None and "checklist" in record:
-                checklists[row], reasons[row] = _recorded_checklist(record)
-        missing = [row for row in readable if reasons[row] is None and row not in checklists]
-        written = self.checklists([request.prompts[row] for row in missing])
-        for row in missing:
-            answer = written[request.prompts[row]]
-            if isinstance(answer, AnswerError):
-                reasons[row] = f"its checklist: {answer}"
-            else:
-                checklists[row] = answer
-        rows = [row for row in sorted(checklists) if reasons[row] is None]
+            checklist = recorded.get(row, written.get(request.prompts[row]))
+            if isinstance(checklist, AnswerError):
+                reasons[row] = f"its checklist: {checklist}"
+            elif not _is_checklist(checklist):
+                reasons[row] = reasons[row] or f'its "checklist" is {checklist!r:.60}; needed is a list of questions'
+            elif reasons[row] is None:
+                checklists[row] = list(checklist)
+        rows = list(checklists)
         queries = [
             Query(images=[readable[row]], prompt=request.prompts[row], fields={"question": wording})
             for row in rows
@@ -120,21 +121,17 @@ class Rubric(ChatJudge):
     def _read_checklist(self, reply: Reply) -> list[str]:
         items = _LIST_ITEM.finditer(statement(reply.text).text)
         questions = list(dict.fromkeys(item["text"] for item in items))
-        if not 1 <= len(questions) <= self.max_questions:
-            raise AnswerError(f"the model wrote {len(questions)} questions; allowed are 1 to {self.max_questions}")
+        if not 1 <= len(questions) <= MAX_QUESTIONS:
+            raise AnswerError(f"the model wrote {len(questions)} questions; allowed are 1 to {MAX_QUESTIONS}")
         return questions
 
     def _read_probability(self, reply: Reply) -> float:
         return sigmoid(read_reply_yes_no(reply, self.template, self.min_mass).bound)
 
 
-def _recorded_checklist(record: Mapping[str, Any]) -> tuple[list[str], str | None]:
-    """Return the checklist of a record, or why it cannot be used."""
-    checklist = record["checklist"]
+def _is_checklist(checklist: Any) -> bool:
     is_list = isinstance(checklist, Sequence) and not isinstance(checklist, str) and len(checklist) > 0
-    if not is_list or not all(isinstance(item, str) and item.strip() for item in checklist):
-        return [], f'its "checklist" is {checklist!r:.60}; needed is a list of questions'
-    return list(checklist), None
+    return is_list and all(isinstance(item, str) and item.strip() for item in checklist)
 
 
 def _mean_answer(questions: Sequence[str], answers: Sequence[float | AnswerError]) -> Answer | AnswerError:

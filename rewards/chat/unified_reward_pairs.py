@@ -15,13 +15,13 @@ from typing import Any, Literal, get_args
 import torch
 
 from visalign.interfaces import Metadata, Preferences, RewardCapabilities
-from visalign.rewards.base.contract import Request, check_choices, prompt_problem, read_request
+from visalign.rewards.base.contract import check_choices, read_pairs
 from visalign.rewards.reading.numbers import AnswerError
 from visalign.rewards.reading.ratings import ASPECTS
 from visalign.rewards.reading.verdicts import aspect_pair_scores, flex_answer, pair_scores, verdict
 from visalign.rewards.vlm.published import published_prompt
-from visalign.rewards.vlm.requests import Query, source_images
-from visalign.rewards.vlm.template import Template, question
+from visalign.rewards.vlm.requests import Query, pair_reasons, source_images
+from visalign.rewards.vlm.template import question
 
 from .judge import ChatJudge, failure_reason
 from .messages import Reply
@@ -73,20 +73,17 @@ class UnifiedRewardPairs(ChatJudge):
 
     def compare(self, left: Any, right: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Preferences:
         """Compare B pairs; of the metadata only the "source" of edits is read."""
-        left_request = read_request(self.name, left, prompts, metadata)
-        right_request = read_request(self.name, right, prompts, metadata)
-        reasons = _pair_reasons(left_request, right_request, self.template)
-        sources = source_images(left_request.metadata, reasons) if self._shows_source else {}
+        request, pairs = read_pairs(self.name, left, right, prompts, metadata)
+        reasons = pair_reasons(request, pairs, self.template)
+        sources = source_images(request.metadata[: len(pairs)], reasons) if self._shows_source else {}
         rows = [row for row, reason in enumerate(reasons) if reason is None]
-        left_images = dict(left_request.images.readable())
-        right_images = dict(right_request.images.readable())
+        images = dict(request.images.readable())
         queries = []
-        for is_swapped in (False, True) if self.both_orders else (False,):
+        for order in (1, -1) if self.both_orders else (1,):
             for row in rows:
-                pair = [left_images[row], right_images[row]]
+                shown = [images[number] for number in pairs[row].tolist()[::order]]
                 source = [sources[row]] if self._shows_source else []
-                images = [*source, *(pair[::-1] if is_swapped else pair)]
-                queries.append(Query(images=images, prompt=left_request.prompts[row]))
+                queries.append(Query(images=[*source, *shown], prompt=request.prompts[row]))
         answers = self.server.ask(self.template, queries, read=self._read, **self.sampling)
         return self._preferences(rows, reasons, answers)
 
@@ -134,21 +131,6 @@ class UnifiedRewardPairs(ChatJudge):
             text=[text if reason is None else "" for text, reason in zip(texts, reasons, strict=True)],
             reason=reasons,
         )
-
-
-def _pair_reasons(left: Request, right: Request, template: Template) -> list[str | None]:
-    """Return why a pair cannot be asked about, None for the others."""
-    reasons: list[str | None] = []
-    for row, prompt in enumerate(left.prompts):
-        problems = [
-            f"the {side} image: {reason}"
-            for side, reason in (("left", left.images.reasons[row]), ("right", right.images.reasons[row]))
-            if reason is not None
-        ]
-        if not problems and "prompt" in template.fields and (problem := prompt_problem(prompt)):
-            problems = [problem]
-        reasons.append("; ".join(problems) or None)
-    return reasons
 
 
 def _average_orders(votes: list[list[dict[str, float]]]) -> dict[str, float]:

@@ -22,14 +22,13 @@ from visalign.rewards.base.contract import (
     Request,
     check_choices,
     check_rules,
-    prompt_problem,
     read_pairs,
     read_request,
     scatter,
     scatter_scores,
 )
 from visalign.rewards.vlm.engine import EngineJudge
-from visalign.rewards.vlm.requests import Query, askable_rows, check_fields, requests
+from visalign.rewards.vlm.requests import Query, askable_rows, check_fields, pair_reasons, requests
 from visalign.rewards.vlm.template import Template, question
 from visalign.rewards.vlm.yes_no import MIN_MASS, Odds, YesNoReader
 
@@ -213,7 +212,7 @@ class RewardDancePairs(_YesNoJudge):
 
     def _compare(self, request: Request, pairs: Tensor) -> Preferences:
         size, orders = len(pairs), 1 + self.both_orders
-        reasons: list[str | None] = [self._pair_reason(request, i, j) for i, j in pairs.tolist()]
+        reasons = pair_reasons(request, pairs, self.template)
         rows = [row for row, reason in enumerate(reasons) if reason is None]
         readable = dict(request.images.readable())
         queries = [
@@ -241,14 +240,3 @@ class RewardDancePairs(_YesNoJudge):
         first_order = Odds(left_second, odds.mass[::orders], odds.decision[::orders], odds.reasons[::orders])
         text = self._write_reasons(rows, size, queries[::orders], first_order)
         return Preferences(prob=value.sigmoid(), valid=valid, log_odds=value, parts=parts, text=text, reason=reasons)
-
-    def _pair_reason(self, request: Request, left: int, right: int) -> str | None:
-        """Return why a pair cannot be asked about; prompts count only where the template has one."""
-        for side, row in (("left", left), ("right", right)):
-            if request.images.reasons[row] is not None:
-                return f"{side}: {request.images.reasons[row]}"
-        if "prompt" not in self.template.fields:
-            return None
-        if request.prompts[left] != request.prompts[right]:
-            return "the two images have different prompts"
-        return prompt_problem(request.prompts[left])

@@ -148,7 +148,14 @@ class VisualQuality(EngineJudge):
         for row, answers in enumerate(generated.texts):
             if reasons[row] is not None:
                 continue
-            ratings, failure, texts[row] = read_ratings([self.template.answer_prefix + answer for answer in answers])
+            ratings: list[float] = []
+            failure = ""
+            for answer in (self.template.answer_prefix + answer for answer in answers):
+                try:
+                    ratings.append(quality_score(answer))
+                    texts[row] = texts[row] or answer
+                except AnswerError as error:
+                    failure = failure or str(error)
             readable[row] = len(ratings) / len(answers)
             if len(ratings) < min(2, self.answers):
                 reasons[row] = (
@@ -160,21 +167,6 @@ class VisualQuality(EngineJudge):
             value[row], std[row] = rating.mean(), rating.std() if len(ratings) > 1 else torch.nan
         columns = {"value": value, "readable": readable}
         return columns if self.answers == 1 else {**columns, "std": std}, texts, reasons
-
-
-def read_ratings(answers: Sequence[str]) -> tuple[list[float], str, str]:
-    """Return the readable ratings, the first failure of the other answers, and the first readable text."""
-    ratings: list[float] = []
-    failure, text = "", ""
-    for answer in answers:
-        try:
-            rating = quality_score(answer)
-        except AnswerError as error:
-            failure = failure or str(error)
-            continue
-        text = text if ratings else answer
-        ratings.append(rating)
-    return ratings, failure, text
 
 
 class RatingDigits:

@@ -307,6 +307,20 @@ def requests(
     return rows, queries
 
 
+def pair_reasons(request: Request, pairs: Tensor, template: Template) -> list[str | None]:
+    """Return why a pair [N, 2] of images cannot be asked about; prompts count only where the template has one."""
+    reasons: list[str | None] = []
+    for left, right in pairs.tolist():
+        sides = (("left", request.images.reasons[left]), ("right", request.images.reasons[right]))
+        problems = [f"the {side} image: {reason}" for side, reason in sides if reason is not None]
+        if not problems and "prompt" in template.fields:
+            is_same = request.prompts[left] == request.prompts[right]
+            problem = prompt_problem(request.prompts[left]) if is_same else "the two images have different prompts"
+            problems = [problem] if problem else []
+        reasons.append("; ".join(problems) or None)
+    return reasons
+
+
 def askable_rows(template: Template, prompts: Sequence[str]) -> list[int]:
     """List the rows whose prompt can be asked about: any where the template needs none."""
     return [row for row, p in enumerate(prompts) if "prompt" not in template.fields or prompt_problem(p) is None]

@@ -239,8 +239,8 @@ def test_a_file_that_cannot_be_imported_is_named_with_its_line(tmp_path, monkeyp
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        ([1, 2], "returned 2 scores for 3 images; return one number per image"),
-        (np.zeros((3, 2)), r"returned the shape \[3, 2\]; needed is \[3\], one number per image\."),
+        ([1, 2], "returned 2 scores for 3 images; return a list of one number per image"),
+        (np.zeros((3, 2)), r"returned the shape \[3, 2\] for 3 images"),
         (["1", "2", "3"], r"returned '1' \(str\) for image 0; needed is a number, or None"),
         ("abc", "returned a str"),
         ({"a": [1, 2, 3], "b": [1, 2, 3]}, "keys a, b; it cannot be told which is the reward. Add the key"),

@@ -147,7 +147,7 @@ def test_pairs_are_asked_in_both_orders_and_a_bias_cancels():
 def test_a_pair_fails_with_the_side_that_is_broken():
     judge = RewardDancePairs(brightness())
     said = judge.compare([images(1)[0], "no.png"], images(2), ["a", "b"])
-    assert said.valid.tolist() == [True, False] and why(said, 1).startswith("left: no such image")
+    assert said.valid.tolist() == [True, False] and why(said, 1).startswith("the left image: no such image")
     assert math.isnan(said.prob[1]) and math.isnan(said.parts["mass"][1])
     pairs = torch.tensor([[0, 1], [0, 2]])
     said = judge.compare_pairs(images(3), pairs, ["a", "a", "b"])
