@@ -31,13 +31,13 @@ from visalign.data.shapes.preferences import ShapesPreferences
 from visalign.data.shapes.prompts import heldout_prompts
 from visalign.evaluation.statistics.intervals import paired_bootstrap
 
-GENERATORS, LAYERS, SAMPLES = ("shapes-sd15", "shapes-sd3"), (1, 2, MOST), 16
+GENERATORS, LAYERS = ("shapes-sd15", "shapes-sd3"), (1, 2, MOST)
 
 
-def samples(folder: Path, asked: Path, model: str) -> tuple[list[str], list[str]]:
+def samples(folder: Path, asked: Path, model: str, count: int) -> tuple[list[str], list[str]]:
     """Images of a generator, those of a prompt next to each other; their prompts."""
     if not (folder / "images.jsonl").is_file():
-        given = ("--model", model, "--seeds", f"0-{SAMPLES - 1}", "--batch-size", "96", "-o", str(folder))
+        given = ("--model", model, "--seeds", f"0-{count - 1}", "--batch-size", "96", "-o", str(folder))
         run_visalign("sample", str(asked), *given)
     rows = read_rows(folder / "images.jsonl")
     order = {row["prompt"]: place for place, row in enumerate(read_rows(asked))}
@@ -70,6 +70,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--pairs", type=int, default=1500)
+    parser.add_argument("--samples", type=int, default=16, help="of a held-out prompt")
     given = parser.parse_args()
     output = given.output.resolve()
     asked = write_rows(output / "heldout.jsonl", heldout_prompts()[::2])
@@ -83,12 +84,12 @@ def main() -> None:
         )
     leads, labels = {}, []
     for generator in GENERATORS:
-        images, told = samples(output / generator, asked, generator)
-        right = truth(images, told).view(-1, SAMPLES).numpy()
+        images, told = samples(output / f"{generator}_{given.samples}", asked, generator, given.samples)
+        right = truth(images, told).view(-1, given.samples).numpy()
         found = {}
         for layers, model in models.items():
             states = features(images, told, model)
-            scores = [(states @ heads[layers, seed][0]).view(-1, SAMPLES).numpy() for seed in given.seeds]
+            scores = [(states @ heads[layers, seed][0]).view(-1, given.samples).numpy() for seed in given.seeds]
             parts = [tilted(score, right, 1.0) for score in scores]
             found[layers] = np.concatenate(parts)
             each = ", ".join(f"{part.mean():.3f}" for part in parts)
@@ -96,7 +97,7 @@ def main() -> None:
                 f"| {generator} | {right.mean():.3f} | {layers} layers | {found[layers].mean():.3f} ({each}) |",
                 flush=True,
             )
-        labels = told[::SAMPLES] * len(given.seeds)
+        labels = told[:: given.samples] * len(given.seeds)
         leads[generator] = found[MOST] - found[1]
         for layers in LAYERS[:-1]:
             print(f"{generator}: 4 layers over {layers}: {lead(found[MOST], found[layers], labels)}")

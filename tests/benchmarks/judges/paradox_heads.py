@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ICT paradox in other rewards than a CLIP score: heads for matching, for preference, and CLIP's products.
 
-    python tests/benchmarks/judges/paradox_heads.py --seeds 0 1 2
+    python tests/benchmarks/judges/paradox_heads.py --output runs/paradox --seeds 0 1 2
 
 Heads are fitted on the shapes world: ITM (does the image show the prompt, against near prompts) and
 ImageReward's kind (Bradley-Terry on votes) on frozen states of `shapes-vlm`, PickScore's kind (the same
@@ -98,14 +98,22 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--train", type=int, default=1500, help="prompts of ITM, and pairs of the others")
     parser.add_argument("--scenes", type=int, default=250)
+    parser.add_argument("--output", type=Path, required=True, help="seeds that are there are not repeated")
     given = parser.parse_args()
     found: dict[tuple[str, str], list[tuple[np.ndarray, np.ndarray]]] = {}
+    given.output.mkdir(parents=True, exist_ok=True)
     for seed in given.seeds:
-        worlds = {"styles": draw(given.scenes, seed), "extra objects": draw_clutter(given.scenes, seed)}
-        for name, score in heads(given.train, seed).items():
-            for axis, world in worlds.items():
-                found.setdefault((axis, name), []).append(measured(score, world))
-                print(f"seed {seed}, {axis}, {name}: slope {found[axis, name][-1][0].mean():+.3f}", flush=True)
+        table = given.output / f"{given.train}_{given.scenes}_{seed}.npz"
+        if not table.is_file():
+            worlds = {"styles": draw(given.scenes, seed), "extra objects": draw_clutter(given.scenes, seed)}
+            parts = {}
+            for name, score in heads(given.train, seed).items():
+                parts |= {f"{axis}: {name}": np.stack(measured(score, world)) for axis, world in worlds.items()}
+            np.savez(table, **parts)
+        for key, (slopes, wins) in np.load(table).items():
+            axis, name = key.split(": ")
+            found.setdefault((axis, name), []).append((slopes, wins))
+            print(f"seed {seed}, {key}: slope {slopes.mean():+.3f}", flush=True)
     print("\n| axis | reward | slope | of each seed | a right image beats a wrong one |\n|---|---|---|---|---|")
     for (axis, name), parts in found.items():
         slopes, wins = (np.concatenate(part) for part in zip(*parts, strict=True))
