@@ -69,7 +69,7 @@ def pipeline(folder: Path, seed: int, options: argparse.Namespace) -> dict[str, 
         *SHORT,
     )
     more += ("data.size=1200", "evaluation.rewards={task_answer: {}}", "evaluation.correctness=task_answer")
-    more += (f"objective.changes={{kl: {options.kl}}}",) if options.kl else ()
+    more += (f"objective.changes={{kl: {options.kl}}}",)  # the default of GRPO is 0.04
     group = ("rollout.prompts_per_iteration=16", "rollout.group_size=8", "rollout.max_new_tokens=64")
     grpo = step(job.run, job.TextGRPOConfig, folder / "grpo", *more, *group)
     wide = ("rollout.prompts_per_iteration=64", "rollout.group_size=2", "rollout.max_new_tokens=64")
