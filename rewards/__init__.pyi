@@ -33,7 +33,7 @@ from .heie.judge import HeatmapExplanation as HeatmapExplanation
 from .heie.judge import Heie as Heie
 from .hpsv3.ensemble_judge import LoraEnsembleReward as LoraEnsembleReward
 from .hpsv3.judge import HPSv3 as HPSv3
-from .hpsv3.judge import HPSv3Model as HPSv3Model
+from .hpsv3.model import HPSv3Model as HPSv3Model
 from .pairs.as_pairwise import as_pairwise as as_pairwise
 from .pairs.as_pointwise import GroupWinRate as GroupWinRate
 from .pairs.as_pointwise import as_pointwise as as_pointwise

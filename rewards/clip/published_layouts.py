@@ -106,9 +106,7 @@ def load_transformers_clip(
         tokenizer=text_tokenizer,
         # An eos_token_id of 2 stands in old configs, and transformers then pools at the largest id.
         end=check_pooling(
-            text_tokenizer,
-            None if text.eos_token_id == 2 else text.eos_token_id,
-            text.max_position_embeddings,
+            text_tokenizer, None if text.eos_token_id == 2 else text.eos_token_id, text.max_position_embeddings
         ),
         folder=folder,
     )

@@ -77,21 +77,21 @@ class ClipTowers:
         self.texts = FeatureCache(cache_bytes)
         self._changes = dict(preprocess or {})
         self._weights_seen: int | None = None
+        self._load = load or (
+            lambda precision: (
+                model if isinstance(model, ClipParts) else load_clip(model, device=device, precision=precision)
+            )
+        )
         if isinstance(model, ClipParts):
-            self.parts = self._noted(model)
-        else:
-            self._load = load or (lambda precision: load_clip(model, device=device, precision=precision))
+            _ = self.parts
 
     @cached_property
     def parts(self) -> ClipParts:
         """Model with its tokenizer and preprocessing."""
         with torch.inference_mode(False):  # weights that were made inside it could not be told apart
-            return self._noted(self._load(self.precision))
-
-    def _noted(self, parts: ClipParts) -> ClipParts:
-        """Remember that the weights are now those of the files."""
-        self._print = WeightPrint(parts.encoder, parts.weights)
-        return parts
+            parts = self._load(self.precision)
+            self._print = WeightPrint(parts.encoder, parts.weights)  # its weights are now those of the files
+            return parts
 
     @cached_property
     def preprocess(self) -> dict[str, Any]:
@@ -156,11 +156,6 @@ class ClipTowers:
     def image_features_with_gradient(self, images: Tensor) -> Tensor:
         """Compute `image_features` of images [B, 3, H, W], differentiable in their pixels and the weights."""
         return self.encoder.encode_image(normalised(model_pixels(images, self.preprocess), self.preprocess))
-
-    def cosine_with_gradient(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        """Compute [B] float32 cosines of images [B, 3, H, W] and B prompts, differentiable in the pixels."""
-        image = self.image_features_with_gradient(images)
-        return cosine(image, self.text_features(prompts).to(image.device))
 
     def pixels(self, images: Sequence[Tensor]) -> Tensor:
         """Preprocess N images [3, H, W] in [0, 1] to [N, 3, h, w], normalised, float32."""
@@ -272,7 +267,8 @@ class ClipJudge:
 
     def score_with_gradient(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         """Score images [B, 3, H, W] in [0, 1], differentiably in the pixels: [B] float32."""
-        cosines = self.towers.cosine_with_gradient(images, prompts)
+        image = self.towers.image_features_with_gradient(images)
+        cosines = cosine(image, self.towers.text_features(prompts).to(image.device))
         value = self.scaled(cosines)
         return cosines if value is None else value
 

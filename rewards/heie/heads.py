@@ -17,12 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import (
-    adaptive_avg_pool2d,
-    binary_cross_entropy_with_logits,
-    interpolate,
-    pixel_shuffle,
-)
+from torch.nn.functional import adaptive_avg_pool2d, binary_cross_entropy_with_logits, interpolate, pixel_shuffle
 
 from visalign.atomic import umask_permissions
 from visalign.core import fuse_heatmaps, laplace_loss, soft_clamp

@@ -96,12 +96,15 @@ class Heie:
                 f"{self.name}: the model crops plain borders ({window} pixels), and a map is of the whole "
                 "image. Load it with window=0."
             )
+        if heads is None:
+            folder = resolve_model(model) if isinstance(model, str | Path) else None
+            if not isinstance(folder, Path):
+                raise RewardError("heie: a loaded model and a hub id bring no heads; give heads=.")
+            heads = folder / HEADS
         if isinstance(heads, HeieHeads):
             self.heads, weights = heads, weights_of(heads)
         else:
-            file = _find_heads(heads, model)
-            self.heads = HeieHeads.load(file)
-            weights = fingerprint(file)
+            self.heads, weights = HeieHeads.load(heads), fingerprint(Path(heads))
         sizes, width = self.heads.settings, self.engine.model.config.get_text_config().hidden_size
         if (sizes.hidden, sizes.features) != (width, width):  # an image's features are its tokens
             raise ValueError(
@@ -155,12 +158,3 @@ class Heie:
                 text[row] = texts[0] if texts else ""
         scores = make_scores(value, reasons, self.unit, parts=parts, text=text if any(text) else None)
         return HeatmapExplanation(scores=scores, heatmap=heat, heatmap_std=std, text=text)
-
-
-def _find_heads(heads: str | Path | None, model: Any) -> Path:
-    if heads is not None:
-        return Path(heads)
-    folder = resolve_model(model) if isinstance(model, str | Path) else None
-    if isinstance(folder, Path):
-        return folder / HEADS
-    raise RewardError("heie: a loaded model and a hub id bring no heads; give heads=.")

@@ -52,7 +52,7 @@ class Member:
 
     name: str
     tensors: Mapping[str, Tensor]  # Tensors as `LoraEnsembleModel` names them, without the axis of members
-    scaling: float
+    scaling: float  # α/r
     settings: JudgeSettings
     base: str | Path  # Folder of the base, or its name
 
@@ -89,10 +89,17 @@ def read_member(path_or_id: str | Path) -> Member:
             "model.train=lora."
         )
     base = resolve_model(base_of(folder, settings))
+    tensors, config = {**adapters_of(folder), **read_tensors(folder / HEAD_FILE)}, read_object(folder / ADAPTER)
+    odd = [f"{key} {config[key]!r}" for key, plain in _PLAIN.items() if config.get(key) and config[key] != plain]
+    if odd or not config.get("r") or not config.get("lora_alpha"):
+        raise RewardError(
+            f"The LoRA of {folder.name} has {', '.join(odd) or 'no rank or no alpha'}; members are plain "
+            "LoRAs of one rank in all layers, α/r times B A and nothing else."
+        )
     return Member(
         name=folder.name,
-        tensors={**adapters_of(folder), **read_tensors(folder / HEAD_FILE)},
-        scaling=_scaling(folder),
+        tensors=tensors,
+        scaling=float(config["lora_alpha"]) / int(config["r"]),
         settings=settings,
         base=base.resolve() if isinstance(base, Path) else base,
     )
@@ -146,18 +153,6 @@ def adapters_of(folder: Path) -> dict[str, Tensor]:
     return adapters
 
 
-def _scaling(folder: Path) -> float:
-    """Return α/r of a plain LoRA."""
-    config = read_object(folder / ADAPTER)
-    odd = [f"{key} {config[key]!r}" for key, plain in _PLAIN.items() if config.get(key) and config[key] != plain]
-    if odd or not config.get("r") or not config.get("lora_alpha"):
-        raise RewardError(
-            f"The LoRA of {folder.name} has {', '.join(odd) or 'no rank or no alpha'}; members are plain "
-            "LoRAs of one rank in all layers, α/r times B A and nothing else."
-        )
-    return float(config["lora_alpha"]) / int(config["r"])
-
-
 def read_ensemble(folder: Path) -> tuple[JudgeSettings, dict[str, Tensor]]:
     """Read settings and tensors [M, ...] of a folder of `write_ensemble`."""
     settings = JudgeSettings.read(folder)
@@ -202,12 +197,10 @@ def write_ensemble(folder: Path, model: LoraEnsembleModel, base: str | Path, dty
     Weights are float16 where that loses nothing, else float32, unless `dtype` says otherwise.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    base_path = Path(base)
     base_name = str(base)
-    if base_path.is_dir():
-        is_packaged = base_path.name in PACKAGED and base_path.resolve().parent == assets_folder().resolve()
-        relative = os.path.relpath(base_path.resolve(), folder.resolve())
-        base_name = base_path.name if is_packaged else relative
+    if (base_path := Path(base).resolve()).is_dir():
+        is_packaged = base_path.name in PACKAGED and base_path.parent == assets_folder().resolve()
+        base_name = base_path.name if is_packaged else os.path.relpath(base_path, folder.resolve())
     tensors = model.tensors()
     is_exact = all(torch.equal(value.half().float(), value.float()) for value in tensors.values())
     dtype = dtype or (torch.float16 if is_exact else torch.float32)

@@ -35,9 +35,7 @@ from visalign.rewards.weights.checkpoint_files import dtype_of
 from visalign.rewards.weights.fingerprints import WeightPrint, evaluation_mode
 
 from .loading import load_hpsv3
-from .model import REWARD_TOKEN, TEMPLATE, HPSv3Batch, HPSv3Model, mark_not_finite
-
-__all__ = ["REWARD_TOKEN", "TEMPLATE", "HPSv3", "HPSv3Batch", "HPSv3Model"]
+from .model import HPSv3Model, mark_not_finite
 
 PUBLISHED = "MizzenAI/HPSv3"
 """Hub id of the published weights; config and processor come from `loading.BASE`."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +29,6 @@ from visalign.rewards.vlm.published import published_prompt
 from visalign.rewards.vlm.template import SETTINGS, JudgeSettings, Template, question
 from visalign.rewards.weights.checkpoint_files import check_fit, quiet_loading, read_tensors
 from visalign.rewards.weights.hub import SMALL_FILES, local_folder, revision_of
-from visalign.vision.patches import smart_resize as _smart_resize
 
 from .head import RanknetHead
 from .model import HEAD_FILE, REWARD_TOKEN, HPSv3Model, add_reward_tokens, read_clamp
@@ -39,10 +38,6 @@ PIXELS = 448 * 448
 _FILES = ("*.safetensors", "*.pt", "*.pth", "*.bin")
 BASE = "Qwen/Qwen2-VL-7B-Instruct"
 """Hub id of the config and processor that the published weights need."""
-
-MIN_PIXELS, MAX_PIXELS = 56 * 56, 16384 * 28 * 28
-"""Qwen2-VL's defaults."""
-V = TypeVar("V")
 
 PUBLISHED_TEMPLATE = question("hpsv3", published_prompt("hpsv3"))
 """Question that the published weights were trained with."""
@@ -95,7 +90,14 @@ def published_engine(
 
     Config and processor are those of `base`, else of the folder, else of `default_base`.
     """
-    file, folder = (path, path.parent) if path.is_file() else (_weight_file(path), path)
+    folder, files = path.parent, [path]
+    if path.is_dir():
+        folder, files = path, sorted({file for pattern in _FILES for file in path.glob(pattern)})
+    if len(files) != 1:
+        raise FileNotFoundError(
+            f"{folder} holds {len(files)} weight files and no {SETTINGS} with a head; give the file itself."
+        )
+    file = files[0]
     settings = JudgeSettings.read(folder)
     base = base or (folder if (folder / "config.json").is_file() else default_base)
     if base is None:
@@ -132,7 +134,8 @@ def engine_of_tensors(
         raise RewardError("A published file of weights takes no adapter; leave adapter out.")
     processor = load_processor(source)
     placing = {name: options.pop(name) for name in PLACING if name in options}
-    model = _build_backbone(source, current_keys(state), placing_options(dtype, device, **placing))
+    current = {current_key(key): value for key, value in state.items()}
+    model = _build_backbone(source, current, placing_options(dtype, device, **placing))
     options.setdefault("positions", settings.positions or "1d")
     engine = VisionLanguageEngine(placed(model, device, **placing), processor, settings=settings, **options)
     add_reward_tokens(engine, tokens)
@@ -162,29 +165,10 @@ def _build_backbone(source: str | Path, state: dict[str, Tensor], options: dict[
         return kind.from_pretrained(None, config=config, state_dict=state, **options)
 
 
-def _weight_file(folder: Path) -> Path:
-    files = sorted({file for pattern in _FILES for file in folder.glob(pattern)}) if folder.is_dir() else []
-    if len(files) != 1:
-        raise FileNotFoundError(
-            f"{folder} holds {len(files)} weight files and no {SETTINGS} with a head; give the file itself."
-        )
-    return files[0]
-
-
 def find_weights(path_or_id: str | Path) -> Path:
     """Return an existing file or folder; hub ids are fetched."""
     path = Path(path_or_id) if Path(path_or_id).exists() else resolve_model(path_or_id)
     return path if isinstance(path, Path) else local_folder(path, ("*",))
-
-
-def smart_resize(
-    height: int, width: int, *, factor: int = 28, min_pixels: int = MIN_PIXELS, max_pixels: int = MAX_PIXELS
-) -> tuple[int, int]:
-    """Compute height and width to which qwen-vl-utils and the published HPSv3 resize an image.
-
-    `factor` is 28 for Qwen2-VL and Qwen2.5-VL, 32 for Qwen3-VL; HPSv3 sets both bounds to 200704.
-    """
-    return _smart_resize(height, width, factor, min_pixels, max_pixels, whole_tokens=True)
 
 
 def current_key(key: str) -> str:
@@ -198,11 +182,3 @@ def current_key(key: str) -> str:
     if key.startswith("visual."):
         return f"model.{key}"
     return f"model.language_model.{key.removeprefix('model.')}" if key.startswith("model.") else key
-
-
-def current_keys(state: Mapping[str, V]) -> dict[str, V]:
-    """Rename a state dict to the names of transformers 5, which stay as they are."""
-    renamed = {current_key(key): value for key, value in state.items()}
-    if len(renamed) < len(state):
-        raise RewardError("The checkpoint holds a weight under its old name and its new one.")
-    return renamed

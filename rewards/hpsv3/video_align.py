@@ -40,8 +40,9 @@ from visalign.rewards.vlm.published import published_prompt
 from visalign.rewards.vlm.template import JudgeSettings, question
 from visalign.rewards.weights.checkpoint_files import dtype_of, read_tensors
 from visalign.rewards.weights.hub import SMALL_FILES, revision_of
+from visalign.vision.patches import smart_resize
 
-from .loading import engine_of_tensors, find_weights, smart_resize
+from .loading import engine_of_tensors, find_weights
 
 PUBLISHED = "KwaiVGI/VideoReward"
 """Hub id of the published weights."""
@@ -215,9 +216,9 @@ class VideoAlign:
             return None, reason
         levels = torch.stack(frames).mul(255).round()
         patches = engine.network.images.settings()
-        bounds = {"min_pixels": self._min_pixels, "max_pixels": config["max_pixels"]}
+        bounds = patches["patch"] * patches["merge"], self._min_pixels, config["max_pixels"]
         try:
-            size = smart_resize(*levels.shape[-2:], factor=patches["patch"] * patches["merge"], **bounds)
+            size = smart_resize(*levels.shape[-2:], *bounds, whole_tokens=True)
         except ValueError as error:
             return None, str(error)
         # in float32, as torchvision resizes: exact values would round otherwise at a few pixels

@@ -24,11 +24,7 @@ from .asking import PairAnswers, PairAsker, distinct_images
 
 BUDGET = 0.3
 """Share of the n(n − 1)/2 pairs that `rank` asks a pairwise judge about, as single calls."""
-UNITS = {
-    "bradley_terry": "Bradley-Terry logits",
-    "thurstone": "standard normal units",
-    "log_odds": "log-odds",
-}
+UNITS = {"bradley_terry": "Bradley-Terry logits", "thurstone": "standard normal units", "log_odds": "log-odds"}
 GRADED = 1e-3
 """A judge with a probability farther than this from 0, 1/2 and 1 grades its answers."""
 

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from visalign.atomic import umask_permissions
-from visalign.rewards.base.contract import RewardError
 from visalign.rewards.base.identity import Identity, fingerprint
 from visalign.rewards.clip.encoder import ClipEncoder
 from visalign.rewards.clip.loading import find_folder, load_fine_tuned_clip, save_changes
@@ -98,12 +97,15 @@ class Hp(ClipHeadJudge):
     def head(self) -> AffineHead:
         """Layered head, on the tower's device."""
         if self._head is None:
-            try:
-                with torch.inference_mode(False):
-                    state, where = _read_head(self._model)
-                    head = AffineHead.from_state_dict(state)
-            except ValueError as error:
-                raise RewardError(f"{where}: {error}") from error
+            folder = find_folder(self._model)
+            where = next((file for name in (HEAD, PUBLISHED_HEAD) if (file := folder / name).is_file()), None)
+            if where is None:
+                raise FileNotFoundError(
+                    f"The folder {folder} lacks the HP head; needed is {HEAD} or {PUBLISHED_HEAD}. Give the whole "
+                    "folder of 8y/HP, or one that Hp.save wrote."
+                )
+            with torch.inference_mode(False):
+                head = AffineHead.from_state_dict(read_tensors(where), str(where))
             self._head = head.requires_grad_(False).to(self.towers.encoder.device)
             self._head_print = WeightPrint(self._head, fingerprint(where))
         return self._head
@@ -143,15 +145,3 @@ class Hp(ClipHeadJudge):
         """Everything that the scores depend on."""
         _ = self.head
         return self.towers.identity(self.name, head=str(self._head_print))
-
-
-def _read_head(model: str | Path) -> tuple[dict[str, Tensor], Path]:
-    """Read the head's tensors by their published keys, and the file that holds them."""
-    folder = find_folder(model)
-    for name in (HEAD, PUBLISHED_HEAD):
-        if (folder / name).is_file():
-            return read_tensors(folder / name), folder / name
-    raise FileNotFoundError(
-        f"The folder {folder} lacks the HP head; needed is {HEAD} or {PUBLISHED_HEAD}. Give the whole folder "
-        "of 8y/HP, or one that Hp.save wrote."
-    )

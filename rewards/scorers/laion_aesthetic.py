@@ -110,11 +110,7 @@ def read_head(file: str | Path) -> tuple[int, Head]:
         if weight.shape[:-1] != (1,) or bias.shape != (1,):
             raise RewardError(f"{file} is no linear head: weight must have shape (1, D) and bias (1,).")
         return weight.shape[1], lambda embedding: F.linear(embedding, weight, bias).squeeze(-1)
-    try:
-        layers = AffineHead.from_state_dict(state)
-    except ValueError as error:
-        raise RewardError(f"{file}: {error}") from error
-    layers.requires_grad_(False)
+    layers = AffineHead.from_state_dict(state, str(file)).requires_grad_(False)
     width = int(layers.layers[0].in_features)  # type: ignore[arg-type]  # the first layer is linear
     if layers.activation == "relu":
         return width, layers

@@ -43,11 +43,7 @@ DETECTOR = "facebook/mask2former-swin-small-coco-instance"
 CLIP = "ViT-L-14:openai"
 GREY = 0x99 / 255
 """Fill value outside an object's mask when its colour is read."""
-TEMPLATES = (
-    "a photo of a {color} {kind}",
-    "a photo of a {color}-colored {kind}",
-    "a photo of a {color} object",
-)
+TEMPLATES = ("a photo of a {color} {kind}", "a photo of a {color}-colored {kind}", "a photo of a {color} object")
 VALUES = {"correct": "1 = correct", "strict": "1 = correct", "partial": "share of checks"}
 
 
@@ -128,10 +124,20 @@ class GenEval:
                 rows.append(row)
                 readable_images.append(image)
                 records.append(record or {})
-        verdicts = self._check(readable_images, records) if rows else []
-        for row, verdict in zip(rows, verdicts, strict=True):
-            reasons[row] = verdict if isinstance(verdict, str) else None
-        return self._scores(rows, verdicts, reasons)
+        valid: dict[int, GenEvalVerdict] = {}
+        for row, verdict in zip(rows, self._check(readable_images, records) if rows else (), strict=True):
+            if isinstance(verdict, str):
+                reasons[row] = verdict
+            else:
+                valid[row] = verdict
+        size = len(request)
+        columns = {key: [float(getattr(verdict, key)) for verdict in valid.values()] for key in VALUES}
+        for kind in ("count", "color", "position", "exclude"):
+            results = [[holds for name, holds in v.checks.items() if kind in name] for v in valid.values()]
+            columns[kind] = [float(all(checks)) if checks else math.nan for checks in results]
+        parts = {key: scatter(column, list(valid), size) for key, column in columns.items()}
+        text = [valid[row].reason if row in valid else "" for row in range(size)]
+        return make_scores(parts[self.value], reasons, self.unit, parts=parts, text=text)
 
     def _check(self, images: list[Tensor], records: list[Mapping[str, Any]]) -> list[GenEvalVerdict | str]:
         """Verdict for each image, or the reason why there is none."""
@@ -140,7 +146,9 @@ class GenEval:
         crops: list[Tensor] = []
         crop_keys: list[tuple[int, str, int]] = []  # (image, class, object)
         for number, (image, record, boxes) in enumerate(zip(images, records, detections, strict=True)):
-            indices = {kind: self._keep(part, record.get("tag")) for kind, part in boxes.items()}
+            threshold = self._limits["counting_threshold" if record.get("tag") == "counting" else "threshold"]
+            limits = {"threshold": threshold, "nms": self._limits["nms"]}
+            indices = {k: keep_boxes(b.boxes.tolist(), b.scores.tolist(), **limits) for k, b in boxes.items()}
             objects.append({kind: [_detected(boxes[kind], k) for k in numbers] for kind, numbers in indices.items()})
             for kind, count in dict.fromkeys(colored_clauses(objects[-1], record)):
                 for at, k in enumerate(indices[kind][:count]):
@@ -156,15 +164,6 @@ class GenEval:
             problems.get(number) or judge(detected, record)
             for number, (detected, record) in enumerate(zip(objects, records, strict=True))
         ]
-
-    def _keep(self, boxes: Found, tag: Any) -> list[int]:
-        limits = self._limits
-        return keep_boxes(
-            boxes.boxes.tolist(),
-            boxes.scores.tolist(),
-            threshold=limits["counting_threshold" if tag == "counting" else "threshold"],
-            nms=limits["nms"],
-        )
 
     def _colors(self, crops: list[Tensor], kinds: list[str]) -> list[tuple[str | None, str | None]]:
         """(colour, None) or (None, reason) of each crop: the likeliest of `COLORS` by zero-shot CLIP."""
@@ -186,18 +185,6 @@ class GenEval:
         features = F.normalize(self.towers.text_features(texts), dim=-1)
         return F.normalize(features.view(len(COLORS), len(TEMPLATES), -1).mean(1), dim=-1)
 
-    def _scores(self, rows: list[int], verdicts: list[GenEvalVerdict | str], reasons: list[str | None]) -> Scores:
-        size = len(reasons)
-        valid = {row: v for row, v in zip(rows, verdicts, strict=True) if isinstance(v, GenEvalVerdict)}
-        columns: dict[str, list[float]] = {
-            key: [float(getattr(verdict, key)) for verdict in valid.values()] for key in VALUES
-        }
-        for kind in ("count", "color", "position", "exclude"):
-            columns[kind] = [_all_of(verdict.checks, kind) for verdict in valid.values()]
-        parts = {key: scatter(column, list(valid), size) for key, column in columns.items()}
-        text = [valid[row].reason if row in valid else "" for row in range(size)]
-        return make_scores(parts[self.value], reasons, self.unit, parts=parts, text=text)
-
 
 def crop_object(image: Tensor, boxes: Found, number: int) -> Tensor:
     """Crop an object [3, h, w] by its box, grey outside its mask if there is one."""
@@ -218,9 +205,3 @@ def _kinds(record: Mapping[str, Any]) -> list[str]:
     """List the classes that a record names, each once."""
     clauses = [*record.get("include", ()), *(record.get("exclude") or ())]
     return list(dict.fromkeys(clause["class"] for clause in clauses))
-
-
-def _all_of(checks: Mapping[str, bool], kind: str) -> float:
-    """1 if all checks of a kind hold, 0 if one fails, NaN if there is none."""
-    results = [holds for name, holds in checks.items() if name.endswith(kind) or name.startswith(kind)]
-    return float(all(results)) if results else math.nan

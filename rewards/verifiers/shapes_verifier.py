@@ -14,11 +14,7 @@ from visalign.rewards.base.identity import Identity
 
 SIDE = 64
 """Height and width of the shapes world's images."""
-UNITS = {
-    "correct": "1 = correct",
-    "partial": "share of checks",
-    "mixed": "mean of 1 = correct and share of checks",
-}
+UNITS = {"correct": "1 = correct", "partial": "share of checks", "mixed": "mean of 1 = correct and share of checks"}
 """mode -> unit."""
 
 

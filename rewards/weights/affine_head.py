@@ -14,6 +14,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from visalign.rewards.base.contract import RewardError
+
+from .checkpoint_files import load_strict
+
 Activation = Literal["none", "relu"]
 
 LAYER_INDICES: Mapping[Activation, tuple[int, ...]] = {"none": (0, 2, 4, 6, 7), "relu": (0, 3, 6, 9, 11)}
@@ -36,8 +40,6 @@ class AffineHead(nn.Module):
 
     def __init__(self, input_dim: int, *, widths: Sequence[int] = WIDTHS, activation: Activation = "none") -> None:
         super().__init__()
-        if len(widths) != len(DROPOUT):
-            raise ValueError(f"widths needs {len(DROPOUT)} numbers, one per layer; got {tuple(widths)}.")
         self.activation: Activation = activation
         modules: list[nn.Module] = []
         for layer, (inputs, outputs) in enumerate(pairwise((input_dim, *widths))):
@@ -49,23 +51,15 @@ class AffineHead(nn.Module):
         self.layers = nn.Sequential(*modules)
 
     @classmethod
-    def from_state_dict(cls, state: Mapping[str, Tensor]) -> AffineHead:
-        """Build a float32 head in evaluation mode from `layers.<n>.{weight,bias}`, else raise ValueError."""
-        keys = set(state)
-        activation = min(LAYER_INDICES, key=lambda name: len(_keys(LAYER_INDICES[name]) ^ keys))
-        expected = _keys(LAYER_INDICES[activation])
-        if keys != expected:
-            raise ValueError(
-                f"The file is no five-layer head ({', '.join(sorted(expected))}): missing "
-                f"{sorted(expected - keys)}, unexpected {sorted(keys - expected)}."
-            )
-        weights = [state[f"layers.{index}.weight"] for index in LAYER_INDICES[activation]]
-        input_dim, widths = weights[0].shape[1], [weight.shape[0] for weight in weights]
-        head = cls(input_dim, widths=widths, activation=activation)
-        try:
-            head.load_state_dict({key: value.float() for key, value in state.items()}, strict=True)
-        except RuntimeError as error:
-            raise ValueError(f"The layers of the head do not fit one another: {error}") from error
+    def from_state_dict(cls, state: Mapping[str, Tensor], where: str = "the head") -> AffineHead:
+        """Build a float32 head in evaluation mode from `layers.<n>.{weight,bias}`; `where` is for messages."""
+        activation: Activation = "relu" if "layers.9.weight" in state else "none"
+        indices = LAYER_INDICES[activation]
+        weights = [state[key] for index in indices if (key := f"layers.{index}.weight") in state]
+        if len(weights) < len(indices):
+            raise RewardError(f"{where} is no five-layer head: it needs layers.{indices}.weight.")
+        head = cls(weights[0].shape[1], widths=[len(weight) for weight in weights], activation=activation)
+        load_strict(head, {key: value.float() for key, value in state.items()}, where)
         return head.eval()
 
     def forward(self, embedding: Tensor) -> Tensor:
@@ -97,7 +91,3 @@ class AffineHead(nn.Module):
 def standardise(score: Tensor) -> Tensor:
     """Standardize ImageReward's raw scores [*] as its released code does, (r − mean)/std."""
     return (score - IMAGEREWARD_MEAN) / IMAGEREWARD_STD
-
-
-def _keys(indices: Sequence[int]) -> set[str]:
-    return {f"layers.{index}.{part}" for index in indices for part in ("weight", "bias")}

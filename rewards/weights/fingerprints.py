@@ -105,16 +105,12 @@ class WeightPrint:
         if state in self._loaded:
             return self._loaded[state]
         if self._current is None or self._current[0] != state:
-            self._current = (state, self._fingerprint())
+            previous, self._tensors = self._tensors, {}
+            for name, tensor in _tensors(self._module):
+                version, entry = _version(tensor), previous.get(name)
+                if entry is None or entry[0] != version or tensor.is_inference():
+                    entry = version, tensor_print(tensor)
+                self._tensors[name] = entry
+            listed = "".join(f"{name}:{digest};" for name, (_, digest) in self._tensors.items())
+            self._current = state, hashlib.sha256(listed.encode()).hexdigest()[:32]
         return self._current[1]
-
-    def _fingerprint(self) -> str:
-        previous, self._tensors = self._tensors, {}
-        for name, tensor in _tensors(self._module):
-            version = _version(tensor)
-            entry = previous.get(name)
-            if entry is None or entry[0] != version or tensor.is_inference():
-                entry = version, tensor_print(tensor)
-            self._tensors[name] = entry
-        listed = "".join(f"{name}:{digest};" for name, (_, digest) in self._tensors.items())
-        return hashlib.sha256(listed.encode()).hexdigest()[:32]

@@ -13,7 +13,7 @@ from typing import Any
 
 from tests.golden_families import Outputs, Row, family
 from visalign.rewards.chat.yes_no import read_yes_no
-from visalign.rewards.hpsv3.loading import current_key, smart_resize
+from visalign.rewards.hpsv3.loading import current_key
 from visalign.rewards.questions.checklist import ChecklistRule
 from visalign.rewards.reading.numbers import AnswerError
 from visalign.rewards.reading.ratings import (
@@ -29,6 +29,7 @@ from visalign.rewards.reading.ratings import (
     tagged_score,
 )
 from visalign.rewards.reading.verdicts import flex_answer, verdict
+from visalign.vision.patches import smart_resize
 
 UP_TO_SIX = (0.0, math.nextafter(6.0, 0.0))
 """Pref-GRPO's pattern takes a first digit of 0 to 5 with any decimals."""
@@ -48,7 +49,7 @@ def _texts(case: Any) -> list[str]:
 
 def _smart_resize(case: Any) -> Outputs:
     sizes = case.inputs["height_width"]
-    return {"size": [list(smart_resize(height, width, **case.params)) for height, width in sizes]}
+    return {"size": [list(smart_resize(height, width, whole_tokens=True, **case.params)) for height, width in sizes]}
 
 
 def _keys(case: Any) -> Outputs:

@@ -26,7 +26,8 @@ from visalign.core.preference.uncertainty import log_win_probability, pair_devia
 from visalign.interfaces import Scores
 from visalign.pipelines.train_reward.examples import Example, shapes_pairs
 from visalign.rewards.hpsv3.ensemble_judge import LoraEnsembleReward
-from visalign.rewards.hpsv3.judge import REWARD_TOKEN, HPSv3
+from visalign.rewards.hpsv3.judge import HPSv3
+from visalign.rewards.hpsv3.model import REWARD_TOKEN
 from visalign.rewards.vlm.engine import Query
 from visalign.training.reward.heldout import HeldoutPairs, auroc, pair_measures
 

@@ -52,7 +52,6 @@ def test_what_all_have_in_common(name: str) -> None:
     torch.testing.assert_close(function(reward[order], group[order]), result[order], **close)
     torch.testing.assert_close(function(reward, [f"p{-g}" for g in group.tolist()]), result, **close)
     torch.testing.assert_close(function(reward + 2.0**20, group), result, rtol=1e-7, atol=1e-7)
-
     valid = torch.tensor([True] * 8 + [False])
     valid[2] = False
     valid_rows = valid.nonzero()[:, 0]
@@ -61,7 +60,6 @@ def test_what_all_have_in_common(name: str) -> None:
         torch.testing.assert_close(result[valid_rows], alone, **close)
         assert result[~valid].eq(0).all()
     assert alone[valid_rows == 5].eq(0).all(), "the only one left of its group"
-
     for dtype in (torch.float32, torch.bfloat16):
         equal = (torch.rand(20, generator=generator) * 10).repeat_interleave(12).to(dtype)
         zero = function(equal, torch.arange(20).repeat_interleave(12))

@@ -115,7 +115,6 @@ def test_probabilities_follow_from_the_scores(model: Any) -> None:
     gap = float(fit.score[1] - fit.score[3])
     by_hand = norm.cdf(gap) if model == "thurstone" else 1 / (1 + math.exp(-gap))
     assert float(win[1, 3]) == pytest.approx(by_hand)
-
     low, high = fit.interval(0.9)
     torch.testing.assert_close(high - fit.score, 1.6448536 * fit.std, rtol=1e-6, atol=0)
     torch.testing.assert_close(low, 2 * fit.score - high)

@@ -28,7 +28,6 @@ class TestAnswer:
         assert_values(found.log_odds, math.log(0.4 / 0.2))
         assert_values(found.prob, 2 / 3)
         assert_values(found.mass, 0.6)
-
         assert_values(found.log_yes.exp(), 0.4)
 
     def test_saturated_answers_still_differ(self) -> None:
@@ -63,7 +62,6 @@ class TestLosses:
     def test_likelihood_by_hand(self) -> None:
         given, label = answer(f64(math.log(3), 0), 0.5), f64(1, 0.25)
         assert_values(yes_no_loss(given, label), -math.log(0.75), math.log(2))
-
         assert yes_no_loss(given, f64(NAN, NAN)).eq(0).all()
 
     def test_pairs_on_log_odds(self) -> None:

@@ -49,7 +49,6 @@ def test_contracts_of_every_form(name: str) -> None:
     form(log_ratio(new, new.detach()), advantage).sum().backward()
     assert new.grad is not None and advantage.grad is None
     torch.testing.assert_close(new.grad, -advantage.detach())
-
     log_r, _ = draw(3, 3)
     row = torch.tensor([1.0, -2.0, 0.0], **DOUBLE)
     assert torch.equal(form(log_r, row), form(log_r, row[:, None].repeat(1, 3)))

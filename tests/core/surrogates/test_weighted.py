@@ -58,7 +58,6 @@ def test_contracts_of_every_form(name: str) -> None:
     torch.testing.assert_close(value, -(advantage * log_p).detach())
     form(log_p.requires_grad_(), ratio, advantage, None).sum().backward()
     assert ratio.grad is None and advantage.grad is None
-
     row = torch.tensor([1.0, -2.0, 0.0], **DOUBLE)
     assert torch.equal(form(log_p, ratio, row, None), form(log_p, ratio, row[:, None].repeat(1, 3), None))
     assert form(log_p.bfloat16(), ratio.bfloat16(), row, None).dtype == torch.float32

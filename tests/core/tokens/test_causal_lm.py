@@ -41,7 +41,6 @@ def test_padding_on_either_side_changes_nothing_and_gets_no_gradient(left: int) 
     padded = token_log_probs(model, ids, mask)
     torch.testing.assert_close(padded.log_prob[:, left : left + 5], plain)
     assert bool((padded.log_prob[mask == 0] == 0).all() and (padded.entropy[mask == 0] == 0).all())
-
     logits = torch.randn(2, 8, 7)
     logits[mask == 0] = float("nan")
     logits.requires_grad_()

@@ -161,7 +161,6 @@ def test_anchored_loss_over_micro_batches_is_the_square_in_value_and_gradient() 
     by_hand = torch.stack([entropy[i][keep[i]].mean() for i in (0, 2, 4, 5)]).sum() / 5
     square = 0.005 * (by_hand - 0.3) ** 2
     square.backward()
-
     counts = count_step(weight)
     mode: Any = "seq_mean_token_mean"
     measured = aggregate(peak_entropy(entropy, weight, keep), weight, mode, counts)

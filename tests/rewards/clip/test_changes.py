@@ -84,7 +84,6 @@ def test_what_does_not_fit_is_named(base, tmp_path):
     fine = tmp_path / "fine"
     moved(base, 7).save(fine, base=str(base))
     kept = load_file(fine / CHANGES)
-
     first = next(iter(kept))
     wrong_sets = {
         r"has no visual\.other": {**kept, "visual.other": torch.zeros(1)},

@@ -45,7 +45,6 @@ def test_score_equals_transformers_own_pipeline(folder, images):
 
     name = "transformers.models.clip.image_processing_pil_clip"  # transformers 5.0 has the one on tensors alone
     CLIPImageProcessorPil = pytest.importorskip(name).CLIPImageProcessorPil
-
     model: Any = CLIPModel.from_pretrained(folder).eval()
     edges: dict[str, Any] = {"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}}
     samples: Any = [to_pil(image) for image in images]

@@ -15,7 +15,8 @@ from visalign.core.preference.uncertainty import soft_clamp
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.checks import check_reward
 from visalign.rewards.hpsv3.head import RanknetHead
-from visalign.rewards.hpsv3.judge import REWARD_TOKEN, HPSv3, HPSv3Model
+from visalign.rewards.hpsv3.judge import HPSv3
+from visalign.rewards.hpsv3.model import REWARD_TOKEN, HPSv3Model
 from visalign.rewards.vlm.engine import VisionLanguageEngine
 from visalign.rewards.vlm.template import JudgeSettings, Template
 

@@ -17,8 +17,9 @@ from tests.support.judges.vision_language import noise
 from tests.support.models.vision_language import tiny_processor, tiny_seeing_model
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.hpsv3.head import RanknetHead
-from visalign.rewards.hpsv3.judge import TEMPLATE, HPSv3, HPSv3Model
-from visalign.rewards.hpsv3.loading import current_keys, load_hpsv3
+from visalign.rewards.hpsv3.judge import HPSv3
+from visalign.rewards.hpsv3.loading import current_key, load_hpsv3
+from visalign.rewards.hpsv3.model import TEMPLATE, HPSv3Model
 from visalign.rewards.vlm.engine import VisionLanguageEngine
 from visalign.rewards.vlm.template import JudgeSettings
 from visalign.rewards.weights.checkpoint_files import check_fit
@@ -142,7 +143,7 @@ def test_the_key_list_of_the_published_size_fits() -> None:
     )  # fmt: skip
     with torch.device("meta"):
         wanted = AutoModelForImageTextToText.from_config(config).state_dict()
-    given = current_keys({key: None for key in keys if not key.startswith("rm_head.")})
+    given = [current_key(key) for key in keys if not key.startswith("rm_head.")]
     check_fit(wanted, {key: wanted.get(key, torch.empty(0)) for key in given}, "the list")
     head = RanknetHead(3584).state_dict()
     assert sorted(head) == sorted(key for key in keys if key.startswith("rm_head."))

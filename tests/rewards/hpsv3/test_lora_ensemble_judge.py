@@ -21,7 +21,8 @@ from visalign.rewards.catalogue import load_reward
 from visalign.rewards.checks import check_reward
 from visalign.rewards.hpsv3.ensemble_judge import LoraEnsembleReward
 from visalign.rewards.hpsv3.ensemble_model import LoraEnsembleModel, stretch_scale
-from visalign.rewards.hpsv3.judge import HPSv3, HPSv3Model
+from visalign.rewards.hpsv3.judge import HPSv3
+from visalign.rewards.hpsv3.model import HPSv3Model
 from visalign.rewards.vlm.template import JudgeSettings
 
 IMAGES = [noise(16, 24, 1), noise(40, 8, 2), noise(16, 24, 1), noise(24, 24, 3)]

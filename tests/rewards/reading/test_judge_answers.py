@@ -9,9 +9,8 @@ import math
 import pytest
 import torch
 
-from visalign.rewards.base.contract import RewardError
 from visalign.rewards.chat.yes_no import read_yes_no
-from visalign.rewards.hpsv3.loading import current_key, current_keys, smart_resize
+from visalign.rewards.hpsv3.loading import current_key
 from visalign.rewards.questions.checklist import ChecklistRule
 from visalign.rewards.reading.numbers import AnswerError, statement
 from visalign.rewards.reading.ratings import (
@@ -332,24 +331,7 @@ def test_checklist_file_keys():
 
 
 def test_key_map():
-    old = {"visual.merger.ln_q.weight": 1, "model.norm.weight": 2, "rm_head.0.weight": 3, "lm_head.weight": 4}
-    new = current_keys(old)
-    assert new == {
-        "model.visual.merger.ln_q.weight": 1,
-        "model.language_model.norm.weight": 2,
-        "rm_head.0.weight": 3,
-        "lm_head.weight": 4,
-    }
-    assert current_keys(new) == new
-    assert current_key("modelling.x") == "modelling.x"
-    with pytest.raises(RewardError, match="a weight under its old name and its new one"):
-        current_keys({"visual.a": 1, "model.visual.a": 2})
-
-
-def test_smart_resize():
-    assert smart_resize(512, 512, min_pixels=200704, max_pixels=200704) == (448, 448)
-    assert smart_resize(14, 42) == (56, 112)
-    assert smart_resize(13, 400) == (28, 392), "13 pixels count as one token, so that nothing grows"
-    assert smart_resize(720, 1280, factor=32, min_pixels=65536, max_pixels=1048576) == (704, 1280)
-    with pytest.raises(ValueError, match="200 times"):
-        smart_resize(1, 300)
+    old = ("visual.merger.ln_q.weight", "model.norm.weight", "rm_head.0.weight", "lm_head.weight", "modelling.x")
+    new = [current_key(key) for key in old]
+    assert new == ["model.visual.merger.ln_q.weight", "model.language_model.norm.weight", *old[2:]]
+    assert [current_key(key) for key in new] == new

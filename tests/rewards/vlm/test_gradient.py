@@ -12,7 +12,8 @@ from torch import Tensor
 
 from tests.support.judges.vision_language import KINDS, ask_text, given, tiny_engine, tiny_judge
 from visalign.rewards.catalogue import load_judge
-from visalign.rewards.hpsv3.judge import HPSv3, HPSv3Model
+from visalign.rewards.hpsv3.judge import HPSv3
+from visalign.rewards.hpsv3.model import HPSv3Model
 from visalign.rewards.questions.reward_dance import RewardDance, RewardDancePairs
 
 LETTERS: dict[str, Any] = {"yes": ["y", "s"], "no": ["n"], "min_mass": 0.0}

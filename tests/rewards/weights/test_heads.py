@@ -48,10 +48,12 @@ class TestAffineHead:
         state = head().state_dict()
         del state["layers.6.bias"]
         state["layers.8.bias"] = torch.zeros(1)
-        with pytest.raises(ValueError, match=r"missing \['layers.6.bias'\], unexpected \['layers.8.bias'\]"):
+        with pytest.raises(RewardError, match=r"missing: layers\.6\.bias; unexpected: layers\.8\.bias"):
             AffineHead.from_state_dict(state)
+        with pytest.raises(RewardError, match="is no five-layer head"):
+            AffineHead.from_state_dict({})
         state = head().state_dict() | {"layers.2.weight": torch.zeros(8, 11)}
-        with pytest.raises(ValueError, match="do not fit one another"):
+        with pytest.raises(RewardError, match=r"of another shape: layers\.2\.weight"):
             AffineHead.from_state_dict(state)
 
     def test_imagereward_constants(self) -> None:
@@ -129,5 +131,3 @@ class TestPooling:
     def test_bad_input(self) -> None:
         with pytest.raises(ValueError, match="reward token 9 must occur once in each row"):
             self.pooled("special", torch.ones(2, 2, 6), torch.tensor([[9, 1], [9, 9]]))
-        with pytest.raises(ValueError, match=r"widths needs 5 numbers.*got \(3, 1\)"):
-            AffineHead(4, widths=(3, 1))

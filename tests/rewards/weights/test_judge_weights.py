@@ -14,7 +14,8 @@ from tests.support.judges.brightness import Brightness, BrightnessPairs
 from tests.support.judges.vision_language import noise, tiny_judge
 from tests.support.models.clip import save_tiny_hp, save_tiny_transformers_clip
 from visalign.rewards.base.identity import Identity
-from visalign.rewards.hpsv3.judge import HPSv3, HPSv3Model
+from visalign.rewards.hpsv3.judge import HPSv3
+from visalign.rewards.hpsv3.model import HPSv3Model
 from visalign.rewards.pairs.as_pairwise import as_pairwise
 from visalign.rewards.questions.reward_dance_reference import ReferenceReward
 from visalign.rewards.scorers.clip_score import ClipScore

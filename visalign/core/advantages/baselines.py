@@ -87,7 +87,6 @@ def pass_at_k_advantages(
     size = n if k is None else torch.full_like(n, k)
     lowest = group_min(torch.where(mask, values, float("inf")), index, groups)[index]
     height = torch.where(mask, values - lowest, 0.0)[:, 0]
-
     order, rank = _ranks(torch.where(mask[:, 0], height, float("inf")), index, groups)
     # Σ_{m<rank} C(m−1, k−2)/C(n−1, k−1) (R_i − R_(m)), split into chance · R_i and a running sum
     total = _log_choose(n - 1, size - 1)

@@ -51,7 +51,6 @@ def group_advantages(
     present = present_entries(reward, valid)
     mask = present[:, None] if present.ndim == 1 else present
     values = torch.where(mask, reward.detach().double().reshape(mask.shape), 0.0)
-
     # A_i = (R_i − mean_g)/(std + eps), or (R_i − mean_g) n/(n − 1) over it
     count, centred = centre(values, mask, index, groups)
     result = centred * count / (count - 1).clamp(min=1) if baseline == "leave_one_out" else centred

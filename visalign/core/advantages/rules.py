@@ -46,7 +46,6 @@ def conditional_advantages(
     high = _high_half(metric, present, index, groups)
     own_half, other_half = 2 * index + high, 2 * index + ~high
     half_mean = group_mean(value, present, own_half, 2 * groups)
-
     factor, unit = torch.full_like(value, alpha), torch.ones_like(value)
     a_own = torch.where(high == (side == "high"), factor, unit)
     a_other = torch.where(high == (side == "high"), unit, factor)

@@ -47,7 +47,6 @@ class RankingFit:
 
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
         """Ends [n] of the interval that holds each score with probability `level`: score ± z std."""
-
         z = float(torch.special.ndtri(torch.tensor((1 + level) / 2, dtype=torch.float64)))
         return self.score - z * self.std, self.score + z * self.std
 

@@ -74,7 +74,6 @@ def count_step(
     """
     check_choice("empty", empty, ("drop", "keep"))
     rows = _rows("weight", weight)
-
     present = (rows != 0).any(1)
     total = rows.double()
     groups = None

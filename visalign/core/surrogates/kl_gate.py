@@ -56,7 +56,6 @@ def gate_threshold(gate: KLGate, *, base: float = 0.3) -> float:
     Phase: 1.5 during the warm-up, 1.2 while the reward grows faster than the target, 0.8 while it stalls
     (|velocity| ≤ target), else 1. `base` b is in nats per token.
     """
-
     if gate.steps < WARMUP:
         phase = 1.5
     elif gate.velocity > TARGET:
@@ -73,5 +72,4 @@ def gated_coefficient(gate: KLGate, entropy: float, *, scale: float = 0.2, base:
     This is the derivative by the KL of the code's penalty 0.1 (KL − threshold)² · max(0.5, 2/(H + 0.1)),
     which has no gradient there. `entropy` H is the policy's, nats per token; `scale` is twice the code's 0.1.
     """
-
     return scale * max(0.0, gate.kl - gate_threshold(gate, base=base)) * max(0.5, 2 / (entropy + 0.1))

@@ -39,7 +39,6 @@ def gaussian_log_prob(x: Tensor, mean: Tensor, std: Tensor, *, log_prob_reductio
     """
     x, mean, std = float32(x), float32(mean), float32(std)
     scale = expand_over_event(std, x, mean)
-
     density = -((x - mean) / scale).square() / 2 - scale.log() - math.log(2 * math.pi) / 2
     return reduce_event(density, std.ndim, log_prob_reduction)
 

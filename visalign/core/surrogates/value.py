@@ -31,7 +31,6 @@ def value_loss(
     error = (value - target).square() / 2
     if old is None or clip is None:
         return error
-
     clipped = _is_clipped(value, old, clip, target)
     bound = (value.detach().clamp(old - clip, old + clip) - target).square() / 2
     return torch.where(clipped, bound, error)
@@ -53,7 +52,6 @@ def soft_minimum(values: Tensor, *, temperature: float = 0.3) -> Tensor:
 
     It lies between their minimum (a → 0) and mean (a → ∞). SAFE, arXiv 2602.04651 (two critics, a = 0.3).
     """
-
     total = torch.logsumexp(-float32(values) / temperature, -1) - math.log(values.shape[-1])
     return -temperature * total
 
