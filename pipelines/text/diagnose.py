@@ -231,7 +231,7 @@ def _best_of_n(
     log_ratio = (after.rollout.full_log_prob.double() - base_log_prob.double()).sum(1).reshape(shape)
     log_ratio[~after.rollout.generated.reshape(shape)] = torch.nan
     reward = two_policies.mean_interval(after.reward.nanmean(1), generator=generator)
-    equal_n = two_policies.matching_n(points, reward.estimate)
+    equal_n = next((point.n for point in points if point.reward.estimate >= reward.estimate), None)
     bound = {point.n: point.kl_bound for point in points}
     kl = two_policies.mean_interval(log_ratio.nanmean(1), generator=generator)
     return {

@@ -13,7 +13,6 @@ from visalign.evaluation.statistics.two_policies import (
     best_of_n_curve,
     clip_bias,
     crossing,
-    matching_n,
     pass_at_k_curves,
     runner_up_gap,
 )
@@ -74,7 +73,6 @@ def test_the_best_of_n_by_hand() -> None:
 
     wanted = [0, (kl(0.2, 2) + kl(0.4, 2)) / 2, kl(0.2, 4)]
     assert [point.kl_estimate for point in points] == pytest.approx(wanted, abs=1e-6)
-    assert [matching_n(points, value) for value in (1.0, 2.0, 3.0, 3.1)] == [1, 2, 4, None]
     assert best_of_n_curve(reward[1:], log_prob[1:], generator=_generator()) == []
 
 

@@ -67,7 +67,7 @@ def _single_reward(t: Trajectories) -> Tensor:
     return _drop_invalid(t, weighted_sum(t.reward, t.reward_weights) if t.reward.ndim == 2 else t.reward)
 
 
-def _several_rewards(t: Trajectories) -> Tensor:
+def _several_rewards(t: Trajectories, _: float) -> Tensor:
     if t.reward is None or t.reward.ndim != 2:
         shape = "None" if t.reward is None else f"shape {tuple(t.reward.shape)}"
         raise ValueError(f"this advantage needs Trajectories.reward [B, M] of several rewards; got {shape}.")
@@ -97,7 +97,7 @@ DERIVED: dict[str, Callable[[Trajectories, float], Any]] = {
     "raw_reward": lambda t, beta: sample_reward(t, 0.0),  # [B] without the KL cost
     "kl_cost": lambda t, beta: sample_reward(t, 0.0) - sample_reward(t, beta) if beta else 0.0,  # [B] β Σ_t k1
     "outcome_reward": lambda t, beta: sample_reward(replace(t, process_reward=None), beta),  # [B]
-    "rewards": lambda t, beta: _several_rewards(t),  # [B, M]; NaN where a sample is not valid
+    "rewards": _several_rewards,  # [B, M]; NaN where a sample is not valid
     "length": lambda t, beta: (t.weight != 0).sum(1),  # [B] present decisions
     "present": lambda t, beta: t.present(),  # bool [B]
     "present_weight": lambda t, beta: t.weight * t.present()[:, None],  # [B, T]

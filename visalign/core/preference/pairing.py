@@ -41,31 +41,22 @@ def next_pairs(
     close = (torch.maximum(win, win.T) <= CLOSE) & both_orders
     once, twice = met | met.T, met & met.T
     allowed = torch.ones_like(met).triu(1) & ~twice & (~once | close)
-    gain = _at_stake(fit) if method == "active" else _nearness(fit)
+    if method == "active":  # √V_ij Φ(−|s_i − s_j| / √V_ij)
+        diagonal = fit.covariance.diagonal()
+        spread = (diagonal[:, None] + diagonal[None, :] - 2 * fit.covariance).clamp(min=1e-12).sqrt()
+        gap = (fit.score[:, None] - fit.score[None, :]).abs()
+        gain = spread * torch.special.ndtr(-gap / spread)
+    else:  # minus the distance in the present order; equal scores are ordered by number
+        rank = torch.empty(size, dtype=torch.float64)
+        rank[fit.score.argsort(descending=True, stable=True)] = torch.arange(size).double()
+        gain = -(rank[:, None] - rank[None, :]).abs()
     return _matching(gain.masked_fill(~allowed, -math.inf), met, lefts, count)
-
-
-def _at_stake(fit: RankingFit) -> Tensor:
-    """[n, n] √V_ij Φ(−|s_i − s_j| / √V_ij)."""
-    diagonal = fit.covariance.diagonal()
-    spread = (diagonal[:, None] + diagonal[None, :] - 2 * fit.covariance).clamp(min=1e-12).sqrt()
-    gap = (fit.score[:, None] - fit.score[None, :]).abs()
-    return spread * torch.special.ndtr(-gap / spread)
-
-
-def _nearness(fit: RankingFit) -> Tensor:
-    """[n, n] minus the distance in the present order, ties of the score broken by the number."""
-    rank = torch.empty(len(fit.score), dtype=torch.float64)
-    rank[fit.score.argsort(descending=True, stable=True)] = torch.arange(len(fit.score)).double()
-    return -(rank[:, None] - rank[None, :]).abs()
 
 
 def _matching(gain: Tensor, met: Tensor, lefts: Tensor, count: int) -> Tensor:
     """Greedy: best pair first, each sample once per sweep, until `count` calls or nothing is left."""
-    size = len(gain)
-    order = gain.flatten().argsort(descending=True, stable=True).tolist()
-    flat = gain.flatten().tolist()
-    open_pairs = [(at // size, at % size) for at in order if flat[at] > -math.inf]
+    values, order = gain.flatten().sort(descending=True, stable=True)
+    open_pairs = [divmod(at, len(gain)) for at in order[values > -math.inf].tolist()]
     chosen: list[tuple[int, int]] = []
     while open_pairs and len(chosen) < count:
         busy: set[int] = set()
@@ -75,10 +66,8 @@ def _matching(gain: Tensor, met: Tensor, lefts: Tensor, count: int) -> Tensor:
                 later.append((i, j))
                 continue
             busy |= {i, j}
-            if met[i, j] or met[j, i]:
-                left, right = (j, i) if met[i, j] else (i, j)
-            else:
-                left, right = (i, j) if lefts[i] <= lefts[j] else (j, i)
+            has_met = met[i, j] or met[j, i]  # again in the other order only
+            left, right = (i, j) if (met[j, i] if has_met else lefts[i] <= lefts[j]) else (j, i)
             lefts[left] += 1
             lefts[right] -= 1
             chosen.append((left, right))

@@ -101,8 +101,7 @@ def _grid(model: Model) -> tuple[Tensor, Tensor]:
     spread = torch.logspace(-2, 5, 15, base=2, dtype=torch.float64)
     if model != "log_odds":
         return spread, torch.zeros_like(spread)
-    noise = torch.logspace(-5, 3, 17, base=2, dtype=torch.float64)
-    both = torch.cartesian_prod(spread, noise)
+    both = torch.cartesian_prod(spread, torch.logspace(-5, 3, 17, base=2, dtype=torch.float64))
     return both[:, 0], both[:, 1]
 
 
@@ -130,7 +129,8 @@ def _newton(design: Tensor, target: Tensor, prior: Tensor, model: Model) -> tupl
         theta = theta + step * (2.0 / largest.clamp(min=1e-300)).clamp(max=1.0)
         if float(largest.max()) < 1e-8:
             break
-    fit = _log_likelihood(theta @ design.T, target, model).sum(1)
+    z, log_cdf = theta @ design.T, torch.special.log_ndtr if model == "thurstone" else torch.nn.functional.logsigmoid
+    fit = (target * log_cdf(z) + (1 - target) * log_cdf(-z)).sum(1)  # Σ p ln F(z) + (1 − p) ln F(−z)
     return theta, torch.linalg.inv(precision), fit + _log_volume(theta, prior, precision)
 
 
@@ -167,12 +167,6 @@ def _mixture(
         spread=float(weight @ spread),
         model=model,
     )
-
-
-def _log_likelihood(z: Tensor, target: Tensor, model: Model) -> Tensor:
-    """p ln F(z) + (1 − p) ln F(−z)."""
-    log_cdf = torch.special.log_ndtr if model == "thurstone" else torch.nn.functional.logsigmoid
-    return target * log_cdf(z) + (1 - target) * log_cdf(-z)
 
 
 def _derivatives(z: Tensor, target: Tensor, model: Model) -> tuple[Tensor, Tensor]:

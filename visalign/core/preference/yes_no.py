@@ -56,7 +56,8 @@ def yes_no_answer(logits: Tensor, yes_ids: Sequence[int], no_ids: Sequence[int],
             f"{list(yes_ids)} and {list(no_ids)}."
         )
     value = float32(logits)
-    yes, no = (_log_sum(value, ids) for ids in (yes_ids, no_ids))
+    # ln Σ over no token is −∞
+    yes, no = (value[..., list(ids)].logsumexp(-1) for ids in (yes_ids, no_ids))
     odds = yes - no if yes_ids and no_ids else torch.full_like(yes, torch.nan)
     total = 0.0 if normalised else value.logsumexp(-1)
     return YesNo(odds, yes - total, no - total)
@@ -95,9 +96,3 @@ def both_orders(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
     """
     first_order, other, _, _ = paired_scores(first, second, None)
     return (first_order - other) / 2, (first_order + other) / 2
-
-
-def _log_sum(value: Tensor, ids: Sequence[int]) -> Tensor:
-    if not ids:
-        return value.new_full(value.shape[:-1], float("-inf"))
-    return value[..., list(ids)].logsumexp(-1)

@@ -269,22 +269,23 @@ class Regression:
 
 RULES: tuple[tuple[Callable[[Regression], bool], str], ...] = (
     *(
-        (lambda r, name=name: getattr(r, name) is not None and not getattr(r, name) > 0, message)
-        for name, message in (
-            ("clamp", "clamp is {clamp}; it must be above 0, or None."),
-            ("clamp_to", "clamp_to is {clamp_to}; it must be above 0, or None."),
-            ("soft_clip", "soft_clip is {soft_clip}; it must be above 0, or None."),
-            ("levels", "levels is {levels}; train at least 1 noise level of a sample."),
+        (
+            lambda r, name=name: getattr(r, name) is not None and not getattr(r, name) > 0,
+            f"{name} is {{{name}}}; it must be above 0, or None.",
         )
+        for name in ("clamp", "clamp_to", "soft_clip", "levels")
+    ),
+    *(
+        (
+            lambda r, name=name: not 0 <= (getattr(r, name) or 0) < float("inf"),
+            f"{name} is {{{name}}}; it must be at least 0 (0 is off).",
+        )
+        for name in ("kl", "average_kl", "reference_guidance")
     ),
     (
         lambda r: r.loss == "nft" and r.weighting != "uniform",
         "weighting is {weighting!r}, and loss='nft' has a weight of its own, of the predicted x0. Set "
         "weighting='uniform'.",
-    ),
-    (
-        lambda r: r.reference_guidance is not None and not 0 <= r.reference_guidance < float("inf"),
-        "reference_guidance is {reference_guidance}; it must be at least 0, or None.",
     ),
     (
         lambda r: r.reference_guidance is not None and not (r.asks_reference or r.anchor == "expert"),
@@ -312,8 +313,6 @@ RULES: tuple[tuple[Callable[[Regression], bool], str], ...] = (
         lambda r: r.clamp_to is not None and r.clamp is None,
         "clamp_to is {clamp_to}, and clamp is None. Set clamp, e.g. clamp=5, or leave clamp_to out.",
     ),
-    (lambda r: not 0 <= r.kl < float("inf"), "kl is {kl}; it must be at least 0 (0 is off)."),
-    (lambda r: not 0 <= r.average_kl < float("inf"), "average_kl is {average_kl}; it must be at least 0 (0 is off)."),
     *(
         (
             lambda r, name=name: len(d := getattr(r, name)) != 3 or not 0 <= d[2] < 1 or min(d) < 0,

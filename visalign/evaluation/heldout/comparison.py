@@ -64,14 +64,10 @@ class Comparison:
     overall: AccuracyRow
     categories: tuple[AccuracyRow, ...]
     rewards: tuple[RewardRow, ...]
-    right: NDArray[np.int64]
-    """Samples correct before and after."""
-    improved: NDArray[np.int64]
-    """Wrong before, correct after."""
-    worsened: NDArray[np.int64]
-    """Correct before, wrong after."""
-    wrong: NDArray[np.int64]
-    """Wrong before and after."""
+    right: NDArray[np.int64]  # Samples correct before and after
+    improved: NDArray[np.int64]  # Wrong before, correct after
+    worsened: NDArray[np.int64]  # Correct before, wrong after
+    wrong: NDArray[np.int64]  # Wrong before and after
 
     def to_dict(self) -> dict[str, Any]:
         """Return the changes with their intervals, JSON-able."""
@@ -84,11 +80,8 @@ class Comparison:
         }
 
 
-def compare(before: HeldoutResult, after: HeldoutResult, *, seed: int = 0, level: float = 0.95) -> Comparison:
-    """Pair two evaluations of the same prompts and seeds.
-
-    `seed` is that of the bootstrap, with a fresh generator for each row; `level` that of the intervals.
-    """
+def compare(before: HeldoutResult, after: HeldoutResult) -> Comparison:
+    """Pair two evaluations of the same prompts and seeds."""
     keys = before.keys
     if keys != after.keys or before.tags != after.tags or not np.array_equal(before.seeds, after.seeds):
         raise UserError(
@@ -99,8 +92,7 @@ def compare(before: HeldoutResult, after: HeldoutResult, *, seed: int = 0, level
 
     def change(first: NDArray, second: NDArray, rows: NDArray[np.bool_]) -> Interval:
         prompts = [keys[row] for row in np.flatnonzero(rows)]
-        generator = torch.Generator().manual_seed(seed)
-        return paired_bootstrap(first[rows], second[rows], prompts, generator=generator, level=level)
+        return paired_bootstrap(first[rows], second[rows], prompts, generator=torch.Generator().manual_seed(0))
 
     old, new = before.outcome(), after.outcome()
     everything = np.ones(len(before), dtype=bool)
@@ -109,8 +101,8 @@ def compare(before: HeldoutResult, after: HeldoutResult, *, seed: int = 0, level
         tag = None if rows.all() else name
         return AccuracyRow(
             name=name,
-            before=before.interval(tag, level=level),
-            after=after.interval(tag, level=level),
+            before=before.interval(tag),
+            after=after.interval(tag),
             change=change(old, new, rows),
             correct=(int(before.correct[rows].sum()), int(after.correct[rows].sum())),
             judged=(int(before.judged[rows].sum()), int(after.judged[rows].sum())),

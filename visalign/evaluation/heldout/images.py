@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,11 +17,10 @@ from visalign.data.sets.prompt_files import record_key
 from visalign.flow.rollout import decode_images, encoder_inputs, middle_frames, rollout
 from visalign.interfaces import DiffusionPolicy, PointwiseReward, score_named, with_capabilities
 from visalign.seeds import sample_seed
+from visalign.vision.pixels import rounded_levels
 
 from .correctness import Tally, check_evaluation, record_tags
 from .result import HeldoutResult
-
-Progress = Callable[[int, int], None]
 
 
 def evaluate(
@@ -37,15 +36,14 @@ def evaluate(
     image_side: int = 256,
     share: tuple[int, int] = (0, 1),
     solver: str = "euler",
-    progress: Progress | None = None,
 ) -> HeldoutResult:
     """Sample every record once per seed along the ODE, without noise on the way, and score the images.
 
     The starting noise is a function of prompt, source and seed; no global random state is read or changed.
     The reward `correctness` gives the verdicts: its part `correct`, else its best value is correct. At most
     `max_images` images, evenly spaced over the samples, are kept for a page, `image_side` pixels on the
-    longer side at most. `share` (r, w) is the r-th of w equal shares of the samples, see `joined`; `progress`
-    is called with (samples done, all samples) after each batch. A record may name its `source` and `tag`.
+    longer side at most. `share` (r, w) is the r-th of w equal shares of the samples, see `joined`. A record may
+    name its `source` and `tag`.
     """
     check_evaluation(rewards, records, seeds, correctness, batch_size)
     total = len(records) * len(seeds)
@@ -68,8 +66,6 @@ def evaluate(
                 samples = frames if name in clips else images
                 scores = score_named(reward, samples, prompts[rows], metadata[rows], name=name)
                 tally.add(name, reward, scores, len(images))
-            if progress is not None:
-                progress(rows.stop, len(prompts))
     return HeldoutResult(
         prompts=tuple(prompts),
         sources=tuple(source for source in sources for _ in seeds)[first:end] if any(sources) else (),
@@ -112,8 +108,7 @@ def _as_bytes(images: Tensor, side: int) -> NDArray[np.uint8]:
     if scale < 1:
         size = [max(1, round(height * scale)), max(1, round(width * scale))]
         images = interpolate(images, size=size, mode="area")
-    levels = images.clamp(0, 1).mul(255).round().to(torch.uint8)
-    return levels.permute(0, 2, 3, 1).contiguous().numpy()
+    return rounded_levels(images).permute(0, 2, 3, 1).contiguous().numpy()
 
 
 @contextmanager

@@ -52,12 +52,11 @@ def evaluate_text(
     sampling: Sampling,
     stopping: StoppingCriteria,
     correctness: str | None,
-    measures: bool = True,
 ) -> HeldoutResult:
     """Complete every record once per seed, and once greedily, and score the completions.
 
-    A completion does not depend on the other records. The reward labelled `correctness` gives the verdicts; with
-    `measures` the scores get `GREEDY`, `ANY`, `LENGTH` and `ENTROPY`. "tag" or "task" is a record's category.
+    A completion does not depend on the other records. The reward labelled `correctness` gives the verdicts; the
+    scores get `GREEDY`, `ANY`, `LENGTH` and `ENTROPY`. "tag" or "task" is a record's category.
     """
     check_evaluation(rewards, records, seeds, correctness)
     check_labels(rewards)
@@ -73,8 +72,8 @@ def evaluate_text(
     for name, reward in rewards.items():
         tally.add(name, reward, _score(name, reward, rollout, metadata), len(metadata))
     fields = tally.fields(rewards, len(metadata))
-    extra = _measures(rollout, fields["correct"], fields["judged"], len(seeds)) if measures else {}
-    if measures and correctness is not None:
+    extra = _measures(rollout, fields["correct"], fields["judged"], len(seeds))
+    if correctness is not None:
         greedy = _greedy(policy, rewards[correctness], records, stopping)
         extra[GREEDY] = np.repeat(greedy, len(seeds)).astype(np.float32)
     for name, values in extra.items():

@@ -131,7 +131,12 @@ def panels(
     for curve, x, y in series:
         if np.isfinite(y).any() and not _is_zero(y):
             ends = [_series(metrics, replace(curve, keys=(key,)), start or {}) for key in curve.ends]
-            drawn.append(_panel(curve, x, y, [end for end in ends if len(end[0])]))
+            gaps = int((~np.isfinite(y)).sum())
+            window = max(3, len(y) // 10 | 1) if len(y) >= SMOOTH_FROM else 1  # odd, so that its mean is centred
+            notes = [f"thin: each iteration; thick: mean of the nearest {window}"] if window > 1 else []
+            notes += [f"{gaps} of {len(y)} values were not finite and are left out"] if gaps else []
+            svg = _draw(curve, x, y, running_mean(y, window), [end for end in ends if len(end[0])])
+            drawn.append(Panel(curve=curve, svg=svg, note="; ".join(notes)))
     absent = (
         ("Zero in every iteration", [curve.title for curve, _, y in series if _is_zero(y)]),
         ("Never measured", [curve.title for curve, _, y in series if len(y) and not np.isfinite(y).any()]),
@@ -159,17 +164,6 @@ def _series(
     return table[:, 0], values * 100 if curve.percent else values
 
 
-def _panel(curve: Curve, x: NDArray[np.float64], y: NDArray[np.float64], ends: Sequence[tuple]) -> Panel:
-    """Draw a curve with a finite value, and the (iterations, values) of the ends of its interval."""
-    gaps = int((~np.isfinite(y)).sum())
-    window = max(3, len(y) // 10 | 1) if len(y) >= SMOOTH_FROM else 1  # odd, so that its mean is centred
-    smooth = running_mean(y, window)
-    notes = [f"thin: each iteration; thick: mean of the nearest {window}"] if window > 1 else []
-    if gaps:
-        notes.append(f"{gaps} of {len(y)} values were not finite and are left out")
-    return Panel(curve=curve, svg=_draw(curve, x, y, smooth, ends), note="; ".join(notes))
-
-
 def running_mean(values: NDArray[np.float64], window: int) -> NDArray[np.float64]:
     """Compute the centred mean of the `window` nearest rows, fewer at the ends; gaps stay gaps."""
     if window <= 1:
@@ -183,7 +177,7 @@ def running_mean(values: NDArray[np.float64], window: int) -> NDArray[np.float64
 
 
 def _draw(curve: Curve, x: NDArray, y: NDArray, smooth: NDArray, ends: Sequence[tuple]) -> Markup:
-    """Draw a panel with at least one finite value."""
+    """Draw a curve with a finite value, and the (iterations, values) of the ends of its interval."""
     rows = np.flatnonzero(np.isfinite(y))
     smallest, largest = float(y[rows].min()), float(y[rows].max())
     first, end = (float(x[0]), float(x[-1])) if x[-1] > x[0] else (float(x[0]) - 0.5, float(x[0]) + 0.5)

@@ -35,9 +35,8 @@ class Frame:
         """Map a data point into the view box."""
         across = (x - self.x[0]) / (self.x[1] - self.x[0])
         up = (y - self.y[0]) / (self.y[1] - self.y[0])
-        return LEFT + across * (self.width - LEFT - self.right), self.height - BOTTOM - up * (
-            self.height - TOP - BOTTOM
-        )
+        wide, tall = self.width - LEFT - self.right, self.height - TOP - BOTTOM
+        return LEFT + across * wide, self.height - BOTTOM - up * tall
 
     def path(self, name: str, points: Iterable[Point]) -> str:
         """Draw a line of class `name` through the points, with breaks where a value is not finite."""
@@ -106,14 +105,11 @@ def ticks(low: float, high: float, count: int = 4) -> list[float]:
     if not high > low:
         return [float(low)]
     power = 10.0 ** math.floor(math.log10((high - low) / count))
-    candidates = [_multiples(low, high, power * factor) for factor in (0.5, 1, 2, 5, 10)]
+    candidates = []
+    for step in (power * factor for factor in (0.5, 1, 2, 5, 10)):
+        first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)  # 0.3 / 0.1 is 2.9999999999999996
+        candidates.append([number * step for number in range(first, last + 1)])
     return min(candidates, key=lambda marks: abs(len(marks) - count))
-
-
-def _multiples(low: float, high: float, step: float) -> list[float]:
-    """Return the multiples of a step in [low, high], up to rounding."""
-    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)  # 0.3 / 0.1 is 2.9999999999999996
-    return [number * step for number in range(first, last + 1)]
 
 
 def label(value: float, step: float) -> str:

@@ -15,6 +15,8 @@ from PIL import Image, ImageDraw, ImageFilter, ImageFont
 from scipy import ndimage
 from torch import Tensor
 
+from visalign.vision.pixels import read_pixels, to_levels
+
 LUMA = (0.299, 0.587, 0.114)
 COLOURS = {
     "white": (1.0, 1.0, 1.0),
@@ -173,11 +175,9 @@ def with_text(image: Tensor, text: str) -> Tensor:
 
 def to_pil(image: Tensor) -> Image.Image:
     """Convert to PIL, mode RGB."""
-    levels = image.clamp(0, 1).mul(255).round().byte().permute(1, 2, 0)
-    return Image.fromarray(levels.contiguous().cpu().numpy())
+    return Image.fromarray(to_levels(image).permute(1, 2, 0).contiguous().numpy())
 
 
 def from_pil(canvas: Image.Image) -> Tensor:
     """Convert from PIL to [3, H, W] float32 in [0, 1]."""
-    levels = torch.from_numpy(np.array(canvas.convert("RGB")))
-    return levels.permute(2, 0, 1).float().div(255).contiguous()
+    return read_pixels(canvas, "an image").float().div(255)

@@ -152,7 +152,9 @@ def probe_report(probe: Probe, table: Sequence[tuple[Array, dict[str, Any]]]) ->
     for number, (response, report) in enumerate(table):
         verdict = level_verdict(probe.wanted, report)
         if probe.wanted == "falling" and number and verdict == "holds":
-            verdict = _step_verdict(response - table[number - 1][0])
+            step = response - table[number - 1][0]  # the stronger level must be scored no higher than the weaker
+            step = step[np.isfinite(step)]
+            verdict = "not judged" if len(step) < FEWEST else _below(*mean_interval(step)[1:], GAIN)
         levels.append({**report, "verdict": verdict})
     verdicts = {entry["verdict"] for entry in levels}
     verdicts = verdicts - {"not judged"} or verdicts
@@ -188,12 +190,6 @@ def level_verdict(wanted: str, report: Mapping[str, Any]) -> str:
     if wanted == "loss":
         return _below(report["low"], report["high"], -LIMITS["loss"])
     return _below(report["low"], report["high"], GAIN)
-
-
-def _step_verdict(step: Array) -> str:
-    """Judge whether the stronger level is scored no higher than the weaker one."""
-    valid = step[np.isfinite(step)]
-    return "not judged" if len(valid) < FEWEST else _below(*mean_interval(valid)[1:], GAIN)
 
 
 def _below(low: float | None, high: float | None, limit: float) -> str:

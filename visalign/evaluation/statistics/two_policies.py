@@ -103,11 +103,6 @@ def best_of_n_curve(reward: Tensor, log_prob: Tensor, *, generator: torch.Genera
     return points
 
 
-def matching_n(points: Sequence[BestOfPoint], reward: float) -> int | None:
-    """Find the first n whose best completion earns `reward`; None where none does."""
-    return next((point.n for point in points if point.reward.estimate >= reward), None)
-
-
 def mean_interval(values: Tensor, *, generator: torch.Generator) -> Interval:
     """Compute the mean of a number per prompt [P] with its interval over prompts; NaN are left out."""
     numbers = values.double().numpy()
