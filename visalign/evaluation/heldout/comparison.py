@@ -59,7 +59,7 @@ class RewardRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Changes of accuracy and rewards, and of single samples."""
+    """Changes of accuracy and rewards, and the samples that stayed right or wrong, improved or worsened."""
 
     overall: AccuracyRow
     categories: tuple[AccuracyRow, ...]
