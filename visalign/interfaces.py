@@ -32,12 +32,19 @@ class ToolCompletion(str):
     outcome: float | None
     """Reward that an environment gave; None without one."""
 
+    calls: int | None
+    """Calls that a tool answered, without those in a wrong form; None without tools."""
+
     def __new__(
-        cls, text: str, answers: Sequence[tuple[int, int]] = (), outcome: float | None = None
+        cls,
+        text: str,
+        answers: Sequence[tuple[int, int]] = (),
+        outcome: float | None = None,
+        calls: int | None = None,
     ) -> ToolCompletion:
         """Keep the spans beside the text."""
         completion = super().__new__(cls, text)
-        completion.answers, completion.outcome = answers, outcome
+        completion.answers, completion.outcome, completion.calls = answers, outcome, calls
         return completion
 
 
@@ -51,7 +58,7 @@ def policy_text(completion: str) -> str:
         return completion
     edges = [0, *(edge for span in completion.answers for edge in span), len(completion)]
     text = "".join(completion[start:end] for start, end in zip(edges[::2], edges[1::2], strict=True))
-    return ToolCompletion(text, (), completion.outcome)
+    return ToolCompletion(text, (), completion.outcome, completion.calls)
 
 
 def is_message(message: Any) -> bool:
@@ -148,6 +155,8 @@ class RewardCapabilities:
     """label -> bound at which a trainer holds the mean of the part "LABEL.weighted"."""
     advantage_weights: Mapping[str, float] = field(default_factory=dict)
     """label -> strength λ with which a trainer scales advantages by the part "LABEL.std"."""
+    at_iteration: Callable[[int], Any] | None = None
+    """Function of the iterations finished that returns the sum with its weights of then; None: they never change."""
     read_answer: Callable[[str, Mapping[str, Any]], str | None] | None = None
     """Function of a completion and its metadata that reads the answer which is judged; None: the reward names none."""
 

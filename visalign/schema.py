@@ -30,7 +30,10 @@ def field_types(schema: Any) -> dict[str, Any]:
 
 
 def section_schema(hint: Any, *values: Any) -> Any:
-    """Return the dataclass D of a field of type D or D | None, of a union the one that `values` choose, else None."""
+    """Return the dataclass D of a field of type D or D | None, of a union the one that `values` choose, else None.
+
+    Of `float | D` it is D where the first value is a mapping.
+    """
     key, variants = _union(hint)
     for value in values if key else ():
         choice = value.get(key) if isinstance(value, Mapping) else getattr(value, key, None)
@@ -40,7 +43,10 @@ def section_schema(hint: Any, *values: Any) -> Any:
         hint = typing.get_args(hint)[0]
     if typing.get_origin(hint) in {typing.Union, types.UnionType}:
         parts = [part for part in typing.get_args(hint) if part is not type(None)]
-        hint = parts[0] if len(parts) == 1 else None
+        if len(parts) > 1 and not (values and isinstance(values[0], Mapping)):
+            return None
+        sections = [part for part in parts if dataclasses.is_dataclass(part)]
+        hint = sections[0] if len(sections) == 1 else parts[0] if len(parts) == 1 else None
     return hint if isinstance(hint, type) and dataclasses.is_dataclass(hint) else None
 
 
@@ -68,7 +74,10 @@ def refusal(error: ValidationError, schema: Any, data: Any, sources: Sequence[So
     """
     order = {**dict.fromkeys(_UNKNOWN, 0), "value_error": 2}
     # an unknown key is often the cause of the other errors, and a dataclass cannot check itself before its values
-    first = min(error.errors(), key=lambda entry: order.get(entry["type"], 1))
+    errors = [
+        e for e in error.errors() if e["type"] != "float_type" or not isinstance(e["input"], dict)
+    ]  # `float | D`
+    first = min(errors or error.errors(), key=lambda entry: order.get(entry["type"], 1))
     if first["type"] == "value_error":
         return ConfigError(str(first.get("ctx", {})["error"]))
     location = _Location(schema, data, first["loc"][1:])
@@ -102,6 +111,8 @@ class _Location:
         for part in parts:
             name = str(next(parts) if _union(full)[0] else part)
             section, entry = section_schema(full, self.value), entry_schema(full)
+            if section is not None and name == section.__name__:  # the variant of `float | D`
+                continue
             if section is not None:
                 self.section, self.union, full = section, full, field_types(section).get(name)
                 self.hint = typing.get_type_hints(section).get(name)
@@ -170,6 +181,8 @@ def _type_name(hint: Any) -> str:
         return f"a mapping with the keys {', '.join(field_types(section))}"
     if entry is not None:
         return f"a mapping from names to mappings with the keys {', '.join(field_types(entry))}"
+    if typing.get_origin(hint) in {typing.Union, types.UnionType}:
+        return " or ".join(map(_type_name, typing.get_args(hint)))
     if typing.get_origin(hint) is dict:
         return "a mapping such as {name: value}"
     return hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)

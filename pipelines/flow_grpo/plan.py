@@ -138,7 +138,7 @@ def planned_cost(
     rollout, objective, passes = config.rollout, config.objective, _image_passes(config)
     measured = 0.0
     if objective.balance_every:
-        rewards = sum(term.weight > 0 for term in config.rewards.terms.values())
+        rewards = sum(term.largest_weight > 0 for term in config.rewards.terms.values())
         measured = rewards / objective.balance_every / config.optimizer.updates_per_iteration
     drawn = references * rollout.steps * _halves(config.model, rollout.guidance)
     guided = _halves(config.model, None) > 1

@@ -137,8 +137,8 @@ def _curve(config: Any) -> dict[str, float]:
     """Return the rewards whose held-out means are compared, with their weights."""
     section = vars(config).get("rewards")  # supervised jobs have none
     terms = section.terms if isinstance(section, RewardsConfig) else {}
-    curve = config.evaluation.curve([name for name, term in terms.items() if term.weight > 0])
-    return {name: terms[name].weight if name in terms else 1.0 for name in curve}
+    curve = config.evaluation.curve([name for name, term in terms.items() if term.largest_weight > 0])
+    return {name: terms[name].largest_weight if name in terms else 1.0 for name in curve}
 
 
 def _rates(config: Any) -> list[float]:

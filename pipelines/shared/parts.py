@@ -30,7 +30,7 @@ from visalign.rewards.combine.routed import Routed, matches
 from visalign.seeds import sample_seed
 from visalign.versions import versions
 
-from .sections import MachineConfig, RewardsConfig, RewardTerm, RunConfig
+from .sections import MachineConfig, RewardsConfig, RewardTerm, RunConfig, WeightSchedule
 
 if TYPE_CHECKING:
     import torch
@@ -169,6 +169,19 @@ def _with_references(label: str, judge: Any, term: RewardTerm) -> Any:
     return ReferenceReward(judge, value=term.references.value, name=judge.name)
 
 
+def prompt_strata(records: Records, balance: bool) -> list[str] | None:
+    """Return the tag (else the task) of each prompt, with data.balance, which gives each as many groups."""
+    if not balance:
+        return None
+    labels = [str(record.get("tag", record.get("task", ""))) for record in records]
+    if len(set(labels)) == 1:
+        raise UserError(
+            f"data.balance is true, and all prompts of data.train are of one kind, {labels[0]!r}. Their field tag, or "
+            "task, names it: add it, or set data.balance=false."
+        )
+    return labels
+
+
 def first_routed(records: Records, term: RewardTerm) -> Mapping[str, Any]:
     """Return the first record that a reward is for; the first of all where it is for none."""
     return next((record for record in records if matches(record, term.where)), records[0])
@@ -188,7 +201,7 @@ def check_routes(terms: Mapping[str, RewardTerm], records: Records) -> None:
             f"rewards.terms.{label}.where is {where}, and no record of data.train has it. "
             f"{f'Their values of {name} are {listed}.' if values else missing}"
         )
-    optimized = [term.where for term in terms.values() if term.weight > 0]
+    optimized = [term.where for term in terms.values() if term.largest_weight > 0]
     unrewarded = [record for record in records if not any(matches(record, where) for where in optimized)]
     if optimized and unrewarded:
         count = f"{len(unrewarded)} of {len(records)} records of data.train"
@@ -249,11 +262,12 @@ def weighted_sum(config: RewardsConfig, rewards: Mapping[str, Any], kind: Any) -
             raise UserError(f"{key} chooses records, and its bound or uncertainty=advantage reads all. Leave one out.")
         if how not in ("none", "advantage"):  # the trainer weighs advantages itself
             reward = UncertaintyUsed(reward, how=how, strength=term.strength, reference=term.reference)
-        summands[label] = reward, term.weight
+        summands[label] = reward, term.largest_weight
     fixed = {label: (term.mean, term.std) for label, term in terms.items()}
     return kind(
         summands,
         bounds={label: term.bound for label, term in terms.items() if term.bound is not None},
+        schedules={label: t.weight.at for label, t in terms.items() if isinstance(t.weight, WeightSchedule)},
         advantage_weights=strengths,
         normalise=fixed if config.normalise == "fixed" else config.normalise,
         allow_mixed_units=config.allow_mixed_units,

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import field, fields, replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from pydantic.dataclasses import dataclass
 from visalign.data.assets import PACKAGED
 from visalign.errors import UserError, suggestion
 from visalign.schema import STRICT
-from visalign.settings import MOST_COUNTED, Count, Finite, Natural, Positive, PositiveShare
+from visalign.settings import MOST_COUNTED, Count, Finite, Natural, NonNegative, Positive, PositiveShare
 from visalign.training.loop.monitor import MonitorLimits, MonitorSettings
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -78,12 +79,37 @@ class ReferencesConfig:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class WeightSchedule:
+    """A weight that changes over the run."""
+
+    start: NonNegative = 1.0
+    """Weight of the first iteration."""
+    end: NonNegative = 0.0
+    """Weight after `iterations` of them, and from then on."""
+    iterations: Count
+    """T, iterations in which it changes."""
+    shape: Literal["linear", "cosine"] = "linear"
+    """linear, or cosine: end + (start − end)(1 + cos(πs/T))/2 after s iterations, as SPEAR (arXiv 2509.22601) takes
+    a reward of tool calls back."""
+
+    def __post_init__(self) -> None:
+        if not max(self.start, self.end):
+            raise UserError("A weight from 0 to 0 is constant. Give weight=0, which only records the reward.")
+
+    def at(self, iteration: int) -> float:
+        """Return the weight after a number of iterations."""
+        share = min(iteration / self.iterations, 1.0)
+        share = share if self.shape == "linear" else (1 - math.cos(math.pi * share)) / 2
+        return self.start + (self.end - self.start) * share
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class RewardTerm:
     """A reward of the sum."""
 
-    weight: Finite = 1.0
-    """At least 0; a weight of 0 only records the reward, and how far it agrees with what is optimised.
-    Direction is the reward's own matter."""
+    weight: Finite | WeightSchedule = 1.0
+    """At least 0; a weight of 0 only records the reward, and how far it agrees with what is optimised. In trainings
+    also a schedule, {start, end, iterations, shape}. Direction is the reward's own matter."""
     name: str | None = None
     """Catalogue name, package.module:Name or path/to/file.py:Name, whose code runs; null: the label of the term."""
     options: dict[str, Any] = field(default_factory=dict)
@@ -112,6 +138,15 @@ class RewardTerm:
     reference: Finite = 0.0
     """For the weight: the value of a judge that knows nothing, in its unit."""
 
+    def __post_init__(self) -> None:
+        if self.bound is not None and isinstance(self.weight, WeightSchedule):
+            raise UserError("A term with a bound has a constant weight, which is its unit. Give a number.")
+
+    @property
+    def largest_weight(self) -> float:
+        """The weight, of a schedule the larger end."""
+        return max(self.weight.start, self.weight.end) if isinstance(self.weight, WeightSchedule) else self.weight
+
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class RewardsConfig:
@@ -130,11 +165,11 @@ class RewardsConfig:
 
     @property
     def recorded(self) -> list[str]:
-        return [label for label, term in self.terms.items() if term.weight == 0]
+        return [label for label, term in self.terms.items() if term.largest_weight == 0]
 
     @property
     def optimized(self) -> list[str]:
-        return [label for label, term in self.terms.items() if term.weight > 0]
+        return [label for label, term in self.terms.items() if term.largest_weight > 0]
 
     def check_monitor(self, monitor: MonitorSettings, evaluation: HeldoutConfig, **more: tuple[bool, str]) -> None:
         """Refuse a monitor that would stop by what is not measured; `more` as `MonitorSettings.check`."""

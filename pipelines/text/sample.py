@@ -187,6 +187,8 @@ def _broken_rules(config: TextSampleConfig, records: Records, reward: Any) -> It
     for number, record in enumerate(records):
         for name in filter(record.__contains__, OWN_FIELDS):
             yield f"data.train: record {number} has the field {name!r}, which the dataset writes itself. Rename it."
+    if reward.capabilities.at_iteration is not None:
+        yield "rewards.terms has a weight that changes over iterations, and nothing is trained here. Give a number."
     threshold, highest = config.selection.threshold, float(reward.range[1])
     if threshold > highest:
         yield f"selection.threshold is {threshold:g}, and the rewards reach {highest:g} at most. Lower the threshold."

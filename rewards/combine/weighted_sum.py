@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -26,6 +27,7 @@ from visalign.rewards.base.contract import (
 )
 from visalign.rewards.base.failure import failure_reasons
 from visalign.rewards.base.images import as_contract, on_cpu
+from visalign.settings import MOST
 
 from .uncertainty import with_deviation
 
@@ -53,6 +55,7 @@ class WeightedSum:
         allow_missing: sum the rewards that judged a sample, also where some of them failed.
         bounds: label -> what a trainer is to hold the reward's mean at, in its own unit: at least that, or at
             most where lower is better. `score` does not look at them.
+        schedules: label -> function of the iterations finished that returns its weight; `rewards` has the largest.
         advantage_weights: label -> λ, by which a trainer of texts scales advantages with the reward's own standard
             deviations (`visalign.core.relative_uncertainty_weight`). A sample without one is invalid.
         name: name of the sum; "weighted_sum", or of texts "weighted_text_sum", when None.
@@ -70,6 +73,7 @@ class WeightedSum:
         allow_mixed_units: bool = False,
         allow_missing: bool = False,
         bounds: Mapping[str, float] | None = None,
+        schedules: Mapping[str, Callable[[int], float]] | None = None,
         advantage_weights: Mapping[str, float] | None = None,
         name: str | None = None,
     ) -> None:
@@ -77,6 +81,7 @@ class WeightedSum:
         self.rewards = {label: (with_capabilities(reward), weight) for label, (reward, weight) in rewards.items()}
         units = {label: reward.unit for label, (reward, weight) in rewards.items() if weight}
         self._per_batch, self._allow_missing = normalise == "batch", allow_missing
+        self._schedules = dict(schedules or {})
         self._scales = dict(normalise) if isinstance(normalise, Mapping) else {}
         bounds, strengths = dict(bounds or {}), dict(advantage_weights or {})
         check_rules(self.name, self._rules(normalise, units, bounds, strengths, allow_mixed_units))
@@ -98,8 +103,21 @@ class WeightedSum:
             recorded_terms={label: self._sign(label) for label, weight in weights.items() if not weight},
             constraints={label: self._term(label, value) for label, value in bounds.items()},
             advantage_weights=strengths,
+            at_iteration=self.at if self._schedules else None,
             read_answer=next((term.read_answer for term in needs if term.read_answer), None),
         )
+
+    def at(self, iteration: int) -> WeightedSum:
+        """Return the sum with its weights after `iteration` iterations."""
+        weights, changed = self._weights(iteration), copy(self)
+        changed.rewards = {label: (reward, weights[label]) for label, (reward, _) in self.rewards.items()}
+        term_weights = {label: weights[label] for label in self.capabilities.term_weights}
+        changed.capabilities = replace(self.capabilities, term_weights=term_weights)
+        return changed
+
+    def _weights(self, iteration: int) -> dict[str, float]:
+        weights = {label: weight for label, (_, weight) in self.rewards.items()}
+        return weights | {label: schedule(iteration) for label, schedule in self._schedules.items()}
 
     def _rules(
         self,
@@ -121,6 +139,9 @@ class WeightedSum:
             ),
             f"it would add rewards of clips and of images: {', '.join(of_images)} takes no clip. Let the reward "
             "'frames' ask it, with frames=1 for the middle frame": len(of_images) in (0, len(weights)),
+            f"the weights of {', '.join(self._schedules)} leave no term at their beginning or end; let one stay": (
+                not self._schedules or all(any(self._weights(iteration).values()) for iteration in (0, MOST))
+            ),
             f"normalise is {normalise!r}; allowed are 'none', 'batch', or {{label: (mean, std)}}. Within "
             "groups the advantage normalises (visalign.core)": (
                 isinstance(normalise, Mapping) or normalise in ("none", "batch")
@@ -198,8 +219,10 @@ class WeightedSum:
             parts[label] = scores.value
             stds = {} if scores.std is None else {"std": scores.std}
             parts |= {f"{label}.{key}": part for key, part in {**stds, **scores.parts}.items()}
-            if not weight:
+            if label not in self.capabilities.term_weights:
                 continue
+            if label in self._schedules:
+                parts[f"{label}.weight"] = torch.full_like(scores.value, weight)
             value = scores.value.double()
             term = self._term(label, _standardise(value, scores.valid) if self._per_batch else value)
             failures = failure_reasons(scores)

@@ -196,6 +196,7 @@ class ImageAlgorithm(Algorithm):
         Returns:
             (the images, None where no group carries signal; counts and metrics of all samples).
         """
+        self.scorer.iteration = run.counters.iteration
         if self.groups is None:
             images = self.constrained(self.scored(sample_round(run.counters.iteration), run.clock), run)
             return images, Collected(experience=None, samples=self.samples, metrics=images.metrics)

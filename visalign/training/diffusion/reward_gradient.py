@@ -29,7 +29,7 @@ from visalign.flow.rollout import velocity_of
 from visalign.interfaces import Condition, DifferentiableReward, DifferentiableSum, Scores
 from visalign.seeds import sample_seed
 from visalign.training.loop.algorithm import Collected, Context
-from visalign.training.loop.judging import check_failures, reward_metrics
+from visalign.training.loop.judging import check_failures, reward_at, reward_metrics
 from visalign.training.loop.processes import no_sync_unless_last
 from visalign.training.loop.sampler import Batch
 from visalign.training.policy.update import split_updates
@@ -72,7 +72,7 @@ class RewardGradient(ImageAlgorithm):
 
     def collect(self, run: Context) -> Collected:
         """Choose and encode the iteration's prompts; each update samples its own images."""
-        iteration = run.counters.iteration
+        iteration = self.scorer.iteration = run.counters.iteration
         with self.unsharded():
             self.draw_references(iteration, iteration, run.clock)
         batch, records = self.prompts(iteration)
@@ -163,7 +163,9 @@ class RewardGradient(ImageAlgorithm):
         with self.accelerator.autocast():
             images = self.policy.decode(x0.to(self.policy.storage_dtype))
         prompts = [experience.prompts[i] for i in sample.tolist()]
-        value, gradient = image_gradient(self.reward, images.detach(), prompts, self.row)
+        value, gradient = image_gradient(
+            reward_at(self.reward, self.scorer.iteration), images.detach(), prompts, self.row
+        )
         # ∂/∂θ of −Σ r(x0(θ)): the gradient in the pixels goes on through the decoder and the last steps
         self.accelerator.backward((kl.sum() - (images * gradient).sum()) * scale)
         return value, gradient.flatten(1).norm(dim=1).sum().double().cpu()

@@ -117,10 +117,15 @@ class DiffusionObjectiveSettings(ObjectiveSettings):
                 f"{reward.name} compares the samples of an iteration with each other. Take a reward of single "
                 "images, or objective.algorithm=flow_grpo."
             )
-        if is_par and renewed:
+        if is_par and (renewed or capabilities.at_iteration is not None):
             raise UserError(
-                f"{name} compares with stored rewards of the reference, and the references of rewards.terms are "
-                "renewed. Set references.every=null, or take objective.algorithm=flow_grpo."
+                f"{name} compares with stored rewards of the reference, and "
+                + (
+                    "the references of rewards.terms are renewed. Set references.every=null"
+                    if renewed
+                    else "a weight of rewards.terms changes. Give numbers"
+                )
+                + ", or take objective.algorithm=flow_grpo."
             )
         if not (bounds := reward.capabilities.constraints):
             return

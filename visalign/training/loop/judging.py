@@ -44,13 +44,18 @@ class RewardScorer:
     """Scores chunks of an iteration in the order in which they are submitted, at once or `in_thread`."""
 
     def __init__(self, reward: Any, *, what: str, in_thread: bool) -> None:
-        self.reward, self._what = with_capabilities(reward), what
+        self._reward, self._what, self.iteration = with_capabilities(reward), what, 0
         self._thread = None
         if in_thread:
             device = torch.cuda.current_device() if torch.cuda.is_available() else None
             # a new thread starts on the first GPU, whichever this process works on
             initializer = None if device is None else partial(torch.cuda.set_device, device)
             self._thread = ThreadPoolExecutor(1, "reward", initializer)
+
+    @property
+    def reward(self) -> Any:
+        """The reward with its weights in the present `iteration`."""
+        return reward_at(self._reward, self.iteration)
 
     def submit(self, samples: Any, records: Records) -> Callable[[], Scores]:
         """Submit a chunk; the returned function waits for its scores, and raises what the reward raised."""
@@ -146,6 +151,12 @@ def check_failures(scores: Scores, valid: Tensor, limit: float, name: str) -> No
     )
 
 
+def reward_at(reward: Any, iteration: int) -> Any:
+    """Return a reward with the weights of its terms after `iteration` iterations."""
+    at = reward.capabilities.at_iteration
+    return reward if at is None else at(iteration)
+
+
 def reward_weights(reward: Any) -> dict[str, float]:
     """Return label -> weight of the terms of a sum; a single reward has weight 1."""
     return dict(reward.capabilities.term_weights or {reward.name: 1.0})
@@ -156,7 +167,10 @@ def reward_columns(reward: Any, scores: Scores) -> Tensor:
     weights = reward_weights(reward)
     if f"{next(iter(weights))}.weighted" not in scores.parts:
         return scores.value.double().cpu()[:, None]
-    columns = [scores.parts[f"{label}.weighted"].double().cpu() / w for label, w in weights.items()]
+    columns = []
+    for label, weight in weights.items():
+        then = scores.parts.get(f"{label}.weight", torch.tensor(weight)).double().cpu()  # when they were scored
+        columns.append(scores.parts[f"{label}.weighted"].double().cpu() / torch.where(then == 0, 1.0, then))
     return torch.stack(columns, 1)
 
 

@@ -34,6 +34,11 @@ class RewardBalance:
 
     def __init__(self, reward: Any, every: int) -> None:
         self.labels, self.every = list(reward_weights(reward)), every
+        if reward.capabilities.at_iteration is not None:
+            raise UserError(
+                "objective.balance_every chooses the weights of rewards.terms by their gradients, and a term has a "
+                "weight that changes. Give numbers, or set objective.balance_every=null."
+            )
         if not 2 <= len(self.labels) <= MAX_REWARDS:
             raise UserError(
                 f"objective.balance_every is {every}, and rewards.terms has {len(self.labels)} terms of a "

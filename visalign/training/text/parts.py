@@ -85,7 +85,6 @@ class TextParts:
     policy: TextPolicy
     reference: Reference
     generator: CompletionGenerator  # The policy itself unless a server generates
-    reward: Any  # `TextReward` with `capabilities`; higher is better
     scorer: RewardScorer
     records: Records  # Prompt records, each with "prompt"; handed to the reward as metadata
     rollout: TextRolloutSettings
@@ -96,6 +95,11 @@ class TextParts:
     demonstrations: Demonstrations | None
     seed: int
     accelerator: Accelerator
+
+    @property
+    def reward(self) -> Any:
+        """`TextReward` with `capabilities`, higher is better, with its weights of the present iteration."""
+        return self.scorer.reward
 
     @property
     def recomputes(self) -> bool:
