@@ -48,6 +48,7 @@ from .questions.visual_quality_r1 import VisualQuality as VisualQuality
 from .text.callables import TextFunctionReward as TextFunctionReward
 from .text.combine import TextEnsemble as TextEnsemble
 from .text.combine import WeightedTextSum as WeightedTextSum
+from .text.constraints import Constraints as Constraints
 from .text.format import JsonFormat as JsonFormat
 from .text.format import TextFormat as TextFormat
 from .text.implicit_process_reward import ImplicitProcessReward as ImplicitProcessReward

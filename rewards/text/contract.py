@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -42,6 +42,7 @@ class TextVerdict:
     value: float = math.nan
     remark: str = ""
     reason: str | None = None
+    parts: Mapping[str, float] = field(default_factory=dict)
 
 
 class TextRule:
@@ -103,11 +104,13 @@ def text_scores(
     verdicts: Sequence[TextVerdict], unit: str, *, parts: Mapping[str, Sequence[float]] | None = None
 ) -> Scores:
     """Collect B verdicts as scores, NaN in the rows that have a reason; the remarks become `text`."""
+    names = dict.fromkeys(name for verdict in verdicts for name in verdict.parts)
+    columns = {name: [verdict.parts.get(name, math.nan) for verdict in verdicts] for name in names}
     return make_scores(
         torch.tensor([verdict.value for verdict in verdicts], dtype=torch.float32),
         [verdict.reason for verdict in verdicts],
         unit,
-        parts={key: torch.tensor(part, dtype=torch.float32) for key, part in (parts or {}).items()},
+        parts={key: torch.tensor(part, dtype=torch.float32) for key, part in {**columns, **(parts or {})}.items()},
         text=[verdict.remark for verdict in verdicts],
     )
 
