@@ -88,6 +88,8 @@ TEXT_CATALOGUE: dict[str, Entry] = {
     "process_reward": "visalign.rewards.text.process_reward:ProcessRewardModel",
     "ensemble": "visalign.rewards.text.combine:TextEnsemble",
     "environment": "visalign.rewards.text.environment:EnvironmentReward",
+    "tool_calls": "visalign.rewards.text.environment:ToolCalls",
+    "constraints": "visalign.rewards.text.constraints:Constraints",
 }
 """Rewards for text."""
 

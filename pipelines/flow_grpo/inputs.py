@@ -24,6 +24,7 @@ from visalign.pipelines.shared.parts import (
     load_terms,
     own_heldout,
     pointwise_only,
+    prompt_strata,
     weighted_sum,
 )
 from visalign.pipelines.shared.run_folder import fingerprint
@@ -95,7 +96,7 @@ def prepare(config: FlowGRPOConfig, world: int, device: str | None = None) -> In
     else:
         reward = weighted_sum(config.rewards, build_win_rates(config.comparison, config.rewards, judges), WeightedSum)
     references = build_references(config.rewarded, judges, records)
-    strata = [str(record.get("tag", "")) for record in records] if data.balance else None
+    strata = prompt_strata(records, data.balance)
     _check_method(config, reward, records, strata, world)
     if (label := evaluation.correctness) is not None:
         check_judge(label, rewards[label], first_routed(heldout, terms[label]))

@@ -139,6 +139,10 @@ class TextDataConfig(HeldoutPromptsConfig):
     """Demonstrations for PPO-ptx: tasks:train, or a .jsonl file of records with prompt and completion."""
     demonstrations_batch: Count = 32
     """Demonstrations per update."""
+    balance: bool = False
+    """Give every kind of prompt (the field tag, else task) the same number of groups, however many it has."""
+    cycle: list[str] | None = None
+    """Kinds that the groups take in turn, repeats allowed; null with balance: each once."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -304,12 +308,17 @@ class TextConfig:
 
 def _broken_rules(s: TextConfig) -> Iterator[str]:
     objective, server = s.built_objective, s.server
+    if s.data.cycle is not None and not s.data.balance:
+        yield "data.cycle orders the kinds of a balanced set; set data.balance=true with it."
     algorithm = f"objective.algorithm={s.objective.algorithm}"
     if isinstance(s, TextPPOConfig) and objective.advantage != "gae":
         yield f"{algorithm} has no value function. Use ppo, ppo_kl or ppo_ptx, or write 'pipeline: text_grpo'."
     acts = s.rollout.environment is not None and s.rollout.environment.use is not None
-    if not acts and any((term.name or label) == "environment" for label, term in s.rewards.terms.items()):
+    names = {term.name or label for label, term in s.rewards.terms.items()}
+    if not acts and "environment" in names:
         yield "rewards.terms names environment, and there is none. Set rollout.environment={use: FILE.py:Class}."
+    if s.rollout.tool is None and s.rollout.environment is None and "tool_calls" in names:
+        yield "rewards.terms names tool_calls, and there is no tool. Set rollout.tool={} or rollout.environment."
     if s.self_imitation is not None and s.data.question is not None:
         yield "self_imitation stores tokens, and data.question asks about images. Set one of the two to null."
     if s.model.critics > 1 and s.model.value == "none":

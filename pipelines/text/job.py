@@ -70,6 +70,8 @@ def _build(config: TextConfig, output: Path) -> PolicyRun:
         log_partition=PromptLogPartition(policy, seed=seed) if objective.surrogate == "flow_balance" else None,
         process=build_process(config, policy),
         demonstrations=demonstrations,
+        strata=inputs.strata,
+        cycle=config.data.cycle,
         sharding=config.run.sharding,
     )
     return text_run(config, output, config.objective.algorithm, policy, algorithm, inputs)

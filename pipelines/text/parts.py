@@ -32,6 +32,7 @@ from visalign.pipelines.shared.parts import (
     name_key,
     no_loading_bars,
     own_heldout,
+    prompt_strata,
     weighted_sum,
 )
 from visalign.pipelines.shared.sections import RewardsConfig
@@ -47,6 +48,7 @@ from visalign.text import TextRollout
 from visalign.text.steps import StepRewards
 from visalign.text.tools import ToolPolicy
 from visalign.text.turns import ChatTurns
+from visalign.training.loop.sampler import PromptSampler
 from visalign.training.text.trajectories import check_answers
 
 from .config import ActorCriticConfig, ProcessConfig, PromptsConfig, TextConfig, TextModelConfig
@@ -66,6 +68,7 @@ class TextInputs(NamedTuple):
     rewards: Mapping[str, Any]  # label -> reward, those that are trained on and those that are only reported
     reward: Any = None  # The sum that is optimized; None for supervised jobs
     demonstrations: Records | None = None  # Demonstrations for the ptx term, each with prompt and completion
+    strata: list[str] | None = None  # Kind of each record, with data.balance
     left_out: Mapping[str, int] = {}  # Reason -> records that are not used
     heldout_trained_on: int | None = None
     """Held-out prompts that are trained on as well; None where that is not counted."""
@@ -89,7 +92,10 @@ def prepare(config: TextConfig, device: str | None = None) -> TextInputs:
     heldout, rewards = heldout_inputs(config, device)
     check_answers(config.built_objective, records)
     demonstrations = None if data.demonstrations is None else text_demonstrations("demonstrations", data, seed)
-    return TextInputs(records, heldout, rewards, text_sum(config.rewards, rewards), demonstrations)
+    strata, rollout = prompt_strata(records, data.balance), config.rollout
+    size = rollout.prompts_per_iteration, rollout.group_size
+    PromptSampler(len(records), *size, seed, strata=strata, cycle=data.cycle)  # refuses a cycle of other kinds
+    return TextInputs(records, heldout, rewards, text_sum(config.rewards, rewards), demonstrations, strata)
 
 
 def heldout_inputs(config: Any, device: str | None, heldout: Records | None = None) -> tuple[Records, dict[str, Any]]:

@@ -16,6 +16,7 @@ from visalign.errors import UserError
 from visalign.interfaces import ToolCompletion
 from visalign.rewards.catalogue import load_text_reward
 from visalign.rewards.text.callables import TextFunctionReward
+from visalign.rewards.text.combine import WeightedTextSum
 from visalign.text import Sampling, StoppingCriteria, StopReason
 from visalign.text.chat import PromptEncoder
 from visalign.text.rollout import TextRollout
@@ -129,17 +130,20 @@ def test_a_conversation_has_the_form_of_the_template_and_only_the_policys_tokens
 
 
 @pytest.mark.parametrize(
-    ("turn", "answer"),
+    ("turn", "answer", "valid"),
     [
-        (called({"name": "mul", "arguments": {}}), "error: no tool 'mul'; the tools are add"),
-        (called({"name": "add", "arguments": {"c": 1}}), "error: missing a required argument: 'a'"),
-        ('<tool_call>{"name": "add", </tool_call>', "error: no call"),
-        (called({"name": "add", "arguments": '{"a": 4}'}), "<|im_start|>tool\n4<|im_end|>"),
-        (called(CALL) + " {so} " + called(CALL), "<|im_start|>tool\n3<|im_end|>\n<|im_start|>tool\n3<|im_end|>"),
+        (called({"name": "mul", "arguments": {}}), "error: no tool 'mul'; the tools are add", 0),
+        (called({"name": "add", "arguments": {"c": 1}}), "error: missing a required argument: 'a'", 0),
+        ('<tool_call>{"name": "add", </tool_call>', "error: no call", 0),
+        (called({"name": "add", "arguments": '{"a": 4}'}), "<|im_start|>tool\n4<|im_end|>", 1),
+        (called(CALL) + " {so} " + called(CALL), "<|im_start|>tool\n3<|im_end|>\n<|im_start|>tool\n3<|im_end|>", 2),
     ],
 )
-def test_wrong_calls_are_answered_and_several_too(turn, answer) -> None:
-    assert answer in played(turn, "So.", tools=[add])[0].text[0]
+def test_wrong_calls_are_answered_and_several_too(turn, answer, valid) -> None:
+    rollout = played(turn, "So.", tools=[add])[0]
+    assert answer in rollout.text[0]
+    terms: Any = {"tool_calls": (load_text_reward("tool_calls", most=2), 1.0)}
+    assert WeightedTextSum(terms).score(rollout.text, rollout.prompt).value.tolist() == [valid / 2]
 
 
 def test_methods_of_an_environment_are_tools_and_its_reward_is_read() -> None:

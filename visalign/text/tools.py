@@ -254,7 +254,12 @@ class ToolPolicy:
             full_log_prob=full_log_prob,
             entropy=entropy,
             text=[
-                ToolCompletion(self._text(s.ids(), ended=s.reason == "eos"), self._answer_spans(s), s.outcome)
+                ToolCompletion(
+                    self._text(s.ids(), ended=s.reason == "eos"),
+                    self._answer_spans(s),
+                    s.outcome,
+                    s.trace.calls if s.conversation is None else s.conversation.calls,
+                )
                 for s in samples
             ],
             stop_reason=[sample.reason for sample in samples],

@@ -52,6 +52,7 @@ class Conversation:
     environment: Any
     tools: Mapping[str, Callable[..., Any]]
     turns: int = 0
+    calls: int = 0  # Those of a tool that is there, with arguments that it takes
     reward: float | None = None
     """Sum of the rewards of steps so far; at the end that of `get_reward`, where there is one."""
 
@@ -171,6 +172,7 @@ class ChatTurns:
         except (TypeError, ValueError) as error:
             return {**answer, "content": f"error: {error}"}
         result = tool(**arguments)
+        conversation.calls += 1
         return {**answer, "content": result if isinstance(result, str) else json.dumps(result, default=str)}
 
     def finish(self, conversations: Sequence[Conversation]) -> list[float | ToolFailure | None]:

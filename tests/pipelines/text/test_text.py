@@ -77,6 +77,28 @@ def test_a_run_leaves_numbers_and_a_model_that_transformers_loads(finished):
         assert record["heldout/accuracy_low"] <= record["heldout/accuracy"] <= record["heldout/accuracy_high"]
 
 
+@pytest.mark.parametrize("cycle", [None, ["reverse", "add", "add"]])
+def test_kinds_of_prompts_have_as_many_groups_as_the_cycle_says(cycle, tmp_path):
+    config = _grpo("data.balance=true", f"data.cycle={json.dumps(cycle)}", "data.size=9")
+    algorithm: Any = text_grpo._build(config, tmp_path).trainer.algorithm
+    kinds = [algorithm.parts.records[i]["task"] for i in algorithm.sampler.batch(0).prompt_index.tolist()[::4]]
+    assert kinds == (["add", "reverse", "add", "reverse"] if cycle is None else ["reverse", "add", "add", "reverse"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["data.cycle=[add]"], r"set data\.balance=true"),
+        (["data.cycle=[mul]", "data.balance=true"], r"cycle names \['mul'\], .* labels are \['add', 'reverse'\]"),
+        (["data.tasks=[add]", "data.balance=true"], r"of one kind, 'add'.*data\.balance=false"),
+        (["rewards.terms={task_answer: {}, tool_calls: {weight: 0}}"], r"there is no tool. Set rollout.tool=\{\}"),
+    ],
+)
+def test_kinds_and_tool_calls_that_are_not_there_are_refused(changes, message):
+    with pytest.raises((ConfigError, UserError), match=message):
+        prepare(_grpo(*changes))
+
+
 def test_a_run_leaves_the_page_of_an_image_run(finished):
     output, summary = finished
     page = html.unescape((output / "report.html").read_text(encoding="utf-8"))

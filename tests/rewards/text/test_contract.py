@@ -41,6 +41,14 @@ INPUTS = {
     "repetition": ({}, {}),
     "random": ({}, {}),
     "environment": ({}, {"completions": [ToolCompletion("a", (), 1.0), ToolCompletion("b", (), 0.0), "no"]}),
+    "tool_calls": ({"most": 2}, {"completions": [ToolCompletion("a", (), None, n) for n in (0, 3)] + ["no"]}),
+    "constraints": (
+        {},
+        {
+            "completions": ["Yes.", "No, no.", "no"],
+            "metadata": [{"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}] * 2 + [{}],
+        },
+    ),
     "code_tests": ({}, {"completions": ["```\nx = 4\n```", "no"], "metadata": [{"tests": ["assert x == 4"]}] * 2}),
     "reward_fusion": (
         {"reward": "exact_answer", "pool": [{"prompt": "What is 2 + 2??", "answer": "5"}], "threshold": 0.8},

@@ -92,6 +92,8 @@ class TextRL(TextAlgorithm):
         process: ProcessReward | None = None,
         demonstrations: Demonstrations | None = None,
         after_update: Callable[[int], None] | None = None,
+        strata: Sequence[str] | None = None,
+        cycle: Sequence[str] | None = None,
         sharding: bool = False,
     ) -> None:
         self.accelerator = get_accelerator(accelerator, policy)
@@ -110,7 +112,6 @@ class TextRL(TextAlgorithm):
             policy=policy,
             reference=reference,
             generator=policy if generator is None else generator,
-            reward=reward,
             scorer=RewardScorer(
                 reward, what="completions", in_thread=self.rollout.overlap > 1 or self.rollout.staleness > 0
             ),
@@ -124,8 +125,8 @@ class TextRL(TextAlgorithm):
             seed=seed,
             accelerator=self.accelerator,
         )
-        prompts = self.rollout.prompts_per_iteration
-        self.sampler = PromptSampler(len(records), prompts, self.rollout.group_size, seed)
+        prompts, size = self.rollout.prompts_per_iteration, self.rollout.group_size
+        self.sampler = PromptSampler(len(records), prompts, size, seed, strata=strata, cycle=cycle)
         self.groups = DynamicGroups(prompts, dynamic) if dynamic is not None and dynamic.enabled else None
         check_parts(self.parts, name=self.settings.algorithm, dynamic=self.groups is not None)
         self.imitation: SelfImitation | None = None
@@ -202,6 +203,8 @@ class TextRL(TextAlgorithm):
 
     def collect(self, run: Context) -> Collected:
         """Sample and score completions and, with dynamic sampling, select groups."""
+
+        self.parts.scorer.iteration = run.counters.iteration
 
         def sample_round(number: int) -> PendingRound:
             return self._sample(number, run) if self.groups is not None else self._prefetcher.next(run)
