@@ -20,7 +20,7 @@ from visalign.pipelines.shared.parts import build_accelerator, evenly_spaced
 
 from .config import FlowGRPOConfig, ModelConfig, PrefGRPOConfig
 from .inputs import prepare
-from .parts import build_drift, build_evaluator, build_policy
+from .parts import build_drift, build_evaluator, build_policy, image_keeper
 from .plan import estimate, plan
 from .stored_pairs import stored_latents
 
@@ -52,6 +52,7 @@ def _build(config: FlowGRPOConfig, output: Path) -> PolicyRun:
         dynamic=config.dynamic,
         references=inputs.references,
         self_imitation=config.self_imitation,
+        keep_images=image_keeper(output / "rollouts") if rollout.keep_images and accelerator.is_main_process else None,
     )
     sampling = {"steps": rollout.steps, "timestep_schedule": rollout.timestep_schedule}
     measure = build_evaluator(evaluation, policy, inputs.rewards, accelerator=accelerator, **sampling)

@@ -12,10 +12,14 @@ import numpy as np
 import torch
 
 from visalign.errors import UserError
+from visalign.flow.rollout import middle_frames
 from visalign.interfaces import DiffusionPolicy, PointwiseReward
+from visalign.pipelines.collect.votes import write_rows
+from visalign.pipelines.score.image_rows import SAMPLED
 from visalign.pipelines.shared.grids import image_samples
 from visalign.pipelines.shared.parts import Records, no_loading_bars, spread
 from visalign.precision import autocast_dtype
+from visalign.rewards.base.images import to_pil
 from visalign.training.diffusion.image_statistics import feature_drift
 from visalign.training.diffusion.samples import Features
 
@@ -99,6 +103,20 @@ def build_evaluator(
         return spread(accelerator, len(records) * len(seeds), share_of)
 
     return measure
+
+
+def image_keeper(folder: Path) -> Callable[[str, torch.Tensor, Records], None]:
+    """Return a function that writes images and their table into a new folder, as `visalign sample` has them."""
+
+    def keep(name: str, images: torch.Tensor, records: Records) -> None:
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        files = [f"{index:04d}.png" for index in range(len(records))]
+        for file, image in zip(files, middle_frames(images).cpu(), strict=True):
+            to_pil(image).save(folder / name / file)
+        rows = [{"image": file, "prompt": record["prompt"]} for file, record in zip(files, records, strict=True)]
+        write_rows(folder / name / SAMPLED, rows)
+
+    return keep
 
 
 def build_drift(features: Features, before: Path) -> Callable[[HeldoutResult], dict[str, float]]:

@@ -23,6 +23,9 @@ class LabelConfig:
     """Training prompts that each round samples, drawn again each time."""
     images: Annotated[int, Field(ge=2, le=MOST_COUNTED)] = 4
     """Samples of each; the pairs among them are what may be labelled."""
+    source: Literal["policy", "training"] = "policy"
+    """Images that may be labelled: new samples of the policy so far, or as published those that its training in the
+    round before made (`prompts` groups of them, `images` of each); the first round samples."""
     first: Count = 150
     """Pairs of the first round, drawn at random, as there is no ensemble yet."""
     more: Count = 75
@@ -69,7 +72,7 @@ class EnsembleConfig(PartConfig):
 
 SET_BY_ROUND = {
     "ensemble": ("data.train", "data.heldout", "data.off_policy", "model.diversity", "model.lora_path", "seed"),
-    "policy": ("rewards", "seed", "data.pairs", "model.lora_path"),
+    "policy": ("rewards", "seed", "data.pairs", "model.lora_path", "rollout.keep_images"),
 }
 """Keys that a round sets itself."""
 
@@ -102,3 +105,8 @@ class UGDAConfig:
             for change in getattr(self, name).changes:
                 if any(change.startswith(key) or key.startswith(f"{change}.") for key in keys):
                     raise UserError(f"{name}.changes sets {change}, which each round sets itself.")
+        if self.labels.source == "training" and self.ensemble.off_policy is not None:
+            raise UserError(
+                "labels.source=training takes images of many policies, and ensemble.off_policy weighs by the one that "
+                "made them. Set labels.source=policy, or ensemble.off_policy=null."
+            )

@@ -37,6 +37,7 @@ from visalign.pipelines.collect.votes import export_rows, select_votes, write_ro
 from visalign.pipelines.flow_grpo.job import sample_command, sampling_options
 from visalign.pipelines.jobs import Job, load_job
 from visalign.pipelines.sample.job import SampleSettings, sample_images
+from visalign.pipelines.score.image_rows import SAMPLED
 from visalign.pipelines.score.report import load_shown_images
 from visalign.pipelines.shared.parts import Records, build_records, code_fingerprints, name_key
 from visalign.pipelines.shared.run_folder import (
@@ -162,9 +163,25 @@ class Round:
         if (samples / "images.jsonl").is_file():
             return
         shutil.rmtree(samples, ignore_errors=True)  # an interrupted sampling: its images come out the same
+        labels = self.config.labels
         draw = torch.Generator().manual_seed(sample_seed(self.config.seed, "prompts", self.number) % 2**63)
-        order = torch.randperm(len(prompts), generator=draw)[: self.config.labels.prompts].tolist()
-        sample_images([prompts[i] for i in order], self.sampling, samples)
+        groups = self._trained_on() if labels.source == "training" and self.number else prompts
+        order = torch.randperm(len(groups), generator=draw)[: labels.prompts].tolist()
+        if groups is prompts:
+            sample_images([prompts[i] for i in order], self.sampling, samples)
+        else:
+            samples.mkdir()
+            write_rows(samples / SAMPLED, [row for i in order for row in groups[i][: labels.images]])
+
+    def _trained_on(self) -> list[list[dict[str, str]]]:
+        """Read the images that the policy's training in the round before made, by round of sampling and prompt."""
+        groups: dict[tuple[Path, str], list[dict[str, str]]] = {}
+        for table in sorted((self.earlier[-1].folder / "policy" / "rollouts").glob(f"*/{SAMPLED}")):
+            for line in table.read_text(encoding="utf-8").splitlines():
+                row = json.loads(line)
+                image = str((table.parent / row["image"]).resolve())
+                groups.setdefault((table, row["prompt"]), []).append(row | {"image": image})
+        return list(groups.values())
 
     def queue(self) -> None:
         if (self.folder / QUEUE).is_file():
@@ -176,7 +193,8 @@ class Round:
         else:
             folders, name = self.earlier[-1].members, self.config.ensemble.judge
             members = {str(n): load_reward(name, model=str(folder / "judge")) for n, folder in enumerate(folders)}
-            pool = score_candidates(tasks, Ensemble(members), self.sampling, seed=seed)
+            encodes = labels.source == "training"
+            pool = score_candidates(tasks, Ensemble(members), self.sampling, seed=seed, encodes=encodes)
             count, rule = labels.more, labels.select
         chosen = select_candidates(pool, count, rule, seed=sample_seed(seed, "lot", self.number))
         write_rows(self.folder / CANDIDATES, [c.row() | {"queued": c in chosen} for c in pool])
@@ -288,7 +306,7 @@ def _judge_job(config: UGDAConfig, member: int, folder: Path, start: Path | None
 
 def _policy_job(config: UGDAConfig, judges: Sequence[Path], start: Path | None = None) -> Job:
     """Build the training of the policy on the mean of these judges, from that in the round of `start`."""
-    changes: dict[str, Any] = {"seed": config.seed}
+    changes: dict[str, Any] = {"seed": config.seed, "rollout.keep_images": config.labels.source == "training"}
     if start is not None:
         changes["model.lora_path"] = str(start / "policy" / "lora")
     if judges:

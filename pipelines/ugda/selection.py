@@ -17,6 +17,7 @@ from visalign.flow.noise import initial_noise
 from visalign.flow.rollout import encoder_inputs, rollout, velocity_of
 from visalign.interfaces import DiffusionPolicy
 from visalign.pipelines.collect.tasks import Task
+from visalign.pipelines.flow_grpo.stored_pairs import stored_latents
 from visalign.pipelines.sample.job import SampleSettings, load_sampler
 from visalign.rewards.combine.ensemble import Ensemble
 from visalign.seeds import sample_seed
@@ -46,7 +47,7 @@ class Candidate(NamedTuple):
 
 
 def score_candidates(
-    tasks: Sequence[Task], ensemble: Ensemble, sampling: SampleSettings, *, seed: int = 0
+    tasks: Sequence[Task], ensemble: Ensemble, sampling: SampleSettings, *, seed: int = 0, encodes: bool = False
 ) -> list[Candidate]:
     """Compute margin, deviation and influence of pairs; pairs that a member cannot judge are left out."""
     prompt_of = {image: task.prompt for task in tasks for image in task.images}
@@ -54,7 +55,7 @@ def score_candidates(
     row = {image: number for number, image in enumerate(images)}
     members = member_scores(ensemble, images, prompts)
     advantage = group_advantages(members.mean(0), prompts, ddof=0)
-    influence = image_influence(sampling, images, prompts, advantage, seed=seed)
+    influence = image_influence(sampling, images, prompts, advantage, seed=seed, encodes=encodes)
     candidates = []
     for task in tasks:
         left, right = (row[image] for image in task.images)
@@ -76,16 +77,27 @@ def member_scores(ensemble: Ensemble, images: Sequence[str], prompts: Sequence[s
 
 
 def image_influence(
-    sampling: SampleSettings, images: Sequence[str], prompts: Sequence[str], advantage: Tensor, *, seed: int = 0
+    sampling: SampleSettings,
+    images: Sequence[str],
+    prompts: Sequence[str],
+    advantage: Tensor,
+    *,
+    seed: int = 0,
+    encodes: bool = False,
 ) -> Tensor:
     """Compute the influence [N] of samples, summed over the checkpoints of the run that left `sampling.lora`.
 
     The loss of a sample is A times its matching error, the mean over `LEVELS` levels of |v_θ − (ε − x0)|², which
-    stands in for −log π as in the policy's own regressions; x0 is drawn again by prompt and seed.
+    stands in for −log π as in the policy's own regressions; x0 is drawn again by prompt and seed, or with `encodes`
+    the autoencoder's latent of the image.
     """
     [lora] = sampling.lora
     policy, advantage = load_sampler(sampling), torch.nan_to_num(advantage)
-    latents = _redrawn(policy, sampling, images, prompts)
+    if encodes:
+        records = [{"image": image, "where": image} for image in images]
+        latents = stored_latents(policy, {"candidates": records})(records)
+    else:
+        latents = _redrawn(policy, sampling, images, prompts)
     named = list(policy.trainable_parameters())
     parameters = [parameter for _, parameter in named]
 

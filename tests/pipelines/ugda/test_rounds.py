@@ -195,3 +195,19 @@ def test_rounds_that_refine_start_from_the_round_before(tmp_path):
     other = replace(config, ensemble=EnsembleConfig(config="shapes_hpsv3", judge="hpsv3"))
     with pytest.raises(UserError, match="lora_path"):
         plan(other)
+
+
+@pytest.mark.slow
+def test_rounds_that_learn_from_what_the_training_made_and_go_on(tmp_path):
+    """As published: the second round's pairs are of the first training's images, members and policy go on."""
+    plain, labels = tiny(tmp_path), LabelConfig(prompts=3, images=3, first=4, more=2, source="training")
+    with pytest.raises(ValidationError, match=r"labels\.source=training takes images of many policies.*off_policy=null"):
+        replace(plain, labels=labels)
+    ensemble = replace(plain.ensemble, off_policy=None)
+    config = replace(plain, refine=True, labels=labels, ensemble=ensemble)
+    summary, output = run(config, tmp_path / "run"), tmp_path / "run"
+    assert summary["rounds"][1]["labelled"] > 0 and summary["rounds"][1]["influence_queued"] != 0
+    rows = [json.loads(line) for line in (output / "round_01" / "samples" / "images.jsonl").read_text().splitlines()]
+    trained = {str(path.resolve()) for path in (output / "round_00" / "policy" / "rollouts").rglob("*.png")}
+    assert len(rows) == 4 == len(trained) and {row["image"] for row in rows} <= trained
+    assert json.dumps(run(config, output, resume=True)) == json.dumps(summary)

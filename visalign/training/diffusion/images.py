@@ -82,7 +82,7 @@ class ImageAlgorithm(Algorithm):
     stored images that replace samples. Each prompt record then has under "candidates" a record for each of
     the G samples of its group, merged into it. `dynamic` replaces groups without signal by new ones, and
     `references` are reference images that the reward compares with. `self_imitation` replays images that beat
-    their group (`VelocityRegression`).
+    their group. `keep_images` gets a name, the images and the records of what is sampled.
     """
 
     algorithms: ClassVar[Mapping[str, Any]] = NAMED  # Values of `objective.algorithm` that this class trains
@@ -108,6 +108,7 @@ class ImageAlgorithm(Algorithm):
         dynamic: DynamicSettings | None = None,
         references: ReferenceImages | None = None,
         self_imitation: ReplaySettings | None = None,
+        keep_images: Callable[[str, Tensor, Records], None] | None = None,
     ) -> None:
         reward = with_capabilities(reward)
         self.policy, self.seed, self.reward, self.sharding = policy, seed, reward, sharding
@@ -124,7 +125,7 @@ class ImageAlgorithm(Algorithm):
         added = dynamic or DynamicSettings(), self_imitation
         renewed = references is not None and references.every is not None
         check_more_samples(settings, rollout, *added, stored=stored is not None, reward=reward, renewed=renewed)
-        self.replay_settings = self_imitation
+        self.replay_settings, self.keep_images = self_imitation, keep_images
         self.groups = DynamicGroups(rollout.prompts_per_iteration, added[0]) if added[0].enabled else None
         check_processes(settings, rollout, reward, self.accelerator.num_processes)
         settings.check_reward(reward, renewed=renewed)
@@ -229,7 +230,10 @@ class ImageAlgorithm(Algorithm):
             conditions = condition if len(chunks) == 1 else condition.select(rows)
             trajectories.append(self.roll_out(conditions, batch, rows, sde_steps, clock))
             images, measured = self._decode(trajectories[-1].latents, clock)
-            scores.append(self._submit(images, [records[i] for i in rows.tolist()], clock))
+            chunk = [records[i] for i in rows.tolist()]
+            if self.keep_images is not None:
+                self.keep_images(f"{number:05d}_{int(rows[0]):04d}", images, chunk)
+            scores.append(self._submit(images, chunk, clock))
             statistics.append(measured)
         return PendingImages(
             condition=condition,
@@ -267,8 +271,7 @@ class ImageAlgorithm(Algorithm):
         metrics = score_metrics(self.scorer.reward, value, valid, group, parts)
         if pending.statistics is not None:
             statistics = self.gather_all(pending.statistics)
-            means = statistics.mean(0).tolist()
-            metrics |= {f"image/{name}": mean for name, mean in zip(STATISTICS, means, strict=False)}
+            metrics |= {f"image/{n}": mean for n, mean in zip(STATISTICS, statistics.mean(0).tolist(), strict=False)}
             if self.features is not None:
                 metrics["diversity"] = group_diversity(statistics[:, len(STATISTICS) :], group)
         return ScoredImages(

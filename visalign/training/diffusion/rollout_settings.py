@@ -130,6 +130,9 @@ class RolloutSettings:
     staleness: Literal[0, 1] = 0
     """1: sample an iteration before the update of the previous one, which hides the reward behind it. The
     samples come from weights one iteration old, so the objective needs `importance_sampling`."""
+    keep_images: bool = False
+    """Write all images that are sampled (by the first process) to rollouts/ROUND, with tables as `visalign sample`
+    has them: to look at, to vote on, or to learn from. A video is its middle frame."""
     max_failure_rate: Share = 0.2
     """Largest share of samples that the reward may fail on before the run stops."""
 
